@@ -44,7 +44,7 @@ class Passed(NamedTuple):
 class DryRun:
     """The record of one rank of a grid without data.
 
-    actions   what the rank does, in order
+    actions   the actions of the rank, in order
     passes    the passes of a pipeline's table, in order. Clear this list together with `actions`
     held      kind -> bytes of the arrays that are alive. Kinds: "weights", "gradients", "state" (of an optimizer),
               "activations" (tensors, arrays saved for backward, gradients that flow), "workspace" (of products and

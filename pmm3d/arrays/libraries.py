@@ -1,4 +1,4 @@
-"""Which library an array belongs to, and libraries by name. Those that are not used are not loaded."""
+"""Array libraries, by array or by name. Libraries that are not used are not loaded."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ NUMPY = NumpyLibrary()
 
 
 def library_of(array: Array) -> NumpyLibrary:
-    """The library that an array belongs to.
+    """Return the library of an array.
 
-    Raises DTypeError for what is no array, and for those of numpy whose elements are not all that they hold: a mask, a
-    unit, the operators of a numpy.matrix would be lost.
+    Raises DTypeError for other objects, and for subclasses of numpy.ndarray with further meaning: a mask, a unit, or
+    the operators of a numpy.matrix would be lost.
 
         >>> library_of(np.zeros(3)).name
         'numpy'
@@ -35,7 +35,7 @@ def library_of(array: Array) -> NumpyLibrary:
     if "torch" in sys.modules and isinstance(array, sys.modules["torch"].Tensor):
         return _of_torch(array.device)
     module = type(array).__module__.partition(".")[0]
-    if module == "cupy" or hasattr(array, "__cuda_array_interface__"):  # which cupy before 14 has not on ROCm
+    if module == "cupy" or hasattr(array, "__cuda_array_interface__"):  # cupy before 14 lacks the interface on ROCm
         from .device_library import DeviceLibrary
 
         return DeviceLibrary(module)
@@ -59,9 +59,9 @@ def _check_plain(array: np.ndarray | np.generic) -> None:
 
 
 def library_named(name: str | NumpyLibrary) -> NumpyLibrary:
-    """The library called "numpy", "torch" (host), "torch:DEVICE" or "cupy"; a library passes through.
+    """Return the library "numpy", "torch" (host), "torch:DEVICE" or "cupy". A library is returned unchanged.
 
-    Raises Pmm3dError if there is none of that name or it is not installed.
+    Raises Pmm3dError for an unknown name, and if the library is not installed.
 
         >>> library_named("numpy").on_host
         True
@@ -92,7 +92,7 @@ def library_named(name: str | NumpyLibrary) -> NumpyLibrary:
 
 
 def library_here(name: str | NumpyLibrary) -> NumpyLibrary:
-    """As `library_named`; also raises Pmm3dError if this process has no such device. Makes nothing on it.
+    """As `library_named`; also raises Pmm3dError if this process has no such device. Creates no context on it.
 
         >>> library_here("numpy").kind
         'numpy'
@@ -103,15 +103,16 @@ def library_here(name: str | NumpyLibrary) -> NumpyLibrary:
 
 
 def take_device(name: str | NumpyLibrary, local_rank: int) -> int | None:
-    """Make a device the current one of its library and return its number; None for libraries on the host.
+    """Make a device the current device of its library, and return its number; None for libraries on the host.
 
-    name         as for `library_named`; "torch:cuda:1" names its device, which stays current
-    local_rank   of this process on its node (`Grid.local_rank`)
+    name         as for `library_named`. With a number, as in "torch:cuda:1", the current device does not change, and
+                 None is returned
+    local_rank   rank of this process on its node (`Grid.local_rank`)
 
-    Local rank r takes device r of the devices that it sees (CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES). If there are
-    fewer devices than ranks, ranks share devices. All devices of a node must be visible to all its ranks: if each rank
-    sees one, as after a launcher's GPU binding, MPI cannot move data from device to device (open-mpi/ompi#11949).
-    Raises Pmm3dError if there is no such device.
+    Local rank r takes device r of its visible devices (CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES). If there are fewer
+    devices than ranks, ranks share devices. All devices of a node must be visible to all its ranks. If each rank sees
+    one device, as with a launcher's GPU binding, MPI cannot copy between devices (open-mpi/ompi#11949). Raises
+    Pmm3dError if there is no such device.
 
         >>> take_device("numpy", local_rank=3)
     """
@@ -119,7 +120,7 @@ def take_device(name: str | NumpyLibrary, local_rank: int) -> int | None:
 
 
 def library_of_error(error: BaseException) -> NumpyLibrary | None:
-    """The library of devices that an out-of-memory error comes from; None if the error is about the host's memory.
+    """Return the device library that raised an out-of-memory error; None if host memory was exhausted.
 
         >>> library_of_error(MemoryError("Unable to allocate")) is None
         True
@@ -131,7 +132,7 @@ def library_of_error(error: BaseException) -> NumpyLibrary | None:
 
 
 def library_kind(library: Any) -> str:
-    """What a library, or the name of one, has to be on all ranks: the name without a device's number. Never raises.
+    """Return the name, without a device number, that must be the same on all ranks. Never raises.
 
         >>> library_kind("torch:cuda:1"), library_kind("torch:cpu"), library_kind(NumpyLibrary())
         ('torch:cuda', 'torch', 'numpy')
@@ -143,9 +144,9 @@ def library_kind(library: Any) -> str:
 
 
 def dtype_named(dtype: Any) -> str:
-    """ "float32" of that name or another one for it ("f4"), a numpy dtype or type, or a torch dtype.
+    """Return the name, such as "float32", of a numpy dtype or type, a torch dtype, or another name ("f4").
 
-    Raises DTypeError for what names no element type.
+    Raises DTypeError for other objects.
 
         >>> dtype_named("f4"), dtype_named(np.complex64), dtype_named("bfloat16")
         ('float32', 'complex64', 'bfloat16')
@@ -157,7 +158,7 @@ def dtype_named(dtype: Any) -> str:
 
 
 def check_matrix_dtype(dtype: str, library: NumpyLibrary, labels: bool = False) -> str:
-    """Returns the dtype, if matrices of that library can have it, or be labels of it; else raises DTypeError.
+    """Return the dtype. Raises DTypeError if matrices of the library, or labels, cannot have this type.
 
         >>> check_matrix_dtype("float32", NumpyLibrary())
         'float32'

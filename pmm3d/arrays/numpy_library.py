@@ -30,7 +30,7 @@ ADDRESSED = 2**62
 NUMPY_ADVISES = 2**22
 """Bytes from which numpy asks the kernel for huge pages."""
 SUMMED = 2**14
-"""Elements of a row whose squares a device adds up at once. torch adds them in float32, or in a wider own type."""
+"""Elements whose squares one block of device threads adds up. torch adds in float32 or a wider own type."""
 DEVICE_ELEMENTS = 2**24
 """Elements that a device processes at a time in operations with temporaries of 8 bytes or more per element."""
 
@@ -47,7 +47,7 @@ def numpy_type(dtype: str) -> np.dtype:
 
 @dataclass(frozen=True)
 class NumpyLibrary:
-    """numpy arrays. The other libraries override what differs.
+    """numpy arrays. The other libraries override the methods that differ.
 
         >>> library = NumpyLibrary()
         >>> array = library.empty((2, 3), "float32")
@@ -193,7 +193,7 @@ class NumpyLibrary:
         return np.lib.stride_tricks.as_strided(array, shape, tuple(size * stride for stride in strides))
 
     def plain(self, array: Array) -> Array:
-        """Return the array, or a copy, C-contiguous and with its values stored as they are (`as_stored`)."""
+        """Return the array if it is C-contiguous and `as_stored`, else a copy."""
         return array if self.is_contiguous(array) and self.as_stored(array) else self.copy(array)
 
     def as_stored(self, array: Array) -> bool:
@@ -381,7 +381,7 @@ def _in_elements(strides: tuple[int, ...], size: int) -> tuple[int, ...]:
 
 @cache
 def dtype_name(dtype: Any) -> str:
-    """Return the name, such as "float32", of a numpy or torch dtype or of a name. Cached: numpy takes microseconds."""
+    """Return the name, such as "float32", of a numpy or torch dtype or of a name. Cached, because numpy is slow."""
     text = str(dtype).removeprefix("torch.")
     if text == "bfloat16" or text != str(dtype):
         return text

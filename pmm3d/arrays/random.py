@@ -1,8 +1,8 @@
-"""Random numbers that depend on the seed and the global index only: the same matrix on every grid and rank count.
+"""Random numbers that depend only on the seed and the global index, so a matrix is the same on every grid.
 
-Each element hashes its own index with SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), so each rank makes its block alone,
-on the host or on a device. Bits, uniform numbers and integers are the same in all libraries. Normal numbers agree to
-rounding, because each library has its own inverse of the distribution function.
+Each element is a hash of its index by SplitMix64 (Steele, Lea, Flood, OOPSLA 2014). Each rank computes its block
+without communication, on the host or on a device. Bits, uniform numbers and integers are the same in all libraries.
+Normal numbers agree to rounding, because each library has its own inverse of the distribution function.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DISTRIBUTIONS = ("uniform", "normal", "integers")
 
 
 def _word(words: Array, value: int) -> np.uint64 | int:
-    """64 bits as a number for arithmetic with such words: words of torch are signed."""
+    """Return 64 bits as a number for arithmetic with these words. Words of torch are signed."""
     return np.uint64(value) if _unsigned(words) else value - 2**64 * (value >= 2**63)
 
 
@@ -39,7 +39,7 @@ def _unsigned(words: Array) -> bool:
 
 
 def _right(words: Array, count: int) -> Array:
-    """Shift to the right, and fill with zeros from the left."""
+    """Logical right shift: vacated bits are zero."""
     if _unsigned(words):
         return words >> np.uint64(count)
     return (words >> count) & (2 ** (64 - count) - 1)
@@ -52,15 +52,15 @@ def _mix(words: Array) -> Array:
 
 
 def bits(index: Array, seed: int, stream: int = 0) -> Array:
-    """64 random bits for each index. Streams of one seed are independent.
+    """Return 64 random bits for each index. Streams of one seed are independent.
 
-    index   uint64, or int64 of torch, as `NumpyLibrary.words` makes them
+    index   uint64, or int64 of torch, from `NumpyLibrary.words`
     """
     return _mix((index + _word(index, 1)) * _word(index, GOLDEN) + _word(index, start_of(seed, stream)))
 
 
 def start_of(seed: int, stream: int) -> int:
-    """The 64 bits at which a stream of a seed starts; the next number is GOLDEN further."""
+    """Return the initial state of a stream, 64 bits. Each number advances the state by GOLDEN."""
     streams = _mix(np.array([stream + 1], np.uint64) * np.uint64(GOLDEN))
     return int(_mix(np.array([int(seed) % 2**64], np.uint64) ^ streams)[0])
 
@@ -75,8 +75,12 @@ def _real(library: NumpyLibrary, index: Array, seed: int, stream: int, distribut
 
 
 def fill_by(values: Callable[[Array], Array], out: Array, box: Box, columns: int) -> None:
-    """Fill `out` with the elements in a box of a matrix that has that many columns: values(indices), some rows at a
-    time, in threads."""
+    """Fill `out` with values(indices) for a box of a matrix.
+
+    columns   columns of the whole matrix; the index of an element is row * columns + column
+
+    Blocks of rows are filled by several threads.
+    """
     library = library_of(out)
 
     def draw(part: slice) -> None:
@@ -87,8 +91,9 @@ def fill_by(values: Callable[[Array], Array], out: Array, box: Box, columns: int
 
 
 def fill(out: Array, box: Box, columns: int, seed: int, distribution: str) -> None:
-    """Fill `out` with the elements in a box of a random matrix that has that many columns.
+    """Fill `out` with the elements in a box of a random matrix.
 
+    columns        columns of the whole matrix
     distribution   "uniform" in (-1, 1), "normal" (mean 0, variance 1), or "integers" from -4 to 4.
                    Both parts of complex elements are drawn. Low precision is rounded to float32 first.
 
@@ -115,7 +120,7 @@ def fill(out: Array, box: Box, columns: int, seed: int, distribution: str) -> No
 
 
 def drawn(library: NumpyLibrary, box: Box, dtype: str, columns: int, seed: int, distribution: str) -> Array:
-    """A new array, filled by `fill`; an array of a device is filled there."""
+    """Return a new array, filled by `fill`. An array of a device is filled on the device."""
 
     def on_host() -> np.ndarray:
         out = NumpyLibrary().empty(box.shape, "float32" if dtype == "bfloat16" else dtype)

@@ -1,8 +1,8 @@
-"""Devices and their streams. A device does the work of a stream in order, whichever thread asks for it.
+"""Devices and their streams. A device executes the work of a stream in order, even if several threads submit it.
 
-The current device and stream belong to a thread (CUDA's rule): another thread that continues the work must make them
-current first. In a new thread the first device is current, without a context of the driver. cupy and torch make no call
-to CUDA if a device is current already, so a thread in which MPI copies must be bound.
+In CUDA, the current device and stream belong to a thread, so another thread that continues the work must set them
+first. In a new thread, device 0 is current, without a driver context. cupy and torch do not call CUDA if the device is
+already current. Therefore a thread in which MPI copies must call `Stream.bind`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Device(NamedTuple):
-    """number: among the `visible` devices of this process;   pci: its place in the node, the same for all processes,
-    however they number devices."""
+    """A device of this process.
+
+    number    index among the `visible` devices of this process
+    pci       PCI address, the same in all processes of a node
+    visible   number of visible devices
+    """
 
     number: int
     name: str
@@ -24,7 +28,7 @@ class Device(NamedTuple):
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of a device: free, in all, and held by this process's array library."""
+    """Bytes of a device: free, total, and held by the array library of this process."""
 
     free: int
     total: int
@@ -36,7 +40,7 @@ class Event(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether the device has reached the point; does not wait."""
+        """Whether the device has reached the point. Does not wait."""
 
 
 class Stream(Protocol):
@@ -49,21 +53,21 @@ class Stream(Protocol):
     def key(self) -> int: ...
 
     def current(self) -> AbstractContextManager[Any]:
-        """As a context: this thread's work goes to this device and stream."""
+        """As a context: make the device and the stream current in this thread."""
 
     def bind(self) -> None:
-        """Make the device current in this thread for good, with its context: MPI copies in this context."""
+        """Make the device and its driver context current in this thread permanently. MPI copies in this context."""
 
     def record(self) -> Event:
-        """The point after all work that the stream was given so far."""
+        """Return an event after all work submitted to the stream so far."""
 
     def wait_for(self, event: Event) -> None:
-        """Later work of the stream starts after an event of another stream. Does not wait."""
+        """Let later work of the stream start after an event of another stream. The caller does not wait."""
 
 
 @dataclass(frozen=True)
 class CupyStream:
-    """A stream of cupy, or of a module with its names. The null stream belongs to the current device."""
+    """A stream of cupy, or of a module with its functions. The null stream belongs to the current device."""
 
     cuda: Any
     device: int
@@ -109,7 +113,7 @@ class TorchStream:
         return self.cuda.stream(self.stream)
 
     def bind(self) -> None:
-        """torch before 2.8 makes no call to CUDA if the device is current; `mem_get_info` makes the context."""
+        """`mem_get_info` creates the context, because torch before 2.8 does not call CUDA if the device is current."""
         self.cuda.set_device(self.device)
         self.cuda.mem_get_info(self.device)
 

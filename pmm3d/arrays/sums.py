@@ -1,6 +1,6 @@
-"""Sums of arrays in a given order, bitwise the same wherever they are formed, and products of low precision.
+"""Sums of arrays in a given order, and products of low precision. The bits of a sum are the same on all ranks.
 
-Rounding errors of low precision would add up, so its sums are formed in float32 and rounded once.
+Low precision is summed in float32 and rounded once, because its rounding errors would accumulate.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from .threads import by_rows, copy_into, parallel_rows
 
 
 class WorkArrays(Protocol):
-    """A Workspace, or a Slab: lends work arrays."""
+    """A Workspace or a Slab, which lends work arrays."""
 
     def borrow(self, shape: tuple[int, ...], dtype: str, library: Any) -> AbstractContextManager[Any]: ...
 
 
 @cache
 def check_gemm_types(a: str, b: str, c: str) -> None:
-    """Raise DTypeError for types of A, B and C that no BLAS multiplies: it would read one type as another."""
+    """Raise DTypeError for types of A, B and C that no BLAS multiplies. A BLAS would misread the elements."""
     if a not in MATRIX_DTYPES or a != b or (c != a and (c != "float32" or a not in LOW_PRECISION)):
         raise DTypeError(f"gemm: A is {a}, B {b} and C {c}. The three are of one type of {', '.join(MATRIX_DTYPES)}; C "
                          "may be float32 where A and B are float16 or bfloat16. Convert first")
 
 
 def widened_gemm(library: Any, a: Any, b: Any, c: Any, alpha: complex, beta: complex, work: WorkArrays) -> None:
-    """GEMM of float16 operands by float32 copies; C is float16, or a float32 accumulator."""
+    """Multiply float32 copies of float16 operands. C is float16, or a float32 accumulator."""
     with work.borrow(a.shape, "float32", library) as wide_a, work.borrow(b.shape, "float32", library) as wide_b:
         copy_into(library, a, wide_a)
         copy_into(library, b, wide_b)
@@ -46,7 +46,7 @@ def widened_gemm(library: Any, a: Any, b: Any, c: Any, alpha: complex, beta: com
 
 
 def scale(library: Any, c: Any, beta: complex) -> None:
-    """C = beta C, rounded once. If beta is 0, C is not read.
+    """Compute C = beta C, rounded once. If beta is 0, C is not read.
 
         >>> import numpy as np
         >>> from pmm3d.arrays import NumpyLibrary
@@ -66,10 +66,10 @@ def scale(library: Any, c: Any, beta: complex) -> None:
 
 
 def sum_in_order(library: Any, parts: Sequence[Any], out: Any, beta: complex = 0) -> None:
-    """out = beta out + parts[0] + parts[1] + ..., in that order; low precision is added up in float32.
+    """Compute out = beta out + parts[0] + parts[1] + ..., in this order. Low precision is summed in float32.
 
     All arrays are 2D and of one shape; `out` may be strided, and may be one of the first two parts. Parts of low
-    precision may have an `out` of float32, and the other way round.
+    precision may have an `out` of float32, and vice versa.
 
         >>> import numpy as np
         >>> from pmm3d.arrays import NumpyLibrary
@@ -89,7 +89,7 @@ def sum_in_order(library: Any, parts: Sequence[Any], out: Any, beta: complex = 0
 
 
 def add_up(library: Any, parts: Sequence[Any], out: Any, beta: complex = 0) -> None:
-    """As `sum_in_order`, outside a collective: a dry run records it as a pass.
+    """As `sum_in_order`, for sums outside a collective: a dry run records a pass.
 
         >>> import numpy as np
         >>> from pmm3d.arrays import NumpyLibrary
@@ -106,7 +106,7 @@ def add_up(library: Any, parts: Sequence[Any], out: Any, beta: complex = 0) -> N
 
 def rounded_gemm(library: Any, a: Any, b: Any, c: Any, alpha: complex, beta: complex,
                  work: WorkArrays) -> None:
-    """C = alpha A B + beta C with a low-precision product, rounded once, and a float32 accumulator C."""
+    """Compute C = alpha A B + beta C for a float32 accumulator C. The product is rounded once to low precision."""
     with work.borrow(tuple(c.shape), library.dtype(a), library) as product:
         library.gemm(a, b, product, alpha, 0, work)
         add_up(library, [product], c, beta)

@@ -1,6 +1,6 @@
-"""Loops over the rows of arrays, on as many threads as the BLAS has.
+"""Loops over the rows of arrays, on the number of threads of the BLAS.
 
-A GEMM uses all cores of a rank. Sums, casts and elementwise functions on one core would take most of the time.
+A GEMM uses all cores of a rank. On one core, sums, casts and elementwise functions would dominate the time.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..layout import offsets, part_sizes
 from ..thread_counts import asked_threads
 
 LEAST_SLICES = 4
-"""A loop of fewer slices stays on one thread: it would end before other threads have begun."""
+"""A loop of fewer slices runs on one thread, because it would end before other threads start."""
 COPIED = 2**17
-"""Elements of a slice of a copy."""
+"""Elements of a slice in a copy."""
 PREFIX = "pmm3d loop"
 
 
@@ -37,11 +37,12 @@ def parallel_rows(library: Any, work: Callable[[slice], Any], shape: Sequence[in
                   elements: int | None = None) -> list[Any]:
     """Call work(slice) for slices of the rows of an array of this shape; return the results in order.
 
-    elements   of a slice, at least one row; default: the `slice_elements` of the library (None: all rows at once)
+    elements   elements of a slice, which has at least one row. Default: the `slice_elements` of the library (None: all
+               rows at once)
 
-    Arrays of numpy: several threads call `work`. Consecutive slices run on the same thread, and the caller's is one of
-    the threads. Functions of the other libraries have threads of their own, so the caller's thread runs all slices. If
-    `work` raises, the error is raised when no thread works any more.
+    For numpy arrays, several threads call `work`: each takes consecutive slices, and the caller's thread is one of
+    them. Functions of the other libraries use threads of their own, so the caller's thread runs all slices. If `work`
+    raises, the error is raised when no thread is in `work` any more.
 
         >>> from pmm3d.arrays import NumpyLibrary
         >>> parallel_rows(NumpyLibrary(), lambda rows: (rows.start, rows.stop), (3, 100), elements=200)
@@ -66,7 +67,7 @@ def parallel_rows(library: Any, work: Callable[[slice], Any], shape: Sequence[in
 
 
 def copy_into(library: Any, source: Any, out: Any) -> None:
-    """out[...] = source, of the same shape, cast where the types differ. Large arrays of numpy: by `parallel_rows`.
+    """Copy `source` to `out`, of the same shape, and cast if types differ. Large numpy arrays use `parallel_rows`.
 
         >>> from pmm3d.arrays import NumpyLibrary
         >>> import numpy as np
@@ -88,12 +89,13 @@ def copy_into(library: Any, source: Any, out: Any) -> None:
 
 
 def by_rows(library: Any, function: Callable[..., Any], out: Any, *operands: Any, name: str = "elementwise") -> None:
-    """Set out = function(*operands), elementwise, on slices that stay in the cache, by `parallel_rows`. In a dry run:
+    """Set out = function(*operands), elementwise, by `parallel_rows` on slices that fit into the cache. In a dry run:
     record a pass of this name.
 
-    operands   arrays of the rows of `out`, or of one row, which each call gets whole; numbers. `out` may be one of them
+    operands   numbers, and arrays with the rows of `out` or with one row, which each call gets whole. `out` may be one
+               of them
 
-    Slices are of whole rows, or, if all arrays are contiguous and of one shape, of elements.
+    Slices consist of whole rows. If all arrays are contiguous and have one shape, slices consist of elements.
 
         >>> from pmm3d.arrays import NumpyLibrary
         >>> import numpy as np
@@ -144,8 +146,8 @@ def _may_share(library: Any) -> bool:
 
 @cache
 def _pool(threads: int, process: int) -> ThreadPoolExecutor:
-    """The threads of a process, all of them started: a fork has none of them, and a thread that the system refuses is
-    an error before any work has begun, not while other threads already write."""
+    """Return the pool of a process, with all threads started. A forked process gets a pool of its own. If the system
+    refuses a thread, the error is raised before any thread writes."""
     pool, started = ThreadPoolExecutor(threads, PREFIX), threading.Barrier(threads)
     try:
         for _ in range(threads):

@@ -29,7 +29,7 @@ def _torch() -> ModuleType:
 
 @dataclass(frozen=True)
 class TorchLibrary(NumpyLibrary):
-    """torch tensors. GEMM is torch.addmm, on a host the BLAS that torch carries."""
+    """torch tensors. GEMM is torch.addmm, or the BLAS that PMM3D_BLAS names for tensors on the host."""
 
     device: str = "cpu"
     name: ClassVar[str] = "torch"
@@ -72,7 +72,7 @@ class TorchLibrary(NumpyLibrary):
 
     def view(self, flat: Array, shape: tuple[int, ...], dtype: str) -> Array:
         if 0 in shape:
-            return self.empty(shape, dtype)  # torch views no empty array as another type
+            return self.empty(shape, dtype)  # torch cannot view an empty array as another type
         if isinstance(flat, np.ndarray):
             return self.over_numpy(np.ndarray(shape, numpy_type(dtype), flat), dtype)
         return flat[: prod(shape) * itemsize(dtype)].view(self._torch_dtype(dtype)).view(tuple(shape))
@@ -100,7 +100,7 @@ class TorchLibrary(NumpyLibrary):
         if self.kind != "torch:cuda":
             return
         found, number = self.xp.cuda.device_count(), self.xp.device(self.device).index or 0
-        if not 0 <= number < found:  # torch keeps 8 bits of a number
+        if not 0 <= number < found:  # torch truncates a device number to 8 bits
             raise Pmm3dError(f"library 'torch:{self.device}': torch finds {found} CUDA devices here. nvidia-smi and "
                              "CUDA_VISIBLE_DEVICES show why; library=\"torch\" works on the host")
 
@@ -202,7 +202,7 @@ class TorchLibrary(NumpyLibrary):
         if self.on_host and dtype == "float16":
             widened_gemm(self, a, b, c, alpha, beta, work)
             return
-        try:  # torch would copy what `arranged` refuses
+        try:  # torch would copy matrices that `arranged` rejects
             blas.arranged((a.shape, a.stride()), (b.shape, b.stride()), (c.shape, c.stride()), conjugated,
                           blas.LP64_LARGEST)
         except blas.TooLarge:
@@ -236,8 +236,7 @@ class TorchLibrary(NumpyLibrary):
 
     @property
     def blas_file(self) -> str:
-        """File of the BLAS that PMM3D_BLAS names; "" if it names none, since torch then multiplies by a BLAS of its
-        own."""
+        """File of the BLAS that PMM3D_BLAS names; "" if it names SciPy's or none. torch then uses its own BLAS."""
         return blas_choice.blas_file()
 
     def columns(self, array: Array, index: Array) -> Array:
@@ -259,14 +258,14 @@ class TorchLibrary(NumpyLibrary):
         return lambda: self.gemm(a, b, c, alpha, beta, work, conjugated=conjugated)
 
     def _multiply(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, tf32: bool) -> None:
-        """All of one type: float32 is exact, or of tf32 on a device, whatever torch is set to."""
+        """Multiply arrays of one type. Factors of float32 are exact, or tf32 on a device, whatever torch's settings."""
         multiply = self.xp.addmm if c.ndim == 2 else self.xp.baddbmm
         if self.dtype(a) not in ("float32", "complex64"):
             multiply(c, a, b, beta=beta, alpha=alpha, out=c)
             return
         backends, rounding = self.xp.backends, ON_HOST if self.on_host else ON_DEVICE
         setting = backends.mkldnn.matmul if self.on_host else backends.cuda.matmul
-        if self.on_host and rounding.is_exact(setting):  # no thread needs another value on the host
+        if self.on_host and rounding.is_exact(setting):  # on the host, no thread needs another value
             multiply(c, a, b, beta=beta, alpha=alpha, out=c)
             return
         rounding.hold(setting, TF32 if tf32 and not self.on_host else EXACT)
@@ -277,12 +276,12 @@ class TorchLibrary(NumpyLibrary):
 
 
 def _untracked(array: Array) -> Array:
-    """The array for a GEMM that torch's own tape does not note."""
+    """Return the array detached from torch's autograd, which must not record the GEMM."""
     return array.detach() if array.requires_grad else array
 
 
 def _pci_of(properties: Any) -> str:
-    """torch has the numbers since 2.7; before, the UUID tells devices apart."""
+    """Return the PCI address (torch 2.7 or later), or the UUID of the device."""
     try:
         return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     except AttributeError:

@@ -1,6 +1,6 @@
-"""How torch rounds float32 factors: a setting of the whole process, which is held at a value while a GEMM is asked for.
+"""torch's rounding of float32 factors: a setting of the process, which is held at a value during the call of a GEMM.
 
-torch.set_float32_matmul_precision sets it too; then float32 would silently be tf32 or bfloat16.
+torch.set_float32_matmul_precision changes the setting too. float32 would then silently become tf32 or bfloat16.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from typing import Any
 
 EXACT, TF32 = "ieee", "tf32"
 UNSET = "none"
-"""What torch says where nobody has set it; it is exact then."""
+"""torch's value before the setting is changed; it means EXACT."""
 
 
 class Rounding:
-    """One of torch's settings `fp32_precision`. Threads that need the same value hold it together, those that need
-    another one wait until they have let go. The last one puts back what the setting was before, unless another thread
-    has set it meanwhile: that value stays.
+    """One of torch's settings `fp32_precision`, as a lock that is shared by threads with the same value.
+
+    Threads that need another value wait until all holders have released the setting. The last holder restores the
+    previous value, unless the user has changed the setting in the meantime.
 
         >>> from types import SimpleNamespace
         >>> setting, rounding = SimpleNamespace(fp32_precision="bf16"), Rounding()
@@ -31,11 +32,11 @@ class Rounding:
         self._holders, self._value, self._before = 0, EXACT, EXACT
 
     def is_exact(self, setting: Any) -> bool:
-        """Whether the setting is exact by itself: nobody holds it."""
+        """Whether the setting is exact and no thread holds it."""
         return not self._holders and setting.fp32_precision in (UNSET, EXACT)
 
     def hold(self, setting: Any, value: str) -> None:
-        """The setting has that value until `release`, which the caller owes."""
+        """Set the value until the caller calls `release`. Wait while threads hold another value."""
         with self._changed:
             self._changed.wait_for(lambda: not self._holders or self._value == value)
             if not self._holders:
@@ -58,7 +59,7 @@ class Rounding:
                 self._changed.notify_all()
 
     def of_user(self, setting: Any) -> str:
-        """What the setting is without those who hold it."""
+        """Return the value of the setting without the holders."""
         with self._changed:
             return str(self._before if self._holders else setting.fp32_precision)
 

@@ -1,4 +1,4 @@
-"""Work arrays that are used again and again: first touch of fresh memory costs more than the copy into it."""
+"""Reusable work arrays, because the first touch of fresh memory takes longer than the copy into it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .numpy_library import Array, NumpyLibrary, numpy_type
 
 Lent = TypeVar("Lent")
 SMALL_BYTES = 2**12
-"""`array` does not count smaller arrays: their allocation costs no more than the pool does."""
+"""`array` allocates smaller arrays directly and does not count them: the pool would take as long."""
 WASTED_BYTES = 2**16
 """A buffer of up to this size serves any request that fits; a larger one serves requests of at least half its size."""
 
 
 class Pool:
-    """Buffers that may replace each other.
+    """Buffers that can serve the same requests.
 
-    memory   the library that allocates them
-    lends    whether they are for `array`. Work arrays have a pool of their own: how many of them messages need at once
-             depends on the network, so a shared pool would make `Workspace.allocated` depend on it too
+    memory   the library that allocates the buffers
+    lends    whether the buffers are for `array`. Work arrays have a pool of their own, because their number in flight
+             depends on the network. With a shared pool, `Workspace.allocated` would depend on the network too
     free     (bytes, a unique number, buffer) of each free buffer, in order
     sizes    bytes of each buffer, free or in use, in order
     """
@@ -52,9 +52,9 @@ class Ticket(NamedTuple):
 class Workspace:
     """Pools of buffers; a steady state allocates nothing.
 
-    A request takes the smallest free buffer that holds it, unless that is far too large. If there is none, a buffer is
-    allocated. If no buffer in use would do either, requests have grown: the new buffer replaces the largest of the
-    smaller free ones. Otherwise the smaller ones stay, because they will be requested again.
+    A request takes the smallest free buffer that is large enough, unless it is far too large. If there is none, a
+    buffer is allocated. If no buffer in use has a suitable size either, requests have grown: the new buffer replaces
+    the largest of the smaller free buffers. Otherwise the smaller buffers remain, because they will be requested again.
 
     allocated   bytes of all buffers, in use or not
     lent        bytes of the arrays of `array` that are alive;   most_lent: the largest value of `lent`
@@ -73,7 +73,7 @@ class Workspace:
         self.allocated = self.lent = self.most_lent = 0
 
     def array(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> Array:
-        """An array with arbitrary contents, whose memory comes back when nothing refers to it any more.
+        """Return an array with arbitrary contents. Its buffer is reused after the last reference to the array is gone.
 
         Device memory comes from the library's own pool.
         """
@@ -84,18 +84,18 @@ class Workspace:
         return self._lend(ticket, Loan(ticket, nbytes, self._returned), shape, dtype, library)
 
     def counted(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> int:
-        """Bytes that `array` counts for such an array; 0 for small arrays and for device memory."""
+        """Return the bytes that `array` counts for such an array; 0 for small arrays and for device memory."""
         nbytes = prod(shape) * itemsize(dtype)
         return nbytes if nbytes >= SMALL_BYTES and library.on_host else 0
 
     def in_use(self) -> int:
-        """Bytes of the arrays of `array` that are alive."""
+        """Return the bytes of the arrays of `array` that are alive."""
         with self._lock:
             self._collect()
         return self.lent
 
     def take(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> tuple[Array, Ticket]:
-        """An array with arbitrary contents, and its ticket for `give`."""
+        """Return an array with arbitrary contents, and its ticket for `give`."""
         ticket = self._buffer(prod(shape) * itemsize(dtype), library.memory)
         return library.view(ticket.flat, shape, dtype), ticket
 
@@ -104,7 +104,7 @@ class Workspace:
             ticket.pool.give(ticket.flat)
 
     def borrow(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> Borrowed[Array]:
-        """As a context: the array, given back at its end."""
+        """As a context: an array, whose buffer is released at the end."""
         array, ticket = self.take(shape, dtype, library)
         return Borrowed(self, ticket, array)
 
@@ -114,8 +114,8 @@ class Workspace:
         return Borrowed(self, ticket, Slab(flat, library))
 
     def rehearse(self, sizes: Iterable[int], library: NumpyLibrary) -> None:
-        """Allocate buffers for work arrays of these sizes (bytes) that are in use at the same time. Then `allocated`
-        does not depend on the speed of messages. The same sizes are rehearsed once."""
+        """Allocate buffers for simultaneous work arrays of these sizes, in bytes. Then `allocated` does not depend on
+        the speed of messages. A repeated call with the same sizes does nothing."""
         memory, wanted, taken = library.memory, tuple(sorted(sizes, reverse=True)), list[Ticket]()
         if (memory, wanted) in self._rehearsed:
             return
@@ -166,13 +166,14 @@ class Workspace:
         return memory.empty((nbytes,), "uint8")
 
     def _lend(self, ticket: Ticket, loan: Loan, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> Array:
-        """An array over the buffer that refers to the loan."""
+        """Return an array over the buffer. The array keeps the loan alive."""
         loan.__array_interface__ = {"data": ticket.flat.__array_interface__["data"], "shape": shape, "version": 3,
                                     "typestr": numpy_type(dtype).str}
         return library.over_numpy(np.asarray(loan), dtype)
 
     def _collect(self) -> None:
-        """Take back the buffers of arrays that are gone. A queue holds them: arrays end in any thread, at any time."""
+        """Move the buffers of deleted arrays to their pools. A queue holds them, because any thread may delete
+        arrays."""
         while self._returned:
             ticket, nbytes = self._returned.popleft()
             self.lent -= nbytes
@@ -180,7 +181,7 @@ class Workspace:
 
 
 class Loan:
-    """The last reference to it gives a buffer back."""
+    """Token that returns a buffer to its workspace when the last reference to the token is gone."""
 
     __slots__ = ("__array_interface__", "_returned", "_ticket", "nbytes")
     __array_interface__: dict[str, Any]
@@ -193,7 +194,8 @@ class Loan:
 
 
 class Borrowed(Generic[Lent]):
-    """As a context: an array or a Slab, whose buffer is given back at the end. A class, because a step uses dozens."""
+    """As a context: an array or a Slab, whose buffer is released at the end. A class is faster than a generator: a step
+    uses dozens."""
 
     __slots__ = ("_lent", "_ticket", "_workspace")
 
@@ -208,8 +210,8 @@ class Borrowed(Generic[Lent]):
 
 
 class Slab:
-    """The work memory of one call, from which arrays are cut one after the other, each on a cache line. It has the
-    bytes that were planned (`layout.aligned` of each array), and no more.
+    """The work memory of one call. Arrays are allocated in it one after the other, each on a cache line. Its size is
+    the planned number of bytes: the sum of `layout.aligned` over the arrays.
 
         >>> with Workspace().slab(128, NumpyLibrary()) as slab:
         ...     slab.array((2, 3), "float64").shape, slab.array((4,), "float32").shape
@@ -220,11 +222,11 @@ class Slab:
         self._flat, self._library, self._used = flat, library, 0
 
     def array(self, shape: tuple[int, ...], dtype: str) -> Array:
-        """The next array, with arbitrary contents."""
+        """Return the next array, with arbitrary contents."""
         return self._library.view(self._next(prod(shape) * itemsize(dtype)), shape, dtype)
 
     def slab(self, nbytes: int) -> Slab:
-        """A slab of the next bytes."""
+        """Return a slab of the next bytes."""
         return Slab(self._next(nbytes), self._library)
 
     @property
@@ -233,16 +235,16 @@ class Slab:
         return int(self._flat.shape[0]) - self._used
 
     def rest(self) -> Slab:
-        """A slab of all remaining bytes."""
+        """Return a slab of all remaining bytes."""
         return self.slab(self.left)
 
     def again(self) -> Slab:
-        """A slab of the same memory, from its start."""
+        """Return a slab of the same memory, from its start."""
         return Slab(self._flat, self._library)
 
     @contextmanager
     def borrow(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> Iterator[Array]:
-        """As a context: the next array. At its end the memory is free for the next one."""
+        """As a context: the next array. At the end, its memory is free for the next array."""
         before = self._used
         try:
             yield library.view(self._next(prod(shape) * itemsize(dtype)), shape, dtype)

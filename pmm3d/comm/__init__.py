@@ -1,4 +1,4 @@
-"""The grid of ranks and its axes: collectives, the engine that drives them, agreement, the ledger, the watchdog."""
+"""Process grid and its axes: collectives, their engine, agreement between ranks, ledger and watchdog."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from .transport import Collective, Link
 from .unchecked import all_gather_work, all_reduce_work, reduce_scatter_work, sum_gathered, work_slab
 from .watch import abort_job
 
-if TYPE_CHECKING:  # loaded by those who use them
+if TYPE_CHECKING:  # imported at first use by __getattr__
     from .device_trial import TRIAL_SECONDS, try_device
     from .machine_cache import AUTO_MACHINE, key_of, machine_here, measured_here, remember_machine
     from .windows import can_share, one_for_each_node, ranks_that_share, shared_array
@@ -40,7 +40,7 @@ _FILES = {
 }
 
 __all__ = ["Axis", "Cast", "Codec", "Grid", "Ledger", "Pending"]
-"""For users; the other names are for the rooms above."""
+"""Public names. Other names are for the subpackages built on this one."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,5 @@
-"""Agreement: ranks compare their arguments, and all raise one error, or none does. Errors of memory are explained."""
+"""Agreement: ranks compare their arguments, and either all raise the same error or none does. Out-of-memory errors get
+an explanation."""
 
 from __future__ import annotations
 
@@ -23,22 +24,22 @@ from .unchecked import all_gather_rows
 
 Failure = TypeVar("Failure", bound=Exception)
 MOST_TEXTS = 8
-"""Different texts that an error lists, each with the ranks whose it is."""
+"""Largest number of different texts in an error message, each with its ranks."""
 MOST_CHARACTERS = 1000
-"""Of each of them."""
+"""Largest length of each of these texts."""
 WITHOUT_MEMORY = "OutOfMemoryError"
-"""Text of each rank without memory in an error. These ranks share a line, because their full texts, which differ in
-many figures, are left out except one."""
+"""Short text of each rank that is out of memory. The full texts differ in many figures. So these ranks share one line,
+and only one full text is printed."""
 TORCHS_WORDS = ("OutOfMemoryError", "can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class Terms(NamedTuple):
     """The terms of one rank in an agreement.
 
-    compared   must be the same on all ranks
+    compared   text that must be equal on all ranks
     shown      replaces `compared` in the error message, if it is not empty; a function is called only for a message
     error      the error of this rank, or None
-    call       the operation. If the ranks are in different operations, the error message names these and their lines
+    call       the operation. If the ranks call different operations, the error message names them and their lines
     """
 
     compared: str
@@ -48,7 +49,7 @@ class Terms(NamedTuple):
 
 
 class Report(NamedTuple):
-    """A text, the ranks whose text it is, and the kind of their error."""
+    """A text, the ranks that have it, and the type of their error."""
 
     ranks: list[int]
     text: str
@@ -56,14 +57,14 @@ class Report(NamedTuple):
 
 
 class Reports(NamedTuple):
-    """The first different texts, and the ranks that have others."""
+    """The first MOST_TEXTS different texts, and the ranks with other texts."""
 
     first: list[Report]
     others: list[int]
 
     @property
     def ranks(self) -> int:
-        """How many have a text."""
+        """Number of ranks that have a text."""
         return sum(len(one.ranks) for one in self.first) + len(self.others)
 
     def __str__(self) -> str:
@@ -76,13 +77,13 @@ class Reports(NamedTuple):
 
 def agree(link: Link, what: str, headline: str, terms: Terms, numbers: Sequence[int] | np.ndarray | None = None,
           kind: type[Pmm3dError] = DisagreementError) -> Collective[Any]:
-    """Generator: every rank raises the same error if their terms differ or one of them failed.
+    """Generator: compare the terms of the ranks. If they differ, or if a rank failed, every rank raises the same error.
 
-    what       the operation
-    headline   beginning of the message if terms differ;   kind: type of that error
-    numbers    further numbers of this rank, which may differ between ranks: the same number of them on each
+    what       name of the operation
+    headline   beginning of the message if terms differ;   kind   type of that error
+    numbers    further numbers of this rank. Values may differ between ranks; the number of values must be equal
 
-    Returns the numbers, one row a rank; None without numbers.
+    Returns the numbers, one row per rank, or None without numbers.
 
     Costs an all-reduce of 24 bytes by MPI, or, with numbers or debug, an all-gather of a few numbers. If there is an
     error, each of the first few different texts is sent once. In a dry run all ranks have the terms of this one.
@@ -99,7 +100,7 @@ def agree(link: Link, what: str, headline: str, terms: Terms, numbers: Sequence[
         mine = np.empty(2 + len(numbers), np.int64)
         mine[0], mine[1], mine[2:] = own, failed, numbers
         all_rows = yield from gather_small(link, mine)
-        heads = all_rows[:, :2].tolist()  # of a few ranks faster than numpy's reductions
+        heads = all_rows[:, :2].tolist()  # for a few ranks this is faster than numpy's reductions
         same, any_failed = all(each == own for each, _ in heads), any(failure for _, failure in heads)
         rows = all_rows[:, 2:]
     if same and not any_failed:
@@ -113,27 +114,28 @@ def agree(link: Link, what: str, headline: str, terms: Terms, numbers: Sequence[
 
 
 def everywhere(error: Failure) -> Failure:
-    """The error, known to be raised by all ranks."""
+    """Mark an error as raised by all ranks, and return it."""
     error.everywhere = True  # type: ignore[attr-defined]
     return error
 
 
 def gather_small(link: Link, mine: np.ndarray) -> Collective[np.ndarray]:
-    """Generator: return the flat array of every rank, all of one length, as rows. Its bytes are not in the ledger."""
+    """Generator: return the flat arrays of all ranks, which have equal lengths, as rows. The ledger does not count
+    them."""
     rows = np.empty((link.size, len(mine)), mine.dtype)
     yield from link.uncounted(all_gather_rows(link, NumpyLibrary(), mine[None, :], rows, [1] * link.size))
     return rows
 
 
 def digest(text: str) -> int:
-    """Digest of a text, 56 bits; the same on all ranks."""
+    """Return a digest of a text, 56 bits; the same on all ranks."""
     return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=7).digest(), "big")
 
 
 def _compared(link: Link, own: int, failed: bool) -> Collective[tuple[bool, bool]]:
-    """Generator: (whether all digests are the same, whether any rank failed)."""
+    """Generator: return (whether all digests are equal, whether any rank failed)."""
     mine, largest = np.array([own, -own, failed], np.int64), np.empty(3, np.int64)
-    if link.debug:  # an all-reduce of MPI needs the same order of calls on all ranks, which debug has yet to compare
+    if link.debug:  # MPI's all-reduce needs the same order of calls on all ranks, which is not checked yet
         largest = (yield from gather_small(link, mine)).max(axis=0)
     else:
         yield [link.comm.Iallreduce(mine, largest, MPI.MAX)]
@@ -142,7 +144,7 @@ def _compared(link: Link, own: int, failed: bool) -> Collective[tuple[bool, bool
 
 def _disagreement(link: Link, headline: str, terms: Terms, kind: type[Pmm3dError],
                   failed: str) -> Collective[Exception]:
-    """Generator: the error with the arguments of each rank, or, if the ranks made different calls, with their calls."""
+    """Generator: return the error with the arguments of the ranks, or with their calls if the calls differ."""
     mine = np.array([digest(terms.call)], np.int64)
     calls = yield from gather_small(link, mine)
     if np.all(calls == mine):
@@ -154,17 +156,18 @@ def _disagreement(link: Link, headline: str, terms: Terms, kind: type[Pmm3dError
 
 
 def _failure(link: Link, what: str, mine: Exception | None, failures: Reports, fullest: str) -> Exception:
-    """The error of ranks that agree, where some could not do their part: their own, if all failed in the same way."""
+    """Return the common error of ranks whose terms agree and of which some failed. If all ranks failed in the same way,
+    it is the error of this rank."""
     alike = len(failures.first) == 1 and failures.ranks == link.size and not (fullest and link.size > 1)
     if mine is not None and alike:
         return mine
     error = failures.first[0].kind(f"{what} failed on {failures.ranks:,} of {link.size:,} ranks. {failures}{fullest}")
-    error.__suppress_context__ = isinstance(mine, Pmm3dError)  # whose text is there already
+    error.__suppress_context__ = isinstance(mine, Pmm3dError)  # its text is already in the message
     return error
 
 
 def _as_text(error: Exception | None) -> tuple[str, type[Pmm3dError]]:
-    """(the text of an error for the other ranks, the kind of the common one)."""
+    """Return (text of an error for the other ranks, type of the common error)."""
     if error is None:
         return "", Pmm3dError
     if isinstance(error, OutOfMemoryError) and error.held:
@@ -173,9 +176,9 @@ def _as_text(error: Exception | None) -> tuple[str, type[Pmm3dError]]:
 
 
 def _fullest(link: Link, error: Exception | None, ranks: int) -> Collective[str]:
-    """Generator: return the full error text of one rank without memory: the rank whose process holds the most bytes.
+    """Generator: return the full error text of the out-of-memory rank whose process holds the most bytes.
 
-    error   the error of this rank, or None;   ranks   number of ranks without memory
+    error   error of this rank, or None;   ranks   number of ranks that are out of memory
     """
     held = error.held if isinstance(error, OutOfMemoryError) else 0
     everyones = yield from gather_small(link, np.array([held], np.int64))
@@ -184,8 +187,8 @@ def _fullest(link: Link, error: Exception | None, ranks: int) -> Collective[str]
 
 
 def _exchanged(link: Link, text: str, kind: type[Pmm3dError] = Pmm3dError) -> Collective[Reports]:
-    """Generator: the texts of the ranks. An empty text is not sent; the first rank of those with the same text sends
-    it."""
+    """Generator: return the texts of the ranks. Of the ranks with equal texts, the first one sends the text. Empty
+    texts are not sent."""
     packed = _packed(text, kind) if text else b""
     rows = yield from gather_small(link, np.array([digest(text), len(packed)], np.int64))
     sending, members = np.flatnonzero(rows[:, 1]), link.record.members
@@ -203,7 +206,8 @@ def _exchanged(link: Link, text: str, kind: type[Pmm3dError] = Pmm3dError) -> Co
 
 
 def _packed(text: str, kind: type[Pmm3dError]) -> bytes:
-    """The text, bounded, and the kind of the error; Pmm3dError in place of one that has no name to be found by."""
+    """Return the pickled text, cut to MOST_CHARACTERS, and the type of the error. A type that cannot be pickled is
+    replaced by Pmm3dError."""
     bounded = text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
     try:
         return pickle.dumps((bounded, kind))
@@ -212,7 +216,8 @@ def _packed(text: str, kind: type[Pmm3dError]) -> bytes:
 
 
 def as_out_of_memory(error: BaseException, rank: int, host: str, ledger: Ledger, workspace: Workspace) -> BaseException:
-    """An OutOfMemoryError in place of numpy's, cupy's or torch's; any other error as it is."""
+    """Return an OutOfMemoryError that explains an out-of-memory error of numpy, cupy or torch. Other errors are
+    returned unchanged."""
     if not is_out_of_memory(error):
         return error
     held_bytes = resident_memory()
@@ -229,7 +234,7 @@ def as_out_of_memory(error: BaseException, rank: int, host: str, ledger: Ledger,
 
 
 def _of_device(error: BaseException) -> str:
-    """Text on the device's memory, held and free; empty if the host ran out."""
+    """Return a text about the used and free memory of the device; "" if host memory was exhausted."""
     if (library := library_of_error(error)) is None:
         return ""
     try:
@@ -243,7 +248,7 @@ def _of_device(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether numpy, cupy or torch could not have some memory."""
+    """Return whether an error of numpy, cupy or torch means that an allocation failed."""
     if isinstance(error, MemoryError):
         return not isinstance(error, (MemoryLimitError, OutOfMemoryError))
     return isinstance(error, RuntimeError) and any(mark in f"{type(error).__name__}: {error}" for mark in TORCHS_WORDS)

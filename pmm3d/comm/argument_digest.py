@@ -1,4 +1,4 @@
-"""Arguments in one form, so that ranks compare values and not how they print."""
+"""Canonical text of arguments, so that ranks compare values and not their printed form."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from ..arrays import NumpyLibrary
 from ..layout import AXES, GridShape
 
 LISTED_ELEMENTS = 256
-"""Of an array that is compared element by element; of a larger one shape, type and a digest of the bytes are."""
+"""Largest number of elements of an array that is compared by elements. Larger arrays are compared by shape, type and a
+digest of their bytes."""
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-"""In the default repr of objects: another one in each process."""
+"""Address in the default repr of an object, which differs between processes."""
 
 
 def canonical(value: Any) -> str:
-    """A text that is the same for equal arguments on all ranks. Never raises.
+    """Return a text that is the same for equal arguments on all ranks. Never raises.
 
-    Numbers are compared by value: 2, 2.0 and numpy.int64(2) are equal. A bool is no number: True is not 1. Tuples,
-    lists and numpy arrays of the same elements are equal, a Path and its text, element types and their names. Of an
-    array library the kind counts, and no device's number. Objects that say nothing of themselves are compared by type.
+    Numbers are compared by value: 2, 2.0 and numpy.int64(2) are equal, but True is not 1. Tuples, lists and numpy
+    arrays with equal elements are equal. A Path equals its text, and an element type equals its name. Array libraries
+    are compared by kind, without the device number. Other objects are compared by their repr without addresses. If
+    there is no text, only the types are compared.
 
         >>> canonical(2) == canonical(np.float32(2)), canonical((4, 3)) == canonical(np.array([4, 3]))
         (True, True)
@@ -42,7 +44,7 @@ def canonical(value: Any) -> str:
 
 
 class Compared(tuple[Any, ...]):
-    """A tuple that is compared again and again: its form is worked out once."""
+    """A tuple that is compared repeatedly. Its canonical form is cached."""
 
     @cached_property
     def form(self) -> str:
@@ -50,7 +52,7 @@ class Compared(tuple[Any, ...]):
 
 
 def in_words(what: str, arguments: tuple[Any, ...]) -> str:
-    """A call as it is written. Never raises.
+    """Return the text of a call as in source code. Never raises.
 
         >>> in_words("gather", ((2, 3), None))
         'gather((2, 3), None)'
@@ -93,7 +95,7 @@ def _number(value: Any) -> str:
     try:
         if value == int(value):
             return hex(int(value))
-    except (OverflowError, ValueError):  # an infinity, no number
+    except (OverflowError, ValueError):  # infinity or NaN
         pass
     return repr(float(value))
 
@@ -123,7 +125,7 @@ def _object(value: Any) -> str:
 
 
 def _element_type(value: Any) -> str | None:
-    """ "float64" of that type of numpy, torch or Python; None of what is no element type."""
+    """Return the name of an element type of numpy, torch or Python, such as "float64"; None for other values."""
     if isinstance(value, np.dtype) or isinstance(value, type) and issubclass(value, (np.generic, bool, int, complex)):
         return np.dtype(value).name
     if value is float:
@@ -134,4 +136,4 @@ def _element_type(value: Any) -> str | None:
 
 FORMS: dict[type, Callable[[Any], str]] = {int: hex, str: repr, tuple: _listed, bool: str, type(None): str,
                                            Compared: attrgetter("form"), GridShape: _shape}
-"""The common types; a look here is all they cost."""
+"""Canonical forms of the most common types, found by one look-up."""

@@ -35,7 +35,7 @@ LARGEST_TAG = 2**15 - 1
 BALANCE = 2**40
 """Modulus of `Axis.balance`: its sum over 2^22 ranks stays below 2^62."""
 COUNT_TAG = 0
-"""Tag of `Axis.even` alone."""
+"""Tag that only `Axis.even` uses."""
 PLAN_TAGS = 2**10
 """Number of tags that plans share: messages of two plans can mix only if their numbers differ by a multiple of it."""
 CALL_TAGS = LARGEST_TAG - PLAN_TAGS - 3 * point_to_point.TAGS
@@ -267,7 +267,7 @@ class Axis:
 
     def _message(self, operation: str, library: NumpyLibrary, array: Array, channel: tuple[int, int, int, bool],
                  message: str, make: Callable[[Link, Pending | None], Collective[Any]]) -> Pending:
-        """Begin a message from rank to rank, which is no call of the other members."""
+        """Begin a point-to-point message. It does not count as a call of the axis, because other members make none."""
         source, target, tag, agreed = channel
         mode = "" if library.on_host else self._modes.get(library.kind, "")
         if not library.on_host and mode not in ("direct", "staged"):
@@ -290,15 +290,15 @@ class Axis:
             return pending
 
     def _channel(self, channel: tuple[int, int, int, bool]) -> str:
-        """The messages of one tag from one member to another, in words that are the same on both."""
+        """Return the description of a channel (source, target, tag, agreed), the same on both ranks."""
         source, target, tag, agreed = channel
         return (f"{self.name} from rank {self.ranks[source]} to rank {self.ranks[target]}"
                 + f" with tag {tag}" * bool(tag) + " (agreed)" * agreed)
 
     @property
     def balance(self) -> int:
-        """Checksum of the messages from rank to rank. Its sum over all ranks is 0, modulo BALANCE, if each message
-        that was sent was received."""
+        """Checksum of the point-to-point messages. Its sum over all ranks is 0, modulo BALANCE, if each message that
+        was sent was received."""
         signs = ((1 if channel[0] == self.index else -1, number, channel)
                  for channel, (number, _) in self._messages.items())
         return sum(sign * number * digest(self._channel(channel)) for sign, number, channel in signs) % BALANCE
@@ -307,15 +307,15 @@ class Axis:
                         work: Slab | None = None, codec: Codec | None = None) -> Pending:
         """Begin to gather every rank's part in `out`, one after the other along `dim`.
 
-        This and the next four are for callers that know their shapes: arguments are neither checked nor compared. All
-        ranks begin them in the same order. The messages start when all of `after` are done. The arrays must not change
+        This method and the next four neither check nor compare their arguments: the callers know the shapes. All ranks
+        must begin them in the same order. The messages start when all of `after` are done. The arrays must not change
         before the Pending is done. Arrays with gaps are packed for messages, unless gaps are excluded below.
 
-        part     may be its place in `out`
+        part     part of this rank; it may be its place in `out`
         out      the result; has no gaps
         counts   rows (dim 0) or columns (dim 1) of each rank's part
         work     memory of `unchecked.all_gather_work`, `reduce_scatter_work`, `all_reduce_work` or
-                 `executor.work_bytes` bytes; of the workspace if left out
+                 `executor.work_bytes` bytes. Default: from the workspace
         codec    encodes the messages (`pmm3d.comm.codec`); the same on all members. Encoded rows lose precision, also
                  on the rank that sends them if it keeps them in `out`
         """
@@ -326,8 +326,8 @@ class Axis:
     def reduce_scatter_into(self, whole: Array, out: Array, counts: Counts, beta: complex = 0, *, dim: int = 0,
                             after: Sequence[Awaited] = (), work: Slab | None = None,
                             codec: Codec | None = None) -> Pending:
-        """Begin out = beta out + the sum of this rank's part along `dim` of the ranks' arrays, of one or two dims.
-        Along dim 1 `out` has no gaps. The rest as in `all_gather_into`."""
+        """Begin to sum this rank's part along `dim` of all ranks' arrays: out = beta out + the sum. Arrays are 1D or
+        2D. Along dim 1 `out` has no gaps. Otherwise as `all_gather_into`."""
         library = library_of(whole)
         collective = lambda link: unchecked.reduce_scatter_into(
             link, library, whole, out, counts, beta, dim, work, codec)
@@ -335,8 +335,8 @@ class Axis:
 
     def all_reduce_into(self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (),
                         work: Slab | None = None, codec: Codec | None = None) -> Pending:
-        """Begin out = beta out + the sum of the ranks' arrays. `out` may be `array`; with beta, or where `out` has
-        gaps, `array` holds the sum at the end. The rest as in `all_gather_into`."""
+        """Begin to sum the arrays of all ranks: out = beta out + the sum. `out` may be `array`. If beta is not 0, or if
+        `out` has gaps, `array` contains the sum at the end. Otherwise as `all_gather_into`."""
         library = library_of(array)
         return self.begin_after(after, "all_reduce", library, (array, out),
                                 lambda link: unchecked.all_reduce_into(link, library, array, out, beta, work, codec))
@@ -351,7 +351,7 @@ class Axis:
         sent     type of the messages and of their rounded sums, if it differs from the arrays' type
         outs     with counts: arrays of this rank's parts; out = beta out + the sum. The arrays do not change then
 
-        The arrays have no gaps. The rest as in `all_gather_into`.
+        The arrays have no gaps. Otherwise as `all_gather_into`.
         """
         library = library_of(arrays[0])
         return self.begin_after(after, "all_reduce" if counts is None else "reduce_scatter", library, arrays,
@@ -360,8 +360,8 @@ class Axis:
     def all_to_all_into(self, array: Array, out: Array, sent: Counts, received: Counts, *,
                         dims: tuple[int, int] = (0, 0), after: Sequence[Awaited] = (), work: Slab | None = None,
                         codec: Codec | None = None) -> Pending:
-        """Begin to send part r of `array` along dims[0] to rank r; part r of `out` along dims[1] is what rank r sends.
-        The rest as in `all_gather_into`.
+        """Begin to send part r of `array` along dims[0] to rank r, and to receive part r of `out` along dims[1] from
+        rank r. Otherwise as `all_gather_into`.
 
         sent, received   rows or columns of each part
         """
@@ -387,11 +387,11 @@ class Axis:
 
     def persistent(self, operation: str, phase: str, schedule: Schedule, buffers: Buffers, row_bytes: int, plan: int,
                    beta: complex = 0) -> Persistent:
-        """Return a schedule that is executed again and again, of arrays on the host. Its bytes are counted as those of
-        `operation`. Nothing is checked.
+        """Return a schedule of host arrays that can be executed repeatedly (`Persistent`). The ledger counts its bytes
+        for `operation`. Nothing is checked.
 
-        row_bytes   of a row of the buffers
-        plan        the number of the plan that it belongs to, the same on all members: plans have tags of their own
+        row_bytes   bytes of a row of the buffers
+        plan        number of the plan, the same on all members. It selects the tag of the messages
         """
 
         tag = CALL_TAGS + 1 + plan % PLAN_TAGS
@@ -400,7 +400,7 @@ class Axis:
 
     def begin_after(self, after: Sequence[Awaited], name: str, library: NumpyLibrary, arrays: Sequence[Array],
                     collective: Callable[[Link], Collective[Any]]) -> Pending:
-        """Begin a collective when all of `after` are done. arrays: those that must be on this rank's device."""
+        """Begin a collective when all of `after` are done. arrays: checked to be on this rank's device."""
         self._engine.transport.check_place(library, *arrays)
         return self.begin(name, following(after, collective) if after else collective, "", library)
 
@@ -447,7 +447,7 @@ class Axis:
             return ""
         if (known := self._modes.get(library.kind)) is not None:
             return known
-        from .choose_transport import DIRECT, choose_transport, nccl_of  # for arrays of a device only
+        from .choose_transport import DIRECT, choose_transport, nccl_of  # needed for device arrays only
 
         known = self._engine.transport.chosen_modes.get(library.kind)
         mode: str = known or self.begin("trial of device memory", lambda link: choose_transport(link, library)).wait()
@@ -498,7 +498,8 @@ class Axis:
 
     def _run(self, make_collective: Callable[[Link], Collective[Any]], record: Record, tag: int,
              library: NumpyLibrary | None, mode: str, wrong: GridError | None = None, compared: str = "") -> Pending:
-        """Start a generator. compared: what the members' calls have in common, if all members make it."""
+        """Start a generator. compared: text of the call that must be equal on all members; "" if not all members make
+        the call."""
         transport = self._engine.transport
         stream = transport.communication_stream(library) if mode and library is not None else None
         link = Link(self._comm, tag, record, transport, stream, self._engine.check, mode, self._nccl, wrong)
@@ -511,7 +512,7 @@ class Axis:
         return self._engine.start(collective, record)
 
     def next_record(self, name: str, phase: str | None = None) -> Record:
-        """The record of the next call on this axis, in the present phase of the ledger or in another one."""
+        """Return the record of the next call on this axis. phase: default the current phase of the ledger."""
         self._calls += 1
         return self._engine.ledger.begin(self.name, name, self._calls + self._skipped, self.ranks, phase)
 
@@ -524,11 +525,11 @@ class Axis:
         self._skipped = number - self._calls
 
     def even(self) -> Pending:
-        """Begin to compare the numbers of calls of this member and the one before. Its Pending returns whether they are
-        equal.
+        """Begin to compare the numbers of calls of this member and the previous one. The Pending returns whether they
+        are equal.
 
-        All members have made the same number of calls if all Pendings return True. The comparison is not counted. It
-        uses messages, because an unmatched collective of MPI may be under way.
+        All members have made the same number of calls if all Pendings return True. The comparison does not count as a
+        call. It uses point-to-point messages, because an unmatched collective of MPI may be in progress.
         """
         with self._engine.guard:
             record = self._engine.ledger.begin(self.name, "count of calls", self.number, self.ranks)
@@ -536,14 +537,14 @@ class Axis:
 
     @property
     def retained(self) -> bool:
-        """Whether the communicator is left to MPI when the grid is closed."""
+        """Whether the communicator is not freed when the grid is closed (`OwnedComm.retained`)."""
         return self._comm.retained
 
     def retain(self, retained: bool) -> None:
         self._comm.retained = retained
 
     def close(self) -> None:
-        """Free what sends device arrays."""
+        """Free NCCL's communicator."""
         if self._nccl is not None:
             self._nccl.close()
             self._nccl = None
@@ -563,7 +564,7 @@ class Axis:
 
 
 def _checked(operation: str, option: str, value: Any) -> Any:
-    """Checked option of a collective; whole numbers become Python's. Raises LayoutError, DTypeError."""
+    """Return the checked option of a collective, with whole numbers as Python's int. Raises LayoutError, DTypeError."""
     if option == "by":
         return _whole_numbers([value], f"{operation}: by is a whole number; got {value!r}")[0]
     if option in ("counts", "received") and value is not None:

@@ -78,7 +78,8 @@ class Auto:
 
         The candidates are the grids whose modelled time is within 3% of the best, because no model is more accurate.
         Grids whose axes fill nodes come first, then grids with the fewest idle ranks. A grid of at most half of the
-        ranks is chosen only if it is 10% faster than the choice among these, as for small products.
+        ranks is chosen only if it is 10% faster than the choice among these, as for small products. It is considered
+        only if there are no other axes of several ranks.
 
         machine   the measured machine; None: the nominal one
         cores     number of cores that the ranks of a node share

@@ -129,7 +129,8 @@ def _tried(link: Link, library: NumpyLibrary, known: Outcome | None) -> Collecti
 
 
 def _patience(timeout: float) -> float:
-    """Seconds for a trial, at most half of the time limit, so that no note about the other ranks is logged."""
+    """Return the seconds for a trial: at most half of the time limit, because after the limit the watchdog would log a
+    note about the other ranks."""
     return min(device_trial.TRIAL_SECONDS, timeout / 2) if timeout else device_trial.TRIAL_SECONDS
 
 

@@ -1,4 +1,4 @@
-"""Codecs: how arrays are encoded before a schedule sends them, and decoded when they have arrived."""
+"""Codecs: encoding of arrays before a schedule sends them, and decoding after they have arrived."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..layout import MATRIX_DTYPES, itemsize
 
 
 class Codec(Protocol):
-    """An encoding of arrays. A decoded array is encoded to the same bytes again: messages are sent on in stages.
+    """An encoding of arrays. Encoding a decoded array must give the same bytes, because later stages send it again.
 
         >>> import numpy as np; from pmm3d.comm import Grid
         >>> with Grid() as grid:
@@ -22,7 +22,7 @@ class Codec(Protocol):
     """
 
     def nbytes(self, elements: int, dtype: str) -> int:
-        """Bytes of an encoded array of that number of elements."""
+        """Return the bytes of an encoded array of `elements` elements of type `dtype`."""
         ...
 
     def encode(self, library: NumpyLibrary, array: Array, data: Array) -> None:
@@ -36,7 +36,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Cast:
-    """Sends real arrays in another type, rounded to nearest. Values beyond its range become infinite.
+    """Codec that sends real arrays in another type, rounded to nearest. Values beyond its range become infinite.
 
     dtype   "float16", "float32", or "bfloat16" for the arrays of libraries that have it
 

@@ -1,13 +1,13 @@
 """All-gather, reduce-scatter, all-reduce, all-to-all and ring shift of users' arrays, as generators of MPI requests.
 The ranks' arguments are compared, then a schedule is executed (`pmm3d.model.schedule`).
 
-In each function `link` carries the messages (ranks are those of the axis), arrays are C-contiguous, dim 0 is cut into
-parts, and `counts` are the rows of each rank's part. The ranks compare operation, options, trailing dims and dtype
+In each function `link` sends the messages, with ranks numbered along the axis. Arrays are C-contiguous, dim 0 is cut
+into parts, and `counts` are the rows of each rank's part. The ranks compare operation, options, trailing dims and dtype
 before data is sent; if they differ, every rank raises LayoutError. Errors of one rank, for example an `out` that does
-not fit or memory that is lacking, are raised by all ranks in the same round (`first_round.py`). Small arrays on the
-host are sent in this round too. With `agreed`, and with counts on a grid that does not check, nothing is compared.
-`out` must not share memory with the input, except where the docstring allows it. It is returned; a new array is if it
-is left out. In the volumes below |whole| are the bytes of all parts and G is the size of the axis.
+not fit or a failed allocation, are raised by all ranks in the same round (`first_round.py`). Small arrays on the host
+are sent in this round too. With `agreed`, and with counts on a grid that does not check, nothing is compared. `out`
+must not share memory with the input, unless the docstring allows it. Each function returns `out`, or a new array if
+`out` is None. In the volumes below |whole| are the bytes of all parts and G is the size of the axis.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from .unchecked import all_gather_rows, all_reduce_flat, all_to_all_into, in_two
 
 def all_gather(link: Link, library: NumpyLibrary, part: Array, out: Array | None = None,
                counts: Counts | None = None) -> Collective[Array]:
-    """Every rank's part, one after the other, on every rank. Each rank receives |whole| - |part| bytes.
+    """Generator: return the parts of all ranks, concatenated. Each rank receives |whole| - |part| bytes.
 
-    `part` may be the place in `out` where it belongs. Without counts, parts of different numbers of rows cost a further
-    agreement, because the memory of the result is prepared when they are known.
+    `part` may be the view of its rows in `out`. Without counts, parts with different numbers of rows cost a further
+    agreement, because the memory of the result can be allocated only when they are known.
     """
     def recv_buffer(known: Counts) -> Array:
         _check_counts(link, known, part.shape[0], own=True)
@@ -63,10 +63,10 @@ def all_gather(link: Link, library: NumpyLibrary, part: Array, out: Array | None
 
 def reduce_scatter(link: Link, library: NumpyLibrary, whole: Array, out: Array | None = None,
                    counts: Counts | None = None, beta: complex = 0) -> Collective[Array]:
-    """out = beta out + the sum over the ranks of this rank's part of their arrays; its order: `pmm3d.model.schedule`.
+    """Generator: sum this rank's part of all ranks' arrays: out = beta out + the sum.
 
-    Each rank receives (G-1) |its part| bytes. Without counts the parts have ceil or floor of rows / G rows.
-    `out` may be strided if it is 2D.
+    Each rank receives (G-1) |its part| bytes. Without counts the parts have ceil or floor of rows / G rows. The order
+    of the sum is fixed (`pmm3d.model.schedule`). `out` may be strided if it is 2D.
     """
     known = part_sizes(whole.shape[0], link.size) if counts is None else counts
 
@@ -94,10 +94,11 @@ def reduce_scatter(link: Link, library: NumpyLibrary, whole: Array, out: Array |
 
 def all_reduce(link: Link, library: NumpyLibrary, array: Array, out: Array | None = None,
                agreed: bool = False) -> Collective[Array]:
-    """The sum over the ranks of their arrays, on every rank; its order: `pmm3d.model.schedule`. `out` may be `array`.
+    """Generator: return the sum of all ranks' arrays, on every rank. `out` may be `array`.
 
-    Each rank receives 2 (G-1)/G |array| bytes (reduce-scatter, then all-gather); up to 64 KiB in all, every rank
-    receives the others' arrays and adds them itself: (G-1) |array| bytes in one round.
+    Each rank receives 2 (G-1)/G |array| bytes (reduce-scatter, then all-gather). Small arrays are sent whole, and every
+    rank adds them: (G-1) |array| bytes if there is one stage. An array is small if its bytes times the sum of the
+    stages' sizes are at most 64 KiB (`pmm3d.model.schedule.sums_whole`). The order of the sum is fixed.
     """
     def recv_buffer() -> Array:
         total = _recv_array(link, library, out, tuple(array.shape), array)
@@ -119,12 +120,12 @@ def all_reduce(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
 
 def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | None = None, counts: Counts | None = None,
                received: Counts | None = None) -> Collective[Array]:
-    """Rows of `array` cut into parts, part r to rank r; returns the parts received, in rank order.
+    """Generator: send part r of the rows to rank r; return the received parts in rank order.
 
-    counts     rows for each rank; ceil or floor of rows / G if left out
-    received   rows from each rank, if the caller knows them. If left out, each rank receives them in the first round.
-               The ranks then agree once more on the memory of the result, unless its rows were guessed right: those of
-               `out`, or, without counts, those of an exchange between arrays of equal rows
+    counts     rows for each rank. Default: ceil or floor of rows / G
+    received   rows from each rank. Default: each rank receives these numbers in the first round, and allocates memory
+               for a guessed number of rows: that of `out`, or of an exchange between arrays with equal rows. If the
+               guess is wrong on any rank, the ranks agree once more on the memory of the result
     """
     sizes = part_sizes(array.shape[0], link.size) if counts is None else counts
 
@@ -180,9 +181,10 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
 
 def shift(link: Link, library: NumpyLibrary, array: Array, by: int = 1, out: Array | None = None,
           agreed: bool = False) -> Collective[Array]:
-    """Ring shift: rank r's array goes to rank r + by, each rank returns that of rank r - by; rows may differ.
+    """Generator: send this rank's array to rank r + by of the ring, and return the array of rank r - by. The numbers of
+    rows may differ.
 
-    agreed   the caller knows that `out` has the shape of what arrives
+    agreed   True if `out` is known to have the shape of the array that arrives
     """
     source, target = (link.rank - by) % link.size, (link.rank + by) % link.size
 
@@ -229,10 +231,11 @@ def call_in_words(operation: Callable[..., Any], library: NumpyLibrary, array: A
 
 
 def compared(link: Link, collective: Collective[Any], call: str, line: str) -> Collective[Any]:
-    """The collective, once all members are known to make the same call; else DisagreementError on each.
+    """Generator: compare the calls of the members, then run the collective. If they differ, each raises
+    DisagreementError.
 
-    The comparison uses point-to-point messages, which have this call's tag. A collective of MPI would have to be posted
-    in the same order on all members, and a call that waits for its turn (`Transport.in_turn`) comes at any time.
+    The comparison uses point-to-point messages with this call's tag. A collective of MPI must be posted in the same
+    order on all members, but a call that waits for its turn (`Transport.in_turn`) can start at any time.
     """
     record = link.record
     headline = f"call #{record.number} on axis {record.key.axis} is not the same on its ranks."
@@ -241,7 +244,8 @@ def compared(link: Link, collective: Collective[Any], call: str, line: str) -> C
 
 
 def _check_counts(link: Link, counts: Counts, rows: int, own: bool = False) -> None:
-    """The counts must be those of the rows here: all of them, or, with own, those of this rank's part."""
+    """Raise LayoutError if the counts do not fit the array. Their sum must be `rows`; with `own`, the count of this
+    rank must be `rows`."""
     if len(counts) != link.size or (counts[link.rank] if own else sum(counts)) != rows or min(counts) < 0:
         where = f"on rank {link.rank} of the axis" if own else "in all"
         raise LayoutError(f"{link.record}: counts {list(counts)} for {link.size} ranks do not fit the array, which has "
@@ -250,7 +254,7 @@ def _check_counts(link: Link, counts: Counts, rows: int, own: bool = False) -> N
 
 def _recv_array(link: Link, library: NumpyLibrary, out: Array | None, shape: tuple[int, ...], like: Array,
                 strided: bool = False) -> Array:
-    """`out`, if the result fits, or a new array if `out` is None."""
+    """Return `out`, or a new array if `out` is None. Raises LayoutError if the result does not fit into `out`."""
     if out is None:
         return link.empty(library, shape, library.dtype(like))
     theirs = library_of(out)

@@ -1,4 +1,4 @@
-"""The communicators of a grid: made, and used for blocking calls, so that the watchdog knows who waits where."""
+"""Creation of a grid's communicators, and blocking calls on them that report their waits to the watchdog."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ MAKING, LEAVING = "making a Grid", "leaving"
 class OwnedComm(MPI.Intracomm):
     """A communicator of a grid.
 
-    retained   whether Free does nothing. Messages that nobody receives are on their way: after Free, MPI would give the
-               communicator's number, and these messages, to another communicator
+    retained   whether Free does nothing, because unreceived messages are in flight. After Free, MPI could reuse the
+               communicator's number, and another communicator would receive these messages
     """
 
     retained = False
@@ -38,9 +38,9 @@ class OwnedComm(MPI.Intracomm):
 
 
 class WatchedComm(OwnedComm):
-    """A communicator whose blocking calls are known to the watchdog while they last: these, no others.
+    """A communicator that reports the blocking calls defined here to the watchdog.
 
-    waiting   a function from the call's name to the context in which it is made
+    waiting   function that returns the context of a call, from its name
     """
 
     waiting: Callable[[str], AbstractContextManager[Any]] = staticmethod(nullcontext)  # type: ignore[assignment]
@@ -58,7 +58,7 @@ class WatchedComm(OwnedComm):
             return super().gather(sendobj, root)
 
     def largest(self, value: float) -> float:
-        """The largest of the ranks' values, on every rank."""
+        """Return the largest of the ranks' values, on every rank. Collective."""
         mine, found = np.array([value], np.float64), np.empty(1, np.float64)
         with self.waiting("largest"):
             self.Allreduce(mine, found, MPI.MAX)
@@ -70,10 +70,10 @@ class WatchedComm(OwnedComm):
 
 
 def check_communicator(comm: MPI.Intracomm) -> None:
-    """Check a caller's communicator, before MPI is called.
+    """Check a caller's communicator before the first call of MPI.
 
-    Raises GridError if MPI is not initialized or already finalized, or if `comm` is no intracommunicator of this
-    process; LauncherError under the launcher of another MPI.
+    Raises GridError if MPI is not initialized or already finalized, or if `comm` is not an intracommunicator of this
+    process. Raises LauncherError under the launcher of another MPI.
     """
     if not MPI.Is_initialized() or MPI.Is_finalized():
         state = "is already finalized" if MPI.Is_initialized() else "is not initialized"
@@ -99,10 +99,10 @@ def own_duplicate(comm: MPI.Intracomm, timeout: float, what: str = MAKING) -> MP
     """Return pmm3d's duplicate of a caller's communicator. Collective.
 
     The first call makes the duplicate. It is stored as an MPI attribute of `comm` and freed together with `comm`.
-    Nothing else is ever called on `comm`: a probe, a message or a collective could meet one of the caller's.
+    pmm3d calls nothing else on `comm`, because its messages and collectives could match those of the caller.
 
-    timeout   seconds after which a note says that some ranks have not come, again after twice the time; 0: never
-    what      the operation, for the note
+    timeout   seconds after which a warning about missing ranks is logged, again after twice the time; 0: never
+    what      the operation, for the warning
     """
     duplicate: Any = comm.Get_attr(_attribute())
     if duplicate is None:
@@ -124,7 +124,7 @@ def own_duplicate(comm: MPI.Intracomm, timeout: float, what: str = MAKING) -> MP
 
 @cache
 def _attribute() -> int:
-    """The MPI key of the attribute that holds a communicator's duplicate."""
+    """Return the MPI key of the attribute that stores a communicator's duplicate."""
 
     def free(comm: MPI.Comm, key: int, duplicate: MPI.Intracomm) -> None:
         if duplicate != MPI.COMM_NULL and not MPI.Is_finalized():
@@ -135,15 +135,15 @@ def _attribute() -> int:
 
 def duplicates(own: MPI.Intracomm, timeout: float, debug: bool,
                made: ExitStack) -> tuple[WatchedComm, MPI.Intracomm, Processes, bool]:
-    """(WatchedComm, a communicator for the watchdog, the Process of each rank, whether any asked for debug).
+    """Return (WatchedComm, communicator for the watchdog, Processes, whether debug is on for any rank). Collective.
 
     own    `own_duplicate` of the caller's communicator
-    made   frees what is made here at its end
+    made   frees the communicators at its end
 
-    Collective: each rank tells 24 bytes of itself, and the first of each host its name. A note names the ranks that
-    have not come by the time limit.
+    Each rank sends its ROW (24 bytes), and the first rank of each host the name of the host. After the time limit, a
+    warning lists the ranks that have not come.
     """
-    while (old := own.improbe(tag=Watch.TAG)) is not None:  # of the making of an earlier Grid
+    while (old := own.improbe(tag=Watch.TAG)) is not None:  # left over from the creation of an earlier Grid
         old.recv()
     watch = Watch(own, timeout, False, None, silence=False)
     comm = WatchedComm(_duplicate(own, watch, 1))
@@ -163,11 +163,11 @@ def duplicates(own: MPI.Intracomm, timeout: float, debug: bool,
 
 
 def all_leave(comm: MPI.Intracomm, timeout: float, arrival: MPI.Request | None = None) -> None:
-    """Wait until all ranks are here. Ranks that do not come within the time limit are named, and the job ends.
+    """Wait until all ranks call this function. After the time limit, list the missing ranks and end the job.
 
-    comm      a communicator of pmm3d alone
+    comm      a communicator that only pmm3d uses
     timeout   in seconds; 0: no limit
-    arrival   the request of a collective that all ranks have to begin (default: a barrier)
+    arrival   request of a nonblocking collective that all ranks must begin. Default: of a barrier
     """
     _wait(arrival or comm.Ibarrier(), Watch(comm, timeout, False, None), LEAVING, comm.size, 1)
 
@@ -189,7 +189,7 @@ def _wait(request: MPI.Request, watch: Watch, what: str, size: int, number: int)
 
 
 def _pause(begun: float) -> float:
-    """Yield the core, later sleep 1 ms; return the seconds since `begun`."""
+    """Yield the core, or sleep 1 ms in a longer wait. Returns the seconds since `begun`."""
     waited = time.perf_counter() - begun
     if waited < POLL_SECONDS:
         os.sched_yield()

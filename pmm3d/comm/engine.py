@@ -44,7 +44,7 @@ and the GIL from the thread that computes."""
 class PersistentRequests(Protocol):
     """Persistent requests that may be active (`pmm3d.comm.persistent.Persistent`).
 
-    record   of the call under way, or None"""
+    record   record of the call in progress, or None"""
 
     record: Record | None
 
@@ -52,7 +52,7 @@ class PersistentRequests(Protocol):
 
 
 class Pending:
-    """A collective under way, as the calls of an `Axis` return it.
+    """A collective in progress, returned by the calls of an `Axis`.
 
     Attributes
     ----------
@@ -101,7 +101,7 @@ class Pending:
 
     def _progress(self) -> bool:
         """Resume the generator while its requests are complete. Returns True at its end. Warnings of numpy are off,
-        because the caller of a sum handles overflow.
+        because the caller of a sum checks its rounding.
         """
         try:
             while not (requests := self._requests) or (

@@ -1,4 +1,5 @@
-"""The first round of a collective of users' arrays: the ranks compare their calls, and small arrays come along."""
+"""The first round of a collective of users' arrays. The ranks compare their calls, and small arrays are sent in the
+same messages."""
 
 from __future__ import annotations
 
@@ -19,21 +20,21 @@ Answer = TypeVar("Answer")
 MASK = 2**48 - 1
 """Mask of checksums: their sum over the ranks stays below 2^63."""
 ROOM = 2**14
-"""Bytes of data of all ranks in the first round, besides the heads; at least 16 bytes of each rank."""
+"""Bytes of data of all ranks together in the first round, without the heads. Each rank has at least 16 bytes."""
 HEAD = 4
-"""Numbers in the head of a rank's first message."""
+"""Number of int64 values in the head of a rank's first message."""
 
 
 @dataclass
 class First:
     """The result of `first_round`.
 
-    memory       for the result, as `prepare` returned it
-    rows         of each rank's array
-    prepared     rows of the memory that each rank has prepared, -1 for none; None if there was no first round
-    unbalanced   whether the rows that ranks send and those that ranks expect differ
-    sent         [rank, peer]: the rows that each rank sends to each other one; None if there was no room for them
-    data         bytes of every rank's array, one row a rank, if all of them came along
+    memory       memory for the result, as returned by `prepare`
+    rows         number of rows of each rank's array
+    prepared     number of rows of the memory of each rank, -1 for no memory; None if there was no first round
+    unbalanced   whether the numbers of rows that ranks send and that other ranks expect differ
+    sent         [rank, peer]: number of rows that each rank sends to each peer; None if they did not fit
+    data         bytes of every rank's array, one row per rank; None if they did not all fit
     """
 
     memory: Any
@@ -44,21 +45,21 @@ class First:
     data: np.ndarray | None = None
 
     def arrays(self, library: NumpyLibrary, like: Array) -> list[Array]:
-        """Every rank's array. Trailing dims and type are those of `like`."""
+        """Return every rank's array. Trailing dims and type are those of `like`."""
         assert self.data is not None
         return [library.view(each, (rows, *like.shape[1:]), library.dtype(like))
                 for each, rows in zip(self.data, self.rows)]
 
     def flat(self, library: NumpyLibrary, like: Array) -> Array:
-        """The same, if all have the shape of `like`: one row a rank."""
+        """Return every rank's array as a row of one array. All arrays have the shape and type of `like`."""
         assert self.data is not None
         data = np.ascontiguousarray(self.data[:, : nbytes_of(library, like)]).reshape(-1)
         return library.view(data, (len(self.rows), prod(like.shape)), library.dtype(like))
 
     def recv_buffer(self, link: Link, rows: int | Counts | None, prepare: Callable[[], Array]
                     ) -> Collective[Array]:
-        """Generator: return memory for the result. If some rank has prepared other numbers of rows than `rows` (None:
-        not compared), all ranks prepare it anew, and agree on success."""
+        """Generator: return memory for the result. If the memory of some rank does not have `rows` rows, all ranks
+        prepare new memory, and agree on success. rows: of each rank; None: not compared."""
         memory, self.memory = self.memory, None
         wanted = [rows] * link.size if isinstance(rows, int) else rows
         if wanted is None or self.prepared is None or self.prepared == list(wanted):
@@ -68,7 +69,7 @@ class First:
 
 
 def room(ranks: int) -> int:
-    """Bytes that a rank's first message has beside the head.
+    """Return the bytes of a rank's first message after the head.
 
         >>> [room(ranks) for ranks in (2, 16, 64, 4096)]
         [1024, 1024, 256, 16]
@@ -79,16 +80,15 @@ def room(ranks: int) -> int:
 def first_round(link: Link, library: NumpyLibrary, array: Array, call: str, prepare: Callable[[], Array],
                 check: Callable[[], None] = lambda: None, sent: Counts | None = None,
                 received: Counts | None = None, *, sure: bool = True, needed: bool = True) -> Collective[First]:
-    """Generator: compare the call among the ranks; a small array of the host comes along.
+    """Generator: compare the call among the ranks. A small host array is sent in the same message.
 
-    If the calls differ, or `check` or `prepare` fails on some ranks, all ranks raise, before anything else is sent.
+    If the calls differ, or if `check` or `prepare` fails on some ranks, all ranks raise before anything else is sent.
 
     prepare          returns the memory for the result
-    sure             whether the rows of the result are known. If not, `prepare` makes a guess, which may fail, and the
-                     caller asks for `First.recv_buffer`
-    sent, received   rows to each rank, and from each rank as far as the caller knows them, which must fit the other
-                     ranks'
-    needed           compare also if the grid does not check
+    sure             whether the number of rows of the result is known. If not, `prepare` uses a guess and may fail, and
+                     the caller must call `First.recv_buffer`
+    sent, received   numbers of rows to each rank and from each rank, if known. They must fit those of the other ranks
+    needed           whether to compare also on a grid that does not check
     """
     def checked() -> Array | None:
         check()
@@ -101,7 +101,7 @@ def first_round(link: Link, library: NumpyLibrary, array: Array, call: str, prep
         error = _tried(link, check)[1]
     message = np.zeros(HEAD + room(link.size) // 8, np.int64)
     rows, nbytes, carried = array.shape[0], nbytes_of(library, array), message[HEAD:].view(np.uint8)
-    start = 0 if sent is None else 16 * -(-link.size // 2)  # unaligned complex128 ends torch with a signal
+    start = 0 if sent is None else 16 * -(-link.size // 2)  # torch crashes on unaligned complex128
     tells = sent is not None and start <= len(carried) and not link.dry and error is None
     if tells and sent is not None:
         carried[: 8 * link.size].view(np.int64)[:] = sent
@@ -123,9 +123,9 @@ def first_round(link: Link, library: NumpyLibrary, array: Array, call: str, prep
 
 
 def _balance(link: Link, sent: Counts, received: Counts) -> int:
-    """Checksum of the rows that this rank sends and expects. Its sum over the ranks is 0, modulo MASK + 1, if each rank
-    expects the rows that the others send. Python's hash of tuples does not serve: it is nearly linear in the last
-    element, so swapped counts cancel."""
+    """Return a checksum of the rows that this rank sends and expects. Its sum over the ranks is 0, modulo MASK + 1, if
+    each rank expects the rows that the others send. Python's hash of tuples is not suitable: it is nearly linear in the
+    last element, so swapped counts cancel."""
     leaving = sum(digest(f"{link.rank} {peer} {rows}") for peer, rows in enumerate(sent))
     coming = sum(digest(f"{peer} {link.rank} {rows}") for peer, rows in enumerate(received))
     return (leaving - coming) & MASK
@@ -141,7 +141,7 @@ def _prepared(link: Link, prepare: Callable[[], Answer]) -> Collective[Answer]:
 
 
 def _tried(link: Link, prepare: Callable[[], Answer]) -> tuple[Answer | None, Exception | None]:
-    """(what `prepare` returns, its error)."""
+    """Return (result of `prepare` or None, its error or None). An out-of-memory error gets a remedy."""
     try:
         return unless_wrong(link, prepare), None
     except Exception as raised:
@@ -152,7 +152,7 @@ def _tried(link: Link, prepare: Callable[[], Answer]) -> tuple[Answer | None, Ex
 
 
 def unless_wrong(link: Link, prepare: Callable[[], Answer]) -> Answer:
-    """Return prepare(), or raise the error of a call that is known to be wrong (`Link.wrong`)."""
+    """Return prepare(). If this rank's arrays are known to be wrong (`Link.wrong`), raise that error instead."""
     if link.wrong is not None:
         raise link.wrong
     return prepare()

@@ -232,7 +232,7 @@ class Grid(Ranks):
         return self._best(asked)
 
     def _best(self, asked: Auto) -> GridShape:
-        """The grid of least time by the machine that was measured here, or else the nominal one."""
+        """Return the fastest grid shape by the model of the measured machine, or else of the nominal one."""
         if asked.no_choice:
             return asked.alone()
         from ..model.machine import usable_cores
@@ -244,9 +244,9 @@ class Grid(Ranks):
             return asked.chosen(machine, cores, self._processes, self.rank == 0, self.overlap)
 
     def _made_axes(self, made: ExitStack) -> dict[str, Axis]:
-        """The axes by name. Collective. An idle rank is alone on each axis. made: frees their communicators.
+        """Return the axes by name. Collective. An idle rank is alone on each axis. made: frees their communicators.
 
-        Raises GridError if MPI has no communicators left.
+        Raises GridError if MPI cannot make more communicators.
         """
         found, shape = dict[str, Axis](), self.shape
         try:
@@ -272,7 +272,7 @@ class Grid(Ranks):
         return axis
 
     def _group(self, name: str, axes: Sequence[str]) -> Axis:
-        """Make one axis of the ranks along several. Collective among these ranks."""
+        """Return a new axis of the ranks along several axes. Collective among these ranks."""
         record = self.ledger.begin(name, f"making axis {name}", 0, self.ranks_along(axes))
         with self._waiting("", record), ExitStack() as groups:
             groups.callback((everyone := self._comm.Get_group()).Free)
@@ -284,7 +284,7 @@ class Grid(Ranks):
         return self._axis_over(comm, name, axes, self._groups)
 
     def _placed_group(self, name: str, axes: Sequence[str]) -> Axis:
-        """The same, placed on nodes."""
+        """Return the axis of `_group`, with its node map. Collective among its ranks."""
         axis = self._group(name, axes)
         if self.hosts > 1:
             nodes = self._processes.nodes()
@@ -344,7 +344,7 @@ class Grid(Ranks):
         ...     grid.ledger.total(axis="x").received, grid.dry_run.actions[-3].what
         (7568250000, 'gemm')
         """
-        dry: Any = import_module(f"{__package__}.dry")  # built on this file, and loaded for dry runs only
+        dry: Any = import_module(f"{__package__}.dry")  # imports this file, and is needed for dry runs only
         made: Grid = dry.DryGrid(shape, data, rank, axes, hosts, seq, pipe)
         return made
 
@@ -398,11 +398,12 @@ class Grid(Ranks):
         return self
 
     def ranks_along(self, axes: Collection[str]) -> range | tuple[int, ...]:
-        """The ranks of this grid along these axes through this rank, in ascending order; an idle rank alone."""
+        """Return the ranks of the group along these axes that contains this rank, in ascending order. An idle rank is
+        alone."""
         return range(self.rank, self.rank + 1) if self.coords is None else self.shape.group(axes, self.coords)
 
     def node_map_of(self, name: str) -> NodeMap:
-        """Return how an axis is placed on nodes. The result is the same on every rank, also on idle ones."""
+        """Return the placement of an axis on nodes. The result is the same on every rank, also on idle ones."""
         return self.node_maps.get(name, FLAT)
 
     def axis(self, name: str | tuple[str, ...]) -> Axis:
@@ -581,14 +582,14 @@ class Stage(Grid):
         return self._whole.local_size
 
     def at_close(self, give_back: Callable[[], None]) -> None:
-        """Have that called when the whole grid is closed."""
+        """Call a function when the whole grid is closed."""
         self._whole.at_close(give_back)
 
     def close(self) -> None:
-        """Does nothing: the stage is closed with the whole grid."""
+        """Do nothing: the stage is closed with the whole grid."""
 
     def _leave(self, error: BaseException) -> None:
-        """Nothing here: the `with` of the whole grid decides what an error does."""
+        """Do nothing: the `with` block of the whole grid handles the error."""
 
     def _concluded(self, agreement: Pending, error: Exception | None) -> Any:
         try:

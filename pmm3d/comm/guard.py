@@ -1,4 +1,4 @@
-"""Who may use a grid: nobody once it is closed, and one thread at a time."""
+"""Guard of a grid against use after close, and against use by several threads at once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Operation = TypeVar("Operation", bound=Callable[..., Any])
 
 
 class Guard:
-    """As a context: this thread uses the grid. The same thread may enter it again.
+    """Reentrant context manager: inside, only this thread may use the grid.
 
     closed   whether the grid is closed
 
-    Raises GridError before MPI is called if the grid is closed, MPI is finalized, or another thread is inside. On the
-    same communicators, a thread could receive messages of another thread and then wait for ever.
+    Entering raises GridError, before any call of MPI, if the grid is closed, if MPI is finalized, or if another thread
+    is inside. On the same communicators, a thread could receive messages of another thread and then wait forever.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ def _name_of(thread: int) -> str:
 
 
 def one_thread(operation: Operation) -> Operation:
-    """Decorator: until the operation ends its thread is alone on the grid of its first operand."""
+    """Decorator: guard the grid of the first operand during an operation. Operands without a grid have no guard."""
 
     @wraps(operation)
     def alone(*operands: Any, **options: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Why a job hangs, concluded from the status of its ranks; and the source line at which a thread is. No MPI.
+"""Diagnosis of a hang from the status of the ranks, and the source line that a thread executes. No calls of MPI.
 
-Ranks that wait in the same collective are looked at together, so the time grows in proportion to the number of ranks.
+Ranks that wait in the same collective are treated as a group, so the cost is proportional to the number of ranks.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ PACKAGE = str(Path(__file__).parent.parent)
 OTHER_PACKAGES = {"pmm3d", "contextlib", "threading", "runpy", "typer", "click", "mpi4py"}
 """Packages whose frames are not the user's code."""
 STACK_FRAMES = 8
-"""Innermost frames that are shown: they lead from the user's line to the call that does not return."""
+"""Number of innermost frames that are shown. They contain the user's line and the call that does not return."""
 
 Gone = Mapping[int, str]
-"""Ranks that have left the program, and why."""
+"""Ranks that have left the program, and the reason of each."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A call of the members of an axis. number: among the calls on that axis."""
+    """A collective call of the members of an axis. number: of the call among all calls on that axis."""
 
     axis: str
     name: str
@@ -47,7 +47,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A wait: in which collective, for how long, and at which source line."""
+    """A wait of a rank: the collective, the duration in seconds, and the source line."""
 
     collective: Collective
     seconds: float
@@ -58,11 +58,12 @@ class Waiting:
 class RankStatus:
     """The answer of a rank to an inquiry.
 
-    begun      axis -> number and name of the last collective that it began there
-    waiting    None if it waits in no collective of the grid; `stack` then says where it is
-    ending     the error with which it is about to end the job, if it is
-    states     rank -> state, of ranks on the same host that are stopped, dead or held up, or that compute in silence
-    doing      the action of a pipeline that it carries out, in words
+    begun      axis -> number and name of the last collective that the rank began on this axis
+    waiting    the wait in a collective of the grid, or None. If it is None, `stack` contains the stack of the rank
+    ending     the error with which the rank is about to end the job, or ""
+    states     rank -> state, for ranks on the same host that are stopped, dead or blocked, or that compute without
+               answering
+    doing      description of the current pipeline action, or ""
     """
 
     rank: int
@@ -78,7 +79,8 @@ Answers = Mapping[int, RankStatus]
 
 
 def absent(collective: Collective, answers: Answers) -> list[int]:
-    """The members that have not begun the collective, or another one in its place; silent ones among them."""
+    """Return the members that have not begun this collective, including members that do not answer and members that
+    began another collective in its place."""
     here = (collective.number, collective.name)
 
     def has_begun(rank: int) -> bool:
@@ -89,19 +91,20 @@ def absent(collective: Collective, answers: Answers) -> list[int]:
 
 
 def states_of(answers: Answers) -> dict[int, str]:
-    """Rank -> state, as the ranks of the same host see it."""
+    """Return rank -> state, as reported by ranks of the same host."""
     return {rank: state for answer in answers.values() for rank, state in answer.states.items()}
 
 
 class Waits:
-    """The collectives that ranks wait in, each with those that wait there and those that it lacks.
+    """The collectives in which ranks wait, each with its waiting and its missing members.
 
-    gone, silent       ranks that have left the program; ranks that count as lost because they do not answer
-    lost               ranks that never come: those that are gone, those that a rank of the same host sees to be dead,
-                       and the silent ones, unless a rank of the same host sees that they compute
-    waiters, lacking   Collective -> ranks
-    stuck              the collectives that can never end: each lacks a member that is lost, or that itself waits for
-                       ever
+    gone      ranks that have left the program
+    silent    ranks that count as lost because they do not answer
+    lost      ranks that never come: gone ranks, ranks reported dead by a rank of the same host, and silent ranks,
+              except those that are reported to compute
+    waiters   Collective -> ranks that wait in it
+    lacking   Collective -> members that have not begun it
+    stuck     collectives that can never end, because a missing member is lost or itself in a stuck collective
     """
 
     def __init__(self, answers: Answers, gone: Gone, silent: Collection[int] = ()):
@@ -116,8 +119,11 @@ class Waits:
         self.stuck = self._stuck()
 
     def _stuck(self) -> set[Collective]:
-        """Remove the collectives that lack no hopeless rank: their waiters may still come, so repeat. The rest is
-        stuck."""
+        """Return the collectives that can never end.
+
+        A collective can end if none of its missing members waits or is lost. Then its waiters are free again and may
+        begin other collectives, so the search repeats. The remaining collectives are stuck.
+        """
         lacked_by: dict[int, list[Collective]] = {}
         for collective, ranks in self.lacking.items():
             for rank in ranks:
@@ -134,12 +140,12 @@ class Waits:
         return self.waiters.keys() - set(free)
 
     def missing(self) -> list[int]:
-        """Ranks that a wait lacks and that wait nowhere themselves."""
+        """Return the missing members of all collectives that do not wait in a collective themselves."""
         lacking = {rank for ranks in self.lacking.values() for rank in ranks}
         return sorted(rank for rank in lacking if rank not in self.answers or self.answers[rank].waiting is None)
 
     def first_lacking(self) -> dict[int, Collective]:
-        """Of each rank that is lacked, the first collective that others wait for it in."""
+        """Return, for each missing rank, the first collective in which others wait for it."""
         first: dict[int, Collective] = {}
         for collective, ranks in sorted(self.lacking.items(), key=lambda item: item[0].number):
             for rank in ranks:
@@ -148,19 +154,21 @@ class Waits:
 
 
 def endless(answers: Answers, gone: Gone, silent: Collection[int] = ()) -> dict[int, Collective]:
-    """Return the waits that can never end, by rank. silent: ranks that count as lost because they do not answer."""
+    """Return rank -> collective for the waits that can never end. silent: ranks that count as lost because they do not
+    answer."""
     waits = Waits(answers, gone, silent)
     return {rank: collective for collective in waits.stuck for rank in waits.waiters[collective]}
 
 
 def longest_wait(answers: Answers) -> Waiting | None:
-    """None if nobody waits."""
+    """Return the longest wait, or None if no rank waits."""
     waits = [answer.waiting for answer in answers.values() if answer.waiting is not None]
     return max(waits, key=lambda wait: wait.seconds, default=None)
 
 
 def long_wait(answers: Answers, gone: Gone, processes: Sequence[Process], limit: float) -> str:
-    """The note about waits beyond the limit (seconds) that may end: who waits where, and where the others are."""
+    """Return a note about waits that exceed the limit (seconds) but may end: the waits, and the states of the other
+    ranks."""
     waits = Waits(answers, gone)
     late = [rank for rank, answer in answers.items() if answer.waiting and answer.waiting.seconds >= limit]
     have = "have" if len(late) > 1 else "has"
@@ -175,7 +183,7 @@ def long_wait(answers: Answers, gone: Gone, processes: Sequence[Process], limit:
 
 
 def diagnosis(answers: Answers, gone: Gone, silent: Collection[int], processes: Sequence[Process], limit: str) -> str:
-    """The text with which the job ends: who waits where, which ranks never came, and where they are."""
+    """Return the text with which the job ends: the waits, the missing ranks, and the states of these ranks."""
     waits = Waits(answers, gone, silent)
     return "\n  ".join(["pmm3d: the job hangs, and is ended.", *_where_they_are(waits, gone, processes),
                         _verdict(waits, gone), limit])
@@ -186,7 +194,7 @@ def _where_they_are(waits: Waits, gone: Gone, processes: Sequence[Process]) -> l
 
 
 def _who_is_late(waits: Waits, processes: Sequence[Process]) -> list[str]:
-    """Lines about the ranks that wait in no collective and that no wait lacks."""
+    """Return lines about ranks that neither wait in a collective nor are missing in one."""
     absentees, members = set(waits.missing()), {rank for one in waits.waiters for rank in one.members}
     late = [rank for rank, answer in waits.answers.items() if answer.waiting is None and rank not in absentees]
     lines = []
@@ -212,7 +220,8 @@ def _who_waits(answers: Answers) -> list[str]:
 
 
 def _who_is_missing(waits: Waits, gone: Gone, processes: Sequence[Process]) -> list[str]:
-    """One line for all ranks of which nothing is known, and of others as many as are read."""
+    """Return lines about the missing ranks. Many ranks of which nothing is known share one line. At most NAMED_RANKS
+    ranks have a line; one more line lists all missing ranks if some have none."""
     answers, first, missing = waits.answers, waits.first_lacking(), waits.missing()
     states = states_of(answers)
     silent = [rank for rank in missing if rank not in answers and rank not in gone and rank not in states]
@@ -250,17 +259,18 @@ def _verdict(waits: Waits, gone: Gone) -> str:
 
 
 def source_line(frame: FrameType | None) -> str:
-    """The user's line that a frame was called from: "solver.py:88 in solve"; ours, if no other code called it."""
+    """Return the user's source line that leads to a frame, as "solver.py:88 in solve". If no user code called it,
+    return a line of pmm3d outside `pmm3d.comm`."""
     return _users_line(traceback.walk_stack(frame) if frame else ())
 
 
 def line_of(error: BaseException) -> str:
-    """The user's line in which an error was raised, as `source_line` gives it."""
+    """Return the user's source line in which an error was raised, in the form of `source_line`."""
     return _users_line(reversed([*traceback.walk_tb(error.__traceback__)]))
 
 
 def _users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Of frames with their lines, the innermost first."""
+    """Return the innermost user line. frames: with their line numbers, the innermost first."""
     callers = [*frames]
     theirs = [caller for caller in callers if _is_users_code(caller[0])]
     if not theirs:
@@ -279,7 +289,7 @@ def _is_users_code(frame: FrameType) -> bool:
 
 
 def stack_of(thread: int | None) -> str:
-    """The innermost frames of a thread, each with its source line, indented."""
+    """Return the innermost frames of a thread with their source lines, indented."""
     frame = sys._current_frames().get(thread or 0)
     if frame is None:
         return "    (its main thread has ended)"

@@ -1,4 +1,4 @@
-"""Bytes, calls and seconds of communication and computation by axis and phase; the log; events for a Chrome trace."""
+"""Ledger of bytes, calls and seconds of communication and computation by axis and phase; log; Chrome trace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PREDICTIONS = 4
 EVENTS = 20_000
 """Number of newest events that a rank keeps for a trace: about 15 MB of memory, 3 MB of a file."""
 PIPELINE = "pipeline"
-"""Track of a trace: the actions of a pipeline's table."""
+"""Name of the track of pipeline actions in a trace."""
 LOGGED_RANKS = 64
 """The first ranks, which log at the level INFO. The others log at the level DEBUG."""
 logger = logging.getLogger("pmm3d.comm")
@@ -36,18 +36,19 @@ class Key(NamedTuple):
 
 
 Clock = tuple[float, float]
-"""Seconds of the wall, and seconds that this thread has had a core."""
+"""Wall-clock time and CPU time of this thread, in seconds."""
 
 
 def wall_offset() -> float:
-    """Return `time` - `perf_counter`, from the quickest of five readings: the process may lose its core in one."""
+    """Return `time` - `perf_counter` in seconds. The shortest of five readings is used, because the process may lose
+    its core during a reading."""
     readings = [(perf_counter(), time(), perf_counter()) for _ in range(5)]
     before, wall, after = min(readings, key=lambda reading: reading[2] - reading[0])
     return wall - (before + after) / 2
 
 
 def clock() -> Clock:
-    """Return the time now."""
+    """Return the current times."""
     return perf_counter(), thread_time()
 
 
@@ -57,8 +58,8 @@ class Entry:
 
     sent, received      bytes of payload;   across   the part of `received` that came from other nodes
     waited, computed    seconds of wall time
-    on_core             the part of `computed` in which the computing thread had a core. Otherwise another process had
-                        the core, or another thread of this process had the interpreter
+    on_core             the part of `computed` in which the computing thread ran on a core. In the other part, another
+                        process had the core, or another thread of this process held the GIL
     """
 
     calls: int = 0
@@ -71,7 +72,7 @@ class Entry:
 
     @property
     def off_core(self) -> float:
-        """Seconds of `computed` without a core."""
+        """Seconds of `computed` in which the thread did not run on a core."""
         return max(0.0, self.computed - self.on_core)
 
     def __iadd__(self, other: Entry) -> Entry:
@@ -84,8 +85,8 @@ class Entry:
 class Record:
     """One collective or message of this rank, from its start to its end.
 
-    channel   of a message from rank to rank: the axis, both ranks and the tag, in words; else empty
-    message   what it is, in words that are the same on both sides
+    channel   of a point-to-point message: description with the axis, both ranks and the tag; else empty
+    message   description of a point-to-point message, the same on both sides
     """
 
     key: Key
@@ -101,14 +102,14 @@ class Record:
 
     @property
     def name(self) -> str:
-        """The operation, with its phase: all_gather (gather A). A message has one name on both sides."""
+        """Operation and phase, such as "all_gather (gather A)". For a point-to-point message: its description."""
         if self.channel:
             return self.message
         return self.key.operation + (f" ({self.key.phase})" if self.key.phase else "")
 
     @property
     def counted_on(self) -> str:
-        """The axis, or channel, on which all members count this call."""
+        """Name of the axis, or the channel, on which the members count this call."""
         return self.channel or self.key.axis
 
     def __str__(self) -> str:
@@ -117,8 +118,8 @@ class Record:
 
 
 class Acted(NamedTuple):
-    """An action of a pipeline's table, such as "2F0", as this rank carried it out: start and end in seconds of the wall
-    clock (`time.time`). Waits for messages that the action needs come before it."""
+    """An action of a pipeline's schedule, such as "2F0", executed by this rank. Start and end are seconds of the wall
+    clock (`time.time`). Waits for the messages that the action needs are not included."""
 
     action: str
     start: float
@@ -139,8 +140,8 @@ class Ledger:
     rank      of this process in the grid's communicator
     log       whether each collective is logged when it ends (logger pmm3d.comm, INFO on the first 64 ranks, else DEBUG)
     trace     whether each collective and each GEMM is kept in `events`
-    memory    name -> bytes on this rank: of arrays of networks, and those that recomputing saves
-    predicted name -> bytes that a plan or a network predicts for the fullest rank, the latest last
+    memory    name -> bytes on this rank, of arrays of networks and of the memory saved by recomputing
+    predicted name -> bytes that a plan or a network predicts for the rank with the most memory, the newest last
     events    the newest 20,000, in Chrome's trace format (chrome://tracing, ui.perfetto.dev)
     left_out  number of earlier events, which were dropped
     parts     part of the program ("forward", "optimizer", ...) -> seconds in it that are neither computed nor waited
@@ -161,42 +162,42 @@ class Ledger:
     doing: str = ""
     _phase: str = ""
     _counted: float = 0.0
-    """Seconds that were computed or waited, or are in `parts`."""
+    """Seconds that were counted as computed or waited, or in `parts`."""
     _origin: float = field(default_factory=perf_counter)
     _wall: float = field(default_factory=wall_offset)
 
     @property
     def began(self) -> float:
-        """Seconds of the wall clock at which times in `events` begin."""
+        """Wall-clock time, in seconds, of the origin of times in `events`."""
         return self._origin + self._wall
 
     def say_what_is_logged(self, ranks: int) -> None:
-        """Log, on rank 0, which ranks log at the level INFO, if not all of them do. ranks: their number."""
+        """Log, on rank 0, which ranks log at the level INFO, if not all of them do. ranks: number of ranks."""
         if self.rank == 0 and ranks > LOGGED_RANKS:
             logger.info("collectives of ranks 0 to %d of %d are logged; those of the others at the level DEBUG",
                         LOGGED_RANKS - 1, ranks)
 
     def predict(self, what: str, nbytes: int) -> None:
-        """Add to `predicted`. The oldest of more than four is dropped."""
+        """Add a prediction to `predicted`, which keeps the newest four."""
         self.predicted.pop(what, None)
         self.predicted[what] = nbytes
         while len(self.predicted) > PREDICTIONS:
             del self.predicted[next(iter(self.predicted))]
 
     def phase(self, name: str) -> InPhase:
-        """Collectives begun in this context belong to the phase."""
+        """Context manager: collectives begun in it belong to the phase."""
         return InPhase(self, name)
 
     def part(self, name: str) -> InPart:
-        """Time in this context that is neither computed nor waited, nor in a part inside it, belongs to the part."""
+        """Context manager: time in it belongs to the part, except time computed, waited or in an inner part."""
         return InPart(self, name)
 
     def holding(self, kind: str) -> AbstractContextManager[None]:
-        """As a context: a dry run counts arrays made in it as this kind ("weights", "gradients", "state")."""
+        """Context manager: a dry run counts arrays made in it as this kind ("weights", "gradients", "state")."""
         return nullcontext()
 
     def passing(self, name: str) -> AbstractContextManager[None]:
-        """As a context: a dry run records passes over memory in it under this name ("relu")."""
+        """Context manager: a dry run records passes over memory in it under this name ("relu")."""
         return nullcontext()
 
     def computed(self, operation: str, begun: Clock) -> None:
@@ -213,7 +214,7 @@ class Ledger:
 
     @contextmanager
     def computing(self, operation: str) -> Iterator[None]:
-        """Time in this context is computation."""
+        """Context manager: count the time in it as computation."""
         begun = clock()
         try:
             yield
@@ -222,8 +223,8 @@ class Ledger:
 
     @contextmanager
     def acting(self, action: str, in_words: str) -> Iterator[None]:
-        """Time in this context is an action of a pipeline, such as "2F0". `action_of` finds the words in an error that
-        leaves the context."""
+        """Context manager: record the time in it as a pipeline action, such as "2F0". An error that leaves the context
+        stores the description, which `action_of` returns."""
         begun, self.doing = perf_counter(), in_words
         try:
             yield
@@ -239,7 +240,8 @@ class Ledger:
 
     @contextmanager
     def waiting(self, operation: str) -> Iterator[None]:
-        """As a context: time in it is a wait for something other than a collective, such as a file."""
+        """Context manager: count the time in it as a wait for an operation that is not a collective, such as reading a
+        file."""
         begun = perf_counter()
         try:
             yield
@@ -253,7 +255,7 @@ class Ledger:
 
     def begin(self, axis: str, operation: str, number: int, members: range | tuple[int, ...],
               phase: str | None = None) -> Record:
-        """Return the record of a collective that begins. phase: default the present one."""
+        """Return the record of a collective that begins. phase: default the current one."""
         return Record(Key(axis, self._phase if phase is None else phase, operation), number, members, perf_counter())
 
     def end(self, record: Record) -> None:
@@ -317,7 +319,7 @@ def action_of(error: BaseException | None) -> str:
 
 
 class InPhase:
-    """As a context: collectives begun in it belong to a phase. A class, because a step enters dozens of them."""
+    """Context manager of `Ledger.phase`. It is a class for speed, because a step enters dozens of phases."""
 
     __slots__ = ("_ledger", "_name", "_outer")
 
@@ -332,7 +334,7 @@ class InPhase:
 
 
 class InPart:
-    """As a context: a part of the program. A class, because a step enters several of them."""
+    """Context manager of `Ledger.part`. It is a class for speed, because a step enters several parts."""
 
     __slots__ = ("_begun", "_counted", "_ledger", "_name")
 
@@ -351,8 +353,8 @@ class InPart:
 
 def node_events(comm: MPI.Intracomm, processes: Processes, ledger: Ledger, more: Iterable[Mapping[str, Any]]
                 ) -> list[str] | None:
-    """Return the events of this node's ranks, one JSON text a rank, on its first rank; None on the others. Collective
-    over comm. The events stay in the node. more: of this rank, besides those of its ledger."""
+    """Return the events of this node's ranks, one JSON text per rank, on the first rank of the node; None on the
+    others. Collective over comm. Events are not sent between nodes. more: further events of this rank."""
     later = ledger.began - comm.bcast(ledger.began)
     node = comm.Split(processes.node_of(comm.rank), comm.rank)
     try:
@@ -362,10 +364,10 @@ def node_events(comm: MPI.Intracomm, processes: Processes, ledger: Ledger, more:
 
 
 def rank_events(ledger: Ledger, host: str, later: float = 0.0, more: Iterable[Mapping[str, Any]] = ()) -> str:
-    """Return the events of one rank, separated by commas. The rank is a process; it has a track for each axis, one for
-    computing, one for waits, and one for the actions of a pipeline.
+    """Return the events of one rank as JSON, separated by commas. The rank is a process of the trace. It has a track
+    for each axis, for computation, for waits, and for pipeline actions.
 
-    later   seconds from the beginning of the trace to `Ledger.began`;   more: events besides those of the ledger
+    later   seconds from the origin of the trace to `Ledger.began`;   more   further events
     """
     left_out = f", without its first {ledger.left_out:,} events" if ledger.left_out else ""
     name = {"name": "process_name", "ph": "M", "pid": ledger.rank,
@@ -375,8 +377,8 @@ def rank_events(ledger: Ledger, host: str, later: float = 0.0, more: Iterable[Ma
 
 
 def trace_file(path: str | os.PathLike[str], processes: Processes, rank: int) -> Path:
-    """Return the file for the events of a rank: the path itself for the node of rank 0. For other nodes the host's name
-    is inserted before the suffix.
+    """Return the file for the events of a rank: the path itself on the node of rank 0. On other nodes the name of the
+    host is inserted before the suffix.
 
         >>> import numpy as np; from pmm3d.comm.nodes import Process, row
         >>> two = Processes(np.concatenate([row(Process(host), False) for host in ("n1", "n2")]), ["n1", "n2"])
@@ -391,6 +393,6 @@ def trace_file(path: str | os.PathLike[str], processes: Processes, rank: int) ->
 
 
 def write_chrome_trace(path: str | os.PathLike[str], ranks_events: Iterable[str]) -> None:
-    """Write one file of the texts of `rank_events`."""
+    """Write a trace file from the texts of `rank_events`."""
     with open(path, "w") as file:
         file.write('{"traceEvents": [\n' + ",\n".join(ranks_events) + "\n]}\n")

@@ -39,9 +39,9 @@ Key = dict[str, str]
 def key_of(ranks_per_node: int, nodes: int) -> Key:
     """Return the conditions for which a measured machine is valid.
 
-    They are the CPU, the number of usable cores, MPI and its settings, the BLAS, the versions of numpy and pmm3d, the
-    ranks per node, and whether there are several nodes. Raises ImportError if threadpoolctl is not installed, because
-    it identifies the BLAS.
+    The key contains the CPU, the number of usable cores, MPI and its settings, and the BLAS and its threads. It also
+    contains the versions of numpy and pmm3d, the ranks per node, and whether there are several nodes. Raises
+    ImportError if threadpoolctl, which identifies the BLAS, is not installed.
     """
     blas = blas_here()
     settings = " ".join(f"{name}={value}" for name, value in sorted(os.environ.items())

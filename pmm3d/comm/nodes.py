@@ -1,5 +1,5 @@
-"""The node map: where the ranks of a communicator run, which ranks share a node, and how each axis of a grid is placed
-on nodes. Each rank stores a few bytes for each other rank, and the name of each host once."""
+"""Map of ranks to nodes: hosts and processes of the ranks, ranks that share a node, and the placement of each axis on
+nodes. Each rank stores a few bytes for each other rank, and the name of each host once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ logger = logging.getLogger("pmm3d.comm")
 class Process(NamedTuple):
     """Host and process of a rank.
 
-    pid         0 if it is not known
+    pid         process id; 0 if it is not known
     namespace   number of the PID namespace of the pid. Containers may have their own
     """
 
@@ -57,7 +57,7 @@ def this_process(host: str) -> Process:
 
 
 def process_state(pid: int) -> str | None:
-    """Return why a process of this machine does not answer; None if nothing is known."""
+    """Return the reason why a process on this host does not answer, or None if it is not known."""
     if not Path("/proc/self/stat").exists():
         return None
     try:
@@ -119,7 +119,7 @@ class Processes(Sequence[Process]):
 
     @classmethod
     def unknown(cls, size: int) -> Processes:
-        """Return the map of `size` ranks of which nothing is known."""
+        """Return the map of `size` ranks with unknown hosts and processes."""
         return cls(np.zeros(size, ROW), [""])
 
     def __len__(self) -> int:
@@ -158,8 +158,8 @@ class Processes(Sequence[Process]):
         return int(np.bincount(self._host).max())
 
     def run(self) -> int:
-        """Length of aligned runs of consecutive ranks that always share a node. If all nodes have the same number of
-        ranks, in order, it is that number. If ranks are dealt out to the nodes in turn, it is 1.
+        """Return the largest length for which every aligned run of consecutive ranks shares a node. If all nodes have
+        the same number of ranks, in order, it is this number. If ranks are assigned to nodes round-robin, it is 1.
 
             >>> [Processes(np.concatenate([row(Process(host, 1), False) for host in hosts]), ["a", "b"]).run()
             ...  for hosts in ("aaaabbbb", "aaaabb", "aabbbb", "abab")]
@@ -169,8 +169,8 @@ class Processes(Sequence[Process]):
         return int(np.gcd.reduce(changes)) if len(changes) else len(self)
 
     def places(self) -> np.ndarray:
-        """A number for each rank. Ranks with the same number see each other's processes, because they have the same
-        node and namespace. A rank whose process is not known has a negative number of its own."""
+        """Return a number for each rank. Ranks with the same number have the same node and PID namespace, so they can
+        access each other's processes. A rank with an unknown process has a unique negative number."""
         pairs = np.stack([self._host, self._namespaces.astype(np.int64)], axis=1)
         _, found = np.unique(pairs, axis=0, return_inverse=True)
         return np.where(self._pids != 0, found.reshape(-1), -1 - np.arange(len(self)))
@@ -199,7 +199,7 @@ def hosts(comm: MPI.Intracomm, names: Iterable[str], threads: int) -> list[Host]
     """Return the nodes of a communicator, in the order of their first ranks. Collective.
 
     names     host of each rank
-    threads   BLAS threads of a rank. Cores of a node: those that its ranks are bound to, at most their threads
+    threads   BLAS threads of a rank. The cores of a node are those to which its ranks are bound, at most one per thread
     """
     masks = comm.allgather(sum(1 << core for core in cores()))
     ranks: dict[str, list[int]] = {}
@@ -212,16 +212,16 @@ def hosts(comm: MPI.Intracomm, names: Iterable[str], threads: int) -> list[Host]
 
 
 def mpi_name() -> str:
-    """Library and version of the MPI in use."""
+    """Return the name and version of the MPI library."""
     return MPI.Get_library_version().splitlines()[0].split(",")[0].strip("\0 ")
 
 
 def node_maps_of(shape: GridShape, nodes: np.ndarray, sums: str, machine: Machine | None = None) -> dict[str, NodeMap]:
-    """Return how each axis, and "all" ranks, are placed on nodes. FLAT unless all groups of the axis are placed alike,
-    because the ranks of all groups use the same collectives.
+    """Return the placement on nodes of each axis, and of "all" ranks. An axis is FLAT unless all its groups are placed
+    in the same way, because the ranks of all groups use the same collectives.
 
     nodes     node of each rank of the communicator
-    machine   determines the size from which gathers go by nodes; None: `GATHERS_FROM`
+    machine   determines the message size from which gathers are hierarchical by nodes; None: `GATHERS_FROM`
     """
     found = dict.fromkeys((*shape.names, ALL), FLAT)
     found.update({name: node_map_of(groups, nodes, sums, machine) for name, groups in _groups(shape, nodes)})
@@ -229,7 +229,7 @@ def node_maps_of(shape: GridShape, nodes: np.ndarray, sums: str, machine: Machin
 
 
 def node_map_of(groups: np.ndarray, nodes: np.ndarray, sums: str, machine: Machine | None = None) -> NodeMap:
-    """Return how groups of ranks are placed on nodes. groups: node of each rank, one row a group. The rest as in
+    """Return the placement of groups of ranks on nodes. groups: node of each rank, one row per group. Otherwise as
     `node_maps_of`."""
     from ..model.machines import Group
 
@@ -253,7 +253,7 @@ def set_node_maps(axes: Iterable[Any], node_maps: Mapping[str, NodeMap], nodes: 
 
 
 def note_uneven(shape: GridShape, nodes: np.ndarray, node_maps: Mapping[str, NodeMap]) -> None:
-    """Log the axes whose collectives are flat although nodes have several of their ranks."""
+    """Log the axes whose collectives are flat although nodes contain several of their ranks."""
     for name, groups in _groups(shape, nodes):
         parted = [group for group in _unlike(groups) if 1 < len(np.unique(group)) < len(group)]
         if name != ALL and node_maps[name] is FLAT and parted:
@@ -266,7 +266,7 @@ def note_uneven(shape: GridShape, nodes: np.ndarray, node_maps: Mapping[str, Nod
 
 
 def groups_along(names: Collection[str], shape: GridShape, nodes: np.ndarray) -> np.ndarray:
-    """Return the node of each rank in each group along the named axes, one row a group, its ranks in ascending
+    """Return the node of each rank in each group along the named axes, one row per group, with ranks in ascending
     order."""
     outer_first = shape.inner_first[::-1]
     by_coords = nodes[: shape.size].reshape([getattr(shape, name) for name in outer_first])
@@ -286,6 +286,6 @@ def _groups(shape: GridShape, nodes: np.ndarray) -> Iterable[tuple[str, np.ndarr
 
 
 def _unlike(groups: np.ndarray) -> list[np.ndarray]:
-    """Return the groups that differ, with nodes numbered from the first rank's node. If ranks fill nodes in order,
-    groups that are placed alike are equal then."""
+    """Return the different groups, with nodes numbered relative to the node of the first rank. If ranks fill nodes in
+    order, groups with the same placement become equal."""
     return list({group.tobytes(): group for group in groups - groups[:, :1]}.values())

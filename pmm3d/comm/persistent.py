@@ -1,4 +1,4 @@
-"""A schedule that is executed again and again: its messages are persistent requests of MPI."""
+"""A schedule that is executed repeatedly, with persistent requests of MPI."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Members(NamedTuple):
 
 
 class Persistent:
-    """A schedule bound to arrays on the host, which stay where they are and have no gaps.
+    """A schedule bound to host arrays, which have fixed addresses and no gaps.
 
-    All members make it, and start and wait for it in the same order. next_record() returns the record of one call.
+    All members must create it, and begin and await it in the same order. next_record() returns the record of one call.
 
-    record   of the call under way; None if there is none
+    record   record of the call in progress, or None
     """
 
     record: Record | None = None
@@ -50,7 +50,7 @@ class Persistent:
         return made
 
     def begin(self) -> Persistent:
-        """Start the messages of the first round, as one call of the axis. Returns this object, to be awaited."""
+        """Start the messages of the first round, as one call of the axis. Returns this object, for `wait`."""
         self._engine.prepare_next()
         self.record = self._next_record()
         self.record.received, self.record.sent, self.record.across = *self._moved[:2], self._across
@@ -77,7 +77,7 @@ class Persistent:
 
     def free(self) -> None:
         """Free the requests. If some are still active, the engine keeps them and their arrays instead. After
-        MPI.Finalize() the requests are gone."""
+        MPI.Finalize() there is nothing to free."""
         requests = [request for each, *_ in self._rounds for request in each]
         if not MPI.Is_finalized() and MPI.Request.Testall(requests):
             self._engine.persistent.pop(self, None)

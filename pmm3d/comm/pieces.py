@@ -1,8 +1,8 @@
 """Collectives in pieces that overlap with computation (Wang et al., ASPLOS 2023). The rows of an all-gather are used as
 they arrive, and the rows of a reduce-scatter are sent as they are computed.
 
-Bytes, messages and the order of sums are those of the schedules. Each message of a round is a separate call on the
-axis, so it can be started and awaited separately.
+Bytes, messages and the order of sums are the same as in the schedules. Each message of a round is a separate call on
+the axis, so it can be started and awaited separately.
 """
 
 from __future__ import annotations

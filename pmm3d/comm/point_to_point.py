@@ -1,10 +1,10 @@
-"""Messages from one member of an axis to another, as generators: `Axis.send` and `Axis.receive`.
+"""Point-to-point messages between members of an axis, as generators: `Axis.send` and `Axis.receive`.
 
-Messages from a rank to another with the same tag arrive in the order in which they were sent. Before the data a header
-of 16 bytes is sent, with a tag of its own: a digest of shape and type, and the number of bytes. If they differ from
-what the receiver expects, the receiver takes the message out of the way and raises LayoutError. With `agreed` there is
-no header; both sides say so, or neither, because checked and agreed messages have different tags. A message waits for
-the one before it on the same channel, so that their order is kept; agreed messages of the host do not need to.
+Messages between two ranks with the same tag arrive in the order in which they were sent. A header of 16 bytes is sent
+before the data, with a separate tag. It contains a digest of shape and type, and the number of bytes. If the receiver
+expects another shape or type, it receives and discards the data and raises LayoutError. With `agreed` there is no
+header. Both sides must pass the same value of `agreed`, because checked and agreed messages have different tags. To
+keep the order, a message waits for the previous one on the same channel. Agreed messages of host arrays need not wait.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ HOST = NumpyLibrary()
 
 
 def checked_peer(name: str, word: str, peer: int, index: int, size: int, tag: int) -> tuple[int, int]:
-    """Return (peer, tag) as Python's numbers. Raises GridError for a peer that is not another member of the axis, and
-    for a tag out of range."""
+    """Return (peer, tag) as Python's int. Raises GridError if the peer is not another member of the axis, or if the tag
+    is out of range."""
     try:
         peer, tag = whole_number(peer), whole_number(tag)
     except TypeError:
@@ -47,9 +47,9 @@ def checked_peer(name: str, word: str, peer: int, index: int, size: int, tag: in
 
 def send(link: Link, library: NumpyLibrary, array: Array, target: int, agreed: bool, before: Pending | None
          ) -> Collective[None]:
-    """Send an array of any strides. The generator ends when its memory may be changed.
+    """Generator: send an array with any strides. It ends when the memory of the array may be changed.
 
-    before   the message before this one on the same channel"""
+    before   previous message on the same channel, or None"""
     if before is not None:
         yield [before]
     if not (agreed or link.dry):
@@ -60,7 +60,7 @@ def send(link: Link, library: NumpyLibrary, array: Array, target: int, agreed: b
 
 def receive(link: Link, library: NumpyLibrary, out: Array, source: int, agreed: bool, before: Pending | None
             ) -> Collective[Array]:
-    """Receive into `out`, an array of any strides. before: as in `send`."""
+    """Generator: receive into `out`, an array with any strides. before: as in `send`."""
     if before is not None:
         yield [before]
     if not (agreed or link.dry):
@@ -78,7 +78,7 @@ def receive(link: Link, library: NumpyLibrary, out: Array, source: int, agreed: 
 
 
 def _header(link: Link, header: np.ndarray, target: int | None, source: int | None) -> Collective[None]:
-    """Send or receive a header. It is not counted in the ledger."""
+    """Generator: send or receive a header. It is not counted in the ledger."""
     tag, link.tag = link.tag, link.tag - CHECKED + HEADER
     sends, receives = ([] if peer is None else [(peer, header)] for peer in (target, source))
     exchange = link.uncounted(link.exchange(HOST, sends, receives))
@@ -89,6 +89,7 @@ def _header(link: Link, header: np.ndarray, target: int | None, source: int | No
 
 
 def _shown(link: Link, library: NumpyLibrary, array: Array) -> tuple[str, int]:
-    """Shape, type and way of travelling in words, which are the same on both sides; bytes."""
+    """Return (text, number of bytes) of an array. The text has the shape, the type and whether the array is staged; it
+    must be equal on both sides."""
     dtype, staged = library.dtype(array), ", in pieces from a device" * (link.mode == "staged")
     return f"{' x '.join(map(str, array.shape)) or 'one number'} {dtype}{staged}", prod(array.shape) * itemsize(dtype)

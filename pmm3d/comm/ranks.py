@@ -38,11 +38,11 @@ Entered = TypeVar("Entered", bound="Ranks")
 
 class Ranks:
     """All ranks of a communicator, with the engine, the ledger and the watchdog of a Grid. They agree on errors, and
-    end together. Attributes: those of a Grid.
+    end together. Attributes: see Grid.
 
-    comm       of the caller; duplicated once
-    settings   of the grid
-    made       gives back all that is made here, the last made first. When the Grid is complete it moves to `_made`
+    comm       communicator of the caller; duplicated once
+    settings   settings of the grid
+    made       frees all resources made here, in reverse order. When the Grid is complete, it becomes `_made`
     """
 
     machine: Machine | None = None
@@ -86,12 +86,12 @@ class Ranks:
 
     @property
     def transport(self) -> Transport:
-        """How device memory is sent: `mode`, and the reason, `why`."""
+        """Transport of device memory: its `mode`, and the reason, `why`."""
         return self.engine.transport
 
     @property
     def local_rank(self) -> int:
-        """Number of this process among those on its node."""
+        """Number of this process among the processes of its node."""
         return self._processes.local_rank(self.rank)
 
     @property
@@ -100,11 +100,11 @@ class Ranks:
         return self._processes.beside(self.rank)
 
     def places(self) -> np.ndarray:
-        """For each rank a number. Ranks with equal numbers see each other's processes."""
+        """Return a number for each rank. Ranks with equal numbers can access each other's processes."""
         return self._processes.places()
 
     def host_of(self, rank: int) -> str:
-        """Name of the node of a rank."""
+        """Return the name of the node of a rank."""
         return self._processes[rank].host
 
     @contextmanager
@@ -149,17 +149,19 @@ class Ranks:
             self._concluded(self._agreement(what, arguments, error), error)
 
     def compared(self, what: str, *arguments: Any) -> Callable[[], object]:
-        """Begin to compare arguments among all ranks, in the background. Returns a function that waits for the result,
-        and raises as `collective_call` does. All ranks must call it.
+        """Begin to compare arguments among all ranks, without waiting. Returns a function that waits for the result,
+        and raises the errors of `collective_call`. All ranks must call the function.
         """
         with self.engine.guard:
             pending = self._agreement(what, arguments, None) if self._check else None
         return lambda: None if pending is None else self._concluded(pending, None)
 
     def number_of_all(self, what: str, own: Callable[[], complex], dtype: str, *arguments: Any) -> np.ndarray:
-        """Return the number own() of each rank, of type `dtype`: float64 or complex128. It is sent in the message that
-        compares the arguments. If own() fails on some ranks, every rank raises, as in `collective_call`; without check,
-        these ranks alone raise. Phase `what` of the ledger."""
+        """Return the number own() of each rank, of type `dtype`: float64 or complex128. Collective.
+
+        The numbers are sent in the message that compares the arguments, in the phase `what` of the ledger. If own()
+        fails on some ranks, every rank raises, as in `collective_call`. With check=False only these ranks raise.
+        """
         with self.engine.guard, self.ledger.phase(what):
             number, error = np.zeros(2), None
             try:
@@ -197,9 +199,9 @@ class Ranks:
 
     @contextmanager
     def _waiting(self, what: str, record: Record | None = None) -> Iterator[None]:
-        """Context of blocking MPI calls on `comm`: the watchdog sees that this rank waits there. Collective.
+        """Context manager for blocking MPI calls on `comm`, which reports the wait to the watchdog. Collective.
 
-        record   of the call, if only some of the ranks make it
+        record   record of the call, if only some of the ranks make it
         """
         with self.engine.guard:
             record = record or self.everyone.next_record(what)
@@ -214,9 +216,9 @@ class Ranks:
         return as_out_of_memory(error, self.ledger.rank, self._processes[self.rank].host, self.ledger, self.workspace)
 
     def _machine_here(self) -> Machine | None:
-        """The measured or named machine, looked up once. Collective."""
+        """Return the measured or named machine, which is loaded once. Collective."""
         if self.machine is None:
-            from .machine_cache import machine_here  # reads files, which other grids need not
+            from .machine_cache import machine_here  # imported late: most grids need no machine
 
             per_node = self._processes.per_node()
             found = machine_here(self._comm, per_node, self.hosts)
@@ -245,7 +247,7 @@ class Ranks:
         self._made.callback(give_back)
 
     def _complete(self) -> None:
-        """Wait for what is under way. Collective."""
+        """Wait for the collectives in progress. Collective."""
         with self.collective_call("Grid.close", always=True):
             shutdown.complete(self.engine, tuple(self._axes.values()), tuple(self._joint.values()), self._waiting,
                               self._watch_comm)
@@ -265,13 +267,13 @@ class Ranks:
             raise
 
     def _leave(self, error: BaseException) -> None:
-        """Leave with an error: if all ranks do so the grid is freed, otherwise the job ends."""
+        """Leave the `with` block with an error. If all ranks do, free the grid; otherwise end the job."""
         if self.engine.guard.closed:
             return
         with self.engine.guard:
             shutdown.raised(self._watch_comm, self._watch, self._explained(error))
             shutdown.print_once(error, self._own, self.size, True)
-            if isinstance(error, KeyboardInterrupt):  # the ranks may be in different calls: none can be completed
+            if isinstance(error, KeyboardInterrupt):  # the ranks may be in different calls, which cannot be completed
                 for axis in (*self._axes.values(), *self._joint.values()):
                     axis.retain(True)
             else:

@@ -1,4 +1,4 @@
-"""The end of a grid: closed on all ranks, dropped, or left with an error. No rank waits for ever.
+"""The end of a grid: by `close` on all ranks, by garbage collection, or by an error. No rank waits forever.
 
 An error that all ranks raise and none catches is printed once.
 """
@@ -29,16 +29,17 @@ from .ledger import action_of
 from .watch import Watch, abort_job
 
 ARRIVAL_SECONDS = 3.0
-"""Ranks that raise the same error come within milliseconds; a rank that computes on does not come for seconds."""
+"""Time limit in seconds for ranks that raise the same error. They arrive within milliseconds, but a rank that continues
+to compute does not."""
 AGREED_SECONDS = 10.0
-"""The same for an error that all ranks are known to have raised: a rank that does not come has caught it by mistake."""
+"""The same for an error that all ranks are known to raise. A rank that does not arrive has caught it by mistake."""
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as of shells: 128 + SIGINT."""
+"""Exit code after Ctrl-C, as in shells: 128 + SIGINT."""
 MARK = "raised_by_all"
 
 
 def all_come(comm: MPI.Comm, seconds: float = ARRIVAL_SECONDS, arrival: MPI.Request | None = None) -> bool:
-    """Whether all ranks come here within a few seconds. arrival: as of `all_leave`."""
+    """Return whether all ranks call this function within `seconds`. arrival: as in `all_leave`."""
     deadline = time.monotonic() + seconds
     with suppress(MPI.Exception):
         arrival = arrival or comm.Ibarrier()
@@ -51,14 +52,15 @@ def all_come(comm: MPI.Comm, seconds: float = ARRIVAL_SECONDS, arrival: MPI.Requ
 
 
 def leaves_in_order(error: BaseException | None) -> bool:
-    """Whether a block ends as planned: without an error, or because its generator was closed or its task cancelled."""
+    """Return whether a block ends regularly: without an error, or because its generator was closed or its task
+    cancelled."""
     asyncio = sys.modules.get("asyncio.exceptions")  # a program without asyncio need not load it
     return error is None or isinstance(error, (GeneratorExit, *([asyncio.CancelledError] if asyncio else [])))
 
 
 def raised(comm: MPI.Intracomm, watch: Watch, error: BaseException) -> None:
-    """End the job if the `with` of a grid ends with an error on some ranks only. This traceback is printed, or one line
-    after Ctrl-C."""
+    """End the job if only some ranks leave the `with` of a grid with an error. Prints the traceback of this rank, or
+    one line after Ctrl-C."""
     watch.ending = f"{type(error).__name__}: {error}"
     seconds = AGREED_SECONDS if getattr(error, "everywhere", False) else ARRIVAL_SECONDS
     if comm.size > 1 and not all_come(comm, seconds):
@@ -76,9 +78,10 @@ def _end_with(error: BaseException, comm: MPI.Intracomm, text: str) -> None:
 
 
 def dropped(comm: MPI.Intracomm, watch: Watch, under_way: Sequence[Collection[object]]) -> None:
-    """A grid is gone, or the program ends, without close(). An error with which not all ranks end ends the job.
+    """Handle the end of a grid or of the program without close(). If the program ends with an error on some ranks only,
+    end the job.
 
-    under_way   collections of the engine: their requests may be active
+    under_way   collections of the engine, of objects whose requests may be active
     """
     if MPI.Is_finalized():  # by the program, while the grid was open
         return
@@ -94,14 +97,14 @@ def dropped(comm: MPI.Intracomm, watch: Watch, under_way: Sequence[Collection[ob
 
 def complete(engine: Engine, axes: Sequence[Axis], joint: Sequence[Axis],
              waiting: Callable[[str], AbstractContextManager[None]], comm: MPI.Intracomm) -> None:
-    """Wait for what is under way. Collective.
+    """Wait for the collectives and messages in progress. Collective.
 
-    axes      the first is that of all ranks
-    joint     joint axes of this rank. Other ranks may have others, so all of them are counted as one
-    waiting   in it MPI is called, and blocks
+    axes      axes of this rank; the first is the axis of all ranks
+    joint     joint axes of this rank. Other ranks may have other ones, so all joint axes share one sum
+    waiting   returns the context for a blocking call of MPI
 
-    Raises GridError, which all ranks must be told, if members of an axis never began it, or if a message from rank to
-    rank was sent and not received, or awaited and not sent.
+    Raises GridError if members of an axis never began a collective, or if a point-to-point message has no partner. The
+    caller must pass the error on to all ranks.
     """
     everyone, counted = axes[0], [*([axis] for axis in axes), joint]
     waited: list[Pending | PersistentRequests] = [*engine.under_way(), *engine.persistent]
@@ -135,8 +138,8 @@ def complete(engine: Engine, axes: Sequence[Axis], joint: Sequence[Axis],
 
 
 def stopped(engine: Engine) -> None:
-    """Stop the engine. If members never began a collective, or if it failed, its arrays and buffers live as long as the
-    process: MPI may still access them, also in MPI_Finalize, which comes after the end of Python's modules."""
+    """Stop the engine. The arrays and buffers of unfinished and failed collectives are kept until the process ends. MPI
+    may still access them, also in MPI_Finalize, which runs after the modules of Python are deleted."""
     engine.close()
     _keep([*engine.under_way(), *engine.abandoned, *engine.persistent])
 
@@ -148,14 +151,14 @@ def _keep(unfinished: list[object]) -> None:
 
 
 def print_once(error: BaseException, comm: MPI.Intracomm, size: int, failed_here: bool) -> None:
-    """All ranks of comm raise this error: if it leaves the program on all of them, one rank prints it.
+    """Arrange that one rank prints an error that all ranks of comm raise, if none of them catches it.
 
-    If the function is called twice for one error, the first call counts. sys.excepthook is replaced while the error
-    exists; afterwards the hook found here is put back.
+    A second call for the same error has no effect. sys.excepthook is replaced while the error exists, and restored
+    afterwards.
 
     comm          pmm3d's duplicate of the caller's communicator; used only if the program ends with the error
     size          its number of ranks
-    failed_here   whether this rank has the cause, and so the traceback worth reading
+    failed_here   whether the error was caused on this rank, so that its traceback shows the cause
     """
     if size > 1 and not hasattr(error, MARK):
         setattr(error, MARK, mark := _Mark(comm, failed_here))
@@ -165,8 +168,8 @@ def print_once(error: BaseException, comm: MPI.Intracomm, size: int, failed_here
 
 
 class _Mark:
-    """Attribute of an error that all ranks of comm raise. A pickled one, as in an error sent to other ranks, is empty.
-    """
+    """Attribute that marks an error raised by all ranks of comm. A pickled mark, as in an error sent to other ranks, is
+    empty."""
 
     def __init__(self, comm: MPI.Comm = MPI.COMM_NULL, failed_here: bool = False):
         self.comm, self._failed_here = comm, failed_here
@@ -175,7 +178,8 @@ class _Mark:
         return _Mark, ()
 
     def printing_rank(self, error: BaseException) -> int | None:
-        """The first rank with the error's cause; None if not all ranks come, or they come with another text."""
+        """Return the first rank on which the error was caused. Returns None if not all ranks call this method, or if
+        their errors have different texts. Collective."""
         if self.comm == MPI.COMM_NULL or MPI.Is_finalized():
             return None
         text = digest(f"{type(error).__name__}: {error}")
@@ -189,7 +193,7 @@ class _Mark:
 
 
 class PrintOnce:
-    """A sys.excepthook: one rank prints an error that bears the mark; all others are printed as before.
+    """A sys.excepthook with which one rank prints a marked error. Errors without a mark go to the previous hook.
 
     The hook is installed for as long as such an error exists. That may be after the grid is closed, because an error
     leaves the `with` of a grid before it leaves the program.
@@ -222,6 +226,6 @@ class PrintOnce:
             if not interrupted or self._before is not sys.__excepthook__:
                 self._before(kind, error, trace)
             sys.stderr.flush()
-        all_come(mark.comm)  # a launcher ends the other ranks when the first one has ended with an error
+        all_come(mark.comm)  # a launcher kills the other ranks when the first one ends with an error
         if interrupted:
-            raise SystemExit(INTERRUPTED)  # in place of the end by a signal, which launchers report at length
+            raise SystemExit(INTERRUPTED)  # not the end by a signal, for which launchers print a long report

@@ -95,7 +95,7 @@ class Transport:
 
     def misplaced(self, library: NumpyLibrary, arrays: Sequence[Array] = ()) -> GridError | None:
         """Return an error if the current device is not this rank's, or if arrays are not on the current device; else
-        None. Another device may belong to another rank, and its streams are not ordered with those of this one."""
+        None. Another device may belong to another rank, and work on it is not ordered with work on this device."""
         if library.on_host:
             return None
         here, own = library.current_stream().device, self.device

@@ -1,8 +1,8 @@
-"""Collectives for callers that know their shapes, along either dim, of arrays that may have gaps: generators, in which
-nothing is checked or compared.
+"""Collectives along either dim of arrays that may have gaps, as generators. Arguments are neither checked nor compared:
+the callers know their shapes.
 
-Each takes `work`, a Slab of the bytes that the function named with it returns; it is taken from the workspace if left
-out. Along dim 1 the messages are packed, in rounds of some rows; `all_to_all_into` packs all rows at once.
+The argument `work` is a Slab; each docstring names the function that returns its size in bytes. Default: memory of the
+workspace. Along dim 1 the messages are packed, in rounds of some rows. `all_to_all_into` packs all rows at once.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .transport import Collective, Link
 
 def all_gather_rows(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts,
                     work: Slab | None = None, codec: Codec | None = None) -> Collective[Array]:
-    """Gather every rank's rows, of arrays of any dims, in `out`, which has no gaps. `part` may be its place in `out`; a
-    part with gaps is copied there first."""
+    """Gather every rank's rows in `out`, which has no gaps. The arrays may have any number of dims. `part` may be the
+    view of its rows in `out`. A part with gaps is copied there first."""
     if not library.is_contiguous(part):
         start = offsets(counts)[link.rank]
         own = out[start : start + part.shape[0]]
@@ -40,8 +40,7 @@ def all_gather_rows(link: Link, library: NumpyLibrary, part: Array, out: Array, 
 
 def all_gather_into(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts, dim: int = 0,
                     work: Slab | None = None, codec: Codec | None = None) -> Collective[Array]:
-    """Gather every rank's part, one after the other along `dim`, in `out`, which has no gaps. Work:
-    `all_gather_work`."""
+    """Gather every rank's part in `out`, concatenated along `dim`. `out` has no gaps. Work: `all_gather_work`."""
     if dim == 0:
         return (yield from all_gather_rows(link, library, part, out, counts, work, codec))
     dtype = library.dtype(out)
@@ -57,7 +56,7 @@ def all_gather_into(link: Link, library: NumpyLibrary, part: Array, out: Array, 
 
 def reduce_scatter_into(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts: Counts, beta: complex = 0,
                         dim: int = 0, work: Slab | None = None, codec: Codec | None = None) -> Collective[Array]:
-    """out = beta out + the sum of this rank's part along `dim` of the ranks' arrays, of one or two dims. Along dim 1
+    """Sum this rank's part along `dim` of all ranks' arrays: out = beta out + the sum. Arrays are 1D or 2D. Along dim 1
     `out` has no gaps. Work: `reduce_scatter_work`."""
     dtype = library.dtype(whole)
     schedule = reduce_schedule(counts, link.rank, dtype, link.node_map)
@@ -76,7 +75,7 @@ def reduce_scatter_into(link: Link, library: NumpyLibrary, whole: Array, out: Ar
 
 def all_reduce_flat(link: Link, library: NumpyLibrary, array: Array, out: Array, work: Slab | None = None,
                     codec: Codec | None = None) -> Collective[Array]:
-    """out = the sum over the ranks of their arrays, without gaps, on every rank. `out` may be `array`. Work:
+    """Sum the arrays of all ranks into `out`, on every rank. The arrays have no gaps. `out` may be `array`. Work:
     `all_reduce_work`."""
     assert library.is_contiguous(array) and library.is_contiguous(out)  # else a reshaped copy would be summed
     size, dtype = prod(array.shape), library.dtype(array)
@@ -88,8 +87,8 @@ def all_reduce_flat(link: Link, library: NumpyLibrary, array: Array, out: Array,
 
 def all_reduce_into(link: Link, library: NumpyLibrary, array: Array, out: Array, beta: complex = 0,
                     work: Slab | None = None, codec: Codec | None = None) -> Collective[Array]:
-    """out = beta out + the sum of the ranks' arrays. With beta, or if `out` has gaps, the sum is formed in `array`
-    first, which then has no gaps. Work: `all_reduce_work`."""
+    """Sum the arrays of all ranks: out = beta out + the sum. If beta is not 0, or if `out` has gaps, the sum is first
+    written to `array`, which must have no gaps. Work: `all_reduce_work`."""
     if beta == 0 and (out is array or library.is_contiguous(out)):
         if out is not array and not library.is_contiguous(array):
             copy_into(library, array, out)
@@ -101,8 +100,8 @@ def all_reduce_into(link: Link, library: NumpyLibrary, array: Array, out: Array,
 
 
 def sum_gathered(library: NumpyLibrary, arrays: Array, out: Array, node_map: NodeMap, beta: complex = 0) -> None:
-    """out = beta out + the sum of the rows of `arrays`, of which row r is rank r's array, flat. The order is that of
-    the sums in the schedules of `reduce_scatter_into` and `all_reduce_flat`. `out` is of two dims."""
+    """Sum the rows of `arrays`: out = beta out + the sum. Row r is the flattened array of rank r; `out` is 2D. The
+    order of the sum is that of `reduce_scatter_into` and `all_reduce_flat`."""
     per_node, elements, dtype = node_map.per_node if node_map.sums else 1, arrays.shape[1], library.dtype(arrays)
     for ranks in (arrays.shape[0],) if per_node == 1 else (per_node, arrays.shape[0] // per_node):
         for radix in stages(ranks):
@@ -119,7 +118,7 @@ def sum_gathered(library: NumpyLibrary, arrays: Array, out: Array, node_map: Nod
 def all_to_all_into(link: Link, library: NumpyLibrary, array: Array, out: Array, sent: Counts, received: Counts,
                     dims: tuple[int, int] = (0, 0), work: Slab | None = None, codec: Codec | None = None
                     ) -> Collective[Array]:
-    """Send part r of `array` along dims[0] to rank r; part r of `out` along dims[1] comes from rank r. Work:
+    """Send part r of `array` along dims[0] to rank r, and receive part r of `out` along dims[1] from rank r. Work:
     `executor.work_bytes`."""
     schedule = all_to_all(tuple(sent), tuple(received), link.rank)
     return (yield from run_schedule(link, library, schedule, array, out, dims=dims, work=work, codec=codec))
@@ -127,7 +126,7 @@ def all_to_all_into(link: Link, library: NumpyLibrary, array: Array, out: Array,
 
 def all_gather_work(shape: Sequence[int], dtype: str, counts: Counts, rank: int, dim: int, node_map: NodeMap = FLAT,
                     codec: Codec | None = None) -> int:
-    """Bytes of the work memory of `all_gather_into` into an array of that shape."""
+    """Return the bytes of work memory of `all_gather_into`. shape: of `out`."""
     if dim == 0 and codec is None:
         return 0
     other = prod(shape[1:]) if dim == 0 else shape[0]
@@ -138,7 +137,7 @@ def all_gather_work(shape: Sequence[int], dtype: str, counts: Counts, rank: int,
 
 def reduce_scatter_work(library: NumpyLibrary, whole: Array, counts: Counts, rank: int, dim: int,
                         node_map: NodeMap = FLAT, codec: Codec | None = None) -> int:
-    """Bytes of the work memory of `reduce_scatter_into`."""
+    """Return the bytes of work memory of `reduce_scatter_into`."""
     dtype = library.dtype(whole)
     schedule = reduce_schedule(counts, rank, dtype, node_map)
     other = prod(whole.shape[1:]) if dim == 0 else _rounds(tuple(whole.shape), dtype)[0].stop
@@ -148,24 +147,24 @@ def reduce_scatter_work(library: NumpyLibrary, whole: Array, counts: Counts, ran
 
 def all_reduce_work(shape: Sequence[int], dtype: str, ranks: int, rank: int, node_map: NodeMap = FLAT,
                     codec: Codec | None = None) -> int:
-    """Bytes of the work memory of `all_reduce_into`."""
+    """Return the bytes of work memory of `all_reduce_into`."""
     schedule = sum_schedule(prod(shape), dtype, ranks, rank, node_map, codec is not None)
     return planned_bytes(schedule, dtype, (1, 1), codec=codec)
 
 
 def work_slab(link: Link, library: NumpyLibrary, work: Slab | None, nbytes: Callable[[], int],
               borrowed: ExitStack) -> Slab:
-    """Return `work`, or memory of nbytes() from the workspace, which `borrowed` gives back, if `work` is None."""
+    """Return `work`. If it is None, borrow nbytes() bytes from the workspace; `borrowed` returns them at its end."""
     return work if work is not None else borrowed.enter_context(link.workspace.slab(nbytes(), library))
 
 
 def in_two_dims(array: Array) -> Array:
-    """The array with its dims after the first taken together."""
+    """Return the array in 2D, with all dims after the first merged."""
     return array if array.ndim == 2 else array.reshape(array.shape[0], prod(array.shape[1:]))
 
 
 def _rounds(shape: Sequence[int], dtype: str) -> list[slice]:
-    """Return the rows whose columns are packed at once, which bounds the packed copies. The first slice is longest."""
+    """Return slices of rows that are packed at once, so that packed copies stay small. The first slice is longest."""
     step = max(1, ROUND_BYTES // max(1, shape[1] * itemsize(dtype)))
     return [slice(start, min(start + step, shape[0])) for start in range(0, max(1, shape[0]), step)]
 
@@ -173,11 +172,12 @@ def _rounds(shape: Sequence[int], dtype: str) -> list[slice]:
 def sum_coalesced(link: Link, library: NumpyLibrary, arrays: Sequence[Array], counts: Sequence[Counts] | None,
                   sent: str | None = None, outs: Sequence[Array] | None = None, beta: complex = 0
                   ) -> Collective[None]:
-    """Sum several arrays of one type, without gaps, over the ranks, in place, in one message for each peer.
+    """Sum several arrays of one type over the ranks, in place, with one message for each peer. The arrays have no gaps.
 
-    counts   for each array, the elements of every rank's part: then only this rank's part of each is summed
-    sent     type of the messages and of their rounded sums; default: the arrays' type
-    outs     with counts: out = beta out + this rank's part, in place of the part of the array
+    counts   for each array, the elements of every rank's part. With counts, only this rank's part of each array is
+             summed
+    sent     type of the messages and of their rounded sums. Default: type of the arrays
+    outs     with counts: out = beta out + the sum of this rank's part. Default: the sum overwrites the array's part
     """
     held = library.dtype(arrays[0])
     packs = len(arrays) > 1 or sent not in (None, held)
@@ -212,8 +212,9 @@ def sum_coalesced(link: Link, library: NumpyLibrary, arrays: Sequence[Array], co
 
 
 def _pack_by_rank(packed: Array, flats: Sequence[Array], counts: Sequence[Counts]) -> None:
-    """All parts of rank 0, then those of rank 1, and so on. Ranks whose parts are alike are copied at once: parts of a
-    dim have two sizes, so that there are not more groups of them than arrays and one."""
+    """Fill `packed` with all parts of rank 0, then all parts of rank 1, and so on. Consecutive ranks with equal part
+    sizes are copied at once. Parts of an array have at most two sizes, so there are at most len(flats) + 1 copies of
+    each array."""
     alike = [len(list(ranks)) for _, ranks in groupby(zip(*counts))]
     first, position, read = 0, 0, [0] * len(flats)
     for ranks in alike:
@@ -226,7 +227,7 @@ def _pack_by_rank(packed: Array, flats: Sequence[Array], counts: Sequence[Counts
 
 
 def _beside(packed: Array, arrays: Iterable[Array]) -> Iterator[tuple[Array, Array]]:
-    """The flat arrays, each with where it is in `packed`, in which they are one after the other."""
+    """Yield (view of `packed`, array) for each flat array. `packed` contains the arrays one after the other."""
     start = 0
     for array in arrays:
         yield packed[start : start + array.shape[0]], array

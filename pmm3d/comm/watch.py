@@ -1,12 +1,12 @@
 """The watchdog: finds out why a collective does not end, prints the reason once for the job, and ends the job.
 
-A rank that has waited for long complains to the leader, which asks all ranks where they are. They answer from a thread
-of their own, also while they compute. The leader is rank 0. Its deputy takes over if the leader does not ask.
+A rank that waits for long sends a complaint to the leader, which asks all ranks for their status. They answer from a
+separate thread, also while they compute. The leader is rank 0. Its deputy takes over if the leader does not ask.
 
-The leader ends the job if two inquiries in a row find the same waits without an end: waits in a circle, or waits for a
-rank that is lost. A rank is lost if it is dead or has left the program. A rank that has not answered for as long as the
-time limit counts as lost too, unless a rank of its host sees it compute. A wait that lasts longer than the time limit
-for any other reason is logged once, and goes on.
+The leader ends the job if two consecutive inquiries find the same endless waits: waits in a cycle, or waits for a lost
+rank. A rank is lost if it is dead or has left the program. A rank that has not answered for the time limit counts as
+lost too, unless a rank of its host reports that it computes. Any other wait that exceeds the time limit is logged once
+and continues.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from .nodes import COMPUTES, Processes, process_state
 logger = logging.getLogger("pmm3d.comm")
 
 POLL_SECONDS = 0.25
-"""Seconds between two looks of the watchdog: the delay of its findings. The cost cannot be measured."""
+"""Polling interval of the watchdog in seconds. It delays the diagnosis by as much; its cost is not measurable."""
 INQUIRY_SECONDS = 20.0
-"""Seconds between two complaints of a rank that waits: longer than any message takes, far below the time limit."""
+"""Seconds between two complaints of a rank that waits: longer than any message takes, and far below the time limit."""
 DEBUG_INQUIRY_SECONDS = 1.0
-"""The same with debug, and the seconds before a second look."""
+"""The same with debug; also the seconds before a second inquiry."""
 LEADER_SECONDS = 3.0
-"""Least seconds between two complaints: the leader needs them to ask."""
+"""Minimum seconds between two complaints. The leader needs this time for an inquiry."""
 PATIENCE_SECONDS = 3.0
-"""Seconds that ranks have to answer, besides a millisecond for each rank."""
+"""Time limit for answers in seconds, plus 1 ms for each rank."""
 LAST_RESORT_SECONDS = 15
 """MPI_Abort ends the job within a second, or hangs. After these seconds the process ends itself."""
 HUNG = 70
@@ -52,7 +52,7 @@ HUNG = 70
 
 @dataclass
 class Inquiry:
-    """A leader's question to all ranks. begun: its moment (perf_counter of the leader), by which answers refer to it.
+    """A leader's question to all ranks. begun: its time (perf_counter of the leader), which identifies it in answers.
     """
 
     begun: float
@@ -62,13 +62,14 @@ class Inquiry:
 class Watch:
     """The watchdog of one grid.
 
-    comm       a communicator of its own
-    timeout    seconds; 0: no watchdog (always so on one rank)
-    processes  of the ranks; None while they are not known. There is no thread then
-    bind       what a thread does first that calls MPI: it moves all messages, those of device memory too
-    silence    whether a rank that does not answer counts as lost. False while a Grid is made: a rank that has not come
-               cannot answer
-    doing      returns the action of a pipeline that this rank carries out, in words; may be empty
+    comm       communicator for the watchdog only
+    timeout    time limit in seconds; 0: no watchdog. It is always 0 for one rank
+    processes  Process of each rank; None while they are not known. Then there is no thread
+    bind       function that binds a thread to the device. The thread calls it before MPI, because MPI may then move
+               messages of device memory
+    silence    whether a rank that does not answer counts as lost. False while a Grid is made, because a rank that has
+               not come cannot answer
+    doing      function that returns the description of this rank's current pipeline action, or ""
 
     threaded   attribute: whether a thread answers. False if MPI does not allow it; then only ranks that wait answer
     """
@@ -102,8 +103,8 @@ class Watch:
         self.threaded = processes is not None and self.timeout > 0 and MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     def start(self) -> None:
-        """Answer from now on, until `stop`. MPI.Finalize() deletes the attributes of COMM_SELF before it does anything
-        else, and so stops the thread: a call of MPI meanwhile could end the process with a signal."""
+        """Start the thread that answers until `stop`. MPI.Finalize() first deletes the attributes of COMM_SELF, and one
+        of them stops the thread. A call of MPI during MPI.Finalize() could end the process with a signal."""
         if self.threaded:
             self._thread = threading.Thread(target=self._run, name="pmm3d watch", daemon=True)
             self._thread.start()
@@ -123,30 +124,31 @@ class Watch:
             self._thread = None
 
     def leave(self, why: str) -> None:
-        """Tell the leaders that this rank has left the program without closing the grid."""
+        """Send the leaders the reason why this rank has left the program without closing the grid."""
         self.stop()
         for leader in self._leaders:
             self._send(leader, "gone", why)
 
     def waits(self, record: Record, begun: float) -> None:
-        """This thread waits in a collective since a moment (perf_counter). Cheap: called in the waiting loop."""
+        """Note that this thread waits in a collective. begun: start of the wait (perf_counter). Cheap, because each
+        iteration of a wait calls it."""
         self._waits[threading.get_ident()] = record, begun
         if self.timeout and not self.threaded and time.perf_counter() - self._polled > POLL_SECONDS:
             self.poll()
 
     def done(self) -> None:
-        """This thread waits no more."""
+        """Note that this thread does not wait any more."""
         self._waits.pop(threading.get_ident(), None)
 
     def _run(self) -> None:
         while not self._stop.wait(POLL_SECONDS) and not MPI.Is_finalized():
             if self._bind is not None:
-                with suppress(Exception):  # whoever waits is told of it; the others still get their answers
+                with suppress(Exception):  # the thread that waits raises the error; this one must still answer
                     self._bind()
             self.poll()
 
     def poll(self) -> None:
-        """Receive, answer, complain, and lead if this rank has been asked to."""
+        """Receive and answer messages, complain about a long wait, and conduct inquiries if this rank leads."""
         self._polled = now = time.perf_counter()
         while (message := self._comm.improbe(tag=self.TAG)) is not None:
             kind, sender, content = message.recv()
@@ -178,7 +180,8 @@ class Watch:
         self._sent.append(self._comm.isend((kind, self._comm.rank, content), rank, self.TAG))
 
     def _complain(self, now: float) -> None:
-        """Complain about a long wait: to the leader, or to its deputy if nobody has asked since the last complaint."""
+        """Send a complaint about a long wait to the leader, or to its deputy if no question has come since the last
+        complaint."""
         longest = max((now - begun for _, begun in list(self._waits.values())), default=0.0)
         if not self.timeout or longest < self._early:
             self._complained = -inf
@@ -188,7 +191,8 @@ class Watch:
             self._send(self._leaders[unheard], "complaint", None)
 
     def _inquire(self, now: float) -> None:
-        """Ask all ranks; the neighbours of a rank that did not answer the last time also tell whether it computes."""
+        """Ask all ranks for their status. Ranks on the host of a rank that did not answer last time also report whether
+        it computes."""
         self._asked, places = now, self._processes.places().tolist()
         silent: dict[int, list[int]] = {}
         for rank in self._silent:
@@ -200,7 +204,7 @@ class Watch:
         self._inquiry = Inquiry(now, {own: self._status(now, silent.get(places[own], []))})
 
     def _conclude(self, inquiry: Inquiry, now: float) -> None:
-        """Once all have answered, or had time to: end the job, ask again, or let it be."""
+        """End the job, ask again, or log a long wait, when all ranks have answered or the time for answers is over."""
         patience, answers = PATIENCE_SECONDS + self._comm.size / 1000, inquiry.answers
         if len(answers) < self._comm.size and now - inquiry.begun < patience:
             return
@@ -222,7 +226,7 @@ class Watch:
         self._suspects, self._next_inquiry = suspects, now + DEBUG_INQUIRY_SECONDS
 
     def _note(self, answers: hang.Answers) -> None:
-        """Log a wait beyond the time limit, once: the leader and its deputy tell each other."""
+        """Log a wait beyond the time limit once. The leader and its deputy notify each other."""
         longest = hang.longest_wait(answers)
         if longest and longest.seconds >= self.timeout and longest.collective != self._noted:
             for leader in self._leaders:
@@ -231,7 +235,7 @@ class Watch:
             logger.warning(hang.long_wait(answers, self._gone, self._processes, self.timeout))
 
     def _status(self, now: float, silent: Sequence[int]) -> RankStatus:
-        """Return the answer of this rank. silent: ranks of this host; the answer says whether they compute."""
+        """Return the status of this rank. silent: ranks of this host of which the status tells whether they compute."""
         waits = [(thread, record, begun) for thread, (record, begun) in list(self._waits.items())]
         states = {rank: state for rank, pid in self._neighbours.items()
                   if (state := process_state(pid)) and (state != COMPUTES or rank in silent)}
@@ -254,19 +258,21 @@ class Watch:
 
 
 def note_stage(text: str) -> None:
-    """Tell pmm3d.launcher the stage of this rank, which it names if the rank is killed."""
+    """Write the stage of this rank to a file for pmm3d.launcher, which names the stage if the rank is killed."""
     if folder := os.environ.get(JOB_FOLDER):
         with suppress(OSError):
             Path(folder, f"rank-{task_rank(os.environ)}").write_text(text)
 
 
 def abort_job(comm: MPI.Intracomm, text: str, code: int) -> None:
-    """Print the reason on stderr, and end all ranks; this one even if MPI_Abort, which keeps the GIL, does not return:
-    faulthandler's timer, which is the user's until now, has a thread in C.
+    """Print the reason on stderr, and end all ranks.
+
+    This rank ends even if MPI_Abort, which holds the GIL, does not return, because faulthandler's timer has a thread in
+    C. It replaces a timer of the user.
     """
     sys.stdout.flush()
     print(text, file=sys.stderr, flush=True)
-    if folder := os.environ.get(JOB_FOLDER):  # mpiexec may not end, or end with the code of a rank that it has killed
+    if folder := os.environ.get(JOB_FOLDER):  # mpiexec may not end, or may return the code of a rank that it killed
         with suppress(OSError):
             Path(folder, "code").write_text(str(code))
     time.sleep(0.5)

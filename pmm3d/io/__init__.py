@@ -1,4 +1,4 @@
-"""Files: data sets, their conversion, checkpoints. Loaded when first used, as in pmm3d."""
+"""Files: data sets, conversion, checkpoints. Modules are imported at first use, as in pmm3d."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""The base of the data sets of samples and of tokens: it holds an open file, splits it, and makes its loaders."""
+"""Base class of the data sets of samples and of tokens: holds an open file, splits it, and makes loaders."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Batched(Samples):
 
 
 def _row_range(rows: tuple[int, int] | slice | None, samples: int) -> tuple[int, int]:
-    """Start and stop of None, (start, stop) or a slice."""
+    """Return start and stop of None (all rows), (start, stop) or a slice. Raises DataError for other rows."""
     with suppress(TypeError, ValueError):
         asked = slice(None) if rows is None else rows if isinstance(rows, slice) else slice(*rows, 1)
         start, stop, step = asked.indices(samples)

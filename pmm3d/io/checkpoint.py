@@ -1,4 +1,4 @@
-"""Checkpoints: matrices on disk, written by all ranks at once, loaded on any grid, never half there."""
+"""Checkpoints: matrices on disk. All ranks write in parallel, and any grid can load. Writing is atomic."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from .step_folders import StepFolders
 logger = logging.getLogger("pmm3d.io")
 COMPLETING = "save: completing the checkpoint"
 Check = Callable[[Any], object]
-"""Looks at the meta of a checkpoint; what it raises keeps the checkpoint from being loaded."""
+"""Function of the meta of a checkpoint. If it raises, the checkpoint is not loaded."""
 Partial = bool | Callable[[str], bool]
-"""Whether a checkpoint may have more matrices than those that are loaded, or of which names."""
+"""Whether a checkpoint may contain further matrices that are not loaded, or a function that decides this for a name."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose checksums were right: its folder, and what was saved with it."""
+    """A checkpoint with verified checksums: its folder, meta and manifest."""
 
     path: Path
     meta: Any
@@ -41,17 +41,17 @@ class Checkpoint:
 
     @property
     def contents(self) -> dict[str, tuple[tuple[int, int], str]]:
-        """Name -> (shape, dtype) of its matrices."""
+        """Name -> (shape, dtype) of the matrices in the checkpoint."""
         return {name: (tuple(entry["shape"]), entry["dtype"]) for name, entry in self.manifest["matrices"].items()}
 
 
 @dataclass
 class _Saving:
-    """A checkpoint on its way to the disk.
+    """A checkpoint that is being written.
 
-    temporary, path   its folder while it is written, and then
-    work              what this rank does at the moment: the ranks write their shards, then rank 0 completes the folder
-    what              is done, for messages
+    temporary, path   its folder during writing, and afterwards
+    work              the current work of this rank: first writing its shards, then, on rank 0, completing the folder
+    what              name of the current work, for messages
     """
 
     step: int
@@ -221,20 +221,22 @@ class Checkpoints:
         return path
 
     def _begun(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """The work, in the background or at once. It has its error: this rank alone raises none."""
+        """Start the work in the background, or do it now. The Future stores errors, so that one rank alone does not
+        raise."""
         done: Future[Any] = Future()
         try:
             if self.background:
                 return self._pool.submit(work, *arguments)
             done.set_result(work(*arguments))
-        except RuntimeError as error:  # of submit, if the system starts no more threads
+        except RuntimeError as error:  # from submit, if the system cannot start a thread
             done.set_exception(CheckpointError(f"the checkpoint cannot be written: {error}"))
         except Exception as error:
             done.set_exception(error)
         return done
 
     def _go_on(self, saving: _Saving) -> Path | None:
-        """After the work of each rank: its error, on every rank, or what comes next. The folder if that was all."""
+        """Wait for the current work of all ranks, and start the next. Errors are raised on every rank. Return the
+        folder if the checkpoint is complete. Collective."""
         try:
             with self.grid.collective_call(saving.what, always=True):
                 written = saving.work.result()
@@ -462,7 +464,7 @@ class Checkpoints:
         return found.meta
 
     def _read(self, path: Path) -> Checkpoint:
-        """What rank 0 reads of it, without its shards."""
+        """Return the manifest and the meta of a checkpoint. Rank 0 reads them, and broadcasts. Shards are not read."""
         self.finish()
         with self.grid.collective_call("load", str(path), always=True):
             known = on_disk.read_master(path) if self.grid.rank == 0 else None

@@ -1,4 +1,5 @@
-"""From CSV and .npz to the HDF5 that `DataSet` reads. Importing this loads neither numpy nor h5py, for the command."""
+"""Conversion of CSV and .npz files to HDF5 files for `DataSet`. numpy and h5py are imported late, for a fast
+command."""
 
 from __future__ import annotations
 
@@ -25,20 +26,20 @@ DTYPES = ("float32", "float64")
 MISSING = ("", "na", "n/a", "#n/a", "<na>", "nan", "-nan", "nat", "null", "none", "?")
 """Cells without a value, in lower case."""
 GROUPS = "groups"
-"""The data set of the groups."""
+"""Name of the data set of groups."""
 ENDINGS = (".h5", ".hdf5", ".hdf", "")
-"""Of the names of HDF5 files that are written."""
+"""Extensions of HDF5 files that are written."""
 
 Columns = str | int | Sequence[str | int] | None
 
 
 class Converted(NamedTuple):
-    """What `convert` found and wrote.
+    """Description of the data sets that `convert` wrote.
 
-    inputs, targets   shapes of the two data sets; targets is None if there are none
+    inputs, targets   shapes of the two data sets; targets is None if there are no targets
     columns           names of the inputs' columns; None for a .npz file and for a CSV file without a header
-    target_columns    likewise of the targets
-    classes           name -> number of its samples, in the order of the classes' numbers; None without labels
+    target_columns    names of the targets' columns, likewise
+    classes           class name -> number of samples, in the order of class numbers; None without labels
     """
 
     inputs: tuple[int, ...]
@@ -157,7 +158,7 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
 
 
 def check_ending(target: Path, endings: Sequence[str]) -> None:
-    """Raises DataError if the name of a file that is written promises another format."""
+    """Raise DataError if the extension of an output file is that of another format."""
     if target.suffix.lower() not in endings:
         raise DataError(f"the name {target.name} ends in {target.suffix}, which is another format: let it end in "
                         f"{' or '.join(filter(None, endings))}")
@@ -166,7 +167,8 @@ def check_ending(target: Path, endings: Sequence[str]) -> None:
 class _Table:
     """A CSV file.
 
-    names   of the columns; without a header their indices as text;   header: whether the first line names them
+    names    names of the columns; without a header, their indices as text
+    header   whether the first line contains the names
     """
 
     def __init__(self, path: Path, header: bool | None, delimiter: str | None, encoding: str):
@@ -192,7 +194,7 @@ class _Table:
 
     def read(self, names: list[str], target_columns: Columns, classes: bool | Sequence[str],
              group_column: str | int | None, dtype: str) -> tuple[dict[str, np.ndarray], Converted]:
-        """The data sets, and what was found."""
+        """Return the data sets by name, and their description."""
         import numpy as np
 
         targets = self._indices(target_columns) if len(names) > 1 else []
@@ -243,7 +245,7 @@ class _Table:
             raise DataError(f"{self.path}: {error}: a quote may be opened and not closed") from None
 
     def _records(self, file: TextIO) -> Iterator[tuple[int, list[str]]]:
-        """(number of the last line, cells) of each record that is not blank."""
+        """Yield (number of the last line, cells) of each record that is not blank."""
         lines = (line.strip() + "\n" for line in file) if self._delimiter == " " else file
         reader = csv.reader(lines, delimiter=self._delimiter, skipinitialspace=True)
         for cells in reader:
@@ -251,7 +253,7 @@ class _Table:
                 yield reader.line_num, [cell.strip() for cell in cells]
 
     def _indices(self, columns: Columns) -> list[int]:
-        """Indices of columns that are given by name or by index; None is the last column."""
+        """Return the indices of columns that are given by name or by index. None: the last column."""
         found = []
         for column in [columns] if isinstance(columns, (str, int)) else [-1] if columns is None else columns:
             if isinstance(column, str) and self.header and column in self.names:
@@ -266,7 +268,7 @@ class _Table:
         return found
 
     def _explain(self, texts: Collection[int], targets: list[int]) -> None:
-        """Raise the DataError that names the line and the cell that numpy could not read."""
+        """Raise a DataError with the line and the cell that numpy could not read."""
         with self._opened() as file:
             for line, cells in islice(self._records(file), int(self.header), None):
                 if len(cells) != len(self.names):
@@ -302,7 +304,7 @@ def _is_header(first: list[str], second: Sequence[str] = ()) -> bool:
 
 def _read_arrays(source: Path, names: list[str], classes: bool | Sequence[str]) -> tuple[dict[str, np.ndarray],
                                                                                        Converted]:
-    """The arrays of a .npz file, and what was found."""
+    """Return the arrays of a .npz file by name, and their description."""
     import numpy as np
 
     if source.exists() and not zipfile.is_zipfile(source):
@@ -328,8 +330,11 @@ def _read_arrays(source: Path, names: list[str], classes: bool | Sequence[str]) 
 
 def _numbered(source: Path, labels: list[str], places: np.ndarray,
               classes: bool | Sequence[str]) -> tuple[np.ndarray, dict[str, int]]:
-    """The number of each row's class, and name -> number of samples of each class, in order. labels: different ones;
-    places: the index of each row's label among them."""
+    """Return the class number of each row, and class name -> number of samples in the order of class numbers.
+
+    labels   the distinct labels
+    places   index in `labels` of each row's label
+    """
     import numpy as np
 
     given = [] if isinstance(classes, bool) else list(dict.fromkeys(name.strip() for name in classes))
@@ -360,7 +365,8 @@ def _check_arrays(source: Path, found: dict[str, np.ndarray]) -> None:
 
 @contextmanager
 def completed(target: Path) -> Iterator[h5py.File]:
-    """A new HDF5 file that gets the name `target` once the body has filled it and it is on the disk."""
+    """As a context: a new HDF5 file with a temporary name. At the end it is synced to the disk and renamed to
+    `target`."""
     with needs("io", "HDF5 files"):
         import h5py
     unfinished = target.with_name(f".{target.name}.{os.getpid()}.partial")

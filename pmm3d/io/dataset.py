@@ -1,4 +1,4 @@
-"""Samples in an HDF5 file, handed out as batches that are spread over a grid."""
+"""Samples in an HDF5 file, returned as batches that are distributed over a grid."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     import h5py
 
 ROWS_AT_ONCE = 2**16
-"""Of labels, when they are counted."""
+"""Number of labels that are read at a time when they are counted."""
 MOST_CLASSES = 1000
-"""Labels may make more classes than samples, up to this number of classes."""
+"""Number of classes up to which labels may have more classes than samples."""
 
 
 class DataSet(Batched):
@@ -134,7 +134,8 @@ class DataSet(Batched):
         return None if names is None else list(map(text_of, names))
 
     def _known_classes(self, classes: int | Sequence[str] | None) -> int | None:
-        """As given or by the names in the file; None where only the labels say it, or for vectors."""
+        """Return the number of classes, as given or from the names in the file. None: only the labels show it, or the
+        targets are vectors."""
         if classes is None:
             return None if self.class_names is None else len(self.class_names)
         if not self.labelled:
@@ -151,7 +152,8 @@ class DataSet(Batched):
         return int(classes)
 
     def _number_by(self, names: list[str]) -> None:
-        """Have the labels take the numbers of these classes."""
+        """Renumber the labels in the order of these class names. Raises DataError for a class that is not among
+        them."""
         numbers = {name: number for number, name in enumerate(names)}
         own = self.class_names or []
         if unknown := [name for name in own if name not in numbers]:
@@ -205,7 +207,7 @@ class DataSet(Batched):
         return total
 
     def _largest_label(self) -> int:
-        """Of this rank's share of the labels; in a dry run, whose other ranks read none, of all."""
+        """Return the largest label of this rank's share, or of all labels in a dry run, which has no other ranks."""
         low, high = part_range(self.samples, self.grid.size, self.grid.rank)
         if self.grid.dry_run is not None:
             low, high = 0, self.samples
@@ -283,18 +285,19 @@ class DataSet(Batched):
 
 
 def columns_of(inputs: h5py.Dataset) -> list[str] | None:
-    """Names of the columns of samples, if an attribute names each one."""
+    """Return the names of the columns of samples; None unless an attribute names every column."""
     names = inputs.attrs.get("columns")
     return None if np.shape(names) != (prod(inputs.shape[1:]),) else list(map(text_of, names))
 
 
 def text_of(name: Any) -> str:
-    """A text from an attribute, which may be bytes."""
+    """Return the text of an attribute, which may be bytes."""
     return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
 
 
 def _float_dtype(dtype: Any, library: NumpyLibrary) -> str:
-    """ "float32" from that name, a numpy type or a torch dtype."""
+    """Return the name, such as "float32", of a name, a numpy type or a torch dtype. Raises DTypeError for other
+    types."""
     name = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", str(dtype)).removeprefix("torch.")
     if check_matrix_dtype(name, library).startswith("complex"):
         raise DTypeError(f"samples are real; got {name}")

@@ -1,4 +1,4 @@
-"""Files of checkpoints on the disk: brought there for sure, verified by checksums, with errors that name them."""
+"""Files of checkpoints: written with fsync, verified by checksums, with errors that name the file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..errors import CheckpointError, Pmm3dError, check_regular
 from ..layout import offsets
 
 CHUNK = 2**26
-"""Bytes of a file that have a checksum of their own, so that many ranks can verify one file."""
+"""Bytes of a file per checksum, so that several ranks can verify parts of one file."""
 READ_BYTES = 2**23
 """Bytes that are read and hashed at a time."""
 
@@ -31,7 +31,7 @@ REMEDIES = {
 """What to do about an error of the operating system."""
 
 Checksums = dict[str, Any]
-"""Of a file: {"bytes": its size, "crc32": [of each chunk]}; the last chunk has what is left."""
+"""Checksums of a file: {"bytes": size, "crc32": [one per chunk]}. The last chunk may be shorter."""
 
 
 def checksums(path: Path) -> Checksums:
@@ -52,7 +52,7 @@ def _crc(file: FileIO, number: int, buffer: bytearray) -> int:
 def verify(folder: Path, files: Mapping[str, Checksums], rank: int = 0, ranks: int = 1) -> None:
     """Read a rank's share of the files and compare it with their checksums.
 
-    Raises CheckpointError, naming the file, where one is missing, of another size, or damaged.
+    Raises CheckpointError with the name of the file if a file is missing, has another size, or is damaged.
     """
     buffer = bytearray(READ_BYTES)
     for name, pieces in groupby(_share(files, rank, ranks), key=itemgetter(0)):
@@ -67,7 +67,8 @@ def verify(folder: Path, files: Mapping[str, Checksums], rank: int = 0, ranks: i
 
 
 def _share(files: Mapping[str, Checksums], rank: int, ranks: int) -> list[tuple[str, int]]:
-    """(file, number of a chunk) for a rank to read: consecutive ones, each rank about as many bytes."""
+    """Return (file, number of a chunk) of the chunks for a rank: consecutive chunks, about as many bytes on each
+    rank."""
     pieces = [(name, number) for name, known in sorted(files.items()) for number in range(len(known["crc32"]))]
     starts = offsets(min(CHUNK, files[name]["bytes"] - number * CHUNK) for name, number in pieces)
     return [piece for piece, start, end in zip(pieces, starts, starts[1:])
@@ -75,7 +76,7 @@ def _share(files: Mapping[str, Checksums], rank: int, ranks: int) -> list[tuple[
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """Call fsync for a file, or for the entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -84,13 +85,13 @@ def sync(path: Path) -> None:
 
 
 def new_file(path: Path) -> BufferedWriter:
-    """An empty file to write, in place of what a crash left under that name; a link there is not followed."""
+    """Create an empty file for writing. A leftover of a crash is removed first; a link is not followed."""
     path.unlink(missing_ok=True)
     return open(path, "xb")
 
 
 def check_replaceable(path: Path, overwrite: bool) -> None:
-    """Raises CheckpointError unless nothing is there, or a file or link that may be replaced."""
+    """Raise CheckpointError unless the path is free, or is a file or link that may be replaced."""
     if os.path.lexists(path) and not overwrite:
         raise CheckpointError(f"{path} exists; --overwrite replaces it")
     with file_errors(path, "replaced"):
@@ -98,8 +99,8 @@ def check_replaceable(path: Path, overwrite: bool) -> None:
 
 
 def replace_file(path: Path, contents: bytes) -> None:
-    """Write a file as a whole: under another name first. A link in its place is replaced, not followed. Raises
-    OSError; what was there is there then."""
+    """Write a file atomically, under a temporary name first. A link at the path is replaced, not followed. Raises
+    OSError, and then leaves the old file unchanged."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with new_file(temporary) as file:
@@ -111,14 +112,14 @@ def replace_file(path: Path, contents: bytes) -> None:
 
 
 def not_following(path: str, flags: int) -> int:
-    """An `opener` for open() that refuses a symbolic link (OSError)."""
+    """`opener` for open() that raises OSError for a symbolic link."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 @contextmanager
 def written(path: Path) -> Iterator[Any]:
-    """A new HDF5 file, an h5py.File, that is on the disk when the body is done."""
-    from ..product.new_hdf5 import new_hdf5  # loads matrices, which small files do not need
+    """As a context: a new h5py.File, which is synced to the disk at the end."""
+    from ..product.new_hdf5 import new_hdf5  # imports the matrices, which small files do not need
 
     with file_errors(path, "written"), new_hdf5(path) as new:
         yield new.file
@@ -126,7 +127,7 @@ def written(path: Path) -> Iterator[Any]:
 
 @contextmanager
 def file_errors(path: Path, doing: str) -> Iterator[None]:
-    """What goes wrong with a file in this context becomes a CheckpointError that names it."""
+    """As a context: convert errors of a file to CheckpointError with the name of the file and a remedy."""
     try:
         if doing == "read":
             check_regular(path)

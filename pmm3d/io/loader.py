@@ -1,4 +1,4 @@
-"""Batches of a data set, which a thread reads ahead."""
+"""Batches of a data set, which a thread reads in advance."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .reader import Plan, Reader, Samples, Side
 from .split import Part
 
 Shards = tuple[Array, Array]
-"""This rank's of the inputs and of the targets of a batch."""
+"""This rank's shards of the inputs and of the targets of a batch."""
 
 
 class Loader(AbstractContextManager["Loader"]):
@@ -170,7 +170,7 @@ class Loader(AbstractContextManager["Loader"]):
         self.epoch, self.batch, self._handed_out = self.epoch + 1, 0, 0
 
     def _read(self) -> Shards:
-        """This rank's shards of the next micro-batch."""
+        """Return this rank's shards of the next micro-batch."""
         data, plan, parts = self.data, self._plan, self.micro_batches
         if self._reader is None:
             batches = (divmod(number, plan.batches) for number in count(self.epoch * plan.batches + self.batch))
@@ -185,7 +185,7 @@ class Loader(AbstractContextManager["Loader"]):
         return x, y
 
     def _shapes(self) -> Shards:
-        """The same without data: as many are held ahead."""
+        """Return the shards of the next micro-batch without data. As many are held ahead as with data."""
         grid, library, number = self.data.grid, self.data.library, self._handed_out + len(self._fetched)
         most, here = ([side.layout.box(side.shape(samples), grid.shape, grid.coords).shape for side in self._sides]
                       for samples in (self.rows(0)[0], self.rows(self.batch)[number]))
@@ -259,7 +259,7 @@ class Loader(AbstractContextManager["Loader"]):
 
 
 def check_at_least(least: int, **numbers: Any) -> None:
-    """Raises DataError for what is no whole number of at least that."""
+    """Raise DataError for a value that is not an integer of at least `least`."""
     for name, number in numbers.items():
         if not isinstance(number, (int, np.integer)) or isinstance(number, bool) or number < least:
             raise DataError(f"{name} is a whole number of at least {least}; got {number!r}")

@@ -1,4 +1,4 @@
-"""The file `lock` in a folder: one job at a time writes there. Rank 0 takes it for its job. No messages."""
+"""The file `lock`, with which one job at a time writes to a folder. Rank 0 acquires it for its job. No messages."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ logger = logging.getLogger("pmm3d.io")
 NAME = "lock"
 
 Owner = dict[str, Any]
-"""Contents of a lock: "host", "namespace" (in which the process has its number: a container may have its own), "pid",
-"started" (start time of the process, see `_started`), "job" (id at the batch system), "restarts" (of the job, by Slurm)
-and "since"."""
+"""Contents of a lock: "host", "namespace" (PID namespace, because a container may have its own), "pid", "started"
+(start time of the process, see `_started`), "job" (id in the batch system), "restarts" (of the job, from Slurm) and
+"since" (time of the lock)."""
 
 
 class FolderInUseError(Pmm3dError):
-    """Another job writes into the folder. The text names the job and the remedy."""
+    """Another job writes to the folder. The text names the job and the remedy."""
 
 
 class RunLock:
-    """Keeps other jobs from writing into a folder, from `acquire` until `release`.
+    """Prevents other jobs from writing to a folder, from `acquire` until `release`.
 
-    The lock is a file that is created only if it does not exist. It names its owner. A lock that an ended job left is
-    taken over: the process of its owner, on this host, has ended, or this job is a restart of its owner (Slurm). The
-    end of a process on another host, or in another container, cannot be seen from here, so its lock must be removed by
-    hand.
+    The lock is a file that is created only if it does not exist. It names its owner. `acquire` takes over the lock of
+    an ended job: its process on this host has ended, or this job is a restart of the owner (Slurm). The end of a
+    process on another host, or in another container, cannot be detected. Such a lock must be removed by hand.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -41,7 +40,7 @@ class RunLock:
         self._owner: Owner = {}
 
     def acquire(self) -> None:
-        """Raises FolderInUseError if another job has the folder, OSError if the folder cannot be written."""
+        """Take the lock. Raises FolderInUseError if another job has it, and OSError if the folder cannot be written."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(self.path):
             self._remove_left_over()
@@ -55,19 +54,19 @@ class RunLock:
         try:
             with open(file, "wb") as whole:
                 whole.write(json.dumps(owner).encode() + b"\n")
-        except OSError:  # a lock without an owner would have to be removed by hand
+        except OSError:  # otherwise a lock without an owner would remain, to be removed by hand
             self.path.unlink()
             raise
         self._owner = owner
 
     def _remove_left_over(self) -> None:
-        """Remove the lock of a job that has ended. Raises FolderInUseError for others."""
+        """Remove the lock of a job that has ended. Raises FolderInUseError for other locks."""
         owner = owner_of(self.path.parent)
         if not _ended(owner):
             raise self._in_use(owner)
         aside = self.path.with_name(f"{NAME}-{socket.gethostname()}-{os.getpid()}")
         with suppress(FileNotFoundError):
-            self.path.rename(aside)  # of several jobs that read the old lock, one moves it
+            self.path.rename(aside)  # if several jobs read the old lock, one succeeds
             if owner_of(aside.parent, aside.name) != owner:
                 aside.rename(self.path)
                 raise self._in_use(owner_of(self.path.parent))
@@ -80,7 +79,7 @@ class RunLock:
                                 "and start again")
 
     def release(self) -> None:
-        """Let others in. Does nothing if this job does not have the folder."""
+        """Remove the lock. Does nothing if this job does not have the lock."""
         if self._owner and owner_of(self.path.parent) == self._owner:
             try:
                 self.path.unlink()
@@ -90,7 +89,7 @@ class RunLock:
 
 
 def owner_of(folder: str | os.PathLike[str], name: str = NAME) -> Owner:
-    """The contents of the lock of a folder; empty if there is no lock, or none that can be read."""
+    """Return the contents of the lock of a folder; empty if there is no lock, or if it cannot be read."""
     with suppress(OSError, ValueError):
         path = Path(folder) / name
         if path.is_file() and isinstance(owner := json.loads(path.read_bytes()), dict):
@@ -107,15 +106,15 @@ def _ended(owner: Owner) -> bool:
 
 
 def _namespace() -> int | None:
-    """Number of the namespace of this process's number; None if the system has none."""
+    """Return the inode of this process's PID namespace; None if the system has none."""
     with suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino
     return None
 
 
 def _started(pid: int) -> str | None:
-    """Start time of a process, in clock ticks since the start of the host; None if it has ended, or if the system
-    does not tell (Linux does). A process of which only the exit code is left has ended."""
+    """Return the start time of a process, in clock ticks since the boot of the host. None if the process has ended (a
+    zombie has ended too), or if the system has no /proc."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Matrices as files hold them: their elements, in slices of rows, and whether they are those of a file."""
+"""Matrices in files: their elements, in slices of rows, and their descriptions, which are compared with a file."""
 
 from __future__ import annotations
 
@@ -18,50 +18,50 @@ from ..product.relayout import summed
 from ..text import names_in_words
 
 SLICE = 2**23
-"""Bytes that are copied and written at a time: what a device copies at full speed, and little besides a shard."""
+"""Bytes that are copied and written at a time. A device copies them at full speed, and a shard is much larger."""
 
 Matrices = Mapping[str, DistMatrix]
 
 
 def stored_dtype(dtype: str) -> np.dtype:
-    """The type in a file: that of the matrix, and uint16 for the bits of bfloat16."""
+    """Return the type in a file: the type of the matrix, or uint16 for the bits of bfloat16."""
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
 def to_stored(library: NumpyLibrary, array: Array) -> np.ndarray:
-    """An array as numpy's, in the stored type: a view of host memory, a copy of a device's."""
+    """Return a numpy array in the stored type: a view of host memory, or a copy of device memory."""
     if library.dtype(array) == "bfloat16":
         return array.detach().cpu().view(library.xp.int16).numpy().view(np.uint16)
     return library.to_numpy(array)
 
 
 def from_stored(library: NumpyLibrary, host: np.ndarray, dtype: str) -> Array:
-    """What arrays of that library can be filled with, from numpy's in the stored type."""
+    """Return an array of the library from a numpy array in the stored type; the inverse of `to_stored`."""
     if dtype == "bfloat16":
         return library.xp.from_numpy(host.view(np.int16)).view(library.xp.bfloat16)
     return library.from_numpy(host, dtype)
 
 
 def row_slices(shape: tuple[int, int], itemsize: int) -> list[tuple[int, int]]:
-    """(start, stop) of consecutive rows, of about SLICE bytes and at least one row each."""
+    """Return (start, stop) of slices of consecutive rows. A slice has about SLICE bytes, and at least one row."""
     rows, cols = shape
     step = max(1, SLICE // max(1, cols * itemsize))
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def stored_rows(matrix: DistMatrix) -> Iterator[tuple[int, np.ndarray]]:
-    """(first row within the shard, C-contiguous rows in the stored type), slice after slice."""
+    """Yield (first row within the shard, C-contiguous rows in the stored type) of each slice."""
     for start, stop in row_slices(matrix.box.shape, stored_dtype(matrix.dtype).itemsize):
         yield start, np.ascontiguousarray(to_stored(matrix.library, matrix.part((slice(start, stop), slice(None)))))
 
 
 class Described(NamedTuple):
-    """A matrix as all ranks know it.
+    """Description of a matrix, the same on all ranks.
 
-    shape, dtype   of the matrix, or of what a file holds of it
-    vector         whether it is one row for all rows of a batch, such as a bias
-    owner          first rank of the grid or stage that the matrix lives on. Of a shared weight, the lowest one
-    shared         whether several stages have it
+    shape, dtype   those of the matrix, or of its tensor in a file
+    vector         whether the matrix is one row for all rows of a batch, such as a bias
+    owner          first rank of the matrix's grid or stage. For a shared weight: the lowest of these ranks
+    shared         whether several stages have the matrix
     """
 
     shape: tuple[int, ...]
@@ -77,20 +77,20 @@ class Described(NamedTuple):
 
 
 def owner(matrix: DistMatrix) -> int:
-    """The first rank of the matrix's grid; of a stage, its number in the whole grid."""
+    """Return the first rank of the matrix's grid or stage, as a rank of the whole grid."""
     return matrix.grid.everyone.ranks[0]
 
 
 def described_by_all(grid: Grid, what: str, matrices: Matrices, shapes: Mapping[str, tuple[int, ...]] | None = None
                      ) -> dict[str, Described]:
-    """Name -> description of all matrices that the ranks have, in sorted order. Collective.
+    """Return name -> description of the matrices of all ranks, in sorted order. Collective.
 
-    matrices   of this rank, after `check_matrices`. All ranks of the grid pass the same ones that live on the grid, and
-               all ranks of a stage the same ones of the stage. A name in several stages is that of a shared weight
-    shapes     name -> shape in a file, if that differs
+    matrices   the matrices of this rank, after `check_matrices`. All ranks pass the same matrices on the whole grid,
+               and all ranks of a stage pass the same matrices on the stage. A name in several stages is a shared weight
+    shapes     name -> shape in the file. None: the shapes of the matrices
 
-    Raises, on every rank, DisagreementError if ranks of a grid have different matrices, CheckpointError if matrices of
-    one name differ in shape or type.
+    Raises, on every rank, DisagreementError if ranks of a grid pass different matrices, and CheckpointError if matrices
+    with one name differ in shape or type.
     """
     described = {name: Described.of(matrix) for name, matrix in matrices.items()}
     if shapes is not None:
@@ -115,12 +115,12 @@ def described_by_all(grid: Grid, what: str, matrices: Matrices, shapes: Mapping[
 
 
 def to_write(grid: Grid, what: str, matrices: Matrices, described: Mapping[str, Described]) -> dict[str, DistMatrix]:
-    """Return the matrices of which this rank writes its part, with partial sums added up. A weight that stages share is
-    written by the first one. Collective.
+    """Return the matrices whose shards this rank writes, with partial sums added up. Collective. The first stage writes
+    a weight that stages share.
 
     described   `described_by_all` of the matrices of this rank
 
-    Raises CheckpointError, on every rank, if a weight that stages share has not the same bits in all.
+    Raises CheckpointError, on every rank, if the bits of a shared weight differ between stages.
     """
     matrices = {name: summed(matrices[name]) for name in described if name in matrices}
     if any(one.shared for one in described.values()):
@@ -139,8 +139,8 @@ def to_write(grid: Grid, what: str, matrices: Matrices, described: Mapping[str, 
 
 
 def _sum_of_bits(matrix: DistMatrix) -> int:
-    """This rank's elements as integers of 16 bits, each times an odd number that depends on its place in the matrix,
-    summed modulo 2^64. The sum over the ranks is the same in all layouts. 0 for a replica."""
+    """Return a checksum of this rank's elements; 0 for a replica. Each 16-bit word is multiplied by an odd number that
+    depends on its place in the matrix, and summed modulo 2^64. The sum over the ranks is the same in all layouts."""
     total, (r0, _, c0, _) = 0, matrix.box
     for start, rows in stored_rows(matrix) if matrix.layout.is_first(matrix.grid.coords or FIRST) else ():
         words = rows.view("uint16")
@@ -153,8 +153,8 @@ def _sum_of_bits(matrix: DistMatrix) -> int:
 
 
 def check_matrices(grid: Grid, matrices: Matrices, filled: bool = False) -> None:
-    """Raises CheckpointError unless these are named DistMatrix over the processes of the grid or of its stage, and, if
-    they are to be filled, writable."""
+    """Raise CheckpointError unless these are named DistMatrix over the processes of the grid or of its stage. Matrices
+    that are filled must also be writable."""
     for name, matrix in matrices.items():
         if not isinstance(name, str) or not isinstance(matrix, DistMatrix):
             raise CheckpointError(f"{name!r}: matrices are DistMatrix by name; got a {type(matrix).__name__}")
@@ -166,12 +166,12 @@ def check_matrices(grid: Grid, matrices: Matrices, filled: bool = False) -> None
 
 
 def form_in_words(shape: tuple[int, ...], dtype: str) -> str:
-    """Shape and type: "7 x 11 float64"."""
+    """Return shape and type in words: "7 x 11 float64"."""
     return f"{' x '.join(map(str, shape))} {dtype}"
 
 
 def differences(here: Mapping[str, object], there: Mapping[str, object]) -> str:
-    """How descriptions of matrices differ from those of what a file holds under their names; "" if they do not."""
+    """Return the differences between matrices (`here`) and a file (`there`) in words; "" if there are none."""
     lists = {
         "It lacks": sorted(map(repr, here.keys() - there.keys())),
         "It also has": sorted(map(repr, there.keys() - here.keys())),

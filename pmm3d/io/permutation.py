@@ -1,4 +1,4 @@
-"""Permutations of 0, 1, ..., n - 1 that are computed, not stored: the order of an epoch, the rows that are held out."""
+"""Permutations of 0, 1, ..., n - 1 that are computed, not stored, for the order of an epoch and for held-out rows."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ ODD, ODD2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 class Permutation:
     """A permutation of `size` numbers by a key, the same on every machine: a Feistel network (Black and Rogaway, 2002).
 
-    Number i is (i div b, i mod b) in a rectangle of a x b >= size numbers. Each round adds a hash of one of the two to
-    the other. A result of at least `size` goes through the rounds again; the rectangle has fewer than 2 sqrt(size) + 1
-    such numbers. The memory is that of the numbers asked for.
+    Number i is the point (i div b, i mod b) of a rectangle of a x b >= size points. Each round adds a hash of one
+    coordinate to the other. Results of at least `size` pass through the rounds again; the rectangle has fewer than
+    2 sqrt(size) + 1 such points. The memory is proportional to the numbers in a call.
 
         >>> Permutation(5, 1, 2)(np.arange(5)).tolist()
         [2, 3, 0, 4, 1]
@@ -28,11 +28,11 @@ class Permutation:
         self._keys = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64)
 
     def __call__(self, numbers: np.ndarray) -> np.ndarray:
-        """The images of int64 numbers below `size`."""
+        """Return the images of int64 numbers below `size`."""
         return self._walked(numbers, inverse=False)
 
     def inverse(self, numbers: np.ndarray) -> np.ndarray:
-        """The numbers whose images these are."""
+        """Return the preimages of int64 numbers below `size`."""
         return self._walked(numbers, inverse=True)
 
     def _walked(self, numbers: np.ndarray, inverse: bool) -> np.ndarray:
@@ -52,7 +52,7 @@ class Permutation:
 
 
 def _hash(values: np.ndarray, key: np.uint64) -> np.ndarray:
-    """64 mixed bits of each value, by multiplications modulo 2^64."""
+    """Return a 64-bit hash of each value, by multiplications modulo 2^64."""
     mixed: np.ndarray = (values ^ key) * ODD
     mixed ^= mixed >> np.uint64(32)
     mixed *= ODD2

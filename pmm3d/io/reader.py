@@ -1,4 +1,4 @@
-"""What a thread reads ahead of the computation: this rank's part of the batches of a data set."""
+"""Prefetch: a thread reads this rank's part of the batches of a data set ahead of the computation."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ with needs("io", "data sets"):
     import h5py
 
 SMALL_BYTES = 2**24
-"""Up to which columns of a contiguous data set are kept in memory: to find single rows takes HDF5 longer than
-to read them."""
+"""Limit in bytes for columns of a contiguous data set that are cached: HDF5 takes longer to find a row than to read
+it."""
 COPIED_AT_ONCE = 2**17
-"""Elements gathered from a cached data set before they are converted."""
+"""Elements that are gathered from a cached data set at a time, before their conversion."""
 
 Rows = slice | np.ndarray
-"""Of a data set, ascending: a slice where they are consecutive."""
+"""Rows of a data set in ascending order: a slice if they are consecutive, else an array."""
 Arrays = tuple[np.ndarray, np.ndarray]
 """This rank's shards of the inputs and of the targets of a batch."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which rows of `samples` make which batch: the same on all ranks, and a part of a loader's state.
+    """Assignment of rows to batches: the same on all ranks, and part of a loader's state.
 
-    rows        positions start and stop in the order of the `Part`;   split   how this order was made
-    shuffling   the rule by which epochs are shuffled; rules of earlier versions give other batches
+    samples     number of rows of the data set
+    rows        [start, stop] of positions in the order of the `Part`;   split   description of this order
+    shuffling   name of the algorithm that shuffles epochs; algorithms of earlier versions give other batches
 
         >>> Plan(10, [0, 10], 8, False, 0, False).pieces(0, 3)
         [range(0, 3), range(3, 6), range(6, 8)]
@@ -56,12 +57,12 @@ class Plan:
 
     @property
     def batches(self) -> int:
-        """Of an epoch."""
+        """Number of batches of an epoch."""
         whole, rest = divmod(self.rows[1] - self.rows[0], self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
     def size(self, batch: int) -> int:
-        """Rows of a batch, over all ranks; 0 or less if there is none."""
+        """Return the number of rows of a batch over all ranks; 0 or less if there is no such batch."""
         return min(self.batch_size, self.rows[1] - self.rows[0] - batch * self.batch_size)
 
     def pieces(self, batch: int, micro_batches: int) -> list[range]:
@@ -76,7 +77,7 @@ class Samples(Protocol):
     """The attributes of a data set that its loaders use.
 
     classes       number of classes of integers; None for other numbers
-    fingerprint   of what is in the data sets, the same on every rank and grid
+    fingerprint   digest of the contents of the data sets, the same on every rank and grid
     """
 
     grid: Grid
@@ -88,7 +89,7 @@ class Samples(Protocol):
     fingerprint: str
 
     def renumbered(self, values: np.ndarray, rows: Rows) -> np.ndarray:
-        """Return the integers of these rows as a batch holds them. Raises DataError for one that is no class."""
+        """Return the classes for the integers of these rows. Raises DataError for an integer that is no class."""
         ...
 
     def of_loss(self, loss: float) -> dict[str, float]: ...
@@ -98,8 +99,9 @@ class Samples(Protocol):
 class Side:
     """The inputs or the targets of a loader: matrices (samples, width).
 
-    dataset   (samples, ...), whose dims after the first are flattened to the width
-    layout    of a batch;   dtype   of its arrays
+    dataset   (samples, ...); the dims after the first are flattened
+    width     number of columns
+    layout    layout of a batch;   dtype   element type of a batch
     """
 
     dataset: h5py.Dataset
@@ -109,15 +111,16 @@ class Side:
 
     @property
     def read_dtype(self) -> str:
-        """The type of numpy's in which it is read."""
+        """numpy type in which the values are read."""
         return "float32" if self.dtype == "bfloat16" else self.dtype
 
     def shape(self, samples: int) -> tuple[int, int]:
-        """Return the shape of a batch of that many samples."""
+        """Return the shape of a batch of this many samples."""
         return samples, self.width
 
     def columns(self, grid: Grid, rows: Sequence[int], most: int, cache_bytes: int) -> SideReader:
-        """Return the reader of this rank's part of micro-batches, each of at most `most` of these samples."""
+        """Return the reader of this rank's part of micro-batches, each with at most `most` samples of
+        rows[0]:rows[1]."""
         return Columns(self, grid, rows, most, cache_bytes)
 
 
@@ -136,11 +139,11 @@ class SideReader(Protocol):
 class Reader:
     """Reads this rank's part of micro-batches ahead, in a thread without MPI, and checks their values.
 
-    pieces   (epoch, positions) of the micro-batches, in the order in which they will be taken
-    ahead    number of micro-batches that are read and not taken yet, at most
+    pieces   (epoch, positions) of the micro-batches, in the order of consumption
+    ahead    largest number of micro-batches that are read and not yet taken
     work     lends the arrays
 
-    The thread is a daemon. `stop` waits until the micro-batch that is being read is there.
+    The thread is a daemon. `stop` waits for the micro-batch that is being read.
     """
 
     def __init__(self, data: Samples, plan: Plan, part: Part, inputs: SideReader, targets: SideReader,
@@ -160,21 +163,21 @@ class Reader:
             self._ready.put(error)
 
     def next(self) -> Arrays:
-        """The next batch, once it is read. Raises what went wrong."""
+        """Wait for the next micro-batch, and return it. Raises the error of the thread."""
         found = self._ready.get()
         if isinstance(found, Exception):
             raise found
         return found
 
     def taken(self) -> None:
-        """One that `next` gave is the caller's: one more may be read."""
+        """Tell the thread that the caller took a micro-batch from `next`, so one more may be read."""
         self._slots.release()
 
     def stop(self) -> None:
-        """End the thread, once what it reads is read."""
+        """End the thread after its current read."""
         self._stopped = True
         self._slots.release()
-        if self._thread is not current_thread():  # which may collect the loader as garbage
+        if self._thread is not current_thread():  # the thread itself may garbage-collect the loader
             self._thread.join()
 
     def _read(self, epoch: int, positions: range) -> Arrays:
@@ -198,8 +201,8 @@ class Reader:
                         f"{values[row, column]} in column {columns.low + column}, as {values.dtype}")
 
     def _samples(self, epoch: int, positions: range) -> Rows:
-        """The samples at these positions, of all ranks. The memory is that of the positions: no permutation of all rows
-        is stored."""
+        """Return the samples at these positions, over all ranks. The memory is proportional to the positions, because
+        no permutation of all rows is stored."""
         plan, part = self._plan, self._part
         if not plan.shuffle and part.order is None:
             return slice(part.start + positions.start, part.start + positions.stop)
@@ -210,13 +213,13 @@ class Reader:
 
 
 class Columns:
-    """Of a data set whose dims after the first are flattened, this rank's rows and columns, low:high, of micro-batches
-    of at most `most` samples among rows[0]:rows[1]. They are converted to the type of the side.
+    """Reads this rank's rows and columns, low:high, of micro-batches of at most `most` samples among rows[0]:rows[1].
 
-    If the data set is stored in chunks, or these
-    columns take no more than `SMALL_BYTES`, and in either case no more than `cache_bytes`, all are read at once and
-    kept: a row from a chunk costs the reading of the chunk (30 us a row uncompressed, 200 us compressed, against 3 us
-    contiguous).
+    The dims of the data set after the first are flattened. Values are converted to the type of the side.
+
+    The columns of all these samples are read once and cached if they have at most `cache_bytes`. Columns of a
+    contiguous data set must also have at most `SMALL_BYTES`. HDF5 reads a whole chunk for each row: 30 us uncompressed,
+    200 us compressed. A row of a contiguous data set takes 3 us.
     """
 
     def __init__(self, side: Side, grid: Grid, rows: Sequence[int], most: int, cache_bytes: int):
@@ -225,7 +228,7 @@ class Columns:
         dataset, (self.first, self.last) = side.dataset, rows
         r0, r1, self.low, self.high = self._box(most)
         self._most, self._dtype = r1 - r0, side.read_dtype
-        # Of the first feature dim longer than 1, the range that covers the columns; the dims after it are whole.
+        # Read the range of the first feature dim longer than 1 that covers the columns, and the dims after it whole.
         dims = dataset.shape[1:]
         ones = next((at for at, extent in enumerate(dims) if extent > 1), max(0, len(dims) - 1))
         inner = prod(dims[ones + 1 :])
@@ -241,21 +244,23 @@ class Columns:
         self.cache: np.ndarray | None = None
 
     def _box(self, samples: int) -> Box:
-        """This rank's rows and columns of a micro-batch of so many samples."""
+        """Return this rank's rows and columns of a micro-batch of this many samples."""
         return self._side.layout.box(self._side.shape(samples), self._grid.shape, self._grid.coords)
 
     def rows_here(self, samples: int) -> int:
-        """Number of rows of this rank's array for so many samples."""
+        """Return the number of rows of this rank's array for this many samples."""
         return self._box(samples).shape[0]
 
     def buffer(self, work: Workspace) -> np.ndarray:
-        """For as many rows as are read at a time, lent by `work`."""
+        """Return an array from `work` for the largest number of rows that are read at a time."""
         array: np.ndarray = work.array((self._most, self.high - self.low), self._dtype, NumpyLibrary())
         return array
 
     def read(self, samples: Rows, out: np.ndarray) -> Rows:
-        """Fill out (rows_here, high - low) from this rank's part of these samples, which are those of all ranks; return
-        the rows of the data set that were read."""
+        """Fill `out` (rows_here, high - low) from this rank's part of these samples. Return the rows that were read.
+
+        samples   samples of all ranks
+        """
         rows = self._own(samples)
         if out.size == 0:
             return rows

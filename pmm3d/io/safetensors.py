@@ -1,4 +1,4 @@
-"""safetensors files: matrices in and out of what torch and others load."""
+"""safetensors files: export and import of matrices for torch and other libraries."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def export_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matri
 
 
 def _as_in_file(matrices: Matrices, transpose: Names, vectors: Names) -> tuple[Matrices, Shapes]:
-    """The matrices, or their transposes, and the shapes of the tensors."""
+    """Return the matrices, transposed if they are in `transpose`, and the shapes of their tensors in the file."""
     if unknown := sorted({*transpose, *vectors} - matrices.keys()):
         raise CheckpointError("transpose and vectors name what is not among the matrices: "
                               f"{names_in_words(map(repr, unknown))}")
@@ -116,7 +116,8 @@ def _as_in_file(matrices: Matrices, transpose: Names, vectors: Names) -> tuple[M
 
 
 def _header(tensors: dict[str, Described], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """The file's first bytes and where each tensor starts; widest types first, which aligns them all."""
+    """Return the header of the file, and the offset of each tensor. The widest types are first, to align all
+    tensors."""
     entries, starts, end = {}, {}, 0
     for name in sorted(tensors, key=lambda name: (-itemsize(tensors[name].dtype), name)):
         shape, dtype, *_ = tensors[name]
@@ -218,8 +219,8 @@ def _opened(path: Path, framework: str) -> Any:
 
 
 def _check_same_tensors(path: Path, tensors: dict[str, Described], ignored: Names) -> dict[str, str]:
-    """The types of the file's tensors. Raises CheckpointError unless names and shapes are those of ours,
-    and the types can be converted."""
+    """Return the types of the file's tensors. Raises CheckpointError if names or shapes differ from these tensors, or
+    if a type cannot be converted."""
     with _opened(path, "numpy") as file:
         there = {name: file.get_slice(name) for name in file.keys() if name in tensors or name not in ignored}
         types = {name: tensor.get_dtype() for name, tensor in there.items()}
@@ -246,7 +247,7 @@ def _read_shard(source: Any, tensor: DistMatrix, vector: bool) -> None:
 
 
 def _converted(part: Array, tensor: DistMatrix) -> Array:
-    """What was read, a numpy or torch array, as an array of the tensor's library and type."""
+    """Convert a numpy or torch array to the library and type of the tensor."""
     library = tensor.library
     if library.name == "torch":
         return part.to(device=tensor.local.device, dtype=getattr(library.xp, tensor.dtype))

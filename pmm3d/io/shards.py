@@ -1,13 +1,13 @@
-"""The files of one checkpoint: each rank's shards, and the master file that shows them whole. No messages.
+"""The files of one checkpoint: the shards of each rank, and the master file that combines them. No messages.
 
 rank-00003.h5      the shards that rank 3 wrote, under the names of their matrices
-checkpoint.h5      each matrix whole, under its name: a virtual data set over the shards (NaN where a file is missing);
-                   pmm3d/manifest and pmm3d/meta, JSON
-checkpoint.crc     the checksums of checkpoint.h5, JSON
+checkpoint.h5      each whole matrix under its name, as a virtual data set over the shards (NaN if a file is missing);
+                   pmm3d/manifest and pmm3d/meta, in JSON
+checkpoint.crc     the checksums of checkpoint.h5, in JSON
 
 The manifest: {"step": n, "files": {name: checksums}, "matrices": {name: {"shape": [m, n], "dtype": name, "vector":
-whether it is a bias or the like, one row for all rows of a batch, "shards": [[file, r0, r1, c0, c1], ...]}}}.
-Checksums are of the files, not of the elements: HDF5 may loop or crash on a damaged file, and so must not open one.
+whether the matrix is one row for all rows of a batch, such as a bias, "shards": [[file, r0, r1, c0, c1], ...]}}}.
+Checksums are those of the files, not of the elements, because HDF5 may loop or crash when it opens a damaged file.
 bfloat16 is stored as its bits, uint16, with the attribute dtype "bfloat16".
 """
 
@@ -41,7 +41,8 @@ Manifest = dict[str, Any]
 
 
 class Shard(NamedTuple):
-    """A shard that this rank writes. rows: (first row within the shard, rows in the stored type), slice by slice"""
+    """A shard that this rank writes. rows: returns (first row within the shard, rows in the stored type) of each
+    slice."""
 
     name: str
     dtype: str
@@ -50,7 +51,7 @@ class Shard(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A rank's file: its name, its checksums, and the name and box of each shard in it."""
+    """The file of a rank: name, checksums, and (name, box) of each shard."""
 
     file: str
     checksums: Checksums
@@ -58,7 +59,7 @@ class Written(NamedTuple):
 
 
 class HostCopies:
-    """Copies of shards in memory of the host, which the next copies use again."""
+    """Copies of shards in host memory. The next copies reuse this memory."""
 
     def __init__(self) -> None:
         self._arrays: dict[tuple[str, str, tuple[int, int]], np.ndarray] = {}
@@ -73,20 +74,20 @@ class HostCopies:
             self._arrays[key] = array
             for start, rows in shard.rows():
                 array[start : start + len(rows)] = rows
-            slices = row_slices(array.shape, array.itemsize)  # the lock of h5py is held for a slice at a time
+            slices = row_slices(array.shape, array.itemsize)  # h5py holds its lock during one slice only
             copies.append(shard._replace(rows=partial(iter, [(start, array[start:stop]) for start, stop in slices])))
         return copies
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[h5py.File]:
-    """An HDF5 file to read, without locks, which some parallel file systems lack."""
+    """As a context: an HDF5 file for reading, without locks, because some parallel file systems lack them."""
     with file_errors(path, "read"), h5py.File(path, "r", locking=False) as file:
         yield file
 
 
 def check_names(names: Collection[str]) -> None:
-    """Raises CheckpointError unless HDF5 can hold data sets of all these names, beside the checkpoint's own."""
+    """Raise CheckpointError unless these names are valid HDF5 data sets and differ from the checkpoint's own."""
     for name in names:
         parts = name.split("/")
         if not all(parts) or {".", ".."} & set(parts) or "\0" in name or parts[0] == OWN:
@@ -99,13 +100,13 @@ def check_names(names: Collection[str]) -> None:
 
 
 def own_shards(matrices: Matrices) -> list[Shard]:
-    """The shards that this rank writes: of replicas the first rank's."""
+    """Return the shards that this rank writes. The first rank of the replicas writes a shard."""
     return [Shard(name, matrix.dtype, matrix.box, partial(stored_rows, matrix)) for name, matrix in matrices.items()
             if matrix.box.size and (coords := matrix.grid.coords) and matrix.layout.is_first(coords)]
 
 
 def write_shards(path: Path, shards: list[Shard]) -> Written | None:
-    """Write the shards into a new file and bring it to the disk. None if there are no shards."""
+    """Write the shards to a new file, and fsync it. Return None if there are no shards."""
     if not shards:
         return None
     with written(path) as file:
@@ -121,7 +122,7 @@ def write_shards(path: Path, shards: list[Shard]) -> Written | None:
 
 def write_master(folder: Path, step: int, described: Mapping[str, Described], files: Iterable[Written | None],
                  meta: str) -> None:
-    """Write the master file and its checksums. Raises CheckpointError if the shards are not all of each matrix."""
+    """Write the master file and its checksums. Raises CheckpointError if shards of a matrix are missing."""
     there = [file for file in files if file is not None]
     entries: dict[str, Any] = {name: {"shape": [*one.shape], "dtype": one.dtype, "vector": one.vector, "shards": []}
                                for name, one in described.items()}
@@ -155,7 +156,7 @@ def _show_whole(file: h5py.File, name: str, entry: dict[str, Any]) -> None:
 
 
 def read_master(folder: Path) -> tuple[Manifest, Any]:
-    """The manifest and the meta, once the master's checksums are found right. Raises CheckpointError."""
+    """Verify the checksums of the master file, and return manifest and meta. Raises CheckpointError."""
     path = folder / CHECKPOINT_FILE
     if not path.exists():
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {CHECKPOINT_FILE}")
@@ -166,8 +167,8 @@ def read_master(folder: Path) -> tuple[Manifest, Any]:
 
 
 def fill(folder: Path, manifest: Manifest, matrices: Matrices) -> None:
-    """Fill this rank's shards of the matrices from all stored ones that meet them, each file opened once. Of partial
-    sums the first is filled, the others become zero."""
+    """Fill this rank's shards of the matrices from all stored shards that overlap them. Each file is opened once. For
+    matrices of partial sums, the first rank keeps the values, and the others become zero."""
     stored = sorted((file, name, Box(*edges)) for name in matrices
                     for file, *edges in manifest["matrices"][name]["shards"])
     wanted = [(file, name, box) for file, name, box in stored if (box & matrices[name].box).size]
@@ -180,8 +181,8 @@ def fill(folder: Path, manifest: Manifest, matrices: Matrices) -> None:
 
 
 def _fill_piece(dataset: h5py.Dataset, origin: Box, piece: Box, matrix: DistMatrix) -> None:
-    """Read a piece of this rank's shard from a data set that begins where `origin` does: straight into its memory if
-    that is in order, else in slices of rows through one buffer."""
+    """Read a piece of this rank's shard from a data set with the box `origin`. It is read directly into the shard if
+    that is C-contiguous host memory, else in slices of rows through a buffer."""
     box, library = matrix.box, matrix.library
     if library.on_host and (host := to_stored(library, matrix.local)).flags.c_contiguous:
         dataset.read_direct(host, piece.within(origin), piece.within(box))

@@ -1,4 +1,4 @@
-"""An HDF5 file of samples: what may be read of it, whether it stays as it is, and by what it is known again."""
+"""An HDF5 file of samples: checks of its data sets, detection of changes, and its fingerprint."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ with needs("io", "data sets"):
     import h5py
 
 WHOLE_BYTES = 2**20
-"""Of a data set: up to there all values are in its fingerprint, else those of some rows."""
+"""Bytes of a data set up to which its fingerprint contains all values. Larger ones: values of some rows."""
 SPREAD_ROWS, SPREAD_BYTES = 64, 2**22
-"""Of a larger data set, at most: in its fingerprint; bytes with those of the chunks that are read for a row."""
+"""Limits for the fingerprint of a larger data set: rows, and bytes that are read, including the chunks of these
+rows."""
 Identity = tuple[int, int, int, int]
-"""Device, inode, bytes and time of the last write of a file."""
+"""Device, inode, bytes and time of the last write (st_mtime_ns) of a file."""
 
 
 class SourceFile:
-    """An HDF5 file, open for reading. It must not change while it is in use, nor the other files that its data sets
-    read (links, external storage, virtual data sets): HDF5 reads zeros where a file has become shorter, and reads new
-    contents as if they had always been there.
+    """An HDF5 file, open for reading. The file must not change while it is in use, because HDF5 does not detect
+    changes: it reads zeros if a file became shorter, and mixes old and new contents.
+
+    This holds also for the other files of its data sets (links, external storage, virtual data sets).
     """
 
     def __init__(self, path: str):
@@ -43,7 +45,8 @@ class SourceFile:
             raise DataError(f"cannot open {path}: {said or error}") from None
 
     def dataset(self, name: str) -> h5py.Dataset:
-        """The data set of that name, if it holds rows of numbers, all of which are there."""
+        """Return a data set. Raises DataError unless it exists and contains rows of real numbers that were all
+        written."""
         dataset = self._opened(name) if isinstance(name, str) else None
         if not isinstance(dataset, h5py.Dataset):
             there: list[str] = []
@@ -60,7 +63,8 @@ class SourceFile:
         return dataset
 
     def _opened(self, name: str) -> h5py.Dataset | None:
-        """The data set of that name, whose files are all there and are watched from now on; None if there is none."""
+        """Return a data set, and watch its files from now on; None if there is none. Raises DataError for missing
+        files."""
         try:
             dataset = self.h5.get(name)
             if isinstance(dataset, h5py.Dataset):
@@ -75,7 +79,8 @@ class SourceFile:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """The body reads. Raises DataError if it cannot, or if a file is no longer the one that was opened."""
+        """As a context, for reading. Raises DataError if the body fails, or if a file has changed since it was
+        opened."""
         problem = None
         try:
             yield
@@ -94,7 +99,7 @@ class SourceFile:
             raise DataError(f"cannot read {self.path}: {problem}") from problem
 
     def fingerprint(self, *datasets: h5py.Dataset) -> str:
-        """Of names, shapes, types, the names of classes and values: of all rows, or of some that are spread evenly."""
+        """Return the digest of names, shapes, types, class names and values of all rows, or of evenly spaced rows."""
         digest = blake2b(digest_size=8)
         for dataset in datasets:
             classes = np.asarray(dataset.attrs.get("class_names", ())).tolist()
@@ -108,11 +113,12 @@ class SourceFile:
 
 
 def _files_of(dataset: h5py.Dataset) -> Iterator[str]:
-    """The files that HDF5 reads for a data set: its own, external storage, sources of a virtual data set. It looks for
-    names relative to the working directory, and of a virtual data set also to the file's folder.
+    """Yield the files that HDF5 reads for a data set: its own file, external storage, sources of a virtual data set.
 
-    Raises FileNotFoundError for a file, and ValueError for a source, that is missing, which HDF5 would read as fill
-    values; DataError for a source of which rows were never written.
+    HDF5 searches for names in the working directory, and for sources of a virtual data set also in the file's folder.
+
+    Raises FileNotFoundError for a missing file, and ValueError for a missing source, because HDF5 would read fill
+    values. Raises DataError for a source with rows that were never written.
     """
     yield dataset.file.filename
     for name, _, _ in dataset.external or ():
@@ -140,7 +146,7 @@ def _files_of_sources(file: h5py.File, datasets: Iterable[str]) -> Iterator[str]
 
 
 def _places(dataset: h5py.Dataset, name: str) -> list[str]:
-    """Where a file is that a data set names, in the order in which HDF5 looks for it."""
+    """Return the existing paths for a file name in a data set, in the search order of HDF5."""
     places = (os.path.join(os.path.dirname(dataset.file.filename), name), name)
     if not (there := list(filter(os.path.exists, dict.fromkeys(places)))):
         raise FileNotFoundError(f"its data are in {name}, which is not there")
@@ -148,14 +154,14 @@ def _places(dataset: h5py.Dataset, name: str) -> list[str]:
 
 
 def _identity(path: str) -> Identity:
-    """The time of the last change of the inode is not in it: another name for the file, new permissions or a backup
-    that puts the time of access back would each end a training. What writes to a file sets its time of writing."""
+    """Return the identity of a file, without st_ctime: a new hard link, new permissions, or a backup that restores the
+    access time would stop a training. A write to the file sets st_mtime."""
     status = os.stat(path)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _spread(dataset: h5py.Dataset) -> Iterator[slice]:
-    """The rows whose values are in the fingerprint."""
+    """Yield the rows whose values are in the fingerprint."""
     rows, size = dataset.shape[0], dataset.dtype.itemsize
     if prod(dataset.shape) * size <= WHOLE_BYTES:
         yield slice(None)

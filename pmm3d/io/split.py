@@ -1,4 +1,4 @@
-"""The rows of a data set that are trained on and those that are held out: at random, by groups, or the last ones."""
+"""Split of a data set into training rows and held-out rows: at random, by groups, or the last rows."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Order(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """Some rows of a data set: the positions start:stop of an order of all rows.
+    """Some rows of a data set: the positions start:stop in an order of all rows.
 
-    samples   number of all rows
-    split     how the order was made, for the state of a loader; "none" is the order of the file
-    order     None is the order of the file
+    samples   number of rows of the data set
+    split     description of the order, for the state of a loader; "none": the order of the file
+    order     the order; None: the order of the file
     """
 
     start: int
@@ -39,17 +39,17 @@ class Part:
         return self.stop - self.start
 
     def rows(self, positions: np.ndarray) -> np.ndarray:
-        """The rows of the file at some positions."""
+        """Return the rows of the file at these positions."""
         return positions if self.order is None else self.order(positions)
 
     def has(self, rows: np.ndarray) -> np.ndarray:
-        """Whether each of these rows of the file belongs to the part."""
+        """Return for each of these rows of the file whether it belongs to the part."""
         positions = rows if self.order is None else self.order.inverse(rows)
         return (self.start <= positions) & (positions < self.stop)
 
 
 class _ByGroups:
-    """The rows of the groups that are trained on, then those of the others. It takes 16 bytes a row."""
+    """The order with the rows of training groups first, then the held-out rows. Needs 16 bytes a row."""
 
     def __init__(self, held_out: np.ndarray):
         self._rows = np.argsort(held_out, kind="stable")
@@ -64,22 +64,22 @@ class _ByGroups:
 
 
 def last_rows(samples: int, share: float) -> tuple[Part, Part]:
-    """(rows to train on, held-out rows): the last ones are held out."""
+    """Return (training rows, held-out rows). The last rows are held out."""
     kept = samples - round(share * samples)
     return Part(0, kept, samples), Part(kept, samples, samples)
 
 
 def random_rows(samples: int, share: float, seed: int) -> tuple[Part, Part]:
-    """(rows to train on, held-out rows): chosen at random by the seed, without a table."""
+    """Return (training rows, held-out rows), chosen at random by the seed, without a table."""
     kept = samples - round(share * samples)
-    split, order = f"by seed {seed}", Permutation(samples, seed, 0, 1)  # epochs have (seed, epoch)
+    split, order = f"by seed {seed}", Permutation(samples, seed, 0, 1)  # keys of epochs are (seed, epoch)
     return Part(0, kept, samples, split, order), Part(kept, samples, samples, split, order)
 
 
 def random_groups(groups: np.ndarray, share: float, seed: int, name: str) -> tuple[Part, Part]:
-    """(rows to train on, held-out rows): groups are held out at random until about that share of the rows is.
+    """Return (training rows, held-out rows). Random groups are held out; their rows are about `share` of all rows.
 
-    groups   (samples,): the group of each row;   name   of this data set
+    groups   (samples,): the group of each row;   name   name of this data set
 
     Raises DataError if there is only one group.
     """

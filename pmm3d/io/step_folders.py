@@ -1,11 +1,11 @@
-"""The folders of a run's checkpoints as rank 0 sees them: which are complete, and what becomes of others. No messages.
+"""The folders of a run's checkpoints, which rank 0 creates, renames and removes. No messages.
 
-step-00000100          a checkpoint; step-00000100.1 where the step was saved again
-writing-step-...       being written, or left by a crash; the next save removes it
-removing-step-...      likewise
-retired-step-...       later than the checkpoint from which a run went on: set aside, as many as are kept
+step-00000100          a checkpoint; step-00000100.1 if the step was saved again
+writing-step-...       a checkpoint that is being written, or was left by a crash; the next save removes it
+removing-step-...      a checkpoint that is being removed, or was left by a crash; the next save removes it
+retired-step-...       a checkpoint of a later step than the one from which a run continued; the newest `keep` remain
 
-A folder named like a checkpoint without a master file is no checkpoint, and stays as it is.
+A folder with the name of a checkpoint but without a master file is not a checkpoint, and is not changed.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class StepFolders:
         self.folder, self.keep = folder, keep
 
     def listed(self) -> list[tuple[int, int, Path]]:
-        """(step, version, folder) of the complete checkpoints, newest first."""
+        """Return (step, version, folder) of the complete checkpoints, newest first."""
         return sorted((each for each in self._named() if (each[2] / CHECKPOINT_FILE).exists()), reverse=True)
 
     def _named(self) -> list[tuple[int, int, Path]]:
-        """Everything that is named like a checkpoint."""
+        """Return (step, version, path) of all entries with the name of a checkpoint."""
         names = os.listdir(self.folder) if self.folder.is_dir() else ()
         return [(int(match[1]), int(match[2] or 0), self.folder / match[0])
                 for match in map(STEP.fullmatch, names) if match]
 
     def prepare(self, step: int, temporary: Path) -> Path:
-        """Make a new folder for the files of a step, and remove leftovers of a crash. Returns the path that the folder
-        gets when it is complete."""
+        """Create a temporary folder for the files of a step, and remove leftovers of a crash. Return the final path of
+        the folder."""
         with file_errors(self.folder, "written"):
             self.folder.mkdir(parents=True, exist_ok=True)
             for entry in os.scandir(self.folder):
@@ -56,14 +56,15 @@ class StepFolders:
         return self.folder / (f"step-{step:08d}" + (f".{last + 1}" if last >= 0 else ""))
 
     def complete(self, temporary: Path, path: Path) -> None:
-        """Give the folder of a checkpoint, whose files are all written, its name, and bring it to the disk."""
+        """Rename the temporary folder, whose files are all written, to its final path, and fsync it."""
         with file_errors(temporary, "completed"):
             sync(temporary)
             os.rename(temporary, path)
             sync(self.folder)
 
     def prune(self, step: int, written: Path) -> None:
-        """Remove what `written` replaces, and all but the newest; set aside what is of later steps."""
+        """Remove the older versions of this step and all but the `keep` newest checkpoints. Retire those of later
+        steps."""
         try:
             later = self.retire(step)
             others = [(other, path) for other, _, path in self.listed() if path != written]
@@ -79,8 +80,8 @@ class StepFolders:
                                "which are of a run that went on from there before, and were set aside")
 
     def retire(self, step: int, spared: Path | None = None) -> list[Path]:
-        """Set aside the checkpoints of steps later than this one; of all that are set aside the latest `keep` stay, and
-        the spared one."""
+        """Rename the checkpoints of later steps to retired ones, and return their new paths. Only the `keep` newest
+        retired checkpoints, and `spared`, remain."""
         later = [path for other, _, path in reversed(self.listed()) if other > step]
         retired = [_renamed(path) for path in later]
         for path in retired:
@@ -96,13 +97,13 @@ class StepFolders:
 
 
 def _renamed(path: Path) -> Path:
-    """Retired, under a name that is free."""
+    """Rename to the first free name of a retired checkpoint."""
     names = (f"retired-{path.name}" + (f"-{number}" if number else "") for number in count())
     return path.rename(next(free for name in names if not os.path.lexists(free := path.with_name(name))))
 
 
 def _remove(path: Path) -> None:
-    """A folder with what is in it, or a file or link itself."""
+    """Remove a folder with its contents, or a file, or a link without its target."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:

@@ -1,4 +1,4 @@
-"""From text to the tokens in HDF5 that `TokenDataSet` reads. Importing this loads neither numpy nor h5py, for the
+"""Conversion of text to tokens in HDF5 files for `TokenDataSet`. numpy and h5py are imported late, for a fast
 command."""
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 TOKENS, TOKENIZER, DOCUMENTS = "tokens", "tokenizer", "documents"
-"""The data sets of the tokens, of the tokenizer's JSON, and of the first token of each document."""
+"""Names of the data sets of tokens, of the tokenizer's JSON, and of the first token of each document."""
 BYTES = 256
-"""Tokens of a text without a tokenizer."""
+"""Size of the vocabulary without a tokenizer."""
 
 
 class Tokenizer:
@@ -56,7 +56,7 @@ class Tokenizer:
             from tokenizers import Tokenizer as Made
         try:
             return Made.from_str(self.json or "")
-        except Exception as error:  # of no narrower class
+        except Exception as error:  # tokenizers raises no narrower class
             raise DataError(f"the tokenizer is none that the package tokenizers can read: {error}") from None
 
     @property
@@ -143,7 +143,7 @@ class Tokenizer:
 
 
 class ConvertedText(NamedTuple):
-    """What `convert_text` wrote: numbers of tokens, of different tokens that there may be, and of bytes of the text."""
+    """Result of `convert_text`: number of tokens, size of the vocabulary, and bytes of the text."""
 
     tokens: int
     vocabulary: int
@@ -201,7 +201,7 @@ def convert_text(sources: Sequence[str | os.PathLike[str]], target: str | os.Pat
     target = Path(target)
     try:
         coder = Tokenizer(None if tokenizer is None else _read(Path(tokenizer)).decode())
-        coder.vocabulary  # noqa: B018 that it can be read
+        coder.vocabulary  # noqa: B018 raises if the tokenizer cannot be read
         parts: list[np.ndarray] = []
         starts, nbytes, count = list[int](), 0, 0
         for source in map(Path, sources):
@@ -230,7 +230,7 @@ def convert_text(sources: Sequence[str | os.PathLike[str]], target: str | os.Pat
 
 
 def token_dtype(vocabulary: int) -> str:
-    """The smallest type of integers that has all tokens.
+    """Return the smallest integer type for all tokens of a vocabulary.
 
         >>> token_dtype(256), token_dtype(50257), token_dtype(128256)
         ('uint8', 'uint16', 'int32')

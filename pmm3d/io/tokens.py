@@ -1,4 +1,4 @@
-"""Tokens in an HDF5 file, handed out as sequences whose targets are the next tokens."""
+"""Tokens in an HDF5 file, returned as batches of sequences whose targets are the next tokens."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class TokenDataSet(Batched):
         return int(found)
 
     def _first_tokens(self, table: h5py.Dataset) -> np.ndarray:
-        """The first token of each document. Raises DataError for a table that is none."""
+        """Return the number of the first token of each document. Raises DataError for an invalid table."""
         with self.file.unchanged():
             starts: np.ndarray = table[...]
         known = starts.ndim == 1 and starts.dtype.kind in "iu"
@@ -218,10 +218,12 @@ class TokenDataSet(Batched):
 
 @dataclass(frozen=True)
 class _TokenSide(Side):
-    """Tokens of sequences, each a row.
+    """One side of a loader of tokens. Each token is a row.
 
-    shift    0 for the tokens, 1 for those that come next
-    starts   first token of each document: a second column has the documents' numbers. None: no second column
+    shift       0 for the tokens, 1 for the next tokens
+    positions   see `TokenDataSet.loader`
+    starts      first token of each document. The batch then has a second column: document numbers. None: no second
+                column
     """
 
     shift: int = 0
