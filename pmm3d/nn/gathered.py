@@ -186,12 +186,12 @@ class Weights:
 
 
 class NodeSharedBlock:
-    """The gathered block of a weight, in memory that the ranks of a node share. Construction is collective over the grid.
+    """The gathered block of a weight, in memory that the ranks of a node share.
 
     Each rank writes its shard, and all ranks read the block. With several nodes, a rank also receives the shards of
     the ranks with the same index on other nodes. So a link carries each byte once, and a node holds one copy. Each
-    rank of a node counts an equal part of the block in the workspace. Raises GridError, LayoutError or
-    OutOfMemoryError on every rank.
+    rank of a node counts an equal part of the block in the workspace. Construction is collective over the grid, and
+    raises GridError, LayoutError or OutOfMemoryError on every rank.
     """
 
     def __init__(self, grid: Grid, form: Form):
