@@ -25,7 +25,9 @@ class GradientSums:
         self._bytes = 0
 
     def put(self, buffer: GradientBuffer) -> None:
-        """Add a gradient to the bucket. Its contributions and its sums over x, y, z are complete. Send a full bucket.
+        """Add a gradient to the bucket, after all its contributions and the start of its sums over x, y, z.
+
+        Send the bucket if it is full.
         """
         if not buffer.open.sums:
             buffer.note_last_sum()

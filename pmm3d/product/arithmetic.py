@@ -305,7 +305,7 @@ def _check_out(a: StoredMatrix, out: Any) -> None:
 
 
 def _as_in(matrix: StoredMatrix, like: StoredMatrix) -> Array:
-    """Stored shard of a matrix, read only. It is transposed if the other matrix is stored in the other order."""
+    """Stored shard of a matrix, for reading. It is transposed if the other matrix is stored in the other order."""
     stored = matrix.library.plain(matrix.stored)
     return stored if matrix.order == like.order else stored.T
 

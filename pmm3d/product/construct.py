@@ -157,6 +157,6 @@ def _evaluated(function: Any, box: Box, dtype: str) -> np.ndarray:
 
 
 def check_can_hold(what: str, values: np.ndarray, dtype: str) -> None:
-    """Raise DTypeError if the values cannot be cast to an element type without a change of kind."""
+    """Raise DTypeError if the values cannot be cast to an element type by numpy's rule "same_kind"."""
     if not np.can_cast(values.dtype, "float32" if dtype == "bfloat16" else dtype, "same_kind"):
         raise DTypeError(f"{what} {values.dtype.name}, which no {dtype} can hold")

@@ -29,8 +29,7 @@ QUINTIC: Coefficients = (1.875, -1.25, 0.375)
 MUON: Coefficients = (3.4445, -4.7750, 2.0315)
 """Coefficients of K. Jordan and others, "Muon: An optimizer for hidden layers in neural networks" (2024).
 
-A step multiplies small singular values by 3.4. Values between 0.68 and 1.2 stay in this range, and do not converge to
-1."""
+A step multiplies small singular values by 3.4. Values in 0.68 to 1.2 remain in this range, and do not converge."""
 SMALLEST = 1e-7
 """Smallest number by which a matrix is divided to normalize it."""
 SIGNS = ", or has eigenvalues that are far from real, or no eigenvectors that are well apart"

@@ -159,7 +159,7 @@ def _copied(module: Kind, splits: dict[str, Split], grid: Grid, label: str) -> K
 
 
 def _sharded(name: str, part: Any, split: Split, grid: Grid) -> ShardedModule:
-    """Sharded replacement of a Linear or a LayerNorm, with this rank's part of its parameters. Local."""
+    """Sharded replacement of a Linear or a LayerNorm, with this rank's part of its parameters."""
     made: ShardedModule
     tensor = next(part.parameters(recurse=False), torch.empty(0))
     options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}

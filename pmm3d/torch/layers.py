@@ -243,7 +243,7 @@ class Linear3D(ShardedModule):
             self._draw(Seeds.of(grid).next() if seed is None else seed)
 
     def _draw(self, seed: int) -> None:
-        """Set random initial values. Local."""
+        """Set random initial values, the same for any grid."""
         for stream, (name, (shape, layout)) in enumerate(self.home.items()):
             local = self.held(name).weight.local
             made = DistMatrix.random(self.grid, shape, seed=derived(seed, stream), layout=layout,
