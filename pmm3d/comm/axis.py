@@ -142,8 +142,9 @@ class Axis:
         Returns
         -------
         Pending
-            Its `wait()` returns the result. Each rank receives 2 (G-1)/G times the bytes of the array, or, up to 64 KiB
-            in all, (G-1) times in one round. The order of the sum is fixed.
+            Its `wait()` returns the result. Each rank receives 2 (G-1)/G times the bytes of the array. Ranks send small
+            arrays whole: with one stage, each rank receives (G-1) times the bytes, if G times the bytes are at most
+            64 KiB. The order of the sum is fixed.
         """
         return self._start(collectives.all_reduce, array, out=out, agreed=agreed)
 

@@ -11,11 +11,11 @@ from ..layout import LOW_PRECISION, aligned
 IN, OUT = 0, 1
 """Numbers of the caller's two buffers. Work buffers follow: 2, 3, ..."""
 NOTHING = -1
-"""Number of the buffer of messages without bytes, which are sent nevertheless."""
+"""Number of the buffer of empty messages. They are sent too."""
 
 
 class Span(NamedTuple):
-    """Rows start:stop of a buffer. (Columns, if the executor is told that dim 1 is cut into parts.)"""
+    """Rows start:stop of a buffer, or columns start:stop if the executor divides dim 1."""
 
     buffer: int
     start: int
@@ -63,10 +63,10 @@ class WorkBuffer(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """What one rank does in a collective.
+    """Messages and sums of one rank in a collective.
 
-    rounds      in their order; two ranks that exchange a message do so in the same order of messages
-    work        the buffers 2, 3, ...; two of them may share memory if their contents are not needed at the same time
+    rounds      rounds in their order. The sender and the receiver have the messages between them in the same order
+    work        the buffers 2, 3, ... Two buffers may share memory if their contents are not needed at the same time
     work_rows   size of the work memory, in rows of the arrays' type
     """
 

@@ -35,8 +35,10 @@ def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int | None = No
 
     Parameters
     ----------
-    grid, shape, layout
-        Of the parameter.
+    grid : Grid
+        The grid that stores the parameter.
+    shape, layout : (int, int), Layout
+        Shape and layout of the parameter.
     seed : int
         Seed of the values. Default: the next seed of the grid (`manual_seed`).
     bound : float

@@ -33,14 +33,16 @@ from .step import step_agreement, weighted
 
 
 class Rule:
-    """The weights that a micro-batch uses in its forward and in its backward pass. every: micro-batches of a batch, by
-    the mean of whose gradients a stage changes its weights."""
+    """The weights that a micro-batch uses in its forward and in its backward pass.
+
+    every   number of micro-batches of a batch. A stage changes its weights by the mean of their gradients
+    """
 
     every: int
 
     def version(self, micro: int, stage: int, stages: int) -> int:
-        """Number of changes of the stage that are in the weights."""
-        raise NotImplementedError
+        """Return the number of changes of the stage that are in the weights."""
+        raise NotImplementedError(f"{type(self).__name__} does not define version(micro, stage, stages)")
 
 
 class PipeDream(Rule):
