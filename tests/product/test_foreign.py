@@ -129,7 +129,7 @@ def test_a_rank_without_blocks_takes_type_and_library_from_the_owners(some_grid,
     arrays = held(owned, some_grid.rank, whole)
     fails(DTypeError, "the arrays are float32; dtype='float64' must be their type",
           lambda: DistMatrix.from_blocks(some_grid, arrays, owned, dtype="float64"))
-    other = arrays or [np.empty((0, 0))]
+    other = arrays or np.empty((0, 0))
     fails(DisagreementError, "'float64', 'numpy'", lambda: DistMatrix.from_blocks(some_grid, other, owned))
 
 
