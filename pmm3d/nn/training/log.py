@@ -99,7 +99,7 @@ class RunLog:
         Rank of this process.
     bar : bool
         Whether to print progress if stderr is a terminal. Default: True.
-    prometheus : path
+    prometheus : path or None
         A .prom file for the latest figures, for a node exporter. Default: none.
 
     Notes

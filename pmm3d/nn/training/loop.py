@@ -48,11 +48,11 @@ class Trainer:
         Network, optimizer, schedule, loader, and for float16 the loss scale.
     recipe : Recipe
         Loss, length and intervals.
-    validation : Loader
+    validation : Loader or None
         Batches for validation. Default: none.
-    checkpoints : pmm3d.io.Checkpoints
+    checkpoints : pmm3d.io.Checkpoints or None
         Default: no checkpoints.
-    log : RunLog
+    log : RunLog or None
         Default: no log.
     settings : dict
         Further facts for checkpoints, for JSON. Default: none.
@@ -162,7 +162,7 @@ class Trainer:
 
         Parameters
         ----------
-        path : path
+        path : path or None
             A checkpoint. Default: the newest undamaged one.
         accept : collection of str
             As in `TrainState.resume`.

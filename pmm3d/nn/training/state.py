@@ -41,11 +41,11 @@ class TrainState:
         The network.
     optimizer : Optimizer
         It changes parameters of the network.
-    schedule : Schedule
+    schedule : Schedule or None
         Schedule of the learning rate. Default: none.
-    loader : Loader
+    loader : Loader or None
         Batches of the training. Default: none.
-    scale : LossScale
+    scale : LossScale or None
         Scale of the loss. Default: a new one for a network of float16, none for others.
 
     Raises
@@ -182,11 +182,11 @@ class TrainState:
         ----------
         checkpoints : Checkpoints
             On the grid of all ranks of the network.
-        path : path
+        path : path or None
             A checkpoint. Default: the newest undamaged one.
         accept : collection of str
             "network" or "data", if it may differ from that of the checkpoint. With other data the epoch begins anew.
-        settings : dict
+        settings : dict or None
             Settings of this run, which are compared with the settings that `save` was given.
 
         Returns
