@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from functools import cache
 from importlib import import_module
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,8 @@ def library_of(array: Array) -> NumpyLibrary:
         from .device_library import DeviceLibrary
 
         return DeviceLibrary(module)
-    raise DTypeError(f"{type(array).__name__} is none of numpy.ndarray, torch.Tensor, cupy.ndarray")
+    remedy = ". Make an array of it: numpy.array(values)" if isinstance(array, (list, tuple, Number)) else ""
+    raise DTypeError(f"{type(array).__name__} is none of numpy.ndarray, torch.Tensor, cupy.ndarray{remedy}")
 
 
 @cache

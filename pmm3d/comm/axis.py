@@ -216,9 +216,9 @@ class Axis:
         Raises
         ------
         GridError
-            On this rank alone, if `to` is not another member, or if device arrays were not used on this axis before
-            (`choose_transport`), are sent by NCCL, or are on another device. A message that nobody receives raises
-            GridError when the grid is closed.
+            On this rank alone, if `to` is not another member. For device arrays, also if they are on another device, if
+            NCCL serves this axis, or if no collective of device arrays and no `choose_transport` came before. Closing
+            the grid raises GridError if a message was not received.
 
         Examples
         --------
