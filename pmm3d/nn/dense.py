@@ -62,7 +62,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
 
     Notes
     -----
-    Each rank receives, of its own blocks (I, W and O as a GEMM uses them)::
+    Each rank receives, of its own blocks (I, W and O as a GEMM uses them):
 
         forward    (Gz-1)/Gz |W|  +  2 (Gy-1)/Gy |O|
         backward   (Gz-1)/Gz |W| unless it was kept  +  2 (Gx-1)/Gx |I|     if I needs a gradient

@@ -297,8 +297,7 @@ def _pass_on(part: Part, parent: Edge | None, coming: dict[Edge, PendingGradient
 
 def backward_from(starts: Sequence[tuple[Edge, Array]], scale: float | None) -> None:
     """Run the backward pass from results on one tape and this rank's parts of their gradients. Collective.
-
-    scale   factor of the loss; None if it is unknown
+    `scale` is the factor of the loss, or None if it is unknown.
     """
     tape, (counted, problem) = Tape.of(starts[0][0].form.grid), uses(*(edge.node for edge, _ in starts))
     with _overflowing(counted, scale or 1), tape.parallel.backward(tape.syncing, counted, scale, problem):

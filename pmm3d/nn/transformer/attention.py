@@ -86,7 +86,7 @@ def attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, si
     (G-1)/G of them, and as much of their gradients.
 
     If seq splits sequences over P ranks that have K elements of k and of v, and Q of q, together, each rank receives at
-    most::
+    most:
 
         ring      2 (P-1)/P K forward; 4 (P-1)/P K + 2/P K backward, the gradients as float32 or wider
         gather    2 (P-1)/P K forward; 4 (P-1)/P K backward
