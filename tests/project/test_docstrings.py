@@ -24,7 +24,7 @@ LISTS = SECTIONS[:5]
 """Sections that contain entries: a line with a name or a type, and an indented text."""
 ROOMS = ("pmm3d", "pmm3d.io", "pmm3d.nn", "pmm3d.nn.optim", "pmm3d.nn.pipeline", "pmm3d.nn.training",
          "pmm3d.nn.transformer", "pmm3d.torch")
-WITH_METHODS = ("pmm3d", "pmm3d.io", "pmm3d.nn", "pmm3d.nn.optim")
+WITH_METHODS = ("pmm3d", "pmm3d.io", "pmm3d.nn", "pmm3d.nn.optim", "pmm3d.nn.pipeline", "pmm3d.nn.training")
 """Rooms whose classes have documented methods."""
 MADE_BY_OTHERS = {"Axis", "DistMatrix", "Loader", "Pending", "Tape"}
 """Classes whose constructor users do not call."""
@@ -52,6 +52,8 @@ FOR_ROOMS_ABOVE = {
     "PipelineSchedule": "chain_of complain messages needed",
     "Precision": "check of",
     "Tensor": "edge receive saved written",
+    "TimeLine": "of",
+    "Times": "of",
     "TrainState": "check load",
 }
 """Methods that users do not call, by class."""

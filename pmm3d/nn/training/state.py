@@ -97,13 +97,27 @@ class TrainState:
         return self.optimizer.steps
 
     def matrices(self, stored: Collection[str] = ()) -> dict[str, DistMatrix]:
-        """Name -> matrix of weights and of the optimizer's state. stored: names in a checkpoint that is to be
-        loaded."""
+        """Name -> matrix of weights and of the optimizer's state.
+
+        Parameters
+        ----------
+        stored
+            As in `Optimizer.matrices`.
+
+        Returns
+        -------
+        dict
+        """
         return {**self.network.matrices(), **self.optimizer.matrices(self.network.named_parameters(), stored)}
 
     def facts(self) -> Facts:
-        """Further facts for a checkpoint, for JSON: "step", "lr" (of the next step), "optimizer", "schedule", "loader",
-        "scale", "random", "grid", "blas"."""
+        """Further facts for a checkpoint, for JSON.
+
+        Returns
+        -------
+        dict
+            "step", "lr" (of the next step), "optimizer", "schedule", "loader", "scale", "random", "grid", "blas".
+        """
         optimizer = self.optimizer.state(self.network.named_parameters())
         missed = dict(ChainMap(*of_stages(self.network, optimizer["missed"])))
         return {"step": self.step, "lr": self.optimizer.lr, "optimizer": {**optimizer, "missed": missed},
@@ -118,7 +132,7 @@ class TrainState:
         ----------
         checkpoints : Checkpoints
             On the grid of all ranks of the network.
-        extra
+        **extra
             Further facts, for JSON.
 
         Returns
