@@ -20,7 +20,7 @@ from .session import Session
 
 PACKAGES = ("numpy", "scipy", "mpi4py")
 SLOW_LOADING = 5.0
-"""Seconds to load the packages above which the check adds a note. From a local disk it takes one second."""
+"""Seconds to load the packages above which the check adds a note. Loading from a local disk takes one second."""
 THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 
 
@@ -105,7 +105,12 @@ def judge_mpi(finding: Finding, facts: list[Mpi], hosts: list[str]) -> None:
 
 
 class Launcher(NamedTuple):
-    """The number of tasks according to the launcher's variable, and the size of MPI's world."""
+    """Facts about the start of the job.
+
+    tasks, variable   number of tasks according to the launcher, and the variable that contains it
+    world, vendor     size of MPI's world, and vendor of the MPI library
+    job_tasks         number of tasks of the Slurm job; 0: unknown
+    """
 
     tasks: int | None
     variable: str

@@ -1,4 +1,4 @@
-"""The measurement of a machine, section by section, and its figures as tables."""
+"""The measurement of a machine in sections, and the tables of its figures."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Tell = Callable[[str, int], None]
 
 
 class Nodes(NamedTuple):
-    """Where the ranks are, the same on all of them.
+    """The placement of the ranks, equal on all ranks.
 
-    number          of nodes
-    ranks_per_node  the most of any
-    hosts           the node of each rank
-    memory          bytes that a rank may have, on the node with the least for each
+    number          number of nodes
+    ranks_per_node  largest number of ranks on a node
+    hosts           node of each rank
+    memory          bytes of free memory per rank, on the node with the least
     """
 
     number: int
@@ -40,10 +40,11 @@ class Nodes(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The machine; the node of each rank.
+    """The measured machine.
 
+    hosts      node of each rank
     left_out   number of points for which there was no time
-    unlike     nodes of another kind than the first: jobs that begin there do not find the machine
+    unlike     nodes of another kind than the first; jobs that start there do not find the machine
     """
 
     machine: Machine
@@ -58,7 +59,7 @@ def stages(ranks: int, dtypes: list[str]) -> int:
 
 
 def nodes_of(comm: MPI.Intracomm) -> Nodes:
-    """Return the nodes. Their memory is what they could still give, without what the ranks hold. Collective."""
+    """Return the placement of the ranks. Collective."""
     with Grid(comm, (comm.size, 1, 1)) as grid:
         hosts = [grid.host_of(rank) for rank in range(comm.size)]
     memory = min(comm.allgather(available_memory() // hosts.count(hosts[comm.rank])))
@@ -66,9 +67,9 @@ def nodes_of(comm: MPI.Intracomm) -> Nodes:
 
 
 def measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, tell: Tell) -> Report:
-    """Measure all sections, one after the other. Collective; the report is the same on all ranks.
+    """Measure all sections in turn. The report is equal on all ranks. Collective.
 
-    budget   duration of the sections, as a share of what they take at most
+    budget   share of its longest time that a section gets
     tell     tell(what, points done)
     """
     nodes = nodes_of(comm)
@@ -90,8 +91,8 @@ def measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, tell: Tell) -
 
 
 def even(rows: Iterable[Measured], groups: Mapping[tuple[int, int], Group]) -> list[Measured]:
-    """Return the rows of groups with the same number of ranks on each node. Rows of others only go into the laws,
-    because a row of a machine is that of inside * nodes ranks."""
+    """Return the rows of groups with the same number of ranks on each node. Other rows are only used for the laws,
+    because a row of a machine is for inside * nodes ranks."""
     return [row for row in rows if groups[row.inside, row.nodes].size == row.inside * row.nodes]
 
 
@@ -107,7 +108,7 @@ def _sources(nodes: Nodes) -> dict[str, str]:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print a summary. The file of the machine has all figures."""
+    """Print a summary. The file of the machine contains all figures."""
     machine, copy = report.machine, report.machine.passes[rates.COPY]
     action, inside, across = (f"{abs(1e6 * seconds):.1f} us {'less' if seconds < 0 else 'longer'}"
                               for seconds in machine.in_steps)
