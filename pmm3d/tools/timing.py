@@ -197,31 +197,33 @@ class Sampler:
             else:
                 time.sleep(min(SLEEP_SECONDS, waited * SLEPT))
 
-    def measure_busy(self, work: Work) -> float | None:
+    def measure_busy(self, work: Work, always: bool = False) -> float | None:
         """Like `measure`, for work that keeps a core busy and waits for no other rank.
 
         If ranks share cores, only one rank works on each core, so that no timing contains turns of another rank. The
         time is multiplied by the number of ranks on a core.
         """
-        seconds = self.measure(work, counts=self.share.works)
+        seconds = self.measure(work, counts=self.share.works, always=always)
         return None if seconds is None else seconds * self.share.crowd
 
     def measure(self, work: Work, *, samples: int = SAMPLES, sample_seconds: float = SAMPLE_SECONDS,
-                counts: bool = True) -> float | None:
+                counts: bool = True, always: bool = False) -> float | None:
         """Return the median seconds of a call on the slowest rank, or None if the time of the section is up.
 
-        counts   whether this rank works; one that does not only waits
+        counts   whether this rank works; otherwise it only waits
+        always   measure even if the time is up, with samples of one call
         """
-        if self._over:
+        if self._over and not always:
             self.left_out += 1
             return None
         self._timed(work, 1, counts)
         first = self._timed(work, 1, counts)
         fastest, over = self.largest(-first if counts else -inf, self.clock() - self._ends)
-        if over > 0:
-            self._over, self.left_out = True, self.left_out + 1
+        self._over = over > 0
+        if self._over and not always:
+            self.left_out += 1
             return None
-        calls = max(1, min(MOST_CALLS, round(sample_seconds / max(-fastest, 1e-9))))
+        calls = 1 if self._over else max(1, min(MOST_CALLS, round(sample_seconds / max(-fastest, 1e-9))))
         return self.largest(median(self._timed(work, calls, counts) for _ in range(samples)))[0]
 
     def _timed(self, work: Work, calls: int, counts: bool) -> float:

@@ -105,7 +105,7 @@ def measured_collectives(sampler: Sampler, tell: Tell) -> tuple[list[Measured], 
             if axis.node_map.per_node > 1:  # the laws assume the default rule, not that of an earlier measurement
                 axis.node_map = axis.node_map._replace(gathers_from=GATHERS_FROM)
             for operation in OPERATIONS:
-                points = _points(timing, sampler, axis, operation, buffers)
+                points = _points(timing, sampler, axis, operation, buffers, always=not rows)
                 tell(f"{operation} in groups of {axis.size}", len(SIZES))
                 if points:
                     nbytes, seconds = zip(*points)
@@ -122,24 +122,27 @@ class Timing:
         self._gemm: Work | None = None
         if sampler.share.crowd > 1:
             self._gemm = GemmOperands(library_for("float32"), "float32", [BETWEEN]).gemm(BETWEEN)
-            self._alone = sampler.measure(self._gemm, samples=MORE_SAMPLES, sample_seconds=ALONE_SECONDS) or 0.0
+            self._alone = sampler.measure(self._gemm, samples=MORE_SAMPLES, sample_seconds=ALONE_SECONDS,
+                                          always=True) or 0.0
 
-    def seconds(self, begin: Begin) -> float | None:
-        """Return the seconds of one call, or None if the time of the section is up. Collective."""
+    def seconds(self, begin: Begin, always: bool) -> float | None:
+        """Return the seconds of one call, or None if the time of the section is up. Collective. always: as in
+        `Sampler.measure`."""
         gemm = self._gemm
         if gemm is None:
-            return self._sampler.measure(partial(completed, begin), sample_seconds=SAMPLE_SECONDS)
+            return self._sampler.measure(partial(completed, begin), sample_seconds=SAMPLE_SECONDS, always=always)
 
         def both() -> None:
             gemm()
             completed(begin)
 
-        found = self._sampler.measure(both, samples=MORE_SAMPLES, sample_seconds=SAMPLE_SECONDS)
+        found = self._sampler.measure(both, samples=MORE_SAMPLES, sample_seconds=SAMPLE_SECONDS, always=always)
         return None if found is None else max(found - self._alone, found * LEAST_SHARE)
 
 
-def _points(timing: Timing, sampler: Sampler, axis: Axis, operation: str, buffers: Buffers) -> list[tuple[int, float]]:
-    """Return (bytes, seconds) of each size, ascending; none if there was no time for all, because the price of more
+def _points(timing: Timing, sampler: Sampler, axis: Axis, operation: str, buffers: Buffers, always: bool
+            ) -> list[tuple[int, float]]:
+    """Return (bytes, seconds) of each size, ascending; [] if there was no time for all sizes, because the time of more
     bytes is computed from the last point."""
     found = list[tuple[int, float]]()
     for size in SIZES:
@@ -148,7 +151,7 @@ def _points(timing: Timing, sampler: Sampler, axis: Axis, operation: str, buffer
         nbytes, = map(int, sampler.largest(max(record.received, record.sent)))
         if found and nbytes <= found[-1][0]:
             continue
-        seconds = timing.seconds(begin)
+        seconds = timing.seconds(begin, always)
         if seconds is None:
             return []
         found.append((nbytes, seconds))
@@ -210,7 +213,7 @@ def measured_hidden(sampler: Sampler, dtype: str, tell: Tell) -> dict[str, float
 
 def _share_hidden(sampler: Sampler, grid: Grid, begin: Begin, gemm: Work) -> float | None:
     call = partial(completed, begin)
-    alone, one = sampler.measure(call), sampler.measure(gemm)
+    alone, one = sampler.measure(call, always=True), sampler.measure(gemm, always=True)
     if alone is None or one is None:
         return None
     times = max(1, round(LONGER * alone / one))
@@ -225,7 +228,8 @@ def _share_hidden(sampler: Sampler, grid: Grid, begin: Begin, gemm: Work) -> flo
         gemms()
         pending.wait()
 
-    turns = [[sampler.measure(work, samples=1) for work in (call, gemms, both)] for _ in range(REPEATS)]
+    turns = [[sampler.measure(work, samples=1, always=turn == 0) for work in (call, gemms, both)]
+             for turn in range(REPEATS)]
     shares = [min(1.0, max(0.0, (collective + computed - together) / collective))
               for collective, computed, together in turns
               if collective is not None and computed is not None and together is not None]

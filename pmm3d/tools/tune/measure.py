@@ -45,12 +45,14 @@ class Report(NamedTuple):
     hosts      node of each rank
     left_out   number of points for which there was no time
     unlike     nodes of another kind than the first; jobs that start there do not find the machine
+    unsteady   largest ratio of the times of the same step in two turns
     """
 
     machine: Machine
     hosts: list[str]
     left_out: int
     unlike: list[str]
+    unsteady: float = 1.0
 
 
 def stages(ranks: int, dtypes: list[str]) -> int:
@@ -85,9 +87,10 @@ def measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, tell: Tell) -
         peak={dtype: max(max(points.flops) for points in found.forms.values()) for dtype, found in gemms.items()},
         collectives=tuple(even(rows, groups)), laws=fitted(rows, groups),
         hidden=collectives.measured_hidden(sampler, dtypes[0], tell))
-    machine = steps.calibrated(steps.measured_steps(sampler, nodes.ranks_per_node, tell), machine)
+    measured = steps.measured_steps(sampler, nodes.ranks_per_node, tell)
     unlike = sorted({host for host, key in zip(nodes.hosts, keys) if key != keys[0]})
-    return Report(machine, nodes.hosts, sampler.left_out, unlike)
+    return Report(steps.calibrated(measured, machine), nodes.hosts, sampler.left_out, unlike,
+                  steps.unsteadiness(measured))
 
 
 def even(rows: Iterable[Measured], groups: Mapping[tuple[int, int], Group]) -> list[Measured]:
@@ -112,14 +115,14 @@ def print_report(report: Report, console: Console) -> None:
     machine, copy = report.machine, report.machine.passes[rates.COPY]
     action, inside, across = (f"{abs(1e6 * seconds):.1f} us {'less' if seconds < 0 else 'longer'}"
                               for seconds in machine.in_steps)
-    useless = machine.sources["in_steps"] == steps.USELESS
+    source = machine.sources["in_steps"]
     found = {"ranks": f"{len(report.hosts)} on {counted(len(set(report.hosts)), 'node')}",
              "memory": f"{in_bytes(machine.memory)} a rank",
              **{f"GEMM {dtype}": f"at best {in_flops(peak)} a rank" for dtype, peak in machine.peak.items()},
              "copies": f"{copy.rate / 1e9:.2f} GB/s and {1e6 * copy.overhead:.1f} us a copy on each rank",
              **{f"hidden {place}": f"{share:.0%} of an all-reduce {WHERE[place]} runs under GEMMs"
                 for place, share in machine.hidden.items()},
-             "in a step": steps.USELESS if useless else
+             "in a step": source if source in (steps.USELESS, steps.NOT_MEASURED) else
                           f"compared with a loop of one action, a GEMM or pass takes {action}, a collective inside a "
                           f"node {inside}, a collective across nodes {across}"}
     console.print(facts(f"\n[bold]{machine.name}[/]", found))
@@ -131,6 +134,10 @@ def print_report(report: Report, console: Console) -> None:
                           in_bytes(row.nbytes[-1]), f"{row.nbytes[-1] / row.seconds[-1] / 1e9:.3f}",
                           f"{machine.laws[row.operation].misfit:.0%}")
         console.print(table)
+    if report.unsteady > steps.UNSTEADY:
+        console.print(f"[yellow]The same step took {report.unsteady:.1f} times as long in another turn, so other "
+                      'programs used the cores and the figures "in a step" may be wrong. Measure again on a quiet '
+                      "machine[/]")
     if report.left_out:
         console.print(f"[yellow]{report.left_out} points were not measured, because the time was up. A larger "
                       "--budget measures more[/]")

@@ -60,12 +60,12 @@ def measured_gemms(sampler: Sampler, dtypes: list[str], tell: Callable[[str, int
         for index, form, dtype in product(range(max(map(len, orders.values()))), FORMS, dtypes):
             if index < len(orders[form]):
                 shape = orders[form][index]
-                seconds = sampler.measure_busy(operands[dtype].gemm(shape, form))
+                seconds = sampler.measure_busy(operands[dtype].gemm(shape, form), always=index == 0)
                 tell(f"gemm {dtype} {form}", 1)
                 if seconds is not None:
                     found[dtype][form][shape] = flop_of(*shape, dtype) / seconds
-    return {dtype: Gemms(None, {form: filled(FORMS[form], rates) for form, rates in forms.items() if rates})
-            for dtype, forms in found.items() if any(forms.values())}
+    return {dtype: Gemms(None, {form: filled(FORMS[form], rates) for form, rates in forms.items()})
+            for dtype, forms in found.items()}
 
 
 def filled(sizes: tuple[int, ...], rates: dict[Shape, float]) -> GemmPoints:
@@ -91,8 +91,8 @@ def measured_copy(sampler: Sampler, tell: Callable[[str, int], None]) -> Pass:
     with sampler.section(COPY_SECONDS):
         for nbytes in COPIED:
             source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-            seconds = sampler.measure_busy(partial(np.copyto, target, source))
+            seconds = sampler.measure_busy(partial(np.copyto, target, source), always=not points)
             tell("copy", 1)
             if seconds is not None:
                 points.append((2 * nbytes, seconds))
-    return Pass(*line(points)) if points else Pass(0.0, 1e9)
+    return Pass(*line(points))

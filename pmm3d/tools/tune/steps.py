@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +38,10 @@ corrections."""
 USELESS = ("no figures: by the measured steps, collectives would take less than no time. Other programs used the "
            "cores, or ranks share cores. Measure again on a quiet machine")
 """Source of `in_steps` if the steps cannot be used."""
+NOT_MEASURED = "no figures: there was no time to measure a step. A larger --budget measures more"
+"""Source of `in_steps` without a measured step."""
+UNSTEADY = 1.5
+"""Ratio of the times of a step in two turns above which the machine was busy with other programs."""
 
 
 class MeasuredStep(NamedTuple):
@@ -117,7 +121,7 @@ def calibrated(steps: Sequence[MeasuredStep], machine: Machine) -> Machine:
     """
     alone = replace(machine, in_steps=InSteps())
     if not steps:
-        return alone
+        return _without_fit(alone, NOT_MEASURED)
     priced = np.array([simulate(tasks(step.actions, alone, step.groups)).seconds for step in steps])
     seconds = np.array([step.seconds for step in steps])
     counts, error = np.array([step.counts() for step in steps], float) / seconds[:, None], (seconds - priced) / seconds
@@ -129,10 +133,20 @@ def calibrated(steps: Sequence[MeasuredStep], machine: Machine) -> Machine:
                                                          (least, np.inf)).x / scale)
     numbers = np.sum([step.counts()[2:] for step in steps], axis=0)
     if (_collectives_alone(steps, alone) + numbers * (inside, across) < 0).any():
-        return replace(alone, sources={**machine.sources, "passes": "measured copies, for all", "in_steps": USELESS})
+        return _without_fit(alone, USELESS)
     known = machine.passes[DEFAULT]
     passes = {**machine.passes, DEFAULT: known._replace(rate=1 / (1 / known.rate + byte))}
     return replace(machine, passes=passes, in_steps=InSteps(action, inside, across))
+
+
+def _without_fit(machine: Machine, why: str) -> Machine:
+    return replace(machine, sources={**machine.sources, "passes": "measured copies, for all", "in_steps": why})
+
+
+def unsteadiness(steps: Sequence[MeasuredStep]) -> float:
+    """Return the largest ratio of the times of the same step in two turns; 1 if no step was measured twice."""
+    ratios = (one.seconds / other.seconds for one, other in combinations(steps, 2) if one[1:] == other[1:])
+    return max((max(ratio, 1 / ratio) for ratio in ratios), default=1.0)
 
 
 def _collectives_alone(steps: Sequence[MeasuredStep], machine: Machine) -> np.ndarray:
