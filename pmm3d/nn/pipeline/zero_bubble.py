@@ -113,7 +113,7 @@ def zb_1p(ranks: int, micro_batches: int, times: Times = Times(), limit: float |
         Of the pipeline.
     times : Times
         Times for which the bubble is minimized. Default: all 1.
-    limit : float
+    limit : float or None
         Micro-batches that a rank may hold: 1 from F to I, and 0.4 from I to W. Default: p.
 
     Returns
