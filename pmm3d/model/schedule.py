@@ -25,8 +25,8 @@ WINDOW = 64
 """Largest number of messages of a level in a round, in each direction. A round by nodes may have two levels. The number
 is limited because a test of thousands of requests takes longer than most messages."""
 SMALL_BYTES = 2**16
-"""Bytes of an array, times the sum of its stages' sizes, up to which an all-reduce sends whole arrays. Latency dominates
-for such arrays, and whole arrays take half of the rounds."""
+"""Bytes of an array, times the sum of its stages' sizes, up to which an all-reduce sends whole arrays. Latency
+dominates for such arrays, and whole arrays take half of the rounds."""
 
 
 class _Table:
