@@ -56,7 +56,7 @@ def test_the_environment_chooses_where_the_program_leaves_it_open(monkeypatch):
 
 @pytest.fixture
 def child(monkeypatch):
-    """Nothing was tried before. The children that were started."""
+    """The list of started child processes. No trial is cached."""
     started, run = [], subprocess.run
     monkeypatch.delenv("PYTHONPATH", raising=False)  # a child imports what this process can
     device_trial._tried.cache_clear()
@@ -84,7 +84,7 @@ JUDGED = pytest.mark.thorough("judged() has it as an example")
     ("atexit.register(os.abort)", "sent itself some", True),
 ])
 def test_what_becomes_of_the_child_is_the_outcome(child, monkeypatch, tmp_path, library, said, direct):
-    """But not how it ended once it had its own values back."""
+    """The exit code after the child has compared its values is ignored."""
     words = ("import __main__ as main, atexit, os, signal, sys\n"
              f"from standin import *\nif 'pytest' not in sys.modules:\n    {library}\n")
     (tmp_path / "standin_child.py").write_text(words)
