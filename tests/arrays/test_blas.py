@@ -1,4 +1,4 @@
-"""pmm3d.arrays.blas: GEMM into parts of larger arrays, against numpy."""
+"""pmm3d.arrays.blas: GEMM into parts of larger arrays, compared with numpy."""
 
 import os
 import subprocess
@@ -106,7 +106,7 @@ def test_other_types_are_not_known():
 
 
 def test_where_no_address_space_is_left_for_it_the_blas_is_an_error():
-    """OpenBLAS itself tries for ever. In a child, with a limit of what it has and a little."""
+    """OpenBLAS would retry forever. Run in a child process whose limit is slightly above its address space."""
     code = """
 import resource
 import numpy as np

@@ -1,5 +1,5 @@
-"""Ranks killed while checkpoints are written, at once or in the background, in any number of stages: the next job finds
-the last complete one, or a newer one, never less."""
+"""Ranks that are killed while checkpoints are written, at once or in the background, with any number of stages. The
+next job finds the last complete checkpoint or a newer one."""
 
 import re
 
@@ -69,7 +69,8 @@ GRIDS = "1x2x1 in 2", "1x1x4", "1x1x1 in 4"
 
 @pytest.fixture
 def trains(job, tmp_path):
-    """trains(victim, moment, call, grid, background): (step found, last step saved) of a job over one folder."""
+    """trains(victim, moment, call, grid, background) runs two jobs in one folder. Returns (step found, last step
+    saved)."""
 
     def run(victim, moment=0, call="any", grid="2x2x1", background=False):
         done = job(4, TRAIN, tmp_path / "checkpoints", victim, moment, call, grid, background, timeout=60)

@@ -1,4 +1,5 @@
-"""Checkpoints and safetensors files of matrices on the stages of a grid: one of all stages, for any number of them."""
+"""Checkpoints and safetensors files of matrices on the stages of a grid: one for all stages, loaded with any number of
+stages."""
 
 import os
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ VECTORS, TRANSPOSED = {"0.bias"}, {"0.weight", "2.weight"}
 
 @contextmanager
 def cut(comm, stages, **options):
-    """A grid with that many stages; of 4 or 8 ranks. 0: none has an axis of that name."""
+    """A grid of 4 or 8 ranks with this number of stages. 0: without an axis "pipe"."""
     x, data = (2, comm.size // 2) if stages < 2 else (1, comm.size // stages)
     with Grid(comm, (x, 1, 1), data, pipe=stages or None, **options) as grid:
         yield grid
@@ -34,7 +35,7 @@ def values(name, seed=0):
 
 
 def of_stage(grid):
-    """The names of this stage. The last stage has the first's table too."""
+    """Names of the matrices of this stage. The last stage also has the table of the first."""
     stages, index = grid.shape.stages, grid.coords.pipe if grid.has_stages else 0
     own = NAMES[slice(*part_range(len(NAMES), stages, index))]
     return [*own, *["table"] * (index == stages - 1 and index > 0)]

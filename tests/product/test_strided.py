@@ -1,4 +1,4 @@
-"""Copies in evenly repeated pieces: as numpy's fancy indexing does them, whatever the orders, types and libraries."""
+"""Copies of evenly repeated pieces, compared with numpy's fancy indexing, for all orders, types and libraries."""
 
 import tracemalloc
 
