@@ -1,5 +1,5 @@
-"""Networks on ranks that are told to be on several nodes: bytes as the dry run has them, weights that do not depend on
-what overlaps, gradients over data by nodes."""
+"""Networks on ranks with invented nodes: bytes as in a dry run, weights that do not depend on overlap, hierarchical
+sums over data."""
 
 import pytest
 from loops import given
@@ -38,7 +38,8 @@ def test_overlap_changes_no_bit(comm):
 
 
 def test_gradients_over_data_cross_the_link_once(comm, monkeypatch):
-    """With 2 nodes of 4 ranks a quarter of the bytes that flat sums bring into a node; small ones are sent whole."""
+    """With 2 nodes of 4 ranks, a quarter of the bytes that flat sums bring into a node. Small gradients are sent whole.
+    """
     def into_a_node(sums):
         monkeypatch.setenv("PMM3D_SUMS", sums)
         with Grid(comm, "ddp") as grid:

@@ -19,7 +19,7 @@ ODD = (7, 13, 11, 5)
 
 
 class Branches(nn.Module):
-    """A network that is no MLP: two branches that meet, one of them split otherwise, one weight used twice."""
+    """A network with two branches that join, one of them with another split, and a weight that is used twice."""
 
     def __init__(self, grid, sizes, **options):
         self.grid, inside = grid, sizes[1]
