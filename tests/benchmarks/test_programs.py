@@ -1,4 +1,4 @@
-"""Each benchmark imports and explains itself; with --all each runs once in its smallest size."""
+"""Each benchmark can be imported and prints its help. With --all, each runs once in its smallest size."""
 
 import importlib
 import json

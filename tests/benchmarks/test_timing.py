@@ -1,4 +1,4 @@
-"""benchmarks/timing.py: rounds in turns, ratios within a round, programs that fail."""
+"""benchmarks/timing.py: rounds in turns, ratios within a round, failing programs."""
 
 import sys
 

@@ -30,7 +30,7 @@ if c.rank == 0:
 
 
 def call(*arguments, start=subprocess.run, **options):
-    """Run cluster.py in a process of its own."""
+    """Run cluster.py in a separate process."""
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if start is subprocess.run:
         options |= {"timeout": 60, "capture_output": True}

@@ -1,4 +1,4 @@
-"""What a C caller can do wrong: a code and a text on every rank that called, and the caller lives on."""
+"""Mistakes of a C caller: a code and a text on every calling rank, and the caller continues."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ HERE = [  # of calls that are not collective, or name nothing by which other ran
 
 
 def told(done):
-    """(rank, code, everywhere, text) of each wrong call"""
+    """(rank, code, everywhere, text) of each wrong call."""
     return [(int(rank), int(code), int(everywhere), text)
             for rank, code, everywhere, text in TOLD.findall(done.stdout)]
 
@@ -152,7 +152,7 @@ def test_a_python_without_a_standard_library(program):
 
 
 def test_integers_of_8_bytes_are_refused_by_the_compiler(tmp_path):
-    """The module itself compiles, for programs that pass those of C."""
+    """The Fortran module itself compiles, for programs that pass integers of C."""
 
     def compiled(source):
         return subprocess.run(["mpifort.openmpi", "-fdefault-integer-8", "-c", ROOT / source], cwd=tmp_path, text=True,
@@ -177,7 +177,7 @@ def test_an_mpi4py_that_cannot_be_loaded_here(program):
 
 
 def test_python_with_another_mpi(program, tmp_path):
-    """An mpi4py that brings its own: as two libraries in one process."""
+    """An mpi4py with its own MPI is imitated: two libraries in one process."""
     module = "rc = type('rc', (), {})\n"
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text(module)

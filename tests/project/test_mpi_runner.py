@@ -1,4 +1,4 @@
-"""The MPI test plugin, tried on small test folders in a pytest of their own."""
+"""The MPI test plugin, in an inner pytest on small test folders."""
 
 import json
 import os
@@ -215,7 +215,7 @@ def test_not_reached(comm):
 
 
 class Outcomes:
-    """What an inner pytest run reported, from its junit file."""
+    """Results of an inner pytest run, from its junit file."""
 
     def __init__(self, folder: Path, process: subprocess.CompletedProcess):
         self.durations = folder / "durations.json"
@@ -231,7 +231,7 @@ class Outcomes:
 
 
 def run_pytest(folder: Path, *arguments: str, env=None, **files: str) -> Outcomes:
-    """Run pytest with the plugin on these test modules, in a folder of their own."""
+    """Run pytest with the plugin on these test modules, in a new folder."""
     (folder / "conftest.py").write_text(CONFTEST)
     for name, text in files.items():
         (folder / f"{name}.py").write_text(text)

@@ -198,7 +198,7 @@ def test_a_run_that_meets_its_time_limit_ends_with_the_same_bits(slurm, runs):
 
 
 def test_a_second_cluster_ends_with_its_process_however_that_ends(slurm, tmp_path):
-    """Beside the first one, whose daemons, address and node names are the same."""
+    """At the same time as the first one, which has the same daemons, address and node names."""
     program = tmp_path / "second.py"
     program.write_text(SECOND.format(here=str(Path(__file__).parent), folder=str(tmp_path)))
     maker = subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""`pmm3d predict --prompt` and `pmm3d export --names`: a run of tokens continues a text, and leaves as a GPT-2."""
+"""`pmm3d predict --prompt` and `pmm3d export --names`: a run of tokens continues a text, and is exported as a GPT-2."""
 
 import json
 
@@ -38,7 +38,7 @@ def said(done, text):
 
 
 def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
-    """The same text on one rank, and on two, which share the run's grid; greedy, and by a seed."""
+    """The same text on one rank, and on two ranks with the grid of the run; greedy, and with a seed."""
     (tmp_path / "cat.txt").write_text(TEXT * 20)
     (tmp_path / "run.toml").write_text(RUN)
     for words in (("convert", "text", "cat.txt", "text.h5"), ("train", "run.toml")):

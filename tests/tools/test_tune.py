@@ -1,4 +1,4 @@
-"""What `pmm3d tune machine` measures: laws found again from made-up rows, shapes, groups, names; and the command."""
+"""Measurements of `pmm3d tune machine`: laws recovered from invented rows, shapes, groups, names; and the command."""
 
 import re
 from dataclasses import replace
@@ -177,7 +177,8 @@ def test_a_share_is_hidden_inside_a_node(comm, monkeypatch):
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("together, share", [(2.5, 0.75), (4.0, 0.0), (1.0, 1.0)])
 def test_the_share_is_that_of_the_seconds(comm, monkeypatch, together, share):
-    """A collective of 2 s, a GEMM of 1 s that is repeated for 2 s or more; both at once as given."""
+    """A collective of 2 s, a GEMM of 1 s that is repeated for at least 2 s. together: seconds of both at the same time.
+    """
     monkeypatch.setattr(collectives, "HIDDEN_BYTES", 2**12)
 
     class Faked(Sampler):
@@ -197,8 +198,8 @@ def test_a_copy_has_a_rate(comm):
 
 
 def made_steps(machine, action, byte, inside, across):
-    """Steps of small and of large passes, without collectives, with some in a node, with some across nodes: their
-    seconds on the machine, with so many more for each action, byte and collective."""
+    """Steps of small and large passes, without collectives, with collectives in a node, and between nodes: their
+    seconds on the machine, plus these seconds for each action, byte and collective."""
     groups = {"x": Group(4, 4, 1, 2), "y": Group(2, 1, 2, 4)}
     found = []
     for (along_x, along_y), nbytes in product(((0, 0), (5, 0), (0, 5), (10, 2)), (10**4, 10**6)):
@@ -216,7 +217,7 @@ def made_steps(machine, action, byte, inside, across):
 
 
 def printed(machine):
-    """The line "in a step" of the report of a machine."""
+    """The line "in a step" in the report of a machine."""
     machine = replace(machine, passes={**machine.passes, rates.COPY: Pass(0.0, 1e9)}, collectives=())
     target = Console(file=StringIO(), width=400)
     measure.print_report(measure.Report(machine, ["a"], 0, []), target)
@@ -228,7 +229,7 @@ def printed(machine):
     (3e-3, 1e-9, 1e-3, 2e-3), (0.0, 0.0, 0.0, 0.0), (2e-4, 5e-10, 1e-2, 0.0), (-5e-6, 1e-9, 2e-3, 1e-3),
     (1e-3, 0.0, -1e-5, -1e-5)])
 def test_what_steps_take_longer_is_found_again(action, byte, inside, across):
-    """But actions take no less in steps, and only the rate of passes but copies is fitted."""
+    """Except that actions take no less in steps, and only the rate of passes without copies is fitted."""
     copy = Pass(1e-6, 1e10)
     machine = replace(load("nominal"), overhead=0.0, in_steps=InSteps(1.0, 1.0, 1.0),
                       passes={"default": copy, "copy": copy})
@@ -286,7 +287,7 @@ def test_steps_of_all_ranks_are_measured(comm, monkeypatch):
 
 @pytest.fixture
 def tune(on_ranks, tmp_path):
-    """tune(ranks, *arguments): what `pmm3d tune machine` did on that many ranks, with a cache of its own."""
+    """tune(ranks, *arguments): the result of `pmm3d tune machine` on this number of ranks, with its own cache."""
     environment = {"TERM": "dumb", "COLUMNS": "120", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     return lambda ranks, *arguments: on_ranks(ranks, "tune", "machine", *arguments, env=environment, timeout=280)
 

@@ -1,4 +1,4 @@
-"""Schedules of pipelines against published figures, and in any size: without MPI."""
+"""Schedules of pipelines, compared with published figures, for any size. Without MPI."""
 
 import json
 from collections import Counter
@@ -68,7 +68,7 @@ every_size = pytest.mark.parametrize("sizes", [
 
 
 def tables(ranks, micro_batches, times):
-    """(name, chunks, table) of all schedules that there are of this size. A search for many ranks takes seconds."""
+    """(name, chunks, table) of all schedules of this size. A search for many ranks takes seconds."""
     for name, make in BY_NAME.items():
         if name in SEARCHED and (ranks not in (1, 2, 3, 5, 16) or micro_batches not in (1, 2, 7, 16)):
             continue
@@ -103,7 +103,7 @@ def test_any_schedule_can_be_carried_out_whatever_the_stages_take(sizes):
 
 
 def peaks(name, p, m, v):
-    """Micro-batches per stage that each rank holds to W, and to I, by the formulas. None: there is none."""
+    """Formulas of the number of micro-batches per stage that each rank holds until W, and until I. None: no formula."""
     at = lambda of: tuple(of(rank) for rank in range(p))
     if name == "interleaved" and v > 1 and m % p == 0:
         return at(lambda r: min(2 * (p - 1 - r) + (v - 1) * p + 1, m * v)), None
@@ -134,7 +134,7 @@ def test_peaks_are_those_of_the_formulas(sizes):
 
 @every_size
 def test_bubbles_are_those_of_the_formulas(sizes):
-    """Of stages that take equally long: W no longer than F and B."""
+    """For stages of equal duration, if W takes no longer than F and B."""
     for p, m in sizes:
         for f, b, w in ((1, 1, 1), (3, 2, 1), (2, 3, 2), (1, 2, 1)):
             times, whole = Times(f, b, w), f + b + w
