@@ -92,8 +92,8 @@ def test_the_operator_is_an_m_matrix_that_loses_nothing_but_at_the_walls(mesh, k
     assert (operator - np.diag(np.diag(operator)) <= 0).all() and (np.linalg.inv(operator) >= 0).all()
     inside = np.zeros((9, 9), bool)
     inside[1:-1, 1:-1] = True
-    assert np.allclose(operator.sum(axis=0)[inside.ravel()], 0, atol=1e-12 * scale)  # what leaves a cell enters others
-    assert np.allclose(operator.sum(axis=1)[inside.ravel()], 0, atol=1e-12 * scale)  # a constant field stays
+    assert np.allclose(operator.sum(axis=0)[inside.ravel()], 0, atol=1e-12 * scale)  # flux is conserved
+    assert np.allclose(operator.sum(axis=1)[inside.ravel()], 0, atol=1e-12 * scale)  # a constant field does not change
 
 
 def test_the_adjoint_is_the_same_equation_with_the_wind_turned_round(mesh):

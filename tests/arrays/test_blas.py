@@ -15,7 +15,7 @@ from pmm3d.arrays import blas
 SIZES = [(4, 3, 5), (1, 1, 1), (1, 7, 2), (6, 1, 1), (1, 1, 9), (5, 4, 0), (0, 3, 2), (3, 0, 2), (33, 40, 29)]
 SCALES = [(1, 0), (1, 1), (2, -1), (0, 3), (-1, 0), (3, 2)]
 
-# Each takes make(shape), which gives a C-ordered array, and returns (the whole array, the part of it with that shape).
+# Functions of make(shape), which returns a C-ordered array. They return (a larger array, its part with this shape).
 
 
 def c_order(make, rows, cols):

@@ -32,7 +32,7 @@ CASES = [(library, dtype) for library in ("numpy", "torch", "standin", TORCH_DEV
 SIZES = [(4, 3, 5), (1, 1, 1), (1, 7, 2), (6, 1, 1), (1, 1, 9), (0, 3, 2), (3, 0, 2), (17, 20, 9)]
 SCALES = [(1, 0), (1, 1), (2, -1), (0, 3), (-1, 0), (3, 2)]
 
-# Each returns (the whole array, the part of it that has the shape).
+# Each returns (a larger array, its part with this shape).
 
 
 def in_rows(whole, rows, cols):

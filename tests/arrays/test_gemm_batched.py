@@ -31,7 +31,7 @@ SIZES = [(2, 4, 3, 5), (1, 1, 1, 1), (3, 17, 20, 9), (0, 3, 2, 2), (2, 0, 3, 2),
          (5, 1, 7, 2)]
 SCALES = [(1, 0), (1, 1), (2, -1), (0, 3), (-1, 0), (3, 2)]
 
-# Each returns (the whole array, a view of these items in it), with the strides of one of attention's matrices.
+# Each returns (a larger array, a view of these items), with the strides of one of the matrices of attention.
 
 
 def one_after_the_other(whole, face, items, rows, cols):

@@ -294,7 +294,7 @@ def test_silence_counts_once_somebody_waits_for_as_long_as_the_limit(monkeypatch
         collective = hang.Collective("all", "all_reduce", number, (0, 1, 2))
         answers = {rank: RankStatus(rank, {"all": (number, "all_reduce")}, hang.Waiting(collective, waited, "line"))
                    for rank in (0, 1)}
-        for _ in range(2):  # a second look at the same waits
+        for _ in range(2):  # the second time, the waits are the same
             watch._conclude(Inquiry(now - 4.0, dict(answers)), now)
         assert bool(ended) == (number == 11)
     assert ended == [[2]]

@@ -75,18 +75,18 @@ def gathered_and_summed(grid):
 def order_of(comm, monkeypatch, program, transport, *taken_away, wrap=None):
     """The Order of a program on a stream of this rank. taken_away: (object, name, replacement) of parts that order it.
     """
-    monkeypatch.setattr(compute, "LEAST_WORK", 0)  # so that the helper thread takes part
-    monkeypatch.setattr(staging, "PIECE_BYTES", 128)  # so that messages have several
+    monkeypatch.setattr(compute, "LEAST_WORK", 0)  # so that the helper thread is used
+    monkeypatch.setattr(staging, "PIECE_BYTES", 128)  # so that messages have several pieces
     for shape, data in {2: [((1, 2, 1), 1)], 4: [((2, 1, 1), 2), ((1, 2, 2), 1)]}[comm.size]:
         with Grid(comm, shape, data, device_transport=transport) as grid:
             with standin.Device(comm.rank % standin.DEVICES), standin.Stream(non_blocking=True):
-                gathered_and_summed(grid)  # how memory travels is settled now
+                gathered_and_summed(grid)  # chooses the transport
                 with looked_at(monkeypatch) as order, monkeypatch.context() as patch:
                     grid.engine.wrap = wrap
                     for each in taken_away:
                         patch.setattr(*each)
                     retained = program(grid)
-                    grid.engine.wrap = None  # agreements of the grid's end wait for their messages
+                    grid.engine.wrap = None  # because the agreements of `close` must wait for their messages
                     order.end()
                 del retained
             yield order
@@ -143,7 +143,7 @@ def test_a_collective_waits_for_nothing_that_was_asked_for_after_it(comm, transp
     """Nor for work on which later collectives wait: a GEMM between two sums does not delay the first sum."""
     with Grid(comm, (1, comm.size, 1), device_transport=transport) as grid, standin.Stream(non_blocking=True) as stream:
         first, second = (to_library(integers((40, 3), seed=grid.rank), "standin") for _ in range(2))
-        grid.y.all_reduce_into(first, first).wait()  # how memory travels is settled now
+        grid.y.all_reduce_into(first, first).wait()  # chooses the transport
         stream.synchronize()
         sums = [grid.y.all_reduce_into(first, first)]
         second += 1

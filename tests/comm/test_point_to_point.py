@@ -16,7 +16,7 @@ def test_arrays_go_round_the_ring(comm):
         axis, following, before = grid.x, (grid.rank + 1) % grid.size, (grid.rank - 1) % grid.size
         for number, (library, dtype) in enumerate([("numpy", "float64"), ("numpy", "float16"), ("torch", "float32"),
                                                    ("standin", "complex64")]):
-            axis.all_reduce(to_library(np.ones(1), library)).wait()  # a device's transport is settled by all members
+            axis.all_reduce(to_library(np.ones(1), library)).wait()  # all members choose the transport of a device
             for agreed in (False, True):
                 values = lambda rank, number=number, dtype=dtype: integers((5, 4), dtype, seed=10 * number + rank)
                 sent = to_library(values(grid.rank), library, dtype)[:, 1:3]

@@ -45,7 +45,7 @@ def test_what_one_rank_of_many_holds(comm, shape):
 def test_setting_up_takes_no_more_calls_on_more_ranks(comm):
     one, few, many = (setup(ranks, shape, lambda what, part: part())
                       for ranks, shape in ((8, "2x2x2"), (128, "8x4x4"), (RANKS, "32x32x32")))
-    assert few.messages == many.messages == one.messages + 1  # of several nodes, the machine that was measured
+    assert few.messages == many.messages == one.messages + 1  # with several nodes, the measured machine
     assert one.received < 64 * 8
 
 

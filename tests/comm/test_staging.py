@@ -119,7 +119,7 @@ def test_pinned_memory_that_one_rank_cannot_have_is_told_by_all(comm, staged, mo
     with monkeypatch.context() as patch:
         if comm.rank == 1:
             patch.setattr(DeviceLibrary, "pinned_bytes", refused)
-        for _ in range(2):  # what was refused once is asked for again
+        for _ in range(2):  # after a failed allocation, it is requested again
             fails(OutOfMemoryError, "failed on 1 of 2 ranks. rank 1: OutOfMemoryError: no pinned host memory for the "
                                     "messages of device memory: none is left", lambda: shifted(staged.x, comm.rank))
     assert shifted(staged.x, comm.rank)[1]()
@@ -132,7 +132,7 @@ def test_pinned_memory_is_counted_and_reused(comm, staged, monkeypatch):
 
     assert all(shift_both())
     pinned = [pool for pool in staged.workspace._pools.values() if pool.memory == library_named("standin").pinned()]
-    chosen_modes = sum(4 * 64 >> step for step in range(9))  # a buffer of each size, and a second one of the largest
+    chosen_modes = sum(4 * 64 >> step for step in range(9))  # bytes of a buffer of each size
     assert sum(sum(pool.sizes) for pool in pinned) == chosen_modes + 4 * 64 <= staged.workspace.allocated
     monkeypatch.setattr(DeviceLibrary, "pinned_bytes", refused)
     for _ in range(2):

@@ -65,7 +65,7 @@ def test_the_header_is_cs_and_c_plus_pluss(tmp_path):
         strict = ["-Wall", "-Wextra", "-Wstrict-prototypes"][: 3 if name == "a.c" else 2]
         subprocess.run([*compiler, *strict, "-pedantic", "-Werror", "-DOMPI_SKIP_MPICXX", name, f"-I{ROOT / 'embed'}",
                         f"-L{LIBRARIES}", "-lpmm3d", f"-Wl,-rpath,{LIBRARIES}", "-o", "a"], cwd=tmp_path, check=True)
-        assert Caller(tmp_path / "a")(1).returncode == 0  # MPI has not begun
+        assert Caller(tmp_path / "a")(1).returncode == 0  # before MPI_Init
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -75,7 +75,7 @@ def test_a_thousand_calls_leave_no_memory_behind(program, ranks):
     for name in ("matmul", "pgemm"):
         found = re.findall(rf"{name} after (\d+) calls: VmData (\d+) KiB, VmRSS (\d+) KiB", done.stdout)
         data, resident = ({calls: int(values[which]) for calls, *values in found} for which in (0, 1))
-        assert data["1000"] <= data["200"] + 2048, done.stdout  # of malloc's, and Python's, an arena of 1 MiB each
+        assert data["1000"] <= data["200"] + 2048, done.stdout  # malloc and Python may each add an arena of 1 MiB
         assert resident["2000"] <= resident["1000"] + 256, done.stdout
         assert f"{name} from C" in done.stdout and f"{name} from Python" in done.stdout
 

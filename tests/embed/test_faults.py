@@ -12,7 +12,7 @@ from callers import ENVIRONMENT, LIBRARIES, ROOT
 pytestmark = pytest.mark.thorough("hostile calls from C")
 TOLD = re.compile(r"^(\d+) (\d) (\d) (.*)$", re.M)
 ARGUMENT, DISAGREEMENT, MPI, PYTHON, THREAD, FINALIZED = 1, 2, 4, 5, 6, 7
-ON_ALL = [  # what ranks hear together, of a fault on the last rank, or on all
+ON_ALL = [  # errors on all ranks, after a mistake on the last rank or on all
     ("alpha", DISAGREEMENT, "alpha is a NULL pointer"),
     ("beta", DISAGREEMENT, "beta is a NULL pointer"),
     ("transa", DISAGREEMENT, r"got the character '\x01' (1)"),
@@ -34,7 +34,7 @@ ON_ALL = [  # what ranks hear together, of a fault on the last rank, or on all
     ("freed", ARGUMENT, "or it was freed"),
     ("calls", DISAGREEMENT, "the ranks made different calls"),
     ("move", ARGUMENT, "redistribute: out is"),
-    ("cyclic right", ARGUMENT, "1 names no context of this process: it is a grid"),  # the product is, and then a move
+    ("cyclic right", ARGUMENT, "1 names no context of this process: it is a grid"),  # in a product, and in a move
     ("cyclic kind", ARGUMENT, "a descriptor of a dense matrix has 9 whole numbers"),
     ("cyclic block", ARGUMENT, "blocks of a block-cyclic layout: two whole numbers of at least 1; got (0, 6)"),
     ("cyclic lld", DISAGREEMENT, "the leading dimension is 1"),
@@ -49,7 +49,7 @@ ON_ALL = [  # what ranks hear together, of a fault on the last rank, or on all
     ("cyclic logical", ARGUMENT, "got '\\x01'"),
     ("cyclic wide", ARGUMENT, "as of integers of 8 bytes"),
 ]
-HERE = [  # of calls that are not collective, or name nothing by which other ranks could be told
+HERE = [  # errors on one rank: the call is not collective, or its grid is unknown
     ("numbers", ARGUMENT, "97 names no matrix"),
     ("closed", ARGUMENT, "closed"),
     ("null comm", ARGUMENT, "the communicator is MPI_COMM_NULL"),

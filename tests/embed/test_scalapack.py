@@ -78,8 +78,8 @@ def test_scalapacks_own_test_of_the_pblas_passes(scalapack_test, tmp_path, kind)
     total, passed, failed = re.findall(rf"P{kind.upper()}GEMM +(\d+) +(\d+) +(\d+) +0$", done.stdout, re.M)[0]
     assert int(total) == int(passed) == 16 and failed == "0"
     assert not re.search(r"FAILED +\*", done.stdout)
-    assert len(re.findall(r"check: P.GEMM +PASSED", done.stdout)) == 32  # that inputs stay, and the result
-    assert done_by(log, f"p{kind}gemm")["pmm3d"] == 16 + 8 + 8 + 16  # a line a rank
+    assert len(re.findall(r"check: P.GEMM +PASSED", done.stdout)) == 32  # unchanged inputs, and the result
+    assert done_by(log, f"p{kind}gemm")["pmm3d"] == 16 + 8 + 8 + 16  # one line per rank
 
 
 def test_scalapacks_own_test_of_lu_passes(scalapack_test, tmp_path):
@@ -96,7 +96,7 @@ def test_scalapacks_own_test_of_lu_passes(scalapack_test, tmp_path):
 def test_a_program_that_is_linked_with_it(program, tmp_path):
     log = tmp_path / "log"
     linked = program("benchmarks/pgemm.c", flags=("-lpmm3d_scalapack", *SCALAPACK))
-    for kind, ranks, rows, columns in (("d", 4, 2, 2), ("s", 3, 1, 2)):  # of three ranks one stays out
+    for kind, ranks, rows, columns in (("d", 4, 2, 2), ("s", 3, 1, 2)):  # one of three ranks is not in the grid
         done = linked(ranks, 100, 90, 80, kind, rows, columns, 7, 3, 1, PMM3D_EMBED_LOG=str(log))
         assert done.returncode == 0 and "wrong" not in done.stdout and not done.stderr, done.stdout + done.stderr
         assert done_by(log, f"p{kind}gemm") == {"pmm3d": 6 * rows * columns}

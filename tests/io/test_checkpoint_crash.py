@@ -18,7 +18,7 @@ TRAIN = """
     def values(step, shape):
         return np.arange(shape[0] * shape[1], dtype="float32").reshape(shape) % 97 + step
 
-    def at(grid, step, layouts=layouts):  # the matrices of this rank's stage; all stages have the last one
+    def at(grid, step, layouts=layouts):  # matrices of this rank's stage; all stages share the last one
         stages, index = grid.shape.stages, grid.coords.pipe if grid.has_stages else 0
         return {name: DistMatrix.from_global(grid.stage, values(step, shape), layout=layout)
                 for number, ((name, shape), layout) in enumerate(zip(shapes.items(), layouts))
@@ -53,7 +53,7 @@ TRAIN = """
                 die_at(call, moment)
         while victim >= 0:
             step += 1
-            keeper.save(step - step % 2, at(grid, step), {"step": step})  # every other one replaces the one before
+            keeper.save(step - step % 2, at(grid, step), {"step": step})  # odd steps replace a checkpoint
             while keeper.background and keeper.poll() is None:
                 time.sleep(0.001)
             if grid.rank == 0:

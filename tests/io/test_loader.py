@@ -246,7 +246,7 @@ def test_fetching_and_taking_send_nothing(some_grid, path):
         assert sent() == before
         assert [[rows_of(x) for x, _ in taken] for taken in found] == expected
         assert halves.fetch() is None
-        halves.next_epoch()  # without what was fetched
+        halves.next_epoch()  # without the batches that were read ahead
         epoch_of(whole)
         assert halves.epoch == whole.epoch == 3 and epoch_of(halves) == epoch_of(whole)
 

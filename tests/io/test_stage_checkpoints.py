@@ -61,7 +61,7 @@ def test_saved_in_stages_and_loaded_in_any_number_of_them(comm, shared_path, bac
             path = keeper.save(3, matrices, {"stages": stages})
             assert len(set(grid.comm.allgather(path))) == 1
             for matrix in matrices.values():
-                matrix.local[...] = -1  # in the background the checkpoint has what was there at the call
+                matrix.local[...] = -1  # a checkpoint in the background has the values at the call
             keeper.finish()
             assert keeper.contents(path) == {name: (SHAPES[name], "float32") for name in NAMES}
         for others in (4, 2, 1, 0):

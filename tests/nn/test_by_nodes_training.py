@@ -18,7 +18,7 @@ GRIDS = {4: [("ddp", 1), ("fsdp", 1), ("1x4x1", 1)],
 
 @pytest.mark.parametrize("name", ["plain", "odd", "zero", "accumulated", "sharded"])
 def test_a_run_moves_the_bytes_of_its_dry_run(comm, name):
-    one = {"odd": 1, "zero": 0, "accumulated": 0, "sharded": -1}.get(name)  # the grid on which the option counts most
+    one = {"odd": 1, "zero": 0, "accumulated": 0, "sharded": -1}.get(name)  # grid with the largest effect of the option
     for shape, data in GRIDS[comm.size] if all_tests or one is None else [GRIDS[comm.size][one]]:
         with Grid(comm, shape, data) as grid:
             assert_moved_as_dry(grid, name)

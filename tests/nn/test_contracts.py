@@ -136,7 +136,7 @@ def test_a_penalty_on_the_weights_of_a_layer(comm):
             on_each_grid(comm, check)
 
 
-# Parts that are computed again
+# Recomputed parts
 
 
 class Scaled(nn.Module):
@@ -314,7 +314,7 @@ def test_a_write_to_a_shard_is_seen(comm):
     on_each_grid(comm, check, MANY_GRIDS[comm.size][::2])
 
 
-# Optimizers beside each other
+# Several optimizers
 
 
 @on_all

@@ -89,13 +89,13 @@ def test_values_and_slopes_over_the_whole_range(name):
             function, face = FUNCTIONS[name], library_named(library)
             wide = np.longdouble if dtype == "float64" else np.float64
             inputs, own = numbers(dtype), library == "torch"
-            if own and name == "gelu_tanh":  # torch's slope is NaN where x^3 is infinite
+            if own and name == "gelu_tanh":  # torch's slope is NaN if x^3 is infinite
                 inputs = np.clip(inputs, -1e4, 1e4)
             x = inputs.astype(wide)
             with np.errstate(all="ignore"):
                 tensor, (exact, size) = to_library(inputs, library, dtype), value(name, x)
                 found = computed(function.value, face, dtype, tensor)
-                if own and name == "gelu":  # on some CPUs torch doubles x first: beyond half of the range it may be inf
+                if own and name == "gelu":  # on some CPUs torch computes 2 x first, which can be inf
                     far = np.abs(x) > np.finfo("float32" if dtype == "bfloat16" else dtype).max / 2
                     theirs = to_numpy(torch.nn.functional.gelu(tensor), library)
                     assert np.array_equal(found[far], theirs[far])

@@ -30,7 +30,7 @@ DATA_GRIDS = {4: [("2x1x1", 2), ("1x1x2", 2), ("1x1x1", 4)], 8: [("2x1x2", 2), (
 RESHARD = nn.Overlap(reshard_after_forward=True)
 
 
-# When sums begin, in the trace of a dry run
+# Begins of sums, in a dry run
 
 
 def dry_step(grid, m, sizes=(64, 64)):
@@ -326,7 +326,7 @@ def test_ranks_that_differ_in_a_pass_without_sync_are_told_before_the_step(comm,
         optimizer.step()
 
 
-# Products that are put off
+# Deferred products
 
 
 @pytest.mark.parallel([4])

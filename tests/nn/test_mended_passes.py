@@ -32,7 +32,7 @@ def layers(grid, *sizes):
     return nn.Sequential(grid, *made)
 
 
-# Weight gradients that are put off
+# Deferred weight gradients
 
 
 @four
@@ -65,7 +65,7 @@ def test_one_of_two_queues_is_not_enough(comm, fails):
         assert opt.steps == 1
 
 
-# Arrays that are packed
+# Packed arrays
 
 
 @four
@@ -173,7 +173,7 @@ def test_a_pass_that_failed_leaves_no_weight_that_was_gathered_ahead(comm):
                 np.testing.assert_allclose(net(spread(grid, X)).gather(), wanted)
 
 
-# What a pass begins with
+# The start of a pass
 
 
 @four
@@ -251,7 +251,7 @@ def test_a_frozen_weight_that_is_written_to_before_the_backward_pass_is_told_of(
                 assert first.weight.grad is not None and net.weight.grad is None
 
 
-# Weights that are gone
+# Freed weights
 
 
 @pytest.mark.parallel([2])

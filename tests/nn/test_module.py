@@ -129,7 +129,7 @@ def test_names_in_an_mlp_depend_neither_on_dropout_nor_on_recompute(comm):
                 assert len({name for name, _ in made[2].named_modules()}) == len(list(made[2].named_modules()))
 
 
-# Values from elsewhere
+# Loading of values
 
 
 def values_of(net):

@@ -85,7 +85,7 @@ def test_it_takes_the_steps_of_torch(comm, name, case):
                 name: value.shape for name, value in expected.items()}
             assert largest_difference(found, expected) < 1e-8
 
-    every = all_tests or name == "original"  # what the options change is the same on each grid
+    every = all_tests or name == "original"  # the effect of the options does not depend on the grid
     on_each_grid(comm, check, GRIDS[comm.size][: 6 if comm.size < 8 else 3 : 1 if every else 3])
 
 

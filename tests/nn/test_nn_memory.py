@@ -45,7 +45,7 @@ def trainer(grid, case, **options):
 def assert_steady(grid, case, **options):
     step, net = trainer(grid, case, **options)
     in_use, losses = set(), []
-    move_what_is_waited_for(grid.engine)  # so that work memory is there for as many collectives as can be under way
+    move_what_is_waited_for(grid.engine)  # so that work memory for the largest number of collectives is allocated
     for _ in range(3):
         losses.append(step())
         in_use.add(grid.workspace.in_use())

@@ -60,7 +60,7 @@ def test_a_run_moves_the_bytes_of_its_dry_run(comm, name):
 
     if name == "plain":
         grids = ALL_GRIDS.get(comm.size)
-    else:  # in turn, one grid with a data axis and one without
+    else:  # grids with and without a data axis, in turns
         grids = GRIDS[comm.size] if all_tests else GRIDS[comm.size][[*CASES].index(name) % 2 :: 2]
     on_each_grid(comm, check, grids)
 

@@ -198,7 +198,7 @@ def test_gradients_are_central_differences(comm):
                  check=False)
 
 
-# What moves
+# Bytes
 
 
 def moved(grid, operation, *tensors):
@@ -245,7 +245,7 @@ def test_units_of_columns_stay(comm):
     on_each_grid(comm, check, ALL_GRIDS[comm.size])
 
 
-# What is refused
+# Errors
 
 
 def test_what_is_refused(comm, fails):

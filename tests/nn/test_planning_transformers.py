@@ -44,7 +44,7 @@ def test_a_candidate_costs_what_its_whole_step_does(network, micro_batches):
             groups = groups_of(found.grid, NOMINAL.ranks_per_node)
             whole = terms_of(simulate(tasks(step.actions, NOMINAL, groups)))
             assert found.seconds == pytest.approx(sum(whole.values()), rel=0.02)
-            assert found.bytes == pytest.approx(step.received, rel=0.03)  # small collectives come in other buckets
+            assert found.bytes == pytest.approx(step.received, rel=0.03)  # small collectives are in other buckets
             assert {kind: nbytes for kind, nbytes in found.memory.items() if kind != "work"} == {
                 kind: nbytes for kind, nbytes in step.memory.items() if kind != "work"}
             assert found.memory["work"] == pytest.approx(step.memory["work"], rel=0.05)
@@ -72,7 +72,7 @@ def test_flop_and_parameters_are_those_of_the_published_formulas():
     assert ranking.flop == pytest.approx(flop(72), rel=0.03)
     (only,) = ranking.candidates
     held = sum(only.memory[kind] for kind in ("weights", "gradients", "state"))
-    norms = 2 * HIDDEN  # the last norm, which the formula leaves out
+    norms = 2 * HIDDEN  # the last norm, which the formula does not contain
     assert held == 16 * (gpt.parameters + norms)
     with pytest.raises(GridError, match=r"4 ranks do not divide by grid.pipe x grid.seq x grid.ulysses = 3: take"):
         rank_training(config(), 4, NOMINAL, samples=SAMPLES, seqs=[3])

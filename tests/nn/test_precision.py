@@ -223,7 +223,7 @@ def test_losses_and_statistics_are_of_float32(comm):
                 assert np.abs(whole(normal.value) - wanted).max() < 4 * unit
                 assert np.abs(whole(nn.softmax(x).value).sum(1) - 1).max() < 4 * unit
                 total = whole(nn.mean(x, 0).value)
-                assert np.abs(total - values.mean(0)).max() <= 64 * unit  # each part, and their sum, rounded once
+                assert np.abs(total - values.mean(0)).max() <= 64 * unit  # roundings of the parts and of the sum
 
             on_each_grid(comm, check, GRIDS[comm.size])
 

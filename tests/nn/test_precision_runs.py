@@ -78,7 +78,7 @@ def test_a_run_goes_on_in_another_precision(comm, data):
     made = lambda precision, shape, epochs=1: config(data, precision, epochs=epochs, grid={"shape": shape})
     _, low, _ = trained(comm, made("bfloat16", "ddp"))
     assert low[WEIGHT].dtype == np.float32 and (low[WEIGHT] != as_bfloat16(low[WEIGHT])).any()
-    _, full, _ = trained(comm, made("float32", "fsdp"))  # an epoch that is done: nothing is left to train
+    _, full, _ = trained(comm, made("float32", "fsdp"))  # the epoch is complete, so nothing is trained
     assert full.keys() == low.keys() and all(np.array_equal(full[name], low[name]) for name in low)
     _, more, _ = trained(comm, made("float32", "fsdp", 2))
     assert (more[WEIGHT] != low[WEIGHT]).any()
@@ -209,7 +209,7 @@ def test_as_much_is_learned_as_in_float32(comm, data):
                   for each, kind in (("float32", "numpy"), ("bfloat16", "torch"), ("float16", "numpy")))
     assert full["accuracy"] > 0.9
     for each, unit in zip(low, (2.0**-8, 2.0**-11)):
-        assert abs(each["accuracy"] - full["accuracy"]) < 1.5 / 60  # one sample of those held out
+        assert abs(each["accuracy"] - full["accuracy"]) < 1.5 / 60  # one of the held-out samples
         assert abs(each["loss"] - full["loss"]) < unit * full["loss"]
 
 

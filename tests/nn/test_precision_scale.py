@@ -112,7 +112,7 @@ def test_one_scale_for_two_optimizers(comm, fails):
         assert found[0] == found[1]
         nn.mse(net(x), y).backward()
         fails(Pmm3dError, "a loss that was scaled by 1, and this scale is 512", lambda: scale.step(*optimizers))
-        nn.mse(net(x), y).backward(scale=scale.value)  # added to what was not scaled
+        nn.mse(net(x), y).backward(scale=scale.value)  # added to a gradient that was not scaled
         fails(Pmm3dError, "a loss that was scaled by 1, and", lambda: scale.step(*optimizers))
         for optimizer in optimizers:
             optimizer.zero_grad()

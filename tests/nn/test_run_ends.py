@@ -152,7 +152,7 @@ def launched(runs, config, times, before=""):
     for _ in range(times):
         process.send_signal(signal.SIGINT)
         time.sleep(0.2)
-    while times > 1 and process.poll() is None:  # two that wait for a busy process arrive as one
+    while times > 1 and process.poll() is None:  # two signals to a busy process arrive as one
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=10)
             break

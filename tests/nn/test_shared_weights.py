@@ -74,7 +74,7 @@ def test_ranks_have_one_copy(comm):
         grid.comm.Barrier()
         assert np.array_equal(block, 7 * before)
         net(spread(grid, np.ones((16, 12)), library="numpy"))
-        assert np.array_equal(block, before)  # each forward pass brings the shards in again
+        assert np.array_equal(block, before)  # each forward pass gathers the shards again
 
     on_each_grid(comm, body, GRIDS[comm.size])
 

@@ -50,7 +50,7 @@ def test_bytes_are_those_of_one_panel_and_so_are_whole_numbers(grids, pytestconf
     for grid, (size, dtype) in product(grids, cases):
         with given(grid=grid.shape, size=size, dtype=dtype):
             a, b = operands(grid, size, dtype, distribution="integers")
-            grid.ledger.reset()  # the decomposed product first: nothing in its work memory is right by chance
+            grid.ledger.reset()  # before the plain product, whose results in work memory could hide an error
             found = matmul(a, b, alpha=2, overlap="decomposed")
             decomposed = moved(grid)
             grid.ledger.reset()

@@ -235,7 +235,7 @@ def test_beta_zero_overwrites_what_is_not_finite(grid):
 def test_operands_in_other_layouts(grid):
     whole_a, whole_b = integers((9, 14), seed=1), integers((14, 8), seed=2)
     for index, (first, second) in enumerate(product(LAYOUTS, LAYOUTS)):
-        if grid.size == 4 and not all_tests and (index // 2 + grid.shape.x) % 2:  # half on a grid, the rest on the next
+        if grid.size == 4 and not all_tests and (index // 2 + grid.shape.x) % 2:  # the other half on the next grid
             continue
         with named(index=index, first=first, second=second):
             turned = index % 2 == 1, index % 3 == 1

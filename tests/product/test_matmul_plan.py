@@ -268,7 +268,7 @@ def test_a_plan_is_closed_after_mpi_is_finalized(job):
         from pmm3d import DistMatrix, Grid, Layout, MatmulPlan
         from pmm3d.comm import watch
 
-        watch.POLL_SECONDS = 1e-5  # the watchdog's thread is in MPI most of the time
+        watch.POLL_SECONDS = 1e-5  # so that the watchdog's thread is in MPI most of the time
         grid = Grid(shape=(2, 1, 1))
         plan = MatmulPlan(DistMatrix.ones(grid, (4, 4)), DistMatrix.ones(grid, (4, 4), layout=Layout.B))
         plan()

@@ -229,7 +229,7 @@ def test_bad_input_is_refused_on_every_rank(comm, fails):
         fails(DTypeError, "not stored as they are meant", lambda: call(a=np.asarray(a, ">f8")))
         fails(LayoutError, "k is a whole number of at least 0; got True", lambda: call(k=True))
         fails(LayoutError, "transa is", lambda: call(transa=["N"]))
-        if size > 1:  # on one rank only: all hear of it
+        if size > 1:  # an error on one rank is raised on all
             with pytest.raises(Exception, match="a descriptor is what BlacsContext.descriptor gives") as caught:
                 call(descc=None if comm.rank else square)
             assert caught.value.everywhere

@@ -112,7 +112,7 @@ def assert_takes(grid, case):
     beta = 2 if case == "beta" else 0
     matmul(a, b, out=outs[0], beta=beta, **options.get(case, {}))
     matmul(one, other, out=outs[1], beta=beta, **options.get(case, {}))
-    if case == "max_workspace":  # what is read in place needs no panels
+    if case == "max_workspace":  # an operand that is read in place needs no panels
         np.testing.assert_allclose(outs[1].local, outs[0].local, rtol=1e-12)
     else:
         assert outs[1].local.tobytes() == outs[0].local.tobytes()
@@ -184,7 +184,7 @@ def test_work_memory_is_that_of_the_plan_and_holds_no_block(comm, grids):
         held = grid.workspace.allocated
         assert held == before
         if grid.shape.y == 1 and comm.size > 1:
-            assert held < 512 * 512 * 8 // 8  # of messages of control, not of a block
+            assert held < 512 * 512 * 8 // 8  # control messages, and no block
         grid.workspace.clear()
 
 
@@ -248,7 +248,7 @@ def test_a_matrix_of_another_grid_or_of_a_closed_one_is_refused(comm, fails):
 def test_nothing_is_left_in_the_file_system_and_no_descriptor_open(comm):
     def descriptors():
         """Number of file descriptors of this memory. Before Python 3.13, a mapping keeps one."""
-        gc.collect()  # what earlier tests left
+        gc.collect()  # frees objects of earlier tests
         return [link for number in os.listdir("/proc/self/fd")
                 if os.path.lexists(path := f"/proc/self/fd/{number}") and "memfd:pmm3d" in (link := os.readlink(path))]
 
@@ -375,7 +375,7 @@ def test_a_rank_that_is_killed_ends_the_job_and_leaves_nothing_in_the_file_syste
     pids = re.findall(r"process (\d+)", done.stdout)
     assert done.returncode != 0 and len(pids) == 2
     assert not segments()
-    assert not any(map(has_memory, pids))  # which is theirs alone; pmm3d.launcher has waited for them
+    assert not any(map(has_memory, pids))  # pmm3d.launcher has waited for these processes
 
 
 def products_are_right(grid):

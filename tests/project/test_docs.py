@@ -247,7 +247,7 @@ def test_every_option_of_a_command_that_a_page_names_exists():
         command = whole
         for word in words.split():
             command = children(command).get(word, command)
-        if command.name == "convert":  # whose first word may be left out
+        if command.name == "convert":  # its first word is optional
             command = children(command)["table"]
         known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
         return {*OPTION.findall(rest)} <= known | {"--help"}

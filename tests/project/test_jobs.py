@@ -34,7 +34,7 @@ MACHINES = {
 }
 INTRO_MPI = "https://cpe.ext.hpe.com/docs/latest/mpt/mpich/intro_mpi.html"
 SLURM = "https://slurm.schedmd.com/"
-KNOWN = {  # what scripts may set, and where it is documented
+KNOWN = {  # variables, and where they are documented
     "OPENBLAS_NUM_THREADS": "https://github.com/OpenMathLib/OpenBLAS#setting-the-number-of-threads-using-environment-variables",
     "OMP_NUM_THREADS": "https://www.openmp.org/spec-html/5.0/openmpse50.html",
     "MKL_NUM_THREADS": "https://www.intel.com/content/www/us/en/docs/onemkl/developer-guide-linux/",

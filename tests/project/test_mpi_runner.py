@@ -75,7 +75,7 @@ def test_module_fixture(comm, made_once, number):
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("number", range(4))
 def test_two_meet(comm, number):
-    # A block takes two tests of four at most before it meets the other block.
+    # A block runs at most two of four tests before it waits for the other block.
     (HERE / f"met-{number}").touch()
     while len(list(HERE.glob("met-*"))) == 1:
         time.sleep(0.01)
@@ -109,8 +109,7 @@ HERE = Path(__file__).parent
 EXITED, HUNG = (HERE / "exited").exists(), (HERE / "hung").exists()
 pytestmark = pytest.mark.parallel([3])
 
-# Four tests in turn: while the first block is in the first of them and has claimed one more, the second block is in
-# another.
+# Four tests. While the first block is in the first test and has claimed one more, the second block is in another.
 
 @pytest.mark.parallel([1])
 def test_exits(comm):

@@ -68,7 +68,7 @@ def test_types_are_right_and_a_strict_checker_knows_the_public_names(tmp_path):
     rooms = [importlib.import_module(room) for room in ("pmm3d", "pmm3d.io", "pmm3d.nn", "pmm3d.nn.training")]
     imports = "\n".join(f"from {room.__name__} import {name} as {name}" for room in rooms for name in room.__all__)
     (tmp_path / "program.py").write_text(USERS_PROGRAM.format(imports=imports))
-    # in the user's folder: the checker finds the package through the editable install, not in the working directory
+    # in another folder, so that the checker finds the package through the editable install
     done = checker("mypy", "--config-file", ROOT / "pyproject.toml", "--cache-dir", ROOT / ".mypy_cache", "-p", "pmm3d",
                    "-m", "program", folder=tmp_path)
     assert done.returncode == 0 and '"pmm3d.product.matrix.DistMatrix"' in done.stdout, done.stdout + done.stderr

@@ -242,7 +242,7 @@ def test_import_needs_the_standard_library_only():
 
 
 def test_timeout_ends_every_process(tmp_path):
-    # The children are in sessions of their own, as MPICH's are; one ignores SIGTERM.
+    # The children are in separate sessions, as those of MPICH; one ignores SIGTERM.
     mpiexec = make_program(
         tmp_path / "mpiexec",
         f"""#!{sys.executable}
@@ -394,7 +394,7 @@ time.sleep(100)
     environ = os.environ | launcher.OPEN_MPI_ON_ONE_NODE
     assert launcher.run([str(mpiexec)], environ, 60, ranks=3) == 0
     assert "mpiexec did not end within 0.5 s" in capfd.readouterr().err
-    assert launcher.run([str(mpiexec)], environ, 3, ranks=4) == launcher.TIMED_OUT  # one may still come
+    assert launcher.run([str(mpiexec)], environ, 3, ranks=4) == launcher.TIMED_OUT  # another one may still start
     assert "ended after 3 s" in capfd.readouterr().err
 
 
@@ -414,7 +414,7 @@ sys.stdout.write("x" * 2**20)
         while not (tmp_path / "over").exists():
             assert process.poll() is None, process.communicate()
             time.sleep(0.05)
-        time.sleep(1.5)  # three times what mpiexec is left once its ranks are over
+        time.sleep(1.5)  # three times the limit of mpiexec after the end of its ranks
         output, said = process.communicate()
     assert (process.returncode, len(output), said) == (0, 2**20, b"")
 
@@ -423,7 +423,7 @@ def test_a_signal_that_comes_before_mpiexec_is_there_is_passed_on_too(tmp_path, 
     mpiexec, popen = fake_mpiexec(tmp_path, "time.sleep(100)\n"), subprocess.Popen
 
     def interrupted(*arguments, **options):
-        signal.raise_signal(signal.SIGUSR1)  # to this thread: others of pytest do not block it
+        signal.raise_signal(signal.SIGUSR1)  # to this thread, because other threads of pytest do not block it
         return popen(*arguments, **options)
 
     before = signal.getsignal(signal.SIGUSR1)

@@ -71,7 +71,7 @@ def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
         assert json.loads(file.metadata()["config.json"])["n_positions"] == 40
         assert np.isfinite(file.get_tensor("transformer.wte.weight")).all()
     said(pmm3d("export", "run", "no.safetensors", "--names", "llama"), "has no names 'llama'; it has torch, gpt2")
-    with h5py.File(tmp_path / "moved.h5", "r+") as file:  # a network that may generate what the tokenizer does not have
+    with h5py.File(tmp_path / "moved.h5", "r+") as file:  # with tokens that the tokenizer does not have
         file["tokens"].attrs["vocabulary"] = 3000
     (tmp_path / "wide.toml").write_text(RUN.replace("text.h5", "moved.h5").replace('"run"', '"wide"'))
     assert pmm3d("train", "wide.toml", ranks=2).returncode == 0

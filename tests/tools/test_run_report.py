@@ -213,7 +213,7 @@ def test_the_page_of_a_benchmark(benchmark):
     assert page == benchmark / "all.html"
     said = words(page.read_text())
     assert "C = A B, m, n, k = 64, 48, 40" in said and "as modelled" in said
-    assert "the fastest of 7" in said  # those of 4 ranks, and that of "auto", which leaves ranks idle
+    assert "the fastest of 7" in said  # the grids of 4 ranks, and that of "auto", which has idle ranks
     assert all(grid in said for grid in ("4x1x1", "2x2x1", "1x1x4")) and "right" in said
     best = min(json.loads((benchmark / "all.json").read_text()), key=lambda figure: median(figure["seconds"]))
     assert f"{counted(best['panels'], 'panel')} along k" in said

@@ -134,7 +134,7 @@ def test_a_collective_moves_about_what_it_should(comm):
             record = collectives.completed(call)
             assert record.key.operation == operation
             times = max(record.received, record.sent) / nbytes
-            whole = operation == "all_reduce" and nbytes < 2**16  # which is sent whole, since it is small
+            whole = operation == "all_reduce" and nbytes < 2**16  # small arrays are sent whole
             assert times == pytest.approx(comm.size / 2 if whole else 1, rel=0.3)
 
 

@@ -81,7 +81,7 @@ def test_ranks_that_go_back_through_other_layers_are_told(comm, fails):
         fails(DisagreementError, "backward", lambda: outs[grid.rank].backward())
         sum(net(torch.ones(2, 4))).sum().backward()
         assert net.a.weight.grad is not None
-    with Grid(comm, "fsdp") as grid:  # where the gradients of weights are summed during the pass
+    with Grid(comm, "fsdp") as grid:  # with a sum of weight gradients during the pass
         net = made(lambda: Heads(20000), grid, {"*": "column"})
         fails(DisagreementError, "use different parameters", lambda: net(torch.ones(2, 4))[grid.rank].sum().backward())
 
@@ -148,7 +148,7 @@ def test_a_frozen_layer_in_the_middle_keeps_nothing_and_gets_no_gradient(comm):
             every, whole = {name: each.grad.clone() for name, each in net.named_parameters()}, sum(kept)
             loss = forward()
             net[1:4].requires_grad_(False)
-            for _ in range(2):  # the second pass is frozen from its forward pass on
+            for _ in range(2):  # in the second pass, the layer is frozen from the forward pass on
                 loss.backward()
                 found = {name: each.grad for name, each in net.named_parameters() if each.grad is not None}
                 assert found.keys() == {name for name in every if name[0] in "04"}

@@ -128,7 +128,7 @@ def test_peaks_are_those_of_the_formulas(sizes):
                     assert max(line.peak_live) <= min(2 * ((p + 1) // 3) + 2, 2 * m)
                 if name == "v-half":
                     assert max(line.peak_live) <= p + 2
-                if name in limits:  # of M_B a micro-batch before I, and M_W = 0.4 M_B after it
+                if name in limits:  # a micro-batch takes M_B until I, and then M_W = 0.4 M_B
                     assert max(line.peak_bytes(10, 4)) <= 10 * limits[name](p)
 
 
@@ -161,7 +161,7 @@ def test_v_half_has_at_most_half_of_the_bubble_of_1f1b(ranks, micros):
 
 
 def test_bytes_of_a_rank_are_those_of_its_passes_and_weights():
-    for p in (2, 4, 7):  # the formulas of Qi et al., of ranks from 1
+    for p in (2, 4, 7):  # the formulas of Qi et al. count ranks from 1
         line, other = simulate(pipeline.zb_h1(p, 3 * p)), simulate(pipeline.zb_h2(p, 3 * p))
         assert line.peak_bytes(100, 30) == tuple((p - i + 1) * 100 + (i - 1) * 30 for i in range(1, p + 1))
         assert other.peak_bytes(100, 30) == tuple((2 * p - 2 * i + 1) * 100 + (2 * i - 2) * 30 for i in range(1, p + 1))

@@ -83,7 +83,7 @@ def test_weights_are_those_of_the_recurrence(comm):
             assert len(losses) == 12 // every and optimizer.steps == 12 // every
             assert np.abs(np.array(weights(net, comm)) - expected[-1]).max() <= 1e-12
             assert np.abs(np.array(expected[-1]) - recurrence(begin, arrays, every, lambda t, s: t // every)[-1]
-                          ).max() > 1e-4  # which gradients that are not stale would give
+                          ).max() > 1e-4  # the difference from gradients that are not stale
 
 
 @pytest.mark.parallel([4])

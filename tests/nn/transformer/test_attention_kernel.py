@@ -163,7 +163,7 @@ def test_blocks_that_no_query_sees_are_not_computed():
 def test_dropout_depends_on_the_place_in_the_batch_only(library):
     q, k, v, dout = arrays(library)
     rows = slice(None), Rows(np.arange(LENGTH))
-    one = to_library(np.broadcast_to(np.eye(LENGTH), v.shape).copy(), library)  # whose mean is the weights
+    one = to_library(np.broadcast_to(np.eye(LENGTH), v.shape).copy(), library)  # so that the result is the weights
     weights, plain = (to_numpy(attended(q, k, one, rows[1], [rows], each).out) for each in (
         DROPS, DROPS._replace(dropout=None)))
     seen = np.tril(np.ones((LENGTH, LENGTH), bool))

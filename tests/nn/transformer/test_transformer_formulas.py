@@ -52,7 +52,7 @@ def test_tensor_parallel_volume():
             unit = BYTES * B * S * H * (t - 1) // t
             assert a_layer((t, 1, 1), kind=kind) == {"reduce O": 4 * unit, "reduce dI": 4 * unit}
             found = a_layer((t, 1, 1), kind=kind, activations="sharded")
-            assert found.pop("reduce vectors") <= 2 * BYTES * 13 * H  # of norms and of biases, which have other rows
+            assert found.pop("reduce vectors") <= 2 * BYTES * 13 * H  # norms and biases
             assert found == dict.fromkeys(("gather I", "reduce O", "gather dO", "reduce dI"), 2 * unit)
             found = a_layer((t, 1, 1), kind=kind, activations="sharded", overlap=nn.Overlap(regather_inputs=True))
             assert found["gather I"] == 4 * unit and sum(found.values()) - found["reduce vectors"] == 10 * unit
