@@ -309,7 +309,7 @@ def test_figures_that_cannot_be_written_are_refused_at_the_start(here, monkeypat
     refused("nowhere/x.prom", "cannot be written: No such file or directory")
     refused("x.txt", "node exporters read files that end in .prom only")
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    refused("x.prom", 'pip install ".[monitor]"')
+    refused("x.prom", 'pip install "pmm3d[monitor]"')
 
 
 @two
