@@ -44,12 +44,12 @@ four = pytest.mark.parallel([4])
 
 
 def programs(page):
-    """The complete programs on a page: Python that imports what it uses."""
+    """The complete programs on a page: Python that imports all names that it uses."""
     return [text for text in PROGRAM.findall((ROOT / page).read_text()) if "import" in text]
 
 
 def anchors(page):
-    """The anchors of a page: its headings, as GitHub and the site write them."""
+    """The anchors of a page: its headings, in the form of GitHub and of the site."""
     headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -66,13 +66,13 @@ def qualified(thing):
 
 
 def wrong(pattern, is_right):
-    """Every match of `pattern` on a page that is not right, with its page."""
+    """Every wrong match of `pattern` on a page, with the page."""
     return [f"{page.relative_to(ROOT)}: {text}" for page in PAGES
             for text in sorted(set(pattern.findall(page.read_text()))) if not is_right(page, text)]
 
 
 def printed(comm, text):
-    """What a program prints on this rank. comm takes the place of MPI.COMM_WORLD."""
+    """Output of a program on this rank. comm takes the place of MPI.COMM_WORLD."""
     assert "import" in text
     with contextlib.redirect_stdout(io.StringIO()) as out:
         exec(text.replace("MPI.COMM_WORLD", "comm"), {"comm": comm})
@@ -96,7 +96,8 @@ def test_programs_of_embedding_are_right(comm):
 
 
 def test_every_row_of_a_table_is_in_a_table():
-    """A table has a line of dashes below its head. An empty line ends it: a row after that would be shown as text."""
+    """A table has a line of dashes below its head, and ends at an empty line. A row after that would be shown as text.
+    """
     for page in PAGES:
         for block in re.split(r"\n\s*\n", FENCED.sub("", page.read_text())):
             rows = [line.strip() for line in block.splitlines() if re.fullmatch(r"\s*\|.*\|\s*", line)]
@@ -257,7 +258,7 @@ def test_every_option_of_a_command_that_a_page_names_exists():
         command = whole
         for word in words.split():
             command = children(command).get(word, command)
-        if command.name == "convert":  # whose first word may be left out
+        if command.name == "convert":  # its first word is optional
             command = children(command)["table"]
         known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
         return {*OPTION.findall(rest)} <= known | {"--help"}
