@@ -11,10 +11,19 @@ import re
 import textwrap
 
 
+ALL_MEMBERS = re.compile(r"^(\.\. auto(?:module|class):: .*\n)(?!(?:   :.*\n)*   :(?:no-)?members:)", re.M)
+
+
 def setup(app):
+    app.connect("source-read", _with_members)
     app.connect("autodoc-process-docstring", _rewrite, priority=400)  # napoleon: 500
     app.connect("autodoc-process-signature", _without_private_fields)
     return {"parallel_read_safe": True}
+
+
+def _with_members(app, page, source):
+    # Not a default of autodoc: it would replace the lists of members on the pages.
+    source[0] = ALL_MEMBERS.sub(r"\1   :members:\n", source[0])
 
 
 def _rewrite(app, what, name, obj, options, lines):
