@@ -10,7 +10,6 @@ import dataclasses
 import re
 import textwrap
 
-
 ALL_MEMBERS = re.compile(r"^(\.\. auto(?:module|class):: .*\n)(?!(?:   :.*\n)*   :(?:no-)?members:)", re.M)
 
 
@@ -22,7 +21,7 @@ def setup(app):
 
 
 def _with_members(app, page, source):
-    # Not a default of autodoc: it would replace the lists of members on the pages.
+    # A default option of autodoc would replace the lists of members on the pages.
     source[0] = ALL_MEMBERS.sub(r"\1   :members:\n", source[0])
 
 
