@@ -31,7 +31,7 @@ def schedule_of(source: str | PathLike[str], ranks: int | None, micro_batches: i
     times : Times
         Times of each stage, for a searched schedule. No effect on other schedules. Default: all 1.
     limit : float
-        Micro-batches that a rank may hold, for a searched schedule. No effect on other schedules. Default: its own.
+        Memory limit in micro-batches of a rank, with the same restriction. Default: the limit of the schedule.
 
     Returns
     -------

@@ -76,11 +76,6 @@ class TimeLine:
         of F to the end of W."""
         return self.peak_bytes(1, 1)
 
-    @property
-    def peak_input(self) -> tuple[int, ...]:
-        """As `peak_live`, from the start of F to the end of I."""
-        return self.peak_bytes(1)
-
     def peak_bytes(self, activations: int | Sequence[int], kept: int | Sequence[int] = 0,
                    weights: int | Sequence[int] = 0) -> tuple[int, ...]:
         """Largest number of bytes that each rank holds at once.

@@ -75,9 +75,7 @@ def embedding(tokens: Tensor | DistMatrix, table: Tensor) -> Tensor:
     check_tokens(matrix, table.shape[1])
     rows = tuple([axis for axis in matrix.layout.rows if axis not in OTHER])
     if matrix.layout.named != rows:
-        known = matrix.labels_below
-        matrix = matrix.redistribute(layout_of(rows, (), (), (matrix.layout.units[0], 1)))
-        matrix.labels_below = known
+        matrix = _redistributed(matrix, layout_of(rows, (), (), (matrix.layout.units[0], 1)))
     k = next((axis for axis in OTHER if table.layout == weight_layout(axis, table.layout.units)), None)
     gathers = k is not None and isinstance(table, Parameter)
     k = k or "y"
@@ -109,6 +107,13 @@ def embedding(tokens: Tensor | DistMatrix, table: Tensor) -> Tensor:
 
     keep = {"embedding.index": index} | ({} if inside is None else {"embedding.inside": inside})
     return table.made(out, (table,), rule, keep=keep, shape=form.shape, layout=natural)
+
+
+def _redistributed(tokens: DistMatrix, layout: Layout) -> DistMatrix:
+    """Tokens in another layout, with the same `labels_below`."""
+    found = tokens.redistribute(layout)
+    found.labels_below = tokens.labels_below
+    return found
 
 
 def _own_tokens(table: Tensor, tokens: DistMatrix) -> tuple[Array, Array | None]:
@@ -229,9 +234,7 @@ class Embedding(Module):
                               "sequence (the unit of rows). Pass complete sequences")
         wanted = layout_of_tokens(grid, max(1, sequence))
         if tokens.layout.named != wanted.rows or unit_of(tokens.layout.units[0], "data") != sequence:
-            known = tokens.value.labels_below
-            tokens = Tensor(tokens.value.redistribute(wanted))
-            tokens.value.labels_below = known
+            tokens = Tensor(_redistributed(tokens.value, wanted))
         x = embedding(tokens, self.table)
         if self.positions is not None:
             places = DistMatrix(grid, positions_of(tokens, self.order)[:, None], tokens.shape, tokens.layout)
@@ -243,12 +246,11 @@ class Embedding(Module):
 
 def _columns(tokens: DistMatrix) -> list[Tensor]:
     """Tokens and document numbers as two matrices."""
-    known = tokens.labels_below
     if tokens.layout.cols or tokens.layout.sums:
-        tokens = tokens.redistribute(layout_of(tokens.layout.rows, (), (), (tokens.layout.units[0], 1)))
+        tokens = _redistributed(tokens, layout_of(tokens.layout.rows, (), (), (tokens.layout.units[0], 1)))
     made = [DistMatrix(tokens.grid, tokens.local[:, column : column + 1], (tokens.shape[0], 1), tokens.layout)
             for column in range(2)]
-    made[0].labels_below = known
+    made[0].labels_below = tokens.labels_below
     return [Tensor(each) for each in made]
 
 

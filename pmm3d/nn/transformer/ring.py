@@ -272,10 +272,8 @@ class Gathered:
         self._arrays = tuple(each.wait() for each in begun)
 
     def forward(self, share: Share) -> Iterator[Visit]:
-        """Yield the visits in the order of a ring."""
-        for member in self._order(share):
-            rows = self._rows(share.members[member])
-            yield Visit(share.members[member], EVERYTHING, tuple(each[rows] for each in self._arrays))
+        """Return the visits in the order of a ring."""
+        return self._visits(share, ())
 
     def begin_backward(self, totals: Sequence[Array]) -> Sequence[Array]:
         """Return arrays of zeros for gradients of this rank's keys and values."""
@@ -286,11 +284,8 @@ class Gathered:
         return tuple(each[self._starts[index] : self._starts[index + 1]] for each in self._totals)
 
     def backward(self, share: Share) -> Iterator[Visit]:
-        """Yield the visits."""
-        for member in self._order(share):
-            rows = self._rows(share.members[member])
-            yield Visit(share.members[member], EVERYTHING,
-                        *(tuple(each[rows] for each in group) for group in (self._arrays, self._totals)))
+        """Return the visits, with gradients."""
+        return self._visits(share, self._totals)
 
     def end_backward(self) -> tuple[Array, ...]:
         """Return the gradients of keys and values, summed over the ranks."""
@@ -299,14 +294,15 @@ class Gathered:
             begun = [relayout(self.grid, each, self._form.shape, sums, self._form.layout) for each in self._totals]
         return tuple(each.wait() for each in begun)
 
-    def _order(self, share: Share) -> list[int]:
-        size = len(share.members)
-        order = [(share.here - hop) % size for hop in range(1, size)]
-        return [member for member in order if share.used[share.here][member]]
-
-    def _rows(self, member: Segment) -> slice:
-        start = self._starts[member.rank]
-        return slice(start + member.rows.start, start + member.rows.stop)
+    def _visits(self, share: Share, totals: Sequence[Array]) -> Iterator[Visit]:
+        for hop in range(1, len(share.members)):
+            member = (share.here - hop) % len(share.members)
+            if share.used[share.here][member]:
+                keys = share.members[member]
+                start = self._starts[keys.rank]
+                rows = slice(start + keys.rows.start, start + keys.rows.stop)
+                yield Visit(keys, EVERYTHING,
+                            *(tuple(each[rows] for each in group) for group in (self._arrays, totals)))
 
 
 def in_turn(share: Share, arrays: Sequence[Array], gradients: Sequence[Array], others: Iterator[Visit]
