@@ -67,6 +67,7 @@ SAME = nn.Linear(4, 4)
 REFUSED = [
     (lambda: 3, None, Pmm3dError, "a torch.nn.Module; got a int"),
     (Two, None, LayoutError, "what a Two does between its layers is not known.* Its Linear layers: head"),
+    (Two, ["column", "row"], LayoutError, "the plan is a dict that maps names of modules to roles; got a list"),
     (Two, {"haed": "row"}, LayoutError, "'haed' names no Linear, LayerNorm, Dropout or PReLU, but nothing.*: head"),
     (Two, {"embed": "row"}, LayoutError, r"but embed \(a Embedding\)"),
     (Two, {"attend*": "row"}, LayoutError, r"attend.out_proj \(a NonDynamicallyQuantizableLinear\)"),

@@ -331,7 +331,13 @@ class Pipeline(Module):
         return self._passes[inputs]
 
     def export(self, path: StrPath, names: str = TORCH) -> None:
-        """Write the weights of all stages. Collective. See `nn.exchange.export_torch`."""
+        """Write the weights of all stages. Collective.
+
+        Parameters
+        ----------
+        path, names
+            As in `nn.exchange.export_torch`.
+        """
         export_torch(self, path, names=names)
 
     def run(self, stage: int, micro: int, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -175,6 +175,7 @@ class PipelineSchedule:
 
     @property
     def ranks(self) -> int:
+        """Number of ranks."""
         return len(self.actions)
 
     @property
@@ -192,10 +193,12 @@ class PipelineSchedule:
 
     @cached_property
     def stages(self) -> dict[int, int]:
+        """Stage -> its rank."""
         return dict(sorted({action.stage: rank for rank, _, action in self.each()}.items()))
 
     @cached_property
     def micro_batches(self) -> int:
+        """Number of micro-batches."""
         return 1 + max((action.micro for _, _, action in self.each()), default=-1)
 
     @cached_property
@@ -209,6 +212,7 @@ class PipelineSchedule:
 
     @property
     def chains(self) -> tuple[range, ...]:
+        """Stages that a micro-batch passes through, for each copy of the network."""
         return tuple(dict.fromkeys(self.chain_of.values()))
 
     @cached_property

@@ -106,7 +106,7 @@ class GPT(Transformer):
         Columns between the layers of the MLP. Default: 4 hidden. For a Llama: 8/3 hidden, up to a multiple of 64.
     seed : int
         Seed of all initial values. Default: the next seed of the grid (`manual_seed`).
-    kv_heads : int
+    kv_heads : int or None
         Heads of keys and values, a divisor of `heads`. Default: `heads`.
     eps : float
         Term that the norms add to the variance. Default: 1e-5.
