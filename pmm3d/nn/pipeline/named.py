@@ -24,13 +24,13 @@ def schedule_of(source: str | PathLike[str], ranks: int | None, micro_batches: i
     source : str or path
         A name of `schedule_names()`, or the path of a CSV table in PyTorch's notation (`PipelineSchedule.read`).
         "interleaved-4" is "interleaved" with 4 chunks. A text that ends in .csv or contains a slash is a path.
-    ranks, micro_batches : int
+    ranks, micro_batches : int or None
         Numbers of ranks and of micro-batches of the pipeline. For a file, None accepts the numbers of the file.
-    chunks : int
+    chunks : int or None
         Number of stages of a rank. Default: the number of the schedule, or 2 if the schedule takes any number.
-    times : Times
+    times : Times or None
         Times of each stage, for a searched schedule. No effect on other schedules. Default: all 1.
-    limit : float
+    limit : float or None
         Memory limit in micro-batches of a rank, with the same restriction. Default: the limit of the schedule.
 
     Returns

@@ -59,14 +59,14 @@ class Pipeline(Module):
     schedule : str, path, PipelineSchedule or callable
         A name of `pipeline.schedule_names()`, the path of a CSV file, a table, or a function (ranks, micro-batches) ->
         table. Default: "1f1b".
-    chunks : int
+    chunks : int or None
         Number of stages of a rank, for a schedule that takes any number. Default: as in `pipeline.schedule_of`.
-    cut : sequence of int or str
+    cut : sequence of int, str, or None
         Number of layers of each stage. "cost" minimizes the operations of the largest stage. Only layers with
         parameters count. Each other layer belongs to the layer before it. Default: as evenly as possible.
-    like : DistMatrix
+    like : DistMatrix or None
         For cut="cost": inputs of a micro-batch, or a matrix of the same shape, type and layout.
-    memory : float
+    memory : float or None
         For cut="cost": limit, in bytes, of a rank's weights, gradients, AdamW state and activations. Default: no limit.
 
     Attributes
@@ -200,8 +200,22 @@ class Pipeline(Module):
         return found
 
     def table(self, micro_batches: int) -> PipelineSchedule:
-        """Table of a step, with messages. Raises PipelineError if the schedule does not support this number of
-        micro-batches or puts stages on other ranks than this network, or if there are more messages than tags."""
+        """Table of a step, with messages.
+
+        Parameters
+        ----------
+        micro_batches : int
+            Number of micro-batches of the step.
+
+        Returns
+        -------
+        PipelineSchedule
+
+        Raises
+        ------
+        PipelineError
+            If the schedule does not support this number, needs stages on other ranks, or has more messages than tags.
+        """
         if micro_batches not in self._tables:
             table = self._table(micro_batches)
             if table.stages != self.rank_of or len(table.chains[0]) != self.depth:

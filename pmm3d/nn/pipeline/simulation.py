@@ -72,8 +72,7 @@ class TimeLine:
 
     @property
     def peak_live(self) -> tuple[int, ...]:
-        """For each rank, the largest number of (stage, micro-batch) pairs that the rank holds at once, from the start
-        of F to the end of W."""
+        """Largest number of (stage, micro-batch) pairs that each rank holds at once, from F to the end of W."""
         return self.peak_bytes(1, 1)
 
     def peak_bytes(self, activations: int | Sequence[int], kept: int | Sequence[int] = 0,

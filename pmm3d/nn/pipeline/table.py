@@ -61,12 +61,37 @@ class PipelineAction(NamedTuple):
 
     @classmethod
     def both(cls, forward: PipelineAction, backward: PipelineAction) -> PipelineAction:
-        """Action that overlaps a forward and a backward pass."""
+        """Action that overlaps a forward and a backward pass.
+
+        Parameters
+        ----------
+        forward, backward : PipelineAction
+            The two passes.
+
+        Returns
+        -------
+        PipelineAction
+        """
         return cls(TOGETHER, forward.stage, forward.micro, (forward, backward))
 
     @classmethod
     def read(cls, text: str) -> PipelineAction:
-        """Parse an action. Raises PipelineError for an invalid text."""
+        """Action of a text.
+
+        Parameters
+        ----------
+        text : str
+            Text such as "2F0" or "(0F7;7B3)OVERLAP_F_B".
+
+        Returns
+        -------
+        PipelineAction
+
+        Raises
+        ------
+        PipelineError
+            If the text is not an action.
+        """
         if found := _PAIR.fullmatch(text):
             return cls.both(*map(cls.read, found.groups()))
         if found := _ONE.fullmatch(text):
@@ -144,7 +169,24 @@ class PipelineSchedule:
 
     @classmethod
     def of(cls, name: str, actions: Iterable[Iterable[PipelineAction]]) -> PipelineSchedule:
-        """Table of these actions. Raises PipelineError if there are no actions."""
+        """Table of actions.
+
+        Parameters
+        ----------
+        name : str
+            Name of the table.
+        actions : iterable
+            The actions of each rank.
+
+        Returns
+        -------
+        PipelineSchedule
+
+        Raises
+        ------
+        PipelineError
+            If there are no actions.
+        """
         table = cls(tuple(map(tuple, actions)), name)
         if not any(table.actions):
             raise PipelineError(f"{name}: there are no actions")
@@ -152,10 +194,24 @@ class PipelineSchedule:
 
     @classmethod
     def read(cls, text: str, name: str = "a table") -> PipelineSchedule:
-        """Table of a CSV text with a line for each rank, and an action or nothing in each cell.
+        """Table of a CSV text.
 
-        As in older tables of PyTorch, a B is read as I if the same stage and micro-batch has a W. Raises PipelineError,
-        with the line and the cell, for an invalid action.
+        Parameters
+        ----------
+        text : str
+            A line for each rank, with an action or nothing in each cell. As in older tables of PyTorch, a B is read as
+            I if the same stage and micro-batch has a W.
+        name : str
+            Name of the table. Default: "a table".
+
+        Returns
+        -------
+        PipelineSchedule
+
+        Raises
+        ------
+        PipelineError
+            If a cell is not an action. The error names the line and the cell.
         """
         ranks = list[list[PipelineAction]]()
         for rank, line in enumerate(csv.reader(io.StringIO(text.strip("\n")))):
@@ -193,7 +249,7 @@ class PipelineSchedule:
 
     @cached_property
     def stages(self) -> dict[int, int]:
-        """Stage -> its rank."""
+        """Stage -> rank."""
         return dict(sorted({action.stage: rank for rank, _, action in self.each()}.items()))
 
     @cached_property

@@ -113,7 +113,7 @@ def zb_1p(ranks: int, micro_batches: int, times: Times = Times(), limit: float |
         Numbers of ranks and of micro-batches.
     times : Times
         Times for which the bubble is minimized. Default: all 1.
-    limit : float
+    limit : float or None
         Micro-batches that a rank may hold. A micro-batch counts 1 from F to I, and 0.4 from I to W. Default: p.
 
     Returns

@@ -41,23 +41,23 @@ def attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, si
     ----------
     q : Tensor
         (m, a size), with rows in units of a sequence. Columns may be split over one or several axes.
-    k, v : Tensor
+    k, v : Tensor or None
         (m, a_kv size). a is a multiple of a_kv: consecutive heads of q share a head of k and v. Default: q is
         (m, 3 a size), and contains query, key and value of the first head, then of the next head.
     size : int
         Number of columns of a head.
     causal : bool
         If True (default), a row attends to itself and to earlier rows. If False, to all rows of its sequence.
-    window : int
+    window : int or None
         A row attends only to rows less than `window` rows away. Default: no limit.
-    documents : Tensor
+    documents : Tensor or None
         (m, 1), integers: the document number of each row of packed sequences. A row attends only to rows of the same
         document. Default: each sequence is one document.
     dropout : float
         Dropout probability of the softmax weights. Default: 0.
     seed, stream : int
         Seed and stream of the dropout mask, which also depends on a weight's place in the whole batch. Default: 0.
-    scale : float
+    scale : float or None
         Factor of the scores. Default: 1 / sqrt(size).
     block : int
         Number of rows of a block of scores. The last bits of the result depend on it. Default: 512.
@@ -85,7 +85,7 @@ def attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, si
     v that its query heads need, k and v are gathered over the G ranks that split their columns. Each rank then receives
     (G-1)/G of k and v, and the same share of their gradients.
 
-    If P ranks along seq share sequences that have K elements of k and Q elements of q, each rank receives at most::
+    If P ranks along seq share sequences that have K elements of k and Q elements of q, each rank receives at most:
 
         ring      2 (P-1)/P K forward; 4 (P-1)/P K + 2/P K backward, the gradients as float32 or wider
         gather    2 (P-1)/P K forward; 4 (P-1)/P K backward

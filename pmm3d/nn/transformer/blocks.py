@@ -69,7 +69,7 @@ class Attention(Module):
         Number of heads of keys and values, a divisor of `heads`. Default: `heads`.
     causal, window
         As in `transformer.attention`.
-    rotary_base : float
+    rotary_base : float or None
         Base of the rotary positions of queries and keys. Default: no rotation.
     bias : bool
         Whether projections have a bias. Default: True.
@@ -169,9 +169,9 @@ class Attention(Module):
 
 
 def _scaled(layer: str, deviation: float | None, residual: float) -> float | None:
-    """Deviation of the weight whose result is added to the residual stream. Raises Pmm3dError for a factor of None."""
+    """Deviation of a weight whose result is added to the residual stream. Raises Pmm3dError for a factor of None."""
     if deviation is None and residual != 1:
-        raise Pmm3dError(f"{layer}: residual={residual} multiplies deviation, which is None: pass deviation too")
+        raise Pmm3dError(f"{layer}: residual={residual} multiplies deviation, which is None. Pass deviation too")
     return None if deviation is None else deviation * residual
 
 

@@ -166,13 +166,13 @@ class Embedding(Module):
         The grid of the parameters.
     vocabulary, features : int
         Number of different tokens, and number of columns of the result.
-    positions : int
+    positions : int or None
         Length of the longest sequence. Default: no limit, and no learned positions.
     learned : bool
         Whether a second table contains features of each position. Default: True.
     dropout : float
         Dropout probability of the result. Default: 0.
-    seed : int
+    seed : int or None
         Seed of the initial values. They are normal with a standard deviation of 0.02. Default: the next seed of the
         grid (`manual_seed`).
     cols : str

@@ -37,7 +37,7 @@ class Published(Sequential):
         ----------
         path : path
             A file whose name ends in .safetensors, or a folder for from_pretrained of the transformers package.
-        names : str
+        names : str or None
             "gpt2" for a GPT, "llama" for a Llama, or "torch". Default: the published names.
 
         Examples

@@ -36,7 +36,7 @@ def generate(network: Module, prompt: Any, length: int, *, temperature: float = 
         Number of tokens to generate for each sequence.
     temperature : float
         Divisor of the logits before a draw. 0 takes the most probable token. Default: 1.
-    top_k : int
+    top_k : int or None
         Number of the most probable tokens among which a token is drawn. Default: all tokens.
     seed : int
         Seed of the draws. A draw depends on the seed, the number of the sequence, and the number of the token.

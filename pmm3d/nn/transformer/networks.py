@@ -100,11 +100,11 @@ class GPT(Transformer):
         Number of features.
     heads : int
         Number of heads of attention, a divisor of `hidden`.
-    positions : int
+    positions : int or None
         Length of the longest sequence. Default for a Llama: no limit. The other networks need this argument.
-    mlp : int
+    mlp : int or None
         Columns between the layers of the MLP. Default: 4 hidden. For a Llama: 8/3 hidden, up to a multiple of 64.
-    seed : int
+    seed : int or None
         Seed of all initial values. Default: the next seed of the grid (`manual_seed`).
     kv_heads : int or None
         Heads of keys and values, a divisor of `heads`. Default: `heads`.
@@ -112,13 +112,13 @@ class GPT(Transformer):
         Term that the norms add to the variance. Default: 1e-5.
     dropout : float
         Dropout probability of embeddings, softmax weights, and the results of both parts of a block. Default: 0.
-    tied : bool
+    tied : bool or None
         Whether the head's weight is the table of the embedding. Default: True; for a Llama False.
     activations : str
         "replicated" (default) or "sharded" (sequence parallelism), as in `linear`.
     recompute : str or int
         "none" (default), "selective" (attention), "full", or k for every k-th block.
-    window : int
+    window : int or None
         Number of rows that a row attends to, including itself. Default: no limit.
     order, parallel : str
         As in `transformer.attention`, for sequences that the axis "seq" splits.
