@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DTypeError, Pmm3dError
+from ..errors import DTypeError, Pmm3dError, install_command
 from ..layout import LABEL_DTYPE, MATRIX_DTYPES
 from .numpy_library import Array, NumpyLibrary, dtype_name
 
@@ -78,8 +78,7 @@ def library_named(name: str | NumpyLibrary) -> NumpyLibrary:
     try:
         import_module(kind)
     except ImportError as error:
-        raise Pmm3dError(f'{kind} arrays need {kind}: pip install ".[{kind}]" in the clone of pmm3d '
-                         f"({error})") from None
+        raise Pmm3dError(f"{kind} arrays need {kind}: {install_command(kind)} ({error})") from None
     if kind == "torch":
         from .torch_library import TorchLibrary
 

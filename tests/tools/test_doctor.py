@@ -9,7 +9,7 @@ from pmm3d.tools.doctor import checks, nodes, software
 from pmm3d.tools.doctor.finding import Examination, Finding, Problem, ranks_by, spread, unlike_first
 from pmm3d.tools.doctor.session import Answer
 
-# What a check says
+# Verdicts
 
 
 def test_the_worst_problem_is_the_verdict_and_gives_the_exit_code():
@@ -27,7 +27,7 @@ def test_spreads_and_ranks_in_words():
     assert ranks_by(["b", "a", "b"]) == {"b": [0, 2], "a": [1]} and unlike_first(["b", "a", "b"]) == [1]
 
 
-# One check among others
+# Errors of one check
 
 
 def quote(finding, facts, hosts):
@@ -85,7 +85,7 @@ def packages(seconds=1.0, python="3.11.2", numpy="2.0", h5py="3.12 (HDF5 1.14, n
         ([packages(seconds=1), packages(seconds=40)], NOTE, ["took 40 s", "container image"]),
         ([packages(), packages(numpy="1.26")], FAILURE, ["differ between rank 1 and rank 0: numpy 1.26 and 2.0"]),
         ([packages(), packages(python="3.10.1")], FAILURE, ["Python 3.10.1 and 3.11.2"]),
-        ([packages(h5py="none")] * 2, NOTE, ["h5py none", 'pip install ".[io]" in the clone of pmm3d']),
+        ([packages(h5py="none")] * 2, NOTE, ["h5py none", 'pip install "pmm3d[io]"']),
     ],
 )
 def test_packages(facts, verdict, parts):

@@ -1,4 +1,4 @@
-"""What `pmm3d tune machine` measures: laws found again from made-up rows, shapes, groups, names; and the command."""
+"""Measurements of `pmm3d tune machine`: laws recovered from invented rows, shapes, groups, names; and the command."""
 
 import re
 from dataclasses import replace
@@ -18,7 +18,7 @@ from pmm3d.model.machines import Group, load, machine_from
 from pmm3d.model.machines.figures import InSteps, Measured, Pass
 from pmm3d.model.machines.laws import OPERATIONS, Law
 from pmm3d.tools.commands import app
-from pmm3d.tools.timing import Sampler
+from pmm3d.tools.timing import CoreShare, Sampler
 from pmm3d.tools.tune import collectives, fitting, measure, rates, steps
 from pmm3d.tools.tune.command import machine_command
 
@@ -134,7 +134,7 @@ def test_a_collective_moves_about_what_it_should(comm):
             record = collectives.completed(call)
             assert record.key.operation == operation
             times = max(record.received, record.sent) / nbytes
-            whole = operation == "all_reduce" and nbytes < 2**16  # which is sent whole, since it is small
+            whole = operation == "all_reduce" and nbytes < 2**16  # small arrays are sent whole
             assert times == pytest.approx(comm.size / 2 if whole else 1, rel=0.3)
 
 
@@ -177,7 +177,8 @@ def test_a_share_is_hidden_inside_a_node(comm, monkeypatch):
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("together, share", [(2.5, 0.75), (4.0, 0.0), (1.0, 1.0)])
 def test_the_share_is_that_of_the_seconds(comm, monkeypatch, together, share):
-    """A collective of 2 s, a GEMM of 1 s that is repeated for 2 s or more; both at once as given."""
+    """A collective of 2 s, a GEMM of 1 s that is repeated for at least 2 s. together: seconds of both at the same time.
+    """
     monkeypatch.setattr(collectives, "HIDDEN_BYTES", 2**12)
 
     class Faked(Sampler):
@@ -196,9 +197,24 @@ def test_a_copy_has_a_rate(comm):
     assert copy.overhead >= 0 and 1e7 < copy.rate < 1e13
 
 
+@pytest.mark.parallel([2])
+def test_without_time_each_section_measures_its_first_operation(comm, monkeypatch):
+    monkeypatch.setattr(collectives, "SIZES", (64, 512, 4096))
+    monkeypatch.setattr(collectives, "HIDDEN_BYTES", 2**12)
+    monkeypatch.setattr(collectives, "REPEATS", 2)
+    sampler = Sampler(comm, 1e-9, CoreShare(2.0, comm.rank == 0))
+    rows, _ = collectives.measured_collectives(sampler, silent)
+    assert [row.operation for row in rows] == ["all_gather"] and len(rows[0].nbytes) > 1
+    assert set(collectives.measured_hidden(sampler, "float32", silent)) == {"inside"}
+    gemms = rates.measured_gemms(sampler, ["float32"], silent)
+    assert list(gemms) == ["float32"] and min(gemms["float32"].forms["tn"].flops) > 0
+    assert rates.measured_copy(sampler, silent).rate != 1e9
+    assert sampler.left_out > 100
+
+
 def made_steps(machine, action, byte, inside, across):
-    """Steps of small and of large passes, without collectives, with some in a node, with some across nodes: their
-    seconds on the machine, with so many more for each action, byte and collective."""
+    """Steps of small and large passes, without collectives, with collectives in a node, and between nodes: their
+    seconds on the machine, plus these seconds for each action, byte and collective."""
     groups = {"x": Group(4, 4, 1, 2), "y": Group(2, 1, 2, 4)}
     found = []
     for (along_x, along_y), nbytes in product(((0, 0), (5, 0), (0, 5), (10, 2)), (10**4, 10**6)):
@@ -215,12 +231,17 @@ def made_steps(machine, action, byte, inside, across):
     return found
 
 
-def printed(machine):
-    """The line "in a step" of the report of a machine."""
+def report_of(machine, unsteady=1.0):
+    """The lines of the report of a machine."""
     machine = replace(machine, passes={**machine.passes, rates.COPY: Pass(0.0, 1e9)}, collectives=())
     target = Console(file=StringIO(), width=400)
-    measure.print_report(measure.Report(machine, ["a"], 0, []), target)
-    [line] = (line for line in target.file.getvalue().splitlines() if line.startswith("in a step"))
+    measure.print_report(measure.Report(machine, ["a"], 0, [], unsteady), target)
+    return target.file.getvalue().splitlines()
+
+
+def printed(machine):
+    """The line "in a step" of the report of a machine."""
+    [line] = (line for line in report_of(machine) if line.startswith("in a step"))
     return line
 
 
@@ -228,7 +249,7 @@ def printed(machine):
     (3e-3, 1e-9, 1e-3, 2e-3), (0.0, 0.0, 0.0, 0.0), (2e-4, 5e-10, 1e-2, 0.0), (-5e-6, 1e-9, 2e-3, 1e-3),
     (1e-3, 0.0, -1e-5, -1e-5)])
 def test_what_steps_take_longer_is_found_again(action, byte, inside, across):
-    """But actions take no less in steps, and only the rate of passes but copies is fitted."""
+    """Except that actions take no less in steps, and only the rate of passes without copies is fitted."""
     copy = Pass(1e-6, 1e10)
     machine = replace(load("nominal"), overhead=0.0, in_steps=InSteps(1.0, 1.0, 1.0),
                       passes={"default": copy, "copy": copy})
@@ -247,6 +268,20 @@ def test_steps_whose_collectives_take_negative_time_are_not_used(inside, across)
     assert found.in_steps == (0.0, 0.0, 0.0) and found.passes == machine.passes
     said = printed(found)
     assert "less than no time" in said and "Measure again" in said and "us less" not in said and "-" not in said
+
+
+def test_without_a_measured_step_there_are_no_figures():
+    assert "no figures: there was no time to measure a step" in printed(steps.calibrated([], load("nominal")))
+
+
+def test_steps_whose_times_differ_between_turns_are_told_of():
+    machine = load("nominal")
+    found = made_steps(machine, 1e-3, 1e-9, 0.0, 0.0)
+    again = [step._replace(seconds=step.seconds * (1.2 if number else 0.25)) for number, step in enumerate(found)]
+    assert steps.unsteadiness(found) == 1.0 and steps.unsteadiness(found + again) == pytest.approx(4.0)
+    machine = steps.calibrated([], machine)
+    assert any("The same step took 4.0 times as long in another turn" in line for line in report_of(machine, 4.0))
+    assert not any("The same step took" in line for line in report_of(machine, 1.4))
 
 
 def test_what_steps_take_is_printed_without_a_sign():
@@ -286,7 +321,7 @@ def test_steps_of_all_ranks_are_measured(comm, monkeypatch):
 
 @pytest.fixture
 def tune(on_ranks, tmp_path):
-    """tune(ranks, *arguments): what `pmm3d tune machine` did on that many ranks, with a cache of its own."""
+    """tune(ranks, *arguments): the result of `pmm3d tune machine` on this number of ranks, with its own cache."""
     environment = {"TERM": "dumb", "COLUMNS": "120", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     return lambda ranks, *arguments: on_ranks(ranks, "tune", "machine", *arguments, env=environment, timeout=280)
 
