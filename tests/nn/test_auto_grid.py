@@ -59,7 +59,7 @@ def test_a_resumed_run_takes_the_grid_of_its_ranks_and_is_predicted_with(here, c
     assert done.returncode == 0, done.stderr
     starts = record(here)["starts"]
     assert [GridShape(**start["auto"]["chosen"]["grid"]).size for start in starts] == [4, 3]
-    assert ". The run goes on with it from step 12" in done.stderr, done.stderr
+    assert ". The run continues on this grid from step 12" in done.stderr, done.stderr
     if comm.rank == 0:
         with h5py.File(here.folder / "new.h5", "w") as file:
             file["x"] = np.ones((5, 12), "float32")
@@ -102,7 +102,7 @@ def test_where_ranks_run_counts(tmp_path):
 
 
 @pytest.mark.parametrize("name, key, measured, said", [
-    (None, {}, False, "of a nominal machine (pmm3d tune machine measures)"),
+    (None, {}, False, "of a nominal machine (pmm3d tune machine measures this one)"),
     ("perlmutter", {}, False, "of perlmutter (not measured by pmm3d tune machine)"),
     ("perlmutter", {"cpu": "here"}, True, "of perlmutter"),
 ])
