@@ -341,7 +341,7 @@ if mpi4py.MPI.COMM_WORLD.rank == 1:
     resource.setrlimit(resource.RLIMIT_AS, (room, room))
 """)
     assert done.returncode != 0
-    warning = r"training is predicted to take [0-9.]+ GiB on a rank; host \S+ has 512 MiB left"
+    warning = r"training is predicted to take [0-9.]+ GiB on a rank; host \S+ has 512 MiB free"
     assert re.search(warning, done.stderr), done.stderr
     assert re.search(r"OutOfMemoryError: .*rank 1 \(host \S+\) is out of memory: Unable to allocate .*Predicted for a "
                      r"rank: training of 12-8000-8000-8000-3 with batches of 50 [0-9.]+ GiB", done.stderr), done.stderr

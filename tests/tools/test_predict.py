@@ -137,7 +137,7 @@ def test_a_network_of_a_loop_is_exported(job, pmm3d, tmp_path):
 
 
 @pytest.mark.parametrize("name, arguments, text", [
-    ("run.pt", (), "let its name end in .safetensors"),
+    ("run.pt", (), "the name of the file must end in .safetensors"),
     ("there.safetensors", (), "there.safetensors exists; --overwrite replaces it"),
     ("link.safetensors", (), "link.safetensors exists; --overwrite replaces it"),
     ("none/x.safetensors", (), "there is no folder"),

@@ -38,7 +38,7 @@ class Choice:
     on_host: bool
     slower: float = 1.0
 
-    def said(self) -> str:
+    def line(self) -> str:
         """Return the choice as a line of text. Both times include `slower`."""
         next_one = f"; next {self._timed(self.runner_up)}" if self.runner_up is not None else ""
         shared = f"; ranks share cores, so they compute {self.slower:.3g} times as long" if self.slower > 1 else ""

@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 from ...errors import CheckpointError, Pmm3dError, printable
 from ...model.environment import job_restarts
+from ...text import names_in_words
 from .signals import Signals
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def _train_on(run: Trainer, config: Config, resume: str, trace: Path | None, acc
     if not resumed:
         _check_new(run, resume)
     lines = [] if run.auto is None else [
-        run.auto.said() + (f". The run continues on this grid from step {run.step}" if run.step else "")]
+        run.auto.line() + (f". The run continues on this grid from step {run.step}" if run.step else "")]
     lines += _end_schedule_with_run(run)
     if weights := config.training.weights:
         lines.append(f"training.weights = {weights}: " + (
@@ -77,8 +78,6 @@ def _check_new(run: Trainer, resume: str) -> None:
     if run.grid.rank == 0:
         retired = sorted(path.name for path in folder.glob("retired-step-*"))
     retired = run.grid.comm.bcast(retired)
-    from ...text import names_in_words
-
     with run.grid.collective_call("training", always=True):
         if resume == "never" and latest:
             raise Pmm3dError(f"an earlier run wrote {latest}: continue it with --resume auto, or choose another "
@@ -95,7 +94,6 @@ def _check_new(run: Trainer, resume: str) -> None:
 
 def _targets(run: Trainer, config: Config) -> str:
     """Return a line about the targets."""
-    from ...text import names_in_words
     from .samples import SAMPLES
 
     found, section = run.settings[SAMPLES], config.data

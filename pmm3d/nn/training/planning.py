@@ -69,8 +69,8 @@ def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | 
     grids        the only grids to simulate. Default: all
     also         grids to simulate besides the others
 
-    A rough simulation (`ScaledStep`) selects the grids. The result does not contain others. A preset is preferred to a
-    grid that is faster by 2% or less. Ties: less memory, then fewer ranks along x, y, z.
+    A rough simulation (`ScaledStep`) selects the grids. Other grids are neither candidates nor dropped. A preset is
+    preferred to a grid that is faster by 2% or less. Ties: less memory, then fewer ranks along x, y, z.
 
     Raises GridError if the step fits on no grid; the message contains the memory and a number of ranks that is enough.
     Raises Pmm3dError as `DrySteps`, and for a machine without figures.
