@@ -78,25 +78,25 @@ class DrySteps:
             with Grid.dry((1, 1, 1)) as alone:
                 self._own = OwnNetwork(alone, config.network, config.precision, config.training.seed)
 
+    def _with(self, **changes: Any) -> DrySteps:
+        made = copy(self)
+        vars(made).update(changes)
+        return made
+
     def of_micro_batches(self, number: int) -> DrySteps:
         """Return steps of this number of micro-batches, with unchanged rows of each."""
-        made = copy(self)
-        made.micro_batches = number
-        return made
+        return self._with(micro_batches=number)
 
     def of_rows(self, number: int) -> DrySteps:
         """Return steps of micro-batches of this number of rows."""
-        made = copy(self)
-        made.rows = number
-        return made
+        return self._with(rows=number)
 
     def of_network(self, keys: Mapping[str, Any]) -> DrySteps:
         """Return steps with these values for keys of [network]. A network of network.build does not change."""
-        made = copy(self)
-        if not self.config.network.build:
-            network = self.config.network.model_copy(update=dict(keys))
-            made.config = self.config.model_copy(update={"network": network})
-        return made
+        if self.config.network.build:
+            return self
+        network = self.config.network.model_copy(update=dict(keys))
+        return self._with(config=self.config.model_copy(update={"network": network}))
 
     @property
     def blocks(self) -> int:
@@ -110,18 +110,15 @@ class DrySteps:
     @property
     def unscheduled(self) -> DrySteps:
         """These steps without grid.schedule, chunks and cut."""
-        made = copy(self)
-        made.config = self.config.unscheduled
-        return made
+        return self._with(config=self.config.unscheduled)
 
     def staged(self, table: PipelineSchedule) -> DrySteps:
         """Return steps with the stages and the micro-batches of a table. They use grid.cut if grid.pipe is the number
         of ranks of the table, otherwise an even cut."""
-        made, section = self.of_micro_batches(table.micro_batches), self.config.grid
-        update = {"pipe": table.ranks, "schedule": table, "chunks": None,
-                  "cut": section.cut if section.pipe == table.ranks else None}
-        made.config = self.config.model_copy(update={"grid": section.model_copy(update=update)})
-        return made
+        section = self.config.grid
+        grid = section.model_copy(update={"pipe": table.ranks, "schedule": table, "chunks": None,
+                                          "cut": section.cut if section.pipe == table.ranks else None})
+        return self._with(micro_batches=table.micro_batches, config=self.config.model_copy(update={"grid": grid}))
 
     def of(self, shape: GridShape, ranks_per_node: int, rank: int = 0) -> Step:
         """Return the step of a rank. Raises Pmm3dError if the grid, the network or the loss refuses it."""
