@@ -1,6 +1,7 @@
-"""The product in four shapes, on 2 and 8 ranks, in float64 and float32, each with its goal and COSMA's figure.
+"""The product in four shapes, on 2 and 8 ranks, in float64 and float32, alone or in turns with COSMA.
 
     make bench                                                         (or: python benchmarks/product.py --passes 2)
+    python benchmarks/product.py --cosma /usr/local                    this version and COSMA, in turns
     python benchmarks/product.py --beside ../before/.venv/bin/python   this version and another one, in turns
     python benchmarks/product.py --order F --beside $(which python)     stored by columns, and by rows, in turns
 
@@ -11,6 +12,8 @@ ratio          the same with a GEMM of the proportions of the product, in the sa
 at once        the same with that GEMM on all cores at once without messages. They share memory and clock
 without a core the share of the computing time in which another process had the core
 
+--cosma adds a table: time of COSMA / time here. FOLDER is where COSMA and COSTA are installed, built with the mpicxx of
+this environment. COSMA stores the matrices in its own layout, and uses the same MPI, binding, BLAS and kernel.
 --beside adds a table: time of one product here / time with the pmm3d of that Python. --cells selects cells, as in
 2048x2048x2048:8:float64. --blas auto times the local GEMMs of each cell with each BLAS and kernel of --tried, by `pmm3d
 tune blas`, and multiplies with the fastest for the type. --order F stores A, B and C by columns. --shared stores A and
@@ -21,32 +24,23 @@ import json
 import os
 import sys
 import tempfile
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import NamedTuple
 
 from records import Rows, parser, report
-from timing import output_of, sizes_of
+from timing import ProgramError, on_ranks, output_of, sizes_of
+
+from pmm3d.model.machine import set_blas_environment
 
 SHAPES = ((4096, 4096, 4096), (2048, 2048, 2048), (1024, 1024, 32768), (65536, 512, 512))
 COLUMNS = ((2, "float64"), (2, "float32"), (8, "float64"), (8, "float32"))
 HERE = ["--repeat", "9"]
 """Options of each `pmm3d bench`."""
 HEADING = ["m, n, k", *(f"{ranks} ranks {dtype}" for ranks, dtype in COLUMNS)]
-HALF_RATE = 75.0
-"""GFLOP/s in float64 of a core of the slower kind of machine, Zen 4 with AVX-512 at half rate, at most."""
-GOALS = {
-    "half-rate": ((0.985, 0.985, 0.965, 0.97), (0.97, 0.97, 0.92, 0.90), (0.97, 0.96, 0.96, 0.955),
-                  (0.98, 0.98, 0.965, 0.95)),
-    "full-rate": ((0.94, 0.90, 0.91, 0.88), (0.81, 0.77, 0.83, 0.81), (0.98, 0.97, 0.96, 0.96),
-                  (1.01, 0.94, 0.99, 0.94))}
-COSMA = {
-    "half-rate": ((0.928, 0.920, 0.892, 0.907), (0.819, 0.885, 0.858, 0.828), (0.933, 0.949, 0.901, 0.942),
-                  (0.972, 0.912, 0.945, 0.921)),
-    "full-rate": ((0.90, 0.86, 0.87, 0.84), (0.77, 0.73, 0.79, 0.77), (0.94, 0.93, 0.92, 0.92),
-                  (0.97, 0.90, 0.95, 0.90))}
-"""r of COSMA in its native layout, measured once on a machine of each kind; the goal on the second is 0.04 above."""
+SOURCE = Path(__file__).parent / "cosma.cpp"
 
 
 def words_of(shape: tuple[int, int, int]) -> list[str]:
@@ -83,48 +77,87 @@ def measure(side: Side, shape: tuple[int, int, int], ranks: int, dtype: str) -> 
         return json.loads(path.read_text())
 
 
+def compiled(folder: str, installed: Path) -> str:
+    """Compile the driver of COSMA, and return its path. Raises ProgramError if COSMA or SciPy's OpenBLAS is missing."""
+    libraries = Path(find_spec("scipy").origin).parents[1] / "scipy.libs"
+    blas = next(libraries.glob("libscipy_openblas-*"), None)
+    if not blas:
+        raise ProgramError(f"{libraries} has no OpenBLAS. Install a wheel of SciPy")
+    program = str(Path(folder) / "cosma")
+    output_of([str(Path(sys.executable).parent / "mpicxx"), "-std=c++17", "-O2", "-fopenmp", str(SOURCE), "-o", program,
+               f"-I{installed}/include", f"-L{installed}/lib", "-lcosma", "-lcosta", str(blas),
+               f"-Wl,-rpath,{libraries}"])
+    return program
+
+
+def of_cosma(program: str, shape: tuple[int, int, int], ranks: int, dtype: str) -> dict:
+    """Seconds of each product of COSMA, and whether the results are right."""
+    letter = "s" if dtype == "float32" else "d"
+    printed = on_ranks(ranks, [program, *map(str, shape), letter, HERE[-1]]).split()
+    return {"seconds": [float(word) for word in printed if word != "wrong"], "verified": "wrong" not in printed}
+
+
 def table(results: dict) -> tuple[str, Rows]:
-    """(title, rows): r, ratio, grid and noise of each cell, with the goal and COSMA's figure. Bold: the goal is met."""
+    """(title, rows): r, ratio, grid and noise of each cell."""
     square = {dtype: max(run["square_core_gflops"] for (_, (_, other)), runs in results.items() for run in runs
                          if other == dtype) for dtype in {dtype for _, (_, dtype) in results}}
-    kind = "half-rate" if square.get("float64", square.get("float32", 0.0) / 2) < HALF_RATE else "full-rate"
-    rows = [HEADING]
-    for shape, goals, cosma in zip(SHAPES, GOALS[kind], COSMA[kind]):
-        if not any((shape, key) in results for key in COLUMNS):
-            continue
-        cells = [_cell(results[shape, key], square[key[1]], goal, peer) if (shape, key) in results else ""
-                 for key, goal, peer in zip(COLUMNS, goals, cosma)]
-        rows.append([", ".join(map(str, shape)), *cells])
+    cell = lambda shape, key: _cell(results[shape, key], square[key[1]]) if (shape, key) in results else ""
+    rows = [HEADING, *([_name(shape), *(cell(shape, key) for key in COLUMNS)] for shape in _shapes(results))]
     rates = ", ".join(f"{dtype} {rate:.1f} GFLOP/s" for dtype, rate in sorted(square.items()))
-    cpu = next(run["environment"]["cpu"] for runs in results.values() for run in runs)
-    extra = [["x".join(map(str, shape)), f"{runs[0]['gflops']:.3g} GFLOP/s", *[""] * (len(COLUMNS) - 1)]
-             for (shape, _), runs in results.items() if shape not in SHAPES]
-    return f"On {cpu}, with goals for {kind} AVX-512; 2048 cubed on one core: {rates}", rows + extra
+    return f"r of pmm3d; 2048 cubed on one core: {rates}", rows
 
 
-def _cell(runs: list[dict], square: float, goal: float, peer: float) -> str:
+def _shapes(results: dict) -> list:
+    return [*dict.fromkeys(shape for shape, _ in results)]
+
+
+def _name(shape: tuple[int, int, int]) -> str:
+    return ", ".join(map(str, shape))
+
+
+def _cell(runs: list[dict], square: float) -> str:
     shares = sorted(run["gflops"] / (run["cores"] * square) for run in runs)
     r, ratio = median(shares), median(run["ratio"] for run in runs)
     at_once = median(run["gflops"] / run["at_once_gflops"] for run in runs)
     off_core = median(run["off_core_seconds"] / run["computed_seconds"] for run in runs if run["computed_seconds"])
     noise = f", {shares[0]:.3f} to {shares[-1]:.3f}" if len(shares) > 1 else ""
-    mark = "**" if r >= goal - 0.0005 else ""
     grids = " or ".join(sorted({"x".join(map(str, run["grid"])) for run in runs}))
     stored = " or ".join(sorted({run["orders"] for run in runs}))
     grids += "" if stored == "CCC" else f" {stored}"
     read = " or ".join(sorted({run.get("in_place", "") for run in runs}))
     grids += f", {read} in place" if read else ""
-    return (f"{mark}{r:.3f}{mark}{noise} (ratio {ratio:.3f}, at once {at_once:.3f}; without a core "
-            f"{100 * off_core:.0f}%; {grids}; goal {goal:.3f}, COSMA {peer:.3f})")
+    return f"{r:.3f}{noise} (ratio {ratio:.3f}, at once {at_once:.3f}; without a core {100 * off_core:.0f}%; {grids})"
+
+
+def with_cosma(results: dict, cosma: dict) -> tuple[str, Rows]:
+    """(title, rows): time of COSMA / time here, median and range of the passes, and both in ms. Bold: at least 1."""
+    rows, found = [HEADING], []
+    for shape in _shapes(results):
+        cells = []
+        for key in COLUMNS:
+            pairs = [(median(here["seconds"]), median(there["seconds"]))
+                     for here, there in zip(results.get((shape, key), []), cosma.get((shape, key), []))]
+            if not pairs:
+                cells.append("")
+                continue
+            ratios = sorted(there / here for here, there in pairs)
+            here, there = (median(column) * 1e3 for column in zip(*pairs))
+            mark = "**" if median(ratios) >= 0.995 else ""
+            cells.append(f"{mark}{median(ratios):.2f}{mark}, {ratios[0]:.2f} to {ratios[-1]:.2f} ({here:.4g} and "
+                         f"{there:.4g} ms)")
+            found.append(median(ratios))
+        rows.append([_name(shape), *cells])
+    return (f"Time of COSMA / time of pmm3d, in turns; in brackets the time of pmm3d and of COSMA. Geometric mean "
+            f"{geometric_mean(found):.2f}"), rows
 
 
 def ratios(results: dict, beside: dict) -> Rows:
     """Time here / time there of each cell."""
     rows = [HEADING]
-    for shape in SHAPES:
+    for shape in _shapes(results):
         pairs = [list(zip(results.get((shape, key), []), beside.get((shape, key), []))) for key in COLUMNS]
         found = [[median(here["seconds"]) / median(there["seconds"]) for here, there in cell] for cell in pairs]
-        rows.append([", ".join(map(str, shape)), *(f"{median(ratios):.3f}" if ratios else "" for ratios in found)])
+        rows.append([_name(shape), *(f"{median(ratios):.3f}" if ratios else "" for ratios in found)])
     return rows
 
 
@@ -137,6 +170,7 @@ def one_cell(text: str) -> tuple:
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--passes", type=int, default=3, help="runs of each cell, of which the median counts (3)")
+    made.add_argument("--cosma", metavar="FOLDER", type=Path, help="of an installed COSMA, such as /usr/local")
     made.add_argument("--beside", metavar="PYTHON", help="of an environment with another version of pmm3d")
     made.add_argument("--cells", type=lambda text: [one_cell(word) for word in text.split(",")], metavar="CELL,...",
                       default=list(product(SHAPES, COLUMNS)), help="only these")
@@ -149,6 +183,8 @@ def main() -> None:
     made.add_argument("--shared", action="store_true", help="A and B here in memory that the ranks share")
     options = made.parse_args()
     stored = (["--order", options.order] if options.order != "C" else []) + ["--shared"] * options.shared
+    if options.cosma:
+        made.refuse(options, "--blas", "--cosma, which uses SciPy's BLAS on both sides")
     if options.blas:
         tune(options.cells, options.tried or [os.environ.get("PMM3D_BLAS", "scipy")])
     elif options.tried:
@@ -158,13 +194,21 @@ def main() -> None:
     if options.quick:
         options.passes, options.cells = 1, [((64, 64, 64), (2, "float64"))]
         HERE.extend(["--repeat", "1"])
-    results: dict = {side: {cell: [] for cell in options.cells} for side in sides}
-    for turn, (shape, (ranks, dtype)), (side, how) in product(range(options.passes), options.cells, sides.items()):
-        result = measure(how, shape, ranks, dtype)
-        results[side][shape, (ranks, dtype)].append(result)
-        print(f"pass {turn + 1} of {options.passes}, {'x'.join(map(str, shape))}, {ranks} ranks, {dtype}{side}: ratio "
-              f"{result['ratio']:.3f}, verified {result['verified']}", file=sys.stderr, flush=True)
+    set_blas_environment()
+    names = [*sides, *[", COSMA"] * bool(options.cosma)]
+    results: dict = {side: {cell: [] for cell in options.cells} for side in names}
+    with tempfile.TemporaryDirectory() as folder:
+        program = compiled(folder, options.cosma) if options.cosma else ""
+        for turn, (shape, (ranks, dtype)), side in product(range(options.passes), options.cells, results):
+            result = (measure(sides[side], shape, ranks, dtype) if side in sides else
+                      of_cosma(program, shape, ranks, dtype))
+            results[side][shape, (ranks, dtype)].append(result)
+            print(f"pass {turn + 1} of {options.passes}, {_name(shape)}, {ranks} ranks, {dtype}{side}: "
+                  f"{1e3 * median(result['seconds']):.4g} ms, verified {result['verified']}", file=sys.stderr,
+                  flush=True)
     tables = [table(results[""])]
+    if options.cosma:
+        tables.insert(0, with_cosma(results[""], results[", COSMA"]))
     if options.beside:
         tables.append(("Time here / time beside, medians of the passes", ratios(results[""], results[", beside"])))
     report(options, *tables)

@@ -22,7 +22,8 @@ def update(sdist: Path, folder: Path = HERE) -> None:
     [easyconfig] = (folder / "easybuild").glob("pmm3d-*.eb")
     renamed = easyconfig.with_name(re.sub(rf"-{VERSION}-", f"-{version[1]}-", easyconfig.name))
     easyconfig.rename(renamed)
-    for recipe in (folder / "conda" / "recipe.yaml", *folder.glob("spack/packages/*/package.py"), renamed):
+    spack = folder / "spack" / "packages" / "py_pmm3d" / "package.py"
+    for recipe in (folder / "conda" / "recipe.yaml", spack, renamed):
         text = re.sub(rf"{BEFORE_IT}{VERSION}", rf"\g<1>{version[1]}", recipe.read_text())
         recipe.write_text(re.sub(r"(.*\b)[0-9a-f]{64}\b", rf"\g<1>{checksum}", text, count=1, flags=re.S))
 

@@ -9,17 +9,28 @@ from dataclasses import dataclass
 class Action:
     """One action of a rank in a dry run.
 
-    what               "gemm", "pass", "begin" (of a collective), or "wait"
-    m, n, k, dtype     of a GEMM: C (m, n) = A (m, k) B
-    form               of a GEMM: "n" or "t" for A and for B, as in "nt". "t" is a transposed view
-    operation          of a pass over memory: its name, such as "relu", "layer_norm backward", "adamw", "copy". Of a
-                       collective: "all_gather", ...
-    nbytes             bytes that a pass, or several passes in one action, read and write
-    axis, phase        of a collective, as in the ledger
-    sent, received     bytes of this rank in a collective
-    number             of a collective in the run; of a wait: the number of the awaited collective
-    after              numbers of the collectives that must end before a collective sends anything
-    whole, message     of one message of a collective: bytes of the collective, and number of the message, from 1
+    Attributes
+    ----------
+    what
+        "gemm", "pass", "begin" (of a collective), or "wait".
+    m, n, k, dtype
+        Sizes and type of a GEMM, C (m, n) = A (m, k) B.
+    form
+        "n" or "t" for A and for B of a GEMM, as in "nt". "t" is a transposed view.
+    operation
+        Name of a collective, such as "all_gather", or of a pass over memory: "relu", "adamw", "layer_norm backward".
+    nbytes
+        Bytes that a pass, or several passes in one action, read and write.
+    axis, phase
+        Axis and phase of a collective, as in the ledger.
+    sent, received
+        Bytes of this rank in a collective.
+    number
+        Number of a collective in the run. A wait has the number of its collective.
+    after
+        Numbers of the collectives that must end before a collective sends anything.
+    whole, message
+        Bytes of the whole collective, and number of the message from 1, if the action is one message of a collective.
     """
 
     what: str

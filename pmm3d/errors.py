@@ -114,6 +114,15 @@ def check_dataset_name(name: object) -> None:
         raise DataError(f"{name!r} cannot name a data set: name it with letters, as in x or fields/velocity")
 
 
+def install_command(extra: str) -> str:
+    """Return the command that installs the packages of an extra, for pmm3d from a clone and from a wheel.
+
+        >>> install_command("io")
+        'pip install "pmm3d[io]"'
+    """
+    return f'pip install "pmm3d[{extra}]"'
+
+
 @contextmanager
 def needs(extra: str, what: str) -> Iterator[None]:
     """As a context around imports: a package that is missing is a MissingPackageError that names the extra."""
@@ -123,5 +132,4 @@ def needs(extra: str, what: str) -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if package == "pmm3d":
             raise
-        remedy = f'pip install ".[{extra}]" in the clone of pmm3d'
-        raise MissingPackageError(f"{what}: the package {package} is missing. {remedy}") from None
+        raise MissingPackageError(f"{what}: the package {package} is missing. {install_command(extra)}") from None

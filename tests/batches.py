@@ -1,4 +1,4 @@
-"""Samples in HDF5 of which each value tells where it stood, and what batches of them hold."""
+"""Samples whose values are their positions in the data, and the rows of batches of such samples."""
 
 import numpy as np
 from samples import integers, to_numpy
@@ -7,13 +7,13 @@ from pmm3d.layout import EMPTY
 
 SAMPLES, DIMS, FEATURES = 37, (3, 4), 12
 X = np.arange(SAMPLES * FEATURES, dtype="float64").reshape(SAMPLES, FEATURES)
-"""Each value tells where it stood."""
+"""Each value is its position in the array."""
 LABELS = np.arange(SAMPLES) * 7 % 5
 VECTORS = integers((SAMPLES, 5))
 
 
 def rows_of(x) -> list[int]:
-    """Which samples a batch holds; checks that they are whole and that this rank has its shard of them."""
+    """Numbers of the samples in a batch. Checks that each sample is complete, and that this rank has its shard."""
     whole = to_numpy(x.gather(), x.library)
     rows = (whole[:, 0] // FEATURES).astype(int)
     assert np.array_equal(whole, X[rows])
@@ -22,7 +22,7 @@ def rows_of(x) -> list[int]:
 
 
 def epoch_of(loader, targets=LABELS[:, None]) -> list[list[int]]:
-    """The samples of each of the rest of an epoch's batches."""
+    """Numbers of the samples in each remaining batch of an epoch."""
     batches = []
     for x, y in loader:
         batches.append(rows_of(x))

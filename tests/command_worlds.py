@@ -1,8 +1,7 @@
-"""Commands of pmm3d on ranks that stay: one mpiexec for each number of ranks runs the commands of all tests.
+"""Run commands of pmm3d on ranks that are started once: one mpiexec per number of ranks serves all tests.
 
-Starting ranks takes longer than most commands. Tests take the fixture `on_ranks`, or `command_worlds` in a fixture of a
-wider scope. A test that patches pmm3d, kills ranks or looks at how processes start
-and end takes the fixture `job` instead.
+To start ranks takes longer than most commands. Tests use the fixture `on_ranks`, or `command_worlds` in a fixture of a
+wider scope. A test that patches pmm3d, kills ranks, or is about the start and end of processes, uses the fixture `job`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ RANK = Path(__file__).with_name("serve_commands.py")
 
 
 class CommandWorlds:
-    """Worlds of ranks, started when a command first needs that many, and ended together.
+    """Worlds of ranks. Each is started when a command first needs this number of ranks. All end together.
 
     `worlds(4, "bench", "--m", "64", cwd=folder, env={"COLUMNS": "80"})` runs a command on four ranks. The result has
     the largest exit code of the ranks, and what they printed in the order of the ranks.
@@ -88,7 +87,7 @@ class _World:
 
 @pytest.fixture(scope="session")
 def command_worlds(tmp_path_factory):
-    """command_worlds(4, "bench", "--m", "64", cwd=folder): the command on four ranks, which stay for the next one."""
+    """command_worlds(4, "bench", "--m", "64", cwd=folder) runs the command on four ranks, which then wait for more."""
     worlds = CommandWorlds(tmp_path_factory.mktemp("worlds"))
     yield worlds
     worlds.end()
@@ -96,5 +95,5 @@ def command_worlds(tmp_path_factory):
 
 @pytest.fixture
 def on_ranks(command_worlds, tmp_path):
-    """on_ranks(4, "bench", "--m", "64"): the command on four ranks, in this test's folder."""
+    """on_ranks(4, "bench", "--m", "64") runs the command on four ranks, in the folder of this test."""
     return partial(command_worlds, cwd=tmp_path)

@@ -1,19 +1,19 @@
-"""Loads the MPI test plugin, see mpi_runner/__init__.py for how tests are written with it, and the common fixtures.
+"""Load the MPI test plugin (mpi_runner/__init__.py explains how to use it) and the common fixtures.
 
-The folders are the rooms of pmm3d, and: apps/, benchmarks/, embed/, slurm/ (for jobs/), faults/ (injected faults and
-hostile inputs), gpu/ (`make gpu-check`), cluster/ (virtual nodes), and project/ for tests of no room.
+Each room of pmm3d has a folder. The others: apps/, benchmarks/, embed/, slurm/ (for jobs/), faults/ (injected faults
+and hostile inputs), gpu/ (`make gpu-check`), cluster/ (virtual nodes), and project/ (the repository itself).
 """
 
 import os
 import sys
 import tempfile
 
-# A thousand processes import the same files, which are compiled once; also where the environment wants no bytecode.
+# About a thousand processes import the same files. With bytecode, each file is compiled once.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 os.environ.pop("PMM3D_MACHINE", None)
-# The ranks share the folder of the pytest that started them. Each worker of pytest-xdist has its own.
+# Ranks use the cache folder of the pytest that started them. Each worker of pytest-xdist has a folder of its own.
 FOLDER = f"pmm3d-tests-{os.environ.get('PYTEST_XDIST_WORKER', '')}"
 if FOLDER not in os.environ.get("XDG_CACHE_HOME", ""):
     CACHE = tempfile.TemporaryDirectory(prefix=FOLDER)

@@ -1,4 +1,4 @@
-"""Gradients of operations, against central differences. An operation is a function of named tensors."""
+"""Comparison of gradients of operations with central differences. An operation is a function of named tensors."""
 
 import numpy as np
 from mpi_runner.plugin import all_tests
@@ -11,7 +11,7 @@ H = 2.0**-17
 
 
 def drawn(shape, seed):
-    """Away from 0, from integers and from quarters, where relu and mae have their corners."""
+    """Random values with a distance from 0, integers and quarters, because relu and mae are not smooth there."""
     return integers(shape, seed=seed, low=-2, high=1) + np.random.default_rng(seed).uniform(0.3, 0.7, shape)
 
 
@@ -24,7 +24,7 @@ def tensors(grid, values, inputs):
 
 
 def scalar(out, seed=40):
-    """A 1 x 1 tensor of any: <out, a random matrix>."""
+    """The inner product of a tensor with a random matrix, as a 1 x 1 tensor."""
     return out if out.shape == (1, 1) else inner(out, drawn(out.shape, seed))
 
 
@@ -49,7 +49,7 @@ def directions(shape, every: bool):
 
 
 def assert_gradients_are_differences(grid, operations, every=False):
-    """Of each operation, title -> ({name: (shape, layout)}, function), by each of its tensors."""
+    """Compare the gradient of each operation by each of its tensors. title -> ({name: (shape, layout)}, function)."""
     for title, (inputs, operation) in operations.items():
         values = {name: drawn(shape, seed) for seed, (name, (shape, _)) in enumerate(inputs.items())}
         found = gradients(grid, operation, values, inputs)

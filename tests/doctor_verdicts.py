@@ -1,4 +1,4 @@
-"""What the tests of verdicts on made-up facts share."""
+"""Helpers of tests that check the verdicts of `pmm3d doctor` on invented facts."""
 
 import json
 
@@ -11,14 +11,14 @@ GIB = 2**30
 
 
 def judged(name, facts, hosts):
-    """The finding of the check of that name from the facts of all ranks."""
+    """The finding of a check, from the facts of all ranks."""
     finding = Finding(name)
     next(check for check in CHECKS if check.name == name).judge(finding, facts, hosts)
     return finding
 
 
 def assert_says(finding, verdict, *parts):
-    """The verdict is that, and the parts are in what it says; every problem has a remedy."""
+    """Assert the verdict of a finding, and that its text contains the parts. Every problem must have a remedy."""
     whole = " ".join([finding.found, *(f"{problem.text} -> {problem.remedy}" for problem in finding.problems)])
     assert finding.verdict == verdict, whole
     assert all(problem.text and problem.remedy for problem in finding.problems)

@@ -1,6 +1,7 @@
-"""Memory of a stand-in CUDA driver, whose pages the host has no access rights to: MPI alone follows its pointers.
+"""Memory of a stand-in CUDA driver. The host has no access rights to its pages: only MPI can follow the pointers.
 
-What a process needs to map the same pages is in the driver's IPC handles; the stand-in's arithmetic works there.
+The driver's IPC handles contain the data that a process needs to map the same pages. The stand-in computes on this
+second mapping.
 """
 
 import ctypes
@@ -14,18 +15,18 @@ from standin_streams import set_device
 DRIVER = ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
 CONTEXT = ctypes.c_void_p(0x1000)
 PAGES, BLOCK = 2**21, 2**9
-"""Bytes that the driver is asked for at least, and that blocks of it are multiples of."""
+"""Smallest request to the driver in bytes. The sizes of its blocks are multiples of this number."""
 
 
 class Handle(ctypes.Structure):
-    """What the stand-in driver's cuIpcGetMemHandle writes, of 64 bytes."""
+    """The 64 bytes that cuIpcGetMemHandle of the stand-in driver writes."""
 
     _fields_ = [("process", ctypes.c_int), ("file", ctypes.c_int), ("size", ctypes.c_size_t),
                 ("rest", ctypes.c_char * 48)]
 
 
 class Pool:
-    """Blocks of the driver's memory, as cupy's pool has them: what is freed serves the stream that had it."""
+    """A pool of the driver's memory, as in cupy: a freed block is used again by the stream that had it."""
 
     def __init__(self):
         self._free, self._bytes, self._pointer, self._left = defaultdict(list), None, 0, 0
@@ -63,14 +64,14 @@ class DriverMemory(Memory):
 
 
 def bind() -> None:
-    """Give this thread a context, as every call of CUDA's runtime does that needs one."""
+    """Create a context for this thread, as calls of CUDA's runtime do."""
     assert DRIVER.cuCtxSetCurrent(CONTEXT) == 0
 
 
 def copied_on_devices() -> int:
-    """Bytes that the driver has copied from device to device: for MPI, the only one that asks it to."""
+    """Bytes that the driver copied from device to device. Only MPI requests such copies."""
     return (ctypes.c_long * 4).in_dll(DRIVER, "fake_bytes")[2]
 
 
 set_device.told.append(bind)
-set_device(0)  # before MPI begins: without a context then, Open MPI moves no memory from device to device
+set_device(0)  # before MPI_Init: without a context, Open MPI does not copy from device to device

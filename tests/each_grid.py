@@ -1,4 +1,4 @@
-"""A test that loops over process grids: one item per rank count, and a failure names the grid."""
+"""Tests that loop over process grids: one item for each number of ranks. An error message contains the grid."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mpi_runner.plugin import canonical_grids, process_grids
 
 
 def each_grid(test: Callable) -> Callable:
-    """Run the test on each canonical grid of its number of ranks; with --all, on each grid.
+    """Decorator: run the test on each canonical grid of its number of ranks; with --all, on each grid.
 
-    The test takes the open grid as `grid`.
+    The argument `grid` of the test is the open grid.
     """
 
     @functools.wraps(test)

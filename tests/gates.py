@@ -1,4 +1,4 @@
-"""Collectives that make progress only while somebody waits for them, as in a dry run."""
+"""Collectives that make progress only during a wait for them, as in a dry run."""
 
 from weakref import WeakKeyDictionary, ref
 
@@ -8,9 +8,10 @@ from pmm3d import Pending
 
 
 class Gate:
-    """Holds a collective back, beyond its messages, until the collective is waited for.
+    """Stops a collective after its first messages until its `wait` is called.
 
-    done    whether the collective may go on;   inner: gates of the collectives that it waits for
+    done    whether the collective may continue
+    inner   gates of the collectives for which it waits
     """
 
     def __init__(self):
@@ -23,7 +24,7 @@ class Gate:
 
 
 def move_what_is_waited_for(engine):
-    """Collectives make progress only while they are waited for, as in a dry run."""
+    """Let collectives make progress only during a wait for them, as in a dry run."""
     gates = WeakKeyDictionary()
 
     def held(gate, collective):

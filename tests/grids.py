@@ -7,7 +7,7 @@ DEEPEST = {1: (1, 1, 1), 2: (1, 2, 1), 3: (3, 1, 1), 4: (2, 1, 2), 6: (1, 2, 3),
 
 @pytest.fixture
 def grid(comm, grid_shape):
-    """Every grid of that many ranks, in turn: for what depends on its shape."""
+    """Each grid of this number of ranks, for tests whose result depends on the shape."""
     from pmm3d import Grid
 
     with Grid(comm, grid_shape, device_transport="direct") as grid:
@@ -16,7 +16,7 @@ def grid(comm, grid_shape):
 
 @pytest.fixture
 def some_grid(comm, nranks):
-    """One grid of that many ranks, with as many axes as they allow: for what does not depend on its shape."""
+    """One grid, with the most axes of several ranks, for tests whose result does not depend on the shape."""
     from pmm3d import Grid
 
     with Grid(comm, DEEPEST[nranks], device_transport="direct") as grid:
@@ -39,7 +39,7 @@ def fails(comm):
 
 @pytest.fixture
 def storing_grid(comm, nranks):
-    """With a data axis on four ranks, with an idle rank on seven."""
+    """A grid with a data axis on 4 ranks, and with an idle rank on 7."""
     shape, data = {1: ((1, 1, 1), 1), 2: ((1, 2, 1), 1), 4: ((1, 2, 1), 2), 7: ("auto", 1)}[nranks]
     from pmm3d import Grid
 
@@ -50,7 +50,7 @@ def storing_grid(comm, nranks):
 
 @pytest.fixture
 def two_nodes(comm, monkeypatch):
-    """The first half of the ranks is on one node, the others on another."""
+    """Two virtual nodes: the first has the first half of the ranks."""
     from pmm3d.comm import communicator
 
     monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: f"node{2 * comm.rank // comm.size}")
@@ -58,7 +58,7 @@ def two_nodes(comm, monkeypatch):
 
 @pytest.fixture
 def stages_of_two(monkeypatch):
-    """Recursive halving and doubling in place of the direct exchange, which is the library's rule for few ranks."""
+    """Schedules by recursive halving and doubling. With few ranks, the library would use a direct exchange."""
     from pmm3d.model import schedule, stages
 
     def forget():

@@ -1,4 +1,4 @@
-"""A loop over values inside one test: the failure names the values."""
+"""Loops over values inside one test. An error message contains the values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 @contextmanager
 def given(**values: Any) -> Iterator[None]:
-    """The body of a loop in a test. An error in it names the values.
+    """As a context: the body of a loop in a test. An error in it is raised with the values in its message.
 
         for size, dtype in product(SIZES, DTYPES):
             with given(size=size, dtype=dtype):
@@ -22,18 +22,18 @@ def given(**values: Any) -> Iterator[None]:
     __tracebackhide__ = True
     try:
         yield
-    except (Exception, pytest.fail.Exception) as error:  # the latter is of pytest.raises
-        said = ", ".join(f"{name}={value!r}" for name, value in values.items())
-        raise AssertionError(f"with {said}: {type(error).__name__}: {error}") from error
+    except (Exception, pytest.fail.Exception) as error:  # the latter comes from pytest.raises
+        in_words = ", ".join(f"{name}={value!r}" for name, value in values.items())
+        raise AssertionError(f"with {in_words}: {type(error).__name__}: {error}") from error
 
 
 def looped(names: str, values: Iterable[Any]) -> Callable[[Callable], Callable]:
-    """`pytest.mark.parametrize` as a loop inside one test. It may be repeated.
+    """Decorator: `pytest.mark.parametrize` as a loop inside one test. It can be used several times.
 
         @looped("library, dtype", TYPES)
         def test_sums(library, dtype): ...
 
-    Each turn has a `monkeypatch` of its own, and an empty `caplog`. All other fixtures are those of the one test.
+    Each iteration has its own `monkeypatch` and an empty `caplog`. All iterations share the other fixtures.
     """
     listed, rows = [name.strip() for name in names.split(",")], list(values)
 

@@ -1,4 +1,4 @@
-"""What a test needs and this machine lacks: a reason to skip the test, and on CI an error."""
+"""Skip a test if this machine lacks a program that the test needs. On CI, this is an error."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import pytest
 
 
 def skip_or_fail(reason: str) -> NoReturn:
-    """Skip the test. Where PMM3D_CI is set, fail: there, `make system-packages` has installed everything."""
+    """Skip the test. If PMM3D_CI is set, fail: on CI, `make system-packages` has installed everything."""
     (pytest.fail if os.environ.get("PMM3D_CI") else pytest.skip)(reason)

@@ -20,21 +20,21 @@ GRIDS = {
     6: [("hsdp", 3), ("megatron", 3), ("1x2x3", 1), ("3x2x1", 1)],
     8: [("hsdp", 2), ("2x2x2", 1), ("2x1x2", 2), ("1x2x2", 2), ("1x8x1", 1)],
 }
-"""(shape, data) of grids on which each axis, and most pairs of axes, have more than one rank somewhere. On 4 ranks one
-axis alone is split only with --all."""
+"""Number of ranks -> (shape, data) of grids. Together they have several ranks along each axis, and along most pairs of
+axes. On 4 ranks, ddp and fsdp are used only with --all."""
 WIDEST = {1: ("1x1x1", 1), 2: ("1x2x1", 1), 4: ("2x1x1", 2), 6: ("3x1x2", 1), 8: ("2x2x2", 1)}
-"""One grid of that many ranks."""
+"""Number of ranks -> (shape, data) of the grid with the most axes of several ranks."""
 ALL_GRIDS = {count: grids_of(count, (1, 2, 4, 8)) for count in (1, 2, 4, 8)}
 if not plugin.all_tests:
     ALL_GRIDS[4] = [((1, 4, 1), 1), ((2, 1, 2), 1), ((1, 2, 2), 1), ((1, 1, 2), 2), ((2, 1, 1), 2)]
-"""Every grid of that many ranks. Of 4 without --all: the canonical ones, and two with a data axis."""
+"""Number of ranks -> all grids. On 4 ranks without --all: the canonical ones, and two with a data axis."""
 MANY_GRIDS = {count: grids[:: 1 if count < 8 else 3] for count, grids in ALL_GRIDS.items()}
-"""Each third of those of 8 ranks: what all grids of 4 do is repeated there with longer axes."""
+"""The same, but on 8 ranks every third grid, because these only repeat the grids of 4 ranks with longer axes."""
 INPUT = batch_layout("y")
 
 
 def on_each_grid(comm, body, grids=None, **options):
-    """body(grid) on each of the grids of that many ranks, or on those named."""
+    """Call body(grid) for each (shape, data) in `grids`, by default in GRIDS."""
     for shape, data in GRIDS[comm.size] if grids is None else grids:
         with given(grid=shape, data=data), Grid(comm, shape, data, device_transport="direct", **options) as grid:
             body(grid)
@@ -42,13 +42,13 @@ def on_each_grid(comm, body, grids=None, **options):
 
 @contextmanager
 def alone():
-    """A grid of this rank only: what a network gives without parallelism."""
+    """As a context: a grid of this rank only, for the results of a network without parallelism."""
     with Grid(MPI.COMM_SELF, (1, 1, 1), device_transport="direct") as grid:
         yield grid
 
 
 class Case(NamedTuple):
-    """A network and what it learns: classes with cross_entropy, vectors with mse and mae."""
+    """A network and its targets: classes for cross_entropy, vectors for mse and mae."""
 
     sizes: tuple
     batch: int
@@ -68,14 +68,14 @@ def network_of(grid, case: Case, dtype="float64", **options):
 
 
 def whole_numbers(net):
-    """The same network with integers for weights, so that sums are exact."""
+    """Set the weights of a network to integers, so that sums are exact. Return the network."""
     for seed, parameter in enumerate(net.parameters()):
         parameter.assign(spread(net.grid, integers(parameter.shape, seed=seed, low=-2, high=2), parameter.layout))
     return net
 
 
 def batch_of(case: Case, step: int, rows: int | None = None):
-    """(x, y) of a step, the whole of them in numpy; labels are (rows, 1)."""
+    """(x, y) of a step: numpy arrays of the whole batch. Labels have the shape (rows, 1)."""
     random = np.random.default_rng([step, *case.sizes])
     rows = case.batch if rows is None else rows
     x = random.standard_normal((rows, case.sizes[0]))
@@ -85,14 +85,14 @@ def batch_of(case: Case, step: int, rows: int | None = None):
 
 
 def spread(grid, whole, layout=INPUT, library=TESTED, dtype=None) -> DistMatrix:
-    """A DistMatrix of a whole numpy array; dtype: of floats. No message: the methods of DistMatrix ask all ranks."""
+    """A DistMatrix of a whole numpy array. dtype: for floats. Not collective, unlike `DistMatrix.from_global`."""
     r0, r1, c0, c1 = layout.summed.box(whole.shape, grid.shape, grid.coords)
     local = to_library(whole[r0:r1, c0:c1], library, dtype if whole.dtype.kind == "f" else None)
     return DistMatrix(grid, local, whole.shape, layout).keep_one()
 
 
 def loss_of(net, case: Case, x, y, library=TESTED, dtype="float64"):
-    """The loss of whole numpy arrays; targets come split by rows only."""
+    """The loss of a batch of whole numpy arrays. Only rows of the targets are split."""
     grid = net.grid
     out = net(spread(grid, x, INPUT, library, dtype))
     return getattr(nn, case.loss)(out, spread(grid, y, batch_layout(None), library, dtype))
@@ -104,7 +104,7 @@ def adamw(parameters, **options):
 
 def train(grid, case: Case, steps: int, make=adamw, schedule=None, clip=None, rows=None, dtype="float64",
           library=TESTED, net=None, **options):
-    """(losses, the network) after some steps, each on another batch. net: one of one's own."""
+    """(losses, network) after some steps, each with a different batch. net: default a new network of the case."""
     net = net or network_of(grid, case, dtype, library=library, **options)
     optimizer, losses = make(net.parameters()), []
     schedule = schedule(optimizer) if schedule else None
@@ -121,7 +121,8 @@ def train(grid, case: Case, steps: int, make=adamw, schedule=None, clip=None, ro
 
 
 def weights_of(net) -> dict[str, np.ndarray]:
-    """Name -> the whole parameter, on every rank. One message for all of them: `gather` asks all ranks for each."""
+    """Name -> the whole parameter, on every rank. One all-gather for all parameters, because `gather` takes one each.
+    """
     stored = {name: parameter.stored for name, parameter in net.named_parameters().items()}
     shards = {name: (value.box, to_numpy(value.local, value.library)) for name, value in stored.items()}
     wholes = {name: np.empty(value.shape, shards[name][1].dtype) for name, value in stored.items()}
@@ -146,7 +147,7 @@ def largest_difference(one: dict, other: dict) -> float:
 
 
 def inner(x, weights: np.ndarray):
-    """The tensor sum(x * weights), 1 x 1: a backward pass from it brings `weights` to x."""
+    """The 1 x 1 tensor sum(x * weights). Its gradient by x is `weights`."""
     weights = spread(x.grid, weights, x.layout, x.library)
     products = x.library.to_numpy(x.local) * x.library.to_numpy(weights.local)
     mine = np.array([products.sum() / x.layout.replicas(x.grid.shape)])
@@ -155,7 +156,7 @@ def inner(x, weights: np.ndarray):
 
 
 def assert_replicas_agree(grid, values) -> None:
-    """Ranks that hold the same block of a matrix hold the same bits. values: name -> DistMatrix."""
+    """Assert that ranks with the same shard of a matrix have the same bits. values: name -> DistMatrix."""
     mine = {name: (value.box, value.library.to_numpy(value.local).tobytes()) for name, value in values.items()}
     for name in mine:
         copies = {}
@@ -164,7 +165,7 @@ def assert_replicas_agree(grid, values) -> None:
 
 
 class Tied(nn.Module):
-    """x W, for a W that other layers have too."""
+    """Layer x W with a weight that other layers share."""
 
     def __init__(self, weight):
         self.grid, self.weight = weight.grid, weight
@@ -174,7 +175,7 @@ class Tied(nn.Module):
 
 
 class Fork(nn.Module):
-    """Two tensors from one."""
+    """Layer with one input and two outputs."""
 
     def __init__(self, grid, features):
         self.grid, self.layer = grid, nn.Linear(grid, features, features, seed=5, dtype="float64")

@@ -1,4 +1,4 @@
-"""What tests of files share: layouts, rank counts, a disk that fills up."""
+"""Helpers of tests that write files: layouts, numbers of ranks, and a full disk."""
 
 import resource
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from pmm3d import Layout
 
 every_size = pytest.mark.parallel([4], thorough=[1, 2, 7])
 two_ranks = pytest.mark.parallel([2])
-"""For tests that import torch, which takes each rank seconds."""
+"""For tests that import torch, because the import takes seconds on each rank."""
 OTHER = [Layout.B, Layout(), Layout(rows=("x", "y")), Layout(cols=("data", "z", "x"))]
 
 
@@ -22,7 +22,7 @@ def on_rank_0(grid, act):
 
 @contextmanager
 def full_disk(here, limit=500_000):
-    """No file of this process can grow beyond that."""
+    """As a context: no file of this process can grow beyond `limit` bytes, if `here`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if here:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))

@@ -8,5 +8,5 @@ OF_MAKE = ("MAKEFLAGS", "MFLAGS", "ARGS", "N")
 
 
 def without_outer_make() -> dict[str, str]:
-    """Environment of this process without the variables of an outer make, which would choose other targets and jobs."""
+    """Environment of this process without the variables of an outer make, which would change targets and jobs."""
     return {name: value for name, value in os.environ.items() if name not in OF_MAKE}

@@ -1,4 +1,4 @@
-"""Plant faults in a copy of the package, one at a time, and print which test finds each.
+"""Insert faults into a copy of the package, one at a time, and print which test finds each.
 
     python tests/planted_faults.py                      all faults of planted_faults.toml, with the tests of `make test`
     python tests/planted_faults.py --list               their names
@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def copy(folder: Path, revision: str | None) -> Path:
-    """A copy of what git tracks: of a revision, or as it is now in the working tree, new files included."""
+    """Copy the files of a revision, or the files of the working tree that git tracks or does not ignore."""
     if revision:
         archive = subprocess.run(["git", "archive", revision], cwd=ROOT, check=True, capture_output=True).stdout
         subprocess.run(["tar", "-x"], cwd=folder, input=archive, check=True)
@@ -96,7 +96,7 @@ def tests_of(tree: Path, fault: dict, may_be_missing: bool) -> list[str]:
 
 
 def planted(tree: Path, fault: dict, named: list[str], options: list[str]) -> str:
-    """The first test that fails with the fault; "" if none does."""
+    """The first test that fails with the fault; "" if no test fails."""
     path = tree / fault["file"]
     right = path.read_text()
     if right.count(fault["old"]) != 1:
@@ -113,14 +113,14 @@ def planted(tree: Path, fault: dict, named: list[str], options: list[str]) -> st
 
 
 def write(path: Path, text: str) -> None:
-    """Write a module so that a compiled file of the text before, even of the same second, is stale."""
+    """Write a module with another modification time, so that Python does not use its old bytecode."""
     later = max(time.time(), path.stat().st_mtime + 2)
     path.write_text(text)
     os.utime(path, (later, later))
 
 
 def first_failure(tree: Path, arguments: list[str]) -> str:
-    """The first test that fails, or what else ended pytest; "" if all tests pass or none was collected."""
+    """The first test that fails, or another reason why pytest ended; "" if all tests pass or none was collected."""
     environ = os.environ | {"PYTHONPATH": str(tree)}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", *arguments]
     with tempfile.TemporaryFile("w+", errors="replace") as output:
@@ -128,7 +128,7 @@ def first_failure(tree: Path, arguments: list[str]) -> str:
         try:
             status = process.wait(LIMIT)
         except subprocess.TimeoutExpired:
-            launcher.end_job(process)  # also the ranks, which have process groups of their own
+            launcher.end_job(process)  # also ends the ranks, which have separate process groups
             return f"no end within {LIMIT:g} s"
         output.seek(0)
         text = output.read()

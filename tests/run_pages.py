@@ -1,4 +1,4 @@
-"""A run that has trained, and the words of its page."""
+"""Helpers of tests of `pmm3d report`: the configuration of a run, and the text of its page."""
 
 import json
 from html.parser import HTMLParser
@@ -28,7 +28,7 @@ def record_of(folder) -> dict:
 
 
 class Text(HTMLParser):
-    """The words of a page, and what it would load."""
+    """The words and tags of a page, and the addresses that a browser would load."""
 
     def __init__(self, page):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Integer matrices, so that sums and products are exact in every type, in every array library."""
+"""Matrices of integers in each array library. Their sums and products are exact in every type."""
 
 import os
 
@@ -12,19 +12,19 @@ from pmm3d.layout import EMPTY, Layout
 
 RANKS = [1, 2, 4, 6, 8]
 LIBRARIES = ("numpy", "torch", "standin")
-"""The names of `library_named`; "standin" is tests/standin.py, with cupy's names over host memory."""
+"""Names for `library_named`. "standin" is tests/standin.py: cupy's names over host memory."""
 TESTED = os.environ.get("PMM3D_TESTED_LIBRARY", "numpy")
-"""Whose arrays tests use that name no library: `make test-torch` runs them on tensors."""
+"""Default library of the arrays of tests. `make test-torch` sets it to torch."""
 UP_TO_4 = [1, 2, 3, 4]
-"""The rank counts of tests that use torch: every rank imports it, which takes two seconds of a core."""
+"""Numbers of ranks of tests that use torch. Each rank imports it, which takes two seconds of a core."""
 
 TRANSPOSED_A = Layout(rows=("y", "x"), cols=("z",))
 TRANSPOSED_B = Layout(rows=("x", "z"), cols=("y",))
-"""A matrix in these layouts is, transposed, in Layout.A and in Layout.B without moving."""
+"""The transpose of a matrix in one of these layouts is in Layout.A, or in Layout.B, and nothing is sent."""
 
 
 def integers(shape, dtype="float64", seed=0, low=-4, high=4) -> np.ndarray:
-    """Random integers of a type; complex ones in both parts; float32 stands for bfloat16."""
+    """Random integers of a type. Complex numbers have two integer parts. For bfloat16, the array is float32."""
     random = np.random.default_rng([seed, *shape])
     values = random.integers(low, high, shape, endpoint=True)
     if np.dtype(host_dtype(dtype)).kind == "c":
@@ -51,7 +51,7 @@ def host_dtype(dtype: str) -> str:
 
 
 def to_library(array: np.ndarray | None, library: str = TESTED, dtype: str | None = None):
-    """A copy of a numpy array in that library; of none, on ranks that have none, None."""
+    """A copy of a numpy array in a library. None on ranks without an array."""
     return None if array is None else library_named(library).from_numpy(array.copy(), dtype or array.dtype.name)
 
 
@@ -60,7 +60,7 @@ def to_numpy(array, library: str | None = None) -> np.ndarray:
 
 
 def holds(matrix, whole: np.ndarray) -> bool:
-    """Whether the matrix has these values: this rank looks at its shard, and at all of a matrix of partial sums."""
+    """Whether the shard of this rank has these values. A matrix of partial sums is gathered and compared as a whole."""
     if matrix.layout.sums:
         return np.array_equal(to_numpy(matrix.gather(), matrix.library), whole)
     shard = whole[matrix.box.within(EMPTY)]
@@ -72,11 +72,11 @@ def bits_of(array) -> bytes:
 
 
 def make_default(library: str) -> None:
-    """From now on what makes arrays or networks makes those of this library unless told another."""
+    """Make this library the default of every new Grid."""
     Grid.default_library = library
     Grid.__init__.__kwdefaults__["library"] = library
 
 
 def grids_of(nranks: int, data=(1,)) -> list[tuple[tuple[int, int, int], int]]:
-    """Every (shape, data) of that many ranks, for those sizes of the data axis that divide it."""
+    """Each (shape, data) of a number of ranks, for the sizes of the data axis that divide it."""
     return [(shape, size) for size in data if nranks % size == 0 for shape in process_grids(nranks // size)]

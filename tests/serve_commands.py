@@ -1,4 +1,4 @@
-"""A rank of command_worlds.py: runs each command that it is asked for. Arguments: the folder, the process that asks."""
+"""A rank of command_worlds.py: runs the requested commands. Arguments: the folder, and the process id of the tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 
 SHORTEST, LONGEST = 0.005, 0.1
-"""Shortest and longest pause between two looks, in seconds; the pause grows while no command comes."""
+"""Shortest and longest interval between two checks for a command, in seconds. It grows while there is none."""
 
 
 def serve(folder: Path, asking: str) -> None:
@@ -25,8 +25,8 @@ def serve(folder: Path, asking: str) -> None:
     from pmm3d.tools import cli
     from pmm3d.tools.bench import measure
 
-    cli._leave = lambda: None  # MPI serves the next command too
-    measure.SQUARE = 256  # the limit of a core, which takes longer than the products of tests
+    cli._leave = lambda: None  # would finalize MPI, which later commands need
+    measure.SQUARE = 256  # the peak of a core is measured faster with smaller matrices
     comm, environment = MPI.COMM_WORLD, dict(os.environ)
     for number in itertools.count():
         path, pause = folder / f"{number}.json", SHORTEST
@@ -42,7 +42,7 @@ def serve(folder: Path, asking: str) -> None:
         for stream, kind in ((1, "out"), (2, "err")):
             _redirect(stream, f"{mine}.{kind}")
         os.chdir(asked["cwd"])
-        with warnings.catch_warnings():  # each command shows its own once
+        with warnings.catch_warnings():  # so that each command shows a warning again
             code = _code_of(cli.main, asked["words"])
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -66,7 +66,7 @@ def _redirect(stream: int, path: str) -> None:
 
 
 def _code_of(main, words: list[str]) -> int:
-    """The exit code of a command, as Python would give it."""
+    """The exit code that a process with this command would have."""
     sys.argv = ["pmm3d", *words]
     try:
         main()

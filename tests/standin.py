@@ -1,6 +1,6 @@
-"""A stand-in for cupy, over host memory: pointers to its arrays are pointers that MPI and the host can follow.
+"""A stand-in for cupy in host memory. Pointers to its arrays are valid on the host and for MPI.
 
-A message that leaves, or a result that is read, without synchronisation is wrong: see `standin_arrays`.
+Messages and results without synchronisation contain wrong data: see `standin_arrays`.
 """
 
 from standin_arrays import DeviceArray

@@ -1,8 +1,8 @@
-"""Arrays of the stand-ins for cupy: nothing but the CUDA array interface and cupy's operators, on lazy streams.
+"""Arrays of the stand-ins for cupy: the CUDA array interface and cupy's operators, on lazy streams.
 
-Every operation only joins the queue of the current stream (`standin_streams`), and its result holds rubbish until
-someone waits for it, as on a device that is slow to start. Memory belongs to a device, and what is freed serves the
-stream that asked for it. Host arrays do not mix with these; numbers do.
+An operation is only added to the queue of the current stream (`standin_streams`). Its result contains RUBBISH until
+the host waits for it, as on a slow device. Memory belongs to a device, and freed memory to the stream that allocated
+it. Operations do not accept host arrays, except numbers.
 """
 
 import sys
@@ -18,7 +18,7 @@ RUBBISH = 0xA5
 
 
 class Memory:
-    """Bytes of the current device, which the host may touch. pointer is where MPI would find them."""
+    """Bytes of the current device, which the host can access. pointer: their address for MPI."""
 
     def __init__(self, nbytes: int):
         self.queue = get_current_stream().queue
@@ -30,7 +30,7 @@ class Memory:
 
     @staticmethod
     def at(pointer: int, nbytes: int) -> tuple[np.ndarray, int]:
-        """The bytes of the current device that a pointer to so many leads into, and where among them."""
+        """(Memory of the current device that contains `nbytes` bytes at a pointer, their offset in it)."""
         with LOCK:
             known = list(Memory.known)
         for memory in known:
@@ -41,18 +41,18 @@ class Memory:
         raise AssertionError("an address outside of the device's memory")
 
     def found(self, nbytes: int) -> tuple[np.ndarray, int]:
-        """(The bytes, as the device sees them; where they are for others.)"""
+        """(New bytes as the device accesses them, their address for MPI)."""
         host = np.full(nbytes, RUBBISH, np.uint8)
         return host, host.ctypes.data
 
     def __del__(self):
-        """What is asked for next gets the memory: it overwrites it, in the order of the stream that asked for it."""
+        """Overwrite the memory, in the order of its stream, because a later allocation could use it."""
         freed = self.bytes
         self.queue.add(lambda: freed.fill(RUBBISH), writes=[freed])
 
 
 def enqueue(work, reads=(), writes=()) -> None:
-    """Work on arrays, for the current stream."""
+    """Add work on arrays to the current stream."""
     queue = get_current_stream().queue
     for array in (*reads, *writes):
         if isinstance(array, DeviceArray) and array._memory.queue.device != queue.device:
@@ -65,7 +65,7 @@ def _host_of(array):
 
 
 class DeviceArray:
-    """What the library asks of a device array, no more. Subclasses say what memory they lie in."""
+    """A device array with the operations that pmm3d uses. memory_kind: class of its memory."""
 
     memory_kind = Memory
     __hash__ = None
@@ -148,7 +148,7 @@ class DeviceArray:
         return sys.modules[type(self).__module__]
 
     def __array_ufunc__(self, ufunc, method, *inputs, **options):
-        """numpy's numbers, and functions that cupyx.scipy.special has."""
+        """For operands that are numbers of numpy, and for functions of cupyx.scipy.special."""
         return lazily(ufunc, *inputs, **options) if method == "__call__" else NotImplemented
 
     def __array__(self, *_, **__):
@@ -168,7 +168,7 @@ class DeviceArray:
 
 
 def _view_of(host: np.ndarray, key) -> np.ndarray:
-    """A view, of one element too."""
+    """A view, also for an index of one element."""
     keys = key if isinstance(key, tuple) else (key,)
     return host[key] if any(part is ... for part in keys) else host[(*keys, ...)]
 
@@ -186,7 +186,7 @@ def _indices(key) -> list[DeviceArray]:
 
 
 def _resolved(key, of):
-    """The key, of each device array in it something else."""
+    """The key, with of(array) in place of each device array."""
     if isinstance(key, tuple):
         return tuple(_resolved(part, of) for part in key)
     return of(key) if isinstance(key, DeviceArray) else key
@@ -198,7 +198,7 @@ def _check_no_host_array(value) -> None:
 
 
 def lazily(function, *inputs, out=None, **options):
-    """function(*inputs, **options), numpy's, for the current stream; its result is a new array, or goes into `out`."""
+    """Add numpy's function(*inputs, **options) to the current stream. The result is a new array, or `out`."""
     for value in inputs:
         _check_no_host_array(value)
     arrays, hosts = [value for value in inputs if isinstance(value, DeviceArray)], list(map(_host_of, inputs))
@@ -213,13 +213,13 @@ def lazily(function, *inputs, out=None, **options):
 
 
 def _described(value):
-    """What the type and the shape of a result depend on."""
+    """Properties of an input that determine the type and the shape of a result."""
     return (value.shape, value.dtype) if isinstance(value, DeviceArray) else (None, value, type(value))
 
 
 @cache
 def _result_of(function, described, options):
-    """(shape, dtype) of a result: of such arrays of ones, or of the first index."""
+    """(shape, dtype) of a result, computed for arrays of ones or, if they are indices, of zeros."""
     given = [np.broadcast_to(np.asarray(each[1].kind in "fc", each[1]), each[0]) if each[0] is not None else each[1]
              for each in described]
     with np.errstate(all="ignore"):

@@ -1,4 +1,4 @@
-"""cuBLAS of the stand-ins for cupy: cublasGemmEx on pointers, sizes and leading dimensions, column-major as it is."""
+"""cuBLAS of the stand-ins for cupy: cublasGemmEx with pointers, sizes and leading dimensions, column-major."""
 
 from ctypes import c_char
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from standin_streams import get_current_stream
 HANDLE = 0x1AB
 TYPES = {"CUDA_R_32F": 0, "CUDA_R_64F": 1, "CUDA_R_16F": 2, "CUDA_C_32F": 4, "CUDA_C_64F": 5}
 OF_TYPE = {0: "float32", 1: "float64", 2: "float16", 4: "complex64", 5: "complex128"}
-"""CUDA's numbers of the types."""
+"""Element types by CUDA's numbers."""
 COMPUTE = {"CUBLAS_COMPUTE_32F": 68, "CUBLAS_COMPUTE_64F": 70, "CUBLAS_COMPUTE_32F_FAST_TF32": 77}
 SUMS = {68: ("float16", "float32", "complex64"), 77: ("float32", "complex64"), 70: ("float64", "complex128")}
 OPERATIONS = {"CUBLAS_OP_N": 0, "CUBLAS_OP_T": 1, "CUBLAS_OP_C": 2}
@@ -18,7 +18,7 @@ OPERATIONS = {"CUBLAS_OP_N": 0, "CUBLAS_OP_T": 1, "CUBLAS_OP_C": 2}
 
 def gemmEx(handle, transa, transb, m, n, k, alpha, a, a_type, lda, b, b_type, ldb, beta, c, c_type, ldc,  # noqa: N802
            compute, algorithm):
-    """As cupy_backends.cuda.libs.cublas.gemmEx; sums of low precision are kept in float32."""
+    """cupy_backends.cuda.libs.cublas.gemmEx. Low precision is summed in float32."""
     assert handle == HANDLE and algorithm == -1 and a_type == b_type
     of_operands, of_result = OF_TYPE[a_type], OF_TYPE[c_type]
     assert of_operands in SUMS[compute] and of_result in (of_operands, "float32")
@@ -43,7 +43,7 @@ gemmEx.calls = []
 
 def gemmStridedBatchedEx(handle, transa, transb, m, n, k, alpha, a, a_type, lda, a_step, b, b_type, ldb,  # noqa: N802
                          b_step, beta, c, c_type, ldc, c_step, items, compute, algorithm):
-    """As cupy_backends.cuda.libs.cublas.gemmStridedBatchedEx: the items one after the other."""
+    """cupy_backends.cuda.libs.cublas.gemmStridedBatchedEx, one item after the other."""
     sizes = [np.dtype(OF_TYPE[kind]).itemsize for kind in (a_type, b_type, c_type)]
     for item in range(items):
         at_a, at_b, at_c = (start + item * step * size
@@ -70,7 +70,7 @@ def _read(matrix, operation):
 
 
 def _to_sum(matrix, compute, scalar):
-    """In the type of the sums; tf32 keeps 10 bits of mantissa."""
+    """The matrix in the type of the sums. TF32 has 10 bits of mantissa."""
     matrix = matrix.astype(scalar)
     if compute == COMPUTE["CUBLAS_COMPUTE_32F_FAST_TF32"]:
         parts = matrix.view("uint32")

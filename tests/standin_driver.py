@@ -1,6 +1,6 @@
-"""The stand-in of standin.py on memory that the host cannot touch and MPI with support for devices can.
+"""The stand-in of standin.py, in memory that only an MPI with support for devices can access.
 
-Only where a stand-in CUDA driver is loaded: see test_driver_memory.py.
+It needs the stand-in CUDA driver: see test_driver_memory.py.
 """
 
 from driver_memory import DriverMemory, copied_on_devices  # noqa: F401

@@ -1,4 +1,4 @@
-"""The stand-in of standin.py as MPI without device support meets it: the host may not touch what pointers point at."""
+"""The stand-in of standin.py, with pointers that the host, and an MPI without support for devices, cannot follow."""
 
 import mmap
 
@@ -8,7 +8,7 @@ from standin_names import names
 
 
 class FarMemory(Memory):
-    """Bytes whose pointer leads to pages without any access rights."""
+    """Bytes whose pointer is the address of pages without access rights."""
 
     def found(self, nbytes):
         self._pages = np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE, 0), np.uint8)

@@ -1,4 +1,4 @@
-"""cupy's names for the arrays of a stand-in: numpy's functions, done lazily on a stream."""
+"""cupy's names for the arrays of a stand-in: numpy's functions, executed lazily on a stream."""
 
 import os
 import re
@@ -78,8 +78,8 @@ _give_operators()
 
 
 class ElementwiseKernel:
-    """What a kernel's text does to each element, as far as it means the same in Python. Types are letters, as in
-    cupy: those of the arrays given; numbers are rounded to them."""
+    """cupy.ElementwiseKernel, for kernels whose text is also valid Python. As in cupy, a letter is a type: that of the
+    arrays passed for it. Numbers are rounded to it."""
 
     def __init__(self, inputs: str, outputs: str, operation: str, name: str):
         taken, given = ([each.split() for each in text.split(",")] for text in (inputs, outputs))
@@ -111,7 +111,7 @@ class ElementwiseKernel:
 
 
 class ReductionKernel:
-    """Sums of what the map's text says, which means the same in Python; in float64."""
+    """cupy.ReductionKernel, for sums in float64 of a map whose text is also valid Python."""
 
     def __init__(self, inputs, outputs, mapped, reduced, after, identity, name, reduce_type):
         assert (reduced, after, identity, reduce_type) == ("a + b", f"{outputs.split()[1]} = a", "0", "double")
@@ -134,7 +134,7 @@ def _as_strided(array, shape, strides):
 
 
 def names(kind) -> dict:
-    """What a module with cupy's names has, for arrays of that kind."""
+    """Name -> value of a module with cupy's names. kind: the class of its arrays."""
 
     def asarray(value, dtype=None):
         host = np.array(value, dtype)

@@ -1,5 +1,5 @@
-"""A stand-in for cupy.cuda.nccl on arrays of standin.py: the messages of a group join the queue of a stream, and travel
-by MPI when somebody waits for it."""
+"""A stand-in for cupy.cuda.nccl on arrays of standin.py. The messages of a group are added to the queue of a stream.
+MPI sends them when the stream executes them."""
 
 import threading
 from functools import partial
@@ -31,7 +31,7 @@ def groupEnd() -> None:
 
 
 def _connect(pairs) -> None:
-    """As NCCL before the first messages of two ranks: the host stands still until both have come to them."""
+    """Block the host before the first messages of two ranks, until both ranks have called this, as NCCL does."""
     if pairs:
         NcclCommunicator.stood_still += 1
         MPI.Request.Waitall([call(np.empty(1, np.uint8), peer, CONNECTING) for comm, peer in pairs
@@ -49,8 +49,9 @@ def _travel(group) -> None:
 class NcclCommunicator:
     """Communicator of consecutive ranks of COMM_WORLD.
 
-    made and aborted count the communicators of this process, travelled its messages, and stood_still how often it
-    waited for other ranks to connect.
+    made, aborted   number of communicators of this process
+    travelled       number of its messages
+    stood_still     how often it waited for other ranks to connect
     """
 
     made = aborted = travelled = stood_still = 0
@@ -63,7 +64,7 @@ class NcclCommunicator:
         ranks = MPI.COMM_WORLD.group.Range_incl([(first, first + size - 1, 1)])
         self.comm = MPI.COMM_WORLD.Create_group(ranks)
         numbers = np.empty(size, np.int64)
-        self.comm.Allgather(np.array([rank]), numbers)  # as blocking as NCCL's
+        self.comm.Allgather(np.array([rank]), numbers)  # blocks, as in NCCL
 
     def send(self, pointer, count, datatype, peer, stream):
         self._join(self.comm.Isend, pointer, count, peer, stream)

@@ -1,7 +1,7 @@
-"""What order there is between messages and a device's work: the stand-in's streams and the posted messages, looked at.
+"""Check of the order of messages and device work, from the streams of the stand-in and the posted messages.
 
-For each message the work that wrote it, and for each work that reads what a message brought, that message. What is not
-ordered, by a stream, an event or what the host has heard, is written down as a fault.
+Work on the bytes of a message must be ordered with it by a stream, by an event, or by the host. If it is not, a fault
+is recorded.
 """
 
 import threading
@@ -16,11 +16,11 @@ from mpi4py import MPI
 from pmm3d.comm import communicator
 
 REMEMBERED = 4000
-"""Works whose results a message may carry."""
+"""Number of latest works, and of messages, that are compared with new ones."""
 
 
 class Work(NamedTuple):
-    """Some work on a stream, the number it has there, and the numpy arrays that it reads and writes."""
+    """Work on a stream: its number in the queue, and the numpy arrays that it reads and writes."""
 
     queue: standin_streams.Queue
     number: int
@@ -32,7 +32,7 @@ class Work(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A message that was posted, and its bytes. It is under way for as long as MPI has its request."""
+    """A posted message, and its bytes. It is in progress until MPI completes its request."""
 
     kind: str
     request: MPI.Request
@@ -43,9 +43,11 @@ class Message(NamedTuple):
 
 
 class Order:
-    """faults    what was not ordered, in words
-    produced     messages that carry what some work has written before, each after that work's end was heard of
-    read         works that read what a message brought, after it had come
+    """Record of the works and messages of a rank.
+
+    faults      descriptions of accesses without order
+    produced    number of messages that send results of earlier works
+    read        number of works that read received messages
     """
 
     def __init__(self):
@@ -55,7 +57,7 @@ class Order:
         self._lock = threading.RLock()
 
     def asked(self, queue, reads, writes) -> None:
-        """The host asks a stream for some work."""
+        """Record work that the host adds to a stream."""
         with self._lock:
             work = Work(queue, queue.asked(), list(reads), list(writes))
             self._look_at_messages()
@@ -66,13 +68,13 @@ class Order:
                 if other.queue is not queue and queue.after.get(other.queue, 0) < other.number and (
                         overlap(work.writes, other.reads + other.writes) or overlap(work.reads, other.writes)):
                     self.faults.append("work on two streams on the same bytes, without order")
-            # A copy: a finalizer that runs inside the loop may ask for work.
+            # A copy of the list, because a finalizer that runs inside the loop may add work.
             self.read += any(meet(bytes, work.reads) for bytes in tuple(self._arrived))
             self._open.append(work)
             self._works.append(work)
 
     def posted(self, kind: str, request: MPI.Request, bytes: np.ndarray) -> None:
-        """A message from or to these bytes is given to MPI."""
+        """Record a message from or to these bytes."""
         with self._lock:
             self._look_at_messages()
             uses = [work for work in self._open if meet(bytes, work.writes) or (
@@ -83,14 +85,14 @@ class Order:
             self._messages.append(Message(kind, request, bytes))
 
     def _look_at_messages(self) -> None:
-        """What has ended since, of messages and of work."""
+        """Remove the messages and works that have ended."""
         self._open = [work for work in self._open if not work.known()]
         self._arrived.extend(message.bytes for message in self._messages
                              if message.kind == "Irecv" and not message.under_way())
         self._messages = [message for message in self._messages if message.under_way()]
 
     def end(self) -> None:
-        """Wait for messages that nobody waited for."""
+        """Wait for the remaining messages."""
         MPI.Request.Waitall([message.request for message in self._messages])
 
 
@@ -104,7 +106,7 @@ def overlap(arrays, others) -> bool:
 
 @contextmanager
 def looked_at(monkeypatch):
-    """As a context: the Order of all that happens in it, on this rank."""
+    """As a context: the Order of this rank's messages and works in it."""
     order = Order()
 
     def watched(kind):

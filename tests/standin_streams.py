@@ -1,8 +1,7 @@
 """Devices, streams and events of the stand-in for cupy: each thread has a current device, and on it a current stream.
 
-Nothing is done before somebody waits for it, and then only that stream's work and what its events wait for; an event
-that is asked whether it is done says no at first, and comes nearer by one piece of work. So what is not ordered is
-done in the wrong order.
+Work is executed only when the host waits for its stream, and with it the work on which the stream waits by events. Each
+query of an event executes one work before it. Therefore, works without order are executed in the wrong order.
 """
 
 import threading
@@ -14,11 +13,12 @@ LOCK = threading.RLock()
 
 
 class Queue:
-    """Work asked for and not yet done, in order; `ended` counts what was done, `known` what the host has heard of.
+    """Works of a stream that are not executed yet, in order.
 
-    after      queue -> how much of it comes before what is asked for from now on
-    held       the device is long at some work: no event comes nearer, and nobody may need what comes after
-    observer   None, or what is told of all work (standin_order.Order)
+    ended      number of executed works;   known   number of works that the host knows to be executed
+    after      other queue -> number of its works that precede the next work of this queue
+    held       the device is busy: queries of events execute no work, and to wait for a later work is an error
+    observer   None, or the standin_order.Order that records all works
     """
 
     observer = None
@@ -31,7 +31,7 @@ class Queue:
         return self.ended + len(self._work)
 
     def add(self, work, reads=(), writes=()) -> None:
-        """reads, writes: the numpy arrays that the work reads and writes."""
+        """Add work. reads, writes: the numpy arrays that it reads and writes."""
         with LOCK:
             self._work.append(work)
             if self.observer is not None:
@@ -43,7 +43,7 @@ class Queue:
             self.after[queue] = max(number, self.after.get(queue, 0))
 
     def run(self, number: int) -> None:
-        """Do the work up to that number."""
+        """Execute works up to this number."""
         with LOCK:
             while self.ended < number:
                 if self.held:
@@ -53,15 +53,16 @@ class Queue:
                 self.ended += 1
 
     def heard(self, number: int, after: dict) -> None:
-        """The host knows that the work up to that number is done, and what came before it."""
+        """Note that the host knows that the works up to this number, and the works before them, are executed."""
         for queue, reached in (*after.items(), (self, number)):
             queue.known = max(reached, queue.known)
 
 
 class Here(threading.local):
-    """What is current in this thread. taken: the devices that were made current by `use`.
+    """Current device and streams of this thread.
 
-    context   the device whose context the driver has for this thread: none in a new one
+    taken     devices that were made current by `use`
+    context   device whose context is current in the driver; None in a new thread
     """
 
     def __init__(self):
@@ -69,8 +70,7 @@ class Here(threading.local):
 
 
 def set_device(number: int) -> None:
-    """As CUDA's runtime does it: the driver has a context for this thread from then on. told: others that are to know.
-    """
+    """Make a device current. As in CUDA's runtime, this makes its context current. told: functions to call then."""
     HERE.device = HERE.context = number
     for told in set_device.told:
         told()
@@ -99,15 +99,15 @@ class Device:
         self._change(self._before.pop())
 
     def _change(self, number: int) -> None:
-        """As cupy: CUDA is asked for a change only, so that the first device of a thread has no context by this."""
+        """Make a device current if it is not, as in cupy. So this creates no context for the first device."""
         if number != HERE.device:
             set_device(number)
 
 
 class Stream:
-    """device_id: -1 and ptr: 0 for the null stream, which is another one on each device.
+    """A stream. The null stream, with device_id -1 and ptr 0, has a queue on each device.
 
-    waits   how often a thread stood still until some stream had come to its end
+    waits   number of calls of `synchronize`, of all streams
     """
 
     waits = 0
@@ -163,7 +163,7 @@ class Event:
 
     @property
     def done(self) -> bool:
-        if HERE.device != self._device:  # allowed, and gives the process a context and its memory on that device
+        if HERE.device != self._device:  # CUDA allows this, but creates a context, with memory, on that device
             raise AssertionError(f"an event of device {self._device} is looked at where {HERE.device} is current")
         reached = self.queue.ended >= self.number
         if reached:

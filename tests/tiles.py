@@ -1,4 +1,4 @@
-"""Matrices in tiles for tests: what a rank holds of one, and random ways of lying."""
+"""Matrices in tiles: the arrays of a rank, and random tilings."""
 
 from dataclasses import replace
 
@@ -20,12 +20,12 @@ def indices(dealt, part):
 
 
 def places(dealt, part):
-    """Where a part stores them."""
+    """Positions of the indices in the storage of a part."""
     return [run.local + index for run in dealt.runs(part) for index in range(run.stop - run.start)]
 
 
 def held(tiled, rank, whole, more=0, mark=-77):
-    """A rank's arrays, with `more` rows and columns than they need; what no element is in is marked."""
+    """Arrays of a rank, with `more` additional rows and columns. Places without an element contain `mark`."""
     arrays = []
     for tile, (rows, cols) in zip(tiled.tiles(rank), tiled.local_shapes(rank)):
         array = np.full((rows + more, cols + more), mark, whole.dtype, order=tiled.order)
@@ -36,7 +36,7 @@ def held(tiled, rank, whole, more=0, mark=-77):
 
 
 def drawn(random, ranks, shape):
-    """A BlockCyclic or Blocks of that shape, the same for the same numpy.random.Generator."""
+    """A random BlockCyclic or Blocks of this shape."""
     number = lambda low, high: int(random.integers(low, high))
     if random.integers(2):
         rows = number(1, ranks + 1)
@@ -59,7 +59,7 @@ def layouts(draw, shape, grid):
 
 @st.composite
 def placements(draw, shape, ranks=IDLE_TOO, grids=grids):
-    """Of the whole matrix, on a grid or on some ranks, and of copies of it."""
+    """Random placements of a matrix: in a layout on a grid, which may be on some of the ranks only, or as copies."""
     order = draw(st.permutations(range(ranks)))
     if draw(st.integers(0, 4)) == 0:
         return Placement.copies(shape, order[: draw(st.integers(1, ranks))])
@@ -70,7 +70,7 @@ def placements(draw, shape, ranks=IDLE_TOO, grids=grids):
 
 @st.composite
 def tilings(draw, shape, ranks=IDLE_TOO, grids=grids):
-    """Any of the three kinds, or a window of a larger matrix, of that shape on up to so many ranks."""
+    """Random tilings of a matrix of this shape on up to `ranks` ranks, also as windows of larger matrices."""
     before, after = (draw(st.tuples(st.integers(0, 5), st.integers(0, 5))) for _ in range(2))
     if draw(st.booleans()):
         whole = tuple(map(sum, zip(before, shape, after)))

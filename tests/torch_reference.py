@@ -1,4 +1,4 @@
-"""What a network of pmm3d computes and learns, by torch, on one rank."""
+"""Results and training of a network of pmm3d, computed by torch on one rank."""
 
 import time
 from collections import Counter
@@ -10,7 +10,7 @@ from pmm3d import DistMatrix, nn
 
 
 def by_rank_0(comm, call):
-    """What rank 0's call returns, for all. The others sleep: torch takes two seconds of a core to import."""
+    """Result of call() on rank 0, for all ranks. The others sleep, because to import torch takes a core 2 s."""
     found = call() if comm.rank == 0 else None
     arrival = comm.Ibarrier()
     while not arrival.Test():
@@ -19,14 +19,17 @@ def by_rank_0(comm, call):
 
 
 def clipped(torch, weights, clip):
-    """The norm; clip_grad_norm_ divides by norm + 1e-6, so it is asked for as much more."""
+    """Clip gradients, and return their norm. clip_grad_norm_ divides by norm + 1e-6, which the factor corrects."""
     norm = torch.nn.utils.clip_grad_norm_(weights, float("inf")).item()
     return torch.nn.utils.clip_grad_norm_(weights, clip * (norm + 1e-6) / norm).item()
 
 
 def torch_steps(build, case, steps, clip):
-    """(losses and norms, name -> weight) after steps of AdamW, as `networks.train` takes them with these. build(grid):
-    the network, of Sequential, Residual, Recompute, Linear, LayerNorm, Dropout and functions that torch has too."""
+    """(losses and norms, name -> weight) after the steps of AdamW that `networks.train` takes with these arguments.
+
+    build(grid) returns the network: of Sequential, Residual, Recompute, Linear, LayerNorm, Dropout and functions of
+    torch.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -75,6 +78,6 @@ def _forward(torch, module, x, weights, calls):
 
 
 def _mask(layer, shape, call):
-    """The same on every grid, as tests/nn/test_nn_overlap.py shows."""
+    """Dropout's mask. It is the same on every grid (tests/nn/test_nn_overlap.py)."""
     ones = DistMatrix.from_function(layer.grid, shape, lambda i, j: 1.0 + 0 * (i + j), dtype="float64")
     return np.array(nn.dropout(nn.Tensor(ones), layer.p, layer.seed, call).gather())

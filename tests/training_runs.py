@@ -1,4 +1,4 @@
-"""Runs of `pmm3d train` for tests: as jobs of their own (`Runs`), or on the ranks of a test (`RunsHere`)."""
+"""Runs of `pmm3d train` for tests: in separate jobs (`Runs`), or on the ranks of a test (`RunsHere`)."""
 
 import io
 import json
@@ -75,9 +75,9 @@ class Runs:
 
 
 class RunsHere(Runs):
-    """Trainings on the ranks of a test. `train` runs the same command as a job does, in processes that exist already.
+    """Trainings on the ranks of a test: the same command as in a job, without new processes.
 
-    handlers   of signals, as the last training left them
+    handlers   signal -> handler at the end of the last training
     """
 
     def __init__(self, folder, comm):
@@ -97,21 +97,22 @@ class RunsHere(Runs):
         return self.run("train", str(config), *arguments, ranks=ranks, **options)
 
     def run(self, *arguments, ranks=None, **options) -> JobResult:
-        """A command. Collective. Only the first `ranks` ranks take part (default: all). options: of `run_here`."""
+        """Run a command on the first `ranks` ranks (default: all). Collective. options: see `run_here`."""
         members = self.comm.Split(self.comm.rank < (ranks or self.comm.size), self.comm.rank)
         done = None
         if self.comm.rank < (ranks or self.comm.size):
             done = run_here(members, *arguments, handlers=self.handlers, **options)
         done = self.comm.bcast(done)
-        members.Free()  # not after an error: this is collective, and the error may be that of one rank
+        members.Free()  # not in `finally`: Free is collective, and an error may be raised on one rank only
         return done
 
 
 def run_here(comm, *arguments, encoding="utf-8", handlers=None, curves=False) -> JobResult:
-    """A command of pmm3d on the ranks of comm. Its streams are captured.
+    """Run a command of pmm3d on the ranks of comm, and capture its streams.
 
-    encoding   of the standard streams;   handlers: a dict for the handlers of signals that the command leaves
-    curves     run the atexit handler that draws the curves (1 s)
+    encoding   encoding of the standard streams
+    handlers   a dict that receives the handlers of signals at the end of the command
+    curves     whether to run the atexit handler that draws the curves (1 s)
     """
     from pmm3d.model.notes import StderrHandler
     from pmm3d.tools import ranks
@@ -124,7 +125,7 @@ def run_here(comm, *arguments, encoding="utf-8", handlers=None, curves=False) ->
         for name, stream in (("stdout", out), ("stderr", err), ("__stderr__", err)):
             patch.setattr(sys, name, stream)
         patch.setattr(ranks, "_started", lambda: (comm, ending))
-        patch.setattr(ranks, "no_hang", nullcontext)  # its timer is the runner's too
+        patch.setattr(ranks, "no_hang", nullcontext)  # its timer is also that of the test runner
         patch.setattr("atexit.register", at_exit.append)
         notes.addHandler(handler)
         notes.setLevel(logging.INFO)
@@ -150,8 +151,10 @@ def run_here(comm, *arguments, encoding="utf-8", handlers=None, curves=False) ->
 
 @contextmanager
 def kept_signals(left):
-    """Restore the handlers of signals, because a finished training ignores these signals from then on. left: a dict for
-    the handlers before they are restored."""
+    """As a context: restore the handlers of signals at the end, because a finished training ignores these signals.
+
+    left   a dict that receives the handlers before they are restored
+    """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
@@ -165,8 +168,8 @@ def kept_signals(left):
 
 @contextmanager
 def signal_at(comm, owner, name, number, which=signal.SIGTERM):
-    """As a context: rank 1 sends itself a signal at the call of that number of owner.name, before the call's work.
-    Gives the list of the signals sent, on rank 1."""
+    """As a context: rank 1 sends itself a signal at the start of call number `number` of owner.name. Its value is the
+    list of the signals that this rank sent."""
     done, calls, sent = getattr(owner, name), [], []
 
     def counted(*arguments, **options):
@@ -182,7 +185,7 @@ def signal_at(comm, owner, name, number, which=signal.SIGTERM):
 
 
 def fails(done, text):
-    """The job ended with the error that a user sees once."""
+    """Assert that a job failed, and that it printed one error, which contains the text."""
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("pmm3d: ") and "Error" in line]
     assert len(said) == 1 and text in said[0], done.stderr

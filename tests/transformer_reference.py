@@ -1,4 +1,4 @@
-"""Small transformers, what torch computes from the same weights in one process (float64), and all grids of 8 ranks."""
+"""Small transformers, their results by torch in one process (float64), and lists of grids."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ IGNORED = -100
 
 
 def all_grids(ranks, axes=AXES) -> list[dict[str, int]]:
-    """Axis -> number of ranks along it, of every grid of that many ranks. The axes that a grid lacks have 1 rank."""
+    """All grids of a number of ranks, each as axis -> number of ranks along it."""
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
     return [dict(zip(axes, found)) for found in product(sizes, repeat=len(axes)) if prod(found) == ranks]
 
 
 class Case(NamedTuple):
-    """A transformer, and its batch of some sequences. Labels are the tokens that follow; some are ignored."""
+    """A transformer and its batches. A label is the next token of the sequence; some labels are ignored."""
 
     kind: str = "GPT"
     layers: int = 2
@@ -49,7 +49,7 @@ class Case(NamedTuple):
         return self.kv_heads or self.heads
 
     def make(self, grid, **options):
-        """The network, with weights of `values`."""
+        """The network, with its initial weights."""
         sizes = {"vocabulary": self.vocabulary, "layers": self.layers, "hidden": self.hidden, "heads": self.heads,
                  "kv_heads": self.kv_heads, "mlp": self.mlp, "window": self.window, "tied": self.tied, "seed": 3,
                  "positions": self.positions, "dtype": "float64", **options}
@@ -58,7 +58,7 @@ class Case(NamedTuple):
         return getattr(nn, self.kind)(grid, **sizes)
 
     def batch_of(self, step=0) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, labels), (batch x sequence, 1) each."""
+        """(tokens, labels), each of shape (batch x sequence, 1)."""
         random = np.random.default_rng([step, self.vocabulary])
         tokens = random.integers(0, self.vocabulary, (self.batch, self.sequence + 1))
         labels = tokens[:, 1:].reshape(-1, 1).copy()
@@ -67,25 +67,25 @@ class Case(NamedTuple):
 
 
 def values(name: str, shape) -> np.ndarray:
-    """Of the parameter of that name: away from the initial ones, which are 0 or 1 in norms and biases."""
+    """Values for a parameter. They differ from the initial values, which are 0 or 1 in norms and biases."""
     return 0.3 * np.random.default_rng(crc32(name.encode())).standard_normal(shape) + ("gain" in name)
 
 
 def fill(net, library=TESTED):
-    """The same network with weights by `values`."""
+    """Set the weights of a network to `values`. Return the network."""
     for name, parameter in net.named_parameters().items():
         parameter.assign(spread(net.grid, values(name, parameter.shape), parameter.layout, library, parameter.dtype))
     return net
 
 
 def batch_on(grid, case: Case, step=0, library=TESTED, part=slice(None)):
-    """(tokens, labels) on the grid. part: of the sequences."""
+    """Yield tokens and labels on the grid. part: slice of the sequences."""
     for whole in case.batch_of(step):
         whole = whole.reshape(case.batch, case.sequence)[part].reshape(-1, 1)
         yield spread(grid, whole, token_layout(grid, case.sequence) if case.sequence > 1 else Layout(), library)
 
 
-# What torch computes -------------------------------------------------------------------------------------------------
+# Results of torch ----------------------------------------------------------------------------------------------------
 
 def of_torch(case: Case, step=0, documents=None):
     """(loss, logits, name -> gradient)."""
@@ -96,8 +96,7 @@ def of_torch(case: Case, step=0, documents=None):
 
 
 def steps_of_torch(case: Case, steps: int, **options):
-    """The losses of steps of AdamW from the network's own initial weights, each of another batch, and the weights
-    then."""
+    """(losses, weights) of steps of AdamW from the initial weights of the network, each with a different batch."""
     torch, weights = _weights(case, lambda net: net)
     optimizer, losses = torch.optim.AdamW(weights.values(), **options), []
     for step in range(steps):
@@ -110,7 +109,7 @@ def steps_of_torch(case: Case, steps: int, **options):
 
 
 def _weights(case, filled):
-    """torch, and the weights of the network for it."""
+    """(torch, name -> weight as a tensor)."""
     import torch
 
     torch.set_num_threads(1)
@@ -162,7 +161,7 @@ def _logits(torch, case, weights, tokens, documents):
 
 
 def _visible(torch, case, s, documents):
-    """(1 or batch, 1, s, s): whether a query, row, sees a key, column."""
+    """Mask (1 or batch, 1, s, s): whether the query of a row attends to the key of a column."""
     query, key = torch.arange(s)[:, None], torch.arange(s)[None, :]
     seen = (key <= query if case.kind != "Encoder" else key < s + query)[None]
     if case.window is not None:
@@ -174,7 +173,7 @@ def _visible(torch, case, s, documents):
 
 
 def _attention(torch, case, fused, seen):
-    """fused: in turn, columns of queries, and the shares of them of the keys and values, as many as make whole columns.
+    """Attention. fused: columns of q, k and v, in repeated groups of the fewest query heads that share whole columns.
     """
     b, s, _ = fused.shape
     group = case.heads // case.shared
@@ -189,7 +188,7 @@ def _attention(torch, case, fused, seen):
 
 
 def rotated(torch, x, base=10000.0):
-    """x (..., s, size): pairs (i, i + size/2) turned by position * base^(-2i/size) (Su et al. 2021; Llama's order)."""
+    """Rotate the pairs (i, i + size/2) of x (..., s, size) by position * base^(-2i/size) (Su et al. 2021; as Llama)."""
     s, size = x.shape[-2:]
     angle = torch.arange(s, dtype=x.dtype)[:, None] * base ** (-torch.arange(0, size, 2, dtype=x.dtype) / size)
     one, other = x[..., : size // 2], x[..., size // 2 :]

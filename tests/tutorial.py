@@ -1,4 +1,4 @@
-"""A tutorial as its reader follows it: files to save, commands to type, and the output that the page shows."""
+"""Execution of a tutorial: its files are saved, its commands run, and their output compared with the page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SET_UP = ("module ", "python3 -m venv", "pip install", "make embed")
 
 
 class Step(NamedTuple):
-    """kind: a file (named `name`, with this text), a command, or the output of the commands before."""
+    """A step of a page: a file with its name and text, a command, or the output of the previous commands."""
 
     kind: str
     text: str
@@ -24,7 +24,7 @@ class Step(NamedTuple):
 
 
 def steps(page: str, section: str = "") -> list[Step]:
-    """The steps of a page, or of one of its sections. A block of code is a file, named in the text before it."""
+    """The steps of a page or of a section. A block of code is a file, whose name is in the text before it."""
     whole = (TUTORIALS / f"{page}.md").read_text()
     if section:
         [whole] = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", whole, re.M | re.S)
@@ -43,7 +43,7 @@ def steps(page: str, section: str = "") -> list[Step]:
 
 
 def follow(page: list[Step], folder: Path, run: Callable[[str], str], exact: bool = False) -> None:
-    """Save each file, run each command, and look for each line of the page's output in what the commands printed.
+    """Save each file and run each command. Assert that the commands print each line of the output on the page.
 
     Without `exact`, only the beginnings of lines are compared, up to the first digit, the first two spaces or "...".
     """
@@ -63,21 +63,22 @@ def follow(page: list[Step], folder: Path, run: Callable[[str], str], exact: boo
 
 
 def _label(line: str) -> str:
-    """The beginning of a line. Without a verdict of doctor, and without "no core", because a quiet machine has none.
-    "" for a line that continues another one, and for the rule of a table, whose width follows from the figures."""
+    """The beginning of a line, without the verdict of `pmm3d doctor`, and without "no core", which a quiet machine does
+    not print. "" for continuation lines, and for the rule of a table, whose width depends on the figures."""
     if line.startswith("    ") or set(line) <= set(" ─"):
         return ""
     return re.split(r"\d|\s{2,}|\.\.\.|, no core", re.sub(r"^(ok|note|warning|failure) +", "", line.strip()))[0].strip()
 
 
 SHORTER = {"12000": "360", "10000": "300", "1000": "60"}
-"""Steps of the tutorial on Slurm -> those of its tests."""
+"""Numbers of steps in the tutorial on Slurm -> numbers in its tests."""
 
 
 def follow_under_slurm(folder: Path, jobs: Any) -> None:
-    """Follow the tutorial on Slurm with a shorter training. Lines of the batch script are looked for under Slurm only.
+    """Follow the tutorial on Slurm with a shorter training. Output of the batch script is compared only under Slurm.
 
-    jobs   submit(nodes, tasks) -> number; stop(), then it is requeued; wait() for its end; run(command); batch: a Slurm
+    jobs   an object with submit(nodes, tasks), which returns the number of the job; stop(), after which the job is
+           requeued; wait() for its end; run(command); and batch: whether it is a Slurm
     """
     for name in ("apps", "jobs"):
         (folder / name).symlink_to(ROOT / name)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import Pmm3dError
+from ..errors import Pmm3dError, install_command
 from ..thread_counts import asked_threads
 
 SCIPY, MKL = "scipy", "mkl"
@@ -72,8 +72,8 @@ def named_blas(asked: str) -> BlasLibrary:
     _check_room()
     file = mkl_file() if asked == MKL else asked
     if not file:
-        raise Pmm3dError("PMM3D_BLAS=mkl: no such BLAS can be loaded here. Install it in this environment: pip install "
-                         "\".[mkl]\" in the clone of pmm3d. Of an MKL elsewhere, name the path of libmkl_rt.so")
+        raise Pmm3dError("PMM3D_BLAS=mkl: MKL cannot be loaded here. Install it in this environment: "
+                         f"{install_command(MKL)}. To use another MKL, set PMM3D_BLAS to the path of its libmkl_rt.so")
     try:
         handle = ctypes.CDLL(file, mode=os.RTLD_NOW | os.RTLD_LOCAL)
     except OSError as error:

@@ -44,22 +44,30 @@ class Passed(NamedTuple):
 class DryRun:
     """The record of one rank of a grid without data.
 
-    actions   the actions of the rank, in order
-    passes    the passes of a pipeline's table, in order. Clear this list together with `actions`
-    held      kind -> bytes of the arrays that are alive. Kinds: "weights", "gradients", "state" (of an optimizer),
-              "activations" (tensors, arrays saved for backward, gradients that flow), "workspace" (of products and
-              messages), "other"
-    peak      the same, at the time of the largest total
-    most      kind -> largest number of bytes of this kind at a time
-
     Temporary arrays of arithmetic are not counted, because with data, elementwise operations process small slices.
 
-        >>> run = DryRun()
-        >>> with run.holding("weights"):
-        ...     weight = run.hold(100)
-        >>> del weight
-        >>> run.held, run.peak
-        ({'weights': 0}, {'weights': 100})
+    Attributes
+    ----------
+    actions
+        Actions of the rank, in order.
+    passes
+        Passes of a pipeline's table, in order. Clear this list together with `actions`.
+    held
+        Bytes of the arrays that are alive, by kind: "weights", "gradients", "state" (of an optimizer), "activations"
+        (tensors, arrays saved for backward, gradients that flow), "workspace" (of products and messages), "other".
+    peak
+        `held` at the time of the largest total.
+    most
+        Largest number of bytes of each kind at a time.
+
+    Examples
+    --------
+    >>> run = DryRun()
+    >>> with run.holding("weights"):
+    ...     weight = run.hold(100)
+    >>> del weight
+    >>> run.held, run.peak
+    ({'weights': 0}, {'weights': 100})
     """
 
     def __init__(self) -> None:

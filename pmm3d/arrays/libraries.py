@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from functools import cache
 from importlib import import_module
+from numbers import Number
 from typing import Any
 
 import numpy as np
 
-from ..errors import DTypeError, Pmm3dError
+from ..errors import DTypeError, Pmm3dError, install_command
 from ..layout import LABEL_DTYPE, MATRIX_DTYPES
 from .numpy_library import Array, NumpyLibrary, dtype_name
 
@@ -39,7 +40,8 @@ def library_of(array: Array) -> NumpyLibrary:
         from .device_library import DeviceLibrary
 
         return DeviceLibrary(module)
-    raise DTypeError(f"{type(array).__name__} is none of numpy.ndarray, torch.Tensor, cupy.ndarray")
+    remedy = ". Make an array of it: numpy.array(values)" if isinstance(array, (list, tuple, Number)) else ""
+    raise DTypeError(f"{type(array).__name__} is none of numpy.ndarray, torch.Tensor, cupy.ndarray{remedy}")
 
 
 @cache
@@ -76,8 +78,7 @@ def library_named(name: str | NumpyLibrary) -> NumpyLibrary:
     try:
         import_module(kind)
     except ImportError as error:
-        raise Pmm3dError(f'{kind} arrays need {kind}: pip install ".[{kind}]" in the clone of pmm3d '
-                         f"({error})") from None
+        raise Pmm3dError(f"{kind} arrays need {kind}: {install_command(kind)} ({error})") from None
     if kind == "torch":
         from .torch_library import TorchLibrary
 
@@ -105,9 +106,8 @@ def library_here(name: str | NumpyLibrary) -> NumpyLibrary:
 def take_device(name: str | NumpyLibrary, local_rank: int) -> int | None:
     """Make a device the current device of its library, and return its number; None for libraries on the host.
 
-    name         as for `library_named`. With a number, as in "torch:cuda:1", the current device does not change, and
-                 None is returned
-    local_rank   rank of this process on its node (`Grid.local_rank`)
+    `name` is that of `library_named`. If it has a number, as in "torch:cuda:1", the current device does not change, and
+    None is returned. `local_rank` is the rank of this process on its node (`Grid.local_rank`).
 
     Local rank r takes device r of its visible devices (CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES). If there are fewer
     devices than ranks, ranks share devices. All devices of a node must be visible to all its ranks. If each rank sees

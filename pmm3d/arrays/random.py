@@ -93,15 +93,21 @@ def fill_by(values: Callable[[Array], Array], out: Array, box: Box, columns: int
 def fill(out: Array, box: Box, columns: int, seed: int, distribution: str) -> None:
     """Fill `out` with the elements in a box of a random matrix.
 
-    columns        columns of the whole matrix
-    distribution   "uniform" in (-1, 1), "normal" (mean 0, variance 1), or "integers" from -4 to 4.
-                   Both parts of complex elements are drawn. Low precision is rounded to float32 first.
+    Parameters
+    ----------
+    columns
+        Number of columns of the whole matrix.
+    distribution
+        "uniform" in (-1, 1), "normal" (mean 0, variance 1), or "integers" from -4 to 4. Both parts of complex elements
+        are drawn. Low precision is rounded to float32 first.
 
-        >>> out = np.empty((2, 3))
-        >>> fill(out, Box(4, 6, 0, 3), 3, seed=1, distribution="integers")
-        >>> out
-        array([[-1.,  3., -2.],
-               [-1.,  3.,  4.]])
+    Examples
+    --------
+    >>> out = np.empty((2, 3))
+    >>> fill(out, Box(4, 6, 0, 3), 3, seed=1, distribution="integers")
+    >>> out
+    array([[-1.,  3., -2.],
+           [-1.,  3.,  4.]])
     """
     if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
         raise Pmm3dError(f"a seed is a whole number; got {seed!r}")

@@ -56,13 +56,21 @@ class Workspace:
     buffer is allocated. If no buffer in use has a suitable size either, requests have grown: the new buffer replaces
     the largest of the smaller free buffers. Otherwise the smaller buffers remain, because they will be requested again.
 
-    allocated   bytes of all buffers, in use or not
-    lent        bytes of the arrays of `array` that are alive;   most_lent: the largest value of `lent`
+    Attributes
+    ----------
+    allocated
+        Bytes of all buffers, in use or not.
+    lent
+        Bytes of the arrays of `array` that are alive.
+    most_lent
+        Largest value of `lent` so far.
 
-        >>> work = Workspace()
-        >>> with work.borrow((1024, 1024), "float64", NumpyLibrary()) as array:
-        ...     array.shape, work.allocated
-        ((1024, 1024), 8388608)
+    Examples
+    --------
+    >>> work = Workspace()
+    >>> with work.borrow((1024, 1024), "float64", NumpyLibrary()) as array:
+    ...     array.shape, work.allocated
+    ((1024, 1024), 8388608)
     """
 
     def __init__(self) -> None:

@@ -216,9 +216,9 @@ class Axis:
         Raises
         ------
         GridError
-            On this rank alone, if `to` is not another member, or if device arrays were not used on this axis before
-            (`choose_transport`), are sent by NCCL, or are on another device. A message that nobody receives raises
-            GridError when the grid is closed.
+            On this rank alone, if `to` is not another member. For device arrays, also if they are on another device, if
+            NCCL serves this axis, or if no collective of device arrays and no `choose_transport` came before. Closing
+            the grid raises GridError if a message was not received.
 
         Examples
         --------
@@ -312,13 +312,11 @@ class Axis:
         must begin them in the same order. The messages start when all of `after` are done. The arrays must not change
         before the Pending is done. Arrays with gaps are packed for messages, unless gaps are excluded below.
 
-        part     part of this rank; it may be its place in `out`
-        out      the result; has no gaps
-        counts   rows (dim 0) or columns (dim 1) of each rank's part
-        work     memory of `unchecked.all_gather_work`, `reduce_scatter_work`, `all_reduce_work` or
-                 `executor.work_bytes` bytes. Default: from the workspace
-        codec    encodes the messages (`pmm3d.comm.codec`); the same on all members. Encoded rows lose precision, also
-                 on the rank that sends them if it keeps them in `out`
+        `part` may be its place in `out`, and `out` has no gaps. `counts` are the rows (dim 0) or columns (dim 1) of
+        each rank's part. `work` has `unchecked.all_gather_work`, `reduce_scatter_work`, `all_reduce_work` or
+        `executor.work_bytes` bytes. Default: memory of the workspace. `codec` encodes the messages
+        (`pmm3d.comm.codec`), and is the same on all members. Encoded rows lose precision, also on the rank that sends
+        them if it keeps them in `out`.
         """
         library = library_of(out)
         collective = lambda link: unchecked.all_gather_into(link, library, part, out, counts, dim, work, codec)
@@ -347,12 +345,12 @@ class Axis:
                       after: Sequence[Awaited] = ()) -> Pending:
         """Begin to sum several arrays of one type over the ranks, in place, in one message a peer (all-reduce).
 
-        counts   for each array, the elements of every rank's part. With counts, only this rank's part of each array is
-                 summed (reduce-scatter); the rest does not change
-        sent     type of the messages and of their rounded sums, if it differs from the arrays' type
-        outs     with counts: arrays of this rank's parts; out = beta out + the sum. The arrays do not change then
-
         The arrays have no gaps. Otherwise as `all_gather_into`.
+
+        `counts` are, for each array, the elements of every rank's part. With counts, only this rank's part of each
+        array is summed (reduce-scatter), and the rest does not change. `outs` are arrays of these parts, for
+        out = beta out + the sum. `arrays` do not change then. `sent` is the type of the messages and of their rounded
+        sums, if it differs from the arrays' type.
         """
         library = library_of(arrays[0])
         return self.begin_after(after, "all_reduce" if counts is None else "reduce_scatter", library, arrays,
@@ -362,9 +360,7 @@ class Axis:
                         dims: tuple[int, int] = (0, 0), after: Sequence[Awaited] = (), work: Slab | None = None,
                         codec: Codec | None = None) -> Pending:
         """Begin to send part r of `array` along dims[0] to rank r, and to receive part r of `out` along dims[1] from
-        rank r. Otherwise as `all_gather_into`.
-
-        sent, received   rows or columns of each part
+        rank r. `sent` and `received` are the rows or columns of each part. Otherwise as `all_gather_into`.
         """
         library = library_of(out)
         collective = lambda link: unchecked.all_to_all_into(
@@ -391,8 +387,8 @@ class Axis:
         """Return a schedule of host arrays that can be executed repeatedly (`Persistent`). The ledger counts its bytes
         for `operation`. Nothing is checked.
 
-        row_bytes   bytes of a row of the buffers
-        plan        number of the plan, the same on all members. It selects the tag of the messages
+        `row_bytes` is the number of bytes of a row of the buffers. `plan` is the number of the plan, the same on all
+        members. It selects the tag of the messages.
         """
 
         tag = CALL_TAGS + 1 + plan % PLAN_TAGS

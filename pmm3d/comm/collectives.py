@@ -122,10 +122,14 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
                received: Counts | None = None) -> Collective[Array]:
     """Generator: send part r of the rows to rank r; return the received parts in rank order.
 
-    counts     rows for each rank. Default: ceil or floor of rows / G
-    received   rows from each rank. Default: each rank receives these numbers in the first round, and allocates memory
-               for a guessed number of rows: that of `out`, or of an exchange between arrays with equal rows. If the
-               guess is wrong on any rank, the ranks agree once more on the memory of the result
+    Parameters
+    ----------
+    counts
+        Rows for each rank. Default: ceil or floor of rows / G.
+    received
+        Rows from each rank. Default: each rank receives these numbers in the first round, and allocates memory for a
+        guessed number of rows: that of `out`, or of an exchange between arrays with equal rows. If the guess is wrong
+        on any rank, the ranks agree once more on the memory of the result.
     """
     sizes = part_sizes(array.shape[0], link.size) if counts is None else counts
 
@@ -182,9 +186,7 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
 def shift(link: Link, library: NumpyLibrary, array: Array, by: int = 1, out: Array | None = None,
           agreed: bool = False) -> Collective[Array]:
     """Generator: send this rank's array to rank r + by of the ring, and return the array of rank r - by. The numbers of
-    rows may differ.
-
-    agreed   True if `out` is known to have the shape of the array that arrives
+    rows may differ. If `agreed` is True, `out` is known to have the shape of the array that arrives.
     """
     source, target = (link.rank - by) % link.size, (link.rank + by) % link.size
 

@@ -132,8 +132,9 @@ class Grid(Ranks):
 
     "auto" uses the machine that `pmm3d tune machine` measured, or else a nominal one. It can leave ranks idle if that
     is faster: for 7 or 13 ranks, or for a small product. Idle ranks take part in every call and store nothing. The
-    model counts neighbours along an axis as node-local only if they share a node in every group along the axis. So list
-    a node with fewer ranks last: 8, 8 and 7 ranks, not 7, 8 and 8.
+    model treats messages inside blocks of consecutive ranks as node-local. All blocks have one length, which divides
+    the number of ranks of every node but the last. If a node has fewer ranks, list it last: nodes of 8, 8 and 7 ranks
+    have blocks of 8, and nodes of 7, 8 and 8 have blocks of 1.
 
     The watchdog explains a collective that does not end. If a rank is lost or does not answer, or if ranks wait for
     each other, the job ends with code 70.

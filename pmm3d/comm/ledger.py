@@ -56,10 +56,9 @@ def clock() -> Clock:
 class Entry:
     """Totals of one operation on one axis in one phase.
 
-    sent, received      bytes of payload;   across   the part of `received` that came from other nodes
-    waited, computed    seconds of wall time
-    on_core             the part of `computed` in which the computing thread ran on a core. In the other part, another
-                        process had the core, or another thread of this process held the GIL
+    `sent`, `received` and `across` are bytes of payload; those of `across` came from other nodes. `waited` and
+    `computed` are seconds of wall time. `on_core` is the part of `computed` in which the computing thread ran on a
+    core. In the other part, another process had the core, or another thread of this process held the GIL.
     """
 
     calls: int = 0
@@ -85,8 +84,8 @@ class Entry:
 class Record:
     """One collective or message of this rank, from its start to its end.
 
-    channel   of a point-to-point message: description with the axis, both ranks and the tag; else empty
-    message   description of a point-to-point message, the same on both sides
+    For a point-to-point message, `channel` describes its axis, ranks and tag. It is empty for a collective. `message`
+    describes the message in the same words on both sides.
     """
 
     key: Key
@@ -130,23 +129,37 @@ class Acted(NamedTuple):
 class Ledger:
     """The communication and computation of this rank on a Grid.
 
-        >>> import numpy as np, pmm3d
-        >>> with pmm3d.Grid() as grid:
-        ...     with grid.ledger.phase("sum"):
-        ...         total = grid.everyone.all_reduce(np.ones(10**6), agreed=True).wait()
-        ...     grid.ledger.total(phase="sum").calls
-        1
+    Attributes
+    ----------
+    rank
+        Rank of this process in the grid's communicator.
+    log
+        Whether each collective is logged when it ends (logger pmm3d.comm, INFO on the first 64 ranks, else DEBUG).
+    trace
+        Whether each collective and each GEMM is kept in `events`.
+    memory
+        Bytes on this rank by name: arrays of networks, and the memory saved by recomputing.
+    predicted
+        Bytes by name that a plan or a network predicts for the rank with the most memory, the newest last.
+    events
+        The newest 20,000 events, in Chrome's trace format (chrome://tracing, ui.perfetto.dev).
+    left_out
+        Number of earlier events, which were dropped.
+    parts
+        Seconds in each part of the program ("forward", "optimizer", ...) that are neither computed nor waited.
+    actions
+        Actions of the last step of a pipeline. `acting` adds them, and the next step clears the list.
+    doing
+        Description of the action in progress; empty between actions.
 
-    rank      of this process in the grid's communicator
-    log       whether each collective is logged when it ends (logger pmm3d.comm, INFO on the first 64 ranks, else DEBUG)
-    trace     whether each collective and each GEMM is kept in `events`
-    memory    name -> bytes on this rank, of arrays of networks and of the memory saved by recomputing
-    predicted name -> bytes that a plan or a network predicts for the rank with the most memory, the newest last
-    events    the newest 20,000, in Chrome's trace format (chrome://tracing, ui.perfetto.dev)
-    left_out  number of earlier events, which were dropped
-    parts     part of the program ("forward", "optimizer", ...) -> seconds in it that are neither computed nor waited
-    actions   the actions of the last step of a pipeline. `acting` adds them, and the next step clears the list
-    doing     description of the action in progress; empty between actions
+    Examples
+    --------
+    >>> import numpy as np, pmm3d
+    >>> with pmm3d.Grid() as grid:
+    ...     with grid.ledger.phase("sum"):
+    ...         total = grid.everyone.all_reduce(np.ones(10**6), agreed=True).wait()
+    ...     grid.ledger.total(phase="sum").calls
+    1
     """
 
     rank: int = 0
@@ -367,7 +380,7 @@ def rank_events(ledger: Ledger, host: str, later: float = 0.0, more: Iterable[Ma
     """Return the events of one rank as JSON, separated by commas. The rank is a process of the trace. It has a track
     for each axis, for computation, for waits, and for pipeline actions.
 
-    later   seconds from the origin of the trace to `Ledger.began`;   more   further events
+    `later` is the number of seconds from the origin of the trace to `Ledger.began`, `more` are further events.
     """
     left_out = f", without its first {ledger.left_out:,} events" if ledger.left_out else ""
     name = {"name": "process_name", "ph": "M", "pid": ledger.rank,

@@ -129,7 +129,7 @@ class Checkpoints:
         matrices : dict of str to DistMatrix
             The matrices by name; a / in a name makes HDF5 groups. One owner of each shard writes it. Partial sums are
             summed first.
-        meta : object
+        meta : object or None
             Data for JSON, the same on all ranks. Numbers and arrays of numpy become lists.
 
         Returns

@@ -56,8 +56,7 @@ def transitions(source: Layout, target: Layout, grid: GridShape,
                 shape: tuple[int, int] | None = None) -> list[Step]:
     """Steps from one layout to another with the least traffic. Equal layouts and axes of one rank need no steps.
 
-    shape   shape of the matrix; with it, cuts in different units that are at the same places count as equal
-
+    If `shape`, the shape of the matrix, is given, cuts in different units that are at the same places count as equal.
     Raises LayoutError for a layout that names an axis which the grid does not have.
 
         >>> steps = transitions(Layout("z", sums="y"), Layout(("z", "y")), GridShape(2, 2, 2))

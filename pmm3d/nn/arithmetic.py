@@ -1,8 +1,8 @@
 """Sums, differences, products and quotients of tensors, element by element.
 
-An operand of one row, one column or one element is repeated. In each dim the result has the layout of the first operand
-that is not repeated, and the other operand is relaid out. Nothing is sent if the layouts are equal, or if a vector is
-whole or split in the same way. The gradient of a repeated operand is a sum.
+An operand of one row, one column or one element is broadcast. In each dim the result has the layout of the first
+operand that is not broadcast, and the other operand is relaid out. Nothing is sent if the layouts are equal, or if a
+vector is replicated or split in the same way. The gradient of a broadcast operand is a sum.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["add", "cast", "divide", "multiply", "scale", "subtract"]
 
 
 Slope = tuple[Callable[..., Array] | Elementwise | None, tuple[int, ...]]
-"""Derivative by one operand: a function of the gradient and of some operands (None: the gradient), and the numbers of
+"""Derivative by one operand: a function of the gradient and of some operands (None: the gradient), and the indices of
 these operands."""
 AS_IT_IS: Slope = (None, ())
 OF_DIVISOR = Elementwise(lambda _, g, p, q: -(g / q) * (p / q))
@@ -43,19 +43,19 @@ def add(a: Operand, b: Operand) -> Tensor:
     Parameters
     ----------
     a, b : Tensor, DistMatrix or float
-        At least one of them is a tensor or a matrix. An operand of one row, one column or one element is repeated.
+        At least one is a tensor or a matrix. An operand of one row, one column or one element is broadcast.
 
     Returns
     -------
     Tensor
-        In each dim its layout is that of the first operand that is not repeated.
+        In each dim it has the layout of the first operand that is not broadcast.
 
     Raises
     ------
     LayoutError
         If the shapes do not match.
     GridError, DTypeError
-        For operands on two grids, or of two libraries or types.
+        If grids, libraries or types of the operands differ.
 
     Notes
     -----
@@ -233,7 +233,7 @@ def _operation(name: str, a: Operand, b: Operand, function: Callable[..., Array]
 
 
 def _tensors(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
-    """Both as tensors; a number is one of one element."""
+    """Convert both operands to tensors, a number to a 1 x 1 tensor."""
     like = as_tensor(b if isinstance(a, Real) else a)
     one, other = (as_tensor(like.form.filled(float(each)) if isinstance(each, Real) else each) for each in (a, b))
     return one, other
@@ -266,14 +266,14 @@ def _together(a: Shape, of_a: Layout, b: Shape, of_b: Layout) -> tuple[Layout, l
 
 
 def _within(shape: Shape, whole: Shape, layout: Layout) -> Layout:
-    """Layout of an operand for a result in a layout: whole in the dims in which the operand is repeated."""
+    """Layout of an operand for a result of the shape `whole`. Dims in which the operand is broadcast are not split."""
     rows, cols = (() if size != full else axes for size, full, axes in zip(shape, whole, (layout.rows, layout.cols)))
     units = [unit if axes else 1 for unit, axes in zip(layout.units, (rows, cols))]
     return layout if shape == whole else Layout(rows, cols, layout.sums, units)
 
 
 def summed_to(shape: Shape, form: Form, gradient: Array) -> Gradient:
-    """Gradient of an operand of that shape, which was repeated, from the gradient of the result of that form."""
+    """Gradient of a broadcast operand of this shape, from the gradient of the result."""
     found = sums_to(shape, form, gradient)
     if form.library.dtype(found.array) == form.dtype:
         return found
@@ -281,7 +281,7 @@ def summed_to(shape: Shape, form: Form, gradient: Array) -> Gradient:
 
 
 def sums_to(shape: Shape, form: Form, gradient: Array) -> Gradient:
-    """As `summed_to`; sums of low precision stay in float32."""
+    """Return the same as `summed_to`, but sums of float16 and bfloat16 stay in float32."""
     (rows, cols), sums, units = (form.layout.rows, form.layout.cols), tuple[str, ...](), list(form.layout.units)
     if shape[0] != form.shape[0]:
         gradient, rows, sums, units[0] = sums_along(gradient, 0)[None, :], (), rows, 1

@@ -63,12 +63,12 @@ class Form:
 
     @classmethod
     def of(cls, value: DistMatrix) -> Form:
-        """Form of a matrix."""
+        """Return the form of a matrix."""
         return _form(value.grid, value.shape, value.layout, value.dtype, value.library, tuple(value.local.shape))
 
     @property
     def is_vector(self) -> bool:
-        """Whether the tensor is one row for all rows of a batch, such as a bias."""
+        """Whether the tensor is one row that all rows of a batch share, such as a bias."""
         return self.shape[0] == 1 and not self.layout.rows
 
     def counts(self, name: str, dim: int = 0) -> list[int]:
@@ -110,7 +110,7 @@ class Form:
 
     @property
     def wide(self) -> Form:
-        """The same form with the type in which elements are summed: float32 for low precision."""
+        """The same form with the type in which elements are summed: float32 for float16 and bfloat16."""
         return self.typed(accumulator(self.dtype))
 
     def filled(self, number: float) -> DistMatrix:
@@ -161,7 +161,7 @@ class computing:  # noqa: N801
 
 
 def gemm(form: Form, a: Array, b: Array, c: Array, beta: float = 0, *, tf32: bool = False) -> None:
-    """Compute C = A B + beta C on this rank by `NumpyLibrary.gemm`. For A and B of low precision, C may be float32."""
+    """Compute C = A B + beta C on this rank by `NumpyLibrary.gemm`. If A and B are 16-bit, C may be float32."""
     with computing(form.grid, "gemm", 2 * a.shape[0] * a.shape[1] * b.shape[1]):
         if a.shape[1] and 0 not in c.shape:
             form.library.gemm(a, b, c, 1, beta, form.grid.workspace, tf32=tf32)
@@ -176,7 +176,7 @@ def check_type(name: str, form: Form) -> None:
 
 
 def sums_along(array: Array, dim: int | None = None) -> Array:
-    """Sums of a local array along a dim, or of all elements. Low precision is summed in float32."""
+    """Sums of a local array along a dim, or of all elements. 16-bit numbers are summed in float32."""
     xp, dtype = array_namespace(array), library_of(array).dtype(array)
     options = {"dtype": xp.float32} if accumulator(dtype) != dtype else {}
     return xp.sum(array, axis=dim, **options)

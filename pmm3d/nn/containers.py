@@ -29,7 +29,7 @@ class Sequential(Module):
     grid : Grid
         The grid of the layers.
     *layers : Module or callable
-        Each takes the result of the one before; a tuple becomes several arguments.
+        Each layer takes the result of the layer before. A tuple becomes several arguments.
 
     Raises
     ------
@@ -38,8 +38,8 @@ class Sequential(Module):
 
     Notes
     -----
-    Parameters are named "0.weight", "2.bias", and so on. The parameters of a layer are moved to the layout in which the
-    layer before leaves its output, so that no input is relaid out. The first layer is not moved.
+    Parameters are named "0.weight", "2.bias", and so on. The parameters of each layer except the first are moved to the
+    layout of the layer's input, so no input is relaid out.
 
     Examples
     --------
@@ -74,7 +74,7 @@ class Sequential(Module):
             if isinstance(layer, Module):
                 columns = layer.place(columns, placed)
             elif columns is not None and layer not in functional.ACTIVATIONS.values():
-                columns = Layout((), columns.cols)  # a function may leave another number of columns
+                columns = Layout((), columns.cols)  # a function may change the number of columns
         return columns
 
     def forward(self, *inputs: Tensor) -> Any:
@@ -85,8 +85,7 @@ class Sequential(Module):
 
 
 class Block(Sequential):
-    """Layers of a network, numbered from `first`, so that names of parameters depend neither on dropout nor on
-    recompute.
+    """Layers that are numbered from `first`. Names of parameters do not depend on dropout and recompute.
 
         >>> with Grid(shape="ddp") as grid:
         ...     names = [list(MLP(grid, [3, 4, 2], dropout=p, recompute=again).named_parameters())
@@ -113,7 +112,7 @@ class Block(Sequential):
 
     @property
     def end(self) -> int:
-        """The number of the layer after these."""
+        """Number of the next layer."""
         return self.first + sum(not isinstance(layer, Dropout) for layer in self.layers)
 
 
@@ -131,19 +130,21 @@ class MLP(Block):
     bias : bool
         Whether layers have a bias. Default: True.
     norm : bool
-        Whether a LayerNorm is before each activation. Default: False.
+        Whether a LayerNorm precedes each activation. Default: False.
     dropout : float
         Probability of dropout after each activation. Default: 0.
     recompute : bool, int or str
         True or "full": each hidden layer keeps only its input, and is computed again in the backward pass. k: every
-        k-th hidden layer. Default: False.
+        k-th hidden layer does so. Default: False.
     activations : str
         "replicated" (default) or "sharded" (sequence parallelism), as in `linear`.
-    seed : int
+    seed : int or None
         Seed of the initial values and of dropout. Default: the next seed of the grid (`manual_seed`).
-    dtype, library : str
-        Element type ("float32") and array library (the grid's) of the parameters.
-    precision : str or Precision
+    dtype : str
+        Element type of the parameters. Default: "float32".
+    library : str or None
+        Array library of the parameters. Default: the library of the grid.
+    precision : str, Precision or None
         "float32", "tf32", "bfloat16", "float16", "float64", or a `Precision`. Default: `dtype`.
 
     Raises
@@ -155,8 +156,8 @@ class MLP(Block):
 
     Notes
     -----
-    The input is (m, sizes[0]), with rows over data and z. The output is (m, sizes[-1]). x and y are exchanged from
-    layer to layer, so activations are not relaid out. Messages are those of `linear`.
+    The input is (m, sizes[0]), with rows over data and z. The output is (m, sizes[-1]). Successive layers exchange x
+    and y, so activations are not relaid out. Messages are the same as of `linear`.
 
     Examples
     --------
@@ -174,6 +175,7 @@ class MLP(Block):
         check_grid("MLP", grid)
         if len(sizes) < 2:
             raise LayoutError(f"MLP: sizes name at least the columns of the input and of the output; got {list(sizes)}")
+        functional.check_probability("MLP: dropout", dropout)
         activation = functional.activation_named(activation) if isinstance(activation, str) else activation
         made, cols, number, policy = list[Layer](), "y", 0, Recomputed.named(recompute)
         if policy.attention:
@@ -206,7 +208,7 @@ class Residual(Module):
     Parameters
     ----------
     module : Module
-        It returns a tensor of the shape of x.
+        Its result has the shape of x.
 
     Examples
     --------

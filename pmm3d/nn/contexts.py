@@ -38,7 +38,7 @@ def no_grad(grid: Grid) -> Iterator[None]:
 
 
 def no_sync(grid: Grid) -> AbstractContextManager[None]:
-    """Context in which backward passes leave the sums of gradients over data to the next pass outside of it.
+    """Context in which backward passes defer the sums of gradients over data to the next pass outside the context.
 
     Parameters
     ----------
@@ -47,8 +47,8 @@ def no_sync(grid: Grid) -> AbstractContextManager[None]:
 
     Notes
     -----
-    Use it for all but the last of several batches of one step. If an optimizer has `shard_over_data="gradients"`, the
-    gradients are summed in each pass all the same, because a rank has memory only for its part.
+    Use it for all but the last of several batches of one step. With `shard_over_data="gradients"`, gradients are summed
+    in each pass all the same, because a rank has memory for its part only.
 
     Examples
     --------
@@ -61,10 +61,10 @@ def no_sync(grid: Grid) -> AbstractContextManager[None]:
 
 
 class WeightProducts:
-    """Queue of products of weight gradients that backward passes left for later; `defer_weights` makes it.
+    """Queue of deferred products of weight gradients; `defer_weights` makes it.
 
-    Each product holds its input and its gradient. The gradient of a parameter is summed over data when no queue has a
-    product of it any more; with ZeRO-2, in each `drain`. Products of a gradient that was forgotten are not computed.
+    Each product holds its input and its gradient. The gradient of a parameter is summed over data when no queue
+    contains a product of it; with ZeRO-2, in each `drain`. Products of discarded gradients are not computed.
     """
 
     def __init__(self, grid: Grid):
@@ -80,7 +80,7 @@ class WeightProducts:
             parameter.accumulated.queues.add(self._mark)
 
     def drain(self, count: int | None = None) -> None:
-        """Compute the first `count` products (default: all) and add them to the gradients. Collective."""
+        """Compute the first `count` products (None: all), and add them to the gradients. Collective."""
         tape, number = Tape.of(self._grid), len(self._waiting) if count is None else count
         taken, self._waiting = self._waiting[:number], self._waiting[number:]
         wanted = [(parameter, part) for parameter, part, times in taken if times == _times_forgotten(parameter)]
@@ -102,7 +102,7 @@ def _times_forgotten(leaf: Leaf) -> int:
 
 
 def unchanged(grid: Grid) -> AbstractContextManager[None]:
-    """Context in which no weight changes, so that gathered weights serve all its forward passes.
+    """Context in which no weight changes, so all its forward passes can use the same gathered weights.
 
     Parameters
     ----------
@@ -111,8 +111,8 @@ def unchanged(grid: Grid) -> AbstractContextManager[None]:
 
     Notes
     -----
-    Use it for the batches of one step or of an evaluation. `Overlap.reshard_after_forward` selects whether
-    gathered weights are kept. A weight that is written to in the context may be used with its old values.
+    Use it for the batches of one step or of an evaluation. `Overlap.reshard_after_forward` selects whether gathered
+    weights are kept. If a weight is written to in the context, forward passes may use its old values.
 
     Examples
     --------
@@ -137,7 +137,7 @@ def defer_weights(grid: Grid) -> Iterator[WeightProducts]:
     Returns
     -------
     context manager of WeightProducts
-        `drain()` of this queue computes the gradients of the weights. Until then an optimizer's step is refused.
+        `drain()` computes the gradients of the weights. Until then, a step of an optimizer raises Pmm3dError.
 
     Notes
     -----

@@ -41,7 +41,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class LazyMatrix:
-    """Gradient that a rule returns before it is computed. The tape computes it in place, by blocks of rows, or later.
+    """Gradient that a rule returns before it is computed. The tape computes it later, in place or by blocks of rows.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ Part = Any
 
 
 def natural(form: Form, part: Part) -> Gradient | LazyMatrix:
-    """A rule's part with its layout. Raises LayoutError for an array of another shape, DTypeError of another type."""
+    """Add the layout to a rule's return value. Raises LayoutError for a wrong shape, DTypeError for a wrong type."""
     if isinstance(part, LazyMatrix):
         return part
     gradient = part if isinstance(part, Gradient) else Gradient(part, form.layout.summed)
@@ -93,7 +93,7 @@ def natural(form: Form, part: Part) -> Gradient | LazyMatrix:
 
 
 class Accumulation(NamedTuple):
-    """How a contribution is added to a gradient: the layout of the sum, with sums still to be done, and the `route`."""
+    """How a contribution is added to a gradient: the layout of the result with its partial sums, and the `route`."""
 
     layout: Layout
     kind: str
@@ -111,8 +111,7 @@ def accumulation(source: Layout, home: Layout, grid: GridShape) -> Accumulation:
 
 @lru_cache(maxsize=1024)
 def route(source: Layout, target: Layout, grid: GridShape) -> tuple[str, str]:
-    """(kind, axis) of the step between layouts: "stay", "all_reduce", "reduce_scatter" of rows, or "steps" if
-    others."""
+    """(kind, axis) of a relayout: "stay", "all_reduce" or "reduce_scatter" of rows, or "steps" for any other."""
     steps = transitions(source, target, grid)
     if not steps:
         return "stay", ""

@@ -1,4 +1,4 @@
-"""Sums of gradients over ranks that hold other rows (data parallelism). A message carries a bucket of gradients."""
+"""Sums of gradients over ranks with different rows (data parallelism). A message contains a bucket of gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PRODUCT_AXES = ("x", "y", "z")
 
 
 class GradientSums:
-    """Starts the sums of gradients over axes along which ranks hold other rows of the batch."""
+    """Starts the sums of gradients over axes along which ranks hold different rows of the batch."""
 
     def __init__(self, grid: Grid):
         self._grid, self.overlap = grid, Overlap()

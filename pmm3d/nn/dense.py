@@ -32,18 +32,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
     Parameters
     ----------
     x : Tensor
-        I, (m, k). Rows over data and z; columns over y, or over x. An input in another layout is relaid out. Its rows
-        may also be over x (or y): then they are gathered.
+        I, (m, k). Rows over data and z; columns over y, or over x. An input in another layout is relaid out. If its
+        rows are also over x (or y), they are gathered.
     weight : Tensor
         W, (k, n). Rows over y, sharded over z; columns over x; or with x and y exchanged. Any other tensor is relaid
         out.
-    bias : Tensor
-        b, (1, n), with columns as those of the weight. Default: none.
+    bias : Tensor or None
+        b, (1, n), with columns in the layout of the weight's. Default: none.
     activations : str
-        "replicated" (default): O is replicated over the axis that is summed. "sharded": the rows of O are also over
-        that axis (sequence parallelism, Korthikanti et al. 2022).
-    tf32 : bool
-        Let a device round float32 factors to 10 bits of mantissa. Default: the choice of a Parameter's precision.
+        "replicated" (default): O is replicated over the axis of the sum. "sharded": the rows of O are also over this
+        axis (sequence parallelism, Korthikanti et al. 2022).
+    tf32 : bool or None
+        Whether a device may round float32 factors to 10 bits of mantissa. Default: the precision of a Parameter.
 
     Returns
     -------
@@ -56,13 +56,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
     LayoutError
         If the k differ.
     DTypeError
-        For mixed types, and for `tf32` if nothing would be rounded.
+        For different types, and for `tf32` if nothing would be rounded.
     Pmm3dError
         For other `activations`.
 
     Notes
     -----
-    Each rank receives, of its own blocks (I, W and O as a GEMM uses them)::
+    Each rank receives, of its own blocks (I, W and O as a GEMM uses them):
 
         forward    (Gz-1)/Gz |W|  +  2 (Gy-1)/Gy |O|
         backward   (Gz-1)/Gz |W| unless it was kept  +  2 (Gx-1)/Gx |I|     if I needs a gradient
@@ -133,9 +133,9 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 class _Places(NamedTuple):
     """Layouts of one use of a layer, and the axes that split the columns of I (k) and of O (n).
 
-    `came` is the layout of I before its rows are gathered over n, and `input` after. `natural` is that of O with
-    partial sums over k, `result` after the sum, and `out` as it is returned. `of_...` are layouts of gradients with
-    partial sums. `gathers` tells whether the weight is gathered.
+    `came` is the layout of I before its rows are gathered over n, and `input` after. `natural` is the layout of O with
+    partial sums over k, `result` after the sum, and `out` of the returned tensor. `of_...` are layouts of gradients
+    with partial sums. `gathers` is True if the weight is gathered.
     """
 
     k: str
@@ -180,7 +180,7 @@ class _Schedule(NamedTuple):
     came, out   forms of I before the gather of its rows, and of O
     wanted      whether the gradient of I is needed
     learns      whether the gradient of W is needed
-    regathers   whether the saved I is the one before the gather of its rows
+    regathers   whether I is saved before the gather of its rows
     """
 
     came: Form
@@ -193,7 +193,7 @@ class _Schedule(NamedTuple):
     tf32: bool
 
     def full(self, weight: Any, kept: Sequence[Array], phase: str) -> Array:
-        """The weight's block: gathered if the weight is sharded, else saved."""
+        """Return the block of the weight: gathered if the weight is sharded, else saved."""
         return BackwardSync.of(self.came.grid).weights.take(weight, phase) if self.places.gathers else kept[0]
 
     def rows_of(self, form: Form, array: Array, held: Layout, layout: Layout, phase: str) -> Arrivals:

@@ -31,7 +31,7 @@ class Facts(NamedTuple):
 
 
 def dry_grid(grid: Grid, rank: int | None = None) -> Grid:
-    """A grid without data of the same shape and hosts, or a stage of one. rank: default this rank."""
+    """Dry grid with the shape and hosts of this grid, or a stage of it, for a rank (default: this rank)."""
     whole, shape = grid.whole, grid.whole.shape
     made = Grid.dry(shape[:3], shape.data, grid.everyone.ranks[grid.rank if rank is None else rank],
                     {name: getattr(shape, name) for name in shape.names if name not in AXES}, whole.hosts)
@@ -48,8 +48,9 @@ def finish_all(grid: Grid) -> None:
 
 
 def bytes_a_parameter(grid: Grid, network: Any) -> dict[str, float]:
-    """Largest number of bytes by kind that a dry grid has held so far, for each parameter of this rank: 18 in all for
-    bfloat16 with AdamW after a step.
+    """Largest number of bytes per parameter that a dry grid has held so far, by kind.
+
+    For bfloat16 with AdamW, these are 18 bytes in all after a step.
 
         >>> from pmm3d import nn
         >>> with Grid.dry((1, 1, 2)) as grid:
@@ -61,8 +62,10 @@ def bytes_a_parameter(grid: Grid, network: Any) -> dict[str, float]:
 
 
 def memory(grid: Grid) -> dict[str, int]:
-    """Largest number of bytes that a dry grid has held so far, by kind: "weights", "gradients", "state" (of the
-    optimizer), and "work" (activations and messages)."""
+    """Largest number of bytes that a dry grid has held so far, by kind.
+
+    Kinds are "weights", "gradients", "state" (of the optimizer), and "work" (activations and messages).
+    """
     run = grid.dry_run
     if run is None:
         raise Pmm3dError("the memory of a grid with data is that of its arrays; a dry run is on Grid.dry")

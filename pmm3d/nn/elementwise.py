@@ -18,9 +18,9 @@ from .compute import PER_ELEMENT, Form, computing
 class Elementwise:
     """An elementwise function that some libraries compute in one pass. Make it at module level: kernels are cached.
 
-    expression   (library, *operands) -> array; it gets operands of low precision in float32, unless another operand
-                 is float32 or float64
-    torch        a kernel of torch, or (torch, *operands) -> array; None: the expression
+    expression   (library, *operands) -> array. 16-bit operands are passed as float32, unless another operand is
+                 float32 or float64
+    torch        a kernel of torch, or (torch, *operands) -> array. None: the expression
     """
 
     expression: Callable[..., Array]
@@ -68,7 +68,8 @@ class Aten:
 
 KERNELS = {operator.add: Aten("add"), operator.sub: Aten("sub"), operator.mul: Aten("mul"),
            operator.truediv: Aten("div"), operator.neg: Aten("neg")}
-"""torch's kernels of operators. They write directly to the result's array; the loop over slices would write twice."""
+"""torch's kernels of operators. They write directly to the array of the result; a loop over slices would write twice.
+"""
 
 
 def map_elementwise(form: Form, name: str | None, function: Callable[..., Array] | Elementwise, *operands: Any,
@@ -80,13 +81,13 @@ def map_elementwise(form: Form, name: str | None, function: Callable[..., Array]
     form : Form
         Form of the result: its grid, library, element type and local shape.
     name : str or None
-        Name of the pass in a dry run. The time counts as "elementwise", and collectives make progress meanwhile. None:
-        the call is part of a `computing` section.
+        Name of the pass in a dry run. The time counts as "elementwise", and collectives progress in the background.
+        None: the call is part of a `computing` section.
     function : callable
         Function of slices of the arrays, such as operator.add.
     *operands
         Arrays of the result's shape, or of one row or one column; and numbers.
-    out : Array
+    out : Array or None
         Array for the result, which may be one of the operands. Default: a new array.
 
     Returns
@@ -95,8 +96,8 @@ def map_elementwise(form: Form, name: str | None, function: Callable[..., Array]
 
     Notes
     -----
-    On the host the arrays pass in slices that fit into a core's cache, on as many threads as the BLAS has. A device,
-    and torch's own kernels, compute all elements at once. In a dry run the function is not called.
+    On the host, the function is called for slices that fit into a core's cache, in as many threads as the BLAS has. A
+    device, and torch's own kernels, compute all elements at once. In a dry run the function is not called.
 
     Examples
     --------

@@ -1,8 +1,8 @@
 """Networks to and from torch, as state dicts in safetensors files; and weights from checkpoints.
 
-The names "torch" are those of the same layers in an nn.Sequential ("0.weight", "2.bias"). Weights of Linear are
-transposed to torch's (outputs, inputs), vectors are 1D, and a LayerNorm's gain is called weight. Transformers also have
-published names: "gpt2" of `nn.GPT`, and "llama" of `nn.Llama`.
+With the names "torch", tensors are named as in a torch.nn.Sequential of the same layers ("0.weight", "2.bias"). Weights
+of Linear are transposed to torch's (outputs, inputs), vectors are 1D, and the gain of a LayerNorm is called weight.
+Transformers also have published names: "gpt2" for `nn.GPT`, and "llama" for `nn.Llama`.
 """
 
 from __future__ import annotations
@@ -49,15 +49,19 @@ class Columns(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A tensor in a file: columns of parameters, side by side, or the transpose of that."""
+    """A tensor in a file: columns of parameters, side by side, or their transpose."""
 
     parts: tuple[Columns, ...]
     transpose: bool = False
 
 
 class Names(NamedTuple):
-    """The tensors of a network's files by name. ignored: ends of names that are not read; prefix: may be missing in all
-    names; config: contents of config.json."""
+    """The tensors of a network's files by name.
+
+    ignored   endings of the names of tensors that are not read
+    prefix    beginning of all names, which a file may leave out
+    config    contents of config.json
+    """
 
     tensors: Mapping[str, Stored]
     ignored: tuple[str, ...] = ()
@@ -67,16 +71,16 @@ class Names(NamedTuple):
 
 def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | None = None, *, names: str = TORCH
                  ) -> None:
-    """Write the weights in a form that torch's load_state_dict(safetensors.torch.load_file(path)) takes. Collective.
+    """Write the weights for torch's load_state_dict(safetensors.torch.load_file(path)). Collective.
 
     Parameters
     ----------
     network : Module
-        The network. Of low precision the master weights are written, if there are any.
+        The network. If there are master weights, they are written.
     path : path
         File whose name ends in .safetensors; or, for a network with published names, a folder that from_pretrained of
         the transformers package loads.
-    metadata : mapping
+    metadata : mapping or None
         Metadata of the file. Default: none.
     names : str
         Names of the tensors: "torch" (default), "gpt2" or "llama".
@@ -89,7 +93,7 @@ def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | N
     Notes
     -----
     The configuration of a network with published names is written to the file's metadata, and to config.json in a
-    folder. Each rank receives and writes its share of the rows. Tensors that are columns of a parameter, such as the
+    folder. Each rank receives and writes its share of the rows. Columns of a parameter that form a tensor, such as the
     queries of all heads, are copied first.
 
     Examples
@@ -127,15 +131,15 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
         The network.
     path : path
         The file, or a folder that save_pretrained of the transformers package wrote.
-    optimizer : Optimizer
-        Optimizer of the network, whose master weights of low precision are set. Without it such weights are rounded.
+    optimizer : Optimizer or None
+        Optimizer of the network, whose master weights are set. Without it, 16-bit weights are rounded.
     names : str
         As in `export_torch`; "auto" (default): the names in the file.
 
     Raises
     ------
     CheckpointError
-        On every rank, with the names and shapes that do not fit.
+        On every rank, if names or shapes do not fit. The message lists them.
 
     Examples
     --------
@@ -168,7 +172,7 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
 
 
 def tensor_files(grid: Grid, path: StrPath) -> dict[Path, list[str]]:
-    """The safetensors files of a path -> names of their tensors. Collective. Raises CheckpointError."""
+    """Safetensors files of a path -> names of their tensors. Collective. Raises CheckpointError."""
     path, found = Path(path), dict[Path, list[str]]()
     with grid.collective_call("import_torch", str(path), always=True), file_errors(path, "read"):
         if grid.rank == 0:
@@ -183,17 +187,17 @@ def tensor_files(grid: Grid, path: StrPath) -> dict[Path, list[str]]:
 
 
 def whole_of(network: Module) -> Any:
-    """The network; of a `Pipeline` the whole network without data."""
+    """Return the network; for a `Pipeline`, the whole network without data."""
     return getattr(network, "dry", network)
 
 
 def _published(network: Module) -> Mapping[str, Names]:
-    """The published names of a network, if there are any."""
+    """Published names of a network, if there are any."""
     return getattr(whole_of(network), "names", {})
 
 
 def _names(network: Module, names: str) -> Names:
-    """The tensors by these names. Raises CheckpointError if the network lacks the names."""
+    """Tensors with these names. Raises CheckpointError if the network lacks the names."""
     known = _published(network)
     if names == TORCH:
         return Names({torch_name(name): Stored((Columns(name),), not parameter.is_vector)
@@ -205,7 +209,7 @@ def _names(network: Module, names: str) -> Names:
 
 
 def _own_tensors(network: Module, names: str) -> dict[str, Stored]:
-    """The tensors of this rank's stage. Collective."""
+    """Tensors of this rank's stage. Collective."""
     own = network.named_parameters()
     with network.whole.collective_call("names", names, always=True):
         return {name: stored for name, stored in _names(network, names).tensors.items()
@@ -224,14 +228,14 @@ def _part_of(parameter: Parameter, part: Columns) -> DistMatrix:
 
 
 def _new(like: DistMatrix, width: int, layout: Layout) -> DistMatrix:
-    """A matrix with the type and the rows of another one."""
+    """Make a matrix with the type and the number of rows of `like`."""
     grid, shape = like.grid, (like.shape[0], width)
     local = like.library.empty(layout.box(shape, grid.shape, grid.coords).shape, like.dtype)
     return DistMatrix(grid, local, shape, layout)
 
 
 def _together(parts: list[DistMatrix]) -> DistMatrix:
-    """The matrices side by side. Collective."""
+    """Concatenate the columns of matrices. Collective."""
     if len(parts) == 1:
         return parts[0]
     layout = parts[0].layout
@@ -247,7 +251,7 @@ def _width(parameter: Parameter, part: Columns) -> int:
 
 
 def _to_fill(parameters: list[Parameter], stored: Stored) -> DistMatrix:
-    """The matrix for a tensor of a file: the parameter, or a new one whose columns `_spread` distributes."""
+    """Matrix for a tensor of a file: the parameter, or a new matrix, which `_spread` writes to the parameters."""
     held, layout = parameters[0].in_checkpoint, parameters[0].layout
     if not stored.parts[0].unit:
         return held
@@ -256,7 +260,7 @@ def _to_fill(parameters: list[Parameter], stored: Stored) -> DistMatrix:
 
 
 def _spread(own: Mapping[str, Parameter], table: Mapping[str, Stored], matrices: Mapping[str, DistMatrix]) -> None:
-    """Write tensors that are columns of parameters to the parameters, through a copy of each. Collective."""
+    """Write tensors that are columns of parameters to these, through a copy of each parameter. Collective."""
     made = dict[str, DistMatrix]()
     for name, stored in table.items():
         start = 0
@@ -290,14 +294,15 @@ def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = N
     Parameters
     ----------
     network : Module
-        The network. A network of your own settles first (`Module.settle`).
+        The network. Call `Module.settle` of your own network first.
     path : path
         Folder of a checkpoint, folder of a run (its newest undamaged checkpoint), .safetensors file, or folder of the
         transformers package. The state of an optimizer is not read.
-    optimizer : Optimizer
+    optimizer : Optimizer or None
         As in `import_torch`.
-    check : callable
-        check(checkpoint) may raise on some ranks, before anything is changed. It is not called for other files.
+    check : callable or None
+        check(checkpoint) is called before anything is changed. It may raise an error on some ranks. It is not called
+        for other files.
 
     Returns
     -------
@@ -307,7 +312,7 @@ def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = N
     Raises
     ------
     CheckpointError
-        On every rank and before anything is changed, if names, shapes or types are not those of the network.
+        On every rank and before anything is changed, if names, shapes or types differ from those of the network.
 
     Examples
     --------

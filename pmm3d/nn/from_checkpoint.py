@@ -1,4 +1,4 @@
-"""Weights and states from checkpoints: of any precision, and for networks whose frozen weights had no state."""
+"""Weights and states from checkpoints of any precision. Frozen weights may lack a state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fill_weights(network: Module, found: Checkpoint, keeper: Checkpoints, optimi
 
 
 def make_masters(network: Module, optimizer: Optimizer | None) -> None:
-    """Make the master weights of an optimizer, so that they are filled too."""
+    """Make the master weights of an optimizer, so that a checkpoint fills them too."""
     if optimizer is not None:
         optimizer.matrices(network.named_parameters())
 
@@ -37,7 +37,7 @@ def fill(keeper: Checkpoints, found: Checkpoint, matrices: Mapping[str, DistMatr
          check: Callable[[Any], None] | None = None, partial: Partial = False) -> Any:
     """Fill matrices from a checkpoint and return its meta. Collective. check, partial: as in `Checkpoints.fill`.
 
-    Weights of low precision are converted. A weight without a state in the checkpoint (it was frozen) gets a state of
+    16-bit weights are converted. A weight without a state in the checkpoint, because it was frozen, gets a state of
     zeros. Raises CheckpointError, on every rank, for matrices that do not fit.
     """
     path, stored = str(found.path), {name: dtype for name, (_, dtype) in found.contents.items()}
@@ -60,7 +60,7 @@ def fill(keeper: Checkpoints, found: Checkpoint, matrices: Mapping[str, DistMatr
 
 
 def _refuse_remainders(path: str, stored: Collection[str]) -> None:
-    """Raises CheckpointError for a checkpoint that was written before there were master weights."""
+    """Raise CheckpointError for a checkpoint that was written before there were master weights."""
     if any(is_state(name) and name.endswith("/remainder") for name in stored):
         raise CheckpointError(f"{path} holds weights of low precision with remainders, as pmm3d wrote them "
                               "before it had master weights: pmm3d export of that version writes a .safetensors file "
@@ -76,12 +76,12 @@ def _without_state(stored: Collection[str], matrices: Mapping[str, DistMatrix]) 
 
 
 def _converts(stored: str, dtype: str) -> bool:
-    """Whether a weight is converted: from or to low precision."""
+    """Whether a weight is converted from or to 16 bits."""
     return stored != dtype and (stored in LOW_PRECISION or dtype in LOW_PRECISION)
 
 
 def _like(matrix: DistMatrix, dtype: str) -> DistMatrix:
-    """A new matrix of another type; of bfloat16 as a torch array. Raises CheckpointError if torch is missing."""
+    """Make a matrix of another type; for bfloat16, a torch array. Raises CheckpointError if torch is missing."""
     try:
         torch = dtype == "bfloat16" and matrix.library.name != "torch"
         library = matrix.grid.library("torch") if torch else matrix.library
@@ -91,8 +91,10 @@ def _like(matrix: DistMatrix, dtype: str) -> DistMatrix:
 
 
 def find_checkpoint(grid: Grid, path: Path) -> tuple[Checkpoint, Checkpoints]:
-    """The undamaged checkpoint in this folder, or the newest of a run's folder or of a folder of checkpoints.
-    Collective. Raises CheckpointError, on every rank."""
+    """Find a checkpoint: the folder itself, or the newest undamaged one in the folder of a run or of checkpoints.
+
+    Collective. Raises CheckpointError, on every rank, if there is none.
+    """
     with grid.collective_call("checkpoint", str(path), always=True), file_errors(path, "looked at"):
         place = _place_of(path) if grid.rank == 0 else None
     folder, is_one = grid.comm.bcast(place)
@@ -106,6 +108,6 @@ def find_checkpoint(grid: Grid, path: Path) -> tuple[Checkpoint, Checkpoints]:
 
 
 def _place_of(path: Path) -> tuple[Path, bool]:
-    """(the folder of checkpoints, whether the path is itself a checkpoint)."""
+    """Return (folder of checkpoints, whether the path is itself a checkpoint)."""
     folder = path / "checkpoints"
     return folder if folder.is_dir() else path, os.path.lexists(path / CHECKPOINT_FILE)

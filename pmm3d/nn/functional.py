@@ -150,7 +150,7 @@ ACTIVATIONS = {function.__name__: function for function in (relu, gelu, gelu_tan
 
 
 def activation_named(name: str) -> Callable[[Tensor], Tensor]:
-    """The activation of that name. Raises Pmm3dError for an unknown name."""
+    """Activation with this name. Raises Pmm3dError for an unknown name."""
     if name not in ACTIVATIONS:
         raise Pmm3dError(f"there is no activation named {name!r}{hint(name, ACTIVATIONS)}")
     return ACTIVATIONS[name]
@@ -176,8 +176,8 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
     p : float
         Probability, at least 0 and below 1.
     seed, stream : int
-        The mask depends on them, and on row and column in the whole matrix. So it is the same on every grid. Default
-        of `stream`: 0.
+        Seeds of the mask. The mask also depends on row and column in the whole matrix, so it is the same on every
+        grid. Default of `stream`: 0.
 
     Returns
     -------
@@ -197,8 +197,7 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
     ...     nn.dropout(x, 0.5, seed=1).gather()
     array([[2., 0., 2., 0.]])
     """
-    if not 0 <= p < 1:
-        raise Pmm3dError(f"dropout: p is a probability below 1; got {p}")
+    check_probability("dropout: p", p)
     if p == 0:
         return x
     x = whole(x)
@@ -210,8 +209,13 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
         map_elementwise(form, "dropout backward", MASKED, gradient, mask, scale),), keep={"dropout.mask": mask})
 
 
+def check_probability(name: str, p: float) -> None:
+    if not 0 <= p < 1:
+        raise Pmm3dError(f"{name} must be at least 0 and below 1, got {p}")
+
+
 def _kept(form: Form, box: Box, p: float, seed: int, stream: int) -> Array:
-    """The mask of a shard, uint8."""
+    """Mask of dropout of a shard, uint8."""
     library = form.library
     kept = form.grid.workspace.array(box.shape, "uint8", library)
     if library.has_data:
@@ -222,8 +226,10 @@ def _kept(form: Form, box: Box, p: float, seed: int, stream: int) -> Array:
 
 
 def fill_kept(out: Array, box: Box, columns: int, p: float, seed: int, stream: int) -> None:
-    """Fill `out` with the mask of dropout, 0 or 1, for a box of a matrix with these columns. The mask is the same on
-    every grid and in every array library."""
+    """Fill `out` with the mask of dropout, 0 or 1, for a box of a matrix with this number of columns.
+
+    The mask is the same on every grid and in every array library.
+    """
     library, limit = library_of(out), int(p * 2**64)
     if library.name == "cupy":
         rows, cols = library.words(box.r0, box.r1)[:, None], library.words(box.c0, box.c1)[None, :]
@@ -247,7 +253,7 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
     x : Tensor
         (m, n). The columns may be split over one or several axes.
     gain, bias : Tensor
-        (1, n). Of the type of x, or of float32 if x is of low precision.
+        (1, n), of the type of x. If x is 16-bit, they may be float32.
     eps : float
         Added to the variance. Default: 1e-5.
 
@@ -261,12 +267,12 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
     LayoutError
         If the n differ.
     DTypeError
-        For mixed types or libraries.
+        For different types or libraries.
 
     Notes
     -----
     Along each axis of G ranks that splits the columns, each rank receives (G-1) 2 numbers for each of its rows: means
-    and squares, which are merged as in Chan, Golub, LeVeque 1983. Backward it receives an all-reduce of as many.
+    and squares, which are merged as in Chan, Golub, LeVeque 1983. The backward pass all-reduces 2 numbers a row.
 
     Examples
     --------
@@ -292,8 +298,7 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float = 1e-6) -> Tensor:
 
     Notes
     -----
-    Along each axis that splits the columns, each rank receives an all-reduce of a number for each of its rows, forward
-    and backward.
+    Along each axis that splits the columns, the forward and the backward pass all-reduce a number for each row.
 
     Examples
     --------
@@ -307,7 +312,7 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def _normalized(name: str, x: Tensor, gain: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Normalize by mean and variance, or without bias by the mean square."""
+    """Normalize by mean and variance; without bias, by the mean square."""
     x, vectors = _aligned(name, x, [gain] if bias is None else [gain, bias])
     form, local, cols, backward = x.form, x.shard, gain.layout.cols, name + " backward"
     xp = array_namespace(local)
@@ -346,7 +351,7 @@ def _normalized(name: str, x: Tensor, gain: Tensor, bias: Tensor | None, eps: fl
 
 
 def _aligned(name: str, x: Tensor, vectors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """The input of a norm, its gain and its bias, with columns in the layout of the gain."""
+    """Return the input of a norm, and its gain and bias, with columns in the layout of the gain."""
     gain = vectors[0]
     if x.shape[1] != gain.shape[1]:
         raise LayoutError(f"{name}: the input has {x.shape[1]} columns, the layer {gain.shape[1]}")
@@ -360,7 +365,7 @@ def _aligned(name: str, x: Tensor, vectors: list[Tensor]) -> tuple[Tensor, list[
 
 
 def _layer_norm_of_torch(x: Tensor, gain: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """`layer_norm` of whole rows by torch's kernels, in a third of the time."""
+    """Compute `layer_norm` of whole rows by torch's kernels, which take a third of the time."""
     x, [gain, bias] = _aligned("layer_norm", x, [gain, bias])
     form, library, local, size = x.form, x.library, x.shard, [x.shape[1]]
     out, aten = form.new(), library.xp.ops.aten if library.has_data else None
@@ -394,6 +399,6 @@ def _layer_norm_of_torch(x: Tensor, gain: Tensor, bias: Tensor, eps: float) -> T
 
 
 def _sum_of_rows(form: Form, array: Array) -> LazyMatrix:
-    """The gradient of a row that all rows of a batch share."""
+    """Gradient of a row that all rows of a batch share."""
     return LazyMatrix(Layout((), form.layout.cols, form.layout.rows, (1, form.layout.units[1])), (1, array.shape[1]),
                    lambda out, beta, _: column_sums(form, array, out, beta), "reduce dW")

@@ -60,14 +60,17 @@ def sgd(weight: Array, gradient: Array, state: Sequence[Array], options: Mapping
 
 
 def _kernels_of(weight: Array) -> tuple[NumpyLibrary, str]:
-    """The library of an array, and which kernels change it: "torch", "cupy", or "" for none."""
+    """Return the library of an array, and the name of its kernels: "torch", "cupy", or "" for none."""
     library = library_of(weight)
     return library, library.name if library.name in ("torch", "cupy") and library.dtype(weight) in TYPES else ""
 
 
 def _in_vectors(library: NumpyLibrary, change: Callable[..., None], *arrays: Array) -> None:
-    """change(*arrays), by a kernel of torch. On the host the kernel rounds the elements after the last whole vector
-    differently. They are copied into a whole vector, so that bits do not depend on where a slice begins and ends."""
+    """Call change(*arrays), a kernel of torch.
+
+    On the host, the kernel rounds the elements after the last whole vector differently. These are copied into a whole
+    vector, so the bits do not depend on the bounds of a slice.
+    """
     size = arrays[0].shape[0]
     whole = size - size % VECTORS if library.on_host else size
     if whole:
@@ -83,13 +86,15 @@ def _in_vectors(library: NumpyLibrary, change: Callable[..., None], *arrays: Arr
 
 def _run(library: NumpyLibrary, formula: str, state: Mapping[str, Array], weight: Array, gradient: Array,
          numbers: Mapping[str, float]) -> None:
-    """Run a formula in C++ on the elements w of the weight, g of the gradient, and of the state. The numbers are
-    computed in Python, because 1 - beta would lose digits in float32."""
+    """Run a formula in C++ on the elements w of the weight, g of the gradient, and of the state.
+
+    The numbers are computed in Python, because 1 - beta would lose digits in float32.
+    """
     _kernel(library, formula, tuple(state), tuple(numbers))(gradient, *numbers.values(), weight, *state.values())
 
 
 @cache
 def _kernel(library: NumpyLibrary, formula: str, states: Sequence[str], numbers: Sequence[str]) -> Callable[..., Any]:
-    """A kernel of (gradient, *numbers, weight, *states). T is the type of all of them."""
+    """Kernel with the arguments (gradient, *numbers, weight, *states), which are all of type T."""
     inputs, outputs = (", ".join(f"T {name}" for name in names) for names in (("g", *numbers), ("w", *states)))
     return library.xp.ElementwiseKernel(inputs, outputs, formula, "pmm3d_update")

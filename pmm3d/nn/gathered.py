@@ -1,4 +1,4 @@
-"""Gathers of the shards of weights, one weight ahead. Gathered blocks are kept up to a memory budget."""
+"""Gathers of weight shards, one weight ahead. Gathered blocks are kept up to a memory budget."""
 
 from __future__ import annotations
 
@@ -99,10 +99,7 @@ class Weights:
         return block
 
     def pause(self) -> None:
-        """Note the end of a pass. Outside of `unchanged`, weights may change before the next pass.
-
-        So all ranks drop prefetched gathers, and the blocks of unused weights.
-        """
+        """Note the end of a pass. Outside of `unchanged`, drop prefetched gathers and the blocks of unused weights."""
         if self._promise is None or not self.more:
             self._last = None
         if self._promise is not None:
@@ -136,7 +133,7 @@ class Weights:
         return self._grid.axis(weight.form.layout.rows[-1])
 
     def _of(self, weight: Weight) -> Gathered:
-        """Record of a weight. A block of an older version is dropped."""
+        """Return the record of a weight. A block of an older version is dropped."""
         if weight not in self._gathered:
             self._gathered[weight] = Gathered(next(self._numbers))
         gathered = self._gathered[weight]
@@ -188,10 +185,10 @@ class Weights:
 class NodeSharedBlock:
     """The gathered block of a weight, in memory that the ranks of a node share.
 
-    Each rank writes its shard, and all ranks read the block. With several nodes, a rank also receives the shards of
-    the ranks with the same index on other nodes. So a link carries each byte once, and a node holds one copy. Each
-    rank of a node counts an equal part of the block in the workspace. Construction is collective over the grid, and
-    raises GridError, LayoutError or OutOfMemoryError on every rank.
+    Each rank writes its shard, and all ranks read the block. A rank also receives the shards of the ranks with the same
+    index on other nodes. So each byte is sent once to a node, which holds one copy. Each rank of a node counts an equal
+    part of the block in the workspace. Construction is collective over the grid, and raises GridError, LayoutError or
+    OutOfMemoryError on every rank.
     """
 
     def __init__(self, grid: Grid, form: Form):
@@ -222,8 +219,10 @@ class NodeSharedBlock:
         return whole
 
     def fill(self, shard: Array) -> Pending:
-        """Begin to fill the block with present values, after a barrier of the node, because ranks may still read the
-        old values. Within a node no bytes are sent. Collective along the axis."""
+        """Begin to fill the block, after a barrier of the node, because ranks may still read the old values.
+
+        Within a node no bytes are sent. Collective along the axis.
+        """
         if self._filling is not None:  # a prefetch of outdated values
             self._filling.wait()
 

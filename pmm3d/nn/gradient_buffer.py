@@ -1,4 +1,4 @@
-"""The gradient of a parameter: its array, its present layout, and the layout that the optimizer needs."""
+"""The gradient of a parameter: its array, its current layout, and the layout that the optimizer needs."""
 
 from __future__ import annotations
 

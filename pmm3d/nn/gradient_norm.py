@@ -24,27 +24,29 @@ def clipping(norm: float, clip: float | None) -> float:
 
 
 def check_clip(norm: float) -> None:
-    """Raises Pmm3dError for a norm to which gradients cannot be clipped."""
+    """Raise Pmm3dError unless the largest norm is positive."""
     if not norm > 0:
         raise Pmm3dError(f"clip: the norm is a positive number; got {norm!r}")
 
 
 def check_finite(norm: float) -> None:
-    """Raises NonFiniteGradientError for a norm that is infinite or NaN."""
+    """Raise NonFiniteGradientError if the norm is infinite or NaN."""
     if not isfinite(norm):
         raise NonFiniteGradientError(f"the gradient's norm is {norm}: no weight was changed. Look at the loss and the "
                                      "inputs, try a smaller learning rate or a warm-up; zero_grad() forgets it")
 
 
 def norm_of(grid: Grid, local_norm_squared: float) -> float:
-    """The 2-norm of gradients, from this rank's part of its square. Collective: one number from each rank."""
+    """2-norm of gradients, from this rank's part of its square. Collective: one number from each rank."""
     with grid.ledger.phase("optimizer"):
         return sqrt(float(grid.everyone.all_reduce(np.array([local_norm_squared]), agreed=True).wait()[0]))
 
 
 def non_finite(optimizer: Any, own_squares: Mapping[Parameter, Any]) -> str:
-    """Name the parameters of the whole network whose gradients are not finite. Collective. own_squares: this rank's
-    part of the square of the norm of each gradient."""
+    """Name the last parameter of the whole network whose gradient is not finite. Collective.
+
+    own_squares: this rank's part of the square of the norm of each gradient.
+    """
     squares = np.array([float(square) for square in own_squares.values()])
     squares = optimizer.grid.everyone.all_reduce(squares, agreed=True).wait()
     own = [each.name or "a parameter" for each, square in zip(own_squares, squares) if not isfinite(square)]

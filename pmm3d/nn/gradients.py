@@ -1,4 +1,4 @@
-"""Accumulation of the gradients of parameters, and the start of their sums over ranks that hold other rows."""
+"""Accumulation of the gradients of parameters, and the start of their sums over ranks with different rows."""
 
 from __future__ import annotations
 

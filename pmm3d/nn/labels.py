@@ -21,10 +21,11 @@ Matrix = Tensor | DistMatrix
 class OwnLabels(NamedTuple):
     """Labels of this rank's rows, at (rows, columns) of its logits.
 
-    missed   in place of a logit of another rank 0; -inf for a label out of range, so that the loss is infinite
-    inside   on a device, for all rows, whether this rank has the label's column. None on the host, where `rows` are
-             only such rows
-    counted  with ignore_index, for all rows, whether the row counts
+    missed   number of each row that replaces the logit of another rank: 0, or -inf for a label out of range, so that
+             the loss is infinite
+    inside   on a device, whether this rank has the label's column, for each row. None on the host, because `rows` then
+             contains such rows only
+    counted  with ignore_index, whether the row counts, for each row
     """
 
     rows: Array
@@ -55,7 +56,7 @@ def local_labels(logits: Tensor, labels: Matrix, ignored: int | None) -> OwnLabe
 
 
 def _labels_there(logits: Tensor, labels: Matrix, ignored: int | None) -> OwnLabels:
-    """Labels on the device of the logits. The host checks each matrix once; with ignore_index, in each call."""
+    """Find labels on the device of the logits. The host checks each matrix once; with ignore_index, in each call."""
     box, library, xp = logits.box, logits.library, array_namespace(logits.shard)
     matrix = _aligned_labels(logits, labels)
     if not _known(logits, labels):
@@ -78,7 +79,7 @@ def _labels_there(logits: Tensor, labels: Matrix, ignored: int | None) -> OwnLab
 
 
 def labels_of(logits: Tensor, labels: Matrix, ignored: int | None = None) -> np.ndarray | None:
-    """Labels of this rank's rows, checked; None in a dry run."""
+    """Check the labels of this rank's rows, and return them; None in a dry run."""
     matrix = _aligned_labels(logits, labels)
     if not matrix.library.has_data:
         return None
@@ -94,7 +95,7 @@ def _known(logits: Tensor, labels: Matrix) -> bool:
 
 
 def _aligned_labels(logits: Tensor, labels: Matrix) -> DistMatrix:
-    """The labels in the layout of the rows of the logits."""
+    """Redistribute the labels to the layout of the rows of the logits."""
     labels = labels.value if isinstance(labels, Tensor) else labels
     rows = logits.shape[0]
     if not isinstance(labels, DistMatrix):
@@ -106,7 +107,7 @@ def _aligned_labels(logits: Tensor, labels: Matrix) -> DistMatrix:
 
 
 def _check_labels(logits: Tensor, host: np.ndarray, known: bool, ignored: int | None) -> None:
-    """Raises Pmm3dError for labels out of range; on every rank, unless the labels were checked on all ranks."""
+    """Raise Pmm3dError for labels out of range; on every rank, unless the labels were checked on all ranks."""
     classes = logits.shape[1]
     with nullcontext() if known else logits.grid.collective_call("cross_entropy"):
         if host.dtype.kind not in "iu":

@@ -11,7 +11,7 @@ from math import inf, isfinite
 from typing import Any
 
 from ..comm import Grid
-from ..errors import LayoutError, Pmm3dError
+from ..errors import DTypeError, LayoutError, Pmm3dError
 from ..layout import Layout, natural
 from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
@@ -39,14 +39,16 @@ def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int | None = No
         The grid that stores the parameter.
     shape, layout : (int, int), Layout
         Shape and layout of the parameter.
-    seed : int
+    seed : int or None
         Seed of the values. Default: the next seed of the grid (`manual_seed`).
     bound : float
-        The values are uniform in (value - bound, value + bound). Default: 0.
-    deviation : float
-        Standard deviation of values that are normal, with the mean `value`. Default: they are uniform.
-    precision : str or Precision
-        Element types. Default: `dtype`.
+        Half width of the interval of uniform values. Default: 0.
+    deviation : float or None
+        Standard deviation of normal values. Default: the values are uniform.
+    value : float
+        Mean of the values. Default: 0.
+    dtype, library, precision
+        As in `Linear`.
 
     Returns
     -------
@@ -64,7 +66,7 @@ def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int | None = No
     precision = Precision.of(precision, dtype)
     spread = bound if deviation is None else deviation
     if not (0 <= spread < inf and isfinite(value)):
-        raise Pmm3dError(f"initial values need a finite deviation or bound, at least 0, and a finite value; got "
+        raise Pmm3dError(f"parameter: deviation or bound must be finite and at least 0, and value finite; got "
                          f"{spread} and {value}")
     precision.check(grid.library(library))
     check_grid("parameter", grid)
@@ -84,7 +86,7 @@ def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int | None = No
 
 
 def entering(x: Tensor, weight: Parameter) -> Tensor:
-    """The input of a layer, in the type that it computes in: a batch may be of float32, or of the master's type."""
+    """Cast an input of float32, or of the master weight's type, to the type of the weight."""
     wider = weight.precision.has_master and x.dtype in ("float32", weight.precision.master)
     return cast(x, weight.dtype) if wider else x
 
@@ -105,11 +107,11 @@ class Linear(Module):
         Columns of x and of the result.
     bias : bool
         Whether there is a bias. Default: True.
-    seed : int
+    seed : int or None
         Seed of the initial values, which are uniform in +-1/sqrt(inputs) as in torch. Default: the next seed of the
         grid (`manual_seed`).
-    deviation : float
-        Standard deviation of initial weights that are normal; biases are then 0. Default: uniform weights.
+    deviation : float or None
+        Standard deviation of normal initial weights; biases are then 0. Default: the weights are uniform.
     cols : str
         Axis that splits the columns of x: "y" (default) or "x". `Sequential` and `Module.settle` choose the axis of the
         input. In other cases the input is relaid out.
@@ -117,20 +119,24 @@ class Linear(Module):
         "replicated" (default) or "sharded", as in `linear`. net(x, activations=...) replaces it for one call.
     unit : int
         Columns of the result that stay on one rank, such as those of a head. Default: 1.
-    weight : Parameter
-        Weight (inputs, outputs) of another layer, which this layer shares. It also gives `cols` and `unit`. Default: a
-        weight of its own.
-    dtype, library : str
-        Element type ("float32") and array library (the grid's) of the parameters.
-    precision : str or Precision
-        "float32", "tf32", "bfloat16", "float16", "float64", or a `Precision`. Default: `dtype`. x may be of float32.
+    weight : Parameter or None
+        Weight (inputs, outputs) of another layer, which this layer shares. It determines `cols`, `unit`, and the type
+        and library of the bias. Default: a new weight.
+    dtype : str
+        Element type of the parameters. Default: "float32".
+    library : str or None
+        Array library of the parameters. Default: the library of the grid.
+    precision : str, Precision or None
+        "float32", "tf32", "bfloat16", "float16", "float64", or a `Precision`. Default: `dtype`. x may be float32.
 
     Raises
     ------
     LayoutError
-        If `outputs` is no multiple of `unit`, or for a weight of another shape or unit.
+        If `outputs` is no multiple of `unit`, or if shape, `cols` or `unit` are not those of `weight`.
+    DTypeError
+        If `dtype`, `library` or `precision` are not those of `weight`.
     Pmm3dError
-        For `deviation` beside `weight`, whose values are those of the other layer.
+        For `deviation` together with `weight`.
 
     Notes
     -----
@@ -160,14 +166,8 @@ class Linear(Module):
         options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}
         bound = inputs**-0.5
         if weight is not None:
-            if deviation is not None:
-                raise Pmm3dError(f"Linear: deviation={deviation} is of initial values, and weight= is a weight of "
-                                 "another layer, which has values: leave one of them out")
-            of_weight = unit_of(weight.layout.units[1], weight.layout.cols[0])
-            if weight.shape != (inputs, outputs) or unit not in (1, of_weight):
-                raise LayoutError(f"Linear: a weight of {weight.shape[0]} x {weight.shape[1]}, its columns in units of "
-                                  f"{of_weight}, for {inputs} inputs and {outputs} outputs in units of {unit}")
-            cols, unit = weight.layout.rows[0], of_weight
+            cols, unit = _check_shared(weight, (inputs, outputs), cols, unit, deviation, **options)
+            options = {"library": weight.library.kind, "precision": weight.precision}
         self.weight = weight or parameter(grid, (inputs, outputs), weight_layout(cols, (1, unit)),
                                           seed=derived(seed, 0), bound=bound, deviation=deviation, **options)
         self.bias: Parameter | None = None
@@ -191,6 +191,26 @@ class Linear(Module):
         k, units = self.weight.layout.rows[0], self.weight.layout.units
         entered(self, x, layout_of((), (k,), (), (1, units[0])))
         return linear(entering(x, self.weight), self.weight, self.bias, activations=activations or self.activations)
+
+
+def _check_shared(weight: Parameter, shape: Shape, cols: str, unit: int, deviation: float | None, dtype: str,
+                  library: Library | None, precision: Precision | str | None) -> tuple[str, int]:
+    """Return `cols` and `unit` of a shared weight. Raise an error if an argument of `Linear` contradicts the weight."""
+    axis, held = weight.layout.rows[0], unit_of(weight.layout.units[1], weight.layout.cols[0])
+    if deviation is not None:
+        raise Pmm3dError(f"Linear: deviation={deviation} is for initial values, and the shared weight has values "
+                         "already: leave deviation or weight out")
+    if weight.shape != shape or unit not in (1, held) or cols not in ("y", axis):
+        raise LayoutError(f"Linear: the shared weight is {weight.shape[0]} x {weight.shape[1]}, cols={axis!r}, "
+                          f"unit={held}. It does not fit {shape[0]} inputs, {shape[1]} outputs, cols={cols!r}, "
+                          f"unit={unit}: leave cols and unit out, or pass those of the weight")
+    if (precision is not None or dtype != "float32") and Precision.of(precision, dtype) != weight.precision:
+        raise DTypeError(f"Linear: the shared weight has {weight.precision}, the arguments name "
+                         f"{Precision.of(precision, dtype)}: leave dtype and precision out")
+    if library is not None and weight.grid.library(library).kind != weight.library.kind:
+        raise DTypeError(f"Linear: the shared weight is an array of {weight.library.kind}, and library names "
+                         f"{weight.grid.library(library).kind}: leave library out")
+    return axis, held
 
 
 class RMSNorm(Module):
@@ -279,7 +299,7 @@ class Dropout(Module):
         The grid of the tensors.
     p : float
         Probability, at least 0 and below 1. Default: 0.5.
-    seed : int
+    seed : int or None
         Seed of the masks. Default: the next seed of the grid (`manual_seed`).
 
     Raises
@@ -302,8 +322,7 @@ class Dropout(Module):
 
     def __init__(self, grid: Grid, p: float = 0.5, seed: int | None = None):
         check_grid("Dropout", grid)
-        if not 0 <= p < 1:
-            raise Pmm3dError(f"Dropout: p is a probability below 1; got {p}")
+        functional.check_probability("Dropout: p", p)
         self.grid, self.p, self.calls = grid, p, 0
         self.seed = seed_of(grid, seed)
 

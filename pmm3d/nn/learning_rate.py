@@ -9,14 +9,14 @@ from .optimizer import Optimizer
 
 
 class Schedule:
-    """Constant learning rate after a warm-up, and base class of schedules. Call `step()` after each optimizer step.
+    """Constant learning rate after a warm-up; base class of schedules. Call `step` after each step of the optimizer.
 
     Parameters
     ----------
     optimizer : Optimizer
-        The rate of each of its groups is scaled.
+        The schedule scales the rate of each of its groups.
     warm_up : int
-        Steps in which the rate rises linearly from 1/warm_up to the whole rate. Default: 0.
+        Steps in which the rate rises linearly from 1/warm_up of the rate to the rate. Default: 0.
 
     Examples
     --------
@@ -33,15 +33,32 @@ class Schedule:
         self._set()
 
     def factor(self, steps: int) -> float:
-        """Factor of the optimizer's rate, `steps` steps after the warm-up."""
+        """Factor of the optimizer's rate.
+
+        Parameters
+        ----------
+        steps : int
+            Steps since the end of the warm-up.
+
+        Returns
+        -------
+        float
+        """
         return 1.0
 
     def step(self) -> None:
+        """Set the rate of the next step."""
         self.count += 1
         self._set()
 
     def end_at(self, steps: int) -> None:
-        """Set the number of steps from the start to the end, if the schedule has an end."""
+        """Change the length of a schedule that has an end.
+
+        Parameters
+        ----------
+        steps : int
+            Steps from the start to the end, including the warm-up.
+        """
 
     def _set(self) -> None:
         for group, base in zip(self.optimizer.groups, self.bases):
@@ -55,7 +72,13 @@ class Schedule:
         return {"count": self.count}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load the result of `state`, the number of steps. The optimizer's rates stay as they were given."""
+        """Set the number of steps. The rates that the optimizer was given do not change.
+
+        Parameters
+        ----------
+        state : dict
+            Result of `state`.
+        """
         self.count = state["count"]
         self._set()
 

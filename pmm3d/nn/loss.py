@@ -1,8 +1,8 @@
 """Losses of tensors whose columns may be split over ranks.
 
-A loss is the mean or the sum of its terms over the whole batch: a 1 x 1 tensor, of float32 if the batch is of low
-precision. The mean of a batch without rows is NaN, as in torch. The sum over the ranks continues in the background
-until `item` is called, or is left to be done (`Tape.summing`).
+A loss is the mean or the sum of its terms over the whole batch: a 1 x 1 tensor, of float32 for a 16-bit batch. The mean
+of a batch without rows is NaN, as in torch. The sum over the ranks runs in the background until `item` is called, or is
+not started (`Tape.summing`).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Terms(NamedTuple):
 def terms(loss: Callable[..., Any], output: Tensor, y: Matrix) -> Terms:
     """Number of terms of `loss(output, y, reduction="sum")`. Sends nothing.
 
-    `mse` and `mae` have a term for each element, any other function one for each row. A `functools.partial` of
-    `cross_entropy` with ignore_index has one for each row of this rank that counts.
+    `mse` and `mae` have a term for each element, and other functions for each row. A `functools.partial` of
+    `cross_entropy` with ignore_index has a term for each row of this rank that counts.
     """
     function = getattr(loss, "func", loss)
     if function in (mse, mae):
@@ -74,7 +74,7 @@ def mse(prediction: Tensor, target: Matrix, reduction: str = "mean") -> Tensor:
     prediction : Tensor
         (m, n), in any layout.
     target : Tensor or DistMatrix
-        (m, n), in any layout. A target in another layout than the prediction is relaid out.
+        (m, n), in any layout. The target is relaid out to the layout of the prediction.
     reduction : str
         "mean" (default) or "sum" of the terms of the whole batch.
 
@@ -135,7 +135,7 @@ SLOPE_OF_CROSS_ENTROPY = Elementwise(lambda library, logits, normalizer, factor:
 
 def _elementwise_loss(name: str, prediction: Tensor, target: Matrix, reduction: str, term: Elementwise,
                       slope: Elementwise) -> Tensor:
-    """Sum of term(difference). slope(difference, gradient of a term) is the gradient by the difference."""
+    """Sum or mean of term(difference). slope(difference, gradient of a term) is the gradient by the difference."""
     _check_reduction(name, reduction)
     prediction = whole(prediction)
     form, local, aligned = prediction.form, prediction.shard, aligned_target(prediction, target)
@@ -181,14 +181,14 @@ def cross_entropy(logits: Tensor, labels: Matrix, reduction: str = "mean", ignor
         (m, 1), integers from 0 to classes - 1. They are redistributed if their rows have another layout.
     reduction : str
         "mean" (default) or "sum" over the rows of the whole batch, or "sum_count".
-    ignore_index : int
+    ignore_index : int or None
         Label of rows that do not count. Their gradient is zero. If no row counts, the mean is NaN and the sum 0, as in
         torch. Default: all rows count.
 
     Returns
     -------
     Tensor, or (Tensor, int)
-        1 x 1. With "sum_count", the sum and the number of rows that count: sums and numbers of several batches add up.
+        1 x 1. With "sum_count", the sum and the number of rows that count, which can be added over several batches.
 
     Raises
     ------
@@ -254,8 +254,7 @@ def cross_entropy(logits: Tensor, labels: Matrix, reduction: str = "mean", ignor
 
 
 def _mean_of_counted(form: Form, own: Array, counted: Array) -> tuple[Array, Array]:
-    """The mean over the rows of all ranks that count, and 1 / their number, 1 x 1 each; NaN and 1 if none counts.
-    Collective."""
+    """Mean over the rows that count, and 1 / their number, 1 x 1 each; NaN and 1 if no row counts. Collective."""
     xp, sums = array_namespace(own), form.wide.new((1, 2))
     sums[0, 0], sums[0, 1] = own, xp.sum(counted)
     with form.grid.ledger.phase("loss"):
@@ -265,12 +264,12 @@ def _mean_of_counted(form: Form, own: Array, counted: Array) -> tuple[Array, Arr
 
 
 def _factor(form: Form, gradient: Array, weight: Any) -> float | Array:
-    """The gradient of a loss times a number; on a device an array, so that the host does not wait."""
+    """Gradient of a loss times a number; on a device an array, so that the host does not wait."""
     return float(gradient[0, 0]) * weight if form.library.on_host else gradient * weight
 
 
 def _log_sum_exp(logits: Tensor, own: OwnLabels) -> tuple[Array, Array, Array]:
-    """For each row: the largest logit, the logarithm of the sum of exp(logit - largest), the logit of the label."""
+    """Return, for each row, the largest logit, the logarithm of the sum of exp(logit - largest), the label's logit."""
     form, local = logits.form, logits.shard
     library, wide = form.library, form.wide
     chosen = wide.new((1, local.shape[0]))[0]
@@ -288,7 +287,7 @@ def _log_sum_exp(logits: Tensor, own: OwnLabels) -> tuple[Array, Array, Array]:
 
 def _summed(parents: Sequence[Tensor], own: Array, rule: Rule, keep: Mapping[str, Any],
             axes: Iterable[str] = ()) -> Tensor:
-    """The sum of the ranks' numbers over the axes that split the rows, and over further axes, 1 x 1."""
+    """Begin to sum the ranks' numbers over the axes that split the rows, and over further axes. The sum is 1 x 1."""
     like = parents[0]
     value = like.form.wide.filled(0).local
     value[...] = own
@@ -302,7 +301,7 @@ def _summed(parents: Sequence[Tensor], own: Array, rule: Rule, keep: Mapping[str
 
 
 def aligned_target(prediction: Tensor, target: Matrix) -> Tensor:
-    """The target in the layout of the prediction."""
+    """Relayout the target to the layout of the prediction. Raises LayoutError if the shapes differ."""
     shape: Any = getattr(target, "shape", type(target).__name__)
     if not isinstance(target, (Tensor, DistMatrix)) or not all(map(same_rows, shape, prediction.shape)):
         raise LayoutError(f"the prediction is {prediction.shape[0]} x {prediction.shape[1]}; the target is {shape}")

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: gradients of float16 are kept within its range."""
+"""Dynamic loss scaling, which keeps float16 gradients within the range of the type."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LossScale:
     value : float
         Scale of the next step, for `loss.backward(scale=scale.value)`.
     skipped, in_a_row : int
-        Number of skipped steps, and of those since the last good step.
+        Number of skipped steps in all, and since the last good step.
 
     Raises
     ------
@@ -65,7 +65,7 @@ class LossScale:
         self.good = self.skipped = self.in_a_row = self._passes = 0
 
     def takes(self, norm: float) -> bool:
-        """Whether to take a step whose gradient has this 2-norm. Also sets the scale of the next step."""
+        """Set the scale of the next step. Return whether a step whose gradient has this 2-norm is taken."""
         if isfinite(norm):
             self.good, self.in_a_row = self.good + 1, 0
             if self.good % self.every == 0:
@@ -82,7 +82,7 @@ class LossScale:
         ----------
         optimizers : Optimizer
             All of them take the step, or none does.
-        clip : float
+        clip : float or None
             Largest 2-norm of the gradient of all their parameters. Default: no limit.
 
         Returns
@@ -120,7 +120,7 @@ class LossScale:
         self._passes = passes
 
     def conclude(self, optimizers: Sequence[Optimizer], norm: float, clip: float | None = None) -> bool:
-        """As `step`, for gradients whose 2-norm without the scale is known."""
+        """Take or skip the step as `step`, if the 2-norm of the gradients without the scale is known."""
         scale = self.value
         if self.takes(norm):
             for optimizer in optimizers:
@@ -142,6 +142,12 @@ class LossScale:
         return {"value": self.value, "good": self.good, "skipped": self.skipped, "in_a_row": self.in_a_row}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load the result of `state`. `every` and the bounds stay as they are."""
+        """Set the scale and the numbers of steps. `every` and the bounds do not change.
+
+        Parameters
+        ----------
+        state : dict
+            Result of `state`.
+        """
         self.value = min(self.most, max(self.least, float(state["value"])))
         self.good, self.skipped, self.in_a_row = (int(state[name]) for name in ("good", "skipped", "in_a_row"))

@@ -90,7 +90,7 @@ class Module:
         return "\n".join([type(self).__name__, *self._tree("  ", (self,)), f"{self.size:,} parameters"])
 
     def _tree(self, indent: str, above: tuple[Module, ...]) -> Iterator[str]:
-        """A line for each parameter, module and function of this module; above: the modules that contain it."""
+        """Yield a line for each parameter, module and function of this module. above: the modules that contain it."""
         for name, part in (item for attribute in self.attributes() for item in _items(*attribute)):
             title = f"{indent}{name}: " if name else indent
             if isinstance(part, Parameter):
@@ -113,23 +113,42 @@ class Module:
 
     @property
     def whole(self) -> Grid:
-        """The grid of all ranks that hold a part of the network: `grid`, except of a `Pipeline`."""
+        """The grid of all ranks that hold a part of the network: `grid`, except in a `Pipeline`."""
         return self.grid
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Result of the module. Each subclass defines it. To run it, call the module.
+
+        Parameters
+        ----------
+        *inputs : Tensor
+            The inputs.
+        **options
+            Further arguments, such as `activations` of a `Linear`.
+
+        Returns
+        -------
+        Tensor or tuple of Tensor
+        """
         raise NotImplementedError(f"{type(self).__name__} does not say what it computes: define forward(self, x)")
 
     def attributes(self) -> Iterator[tuple[str, Any]]:
-        """(name, value) of the attributes."""
+        """Yield (name, value) of each attribute."""
         return iter(vars(self).items())
 
     def children(self) -> Iterator[tuple[str, Module | Parameter]]:
-        """(name, module or parameter) of the attributes, those in lists and dicts with their indices and keys."""
+        """Yield (name, module or parameter) of the attributes. Names in lists and dicts have indices and keys."""
         return ((path, item) for name, value in self.attributes() for path, item in _items(name, value)
                 if isinstance(item, (Module, Parameter)))
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
-        """(name, module) of this module and all modules in it, each once, under its first name."""
+        """Yield (name, module) of this module and all modules in it, each once, under its first name.
+
+        Parameters
+        ----------
+        prefix : str
+            Beginning of the names. Default: "".
+        """
         return self._below(prefix, set())
 
     def _below(self, prefix: str, seen: set[Module]) -> Iterator[tuple[str, Module]]:
@@ -146,13 +165,13 @@ class Module:
         Returns
         -------
         dict
-            Path -> Parameter. The call also sets each parameter's `name`, for error messages, to its path in the
-            outermost module that was asked.
+            Path -> Parameter. The call also sets `name` of each parameter, for error messages, to its path in the
+            outermost module of which this method was called.
 
         Raises
         ------
         Pmm3dError
-            For parameters in objects that are not searched, and for two parameters of one path.
+            For parameters in objects that are not searched, and for two parameters with one path.
         """
         named, names = dict[str, Parameter](), dict[Parameter, str]()
         for prefix, module in self.named_modules():
@@ -169,21 +188,23 @@ class Module:
         return named
 
     def parameters(self) -> list[Parameter]:
+        """List of the parameters, each once."""
         return list(self.named_parameters().values())
 
     def matrices(self) -> dict[str, DistMatrix]:
-        """Name -> matrix of each parameter, for a checkpoint: of low precision the master weight, if there is one. Call
-        `loaded` after writing to them."""
+        """Name -> matrix of each parameter for a checkpoint, not copied. A master weight replaces a 16-bit weight.
+
+        For a `Pipeline`, these are the parameters of this rank's stages. After you write to a matrix, call `loaded`.
+        """
         return {name: parameter.in_checkpoint for name, parameter in self.named_parameters().items()}
 
     def loaded(self) -> None:
-        """Take over values that were written to `matrices`. Collective."""
+        """Update the parameters after values were written to `matrices`. Collective."""
         for parameter in self.parameters():
             parameter.loaded()
 
     def state_dict(self) -> dict[str, DistMatrix]:
-        """Name -> matrix of each parameter, for a checkpoint or an export, not copied. Of a `Pipeline`, those of this
-        rank's stages."""
+        """Return the same as `matrices`."""
         return self.matrices()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
@@ -195,7 +216,7 @@ class Module:
             Name -> DistMatrix in any layout, on any grid over the same processes; or name -> whole array, which all
             ranks hold. Real types are converted. For a `Pipeline`, parameters of this rank or of all stages.
         strict : bool
-            Whether the names must be those of the parameters. Default: True.
+            Whether the names must be the same as of the parameters. Default: True.
 
         Returns
         -------
@@ -205,7 +226,7 @@ class Module:
         Raises
         ------
         LayoutError
-            On every rank and before anything is changed, for other names, shapes, types or processes.
+            On every rank and before anything is changed, for wrong names, shapes, types or processes.
 
         Examples
         --------
@@ -230,13 +251,37 @@ class Module:
         return [name for name in named if name not in own], [name for name in own if name not in named]
 
     def gather(self, name: str) -> Array:
-        """Whole array of a parameter, on every rank of all stages. Collective. Raises Pmm3dError, on every rank, if
-        there is no parameter of that name."""
+        """Whole array of a parameter, on every rank of all stages. Collective.
+
+        Parameters
+        ----------
+        name : str
+            Path of the parameter.
+
+        Returns
+        -------
+        array
+
+        Raises
+        ------
+        Pmm3dError
+            On every rank, if there is no parameter with this name.
+        """
         return gathered(self, name)
 
     def requires_grad_(self, on: bool = True) -> Module:
-        """Freeze all parameters (False), or let them learn again; see `Parameter.requires_grad_`. Returns the module.
-        Collective."""
+        """Freeze all parameters (False), or let them learn again. Collective. See `Parameter.requires_grad_`.
+
+        Parameters
+        ----------
+        on : bool
+            Whether they learn. Default: True.
+
+        Returns
+        -------
+        Module
+            This module.
+        """
         parameters = self.parameters()
         with self.grid.collective_call("requires_grad_", *[parameter.name for parameter in parameters], on):
             pass
@@ -247,19 +292,36 @@ class Module:
     def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         """Move parameters so that an input with columns in this layout needs no relayout. Collective.
 
-        columns: layout of the input's columns, None if unknown; placed: layers that are not moved any more. Returns the
-        layout of the output's columns, None if unknown: then `settle` finds it.
+        columns: layout of the columns of the input, None if unknown; placed: layers that must not move again. Returns
+        the layout of the columns of the output. If it is None, `settle` finds the layout.
         """
         return None
 
     def train(self, on: bool = True) -> Module:
-        """Make dropout active (True) or inactive (False). Returns the module."""
+        """Make dropout active (True) or inactive (False).
+
+        Parameters
+        ----------
+        on : bool
+            Whether dropout is active. Default: True.
+
+        Returns
+        -------
+        Module
+            This module.
+        """
         for _, module in self.named_modules():
             module.training = on
         return self
 
     def eval(self) -> Module:
-        """The same as train(False). As in torch, operations are still recorded; see `evaluating`."""
+        """Call train(False). As in torch, operations are still recorded; see `evaluating`.
+
+        Returns
+        -------
+        Module
+            This module.
+        """
         return self.train(False)
 
     @contextmanager
@@ -281,20 +343,20 @@ class Module:
         ----------
         features : int
             Columns of the input.
-        dtype, library
-            Of the input. Default: those of the first parameter; float32 for low precision.
+        dtype, library : str or None
+            Type and library of the input. Default: those of the first parameter; float32 if it is 16-bit.
 
         Returns
         -------
         nn.dry.Facts
-            Shape, layout and type of the output for one row; a tuple of them for several outputs.
+            Shape, layout and type of the output for one row; for several outputs, a tuple of them.
 
         Notes
         -----
-        Call it once after a network of your own is made. Layers outside of a `Sequential` or an `MLP` have a
-        fixed layout, and would relay their input out in each step. A dry run of `forward` on one row finds the layouts;
-        only weights are sent. `forward` then computes on copies of the attributes without data. It must take matrices
-        from attributes, and must not branch on values.
+        Call it once after you make a network of your own. Layers outside of a `Sequential` or an `MLP` have a fixed
+        layout, and would relay their input out in each step. A dry run of `forward` on one row finds the layouts; only
+        weights are sent. In the dry run, `forward` computes on copies of the attributes without data. It must take
+        matrices from attributes, and must not branch on values.
         """
         first = next(iter(self.parameters()), None)
         dtype = dtype or ("float32" if first is None else first.precision.master)
@@ -308,15 +370,14 @@ class Module:
         return tuple([Facts.of(out) for out in made]) if isinstance(made, tuple) else Facts.of(made)
 
     def _move_as(self, twin: Module) -> None:
-        """Move the parameters to the layouts that they have in a copy of this network, or of a larger one.
-        Collective."""
+        """Move the parameters to the layouts of a copy of this network, or of a larger network. Collective."""
         layouts = {name: parameter.layout for name, parameter in twin.named_parameters().items()}
         for name, parameter in self.named_parameters().items():
             if parameter.layout != layouts[name]:
                 parameter.move(layouts[name])
 
     def _without_data(self, dry: Grid) -> Module:
-        """A copy of the modules on a grid without data. Attributes that are no matrices are shared."""
+        """Copy the modules to a grid without data. Attributes that are no matrices are shared."""
         memo: dict[int, Any] = {id(self.grid): dry}
         for _, module in self.named_modules():
             for _, value in (item for name in vars(module) for item in _items(name, vars(module)[name])):
@@ -324,15 +385,22 @@ class Module:
                     matrix = Facts.of(value).on(dry)
                     copied: Any = matrix if isinstance(value, DistMatrix) else Tensor(matrix)
                     memo[id(value)] = Parameter(matrix, value.precision) if isinstance(value, Parameter) else copied
-                elif not isinstance(getattr(value, "__self__", value), Module):  # its methods are those of the copy
+                elif not isinstance(getattr(value, "__self__", value), Module):  # methods are copied with their module
                     memo.setdefault(id(value), value)
         return deepcopy(self, memo)
 
     def random_state(self) -> dict[str, int]:
-        """Name -> number of calls of each layer with random numbers, on which these depend; for JSON."""
+        """Name -> number of calls of each layer with random numbers, for JSON. The next numbers depend on it."""
         return {name: module.calls for name, module in self.named_modules() if hasattr(module, "calls")}
 
     def set_random_state(self, state: dict[str, int]) -> None:
+        """Set the numbers of calls of layers with random numbers.
+
+        Parameters
+        ----------
+        state : dict
+            Result of `random_state`.
+        """
         for name, module in self.named_modules():
             if name in state:
                 module.calls = state[name]
@@ -346,8 +414,11 @@ class Module:
 
 
 def entered(layer: Module, x: Tensor, columns: Layout) -> None:
-    """Called by a layer that takes the columns of its input in the layout `columns`. In `Module.settle` the layer moves
-    to the layout of the input. If another pass relays the input out, the first rank logs it, once for each grid."""
+    """Note the input of a layer that needs its columns in the layout `columns`.
+
+    In `Module.settle`, move the layer to the layout of the input. In other passes, the first rank logs the first
+    relayout of an input on each grid.
+    """
     tape, grid = x.tape, x.grid
     held = layout_of((), x.layout.cols, (), (1, x.layout.units[1]))
     if tape.placed is not None:
@@ -363,7 +434,7 @@ def entered(layer: Module, x: Tensor, columns: Layout) -> None:
 
 
 def _in_words(layout: Layout) -> Iterator[str]:
-    """Which axes split rows and columns."""
+    """Yield texts about the axes that split rows and columns."""
     for dim, axes, unit in zip(("rows", "columns"), (layout.rows, layout.cols), layout.units):
         if axes:
             units = sorted({unit_of(unit, axis) for axis in axes}, reverse=True)
@@ -371,7 +442,7 @@ def _in_words(layout: Layout) -> Iterator[str]:
 
 
 def _items(name: str, value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """A value, or the items of lists, tuples and dicts at any depth."""
+    """Yield (name, value) of a value, or of the items of lists, tuples and dicts at any depth."""
     if not isinstance(value, (dict, list, tuple)):
         yield name, value
     elif not any(value is other for other in above):
@@ -380,7 +451,7 @@ def _items(name: str, value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple
 
 
 def _check_nothing_hides(module: Module) -> None:
-    """Raises Pmm3dError for a parameter or module within something that is not searched."""
+    """Raise Pmm3dError for a parameter or module in an object that is not searched."""
     kinds = Module, Parameter
     for name, value in (item for attribute in module.attributes() for item in _items(*attribute)):
         held = value if isinstance(value, (set, frozenset, deque)) else getattr(value, "__dict__", {}).values()

@@ -35,7 +35,7 @@ def gathered(network: Any, name: str) -> Array:
 
 
 def check_state(named: Mapping[str, Parameter], state: Mapping[str, Any], strict: bool) -> None:
-    """Raises LayoutError if `Module.load_state_dict` cannot take the values."""
+    """Raise LayoutError if `Module.load_state_dict` cannot use the values."""
     both = [name for name in named if name in state]
     wanted = {name: form_in_words(named[name].shape, named[name].dtype) for name in (named if strict else both)}
     given = {name: _given(named[name], state[name]) if name in named else "" for name in (state if strict else both)}
@@ -49,14 +49,14 @@ def check_state(named: Mapping[str, Parameter], state: Mapping[str, Any], strict
 
 
 def _given(parameter: Parameter, value: Any) -> str:
-    """As the parameter is described, if the value fits."""
+    """Describe a value. The text equals that of the parameter if the value fits."""
     dtype = value.dtype if isinstance(value, DistMatrix) else library_of(value).dtype(value)
     shape = (1, *value.shape) if len(value.shape) == 1 and parameter.shape[0] == 1 else tuple(value.shape)
     return form_in_words(shape, parameter.dtype if {dtype, parameter.dtype} <= REAL else dtype)
 
 
 def matrix_for(parameter: Parameter, value: Any) -> DistMatrix:
-    """The values in new memory, of the type of `in_checkpoint` and of the parameter's library."""
+    """Copy the values to the type of `Parameter.in_checkpoint` and the parameter's library."""
     given, box = value if isinstance(value, DistMatrix) else parameter, parameter.box
     array = value.local if given is value else value.reshape(*given.shape)[box.r0 : box.r1, box.c0 : box.c1]
     library, dtype = library_of(array), parameter.dtype if parameter.master is None else parameter.master.dtype

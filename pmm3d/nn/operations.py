@@ -125,8 +125,7 @@ def softmax(x: Matrix, dim: int = 1) -> Tensor:
     Notes
     -----
     Let r be the number of a rank's rows (dim 1) or columns (dim 0). Along each axis of G ranks that splits `dim`, each
-    rank receives (G-1) 2 r numbers: the largest numbers and the sums of the other ranks. Backward it receives an
-    all-reduce of r numbers.
+    rank receives (G-1) 2 r numbers: maxima and sums of the other ranks. The backward pass all-reduces r numbers.
 
     Examples
     --------
@@ -191,9 +190,9 @@ def columns(x: Matrix, start: int, stop: int, unit: int | None = None) -> Tensor
     x : Tensor or DistMatrix
         (m, n). n is a multiple of the unit.
     start, stop : int
-        First column, and the column after the last one, in a unit.
-    unit : int
-        Number of columns of a unit. Default: n; then the result is x[:, start:stop].
+        In a unit, the first column, and the column after the last one.
+    unit : int or None
+        Number of columns of a unit. Default: n. The result is then x[:, start:stop].
 
     Returns
     -------
@@ -203,7 +202,7 @@ def columns(x: Matrix, start: int, stop: int, unit: int | None = None) -> Tensor
     Raises
     ------
     LayoutError
-        If n is no multiple of the unit, or if columns are outside of it.
+        If n is no multiple of the unit, or if columns are outside the unit.
 
     Notes
     -----
@@ -238,7 +237,7 @@ def split(x: Matrix, sizes: Sequence[int]) -> list[Tensor]:
     Returns
     -------
     list of Tensor
-        As `columns` returns them.
+        The same as from `columns`.
 
     Raises
     ------
@@ -302,7 +301,7 @@ def _cut(name: str, x: Tensor, unit: int, ranges: Sequence[tuple[int, int]]) -> 
 
 
 def in_units(x: Tensor, unit: int) -> Tensor:
-    """The matrix with its columns split in whole units; gathered if there is only one."""
+    """Relayout x so that its columns are split in whole units. If there is one unit, they are gathered."""
     rows, cols, sums, (row_unit, held) = x.layout.rows, x.layout.cols, x.layout.sums, x.layout.units
     if unit == x.shape[1] and Layout((), cols).on(x.grid.shape).cols:
         cols, held = (), 1

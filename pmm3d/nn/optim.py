@@ -1,4 +1,4 @@
-"""Optimizers; also the names of schedules and of the scale of a loss."""
+"""Optimizers, schedules of the learning rate, and the scale of a loss."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ class Adam(Optimizer):
 
     Notes
     -----
-    The correction of the first steps counts, for each parameter, the steps in which it had a gradient.
+    The bias correction counts, for each parameter, the steps in which it had a gradient. `update` needs two work arrays
+    of the size of its slice, and three with weight decay that is not decoupled.
 
     Examples
     --------
@@ -136,7 +137,6 @@ class Adam(Optimizer):
             raise Pmm3dError(f"{type(self).__name__}: eps is a number of at least 0; got {eps!r}")
 
     def update(self, weight: Array, gradient: Array, state: Sequence[Array], options: Options) -> None:
-        """Needs two work arrays of the slice's size, three with weight decay."""
         if fused.adam(weight, gradient, state, options, self.decoupled):
             return
         (first, second), lr, decay, step = (options[name] for name in ("betas", "lr", "weight_decay", "step"))
@@ -208,17 +208,18 @@ class Muon(AdamW):
         or "match_rms_adamw", 0.2 max(k, n)^(1/2), for values of `lr` and `weight_decay` of AdamW (J. Liu and others,
         arXiv 2502.16982).
     use_muon : bool
-        Of a group: False lets AdamW change its matrices too, as is usual for embeddings and the last layer. It cannot
-        be changed later. Default: True.
+        For a group: if False, AdamW changes its matrices too, as is usual for embeddings and the last layer. It must
+        not be changed later. Default: True.
     betas, eps
-        Of AdamW, which changes vectors (biases, gains).
+        Options of AdamW, which changes vectors (biases, gains).
     **options
         Further options of `Optimizer`.
 
     Raises
     ------
     Pmm3dError
-        On every rank, for options out of range.
+        On every rank, for options out of range. By `step`, if `use_muon` of a group was changed, or if options or the
+        parameters with a gradient differ between ranks.
     DTypeError
         For complex matrices.
 
@@ -228,9 +229,9 @@ class Muon(AdamW):
     W = (1 - lr weight_decay) W - lr s NS(d). NS(d) is `newton_schulz`, whose singular values are near 1.
 
     Names and defaults are those of torch.optim.Muon, whose weights are transposed. NS is computed in the type of the
-    master weights, not in bfloat16. It takes 2 ns_steps s^2 (2 l + s) operations over x, y and z, where s is the
-    smaller and l the larger of k and n. Its messages are those of `matmul`, and a number from each rank. Ranks along
-    data compute the same, so their weights drift apart if their BLAS rounds differently.
+    master weights, not in bfloat16. With s the smaller and l the larger of k and n, it takes 2 ns_steps s^2 (2 l + s)
+    operations over x, y and z. It sends the messages of `matmul`, and a number from each rank. Ranks along data compute
+    the same step, so their weights diverge if their BLAS rounds differently.
 
     Examples
     --------
@@ -275,12 +276,8 @@ class Muon(AdamW):
                                  "matrices: put it in a group of its own with use_muon=False")
 
     def step(self, *, check: bool = False, factor: float = 1.0) -> None:
-        """See `Optimizer.step`. Raises Pmm3dError, on every rank, if use_muon of a group was changed, and if options or
-        the parameters that have a gradient differ between ranks.
-
-        After a step with the same options and gradients, work memory is allocated. Then the products of `newton_schulz`
-        compare nothing more. A change of the learning rate does not matter.
-        """
+        # After a step with the same options and gradients, work memory is allocated, and `newton_schulz` need not
+        # compare its arguments again. The learning rate may change.
         before, self._before = self._before, ""
         lrs, plan, filled = list[float](), list[tuple[str, Any]](), list[str]()
         with self.grid.collective_call("Muon.step", check, factor, lrs, plan, filled):
@@ -298,7 +295,7 @@ class Muon(AdamW):
         self._before = now
 
     def options_of(self, parameter: Parameter, group: Group) -> Options:
-        """As the base class; "use_muon" is False for vectors."""
+        """Options as in the base class, with "use_muon" False for vectors."""
         use_muon = bool(group["use_muon"]) and not parameter.is_vector
         return {**super().options_of(parameter, group), "use_muon": use_muon}
 
@@ -350,7 +347,7 @@ class Muon(AdamW):
 
 
 def _scale(inputs: int, outputs: int, adjust_lr_fn: str) -> float:
-    """The factor s of the learning rate of a weight."""
+    """Factor s of the learning rate of a weight."""
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * sqrt(max(inputs, outputs))
     return sqrt(max(1.0, outputs / inputs))

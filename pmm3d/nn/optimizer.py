@@ -21,7 +21,7 @@ from .parameter import Parameter
 Group = dict[str, Any]
 """Options of a group by name ("lr", "weight_decay", ...), and its parameters as "params"."""
 Options = Mapping[str, Any]
-"""Options of a parameter in a step: those of its group, and "step", the number of its updates including this one."""
+"""Options of a parameter in a step: the options of its group, and "step", the number of its updates with this one."""
 Parameters = Iterable[Parameter] | Iterable[Mapping[str, Any]]
 COMMON = "lr", "weight_decay", "decay_vectors"
 """Options of all optimizers."""
@@ -35,7 +35,7 @@ class Optimizer(WithState):
     Parameters
     ----------
     parameters : iterable
-        Parameters of one network; or groups, each a dict of "params" and of options of its own, as in torch.
+        Parameters of one network; or groups, each a dict with "params" and its own options, as in torch.
     lr : float
         Learning rate.
     weight_decay : float
@@ -44,7 +44,7 @@ class Optimizer(WithState):
         Whether weight decay includes vectors (biases, gains), as in torch. Default: True.
     shard_over_data : bool or str
         "states" or True (ZeRO-1): each rank along data keeps the state of its part of each parameter, and changes this
-        part. "gradients" (ZeRO-2): each rank also keeps only its part of the gradients. Default: False.
+        part. "gradients" (ZeRO-2): each rank also keeps its part of the gradients only. Default: False.
     **options
         Further options that the class names in `defaults`.
 
@@ -58,18 +58,19 @@ class Optimizer(WithState):
     Raises
     ------
     Pmm3dError
-        On every rank, for unknown options, for values out of range, and for parameters that are given twice.
+        On every rank, for unknown options, for values out of range, and for a parameter that occurs twice.
 
     Notes
     -----
-    With ZeRO-1, gradients are reduce-scattered over data once a step, and the weights are gathered after it: the bytes
-    of an all-reduce, 1/Gdata of the state, and the same bits. With ZeRO-2 each backward pass reduce-scatters, also in
-    `no_sync`: m times for m micro-batches, with 1/Gdata of the memory of gradients. Its weights are equal to those of
-    ZeRO-1 up to rounding. If a parameter has several optimizers, the one that was made last decides.
+    With ZeRO-1, gradients are reduce-scattered over data once a step, and weights are all-gathered after the update.
+    The bytes are those of an all-reduce, the state takes 1/Gdata of the memory, and the bits are the same. With ZeRO-2
+    each backward pass reduce-scatters, also in `no_sync`: m times for m micro-batches. Gradients take 1/Gdata of the
+    memory, and weights equal those of ZeRO-1 up to rounding. If a parameter has several optimizers, the last one that
+    was made determines the sharding.
 
-    A parameter of low precision has a master weight, of float32 by default. The optimizer changes the master, and
-    rounds it to the parameter. Writes to the parameter between steps are taken over into the master. After a write to a
-    numpy or cupy array, increase the parameter's `version`: such writes are not detected.
+    A 16-bit parameter has a master weight, float32 by default. The optimizer changes the master weight, and rounds it
+    to the parameter. Values that are written to the parameter between steps replace the master weight. After a write to
+    a numpy or cupy array, increase `version` of the parameter, because such writes are not detected.
 
     Examples
     --------
@@ -147,7 +148,13 @@ class Optimizer(WithState):
                              "once")
 
     def check_options(self, options: Options) -> None:
-        """Raise Pmm3dError for options of a group that are out of range."""
+        """Raise Pmm3dError for options of a group that are out of range.
+
+        Parameters
+        ----------
+        options : mapping
+            Name -> value.
+        """
         for name in ("lr", "weight_decay"):
             if not 0 <= options[name] < inf:
                 raise Pmm3dError(f"{type(self).__name__}: {name} is a number of at least 0; got {options[name]!r}")
@@ -158,10 +165,10 @@ class Optimizer(WithState):
         Parameters
         ----------
         check : bool
-            Whether to compute the gradient's norm first, with one number from each rank. Default: False, so a
-            gradient that is not finite changes the weights, as in torch.
+            Whether to compute the gradient's norm first, with one number from each rank. If False (default), a gradient
+            that is not finite changes the weights, as in torch.
         factor : float
-            Factor of the gradients, the same on all ranks: to clip them, or to undo the scale of a loss. Default: 1.
+            Factor of the gradients, the same on all ranks, for clipping or for the scale of a loss. Default: 1.
 
         Raises
         ------
@@ -172,8 +179,7 @@ class Optimizer(WithState):
 
         Notes
         -----
-        The gradients serve as work memory, so arrays that were taken from them have other contents afterwards. If
-        `update` raised an error, drop the gradients (`zero_grad`).
+        The gradients are work memory: a step overwrites their arrays. If `update` raised an error, call `zero_grad`.
         """
         if not 0 < factor < inf:
             raise Pmm3dError(f"step: the factor is a positive number; got {factor!r}")
@@ -227,7 +233,7 @@ class Optimizer(WithState):
         return {parameter: self.options_of(parameter, group) for group in self.groups for parameter in group["params"]}
 
     def options_of(self, parameter: Parameter, group: Group) -> Options:
-        """Options of a parameter of this group in the current step."""
+        """Return the options of a parameter of this group in the current step."""
         spared = parameter.is_vector and not group["decay_vectors"]
         return {**group, "weight_decay": 0.0 if spared else group["weight_decay"],
                 "step": self.steps - self.missed[parameter]}
@@ -243,15 +249,15 @@ class Optimizer(WithState):
         Parameters
         ----------
         weight, gradient, state : Array
-            Flat arrays of one length and type, of numpy, torch or cupy. The gradient may be changed. A parameter of low
-            precision is passed as its master weight.
+            Flat numpy, torch or cupy arrays of one length and type. The gradient may be changed. The weight of a 16-bit
+            parameter is its master weight.
         options : mapping
             Options of the parameter's group, and "step", the number of its changes including this one. "weight_decay"
             is 0 for a vector if `decay_vectors` is False.
 
         Notes
         -----
-        Several threads may call it at once, for different slices, so it must change only these arrays. Functions of
+        Several threads may call it at once for different slices, so it must change these arrays only. Functions of
         their library are in `array_api_compat.array_namespace(weight)`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say how it changes weights: define update")
@@ -265,7 +271,7 @@ class Optimizer(WithState):
         return float(sum(self.own_squares().values(), 0.0))
 
     def own_squares(self) -> dict[Parameter, Any]:
-        """The terms of `local_norm_squared` for each parameter with a gradient. On a device, they remain there."""
+        """Terms of `local_norm_squared` for each parameter with a gradient. On a device, they stay on the device."""
         here, squares = self.grid.shape.position(self.grid.rank), dict[Parameter, Any]()
         for parameter in self._filled():
             own, counts = self._gradient(parameter), parameter.counts and self._layout(parameter).is_first(here)
@@ -283,10 +289,15 @@ class Optimizer(WithState):
     def clip(self, norm: float) -> float:
         """Scale all gradients so that their 2-norm is at most `norm`. Collective: one number from each rank.
 
+        Parameters
+        ----------
+        norm : float
+            Largest 2-norm.
+
         Returns
         -------
         float
-            The 2-norm before.
+            The 2-norm before scaling.
 
         Raises
         ------
@@ -303,8 +314,7 @@ class Optimizer(WithState):
         return before
 
     def _filled(self) -> list[Parameter]:
-        """Wait for the sums of gradients, and return the parameters that have a gradient. Raises Pmm3dError if a
-        gradient is not summed."""
+        """Wait for the sums of gradients. Return the parameters with a gradient. Raises Pmm3dError for missing sums."""
         for parameter in self.parameters:
             buffer = parameter.accumulated
             if buffer.failed or buffer.is_open or buffer.queues:

@@ -1,4 +1,4 @@
-"""The state of an optimizer in a checkpoint: its arrays by name, and other facts."""
+"""The state of an optimizer in a checkpoint: its arrays by name, and further facts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class WithState:
 
         Parameters
         ----------
-        paths : mapping
+        paths : mapping or None
             `named_parameters()` of the network. Default: each parameter's `name`.
         stored : collection of str
             Names in a checkpoint that is to be loaded.
@@ -41,8 +41,8 @@ class WithState:
         Returns
         -------
         dict
-            Name -> DistMatrix. Master weights of low precision are included under their parameters' names. A frozen
-            parameter without a state is left out, unless `stored` has its state.
+            Name -> DistMatrix. Master weights are included under the names of their parameters. A frozen parameter
+            without a state is left out, unless `stored` contains its state.
 
         Raises
         ------
@@ -61,7 +61,17 @@ class WithState:
         return found
 
     def state(self: Any, paths: Mapping[str, Parameter] | None = None) -> dict[str, Any]:
-        """The other facts for a checkpoint, for JSON. paths: as in `matrices`."""
+        """Further facts for a checkpoint, for JSON.
+
+        Parameters
+        ----------
+        paths
+            As in `matrices`.
+
+        Returns
+        -------
+        dict
+        """
         named = self._by_path(paths) if self.missed else {}
         missed = {path: times for path, each in named.items() if (times := self.missed[each])}
         return {"kind": type(self).__name__, "steps": self.steps, "lr": self.lr, "states": list(self.state_names),
@@ -69,8 +79,20 @@ class WithState:
 
     def load_state(self: Any, state: dict[str, Any], paths: Mapping[str, Parameter] | None = None,
                    stored: Collection[str] | None = None) -> None:
-        """Load the facts that `state` returned. Options such as `lr` stay as they are. paths, stored: as in `matrices`.
-        Raises Pmm3dError for facts of another kind of optimizer."""
+        """Load facts of a checkpoint. Options such as `lr` do not change.
+
+        Parameters
+        ----------
+        state : dict
+            Result of `state`.
+        paths, stored
+            As in `matrices`.
+
+        Raises
+        ------
+        Pmm3dError
+            For the state of another kind of optimizer.
+        """
         if state["kind"] != type(self).__name__:
             raise Pmm3dError(f"the state is of {state['kind']}; this optimizer is {type(self).__name__}")
         self.steps, missed = state["steps"], state.get("missed", {})
@@ -82,11 +104,11 @@ class WithState:
                                 for path, each in named.items()})
 
     def _is_stored(self: Any, path: str, names: Collection[str], stored: Collection[str]) -> bool:
-        """Whether a checkpoint with these names has a state of the parameter, or without states the parameter."""
+        """Whether a checkpoint contains the state of a parameter, or if the optimizer has no states, the parameter."""
         return any(state_name(path, name) in stored for name in names) if names else path in stored
 
     def _by_path(self: Any, paths: Mapping[str, Parameter] | None) -> dict[str, Parameter]:
-        """This optimizer's parameters by path, or by name. Raises Pmm3dError for two of the same name."""
+        """Parameters of this optimizer by path, or by name. Raises Pmm3dError for two parameters with one name."""
         if paths is not None:
             own = set(self.parameters)
             return {path: parameter for path, parameter in paths.items() if parameter in own}

@@ -1,4 +1,4 @@
-"""Which communication of a training step runs under computation."""
+"""Choice of the communication that overlaps with the computation of a training step."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from ..errors import Pmm3dError
 
 @dataclass(frozen=True)
 class Overlap:
-    """Choice of the collectives that run during computation.
+    """Choice of the collectives that overlap with computation.
 
     Parameters
     ----------
     oar : bool
-        The sum of the gradient of a layer's input, during the GEMM of the weight gradient. Default: True.
+        Overlap the all-reduce of the gradient of a layer's input with the GEMM of the weight gradient. Default: True.
     ors : bool
-        The reduce-scatters of weight gradients over z, during the rest of the backward pass. Default: True.
+        Overlap the reduce-scatter of weight gradients over z with the rest of the backward pass. Default: True.
     oag : bool
-        The gather over z of the next weight, during the GEMM of the present one. Default: True.
+        Overlap the all-gather of the next weight over z with the GEMM of the current weight. Default: True.
     buckets : bool
-        The sums of gradients over data, during the rest of the backward pass. Default: True.
+        Overlap the all-reduce of gradients over data with the rest of the backward pass. Default: True.
     bucket_bytes : int
         Bytes of gradients in one message over data. Default: 16 MiB.
-    reshard_after_forward : bool
+    reshard_after_forward : bool or None
         True: gathered weights are dropped after the forward pass and gathered again for the backward pass. False: they
         are kept, in `nn.unchanged` from pass to pass. None (default): they are kept up to `keep_bytes`.
-    keep_bytes : int
+    keep_bytes : int or None
         Bytes of gathered weights that a rank keeps. None (default): its share of a quarter of the node's free memory.
-    decomposed : bool
-        With "sharded" activations, multiply rows from other ranks as they arrive, and send rows for other ranks as soon
-        as they are computed. None (default): across nodes, along axes whose collectives do not go by nodes.
+    decomposed : bool or None
+        With "sharded" activations, multiply rows of other ranks when they arrive, and send rows to other ranks when
+        they are computed. None (default): across nodes, along axes whose collectives are not hierarchical.
     regather_inputs : bool
         With "sharded" activations, keep the shard of a layer's input and gather it again in the backward pass. False
         (default): keep the gathered input.
     shared_weights : bool
-        Keep one copy of each gathered weight for the ranks of a node, in shared memory. It needs arrays on the host,
-        and z inside a node or evenly on several. Default: False.
+        Keep one copy of each gathered weight for the ranks of a node, in shared memory. It needs host arrays, and ranks
+        along z on one node, or equally many on each of several nodes. Default: False.
 
     Raises
     ------
@@ -47,8 +47,8 @@ class Overlap:
 
     Notes
     -----
-    `oar`, `ors`, `oag` and `buckets` do not change the bits of a result. With `decomposed`, bytes and the order of sums
-    are the same, but the BLAS may round a product differently if it is cut.
+    `oar`, `ors`, `oag` and `buckets` do not change the bits of a result. `decomposed` changes neither bytes nor the
+    order of sums, but the BLAS may round parts of a product differently.
 
     Examples
     --------
@@ -77,10 +77,16 @@ class Overlap:
 
     @classmethod
     def none(cls, **others: Any) -> Overlap:
-        """No overlap: the four switches are off, and no product is decomposed."""
+        """Choice without overlap: the first four switches and `decomposed` are False.
+
+        Parameters
+        ----------
+        **others
+            Values of further attributes.
+        """
         return cls(**{"oar": False, "ors": False, "oag": False, "buckets": False, "decomposed": False, **others})
 
     def decomposes(self, axis: Axis, hosts: int) -> bool:
-        """Whether rows that arrive along an axis are multiplied as they arrive."""
+        """Whether rows are multiplied when they arrive along an axis."""
         wanted = hosts > 1 and axis.node_map.per_node == 1 if self.decomposed is None else self.decomposed
         return wanted and axis.size > 1

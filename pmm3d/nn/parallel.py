@@ -18,9 +18,9 @@ from .gradients import Gradients
 from .overlap import Overlap
 
 NAMED = 4
-"""Number of parameters that are named if ranks differ."""
+"""Largest number of parameters that an error names."""
 REMEMBERED = 64
-"""Number of backward passes that are remembered, to say which one differed."""
+"""Number of backward passes that are remembered, to name the first pass that differs between ranks."""
 Uses = list[tuple[str, int]]
 
 
@@ -31,10 +31,10 @@ class BackwardSync:
     this pass and the passes since the last comparison used. A pass in `no_sync`, and any pass while `trusting`, sends
     no comparison if it uses the same parameters as an earlier pass.
 
-    overlap    may be replaced between steps, by all ranks
-    deferred   None, or the function that takes contributions in place of `gradients` (see `defer_weights`)
+    overlap    all ranks may replace it between steps
+    deferred   None, or the function that receives contributions instead of `gradients` (see `defer_weights`)
     trusting   whether the caller compares `digest` before the gradients are used, and calls `explain` if it differs
-    digest     16 bits of the parameters that all backward passes used, and of the scales of their losses
+    digest     16-bit checksum of the parameters that all backward passes used, and of the scales of their losses
     """
 
     def __init__(self, grid: Grid):
@@ -62,10 +62,10 @@ class BackwardSync:
     @contextmanager
     def backward(self, sync: bool, uses: Counter[Leaf], scale: float | None = None,
                  problem: str = "") -> Iterator[None]:
-        """Context of a backward pass. At its end all sums of gradients that are due have begun.
+        """Context of a backward pass. At its end, all sums of gradients that are due have begun.
 
-        uses: number of contributions to each leaf; scale: None if the gradient was given; problem: why this rank cannot
-        begin. Raises DisagreementError if the ranks differ, Pmm3dError if one has a problem, on every rank.
+        uses: number of contributions to each leaf; scale: None if the gradient was given; problem: reason why this rank
+        cannot begin. On every rank, raises DisagreementError if ranks differ, and Pmm3dError if a rank has a problem.
         """
         grid, memory = self.grid, self.grid.ledger.memory
         agreed = self._agreement(sync, uses, scale, problem)
@@ -109,8 +109,10 @@ class BackwardSync:
 
     def _agreement(self, sync: bool, uses: Counter[Leaf], scale: float | None,
                    problem: str) -> Callable[[], None] | None:
-        """Begin to compare parameters, scale and problem among the ranks. Return a function that waits and raises if
-        they differ, or None if they are not compared now."""
+        """Begin to compare parameters, scale and problem among the ranks.
+
+        Return a function that waits, and raises an error if they differ; or None if they are not compared now.
+        """
         used = [(f"{leaf.name or 'a tensor'} ({leaf.shape[0]} x {leaf.shape[1]})", times)
                 for leaf, times in uses.items()]
         text = f"{problem}{used}"
@@ -157,12 +159,12 @@ class BackwardSync:
 
 
 def _added(uses: Uses) -> Counter[str]:
-    """Name -> number of uses; tensors of one name count together."""
+    """Name -> number of uses, summed over tensors with the same name."""
     return Counter(name for name, times in uses for _ in range(times))
 
 
 def _difference(mine: Counter[str], others: Counter[str], first: int) -> str:
-    """How this rank's uses differ from those of the first rank, in words."""
+    """Describe the difference between the uses of this rank and of the first rank."""
     names = [name for name in {**others, **mine} if mine[name] != others[name]]
     texts = [f"{name} is used {mine[name]} times, on rank {first} {others[name]} times" for name in names[:NAMED]]
     return "; ".join(texts + [f"and {len(names) - NAMED} more"] * (len(names) > NAMED)) or "the order is another"

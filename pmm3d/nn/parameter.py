@@ -1,4 +1,4 @@
-"""Parameters: tensors that a network learns, whose gradient stays from step to step."""
+"""Parameters: tensors that a network learns."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Parameter(Tensor):
     ----------
     value : DistMatrix
         The values, in any layout without partial sums. A weight has rows over y, sharded over z, and columns over x.
-    precision : Precision
+    precision : Precision or None
         Types of the values, the gradient and the master weight. Default: the type of `value`.
 
     Attributes
     ----------
     name : str
-        Path in the outermost network that was asked for its parameters, such as "2.weight".
+        Path in a network, such as "2.weight". `Module.named_parameters` sets it.
     grad : DistMatrix or None
         The gradient.
     requires_grad : bool
@@ -42,7 +42,7 @@ class Parameter(Tensor):
     version : int
         Number of known changes of the values.
     master : DistMatrix or None
-        Of low precision: the weight that optimizers change. The value is the rounded master.
+        Weight of higher precision, which optimizers change. The value is the rounded master weight.
     whole : Grid
         The grid of all ranks that hold a part of the network: `grid`, except in a `Pipeline`.
 
@@ -51,12 +51,12 @@ class Parameter(Tensor):
     LayoutError
         For a value with partial sums.
     DTypeError
-        If the precision computes in another type.
+        If `value` does not have the type `precision.compute`.
 
     Notes
     -----
-    The next forward pass uses values that were written to `local` or `value.local`, because it gathers the shards again
-    (except in `unchanged`).
+    A forward pass outside of `unchanged` gathers the shards again, so it uses values that were written to `local` or
+    `value.local`.
 
     Examples
     --------
@@ -69,7 +69,7 @@ class Parameter(Tensor):
     has_state, counts = False, True
     master: DistMatrix | None = None
     _rounded: tuple[object, ...] = ()
-    """`written` when the value was last the rounded master."""
+    """`written` at the time when the value was last equal to the rounded master weight."""
     accumulated: GradientBuffer
     whole: Grid
 
@@ -86,7 +86,7 @@ class Parameter(Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether backward passes compute its gradient."""
+        """Whether backward passes compute the gradient."""
         return self.node is not None
 
     @requires_grad.setter
@@ -94,9 +94,21 @@ class Parameter(Tensor):
         self.requires_grad_(on)
 
     def requires_grad_(self, on: bool = True) -> Parameter:
-        """Freeze the parameter (False), or let it learn again (True). Returns the parameter. Collective.
+        """Freeze the parameter (False), or let it learn again (True). Collective.
 
-        A frozen parameter gets no gradient, and an optimizer does not change it. A gradient that it has is dropped.
+        Parameters
+        ----------
+        on : bool
+            Whether the parameter learns. Default: True.
+
+        Returns
+        -------
+        Parameter
+            This parameter.
+
+        Notes
+        -----
+        A frozen parameter has no gradient, and optimizers do not change it. Freezing drops its gradient.
         """
         with self.grid.collective_call("requires_grad_", self.name, on):
             pass
@@ -111,20 +123,20 @@ class Parameter(Tensor):
 
     @property
     def stored(self) -> DistMatrix:
-        """The value. A caller that writes to it counts up `version`."""
+        """The value. A caller that writes to it increases `version`."""
         return self._value
 
     @property
     def is_vector(self) -> bool:
-        """Whether it is one row for all rows of a batch, such as a bias."""
+        """Whether the parameter is one row that all rows of a batch share, such as a bias."""
         return self.form.is_vector
 
     @property
     def grad(self) -> DistMatrix | None:
-        """The gradient, or None. Waits for sums that are under way.
+        """The gradient, or None. Waits for sums in progress.
 
-        It has the parameter's layout. It is also split over data if an optimizer shards its state, and has partial sums
-        after a pass in `no_sync`. It is None after a pass that failed.
+        It has the parameter's layout. If an optimizer shards its state, the gradient is also split over data. After a
+        pass in `no_sync` it has partial sums. After a pass that failed it is None.
         """
         buffer = self.accumulated
         if buffer.failed or buffer.layout is None:
@@ -139,7 +151,7 @@ class Parameter(Tensor):
         self.tape.parallel.gradients.forget(self.accumulated)
 
     def receive(self, part: Part) -> None:
-        """Add a part of the gradient, or give it to the queue of `defer_weights`."""
+        """Add a part of the gradient, or put it into the queue of `defer_weights`."""
         parallel = self.tape.parallel
         if not self.requires_grad:
             return
@@ -149,8 +161,18 @@ class Parameter(Tensor):
             parallel.deferred(self, part)
 
     def assign(self, value: DistMatrix) -> None:
-        """Set the values from a matrix of the same shape and type, in any layout. Collective. If there is a master
-        weight, the matrix may have its type."""
+        """Set the values from a matrix. Collective.
+
+        Parameters
+        ----------
+        value : DistMatrix
+            Matrix of the parameter's shape, in any layout. It has the type of the parameter or of the master weight.
+
+        Raises
+        ------
+        LayoutError
+            On every rank, for another shape or type.
+        """
         with self.grid.collective_call("assign", self.name, value.shape, value.dtype):
             held = self.in_checkpoint if self.master is not None and value.dtype == self.master.dtype else self._value
             if value.shape != self.shape or value.dtype != held.dtype:
@@ -168,8 +190,10 @@ class Parameter(Tensor):
         return self._value if self.master is None else self.master_in(self.master.layout)
 
     def master_in(self, layout: Layout) -> DistMatrix:
-        """The master weight in this layout, made from the value at the first call. It takes over a value that was
-        written to since the master was rounded (see `Tensor.written`)."""
+        """Return the master weight in a layout. The first call makes it from the value.
+
+        If the value was written to since the master weight was rounded (`Tensor.written`), update the master weight.
+        """
         if self.master is None:
             box = layout.box(self.shape, self.grid.shape, self.grid.coords)
             with self.grid.ledger.holding("state"):
@@ -183,11 +207,11 @@ class Parameter(Tensor):
         return self.master
 
     def rounded(self) -> None:
-        """Note that the value is now the rounded master."""
+        """Note that the value is now equal to the rounded master weight."""
         self._rounded = self.written
 
     def loaded(self) -> None:
-        """Take over values that were written to `in_checkpoint`: round a master to the value. Collective."""
+        """Round the master weight to the value, after values were written to `in_checkpoint`. Collective."""
         if self.master is not None:
             local = self.library.astype(self.master.local, self.dtype)
             rounded = DistMatrix(self.grid, local, self.shape, self.master.layout)
@@ -197,19 +221,21 @@ class Parameter(Tensor):
             self.rounded()
 
     def hold(self, value: DistMatrix, version: int) -> None:
-        """Replace the value by another matrix of the same form, with its version, for stale weights."""
+        """Replace the value and its version, for stale weights."""
         self._value, self.version = value, version
 
     def move(self, layout: Layout) -> None:
-        """Move the parameter to another layout. Collective. Raises LayoutError, on every rank, if there was a gradient
-        or there is an optimizer's state."""
+        """Move the parameter to another layout. Collective.
+
+        Raises LayoutError, on every rank, if there was a gradient or if an optimizer has a state of the parameter.
+        """
         with self.grid.collective_call("move", self.name, layout):
             if self.accumulated.array is not None or self.accumulated.queues or self.has_state:
                 raise LayoutError(f"{self.name or 'a parameter'} has a gradient or an optimizer's state in "
                                   f"{self.layout} and cannot move to {layout} any more. Call net.settle(features) once "
                                   "the network is made, before a checkpoint is loaded, or give each layer the axis of "
                                   "its input's columns (cols=)")
-        if not transitions(self.layout, layout, self.grid.shape, self.shape):  # each rank's part stays as it is
+        if not transitions(self.layout, layout, self.grid.shape, self.shape):  # the parts of the ranks are the same
             return self._become(DistMatrix(self.grid, self._value.local, self.shape, layout))
         with self.grid.ledger.holding("weights"):
             self._become(self._value.redistribute(layout))
@@ -243,8 +269,10 @@ def _without_memory(grid: Grid, shape: tuple[int, int], layout: Layout, dtype: s
 
 
 class Making(AbstractContextManager["Making"]):
-    """Context that collects the parameters that `nn.layers.parameter` makes on a grid. own: whether each gets memory;
-    the others are a `StandIn`."""
+    """Context that collects the parameters that `nn.layers.parameter` makes on a grid.
+
+    own: whether each of them gets memory; a parameter without memory is a `StandIn`.
+    """
 
     def __init__(self, grid: Grid, own: Sequence[bool] | None = None):
         self._grid, self._own, self.made = grid, own, list[Parameter]()
@@ -264,7 +292,7 @@ class Making(AbstractContextManager["Making"]):
 
 
 def of_stages(part: Any, own: Own) -> list[Own]:
-    """The values of all stages of a Module or an optimizer. own: that of this rank's stage. Collective."""
+    """Gather a value of each stage of a Module or an optimizer. own: value of this rank's stage. Collective."""
     if part.whole is part.grid:
         return [own]
     passed = part.whole.comm.allgather(own if part.grid.rank == 0 else None)

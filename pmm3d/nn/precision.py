@@ -20,20 +20,20 @@ class Precision:
     compute : str
         Type of the parameter's shard and of activations, which GEMMs multiply. Default: "float32".
     communication : str
-        Type in which contributions to the gradient are formed and sent. For low precision they are added in float32.
+        Type in which contributions to the gradient are computed and sent. 16-bit contributions are added in float32.
         Default: `compute`.
     gradient : str
-        Type in which contributions are added up. Default: float32 for low precision, else `compute`.
+        Type in which contributions are added up. Default: float32 if `compute` is 16-bit, else `compute`.
     master : str
-        Type of the master weight that an optimizer changes, and of its state. The shard is the rounded master. If
-        `master` equals `compute`, there is no master weight. Default: float32 for low precision, else `compute`.
+        Type of the optimizer's state, and of the master weight, which the optimizer changes. The shard is the rounded
+        master weight. If `master` equals `compute`, there is no master weight. Default: as of `gradient`.
     tf32 : bool
         Whether a device may round operands of float32 GEMMs to 10 bits of mantissa. Default: False.
 
     Raises
     ------
     DTypeError
-        For types that do not match: `communication` and `gradient` are `compute`, or float32 beside low precision.
+        For types that do not match. `communication` and `gradient` are `compute`, or float32 if `compute` is 16-bit.
 
     Notes
     -----
@@ -76,14 +76,32 @@ class Precision:
 
     @classmethod
     def named(cls, name: str) -> Precision:
-        """Precision of a name: "float32", "tf32", "bfloat16", "float16", "float64", or a complex type."""
+        """Precision by name.
+
+        Parameters
+        ----------
+        name : str
+            "float32", "tf32", "bfloat16", "float16", "float64", or a complex type.
+
+        Returns
+        -------
+        Precision
+
+        Raises
+        ------
+        DTypeError
+            For an unknown name.
+        """
         if name not in NAMES and name not in MATRIX_DTYPES:
             raise DTypeError(f"precision is {', '.join(NAMES)}, or an nn.Precision; got {name!r}")
         return cls(tf32=True) if name == "tf32" else cls(name)
 
     @classmethod
     def of(cls, precision: Precision | str | None, dtype: str = "float32") -> Precision:
-        """The given precision, or the one named `dtype`. Raises DTypeError if both are given and differ."""
+        """Return the given precision, or if it is None, that of `dtype`. Raises DTypeError if both differ.
+
+        A `dtype` of "float32" is the default, so it does not differ from any precision.
+        """
         if precision is None:
             return cls.named(dtype)
         found = precision if isinstance(precision, Precision) else cls.named(precision)
@@ -93,11 +111,11 @@ class Precision:
 
     @property
     def has_master(self) -> bool:
-        """Whether an optimizer changes a master weight beside the shard."""
+        """Whether optimizers change a master weight."""
         return self.master != self.compute
 
     def check(self, library: NumpyLibrary) -> None:
-        """Raises DTypeError if arrays of that library cannot have these types."""
+        """Raise DTypeError if arrays of the library cannot have these types."""
         if "bfloat16" in (self.compute, self.communication, self.gradient) and library.name != "torch":
             raise DTypeError(f'bfloat16 is a type of torch arrays: library = "torch" (or "torch:cuda") of the '
                              f"Grid, or of each layer; this network is of {library.kind} arrays")

@@ -1,4 +1,4 @@
-"""Ragged tensors: each rank has a number of rows of its own."""
+"""Ragged tensors: the number of rows differs from rank to rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .tensor import Tensor
 
 def ragged(grid: Grid, local: Array, columns: int, layout: Layout, *, rows: RaggedRows | None = None,
            requires_grad: bool = False) -> Tensor:
-    """Tensor with as many rows on this rank as an array has, such as the tokens of an expert. Nothing is sent.
+    """Tensor with any number of rows on each rank, such as the tokens of an expert. Nothing is sent.
 
     Parameters
     ----------
@@ -25,10 +25,10 @@ def ragged(grid: Grid, local: Array, columns: int, layout: Layout, *, rows: Ragg
     columns : int
         Columns of the whole matrix.
     layout : Layout
-        Its rows are over the axes along which ranks have rows of their own. Ranks along other axes have the same rows.
-    rows : RaggedRows
-        `x.shape[0]` of another ragged tensor that has as many rows on each rank. Operations then take both together.
-        The call is collective with this argument. Default: the rows are those of no other tensor.
+        Its rows are over the axes along which ranks have different rows. Ranks along other axes have the same rows.
+    rows : RaggedRows or None
+        `x.shape[0]` of another ragged tensor with the same number of rows on each rank. Operations can then combine
+        both tensors. With this argument, the call is collective. Default: no such tensor.
     requires_grad : bool
         As in `Tensor`.
 
@@ -40,15 +40,15 @@ def ragged(grid: Grid, local: Array, columns: int, layout: Layout, *, rows: Ragg
     Raises
     ------
     LayoutError
-        If the array does not fit the layout; with `rows`, on every rank, if the numbers of rows differ on one.
+        If the array does not fit the layout. With `rows`, on every rank, if the numbers of rows differ on any rank.
 
     Notes
     -----
-    Operations that leave rows where they are take ragged tensors: `linear`, norms, softmax over columns, sums,
-    arithmetic, activations, and losses with reduction="sum". All other operations raise LayoutError on every rank:
+    Operations that do not move rows accept ragged tensors: `linear`, norms, softmax over columns, sums, arithmetic,
+    activations, and losses with reduction="sum". All other operations raise LayoutError on every rank:
 
-    - Means over rows, and losses that are means, need the number of all rows.
-    - Dropout needs the number of each row in the whole batch.
+    - Means over rows, and losses that are means, need the total number of rows.
+    - Dropout needs the index of each row in the whole batch.
     - Relayouts of rows, `gather`, softmax over rows, and `linear` with "sharded" activations need all numbers of rows.
 
     Two ragged operands are refused unless one was computed from the other or made with its `rows`.
@@ -78,5 +78,5 @@ def ragged(grid: Grid, local: Array, columns: int, layout: Layout, *, rows: Ragg
 
 
 def same_rows(one: int | RaggedRows, other: int | RaggedRows) -> bool:
-    """Whether two numbers of rows are equal on every rank. Ragged ones are if one was computed from the other."""
+    """Whether two numbers of rows are equal on every rank. Ragged rows are equal if they are the same object."""
     return one is other if isinstance(one, RaggedRows) else one == other

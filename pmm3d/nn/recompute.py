@@ -18,11 +18,11 @@ from .tensor import Tensor, results_of
 POLICIES = ("none", "selective", "full")
 """Names for an argument `recompute`."""
 Mode = tuple[dict[str, int], dict[Module, bool]]
-"""Of a network: `Module.random_state`, and which modules train."""
+"""`Module.random_state` of a network, and whether each module trains."""
 
 
 class Recomputed(NamedTuple):
-    """Parts of a network of blocks that are computed again: every k-th block (0: none), or the attention of each.
+    """Parts of a network of blocks that are recomputed: every k-th block (0: none), or the attention of each block.
 
         >>> [index for index in range(6) if Recomputed.named(2).includes(index)]
         [1, 3, 5]
@@ -33,7 +33,7 @@ class Recomputed(NamedTuple):
 
     @classmethod
     def named(cls, recompute: str | int) -> Recomputed:
-        """The policy of an argument `recompute`.
+        """Policy of an argument `recompute`.
 
         "none" or False; "full" or True: each block keeps only its input (Chen et al. 2016); k: every k-th block;
         "selective": attention keeps only queries, keys and values (Korthikanti et al. 2022). Raises Pmm3dError.
@@ -46,16 +46,16 @@ class Recomputed(NamedTuple):
         return cls(int(recompute == "full"), recompute == "selective")
 
     def includes(self, index: int) -> bool:
-        """Whether the block of that number, from 0, is computed again."""
+        """Whether the block with this index is recomputed."""
         return self.every > 0 and (index + 1) % self.every == 0
 
     def block(self, index: int, block: Module) -> Module:
-        """The block of that number, in a `Recompute` if it is computed again."""
+        """Return the block with this index, in a `Recompute` if it is recomputed."""
         return Recompute(block) if self.includes(index) else block
 
 
 class Recompute(Module):
-    """Part of a network that keeps only its inputs, and is computed again in the backward pass.
+    """Part of a network that keeps its inputs only, and is recomputed in the backward pass.
 
     Parameters
     ----------
@@ -64,8 +64,8 @@ class Recompute(Module):
 
     Notes
     -----
-    This is activation checkpointing (Chen et al. 2016). Dropout has the same masks both times. The ledger's
-    `memory["recompute saves"]` is the number of bytes that were not kept.
+    This is activation checkpointing (Chen et al. 2016). Dropout uses the same masks in both passes.
+    `memory["recompute saves"]` of the ledger is the number of bytes that were not kept.
 
     Examples
     --------
@@ -79,7 +79,7 @@ class Recompute(Module):
         self.grid, self.module = module.grid, module
 
     def attributes(self) -> Iterator[tuple[str, Any]]:
-        """The part itself, without a name."""
+        """Yield the part, without a name."""
         yield "", self.module
 
     def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
@@ -109,7 +109,7 @@ class Recompute(Module):
         return tuple(results) if isinstance(made, tuple) else results[0]
 
     def _mode(self) -> Mode:
-        """State on which a forward pass depends besides its input and the parameters."""
+        """Return the state on which a forward pass depends, besides its inputs and parameters."""
         return self.module.random_state(), {module: module.training for _, module in self.module.named_modules()}
 
     def _set_mode(self, mode: Mode) -> None:
@@ -119,9 +119,9 @@ class Recompute(Module):
 
     def _again(self, inputs: Sequence[Tensor], options: dict[str, Any], mode: Mode, frozen: Sequence[Parameter],
                gradients: Sequence[Array | None]) -> dict[Edge, Array]:
-        """Compute the part again as in its forward pass, then its backward pass. Return the gradients of its inputs.
+        """Repeat the forward pass, then run the backward pass. Return the gradients of the inputs.
 
-        mode, frozen: state and frozen parameters of the forward pass; gradients: of the outputs.
+        mode, frozen: state and frozen parameters of the first forward pass; gradients: of the outputs.
         """
         tape, workspace, memory = Tape.of(self.grid), self.grid.workspace, self.grid.ledger.memory
         held, now, first = workspace.in_use(), self._mode(), next(tape.numbers)

@@ -1,4 +1,4 @@
-"""Scores of a network's output whose columns are split over ranks: accuracy, and the coefficient of determination."""
+"""Scores of a network's output: accuracy, and the coefficient of determination. Ranks may split its columns."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .tensor import Tensor, whole
 
 
 def accuracy(logits: Tensor, labels: Matrix) -> float:
-    """Share of the rows whose largest logit is that of the label. Collective.
+    """Share of the rows whose largest logit is the label's. Collective.
 
     Parameters
     ----------
     logits : Tensor
-        (m, classes), in any layout. Of equal logits the first one is the largest.
+        (m, classes), in any layout. The first of several equal logits counts as the largest.
     labels : Tensor or DistMatrix
         (m, 1), integers.
 
@@ -49,13 +49,13 @@ def accuracy(logits: Tensor, labels: Matrix) -> float:
 
 
 def right_rows(logits: Tensor, labels: Matrix) -> int:
-    """How many of this rank's rows `accuracy` counts. Logits without partial sums."""
+    """Number of this rank's rows whose largest logit is the label's. The logits have no partial sums."""
     wanted, found = labels_of(logits, labels), _first_largest(logits)
     return 0 if wanted is None else int(np.count_nonzero(found == wanted))
 
 
 def _first_largest(logits: Tensor) -> np.ndarray:
-    """The column of the first largest logit of each of this rank's rows, among the columns of all ranks."""
+    """Column of the first largest logit, among the columns of all ranks, for each of this rank's rows."""
     local, library, (rows, cols) = logits.shard, logits.library, logits.form.local_shape
     own = library.empty((2, rows), "float64") if not library.has_data else np.empty((2, rows))
     if not library.has_data:
@@ -105,13 +105,12 @@ def r2(prediction: Tensor, target: Matrix) -> float:
 
 
 class R2:
-    """`r2` over several batches. Means and squared deviations are merged in float64, so a large mean costs no
-    digits."""
+    """`r2` over several batches. Means and squared deviations are merged in float64, which keeps digits."""
 
     def __init__(self) -> None:
         self._rows, self._error = 0, 0.0
         self._own = np.zeros((3, 1))
-        """Of each column of this rank's targets: how many rows, their mean, their squared deviations from it."""
+        """Number of rows, mean, and sum of squared deviations, for each column of this rank's targets."""
         self._like: Form | None = None
 
     def add(self, prediction: Tensor, target: Matrix) -> R2:
@@ -143,7 +142,7 @@ class R2:
 
 
 def _merged(parts: np.ndarray) -> np.ndarray:
-    """One (3, columns) of several: rows, mean and squared deviations of all of them."""
+    """Merge several arrays (3, columns) of number of rows, mean and squared deviations into one."""
     filled = parts[parts[:, 0].any(1)]
     if not len(filled):
         return parts[0]

@@ -1,4 +1,4 @@
-"""Seeds of layers that are made without one."""
+"""Seeds of layers that are made without `seed=`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..comm import Grid
 from ..errors import GridError, Pmm3dError
 
 STREAM = 2**32
-"""Stream of a seed from which the seeds of layers derive. No network has this many layers."""
+"""Stream from which the seeds of layers are derived. No network has this number of layers."""
 
 
 class Seeds:
-    """The seeds of one grid's layers. `Seeds.of(grid)`. A stage has those of the whole grid."""
+    """Seeds of the layers of a grid; `Seeds.of(grid)` returns them. A stage uses the seeds of the whole grid."""
 
     def __init__(self, seed: int = 0):
         self.seed, self.taken = seed, 0
@@ -28,13 +28,13 @@ class Seeds:
         return grid.whole.attached.setdefault(cls, cls())
 
     def next(self) -> int:
-        """The next seed. All ranks make the same layers in the same order, so all get the same seed."""
+        """Return the next seed. All ranks make the same layers in the same order, so they get the same seeds."""
         self.taken += 1
         return derived(derived(self.seed, STREAM), self.taken)
 
 
 def manual_seed(grid: Grid, seed: int) -> None:
-    """Set the seed of all layers that are made later on this grid without `seed=`. Collective.
+    """Set the seed of the layers that are made on this grid without `seed=` after this call. Collective.
 
     Parameters
     ----------
@@ -71,17 +71,17 @@ def manual_seed(grid: Grid, seed: int) -> None:
 
 
 def derived(seed: int, stream: int) -> int:
-    """The seed of one stream of a seed."""
+    """Seed that is derived from a seed and a stream."""
     return int(random.bits(np.zeros(1, np.uint64), seed, stream)[0] >> np.uint64(1))
 
 
 def seed_of(grid: Grid, seed: int | None) -> int:
-    """The seed of a layer: the given one, or the next of the grid."""
+    """Return the given seed of a layer, or if it is None, the next seed of the grid."""
     return Seeds.of(grid).next() if seed is None else seed
 
 
 def check_grid(what: str, grid: Any) -> None:
-    """Raises GridError if the first argument of a layer is no Grid, or a Grid that leaves ranks idle."""
+    """Raise GridError if the first argument of a layer is no Grid, or a Grid that leaves ranks idle."""
     if not isinstance(grid, Grid):
         raise GridError(f"{what}: the first argument is the Grid; got a {type(grid).__name__}: pass {what}(grid, ...)")
     if grid.size != grid.shape.size:

@@ -1,4 +1,4 @@
-"""Statistics of rows or columns that ranks hold parts of, such as their sums, combined from those of each rank."""
+"""Statistics of rows or columns that are split over ranks. They are combined from the statistics of each rank."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from .compute import PER_ELEMENT, Form, array_namespace, computing, stacked, sum
 from .elementwise import Elementwise, map_elementwise
 
 Combine = Callable[[Array, Sequence[int]], Array]
-"""combine(gathered, counts): statistics (kinds, rows) from those of all ranks along an axis, (ranks, kinds, rows), and
-the number of columns of each rank."""
+"""combine(gathered, counts) combines the statistics of the ranks along an axis, (ranks, kinds, rows), to (kinds, rows).
+`counts` is the number of columns of each rank."""
 SHIFTED_EXP = Elementwise(lambda library, x, shift: library.xp.exp(x - shift))
 SQUARED_DEVIATION = Elementwise(lambda _, x, mean: (x - mean) * (x - mean))
 
 
 def begin_sum(grid: Grid, array: Array, axes: Iterable[str]) -> list[Pending]:
-    """Begin to sum an array in place over the ranks along some axes. Return the last sum, if an axis has several ranks.
-    """
+    """Begin to sum an array in place over ranks along some axes. Return the last sum, if an axis has several ranks."""
     before = list[Pending]()
     for axis in map(grid.axis, axes):
         if axis.size > 1:
@@ -31,15 +30,17 @@ def begin_sum(grid: Grid, array: Array, axes: Iterable[str]) -> list[Pending]:
 
 
 def sum_over(grid: Grid, array: Array, axes: Iterable[str]) -> Array:
-    """The array, summed in place over the ranks along some axes."""
+    """Sum an array in place over ranks along some axes, and return it."""
     for pending in begin_sum(grid, array, axes):
         pending.wait()
     return array
 
 
 def combine_over(form: Form, own: Array, dim: int, combine: Combine) -> Array:
-    """Statistics (kinds, rows) of whole rows (dim 1) or columns (0), from those of each rank. Along each axis of G
-    ranks that splits the dim, a rank receives (G-1) times their size."""
+    """Combine the statistics (kinds, rows) of parts of rows (dim 1) or columns (0), for the whole rows or columns.
+
+    Along each axis of G ranks that splits the dim, a rank receives (G-1) times their size.
+    """
     for name in reversed((form.layout.rows, form.layout.cols)[dim]):
         axis = form.grid.axis(name)
         if axis.size > 1:
@@ -48,8 +49,8 @@ def combine_over(form: Form, own: Array, dim: int, combine: Combine) -> Array:
 
 
 def log_sum_exp(form: Form, local: Array, dim: int, name: str, more: Array = None) -> tuple[Array, Array, Array]:
-    """For each row (dim 1) or column (0): the largest element, the logarithm of the sum of exp(element - largest), and
-    the sum over all ranks of `more`. Of low precision they are in float32."""
+    """Return, for each row (dim 1) or column (0), the largest element, log(sum of exp(element - largest)), and the sum
+    of `more` over all ranks. For 16-bit tensors they are float32."""
     xp = array_namespace(local)
     own = form.wide.new((2 + (more is not None), local.shape[1 - dim]))
     with computing(form.grid, "statistics", PER_ELEMENT * prod(form.local_shape), name):
@@ -72,12 +73,12 @@ def log_sum_exp(form: Form, local: Array, dim: int, name: str, more: Array = Non
 
 
 def _finite(largest: Array) -> Array:
-    """0 where there is nothing but -inf, so that exp(-inf - largest) is 0."""
+    """Replace -inf by 0, so that exp(-inf - largest) is 0."""
     return array_namespace(largest).where(largest == -float("inf"), 0, largest)
 
 
 def moments(form: Form, local: Array) -> tuple[Array, Array]:
-    """(mean, variance) of each row, as columns, merged from those of each rank; of low precision in float32."""
+    """Return mean and variance of each row, as columns; float32 for 16-bit tensors."""
     xp, columns, form = array_namespace(local), local.shape[1], form.wide
     with computing(form.grid, "statistics", name="layer_norm"):
         mean = sums_along(local, 1) / max(1, columns)
@@ -93,22 +94,24 @@ def moments(form: Form, local: Array) -> tuple[Array, Array]:
 
 
 def mean_squares(form: Form, local: Array) -> Array:
-    """The mean of the squares of each row, as a column; of low precision in float32."""
+    """Mean of the squares of each row, as a column; float32 for 16-bit tensors."""
     with computing(form.grid, "statistics", name="rms_norm"):
         squares = sums_along(map_elementwise(form.wide, None, SQUARED_DEVIATION, local, 0), 1)
     return (sum_over(form.grid, squares, form.layout.cols) / form.shape[1])[:, None]
 
 
 def merged(xp: ModuleType, sizes: Array, total: float, means: Array, squares: Array) -> tuple[Array, Array]:
-    """Mean and sum of squared deviations of all elements, from those of several parts, (parts, n) (Chan, Golub, LeVeque
-    1983). sizes: elements of each part; total: their sum. The first part must not be empty."""
+    """Merge means and sums of squared deviations of several parts, (parts, n) (Chan, Golub, LeVeque 1983).
+
+    sizes: elements of each part; total: their sum. The first part must not be empty.
+    """
     centre = means[0]
     mean = centre + xp.sum((means - centre) * sizes, axis=0) / max(1, total)
     return mean, xp.sum(squares + sizes * (means - mean) ** 2, axis=0)
 
 
 def _column(form: Form, counts: tuple[int, ...]) -> Array:
-    """The numbers as a column. It is cached, because a copy to a device waits for the device."""
+    """Convert numbers to a column. It is cached, because a copy to a device waits for the device."""
     kept = form.grid.attached.setdefault(_column, {})
     key = form.library, form.dtype, counts
     if key not in kept:
@@ -117,7 +120,7 @@ def _column(form: Form, counts: tuple[int, ...]) -> Array:
 
 
 def as_column_or_row(numbers: Array, dim: int) -> Array:
-    """A number for each row (dim 1) as a column, for each column (0) as a row."""
+    """Reshape numbers of rows (dim 1) to a column, numbers of columns (0) to a row."""
     return numbers[:, None] if dim else numbers[None, :]
 
 

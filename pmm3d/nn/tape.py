@@ -50,9 +50,9 @@ class Tape:
     phase : str
         "forward", or "recompute" while a part of a network is computed again.
     placed : set or None
-        In `Module.settle`, the layers whose place is known.
+        In `Module.settle`, the layers whose layout is known.
     has_warned : bool
-        Whether the warning was logged that the input of a layer is sent in each step.
+        Whether a warning about an input that is relaid out in each step was logged.
     inspect : callable or None
         inspect(layer, output), called after each layer, once for each tensor that it returns.
     pack, unpack : callable
@@ -81,13 +81,29 @@ class Tape:
 
     @classmethod
     def of(cls, grid: Grid) -> Tape:
-        """Return the tape of a grid. The first call makes it."""
+        """Tape of a grid. The first call makes it.
+
+        Parameters
+        ----------
+        grid : Grid
+            The grid.
+
+        Returns
+        -------
+        Tape
+        """
         if cls not in grid.attached:
             grid.attached[cls] = cls(grid)
         return grid.attached[cls]
 
     def set(self, **values: Any) -> AbstractContextManager[None]:
-        """Context that replaces attributes of the tape."""
+        """Context that replaces attributes of the tape.
+
+        Parameters
+        ----------
+        **values
+            Attributes and their values.
+        """
         return override(self, **values)
 
 
@@ -281,8 +297,7 @@ def _pass_on(part: Part, parent: Edge | None, coming: dict[Edge, PendingGradient
 
 def backward_from(starts: Sequence[tuple[Edge, Array]], scale: float | None) -> None:
     """Run the backward pass from results on one tape and this rank's parts of their gradients. Collective.
-
-    scale   factor of the loss; None if it is unknown
+    `scale` is the factor of the loss, or None if it is unknown.
     """
     tape, (counted, problem) = Tape.of(starts[0][0].form.grid), uses(*(edge.node for edge, _ in starts))
     with _overflowing(counted, scale or 1), tape.parallel.backward(tape.syncing, counted, scale, problem):

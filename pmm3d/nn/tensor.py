@@ -1,4 +1,4 @@
-"""Tensors: matrices spread over a grid that remember how they were made."""
+"""Tensors: distributed matrices that remember the operation that made them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Operator = Callable[["Tensor", Any], "Tensor"]
 
 
 def _operators(name: str) -> tuple[Operator, Operator]:
-    """Operators x o y and y o x, by a function of `arithmetic`, which imports this module."""
+    """Return the operators x o y and y o x, by a function of `arithmetic`, which imports this module."""
 
     def operation(a: Any, b: Any) -> Any:
         if all(isinstance(operand, (Tensor, DistMatrix, Real)) for operand in (a, b)):
@@ -47,17 +47,17 @@ class Tensor:
     requires_grad : bool
         Whether a backward pass computes the gradient by this tensor. Default: False.
     edge, pending
-        For operations: the node that made the tensor, and a collective that must end before the values are there.
+        For operations: the node that made the tensor, and a collective that writes its values.
 
     Attributes
     ----------
     grid, layout, shape, dtype, library, box, local
-        Those of the matrix. `local` is this rank's shard.
+        Attributes of the matrix. `local` is this rank's shard.
     form : Form
         Everything except the values, for gradient rules.
     grad : DistMatrix or None
-        Gradient after a backward pass, of tensors that no operation made. It has this tensor's layout without partial
-        sums. Ranks that hold the same shard hold the same gradient.
+        Gradient after a backward pass, if no operation made the tensor. It has this tensor's layout without partial
+        sums. Ranks with the same shard have the same gradient.
 
     Raises
     ------
@@ -101,15 +101,17 @@ class Tensor:
 
     @property
     def requires_grad(self) -> bool:
+        """Whether a backward pass computes the gradient by this tensor."""
         return self.node is not None
 
     @property
     def edge(self) -> Edge | None:
-        """Place on the tape: the operation that made the tensor, and the number of the result."""
+        """Place on the tape: the operation that made the tensor, and the index of the result."""
         return None if self.node is None else Edge(self.node, self.output)
 
     @property
     def value(self) -> DistMatrix:
+        """The matrix. Waits for its values."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
@@ -117,34 +119,36 @@ class Tensor:
 
     @property
     def local(self) -> Array:
+        """This rank's shard. Waits for its values."""
         return self.value.local
 
     @property
     def shard(self) -> Array:
-        """`local`, for operations, which only read it."""
+        """The same as `local`, for operations, which only read it."""
         return self._value.local if self._pending is None else self.value.local
 
     @property
     def box(self) -> Box:
+        """Rows and columns of this rank's shard."""
         return self._value.box
 
     @property
     def written(self) -> tuple[object, ...]:
-        """Numbers of which one changes if the values are written.
+        """Tuple that changes if the values are written to.
 
-        They are `version`, the number of products and redistributions into the matrix, torch's version of the shard,
-        and its address. Writes to numpy and cupy arrays change none of them. PMM3D_DEBUG=1 adds a digest of the shard.
+        It contains `version`, the number of products and redistributions into the matrix, torch's version of the shard,
+        and its address. Writes to numpy and cupy arrays do not change these. PMM3D_DEBUG=1 adds a digest of the shard.
         """
         shard = self.shard
         try:
             of_torch = getattr(shard, "_version", 0)
-        except RuntimeError:  # torch counts no writes to tensors that were made in its inference_mode
+        except RuntimeError:  # torch does not count writes to tensors of its inference_mode
             of_torch = 0
         counts = self.version, self._value.fills, of_torch, self.form.library.address(shard)
         return (*counts, contents(shard)) if self.grid.debug else counts
 
     def saved(self, name: str) -> Saved:
-        """The shard as `Tape.pack` returned it, one for all operations that keep it."""
+        """Return the packed shard (`Tape.pack`). All operations that keep the shard get the same object."""
         written = self.written
         found = self._saved[0]() if self._saved is not None and self._saved[1] == written else None
         if found is None:
@@ -167,14 +171,14 @@ class Tensor:
             rule(gradient, *kept) returns the gradients of the parents, one for each. `gradient` is a local array in the
             result's layout without partial sums, and must not be written to. A gradient is None if none is needed, a
             local array in the parent's layout, a `Gradient`, or a `LazyMatrix`. The tape relays it out into the
-            parent's layout. A rule must not refer to tensors or to arrays that it does not get.
+            parent's layout. A rule must not refer to tensors, or to arrays that are not its arguments.
         keep : mapping
-            Name -> array or tensor that the rule needs, such as "square.input". The tape releases them once the rule
-            has run. `Tape.pack` gets the name.
+            Name -> array or tensor that the rule needs, such as "square.input". The tape releases them after the rule
+            has run. `Tape.pack` receives the name.
         shape, layout
-            Of the result. Default: those of this tensor.
-        pending : Pending
-            Collective that must end before the values are there.
+            Shape and layout of the result. Default: those of this tensor.
+        pending : Pending or None
+            Collective that writes the values.
 
         Returns
         -------
@@ -193,7 +197,7 @@ class Tensor:
 
         Parameters
         ----------
-        gradient : Tensor or DistMatrix
+        gradient : Tensor, DistMatrix or None
             Gradient by this tensor, of its shape and type, in any layout. Default: `scale`, for a loss, which is 1 x 1.
         scale : float
             Factor of all gradients, the same on all ranks; see `optim.LossScale`. Default: 1.
@@ -203,15 +207,15 @@ class Tensor:
         LayoutError, DTypeError
             On every rank, if the gradient has another shape or type.
         Pmm3dError
-            On every rank, if nothing needs a gradient, or if a part of the tape was used already.
+            On every rank, if nothing needs a gradient, or if a backward pass has already used a part of the tape.
         DisagreementError
             On every rank, if the ranks used different parameters or scales. It is raised before a gradient is used.
 
         Notes
         -----
-        A tape serves one backward pass. The pass starts the sums of gradients over ranks that hold other rows of the
-        batch, and does not wait for them. `Parameter.grad`, and an optimizer's `step` and `clip`, wait. In `no_sync`
-        the sums over data are left to a later pass.
+        Operations can be used by one backward pass. The pass starts the sums of gradients over ranks with different
+        rows, and does not wait for them. `Parameter.grad`, and an optimizer's `step` and `clip`, wait. In `no_sync`, a
+        later pass starts the sums over data.
         """
         node, edge = self.node, self.edge
         if node is None or edge is None or node.used:
@@ -253,7 +257,7 @@ class Tensor:
                              "one type, on one Grid")
 
     def kept(self) -> list[Array]:
-        """Arrays that the tape keeps for the backward pass from here, as `Tape.pack` returned them, each once."""
+        """Arrays that the tape keeps for a backward pass from this tensor, as `Tape.pack` returned them, each once."""
         kept = [saved.packed for node in (reachable(self.node) if self.node else ()) for saved in node.kept]
         return list({id(packed): packed for packed in kept}.values())
 
@@ -281,7 +285,17 @@ class Tensor:
         return float(host[0, 0]) if host.size else float("nan")
 
     def gather(self, root: int | None = None) -> Array:
-        """The whole matrix as one array, on rank `root` or on all ranks. See `DistMatrix.gather`."""
+        """The whole matrix as one array. Collective. See `DistMatrix.gather`.
+
+        Parameters
+        ----------
+        root : int or None
+            Rank that gets the array; other ranks get None. Default: all ranks get it.
+
+        Returns
+        -------
+        array or None
+        """
         return self.value.gather(root)
 
     __add__, __radd__ = _operators("add")
@@ -316,8 +330,8 @@ def results_of(values: Sequence[DistMatrix], parents: Sequence[Tensor | Edge | N
     parents
         As in `Tensor.made`.
     rule : callable
-        rule(*gradients, *kept), with a gradient for each result, None if no backward pass brought one. It returns the
-        same as a rule of `Tensor.made`.
+        rule(*gradients, *kept), with a gradient for each result, or None if it has none. It returns the same as a rule
+        of `Tensor.made`.
     keep
         As in `Tensor.made`.
 
@@ -359,7 +373,7 @@ def _noted(results: list[Tensor], parents: Sequence[Tensor | Edge | None], rule:
 
 
 def _saved(name: str, kept: Tensor | Array, results: Sequence[Tensor]) -> Saved:
-    """An array that the tape keeps, packed once if it is the shard of a tensor."""
+    """Pack an array that the tape keeps. The shard of a tensor is packed once."""
     owners = [kept] if isinstance(kept, Tensor) else [each for each in results if each._value.local is kept]
     return owners[0].saved(name) if owners else Saved(results[0].tape, name, kept)
 
@@ -369,7 +383,7 @@ def as_tensor(value: Tensor | DistMatrix) -> Tensor:
 
 
 def relayout(x: Tensor, layout: Layout) -> Tensor:
-    """The same matrix in another layout. Its gradient is relaid out into the layout of `x`.
+    """The same matrix in another layout. The gradient is relaid out to the layout of `x`.
 
     Parameters
     ----------
@@ -385,8 +399,8 @@ def relayout(x: Tensor, layout: Layout) -> Tensor:
 
     Notes
     -----
-    Each axis that changes sends one collective: an all-gather, a reduce-scatter, an all-reduce or an all-to-all. The
-    phase of the ledger is "relayout".
+    Each axis that changes needs one collective: an all-gather, a reduce-scatter, an all-reduce or an all-to-all. The
+    ledger's phase is "relayout".
 
     Examples
     --------
@@ -404,7 +418,7 @@ def relayout(x: Tensor, layout: Layout) -> Tensor:
 
 
 def whole(x: Tensor) -> Tensor:
-    """The tensor without partial sums: they are summed."""
+    """Sum the partial sums of a tensor."""
     return relayout(x, x.layout.summed) if x.layout.sums else x
 
 

@@ -75,7 +75,7 @@ class ForeignMatrix(StoredMatrix):
             The grid. The call is collective over it.
         arrays : array or list of array
             Arrays of this rank, one for each of its blocks, in the order of `Blocks.tiles`. A rank with one block may
-            pass the array itself.
+            pass the array itself. A rank without blocks passes an empty list.
         blocks : Blocks
             The blocks and their owners.
         layout : Layout
@@ -83,7 +83,7 @@ class ForeignMatrix(StoredMatrix):
         order : str or None
             Order of the shards. Default: that of the blocks.
         dtype : str or dtype or None
-            Element type, for ranks without arrays. Default: "float64".
+            Element type that the arrays must have. Default: any. In a dry run, the type on a rank without blocks.
 
         Returns
         -------

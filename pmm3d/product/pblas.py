@@ -7,7 +7,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from ..arrays import Array
+from ..arrays import Array, library_of
 from ..comm import leaves_in_order
 from ..errors import DTypeError, GridError, LayoutError
 from ..layout import BlockCyclic, GridShape, Placement, itemsize, natural
@@ -89,6 +89,7 @@ def pgemm(transa: str, transb: str, m: int, n: int, k: int, alpha: complex, a: A
     _, dtype, kind = array_signature(a)
     context = _context_of(*descriptors)
     with context.grid.collective_call("pgemm", *map(_compared, given), dtype, kind, alpha, beta):
+        library_of(a)
         form = _form(context, given, dtype, kind)
         plan = context.plans.get(form)
         call = None if plan is None else plan.checked(arrays, descriptors, alpha, beta)

@@ -1,1 +1,1 @@
-"""What people run: the command, the benchmark, doctor, the pages, the launcher."""
+"""The command line: benchmark, doctor, planning, tuning, pages of runs, launcher."""

@@ -9,17 +9,17 @@ import sys
 from ..errors import MissingPackageError, needs
 from ..model import machine
 from ..model.environment import task_rank
-from .terminal import let_first_rank_speak, make_streams_safe
+from .terminal import let_first_rank_print, make_streams_safe
 
 FINALIZE_SECONDS = 60.0
-"""Limit of MPI_Finalize, which takes seconds because all ranks are there. A launcher may have died meanwhile."""
+"""Time limit of MPI_Finalize. All ranks have arrived before it, so only a dead launcher can delay it so long."""
 
 
 def main() -> None:
     """Run the command line.
 
-    The BLAS environment is set before anything loads numpy. Only rank 0 explains a wrong command line. The others are
-    silent and end later, because mpiexec ends all ranks when one fails.
+    The BLAS environment is set before numpy is loaded. Only rank 0 explains a wrong command line. The other ranks print
+    nothing and end later, because mpiexec ends all ranks when one fails.
     """
     make_streams_safe()
     machine.set_blas_environment()
@@ -36,7 +36,7 @@ def main() -> None:
         if "mpi4py.MPI" in sys.modules:
             _leave()
         else:
-            let_first_rank_speak()
+            let_first_rank_print()
         raise
 
 

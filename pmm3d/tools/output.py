@@ -1,4 +1,4 @@
-"""The output of commands: tables, progress bars, and files, which are tried before the work begins."""
+"""The output of commands: tables, progress bars, and files, which are checked before the work begins."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from .terminal import console, say
 
 STANDARD_OUTPUT = Path("-")
 EDGES, LEAST_SENTENCE = 2, 24
-"""Columns of a terminal that the edges of a table take, and the least width of a column of sentences."""
+"""Width of the edges of a table, and least width of a column of sentences, in columns of the terminal."""
 
 
 @dataclass
 class FigureTable:
-    """A table whose rows have names, and figures.
+    """A table of figures.
 
-    title       above the table, in rich's markup; "" for none
+    title       above the table, in rich's markup; "": none
     names       headings of the columns
-    keys        how many columns, from the left, name the row
+    keys        number of leading columns that name a row
     left        headings of further columns that are flushed left
     sentences   headings of columns whose text wraps between words
 
-    Columns that do not fit the terminal follow in a table "continued" below, with the names of the rows again.
+    Columns that do not fit the terminal follow in a table "continued", which repeats the names of the rows.
     """
 
     title: str
@@ -45,14 +45,14 @@ class FigureTable:
     rows: list[tuple[tuple[str, ...], str, bool]] = field(default_factory=list)
 
     def add_row(self, *cells: str, style: str = "", end_section: bool = False) -> None:
-        """Add a row: cells from the left, in rich's markup; the others are empty. end_section draws a rule below."""
+        """Add a row of cells in rich's markup. Missing cells on the right are empty. end_section: draw a rule below."""
         self.rows.append(((*cells, *[""] * (len(self.names) - len(cells))), style, end_section))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         cells = [max([1, *(Text.from_markup(row[index]).cell_len for row, _, _ in self.rows)])
                  for index in range(len(self.names))]
         widths, room = [max(pair) for pair in zip(cells, map(len, self.names))], options.max_width - EDGES
-        if sum(widths) + len(widths) - 1 > room:  # headings, and sentences, wrap between words
+        if sum(widths) + len(widths) - 1 > room:  # headings and sentences can wrap
             widths = [max([min(cell, LEAST_SENTENCE) if name in self.sentences else cell, *map(len, name.split())])
                       for name, cell in zip(self.names, cells)]
         for number, shown in enumerate(self._groups(widths, room)):
@@ -66,7 +66,7 @@ class FigureTable:
             yield table
 
     def _groups(self, widths: list[int], room: int) -> list[list[int]]:
-        """The columns of each table: as many as fit, after those that name the rows."""
+        """Return the columns of each table: the columns that name the rows, and as many others as fit."""
         keys = list(range(self.keys))
         groups = [list(keys)]
         for index in range(self.keys, len(widths)):
@@ -81,7 +81,7 @@ class FigureTable:
 
 
 def facts(title: str, rows: Mapping[str, str]) -> Table:
-    """A table of two columns: the name of a fact, and the fact, which wraps between words."""
+    """Return a table of two columns: the name of a fact, and the fact, which wraps between words."""
     table = Table(Column(style="dim", no_wrap=True), Column(overflow="fold"), title=title or None, title_justify="left",
                   show_header=False, box=None, pad_edge=False)
     for row in rows.items():
@@ -93,8 +93,8 @@ def facts(title: str, rows: Mapping[str, str]) -> Table:
 def progress(command: str, shown: bool, stages: int) -> Iterator[Callable[[str, int], None]]:
     """As a context: the function tell(what, stages done), which advances a progress bar on stderr.
 
-    The bar is drawn only when the function is called, so it disturbs no measurement. If stderr is no terminal, a line
-    is printed for each `what` that is told with no stage done.
+    The bar is drawn only when the function is called, so it disturbs no measurement. If stderr is not a terminal, a
+    call with 0 stages done prints `what` as a line.
     """
     with _drawn(command, shown, stages) as (drawn, task):
 
@@ -112,7 +112,7 @@ def progress(command: str, shown: bool, stages: int) -> Iterator[Callable[[str, 
 
 @contextmanager
 def bar(command: str, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
-    """As a context: the function tell(done, total), which sets a progress bar on stderr. If stderr is no terminal,
+    """As a context: the function tell(done, total), which sets a progress bar on stderr. If stderr is not a terminal,
     nothing is printed."""
     with _drawn(command, shown, None) as (drawn, task):
         yield lambda done, total: drawn.update(task, completed=done, total=total)
@@ -130,9 +130,9 @@ def _drawn(command: str, shown: bool, total: int | None) -> Iterator[tuple[Progr
 
 
 def check_writable(*paths: Path | None, text: Path | None = None) -> None:
-    """Raise Pmm3dError unless these files can be written, each to a place of its own. No file is changed.
+    """Raise Pmm3dError unless these files can be written and are different files. No file is changed.
 
-    text   a file of text, or "-" for standard output, which then gets nothing else: see `reserve_stdout`
+    text   a file of text, or "-" for standard output, which then is reserved for it (`reserve_stdout`)
     """
     reserve_stdout(text)
     named = [path for path in (*paths, text) if path is not None and not (path is text and path == STANDARD_OUTPUT)]
@@ -145,7 +145,7 @@ def check_writable(*paths: Path | None, text: Path | None = None) -> None:
 
 
 def _why_not(path: Path) -> str:
-    """Return the reason in words, or "". A pipe without a reader is refused: opening it would wait for ever."""
+    """Return why a path cannot be written, or "". A pipe without a reader is refused, because opening it would hang."""
     if path == STANDARD_OUTPUT:
         return "only --json of a command goes to standard output"
     there = os.path.lexists(path)
@@ -163,8 +163,8 @@ def _why_not(path: Path) -> str:
 
 
 def reserve_stdout(path: Path | None) -> None:
-    """If the path is "-", send to standard error what the command prints from now on. The end of the command restores
-    sys.stdout."""
+    """If the path is "-", redirect the later output of the command to standard error. `sys.stdout` is restored at the
+    end of the command."""
     if path == STANDARD_OUTPUT:
         sys.stdout = sys.stderr
 

@@ -1,5 +1,4 @@
-"""Pictures by matplotlib for every command: one set-up, one style, one check of file names. pyplot is not used, so
-nothing is kept between pictures."""
+"""Pictures by matplotlib: style, check of file names, bars. pyplot is not used, because it keeps figures."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 from ..errors import Pmm3dError, needs
 
 INK = "#1c2024"
-"""Text and axes. `svg_text` makes it the text colour of the page."""
+"""Colour of text and axes. `svg_text` replaces it by the text colour of the page."""
 GREY = "#bbbbbb"
 COLOURS = {"gemm": "#4477aa", "elementwise": "#66ccee", "x": "#ee6677", "y": "#ccbb44", "z": "#aa3377",
            "data": "#228833", "pipe": "#ddaa77", "seq": "#997700", "ulysses": "#66aa55", "all": "#b98aa8", "rest": GREY}
@@ -29,11 +28,11 @@ STYLE: dict[Any, Any] = {
 """matplotlib's settings. A line of many points is simplified to about one point a pixel, extremes included."""
 DPI = 130
 LETTERS_AN_INCH = 10
-"""Of a title of 10 points."""
+"""Letters of an inch of a title of 10 points."""
 
 
 def check_picture(path: Path, option: str) -> None:
-    """Check the file type of a picture before the work. Raises Pmm3dError if matplotlib cannot write it.
+    """Raise Pmm3dError if matplotlib cannot write the file type of a picture. Commands call it before their work.
 
     option   the command's option that names the file, for the error about a missing package
     """
@@ -71,13 +70,13 @@ def picture(path: Path | BytesIO, width: float, height: float) -> Iterator[Any]:
 
 
 def svg_text(drawn: BytesIO) -> str:
-    """Return the SVG of a picture as an element for an HTML page, in the page's text colour."""
+    """Return a picture as an SVG element for an HTML page, in the page's text colour."""
     text = drawn.getvalue().decode()
     return text[text.index("<svg"):].replace(INK, "currentColor")
 
 
 class Part(NamedTuple):
-    """A part of a bar. kind: its label in the legend and the key of its colour; a part of the kind "" is a gap."""
+    """A part of a bar. kind: label in the legend, and key of the colour; "" is a gap."""
 
     kind: str
     length: float
@@ -106,5 +105,5 @@ def bars(axes: Any, rows: Sequence[tuple[str, Sequence[Part]]], colours: Mapping
 
 
 def titled(*lines: str, inches: float = 9.0) -> str:
-    """Break lines of a title of 10 points so that a picture of that width holds them."""
+    """Break the lines of a title of 10 points to fit a picture of this width."""
     return "\n".join(fill(line, int(LETTERS_AN_INCH * inches)) for line in lines)

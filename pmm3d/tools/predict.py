@@ -51,14 +51,14 @@ def predict_command(
 ) -> None:
     """Compute the outputs of a trained network for samples, or continue a text.
 
-    The network is made from the configuration in the checkpoint. An HDF5 file OUT gets a data set `outputs` with a row
-    for each sample. For classes it also gets `probabilities`, and `classes` with the number of the most probable class,
-    whose attribute class_names has the names. A CSV file OUT gets a line for each sample: the outputs, or the most
-    probable class and the probability of each. OUT appears when it is complete. Any number of ranks may be used; the
-    run's own number gives the run's grid.
+    The network is made from the configuration in the checkpoint. An HDF5 file OUT contains a data set `outputs` with a
+    row for each sample. For classes it also contains `probabilities`, and `classes` with the number of the most
+    probable class; the attribute class_names of `classes` contains the names. A CSV file OUT contains a line for each
+    sample: the outputs, or the most probable class and the probability of each class. OUT has a temporary name until it
+    is complete. You can use any number of ranks. With the run's number of ranks, the grid is that of the run.
 
-    A network of tokens continues the text of --prompt. The text after the prompt is printed, and written to OUT if that
-    is given. It does not depend on the number of ranks.
+    A network of tokens continues the text of --prompt. The generated text is printed, and also written to OUT if you
+    give --out. It does not depend on the number of ranks.
 
     [bold]Examples[/]
 
@@ -142,7 +142,7 @@ def _write_text(out: Path, text: str) -> None:
 
 @contextmanager
 def _replacing(out: Path) -> Iterator[Path]:
-    """As a context: the path of a file that replaces OUT at the end. Raises DataError if it cannot be written."""
+    """As a context: the path of a temporary file that replaces OUT at the end. Raises DataError if this fails."""
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         yield partial
@@ -155,7 +155,7 @@ def _replacing(out: Path) -> Iterator[Path]:
 
 
 def _beside(out: Path, what: str, temporary: ExitStack) -> Path:
-    """Return the path of an HDF5 file in the folder of OUT, which is removed at the end."""
+    """Return the path of a temporary HDF5 file in the folder of OUT, which is removed at the end."""
     path = out.with_name(f".{out.name}.{os.getpid()}.{what}.h5")
     temporary.callback(path.unlink, missing_ok=True)
     return path

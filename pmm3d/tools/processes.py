@@ -1,4 +1,4 @@
-"""Processes of a job on this machine: the processes below mpiexec, and the rank and the end of each."""
+"""Processes of a job on this machine: the processes below mpiexec, their ranks, and how they end."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 from signal import SIGKILL
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-"""Variables by which an mpiexec tells a process its rank."""
+"""Environment variables in which mpiexec passes a process its rank."""
 PARENT, VIRTUAL_SIZE, STATUS = 1, 20, -1
-"""Positions in /proc/PID/stat behind the name and the state."""
+"""Indices of the fields of /proc/PID/stat that follow the name."""
 
 
 def end_job(process: subprocess.Popen, grace: float = 2.0) -> None:
     """End an mpiexec and every process below it. Do nothing if mpiexec has ended.
 
-    mpiexec gets SIGTERM first, so that it removes its files in /tmp and /dev/shm. The ranks are killed one by one,
-    because MPICH and Open MPI put each into a process group of its own. grace: seconds until mpiexec is killed.
+    mpiexec gets SIGTERM first, so that it removes its files in /tmp and /dev/shm. `grace` seconds later it is killed.
+    The ranks are killed one by one, because MPICH and Open MPI put each rank into its own process group.
     """
     if process.poll() is not None:
         return
@@ -37,7 +37,7 @@ def end_job(process: subprocess.Popen, grace: float = 2.0) -> None:
 
 
 def kill(pids: list[int]) -> None:
-    """Send SIGKILL to those of the processes that still exist."""
+    """Send SIGKILL to the processes that still exist."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, SIGKILL)
@@ -57,7 +57,7 @@ def descendants(ancestor: int) -> list[int]:
 
 
 def _stat(pid: int | str) -> list[str]:
-    """Return the fields of /proc/PID/stat behind the name; none if the process is gone."""
+    """Return the fields of /proc/PID/stat that follow the name; [] if the process is gone."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return []
@@ -67,7 +67,7 @@ def _stat(pid: int | str) -> list[str]:
 class RankProcess:
     """A rank on this machine.
 
-    status   None while it runs; then as of wait(2), or -1 if its parent has collected it before this process looked
+    status   None while the process runs; then its wait(2) status, or -1 if its parent has already reaped the process
     """
 
     rank: int
@@ -79,19 +79,19 @@ class RankProcess:
         self.status = int(stat[STATUS]) if stat and stat[0] in "ZX" else -1
 
     def is_ending(self) -> bool:
-        """Return whether the kernel has freed its memory already."""
+        """Return whether the kernel has freed the memory of the process."""
         stat = _stat(self.pid)
         return not stat or stat[VIRTUAL_SIZE] == "0"
 
 
 class LocalRanks:
-    """The ranks below an mpiexec on this machine. On systems without pidfd there are none.
+    """The ranks below an mpiexec on this machine. No ranks are found on systems without pidfd.
 
     running    ranks that run, by descriptor
-    ended      ranks in the order of their ends
-    hydra      whether the mpiexec is MPICH's or one made from it: its ranks have PMI_RANK and no other variable
-    suspects   the first rank that went wrong, and the ranks that were about to end then: MPICH's mpiexec kills the
-               other ranks as soon as one begins to end, and one of them may be gone earlier
+    ended      ranks in the order in which they ended
+    hydra      whether mpiexec is MPICH's or derived from it: its ranks have PMI_RANK and no other variable of a rank
+    suspects   the first rank that failed, and the ranks that were ending at that moment: MPICH's mpiexec kills the
+               other ranks as soon as one begins to end, and a killed rank may be gone first
     """
 
     def __init__(self, mpiexec: int):
@@ -105,7 +105,7 @@ class LocalRanks:
         self._watch(mpiexec)
 
     def _watch(self, pid: int) -> int:
-        """Return the descriptor of a process, whose end `wait` notices; -1 if it has ended already."""
+        """Return a descriptor of a process, whose end `wait` records; -1 if the process has already ended."""
         if self._poll is not None:
             with suppress(OSError):
                 descriptor = os.pidfd_open(pid)
@@ -114,7 +114,7 @@ class LocalRanks:
         return -1
 
     def look(self) -> None:
-        """Find new ranks: processes that have a variable of a rank, below processes that have none."""
+        """Find new ranks: the topmost processes below mpiexec that have a variable of a rank."""
         parents = [self._mpiexec]
         for parent in parents:
             for pid in set(_children(parent)) - self._seen:
@@ -139,7 +139,7 @@ class LocalRanks:
         if self._poll is None:
             return time.sleep(min(seconds, 0.05))
         for descriptor, _ in self._poll.poll(seconds):
-            os.close(descriptor)  # ends the watch too
+            os.close(descriptor)  # also removes it from the epoll
             if process := self.running.pop(descriptor, None):
                 process.note_end()
                 self.ended.append(process)

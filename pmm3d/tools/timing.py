@@ -1,4 +1,4 @@
-"""Timing: repetitions and medians, operands and rates of GEMMs, ranks with cores of their own, work of all ranks."""
+"""Timing: repetitions and medians, operands and rates of GEMMs, ranks with their own cores, work of all ranks."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ from ..model.machine import cores
 from ..model.machines import flop_of
 
 DEVICE_SECONDS, DEVICE_CALLS = 0.1, 200
-"""Duration of a timing on a device, and repetitions in it at most."""
+"""Duration of a timing on a device, and largest number of repetitions in it."""
 DEVICE_WARM_UP = 5
-"""Timings before the first that counts: the clock rate of a device rises under load."""
+"""Untimed multiples of DEVICE_SECONDS, because the clock rate of a device rises under load."""
 GEMM_SAMPLES = 5
 SAMPLES, SAMPLE_SECONDS, MOST_CALLS = 3, 4e-3, 2000
-"""Of a point: timings; the duration of one, by the fastest rank; repetitions in it at most. Ranks that share a core
-take turns of some milliseconds, which a timing must contain."""
+"""Timings of a point; duration of a timing on the fastest rank; largest number of calls in it. A timing is longer than
+the turns of some milliseconds that ranks on one core take."""
 YIELD_SECONDS, SLEEP_SECONDS, SLEPT = 2e-4, 1e-3, 1 / 8
-"""A rank that waits yields its core for the first seconds, then sleeps for this share of the time waited so far."""
+"""A waiting rank yields its core for YIELD_SECONDS. Then it sleeps for the share SLEPT of the time waited so far, at
+most for SLEEP_SECONDS at once."""
 IDLE_SECONDS = 3e-3
-"""Between two looks of a rank without work: each look takes a core some 20 us."""
+"""Interval between the polls of a rank without work. A poll takes about 20 us of a core."""
 
 Work = Callable[[], Any]
 Shape = tuple[int, int, int]
 
 
 def in_a_row(work: Work, library: NumpyLibrary, times: int) -> float:
-    """Return the seconds of one of `times` repetitions, all of which a device has then ended."""
+    """Return the mean seconds of `times` calls. The time ends when a device has completed all of them."""
     begun = time.perf_counter()
     for _ in range(times):
         work()
@@ -47,9 +48,10 @@ def in_a_row(work: Work, library: NumpyLibrary, times: int) -> float:
 
 
 def repetitions(library: NumpyLibrary, work: Work, seconds: Callable[[Work, int], float] | None = None) -> int:
-    """Return the repetitions of a timing: 1 on the host; on a device, which they warm up, those of DEVICE_SECONDS.
+    """Return the number of calls in a timing: 1 on the host; on a device, which this warms up, as many as take
+    DEVICE_SECONDS.
 
-    seconds   seconds(work, times): of one of `times` repetitions; default: those of this rank
+    seconds   the function seconds(work, times); default: `in_a_row` on this rank
     """
     if library.on_host:
         return 1
@@ -59,9 +61,9 @@ def repetitions(library: NumpyLibrary, work: Work, seconds: Callable[[Work, int]
 
 
 class Timer:
-    """Times work that ends on the devices of a library. Collective over the grid.
+    """Times work on the host or the devices of a library. Collective over the grid.
 
-    times   repetitions of a timing
+    times   number of calls in a timing
     """
 
     def __init__(self, grid: Grid, library: NumpyLibrary):
@@ -73,14 +75,14 @@ class Timer:
         self.times = repetitions(self._library, work, self.seconds)
 
     def seconds(self, work: Work, times: int = 0) -> float:
-        """Return the seconds of one of `times` (default: `self.times`) repetitions on the slowest rank."""
+        """Return the mean seconds of `times` calls (default: `self.times`) on the slowest rank."""
         self._library.synchronize()
         self._grid.comm.Barrier()
         return self._grid.comm.largest(in_a_row(work, self._library, times or self.times))
 
 
 class GemmOperands:
-    """A, B and C of GEMMs of several shapes, in the same memory, which is touched once.
+    """Operands A, B and C for GEMMs of several shapes, which share memory. The memory is touched once.
 
         >>> operands = GemmOperands(NumpyLibrary(), "float32", [(2, 3, 4), (4, 2, 2)])
         >>> a, b, c = operands.matrices((2, 3, 4), "nt")
@@ -115,9 +117,10 @@ def gemm_rate(library: NumpyLibrary, dtype: str, shape: Shape, **options: Any) -
 
 
 def one_a_core(usable: Sequence[tuple[str, Collection[int]]], threads: int) -> set[int]:
-    """Return the ranks that have cores of their own, each as many as its BLAS has threads, as far as there are any.
+    """Return the ranks that get their own cores. In rank order, each gets as many cores as its BLAS has threads, or the
+    cores that are left.
 
-    usable   host and cores of each rank
+    usable   host and usable cores of each rank
 
         >>> one_a_core([("a", {0}), ("a", {0}), ("a", {1}), ("b", {0, 1}), ("b", {0, 1}), ("b", {0, 1})], 1)
         {0, 2, 3, 4}
@@ -132,10 +135,10 @@ def one_a_core(usable: Sequence[tuple[str, Collection[int]]], threads: int) -> s
 
 
 class CoreShare(NamedTuple):
-    """How ranks share the cores of their node.
+    """Sharing of the cores of a node by its ranks.
 
-    crowd   ranks for each set of cores: what keeps a core busy takes this many times as long
-    works   whether this rank is one of those that have cores of their own
+    crowd   ranks per set of cores: computation takes this many times as long
+    works   whether this rank has its own cores (`one_a_core`)
     """
 
     crowd: float = 1.0
@@ -143,7 +146,7 @@ class CoreShare(NamedTuple):
 
 
 def core_share(comm: MPI.Intracomm, threads: int) -> CoreShare:
-    """Return the share of this rank. Collective. threads: of the BLAS of a rank."""
+    """Return the share of this rank. Collective. threads: BLAS threads of a rank."""
     host = socket.gethostname()
     everyones = comm.allgather((host, cores()))
     here = {rank for rank, (name, _) in enumerate(everyones) if name == host}
@@ -154,10 +157,10 @@ def core_share(comm: MPI.Intracomm, threads: int) -> CoreShare:
 class Sampler:
     """Measures work that all ranks of a communicator do at once. All methods are collective.
 
-    share     of the cores of this rank's node
-    budget    duration of the sections, as a share of what each asks for; a later one has what earlier ones left
+    budget    share of the requested time that a section gets
+    share     share of the cores of this rank's node
     clock     a function that returns seconds
-    left_out  points that were not measured, because the time of their section was up
+    left_out  number of points that were not measured, because the time of their section was up
     """
 
     def __init__(self, comm: MPI.Intracomm, budget: float = 1.0, share: CoreShare = CoreShare(),
@@ -168,7 +171,7 @@ class Sampler:
 
     @contextmanager
     def section(self, seconds: float) -> Iterator[None]:
-        """Return a context in which `measure` takes about `seconds` at most, and what earlier sections left."""
+        """As a context: `measure` stops after about `budget * seconds` and the time that earlier sections left."""
         self._due = max(self._due, self.clock()) + self.budget * seconds
         self._ends, self._over = self._due, False
         try:
@@ -177,13 +180,13 @@ class Sampler:
             self._ends, self._over = inf, False
 
     def largest(self, *values: float) -> list[float]:
-        """Return the largest of the ranks' values, each."""
+        """Return the largest of the ranks' values, for each of the values."""
         mine, found = np.array(values, np.float64), np.empty(len(values), np.float64)
         self.comm.Allreduce(mine, found, MPI.MAX)
         return found.tolist()
 
     def meet(self, idle: bool = False) -> None:
-        """Wait for all ranks, and leave them the cores meanwhile. idle: look rarely."""
+        """Wait for all ranks, and leave the cores to them meanwhile. idle: poll rarely."""
         arrival, begun = self.comm.Ibarrier(), self.clock()
         while not arrival.Test():
             waited = self.clock() - begun
@@ -194,35 +197,37 @@ class Sampler:
             else:
                 time.sleep(min(SLEEP_SECONDS, waited * SLEPT))
 
-    def measure_busy(self, work: Work) -> float | None:
-        """`measure` of work that keeps a core busy and waits for nobody.
+    def measure_busy(self, work: Work, always: bool = False) -> float | None:
+        """Like `measure`, for work that keeps a core busy and waits for no other rank.
 
-        If ranks share cores, one rank on each core works, so that no timing contains turns of another rank, and the
+        If ranks share cores, only one rank works on each core, so that no timing contains turns of another rank. The
         time is multiplied by the number of ranks on a core.
         """
-        seconds = self.measure(work, counts=self.share.works)
+        seconds = self.measure(work, counts=self.share.works, always=always)
         return None if seconds is None else seconds * self.share.crowd
 
     def measure(self, work: Work, *, samples: int = SAMPLES, sample_seconds: float = SAMPLE_SECONDS,
-                counts: bool = True) -> float | None:
+                counts: bool = True, always: bool = False) -> float | None:
         """Return the median seconds of a call on the slowest rank, or None if the time of the section is up.
 
-        counts   whether this rank works; one that does not only waits
+        counts   whether this rank works; otherwise it only waits
+        always   measure even if the time is up, with samples of one call
         """
-        if self._over:
+        if self._over and not always:
             self.left_out += 1
             return None
         self._timed(work, 1, counts)
         first = self._timed(work, 1, counts)
         fastest, over = self.largest(-first if counts else -inf, self.clock() - self._ends)
-        if over > 0:
-            self._over, self.left_out = True, self.left_out + 1
+        self._over = over > 0
+        if self._over and not always:
+            self.left_out += 1
             return None
-        calls = max(1, min(MOST_CALLS, round(sample_seconds / max(-fastest, 1e-9))))
+        calls = 1 if self._over else max(1, min(MOST_CALLS, round(sample_seconds / max(-fastest, 1e-9))))
         return self.largest(median(self._timed(work, calls, counts) for _ in range(samples)))[0]
 
     def _timed(self, work: Work, calls: int, counts: bool) -> float:
-        """Seconds of one of `calls` calls; 0 on a rank that does not work."""
+        """Return the mean seconds of `calls` calls; 0 on a rank that does not work."""
         self.meet(idle=not counts)
         if not counts:
             return 0.0

@@ -59,17 +59,20 @@ def parallelize(module: Kind, grid: Grid, plan: Plan | None = None, *, overlap: 
 
     Notes
     -----
-    Call the module with this rank's rows of a batch (`input_rows`), the same on all ranks along x and y. The mean of
-    the ranks' losses is trained, as by DistributedDataParallel. A loss is each rank's mean over its rows, if all ranks
-    have the same number; `mean(grid, losses)` for any number; or a loss of `gather_output`, which all ranks compute
-    alike.
+    Each rank passes its rows of a batch (`input_rows`). Ranks along x and y pass the same rows. Training minimizes the
+    mean of the ranks' losses, as DistributedDataParallel does. For the loss of the whole batch, use one of:
 
-    `.grad` is summed when `backward()` ends. Gradients of Linear3D are sent while it runs. Gradients are added until
-    they are set to zero; `pmm3d.nn.no_sync(grid)` leaves the sum over data to a later pass.
+    - the mean over the rows of each rank, if all ranks have the same number of rows;
+    - `mean(grid, losses)`, for any numbers of rows;
+    - a loss of the output of `gather_output`, which is equal on all ranks.
 
-    Between "column" and "row", each rank has its part of the columns. Only elementwise modules, and modules of the
-    plan, are allowed there. `Split("column", unit=width of a head)` splits heads, and `x.view(*, -1, width)` has those
-    of this rank.
+    When `backward()` returns, `.grad` contains the gradient of this mean. Gradients of Linear3D are sent during
+    `backward()`. As in torch, gradients accumulate until they are set to zero. Inside `pmm3d.nn.no_sync(grid)`, the sum
+    over data is left to a later pass.
+
+    Between "column" and "row", each rank has a part of the columns. Only elementwise modules and modules in the plan
+    are allowed there. `Split("column", unit=width)` splits the columns at multiples of the width of a head. This rank's
+    heads are then `x.view(*, -1, width)`.
 
     Examples
     --------

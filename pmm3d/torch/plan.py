@@ -60,6 +60,9 @@ applies."""
 def resolved(module: nn.Module, plan: Plan | None) -> dict[str, Split]:
     """Name -> Split of each distributed module. Raises LayoutError for a plan that does not fit the module."""
     if plan is not None:
+        if not isinstance(plan, Mapping):
+            raise LayoutError("parallelize: the plan is a dict that maps names of modules to roles; got a "
+                              f"{type(plan).__name__}")
         return _named(module, plan)
     if type(module) is nn.Linear:
         return {"": Split("column", gather=True)}

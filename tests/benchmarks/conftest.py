@@ -11,5 +11,5 @@ sys.path.insert(0, str(BENCHMARKS))
 
 @pytest.fixture
 def benchmarks():
-    """The folder."""
+    """The folder benchmarks/, in the import path."""
     return BENCHMARKS

@@ -1,4 +1,4 @@
-"""Collectives of all ranks of a group in one process: their generators are driven here, messages are copies."""
+"""Execution of the collectives of all ranks of a group in one process. Messages are copies of arrays."""
 
 import numpy as np
 
@@ -13,8 +13,13 @@ class FakeRecord:
 
 
 class FakeLink:
-    """What `comm.executor` asks of a Link. steps: exchanges; messages: sent in the largest of them; bytes as in the
-    ledger. mail: (sender, receiver) -> arrays on their way, of the whole group. each: ranks on a node."""
+    """The parts of a Link that `comm.executor` uses.
+
+    steps      number of exchanges;   messages   largest number of messages in one exchange
+    record     bytes, as in the ledger
+    mail       (sender, receiver) -> sent arrays of the whole group that are not received yet
+    each       number of ranks on a node
+    """
 
     check, dry = True, False
 
@@ -52,7 +57,7 @@ class FakeLink:
 
 
 def run(size, collective, node_map=FLAT, each=None):
-    """collective(link) of every rank: (what they return, their links)."""
+    """Run collective(link) for each rank. Returns (results, links) of the ranks."""
     mail = {}
     links = [FakeLink(rank, size, mail, node_map, each) for rank in range(size)]
     under_way = {link.rank: collective(link) for link in links}

@@ -18,7 +18,7 @@ GRIDS = {2: [((1, 2, 1), 1), ((2, 1, 1), 1)], 4: [((2, 1, 2), 1), ((1, 2, 1), 2)
 
 
 def collectives(grid):
-    """Of messages that MPI sends at once, and of those that it has fetched."""
+    """Compare each collective with the same on numpy arrays, for eager messages and for messages with a rendezvous."""
     for rows in (4, 40_000):
         whole = integers((rows, 3), seed=grid.rank)
         for axis in (grid.x, grid.y, grid.everyone):

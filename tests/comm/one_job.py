@@ -15,8 +15,7 @@ SAY = """
 
 
 def said_by_ranks(folder, ranks, script, *args):
-    """Run the script, which calls say(name, ...) on every rank. Returns name -> what each rank said, in rank order, and
-    the job's stderr."""
+    """Run a script in which every rank calls say(name, ...). Return (name -> values of each rank, the job's stderr)."""
     jobs = ScriptJobs(folder)
     try:
         done = jobs.run(ranks, SAY + script, *args)

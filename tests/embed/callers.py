@@ -11,14 +11,14 @@ ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / ".venv-embed"
 LIBRARIES = ROOT / "build" / "embed"
 FOREIGN = ("OMPI_", "PMIX_", "PRTE_", "OPAL_", "MPI4PY_", "PYTHONPATH", "PMM3D_")
-"""Of the environment of these tests, what belongs to the MPI and the settings that they run in."""
+"""Prefixes of environment variables of the tests' own MPI and settings. They are not passed to the programs."""
 AS_ROOT_ON_FEW_CORES = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
                         "OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_mpi_yield_when_idle": "1",
                         "OPENBLAS_NUM_THREADS": "1"}
 
 
 def lacks() -> str:
-    """What this machine lacks to compile callers and run them, with the remedy. Empty if it lacks nothing."""
+    """Return why this machine cannot compile and run callers, with the remedy; empty if it can."""
     missing = [tool for tool in ("mpicc.openmpi", "mpifort.openmpi", "mpirun.openmpi") if not shutil.which(tool)]
     if missing or not list(Path("/usr/lib").glob("*/libscalapack-openmpi.so")):
         return f"{', '.join(missing) or 'libscalapack-openmpi.so'} not found: make system-packages, as root"
@@ -26,7 +26,7 @@ def lacks() -> str:
 
 
 class Caller:
-    """A program that was compiled against the library."""
+    """A compiled program that calls the library."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -1,4 +1,4 @@
-"""The library of these tests, which `make embed` builds, and programs that call it."""
+"""Fixtures: the library that `make embed` builds, and programs that call it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _callers_can_be_made(request):
 
 @pytest.fixture(scope="session")
 def program(tmp_path_factory):
-    """program("apps/embed/product.c"): compiled once."""
+    """program("apps/embed/product.c") compiles the program at the first call, and returns its Caller."""
     made: dict[tuple[str, ...], Caller] = {}
 
     def find(*sources: str, flags: tuple[str, ...] = ()) -> Caller:
@@ -32,6 +32,6 @@ def program(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def site_packages() -> Path:
-    """Of the Python that the library starts."""
+    """Folder site-packages of the Python that the library starts."""
     [found] = ENVIRONMENT.glob("lib/python*/site-packages")
     return found

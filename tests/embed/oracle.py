@@ -1,9 +1,10 @@
-"""Run under mpirun: random products and redistributions, by pmm3d and by the machine's ScaLAPACK, compared.
+"""Compare random products and redistributions by pmm3d with the machine's ScaLAPACK. It runs under mpirun:
 
     mpirun -n 6 .venv-embed/bin/python tests/embed/oracle.py CASES SEED
 
-Each case draws process grids, block sizes, first processes, leading dimensions, sub-matrices, forms and numbers, the
-same on all ranks. Prints how many agreed; a case that does not is printed, and the exit status is 1.
+Each case has random process grids, block sizes, first processes, leading dimensions, sub-matrices, operations and
+factors, equal on all ranks. The program prints the number of equal results, and each case with a difference. Then its
+exit status is 1.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LARGEST = 60
 
 
 class Drawn(NamedTuple):
-    """A matrix and a part of it, on both sides; local: this rank's array."""
+    """A random matrix and a part of it, with the descriptors of both libraries. local: array of this rank."""
 
     whole: np.ndarray
     i: int
@@ -40,7 +41,7 @@ class Drawn(NamedTuple):
 
 
 class Contexts(NamedTuple):
-    """One process grid, here and there."""
+    """A process grid, as a context of each library."""
 
     ours: BlacsContext
     theirs: Blacs
@@ -53,7 +54,7 @@ class Contexts(NamedTuple):
         return cls(ours, scalapack.context(comm, shape, order))
 
     def matrix(self, rng: np.random.Generator, rows: int, cols: int, dtype: str) -> Drawn:
-        """With a part of that many rows and columns."""
+        """A random matrix with a part of this number of rows and columns."""
         i, j = (int(number) for number in rng.integers(1, 8, 2))
         m, n = rows + i - 1 + int(rng.integers(0, 6)), cols + j - 1 + int(rng.integers(0, 6))
         blocks, lead = [int(number) for number in rng.integers(1, 12, 2)], int(rng.integers(0, 4))
@@ -71,7 +72,7 @@ class Contexts(NamedTuple):
 
 
 def own_part(descriptor: Descriptor, whole: np.ndarray) -> np.ndarray:
-    """This rank's array; what no element is in is marked."""
+    """Array of this rank. Places without an element contain -77."""
     local = descriptor.empty(whole.dtype.name)
     local[...] = -77
     for tile in descriptor.cyclic.tiles(descriptor.context.grid.rank):
@@ -85,7 +86,7 @@ def indices(dealt: Distribution1D, part: int) -> list[int]:
 
 
 def product(scalapack: Scalapack, on: Contexts, rng: np.random.Generator) -> tuple[float, str]:
-    """(the difference in units of rounding, the case)."""
+    """(difference of a product in units of rounding, the case in words)."""
     dtype, (transa, transb) = str(rng.choice(DTYPES)), (str(form) for form in rng.choice(list("NTC"), 2))
     m, n, k = (int(size) for size in rng.integers(0, LARGEST, 3))
     alpha, beta = rng.choice([0, 1, -1, 0.5], 2)
@@ -105,7 +106,7 @@ def product(scalapack: Scalapack, on: Contexts, rng: np.random.Generator) -> tup
 
 def moved(scalapack: Scalapack, source: Contexts, target: Contexts, everyone: Blacs,
           rng: np.random.Generator) -> tuple[float, str]:
-    """(0 if every bit is the same, the case)."""
+    """(0 if a redistribution gives equal bits, the case in words)."""
     dtype, (m, n) = str(rng.choice(DTYPES)), (int(size) for size in rng.integers(1, LARGEST, 2))
     a, b = source.matrix(rng, m, n, dtype), target.matrix(rng, m, n, dtype)
     ours, theirs = b.local.copy(order="F"), b.local.copy(order="F")

@@ -1,4 +1,4 @@
-"""Files of samples, for the tests of data sets and of loaders."""
+"""Fixtures: files of samples, for tests of data sets and loaders."""
 
 import h5py
 import numpy as np
@@ -8,8 +8,8 @@ from batches import DIMS, LABELS, SAMPLES, VECTORS, X
 
 @pytest.fixture
 def write(comm, shared_path):
-    """write(name=array, ...): an HDF5 file of those data sets, for all ranks; those whose name ends in "chunked" are
-    stored in compressed chunks."""
+    """write(name=array, ...) writes an HDF5 file of these data sets for all ranks, and returns its path. A data set is
+    stored in compressed chunks if its name contains "chunked"."""
 
     def write(name="data.h5", **arrays):
         if comm.rank == 0:
@@ -33,7 +33,7 @@ def path(write):
 
 @pytest.fixture
 def own(comm, path, tmp_path, monkeypatch):
-    """A copy of the file on each rank, all under the name own.h5."""
+    """A separate copy of the file on each rank, with the name own.h5."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.h5").write_bytes(path.read_bytes())
     comm.barrier()

@@ -1,4 +1,4 @@
-"""Machines made by hand, for tests of what is priced by one."""
+"""Simple machines, for tests of models that use a machine."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,8 @@ from pmm3d.model.machines import Group, Machine
 
 @dataclass(frozen=True)
 class SimpleMachine(Machine):
-    """GEMMs at one rate; collectives of latency for each member and of bytes; passes of bytes."""
+    """A machine whose GEMMs have one rate, and whose passes have one bandwidth. A collective takes a latency for each
+    member, and time for its bytes."""
 
     rate: float = float("inf")
     latency: float = 0.0
@@ -40,11 +41,11 @@ def machine(ranks_per_node: int = 2**20, memory: int = 0, **figures: float) -> S
 
 
 BYTES_ONLY = machine()
-"""Nothing takes time but bytes, which take the same everywhere."""
+"""A machine on which only the bytes of messages take time, equally inside a node and between nodes."""
 
 
 def cluster(ranks_per_node: int = 8, **figures: float) -> SimpleMachine:
-    """Nodes with a network between them that their ranks share."""
+    """A machine of several nodes. The ranks of a node share its link."""
     known = {"rate": 5e10, "latency": 1e-6, "latency_across": 3e-6, "bandwidth": 5e9, "bandwidth_across": 12e9,
              "copying": 1e10, "hiding": 0.5}
     return machine(ranks_per_node, **known | figures)

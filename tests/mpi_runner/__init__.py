@@ -1,44 +1,41 @@
-"""A pytest plugin that runs tests on N MPI ranks and survives those that crash or hang.
+"""A pytest plugin that runs tests on N MPI ranks. A test that crashes or hangs does not end the run.
 
     @pytest.mark.parallel([1, 2, 6])             on a test, a class, or a module (pytestmark)
-    def test_sum(comm): ...                      runs on every rank, of 1, 2 and of 6
+    def test_sum(comm): ...                      runs on 1, on 2 and on 6 ranks
 
     @pytest.mark.parallel([6, 8])
     def test_grid(comm, grid_shape): ...         once per process grid: (1, 1, 6), (1, 2, 3), ...
 
-    @pytest.mark.own_world("reason")             COMM_WORLD has exactly the test's size; few tests need this
+    @pytest.mark.own_world("reason")             COMM_WORLD has exactly the size of the test; few tests need this
 
 Fixtures of a parallel test:
 
-    comm         a fresh communicator of the test's ranks, freed after the test if it passed on every rank;
-                 these are consecutive ranks of COMM_WORLD, which has more of them
+    comm         a new communicator of the ranks of the test: consecutive ranks of a larger COMM_WORLD. It is
+                 freed after the test if the test passed on every rank
     nranks       its size
     grid_shape   (gx, gy, gz) with gx * gy * gz == nranks
     shared_path  a folder, the same on every rank (tmp_path differs from rank to rank)
 
 Fixture of a test of failures, in one process:
 
-    job(ranks, script, *args, timeout=120, env={})   runs a script's text under mpiexec
-                                                     A job that takes more than three times `timeout`
-                                                     fails the test.
+    job(ranks, script, *args, timeout=120, env={})   runs the text of a script under mpiexec. The test fails if
+                                                     the job takes more than three times `timeout`
 
-The outer pytest never starts MPI. It launches one mpiexec (world.py) with as many ranks as the largest
-test has. Each rank runs pytest on the tests that it may have a part in (inside.py), and appends each
-event to a file of its own. Blocks of ranks run tests beside each other (phases.py). The outer pytest
-reads the ranks' files, merges the ranks' reports into one per test (merge.py) and hands each test to
-pytest as soon as it has ended, so -v, -x, -k, --durations and junit work as always.
+The outer pytest never starts MPI. It starts one mpiexec (world.py) with the ranks of the largest test. Each
+rank runs pytest on its tests (inside.py), and appends each event to its own file. Blocks of ranks run tests
+at the same time (phases.py). The outer pytest reads the files, merges the reports of the ranks (merge.py),
+and passes each test to pytest when it has ended. So -v, -x, -k, --durations and junit work as usual.
 
-A crash or a missed deadline ends the mpiexec. Every rank's stack goes into the report of the test that
-caused it, and another mpiexec runs the rest. If several tests were under way in a crash, each runs again
-alone, and the one that crashes again is the cause. If none does, the last of them has an error.
+A crash or a missed deadline ends the mpiexec. The report of the test that caused it contains the stacks of
+all ranks. Another mpiexec runs the remaining tests. If several tests were in progress during a crash, each
+runs again alone. A test that crashes again is the cause. If none does, the last of them has an error.
 
-A parallel test must end on all ranks within --mpi-deadline seconds (90), or those of its own mark,
-@pytest.mark.deadline(120). The time counts from when all ranks have begun the test. Once a rank has
-failed, the others get 5 s. --ranks 2,4 runs the parallel tests on 2 and 4 ranks only.
+A parallel test must end on all ranks within --mpi-deadline seconds (90), or within the time of its mark,
+@pytest.mark.deadline(120). The time counts from the moment at which all ranks have begun the test. After
+the failure of one rank, the others have 5 s. --ranks 2,4 runs the parallel tests on 2 and on 4 ranks only.
 
 Each run prints its rank-executions (the sum of the ranks of all parallel cases), the number of cases that
-start processes, and the processes (tally.py). A run of all folders without --all fails above
-rank_executions_budget or starting_cases_budget in pyproject.toml. --record-durations=FILE keeps what each
-case took, for durations.py.
-Under pytest-xdist only tests of one process run.
+start processes, and the number of processes (tally.py). A run of all folders without --all fails above
+rank_executions_budget or starting_cases_budget in pyproject.toml. --record-durations=FILE writes the time of
+each case, for durations.py. Under pytest-xdist, only tests in one process run.
 """

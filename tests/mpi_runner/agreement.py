@@ -1,4 +1,4 @@
-"""How ranks wait for each other without taking the cores from those still at work."""
+"""Waits of ranks for each other. A waiting rank sleeps, because the others need its core."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mpi4py import MPI
 
 
 class FailedElsewhere(AssertionError):
-    """This rank was content with a Hypothesis example on which another rank failed."""
+    """A Hypothesis example passed on this rank and failed on another rank."""
 
 
 def wait(request: MPI.Request) -> None:
-    """Complete a nonblocking operation, sleeping between looks: up to 2 ms after 0.1 s, up to 20 ms after 10 s."""
+    """Complete a nonblocking operation. Sleep between tests: up to 2 ms after 0.1 s, up to 20 ms after 10 s."""
     pause = 0.0
     while not request.Test():
         time.sleep(pause)
@@ -34,8 +34,8 @@ def largest(numbers: list[int], comm: MPI.Comm) -> list[int]:
 def agree_in_hypothesis(item, comm: MPI.Comm) -> None:
     """Let a Hypothesis test fail on every rank of comm if an example fails on one of them.
 
-    Otherwise that rank would replay its example while the others go on to the next: their
-    collectives would meet those of another example.
+    Otherwise this rank would repeat the example and the others continue with the next one, so that collectives of
+    different examples would be matched.
     """
     handle = getattr(getattr(item, "obj", None), "hypothesis", None)
     if handle is None:
@@ -57,7 +57,7 @@ def agree_in_hypothesis(item, comm: MPI.Comm) -> None:
         except BaseException as raised:
             error = raised
         failed = error is not None and not isinstance(error, not_failures)
-        if failed:  # said now, since the others may never come to agree
+        if failed:  # printed before the agreement, which the other ranks may never reach
             print(f"rank {agreeing.comm.rank}:", *traceback.format_exception(error), file=sys.stderr)
         (failed_somewhere,) = largest([int(failed)], agreeing.comm)
         if error is not None:

@@ -6,12 +6,12 @@ The outer pytest writes plan.json into FOLDER. Each rank adds two files:
 
     rank-N.jsonl    one line per event: {"pid": ...}, {"ready": true}, {"begin": test, "rank": ...},
                     {"test": test, "rank": ..., "reports": [...]}; "rank" is the rank within the test
-    rank-N.stacks   every thread's stack, from faulthandler: at SIGUSR1, at a crash, and when this rank
-                    ends itself, far past a deadline, because no outer pytest is left to end it
+    rank-N.stacks   the stacks of all threads, by faulthandler: at SIGUSR1, at a crash, and when the rank ends
+                    itself long after a deadline, because there is no outer pytest to end it
 
-All ranks follow the same list of phases. In a phase, blocks of consecutive ranks run tests of one size
-beside each other. The first rank of a block claims a test by adding a byte to a file of the phase, and
-its block follows. No rank waits for a rank outside its block, so phases and blocks cannot deadlock.
+All ranks execute the same list of phases. In a phase, blocks of consecutive ranks run tests of one size at
+the same time. The first rank of a block claims a test by adding a byte to a file of the phase. No rank waits
+for a rank outside its block, so phases and blocks cannot deadlock.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from mpi4py import MPI
 from mpi_runner import stacks
 from mpi_runner.agreement import agree_in_hypothesis, largest, wait
 
-SPARE = 30.0  # seconds past a deadline after which a rank ends itself; the outer pytest ends it before
+SPARE = 30.0  # seconds after a deadline at which a rank ends itself, if the outer pytest did not end it
 
 
 class RankPlugin:
-    """Runs each test between a fresh communicator and an agreement on its outcome."""
+    """Run each test with a new communicator, and agree on its outcome."""
 
     __name__ = "mpi-rank"  # pytest registers it under this name
 
@@ -59,7 +59,7 @@ class RankPlugin:
         self.events.flush()
 
     def limit(self, seconds: float):
-        """From now on this rank ends itself, with its stacks, if it takes far longer than that."""
+        """End this rank, and write its stacks, if the next step takes SPARE seconds longer than this."""
         stacks.limit(seconds + SPARE)
 
     def paths(self) -> list[str]:
@@ -68,14 +68,14 @@ class RankPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pycollect_makeitem(self, collector, name, obj):
-        """Leave out functions that this rank does not run: making their cases takes most of a collection."""
+        """Skip functions that this rank does not run, because to make their cases takes most of a collection."""
         if name.startswith("test") and callable(obj) and not isinstance(obj, type):
             return None if f"{collector.nodeid}::{name}" in self.functions else []
         return None
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
-        """Keep exactly this rank's tests."""
+        """Keep the tests of this rank only, in the planned order."""
         found = {item.nodeid: item for item in items}
         wanted = [self.plan["nodeids"][index] for index in self.mine]
         missing = [nodeid for nodeid in wanted if nodeid not in found]
@@ -87,7 +87,7 @@ class RankPlugin:
         items = {self.indices[item.nodeid]: item for item in session.items}
         self.limit(self.plan["startup"])
         wait(self.world.Ibarrier())
-        blocks = [self.block(phase) for phase in self.plan["phases"]]  # all now, since this is collective
+        blocks = [self.block(phase) for phase in self.plan["phases"]]  # before the first phase: it is collective
         self.write(ready=True)
         for number, (phase, block) in enumerate(zip(self.plan["phases"], blocks)):
             if block != MPI.COMM_NULL:
@@ -102,7 +102,7 @@ class RankPlugin:
     def run_phase(self, block: MPI.Comm, items: list[pytest.Item], claims: Path):
         """Run tests of a phase until none is left.
 
-        A block claims one test ahead, because pytest tears fixtures down for the test that follows.
+        A block claims one test ahead, because pytest needs the next test to decide which fixtures to tear down.
         """
 
         def claim(failed: bool = False) -> tuple[bool, pytest.Item | None]:
@@ -110,13 +110,13 @@ class RankPlugin:
             failed, number = largest([int(failed), number], block)
             return bool(failed), items[number] if number < len(items) else None
 
-        faulthandler.cancel_dump_traceback_later()  # the rest of the block may be busy in an earlier phase
+        faulthandler.cancel_dump_traceback_later()  # the other ranks of the block may be in an earlier phase
         _, item = claim()
         _, following = claim()
         while item is not None:
             failed = self.run_test(item, following, block)
             failed_somewhere, after = claim(failed)
-            if not failed_somewhere:  # otherwise a rank may still have requests on it
+            if not failed_somewhere:  # after a failure, a rank may still have requests on it
                 self.comm.Free()
             item, following = following, after
 
@@ -141,7 +141,7 @@ class RankPlugin:
 
 
 def count_up(path: Path) -> int:
-    """Number of earlier calls for this file, by all processes: the file grows by a byte a call."""
+    """Number of earlier calls for this file by all processes. Each call appends a byte."""
     with open(path, "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         number = os.fstat(file.fileno()).st_size
@@ -150,7 +150,7 @@ def count_up(path: Path) -> int:
 
 
 def main(folder: Path) -> int:
-    for stream in (sys.stdout, sys.stderr):  # whole lines, which are there when the rank is killed
+    for stream in (sys.stdout, sys.stderr):  # by lines, so that the output is complete if the rank is killed
         stream.reconfigure(line_buffering=True, write_through=False)
     plan = json.loads((folder / "plan.json").read_text())
     if MPI.COMM_WORLD.Get_size() != plan["size"]:
@@ -169,7 +169,7 @@ def main(folder: Path) -> int:
 if __name__ == "__main__":
     status = main(Path(sys.argv[1]))
     if status:
-        # Not sys.exit: MPI_Finalize would wait for ranks that are still at work.
+        # Not sys.exit, because MPI_Finalize would wait for ranks that still run tests.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -1,4 +1,4 @@
-"""What a killed MPICH rank leaves in /dev/shm: 3 MB a job, of which a container may have only 64."""
+"""Files in /dev/shm of killed MPICH ranks: 3 MB per job. A container may have only 64 MB there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def remove_leftovers(started: float) -> None:
-    """Remove MPICH's files that are ours, made since that time, and mapped by no process."""
+    """Remove the MPICH files of this user that were made since `started` and are mapped by no process."""
     ours = {
         str(path)
         for path in Path("/dev/shm").glob("mpich_shm_*")

@@ -1,4 +1,4 @@
-"""The reports that N ranks made of one test, as one."""
+"""Merge the reports of N ranks about one test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PHASES = ("setup", "call", "teardown")
 
 
 class RankFailures(TerminalRepr):
-    """What went wrong on which ranks, each distinct traceback once."""
+    """The failures of ranks: each different traceback once, with its ranks."""
 
     def __init__(self, headline: str, parts: list[tuple[str, object]]):
         self.headline = headline
@@ -20,7 +20,7 @@ class RankFailures(TerminalRepr):
 
     @property
     def reprcrash(self):
-        """What pytest quotes in its summary: the message of the first traceback, else the headline."""
+        """The line of pytest's summary: the message of the first traceback, or else the headline."""
         crashes = [part.reprcrash for _, part in self.parts if getattr(part, "reprcrash", None)]
         return crashes[0] if crashes else ReprFileLocation("", 0, self.headline)
 
@@ -37,7 +37,7 @@ class RankFailures(TerminalRepr):
 
 
 def merge(by_rank: dict[int, list[TestReport]]) -> list[TestReport]:
-    """One report per phase of the test. It failed if a rank failed, or if only some ranks skipped it."""
+    """Return one report per phase of the test. It failed if a rank failed, or if only some ranks skipped it."""
     merged = []
     for phase in PHASES:
         reports = {rank: report for rank, reports in by_rank.items() for report in reports if report.when == phase}
@@ -84,9 +84,9 @@ def failed_on(failed: dict[int, TestReport], nranks: int) -> RankFailures:
 
 
 def group(texts: dict[int, object], nranks: int) -> list[tuple[str, object]]:
-    """(which ranks, text) for each distinct text; addresses in it do not make it distinct.
+    """Return (ranks in words, text) for each different text. Addresses in texts are not compared.
 
-    Ranks that only gave up because another failed come last.
+    Ranks that failed only because another rank failed are last.
     """
     ranks_with: dict[str, list[int]] = {}
     for rank in sorted(texts):
@@ -104,7 +104,7 @@ def name_ranks(ranks: Iterable[int], nranks: int) -> str:
 
 
 def _merge_sections(reports: dict[int, TestReport], nranks: int) -> list[tuple[str, str]]:
-    """What the ranks printed, what several printed alike only once."""
+    """Return the output of the ranks. Equal outputs of several ranks are listed once."""
     printed = {rank: {title: text for title, text in report.sections} for rank, report in reports.items()}
     sections = []
     for title in dict.fromkeys(title for texts in printed.values() for title in texts):

@@ -1,4 +1,4 @@
-"""The outer pytest's half: hands the parallel tests to mpiexec and reports the results."""
+"""The part of the plugin in the outer pytest: run the parallel tests under mpiexec, and report the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pmm3d.tools import launcher
 
 
 def rank_count(item) -> int:
-    """The number of ranks a test needs; 0 for a test in one process."""
+    """Number of ranks of a test; 0 for a test in one process."""
     callspec = getattr(item, "callspec", None)
     return callspec.params.get("nranks", 0) if callspec else 0
 
@@ -31,18 +31,18 @@ class Batch:
 
     items: list[pytest.Item]
     alone: bool = False  # one test at a time
-    crash: merge.RankFailures | None = None  # during which all these tests were under way
+    crash: merge.RankFailures | None = None  # a crash during which these tests were in progress
     rest: Batch | None = None  # the other tests of the mpiexec that crashed
 
 
 def failures(items, text: str) -> Iterator[tuple[pytest.Item, list[TestReport]]]:
-    """Each of these tests failed for the same reason."""
+    """Yield each test with reports of a failure for the same reason."""
     for item in items:
         yield item, failure(item, time.time(), merge.RankFailures(text, []))
 
 
 class OuterPlugin:
-    """Runs the parallel tests in worlds of ranks and reports each as soon as it has ended."""
+    """Run the parallel tests in worlds of ranks, and report each test when it has ended."""
 
     def __init__(self, config):
         self.config = config
@@ -50,7 +50,7 @@ class OuterPlugin:
         self.results: Iterator[tuple[pytest.Item, list[TestReport]]] | None = None
 
     def pytest_sessionstart(self):
-        # Ended from outside, pytest is to end its jobs as after Ctrl-C.
+        # If pytest is terminated, it ends its jobs as after Ctrl-C.
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.default_int_handler)
 
@@ -70,7 +70,7 @@ class OuterPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item):
-        """Report the next parallel test that ends, which may be another than this one: each is reported once."""
+        """Report the next parallel test that ends. It may be another test than `item`; each is reported once."""
         if rank_count(item) == 0:
             return None
         self.results = self.results or self.run(item.session.items)
@@ -83,7 +83,7 @@ class OuterPlugin:
         return True
 
     def run(self, items) -> Iterator[tuple[pytest.Item, list[TestReport]]]:
-        """Each parallel test with its reports, in the order in which they end."""
+        """Yield each parallel test with its reports, in the order in which the tests end."""
         own = [item for item in items if item.get_closest_marker("own_world")]
         shared = [item for item in items if rank_count(item) and item not in own]
         of_size = [[item for item in own if rank_count(item) == n] for n in sorted({*map(rank_count, own)})]
@@ -94,7 +94,7 @@ class OuterPlugin:
                 batches.extendleft((yield from self.run_batch(batch)))
 
     def run_batch(self, batch: Batch):
-        """Yield each test with its reports; return the batches that another mpiexec is to run, the last first."""
+        """Yield each test with its reports. Return the remaining batches, for another mpiexec, in reverse order."""
         left = {item.nodeid: item for item in batch.items}
         try:
             world = self.world = self.launch(batch)
@@ -107,10 +107,10 @@ class OuterPlugin:
                 return (yield from self.after_trouble(batch, world, outcome, left))
             item, reports = left.pop(outcome.nodeid), self.merged(outcome)
             if any(report.failed for report in reports):
-                batch.crash = None  # this failure is its likely cause
+                batch.crash = None  # this test is probably the cause of the crash
             if left:
                 yield item, reports
-        # The end of the job counts as a part of its last test, and so does a crash that did not repeat itself.
+        # A failure at the end of the job, and a crash that was not repeated, are reported with its last test.
         trouble = world.finish()
         end = post_mortem.last_words(world, trouble) if trouble else batch.crash
         self.end_world()
@@ -120,7 +120,7 @@ class OuterPlugin:
         return []
 
     def after_trouble(self, batch: Batch, world: World, trouble: Trouble, left: dict[str, pytest.Item]):
-        """Yield the test that crashed or hung, if it is known; return the batches for all others, the last first."""
+        """Yield the test that crashed or hung, if it is known. Return batches of all others, in reverse order."""
         suspects = [left.pop(test.nodeid) for test in trouble.suspects]
         others = [*left.values()]
         if not suspects:
@@ -148,7 +148,7 @@ class OuterPlugin:
         return []
 
     def launch(self, batch: Batch) -> World:
-        """Start the ranks on these tests: as many ranks as the largest test has."""
+        """Start a world for these tests, with the ranks of the largest test."""
         counts = [rank_count(item) for item in batch.items]
         size = max(counts)
         return World(
@@ -165,7 +165,7 @@ class OuterPlugin:
         return Planned(item.nodeid, str(item.path), rank_count(item), deadline)
 
     def arguments(self) -> list[str]:
-        """The ranks' pytest command line without files: results shown as this pytest was asked to show them."""
+        """Arguments of pytest on the ranks, without files. Results have the format that was requested here."""
         option = self.config.option
         inifile = ["-c", str(self.config.inipath)] if self.config.inipath else []
         arguments = [
@@ -191,7 +191,7 @@ class OuterPlugin:
         return [from_json(config=self.config, data=data) for data in reports]
 
     def failure_of(self, world: World, test: Planned, trouble: str) -> merge.RankFailures:
-        """Why a test crashed or hung."""
+        """The report of a test that crashed or hung."""
         reports = {rank: self.decoded(reports) for rank, reports in test.results.items()}
         failed = {rank: report for rank in reports for report in reports[rank] if report.failed}
         return post_mortem.last_words(world, trouble, test, failed)

@@ -1,4 +1,4 @@
-"""The order in which the ranks of a world run tests of several sizes."""
+"""Order in which the ranks of a world run tests of several sizes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pmm3d.model import machine
 
 
 def phases(counts: Sequence[int], size: int, cores: int | None = None) -> list[dict]:
-    """Tests by their rank counts, as phases for a world of so many ranks.
+    """Phases of tests for a world of `size` ranks. counts: number of ranks of each test.
 
-    In a phase, `blocks` blocks of `ranks` ranks each run `tests` (indices) beside each other. Ranks outside the blocks
-    go on to the next phase in which they have a part.
+    In a phase, `blocks` blocks of `ranks` ranks each run `tests` (indices) at the same time. Ranks outside the blocks
+    continue with a later phase.
     """
     return [
         {"ranks": ranks, "blocks": blocks(ranks, size, cores or len(machine.cores())), "tests": tests}
@@ -21,10 +21,10 @@ def phases(counts: Sequence[int], size: int, cores: int | None = None) -> list[d
 
 
 def one_by_one(counts: Sequence[int]) -> list[dict]:
-    """Each test in a phase of its own: no other test beside it."""
+    """Phases of one test each."""
     return [{"ranks": ranks, "blocks": 1, "tests": [index]} for index, ranks in enumerate(counts)]
 
 
 def blocks(ranks: int, size: int, cores: int) -> int:
-    """Number of blocks at work at a time: as many ranks as cores, and two blocks at least if the world holds them."""
+    """Number of blocks that work at the same time: one rank per core, and at least two blocks if they fit the world."""
     return min(size // ranks, max(2, cores // ranks))

@@ -1,11 +1,11 @@
-"""Common to the outer pytest and the ranks: marks, options, parametrisation, order, fixtures."""
+"""The part of the plugin on the ranks and in the outer pytest: marks, options, parametrisation, order, fixtures."""
 
 from __future__ import annotations
 
 import mpi4py
 import pytest
 
-# Conftests and test modules may import mpi4py.MPI in the outer pytest: that is not to start MPI. A rank has started it.
+# Test modules import mpi4py.MPI also in the outer pytest, which must not start MPI. On a rank, MPI is started already.
 mpi4py.rc(initialize=False, finalize=False)
 
 from mpi_runner import outer  # noqa: E402
@@ -38,7 +38,7 @@ def _counts(text: str) -> set[int]:
 
 
 all_tests = False
-"""Whether this run is one with --all, for the values that test modules loop over. Set before they are imported."""
+"""Whether the run has --all. Test modules, which are imported later, shorten their loops if it is False."""
 
 
 def pytest_configure(config):
@@ -62,14 +62,14 @@ def pytest_configure(config):
 
 
 def _rank_plugin(config):
-    """This rank's half of the plugin; None in the outer pytest."""
+    """The RankPlugin of this rank; None in the outer pytest."""
     return config.pluginmanager.get_plugin(RANK_PLUGIN)
 
 
 def _configure_hypothesis(inside):
-    """Every rank must draw the same examples, so nothing may depend on chance, time or a database.
+    """Set profiles in which all ranks draw the same examples, independently of chance, time and a database.
 
-    Nor may ranks go separate ways once an example fails on some of them, so there they do not shrink it.
+    Ranks do not shrink a failed example, because it may have failed on only some of them.
     """
     try:
         from hypothesis import HealthCheck, Phase, settings
@@ -92,14 +92,14 @@ def _configure_hypothesis(inside):
 
 
 def process_grids(nranks: int) -> list[tuple[int, int, int]]:
-    """Every (gx, gy, gz) with gx * gy * gz == nranks."""
+    """All (gx, gy, gz) with gx * gy * gz == nranks."""
     divisors = [d for d in range(1, nranks + 1) if nranks % d == 0]
     return [(x, y, nranks // (x * y)) for x in divisors for y in divisors if nranks % (x * y) == 0]
 
 
 CANONICAL_GRIDS = {4: [(1, 4, 1), (2, 1, 2), (1, 2, 2)], 6: [(1, 2, 3)], 8: [(2, 2, 2), (4, 1, 2)]}
-"""On 4 ranks: axes of 4 ranks, and of 2 that are 1 or 2 ranks apart. On 6 and 8: all axes at once, uneven ones, and an
-axis of 4."""
+"""On 4 ranks: axes of 4 ranks, and of 2 ranks with stride 1 or 2. On 6 and 8 ranks: all axes of several ranks, axes of
+different sizes, and an axis of 4."""
 
 
 def canonical_grids(nranks: int) -> list[tuple[int, int, int]]:
@@ -108,7 +108,7 @@ def canonical_grids(nranks: int) -> list[tuple[int, int, int]]:
 
 
 def pytest_generate_tests(metafunc):
-    """One item per rank count and, if the test asks for grid_shape, per process grid."""
+    """Make one item for each number of ranks and, if the test has the fixture grid_shape, for each process grid."""
     mark = metafunc.definition.get_closest_marker("parallel")
     if mark is None:
         return
@@ -125,7 +125,7 @@ def pytest_generate_tests(metafunc):
 
 
 def rank_counts(mark: pytest.Mark, test: str, all_tests: bool = False) -> list[int]:
-    """The numbers of ranks that a mark `parallel` lists for a test."""
+    """Numbers of ranks in a mark `parallel`. Raises UsageError for an invalid mark."""
     listed = mark.args[0] if len(mark.args) == 1 else (), mark.kwargs.get("thorough", ())
     counts, thorough = ([each] if isinstance(each, int) else list(each) for each in listed)
     wrong = set(mark.kwargs) - {"thorough"} or [n for n in (*counts, *thorough) if not isinstance(n, int) or n < 1]
@@ -139,7 +139,7 @@ def rank_counts(mark: pytest.Mark, test: str, all_tests: bool = False) -> list[i
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Tests in one process first, then rank count by rank count, otherwise in the order written."""
+    """Sort the tests by number of ranks, first the tests in one process, and otherwise in the order of the files."""
     if not config.getoption("all_tests"):
         thorough = [item for item in items if item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=thorough)
@@ -153,7 +153,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def nranks(request):
-    """The number of ranks the test runs on."""
+    """Number of ranks of the test."""
     if not hasattr(request, "param"):
         raise pytest.UsageError(NO_RANKS.format("nranks"))
     return request.param
@@ -161,7 +161,7 @@ def nranks(request):
 
 @pytest.fixture(scope="session")
 def grid_shape(request):
-    """(gx, gy, gz), with as many processes as the test has ranks."""
+    """(gx, gy, gz) with gx * gy * gz == nranks."""
     if not hasattr(request, "param"):
         raise pytest.UsageError(NO_RANKS.format("grid_shape"))
     return request.param
@@ -169,7 +169,7 @@ def grid_shape(request):
 
 @pytest.fixture
 def comm(request):
-    """A communicator of all ranks for this test alone, so that no message of another test is in it."""
+    """A communicator of all ranks, new for each test, so that messages of different tests cannot mix."""
     rank = _rank_plugin(request.config)
     if rank is None:
         raise pytest.UsageError(NO_RANKS.format("comm"))
@@ -187,7 +187,7 @@ def shared_path(request):
 
 @pytest.fixture
 def job(tmp_path):
-    """Runs the text of a script on some ranks: job(4, text, "argument", timeout=120, env={})."""
+    """job(4, text, "argument", timeout=120, env={}) runs the text of a script on four ranks."""
     jobs = ScriptJobs(tmp_path)
     yield jobs.run
     jobs.end()

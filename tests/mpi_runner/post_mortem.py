@@ -1,4 +1,4 @@
-"""What can still be said of a test whose ranks crashed or hung."""
+"""Report of a test whose ranks crashed or hung."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mpi_runner.world import Planned, World
 def last_words(
     world: World, trouble: str, test: Planned | None = None, failed: Mapping[int, TestReport] = MappingProxyType({})
 ) -> merge.RankFailures:
-    """Tracebacks of the test's ranks that failed, stacks of those still in the test, and what mpiexec wrote.
+    """Return tracebacks of the ranks that failed, stacks of the ranks that are still in the test, and the job's output.
 
-    Without a test, or if no rank has begun it: stacks of all ranks. Call this before the job is ended: a stack is asked
-    for by signal.
+    Without a test, or if no rank has begun it, return the stacks of all ranks. Call this before the job is ended,
+    because stacks are requested by a signal.
     """
     if test is not None and test.begun:
         begun, finished, nranks, written_before = test.begun, test.results, test.ranks, test.written_before
@@ -43,7 +43,7 @@ def last_words(
 
 
 def readable(stacks: str) -> str:
-    """faulthandler's text without the frames of Hypothesis, and of pytest below the test."""
+    """Return faulthandler's text without the frames of Hypothesis, and without the frames of pytest below the test."""
     lines, below_test = [], False
     for line in stacks.splitlines():
         is_frame = line.startswith("  File")
@@ -54,7 +54,7 @@ def readable(stacks: str) -> str:
 
 
 def failure(item, start: float, longrepr, phase: str = "call") -> list[TestReport]:
-    """The three reports of a test that failed in one phase, made up here because no rank could."""
+    """Return the three reports of a test that failed in one phase, if no rank could make them."""
     stop = time.time()
     return [
         TestReport(

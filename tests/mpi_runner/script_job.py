@@ -1,4 +1,4 @@
-"""The fixture `job`: a script under mpiexec, as a child with a time limit."""
+"""The fixture `job`: a script under mpiexec, in a child process with a time limit."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import pytest
 from mpi_runner.leftovers import remove_leftovers
 from pmm3d.tools import launcher
 
-# Put before each script: what a rank prints arrives as whole lines, not mixed with those of others, and SIGUSR1 has it
-# print its stacks, or do nothing while it finalizes MPI.
+# Inserted before each script. Output is written by lines, so that lines of different ranks are not mixed. At SIGUSR1 a
+# rank prints its stacks. While it finalizes MPI, the signal has no effect.
 WHOLE_LINES = """import faulthandler, signal, sys
 signal.signal(signal.SIGUSR1, signal.SIG_IGN), faulthandler.register(signal.SIGUSR1)
 [stream.reconfigure(line_buffering=True, write_through=False) for stream in (sys.stdout, sys.stderr)]
@@ -27,7 +27,7 @@ signal.signal(signal.SIGUSR1, signal.SIG_IGN), faulthandler.register(signal.SIGU
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job ended, with what all its ranks wrote."""
+    """Exit code and output of a job."""
 
     returncode: int
     stdout: str
@@ -35,11 +35,11 @@ class JobResult:
 
 
 class ScriptJobs:
-    """Runs scripts one after the other in a folder, and ends the one under way if the test ends."""
+    """Run scripts in a folder, one after the other. If the test ends, the running script is ended."""
 
-    PATIENCE = 3  # the limits are for jobs that hang: a busy machine may take so much longer
-    SPARE = 10.0  # seconds that pmm3d.launcher, which keeps the time limit, may take beyond it
-    STACKS = 3.0  # seconds before the limit, ranks that still run show where they are
+    PATIENCE = 3  # factor of time limits, because they are for jobs that hang, and a busy machine is slower
+    SPARE = 10.0  # seconds beyond the limit that pmm3d.launcher, which enforces it, may take
+    STACKS = 3.0  # seconds before the limit at which ranks print their stacks
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -48,10 +48,10 @@ class ScriptJobs:
         self.started = time.time()
 
     def run(self, ranks: int, script: str, *args, timeout: float = 120, env=None) -> JobResult:
-        """Run the script on that many ranks. A job still running after PATIENCE times timeout fails the test, with the
-        stacks of its ranks.
+        """Run the script on this number of ranks. If it does not end within PATIENCE times timeout, the test fails with
+        the stacks of the ranks.
 
-        The time limit is kept by pmm3d.launcher in a process of its own, so it holds even if this one is killed.
+        pmm3d.launcher enforces the time limit in a separate process, also if this process is killed.
         """
         self.number += 1
         timeout *= self.PATIENCE
@@ -82,7 +82,7 @@ class ScriptJobs:
         return launcher.TIMED_OUT
 
     def end(self) -> None:
-        """End what still runs."""
+        """End the running job."""
         if self.process is not None:
             launcher.end_job(self.process, grace=5.0)
             remove_leftovers(self.started)

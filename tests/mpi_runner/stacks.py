@@ -1,4 +1,4 @@
-"""Every thread's stack in a file of this rank: at SIGUSR1, at a crash and past a time limit."""
+"""Stacks of all threads in a file of this rank: at SIGUSR1, at a crash, and after a time limit."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def listen() -> None:
 
 
 def limit(seconds: float) -> None:
-    """Write the stacks and end this rank after so many seconds, unless `limit` is called again before."""
+    """Write the stacks and end this rank after this number of seconds, unless `limit` is called again before."""
     faulthandler.dump_traceback_later(seconds, exit=True, file=_file)

@@ -1,4 +1,4 @@
-"""What a run of the tests costs: rank-executions, processes started, seconds of each case."""
+"""Cost of a run of the tests: rank-executions, processes, and seconds of each case."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ def _count(event: str, _arguments) -> None:
 
 
 class Tally:
-    """Counts the cases and the children of this pytest and of its pytest-xdist workers. Fails the run above a budget.
+    """Count the cases and the children of this pytest and of its pytest-xdist workers. Above a budget, the run fails.
 
-    Processes that these children start are not counted.
-
-    A budget is an option of pytest's configuration file. It holds for a run of all folders without --all.
+    Children of the children are not counted. A budget is an option of pytest's configuration file. It applies to a run
+    of all folders without --all.
     """
 
     def __init__(self, config: pytest.Config):
@@ -64,11 +63,11 @@ class Tally:
         return {"rank_executions_budget": ranks, "starting_cases_budget": starting}
 
     def processes(self) -> int:
-        """Processes started. A loaded machine starts more, where a test asks a program again until it is ready."""
+        """Number of processes. It is larger on a busy machine, because some tests start a program until it is ready."""
         return _started + self.in_workers
 
     def budgets(self) -> dict[str, int]:
-        """The budgets that hold for this run."""
+        """The budgets of this run."""
         config = self.config
         if config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.getoption("all_tests"):
             return {}

@@ -1,4 +1,4 @@
-"""One mpiexec whose ranks run tests, watched through the files that the ranks write."""
+"""One mpiexec whose ranks run tests. The outer pytest reads the files that the ranks write."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from mpi_runner.merge import name_ranks
 from pmm3d.tools import launcher
 
 STARTUP = 600.0  # seconds until every rank has imported and collected the tests
-IDLE = 60.0  # seconds in which no test is under way, though some are left
-AFTER_FAILURE = 5.0  # seconds left to the other ranks of a test once one has failed or is gone
+IDLE = 60.0  # seconds without a test in progress, while tests remain
+AFTER_FAILURE = 5.0  # seconds that the other ranks of a test have after one failed or ended
 AT_EXIT = 60.0  # seconds from the last test to the end of mpiexec
-LOOK_EVERY = 0.01  # seconds between two looks at the ranks' files
+LOOK_EVERY = 0.01  # seconds between two reads of the ranks' files
 
 
 @dataclass
 class Planned:
-    """A test that a world is to run."""
+    """A test that a world runs."""
 
     nodeid: str
     path: str
@@ -35,9 +35,9 @@ class Planned:
     deadline: float
     begun: dict[int, int] = field(default_factory=dict)  # rank within the test -> rank in the world
     results: dict[int, list[dict]] = field(default_factory=dict)  # rank within the test -> its reports
-    start: float = 0.0  # when a rank began it, in seconds of the clock
-    since: float = 0.0  # when all its ranks had begun it, in seconds of a monotonic clock, as in the next line
-    failed_since: float | None = None  # when a rank had failed or was gone
+    start: float = 0.0  # time at which the first rank began it (time.time)
+    since: float = 0.0  # time at which all ranks had begun it (time.monotonic)
+    failed_since: float | None = None  # time at which a rank failed or ended (time.monotonic)
     written_before: int = 0  # bytes of output before it began
 
     @property
@@ -50,17 +50,17 @@ class Planned:
 
 @dataclass
 class Trouble:
-    """Why a world is of no more use, and the tests that may be the cause: none before all ranks had started."""
+    """Reason why a world cannot continue, and the tests that may be the cause (none before all ranks have started)."""
 
     text: str
     suspects: list[Planned]
 
 
 class World:
-    """A running mpiexec. `wait()` returns the next test that all its ranks have reported, or the trouble."""
+    """A running mpiexec. `wait()` returns the next test that all its ranks have reported, or a Trouble."""
 
     def __init__(self, size: int, tests: list[Planned], phases: list[dict], arguments: list[str], show: bool):
-        mpiexec = launcher.command(size, ["-m", "mpi_runner.inside"])  # raises if there is none
+        mpiexec = launcher.command(size, ["-m", "mpi_runner.inside"])  # raises if there is no mpiexec
         self.size = size
         self.tests = tests
         self.folder = Path(tempfile.mkdtemp(prefix=f"pmm3d-tests-{size}-"))
@@ -89,7 +89,7 @@ class World:
             stdin=subprocess.DEVNULL,
             stdout=None if show else self.output,
             stderr=None if show else subprocess.STDOUT,
-            preexec_fn=os.setpgrp,  # in a session of its own it would keep the cores from what runs beside it
+            preexec_fn=os.setpgrp,  # not a new session: Linux would schedule it as a group that takes whole cores
         )
 
     def wait(self) -> Planned | Trouble:
@@ -107,15 +107,15 @@ class World:
             time.sleep(LOOK_EVERY)
 
     def trouble(self, text: str) -> Trouble:
-        """Any test under way may be the cause; if none is, the next one.
+        """A Trouble with the tests in progress as possible causes, or else the next test.
 
-        Otherwise the same tests would be run again without end.
+        Without a cause, the same tests would be repeated forever.
         """
         next_ones = [test for test in self.tests if not test.complete][:1]
         return Trouble(text, (self.under_way or next_ones) if self.all_ready() else [])
 
     def lateness(self) -> Trouble | None:
-        """What has taken too long by now, if anything has."""
+        """A Trouble if a time limit is exceeded; else None."""
         now = time.monotonic()
         if not self.all_ready():
             late = now > self.last_event + STARTUP
@@ -139,7 +139,7 @@ class World:
         return len(self.ready) == self.size
 
     def read(self) -> None:
-        """Take in what the ranks have written since."""
+        """Read the new events of the ranks."""
         written = os.fstat(self.output.fileno()).st_size
         for rank, file in enumerate(self.files):
             for event in file.new_events():
@@ -162,7 +162,7 @@ class World:
         if not test.begun:
             self.under_way.append(test)
             test.start = time.time()
-            test.written_before = self.written  # at the look before this one
+            test.written_before = self.written  # at the previous read
         test.begun[rank] = rank_in_world
         test.since = self.last_event
 
@@ -171,7 +171,7 @@ class World:
         return [rank for rank, pid in self.pids.items() if not _is_alive(pid)]
 
     def stacks(self) -> dict[int, str]:
-        """Where every rank is: all its threads' stacks, written by faulthandler; what it wrote before if it is gone."""
+        """Stacks of all threads of each rank, by faulthandler. For an ended rank: the stacks that it wrote before."""
         before = {rank: self._stacks_of(rank) for rank in self.pids}
         asked = [rank for rank in self.pids if self._ask_for_stacks(rank)]
         patience = time.monotonic() + 2.0
@@ -181,7 +181,7 @@ class World:
         return {rank: self._stacks_of(rank) for rank in self.pids}
 
     def _ask_for_stacks(self, rank: int) -> bool:
-        """Signal a rank, unless the job has ended: then its process id may be somebody else's."""
+        """Signal a rank, unless the job has ended, because then its process id may be that of another process."""
         if self.process.poll() is not None or not _is_alive(self.pids[rank]):
             return False
         os.kill(self.pids[rank], signal.SIGUSR1)
@@ -191,7 +191,7 @@ class World:
         return (self.folder / f"rank-{rank}.stacks").read_text()
 
     def finish(self) -> str | None:
-        """Wait for mpiexec after the last test. None if it ended well, else what went wrong."""
+        """Wait for mpiexec after the last test. Return a description of a failure, or None."""
         try:
             status = self.process.wait(AT_EXIT)
         except subprocess.TimeoutExpired:
@@ -199,12 +199,12 @@ class World:
         return f"the job ended with status {status} after its last test (MPI_Finalize?)" if status else None
 
     def said(self, since: int = 0, lines: int = 40) -> str:
-        """The last lines of what mpiexec and the ranks have written after so many bytes."""
+        """The last lines of the output of mpiexec and the ranks, without the first `since` bytes."""
         self.output.seek(since)
         return "\n".join(self.output.read().splitlines()[-lines:])
 
     def end(self) -> None:
-        """Leave no process and no file behind."""
+        """End the job, and remove its files."""
         launcher.end_job(self.process)
         for file in (self.output, *self.files):
             file.close()
@@ -218,7 +218,7 @@ def _has_failed(test: Planned) -> bool:
 
 
 class RankFile:
-    """Reads the lines that a rank has completed since the last look."""
+    """Reader of the complete lines that a rank has written since the last read."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -239,7 +239,7 @@ class RankFile:
 
 
 def _environment() -> dict[str, str]:
-    """For the ranks: this pytest's import path, and not the selection it was given."""
+    """Environment of the ranks: the import path of this pytest, without its options."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 

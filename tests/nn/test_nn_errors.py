@@ -20,7 +20,7 @@ from networks import (
     weights_of,
 )
 
-from pmm3d import DistMatrix, Grid, GridError, LayoutError, Pmm3dError, nn
+from pmm3d import DistMatrix, DTypeError, Grid, GridError, LayoutError, Pmm3dError, nn
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.scores import R2
@@ -83,15 +83,16 @@ def test_shapes_that_do_not_fit(grid, fails):
 def test_layers_that_cannot_be(grid, fails):
     for sizes in ((0, 3), (3, 0), (3, -1), (2.5, 3)):
         fails(LayoutError, "Linear: .* is a whole number, at least 1", lambda: nn.Linear(grid, *sizes))
-    fails(Pmm3dError, "Linear: deviation=0.1 is of initial values, and weight= is a weight of another layer",
-          lambda: nn.Linear(grid, 3, 2, weight=nn.Linear(grid, 3, 2).weight, deviation=0.1))
     fails(LayoutError, "LayerNorm: features is a whole number", lambda: nn.LayerNorm(grid, 0))
     fails(LayoutError, "at least 1; got 0", lambda: nn.MLP(grid, [4, 0, 2]))
     for sizes in ([], [4]):
         fails(LayoutError, "MLP: sizes name at least", lambda: nn.MLP(grid, sizes))
     for p in (-0.1, 1, 1.5):
-        fails(Pmm3dError, "p is a probability below 1", lambda: nn.Dropout(grid, p))
-        fails(Pmm3dError, "p is a probability below 1", lambda: nn.dropout(tensor(grid), p, 1))
+        fails(Pmm3dError, "Dropout: p must be at least 0 and below 1", lambda: nn.Dropout(grid, p))
+        fails(Pmm3dError, "dropout: p must be at least 0 and below 1", lambda: nn.dropout(tensor(grid), p, 1))
+        fails(Pmm3dError, "MLP: dropout must be at least 0 and below 1", lambda: nn.MLP(grid, [4, 2], dropout=p))
+    for layer, sizes in (nn.Attention, (4, 2)), (nn.FeedForward, (4, 8)), (nn.TransformerBlock, (4, 2)):
+        fails(Pmm3dError, "residual=0.5 multiplies deviation", lambda: layer(grid, *sizes, residual=0.5))
     fails(Pmm3dError, "1 is a int, neither a layer nor a function", lambda: nn.Sequential(grid, nn.relu, 3))
     fails(Pmm3dError, r"no activation named 'gleu' \(did you mean gelu\?\)", lambda: nn.MLP(grid, [4, 4, 2], "gleu"))
     net = nn.MLP(grid, [4, 4, 2], activation="gelu", dropout=0.5)
@@ -100,6 +101,27 @@ def test_layers_that_cannot_be(grid, fails):
           lambda: net(np.ones((4, 4))))
     assert net.eval() is net and not net.layers[2].training and net.train().layers[2].training
     fails(NotImplementedError, "define forward", lambda: nn.Module()(tensor(grid)))
+
+
+@some
+def test_a_shared_weight_determines_the_layer(grid, fails):
+    weight = nn.Linear(grid, 5, 4, dtype="float64", cols="x", unit=2).weight
+    layer = nn.Linear(grid, 5, 4, weight=weight)
+    assert layer(tensor(grid)).shape == (6, 4) and layer.weight is weight
+    assert (layer.bias.dtype, layer.bias.layout.cols) == ("float64", ("y",))
+    for same in ({"dtype": "float64"}, {"precision": "float64"}, {"cols": "x", "unit": 2}):
+        assert nn.Linear(grid, 5, 4, weight=weight, **same).bias.dtype == "float64"
+    other = "numpy" if weight.library.kind != "numpy" else "torch"
+    for error, text, wrong in (
+            (Pmm3dError, "deviation=0.1 is for initial values", {"deviation": 0.1}),
+            (LayoutError, "leave cols and unit out", {"unit": 4}),
+            (DTypeError, "leave dtype and precision out", {"dtype": "complex128"}),
+            (DTypeError, "leave dtype and precision out", {"precision": "float16"}),
+            (DTypeError, "leave library out", {"library": other})):
+        fails(error, text, lambda: nn.Linear(grid, 5, 4, weight=weight, **wrong))
+    fails(LayoutError, "the shared weight is 5 x 4", lambda: nn.Linear(grid, 5, 3, weight=weight))
+    of_y = nn.Linear(grid, 5, 4).weight
+    fails(LayoutError, "leave cols and unit out", lambda: nn.Linear(grid, 5, 4, cols="x", weight=of_y))
 
 
 @pytest.mark.parallel([3])

@@ -308,7 +308,7 @@ def test_figures_that_cannot_be_written_are_refused_at_the_start(here, monkeypat
     refused("nowhere/x.prom", "cannot be written: No such file or directory")
     refused("x.txt", "node exporters read only files that end in .prom")
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    refused("x.prom", 'pip install ".[monitor]"')
+    refused("x.prom", 'pip install "pmm3d[monitor]"')
 
 
 @two

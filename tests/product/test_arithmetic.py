@@ -298,7 +298,8 @@ def test_diagonal_matrices(grid, fails):
     fails(DTypeError, "diag: the values are complex128, which no float64 can hold",
           lambda: DistMatrix.diag(grid, np.ones(3, complex), dtype="float64"))
     fails(LayoutError, "the values are an array of one dim", lambda: DistMatrix.diag(grid, np.ones((3, 3))))
-    fails(DTypeError, "list is none of", lambda: DistMatrix.diag(grid, [1.0, 2.0]))
+    fails(DTypeError, r"list is none of .* Make an array of it: numpy.array\(values\)",
+          lambda: DistMatrix.diag(grid, [1.0, 2.0]))
     fails(LayoutError, "two dims of at least 0", lambda: DistMatrix.identity(grid, -1))
     fails(DTypeError, "int64", lambda: DistMatrix.identity(grid, 2, dtype="int64"))
 

@@ -11,6 +11,7 @@ from pmm3d import (
     BlacsContext,
     BlockCyclic,
     Blocks,
+    DisagreementError,
     DistMatrix,
     DTypeError,
     Grid,
@@ -115,6 +116,23 @@ def assert_arrays_come_back(some_grid, library):
     assert matrix.library.kind == library_named(library).kind and (to_numpy(out, library) == to_numpy(arrays[0])).all()
 
 
+@pytest.mark.parallel([2, 4])
+def test_a_rank_without_blocks_takes_type_and_library_from_the_owners(some_grid, fails):
+    whole, last = integers((5, 3), "float32"), some_grid.size - 1
+    owned = Blocks((0, 2, 5), (0, 3), [[last], [last]])
+    for library in LIBRARIES:
+        with given(library=library):
+            arrays = [to_library(array, library) for array in held(owned, some_grid.rank, whole)]
+            matrix = DistMatrix.from_blocks(some_grid, arrays, owned)
+            assert (matrix.library.kind, matrix.dtype) == (library_named(library).kind, "float32")
+            assert (to_numpy(matrix.gather(), library) == whole).all()
+    arrays = held(owned, some_grid.rank, whole)
+    fails(DTypeError, "the arrays are float32; dtype='float64' must be their type",
+          lambda: DistMatrix.from_blocks(some_grid, arrays, owned, dtype="float64"))
+    other = arrays or np.empty((0, 0))
+    fails(DisagreementError, "'float64', 'numpy'", lambda: DistMatrix.from_blocks(some_grid, other, owned))
+
+
 @pytest.mark.parallel([4], thorough=[1, 2, 6, 8])
 def test_each_element_travels_once(comm):
     whole, size = integers((24, 24)), comm.size
@@ -206,7 +224,7 @@ def test_bad_input_is_refused_on_every_rank(comm, fails):
         labels(*of_labels, beta=1)
         fails(DTypeError, "beta of labels, int64, is 0 or 1; got 2", lambda: labels(*of_labels, beta=2))
         slabs = Blocks.rows_of([3] * size, 6)
-        fails(DTypeError, "the arrays are float64; dtype='float32' is for ranks that have none",
+        fails(DTypeError, "the arrays are float64; dtype='float32' must be their type, or left out",
               lambda: DistMatrix.from_blocks(grid, np.ones((3, 6)), slabs, dtype="float32"))
         move = Redistribution(grid, cyclic, cyclic)
         fails(LayoutError, "shares memory with one that is read", lambda: move(array, array))

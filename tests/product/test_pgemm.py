@@ -218,6 +218,7 @@ def test_bad_input_is_refused_on_every_rank(comm, fails):
         fails(DTypeError, "an array of numpy, float32, where numpy, float64", lambda: call(b=b.astype("float32")))
         fails(DTypeError, "matrices are of float32, float64, complex64, complex128, as p.gemm's; these are int64",
               lambda: call(a=a.astype("int64")))
+        fails(DTypeError, "list is none of numpy.ndarray", lambda: call(a=a.tolist()))
         fails(DTypeError, "alpha is 1j, which cannot scale", lambda: call(alpha=1j))
         fails(DTypeError, "beta is 'one'", lambda: call(beta="one"))
         read_only = c.copy(order="F")

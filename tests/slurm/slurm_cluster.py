@@ -1,7 +1,7 @@
 """Slurm on the virtual nodes of tests/cluster/cluster.py: munged and slurmctld at the switch, a slurmd on each node.
 
-Everything runs in the cluster's own process and network namespaces, with sockets, keys and logs in one folder: another
-munged or another Slurm on this machine is not touched, and all ends with the process that made it, however that ends.
+All daemons run in the namespaces of the cluster, with sockets, keys and logs in one folder. They do not affect another
+munged or Slurm on this machine, and end with the process that started them, also if it is killed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def virtual_nodes():
 
 
 def lacks() -> str:
-    """What this machine lacks for a cluster, with the remedy. Empty if it lacks nothing."""
+    """Return why this machine cannot run a cluster, with the remedy; empty if it can."""
     if os.geteuid() != 0:
         return "a cluster of virtual nodes needs root: run as root, or in a container with --privileged"
     missing = [tool for tool in TOOLS if not shutil.which(tool, path=_path())]
@@ -79,7 +79,7 @@ def lacks() -> str:
 
 @dataclass
 class Job:
-    """What Slurm says of a job (of an array: of one element)."""
+    """Slurm's description of a job, or of one element of an array job."""
 
     fields: dict[str, str]
 
@@ -97,9 +97,9 @@ class Job:
 
 
 class Slurm:
-    """A Slurm cluster of virtual nodes with links of a rate; a context manager.
+    """A Slurm cluster of virtual nodes with links of a given rate; a context manager.
 
-    environment   of what runs at the switch by `do`, and so of the jobs; variables of a batch job around this left out
+    environment   environment of commands of `do`, and of the jobs, without the variables of an enclosing batch job
     """
 
     def __init__(self, folder: Path, nodes: int = 4, rate: str = "4gbit"):
@@ -149,7 +149,7 @@ class Slurm:
         self.until(lambda: self.do(["sinfo", "-h", "-o", "%T"]).split() == ["idle"], 30, "the nodes are not idle")
 
     def do(self, command: list[str], *, timeout: float = 60, env: dict | None = None, cwd: Path = ROOT) -> str:
-        """Run a command at the switch and give what it printed; RuntimeError with all it said if it fails."""
+        """Run a command at the switch, and return its output. Raises RuntimeError, with the output, if it fails."""
         done = subprocess.run(self._cluster.enter(["env", f"--chdir={cwd}", *command]), capture_output=True, text=True,
                               env=self.environment | (env or {}), stdin=subprocess.DEVNULL, timeout=timeout)
         if done.returncode:
@@ -157,11 +157,11 @@ class Slurm:
         return done.stdout
 
     def on(self, node: int, command: str) -> str:
-        """The same on a node, by its shell."""
+        """Run a shell command on a node, as `do`."""
         return self.do([self._maker.SSH, f"node{node}", command])
 
     def submit(self, *arguments, **options) -> str:
-        """The number of the job that sbatch makes of these; options as of `do`."""
+        """Submit a job by sbatch, and return its number. options: see `do`."""
         said = self.do(["sbatch", "--parsable", *map(str, arguments)], **options)
         return said.strip().partition(";")[0]
 
@@ -169,18 +169,18 @@ class Slurm:
         return self.elements(number)[0]
 
     def elements(self, number: str) -> list[Job]:
-        """A job, or each element of an array."""
+        """Return the job, or all elements of an array job."""
         said = self.do(["scontrol", "--oneliner", "show", "job", number])
         return [Job(dict(re.findall(r"(\w+)=(\S*)", line))) for line in said.splitlines() if line]
 
     def wait(self, number: str, timeout: float) -> list[Job]:
-        """The job's elements when all have ended."""
+        """Wait until all elements of a job have ended, and return them."""
         self.until(lambda: all(job.state in ENDED for job in self.elements(number)), timeout,
                    f"job {number} has not ended")
         return self.elements(number)
 
     def until(self, true, timeout: float, otherwise: str) -> None:
-        """Wait for a condition; RuntimeError with the queue and the end of slurmctld's log if it does not come."""
+        """Wait for a condition. After `timeout` seconds, raise RuntimeError with the queue and slurmctld's log."""
         deadline = time.monotonic() + timeout
         while not true():
             self._hasten()
@@ -190,15 +190,15 @@ class Slurm:
             time.sleep(0.2)
 
     def _hasten(self) -> None:
-        """Slurm lets a requeued job wait two minutes; here it is seconds."""
+        """Start requeued jobs in seconds. By default, Slurm holds them for two minutes."""
         for line in self.do(["squeue", "-h", "-t", "PD", "-o", "%A %S"]).splitlines():
             number, start = line.split()
             if start != "N/A" and datetime.fromisoformat(start) > datetime.now() + timedelta(seconds=10):
-                # Within the same second the nodes refuse it: the credential of the start before was revoked.
-                with suppress(RuntimeError):  # it may have begun since
+                # Not earlier: in the second of the first start, the nodes refuse the credential as revoked.
+                with suppress(RuntimeError):  # the job may have started meanwhile
                     self.do(["scontrol", "update", f"JobId={number}", "StartTime=now+3"])
 
 
 def _path() -> str:
-    """PATH with the folders of daemons."""
+    """Return PATH with the folders of daemons."""
     return os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])

@@ -1,4 +1,4 @@
-"""A run that the tests of pages share."""
+"""Fixtures: a finished run, for tests of `pmm3d report`."""
 
 import h5py
 import numpy as np
@@ -8,7 +8,7 @@ from run_pages import CONFIG
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory, command_worlds):
-    """The folder of a run on eight ranks that was resumed once."""
+    """Folder of a run on eight ranks that was resumed once."""
     folder = tmp_path_factory.mktemp("trained")
     x = np.random.default_rng(0).standard_normal((330, 12)).astype("float32")
     with h5py.File(folder / "data.h5", "w") as file:
@@ -23,7 +23,7 @@ def trained(tmp_path_factory, command_worlds):
 
 @pytest.fixture
 def run(trained, tmp_path):
-    """A copy of that run, to be changed."""
+    """A copy of the run `trained`, which a test may change."""
     folder = tmp_path / "run"
     folder.mkdir()
     for name in ("metrics.jsonl", "run.json"):

@@ -70,6 +70,17 @@ def test_all_ranks_stop_if_the_time_of_one_is_up(comm):
         assert sampler.measure(clock.work) is not None
 
 
+@pytest.mark.parallel([1])
+def test_a_point_that_is_needed_is_measured_although_the_time_is_up(comm):
+    """With samples of one call each."""
+    clock = Clock(1e-3)
+    sampler = sampler_of(comm, clock, budget=1e-9)
+    with sampler.section(1.0):
+        assert [sampler.measure(clock.work, always=always) for always in (False, True, False)] == [
+            None, pytest.approx(1e-3), None]
+    assert sampler.left_out == 2 and next(clock.calls) == 2 + 2 + 3
+
+
 @pytest.mark.parallel([4])
 def test_of_ranks_that_share_a_core_one_works(comm):
     """Ranks 1 and 3 do nothing. The time of the slower of the other two counts for two ranks."""

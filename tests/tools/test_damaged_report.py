@@ -77,7 +77,7 @@ def test_what_is_no_run_is_refused(tmp_path, make, text):
 
 def test_without_jinja2_the_extra_is_named(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(MissingPackageError, match=re.escape('pip install ".[report]"')):
+    with pytest.raises(MissingPackageError, match=re.escape('pip install "pmm3d[report]"')):
         write_page(run)
 
 

@@ -85,7 +85,7 @@ def packages(seconds=1.0, python="3.11.2", numpy="2.0", h5py="3.12 (HDF5 1.14, n
         ([packages(seconds=1), packages(seconds=40)], NOTE, ["took 40 s", "container image"]),
         ([packages(), packages(numpy="1.26")], FAILURE, ["differ between rank 1 and rank 0: numpy 1.26 and 2.0"]),
         ([packages(), packages(python="3.10.1")], FAILURE, ["Python 3.10.1 and 3.11.2"]),
-        ([packages(h5py="none")] * 2, NOTE, ["h5py none", 'pip install ".[io]" in the clone of pmm3d']),
+        ([packages(h5py="none")] * 2, NOTE, ["h5py none", 'pip install "pmm3d[io]"']),
     ],
 )
 def test_packages(facts, verdict, parts):

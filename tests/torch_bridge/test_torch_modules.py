@@ -67,6 +67,7 @@ SAME = nn.Linear(4, 4)
 REFUSED = [
     (lambda: 3, None, Pmm3dError, "a torch.nn.Module; got a int"),
     (Two, None, LayoutError, "what a Two does between its layers is not known.* Its Linear layers: head"),
+    (Two, ["column", "row"], LayoutError, "the plan is a dict that maps names of modules to roles; got a list"),
     (Two, {"haed": "row"}, LayoutError, "'haed' names no Linear, LayerNorm, Dropout or PReLU, but nothing.*: head"),
     (Two, {"embed": "row"}, LayoutError, r"but embed \(a Embedding\)"),
     (Two, {"attend*": "row"}, LayoutError, r"attend.out_proj \(a NonDynamicallyQuantizableLinear\)"),
@@ -299,7 +300,7 @@ def test_pmm3d_does_not_import_its_bridge_nor_torch():
 
 def test_torch_that_is_missing_is_named_with_its_extra():
     done = python("import sys; sys.modules['torch'] = None; import pmm3d.torch")
-    assert 'pmm3d.torch: the package torch is missing. pip install ".[torch]"' in done.stderr
+    assert 'pmm3d.torch: the package torch is missing. pip install "pmm3d[torch]"' in done.stderr
 
 
 def test_a_program_that_runs_inside_the_package_is_told_whose_torch_it_has():

@@ -1,4 +1,4 @@
-"""A program beside the tests: networks of the transformers package with random weights, and what they compute.
+"""Program of the tests: networks of the transformers package with random weights, and their results.
 
 python published.py make FOLDER    writes each network, tokens, and its logits and generated tokens
 python published.py read FOLDER    reads networks that pmm3d wrote to FOLDER, and writes their logits
@@ -45,11 +45,11 @@ def make(folder):
     for name, build in MADE.items():
         model = build()
         with torch.no_grad():
-            for parameter in model.parameters():  # away from 0 and 1, in norms and biases too
+            for parameter in model.parameters():  # norms and biases would otherwise be 0 and 1
                 parameter.add_(0.2 * torch.randn_like(parameter))
         model.save_pretrained(folder / name)
         np.save(folder / f"{name}.npy", logits(model, tokens))
-        given = torch.from_numpy(tokens)  # without a mask, tokens that are that of padding would not be seen
+        given = torch.from_numpy(tokens)  # with a mask, because the package ignores the token of padding
         more = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=6, do_sample=False)
         np.save(folder / f"{name}.generated.npy", more.numpy())
 
@@ -67,4 +67,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     {"make": make, "read": read}[sys.argv[1]](Path(sys.argv[2]))
     sys.stdout.flush()
-    os._exit(0)  # threads of the package's parts keep a Python that exits in the usual way, under some MPIs for minutes
+    os._exit(0)  # threads of the package delay a normal exit, with some MPIs for minutes

@@ -24,13 +24,13 @@ def schedule_of(source: str | PathLike[str], ranks: int | None, micro_batches: i
     source : str or path
         A name of `schedule_names()`; "interleaved-4" is "interleaved" with 4 chunks. A text that ends in .csv or
         contains a slash is the path of a table in PyTorch's notation (`PipelineSchedule.read`).
-    ranks, micro_batches : int
+    ranks, micro_batches : int or None
         Of the pipeline. None, for a file only: those of the file.
-    chunks : int
+    chunks : int or None
         Stages of a rank. Default: as many as the schedule has; 2 if it takes any number.
-    times : Times
+    times : Times or None
         Times of each stage, for a searched schedule. Default: all 1.
-    limit : float
+    limit : float or None
         Micro-batches that a rank may hold, for a searched schedule. Default: that of the schedule.
 
     Returns

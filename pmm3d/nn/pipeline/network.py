@@ -59,14 +59,14 @@ class Pipeline(Module):
     schedule : str, path, PipelineSchedule or callable
         A name of `pipeline.schedule_names()`, the path of a CSV file, a table, or a function (ranks, micro-batches) ->
         table. Default: "1f1b".
-    chunks : int
+    chunks : int or None
         Stages of a rank, for a schedule that takes any number. Default: as in `pipeline.schedule_of`.
-    cut : sequence of int or str
+    cut : sequence of int, str, or None
         Number of layers of each stage; "cost": the largest stage has as few operations as possible. Only layers with
         parameters count; each other layer belongs to the one before it. Default: as evenly as possible.
-    like : DistMatrix
+    like : DistMatrix or None
         With cut="cost": inputs of a micro-batch, or a matrix of the same form.
-    memory : float
+    memory : float or None
         With cut="cost": bytes that a rank may hold of weights, gradients, AdamW's state and activations. Default: any.
 
     Attributes
@@ -200,8 +200,22 @@ class Pipeline(Module):
         return found
 
     def table(self, micro_batches: int) -> PipelineSchedule:
-        """The table of a step with its messages. Raises PipelineError for micro-batches that the schedule refuses, for
-        stages on other ranks than in this network, and for more messages than tags."""
+        """Table of a step with its messages.
+
+        Parameters
+        ----------
+        micro_batches : int
+            Micro-batches of the step.
+
+        Returns
+        -------
+        PipelineSchedule
+
+        Raises
+        ------
+        PipelineError
+            If the schedule refuses this number, needs stages on other ranks, or has more messages than MPI tags.
+        """
         if micro_batches not in self._tables:
             table = self._table(micro_batches)
             if table.stages != self.rank_of or len(table.chains[0]) != self.depth:
@@ -331,7 +345,13 @@ class Pipeline(Module):
         return self._passes[inputs]
 
     def export(self, path: StrPath, names: str = TORCH) -> None:
-        """Write the weights of all stages. Collective. See `nn.exchange.export_torch`."""
+        """Write the weights of all stages. Collective.
+
+        Parameters
+        ----------
+        path, names
+            As in `nn.exchange.export_torch`.
+        """
         export_torch(self, path, names=names)
 
     def run(self, stage: int, micro: int, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -72,8 +72,7 @@ class TimeLine:
 
     @property
     def peak_live(self) -> tuple[int, ...]:
-        """For each rank, the largest number of micro-batches per stage that it holds at once, from the start of F to
-        the end of W."""
+        """Largest number of micro-batches per stage that each rank holds at once, from F to the end of W."""
         return self.peak_bytes(1, 1)
 
     @property

@@ -61,12 +61,37 @@ class PipelineAction(NamedTuple):
 
     @classmethod
     def both(cls, forward: PipelineAction, backward: PipelineAction) -> PipelineAction:
-        """A forward and a backward pass at once."""
+        """A forward and a backward pass at once.
+
+        Parameters
+        ----------
+        forward, backward : PipelineAction
+            The two passes.
+
+        Returns
+        -------
+        PipelineAction
+        """
         return cls(TOGETHER, forward.stage, forward.micro, (forward, backward))
 
     @classmethod
     def read(cls, text: str) -> PipelineAction:
-        """The action of a text. Raises PipelineError if the text is no action."""
+        """Action of a text.
+
+        Parameters
+        ----------
+        text : str
+            Such as "2F0", or "(0F7;7B3)OVERLAP_F_B".
+
+        Returns
+        -------
+        PipelineAction
+
+        Raises
+        ------
+        PipelineError
+            If the text is no action.
+        """
         if found := _PAIR.fullmatch(text):
             return cls.both(*map(cls.read, found.groups()))
         if found := _ONE.fullmatch(text):
@@ -144,7 +169,24 @@ class PipelineSchedule:
 
     @classmethod
     def of(cls, name: str, actions: Iterable[Iterable[PipelineAction]]) -> PipelineSchedule:
-        """The table of these actions. Raises PipelineError if there are none."""
+        """Table of actions.
+
+        Parameters
+        ----------
+        name : str
+            Name of the table.
+        actions : iterable
+            The actions of each rank.
+
+        Returns
+        -------
+        PipelineSchedule
+
+        Raises
+        ------
+        PipelineError
+            If there are no actions.
+        """
         table = cls(tuple(map(tuple, actions)), name)
         if not any(table.actions):
             raise PipelineError(f"{name}: there are no actions")
@@ -152,10 +194,24 @@ class PipelineSchedule:
 
     @classmethod
     def read(cls, text: str, name: str = "a table") -> PipelineSchedule:
-        """Table of a CSV text: a line for each rank, an action or nothing in each cell.
+        """Table of a CSV text.
 
-        A B with a W of the same stage and micro-batch is read as I, as older tables of PyTorch are written. Raises
-        PipelineError, with the line and the cell, for a cell that is no action.
+        Parameters
+        ----------
+        text : str
+            A line for each rank, with an action or nothing in each cell. A B with a W of the same stage and micro-batch
+            is read as I, because older tables of PyTorch are written in this way.
+        name : str
+            Name of the table. Default: "a table".
+
+        Returns
+        -------
+        PipelineSchedule
+
+        Raises
+        ------
+        PipelineError
+            With the line and the cell, for a cell that is no action.
         """
         ranks = list[list[PipelineAction]]()
         for rank, line in enumerate(csv.reader(io.StringIO(text.strip("\n")))):
@@ -175,6 +231,7 @@ class PipelineSchedule:
 
     @property
     def ranks(self) -> int:
+        """Number of ranks."""
         return len(self.actions)
 
     @property
@@ -192,10 +249,12 @@ class PipelineSchedule:
 
     @cached_property
     def stages(self) -> dict[int, int]:
+        """Stage -> its rank."""
         return dict(sorted({action.stage: rank for rank, _, action in self.each()}.items()))
 
     @cached_property
     def micro_batches(self) -> int:
+        """Number of micro-batches."""
         return 1 + max((action.micro for _, _, action in self.each()), default=-1)
 
     @cached_property
@@ -209,6 +268,7 @@ class PipelineSchedule:
 
     @property
     def chains(self) -> tuple[range, ...]:
+        """Stages that a micro-batch passes through, for each copy of the network."""
         return tuple(dict.fromkeys(self.chain_of.values()))
 
     @cached_property

@@ -53,7 +53,7 @@ def v_half(ranks: int, micro_batches: int, times: Times = Times(), limit: float 
         Of the pipeline.
     times : Times
         Times for which the bubble is minimized. Default: all 1.
-    limit : float
+    limit : float or None
         Micro-batches that a rank may hold: 1/2 for each one in a stage from F to W. Default: p/2 + 1.
 
     Returns

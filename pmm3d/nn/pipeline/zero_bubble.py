@@ -17,10 +17,10 @@ sequence s and width h (Qi et al., arXiv 2401.10241, Table 1)."""
 class Policy(NamedTuple):
     """How a rank chooses its next action.
 
-    limit     memory, in stages times micro-batches: F begins only if it fits
-    weight    memory that W needs after I, as a share of that of a forward pass
-    first     for each rank, the most forward passes of its first stage whose I is still to come
-    patience  W is done if the next other action is later than this share of the time of W
+    F begins only if it fits in `limit`, which is memory in stages times micro-batches. `weight` is the memory that W
+    needs after I, as a share of the memory of a forward pass. `first` has, for each rank, the most forward passes of
+    its first stage whose I is still to come. W is executed if the next other action is later than `patience` times the
+    time of W.
     """
 
     limit: float
@@ -113,7 +113,7 @@ def zb_1p(ranks: int, micro_batches: int, times: Times = Times(), limit: float |
         Of the pipeline.
     times : Times
         Times for which the bubble is minimized. Default: all 1.
-    limit : float
+    limit : float or None
         Micro-batches that a rank may hold: 1 from F to I, and 0.4 from I to W. Default: p.
 
     Returns

@@ -108,7 +108,7 @@ def evaluate(network: Module, loader: Iterable[Batch], loss: Loss, metrics: Metr
         Batches (x, y) of one pass, the same on all ranks.
     loss : callable
         loss(output, y) -> Tensor, 1 x 1.
-    metrics : mapping
+    metrics : mapping or None
         Name -> function (output, y) -> float of a batch. Default: none.
 
     Returns

@@ -100,7 +100,7 @@ class RunLog:
         Rank of this process.
     bar : bool
         Whether to print progress if stderr is a terminal. Default: True.
-    prometheus : path
+    prometheus : path or None
         A .prom file for the latest figures, for a node exporter. Default: none.
 
     Notes
@@ -136,8 +136,20 @@ class RunLog:
         self._begun = time.perf_counter()
 
     def open(self, step: int, total: int) -> None:
-        """Open the log, and keep its lines up to a step. total: number of steps at the end of the run. Raises OSError
-        if the folder cannot be written, and Pmm3dError if the file for Prometheus cannot."""
+        """Begin the log, or continue it after a step.
+
+        Parameters
+        ----------
+        step, total : int
+            Number of steps so far, and in all.
+
+        Raises
+        ------
+        OSError
+            If the folder cannot be written.
+        Pmm3dError
+            If the file for Prometheus cannot be written.
+        """
         if not self.speaks:
             return
         if self._prometheus is not None:
@@ -150,7 +162,13 @@ class RunLog:
         self._first, self._total = step, total
 
     def step(self, metrics: dict[str, float]) -> None:
-        """Write a line about a step."""
+        """Write a line about a step.
+
+        Parameters
+        ----------
+        metrics : dict
+            Figure -> value, with at least "step".
+        """
         if not self.speaks:
             return
         seconds = time.perf_counter() - self._begun
@@ -164,19 +182,41 @@ class RunLog:
                         f"waiting {waiting:.0%}, {left} left", end="")
 
     def validation(self, step: int, epoch: int, figures: dict[str, float]) -> None:
-        """Write a line about an evaluation."""
+        """Write a line about an evaluation.
+
+        Parameters
+        ----------
+        step, epoch : int
+            Numbers of steps and of epochs so far.
+        figures : dict
+            Figure -> value.
+        """
         if self.speaks:
             self._write({"step": step, "epoch": epoch, "validation": figures})
             self._export({"step": step, "epoch": epoch}, figures)
         self.say(f"step {step}: " + ", ".join(f"validation {name} {value:.4f}" for name, value in figures.items()))
 
     def saved(self, step: int, path: Path) -> None:
-        """Report a checkpoint that is on the disk."""
+        """Report a checkpoint that is on the disk.
+
+        Parameters
+        ----------
+        step : int
+            Step of the checkpoint.
+        path : Path
+            Its folder.
+        """
         self.say(f"step {step}: wrote {path}")
         self._export({"checkpoint_step": step, "checkpoint_timestamp_seconds": time.time()})
 
     def say(self, text: str) -> None:
-        """Print a line above the progress line."""
+        """Print a line above the line of progress.
+
+        Parameters
+        ----------
+        text : str
+            The line.
+        """
         if self.speaks:
             self._print(("\r\033[K" if self._shows else "") + text)
 

@@ -48,11 +48,11 @@ class Trainer:
         Network, optimizer, schedule, loader, and for float16 the loss scale.
     recipe : Recipe
         Loss, length and intervals.
-    validation : Loader
+    validation : Loader or None
         Batches for validation. Default: none.
-    checkpoints : pmm3d.io.Checkpoints
+    checkpoints : pmm3d.io.Checkpoints or None
         Default: no checkpoints.
-    log : RunLog
+    log : RunLog or None
         Default: no log.
     settings : dict
         Further facts for checkpoints, for JSON. Default: none.
@@ -126,6 +126,7 @@ class Trainer:
 
     @property
     def step(self) -> int:
+        """Number of steps."""
         return self.state.step
 
     @property
@@ -135,6 +136,7 @@ class Trainer:
 
     @property
     def done(self) -> bool:
+        """Whether all steps or all epochs of the recipe are done."""
         return self.spent or self.recipe.epochs is not None and self.loader.epoch >= self.recipe.epochs
 
     @contextmanager
@@ -162,7 +164,7 @@ class Trainer:
 
         Parameters
         ----------
-        path : path
+        path : path or None
             A checkpoint. Default: the newest undamaged one.
         accept : collection of str
             As in `TrainState.resume`.
@@ -320,7 +322,13 @@ class Trainer:
                                      "smaller learning rate, a warm-up, or clipping")
 
     def save(self, wait: bool = False) -> None:
-        """Write a checkpoint, at most one a step. wait: whether to wait until it is on the disk. Collective."""
+        """Write a checkpoint, at most one a step. Collective.
+
+        Parameters
+        ----------
+        wait : bool
+            Whether to wait until the checkpoint is on the disk. Default: False.
+        """
         if self.checkpoints is None:
             return
         if self.saved != self.step:
@@ -374,7 +382,17 @@ class Trainer:
                 f"{len(self.loader)} batches an epoch, {until}, {left} steps to go")
 
     def summary(self, again: str = "") -> str:
-        """Return the result as text. again: the command that resumes the run if a signal ended it."""
+        """Text about the result of the run.
+
+        Parameters
+        ----------
+        again : str
+            Command that resumes the run, which the text names if a signal ended the run. Default: none.
+
+        Returns
+        -------
+        str
+        """
         lines = [f"{self.step} steps, {self.loader.epoch} epochs"]
         if self.request >= END:
             name = next(signal.name for signal, request in REQUESTS.items() if request == self.request)

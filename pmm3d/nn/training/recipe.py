@@ -17,10 +17,10 @@ class Recipe:
     ----------
     loss : str or callable
         "cross_entropy", "mse", "mae", or a function (output, y) -> Tensor, 1 x 1, a mean over the rows.
-    epochs, steps : int
+    epochs, steps : int or None
         Passes over the loader's rows, and steps of the optimizer. The run ends when one of them is reached. One may be
         None (default).
-    clip : float
+    clip : float or None
         Largest 2-norm of the gradient. Default: no limit.
     metrics : mapping
         Name -> function (output, y) -> float of a batch, for validation. Default: none.

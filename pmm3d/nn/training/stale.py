@@ -35,7 +35,7 @@ from .step import step_agreement, weighted
 class Rule:
     """Versions of the weights in the forward and the backward pass of a micro-batch.
 
-    every   number of micro-batches of a batch. A stage changes its weights by the mean of their gradients
+    A batch has `every` micro-batches. A stage changes its weights by the mean of their gradients.
     """
 
     every: int
@@ -65,7 +65,7 @@ class DoubleBuffered(Rule):
 
         W(b+1) = W(b) - lr (mean over the micro-batches t of batch b of G(t; W(v))),   v = max(0, b - 1)
 
-    every   at least p - 1
+    `every` must be at least p - 1.
     """
 
     every: int
@@ -87,9 +87,13 @@ class HetPipe(Rule):
     So a worker at clock c waits until all workers have finished wave c-1-D: two clocks differ by at most D + 1. At the
     end all workers have the changes of all waves.
 
-    workers   grid of shape "ddp" of the ranks with the same position in all workers. Each network is on a grid of the
-              ranks of its worker
-    distance  D
+    Parameters
+    ----------
+    workers
+        Grid of the ranks that have the same place in all workers, of shape "ddp". The network is on a grid of its
+        worker's ranks.
+    distance
+        D. Default: 0.
     """
 
     workers: Grid

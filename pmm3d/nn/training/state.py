@@ -41,11 +41,11 @@ class TrainState:
         The network.
     optimizer : Optimizer
         It changes parameters of the network.
-    schedule : Schedule
+    schedule : Schedule or None
         Schedule of the learning rate. Default: none.
-    loader : Loader
+    loader : Loader or None
         Batches of the training. Default: none.
-    scale : LossScale
+    scale : LossScale or None
         Scale of the loss. Default: a new one for a network of float16, none for others.
 
     Raises
@@ -97,12 +97,27 @@ class TrainState:
         return self.optimizer.steps
 
     def matrices(self, stored: Collection[str] = ()) -> dict[str, DistMatrix]:
-        """Return name -> matrix of weights and of the optimizer's state. stored: names in the checkpoint to load."""
+        """Name -> matrix of weights and of the optimizer's state.
+
+        Parameters
+        ----------
+        stored
+            As in `Optimizer.matrices`.
+
+        Returns
+        -------
+        dict
+        """
         return {**self.network.matrices(), **self.optimizer.matrices(self.network.named_parameters(), stored)}
 
     def facts(self) -> Facts:
-        """Return further facts for a checkpoint, for JSON: "step", "lr" (of the next step), "optimizer", "schedule",
-        "loader", "scale", "random", "grid", "blas"."""
+        """Further facts for a checkpoint, for JSON.
+
+        Returns
+        -------
+        dict
+            "step", "lr" (of the next step), "optimizer", "schedule", "loader", "scale", "random", "grid", "blas".
+        """
         optimizer = self.optimizer.state(self.network.named_parameters())
         missed = dict(ChainMap(*of_stages(self.network, optimizer["missed"])))
         return {"step": self.step, "lr": self.optimizer.lr, "optimizer": {**optimizer, "missed": missed},
@@ -117,7 +132,7 @@ class TrainState:
         ----------
         checkpoints : Checkpoints
             On the grid of all ranks of the network.
-        extra
+        **extra
             Further facts, for JSON.
 
         Returns
@@ -181,11 +196,11 @@ class TrainState:
         ----------
         checkpoints : Checkpoints
             On the grid of all ranks of the network.
-        path : path
+        path : path or None
             A checkpoint. Default: the newest undamaged one.
         accept : collection of str
             "network" or "data", if it may differ from that of the checkpoint. With other data the epoch begins anew.
-        settings : dict
+        settings : dict or None
             Settings of this run, which are compared with the settings that `save` was given.
 
         Returns

@@ -41,23 +41,23 @@ def attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, si
     ----------
     q : Tensor
         (m, a size), with rows in units of a sequence. The columns may be split over one or several axes.
-    k, v : Tensor
+    k, v : Tensor or None
         (m, a_kv size). a is a multiple of a_kv: consecutive heads of q share a head of k and v. Default: q is
         (m, 3 a size), with query, key and value of one head after the other.
     size : int
         Columns of a head.
     causal : bool
         True (default): a row attends to the rows up to itself. False: to all rows of its sequence.
-    window : int
+    window : int or None
         A row attends only to rows less than `window` rows away. Default: no limit.
-    documents : Tensor
+    documents : Tensor or None
         (m, 1), integers: the number of the document of each row, in packed sequences. A row attends to rows of its own
         document. Default: each sequence is one document.
     dropout : float
         Probability for the weights. Default: 0.
     seed, stream : int
         The mask depends on them, and on the place of a weight in the whole batch. Default: 0.
-    scale : float
+    scale : float or None
         Factor of the scores. Default: 1 / sqrt(size).
     block : int
         Rows of a block of scores. The last bits of the result depend on it. Default: 512.
@@ -86,7 +86,7 @@ def attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, si
     (G-1)/G of them, and as much of their gradients.
 
     If seq splits sequences over P ranks that have K elements of k and of v, and Q of q, together, each rank receives at
-    most::
+    most:
 
         ring      2 (P-1)/P K forward; 4 (P-1)/P K + 2/P K backward, the gradients as float32 or wider
         gather    2 (P-1)/P K forward; 4 (P-1)/P K backward

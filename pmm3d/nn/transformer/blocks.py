@@ -65,11 +65,11 @@ class Attention(Module):
         Columns of the input and of the result, a multiple of `heads`.
     heads : int
         Number of query heads.
-    kv_heads : int
+    kv_heads : int or None
         Number of heads of keys and values, a divisor of `heads`. Default: `heads`.
     causal, window
         As in `transformer.attention`.
-    rotary_base : float
+    rotary_base : float or None
         Base of rotary positions of queries and keys. Default: no rotation.
     bias : bool
         Whether projections have a bias. Default: True.
@@ -148,7 +148,7 @@ class Attention(Module):
                              causal=causal, window=window, parallel=parallel, order=order)
         self.core = Recompute(core) if recompute else core
         self.out = Linear(grid, hidden, hidden, bias, activations=activations, cols="x", seed=derived(seed, 2),
-                          deviation=None if deviation is None else deviation * residual, **options)
+                          deviation=_scaled("Attention", deviation, residual), **options)
 
     def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         between = self.qkv.place(columns, placed)
@@ -166,6 +166,13 @@ class Attention(Module):
         ranks = x.grid.shape.along((*(axis for axis in x.layout.rows if axis not in OTHER), k))
         sequences = x.shape[0] // max(1, rows_of_sequence(x))
         return "sharded" if isinstance(x.layout.units[0], int) and sequences >= ranks else "replicated"
+
+
+def _scaled(layer: str, deviation: float | None, residual: float) -> float | None:
+    """Deviation of the weight whose result is added to the residual stream. Raises Pmm3dError for a factor of None."""
+    if deviation is None and residual != 1:
+        raise Pmm3dError(f"{layer}: residual={residual} multiplies deviation, which is None: pass deviation too")
+    return None if deviation is None else deviation * residual
 
 
 def qkv_turns(heads: int, kv_heads: int, size: int) -> tuple[int, int, int]:
@@ -227,7 +234,7 @@ class FeedForward(Module):
         self.up = Linear(grid, hidden, inner * (1 + gated), bias, unit=2 * self.unit or 1, activations=activations,
                          deviation=deviation, seed=derived(seed, 0), **options)
         self.down = Linear(grid, inner, hidden, bias, activations=activations, cols="x", seed=derived(seed, 1),
-                           deviation=None if deviation is None else deviation * residual, **options)
+                           deviation=_scaled("FeedForward", deviation, residual), **options)
 
     def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         between = self.up.place(columns, placed)
@@ -261,7 +268,7 @@ class TransformerBlock(Module):
         The grid of the parameters.
     hidden, heads : int
         As in `Attention`.
-    mlp : int
+    mlp : int or None
         Columns between the layers of the MLP. Default: 4 hidden.
     activation, gated
         As in `FeedForward`.

@@ -161,13 +161,13 @@ class Embedding(Module):
         The grid of the parameters.
     vocabulary, features : int
         Number of tokens, and columns of the result.
-    positions : int
+    positions : int or None
         Length of the longest sequence. Default: any, without learned positions.
     learned : bool
         Whether each position has features, in a second table. Default: True.
     dropout : float
         Probability. Default: 0.
-    seed : int
+    seed : int or None
         Seed of the initial values, which are normal with the standard deviation 0.02. Default: the next seed of the
         grid (`manual_seed`).
     cols : str

@@ -37,7 +37,7 @@ class Published(Sequential):
         ----------
         path : path
             A file whose name ends in .safetensors, or a folder that from_pretrained of the transformers package loads.
-        names : str
+        names : str or None
             "gpt2" of a GPT, "llama" of a Llama, or "torch". Default: the published names.
 
         Examples

@@ -36,7 +36,7 @@ def generate(network: Module, prompt: Any, length: int, *, temperature: float = 
         Number of tokens to generate for each sequence.
     temperature : float
         Divisor of the logits before a token is drawn. 0: the most probable token is taken. Default: 1.
-    top_k : int
+    top_k : int or None
         Draw among the k most probable tokens. Default: among all.
     seed : int
         Seed of the draws. A draw depends on the seed, the number of the sequence, and the number of the token.

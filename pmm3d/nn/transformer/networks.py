@@ -101,25 +101,25 @@ class GPT(Transformer):
         Number of features.
     heads : int
         Number of heads of attention, a divisor of `hidden`.
-    positions : int
+    positions : int or None
         Length of the longest sequence. A Llama takes any length by default; the other networks need it.
-    mlp : int
+    mlp : int or None
         Columns between the layers of the MLP. Default: 4 hidden; of a Llama 8/3 hidden, up to a multiple of 64.
-    seed : int
+    seed : int or None
         Seed of all initial values. Default: the next seed of the grid (`manual_seed`).
-    kv_heads : int
+    kv_heads : int or None
         Heads of keys and values, a divisor of `heads`. Default: `heads`.
     eps : float
         Of the norms. Default: 1e-5.
     dropout : float
         Probability for embeddings, attention weights, and the results of both parts of a block. Default: 0.
-    tied : bool
+    tied : bool or None
         Whether the head's weight is the table of the embedding. Default: True; of a Llama False.
     activations : str
         "replicated" (default) or "sharded" (sequence parallelism), as in `linear`.
     recompute : str or int
         "none" (default), "selective" (attention), "full", or k for every k-th block.
-    window : int
+    window : int or None
         Rows that a row attends to, including itself. Default: no limit.
     order, parallel : str
         For sequences that an axis "seq" splits, as in `transformer.attention`.

@@ -71,9 +71,9 @@ def bench_command(
     """Time C = A B on all ranks, verify the result, and compare the rate with the limit.
 
     The limit is the number of cores times the rate of the same BLAS on one core. On GPUs it is the number of GPUs times
-    the rate of one. The rates are measured in the same run, with a GEMM of the same proportions. The parts in the table
-    of times add up to the time of a product: the GEMM, the waits for messages of each phase, and the rest. The table of
-    bytes compares the bytes of each axis with the model.
+    the rate of one GPU. These rates are measured in the same run, with a GEMM of the same proportions. The first table
+    contains the parts of the time of a product: the GEMM, the waits for messages of each phase, and the rest. The
+    second table compares the bytes sent along each axis with the model. The exit code is 1 if the result is wrong.
 
     [bold]Examples[/]
 
@@ -119,7 +119,7 @@ def _check_output(json: Path | None, plot: Path | None, trace: Path | None) -> N
 
 
 def _run_all(case: Case, comm: MPI.Intracomm, grid: str, trace: Path | None, timeout: float | None) -> list[Result]:
-    """Measure the case on the grid, or ("all") on every grid of all ranks and on the grid of "auto", which may leave
+    """Measure the case on the grid. For "all", measure every grid of all ranks, and the grid of "auto", which may leave
     ranks idle. The limit is measured with the first grid."""
     from ...comm import Grid
     from .measure import run

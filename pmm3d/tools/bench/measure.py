@@ -26,10 +26,10 @@ from ..timing import GemmOperands, Timer, Work, core_share, gemm_rate
 from .result import NOT_ASKED_FOR, PRODUCT, Case, Environment, Limit, Reference, Result
 
 SQUARE, DEVICE_SQUARE = 2048, 8192
-"""The cube whose GEMM is timed on one core, and on one device, which a smaller one does not fill. That of the product's
-shape takes as many operations at most: a second on a slow core."""
+"""Size of the cube whose GEMM is timed on one core, and on one device, which a smaller cube does not fill. A GEMM of
+the product's proportions has at most as many operations as the host's cube: a second on a slow core."""
 WARM_UP = 2
-"""Products before the first that is timed: the first one allocates, plans and wakes the BLAS."""
+"""Products before the first timed one. The first product allocates, plans and starts the BLAS."""
 TRANSPOSED = {"A": Layout(rows=("y", "x"), cols=("z",)), "B": Layout(rows=("x", "z"), cols=("y",))}
 AXES = ("x", "y", "z")
 
@@ -42,7 +42,7 @@ def run(case: Case, comm: MPI.Intracomm, shape: Any = "auto", *, tell: Tell = la
 
     tell      a function that rank 0 calls with the name of each stage
     limit     the limit, if it was measured before
-    options   of Grid
+    options   options of Grid
     """
     check_reference(case, comm.size)
     with Grid(comm, shape, product=case.product, dtype=case.dtype, trace=bool(trace), **options) as grid:
@@ -109,7 +109,7 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell, kn
 
 
 def _of_the_fullest_node(grid: Grid) -> int:
-    """Return the peak memory in bytes of all ranks of a node, on the node with the most. Collective."""
+    """Return the bytes of peak memory of the node with the most. Collective."""
     _, node_of = np.unique([grid.host_of(rank) for rank in range(grid.size)], return_inverse=True)
     return int(np.bincount(node_of, weights=grid.comm.allgather(machine.peak_share())).max())
 
@@ -130,14 +130,14 @@ def _limit(grid: Grid, case: Case) -> Limit:
 
 
 def _devices(grid: Grid, library: NumpyLibrary) -> list[str]:
-    """Return the name of each device that ranks use; none if the arrays are on the host. Collective."""
+    """Return the name of each device that ranks use; [] if the arrays are on the host. Collective."""
     names = {(row["host"], row["pci"]): row["name"] for row in grid.devices(library)}
     return [] if library.on_host else grid.comm.bcast(list(names.values()))
 
 
 def _timed(grid: Grid, case: Case, timer: Timer, work: Callable[[], Any],
            say: Tell) -> tuple[list[float], Reference | None]:
-    """Return the seconds of each timing of the product, and of the reference, timed in turns, or None. Collective."""
+    """Return the seconds of each timing of the product, and the reference, timed in turns, or None. Collective."""
     kinds, found = [(timer, work)], [list[float](), list[float]()]
     if case.reference:
         name, library, plain = reference_of(case)
@@ -154,7 +154,7 @@ def _timed(grid: Grid, case: Case, timer: Timer, work: Callable[[], Any],
 
 
 def reference_of(case: Case) -> tuple[str, NumpyLibrary, Work]:
-    """Return the name of another library's matmul, the library, and a function that multiplies by it.
+    """Return the name of the reference's matmul, its library, and a function that multiplies with it.
 
     Raises DTypeError if the library cannot multiply the dtype, Pmm3dError if the library is not installed.
     """
@@ -213,8 +213,8 @@ def core_rate(grid: Grid, case: Case, shape: tuple[int, int, int]) -> float:
 def rate_at_once(grid: Grid, case: Case, shape: tuple[int, int, int]) -> float:
     """Return the sum of the ranks' median GFLOP/s while all cores multiply. Collective.
 
-    As many ranks multiply as have cores of their own, each with all its threads and its own arrays. The other ranks
-    sleep. 0 for devices, which share neither memory nor clock.
+    The ranks that have their own cores multiply, each with all its threads and its own arrays. The other ranks sleep.
+    0 for devices, which share neither memory nor clock.
     """
     library = library_named(case.array)
     if not library.on_host:
@@ -231,7 +231,7 @@ def _gemm_rate(case: Case, shape: tuple[int, int, int]) -> float:
 
 
 def _asleep(grid: Grid) -> None:
-    """Wait for all ranks without taking a core from those that multiply."""
+    """Wait for all ranks without taking a core from the ranks that multiply."""
     arrival = grid.comm.Ibarrier()
     while not arrival.Test():
         time.sleep(5e-3)
@@ -247,8 +247,8 @@ def _of_one_product(grid: Grid, repeat: int) -> tuple[dict[str, int], dict[str, 
 
 def _together(everyones: list[Any], at_work: int,
               repeat: int) -> tuple[dict[str, int], dict[str, int], dict[str, dict[str, float]]]:
-    """`_of_one_product` from every rank's (totals by axis, totals by phase). Idle ranks, which are last, do not count
-    for the times."""
+    """Return the result of `_of_one_product` from the (totals by axis, totals by phase) of all ranks. The seconds leave
+    out idle ranks, which are last."""
     axes, ranks_phases = zip(*everyones)
     ranks_phases = ranks_phases[:at_work]
     sent = {axis: max(rank[axis].sent for rank in axes) // repeat for axis in AXES}
@@ -264,7 +264,7 @@ def _together(everyones: list[Any], at_work: int,
 
 
 def _verified(case: Case, a: DistMatrix, b: DistMatrix, c: DistMatrix) -> tuple[bool, str]:
-    """Return whether the product is right, and the check that was made."""
+    """Return whether the product is correct, and a description of the check."""
     if case.verification == "none":
         return False, NOT_ASKED_FOR
     worst = verify.freivalds(a, b, c, unit=2.0**-11 if case.tf32 else None)
@@ -296,7 +296,7 @@ def _environment(blas: machine.Blas, nodes: list[Host], devices: list[str]) -> E
 
 
 def _advice(blas: machine.Blas, processor: machine.Cpu, nodes: list[Host]) -> str | None:
-    """Return a remedy for a slower kernel that no measurement chose, and for more threads than cores; or None."""
+    """Return remedies for a slow BLAS kernel that no measurement chose, and for more threads than cores; or None."""
     told = [None if is_measured() else blas.advice(processor)]
     crowded = [host for host in nodes if blas.threads > 1 and len(host.ranks) * blas.threads > host.cores]
     for host in crowded[:1]:

@@ -1,4 +1,4 @@
-"""Records of the benchmark of a product, the JSON made of them, and the parts of the time."""
+"""Records of the benchmark of a product, their JSON, and the parts of the time."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any, NamedTuple
 from ...model.machines import flop_of
 
 PRODUCT = ("m", "n", "k", "dtype", "tf32", "array", "transpose", "order", "shared")
-"""Fields of a case that its result has too."""
+"""Fields that a case and its result have in common."""
 COMPUTED = {"multiply": "GEMM"}
 WAITED = {"agreement": "until all ranks have compared their arguments", "redistribute": "relayouts of A, B or C",
           "gather A": "all-gather of A along x", "gather B": "all-gather of B along z",
           "reduce C": "reduce-scatter of C along y"}
-"""Phase of the ledger -> what is computed, or awaited, in it."""
+"""Phase of the ledger -> name of its computation; meaning of its wait."""
 REST = "rest"
 COLOURS = {"GEMM": "#4477aa", "GEMM, no core": "#aaccee", "wait: gather A": "#ee6677", "wait: gather B": "#ccbb44",
            "wait: reduce C": "#aa3377", "wait: redistribute": "#66ccee", "wait: agreement": "#228833"}
-"""Of the parts of the time in pictures; others are grey."""
+"""Colours of the parts of the time in pictures. Other parts are grey."""
 NOT_ASKED_FOR = "not asked for"
 """Verification of a result that was not verified."""
 TF32 = "tf32"
-"""A dtype: float32, whose factors a device may round."""
+"""The --dtype of float32 products whose factors a device may round."""
 
 
 class Case(NamedTuple):
-    """What to measure.
+    """A product to measure.
 
-    transpose   which operands are stored transposed, as in BLAS: "nn", "tn", "nt" or "tt"
+    transpose   storage of A and B, as in BLAS: "nn", "tn", "nt" or "tt"
     reference   library whose own matmul is timed in turns with the product, on one rank; "": none
-    order       storage order of A, B and C, as of DistMatrix
+    order       storage order of the shards of A, B and C, as in DistMatrix
     shared      whether A and B are in memory that the ranks of a node share
     """
 
@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
     @classmethod
     def named(cls, m: int, n: int, k: int, dtype: str, array: str, **options: Any) -> Case:
-        """Return the case of a dtype that may be "tf32"."""
+        """Return a case. The dtype may be "tf32"."""
         return cls(m, n, k, "float32" if dtype == TF32 else dtype, array, tf32=dtype == TF32, **options)
 
     @property
@@ -66,11 +66,13 @@ class Case(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """Rates of GEMMs without messages, in GFLOP/s, each the better of the medians before and after the product.
+    """Rates of GEMMs without messages, in GFLOP/s.
 
     core_gflops          of the shape `core_shape` on one core, or one device
-    square_core_gflops   of a cube of the size `square` there
+    square_core_gflops   of a cube of size `square` on one core, or one device
     at_once_gflops       of `core_shape` on all cores together, which share caches, memory and clock; 0: not measured
+
+    core_gflops and at_once_gflops are the better of two medians, before and after the product.
     """
 
     core_gflops: float
@@ -81,7 +83,7 @@ class Limit(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """Another library's matmul, which ran in turns with the product. share: its median over that of the product."""
+    """Timings of another library's matmul, in turns with the product. share: its median time over the product's."""
 
     name: str
     seconds: list[float]
@@ -108,24 +110,24 @@ class Environment(NamedTuple):
 class Result:
     """A case on one grid, and its measurement, as `pmm3d bench --json` writes it. Sizes are in bytes.
 
-    limit                the limit, whose fields are fields of the JSON
-    blocks               of the first rank
-    panels, overlap      number of panels along k; mode of `matmul`
+    limit                the limit. The JSON contains its fields
+    blocks               shapes of the first rank's blocks
+    panels, overlap      number of panels along k; overlap mode of `matmul`
     orders               storage orders of the shards of A, B and C: "C" by rows, "F" by columns
-    in_place             which of A, B and C are read in the memory of other ranks
+    in_place             names of the matrices that are read in the memory of other ranks
     auto                 whether "auto" chooses this grid
-    seconds              of each repetition, on its slowest rank
-    cores                number of cores, or of devices (`unit`) if the arrays are there
-    ratio                of gflops to the rate of `Limit.core_gflops` on all of them
+    seconds              seconds of each repetition on its slowest rank
+    cores                number of cores, or of devices if the arrays are there (`unit`)
+    ratio                gflops over `cores` times `Limit.core_gflops`
     phases               seconds of one product by phase of the ledger, as the mean over the ranks that took part:
                          "computed", "off_core" (the part of it without a core), "waited", and "waited_max" of the
-                         worst rank; `computed_seconds`, `off_core_seconds` and `waited_seconds` are their sums
-    bytes_model          sent by the plan. These and the bytes sent and received: by axis, of the rank with the most
-    lower_bound_bytes    the least that any algorithm receives
+                         worst rank. `computed_seconds`, `off_core_seconds` and `waited_seconds` are their sums
+    bytes_model          modelled bytes sent. Like the bytes sent and received: by axis, on the rank with the most
+    lower_bound_bytes    lower bound of the bytes received by any algorithm
     model_memory         matrices and work arrays of the plan; workspace_bytes: work arrays alone
-    peak_memory          resident at the peak, on the fullest rank; node_memory: on the fullest node
+    peak_memory          peak of the resident memory on the fullest rank; node_memory: on the fullest node
     resident_growth      growth of the resident memory during the measurement
-    verification         the check that was made, and what it found
+    verification         description and result of the check
     """
 
     m: int
@@ -183,14 +185,14 @@ class Result:
         return sum(self.bytes_received.values())
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields, with those of the limit among them; environment and reference are objects."""
+        """Return the fields, including the fields of the limit. Environment and reference are objects."""
         found = {name: value for name, value in vars(self).items() if name != "limit"} | self.limit._asdict()
         return found | {"environment": self.environment._asdict(),
                         "reference": self.reference and self.reference._asdict()}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Result:
-        """Return the result of which `as_json` made this object. Raises KeyError and TypeError for other objects."""
+        """Return the result that `as_json` made this object from. Raises KeyError or TypeError for other objects."""
         records = {"limit": Limit(*(found[name] for name in Limit._fields)),
                    "environment": Environment(**found["environment"]),
                    "reference": found["reference"] and Reference(**found["reference"])}
@@ -201,8 +203,8 @@ class TimePart(NamedTuple):
     """A part of the time of a product.
 
     seconds   mean over the repetitions and over the ranks that took part
-    most      seconds of the rank that waited longest; None if this is no wait
-    meaning   what the rank does in this time
+    most      seconds of the rank that waited longest; None for a part that is not a wait
+    meaning   explanation in the table
     """
 
     name: str
@@ -212,8 +214,7 @@ class TimePart(NamedTuple):
 
 
 def time_parts(result: Result) -> list[TimePart]:
-    """Return where the time of a product goes. The seconds of the parts add up to the mean of the repetitions, each of
-    which takes as long as its slowest rank."""
+    """Return the parts of the time of a product. They add up to the mean time of a repetition on its slowest rank."""
     parts = []
     for phase, found in result.phases.items():
         name, off_core = COMPUTED.get(phase, f"computing: {phase}"), found["off_core"]

@@ -29,7 +29,7 @@ from .result import COLOURS, NOT_ASKED_FOR, Result, time_parts
 
 
 def print_results(results: Sequence[Result], console: Console) -> None:
-    """Print all figures of one product, or a table of every grid."""
+    """Print all figures of one product, or a table of all grids."""
     first = results[0]
     console.print(f"\n[bold]{title(first)}[/] ({kind(first)})")
     console.print(facts("[bold]Environment[/]", environment(first)))
@@ -50,7 +50,7 @@ def title(result: Result) -> str:
 
 
 def kind(result: Result) -> str:
-    """Return the type of the elements, and how the matrices are stored."""
+    """Return a description of the type of the elements and of the storage of the matrices."""
     by_columns = [name for name, order in zip("ABC", result.orders) if order == "F"]
     return (f"{'tf32' if result.tf32 else result.dtype}, {result.array}"
             + (f", stored {result.transpose}" if result.transpose != "nn" else "")
@@ -102,7 +102,7 @@ def product(result: Result) -> dict[str, str]:
 
 
 def times(result: Result) -> FigureTable:
-    """The parts of the time of a product, which add up to the whole."""
+    """Return a table of the parts of the time of a product, which add up to the whole."""
     whose = f"mean of the repetitions and of {counted(result.ranks - result.idle_ranks, 'rank')}"
     whose += f", without {result.idle_ranks:,} idle" if result.idle_ranks else ""
     whose += "" if result.unit == "cores" else "; of the host, which asks the devices"
@@ -117,7 +117,7 @@ def times(result: Result) -> FigureTable:
 
 
 def traffic(result: Result) -> FigureTable:
-    """Bytes by axis, beside the model."""
+    """Return a table of measured and modelled bytes by axis."""
     table = FigureTable("[bold]Bytes of one product[/] (largest rank)", ("axis", "sent", "model", "received"))
     columns = result.bytes_sent, result.bytes_model, result.bytes_received
     for axis in result.bytes_sent:
@@ -127,7 +127,7 @@ def traffic(result: Result) -> FigureTable:
 
 
 def sweep(results: Sequence[Result]) -> FigureTable:
-    """A row for each grid, the fastest first."""
+    """Return a table with a row for each grid, the fastest first."""
     table = FigureTable("[bold]Every grid[/]" + " (*: auto chooses it)" * any(one.auto for one in results),
                         ("grid", "median ms", "GFLOP/s", "ratio", "computing ms", "waiting ms", "received",
                          "times bound", "ok"))
@@ -152,7 +152,7 @@ def _limit(result: Result) -> str:
 
 
 def draw(results: Sequence[Result], path: Path | BytesIO) -> None:
-    """Draw a bar for each grid, and the time that the limit allows. A BytesIO gets SVG."""
+    """Draw a bar for each grid, and a line at the time of the limit. A BytesIO gets SVG."""
     results = fastest_first(results)
     rows = [(result.shape + " (auto)" * (result.auto and len(results) > 1),
              [Part(part.name, 1e3 * part.seconds) for part in time_parts(result)]) for result in results]
@@ -168,7 +168,7 @@ def draw(results: Sequence[Result], path: Path | BytesIO) -> None:
         limit = f"the GEMM alone, {best.cores} {best.unit} x {in_flops(1e9 * best.limit.core_gflops)}"
         axes.set(xlabel="ms (one product; mean of the repetitions and of the ranks that took part)\n"
                         f"dashed: the limit, {limit}", ylabel="grid Gx x Gy x Gz", xlim=(0, 1.2 * max(ends)))
-        if isinstance(path, Path):  # the page names the benchmark above its pictures
+        if isinstance(path, Path):  # a page has its own title above the picture
             blas, hosts = environment(best)["BLAS"], names_in_words(found.hosts, MOST_HOSTS)
             axes.set_title(titled(f"{title(best)}, {best.dtype}, {counted(best.ranks, 'rank')}",
                                   f"{hosts}: {found.cpu}; {blas}; {date.today().isoformat()}"))

@@ -14,7 +14,7 @@ from .session import ANSWER, Answer, NoAnswer, Session
 REPORT_THIS = "if the text does not say what to do, report it with the whole output of pmm3d doctor"
 ANOTHER_GRID = "if the grid is the cause: --grid with another one, or --grid auto. Otherwise: " + REPORT_THIS
 MOST_PROBLEMS = 8
-"""Problems of one check that are shown, the worst first: many hosts may have the same one."""
+"""Largest number of problems of one check that are shown, the worst first. Many hosts may have the same problem."""
 LATE_SECONDS = 60.0
 """Time limit of the barrier before a check, because some ranks may still run the previous check."""
 END_OF_THE_JOB = ("these ranks are stuck in this check (a dead file system, a driver, a network that lost messages) or "
@@ -26,8 +26,8 @@ class Check(NamedTuple):
 
     gather(session)                return the facts of this rank; each wait for another rank has a time limit
     judge(finding, facts, hosts)   fill in the finding from the facts in rank order; on rank 0, without MPI
-    seconds                        that rank 0 waits for the other ranks after its own part
-    remedy                         shown if the check itself fails
+    seconds                        time limit of rank 0 for the answers of the other ranks
+    remedy                         remedy if the check itself fails
     """
 
     name: str
@@ -52,7 +52,7 @@ CHECKS = (
 
 
 def examine(session: Session, examination: Examination, checks: Sequence[Check]) -> None:
-    """Run the checks; collective. Rank 0 adds the findings to the examination, and stops if a rank does not answer."""
+    """Run the checks. Rank 0 adds the findings to the examination, and stops if a rank does not answer. Collective."""
     begun = time.perf_counter()
     for check in checks:
         session.begin()
@@ -78,7 +78,7 @@ def _answer(check: Check, session: Session) -> Answer:
 
 
 def conclude(check: Check, answers: dict[int, Answer], hosts: list[str]) -> Finding:
-    """Return the finding. It is a failure if a rank did not answer or raised an error, or if the judge did."""
+    """Return the finding. It is a failure if a rank did not answer, or if a rank or the judge raised an error."""
     finding, failure = Finding(check.name), Finding(check.name, "could not be examined")
     silent = [rank for rank in range(len(hosts)) if rank not in answers]
     errors = [answer for answer in answers.values() if answer.error]

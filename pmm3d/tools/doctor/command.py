@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 STARTED = time.monotonic()
 LAST_RESORT_SECONDS = 15
-"""After --timeout: if a driver or MPI blocks the interpreter, the stacks of all threads are printed instead."""
+"""Seconds after --timeout. If a driver or MPI blocks the interpreter, the stacks of all threads are printed then."""
 COLOURS = {Verdict.OK: "green", Verdict.NOTE: "cyan", Verdict.WARNING: "yellow", Verdict.FAILURE: "bold red"}
 
 
@@ -42,9 +42,9 @@ def doctor_command(
 ) -> None:
     """Examine the system that pmm3d runs on. Print a verdict on each part, and a remedy for each problem.
 
-    The checks: software and MPI, launcher, hosts, cores and threads, BLAS, memory, GPUs, latency and bandwidth of each
-    grid axis, the folder and HDF5 in it. They take seconds. Start doctor as you start your programs: one rank alone
-    cannot measure the network.
+    doctor checks software and MPI, launcher, hosts, cores and threads, BLAS, memory, GPUs, latency and bandwidth of
+    each grid axis, and HDF5 in the folder. This takes seconds. Start doctor on as many ranks as your programs: one rank
+    alone cannot measure the network.
 
     Verdicts: ok; note (information); warning (slow or risky); failure (wrong results, no results, or a check that
     failed). Exit code: [bold]0[/] for ok and notes, [bold]1[/] for warnings, [bold]2[/] for failures.
@@ -64,7 +64,7 @@ def doctor_command(
     world = start_mpi()
     tasks, _ = tasks_in_environment(os.environ) or (1, "")
     if world.size == 1 and tasks > 1 and task_rank(os.environ) > 0:
-        return  # each task is a world of its own, and the first one reports it
+        return  # each task is a world of its own; the first task reports it
     examination = _examine(world, grid, folder, json, timeout)
     faulthandler.cancel_dump_traceback_later()
     raise typer.Exit(examination.verdict.exit_code)
@@ -88,12 +88,12 @@ def _examine(world: MPI.Intracomm, grid: str, folder: Path, json: Path | None, t
     if session.rank == 0:
         _show(examination, json)
         if examination.stuck:
-            os._exit(examination.verdict.exit_code)  # a rank that is stuck would not come to MPI_Finalize
+            os._exit(examination.verdict.exit_code)  # MPI_Finalize would wait for the stuck rank
     return examination
 
 
 def _give_up(examination: Examination, json: Path | None, timeout: float) -> None:
-    """Print the findings so far and end the job, because the thread that runs the checks is stuck."""
+    """Print the findings so far and end the job, because the thread that runs the checks does not return."""
     from .checks import END_OF_THE_JOB
 
     finding = Finding(examination.doing or "making communicators", "did not end")

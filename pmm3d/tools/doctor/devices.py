@@ -1,7 +1,7 @@
-"""GPUs: the devices of each rank, the array libraries for them, and whether MPI takes device pointers.
+"""GPUs: the devices of each rank, the array libraries for them, and whether MPI accepts device pointers.
 
-torch and cupy list the devices and compute on one. They run in child processes, because a driver may hang, and only
-where the system has device files.
+torch and cupy list the devices and compute on one of them, in child processes because a driver may hang. They run only
+if the system has device files.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 from ...arrays import library_named
 from ...comm import TRIAL_SECONDS, try_device
+from ...errors import install_command
 from ...model.environment import Settings
 from ...text import counted, names_in_words, ranks_in_words
 from .finding import Finding, ranks_by
-from .session import Session, child_says
+from .session import Session, child_output
 
 LIBRARIES = {"cupy": "cupy", "torch": "torch:cuda:0"}
 TRIALS = {
@@ -32,7 +33,7 @@ assert float(torch.ones(4, device="cuda").sum()) == 4
 cuda = torch.cuda
 print(torch.__version__, *(cuda.get_device_properties(i).uuid for i in range(cuda.device_count())))""",
 }
-"""Programs that compute on a device. They print the version and the UUIDs of the devices that the process may use."""
+"""Programs that compute on a device. They print the version, and the UUIDs of the devices that the process may use."""
 CHILD_SECONDS = TRIAL_SECONDS
 """Time limit of a child process. Loading cupy or torch from a parallel file system takes long."""
 NO_GPU = ("ask for GPUs: srun --gpus-per-node=N --gpu-bind=none; see CUDA_VISIBLE_DEVICES; in a container: docker run "
@@ -47,8 +48,8 @@ class Trial(NamedTuple):
 
     text      version, or the error if the library does not compute
     devices   UUIDs of the devices that the rank may use
-    direct    whether MPI takes their pointers; on the first rank of a host
-    why       how `direct` was found
+    direct    whether MPI accepts pointers to their memory; tried on the first rank of a host
+    why       reason for `direct`, in words
     """
 
     text: str
@@ -91,14 +92,14 @@ def gather(session: Session) -> Devices:
 
 
 def devices_of_host(dev: str = "/dev") -> int:
-    """Return the number of GPUs of this node: NVIDIA's, those of Windows' Linux, or AMD's with their compute driver."""
+    """Return the number of GPUs of this node: NVIDIA GPUs, GPUs under WSL, or AMD GPUs with the compute driver."""
     nvidia, windows, amd = (len(glob.glob(f"{dev}/{name}")) for name in ("nvidia[0-9]*", "dxg", "dri/renderD*"))
     return nvidia or windows or amd * os.path.exists(f"{dev}/kfd")
 
 
 def try_library(name: str, pointers: bool) -> Trial:
     """Compute with an array library in a child process. pointers: also try to send device memory by MPI."""
-    trial = Trial(child_says(CHILD_SECONDS, "-c", TRIALS[name]))
+    trial = Trial(child_output(CHILD_SECONDS, "-c", TRIALS[name]))
     if not trial.computes:
         return trial
     version, *devices = trial.text.replace("-", "").split()
@@ -116,7 +117,7 @@ def judge(finding: Finding, facts: list[Devices], hosts: list[str]) -> None:
         _judge_host(finding, host, [facts[rank] for rank in ranks])
     if not first.installed:
         finding.warn("there is a GPU, but neither cupy nor torch",
-                     'pip install ".[cupy]", or ".[torch]", in the clone of pmm3d')
+                     f"{install_command('cupy')}, or {install_command('torch')}")
     for name in LIBRARIES:
         _judge_library(finding, name, {rank: fact.trials[name] for rank, fact in enumerate(facts)
                                        if name in fact.trials}, hosts)

@@ -1,4 +1,4 @@
-"""The folder that a run writes to: its file system, the delay until other hosts see a file, HDF5 in it."""
+"""The folder that a run writes to: file system, delay until other hosts see a new file, HDF5."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .session import Session
 SEEN_SECONDS = 4.0
 """Time limit until another host sees a new file. NFS caches attributes for three seconds."""
 SLOW_SIGHT = 1.0
-"""Seconds of stale contents on another host from which on the check warns."""
+"""Seconds of stale contents on another host above which the check warns."""
 LEAST_FREE = 2**30
 """Bytes of free space below which the check warns."""
 UNSHARED = {"tmpfs", "ramfs", "overlayfs", "ext2/ext3", "xfs", "btrfs", "zfs", "squashfs"}
-"""Types of file systems of one host, as stat(1) names them."""
+"""File systems that hosts do not share, as stat(1) names them."""
 
 
 def file_system(path: str) -> str:
@@ -75,7 +75,7 @@ def gather_folder(session: Session) -> Folder | None:
 
 
 def _seconds_until_seen(session: Session, path: Path, writable: bool) -> float | None:
-    """Return how long this host reads the old contents of a file that rank 0 replaces as a checkpoint is replaced."""
+    """Return the seconds for which this host reads old contents after rank 0 replaced a file, as for checkpoints."""
     for contents in (b"old", b"new"):
         session.barrier(doze=True)
         if session.rank == 0 and writable:

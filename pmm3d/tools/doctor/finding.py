@@ -1,4 +1,4 @@
-"""The outcome of a check, and the words that checks share. No MPI, no numpy."""
+"""The outcome of a check, and functions that checks share. Neither MPI nor numpy is loaded."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Problem(NamedTuple):
 class Finding:
     """The outcome of one check.
 
-    found      one line for people, with or without problems
+    found      one line for the user, with or without problems
     problems   empty if the verdict is ok
-    figures    values for programs; a name contains the unit where there is one (seconds, bytes, gflops)
+    figures    values for programs; names contain the unit (seconds, bytes, gflops)
     """
 
     check: str
@@ -101,7 +101,7 @@ def spread(values: Collection[float], form: str = "{:.1f}") -> str:
 
 
 def ranks_by(labels: Iterable[str]) -> dict[str, list[int]]:
-    """Group ranks by a label, such as the host. labels: of all ranks, in rank order."""
+    """Return the ranks with each label, such as the host. labels: one for each rank, in rank order."""
     groups: dict[str, list[int]] = {}
     for rank, label in enumerate(labels):
         groups.setdefault(label, []).append(rank)

@@ -17,18 +17,18 @@ from .nodes import Node, crowded_hosts, gather_node
 from .session import MESSAGE, PATIENCE, Session
 
 LARGE = 2**23
-"""Bytes of the message that measures bandwidth; messages of a product are as large."""
+"""Bytes of the message that measures bandwidth, as in a large product."""
 SMALL_REPEATS, LARGE_REPEATS = 200, 10
 SECONDS = 0.25
 """Time limit of one message size on the pairs of an axis."""
 UNEVEN = 3.0
-"""A pair is reported if the fastest pair of its kind is faster by this factor."""
+"""A pair is reported if the fastest pair of its kind is more than this factor faster."""
 TCP_SECONDS, SLOW_MEMORY = 12e-6, 1e9
-"""Latency above that of any RDMA network, and bytes per second below those of any memory."""
+"""A latency above that of any RDMA network, and a bandwidth below that of any memory."""
 
 
 class Pair(NamedTuple):
-    """Two neighbours along an axis, measured together with all other pairs. seconds: half the round trip of a byte."""
+    """Two neighbours along an axis, measured together with other pairs. seconds: half the round trip of a byte."""
 
     axis: str
     ranks: tuple[int, int]
@@ -64,7 +64,7 @@ def _measured(session: Session, axis: Axis, odd: int) -> list[Pair]:
 
 
 def ping_pong(session: Session, ranks: tuple[int, int], nbytes: int, repeats: int) -> list[float]:
-    """Return half round trips between two ranks, in seconds, on the first of them. It decides when to stop."""
+    """Return the seconds of half round trips between two ranks, on the first of them, which decides when to stop."""
     outgoing, incoming = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     first = session.rank == ranks[0]
     other = ranks[1] if first else ranks[0]

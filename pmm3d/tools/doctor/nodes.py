@@ -50,11 +50,11 @@ def judge_hosts(finding: Finding, facts: list[None], hosts: list[str]) -> None:
 class Node(NamedTuple):
     """Facts of one rank about its node. Memory is in bytes.
 
-    cores, of_host       cores that the rank may run on; number of cores of the machine
-    quota, threads       CPU limit of a container or job, in cores; threads of the BLAS
-    available, limit     free memory of the node, or of its container or job; their limit
-    shm_size, shm_free   of /dev/shm
-    locked, rdma         limit of locked memory, -1 for none; whether there is an RDMA network
+    cores, of_host       cores that the rank may run on; number of cores of the node
+    quota, threads       CPU limit of the container or job, in cores; threads of the BLAS
+    available, limit     free memory, and memory limit, of the container or job, or of the node
+    shm_size, shm_free   size and free space of /dev/shm
+    locked, rdma         limit of locked memory, -1 for no limit; whether there is an RDMA network
     """
 
     cores: frozenset[int]
@@ -80,7 +80,7 @@ def gather_node(session: Session) -> Node:
 
 
 def crowded_hosts(cores: list[frozenset[int]], hosts: list[str]) -> list[str]:
-    """Return the hosts with more ranks than cores. Their ranks take turns, so measured times are not reliable."""
+    """Return the hosts with more ranks than cores. Ranks take turns there, so times measured there are not reliable."""
     return [host for host, ranks in ranks_by(hosts).items()
             if len(frozenset[int]().union(*(cores[rank] for rank in ranks))) < len(ranks)]
 
@@ -137,8 +137,8 @@ def _judge_load(finding: Finding, host: str, here: list[Node], usable: int) -> N
 class BlasRates(NamedTuple):
     """Facts of one rank. Rates are in GFLOP/s.
 
-    exported    whether OPENBLAS_CORETYPE was set when the process started: the command pmm3d sets it later
-    alone       rate of one core while the other ranks of the host sleep; None but on the first rank of each host
+    exported    whether OPENBLAS_CORETYPE was set when the process started; the command pmm3d sets it later
+    alone       rate of one core while the other ranks of the host sleep; None except on the first rank of a host
     together    rate of one core while all ranks multiply
     """
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from mpi4py import MPI
 
 PATIENCE = 5.0
-"""Seconds that a rank waits for another rank inside a check."""
+"""Seconds for which a rank waits for another rank inside a check."""
 SPIN_SECONDS, DOZE_SECONDS = 20e-6, 1e-3
-"""A wait polls without a pause for SPIN_SECONDS, because latencies are measured. Then it yields the core."""
+"""A wait polls without a pause for SPIN_SECONDS, because it may measure a latency. Then it yields the core."""
 MESSAGE, ANSWER = 1, 2
 """Tags of messages between ranks of a check, and of answers to rank 0."""
 
@@ -38,12 +38,12 @@ class Answer(NamedTuple):
 class Session:
     """One examination, on one rank. The constructor is collective.
 
-    checks          number of checks; each has a communicator, so that messages which a failed check leaves are not
-                    received by the next one
+    checks          number of checks; each has its own communicator, so that no check receives messages of an earlier
+                    check that failed
     comm            communicator of the check in progress
     hosts           host name of each rank
     is_first_here   whether this rank is the first of its host
-    name            identifies the examination, as in names of scratch folders
+    name            identifies the examination, for example in names of scratch folders
     folder, grid    options of the user
     loading         seconds that Python took to load the packages
     """
@@ -86,7 +86,7 @@ class Session:
         self.wait(self.comm.Ibarrier(), seconds, doze)
 
     def receive(self, own: Answer, seconds: float) -> dict[int, Answer]:
-        """Return the answers of the ranks, on rank 0. Answers that did not arrive within the time are missing."""
+        """Return the answers of the ranks that arrive within the time, on rank 0."""
         deadline = time.monotonic() + seconds
         answers = {self.rank: own}
         status = MPI.Status()
@@ -99,7 +99,7 @@ class Session:
         return answers
 
 
-def child_says(seconds: float, *arguments: str) -> str:
+def child_output(seconds: float, *arguments: str) -> str:
     """Run Python with these arguments. Return the last line of its stdout, or of its stderr if it failed."""
     try:
         child = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=seconds,

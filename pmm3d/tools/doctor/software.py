@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 from ... import __version__
 from ...comm import mpi_name
+from ...errors import install_command
 from ...model.environment import tasks_in_environment
 from ...model.launch import PLUGINS
 from ...text import counted, ranks_in_words
@@ -20,7 +21,7 @@ from .session import Session
 
 PACKAGES = ("numpy", "scipy", "mpi4py")
 SLOW_LOADING = 5.0
-"""Seconds to load the packages above which the check adds a note. From a local disk it takes one second."""
+"""Seconds to load the packages above which the check adds a note. Loading from a local disk takes one second."""
 THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 
 
@@ -60,8 +61,7 @@ def judge_versions(finding: Finding, facts: list[Versions], hosts: list[str]) ->
         finding.fail(f"the versions differ between {ranks_in_words(others)} and rank 0: {which}",
                      "start every rank with the same Python: give its full path, and one environment on all nodes")
     if first["h5py"] == "none":
-        finding.note("h5py is not installed: no data sets, no checkpoints",
-                     'pip install ".[io]" in the clone of pmm3d')
+        finding.note("h5py is not installed: no data sets, no checkpoints", install_command("io"))
     if max(seconds) > SLOW_LOADING:
         finding.note(f"the packages took {max(seconds):.0f} s to load on the slowest rank",
                      "put the environment on each node's own disk (a container image, or sbcast and untar) rather than "
@@ -105,7 +105,12 @@ def judge_mpi(finding: Finding, facts: list[Mpi], hosts: list[str]) -> None:
 
 
 class Launcher(NamedTuple):
-    """The number of tasks according to the launcher's variable, and the size of MPI's world."""
+    """Facts about the start of the job.
+
+    tasks, variable   number of tasks according to the launcher, and the variable that contains it
+    world, vendor     size of MPI's world, and vendor of the MPI library
+    job_tasks         number of tasks of the Slurm job; 0: unknown
+    """
 
     tasks: int | None
     variable: str

@@ -1,4 +1,4 @@
-"""One HTML file about a run or a benchmark. It contains no script and loads nothing: no font, no picture, no file."""
+"""One HTML file about a run or a benchmark. It contains no script, and it loads no font, picture or other file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def write_page(source: str | os.PathLike[str], output: str | os.PathLike[str] | 
 
     output   default: report.html in the run's folder, or the name of the benchmark's file with .html
 
-    Raises Pmm3dError if the source is neither, or if the page cannot be written; MissingPackageError without jinja2.
+    Raises Pmm3dError if the source is neither, or if the page cannot be written. Raises MissingPackageError if jinja2
+    is missing.
 
         >>> import json, pathlib, tempfile
         >>> with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""The page of a benchmark, on one grid or on several: the facts and tables of the terminal, and pictures."""
+"""The page of a benchmark on one or several grids: the facts and tables of the terminal, and pictures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .elements import Figure, Page, Section, Table, Tile
 
 
 def bench_page(path: Path, results: Sequence[Result]) -> Page:
-    """Return the page of the results in that file."""
+    """Return the page of the results in a file."""
     best, advice = tables.fastest_first(results)[0], results[0].environment.advice
     facts = [("file", str(path.absolute())), ("numbers", tables.kind(best)), *tables.environment(best).items(),
              *((name, Text.from_markup(text).plain) for name, text in tables.product(best).items())]
@@ -52,7 +52,7 @@ def _tiles(best: Result, grids: int) -> list[Tile]:
 
 
 def _table(table: FigureTable) -> Table:
-    """Return a table of the terminal as one of the page."""
+    """Return the page's version of a table of the terminal."""
     names = [name if table.is_text(index) else f">{name}" for index, name in enumerate(table.names)]
     rows = [[Text.from_markup(cell).plain for cell in cells] for cells, _, _ in table.rows]
     return Table(names, rows, Text.from_markup(table.title).plain)

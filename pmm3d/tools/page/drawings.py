@@ -14,21 +14,21 @@ LINES = ("#4477aa", "#ee6677", INK)
 HOSTS = ("#5b9be0", "#e4a35c", "#63b98a", "#c983c0", "#d7c04e", "#7fc4cf", "#e0837a", "#9a94d8")
 NO_HOST = "#94a7ba"
 MOST_DOTS = 40
-"""Points of a curve that are each drawn as a dot."""
+"""Largest number of points of a curve that is drawn with dots."""
 MOST_BOXES = 256
-"""Ranks of a drawn grid."""
+"""Largest number of ranks of a drawn grid."""
 Point = tuple[float, float]
 HostRanks = tuple[str, Sequence[Sequence[int]]]
 """Name of a host, and [first, last] of each span of its ranks."""
 
 
 def curves(series: Mapping[str, Sequence[Point]], unit: str = "", log: bool = False, zero: bool = False) -> str:
-    """Draw curves by step. Return the SVG, or "" if no value is finite. Values that are not finite interrupt a curve.
+    """Draw curves over steps. Return the SVG, or "" if no value is finite. Other values interrupt a curve.
 
     series   name -> (step, value) of each point
     unit     label of the values
-    log      whether the scale is logarithmic, if positive values span more than a decade
-    zero     whether the scale begins at 0
+    log      use a logarithmic scale if the values are positive and span more than a decade
+    zero     begin the scale at 0
     """
     values = [value for points in series.values() for _, value in points if isfinite(value)]
     if not values:
@@ -54,7 +54,7 @@ def curves(series: Mapping[str, Sequence[Point]], unit: str = "", log: bool = Fa
 
 
 def time_bars(rows: Sequence[tuple[str, Sequence[Part]]], colours: Mapping[str, str]) -> str:
-    """Draw a bar of seconds for each row (see `plots.bars`)."""
+    """Draw a bar of seconds for each row (see `plots.bars`). Return the SVG."""
     with picture(drawn := BytesIO(), 10, 1.2 + 0.25 * len(rows)) as figure:
         axes = figure.subplots()
         bars(axes, rows, colours)
@@ -63,13 +63,16 @@ def time_bars(rows: Sequence[tuple[str, Sequence[Part]]], colours: Mapping[str, 
 
 
 def replicas_drawn(shape: GridShape) -> int:
-    """Return how many of the replicas of x, y and z a drawing contains; 0 if one has too many ranks."""
+    """Return the number of replicas of x, y and z that fit a drawing; 0 if one replica has too many ranks."""
     return min(prod(shape[3:]), MOST_BOXES // prod(shape[:3]))
 
 
 def grid_map(shape: GridShape, hosts: Sequence[HostRanks]) -> str:
-    """Draw the first replicas of a grid: a box for each rank in the colour of its host. In a block, x runs to the right
-    and y downward; blocks of z are side by side, replicas below each other. Return "" if there are too many ranks."""
+    """Draw the first replicas of a grid: a box for each rank, in the colour of its host. Return the SVG, or "" if there
+    are too many ranks.
+
+    In a block, x runs to the right and y downward. Blocks along z are side by side, replicas below each other.
+    """
     replicas = replicas_drawn(shape)
     if not replicas:
         return ""

@@ -1,4 +1,4 @@
-"""What a page consists of, and its HTML."""
+"""The elements of a page, and its HTML."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...errors import needs
 
 
 class Tile(NamedTuple):
-    """A number of the header. state: "good", "bad", or "" without a verdict."""
+    """A number in the header of a page. state: "good", "bad", or "" for no verdict."""
 
     name: str
     value: str
@@ -18,14 +18,14 @@ class Tile(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """drawing: SVG, which is not escaped. A figure without a caption is as wide as the page."""
+    """A drawing, in SVG that is not escaped. A figure without a caption is as wide as the page."""
 
     drawing: str
     caption: str = ""
 
 
 class Cell(NamedTuple):
-    """bar: share of 1 that is drawn below the text."""
+    """A cell of a table. bar: share of the cell's width of a bar below the text."""
 
     text: str
     state: str = ""
@@ -33,7 +33,7 @@ class Cell(NamedTuple):
 
 
 class Table(NamedTuple):
-    """head: names of the columns; columns of numbers begin with ">"."""
+    """A table. head: names of the columns; ">" at the beginning marks a column of numbers."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[Cell | str]]
@@ -41,7 +41,7 @@ class Table(NamedTuple):
 
 
 class Section(NamedTuple):
-    """text: of fixed width, shown when the reader opens the section."""
+    """A section of a page. text: in a font of fixed width, shown when the reader opens the section."""
 
     title: str
     lead: str = ""
@@ -51,7 +51,7 @@ class Section(NamedTuple):
 
 
 class Page(NamedTuple):
-    """facts: (name, text); notes: warnings, and what is missing."""
+    """A page. facts: (name, text) pairs; notes: warnings, for example about missing files."""
 
     title: str
     subtitle: str

@@ -1,4 +1,4 @@
-"""The facts that head the page of a run, and its configuration."""
+"""The facts at the head of the page of a run, and its configuration."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ...text import MOST_HOSTS, blas_in_words, counted, names_in_words, ranks_in
 from .elements import Section
 
 SAMPLES = "samples"
-"""Section of the settings of `pmm3d train` about the data that were found."""
+"""Section that `pmm3d train` adds to the settings, with the sizes that it found in the data."""
 MOST_LAYERS = 16
-"""Layers of a network that a line names."""
+"""Largest number of layers of a network that are listed."""
 Fact = tuple[str, str]
 
 
@@ -43,7 +43,7 @@ def run_facts(record: RunFile) -> list[Fact]:
 
 
 def _place(record: RunFile) -> list[Fact]:
-    """The grid, its hosts and devices."""
+    """Return the facts about the grid, its hosts and devices."""
     hosts, facts = record.hosts or (), []
     if record.grid:
         grid = GridShape(**record.grid)
@@ -60,7 +60,7 @@ def _place(record: RunFile) -> list[Fact]:
 
 
 def _devices(devices: list[Device]) -> list[str]:
-    """Each device, and the ranks that use it."""
+    """Return each device with the ranks that use it."""
     ranks: dict[str, list[int]] = {}
     for row in devices:
         if row.device is not None:
@@ -69,7 +69,7 @@ def _devices(devices: list[Device]) -> list[str]:
 
 
 def settings_section(settings: Mapping[str, Any]) -> Section | None:
-    """The configuration as TOML, if the settings are one: sections of keys, without what the run found in its data."""
+    """Return the configuration as TOML, without the section SAMPLES; None if the settings are not a configuration."""
     sections = {name: values for name, values in settings.items() if name != SAMPLES}
     known = sections and all(isinstance(values, dict) for values in sections.values())
     return Section("Configuration", text=toml(sections)) if known else None

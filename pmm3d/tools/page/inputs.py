@@ -1,4 +1,4 @@
-"""The files from which a page is made: run.json and metrics.jsonl of a run, or the figures of a benchmark."""
+"""The files that a page is made of: run.json and metrics.jsonl of a run, or the figures of a benchmark."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Line(Part):
 
 
 class RunFiles(NamedTuple):
-    """Files of a run.
+    """The contents of the folder of a run.
 
-    path     the folder;   owner   who holds its lock
-    record   run.json; None if it is missing or unreadable
-    notes    what is missing or left out
+    record   run.json; None if it is missing or cannot be used
+    owner    process that holds the folder's lock
+    notes    warnings about missing or damaged files
     """
 
     path: Path
@@ -91,7 +91,7 @@ def _metrics(path: Path, notes: list[str]) -> list[Line]:
 
 
 def _record(path: Path, notes: list[str]) -> RunFile | None:
-    """Return the contents, or None if there are none that can be used."""
+    """Return the contents of run.json, or None if they cannot be used."""
     try:
         return RunFile.model_validate_json(path.read_bytes())
     except FileNotFoundError:

@@ -13,31 +13,32 @@ from .drawings import time_bars
 from .elements import Cell, Figure, Section, Table, Tile
 
 MOST_ROWS, EXTREMES = 32, 6
-"""Ranks with a bar each. With more ranks, this many ranks are drawn that are busy longest, median and least."""
+"""Largest number of ranks that all get a bar. Of more ranks, EXTREMES each are drawn: the busiest, median and least
+busy ranks."""
 UNEVEN = 0.05
-"""Share of all time that others wait for the busiest rank, above which the load is called uneven."""
+"""The load is uneven if other ranks wait for the busiest rank for more than this share of all time."""
 COMPUTING = ("gemm", "elementwise", "update", "loss")
 BLUES = ("#4477aa", "#66ccee", "#3d9970", "#8cc269", "#7a8ea3")
 GREYS = ("#8a8a8a", "#a3a3a3", "#6f6f6f", "#bdbdbd", "#565656", "#d0d0d0")
 NO_AXIS = {**dict.fromkeys(("all", "stage"), "agreement, signals"), "": "the loader"}
-"""What ranks wait for if the ledger gives no axis."""
+"""Name of a wait whose axis in the ledger is not an axis of the grid."""
 PARTS = {"forward": "forward pass", "backward": "backward pass", "optimizer": "optimizer", "step": "rest of a step",
          "batches": "batches", "agreement": "agreement", "validation": "validation", "log": "log and run.json",
          "checkpoint": "checkpoints"}
-"""Parts of a run in which ranks neither compute nor wait."""
+"""Part of a run in which ranks neither compute nor wait -> its name on the page."""
 REST = "other: outside of all parts"
 SPREAD = (">least", ">median", ">most", ">on rank")
 MOST_STAGES = 16
-"""Ranks of a pipeline that are drawn."""
+"""Largest number of ranks of a pipeline that are drawn."""
 ACTIONS = {"F": ("forward", "#77aadd"), "B": ("backward", "#66bb77"), "I": ("backward for the input", "#66ccee"),
            "W": ("backward for the weights", "#ddcc66")}
 Row = tuple[Cell | str, ...]
 Kinds = dict[str, list[float]]
-"""What time goes to -> seconds of each rank."""
+"""Kind of time -> seconds of each rank."""
 
 
 def rank_tiles(ranks: Columns, moved: Sequence[Moved]) -> list[Tile]:
-    """Return the verdicts."""
+    """Return tiles with the share of waiting, the imbalance, and the memory."""
     order, ratio, excess = _imbalance(ranks, moved)
     waiting = sum(ranks.waited) / max(1e-9, sum(ranks.seconds))
     by_axis = _waited_by_axis(moved)
@@ -49,7 +50,7 @@ def rank_tiles(ranks: Columns, moved: Sequence[Moved]) -> list[Tile]:
 
 
 def time_section(ranks: Columns, moved: Sequence[Moved]) -> Section:
-    """Bars of the ranks' times, and a table of their extremes."""
+    """Return bars of the ranks' times, and a table of their extremes."""
     (kinds, colours), (order, ratio, excess) = _kinds(ranks, moved), _imbalance(ranks, moved)
     lead = (f"{'Uneven' if excess > UNEVEN else 'Even'} load: rank {order[0]}, which is busy longest, takes "
             f"{ratio:.2f} times the median, and others wait for it {percent(excess)} of the time. Other time, in "
@@ -73,7 +74,7 @@ def time_section(ranks: Columns, moved: Sequence[Moved]) -> Section:
 
 
 def _kinds(ranks: Columns, moved: Sequence[Moved]) -> tuple[Kinds, dict[str, str]]:
-    """Return what time goes to, and the colour of each kind. The kinds of a rank add up to its whole time."""
+    """Return the kinds of time, which add up to the whole time of each rank, and their colours."""
     names = [name for name in dict.fromkeys((*COMPUTING, *ranks.computed)) if name in ranks.computed]
     computing = {f"computing: {name}": ranks.computed[name] for name in names}
     waiting = {f"waiting: {_awaited(axis)}": (axis, seconds) for axis, seconds in _waited_by_axis(moved).items()}
@@ -101,9 +102,12 @@ def _waited_by_axis(moved: Sequence[Moved]) -> Kinds:
 
 
 def _imbalance(ranks: Columns, moved: Sequence[Moved]) -> tuple[list[int], float, float]:
-    """Return the ranks in order, busiest first; the first one's busy time over the median; and how much longer than it
-    the others wait for messages, on average, as a share of all time. A rank is busy if it does not wait for messages:
-    its loader counts, because the others wait for the loader too."""
+    """Return the ranks in order, the busiest first; the busy time of the busiest rank over the median; and the mean
+    extra time that the other ranks wait for messages, as a share of all time.
+
+    A rank is busy if it does not wait for messages. Waiting for the loader counts as busy, because the other ranks wait
+    for it too.
+    """
     whole = ranks.seconds
     by_axis = [seconds for axis, seconds in _waited_by_axis(moved).items() if axis]
     waited = [sum(column) for column in zip(*by_axis)] or [0.0] * len(whole)
@@ -114,12 +118,12 @@ def _imbalance(ranks: Columns, moved: Sequence[Moved]) -> tuple[list[int], float
 
 
 def _spread(values: Sequence[float], in_words: Callable[[float], str]) -> tuple[str, ...]:
-    """Return the least, the median and the most of any rank, and the rank that has the most."""
+    """Return the smallest, the median and the largest value, and the rank with the largest."""
     return (*map(in_words, (min(values), median(values), max(values))), number(values.index(max(values))))
 
 
 def collectives_section(ranks: Columns, moved: Sequence[Moved], steps: int) -> Section:
-    """Bytes received and waits, by collective, the longest waits first. steps: number of steps of the ranks."""
+    """Return a table of received bytes and waits of each collective, the longest waits first. steps: of the run."""
     whole, busiest = max(1e-9, sum(ranks.seconds)), max(map(sum, zip(*(entry.received for entry in moved))), default=0)
     share = (f", or {in_bytes(busiest / steps)} for each of {counted(steps, 'step')}, evaluations included" if steps
              else "")
@@ -138,13 +142,13 @@ def collectives_section(ranks: Columns, moved: Sequence[Moved], steps: int) -> S
 
 
 def _phase(entry: Moved) -> str:
-    """Return the phase, or what is done outside of phases."""
+    """Return the phase, or a name for collectives outside of phases."""
     unnamed = {"all": "signals", "stage": "signals", "": "input"}.get(entry.axis, "validation")
     return entry.phase or ("agreement" if "agreement" in entry.operation else unnamed)
 
 
 def memory_section(ranks: Columns, held: dict[str, list[int]]) -> Section:
-    """Bytes of the arrays of each rank. held: kind of array -> bytes of each rank."""
+    """Return a table of the bytes of the ranks' arrays. held: kind of array -> bytes of each rank."""
     names = {"work": "work: activations, messages, ..."}
     rows = [(names.get(name, name), *_spread(values, in_bytes)) for name, values in held.items()]
     rows.append(("all arrays", *_spread([sum(column) for column in zip(*held.values())], in_bytes)))
@@ -156,7 +160,7 @@ def memory_section(ranks: Columns, held: dict[str, list[int]]) -> Section:
 
 
 def pipeline_section(step: PipelineStep) -> Section:
-    """The time line of a pipeline's last step, measured and simulated, and the bubble of both."""
+    """Return the time lines of the last step of a pipeline, measured and simulated, and their bubbles."""
     lines, ranks = {"real": step.real, "simulated": step.simulated}, len(step.real.ranks)
     lead = ("The last step that was recorded. The simulation has the same actions in the same order: each takes the "
             "mean time of its kind on its stage, and messages take no time. So its bubble is that of the schedule. A "

@@ -22,17 +22,17 @@ CURVES = (("samples_per_second", "Rows trained per second", "rows/s", False, Tru
           ("gradient_norm", "2-norm of the gradient before clipping", "", True, False),
           ("loss_scale", "Scale of the loss (float16)", "", True, False),
           ("skipped", "Steps skipped so far, whose gradient was not finite", "", False, True))
-"""Of a step: name in metrics.jsonl, caption, unit, whether the scale is logarithmic, whether it begins at 0."""
+"""Figures of a step: name in metrics.jsonl, caption, unit, `log` and `zero` of `curves`."""
 STATES = {"finished": "good", "failed": "bad", "broke off": "bad"}
 DISTRIBUTION = "Weights: rows over y, then z; columns over x. Rows of a batch: over data, then z."
 AVERAGED = 12
-"""A moving average is over the length of the curve divided by this number."""
+"""The width of the moving average is the number of points divided by this number."""
 MOST_EVENTS = 40
-"""A table that one screen shows; run.json has the others."""
+"""Largest number of events in the table, which fits one screen. run.json contains all events."""
 
 
 def run_page(run: RunFiles) -> Page:
-    """Return the page with the parts of the run that are known. The notes name missing parts."""
+    """Return the page of the known parts of a run. Notes name the missing parts."""
     record = run.record or RunFile()
     sections = [_curves(run.metrics), *_sections(record)]
     return Page(run.path.absolute().name, "training run", [("folder", str(run.path.absolute())), *run_facts(record)],
@@ -40,7 +40,7 @@ def run_page(run: RunFiles) -> Page:
 
 
 def _sections(record: RunFile) -> Iterator[Section | None]:
-    """The sections below the curves, of the parts that are known."""
+    """Yield the sections below the curves."""
     ranks, moved = record.ranks, record.moved
     if record.network and record.network.tree:
         yield Section("Network", text=record.network.tree)
@@ -115,7 +115,7 @@ def _curves(metrics: list[Line]) -> Section | None:
 
 
 def _smoothed(points: list[Point]) -> dict[str, list[Point]]:
-    """Return a moving average under its name; empty if there are few points."""
+    """Return the moving average by its name; {} if there are few points."""
     width = len(points) // AVERAGED
     if width < 2:
         return {}
@@ -138,7 +138,7 @@ def _finite(value: float | None) -> float:
 
 
 def _history(record: RunFile) -> Section:
-    """Starts and events of the run in its folder."""
+    """Return tables of the starts and events of the run."""
     starts, events = record.starts or [], record.events or []
     of_starts = [(when(start.began), Cell(start.state, STATES.get(start.state, "")),
                   number(start.steps), number(start.from_step), number(start.to_step), number(start.ranks),

@@ -1,1 +1,1 @@
-"""The commands `pmm3d plan ...`: which grid, how many ranks, will it fit, how long; and the schedules of pipelines."""
+"""The commands `pmm3d plan ...`: grids, numbers of ranks, memory, times, and schedules of pipelines."""

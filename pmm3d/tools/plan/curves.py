@@ -1,4 +1,4 @@
-"""Strong and weak scaling of a training: the time of its step on more and more ranks, with and without each overlap."""
+"""Strong and weak scaling of a training: the time of a step by number of ranks, with and without each overlap."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from .ranking import tell
 from .step import Training
 
 SPAN = 64
-"""Times fewer ranks at which a curve begins, without FROM."""
+"""Largest over smallest number of ranks of a curve, if FROM is not given."""
 FEW = 3
-"""Grids that are simulated at a point, besides those of presets and those like the grids of other points."""
+"""Number of grids that are simulated at a point, besides presets and grids like those of other points."""
 AS_IT_IS = "as configured"
 SWITCHES = ("oar", "ors", "oag", "buckets")
 VARIANTS = (AS_IT_IS, *(f"no {switch}" for switch in SWITCHES), "none")
-"""The overlaps: as configured, without one of them, without any."""
+"""Choices of overlaps: as configured, without one of them, without any."""
 STYLES = {AS_IT_IS: ("#4477aa", "-"), "no oar": ("#ee6677", "--"), "no ors": ("#ccbb44", "--"),
           "no oag": ("#228833", "--"), "no buckets": ("#aa3377", "--"), "none": ("#555555", ":")}
 ALIKE = 0.5
-"""Lines whose percentages differ by less coincide."""
+"""Largest difference, in percent, between lines that coincide."""
 Line = list[tuple[int, float]]
-"""(ranks, efficiency in percent) of each point that has an efficiency."""
+"""(ranks, efficiency in percent) of each point whose efficiency is known."""
 GridOf = Callable[[Config, int], GridShape]
-"""Returns the grid for a configuration on a number of ranks."""
+"""Function that returns the grid for a configuration and a number of ranks."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A number of ranks.
+    """A point of a curve.
 
-    grid      of the ranks; None if there is none
-    batch     rows of the batch, over all ranks
-    seconds   of a step, by the overlaps that are on
+    grid      grid of the ranks; None if no grid fits
+    batch     rows of the batch, on all ranks together
+    seconds   seconds of a step, by choice of overlaps
     memory    bytes on the fullest rank
-    why_not   what speaks against the grid
+    why_not   reason why the grid cannot be used, or ""
     """
 
     ranks: int
@@ -57,13 +57,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """kind: "strong", for the same batch on more ranks; "weak", for a batch that grows with the ranks."""
+    """Points of one kind of scaling. kind: "strong": the same batch on more ranks; "weak": the batch grows as well."""
 
     kind: str
     points: list[Point]
 
     def efficiency(self, point: Point, variant: str = AS_IT_IS) -> float | None:
-        """Relative to the first point that fits the memory, as configured; None if a time is not known."""
+        """Return the efficiency relative to the first point that fits the memory, as configured; None if a time is not
+        known."""
         first = next((other for other in self.points if other.seconds and not other.why_not), None)
         if first is None or variant not in point.seconds:
             return None
@@ -79,12 +80,12 @@ class Curve:
 
 
 def rank_counts(ranks: int, asked: str) -> list[int]:
-    """Return the numbers of ranks of --curve: the powers of two in it, and `ranks` if it is between them.
+    """Return the numbers of ranks of --curve: the powers of two in the range, and `ranks` if it is in the range.
 
         >>> rank_counts(48, "16:128"), rank_counts(4, "256")
         ([16, 32, 48, 64, 128], [4, 8, 16, 32, 64, 128, 256])
 
-    Raises Pmm3dError for a text that is no RANKS and no FROM:TO.
+    Raises Pmm3dError for a text that is neither RANKS nor FROM:TO.
     """
     try:
         *first, last = map(int, asked.split(":", 1))
@@ -99,8 +100,8 @@ def rank_counts(ranks: int, asked: str) -> list[int]:
 
 
 def best_grids(training: Training, ranks: int, best: GridShape) -> GridOf:
-    """Return a function that finds the best grid of other numbers of ranks. It tries the first few by their rough
-    price, and grids like the best one of `ranks` and like the one that it found last."""
+    """Return a function that finds the best grid of other numbers of ranks. It simulates the first few by estimated
+    time, and grids like `best` and like the grid that it found last."""
     known = {(training.config.data.batch_size, ranks): best}
 
     def found(config: Config, count: int) -> GridShape:
@@ -115,7 +116,7 @@ def best_grids(training: Training, ranks: int, best: GridShape) -> GridOf:
 
 
 def _like(grid: GridShape, ranks: int, times: int) -> Iterator[GridShape]:
-    """Grids of these ranks that are as long along all axes but data, or `times` as long along x, y or z."""
+    """Yield `grid`, and `grid` with x, y or z multiplied by `times`, on these ranks. The other ranks are along data."""
     for factors in {(1, 1, 1), (times, 1, 1), (1, times, 1), (1, 1, times)}:
         other = grid._replace(data=1, **{axis: size * factor for axis, size, factor in zip("xyz", grid, factors)})
         if ranks % other.size == 0:
@@ -124,7 +125,7 @@ def _like(grid: GridShape, ranks: int, times: int) -> Iterator[GridShape]:
 
 def curves_of(training: Training, ranks: int, counts: Sequence[int], grid_of: GridOf, told: Callable[[int, int], None]
               ) -> list[Curve]:
-    """The strong and the weak curve. The configuration's batch is that of `ranks`. told(points done, all points)."""
+    """Return the strong and the weak curve. The configuration's batch is for `ranks`. told(points done, all points)."""
     found = list[Curve]()
     for kind in ("strong", "weak"):
         points = list[Point]()
@@ -153,7 +154,7 @@ def _point(training: Training, kind: str, ranks: int, count: int, grid_of: GridO
 
 
 def _variants(config: Config) -> Iterator[tuple[str, Config]]:
-    """The configuration with each choice of overlaps."""
+    """Yield each choice of overlaps and its configuration."""
     for variant in VARIANTS:
         off = {"none": SWITCHES, AS_IT_IS: ()}.get(variant, (variant.removeprefix("no "),))
         overlap = config.overlap.model_copy(update=dict.fromkeys(off, False))
@@ -161,7 +162,7 @@ def _variants(config: Config) -> Iterator[tuple[str, Config]]:
 
 
 def print_curve(curve: Curve, training: Training) -> None:
-    """Print a row for each number of ranks, and what speaks against grids."""
+    """Print a row for each number of ranks, and the reasons why grids cannot be used."""
     how = "the same batch" if curve.kind == "strong" else "a batch that grows with the ranks"
     table = FigureTable(f"[bold]{curve.kind.capitalize()} scaling[/]: {how}; ms a step, by the overlaps that are on",
                         ("ranks", "grid", "batch", *VARIANTS, "efficiency"), keys=2)
@@ -184,8 +185,8 @@ def _milliseconds(point: Point, variant: str) -> str:
 
 
 def draw_curves(curves: Sequence[Curve], what: str, path: Path) -> None:
-    """Draw efficiency by ranks: a panel for each curve, a line for each choice of overlaps. Lines that coincide in all
-    panels are one line, named after all of them."""
+    """Draw efficiency over ranks: a panel for each curve, a line for each choice of overlaps. Lines that coincide in
+    all panels are drawn as one line with several names."""
     lines = list[tuple[list[Line], list[str]]]()
     for variant in STYLES:
         found = [_line(curve, variant) for curve in curves]
@@ -219,6 +220,6 @@ def _line(curve: Curve, variant: str) -> Line:
 
 
 def _coincide(one: Line, other: Line) -> bool:
-    """Whether the lines cannot be told apart in a picture."""
+    """Return whether two lines look the same in a picture."""
     return len(one) == len(other) and all(
         ranks == others and abs(share - another) < ALIKE for (ranks, share), (others, another) in zip(one, other))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ...nn.training.config import Config
 
 HEAD = 64
-"""Columns of a head without --heads."""
+"""Columns of a head if --heads is not given."""
 
 
 class Terms(Enum):
@@ -58,15 +58,15 @@ def gpt_command(
 ) -> None:
     """Rank the grids for training a GPT in bfloat16 with AdamW, before a configuration exists.
 
-    Sharded activations and recomputation are chosen with the grid. Grids that do not fit the memory are dropped, with
-    the reason. --terms axonn predicts no memory. No MPI is used.
+    Sharded activations and recomputation are chosen together with the grid. Grids that do not fit the memory are
+    dropped, and the reason is printed. --terms axonn predicts no memory. No MPI is used.
 
     [bold]Examples[/]
 
     pmm3d plan gpt --layers 24 --hidden 1024 --sequence 512 --batch 64 --ranks 8
 
-    To this: --machine frontier; --micro-batches 8 for pipelines; --terms axonn --powers-of-two for the published model;
-    --mtbf 24 --write-seconds 30 for how often to write a checkpoint.
+    More options: --machine frontier; --micro-batches 8 for pipelines; --terms axonn --powers-of-two for the published
+    model; --mtbf 24 --write-seconds 30 for the interval of checkpoints.
     """
     from .ranking import check_outputs, print_plan, tell, write_plan
     from .train import check_mtbf, how_often
@@ -104,7 +104,7 @@ def gpt_command(
 
 
 def _check_terms(axonn: bool, of_full: dict[str, Any], of_axonn: dict[str, Any]) -> None:
-    """Raises Pmm3dError for an option that has no effect with these terms."""
+    """Raise Pmm3dError for an option that has no effect with these terms."""
     used, unused = ("axonn", of_full) if axonn else ("full", of_axonn)
     if given := [name for name, value in unused.items() if value]:
         raise Pmm3dError(f"{given[0]} has no effect with --terms {used}: leave it out, or take --terms "
@@ -112,7 +112,7 @@ def _check_terms(axonn: bool, of_full: dict[str, Any], of_axonn: dict[str, Any])
 
 
 def _config(gpt: GPT, micro_batches: int) -> Config:
-    """The configuration that trains the GPT."""
+    """Return the configuration of a training of the GPT."""
     from ...nn.training.config import checked
 
     if not gpt.vocabulary:

@@ -1,4 +1,4 @@
-"""Options that the commands of `pmm3d plan` share, and the machine that they plan for."""
+"""Options that the commands of `pmm3d plan` share, and the choice of the machine."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ Picture = Annotated[Path | None, typer.Option(help="Draw where the time goes int
 
 NOMINAL = "nominal"
 SECTIONS = "gemm", "passes", "collectives", "laws", "memory"
-"""Sections of a machine whose sources are printed."""
+"""Sections of a machine file whose sources are printed."""
 
 
 class Chosen(NamedTuple):
-    """A machine, and why it was chosen, in words."""
+    """A machine, and the reason why it was chosen."""
 
     machine: Machine
     why: str
 
     def lines(self, dtype: str, sections: tuple[str, ...] = SECTIONS) -> list[str]:
-        """Where the figures of these sections are from. dtype: of the GEMMs; "" if they do not count."""
+        """Return lines about the sources of these sections. dtype: of the GEMMs; "" if GEMMs are not used."""
         machine = self.machine
         lines = [f"Machine {machine.name} ({self.why}), {machine.ranks_per_node} ranks a node"]
         if dtype and (other := machine.stands_for(dtype)) != dtype:
@@ -45,8 +45,8 @@ class Chosen(NamedTuple):
 
 
 def chosen_machine(asked: str | None, ranks: int, ranks_per_node: int | None) -> Chosen:
-    """Return the machine that --machine or PMM3D_MACHINE names; else the one measured here; else the nominal one.
-    Raises Pmm3dError for a machine that cannot be read."""
+    """Return the machine that --machine or PMM3D_MACHINE names. The default is the machine measured here, or else the
+    nominal one. Raises Pmm3dError if a machine file cannot be read."""
     from ...comm import AUTO_MACHINE
 
     by_variable = Settings().machine
@@ -61,7 +61,8 @@ def chosen_machine(asked: str | None, ranks: int, ranks_per_node: int | None) ->
 
 
 def _measured(ranks: int, ranks_per_node: int | None) -> Chosen:
-    """By `pmm3d tune machine`: on one node for ranks that one node holds, else on several."""
+    """Return the machine that `pmm3d tune machine` measured on one node if the ranks fit one node, else on several
+    nodes; the nominal machine if there is none."""
     from ...comm import measured_here
 
     one = measured_here(ranks_per_node, 1)

@@ -43,10 +43,11 @@ def pipeline_command(
 ) -> None:
     """Simulate schedules of a pipeline: the time of a step, the waits of its ranks, and the micro-batches they hold.
 
-    The table of the schedule is checked and simulated: a rank begins an action when it is free and its input is there.
-    Give all times in one unit; printed times are in that unit. "bubble" is the part of the time in which the rank with
-    the most work waits. "peak live" counts the micro-batches that a rank holds, from their forward pass to the end of
-    their backward pass for the weights. The stages of a rank count together as one. No MPI is used.
+    The table of the schedule is checked and simulated. A rank begins an action when the rank is free and the input has
+    arrived. Give all times in one unit; printed times have the same unit. "bubble" is the share of the time in which
+    the rank with the most work waits. "peak live" is the largest number of micro-batches that a rank holds between
+    their forward pass and the end of their backward pass for the weights. The stages of a rank count as one. No MPI is
+    used.
 
     [bold]Examples[/]
 
@@ -58,8 +59,8 @@ def pipeline_command(
 
     pmm3d plan pipeline --schedule zb-2p --ranks 8 --micro-batches 24 --weight 0.5
 
-    To the last: --forward 18.5 --backward 18.1 --weight 9.3 --communication 0.6 for measured times in ms; --picture
-    zb-2p.svg; --csv zb-2p.csv --messages for the table with its sends and receives.
+    More options: --forward 18.5 --backward 18.1 --weight 9.3 --communication 0.6 for measured times in ms; --picture
+    zb-2p.svg; --csv zb-2p.csv --messages for the table with sends and receives.
     """
     from .ranking import check_outputs
     from .schedules import Asked, compare, draw, figures_of, print_schedule, table_text, times_of

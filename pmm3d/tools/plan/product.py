@@ -31,8 +31,8 @@ def product_command(
 ) -> None:
     """Rank the grids for a product C (m, n) = A (m, k) B by time, before a job is submitted.
 
-    Grids that do not fit the memory are dropped, with the reason. The tables show the time of each term, the share of
-    peak and the memory of the fullest rank, for the best grids and for fsdp and megatron. No MPI is used.
+    Grids that do not fit the memory are dropped, and the reason is printed. The tables show the time of each term, the
+    share of peak and the memory of the fullest rank, for the best grids and for fsdp and megatron. No MPI is used.
 
     [bold]Examples[/]
 

@@ -1,4 +1,4 @@
-"""A ranking of grids: as tables and sentences on a terminal, as a picture, and as JSON."""
+"""A ranking of grids as tables and sentences on a terminal, as a picture, and as JSON."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ..terminal import console, say
 from .options import SECTIONS, Chosen
 
 TERMS = ("gemm", "passes", "overhead", "x", "y", "z", "seq", "ulysses", "data", "pipe", "all")
-"""In this order; others follow."""
+"""Order of the columns of terms. Other terms follow."""
 MOST_REASONS = 3
-"""Dropped grids that are listed, besides those of presets."""
+"""Largest number of dropped grids that are listed, besides presets."""
 ALIKE = 0.0005
-"""Share by which times may differ and still be called as long."""
+"""Relative difference below which two times are called equal."""
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 ENOUGH = 10
-"""The best time is at least this many of the unit of the table."""
+"""The unit of a table is the largest of which the best time is at least this many."""
 LEAST_SHARE = 0.01
 """Smallest printed percentage of peak."""
 
 
 class Shown(NamedTuple):
-    """The best candidates, and the best one of each preset that is not among them."""
+    """The best candidates, and the best candidate of each preset that is not among them."""
 
     best: list[Candidate]
     presets: list[Candidate]
@@ -41,14 +41,14 @@ class Shown(NamedTuple):
 
 
 def shown_of(ranking: Ranking, top: int) -> Shown:
-    """The first `top` candidates, and presets."""
+    """Return the first `top` candidates, and the presets."""
     best = ranking.candidates[:top]
     first = {preset: next((each for each in ranking.candidates if each.preset == preset), None) for preset in FAMILIES}
     return Shown(best, [each for each in first.values() if each and each not in best])
 
 
 def check_outputs(json: Path | None, drawn: Path | None, *files: Path | None) -> None:
-    """Raises Pmm3dError for a file of --json, of --picture or of another option that cannot be written."""
+    """Raise Pmm3dError if the file of --json, --picture or another option cannot be written."""
     check_writable(drawn, *files, text=json)
     if drawn:
         check_picture(drawn, "--picture")
@@ -65,10 +65,10 @@ def print_plan(chosen: Chosen, ranking: Ranking, top: int, unit: str, *, product
                sections: tuple[str, ...] = SECTIONS, whole: bool = True) -> None:
     """Print the machine, the tables, the dropped grids and the choice.
 
-    unit      what the seconds are of: "a step"
+    unit      noun after the seconds, such as "a step"
     product   m, n, k of a product
-    sections  of the machine, whose sources are printed
-    whole     whether the seconds are those of a whole step, so that a share of peak is known
+    sections  sections of the machine whose sources are printed
+    whole     whether the seconds include computation, so that the share of peak is known
     """
     machine, dtype, shown = chosen.machine, ranking.dtype, shown_of(ranking, top)
     peak = machine.peak.get(dtype, machine.peak.get(machine.stands_for(dtype), 0.0)) if whole else 0.0
@@ -90,7 +90,7 @@ def write_plan(chosen: Chosen, ranking: Ranking, top: int, json: Path | None, dr
 
 
 def as_json(ranking: Ranking) -> list[dict[str, Any]]:
-    """The ranked grids, the best first. Without a prediction of memory there is none of bytes either."""
+    """Return the ranked grids, the best first. `bytes` is left out if `memory` is not predicted."""
     return [{"grid": candidate.grid._asdict(), "seconds": candidate.seconds, "terms": dict(candidate.terms),
              **({"memory": dict(candidate.memory), "bytes": candidate.bytes} if candidate.memory else {}),
              "preset": candidate.preset, "schedule": candidate.schedule, "settings": dict(candidate.settings)}
@@ -98,8 +98,8 @@ def as_json(ranking: Ranking) -> list[dict[str, Any]]:
 
 
 def dropped_lines(ranking: Ranking) -> Iterator[str]:
-    """How many grids were dropped, and why: the grid of least memory of each preset that has no candidate, and the
-    first few of the rest."""
+    """Yield the number of dropped grids and some of the reasons: the grid of least memory of each preset that has no
+    candidate, and the first few of the rest."""
     if not ranking.dropped:
         return
     yield f"{len(ranking.dropped):,} of {ranking.considered:,} grids dropped:"
@@ -117,7 +117,8 @@ def _dropped(candidate: Candidate) -> str:
 
 
 def choice(ranking: Ranking, unit: str) -> str:
-    """The first candidate beside the second and the best preset, in a sentence. unit: "a step", "a product"."""
+    """Return a sentence that compares the first candidate with the second one and with the best preset. unit: as in
+    `print_plan`."""
     first, *others = ranking.candidates
     text = f"Choice: {first}" + (f" ({first.preset})" if first.preset else "")
     text += f", {in_time(first.seconds)} {unit}"
@@ -141,7 +142,7 @@ def _more(candidate: Candidate, first: Candidate) -> str:
 
 
 def _times(ranking: Ranking, shown: Shown, peak: float, product: tuple[int, int, int] | None) -> FigureTable:
-    """Time, share of peak, bytes over the lower bound, and each term."""
+    """Return the table of times: time, share of peak, bytes over the lower bound, and each term."""
     best = shown.all[0].seconds
     scale, unit = next((each for each in UNITS if best >= ENOUGH * each[0]), UNITS[-1])
     decimals = decimals_of(best / scale)
@@ -159,7 +160,7 @@ def _times(ranking: Ranking, shown: Shown, peak: float, product: tuple[int, int,
 
 
 def _memory(shown: Shown) -> Iterator[FigureTable]:
-    """Bytes of each kind, in one unit; no table if they are not known."""
+    """Yield the table of bytes of each kind, in one unit, if they are known."""
     most = max(sum(candidate.memory.values()) for candidate in shown.all)
     if not most:
         return
@@ -175,7 +176,7 @@ def _memory(shown: Shown) -> Iterator[FigureTable]:
 
 
 def _table(title: str, columns: dict[str, Callable[[Candidate], str]], shown: Shown) -> FigureTable:
-    """A row for each candidate. A rule separates the presets."""
+    """Return a table with a row for each candidate. A rule separates the presets."""
     schedules = ["schedule"] * any(candidate.schedule for candidate in shown.all)
     settings = names(candidate.settings for candidate in shown.all)
     heads = ["grid", *schedules, *settings, "preset"]
@@ -189,7 +190,7 @@ def _table(title: str, columns: dict[str, Callable[[Candidate], str]], shown: Sh
 
 
 def names(rows: Iterable[Iterable[str]], order: Sequence[str] = ()) -> list[str]:
-    """Every name once: first those of the order."""
+    """Return every name once, beginning with the names in `order`."""
     found = dict.fromkeys(name for row in rows for name in row)
     return [name for name in order if name in found] + [name for name in found if name not in order]
 
@@ -199,7 +200,7 @@ def _share(share: float) -> str:
 
 
 def _amount(value: float, decimals: int) -> str:
-    """With this number of decimals; at least two significant digits.
+    """Return the value with this number of decimals, but with at least two significant digits.
 
         >>> _amount(0.7, 2), _amount(0.0312, 1), _amount(0, 1)
         ('0.70', '0.031', '0.0')
@@ -208,7 +209,7 @@ def _amount(value: float, decimals: int) -> str:
 
 
 def decimals_of(most: float) -> int:
-    """Number of decimals with which the largest figure has three digits.
+    """Return the number of decimals with which the largest figure has three digits.
 
         >>> decimals_of(1.727), decimals_of(88.5), decimals_of(12345.6)
         (2, 1, 0)
@@ -217,7 +218,7 @@ def decimals_of(most: float) -> int:
 
 
 def draw(ranking: Ranking, top: int, machine: str, path: Path) -> None:
-    """Draw a bar for each grid, whose parts are the terms: the best above, presets below."""
+    """Draw a bar of the terms of each grid, the best at the top, presets at the bottom."""
     shown = shown_of(ranking, top)
     rows = [(f"{candidate} {candidate.preset}".rstrip(), [
         Part(term, candidate.terms[term]) for term in names([candidate.terms], TERMS)]) for candidate in shown.all]

@@ -1,4 +1,4 @@
-"""Schedules of pipelines as `pmm3d plan pipeline` simulates, compares, prints and draws them."""
+"""Simulation, comparison, printing and drawing of schedules, for `pmm3d plan pipeline`."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ NAMES = {"F": "forward", "B": "backward", "I": "backward: input", "W": "backward
          "OVERLAP_F_B": "forward and backward"}
 COLOURS = dict(zip(NAMES.values(), ("#77aadd", "#66bb77", "#66ccee", "#ddcc66", "#dd88bb")))
 LETTERS = 6
-"""Width of a letter in the picture, in thousandths of its width."""
+"""Width of a letter, in thousandths of the width of the picture."""
 
 
 def times_of(name: str, text: str) -> list[float]:
-    """The times of an option: one, or one for each stage. Raises Pmm3dError."""
+    """Return the times of an option: one, or one for each stage. Raises Pmm3dError for another text."""
     try:
         found = [float(word) for word in text.split(",")]
     except ValueError:
@@ -52,7 +52,7 @@ def times_of(name: str, text: str) -> list[float]:
 
 @dataclass(frozen=True)
 class Asked:
-    """Options of the command. times: of forward, backward, weight and communication, as they were given."""
+    """Options of the command. times: values of --forward, --backward, --weight and --communication."""
 
     ranks: int | None
     micro_batches: int | None
@@ -61,7 +61,7 @@ class Asked:
     limit: float | None
 
     def simulated(self, schedule: str) -> tuple[PipelineSchedule, TimeLine]:
-        """The table and its time line. Raises PipelineError."""
+        """Return the table of a schedule and its time line. Raises PipelineError."""
         times = self.of_stages(schedule_of(schedule, self.ranks, 1)) if is_searched(schedule) else None
         table = schedule_of(schedule, self.ranks, self.micro_batches, chunks=self.chunks, limit=self.limit, times=times)
         line = simulate(table, self.of_stages(table))
@@ -73,8 +73,8 @@ class Asked:
         return table, line
 
     def of_stages(self, table: PipelineSchedule) -> Times:
-        """The times of the stages of a table. One number is shared by the stages that a micro-batch passes through on
-        a rank."""
+        """Return the times of the stages of a table. A single number is split equally among the stages that a
+        micro-batch passes through on a rank."""
         passed = stages_passed(table)
 
         def each(name: str) -> list[float]:
@@ -90,34 +90,35 @@ class Asked:
 
 
 def stages_passed(table: PipelineSchedule) -> list[int]:
-    """Of each rank, the number of its stages that one micro-batch passes through."""
+    """Return, for each rank, the number of its stages that one micro-batch passes through."""
     return [max(sum(table.stages[stage] == rank for stage in chain) for chain in table.chains) or 1
             for rank in range(table.ranks)]
 
 
 def peak_live(table: PipelineSchedule, line: TimeLine) -> list[float]:
-    """Of each rank, the most micro-batches that it holds; one that is held by one of two stages is half of one."""
+    """Return, for each rank, the largest number of micro-batches that it holds. A micro-batch in one of two stages
+    counts as half."""
     return [peak / passed for peak, passed in zip(line.peak_live, stages_passed(table))]
 
 
 def messages_of(table: PipelineSchedule) -> int:
-    """Number of messages of all ranks in a step."""
+    """Return the number of messages of all ranks in a step."""
     return sum(action.kind.startswith("SEND") for _, _, action in with_messages(table).each())
 
 
 def figures_of(table: PipelineSchedule, line: TimeLine) -> dict[str, Any]:
-    """What --json writes of a schedule."""
+    """Return the figures of a schedule for --json."""
     return {"makespan": line.makespan, "cost_largest_stage": line.cost, "bubble_rate": line.bubble,
             "peak_live": peak_live(table, line)}
 
 
 def table_text(table: PipelineSchedule, messages: bool) -> str:
-    """The table as CSV. messages: with sends and receives."""
+    """Return the table as CSV. messages: with sends and receives."""
     return str(with_messages(table) if messages else table.without_messages)
 
 
 def compare(asked: Asked) -> dict[str, Any]:
-    """Print a line for each schedule, the fastest first; return its figures by name."""
+    """Print a line for each schedule, the fastest first. Return the figures of each schedule by name."""
     found, left_out = list[tuple[PipelineSchedule, TimeLine]](), list[str]()
     for name in schedule_names():
         try:
@@ -159,7 +160,7 @@ def _micro_batches(table: PipelineSchedule) -> str:
 
 
 def text_lines(table: PipelineSchedule, line: TimeLine, width: int) -> list[str]:
-    """A line for each rank, and one that explains the letters. width: of the terminal, in columns."""
+    """Return a line for each rank, and a legend. width: of the terminal, in columns."""
     names = [f" {rank:>{len(str(table.ranks - 1))}} " for rank in range(table.ranks)]
     columns = max(1, width - len(names[0]) - 1)
     scale = columns / (line.makespan or 1.0)
@@ -177,8 +178,8 @@ def text_lines(table: PipelineSchedule, line: TimeLine, width: int) -> list[str]
 
 
 def label(table: PipelineSchedule, action: PipelineAction, width: int) -> str:
-    """Kind and micro-batch of an action, or its kind alone, in `width` columns. Small letters: other stages of the rank
-    than its first."""
+    """Return the kind and the micro-batch of an action, or the kind alone, in `width` columns. Lower case: not the
+    first stage of the rank."""
     kinds = [each.kind if _is_first(table, each.stage) else each.kind.lower() for each in action.each]
     whole = "".join(f"{kind}{each.micro}" for kind, each in zip(kinds, action.each))
     return (whole if len(whole) <= width else "".join(kinds)).ljust(width, "-")[:width]
@@ -189,7 +190,7 @@ def _is_first(table: PipelineSchedule, stage: int) -> bool:
 
 
 def draw(table: PipelineSchedule, line: TimeLine, path: Path) -> None:
-    """Draw a bar for each rank, whose parts are its actions with the numbers of their micro-batches."""
+    """Draw a bar for each rank. Its parts are actions, labelled with their micro-batches."""
     rows, further = list[tuple[str, list[Part]]](), "{}, further stage".format
     colours = {**COLOURS, **{further(name): f"{colour}80" for name, colour in COLOURS.items()}}
     with picture(path, 12, 1.6 + 0.35 * table.ranks) as figure:

@@ -1,4 +1,4 @@
-"""A training on a machine, and what the first rank of a grid does in one of its steps."""
+"""A training on a machine, and the actions of the first rank of a grid in one of its steps."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from ..output import FigureTable
 from ..terminal import console
 
 LARGEST = 10
-"""Rows of the table of the longest actions."""
+"""Number of rows of the table of the longest actions."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """Steps of a configuration on a machine, whose batch may grow: the data file counts as long enough.
+    """A configuration on a machine. Its batch may grow, as if the data file were long enough.
 
     limit     bytes that a rank may hold; None: the machine's memory
     samples   sizes of the data
-    noise     standard deviation of a rank's time for a step, as a share of it
+    noise     standard deviation of a rank's time for a step, as a share of that time
     """
 
     config: Config
@@ -48,28 +48,30 @@ class Training:
     @classmethod
     def of(cls, config: Config, machine: Machine, limit: int | None = None, samples: SampleSizes | None = None,
            noise: float | None = None) -> Training:
-        """samples, noise: None for those of the data file and of the machine. Raises Pmm3dError if there is no file."""
+        """Return a training. Default samples: of the data file; default noise: of the machine. Raises Pmm3dError if the
+        data file is missing."""
         steps = dry_steps(config, machine, limit, samples)
         batch = {"batch_size": min(config.data.batch_size, steps.samples.rows or config.data.batch_size)}
         unbounded = config.model_copy(update={"data": config.data.model_copy(update=batch)})
         return cls(unbounded, machine, limit, steps.samples._replace(rows=0), machine.noise if noise is None else noise)
 
     def ranking(self, ranks: int, config: Config | None = None, **options: Any) -> Ranking:
-        """Grids of these ranks, also with the axes pipe and seq, by `rank_training`. config: one with another batch."""
+        """Return the ranking of the grids of these ranks, also with the axes pipe and seq, by `rank_training`. config:
+        the configuration with another batch."""
         config = config or self.config
         return rank_training(config, ranks, self.machine, limit=self.limit, samples=self.samples,
                              pipes=pipes_of(config, ranks), seqs=seqs_of(config, ranks), **options)
 
     def on(self, grid: GridShape, config: Config) -> Candidate:
-        """One grid, by `step_on`."""
+        """Return the candidate of one grid, by `step_on`."""
         return step_on(grid, config, self.machine, limit=self.limit, samples=self.samples)
 
     def seconds(self, candidate: Candidate) -> float:
-        """Of a step that ends with the slowest rank."""
+        """Return the seconds of a step, which ends with the slowest rank."""
         return candidate.seconds * slowest(self.noise, candidate.grid.size)
 
     def named_grid(self, name: str, data: int | None, ranks: int) -> GridShape:
-        """The grid of --grid, with the axes seq and pipe of the configuration. Raises GridError."""
+        """Return the grid of --grid, with the axes seq and pipe of the configuration. Raises GridError."""
         axes = self.config.grid.axes
         left = ranks // prod(axes.values())
         if data is None and name[:1].isdigit():
@@ -80,7 +82,7 @@ class Training:
         return cast(GridShape, chosen_shape(name, data or 1, axes, ranks, None, "float32", None))
 
     def in_words(self, step: Candidate) -> list[str]:
-        """Rows per second of a step, what the noise adds, and `warning`."""
+        """Return sentences about a step: rows per second, the effect of the noise, and `warning`."""
         tokens, batch = self.config.data.sequence, self.config.data.batch_size
         rate = batch * (tokens or 1) / (self.seconds(step) or 1.0)
         text = f"{rate:,.0f} {'tokens' if tokens else 'rows'} a second"
@@ -90,7 +92,7 @@ class Training:
         return [each for each in (text, self.warning(step.grid)) if each]
 
     def warning(self, grid: GridShape, batch: int | None = None) -> str:
-        """That ranks have no row of a batch, in a sentence; "" if all have some."""
+        """Return a sentence if some ranks have no row of a batch, otherwise ""."""
         rows = (batch or self.config.data.batch_size) // self.config.grid.micro_batches
         split = grid.data * grid.z
         return "" if rows >= split else (
@@ -99,7 +101,7 @@ class Training:
 
 
 class Share(NamedTuple):
-    """Equal actions: their description, their number, and the sum of their seconds without overlap."""
+    """Equal actions: description, number, and sum of their seconds without overlap."""
 
     what: str
     times: int
@@ -108,11 +110,11 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class FirstRank:
-    """What the first rank of a grid, which has the largest part of everything, does in a step.
+    """The actions of the first rank of a grid in a step. The first rank has the largest blocks.
 
-    alone      axis -> seconds of its collectives, each by itself
+    alone      axis -> seconds of the collectives, each by itself
     received   axis -> bytes
-    largest    its actions, the longest first
+    largest    the actions, the longest first
     """
 
     grid: GridShape
@@ -123,7 +125,7 @@ class FirstRank:
 
     @classmethod
     def of(cls, training: Training, grid: GridShape) -> FirstRank:
-        """Raises Pmm3dError for a grid with stages."""
+        """Return the actions on a grid. Raises Pmm3dError for a grid with the axis pipe."""
         machine = training.machine
         if grid.stages > 1:
             raise Pmm3dError(f"grid {grid} is a pipeline, of which no single rank is simulated: name a --grid without "
@@ -146,13 +148,13 @@ class FirstRank:
 
     @property
     def waits(self) -> dict[str, float]:
-        """Axis -> seconds that the rank waits."""
+        """Axis -> seconds for which the rank waits."""
         waits = self.timeline.waits
         return {axis: waits.get(axis, 0.0) for axis in self.alone}
 
     @property
     def hidden(self) -> dict[str, float]:
-        """Axis -> seconds of collectives that nobody waits for."""
+        """Axis -> seconds of collectives that run during computation."""
         waits = self.waits
         return {axis: max(0.0, seconds - waits[axis]) for axis, seconds in self.alone.items()}
 

@@ -1,4 +1,4 @@
-"""A simulated step as a Chrome trace, alone or beside that of a run."""
+"""The Chrome trace of a simulated step, alone or together with the trace of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...model.simulation import PROCESSOR, Timeline
 from .step import FirstRank
 
 COMPUTE, WAIT = "compute", "wait"
-"""Tracks, as in the trace of a run."""
+"""Names of tracks, as in the trace of a run."""
 Event = dict[str, Any]
 Key = tuple[str, str]
 """Track and name of a collective."""
@@ -21,7 +21,7 @@ REMEDY = "Name a file of pmm3d train --trace"
 
 
 def write_trace(path: Path, found: FirstRank, real: Sequence[Event] = ()) -> str:
-    """Write the simulated step, beside the events of a run (`read_trace`). Return a sentence about it."""
+    """Write the simulated step together with the events of a run (`read_trace`). Return a sentence about the file."""
     begin, where = _place(real, found.timeline)
     process = 1 + max((event["pid"] for event in real), default=-1)
     name = f"simulated first rank of grid {found.grid}"
@@ -31,10 +31,9 @@ def write_trace(path: Path, found: FirstRank, real: Sequence[Event] = ()) -> str
 
 
 def trace_events(timeline: Timeline, name: str, process: int = 0, begin: float = 0.0) -> list[Event]:
-    """Return the events of a process with this name and number: a track for computation, one for waits, one for each
-    axis.
+    """Return the events of a process with this name and number. Its tracks are computation, waits, and each axis.
 
-    begin   time of the trace, in seconds, at which the simulation begins
+    begin   seconds from the beginning of the trace to the beginning of the simulation
 
         >>> from ...model.simulation import Task, simulate
         >>> table = [Task("collective", "across", 3.0, axis="z"), Task("gemm", PROCESSOR, 1.0, name="gemm"),
@@ -51,7 +50,7 @@ def trace_events(timeline: Timeline, name: str, process: int = 0, begin: float =
 
 
 def _spans(timeline: Timeline) -> Iterator[tuple[str, str, float, float]]:
-    """Yield name, track, beginning and end of each task that takes time. A collective ends with the "wait" for it."""
+    """Yield name, track, beginning and end of each task that takes time. A collective ends when its wait ends."""
     table, begun, ended, _ = timeline
     until = {earlier: ended[number] for number, task in reversed(list(enumerate(table))) if task.kind == WAIT
              for earlier in task.after[:1]}
@@ -73,7 +72,7 @@ def _spans(timeline: Timeline) -> Iterator[tuple[str, str, float, float]]:
 
 
 def _waited(timeline: Timeline, number: int) -> str:
-    """What the processor waited for before a task, in words."""
+    """Return a name for the wait of the processor before a task."""
     table = timeline.table
     cause = table[max(table[number].after, key=lambda earlier: timeline.ended[earlier], default=number)]
     where = cause.awaited
@@ -81,7 +80,7 @@ def _waited(timeline: Timeline, number: int) -> str:
 
 
 def read_trace(path: Path) -> list[Event]:
-    """The events of a trace of a run. Raises Pmm3dError if it is none."""
+    """Return the events of the trace of a run. Raises Pmm3dError if the file is not a trace."""
     try:
         check_regular(path)
         events = json.loads(path.read_bytes())["traceEvents"]
@@ -100,8 +99,8 @@ def _is_event(event: Any) -> bool:
 
 
 def _place(real: Sequence[Event], timeline: Timeline) -> tuple[float, str]:
-    """When the simulated step begins, and a sentence about it: with the last step of the first rank that has the same
-    collectives in the same order, or the same first and last one."""
+    """Return the time at which the simulated step begins, and a sentence about it. The simulated step is aligned with
+    the last step of the first rank that has the same collectives, or the same first and last collective."""
     if not real:
         return 0.0, ""
     wanted = [(task, begun) for task, begun in zip(timeline.table, timeline.begun) if task.kind == "collective"]
@@ -118,8 +117,8 @@ def _place(real: Sequence[Event], timeline: Timeline) -> tuple[float, str]:
 
 
 def _last_step(keys: list[Key], order: list[Key]) -> tuple[int | None, bool]:
-    """Where in the run's collectives the last step begins, None if that is not known; and whether it does others than
-    the simulated one: then steps are told by the last collective of one and the first of the next."""
+    """Return the index of the run's collective at which the last step begins, None if it is not known; and whether its
+    collectives differ from those of the simulated step. Then steps are separated by their last and first collective."""
     for start in range(len(keys) - len(order), -1, -1):
         if order and keys[start : start + len(order)] == order:
             return start, False
@@ -128,7 +127,7 @@ def _last_step(keys: list[Key], order: list[Key]) -> tuple[int | None, bool]:
 
 
 def _moves(event: Event) -> bool:
-    """Whether it is a collective that sends something."""
+    """Return whether an event is a collective that moves bytes."""
     details = event.get("args")
     return (str(event.get("tid", "")).startswith("axis ") and isinstance(details, dict)
             and bool(details.get("sent") or details.get("received")))

@@ -57,10 +57,10 @@ def train_command(
 ) -> None:
     """Rank the grids for a training by the simulated time of a step, before a job is submitted.
 
-    The step is a dry run of the program that trains, priced by the machine. The tables show the time of each term, the
-    share of peak and the memory of the fullest rank, for the best grids and for a grid of each family: ddp, fsdp, hsdp,
-    megatron; for transformers also megatron+sp, cp, 3d, 4d, 5d. Grids that do not fit the memory are dropped, with the
-    reason. No MPI is used.
+    The step is a dry run of the training program, with the times of the machine. The tables show the time of each term,
+    the share of peak and the memory of the fullest rank, for the best grids and for a grid of each family: ddp, fsdp,
+    hsdp, megatron; for transformers also megatron+sp, cp, 3d, 4d, 5d. Grids that do not fit the memory are dropped, and
+    the reason is printed. No MPI is used.
 
     [bold]Examples[/]
 
@@ -72,7 +72,7 @@ def train_command(
 
     pmm3d plan train x.toml --ranks 8 --grid fsdp --trace x.json --beside run.json
 
-    To each: --mtbf 24 --write-seconds 30 for how often to write a checkpoint.
+    More options: --mtbf 24 --write-seconds 30 for the interval of checkpoints.
     """
     from ...nn.training.config import load
     from ...nn.training.planning import TOP
@@ -126,7 +126,7 @@ def train_command(
 
 def _samples(config: Config, features: int | None, outputs: int | None, classes: int | None, vocabulary: int | None
              ) -> SampleSizes | None:
-    """Sizes of samples that are given; None if those of the data file count. Raises Pmm3dError."""
+    """Return the sizes of samples that the options give; None: those of the data file. Raises Pmm3dError."""
     from ...nn.training.samples import SampleSizes
 
     given = [each for each in (features, outputs, classes) if each is not None]
@@ -143,7 +143,7 @@ def _samples(config: Config, features: int | None, outputs: int | None, classes:
 
 
 def check_mtbf(mtbf: float | None, write_seconds: float | None) -> None:
-    """Check these options before the work. Raises Pmm3dError."""
+    """Raise Pmm3dError for wrong values of these options, before the work."""
     if (mtbf is None) != (write_seconds is None):
         raise Pmm3dError("--mtbf and --write-seconds belong together: give how often the job fails and how long it "
                          "writes a checkpoint, or neither")
@@ -151,7 +151,7 @@ def check_mtbf(mtbf: float | None, write_seconds: float | None) -> None:
 
 
 def how_often(mtbf: float | None, write_seconds: float | None, step_seconds: float) -> list[str]:
-    """How often to write a checkpoint, in a sentence; none without the options."""
+    """Return a sentence about how often to write a checkpoint; [] without the options."""
     if mtbf is None or write_seconds is None:
         return []
     return [advice(write_seconds, mtbf * HOUR, step_seconds).sentence]

@@ -1,1 +1,1 @@
-"""Measures the machine that the ranks run on: `pmm3d tune machine`."""
+"""The measurement of a machine, for `pmm3d tune machine`."""

@@ -1,4 +1,4 @@
-"""Times of collectives, by operation, bytes and group, while all groups of an axis do the same, and the share of an
+"""Times of collectives by operation, bytes and group, while all groups of an axis are busy; and the share of an
 all-reduce that GEMMs hide."""
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from .rates import library_for
 SIZES = 2**6, 2**9, 2**12, 2**15, 2**18, 2**20, 2**22, 2**24
 """Approximate bytes that a rank receives or sends."""
 LONGEST = 0.06
-"""Seconds of a call. After a longer call no larger size is measured."""
+"""Seconds of a call. After a longer call, no larger size is measured."""
 SAMPLE_SECONDS = 5e-3
 BETWEEN = 320, 320, 320
 """GEMM between calls if ranks share cores. It takes about a millisecond of a core."""
 MORE_SAMPLES = 11
-"""Timings if ranks share cores, because it is chance when a rank gets its core."""
+"""Timings if ranks share cores, because the turns of ranks on a core are random."""
 ALONE_SECONDS = 3e-2
-"""Duration of a timing of that GEMM alone. Ranks take many turns in it."""
+"""Duration of a timing of the GEMM alone. It contains many turns of the ranks."""
 LEAST_SHARE = 0.05
-"""Least share of the call in the time of a GEMM and a call."""
+"""Smallest share of the call in the time of a GEMM and a call."""
 SECONDS = 40.0
 ELEMENT = 4
 """Bytes of a float32."""
 HIDDEN_BYTES, HIDDEN_GEMM, HIDDEN_SECONDS = 2**22, (256, 256, 256), 6.0
-"""Bytes of the all-reduce that GEMMs hide; shape of the GEMM; duration of the section."""
+"""Bytes of the all-reduce that GEMMs hide; shape of the GEMM; seconds of the section."""
 LONGER, REPEATS = 1.3, 5
-"""The GEMMs take this many times as long as the all-reduce."""
+"""Time of the GEMMs over that of the all-reduce; number of timings."""
 PLACES = "inside", "across"
 Tell = Callable[[str, int], None]
 
 
 class Buffers:
-    """Memory for collectives of any size, touched once: what is sent, what is received, work memory."""
+    """Send, receive and work buffers for collectives of any size. The memory is touched once."""
 
     def __init__(self, most_bytes: int, ranks: int):
         self.library = library_named("numpy")
@@ -58,7 +58,7 @@ class Buffers:
 
 
 def shapes(ranks: int) -> list[tuple[int, int]]:
-    """Return (ranks along x, ranks along y) of the grids whose axes are the groups: neighbours along x, others along y.
+    """Return (ranks along x, ranks along y) of the grids whose axes are the groups. Groups along x are neighbours.
 
         >>> shapes(6)
         [(6, 1), (3, 2), (2, 3)]
@@ -72,8 +72,8 @@ def count(ranks: int) -> int:
 
 
 def groups(comm: MPI.Intracomm) -> Iterator[tuple[Group, Grid, Axis]]:
-    """Yield every kind of group that the ranks can form, once, the largest first, with a grid and an axis of it, which
-    last until the next one. Collective."""
+    """Yield each kind of group that the ranks can form, the largest first, with a grid and its axis of such groups. The
+    grid is closed before the next group. Collective."""
     seen = set[tuple[int, int]]()
     for shape in shapes(comm.size):
         with Grid(comm, (*shape, 1)) as grid:
@@ -85,7 +85,7 @@ def groups(comm: MPI.Intracomm) -> Iterator[tuple[Group, Grid, Axis]]:
 
 
 def group_of(grid: Grid, axis: Axis) -> Group:
-    """Return the largest group of an axis, as the ranks are on hosts. Collective."""
+    """Return the largest group of an axis by its ranks on hosts. Collective."""
     hosts = [grid.host_of(rank) for rank in axis.ranks]
     inside = max(map(hosts.count, set(hosts)))
     figures = np.array([inside, len(set(hosts)), max(1, grid.local_size // inside)], np.int64)
@@ -102,10 +102,10 @@ def measured_collectives(sampler: Sampler, tell: Tell) -> tuple[list[Measured], 
         buffers, timing = Buffers(SIZES[-1], sampler.comm.size), Timing(sampler)
         for group, _, axis in groups(sampler.comm):
             found[group.inside, group.nodes] = group
-            if axis.node_map.per_node > 1:  # by the plain rule, which laws go by, and not by an earlier measurement
+            if axis.node_map.per_node > 1:  # the laws assume the default rule, not that of an earlier measurement
                 axis.node_map = axis.node_map._replace(gathers_from=GATHERS_FROM)
             for operation in OPERATIONS:
-                points = _points(timing, sampler, axis, operation, buffers)
+                points = _points(timing, sampler, axis, operation, buffers, always=not rows)
                 tell(f"{operation} in groups of {axis.size}", len(SIZES))
                 if points:
                     nbytes, seconds = zip(*points)
@@ -114,32 +114,35 @@ def measured_collectives(sampler: Sampler, tell: Tell) -> tuple[list[Measured], 
 
 
 class Timing:
-    """Times collectives. If ranks share cores, a GEMM precedes each call, as in a program, and its seconds are
-    subtracted: ranks that compute on one core arrive one after the other, and wait for each other."""
+    """Times collectives. If ranks share cores, a GEMM precedes each call and its seconds are subtracted. As in a
+    program, ranks on one core then arrive one after the other and wait for each other."""
 
     def __init__(self, sampler: Sampler):
         self._sampler, self._alone = sampler, 0.0
         self._gemm: Work | None = None
         if sampler.share.crowd > 1:
             self._gemm = GemmOperands(library_for("float32"), "float32", [BETWEEN]).gemm(BETWEEN)
-            self._alone = sampler.measure(self._gemm, samples=MORE_SAMPLES, sample_seconds=ALONE_SECONDS) or 0.0
+            self._alone = sampler.measure(self._gemm, samples=MORE_SAMPLES, sample_seconds=ALONE_SECONDS,
+                                          always=True) or 0.0
 
-    def seconds(self, begin: Begin) -> float | None:
-        """Return the seconds of one call, or None if the time of the section is up. Collective."""
+    def seconds(self, begin: Begin, always: bool) -> float | None:
+        """Return the seconds of one call, or None if the time of the section is up. Collective. always: as in
+        `Sampler.measure`."""
         gemm = self._gemm
         if gemm is None:
-            return self._sampler.measure(partial(completed, begin), sample_seconds=SAMPLE_SECONDS)
+            return self._sampler.measure(partial(completed, begin), sample_seconds=SAMPLE_SECONDS, always=always)
 
         def both() -> None:
             gemm()
             completed(begin)
 
-        found = self._sampler.measure(both, samples=MORE_SAMPLES, sample_seconds=SAMPLE_SECONDS)
+        found = self._sampler.measure(both, samples=MORE_SAMPLES, sample_seconds=SAMPLE_SECONDS, always=always)
         return None if found is None else max(found - self._alone, found * LEAST_SHARE)
 
 
-def _points(timing: Timing, sampler: Sampler, axis: Axis, operation: str, buffers: Buffers) -> list[tuple[int, float]]:
-    """Return (bytes, seconds) of each size, ascending; none if there was no time for all, because the price of more
+def _points(timing: Timing, sampler: Sampler, axis: Axis, operation: str, buffers: Buffers, always: bool
+            ) -> list[tuple[int, float]]:
+    """Return (bytes, seconds) of each size, ascending; [] if there was no time for all sizes, because the time of more
     bytes is computed from the last point."""
     found = list[tuple[int, float]]()
     for size in SIZES:
@@ -148,7 +151,7 @@ def _points(timing: Timing, sampler: Sampler, axis: Axis, operation: str, buffer
         nbytes, = map(int, sampler.largest(max(record.received, record.sent)))
         if found and nbytes <= found[-1][0]:
             continue
-        seconds = timing.seconds(begin)
+        seconds = timing.seconds(begin, always)
         if seconds is None:
             return []
         found.append((nbytes, seconds))
@@ -168,8 +171,8 @@ def completed(begin: Begin) -> Record:
 
 
 def collective(axis: Axis, operation: str, nbytes: int, buffers: Buffers) -> Begin:
-    """Return a function that starts a collective in which a rank receives or sends about `nbytes`, as nn and the
-    product do."""
+    """Return a function that starts a collective, as networks and products do. A rank receives or sends about `nbytes`
+    in it."""
     ranks, library = axis.size, buffers.library
     leaving, coming = buffers.leaving, buffers.coming
     part = max(1, nbytes // ELEMENT // (1 if operation == "shift" else ranks - 1))
@@ -190,8 +193,8 @@ def collective(axis: Axis, operation: str, nbytes: int, buffers: Buffers) -> Beg
 
 
 def measured_hidden(sampler: Sampler, dtype: str, tell: Tell) -> dict[str, float]:
-    """Return which share of an all-reduce runs under GEMMs, in the largest group inside a node and in the largest one
-    with a rank on each node. Collective."""
+    """Return the share of an all-reduce that runs during GEMMs, in the largest group inside a node and in the largest
+    group with one rank on each node. Collective."""
     found = dict[str, float]()
     if sampler.comm.size == 1:
         return found
@@ -210,7 +213,7 @@ def measured_hidden(sampler: Sampler, dtype: str, tell: Tell) -> dict[str, float
 
 def _share_hidden(sampler: Sampler, grid: Grid, begin: Begin, gemm: Work) -> float | None:
     call = partial(completed, begin)
-    alone, one = sampler.measure(call), sampler.measure(gemm)
+    alone, one = sampler.measure(call, always=True), sampler.measure(gemm, always=True)
     if alone is None or one is None:
         return None
     times = max(1, round(LONGER * alone / one))
@@ -225,7 +228,8 @@ def _share_hidden(sampler: Sampler, grid: Grid, begin: Begin, gemm: Work) -> flo
         gemms()
         pending.wait()
 
-    turns = [[sampler.measure(work, samples=1) for work in (call, gemms, both)] for _ in range(REPEATS)]
+    turns = [[sampler.measure(work, samples=1, always=turn == 0) for work in (call, gemms, both)]
+             for turn in range(REPEATS)]
     shares = [min(1.0, max(0.0, (collective + computed - together) / collective))
               for collective, computed, together in turns
               if collective is not None and computed is not None and together is not None]

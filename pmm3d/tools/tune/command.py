@@ -33,14 +33,15 @@ def machine_command(
 ) -> None:
     """Measure this machine: GEMMs, copies, collectives, and whole steps of training.
 
-    All ranks measure at once. Start as many ranks on a node as your jobs do: the figures hold for that number. It takes
-    less than two minutes. The machine is stored in the user's cache folder. Grid("auto") and `pmm3d plan` use it if
-    CPU, MPI, BLAS, versions and ranks per node are the same. For jobs on several nodes, run it on several nodes.
-    PMM3D_MACHINE selects another machine, or a file.
+    All ranks measure at once, which takes less than two minutes. Start as many ranks on a node as in your jobs, because
+    the figures hold for that number. For jobs on several nodes, measure on several nodes. Let no other program run.
 
-    The slowest rank counts. `pmm3d doctor` names ranks that are slower than the others. Sizes between those measured
-    are interpolated. A law of latency and bandwidth gives the time of groups that were not measured. Its misfit is
-    printed.
+    The machine is stored in the user's cache folder. Grid("auto") and `pmm3d plan` use it if CPU, MPI, BLAS, versions
+    and ranks per node are the same. PMM3D_MACHINE selects another machine, or a file.
+
+    The time of the slowest rank counts. `pmm3d doctor` names ranks that are slower than the others. Sizes between
+    measured sizes are interpolated. A law of latency and bandwidth gives the time of groups that were not measured. Its
+    misfit is printed.
 
     [bold]Examples[/]
 
@@ -73,7 +74,7 @@ def _measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, output: Path
 
 
 def _write(report: Report, output: Path | None) -> list[str]:
-    """Store the machine, and write it to output. Return lines for the user. Only text that can be read is written."""
+    """Store the machine, and write it to `output`, after a check of the text. Return lines for the user."""
     from ...comm import remember_machine
     from ...model.machines import as_toml, machine_from
 

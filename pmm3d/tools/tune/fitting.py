@@ -1,4 +1,4 @@
-"""Figures fitted to what was measured: least squares of relative errors."""
+"""Fits to measured times: least squares of relative errors."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ...model.machines.figures import Measured
 from ...model.machines.laws import DEFAULT, Law, terms_of
 
 LEAST_RATE = 1.0
-"""Bytes a second, if no rate can be seen."""
+"""Smallest rate, in bytes per second."""
 AT_LEAST = 100.0
-"""The rate of what takes no longer for more bytes is this many times the largest rate seen."""
+"""If more bytes take no longer, the fitted rate is this many times the largest measured rate."""
 PLACES = (1, 3), (2, 4)
 """Terms of a law, (messages, bytes), inside a node and across nodes."""
 
 
 def fitted(rows: Sequence[Measured], groups: Mapping[tuple[int, int], Group]) -> dict[str, Law]:
-    """Return a law of each operation, and "default" of all together, with their misfits: medians of relative errors.
+    """Return a law of each operation, and "default" for all operations. Misfits are medians of relative errors.
 
     groups   (inside, nodes) -> the group that was measured; on uneven nodes it has fewer than inside * nodes ranks
 
-    If no row went across nodes, the figures across nodes are those of the nominal machine; likewise inside a node.
+    If no row is across nodes, the figures across nodes are those of the nominal machine; likewise inside a node.
     """
     by_operation: dict[str, list[tuple[str, Group, int, float]]] = {DEFAULT: []}
     for row in rows:
@@ -49,7 +49,7 @@ def _fit(points: Sequence[tuple[str, Group, int, float]]) -> Law:
 
 
 def relative_fit(matrix: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return figures of at least 0 whose products with the rows of a matrix are nearest to the seconds, relatively.
+    """Return the non-negative x that minimizes the relative errors of `matrix @ x` from `seconds`.
 
         >>> relative_fit(np.array([[1.0, 10], [1, 1000]]), np.array([3.0, 201.0])).round(6).tolist()
         [1.0, 0.2]
@@ -61,7 +61,7 @@ def relative_fit(matrix: np.ndarray, seconds: np.ndarray) -> np.ndarray:
 
 
 def line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Return (overhead, rate) of seconds = overhead + bytes / rate through points (bytes, seconds).
+    """Return (overhead, rate) of the line seconds = overhead + bytes / rate, fitted to points (bytes, seconds).
 
         >>> overhead, rate = line([(100, 1.5), (200, 2.5)])
         >>> round(overhead, 6), round(rate, 6)

@@ -1,4 +1,4 @@
-"""The measurement of a machine, section by section, and its figures as tables."""
+"""The measurement of a machine in sections, and the tables of its figures."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Tell = Callable[[str, int], None]
 
 
 class Nodes(NamedTuple):
-    """Where the ranks are, the same on all of them.
+    """The placement of the ranks, equal on all ranks.
 
-    number          of nodes
-    ranks_per_node  the most of any
-    hosts           the node of each rank
-    memory          bytes that a rank may have, on the node with the least for each
+    number          number of nodes
+    ranks_per_node  largest number of ranks on a node
+    hosts           node of each rank
+    memory          bytes of free memory per rank, on the node with the least
     """
 
     number: int
@@ -40,16 +40,19 @@ class Nodes(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The machine; the node of each rank.
+    """The measured machine.
 
+    hosts      node of each rank
     left_out   number of points for which there was no time
-    unlike     nodes of another kind than the first: jobs that begin there do not find the machine
+    unlike     nodes of another kind than the first; jobs that start there do not find the machine
+    unsteady   largest ratio of the times of the same step in two turns
     """
 
     machine: Machine
     hosts: list[str]
     left_out: int
     unlike: list[str]
+    unsteady: float = 1.0
 
 
 def stages(ranks: int, dtypes: list[str]) -> int:
@@ -58,7 +61,7 @@ def stages(ranks: int, dtypes: list[str]) -> int:
 
 
 def nodes_of(comm: MPI.Intracomm) -> Nodes:
-    """Return the nodes. Their memory is what they could still give, without what the ranks hold. Collective."""
+    """Return the placement of the ranks. Collective."""
     with Grid(comm, (comm.size, 1, 1)) as grid:
         hosts = [grid.host_of(rank) for rank in range(comm.size)]
     memory = min(comm.allgather(available_memory() // hosts.count(hosts[comm.rank])))
@@ -66,9 +69,9 @@ def nodes_of(comm: MPI.Intracomm) -> Nodes:
 
 
 def measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, tell: Tell) -> Report:
-    """Measure all sections, one after the other. Collective; the report is the same on all ranks.
+    """Measure all sections in turn. The report is equal on all ranks. Collective.
 
-    budget   duration of the sections, as a share of what they take at most
+    budget   share of its longest time that a section gets
     tell     tell(what, points done)
     """
     nodes = nodes_of(comm)
@@ -84,14 +87,15 @@ def measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, tell: Tell) -
         peak={dtype: max(max(points.flops) for points in found.forms.values()) for dtype, found in gemms.items()},
         collectives=tuple(even(rows, groups)), laws=fitted(rows, groups),
         hidden=collectives.measured_hidden(sampler, dtypes[0], tell))
-    machine = steps.calibrated(steps.measured_steps(sampler, nodes.ranks_per_node, tell), machine)
+    measured = steps.measured_steps(sampler, nodes.ranks_per_node, tell)
     unlike = sorted({host for host, key in zip(nodes.hosts, keys) if key != keys[0]})
-    return Report(machine, nodes.hosts, sampler.left_out, unlike)
+    return Report(steps.calibrated(measured, machine), nodes.hosts, sampler.left_out, unlike,
+                  steps.unsteadiness(measured))
 
 
 def even(rows: Iterable[Measured], groups: Mapping[tuple[int, int], Group]) -> list[Measured]:
-    """Return the rows of groups with the same number of ranks on each node. Rows of others only go into the laws,
-    because a row of a machine is that of inside * nodes ranks."""
+    """Return the rows of groups with the same number of ranks on each node. Other rows are only used for the laws,
+    because a row of a machine is for inside * nodes ranks."""
     return [row for row in rows if groups[row.inside, row.nodes].size == row.inside * row.nodes]
 
 
@@ -107,18 +111,18 @@ def _sources(nodes: Nodes) -> dict[str, str]:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print a summary. The file of the machine has all figures."""
+    """Print a summary. The file of the machine contains all figures."""
     machine, copy = report.machine, report.machine.passes[rates.COPY]
     action, inside, across = (f"{abs(1e6 * seconds):.1f} us {'less' if seconds < 0 else 'longer'}"
                               for seconds in machine.in_steps)
-    useless = machine.sources["in_steps"] == steps.USELESS
+    source = machine.sources["in_steps"]
     found = {"ranks": f"{len(report.hosts)} on {counted(len(set(report.hosts)), 'node')}",
              "memory": f"{in_bytes(machine.memory)} a rank",
              **{f"GEMM {dtype}": f"at best {in_flops(peak)} a rank" for dtype, peak in machine.peak.items()},
              "copies": f"{copy.rate / 1e9:.2f} GB/s and {1e6 * copy.overhead:.1f} us a copy on each rank",
              **{f"hidden {place}": f"{share:.0%} of an all-reduce {WHERE[place]} runs under GEMMs"
                 for place, share in machine.hidden.items()},
-             "in a step": steps.USELESS if useless else
+             "in a step": source if source in (steps.USELESS, steps.NOT_MEASURED) else
                           f"compared with a loop of one action, a GEMM or pass takes {action}, a collective inside a "
                           f"node {inside}, a collective across nodes {across}"}
     console.print(facts(f"\n[bold]{machine.name}[/]", found))
@@ -130,6 +134,10 @@ def print_report(report: Report, console: Console) -> None:
                           in_bytes(row.nbytes[-1]), f"{row.nbytes[-1] / row.seconds[-1] / 1e9:.3f}",
                           f"{machine.laws[row.operation].misfit:.0%}")
         console.print(table)
+    if report.unsteady > steps.UNSTEADY:
+        console.print(f"[yellow]The same step took {report.unsteady:.1f} times as long in another turn, so other "
+                      'programs used the cores and the figures "in a step" may be wrong. Measure again on a quiet '
+                      "machine[/]")
     if report.left_out:
         console.print(f"[yellow]{report.left_out} points were not measured, because the time was up. A larger "
                       "--budget measures more[/]")

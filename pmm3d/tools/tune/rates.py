@@ -1,4 +1,4 @@
-"""What ranks do by themselves while all of them do it: rates of GEMMs by shape, form and type, and of copies."""
+"""Rates of GEMMs, by shape, form and type, and of copies, while all ranks compute."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .fitting import line
 SIZES = 16, 64, 256, 1024
 LONG = 4096
 FORMS = {"nn": (*SIZES, LONG), "nt": SIZES, "tn": SIZES}
-"""Form -> sizes of n and k, and, with 1, of m. LONG only beside short ones."""
+"""Form -> sizes of n and k, and of m, which may also be 1. LONG occurs only with short sizes."""
 MOST_ELEMENTS = 2**20
-"""Of an operand. Larger GEMMs have the same rate."""
+"""Largest number of elements of an operand. Larger GEMMs have the same rate."""
 COPIED = 2**15, 2**19, 2**22
 """Bytes of the arrays that are copied."""
 GEMM_SECONDS, COPY_SECONDS = 40.0, 2.0
@@ -30,8 +30,8 @@ COPY = "copy"
 
 
 def shapes(sizes: tuple[int, ...]) -> list[Shape]:
-    """Return the shapes that are measured: first the cubes, then the others in random order, so that those for which
-    there is time are spread over all.
+    """Return the shapes to measure: first the cubes, then other shapes in random order. So the measured shapes are
+    spread over all shapes, even if the time is too short for all.
 
         >>> len(shapes(SIZES)), (4096, 64, 64) in shapes(FORMS["nn"]), (4096, 1024, 16) in shapes(FORMS["nn"])
         (80, True, False)
@@ -52,7 +52,7 @@ def library_for(dtype: str) -> NumpyLibrary:
 
 
 def measured_gemms(sampler: Sampler, dtypes: list[str], tell: Callable[[str, int], None]) -> dict[str, Gemms]:
-    """Return the rates of each type and form. A shape for which there was no time has the rate of the nearest one."""
+    """Return the rates of each type and form. A shape that was not measured gets the rate of the nearest shape."""
     found: dict[str, dict[str, dict[Shape, float]]] = {dtype: {form: {} for form in FORMS} for dtype in dtypes}
     orders = {form: shapes(sizes) for form, sizes in FORMS.items()}
     operands = {dtype: GemmOperands(library_for(dtype), dtype, orders["nn"]) for dtype in dtypes}
@@ -60,17 +60,17 @@ def measured_gemms(sampler: Sampler, dtypes: list[str], tell: Callable[[str, int
         for index, form, dtype in product(range(max(map(len, orders.values()))), FORMS, dtypes):
             if index < len(orders[form]):
                 shape = orders[form][index]
-                seconds = sampler.measure_busy(operands[dtype].gemm(shape, form))
+                seconds = sampler.measure_busy(operands[dtype].gemm(shape, form), always=index == 0)
                 tell(f"gemm {dtype} {form}", 1)
                 if seconds is not None:
                     found[dtype][form][shape] = flop_of(*shape, dtype) / seconds
-    return {dtype: Gemms(None, {form: filled(FORMS[form], rates) for form, rates in forms.items() if rates})
-            for dtype, forms in found.items() if any(forms.values())}
+    return {dtype: Gemms(None, {form: filled(FORMS[form], rates) for form, rates in forms.items()})
+            for dtype, forms in found.items()}
 
 
 def filled(sizes: tuple[int, ...], rates: dict[Shape, float]) -> GemmPoints:
-    """Return rates of the whole grid of sizes, and of 1 as m, so that they are interpolated along each dim. A shape
-    that was not measured has the rate of the nearest one, the larger of two.
+    """Return rates for all combinations of sizes, and of m = 1, for interpolation along each dim. A shape that was not
+    measured gets the rate of the nearest shape, the larger of two.
 
         >>> filled((4,), {(1, 4, 4): 5.0, (4, 4, 4): 7.0}).flops
         (5.0, 7.0)
@@ -86,13 +86,13 @@ def _distance(one: Shape, other: Shape) -> tuple[float, int]:
 
 
 def measured_copy(sampler: Sampler, tell: Callable[[str, int], None]) -> Pass:
-    """Return overhead and rate of a copy. Its bytes are those read and those written."""
+    """Return overhead and rate of a copy. Both the bytes read and the bytes written count."""
     points = list[tuple[int, float]]()
     with sampler.section(COPY_SECONDS):
         for nbytes in COPIED:
             source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-            seconds = sampler.measure_busy(partial(np.copyto, target, source))
+            seconds = sampler.measure_busy(partial(np.copyto, target, source), always=not points)
             tell("copy", 1)
             if seconds is not None:
                 points.append((2 * nbytes, seconds))
-    return Pass(*line(points)) if points else Pass(0.0, 1e9)
+    return Pass(*line(points))

@@ -1,11 +1,11 @@
-"""Calibration by whole steps of training: the rate of passes over memory, and what actions take more in a step than in
-a loop of their own (Python between them, caches that others have used meanwhile, turns of ranks that share a core)."""
+"""Calibration by whole steps of training: the rate of passes over memory, and the extra time of an action in a step
+compared with a loop of that action. Causes are Python between actions, cold caches, and ranks that share a core."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 from typing import NamedTuple
 
 import numpy as np
@@ -28,27 +28,32 @@ from .rates import COPY
 
 LAYERS = [256] * 5
 ROWS = 256, 1024
-"""Of the batches: the smaller step consists of calls from Python rather than of passes."""
+"""Rows of the batches. In the smaller step, calls from Python take more time than passes."""
 TURNS, SAMPLES = 2, 5
-"""Each step is measured in two turns, with all others between, and with this number of samples in each turn."""
+"""Every step is measured once in each turn, with this number of samples."""
 SECONDS = 24.0
 NOTHING_KNOWN = 0.05
-"""Weight of a correction beside the error of a step, as shares of a step: the fit prefers small corrections."""
+"""Weight of a correction beside the error of a step, both as shares of a step, so that the fit prefers small
+corrections."""
 USELESS = ("no figures: by the measured steps, collectives would take less than no time. Other programs used the "
            "cores, or ranks share cores. Measure again on a quiet machine")
 """Source of `in_steps` if the steps cannot be used."""
+NOT_MEASURED = "no figures: there was no time to measure a step. A larger --budget measures more"
+"""Source of `in_steps` without a measured step."""
+UNSTEADY = 1.5
+"""Ratio of the times of a step in two turns above which the machine was busy with other programs."""
 
 
 class MeasuredStep(NamedTuple):
-    """Seconds of a step, and the actions of rank 0, along which groups."""
+    """A measured step: its seconds, the actions of rank 0, and the groups of the axes."""
 
     seconds: float
     actions: Sequence[Action]
     groups: dict[str, Group]
 
     def counts(self) -> tuple[int, int, int, int]:
-        """Return the numbers of GEMMs and passes, of bytes of passes but copies, of collectives inside a node, and of
-        collectives across nodes."""
+        """Return the numbers of GEMMs and passes, of bytes of passes except copies, of collectives inside a node, and
+        of collectives across nodes."""
         passes = [action for action in self.actions if action.what == "pass"]
         begun = [self.groups[action.axis].nodes > 1 for action in self.actions if action.what == "begin"]
         return (len(passes) + sum(action.what == "gemm" for action in self.actions),
@@ -57,8 +62,8 @@ class MeasuredStep(NamedTuple):
 
 
 def grids(ranks: int) -> list[GridShape]:
-    """Return the grids whose steps are measured: collectives along one axis each, and along all. If there are more
-    ranks than a layer has columns, the others are replicas along data.
+    """Return the grids whose steps are measured: with collectives along one axis, and along all axes. Ranks beyond the
+    columns of a layer are replicas along data.
 
         >>> [str(grid) for grid in grids(8)], [str(grid) for grid in grids(1)]
         (['1x1x1 (data 8)', '8x1x1', '1x1x8', '2x2x2'], ['1x1x1'])
@@ -78,7 +83,7 @@ def count(ranks: int) -> int:
 
 
 def measured_steps(sampler: Sampler, ranks_per_node: int, tell: Callable[[str, int], None]) -> list[MeasuredStep]:
-    """Return the steps, the same on all ranks. Collective."""
+    """Return the measured steps, equal on all ranks. Collective."""
     found = list[MeasuredStep]()
     with sampler.section(SECONDS):
         for _, rows, shape in product(range(TURNS), ROWS, grids(sampler.comm.size)):
@@ -109,14 +114,14 @@ def _step(grid: Grid, rows: int) -> Callable[[], object]:
 
 
 def calibrated(steps: Sequence[MeasuredStep], machine: Machine) -> Machine:
-    """Return the machine on which the steps take the seconds that were measured, by least squares of relative errors.
+    """Return the machine with `in_steps`, and the rate of passes except copies, fitted to the seconds of the steps.
 
-    It differs in `in_steps` and in the rate of passes but copies: no pass is faster than a copy of as many bytes. If
-    the collectives of all steps, inside a node or across nodes, would take negative time, the fit is not used.
+    The fit minimizes the squares of relative errors. No pass is faster than a copy of as many bytes. If the collectives
+    of all steps, inside a node or across nodes, would take negative time, the fit is not used.
     """
     alone = replace(machine, in_steps=InSteps())
     if not steps:
-        return alone
+        return _without_fit(alone, NOT_MEASURED)
     priced = np.array([simulate(tasks(step.actions, alone, step.groups)).seconds for step in steps])
     seconds = np.array([step.seconds for step in steps])
     counts, error = np.array([step.counts() for step in steps], float) / seconds[:, None], (seconds - priced) / seconds
@@ -128,14 +133,24 @@ def calibrated(steps: Sequence[MeasuredStep], machine: Machine) -> Machine:
                                                          (least, np.inf)).x / scale)
     numbers = np.sum([step.counts()[2:] for step in steps], axis=0)
     if (_collectives_alone(steps, alone) + numbers * (inside, across) < 0).any():
-        return replace(alone, sources={**machine.sources, "passes": "measured copies, for all", "in_steps": USELESS})
+        return _without_fit(alone, USELESS)
     known = machine.passes[DEFAULT]
     passes = {**machine.passes, DEFAULT: known._replace(rate=1 / (1 / known.rate + byte))}
     return replace(machine, passes=passes, in_steps=InSteps(action, inside, across))
 
 
+def _without_fit(machine: Machine, why: str) -> Machine:
+    return replace(machine, sources={**machine.sources, "passes": "measured copies, for all", "in_steps": why})
+
+
+def unsteadiness(steps: Sequence[MeasuredStep]) -> float:
+    """Return the largest ratio of the times of the same step in two turns; 1 if no step was measured twice."""
+    ratios = (one.seconds / other.seconds for one, other in combinations(steps, 2) if one[1:] == other[1:])
+    return max((max(ratio, 1 / ratio) for ratio in ratios), default=1.0)
+
+
 def _collectives_alone(steps: Sequence[MeasuredStep], machine: Machine) -> np.ndarray:
-    """Return the seconds of the collectives of all steps in loops of their own: inside a node, and across nodes."""
+    """Return the seconds of the collectives of all steps by themselves: inside a node, and across nodes."""
     found = np.zeros(2)
     for step in steps:
         for action in step.actions:

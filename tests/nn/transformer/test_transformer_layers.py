@@ -246,9 +246,9 @@ def test_what_does_not_fit_is_refused(comm, fails):
         table = nn.Embedding(grid, 11, 12).table
         odd = nn.Tensor(spread(grid, np.ones((6, 3)), token_layout(grid, 3)))
         fails(LayoutError, "an even number of columns", lambda: rotary(odd, 3))
-        fails(LayoutError, "a weight of 12 x 11, its columns in units of 1, for 12 inputs and 10 outputs in units of 1",
+        fails(LayoutError, "the shared weight is 12 x 11, cols='y', unit=1. It does not fit 12 inputs, 10 outputs",
               lambda: nn.Linear(grid, 12, 10, weight=table))
-        fails(LayoutError, "its columns in units of 1, for 12 inputs and 11 outputs in units of 11",
+        fails(LayoutError, "It does not fit 12 inputs, 11 outputs, cols='y', unit=11",
               lambda: nn.Linear(grid, 12, 11, unit=11, weight=table))
 
 

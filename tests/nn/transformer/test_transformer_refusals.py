@@ -34,7 +34,7 @@ REFUSED = {
     "a window of nothing": ("GPT", {"window": 0}, "window.*0"),
     "a window and a half": ("GPT", {"window": 1.5}, "window.*1.5"),
     "a negative window": ("Llama", {"window": -1}, "window.*-1"),
-    "dropout of everything": ("GPT", {"dropout": 1.0}, "below 1; got 1"),
+    "dropout of everything": ("GPT", {"dropout": 1.0}, "below 1, got 1"),
     "an unknown recomputation": ("GPT", {"recompute": "some"}, "none.*selective.*full.*'some'"),
     "recomputation of each 0th block": ("GPT", {"recompute": 0}, "recompute.*0"),
     "unknown activations": ("GPT", {"activations": "both"}, '"replicated".*"sharded".*\'both\''),

@@ -43,14 +43,14 @@ def blas_command(
 ) -> None:
     """Find the BLAS and kernel that is fastest for a job.
 
-    As many processes as a node has ranks multiply at once, each on its own cores. The BLASes take turns, and the median
-    of five rounds counts. Without --blas these are timed: SciPy's, the MKL of pmm3d\\[mkl], numpy's, and MKL, OpenBLAS,
-    BLIS, FlexiBLAS, LibSci, NVPL and Arm's if the loader finds them. A BLAS whose results are wrong, or that lacks a
-    routine, is left out and named. Of BLASes within 1%, the first one in this order is chosen.
+    As many processes as ranks on a node multiply at once, each on its own cores. The BLASes take turns, and the median
+    of five rounds counts. Default without --blas: SciPy's, the MKL of pmm3d\\[mkl], numpy's, and MKL, OpenBLAS, BLIS,
+    FlexiBLAS, LibSci, NVPL and Arm's if the loader finds them. A BLAS whose results are wrong, or that lacks a routine,
+    is left out and named. If times differ by less than 1%, the first BLAS in this order is chosen.
 
     The choice is stored for this kind of machine and number of threads. PMM3D_BLAS=auto selects it, and so does a job
-    without PMM3D_BLAS if pmm3d\\[mkl] is installed. Another kernel may be faster for one type: PMM3D_BLAS=auto:float32
-    selects that. The lines for a batch script are printed.
+    without PMM3D_BLAS if pmm3d\\[mkl] is installed. PMM3D_BLAS=auto:float32 selects the fastest BLAS for this type.
+    The lines for a batch script are printed.
 
     [bold]Examples[/]
 
@@ -109,7 +109,7 @@ def _remember(chosen: dict[str, Timed], threads: int) -> None:
 
 
 def print_timed(timed: list[Timed], absent: dict[Candidate, str], ranks: int, console: Console) -> None:
-    """Print the BLASes, the fastest first, then the GEMMs with the one that is chosen."""
+    """Print the BLASes, the fastest first, and the GEMMs of the chosen BLAS."""
     from .measuring import choice
 
     best = choice(timed)

@@ -1,4 +1,4 @@
-"""The BLASes of this machine, and their times for the local GEMMs of a job, on all cores of the node at once."""
+"""The BLASes of this machine, and their times for the local GEMMs of a job, while all cores of the node compute."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from . import worker
 
 KERNELS = (("Haswell", {"avx2", "fma"}), ("SkylakeX", {"avx512f", "avx512dq", "avx512cd", "avx512bw", "avx512vl"}),
            ("Cooperlake", {"avx512f", "avx512vl", "avx512_bf16"}), ("SapphireRapids", {"amx_bf16", "amx_tile"}))
-"""Values of OPENBLAS_CORETYPE, and what a CPU must have for each. On other CPUs than x86 OpenBLAS chooses by itself."""
+"""Values of OPENBLAS_CORETYPE, and the CPU flags that each needs. On CPUs other than x86, OpenBLAS chooses."""
 OF_SYSTEM = ("mkl_rt", "openblas", "blis", "flexiblas", "sci_gnu_mp", "nvpl_blas_lp64_gomp", "armpl_lp64_mp")
-"""Libraries that the loader may find: those of the system, and of environment modules by LD_LIBRARY_PATH."""
+"""Libraries that the loader may find, from the system or, by LD_LIBRARY_PATH, from environment modules."""
 OPENBLAS = "openblas"
 MOST_GEMMS = 12
-"""GEMMs of a job that are timed: those with most operations."""
+"""Largest number of timed GEMMs of a job: the GEMMs with the most operations."""
 ROUNDS = 5
 EQUAL = 0.01
-"""Candidates whose times differ by less are equal: the first in their order is chosen."""
+"""Relative difference of times below which candidates are equal. Then the first of them is chosen."""
 
 
 class Candidate(NamedTuple):
-    """blas: for PMM3D_BLAS; kernel: for OPENBLAS_CORETYPE, "" for the one that OpenBLAS chooses."""
+    """A BLAS. blas: value of PMM3D_BLAS; kernel: value of OPENBLAS_CORETYPE, "" for OpenBLAS's own choice."""
 
     blas: str
     kernel: str = ""
@@ -64,10 +64,10 @@ def kernels(cpu: Cpu) -> list[str]:
 
 
 def candidates(asked: Iterable[str], cpu: Cpu) -> list[Candidate]:
-    """Return the BLASes that are asked for, or all that are found if none is, each OpenBLAS with its kernels. The order
-    decides between equally fast ones. The processes that load a BLAS find out whether it can be used.
+    """Return the BLASes in `asked`, or all that are found if it is empty, each OpenBLAS with its kernels. Of equally
+    fast candidates the first one is chosen. Whether a BLAS can be used is found when a process loads it.
 
-    numpy has loaded its OpenBLAS, with a kernel, before a job can choose one: it has no further kernels.
+    numpy's own OpenBLAS has one kernel only, because numpy loads it before a job can choose.
     """
     numpy = find_spec("numpy")
     wheels = Path(numpy.origin).parents[1] if numpy and numpy.origin else Path()
@@ -80,7 +80,7 @@ def candidates(asked: Iterable[str], cpu: Cpu) -> list[Candidate]:
 
 
 class Gemm(NamedTuple):
-    """C (m, n) += A (m, k) B, and how often in one product or step. form: "n" or "t" for A and B, as in BLAS."""
+    """The GEMM C (m, n) += A (m, k) B. form: "n" or "t" for A and B, as in BLAS; times: calls in a product or step."""
 
     m: int
     n: int
@@ -122,7 +122,7 @@ def of_training(path: Path, ranks: int) -> list[Gemm]:
 
 
 def _counted(actions: list[Any]) -> list[Gemm]:
-    """Equal ones together, those with most operations first."""
+    """Return the GEMMs among the actions, counted, in descending order of their operations."""
     found = Counter((action.m, action.n, action.k, action.dtype, action.form or "nn")
                     for action in actions if action.what == "gemm")
     gemms = [Gemm(*what, times) for what, times in found.items()]
@@ -130,7 +130,7 @@ def _counted(actions: list[Any]) -> list[Gemm]:
 
 
 class Timed(NamedTuple):
-    """A candidate that can be used: the BLAS that was loaded, and the seconds of each GEMM."""
+    """A candidate that can be used: facts about the loaded BLAS, and the seconds of each GEMM."""
 
     candidate: Candidate
     file: str
@@ -142,26 +142,26 @@ class Timed(NamedTuple):
 
     @property
     def variables(self) -> dict[str, str]:
-        """Variables of the environment that select it, whatever kernel is set there."""
+        """Environment variables that select this BLAS and kernel."""
         return {VARIABLE: self.candidate.blas} | (
             {KERNEL_VARIABLE: self.kernel} if self.name == OPENBLAS and self.kernel else {})
 
     def seconds(self, dtype: str = "") -> float:
-        """Return the seconds of all GEMMs of the job, or of those of one type."""
+        """Return the seconds of all GEMMs of the job, or of the GEMMs of one type."""
         return sum(gemm.times * seconds for gemm, seconds in self.times.items() if dtype in ("", gemm.dtype))
 
 
 def choice(timed: Sequence[Timed], dtype: str = "") -> Timed:
-    """Return the fastest in the GEMMs of a type, or in all; the first one of equals."""
+    """Return the candidate that is fastest for the GEMMs of a type, or for all GEMMs; the first of equal ones."""
     least = min(each.seconds(dtype) for each in timed)
     return next(each for each in timed if each.seconds(dtype) <= least * (1 + EQUAL))
 
 
 class WorkerPool:
-    """As many processes as ranks, on cores of their own, with one candidate. They end with the stack.
+    """A process for each rank, on its own cores, with one candidate. The processes end with `stack`.
 
     loaded    facts about the BLAS, from `worker.load`
-    problem   why it cannot be used, or ""
+    problem   reason why the BLAS cannot be used, or ""
     """
 
     def __init__(self, stack: ExitStack, candidate: Candidate, ranks: int, threads: int, gemms: Sequence[Gemm]):
@@ -184,7 +184,7 @@ class WorkerPool:
         return max(self._all(worker.seconds, gemm.dtype, gemm.shape, gemm.form))
 
     def _all(self, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Return what a function returns in each process. All call it at once."""
+        """Call a function in all processes at once. Return the results."""
         calls = [process.submit(work, *arguments) for process in self._workers]
         try:
             return [call.result() for call in calls]
@@ -194,8 +194,8 @@ class WorkerPool:
 
 def measure(found: Sequence[Candidate], gemms: Sequence[Gemm], ranks: int, threads: int,
             tell: Callable[[str, int], None]) -> tuple[list[Timed], dict[Candidate, str]]:
-    """Time each GEMM with every candidate, in turns; the medians of the rounds count. Return the candidates that can be
-    used, in their order, and why the others cannot.
+    """Time each GEMM with every candidate in turn, and take the medians of the rounds. Return the candidates that can
+    be used, in their order, and the reasons why the others cannot.
 
     tell   tell(what, points done), of ROUNDS * len(found) * len(gemms)
 
@@ -205,7 +205,7 @@ def measure(found: Sequence[Candidate], gemms: Sequence[Gemm], ranks: int, threa
     with ExitStack() as stack:
         pools = [WorkerPool(stack, candidate, ranks, threads, gemms) for candidate in found]
         absent = {pool.candidate: pool.problem for pool in pools if pool.problem}
-        # A kernel that is chosen anyway, or a second name, is the same again.
+        # Of candidates with the same file and kernel, only the first is timed.
         here = {(pool.loaded["file"], pool.loaded["kernel"]): pool for pool in reversed(pools) if pool.loaded}
         used = [pool for pool in pools if pool in here.values()]
         if not used:

@@ -1,5 +1,5 @@
-"""A process of `pmm3d tune blas`: one BLAS with one kernel, on cores of its own. numpy is imported in functions,
-because OpenBLAS reads the environment when it is loaded."""
+"""A process of `pmm3d tune blas`, with one BLAS and kernel on its own cores. numpy is imported late, because OpenBLAS
+reads the environment when it is loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPERANDS = dict[str, Any]()
 
 
 def start(variables: Mapping[str, str], cores: Sequence[int]) -> None:
-    """Take the environment and the cores of this process."""
+    """Set the environment and the cores of this process."""
     os.environ.update(variables)
     os.sched_setaffinity(0, cores)
 
@@ -41,8 +41,8 @@ def load(shapes: Mapping[str, Sequence[tuple[int, int, int]]]) -> dict[str, Any]
 
 
 def seconds(dtype: str, shape: tuple[int, int, int], form: str) -> float:
-    """Return the seconds of a GEMM: the median of the calls within SECONDS, without the first call. If the first call
-    takes longer than that, it counts."""
+    """Return the median seconds of the calls of a GEMM within SECONDS, without the first call. If the first call takes
+    longer than SECONDS, its time is returned."""
     gemm, found = OPERANDS[dtype].gemm(shape, form), list[float]()
     begun = time.perf_counter()
     while len(found) < 2 or time.perf_counter() - begun < SECONDS:
