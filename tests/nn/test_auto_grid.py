@@ -1,4 +1,4 @@
-"""grid.shape = "auto": the run trains as with that grid named, says which one and why, and goes on with it."""
+"""grid.shape = "auto": the run trains as with the chosen grid, logs the choice, and resumes with it."""
 
 import json
 from dataclasses import replace
@@ -74,7 +74,7 @@ def test_a_resumed_run_takes_the_grid_of_its_ranks_and_is_predicted_with(here, c
 
 @pytest.mark.parallel([2])
 def test_what_is_wrong_is_said_as_without_it(here, comm, monkeypatch):
-    """A file that is not there, memory that no grid keeps."""
+    """For example, a missing file, and a memory limit that no grid keeps."""
     config = here.config(**AUTO)
     if comm.rank == 0:
         path = here.folder / "run.toml"
@@ -91,7 +91,7 @@ def on_hosts(hosts):
 
 
 def test_where_ranks_run_counts(tmp_path):
-    """The same ranks on the same two nodes, in order and dealt out in turn."""
+    """The same ranks on the same two nodes, in order, and assigned in turns."""
     runs = Runs(tmp_path, None)
     runs.config(hidden=[200, 200], **AUTO)
     settings = checked({"grid": {"shape": "auto"}, "data": {"file": str(runs.folder / "data.h5")},
@@ -118,7 +118,7 @@ def test_only_what_was_measured_is_called_so(monkeypatch, name, key, measured, s
 
 
 def test_both_times_count_ranks_that_share_cores(monkeypatch):
-    """The figures of a measured machine include it: its ranks measured at once."""
+    """The times of a measured machine include shared cores, because all ranks are measured at the same time."""
     found = [Candidate(GridShape(1, 1, 4), 1.0, {"gemm": 0.5, "z": 0.5}),
              Candidate(GridShape(4, 1, 1), 1.2, {"x": 1.2})]
     monkeypatch.setattr(planning, "rank_training", lambda *rest, **options: SimpleNamespace(candidates=found))

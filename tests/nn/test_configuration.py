@@ -1,4 +1,4 @@
-"""The configuration of a training: what it refuses, and says, before anything is trained."""
+"""The configuration of a training: errors and messages before the training starts."""
 
 import logging
 import re
@@ -147,7 +147,8 @@ def test_what_is_shown_can_be_read_back():
 
 @pytest.fixture
 def files(comm, shared_path):
-    """data.h5 with 330 rows, three.h5 with 3; targets y of three classes, one of one, field of four numbers."""
+    """data.h5 with 330 rows, three.h5 with 3 rows. y has three classes, one has a single class, field has four numbers.
+    """
     if comm.rank == 0:
         x = np.random.default_rng(0).standard_normal((330, 12)).astype("float32")
         for name, rows in (("data.h5", 330), ("three.h5", 3)):
@@ -160,7 +161,7 @@ def files(comm, shared_path):
 
 @pytest.fixture
 def made(comm, files):
-    """made(section={...}): a trainer of that configuration was made."""
+    """made(section={...}) makes a trainer of this configuration."""
 
     def make(**sections):
         data = {"file": str(files / "data.h5"), "batch_size": 50} | sections.pop("data", {})
@@ -215,7 +216,7 @@ def test_a_batch_of_10_to_the_12_is_the_whole_data(made):
 
 
 def test_only_a_configuration_and_a_log_need_pydantic(monkeypatch):
-    """The loop, its step and its state are imported without it."""
+    """The loop, its step and its state can be imported without it."""
     monkeypatch.setattr(nn, "training", nn.training)  # the import replaces it
     for name in [name for name in sys.modules if name.startswith("pmm3d.nn.training")]:
         monkeypatch.delitem(sys.modules, name)

@@ -1,4 +1,4 @@
-"""`network = "model.py:build"`: a network from a file of the user's."""
+"""`network = "model.py:build"`: a network from a file of the user."""
 
 import json
 import logging
@@ -90,7 +90,7 @@ def folder(comm, shared_path):
 
 @pytest.fixture
 def configured(folder):
-    """configured("model.py:build", section={...}): a configuration of that network."""
+    """configured("model.py:build", section={...}): a configuration of this network."""
 
     def make(name, **sections):
         data = {"file": str(folder / "data.h5"), "batch_size": 20, "validation": 0.0} | sections.pop("data", {})

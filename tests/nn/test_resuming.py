@@ -25,7 +25,7 @@ def here(shared_path, comm):
 
 @two
 def test_what_changes_is_said_and_what_makes_another_run_is_refused(here, comm):
-    """Before anything is touched; and taken if told so."""
+    """Before anything is changed. Accepted if it is requested explicitly."""
     assert here.train(here.config(training="epochs = 1")).returncode == 0
     there, weights = here.checkpoints(), here.weights()
     config = here.config(training="epochs = 2", network="activation = 'relu'", optimizer="lr = 0.5")
@@ -48,14 +48,14 @@ def test_what_changes_is_said_and_what_makes_another_run_is_refused(here, comm):
 
 
 def blas_that_multiplies():
-    """SciPy's, which a process of its own loads."""
+    """SciPy's BLAS, as loaded in a separate process."""
     ask = ("import scipy.linalg.blas; from pmm3d.processor import loaded_blas; blas = loaded_blas(); "
            "print(blas.name, blas.version)")
     return subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_another_blas_is_said(tmp_path, job, monkeypatch):
-    """Its sums are rounded in another order: the run goes on, and does not repeat its bits."""
+    """Its sums are rounded in another order. The run continues, and its bits differ."""
     runs = Runs(tmp_path, job)
     assert runs.train(runs.config(training="epochs = 1"), ranks=1).returncode == 0
     record = json.loads((runs.folder / "run/run.json").read_text())
@@ -71,7 +71,7 @@ def test_another_blas_is_said(tmp_path, job, monkeypatch):
 
 @two
 def test_going_back_to_an_earlier_checkpoint(here):
-    """What is later is retired: nothing loads it, and what comes is kept."""
+    """Later checkpoints are retired: they are not loaded, and new ones are kept."""
     options = {"training": "epochs = 2\ncheckpoint_every = 3\nkeep = 9"}
     assert here.train(here.config(**options)).returncode == 0
     assert here.checkpoints() == [f"step-{step:08d}" for step in (3, 6, 9, 12)]
@@ -107,7 +107,8 @@ def test_what_is_retired_alone_is_no_reason_to_begin_anew(here, comm):
 
 @two
 def test_the_schedule_ends_with_the_run_where_epochs_have_other_steps_than_before(here):
-    """Six steps, then three and three: not at a rate of zero from step 9 on, as three times three would make it."""
+    """Six steps, then three and three. With three times three steps in the schedule, the rate would be zero from step 9
+    on."""
     for kind in ("cosine", "constant"):
         with given(kind=kind):
             schedule = f"kind = '{kind}'"

@@ -1,4 +1,5 @@
-"""TrainState: a loop of one's own goes on where it was; what does not fit is refused before anything changes."""
+"""TrainState: a training loop of the user continues from a checkpoint. Other checkpoints are refused before anything
+changes."""
 
 import logging
 
@@ -25,7 +26,7 @@ def grid(comm):
 
 @pytest.fixture
 def begin(grid, shared_path):
-    """begin(shift=1): a state with data of that kind; begin.loop(state, 3): so many steps."""
+    """begin(shift=1): a state with data of this kind. begin.loop(state, 3) runs three steps."""
     opened = []
 
     class Begin:

@@ -1,4 +1,5 @@
-"""Commands that go wrong: errors of any kind on any rank, outputs and inputs that cannot be, another MPI's launcher."""
+"""Commands with failures: errors of any kind on any rank, impossible outputs and inputs, the launcher of another MPI.
+"""
 
 import os
 import textwrap
@@ -28,7 +29,7 @@ FIRST = pytest.mark.thorough("other ranks and kinds of the same error")
 
 @pytest.fixture
 def raises(job):
-    """raises(ranks, kind, after): the benchmark on 3 ranks of which some raise before or after their product."""
+    """raises(ranks, kind, after): the benchmark on 3 ranks, some of which raise before or after their product."""
 
     def run(ranks, kind, after):
         program = RAISES.replace("RANKS", repr(ranks)).replace("KIND", kind).replace("AFTER", repr(after))
@@ -75,7 +76,7 @@ def test_different_errors_are_told_with_their_ranks(raises):
 
 @pytest.fixture
 def place(tmp_path):
-    """A folder with what commands are not made for."""
+    """A folder with files that commands do not expect."""
     tmp_path = tmp_path / "place"
     tmp_path.mkdir()
     (tmp_path / "folder").mkdir()
@@ -143,7 +144,7 @@ def test_a_file_that_cannot_take_the_figures_is_told_after_them(on_ranks):
 @pytest.mark.parametrize("command", [
     "bench", pytest.param("train", marks=pytest.mark.thorough("another command through the same function"))])
 def test_a_launcher_of_another_mpi_is_named_once_before_mpi_is_started(job, tmp_path, command):
-    """As Open MPI's mpiexec starts ranks of MPICH, whose MPI_Init ends them with its own stack; or the other way."""
+    """Open MPI's mpiexec starts ranks of MPICH, whose MPI_Init ends them with its own stack, or the other way round."""
     script = textwrap.dedent("""
         import os, subprocess, sys, importlib.metadata as metadata
         def installed(name):

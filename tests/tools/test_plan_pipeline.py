@@ -1,4 +1,4 @@
-"""pmm3d plan pipeline: figures of published schedules, tables of one's own, what is printed, drawn and refused."""
+"""pmm3d plan pipeline: figures of published schedules, tables of the user, output, pictures, and errors."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def printed(*arguments):
 @pytest.fixture
 def figures(tmp_path):
     def figures(*arguments):
-        """What --json writes."""
+        """The figures that --json writes."""
         path = tmp_path / "figures.json"
         printed(*arguments, "--json", path)
         return json.loads(path.read_text())
@@ -38,7 +38,7 @@ def figures(tmp_path):
 
 
 def refused(*arguments):
-    """The line that says why."""
+    """The line with the reason."""
     done = invoked(*arguments)
     assert (done.exit_code, done.stdout) == (2, "") and done.stderr.count("\n") == 1, done.output
     return done.stderr

@@ -1,4 +1,4 @@
-"""`pmm3d predict` and `pmm3d export`: what a run's network gives, here on any ranks and in torch."""
+"""`pmm3d predict` and `pmm3d export`: results of a run's network, on any ranks and in torch."""
 
 import csv
 import json
@@ -14,19 +14,19 @@ NAMES = ["cat", "dog", "eel"]
 
 @pytest.fixture
 def pmm3d(on_ranks):
-    """pmm3d(*arguments): what the command did in the test's folder."""
+    """pmm3d(*arguments): the result of the command in the folder of the test."""
     return lambda *arguments, ranks=1: on_ranks(ranks, *arguments)
 
 
 @pytest.fixture(scope="module")
 def earlier():
-    """What was asked for -> the folder of a training, of which the next test that asks for the same has a copy."""
+    """Settings -> folder of a training. Each test with these settings gets a copy."""
     return {}
 
 
 @pytest.fixture
 def trained(pmm3d, tmp_path, tmp_path_factory, earlier):
-    """trained(network, targets): the configuration's [network] lines make a run in `run`; samples in x.h5."""
+    """trained(network, targets) trains with these [network] lines. The run is in `run`, the samples in x.h5."""
 
     def train(network="hidden = [8]", targets="y", features=5, grid="", ranks=1):
         asked = network, targets, features, grid, ranks
@@ -56,7 +56,7 @@ def trained(pmm3d, tmp_path, tmp_path_factory, earlier):
 
 
 def said(done, text):
-    """The job ended with 2 and said that once."""
+    """Assert that the job ended with 2, and printed the text once."""
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.count("pmm3d: ") == 1 and text in " ".join(done.stderr.split()), done.stderr
     assert "Traceback" not in done.stderr
@@ -68,7 +68,7 @@ def predicted(path):
 
 
 def in_torch(path, settings, outputs, x):
-    """What the same layers make of the samples in torch, with the exported weights."""
+    """Outputs of the same layers in torch, with the exported weights."""
     import torch
     from safetensors.torch import load_file
 
@@ -118,7 +118,7 @@ def test_the_same_layers_in_torch_load_what_export_writes(pmm3d, trained, tmp_pa
 
 
 def test_a_network_of_a_loop_is_exported(job, pmm3d, tmp_path):
-    """Its checkpoint says which are vectors, but not how the network is made."""
+    """Its checkpoint contains which parameters are vectors, but not the code of the network."""
     done = job(2, """
         from pmm3d import Grid, nn
         from pmm3d.io import Checkpoints

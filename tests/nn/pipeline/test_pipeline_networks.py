@@ -1,4 +1,4 @@
-"""Networks in stages against the same networks in one process."""
+"""Networks in stages, compared with the same networks in one process."""
 
 from itertools import accumulate, product
 
@@ -24,7 +24,7 @@ SIZES = 6, 11, 9, 7, 10, 5
 GRIDS = {1: [((1, 1, 1), 1, 1)], 2: [((1, 1, 1), 1, 2), ((2, 1, 1), 1, 1)],
          3: [((1, 1, 1), 1, 3)], 4: [((1, 1, 1), 1, 4), ((1, 1, 2), 1, 2), ((1, 2, 1), 1, 2), ((1, 1, 1), 2, 2)],
          8: [((1, 1, 1), 1, 8), ((2, 1, 1), 1, 4), ((1, 2, 2), 1, 2), ((2, 1, 1), 2, 2)]}
-"""(shape, data, pipe) on that many ranks."""
+"""Number of ranks -> (shape, data, pipe)."""
 
 
 def grids(comm, pipes=None):
@@ -39,7 +39,7 @@ def mlp(grid):
 
 
 def cuts(layers, stages):
-    """Some ways to share out layers among stages."""
+    """Some divisions of layers among stages."""
     if stages <= layers:
         yield None
         yield [1] * (stages - 1) + [layers - stages + 1]
@@ -93,7 +93,7 @@ def test_a_forward_pass_through_the_stages_is_that_of_one_process(comm):
 
 @pytest.mark.parallel([2, 4])
 def test_batches_of_an_evaluation_are_on_their_way_at_once(comm):
-    """As many as there are ranks along pipe; their figures are those of one process, in their order."""
+    """One for each rank along pipe. Their figures are those of one process, in the same order."""
     def counted(x):
         begun.extend([x] * (x.grid.dry_run is None))
         return x
@@ -189,7 +189,7 @@ def test_a_cut_by_cost_is_the_best_of_all_cuts_that_fit(layers, stages, memory, 
     live = [2 * stages - rank for rank in range(max(sum(ranks, [])) + 1)]
 
     def of(counts):
-        """(flop of the largest stage, bytes of the largest rank)"""
+        """(flop of the largest stage, bytes of the largest rank)."""
         parts = [costs[end - count : end] for count, end in zip(counts, accumulate(counts))]
         own = [[part for part, [holder] in zip(parts, ranks) if holder == rank] for rank in range(len(live))]
         return max(sum(each.flop for each in part) for part in parts), max(

@@ -1,4 +1,4 @@
-"""Schedules of pipelines against published figures, and in any size: without MPI."""
+"""Schedules of pipelines, compared with published figures, for any size. Without MPI."""
 
 import json
 from collections import Counter
@@ -68,7 +68,7 @@ every_size = pytest.mark.parametrize("sizes", [
 
 
 def tables(ranks, micro_batches, times):
-    """(name, chunks, table) of all schedules that there are of this size. A search for many ranks takes seconds."""
+    """(name, chunks, table) of all schedules of this size. A search for many ranks takes seconds."""
     for name, make in BY_NAME.items():
         if name in SEARCHED and (ranks not in (1, 2, 3, 5, 16) or micro_batches not in (1, 2, 7, 16)):
             continue
@@ -103,7 +103,7 @@ def test_any_schedule_can_be_carried_out_whatever_the_stages_take(sizes):
 
 
 def peaks(name, p, m, v):
-    """Micro-batches per stage that each rank holds to W, and to I, by the formulas. None: there is none."""
+    """Formulas of the number of micro-batches per stage that each rank holds until W, and until I. None: no formula."""
     at = lambda of: tuple(of(rank) for rank in range(p))
     if name == "interleaved" and v > 1 and m % p == 0:
         return at(lambda r: min(2 * (p - 1 - r) + (v - 1) * p + 1, m * v)), None
@@ -128,13 +128,13 @@ def test_peaks_are_those_of_the_formulas(sizes):
                     assert max(line.peak_live) <= min(2 * ((p + 1) // 3) + 2, 2 * m)
                 if name == "v-half":
                     assert max(line.peak_live) <= p + 2
-                if name in limits:  # of M_B a micro-batch before I, and M_W = 0.4 M_B after it
+                if name in limits:  # a micro-batch takes M_B until I, and then M_W = 0.4 M_B
                     assert max(line.peak_bytes(10, 4)) <= 10 * limits[name](p)
 
 
 @every_size
 def test_bubbles_are_those_of_the_formulas(sizes):
-    """Of stages that take equally long: W no longer than F and B."""
+    """For stages of equal duration, if W takes no longer than F and B."""
     for p, m in sizes:
         for f, b, w in ((1, 1, 1), (3, 2, 1), (2, 3, 2), (1, 2, 1)):
             times, whole = Times(f, b, w), f + b + w
@@ -161,7 +161,7 @@ def test_v_half_has_at_most_half_of_the_bubble_of_1f1b(ranks, micros):
 
 
 def test_bytes_of_a_rank_are_those_of_its_passes_and_weights():
-    for p in (2, 4, 7):  # the formulas of Qi et al., of ranks from 1
+    for p in (2, 4, 7):  # the formulas of Qi et al. count ranks from 1
         line, other = simulate(pipeline.zb_h1(p, 3 * p)), simulate(pipeline.zb_h2(p, 3 * p))
         assert line.peak_bytes(100, 30) == tuple((p - i + 1) * 100 + (i - 1) * 30 for i in range(1, p + 1))
         assert other.peak_bytes(100, 30) == tuple((2 * p - 2 * i + 1) * 100 + (2 * i - 2) * 30 for i in range(1, p + 1))

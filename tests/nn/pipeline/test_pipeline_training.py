@@ -1,4 +1,4 @@
-"""`pmm3d train` with a pipeline in its configuration, beside the same configuration without one."""
+"""`pmm3d train` with a pipeline in its configuration, compared with the same configuration without one."""
 
 import json
 import logging
@@ -47,7 +47,7 @@ def lines(here, name, key="loss"):
 
 
 def nearly(found, expected):
-    """Equal to 1e-10: numbers, or dicts of arrays or of numbers."""
+    """Assert that numbers, or dicts of arrays or numbers, are equal to 1e-10."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys()
         return all(nearly(found[name], expected[name]) for name in expected)
@@ -97,7 +97,7 @@ def test_a_table_of_the_users_own(here, comm):
 
 @four
 def test_a_run_that_a_signal_ended_goes_on_to_the_same_bits_and_on_other_stages(here, comm):
-    """With dropout, whose numbers are those of the whole network."""
+    """With dropout, whose random numbers are those of the whole network."""
     options = OPTIONS | {"network": OPTIONS["network"] + "\ndropout = 0.2", "training": "epochs = 3"}
     two = {**options, "grid": ONE + 'pipe = 2\nschedule = "zb-h1"'}
     assert here.train(here.config("whole", **two), ranks=2).returncode == 0
@@ -180,7 +180,7 @@ def test_predictions_and_exports_of_a_run_on_stages(here, comm):
 
 @four
 def test_auto_shares_out_the_ranks_that_pipe_leaves(here):
-    """And chooses the schedule, if none is named."""
+    """It also chooses the schedule, if none is named."""
     auto = 'shape = "auto"\nmicro_batches = 4\npipe = '
     assert here.train(here.config("plain", grid=ONE, **OPTIONS), ranks=1).returncode == 0
     for name, grid in (("any", auto + "2"), ("named", auto + '2\nschedule = "gpipe"')):
@@ -259,7 +259,7 @@ def test_mistakes_are_told_once_before_the_first_step(here):
 
 @four
 def test_a_run_on_stages_begins_with_weights_of_another_one(here):
-    """From a checkpoint of other stages, and from a file for torch."""
+    """From a checkpoint with other stages, and from a file for torch."""
     run = {"grid": ONE + "pipe = 4", **OPTIONS}
     assert here.train(here.config("first", **run)).returncode == 0
     target = here.folder / "first.safetensors"
@@ -309,7 +309,7 @@ def test_memory_of_many_micro_batches_is_that_of_as_many_as_a_rank_holds(here, c
 
 @four
 def test_memory_is_predicted_for_each_stage(here, comm):
-    """By its dry run. The second stage has the layers of 512 columns."""
+    """By a dry run of the stage. The second stage has the layers of 512 columns."""
     config = load(here.config(grid=ONE + "data = 2\npipe = 2\ncut = [5, 4]", **OPTIONS | {"hidden": (8, 8, 512, 512)}))
     with Grid(comm, "1x1x1", 2, axes={"pipe": 2}) as grid:
         own = build.predicted_memory(config, grid, SampleSizes(12, 3, True, 297))

@@ -1,4 +1,5 @@
-"""Attention on every grid, against torch in one process: masks, packed sequences, grouped heads, blocks, types."""
+"""Attention on every grid, compared with torch in one process: masks, packed sequences, grouped heads, blocks, types.
+"""
 
 from itertools import cycle, islice, product
 from math import prod
@@ -27,7 +28,7 @@ CASES = {
     "scale": {"scale": 0.3},
 }
 HEADS = [(4, 4), (6, 2), (5, 1), (3, 3), (1, 1)]
-"""Heads of q, and of k and v: even and uneven over 2, 4 and 8 ranks, grouped, and one for all."""
+"""Numbers of heads of q, and of k and v: even and uneven over 2, 4 and 8 ranks, grouped, and one for all."""
 BLOCKS = 512, 4
 WHOLE = {"data": LENGTH, "z": LENGTH}
 LAYOUTS = [("x", "x"), ("y", "y"), ((), ()), ("x", "y"), (("x", "y"), "x"), ((), ("y", "x"))]
@@ -105,7 +106,8 @@ def test_attention_is_torchs_on_every_grid(comm, expected, library):
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_one_tensor_of_queries_keys_and_values_gives_the_same(comm, expected, library):
-    """They are stored head by head. Heads are split over ranks, cut by them, or whole; ranks share sequences or not."""
+    """Columns are stored head by head. Heads are split over ranks, cut by them, or replicated, and ranks may share
+    sequences."""
     cases, layouts_of = cycle(product(CASES, [heads for heads in HEADS if heads[0] == heads[1]], BLOCKS)), cycle(
         product(("x", ("x", "y"), (), "y"), (3 * SIZE, 1)))
 

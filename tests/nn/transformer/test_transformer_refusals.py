@@ -1,4 +1,4 @@
-"""What a transformer cannot do is refused, on every rank, with the remedy; what looks as if it could not is right."""
+"""Invalid transformers and inputs are refused on every rank, with the remedy. Unusual valid ones give right results."""
 
 import numpy as np
 import pytest
@@ -104,7 +104,7 @@ def test_small_sizes_are_right(comm, name):
 
 
 def test_no_sequences(comm):
-    """A batch without sequences has no logits, a loss that is NaN as a mean and 0 as a sum, and zero gradients."""
+    """A batch without sequences has no logits. Its loss is NaN as a mean and 0 as a sum, and its gradients are zero."""
 
     def check(number, grid):
         for kind in ("GPT", "Llama"):
