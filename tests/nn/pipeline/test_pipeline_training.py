@@ -194,7 +194,7 @@ def test_auto_shares_out_the_ranks_that_pipe_leaves(here):
             assert f" {schedule}, " in done.stderr and found["starts"][0]["auto"]["chosen"]["schedule"] == schedule
             assert nearly(lines(here, name), lines(here, "plain"))
     fails(here.train(here.config("three", grid=auto + "3", **OPTIONS)),
-          "4 ranks do not divide by grid.pipe x grid.seq x grid.ulysses = 3: take a multiple of it")
+          "4 ranks are no multiple of grid.pipe x grid.seq x grid.ulysses = 3: use a multiple of it")
 
 
 MODEL = """
