@@ -85,7 +85,7 @@ def test_sizes_are_those_of_the_file(tmp_path):
 def test_a_file_that_is_not_there_yet_is_named_with_the_remedy():
     with pytest.raises(Pmm3dError, match=r"cannot open nowhere.h5: there is no such file.*--features and --outputs"):
         DrySteps(config())
-    with pytest.raises(Pmm3dError, match="0 features and 3 outputs make no network"):
+    with pytest.raises(Pmm3dError, match="at least 1 feature and 1 output .2 for classes.; got 0 and 3"):
         DrySteps(config(), (0, 3))
 
 
