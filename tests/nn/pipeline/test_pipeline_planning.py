@@ -144,7 +144,7 @@ def test_grids_of_one_stage_are_planned_beside_a_schedule_that_refuses_them():
 
 def test_a_schedule_that_cannot_be_planned_is_refused():
     for named, text in (({"schedule": "dualpipe"}, "dualpipe cannot be planned, because it has two copies"),
-                        ({"chunks": 2}, "1f1b is a table of 2 stages; 4, 2 chunks on each rank, were asked for")):
+                        ({"chunks": 2}, r"1f1b is a table of 2 stages, but 4 \(2 chunks on each rank\)")):
         with given(named=named), pytest.raises(GridError, match=text):
             rank_training(config(pipe=2, **named), 2, NOMINAL, samples=SAMPLES, pipes=(2,))
 
