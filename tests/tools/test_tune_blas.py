@@ -120,7 +120,8 @@ def test_measured_chosen_printed_kept_and_taken(cache, tmp_path, job, monkeypatc
                                     "complex64", "--blas", str(NUMPYS), "--blas", "nonesuch", "--blas", "libm.so.6",
                                     "--json", str(out), "--ranks-per-node", "2"], env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.output
-    assert "has no sgemm, dgemm, cgemm, zgemm" in " ".join(done.output.split()) and "nonesuch" not in done.output
+    said = " ".join(done.output.split())
+    assert "has no sgemm, dgemm, cgemm, zgemm" in said and "nonesuch: PMM3D_BLAS=nonesuch: no such BLAS" in said
     assert f"export PMM3D_BLAS={NUMPYS}" in done.output and "export OMP_NUM_THREADS=1" in done.output
     rows = json.loads(out.read_text())
     assert [row["chosen"] for row in rows].count(True) == 1 and rows[0]["file"] == str(NUMPYS.resolve())
@@ -135,6 +136,11 @@ def test_measured_chosen_printed_kept_and_taken(cache, tmp_path, job, monkeypatc
 def test_nothing_that_is_asked_for_is_here(cache):
     done = CliRunner().invoke(app, ["tune", "blas", "--blas", "/no/such.so", "--m", "8", "--n", "8", "--k", "8"])
     assert done.exit_code == 2 and not cache.exists()
+
+
+def test_more_processes_than_cores_are_refused(cache):
+    done = CliRunner().invoke(app, ["tune", "blas", "--ranks-per-node", "9999"])
+    assert done.exit_code == 2 and "--ranks-per-node 9999 is more than the" in done.output and not cache.exists()
 
 
 def test_options_of_a_product_are_refused_with_a_training(cache):

@@ -68,8 +68,8 @@ class Asked:
         if self.limit is not None and not is_searched(schedule) and max(held := peak_live(table, line)) > self.limit:
             rank = held.index(max(held))
             raise PipelineError(f"{table.name}: rank {rank} holds {held[rank]:g} micro-batches, more than "
-                                f"--memory-limit {self.limit:g}. Name a schedule that holds less, or one that is "
-                                "searched (zb-1p, zb-2p)")
+                                f"--memory-limit {self.limit:g}. Name a schedule that holds less, or one that keeps "
+                                "within the limit: zb-1p, zb-2p or v-half")
         return table, line
 
     def of_stages(self, table: PipelineSchedule) -> Times:

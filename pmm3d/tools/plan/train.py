@@ -28,27 +28,26 @@ def train_command(
     machine: options.MachineName = None,
     ranks_per_node: options.RanksPerNode = None,
     memory: options.Memory = None,
-    grid: Annotated[str | None, typer.Option(help="Plan this grid alone, and print what its first rank sends, waits "
-                                                  "for and computes: GxxGyxGz, as 2x2x4, ddp, fsdp, hsdp or megatron. "
-                                                  "auto: print it for the choice.")] = None,
-    data: Annotated[int | None, typer.Option(min=1, help="Ranks along data of --grid. Default: as many as x, y and z "
-                                                         "leave; of hsdp, the number of nodes.")] = None,
+    grid: Annotated[str | None, typer.Option(help="Plan only this grid: GxxGyxGz as in 2x2x4, ddp, fsdp, hsdp or "
+                                                  "megatron. auto: plan all grids. Both print the communication, "
+                                                  "waits and computation of the first rank.")] = None,
+    data: Annotated[int | None, typer.Option(min=1, help="Ranks along data of a named --grid. Default: the ranks that "
+                                                         "x, y and z leave; for hsdp, the number of nodes.")] = None,
     curve: Annotated[str | None, typer.Option(metavar="RANKS", help="Simulate strong and weak scaling up to this "
-                                              "number of ranks, or FROM:TO, with and without each overlap.")] = None,
+                                              "number of ranks, or FROM:TO, with and without each overlap. --picture "
+                                              "draws it.")] = None,
     noise: Annotated[float | None, typer.Option(min=0.0, help="Standard deviation of a rank's time for a step, as a "
-                                                              "share. Default: that of the machine.")] = None,
-    features: Annotated[int | None, typer.Option(min=1, help="Columns of a sample, if the data file does not exist "
-                                                             "yet.")] = None,
-    outputs: Annotated[int | None, typer.Option(min=1, help="Columns of a target, if the data file does not exist "
-                                                            "yet.")] = None,
-    classes: Annotated[int | None, typer.Option(min=2, help="Number of classes, if the data file does not exist "
-                                                            "yet.")] = None,
-    vocabulary: Annotated[int | None, typer.Option(min=2, help="Number of different tokens, if the file of tokens does "
-                                                               "not exist yet.")] = None,
+                                                              "share of it. Default: that of the machine.")] = None,
+    features: Annotated[int | None, typer.Option(min=1, help="Columns of a sample. With --outputs or --classes, no "
+                                                             "data file is read.")] = None,
+    outputs: Annotated[int | None, typer.Option(min=1, help="Columns of a target, with --features.")] = None,
+    classes: Annotated[int | None, typer.Option(min=2, help="Number of classes, with --features.")] = None,
+    vocabulary: Annotated[int | None, typer.Option(min=2, help="Number of different tokens. With it, no file of tokens "
+                                                               "is read.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the simulated step as a Chrome trace (ui.perfetto.dev).")
                      ] = None,
-    beside: Annotated[Path | None, typer.Option(help="A file of pmm3d train --trace, whose events go into --trace "
-                                                     "too.")] = None,
+    beside: Annotated[Path | None, typer.Option(help="A file of pmm3d train --trace. Its events are added to "
+                                                     "--trace.")] = None,
     mtbf: options.Mtbf = None,
     write_seconds: options.WriteSeconds = None,
     top: options.Top = 10,
