@@ -147,7 +147,7 @@ def test_options_of_a_product_are_refused_with_a_training(cache):
     for option, value in (("--m", "8"), ("--k", "8"), ("--dtype", "float32")):
         with given(option=option):
             done = CliRunner().invoke(app, ["tune", "blas", "a.toml", option, value])
-            assert done.exit_code == 2 and f"{option} is of a product, and a.toml names the GEMMs" in done.output
+            assert done.exit_code == 2 and f"{option} describes a product, but a.toml is a training" in done.output
 
 
 def test_processes_have_cores_of_this_process(monkeypatch):

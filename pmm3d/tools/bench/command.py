@@ -93,7 +93,7 @@ def bench_command(
     if shared and order == "F":
         raise typer.BadParameter("matrices in shared memory are stored by rows: leave --shared or --order out")
     if trace and grid == "all":
-        raise typer.BadParameter("a trace is of one grid: leave --trace out, or name the grid")
+        raise typer.BadParameter("--trace needs one grid: leave --trace out, or name the grid")
     with all_ranks() as comm:
         from .result import Case
         from .tables import draw, print_results

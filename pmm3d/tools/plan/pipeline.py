@@ -73,7 +73,7 @@ def pipeline_command(
     if memory_limit is not None and not 0 < memory_limit < inf:
         raise Pmm3dError(f"--memory-limit must be a positive number of micro-batches, got {memory_limit}")
     if schedule is None and (picture or csv):
-        raise Pmm3dError("--picture and --csv are of one schedule: name it with --schedule")
+        raise Pmm3dError("--picture and --csv need one schedule: name it with --schedule")
     texts = {"forward": forward, "backward": backward, "weight": weight, "communication": communication}
     asked = Asked(ranks, micro_batches, chunks, {name: times_of(name, text) for name, text in texts.items()},
                   memory_limit)

@@ -43,8 +43,8 @@ def times_of(name: str, text: str) -> list[float]:
     except ValueError:
         found = []
     if not found or not all(isfinite(time) and time >= 0 for time in found):
-        raise Pmm3dError(f"--{name} {text!r} is no time: give a number that is not negative, or several with commas "
-                         "between, one for each stage")
+        raise Pmm3dError(f"--{name} {text!r} is not a time: give a number of at least 0, or one for each stage, "
+                         "separated by commas")
     if name == "communication" and len(found) > 1:
         raise Pmm3dError(f"--communication takes one number, the time of a message between any two ranks; got {text!r}")
     return found

@@ -85,7 +85,7 @@ def train_command(
     if beside is not None and trace is None:
         raise Pmm3dError("--beside adds the events of a run to the file of --trace: give --trace too")
     if data is not None and grid in (None, AUTO):
-        raise Pmm3dError("--data is of a named --grid: name the grid, or leave out --data")
+        raise Pmm3dError("--data needs a named --grid: name the grid, or leave out --data")
     real, counts = read_trace(beside) if beside else [], rank_counts(ranks, curve) if curve else []
     loaded, chosen = load(config), options.chosen_machine(machine, max([ranks, *counts]), ranks_per_node)
     training = Training.of(loaded, chosen.machine, memory, _samples(loaded, features, outputs, classes, vocabulary),
@@ -134,18 +134,17 @@ def _samples(config: Config, features: int | None, outputs: int | None, classes:
             raise Pmm3dError("the data are tokens (data.sequence): give --vocabulary in place of --features")
         return SampleSizes(1 + (config.data.documents is not None), vocabulary, True) if vocabulary else None
     if vocabulary is not None:
-        raise Pmm3dError("--vocabulary is of tokens, and the configuration has no data.sequence: leave it out")
+        raise Pmm3dError("--vocabulary is for tokens, and the configuration has no data.sequence: leave it out")
     last = classes or outputs
     if given and (len(given) != 2 or features is None or last is None):
-        raise Pmm3dError("samples are given by --features together with either --outputs or --classes")
+        raise Pmm3dError("the sizes of samples are --features together with either --outputs or --classes")
     return SampleSizes(features, last, classes is not None) if features and last else None
 
 
 def check_mtbf(mtbf: float | None, write_seconds: float | None) -> None:
     """Raise Pmm3dError for wrong values of these options, before the work."""
     if (mtbf is None) != (write_seconds is None):
-        raise Pmm3dError("--mtbf and --write-seconds belong together: give how often the job fails and how long it "
-                         "writes a checkpoint, or neither")
+        raise Pmm3dError("--mtbf and --write-seconds belong together: give both or neither")
     how_often(mtbf, write_seconds, 1.0)
 
 

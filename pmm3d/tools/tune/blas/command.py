@@ -63,7 +63,7 @@ def blas_command(
     pmm3d tune blas --blas scipy --blas /opt/blis/lib/libblis.so --dtype float32
     """
     if config and (given := [name for name, value in zip(("--m", "--n", "--k", "--dtype"), (m, n, k, dtype)) if value]):
-        raise Pmm3dError(f"{given[0]} is of a product, and {config} names the GEMMs of a training: leave one out")
+        raise Pmm3dError(f"{given[0]} describes a product, but {config} is a training: leave one of them out")
     check_writable(text=json)
     _tune(config, (m or 2048, n or 2048, k or 2048), ranks, ranks_per_node, [*dict.fromkeys(dtype or DTYPES[:2])],
           blas or [], json, keep)
@@ -82,7 +82,7 @@ def _tune(config: Path | None, sizes: tuple[int, int, int], ranks: int | None, p
     job = ranks or per_node
     gemms = of_training(config, job) if config else [gemm for dtype in dtypes for gemm in of_product(sizes, dtype, job)]
     if not (gemms := [gemm for gemm in gemms if gemm.dtype in DTYPES]):
-        raise Pmm3dError(f"no GEMM of this training is one of a BLAS, whose types are {', '.join(DTYPES)}")
+        raise Pmm3dError(f"no GEMM of this training has a type of BLAS ({', '.join(DTYPES)})")
     found = candidates(asked, cpu())
     with progress("tune blas", True, ROUNDS * len(found) * len(gemms)) as tell:
         timed, absent = measure(found, gemms, per_node, threads, tell)
