@@ -19,13 +19,13 @@ APPS = Path(__file__).parents[2] / "apps"
 PROGRAMS = sorted(APPS.rglob("*.py"))
 PUBLIC = ("pmm3d", "pmm3d.errors", "pmm3d.io", "pmm3d.layout", "pmm3d.nn", "pmm3d.nn.dry", "pmm3d.nn.optim",
           "pmm3d.nn.training", "pmm3d.torch")
-"""Modules whose names docs/reference lists."""
+"""Modules whose names are listed in docs/reference."""
 OTHERS = {"h5py", "matplotlib", "mpi4py", "numpy", "scipy", "sklearn", "torch", "typer"}
 MOST_LINES = 145
 
 
 def imports(path):
-    """(module, name) of each import of a file; the name is "" for `import module`."""
+    """(module, name) of each import in a file. The name is "" for `import module`."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
@@ -57,8 +57,8 @@ def test_the_programs_use_public_names_only():
 
 @pytest.fixture
 def run(tmp_path):
-    """run("product.py", 2, "--option"): the standard output of a copy, with a code also stderr, on that many ranks;
-    0 ranks: without a launcher."""
+    """run("product.py", 2, "--option"): standard output of a copy on two ranks; with a code also stderr. 0 ranks:
+    without a launcher."""
     for path in PROGRAMS:
         target = tmp_path / (f"surrogate/{path.name}" if path.parent.name == "surrogate" else path.name)
         target.parent.mkdir(exist_ok=True)
@@ -248,7 +248,7 @@ for cell in json.load(open(sys.argv[1]))["cells"]:
     if shown is not None:
         print(repr(eval(compile(ast.Expression(shown.value), "cell", "eval"), scope)))
 """
-"""Runs the cells of a notebook, and prints what a notebook shows below each."""
+"""Program that runs the cells of a notebook, and prints the output of each."""
 
 
 def test_one_process_needs_no_launcher(run, tmp_path):

@@ -1,4 +1,4 @@
-"""From a CSV file to a trained network, a report, predictions and a torch model: the README's five commands."""
+"""The five commands of the README: from a CSV file to a trained network, a report, predictions and a torch model."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""apps/gpt: the text, and a GPT that learns it."""
+"""apps/gpt: its text, and the training of its GPT."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ MINUTES = 10
 
 @pytest.fixture
 def folder(tmp_path):
-    """With a copy of the app and its text."""
+    """A folder with a copy of the app and its text."""
     shutil.copytree(APP, tmp_path / "gpt", ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run([sys.executable, "gpt/text.py"], cwd=tmp_path, check=True, timeout=100)
     return tmp_path

@@ -13,7 +13,7 @@ APP = Path(__file__).parents[2] / "apps" / "surrogate"
 
 @pytest.fixture
 def app(monkeypatch):
-    """app("pde"): that module of the app."""
+    """app("pde"): this module of the app."""
     monkeypatch.syspath_prepend(APP)
     return importlib.import_module
 
@@ -46,7 +46,7 @@ SMALL = "generate", "--points", 6, "--refine", 1
 
 
 def swirling(x, y):
-    """No divergence."""
+    """A wind without divergence."""
     return 0.8 - 2 * (y - 0.5), -0.5 + 2 * (x - 0.5)
 
 
@@ -75,7 +75,8 @@ def test_second_order_against_a_known_solution(mesh):
 
 
 def test_boundary_layers_are_exact(mesh):
-    """exp(b . x / kappa), which no polynomial scheme resolves, is a solution without a release; so it is here."""
+    """exp(b . x / kappa) is a solution without a release, which no polynomial scheme resolves. This scheme is exact for
+    it."""
     equation, kappa = mesh(12), 0.05
     x, y = equation.nodes[None, :], equation.nodes[:, None]
     layer = np.exp((0.7 * x - 1.3 * y) / kappa)
@@ -91,8 +92,8 @@ def test_the_operator_is_an_m_matrix_that_loses_nothing_but_at_the_walls(mesh, k
     assert (operator - np.diag(np.diag(operator)) <= 0).all() and (np.linalg.inv(operator) >= 0).all()
     inside = np.zeros((9, 9), bool)
     inside[1:-1, 1:-1] = True
-    assert np.allclose(operator.sum(axis=0)[inside.ravel()], 0, atol=1e-12 * scale)  # what leaves a cell enters others
-    assert np.allclose(operator.sum(axis=1)[inside.ravel()], 0, atol=1e-12 * scale)  # a constant field stays
+    assert np.allclose(operator.sum(axis=0)[inside.ravel()], 0, atol=1e-12 * scale)  # flux is conserved
+    assert np.allclose(operator.sum(axis=1)[inside.ravel()], 0, atol=1e-12 * scale)  # a constant field does not change
 
 
 def test_the_adjoint_is_the_same_equation_with_the_wind_turned_round(mesh):
@@ -130,7 +131,7 @@ def test_parameters_fill_their_ranges_and_do_not_depend_on_the_split(app):
 
 
 def test_two_ranks_write_what_one_writes(app, runs, tmp_path):
-    """51 samples, so that the shares differ; read with h5py alone, after the folder has moved."""
+    """51 samples, so that the shares differ. The file is read with h5py alone, after the folder was moved."""
     (tmp_path / "two").mkdir()
     for ranks, name in ((1, "one.h5"), (2, "two/set.h5")):
         done = runs(ranks, (*SMALL, "--samples", 51, "--out", tmp_path / name))

@@ -1,4 +1,4 @@
-"""pmm3d.arrays: numpy, torch and device arrays behind one face."""
+"""pmm3d.arrays: numpy, torch and device arrays with one interface."""
 
 import threading
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ SCALES = [(1, 0), (1, 1), (2, -1), (-3, 0), (1, 2)]
 
 
 class AsOnDevice(TorchLibrary):
-    """torch's path for devices, on host memory."""
+    """torch's code for devices, on host memory."""
 
     on_host = False
 
@@ -128,7 +128,7 @@ def test_low_precision_accumulates_into_float32(library, dtype):
 
 
 def test_float16_is_rounded_once():
-    """Sums of float16 beyond 2048 lose ones; in float32 they do not."""
+    """A sum in float16 beyond 2048 ignores ones. In float32 it does not."""
     a, b = np.ones((1, 4096), "float16"), np.ones((4096, 1), "float16")
     c = np.zeros((1, 1), "float16")
     NumpyLibrary().gemm(a, b, c, 1, 0, Workspace())
@@ -219,7 +219,7 @@ def test_bfloat16_of_cupy_leads_to_torch():
 @looped("library", ["standin", AsOnDevice("cpu")])
 @looped("dtype", ["float16", "float32", "complex64"])
 def test_squares_are_summed_in_blocks_on_a_device(library, dtype):
-    """Of which each is exact here, the last one shorter."""
+    """Each block is exact here. The last one is shorter."""
     face, values = library_named(library), np.arange(2 * SUMMED + 100).reshape(4, -1) % 5 * (1 + 1j)
     values = values.astype(dtype) if dtype == "complex64" else values.real.astype(dtype)
     assert abs(float(face.square_sum(to_library(values, library))) / np.sum(np.abs(values.astype("complex128"))**2)
@@ -228,7 +228,7 @@ def test_squares_are_summed_in_blocks_on_a_device(library, dtype):
 
 @looped("library", LIBRARIES)
 def test_squares_are_summed_in_float64(library):
-    """2^12 squares of 2^7, and one of which float32 would keep nothing; float16 has none of them."""
+    """2^12 squares of 2^7, and one square that float32 would lose. float16 can represent none of these sums."""
     values = np.full((5, 1000), 2.0**7, "float16")
     values[4, 999] = 1
     found = library_named(library).square_sum(to_library(values, library))
@@ -237,7 +237,7 @@ def test_squares_are_summed_in_float64(library):
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_rows_are_added_to_columns_in_one_order(library):
-    """Also on several threads: 30 times the same bits."""
+    """Also with several threads: 30 times the same bits."""
     index, rows = integers((4096, 1), seed=1)[:, 0] % 3, np.random.default_rng(2).standard_normal((4096, 64))
     made, threads, found = library_named(library), torch.get_num_threads(), set()
     given = to_library(index.astype("int64"), library), to_library(rows.astype("float32"), library)

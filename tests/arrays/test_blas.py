@@ -1,4 +1,4 @@
-"""pmm3d.arrays.blas: GEMM into parts of larger arrays, against numpy."""
+"""pmm3d.arrays.blas: GEMM into parts of larger arrays, compared with numpy."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from pmm3d.arrays import blas
 SIZES = [(4, 3, 5), (1, 1, 1), (1, 7, 2), (6, 1, 1), (1, 1, 9), (5, 4, 0), (0, 3, 2), (3, 0, 2), (33, 40, 29)]
 SCALES = [(1, 0), (1, 1), (2, -1), (0, 3), (-1, 0), (3, 2)]
 
-# Each takes make(shape), which gives a C-ordered array, and returns (the whole array, the part of it with that shape).
+# Functions of make(shape), which returns a C-ordered array. They return (a larger array, its part with this shape).
 
 
 def c_order(make, rows, cols):
@@ -106,7 +106,7 @@ def test_other_types_are_not_known():
 
 
 def test_where_no_address_space_is_left_for_it_the_blas_is_an_error():
-    """OpenBLAS itself tries for ever. In a child, with a limit of what it has and a little."""
+    """OpenBLAS would retry forever. Run in a child process whose limit is slightly above its address space."""
     code = """
 import resource
 import numpy as np

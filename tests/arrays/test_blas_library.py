@@ -1,4 +1,5 @@
-"""pmm3d.arrays.blas_library and blas_choice: which BLAS multiplies, what is refused, and that products are its own."""
+"""pmm3d.arrays.blas_library and blas_choice: the choice of the BLAS, refused libraries, and the use of the chosen one.
+"""
 
 import ctypes
 import ctypes.util
@@ -16,7 +17,7 @@ from pmm3d.arrays import blas_choice, blas_library
 from pmm3d.arrays.blas_library import ILP64_LARGEST, LP64_LARGEST, named_blas
 
 [NUMPYS] = (Path(np.__file__).parents[1] / "numpy.libs").glob("libscipy_openblas64_-*.so")
-"""An OpenBLAS of 64-bit integers, whose routines are called scipy_dgemm_64_ and so on."""
+"""An OpenBLAS with 64-bit integers, whose routines have names such as scipy_dgemm_64_."""
 PRODUCT = """
     import numpy as np
     from mpi4py import MPI
@@ -48,14 +49,14 @@ def test_a_library_of_64_bit_integers_is_taken():
 
 
 def test_integers_are_wide_enough_for_either_kind():
-    """One that has the usual names and 64-bit integers all the same reads all 8 bytes."""
+    """A library with the usual names and 64-bit integers reads all 8 bytes."""
     value = ctypes.pointer(blas_library.integer(5)._obj)
     assert [ctypes.cast(value, ctypes.POINTER(kind))[0] for kind in (ctypes.c_int64, ctypes.c_int32)] == [5, 5]
 
 
 @pytest.fixture
 def extra(tmp_path, monkeypatch):
-    """As if the extra `mkl` were installed. extra(library) makes its libmkl_rt that library, or a damaged file."""
+    """extra(library) makes libmkl_rt of an imitated extra `mkl` this library, or a damaged file."""
     monkeypatch.delenv("PMM3D_BLAS", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
@@ -111,7 +112,7 @@ def test_an_extra_that_is_refused_is_told_once_and_scipys_is_used(extra, caplog,
 
 
 class MadeUpMkl:
-    """Records what is set."""
+    """Records the settings."""
 
     def __init__(self):
         self.calls = {}
@@ -170,7 +171,7 @@ def test_one_that_lacks_a_routine_is_refused(monkeypatch, lacking):
 
 @pytest.mark.parametrize("wrong", ["sgemm", "zgemm"])
 def test_one_that_is_wrong_is_refused(monkeypatch, wrong):
-    """It does not conjugate, say, or leaves C as it was."""
+    """For example, it does not conjugate, or does not write C."""
     whole = blas_library._routine
     nothing = ctypes.CFUNCTYPE(None, *blas_library.ARGUMENTS)(lambda *arguments: None)
     monkeypatch.setattr(blas_library, "_routine",
@@ -180,7 +181,7 @@ def test_one_that_is_wrong_is_refused(monkeypatch, wrong):
 
 
 def test_one_whose_threads_are_wrong_is_refused(monkeypatch):
-    """As those of MKL with libiomp5 beside libgomp: each thread computes everything."""
+    """As MKL with libiomp5 if libgomp is loaded: each thread computes everything."""
     monkeypatch.setattr(blas_library, "asked_threads", lambda: 2)
     right = blas_library.call
 
@@ -220,7 +221,7 @@ def test_one_that_a_rank_cannot_load_is_refused_by_all_and_said_once(job):
 
 @pytest.mark.parametrize("own", [None, "20"])
 def test_the_environment_is_left_as_it_was(monkeypatch, own):
-    """OpenBLAS reads how long its threads spin when it is loaded."""
+    """OpenBLAS reads the spin time of its threads when it is loaded."""
     name, seen = blas_choice.SHORT_SPIN[0], []
     monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("PMM3D_BLAS", raising=False)

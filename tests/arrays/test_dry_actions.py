@@ -1,4 +1,4 @@
-"""What a dry run writes down of arithmetic: the form of each GEMM, and passes over memory with their bytes."""
+"""Actions of arithmetic in a dry run: the form of each GEMM, and passes over memory with their bytes."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def library():
 
 
 def passes(library):
-    """(operation, bytes) of each."""
+    """(operation, bytes) of each pass."""
     assert all(action.what == "pass" for action in library.run.actions)
     return [(action.operation, action.nbytes) for action in library.run.actions]
 

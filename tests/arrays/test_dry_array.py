@@ -1,4 +1,4 @@
-"""Arrays of a dry run have the shapes, types and places in memory that numpy's have."""
+"""Arrays of a dry run have the shapes, types and strides of numpy arrays."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def test_what_dry_arrays_do_not_have_is_an_error():
 
 
 def test_places_in_memory_are_numpys():
-    """Whether there are gaps decides what is packed, and so how much work memory is taken."""
+    """Gaps determine what is packed, and therefore the work memory."""
     (dry, real), numpy = pair(), NumpyLibrary()
     library = dry.library
     for part in (lambda a: a, lambda a: a.T, lambda a: a[:, 1:], lambda a: a[1:], lambda a: a[:, 2:3], lambda a: a[:0]):

@@ -1,4 +1,4 @@
-"""C = alpha A B + beta C by each library's own BLAS: every way of lying in memory, in every type."""
+"""C = alpha A B + beta C by the BLAS of each library, for all memory orders and types."""
 
 import threading
 import time
@@ -21,7 +21,7 @@ from pmm3d.layout import LOW_PRECISION, MATRIX_DTYPES
 
 
 class AsOnDevice(TorchLibrary):
-    """torch's path for devices, on host memory."""
+    """torch's code for devices, on host memory."""
 
     on_host = False
 
@@ -32,7 +32,7 @@ CASES = [(library, dtype) for library in ("numpy", "torch", "standin", TORCH_DEV
 SIZES = [(4, 3, 5), (1, 1, 1), (1, 7, 2), (6, 1, 1), (1, 1, 9), (0, 3, 2), (3, 0, 2), (17, 20, 9)]
 SCALES = [(1, 0), (1, 1), (2, -1), (0, 3), (-1, 0), (3, 2)]
 
-# Each returns (the whole array, the part of it that has the shape).
+# Each returns (a larger array, its part with this shape).
 
 
 def in_rows(whole, rows, cols):
@@ -60,7 +60,7 @@ FORMS = [in_rows, in_columns, some_columns, some_columns_turned]
 
 @looped("library, dtype", CASES)
 def test_every_form_is_exact_and_nothing_else_is_written(library, dtype):
-    """On a device without any work array."""
+    """On a device without work arrays."""
     face = library_named(library)
     work = Workspace() if face.on_host else None
     numpy = lambda array: np.array(to_numpy(array, library))
@@ -80,7 +80,7 @@ def test_every_form_is_exact_and_nothing_else_is_written(library, dtype):
 @looped("library, dtype", [case for case in CASES if case[1] in LOW_PRECISION
                                             and case[0] is not TORCH_DEVICE])
 def test_sums_of_low_precision_are_kept_in_float32(library, dtype):
-    """2^20 and the sums of 300 ones, of which float16 and bfloat16 would keep nothing."""
+    """2^20 and the sum of 300 ones, which float16 and bfloat16 would lose."""
     face = library_named(library)
     ones = [to_library(np.ones(shape, "float32"), library, dtype) for shape in ((3, 300), (300, 2))]
     c = to_library(np.full((3, 2), 2.0**20, "float32"), library)
@@ -89,7 +89,7 @@ def test_sums_of_low_precision_are_kept_in_float32(library, dtype):
 
 
 def test_torch_on_a_device_adds_low_precision_to_float32_in_one_call():
-    """Of tensors without data torch checks types and shapes as on a device."""
+    """For tensors without data, torch checks types and shapes as on a device."""
     library, meta = TorchLibrary("meta"), lambda *shape, dtype: torch.empty(shape, dtype=dtype, device="meta")
     for dtype in (torch.bfloat16, torch.float16):
         c = meta(5, 3, dtype=torch.float32)
@@ -107,7 +107,7 @@ def test_what_would_have_to_be_copied_is_refused(library):
 
 @looped("library", ["numpy", "torch", "standin", TORCH_DEVICE])
 def test_the_blas_conjugates_what_lies_the_other_way_than_c(library):
-    """Nothing is copied, and what would have to be is refused."""
+    """Nothing is copied. A product that would need a copy is refused."""
     face, turned = library_named(library), (in_columns, some_columns_turned)
     cases = product(product(turned, turned), ("complex64", "complex128"), [*SIZES, (3, 2, 0)])
     for index, (forms, dtype, size) in enumerate(cases):
@@ -131,14 +131,14 @@ def test_the_blas_conjugates_what_lies_the_other_way_than_c(library):
                                    ("float32", "float64", "float64"), ("float32", "float32", "float64"),
                                    ("complex64", "complex64", "float32"), ("int64", "int64", "int64")])
 def test_types_that_no_blas_multiplies_are_refused(library, types):
-    """A BLAS would read the one as the other, beyond its end."""
+    """A BLAS would read one type as the other, beyond the end of the array."""
     operands = [to_library(np.ones((3, 3), dtype), library) for dtype in types]
     with pytest.raises(DTypeError, match=f"gemm: A is {types[0]}, B {types[1]} and C {types[2]}"):
         library_named(library).gemm(*operands, 1, 0, Workspace())
 
 
 def test_float32_is_rounded_to_tf32_only_where_asked():
-    """1 + 2^-12 has no tf32."""
+    """1 + 2^-12 cannot be represented in TF32."""
     a, b = np.full((1, 1), 1 + 2.0**-12, "float32"), np.ones((1, 1), "float32")
     for tf32 in (False, True, False):
         operands = [to_library(array, "standin") for array in (a, b, b)]
@@ -149,7 +149,7 @@ def test_float32_is_rounded_to_tf32_only_where_asked():
 
 @pytest.fixture
 def settings():
-    """torch's two settings of float32; put back to what they are by themselves."""
+    """torch's two settings of float32, restored to their defaults afterwards."""
     both = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
     yield both
     torch.set_float32_matmul_precision("highest")
@@ -158,7 +158,7 @@ def settings():
 
 
 def test_float32_is_what_it_is_called_whatever_torch_is_set_to(monkeypatch, settings):
-    """torch's settings are the whole process's: they are put back, and not touched where they fit."""
+    """torch's settings belong to the whole process. They are restored, and not changed if they are right already."""
     seen, addmm = [], torch.addmm
     monkeypatch.setattr(torch, "addmm", lambda *args, **options: seen.append(
         tuple(setting.fp32_precision for setting in settings)) or addmm(*args, **options))
@@ -179,7 +179,7 @@ def test_float32_is_what_it_is_called_whatever_torch_is_set_to(monkeypatch, sett
 
 
 def test_threads_that_want_float32_and_tf32_take_turns(monkeypatch, settings):
-    """The second comes while the first is in its GEMM; it goes on once that has ended."""
+    """The second thread arrives during the GEMM of the first, and continues after its end."""
     seen, addmm, inside = [], torch.addmm, threading.Event()
     other = threading.Thread(target=lambda: TORCH_DEVICE.gemm(*ones, 1, 0, None, tf32=False))
     ones = [torch.ones(2, 2) for _ in range(3)]
@@ -230,7 +230,7 @@ def test_a_setting_that_cannot_be_put_back_keeps_nobody_waiting():
 
 
 def test_what_torch_and_cublas_are_asked_for(monkeypatch):
-    """What runs on a GPU alone: names, the order of arguments, and types where they are mixed."""
+    """Calls for a GPU: names, order of arguments, and types of mixed precision."""
     asked = []
     monkeypatch.setattr(torch, "addmm", lambda *args, **options: asked.append((args, options)))
     low, wide, z = (torch.ones(2, 2, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.complex64))
@@ -261,13 +261,13 @@ def test_what_torch_and_cublas_are_asked_for(monkeypatch):
 
 
 NOT_NUMBERS = [(0, 3), (1, 0)]
-"""(alpha, k) of products whose factors do not count."""
+"""(alpha, k) of products without an effect of the factors."""
 
 
 @looped("library, dtype", CASES)
 @looped("alpha, k", NOT_NUMBERS)
 def test_factors_that_do_not_count_and_a_c_that_does_not(library, dtype, alpha, k):
-    """As in BLAS: with alpha = 0 or k = 0, C = beta C. With beta = 0 C is not read."""
+    """As in BLAS: with alpha = 0 or k = 0, C = beta C. With beta = 0, C is not read."""
     face = library_named(library)
     nan = lambda *shape: to_library(np.full(shape, np.nan, "float32").astype(host_dtype(dtype)), library, dtype)
     work = Workspace() if face.on_host else None
@@ -286,7 +286,7 @@ def test_factors_that_do_not_count_and_a_c_that_does_not(library, dtype, alpha, 
 
 @looped("library, dtype", [(library, dtype) for library, dtype in CASES if dtype != "float16"])
 def test_sizes_beyond_the_integers_of_a_blas_are_multiplied_in_pieces(library, dtype, monkeypatch):
-    """Of a BLAS whose integers end at 6: m, n, k and leading dimensions."""
+    """With an invented BLAS whose largest integer is 6, for m, n, k and leading dimensions."""
     monkeypatch.setattr(blas, "LP64_LARGEST", 6)
     monkeypatch.setattr(blas, "chosen", lambda: chosen()._replace(largest=6))
     face = library_named(library)

@@ -19,7 +19,7 @@ from pmm3d.layout import LOW_PRECISION, MATRIX_DTYPES
 
 
 class AsOnDevice(TorchLibrary):
-    """torch's path for devices, on host memory."""
+    """torch's code for devices, on host memory."""
 
     on_host = False
 
@@ -31,7 +31,7 @@ SIZES = [(2, 4, 3, 5), (1, 1, 1, 1), (3, 17, 20, 9), (0, 3, 2, 2), (2, 0, 3, 2),
          (5, 1, 7, 2)]
 SCALES = [(1, 0), (1, 1), (2, -1), (0, 3), (-1, 0), (3, 2)]
 
-# Each returns (the whole array, a view of these items in it), with the strides of one of attention's matrices.
+# Each returns (a larger array, a view of these items), with the strides of one of the matrices of attention.
 
 
 def one_after_the_other(whole, face, items, rows, cols):
@@ -45,7 +45,7 @@ def transposed(whole, face, items, rows, cols):
 
 
 def heads(whole, face, items, rows, cols):
-    """Heads of a row-major matrix of tokens by (head, feature), beside other columns."""
+    """Heads of a row-major matrix of tokens by (head, feature), which has other columns too."""
     array = whole((rows, items * cols + 3))
     return array, face.as_strided(array, (items, rows, cols), (cols, items * cols + 3, 1))
 
@@ -59,7 +59,7 @@ FORMS = [one_after_the_other, transposed, heads, heads_transposed]
 
 
 def made(forms, size, dtype, library):
-    """A, B, the array of which C is a part, C."""
+    """A, B, an array that contains C, and C."""
     items, m, n, k = size
     face = library_named(library)
     make = [lambda shape, seed=seed: to_library(integers(shape, dtype, seed, -2, 2), library, dtype)
@@ -94,7 +94,7 @@ def test_sums_of_low_precision_are_kept_in_float32(library, dtype):
 
 @looped("library, dtype", CASES)
 def test_an_item_for_all_and_a_c_that_is_not_read(library, dtype):
-    """B has a stride of 0 from item to item."""
+    """B has stride 0 between items."""
     face = library_named(library)
     a, b = integers((3, 4, 5), dtype, 1, -2, 2), integers((5, 6), dtype, 2, -2, 2)
     one = to_library(b, library, dtype)
@@ -128,7 +128,7 @@ def test_sizes_beyond_the_integers_of_a_blas(library, dtype, monkeypatch):
 
 
 def test_a_device_is_asked_once(monkeypatch):
-    """torch by baddbmm, also of low precision into float32; cupy by cuBLAS."""
+    """One call: torch's baddbmm, also of low precision into float32; cuBLAS for cupy."""
     a, b, _, c = made((heads, heads_transposed, one_after_the_other), (4, 3, 2, 5), "float32", "standin")
     standin_blas.gemmStridedBatchedEx.calls.clear()
     library_named("standin").gemm_batched(a, b, c, 1, 0, None, tf32=True)

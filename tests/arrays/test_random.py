@@ -1,4 +1,4 @@
-"""pmm3d.arrays.random: elements depend on the seed and their global place only."""
+"""pmm3d.arrays.random: an element depends only on the seed and its global place."""
 
 import numpy as np
 import pytest
@@ -66,7 +66,7 @@ def test_unknown_distributions_are_named():
 
 @pytest.mark.parametrize("library", ["torch", "standin"])
 def test_bits_are_the_same_in_every_library(library):
-    """torch has no arithmetic of unsigned numbers; half of the indices, bits and limits are negative there."""
+    """torch has no unsigned arithmetic, so half of the indices, bits and limits are negative there."""
     face = library_named(library)
     for start in (0, 2**40, 2**63 - 51):
         index = np.arange(start, start + 100, dtype=np.uint64)

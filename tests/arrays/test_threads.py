@@ -1,4 +1,4 @@
-"""Loops over slices on several threads: everything once, the same bits, and errors of every thread."""
+"""Loops over slices on several threads: each slice once, equal bits, and errors of every thread."""
 
 import os
 import threading
@@ -17,18 +17,18 @@ from pmm3d.thread_counts import THREAD_COUNTS
 
 @pytest.fixture(params=[1, 3])
 def number(request, monkeypatch):
-    """Of threads that the BLAS has."""
+    """Number of threads of the BLAS."""
     monkeypatch.setattr(threads, "blas_threads", lambda: request.param)
     return request.param
 
 
 def loop(work, count):
-    """Of as many slices of one row."""
+    """Loop over `count` slices of one row."""
     return threads.parallel_rows(NumpyLibrary(), work, (count, 7), 8)
 
 
 def who(count):
-    """For each slice of a loop, the thread that had it."""
+    """The thread that executed each slice of a loop."""
     found = {}
 
     def work(rows):

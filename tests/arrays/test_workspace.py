@@ -1,4 +1,4 @@
-"""Workspace: work arrays are used again, so that a steady state allocates nothing."""
+"""Workspace: work arrays are reused, so that repeated steps allocate nothing."""
 
 import numpy as np
 from hypothesis import given
@@ -11,7 +11,7 @@ MEGABYTE = 2**20
 
 
 class Counting(NumpyLibrary):
-    """numpy that notes what it allocates."""
+    """numpy that counts its allocations."""
 
     def __init__(self):
         object.__setattr__(self, "sizes", [])
@@ -26,7 +26,8 @@ class Counting(NumpyLibrary):
 
 @st.composite
 def cycles(draw):
-    """Takes and gives in some order, everything given back at the end: (size to take, or None and which to give)."""
+    """Random order of takes and returns. At the end, all is returned. An event is (size to take, or None and the number
+    to return)."""
     events, held = [], 0
     for size in draw(st.lists(st.integers(0, 64 * MEGABYTE // 8), min_size=1, max_size=8)):
         events.append(("take", size))
@@ -50,7 +51,7 @@ def play(workspace, library, events):
 
 @given(cycles())
 def test_repeated_cycles_come_to_allocate_nothing_more(events):
-    """At the latest after as many cycles as there are buffers."""
+    """After at most as many cycles as there are buffers."""
     workspace, library = Workspace(), Counting()
     for _ in events:
         play(workspace, library, events)
@@ -98,7 +99,7 @@ def test_a_larger_buffer_takes_the_place_of_a_smaller():
 
 
 def test_the_second_of_many_cycles_allocates_the_last():
-    """A smaller buffer that gave way would be asked for again, get a larger one, and so on from cycle to cycle."""
+    """If a smaller buffer was freed for it, it would be requested again, get a larger one, and so on in each cycle."""
     workspace, library = Workspace(), Counting()
     cycle = [("take", MEGABYTE)] * 3 + [("give", 0), ("take", 2 * MEGABYTE)]
     held = []

@@ -1,4 +1,4 @@
-"""benchmarks/collectives.py: the algorithms beside the textbook, the table, bus bandwidth, the program."""
+"""benchmarks/collectives.py: the algorithms compared with the textbook, the table, bus bandwidth, the program."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ NODES = [(2, 2), (2, 4), (4, 2), (3, 3), (4, 4), (8, 8), (16, 4)]
 
 
 def result(operation, way, size, inside=1, elements=1):
-    """(what the ranks get, what they passed, their links) of parts of so many elements."""
+    """(results of the ranks, their arguments, their links) for parts with this number of elements."""
     n = elements * size
     passed = [np.arange(n) * 1.0 + 1000 * rank for rank in range(size)]
     spare = lambda: np.zeros(n)

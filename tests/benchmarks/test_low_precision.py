@@ -1,4 +1,4 @@
-"""benchmarks/low_precision.py: an interrupted comparison goes on where it was, and what differs too much is told."""
+"""benchmarks/low_precision.py: an interrupted comparison continues, and too large differences are reported."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""benchmarks/pipelines.py: a step follows its table, holds as much as it says, and sends no byte more."""
+"""benchmarks/pipelines.py: a step follows its table, and has its memory and its bytes."""
 
 import numpy as np
 import pytest
@@ -14,8 +14,8 @@ MICRO_BATCHES = 8
 
 @pytest.mark.parallel([4])
 def test_a_step_follows_its_table(comm):
-    """Actions in their order, as many micro-batches at once as in the simulation, and the bytes of all boundaries
-    between ranks: one output and one gradient for each micro-batch."""
+    """The actions in order, the number of micro-batches in memory as in the simulation, and the bytes of all boundaries
+    between ranks: one output and one gradient per micro-batch."""
     with Grid(comm, (1, 1, 1), axes={"pipe": 4}) as grid:
         for name in BY_NAME:
             with given(schedule=name):

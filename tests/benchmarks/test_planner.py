@@ -1,4 +1,4 @@
-"""benchmarks/planner_compared.py: statistics and tables of predictions beside measurements."""
+"""benchmarks/planner_compared.py: statistics and tables of predictions compared with measurements."""
 
 import planner
 import planner_compared
@@ -14,7 +14,7 @@ def compared(predicted, rounds, where="8 ranks", what="a product"):
 
 
 STEADY = {"8x1x1": [3.0, 6.0, 3.0], "1x8x1": [2.0, 4.0, 2.0], "2x2x2": [1.0, 2.0, 1.0], "1x1x8": [4.0, 8.0, 4.0]}
-"""The second round is slow for all."""
+"""Times of grids in three rounds. The second round is slow for all."""
 
 
 def test_a_perfect_prediction():

@@ -1,4 +1,4 @@
-"""Each benchmark imports and explains itself; with --all each runs once in its smallest size."""
+"""Each benchmark can be imported and prints its help. With --all, each runs once in its smallest size."""
 
 import importlib
 import json
@@ -14,7 +14,7 @@ from timing import ProgramError, on_ranks, output_of
 PROGRAMS = ("beside", "checkpoint", "collectives", "costs", "digits_rate", "gpt_step", "kernels", "low_precision",
             "memory", "overlap", "pgemm", "pipeline_rivals", "pipelines", "planner", "product", "scale", "sequence",
             "shared_operands", "small_products", "tables", "training")
-QUICK = (  # ranks (0: the program starts them), program, options, a text that it prints
+QUICK = (  # ranks (0: the program starts them), program, options, text in the output
     (0, "product", (), "64x64x64"), (2, "costs", ("product",), "waiting in MPI"),
     (0, "costs", ("imports",), "| a first product | "), (0, "training", (), "| torch on 1x1x2 | "),
     (2, "overlap", ("panels", "--grids", "1x1x2"), "8 panels"),

@@ -1,4 +1,4 @@
-"""The pages have the tables and the figures of the results, and all results are complete."""
+"""The pages contain the tables and figures of the results, and all results are complete."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""benchmarks/timing.py: rounds in turns, ratios within a round, programs that fail."""
+"""benchmarks/timing.py: rounds in turns, ratios within a round, failing programs."""
 
 import sys
 
@@ -14,7 +14,7 @@ def test_rounds_are_interleaved_and_ratios_are_taken_within_a_round(capsys):
             order.append(name)
             if name == "broken":
                 raise timing.ProgramError("it is broken")
-            return {"seconds": [factor * (1 + 9 * (clock["turn"] == 1))] * 3}  # the second round is slow for everyone
+            return {"seconds": [factor * (1 + 9 * (clock["turn"] == 1))] * 3}  # the second round is slow
 
         return run
 

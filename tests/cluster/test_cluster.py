@@ -30,7 +30,7 @@ if c.rank == 0:
 
 
 def call(*arguments, start=subprocess.run, **options):
-    """Run cluster.py in a process of its own."""
+    """Run cluster.py in a separate process."""
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if start is subprocess.run:
         options |= {"timeout": 60, "capture_output": True}
@@ -177,7 +177,7 @@ def test_up_exec_down():
 def test_whatever_ends_a_run_ends_its_nodes(number, tmp_path):
     program = tmp_path / "sleep.py"
     program.write_text(SAY + "time.sleep(600)")
-    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a background process inherits SIGINT ignored
+    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a background process would inherit an ignored SIGINT
     process = call("run", "--", program, start=subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                    preexec_fn=heed)
     try:

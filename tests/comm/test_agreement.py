@@ -1,4 +1,4 @@
-"""The error of ranks that do not agree: who says what, with few texts at any number of ranks."""
+"""Errors of ranks that do not agree: which texts they contain, and that there are few at any number of ranks."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from pmm3d.layout import offsets
 
 
 class ManyRanks:
-    """One rank of many, in one process: what the others bring is known, and what is sent is counted."""
+    """One rank of many, in one process. The data of the other ranks is given; messages are counted."""
 
     def __init__(self, texts, monkeypatch):
         self.size, self.rank = len(texts), 0
@@ -136,7 +136,7 @@ def _fill(grid):
 
 @pytest.mark.parallel([1, 2])
 def test_an_error_that_all_ranks_share_is_the_one_that_was_raised(grid):
-    """With its own traceback, class and attributes, and nothing before it."""
+    """It has its own traceback, class and attributes, and no text is added."""
     error = LocalError("all of us")
     with pytest.raises(LocalError) as caught:
         with grid.collective_call("sharing"):

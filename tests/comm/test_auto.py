@@ -1,4 +1,4 @@
-"""Grid("auto"): by which machine it goes, what it says, and that its prices are those of the replayed dry run."""
+"""Grid("auto"): the machine that it uses, its messages, and that its prices are the prices of a replayed dry run."""
 
 import logging
 import re
@@ -27,7 +27,7 @@ def on_hosts(hosts):
 
 
 def replayed(shape, size, dtype, machine, data=1, overlap="none"):
-    """(seconds, bytes received along x, y and z) of the first rank, from what a dry run writes down."""
+    """(seconds, bytes received along x, y and z) of the first rank, from the actions of a dry run."""
     hosts = -(-GridShape(*shape, data).size // machine.ranks_per_node)
     with Grid.dry(shape, data, hosts=hosts) as grid:
         m, n, k = size
@@ -75,7 +75,7 @@ BESIDE = [
 
 
 def test_axes_lie_where_those_beside_them_put_them():
-    """Copies of the grid share nodes, their way out, or lie over the borders of nodes."""
+    """Copies of the grid share nodes or their links, or cover parts of several nodes."""
     for shape, data, per_node in BESIDE:
         with given(shape=shape, data=data, per_node=per_node):
             machine = load("perlmutter").with_ranks_per_node(per_node)
@@ -93,7 +93,7 @@ RANKS_ON_HOSTS = [
 
 
 def test_where_ranks_run_says_what_stays_inside():
-    """Groups of `run` ranks, from a multiple of it on, are on one node each."""
+    """Each aligned group of `run` ranks is on one node."""
     for hosts, per_node, run in RANKS_ON_HOSTS:
         with given(hosts=hosts, per_node=per_node, run=run):
             processes = on_hosts(hosts)
@@ -107,7 +107,7 @@ def auto(ranks, size=None, memory=None, data=1, **axes):
 
 
 def test_the_same_ranks_in_another_order_are_given_another_grid():
-    """In order along nodes of 4 an axis of 4 stays inside; dealt out in turn none does."""
+    """If ranks fill nodes of 4 in order, an axis of 4 is inside a node; if they are assigned in turns, it is not."""
     asked = auto(16, (16384, 16384, 16384))
     in_order, in_turn = (asked.chosen(NOMINAL, 16, on_hosts(hosts), False)
                          for hosts in ("aaaabbbbccccdddd", "abcd" * 4))
@@ -115,7 +115,7 @@ def test_the_same_ranks_in_another_order_are_given_another_grid():
 
 
 def test_a_measured_machine_decides():
-    """One whose network is slow puts as few bytes as can be on it."""
+    """If its network is slow, the grid with the fewest bytes between nodes is chosen."""
     asked, hosts = auto(16, (4096, 4096, 4096)), on_hosts("aaaabbbbccccdddd")
     law = NOMINAL.laws["default"]
     slow = replace(NOMINAL, ranks_per_node=4, laws={"default": law._replace(byte_across=20 * law.byte_across)})
@@ -130,7 +130,7 @@ def test_axes_and_data_take_their_ranks_first():
 
 
 def test_the_ranks_beside_a_grid_are_on_the_machine_too():
-    """Of 12 ranks on nodes of 4, data 4 leaves 3 in a row to the product: the second three lie on two nodes."""
+    """With 12 ranks on nodes of 4 and data=4, a product has 3 consecutive ranks; the second three are on two nodes."""
     slow = replace(NOMINAL, laws={"default": NOMINAL.laws["default"]._replace(byte_across=1e-7)})
     chosen = auto(12, (4096, 4096, 4096), data=4).chosen(slow, 16, on_hosts("aaaabbbbcccc"), False)
     groups = groups_of(chosen, 4)
@@ -138,7 +138,7 @@ def test_the_ranks_beside_a_grid_are_on_the_machine_too():
 
 
 def test_of_grids_that_are_as_good_one_that_fills_nodes_is_taken():
-    """On 25 nodes of 8, where 5x5x8 is 1.3% faster."""
+    """On 25 nodes of 8 ranks, although 5x5x8 is 1.3% faster."""
     law = NOMINAL.laws["default"]
     machine = replace(NOMINAL, overhead=0.0, laws={"default": law._replace(byte_across=0.1 * law.byte_across)})
     chosen = auto(200, (4096,) * 3).chosen(machine, 16, on_hosts([f"{rank // 8}" for rank in range(200)]), False)
@@ -154,7 +154,7 @@ def test_one_rank_has_no_choice():
 
 
 def test_both_times_of_the_note_count_the_cores(caplog):
-    """The runner-up is not priced as if each of its ranks had a core, which would make it look faster."""
+    """Otherwise the price of the runner-up would assume a core for each rank, and would be lower."""
     with caplog.at_level(logging.INFO, "pmm3d.comm"):
         auto(8, (1024, 1024, 1024)).chosen(None, 2, on_hosts("a" * 8), True)
         auto(8, (4096, 4096, 4096)).chosen(None, 2, on_hosts("a" * 8), True)
@@ -178,7 +178,7 @@ def test_the_choice_and_the_runner_up_are_noted_once(comm, caplog):
 
 @pytest.mark.parallel([4])
 def test_idle_ranks_are_told_of_once(comm, caplog):
-    """For what the program asked; the grids of a BlacsContext are its own affair."""
+    """Once for each Grid of the program, and not for the grids of a BlacsContext."""
     for asked, warned in ((lambda: Grid(comm, "auto", product=(8, 8, 8)), True), (lambda: Grid(comm, (1, 1, 4)), False),
                           (lambda: BlacsContext(comm, (1, 1)), False)):
         caplog.clear()
@@ -202,7 +202,7 @@ def test_a_name_that_is_almost_one_is_told():
 
 @pytest.mark.parallel([3])
 def test_auto_goes_by_what_rank_0_knows_of_this_machine(comm, monkeypatch, tmp_path):
-    """Gathers are dear in what its cache has, sums in what those of the others have."""
+    """In its cache gathers are expensive; in the caches of the other ranks, sums."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(comm.rank)))
     monkeypatch.delenv("PMM3D_MACHINE", raising=False)
     law, key, size = NOMINAL.laws["default"], machine_cache.key_of(3, 1), (600, 600, 600)
@@ -223,7 +223,7 @@ def test_nothing_fits_on_any_rank(comm):
 
 
 def test_a_small_product_has_few_ranks():
-    """64 cubed takes microseconds, and to reach another rank longer; 2048 cubed is worth all ranks."""
+    """A product of 64 x 64 x 64 takes microseconds, less than a message; 2048 x 2048 x 2048 uses all ranks."""
     hosts = on_hosts("a" * 8)
     assert auto(8, (64, 64, 64)).chosen(None, 8, hosts, False) == GridShape(1, 1, 1)
     assert auto(8, (2048, 2048, 2048)).chosen(None, 8, hosts, False).size == 8
@@ -237,12 +237,12 @@ def test_ranks_that_take_turns_on_a_core_are_left_idle_by_a_product_of_milliseco
 
 
 def test_few_ranks_keep_the_memory():
-    """Alone a rank would hold more than is allowed."""
+    """One rank alone would exceed the memory limit."""
     hosts, limit = on_hosts("a" * 8), 64 * 64 * 8 * 2
     chosen = auto(8, (64, 64, 64), memory=limit).chosen(None, 8, hosts, False)
     assert chosen.size > 1 and memory((64, 64, 64), chosen, "float64") <= limit
 
 
 def test_copies_of_a_grid_leave_no_rank_idle():
-    """With a data axis the ranks are there for several products."""
+    """With a data axis, all ranks are used, because there are several products."""
     assert auto(8, (64, 64, 64), data=2).chosen(None, 8, on_hosts("a" * 8), False).size > 4

@@ -1,4 +1,4 @@
-"""Collectives that go by nodes, by a fake link: results, order of sums, bytes, those across nodes, work memory."""
+"""Hierarchical collectives, by a fake link: results, order of sums, bytes, bytes between nodes, work memory."""
 
 from functools import partial
 from itertools import product
@@ -17,7 +17,7 @@ from pmm3d.model.schedule import WINDOW, gather_volume, nodes_at_once, reduce_vo
 SHAPES = [(nodes, each) for nodes in range(2, 33) for each in range(2, 33) if nodes * each <= 64]
 FEWER_SHAPES = [(nodes, each) for nodes, each in SHAPES
                 if max(nodes, each) <= 5 or {nodes, each} & {16, 17, 23} or nodes * each == 64]
-"""(nodes, ranks on each): one or several stages on either level, with pairs and without."""
+"""(nodes, ranks on each) with one or several stages on each level, with and without pairs."""
 SOME = [(2, 2), (2, 4), (4, 2), (3, 3), (2, 17), (17, 2), (2, 23), (4, 16), (8, 8)]
 FEW = [(2, 2), (3, 3), (2, 17), (17, 2), (4, 16)]
 node_map = partial(NodeMap, sums=True, gathers_from=0.0)
@@ -31,17 +31,17 @@ def shapes(pytestconfig):
 
 @pytest.fixture
 def few(pytestconfig):
-    """Some (nodes, ranks on each). With --all: those of `SOME`."""
+    """Some (nodes, ranks on each). With --all: `SOME`."""
     return SOME if pytestconfig.getoption("all_tests") else FEW
 
 
 def by_nodes(arrays, each):
-    """The sum as the contract says: of each node, then of the nodes' sums."""
+    """The sum in the documented order: first in each node, then over the nodes."""
     return summed([summed(arrays[first : first + each]) for first in range(0, len(arrays), each)])
 
 
 def across(links):
-    """Bytes that the ranks of each node receive from others, of the node with most."""
+    """Bytes that the ranks of a node receive from other nodes: the largest of all nodes."""
     each = links[0]._each
     return max(sum(link.record.across for link in links[first : first + each]) for first in range(0, len(links), each))
 
@@ -91,7 +91,8 @@ def test_beta_and_types(few):
 
 
 def test_a_sum_does_not_depend_on_its_size_or_its_cuts(few):
-    """Small and large, whole or in pieces, all-reduced or scattered: bitwise the same, and rounded once."""
+    """Bits are equal for small and large arrays, whole or in pieces, all-reduced or scattered. Sums are rounded once.
+    """
     for (nodes, each), dtype in product(few, ["float16", "float64"]):
         with given(nodes=nodes, each=each, dtype=dtype):
             size, large = nodes * each, 10_000
@@ -121,8 +122,8 @@ def test_in_place():
 
 
 def test_a_link_carries_what_it_must():
-    """n bytes: an all-reduce brings 2 n (N-1)/N into a node, where the flat one brings as much for each of its ranks;
-    gathers and reduce-scatters n (N-1)/N. Of 2 nodes of 4 ranks: a quarter."""
+    """Of n bytes, an all-reduce brings 2 n (N-1)/N into a node, and a flat one this much for each rank of the node.
+    Gathers and reduce-scatters bring n (N-1)/N. For 2 nodes of 4 ranks this is a quarter."""
     for nodes, each in [(2, 4), (4, 2), (2, 2), (4, 4), (2, 8)]:
         with given(nodes=nodes, each=each):
             size, elements = nodes * each, 2**14

@@ -1,4 +1,4 @@
-"""What belongs to the calling program stays as it was, and its blocks end as it wants them to."""
+"""The library does not change the state of the calling program. The program decides how its `with` blocks end."""
 
 import asyncio
 import gc
@@ -26,7 +26,7 @@ def test_the_hook_for_uncaught_errors_is_there_as_long_as_an_error(comm, monkeyp
 
 
 def test_nothing_is_received_on_the_callers_communicator(comm):
-    """While the others wait for rank 0 to make the grid."""
+    """The other ranks wait for rank 0, which makes the grid later."""
     request = comm.isend("mine", 1, tag=Watch.TAG) if comm.rank == 0 else None
     time.sleep(0.2 if comm.rank == 0 else 0)
     with Grid(comm):
@@ -38,7 +38,7 @@ def test_nothing_is_received_on_the_callers_communicator(comm):
 
 
 def blocks(comm):
-    """Each uses a grid until it is closed."""
+    """A generator that uses a grid until it is closed."""
     def of_grid():
         with Grid(comm) as grid:
             yield grid
@@ -63,7 +63,7 @@ def blocks(comm):
 
 @pytest.mark.parallel([3], thorough=[1])
 def test_a_generator_that_is_closed_leaves_the_grid(comm):
-    """At its own time on each rank."""
+    """Each rank closes it at a different time."""
     for block in blocks(comm):
         generator = block()
         grid = next(generator)

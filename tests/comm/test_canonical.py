@@ -1,4 +1,4 @@
-"""Which arguments of the ranks are equal: pure, in one process."""
+"""Which arguments of the ranks count as equal. Without MPI."""
 
 from dataclasses import dataclass
 from fractions import Fraction

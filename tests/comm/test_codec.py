@@ -1,4 +1,4 @@
-"""Messages that are encoded: float32 sent in 16 bits."""
+"""Encoded messages: float32 sent as 16 bits."""
 
 from itertools import product
 
@@ -19,7 +19,7 @@ from pmm3d.model.schedule import all_to_all, gather_schedule, reduce_schedule, s
 
 HALF = Cast("float16")
 GROUPS = [(2, FLAT), (3, FLAT), (4, FLAT), (8, FLAT), (24, FLAT), (4, NodeMap(2, True, 0)), (8, NodeMap(4, True, 0))]
-"""Ranks and their nodes; 24 ranks exchange in stages."""
+"""Numbers of ranks, and their nodes. 24 ranks exchange in stages."""
 ROWS = 29
 
 
@@ -38,7 +38,7 @@ def rounded(array):
 
 
 def with_work(nbytes, collective):
-    """The collective, in exactly the work memory that is planned for it."""
+    """The collective with exactly the planned work memory."""
     def steps(link):
         with link.workspace.slab(nbytes(link), LIBRARY) as work:
             return (yield from collective(link, work))
@@ -46,7 +46,7 @@ def with_work(nbytes, collective):
 
 
 def test_all_ranks_gather_the_decoded_parts():
-    """A rank's own part too."""
+    """The part of a rank is decoded also on this rank."""
     for (size, node_map), dim in product(GROUPS, (0, 1)):
         with given(size=size, node_map=node_map, dim=dim):
             counts, whole = part_sizes(ROWS, size), arrays(1, dim)[0]

@@ -9,7 +9,7 @@ from pmm3d.layout import MATRIX_DTYPES, offsets, part_sizes
 
 NUMPY = [dtype for dtype in MATRIX_DTYPES if dtype != "bfloat16"] + ["int64", "int8"]
 UNSIGNED = ["uint8", "bool"]
-"""Types that are moved, not added up."""
+"""Types that are sent, and not summed."""
 STANDIN = ["float16", "float32", "complex128", "int64"]
 TORCH = [*MATRIX_DTYPES, "int64", "int32"]
 ROWS = (3, 0, 1, 4, 2, 0, 5, 1)
@@ -17,7 +17,7 @@ TRAILS = [(), (3,), (2, 3)]
 
 
 def brought(axis, dtype, trail, rows=None):
-    """What each rank of the axis brings: as many rows as said, or uneven and sometimes none."""
+    """Array of each rank of the axis, with `rows` rows, or with different numbers of rows, some of them 0."""
     low = 0 if dtype in UNSIGNED else -4
     return [integers((ROWS[rank] if rows is None else rows, *trail), dtype, rank, low) for rank in axis.ranks]
 

@@ -1,4 +1,4 @@
-"""The five collectives on every axis of several grids, against numpy."""
+"""The five collectives on every axis of several grids, compared with numpy."""
 
 import numpy as np
 import pytest
@@ -16,12 +16,12 @@ KINDS = [(TESTED, "float64", trail) for trail in ((), (3,), (2, 3))] + [("standi
 
 
 def rows_of(rank):
-    """Rows of a rank's array: uneven, some empty."""
+    """Number of rows of a rank's array: different, and 0 for some ranks."""
     return (3, 0, 1, 4, 2, 0, 5, 1)[rank]
 
 
 def one(rows, rank, dtype, trail, seed=0):
-    """What a rank brings; all ranks can work it out."""
+    """Array of a rank. Any rank can compute it."""
     return integers((rows, *trail), dtype, seed=100 * seed + rank)
 
 
@@ -35,7 +35,7 @@ def assert_equal(found, expected, library):
 
 
 def axes(grid):
-    """The axes with several ranks, and one, "data", with a single rank."""
+    """The axes with several ranks, and the axis "data" with one rank."""
     found = [grid.axis(name) for name in AXES]
     return [axis for axis in found if axis.size > 1 or axis.name == "data"]
 
@@ -203,7 +203,7 @@ def test_several_under_way_are_waited_for_in_another_order(grid):
 
 @each_grid
 def test_axes_work_side_by_side(grid):
-    """Collectives of all axes under way at once do not take each other's messages."""
+    """Collectives of all axes in progress at the same time do not receive each other's messages."""
     started = [(axis, axis.all_reduce(np.array([1.0, axis.index]))) for axis in axes(grid) * 3]
     for axis, pending in reversed(started):
         assert np.array_equal(pending.wait(), [axis.size, axis.size * (axis.size - 1) / 2])
@@ -239,7 +239,7 @@ def test_the_ledger_counts_every_byte(grid):
 
 @pytest.mark.parallel([2, 3, 4, 6, 8])
 def test_in_stages_as_of_many_ranks(comm, stages_of_two):
-    """3 and 6 ranks have pairs too. Whatever the stages, all_to_all and shift are direct."""
+    """With 3 and 6 ranks there are also pairs. all_to_all and shift do not use stages."""
     with Grid(comm, "ddp", debug=True) as grid:
         for test in (test_all_gather, test_reduce_scatter, test_all_reduce, test_all_to_all, test_shift):
             test.__wrapped__(grid)

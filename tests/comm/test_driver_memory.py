@@ -20,7 +20,7 @@ SECONDS = 100
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """That of a job under the folder's MPI, with its driver."""
+    """Environment of a job with the MPI and the driver of this folder."""
     if not (FOLDER / "setup").is_file():
         pytest.skip(f"no stand-in driver: {FOLDER} has no script setup; PMM3D_GPU_STANDIN names another folder")
     prefix = tmp_path_factory.mktemp("driver")
@@ -45,7 +45,7 @@ def environment(tmp_path_factory):
     (2, "auto"), pytest.param(4, "direct", marks=pytest.mark.thorough("the same messages, with a data axis")),
 ])
 def test_device_pointers_go_to_mpi_and_the_host_touches_nothing(environment, ranks, transport):
-    """Nor does a thread copy that has no context: MPI makes progress in those of the grid too."""
+    """MPI makes progress also in threads of the grid. They have a context, otherwise copies would fail."""
     mpirun = shutil.which("mpirun", path=environment["PATH"])
     process = subprocess.Popen([mpirun, "-n", str(ranks), sys.executable, JOB, transport], env=environment, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)

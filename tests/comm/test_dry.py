@@ -1,5 +1,4 @@
-"""Grid.dry: collectives count on any rank what they count with data, are done when they are waited for, and send
-nothing."""
+"""Grid.dry: on each rank, collectives count the same as with data, and send nothing. They end when they are awaited."""
 
 import tracemalloc
 
@@ -16,11 +15,11 @@ from pmm3d.layout import part_sizes
 
 AXES = ("x", "y", "z", "data", "everyone")
 SIZES = [((0,), "int8"), ((1,), "complex128"), ((7, 3), "float32"), ((13, 5), "float16"), ((64, 300), "float64")]
-"""The last one is summed in parts, the others whole."""
+"""Shapes and types. The last array is summed in parts, the others whole."""
 
 
 def moved(ledger):
-    """(calls, bytes sent, bytes received) by key, agreements left out."""
+    """key -> (calls, bytes sent, bytes received), without agreements."""
     return {key: (entry.calls, entry.sent, entry.received) for key, entry in ledger.entries.items()
             if key.axis and not key.operation.startswith("agreement")}
 
@@ -31,7 +30,7 @@ def dry_like(grid, **options):
 
 
 def all_collectives(grid, library):
-    """Every collective on every axis, with parts of all sizes; the shapes of the results."""
+    """Call every collective on every axis, with parts of all sizes. Return the shapes of the results."""
     shapes = []
     for axis in [grid.everyone, *map(grid.axis, grid.shape.names)]:
         for phase, (shape, dtype) in enumerate(SIZES):
@@ -127,7 +126,7 @@ def test_what_is_under_way_ends_with_the_grid():
 
 
 def test_numbers_are_those_of_ranks_that_all_pass_the_same():
-    """Small arrays with data: how many rows, whether a signal came."""
+    """Small arrays with data, such as a number of rows or whether a signal arrived."""
     with Grid.dry((3, 1, 1), rank=1) as grid:
         numbers = np.array([5.0, 7.0, 0.0])
         assert grid.x.all_reduce(numbers, agreed=True).wait().tolist() == [15, 21, 0]

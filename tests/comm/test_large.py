@@ -12,7 +12,7 @@ GIBIBYTE = 2**30
 @pytest.mark.parallel([2])
 @pytest.mark.deadline(300)
 def test_a_part_of_more_than_two_gibibytes(comm):
-    """Rank 0 gives 2 GiB and some bytes, marked where messages begin and end; rank 1 gives one byte."""
+    """Rank 0 has 2 GiB and some bytes, with marks at the borders of messages; rank 1 has one byte."""
     counts = [2 * GIBIBYTE + 12345, 1]
     marks = [0, 1, GIBIBYTE - 1, GIBIBYTE, 2 * GIBIBYTE - 1, 2 * GIBIBYTE, counts[0] - 1]
     out = np.zeros(sum(counts), np.uint8)

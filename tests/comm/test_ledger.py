@@ -93,7 +93,7 @@ def test_computing_without_a_core_is_told_apart():
 
 
 def in_file(folder, *ledgers):
-    """The events of a file that holds what these ledgers kept."""
+    """The events of a trace file of these ledgers."""
     write_chrome_trace(folder / "trace.json", [rank_events(ledger, "n1") for ledger in ledgers])
     return json.loads((folder / "trace.json").read_text())["traceEvents"]
 
@@ -111,7 +111,7 @@ def test_the_newest_events_are_kept_and_the_file_says_what_is_left_out(tmp_path)
 
 
 def test_an_action_of_a_pipeline_is_kept_and_its_error_names_it(tmp_path):
-    """Of a traced ledger it is an event too, at the same time of the wall clock."""
+    """With trace, it is also an event with the same wall-clock time."""
     ledger, before = Ledger(rank=1, trace=True), time.time()
     with ledger.acting("2F0", "2F0 (forward)"):
         assert ledger.doing == "2F0 (forward)"
@@ -128,7 +128,7 @@ def test_an_action_of_a_pipeline_is_kept_and_its_error_names_it(tmp_path):
 
 @pytest.mark.parallel([1, 3], thorough=[2, 5])
 def test_each_node_writes_what_its_ranks_did(comm, tmp_path, monkeypatch):
-    """Nodes of two ranks, made up; the file of rank 0's node is that which was asked for."""
+    """With invented nodes of two ranks. The node of rank 0 writes the requested file."""
     monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: f"rack/{comm.rank // 2}.local")
     folder = comm.bcast(tmp_path)
     with Grid(comm, trace=True) as grid:
@@ -148,8 +148,7 @@ def test_each_node_writes_what_its_ranks_did(comm, tmp_path, monkeypatch):
 
 @pytest.mark.parallel([2])
 def test_ranks_share_a_clock_in_the_trace_and_stages_write_files_of_their_own(comm, tmp_path):
-    """Rank 1 makes its ledger later. The events of a call lie within each other's times; `more` is placed as they are.
-    """
+    """Rank 1 makes its ledger later. The events of a call overlap in time; `more` is placed in the same way."""
     folder = comm.bcast(tmp_path)
     with Grid(comm, (1, 1, 1), axes={"pipe": 2}, trace=True) as grid:
         ledger = grid.ledger
@@ -237,7 +236,7 @@ for log in (None, True):
 
 
 def test_a_logging_grid_prints_unless_the_program_says_where_notes_go(job):
-    """Rank 1 says where, rank 0 does not. Each collective is named, with its bytes."""
+    """Rank 1 configures logging, rank 0 does not. The note contains each collective with its bytes."""
     done = job(2, GRIDS)
     assert done.returncode == 0 and done.stderr.count("pmm3d.comm: rank 0: gather #") == 1, done.stderr
     assert "rank 1: " not in done.stderr and "rank 0: " not in done.stdout
@@ -281,7 +280,7 @@ def test_settings_that_are_not_understood_are_named(environment):
 
 
 def test_parts_of_a_program_are_exclusive():
-    """Time that is computed, waited, or in an inner part is not counted again."""
+    """Time that is computed, waited, or in an inner part is not counted twice."""
     ledger, begun = Ledger(), time.perf_counter()
     with ledger.part("step"):
         with ledger.part("forward"):

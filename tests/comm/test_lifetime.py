@@ -1,4 +1,4 @@
-"""One Grid owns what it made and gives all of it back; a closed one is refused; one thread at a time uses it."""
+"""A Grid frees what it made, and a closed one is refused. Only one thread at a time uses it."""
 
 import copy
 import gc
@@ -22,15 +22,15 @@ from pmm3d.comm.executor import under_way
 
 pytestmark = pytest.mark.parallel([3])
 one_too = pytest.mark.parallel([1, 3])
-"""One rank has no watchdog and nobody to agree with."""
+"""One rank has no watchdog, and needs no agreement."""
 CLOSED = "this grid is closed"
 ROUNDS = 8
 
 
 @pytest.fixture
 def leaves_nothing(comm):
-    """leaves_nothing(make_and_leave): called many times it uses up none of MPI's communicators, of which a new one has
-    the handle of one that was freed."""
+    """leaves_nothing(make_and_leave) calls it many times, and asserts that no communicator is left: a new one has the
+    handle of a freed one."""
 
     def next_handle():
         probe = comm.Dup()
@@ -50,11 +50,11 @@ def leaves_nothing(comm):
 
 
 class Mishap(Exception):
-    """Of a program."""
+    """An exception of the program."""
 
 
 def leave(comm, what):
-    """A grid whose block ends in that way."""
+    """A grid whose block ends in this way."""
     with Grid(comm, DEEPEST[comm.size]) as grid:
         what(grid)
 
@@ -108,7 +108,8 @@ def test_an_error_while_collectives_are_under_way_leaves_nothing(comm, leaves_no
 
 
 def test_messages_that_nobody_receives_come_to_nobody(comm):
-    """Nobody receives what rank 0 sends, and nobody sends what it waits for: that communicator is not used again."""
+    """Rank 0 sends a message that is not received, and waits for one that is not sent. The communicator is not used
+    again."""
     for size in [10, 10**6]:
         with given(size=size):
             for number in range(ROUNDS):
@@ -143,7 +144,7 @@ def test_a_constructor_that_fails_gives_back_all_it_made(comm, leaves_nothing, m
 
 
 class FailingComm(MPI.Intracomm):
-    """Makes no communicator of that kind."""
+    """A communicator on which one kind of creation fails."""
 
     failing = ""
 
@@ -239,7 +240,7 @@ def test_a_matrix_does_not_move_to_a_closed_grid(comm, fails):
 
 
 def test_close_refuses_a_plan_that_not_all_have_started(comm, fails):
-    """Its messages have a tag of their own: the count of calls used to land in its buffers."""
+    """Its messages have a separate tag. Otherwise the count of calls would arrive in its buffers."""
     with pytest.raises(GridError), Grid(comm, (comm.size, 1, 1)) as grid:
         a, b = DistMatrix.random(grid, (40, 40)), DistMatrix.random(grid, (40, 40), layout=Layout.B)
         plan = MatmulPlan(a, b)
@@ -261,8 +262,8 @@ def test_close_completes_a_plan_that_all_have_started(comm):
 
 @pytest.mark.parallel([3], thorough=[1])
 def test_what_failed_while_messages_were_under_way_keeps_its_memory(comm):
-    """The test of the requests fails. (Open MPI reports a message's error when all of a list are done; MPI allows it
-    before.)"""
+    """The test of the requests fails. (Open MPI reports the error of a message when all of a list have ended; MPI
+    allows it earlier.)"""
     def make(link):
         place = np.zeros(1)
         known.append(weakref.ref(place))
@@ -283,7 +284,7 @@ def test_what_failed_while_messages_were_under_way_keeps_its_memory(comm):
 
 
 def test_what_failed_between_its_messages_keeps_them(comm, monkeypatch):
-    """The receives are posted when a send fails, or work that is done meanwhile."""
+    """A send fails after the receives were posted, or the work under the messages fails."""
     for failing in ["Isend", "copy"]:
         with given(failing=failing):
             def fails(*_):
@@ -317,7 +318,7 @@ def test_close_completes_what_all_have_begun(comm):
 
 
 def test_close_refuses_what_not_all_have_begun(comm, fails):
-    """And leaves the grid open: the members that have not yet begun it can."""
+    """The grid stays open, so that the other members can still begin it."""
     for debug in [False, True]:
         with given(debug=debug):
             grid = Grid(comm, (comm.size, 1, 1), debug=debug)
@@ -351,7 +352,7 @@ def test_a_rank_that_closes_while_others_do_not_is_told_and_all_go_on(comm):
 
 
 def in_thread(call):
-    """What the call raises in another thread, or returns."""
+    """Result of the call in another thread, or its exception."""
     found = []
 
     def run():
@@ -368,7 +369,7 @@ def in_thread(call):
 
 @one_too
 def test_threads_may_take_turns(comm):
-    """Python's main thread waits meanwhile. With a helper thread of the engine and a watchdog, as always."""
+    """Python's main thread waits meanwhile. The engine's helper thread and a watchdog exist, as usual."""
     with Grid(comm, DEEPEST[comm.size]) as grid:
         a = DistMatrix.random(grid, (8, 8))
         expected = (a @ a).gather()
@@ -391,7 +392,7 @@ def test_a_second_thread_is_refused_while_one_is_inside(comm):
 
 @pytest.mark.parallel([3], thorough=[1])
 def test_a_second_thread_is_refused_while_a_product_is_under_way(comm, monkeypatch):
-    """Also where this rank computes, and waits in no collective."""
+    """Also while this rank computes and is not in a collective."""
     errors = []
 
     def gemm(library, *arguments, **options):

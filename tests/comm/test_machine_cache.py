@@ -1,4 +1,4 @@
-"""Machines that were measured: found again by the same kind of job only, damaged files left aside and told of."""
+"""Measured machines: only jobs of the same kind load them. Damaged files are ignored and reported."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ def test_what_was_measured_is_found_by_the_same_kind_of_job_only(comm):
 
 
 def test_the_key_is_the_same_before_and_after_the_first_product():
-    """The BLAS that multiplies is loaded with the first product, beside the one that numpy has loaded."""
+    """The first product loads the BLAS that multiplies, in addition to that of numpy."""
     program = ("import mpi4py; mpi4py.rc(initialize=False, finalize=False)\n"
                "from pmm3d.comm.machine_cache import key_of\n"
                "before = key_of(1, 2)\n"

@@ -15,7 +15,7 @@ def test_no_rank_leaves_the_barrier_before_all_have_entered(comm):
             with given(late=late):
                 comm.Barrier()
                 if grid.rank == late:
-                    time.sleep(0.05)  # longer than a rank that does not wait needs to leave
+                    time.sleep(0.05)  # a rank that did not wait would have left by then
                 entered = time.monotonic()
                 grid.x.barrier("barrier").wait()
                 left = time.monotonic()

@@ -1,4 +1,5 @@
-"""Grids with axes beyond x, y, z and data: collectives along them, layouts that name them, names and sizes refused."""
+"""Grids with axes beyond x, y, z and data: collectives along them, layouts with their names, invalid names and sizes.
+"""
 
 import copy
 import pickle
@@ -116,7 +117,7 @@ def test_names_and_sizes_that_make_no_grid(comm, fails):
 
 @pytest.mark.parallel([4])
 def test_pipe_is_the_axis_of_that_name(comm, fails):
-    """Outermost but data, wherever it is named."""
+    """The outermost axis except data, independently of its place in `axes`."""
     for options in ({"pipe": 2}, {"axes": {"pipe": 2}}, {"pipe": 2, "axes": {"pipe": 2}}):
         for shape, data in (((1, 1, 1), 2), ("ddp", 1), ("1x1x1", 2)):
             with given(options=options, shape=shape), Grid(comm, shape, data, **options) as grid:
@@ -139,7 +140,7 @@ def test_pipe_is_the_axis_of_that_name(comm, fails):
 
 @pytest.mark.parallel([4])
 def test_seq_is_the_axis_of_that_name(comm, fails):
-    """Inside all other further axes."""
+    """The innermost of the further axes."""
     for options in ({"seq": 2}, {"axes": {"seq": 2}}, {"seq": 2, "axes": {"seq": 2}}):
         with given(options=options), Grid(comm, (2, 1, 1), **options) as grid:
             assert grid.shape == GridShape(2, 1, 1, seq=2) and grid.coords.seq == comm.rank // 2

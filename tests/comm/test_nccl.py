@@ -1,5 +1,5 @@
-"""The transport of NCCL, on its stand-in: one order for all axes, connections made before, what is kept and what is
-given back."""
+"""The transport of NCCL, on its stand-in: one order for all axes, early connections, resources that are kept and freed.
+"""
 
 import gc
 import weakref
@@ -26,7 +26,7 @@ def grid(comm, monkeypatch):
 
 
 def test_peers_are_connected_before_the_first_message(comm, grid, monkeypatch):
-    """In one group, when the communicator is made: a byte to each."""
+    """In one group, when the communicator is made. Each peer gets one byte."""
     sent, send = [], standin_nccl.NcclCommunicator.send
     monkeypatch.setattr(standin_nccl.NcclCommunicator, "send",
                         lambda own, pointer, count, *to: sent.append((count, to[1])) or send(own, pointer, count, *to))
@@ -35,7 +35,7 @@ def test_peers_are_connected_before_the_first_message(comm, grid, monkeypatch):
 
 
 def test_collectives_of_all_axes_take_turns(comm, grid):
-    """The second one, on another axis and of arrays that are there, does not begin before the first."""
+    """The second collective, on another axis and with arrays that are ready, does not begin before the first."""
     mine = [to_library(integers((8, 3), seed=seed), "standin") for seed in (0, 1)]
     for axis in (grid.y, grid.everyone):
         axis.choose_transport(library_named("standin"))
@@ -52,7 +52,7 @@ def test_collectives_of_all_axes_take_turns(comm, grid):
 
 
 def test_with_debug_calls_are_compared_in_any_order(comm, monkeypatch):
-    """Rank 0 compares the third call before the second, which waits for the first; rank 1 the other way round."""
+    """Rank 0 compares the third call before the second, which waits for the first. Rank 1 does the reverse."""
     monkeypatch.setattr(standin.cuda, "nccl", standin_nccl, raising=False)
     mine = [to_library(integers((8, 3), seed=seed), "standin") for seed in (0, 1)]
     with Grid(comm, (1, comm.size, 1), device_transport="nccl", debug=True) as grid:
@@ -66,7 +66,7 @@ def test_with_debug_calls_are_compared_in_any_order(comm, monkeypatch):
 
 
 def test_an_axis_of_one_rank_has_no_communicator(grid):
-    """Also where all ranks had settled before."""
+    """Also if all ranks had chosen a transport before."""
     mine = integers((8, 3))
     for axis in (grid.everyone, grid.x):
         assert axis.all_reduce(to_library(mine, "standin")).wait().shape == mine.shape
@@ -95,7 +95,7 @@ def test_what_may_never_end_is_aborted(comm, grid, monkeypatch):
 
 
 def test_work_memory_of_a_training_step_is_had_once(comm, monkeypatch):
-    """No more than where MPI moves the arrays, pass by pass: what is had at the end of a pass serves the next one."""
+    """As much as with MPI, pass by pass: memory of the end of a pass is reused in the next one."""
     for shape, data in [((1, 1, 1), 2), ((1, 1, 2), 1)]:
         with given(shape=shape, data=data):
             monkeypatch.setattr(standin.cuda, "nccl", standin_nccl, raising=False)

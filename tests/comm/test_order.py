@@ -1,5 +1,5 @@
-"""No byte leaves before the work that wrote it, no work reads before its message has come: by the stand-in's own record
-of both, for every collective, products and a step of training. Nothing waits for a whole device."""
+"""A message is sent after the work that wrote it, and received before work that reads it, as recorded by the stand-in:
+for every collective, products and a training step. No call synchronizes a whole device."""
 
 from types import SimpleNamespace
 
@@ -53,7 +53,7 @@ def step(grid):
 
 
 def heedless(pending, collective):
-    """Hook of the engine: the collective goes on whether messages have come or not."""
+    """Hook of the engine: the collective continues before its messages have arrived."""
     while True:
         try:
             next(collective)
@@ -63,7 +63,7 @@ def heedless(pending, collective):
 
 
 def gathered_and_summed(grid):
-    """Returns all arrays, so that they outlive messages that nobody waits for."""
+    """Returns all arrays, so that they exist until messages without a wait have ended."""
     part, whole = to_library(integers((8, 3)), "standin"), standin.empty((8 * grid.size, 3))
     part += 1
     grid.everyone.all_gather_into(part, whole, [8] * grid.size).wait()
@@ -73,19 +73,20 @@ def gathered_and_summed(grid):
 
 
 def order_of(comm, monkeypatch, program, transport, *taken_away, wrap=None):
-    """What is seen of a program on a stream of this rank's own. taken_away: (object, name, what is there instead)."""
-    monkeypatch.setattr(compute, "LEAST_WORK", 0)  # so that the helper thread takes part
-    monkeypatch.setattr(staging, "PIECE_BYTES", 128)  # so that messages have several
+    """The Order of a program on a stream of this rank. taken_away: (object, name, replacement) of parts that order it.
+    """
+    monkeypatch.setattr(compute, "LEAST_WORK", 0)  # so that the helper thread is used
+    monkeypatch.setattr(staging, "PIECE_BYTES", 128)  # so that messages have several pieces
     for shape, data in {2: [((1, 2, 1), 1)], 4: [((2, 1, 1), 2), ((1, 2, 2), 1)]}[comm.size]:
         with Grid(comm, shape, data, device_transport=transport) as grid:
             with standin.Device(comm.rank % standin.DEVICES), standin.Stream(non_blocking=True):
-                gathered_and_summed(grid)  # how memory travels is settled now
+                gathered_and_summed(grid)  # chooses the transport
                 with looked_at(monkeypatch) as order, monkeypatch.context() as patch:
                     grid.engine.wrap = wrap
                     for each in taken_away:
                         patch.setattr(*each)
                     retained = program(grid)
-                    grid.engine.wrap = None  # agreements of the grid's end wait for their messages
+                    grid.engine.wrap = None  # because the agreements of `close` must wait for their messages
                     order.end()
                 del retained
             yield order
@@ -101,8 +102,8 @@ def test_messages_and_work_are_in_order(comm, monkeypatch, transport):
 
 @pytest.mark.parallel([2])
 def test_messages_in_a_stream_and_work_are_in_order(comm, monkeypatch):
-    """Those of NCCL, which the stand-in knows as work that reads and writes. The host stands still at its making only.
-    """
+    """The stand-in treats NCCL's messages as work that reads and writes. The host waits only when a communicator is
+    made."""
     for program in [collectives, products, step]:
         with given(program=program):
             monkeypatch.setattr(standin.cuda, "nccl", standin_nccl, raising=False)
@@ -139,10 +140,10 @@ def test_without_its_wait_work_is_seen_to_come_before_the_message(comm, monkeypa
 @pytest.mark.parallel([2], thorough=[4])
 @TRANSPORTS
 def test_a_collective_waits_for_nothing_that_was_asked_for_after_it(comm, transport):
-    """Nor for what later collectives wait for: a GEMM between two sums does not keep the first one."""
+    """Nor for work on which later collectives wait: a GEMM between two sums does not delay the first sum."""
     with Grid(comm, (1, comm.size, 1), device_transport=transport) as grid, standin.Stream(non_blocking=True) as stream:
         first, second = (to_library(integers((40, 3), seed=grid.rank), "standin") for _ in range(2))
-        grid.y.all_reduce_into(first, first).wait()  # how memory travels is settled now
+        grid.y.all_reduce_into(first, first).wait()  # chooses the transport
         stream.synchronize()
         sums = [grid.y.all_reduce_into(first, first)]
         second += 1
@@ -155,7 +156,7 @@ def test_a_collective_waits_for_nothing_that_was_asked_for_after_it(comm, transp
 
 
 def waits_in(call) -> int:
-    """How often the host stood still until a stream had come to its end."""
+    """How often the host waited for the end of a stream."""
     before = standin.Stream.waits
     call()
     return standin.Stream.waits - before
@@ -164,7 +165,7 @@ def waits_in(call) -> int:
 @pytest.mark.parallel([2], thorough=[4])
 @TRANSPORTS
 def test_the_host_does_not_stand_still_for_the_device(comm, transport):
-    """Nor at the end of a product, whose result is a stream's."""
+    """Nor at the end of a product, because its result belongs to a stream."""
     with Grid(comm, (1, comm.size, 1), device_transport=transport) as grid, standin.Stream(non_blocking=True):
         a = DistMatrix.from_global(grid, to_library(integers((12, 12)), "standin"))
         b = DistMatrix.from_global(grid, to_library(integers((12, 12)), "standin"), layout=Layout.B)

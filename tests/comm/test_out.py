@@ -1,4 +1,4 @@
-"""`out` of collectives: what shares memory or cannot be written is refused; a mistake of one rank is raised by all."""
+"""`out` of collectives: shared memory and read-only arrays are refused. All ranks raise the error of one."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def memory(axis, rows):
 
 @pytest.mark.parallel([3], thorough=[2, 4])
 def test_out_that_shares_memory_with_what_comes_in(axis):
-    """A reduce-scatter into a part of its own array gave 12 in place of 10, from 3 ranks on."""
+    """From 3 ranks on, a reduce-scatter into a part of its own array gave 12 in place of 10."""
     shared, whole = "out shares memory with the array that comes in", memory(axis, 4)
     own = slice(4 * axis.index, 4 * axis.index + 4)
     refused(shared, lambda: axis.reduce_scatter(whole, out=whole[own]))
@@ -88,7 +88,7 @@ def test_a_bad_out_of_one_rank_is_raised_by_all(axis):
 
 @pytest.mark.parallel([2, 3], thorough=[4])
 def test_options_that_differ_between_ranks_are_refused(axis):
-    """Also where they fit each rank's own arrays; a gather with such counts returned rows that nobody wrote."""
+    """Also if they fit the arrays of each rank. A gather with such counts returned rows that were never written."""
     last, size = axis.index == axis.size - 1, axis.size
     even, uneven = [2] * size, [2] * (size - 1) + [1]
     part, whole = np.ones(1 if last else 2), np.ones(2 * size - 1)

@@ -1,4 +1,4 @@
-"""Messages from rank to rank: order, tags, strides, wrong sizes, beside collectives, in the ledger, in a dry run."""
+"""Messages from rank to rank: order, tags, strides, wrong sizes, concurrent collectives, the ledger, dry runs."""
 
 import numpy as np
 import pytest
@@ -11,12 +11,12 @@ from pmm3d.comm.ledger import Ledger
 
 @pytest.mark.parallel([2, 4], thorough=[3, 8])
 def test_arrays_go_round_the_ring(comm):
-    """Of each library and type, with gaps or not, checked or agreed; collectives of all members run between."""
+    """Arrays of each library and type, with and without gaps, checked or agreed, during collectives of all members."""
     with Grid(comm, (comm.size, 1, 1)) as grid:
         axis, following, before = grid.x, (grid.rank + 1) % grid.size, (grid.rank - 1) % grid.size
         for number, (library, dtype) in enumerate([("numpy", "float64"), ("numpy", "float16"), ("torch", "float32"),
                                                    ("standin", "complex64")]):
-            axis.all_reduce(to_library(np.ones(1), library)).wait()  # a device's transport is settled by all members
+            axis.all_reduce(to_library(np.ones(1), library)).wait()  # all members choose the transport of a device
             for agreed in (False, True):
                 values = lambda rank, number=number, dtype=dtype: integers((5, 4), dtype, seed=10 * number + rank)
                 sent = to_library(values(grid.rank), library, dtype)[:, 1:3]
@@ -62,7 +62,7 @@ def test_an_array_of_another_shape_or_type_is_refused_by_its_receiver_and_the_ne
 
 @pytest.mark.parallel([4])
 def test_only_the_two_ranks_take_part(comm):
-    """Others make no call, and all axes count as many calls as before: the grid closes without complaint."""
+    """Other ranks make no call, and all axes count the same calls as before, so closing the grid raises nothing."""
     with Grid(comm, (2, 2, 1)) as grid:
         calls = [grid.axis(name).number for name in ("x", "y", "everyone")]
         if grid.rank == 1:
@@ -110,7 +110,8 @@ def test_bytes_of_another_order_are_copied_before_they_are_sent(comm):
 
 @pytest.mark.parallel([2])
 def test_a_message_without_a_partner_is_told_when_the_grid_closes(comm, fails):
-    """One that nobody receives, one that nobody sends, one of another tag, and one that is only agreed on one side."""
+    """A message that is not received, one that is not sent, one with another tag, and one that is agreed on one side
+    only."""
     calls = [(lambda x: x.send(np.ones(2), 1), lambda x: None),
              (lambda x: None, lambda x: x.receive(np.ones(2), 0)),
              (lambda x: x.send(np.ones(2), 1, tag=1), lambda x: x.receive(np.ones(2), 0, tag=2)),
@@ -123,7 +124,7 @@ def test_a_message_without_a_partner_is_told_when_the_grid_closes(comm, fails):
 
 
 def test_a_message_has_one_name_in_any_phase_and_a_count_of_its_own_for_each_kind():
-    """Else the watchdog takes a message whose ranks are in different phases for two, and ends the job."""
+    """Otherwise the watchdog would count a message as two if its ranks are in different phases, and end the job."""
     ledger = Ledger()
     names = []
     for phase, operation in (("forward", "send"), ("backward", "receive")):

@@ -1,4 +1,4 @@
-"""How many rounds of messages the collectives take, checks included."""
+"""Numbers of rounds of messages of the collectives, with checks."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from loops import given
 from pmm3d import DistMatrix, Grid
 
 SMALL, LARGE = 2, 500
-"""Rows of 8 bytes on each rank."""
+"""Numbers of rows of 8 bytes on each rank."""
 
 
 @pytest.fixture

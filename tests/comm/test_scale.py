@@ -1,4 +1,4 @@
-"""What one rank of tens of thousands makes of itself: bytes and calls of MPI, counted without the other ranks."""
+"""Bytes and MPI calls of one rank of tens of thousands, without the other ranks."""
 
 import sys
 import tracemalloc
@@ -30,7 +30,7 @@ MOST_BYTES = 20 * 10**6
     pytest.param("auto", marks=pytest.mark.thorough("comparing all grids takes 14 s of a core")),
 ])
 def test_what_one_rank_of_many_holds(comm, shape):
-    """Grid, plan, watch and ledger together; the first Grid duplicates the caller's communicator too."""
+    """Grid, plan, watch and ledger together. The first Grid also duplicates the caller's communicator."""
     tracemalloc.start()
     try:
         made = setup(RANKS, shape, lambda what, part: part())
@@ -45,7 +45,7 @@ def test_what_one_rank_of_many_holds(comm, shape):
 def test_setting_up_takes_no_more_calls_on_more_ranks(comm):
     one, few, many = (setup(ranks, shape, lambda what, part: part())
                       for ranks, shape in ((8, "2x2x2"), (128, "8x4x4"), (RANKS, "32x32x32")))
-    assert few.messages == many.messages == one.messages + 1  # of several nodes, the machine that was measured
+    assert few.messages == many.messages == one.messages + 1  # with several nodes, the measured machine
     assert one.received < 64 * 8
 
 
@@ -61,7 +61,7 @@ def test_one_rank_of_many_knows_where_it_is(comm):
 
 
 def processes(*told):
-    """As they are known from (host, pid, namespace) of each rank."""
+    """Processes from (host, pid, namespace) of each rank."""
     known = [Process(*one) for one in told]
     names = list(dict.fromkeys(one.host for one in known))
     return known, Processes(np.concatenate([row(one, False) for one in known]), names)
@@ -88,7 +88,7 @@ def test_processes_that_have_not_told_are_unknown():
 
 
 def test_the_nodes_of_many_ranks_are_found_in_one_pass():
-    """Each rank may use two cores, which neighbours share; the ranks of three nodes come in turns."""
+    """Each rank may use two cores, which it shares with the next rank. Ranks are assigned to three nodes in turns."""
     for on_a_node in [1, 64]:
         with given(on_a_node=on_a_node):
             names = [f"n{rank % 3 * RANKS + rank // on_a_node}" for rank in range(RANKS)]
@@ -118,7 +118,7 @@ def test_the_largest_value_of_the_ranks(comm):
 
 @pytest.mark.parallel([4], thorough=[1, 2, 3])
 def test_every_rank_learns_where_the_others_run(comm, monkeypatch):
-    """Names of several lengths, one of them empty, on nodes whose ranks are not neighbours."""
+    """Host names of several lengths, one of them empty. The ranks of a node are not consecutive."""
     names = ["a node with a long name", "", "node"]
     own = names[comm.rank % 2 if comm.rank < 3 else 2]
     monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: own)

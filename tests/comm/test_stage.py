@@ -1,4 +1,4 @@
-"""A stage of a grid with an axis "pipe" as a grid of its own, and joint axes: groups along several axes."""
+"""Stages of a grid with an axis "pipe" as separate grids, and joint axes: groups along several axes."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from pmm3d.errors import OutOfMemoryError
 from pmm3d.layout import Coords, GridShape
 
 STAGES = {2: ((1, 1, 1), 1, {"pipe": 2}), 4: ((2, 1, 1), 1, {"pipe": 2}), 8: ((2, 1, 1), 2, {"pipe": 2})}
-"""On 8 ranks the ranks of a stage do not follow each other."""
+"""On 8 ranks, the ranks of a stage are not consecutive."""
 JOINT = {4: ((1, 2, 1), 1, {"seq": 2}), 8: ((2, 1, 1), 2, {"seq": 2})}
 
 
@@ -22,7 +22,7 @@ def grid(comm, nranks):
 
 
 def members_of(grid, axes):
-    """The ranks along some axes through this rank, by their definition."""
+    """The ranks along some axes that share the other coordinates of this rank, by definition."""
     first = dict.fromkeys(axes, 0)
     return [rank for rank in range(grid.size)
             if grid.shape.position(rank)._replace(**first) == grid.coords._replace(**first)]
@@ -128,7 +128,7 @@ def test_a_stage_is_closed_with_its_grid(comm, nranks):
 
 @pytest.mark.parallel([4])
 def test_calls_that_a_member_never_makes_are_found_at_the_end(comm, fails):
-    """Of a stage, and of a joint axis that the other stage does not have."""
+    """On a stage, and on a joint axis that the other stage does not have."""
     grid = Grid(comm, (1, 1, 1), 2, axes={"pipe": 2})
     if grid.rank == 2:
         pending = grid.stage.everyone.all_gather(np.ones(1))
@@ -205,7 +205,7 @@ def test_one_stage_alone_makes_a_joint_axis(comm):
 
 @pytest.mark.parallel([8])
 def test_stages_and_joint_axes_know_their_nodes(comm, monkeypatch):
-    """Two ranks a node; a stage is on two of the four nodes."""
+    """Each node has two ranks; a stage is on two of the four nodes."""
     from pmm3d.comm import communicator
 
     monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: f"node{comm.rank // 2}")
@@ -233,7 +233,7 @@ def work(grid):
 
 
 def moved(grid):
-    """Bytes of each kind of collective. A dry run has no agreements."""
+    """Bytes of each kind of collective, without agreements, which a dry run does not have."""
     return {key: (entry.sent, entry.received) for key, entry in grid.ledger.entries.items()
             if entry.sent or entry.received}
 

@@ -1,4 +1,4 @@
-"""pmm3d.comm.staging: right values however few pieces a buffer holds, pinned memory that is reused, and exchanges that
+"""pmm3d.comm.staging: values are right for any number of pieces in a buffer, pinned memory is reused, exchanges can
 fail."""
 
 import time
@@ -41,14 +41,14 @@ def sent(rank, rows=40, dtype="float64"):
 
 
 def shifted(axis, rank, rows=40, dtype="float64"):
-    """A shift that is under way, and a function that says whether what came is right."""
+    """(a shift in progress, a function that returns whether the received data is right)."""
     size = axis.size
     pending = axis.shift(to_library(sent(rank, rows, dtype), "standin"))
     return pending, lambda: np.array_equal(to_numpy(pending.wait(), "standin"), sent((rank - 1) % size, rows, dtype))
 
 
 def in_pieces(monkeypatch):
-    """The bytes of the messages that each buffer sends."""
+    """Bytes of the messages that each buffer sends."""
     found, send = [], staging.Staging._send
     monkeypatch.setattr(staging.Staging, "_send", lambda own, pieces, buffer: found.append(
         [piece.place.stop - piece.place.start for piece in pieces]) or send(own, pieces, buffer))
@@ -57,7 +57,7 @@ def in_pieces(monkeypatch):
 
 @pytest.mark.parallel([2, 4])
 def test_what_comes_is_what_was_sent(comm):
-    """Two exchanges at once, of several types."""
+    """Two exchanges of different types at the same time."""
     with Grid(comm, (comm.size // 2, 2, 1), device_transport="staged") as grid:
         for rows, dtype in ((40, "float64"), (1, "complex128"), (150, "float16")):
             with given(rows=rows, dtype=dtype):
@@ -70,7 +70,7 @@ def test_what_comes_is_what_was_sent(comm):
 
 @pytest.mark.parallel([4])
 def test_messages_of_any_sizes_to_any_ranks_arrive(comm, staged):
-    """Two buffers a direction are enough, although each rank sends and receives other numbers of pieces."""
+    """Two buffers per direction are enough, although the numbers of pieces differ between ranks and directions."""
     rows = np.array([[0, 90, 1, 7], [2, 0, 50, 0], [33, 0, 5, 120], [1, 1, 0, 9]])
     mine, coming = rows[comm.rank].tolist(), rows[:, comm.rank].tolist()
     parts = [[sent(10 * source + target, rows[source, target]) for target in range(4)] for source in range(4)]
@@ -94,8 +94,8 @@ def test_messages_are_cut_and_small_ones_share_a_buffer(comm, staged, monkeypatc
 
 
 def test_a_message_that_nobody_takes_keeps_no_other_from_its_way(comm):
-    """Rank 0 begins a large shift for which rank 1 is not ready, and another one, which rank 1 waits for before; the
-    other way round too."""
+    """Rank 0 begins a large shift for which rank 1 is not ready, and another one, for which rank 1 waits first. Then
+    the other way round."""
     with Grid(comm, (comm.size, 1, 1), device_transport="staged") as grid:
         axes = [grid.x, grid.everyone] if comm.rank == 0 else [grid.everyone, grid.x]
         assert all(shifted(axis, comm.rank)[1]() for axis in (grid.everyone, grid.x))
@@ -105,7 +105,7 @@ def test_a_message_that_nobody_takes_keeps_no_other_from_its_way(comm):
 
 
 def test_messages_from_rank_to_rank_pass_each_other(comm, staged):
-    """Of several pieces, some sent before the other rank receives them, in their order on a channel."""
+    """Messages of several pieces, some sent before the receiver is ready. A channel keeps their order."""
     other = 1 - comm.rank
     staged.x.choose_transport(library_named("standin"))
     going = [staged.x.send(to_library(sent(10 * comm.rank + number, 30), "standin"), other) for number in range(3)]
@@ -119,20 +119,20 @@ def test_pinned_memory_that_one_rank_cannot_have_is_told_by_all(comm, staged, mo
     with monkeypatch.context() as patch:
         if comm.rank == 1:
             patch.setattr(DeviceLibrary, "pinned_bytes", refused)
-        for _ in range(2):  # what was refused once is asked for again
+        for _ in range(2):  # after a failed allocation, it is requested again
             fails(OutOfMemoryError, "failed on 1 of 2 ranks. rank 1: OutOfMemoryError: no pinned host memory for the "
                                     "messages of device memory: none is left", lambda: shifted(staged.x, comm.rank))
     assert shifted(staged.x, comm.rank)[1]()
 
 
 def test_pinned_memory_is_counted_and_reused(comm, staged, monkeypatch):
-    """Two buffers for each direction of each exchange under way."""
+    """Two buffers for each direction of each exchange in progress."""
     def shift_both():
         return [right() for _, right in [shifted(axis, comm.rank, 300) for axis in (staged.x, staged.everyone)]]
 
     assert all(shift_both())
     pinned = [pool for pool in staged.workspace._pools.values() if pool.memory == library_named("standin").pinned()]
-    chosen_modes = sum(4 * 64 >> step for step in range(9))  # a buffer of each size, and a second one of the largest
+    chosen_modes = sum(4 * 64 >> step for step in range(9))  # bytes of a buffer of each size
     assert sum(sum(pool.sizes) for pool in pinned) == chosen_modes + 4 * 64 <= staged.workspace.allocated
     monkeypatch.setattr(DeviceLibrary, "pinned_bytes", refused)
     for _ in range(2):
@@ -140,7 +140,8 @@ def test_pinned_memory_is_counted_and_reused(comm, staged, monkeypatch):
 
 
 def test_what_failed_lives_on(comm, monkeypatch):
-    """Requests and buffers of an exchange that raised: MPI may still write there. Later exchanges have others."""
+    """Requests and buffers of a failed exchange, because MPI may still write there. Later exchanges have other buffers.
+    """
     with Grid(comm, (comm.size, 1, 1), device_transport="staged") as grid:
         assert shifted(grid.x, comm.rank)[1]()
         with monkeypatch.context() as patch:
@@ -157,13 +158,13 @@ def test_what_failed_lives_on(comm, monkeypatch):
 
 
 def wait_for(condition) -> bool:
-    """Whether it becomes true within many looks."""
+    """Whether the condition becomes true within many tests."""
     return any(condition() or time.sleep(1e-4) for _ in range(20_000))
 
 
 def sleeps_in(monkeypatch, moves):
-    """How often a wait sleeps, and is told to the watchdog, of a clock that goes on by a millisecond a look, for what
-    is done after 200 looks."""
+    """How often a wait of 200 tests sleeps, and how often it is reported to the watchdog. The clock advances 1 ms per
+    test."""
     clock, sleeps, looks, told = count(), [], count(), []
     monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: next(clock) / 1e3, sleep=sleeps.append))
     nobody = SimpleNamespace(begun={}, waits=lambda *what: told.append(what), done=lambda: None)
@@ -194,7 +195,7 @@ def test_one_rank_needs_no_memory_for_messages(comm, transport):
 
 @pytest.mark.parallel([1])
 def test_a_wait_for_pieces_that_move_does_not_sleep(comm, monkeypatch):
-    """The watchdog is told of it all the same: where it has no thread, it answers others then."""
+    """The wait is still reported to the watchdog, which answers other ranks then if it has no thread."""
     (none, told), (sleeps, _) = (sleeps_in(monkeypatch, moves) for moves in (True, False))
     assert none == 0 < sleeps and told > 100
 

@@ -56,9 +56,9 @@ def test_the_environment_chooses_where_the_program_leaves_it_open(monkeypatch):
 
 @pytest.fixture
 def child(monkeypatch):
-    """Nothing was tried before. The children that were started."""
+    """The list of started child processes. No trial is cached."""
     started, run = [], subprocess.run
-    monkeypatch.delenv("PYTHONPATH", raising=False)  # a child imports what this process can
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # a child can import the same modules as this process
     device_trial._tried.cache_clear()
     monkeypatch.setattr(device_trial.subprocess, "run", lambda *a, **k: started.append(a) or run(*a, **k))
     return started
@@ -84,7 +84,7 @@ JUDGED = pytest.mark.thorough("judged() has it as an example")
     ("atexit.register(os.abort)", "sent itself some", True),
 ])
 def test_what_becomes_of_the_child_is_the_outcome(child, monkeypatch, tmp_path, library, said, direct):
-    """But not how it ended once it had its own values back."""
+    """The exit code after the child has compared its values is ignored."""
     words = ("import __main__ as main, atexit, os, signal, sys\n"
              f"from standin import *\nif 'pytest' not in sys.modules:\n    {library}\n")
     (tmp_path / "standin_child.py").write_text(words)
@@ -99,7 +99,7 @@ def test_what_becomes_of_the_child_is_the_outcome(child, monkeypatch, tmp_path, 
 def test_a_trial_that_proves_nothing_says_so(child, monkeypatch):
     hung = try_device(library_named("standin"), timeout=1e-3)
     assert not hung.direct and "could not be found out: the child process did not end within 0.001 s" in hung.why
-    assert try_device(library_named("standin")).direct  # with more time, it is tried again
+    assert try_device(library_named("standin")).direct  # with more time, there is a new trial
     device_trial._tried.cache_clear()
     monkeypatch.setattr(sys, "path", [])
     broken = try_device(library_named("standin"))

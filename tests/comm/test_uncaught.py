@@ -1,7 +1,5 @@
-"""What a job prints when an error leaves the program on all ranks: one traceback. Run in child jobs.
-
-What sys.excepthook prints is looked at in one job for all errors. How a job ends is looked at in jobs of their own.
-"""
+"""Output of a job when all ranks leave the program with an error: one traceback. Run in child jobs. One job checks the
+output of sys.excepthook for all errors. The end of a job is checked in separate jobs."""
 
 import re
 
@@ -86,12 +84,12 @@ SHARED = """
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """What the ranks said in SHARED, by name."""
+    """Name -> values that the ranks of SHARED printed."""
     return said_by_ranks(tmp_path_factory.mktemp("shared"), 4, SHARED)[0]
 
 
 def assert_once(text, kind, ranks="ranks 0-3"):
-    """The text has one traceback."""
+    """Assert that the text contains one traceback."""
     assert text.count(f"pmm3d: {ranks} end with this error:") == 1, text
     assert text.count("Traceback (most recent call last)") == 1, text
     assert len(re.findall(rf"^\S*{kind}: ", text, re.MULTILINE)) == 1, text
@@ -99,7 +97,7 @@ def assert_once(text, kind, ranks="ranks 0-3"):
 
 
 def once(printed, kind):
-    """What the ranks printed, which is one traceback, of one rank."""
+    """Assert that the ranks printed one traceback, of one rank."""
     [text] = [stderr for stderr, _ in printed if stderr]
     assert_once(text, kind)
     return text

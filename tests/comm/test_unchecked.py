@@ -1,4 +1,4 @@
-"""The cheap forms of the collectives, against numpy and the checked ones: both dims, gaps, order, work memory."""
+"""The unchecked collectives, compared with numpy and with the checked ones: both dims, gaps, order, work memory."""
 
 from itertools import product
 
@@ -14,11 +14,11 @@ from pmm3d.comm import unchecked
 from pmm3d.layout import aligned, offsets, part_sizes
 
 SIZES = (1, 2, 3, 7, 8, 16, 17, 18, 24, 36)
-"""Groups of one stage and of several."""
+"""Sizes of groups of one stage and of several."""
 
 
 def rows_of(size):
-    """Uneven parts, some empty."""
+    """Numbers of rows of the ranks: different, some 0."""
     return [(3, 0, 1, 4, 2, 0, 5, 1)[rank % 8] for rank in range(size)]
 
 
@@ -36,7 +36,7 @@ def axes(grid):
 
 
 def gapped(array, library, dtype):
-    """A copy in a library with other elements between the rows."""
+    """A copy in a library, with other elements between the rows."""
     rows, cols = array.shape
     wide = np.full((rows, cols + 2), 77, array.dtype)
     wide[:, 1 : cols + 1] = array
@@ -81,7 +81,8 @@ def check_forms(grid, library, dtype):
 
 
 def check_exchange(grid, library, dtype):
-    """Rank s sends to rank r an array of s % 3 rows and r % 4 + 1 columns: parts along either dim, with gaps or not."""
+    """Rank s sends rank r an array of s % 3 rows and r % 4 + 1 columns: parts along both dims, with and without gaps.
+    """
     for axis in axes(grid):
         for dims in ((0, 0), (1, 1), (1, 0), (0, 1)):
             rank, ranks = axis.index, range(axis.size)
@@ -120,7 +121,7 @@ def test_forms_of_tensors(some_grid):
 
 @pytest.mark.parallel([4], thorough=[1, 2, 6, 8])
 def test_forms_move_and_say_what_the_checked_collectives_do(some_grid):
-    """Bitwise the same results, the same bytes, the same names in the ledger."""
+    """They give the same bits, bytes and names in the ledger."""
     axis, rows = some_grid.everyone, 50
     counts = part_sizes(rows, axis.size)
     whole = np.random.default_rng(axis.index).standard_normal((rows, 400))
@@ -153,8 +154,8 @@ def test_rows_of_one_dim(some_grid):
 
 @pytest.mark.parallel([2, 4], thorough=[1])
 def test_a_form_waits_for_what_comes_before_it(comm):
-    """A sum, what is gathered of it, and the sum of that: begun at once, each from the result of the one before. Rank 0
-    begins when the others have begun all three."""
+    """A sum, a gather of its result, and a sum of that are begun together. Rank 0 begins after the others have begun
+    all three."""
     with Grid(comm, "ddp") as grid:
         axis = grid.everyone
         array, out, last = np.full((2, 40000), 1.0 + axis.index), np.zeros((2 * axis.size, 40000)), np.zeros((2, 40000))
@@ -174,7 +175,7 @@ def test_a_form_waits_for_what_comes_before_it(comm):
 
 @pytest.mark.parallel([2])
 def test_a_form_fails_with_what_it_waits_for(some_grid):
-    """Its messages are never sent, on any rank: what it would read is not there."""
+    """Its messages are not sent on any rank, because its input does not exist."""
     def broken(link):
         yield []
         raise ValueError("no values")
@@ -200,7 +201,7 @@ def test_forms_of_calls_that_differ_are_found_with_debug(comm, monkeypatch, fail
 
 
 def test_columns_in_groups_of_any_size_and_in_the_work_memory_that_was_planned(monkeypatch):
-    """All rows at once, and in rounds of so many bytes, of one row at least."""
+    """All rows at once, and in rounds of a number of bytes, with at least one row."""
     for size, dtype, round_bytes in product(SIZES, ["float64", "float16"], [2**24, 100]):
         with given(size=size, dtype=dtype, round_bytes=round_bytes):
             monkeypatch.setattr(unchecked, "ROUND_BYTES", round_bytes)
@@ -232,7 +233,7 @@ def test_columns_in_groups_of_any_size_and_in_the_work_memory_that_was_planned(m
 
 @pytest.mark.parallel([2, 3], thorough=[1, 4, 6])
 def test_several_arrays_are_summed_in_one_message(comm):
-    """Whole, or of each array the part of this rank only; the rest stays as it was."""
+    """Whole arrays, or of each array only the part of this rank. The rest does not change."""
     for library in ["numpy", "torch"]:
         with given(library=library), Grid(comm, "ddp") as grid:
             axis, shapes = grid.data, [(4, 3), (1, 5), (0, 2), (7, 1)]

@@ -1,4 +1,5 @@
-"""C and Fortran programs that call the product: right, on any number of ranks, again and again. `make test-embed`."""
+"""C and Fortran programs that call the product: right results, on any number of ranks, repeatedly. `make test-embed`.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def test_the_header_is_cs_and_c_plus_pluss(tmp_path):
         strict = ["-Wall", "-Wextra", "-Wstrict-prototypes"][: 3 if name == "a.c" else 2]
         subprocess.run([*compiler, *strict, "-pedantic", "-Werror", "-DOMPI_SKIP_MPICXX", name, f"-I{ROOT / 'embed'}",
                         f"-L{LIBRARIES}", "-lpmm3d", f"-Wl,-rpath,{LIBRARIES}", "-o", "a"], cwd=tmp_path, check=True)
-        assert Caller(tmp_path / "a")(1).returncode == 0  # MPI has not begun
+        assert Caller(tmp_path / "a")(1).returncode == 0  # before MPI_Init
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -74,7 +75,7 @@ def test_a_thousand_calls_leave_no_memory_behind(program, ranks):
     for name in ("matmul", "pgemm"):
         found = re.findall(rf"{name} after (\d+) calls: VmData (\d+) KiB, VmRSS (\d+) KiB", done.stdout)
         data, resident = ({calls: int(values[which]) for calls, *values in found} for which in (0, 1))
-        assert data["1000"] <= data["200"] + 2048, done.stdout  # of malloc's, and Python's, an arena of 1 MiB each
+        assert data["1000"] <= data["200"] + 2048, done.stdout  # malloc and Python may each add an arena of 1 MiB
         assert resident["2000"] <= resident["1000"] + 256, done.stdout
         assert f"{name} from C" in done.stdout and f"{name} from Python" in done.stdout
 
@@ -95,7 +96,7 @@ def test_what_the_process_had_is_as_it_was(program):
 
 
 def test_a_python_that_is_there_is_used(tmp_path):
-    """And nothing is called in it after its end, which is before that of MPI."""
+    """Nothing is called in it after its end, which is before that of MPI."""
     (tmp_path / "in_python.py").write_text(IN_PYTHON)
     done = Caller(ENVIRONMENT / "bin" / "python")(2, tmp_path / "in_python.py", LIBRARIES / "libpmm3d.so")
     assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
@@ -103,7 +104,7 @@ def test_a_python_that_is_there_is_used(tmp_path):
 
 
 def test_an_mpi_of_its_own_in_the_environment_is_left_alone(program, site_packages):
-    """These tests' own environment, with the wheel of another Open MPI, and cffi."""
+    """The environment of these tests, with the wheel of another Open MPI, and cffi."""
     [cffi] = {path.parent for path in site_packages.glob("_cffi_backend*")}
     done = program("apps/embed/product.c")(2, PMM3D_PYTHON=sys.executable, PYTHONPATH=str(cffi))
     assert done.returncode == 0 and done.stdout.endswith(": right\n"), done.stdout + done.stderr

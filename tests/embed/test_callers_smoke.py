@@ -1,7 +1,5 @@
-"""A product from C, one from Fortran, and one that a program asks ScaLAPACK for. All others: test_callers.py.
-
-The libraries are built here. They start this Python. Its MPI wheel is not used.
-"""
+"""A product from C, one from Fortran, and one by ScaLAPACK's drop-in. All others: test_callers.py. The libraries are
+built here. They start this Python, and do not use its MPI wheel."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def test_a_product_is_right(libraries, tmp_path, sources):
 
 
 def test_the_tutorial_in_c_and_fortran(libraries, tmp_path):
-    """With the names of the commands in the tutorial, and the libraries where `make embed` builds them."""
+    """With the names of the commands in the tutorial, and with the libraries in the folder of `make embed`."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("mpicc", "mpifort", "mpirun"):

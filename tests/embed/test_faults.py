@@ -1,4 +1,4 @@
-"""What a C caller can do wrong: a code and a text on every rank that called, and the caller lives on."""
+"""Mistakes of a C caller: a code and a text on every calling rank, and the caller continues."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from callers import ENVIRONMENT, LIBRARIES, ROOT
 pytestmark = pytest.mark.thorough("hostile calls from C")
 TOLD = re.compile(r"^(\d+) (\d) (\d) (.*)$", re.M)
 ARGUMENT, DISAGREEMENT, MPI, PYTHON, THREAD, FINALIZED = 1, 2, 4, 5, 6, 7
-ON_ALL = [  # what ranks hear together, of a fault on the last rank, or on all
+ON_ALL = [  # errors on all ranks, after a mistake on the last rank or on all
     ("alpha", DISAGREEMENT, "alpha is a NULL pointer"),
     ("beta", DISAGREEMENT, "beta is a NULL pointer"),
     ("transa", DISAGREEMENT, r"got the character '\x01' (1)"),
@@ -34,7 +34,7 @@ ON_ALL = [  # what ranks hear together, of a fault on the last rank, or on all
     ("freed", ARGUMENT, "or it was freed"),
     ("calls", DISAGREEMENT, "the ranks made different calls"),
     ("move", ARGUMENT, "redistribute: out is"),
-    ("cyclic right", ARGUMENT, "1 names no context of this process: it is a grid"),  # the product is, and then a move
+    ("cyclic right", ARGUMENT, "1 names no context of this process: it is a grid"),  # in a product, and in a move
     ("cyclic kind", ARGUMENT, "a descriptor of a dense matrix has 9 whole numbers"),
     ("cyclic block", ARGUMENT, "blocks of a block-cyclic layout: two whole numbers of at least 1; got (0, 6)"),
     ("cyclic lld", DISAGREEMENT, "the leading dimension is 1"),
@@ -49,7 +49,7 @@ ON_ALL = [  # what ranks hear together, of a fault on the last rank, or on all
     ("cyclic logical", ARGUMENT, "got '\\x01'"),
     ("cyclic wide", ARGUMENT, "as of integers of 8 bytes"),
 ]
-HERE = [  # of calls that are not collective, or name nothing by which other ranks could be told
+HERE = [  # errors on one rank: the call is not collective, or its grid is unknown
     ("numbers", ARGUMENT, "97 names no matrix"),
     ("closed", ARGUMENT, "closed"),
     ("null comm", ARGUMENT, "the communicator is MPI_COMM_NULL"),
@@ -63,7 +63,7 @@ HERE = [  # of calls that are not collective, or name nothing by which other ran
 
 
 def told(done):
-    """(rank, code, everywhere, text) of each wrong call"""
+    """(rank, code, everywhere, text) of each wrong call."""
     return [(int(rank), int(code), int(everywhere), text)
             for rank, code, everywhere, text in TOLD.findall(done.stdout)]
 
@@ -152,7 +152,7 @@ def test_a_python_without_a_standard_library(program):
 
 
 def test_integers_of_8_bytes_are_refused_by_the_compiler(tmp_path):
-    """The module itself compiles, for programs that pass those of C."""
+    """The Fortran module itself compiles, for programs that pass integers of C."""
 
     def compiled(source):
         return subprocess.run(["mpifort.openmpi", "-fdefault-integer-8", "-c", ROOT / source], cwd=tmp_path, text=True,
@@ -177,7 +177,7 @@ def test_an_mpi4py_that_cannot_be_loaded_here(program):
 
 
 def test_python_with_another_mpi(program, tmp_path):
-    """An mpi4py that brings its own: as two libraries in one process."""
+    """An mpi4py with its own MPI is imitated: two libraries in one process."""
     module = "rc = type('rc', (), {})\n"
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text(module)

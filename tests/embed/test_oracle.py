@@ -1,4 +1,4 @@
-"""Random matrices, parts, forms and types: pmm3d beside the machine's ScaLAPACK in the same processes."""
+"""Random matrices, parts, operations and types: pmm3d compared with the machine's ScaLAPACK in the same processes."""
 
 import re
 
@@ -7,7 +7,7 @@ from callers import ENVIRONMENT, ROOT, Caller
 
 pytestmark = pytest.mark.thorough("random descriptors beside ScaLAPACK")
 CASES = 60
-"""Products and redistributions on each number of ranks: three and two random descriptors each, 300 of them."""
+"""Products and redistributions on each number of ranks: three and two random descriptors each, 300 in total."""
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6, 8])

@@ -1,4 +1,4 @@
-"""Block-cyclic products beside ScaLAPACK's, and programs of ScaLAPACK with the drop-in for its p?gemm."""
+"""Block-cyclic products compared with ScaLAPACK's, and programs of ScaLAPACK with the drop-in for its p?gemm."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from callers import LIBRARIES, Caller
 pytestmark = pytest.mark.thorough("ScaLAPACK's programs")
 SCALAPACK = ("-lscalapack-openmpi",)
 PACKAGES = "scalapack-mpi-test", "scalapack-test-common"
-"""Debian's: ScaLAPACK's own tests, compiled, and what they read."""
+"""Debian packages with ScaLAPACK's own tests, compiled, and their input files."""
 
 
 @pytest.fixture(scope="session")
 def scalapack_tests(tmp_path_factory):
-    """The folders of the programs and of their files; nothing is installed."""
+    """Folders of the programs and of their files. Nothing is installed."""
     into = tmp_path_factory.mktemp("scalapack")
     if subprocess.run(["apt-get", "download", "-q", *PACKAGES], cwd=into, capture_output=True).returncode:
         subprocess.run(["apt-get", "update", "-q"], check=True, capture_output=True)
@@ -32,7 +32,7 @@ def scalapack_tests(tmp_path_factory):
 
 @pytest.fixture
 def scalapack_test(scalapack_tests, tmp_path):
-    """scalapack_test("xdlu", "LU.dat"): a program of ScaLAPACK's, with a copy of its file, and with the drop-in."""
+    """scalapack_test("xdlu", "LU.dat"): a program of ScaLAPACK, with a copy of its file, and with the drop-in."""
     programs, files = scalapack_tests
 
     def find(name: str, file: str) -> Caller:
@@ -48,7 +48,7 @@ def with_drop_in(log: Path) -> dict[str, str]:
 
 
 def done_by(log: Path, routine: str) -> Counter[str]:
-    """How often by "pmm3d", and by "scalapack"."""
+    """Number of calls by "pmm3d", and by "scalapack"."""
     return Counter(re.findall(rf"^rank \d+ {routine} .*?: (pmm3d|scalapack)", log.read_text(), re.M))
 
 
@@ -71,19 +71,19 @@ def test_the_program_in_fortran_agrees_with_scalapack(program, ranks, grid):
 
 @pytest.mark.parametrize("kind", "sdcz")
 def test_scalapacks_own_test_of_the_pblas_passes(scalapack_test, tmp_path, kind):
-    """On four process grids; it also tests what is said of every wrong argument."""
+    """On four process grids. It also tests the errors for every wrong argument."""
     log = tmp_path / "log"
     done = scalapack_test(f"PBLAS/{kind}pb3tst", f"PBLAS/P{kind.upper()}BLAS3TST.dat")(4, **with_drop_in(log))
     assert done.returncode == 0, done.stdout + done.stderr
     total, passed, failed = re.findall(rf"P{kind.upper()}GEMM +(\d+) +(\d+) +(\d+) +0$", done.stdout, re.M)[0]
     assert int(total) == int(passed) == 16 and failed == "0"
     assert not re.search(r"FAILED +\*", done.stdout)
-    assert len(re.findall(r"check: P.GEMM +PASSED", done.stdout)) == 32  # that inputs stay, and the result
-    assert done_by(log, f"p{kind}gemm")["pmm3d"] == 16 + 8 + 8 + 16  # a line a rank
+    assert len(re.findall(r"check: P.GEMM +PASSED", done.stdout)) == 32  # unchanged inputs, and the result
+    assert done_by(log, f"p{kind}gemm")["pmm3d"] == 16 + 8 + 8 + 16  # one line per rank
 
 
 def test_scalapacks_own_test_of_lu_passes(scalapack_test, tmp_path):
-    """Its pdgetrf, within the library, calls pdgemm."""
+    """Its pdgetrf, inside the library, calls pdgemm."""
     log = tmp_path / "log"
     done = scalapack_test("xdlu", "LU.dat")(4, **with_drop_in(log), seconds=600)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -96,7 +96,7 @@ def test_scalapacks_own_test_of_lu_passes(scalapack_test, tmp_path):
 def test_a_program_that_is_linked_with_it(program, tmp_path):
     log = tmp_path / "log"
     linked = program("benchmarks/pgemm.c", flags=("-lpmm3d_scalapack", *SCALAPACK))
-    for kind, ranks, rows, columns in (("d", 4, 2, 2), ("s", 3, 1, 2)):  # of three ranks one stays out
+    for kind, ranks, rows, columns in (("d", 4, 2, 2), ("s", 3, 1, 2)):  # one of three ranks is not in the grid
         done = linked(ranks, 100, 90, 80, kind, rows, columns, 7, 3, 1, PMM3D_EMBED_LOG=str(log))
         assert done.returncode == 0 and "wrong" not in done.stdout and not done.stderr, done.stdout + done.stderr
         assert done_by(log, f"p{kind}gemm") == {"pmm3d": 6 * rows * columns}
@@ -112,7 +112,7 @@ def test_without_a_python_it_is_scalapack_and_says_so_once(program, tmp_path):
 
 
 def test_nothing_that_could_do_it_ends_the_program_as_scalapack_does(program):
-    """Where ScaLAPACK's own routine is not in the process."""
+    """If ScaLAPACK's own routine is not in the process."""
     alone = program("tests/embed/no_pgemm.c", flags=("-lpmm3d_scalapack",))
     done = alone(2, PMM3D_PYTHON="/no/such/python")
     assert done.returncode != 0 and "not reached" not in done.stdout

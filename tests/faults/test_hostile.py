@@ -1,4 +1,4 @@
-"""Hostile inputs: the judgement, one input of each kind, and with --all the whole catalogue."""
+"""Hostile inputs: the checks themselves, one input of each kind, and with --all the whole catalogue."""
 
 import pytest
 from loops import given
@@ -9,7 +9,7 @@ from faults.jobs import Ending
 
 
 def wrong(folder, monkeypatch, output="pmm3d: it is missing", code=2, spoil=lambda folder: None):
-    """Judge a made-up command with this output, exit code and effect on the files."""
+    """Judge an invented command with this output, exit code and effect on the files."""
 
     class Job:
         def __init__(self, command, log, environ, *, folder):

@@ -1,4 +1,4 @@
-"""Injected faults: the judgement, one case of each kind of judgement, and with --all the whole catalogue."""
+"""Injected faults: the checks themselves, one case of each kind, and with --all the whole catalogue."""
 
 import json
 import random
@@ -104,7 +104,7 @@ def test_a_run_resumes_on_another_grid(lab):
 
 
 def test_a_checkpoint_that_is_lost_or_damaged_is_found(lab, tmp_path):
-    """The judge itself: complete checkpoints pass; a changed byte or a missing folder does not."""
+    """The check itself: complete checkpoints pass; a changed byte or a missing folder does not."""
     undisturbed = lab.reference(Run(lab, "", "2x1x1", 1, own_loop=True))
     run = Run(lab, "copy", "2x1x1", 1, own_loop=True)
     shutil.copytree(undisturbed.folder, run.folder)

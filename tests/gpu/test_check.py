@@ -147,7 +147,7 @@ def test_a_launcher_that_would_start_itself_is_refused(capsys):
 
 
 def test_a_budget_that_is_used_up_leaves_a_report(tmp_path):
-    """Also where SIGINT, which ends the tests, is ignored by the command itself: in the background of a shell."""
+    """Also if the command itself ignores SIGINT, which ends the tests, as in the background of a shell."""
     done, document = started(tmp_path, "--library", "standin", "--ranks", "1", "--only", "dropout", "--budget", "0.01",
                              preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
     assert done.returncode == 1 and document["counts"]["ok"] == 0
@@ -165,7 +165,7 @@ def test_tests_that_do_not_end_after_the_budget_are_killed(tmp_path, monkeypatch
 
 
 def test_pmm3d_is_found_by_a_python_without_packages(tmp_path):
-    """Neither site-packages nor PYTHONPATH: only what the command adds."""
+    """Without site-packages and PYTHONPATH: only with the paths that the command adds."""
     code = ("import sys\nfrom pathlib import Path\nsys.path.append(sys.argv[1])\nfrom gpu import check\n"
             "check._extend_path(Path(sys.argv[2]))\nfrom pmm3d.tools.launcher import end_job\n")
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code, str(ROOT / "tests"), str(tmp_path)],
@@ -208,7 +208,7 @@ def test_on_a_host_everything_runs_and_is_reported(tmp_path):
 
 
 def test_what_was_not_run_or_failed_is_reported(tmp_path):
-    """Of a run that was ended: one test is right, one failed, one is absent, one was not run."""
+    """The run was ended: one test is right, one failed, one is absent, one was not run."""
     params = {"nranks": 2, "library": "cupy", "precision": "float32"}
     callspec = SimpleNamespace(params=params)
     items = [SimpleNamespace(nodeid=name, name=name, originalname="test_product", callspec=callspec)
@@ -241,7 +241,7 @@ def test_a_rate_below_its_target_is_named():
 
 
 def test_without_a_gpu_that_can_be_used_it_says_so(tmp_path):
-    """nvidia-smi is imitated and devices are hidden, so the test passes also beside a GPU. make's exit code is 2."""
+    """nvidia-smi is imitated and devices are hidden, so the test also passes with a GPU. make's exit code is 2."""
     tool = tmp_path / "nvidia-smi"
     environ = without_outer_make() | {
         "CUDA_VISIBLE_DEVICES": "", "PATH": f"{tmp_path}:{Path(sys.executable).parent}:/usr/bin:/bin"}
@@ -268,7 +268,7 @@ def test_only_wheels_that_are_missing_are_unpacked(tmp_path):
 
 
 def test_missing_packages_are_installed_without_their_dependencies(tmp_path, monkeypatch):
-    """What pip could not install is returned."""
+    """Packages that pip could not install are returned."""
     commands = []
     monkeypatch.setattr(check, "PACKAGES", {"numpy": "numpy", "no_such_package_here": "no-such-package-here>=1"})
     monkeypatch.setattr(check.subprocess, "run", lambda command, **options: commands.append(command))

@@ -1,4 +1,5 @@
-"""Training on device arrays beside NumPy in float64; `pmm3d.torch` beside the plain torch module in float64."""
+"""Training on device arrays, compared with NumPy in float64; `pmm3d.torch` compared with the plain torch module in
+float64."""
 
 from __future__ import annotations
 

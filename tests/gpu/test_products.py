@@ -1,4 +1,4 @@
-"""Where device memory travels, and the product on device arrays beside NumPy in float64."""
+"""The transport of device memory, and the product on device arrays, compared with NumPy in float64."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REFUSALS: dict[tuple[str, str, int], str] = {}
 @cases("library")
 @ranks(1, 2, 4, 8)
 def test_surroundings(comm, library, result):
-    """The MPI, the way that device memory travels, and the device of each rank."""
+    """The MPI, the transport of device memory, and the device of each rank."""
     from pmm3d.comm.nodes import mpi_name
 
     with Grid(comm) as grid:
@@ -78,7 +78,7 @@ def needs_transport(comm: MPI.Intracomm, library: str, transport: str) -> None:
 
 
 def messages(comm: MPI.Intracomm, library: str, transport: str) -> str:
-    """Sum, shift and gather integers, which must be exact. Return how they travelled."""
+    """Sum, shift and gather integers, which must be exact. Return their transport."""
     with Grid(comm, (comm.size, 1, 1), device_transport=transport) as grid:
         rows = DistMatrix.from_function(grid, (4 * comm.size, 1000), lambda i, j: 1000 * i + j, dtype="float32",
                                         layout=Layout("x"), library=library)
@@ -121,7 +121,7 @@ def check_products(comm, library, precision, transport, ways, result):
 
 def product_error(comm: MPI.Intracomm, library: str, precision: str, transport: str, shape: Any, stored: str,
                   panels: int) -> float:
-    """C = A B, then C = A B / 2 + C / 2: relative error beside NumPy."""
+    """C = A B, then C = A B / 2 + C / 2: relative error compared with NumPy."""
     m, n, k = SIZES.product
     with Grid(comm, shape, device_transport=transport) as grid:
         a, b = (_operand(grid, library, precision, *each) for each in

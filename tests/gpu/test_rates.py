@@ -1,4 +1,4 @@
-"""Rates: the product beside torch.matmul, staged messages beside pinned copies, a training step beside torch's."""
+"""Rates: the product compared with torch.matmul, staged messages with pinned copies, a training step with torch's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def wanted(name, share, least):
        of=TORCHS if ON_HOST else LIBRARIES)
 @ranks(1)
 def test_rate(comm, library, precision, result):
-    """`pmm3d bench --reference`: a product beside torch.matmul. Without torch: beside the library's own matmul."""
+    """`pmm3d bench --reference`: a product compared with torch.matmul, or without torch with the library's own matmul.
+    """
     from pmm3d.tools.bench import measure
     from pmm3d.tools.bench.result import Case
 
@@ -73,7 +74,7 @@ def test_message(comm, library, result):
 @cases("library,precision", (SIZES.step,), of=TORCHS)
 @ranks(1)
 def test_step(comm, library, precision, result):
-    """A training step of a perceptron without biases, beside plain torch and the rate of its GEMMs."""
+    """A training step of a perceptron without biases, compared with plain torch and with the rate of its GEMMs."""
     layers, width = SIZES.layers, SIZES.width
     clock = Clock(comm, library, SIZES.sample)
     with Grid(comm) as grid:
@@ -93,7 +94,7 @@ def test_step(comm, library, precision, result):
 
 
 def our_step(grid, library, precision):
-    """A training step that waits for nothing."""
+    """A training step that never waits for the device."""
     chosen = {"dtype": precision} if precision in ("float32", "float64") else {"precision": precision}
     net = nn.MLP(grid, [SIZES.width] * (SIZES.layers + 1), nn.relu, bias=False, seed=1, library=library, **chosen)
     opt = optim.SGD(net.parameters(), lr=LEARNING_RATE)

@@ -1,4 +1,4 @@
-"""Checkpoints that are written in the background: what they hold, when they are complete, and what an error does."""
+"""Checkpoints in the background: their contents, the time of their completion, and errors."""
 
 import os
 from itertools import count
@@ -28,7 +28,7 @@ def keeper(grid, shared_path):
 
 @pytest.fixture
 def gate(monkeypatch):
-    """An Event: before it is set, no shards are written."""
+    """An Event. Until it is set, no shards are written."""
     opened, write = Event(), checkpoint.on_disk.write_shards
     monkeypatch.setattr(checkpoint.on_disk, "write_shards", lambda *args: (opened.wait(60), write(*args))[1])
     yield opened
@@ -36,7 +36,7 @@ def gate(monkeypatch):
 
 
 def weights(grid, seed=0):
-    """One matrix in partial sums, and one whose shards are not in the order of rows."""
+    """A matrix of partial sums, and a matrix whose shards are not in the order of rows."""
     layouts = {"w": Layout.A, "b": Layout(cols="y"), "sums": Layout("z", sums=("data", "y"))}
     made = {name: DistMatrix.from_global(grid, to_library(integers(shape, "float32", seed + at)))
             for at, (name, shape) in enumerate(SHAPES.items())}
@@ -61,7 +61,7 @@ def names(keeper):
 
 
 def polls(keeper):
-    """(calls of poll until a checkpoint is complete, its folder)."""
+    """(number of polls until a checkpoint is complete, its folder)."""
     return next((number, path) for number in count(1) if (path := keeper.poll()) is not None)
 
 
@@ -90,7 +90,7 @@ def test_nobody_waits_for_a_slow_rank(grid, keeper, gate):
 
 
 def test_two_saves_in_a_row(grid, keeper):
-    """The second waits for the first, and copies to the same memory."""
+    """The second save waits for the first, and copies to the same memory."""
     paths = [keeper.save(1, weights(grid, 1))]
     memory = {key: array.ctypes.data for key, array in keeper._copies._arrays.items()}
     paths.append(keeper.save(2, weights(grid, 2)))
@@ -112,7 +112,7 @@ def test_other_calls_see_what_was_saved(grid, keeper):
 
 @pytest.mark.parametrize("when", ["poll", "save", "finish"])
 def test_a_full_disk_on_one_rank_is_told_to_all(grid, keeper, fails, when, monkeypatch):
-    """With the same text as by a save that is not in the background, and the checkpoint before it stays."""
+    """With the text of a save that is not in the background. The checkpoint before it is unchanged."""
     monkeypatch.setattr("pmm3d.io.matrices.SLICE", 2**17)
     first = keeper.save(1, weights(grid, 1))
     keeper.finish()

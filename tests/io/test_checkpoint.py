@@ -1,4 +1,4 @@
-"""Checkpoints: saved on one grid, loaded on every other, refused when anything is wrong with them."""
+"""Checkpoints: saved on one grid, loaded on every other, refused if anything is wrong."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def network(grid, seed=0, library=TESTED):
 
 
 def blank(grid, shift=0):
-    """Matrices of the same names, in other layouts, of zeros."""
+    """Matrices of zeros with the same names, in other layouts."""
     return {name: DistMatrix.from_global(grid, to_library(np.zeros(shape, dtype)),
                                          layout=OTHER[(n + shift) % len(OTHER)])
             for n, (name, (shape, dtype, _)) in enumerate(NETWORK.items())}
@@ -72,7 +72,7 @@ def keeper(grid, shared_path):
 
 @pytest.fixture
 def fails(fails):
-    """fails(text, call): every rank raises CheckpointError with one and the same text, which is returned."""
+    """fails(text, call): assert that every rank raises CheckpointError with the same text. Return the text."""
     return lambda text, call, kind=CheckpointError: fails(kind, text, call)
 
 
@@ -153,7 +153,7 @@ def test_tensors_of_every_type(grid, keeper):
 
 
 def test_slices_of_rows(grid, keeper, monkeypatch):
-    """Shards larger than what is copied at a time, rows larger than that, files of many chunks."""
+    """Shards larger than the slices that are copied, rows larger than a slice, files of many chunks."""
     monkeypatch.setattr("pmm3d.io.matrices.SLICE", 64)
     monkeypatch.setattr("pmm3d.io.disk.READ_BYTES", 64)
     monkeypatch.setattr("pmm3d.io.disk.CHUNK", 100)
@@ -303,7 +303,7 @@ def test_a_full_disk_on_one_rank_leaves_the_last_good_one(grid, keeper, fails, v
 
 @pytest.mark.parametrize("call", ["fsync", "rename"])
 def test_a_disk_that_fails_late(grid, keeper, fails, call, monkeypatch):
-    """On the last rank in the middle of writing, on rank 0 at the very end."""
+    """On the last rank during the write, or on rank 0 at the very end."""
     path = keeper.save(1, network(grid, 1))
 
     def fail(*args):

@@ -1,5 +1,5 @@
-"""Ranks killed while checkpoints are written, at once or in the background, in any number of stages: the next job finds
-the last complete one, or a newer one, never less."""
+"""Ranks that are killed while checkpoints are written, at once or in the background, with any number of stages. The
+next job finds the last complete checkpoint or a newer one."""
 
 import re
 
@@ -18,7 +18,7 @@ TRAIN = """
     def values(step, shape):
         return np.arange(shape[0] * shape[1], dtype="float32").reshape(shape) % 97 + step
 
-    def at(grid, step, layouts=layouts):  # the matrices of this rank's stage; all stages have the last one
+    def at(grid, step, layouts=layouts):  # matrices of this rank's stage; all stages share the last one
         stages, index = grid.shape.stages, grid.coords.pipe if grid.has_stages else 0
         return {name: DistMatrix.from_global(grid.stage, values(step, shape), layout=layout)
                 for number, ((name, shape), layout) in enumerate(zip(shapes.items(), layouts))
@@ -53,7 +53,7 @@ TRAIN = """
                 die_at(call, moment)
         while victim >= 0:
             step += 1
-            keeper.save(step - step % 2, at(grid, step), {"step": step})  # every other one replaces the one before
+            keeper.save(step - step % 2, at(grid, step), {"step": step})  # odd steps replace a checkpoint
             while keeper.background and keeper.poll() is None:
                 time.sleep(0.001)
             if grid.rank == 0:
@@ -69,7 +69,8 @@ GRIDS = "1x2x1 in 2", "1x1x4", "1x1x1 in 4"
 
 @pytest.fixture
 def trains(job, tmp_path):
-    """trains(victim, moment, call, grid, background): (step found, last step saved) of a job over one folder."""
+    """trains(victim, moment, call, grid, background) runs two jobs in one folder. Returns (step found, last step
+    saved)."""
 
     def run(victim, moment=0, call="any", grid="2x2x1", background=False):
         done = job(4, TRAIN, tmp_path / "checkpoints", victim, moment, call, grid, background, timeout=60)

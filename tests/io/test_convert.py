@@ -1,4 +1,4 @@
-"""CSV and .npz to HDF5: what is written, what is refused and where it stands, and that no half file is left."""
+"""CSV and .npz to HDF5: the written data, errors with their places, and no incomplete files."""
 
 import h5py
 import numpy as np
@@ -15,7 +15,7 @@ from pmm3d.tools.convert import table_command
 
 @pytest.fixture
 def table(tmp_path):
-    """table(text): a CSV file; the HDF5 file beside it is `target`."""
+    """table(text) writes a CSV file. The HDF5 file with the same name is `target`."""
 
     def write(text):
         path = tmp_path / "table.csv"

@@ -1,4 +1,4 @@
-"""Text to tokens in HDF5: bytes, a tokenizer's tokens, what is refused."""
+"""Text to tokens in HDF5: bytes, tokens of a tokenizer, errors."""
 
 import h5py
 import numpy as np
@@ -20,7 +20,7 @@ def target(tmp_path):
 
 @pytest.fixture
 def tokenizer(tmp_path):
-    """The file of a tokenizer with three words, merged from letters, and a token between texts."""
+    """The file of a tokenizer with three words, which are merged from letters, and a token between texts."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Made
 
@@ -99,7 +99,7 @@ def test_what_is_refused(tmp_path, target, tokenizer):
 
 
 def test_the_command(tmp_path, target, tokenizer):
-    """`pmm3d convert text`, beside tables, for which the word table may be left out."""
+    """`pmm3d convert text`, and tables, for which the word "table" is optional."""
     run = lambda *arguments: CliRunner(env={"COLUMNS": "140"}).invoke(app, ["convert", *map(str, arguments)])
     (tmp_path / "a.txt").write_text("abc")
     done = run("text", tmp_path / "a.txt", tmp_path / "a.txt", target)

@@ -1,4 +1,4 @@
-"""Data sets in HDF5: what is known of them, what cannot be used, no error on one rank alone."""
+"""Data sets in HDF5: their properties, unusable data, and errors on all ranks."""
 
 import os
 import shutil

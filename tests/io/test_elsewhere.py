@@ -1,4 +1,4 @@
-"""Data sets that read other files, and what a file declares has to be there."""
+"""Data sets that refer to other files, and files that do not contain all declared data."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Batches of an HDF5 file on every grid: each sample once per epoch, each rank its own shard."""
+"""Batches of an HDF5 file on every grid: each sample once per epoch, and on each rank its shard."""
 
 import json
 import os
@@ -200,7 +200,7 @@ def test_all_batches_of_an_epoch_at_once_in_torch(some_grid, path):
 
 
 def assert_batches_stay(grid, path, library):
-    """Small ones, and those that are large enough for the pool."""
+    """Small samples, and samples that are large enough for the pool."""
     for inputs, batch_size in (("x", 3), ("wide", 7)):
         whole = X if inputs == "x" else np.tile(X, 200)
         with DataSet(grid, path, inputs, library=library) as data:
@@ -246,14 +246,15 @@ def test_fetching_and_taking_send_nothing(some_grid, path):
         assert sent() == before
         assert [[rows_of(x) for x, _ in taken] for taken in found] == expected
         assert halves.fetch() is None
-        halves.next_epoch()  # without what was fetched
+        halves.next_epoch()  # without the batches that were read ahead
         epoch_of(whole)
         assert halves.epoch == whole.epoch == 3 and epoch_of(halves) == epoch_of(whole)
 
 
 @pytest.mark.parametrize("micro_batches", [3, 8])
 def test_micro_batches_have_the_rows_of_their_batch(some_grid, path, micro_batches):
-    """More than are read ahead, also of a batch of fewer rows; and again from the middle of an epoch."""
+    """More micro-batches than are read ahead, also for a batch with fewer rows; and again from the middle of an epoch.
+    """
     options = {"prefetch": 1, "micro_batches": micro_batches}
     with DataSet(some_grid, path) as data, data.loader(8) as whole, data.loader(8, **options) as loader:
         batches, position = epoch_of(whole), None

@@ -1,4 +1,4 @@
-"""The end of a program whose loader still reads."""
+"""The end of a program whose loader is still reading."""
 
 import h5py
 import numpy as np

@@ -1,4 +1,4 @@
-"""A run's folder belongs to one job: which job gets it, which is refused, and what the refusal says."""
+"""The lock of a run's folder: the job that gets it, refused jobs, and their messages."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def no_batch_system(monkeypatch):
 
 @pytest.fixture
 def other(tmp_path):
-    """Another process that has the folder; ends when it is told to."""
+    """Another process that holds the lock, until it is told to end."""
     with subprocess.Popen([sys.executable, "-c", OTHER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                           text=True, env={**os.environ, "SLURM_JOB_ID": "4711"}) as process:
         assert process.stdout.readline() == "has it\n"
@@ -43,14 +43,14 @@ def other(tmp_path):
 
 
 def left_by(folder, **facts) -> None:
-    """The lock of a job that did not release it."""
+    """Write the lock of a job that did not release it."""
     facts = {"host": "elsewhere", "pid": 1, "job": None, "restarts": 0, "since": "2026-11-20T10:00:00"} | facts
     (folder / "lock").write_text(json.dumps(facts))
 
 
 @pytest.fixture
 def taken(tmp_path, caplog):
-    """taken(): the folder is taken and released; what is warned of meanwhile."""
+    """taken() takes and releases the folder, and returns the warnings."""
 
     def take() -> list[str]:
         caplog.clear()
@@ -91,13 +91,13 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path, other, taken, reap
 
 
 def test_a_process_with_the_number_of_one_that_has_ended(tmp_path, other, taken):
-    """The numbers of processes are used again. The start time tells them apart."""
+    """Process ids are reused. The start time distinguishes the processes."""
     left_by(tmp_path, **owner_of(tmp_path) | {"started": "1"})
     assert "taken over" in taken()[0]
 
 
 def test_a_process_of_another_container_is_taken_for_alive(tmp_path, other):
-    """Which has the name of this host, and numbers of processes of its own."""
+    """It has the name of this host, and separate process ids."""
     left_by(tmp_path, **owner_of(tmp_path) | {"namespace": 1, "pid": 2**22 + 1})
     with pytest.raises(FolderInUseError, match=f"process {2**22 + 1}"):
         RunLock(tmp_path).acquire()
@@ -126,7 +126,7 @@ def test_a_job_that_was_queued_again_takes_over_its_own_lock(tmp_path, monkeypat
 
 
 def test_of_two_that_take_over_at_the_same_moment_one_has_it(tmp_path, monkeypatch, other):
-    """The other one took it between the look at the old lock and its removal."""
+    """The other process took it after the old lock was read and before it was removed."""
     alive = (tmp_path / "lock").read_text()
     left_by(tmp_path, host=lock.socket.gethostname(), namespace=lock._namespace(), pid=2**22 + 1, started="5")
     ended = lock._ended
@@ -157,7 +157,7 @@ def test_a_lock_that_was_removed_and_taken_by_another_job_is_not_released(tmp_pa
 
 
 def test_a_full_disk_leaves_no_lock(tmp_path, taken):
-    """A lock that does not name its owner would have to be removed by hand."""
+    """A lock without an owner would have to be removed by hand."""
     with full_disk(True, limit=0), pytest.raises(OSError, match="File too large"):
         RunLock(tmp_path).acquire()
     assert taken() == []

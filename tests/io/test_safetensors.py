@@ -1,4 +1,4 @@
-"""Tensor files: written on one grid, read on every other, loaded by torch, refused when anything is wrong with them."""
+"""Tensor files: written on one grid, read on every other, loaded by torch, refused if anything is wrong."""
 
 import os
 
@@ -25,7 +25,7 @@ def grid(storing_grid):
 
 @pytest.fixture
 def fails(fails):
-    """fails(text, call): every rank raises CheckpointError with one and the same text, which is returned."""
+    """fails(text, call): assert that every rank raises CheckpointError with the same text. Return the text."""
     return lambda text, call, kind=CheckpointError: fails(kind, text, call)
 
 

@@ -1,4 +1,4 @@
-"""A named pipe where a file is to be: to open it would wait for ever. In a child process with a time limit."""
+"""A named pipe in place of a file, which would block when it is opened. Run in a child process with a time limit."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def test_a_named_pipe_is_refused(tmp_path):
 
 
 def test_what_a_file_of_samples_refers_to(tmp_path):
-    """A named pipe; a link to itself is no file."""
+    """A named pipe. A link to itself is not a file."""
     os.mkfifo(pipe := tmp_path / "pipe")
     with h5py.File(path := tmp_path / "a.h5", "w") as file:
         file["y"] = np.zeros(10, int)
@@ -62,7 +62,7 @@ def test_what_a_file_of_samples_refers_to(tmp_path):
 
 
 def assert_refused(cases):
-    """cases: (path, text, name, what is said)."""
+    """cases: (path, text, name, expected text)."""
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     given = json.dumps([(str(path), text) for path, text, _, _ in cases])
     done = subprocess.run([sys.executable, "-c", PROGRAM, given], env=environ, capture_output=True, text=True,

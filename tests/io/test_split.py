@@ -1,4 +1,4 @@
-"""Orders that are computed, not stored, and the rows that are held out by them."""
+"""Permutations that are computed and not stored, and the rows that they hold out."""
 
 from collections import Counter
 from math import factorial
@@ -29,7 +29,7 @@ def test_a_permutation_of_many_numbers_takes_the_memory_of_those_asked_for():
 
 
 def test_the_images_are_those_of_every_machine():
-    """Checkpoints rely on them."""
+    """Checkpoints depend on them."""
     assert Permutation(10, 1, 2)(np.arange(10)).tolist() == [7, 8, 0, 1, 5, 2, 9, 3, 6, 4]
     assert Permutation(1000, 0, 0)(np.arange(4)).tolist() == [833, 685, 748, 192]
 

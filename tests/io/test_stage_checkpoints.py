@@ -1,4 +1,5 @@
-"""Checkpoints and safetensors files of matrices on the stages of a grid: one of all stages, for any number of them."""
+"""Checkpoints and safetensors files of matrices on the stages of a grid: one for all stages, loaded with any number of
+stages."""
 
 import os
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ VECTORS, TRANSPOSED = {"0.bias"}, {"0.weight", "2.weight"}
 
 @contextmanager
 def cut(comm, stages, **options):
-    """A grid with that many stages; of 4 or 8 ranks. 0: none has an axis of that name."""
+    """A grid of 4 or 8 ranks with this number of stages. 0: without an axis "pipe"."""
     x, data = (2, comm.size // 2) if stages < 2 else (1, comm.size // stages)
     with Grid(comm, (x, 1, 1), data, pipe=stages or None, **options) as grid:
         yield grid
@@ -34,7 +35,7 @@ def values(name, seed=0):
 
 
 def of_stage(grid):
-    """The names of this stage. The last stage has the first's table too."""
+    """Names of the matrices of this stage. The last stage also has the table of the first."""
     stages, index = grid.shape.stages, grid.coords.pipe if grid.has_stages else 0
     own = NAMES[slice(*part_range(len(NAMES), stages, index))]
     return [*own, *["table"] * (index == stages - 1 and index > 0)]
@@ -60,7 +61,7 @@ def test_saved_in_stages_and_loaded_in_any_number_of_them(comm, shared_path, bac
             path = keeper.save(3, matrices, {"stages": stages})
             assert len(set(grid.comm.allgather(path))) == 1
             for matrix in matrices.values():
-                matrix.local[...] = -1  # in the background the checkpoint has what was there at the call
+                matrix.local[...] = -1  # a checkpoint in the background has the values at the call
             keeper.finish()
             assert keeper.contents(path) == {name: (SHAPES[name], "float32") for name in NAMES}
         for others in (4, 2, 1, 0):

@@ -1,4 +1,4 @@
-"""A folder of checkpoints that somebody has been in: going back, parts removed, a folder that is gone."""
+"""Folders of checkpoints that were changed by others: earlier steps, removed parts, a missing folder."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ def keeper(grid, shared_path):
 
 @pytest.fixture
 def fresh(grid, shared_path):
-    """fresh(): a keeper of a new folder."""
+    """fresh() makes Checkpoints of a new folder."""
     made = []
 
     def make():
@@ -39,7 +39,7 @@ def fresh(grid, shared_path):
 
 @pytest.fixture
 def fails(fails):
-    """fails(text, call): every rank raises CheckpointError with one and the same text, which is returned."""
+    """fails(text, call): assert that every rank raises CheckpointError with the same text. Return the text."""
     return lambda text, call, kind=CheckpointError: fails(kind, text, call)
 
 
@@ -59,7 +59,7 @@ def names(keeper):
 
 
 def warned(grid, caplog):
-    """What rank 0 was told since the last time."""
+    """Warnings on rank 0 since the last call."""
     told = [record.getMessage() for record in caplog.records
             if (record.name, record.levelname) == ("pmm3d.io", "WARNING")]
     caplog.clear()
@@ -98,7 +98,7 @@ def test_the_one_that_a_run_goes_on_from_stays_though_it_was_retired_before(grid
 
 
 def test_saving_an_earlier_step_retires_the_later_ones_too(grid, keeper, caplog):
-    """A loop of one's own that went back and said nothing of it."""
+    """A training loop of the user that continued from an earlier step without `retire`."""
     for step in (4, 8):
         keeper.save(step, weights(grid, step))
     for step in (5, 6):
@@ -109,7 +109,7 @@ def test_saving_an_earlier_step_retires_the_later_ones_too(grid, keeper, caplog)
 
 
 def test_as_many_retired_ones_stay_as_are_kept(grid, keeper):
-    """Those that were retired last."""
+    """The last retired ones."""
     for again in range(3):
         for step in (2, 3):
             keeper.save(step, weights(grid, 10 * again + step))
@@ -123,7 +123,7 @@ def test_as_many_retired_ones_stay_as_are_kept(grid, keeper):
 
 
 def test_a_part_that_was_removed_blocks_no_save(grid, keeper, caplog):
-    """checkpoint.h5 of the newest one; the step is trained and saved again."""
+    """checkpoint.h5 of the newest checkpoint. The step is trained and saved again."""
     keeper.save(1, weights(grid, 1))
     path = keeper.save(2, weights(grid, 2))
     on_rank_0(grid, lambda: os.remove(path / "checkpoint.h5"))
@@ -227,7 +227,7 @@ def test_an_error_of_the_disk_has_a_remedy_and_loses_nothing(grid, fresh, fails,
 
 
 def test_a_folder_removed_while_it_is_written(grid, keeper, fails, monkeypatch):
-    """The error names it; the next save makes it anew."""
+    """The error names it, and the next save makes it again."""
     from pmm3d.io import checkpoint
 
     keeper.save(1, weights(grid, 1))

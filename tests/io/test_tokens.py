@@ -1,4 +1,4 @@
-"""Sequences of a text on every grid: each token once per epoch with the token after it, each rank its own part."""
+"""Sequences of a text on every grid: each token once per epoch, with the next token, and on each rank its part."""
 
 import json
 from functools import partial
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(2
 
 SEQUENCE, SAMPLES = 8, 11
 TEXT = (np.arange(SEQUENCE * SAMPLES + 4) * 7 % 97 + np.arange(SEQUENCE * SAMPLES + 4)).astype("uint8")
-"""SAMPLES sequences and three tokens that are left out."""
+"""SAMPLES sequences, and three further tokens that are not used."""
 STARTS = np.array([0, 3, SEQUENCE, 20, 21, 60])
 """First tokens of documents."""
 
@@ -33,7 +33,7 @@ def text(write):
 
 
 def local(matrix):
-    """This rank's shard, which is of integers and where the layout says."""
+    """This rank's shard. Asserts its layout and that it contains integers."""
     assert matrix.dtype == "int64" and matrix.labels_below == 256
     own = to_numpy(matrix.local, matrix.library)
     whole = to_numpy(matrix.gather(), matrix.library)
@@ -42,7 +42,7 @@ def local(matrix):
 
 
 def sequences(loader):
-    """The numbers of the sequences of the rest of an epoch, batch by batch."""
+    """Numbers of the sequences in the rest of an epoch, by batch."""
     batches = []
     for x, y in loader:
         tokens, following = local(x).reshape(-1, SEQUENCE), local(y).reshape(-1, SEQUENCE)
@@ -86,7 +86,7 @@ def test_a_loader_goes_on_from_its_state_on_another_grid(comm, nranks, text):
 
 
 def test_along_seq_each_rank_reads_its_rows(comm, nranks, text):
-    """One sequence on two ranks, and two on two ranks, in each order of rows, from memory and from the file."""
+    """One sequence on two ranks, and two on two ranks, with each order of rows, from memory and from the file."""
     for order in ORDERS:
         for name, sequences_here in product(("tokens", "chunked"), (1, 2)):
             seq = min(2, nranks)
@@ -105,7 +105,7 @@ def test_along_seq_each_rank_reads_its_rows(comm, nranks, text):
 
 
 def test_a_second_column_has_the_document_of_each_token(comm, nranks, text):
-    """Also in other orders of rows, of ranks that share a sequence, and in a dry run."""
+    """Also with other orders of rows on ranks that share a sequence, and in a dry run."""
     numbers = np.repeat(np.arange(len(STARTS)), np.diff([*STARTS, len(TEXT)]))
     for order in ("plain", "zigzag"):
         seq = min(2, nranks)
@@ -127,7 +127,7 @@ def test_a_second_column_has_the_document_of_each_token(comm, nranks, text):
 
 
 def test_parts_and_reading_from_the_file(grid, text):
-    """Without the cache, as of a text that is longer."""
+    """Without the cache, as for a longer text."""
     with TokenDataSet(grid, text, SEQUENCE, cache_bytes=0) as data:
         kept, held = data.split(0.3, last=True)
         assert sum(sequences(data.loader(2, rows=kept, shuffle=False)), []) == list(range(8))

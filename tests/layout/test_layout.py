@@ -1,4 +1,4 @@
-"""pmm3d.layout: every element is owned by the ranks that should own it, on grids of up to 4096 ranks."""
+"""pmm3d.layout: the owners of every element, on grids of up to 4096 ranks."""
 
 from collections import Counter
 from itertools import cycle, product
@@ -60,21 +60,21 @@ def layouts(draw, axes=AXES, units=((1, 1),)):
 
 @st.composite
 def with_units(draw):
-    """Layout with units, a shape of whole units, a grid with a named axis."""
+    """A layout with units, a shape of whole units, a grid with a named axis."""
     layout = draw(layouts((*AXES, "seq"), [(1, 1), (2, 1), (3, 4), (1, 7)]))
     rows, cols = (unit * draw(st.integers(0, 12)) for unit in layout.units)
     return layout, (rows, cols), draw(st.builds(GridShape, *[st.integers(1, 3)] * 4, seq=st.integers(1, 3)))
 
 
 def assert_consecutive(ranges, size):
-    """The non-empty ranges, in order, are 0:size without gaps."""
+    """Assert that the ranges that are not empty are 0:size, in order and without gaps."""
     edges = sorted(part for part in ranges if part[0] < part[1])
     assert [start for start, _ in edges] == [0, *(stop for _, stop in edges)][: len(edges)]
     assert max((stop for _, stop in edges), default=0) == size
 
 
 def assert_tiles(layout, shape, grid):
-    """The blocks of all ranks are a mesh over the matrix, and each is held by as many ranks as the layout says."""
+    """Assert that the boxes of all ranks divide the matrix, and that each is replicated as the layout determines."""
     owners_of = Counter(layout.box(shape, grid, grid.coords(rank)) for rank in range(grid.size))
     blocks = {box: count for box, count in owners_of.items() if box.size}
     rows, cols = {box[:2] for box in blocks}, {box[2:] for box in blocks}
@@ -87,7 +87,7 @@ def assert_tiles(layout, shape, grid):
 
 
 def test_large_grids_own_each_element_as_often_as_they_should():
-    """Three shapes in turn: each layout and each grid meets all of them."""
+    """Three shapes in turns, so that each layout and each grid is tested with all of them."""
     shapes = cycle([(12301, 4099), (61, 10**12 + 7), (5, 3)])
     for (grid, layout), shape in zip(product(LARGE_GRIDS, SHARDED + PARTIAL), shapes):
         with named(grid=grid, layout=layout, shape=shape):
@@ -162,7 +162,7 @@ def test_units_by_axis_are_compared_by_what_they_say():
 
 
 def assert_owners(placement, low, high, expected):
-    """expected: of each part that has rows of low:high, its first row and its box."""
+    """expected: for each part with rows in low:high, its first row and its box."""
     found = list(placement.rows.within(low, high))
     assert [run.start - run.local for run in found] == sorted(expected)
     for run in found:
@@ -262,7 +262,7 @@ def test_parts_that_overlap_a_range_are_found_by_arithmetic(size, parts, low, hi
 
 
 def test_few_steps_find_the_parts_of_many():
-    """A rank's pieces among those of 2^60 ranks."""
+    """The pieces of a rank, among 2^60 ranks."""
     grid = GridShape(2**20, 2**20, 2**20)
     placement = Placement((2**62, 5), Layout(("z", "y", "x")), grid)
     assert [(placement.sender_for(Tile(run.part, 0), 0), *run[1:])

@@ -1,4 +1,4 @@
-"""Dims that are dealt out, matrices in tiles, and the pieces that go from one to the other."""
+"""Distributions of dims, matrices in tiles, and the pieces of a move between tilings."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ intervals = st.lists(st.integers(0, 9), min_size=1, max_size=6).map(
 
 @st.composite
 def splits(draw):
-    """A window of a dim that axes cut, each in units that are multiples of those of the axes after it."""
+    """A window of a dim that axes cut. The units of an axis are multiples of the units of the axes after it."""
     counts, units = tuple(draw(st.lists(numbers, max_size=3))), [draw(numbers)]
     for _ in counts[1:]:
         units.append(draw(st.sampled_from([unit for unit in range(1, units[-1] + 1) if units[-1] % unit == 0])))
@@ -36,7 +36,7 @@ dealings = cyclics | intervals | splits()
 
 @given(cyclics)
 def test_blocks_are_dealt_out_as_scalapack_does(dealt):
-    """INDXG2P and INDXG2L of its TOOLS, of indices counted from 0."""
+    """Compared with INDXG2P and INDXG2L of ScaLAPACK's TOOLS, with indices counted from 0."""
     found = [(run.part, run.local + step) for run in dealt.within(0, dealt.size)
              for step in range(run.stop - run.start)]
     glob = range(dealt.offset, dealt.offset + dealt.size)
@@ -138,7 +138,7 @@ def edges(dealt, part):
 
 
 def test_replicas_share_the_work_of_sending():
-    """From a layout that replicates over z, every rank of z serves its own readers."""
+    """If the layout replicates over z, each rank along z sends to a different part of the readers."""
     grid = GridShape(2, 1, 4)
     source = Placement((16, 16), Layout(rows="x"), grid)
     target = Placement((16, 16), Layout(rows=("z", "x")), grid)
@@ -148,7 +148,7 @@ def test_replicas_share_the_work_of_sending():
 
 
 def test_a_rank_of_many_finds_its_pieces_in_few_steps():
-    """On 2^60 ranks: no step lists the parts of a dim."""
+    """On 2^60 ranks, so no step can list the parts of a dim."""
     grid = GridShape(2**20, 2**20, 2**20)
     rows, other = (Placement((2**62, 5), Layout(axes), grid) for axes in (("z", "y", "x"), ("x", "z", "y")))
     assert list(send_blocks(rows, other, 5)) == [(5 * 2**20,)]
@@ -180,8 +180,8 @@ def moves(draw):
 @settings(max_examples=60, deadline=None)
 @given(moves())
 def test_the_tables_of_a_move_bring_each_element_once(move):
-    """Of all ranks: both ends of a message list the same parts in the same round, an element that is not there comes
-    from one rank, each place is written once, and a round keeps its bound."""
+    """On all ranks: both ends of a message list the same parts in the same round, each missing element comes from one
+    rank, each place is written once, and a round keeps its bound."""
     source, target, ranks, rounds = move
     whole = np.arange(source.shape[0] * source.shape[1]).reshape(source.shape)
     turn = (lambda arrays: [array.T for array in arrays]) if source.order == "F" else (lambda arrays: arrays)

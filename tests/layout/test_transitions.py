@@ -1,4 +1,4 @@
-"""pmm3d.layout.transitions: the steps, done with numpy for all ranks of a grid, end where they should."""
+"""pmm3d.layout.transitions: the steps, executed by numpy for all ranks of a grid, give the target layout."""
 
 import heapq
 from collections import defaultdict
@@ -22,7 +22,7 @@ grids = st.sampled_from([
 
 @st.composite
 def layouts(draw, grid, shape):
-    """Any, with units that divide the dims; in some the last axes of a dim cut inside the units."""
+    """Random layouts whose units divide the dims. In some, the last axes of a dim cut inside the units."""
     axes = draw(st.permutations(grid.names))
     a, b, c = sorted(draw(st.lists(st.integers(0, len(axes)), min_size=3, max_size=3)))
     units = []
@@ -40,7 +40,7 @@ def cases(draw):
 
 
 def held(whole, layout, grid):
-    """What each rank holds: of a sum, numbers of its own that make it up."""
+    """Array of each rank. For partial sums, different numbers whose sum is the matrix."""
     arrays, rng = {}, np.random.default_rng(1)
     partial = {}
     for rank in range(grid.size):
@@ -64,7 +64,7 @@ def line(grid, axis, rank):
 
 
 def done(step, before, arrays, shape, grid):
-    """What each rank holds after a step, from what the ranks of its axis held, and by no other knowledge than boxes."""
+    """Arrays of the ranks after a step, from the arrays of the ranks along its axis and their boxes."""
     after = {}
     for rank, array in arrays.items():
         box = step.layout.summed.box(shape, grid, grid.position(rank))
@@ -139,13 +139,14 @@ def test_an_axis_in_the_same_place_is_left_alone_and_a_move_comes_once(case):
 
 
 def received(kind, size, ranks):
-    """Of a rank that holds so many elements, in units of a rank's share of a whole matrix."""
+    """Elements that a rank with `size` elements receives, in units of a rank's share of a whole matrix."""
     return {"slice": 0, "keep": 0, "gather": size * (ranks - 1), "all_reduce": 2 * size * (ranks - 1) / ranks,
             "reduce_scatter": size * (ranks - 1) / ranks, "all_to_all": size * (ranks - 1) / ranks}[kind]
 
 
 def neighbours(layout, target, axes):
-    """(kind, axis, layout) of every step of one of the axes; none is cut by one that does not cut it in the target."""
+    """Yield (kind, axis, layout) of each step of one of the axes. An axis cuts a dim only if it does so in the target.
+    """
     for axis in axes:
         rows, cols, sums = (tuple(other for other in group if other != axis)
                             for group in (layout.rows, layout.cols, layout.sums))
@@ -168,7 +169,7 @@ def neighbours(layout, target, axes):
 
 
 def least(source, target, grid):
-    """Fewest elements received on any way along the axes whose state changes."""
+    """Smallest number of received elements of any sequence of steps along the axes whose state changes."""
     before, after = states(source.on(grid)), states(target.on(grid))
     axes = [axis for axis in grid.names if before.get(axis) != after.get(axis)]
     number, done, waiting = count(), set(), [(0, 0, source.on(grid))]

@@ -1,4 +1,4 @@
-"""pmm3d.model.axonn: the figures of AxoNN's authors, and what the five terms say beyond them."""
+"""pmm3d.model.axonn: figures of AxoNN's authors, and further results of the five terms."""
 
 import json
 from math import inf

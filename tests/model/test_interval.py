@@ -1,4 +1,4 @@
-"""pmm3d.model.interval: how often to write a checkpoint."""
+"""pmm3d.model.interval: the best interval between checkpoints."""
 
 import math
 
@@ -16,7 +16,7 @@ failures = st.floats(100, 1e7)
 
 
 def best_interval(write, mtbf):
-    """Of the least share lost, by golden section: the share has one minimum."""
+    """The interval with the smallest lost share, by golden section, because the share has one minimum."""
     low, high, part = 1e-6, 50 * mtbf, (math.sqrt(5) - 1) / 2
     for _ in range(200):
         first, second = high - part * (high - low), low + part * (high - low)
@@ -51,7 +51,7 @@ def test_daly_goes_over_to_mtbf_without_a_large_jump():
 
 
 def test_the_lost_share_is_that_of_jobs_with_random_failures():
-    """200,000 intervals, each tried until no failure comes into it."""
+    """200,000 intervals. Each is repeated until it has no failure."""
     interval, write, mtbf, restart = 400.0, 30.0, 2000.0, 60.0
     draws = np.random.default_rng(14)
     seconds = 0.0

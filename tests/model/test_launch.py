@@ -1,4 +1,4 @@
-"""The launcher beside the MPI of this Python; the share of a node's cores that a rank takes."""
+"""The launcher in the environment of this Python, and the share of a node's cores for a rank."""
 
 import os
 
@@ -59,7 +59,7 @@ def test_ranks_of_a_node(environ, tasks):
 @looped("own, of_job, ranks, threads", [
     (2, 2, 8, "1"), (64, 64, 8, "8"), (16, 64, 8, "8"), (4, 64, 16, None), (1, 64, 64, None), (64, 64, 1, None)])
 def test_a_rank_takes_its_share_of_the_cores(monkeypatch, own, of_job, ranks, threads):
-    """Not more than it is bound to; and nothing is said where that is what the BLAS would take by itself."""
+    """At most the cores to which it is bound. No variable is set if the BLAS would choose this number by itself."""
     monkeypatch.setattr(machine, "cores", lambda: frozenset(range(own)))
     monkeypatch.setattr(machine, "cores_of_job", lambda *others: of_job)
     environ = {"OMPI_COMM_WORLD_LOCAL_SIZE": str(ranks)}
@@ -76,7 +76,7 @@ def test_threads_that_somebody_chose_stay(monkeypatch, name):
 
 
 def test_the_job_has_the_cores_of_what_started_the_ranks(monkeypatch, tmp_path):
-    """Above this process there is a shell of the same rank, and above that the launcher."""
+    """The parent of this process is a shell of the same rank, and the parent of that is the launcher."""
     shell, launcher = os.getppid(), 999_999
     for pid, environ, parent in ((shell, "A=1\0RANK_OF=3\0", launcher), (launcher, "A=1\0", 1)):
         folder = tmp_path / str(pid)

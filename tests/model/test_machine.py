@@ -1,4 +1,4 @@
-"""pmm3d.model.machine: which kernel OpenBLAS should use, from made-up descriptions of processors."""
+"""pmm3d.model.machine: the right kernel of OpenBLAS, from invented descriptions of processors."""
 
 import importlib
 import os
@@ -28,7 +28,7 @@ flags\t\t: none
 
 @pytest.fixture
 def cpuinfo(tmp_path):
-    """cpuinfo(vendor, flags): the Cpu read from a file that says so."""
+    """cpuinfo(vendor, flags): the Cpu that is read from a file with this content."""
 
     def read(vendor, flags="", name="Model"):
         path = tmp_path / "cpuinfo"

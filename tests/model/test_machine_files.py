@@ -1,4 +1,4 @@
-"""pmm3d.model.machines.reading: files of machines are read and written, and what is wrong in them is said."""
+"""pmm3d.model.machines.reading: files of machines are read and written, and errors in them are reported."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""pmm3d.model.machines: what a machine says that GEMMs, passes and collectives take, and which ranks share a node."""
+"""pmm3d.model.machines: times of GEMMs, passes and collectives on a machine, and ranks that share a node."""
 
 import math
 import pickle
@@ -27,14 +27,14 @@ figures = st.floats(1e-15, 1e3)
 
 @st.composite
 def groups(draw):
-    """Of a grid with two axes, on nodes of some ranks."""
+    """Random groups of a grid with two axes, on nodes of some ranks."""
     shape = GridShape(draw(st.integers(1, 12)), draw(st.integers(2, 12)), 2)
     return groups_of(shape, draw(st.integers(1, 16)))["y"]
 
 
 @st.composite
 def measured(draw):
-    """Rows as clocks give them: larger ones are not always slower."""
+    """Rows as in measurements: a larger size is not always slower."""
     steps = draw(st.lists(st.integers(1, 2**20), min_size=1, max_size=8))
     seconds = draw(st.lists(st.floats(1e-7, 10), min_size=len(steps), max_size=len(steps)))
     return Measured("all_gather", 4, 1, tuple(sum(steps[: index + 1]) for index in range(len(steps))), tuple(seconds))

@@ -19,7 +19,7 @@ ranks = st.integers(1, 10**6)
     (1, 0.0), (2, 1 / math.sqrt(math.pi)), (3, 1.5 / math.sqrt(math.pi)), (4, 1.0293753730), (5, 1.1629644736),
     (10, 1.5387527308), (100, 2.5075936)])
 def test_known_means(count, mean):
-    """Of 2 and 3 in closed form, of 5 too: 5/(4 sqrt pi) + 15 asin(1/3)/(2 pi^1.5); the others from tables."""
+    """Of 2 and 3 in closed form, and of 5: 5/(4 sqrt pi) + 15 asin(1/3)/(2 pi^1.5). The others are from tables."""
     assert expected_largest(count) == pytest.approx(mean, abs=5e-8)
     if count == 5:
         closed = 5 / (4 * math.sqrt(math.pi)) + 15 * math.asin(1 / 3) / (2 * math.pi**1.5)
@@ -34,7 +34,8 @@ def test_the_mean_of_the_largest_of_random_draws(count):
 
 @given(ranks)
 def test_between_the_median_and_the_bound_for_large_numbers(count):
-    """The largest is skewed to the right, so that its mean is above its median; and below sqrt(2 ln P)."""
+    """The largest value has a distribution skewed to the right, so its mean is above its median. It is below sqrt(2 ln
+    P)."""
     median = NormalDist().inv_cdf(0.5 ** (1 / count))
     assert median - 1e-9 <= expected_largest(count) <= math.sqrt(2 * math.log(count)) + 1e-9
 
@@ -46,7 +47,7 @@ def test_more_ranks_are_slower(one, other):
 
 
 def test_very_many_ranks():
-    """Against the asymptotic mean of Gumbel's law, whose error falls as 1 / ln P."""
+    """Compared with the asymptotic mean of Gumbel's law, whose error decreases as 1 / ln P."""
     count = 10**12
     quantile = NormalDist().inv_cdf(1 - 1 / count)
     gumbel = quantile + 0.5772156649 / quantile

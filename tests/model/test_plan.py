@@ -37,7 +37,7 @@ def ranks_of(plan):
 
 
 def total(plan, figure):
-    """The sum over all ranks, by axis."""
+    """Sum over all ranks, by axis."""
     found = [getattr(plan.on_rank(coords), figure) for coords in ranks_of(plan)]
     return {axis: sum(rank[axis] for rank in found) for axis in "xyz"}
 
@@ -75,8 +75,8 @@ def test_the_panels_pass_through_the_contracted_range_once(plan):
 
 
 def indices_by_owner(plan, coords, axis, cut):
-    """The contracted indices that each rank along an axis says it brings to a panel, in the block's count; `cut` gives
-    a rank's part of the operand and its slices of the panel."""
+    """Rank along an axis -> contracted indices that it contributes to a panel, as numbers in the block. `cut` returns a
+    rank's part of the operand and its slices of the panel."""
     owners = [coords._replace(**{axis: index}) for index in range(getattr(plan.grid, axis))]
     cuts = [cut(plan.on_rank(owner)) for owner in owners]
     starts = offsets(cuts[0][0].owners)
@@ -85,7 +85,7 @@ def indices_by_owner(plan, coords, axis, cut):
 
 @given(plans, st.sampled_from("ab"))
 def test_owners_bring_what_the_others_expect(plan, operand):
-    """The ranks along an axis, each from its own coordinates, agree on who brings which indices to a panel."""
+    """The ranks along an axis compute the owners of the indices of a panel from their own coordinates, and agree."""
     axis = plan.axis_roles[2 if operand == "a" else 0]
     for coords in ranks_of(plan)[:: max(1, plan.grid.size // 5)]:
         rank = plan.on_rank(coords)

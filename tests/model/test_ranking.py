@@ -1,4 +1,4 @@
-"""pmm3d.model.ranking: the lower bound, the ranking of grids and what they hold."""
+"""pmm3d.model.ranking: the lower bound, the ranking of grids and their memory."""
 
 import math
 import random
@@ -98,7 +98,7 @@ def test_where_only_bytes_count_the_best_grid_of_a_cube_attains_the_lower_bound(
 
 
 def test_where_only_bytes_count_no_grid_moves_fewer():
-    """60 products whose dims all grids divide, against every grid of that many ranks."""
+    """60 products whose dims all grids divide, compared with every grid of this number of ranks."""
     drawn = random.Random(14)
     for _ in range(60):
         ranks = drawn.choice((2, 6, 8, 12, 16))
@@ -109,8 +109,8 @@ def test_where_only_bytes_count_no_grid_moves_fewer():
 
 
 def test_where_dims_do_not_divide_no_grid_moves_fewer_either():
-    """60 products of any sizes, by the bytes, without padding, that the busiest rank moves: along each axis those that
-    it receives, or sends if these are more, as they are where some ranks have no part."""
+    """60 products of any sizes, by the bytes without padding of the busiest rank: along each axis the received bytes,
+    or the sent bytes if they are more, as for ranks without a part."""
     drawn = random.Random(14)
     for _ in range(60):
         ranks = drawn.choice((2, 4, 6, 8, 12, 16, 36, 64, 100))
@@ -140,7 +140,8 @@ def up_to(ranks):
 
 
 def least_seconds(costs, shapes, best):
-    """The least price of these grids, at most `best`. A grid whose GEMM alone takes as long as `best` is not priced."""
+    """The smallest price of these grids, or `best` if it is smaller. A grid whose GEMM alone takes `best` is not
+    priced."""
     def seconds(shape):
         groups = costs.groups(shape)
         return costs.simulated(costs.plan(shape, groups), groups).seconds
@@ -152,7 +153,7 @@ def least_seconds(costs, shapes, best):
 
 @looped("name", MACHINES)
 def test_of_up_to_64_ranks_the_best_grid_is_the_best_of_all(name, pytestconfig):
-    """With --all: on more numbers of ranks."""
+    """With --all: for more numbers of ranks."""
     counts = (*range(1, 20), 31, 47, 64) if pytestconfig.getoption("all_tests") else (2, 12, 31)
     for size in (CUBE, (300, 5000, 64), (64, 64, 64)):
         for ranks in counts:
@@ -174,7 +175,7 @@ def test_of_many_ranks_the_best_grid_is_within_3_percent_of_the_best_of_all(size
 
 @pytest.mark.parametrize("ranks", [7, 13])
 def test_a_prime_number_of_ranks_may_leave_some_idle(ranks):
-    """A slow link makes 2x2x3 on 12 of 13 ranks better than 13x1x1; where a dim is long all ranks are used."""
+    """With a slow link, 2x2x3 on 12 of 13 ranks is better than 13x1x1. With a long dim, all ranks are used."""
     assert rank_products((512, 512, 512), ranks, "float64", BYTES_ONLY, exact=False).candidates[0].grid.size < ranks
     long = rank_products((ranks * 100000, 64, 64), ranks, "float64", cluster(16), exact=False).candidates[0]
     assert long.grid == GridShape(1, 1, ranks)
@@ -202,7 +203,7 @@ def test_what_does_not_fit_is_dropped_with_the_reason():
 
 
 def test_nothing_fits():
-    """The error says what is short, and the fewest ranks of which a grid fits: of one less none does."""
+    """The error contains the missing memory, and the smallest number of ranks with a grid that fits."""
     limit = 30_000_000
     with pytest.raises(GridError, match=r"no grid of 8 ranks keeps m, n, k = .* within 30,000,000 bytes a rank; the "
                                         r"least is [\d,]+. (\d+) ranks are the fewest of which a grid does") as raised:
@@ -251,7 +252,7 @@ def test_a_faster_network_makes_the_best_no_slower():
 
 
 def test_on_a_flat_machine_dims_that_change_places_take_their_axes_along():
-    """m lies along z, n along x, k along y."""
+    """z splits m, x splits n, y splits k."""
     flat = machine(rate=5e10, latency=2e-6, latency_across=2e-6)
     for ranks in (8, 64):
         size = (16384, 4096, 1024)
@@ -266,7 +267,7 @@ def test_on_a_flat_machine_dims_that_change_places_take_their_axes_along():
 
 @looped("size", [(65536, 512, 65536), (4096, 4096, 4096), (512, 16384, 16384)])
 def test_slow_links_between_nodes_put_the_axis_with_most_bytes_inside(size):
-    """Nodes of 4: what crosses them is less than what stays inside."""
+    """With nodes of 4, the bytes between nodes are fewer than those inside."""
     best = rank_products(size, 16, "float64", cluster(4, bandwidth_across=1e7, hiding=0)).candidates[0].grid
     groups, moved = groups_of(best, 4), along_axes(size, best[:3])
     inside = [moved[axis] for axis in "xyz" if getattr(best, axis) > 1 and groups[axis].nodes == 1]
@@ -277,7 +278,7 @@ def test_slow_links_between_nodes_put_the_axis_with_most_bytes_inside(size):
 
 
 def bytes_between_nodes(size, grid):
-    """That a rank receives from other nodes of 4."""
+    """Bytes that a rank receives from other nodes of 4."""
     groups, moved = groups_of(grid, 4), along_axes(size, grid[:3])
     return sum(moved[axis] * (groups[axis].size - groups[axis].inside) / (groups[axis].size - 1)
                for axis in "xyz" if groups[axis].size > 1)
@@ -290,6 +291,6 @@ def test_ranks_that_are_dealt_out_in_turn_have_nothing_inside():
 
 
 def test_equal_grids_are_told_apart_by_a_fixed_rule():
-    """Nothing to do on any grid: the fewest nodes crossed, then less memory, the smaller y, the larger z."""
+    """If no grid has work: the fewest nodes crossed, then the least memory, the smallest y, the largest z."""
     grids = [candidate.grid[:3] for candidate in rank_products((0, 0, 0), 6, "float64", BYTES_ONLY).candidates]
     assert grids == sorted(grids, key=lambda grid: (grid[1], -grid[2])) and len(grids) == 9

@@ -1,4 +1,4 @@
-"""Actions of a dry run as tasks: what runs where, what waits for what, and what they add up to."""
+"""Actions of a dry run as tasks: their resources, dependencies and total time."""
 
 from types import SimpleNamespace
 
@@ -18,8 +18,8 @@ GROUPS = {"x": Group(2, 2, 1, 2), "z": Group(4, 1, 4, 2), "all": Group(8, 2, 4, 
 
 
 def machine(overhead=0.0):
-    """Every GEMM takes mnk seconds (twice that where A is turned), a byte of a pass 1 s (of relu 2 s), a byte of a
-    message 3 s; half of what goes across is hidden."""
+    """A machine on which a GEMM takes mnk seconds (twice that if A is transposed), a byte of a pass 1 s (of relu 2 s),
+    and a byte of a message 3 s. Half of the time between nodes is hidden."""
     return SimpleNamespace(
         overhead_in_step=overhead,
         gemm_seconds=lambda m, n, k, dtype, form: float(m * n * k * (1 + (form[0] == "t"))),
@@ -55,7 +55,7 @@ def test_a_collective_is_hidden_in_part_and_the_rest_is_where_it_is_awaited():
 
 
 def test_what_goes_on_from_others_is_awaited_with_them():
-    """As the sums of a loss along one axis after the other, of which the last is awaited."""
+    """For example, sums of a loss along several axes, of which only the last is awaited."""
     found = tasks([begin(1), begin(2, "x", after=(1,)), begin(3, after=(2,)), wait(3), wait(1)], machine(), GROUPS)
     assert [task.after for task in found] == [(), (0,), (1,), (0, 2), (1, 2), (2,)]
     assert [(task.kind, task.seconds) for task in found[3:]] == [("wait", 15.0), ("wait", 0.0), ("wait", 15.0)]
@@ -71,14 +71,14 @@ def test_one_that_goes_on_from_one_of_a_step_before_is_alone():
 
 
 def test_the_overhead_comes_before_what_is_computed():
-    """What a collective was measured to take has the Python of its beginning and end."""
+    """The measured time of a collective includes the Python of its beginning and end."""
     found = tasks([begin(1), GEMM, PASS, wait(1)], machine(0.25), GROUPS)
     assert [task.kind for task in found] == ["collective", "overhead", "gemm", "overhead", "pass", "wait"]
     assert found[1].seconds == 0.25 and found[1].resource == "processor" and found[5].after == (0,)
 
 
 def test_where_nothing_is_hidden_each_axis_is_waited_for_as_long_as_it_takes():
-    """Also where one wait is for several."""
+    """Also if one wait is for several."""
     actions = [begin(1), begin(2, "x", 70, (1,)), GEMM, wait(2)]
     nothing = machine()
     nothing.hidden_share = lambda group: 0.0
@@ -108,7 +108,7 @@ def step_on(shape, data=1, rank=0, rows=64, sizes=(64, 128, 32), bias=True):
 
 
 def test_a_step_of_a_network():
-    """Each collective is awaited once at most, after it was begun; all that a dry run notes takes its time."""
+    """Each collective is awaited at most once, after its begin. Every recorded action takes its time."""
     shape, actions = GridShape(2, 2, 2, 2), step_on((2, 2, 2), 2)
     groups = groups_of(shape, 4)
     found = tasks(actions, machine(), groups)
@@ -121,9 +121,9 @@ def test_a_step_of_a_network():
 
 
 def test_ranks_meet_in_the_same_collectives(monkeypatch):
-    """Also where sizes do not divide, and some have nothing to send."""
+    """Also if sizes do not divide, and some ranks send nothing."""
     class Numbered(dry.DryPending):
-        """Keeps the number of each collective on its axis."""
+        """Records the number of each collective on its axis."""
 
         def __init__(self, engine, generator, record):
             super().__init__(engine, generator, record)

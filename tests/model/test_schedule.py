@@ -1,7 +1,5 @@
-"""Every schedule, of all ranks of a group, without MPI: the tables are executed on symbols.
-
-A row of IN is a symbol that names its rank and number; a sum is a tuple of symbols in their order.
-"""
+"""Every schedule, for all ranks of a group, without MPI: the tables are executed on symbols. A row of IN is a symbol
+with its rank and number. A sum is a tuple of symbols in order."""
 
 from itertools import product
 
@@ -19,8 +17,8 @@ EMPTY = None
 
 
 class Rank:
-    """The buffers of one rank. Work buffers share memory as the table says: a value that is overwritten while it is
-    needed changes the result."""
+    """The buffers of one rank. Work buffers share memory as planned, so a value that is overwritten too early changes
+    the result."""
 
     def __init__(self, schedule, given, out):
         self.schedule, self.given, self.out = schedule, given, out
@@ -64,7 +62,7 @@ class Rank:
 
 
 def execute(ranks):
-    """All tables, until all are at their end. Messages are matched in their order; each finds its partner."""
+    """Execute all tables to their end. Messages are matched in order, and each has a partner."""
     mail = {}
     under_way = {number: walk(number, rank, mail) for number, rank in enumerate(ranks)}
     while under_way:
@@ -106,7 +104,8 @@ def walk(number, rank, mail):
 
 
 def check_hazards(rank, each):
-    """What is written while the messages of a round travel: each place once, and none that is sent or copied from."""
+    """Assert that during the messages of a round each place is written at most once, and not while it is sent or
+    copied."""
     def elements(span):
         memory, places = rank.places(span)
         return {(id(memory), place + more) for place in places for more in range(2 if rank.is_wide(span) else 1)}
@@ -125,7 +124,7 @@ def leaves(value):
 
 
 def contract(ranks):
-    """The order of a sum of these ranks: stage by stage, in rank order within each, nested as it is added."""
+    """The documented order of a sum of these ranks: stage by stage, in rank order within each, as nested tuples."""
     sums = list(ranks)
     for radix in stages(len(sums)):
         stride = len(sums) // radix
@@ -134,7 +133,7 @@ def contract(ranks):
 
 
 def expected(ranks, per_node, row):
-    """The sum of a row over all ranks, as the contract says."""
+    """The sum of a row over all ranks, in the documented order."""
     def named(value):
         return ("in", value, row) if isinstance(value, int) else tuple(map(named, value))
 
@@ -153,7 +152,7 @@ def symbols(rank, rows):
 
 
 def check_counts(ranks):
-    """What `count` says is what the tables move, and their work memory is what they use."""
+    """Assert that `count` equals the messages of the tables, and the planned work memory that which is used."""
     for rank in ranks:
         volume = count(rank.schedule, 8)
         assert (volume.received, volume.sent) == (8 * rank.received, 8 * rank.sent)
@@ -163,7 +162,7 @@ def check_counts(ranks):
 
 @st.composite
 def groups(draw):
-    """(nodes, ranks on each, whether collectives go by nodes)."""
+    """(nodes, ranks on each, whether collectives are hierarchical)."""
     per_node = draw(st.integers(1, 8))
     nodes = draw(st.integers(1, 64 // per_node))
     return nodes * per_node, per_node if 1 < per_node < nodes * per_node and draw(st.booleans()) else 1
@@ -251,7 +250,8 @@ def test_a_shared_gather_brings_each_row_to_each_node(group, data):
 
 
 def test_no_rank_leaves_a_barrier_before_all_have_come():
-    """Knowledge of who has come spreads along the messages: at the end each rank knows of all of its group."""
+    """Messages carry the set of ranks that have entered. At the end, each rank has the set of all ranks of its group.
+    """
     for size, per_node in [(1, 0), (2, 0), (3, 0), (7, 0), (16, 0), (48, 0), (12, 4), (6, 3)]:
         made = [tables.barrier(size, rank, per_node) for rank in range(size)]
         known = [{rank} for rank in range(size)]
@@ -267,7 +267,7 @@ def test_no_rank_leaves_a_barrier_before_all_have_come():
 
 
 def test_messages_of_thousands_of_ranks_find_their_partners():
-    """Each rank's rounds are compared with those of its peers: same order, same sizes, few rounds and messages."""
+    """The rounds of each rank are compared with those of its peers: same order, same sizes, few rounds and messages."""
     for size, per_node in [(256, 8), (4096, 1)]:
         counts = tuple(part_sizes(size + 3, size))
         for make in (lambda rank: tables.all_gather(counts, rank, per_node),  # noqa: B023

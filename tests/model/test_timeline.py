@@ -1,5 +1,5 @@
-"""pmm3d.model.simulation: times of the tasks of a rank, against the longest way through the graph of what waits for
-what, and where the time goes."""
+"""pmm3d.model.simulation: times of the tasks of a rank, compared with the longest path through their graph, and the
+division of the time."""
 
 import pytest
 from hypothesis import given
@@ -14,7 +14,7 @@ RESOURCES = [PROCESSOR, PROCESSOR, "inside", "across"]
 
 @st.composite
 def some_table(draw):
-    """Whole numbers of seconds: sums are exact in any order."""
+    """Whole numbers of seconds, so that sums are exact in any order."""
     return [Task(draw(st.sampled_from(["gemm", "pass", "wait"])), draw(st.sampled_from(RESOURCES)),
                  float(draw(st.integers(0, 9))),
                  tuple(draw(st.lists(st.integers(0, number - 1), max_size=2)) if number else ()),
@@ -65,7 +65,7 @@ def test_what_is_no_table_is_refused(table, words):
 
 
 def test_what_is_waited_for_is_parted_by_what_held_it_up():
-    """The processor is idle from 1 to 9: while z's runs, until 5; then for data's, which had to let z's pass."""
+    """The processor is idle from 1 to 9: until 5 for z's collective, and then for data's, which had to wait for z's."""
     table = [Task("collective", "across", 5.0, axis="z"), Task("collective", "across", 4.0, axis="data"),
              Task("gemm", PROCESSOR, 1.0), Task("wait", PROCESSOR, 0.0, after=(1,))]
     assert simulate(table).terms == {"gemm": 1.0, "z": 4.0, "data": 4.0}

@@ -1,4 +1,4 @@
-"""An optimizer's change of a weight, in one pass of each library's kernel as by numpy's expressions."""
+"""Optimizers: one pass of the kernel of each library changes a weight as numpy's expressions do."""
 
 import tracemalloc
 from contextlib import contextmanager, nullcontext
@@ -23,7 +23,7 @@ OPTIMIZERS = [(optim.SGD, {}), (optim.SGD, {"momentum": 0.9}), (optim.SGD, {"mom
 
 @contextmanager
 def on_device():
-    """torch's tensors take the path for devices."""
+    """torch's tensors use the code for devices."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TorchLibrary, "on_host", False)
         patch.setattr(TorchLibrary, "memory", NumpyLibrary())
@@ -57,7 +57,7 @@ def test_kernels_of_torch_take_adams_steps(dtype, error):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9, None])
 def test_torch_rounds_each_element_alike_wherever_it_is_cut(dtype, momentum):
-    """Slices of any length, as ranks have them that share an optimizer's state. None: Adam."""
+    """For slices of any length, as on ranks that share an optimizer's state. None: Adam."""
     drawn, size = np.random.default_rng(2), 1003
     arrays = [drawn.uniform(0.1, 1, size).astype(dtype) for _ in range(4)]
 
@@ -76,7 +76,7 @@ def test_torch_rounds_each_element_alike_wherever_it_is_cut(dtype, momentum):
 
 
 def adam_as_written(weight, gradient, mean, square, decoupled, options):
-    """The formula of the paper, each operation into an array of its own."""
+    """The formula of the paper, with a new array for each operation."""
     (first, second), lr, decay, step = (options[name] for name in ("betas", "lr", "weight_decay", "step"))
     rate, scale = lr / (1 - first**step), sqrt(1 - second**step)
     if decoupled and decay:
@@ -113,7 +113,7 @@ class Still(optim.SGD):
 
 
 class Clamped(optim.SGD):
-    """What it does to a weight depends on the weight."""
+    """An optimizer whose change depends on the weight."""
 
     def update(self, weight, gradient, state, options):
         super().update(weight, gradient, state, options)
@@ -126,11 +126,11 @@ class NoChange:
 
 
 class Mixed(NoChange, optim.AdamW):
-    """Its update is a mixin's."""
+    """An optimizer whose `update` is inherited from a mixin."""
 
 
 def stepped(grid, library, dtype, kind, options, steps=3, stepping=nullcontext):
-    """The weight, its state and its master, if there is one, after some steps."""
+    """The weight, its state, and its master weight if there is one, after some steps."""
     made = library_named(library)
     drawn = np.random.default_rng(0)
     matrix = DistMatrix.from_global(grid, made.from_numpy(drawn.standard_normal((9, 7)), dtype))
@@ -151,7 +151,7 @@ def stepped(grid, library, dtype, kind, options, steps=3, stepping=nullcontext):
 
 @pytest.mark.parallel([1])
 def test_kernels_take_the_steps_of_each_optimizer(comm):
-    """Of low precision the master weight, to float32's digits."""
+    """In low precision, the master weight has the digits of float32."""
     for kind, options in OPTIMIZERS:
         for dtype, error in [("float16", 2e-7), ("float32", 1e-6), ("float64", 1e-14)]:
             with given(kind=kind, options=options, dtype=dtype, error=error):
@@ -181,7 +181,7 @@ def test_torch_takes_the_same_steps_on_a_device(comm):
 @pytest.mark.parallel([1])
 @pytest.mark.parametrize("dtype, number", [("float16", 3), ("float32", 2)])
 def test_a_step_on_a_device_is_few_calls(comm, monkeypatch, dtype, number):
-    """The gradient is scaled; the update is one kernel; a master is rounded."""
+    """One call scales the gradient, one kernel updates, and one call rounds the master weight."""
     import standin_streams
 
     calls, add = [], standin_streams.Queue.add
@@ -209,7 +209,7 @@ def test_an_update_of_ones_own_is_done_on_a_device_too(comm):
 
 
 def test_numbers_of_a_kernel_are_rounded_once(monkeypatch):
-    """1 - 0.999 in float32 is off in its fifth digit."""
+    """1 - 0.999 computed in float32 is wrong in the fifth digit."""
     taken = []
     monkeypatch.setattr(fused, "_kernels_of", lambda weight: (None, "cupy"))
     monkeypatch.setattr(fused, "_run", lambda *given: taken.append(given))

@@ -1,5 +1,5 @@
-"""Networks on ranks that are told to be on several nodes: bytes as the dry run has them, weights that do not depend on
-what overlaps, gradients over data by nodes."""
+"""Networks on ranks with invented nodes: bytes as in a dry run, weights that do not depend on overlap, hierarchical
+sums over data."""
 
 import pytest
 from loops import given
@@ -18,7 +18,7 @@ GRIDS = {4: [("ddp", 1), ("fsdp", 1), ("1x4x1", 1)],
 
 @pytest.mark.parametrize("name", ["plain", "odd", "zero", "accumulated", "sharded"])
 def test_a_run_moves_the_bytes_of_its_dry_run(comm, name):
-    one = {"odd": 1, "zero": 0, "accumulated": 0, "sharded": -1}.get(name)  # the grid on which the option counts most
+    one = {"odd": 1, "zero": 0, "accumulated": 0, "sharded": -1}.get(name)  # grid with the largest effect of the option
     for shape, data in GRIDS[comm.size] if all_tests or one is None else [GRIDS[comm.size][one]]:
         with Grid(comm, shape, data) as grid:
             assert_moved_as_dry(grid, name)
@@ -38,7 +38,8 @@ def test_overlap_changes_no_bit(comm):
 
 
 def test_gradients_over_data_cross_the_link_once(comm, monkeypatch):
-    """With 2 nodes of 4 ranks a quarter of the bytes that flat sums bring into a node; small ones are sent whole."""
+    """With 2 nodes of 4 ranks, a quarter of the bytes that flat sums bring into a node. Small gradients are sent whole.
+    """
     def into_a_node(sums):
         monkeypatch.setenv("PMM3D_SUMS", sums)
         with Grid(comm, "ddp") as grid:

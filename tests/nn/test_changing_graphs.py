@@ -1,4 +1,4 @@
-"""Graphs that change from step to step are right; graphs that differ between the ranks are refused by all of them."""
+"""Graphs that change between steps are right. Graphs that differ between ranks are refused on all ranks."""
 
 import json
 import re
@@ -27,7 +27,7 @@ RATE = 0.125
 
 
 class Paths(nn.Module):
-    """h + tanh(h W + b) for each layer on the way."""
+    """h + tanh(h W + b) for each layer on the path."""
 
     def __init__(self, grid):
         self.grid = grid
@@ -41,7 +41,7 @@ class Paths(nn.Module):
 
 
 def differentiated(weights, path, x, v):
-    """Name -> gradient of <the result, v> by numpy, of the layers on the way."""
+    """Name -> gradient of <result, v>, by numpy, for the layers on the path."""
     kept, found = [], {}
     for index in path:
         weight, bias = (weights[f"steps.{index}.module.0.{name}"] for name in ("weight", "bias"))
@@ -62,10 +62,9 @@ def batches(step, count):
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_a_graph_may_change_from_step_to_step(comm):
-    """With overlap and without, in small buckets, with a state split over data, with two batches a step on ways of
-    their own. A wrong step stays in the weights, which are compared after the last one.
-
-    Without --all half of the switches are tried on a grid, and the other half on the next one."""
+    """With and without overlap, with small buckets, with a state split over data, and with two batches per step on
+    different paths. An error in a step changes the weights, which are compared after the last step. Without --all, half
+    of the switches are tested on one grid, and the other half on the next."""
     for number, paths in enumerate(PATHS.values()):
         with given(paths=paths):
             turn = count(number)
@@ -90,13 +89,13 @@ def test_a_graph_may_change_from_step_to_step(comm):
 
 
 def stepped(weights, ways, given):
-    """After a step of gradient descent."""
+    """Weights after a step of gradient descent."""
     parts = [differentiated(weights, way, x, v) for way, (x, v) in zip(ways, given)]
     return {name: value - RATE * sum(part.get(name, 0) for part in parts) for name, value in weights.items()}
 
 
 def of_torch(paths):
-    """Name -> weight after steps of Adam along those paths; a layer that is not used has no gradient."""
+    """Name -> weight after steps of Adam on these paths. A layer that is not used has no gradient."""
     import torch
 
     torch.set_num_threads(1)
@@ -117,7 +116,7 @@ def of_torch(paths):
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_adam_counts_the_steps_of_each_parameter(comm):
-    """As torch does, for a layer that is not used in each; a state that was loaded half way goes on so."""
+    """As in torch, for a layer that is not used in each step. A loaded state continues the count."""
     paths = PATHS["stochastic depth"]
     expected = by_rank_0(comm, lambda: of_torch(paths))
 
@@ -150,8 +149,8 @@ def test_a_state_of_before_steps_were_counted_for_each_parameter(comm):
 
 
 def different(grid, layers, bucket_bytes, when, uses, others):
-    """Four steps in which rank 1 and the others use the layer in the middle so many times in step `when`. Returns the
-    step and the error that ends them."""
+    """Four steps. In step `when`, rank 1 and the other ranks use the middle layer different numbers of times. Returns
+    the step and the error."""
     nn.Tape.of(grid).parallel.overlap = nn.Overlap(bucket_bytes=bucket_bytes)
     pair = lambda seed: nn.Sequential(
         grid, nn.Linear(grid, 6, 8, seed=seed), nn.tanh, nn.Linear(grid, 8, 6, seed=seed, cols="x"))
@@ -174,12 +173,12 @@ def different(grid, layers, bucket_bytes, when, uses, others):
 
 DIFFERENCES = {2: [(2, 2**24, 0, 1, 0), (2, 1, 2, 0, 1), (24, 1, 0, 2, 1), (24, 1, 2, 1, 0), (24, 2000, 2, 0, 1)],
                4: [(2, 1, 0, 1, 0), (24, 2000, 2, 2, 1)]}
-"""By number of ranks: layers, bytes of a bucket, the step that differs, uses on rank 1 and on the others."""
+"""By number of ranks: layers, bytes of a bucket, the step that differs, uses on rank 1, uses on the others."""
 
 
 @pytest.mark.parallel([2, 4])
 def test_a_rank_that_uses_a_layer_otherwise_is_named(comm):
-    """In the first step or a later one, with one bucket or many: nobody hangs, all say the same."""
+    """In the first step or a later one, with one bucket or many. No rank hangs, and all raise the same text."""
     for layers, bucket_bytes, when, uses, others in DIFFERENCES[comm.size]:
         with given(layers=layers, bucket_bytes=bucket_bytes, when=when, uses=uses):
             with Grid(comm, "ddp", timeout=20) as grid:
@@ -193,7 +192,7 @@ def test_a_rank_that_uses_a_layer_otherwise_is_named(comm):
 
 @pytest.mark.parallel([2])
 def test_ranks_on_different_paths_are_told_before_a_rule_sends_anything(comm, fails):
-    """Paths that end in rules with messages of their own: a layer norm, a softmax, a gather of dO, of the input."""
+    """Paths whose rules have messages: a layer norm, a softmax, a gather of dO, and of the input."""
     x = integers((4, 6))
     with Grid(comm, (2, 1, 1)) as grid:
         norm = nn.LayerNorm(grid, 6, dtype="float64")

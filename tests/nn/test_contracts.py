@@ -1,7 +1,5 @@
-"""What a gradient is, whatever made it: graphs that share, change, are computed again, or differ between the ranks.
-
-Integers, so that sums are exact, or networks that numpy differentiates here.
-"""
+"""Gradients of graphs that share parts, change, are recomputed, or differ between the ranks. They are exact, with
+integers, or compared with derivatives by numpy."""
 
 from itertools import product
 
@@ -39,7 +37,7 @@ X, U, V = integers((ROWS, SIZE), seed=1), integers((ROWS, OUT), seed=2), integer
 
 
 def linear(grid, inputs=SIZE, outputs=OUT, **options):
-    """With integers for weights."""
+    """A linear layer with integers as weights."""
     return whole_numbers(nn.Linear(grid, inputs, outputs, dtype="float64", **options))
 
 
@@ -48,7 +46,7 @@ def leaf_of(grid, whole):
 
 
 def synced(grid, now: bool):
-    """Whether the gradients of the passes in this context are summed over data."""
+    """As a context: whether the gradients of its passes are summed over data."""
     return nn.Tape.of(grid).set(syncing=now)
 
 
@@ -85,7 +83,7 @@ def test_a_second_pass_over_a_shared_trunk_is_refused_before_anything_changes(co
 
 @on_all
 def test_passes_may_share_what_no_operation_made(comm):
-    """A batch and a weight, but not what came of them: the gradients add up."""
+    """They may share a batch and a weight, but no result of an operation. The gradients add up."""
 
     def check(grid):
         layer, x = linear(grid), leaf_of(grid, X)
@@ -105,8 +103,7 @@ PASSES = [["penalty"], ["penalty layer"], ["penalty layer"] * 2, ["penalty", "la
 
 @on_all
 def test_a_penalty_on_the_weights_of_a_layer(comm):
-    """In the pass in which the layer is used, in another one, in a pass that is not summed over data; of the bias too.
-    """
+    """In the pass that uses the layer, in another one, and in a pass that is not summed over data; also of the bias."""
     for passes in PASSES:
         with given(passes=passes):
             targets = {"weight": 0.25 + integers((SIZE, OUT), seed=4), "bias": 0.25 + integers((1, OUT), seed=5)}
@@ -139,11 +136,11 @@ def test_a_penalty_on_the_weights_of_a_layer(comm):
             on_each_grid(comm, check)
 
 
-# Parts that are computed again
+# Recomputed parts
 
 
 class Scaled(nn.Module):
-    """Three times the batch in training, otherwise once."""
+    """Three times the batch in training, and the batch itself otherwise."""
 
     def __init__(self, grid):
         self.grid = grid
@@ -188,7 +185,7 @@ def test_the_random_state_has_dropout_that_is_computed_again(comm):
 
 @pytest.mark.parallel([1])
 def test_names_of_a_part_that_is_computed_again(comm):
-    """As without it: a checkpoint fits both."""
+    """They are the same as without recomputation, so a checkpoint fits both."""
     with Grid(comm) as grid:
         make = lambda again: nn.Sequential(grid, again(nn.Sequential(
             grid, nn.Linear(grid, 3, 3), nn.Dropout(grid), nn.Residual(again(nn.Linear(grid, 3, 3))))))
@@ -198,7 +195,7 @@ def test_names_of_a_part_that_is_computed_again(comm):
 
 
 class Beside(nn.Module):
-    """tanh(x) + what else there is."""
+    """tanh(x) + another tensor."""
 
     def __init__(self, grid):
         self.grid, self.other = grid, None
@@ -212,7 +209,7 @@ OTHERS = {"made": lambda leaf: nn.tanh(leaf), "a leaf": lambda leaf: leaf}
 
 @on_all
 def test_a_part_that_is_computed_again_may_use_what_was_made_before(comm):
-    """The gradient of that comes from there, and from where else it is used: before it, after it, nowhere."""
+    """The gradient of this tensor is the sum over all its uses: before the part, after it, or none."""
     for kind in OTHERS:
         for wanted in [True, False]:
             every = all_tests or (kind == "made" and wanted)
@@ -242,7 +239,7 @@ def test_a_part_that_is_computed_again_may_use_what_was_made_before(comm):
 
 @on_all
 def test_a_part_that_is_computed_again_may_use_a_weight_that_is_not_its_own(comm):
-    """Within a function, used outside too, with a batch that needs no gradient: exact."""
+    """Inside a function, with uses outside too, and a batch that needs no gradient. Exact."""
 
     def check(grid):
         layer = linear(grid, SIZE, SIZE)
@@ -264,8 +261,8 @@ def test_a_part_that_is_computed_again_may_use_a_weight_that_is_not_its_own(comm
 
 @on_all
 def test_no_step_is_taken_with_gradients_that_are_not_summed(comm, fails):
-    """Only passes in no_sync: replicas would drift apart; refused on every grid, of one rank too. Weights and gradients
-    stay, and a pass that sums makes it good."""
+    """After passes in no_sync only, replicas would become different. Refused on every grid, also of one rank. Weights
+    and gradients do not change, and a later pass that sums makes the step possible."""
 
     def check(grid):
         for shard in (False, True):
@@ -285,8 +282,8 @@ def test_no_step_is_taken_with_gradients_that_are_not_summed(comm, fails):
 
 @on_all
 def test_a_write_to_a_shard_is_seen(comm):
-    """Between steps and evaluations, through an array that was taken before too; whether gathered weights are kept or
-    not."""
+    """Between steps and evaluations, also through an array that was taken earlier, with and without kept gathered
+    weights."""
 
     def check(grid):
         for reshard, early in product((None, False, True), (False, True)):
@@ -317,12 +314,12 @@ def test_a_write_to_a_shard_is_seen(comm):
     on_each_grid(comm, check, MANY_GRIDS[comm.size][::2])
 
 
-# Optimizers beside each other
+# Several optimizers
 
 
 @on_all
 def test_a_gradient_is_a_true_matrix_whatever_optimizers_there_are(comm):
-    """In the layout that it says, whole, of one batch or of two, with its sum over data done or not."""
+    """In its own layout and whole, for one batch or two, before and after its sum over data."""
 
     def check(grid):
         layer, expected = linear(grid), {"weight": X.T @ U, "bias": U.sum(0, keepdims=True)}
@@ -347,7 +344,7 @@ def test_a_gradient_is_a_true_matrix_whatever_optimizers_there_are(comm):
 
 @on_all
 def test_two_optimizers_of_the_same_parameters(comm):
-    """One with its state split over data, in turns with one without: each with the momentum of its own steps. Exact."""
+    """One with its state split over data, one without, in turns. Each has the momentum of its own steps. Exact."""
     for sharded_first in [True, False]:
         with given(sharded_first=sharded_first):
             moves = {"weight": X.T @ U, "bias": U.sum(0, keepdims=True)}

@@ -1,4 +1,4 @@
-"""What `pmm3d train` makes of its data: which rows are held out, classes by name, integers that are values."""
+"""Data of `pmm3d train`: held-out rows, classes by name, integers as values."""
 
 import logging
 
@@ -17,7 +17,7 @@ KINDS = ["cat", "dog", "owl"]
 
 @pytest.fixture
 def write(comm, shared_path):
-    """write(name, y, class_names): a file of len(y) samples, for all ranks; its path."""
+    """write(name, y, class_names) writes a file of len(y) samples for all ranks, and returns its path."""
 
     def write(name, y, names=None, **others):
         path = shared_path / f"{name}.h5"
@@ -36,7 +36,7 @@ def write(comm, shared_path):
 
 @pytest.fixture
 def warned(comm, caplog, shared_path):
-    """warned(data, **training): what making the trainer of such a configuration warns of, on all ranks."""
+    """warned(data, **training): warnings on all ranks when the trainer of this configuration is made."""
 
     def warned(data, **training):
         caplog.clear()
@@ -84,7 +84,7 @@ def test_integers_are_taken_as_asked(write, warned):
     with pytest.raises(Pmm3dError, match='are integers in 2 columns, which may be .* Set training.loss = "mse"'):
         warned({"file": columns})
     assert warned({"file": columns}, loss="mae") == ""
-    with pytest.raises(Pmm3dError, match="training.loss is mse, but the targets 'y' .* are labels of classes with n"):
+    with pytest.raises(Pmm3dError, match="training.loss is mse, but the targets 'y' .* are labels with class names"):
         warned({"file": write("named", np.arange(60) % 3, KINDS)}, loss="mse")
 
 

@@ -1,5 +1,5 @@
-"""Rows that come from other ranks are multiplied as they come, and sums leave as they are done: the same bytes and
-numbers, in more GEMMs."""
+"""Layers with overlap="decomposed": received rows are multiplied when they arrive, and rows of sums are sent when they
+are computed. Bytes and numbers are equal; there are more GEMMs."""
 
 import numpy as np
 import pytest
@@ -47,9 +47,9 @@ def test_result_gradients_and_bytes_are_the_same(comm):
 
 
 def test_each_ranks_rows_have_a_gemm(comm):
-    """A product has as many as ranks bring rows of it, or keep them. Of three layers the first has whole input and
-    reduces along y; the forward products of the others, and their dI, gather along one axis and reduce along the
-    other."""
+    """A product has one GEMM for each rank whose rows it receives or keeps. The first of three layers has a whole
+    input, and reduces along y. The forward products of the others, and their dI, gather along one axis and reduce along
+    the other."""
 
     def check(grid):
         case = CASES["even"]

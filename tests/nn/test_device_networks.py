@@ -1,4 +1,4 @@
-"""Networks on the stand-in device: the numbers of numpy, and the same bits whatever is overlapped, on lazy streams."""
+"""Networks on the stand-in device, on lazy streams: the numbers of numpy, and the same bits for all overlaps."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ PRESETS = {1: [("1x1x1", 1)], 2: [("ddp", 1), ("fsdp", 1), ("megatron", 1)],
 
 
 def on_streams(comm, body, transports=("direct", "staged"), grids=None):
-    """body(grid) on a device and a stream of this rank's own, memory travelling in each way in turn."""
+    """body(grid) on a device and a stream of this rank, with each transport in turn."""
     for index, (shape, data) in enumerate(grids or PRESETS[comm.size]):
         with Grid(comm, shape, data, device_transport=transports[index % len(transports)]) as grid:
             with standin.Device(comm.rank % standin.DEVICES), standin.Stream(non_blocking=True):
@@ -63,7 +63,7 @@ def test_training_on_a_device_is_that_on_the_host(comm):
 
 @pytest.mark.parallel([2], thorough=[4])
 def test_what_is_overlapped_changes_no_bit_on_a_device(comm, monkeypatch):
-    """Also with the helper thread at work under each computation, however short."""
+    """Also if the helper thread runs during each computation, however short."""
     monkeypatch.setattr(compute, "LEAST_WORK", 0)
 
     def trained(grid, overlap):
@@ -97,7 +97,7 @@ def test_metrics_on_a_device_are_those_on_the_host(comm):
 
 @pytest.mark.parallel([4], thorough=[1])
 def test_a_checkpoint_of_a_device_goes_on_to_the_same_bits(comm, shared_path):
-    """And on the host to the same weights, to rounding."""
+    """On the host, the weights agree to rounding."""
     losses = lambda net, optimizer, steps: [stepped(net, optimizer, step) for step in steps]
 
     def stepped(net, optimizer, step):

@@ -1,4 +1,4 @@
-"""The mask of dropout: the same elements in every array library."""
+"""The mask of dropout has the same elements in every array library."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a dry run says that training holds, beside what a rank really holds."""
+"""Memory of training in a dry run, compared with the memory of a rank."""
 
 import pytest
 from gates import move_what_is_waited_for
@@ -27,8 +27,8 @@ CASES = {
 
 
 def test_a_rank_holds_what_a_dry_run_says(comm):
-    """Weights, gradients and states to the byte, activations too. Work memory if collectives end as in a dry run: when
-    somebody waits for them."""
+    """Weights, gradients, states and activations to the byte. Work memory too, if collectives end when they are
+    awaited, as in a dry run."""
     for number, name in enumerate(CASES):
         with given(name=name):
             def check(grid):
@@ -47,7 +47,7 @@ def test_a_rank_holds_what_a_dry_run_says(comm):
 
 
 def trained(grid, network, overlap=RESHARD, shard_over_data=False):
-    """(bytes by kind, the most that `array` lent at once) after some steps."""
+    """(bytes by kind, largest number of bytes lent by `array` at the same time) after some steps."""
     nn.Tape.of(grid).parallel.overlap = overlap
     net = nn.MLP(grid, SIZES, nn.gelu, **network)
     optimizer = optim.AdamW(net.parameters(), shard_over_data=shard_over_data)

@@ -1,4 +1,4 @@
-"""Networks on a grid without data: what a step does, in order, and copies of networks."""
+"""Networks on a grid without data: the actions of a step in order, and copies of networks."""
 
 from collections import Counter
 
@@ -32,7 +32,7 @@ def step_of(grid, sizes, rows, **options):
 
 
 def said(actions) -> list[str]:
-    """A word for each but passes: "gemm m n k", "begin phase bytes", "wait phase"."""
+    """Text of each action except passes: "gemm m n k", "begin phase bytes", "wait phase"."""
     phases = {action.number: action.phase for action in actions if action.what == "begin"}
     return [f"gemm {action.m} {action.n} {action.k}" if action.what == "gemm" else
             f"begin {action.phase} {action.received}" if action.what == "begin" else
@@ -41,8 +41,8 @@ def said(actions) -> list[str]:
 
 
 def test_a_step_on_four_axes_in_order():
-    """OAG: the second weight is gathered under the first GEMM. OAR: the sum of dI is begun before the GEMM of dW and
-    awaited after it. ORS: no sum of dW is awaited but by what follows it."""
+    """OAG: the second weight is gathered under the first GEMM. OAR: the sum of dI begins before the GEMM of dW, and is
+    awaited after it. ORS: a sum of dW is awaited only by the optimizer."""
     with Grid.dry((2, 2, 2), 2) as grid:
         nn.Tape.of(grid).parallel.overlap = nn.Overlap(reshard_after_forward=True)
         step, _ = step_of(grid, (8, 16, 4), 32, bias=False)
@@ -57,7 +57,7 @@ def test_a_step_on_four_axes_in_order():
 
 @pytest.mark.parametrize("reshard", [True, False, None])
 def test_the_next_weight_is_gathered_under_a_gemm_in_every_batch_of_a_step(reshard):
-    """Written as a loop of one's own, without `unchanged`: what the batch before kept does not count any more."""
+    """In a loop of the user without `unchanged`, gathered weights of the previous batch are not reused."""
     with Grid.dry((1, 1, 4)) as grid:
         nn.Tape.of(grid).parallel.overlap = nn.Overlap(reshard_after_forward=reshard)
         net = nn.MLP(grid, [8, 16, 16, 4], nn.relu, bias=False)
@@ -84,7 +84,7 @@ def test_without_overlap_each_collective_is_awaited_at_once():
 
 @pytest.mark.parametrize("activations", nn.dense.ACTIVATIONS)
 def test_a_step_on_32768_ranks(activations):
-    """Eight layers on many hosts; bytes as the formulas of the layer say."""
+    """Eight layers on many hosts. Bytes are those of the layer's formulas."""
     with Grid.dry((32, 32, 32), rank=20000, hosts=4096) as grid:
         nn.Tape.of(grid).parallel.overlap = nn.Overlap(reshard_after_forward=True)
         step, net = step_of(grid, (8192,) * 9, 2**18, activations=activations, bias=False)
@@ -102,7 +102,7 @@ def test_a_step_on_32768_ranks(activations):
 
 
 def test_a_trainer_runs_on_the_batches_of_a_dry_loader(tmp_path):
-    """Ragged last batches and labels; the file is asked for its classes, not for its rows."""
+    """Uneven last batches and labels. The classes are read from the file, and the rows are not."""
     with h5py.File(tmp_path / "data.h5", "w") as file:
         file["x"], file["y"] = np.full((100, 12), np.nan), np.arange(100) % 3
     with Grid.dry((2, 1, 3), 2, rank=9) as grid, DataSet(grid, tmp_path / "data.h5") as data:

@@ -1,4 +1,4 @@
-"""Each operation of a network writes down, in a dry run, the passes over memory that it makes, forward and backward."""
+"""In a dry run, each operation of a network records its passes over memory, forward and backward."""
 
 import warnings
 
@@ -20,7 +20,7 @@ MATRIX = batch_layout("y")
 
 
 class Own(nn.Module):
-    """Operations that are no part of the library: in slices, and in plain arithmetic."""
+    """Operations of the user: in slices, and in plain arithmetic."""
 
     def forward(self, x):
         def square(part):
@@ -103,7 +103,7 @@ def taken(grid, function, *arguments):
 
 
 def test_an_operation_names_its_passes(grid):
-    """In units of the tensor's own bytes; less than half of it beside are numbers of rows and columns."""
+    """In units of the tensor's bytes. Numbers per row and per column are less than half of a unit."""
     for case in CASES:
         with given(case=case):
             function, forward, backward = CASES[case]
@@ -214,7 +214,7 @@ def test_on_a_grid_with_data_nothing_is_noted(comm):
 @pytest.mark.parametrize("shape, data, rank", [((1, 1, 8), 4096, 32767), ((2, 2, 2), 2, 0)])
 @pytest.mark.parametrize("size", [(1, 1), (64, 30)])
 def test_numbers_of_a_dry_run_are_those_of_equal_ranks(shape, data, rank, size):
-    """And not what happens to be in memory, which may overflow."""
+    """Numbers do not depend on the contents of memory, which may overflow."""
     with Grid.dry(shape, data, rank) as grid, warnings.catch_warnings():
         warnings.simplefilter("error")
         assert sum_over(grid, np.ones(2), ("z", "data")).tolist() == 2 * [grid.shape.z * data]

@@ -1,4 +1,5 @@
-"""Elementwise functions: slices and roundings; activations and their slopes beside a wider type, over its range."""
+"""Elementwise functions: slices and rounding; activations and their slopes compared with a wider type, over its range.
+"""
 
 import numpy as np
 import pytest
@@ -15,14 +16,14 @@ from pmm3d.nn.elementwise import GELU, GELU_TANH, RELU, SIGMOID, SILU, TANH, Ele
 FUNCTIONS = {"relu": RELU, "tanh": TANH, "sigmoid": SIGMOID, "silu": SILU, "gelu": GELU,
              "gelu_tanh": GELU_TANH}
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
-"""The largest relative error of one rounding."""
+"""Largest relative error of one rounding."""
 UNITS = 8
 TYPES = [("numpy", "float16"), ("numpy", "float32"), ("numpy", "float64"), ("torch", "float16"), ("torch", "bfloat16"),
          ("torch", "float32"), ("torch", "float64")]
 
 
 def numbers(dtype):
-    """Finite numbers of a type, from its whole range and from where activations bend, as a wider type."""
+    """Finite numbers of a type, from its whole range and near the bends of activations, in a wider type."""
     random = np.random.default_rng(0)
     if dtype == "float64":
         found = np.ldexp(random.uniform(-1, 1, 20000), random.integers(-1000, 1000, 20000))
@@ -37,20 +38,20 @@ def numbers(dtype):
 
 
 def value(name, x):
-    """(the function, the size of what is added up in it) in a type that is wider than float32."""
+    """(value, size of the terms that are added in it) in a type that is wider than float32."""
     made = {"relu": np.maximum(x, 0), "tanh": np.tanh(x), "sigmoid": special.expit(x), "silu": x * special.expit(x),
             "gelu": x * special.ndtr(x.astype("float64")), "gelu_tanh": x * special.expit(inner(x))}[name]
     return made, np.abs(made) * (1 + np.abs(inner(x)) / 2 if name == "gelu_tanh" else 1)
 
 
 def inner(x):
-    """Of which the tanh form of GELU is x expit."""
+    """The argument u of the tanh form of GELU, which is x expit(u)."""
     return 2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x * x * x)
 
 
 def slope(name, kept):
-    """(the slope by what is kept, the size of what is added up in it). A rounding of x^2 / 2 changes exp(-x^2 / 2) by
-    x^2 / 2 roundings."""
+    """(slope from the kept array, size of the terms that are added in it). A rounding of x^2 / 2 changes exp(-x^2 / 2)
+    by x^2 / 2 roundings."""
     gate, other = special.expit(kept), special.expit(-kept)
     normal = special.ndtr(kept.astype("float64"))
     steep = kept * np.exp(-0.5 * kept * kept) / np.sqrt(2 * np.pi)
@@ -65,8 +66,8 @@ def slope(name, kept):
 
 
 def check(x, found, exact, size, dtype, of_torch):
-    """At most UNITS roundings of what is added up, and one of the result in its own type; a factor of x, or
-    of x^3, may be subnormal. of_torch: the size of terms of torch's own kernel that cancel."""
+    """Assert an error of at most UNITS roundings of the terms, and one rounding of the result in its own type. A factor
+    x, or x^3, may be subnormal. of_torch: size of terms of torch's kernel that cancel."""
     computed = ROUNDING["float64" if dtype == "float64" else "float32"]
     least = float(np.finfo("float32" if dtype == "bfloat16" else dtype).tiny)
     least *= (1 + np.abs(x)) * (1 + np.minimum(np.abs(x), 32) ** 2)
@@ -82,19 +83,19 @@ def computed(function, library, dtype, *arrays):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_and_slopes_over_the_whole_range(name):
-    """torch's arrays take torch's own kernels, for torch's bits: its gelu is 1 + erf, its slope of tanh 1 - y y."""
+    """torch's arrays use torch's kernels, and have their bits: gelu by 1 + erf, the slope of tanh by 1 - y y."""
     for library, dtype in TYPES:
         with given(library=library, dtype=dtype):
             function, face = FUNCTIONS[name], library_named(library)
             wide = np.longdouble if dtype == "float64" else np.float64
             inputs, own = numbers(dtype), library == "torch"
-            if own and name == "gelu_tanh":  # torch's slope is NaN where x^3 is infinite
+            if own and name == "gelu_tanh":  # torch's slope is NaN if x^3 is infinite
                 inputs = np.clip(inputs, -1e4, 1e4)
             x = inputs.astype(wide)
             with np.errstate(all="ignore"):
                 tensor, (exact, size) = to_library(inputs, library, dtype), value(name, x)
                 found = computed(function.value, face, dtype, tensor)
-                if own and name == "gelu":  # on some CPUs torch doubles x first: beyond half of the range it may be inf
+                if own and name == "gelu":  # on some CPUs torch computes 2 x first, which can be inf
                     far = np.abs(x) > np.finfo("float32" if dtype == "bfloat16" else dtype).max / 2
                     theirs = to_numpy(torch.nn.functional.gelu(tensor), library)
                     assert np.array_equal(found[far], theirs[far])
@@ -114,8 +115,8 @@ BENT = Elementwise(lambda library, x, row, column, factor: (library.xp.exp(x) + 
 
 @pytest.mark.parallel([1])
 def test_low_precision_is_computed_in_float32_and_rounded_once(comm):
-    """Of slices too, beside one row, one column and a number; a result of float32 keeps what operands of low precision
-    do not."""
+    """Also in slices, with a row, a column or a number as the other operand. A float32 result has digits that
+    low-precision operands do not have."""
     with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
         random = np.random.default_rng(0)
         whole, row, column = (random.uniform(0.5, 2, shape) for shape in ((700, 300), (1, 300), (700, 1)))

@@ -1,7 +1,5 @@
-"""Gradients of what is no row of a batch and no weight of one layer only: tied weights, penalties, positional tables.
-
-And backward passes that start anywhere, or leave the products of the weights to their caller.
-"""
+"""Gradients compared with differences: tied weights, penalties, positional tables; backward passes that start at any
+tensor, or leave the products of the weights to their caller."""
 
 import numpy as np
 import pytest
@@ -57,7 +55,7 @@ def penalty(kind, layout):
 
 
 def table(layout):
-    """Added before a layer, and to its result once more."""
+    """A table that is added before a layer, and to its result."""
 
     def operation(t):
         return nn.add(nn.linear(nn.add(t["x"], t["T"]), t["W"]), t["T"])
@@ -96,7 +94,8 @@ STARTS = [INPUT, batch_layout("x"), Layout(), Layout("x", "z")]
 
 
 def test_a_backward_pass_from_any_tensor(comm):
-    """From a gradient in any layout: that of <out, gradient>, exact. Of leaves, of weights, of what both go into."""
+    """From a gradient in any layout, the gradient of <out, gradient>: of leaves, of weights, and of results of both.
+    Exact."""
     for layout in STARTS:
         with given(layout=layout):
             def check(grid):
@@ -115,7 +114,7 @@ def test_a_backward_pass_from_any_tensor(comm):
 
 
 def test_a_backward_pass_from_a_loss_and_a_factor(comm):
-    """The gradient of a tensor that no operation made is the gradient that was passed."""
+    """The gradient of a leaf is the gradient that was passed."""
 
     def check(grid):
         x = drawn((ROWS, SIZE), 3)
@@ -130,8 +129,8 @@ def test_a_backward_pass_from_a_loss_and_a_factor(comm):
 
 
 def deferred(grid, recompute, batches):
-    """Gradients of batches of which only the last is summed over data, with the products of the weights put off until
-    after each backward pass."""
+    """Gradients of batches of which only the last is summed over data. The products of the weights are deferred until
+    the end of each backward pass."""
     net = network_of(grid, CLASSES, recompute=recompute)
     matrices = [parameter for parameter in net.parameters() if parameter.shape[0] > 1]
     for index in range(batches):
@@ -170,7 +169,7 @@ def test_deferred_weight_products_give_the_same_bits(comm):
 
 
 def test_a_queue_is_drained_after_other_passes_too(comm):
-    """As a pipeline does: two backward passes, then the products of the first, then those of the second. Exact."""
+    """As in a pipeline: two backward passes, then the products of the first, then those of the second. Exact."""
 
     def check(grid):
         x, v = integers((ROWS, SIZE), seed=1), integers((ROWS, 5), seed=2)

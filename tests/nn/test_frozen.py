@@ -1,4 +1,4 @@
-"""Frozen parameters: nothing is computed, sent or kept for their gradients, and the others stay as they are."""
+"""Frozen parameters: nothing is computed, sent or kept for their gradients. Other gradients do not change."""
 
 import pytest
 from loops import given
@@ -22,7 +22,7 @@ def grads(net):
 
 @pytest.mark.parallel([4], thorough=[1])
 def test_the_other_gradients_are_the_same(comm):
-    """Whatever is frozen: vectors, a layer in the middle, all but the last."""
+    """For frozen vectors, a frozen layer in the middle, and all layers but the last frozen."""
     for options in OPTIONS:
         with given(options=options):
             def check(grid):
@@ -47,7 +47,7 @@ def test_the_other_gradients_are_the_same(comm):
 
 @pytest.mark.parallel([4])
 def test_a_frozen_trunk_costs_no_backward_pass(comm):
-    """No gradient of its weights is summed, nor one of its activations; its inputs are not kept."""
+    """No gradient of its weights or its activations is summed, and its inputs are not kept."""
 
     def check(grid):
         net = network_of(grid, CLASSES, norm=False)
@@ -99,7 +99,7 @@ def test_an_optimizer_leaves_them_and_a_checkpoint_has_no_state_of_them(comm, sh
 
 
 def trained(grid, steps, first, state=None, **options):
-    """Layer 0 and the like learn in the first steps only; (their training, the losses)."""
+    """(training state, losses). Layer 0 and others like it learn only in the first steps."""
     if state is None:
         net = nn.MLP(grid, [6, 7, 5], seed=1, **options)
         state = TrainState(net, adamw(net.parameters(), shard_over_data=True))
@@ -121,8 +121,8 @@ def of_rows(grid, cols, step, state):
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("precision, first", [("float32", 2), ("bfloat16", 2), ("bfloat16", 0)])
 def test_a_run_goes_on_whether_it_freezes_before_or_after_it_is_loaded(comm, shared_path, precision, first):
-    """It froze after some steps, or from the start, and lets all learn again later; with ZeRO-1. Another precision
-    takes the weights."""
+    """Layers freeze after some steps, or from the start, and learn again later; with ZeRO-1. Another precision loads
+    the weights."""
     options = {"precision": precision, "library": "torch"}
     with Grid(comm, "ddp", data=2) as grid:
         state, _ = trained(grid, range(4), first, **options)

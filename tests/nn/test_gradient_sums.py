@@ -1,4 +1,4 @@
-"""Sums of gradients live for a step: when they begin and who waits, ZeRO-0, 1 and 2, and what ranks compare."""
+"""Sums of gradients: their begin and wait in a step, ZeRO-0, 1 and 2, and comparisons among ranks."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ DATA_GRIDS = {4: [("2x1x1", 2), ("1x1x2", 2), ("1x1x1", 4)], 8: [("2x1x2", 2), (
 RESHARD = nn.Overlap(reshard_after_forward=True)
 
 
-# When sums begin, in the trace of a dry run
+# Begins of sums, in a dry run
 
 
 def dry_step(grid, m, sizes=(64, 64)):
@@ -53,13 +53,13 @@ def dry_step(grid, m, sizes=(64, 64)):
 
 
 def numbers(actions, what, phases):
-    """Of the collectives of these phases that are begun, or awaited, in the order of the actions."""
+    """Numbers of the collectives of these phases that are begun, or awaited, in the order of the actions."""
     of = {action.number: action.phase for action in actions if action.what == "begin"}
     return [action.number for action in actions if action.what == what and of.get(action.number) in phases]
 
 
 def test_a_pass_waits_for_no_sum_of_its_gradients():
-    """dI of the layer is there, and leaves, before the sums of its dW were waited for. The optimizer waits."""
+    """dI of the layer is complete and sent before the sums of its dW are awaited. The optimizer waits for them."""
     with Grid.dry((2, 2, 2), 2) as grid:
         for index, x, actions in dry_step(grid, 1):
             begun, awaited = (numbers(actions, what, SUMS) for what in ("begin", "wait"))
@@ -74,7 +74,7 @@ def test_a_pass_waits_for_no_sum_of_its_gradients():
 
 
 def test_micro_batches_wait_for_no_sum_of_the_one_before():
-    """But for memory: two arrays take the weight gradients before their sums, in turn."""
+    """Except for memory: two arrays, in turn, contain the weight gradients before their sums."""
     with Grid.dry((1, 2, 2), 2) as grid:
         for index, _, actions in dry_step(grid, 2):
             if index is not None:
@@ -84,7 +84,7 @@ def test_micro_batches_wait_for_no_sum_of_the_one_before():
 
 
 def test_a_training_step_of_micro_batches_agrees_once():
-    """And what is summed over all ranks in it is that agreement."""
+    """The agreement is also the only sum over all ranks."""
     for m in (1, 8):
         with given(m=m), Grid.dry((2, 1, 2), 2) as grid:
             net = nn.MLP(grid, (64, 32), nn.relu)
@@ -101,7 +101,7 @@ def test_a_training_step_of_micro_batches_agrees_once():
 
 
 def test_the_first_weight_of_the_next_micro_batch_is_gathered_ahead():
-    """As many gathers as without, none after the last micro-batch; without `unchanged` none is ahead."""
+    """The number of gathers is the same. None begins after the last micro-batch, or without `unchanged`."""
     for m in (1, 3):
         with given(m=m), Grid.dry((1, 1, 2)) as grid:
             nn.Tape.of(grid).parallel.overlap = RESHARD
@@ -117,7 +117,7 @@ def test_the_first_weight_of_the_next_micro_batch_is_gathered_ahead():
 
 @pytest.mark.parallel([2], thorough=[4])
 def test_a_step_of_micro_batches_sends_one_agreement(comm, monkeypatch):
-    """Whatever their number. Those of a graph that is new are told of at once."""
+    """For any number of micro-batches. Ranks agree at once on the parameters of a new graph."""
     for shape in ("ddp", "fsdp"):
         with Grid(comm, shape) as grid:
             asked, compared = [], grid.compared
@@ -137,7 +137,7 @@ def test_a_step_of_micro_batches_sends_one_agreement(comm, monkeypatch):
 
 
 def stepped(grid, kind, synced, clip=None):
-    """Two steps of AdamW on micro-batches; the weights, and the norms."""
+    """Two steps of AdamW on micro-batches. Returns the weights and the norms."""
     net, norms = network_of(grid, CLASSES), []
     optimizer = optim.AdamW(net.parameters(), 0.05, shard_over_data=kind)
     for step in range(2):
@@ -155,7 +155,8 @@ def stepped(grid, kind, synced, clip=None):
 
 @pytest.mark.parallel([4], thorough=[8])
 def test_zero_0_1_and_2_are_the_same_training(comm):
-    """One sum a step, or several; clipped, and not. ZeRO-1 with one sum to the bit, but for a norm in another order."""
+    """With one sum per step, or several; clipped or not. ZeRO-1 with one sum has equal bits, except for a norm in
+    another order."""
 
     def check(grid):
         for synced in ((False, False, True), (True, False, True)):
@@ -195,7 +196,7 @@ def test_of_what_a_part_is_kept_is_named(comm, fails):
 
 @pytest.mark.parallel([4])
 def test_an_optimizer_takes_a_gradient_that_another_one_had_scattered(comm):
-    """Made last, ZeRO-2 decides; the one before gathers. And the other way round."""
+    """If ZeRO-2 was made last, gradients are scattered, and the other optimizer gathers. And the other way round."""
 
     def check(grid):
         found = []
@@ -215,7 +216,7 @@ def test_an_optimizer_takes_a_gradient_that_another_one_had_scattered(comm):
 
 @pytest.mark.parallel([4])
 def test_a_contribution_that_is_whole_along_data_is_scattered_too(comm):
-    """A penalty on the weights is the same on all ranks, beside a loss, and alone."""
+    """A penalty on the weights, which is the same on all ranks, with a loss and alone."""
 
     def check(grid):
         for alone in (False, True):
@@ -235,7 +236,7 @@ def test_a_contribution_that_is_whole_along_data_is_scattered_too(comm):
 
 @pytest.mark.parallel([4])
 def test_a_whole_contribution_waits_for_the_sum_of_the_pass_before(comm):
-    """Of a scattered gradient, to whose array that sum writes."""
+    """Of a scattered gradient, because this sum writes to its array."""
     found = []
     for kind in (False, "gradients"):
         with given(kind=kind), Grid(comm, (1, 1, 1), 4) as grid:
@@ -252,7 +253,7 @@ def test_a_whole_contribution_waits_for_the_sum_of_the_pass_before(comm):
 
 @pytest.mark.parallel([2])
 def test_an_optimizer_made_between_the_passes_of_a_step(comm, fails):
-    """A gradient in part of whose passes nobody scattered is whole, or refused if no later pass adds to it."""
+    """If some of its passes were not scattered, a gradient is whole, or refused if no later pass adds to it."""
     with Grid(comm, (1, 1, 1), 2) as grid:
         net, (x, y) = network_of(grid, CLASSES), batch_of(CLASSES, 0)
         for _ in range(2):
@@ -325,12 +326,12 @@ def test_ranks_that_differ_in_a_pass_without_sync_are_told_before_the_step(comm,
         optimizer.step()
 
 
-# Products that are put off
+# Deferred products
 
 
 @pytest.mark.parallel([4])
 def test_products_are_drained_one_by_one(comm, monkeypatch):
-    """The sum over data begins when no queue has a part of a gradient any more. Ranks compare nothing."""
+    """The sum over data begins when no queue contains a part of a gradient. Ranks compare nothing."""
 
     def check(grid):
         net, queues = network_of(grid, CLASSES), []
@@ -360,7 +361,7 @@ def test_products_are_drained_one_by_one(comm, monkeypatch):
 
 @pytest.mark.parallel([4])
 def test_products_of_a_gradient_that_is_forgotten_are_not_added(comm):
-    """Those of a step that was given up, and of a pass that failed."""
+    """Products of an abandoned step, and of a failed pass."""
 
     def failing(gradient):
         raise ZeroDivisionError
@@ -389,7 +390,7 @@ def test_products_of_a_gradient_that_is_forgotten_are_not_added(comm):
 
 @pytest.mark.parallel([4])
 def test_a_gradient_that_is_read_early_is_whole(comm):
-    """Read after each pass, and written to by the reader: what reads waits."""
+    """Read after each pass, and written to by the reader. A read waits for the sum."""
     with Grid(comm, (2, 1, 1), 2) as grid:
         net = nn.Linear(grid, 6, 4, dtype="float64")
         x, y = np.arange(48.0).reshape(8, 6), np.ones((8, 4))

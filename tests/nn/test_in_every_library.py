@@ -14,7 +14,7 @@ pytestmark = pytest.mark.parallel([2], thorough=[1])
 
 LAYOUT = Layout("z", ("y", "x"))
 TYPES = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 6e-2}
-"""Type -> the largest error, of numbers of about 1."""
+"""Type -> largest error, for numbers of about 1."""
 FUNCTIONS = {
     "relu": nn.relu, "tanh": nn.tanh, "sigmoid": nn.sigmoid, "silu": nn.silu, "gelu": nn.gelu,
     "gelu_tanh": nn.gelu_tanh, "rms_norm": lambda x: nn.rms_norm(x, nn.mean(x, 0)),

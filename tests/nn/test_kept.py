@@ -1,5 +1,5 @@
-"""What operations keep for the backward pass belongs to the tape: it can be counted, moved elsewhere, kept in fewer
-bytes."""
+"""Arrays that operations keep for the backward pass belong to the tape: it counts them, and can move or compress them.
+"""
 
 import zlib
 from functools import partial
@@ -36,7 +36,7 @@ OPTIONS = {"plain": {}, "dropout": {"dropout": 0.5}, "recompute": {"recompute": 
 
 
 def arrays_within(value, seen):
-    """The arrays that an object refers to, but for those of parameters."""
+    """The arrays to which an object refers, except parameters."""
     if id(value) in seen or isinstance(value, (Grid, Axis, Form, nn.Parameter, nn.Module, nn.Tape, type, ModuleType)):
         return []
     seen.add(id(value))
@@ -69,7 +69,7 @@ def test_rules_refer_to_no_array_but_what_is_kept(comm):
 
 @pytest.mark.parallel([2], thorough=[1])
 def test_what_is_kept_is_counted_once_and_let_go(comm):
-    """Of relu(x W): x, and the result, which both relu and the layer after it need."""
+    """For relu(x W): x, and the result, which relu and the layer after it need."""
 
     def check(grid):
         first, second = (nn.Linear(grid, 6, 6, dtype="float64", cols=cols) for cols in "yx")
@@ -129,7 +129,7 @@ def test_sharded_activations_keep_less_if_inputs_are_gathered_again(comm):
 
 
 class Fetched:
-    """What comes back in the background: notes when it was begun, and when it was waited for."""
+    """An array that is unpacked in the background. It records its begin and its wait."""
 
     def __init__(self, name, array, events):
         self.name, self.array, self.events = name, array, events
@@ -142,8 +142,8 @@ class Fetched:
 
 @pytest.mark.parallel([2], thorough=[1])
 def test_what_the_next_rule_needs_is_fetched_before_the_present_one_runs(comm):
-    """Also where two operations join. Each array has the name that the first operation which keeps it gives it, and is
-    packed once: x * x, the input of two layers, the result of a layer that the next one takes too."""
+    """Also if two operations join. Each array is packed once, with the name of the first operation that keeps it: for x
+    * x, the input of two layers, and the result of a layer that the next one also keeps."""
 
     def check(grid):
         events, packed = [], []
@@ -175,7 +175,7 @@ def test_what_the_next_rule_needs_is_fetched_before_the_present_one_runs(comm):
 
 @pytest.mark.parallel([2], thorough=[1])
 def test_a_tensor_that_was_written_to_is_packed_anew(comm):
-    """The pack before was of other values, though something still refers to what was packed."""
+    """The earlier pack has other values, although there are still references to it."""
 
     def check(grid):
         layer, x = nn.Linear(grid, 6, 4, dtype="float64", bias=False), spread(grid, np.ones((4, 6)), INPUT)

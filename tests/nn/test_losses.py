@@ -1,4 +1,4 @@
-"""Losses: means and sums of the whole batch, labels that do not count, and how many terms there are, as in torch."""
+"""Losses: means and sums over the whole batch, ignored labels, and numbers of terms, as in torch."""
 
 from functools import partial
 
@@ -58,7 +58,8 @@ def loss_of(title, x, reduction, library=TESTED):
 
 @pytest.mark.parametrize("library", [TESTED, "standin"])
 def test_values_and_gradients_are_those_of_torch(comm, library):
-    """Also if no row of a rank counts, and if none of all rows does: a mean is NaN, and all gradients are zero."""
+    """Also if a rank has no counted row, and if there is none at all: then a mean is NaN, and all gradients are zero.
+    """
     expected = by_rank_0(comm, of_torch)
 
     def check(grid):
@@ -84,7 +85,8 @@ def test_gradients_are_central_differences(comm):
 
 
 def test_several_batches_weigh_as_one(comm):
-    """The gradient of the sums of batches, divided by the sum of their terms, is that of the mean over all rows."""
+    """The gradient of the sums of batches, divided by the sum of their terms, equals the gradient of the mean over all
+    rows."""
     ignored = 2
 
     def check(grid):
@@ -114,7 +116,7 @@ def test_several_batches_weigh_as_one(comm):
 
 
 def test_sums_and_numbers_of_batches_are_the_mean_of_all_rows(comm):
-    """The number is an integer of the whole batch, with no message where no label is ignored."""
+    """The number is an integer for the whole batch. If no label is ignored, it needs no message."""
 
     def check(grid):
         for title, ignored in [*IGNORED.items(), ("no row", None)]:
@@ -154,7 +156,7 @@ def test_a_batch_without_rows(comm):
 
 
 def test_the_number_of_rows_that_count_rides_on_the_sum(comm):
-    """A mean with ignore_index sends one number more along each axis of the rows, and no message more."""
+    """A mean with ignore_index sends one more number along each axis of the rows, and no further message."""
 
     def check(grid):
         x = nn.Tensor(spread(grid, drawn((ROWS, COLS), 1), Layout(("data", "z", "x"))))

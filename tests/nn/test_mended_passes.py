@@ -1,4 +1,5 @@
-"""Backward passes that are put off, packed, or fail: what is accepted does what it says, what failed is not used."""
+"""Backward passes that are deferred, packed, or fail: accepted options have their effect, and failed gradients are not
+used."""
 
 import gc
 from weakref import ref
@@ -25,13 +26,13 @@ def leaf(grid, whole):
 
 
 def layers(grid, *sizes):
-    """Linear layers one after the other, without biases."""
+    """Linear layers in sequence, without biases."""
     made = [nn.Linear(grid, *size, bias=False, seed=seed, cols="yx"[seed % 2], dtype="float64")
             for seed, size in enumerate(zip(sizes, sizes[1:]))]
     return nn.Sequential(grid, *made)
 
 
-# Weight gradients that are put off
+# Deferred weight gradients
 
 
 @four
@@ -64,12 +65,12 @@ def test_one_of_two_queues_is_not_enough(comm, fails):
         assert opt.steps == 1
 
 
-# Arrays that are packed
+# Packed arrays
 
 
 @four
 def test_what_was_packed_is_unpacked_as_it_was_packed(comm):
-    """Forward inside of the context, backward outside."""
+    """The forward pass runs inside the context, the backward pass outside."""
     with Grid(comm, (2, 1, 2)) as grid:
         net = layers(grid, 6, 4)
         with nn.Tape.of(grid).set(pack=lambda name, array: (array * 2,), unpack=lambda kept: kept[0] / 2):
@@ -99,7 +100,7 @@ def test_a_rule_that_does_not_return_a_part_for_each_parent(comm, fails):
 
 @four
 def test_a_pass_that_fails_in_its_last_sums_leaves_nothing_to_be_used(comm, fails, monkeypatch):
-    """The vectors' sum over z ends with an error: the gradients that wait for theirs over data are of no use."""
+    """The sum of the vectors over z fails. Gradients that wait for their sum over data are not used."""
     with Grid(comm, (1, 1, 2), 2) as grid:
         net, y = nn.Linear(grid, 6, 4, dtype="float64"), spread(grid, G, Layout())
         opt, whole = optim.SGD(net.parameters(), lr=1.0), GradientSums._start
@@ -123,7 +124,7 @@ def test_a_pass_that_fails_in_its_last_sums_leaves_nothing_to_be_used(comm, fail
 
 @four
 def test_a_pass_that_fails_before_its_first_gradient_makes_a_step_refused(comm, fails):
-    """Nothing would be trained, in silence."""
+    """Otherwise nothing would be trained, without an error."""
 
     def failing(gradient):
         raise ZeroDivisionError
@@ -149,7 +150,7 @@ def failing(x):
 
 @four
 def test_a_pass_that_failed_leaves_no_weight_that_was_gathered_ahead(comm):
-    """What is written to a weight after it counts."""
+    """A later write to a weight is used."""
     for kind in ["backward", "no_grad"]:
         with given(kind=kind):
             with Grid(comm, "fsdp") as grid:
@@ -172,7 +173,7 @@ def test_a_pass_that_failed_leaves_no_weight_that_was_gathered_ahead(comm):
                 np.testing.assert_allclose(net(spread(grid, X)).gather(), wanted)
 
 
-# What a pass begins with
+# The start of a pass
 
 
 @four
@@ -212,7 +213,7 @@ def write_by_numpy(weight):
 
 @pytest.mark.parallel([2])
 def test_a_weight_that_is_written_to_before_the_backward_pass_is_told_of(comm, fails):
-    """On every rank, on every grid, also if one rank alone wrote; what numpy writes is seen with debug only."""
+    """On every rank of every grid, also if only one rank wrote. Writes by numpy are detected only with debug."""
     for write in [write_by_torch, write_by_redistribute, write_by_numpy]:
         with given(write=write):
             library, debug = "torch" if write is write_by_torch else "numpy", write is write_by_numpy
@@ -250,12 +251,12 @@ def test_a_frozen_weight_that_is_written_to_before_the_backward_pass_is_told_of(
                 assert first.weight.grad is not None and net.weight.grad is None
 
 
-# Weights that are gone
+# Freed weights
 
 
 @pytest.mark.parallel([2])
 def test_garbage_does_not_decide_which_weight_is_gathered_ahead(comm):
-    """A head that is replaced stays in a reference cycle on one rank only. It is let go after some passes."""
+    """On one rank, a replaced head remains in a reference cycle, and is freed after some passes."""
     with Grid(comm, "fsdp") as grid:
         nn.Tape.of(grid).parallel.overlap = FIRST
         trunk, y = layers(grid, 6, 6), spread(grid, G, Layout())

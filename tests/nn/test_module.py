@@ -1,4 +1,4 @@
-"""Where a network's parameters are looked for, what they are called, and how their values come from elsewhere."""
+"""Parameters of a network: where they are found, their names, and loading of values."""
 
 import math
 from collections import deque
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.deadline(240)
 
 
 class Holder(nn.Module):
-    """A module with these attributes; the sum of all layers below."""
+    """A module with these attributes. Its result is the sum of all layers in them."""
 
     def __init__(self, grid, **attributes):
         self.grid = grid
@@ -129,18 +129,18 @@ def test_names_in_an_mlp_depend_neither_on_dropout_nor_on_recompute(comm):
                 assert len({name for name, _ in made[2].named_modules()}) == len(list(made[2].named_modules()))
 
 
-# Values from elsewhere
+# Loading of values
 
 
 def values_of(net):
-    """Whole arrays of other numbers, by name."""
+    """Name -> whole array of other numbers."""
     return {name: np.random.default_rng(i).random(matrix.shape) for i, (name, matrix) in
             enumerate(net.state_dict().items())}
 
 
 @pytest.mark.parallel([4], thorough=[1])
 def test_a_state_dict_goes_from_network_to_network(comm):
-    """In whatever layout, on whatever grid, of other real types; of arrays too, of vectors with one dim."""
+    """In any layout, on any grid, of other real types; also from arrays, and from vectors with one dim."""
 
     def check(grid):
         net = network_of(grid, CLASSES)
@@ -194,7 +194,7 @@ def test_a_state_that_does_not_fit_changes_nothing(comm, fails):
 
 @pytest.mark.parallel([4])
 def test_what_is_loaded_counts_at_once(comm):
-    """Where weights are gathered and kept too."""
+    """Also if weights are gathered and kept."""
     with Grid(comm, "fsdp") as grid:
         net, x = nn.Linear(grid, 6, 4, bias=False, dtype="float64"), np.arange(48.0).reshape(8, 6)
         with nn.unchanged(grid), nn.no_grad(grid):
@@ -226,7 +226,7 @@ def test_a_state_dict_to_checkpoints_and_to_safetensors(comm, shared_path):
 
 @pytest.mark.parallel([2], thorough=[1])
 def test_two_networks_of_one_optimizer_need_a_module_that_holds_both(comm, fails, shared_path):
-    """The outermost module gives the names. Files do not take two of the same name."""
+    """The outermost module determines the names. A file cannot contain two equal names."""
     with Grid(comm, "ddp") as grid:
         x, y = spread(grid, np.ones((4, 3))), spread(grid, np.ones((4, 2)), batch_layout(None))
         made = lambda: [nn.MLP(grid, [3, 4, 2], dtype="float64") for _ in "ab"]
@@ -258,7 +258,7 @@ def test_two_networks_of_one_optimizer_need_a_module_that_holds_both(comm, fails
 
 @pytest.mark.parallel([2], thorough=[1])
 def test_a_checkpoint_has_the_names_of_its_own_network(comm, shared_path):
-    """Not those of a wrapper that was called, nor of another network that a part is in, nor of none at all."""
+    """Not the names of a wrapper, of another network that shares a part, or no names."""
     with Grid(comm, "ddp") as grid:
         x, y = spread(grid, np.ones((4, 3))), spread(grid, np.ones((4, 2)), batch_layout(None))
         made = lambda: (net := nn.MLP(grid, [3, 4, 2], dtype="float64"), TrainState(net, optim.AdamW(net.parameters())))

@@ -1,4 +1,4 @@
-"""Muon: beside torch's and a plain one, on every grid, in every precision; what a dry run and a plan say of it."""
+"""Muon on every grid, in every precision, compared with torch and a plain version; dry runs and plans of it."""
 
 from functools import partial
 from math import sqrt
@@ -46,8 +46,8 @@ COEFFICIENTS = 3.4445, -4.7750, 2.0315
 
 
 def torch_weights(case, options, steps=STEPS):
-    """Name -> weight, as torch.optim.Muon trains the matrices and AdamW the vectors; in float64, where torch would
-    round to bfloat16."""
+    """Name -> weight: torch.optim.Muon trains the matrices and AdamW the vectors, in float64, because torch would round
+    to bfloat16."""
     import torch
     from mpi4py import MPI
 
@@ -85,7 +85,7 @@ def test_it_takes_the_steps_of_torch(comm, name, case):
                 name: value.shape for name, value in expected.items()}
             assert largest_difference(found, expected) < 1e-8
 
-    every = all_tests or name == "original"  # what the options change is the same on each grid
+    every = all_tests or name == "original"  # the effect of the options does not depend on the grid
     on_each_grid(comm, check, GRIDS[comm.size][: 6 if comm.size < 8 else 3 : 1 if every else 3])
 
 
@@ -119,7 +119,8 @@ PRECISIONS = [
 
 @pytest.mark.parallel([4], thorough=[1])
 def test_a_weight_of_each_precision(grid):
-    """A gradient of float32's accuracy is orthogonal to about 500 times that: small singular values grow so much."""
+    """A gradient with the accuracy of float32 is orthogonal to about 500 times this accuracy, because small singular
+    values grow by this factor."""
     for dtype, library, error in PRECISIONS:
         with given(dtype=dtype, library=library, error=error):
             shapes = [(9, 7), (5, 12), (8, 8), (1, 3), (6, 1)]
@@ -177,7 +178,7 @@ def test_a_group_without_it_is_changed_by_adamw(comm):
 
 @pytest.mark.parallel([4], thorough=[1])
 def test_a_run_goes_on_from_its_checkpoint(comm, shared_path):
-    """On the same grid to the same bits, on another one close to it."""
+    """To the same bits on the same grid, and close to them on another one."""
     def loop(state, steps):
         for step in steps:
             loss_of(state.network, CLASSES, *batch_of(CLASSES, step)).backward()
@@ -235,7 +236,7 @@ def test_complex_matrices_are_refused(some_grid, fails):
 
 @pytest.mark.parallel([4], thorough=[1, 8])
 def test_a_dry_run_does_what_a_step_does(comm):
-    """The same bytes in the same phases, and as many operations as the formula says."""
+    """The same bytes in the same phases, and the number of operations of the formula."""
     for shard in [False, True]:
         with given(shard=shard):
             def check(grid):
@@ -286,7 +287,7 @@ def test_a_configuration_asks_for_it(comm):
 
 @pytest.mark.parallel([2])
 def test_ranks_compare_a_step_once_if_it_is_like_the_one_before(comm, monkeypatch, fails):
-    """Besides that, there are the norm of each matrix and its range. A change of an option is compared again."""
+    """In addition, the norm of each matrix and its range are agreed on. A changed option is compared again."""
     with Grid(comm, (1, 1, 2)) as grid:
         net, counts = nn.MLP(grid, [6, 8, 4], seed=1), []
         opt, agreement = optim.Muon(net.parameters(), lr=0.02), grid._agreement
@@ -307,7 +308,7 @@ def test_ranks_compare_a_step_once_if_it_is_like_the_one_before(comm, monkeypatc
 
 @pytest.mark.parallel([2])
 def test_a_gradient_that_one_rank_lacks_is_refused_by_all(comm, fails):
-    """Also after steps whose products compared nothing, with another learning rate in each."""
+    """Also after steps whose products compared nothing, with a different learning rate in each."""
     with Grid(comm, (1, 1, 2)) as grid:
         net = nn.MLP(grid, [6, 8, 4], seed=1)
         opt = optim.Muon(net.parameters(), lr=0.02)

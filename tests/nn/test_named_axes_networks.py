@@ -1,4 +1,4 @@
-"""Networks on a grid with an axis of its own: rows of the batch over it, or whole on all of its ranks."""
+"""Networks on a grid with a further axis: it splits the rows of the batch, or replicates them."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,8 @@ def trained(grid, case, rows, shard_over_data=False, **options):
 
 @pytest.mark.parametrize("activations", nn.dense.ACTIVATIONS)
 def test_training_is_the_same_with_a_further_axis(comm, activations):
-    """Sums of gradients over data and seq are one message, along their joint axis; with ZeRO-1 and 2 one along each."""
+    """The sum of gradients over data and seq is one message along their joint axis; with ZeRO-1 and 2, one along each.
+    """
     for case in CASES:
         with alone() as single:
             expected, net = trained(single, case, ("data", "z"))

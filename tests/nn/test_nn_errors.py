@@ -1,4 +1,4 @@
-"""Bad input: one error on every rank, with one text. And what looks bad but works: parts that are empty."""
+"""Bad input raises one error with the same text on every rank. Unusual but valid input, such as empty parts, works."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ some = pytest.mark.parallel([4], thorough=[1])
 
 @pytest.fixture
 def grid(comm):
-    """Works to its end, whatever was refused on it."""
+    """A grid that still works at the end of the test."""
     shape, data = WIDEST[comm.size]
     with Grid(comm, shape, data) as grid:
         yield grid
@@ -196,7 +196,7 @@ def test_parameters_take_what_fits(grid, fails):
 
 
 def assert_as_alone(grid, case, **options):
-    """Losses and weights are those of one rank."""
+    """Losses and weights equal those of one rank."""
     with alone() as single:
         expected, net = train(single, case, 3, **options)
         weights = weights_of(net)
@@ -207,7 +207,7 @@ def assert_as_alone(grid, case, **options):
 
 @pytest.mark.parallel([6], thorough=[2, 8])
 def test_layers_smaller_than_the_axes_that_split_them(comm):
-    """Weights, activations, layer norms and classes of which some ranks have nothing."""
+    """Some ranks have no weights, activations, layer norms or classes."""
 
     def check(grid):
         assert_as_alone(grid, Case((3, 2, 1), 9, "gelu", True, "mse"), dropout=0.3)
@@ -280,7 +280,8 @@ def test_every_mean_of_an_empty_batch_is_nan_as_in_torch(comm):
 
 @pytest.mark.parallel([4])
 def test_r2_of_targets_with_a_large_mean(comm):
-    """y = 1e8 + noise, in one batch and in three, of which one leaves ranks without rows; a constant has no R2."""
+    """y = 1e8 + noise, in one batch, and in three of which one has no rows for some ranks. For a constant, R2 is
+    undefined."""
     random = np.random.default_rng(2)
     target = 1e8 + random.standard_normal((41, 5))
     out = target + 0.5 * random.standard_normal((41, 5))

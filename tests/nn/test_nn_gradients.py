@@ -1,4 +1,5 @@
-"""Gradients: against differences, as adjoints, added up over the batches of a step, the same wherever they are held."""
+"""Gradients: compared with differences, as adjoints, accumulated over the batches of a step, and independent of their
+layout."""
 
 import numpy as np
 import pytest
@@ -102,7 +103,7 @@ def test_gradients_are_central_differences_element_by_element(comm):
 
 
 def linear_layers(grid):
-    """Layers that are affine and, given integers, exact."""
+    """Affine layers, whose results are exact for integers."""
     make = lambda inputs, outputs, **options: nn.Linear(grid, inputs, outputs, dtype="float64", **options)
     two = nn.Sequential(grid, make(COLS, 6), nn.Dropout(grid, 0.75), make(6, OUT, cols="x"))
     return {
@@ -147,7 +148,7 @@ def test_layers_and_their_gradients_are_adjoint(comm):
 
 @pytest.mark.parallel([4, 8], thorough=[1, 2, 6])
 def test_weight_gradients_are_adjoint(comm):
-    """<x dW + db, v> = <dW, x^T v> + <db, 1^T v>, exact, and bitwise the same wherever they are held."""
+    """<x dW + db, v> = <dW, x^T v> + <db, 1^T v>, exact, with equal bits in all layouts."""
 
     def check(grid):
         for cols in "yx":
@@ -172,7 +173,7 @@ def deep(grid):
 
 @pytest.mark.parallel([4, 8], thorough=[1, 2, 6])
 def test_gradients_of_a_deep_network_are_differences(comm):
-    """With a part that is used twice, once of them recomputed; by all parameters at once."""
+    """A part is used twice, once with recomputation. The gradient is by all parameters together."""
 
     def check(grid):
         net, (x, y) = deep(grid), batch_of(CLASSES._replace(sizes=(COLS, OUT)), 0, ROWS)
@@ -195,7 +196,7 @@ def test_gradients_of_a_deep_network_are_differences(comm):
 
 
 def accumulated(grid, cuts, synced, shard):
-    """Two steps of gradient descent, each on batches of the rows between the cuts; the weights."""
+    """Weights after two steps of gradient descent, each on batches of the rows between the cuts."""
     net = network_of(grid, CLASSES)
     optimizer = optim.SGD(net.parameters(), 0.5, shard_over_data=shard)
     for step in range(2):
@@ -213,7 +214,7 @@ def accumulated(grid, cuts, synced, shard):
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_gradients_of_the_batches_of_a_step_add_up(comm):
-    """Summed over the ranks once, each time, or now and then: the gradient of the whole batch."""
+    """Summed over the ranks once, each time, or sometimes. The result is the gradient of the whole batch."""
 
     def check(grid):
         whole = accumulated(grid, [0, 23], [True], False)
@@ -248,7 +249,7 @@ def test_without_sync_nothing_moves_along_data(comm):
 
 @pytest.mark.parallel([4], thorough=[1, 2, 6, 8])
 def test_gradients_add_to_those_of_the_pass_before(comm):
-    """Twice the backward pass of the same batch without a step: twice the gradient, in inputs too."""
+    """Two backward passes of the same batch without a step: twice the gradient, also of inputs."""
 
     def check(grid):
         net, (x, y) = network_of(grid, CLASSES), batch_of(CLASSES, 0)

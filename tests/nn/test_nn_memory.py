@@ -1,4 +1,4 @@
-"""Memory of training: a steady state allocates nothing large, and activations go while the backward pass comes."""
+"""Memory of training: repeated steps allocate nothing large, and activations are freed during the backward pass."""
 
 import tracemalloc
 
@@ -14,7 +14,7 @@ from pmm3d.nn import optim
 
 MEBIBYTE = 2**20
 CASE = Case((800, 750, 800, 300), 800, "gelu", True, "mse")
-"""Blocks on up to four ranks of more than a MiB, of matrices and of activations."""
+"""On up to four ranks, shards of matrices and of activations have more than 1 MiB."""
 GRIDS = {
     1: [("1x1x1", 1)],
     2: [("ddp", 1), ("fsdp", 1)],
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(6
 
 
 def trainer(grid, case, **options):
-    """(a step of training on the same arrays each time, so that nothing but the step is measured; the network)"""
+    """(a function that trains a step, always on the same arrays, so that only the step is measured; the network)."""
     net = network_of(grid, case, **options)
     optimizer = optim.AdamW(net.parameters(), 1e-4, shard_over_data=True)
     x, y = batch_of(case, 0)
@@ -45,7 +45,7 @@ def trainer(grid, case, **options):
 def assert_steady(grid, case, **options):
     step, net = trainer(grid, case, **options)
     in_use, losses = set(), []
-    move_what_is_waited_for(grid.engine)  # so that work memory is there for as many collectives as can be under way
+    move_what_is_waited_for(grid.engine)  # so that work memory for the largest number of collectives is allocated
     for _ in range(3):
         losses.append(step())
         in_use.add(grid.workspace.in_use())
@@ -70,12 +70,13 @@ def largest_block(net) -> int:
 
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch):
-    """Elementwise operations go through slices of 256 KiB, some at once. Smaller here, so the peak shows the rest."""
+    """Smaller slices of elementwise operations than 256 KiB, so that the peak shows the other memory."""
     monkeypatch.setattr(NumpyLibrary, "slice_elements", 2**12)
 
 
 def test_the_steady_state_of_training_allocates_nothing_large(comm):
-    """With gelu and layer norm, and with relu; vectors and classes; state sharded over data; gradients clipped."""
+    """With gelu and layer norm, and with relu; for vectors and classes; with a state sharded over data, and with
+    clipping."""
     relu = CASE._replace(activation="relu", norm=False, loss="cross_entropy")
     on_each_grid(comm, lambda grid: assert_steady(grid, CASE), GRIDS[comm.size])
     on_each_grid(comm, lambda grid: assert_steady(grid, relu), GRIDS[comm.size][0 if all_tests else -1 :])
@@ -86,8 +87,8 @@ def test_dropout_and_recomputing_allocate_nothing_large_either(comm):
 
 
 def test_activations_go_while_the_backward_pass_comes(comm):
-    """What is in use grows by less than three activations above what there is at the end of the forward pass, although
-    there are eight layers."""
+    """Memory in use grows by less than three activations over that at the end of the forward pass, although there are
+    eight layers."""
 
     def check(grid):
         nn.Tape.of(grid).parallel.overlap = nn.Overlap(reshard_after_forward=True, ors=False)

@@ -1,4 +1,4 @@
-"""Networks of one's own: where their layers are, shared weights, names, evaluation, random states."""
+"""Networks of the user: layouts of layers, shared weights, names, evaluation, random states."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ from pmm3d.nn.dense import weight_layout
 
 
 class Branches(nn.Module):
-    """Two layers side by side on one input, whose layouts nobody gave, a list of them, and one that is used twice."""
+    """Two parallel layers on one input without explicit layouts, a list of layers, and a layer that is used twice."""
 
     def __init__(self, grid):
         self.grid = grid
@@ -80,7 +80,7 @@ def test_a_network_of_ones_own_is_the_same_on_every_grid(comm):
 
 @pytest.mark.parallel([4])
 def test_layers_of_a_sequence_are_made_where_their_input_is_and_then_nothing_moves(comm):
-    """In parts of it too, from the first layer on, with its units; a function of one's own may change those."""
+    """Also in nested sequences, from the first layer on, with units. A function of the user may change the layout."""
 
     def check(grid):
         make = lambda inputs, outputs, **options: nn.Linear(grid, inputs, outputs, dtype="float64", seed=1, **options)
@@ -121,8 +121,8 @@ class Two(nn.Module):
 
 @pytest.mark.parallel([4])
 def test_a_forward_pass_moves_the_input_and_never_a_weight(comm, caplog):
-    """Settled or not: the same numbers, on grids that cut columns and on others; no weight changes its layout. If an
-    input is sent, this is logged once, with the remedy."""
+    """With and without `settle`: the same numbers, on all grids, and no weight changes its layout. If an input is sent,
+    this is logged once, with the remedy."""
 
     def check(grid):
         x, y, found = spread(grid, np.ones((8, 7))), spread(grid, np.ones((8, 4)), batch_layout("x")), []
@@ -146,7 +146,8 @@ def test_a_forward_pass_moves_the_input_and_never_a_weight(comm, caplog):
 
 
 class Shifted(Two):
-    """With a matrix of its own, a layer that is used twice, a method as an attribute, and a count of its calls."""
+    """A module with a matrix of its own, a layer that is used twice, a method as an attribute, and a count of its
+    calls."""
 
     def __init__(self, grid):
         super().__init__(grid)
@@ -179,7 +180,7 @@ def test_a_network_settles_without_a_forward_pass_on_its_grid(comm, fails):
 
 @pytest.mark.parallel([4])
 def test_a_state_made_before_the_layers_moved_is_not_lost_in_silence(comm):
-    """An optimizer made first is no obstacle, sharded or not; its state, once there, forbids a layer to move."""
+    """An optimizer may be made before, sharded or not. After it has a state, no layer may change its layout."""
 
     def check(grid):
         make = lambda: Two(grid)
@@ -205,7 +206,7 @@ def test_a_state_made_before_the_layers_moved_is_not_lost_in_silence(comm):
 
 
 def weighted(x, gain):
-    """gain x, column by column, as a user would write it: the rule returns the gradient of the parameter too."""
+    """gain x, by columns, as a user writes it. The rule also returns the gradient of the parameter."""
     out, of_gain = x.form.new(), Layout((), x.layout.cols, sums=x.layout.rows)
     out[...] = x.local * gain.local
 
@@ -232,7 +233,7 @@ def test_a_rule_may_return_the_gradient_of_a_parameter(comm):
 
 @pytest.mark.parallel([8], thorough=[2])
 def test_a_layer_that_is_used_twice(comm):
-    """Its input comes in another layout the second time, and on some grids in other parts."""
+    """The second time its input has another layout, and on some grids other parts."""
 
     def run(grid):
         layer = nn.Linear(grid, 9, 9, seed=2, dtype="float64")
@@ -305,7 +306,7 @@ def test_evaluation_drops_nothing_and_notes_nothing(comm):
 
 @pytest.mark.parallel([4])
 def test_weights_written_to_count_once_the_network_knows(comm):
-    """Gathered weights are kept between passes, so `loaded` (or `assign`) must make them be gathered again."""
+    """Gathered weights are kept between passes. `loaded` (or `assign`) makes the next pass gather them again."""
 
     def check(grid):
         net, x = network_of(grid, CLASSES), spread(grid, batch_of(CLASSES, 0)[0], INPUT)
@@ -324,7 +325,7 @@ def test_weights_written_to_count_once_the_network_knows(comm):
 
 
 class Pair(nn.Module):
-    """Two tensors in, two out, one of them not always used; and a number that is no tensor."""
+    """Two tensors as input, two as output, one of them not always used, and a number that is not a tensor."""
 
     def __init__(self, grid):
         self.grid = grid
@@ -338,7 +339,8 @@ class Pair(nn.Module):
 
 @pytest.mark.parallel([4], thorough=[1, 2])
 def test_modules_of_several_tensors(comm):
-    """Computed again or not: the same bits, of the inputs too, whichever results are used; a hook sees each result."""
+    """With and without recomputation: the same bits, also of the inputs, for any used results. A hook gets each result.
+    """
 
     def check(grid):
         for used in (lambda out, other: nn.mse(out, other), lambda out, other: nn.mse(out, out.value * 0.5),

@@ -1,4 +1,4 @@
-"""What must not change a bit: which collectives run under computation, what is computed again, the grid of the draw."""
+"""Settings that must not change a bit: overlaps, recomputation, the grid on which numbers are drawn."""
 
 import gc
 import time
@@ -35,7 +35,7 @@ from pmm3d.nn import data_parallel
 pytestmark = pytest.mark.deadline(240)
 
 CASE = Case((40, 160, 150, 10), 130)
-"""Blocks on 2x2x2 of more than 64 KiB for two ranks, so that all-reduces of two steps are among the collectives."""
+"""On 2x2x2, all-reduces have more than 64 KiB for two ranks, so that some have two stages."""
 SWITCHES = list(product((False, True), repeat=4))
 GRIDS_OF_SWITCHES = {
     2: [("ddp", 1), ("fsdp", 1)],
@@ -45,9 +45,9 @@ GRIDS_OF_SWITCHES = {
 
 
 def choices(parities=(0, 1)):
-    """(overlap, whether the optimizer's state is sharded): all 16 combinations of switches, and each value of a switch
-    with each of the other choices. Those of an even number of switches, or of an odd one, contain all combinations of
-    any three switches."""
+    """(overlap, whether the optimizer's state is sharded): all 16 combinations of switches, and each value of one
+    switch with each of the others. The combinations with an even number of switches, and those with an odd number,
+    contain all combinations of any three switches."""
     for index, (oar, ors, oag, buckets) in enumerate(SWITCHES):
         if sum(SWITCHES[index]) % 2 not in parities:
             continue
@@ -57,7 +57,7 @@ def choices(parities=(0, 1)):
 
 
 def trained(grid, overlap, shard=False, recompute=True):
-    """Three steps; the gradient of the second one comes in two parts, one of them not summed over data."""
+    """Three steps. The gradient of the second step is the sum of two passes, one of them not summed over data."""
     nn.Tape.of(grid).parallel.overlap = overlap
     net = network_of(grid, CASE, dropout=0.1, recompute=recompute)
     optimizer = adamw(net.parameters(), shard_over_data=shard)
@@ -80,7 +80,7 @@ def test_every_switch_meets_every_other_choice():
 
 
 def assert_all_alike(grid, recompute=True):
-    """Without --all the even combinations on the first grid, and the odd ones on the other."""
+    """Without --all, the even combinations on the first grid, and the odd ones on the other."""
     parities = (0, 1) if all_tests else (int(grid.data.size == 1),)
     expected = trained(grid, nn.Overlap.none())
     for overlap, shard in choices(parities):
@@ -94,14 +94,14 @@ def test_any_combination_of_switches_gives_bitwise_the_same_weights(comm):
 
 @pytest.mark.parallel([4], thorough=[2, 8])
 def test_what_is_under_way_is_waited_for(comm, monkeypatch):
-    """Nothing goes on under a computation here: a result that is used before someone waits for it is wrong."""
+    """Collectives make no progress during computation, so a result that is used before its wait is wrong."""
     monkeypatch.setattr(progress.Engine, "background", lambda engine: nullcontext())
     on_each_grid(comm, lambda grid: assert_all_alike(grid, False), GRIDS_OF_SWITCHES[comm.size][:1])
 
 
 @pytest.mark.parallel([4], thorough=[2])
 def test_what_is_kept_does_not_depend_on_the_collection_of_garbage(comm):
-    """Networks of before count for keep_bytes on no rank, whether their memory was collected there or not."""
+    """Earlier networks do not count for keep_bytes on any rank, whether their memory was collected or not."""
 
     def check(grid):
         nn.Tape.of(grid).parallel.overlap = nn.Overlap(keep_bytes=8 * 40 * 30 * 2)
@@ -149,7 +149,7 @@ def test_a_seed_gives_one_network_and_one_mask_on_every_grid(comm):
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_recomputing_changes_no_bit(comm):
-    """Neither a gradient nor the masks of this call and the next."""
+    """Neither a gradient, nor the masks of this call and the next."""
 
     def check(grid):
         found = []
@@ -167,7 +167,8 @@ def test_recomputing_changes_no_bit(comm):
 
 
 def held_after_forward(grid, recompute, activation):
-    """Bytes that the tape holds once a batch went through, and the arrays that it is measured by."""
+    """Bytes that the tape holds after a forward pass, bytes that recomputation saves by the ledger, and bytes that are
+    held after the backward pass."""
     case = CASE._replace(activation=activation, norm=False, sizes=(64, 256, 128, 16), batch=256)
     net = network_of(grid, case, recompute=recompute)
     x, y = batch_of(case, 0)
@@ -180,8 +181,8 @@ def held_after_forward(grid, recompute, activation):
 
 @pytest.mark.parallel([4], thorough=[1])
 def test_what_recomputing_saves_is_what_is_held_without_it(comm):
-    """Of each hidden layer the input of the activation, and nothing else: its output is the next layer's input, and
-    kept in both cases. relu keeps its output only, and then there is nothing to save."""
+    """For each hidden layer, the input of the activation. Its output is the next layer's input, which is kept in both
+    cases. relu keeps only its output, so nothing is saved."""
     for activation in ["gelu", "relu"]:
         with given(activation=activation):
             def check(grid):
@@ -198,7 +199,7 @@ def test_what_recomputing_saves_is_what_is_held_without_it(comm):
 
 @pytest.mark.parallel([4])
 def test_training_again_gives_the_same_bits(comm):
-    """Two runs of one seed, the second on a grid that has trained something else before."""
+    """Two runs with one seed, the second on a grid that has trained something else before."""
 
     def check(grid):
         first = bits(weights_of(train(grid, CASE, 2)[1]))
@@ -210,7 +211,7 @@ def test_training_again_gives_the_same_bits(comm):
 
 @pytest.mark.parallel([2])
 def test_no_more_sums_of_gradients_are_under_way_than_memory_was_planned_for(comm, monkeypatch):
-    """Rank 0 is late with each sum, so that on rank 1 none is done before the next ones are asked for."""
+    """Rank 0 is late with each sum, so on rank 1 none has ended when the next ones begin."""
     begun, most, begin = [], [0], data_parallel.GradientSums._start
 
     def late(self, axis, bucket, *options):

@@ -1,7 +1,5 @@
-"""The families of parallel training are grids: the ledger shows the collectives and volumes that they are known for.
-
-Volumes are bytes that a rank receives in a step; an all-reduce of n bytes over G ranks is 2 (G-1)/G n.
-"""
+"""The families of parallel training are grids. The ledger contains their known collectives and volumes: bytes that a
+rank receives in a step. An all-reduce of n bytes over G ranks is 2 (G-1)/G n."""
 
 import numpy as np
 import pytest
@@ -14,14 +12,14 @@ from pmm3d.layout import AXES, batch_layout, part_sizes
 pytestmark = [pytest.mark.parallel([4], thorough=[2, 8]), pytest.mark.deadline(240)]
 
 CASE = Case((48, 96, 64, 80, 32), 256, "relu", False)
-"""Two pairs of layers; everything divides, and what is all-reduced is large enough for two steps."""
+"""Two pairs of layers. All sizes divide, and all-reduced arrays are large enough for two stages."""
 LAYERS = list(zip(CASE.sizes, CASE.sizes[1:]))
 MATRICES = [8 * inputs * outputs for inputs, outputs in LAYERS]
 VECTORS = [8 * outputs for _, outputs in LAYERS]
 
 
 def recorded(grid, bias, overlap=None, shard=False, wanted=False):
-    """(axis, phase, operation) -> (calls, bytes received) of the third step, of axes of more than one rank."""
+    """(axis, phase, operation) -> (calls, bytes received) of the third step, for axes of several ranks."""
     nn.Tape.of(grid).parallel.overlap = overlap or nn.Overlap(reshard_after_forward=True)
     net = network_of(grid, CASE, bias=bias)
     optimizer = adamw(net.parameters(), shard_over_data=shard)
@@ -49,7 +47,7 @@ def all_reduced(nbytes, ranks, index):
 
 
 def loss_along(axis):
-    """The loss is one number."""
+    """Key and volume of the sum of the loss, which is one number."""
     return {(axis.name, "loss", "all_reduce"): (1, 8 * (axis.size - 1))}
 
 
@@ -60,8 +58,8 @@ def along_data(axis, nbytes):
 
 
 def gathered_and_scattered(axis, gathers, bias):
-    """What sharding all matrices along z moves, and the all-reduce of the vectors, whole there. Backward the first
-    layer's weight is not needed, since the batch wants no gradient."""
+    """Volumes if z shards all matrices, and of the all-reduce of the vectors, which are replicated over z. The backward
+    pass does not need the first layer's weight, because the batch needs no gradient."""
     lost, first = (sum(sizes) * (axis.size - 1) // axis.size for sizes in (MATRICES, MATRICES[:1]))
     again = gathers - 1
     moved = {
@@ -87,7 +85,7 @@ def test_ddp_is_one_all_reduce_of_all_gradients(comm):
 
 
 def test_buckets_of_ddp_move_the_same_bytes(comm):
-    """From the last layer back, so much at once as asked for."""
+    """From the last layer to the first, in buckets of the requested size."""
 
     def check(grid):
         axis = grid.data
@@ -120,7 +118,7 @@ def test_zero_1_is_a_reduce_scatter_and_a_gather_of_the_same_volume(comm):
 
 
 def test_fsdp_gathers_twice_and_scatters_once(comm):
-    """3 (G-1)/G of the parameters; 2 where the gathered weights are kept from the forward to the backward pass."""
+    """3 (G-1)/G of the parameters. If gathered weights are kept from the forward to the backward pass: 2 (G-1)/G."""
     for bias in [False, True]:
         with given(bias=bias):
             def check(grid):
@@ -148,8 +146,8 @@ def test_hsdp_is_fsdp_along_z_and_an_all_reduce_of_the_shards_along_data(comm):
 
 
 def test_megatron_reduces_once_forward_and_once_backward_for_a_pair_of_layers(comm):
-    """Forward the output of the second of a pair; backward the gradient of the input of the first, but not that of the
-    batch where it is not asked for. Weights stay where they are."""
+    """Forward, the output of the second layer of a pair. Backward, the gradient of the input of the first, except that
+    of the batch if it is not needed. Weights are not sent."""
     for bias in [False, True]:
         with given(bias=bias):
             def check(grid):
@@ -180,7 +178,7 @@ def test_megatron_with_data_adds_the_all_reduce_of_each_ranks_weights(comm):
 
 
 def test_all_families_train_the_same_network(comm):
-    """The initial weights bitwise, and after three steps up to rounding."""
+    """Initial weights have equal bits. After three steps, weights agree to rounding."""
     found, starts = {}, set()
 
     def check(grid):

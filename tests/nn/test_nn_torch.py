@@ -1,4 +1,4 @@
-"""Against torch: the same initial weights and batches give the same losses, on every grid."""
+"""Comparison with torch: the same initial weights and batches give the same losses, on every grid."""
 
 from functools import cache, partial
 
@@ -39,7 +39,7 @@ SCHEDULES = {
 
 @cache
 def torch_losses(case, steps, optimizer="AdamW", schedule=None, clip=None):
-    """Losses (and, with clip, norms) of torch with the weights that pmm3d starts from. On one rank."""
+    """Losses (and, with clip, norms) of torch with the initial weights of pmm3d. On one rank."""
     import torch
     from mpi4py import MPI
 
@@ -65,7 +65,7 @@ def torch_losses(case, steps, optimizer="AdamW", schedule=None, clip=None):
 
 
 def torch_network(torch, case, weights):
-    """The same layers; weights by their names in pmm3d, where W is (inputs, outputs)."""
+    """The same layers. Weights have their names in pmm3d, where W is (inputs, outputs)."""
     layers = []
     for inputs, outputs in zip(case.sizes, case.sizes[1:]):
         layers += [torch.nn.Linear(inputs, outputs, dtype=torch.float64)]
@@ -153,8 +153,7 @@ def rates(schedule):
 
 @pytest.mark.parallel([4], thorough=[1, 8])
 def test_clipping_is_that_of_torch(comm):
-    """The first norms are above the limit, so that the steps differ from those without; ranks that hold the same
-    count once."""
+    """The first norms are above the limit, so that clipping changes the steps. Replicas count once."""
     expected = by_rank_0(comm, lambda: torch_losses(CLASSES, 8, "momentum", clip=0.8))
     assert min(expected[1::2]) < 0.8 < max(expected[1::2])
 
@@ -169,7 +168,7 @@ def test_clipping_is_that_of_torch(comm):
 @pytest.mark.parallel([6], thorough=[2, 8])
 @pytest.mark.parametrize("optimizer", ["AdamW", "nesterov"])
 def test_sharding_the_state_over_data_changes_no_bit(comm, optimizer):
-    """ZeRO-1. Sizes that the data axis does not divide, and fewer rows than it has ranks."""
+    """ZeRO-1, for sizes that the data axis does not divide, and for fewer rows than it has ranks."""
 
     def check(grid):
         make = OPTIMIZERS[optimizer][0]

@@ -19,7 +19,7 @@ ODD = (7, 13, 11, 5)
 
 
 class Branches(nn.Module):
-    """A network that is no MLP: two branches that meet, one of them split otherwise, one weight used twice."""
+    """A network with two branches that join, one of them with another split, and a weight that is used twice."""
 
     def __init__(self, grid, sizes, **options):
         self.grid, inside = grid, sizes[1]
@@ -60,7 +60,7 @@ def test_a_run_moves_the_bytes_of_its_dry_run(comm, name):
 
     if name == "plain":
         grids = ALL_GRIDS.get(comm.size)
-    else:  # in turn, one grid with a data axis and one without
+    else:  # grids with and without a data axis, in turns
         grids = GRIDS[comm.size] if all_tests else GRIDS[comm.size][[*CASES].index(name) % 2 :: 2]
     on_each_grid(comm, check, grids)
 

@@ -1,4 +1,4 @@
-"""Networks on arrays of a device: as many calls for large arrays as for small ones, and nobody waits for the device."""
+"""Networks on device arrays: the number of calls does not depend on the size of arrays, and the host does not wait."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ ROWS, CLASSES = 12, 3
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What was asked of the stand-in's streams so far."""
+    """Calls of the stand-in's streams so far."""
     made, add = [], standin_streams.Queue.add
     monkeypatch.setattr(standin_streams.Queue, "add", lambda queue, work, *rest, **more: (
         made.append(work), add(queue, work, *rest, **more))[1])
@@ -42,7 +42,7 @@ def network(grid, library, width=9, features=7):
 
 @pytest.mark.parallel([1])
 def test_calls_of_a_step_do_not_grow_with_the_arrays(comm, calls):
-    """From a few hundred elements to several slices of what the host works through at a time."""
+    """From a few hundred elements to several of the slices that the host would use."""
     found = []
     with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
         for rows, width in ((32, 8), (2048, 96)):
@@ -72,7 +72,7 @@ def test_a_loss_brings_nothing_to_the_host(comm):
             before = standin.Stream.waits
             assert optimizer.local_norm_squared() > 0 and standin.Stream.waits == before + 1
             optimizer.step()
-        assert waits == [1, 0, 0, 0]  # labels that nobody knows are looked at once
+        assert waits == [1, 0, 0, 0]  # new labels are checked once
 
 
 @pytest.mark.parallel([1])
@@ -95,7 +95,7 @@ def test_the_losses_of_a_step_of_several_batches_are_read_at_its_end(comm):
 
 @pytest.mark.parallel([4], thorough=[1, 2])
 def test_labels_are_compared_where_the_logits_are(comm, grid, fails):
-    """Also where there are more ranks than classes."""
+    """Also if there are more ranks than classes."""
     whole = np.random.default_rng(1).standard_normal((ROWS, CLASSES))
     found = []
     for library in ("numpy", "standin"):
@@ -153,7 +153,7 @@ def test_kernels_of_the_libraries_are_the_functions():
 
 @pytest.mark.parallel([1])
 def test_a_mask_is_drawn_in_one_kernel(comm, calls):
-    """And used in one, whose operations the stand-in does one by one: two casts and two products."""
+    """Another kernel applies it. The stand-in executes its operations one by one: two casts and two products."""
     with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
         x = nn.Tensor(DistMatrix.random(grid, (50, 40), dtype="float16", library="standin"))
         del calls[:]
@@ -166,7 +166,7 @@ def test_a_mask_is_drawn_in_one_kernel(comm, calls):
 
 @pytest.mark.parallel([1])
 def test_a_loss_is_the_hosts(comm):
-    """Its slope to the bit."""
+    """Its slope has equal bits."""
     for dtype in ["float16", "float32"]:
         with given(dtype=dtype):
             with Grid(comm, (1, 1, 1), device_transport="direct") as grid:

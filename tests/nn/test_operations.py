@@ -1,4 +1,4 @@
-"""Arithmetic of tensors, and operations along rows or columns that are split: as in torch, and as by differences."""
+"""Arithmetic of tensors, and operations along split rows or columns, compared with torch and with differences."""
 
 from functools import partial
 from itertools import count
@@ -57,7 +57,7 @@ def mixed(one, middle, other):
 
 
 def of_torch(cases, shapes):
-    """Title -> (result, name -> gradient of <result, a random matrix>)."""
+    """Title -> (result, name -> gradient of <result, random matrix>)."""
     import torch
 
     torch.set_num_threads(1)
@@ -102,7 +102,7 @@ def assert_as_torch(grid, case, expected, shapes, layouts, library=TESTED):
 
 
 def fitting(shapes, layout):
-    """The layout, where the units that it has divide the sizes."""
+    """The layout with those of its units that divide the sizes."""
     return {name: layout if all(size % unit == 0 for size, unit in zip(shape, layout.units))
             else Layout(layout.rows, layout.cols, layout.sums) for name, shape in shapes.items()}
 
@@ -110,7 +110,7 @@ def fitting(shapes, layout):
 @pytest.mark.parametrize("library", [TESTED, "standin"])
 @pytest.mark.parametrize("kind", ["elementwise", "along"])
 def test_values_and_gradients_are_those_of_torch(comm, kind, library):
-    """Each operation on each grid, with another layout each time, the same for all operands every other time."""
+    """Each operation on each grid, in different layouts. In every second case all operands have one layout."""
     cases = {"elementwise": ELEMENTWISE, "along": ALONG}[kind]
     expected, turn = by_rank_0(comm, lambda: of_torch(cases, SHAPES)), count()
 
@@ -145,7 +145,7 @@ LARGE = {"far": 1e4 * drawn((ROWS, COLS), 3), "near": 1e4 + drawn((ROWS, COLS), 
 
 
 def test_softmax_of_large_numbers_and_of_masks(comm):
-    """Also where a rank has nothing but -inf."""
+    """Also if a rank has only -inf."""
     for title in LARGE:
         with given(title=title):
             x, labels = LARGE[title], np.full((ROWS, 1), 2)
@@ -198,7 +198,7 @@ def test_gradients_are_central_differences(comm):
                  check=False)
 
 
-# What moves
+# Bytes
 
 
 def moved(grid, operation, *tensors):
@@ -209,7 +209,7 @@ def moved(grid, operation, *tensors):
 
 
 def test_what_moves(comm):
-    """As the docstrings say: numbers for each row, and nothing where the layouts fit."""
+    """As documented: numbers per row, and nothing if the layouts fit."""
 
     def check(grid):
         x = nn.Tensor(spread(grid, drawn((16, 16), 1), INPUT))
@@ -230,7 +230,7 @@ def test_what_moves(comm):
 
 
 def test_units_of_columns_stay(comm):
-    """Of five heads of four columns, on all grids: nothing moves from the product on, and each head stays whole."""
+    """Five heads of four columns, on all grids. Nothing is sent after the product, and each head is on one rank."""
 
     def check(grid):
         layout = Layout(("data", "z"), "y", units=(1, 4))
@@ -245,7 +245,7 @@ def test_units_of_columns_stay(comm):
     on_each_grid(comm, check, ALL_GRIDS[comm.size])
 
 
-# What is refused
+# Errors
 
 
 def test_what_is_refused(comm, fails):
@@ -277,7 +277,7 @@ def test_what_is_refused(comm, fails):
 
 @pytest.mark.parallel([2], thorough=[1])
 def test_a_conjugated_view_becomes_a_tensor_of_its_own(some_grid):
-    """What is written to it is in it, and not in the matrix that it was a view of."""
+    """A write to the tensor does not change the matrix of the view."""
     whole = integers((4, 6), "complex128")
     matrix = DistMatrix.from_global(some_grid, whole)
     weight = nn.Parameter(matrix.H)

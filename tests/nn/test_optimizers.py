@@ -1,4 +1,4 @@
-"""Groups of parameters, what weight decay acts on, and gradients that must not enter the weights."""
+"""Groups of parameters, weight decay, and gradients that must not change the weights."""
 
 import time
 
@@ -26,7 +26,7 @@ KINDS = {
 
 
 def torch_weights(kind):
-    """Of a network with two groups: its matrices, and its vectors in groups of their own, as torch trains it."""
+    """Weights of a network with two groups, its matrices and its vectors, trained by torch."""
     import torch
 
     with Grid(np_comm(), (1, 1, 1)) as grid:
@@ -104,7 +104,8 @@ def test_groups_with_options_of_their_own_are_as_in_torch(comm):
 
 @pytest.mark.parallel([4], thorough=[1])
 def test_weight_decay_is_of_everything_unless_vectors_are_spared(comm):
-    """With gradients of zero only the decay changes a weight. An optimizer's decay and a group's mean the same."""
+    """With zero gradients, only the decay changes a weight. Decay of an optimizer and of a group have the same meaning.
+    """
 
     def decayed(grid, **options):
         net = nn.Sequential(grid, nn.Linear(grid, 4, 4, dtype="float64"), nn.LayerNorm(grid, 4, dtype="float64"))
@@ -129,7 +130,7 @@ def test_weight_decay_is_of_everything_unless_vectors_are_spared(comm):
 
 @pytest.mark.parallel([4], thorough=[1, 2])
 def test_a_gradient_that_is_not_finite_enters_no_weight_where_it_is_looked_at(comm, fails):
-    """The loss is finite: one rank's gradient goes wrong."""
+    """The loss is finite, and one rank's gradient is not."""
     for wrong in [float("nan"), float("inf")]:
         with given(wrong=wrong):
             def check(grid):
@@ -190,7 +191,7 @@ def test_what_was_configured_is_no_part_of_a_state(comm):
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_accuracy_takes_the_first_of_the_largest_logits(comm):
-    """As numpy's argmax, also where the columns are split, in several axes, and some ranks have none."""
+    """As numpy's argmax, also if columns are split over several axes and some ranks have none."""
     rows, classes = 13, 5
     values = np.random.default_rng(0).integers(0, 3, (rows, classes)).astype(float)
     values[3], values[4] = 0, -np.inf
@@ -223,7 +224,7 @@ def test_the_groups_of_an_optimizer_make_another_one(comm):
 
 @pytest.mark.parallel([2])
 def test_the_optimizer_that_was_made_last_decides_how_gradients_are_summed(comm):
-    """One that was dropped does not. One that is used all the same is right, at more bytes."""
+    """A deleted optimizer does not count. An earlier optimizer that is still used is right, but sends more bytes."""
     with Grid(comm, "ddp") as grid:
         net, x, y = nn.Linear(grid, 4, 4), *(nn.Tensor(DistMatrix.random(grid, (4, 4), dtype="float32")) for _ in "xy")
 
@@ -249,7 +250,7 @@ def test_the_optimizer_that_was_made_last_decides_how_gradients_are_summed(comm)
 
 @pytest.mark.parallel([2])
 def test_a_step_waits_for_the_weights_that_another_rank_changes(comm, monkeypatch):
-    """Each rank changes half of the weights. One rank is late; the other looks at the weights without a message."""
+    """Each rank changes half of the weights. One rank is late, and the other reads the weights without a message."""
     change = optim.SGD._change
     with Grid(comm, "ddp") as grid:
         for late in range(comm.size):

@@ -72,7 +72,7 @@ def executed():
 
 
 def listed():
-    """The same, from the table."""
+    """The same, from the table on the page."""
     for what, size, axis, file in re.findall(rf"^\|{4 * CELL}$", STEP, re.M):
         amounts = tuple(map(int, re.findall(r"\d+", size.replace(",", ""))))
         if what == "GEMM":

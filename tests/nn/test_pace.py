@@ -1,4 +1,4 @@
-"""A rank that others wait for is told of while the training runs."""
+"""The log reports a rank for which the others wait, during the training."""
 
 import logging
 import re

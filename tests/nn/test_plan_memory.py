@@ -1,5 +1,5 @@
-"""The memory that a plan predicts, beside what a rank holds once it has trained: within 2%, where a collective is done
-when it is waited for, as in a dry run. Faster ones give work memory back earlier, and the next takes other pieces."""
+"""Memory predicted by a plan, compared with the memory of a rank after training: within 2%, if collectives end when
+they are awaited, as in a dry run. Otherwise work memory is returned earlier, and reused differently."""
 
 import pytest
 from gates import move_what_is_waited_for
@@ -21,12 +21,12 @@ pytestmark = [pytest.mark.parallel([4], thorough=[1, 8]), pytest.mark.deadline(1
 
 SAMPLES = SampleSizes(192, 96)
 KEEP = 2**40
-"""Bytes of gathered weights: all are kept, as on a machine with room."""
+"""Bytes of gathered weights that may be kept: all, as on a machine with enough memory."""
 GRIDS = {1: [GridShape(1, 1, 1)],
          4: [GridShape(1, 1, 2, 2), GridShape(4, 1, 1), GridShape(2, 2, 1)],
          8: [GridShape(1, 1, 1, 8), GridShape(1, 1, 8), GridShape(1, 1, 4, 2), GridShape(8, 1, 1), GridShape(2, 2, 2),
              GridShape(2, 1, 2, 2)]}
-"""Those of hsdp and megatron, and some on several axes; on 8 ranks those of ddp and fsdp too."""
+"""Grids of hsdp and megatron, and grids with several axes; on 8 ranks also those of ddp and fsdp."""
 OPTIONS = {
     "as by default": {},
     "sgd": {"optimizer": {"kind": "sgd"}},
@@ -68,7 +68,7 @@ def test_a_rank_holds_what_its_plan_says(comm, name):
 
 
 def trained(grid, config):
-    """Bytes by kind that this rank holds after three steps of a run of that configuration."""
+    """Bytes by kind on this rank after three steps of a run with this configuration."""
     parallel = Tape.of(grid).parallel
     parallel.overlap, parallel.weights.budget = Overlap(**config.overlap.model_dump()), KEEP
     network, layout = make_network(config, grid, layer_sizes(config, *SAMPLES[:2]), None)

@@ -1,4 +1,4 @@
-"""A training step that is planned: by a dry run of the code that trains."""
+"""Plans of a training step, by a dry run of the code that trains."""
 
 import re
 from dataclasses import replace
@@ -35,7 +35,8 @@ def config(hidden=(48, 64), training=None, **sections):
 
 
 def test_a_step_is_what_a_rank_does_between_two_steps():
-    """Three products a layer but for the first input's gradient, of its sizes; what is awaited was begun in it."""
+    """Three products per layer, except the gradient of the first input, with their sizes. Each wait is for a collective
+    of the step."""
     step = step_of(config(), GridShape(2, 1, 2, 2), 4, samples=(32, 16))
     gemms = [(action.m, action.n, action.k) for action in step.actions if action.what == "gemm"]
     assert len(gemms) == 8 and step.flop == sum(2 * m * n * k for m, n, k in gemms)
@@ -51,7 +52,7 @@ def test_a_step_is_what_a_rank_does_between_two_steps():
     (0, {}, "numpy", 1), (0, {"checkpoint_in_background": False}, "numpy", 0), (0, {}, "torch:cuda", 0),
     (7, {}, "numpy", 0), (0, {"precision": "float16"}, "numpy", 1)])
 def test_copies_for_a_checkpoint_are_memory_of_the_host(rank, training, library, share):
-    """Of float32 or master weights and the states of AdamW, on the first of the replicas."""
+    """Float32 or master weights and the states of AdamW, on the first of the replicas."""
     settings = config(training=training)
     settings = settings.model_copy(update={"network": settings.network.model_copy(update={"library": library})})
     step = step_of(settings, GridShape(2, 1, 2, 2), 8, rank, samples=(32, 16))
@@ -84,7 +85,7 @@ def test_sizes_are_those_of_the_file(tmp_path):
 def test_a_file_that_is_not_there_yet_is_named_with_the_remedy():
     with pytest.raises(Pmm3dError, match=r"cannot open nowhere.h5: there is no such file.*--features and --outputs"):
         DrySteps(config())
-    with pytest.raises(Pmm3dError, match="0 features and 3 outputs make no network"):
+    with pytest.raises(Pmm3dError, match="at least 1 feature and 1 output .2 for classes.; got 0 and 3"):
         DrySteps(config(), (0, 3))
 
 
@@ -116,7 +117,7 @@ PERLMUTTER, NOMINAL = load("perlmutter"), load("nominal")
 
 
 def test_a_network_that_does_not_run_on_every_grid(tmp_path):
-    """The others are ranked; where none is left, the refusal is the error."""
+    """The other grids are ranked. If none is left, the reason is the error."""
     (tmp_path / "model.py").write_text(OWN + """
 from pmm3d import LayoutError
 
@@ -138,8 +139,8 @@ def never(grid, features, outputs):
 
 
 def test_every_grid_of_few_ranks_is_simulated():
-    """Terms add up to the seconds, a preset of each kind is among them; the first is the best, but for a preset that
-    is as good."""
+    """The terms add up to the seconds, and a grid of each family is listed. The first grid is the best, except if a
+    family is equally good."""
     for machine in [PERLMUTTER, NOMINAL]:
         for ranks in [1, 7, 8, 12]:
             with given(machine=machine, ranks=ranks):
@@ -171,7 +172,7 @@ def test_a_candidate_costs_what_the_simulation_of_its_step_says():
 
 
 def test_many_micro_batches_of_a_step_are_not_all_run():
-    """What three take more than two, each further one takes."""
+    """The additional time of a third one is also that of each further one."""
     many = config(grid={"micro_batches": 9})
     (found, *_) = rank_training(many, 4, NOMINAL, samples=(32, 16)).candidates
     step = step_of(many, found.grid, NOMINAL.ranks_per_node, samples=(32, 16), keep=2**62)
@@ -191,7 +192,7 @@ def test_of_many_ranks_the_most_promising_grids_and_the_presets_are_simulated():
     pytest.param(NOMINAL, [1024] * 7, 256, marks=pytest.mark.thorough("another machine")),
     (PERLMUTTER, [4096] * 4, 4096)])
 def test_the_best_of_all_grids_is_among_the_first_dozen(machine, hidden, rows):
-    """Of all 84 grids of 64 ranks."""
+    """Among all 84 grids of 64 ranks."""
     settings = checked({"data": {"file": "nowhere.h5", "batch_size": rows}, "network": {"hidden": hidden}})
     every = rank_training(settings, 64, machine, samples=(784, 10, True), top=84)
     dozen = rank_training(settings, 64, machine, samples=(784, 10, True), top=12, actions=0)
@@ -200,7 +201,7 @@ def test_the_best_of_all_grids_is_among_the_first_dozen(machine, hidden, rows):
 
 
 def test_a_preset_that_is_as_good_is_preferred():
-    """Where nothing is sent and all take as long: copies of the network."""
+    """If nothing is sent and all grids take the same time, the plan uses copies of the network."""
     free = replace(NOMINAL, laws={"default": Law(0, 0, 0, 0, 0)}, overhead=1.0)
     ranking = rank_training(config([64]), 4, free, samples=(32, 16))
     assert ranking.candidates[0].preset and ranking.candidates[0].seconds <= 1.02 * min(
@@ -232,7 +233,8 @@ def test_where_nothing_fits_it_says_what_is_short_and_how_many_ranks_would_do():
 
 
 def test_ranks_that_are_dealt_out_in_turn_have_nothing_inside():
-    """On nodes of 4 an axis z of 4 lies in one; dealt out to two in turn it does not, and its collectives go across."""
+    """On nodes of 4, an axis z of 4 is inside a node. If ranks are assigned to two nodes in turns, its collectives go
+    between nodes."""
     settings = config([512, 512])
     node = PERLMUTTER.with_ranks_per_node(4)
     grid, found = GridShape(1, 1, 4, 2), {}
@@ -248,7 +250,8 @@ def test_ranks_that_are_dealt_out_in_turn_have_nothing_inside():
 
 
 def test_activations_and_recomputation_are_chosen_with_the_grid():
-    """Each grid on which sharded activations differ is a candidate with both; recomputed only where it fits only so."""
+    """Each grid on which sharded activations differ is a candidate with both. Layers are recomputed only if the step
+    does not fit otherwise."""
     deep = checked({"data": {"file": "nowhere.h5", "batch_size": 512},
                     "network": {"hidden": [64] * 8, "norm": True, "bias": False}})
     both = rank_training(deep, 4, NOMINAL, samples=(64, 64), activations=("replicated", "sharded"))

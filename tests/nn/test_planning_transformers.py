@@ -1,4 +1,4 @@
-"""A plan of a transformer: its step by a dry run of few blocks, beside the whole one; grids of tokens; families."""
+"""Plans of a transformer: a dry run of few blocks, compared with the whole step; grids of tokens; families."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ def planned(settings, ranks, machine=NOMINAL, **options):
 
 @pytest.mark.parametrize("network, micro_batches", [({}, 1), ({"activations": "sharded", "recompute": 2}, 4)])
 def test_a_candidate_costs_what_its_whole_step_does(network, micro_batches):
-    """Though few of its blocks and micro-batches were run."""
+    """Although only few of its blocks and micro-batches are run."""
     settings = config(network, micro_batches=micro_batches)
     free, named = (rank_training(settings, 2, NOMINAL, samples=SAMPLES, seqs=seqs).candidates for seqs in ([1, 2], [2]))
     assert {str(each.grid) for each in free} == {"2x1x1", "1x2x1", "1x1x2", "1x1x1 (data 2)"}
@@ -44,14 +44,14 @@ def test_a_candidate_costs_what_its_whole_step_does(network, micro_batches):
             groups = groups_of(found.grid, NOMINAL.ranks_per_node)
             whole = terms_of(simulate(tasks(step.actions, NOMINAL, groups)))
             assert found.seconds == pytest.approx(sum(whole.values()), rel=0.02)
-            assert found.bytes == pytest.approx(step.received, rel=0.03)  # small collectives come in other buckets
+            assert found.bytes == pytest.approx(step.received, rel=0.03)  # small collectives are in other buckets
             assert {kind: nbytes for kind, nbytes in found.memory.items() if kind != "work"} == {
                 kind: nbytes for kind, nbytes in step.memory.items() if kind != "work"}
             assert found.memory["work"] == pytest.approx(step.memory["work"], rel=0.05)
 
 
 def test_of_one_sequence_the_best_grid_is_among_the_first():
-    """Whose ranks are all along x and y: what is sent there is in the rough price."""
+    """All its ranks are along x and y. The rough price includes their messages."""
     settings = checked({"data": {"file": "nowhere.h5", "sequence": 512, "batch_size": 1}, "training": {
         "precision": "bfloat16"}, "network": {"kind": "gpt", "layers": 2, "hidden": 1024, "heads": 16,
                                               "library": "torch"}})
@@ -61,8 +61,8 @@ def test_of_one_sequence_the_best_grid_is_among_the_first():
 
 
 def test_flop_and_parameters_are_those_of_the_published_formulas():
-    """72 B s l H^2 (1 + s/(6 H) + V/(12 l H)) of GEMMs, or 96 with recomputation of the blocks (Narayanan et al.,
-    SC'21), where all scores are computed; 16 bytes of a parameter, in float32 with AdamW."""
+    """72 B s l H^2 (1 + s/(6 H) + V/(12 l H)) flop of GEMMs, or 96 with recomputed blocks (Narayanan et al., SC'21), if
+    all scores are computed. 16 bytes per parameter, in float32 with AdamW."""
     def flop(blocks):
         inside = blocks * (1 + SEQUENCE / (6 * HIDDEN)) * LAYERS * HIDDEN
         return BATCH * SEQUENCE * HIDDEN * (inside + 6 * VOCABULARY)
@@ -72,16 +72,16 @@ def test_flop_and_parameters_are_those_of_the_published_formulas():
     assert ranking.flop == pytest.approx(flop(72), rel=0.03)
     (only,) = ranking.candidates
     held = sum(only.memory[kind] for kind in ("weights", "gradients", "state"))
-    norms = 2 * HIDDEN  # the last norm, which the formula leaves out
+    norms = 2 * HIDDEN  # the last norm, which the formula does not contain
     assert held == 16 * (gpt.parameters + norms)
-    with pytest.raises(GridError, match=r"4 ranks do not divide by grid.pipe x grid.seq x grid.ulysses = 3: take"):
+    with pytest.raises(GridError, match=r"4 ranks are no multiple of grid.pipe x grid.seq x grid.ulysses = 3: use"):
         rank_training(config(), 4, NOMINAL, samples=SAMPLES, seqs=[3])
     twice = planned(config({"recompute": "full"}), 1)
     assert twice.flop == pytest.approx(flop(96), rel=0.03)
 
 
 def test_messages_of_a_ring_are_priced_by_what_is_received():
-    """Of ranks that share a sequence; messages of one rank, in an order of its own, meet none of another's."""
+    """Ranks that share a sequence send messages in different orders."""
     grid = GridShape(1, 1, 1, 8, seq=4)
     step = DrySteps(config({"parallel": "ring", "layers": 2}), SAMPLES).of(grid, 8)
     messages = [action for action in step.actions if action.operation in ("send", "receive")]
@@ -94,7 +94,7 @@ def test_messages_of_a_ring_are_priced_by_what_is_received():
 
 
 def test_every_family_is_planned_by_its_name():
-    """The sizes of x are at most the heads, those of data and z at most the sequences."""
+    """The sizes of x are at most the number of heads. The sizes of data and z are at most the number of sequences."""
     settings = config({"layers": 2, "heads": 8}, micro_batches=4, schedule="1f1b")
     ranking = planned(settings, 32, FRONTIER, top=1, actions=0)
     found = {each.preset: each for each in ranking.candidates}
@@ -106,7 +106,7 @@ def test_every_family_is_planned_by_its_name():
 
 
 def test_sharded_activations_and_recomputation_are_chosen_with_the_grid():
-    """Blocks are recomputed if a grid holds the step only so."""
+    """Blocks are recomputed only if the step does not fit otherwise."""
     settings = config({"layers": 4})
     ranking = planned(settings, 2, top=9, activations=("replicated", "sharded"))
     held = {(each.grid, each.settings["activations"]): sum(each.memory.values()) for each in ranking.candidates}
@@ -119,8 +119,8 @@ def test_sharded_activations_and_recomputation_are_chosen_with_the_grid():
 
 
 def test_ranks_of_a_node_exchange_heads_if_a_sequence_is_on_several_nodes():
-    """One long sequence on two nodes of 4: also with 4 ranks along ulysses and 2 along seq. A configuration that names
-    ulysses has it on each grid."""
+    """One long sequence on two nodes of 4: also with 4 ranks along ulysses and 2 along seq. If a configuration has
+    ulysses, each grid has it."""
     machine = NOMINAL.with_ranks_per_node(4)
     settings = checked({"data": {"file": "nowhere.h5", "sequence": 256, "batch_size": 1}, "network": {
         "kind": "gpt", "layers": 1, "hidden": HIDDEN, "heads": 8}})
@@ -140,7 +140,7 @@ def test_a_named_number_of_ranks_along_ulysses_is_planned_or_refused(monkeypatch
     monkeypatch.setattr(planning, "DOUBLINGS", 1)
     settings = config({"layers": 1}, ulysses=2)
     assert seqs_of(settings, 8) == [2, 4] and seqs_of(settings, 3) == [2]
-    with pytest.raises(GridError, match="3 ranks do not divide by grid.pipe x grid.seq x grid.ulysses = 2: take"):
+    with pytest.raises(GridError, match="3 ranks are no multiple of grid.pipe x grid.seq x grid.ulysses = 2: use"):
         planned(settings, 3)
     assert all(each.grid.ulysses == 2 for each in planned(settings, 2).candidates)
     with pytest.raises(GridError, match="no grid of 2 ranks holds .* 4 ranks are not enough either"):

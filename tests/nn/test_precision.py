@@ -1,4 +1,4 @@
-"""Low precision: what is kept in float32, what it takes, and what float16 does when it overflows."""
+"""Low precision: arrays in float32, memory, and overflow in float16."""
 
 
 import numpy as np
@@ -30,7 +30,8 @@ def whole(matrix):
 
 @pytest.mark.parallel([4], thorough=[1, 2])
 def test_small_changes_are_not_lost(comm):
-    """Of bfloat16 86 of 100 weights stayed as they were, to the bit: their changes are in the masters."""
+    """Without master weights, 86 of 100 bfloat16 weights would not change at all. The master weights contain their
+    changes."""
     for dtype, library in LOW:
         with given(dtype=dtype, library=library):
             def check(grid):
@@ -55,7 +56,7 @@ def test_small_changes_are_not_lost(comm):
 
 @pytest.mark.parallel([1])
 def test_a_weight_of_1_moves(comm):
-    """By changes of 2^-20, to the bit. Once they are enough the weight that is multiplied follows."""
+    """By changes of 2^-20, exactly. When they are large enough, the weight in low precision changes too."""
     for dtype, library in LOW:
         with given(dtype=dtype, library=library):
             with Grid(comm) as grid:
@@ -80,13 +81,14 @@ def test_a_weight_of_1_moves(comm):
 
 
 def rounded(values, library, dtype):
-    """In the type of a weight."""
+    """The values, rounded to the type of a weight."""
     return to_numpy(to_library(values, library, dtype), library)
 
 
 @pytest.mark.parallel([4], thorough=[1, 2])
 def test_what_is_written_to_a_weight_is_taken_over(comm):
-    """By the next step, and by a checkpoint. All writes to torch arrays are seen; those to numpy's are counted."""
+    """By the next step and by a checkpoint. All writes to torch arrays are detected; writes to numpy arrays are
+    counted."""
     for dtype, library in LOW:
         with given(dtype=dtype, library=library):
             def check(grid):
@@ -140,7 +142,7 @@ def test_a_state_dict_keeps_the_digits_of_masters(comm):
 
 @pytest.mark.parallel([4], thorough=[1, 2])
 def test_masters_are_split_over_data_and_change_no_bit(comm):
-    """Nor do gradients that are split. Also by another optimizer, which keeps its state in another layout."""
+    """Also if gradients are split. Also with another optimizer, whose state has another layout."""
     for dtype, library in LOW:
         with given(dtype=dtype, library=library):
             def check(grid):
@@ -164,7 +166,7 @@ def test_masters_are_split_over_data_and_change_no_bit(comm):
 
 @pytest.mark.parallel([2], thorough=[1])
 def test_messages_into_a_weight_are_counted(comm):
-    """An optimizer sees that it was written to."""
+    """So an optimizer detects the write."""
     with Grid(comm, "fsdp") as grid:
         weight = nn.Linear(grid, 8, 4, bias=False).weight
         seen, other = {weight.written}, DistMatrix.random(grid, (8, 4), dtype="float32", layout=Layout("x"))
@@ -176,8 +178,8 @@ def test_messages_into_a_weight_are_counted(comm):
 
 @pytest.mark.parallel([4], thorough=[1, 2])
 def test_gradients_are_added_in_float32(comm):
-    """Over rows, over batches, over ranks, and of a bias, with parts that travel in float32: no low precision has 2049,
-    nor 2048 + 3. Of bfloat16 the host's product of a rank's rows is rounded, to 2048, and nothing else."""
+    """Over rows, batches and ranks, and of a bias, with parts that are sent in float32: no low precision can represent
+    2049, or 2048 + 3. On the host, the product of a rank's rows is rounded to bfloat16, to 2048, and nothing else."""
     for dtype, library in LOW:
         with given(dtype=dtype, library=library):
             once = {"float16": 2049, "bfloat16": 2048}[dtype]
@@ -200,7 +202,7 @@ def test_gradients_are_added_in_float32(comm):
 
 @pytest.mark.parallel([2], thorough=[1])
 def test_losses_and_statistics_are_of_float32(comm):
-    """Of numbers whose sums and squares low precision cannot hold."""
+    """For numbers whose sums and squares low precision cannot represent."""
     for dtype, library in LOW:
         with given(dtype=dtype, library=library):
             unit = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
@@ -221,7 +223,7 @@ def test_losses_and_statistics_are_of_float32(comm):
                 assert np.abs(whole(normal.value) - wanted).max() < 4 * unit
                 assert np.abs(whole(nn.softmax(x).value).sum(1) - 1).max() < 4 * unit
                 total = whole(nn.mean(x, 0).value)
-                assert np.abs(total - values.mean(0)).max() <= 64 * unit  # each part, and their sum, rounded once
+                assert np.abs(total - values.mean(0)).max() <= 64 * unit  # roundings of the parts and of the sum
 
             on_each_grid(comm, check, GRIDS[comm.size])
 
@@ -232,8 +234,8 @@ BYTES = {"float32": (4, 4, 8), "bfloat16": (2, 4, 12), "float16": (2, 4, 12),
 
 @pytest.mark.parallel([4], thorough=[1, 2])
 def test_bytes_a_parameter(comm):
-    """2 + 4 + 12 with a float32 gradient, 2 + 2 + 12 without; 6 + 12/d where d ranks share the state. On the grid, in
-    its record and in a dry run."""
+    """2 + 4 + 12 with a float32 gradient, 2 + 2 + 12 without; 6 + 12/d if d ranks share the state. On the grid, in its
+    record and in a dry run."""
     for name in BYTES:
         with given(name=name):
             def check(grid):
@@ -265,7 +267,7 @@ def held_by(grid, name, shard):
 
 @pytest.mark.parallel([4], thorough=[2])
 def test_gradients_travel_in_the_communication_type(comm):
-    """Half the bytes of float32 over z and over data; and again all of them where that is asked for."""
+    """Half the bytes of float32 over z and over data, and the full number on request."""
 
     def moved(grid, **options):
         net = nn.MLP(grid, [16] * 3, precision=Precision("float16", **options))

@@ -1,4 +1,4 @@
-"""Runs of `pmm3d train` in low precision: configuration, checkpoints, skipped steps, and what is learned."""
+"""Runs of `pmm3d train` in low precision: configuration, checkpoints, skipped steps, results."""
 
 import json
 import sys
@@ -48,7 +48,7 @@ def config(data, precision, library="torch", epochs=1, **training):
 
 
 def trained(comm, made, resume=True):
-    """(the figures of the validation, what is in the checkpoint that it left) of a run."""
+    """(figures of the validation, contents of the last checkpoint) of a run."""
     with build.trainer(made, comm) as trainer:
         with trainer.owning():
             if resume:
@@ -61,7 +61,7 @@ def trained(comm, made, resume=True):
 
 @pytest.mark.parallel([2])
 def test_a_run_of_which_each_rank_keeps_a_part_of_the_gradients(comm, data):
-    """ZeRO-2 by the configuration, with two batches a step: the weights of ZeRO-1, but for rounding."""
+    """ZeRO-2 by the configuration, with two batches per step: the weights of ZeRO-1, except for rounding."""
     found = []
     for kind in ("states", "gradients"):
         made = config(data, "float32", grid={"micro_batches": 2}, folder=str(data.with_name(kind)), optimizer={
@@ -78,7 +78,7 @@ def test_a_run_goes_on_in_another_precision(comm, data):
     made = lambda precision, shape, epochs=1: config(data, precision, epochs=epochs, grid={"shape": shape})
     _, low, _ = trained(comm, made("bfloat16", "ddp"))
     assert low[WEIGHT].dtype == np.float32 and (low[WEIGHT] != as_bfloat16(low[WEIGHT])).any()
-    _, full, _ = trained(comm, made("float32", "fsdp"))  # an epoch that is done: nothing is left to train
+    _, full, _ = trained(comm, made("float32", "fsdp"))  # the epoch is complete, so nothing is trained
     assert full.keys() == low.keys() and all(np.array_equal(full[name], low[name]) for name in low)
     _, more, _ = trained(comm, made("float32", "fsdp", 2))
     assert (more[WEIGHT] != low[WEIGHT]).any()
@@ -93,7 +93,7 @@ def test_a_run_goes_on_in_another_precision(comm, data):
 
 
 def as_bfloat16(values):
-    """Rounded to bfloat16."""
+    """The values, rounded to bfloat16."""
     import torch
 
     return torch.from_numpy(values).bfloat16().float().numpy()
@@ -122,7 +122,7 @@ def test_what_is_predicted_and_exported_is_all_that_was_learned(comm, data, shar
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_a_run_that_is_interrupted_has_the_same_bits(comm, data, precision):
-    """Those of the master weights too."""
+    """Also of the master weights."""
     constant = {"schedule": {"kind": "constant"}}
     whole = trained(comm, config(data, precision, epochs=2, folder=str(data.with_name("whole")), **constant))[1]
     trained(comm, config(data, precision, **constant))
@@ -132,7 +132,7 @@ def test_a_run_that_is_interrupted_has_the_same_bits(comm, data, precision):
 
 @pytest.mark.parallel([2], thorough=[1])
 def test_what_was_written_to_a_weight_is_in_a_checkpoint(comm, shared_path, fails):
-    """Of any precision. One with remainders is refused."""
+    """In any precision. A checkpoint with remainders is refused."""
     with Grid(comm, "fsdp") as grid:
         low = nn.Linear(grid, 70, 96, bias=False, precision="float16")
         state = TrainState(low, optim.SGD(low.parameters(), lr=0.1, momentum=0.9, shard_over_data=True))
@@ -168,7 +168,7 @@ def test_weights_of_bfloat16_without_torch_are_refused_by_all_ranks(comm, shared
 
 @pytest.mark.parallel([2], thorough=[1])
 def test_a_scale_goes_on_where_it_was(comm, shared_path):
-    """Also of a state that is resumed before there is a Trainer."""
+    """Also for a state that is resumed before its Trainer exists."""
     with Grid(comm, "ddp") as grid:
         layer = nn.Linear(grid, 4, 6, precision="float16")
         made = lambda: TrainState(layer, optim.SGD(layer.parameters(), lr=0.1))
@@ -184,7 +184,7 @@ def test_a_scale_goes_on_where_it_was(comm, shared_path):
 
 @pytest.mark.parallel([2], thorough=[1])
 def test_steps_that_overflow_are_counted_and_the_scale_goes_on(comm, data):
-    """Large targets: the scale comes down."""
+    """Large targets make the scale decrease."""
     _, _, state = trained(comm, config(data, "float16", "numpy", targets="large"))
     scale, folder = state.scale, data.with_name("run")
     assert 0 < scale.skipped < 9 and scale.value == 2.0 ** (16 - scale.skipped) and state.step == 9
@@ -203,13 +203,13 @@ def test_steps_that_overflow_are_counted_and_the_scale_goes_on(comm, data):
 
 @pytest.mark.parallel([4])
 def test_as_much_is_learned_as_in_float32(comm, data):
-    """With the state sharded over data, weights over z."""
+    """With the state sharded over data, and weights over z."""
     options = {"epochs": 8, "grid": {"shape": "hsdp", "data": 2}}
     full, *low = (trained(comm, config(data, each, kind, folder=str(data.with_name(each)), **options))[0]
                   for each, kind in (("float32", "numpy"), ("bfloat16", "torch"), ("float16", "numpy")))
     assert full["accuracy"] > 0.9
     for each, unit in zip(low, (2.0**-8, 2.0**-11)):
-        assert abs(each["accuracy"] - full["accuracy"]) < 1.5 / 60  # one sample of those held out
+        assert abs(each["accuracy"] - full["accuracy"]) < 1.5 / 60  # one of the held-out samples
         assert abs(each["loss"] - full["loss"]) < unit * full["loss"]
 
 
@@ -236,7 +236,7 @@ def named(grid, features, outputs):
 @pytest.mark.numpy_only("its configuration names no library")
 @pytest.mark.parallel([2], thorough=[1])
 def test_a_network_of_ones_own_predicts_in_its_precision(comm, data, shared_path, fails):
-    """Its layers say float16 themselves. What is exported has all digits."""
+    """Its layers have dtype float16. The exported file has all digits."""
     if comm.rank == 0:
         (shared_path / "model.py").write_text(MODEL)
     comm.Barrier()
@@ -254,13 +254,13 @@ def test_a_network_of_ones_own_predicts_in_its_precision(comm, data, shared_path
         assert (load_file(shared_path / "net.safetensors")["first.weight"].T == low["first.weight"]).all()
     with Grid(comm, "ddp") as grid:
         own = OwnNetwork(grid, made.network, Precision(tf32=True), 0)
-        fails(Pmm3dError, "first.weight is of float16, and training.precision is tf32", lambda: own.made(grid, 12, 3))
+        fails(Pmm3dError, "has precision float16, and training.precision is tf32", lambda: own.made(grid, 12, 3))
 
 
 @pytest.mark.numpy_only("reads arrays of numpy")
 @pytest.mark.parallel([2])
 def test_a_warm_start_has_all_digits(comm, shared_path):
-    """An optimizer begins with master weights as in the file."""
+    """The optimizer starts with master weights from the file."""
     with Grid(comm, "ddp") as grid:
         full = nn.Linear(grid, 8, 6)
         Checkpoints(grid, shared_path).save(1, full.matrices())
@@ -285,7 +285,7 @@ def test_a_warm_start_has_all_digits(comm, shared_path):
 
 @pytest.mark.parallel([2], thorough=[1])
 def test_the_first_layer_that_overflows_is_named(comm, data, fails):
-    """After fifty steps that were skipped. A trainer of float16 has a scale, whoever made it."""
+    """After fifty skipped steps. Every trainer with float16 has a scale."""
     made = config(data, "float16", "numpy", epochs=6)
     with build.trainer(made, comm) as first:
         state = TrainState(first.state.network, first.state.optimizer, loader=first.loader)
@@ -301,7 +301,7 @@ REFUSED = [
     ({}, "bfloat16", 'needs torch arrays, and network.library is numpy: set network.library = "torch"'),
     ({"library": "cupy"}, "bfloat16", "network.library is cupy"),
     ({"library": "torch"}, "tf32", "needs a GPU"),
-    ({"dtype": "float64"}, "float16", "is of float32 weights, and network.dtype is float64"),
+    ({"dtype": "float64"}, "float16", 'needs network.dtype = "float32", which is "float64"'),
     ({}, "fp8", "precision"),
 ]
 

@@ -1,4 +1,4 @@
-"""The scale of a loss of float16: what is skipped, compared among ranks, shared by optimizers, and refused."""
+"""Loss scale of float16: skipped steps, comparison among ranks, several optimizers, refused settings."""
 
 from math import inf, nan
 
@@ -29,7 +29,8 @@ def whole(matrix):
 
 @pytest.mark.parallel([2], thorough=[1])
 def test_a_step_that_overflows_is_skipped_by_all_ranks(comm):
-    """One rank's gradient is infinite: no rank changes anything; the next step is as if there had been none."""
+    """One rank's gradient is infinite. No rank changes anything, and the next step is as if this one had not existed.
+    """
 
     def check(grid):
         net = nn.MLP(grid, SIZES, nn.relu, precision="float16")
@@ -71,7 +72,7 @@ def test_fifty_skipped_steps_name_the_parameter(comm, fails):
 
 @pytest.mark.parallel([1])
 def test_a_scaled_step_is_the_same(comm):
-    """By powers of two, with clipping: to the bit, where nothing is too small or too large."""
+    """For scales that are powers of two, with clipping: equal bits, if nothing overflows or underflows."""
     with Grid(comm) as grid:
         found = []
         for start, clip in ((2.0**10, 0.25), (2.0**13, 0.25), (2.0**13, None)):
@@ -88,8 +89,8 @@ def test_a_scaled_step_is_the_same(comm):
 
 @pytest.mark.parallel([2], thorough=[1])
 def test_one_scale_for_two_optimizers(comm, fails):
-    """One norm, to clip both, and one decision; as one optimizer of all parameters. Step by step the second one's
-    gradients would have been divided by the scale of the next step."""
+    """They have one norm for clipping, and one decision, as one optimizer of all parameters. In separate steps, the
+    gradients of the second would be divided by the scale of the next step."""
 
     def check(grid):
         found, (x, y) = [], batch(grid)
@@ -111,7 +112,7 @@ def test_one_scale_for_two_optimizers(comm, fails):
         assert found[0] == found[1]
         nn.mse(net(x), y).backward()
         fails(Pmm3dError, "a loss that was scaled by 1, and this scale is 512", lambda: scale.step(*optimizers))
-        nn.mse(net(x), y).backward(scale=scale.value)  # added to what was not scaled
+        nn.mse(net(x), y).backward(scale=scale.value)  # added to a gradient that was not scaled
         fails(Pmm3dError, "a loss that was scaled by 1, and", lambda: scale.step(*optimizers))
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -150,7 +151,7 @@ def test_a_scale_is_a_number_and_the_same_on_all_ranks(comm, fails):
 
 @pytest.mark.parallel([1])
 def test_a_loss_of_16_bits_is_not_scaled(comm):
-    """65536 has no place in float16."""
+    """float16 cannot represent 65536."""
     with Grid(comm) as grid:
         layer = nn.Linear(grid, 4, 4, precision="float16")
         out = layer(DistMatrix.random(grid, (8, 4), dtype="float32"))

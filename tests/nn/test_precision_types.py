@@ -1,4 +1,4 @@
-"""Types that go together, and what is refused; rounding once; tf32."""
+"""Combinations of types, and refused ones; single rounding; TF32."""
 
 import warnings
 
@@ -60,7 +60,8 @@ def test_a_layer_that_cannot_be_had_is_refused(comm):
 
 @pytest.mark.parallel([2])
 def test_the_grid_names_the_library_once(comm, fails, shared_path):
-    """For layers, batches and matrices, on a dry copy too; settle takes type and library from the parameters."""
+    """For layers, batches and matrices, also on a dry copy. `settle` uses the type and the library of the parameters.
+    """
     if comm.rank == 0:
         with h5py.File(shared_path / "data.h5", "w") as file:
             file["x"], file["y"] = np.ones((8, 6), "float32"), np.arange(8) % 3
@@ -83,7 +84,8 @@ def test_the_grid_names_the_library_once(comm, fails, shared_path):
 
 @pytest.mark.parallel([2], thorough=[1])
 def test_a_layer_norm_takes_its_own_type(comm, fails):
-    """Gradients of another type's gains were of whatever was in memory. Beside low precision they may be of float32."""
+    """With gains of another type, gradients were arbitrary numbers from memory. With low precision, gains may be
+    float32."""
 
     def check(grid):
         values, wanted = integers((6, 4), seed=1, low=-4, high=4), {}
@@ -131,7 +133,7 @@ def test_a_factor_is_not_rounded_before_it_multiplies(comm):
 
 @pytest.mark.parallel([1])
 def test_a_quotient_by_a_large_number_has_a_gradient(comm):
-    """The square of 300 has no place in float16."""
+    """float16 cannot represent the square of 300."""
     with Grid(comm) as grid:
         x, y = (nn.Tensor(spread(grid, np.full((1, 1), each), Layout(), dtype="float16"), requires_grad=True)
                 for each in (600.0, 300.0))
@@ -142,8 +144,8 @@ def test_a_quotient_by_a_large_number_has_a_gradient(comm):
 @pytest.mark.numpy_only("warnings are numpy's")
 @pytest.mark.parallel([2])
 def test_what_overflows_warns_nobody(comm):
-    """In a backward pass of float16, at a scale of 1 too, and in a collective, whether this thread adds or the one that
-    does while this one computes."""
+    """In a backward pass of float16, also with a scale of 1, and in a collective whose sum runs in this thread or in
+    the helper thread."""
     with Grid(comm, "ddp") as grid, warnings.catch_warnings():
         warnings.simplefilter("error")
         layer = nn.Linear(grid, 2, 2, precision="float16")
@@ -160,7 +162,7 @@ def test_what_overflows_warns_nobody(comm):
 
 @pytest.mark.parallel([1])
 def test_tf32_is_of_the_weights_precision_or_asked_for(comm):
-    """1 + 2^-12 has no tf32. What is computed from a parameter is none."""
+    """1 + 2^-12 cannot be represented in TF32. A result computed from a parameter is not a weight."""
     with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
 
         def matrix(value):

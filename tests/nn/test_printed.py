@@ -1,4 +1,4 @@
-"""A network as text, and what it says of itself when something was forgotten."""
+"""The text of a network, and its warnings about mistakes."""
 
 import copy
 import pickle
@@ -53,7 +53,7 @@ class Forgetful(nn.Module):
 
 @pytest.mark.parallel([4], thorough=[1])
 def test_the_tree_has_names_kinds_sizes_and_layouts(comm):
-    """Nothing is sent, no name is given: an optimizer's checkpoint stays the same."""
+    """Printing sends nothing and gives no names, so an optimizer's checkpoint does not change."""
 
     def check(grid):
         net = network_of(grid, CLASSES, recompute=True)

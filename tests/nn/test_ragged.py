@@ -1,4 +1,4 @@
-"""Tensors of which each rank has as many rows as it has: numbers as of all rows together, and what is refused."""
+"""Tensors with a different number of rows on each rank: results as for all rows together, and refused operations."""
 
 import numpy as np
 import pytest
@@ -18,12 +18,12 @@ LAYOUT = Layout(("data", "z"), "y")
 
 
 def rows_of(grid, place, step=0):
-    """Of the place along data and z: none on some."""
+    """Number of rows of a place along data and z; 0 for some."""
     return (3 * place + 2 * step) % 5
 
 
 def batch(grid, step=0):
-    """(this rank's ragged tensor; the rows of all places together, as each rank's are in turn)."""
+    """(ragged tensor of this rank, the rows of all places in order)."""
     places = grid.data.size * grid.z.size
     parts = [integers((rows_of(grid, place, step), COLUMNS), seed=10 * step + place) for place in range(places)]
     own = parts[grid.data.index * grid.z.size + grid.z.index]
@@ -62,7 +62,7 @@ def test_values_and_gradients_are_those_of_all_rows(comm):
 
 
 def test_layer_norm_softmax_and_whole_columns(comm):
-    """Columns may be brought together, and cut again; rows stay. From y to x they would go between all ranks."""
+    """Columns may be gathered and split again; rows are not sent. A relayout from y to x would need all ranks."""
 
     def check(grid):
         x, _, own = batch(grid)
@@ -79,7 +79,7 @@ def test_layer_norm_softmax_and_whole_columns(comm):
 
 
 def test_other_counts_in_each_step_take_no_room(comm):
-    """The forms that are kept are those of the weights, however many steps there were."""
+    """The number of cached forms is that of the weights, for any number of steps."""
 
     def check(grid):
         layer, kept = nn.Linear(grid, COLUMNS, OUT, dtype="float64", seed=1), []
@@ -119,7 +119,7 @@ def test_what_needs_all_rows_is_refused(comm, fails):
 
 
 def test_two_ragged_tensors_go_together_where_one_has_the_rows_of_the_other(comm, fails):
-    """All ranks learn it if one rank has other rows."""
+    """If one rank has other rows, all ranks raise."""
 
     def check(grid):
         x, _, own = batch(grid)

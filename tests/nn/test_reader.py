@@ -1,4 +1,4 @@
-"""Programs that a hostile reader tried: what is accepted does what it says, what is not is refused on every rank."""
+"""Programs of a hostile reader: accepted code gives the right result, and other code is refused on every rank."""
 
 from weakref import ref
 
@@ -27,7 +27,7 @@ def leaf(grid, whole, layout=INPUT, **options):
 
 
 def right_or_refused(compute, wanted):
-    """compute() gives what numpy gives, or it is refused, on every rank."""
+    """Assert that compute() equals numpy's result, or is refused on every rank."""
     try:
         got = compute()
     except (LayoutError, DTypeError):
@@ -81,7 +81,7 @@ def test_ranks_that_use_different_layers_are_told_before_the_first_sum_of_a_back
 
 @four
 def test_types_that_differ_are_refused_or_right(comm):
-    """The BLAS reads an array as if it were of the result's type, beyond its end."""
+    """Otherwise the BLAS would read an array as the result's type, beyond its end."""
     for which in ["input", "gradient", "rule", "bias"]:
         with given(which=which):
             types = {name: "float32" if name == which else "float64" for name in ("input", "gradient", "rule", "bias")}
@@ -256,7 +256,7 @@ def test_a_backward_pass_that_failed_leaves_the_random_state(comm):
 
 @four
 def test_a_step_after_a_backward_pass_that_failed_is_refused(comm):
-    """What was not summed is not forgotten silently."""
+    """Otherwise missing sums would be ignored silently."""
 
     def fails(gradient):
         raise ZeroDivisionError

@@ -1,4 +1,4 @@
-"""Which parts of a network are computed again in the backward pass, and what they keep."""
+"""Recomputed parts of a network, and the arrays that they keep."""
 
 import pytest
 from loops import given
@@ -12,7 +12,7 @@ LAYERS, WIDTH, ROWS = 6, 8, 16
 
 @pytest.mark.parallel([1, 2])
 def test_every_kth_hidden_layer_keeps_its_input_only(comm):
-    """The loss and the gradients are the same bits; of six hidden layers as many keep less as are named."""
+    """Loss and gradients have equal bits. Of six hidden layers, the requested number keeps less."""
     found = {}
     with Grid(comm, "fsdp") as grid:
         x = DistMatrix.random(grid, (ROWS, WIDTH), dtype="float32", seed=1)

@@ -25,17 +25,17 @@ def here(shared_path, comm):
 
 @two
 def test_what_changes_is_said_and_what_makes_another_run_is_refused(here, comm):
-    """Before anything is touched; and taken if told so."""
+    """Before anything is changed. Accepted if it is requested explicitly."""
     assert here.train(here.config(training="epochs = 1")).returncode == 0
     there, weights = here.checkpoints(), here.weights()
     config = here.config(training="epochs = 2", network="activation = 'relu'", optimizer="lr = 0.5")
-    fails(here.train(config, "--resume", "auto"), "the checkpoint is of another network, and nothing was changed: "
-          "network.activation was 'gelu', is 'relu'. Set it back; or begin a new run, in a folder of its own")
+    fails(here.train(config, "--resume", "auto"), "the network of the checkpoint differs, and nothing was changed: "
+          "network.activation was 'gelu', is 'relu'. Restore the settings; or start a new run in another folder")
     if comm.rank == 0:
         with h5py.File(here.folder / "data.h5", "r+") as file:
             file["x"][0, 0] += 1
-    fails(here.train(config, "--resume", "auto", "--accept", "network"), "of another data, and nothing was changed: "
-          "the data's fingerprint was ")
+    fails(here.train(config, "--resume", "auto", "--accept", "network"), "the data of the checkpoint differs, and "
+          "nothing was changed: the data's fingerprint was ")
     assert here.checkpoints() == there
     assert all((here.weights()[name] == values).all() for name, values in weights.items())
     done = here.train(config, "--resume", "auto", "--accept", "network", "--accept", "data")
@@ -48,14 +48,14 @@ def test_what_changes_is_said_and_what_makes_another_run_is_refused(here, comm):
 
 
 def blas_that_multiplies():
-    """SciPy's, which a process of its own loads."""
+    """SciPy's BLAS, as loaded in a separate process."""
     ask = ("import scipy.linalg.blas; from pmm3d.processor import loaded_blas; blas = loaded_blas(); "
            "print(blas.name, blas.version)")
     return subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_another_blas_is_said(tmp_path, job, monkeypatch):
-    """Its sums are rounded in another order: the run goes on, and does not repeat its bits."""
+    """Its sums are rounded in another order. The run continues, and its bits differ."""
     runs = Runs(tmp_path, job)
     assert runs.train(runs.config(training="epochs = 1"), ranks=1).returncode == 0
     record = json.loads((runs.folder / "run/run.json").read_text())
@@ -64,14 +64,14 @@ def test_another_blas_is_said(tmp_path, job, monkeypatch):
     monkeypatch.setenv("PMM3D_BLAS", str(numpys))
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
     done = runs.train(runs.config(training="epochs = 2"), "--resume", "auto", ranks=1)
-    [(before, now)] = re.findall(r"a change: the BLAS was (.*) and is (.*), which rounds otherwise", done.stderr)
+    [(before, now)] = re.findall(r"a change: the BLAS was (.*), is (.*), which rounds differently", done.stderr)
     assert done.returncode == 0 and before.startswith("openblas 0.") and before != now
     assert now.endswith(", kernel Haswell")
 
 
 @two
 def test_going_back_to_an_earlier_checkpoint(here):
-    """What is later is retired: nothing loads it, and what comes is kept."""
+    """Later checkpoints are retired: they are not loaded, and new ones are kept."""
     options = {"training": "epochs = 2\ncheckpoint_every = 3\nkeep = 9"}
     assert here.train(here.config(**options)).returncode == 0
     assert here.checkpoints() == [f"step-{step:08d}" for step in (3, 6, 9, 12)]
@@ -79,7 +79,7 @@ def test_going_back_to_an_earlier_checkpoint(here):
     back = here.config(training="epochs = 2\ncheckpoint_every = 5\nkeep = 2")
     done = here.train(back, "--resume", str(folder / "step-00000003"))
     assert done.returncode == 0, done.stderr
-    said = "later checkpoints are retired, as the run goes on from step 3: retired-step-00000009, retired-step-00000012"
+    said = "from step 3, so later checkpoints are retired: retired-step-00000009, retired-step-00000012"
     assert said in done.stderr, done.stderr
     assert here.checkpoints() == ["step-00000010", "step-00000012"]
     assert [line["step"] for line in here.metrics() if "loss" in line] == list(range(1, 13))
@@ -100,14 +100,15 @@ def test_what_is_retired_alone_is_no_reason_to_begin_anew(here, comm):
             (folder / name).rename(folder / f"retired-{name}")
     comm.barrier()
     done = here.train(here.config(training="epochs = 2"), "--resume", "auto")
-    fails(done, "run/checkpoints holds retired checkpoints only: retired-step-00000006. Go on from one with --resume ")
+    fails(done, "run/checkpoints contains only retired checkpoints: retired-step-00000006. Continue from one with ")
     done = here.train(here.config(training="epochs = 2"), "--resume", str(folder / "retired-step-00000006"))
     assert done.returncode == 0 and here.checkpoints() == ["step-00000012"], done.stderr
 
 
 @two
 def test_the_schedule_ends_with_the_run_where_epochs_have_other_steps_than_before(here):
-    """Six steps, then three and three: not at a rate of zero from step 9 on, as three times three would make it."""
+    """Six steps, then three and three. With three times three steps in the schedule, the rate would be zero from step 9
+    on."""
     for kind in ("cosine", "constant"):
         with given(kind=kind):
             schedule = f"kind = '{kind}'"

@@ -1,4 +1,4 @@
-"""How a run ends: one that trained to the end says so, whatever goes wrong then; one that did not loses nothing."""
+"""Ends of runs: a complete run reports success, also if something fails afterwards. Other runs lose nothing."""
 
 import io
 import json
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.deadline(240)
 
 @pytest.fixture
 def runs(tmp_path, job):
-    """Runs as jobs of their own."""
+    """Runs in separate jobs."""
     return Runs(tmp_path, job)
 
 
@@ -68,7 +68,7 @@ def drawing(self):
     draw(self)
 RunLog.draw = drawing
 """
-"""Rank 0 begins to draw when the process of rank 1 has ended."""
+"""Rank 0 begins to draw after the process of rank 1 has ended."""
 
 
 def test_no_rank_waits_for_the_curves(runs):
@@ -79,7 +79,7 @@ def test_no_rank_waits_for_the_curves(runs):
 
 @pytest.mark.parallel([2])
 def test_an_ascii_terminal_and_metrics_that_are_a_folder_end_no_run(here, comm, monkeypatch):
-    """The folder replaces the file during the run. There are no curves then."""
+    """The folder replaces the file during the run. Then no curves are drawn."""
     metrics, save, moved = here.folder / "run/metrics.jsonl", Trainer.save, []
 
     def saving(self, wait=False):
@@ -97,20 +97,20 @@ def test_an_ascii_terminal_and_metrics_that_are_a_folder_end_no_run(here, comm, 
 
 @pytest.mark.parallel([2])
 def test_metrics_that_cannot_be_read_are_left_out(here, comm):
-    """Also when a run goes on: with a warning, on all ranks together."""
+    """Also if a run is resumed: with a warning, on all ranks."""
     assert here.train(here.config(training="epochs = 1")).returncode == 0
     path = here.folder / "run/metrics.jsonl"
     if comm.rank == 0:
         path.write_bytes(b"\xff\xfe no text\n[1]\n" + path.read_bytes())
     done = here.train(here.config(training="epochs = 2"), "--resume", "auto")
     assert done.returncode == 0, done.stderr
-    assert "2 lines are left out, which are not JSON of a step (the first is line 1)" in done.stderr
+    assert "2 lines are left out, because they are not JSON of a step (the first is line 1)" in done.stderr
     assert [line["step"] for line in here.metrics() if "loss" in line] == list(range(1, 13))
 
 
 @pytest.mark.parallel([2])
 def test_a_validation_that_is_not_finite_is_no_success_and_costs_no_checkpoint(here, comm):
-    """Training is fine; the validation's targets are so large that their squares overflow."""
+    """The training succeeds. The validation's targets are so large that their squares overflow."""
     if comm.rank == 0:
         with h5py.File(here.folder / "other.h5", "w") as file:
             file["x"], file["field"] = np.ones((20, 12), "float32"), np.full((20, 4), 1e30, "float32")
@@ -139,7 +139,7 @@ def test_ctrl_c_asks_for_the_end_and_goes_on_to_the_same_bits(here, comm):
 
 
 def launched(runs, config, times, before=""):
-    """pmm3d.launcher with a training that gets so many SIGINTs; its exit code."""
+    """Exit code of pmm3d.launcher with a training that gets this number of SIGINTs."""
     script = runs.folder / "train.py"
     script.write_text(COMMAND.format(before=before))
     process = subprocess.Popen(
@@ -152,7 +152,7 @@ def launched(runs, config, times, before=""):
     for _ in range(times):
         process.send_signal(signal.SIGINT)
         time.sleep(0.2)
-    while times > 1 and process.poll() is None:  # two that wait for a busy process arrive as one
+    while times > 1 and process.poll() is None:  # two signals to a busy process arrive as one
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=10)
             break
@@ -167,7 +167,7 @@ def test_sigint_to_the_launcher_has_a_checkpoint_written(runs):
 
 
 def test_a_second_sigint_ends_the_job_at_once(runs):
-    """Though a rank does not come to the end of its step."""
+    """Although a rank does not reach the end of its step."""
     config = runs.config(training="epochs = 100000\ncheckpoint_every = 1000000")
     stuck = "import pmm3d.nn.training.loop as module\nmodule.Trainer.save = lambda self, wait: time.sleep(1000)\n"
     assert launched(runs, config, 2, stuck) not in (0, 75, 124)
@@ -200,7 +200,7 @@ def small(shared_path, comm):
 
 @pytest.mark.parallel([2])
 def test_a_budget_in_steps_ends_a_run_in_the_middle_of_an_epoch(small, shared_path):
-    """It is validated, logged and saved there; a larger budget goes on."""
+    """It is validated, logged and saved there. A larger budget continues the run."""
     trainer = small(Recipe("mse", steps=6))
     assert trainer.steps_left() == 6 and trainer.run()
     assert (trainer.step, trainer.loader.epoch, trainer.loader.batch, trainer.saved) == (6, 1, 2, 6)
@@ -212,14 +212,14 @@ def test_a_budget_in_steps_ends_a_run_in_the_middle_of_an_epoch(small, shared_pa
 
 @pytest.mark.parallel([2])
 def test_settings_that_a_checkpoint_takes_are_recorded(small, shared_path):
-    """Numbers of numpy and keys that are no texts: rank 0, which writes run.json, does not raise alone."""
+    """With numbers of numpy, and keys that are not texts. Rank 0, which writes run.json, must not raise alone."""
     assert small(Recipe("mse", steps=2), settings={"seed": np.int64(3), 4: "x"}).run()
     assert json.loads((shared_path / "run/run.json").read_text())["settings"] == {"seed": "3", "4": "x"}
 
 
 @pytest.fixture
 def late(small, shared_path, monkeypatch):
-    """late(steps, ...): a trainer whose checkpoints, after each step, are complete when the next one is saved."""
+    """late(steps, ...): a trainer whose checkpoint after a step is complete only when the next one is saved."""
     monkeypatch.setattr(Checkpoints, "poll", lambda self: None)
 
     def make(steps):
@@ -237,7 +237,7 @@ def late(small, shared_path, monkeypatch):
 
 @pytest.mark.parallel([2])
 def test_a_checkpoint_is_recorded_with_its_own_step(late, comm):
-    """Though the run is further when the checkpoint is on the disk."""
+    """Although the run is at a later step when the checkpoint is complete."""
     assert late(3).run()
     comm.barrier()
     assert late.recorded() == [(step, f"step-{step:08d}") for step in (1, 2, 3)]
@@ -246,7 +246,7 @@ def test_a_checkpoint_is_recorded_with_its_own_step(late, comm):
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("writes", [True, False])
 def test_a_loss_that_is_not_finite_while_a_checkpoint_is_written(late, comm, caplog, monkeypatch, writes):
-    """The checkpoint is completed and recorded. If it cannot be written, the loss is the error all the same."""
+    """The checkpoint is completed and recorded. If it cannot be written, the error is still about the loss."""
     trainer = late(9)
     trainer.state.optimizer.groups[0]["lr"] = 1e30
     if not writes and comm.rank == 1:
@@ -261,7 +261,7 @@ def test_a_loss_that_is_not_finite_while_a_checkpoint_is_written(late, comm, cap
 
 @pytest.mark.parallel([2])
 def test_metrics_of_ones_own_are_validated_besides_the_loss(small):
-    """Means over the rows of the batches."""
+    """Their means over the rows of the batches."""
     trainer = small(Recipe("mse", steps=4, metrics={"rows": lambda out, y: out.shape[0]}), validation=small.held_out())
     assert trainer.run()
     assert set(trainer.figures) == {"loss", "r2", "rows"} and trainer.figures["rows"] == 15

@@ -1,4 +1,4 @@
-"""Links in a run's folder, in the place of what a run writes: what they lead to stays as it was."""
+"""Links in a run's folder in place of files of the run: their targets do not change."""
 
 import h5py
 import numpy as np

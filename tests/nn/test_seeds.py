@@ -1,4 +1,4 @@
-"""Seeds of layers that are made without one: no two begin alike, and every grid has the same numbers."""
+"""Layers without a seed: their initial values differ from each other, and are the same on every grid."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Activations whole along the axis that was summed, or sharded over it (Megatron's sequence parallelism)."""
+"""Activations that are replicated over the summed axis, or sharded over it (Megatron's sequence parallelism)."""
 
 import math
 from functools import cache, partial
@@ -38,11 +38,11 @@ RAGGED = Case((7, 13, 5), 23)
 PLAIN = Case((40, 32, 48, 24), 96)
 """Without vectors and norms, each element of a gradient is the sum of the same numbers in the same order."""
 LARGE = Case((64, 128, 64, 128, 64), 256, "relu", loss="mse")
-"""All divides by 8, and what is all-reduced is large enough for two steps."""
+"""All sizes divide by 8, and all-reduced arrays are large enough for two stages."""
 
 
 def every_grid(comm):
-    """By its family's name where it has one."""
+    """Yield every grid, by the name of its family if it has one."""
     size, half = comm.size, comm.size // 2
     named = [((1, 1, 1), size), ((1, 1, size), 1), ((1, 1, half), 2), ((size, 1, 1), 1), ((half, 1, 1), 2)]
     presets = PRESETS if all_tests or size < 4 else PRESETS[2::2]
@@ -50,7 +50,7 @@ def every_grid(comm):
 
 
 def deep(grid, kind=WHOLE):
-    """Every kind of layer, ragged; a block computed again, a layer whose result is added to what it took."""
+    """Every kind of layer, with uneven sizes; a recomputed block, and a residual layer."""
     inputs, size, classes = RAGGED.sizes
     make = lambda inputs, outputs, seed: nn.Linear(grid, inputs, outputs, dtype="float64", seed=seed, **kind)
     norm = nn.LayerNorm(grid, size, dtype="float64")
@@ -65,7 +65,7 @@ def of_torch():
 
 
 def test_losses_norms_and_weights_are_those_of_torch(comm):
-    """AdamW with its state split over data; the norms are above the limit, so that clipping matters."""
+    """AdamW with its state split over data. The norms are above the limit, so that clipping has an effect."""
     for kind in [WHOLE, SHARDED]:
         with given(kind=kind):
             losses, weights = by_rank_0(comm, of_torch)
@@ -84,7 +84,7 @@ def test_losses_norms_and_weights_are_those_of_torch(comm):
 
 
 def test_no_bit_of_the_weights_depends_on_it(comm):
-    """With dropout, a part computed again, ZeRO-1."""
+    """With dropout, a recomputed part, and ZeRO-1."""
 
     def check(grid):
         for recompute in (False, True):
@@ -97,7 +97,7 @@ def test_no_bit_of_the_weights_depends_on_it(comm):
 
 
 def moved(grid, kind, wanted):
-    """Operation -> bytes received on x and y by this rank in the second step, but for the loss."""
+    """Operation -> bytes that this rank receives along x and y in the second step, without the loss."""
     net = network_of(grid, LARGE, norm=False, bias=False, **kind)
     optimizer = adamw(net.parameters())
     for step in range(2):
@@ -117,7 +117,7 @@ def moved(grid, kind, wanted):
 
 
 def test_all_reduces_become_reduce_scatters_and_gathers_of_the_same_bytes(comm):
-    """The gradient of a batch is whole, as the batch is."""
+    """The gradient of a batch is replicated, as is the batch."""
     for wanted in [False, True]:
         with given(wanted=wanted):
             def check(grid):
@@ -132,7 +132,7 @@ def test_all_reduces_become_reduce_scatters_and_gathers_of_the_same_bytes(comm):
 
 
 def between_layers(grid, kind):
-    """(elements that this rank holds, layout) of what each layer but the last gives, and what the network does."""
+    """(elements on this rank, layout) of the result of each layer but the last."""
     net, found = network_of(grid, LARGE, norm=False, dropout=0.5, **kind), []
     with nn.Tape.of(grid).set(inspect=lambda layer, out: found.append((layer, math.prod(out.local.shape), out.layout))):
         out = net(spread(grid, batch_of(LARGE, 0)[0]))
@@ -167,7 +167,8 @@ def test_evaluation_and_accuracy_are_the_same(comm):
 
 
 def test_what_is_kept_and_what_moves_when_inputs_are_gathered_again(comm):
-    """Kept as it was gathered: the bytes of an all-reduce. Kept as a shard, which relu has anyway: one more gather."""
+    """If it is kept gathered: the bytes of an all-reduce. If it is kept as a shard, which relu keeps in any case: one
+    more gather."""
 
     def check(grid):
         kept, received = {}, {}

@@ -1,4 +1,4 @@
-"""One copy of a gathered weight for the ranks of a node: the same bits, nothing sent, not written while it is read."""
+"""One copy of a gathered weight for the ranks of a node: equal bits, nothing sent, and no write during a read."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ GRIDS = {1: [("1x1x1", 1)], 2: [("fsdp", 1), ("ddp", 1)], 4: [("fsdp", 1), ("hsd
 
 
 def trained(grid, recompute=False, library="numpy", **options):
-    """Three steps, the second with gradients of two parts; (weights, bytes received for the weights)."""
+    """Three steps, the second with gradients of two passes. Returns (weights, bytes received for the weights)."""
     nn.Tape.of(grid).parallel.overlap = nn.Overlap(**options)
     net = network_of(grid, CASE, dropout=0.1, recompute=recompute, library=library)
     optimizer = adamw(net.parameters())
@@ -74,13 +74,13 @@ def test_ranks_have_one_copy(comm):
         grid.comm.Barrier()
         assert np.array_equal(block, 7 * before)
         net(spread(grid, np.ones((16, 12)), library="numpy"))
-        assert np.array_equal(block, before)  # each forward pass brings the shards in again
+        assert np.array_equal(block, before)  # each forward pass gathers the shards again
 
     on_each_grid(comm, body, GRIDS[comm.size])
 
 
 def test_values_that_were_written_between_passes_are_seen_by_all(comm):
-    """Without meetings a fast rank writes its shard while a slow one still multiplies by what was there."""
+    """Without barriers, a fast rank would write its shard while a slow one still multiplies the old values."""
     def body(grid):
         nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
         net = nn.Linear(grid, 12, 8, bias=False, dtype="float64")
@@ -158,7 +158,7 @@ def test_what_forbids_it_is_refused_at_once(comm):
 
 
 def of_a_step(grid):
-    """What this rank's second step moves for weights: calls, bytes sent, received, and from other nodes."""
+    """Communication of weights in this rank's second step: calls, bytes sent, received, and from other nodes."""
     nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
     net = nn.MLP(grid, [22, 34, 10], dtype="float64")
     optimizer = nn.optim.SGD(net.parameters(), lr=0.1)

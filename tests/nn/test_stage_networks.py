@@ -17,7 +17,7 @@ from pmm3d.nn.training import Recipe, Trainer, TrainState
 pytestmark = [pytest.mark.parallel([2, 4, 8]), pytest.mark.deadline(240)]
 GRIDS = {2: [((1, 1, 1), 1)], 4: [((2, 1, 1), 1), ((1, 1, 1), 2)], 8: [((2, 1, 1), 2), ((1, 2, 2), 1)]}
 CASES, STEPS = (CLASSES, VECTORS), (2, 5)
-"""Of each stage: another network, trained for another number of steps."""
+"""By stage: the network, and the number of steps."""
 
 
 def begun(grid, case):
@@ -26,7 +26,7 @@ def begun(grid, case):
 
 
 def trained(state, case, steps):
-    """Train up to that step; the losses."""
+    """Train up to this number of steps. Returns the losses."""
     losses = []
     while state.step < steps:
         loss = loss_of(state.network, case, *whole_batch(case, state.step))

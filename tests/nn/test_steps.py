@@ -1,4 +1,4 @@
-"""What a step of a training agrees on, and when: nothing that is not finite enters a weight; rows weigh alike."""
+"""Agreements in a training step: values that are not finite do not change weights, and rows have equal weights."""
 
 from functools import partial
 
@@ -51,7 +51,7 @@ def test_the_ranks_agree_on_all_at_once(comm):
 @pytest.mark.parallel([4], thorough=[1])
 @pytest.mark.parametrize("clip, micro_batches", [(None, 1), (1.0, 1), (None, 3)])
 def test_a_step_costs_one_agreement(comm, samples, clip, micro_batches):
-    """Also a step of several micro-batches."""
+    """Also for a step of several micro-batches."""
     def check(grid):
         with DataSet(grid, samples) as data:
             net = nn.MLP(grid, [4, 8, 5], dtype="float32")
@@ -100,7 +100,7 @@ def test_a_gradient_that_is_not_finite_ends_a_run_and_changes_nothing(comm, samp
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_the_batches_of_a_step_weigh_by_their_rows(comm):
-    """20 + 20 + 10 rows have the gradient of the mean over 50, as one batch has."""
+    """20 + 20 + 10 rows have the gradient of the mean over 50, as in one batch."""
     x, y = batch_of(VECTORS, 0, 50)
     cuts = [slice(0, 20), slice(20, 40), slice(40, 50)]
 
@@ -119,7 +119,8 @@ def test_the_batches_of_a_step_weigh_by_their_rows(comm):
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_labels_to_be_ignored_do_not_weigh(comm):
-    """Micro-batches with 0, 3 and 10 labels that count have the gradient of the mean over 13; so has the evaluation."""
+    """Micro-batches with 0, 3 and 10 counted labels have the gradient of the mean over 13. The same is true for the
+    evaluation."""
     x, y = batch_of(CLASSES, 0, 30)
     y[:17] = -1
     loss = partial(nn.cross_entropy, ignore_index=-1)
@@ -174,7 +175,7 @@ def test_metrics_of_ones_own_are_means_over_rows(comm):
         figures = evaluate(net, batches, nn.cross_entropy, {"top 2": in_two})
         assert set(figures) == {"loss", "accuracy", "top 2"}
         assert figures["top 2"] == pytest.approx(expected / sum(rows), rel=1e-12)
-        with pytest.raises(Pmm3dError, match="metrics: accuracy is what an evaluation has already"):
+        with pytest.raises(Pmm3dError, match="metrics: an evaluation already has accuracy"):
             evaluate(net, batches, nn.cross_entropy, {"accuracy": in_two})
 
     on_each_grid(comm, check, GRIDS[comm.size][:2])
@@ -182,7 +183,7 @@ def test_metrics_of_ones_own_are_means_over_rows(comm):
 
 @some
 def test_a_loss_of_ones_own_takes_labels_in_memory(comm):
-    """Its figures are the loss and the metrics: nothing is made of labels that it alone understands."""
+    """Only the loss and the metrics are reported, because other scores would need to interpret the labels."""
 
     def check(grid):
         net = network_of(grid, CLASSES)
@@ -246,7 +247,7 @@ def test_a_recipe_that_makes_no_sense_is_refused_before_a_step():
     for options in NONSENSE:
         with given(options=options):
             (name, value), = options.items()
-            with pytest.raises(Pmm3dError, match=f"Recipe: {name} is a .*got {value}"):
+            with pytest.raises(Pmm3dError, match=f"Recipe: {name} must be a .*got {value}"):
                 Recipe("mse", **{"epochs": 1, **options})
 
 

@@ -1,4 +1,4 @@
-"""`pmm3d train` of transformers on text: what is logged, on any grid, and runs that are cut short."""
+"""`pmm3d train` of transformers on text: the log on every grid, and interrupted runs."""
 
 import json
 from math import exp, isclose, log
@@ -18,7 +18,7 @@ TEXT = "It is easy to learn that one follows the other. " * 12
 
 @pytest.fixture
 def here(shared_path, comm):
-    """Runs on the ranks of the test, and a text that they learn."""
+    """Runs on the ranks of the test, with a text."""
     runs = RunsHere(shared_path, comm)
     if comm.rank == 0:
         with h5py.File(shared_path / "text.h5", "w") as file:
@@ -69,7 +69,7 @@ FEW = ("sharded", "zigzag", "pipe")
 
 
 def test_the_grid_changes_no_loss(here):
-    """Also of sequences that ranks share, in each order of their rows, and of stages."""
+    """Also if ranks share sequences, in each order of rows, and with stages."""
     assert here.train(config(here, "alone", training="steps = 2"), ranks=1).returncode == 0
     for name, grid, network in OTHERS:
         if all_tests or name in FEW:
@@ -80,7 +80,7 @@ def test_the_grid_changes_no_loss(here):
 
 
 def test_documents_in_the_file_are_attended_to_apart_on_every_grid(here, comm):
-    """In stages too. A file without their data set is refused; as is a checkpoint of another table."""
+    """Also with stages. A file without their data set, and a checkpoint with another table, are refused."""
     packed = 'documents = "documents"'
     assert here.train(config(here, "together", training="steps = 2"), ranks=1).returncode == 0
     done = here.train(config(here, "apart", training="steps = 2", data=packed), ranks=1)

@@ -1,4 +1,4 @@
-"""`pmm3d train` as a user runs it: what it writes, how it resumes, and its errors."""
+"""`pmm3d train` as a user runs it: its files, resuming, and errors."""
 
 import json
 import re
@@ -31,7 +31,7 @@ two, four = pytest.mark.parallel([2]), pytest.mark.parallel([4])
 
 @pytest.fixture
 def runs(tmp_path, job):
-    """Runs as jobs of their own."""
+    """Runs in separate jobs."""
     return Runs(tmp_path, job)
 
 
@@ -62,7 +62,7 @@ def test_a_run_leaves_metrics_curves_and_checkpoints(here):
     assert (here.folder / "run/curves.png").read_bytes()[1:4] == b"PNG"
     assert here.weights()["0.weight"].shape == (12, 16)
     assert "validation accuracy" in done.stdout
-    fails(here.train(config), "is there from an earlier run: go on with --resume auto")
+    fails(here.train(config), ": continue it with --resume auto, or choose another training.folder")
 
 
 @four
@@ -135,14 +135,14 @@ def test_a_checkpoint_of_another_network_is_refused_with_names_and_shapes(here):
     assert here.train(here.config(training="epochs = 1")).returncode == 0
     before = here.checkpoints()
     config = here.config(training="epochs = 2", network="bias = false")
-    fails(here.train(config, "--resume", "auto"), "of another network, and nothing was changed: network.bias was True")
+    fails(here.train(config, "--resume", "auto"), "differs, and nothing was changed: network.bias was True")
     fails(here.train(config, "--resume", "auto", "--accept", "network"), "0.bias")
     assert here.checkpoints() == before
 
 
 @two
 def test_epochs_end_where_the_data_does_also_after_a_change_of_the_batch(here):
-    """Six batches an epoch: six steps, then three and three, each epoch's end validated and logged."""
+    """Six batches per epoch: six steps, then three and three. The end of each epoch is validated and logged."""
     assert here.train(here.config(training="epochs = 1")).returncode == 0
     larger = here.config(training="epochs = 3", batch_size=100)
     done = here.train(larger, "--resume", "auto", "--accept", "data")
@@ -168,8 +168,8 @@ def test_show_prints_every_default(here):
 
 @four
 def test_a_second_job_refuses_and_the_first_is_as_if_alone(here, comm, monkeypatch):
-    """The first two ranks are one job, the last two another. The weights are the same to the last bit, and the second
-    job changes nothing, whether it would begin or go on."""
+    """The first two ranks are one job, the last two another. The weights have equal bits. The second job changes
+    nothing, whether it starts a run or resumes."""
     go, folder, stepped = here.folder / "go", here.folder / "first", Reporter.stepped
 
     def waiting(self, *arguments):
@@ -205,7 +205,7 @@ def test_a_second_job_refuses_and_the_first_is_as_if_alone(here, comm, monkeypat
 
 
 def test_after_kill_9_the_next_job_gets_the_folder_at_once(runs):
-    """And there is a page of what was killed, though no checkpoint was written."""
+    """There is a page of the killed run, although no checkpoint was written."""
     config = runs.config(training="epochs = 300\ncheckpoint_every = 10000")
     killed = runs.train(config, before=SIGNAL.format(folder=str(runs.folder / "run"), after=5, name="SIGKILL"))
     assert killed.returncode not in (0, 75) and (runs.folder / "run/lock").read_bytes()
@@ -230,7 +230,7 @@ MOMENTS = [
 
 @two
 def test_sigterm_at_any_time_leaves_a_checkpoint_and_75(here, comm):
-    """And resumed from it, the run ends with the same bits."""
+    """The resumed run ends with the same bits."""
     options = {"training": "epochs = 2\nkeep = 9", "network": "dropout = 0.1"}
     assert here.train(here.config("whole", **options)).returncode == 0
     for index, (owner, name, steps) in enumerate(MOMENTS):
@@ -250,7 +250,7 @@ def test_sigterm_at_any_time_leaves_a_checkpoint_and_75(here, comm):
 
 @two
 def test_sigterm_after_the_last_checkpoint_is_no_failure(here, comm):
-    """All is done: the exit code says so, and SIGTERM is ignored from then on."""
+    """The exit code is 0, and SIGTERM is ignored from then on."""
     for owner, name, number in ((Grid, "close", 1), (Signals, "__exit__", 3)):
         with given(owner=owner):
             with signal_at(comm, owner, name, number) as sent:
@@ -261,7 +261,8 @@ def test_sigterm_after_the_last_checkpoint_is_no_failure(here, comm):
 
 @two
 def test_a_requeued_start_that_is_stopped_before_a_step_is_not_started_again(here, comm, monkeypatch):
-    """Exit code 2, not 75: it would be requeued for ever. What was there stays, and a longer start goes on."""
+    """Exit code 2, and not 75, because it would be requeued forever. Existing files are unchanged, and a longer start
+    resumes."""
     config = here.config(training="epochs = 1")
     with signal_at(comm, DataSet, "__init__", 1):
         assert here.train(config, "--resume", "auto").returncode == 75
@@ -269,13 +270,13 @@ def test_a_requeued_start_that_is_stopped_before_a_step_is_not_started_again(her
         patch.setenv("SLURM_RESTART_COUNT", "1")
         again = here.train(config, "--resume", "auto")
     assert again.returncode == 2
-    assert "(restart 1) was asked to end before its first step: the time limit leaves no time to train" in again.stderr
+    assert "restart 1 of this job received the signal to end before its first step: the time limit is" in again.stderr
     assert here.checkpoints("run") == ["step-00000000"]
     assert here.train(config, "--resume", "auto").returncode == 0
 
 
 def gauges(path) -> dict[str, str]:
-    """The samples of a .prom file."""
+    """Name -> value of the samples in a .prom file."""
     lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
     return dict(line.rsplit(" ", 1) for line in lines)
 
@@ -306,7 +307,7 @@ def test_figures_that_cannot_be_written_are_refused_at_the_start(here, monkeypat
             assert not list((here.folder / "run").iterdir())
 
     refused("nowhere/x.prom", "cannot be written: No such file or directory")
-    refused("x.txt", "node exporters read files that end in .prom only")
+    refused("x.txt", "node exporters read only files that end in .prom")
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     refused("x.prom", 'pip install "pmm3d[monitor]"')
 
@@ -331,7 +332,8 @@ def test_figures_that_cannot_be_written_later_end_no_training(here, monkeypatch)
 
 
 def test_memory_that_cannot_be_had_is_told_beside_what_was_predicted(runs):
-    """Layers of 8000 that one rank has no room for: first a warning, then who, how much, and what was predicted."""
+    """Layers of 8000, for which one rank has not enough memory: first a warning, then the rank, the bytes, and the
+    prediction."""
     done = runs.train(runs.config(hidden=[8000, 8000, 8000], training="epochs = 1"), before="""
 import mpi4py.MPI, resource, pmm3d.model.machine
 pmm3d.model.machine.available_memory = lambda *file: 2**30
@@ -341,7 +343,7 @@ if mpi4py.MPI.COMM_WORLD.rank == 1:
     resource.setrlimit(resource.RLIMIT_AS, (room, room))
 """)
     assert done.returncode != 0
-    warning = r"training is predicted to take [0-9.]+ GiB on a rank; host \S+ has 512 MiB left"
+    warning = r"training is predicted to take [0-9.]+ GiB on a rank; host \S+ has 512 MiB free"
     assert re.search(warning, done.stderr), done.stderr
     assert re.search(r"OutOfMemoryError: .*rank 1 \(host \S+\) is out of memory: Unable to allocate .*Predicted for a "
                      r"rank: training of 12-8000-8000-8000-3 with batches of 50 [0-9.]+ GiB", done.stderr), done.stderr
@@ -349,7 +351,7 @@ if mpi4py.MPI.COMM_WORLD.rank == 1:
 
 @two
 def test_sharded_activations_and_gathered_inputs_from_a_configuration(here):
-    """Both reach the network: the same weights by other collectives."""
+    """Both reach the network: equal weights by other collectives."""
     found, calls = [], []
     for name, network, overlap in (("plain", "", ""), ("sharded", "activations = 'sharded'", ""),
                                    ("again", "activations = 'sharded'", "regather_inputs = true")):
@@ -372,7 +374,7 @@ def test_sharded_activations_and_gathered_inputs_from_a_configuration(here):
 
 @two
 def test_one_copy_of_gathered_weights_from_a_configuration(here):
-    """Nothing is sent for them, and the weights are the same to the last bit."""
+    """Nothing is sent for them, and the weights have equal bits."""
     received = []
     for name, overlap in (("plain", ""), ("shared", "shared_weights = true")):
         done = here.train(here.config(name, training="epochs = 1", grid='shape = "fsdp"', overlap=overlap))

@@ -1,4 +1,5 @@
-"""Layers whose columns are cut between heads: a projection to queries, keys and values at once, and what takes them."""
+"""Layers whose columns are split between heads: a fused projection to queries, keys and values, and the layers that use
+it."""
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ UNITS = Layout(("data", "z"), "y", units=(LENGTH, 1))
 
 
 class Heads(nn.Module):
-    """Of each head q softmax(k) v, number by number; a norm; a projection back. Rows are whole sequences."""
+    """For each head q softmax(k) v, element by element; a norm; a projection back. Rows are whole sequences."""
 
     def __init__(self, grid, **options):
         self.grid = grid
@@ -64,7 +65,7 @@ def of_torch():
 
 
 def test_a_ragged_number_of_heads_gives_what_torch_does(comm):
-    """With a state that is split over data, too; every rank has whole heads of whole sequences."""
+    """Also with a state that is split over data. Every rank has whole heads of whole sequences."""
     for options in [{}, {"activations": "sharded"}]:
         with given(options=options):
             expected, weights = by_rank_0(comm, of_torch)
@@ -90,7 +91,7 @@ def test_a_ragged_number_of_heads_gives_what_torch_does(comm):
 
 
 def test_nothing_moves_between_the_layers_but_what_they_say(comm):
-    """No relayout: the next weight's rows are cut as these columns are."""
+    """No relayout is needed, because the next weight's rows are split in the same way as these columns."""
 
     def check(grid):
         net = Heads(grid)
@@ -108,7 +109,7 @@ def test_nothing_moves_between_the_layers_but_what_they_say(comm):
 
 
 def test_states_keep_units(comm):
-    """A state split over data lies as its layout says."""
+    """A state that is split over data has its documented layout."""
 
     def check(grid):
         net = Heads(grid)
@@ -135,7 +136,7 @@ def test_what_does_not_fit_is_refused(comm, fails):
 
 
 def test_one_sequence_is_cut_inside_by_sharded_activations(comm):
-    """No rank along y is idle, and the gradients are those of one rank."""
+    """All ranks along y have rows, and the gradients equal those of one rank."""
     x, y = (np.random.default_rng(seed).standard_normal((8, 6)) for seed in (1, 2))
 
     def trained(grid):

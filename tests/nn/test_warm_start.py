@@ -1,4 +1,4 @@
-"""`training.weights`, a warm start from weights alone, and `training.steps`, a budget, as `pmm3d train` takes them."""
+"""`training.weights`, a warm start from weights only, and `training.steps`, a limit of steps, in `pmm3d train`."""
 
 import h5py
 import numpy as np
@@ -8,7 +8,7 @@ from training_runs import RunsHere, fails
 from pmm3d import Grid, nn
 
 STILL = {"optimizer": "kind = 'sgd'\nlr = 1e-300", "schedule": "kind = 'constant'"}
-"""Weights stay as they are."""
+"""Settings with which weights do not change."""
 
 
 @pytest.fixture
@@ -30,13 +30,13 @@ def test_a_run_begins_with_the_weights_of_another_and_goes_on_with_its_own(here)
     assert [line["step"] for line in here.metrics("second") if "loss" in line] == [1, 2]
     again = here.train(here.config("second", training=warm + "steps = 4", **STILL), "--resume", "auto", ranks=2)
     assert again.returncode == 0, again.stderr
-    assert "not used: the run goes on from step 2" in again.stderr
+    assert "not used, because the run continues from step 2" in again.stderr
     assert [line["step"] for line in here.metrics("second") if "loss" in line] == [1, 2, 3, 4]
 
 
 @pytest.mark.parallel([2])
 def test_a_run_begins_with_the_weights_of_a_folder_of_the_transformers_package(here, comm):
-    """As `nn.GPT.export` and save_pretrained write it."""
+    """From a folder written by `nn.GPT.export` and by save_pretrained."""
     sizes = {"vocabulary": 16, "positions": 8, "layers": 1, "hidden": 8, "heads": 2}
     with Grid(comm, "ddp") as grid:
         net = nn.GPT(grid, seed=5, **sizes)

@@ -1,4 +1,5 @@
-"""Collectives as linear maps: each one's adjoint is the one that the gradients need. And that sums never vary."""
+"""Collectives as linear maps: the adjoint of each is the collective that gradients need. Sums have reproducible bits.
+"""
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ def axes(grid):
 
 
 def inner(axis, first, second):
-    """<first, second> over the ranks of the axis, conjugated on the left; exact for integers."""
+    """<first, second> summed over the ranks of the axis, with the first conjugated; exact for integers."""
     total = np.array([np.vdot(first, second)])
     return axis.all_reduce(total).wait()[0]
 
@@ -25,7 +26,7 @@ def vector(axis, rows, seed):
 
 
 def assert_adjoint(axis, forward, backward, domain, image):
-    """<A x, y> = <x, A* y> for x with `domain` and y with `image` rows here."""
+    """Assert <A x, y> = <x, A* y>. x has `domain` rows and y has `image` rows on this rank."""
     x, y = vector(axis, domain, 1), vector(axis, image, 2)
     moved, back = forward(x).wait(), backward(y).wait()
     assert moved.shape == y.shape and back.shape == x.shape
@@ -75,7 +76,7 @@ def test_shift_is_undone_by_the_shift_back(grid):
 @pytest.mark.parallel([2, 4, 8], thorough=[6])
 @each_grid
 def test_sums_are_bitwise_the_same_on_all_ranks_and_in_every_run(grid):
-    """float32 that does not add up exactly, small and large arrays."""
+    """For float32 whose sums are rounded, in small and large arrays."""
     for axis in axes(grid):
         for rows in (3, 20000):
             drawn = np.random.default_rng(axis.ranks[axis.index]).standard_normal((rows, 2)).astype("float32")
@@ -111,7 +112,7 @@ def assert_rounded_once(grid, library, dtype, large):
 
 @pytest.mark.parallel([3, 4], thorough=[6, 8])
 def test_float16_is_added_up_in_float32(some_grid):
-    """2048 + 1 is 2048 in float16; its sum over several ranks is not."""
+    """In float16, 2048 + 1 is 2048. A sum of several ranks is larger."""
     assert_rounded_once(some_grid, TESTED, "float16", 2048)
     assert_rounded_once(some_grid, "standin", "float16", 2048)
 

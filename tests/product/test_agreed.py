@@ -1,4 +1,5 @@
-"""What ranks agree on: the kind of a library, not a device's number; grids; with debug the contents of arrays."""
+"""Agreement of the ranks on the kind of a library, without device numbers; on grids; with debug, on contents of arrays.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.parallel([2], thorough=[1, 4])
 
 @dataclass(frozen=True)
 class OnDevice(NumpyLibrary):
-    """numpy's arrays as those of a device with a number. allocated: the devices on which arrays were made."""
+    """numpy's arrays as arrays of a device with a number. allocated: devices on which arrays were made."""
 
     number: int = 0
     name: ClassVar[str] = "numbered"
@@ -30,7 +31,8 @@ class OnDevice(NumpyLibrary):
 
 @pytest.fixture
 def devices(comm, monkeypatch):
-    """Every rank has a device of its own, whose number its libraries hold. Returns the devices that were taken."""
+    """Each rank has a device of its own, whose number its libraries contain. Returns the list of devices that were
+    taken."""
     here = OnDevice(comm.rank)
     for place in ("stored", "matrix", "checks", "construct"):
         monkeypatch.setattr(f"pmm3d.product.{place}.library_of", lambda array: here, raising=False)
@@ -90,7 +92,7 @@ def test_equal_arguments_of_other_types_agree(grid):
 
 @pytest.mark.parallel([2, 4], thorough=[1])
 def test_a_matrix_to_write_into_is_on_the_grid_that_is_asked_for(comm, grid, fails):
-    """On a grid whose ranks come in another order its parts belong elsewhere."""
+    """On a grid with another order of ranks, its shards would belong to other ranks."""
     square = DistMatrix.from_global(grid, to_library(integers((6, 6))))
     turned = comm.Split(0, -comm.rank)
     with Grid(turned, (1, comm.size, 1)) as other, Grid(comm, (comm.size, 1, 1)) as third:
@@ -105,7 +107,7 @@ def test_a_matrix_to_write_into_is_on_the_grid_that_is_asked_for(comm, grid, fai
 
 @pytest.mark.parallel([2, 4])
 def test_arrays_that_differ_are_seen_with_debug(comm, fails, monkeypatch):
-    """Wherever the elements differ, and not where only their bytes do."""
+    """If any element differs, and not if only the bytes differ."""
     monkeypatch.setattr(checks, "DIGESTED_BYTES", 64)
     whole = integers((50, 3))
     with Grid(comm, (1, 1, comm.size), debug=True) as grid:

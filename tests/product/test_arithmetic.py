@@ -1,4 +1,4 @@
-"""Arithmetic of matrices on every grid, in every type and library, beside numpy's."""
+"""Arithmetic of matrices on every grid, in every type and library, compared with numpy."""
 
 from itertools import product
 
@@ -20,7 +20,7 @@ TYPES = ("float32", "float64", "complex64", "complex128")
 
 
 def made(grid, shape, layout=Layout.A, dtype="float64", library=TESTED, seed=0, order="C"):
-    """A matrix, and the whole of it; of partial sums each rank's is another one."""
+    """A matrix, and the whole of it as a numpy array. For partial sums, each rank has different values."""
     whole = integers(shape, dtype, seed)
     matrix = DistMatrix.from_global(grid, to_library(whole, library, dtype), layout=layout, order=order)
     if matrix.layout.on(grid.shape).sums and grid.coords is not None:
@@ -85,7 +85,7 @@ def test_in_place_operators_change_what_others_see(some_grid):
 
 
 def test_transposes_and_conjugates_are_views_that_products_read_in_place(some_grid):
-    """The BLAS transposes, and conjugates what it transposes: nothing is copied, and no operand moves."""
+    """The BLAS transposes, and conjugates while it transposes. Nothing is copied, and no operand is sent."""
     for dtype in TYPES:
         (a, whole), (b, whole_b) = (made(some_grid, (7, cols), layout, dtype, seed=cols)
                                       for cols, layout in ((6, Layout.A), (5, Layout.C)))
@@ -167,7 +167,7 @@ def test_tensors_with_gradients_are_read_and_not_written(some_grid, fails):
 
 @pytest.mark.parallel([2], thorough=[1, 4, 6])
 def test_low_precision_is_rounded_once(some_grid):
-    """In float16 2048 + 1 is 2048; 1 + 3 * 683 is 2050."""
+    """In float16, 2048 + 1 is 2048, and 1 + 3 * 683 is 2050."""
     values = lambda number: to_library(np.full((3, 3), number, "float16"), TESTED, "float16")
     a, b = (DistMatrix.from_global(some_grid, values(number)) for number in (1, 683))
     assert_is(a.add(b, alpha=3), np.full((3, 3), 2050, "float16"))
@@ -215,7 +215,7 @@ def test_the_norm_does_not_overflow(some_grid):
 
 
 def test_orders_and_views_of_one_memory(some_grid):
-    """What is added may lie in the memory that changes."""
+    """The added matrix may use the memory of the changed matrix."""
     for layout, order in product((Layout(), Layout("x", "y")), "CF"):
         a, whole = made(some_grid, (6, 6), layout, "complex128", order=order)
         assert_is(a.add(a), 2 * whole)
@@ -360,7 +360,7 @@ def test_idle_ranks(comm):
 @pytest.mark.parallel([4], thorough=[2])
 @each_grid
 def test_grids_without_data(grid):
-    """The same program, with the bytes of the one with data."""
+    """The same program counts the same bytes on a grid with data."""
     counted = []
     with Grid.dry(grid.shape[:3], rank=grid.rank) as dry:
         for each in (grid, dry):
@@ -382,7 +382,7 @@ def test_grids_without_data(grid):
 
 @pytest.mark.parallel([4], thorough=[1])
 def test_a_shard_with_gaps_or_in_another_order_has_its_diagonal(comm):
-    """What was put in the place of the shard need not lie as shards are made."""
+    """An array that replaced the shard may have another memory order."""
     with Grid(comm, (1, 1, comm.size)) as grid:
         for make in (lambda shape: np.asfortranarray(np.zeros(shape)),
                      lambda shape: np.zeros((shape[0], 12))[:, : shape[1]]):
@@ -402,7 +402,8 @@ def test_a_norm_with_nan_is_nan(grid):
 
 
 def test_operands_that_move_are_agreed_on_with_the_arguments(some_grid, monkeypatch):
-    """A sum costs one agreement; an elementwise function one more, on the type of the result, and one if data move."""
+    """A sum costs one agreement. An elementwise function costs one more, on the type of the result, and another one if
+    data is sent."""
     made, agreement = [], Grid._agreement
     monkeypatch.setattr(Grid, "_agreement", lambda self, what, *rest: made.append(what) or agreement(self, what, *rest))
     a, b = (DistMatrix.full(some_grid, (7, 5), 2, layout=layout) for layout in (Layout.A, Layout("x", "z")))

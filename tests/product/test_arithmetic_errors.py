@@ -1,4 +1,4 @@
-"""What arithmetic of matrices refuses, on every rank, and that nothing is changed by then."""
+"""Errors of arithmetic of matrices, on every rank. No matrix is changed by then."""
 
 import numpy as np
 import pytest

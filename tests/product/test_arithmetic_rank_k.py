@@ -19,7 +19,7 @@ SHAPES = [(13, 5), (1, 3), (0, 4), (6, 0)]
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Down to three rows, and tiles of four."""
+    """Blocks of three rows and tiles of four, so that small matrices have several."""
     monkeypatch.setattr(rank_k, "LEAST_ROWS", 3)
     monkeypatch.setattr(rank_k, "LEAST_DEPTH", 0)
     monkeypatch.setattr(rank_k, "MIRRORED", 4)
@@ -133,7 +133,7 @@ def test_without_halves(some_grid, monkeypatch):
 
 
 def operations(shape, data, rank, run):
-    """Multiplications and additions of a rank's GEMMs."""
+    """Number of multiplications and additions in the GEMMs of a rank."""
     with Grid.dry(shape, data, rank) as grid:
         run(DistMatrix.random(grid, (4096, 1500)))
         return sum(action.m * action.n * action.k for action in grid.dry_run.actions if action.what == "gemm")

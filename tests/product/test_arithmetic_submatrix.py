@@ -143,7 +143,7 @@ def test_idle_ranks(comm):
 
 
 def masked(whole):
-    """What of it is in the window."""
+    """The elements inside the window."""
     kept = np.zeros_like(whole)
     kept[WINDOWS[0]] = whole[WINDOWS[0]]
     return kept

@@ -1,4 +1,4 @@
-"""overlap="decomposed": the bits and bytes of the plain product, whatever it is of; what it refuses."""
+"""overlap="decomposed": bits and bytes of the plain product for all operands and options; refused options."""
 
 import time
 from functools import partial
@@ -50,7 +50,7 @@ def test_bytes_are_those_of_one_panel_and_so_are_whole_numbers(grids, pytestconf
     for grid, (size, dtype) in product(grids, cases):
         with given(grid=grid.shape, size=size, dtype=dtype):
             a, b = operands(grid, size, dtype, distribution="integers")
-            grid.ledger.reset()  # the decomposed product first: nothing in its work memory is right by chance
+            grid.ledger.reset()  # before the plain product, whose results in work memory could hide an error
             found = matmul(a, b, alpha=2, overlap="decomposed")
             decomposed = moved(grid)
             grid.ledger.reset()
@@ -61,7 +61,7 @@ def test_bytes_are_those_of_one_panel_and_so_are_whole_numbers(grids, pytestconf
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_bits_are_those_of_one_panel_where_the_blas_multiplies_rows_alike(grids):
-    """Each element of C is the same sum over k, rank by rank; OpenBLAS takes other kernels for very few rows."""
+    """Each element of C is the same sum over k, in rank order. For very few rows, OpenBLAS uses other kernels."""
     for grid in grids:
         a, b = operands(grid, (512, 96, 128))
         wanted = matmul(a, b, panels=1)
@@ -70,7 +70,7 @@ def test_bits_are_those_of_one_panel_where_the_blas_multiplies_rows_alike(grids)
 
 @pytest.mark.parallel([4], thorough=[8])
 def test_collectives_of_several_rounds_are_decomposed_and_kept_in_plans(comm, stages_of_two):
-    """Rows that arrive in one round are sent on in the next one."""
+    """Rows that arrive in one round are sent on in the next round."""
     for shape in SHAPES[comm.size]:
         with given(grid=shape), Grid(comm, shape) as grid:
             a, b = operands(grid, (37, 29, 41), distribution="integers")
@@ -91,7 +91,8 @@ def test_collectives_of_several_rounds_are_decomposed_and_kept_in_plans(comm, st
 
 @pytest.mark.parallel([4])
 def test_own_rows_are_sent_on_if_a_rank_comes_late(comm, stages_of_two):
-    """The late rank finds the messages of the first round there, and sends its own rows in the second one at once."""
+    """For the late rank, the messages of the first round have arrived, and it sends its own rows in the second round at
+    once."""
     for late in range(comm.size):
         with given(late=late), Grid(comm, (4, 1, 1)) as grid:
             a, b = operands(grid, (64, 8, 16), distribution="integers")

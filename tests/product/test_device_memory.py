@@ -1,4 +1,4 @@
-"""Device memory, by stand-ins: found out by trial, sent directly or through host memory, never before it is written."""
+"""Device memory, by stand-ins: the choice of the transport by trial, messages, and their order with device work."""
 
 import threading
 import time
@@ -47,7 +47,7 @@ def test_staged_through_host_memory(comm, library):
 
 @pytest.mark.parallel([2, 4])
 def test_each_rank_of_a_node_takes_a_device_of_its_own(comm):
-    """Two devices: the ranks of a node take them in turn."""
+    """Two devices, which the ranks of a node take in turns."""
     with Grid(comm) as grid, standin.Device():
         assert grid.local_rank == comm.rank
         assert take_device("standin", grid.local_rank) == comm.rank % standin.DEVICES == standin.HERE.taken[-1]
@@ -63,7 +63,7 @@ def test_sent_directly(comm):
 
 @contextmanager
 def elsewhere(rank):
-    """In here this thread works on a device that is not every thread's, and on a stream of the user's own."""
+    """As a context: this thread uses another device than the other threads, and a stream of the user."""
     with standin.Device(1 - rank % standin.DEVICES), standin.Stream(non_blocking=True) as stream:
         yield stream
 
@@ -71,7 +71,7 @@ def elsewhere(rank):
 @pytest.mark.parallel([2, 4])
 @looped("transport", ["direct", "staged"])
 def test_products_on_a_device_and_a_stream_of_the_callers_own(comm, transport):
-    """Each rank has its arrays on a device of its own; the helper thread works on the same one, in the same order."""
+    """Each rank has its arrays on a device of its own. The helper thread uses the same device, in the same order."""
     for shape in canonical_grids(comm.size):
         with given(grid=shape), Grid(comm, shape, device_transport=transport) as grid, elsewhere(grid.rank):
             assert_products_are_right(grid, "standin")
@@ -90,8 +90,8 @@ def by_the_helper_alone(grid, pending):
 @pytest.mark.parallel([2, 4])
 @looped("transport", ["direct", "staged"])
 def test_the_helper_thread_alone_drives_a_sum(comm, transport):
-    """What was asked for before the collective is in it, what was asked for after it is not waited for, and both arrays
-    may be written again, and freed, once it has ended."""
+    """The sum contains earlier work on the array, and does not wait for later work. Both arrays can be overwritten and
+    freed after it has ended."""
     with Grid(comm, (comm.size, 1, 1), device_transport=transport) as grid, elsewhere(grid.rank) as stream:
         for size in (5, 50_000):
             whole = [integers((size, 1), seed=rank) for rank in range(grid.size)]
@@ -109,7 +109,7 @@ def test_the_helper_thread_alone_drives_a_sum(comm, transport):
 
 
 def test_threads_in_which_mpi_makes_progress_have_the_context_of_the_device(comm, monkeypatch):
-    """On the first device too, which is current in a new thread and has no context there."""
+    """Also on the first device, which is current in a new thread but has no context there."""
     contexts, poll = {}, Watch.poll
 
     def note():
@@ -139,7 +139,7 @@ def test_threads_in_which_mpi_makes_progress_have_the_context_of_the_device(comm
 
 
 def test_results_and_arrays_may_be_freed_at_once(comm):
-    """What is freed serves the stream that asked for it, at once: no other may still use it."""
+    """A later allocation of the same stream uses freed memory at once, so no other stream may still use it."""
     with Grid(comm, (comm.size, 1, 1), device_transport="direct") as grid, elsewhere(grid.rank):
         whole, sums = [integers((50, 3), seed=rank) for rank in range(grid.size)], []
         for _ in range(3):
@@ -151,7 +151,7 @@ def test_results_and_arrays_may_be_freed_at_once(comm):
 
 
 def test_work_arrays_of_a_computation_and_of_a_sum_are_not_the_same(comm):
-    """Both are lent by the grid's workspace, and given back before the device has used them."""
+    """The grid's workspace lends both, and gets them back before the device has used them."""
     with Grid(comm, (comm.size, 1, 1), device_transport="direct") as grid, elsewhere(grid.rank) as stream:
         library, go_on = library_named("standin"), SimpleNamespace(done=False)
         whole = integers((60, 60), seed=grid.rank)
@@ -199,7 +199,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shif
 @pytest.mark.parallel([2, 4])
 @looped("transport", ["direct", "staged"])
 def test_what_was_asked_of_the_device_is_done_before_bytes_leave(comm, transport):
-    """The array is written just before each collective starts; the stand-in has not done it yet by then."""
+    """The array is written just before each collective starts, and the stand-in has not executed this work by then."""
     with Grid(comm, (1, comm.size, 1), device_transport=transport) as grid:
         whole = integers((4, 3), seed=grid.rank)
         expected = [getattr(grid.y, name)(whole).wait() for name in COLLECTIVES]
@@ -215,8 +215,8 @@ def test_what_was_asked_of_the_device_is_done_before_bytes_leave(comm, transport
 
 @pytest.mark.parallel([1, 2], thorough=[4])
 def test_the_host_does_not_wait_for_a_product(comm):
-    """Only for what C is summed from. What is asked of the stream next comes after it, another product too, which has
-    the same work memory."""
+    """It waits only for the partial sums of C. Later work on the stream follows it, also another product with the same
+    work memory."""
     with Grid(comm, (1, 1, comm.size), device_transport="direct") as grid, elsewhere(grid.rank) as stream:
         whole_a, whole_b = integers((6, 8), seed=1), integers((8, 5), seed=2)
         a = DistMatrix.from_global(grid, to_library(whole_a, "standin"))
@@ -237,7 +237,7 @@ def test_the_host_does_not_wait_for_a_product(comm):
 
 @pytest.mark.parallel([2])
 def test_arrays_on_another_device_than_the_grids_are_refused_by_every_rank(comm, fails):
-    """On the last rank alone, whether that device is current or not."""
+    """On the last rank only, whether this device is current or not."""
     with Grid(comm, (2, 1, 1), device_transport="direct") as grid:
         rows, shape = Layout("x"), (4, 4)
         kept, stray = (DistMatrix.empty(grid, shape, layout=rows, library="standin") for _ in range(2))
@@ -268,7 +268,8 @@ def test_the_trial_decides_how_memory_travels(comm, caplog, library, staged):
 
 @pytest.fixture
 def trials(comm, monkeypatch):
-    """What ranks tried, on made-up nodes of two ranks: MPI takes no device pointers on the last of them."""
+    """The trials of the ranks, on invented nodes of two ranks. On the last node, MPI does not accept device pointers.
+    """
     tried = []
     monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: f"node {comm.rank // 2}")
     outcome = device_trial.Outcome(comm.rank < 2 * ((comm.size - 1) // 2), f"node {comm.rank // 2} does what it does")
@@ -278,7 +279,7 @@ def trials(comm, monkeypatch):
 
 @pytest.mark.parallel([1])
 def test_one_rank_tries_nothing(comm, trials):
-    """Nor does an axis of one."""
+    """Nor on an axis of one rank."""
     for transport in ("auto", "direct"):
         with Grid(comm, device_transport=transport) as grid:
             assert_products_are_right(grid, "standin_far")
@@ -302,7 +303,7 @@ def test_one_rank_of_each_node_tries_and_one_says_it(comm, trials, caplog):
 
 @pytest.mark.parallel([4], thorough=[2])
 def test_ranks_that_share_an_axis_alone_try_once_for_each_node(comm, trials, caplog):
-    """Before any matrix: those along x first, in other groups those along y, and then all."""
+    """Before any matrix: first along x, in other groups along y, then on all ranks."""
     with Grid(comm, (2, comm.size // 2, 1), device_transport="auto") as grid:
         ones = standin.asarray(np.ones(3))
         expected = [2.0, comm.size / 2, float(comm.size)]
@@ -318,7 +319,7 @@ def test_ranks_that_share_an_axis_alone_try_once_for_each_node(comm, trials, cap
 
 @pytest.mark.parallel([2], thorough=[4])
 def test_ranks_that_are_told_differently_are_refused(comm, monkeypatch, fails):
-    """Their messages would not fit together."""
+    """The messages of different transports do not fit together."""
     if comm.rank == 1:
         monkeypatch.setenv("PMM3D_TRANSPORT", "staged")
     fails(DisagreementError, "Grid: the ranks passed different arguments.*staged", lambda: Grid(comm))
@@ -327,7 +328,7 @@ def test_ranks_that_are_told_differently_are_refused(comm, monkeypatch, fails):
 
 
 def test_arrays_go_on_being_used_by_other_threads(comm):
-    """Staged collectives end on whichever thread drives them, also while this one computes."""
+    """A staged collective ends in the thread that drives it, also while this thread computes."""
     with Grid(comm, (comm.size, 1, 1), device_transport="staged") as grid:
         pending = grid.x.all_gather(to_library(integers((50, 2), seed=grid.rank), "standin"))
         driver = threading.Thread(target=pending.wait)

@@ -1,4 +1,4 @@
-"""DLPack: arrays of any library become matrices without a copy, and shards leave without one."""
+"""DLPack: arrays of any library become matrices, and shards become arrays, without copies."""
 
 from contextlib import nullcontext
 
@@ -16,7 +16,7 @@ LAYOUT = Layout("z")
 
 
 class Foreign:
-    """An array of another library, which has DLPack's methods and nothing else."""
+    """An array of another library, with only the methods of DLPack."""
 
     def __init__(self, array):
         self._array = array
@@ -117,7 +117,7 @@ def test_objects_that_no_library_takes_are_refused(grid):
 
 
 def test_a_matrix_is_no_array(grid):
-    """Its shard must not be taken for the whole matrix."""
+    """Otherwise its shard would be used as the whole matrix."""
     a = DistMatrix.from_function(grid, (2 * grid.size, 2), lambda i, j: i - j, layout=LAYOUT)
     for call in (lambda: DistMatrix.from_local(grid, a, a.shape, layout=LAYOUT),
                  lambda: DistMatrix.from_global(grid, a), lambda: DistMatrix.from_global(grid, a, root=0)):

@@ -13,7 +13,7 @@ from pmm3d.arrays import DryArray, NumpyLibrary
 from pmm3d.product.multiply import plan_for
 
 OTHERS = (Layout((), ("z", "x", "y")), Layout(("y", "z", "x"), ()), Layout("x", ("y", "z")))
-"""Layouts of A, B and C that no product takes as they are."""
+"""Layouts of A, B and C that no product uses without redistribution."""
 SPLIT = Layout("data", "y")
 CASES = [
     # (m, n, k), layouts of A, B and out, dtype, options
@@ -28,7 +28,7 @@ CASES = [
 
 
 def moved(ledger):
-    """(calls, bytes sent, bytes received) by key, agreements left out."""
+    """key -> (calls, bytes sent, bytes received), without agreements."""
     return {key: (entry.calls, entry.sent, entry.received) for key, entry in ledger.entries.items()
             if not key.operation.startswith("agreement")}
 
@@ -48,7 +48,8 @@ def product_on(grid, case):
 
 
 def every_operation(grid):
-    """Constructors, products, transposes, redistribution and gathers; the shards' shapes and the plans."""
+    """Execute constructors, products, transposes, redistribution and gathers. Return the shapes of shards, and the
+    plans."""
     seen = []
     for case in CASES:
         c, plan = product_on(grid, case)
@@ -107,7 +108,7 @@ def test_work_memory_is_that_of_the_plan(case, shape):
 
 @looped("panels", [1, 3])
 def test_the_gemms_of_all_ranks_are_the_product(panels):
-    """Those of one rank are the panels of its block, each once what it multiplies has come."""
+    """A rank multiplies the panels of its block, each after its operands have arrived."""
     m, n, k, work = 13, 11, 17, 0
     for rank in range(12):
         with Grid.dry((2, 3, 2), rank=rank) as grid:
@@ -132,7 +133,7 @@ def test_float16_is_multiplied_in_float32():
 
 
 def test_what_is_done_is_written_down_in_order():
-    """The second panel is on its way while the first one is multiplied."""
+    """The second panel is in progress while the first one is multiplied."""
     with Grid.dry((2, 2, 2), rank=5, hosts=2) as grid:
         product_on(grid, ((512, 512, 512), (Layout.A, Layout.B, None), "float64", {"panels": 2}))
         actions = [action for action in grid.dry_run.actions if action.what != "pass"]

@@ -1,4 +1,4 @@
-"""Mistakes that all ranks see: each raises the same class with the same text, and the grid goes on working."""
+"""Mistakes on all ranks: each raises the same class with the same text, and the grid can be used afterwards."""
 
 import re
 from itertools import product
@@ -114,7 +114,7 @@ def test_tf32_where_nothing_would_be_rounded(grid, square, fails):
 
 @several
 def test_a_product_rounds_to_tf32_on_a_device(grid):
-    """1 + 2^-12 has no tf32."""
+    """1 + 2^-12 cannot be represented in TF32."""
     x = DistMatrix.from_global(grid, to_library(np.full((6, 6), 1 + 2.0**-12, "float32"), "standin"))
     for tf32, value in ((True, 6), (False, 6 * (1 + 2.0**-12) ** 2)):
         found = to_numpy(matmul(x, x, tf32=tf32).gather(), "standin")
@@ -153,7 +153,7 @@ def test_shapes_that_are_no_matrix(grid, fails):
 
 
 def test_a_shard_of_another_shape(grid, fails):
-    """Every rank's is wrong, or the last one's alone."""
+    """On every rank, and on the last rank only."""
     box, large = DistMatrix.empty(grid, (6, 6)).local, to_library(np.ones((9, 9)))
     fails(LayoutError, "the shard here has shape", lambda: DistMatrix.from_local(grid, large, (6, 6)))
     mine = large if grid.rank == grid.size - 1 else box
@@ -214,7 +214,8 @@ def test_ranks_that_pass_different_things_hear_who_passed_what(grid, square, fai
 
 @several
 def test_ranks_that_make_different_calls_hear_who_made_which_where(grid, square, fails):
-    """The same text on every rank, the call's own name in none of its beginnings; matrices may be passed in either."""
+    """Every rank raises the same text. No call's name is the prefix of another. Matrices are arguments in both calls.
+    """
     last = grid.rank == grid.size - 1
     others = "rank 0" if grid.size == 2 else f"ranks 0-{grid.size - 2}"
     text = fails(DisagreementError, "^the ranks made different calls. ",

@@ -1,4 +1,4 @@
-"""Matrices from block-cyclic layouts and from blocks between any cuts, to them, and between them."""
+"""Matrices from and to block-cyclic layouts and blocks between any cuts, and moves between these."""
 
 import numpy as np
 import pytest

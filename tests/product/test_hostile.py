@@ -1,4 +1,4 @@
-"""What users pass by mistake to the public names: an error of ours, the same on every rank, and the grid goes on."""
+"""Wrong arguments of public names: an error of pmm3d, the same on every rank, after which the grid can be used."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def grid(comm):
 
 
 class Metres(np.ndarray):
-    """Elements that mean something."""
+    """Array whose elements have a unit."""
 
 
 def made(**options):

@@ -1,4 +1,4 @@
-"""Grids that leave ranks idle: these make the same calls and hold nothing."""
+"""Grids with idle ranks, which make the same calls and store nothing."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ SIZE = (23, 19, 21)
 
 @pytest.fixture
 def grid(comm):
-    """On ranks 0 to 6 the best grid for 512 cubed within 3 MB on seven ranks, which is one of six; rank 7 is alone."""
+    """On seven ranks, the best grid for 512 x 512 x 512 within 3 MB, which has six ranks. The eighth rank is alone."""
     part = comm.Split(0 if comm.rank < 7 else 1, comm.rank)
     with Grid(part, product=(512, 512, 512), memory=3e6 if part.size == 7 else None) as grid:
         yield grid

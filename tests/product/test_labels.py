@@ -1,4 +1,4 @@
-"""Matrices of labels: made from arrays in memory, moved, gathered, compared by losses, and never multiplied."""
+"""Matrices of labels: made from arrays, moved, gathered, used by losses, and refused in products."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from pmm3d.nn import optim
 
 ROWS = 11
 LABELS = (np.arange(ROWS) * 7 % 3 + 2**40)[:, None]
-"""Larger than what float32 holds."""
+"""Values that float32 cannot represent."""
 LAYOUTS = (batch_layout(None), Layout.A, Layout(rows=("x",), cols=()), Layout())
 
 
@@ -56,7 +56,7 @@ def test_labels_are_not_multiplied(grid, fails):
 @pytest.mark.parallel([2, 4], thorough=[1])
 @each_grid
 def test_a_training_loop_on_labels_in_memory(grid):
-    """Without a file. The classes are the signs of the samples, so that they can be learned to the last one."""
+    """Without a file. A class is the sign of the sample, so all classes can be learned."""
     labels = (np.arange(ROWS) * 7 % 3)[:, None]
     x = DistMatrix.from_global(grid, to_library(np.eye(3)[labels[:, 0]] * 4), layout=batch_layout())
     y = DistMatrix.from_global(grid, to_library(labels), layout=batch_layout(None))

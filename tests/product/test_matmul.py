@@ -1,4 +1,4 @@
-"""The product on every grid: exactly numpy's, for every size, type, library, transposition, layout and option."""
+"""The product on every grid, equal to numpy's for every size, type, library, transposition, layout and option."""
 
 from itertools import cycle, product
 
@@ -20,7 +20,7 @@ up_to_4 = pytest.mark.parallel([2], thorough=UP_TO_4)
 SIZES = [(1, 1, 1), (4, 4, 3), (7, 3, 5), (13, 11, 17), (2, 64, 0), (0, 3, 4), (5, 0, 2), (16, 16, 16)]
 HOST_DTYPES = [dtype for dtype in MATRIX_DTYPES if dtype != "bfloat16"]
 HALF_UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
-"""The largest relative error of one rounding."""
+"""Largest relative error of one rounding."""
 TRANSPOSED = ("nn", "tn", "nt", "tt")
 LAYOUTS = [Layout.A, Layout.B, Layout.C, Layout(), Layout(rows="x"), Layout(cols=("z", "y")),
            Layout(rows="z", cols="y"), Layout(rows="y", cols="x"), Layout(rows=("data", "x", "y", "z"))]
@@ -29,14 +29,14 @@ OUTS = [Layout.C, Layout(rows="z", cols="x"), Layout(rows="z", cols=("x", "y")),
 
 
 def place(grid, whole, layout, library=TESTED, dtype=None, turned=False):
-    """The matrix with these values; turned: as the transpose of one that is stored in `layout`."""
+    """A matrix with these values. turned: the transpose of a matrix that is stored in `layout`."""
     stored = to_library(whole.T if turned else whole, library, dtype)
     matrix = DistMatrix.from_global(grid, stored, layout=layout)
     return matrix.T if turned else matrix
 
 
 def operands(grid, size, dtype="float64", library=TESTED, transposed="nn"):
-    """(A, B) as distributed matrices in the layouts of the product, and as numpy's."""
+    """(A, B) as distributed matrices in the layouts of the product, and as numpy arrays."""
     m, n, k = size
     a, b = integers((m, k), dtype, 1, -2, 2), integers((k, n), dtype, 2, -2, 2)
     layouts = [TRANSPOSED_A if transposed[0] == "t" else Layout.A, TRANSPOSED_B if transposed[1] == "t" else Layout.B]
@@ -62,7 +62,7 @@ def test_the_product_is_exact(grid):
 
 @pytest.mark.parallel([2])
 def test_a_new_matrix_is_in_layout_c(comm):
-    """Whichever of the operands is the larger."""
+    """Also if A or B is larger."""
     with Grid(comm, (2, 1, 1)) as grid:
         for size in ((13, 10, 17), (10, 13, 17)):
             with named(size=size):
@@ -112,7 +112,7 @@ FORMS = {"as it is": lambda x: x, "T": lambda x: x.T, "H": lambda x: x.H, "conju
 
 
 def in_form(grid, whole, form, layout, library):
-    """A matrix of these values: the view, in that form, of one that is stored in a layout."""
+    """A view with these values: `form` (plain, transposed or conjugated) of a matrix that is stored in a layout."""
     inverse = {"as it is": whole, "T": whole.T, "H": whole.conj().T, "conjugated": whole.conj()}[form]
     stored = DistMatrix.from_global(grid, to_library(np.ascontiguousarray(inverse), library), layout=layout)
     return stored, FORMS[form](stored)
@@ -122,7 +122,8 @@ STORED = [(Layout.A, Layout.B), (TRANSPOSED_A, TRANSPOSED_B), (Layout(), Layout(
 
 
 def assert_forms(grid, library, cases):
-    """Forms of A and B, in the layouts of the product and in others, into new matrices and transposed ones."""
+    """Multiply all forms of A and B, in the layouts of the product and in others, into new matrices and transposed
+    ones."""
     for index, (forms, stored) in enumerate(cases):
         with named(index=index, forms=forms, stored=stored):
             dtype, panels, turned = ("complex64", "complex128")[index % 2], (1, 2, 3)[index % 3], index % 4 == 3
@@ -150,7 +151,7 @@ def test_conjugate_transposes(grid):
 
 @pytest.mark.parallel([1, 2])
 def test_an_empty_panel_is_not_conjugated(comm):
-    """It is a view of a shard that may not be written to."""
+    """It is a view of a read-only shard."""
     with Grid(comm, (1, 1, 1), data=comm.size) as grid:
         tall, flat = (np.zeros(shape, "complex64") for shape in ((4, 0), (0, 4)))
         tall.flags.writeable = flat.flags.writeable = grid.rank > 0
@@ -174,7 +175,7 @@ def test_every_form_of_conjugation_of_torch(some_grid):
 
 
 def assert_scales(grid, library, dtype, outs=OUTS):
-    """C in its own layout, in others, replicated, as a transposed view."""
+    """Test alpha and beta for C in its own layout, in others, replicated, and as a transposed view."""
     a, b, whole_a, whole_b = operands(grid, (13, 10, 9), dtype, library)
     scales = [(1, 0), (2, 1), (-1, 3), (0, 2), (3, 0), (1, 1)]
     for index, (layout, turned, panels) in enumerate(product(outs, (False, True), (1, 3))):
@@ -234,7 +235,7 @@ def test_beta_zero_overwrites_what_is_not_finite(grid):
 def test_operands_in_other_layouts(grid):
     whole_a, whole_b = integers((9, 14), seed=1), integers((14, 8), seed=2)
     for index, (first, second) in enumerate(product(LAYOUTS, LAYOUTS)):
-        if grid.size == 4 and not all_tests and (index // 2 + grid.shape.x) % 2:  # half on a grid, the rest on the next
+        if grid.size == 4 and not all_tests and (index // 2 + grid.shape.x) % 2:  # the other half on the next grid
             continue
         with named(index=index, first=first, second=second):
             turned = index % 2 == 1, index % 3 == 1
@@ -257,7 +258,7 @@ def test_a_matrix_with_itself(grid):
 
 @pytest.mark.parallel([4], thorough=RANKS)
 def test_the_data_axis(comm, nranks):
-    """Layout.A, B and C replicate over it; what is split over it is brought together first."""
+    """Layout.A, B and C replicate over it. An operand that is split over it is gathered first."""
     for shape, data in grids_of(nranks, data=(2, 4)):
         with named(shape=shape, data=data):
             if data == 1:
@@ -292,7 +293,7 @@ def test_read_only_operands(some_grid):
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_with_alpha_0_the_factors_do_not_count(comm, library):
-    """As in BLAS. Nothing is sent, also where operands would be redistributed; with beta = 0 C is not read."""
+    """As in BLAS. Nothing is sent, also if operands would be redistributed. With beta = 0, C is not read."""
     for shape, dtype, (beta, layout, order) in product(
             ((2, 1, 1), (1, 2, 1)), ("float16", "float64", "complex64"),
             ((0, Layout.C, "C"), (3, Layout.C, "C"), (-1, Layout.C, "F"), (2, Layout.A, "C"), (0, Layout.A, "C"))):
@@ -324,7 +325,8 @@ def test_with_alpha_0_the_factors_do_not_count(comm, library):
 
 @pytest.mark.parallel([2])
 def test_beta_in_low_precision_is_rounded_once(comm):
-    """Sums of products, and of matrices: what is not added up over ranks is within half a unit of the exact result."""
+    """Sums of products, and of matrices. Without a sum over ranks, the result is within half a unit of the exact one.
+    """
     for library, dtype in (("numpy", "float16"), ("torch", "float16"), ("torch", "bfloat16")):
         with named(library=library, dtype=dtype), Grid(comm, (2, 1, 1)) as grid:
             assert_rounded_once(grid, library, dtype)

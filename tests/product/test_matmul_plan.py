@@ -1,4 +1,4 @@
-"""MatmulPlan: the product of matmul to the last bit, its bytes, what ends it, what it refuses."""
+"""MatmulPlan: the bits and bytes of matmul, the end of a plan, refused arguments."""
 
 import threading
 from functools import partial
@@ -178,7 +178,7 @@ def test_steady_calls_allocate_nothing(comm):
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("case", ["posted", "column-major", "redistributed", "matmul"])
 def test_storage_that_is_replaced_is_read_and_written(comm, case):
-    """On one rank alone: of A, B and out, by torch (`.data`), and by another array as the shard."""
+    """On one rank only: of A, B and out, by torch (`.data`), or by another array as the shard."""
     import torch
 
     layouts = (Layout.B, Layout.C) if case == "redistributed" else (Layout.A, Layout.B)
@@ -202,7 +202,7 @@ def test_storage_that_is_replaced_is_read_and_written(comm, case):
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_views_read_the_shard_of_their_matrix(comm, library):
-    """Also a shard that came after the view, by `local` of the matrix or of the view, or by torch's `.data`."""
+    """Also a later shard, set by `local` of the matrix or of the view, or by torch's `.data`."""
     with Grid(comm, (1, 2, 1)) as grid:
         a, b = operands(grid, (23, 17, 19), "complex128", library=library)
         views = b.T, a.H.T.T.conj()
@@ -219,7 +219,7 @@ def test_views_read_the_shard_of_their_matrix(comm, library):
 
 @pytest.mark.parallel([2])
 def test_storage_of_another_form_at_the_same_address(comm):
-    """Transposed in place, it is read; of another shape or type, it is refused, by the rank that has it alone."""
+    """Transposed in place, it is read. With another shape or type, it is refused on this rank."""
     import torch
 
     with Grid(comm, (2, 1, 1)) as grid:
@@ -236,7 +236,7 @@ def test_storage_of_another_form_at_the_same_address(comm):
 
 @pytest.mark.parallel([2])
 def test_a_call_that_is_interrupted_keeps_its_work_memory(comm, fails, monkeypatch):
-    """Messages may still arrive there. The call is under way, so that the plan makes no other."""
+    """Messages may still arrive in it. The call stays in progress, so the plan begins no other."""
     def interrupted(_):
         raise KeyboardInterrupt
 
@@ -268,7 +268,7 @@ def test_a_plan_is_closed_after_mpi_is_finalized(job):
         from pmm3d import DistMatrix, Grid, Layout, MatmulPlan
         from pmm3d.comm import watch
 
-        watch.POLL_SECONDS = 1e-5  # the watchdog's thread is in MPI most of the time
+        watch.POLL_SECONDS = 1e-5  # so that the watchdog's thread is in MPI most of the time
         grid = Grid(shape=(2, 1, 1))
         plan = MatmulPlan(DistMatrix.ones(grid, (4, 4)), DistMatrix.ones(grid, (4, 4), layout=Layout.B))
         plan()
@@ -284,7 +284,7 @@ def test_a_plan_is_closed_after_mpi_is_finalized(job):
 
 @pytest.mark.parallel([2])
 def test_partial_sums_are_refused(comm, fails):
-    """A plan would go on with their sum as it was when the plan was made."""
+    """A plan would repeat the product with their sum at the time when it was made."""
     with Grid(comm, (1, 2, 1)) as grid:
         a, b = operands(grid)
         fails(LayoutError, "a is of partial sums", lambda: MatmulPlan(a.redistribute(Layout(sums=("y",))), b))

@@ -1,4 +1,4 @@
-"""DistMatrix on every grid: where it comes from, how it moves, what it gives back."""
+"""DistMatrix on every grid: construction, redistribution, conversion."""
 
 from itertools import product
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.parallel([2, 4], thorough=RANKS)
 up_to_4 = pytest.mark.parallel([2], thorough=UP_TO_4)
 
 HERE = (TESTED, "standin")
-"""Libraries that cost nothing to import; torch has tests of its own, on fewer ranks."""
+"""Libraries that are cheap to import. torch has separate tests, on fewer ranks."""
 
 SHAPES = [(7, 11), (1, 1), (2, 13), (0, 4), (5, 0), (16, 24)]
 LAYOUTS = [
@@ -34,7 +34,7 @@ LAYOUTS = [
 
 
 def assert_holds(matrix, whole):
-    """Each rank has its block of the matrix, and all of them together give the whole."""
+    """Assert that each rank has its shard, and that all shards are the whole matrix."""
     assert matrix.shape == whole.shape
     local = to_numpy(matrix.local, matrix.library)
     assert np.array_equal(local, whole[matrix.box.within(EMPTY)])
@@ -135,7 +135,7 @@ def test_from_blocks_that_are_not_contiguous(some_grid):
 
 @up_to_4
 def test_tensors_of_every_kind(some_grid):
-    """Strided, with gradients, lazily conjugated; a contiguous one is used in place."""
+    """Strided tensors, with gradients, and lazily conjugated. A contiguous tensor is used in place."""
     import torch
 
     whole = integers((9, 10), "complex128")
@@ -368,7 +368,7 @@ def test_gather_takes_a_copy(grid):
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("dtype", ["float32", "complex128", "float16", "int64"])
 def test_to_files_and_back(comm, shared_path, dtype, monkeypatch, fails):
-    """In slices of two rows; views and partial sums too. What exists is replaced only if asked for, as a whole."""
+    """In slices of two rows; also views and partial sums. A file is replaced only on request, as a whole."""
     monkeypatch.setattr(files, "WRITTEN_BYTES", 2 * 9 * np.dtype(dtype).itemsize)
     whole = integers((7, 9), dtype)
     with Grid(comm, (2, 1, 1)) as grid:

@@ -1,4 +1,4 @@
-"""Shards by columns: whoever makes a matrix may ask for them; nothing else changes, and nothing is copied silently."""
+"""Shards by columns: every constructor can make them, results do not change, and nothing is copied."""
 
 import h5py
 import numpy as np
@@ -19,7 +19,7 @@ def by_columns(matrix):
 
 
 def made(grid, order, layout, path):
-    """A matrix by each maker, all of the same elements."""
+    """The same matrix by each constructor."""
     whole = integers((ROWS, COLS))
     placed = DistMatrix.from_global(grid, whole, layout=layout, order=order)
     empty = DistMatrix.empty(grid, (ROWS, COLS), layout=layout, order=order)
@@ -91,7 +91,7 @@ def assert_order_changes_nothing(grid, first, second, third):
 @pytest.mark.parallel([2, 4], thorough=[1, 6])
 @pytest.mark.numpy_only("tensors of this test are of numpy")
 def test_a_product_copies_no_operand_for_its_order(some_grid):
-    """Operands that lie right by the axes are multiplied where they are: the work memory is that of one by rows."""
+    """Operands in the right layout are multiplied in place: the work memory is that of operands by rows."""
     grid, plans = some_grid, []
     for order in "CF":
         a = DistMatrix.random(grid, (64, 48), order=order)

@@ -1,4 +1,4 @@
-"""Newton-Schulz: polar factors, signs and a fixed number of steps, on every grid, beside numpy and scipy."""
+"""Newton-Schulz: polar factors, signs and a fixed number of steps, on every grid, compared with numpy and scipy."""
 
 import numpy as np
 import pytest
@@ -84,7 +84,7 @@ def test_so_many_steps_are_those_of_numpy(grid, pytestconfig):
 
 
 def error_of(matrix, whole) -> float:
-    """The largest difference in this rank's shard."""
+    """Largest difference in this rank's shard."""
     shard = to_numpy(matrix.local, matrix.library)
     assert matrix.shape == whole.shape and shard.shape == matrix.box.shape
     return np.abs(shard - whole[matrix.box.within(EMPTY)]).max(initial=0)
@@ -176,7 +176,7 @@ def test_muons_coefficients_first_save_steps(some_grid):
 
 
 def test_what_moves_is_of_products_and_a_norm(some_grid):
-    """Only the Gram matrix is summed where the rows lie over all ranks."""
+    """If rows are split over all ranks, only the Gram matrix is summed."""
     if some_grid.size == 1:
         return
     with Grid(some_grid.comm, (1, 1, some_grid.size)) as grid:

@@ -1,4 +1,4 @@
-"""The overlap mode if the caller leaves it open: none on one node, decomposed across nodes; off by one switch."""
+"""The default overlap mode: none on one node, decomposed across nodes; one setting switches it off."""
 
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ operands = partial(samples.operands, distribution="integers")
 
 @pytest.fixture
 def own_nodes(comm, monkeypatch):
-    """Each rank is on a node of its own, as MPI tells it."""
+    """MPI reports a different node for each rank."""
     monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: f"node{comm.rank}")
 
 
@@ -42,7 +42,7 @@ def test_products_across_nodes_are_decomposed_if_pieces_travel(comm, own_nodes, 
 
 @pytest.mark.parallel([4], thorough=[2])
 def test_adjoints_go_by_the_axes_that_they_take(comm, own_nodes):
-    """dA = dC B^T and dB = A^T dC move no operand, and exchange along other axes; A^T arrives whole."""
+    """dA = dC B^T and dB = A^T dC move no operand, and exchange along other axes. A^T arrives as a whole."""
     for shape in SHAPES[comm.size]:
         with Grid(comm, shape) as grid:
             a, b = operands(grid, (1024, 256, 512))
@@ -62,7 +62,7 @@ def test_on_one_node_no_product_is(comm):
 
 
 def test_no_measured_machine_decides(comm, own_nodes, monkeypatch):
-    """So bits do not depend on a file in the user's home."""
+    """Otherwise bits would depend on a file in the user's home."""
     for machine in ("nominal", "perlmutter", "auto"):
         monkeypatch.setenv("PMM3D_MACHINE", machine)
         with Grid(comm, (comm.size, 1, 1)) as grid:

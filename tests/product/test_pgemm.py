@@ -1,5 +1,4 @@
-"""pgemm: what numpy says of the parts, nothing else is written, plans, and what is refused. Beside ScaLAPACK itself:
-tests/embed."""
+"""pgemm: results as numpy's, unchanged elements, plans, and errors. Comparisons with ScaLAPACK: tests/embed."""
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ DTYPES = "float32", "float64", "complex64", "complex128"
 
 
 class Part:
-    """A random block-cyclic matrix with a part of that many rows and columns; local: this rank's array."""
+    """A random block-cyclic matrix with a part of this number of rows and columns. local: array of this rank."""
 
     def __init__(self, context, random, rows, cols, dtype):
         number = lambda low, high: int(random.integers(low, high))
@@ -43,7 +42,7 @@ class Part:
 
 
 def contexts(comm):
-    """On all ranks and on some, numbered by rows and by columns."""
+    """Contexts on all ranks and on some, numbered by rows and by columns."""
     size = comm.size
     for shape, order, ranks in (((1, size), "R", None), ((max(1, size // 2), 1), "R", None),
                                 ((2 if size % 2 == 0 else 1, max(1, size // 2)), "C", tuple(range(size))[::-1])):
@@ -143,7 +142,7 @@ def assert_arrays_are_multiplied(comm, library):
 
 @pytest.mark.parallel([4], thorough=[1, 2, 6, 8])
 def test_roles_are_chosen_so_that_less_moves(comm):
-    """Each rank has the rows that another one's role has; with other roles nothing moves but what must."""
+    """Each rank stores the rows of another rank's role. With other roles, only the necessary elements are sent."""
     size, n = comm.size, 640
     moved = []
     for relabel in (False, True):
@@ -230,7 +229,7 @@ def test_bad_input_is_refused_on_every_rank(comm, fails):
         fails(DTypeError, "not stored as they are meant", lambda: call(a=np.asarray(a, ">f8")))
         fails(LayoutError, "k is a whole number of at least 0; got True", lambda: call(k=True))
         fails(LayoutError, "transa is", lambda: call(transa=["N"]))
-        if size > 1:  # on one rank only: all hear of it
+        if size > 1:  # an error on one rank is raised on all
             with pytest.raises(Exception, match="a descriptor is what BlacsContext.descriptor gives") as caught:
                 call(descc=None if comm.rank else square)
             assert caught.value.everywhere
@@ -346,7 +345,7 @@ def test_a_product_that_failed_can_be_tried_again(comm, monkeypatch):
 
 @pytest.mark.parallel([2])
 def test_plans_are_the_same_on_all_ranks_after_an_error_of_all(comm):
-    """Which plan was used last is decided by what all did, not by what one asked for."""
+    """The last used plan depends only on calls that all ranks made, and not on a failed call of one rank."""
     with BlacsContext(comm, (1, 2)) as context:
         square = context.descriptor(10, 10, 2, 2)
         a, c = square.empty(), square.empty()

@@ -1,4 +1,4 @@
-"""What a product moves, holds and allocates, its adjoints, and that its bits do not depend on chance."""
+"""A product: its bytes, memory and allocations, its adjoints, and reproducible bits."""
 
 import tracemalloc
 from dataclasses import replace
@@ -98,7 +98,7 @@ def test_max_workspace_is_kept_by_a_replicated_product(comm, nranks):
 
 @pytest.mark.parallel([4], thorough=RANKS)
 def test_panels_do_not_change_a_bit_where_nothing_is_gathered(comm, nranks):
-    """With Gx = Gz = 1 only the columns of C are cut into panels: the sums stay in the same order."""
+    """With Gx = Gz = 1, only the columns of C are cut into panels, so the order of sums does not change."""
     with Grid(comm, (1, nranks, 1)) as grid:
         a, b = operands(grid, (96, 64, 200))
         plain = matmul(a, b, panels=1).gather()
@@ -125,7 +125,7 @@ def test_every_run_gives_the_same_bits(comm, grid):
 
 
 def inner(first, second):
-    """<X, Y> over all elements; both are in one layout that replicates nothing."""
+    """<X, Y> over all elements. Both are in one layout without replication."""
     total = np.array([np.vdot(first.local, second.local)])
     return first.grid.everyone.all_reduce(total).wait()[0]
 
@@ -133,7 +133,7 @@ def inner(first, second):
 @pytest.mark.parallel([2, 4, 8], thorough=RANKS)
 @each_grid
 def test_the_adjoints_move_no_operand(grid):
-    """<A B, G> = <A, G B^H> = <B, A^H G>, with A, B and G where the product has them."""
+    """<A B, G> = <A, G B^H> = <B, A^H G>, with A, B and G in the layouts of the product."""
     size = (13, 10, 17)
     for dtype in ("float64", "complex128"):
         with given(dtype=dtype):
@@ -150,7 +150,7 @@ def test_the_adjoints_move_no_operand(grid):
 @pytest.mark.parallel([2, 4], thorough=RANKS)
 @each_grid
 def test_replicated_activations_are_products_without_redistribution(grid):
-    """O = I W as networks compute it: I and O whole over the axis that does not split them, W sharded over z."""
+    """O = I W as in networks: I and O are replicated over the axis that does not split them, W is sharded over z."""
     whole_i, whole_w = integers((12, 10), seed=1), integers((10, 9), seed=2)
     i = DistMatrix.from_global(grid, to_library(whole_i), layout=Layout(rows="z", cols="y"))
     w = DistMatrix.from_global(grid, to_library(whole_w), layout=Layout.B)
@@ -190,7 +190,7 @@ def test_the_steady_state_allocates_nothing_large(grid):
 @pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_panels_never_hold_more_than_the_plan_says(grid):
-    """How many reductions are under way at once depends on time, so the bound is what can be relied upon."""
+    """The number of reductions in progress depends on time, so only an upper bound is tested."""
     a, b = operands(grid, (600, 500, 400))
     out = DistMatrix.empty(grid, (600, 500), layout=Layout.C)
     for _ in range(3):
@@ -201,7 +201,7 @@ def test_panels_never_hold_more_than_the_plan_says(grid):
 @pytest.mark.parallel([4], thorough=[2, 8])
 @each_grid
 def test_communication_under_the_gemm_changes_nothing(comm, grid):
-    """Large enough that gathers and reductions are under way while a GEMM runs."""
+    """The product is large enough that gathers and reductions are in progress during a GEMM."""
     with Grid(comm, grid.shape[:3], trace=True) as grid:
         a, b, expected = matrices(grid, (256, 260, 500))
         for panels in (2, 5):

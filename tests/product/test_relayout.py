@@ -1,4 +1,4 @@
-"""Relayouts: every step of the algebra on every grid, their adjoints, their bytes; matrices of partial sums."""
+"""Relayouts: all steps on every grid, their adjoints, their bytes; matrices of partial sums."""
 
 import numpy as np
 import pytest
@@ -18,13 +18,13 @@ LAYOUTS = [
     Layout(sums=("y", "z")), Layout.A, Layout.B, Layout(("z", "y"), "x"), Layout("z", "y", sums="x"),
     Layout("x", sums="z"), Layout((), "x", sums="y"),
 ]  # fmt: skip
-"""Each axis splits rows, splits columns, holds partial sums and replicates, alone and beside others."""
+"""Layouts in which each axis splits rows, splits columns, holds partial sums or replicates, alone and with others."""
 IN_UNITS = [
     Layout("z", units=(4, 1)), Layout(("z", "y"), "x", units=(4, 5)), Layout((), ("y", "x"), units=(1, 5)),
     Layout("x", units=(4, 1), sums=("y", "z")), Layout(sums=("x", "z")), Layout("z", "x", units=(2, 5)),
 ]  # fmt: skip
 CASES = [((7, 5), LAYOUTS), ((2, 9), LAYOUTS[:8]), ((12, 10), IN_UNITS)]
-"""Shapes with ragged and empty parts, in layouts that fit them."""
+"""Shapes with uneven and empty parts, and layouts that fit them."""
 
 
 def pairs(layouts):
@@ -32,7 +32,7 @@ def pairs(layouts):
 
 
 def local_of(grid, whole, layout, seed=0):
-    """This rank's shard; of partial sums, numbers of its own that make up the whole."""
+    """Shard of this rank. For partial sums, each rank has different numbers, whose sum is the matrix."""
     layout, coords = layout.on(grid.shape), grid.coords
     along = lambda rank: tuple(getattr(grid.shape.position(rank), axis) for axis in layout.sums)
     own = {place: integers(whole.shape, seed=seed + index)
@@ -44,12 +44,12 @@ def local_of(grid, whole, layout, seed=0):
 
 
 def shard_of(grid, shape, layout, **coords):
-    """The box of this rank, or of the one that has other coordinates."""
+    """Box of this rank, or of the rank with other coordinates."""
     return layout.box(shape, grid.shape, grid.coords._replace(**coords))
 
 
 def check(grid, local, whole, layout):
-    """That the ranks' arrays are the whole matrix in that layout."""
+    """Assert that the ranks' arrays are the whole matrix in this layout."""
     total = np.ascontiguousarray(local)
     for axis in layout.on(grid.shape).sums:
         total = grid.axis(axis).all_reduce(total).wait()
@@ -64,8 +64,8 @@ def moves(grid, shape, source, target):
 @pytest.mark.parallel([1, 2, 4, 6, 8])
 @each_grid
 def test_every_pair_of_layouts(grid):
-    """All are begun before the first is awaited; what comes in stays as it was. Between all ranks nothing is sent but
-    moves, and the agreement on each."""
+    """All begin before the first is awaited, and the operands do not change. All ranks together exchange only moves,
+    and one agreement on each."""
     for shape, layouts in CASES:
         with given(shape=shape):
             whole, under_way, most = integers(shape), [], 0
@@ -83,8 +83,8 @@ def test_every_pair_of_layouts(grid):
 
 @pytest.mark.parallel([8], thorough=RANKS)
 def test_there_and_back_begun_at_once(some_grid):
-    """The way back waits for the way there, of which it reads the result; the others have begun all before rank 0
-    begins the first. Nothing blocks: neither a step that sends nothing nor the copy into `out`."""
+    """The relayout back waits for the first one, whose result it reads. The other ranks have begun all before rank 0
+    begins the first. Nothing blocks, also a step that sends nothing and a copy into `out`."""
     grid, ways = some_grid, []
     if grid.rank == 0:
         grid.comm.barrier()
@@ -142,8 +142,8 @@ def test_tensors(some_grid):
 
 @pytest.mark.parallel([2, 4, 8], thorough=RANKS)
 def test_the_adjoint_is_the_relayout_back(some_grid):
-    """<R x, y> = <x, R* y>, R* from target.summed to source.summed: gradients are replicated where a matrix is, and
-    where it is of partial sums."""
+    """<R x, y> = <x, R* y> with R* from target.summed to source.summed: gradients are replicated along axes that
+    replicate the matrix or have partial sums."""
     grid = some_grid
 
     def product(one, other, layout):
@@ -208,7 +208,7 @@ def assert_steps_are_collectives(some_grid, dtype):
 
 @pytest.mark.parallel([8], thorough=RANKS)
 def test_what_axes_can_do_sends_nothing_between_all_ranks(some_grid):
-    """Besides the agreement on the arguments: one for each redistribution."""
+    """Except for the agreement on the arguments, one per redistribution."""
     grid, (shape, layouts) = some_grid, CASES[0]
     for source, target in pairs(layouts):
         with given(source=source, target=target):
@@ -234,7 +234,7 @@ def test_work_memory_is_what_was_planned(some_grid):
 
 @pytest.mark.parallel([2, 8], thorough=RANKS)
 def test_matrices_in_both_orders(some_grid):
-    """Redistributed into new memory, into an `out`, transposed or not; the result is no view of the operand."""
+    """Redistributed into new memory or into `out`, transposed or not. The result is not a view of the operand."""
     grid, (shape, layouts) = some_grid, CASES[0]
     whole = integers(shape)
     for source, target in pairs(layouts):
@@ -275,7 +275,7 @@ def test_an_axis_of_its_own_name(comm):
 
 @pytest.mark.parallel([2, 4], thorough=[1, 6])
 def test_a_matrix_of_partial_sums(some_grid, tmp_path_factory):
-    """Made in every way, gathered, transposed, multiplied, verified."""
+    """Made in all ways, gathered, transposed, multiplied, verified."""
     grid, shape = some_grid, (6, 5)
     whole = integers(shape)
     layout, second = Layout("z", sums=("x", "y")), Layout("y", "z", sums="x")
@@ -316,7 +316,7 @@ def test_partial_sums_come_from_and_go_to_another_grid(comm):
 
 @pytest.mark.parallel([2], thorough=[4])
 def test_partial_sums_that_cannot_be(some_grid, fails):
-    """An axis of one rank holds no partial sums: the layout is what it is without."""
+    """With one rank along the axis, the layout equals the layout without it."""
     grid = some_grid
     axis = next(name for name in "xyz" if grid.axis(name).size > 1)
     a = DistMatrix.from_global(grid, to_library(integers((4, 4))))

@@ -1,5 +1,5 @@
-"""Operands in shared memory along axes that fill several nodes evenly: a node has a block once, links carry each byte
-once, and bits are those of messages."""
+"""Operands in shared memory along axes that cover several nodes evenly: each node stores a block once, a link carries
+each byte once, and bits are those of messages."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ SIZE = (23, 17, 40)
 
 
 def from_other_nodes(matrix):
-    """Bytes of it that must come into nodes: each node has all of it that its ranks multiply."""
+    """Bytes of the matrix that nodes must receive: each node needs all elements that its ranks multiply."""
     node_map, size = matrix.grid.node_map_of(matrix.window.axis), getattr(matrix.grid.shape, matrix.window.axis)
     nodes = size // node_map.per_node if node_map.per_node > 1 else 1
     return matrix.shape[0] * matrix.shape[1] * matrix.local.itemsize * (nodes - 1)
@@ -77,7 +77,7 @@ def test_nodes_with_more_ranks_than_others_are_refused(comm, fails, monkeypatch)
 @pytest.mark.parallel([4], thorough=[8])
 @looped("overlap", [None, "auto"])
 def test_what_is_left_open_does_not_make_panels_of_what_is_read_in_place(comm, two_nodes, monkeypatch, overlap):
-    """Panels along k would gather B again, by messages; whoever asks for them has them."""
+    """Panels along k would gather B again by messages. They are used if they are requested."""
     monkeypatch.delenv("PMM3D_OVERLAP", raising=False)
     with Grid(comm, (1, 1, comm.size)) as grid:
         a, b = operands(grid, SIZE)

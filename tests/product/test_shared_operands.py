@@ -1,4 +1,4 @@
-"""Operands in memory that the ranks of a node share: read in place, bitwise as with messages, never while written."""
+"""Operands in memory that the ranks of a node share: read in place, with the bits of messages, never while written."""
 
 import gc
 import os
@@ -30,19 +30,19 @@ from pmm3d.product.multiply import plan_for
 
 pytestmark = pytest.mark.parallel([2, 4], thorough=[1, 8])
 LATE = 0.05
-"""Seconds by which a rank is late: a rank that does not wait for it reads what is not written yet."""
+"""Delay of a rank in seconds. A rank that does not wait for it would read elements that are not written yet."""
 SHAPES = {1: [(1, 1, 1)], 2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)], 4: [(2, 2, 1), (4, 1, 1), (2, 1, 2), (1, 1, 4)],
           8: [(2, 2, 2), (1, 4, 2), (8, 1, 1), (2, 1, 4)]}
 
 
 def segments():
-    """Files with the library's name where shared memory has names; the launcher keeps folders there."""
+    """The library's files in shared memory. The launcher has folders there too."""
     return [name for name in os.listdir("/dev/shm") if "pmm3d" in name and os.path.isfile(f"/dev/shm/{name}")]
 
 
 @pytest.fixture
 def grids(comm):
-    """Open grids of several shapes; those of a test that fails are left to the end of the job."""
+    """Open grids of several shapes. After a failed test, they stay open until the end of the job."""
     made = [Grid(comm, shape) for shape in SHAPES[comm.size]]
     yield made
     for grid in made:
@@ -112,14 +112,14 @@ def assert_takes(grid, case):
     beta = 2 if case == "beta" else 0
     matmul(a, b, out=outs[0], beta=beta, **options.get(case, {}))
     matmul(one, other, out=outs[1], beta=beta, **options.get(case, {}))
-    if case == "max_workspace":  # what is read in place needs no panels
+    if case == "max_workspace":  # an operand that is read in place needs no panels
         np.testing.assert_allclose(outs[1].local, outs[0].local, rtol=1e-12)
     else:
         assert outs[1].local.tobytes() == outs[0].local.tobytes()
 
 
 def test_shards_are_written_between_products_and_never_while_they_are_read(grids):
-    """Without meetings a fast rank overwrites what a slow one still multiplies."""
+    """Without barriers, a fast rank would overwrite elements that a slow one still multiplies."""
     for grid in grids:
         a, b = (shared(matrix) for matrix in operands(grid, (40, 30, 50)))
         with MatmulPlan(a, b) as plan:
@@ -133,7 +133,7 @@ def test_shards_are_written_between_products_and_never_while_they_are_read(grids
 
 
 def products_with_one_rank_late(comm, before_writing, before_multiplying):
-    """Products without checks, so that no other message keeps the ranks together. Each rank is late once."""
+    """Products without checks, so that no other message synchronizes the ranks. Each rank is late once."""
     whole_panels = [((comm.size, 1, 1), 1), ((1, comm.size, 1), 1), ((1, 1, comm.size), 1)]
     for shape, panels in (*whole_panels, ((2, 1, comm.size // 2), 3)):
         with given(grid=shape, panels=panels), Grid(comm, shape, check=False) as grid:
@@ -184,7 +184,7 @@ def test_work_memory_is_that_of_the_plan_and_holds_no_block(comm, grids):
         held = grid.workspace.allocated
         assert held == before
         if grid.shape.y == 1 and comm.size > 1:
-            assert held < 512 * 512 * 8 // 8  # of messages of control, not of a block
+            assert held < 512 * 512 * 8 // 8  # control messages, and no block
         grid.workspace.clear()
 
 
@@ -247,8 +247,8 @@ def test_a_matrix_of_another_grid_or_of_a_closed_one_is_refused(comm, fails):
 @pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_nothing_is_left_in_the_file_system_and_no_descriptor_open(comm):
     def descriptors():
-        """Of such memory; before Python 3.13 a mapping keeps one."""
-        gc.collect()  # what earlier tests left
+        """Number of file descriptors of this memory. Before Python 3.13, a mapping keeps one."""
+        gc.collect()  # frees objects of earlier tests
         return [link for number in os.listdir("/proc/self/fd")
                 if os.path.lexists(path := f"/proc/self/fd/{number}") and "memfd:pmm3d" in (link := os.readlink(path))]
 
@@ -286,8 +286,8 @@ def assert_sums_are_read_in_place(grid, dtype, options):
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_partial_sums_of_one_product_are_not_those_of_the_next(grids):
-    """Without meetings a fast rank writes its next partial sums over those that a slow one still adds up; larger ones
-    take larger memory meanwhile."""
+    """Without barriers, a fast rank would write its next partial sums over those that a slow one still adds. Larger
+    ones need larger memory."""
     for grid in grids:
         small, large = ([shared(matrix) for matrix in operands(grid, size)] for size in ((20, 30, 40), (50, 60, 70)))
         with MatmulPlan(*small) as plan:
@@ -360,7 +360,7 @@ KILLED = """
 
 
 def has_memory(pid):
-    """Whether the process is more than an entry that nobody has collected."""
+    """Whether the process exists, and is not a zombie."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] not in "ZX"
@@ -375,7 +375,7 @@ def test_a_rank_that_is_killed_ends_the_job_and_leaves_nothing_in_the_file_syste
     pids = re.findall(r"process (\d+)", done.stdout)
     assert done.returncode != 0 and len(pids) == 2
     assert not segments()
-    assert not any(map(has_memory, pids))  # which is theirs alone; pmm3d.launcher has waited for them
+    assert not any(map(has_memory, pids))  # pmm3d.launcher has waited for these processes
 
 
 def products_are_right(grid):

@@ -1,4 +1,4 @@
-"""Copies in evenly repeated pieces: as numpy's fancy indexing does them, whatever the orders, types and libraries."""
+"""Copies of evenly repeated pieces, compared with numpy's fancy indexing, for all orders, types and libraries."""
 
 import tracemalloc
 
@@ -86,4 +86,4 @@ def test_low_precision_with_beta_takes_little_memory(blocks):
     copy_strided(library_named("numpy"), source, target, blocks, blocks, 2)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert (target == 3).all() and peak < 2 * target.nbytes  # one float32 copy of all has that
+    assert (target == 3).all() and peak < 2 * target.nbytes  # which a float32 copy of the whole array would exceed

@@ -1,4 +1,4 @@
-"""How device memory travels: in pieces that overlap, by NCCL, refused where it cannot; who has which device."""
+"""Transport of device memory: overlapping pieces, NCCL, refused modes, and the devices of the ranks."""
 
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.parallel([2], thorough=[4])
 
 @pytest.fixture
 def steps(monkeypatch):
-    """What is begun with pieces of 64 bytes, in order."""
+    """List of the steps of an exchange with pieces of 64 bytes, in order."""
     seen = []
     monkeypatch.setattr(staging, "PIECE_BYTES", 64)
 
@@ -39,8 +39,8 @@ def steps(monkeypatch):
 
 @pytest.mark.parallel([2, 4])
 def test_copies_and_messages_of_a_staged_exchange_overlap(comm, steps):
-    """Two buffers a direction: the second is copied from the device before the first is sent, and the second is
-    received into before the first is copied to the device."""
+    """Each direction has two buffers. The second is copied from the device before the first is sent, and receives
+    before the first is copied to the device."""
     with Grid(comm, (comm.size, 1, 1), device_transport="staged") as grid:
         whole = [integers((20, 8), seed=rank) for rank in range(comm.size)]  # twenty pieces
         found = to_numpy(grid.x.shift(to_library(whole[comm.rank], "standin")).wait(), "standin")
@@ -61,7 +61,7 @@ def test_direct_where_mpi_takes_no_pointers_is_an_error(comm, fails):
 
 
 def test_direct_where_nobody_knows_is_an_error(comm, monkeypatch, fails):
-    """MPI might read the pointer on the host. A trial has half the time after which the job is ended."""
+    """MPI might read the pointer on the host. A trial may take half of the time after which the job ends."""
     given = []
     unknown = device_trial.Outcome(False, "whether MPI takes device pointers could not be found out (no time)")
     monkeypatch.setattr(device_trial, "try_device", lambda library, seconds: given.append(seconds) or unknown)
@@ -85,7 +85,7 @@ def test_each_kind_of_library_is_tried_and_travels_in_its_own_way(comm, monkeypa
 
 @pytest.mark.parallel([4])
 def test_what_is_under_way_goes_on_in_the_way_in_which_it_began(comm, monkeypatch):
-    """Along an axis that found pointers to come right, when all ranks together find that they do not."""
+    """A later trial of all ranks fails. An axis whose trial succeeded keeps its mode."""
     monkeypatch.setattr(choose_transport, "_neighbours", neighbours := FakeNeighbours())
     go_on, links = SimpleNamespace(done=False), []
     with Grid(comm, (comm.size // 2, 2, 1)) as grid:
@@ -115,7 +115,7 @@ class FakeNeighbours:
 
 
 def test_what_comes_wrong_between_ranks_goes_through_the_host(comm, monkeypatch):
-    """Each process can send to itself, and one gets from its neighbour what was not sent."""
+    """Each process can send to itself, but one receives wrong data from its neighbour."""
     made = device_trial.messages
 
     def spoilt(library):
@@ -167,7 +167,7 @@ def test_nccl_is_refused_where_it_is_not(comm, monkeypatch, fails):
 
 
 def test_nccls_communicator_is_of_the_device_of_the_arrays(comm, monkeypatch, nccl):
-    """As torch's may be on another device than the current one."""
+    """torch's arrays may be on another device than the current one."""
     made, make = [], standin_nccl.NcclCommunicator.__init__
     monkeypatch.setattr(standin_nccl.NcclCommunicator, "__init__",
                         lambda *a: made.append(standin.HERE.device) or make(*a))
@@ -212,7 +212,7 @@ def test_a_rank_has_one_device_on_a_grid(comm, fails):
 
 
 def test_arrays_of_another_device_than_the_current_one_are_refused_by_all(comm, fails):
-    """One rank has them; whether it is what comes in or `out`, and the first agreement that all are told in."""
+    """One rank has these arrays, as input or as `out`. The first agreement tells all ranks."""
     with Grid(comm, (comm.size, 1, 1)) as grid:
         here = to_library(np.ones((2, 3)), "standin")
         with standin.Device(1):
@@ -246,7 +246,7 @@ def test_who_has_which_device(comm, monkeypatch):
 
 
 def test_device_memory_that_runs_out_is_told_by_all(comm, monkeypatch, fails):
-    """With what was asked for, what is held and left on the device, and what was predicted."""
+    """The error contains the requested bytes, the bytes held and free on the device, and the prediction."""
     full = type("OutOfMemoryError", (MemoryError,), {"__module__": "standin"})
     monkeypatch.setattr(standin.cuda.runtime, "memGetInfo", lambda: (2**20, 2**34), raising=False)
     pool = SimpleNamespace(total_bytes=lambda: 3 * 2**30)

@@ -1,4 +1,4 @@
-"""pmm3d.product.verify: right products pass, wrong ones do not, in every type."""
+"""pmm3d.product.verify: right products pass and wrong ones fail, in every type."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Work memory: all of it is had before anything is sent, and limits hold for all that a call takes."""
+"""Work memory: it is allocated before anything is sent, and limits include all memory of a call."""
 
 from itertools import product
 
@@ -17,7 +17,7 @@ from pmm3d.product.multiply import plan_for
 
 several = pytest.mark.parallel([2, 4], thorough=[8])
 ELSEWHERE = (Layout((), ("z", "x", "y")), Layout(("y", "z", "x"), ()), Layout("x", ("y", "z")))
-"""Layouts of A, B and C that no product takes as they are."""
+"""Layouts of A, B and C that no product uses without redistribution."""
 
 
 def test_rounds_are_the_fewest_that_keep_the_limit():
@@ -42,7 +42,7 @@ def operands(grid, layouts, m=70, n=90, k=50):
 @several
 @each_grid
 def test_the_limit_holds_for_redistribution_too(comm, grid):
-    """Kept by moving in rounds, to the point where even one row a time is too much."""
+    """More rounds keep the limit, until even one row per round is too much."""
     shape = grid.shape[:3]
     (a, b, c), expected = operands(grid, ELSEWHERE)
     plan = plan_for(a, b, c, None, None)
@@ -108,7 +108,7 @@ def test_gather_keeps_no_copy_per_reader(comm, monkeypatch):
 @several
 @each_grid
 def test_memory_that_one_rank_lacks_is_told_by_all(comm, grid, monkeypatch):
-    """And before anything is sent: nobody waits, and the grid goes on."""
+    """Before anything is sent: no rank waits, and the grid can be used afterwards."""
     (a, b, c), expected = operands(grid, ELSEWHERE)
     if grid.rank == comm.size - 1:
         def refuse(self, shape, dtype):
@@ -129,8 +129,8 @@ def test_memory_that_one_rank_lacks_is_told_by_all(comm, grid, monkeypatch):
 @several
 @each_grid
 def test_conjugation_takes_what_is_planned(grid):
-    """None where the BLAS conjugates; in place what was gathered; in a copy that the limit counts what lies as C does.
-    The call takes its work memory as one piece, and more cannot be had."""
+    """None if the BLAS conjugates. A gathered operand is conjugated in place. An operand in the order of C is copied,
+    and the limit counts the copy. The call takes its work memory as one piece, and no more is available."""
     grid_shape = grid.shape[:3]
     (whole_a, a), (whole_b, b) = (
         (whole, DistMatrix.from_global(grid, whole, layout=layout)) for whole, layout in (

@@ -1,4 +1,5 @@
-"""The sdist and the wheel, built from the tracked files: their contents, and what they do in an empty environment."""
+"""The sdist and the wheel, built from the tracked files: their contents, and an installation into an empty environment.
+"""
 
 import os
 import shutil
@@ -51,7 +52,7 @@ def run(*words, cwd, environ=ENVIRON):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A folder like a fresh clone, its sdist, and the wheel that was built from the sdist."""
+    """(a folder like a fresh clone, its sdist, the wheel built from the sdist)."""
     folder = tmp_path_factory.mktemp("built")
     tracked = run("git", "ls-files", "-z", cwd=ROOT).rstrip("\0").split("\0")
     clone = folder / "clone"
@@ -90,7 +91,8 @@ def test_the_wheel_is_the_package_and_the_sdist_can_build_it_and_the_c_library(b
 
 
 def test_the_wheel_works_in_an_empty_environment(built):
-    """An environment with pmm3d alone. A path file shows it the packages of this one, and no link to the clone."""
+    """An environment with only pmm3d. A path file gives access to the packages of this environment, without a link to
+    the clone."""
     environment = built.folder / "environment"
     venv.create(environment, symlinks=True)
     python, pmm3d = environment / "bin" / "python", environment / "bin" / "pmm3d"
@@ -106,7 +108,7 @@ def test_the_wheel_works_in_an_empty_environment(built):
 
 
 def test_type_checkers_see_an_editable_install(tmp_path):
-    """An editable install like that of `make setup`. mypy and editors follow paths, not import hooks."""
+    """An editable install as by `make setup`. mypy and editors follow paths, and not import hooks."""
     source, environment = tmp_path / "source", tmp_path / "environment"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", "pmm3d"):

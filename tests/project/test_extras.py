@@ -1,4 +1,4 @@
-"""A light install: the product without any extra; what is missing names the extra that brings it."""
+"""An installation without extras: the product works, and an error about a missing package names the extra."""
 
 import json
 import sys

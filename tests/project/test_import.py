@@ -1,4 +1,4 @@
-"""Importing is cheap: at 10,000 ranks each file that a rank opens is 10,000 requests to the file system."""
+"""Cost of the import: with 10,000 ranks, each file that a rank opens is 10,000 requests to the file system."""
 
 import subprocess
 import sys
@@ -41,12 +41,12 @@ def test_the_names_of_io_load_no_h5py():
 
 
 def test_what_is_counted_counts():
-    """The count sees what an import of a large package opens."""
+    """The count contains the files of a large package."""
     assert costs.of_one_process("import scipy.linalg")[1] > 150
 
 
 def test_modules_that_other_threads_import_stay():
-    """While the BLAS is loaded: nothing stands in for scipy, and no entry of others is removed."""
+    """During the load of the BLAS, scipy is not replaced, and no other entry is removed."""
     program = """
 import sys, threading
 from importlib.machinery import ExtensionFileLoader

@@ -34,7 +34,7 @@ MACHINES = {
 }
 INTRO_MPI = "https://cpe.ext.hpe.com/docs/latest/mpt/mpich/intro_mpi.html"
 SLURM = "https://slurm.schedmd.com/"
-KNOWN = {  # what scripts may set, and where it is documented
+KNOWN = {  # variables, and where they are documented
     "OPENBLAS_NUM_THREADS": "https://github.com/OpenMathLib/OpenBLAS#setting-the-number-of-threads-using-environment-variables",
     "OMP_NUM_THREADS": "https://www.openmp.org/spec-html/5.0/openmpse50.html",
     "MKL_NUM_THREADS": "https://www.intel.com/content/www/us/en/docs/onemkl/developer-guide-linux/",
@@ -60,14 +60,14 @@ def variables_set(script: str) -> set[str]:
 
 
 def environment(**changes) -> dict[str, str]:
-    """This environment without any batch system's, with the folder of this Python in front."""
+    """This environment without variables of batch systems, with the folder of this Python first in PATH."""
     base = {name: value for name, value in os.environ.items() if not name.startswith(BATCH)}
     base["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     return base | {name: str(value) for name, value in changes.items()}
 
 
 class Row(NamedTuple):
-    """A script, or "-c" and lines, with its arguments, its variables and the folder that it runs in."""
+    """A script, or "-c" and lines, with its arguments, its variables and its working folder."""
 
     words: tuple
     variables: dict = {}
@@ -75,7 +75,7 @@ class Row(NamedTuple):
 
 
 def bash(folder: Path, rows: list[Row]) -> list[subprocess.CompletedProcess]:
-    """Run a table of rows side by side, under one bash. Returns how each ended."""
+    """Run a table of rows in parallel, under one bash. Returns the end of each."""
     lines = []
     for number, row in enumerate(rows):
         variables = shlex.join(f"{name}={value}" for name, value in row.variables.items())
@@ -91,7 +91,7 @@ def bash(folder: Path, rows: list[Row]) -> list[subprocess.CompletedProcess]:
 
 @pytest.fixture
 def stand_ins(tmp_path):
-    """A folder for the front of PATH: stand_ins(name=script) puts programs there."""
+    """A folder for the front of PATH. stand_ins(name=script) writes programs into it."""
     folder = tmp_path / "bin"
     folder.mkdir()
 
@@ -125,7 +125,7 @@ def test_a_variable_that_is_misspelt_is_found():
 
 
 def test_each_line_of_a_site_names_its_source():
-    """On the line itself, or in a comment of the same paragraph."""
+    """On the same line, or in a comment of the same paragraph."""
     source = re.compile(r"# .*(https://|guide|as above)")
     for site, paragraph in [(site, part) for site in SITES for part in site.read_text().split("\n\n")]:
         lines = paragraph.splitlines()
@@ -189,7 +189,7 @@ SMALL = ("--m", "60", "--n", "50", "--k", "40", "--repeat", "1")
     pytest.param("echo rank: $*", id="words"),
     pytest.param(PMM3D, id="product", marks=pytest.mark.thorough("the product itself on three pairs of ranks"))])
 def test_the_product_under_a_stand_in_for_other_batch_systems(stand_ins, tmp_path, program):
-    """Each script starts 2 ranks of the same command. With --all these ranks multiply."""
+    """Each script starts 2 ranks of the same command. With --all, these ranks multiply."""
     (tmp_path / "nodes").write_text("localhost\nlocalhost\n")
     own = {"PATH": stand_ins(mpiexec=RUN, pmm3d=program, flux=FLUX), "VIRTUAL_ENV": ""}
     scripts = {
@@ -211,11 +211,11 @@ def test_the_product_under_a_stand_in_for_other_batch_systems(stand_ins, tmp_pat
 SRUN = 'while [[ $1 == --* ]]; do shift; done; SLURM_PROCID=0 exec "$@"'
 LOG = 'echo "${0##*/} $*" >> "$SLURM_SUBMIT_DIR/log"'
 UNTIL = 'for _ in {1..600}; do [ ! -e "$SLURM_SUBMIT_DIR/%s" ] || break; sleep 0.05; done; '
-"""Wait for a file in the folder of the job, but not for ever."""
+"""Wait for a file in the folder of the job, with a time limit."""
 
 
 def training(folder, name, programs, **variables) -> tuple[Row, Path]:
-    """jobs/train.sbatch with programs in place of Slurm's; and the folder that it was submitted from."""
+    """(jobs/train.sbatch with programs in place of Slurm's, the folder from which it was submitted)."""
     submitted = folder / name
     front = submitted / "bin"
     front.mkdir(parents=True)
@@ -228,7 +228,7 @@ def training(folder, name, programs, **variables) -> tuple[Row, Path]:
 
 
 def log_of(submitted: Path) -> list[str]:
-    """Calls of Slurm's programs. The script leaves no file of its own."""
+    """Calls of Slurm's programs. Asserts that the script leaves no file of its own."""
     assert not list(submitted.glob(".pmm3d-unfinished-*"))
     return (submitted / "log").read_text().splitlines() if (submitted / "log").exists() else []
 
@@ -260,7 +260,7 @@ def test_what_becomes_of_a_training_job(tmp_path):
 
 
 def test_the_signal_before_the_limit_goes_to_the_ranks(tmp_path):
-    """143: the ranks were not yet ready to heed SIGTERM. 0: they had come to the end."""
+    """143: the ranks did not handle SIGTERM yet. 0: they had reached the end."""
     cases = [(75, True), (143, True), (137, False), (0, None)]
     signal = 'read -r _ _ _ parent _ </proc/$PPID/stat; kill -USR1 "$parent"; '
     rows = [training(tmp_path, f"{status}", {
@@ -275,7 +275,7 @@ def test_the_signal_before_the_limit_goes_to_the_ranks(tmp_path):
 
 
 def test_a_signal_before_the_ranks_have_begun_waits_for_them(tmp_path):
-    """They begin once squeue was asked for them in vain, and end once they were told; or they never begin."""
+    """The ranks begin after the first squeue, and end after the signal; or they never begin."""
     signal = 'read -r _ _ _ parent _ </proc/$$/stat; kill -USR1 "$parent"; '
     begins = f'{UNTIL % "asked"}: > "$SLURM_SUBMIT_DIR/began"; {UNTIL % "log"}exit 75'
     cases = [("later", begins, ["scancel --signal=TERM 7.0"]), ("never", "exit 1", [])]
@@ -315,7 +315,7 @@ def test_a_requeued_training_without_a_checkpoint_is_an_error_on_every_rank(on_r
 
 @pytest.fixture
 def scaling(monkeypatch, capsys):
-    """scaling(folder): the exit code of the program, what it printed, its errors."""
+    """scaling(folder): (exit code, output, errors) of the program."""
 
     def run(*words):
         monkeypatch.setattr(sys, "argv", ["scaling.py", *map(str, words)])

@@ -1,4 +1,4 @@
-"""The linters of the package managers and of the services, on the files of this repository that they read."""
+"""The linters of the package managers and of the services, on the files that they read."""
 
 import os
 import subprocess
@@ -74,7 +74,7 @@ def test_easybuild_accepts_the_style_and_has_the_dependencies(linters):
 
 
 def test_the_spack_package_has_the_style_of_spack(linters, tmp_path):
-    """Spack itself is on no registry: these are the rules of its repository of packages."""
+    """Spack itself is on no registry. These are the rules of its repository of packages."""
     (tmp_path / "ruff.toml").write_text(SPACK)
     for command in (["check"], ["format", "--check"]):
         passes(linters, "ruff", *command, "--no-cache", "--config", tmp_path / "ruff.toml", RECIPES / "spack")
@@ -90,5 +90,5 @@ def test_files_of_services_fit_their_schemas(linters):
 
 
 def test_no_module_needs_a_newer_python_than_pyproject_says(linters):
-    """Nor a newer name of the standard library. vermin takes `decode` of a module for str.decode of Python 2."""
+    """Nor a newer name of the standard library. vermin confuses `decode` of a module with str.decode of Python 2."""
     passes(linters, "vermin", "-q", "-t=3.10-", "--violations", "--no-tips", "--exclude", "str.decode", "pmm3d")

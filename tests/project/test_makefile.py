@@ -1,4 +1,4 @@
-"""The Makefile, as far as no environment is needed."""
+"""The Makefile: targets that need no environment."""
 
 import subprocess
 from pathlib import Path
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("launcher, code", [("false", 2), ("true", 0)])
 def test_a_launcher_of_the_site_that_starts_nothing_is_explained(launcher, code):
-    """As Open MPI's own, which refuses root, and more ranks than cores."""
+    """For example Open MPI's, which refuses root, and more ranks than cores."""
     done = subprocess.run(["make", "site-launcher", "MPI=site", f"LAUNCH={launcher}"], cwd=ROOT,
                           env=without_outer_make(), capture_output=True, text=True)
     assert done.returncode == code

@@ -1,4 +1,4 @@
-"""The MPI test plugin, tried on small test folders in a pytest of their own."""
+"""The MPI test plugin, in an inner pytest on small test folders."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def test_module_fixture(comm, made_once, number):
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("number", range(4))
 def test_two_meet(comm, number):
-    # A block takes two tests of four at most before it meets the other block.
+    # A block runs at most two of four tests before it waits for the other block.
     (HERE / f"met-{number}").touch()
     while len(list(HERE.glob("met-*"))) == 1:
         time.sleep(0.01)
@@ -109,8 +109,7 @@ HERE = Path(__file__).parent
 EXITED, HUNG = (HERE / "exited").exists(), (HERE / "hung").exists()
 pytestmark = pytest.mark.parallel([3])
 
-# Four tests in turn: while the first block is in the first of them and has claimed one more, the second block is in
-# another.
+# Four tests. While the first block is in the first test and has claimed one more, the second block is in another.
 
 @pytest.mark.parallel([1])
 def test_exits(comm):
@@ -215,7 +214,7 @@ def test_not_reached(comm):
 
 
 class Outcomes:
-    """What an inner pytest run reported, from its junit file."""
+    """Results of an inner pytest run, from its junit file."""
 
     def __init__(self, folder: Path, process: subprocess.CompletedProcess):
         self.durations = folder / "durations.json"
@@ -231,7 +230,7 @@ class Outcomes:
 
 
 def run_pytest(folder: Path, *arguments: str, env=None, **files: str) -> Outcomes:
-    """Run pytest with the plugin on these test modules, in a folder of their own."""
+    """Run pytest with the plugin on these test modules, in a new folder."""
     (folder / "conftest.py").write_text(CONFTEST)
     for name, text in files.items():
         (folder / f"{name}.py").write_text(text)

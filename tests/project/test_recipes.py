@@ -74,7 +74,7 @@ def test_conda_packages_need_what_pyproject_says():
 
 
 def spack(monkeypatch):
-    """The variants of the Spack package, and what it depends on: {(package, condition): bound}."""
+    """The variants of the Spack package, and its dependencies: {(package, condition): bound}."""
     conditions, variants, dependencies = [""], [], {}
 
     @contextmanager
@@ -131,7 +131,7 @@ BUNDLED = {"numpy": "SciPy-bundle", "scipy": "SciPy-bundle", **dict.fromkeys(
 
 
 def test_the_easyconfig_has_the_product_and_training():
-    """EasyBuild has no tokenizers, and no torch that is new enough, for this toolchain."""
+    """For this toolchain, EasyBuild has no tokenizers, and no torch of a sufficient version."""
     config = easyconfig()
     lists = config["dependencies"] + config["exts_list"]
     found = {name.lower().replace("_", "-"): version for name, version, *_ in lists}
@@ -147,7 +147,7 @@ def test_the_easyconfig_has_the_product_and_training():
 
 
 def test_checksums_are_written_into_every_recipe(tmp_path):
-    """The version and the checksum of an sdist, and nothing else."""
+    """The version and the checksum of an sdist change, and nothing else."""
     spec = importlib.util.spec_from_file_location("checksums", RECIPES / "checksums.py")
     checksums = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(checksums)

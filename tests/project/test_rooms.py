@@ -1,4 +1,4 @@
-"""The architecture: rooms whose imports run down one list, names with types, docstrings with examples that run."""
+"""The architecture: imports run down one list of rooms, names have types, docstrings have examples that run."""
 
 import ast
 import importlib
@@ -32,7 +32,7 @@ def test_imports_run_down_the_list_of_rooms():
 
 
 def test_an_import_that_runs_up_is_found(tmp_path):
-    """The contracts see what they forbid: also inside a function, and circles inside a room."""
+    """The contracts find forbidden imports: also inside a function, and circles inside a room."""
     package = tmp_path / "pmm3d"
     for room in ROOMS:
         (package / room).mkdir(parents=True)
@@ -68,14 +68,14 @@ def test_types_are_right_and_a_strict_checker_knows_the_public_names(tmp_path):
     rooms = [importlib.import_module(room) for room in ("pmm3d", "pmm3d.io", "pmm3d.nn", "pmm3d.nn.training")]
     imports = "\n".join(f"from {room.__name__} import {name} as {name}" for room in rooms for name in room.__all__)
     (tmp_path / "program.py").write_text(USERS_PROGRAM.format(imports=imports))
-    # in the user's folder: the checker finds the package through the editable install, not in the working directory
+    # in another folder, so that the checker finds the package through the editable install
     done = checker("mypy", "--config-file", ROOT / "pyproject.toml", "--cache-dir", ROOT / ".mypy_cache", "-p", "pmm3d",
                    "-m", "program", folder=tmp_path)
     assert done.returncode == 0 and '"pmm3d.product.matrix.DistMatrix"' in done.stdout, done.stdout + done.stderr
 
 
 def test_every_public_name_is_explained():
-    """Each has a docstring, with an example. An error has none: it cannot be shown without raising it."""
+    """Each has a docstring with an example. An error has none, because it cannot be shown without raising it."""
     missing = []
     for room in PUBLIC:
         module = importlib.import_module(room)

@@ -1,4 +1,4 @@
-"""The tutorials, followed as their readers do. C and Fortran: tests/embed. A real Slurm: tests/slurm."""
+"""The tutorials, executed as by a reader. C and Fortran: tests/embed. A real Slurm: tests/slurm."""
 
 import os
 import shlex
@@ -45,7 +45,7 @@ def test_the_tutorial_on_benchmarks(on_ranks, tmp_path, monkeypatch):
 
 
 class Launched:
-    """Jobs without Slurm, as in the page's end: the launcher in place of sbatch, SIGTERM in place of SIGUSR1."""
+    """Jobs without Slurm, as at the end of the page: the launcher in place of sbatch, SIGTERM in place of SIGUSR1."""
 
     batch = False
 

@@ -93,7 +93,7 @@ class Runs:
 @pytest.fixture(scope="module")
 def runs(slurm, tmp_path_factory):
     made = Runs(slurm, tmp_path_factory.mktemp("runs"))
-    # Slurm looks every 30 s which jobs have less than 30 + 10 s left: after 20 to 50 s. Training takes 60 s or more.
+    # Every 30 s, Slurm signals jobs with less than 30 + 10 s left: here after 20 to 50 s. Training takes at least 60 s.
     made.submit("cut", "--time=1", "--signal=B:USR1@10")
     made.submit("whole")
     return made
@@ -188,7 +188,7 @@ def test_a_run_that_meets_its_time_limit_ends_with_the_same_bits(slurm, runs):
     assert (whole.state, whole.restarts) == ("COMPLETED", 0), runs.said("whole")
     assert ended.state == "COMPLETED" and ended.restarts >= 1, said
     asked = said.count("the time limit is near: asking for a checkpoint")
-    assert asked - ended.restarts in (0, 1)  # the last start may be asked too, while it finishes
+    assert asked - ended.restarts in (0, 1)  # the last start may get a signal too, while it ends
     assert said.count("not finished: requeueing") == ended.restarts and said.count(": finished") == 1
     assert runs.steps("cut") == runs.steps("whole") == list(range(1, 241))
     expected, found = runs.weights("whole"), runs.weights("cut")
@@ -198,7 +198,7 @@ def test_a_run_that_meets_its_time_limit_ends_with_the_same_bits(slurm, runs):
 
 
 def test_a_second_cluster_ends_with_its_process_however_that_ends(slurm, tmp_path):
-    """Beside the first one, whose daemons, address and node names are the same."""
+    """At the same time as the first one, which has the same daemons, address and node names."""
     program = tmp_path / "second.py"
     program.write_text(SECOND.format(here=str(Path(__file__).parent), folder=str(tmp_path)))
     maker = subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, text=True)

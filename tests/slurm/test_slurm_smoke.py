@@ -1,4 +1,4 @@
-"""A script of jobs/ under a real Slurm, in the environment of these tests. The others: test_slurm.py."""
+"""A script of jobs/ under a real Slurm, in the environment of these tests. For the others see test_slurm.py."""
 
 import sys
 

@@ -1,5 +1,5 @@
-"""pmm3d bench on devices, by the stand-in: many products in a timing, the limit of the devices; and beside another
-library's own matmul."""
+"""pmm3d bench on stand-in devices: many products in a timing, the limit of the devices, and another library's matmul.
+"""
 
 import io
 from statistics import median

@@ -30,7 +30,7 @@ KEYS = {
 
 @pytest.fixture
 def pmm3d(on_ranks):
-    """pmm3d(ranks, *arguments): what the command did on that many ranks."""
+    """pmm3d(ranks, *arguments): the result of the command on this number of ranks."""
     return partial(on_ranks, env={"TERM": "dumb", "COLUMNS": "120"})
 
 
@@ -90,14 +90,14 @@ def test_wrong_options_are_explained_once(pmm3d):
 
 
 def test_ranks_that_end_after_wrong_options_explain_them_once(job):
-    """Before MPI starts, and with MPI."""
+    """Before MPI starts, and after."""
     for arguments, text in (WRONG[0], WRONG[7]):
         with given(arguments=arguments):
             assert_explains_once(job(2, PROGRAM, "bench", *SMALL, *arguments, env={"COLUMNS": "120"}), text)
 
 
 def test_a_rank_that_waits_in_mpi_init_for_ever_ends_with_its_stack():
-    """As when another rank is stopped before MPI is there. Without mpiexec: Open MPI's may hang itself then."""
+    """For example, if another rank is stopped before MPI_Init. Without mpiexec, because Open MPI's may hang then."""
     waits = """
 import sys, time, types
 sys.modules["mpi4py"] = types.ModuleType("mpi4py")
@@ -131,7 +131,7 @@ def stops(owner, name):
 
 
 def test_a_rank_that_stops_when_all_is_done_is_named(job):
-    """After the last grid is closed, or once all ranks know the exit code: MPI itself would wait for ever."""
+    """After the last grid is closed, or after all ranks have the exit code. MPI itself would wait forever."""
     for place in ('Grid, "close"', 'pmm3d.comm, "all_leave"'):
         with given(place=place):
             done = job(3, f"{STOPS}stops({place})\n{textwrap.dedent(PROGRAM)}", "bench", *SMALL)
@@ -141,7 +141,7 @@ def test_a_rank_that_stops_when_all_is_done_is_named(job):
 
 
 def adds_up(said):
-    """Whether the parts of the table of times are the whole product, except for the rounding of each."""
+    """Whether the parts in the table of times add up to the whole product, except for the rounding of each."""
     lines = said[said.index("part  "):said.index("Bytes of one")].splitlines()
     rows = [re.match(r" ?(\S.*?) {2,}([\d,]+\.\d\d)\b", line) for line in lines]
     *parts, whole = [float(row[2].replace(",", "")) for row in rows if row]
@@ -224,7 +224,7 @@ def test_idle_ranks_are_reported(pmm3d):
 
 
 def test_a_lesser_blas_kernel_is_named_with_the_remedy():
-    """The advice that is printed, on a CPU that could do more than the kernel that was forced."""
+    """The printed advice, on a CPU that supports a better kernel than the forced one."""
     processor = machine.Cpu("AuthenticAMD", "some", frozenset(machine.AVX512))
     advice = machine.Blas("openblas", "0.3", "Haswell", 1).advice(processor)
     assert "set OPENBLAS_CORETYPE=SkylakeX before Python starts" in advice

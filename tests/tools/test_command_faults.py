@@ -1,4 +1,5 @@
-"""Commands that go wrong: errors of any kind on any rank, outputs and inputs that cannot be, another MPI's launcher."""
+"""Commands with failures: errors of any kind on any rank, impossible outputs and inputs, the launcher of another MPI.
+"""
 
 import os
 import textwrap
@@ -28,7 +29,7 @@ FIRST = pytest.mark.thorough("other ranks and kinds of the same error")
 
 @pytest.fixture
 def raises(job):
-    """raises(ranks, kind, after): the benchmark on 3 ranks of which some raise before or after their product."""
+    """raises(ranks, kind, after): the benchmark on 3 ranks, some of which raise before or after their product."""
 
     def run(ranks, kind, after):
         program = RAISES.replace("RANKS", repr(ranks)).replace("KIND", kind).replace("AFTER", repr(after))
@@ -75,7 +76,7 @@ def test_different_errors_are_told_with_their_ranks(raises):
 
 @pytest.fixture
 def place(tmp_path):
-    """A folder with what commands are not made for."""
+    """A folder with files that commands do not expect."""
     tmp_path = tmp_path / "place"
     tmp_path.mkdir()
     (tmp_path / "folder").mkdir()
@@ -113,10 +114,10 @@ IMPOSSIBLE = [
     (("convert", "x.npz", "x.h5", "--dtype", "float64"), "--dtype is for a CSV file, and x.npz contains arrays"),
     (("convert", "x.npz", "x.h5", "--encoding", "latin-1"), "--encoding is for a CSV file"),
     (("convert", "table.csv", "x.h5", "--targets", "z", "--no-targets"), "--targets and --no-targets do not go"),
-    (("export", "folder", "folder"), "cannot export to folder: what is written is a safetensors file"),
+    (("export", "folder", "folder"), "cannot export to folder: the name of the file must end in .safetensors"),
     (("export", "folder", "none/x.safetensors"), "cannot write none/x.safetensors: there is no folder"),
     (("export", "folder", "x.safetensors"), "there is no checkpoint in folder: name a checkpoint's folder"),
-    (("predict", "folder", "empty", "--out", "empty"), "empty is the file of the samples, which would be lost"),
+    (("predict", "folder", "empty", "--out", "empty"), "empty is the file of the samples, and would be overwritten"),
     (("predict", "folder", "empty", "--out", "table.csv"), "table.csv exists; --overwrite replaces it"),
     (("predict", "folder", "empty", "--out", "fifo", "--overwrite"), "fifo cannot be replaced: it is a named pipe"),
     (("predict", "folder", "empty", "--out", "/dev/full", "--overwrite"),
@@ -147,7 +148,7 @@ def test_a_file_that_cannot_take_the_figures_is_told_after_them(on_ranks):
 @pytest.mark.parametrize("command", [
     "bench", pytest.param("train", marks=pytest.mark.thorough("another command through the same function"))])
 def test_a_launcher_of_another_mpi_is_named_once_before_mpi_is_started(job, tmp_path, command):
-    """As Open MPI's mpiexec starts ranks of MPICH, whose MPI_Init ends them with its own stack; or the other way."""
+    """Open MPI's mpiexec starts ranks of MPICH, whose MPI_Init ends them with its own stack, or the other way round."""
     script = textwrap.dedent("""
         import os, subprocess, sys, importlib.metadata as metadata
         def installed(name):

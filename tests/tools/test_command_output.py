@@ -1,4 +1,4 @@
-"""What commands print: to streams that are closed or poor, in 80 columns, once."""
+"""Output of commands: to closed and limited streams, in 80 columns, once."""
 
 import io
 import json
@@ -40,7 +40,7 @@ measure.SQUARE = 256
 """
 SMALL = ("bench", "--m", "16", "--n", "16", "--k", "16", "--repeat", "1")
 SOON = "from pmm3d.tools.bench import measure\nmeasure.SQUARE = 256\n"
-"""The rate of a core is measured in less than a second."""
+"""Code that makes the measurement of a core's rate take less than a second."""
 
 
 def command(*arguments):
@@ -77,7 +77,7 @@ def test_a_terminal_of_ascii_is_no_error(on_ranks):
 
 
 def every_command(command=None, words=()):
-    """(words, typer's command) of each command and group."""
+    """Yield (words, typer's command) of each command and group."""
     command = command or get_command(app)
     yield words, command
     for name, inner in getattr(command, "commands", {}).items():
@@ -212,7 +212,7 @@ JSON = {
                       "2"),
     ("plan", "pipeline"): ("--schedule", "1f1b", "--ranks", "2", "--micro-batches", "2"),
 }
-"""Every command with --json, and arguments."""
+"""Arguments of every command with --json."""
 
 
 def test_json_goes_to_standard_output_with_nothing_else(on_ranks, tmp_path):
@@ -239,7 +239,7 @@ def test_what_is_no_text_does_not_go_to_standard_output(on_ranks, tmp_path):
 
 
 def test_the_parts_of_a_product_add_up_to_the_mean_of_the_repetitions():
-    """Of repetitions whose mean is not their median. Each part says what it is."""
+    """For repetitions whose mean is not their median. Each part has a name."""
     phases = {"gather A": {"computed": 0.25, "off_core": 0.0, "waited": 0.5, "waited_max": 0.7},
               "multiply": {"computed": 1.0, "off_core": 0.25, "waited": 0.0, "waited_max": 0.0}}
     parts = results.time_parts(result([1, 1, 1], [1.0, 1.0, 4.0], phases))
@@ -262,7 +262,8 @@ def test_a_command_gives_standard_output_back():
 
 @pytest.mark.parametrize("width", [80, 60, 45])
 def test_a_table_breaks_no_figure_and_no_word_of_a_heading(width):
-    """Columns that do not fit follow below, with the names of the rows again; sentences wrap between words."""
+    """Columns that do not fit are printed below, with the names of the rows again. Sentences are wrapped between words.
+    """
     names = ("", "grid", "ms", "bytes over bound", "configured", "efficiency", "waiting, worst rank", "what it is")
     table = FigureTable("title", names, keys=2, sentences=("what it is",))
     rows = [(str(place), f"{2**place}x16x4 (data 1024)", "1,345,678.0", f"{place}.213", "2,915.25", "100%",

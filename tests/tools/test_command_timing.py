@@ -1,4 +1,4 @@
-"""Timings of all ranks, with made-up clocks: the slowest rank's, within a section's time; ranks that share cores."""
+"""Timings of all ranks, with invented clocks: the slowest rank, the limit of a section, ranks that share cores."""
 
 from itertools import count, product
 
@@ -10,7 +10,7 @@ from pmm3d.tools.tune.rates import FORMS, library_for
 
 
 class Clock:
-    """Each call of `work` takes `seconds`; extra: more seconds, by the number of the call."""
+    """A clock on which each call of `work` takes `seconds`. extra: more seconds, by the number of the call."""
 
     def __init__(self, seconds, extra=None):
         self.now, self.seconds, self.calls, self.extra = 1e3, seconds, count(), extra or {}
@@ -53,7 +53,7 @@ def test_a_section_has_what_earlier_ones_left_and_no_more(comm):
 
 @pytest.mark.parallel([3], thorough=[1])
 def test_the_fastest_rank_says_how_often_work_is_repeated(comm):
-    """Its core is its own: what another rank waited for a core is not part of the work."""
+    """The rank has its own core. Waits of another rank for a core do not count as work."""
     clock = Clock(1e-3, {1: 50.0} if comm.rank == 1 else {})
     sampler_of(comm, clock).measure(clock.work, sample_seconds=1e-2)
     assert next(clock.calls) == 2 + 3 * 10

@@ -1,4 +1,4 @@
-"""`pmm3d report` of what is damaged, of wrong types, hostile, or no run at all."""
+"""`pmm3d report` of damaged files, wrong types, hostile contents, and folders without a run."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from pmm3d.tools.page import write_page
 
 @pytest.fixture(autouse=True)
 def unwritten(monkeypatch):
-    """Pictures are made and not written, because 100 pages of drawings take minutes."""
+    """Pictures are made but not written, because the drawings of 100 pages take minutes."""
 
     @contextmanager
     def picture(drawn, width, height):

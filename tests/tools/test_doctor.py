@@ -9,7 +9,7 @@ from pmm3d.tools.doctor import checks, nodes, software
 from pmm3d.tools.doctor.finding import Examination, Finding, Problem, ranks_by, spread, unlike_first
 from pmm3d.tools.doctor.session import Answer
 
-# What a check says
+# Verdicts
 
 
 def test_the_worst_problem_is_the_verdict_and_gives_the_exit_code():
@@ -27,7 +27,7 @@ def test_spreads_and_ranks_in_words():
     assert ranks_by(["b", "a", "b"]) == {"b": [0, 2], "a": [1]} and unlike_first(["b", "a", "b"]) == [1]
 
 
-# One check among others
+# Errors of one check
 
 
 def quote(finding, facts, hosts):

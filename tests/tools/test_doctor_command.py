@@ -1,4 +1,4 @@
-"""pmm3d doctor as a user runs it: alone, under launchers right and wrong, and where something is stuck."""
+"""pmm3d doctor as a user runs it: alone, under right and wrong launchers, and if a check hangs."""
 
 import json
 import os
@@ -21,7 +21,7 @@ NAMES = ["software", "MPI", "launcher", "hosts", "cores", "BLAS", "memory", "GPU
 
 @pytest.fixture
 def doctor(job):
-    """doctor(ranks, *arguments, **environment): what the command did on that many ranks."""
+    """doctor(ranks, *arguments, **environment): the result of the command on this number of ranks."""
     return lambda ranks, *arguments, **env: job(ranks, PROGRAM, "doctor", *map(str, arguments),
                                                 env={"TERM": "dumb", "COLUMNS": "120"} | env)
 
@@ -90,7 +90,7 @@ def test_too_many_threads_and_too_low_a_thread_level(doctor, tmp_path):
 
 
 def alone(task, cwd, *arguments, path=(), **variables):
-    """doctor as one of several tasks, each of which is alone in its world."""
+    """doctor as one of several tasks, each of which has an MPI world of one rank."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI_COMM"))}
     environ |= variables | {"SLURM_PROCID": str(task), "PYTHONPATH": os.pathsep.join(filter(None, (*path, *sys.path)))}
     return subprocess.run([sys.executable, "-m", "pmm3d", "doctor", *arguments], env=environ | {"COLUMNS": "120"},
@@ -107,8 +107,8 @@ def test_the_launcher_of_another_mpi_is_named_once(tmp_path):
 
 
 def test_an_mpi_that_cannot_start_is_reported_by_the_first_task(tmp_path):
-    """MPI_Init would end the process where the launcher speaks to another MPI than the installed wheel. An mpi4py that
-    finds no library raises an error."""
+    """With a launcher of another MPI than the installed wheel, MPI_Init would end the process. An mpi4py without a
+    library raises an error."""
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").touch()
     (tmp_path / "mpi4py" / "MPI.py").write_text("raise RuntimeError('cannot load MPI library')")
@@ -125,7 +125,7 @@ def test_an_mpi_that_cannot_start_is_reported_by_the_first_task(tmp_path):
 
 
 def test_what_does_not_return_is_given_up(job):
-    """A check that blocks for good, in a call that no time limit of ours can reach."""
+    """A check that blocks forever, in a call that no time limit can interrupt."""
     done = job(1, """
         import sys, time
         from pmm3d.tools.doctor import checks, command

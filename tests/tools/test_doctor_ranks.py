@@ -1,4 +1,4 @@
-"""The checks of pmm3d doctor on several ranks: each whatever became of the others, and what is measured is true."""
+"""The checks of pmm3d doctor on several ranks: each is independent of the others, and measurements are right."""
 
 import os
 import time
@@ -17,7 +17,7 @@ several = pytest.mark.parallel([4])
 
 
 def run(comm, *some, **options):
-    """What rank 0 found by these checks, on every rank."""
+    """Findings of rank 0 by these checks, on every rank."""
     session = Session(comm, len(some), **options)
     examination = Examination(session.hosts)
     checks.examine(session, examination, some)
@@ -51,7 +51,7 @@ def test_all_ranks_facts_reach_the_judge(comm):
 
 @pytest.mark.parallel([1, 4], thorough=[2])
 def test_a_check_that_raises_on_one_rank_fails_alone(comm):
-    """The others wait for that rank in vain; the checks before and after are as ever."""
+    """The other ranks wait for it in vain. Earlier and later checks are not affected."""
     last = comm.size - 1
     ranks = checks.Check("ranks", all_ranks, quote)
     before, failed, after = run(comm, ranks, raises_on(last), ranks).findings
@@ -62,7 +62,7 @@ def test_a_check_that_raises_on_one_rank_fails_alone(comm):
 
 @pytest.mark.parallel([1, 4], thorough=[2])
 def test_measuring_goes_on_after_a_failure(comm, shared_path):
-    """Messages and barriers that the failed check left behind are not taken for those of the next."""
+    """The next check does not receive messages and barriers of the failed one."""
     measured = [check for check in checks.CHECKS if check.name in ("axes", "folder", "BLAS")]
     failed, *others = run(comm, raises_on(0), *measured, folder=shared_path).findings
     assert failed.verdict == Verdict.FAILURE
@@ -105,7 +105,7 @@ def test_every_pair_of_an_axis_is_measured(comm):
 
 @pytest.mark.parallel([4], thorough=[2])
 def test_a_folder_of_each_rank_s_own_is_no_shared_one(comm, tmp_path):
-    """Each rank takes itself for a host; rank 0's folder is empty for the others."""
+    """Each rank counts as a host. The folder of rank 0 is empty for the others."""
     session = Session(comm, folder=tmp_path)
     session.hosts = [f"host{rank}" for rank in range(comm.size)]
     paths = comm.allgather(str(tmp_path))

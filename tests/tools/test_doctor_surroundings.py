@@ -113,7 +113,7 @@ def pair(axis, low, high, seconds=2e-6, rate=10e9):
 
 
 def axes(*pairs, allowed=range(4), rdma=False):
-    """The facts of four ranks, all pairs told by the first."""
+    """The facts of four ranks, with all pairs on the first."""
     here = Node(frozenset(allowed), 4, None, 1, 0, None, 0, 0, -1, rdma)
     return [network.Axes((2, 1, 2), list(pairs), here), *[network.Axes((2, 1, 2), [], here)] * 3]
 

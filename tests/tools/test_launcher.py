@@ -1,4 +1,4 @@
-"""pmm3d.launcher: which mpiexec, with what environment, and that nothing is left behind."""
+"""pmm3d.launcher: the chosen mpiexec, its environment, and that no process or file remains."""
 
 import importlib.metadata
 import json
@@ -33,7 +33,7 @@ def machine(monkeypatch):
 
 @pytest.fixture
 def fake_python(tmp_path, monkeypatch):
-    """A folder that looks as if this Python lived in it."""
+    """A folder that looks like the installation of this Python."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.delenv("PMM3D_MPIEXEC", raising=False)
     return tmp_path
@@ -146,7 +146,7 @@ def test_ranks_that_fill_the_cores_are_spread_over_them(fake_python, machine, mo
 
 
 def test_as_many_ranks_as_cores_have_one_each_and_know_their_ranks(job):
-    """The first ones of twice as many ranks, so that a product on few of them has all cores."""
+    """The first ranks, if there are twice as many, so that a product on few of them has all cores."""
     cores = sorted(os.sched_getaffinity(0))
     done = job(2 * len(cores), """
         import os
@@ -244,7 +244,7 @@ def test_import_needs_the_standard_library_only():
 
 
 def test_timeout_ends_every_process(tmp_path):
-    # The children are in sessions of their own, as MPICH's are; one ignores SIGTERM.
+    # The children are in separate sessions, as those of MPICH; one ignores SIGTERM.
     mpiexec = make_program(
         tmp_path / "mpiexec",
         f"""#!{sys.executable}
@@ -267,7 +267,8 @@ time.sleep(100)
 
 
 def test_mpiexec_is_in_the_session_of_the_launcher(tmp_path):
-    """Ranks in another one may keep the cores from it, so that it does not pass on a signal; Ctrl-C is not theirs."""
+    """Ranks in another session could keep the cores, so that mpiexec would not pass on a signal. They would not get
+    Ctrl-C."""
     mpiexec = make_program(tmp_path / "mpiexec", f"#!{sys.executable}\nimport os\nprint(os.getsid(0), os.getpgrp())\n")
     session, group = map(int, run_launcher("-n", 2, "--mpiexec", mpiexec, "x").stdout.split())
     assert session == os.getsid(0) and group != os.getpgrp()
@@ -310,7 +311,7 @@ def fake_mpiexec(tmp_path, text):
 
 
 def not_under_nohup():
-    """It ignores SIGHUP, and with it all below; a job in the background of a shell ignores SIGINT."""
+    """nohup ignores SIGHUP, also for child processes. A background job of a shell ignores SIGINT."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -356,7 +357,7 @@ sys.exit({code})
 
 
 def test_a_code_of_open_mpi_is_no_signal_where_the_status_of_a_rank_is_unknown(tmp_path, monkeypatch, capfd):
-    """MPI_Abort(7) and SIGBUS are both 7. A parent that ignores SIGCHLD leaves no status to look at."""
+    """MPI_Abort(7) and SIGBUS both give 7. A parent that ignores SIGCHLD has no exit status."""
     monkeypatch.delenv("PMI_RANK", raising=False)
     monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
     for variables, named in (({"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"}, False), ({"PMI_RANK": "1"}, True)):
@@ -370,7 +371,7 @@ sys.exit(7)
 
 
 def test_an_mpiexec_that_stays_is_ended_with_the_code_of_the_rank(tmp_path, monkeypatch, capfd):
-    """As where the network between its nodes is gone."""
+    """For example, if the network between its nodes is lost."""
     mpiexec = fake_mpiexec(tmp_path, """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 environ = os.environ | {"PMI_RANK": "0"}
@@ -395,12 +396,12 @@ time.sleep(100)
     environ = os.environ | launcher.OPEN_MPI_ON_ONE_NODE
     assert launcher.run([str(mpiexec)], environ, 60, ranks=3) == 0
     assert "mpiexec did not end within 0.5 s" in capfd.readouterr().err
-    assert launcher.run([str(mpiexec)], environ, 3, ranks=4) == launcher.TIMED_OUT  # one may still come
+    assert launcher.run([str(mpiexec)], environ, 3, ranks=4) == launcher.TIMED_OUT  # another one may still start
     assert "ended after 3 s" in capfd.readouterr().err
 
 
 def test_an_mpiexec_whose_output_is_not_read_yet_may_stay(tmp_path):
-    """As under a pager: what the ranks have said is still with it."""
+    """For example, with a pager. The output of the ranks has not been read."""
     mpiexec = fake_mpiexec(tmp_path, """
 subprocess.run(["sleep", "1"], env=os.environ | {"PMIX_RANK": "0"})
 open("over", "w").close()
@@ -415,7 +416,7 @@ sys.stdout.write("x" * 2**20)
         while not (tmp_path / "over").exists():
             assert process.poll() is None, process.communicate()
             time.sleep(0.05)
-        time.sleep(1.5)  # three times what mpiexec is left once its ranks are over
+        time.sleep(1.5)  # three times the limit of mpiexec after the end of its ranks
         output, said = process.communicate()
     assert (process.returncode, len(output), said) == (0, 2**20, b"")
 
@@ -424,7 +425,7 @@ def test_a_signal_that_comes_before_mpiexec_is_there_is_passed_on_too(tmp_path, 
     mpiexec, popen = fake_mpiexec(tmp_path, "time.sleep(100)\n"), subprocess.Popen
 
     def interrupted(*arguments, **options):
-        signal.raise_signal(signal.SIGUSR1)  # to this thread: others of pytest do not block it
+        signal.raise_signal(signal.SIGUSR1)  # to this thread, because other threads of pytest do not block it
         return popen(*arguments, **options)
 
     before = signal.getsignal(signal.SIGUSR1)
@@ -456,7 +457,7 @@ def test_a_launcher_that_is_killed_takes_mpiexec_with_it(tmp_path):
 
 
 def _runs(pid: int) -> bool:
-    """Whether the process exists and is more than an entry nobody has collected."""
+    """Whether the process exists, and is not a zombie."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""pmm3d plan product and plan gpt: what is printed, drawn and written, and what is refused."""
+"""pmm3d plan product and plan gpt: output, pictures, files, and errors."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def _nothing_measured(tmp_path, monkeypatch):
 
 
 def plan(*arguments):
-    """What is printed, in one line."""
+    """The output, in one line."""
     done = CliRunner().invoke(app, ["plan", *map(str, arguments)], env=WIDE)
     assert done.exit_code == 0, done.output
     assert max(map(len, done.output.splitlines())) < 160
@@ -71,7 +71,7 @@ def test_lines_that_coincide_are_drawn_as_one_and_named_after_all(tmp_path, monk
 
 
 def refused(*arguments):
-    """The line that says why."""
+    """The line with the reason."""
     done = CliRunner().invoke(app, ["plan", *map(str, arguments)], env=WIDE)
     assert (done.exit_code, done.stdout) == (2, "") and done.stderr.count("\n") == 1
     return done.stderr
@@ -219,7 +219,7 @@ def test_presets_are_shown_wherever_they_stand():
 
 
 def counted(monkeypatch, owner, name):
-    """Calls of a function from now on, one 1 each."""
+    """A list to which each call of a function appends 1."""
     calls, called = [], getattr(owner, name)
 
     def counting(*arguments, **options):
@@ -232,7 +232,7 @@ def counted(monkeypatch, owner, name):
 
 @pytest.mark.thorough("some dry runs")
 def test_of_32768_ranks_few_grids_of_a_gpt_are_run(monkeypatch):
-    """Which bounds the seconds that a plan takes: each is of a few blocks."""
+    """The time of a plan is bounded by their number. Each run is of a few blocks."""
     run = counted(monkeypatch, DrySteps, "of")
     said = plan("gpt", "--layers", 96, "--hidden", 16384, "--heads", 128, "--sequence", 2048, "--batch", 8192,
                 "--ranks", 32768, "--machine", "frontier")

@@ -1,4 +1,4 @@
-"""pmm3d plan train: the ranking, the step of a grid, curves, and a trace beside that of a run."""
+"""pmm3d plan train: the ranking, the step of a grid, curves, and a trace compared with that of a run."""
 
 import json
 from dataclasses import replace
@@ -64,14 +64,14 @@ def invoked(*arguments, **environment):
 
 
 def planned(*arguments, **environment):
-    """What is printed."""
+    """The output."""
     done = invoked(*arguments, **environment)
     assert done.exit_code == 0, done.output
     return done.stdout
 
 
 def refused(*arguments):
-    """The line that says why."""
+    """The line with the reason."""
     done = invoked(*arguments)
     assert (done.exit_code, done.stdout) == (2, "") and done.stderr.count("\n") == 1, done.output
     return done.stderr
@@ -102,7 +102,7 @@ def test_the_configuration_is_planned_with_the_options(tmp_path, monkeypatch):
 
 
 def test_grids_with_all_axes_are_ranked_and_described(tmp_path):
-    """Also for --grid auto: of the axis pipe, of whose grids no single rank is described, and of seq."""
+    """Also for --grid auto: with the axis pipe, for which no single rank is described, and with seq."""
     path, figures = tmp_path / "x.toml", tmp_path / "x.json"
     path.write_text(CONFIG.format(batch=64, hidden="64, 64") + "[grid]\nmicro_batches = 4\nschedule = '1f1b'\n")
     said = planned(path, "--ranks", 2, *SAMPLES, "--machine", "nominal", "--grid", "auto", "--json", figures)
@@ -191,7 +191,7 @@ def ddp(config, ranks):
 
 
 def test_a_batch_of_a_curve_is_not_cut_at_the_end_of_the_file():
-    """40 rows are trained on in batches of up to 64: on 2 ranks 40, on 4 ranks 80."""
+    """40 rows in batches of up to 64: on 2 ranks 40 rows, on 4 ranks 80."""
     _, weak = curves_of(training(batch=64, rows=40), 2, [2, 4], ddp, lambda done, total: None)
     assert [point.batch for point in weak.points] == [40, 80]
 
@@ -211,7 +211,7 @@ def test_what_does_not_fit_is_no_baseline():
 
 
 def test_a_point_without_a_grid_is_said(capsys, monkeypatch):
-    """And the first point at which ranks have no row."""
+    """Also the first number of ranks at which some ranks have no row."""
     monkeypatch.setenv("COLUMNS", "200")
 
     def grid_of(config, ranks):
@@ -239,7 +239,7 @@ def test_the_numbers_of_ranks_of_a_curve():
 
 
 def test_the_best_grids_of_a_curve_are_like_that_of_the_step(monkeypatch):
-    """Few are tried at a point: the first by the rough price, and those like the grids that were found before."""
+    """At each point, few grids are tested: the first by the rough price, and grids like those found before."""
     asked, one = [], training(batch=2**16)
 
     def ranked(config, ranks, machine, **options):
@@ -318,7 +318,7 @@ def test_the_samples_may_come_from_the_file(tmp_path):
 
 
 def test_of_4096_ranks_few_steps_are_run(tmp_path, monkeypatch):
-    """So many that no more than some 8,000 actions are."""
+    """At most about 8,000 actions in all."""
     run, of = [], DrySteps.of
     monkeypatch.setattr(DrySteps, "of", lambda self, *arguments: (run.append(1), of(self, *arguments))[1])
     path = tmp_path / "x.toml"
@@ -354,7 +354,7 @@ def test_tokens_have_a_vocabulary(tmp_path):
 
 
 def real_trace(path, found, steps=3, shift=0.5):
-    """As of a run of the simulated program, whose steps take 2 s each."""
+    """A trace as of a run of the simulated program, whose steps take 2 s each."""
     collectives = [(task, begun) for task, begun in zip(found.timeline.table, found.timeline.begun)
                    if task.kind == "collective"]
     events = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "rank 0 (here)"}}]
@@ -392,7 +392,7 @@ def test_the_trace_beside_a_real_one(tmp_path):
 
 
 def test_a_run_that_gathers_its_weights_again_beside_one_that_keeps_them(tmp_path):
-    """Steps are still told by how one ends and the next begins."""
+    """Steps are distinguished by the end of one and the begin of the next."""
     sections = {"overlap": {"reshard_after_forward": True}}
     found, again = (FirstRank.of(training(**each), GridShape(1, 1, 4, 2)) for each in ({}, sections))
     real_trace(tmp_path / "real.json", again)

@@ -1,4 +1,4 @@
-"""`pmm3d predict --prompt` and `pmm3d export --names`: a run of tokens continues a text, and leaves as a GPT-2."""
+"""`pmm3d predict --prompt` and `pmm3d export --names`: a run of tokens continues a text, and is exported as a GPT-2."""
 
 import json
 
@@ -38,7 +38,7 @@ def said(done, text):
 
 
 def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
-    """The same text on one rank, and on two, which share the run's grid; greedy, and by a seed."""
+    """The same text on one rank, and on two ranks with the grid of the run; greedy, and with a seed."""
     (tmp_path / "cat.txt").write_text(TEXT * 20)
     (tmp_path / "run.toml").write_text(RUN)
     for words in (("convert", "text", "cat.txt", "text.h5"), ("train", "run.toml")):
@@ -55,12 +55,12 @@ def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
             found.setdefault(options, []).append(text)
             (tmp_path / "out.txt").unlink()
     assert all(one == other for one, other in found.values()) and len({one for one, _ in found.values()}) == 3
-    said(pmm3d("predict", "run", "--prompt", "the cat", "--length", "40"), "7 tokens and 40 more are longer than the")
+    said(pmm3d("predict", "run", "--prompt", "the cat", "--length", "40"), "7 tokens and 40 more exceed the")
     said(pmm3d("predict", "run", "--prompt", ""), "the prompt has no tokens")
     said(pmm3d("predict", "run"), "name the FILE of the samples and --out; or --prompt")
     said(pmm3d("predict", "run", "text.h5", "--prompt", "a"), "FILE does not go with --prompt")
     said(pmm3d("predict", "run", "--prompt", "a", "--overwrite"), "--overwrite has no effect without --out")
-    said(pmm3d("predict", "run", "text.h5", "--out", "o.h5"), "is of tokens and continues a text")
+    said(pmm3d("predict", "run", "text.h5", "--out", "o.h5"), "takes tokens and continues a text")
     said(pmm3d("predict", "run", "text.h5", "--out", "o.h5", "--top-k", "3"), "--top-k is for a text: name the")
     (tmp_path / "text.h5").rename(tmp_path / "moved.h5")
     assert pmm3d("predict", "run", "--prompt", "the cat", "--length", "3").returncode == 0
@@ -72,7 +72,7 @@ def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
         assert json.loads(file.metadata()["config.json"])["n_positions"] == 40
         assert np.isfinite(file.get_tensor("transformer.wte.weight")).all()
     said(pmm3d("export", "run", "no.safetensors", "--names", "llama"), "has no names 'llama'; it has torch, gpt2")
-    with h5py.File(tmp_path / "moved.h5", "r+") as file:  # a network that may generate what the tokenizer does not have
+    with h5py.File(tmp_path / "moved.h5", "r+") as file:  # with tokens that the tokenizer does not have
         file["tokens"].attrs["vocabulary"] = 3000
     (tmp_path / "wide.toml").write_text(RUN.replace("text.h5", "moved.h5").replace('"run"', '"wide"'))
     assert pmm3d("train", "wide.toml", ranks=2).returncode == 0

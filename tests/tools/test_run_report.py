@@ -1,4 +1,4 @@
-"""run.json and the page that `pmm3d report` makes of a run or a benchmark."""
+"""run.json, and the page of `pmm3d report` for a run or a benchmark."""
 
 import json
 import re
@@ -48,7 +48,7 @@ def test_the_file_has_what_the_schema_has(trained):
 
 
 def test_less_than_a_tenth_of_the_time_is_unnamed(trained):
-    """Ranks compute, wait, or are in a part of the run. The parts are exclusive: nothing is counted twice."""
+    """A rank computes, waits, or is in a part of the run. The parts are exclusive, so nothing is counted twice."""
     ranks = record_of(trained)["ranks"]
     assert ranks["other"].keys() >= {"forward", "backward", "optimizer", "batches", "validation", "log", "checkpoint"}
     named = [waited + sum(spent) for waited, *spent in zip(
@@ -81,7 +81,7 @@ def test_the_page_tells_the_run_and_loads_nothing(trained, tmp_path):
 
 
 def test_a_run_that_goes_on_or_crashed(run):
-    """A line cut short, NaN, no run.json: the page says so."""
+    """With an incomplete line, NaN, or no run.json. The page contains this."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     step = json.loads(lines[2])
     lines[2] = json.dumps({**step, "loss": float("nan")})
@@ -151,7 +151,7 @@ def test_a_step_of_a_pipeline_is_drawn_simulated_beside_real(run):
 
 
 def test_what_others_wait_for_a_slow_rank_is_what_they_waited(run):
-    """However it spends its time: here not in what counts as computing."""
+    """For any use of its time: here not in computation."""
     record = record_of(run)
     table = record["ranks"]
     table["seconds"] = [28.0] * 8
@@ -188,7 +188,7 @@ def test_a_moving_average_of_the_loss(run):
 
 
 def test_a_long_run_keeps_its_extremes(run):
-    """A curve is simplified: a value that only one step has stays."""
+    """A curve is simplified, but keeps a value that only one step has."""
     points = [(step, 77.5 if step == 12345 else 1.0 + step % 3) for step in range(1, 30001)]
     (run / "metrics.jsonl").write_text("".join(
         json.dumps({"step": step, "epoch": 0, "loss": loss}) + "\n" for step, loss in points))
@@ -200,7 +200,7 @@ def test_a_long_run_keeps_its_extremes(run):
 
 @pytest.fixture(scope="module")
 def benchmark(command_worlds, tmp_path_factory):
-    """The folder of a benchmark of all grids, all.json."""
+    """Folder of a benchmark of all grids, all.json."""
     folder = tmp_path_factory.mktemp("benchmark")
     done = command_worlds(4, "bench", "--m", "64", "--n", "48", "--k", "40", "--repeat", "3", "--grid", "all",
                           "--panels", "2", "--json", "all.json", cwd=folder)
@@ -213,7 +213,7 @@ def test_the_page_of_a_benchmark(benchmark):
     assert page == benchmark / "all.html"
     said = words(page.read_text())
     assert "C = A B, m, n, k = 64, 48, 40" in said and "as modelled" in said
-    assert "the fastest of 7" in said  # those of 4 ranks, and that of "auto", which leaves ranks idle
+    assert "the fastest of 7" in said  # the grids of 4 ranks, and that of "auto", which has idle ranks
     assert all(grid in said for grid in ("4x1x1", "2x2x1", "1x1x4")) and "right" in said
     best = min(json.loads((benchmark / "all.json").read_text()), key=lambda figure: median(figure["seconds"]))
     assert f"{counted(best['panels'], 'panel')} along k" in said

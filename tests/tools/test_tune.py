@@ -1,4 +1,4 @@
-"""What `pmm3d tune machine` measures: laws found again from made-up rows, shapes, groups, names; and the command."""
+"""Measurements of `pmm3d tune machine`: laws recovered from invented rows, shapes, groups, names; and the command."""
 
 import re
 from dataclasses import replace
@@ -134,7 +134,7 @@ def test_a_collective_moves_about_what_it_should(comm):
             record = collectives.completed(call)
             assert record.key.operation == operation
             times = max(record.received, record.sent) / nbytes
-            whole = operation == "all_reduce" and nbytes < 2**16  # which is sent whole, since it is small
+            whole = operation == "all_reduce" and nbytes < 2**16  # small arrays are sent whole
             assert times == pytest.approx(comm.size / 2 if whole else 1, rel=0.3)
 
 
@@ -177,7 +177,8 @@ def test_a_share_is_hidden_inside_a_node(comm, monkeypatch):
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("together, share", [(2.5, 0.75), (4.0, 0.0), (1.0, 1.0)])
 def test_the_share_is_that_of_the_seconds(comm, monkeypatch, together, share):
-    """A collective of 2 s, a GEMM of 1 s that is repeated for 2 s or more; both at once as given."""
+    """A collective of 2 s, a GEMM of 1 s that is repeated for at least 2 s. together: seconds of both at the same time.
+    """
     monkeypatch.setattr(collectives, "HIDDEN_BYTES", 2**12)
 
     class Faked(Sampler):
@@ -212,8 +213,8 @@ def test_without_time_each_section_measures_its_first_operation(comm, monkeypatc
 
 
 def made_steps(machine, action, byte, inside, across):
-    """Steps of small and of large passes, without collectives, with some in a node, with some across nodes: their
-    seconds on the machine, with so many more for each action, byte and collective."""
+    """Steps of small and large passes, without collectives, with collectives in a node, and between nodes: their
+    seconds on the machine, plus these seconds for each action, byte and collective."""
     groups = {"x": Group(4, 4, 1, 2), "y": Group(2, 1, 2, 4)}
     found = []
     for (along_x, along_y), nbytes in product(((0, 0), (5, 0), (0, 5), (10, 2)), (10**4, 10**6)):
@@ -248,7 +249,7 @@ def printed(machine):
     (3e-3, 1e-9, 1e-3, 2e-3), (0.0, 0.0, 0.0, 0.0), (2e-4, 5e-10, 1e-2, 0.0), (-5e-6, 1e-9, 2e-3, 1e-3),
     (1e-3, 0.0, -1e-5, -1e-5)])
 def test_what_steps_take_longer_is_found_again(action, byte, inside, across):
-    """But actions take no less in steps, and only the rate of passes but copies is fitted."""
+    """Except that actions take no less in steps, and only the rate of passes without copies is fitted."""
     copy = Pass(1e-6, 1e10)
     machine = replace(load("nominal"), overhead=0.0, in_steps=InSteps(1.0, 1.0, 1.0),
                       passes={"default": copy, "copy": copy})
@@ -320,7 +321,7 @@ def test_steps_of_all_ranks_are_measured(comm, monkeypatch):
 
 @pytest.fixture
 def tune(on_ranks, tmp_path):
-    """tune(ranks, *arguments): what `pmm3d tune machine` did on that many ranks, with a cache of its own."""
+    """tune(ranks, *arguments): the result of `pmm3d tune machine` on this number of ranks, with its own cache."""
     environment = {"TERM": "dumb", "COLUMNS": "120", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     return lambda ranks, *arguments: on_ranks(ranks, "tune", "machine", *arguments, env=environment, timeout=280)
 

@@ -1,4 +1,4 @@
-"""`pmm3d tune blas`: what is found, timed, chosen, refused and remembered; PMM3D_BLAS=auto."""
+"""`pmm3d tune blas`: libraries found, timed, chosen, refused and stored; PMM3D_BLAS=auto."""
 
 import io
 import json
@@ -151,7 +151,7 @@ def test_options_of_a_product_are_refused_with_a_training(cache):
 
 
 def test_processes_have_cores_of_this_process(monkeypatch):
-    """Of those that it may use, which need not follow each other."""
+    """Cores that this process may use, which need not be consecutive."""
     started = []
     monkeypatch.setattr(measuring, "cores", lambda: frozenset({0, 2, 5, 7}))
     monkeypatch.setattr(measuring.WorkerPool, "_all", lambda pool, *call: [{}] * 2)
@@ -214,8 +214,8 @@ TWICE = """
 
 
 def test_auto_for_a_type_takes_its_kernel_for_each_grid_and_leaves_the_environment(cache, job, monkeypatch):
-    """Haswell is a kernel of any x86 that these tests run on. Ranks that have made a grid of their own agree with
-    those that have not."""
+    """Haswell is a kernel of every x86 on which these tests run. Ranks that have made a grid agree with those that have
+    not."""
     kept()
     blas_choice.remember(blas_choice.Choice({"PMM3D_BLAS": "scipy", "OPENBLAS_CORETYPE": "Haswell"}, ""), 1, "float32")
     monkeypatch.setenv("PMM3D_BLAS", "auto:float32")

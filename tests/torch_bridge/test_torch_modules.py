@@ -1,4 +1,4 @@
-"""Modules that cannot be put on a grid are refused by name; state dicts; what importing costs."""
+"""Modules that cannot be put on a grid, state dicts, and the cost of the import."""
 
 import copy
 import subprocess
@@ -43,7 +43,7 @@ def mlp():
 
 
 class Two(nn.Module):
-    """Two layers, in an order that only its forward knows."""
+    """Two layers whose order only `forward` determines."""
 
     def __init__(self):
         super().__init__()
@@ -137,7 +137,7 @@ def filled(net):
 
 @pytest.mark.parallel([2])
 def test_initial_values_of_a_layer_have_the_range_of_torch(comm):
-    """Uniform up to 1 / sqrt(in_features), the bias too."""
+    """Uniform up to 1 / sqrt(in_features), also for the bias."""
     with Grid(comm, (2, 1, 1)) as grid:
         for inputs, outputs in ((16, 400), (400, 300)):
             for role in ("column", "row"):
@@ -222,7 +222,7 @@ def test_state_dicts_go_to_the_plain_module_and_come_back(comm, fails):
 
 
 class Counts(nn.Linear):
-    """A module with a state of its own that is no tensor, and one that is."""
+    """A module with an extra state, which is not a tensor, and with a buffer."""
 
     def __init__(self):
         super().__init__(4, 4)

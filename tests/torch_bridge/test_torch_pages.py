@@ -28,7 +28,7 @@ def test_the_program_of_the_page_trains(comm):
 
 
 class Block(nn.Module):
-    """What the plan of the page is for: heads of 64 columns."""
+    """A block with heads of 64 columns, for the plan on the page."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What torch's backward passes bring, and to what: ranks that differ, gradients of some only, recomputation, hooks."""
+"""Gradients by torch's backward passes: passes that differ between ranks, partial gradients, recomputation, hooks."""
 
 from types import SimpleNamespace
 
@@ -38,7 +38,7 @@ class Heads(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Layers on the grid, and parameters on no axis."""
+    """Layers on the grid, and replicated parameters."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,8 @@ class Mixed(nn.Module):
 
 
 class Gated(nn.Module):
-    """The layer that is made last takes the input: this rank's columns, as many as the other layer has in all."""
+    """The layer that is made last takes the input: this rank's columns, whose number is the width of the other layer.
+    """
 
     def __init__(self):
         super().__init__()
@@ -70,7 +71,7 @@ def made(kind, *plan, **options):
 
 @pytest.mark.parallel([2])
 def test_ranks_that_go_back_through_other_layers_are_told(comm, fails):
-    """Both heads were used alike: only the pass itself differs. Then those of one model or of another."""
+    """Both heads had the same number of uses, so only the pass differs. Then the passes of two models."""
     with Grid(comm, (1, 1, 1), data=2) as grid:
         net, other = (made(Heads, grid, {"*": "column"}) for _ in range(2))
         text = fails(DisagreementError, "backward", lambda: net(torch.ones(2, 4))[grid.rank].sum().backward())
@@ -80,14 +81,14 @@ def test_ranks_that_go_back_through_other_layers_are_told(comm, fails):
         fails(DisagreementError, "backward", lambda: outs[grid.rank].backward())
         sum(net(torch.ones(2, 4))).sum().backward()
         assert net.a.weight.grad is not None
-    with Grid(comm, "fsdp") as grid:  # where the gradients of weights are summed during the pass
+    with Grid(comm, "fsdp") as grid:  # with a sum of weight gradients during the pass
         net = made(lambda: Heads(20000), grid, {"*": "column"})
         fails(DisagreementError, "use different parameters", lambda: net(torch.ones(2, 4))[grid.rank].sum().backward())
 
 
 @pytest.mark.parallel([2], thorough=[1])
 def test_only_what_a_pass_is_for_gets_a_gradient(comm, fails):
-    """autograd.grad of an activation; backward(inputs=) of one, of a shard, of what is on no axis."""
+    """autograd.grad by an activation; backward(inputs=) for an activation, a shard, and a replicated parameter."""
     def check(grid):
         net = made(Mixed, grid, MIXED)
         x = torch.arange(8.0).reshape(2, 4).requires_grad_()
@@ -114,7 +115,7 @@ def test_only_what_a_pass_is_for_gets_a_gradient(comm, fails):
 
 @pytest.mark.parallel([2])
 def test_gradients_of_weights_are_not_left_for_later(comm, fails):
-    """torch would show arbitrary numbers as .grad."""
+    """torch would otherwise show arbitrary numbers in .grad."""
     with Grid(comm, (2, 1, 1)) as grid:
         net = made(lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), grid)
         with defer_weights(grid):
@@ -127,7 +128,8 @@ def test_gradients_of_weights_are_not_left_for_later(comm, fails):
 
 @pytest.mark.parallel([2])
 def test_a_frozen_layer_in_the_middle_keeps_nothing_and_gets_no_gradient(comm):
-    """Frozen before the forward pass, or between it and the backward pass; on the grid, and on no axis."""
+    """Frozen before the forward pass, or between it and the backward pass; a layer on the grid, and a replicated one.
+    """
     parts = lambda: (nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 3))
     plan = {"0": "column", "1": "x", "2": "row", "4": Split("column", gather=True)}
     for shape in ((2, 1, 1), (1, 1, 2)):
@@ -146,7 +148,7 @@ def test_a_frozen_layer_in_the_middle_keeps_nothing_and_gets_no_gradient(comm):
             every, whole = {name: each.grad.clone() for name, each in net.named_parameters()}, sum(kept)
             loss = forward()
             net[1:4].requires_grad_(False)
-            for _ in range(2):  # the second pass is frozen from its forward pass on
+            for _ in range(2):  # in the second pass, the layer is frozen from the forward pass on
                 loss.backward()
                 found = {name: each.grad for name, each in net.named_parameters() if each.grad is not None}
                 assert found.keys() == {name for name in every if name[0] in "04"}
@@ -161,7 +163,8 @@ def test_a_frozen_layer_in_the_middle_keeps_nothing_and_gets_no_gradient(comm):
 
 @pytest.mark.parallel([1])
 def test_torchs_fast_path_does_not_read_the_shards(comm):
-    """TransformerEncoderLayer, in eval and without gradients, takes its layers' weights and computes by itself."""
+    """In eval mode without gradients, TransformerEncoderLayer reads the weights of its layers and computes by itself.
+    """
     plan = {"0.linear1": "column", "0.linear2": Split("row", gather=True), "0.dropout": "x", "0.dropout[12]": "off"}
     make = lambda: (torch.manual_seed(0),
                     nn.Sequential(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)).eval())[1]
@@ -187,7 +190,7 @@ def test_autocast_is_refused(comm, fails):
 
 @pytest.mark.parallel([2])
 def test_a_prelu_is_named_where_all_columns_are_there(comm, fails):
-    """Between a column and a row its one parameter would get the gradient of a part of the columns."""
+    """Between a column and a row, its parameter would get the gradient of only a part of the columns."""
     make = lambda: nn.Sequential(nn.Linear(4, 4), nn.PReLU(), nn.Linear(4, 4))
     plan = {"0": "column", "2": Split("row", gather=True)}
     with Grid(comm, (2, 1, 1)) as grid:
@@ -224,7 +227,7 @@ def test_a_parameter_that_gets_no_gradient_has_none(comm):
 
 @pytest.mark.parallel([2])
 def test_one_feature_on_an_axis_of_several(comm):
-    """All of it, and this rank's part of it, look alike on the first rank of the axis alone."""
+    """On the first rank of the axis, the whole column and this rank's part have the same width."""
     make = lambda: (torch.manual_seed(0), nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1), nn.Linear(1, 3)).double())[1]
     plain, x = make(), torch.arange(4.0, dtype=torch.float64)[:, None].requires_grad_()
     plain(x).square().mean().backward()
@@ -246,7 +249,7 @@ def test_one_feature_on_an_axis_of_several(comm):
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("ends_in_relu", [False, True])
 def test_sums_over_data_are_begun_under_a_pass_that_computes_again(comm, ends_in_relu):
-    """torch.utils.checkpoint runs parts of the forward pass again in the backward pass, which are no new uses."""
+    """torch.utils.checkpoint repeats parts of the forward pass in the backward pass. These are no new uses."""
     with Grid(comm, (1, 1, 1), data=2) as grid:
         net = made(lambda: nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), grid, overlap=Overlap(bucket_bytes=1))
         halves = [nn.Sequential(net[0], net[1]), nn.Sequential(net[2], net[3], *[nn.ReLU()] * ends_in_relu)]
@@ -273,7 +276,7 @@ def test_forward_passes_that_need_no_gradient_are_no_uses(comm):
 
 
 def test_tf32_is_torchs_own_setting():
-    """Of float32 on a device alone."""
+    """Only for float32 on a device."""
     from pmm3d.arrays.torch_rounding import ON_DEVICE
     from pmm3d.torch.grid_parameter import precision_of
 
@@ -311,7 +314,7 @@ def test_dropout_keeps_a_byte_an_element(comm):
 
 @pytest.mark.parallel([2])
 def test_ranks_that_share_rows_get_the_same_batch_or_an_error(comm, fails):
-    """Along x both ranks hold all rows; along data each rank has a batch of its own. A rank's columns are its own."""
+    """Along x both ranks hold all rows. Along data each rank has a different batch. Columns differ between ranks."""
     own = lambda: torch.full((2, 4), float(comm.rank))
     with Grid(comm, (2, 1, 1)) as grid:
         net = made(Mixed, grid, MIXED)
@@ -343,7 +346,7 @@ def test_ranks_that_share_rows_get_the_same_batch_or_an_error(comm, fails):
 
 
 class Keeping:
-    """torch's engine, whose callbacks somebody keeps, as a traceback or another thread of the engine may."""
+    """torch's engine, with references to its callbacks, as from a traceback or from another thread of the engine."""
 
     def __init__(self, engine):
         self.kept, self._engine, self.run_backward = [], engine, engine.run_backward
@@ -356,7 +359,7 @@ class Keeping:
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("forward_first", [False, True])
 def test_a_pass_that_failed_is_over_on_all_ranks_whoever_keeps_what_is_left_of_it(comm, monkeypatch, forward_first):
-    """Its error and torch's callback live on, on one rank only. The next pass is of a graph of before, or a new one."""
+    """The error and torch's callback still exist on one rank. The next pass has an earlier graph, or a new one."""
     def broken(gradient):
         raise RuntimeError("a hook")
 

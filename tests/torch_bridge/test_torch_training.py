@@ -1,4 +1,4 @@
-"""torch modules on a grid learn what the plain ones do, on every grid."""
+"""torch modules on every grid learn the same as the plain modules."""
 
 import numpy as np
 import pytest
@@ -71,7 +71,7 @@ def differences(state, other):
 
 
 def whole_gradients(grid, net, names):
-    """name -> gradient as the plain module has it: by a step of SGD."""
+    """name -> gradient, as in the plain module, from a step of SGD."""
     before = full_state_dict(net)
     torch.optim.SGD(net.parameters(), lr=1.0).step()
     after = full_state_dict(net)
@@ -80,7 +80,7 @@ def whole_gradients(grid, net, names):
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_an_mlp_learns_as_the_plain_one_does_on_every_grid(comm):
-    """10 steps of AdamW, float32; features and rows that no axis divides, and gradients that are clipped."""
+    """10 steps of AdamW in float32, with clipped gradients, and with features and rows that no axis divides."""
     plain = mlp()
     expected, found = plain_losses(plain, 10, clip=0.2), {}
     assert expected[1] > 0.2 and abs(expected[-2] - expected[0]) > 1e-2
@@ -95,7 +95,7 @@ def test_an_mlp_learns_as_the_plain_one_does_on_every_grid(comm):
 
 
 class Block(nn.Module):
-    """A transformer of one block, on (sequences, tokens, features): embedding and head on no axis."""
+    """A transformer of one block, on (sequences, tokens, features). The embedding and the head are replicated."""
 
     HEAD = 4
 
@@ -127,7 +127,7 @@ PLAN = {"[qkv]": Split("column", unit=HEADS), "out": Split("row", unit=HEADS, ga
 @pytest.mark.parallel([2], thorough=[1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_of_low_precision_has_gradients_of_its_type(comm, dtype):
-    """As torch wants them; and about those of float32."""
+    """As torch requires. They are close to the gradients in float32."""
     exact = mlp()
     x, y = batch(0, 24)
     MSE(exact(x), y).backward()
@@ -146,7 +146,8 @@ def test_a_model_of_low_precision_has_gradients_of_its_type(comm, dtype):
 
 @pytest.mark.parallel([4], thorough=[1])
 def test_a_transformer_block_has_the_gradients_of_the_plain_one(comm):
-    """Heads are cut between them; what the plan does not name is summed over rows; 3 dims; accumulated twice."""
+    """Columns are cut between heads. Gradients of modules outside the plan are summed over rows. Inputs have 3 dims,
+    and gradients accumulate twice."""
     make = lambda: (torch.manual_seed(0), Block().double())[1]
     plain, tokens = make(), torch.randint(11, (6, 5), generator=torch.Generator().manual_seed(1))
     for times in range(2):
@@ -169,7 +170,8 @@ def test_a_transformer_block_has_the_gradients_of_the_plain_one(comm):
 
 @pytest.mark.parallel([4])
 def test_overlaps_and_checkpoints_change_no_bit(comm):
-    """The overlaps off; weights gathered anew for the backward pass; one copy of them; torch.utils.checkpoint."""
+    """Without the overlaps; with weights that are gathered again in the backward pass; with one copy of them; with
+    torch.utils.checkpoint."""
     from torch.utils.checkpoint import checkpoint
 
     def trained(grid, overlap, again=False):
@@ -223,7 +225,8 @@ def test_a_step_sends_what_the_network_of_pmm3d_sends(comm):
 
 @pytest.mark.parallel([4])
 def test_gradients_are_those_of_the_mean_of_the_losses(comm):
-    """Plain means over as many rows, a loss of all rows, the whole batch's mean; of the input too."""
+    """Plain means over equal numbers of rows, a loss of all rows, and the mean of the whole batch; also the gradient of
+    the input."""
     def gradients(grid, loss_of):
         net = parallelize(mlp(torch.float64), grid)
         x, y = batch(0, 24, dtype=torch.float64)
@@ -247,7 +250,7 @@ def test_gradients_are_those_of_the_mean_of_the_losses(comm):
 
 @pytest.mark.parallel([2])
 def test_gradients_come_and_go_as_torchs_do(comm):
-    """Zeroed in either way, kept by the caller, replaced by the caller; no_sync; frozen weights; another type."""
+    """Set to zero in both ways, kept or replaced by the caller; no_sync; frozen weights; another type."""
     def check(grid):
         net = parallelize(mlp(), grid)
         x, y = (input_rows(grid, part) for part in batch(0, 24))
@@ -300,7 +303,7 @@ def test_dropout_is_the_same_on_every_grid(comm):
 
 @pytest.mark.parallel([2])
 def test_without_gradients_nothing_is_noted(comm):
-    """no_grad and inference_mode; and what pmm3d.nn computes on torch arrays is no part of torch's graph."""
+    """With no_grad and inference_mode. Computations of pmm3d.nn on torch arrays are not in torch's graph."""
     from pmm3d import DistMatrix
     from pmm3d import nn as own
 
@@ -344,7 +347,7 @@ def test_a_backward_pass_that_fails_leaves_no_half_gradients(comm):
 
 @pytest.mark.parallel([2])
 def test_what_autograd_cannot_do_is_refused(comm):
-    """A second derivative; an input that was changed before its backward pass; a graph that is used twice."""
+    """A second derivative, an input that was changed before its backward pass, and a graph that is used twice."""
     def check(grid):
         net, (x, _) = parallelize(mlp(), grid), batch(0, 24)
         rows = input_rows(grid, x).requires_grad_()

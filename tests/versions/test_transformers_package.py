@@ -1,7 +1,5 @@
-"""Networks of the transformers package, with random weights: the same logits here and there, both ways, on each grid.
-
-`make test-versions` installs the package.
-"""
+"""Networks of the transformers package, with random weights: both libraries give the same logits, in both directions,
+on each grid. `make test-versions` installs the package."""
 
 import os
 import shutil
@@ -29,7 +27,7 @@ GRIDS = [((1, 1, 1), 4, {}), ((4, 1, 1), 1, {}), ((1, 2, 2), 1, {}), ((2, 1, 1),
 
 
 def run(comm, word, folder):
-    """The program, on rank 0. The folder of the tests has another module of the package's name."""
+    """Run the program, on rank 0. The folder of the tests has another module with the name of the package."""
     path = os.pathsep.join(folder for folder in sys.path if folder and Path(folder) not in PROGRAM.parents)
     by_rank_0(comm, lambda: subprocess.run([sys.executable, PROGRAM, word, folder], check=True, timeout=200, env={
         **os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}) and None)

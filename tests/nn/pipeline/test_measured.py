@@ -1,4 +1,4 @@
-"""A step of a pipeline that was run, beside its simulation: `time_lines`, the record of a run, the trace."""
+"""An executed step of a pipeline, compared with its simulation: `time_lines`, the record of a run, the trace."""
 
 import json
 
@@ -21,8 +21,7 @@ UNEVEN = Times([1.0, 2.0, 1.5, 1.0], [1.0, 2.5, 1.5, 1.25], [0.5, 2.0, 1.0, 0.5]
 
 
 def acted(line, later=0.0, late=()):
-    """The time line of a table as a step that began `later`. late: (rank, seconds) whose actions begin so much later.
-    """
+    """Time line of a table, as of a step that began `later` seconds. late: (rank, seconds): delay of its actions."""
     shift = dict(late)
     return [[Acted(str(timed.action), later + timed.start + shift.get(rank, 0.0),
                    later + timed.end + shift.get(rank, 0.0)) for timed in own] for rank, own in enumerate(line.ranks)]
@@ -40,7 +39,7 @@ def test_a_step_with_the_times_of_the_simulation_is_the_simulation():
 
 
 def test_what_messages_take_is_the_difference():
-    """The later ranks are late by a message each, on the way forward only: the simulation does not know of it."""
+    """Forward, each later rank is late by one message. The simulation does not contain this delay."""
     line = simulate(schedule_of("gpipe", 2, 3), Times(1, 1, 1))
     there = acted(line, late=[(1, 0.25)])
     there[0] = [each if "F" in each.action else each._replace(start=each.start + 0.5, end=each.end + 0.5)
@@ -61,7 +60,8 @@ def test_the_record_of_a_step_is_of_whole_steps_only():
 
 @pytest.mark.parallel([2])
 def test_a_step_leaves_its_actions_in_the_order_of_the_table(comm):
-    """The last one: an evaluation adds none. Ranks of one node have one clock, so a stage follows the one before it."""
+    """The actions of the last training step; an evaluation adds none. All ranks of a node have one clock, so each stage
+    starts after the previous one."""
     x, y = (np.random.default_rng(0).standard_normal((4, columns)) for columns in (5, 3))
     with Grid(comm, (1, 1, 1), pipe=2) as grid:
         net = nn.Pipeline(grid, lambda stage: nn.MLP(stage, (5, 7, 3), seed=1, dtype="float64"), schedule="zb-h1")
@@ -82,7 +82,7 @@ def test_a_step_leaves_its_actions_in_the_order_of_the_table(comm):
 
 @pytest.mark.parallel([2])
 def test_the_trace_has_the_simulated_step_beside_the_real_one(comm, tmp_path):
-    """On each rank, from the first start on any rank on; the same for ranks whose clocks begin elsewhere."""
+    """On each rank, from the first start on any rank. The result does not depend on the origins of clocks."""
     folder = comm.bcast(tmp_path)
     with Grid(comm, (1, 1, 1), axes={"pipe": 2}, trace=True) as grid:
         assert simulated_events(grid) == []

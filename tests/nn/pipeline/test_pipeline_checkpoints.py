@@ -1,4 +1,4 @@
-"""What a training in stages has learned, in checkpoints and files, for any number of stages and for none."""
+"""Trainings in stages: checkpoints and files for any number of stages, and for none."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from pmm3d.nn.training.step import train_step
 
 pytestmark = [pytest.mark.parallel([4]), pytest.mark.deadline(240)]
 CUTS = [((1, 1, 1), 1, 4), ((1, 1, 1), 2, 2), ((1, 2, 1), 1, 2), ((2, 1, 1), 2, 1), ((1, 1, 2), 2, None)]
-"""(x, y, z), data, stages. None: no axis of that name."""
+"""(x, y, z), data, stages. None: without an axis "pipe"."""
 
 
 def cut(comm, number):
@@ -42,7 +42,7 @@ def begun(grid, **options):
 
 
 def learn(state, steps):
-    """Each stage learns something of its own. Layers of the last stage miss every other gradient."""
+    """Train with different gradients in each stage. Layers of the last stage have no gradient in every second step."""
     net, last = state.network, max(state.network.stages) == state.network.whole.shape.stages - 1
     for step in range(steps):
         for layers in net.stages.values():
@@ -71,7 +71,7 @@ def trained(grid, schedule, steps):
 
 
 def contents(path):
-    """(name -> array, the facts) of a checkpoint."""
+    """(name -> array, meta) of a checkpoint."""
     with h5py.File(path / "checkpoint.h5") as file:
         names = json.loads(file["pmm3d/manifest"][()])["matrices"]
         facts = json.loads(file["pmm3d/meta"][()])
@@ -83,7 +83,7 @@ def same(one, other):
 
 
 def test_a_training_goes_on_in_any_number_of_stages(comm, shared_path):
-    """Weights, the optimizer's state split over data, steps, missed gradients and calls of dropout."""
+    """Weights, the optimizer's state split over data, steps, missing gradients and calls of dropout."""
     for number, (*_, stages) in enumerate(CUTS):
         with cut(comm, number) as grid:
             state = begun(grid)
@@ -103,7 +103,7 @@ def test_a_training_goes_on_in_any_number_of_stages(comm, shared_path):
 
 
 def test_tied_weights_and_copies_are_stored_once(comm, shared_path, fails):
-    """A copy of all weights in DualPipe. Copies that differ are not saved."""
+    """DualPipe has a copy of all weights. Copies that differ are not saved."""
     cases = (0, "1f1b"), (1, "dualpipe"), (1, "zb-h1"), (4, "1f1b")
     for case, (number, schedule) in enumerate(cases):
         folder = shared_path / f"{case}"
@@ -171,7 +171,7 @@ def test_weights_in_files_are_the_same_in_any_number_of_stages(comm, shared_path
 
 
 def test_states_by_name(comm, fails):
-    """A state of this rank's parameters, and one of all stages."""
+    """The state of this rank's parameters, and the state of all stages."""
     for number in (0, 1, 4):
         with given(number=number), cut(comm, number) as grid:
             state = begun(grid)
@@ -213,7 +213,7 @@ def test_another_network_or_grid_is_refused_by_all_ranks(comm, shared_path, fail
             assert all(np.array_equal(other.network.gather(name), before[name]) for name in before)
         stage = Checkpoints(grid.stage, shared_path)
         for call in (lambda: state.save(stage), lambda: state.resume(stage)):
-            fails(CheckpointError, "the network is on 4 ranks, the checkpoints are on 1, or on others. Make "
+            fails(CheckpointError, "not on the 4 ranks of the network; their grid has size 1. Make "
                                    r"Checkpoints\(network.whole, folder\)", call)
         assert os.listdir(shared_path) == [path.name]
 

@@ -1,5 +1,5 @@
-"""Steps of pipelines: all schedules give the bits of one another and the weights of one process; what is sent, and how
-many micro-batches a rank holds; how a rank that waits is reported."""
+"""Steps of pipelines: all schedules have equal bits and the weights of one process; messages, micro-batches on a rank,
+and reports about waiting ranks."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from pmm3d.nn.training.step import step_agreement, train_step
 pytestmark = pytest.mark.deadline(240)
 
 SIZES = (5, *(4 + number**2 % 7 for number in range(8)), 3)
-"""Nine layers: of the numbers of stages tested, only 3 cuts them evenly."""
+"""Sizes of nine layers. Of the tested numbers of stages, only 3 divides them evenly."""
 NAMES = [name for name in BY_NAME if name != "dualpipe"]
 
 
@@ -27,7 +27,7 @@ def make(grid):
 
 
 def micro_batches(grid, number, step):
-    """Of 6 rows each, but the last one, which has 5."""
+    """Micro-batches of 6 rows each, except the last one, which has 5."""
     random, batches = np.random.default_rng([number, step]), []
     for micro in range(number):
         rows = 6 - (micro == number - 1)
@@ -53,12 +53,12 @@ def alone(number, **options):
 
 
 def refused(name, ranks, number):
-    """Whether the schedule takes no such number of micro-batches."""
+    """Whether the schedule refuses this number of micro-batches."""
     return name == "dualpipe-v" and number < 2 * ranks
 
 
 def same_as(expected, found, comm):
-    """Compare figures, and the weights of all stages, with those of one process; return them, bit by bit."""
+    """Compare figures and the weights of all stages with those of one process. Return their bits."""
     figures, own = found
     assert np.abs(np.subtract(figures, expected[0])).max() < 1e-10
     everyones = {name: value for each in comm.allgather(own) for name, value in each.items()}
@@ -86,7 +86,7 @@ GRIDS = {4: [((2, 1, 1), 1), ((1, 1, 2), 1), ((1, 1, 1), 2)], 8: [((2, 1, 2), 1)
 
 @pytest.mark.parallel([4], thorough=[8])
 def test_stages_of_several_ranks_give_the_same_bits_in_all_schedules(comm):
-    """With the optimizer's state, or the gradients too, split over data."""
+    """With the optimizer's state, or also the gradients, split over data."""
     for shape, data in GRIDS[comm.size]:
         expected = alone(5)
         with staged(comm, 2, shape, data) as grid:
@@ -113,7 +113,7 @@ def test_dualpipe_has_two_copies_of_the_network(comm):
 
 
 def any_table(ranks, chunks, number, seed):
-    """A table that `check` accepts, chosen by lot: any stage on any rank, passes in any order."""
+    """A random table that `check` accepts: any stage on any rank, passes in any order."""
     random, stages = np.random.default_rng(seed), ranks * chunks
     rank_of = random.permutation(np.arange(stages) % ranks)
     done, actions = set(), [[] for _ in range(ranks)]
@@ -138,8 +138,8 @@ def any_table(ranks, chunks, number, seed):
 
 @pytest.mark.parallel([3])
 def test_no_table_that_check_accepts_deadlocks(comm, monkeypatch):
-    """Whatever the order of messages; they are so long that a send ends only when it is received. The bits are those of
-    other schedules."""
+    """For any order of messages, which are so long that a send ends only when it is received. Bits are those of other
+    schedules."""
     wide = lambda grid: nn.MLP(grid, (5, *6 * [64], 3), nn.gelu, seed=3, dtype="float64")
 
     def step(net):
@@ -161,7 +161,7 @@ def test_no_table_that_check_accepts_deadlocks(comm, monkeypatch):
 
 @pytest.mark.parallel([4])
 def test_sums_over_data_begin_with_the_last_weight_gradient_of_a_stage(comm, monkeypatch):
-    """Not before, and not at the end of the step. A rank has two stages."""
+    """Not earlier, and not at the end of the step. A rank has two stages."""
     events, carry_out, start = [], executor.Executor._carry_out, data_parallel.GradientSums.start_data_all_reduce
     monkeypatch.setattr(executor.Executor, "_carry_out",
                         lambda own, action, loss: (events.append(action), carry_out(own, action, loss)))
@@ -206,7 +206,8 @@ def test_ranks_of_a_stage_are_compared_and_stages_are_not(comm):
 
 @pytest.mark.parallel([2])
 def test_after_an_error_a_step_begins_anew_or_is_refused(comm, monkeypatch):
-    """Of one stage: no gradient of the failed step is in the next one. Of several: messages may be under way."""
+    """With one stage, the next step contains no gradient of the failed one. With several stages, messages may be in
+    progress, so the next step is refused."""
     carry_out = executor.Executor._carry_out
 
     def fails_at_the_end(own, action, loss):
@@ -225,7 +226,7 @@ def test_after_an_error_a_step_begins_anew_or_is_refused(comm, monkeypatch):
                         patch.setattr(executor.Executor, "_carry_out", fails_at_the_end)
                         train_step(net, optimizer, nn.cross_entropy, batches)
                 if fails and pipe > 1:
-                    with pytest.raises(PipelineError, match="Make the grid and the Pipeline anew"):
+                    with pytest.raises(PipelineError, match="Make a new grid and a new Pipeline"):
                         train_step(net, optimizer, nn.cross_entropy, batches)
                 else:
                     found.append(train_step(net, optimizer, nn.cross_entropy, batches))

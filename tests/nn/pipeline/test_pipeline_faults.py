@@ -1,5 +1,5 @@
-"""Pipelines that go wrong: the job ends, and says which stage and which action. Jobs of two ranks, in a job of its own
-each, because it ends."""
+"""Pipelines with failures: the job ends, and names the stage and the action. Each job has two ranks, and is separate,
+because it ends."""
 
 import re
 
@@ -78,7 +78,7 @@ HANGS = "pmm3d: the job hangs, and is ended."
 
 @pytest.fixture
 def goes_wrong(job):
-    """goes_wrong(fault, stage): what a job says on stderr in whose second step that happens on that stage."""
+    """goes_wrong(fault, stage): stderr of a job in whose second step the fault happens on this stage."""
 
     def run(fault, stage, schedule="1f1b", timeout=600.0, rows=6):
         done = job(2, SCRIPT.format(fault=fault, stage=stage, rows=rows), timeout, schedule)
@@ -116,14 +116,14 @@ def test_a_stage_without_memory_is_named_with_its_action(goes_wrong):
 def test_a_boundary_of_another_shape_is_refused_where_it_was_made(goes_wrong):
     done = goes_wrong("forward(gives_another_shape)", 0)
     assert re.search(r"rank 0 raised in 0F2 \(forward of micro-batch 2 on stage 0\)", done.stderr), done.stderr
-    assert re.search(r"PipelineError: stage 0 made 5 x 7 float64.*stage 1 expects 6 x 7 float32", done.stderr)
+    assert re.search(r"PipelineError: stage 0 returned 5 x 7 float64.*stage 1 expects 6 x 7 float32", done.stderr)
 
 
 @pytest.mark.parametrize("rows, rank, action", [(4, 1, r"1RECV_F2 \(receive of an input"),
                                                 (9, 0, r"0RECV_B2 \(receive of an output's gradient")])
 def test_a_micro_batch_of_other_rows_on_another_stage_is_named(goes_wrong, rows, rank, action):
     done = goes_wrong("lambda x: x", 1, rows=rows)
-    said = rf"same shapes; those of this rank have \[6, 6, {rows if rank else 6}, 6\] rows"
+    said = rf"same shapes. The micro-batches of this rank have \[6, 6, {rows if rank else 6}, 6\] rows"
     assert re.search(rf"rank {rank} raised.*PipelineError: {action} of micro-batch 2 on stage {rank}\): .*{said}",
                      done.stderr, re.S), done.stderr
     assert HANGS not in done.stderr
@@ -140,7 +140,7 @@ def deep(grid):
 
 @pytest.mark.parallel([2])
 def test_what_no_pipeline_can_run_is_refused_on_every_rank(comm, tmp_path):
-    """By the network, or by its first step; the next step is taken."""
+    """By the network, or by its first step. The next step succeeds."""
     four = PipelineSchedule.read("0F0,0B0\n1F0,1B0\n2F0,2B0\n3F0,3B0", "four.csv")
     of_two = PipelineSchedule.read("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1", "two.csv")
     x, y = (np.random.default_rng(0).standard_normal((4, columns)) for columns in (5, 3))
@@ -162,7 +162,7 @@ def test_what_no_pipeline_can_run_is_refused_on_every_rank(comm, tmp_path):
 
 @pytest.mark.parallel([2, 3])
 def test_fewer_micro_batches_than_ranks_and_of_several_sizes(comm):
-    """As one process, up to the order of additions within a product."""
+    """As in one process, up to the order of sums within a product."""
     x, y = (np.random.default_rng(1).standard_normal((9, columns)) for columns in (5, 3))
     cuts = {"m < p": [slice(0, 9)], "uneven": [slice(0, 4), slice(4, 5), slice(5, 9)]}
     with Grid(comm, (1, 1, 1), axes={"pipe": comm.size}) as grid:

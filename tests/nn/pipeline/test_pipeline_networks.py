@@ -1,4 +1,4 @@
-"""Networks in stages against the same networks in one process."""
+"""Networks in stages, compared with the same networks in one process."""
 
 from itertools import accumulate, product
 
@@ -24,7 +24,7 @@ SIZES = 6, 11, 9, 7, 10, 5
 GRIDS = {1: [((1, 1, 1), 1, 1)], 2: [((1, 1, 1), 1, 2), ((2, 1, 1), 1, 1)],
          3: [((1, 1, 1), 1, 3)], 4: [((1, 1, 1), 1, 4), ((1, 1, 2), 1, 2), ((1, 2, 1), 1, 2), ((1, 1, 1), 2, 2)],
          8: [((1, 1, 1), 1, 8), ((2, 1, 1), 1, 4), ((1, 2, 2), 1, 2), ((2, 1, 1), 2, 2)]}
-"""(shape, data, pipe) on that many ranks."""
+"""Number of ranks -> (shape, data, pipe)."""
 
 
 def grids(comm, pipes=None):
@@ -39,7 +39,7 @@ def mlp(grid):
 
 
 def cuts(layers, stages):
-    """Some ways to share out layers among stages."""
+    """Some divisions of layers among stages."""
     if stages <= layers:
         yield None
         yield [1] * (stages - 1) + [layers - stages + 1]
@@ -93,7 +93,7 @@ def test_a_forward_pass_through_the_stages_is_that_of_one_process(comm):
 
 @pytest.mark.parallel([2, 4])
 def test_batches_of_an_evaluation_are_on_their_way_at_once(comm):
-    """As many as there are ranks along pipe; their figures are those of one process, in their order."""
+    """One for each rank along pipe. Their figures are those of one process, in the same order."""
     def counted(x):
         begun.extend([x] * (x.grid.dry_run is None))
         return x
@@ -172,7 +172,7 @@ def test_a_cut_by_cost_leaves_the_largest_stage_least_within_a_limit_of_memory(c
         first, second = ["0.weight", "0.bias"], [f"{number}.{kind}" for number in (2, 4, 6)
                                                  for kind in ("weight", "bias")]
         assert stages() == stages(memory=2e6) == [first, second]
-        fails(PipelineError, r"no cut fits in memory=97.7 KiB a rank: .* takes least, .* MiB on the rank 1",
+        fails(PipelineError, r"no cut fits in memory=97.7 KiB a rank. .* needs the least, .* MiB on rank 1",
               lambda: stages(memory=1e5))
         for options in ({"cut": "cost"}, {"memory": 1e9}, {"like": like}, {"cut": [2, 2], "like": like}):
             with given(options=options):
@@ -189,7 +189,7 @@ def test_a_cut_by_cost_is_the_best_of_all_cuts_that_fit(layers, stages, memory, 
     live = [2 * stages - rank for rank in range(max(sum(ranks, [])) + 1)]
 
     def of(counts):
-        """(flop of the largest stage, bytes of the largest rank)"""
+        """(flop of the largest stage, bytes of the largest rank)."""
         parts = [costs[end - count : end] for count, end in zip(counts, accumulate(counts))]
         own = [[part for part, [holder] in zip(parts, ranks) if holder == rank] for rank in range(len(live))]
         return max(sum(each.flop for each in part) for part in parts), max(
@@ -233,19 +233,19 @@ def test_what_does_not_fit_is_refused_on_all_ranks(comm, fails, shared_path):
         fails(PipelineError, "9 layers with parameters, too few for 10", made(schedule="interleaved", chunks=5))
         for cut in ([4, 4], [9], [0, 9], [3, 3, 3], "evenly"):
             with given(cut=cut):
-                fails(PipelineError, r"does not share out 9 layers .* as \[5, 4\] does", made(cut=cut))
+                fails(PipelineError, r'neither "cost" nor 2 numbers .* the sum 9.* such as \[5, 4\]', made(cut=cut))
         fails(PipelineError, "no schedule is named", made(schedule="1f2b"))
-        fails(PipelineError, "a table of 3 ranks; the axis pipe of the grid has 2: .* pipe=3", made(schedule=three))
+        fails(PipelineError, "a table of 3 ranks, but the axis pipe of the grid has 2. .* pipe=3", made(schedule=three))
         fails(PipelineError, "rank 1 has no stage", made(schedule=PipelineSchedule(bare.actions + ((),), "bare")))
-        fails(PipelineError, "chunks is for the name of a schedule", made(schedule=gpipe, chunks=2))
-        fails(Pmm3dError, "make returns a Sequential", made(lambda grid: nn.Linear(grid, 3, 2)))
+        fails(PipelineError, "chunks= needs a schedule that is given by its name", made(schedule=gpipe, chunks=2))
+        fails(Pmm3dError, "make must return a Sequential", made(lambda grid: nn.Linear(grid, 3, 2)))
         with pytest.raises(DisagreementError, match="Pipeline: make"):
             made(lambda stage: nn.MLP(stage, [3, 4 + grid.coords.pipe, 2]))()
         nn.manual_seed(grid.stage, grid.coords.pipe)
         fails(DisagreementError, "manual_seed 0, 0 layers made.*manual_seed 1, 0 layers made", made())
         nn.manual_seed(grid, 0)
         fails(PipelineError, "a step has at least 1 micro-batch; got 0", lambda: made()().table(0))
-        fails(PipelineError, "a table of 1 micro-batches; the step has 3", lambda: made(schedule=path)().table(3))
+        fails(PipelineError, "a table of 1 micro-batches, but the step has 3", lambda: made(schedule=path)().table(3))
         fails(PipelineError, "at least two micro-batches for each rank", lambda: made(schedule="dualpipe-v")().table(3))
         turned = lambda ranks, micro_batches: gpipe(ranks, micro_batches) if micro_batches > 1 else (
             PipelineSchedule.of("turned", gpipe(ranks, micro_batches).actions[::-1]))

@@ -1,4 +1,4 @@
-"""Grids with an axis pipe in plans of trainings: against a dry run of the whole step, and in what is shown."""
+"""Grids with an axis pipe in plans of trainings: compared with a dry run of the whole step; reports."""
 
 import json
 from functools import lru_cache
@@ -30,7 +30,7 @@ def config(**grid):
 
 @lru_cache
 def candidates(*sizes):
-    """By schedule."""
+    """Schedule -> candidates."""
     grid = GridShape(*sizes[:4], pipe=sizes[4])
     return grid, {each.schedule: each for each in staged_candidates(
         DrySteps(config(), SAMPLES), grid, NOMINAL, groups_of(grid, NOMINAL.ranks_per_node))}
@@ -63,7 +63,7 @@ def test_schedules_differ_as_their_tables_do():
 
 
 def test_of_ranks_whose_stages_are_alike_one_is_run(monkeypatch):
-    """Of five stages of two equal layers the first, a middle one and the last; the candidates are the same."""
+    """Of five stages with two equal layers: the first, a middle one and the last. The candidates are the same."""
     deep = checked({"data": {"file": "none.h5", "batch_size": 96}, "network": {"hidden": [64] * 9},
                     "grid": {"micro_batches": 6, "schedule": "1f1b"}})
     grid, run, runs = GridShape(1, 1, 1, pipe=5), DrySteps.of, []
@@ -84,7 +84,7 @@ def test_of_ranks_whose_stages_are_alike_one_is_run(monkeypatch):
 
 
 def test_stages_are_alike_only_if_they_compute_the_same():
-    """Windows, heads and rates of dropout are not to be seen in the tree of a network, and change what it costs."""
+    """Windows, heads and rates of dropout are not in the tree of a network, but change its cost."""
     def kinds(**of_third):
         with Grid.dry((1, 1, 1), pipe=5) as grid:
             def make(stage):
@@ -126,7 +126,7 @@ def test_a_schedule_that_is_named_is_the_one_that_is_planned(named, found):
 
 
 def test_the_plan_of_a_searched_schedule_is_that_of_the_table_that_trains(tmp_path):
-    """Which is searched for equal times, though the stages are unequal."""
+    """The search assumes equal times, although the stages are different."""
     seconds, path = [], tmp_path / "own.csv"
     path.write_text(str(schedule_of("zb-1p", 3, 6)))
     for schedule in ("zb-1p", str(path)):
@@ -143,8 +143,8 @@ def test_grids_of_one_stage_are_planned_beside_a_schedule_that_refuses_them():
 
 
 def test_a_schedule_that_cannot_be_planned_is_refused():
-    for named, text in (({"schedule": "dualpipe"}, "dualpipe is not planned, because it has two copies"),
-                        ({"chunks": 2}, "1f1b is a table of 2 stages; 4, 2 chunks on each rank, were asked for")):
+    for named, text in (({"schedule": "dualpipe"}, "dualpipe cannot be planned, because it has two copies"),
+                        ({"chunks": 2}, r"1f1b is a table of 2 stages, but 4 \(2 chunks on each rank\)")):
         with given(named=named), pytest.raises(GridError, match=text):
             rank_training(config(pipe=2, **named), 2, NOMINAL, samples=SAMPLES, pipes=(2,))
 
@@ -159,7 +159,7 @@ def test_pipes_need_micro_batches_and_layers():
 
 
 def test_ranks_that_the_stages_do_not_divide_are_refused():
-    with pytest.raises(GridError, match=r"4 ranks do not divide by grid.pipe x grid.seq x grid.ulysses = 3: take"):
+    with pytest.raises(GridError, match=r"4 ranks are no multiple of grid.pipe x grid.seq x grid.ulysses = 3: use"):
         rank_training(config(), 4, NOMINAL, samples=SAMPLES, pipes=(3,))
 
 

@@ -25,7 +25,7 @@ GRIDS = {1: [((1, 1, 1), 1, 1)],
          3: [((1, 1, 1), 1, 3)],
          4: [((1, 1, 1), 1, 4), ((1, 1, 2), 1, 2), ((1, 1, 1), 2, 2)],
          8: [((1, 1, 1), 1, 8), ((2, 1, 1), 1, 4), ((1, 2, 1), 2, 2), ((2, 1, 2), 1, 2)]}
-"""(shape, data, pipe) on that many ranks."""
+"""Number of ranks -> (shape, data, pipe)."""
 
 
 def grids(comm):
@@ -52,7 +52,7 @@ class Embedding(nn.Module):
 
 
 class Labelled(nn.Module):
-    """The labels go along, as integers."""
+    """The stages pass on the labels, as integers."""
 
     def __init__(self, layer, last=False):
         self.grid, self.layer, self.last = layer.grid, layer, last
@@ -111,7 +111,7 @@ def batch_of(name, step):
 
 
 def trained(net, name, micro_batches, steps=STEPS, dtype="float64", library=TESTED, scale=None, **options):
-    """(losses and norms, the weights of this rank's stage) after some steps."""
+    """(losses and norms, weights of this rank's stage) after some steps."""
     optimizer, figures, grid = optim.AdamW(net.parameters(), lr=1e-2, **options), [], net.grid
     layout = batch_layout(None) if name in INTEGERS else INPUT
     for step in range(steps):
@@ -128,7 +128,7 @@ def of_one_process(make, name, micro_batches, **options):
 
 
 def compare(grid, net, expected, name, micro_batches, **options):
-    """Train, and compare with one process. Returns the bits of losses and of this rank's weights."""
+    """Train, and compare with one process. Return the bits of losses and of this rank's weights."""
     losses, weights = trained(net, name, micro_batches, **options)
     assert np.abs(losses - expected[0]).max() < 1e-10
     assert largest_difference(weights, {key: expected[1][key] for key in weights}) < 1e-10
@@ -137,7 +137,7 @@ def compare(grid, net, expected, name, micro_batches, **options):
 
 
 def schedules(pipe, micro_batches, layers):
-    """Names of the schedules that fit."""
+    """Names of the schedules that accept these numbers."""
     for name in schedule_names():
         with suppress(PipelineError):
             if len(schedule_of(name, pipe, micro_batches).chains[0]) <= layers:

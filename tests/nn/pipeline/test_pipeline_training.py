@@ -1,4 +1,4 @@
-"""`pmm3d train` with a pipeline in its configuration, beside the same configuration without one."""
+"""`pmm3d train` with a pipeline in its configuration, compared with the same configuration without one."""
 
 import json
 import logging
@@ -47,7 +47,7 @@ def lines(here, name, key="loss"):
 
 
 def nearly(found, expected):
-    """Equal to 1e-10: numbers, or dicts of arrays or of numbers."""
+    """Assert that numbers, or dicts of arrays or numbers, are equal to 1e-10."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys()
         return all(nearly(found[name], expected[name]) for name in expected)
@@ -97,7 +97,7 @@ def test_a_table_of_the_users_own(here, comm):
 
 @four
 def test_a_run_that_a_signal_ended_goes_on_to_the_same_bits_and_on_other_stages(here, comm):
-    """With dropout, whose numbers are those of the whole network."""
+    """With dropout, whose random numbers are those of the whole network."""
     options = OPTIONS | {"network": OPTIONS["network"] + "\ndropout = 0.2", "training": "epochs = 3"}
     two = {**options, "grid": ONE + 'pipe = 2\nschedule = "zb-h1"'}
     assert here.train(here.config("whole", **two), ranks=2).returncode == 0
@@ -180,7 +180,7 @@ def test_predictions_and_exports_of_a_run_on_stages(here, comm):
 
 @four
 def test_auto_shares_out_the_ranks_that_pipe_leaves(here):
-    """And chooses the schedule, if none is named."""
+    """It also chooses the schedule, if none is named."""
     auto = 'shape = "auto"\nmicro_batches = 4\npipe = '
     assert here.train(here.config("plain", grid=ONE, **OPTIONS), ranks=1).returncode == 0
     for name, grid in (("any", auto + "2"), ("named", auto + '2\nschedule = "gpipe"')):
@@ -194,7 +194,7 @@ def test_auto_shares_out_the_ranks_that_pipe_leaves(here):
             assert f" {schedule}, " in done.stderr and found["starts"][0]["auto"]["chosen"]["schedule"] == schedule
             assert nearly(lines(here, name), lines(here, "plain"))
     fails(here.train(here.config("three", grid=auto + "3", **OPTIONS)),
-          "4 ranks do not divide by grid.pipe x grid.seq x grid.ulysses = 3: take a multiple of it")
+          "4 ranks are no multiple of grid.pipe x grid.seq x grid.ulysses = 3: use a multiple of it")
 
 
 MODEL = """
@@ -231,7 +231,7 @@ def test_a_network_of_ones_own_in_stages(here, comm):
             run.run()
         weights.append(here.weights(name))
     assert nearly(*weights) and len(weights[0]) > 9
-    with pytest.raises(Pmm3dError, match="make returns a Sequential, whose layers can be cut; got a Net"):
+    with pytest.raises(Pmm3dError, match="make must return a Sequential, whose layers .* into stages; got a Net"):
         with build.trainer(config("other", ONE + "pipe = 4", "Net"), comm):
             pass
 
@@ -239,13 +239,13 @@ def test_a_network_of_ones_own_in_stages(here, comm):
 MISTAKES = [
     ('pipe = 4\nschedule = "zb-h"', "no schedule is named 'zb-h' (did you mean "),
     ("pipe = 3", "3"),
-    ("pipe = 4\ncut = [2, 2, 1]", "the cut [2, 2, 1] is not \"cost\", and does not share out 9 layers with parameters"),
+    ("pipe = 4\ncut = [2, 2, 1]", "the cut [2, 2, 1] is neither \"cost\" nor 4 numbers of at least 1 with the sum 9"),
     ("pipe = 4\ncut = [2, 2, 1, 0]", "grid.cut = [2, 2, 1, 0]: needed is a list of whole numbers of at least 1, or "),
     ('pipe = 4\nschedule = "interleaved"\nchunks = 3', "9 layers with parameters, too few for 12 stages"),
-    ('pipe = 4\nschedule = "1f1b"\nchunks = 3', "3 chunks on each rank, were asked for"),
+    ('pipe = 4\nschedule = "1f1b"\nchunks = 3', "(3 chunks on each rank) were requested"),
     ("pipe = 4\nmicro_batches = 101", "micro_batches = 101, but a batch has 100 rows: at most 100"),
     ('pipe = 4\nschedule = "nowhere.csv"', "cannot read the schedule nowhere.csv"),
-    ('pipe = 4\nschedule = "dualpipe-v"\nmicro_batches = 4', "dualpipe-v: at least two micro-batches for each rank"),
+    ('pipe = 4\nschedule = "dualpipe-v"\nmicro_batches = 4', "dualpipe-v needs at least two micro-batches for each"),
 ]
 
 
@@ -259,7 +259,7 @@ def test_mistakes_are_told_once_before_the_first_step(here):
 
 @four
 def test_a_run_on_stages_begins_with_weights_of_another_one(here):
-    """From a checkpoint of other stages, and from a file for torch."""
+    """From a checkpoint with other stages, and from a file for torch."""
     run = {"grid": ONE + "pipe = 4", **OPTIONS}
     assert here.train(here.config("first", **run)).returncode == 0
     target = here.folder / "first.safetensors"
@@ -309,7 +309,7 @@ def test_memory_of_many_micro_batches_is_that_of_as_many_as_a_rank_holds(here, c
 
 @four
 def test_memory_is_predicted_for_each_stage(here, comm):
-    """By its dry run. The second stage has the layers of 512 columns."""
+    """By a dry run of the stage. The second stage has the layers of 512 columns."""
     config = load(here.config(grid=ONE + "data = 2\npipe = 2\ncut = [5, 4]", **OPTIONS | {"hidden": (8, 8, 512, 512)}))
     with Grid(comm, "1x1x1", 2, axes={"pipe": 2}) as grid:
         own = build.predicted_memory(config, grid, SampleSizes(12, 3, True, 297))

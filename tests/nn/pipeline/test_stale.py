@@ -1,4 +1,4 @@
-"""Stale weights: linear least squares through stages, beside the recurrences in numpy."""
+"""Stale weights: linear least squares in stages, compared with the recurrences in numpy."""
 
 from itertools import product
 from time import monotonic, sleep
@@ -40,13 +40,13 @@ def batches(net, arrays):
 
 
 def weights(net, comm):
-    """Of all stages."""
+    """Weights of all stages."""
     found = dict(comm.allgather((net.index, *(each.gather() for each in net.parameters()))))
     return [found[stage] for stage in sorted(found)]
 
 
 def gradients(matrices, x, y):
-    """Of the mean square of x W_0 W_1 ... - y, by each matrix."""
+    """Gradients of the mean square of x W_0 W_1 ... - y, by each matrix."""
     inputs = [x]
     for matrix in matrices:
         inputs.append(inputs[-1] @ matrix)
@@ -58,7 +58,8 @@ def gradients(matrices, x, y):
 
 
 def recurrence(begin, arrays, every, version):
-    """version(t, s) -> changes in the weights of stage s that micro-batch t uses. The weights after each change."""
+    """Weights after each change. version(t, s) returns the number of changes in the weights of stage s that micro-batch
+    t uses."""
     found = [begin]
     for first in range(0, len(arrays), every):
         parts = [gradients([found[version(t, s)][s] for s in range(len(begin))], *arrays[t])
@@ -82,7 +83,7 @@ def test_weights_are_those_of_the_recurrence(comm):
             assert len(losses) == 12 // every and optimizer.steps == 12 // every
             assert np.abs(np.array(weights(net, comm)) - expected[-1]).max() <= 1e-12
             assert np.abs(np.array(expected[-1]) - recurrence(begin, arrays, every, lambda t, s: t // every)[-1]
-                          ).max() > 1e-4  # which gradients that are not stale would give
+                          ).max() > 1e-4  # the difference from gradients that are not stale
 
 
 @pytest.mark.parallel([4])
@@ -102,7 +103,7 @@ def test_virtual_workers_have_the_weights_of_the_recurrence(comm):
 
 
 def waves(begin, arrays, distance, size=2):
-    """Weights after the last wave, of workers with these micro-batches."""
+    """Weights after the last wave, for workers with these micro-batches."""
     begin = np.array(begin)
     versions, changes = [[begin] for _ in arrays], [[] for _ in arrays]
     for t in range(len(arrays[0])):
@@ -157,7 +158,7 @@ def test_what_cannot_be_trained_is_refused_on_every_rank(comm):
                 ("1f1b", 6, DoubleBuffered(4), "must be a multiple of 4"),
                 ("1f1b", 4, DoubleBuffered(0), "a batch has at least 1 micro-batch"),
                 ("1f1b", 4, HetPipe(grid, -1), "a distance is at least 0"),
-                ("zb-h1", 8, DoubleBuffered(4), "changes its weights here, and has products of weight"),
+                ("zb-h1", 8, DoubleBuffered(4), "changes its weights here, while weight gradients of"),
                 ("interleaved", 4, PipeDream(), "4 stages on 2 ranks"),
                 (PipelineSchedule.read("0F0,1F0,1B0,0B0\n2F0,2B0"), 1, PipeDream(), "3 stages on 2 ranks")]:
             with given(schedule=schedule, number=number):
@@ -168,7 +169,7 @@ def test_what_cannot_be_trained_is_refused_on_every_rank(comm):
 
 @pytest.mark.parallel([1])
 def test_one_stage_trains_as_without_a_pipeline(comm):
-    """No gradient is stale there: bitwise the same, also of master weights and of the state of AdamW."""
+    """No gradient is stale with one stage: equal bits, also of master weights and of the state of AdamW."""
     for dtype in ("float32", "float16"):
         found = []
         for train in ("stale", "steps"):

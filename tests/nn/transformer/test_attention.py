@@ -1,4 +1,5 @@
-"""Attention on every grid, against torch in one process: masks, packed sequences, grouped heads, blocks, types."""
+"""Attention on every grid, compared with torch in one process: masks, packed sequences, grouped heads, blocks, types.
+"""
 
 from itertools import cycle, islice, product
 from math import prod
@@ -27,7 +28,7 @@ CASES = {
     "scale": {"scale": 0.3},
 }
 HEADS = [(4, 4), (6, 2), (5, 1), (3, 3), (1, 1)]
-"""Heads of q, and of k and v: even and uneven over 2, 4 and 8 ranks, grouped, and one for all."""
+"""Numbers of heads of q, and of k and v: even and uneven over 2, 4 and 8 ranks, grouped, and one for all."""
 BLOCKS = 512, 4
 WHOLE = {"data": LENGTH, "z": LENGTH}
 LAYOUTS = [("x", "x"), ("y", "y"), ((), ()), ("x", "y"), (("x", "y"), "x"), ((), ("y", "x"))]
@@ -105,7 +106,8 @@ def test_attention_is_torchs_on_every_grid(comm, expected, library):
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_one_tensor_of_queries_keys_and_values_gives_the_same(comm, expected, library):
-    """They are stored head by head. Heads are split over ranks, cut by them, or whole; ranks share sequences or not."""
+    """Columns are stored head by head. Heads are split over ranks, cut by them, or replicated, and ranks may share
+    sequences."""
     cases, layouts_of = cycle(product(CASES, [heads for heads in HEADS if heads[0] == heads[1]], BLOCKS)), cycle(
         product(("x", ("x", "y"), (), "y"), (3 * SIZE, 1)))
 
@@ -152,24 +154,24 @@ def test_operands_that_do_not_fit_together_are_refused(some_grid, fails):
         fails(kind, text, lambda: attention(*tensors, **{"size": SIZE, **options}))
 
     rows = 2 * LENGTH
-    refused(LayoutError, "no whole number of heads", (rows, 12), (rows, 12), (rows, 12), size=5)
+    refused(LayoutError, "not a multiple of 5 columns", (rows, 12), (rows, 12), (rows, 12), size=5)
     refused(LayoutError, "cannot share", (rows, 9), (rows, 6), (rows, 6))
-    refused(LayoutError, "have the same rows", (rows, 6), (rows, 6), (rows, 3))
-    refused(LayoutError, "have the same rows", (rows, 6), (LENGTH, 6), (LENGTH, 6))
+    refused(LayoutError, "need the same rows", (rows, 6), (rows, 6), (rows, 3))
+    refused(LayoutError, "need the same rows", (rows, 6), (LENGTH, 6), (LENGTH, 6))
     same = 3 * [(rows, 6)]
     refused(Pmm3dError, "window is a number of rows", *same, window=0)
     refused(Pmm3dError, "window is a number of rows, at least 1; got 2.5", *same, window=2.5)
     refused(Pmm3dError, "block is a number of rows", *same, block=0)
     refused(Pmm3dError, "a probability below 1", *same, dropout=1.0)
     for scale in (float("nan"), float("inf")):
-        refused(Pmm3dError, f"scale is a finite number, .*; got {scale}", *same, scale=scale)
-    refused(Pmm3dError, "parallel is", *same, parallel="rings")
-    refused(LayoutError, "the order of a sequence", *same, order="zigzags")
+        refused(Pmm3dError, f"scale must be a finite number, .* got {scale}", *same, scale=scale)
+    refused(Pmm3dError, "parallel must be one of", *same, parallel="rings")
+    refused(LayoutError, "order must be one of", *same, order="zigzags")
     documents = spread(some_grid, np.ones((rows, 2)), Layout(), "numpy")
-    refused(LayoutError, "documents are integers", *same, documents=documents)
+    refused(LayoutError, "documents must be integers", *same, documents=documents)
     refused(LayoutError, "6 columns are no whole number of units of 9", same[0])
     refused(LayoutError, "k or v is missing", *same[:2])
-    refused(DTypeError, "one type of float16", *same, dtype="complex64")
+    refused(DTypeError, "the same type, one of float16", *same, dtype="complex64")
 
 
 def test_no_sequences_no_heads_and_fewer_heads_than_ranks(comm):

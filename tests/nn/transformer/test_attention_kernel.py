@@ -1,4 +1,4 @@
-"""Attention of local arrays: blocks and their order, rows that see nothing, dropout, element types, dry runs."""
+"""Attention of local arrays: blocks and their order, fully masked rows, dropout, element types, dry runs."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def wide(array, shape, contents=0):
 
 
 def attended(q, k, v, queries, parts, visible, scale=0.4, which=()):
-    """The result of keys that come in parts: (rows of the arrays, Rows) each."""
+    """The result for keys that arrive in parts, each as (rows of the arrays, Rows)."""
     library, into = library_of(q), Partial(wide(q, tuple(q.shape)), wide(q, tuple(q.shape[:3])))
     for number, ((rows, keys), part) in enumerate(zip(parts, which or [""] * len(parts))):
         attend(library, Workspace(), q, k[:, :, rows], v[:, :, rows], queries, keys, visible, scale, into, not number,
@@ -41,7 +41,7 @@ def attended(q, k, v, queries, parts, visible, scale=0.4, which=()):
 
 
 def gradients(q, k, v, dout, result, parts, visible, scale=0.4, which=(), fresh=False):
-    """dq, dk, dv of pairs of parts: ((rows, Rows) of queries, (rows, Rows) of keys)."""
+    """dq, dk, dv for pairs of parts: ((rows, Rows) of queries, (rows, Rows) of keys)."""
     library = library_of(q)
     found = [wide(q, tuple(each.shape), np.nan if fresh else 0) for each in (q, k, v)]
     for ((rows, queries), (part, keys)), name in zip(parts, which or [""] * len(parts)):
@@ -52,7 +52,8 @@ def gradients(q, k, v, dout, result, parts, visible, scale=0.4, which=(), fresh=
 
 
 def dense(q, k, v, dout, visible, weights=1.0, seen=None, scale=0.4):
-    """Result, lse and gradients from the matrix of all scores, in float64; weights multiply those of the values."""
+    """Result, lse and gradients from the matrix of all scores, in float64. weights: factors of the weights of the
+    values."""
     q, k, v, dout = (np.asarray(each, "float64") for each in (q, k, v, dout))
     k, v = (each.repeat(A // SHARED, 1) for each in (k, v))
     away = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
@@ -79,7 +80,7 @@ def bits(arrays, rows=slice(None)):
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("visible", [*MASKS.values(), DROPS], ids=[*MASKS, "dropout"])
 def test_bits_do_not_depend_on_how_rows_are_spread(library, visible):
-    """In one call, or in parts of queries and of keys, which visit each other as in a ring; stored in two orders."""
+    """In one call, and in parts of queries and keys that meet in the order of a ring; stored in two orders."""
     for order in (np.arange(LENGTH), ZIGZAG):
         q, k, v, dout = (to_library(to_numpy(each)[:, :, order], library) for each in arrays(library, "float32"))
         everything = slice(None), Rows(order)
@@ -132,7 +133,7 @@ def test_a_query_that_sees_no_key_gets_zeros_and_no_gradient(library):
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("visible", [*MASKS.values(), DROPS], ids=[*MASKS, "dropout"])
 def test_fresh_gradients_are_those_that_are_added_to_zeros(library, visible):
-    """With one block, with several, and with blocks of queries and of keys that nobody sees."""
+    """With one block, with several, and with fully masked blocks of queries and keys."""
     operands, position = arrays(library), np.arange(LENGTH)
     everything = slice(None), Rows(position)
     packed = [(slice(None), Rows(position, np.repeat([numbers], B, 0))) for numbers in (8 * [0] + 4 * [1],
@@ -162,7 +163,7 @@ def test_blocks_that_no_query_sees_are_not_computed():
 def test_dropout_depends_on_the_place_in_the_batch_only(library):
     q, k, v, dout = arrays(library)
     rows = slice(None), Rows(np.arange(LENGTH))
-    one = to_library(np.broadcast_to(np.eye(LENGTH), v.shape).copy(), library)  # whose mean is the weights
+    one = to_library(np.broadcast_to(np.eye(LENGTH), v.shape).copy(), library)  # so that the result is the weights
     weights, plain = (to_numpy(attended(q, k, one, rows[1], [rows], each).out) for each in (
         DROPS, DROPS._replace(dropout=None)))
     seen = np.tril(np.ones((LENGTH, LENGTH), bool))

@@ -1,4 +1,5 @@
-"""What a transformer keeps for its backward pass, by policy of recomputation: by formula, in a dry run, in a run."""
+"""Memory that a transformer keeps for its backward pass, by policy of recomputation: by formula, in a dry run, in a
+run."""
 
 from collections import Counter
 
@@ -46,7 +47,7 @@ def batch(grid):
 
 
 def kept(grid, part, *inputs):
-    """Bytes that the tape holds after a forward pass of a part of a network, but for parameters."""
+    """Bytes that the tape holds after a forward pass of a part of a network, without parameters."""
     tape, found = nn.Tape.of(grid), Counter()
 
     def pack(name, array):
@@ -60,7 +61,7 @@ def kept(grid, part, *inputs):
 
 
 def of_a_block(grid, recompute="none", layout=None, rows=BATCH * SEQUENCE, **options):
-    """What a block holds, between others."""
+    """Bytes that one more block between others adds."""
     nn.Tape.of(grid).parallel.overlap = REGATHER
     policy, sharded = Recomputed.named(recompute), options.get("activations") == "sharded"
     block = TransformerBlock(grid, HIDDEN, HEADS, recompute=policy.attention, seed=1, **options)
@@ -70,7 +71,8 @@ def of_a_block(grid, recompute="none", layout=None, rows=BATCH * SEQUENCE, **opt
 
 
 def test_a_block_keeps_what_the_formula_says(comm):
-    """To the byte, in a run and in a dry run; besides the formula, the statistics of two norms."""
+    """To the byte, in a run and in a dry run. The formula does not contain the statistics of two norms, which are
+    added."""
     def check(grid):
         shape = grid.shape
         rows = BATCH * SEQUENCE // (shape.data * shape.z)
@@ -93,7 +95,7 @@ def test_a_block_keeps_what_the_formula_says(comm):
 
 @pytest.mark.parallel([2])
 def test_ranks_along_seq_share_what_a_block_keeps(comm):
-    """Of one sequence. Ulysses keeps the result of attention twice, unless it is computed again."""
+    """For one sequence. Ulysses keeps the result of attention twice, unless it is recomputed."""
     with Grid(comm, (1, 1, 1), seq=2) as grid, dry_grid(grid) as dry:
         for parallel, recompute, results in (("ring", "none", 0), ("gather", "none", 0), ("ulysses", "none", 1),
                                              ("ulysses", "selective", 0)):
@@ -108,7 +110,7 @@ def test_ranks_along_seq_share_what_a_block_keeps(comm):
 
 @pytest.mark.parallel([2])
 def test_of_blocks_every_kth_keeps_its_input_only(comm):
-    """And the loss and all gradients are the same bits for every policy."""
+    """The loss and all gradients have equal bits for every policy."""
     def check(grid):
         found = {}
         for recompute in ("none", "selective", "full", 2, 3):
@@ -126,7 +128,7 @@ def test_of_blocks_every_kth_keeps_its_input_only(comm):
 
 
 def trained(grid, recompute, activations):
-    """(bytes by kind, the most that `array` lent at once) after some steps."""
+    """(bytes by kind, largest number of bytes lent by `array` at the same time) after some steps."""
     nn.Tape.of(grid).parallel.overlap = nn.Overlap(reshard_after_forward=True)
     net = network(grid, 4, recompute=recompute, activations=activations)
     optimizer, tokens = optim.AdamW(net.parameters()), batch(grid)
@@ -140,8 +142,8 @@ def trained(grid, recompute, activations):
 
 
 def test_a_rank_holds_what_a_dry_run_says(comm):
-    """Weights, gradients, states and activations to the byte, for each policy. Work memory if collectives end as in a
-    dry run: when somebody waits for them."""
+    """Weights, gradients, states and activations to the byte, for each policy. Work memory too, if collectives end when
+    they are awaited, as in a dry run."""
     policies = [("none", "replicated"), (2, "replicated"), ("selective", "sharded"), ("full", "sharded")]
     for number, (recompute, activations) in enumerate(policies):
         with given(recompute=recompute):

@@ -1,4 +1,4 @@
-"""Generation with a cache of keys and values: the tokens of generation without one, on every grid."""
+"""Generation with a cache of keys and values: the same tokens as without a cache, on every grid."""
 
 import numpy as np
 import pytest
@@ -32,14 +32,14 @@ OPTIONS = {"greedy": {"temperature": 0}, "drawn": {"temperature": 1.7, "seed": 3
 
 
 def larger(net):
-    """With weights that make the probabilities differ: those of a new network are small."""
+    """Set larger weights, so that probabilities differ. The weights of a new network are small. Return the network."""
     for parameter in net.parameters():
         parameter.assign(parameter.value * 8.0)
     return net
 
 
 def without_cache(make, options):
-    """By a pass over each whole sequence for each token, on one rank."""
+    """Generate by a pass over each whole sequence for each token, on one rank."""
     with alone() as grid:
         net, made = larger(make(grid)), PROMPT
         for number in range(MORE):
@@ -53,7 +53,7 @@ def without_cache(make, options):
 
 
 def drawn(logits, draw, options):
-    """The token whose interval of the probabilities, the largest one first, contains the number."""
+    """The token whose interval of the probabilities, with the largest first, contains the number `draw`."""
     if options.get("temperature") == 0:
         return logits.argmax()
     order = sorted(range(len(logits)), key=lambda token: -logits[token])[: options.get("top_k")]
@@ -62,7 +62,7 @@ def drawn(logits, draw, options):
 
 
 def test_tokens_are_those_without_a_cache(comm):
-    """Each network on each grid, each with one of the ways to choose a token in turns."""
+    """Each network on each grid, with the ways to choose a token in turns."""
     expected = comm.bcast({(name, how): without_cache(make, options) for name, make in NETWORKS.items()
                            for how, options in OPTIONS.items()} if comm.rank == 0 else None)
     assert all(len({*found[:, 3:].reshape(-1)}) > 2 for found in expected.values())
@@ -76,7 +76,7 @@ def test_tokens_are_those_without_a_cache(comm):
 
 
 def test_a_cache_ends_with_the_call(comm, fails):
-    """Passes after generation, also after one that failed, know nothing of it."""
+    """Later passes do not use the cache, also after a failed generation."""
     shape, data, axes = GRIDS[comm.size][0]
     with Grid(comm, shape, data, axes=axes) as grid:
         net, tokens = NETWORKS["GPT"](grid), spread(grid, PROMPT.reshape(-1, 1), Layout(("data", "z"), units=(3, 1)))
@@ -88,8 +88,8 @@ def test_a_cache_ends_with_the_call(comm, fails):
 
 
 def test_one_sequence_and_prefixes(comm):
-    """A sequence alone has the tokens that it has with others after it; the first tokens of a longer generation are
-    those of a shorter one."""
+    """A sequence has the same tokens alone and in a batch. A shorter generation has the first tokens of a longer one.
+    """
     shape, data, axes = GRIDS[comm.size][-1]
     with Grid(comm, shape, data, axes=axes) as grid:
         make = NETWORKS["Llama"]
@@ -102,12 +102,12 @@ def test_one_sequence_and_prefixes(comm):
 
 def test_what_cannot_be_generated_is_refused(some_grid, fails):
     net = NETWORKS["GPT"](some_grid)
-    fails(LayoutError, "3 tokens and 8 more are longer than the 10 positions.*generate at most 7",
+    fails(LayoutError, "3 tokens and 8 more exceed the 10 positions.*Generate at most 7",
           lambda: nn.generate(net, PROMPT, 8))
     fails(LayoutError, "at least one token", lambda: nn.generate(net, np.zeros((2, 0), int), 3))
     fails(LayoutError, "at least one token", lambda: nn.generate(net, [[0.5]], 3))
     for temperature in (-1, np.nan, np.inf):
-        fails(Pmm3dError, "temperature is a finite number, at least 0; got",
+        fails(Pmm3dError, "temperature must be a finite number, at least 0, got",
               lambda temperature=temperature: nn.generate(net, PROMPT, 3, temperature=temperature))
     fails(Pmm3dError, "top_k", lambda: nn.generate(net, PROMPT, 3, top_k=0))
     fails(Pmm3dError, "seed is a whole number, at least 0; got -1", lambda: nn.generate(net, PROMPT, 3, seed=-1))

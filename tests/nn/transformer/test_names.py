@@ -1,4 +1,4 @@
-"""Files in the names of GPT-2 and of Llama: written and read on every grid, with the weights in their order."""
+"""Files with the names of GPT-2 and of Llama: written and read on every grid, with the weights in their order."""
 
 import json
 
@@ -29,7 +29,7 @@ KINDS = {"gpt2": (nn.GPT, GPT), "llama": (nn.Llama, LLAMA)}
 
 
 def filled(net):
-    """With weights that all differ, also those of norms and biases."""
+    """Set different values for all weights, also of norms and biases. Return the network."""
     for number, parameter in enumerate(net.parameters()):
         values = np.random.default_rng(number).standard_normal(parameter.shape)
         parameter.assign(spread(net.grid, values, parameter.layout))
@@ -37,7 +37,7 @@ def filled(net):
 
 
 def gpt2_tensors(weights):
-    """What a file of GPT-2 has, element by element, of our weights."""
+    """Tensors of a file of GPT-2, element by element, from weights of pmm3d."""
     h, heads = GPT["hidden"], GPT["heads"]
     size = h // heads
     order = [(3 * head + part) * size + column for part in range(3) for head in range(heads) for column in range(size)]
@@ -82,7 +82,7 @@ def logits_of(net, grid):
 
 
 def test_what_one_grid_exports_every_other_loads(comm, shared_path):
-    """Logits are those of one rank, from a folder and from a file, whose configuration says the sizes."""
+    """Logits equal those of one rank, from a folder, and from a file whose configuration contains the sizes."""
     for names, (make, sizes) in KINDS.items():
         with alone() as grid:
             expected = logits_of(filled(make(grid, **sizes)), grid)
@@ -99,7 +99,7 @@ def test_what_one_grid_exports_every_other_loads(comm, shared_path):
 
 
 def test_several_files_and_other_names(comm, shared_path, some_grid):
-    """A folder with a table of files; names without the prefix, and with masks, as the first files of GPT-2 have."""
+    """A folder with an index of files; names without the prefix, and with masks, as in the first files of GPT-2."""
     folder = shared_path / "parts"
     net = filled(nn.GPT(some_grid, **GPT))
     net.export(folder)
@@ -136,5 +136,5 @@ def test_files_that_do_not_fit_are_refused(comm, shared_path, some_grid, fails):
     comm.barrier()
     fails(CheckpointError, "activation_function is 'relu'", lambda: nn.GPT.load(some_grid, shared_path / "relu"))
     fails(CheckpointError, "'bert'", lambda: nn.GPT.load(some_grid, shared_path / "bert"))
-    fails(CheckpointError, "does not say the sizes", lambda: nn.GPT.load(some_grid, shared_path / "bare.safetensors"))
+    fails(CheckpointError, "not contain the sizes", lambda: nn.GPT.load(some_grid, shared_path / "bare.safetensors"))
     fails(CheckpointError, "missing|there is no", lambda: nn.GPT.load(some_grid, shared_path / "nowhere"))

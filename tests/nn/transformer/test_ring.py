@@ -1,5 +1,5 @@
-"""Attention of sequences that ranks along seq share: ring, gather and Ulysses against dense attention; their bits,
-bytes and work for any number of ranks."""
+"""Attention of sequences that ranks along seq share: ring, gather and Ulysses, compared with dense attention; their
+bits, bytes and work for any number of ranks."""
 
 from importlib import import_module
 from time import sleep
@@ -70,7 +70,7 @@ def of_grid(grid, sequences, length, *, unit=1, order="plain", library=TESTED, d
 
 
 def on_ranks(comm, numbers, run):
-    """number -> run(grid) of a grid of so many ranks along seq, the others idle."""
+    """number -> run(grid) on a grid with this number of ranks along seq. The other ranks are idle."""
     found = {}
     for number in numbers:
         part = comm.Split(comm.rank >= number, comm.rank)
@@ -104,7 +104,7 @@ def test_ranks_that_share_sequences_compute_dense_attention(comm, parallel):
 
 @pytest.mark.parametrize("order", ["plain", "zigzag"])
 def test_the_bits_do_not_depend_on_the_number_of_ranks(comm, order):
-    """Of ring and Ulysses; of gather those of the result and of the gradient of queries."""
+    """All bits of ring and Ulysses; of gather, the bits of the result and of the gradient of queries."""
     for mask, dtype, library in (("causal", "bfloat16", "torch"), ("full", "float64", "numpy"),
                                  ("dropout", "float32", "numpy")):
         def run(grid, mask=mask, dtype=dtype, library=library):
@@ -122,8 +122,8 @@ def test_the_bits_do_not_depend_on_the_number_of_ranks(comm, order):
 
 
 def test_bytes_are_those_of_the_formulas(comm):
-    """Received by a rank, in rows x columns of keys: ring 2 (P-1)/P forward; backward as much, and 2 (P-1)/P + 2/P for
-    gradients; gather 2 and 4 (P-1)/P; Ulysses (2 + 2 a_kv/a)(P-1)/P of queries / P in each pass."""
+    """Bytes received by a rank, in rows x columns of keys. Ring: 2 (P-1)/P forward; as much backward, and 2 (P-1)/P +
+    2/P for gradients. Gather: 2 and 4 (P-1)/P. Ulysses: (2 + 2 a_kv/a)(P-1)/P of queries / P in each pass."""
     rows, ranks = 64, comm.size
     keys, queries = rows * SHARED * SIZE * 8, rows * HEADS * SIZE * 8
     expected = {"ring": (2 * (ranks - 1) * keys // ranks, 4 * (ranks - 1) * keys // ranks + 2 * keys // ranks),
@@ -158,7 +158,8 @@ def volume_of_ulysses(grid, rows):
 
 
 def test_masked_blocks_are_neither_computed_nor_received(comm, monkeypatch):
-    """With a causal mask rank r receives the keys of r ranks; zigzag gives all ranks the same pairs of blocks."""
+    """With a causal mask, rank r receives the keys of r ranks. With zigzag, all ranks have the same number of pairs of
+    blocks."""
     pairs, length, block = [], 64, 4
     module = import_module(attention.__module__)
     kernel = module.attend
@@ -190,8 +191,8 @@ def test_masked_blocks_are_neither_computed_nor_received(comm, monkeypatch):
 
 
 def test_grids_with_further_axes(comm):
-    """seq beside x, z and data; heads split over x, so that a rank has fewer heads of keys than ranks share them. The
-    two dimensions of a ring and Ulysses."""
+    """seq together with x, z and data. Heads are split over x, so that a rank has fewer heads of keys than ranks share
+    them. Both dimensions: a ring and Ulysses."""
     for shape, data, axes in (((2, 1, 1), 1, {"seq": 4}), ((1, 1, 2), 2, {"seq": 2}), ((4, 1, 1), 1, {"seq": 2}),
                               ((1, 1, 1), 1, {"ulysses": 2, "seq": 4}), ((1, 1, 1), 1, {"seq": 2, "ulysses": 4}),
                               ((2, 1, 2), 1, {"ulysses": 2})):
@@ -223,5 +224,5 @@ def test_two_dimensions_have_the_bits_of_one_and_the_bytes_of_both(comm):
 def test_ways_that_do_not_exist(comm, fails):
     with Grid(comm, (1, 1, 1), seq=comm.size) as grid:
         x = DistMatrix.random(grid, (16, SIZE), layout=token_layout(grid, 16))
-        fails(Pmm3dError, "parallel is auto, ring, ulysses, gather, 2d; got 'rings'.*ring",
+        fails(Pmm3dError, "parallel must be one of auto, ring, ulysses, gather, 2d; got 'rings'.*ring",
               lambda: attention(x, x, x, size=SIZE, parallel="rings"))

@@ -10,7 +10,7 @@ from pmm3d.nn.transformer.sequence import ORDERS, chosen, nodes_along_seq
 
 
 def boxes(layout, shape, **grid):
-    """Of each rank along seq."""
+    """Boxes of the ranks along seq."""
     with Grid.dry((1, 1, 1), **grid) as made:
         coords = [made.coords._replace(seq=index) for index in range(made.shape.seq)]
         return made.shape, [layout(made).box(shape, made.shape, each) for each in coords]
@@ -26,7 +26,7 @@ def test_orders_are_permutations_of_any_length():
 
 
 def test_causal_work_of_each_rank():
-    """Pairs of (query block, key block) that a causal mask leaves, counted for the rows of each rank."""
+    """Pairs of (query block, key block) under a causal mask, counted for the rows of each rank."""
     def work(order, ranks, length=64, block=2):
         grid, parts = boxes(lambda made: token_layout(made, length, block=block), (length, 1), seq=ranks)
         layout = Layout(("data", "z", "seq"), units=({"data": length, "z": length, "seq": block}, 1))
@@ -42,7 +42,7 @@ def test_causal_work_of_each_rank():
 
 
 def test_zigzag_of_lengths_that_do_not_divide():
-    """Pairs of rows that a causal mask leaves: even if each rank has two equal parts, nearly so else."""
+    """Pairs of rows under a causal mask: even if each rank has two equal parts, and almost even otherwise."""
     for ranks in (2, 3, 4, 8):
         for length in (ranks * 6, ranks * 60 + 1, ranks * 60 + 4):
             with given(ranks=ranks, length=length):
@@ -74,12 +74,12 @@ def test_what_is_no_layout_of_tokens(fails):
             fails(LayoutError, "the length of a sequence is a number of rows, at least 2",
                   lambda length=length: token_layout(grid, length))
         fails(LayoutError, "blocks of 3 rows do not divide a sequence of 8", lambda: token_layout(grid, 8, block=3))
-        fails(LayoutError, r"is plain, zigzag, striped; got 'zig-zag'.*zigzag\?", lambda: positions("zig-zag", 8, 2))
+        fails(LayoutError, r"of plain, zigzag, striped; got 'zig-zag'.*zigzag\?", lambda: positions("zig-zag", 8, 2))
 
 
 def test_how_ranks_share_a_sequence_follows_from_their_nodes():
-    """Eight ranks on one node, on two and on eight: what enters a node is (a + a_kv) (N - 1) / N^2 against a_kv 7 / 8.
-    Two dimensions need both axes."""
+    """Eight ranks on one node, on two and on eight. A node receives (a + a_kv) (N - 1) / N^2 with Ulysses, and a_kv 7 /
+    8 with a ring. Two dimensions need both axes."""
     for heads, ways in (((8, 8), ("ulysses", "ulysses", "ulysses")), ((32, 8), ("ulysses", "ring", "ulysses")),
                         ((64, 8), ("ring", "ring", "ring"))):
         for hosts, way in zip((1, 2, 8), ways):

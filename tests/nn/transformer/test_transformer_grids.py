@@ -1,4 +1,5 @@
-"""Transformers on every grid of x, y, z, data, seq and pipe, against torch with the same weights in one process."""
+"""Transformers on every grid of x, y, z, data, seq and pipe, compared with torch in one process with the same weights.
+"""
 
 from functools import partial
 
@@ -30,7 +31,7 @@ LOSS = partial(nn.cross_entropy, ignore_index=IGNORED)
 
 
 def on_grids(comm, body, grids=None):
-    """body(number, grid) on each grid of that many ranks."""
+    """body(number, grid) on each grid of this number of ranks."""
     for number, axes in enumerate(all_grids(comm.size) if grids is None else grids):
         sizes = dict(axes)
         shape = tuple(sizes.pop(axis, 1) for axis in "xyz")
@@ -65,12 +66,13 @@ def assert_as_torch(grid, case, expected, library=TESTED, **options):
 
 
 def gradients_here(net):
-    """Name -> gradient, of the parameters of this rank's stage."""
+    """Name -> gradient, for the parameters of this rank's stage."""
     return {name: parameter.grad for name, parameter in net.named_parameters().items()}
 
 
 def train_in_parts(net, case, library):
-    """(loss, `gradients_here`) of a step of two micro-batches of other sizes, before the optimizer forgets them."""
+    """(loss, `gradients_here`) of a step of two micro-batches of different sizes, before the optimizer clears the
+    gradients."""
     parts = [tuple(batch_on(net.grid, case, library=library, part=part)) for part in (slice(0, 1), slice(1, None))]
     slopes = {}
 
@@ -83,13 +85,13 @@ def train_in_parts(net, case, library):
 
 
 def of_case(case, grid):
-    """The case, deep enough for the stages of the grid."""
+    """The case, with enough layers for the stages of the grid."""
     return case._replace(layers=max(case.layers, grid.shape.stages - 2))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_losses_and_gradients_are_those_of_torch(comm, name):
-    """In turn with replicated and with sharded activations; with --all, both on each grid."""
+    """In turns with replicated and with sharded activations. With --all, both on each grid."""
     depths = sorted({max(CASES[name].layers, stages - 2) for stages in (1, 4, 8) if comm.size % stages == 0})
     expected = {layers: by_rank_0(comm, lambda: of_torch(CASES[name]._replace(layers=layers))) for layers in depths}
 

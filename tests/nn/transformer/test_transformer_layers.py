@@ -1,4 +1,4 @@
-"""Embeddings, rotary positions and networks of blocks: exact, on every grid, in stages, packed; what is refused."""
+"""Embeddings, rotary positions and networks of blocks: exact, on every grid, in stages, packed; refused arguments."""
 
 from functools import partial
 
@@ -29,7 +29,8 @@ def tokens_of(vocabulary, rows=ROWS, step=0):
 
 
 def test_an_embedding_is_the_column_of_each_token_and_its_gradient_their_sum(comm):
-    """Exact, of a vocabulary smaller than the ranks too; the table as a parameter, and in other layouts."""
+    """Exact, also for a vocabulary smaller than the number of ranks; with the table as a parameter, and in other
+    layouts."""
     layouts = [weight_layout("y"), weight_layout("x"), Layout(), Layout("data", ("x", "z"))]
 
     def check(grid):
@@ -50,7 +51,7 @@ def test_an_embedding_is_the_column_of_each_token_and_its_gradient_their_sum(com
 
 
 def test_an_embedding_gathers_its_table_as_a_weight_does(comm):
-    """Of float32, once forward; the gradient is reduce-scattered: (Gz-1)/Gz of the block each."""
+    """For float32, once forward, and the gradient is reduce-scattered: (Gz-1)/Gz of the block each."""
     with Grid(comm, "fsdp") as grid:
         net = nn.Embedding(grid, 64, 16)
         out = net(spread(grid, tokens_of(64), token_layout(grid, 3)))
@@ -63,7 +64,7 @@ def test_an_embedding_gathers_its_table_as_a_weight_does(comm):
 
 
 def turned(x, size, positions, base):
-    """By complex numbers: columns i and i + size / 2 of a head are one number."""
+    """By complex numbers: columns i and i + size / 2 of a head are the two parts of a number."""
     heads = x.reshape(len(x), -1, 2, size // 2)
     angles = positions[:, None] * base ** (-2 * np.arange(size // 2) / size)
     found = (heads[:, :, 0] + 1j * heads[:, :, 1]) * np.exp(1j * angles)[:, None]
@@ -71,7 +72,7 @@ def turned(x, size, positions, base):
 
 
 def test_rotary_positions_are_rotations_of_any_cut(comm):
-    """Of uneven heads, of parts of sequences in each order; the gradient rotates back."""
+    """For an uneven number of heads, and parts of sequences in each order. The gradient is rotated back."""
     sequence, sequences, heads, size = 6, 2, 3, 4
     x, g = (np.random.default_rng(seed).standard_normal((sequence * sequences, heads * size)) for seed in (1, 2))
     plain = np.arange(len(x)) % sequence
@@ -98,7 +99,7 @@ def test_rotary_positions_are_rotations_of_any_cut(comm):
 
 
 def test_a_norm_by_the_root_of_the_mean_of_squares(comm):
-    """As by differences, whatever ranks hold the columns."""
+    """Compared with differences, for any split of the columns."""
     cases = {str(cols): ({"x": ((6, 7), Layout(("data", "z"), cols)), "g": ((1, 7), Layout((), cols))},
                          lambda t: nn.rms_norm(t["x"], t["g"])) for cols in ("y", ("x", "y"), ())}
 
@@ -122,7 +123,8 @@ def gradients(grid, make, documents=None, sequence=6):
 
 
 def test_networks_are_the_same_on_every_grid(comm):
-    """With three heads, or one shared head, on four ranks; sharded activations in whole sequences and inside them."""
+    """With three heads, or one shared head, on four ranks; with activations sharded by whole sequences, and inside
+    them."""
     makes = [partial(GPT, dropout=0.2, activations="sharded"), LLAMA, partial(LLAMA, activations="sharded"),
              partial(nn.Encoder, positions=6, tied=False, recompute="full", **SIZES),
              partial(LLAMA, tied=True, window=2, recompute="selective"),
@@ -140,7 +142,7 @@ def largest(found, expected):
 
 
 def test_packed_documents_are_as_documents_alone(comm):
-    """Rotary positions are relative, so a document gives the same wherever it begins."""
+    """Rotary positions are relative, so the result of a document does not depend on its place."""
     lengths = [4, 9, 5, 6]
     documents = np.repeat(np.arange(4), lengths)[:, None]
     tokens = tokens_of(11, 24)
@@ -159,7 +161,7 @@ def test_packed_documents_are_as_documents_alone(comm):
 
 
 def test_keys_and_values_that_heads_share_are_gathered_if_ranks_do_not_divide_them(comm):
-    """Each rank has as many query heads as the others. (Gx-1)/Gx of the columns of keys and values, in float64."""
+    """Each rank has the same number of query heads. (Gx-1)/Gx of the columns of keys and values, in float64."""
     with Grid(comm, (comm.size, 1, 1)) as grid:
         x = spread(grid, np.random.default_rng(0).standard_normal((6, 32)), token_layout(grid, 3, "y"))
         for kv_heads in (8, 4, 1):
@@ -175,7 +177,7 @@ def test_keys_and_values_that_heads_share_are_gathered_if_ranks_do_not_divide_th
 
 @pytest.mark.parallel([1])
 def test_networks_learn_in_low_precision(comm):
-    """As in float32, to some digits."""
+    """Close to float32."""
     with Grid(comm, (1, 1, 1)) as grid:
         for make in (partial(GPT, dropout=0.1), LLAMA):
             found = {}
@@ -225,7 +227,7 @@ def test_networks_in_stages_share_the_table_of_embeddings(comm):
 
 
 def test_a_dry_run_knows_layouts_and_memory(comm):
-    """Of a network as it is, and of one moved by `settle`."""
+    """For a new network, and for one whose layers were moved by `settle`."""
 
     def check(grid):
         for make in (GPT, LLAMA):
@@ -241,7 +243,7 @@ def test_a_dry_run_knows_layouts_and_memory(comm):
 
 @pytest.mark.parallel([2])
 def test_what_does_not_fit_is_refused(comm, fails):
-    """Networks and tokens that cannot be are in test_transformer_refusals.py."""
+    """Invalid networks and tokens: see test_transformer_refusals.py."""
     with Grid(comm, (1, 1, comm.size)) as grid:
         table = nn.Embedding(grid, 11, 12).table
         odd = nn.Tensor(spread(grid, np.ones((6, 3)), token_layout(grid, 3)))
@@ -254,7 +256,7 @@ def test_what_does_not_fit_is_refused(comm, fails):
 
 @pytest.mark.parallel([1])
 def test_initial_values_are_those_of_gpt2(comm):
-    """Normal with the deviation 0.02, divided by sqrt(2 layers) where a result is added to the residual stream."""
+    """Normal with deviation 0.02, divided by sqrt(2 layers) if the result is added to the residual stream."""
     sizes = {"vocabulary": 300, "layers": 8, "hidden": 64, "heads": 4, "seed": 1}
     with Grid(comm, "ddp") as grid:
         for net in (nn.GPT(grid, positions=300, **sizes), nn.Llama(grid, **sizes), nn.Encoder(

@@ -1,4 +1,5 @@
-"""What changes how a transformer is computed, and not what: orders and ways along seq, recomputation, other arrays."""
+"""Settings that must not change the result of a transformer: orders and algorithms along seq, recomputation, libraries.
+"""
 
 import numpy as np
 import pytest
@@ -19,8 +20,8 @@ LONG = {"gpt": Case(sequence=16, positions=16, batch=2, heads=6, kv_heads=2, win
 
 
 def backward(grid, case, net, permuted=slice(None), documents=None):
-    """(logits, loss, name -> gradient) of a batch whose rows are stored in another order, with documents in a matrix or
-    beside the tokens, in a column that other ranks may have."""
+    """(logits, loss, name -> gradient) of a batch whose rows are stored in another order. Documents are a matrix, or a
+    second column of the tokens, which may be on other ranks."""
     (tokens, labels), cols = (whole[permuted] for whole in case.batch_of()), ()
     if isinstance(documents, np.ndarray):
         tokens, documents, cols = np.hstack([tokens, documents]), None, "y"
@@ -34,7 +35,7 @@ def backward(grid, case, net, permuted=slice(None), documents=None):
 
 @pytest.mark.parametrize("name", LONG)
 def test_orders_and_ways_along_seq_are_those_of_torch(comm, name):
-    """Positions follow the rows, learned ones and rotary ones; logits come in the order of the tokens."""
+    """Learned and rotary positions follow the rows. Logits are in the order of the tokens."""
     case = LONG[name]
     loss, logits, gradients = by_rank_0(comm, lambda: of_torch(case))
 
@@ -72,7 +73,8 @@ def test_packed_documents_are_those_of_torch(comm):
 
 
 def test_dropout_is_the_same_on_every_grid(comm):
-    """Of embeddings, weights of attention and the results of both parts: masks by the row and column in the batch."""
+    """Dropout of embeddings, of weights of attention and of both results. Masks depend on the row and column in the
+    batch."""
     case, options = Case(kv_heads=1), {"dropout": 0.3}
     with alone() as grid:
         expected = backward(grid, case, fill(case.make(grid, **options)))
@@ -106,7 +108,7 @@ def test_recomputation_has_the_same_bits(comm):
 
 
 def test_torch_arrays_are_those_of_torch(comm):
-    """With torch's flash kernel in place of ours."""
+    """With torch's flash kernel in place of that of pmm3d."""
     grids = [{"x": 2, "seq": comm.size // 2}, {"y": 2, "data": comm.size // 2}, {"z": 2, "pipe": comm.size // 2}]
     for name in ("gpt", "llama, tied, window"):
         case = CASES[name]._replace(layers=max(CASES[name].layers, comm.size // 2 - 2))
@@ -116,7 +118,7 @@ def test_torch_arrays_are_those_of_torch(comm):
 
 
 def test_single_precision_is_near(comm):
-    """Of float32, of bfloat16, and of torch's bfloat16."""
+    """For float32, for bfloat16, and for torch's bfloat16."""
     case = CASES["gpt"]
     loss, _, gradients = by_rank_0(comm, lambda: of_torch(case))
 
