@@ -122,7 +122,7 @@ def parse_order(text: str) -> tuple[str, ...]:
     """
     names = tuple(name.strip() for name in text.split(","))
     if sorted(names) != sorted(AXES):
-        raise Pmm3dError(f"the order names each axis once, innermost first, as in {','.join(ORDER)}; got {text!r}")
+        raise Pmm3dError(f"the order must name each axis once, innermost first, as in {','.join(ORDER)}; got {text!r}")
     return names
 
 

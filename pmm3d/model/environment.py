@@ -105,7 +105,7 @@ def _variable(name: str, default: Any, kind: Callable[[str], Any], meaning: str,
         try:
             return kind(text)
         except ValueError:
-            raise Pmm3dError(f"{name}={text!r} is not understood; it means {meaning}") from None
+            raise Pmm3dError(f"{name}={text!r} is invalid. It must be {meaning}") from None
 
     metadata = {"variable": name, "default": default, "meaning": meaning, "read": read, "kind": kind,
                 "argument": argument}
@@ -148,7 +148,7 @@ def _argument(setting: Field, value: Any) -> Any:
             return str(setting.metadata["kind"](value))
     except ValueError:
         pass
-    raise GridError(f"{setting.name} is {setting.metadata['argument']}; got {value!r}")
+    raise GridError(f"{setting.name} must be {setting.metadata['argument']}; got {value!r}")
 
 
 @dataclass(frozen=True)

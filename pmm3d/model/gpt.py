@@ -101,9 +101,9 @@ class GPT:
         if (tensor := grid.x * grid.y * grid.z) < min_tensor:
             return f"x y z = {tensor} is less than min-tensor = {min_tensor}"
         if self.batch % (grid.data * grid.z):
-            return f"{self.batch} sequences do not divide by data x z = {grid.data * grid.z}"
+            return f"{self.batch} sequences are not divisible by data x z = {grid.data * grid.z}"
         if self.heads is not None and self.heads % grid.x:
-            return f"{self.heads} heads do not divide by x = {grid.x}"
+            return f"{self.heads} heads are not divisible by x = {grid.x}"
         return ""
 
 
@@ -130,7 +130,7 @@ def rank_by_axonn(gpt: GPT, ranks: int, bandwidths: Bandwidths, *, powers_of_two
         found = Candidate(grid, sum(terms.values()), terms, preset=preset_of(grid), why_not=reason)
         (dropped if reason else candidates).append(found)
     if not candidates and not dropped:
-        raise GridError(f"no grid of {ranks} ranks has sizes that are all powers of two: name a power of two, or leave "
+        raise GridError(f"no grid of {ranks} ranks has sizes that are all powers of two: give a power of two, or leave "
                         "out --powers-of-two")
     if not candidates:
         raise GridError(f"no grid of {ranks} ranks is left for {gpt}; for example, {dropped[0].grid}: "

@@ -99,5 +99,5 @@ def advice(write_seconds: float, mtbf_seconds: float, step_seconds: float) -> Ad
     sentence = (f"With a failure every {in_time(mtbf_seconds)} on this job, write a checkpoint {how}: "
                 f"{100 * lost:.2g}% of the time is lost")
     if write_seconds >= mtbf_seconds:
-        sentence += ". A checkpoint takes longer than the job runs without a failure: little comes of it"
+        sentence += ". A checkpoint takes longer than the mean time between failures: the job makes little progress"
     return Advice(interval, steps, lost, sentence)

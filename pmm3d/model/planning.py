@@ -49,7 +49,7 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
         raise LayoutError(f"out is {c.shape[0]} x {c.shape[1]}; A B is {m} x {n}")
     wanted = 1 if panels is None else panels
     if not isinstance(wanted, int) or wanted < 1:
-        raise LayoutError(f"panels is a number of at least 1; got {panels!r}")
+        raise LayoutError(f"panels must be a whole number of at least 1; got {panels!r}")
     plan = min((_with_roles(a, b, c, dtype, grid, roles) for roles in ROLES),
                key=lambda candidate: candidate[0])[1]
     shared = (_reads_in_place(a, plan.a, plan.axis_roles[2], plan.a_layout.on(grid), grid),
@@ -109,7 +109,7 @@ def _check_decomposed(plan: ProductPlan, panels: int, limit: int | None) -> None
                           "an out in Layout.C, or leave overlap out")
     if limit is not None and plan.workspace > limit:
         raise MemoryLimitError(f"max_workspace is {limit:,} bytes; decomposed, the product needs {plan.workspace:,} "
-                               "bytes of work arrays a rank: leave overlap out, and panels keep the limit")
+                               "bytes of work arrays a rank: leave overlap out, so that panels can keep the limit")
 
 
 def _all_reduces(plan: ProductPlan) -> bool:

@@ -236,9 +236,9 @@ def _nothing_fits(costs: ProductCosts, limit: int, least: int) -> GridError:
     if last < len(powers):
         first = powers[max(0, last - 1)]
         enough = first + bisect_left(range(first, powers[last]), True, key=fits)
-        more = f"{enough:,} ranks are the fewest of which a grid does: use more"
-    return GridError(f"no grid of {ranks} ranks keeps m, n, k = {product} ({dtype}) within {limit:,} bytes "
-                     f"a rank; the least is {least:,}. {more}, or max_workspace= in matmul to go through k in panels")
+        more = f"Use at least {enough:,} ranks"
+    return GridError(f"no grid of {ranks} ranks keeps m, n, k = {product} ({dtype}) within {limit:,} bytes a "
+                     f"rank; the least is {least:,}. {more}, or max_workspace= in matmul, which divides k into panels")
 
 
 def _rounded(value: float, digits: int) -> float:

@@ -28,7 +28,7 @@ class Value:
     def __call__(self, value: Any, place: str, problems: list[str]) -> Any:
         if self.fits(value):
             return self.made(value)
-        problems.append(f"{place} = {shown(value)}: needed is {self.needed}")
+        problems.append(f"{place} = {shown(value)}: must be {self.needed}")
         return None
 
 
@@ -41,7 +41,7 @@ class Values:
 
     def __call__(self, value: Any, place: str, problems: list[str]) -> Any:
         if not isinstance(value, list) or not value:
-            problems.append(f"{place} = {shown(value)}: needed is {self.needed}")
+            problems.append(f"{place} = {shown(value)}: must be {self.needed}")
             return None
         return tuple(self.each(item, f"{place}[{number}]", problems) for number, item in enumerate(value))
 
@@ -66,7 +66,7 @@ class Section:
 
     def __call__(self, value: Any, place: str, problems: list[str]) -> Any:
         if not isinstance(value, dict):
-            problems.append(f"{place} = {shown(value)}: it is a section, [{place}]")
+            problems.append(f"{place} = {shown(value)}: must be a section, [{place}]")
             return None
         before, found, inner = len(problems), dict[str, Any](), f"{place}." if place else ""
         for key, reader in self.needed.items():

@@ -88,22 +88,22 @@ def machine_from(text: str, source: str) -> Machine:
 @lru_cache(maxsize=64)
 def _tell_own_pass(source: str, name: str) -> None:
     """Log, once in a process, that a pass is unknown. It is no error, because programs have passes of their own."""
-    logger.warning(f"{source}: passes.{name} is no pass of the library{hint(name, PASSES)}: it counts where a program "
-                   "names a pass of its own so")
+    logger.warning(f"{source}: passes.{name} is not a pass of the library{hint(name, PASSES)}. It is used only if your "
+                   "program names a pass like this")
 
 
 def _same_lengths(found: dict[str, Any]) -> Iterator[str]:
     lists = {name: values for name, values in found.items() if isinstance(values, tuple)}
     lengths = [*map(len, lists.values())]
     if len({*lengths}) > 1:
-        yield f"{', '.join(lists)} have {', '.join(map(str, lengths))} entries: they need as many"
+        yield f"{', '.join(lists)} have {', '.join(map(str, lengths))} entries; their numbers must be equal"
 
 
 def _points(found: dict[str, Any]) -> Iterator[str]:
     yield from (problems := [*_same_lengths(found)])
     sizes = [found[name] for name in "mnk"]
     if not problems and not len(sizes[0]) == len({*zip(*sizes)}) == prod(len({*some}) for some in sizes):
-        yield "m, n, k: each m is needed with each n and each k, once"
+        yield "m, n, k: each m must occur once with each n and each k"
 
 
 def _row(found: dict[str, Any]) -> Iterator[str]:
@@ -119,7 +119,7 @@ def _rows(value: Any, place: str, problems: list[str]) -> Any:
     if value == FROM_AXONN:
         return value
     if not isinstance(value, list):
-        problems.append(f"{place} = {shown(value)}: needed are sections, [[{place}]], or {FROM_AXONN!r}")
+        problems.append(f"{place} = {shown(value)}: must be sections, [[{place}]], or {FROM_AXONN!r}")
         return None
     return tuple(ROW(row, f"{place}[{index}]", problems) for index, row in enumerate(value))
 
@@ -137,7 +137,7 @@ def _numbered(reader: Reader) -> dict[str, Any]:
 
 def _machine(found: dict[str, Any]) -> Iterator[str]:
     if not found["gemm"]:
-        yield "[gemm] has no dtype; it needs one at least, as in [gemm.float64]"
+        yield "[gemm] has no dtype; it must have at least one, as in [gemm.float64]"
     rows, seen = found.get("collectives", ()), set[tuple[str, int, int, int]]()
     if rows == FROM_AXONN:
         return
@@ -148,7 +148,7 @@ def _machine(found: dict[str, Any]) -> Iterator[str]:
         kind = row.operation, row.inside, row.nodes, row.stride
         if kind in seen:
             stride = f", stride = {row.stride}" if row.stride else ""
-            yield f"{name} {row.operation}, inside = {row.inside}, nodes = {row.nodes}{stride} is there twice"
+            yield f"{name} {row.operation}, inside = {row.inside}, nodes = {row.nodes}{stride} occurs twice"
         seen.add(kind)
 
 

@@ -28,7 +28,7 @@ def expected_largest(ranks: int) -> float:
     Source: H. A. David and H. N. Nagaraja, Order Statistics, 3rd edition, 2003, chapter 3.
     """
     if not 1 <= ranks <= MOST_RANKS:
-        raise Pmm3dError(f"the slowest of {ranks} ranks is not known: give between 1 and {MOST_RANKS:,}")
+        raise Pmm3dError(f"the number of ranks must be from 1 to {MOST_RANKS:,}, got {ranks}")
     if ranks == 1:
         return 0.0
     total, count = 0.0, int(REACH * PIECES)
@@ -50,5 +50,5 @@ def slowest(sigma: float, ranks: int) -> float:
         (1.0, 1.076)
     """
     if not 0 <= sigma < inf:
-        raise Pmm3dError(f"a noise of {sigma} is not known: it is a share of a step's time, 0 or more, as 0.02")
+        raise Pmm3dError(f"the noise must be a share of a step's time, 0 or more, such as 0.02; got {sigma}")
     return 1 + sigma * expected_largest(ranks)
