@@ -254,7 +254,7 @@ def test_a_network_of_ones_own_predicts_in_its_precision(comm, data, shared_path
         assert (load_file(shared_path / "net.safetensors")["first.weight"].T == low["first.weight"]).all()
     with Grid(comm, "ddp") as grid:
         own = OwnNetwork(grid, made.network, Precision(tf32=True), 0)
-        fails(Pmm3dError, "first.weight is of float16, and training.precision is tf32", lambda: own.made(grid, 12, 3))
+        fails(Pmm3dError, "has precision float16, and training.precision is tf32", lambda: own.made(grid, 12, 3))
 
 
 @pytest.mark.numpy_only("reads arrays of numpy")
@@ -301,7 +301,7 @@ REFUSED = [
     ({}, "bfloat16", 'needs torch arrays, and network.library is numpy: set network.library = "torch"'),
     ({"library": "cupy"}, "bfloat16", "network.library is cupy"),
     ({"library": "torch"}, "tf32", "needs a GPU"),
-    ({"dtype": "float64"}, "float16", "is of float32 weights, and network.dtype is float64"),
+    ({"dtype": "float64"}, "float16", 'needs network.dtype = "float32", which is "float64"'),
     ({}, "fp8", "precision"),
 ]
 

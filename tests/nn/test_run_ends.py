@@ -104,7 +104,7 @@ def test_metrics_that_cannot_be_read_are_left_out(here, comm):
         path.write_bytes(b"\xff\xfe no text\n[1]\n" + path.read_bytes())
     done = here.train(here.config(training="epochs = 2"), "--resume", "auto")
     assert done.returncode == 0, done.stderr
-    assert "2 lines are left out, which are not JSON of a step (the first is line 1)" in done.stderr
+    assert "2 lines are left out, because they are not JSON of a step (the first is line 1)" in done.stderr
     assert [line["step"] for line in here.metrics() if "loss" in line] == list(range(1, 13))
 
 

@@ -148,7 +148,7 @@ def test_nodes_with_more_ranks_than_others_are_refused(comm, fails, monkeypatch)
     with Grid(comm, "fsdp") as grid:
         nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
         net = nn.Linear(grid, 12, 8, dtype="float64")
-        fails(GridError, "not equally many consecutive ranks on each", lambda: net(spread(grid, np.ones((16, 12)), library="numpy")))
+        fails(GridError, "not equally many", lambda: net(spread(grid, np.ones((16, 12)), library="numpy")))
 
 
 @pytest.mark.parallel([1])

@@ -186,3 +186,4 @@ def test_the_reference_keeps_sections_and_shows_examples_as_code():
     assert as_rst(lines) == [
         "C = ``a`` \\*b.", "", heading, underline, "a, \\*\\*b : int", "    A\\. Rows \\*of\\* ``x``.", "",
         ".. code-block:: pycon", "", "    >>> 1", "    1", ""]
+    assert as_rst(["    |A| / Gx"]) == [".. code-block:: text", "", "        |A| / Gx", ""]

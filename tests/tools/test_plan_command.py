@@ -162,7 +162,7 @@ UNANSWERABLE = [
     ((*SMALL, "--vocabulary", 0), "--vocabulary 0 leaves out embedding and logits"),
     (("gpt", "--layers", 2, "--hidden", 48, "--sequence", 8, "--batch", 8), "give --heads: hidden = 48 is no"),
     ((*SMALL, "--terms", "axonn", "--micro-batches", 2), "--micro-batches has no effect with --terms axonn"),
-    ((*SMALL, "--terms", "axonn", "--order", "y,x", "--machine", "frontier"), "names each axis once"),
+    ((*SMALL, "--terms", "axonn", "--order", "y,x", "--machine", "frontier"), "name each axis once"),
     ((*SMALL, "--terms", "axonn", "--mtbf", 3, "--write-seconds", 1, "--machine", "frontier"),
      "--mtbf has no effect with --terms axonn"),
     ((*SMALL, "--terms", "axonn", "--memory", 9, "--machine", "frontier"), "--memory has no effect with --terms axonn"),
