@@ -147,7 +147,7 @@ def check_writable(*paths: Path | None, text: Path | None = None) -> None:
 def _why_not(path: Path) -> str:
     """Return why a path cannot be written, or "". A pipe without a reader is refused, because opening it would hang."""
     if path == STANDARD_OUTPUT:
-        return "only --json of a command goes to standard output"
+        return "this file cannot be standard output"
     there = os.path.lexists(path)
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666))

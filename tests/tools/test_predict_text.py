@@ -59,6 +59,7 @@ def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
     said(pmm3d("predict", "run", "--prompt", ""), "the prompt has no tokens")
     said(pmm3d("predict", "run"), "name the FILE of the samples and --out; or --prompt")
     said(pmm3d("predict", "run", "text.h5", "--prompt", "a"), "FILE does not go with --prompt")
+    said(pmm3d("predict", "run", "--prompt", "a", "--overwrite"), "--overwrite has no effect without --out")
     said(pmm3d("predict", "run", "text.h5", "--out", "o.h5"), "takes tokens and continues a text")
     said(pmm3d("predict", "run", "text.h5", "--out", "o.h5", "--top-k", "3"), "--top-k is for a text: name the")
     (tmp_path / "text.h5").rename(tmp_path / "moved.h5")

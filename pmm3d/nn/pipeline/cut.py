@@ -27,10 +27,8 @@ def cut_by_cost(costs: Sequence[Cost], ranks: Sequence[Sequence[int]], live: Seq
                 memory: float | None) -> list[int]:
     """Number of layers of each stage. Raises PipelineError if no cut fits.
 
-    costs    cost of each layer
-    ranks    for each stage, the ranks that hold a copy of the stage
-    live     for each rank, the number of micro-batches whose activations the rank keeps at once
-    memory   bytes that a rank may hold, or None for no limit
+    `ranks` contains, for each stage, the ranks with a copy of the stage. `live` contains, for each rank, the number of
+    micro-batches whose activations the rank keeps at once. `memory` is the limit of a rank in bytes, or None.
 
         >>> costs = [Cost(flop, 10, 1) for flop in (1, 1, 4, 2, 2)]
         >>> cut_by_cost(costs, [[0], [1]], [2, 1], None), cut_by_cost(costs, [[0], [1]], [2, 1], 35)

@@ -57,7 +57,7 @@ def _of_one_stage(micro_batches: int) -> PipelineSchedule:
 
 
 class Executor:
-    """One training step on this rank.
+    """A training step on this rank.
 
     Receives are posted early, each with its own tag. A rank waits for a receive before the pass that needs the message,
     and for its sends at the end of the step. So no order of messages can deadlock. Stages on the same rank exchange no
@@ -65,8 +65,8 @@ class Executor:
     gradient are added in ascending order of micro-batches, so all schedules give the same bits. `ends` is True if this
     rank holds a last stage.
 
-    Raises PipelineError on every rank if the schedule does not support this number of micro-batches, and on a rank on
-    which an earlier step ended with an error.
+    Raises PipelineError, on every rank, if the schedule does not support this number of micro-batches. Also raises it
+    if an earlier step ended with an error on this rank.
     """
 
     def __init__(self, network: Module, inputs: Sequence[DistMatrix], scale: float = 1.0):

@@ -63,7 +63,7 @@ def mean_times(lines: Sequence[Sequence[Timed]]) -> Times:
 
 
 def described(actions: Sequence[Sequence[Acted]]) -> dict[str, Any]:
-    """Both time lines as a JSON record, or an empty one if the actions are not a complete step."""
+    """Both time lines as a JSON record, which is empty if the actions are not a complete step."""
     try:
         both = time_lines(actions)
     except PipelineError:

@@ -40,8 +40,8 @@ def schedule_of(source: str | PathLike[str], ranks: int | None, micro_batches: i
     Raises
     ------
     PipelineError
-        If the table cannot be executed (the error names the place), if it has other numbers of ranks, micro-batches or
-        chunks, or if the file cannot be read.
+        If the table cannot be executed or has other numbers of ranks, micro-batches or chunks. The error names the
+        place. Also if the file cannot be read.
 
     Examples
     --------

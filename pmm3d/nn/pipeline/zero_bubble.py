@@ -10,17 +10,16 @@ from .simulation import Times, simulate
 from .table import PipelineAction, PipelineError, PipelineSchedule, check_sizes
 
 WEIGHT_MEMORY = 0.4
-"""Share of a micro-batch's memory that W needs after I. For a transformer with a heads, sequences of s tokens and
-width h, the share is 32 / (34 + 5 a s / h) (Qi et al., arXiv 2401.10241, Table 1)."""
+"""Share of a micro-batch's memory that W needs after I. In a transformer with a heads, sequences of s tokens and width
+h, this is 32 / (34 + 5 a s / h) (Qi et al., arXiv 2401.10241, Table 1)."""
 
 
 class Policy(NamedTuple):
     """Rules by which a rank chooses its next action.
 
-    limit     memory limit of F, in (stage, micro-batch) pairs
-    weight    memory that W needs after I, as a share of a forward pass's memory
-    first     for each rank, the largest number of forward passes of its first stage before their I
-    patience  W runs if the next other action starts later than this share of W's time
+    F begins only if it fits within `limit`, in (stage, micro-batch) pairs. `weight` is the memory that W needs after I,
+    as a share of a forward pass's memory. `first` limits, for each rank, the forward passes of its first stage before
+    their I. W runs if the next other action starts later than `patience` times the time of W.
     """
 
     limit: float

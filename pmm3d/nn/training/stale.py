@@ -76,24 +76,24 @@ class DoubleBuffered(Rule):
 
 @dataclass(frozen=True)
 class HetPipe(Rule):
-    """Wave synchronous parallelism of HetPipe (Park et al., ATC 2020): several pipelines ("virtual workers") of unequal
-    speed train one network, each with micro-batches of its own. All stages of a worker use weights of the same version.
-    A wave is p micro-batches. The clock of a worker is the number of its finished waves. U_i(c) is the sum of the
-    changes of worker i in its wave c, from 0.
+    """HetPipe's wave synchronous parallelism (Park et al., ATC 2020). Several pipelines train copies of one network on
+    different micro-batches, and may differ in speed. Such a pipeline is called a worker. All stages of a worker use
+    weights of the same version. A wave is p micro-batches. The clock of a worker is the number of its finished waves.
+    U_i(c) is the sum of the changes of worker i in wave c, from 0.
 
         W_i(t+1) = W_i(t) - lr G_i(t; W_i(v)),   v = max(0, t - p + 1)
         and, if t + 1 = c p and c > D:   + the sum of U_j(c-1-D) over all workers j other than i
 
-    So a worker at clock c waits until all workers have finished wave c-1-D: two clocks differ by at most D + 1. At the
-    end all workers have the changes of all waves.
+    A worker at clock c waits until all workers have finished wave c-1-D. So two clocks differ by at most D + 1. At the
+    end, all workers have the changes of all waves.
 
     Parameters
     ----------
     workers
-        Grid of the ranks that have the same place in all workers, of shape "ddp". The network is on a grid of its
-        worker's ranks.
+        Grid of shape "ddp" with the ranks at the same place in all workers. The network of a worker is on another grid,
+        with the ranks of the worker.
     distance
-        D. Default: 0.
+        Distance D. Default: 0.
     """
 
     workers: Grid

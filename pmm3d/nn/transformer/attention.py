@@ -81,8 +81,8 @@ def attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, si
     Notes
     -----
     Each rank computes its query heads of its sequences (see `sequence_length`). Tensors are first relaid out if an axis
-    cuts inside a head, or if an axis other than seq and ulysses cuts inside a sequence. If a rank lacks a head of k and
-    v that its query heads need, k and v are gathered over the G ranks that split their columns. Each rank then receives
+    cuts inside a head, or if an axis other than seq and ulysses cuts inside a sequence. If a rank lacks heads of k and
+    v for its query heads, k and v are gathered over the G ranks that split their columns. Each rank then receives
     (G-1)/G of k and v, and the same share of their gradients.
 
     If P ranks along seq share sequences that have K elements of k and Q elements of q, each rank receives at most:
@@ -262,10 +262,9 @@ def runs(heads: tuple[int, int], held: int, group: int) -> list[Run]:
 class _Local:
     """One rank's part of an attention.
 
-    forms    forms of q, k and v, or of the one tensor with all three
-    shares   segments of this rank's rows, each with the ranks that hold the other rows of its sequences
-    fresh    whether a single kernel call for each share sets all gradients
-    first    row of the whole batch at which `documents` begins
+    `forms` are the forms of q, k and v, or the form of the single tensor with all three. `shares` contains the segments
+    of this rank's rows, each with the ranks that hold the other rows of its sequences. `fresh` is True if a single
+    kernel call for each share sets all gradients. `documents` begins at the row `first` of the whole batch.
     """
 
     def __init__(self, operands: Sequence[Tensor], size: int, visible: Visible, scale: float,

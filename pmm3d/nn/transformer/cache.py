@@ -39,7 +39,7 @@ class Cache(AbstractContextManager["Cache"]):
         return self.length + np.arange(rows) % max(1, self.rows)
 
     def extend(self, k: Array, v: Array) -> tuple[Array, Array]:
-        """Store keys and values (sequences, heads, rows, size) of this pass. Return views of those of all passes."""
+        """Store keys and values (sequences, heads, rows, size) of this pass. Return views with all passes."""
         if self._next == len(self._held):
             library, shape = library_of(k), (*k.shape[:2], self.total, k.shape[3])
             with self._grid.ledger.holding("cache"):

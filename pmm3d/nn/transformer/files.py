@@ -20,7 +20,7 @@ from .names import KINDS, Architecture, architecture_of, names_of
 
 
 class Published(Sequential):
-    """Network that the transformers package may know. kind: "gpt2", "llama", or "" without a published format."""
+    """Network whose files may have a published format. kind: "gpt2", "llama", or "" without such a format."""
 
     kind = ""
     architecture: Architecture

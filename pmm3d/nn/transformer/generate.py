@@ -57,10 +57,10 @@ def generate(network: Module, prompt: Any, length: int, *, temperature: float = 
 
     Notes
     -----
-    The first pass processes the prompt. Each further pass processes the last token of each sequence. A rank caches 2
-    (tokens + length) x layers x kv_heads x size elements of keys and values for each of its sequences, with heads split
-    over x or y. Sequences are split over data, z, seq and ulysses. Each pass gathers the weights over z unless they are
-    kept (see `Overlap.reshard_after_forward`). Rank 0 receives the logits of the last tokens, and draws.
+    The first pass processes the prompt. Each further pass processes the last token of each sequence. Keys and values
+    are cached: 2 (tokens + length) x layers x kv_heads x size elements for each sequence of a rank. Axes x and y split
+    heads. Axes data, z, seq and ulysses split sequences. Each pass gathers the weights over z unless they are kept (see
+    `Overlap.reshard_after_forward`). Rank 0 receives the logits of the last tokens, and draws.
 
     Examples
     --------

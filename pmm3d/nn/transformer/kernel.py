@@ -69,14 +69,13 @@ def attend(library: NumpyLibrary, work: Workspace, q: Array, k: Array, v: Array,
            visible: Visible, scale: float, into: Partial, fresh: bool = True, part: str = "") -> None:
     """Compute the attention of queries to keys.
 
-    q       (b, a, rows, size), with a stride of 1 along size
-    k, v    (b, a_kv, rows of keys, size). a is a multiple of a_kv: consecutive heads of q share a head of k and v
-    into    result, in float32 for low precision
-    fresh   False merges these keys into `into`, the attention of these queries to other keys
-    part    "before" or "after" selects the first or the second list of pairs of `block_pairs`
+    q is (b, a, rows, size), with a stride of 1 along size. k and v are (b, a_kv, rows of keys, size). a is a multiple
+    of a_kv: consecutive heads of q share a head of k and v. `into` is the result, in float32 for low precision. If
+    `fresh` is False, `into` contains the attention to other keys, and these keys are merged. `part` "before" or "after"
+    selects the first or the second list of pairs of `block_pairs`.
 
-    For torch arrays on the host without dropout, torch's flash kernel is called. Otherwise, the computation consists of
-    batched GEMMs, with work memory for a_kv x block x block scores. Low precision is computed in float32.
+    Torch arrays on the host without dropout use torch's flash kernel. All others use batched GEMMs, with work memory
+    for a_kv x block x block scores. Low precision is computed in float32.
 
         >>> x, rows = np.ones((1, 2, 3, 4)), Rows(np.arange(3))
         >>> result = Partial(np.empty((1, 2, 3, 4)), np.empty((1, 2, 3)))
@@ -109,11 +108,9 @@ def attend_backward(library: NumpyLibrary, work: Workspace, q: Array, k: Array, 
                     dv: Array, fresh: bool = False, part: str = "") -> None:
     """Add the gradients by q, k and v to dq, dk and dv, in float32 or wider. Scores are computed again.
 
-    out, lse   attention of the queries to all of their keys, also on other ranks. dout: gradient of `out`
-    fresh      True overwrites dq, dk and dv
-
-    The other arguments are as in `attend`. The first lists of pairs (`block_pairs`) of all blocks of queries are
-    processed before their second lists.
+    `out` and `lse` are the attention of the queries to all of their keys, also on other ranks. `dout` is the gradient
+    of `out`. If `fresh` is True, dq, dk and dv are overwritten. The other arguments are as in `attend`. The first lists
+    of pairs (`block_pairs`) of all blocks of queries are processed before their second lists.
     """
     q, k, v, out, dout = _widened(library, q, k, v, out, dout)
     compute = _flash_backward if _flash_serves(library, visible) else _blockwise_backward

@@ -1,6 +1,6 @@
 """Sequences that several ranks along seq share: the rows of each rank, and exchange of keys and values.
 
-A block of queries processes blocks of keys in descending order of storage, from its own block to the first, then from
+A block of queries processes blocks of keys in descending order of storage: from its own block to the first, then from
 the last block to the block after its own. The gradient of a block of keys adds blocks of queries in the opposite order.
 A ring (Liu et al. 2023, arXiv 2310.01889) visits the ranks in this order. So each sum continues the sum of the rank
 before, and the bits do not depend on the number of ranks.
@@ -32,9 +32,8 @@ WHAT = {KEYS: "keys and values", GRADIENTS: "gradients of keys", GRADIENTS + 2: 
 class Segment(NamedTuple):
     """Consecutive rows on a rank along seq: a part of a sequence, or several whole sequences.
 
-    sequence, number   first sequence in the batch, and number of sequences
-    rows, first        rows of the local array, and number of the first row in the whole batch
-    position           positions of the rows of each sequence
+    `sequence` is the first sequence in the batch, and `number` the number of sequences. `rows` are rows of the local
+    array, and `first` is the first row in the whole batch. `position` contains the positions of each sequence's rows.
     """
 
     rank: int
@@ -48,9 +47,9 @@ class Segment(NamedTuple):
 class Share(NamedTuple):
     """A segment of this rank, and the ring of ranks with the other rows of its sequence.
 
-    members   segments of the ranks, in the order of the rows. here: index of this rank's segment
-    used      used[i][j]: whether queries of member i see keys of member j
-    reach     for each member, the number of next members to which its keys and values are sent
+    `members` are the segments of the ranks, in the order of the rows, and `here` is the index of this rank's segment.
+    used[i][j] is True if queries of member i see keys of member j. The keys and values of member j are sent to the next
+    reach[j] members.
     """
 
     own: Segment

@@ -21,8 +21,8 @@ class Rows(NamedTuple):
 class Dropout(NamedTuple):
     """Dropout of the softmax weights. The mask depends on seed, stream, and a weight's place in the whole batch.
 
-    sequence, head   numbers of the first sequence and of the first query head in the local arrays
-    heads, length    number of all query heads, and number of rows of a sequence
+    `sequence` and `head` are the first sequence and the first query head of the local arrays. `heads` is the number of
+    all query heads, and `length` the number of rows of a sequence.
     """
 
     p: float

@@ -87,9 +87,9 @@ def read_trace(path: Path) -> list[Event]:
     except OSError as error:
         raise Pmm3dError(f"cannot read the trace {path}: {error.strerror}. {REMEDY}") from None
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise Pmm3dError(f"{path} is no Chrome trace. {REMEDY}") from None
+        raise Pmm3dError(f"{path} is not a Chrome trace. {REMEDY}") from None
     if not isinstance(events, list) or not all(map(_is_event, events)):
-        raise Pmm3dError(f"{path} is no Chrome trace. {REMEDY}")
+        raise Pmm3dError(f"{path} is not a Chrome trace. {REMEDY}")
     return events
 
 
@@ -110,10 +110,10 @@ def _place(real: Sequence[Event], timeline: Timeline) -> tuple[float, str]:
     keys = [(event["tid"], event["args"].get("phase") or event["name"]) for event in done]
     start, others = _last_step(keys, order)
     if start is None:
-        return 0.0, ": the run does other collectives than the simulated step, which begins with the trace"
+        return 0.0, ": the simulated step begins with the trace, because the collectives of the run differ"
     begin = max(0.0, done[start]["ts"] / 1e6 - wanted[0][1])
     return begin, f": the simulated step begins with the last step of rank {rank}" + (
-        ", which does other collectives" if others else "")
+        ", whose collectives differ" if others else "")
 
 
 def _last_step(keys: list[Key], order: list[Key]) -> tuple[int | None, bool]:
