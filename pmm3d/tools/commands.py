@@ -124,8 +124,7 @@ def report_command(
 ) -> None:
     """Make a page of a run: curves, time and memory of each rank, bytes of each collective, the grid.
 
-    The page is one HTML file and loads nothing from the network. You can make it while the run continues. No MPI is
-    used.
+    The page is one HTML file that loads nothing from the network. You can make it during the run. No MPI is used.
 
     [bold]Example[/]
 
