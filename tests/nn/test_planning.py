@@ -116,6 +116,14 @@ def choosy(grid, features, outputs):
 PERLMUTTER, NOMINAL = load("perlmutter"), load("nominal")
 
 
+def test_settings_of_layers_are_refused_for_a_network_of_the_user(tmp_path):
+    (tmp_path / "model.py").write_text(OWN)
+    settings = {"data": {"file": "nowhere.h5", "batch_size": 64}, "network": f"{tmp_path}/model.py:build"}
+    for keys in ({"recompute": ("none", "full")}, {"activations": ("replicated", "sharded")}):
+        with given(keys=keys), pytest.raises(GridError, match="model.py:build makes its own layers"):
+            rank_training(checked(settings), 2, NOMINAL, samples=(32, 16), **keys)
+
+
 def test_a_network_that_does_not_run_on_every_grid(tmp_path):
     """The other grids are ranked. If none is left, the reason is the error."""
     (tmp_path / "model.py").write_text(OWN + """

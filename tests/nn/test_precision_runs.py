@@ -147,7 +147,7 @@ def test_what_was_written_to_a_weight_is_in_a_checkpoint(comm, shared_path, fail
         older = {**full.matrices(), "optimizer/weight/remainder": DistMatrix.empty(grid, (70, 96), dtype="float32")}
         Checkpoints(grid, shared_path / "older").save(1, older)
         for network in low, full:
-            fails(CheckpointError, "holds weights of low precision with remainders, as pmm3d wrote them before",
+            fails(CheckpointError, "contains 16-bit weights with remainders, from a version of pmm3d without",
                   lambda network=network: load_weights(network, shared_path / "older"))
 
 
@@ -160,7 +160,7 @@ def test_weights_of_bfloat16_without_torch_are_refused_by_all_ranks(comm, shared
         before = full.weight.gather()
         if grid.rank == comm.size - 1:
             monkeypatch.setitem(sys.modules, "torch", None)
-        fails(CheckpointError, "weights are of bfloat16, which torch reads: torch arrays need torch: pip install",
+        fails(CheckpointError, "contains bfloat16 weights, and torch is needed to read them: torch arrays need torch",
               lambda: load_weights(full, shared_path))
         monkeypatch.undo()
         assert np.array_equal(full.weight.gather(), before)

@@ -116,14 +116,14 @@ IMPOSSIBLE = [
     (("convert", "table.csv", "x.h5", "--targets", "z", "--no-targets"), "--targets and --no-targets do not go"),
     (("export", "folder", "folder"), "cannot export to folder: the name of the file must end in .safetensors"),
     (("export", "folder", "none/x.safetensors"), "cannot write none/x.safetensors: there is no folder"),
-    (("export", "folder", "x.safetensors"), "there is no checkpoint in folder: name a checkpoint's folder"),
+    (("export", "folder", "x.safetensors"), "there is no checkpoint in folder: pass the folder of a checkpoint"),
     (("predict", "folder", "empty", "--out", "empty"), "empty is the file of the samples, and would be overwritten"),
     (("predict", "folder", "empty", "--out", "table.csv"), "table.csv exists; --overwrite replaces it"),
     (("predict", "folder", "empty", "--out", "fifo", "--overwrite"), "fifo cannot be replaced: it is a named pipe"),
     (("predict", "folder", "empty", "--out", "/dev/full", "--overwrite"),
      "/dev/full cannot be replaced: it is a device"),
     (("export", "folder", "/dev/full"), "cannot export to /dev/full"),
-    (("predict", "none", "empty", "--out", "x.h5"), "there is no checkpoint in none: name a checkpoint's folder"),
+    (("predict", "none", "empty", "--out", "x.h5"), "there is no checkpoint in none: pass the folder of a checkpoint"),
 ]
 
 

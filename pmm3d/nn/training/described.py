@@ -14,7 +14,7 @@ with needs("train", "a configuration"):
     from pydantic import BaseModel, ValidationError
 
 WIDEST = 2**28
-"""Largest number of columns, so that bytes of a matrix fit into 64 bits."""
+"""Largest number of columns, because the bytes of a matrix must fit into 64 bits."""
 CASCADE = "default_factory_not_called"
 """pydantic's error for a default that depends on a wrong value."""
 MOST_SHOWN = 60

@@ -67,7 +67,7 @@ def on_first(grid: Grid, path: Path, body: Callable[[], None]) -> None:
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the lines of a metrics file; an empty list if there is no file. Lines that are not JSON of a step are left
-    out, with a warning, except that a crash may have cut the last line."""
+    out, with a warning unless it is the last line, which a crash may have cut."""
     lines: list[dict[str, Any]] = []
     try:
         check_regular(path)
@@ -128,7 +128,7 @@ class RunLog:
 
     def __init__(self, folder: str | os.PathLike[str], rank: int, *, bar: bool = True,
                  prometheus: str | os.PathLike[str] | None = None):
-        self.folder, self.speaks = Path(folder), rank == 0
+        self.folder, self.writes = Path(folder), rank == 0
         self._bar, self._prometheus, self._warned = bar, prometheus, set[str]()
         self._file: TextIO | None = None
         self._exporter: Textfile | None = None
@@ -150,7 +150,7 @@ class RunLog:
         Pmm3dError
             If the file for Prometheus cannot be written.
         """
-        if not self.speaks:
+        if not self.writes:
             return
         if self._prometheus is not None:
             self._exporter = Textfile(Path(self._prometheus), self.folder)
@@ -169,7 +169,7 @@ class RunLog:
         metrics : dict
             Figure -> value, with at least "step".
         """
-        if not self.speaks:
+        if not self.writes:
             return
         seconds = time.perf_counter() - self._begun
         self._write({**metrics, "seconds": round(seconds, 3)})
@@ -191,7 +191,7 @@ class RunLog:
         figures : dict
             Figure -> value.
         """
-        if self.speaks:
+        if self.writes:
             self._write({"step": step, "epoch": epoch, "validation": figures})
             self._export({"step": step, "epoch": epoch}, figures)
         self.say(f"step {step}: " + ", ".join(f"validation {name} {value:.4f}" for name, value in figures.items()))
@@ -217,7 +217,7 @@ class RunLog:
         text : str
             The line.
         """
-        if self.speaks:
+        if self.writes:
             self._print(("\r\033[K" if self._shows else "") + text)
 
     @property
@@ -264,13 +264,13 @@ class RunLog:
 
     def draw_at_exit(self) -> None:
         """Draw the curves at the end of the process, when no other rank waits for this one."""
-        if self.speaks:
+        if self.writes:
             atexit.register(self.draw)
 
     def draw(self) -> None:
         """Write curves.png."""
         atexit.unregister(self.draw)
-        if self.speaks and self.folder.is_dir():
+        if self.writes and self.folder.is_dir():
             attempt(f"{self.folder / PICTURE} could not be drawn", self._draw)
 
     def _draw(self) -> None:

@@ -143,8 +143,8 @@ class Trainer:
     def owning(self) -> Iterator[None]:
         """Context in which the folder belongs to this job, and signals are collected. Collective.
 
-        `run` enters it. Enter it before `resume` to protect that too. It may be entered again inside. Raises
-        FolderInUseError, on every rank, if the folder belongs to another job.
+        `run` enters the context. Enter it yourself before `resume`; it may be nested. Raises FolderInUseError, on every
+        rank, if the folder belongs to another job.
         """
         owner = self.log if self.log is not None else self.checkpoints
         with self.signals:

@@ -73,10 +73,13 @@ def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | 
     preferred to a grid that is faster by 2% or less. Ties: less memory, then fewer ranks along x, y, z.
 
     Raises GridError if the step fits on no grid; the message contains the memory and a number of ranks that is enough.
-    Raises Pmm3dError as `DrySteps`, and for a machine without figures.
+    Raises GridError for activations and recompute of a network of `build`, and Pmm3dError as `DrySteps`.
     """
     if ranks < 1:
         raise GridError(f"a plan is for at least 1 rank; got {ranks!r}")
+    if config.network.build and (activations or recompute):
+        raise GridError(f"network.build = {config.network.build} makes its own layers: plan it without activations and "
+                        "recompute, and set them in the function")
     longer = [(pipe, seq) for pipe in pipes for seq in seqs if ranks % (pipe * seq) == 0]
     if not longer:
         products = sorted({pipe * seq for pipe in pipes for seq in seqs})

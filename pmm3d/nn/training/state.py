@@ -87,7 +87,7 @@ class TrainState:
             raise Pmm3dError("TrainState: the optimizer changes parameters that are not in the network, so checkpoints "
                              f"would not contain them: {names_in_words(others)}. Make all networks attributes of one "
                              "Module, and pass that Module")
-        whole = self.network.dry if isinstance(self.network, Pipeline) else self.network  # stages scale alike
+        whole = self.network.dry if isinstance(self.network, Pipeline) else self.network  # all stages scale the loss
         if self.scale is None and any(each.precision.compute == "float16" for each in whole.parameters()):
             self.scale = LossScale()
 
