@@ -30,7 +30,6 @@ napoleon_google_docstring = napoleon_use_param = napoleon_use_rtype = False
 napoleon_custom_sections = [("Attributes", "params_style")]  # autodoc describes the properties
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_default_options = {"members": True, "undoc-members": False}
 python_maximum_signature_line_length = 88
 add_module_names = False
 autodoc_preserve_defaults = True

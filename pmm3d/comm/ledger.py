@@ -309,6 +309,7 @@ class Ledger:
         return list(dict.fromkeys(key.phase for key in self.entries))
 
     def reset(self) -> None:
+        """Clear the totals, parts and events."""
         self.entries.clear()
         self.parts.clear()
         self.events.clear()

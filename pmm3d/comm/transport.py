@@ -207,10 +207,10 @@ class Link:
 
     def run_on(self, stream: CommunicationStream, make_collective: Callable[[Link], Collective[Result]]
                ) -> Collective[Result]:
-        """Generator: run a collective on the grid's stream, after the caller's earlier work on the device.
+        """Generator: run a collective on the communication stream, after the caller's earlier work on the device.
 
-        The generator ends when all work on the device is complete. Then any stream and the host may use the result, and
-        the arrays may be freed. Until then `make_collective` refers to them.
+        The generator ends when the device has completed the collective. Then the host and all streams may use the
+        result. Until then `make_collective` holds references to the arrays, so their memory is not reused.
         """
         collective = make_collective(self)
         yield [stream.begun]

@@ -14,8 +14,8 @@ from ..errors import GridError, Pmm3dError
 from .node_map import SUMS
 
 TASK_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "SLURM_STEP_NUM_TASKS")
-"""Innermost launcher first. An mpiexec inside a Slurm allocation starts its daemons as a Slurm step, so its ranks also
-have the task count of that step, which is the number of nodes."""
+"""Variables of the number of ranks, innermost launcher first. An mpiexec inside a Slurm allocation starts its daemons
+as a Slurm step. Its ranks then also have the task count of this step, which is the number of nodes."""
 TASK_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "SLURM_PROCID")
 LOCAL_TASK_COUNTS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE",
                      "JSM_NAMESPACE_LOCAL_SIZE")
@@ -23,18 +23,18 @@ JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBI
 TRANSPORTS = ("auto", "direct", "staged", "nccl")
 TRANSPORTS_IN_WORDS = "auto, direct, staged or nccl"
 OVERLAPS_OF_ALL = ("auto", "none")
-"""Overlap modes for all products of a job. Other modes are arguments of a product, because not every product can use
+"""Overlap modes for all products of a job. Other modes are arguments of a product, because some products cannot use
 them."""
 
 JOB_FOLDER = "PMM3D_JOB_FOLDER"
-"""Folder in which ranks on the node of pmm3d.launcher leave notes: the exit code, if a rank ends the job (file "code"),
-and the stage of a rank of a pipeline (file "rank-3")."""
+"""Variable that names a folder in which ranks on the node of pmm3d.launcher write files: "code" contains the exit code
+if a rank ends the job, and "rank-3" the pipeline stage of rank 3."""
 
 
 def tasks_in_environment(environ: Mapping[str, str]) -> tuple[int, str] | None:
-    """Return (number of ranks that the launcher started, name of its variable), or None outside a launcher.
+    """Return (number of ranks that the launcher started, name of the variable), or None outside a launcher.
 
-    If the number differs from the size of COMM_WORLD, launcher and library belong to different MPIs.
+    If this number differs from the size of COMM_WORLD, the launcher and the library belong to different MPIs.
 
         >>> tasks_in_environment({"PMI_SIZE": "8"})
         (8, 'PMI_SIZE')
@@ -86,7 +86,7 @@ def nodes_of_job(environ: Mapping[str, str]) -> int:
 
 
 def job_id(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the variable and the identifier of the batch job, as "SLURM_JOB_ID 4711"; None outside a batch job."""
+    """Return variable and identifier of the batch job, such as "SLURM_JOB_ID 4711"; None outside a batch job."""
     return next((f"{name} {environ[name]}" for name in JOB_IDS if environ.get(name)), None)
 
 
@@ -105,7 +105,7 @@ def _variable(name: str, default: Any, kind: Callable[[str], Any], meaning: str,
         try:
             return kind(text)
         except ValueError:
-            raise Pmm3dError(f"{name}={text!r} is not understood; it means {meaning}") from None
+            raise Pmm3dError(f"{name}={text!r} is invalid. It must be {meaning}") from None
 
     metadata = {"variable": name, "default": default, "meaning": meaning, "read": read, "kind": kind,
                 "argument": argument}
@@ -148,7 +148,7 @@ def _argument(setting: Field, value: Any) -> Any:
             return str(setting.metadata["kind"](value))
     except ValueError:
         pass
-    raise GridError(f"{setting.name} is {setting.metadata['argument']}; got {value!r}")
+    raise GridError(f"{setting.name} must be {setting.metadata['argument']}; got {value!r}")
 
 
 @dataclass(frozen=True)

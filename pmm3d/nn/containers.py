@@ -174,12 +174,13 @@ class MLP(Block):
                  library: Library | None = None, precision: Precision | str | None = None):
         check_grid("MLP", grid)
         if len(sizes) < 2:
-            raise LayoutError(f"MLP: sizes name at least the columns of the input and of the output; got {list(sizes)}")
+            raise LayoutError("MLP: sizes must contain at least the columns of the input and of the output, got "
+                              f"{list(sizes)}")
         functional.check_probability("MLP: dropout", dropout)
         activation = functional.activation_named(activation) if isinstance(activation, str) else activation
         made, cols, number, policy = list[Layer](), "y", 0, Recomputed.named(recompute)
         if policy.attention:
-            raise Pmm3dError('MLP: recompute="selective" is of attention, which an MLP has none of: take "full"')
+            raise Pmm3dError('MLP: recompute="selective" recomputes attention, which an MLP lacks: use "full"')
         seed = seed_of(grid, seed)
         options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}
         for index, (inputs, outputs) in enumerate(zip(sizes, sizes[1:])):

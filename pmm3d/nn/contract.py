@@ -87,7 +87,7 @@ def natural(form: Form, part: Part) -> Gradient | LazyMatrix:
     if tuple(gradient.array.shape) != box.shape:
         raise LayoutError(f"a rule returned an array of shape {tuple(gradient.array.shape)} as the gradient of a "
                           f"tensor {form.shape[0]} x {form.shape[1]}: in {gradient.layout} this rank's is "
-                          f"{box.shape[0]} x {box.shape[1]}. In another layout than the tensor's it is a "
+                          f"{box.shape[0]} x {box.shape[1]}. To return a gradient in another layout, return "
                           "nn.Gradient(array, layout)")
     return gradient
 

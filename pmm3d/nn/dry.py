@@ -68,6 +68,6 @@ def memory(grid: Grid) -> dict[str, int]:
     """
     run = grid.dry_run
     if run is None:
-        raise Pmm3dError("the memory of a grid with data is that of its arrays; a dry run is on Grid.dry")
+        raise Pmm3dError("nn.dry.memory needs a grid without data (Grid.dry)")
     return {kind: run.most.get(kind, 0) for kind in ("weights", "gradients", "state")} | {
         "work": grid.workspace.allocated}

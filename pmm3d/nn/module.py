@@ -67,8 +67,7 @@ class Module:
 
         def __getattr__(self, name: str) -> Any:
             if name == "grid":
-                raise NoGridError(f"{type(self).__name__} does not say on which grid it is: set self.grid = grid in "
-                                  "its __init__")
+                raise NoGridError(f"{type(self).__name__} has no grid: set self.grid = grid in its __init__")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
@@ -130,7 +129,7 @@ class Module:
         -------
         Tensor or tuple of Tensor
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say what it computes: define forward(self, x)")
+        raise NotImplementedError(f"{type(self).__name__} has no method forward: define forward(self, x)")
 
     def attributes(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, value) of each attribute."""
@@ -180,8 +179,8 @@ class Module:
                 if isinstance(child, Parameter) and child not in names:
                     names[child] = name = f"{prefix}.{name}".lstrip(".")
                     if named.setdefault(name, child) is not child:
-                        raise Pmm3dError(f"{type(module).__name__}: two parameters are named {name!r}: the keys of a "
-                                         "dict must differ as text, and from the names of attributes")
+                        raise Pmm3dError(f"{type(module).__name__}: two parameters are named {name!r}. Keys of a dict "
+                                         "must differ as text, and from the names of attributes")
         for child, name in names.items():
             if name.count(".") >= child.name.count("."):
                 child.name = name
@@ -456,6 +455,6 @@ def _check_nothing_hides(module: Module) -> None:
     for name, value in (item for attribute in module.attributes() for item in _items(*attribute)):
         held = value if isinstance(value, (set, frozenset, deque)) else getattr(value, "__dict__", {}).values()
         if not isinstance(value, kinds) and any(isinstance(each, kinds) for each in held):
-            raise Pmm3dError(f"{type(module).__name__}.{name} is a {type(value).__name__} that holds parameters or "
-                             "modules where they are not found, and would not be trained: keep them in a list or a "
-                             "dict, or make it a Module")
+            raise Pmm3dError(f"{type(module).__name__}.{name} is a {type(value).__name__}. Parameters and modules in "
+                             "it are not found, so they would not be trained: keep them in a list or a dict, or make "
+                             "it a Module")

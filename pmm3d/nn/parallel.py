@@ -145,15 +145,15 @@ class BackwardSync:
             for (uses, scale, _), (other_uses, other_scale, _) in zip(mine, others):
                 if scale != other_scale:
                     raise DisagreementError(f"backward: the loss is scaled by {scale!r} on rank {own}, by "
-                                            f"{other_scale!r} on rank {first}: ranks scale and step alike, or "
-                                            "their weights part")
+                                            f"{other_scale!r} on rank {first}: all ranks must use the same scale, or "
+                                            "their weights diverge")
                 if problems:
                     raise Pmm3dError(problems[-1])
                 if uses != other_uses:
                     raise DisagreementError("backward: the ranks use different parameters, or in another order. On "
                                             f"rank {own} {_difference(_added(uses), _added(other_uses), first)}. "
-                                            "All ranks must compute the same operations: what a rank decides alone "
-                                            "must not choose layers")
+                                            "All ranks must compute the same operations: do not choose layers by a "
+                                            "value that differs between ranks")
         raise DisagreementError(f"backward: the ranks made different backward passes; on rank {own} {len(mine)} "
                                 f"since the last comparison, on rank {first} {len(others)}")
 

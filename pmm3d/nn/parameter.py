@@ -75,12 +75,13 @@ class Parameter(Tensor):
 
     def __init__(self, value: DistMatrix, precision: Precision | None = None):
         if value.layout.on(value.grid.shape).sums:
-            raise LayoutError(f"a Parameter in {value.layout}: no rank has its values; "
+            raise LayoutError(f"a Parameter must not have partial sums, got {value.layout}: "
                               "Parameter(value.redistribute(value.layout.summed))")
         self.precision = precision or Precision.named(value.dtype)
         self.precision.check(value.library)
         if self.precision.compute != value.dtype:
-            raise DTypeError(f"a Parameter of {value.dtype} in a precision that computes in {self.precision.compute}")
+            raise DTypeError(f"a Parameter of {value.dtype} does not fit a precision that computes in "
+                             f"{self.precision.compute}")
         self.accumulated, self.whole = GradientBuffer(Form.of(value), self.precision), value.grid
         super().__init__(value, requires_grad=True)
 
@@ -147,7 +148,7 @@ class Parameter(Tensor):
     @grad.setter
     def grad(self, value: DistMatrix | None) -> None:
         if value is not None:
-            raise LayoutError("a parameter's grad can be set to None only, which forgets it")
+            raise LayoutError("a parameter's grad can be set to None only, which discards it")
         self.tape.parallel.gradients.forget(self.accumulated)
 
     def receive(self, part: Part) -> None:

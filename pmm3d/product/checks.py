@@ -283,7 +283,7 @@ def check_options(options: Options, out: Any) -> None:
     if overlap == "none" and panels not in (None, 1):
         raise LayoutError(f'overlap="none" and panels={panels!r} do not go together: leave one out')
     if panels is not None:
-        natural(panels, "panels is a number of at least 1", 1, LayoutError)
+        natural(panels, "panels must be a whole number of at least 1", 1, LayoutError)
     if max_workspace is None:
         return
     number = isinstance(max_workspace, Real) and not isinstance(max_workspace, bool)

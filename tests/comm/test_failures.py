@@ -469,7 +469,7 @@ def test_every_grid_that_does_not_fit_is_answered_with_some_that_do(comm, fails)
 def test_a_variable_that_is_not_understood_is_named(comm, monkeypatch, fails):
     for value in ("soon", "-1", "nan", "inf"):
         monkeypatch.setenv("PMM3D_TIMEOUT", value)
-        fails(Pmm3dError, f"PMM3D_TIMEOUT={value!r} is not understood", lambda: Grid(comm))
+        fails(Pmm3dError, f"PMM3D_TIMEOUT={value!r} is invalid", lambda: Grid(comm))
 
 
 def test_without_mpi_and_in_separate_worlds_there_is_an_error_that_can_be_caught():

@@ -92,7 +92,7 @@ def test_a_rule_that_does_not_return_a_part_for_each_parent(comm, fails):
             with Grid(comm, (2, 1, 2)) as grid:
                 x = leaf(grid, X)
                 out = x.made(x.shard, (x,), returned)
-                fails(Pmm3dError, "for 1 tensors that went in", lambda: out.backward(spread(grid, X, Layout())))
+                fails(Pmm3dError, "for 1 parents", lambda: out.backward(spread(grid, X, Layout())))
 
 
 # Passes that fail

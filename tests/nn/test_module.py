@@ -94,7 +94,7 @@ def test_parameters_where_they_are_not_found_are_refused(comm, fails):
 def test_initial_values_that_are_not_finite_are_refused(comm, fails):
     with Grid(comm, "ddp") as grid:
         for deviation in (math.nan, math.inf, -0.1):
-            fails(Pmm3dError, "a finite deviation or bound", lambda: nn.Linear(grid, 3, 2, deviation=deviation))
+            fails(Pmm3dError, "deviation or bound must be finite", lambda: nn.Linear(grid, 3, 2, deviation=deviation))
 
 
 @pytest.mark.parallel([1])

@@ -124,7 +124,7 @@ OF_MATRICES = [
     ("into no matrix", matrix(lambda a: a.redistribute(Layout.A, out=a.local)), Pmm3dError, "out is a ndarray"),
 ]
 OF_PRODUCTS = [
-    *((f"panels {panels!r}", product(panels=panels), LayoutError, "panels is a number of at least 1; got")
+    *((f"panels {panels!r}", product(panels=panels), LayoutError, "panels must be a whole number of at least 1; got")
       for panels in ("2", 0, -1, 2.0, True, (2,), 1j)),
     *((f"max_workspace {limit!r}", product(max_workspace=limit), LayoutError, "max_workspace is a number of bytes")
       for limit in ("1G", -1, True, float("nan"), float("inf"), 1j, [])),

@@ -54,6 +54,17 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def directives():
+    """The directives of autodoc in the reference: (kind, path, options)."""
+    text = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
+    return [(kind, path, dict(re.findall(r"^   :([\w-]+): ?(.*)$", options, re.M)))
+            for kind, path, options in re.findall(r"^\.\. auto(\w+):: ([\w.]+)\n((?:   :.*\n)*)", text, re.M)]
+
+
+def qualified(thing):
+    return f"{thing.__module__}.{thing.__qualname__}"
+
+
 def wrong(pattern, is_right):
     """Every wrong match of `pattern` on a page, with the page."""
     return [f"{page.relative_to(ROOT)}: {text}" for page in PAGES
@@ -256,24 +267,35 @@ def test_every_option_of_a_command_that_a_page_names_exists():
 
 
 def test_the_reference_has_every_public_name():
-    text = " ".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
-    shown = {*re.findall(r"auto(?:class|function|module):: ([\w.]+)", text)}
-    missing = []
-    for room in map(import_module, ("pmm3d", "pmm3d.nn", "pmm3d.nn.training", "pmm3d.io", "pmm3d.torch")):
-        for found in (getattr(room, name) for name in room.__all__ if not name.startswith("__")):
-            name = f"{found.__module__}.{found.__qualname__}"
-            if not {name, found.__module__} & shown:
-                missing.append(name)
-    assert not missing
+    shown = set()
+    for kind, path, options in directives():
+        if kind == "module":
+            module, listed = import_module(path), options.get("members")
+            names = listed.split(", ") if listed else getattr(module, "__all__", vars(module))
+            own = path if not hasattr(module, "__all__") else "pmm3d"
+            found = [getattr(module, name) for name in names if "no-members" not in options]
+            shown |= {qualified(each) for each in found if getattr(each, "__module__", "").startswith(own)}
+        else:
+            shown.add(path)
+    rooms = map(import_module, ("pmm3d", "pmm3d.nn", "pmm3d.nn.optim", "pmm3d.nn.pipeline", "pmm3d.nn.training",
+                                "pmm3d.nn.transformer", "pmm3d.io", "pmm3d.torch"))
+    public = {qualified(getattr(room, name)) for room in rooms for name in room.__all__ if not name.startswith("__")}
+    assert not public - shown
 
 
-def test_a_docstring_in_columns_becomes_a_list(monkeypatch):
-    monkeypatch.syspath_prepend(DOCS / "extensions")
-    as_rst = import_module("docstrings").as_rst
-    lines = ["C = `a` *b", "", "a    (m, k)", "     whole", "b    first;   low, high: the rest"]
-    listed = ["``a``", "    (m, k)", "    whole", "``b``", "    first", "``low, high``", "    the rest"]
-    assert as_rst(lines) == ["C = ``a`` \\*b", "", *listed, ""]
-    assert as_rst(["    |A| / Gx"]) == [".. code-block:: text", "", "        |A| / Gx", ""]
+def test_lists_of_members_in_the_reference_name_what_exists():
+    unknown = []
+    for kind, path, options in directives():
+        module, _, name = (path, "", "") if kind == "module" else path.rpartition(".")
+        thing = getattr(import_module(module), name) if name else import_module(module)
+        classes = [each for each in vars(thing).values() if isinstance(each, type)] if kind == "module" else []
+        if kind == "module":
+            classes += [getattr(thing, each) for each in getattr(thing, "__all__", ())]
+        for listed in ("members", "exclude-members"):
+            unknown += [f"{path}: {each}" for each in options.get(listed, "").split(", ")
+                        if each and not any(hasattr(where, each) or each in getattr(where, "__annotations__", ())
+                                            for where in (thing, *classes))]
+    assert not unknown
 
 
 def test_the_sharp_bits_list_every_environment_variable():

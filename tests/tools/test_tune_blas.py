@@ -120,7 +120,8 @@ def test_measured_chosen_printed_kept_and_taken(cache, tmp_path, job, monkeypatc
                                     "complex64", "--blas", str(NUMPYS), "--blas", "nonesuch", "--blas", "libm.so.6",
                                     "--json", str(out), "--ranks-per-node", "2"], env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.output
-    assert "has no sgemm, dgemm, cgemm, zgemm" in " ".join(done.output.split()) and "nonesuch" not in done.output
+    said = " ".join(done.output.split())
+    assert "has no sgemm, dgemm, cgemm, zgemm" in said and "nonesuch: PMM3D_BLAS=nonesuch: no such BLAS" in said
     assert f"export PMM3D_BLAS={NUMPYS}" in done.output and "export OMP_NUM_THREADS=1" in done.output
     rows = json.loads(out.read_text())
     assert [row["chosen"] for row in rows].count(True) == 1 and rows[0]["file"] == str(NUMPYS.resolve())
@@ -137,11 +138,16 @@ def test_nothing_that_is_asked_for_is_here(cache):
     assert done.exit_code == 2 and not cache.exists()
 
 
+def test_more_processes_than_cores_are_refused(cache):
+    done = CliRunner().invoke(app, ["tune", "blas", "--ranks-per-node", "9999"])
+    assert done.exit_code == 2 and "--ranks-per-node 9999 is more than the" in done.output and not cache.exists()
+
+
 def test_options_of_a_product_are_refused_with_a_training(cache):
     for option, value in (("--m", "8"), ("--k", "8"), ("--dtype", "float32")):
         with given(option=option):
             done = CliRunner().invoke(app, ["tune", "blas", "a.toml", option, value])
-            assert done.exit_code == 2 and f"{option} is of a product, and a.toml names the GEMMs" in done.output
+            assert done.exit_code == 2 and f"{option} describes a product, but a.toml is a training" in done.output
 
 
 def test_processes_have_cores_of_this_process(monkeypatch):

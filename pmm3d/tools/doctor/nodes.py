@@ -204,10 +204,10 @@ def _judge_rates(finding: Finding, facts: list[BlasRates], hosts: list[str], alo
     slow = [rank for rank, rate in roomy.items() if rate < SLOW_RANK * middle]
     if slow:
         where = names_in_words(hosts[rank] for rank in slow)
-        finding.warn(f"{ranks_in_words(slow)} on {where} multiply at less than {SLOW_RANK:.0%} of the median rate",
-                     f"see whether other programs run there (top); else leave the node out (srun --exclude={where})")
+        finding.warn(f"{ranks_in_words(slow)} on {where}: less than {SLOW_RANK:.0%} of the median rate of a GEMM",
+                     f"check whether other programs run there (top); else leave the node out (srun --exclude={where})")
     if len(hosts) > 1 and middle < SLOW_RANK * alone:
-        finding.warn(f"all at once a rank reaches {middle / alone:.0%} of what one core does alone",
+        finding.warn(f"with all ranks at once, a rank reaches {middle / alone:.0%} of the rate of one core alone",
                      "ranks share physical cores (srun --hint=nomultithread), or other programs run here")
 
 

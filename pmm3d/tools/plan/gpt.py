@@ -36,13 +36,14 @@ def gpt_command(
     ranks: options.Ranks,
     heads: Annotated[int | None, typer.Option(min=1, help="Number of heads. Default: hidden / 64; with --terms axonn, "
                                                           "any number.")] = None,
-    vocabulary: Annotated[int, typer.Option(min=0, help="Number of different tokens.")] = 51200,
-    micro_batches: Annotated[int | None, typer.Option(min=1, help="Parts of a batch. With several, pipelines are "
-                                                                  "ranked too. Default: 1.")] = None,
+    vocabulary: Annotated[int, typer.Option(min=0, help="Number of different tokens. 0, for --terms axonn: without "
+                                                        "embedding and logits.")] = 51200,
+    micro_batches: Annotated[int | None, typer.Option(min=1, help="Micro-batches of a step. With several, grids with "
+                                                                  "pipelines are ranked too. Default: 1.")] = None,
     machine: options.MachineName = None,
     ranks_per_node: options.RanksPerNode = None,
-    terms: Annotated[Terms, typer.Option(help="full: a simulated training step. axonn: the collectives alone, by the "
-                                              "published model of five terms.")] = Terms.FULL,
+    terms: Annotated[Terms, typer.Option(help="full: a simulated training step. axonn: only the collectives, by "
+                                              "AxoNN's published model of five terms.")] = Terms.FULL,
     order: Annotated[str | None, typer.Option(help="For --terms axonn: axes in the order of the rank numbers, the "
                                                    "innermost first. Default: y,x,z,data.")] = None,
     powers_of_two: Annotated[bool, typer.Option("--powers-of-two", help="For --terms axonn: only grids whose sizes are "
