@@ -22,7 +22,7 @@ PASSES = ("add", "subtract", "multiply", "divide", "scale", "cast", "copy", "fil
           "columns", "split", "relu", "gelu", "gelu_tanh", "silu", "tanh", "sigmoid", "dropout", "dropout mask",
           "sum", "mean", "norm", "take", "put", "log", "softmax", "log_softmax", "layer_norm", "rms_norm", "rotary",
           "embedding", "add columns", "attention", "mse", "mae", "cross_entropy", "accuracy", "r2", "sgd", "adam",
-          "adamw", "clip")
+          "adamw", "muon", "clip")
 """Passes of the library by their names in dry runs. Most of them also exist as "... backward"."""
 
 
