@@ -41,7 +41,7 @@ FOR_ROOMS_ABOVE = {
     "GridShape": "of without",
     "Llama": "inner",
     "LossScale": "conclude takes",
-    "Module": "place",
+    "Module": "forward place",
     "Muon": "options_of",
     "Optimizer": "local_norm_squared non_finite options_of own_squares skip states",
     "Overlap": "decomposes",
