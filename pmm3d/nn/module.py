@@ -269,17 +269,12 @@ class Module:
         return gathered(self, name)
 
     def requires_grad_(self, on: bool = True) -> Module:
-        """Freeze all parameters (False), or let them learn again. Collective. See `Parameter.requires_grad_`.
+        """Freeze all parameters (False) or let them learn again, and return the module. Collective.
 
         Parameters
         ----------
         on : bool
             Whether they learn. Default: True.
-
-        Returns
-        -------
-        Module
-            This module.
         """
         parameters = self.parameters()
         with self.grid.collective_call("requires_grad_", *[parameter.name for parameter in parameters], on):
@@ -297,30 +292,19 @@ class Module:
         return None
 
     def train(self, on: bool = True) -> Module:
-        """Make dropout active (True) or inactive (False).
+        """Make dropout active (True) or inactive (False), and return the module.
 
         Parameters
         ----------
         on : bool
             Whether dropout is active. Default: True.
-
-        Returns
-        -------
-        Module
-            This module.
         """
         for _, module in self.named_modules():
             module.training = on
         return self
 
     def eval(self) -> Module:
-        """Call train(False). As in torch, operations are still recorded; see `evaluating`.
-
-        Returns
-        -------
-        Module
-            This module.
-        """
+        """Call train(False), and return the module. Operations are still recorded; see `evaluating`."""
         return self.train(False)
 
     @contextmanager

@@ -95,21 +95,13 @@ class Parameter(Tensor):
         self.requires_grad_(on)
 
     def requires_grad_(self, on: bool = True) -> Parameter:
-        """Freeze the parameter (False), or let it learn again (True). Collective.
+        """Freeze the parameter (False) or let it learn again, and return it. Collective.
 
         Parameters
         ----------
         on : bool
-            Whether the parameter learns. Default: True.
-
-        Returns
-        -------
-        Parameter
-            This parameter.
-
-        Notes
-        -----
-        A frozen parameter has no gradient, and optimizers do not change it. Freezing drops its gradient.
+            Whether the parameter learns. Default: True. A frozen parameter has no gradient, and optimizers do not
+            change it.
         """
         with self.grid.collective_call("requires_grad_", self.name, on):
             pass
