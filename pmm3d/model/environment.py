@@ -168,21 +168,21 @@ class Settings:
                                       f"{TRANSPORTS_IN_WORDS}: how messages of device memory are sent",
                                       TRANSPORTS_IN_WORDS)
     blas: str = _variable("PMM3D_BLAS", "", str,
-                          "the BLAS that multiplies on the host: scipy, mkl (the extra pmm3d[mkl]), auto (the choice of "
-                          "pmm3d tune blas; for a type: auto:float32), or the path of a shared library. Default: MKL if "
-                          "the extra is installed, else SciPy's",
+                          "the BLAS that multiplies on the host: scipy, mkl (the extra pmm3d[mkl]), auto (the choice "
+                          "of pmm3d tune blas; for a type: auto:float32), or the path of a shared library. Default: "
+                          "MKL if the extra is installed, else SciPy's",
                           "scipy, mkl, auto, or the path of a shared library")
     sums: str = _variable("PMM3D_SUMS", "nodes", _one_of(SUMS),
-                          "nodes or ranks: whether sums along an axis with equally many ranks on several nodes are formed "
-                          "in each node first, or in an order that depends on the number of ranks only",
+                          "nodes or ranks: whether sums along an axis with equally many ranks on several nodes are "
+                          "formed in each node first, or in an order that depends on the number of ranks only",
                           "nodes or ranks")
     overlap: str = _variable("PMM3D_OVERLAP", "auto", _one_of(OVERLAPS_OF_ALL),
                              "auto or none: the overlap mode of products with overlap auto, the default; auto: across "
                              "nodes products are decomposed if possible. Panels are an argument: panels=4",
                              "auto or none")
     machine: str = _variable("PMM3D_MACHINE", "auto", str,
-                             "the machine for which grids are chosen: auto (measured here by pmm3d tune machine, or else "
-                             "nominal), the name of an assumed machine, or the path of a TOML file",
+                             "the machine for which grids are chosen: auto (measured here by pmm3d tune machine, or "
+                             "else nominal), the name of an assumed machine, or the path of a TOML file",
                              "auto, the name of an assumed machine, or the path of a TOML file")
 
     @classmethod
