@@ -100,7 +100,7 @@ def test_what_is_no_matrix(square, fails):
 def test_bad_options_of_a_product(square, fails):
     fails(LayoutError, "beta needs out=", lambda: matmul(square, square, beta=1))
     for panels in (0, -1, 2.5):
-        fails(LayoutError, "panels is a number of at least 1", lambda: matmul(square, square, panels=panels))
+        fails(LayoutError, "panels must be a whole number of at least 1", lambda: matmul(square, square, panels=panels))
 
 
 def test_tf32_where_nothing_would_be_rounded(grid, square, fails):
