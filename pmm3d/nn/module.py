@@ -38,7 +38,7 @@ class Module:
 
     Notes
     -----
-    forward(x) takes and returns tensors: one or several, and a tuple of several results.
+    forward(x) takes one tensor or several, and returns a tensor or a tuple of tensors.
 
     Parameters are found in attributes that are a Parameter or a Module, and in lists, tuples and dicts of them, at any
     depth. Their names are paths, such as "blocks.0.weight". Parameters in the closure of a function are not found.
@@ -116,19 +116,7 @@ class Module:
         return self.grid
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Result of the module. Each subclass defines it. To run it, call the module.
-
-        Parameters
-        ----------
-        *inputs : Tensor
-            The inputs.
-        **options
-            Further arguments, such as `activations` of a `Linear`.
-
-        Returns
-        -------
-        Tensor or tuple of Tensor
-        """
+        """Return the result of the module. A subclass defines this method; users call the module."""
         raise NotImplementedError(f"{type(self).__name__} has no method forward: define forward(self, x)")
 
     def attributes(self) -> Iterator[tuple[str, Any]]:

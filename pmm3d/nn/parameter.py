@@ -179,7 +179,7 @@ class Parameter(Tensor):
 
     @property
     def in_checkpoint(self) -> DistMatrix:
-        """The matrix for a checkpoint: the master weight, else the value. Call `loaded` after writing to it."""
+        """Matrix for a checkpoint: the master weight, or else the value. Call `loaded` after a write to the matrix."""
         return self._value if self.master is None else self.master_in(self.master.layout)
 
     def master_in(self, layout: Layout) -> DistMatrix:
@@ -242,7 +242,7 @@ class Parameter(Tensor):
 
 
 class StandIn(Parameter):
-    """A parameter of a layer that another rank holds, with one element of memory. Nothing is sent for it."""
+    """Parameter of a layer on another rank. It has one element of memory, and sends nothing."""
 
     def __init__(self, grid: Grid, shape: tuple[int, int], layout: Layout, precision: Precision,
                  library: NumpyLibrary):
