@@ -48,8 +48,7 @@ BINDINGS = ("PRTE_MCA_hwloc_default_binding_policy", "HYDRA_BINDING")
 
 
 def installed_wheel() -> str | None:
-    """Return the MPI wheel that is installed beside this Python, or None. Raises LauncherError if there are two:
-    they overwrite each other's mpiexec."""
+    """Return the MPI wheel that is installed beside this Python, or None. Raises LauncherError if there are two."""
     found = installed_wheels()
     if len(found) > 1:
         raise LauncherError(f"{' and '.join(found)} are installed together in {sys.prefix} and overwrite each other's "

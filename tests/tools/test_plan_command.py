@@ -172,7 +172,7 @@ UNANSWERABLE = [
     ((*SMALL, "--machine", "summit"), "no machine is named 'summit': assumed machines are alps, f"),
     ((*SMALL, "--machine", "frontier", "--memory", 10**6), "ranks are enough, as"),
     ((*SMALL, "--machine", "frontier", "--batch", 65, "--micro-batches", 2), "batch = 65 must be a multiple"),
-    ((*SMALL, "--machine", "frontier", "--mtbf", -1, "--write-seconds", 1), "--mtbf must be positive"),
+    ((*SMALL, "--machine", "frontier", "--mtbf", -1, "--write-seconds", 1), "--mtbf must be positive, got -1 hours"),
     ((*CUBE, "--memory", 10), "ranks keeps m, n, k = (8, 8, 8)"),
     ((*SMALL, "--json", "none/x.json"), "cannot write none/x.json"),
     ((*CUBE, "--picture", "x.mp3"), "the name of a picture ends in one of"),

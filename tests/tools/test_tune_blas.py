@@ -179,7 +179,7 @@ def test_a_choice_is_of_a_kind_of_machine_and_a_number_of_threads(cache):
 @pytest.mark.parametrize("changes", [{"key": {"cpu": "another"}}, {"variables": {}}, {"variables": 3}])
 def test_a_choice_of_another_machine_or_damaged_is_not_used(cache, changes):
     kept(**changes)
-    with pytest.raises(Pmm3dError, match="what was chosen cannot be used: .*Run pmm3d tune blas again"):
+    with pytest.raises(Pmm3dError, match="the chosen BLAS cannot be used: .*Run pmm3d tune blas again"):
         blas_choice.recalled(1)
 
 
@@ -268,7 +268,7 @@ def test_auto_without_a_number_of_threads_counts_the_cores(cache, monkeypatch):
 def test_a_truncated_choice_is_not_used(cache):
     path = kept()
     path.write_text(path.read_text()[:40])
-    with pytest.raises(Pmm3dError, match="what was chosen cannot be used"):
+    with pytest.raises(Pmm3dError, match="the chosen BLAS cannot be used"):
         blas_choice.recalled(1)
 
 

@@ -117,8 +117,7 @@ def _dropped(candidate: Candidate) -> str:
 
 
 def choice(ranking: Ranking, unit: str) -> str:
-    """Return a sentence that compares the first candidate with the second one and with the best preset. unit: as in
-    `print_plan`."""
+    """Return a sentence that compares the best candidate with the next and the best preset. unit: see `print_plan`."""
     first, *others = ranking.candidates
     text = f"Choice: {first}" + (f" ({first.preset})" if first.preset else "")
     text += f", {in_time(first.seconds)} {unit}"

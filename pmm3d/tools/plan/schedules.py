@@ -73,8 +73,8 @@ class Asked:
         return table, line
 
     def of_stages(self, table: PipelineSchedule) -> Times:
-        """Return the times of the stages of a table. A single number is split equally among the stages that a
-        micro-batch passes through on a rank."""
+        """Return the times of the stages. A single number is split among the stages that a micro-batch passes on a
+        rank."""
         passed = stages_passed(table)
 
         def each(name: str) -> list[float]:
@@ -96,8 +96,7 @@ def stages_passed(table: PipelineSchedule) -> list[int]:
 
 
 def peak_live(table: PipelineSchedule, line: TimeLine) -> list[float]:
-    """Return, for each rank, the largest number of micro-batches that it holds. A micro-batch in one of two stages
-    counts as half."""
+    """Return the micro-batches that each rank holds at most. A micro-batch in one of two stages counts as half."""
     return [peak / passed for peak, passed in zip(line.peak_live, stages_passed(table))]
 
 
