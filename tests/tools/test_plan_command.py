@@ -160,7 +160,7 @@ UNANSWERABLE = [
     ((*SMALL, "--min-tensor", 2), "--min-tensor has no effect with --terms full"),
     ((*SMALL, "--powers-of-two"), "--powers-of-two has no effect with --terms full"),
     ((*SMALL, "--vocabulary", 0), "--vocabulary 0 leaves out embedding and logits"),
-    (("gpt", "--layers", 2, "--hidden", 48, "--sequence", 8, "--batch", 8), "give --heads: hidden = 48 is no"),
+    (("gpt", "--layers", 2, "--hidden", 48, "--sequence", 8, "--batch", 8), "give --heads: the default, hidden /"),
     ((*SMALL, "--terms", "axonn", "--micro-batches", 2), "--micro-batches has no effect with --terms axonn"),
     ((*SMALL, "--terms", "axonn", "--order", "y,x", "--machine", "frontier"), "name each axis once"),
     ((*SMALL, "--terms", "axonn", "--mtbf", 3, "--write-seconds", 1, "--machine", "frontier"),

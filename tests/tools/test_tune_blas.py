@@ -63,7 +63,7 @@ def test_the_gemms_of_a_step_are_its_three_products(tmp_path):
     found = of_training(config, 1)
     assert {(*gemm.shape, gemm.form) for gemm in found} >= {(16, 20, 12, "nn"), (16, 6, 20, "nn"), (16, 20, 6, "nt")}
     config.write_text(config.read_text().replace("1x1x1", "auto"))
-    with pytest.raises(Pmm3dError, match="depends on what the BLAS reaches: name a grid"):
+    with pytest.raises(Pmm3dError, match="depends on the speed of the BLAS: name a grid"):
         of_training(config, 2)
 
 

@@ -136,7 +136,7 @@ def _more(candidate: Candidate, first: Candidate) -> str:
     if abs(ratio - 1) < ALIKE:
         return "as long"
     if ratio < 1:
-        return f"{100 * (1 - ratio):.2g}% less, too little to give the preset up for"
+        return f"{100 * (1 - ratio):.2g}% less, too little to prefer it to the preset"
     return f"{100 * (ratio - 1):.2g}% longer" if ratio < 2 else f"{ratio:.3g} times as long"
 
 

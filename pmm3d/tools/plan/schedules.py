@@ -170,7 +170,7 @@ def text_lines(table: PipelineSchedule, line: TimeLine, width: int) -> list[str]
             first, last = round(start * scale), round(end * scale)
             cells[first:last] = label(table, action, last - first)
         lines.append(name + "".join(cells))
-    several = ". Small letters: stages of a rank but its first" * (len(table.stages) > table.ranks)
+    several = ". Small letters: further stages of a rank" * (len(table.stages) > table.ranks)
     legend = (f"A column is {1 / scale:.3g}. F3: forward of micro-batch 3. B: backward; I and W: its parts, for the "
               f"input and for the weights. Dots: the rank waits{several}")
     return [*lines, *wrap(legend, width - 1, initial_indent=" ", subsequent_indent=" ")]

@@ -126,8 +126,8 @@ class FirstRank:
         """Return the actions on a grid. Raises Pmm3dError for a grid with the axis pipe."""
         machine = training.machine
         if grid.stages > 1:
-            raise Pmm3dError(f"grid {grid} is a pipeline, of which no single rank is simulated: name a --grid without "
-                             "the axis pipe, or look at the schedule with pmm3d plan pipeline")
+            raise Pmm3dError(f"grid {grid} is a pipeline, and a single rank of it is not simulated: name a --grid "
+                             "without the axis pipe, or see the schedule with pmm3d plan pipeline")
         steps = dry_steps(training.config, machine, training.limit, training.samples).unscheduled
         actions = steps.of(grid, machine.ranks_per_node).actions
         groups = groups_of(grid, machine.ranks_per_node)
