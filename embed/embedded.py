@@ -1,4 +1,4 @@
-"""What runs when Python is started in a caller's process: cffi embeds this file in libpmm3d_python.so."""
+"""Code that runs when Python is started in a caller's process. cffi embeds this file in libpmm3d_python.so."""
 
 import os
 import sys
@@ -15,16 +15,16 @@ LACKING = ('the Python of {} lacks a package: {}. Install it there: pip install 
 
 
 class Refused(Exception):
-    """(code, text)"""
+    """An error with (code, text)."""
 
 
 class Embedded:
-    """Calls by name; the host of them is made by the first."""
+    """Calls of methods of the Host by name. The first call makes the Host."""
 
     host = None
 
     def call(self, name, arguments):
-        """code, whether all ranks have it, text, results"""
+        """Return (code, whether all ranks have it, text, results)."""
         if name == "begin":
             return self.begin(*arguments)
         return self.host.call(name, arguments)
@@ -41,12 +41,12 @@ class Embedded:
 
 
 def check_mpi(version, library, world):
-    """Raises Refused unless mpi4py is on the MPI of this process."""
+    """Raise Refused if mpi4py has another MPI than this process."""
     import mpi4py
 
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
     before = os.environ.get("MPI4PY_LIBMPI")
-    os.environ.setdefault("MPI4PY_LIBMPI", library)  # where the caller's MPI is not global in the process
+    os.environ.setdefault("MPI4PY_LIBMPI", library)  # for a caller whose MPI is not global in the process
     try:
         from mpi4py import MPI
     except Exception as error:

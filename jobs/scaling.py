@@ -2,9 +2,9 @@
 
     python jobs/scaling.py runs/scaling-1234 --plot scaling.png
 
-Reads strong-*.json and weak-*.json, as `pmm3d bench --json` writes them. Two efficiencies: the share of the limit,
-which is the ranks' cores times the GEMM of one core in the same run, and the rate per rank beside that of the fewest
-ranks.
+Reads strong-*.json and weak-*.json, as `pmm3d bench --json` writes them. The table contains two efficiencies: the share
+of the limit, which is the number of cores times the GEMM rate of one core in the same run; and the rate per rank,
+relative to the rate per rank of the fewest ranks.
 """
 
 import argparse
@@ -21,7 +21,7 @@ KINDS = {"strong": "the same product", "weak": "the same work per rank"}
 
 
 class Point(NamedTuple):
-    """The fastest grid of one run. ratio: of the limit."""
+    """The fastest grid of one run. ratio: share of the limit."""
 
     ranks: int
     hosts: int
@@ -42,7 +42,7 @@ def point(path: Path) -> Point:
 
 
 def read(folder: Path) -> tuple[dict[str, list[Point]], list[str]]:
-    """The points of both sweeps by number of ranks, and what was wrong with files that could not be read."""
+    """Return the points of both sweeps in order of ranks, and a sentence about each file that cannot be read."""
     sweeps: dict[str, list[Point]] = {kind: [] for kind in KINDS}
     problems = []
     for kind, points in sweeps.items():
@@ -56,7 +56,7 @@ def read(folder: Path) -> tuple[dict[str, list[Point]], list[str]]:
 
 
 def relative(points: list[Point]) -> list[float]:
-    """The rates per rank of a sweep, beside that on the fewest ranks."""
+    """Return the rates per rank of a sweep, relative to the rate per rank of the fewest ranks."""
     return [one.gflops / one.ranks / (points[0].gflops / points[0].ranks) for one in points]
 
 
@@ -74,7 +74,7 @@ def table(sweeps: dict[str, list[Point]]) -> Table:
 
 
 def plot(sweeps: dict[str, list[Point]], path: Path) -> None:
-    """A plot for each sweep; 1 is the limit: the GEMM alone, on all cores."""
+    """Draw a panel for each sweep. Efficiency 1 is the limit: the GEMM alone on all cores."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.8), layout="constrained")
@@ -96,14 +96,14 @@ def plot(sweeps: dict[str, list[Point]], path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where strong-*.json and weak-*.json are")
-    parser.add_argument("--plot", type=Path, help="draw efficiency against ranks here (.png, .pdf, .svg)")
+    parser.add_argument("folder", type=Path, help="folder of strong-*.json and weak-*.json")
+    parser.add_argument("--plot", type=Path, help="draw efficiency over ranks into this file (.png, .pdf, .svg)")
     options = parser.parse_args()
     sweeps, problems = read(options.folder)
     for problem in problems:
         print(f"scaling: {problem}", file=sys.stderr)
     if not any(sweeps.values()):
-        print(f"scaling: no figures in {options.folder}: jobs/scaling.sbatch writes them", file=sys.stderr)
+        print(f"scaling: {options.folder} contains no figures of jobs/scaling.sbatch", file=sys.stderr)
         return 2
     Console(width=None if sys.stdout.isatty() else 130).print(table(sweeps))
     if options.plot:

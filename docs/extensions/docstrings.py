@@ -1,7 +1,6 @@
-"""Escapes docstrings, plain text, for `sphinx.ext.napoleon`, which shows the sections of NumPy.
+"""Convert docstrings to reStructuredText. `sphinx.ext.napoleon` then renders the sections of NumPy.
 
-A docstring consists of paragraphs, indented blocks (formulas, programs), and lists in two columns: a name, at least two
-spaces, its meaning. These lists become definition lists.
+A docstring is plain text: paragraphs, NumPy's sections, and indented blocks (formulas, programs).
 """
 
 from __future__ import annotations
@@ -10,10 +9,6 @@ import ast
 import dataclasses
 import re
 import textwrap
-
-ENTRY = re.compile(r"(?P<name>\S(?:\S| (?! )){0,47}) {2,}(?P<meaning>\S.*)")
-FURTHER = re.compile(r";  +(?=\S)")
-
 
 ALL_MEMBERS = re.compile(r"^(\.\. auto(?:module|class):: .*\n)(?!(?:   :.*\n)*   :(?:no-)?members:)", re.M)
 
@@ -26,17 +21,17 @@ def setup(app):
 
 
 def _with_members(app, page, source):
-    # Not a default of autodoc: it would replace the lists of members on the pages.
+    # A default option of autodoc would replace the lists of members on the pages.
     source[0] = ALL_MEMBERS.sub(r"\1   :members:\n", source[0])
 
 
 def _rewrite(app, what, name, obj, options, lines):
-    # A comment comes first, because napoleon takes text before a colon in the first line of an attribute for a type.
+    # Napoleon reads text before a colon in an attribute's first line as a type. A comment before it prevents this.
     lines[:] = [*([".."] if what in ("attribute", "data", "property") else []), "", *as_rst(lines)]
 
 
 def _without_private_fields(app, what, name, obj, options, signature, returns):
-    """The signature of a dataclass: its fields, with the defaults that are plain values."""
+    """Return the signature of a dataclass: its fields, and defaults that are plain values."""
     if what != "class" or not dataclasses.is_dataclass(obj):
         return None
     fields = [field for field in dataclasses.fields(obj) if field.init and not field.name.startswith("_")]
@@ -49,17 +44,15 @@ def _field(field) -> str:
 
 
 def as_rst(lines: list[str]) -> list[str]:
-    """The lines of a docstring in reStructuredText."""
+    """Return the lines of a docstring in reStructuredText."""
     made: list[str] = []
     for paragraph in _paragraphs(lines):
         if paragraph[0].startswith(">>> "):
             made += [".. code-block:: pycon", "", *("    " + line for line in paragraph), ""]
-        elif paragraph[0].startswith("- "):
-            made += [*map(_escaped, paragraph), ""]
         elif all(line.startswith("  ") for line in paragraph):
             made += [f".. code-block:: {_language(paragraph)}", "", *("    " + line for line in paragraph), ""]
         else:
-            made += _columns([re.sub("::$", ":", line) for line in paragraph])
+            made += [*map(_escaped, paragraph), ""]
     return made
 
 
@@ -81,41 +74,8 @@ def _paragraphs(lines: list[str]) -> list[list[str]]:
     return [paragraph for paragraph in found if paragraph]
 
 
-def _columns(paragraph: list[str]) -> list[str]:
-    """A paragraph in which some lines may be entries of a list in two columns."""
-    made: list[str] = []
-    in_list = False
-    for line in paragraph:
-        entry = ENTRY.fullmatch(line)
-        if line.startswith("  ") and in_list:
-            made.append("    " + _escaped(line.strip()))
-        elif entry:
-            made += [] if in_list or not made else [""]
-            made += _term(entry["name"], entry["meaning"])
-            in_list = True
-        else:
-            made += [""] if in_list else []
-            made.append(_escaped(line))
-            in_list = False
-    return [*made, ""]
-
-
-def _term(name: str, meaning: str) -> list[str]:
-    """An entry; `a    first;   b: second` are two."""
-    first, *further = FURTHER.split(meaning)
-    made = [_code(name), "    " + _escaped(first)]
-    for text in further:
-        other, _, rest = text.partition(":" if ":" in text else "  ")
-        made += [_code(other.strip()), "    " + _escaped(rest.strip())]
-    return made
-
-
-def _code(text: str) -> str:
-    return "``" + text.replace("`", "") + "``"
-
-
 def _escaped(text: str) -> str:
-    """Text between backquotes as code, the rest without any markup. "A." at its beginning is no list."""
+    """Return text with code between backquotes and without other markup. A first word such as "A." starts no list."""
     parts = text.split("`")
     for index, part in enumerate(parts):
         if index % 2 and part:

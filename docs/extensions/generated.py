@@ -30,7 +30,7 @@ def setup(app):
 
 
 class SaidBy(SphinxDirective):
-    """{said-by} -m pmm3d.launcher --help: what `python` with these arguments prints."""
+    """The output of `python` with the arguments of the directive, as in {said-by} -m pmm3d.launcher --help."""
 
     required_arguments, final_argument_whitespace = 1, True
 
@@ -41,7 +41,7 @@ class SaidBy(SphinxDirective):
 
 
 class Commands(SphinxDirective):
-    """A section for each command of `pmm3d`: its help, and its arguments and options in a table."""
+    """A section for each command of `pmm3d`, with its help and a table of its arguments and options."""
 
     def run(self):
         from pmm3d.tools.commands import app
@@ -90,7 +90,7 @@ class Results(SphinxDirective):
 
 
 def _commands(group, before=""):
-    """(name, command), those of a group under its name: "tune machine"."""
+    """Yield (name, command). The name of a command in a group contains the group: "tune machine"."""
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
             if command.invoke_without_command:
@@ -101,7 +101,7 @@ def _commands(group, before=""):
 
 
 def _help(text: str):
-    """The nodes of a command's help: paragraphs, headings in [bold], lines of programs."""
+    """Yield the nodes of a command's help: paragraphs, headings in [bold], lines of programs."""
     for is_program, paragraphs in groupby(inspect.cleandoc(text).split("\n\n"), lambda text: text.startswith(PROGRAMS)):
         if is_program:
             yield _literal("\n".join(paragraphs))
@@ -139,13 +139,13 @@ def _literal(text: str):
 
 
 def _inline(text: str):
-    """Text, with what stands between backquotes as code."""
+    """Yield nodes of the text, with code between backquotes."""
     for index, part in enumerate(text.split("`")):
         yield nodes.literal(text=part) if index % 2 else nodes.Text(part)
 
 
 def _table(head, rows):
-    """A table whose first column is code."""
+    """Return a table whose first column is code."""
     group = nodes.tgroup(cols=len(head))
     group += [nodes.colspec(colwidth=1) for _ in head]
     body = (_row([nodes.literal(text=row[0])], *map(_inline, row[1:])) for row in rows)

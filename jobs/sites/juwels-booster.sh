@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# JUWELS Booster, JSC: 4 NVIDIA A100 a node, InfiniBand, Open MPI with UCX. Unverified on the machine itself: from its
-# documentation, https://apps.fz-juelich.de/jsc/hps/juwels/, and from the scripts of others.
+# JUWELS Booster, JSC: 4 NVIDIA A100 a node, InfiniBand, Open MPI with UCX. Not tried on the machine. Sources: its
+# documentation, https://apps.fz-juelich.de/jsc/hps/juwels/, and scripts of other projects.
 #
 #   sbatch -A PROJECT -p booster --nodes=4 --ntasks-per-node=4 --cpus-per-task=12 --gres=gpu:4 \
 #       jobs/product.sbatch --m 65536 --n 65536 --k 65536 --array cupy
@@ -16,11 +16,11 @@ module load OpenMPI || return
 module load Python || return
 module load mpi4py || return # https://apps.fz-juelich.de/jsc/hps/juwels/software-modules.html
 
-# Open MPI over UCX takes device pointers: https://docs.open-mpi.org/en/v5.0.x/tuning-apps/networking/cuda.html
+# Open MPI over UCX accepts device pointers: https://docs.open-mpi.org/en/v5.0.x/tuning-apps/networking/cuda.html
 export OMPI_MCA_pml=ucx
 
-# All four GPUs visible: JSC's Slurm shows each rank its own one otherwise, and ranks then cannot open their neighbours'
-# memory (https://github.com/open-mpi/ompi/issues/11949); the first half is from scripts of others.
+# By default JSC's Slurm makes one GPU visible to each rank (from scripts of other projects). Then ranks cannot open the
+# memory of their neighbours' GPUs (https://github.com/open-mpi/ompi/issues/11949). So make all four GPUs visible.
 export CUDA_VISIBLE_DEVICES=0,1,2,3
 launch+=(--cpu-bind=cores) # https://apps.fz-juelich.de/jsc/hps/juwels/affinity.html
 # srun takes no --cpus-per-task from sbatch since Slurm 22.05: https://slurm.schedmd.com/srun.html#OPT_cpus-per-task

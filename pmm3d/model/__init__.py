@@ -1,5 +1,5 @@
-"""What is decided and known before anything runs: the plan of a product, its cost, grids ranked, the machine. Pure: no
-MPI, no BLAS, no array library."""
+"""Plans made before a run: plans and costs of products, rankings of grids, machine descriptions. Modules here import no
+MPI, no BLAS and no array library."""
 
 from .plan import Operand, ProductPlan, RankPlan
 from .planning import plan_product

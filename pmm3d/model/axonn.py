@@ -1,9 +1,10 @@
 """The five-term model of AxoNN's authors: the time of the collectives of fully connected layers (Singh et al., SC'24;
 arXiv 2305.13525 and 2502.08145).
 
-Rings, without latency, without overlap, without computation. Elements have 2 bytes, the bandwidth of a group is looked
-up in a table of the machine and never interpolated. The four axes give four terms, the fifth is the recomputation in
-that of y. A layer is a weight of H x K H and its transpose follows: what the authors call transposed swaps x and y.
+The model assumes rings without latency and without overlap, and leaves computation out. Elements have 2 bytes. The
+bandwidth of a group is a figure of the machine's table and is never interpolated. Each of the four axes has a term. The
+fifth term is the recomputation, and is part of the term of y. A layer has a weight of H x K H. A layer that the authors
+call transposed has a weight of K H x H, and its terms swap x and y.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ from ..layout import AXES, GridShape
 
 GIB = 2**30
 ELEMENT = 2
-"""Bytes."""
+"""Bytes of an element."""
 ORDER = ("y", "x", "z", "data")
-"""Of the authors' ranks, innermost first."""
+"""Default order of the axes along which ranks are numbered, innermost first, as in the authors' program."""
 
 Bandwidths = Mapping[str, Mapping[str, float]]
-"""p -> G -> GiB/s of a group of G ranks with p ranks of inner axes between neighbours: "4" is exactly 4, "8+" 8 and
-more."""
+"""Bandwidths[p][G]: GiB/s of a group of G ranks whose neighbours have p ranks of inner axes between them. The key "4"
+is exactly 4, "8+" is 8 and more."""
 
 _Value = TypeVar("_Value")
 
 
 class Layer(NamedTuple):
-    """Weight of hidden x factor hidden; `transposed`: of factor hidden x hidden, its input split over x, not y."""
+    """A layer with a weight of hidden x factor hidden. A transposed layer has a weight of factor hidden x hidden, and
+    its input is split over x instead of y."""
 
     hidden: int
     factor: int
@@ -36,33 +38,33 @@ class Layer(NamedTuple):
 
     @property
     def weight(self) -> int:
-        """Elements: K H^2."""
+        """Elements of the weight: K H^2."""
         return self.factor * self.hidden**2
 
 
 def z_bytes(layer: Layer, grid: GridShape) -> float:
-    """2 x 3 (Gz-1)/Gz K H^2 / (Gx Gy): the weight is gathered twice, its gradient reduce-scattered."""
+    """Return 2 x 3 (Gz-1)/Gz K H^2 / (Gx Gy): two all-gathers of the weight, and a reduce-scatter of its gradient."""
     return ELEMENT * 3 * _ring(grid.z) * layer.weight / (grid.x * grid.y)
 
 
 def data_bytes(layer: Layer, grid: GridShape) -> float:
-    """2 x 4 (Gdata-1)/Gdata K H^2 / (Gx Gy Gz): the all-reduce of gradients of 4 bytes an element."""
+    """Return 2 x 4 (Gdata-1)/Gdata K H^2 / (Gx Gy Gz): the all-reduce of gradients of 4 bytes an element."""
     return ELEMENT * 4 * _ring(grid.data) * layer.weight / (grid.x * grid.y * grid.z)
 
 
 def y_bytes(layer: Layer, rows: float, grid: GridShape) -> float:
-    """2 x 4 (Gy-1)/Gy m K H / Gx: the output's all-reduce, and once more when it is recomputed.
+    """Return 2 x 4 (Gy-1)/Gy m K H / Gx: the all-reduce of the output, and a second one when it is recomputed.
 
-    Transposed: 2 x 2 (Gy-1)/Gy m H / Gx.
+    For a transposed layer: 2 x 2 (Gy-1)/Gy m H / Gx.
     """
     width, times = (layer.hidden, 2) if layer.transposed else (layer.factor * layer.hidden, 4)
     return ELEMENT * times * _ring(grid.y) * rows * width / grid.x
 
 
 def x_bytes(layer: Layer, rows: float, grid: GridShape) -> float:
-    """2 x 2 (Gx-1)/Gx m H / Gy: the all-reduce of the input's gradient.
+    """Return 2 x 2 (Gx-1)/Gx m H / Gy: the all-reduce of the input's gradient.
 
-    Transposed: 2 x 4 (Gx-1)/Gx m K H / Gy.
+    For a transposed layer: 2 x 4 (Gx-1)/Gx m K H / Gy.
     """
     width, times = (layer.factor * layer.hidden, 4) if layer.transposed else (layer.hidden, 2)
     return ELEMENT * times * _ring(grid.x) * rows * width / grid.y
@@ -70,7 +72,7 @@ def x_bytes(layer: Layer, rows: float, grid: GridShape) -> float:
 
 def layer_seconds(layer: Layer, tokens: int, grid: GridShape, bandwidths: Bandwidths,
                   order: Iterable[str] = ORDER) -> dict[str, float]:
-    """By axis: its bytes over the bandwidth of its group. m = tokens / (Gdata Gz).
+    """Return, for each axis, its bytes divided by the bandwidth of its group. m = tokens / (Gdata Gz).
 
         >>> fast = {"1+": {"2+": 1.0}}
         >>> layer_seconds(Layer(2**14, 4), 2**16, GridShape(1, 2, 1, 2), fast)
@@ -84,9 +86,9 @@ def layer_seconds(layer: Layer, tokens: int, grid: GridShape, bandwidths: Bandwi
 
 
 def group_bandwidths(grid: GridShape, bandwidths: Bandwidths, order: Iterable[str] = ORDER) -> dict[str, float]:
-    """GiB/s of each axis, where ranks run along the axes in that order, innermost first. Axes of one rank have none.
+    """Return the GiB/s of each axis of several ranks. `order` names the axes, innermost first.
 
-    Raises Pmm3dError for a group that the table does not have.
+    Raises Pmm3dError if the table has no figure for a group.
     """
     found, inside = {}, 1
     for axis in order:
@@ -98,7 +100,9 @@ def group_bandwidths(grid: GridShape, bandwidths: Bandwidths, order: Iterable[st
 
 
 def bandwidth(bandwidths: Bandwidths, inside: int, size: int) -> float:
-    """GiB/s of a group of `size` ranks with `inside` ranks of inner axes. Raises Pmm3dError if the table lacks it.
+    """Return the GiB/s of a group of `size` ranks with `inside` ranks of inner axes between neighbours.
+
+    Raises Pmm3dError if the table has no figure for the group.
 
         >>> bandwidth({"1": {"2": 76.0, "4+": 225.0}}, inside=1, size=8)
         225.0
@@ -111,24 +115,24 @@ def bandwidth(bandwidths: Bandwidths, inside: int, size: int) -> float:
 
 
 def parse_order(text: str) -> tuple[str, ...]:
-    """The axes, innermost first. Raises Pmm3dError unless each of the four is named once.
+    """Return the axes of a list such as "y,x,z,data". Raises Pmm3dError unless it names each of the four once.
 
         >>> parse_order("y,x,z,data")
         ('y', 'x', 'z', 'data')
     """
     names = tuple(name.strip() for name in text.split(","))
     if sorted(names) != sorted(AXES):
-        raise Pmm3dError(f"the order names each axis once, innermost first, as in {','.join(ORDER)}; got {text!r}")
+        raise Pmm3dError(f"the order must name each axis once, innermost first, as in {','.join(ORDER)}; got {text!r}")
     return names
 
 
 def _ring(size: int) -> float:
-    """(G-1)/G, the share that a rank of a ring receives."""
+    """Return (G-1)/G, the share of an array that a rank of a ring receives."""
     return (size - 1) / size
 
 
 def _entry(table: Mapping[str, _Value], number: int) -> _Value | None:
-    """That of exactly that number, else of the largest "n+" that it reaches."""
+    """Return the entry of this number, or else the entry of the largest "n+" with n at most this number."""
     if str(number) in table:
         return table[str(number)]
     reached = [key for key in table if key.endswith("+") and int(key[:-1]) <= number]

@@ -1,4 +1,4 @@
-"""Candidates: grids for a job, with time, memory and bytes. Every planner returns them, every table shows them."""
+"""Candidates: grids for a job, with their time, memory and bytes. All planners return candidates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ..layout import PIPE, SEQ, ULYSSES, GridShape
 
 PRESETS = ("ddp", "fsdp", "hsdp", "megatron")
-"""Families of parallel training whose names `Grid(shape=)` takes."""
+"""Families of parallel training whose names are values of `Grid(shape=)`."""
 FAMILIES = (*PRESETS, "megatron+sp", "cp", "3d", "4d", "5d")
 """All families that `preset_of` returns."""
 
@@ -17,7 +17,7 @@ FAMILIES = (*PRESETS, "megatron+sp", "cp", "3d", "4d", "5d")
 def preset_of(grid: GridShape, activations: str = "replicated") -> str:
     """Return the family of parallel training that the grid belongs to; "" if it belongs to none.
 
-    activations   of the network: "sharded" is Megatron's sequence parallelism
+    If the network's activations are "sharded", tensor parallelism includes Megatron's sequence parallelism.
 
     | family | axes of several ranks | known from |
     |---|---|---|
@@ -25,7 +25,7 @@ def preset_of(grid: GridShape, activations: str = "replicated") -> str:
     | fsdp | z | PyTorch FSDP, ZeRO-3 |
     | hsdp | z and data | PyTorch HSDP |
     | megatron | x, with data or without | Megatron-LM: tensor parallelism (TP) |
-    | megatron+sp | the same, and activations are sharded | Megatron-LM: TP and sequence parallelism |
+    | megatron+sp | as megatron, and activations are sharded | Megatron-LM: TP and sequence parallelism |
     | cp | seq or ulysses, or both, with z and data or without | context parallelism |
     | 3d | x, pipe, and one of data and z | Megatron-LM, DeepSpeed: tensor, pipeline, data |
     | 4d | x, seq, pipe, and one of data and z | Llama 3: TP, CP, PP, DP |
@@ -53,15 +53,15 @@ def preset_of(grid: GridShape, activations: str = "replicated") -> str:
 class Candidate:
     """A grid, and the costs of the job on it.
 
-    seconds   of the product or the step, on the slowest rank
-    terms     the seconds by kind: "gemm", "passes", "overhead"; "x", "y", "z", "data", "all": waiting for collectives
-              along the axis; "pipe": the bubble, and messages between stages. They add up to `seconds`
-    memory    bytes by kind on the fullest rank
-    bytes     number of bytes that the busiest rank receives
-    preset    family of the grid, one of `FAMILIES`; "" if it has none
-    schedule  name of a pipeline's schedule; "" without a pipeline
-    settings  keys of the network's configuration that were chosen with the grid: "activations", "recompute"
-    why_not   why the grid was dropped; "" if it was not
+    seconds    seconds of the product or the step on the slowest rank
+    terms      seconds by kind, which add up to `seconds`: "gemm", "passes", "overhead"; "x", "y", "z", "data", "all":
+               waits for collectives along the axis; "pipe": bubble, and messages between stages
+    memory     bytes by kind on the fullest rank
+    bytes      bytes that the busiest rank receives
+    preset     family of the grid, one of `FAMILIES`; "" if it has none
+    schedule   name of a pipeline's schedule; "" without a pipeline
+    settings   keys of the network's configuration that were chosen with the grid: "activations", "recompute"
+    why_not    reason why the grid was dropped; "" if it was not dropped
     """
 
     grid: GridShape
@@ -75,19 +75,19 @@ class Candidate:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """The grid, the schedule of its pipeline, and `settings`."""
+        """Return the grid, the schedule of its pipeline, and `settings`, as one text."""
         return " ".join([str(self.grid), *[self.schedule] * bool(self.schedule),
                          *(f"{key}={value}" for key, value in self.settings.items())])
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Candidates, the best first, and those that were dropped.
+    """Candidates, the best first, and dropped candidates.
 
     what         the job in words: "4096 x 4096 x 4096 float64", "a step of digits.toml"
-    flop         of all ranks together
-    dtype        the type of the job's GEMMs, for `share_of_peak`
-    considered   number of grids that were looked at
+    flop         flop of all ranks together
+    dtype        type of the job's GEMMs, for `share_of_peak`
+    considered   number of grids that were considered, also those that were not priced
     """
 
     what: str
@@ -99,5 +99,5 @@ class Ranking:
     considered: int
 
     def share_of_peak(self, candidate: Candidate, peak: float) -> float:
-        """Return the flop/s of the candidate divided by those of all ranks at `peak` flop/s each; 0 if not known."""
+        """Return the flop/s of the candidate divided by those of all ranks at `peak` flop/s each; 0 if unknown."""
         return self.flop / (candidate.seconds * self.ranks * peak) if candidate.seconds and peak else 0.0

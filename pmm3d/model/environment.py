@@ -14,8 +14,8 @@ from ..errors import GridError, Pmm3dError
 from .node_map import SUMS
 
 TASK_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "SLURM_STEP_NUM_TASKS")
-"""Innermost launcher first. An mpiexec inside a Slurm allocation starts its daemons as a Slurm step, so its ranks also
-have the task count of that step, which is the number of nodes."""
+"""Variables of the number of ranks, innermost launcher first. An mpiexec inside a Slurm allocation starts its daemons
+as a Slurm step. Its ranks then also have the task count of this step, which is the number of nodes."""
 TASK_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "SLURM_PROCID")
 LOCAL_TASK_COUNTS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE",
                      "JSM_NAMESPACE_LOCAL_SIZE")
@@ -23,18 +23,18 @@ JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBI
 TRANSPORTS = ("auto", "direct", "staged", "nccl")
 TRANSPORTS_IN_WORDS = "auto, direct, staged or nccl"
 OVERLAPS_OF_ALL = ("auto", "none")
-"""Overlap modes for all products of a job. Other modes are arguments of a product, because not every product can use
+"""Overlap modes for all products of a job. Other modes are arguments of a product, because some products cannot use
 them."""
 
 JOB_FOLDER = "PMM3D_JOB_FOLDER"
-"""Folder in which ranks on the node of pmm3d.launcher leave notes: the exit code, if a rank ends the job (file "code"),
-and the stage of a rank of a pipeline (file "rank-3")."""
+"""Variable that names a folder in which ranks on the node of pmm3d.launcher write files: "code" contains the exit code
+if a rank ends the job, and "rank-3" the pipeline stage of rank 3."""
 
 
 def tasks_in_environment(environ: Mapping[str, str]) -> tuple[int, str] | None:
-    """Return (number of ranks that the launcher started, name of its variable), or None outside a launcher.
+    """Return (number of ranks that the launcher started, name of the variable), or None outside a launcher.
 
-    If the number differs from the size of COMM_WORLD, launcher and library belong to different MPIs.
+    If this number differs from the size of COMM_WORLD, the launcher and the library belong to different MPIs.
 
         >>> tasks_in_environment({"PMI_SIZE": "8"})
         (8, 'PMI_SIZE')
@@ -86,7 +86,7 @@ def nodes_of_job(environ: Mapping[str, str]) -> int:
 
 
 def job_id(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the variable and the identifier of the batch job, as "SLURM_JOB_ID 4711"; None outside a batch job."""
+    """Return variable and identifier of the batch job, such as "SLURM_JOB_ID 4711"; None outside a batch job."""
     return next((f"{name} {environ[name]}" for name in JOB_IDS if environ.get(name)), None)
 
 
@@ -105,7 +105,7 @@ def _variable(name: str, default: Any, kind: Callable[[str], Any], meaning: str,
         try:
             return kind(text)
         except ValueError:
-            raise Pmm3dError(f"{name}={text!r} is not understood; it means {meaning}") from None
+            raise Pmm3dError(f"{name}={text!r} is invalid. It must be {meaning}") from None
 
     metadata = {"variable": name, "default": default, "meaning": meaning, "read": read, "kind": kind,
                 "argument": argument}
@@ -148,7 +148,7 @@ def _argument(setting: Field, value: Any) -> Any:
             return str(setting.metadata["kind"](value))
     except ValueError:
         pass
-    raise GridError(f"{setting.name} is {setting.metadata['argument']}; got {value!r}")
+    raise GridError(f"{setting.name} must be {setting.metadata['argument']}; got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -156,33 +156,33 @@ class Settings:
     """Settings of a Grid. The defaults are read from the environment when the object is created."""
 
     timeout: float = _variable("PMM3D_TIMEOUT", 600.0, _seconds,
-                               "a number: seconds after which a collective that hangs is explained; 0: never",
+                               "a number: time limit of a collective in seconds; 0: no limit",
                                "a number of seconds, 0 for no limit")
     debug: bool = _variable("PMM3D_DEBUG", False, _switch,
-                            "0 or 1: compare the ranks' calls before each collective; look for deadlocks")
+                            "0 or 1: compare the ranks' calls before each collective, and search for deadlocks")
     log: bool = _variable("PMM3D_LOG", False, _switch,
-                          "0 or 1: log each collective of each of the first 64 ranks (logger pmm3d.comm)")
-    trace: bool = _variable("PMM3D_TRACE", False, _switch, "0 or 1: keep every collective and GEMM for a Chrome trace")
+                          "0 or 1: log each collective of the first 64 ranks (logger pmm3d.comm)")
+    trace: bool = _variable("PMM3D_TRACE", False, _switch, "0 or 1: record collectives and GEMMs for a Chrome trace")
     check: bool = _variable("PMM3D_CHECK", True, _switch, "0 or 1: compare the ranks' arguments before each operation")
     device_transport: str = _variable("PMM3D_TRANSPORT", "auto", _one_of(TRANSPORTS),
-                                      f"{TRANSPORTS_IN_WORDS}: how device memory reaches other ranks",
+                                      f"{TRANSPORTS_IN_WORDS}: how messages of device memory are sent",
                                       TRANSPORTS_IN_WORDS)
     blas: str = _variable("PMM3D_BLAS", "", str,
-                          "the BLAS that multiplies on the host: scipy, mkl (the extra pmm3d[mkl]), auto (what pmm3d "
-                          "tune blas chose; for a type: auto:float32), or the path of a shared library. If it is not "
-                          "set: MKL if the extra is installed, else SciPy's",
+                          "the BLAS that multiplies on the host: scipy, mkl (the extra pmm3d[mkl]), auto (the choice "
+                          "of pmm3d tune blas; for a type: auto:float32), or the path of a shared library. Default: "
+                          "MKL if the extra is installed, else SciPy's",
                           "scipy, mkl, auto, or the path of a shared library")
     sums: str = _variable("PMM3D_SUMS", "nodes", _one_of(SUMS),
-                          "nodes or ranks: whether sums along an axis that is distributed evenly over several nodes "
-                          "are formed in each node first, or in an order that depends on the number of ranks alone",
+                          "nodes or ranks: whether sums along an axis with equally many ranks on several nodes are "
+                          "formed in each node first, or in an order that depends on the number of ranks only",
                           "nodes or ranks")
     overlap: str = _variable("PMM3D_OVERLAP", "auto", _one_of(OVERLAPS_OF_ALL),
                              "auto or none: the overlap mode of products with overlap auto, the default; auto: across "
-                             "nodes a product is decomposed if it can be. Panels are an argument: panels=4",
+                             "nodes products are decomposed if possible. Panels are an argument: panels=4",
                              "auto or none")
     machine: str = _variable("PMM3D_MACHINE", "auto", str,
-                             "the machine that grids are chosen for: auto (what pmm3d tune machine measured here, or "
-                             "else nominal), the name of an assumed one, or the path of a TOML file",
+                             "the machine for which grids are chosen: auto (measured here by pmm3d tune machine, or "
+                             "else nominal), the name of an assumed machine, or the path of a TOML file",
                              "auto, the name of an assumed machine, or the path of a TOML file")
 
     @classmethod

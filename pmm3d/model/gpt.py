@@ -11,32 +11,34 @@ from .candidates import Candidate, Ranking, preset_of
 from .grid_search import grids_4d
 
 FACTORS = ((3, False), (1, True), (4, False), (4, True))
-"""K of the fully connected layers of a block, and whether they are transposed: queries, keys and values; the projection
-of the attention; the two layers of the MLP."""
+"""(K, whether it is transposed) of each fully connected layer of a block: queries, keys and values; projection of the
+attention; the two layers of the MLP."""
 LSE = 4
-"""Bytes of a log-sum-exp, float32."""
+"""Bytes of a log-sum-exp in float32."""
 DTYPE = "bfloat16"
-"""Type of the products."""
+"""Type of the GEMMs."""
 
 
 def block_bytes(rows: int, hidden: int, heads: int, *, outer: int = 1, inner: int = 1, element: int = 2,
                 kv_heads: int | None = None, mlp: int | None = None, recompute: str = "none", dropout: bool = False,
                 scores: int = 0) -> float:
-    """Return the bytes that a rank keeps of a transformer block for its backward pass (Korthikanti et al. 2022,
+    """Return the bytes that a rank stores for the backward pass of a transformer block (Korthikanti et al. 2022,
     arXiv 2205.05198, equations 1 to 4).
 
-    rows       tokens on the rank: s b, of sequences of s
-    outer      ranks that split what is between the parts of the block: the input of each part and of its norm, and the
-               masks of dropout. 1 with Megatron's tensor parallelism, t with its sequence parallelism
-    inner      ranks that split heads and the columns of the MLP: t
-    element    bytes of an activation;   kv_heads, mlp: None: as many as heads, 4 hidden
+    rows       tokens on the rank: s b, for b sequences of s tokens
+    outer      ranks that split the inputs of attention, MLP and norms, and the dropout masks: 1 with Megatron's tensor
+               parallelism, t with its sequence parallelism
+    inner      ranks that split the heads and the columns of the MLP: t
+    element    bytes of an activation
+    kv_heads   default: heads
+    mlp        default: 4 hidden
     recompute  "none", "selective" or "full"
-    dropout    whether both parts have one: a byte of mask for each element
-    scores     keys of a query of which the weights are kept, 5 bytes each with their dropout: s in that paper; 0 for a
-               kernel that keeps the result and its log-sum-exp, as ours does
+    dropout    whether attention and MLP have dropout, whose mask has a byte for each element
+    scores     keys of a query whose weights are stored, 5 bytes each with dropout: s in the paper. 0 for a kernel that
+               stores the result and its log-sum-exp, as the kernel of `pmm3d.nn`
 
     With 2 bytes, dropout and inner = t: rows h (10 / outer + 24 / t + 5 a s / (h t)). Selective recomputation drops the
-    last term; of our kernel this term is 4 bytes for each row and head, and selective drops these.
+    last term. With scores = 0 this term is 4 bytes for each row and head.
 
         >>> sizes = {"rows": 2048 * 4, "hidden": 6144, "heads": 64, "inner": 8, "dropout": True, "scores": 2048}
         >>> [f"{block_bytes(outer=outer, recompute=recompute, **sizes) / 2**30:.3f}"
@@ -55,12 +57,7 @@ def block_bytes(rows: int, hidden: int, heads: int, *, outer: int = 1, inner: in
 
 @dataclass(frozen=True)
 class GPT:
-    """Sizes of a GPT and of its batch.
-
-    sequence    tokens of a sequence;   batch: sequences of a step
-    heads       None: any number
-    vocabulary  0: without embedding and logits
-    """
+    """Sizes of a GPT and of its batch: `sequence` tokens in a sequence, `batch` sequences in a step."""
 
     layers: int
     hidden: int
@@ -80,7 +77,7 @@ class GPT:
 
     @property
     def parameters(self) -> int:
-        """12 l H^2 + 13 l H of the blocks, (V + s) H of the embeddings (Narayanan et al., SC'21).
+        """12 l H^2 + 13 l H parameters of the blocks and (V + s) H of the embeddings (Narayanan et al., SC'21).
 
             >>> GPT(96, 12288, 2048, 1536, vocabulary=51200).parameters
             174615822336
@@ -95,7 +92,7 @@ class GPT:
 
     def axonn_seconds(self, grid: GridShape, bandwidths: Bandwidths,
                       order: tuple[str, ...] = ORDER) -> dict[str, float]:
-        """Return the seconds of the collectives of a step by axis. Raises Pmm3dError as `axonn.bandwidth`."""
+        """Return the seconds of the collectives of a step by axis. Raises Pmm3dError as in `axonn.bandwidth`."""
         terms = [layer_seconds(layer, self.batch * self.sequence, grid, bandwidths, order) for layer in self.block]
         return {axis: self.layers * sum(term[axis] for term in terms) for axis in terms[0]}
 
@@ -104,19 +101,19 @@ class GPT:
         if (tensor := grid.x * grid.y * grid.z) < min_tensor:
             return f"x y z = {tensor} is less than min-tensor = {min_tensor}"
         if self.batch % (grid.data * grid.z):
-            return f"{self.batch} sequences do not divide by data x z = {grid.data * grid.z}"
+            return f"{self.batch} sequences are not divisible by data x z = {grid.data * grid.z}"
         if self.heads is not None and self.heads % grid.x:
-            return f"{self.heads} heads do not divide by x = {grid.x}"
+            return f"{self.heads} heads are not divisible by x = {grid.x}"
         return ""
 
 
 def rank_by_axonn(gpt: GPT, ranks: int, bandwidths: Bandwidths, *, powers_of_two: bool = False, min_tensor: int = 1,
                   order: tuple[str, ...] = ORDER) -> Ranking:
-    """Rank all grids by the seconds of collectives in the five-term model; of equals, by their sizes.
+    """Rank all grids by the seconds of collectives in the five-term model. Ties are ordered by the sizes of the grids.
 
     powers_of_two   whether the four sizes must be powers of two
     min_tensor      least number of ranks along x, y and z together
-    order           axes in the order in which ranks run along them, innermost first
+    order           axes along which ranks are numbered, innermost first
 
     Raises GridError if no grid is left.
     """
@@ -133,7 +130,7 @@ def rank_by_axonn(gpt: GPT, ranks: int, bandwidths: Bandwidths, *, powers_of_two
         found = Candidate(grid, sum(terms.values()), terms, preset=preset_of(grid), why_not=reason)
         (dropped if reason else candidates).append(found)
     if not candidates and not dropped:
-        raise GridError(f"no grid of {ranks} ranks has sizes that are all powers of two: name a power of two, or leave "
+        raise GridError(f"no grid of {ranks} ranks has sizes that are all powers of two: give a power of two, or leave "
                         "out --powers-of-two")
     if not candidates:
         raise GridError(f"no grid of {ranks} ranks is left for {gpt}; for example, {dropped[0].grid}: "

@@ -1,4 +1,4 @@
-"""The grids of a number of ranks, and an estimate that selects those to price."""
+"""The grids of a number of ranks, and an estimate that selects the grids to price."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .product_costs import Product, ProductCosts, Sizes3
 ALL_SHAPES = 128
 """Number of ranks up to which `shapes_up_to` returns every grid."""
 EVERY = 32
-"""Beyond: every size of an axis up to this one, and larger sizes whose prime factors are in `PRIMES`."""
+"""With more ranks: every size of an axis up to this one, and larger sizes whose prime factors are in `PRIMES`."""
 PRIMES = (2, 3, 5)
 LEAST = 5
 """Number of grids that `least_bytes` returns."""
 NO_LIMIT = 2**63
-"""A limit of memory, in bytes, that no grid exceeds."""
+"""Bytes of a memory limit that no grid exceeds."""
 
 
 def shapes_of(ranks: int) -> list[Sizes3]:
-    """Return every (x, y, z) of exactly that number of ranks.
+    """Return every (x, y, z) of exactly this number of ranks.
 
         >>> len(shapes_of(8)), shapes_of(3)
         (10, [(1, 1, 3), (1, 3, 1), (3, 1, 1)])
@@ -36,7 +36,7 @@ def shapes_of(ranks: int) -> list[Sizes3]:
 
 
 def grids_4d(ranks: int) -> list[GridShape]:
-    """Return every grid with the axes x, y, z and data of exactly that number of ranks.
+    """Return every grid with the axes x, y, z and data of exactly this number of ranks.
 
         >>> len(grids_4d(1024)), len(grids_4d(12))
         (286, 40)
@@ -45,9 +45,9 @@ def grids_4d(ranks: int) -> list[GridShape]:
 
 
 def shapes_up_to(ranks: int) -> list[Sizes3]:
-    """Return grids of more than half of the ranks. Up to `ALL_SHAPES` ranks these are all grids. Beyond, they are all
-    grids of exactly that number, and grids that have sizes without large prime factors along two axes and the largest
-    size that fits along the third.
+    """Return grids of more than half of the ranks. Up to `ALL_SHAPES` ranks these are all grids. With more ranks they
+    are all grids of exactly this number, and grids with two sizes without large prime factors and the largest third
+    size that fits.
     """
     if ranks <= ALL_SHAPES:
         return [shape for number in range(ranks // 2 + 1, ranks + 1) for shape in shapes_of(number)]
@@ -63,9 +63,9 @@ def shapes_up_to(ranks: int) -> list[Sizes3]:
 
 
 class Estimate:
-    """Estimates the seconds of a product on a grid by linear laws: GEMMs have the rate of a typical block, collectives
-    are interpolated between two prices of the machine. In a decomposed product the messages of A and C run beside the
-    GEMMs. Each message adds the fixed time of a GEMM and of two actions."""
+    """Estimates the seconds of a product on a grid by linear laws. All GEMMs have the rate of a typical block.
+    Collectives are interpolated between two prices of the machine. In a decomposed product the messages of A and C run
+    during the GEMMs. Each message adds the fixed time of a GEMM and of two actions."""
 
     def __init__(self, costs: ProductCosts):
         self._costs, (m, n, k), self._size = costs, costs.product, itemsize(costs.dtype)
@@ -91,7 +91,7 @@ class Estimate:
         return a + b + c + gemm
 
     def _collective(self, operation: str, ranks: int, stride: int, block: int) -> tuple[float, float, int]:
-        """Return (seconds, seconds of them that can run beside a GEMM, number of messages)."""
+        """Return (seconds, the part of these seconds that can run during a GEMM, number of messages)."""
         if ranks == 1:
             return 0.0, 0.0, 0
         start, slope, hidden, messages = self._line(operation, ranks, stride)
@@ -99,7 +99,7 @@ class Estimate:
         return seconds, hidden * seconds, messages
 
     def _line(self, operation: str, ranks: int, stride: int) -> tuple[float, float, float, int]:
-        """Return (seconds without bytes, seconds of a byte, share that can run beside a GEMM, number of messages)."""
+        """Return (seconds without bytes, seconds of a byte, share that can run during a GEMM, number of messages)."""
         costs, machine = self._costs, self._costs.machine
         key = operation, ranks, min(stride, costs.run)
         if key not in self._lines:
@@ -132,10 +132,10 @@ def _divisors(number: int) -> list[int]:
 
 
 def _smooth(most: int) -> list[int]:
-    """Numbers up to `most` whose prime factors are in `PRIMES`."""
+    """Return the numbers up to `most` whose prime factors are in `PRIMES`."""
     found = [1]
     for prime in PRIMES:
-        for number in found:  # also those that are appended here
+        for number in found:  # includes numbers that the loop appends
             if number * prime <= most:
                 found.append(number * prime)
     return found

@@ -1,4 +1,4 @@
-"""The interval between checkpoints, from the time to write one and the mean time between failures."""
+"""The interval between checkpoints, from the time of a checkpoint and the mean time between failures."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from ..errors import Pmm3dError
 from ..text import in_time
 
 SURELY = 700.0
-"""Exponent from which on the probability to fail is 1 in double precision."""
+"""Exponent from which the probability of a failure is 1 in double precision."""
 DAY, HOUR = 86400.0, 3600.0
 
 
 def young(write: float, mtbf: float) -> float:
-    """Return the seconds of work between checkpoints that lose the least time, to first order.
+    """Return the optimum interval between checkpoints, in seconds of work, to first order.
 
         T = sqrt(2 delta M)
 
     write   delta, seconds to write a checkpoint
-    mtbf    M, mean seconds between failures of the whole job: of a node, over the nodes of the job
+    mtbf    M, mean seconds between failures of the whole job: those of a node divided by the number of nodes
 
     Source: J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974.
 
@@ -30,7 +30,7 @@ def young(write: float, mtbf: float) -> float:
 
 
 def daly(write: float, mtbf: float) -> float:
-    """Return the same to higher order, which is accurate also if a checkpoint takes long.
+    """Return the optimum interval to higher order, which is accurate also for long checkpoints.
 
         T = sqrt(2 delta M) (1 + 1/3 sqrt(delta / 2M) + 1/9 (delta / 2M)) - delta    if delta < 2M
         T = M                                                                        otherwise
@@ -48,7 +48,7 @@ def daly(write: float, mtbf: float) -> float:
 
 
 def lost_share(interval: float, write: float, mtbf: float, restart: float = 0.0) -> float:
-    """Return the share of a job's time that is spent on checkpoints, on work done again, and on restarts.
+    """Return the share of a job's time that checkpoints, repeated work and restarts take.
 
         1 - tau / (M exp(R/M) (exp((tau + delta)/M) - 1))
 
@@ -68,7 +68,7 @@ def lost_share(interval: float, write: float, mtbf: float, restart: float = 0.0)
 
 
 class Advice(NamedTuple):
-    """Seconds and whole steps between checkpoints, the share of time that is lost, and a sentence for people."""
+    """Seconds and whole steps between checkpoints, the share of time that is lost, and a sentence for the user."""
 
     seconds: float
     steps: int
@@ -99,5 +99,5 @@ def advice(write_seconds: float, mtbf_seconds: float, step_seconds: float) -> Ad
     sentence = (f"With a failure every {in_time(mtbf_seconds)} on this job, write a checkpoint {how}: "
                 f"{100 * lost:.2g}% of the time is lost")
     if write_seconds >= mtbf_seconds:
-        sentence += ". A checkpoint takes longer than the job runs without a failure: little comes of it"
+        sentence += ". A checkpoint takes longer than the mean time between failures: the job makes little progress"
     return Advice(interval, steps, lost, sentence)

@@ -17,9 +17,9 @@ OF_PMI = ("PMI_FD", "PMI_PORT", "HYDI_CONTROL_FD")
 OF_PMIX = ("PMIX_RANK",)
 """Variables that Open MPI's launchers set."""
 PLUGINS = {"openmpi": "pmix", "mpich": "pmi2"}
-"""Plugin of Slurm for each MPI: srun --mpi=PLUGIN."""
+"""Slurm's plugin for each MPI: srun --mpi=PLUGIN."""
 OTHER_MPI = ("MPI4PY_MPIABI", "MPI4PY_LIBMPI")
-"""Variables that select another MPI than the wheel's."""
+"""Variables that select an MPI other than the wheel's."""
 
 
 def installed_wheels() -> list[str]:
@@ -35,8 +35,8 @@ def installed_wheels() -> list[str]:
 
 
 def check_launcher(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise LauncherError if the launcher belongs to another MPI than the wheel installed here. MPI would end this
-    process then, or start it in a world of one rank."""
+    """Raise LauncherError if the launcher and the installed wheel belong to different MPIs. MPI_Init would then end
+    this process, or start it in a world of one rank."""
     signs = [name for name in (*OF_PMI, *OF_PMIX) if name in environ]
     if not signs or any(map(environ.get, OTHER_MPI)) or not _takes_a_wheel():
         return
@@ -65,7 +65,7 @@ def foreign_launcher(environ: Mapping[str, str], wheel: str) -> str:
 
 
 def _takes_a_wheel() -> bool:
-    """Return whether mpi4py selects its MPI at run time, as the package from PyPI does. Others are built for one."""
+    """Return whether mpi4py selects its MPI at run time, as the package from PyPI does. Other builds have one MPI."""
     from importlib.util import find_spec
 
     spec = find_spec("mpi4py")

@@ -21,8 +21,8 @@ from .environment import tasks_on_node
 
 
 def set_blas_environment(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Select OpenBLAS's kernel unless the user did. Call this before numpy is loaded: OpenBLAS reads the variable once.
-    """
+    """Select OpenBLAS's kernel unless the user selected one. Call this before numpy is loaded, because OpenBLAS reads
+    the variable once."""
     kernel = better_kernel(cpu())
     if kernel:
         environment.setdefault("OPENBLAS_CORETYPE", kernel)
@@ -46,16 +46,16 @@ def share_cores(environment: MutableMapping[str, str] = os.environ) -> str:
 
 
 def usable_cores(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number of cores of this node that all ranks of the job may use; outside a launcher, that of this
-    process. No communication."""
+    """Return the number of cores of this node that all ranks of the job may use. Outside a launcher: the number of
+    cores of this process. Not collective."""
     _, variable = tasks_on_node(environment)
     return cores_of_job(variable, environment.get("SLURM_CPUS_ON_NODE", "")) if variable else len(cores())
 
 
 def cores_of_job(variable: str, limit: str = "", processes: str = "/proc") -> int:
-    """Return the number of cores of this node that the job has: those of its launcher.
+    """Return the number of cores of this node that the launcher of this process may use.
 
-    variable   set in the ranks: the launcher is the nearest ancestor process without it
+    variable   a variable of the ranks' environment. The launcher is the nearest ancestor process without this variable
     limit      the largest result, if it is a number
     """
     found, parent = cores(), os.getppid()
@@ -68,9 +68,9 @@ def cores_of_job(variable: str, limit: str = "", processes: str = "/proc") -> in
 
 
 def blas_of(library: Any) -> Blas:
-    """Return the BLAS that multiplies a library's arrays. It is loaded if it was not.
+    """Return the BLAS that multiplies a library's arrays, and load it if necessary.
 
-    On a device it is cuBLAS, which has no threads. On the host torch has a BLAS of its own, unless PMM3D_BLAS names
+    On a device this is cuBLAS, which has no threads. On the host, torch uses its own BLAS unless PMM3D_BLAS names
     another. All other arrays are multiplied by the BLAS of `pmm3d.arrays.blas_choice`.
     """
     if not library.on_host:
@@ -101,8 +101,8 @@ def peak_memory() -> int:
 
 
 def peak_share(rollup: str = "/proc/self/smaps_rollup") -> int:
-    """Return `peak_memory`, with this process's share of the pages that it shares with others. In the sum over the
-    processes of a node, each page counts once."""
+    """Return `peak_memory` with this process's share of shared pages only. In the sum over the processes of a node,
+    each page counts once."""
     try:
         with open(rollup) as lines:
             sizes = {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines
@@ -113,7 +113,7 @@ def peak_share(rollup: str = "/proc/self/smaps_rollup") -> int:
 
 
 def available_memory(meminfo: str = "/proc/meminfo") -> int:
-    """Return the bytes that programs can still get on this node, at most the job's limit; 0 if they are unknown."""
+    """Return the bytes that programs can still allocate on this node, at most the job's limit; 0 if unknown."""
     limit = cgroup_limit("memory.max")
     try:
         with open(meminfo) as lines:

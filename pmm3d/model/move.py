@@ -1,5 +1,5 @@
-"""Moving a matrix from one tiling to another: a table of messages for each rank, in rounds so that the packed copies
-have a bound. Pure functions of the two tilings, without MPI."""
+"""Redistribution of a matrix from one tiling to another: a table of messages for each rank. Rounds bound the memory of
+packed copies. The functions are pure and use no MPI."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ from ..layout.distribution import Strided, packed, parts_met, strided
 from ..layout.pieces import Messages, Piece, recv_blocks, send_blocks
 
 ROUND_BYTES = 2**24
-"""Largest number of bytes of packed copies on a rank, if the caller sets no limit: messages that are long for any
-network."""
+"""Default limit of the bytes of packed copies on a rank. Messages of this size reach the bandwidth of any network."""
 
 
 class Part(NamedTuple):
-    """A part of a message. `here` of the runs counts in the rank's array number `array`, `there` in the message.
-
-    shape   rows and columns of the part, which is packed by rows
-    """
+    """A part of a message, packed by rows: a block of this shape in the rank's array number `array`. In each `Strided`,
+    `here` is a position in the array and `there` a position in the message."""
 
     array: int
     rows: tuple[Strided, ...]
@@ -32,7 +29,7 @@ class Part(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What one rank sends to `ranks`, all of which read the same elements, or receives from the one rank in `ranks`."""
+    """A message that one rank sends to all of `ranks`, or that it receives from the only rank in `ranks`."""
 
     ranks: tuple[int, ...]
     parts: tuple[Part, ...]
@@ -50,7 +47,7 @@ class Round(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Elements that stay on the rank: from its array number `source` to number `target`."""
+    """Elements that stay on the rank. They are copied from its array number `source` to its array number `target`."""
 
     source: int
     target: int
@@ -59,15 +56,15 @@ class Copy(NamedTuple):
 
 
 class Table(NamedTuple):
-    """What one rank does in a move."""
+    """The copies and rounds of one rank in a move."""
 
     copies: list[Copy]
     rounds: Iterable[Round]
 
 
 def tile_move(source: Tiled, target: Tiled, rank: int, rounds: int = 1) -> Table:
-    """The table of one rank. In each round a rank sends and receives the next rows of each of its pieces. The table of
-    a source that is stored by columns is that of the transposes. Rounds are made one at a time, as they are read.
+    """Return the table of one rank. In each round a rank sends and receives the next rows of each of its pieces. If the
+    source is stored by columns, the table is that of the transposes. The rounds are a generator.
 
         >>> from pmm3d.layout import GridShape, Layout, Placement
         >>> rows, cols = (Placement((4, 4), layout, GridShape(1, 1, 2)) for layout in (Layout("z"), Layout((), "z")))
@@ -91,7 +88,7 @@ def _transposed(messages: Messages) -> Messages:
 
 def _messages(side: list[tuple[tuple[int, ...], list[tuple[Piece, tuple[Strided, ...]]]]], number: int,
               rounds: int) -> Iterator[Message]:
-    """What of the pieces, of which the columns are known already, travels in a round."""
+    """Yield the messages of a round. `side` has the pieces and their columns, by ranks."""
     for ranks, pieces in side:
         parts = []
         for piece, cols in pieces:
@@ -106,10 +103,12 @@ def _messages(side: list[tuple[tuple[int, ...], list[tuple[Piece, tuple[Strided,
 
 @dataclass(frozen=True)
 class Side:
-    """Bounds of what any rank stores on one side of a move.
+    """Bounds, over all ranks, of the storage on one side of a move.
 
-    elements   of its tiles;   width: of the rows of all of its tiles together
-    height     of a tile;      pieces: parts of the other side that the rows of a tile are in
+    elements   elements of a rank's tiles
+    width      sum of the widths of a rank's tiles
+    height     height of a tile
+    pieces     number of parts of the other side that a tile's rows are in
     """
 
     elements: int
@@ -118,14 +117,14 @@ class Side:
     pieces: int
 
     def in_round(self, rounds: int) -> int:
-        """Largest number of elements that travel in one round."""
+        """Return the largest number of elements that a rank sends or receives in one round."""
         whole = min(self.elements // rounds, self.width * (self.height // rounds))
         return min(self.elements, whole + self.width * self.pieces) if rounds > 1 else self.elements
 
 
 @dataclass(frozen=True)
 class Move:
-    """The packed copies of a move, and the rounds that keep them within a limit: the same on all ranks.
+    """The memory of a move, and the number of rounds that keeps it within a limit. All ranks get the same results.
 
         >>> from pmm3d.layout import GridShape, Layout, Placement
         >>> grid = GridShape(1, 1, 4)
@@ -141,7 +140,7 @@ class Move:
 
     @cached_property
     def sides(self) -> tuple[Side, Side]:
-        """Of what is sent, and of what is received."""
+        """Bounds of sent and of received elements."""
         return self._side(self.source, self.target), self._side(self.target, self.source)
 
     def _side(self, mine: Tiled, others: Tiled) -> Side:
@@ -151,7 +150,7 @@ class Move:
         return Side(elements, width, rows.spacing.most, parts_met(rows, other_rows))
 
     def work(self, rounds: int) -> int:
-        """Bytes of copies on any rank, at most."""
+        """Return the largest number of bytes of copies on a rank."""
         return sum(aligned(side.in_round(rounds) * itemsize(self.dtype)) for side in self.sides)
 
     @property
@@ -159,5 +158,5 @@ class Move:
         return max(1, *(side.height for side in self.sides))
 
     def rounds(self, limit: int) -> int:
-        """The fewest that keep the copies within this number of bytes; as many as there can be if none do."""
+        """Return the least number of rounds that keeps the copies within `limit` bytes, or else `most_rounds`."""
         return 1 + bisect_left(range(1, self.most_rounds), True, key=lambda rounds: self.work(rounds) <= limit)

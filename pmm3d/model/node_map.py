@@ -1,8 +1,8 @@
-"""Node maps: how the ranks of an axis are placed on nodes, and which of its collectives go by nodes.
+"""Node maps: the placement of an axis's ranks on nodes, and the collectives that run by nodes.
 
-A collective by nodes has two levels: among the ranks of each node, and among the ranks of all nodes that have the same
-number in their node. The link of a node then carries each byte once. A direct exchange carries a byte once for each
-rank of the node.
+A collective by nodes has two levels: within each node, and between the ranks of different nodes with the same number in
+their node. The link of a node then carries each byte once. In a direct exchange it carries a byte once for each rank of
+the node.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from itertools import groupby
 from typing import NamedTuple
 
 GATHERS_FROM = 2.0**15
-"""Bytes of a gathered array from which gathers go by nodes if no machine was measured. The second round then costs less
-than the bytes that it saves."""
+"""Bytes of a gathered array from which gathers run by nodes, if no machine was measured. From this size, the second
+round costs less than the saved bytes."""
 NEVER = float("inf")
 SUMS = "nodes", "ranks"
-"""Orders of sums on axes that are placed evenly on several nodes."""
+"""Orders of sums on axes with the same number of ranks on each of several nodes."""
 
 
 class NodeMap(NamedTuple):
-    """How an axis is placed on nodes.
+    """The placement of an axis on nodes.
 
-    per_node       ranks on each of its nodes, next to each other along the axis; 1 if all collectives are flat
-    sums           whether sums go by nodes, of any size: in each node first, then across. The order of a sum must not
-                   depend on the size
-    gathers_from   bytes of a gathered array from which gathers go by nodes
+    per_node       number of consecutive ranks of the axis on each node; 1 if all collectives are direct
+    sums           whether sums of all sizes run by nodes: first within each node, then across nodes. The order of a
+                   sum must not depend on its size
+    gathers_from   bytes of a gathered array from which gathers run by nodes
     """
 
     per_node: int = 1
@@ -37,9 +37,9 @@ FLAT = NodeMap()
 
 
 def node_map_over(nodes: Sequence[int], sums: str = SUMS[0], gathers_from: float = GATHERS_FROM) -> NodeMap:
-    """Node map of an axis whose ranks are on these nodes; FLAT on one node, with one rank on each, or if uneven.
+    """Return the node map of an axis whose ranks are on these nodes. `sums` is one of `SUMS`.
 
-    sums   one of `SUMS`
+    The result is FLAT for one node, for one rank on each node, and for different numbers of ranks on the nodes.
 
         >>> node_map_over([0, 0, 1, 1]).per_node, node_map_over([0, 0, 1]) == node_map_over([0, 1, 0, 1]) == FLAT
         (2, True)
@@ -49,7 +49,7 @@ def node_map_over(nodes: Sequence[int], sums: str = SUMS[0], gathers_from: float
 
 
 def ranks_each(nodes: Sequence[int]) -> int:
-    """How many ranks each node has, if all have as many, next to each other; else 0.
+    """Return the number of ranks on each node. 0 if it differs, or if the ranks of a node are not consecutive.
 
         >>> ranks_each([3, 3, 5, 5]), ranks_each([3, 5, 3, 5]), ranks_each([0, 0, 1])
         (2, 0, 0)

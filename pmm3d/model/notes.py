@@ -1,4 +1,4 @@
-"""Notes to the user: the loggers pmm3d.comm, pmm3d.io and pmm3d.nn, shown on stderr. No numpy, no MPI."""
+"""Notes to the user on stderr, by the loggers pmm3d.comm, pmm3d.io and pmm3d.nn. Imports no numpy and no MPI."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import printable
 
 
 class StderrHandler(logging.StreamHandler):
-    """Print to the current sys.stderr. Commands replace it on all ranks but the first."""
+    """Prints to the current sys.stderr, which commands replace on all ranks but the first."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

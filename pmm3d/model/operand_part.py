@@ -1,4 +1,4 @@
-"""One rank's block of an operand of a product: how it is sharded, and how it is gathered."""
+"""One rank's block of an operand of a product."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from ..layout import part_sizes
 
 @dataclass(frozen=True)
 class OperandPart:
-    """A rank's block of A or B, and how it is sharded.
+    """A rank's block of A or B, its shards, and how it is gathered.
 
-    which          0: of A, 1: of B
-    axis, dim      the axis over which it is sharded, and the sharded dim: 0, 1, or -1 if the block is whole
-    depth, other   contracted extent of the block, and the other one
-    size, index    of the axis
-    gathered       whether the block is gathered along that axis; else the shard is the block, or the block is read in
-                   place
-    copied         whether its panels are copied if they are not gathered
+    which          0 for A, 1 for B
+    axis, dim      axis over which the block is sharded, and the sharded dim: 0, 1, or -1 if the block is whole
+    depth, other   extents of the contracted and the other dim of the block
+    size, index    size of the axis, and index of this rank along it
+    gathered       whether the block is gathered along the axis. Otherwise the shard is the block, or `in_place` is True
+    copied         whether panels are copied if they are not gathered
     in_place       whether the block is read in memory that the ranks of a node share
     """
 
@@ -40,22 +39,22 @@ class OperandPart:
 
     @property
     def apart(self) -> bool:
-        """Whether several ranks have it."""
+        """Whether the block is distributed over several ranks."""
         return self.gathered or self.in_place
 
     @cached_property
     def owners(self) -> list[int]:
-        """Lengths of the parts into which the owners cut the contracted range."""
+        """Lengths of the parts of the contracted range, by rank along the axis."""
         return part_sizes(self.depth, self.size if self.along_k else 1)
 
     @cached_property
     def counts(self) -> list[int]:
-        """Of the sharded dim, what each rank along the axis has."""
+        """Extents of the sharded dim, by rank along the axis."""
         return self.owners if self.along_k else part_sizes(self.other, self.size)
 
     @property
     def width(self) -> int:
-        """Elements of the other dim."""
+        """Extent of the dim that is not sharded."""
         return self.other if self.along_k else self.depth
 
     @property

@@ -1,16 +1,16 @@
-"""The plan of one 3D product: who gathers what along which axis, in how many panels, with how many bytes.
+"""The plan of one 3D product: its gathers and sums along the axes, its panels, and their bytes.
 
-Roles. One axis splits the rows of C (m), one the columns of C (n), one what is contracted (k): z, x, y by default,
-and any other assignment where the operands' layouts say so (the two adjoints of a product, C = A^T B, need no data
-moved because of it). With axes (m, k, n) = (z, y, x):
+Roles. One axis splits the rows of C (m), one the columns of C (n), and one the contracted dim (k). The default is z, x
+and y. The operands' layouts may select any other assignment, so the adjoints of a product, such as A^T B, need no
+redistribution. With axes (m, k, n) = (z, y, x):
 
     A  rows z, cols y    sharded further over x (rows or cols), or whole    gathered over x
     B  rows y, cols x    sharded further over z (rows or cols), or whole    gathered over z
     C  rows z, cols x    sharded further over y (rows or cols): reduce-scatter; or whole: all-reduce
 
-Panels. The contracted range of a block is cut into panels, so that work memory holds only two panels at a time. The
-next panel is gathered during the GEMM of a panel. A panel contains a slice of every owner's part, not one contiguous
-range, so that all owners send equally in every panel.
+Panels. The contracted range of a block is cut into panels. The work memory holds two panels at a time: during the GEMM
+of a panel, the next panel is gathered. A panel contains a slice of every owner's part instead of one contiguous range,
+because then all owners send equally in every panel.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ Roles = tuple[str, str, str]
 Slices = list[tuple[int, int]]
 
 ROLES: tuple[Roles, ...] = tuple((m, k, n) for m, k, n in permutations(("z", "y", "x")))
-"""(axis of m, axis of k, axis of n), the default first."""
+"""All assignments (axis of m, axis of k, axis of n), the default first."""
 
 
 @dataclass(frozen=True)
 class Operand:
-    """The facts of a matrix that a plan needs.
+    """The properties of a matrix that a plan needs.
 
     order       "C", or "F" for a transposed view
-    conjugated  whether it is a view of the conjugates of the elements in memory
-    shared      the axis whose ranks see each other's shards; "" if there is none
+    conjugated  whether the matrix is a conjugated view of the elements in memory
+    shared      axis whose ranks share the memory of their shards; "" if there is none
 
         >>> Operand((4, 3), Layout.A).T
         Operand(shape=(3, 4), layout=Layout(rows=('y',), cols=('z', 'x')), order='F', conjugated=False, shared='')
@@ -77,21 +77,19 @@ class Operand:
 
 @dataclass(frozen=True)
 class ProductPlan:
-    """One product C = A B on a grid.
+    """One product C (m, n) = A (m, k) B on a grid.
 
-    m, n, k, dtype
-    grid           GridShape
-    axis_roles     the axes of (m, k, n)
-    a, b, c        sharded dims of the operands in their native layouts: 0, 1, or -1 (whole); that of C is 0 or -1
-    panels         along k
-    moves          of the operands that are redistributed first, to where the product takes them; C is moved back too
-    rounds         of each of these moves
-    gemm_copies    whether the array library's GEMM takes copies of operands of low precision, as on the host
-    copied         whether A, and B, are copied, and conjugated there, where they are not gathered (Operand.needs_copy)
-    node_maps      of the axes x, y and z
-    shared         whether the shards of A, and of B, are in memory that the ranks of a node share
-    decomposed     whether rows of A are multiplied as they arrive, and rows of C sent as soon as they are computed
-    sums_in_place  whether partial sums of C are in memory that the ranks that add them up share
+    axis_roles     axes of (m, k, n)
+    a, b, c        sharded dims of the operands in their native layouts: 0, 1, or -1 (whole); 0 or -1 for C
+    panels         number of panels along k
+    moves          redistributions of operands to the layouts of the plan, and of C back to its own layout
+    rounds         number of rounds of each move
+    gemm_copies    whether the array library's GEMM copies operands of low precision, as on the host
+    copied         for A and B: whether panels that are not gathered are copied and conjugated (`Operand.needs_copy`)
+    node_maps      node maps of the axes x, y and z
+    shared         for A and B: whether the shards are in memory that the ranks of a node share
+    decomposed     whether rows of A are multiplied when they arrive, and rows of C sent when they are computed
+    sums_in_place  whether partial sums of C are in memory that the ranks that add them share
 
         >>> plan = ProductPlan(64, 64, 64, "float64", GridShape(2, 2, 2))
         >>> plan.a_layout == Layout.A, plan.workspace, plan.memory
@@ -138,13 +136,13 @@ class ProductPlan:
         return native(m, n, k, self.c)
 
     def on_rank(self, coords: Coords) -> RankPlan:
-        """The part of the rank at these coordinates."""
+        """Return the plan of the rank at these coordinates."""
         return RankPlan(self, coords)
 
     @cached_property
     def fullest(self) -> list[RankPlan]:
-        """The ranks among which the fullest one is: the first if all have parts of the same sizes; else the corners of
-        the grid, since parts differ by one element."""
+        """Ranks that include the rank with the most memory: the first rank if all ranks have parts of the same sizes.
+        Otherwise the corners of the grid, because parts differ by one element."""
         first, last = self.on_rank(FIRST), self.on_rank(Coords(*(size - 1 for size in self.grid[:3])))
         if first.sizes == last.sizes:
             return [first]
@@ -153,17 +151,17 @@ class ProductPlan:
 
     @cached_property
     def workspace(self) -> int:
-        """Bytes of work arrays on the fullest rank: what `max_workspace` limits."""
+        """Bytes of work arrays on the fullest rank, which `max_workspace` limits."""
         return max(rank.workspace for rank in self.fullest)
 
     @cached_property
     def shared_work(self) -> int:
-        """Bytes of them in memory that ranks share, on the fullest rank."""
+        """Bytes of work arrays in memory that ranks share, on the fullest rank."""
         return max(rank.shared_work for rank in self.fullest)
 
     @cached_property
     def copies(self) -> int:
-        """Bytes of the operands where the product takes them, if they are redistributed; on the fullest rank."""
+        """Bytes of redistributed operands in the layouts of the plan, on the fullest rank."""
         return sum(aligned(move.sides[1].elements * itemsize(self.dtype)) for move in self.moves)
 
     @cached_property
@@ -178,11 +176,9 @@ class ProductPlan:
 
 
 class RankPlan:
-    """A ProductPlan as one rank sees it: sizes of its blocks, of its panels and of everyone's parts of them.
+    """The part of one rank in a ProductPlan: sizes of its blocks and panels, and of all ranks' parts of them.
 
-    rows, cols, depth      of its blocks: that of C is rows x cols, that of A rows x depth
-    a, b                   OperandPart
-    node_maps              of the axes of m, k and n
+    The block of C is rows x cols, the block of A rows x depth. `node_maps` are those of the axes of m, k and n.
 
         >>> from pmm3d.layout import FIRST
         >>> rank = ProductPlan(10, 8, 6, "float64", GridShape(2, 1, 2)).on_rank(FIRST)
@@ -203,7 +199,7 @@ class RankPlan:
         self.node_maps = [plan.node_maps["xyz".index(axis)] for axis in plan.axis_roles]
 
     def _part(self, which: int, dim: int, size: int, index: int) -> OperandPart:
-        """Of A or B. A block is read in place if no panel takes a slice of every owner's part."""
+        """Return the part of A (`which` 0) or B (1). A block that panels would slice along k is not read in place."""
         plan, apart, along_k = self.plan, dim != -1 and size > 1, dim == 1 - which
         in_place = apart and plan.shared[which] and not plan.copied[which] and not (along_k and plan.panels > 1)
         return OperandPart(which, plan.axis_roles[2 - 2 * which], dim, self.depth, (self.rows, self.cols)[which], size,
@@ -211,26 +207,26 @@ class RankPlan:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of the blocks, and of this rank's parts of them: equal on two ranks with equally much to do."""
+        """Sizes of the blocks and of this rank's parts. Two ranks with the same sizes have the same work."""
         return self.rows, self.cols, self.depth, self.a.shard, self.b.shard, self.c_counts[self.k_index]
 
     @cached_property
     def intervals(self) -> Slices:
-        """The contracted range of the block cut wherever the owner of A or of B changes; empty ones left out."""
+        """Parts of the contracted range between changes of the owner of A or of B, without empty parts."""
         edges = sorted(set(offsets(self.a.owners)) | set(offsets(self.b.owners)))
         return list(pairwise(edges))
 
     @property
     def scattered(self) -> bool:
-        """Whether a panel's indices are apart in a block. Then a panel that is not gathered is packed too."""
+        """Whether a panel has several slices in a block. Then a panel that is not gathered is packed too."""
         return self.plan.panels > 1 and len(self.intervals) > 1
 
     def buffered(self, part: OperandPart) -> bool:
-        """Whether the panels of A or B are brought together in work memory."""
+        """Whether the panels of A or B are collected in work memory."""
         return part.gathered or part.copied or self.scattered
 
     def slices(self, panel: int, low: int = 0, high: int | None = None) -> Slices:
-        """The contracted indices of a panel, in order, of those within low:high; neighbouring slices are merged."""
+        """Return the contracted indices of a panel within low:high, in order. Adjacent slices are merged."""
         found: Slices = []
         ends = [bisect_left(self.intervals, (edge,)) for edge in (low, self.depth if high is None else high)]
         for start, stop in self.intervals[slice(*ends)]:
@@ -243,14 +239,14 @@ class RankPlan:
 
     @cached_property
     def depths(self) -> list[int]:
-        """Contracted extent of each panel; the first is the largest."""
+        """Contracted extent of each panel. The first is the largest."""
         if self.plan.panels == 1:
             return [self.depth]
         return [_total(self.slices(panel)) for panel in range(self.plan.panels)]
 
     def cut(self, part: OperandPart, panel: int) -> tuple[list[int], Slices]:
         """Return the parts of a panel of A or B: the extent of the sharded dim that each rank along the axis sends, and
-        the contracted indices, counted in this rank's shard, that this rank sends."""
+        the contracted indices in this rank's shard that this rank sends."""
         mine = part.index if part.along_k else 0
         if self.plan.panels == 1:
             extent = self.depth if part.in_place else part.owners[mine]
@@ -264,7 +260,7 @@ class RankPlan:
 
     @cached_property
     def cuts(self) -> tuple[list[tuple[list[int], Slices]], ...]:
-        """`cut` for each panel, of A and of B."""
+        """Results of `cut` for each panel of A and of B."""
         return tuple([self.cut(part, panel) for panel in range(self.plan.panels)] for part in (self.a, self.b))
 
     @cached_property
@@ -279,36 +275,38 @@ class RankPlan:
         return itemsize(self.plan.dtype) * (self._stored(self.a) + self._stored(self.b) + own_c * self.cols)
 
     def _stored(self, part: OperandPart) -> int:
-        """Elements of A or B that this rank has: of a block that each of several nodes has once, an equal part."""
+        """Return the elements of A or B on this rank. If each node stores a whole block, this is an equal part of
+        it."""
         per_node = self.node_map(part).per_node
         several = part.apart and self.plan.shared[part.which] and per_node > 1
         return part.depth * part.other // per_node if several else part.shard
 
     def node_map(self, part: OperandPart) -> NodeMap:
-        """Node map of the axis along which A or B is sharded."""
+        """Return the node map of the axis along which A or B is sharded."""
         return self.node_maps[2 - 2 * part.which]
 
     @property
     def workspace(self) -> int:
-        """Bytes of work memory: copies of redistributed operands, and what the moves or the product itself take."""
+        """Bytes of work memory: copies of redistributed operands, and the larger of the moves' and the product's
+        memory."""
         return self.own_work + self.shared_work
 
     @property
     def own_work(self) -> int:
-        """Bytes of it that no other rank sees."""
+        """Bytes of work memory that other ranks do not share."""
         return self.plan.copies + max(self.plan.moving, self.product_work)
 
     @cached_property
     def shared_work(self) -> int:
-        """Bytes of partial sums of C that other ranks see."""
+        """Bytes of partial sums of C in shared memory."""
         if not self.reduces or not self.plan.sums_in_place:
             return 0
         return aligned(self.rows * self.cols * itemsize(self.plan.dtype))
 
     @cached_property
     def product_work(self) -> int:
-        """Bytes of panels of A and B (two if there are several), of partial sums of C and their reduction unless they
-        are read in place, and of float32 copies for low precision."""
+        """Bytes of up to two panels of A and B, of partial sums of C and their reduction, and of float32 copies for low
+        precision. Partial sums in shared memory are not included."""
         plan, size, depth, of_c = self.plan, itemsize(self.plan.dtype), self.depths[0], self.rows * self.cols
         buffered = [part.other for part in (self.a, self.b) if self.buffered(part)]
         work = min(2, plan.panels) * sum(aligned(depth * other * size) for other in buffered)
@@ -321,31 +319,31 @@ class RankPlan:
 
     @cached_property
     def reduction(self) -> Volume:
-        """Of the sum of C over the k axis."""
+        """Volume of the sum of C over the k axis."""
         if self.plan.c == 0:
             return reduce_volume(self.c_counts, self.k_index, self.cols, self.plan.dtype, self.node_maps[1])
         return all_reduce_volume(self.rows * self.cols, self.plan.dtype, self.k_size, self.k_index, self.node_maps[1])
 
     @property
     def bytes_received(self) -> dict[str, int]:
-        """By axis: the others' parts of A and B, and the others' sums of the own part of C."""
+        """Bytes by axis: other ranks' parts of A and B, and their partial sums of this rank's part of C."""
         return {axis: volume.received for axis, volume in self.volumes.items()}
 
     @property
     def bytes_sent(self) -> dict[str, int]:
-        """By axis: the own parts of A and B, and the own sums of the parts of C that others keep."""
+        """Bytes by axis: this rank's parts of A and B, and its partial sums of other ranks' parts of C."""
         return {axis: volume.sent for axis, volume in self.volumes.items()}
 
     @cached_property
     def volumes(self) -> dict[str, Volume]:
-        """By axis, of the collectives of A, of B and of the sum of C."""
+        """Volumes by axis of the gathers of A and B and of the sum of C."""
         m_axis, k_axis, n_axis = self.plan.axis_roles
         summed = self.reduces and not self.plan.sums_in_place
         return {n_axis: self._gathers(self.a), m_axis: self._gathers(self.b),
                 k_axis: self.reduction if summed else Volume(0, 0)}
 
     def _gathers(self, part: OperandPart) -> Volume:
-        """Of the gathers of all panels of A or B."""
+        """Return the volume of the gathers of all panels of A or B."""
         size, node_map = itemsize(self.plan.dtype), self.node_map(part)
         if part.in_place and node_map.per_node > 1:
             return count(shared_all_gather(tuple(part.counts), part.index, node_map.per_node), size * part.width)
@@ -357,7 +355,8 @@ class RankPlan:
 
 
 def native(rows: str, cols: str, extra: str, dim: int) -> Layout:
-    """Of an operand: split by two axes, and one dim, or none, by the third."""
+    """Return the native layout of an operand: `rows` and `cols` split its dims, and `extra` splits `dim` further (-1:
+    no dim)."""
     return {0: Layout((rows, extra), cols), 1: Layout(rows, (cols, extra)), -1: Layout(rows, cols)}[dim]
 
 

@@ -1,4 +1,4 @@
-"""The plan that a product gets: the roles of the axes, the operands that are redistributed first, panels."""
+"""The choice of a product's plan: roles of the axes, redistributed operands, panels, overlap mode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .plan import ROLES, Operand, ProductPlan, Roles, native
 from .stages import DIRECT
 
 OVERLAPS = "auto", "none", "decomposed"
-"""Overlap modes of a product: how communication runs under the GEMM. "auto": `decomposes` decides."""
+"""Modes of overlap of communication and the GEMM. For "auto", `decomposes` selects the mode."""
 AUTO, NONE, DECOMPOSED = OVERLAPS
 
 
@@ -21,19 +21,22 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
                  panels: int | None = None, max_workspace: int | None = None, gemm_copies: bool = True,
                  in_node: frozenset[str] = frozenset(), node_maps: tuple[NodeMap, ...] = (FLAT, FLAT, FLAT),
                  overlap: str = NONE, nodes: int = 1) -> ProductPlan:
-    """Choose roles (the fewest bytes to redistribute, z, y, x if several need as few), sharded dims, panels and the
-    overlap mode.
+    """Return the plan of a product: roles of the axes, sharded dims, panels and the overlap mode.
+
+    The roles redistribute the fewest bytes. If several assignments redistribute equally few, the first of `ROLES` is
+    selected.
 
     c               None if the product may choose the layout of C
-    panels          number along k if an operand is gathered; 1 if left out
-    max_workspace   bytes of work memory per rank; kept by more panels, and by rounds of what is redistributed
-    gemm_copies, node_maps   see ProductPlan
+    panels          number of panels along k if an operand is gathered. Default: 1
+    max_workspace   limit of the bytes of work memory on a rank. More panels, and more rounds of redistributions, keep
+                    this limit
+    gemm_copies, node_maps   as in ProductPlan
     in_node         axes whose ranks may share memory for partial sums
     overlap         one of OVERLAPS. "auto" is "none" if panels are given, or if only panels keep max_workspace
-    nodes           number of nodes that the grid is on
+    nodes           number of nodes of the grid
 
-    Raises LayoutError if the shapes do not match or it cannot be decomposed, MemoryLimitError if no number of
-    panels keeps max_workspace.
+    Raises LayoutError if the shapes do not match or the product cannot be decomposed. Raises MemoryLimitError if no
+    number of panels keeps max_workspace.
 
         >>> a, b = Operand((64, 64), Layout.A), Operand((64, 64), Layout.B)
         >>> plan_product(a, b, None, "float64", GridShape(2, 2, 2), max_workspace=20000).panels
@@ -46,7 +49,7 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
         raise LayoutError(f"out is {c.shape[0]} x {c.shape[1]}; A B is {m} x {n}")
     wanted = 1 if panels is None else panels
     if not isinstance(wanted, int) or wanted < 1:
-        raise LayoutError(f"panels is a number of at least 1; got {panels!r}")
+        raise LayoutError(f"panels must be a whole number of at least 1; got {panels!r}")
     plan = min((_with_roles(a, b, c, dtype, grid, roles) for roles in ROLES),
                key=lambda candidate: candidate[0])[1]
     shared = (_reads_in_place(a, plan.a, plan.axis_roles[2], plan.a_layout.on(grid), grid),
@@ -72,12 +75,12 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
 
 
 def decomposes(plan: ProductPlan, nodes: int) -> bool:
-    """Return whether a product of one panel on that many nodes is decomposed if its caller leaves that open.
+    """Return whether overlap "auto" decomposes a product of one panel on this number of nodes.
 
-    Wang et al. (ASPLOS 2023) compare the time that is hidden with the cost of cutting the GEMM. Inside a node there is
-    little to hide. Across nodes a product is decomposed if rows of A arrive or rows of C leave by messages. In 24
-    products on two nodes (`benchmarks/overlap.py choice`) a decomposed product took up to 10% longer than the plain
-    one, and a plain product up to 29% longer than the decomposed one. The rule reads no measurements, so the choice is
+    Wang et al. (ASPLOS 2023) compare the hidden time with the cost of splitting the GEMM. Within a node there is little
+    time to hide. Across nodes a product is decomposed if rows of A arrive or rows of C leave by messages. In 24
+    products on two nodes (`benchmarks/overlap.py choice`), a decomposed product took up to 10% longer than the plain
+    one, and a plain product up to 29% longer than the decomposed one. The rule uses no measurements, so the choice is
     the same on every machine.
 
         >>> plan = ProductPlan(4096, 512, 512, "float64", GridShape(2, 1, 1))
@@ -91,13 +94,14 @@ def decomposes(plan: ProductPlan, nodes: int) -> bool:
 
 
 def _reads_in_place(operand: Operand, dim: int, axis: str, layout: Layout, grid: GridShape) -> bool:
-    """Whether the shards that the ranks of the axis share, one after the other, are the block, as the BLAS reads it."""
+    """Return whether the shared shards of the axis's ranks, one after the other, form the block as the BLAS reads
+    it."""
     return (operand.shared == axis and operand.layout.on(grid) == layout
             and (dim, operand.order) in ((0, "C"), (1, "F")))
 
 
 def _check_decomposed(plan: ProductPlan, panels: int, limit: int | None) -> None:
-    """Raises LayoutError, MemoryLimitError."""
+    """Raise LayoutError or MemoryLimitError if the product cannot be decomposed."""
     if panels > 1:
         raise LayoutError(f'overlap="decomposed" and panels={panels} do not go together: leave one out')
     if _all_reduces(plan):
@@ -105,16 +109,16 @@ def _check_decomposed(plan: ProductPlan, panels: int, limit: int | None) -> None
                           "an out in Layout.C, or leave overlap out")
     if limit is not None and plan.workspace > limit:
         raise MemoryLimitError(f"max_workspace is {limit:,} bytes; decomposed, the product needs {plan.workspace:,} "
-                               "bytes of work arrays a rank: leave overlap out, and panels keep the limit")
+                               "bytes of work arrays a rank: leave overlap out, so that panels can keep the limit")
 
 
 def _all_reduces(plan: ProductPlan) -> bool:
-    """Whether every rank that adds up C keeps all of it."""
+    """Return whether C is all-reduced: each rank that adds partial sums keeps the whole sum."""
     return plan.c != 0 and getattr(plan.grid, plan.axis_roles[1]) > 1
 
 
 def _moves(plan: ProductPlan, *operands: tuple[Operand | None, Layout]) -> tuple[Move, ...]:
-    """Moves of the operands, and of C, whose layout differs from the one that the product takes."""
+    """Return the moves of A, B and C if their layouts differ from those of the plan."""
     return tuple(Move(Placement(operand.shape, operand.layout, plan.grid, operand.order),
                       Placement(operand.shape, layout, plan.grid, operand.order), plan.dtype)
                  for operand, layout in operands
@@ -123,7 +127,7 @@ def _moves(plan: ProductPlan, *operands: tuple[Operand | None, Layout]) -> tuple
 
 def _with_roles(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape,
                 roles: Roles) -> tuple[int, ProductPlan]:
-    """(elements to redistribute, plan) if the roles are these."""
+    """Return (elements to redistribute, plan) for these roles."""
     m_axis, k_axis, n_axis = roles
     moved = 0
     a_dim = _sharded_dim(a.layout, grid, m_axis, k_axis, n_axis)
@@ -139,14 +143,14 @@ def _with_roles(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gri
 
 
 def _sharded_dim(layout: Layout, grid: GridShape, rows: str, cols: str, extra: str) -> int | None:
-    """0 or 1: the dim that axis `extra` shards in a block split by `rows` and `cols`; -1: the block is whole;
-    None: the layout is another one."""
+    """Return the dim, 0 or 1, that axis `extra` shards in a block that `rows` and `cols` split. -1: the block is whole.
+    None: the layout is not native to these axes."""
     known = {native(rows, cols, extra, dim).on(grid): dim for dim in (0, 1, -1)}
     return known.get(layout.on(grid))
 
 
 def _within(plan: ProductPlan, limit: int) -> ProductPlan:
-    """The plan with the fewest panels, from those it has, that keep the limit."""
+    """Return the plan with the least number of panels, at least its own, that keeps the limit."""
     if plan.workspace <= limit:
         return plan
     low, high = plan.panels, max(plan.panels, plan.on_rank(FIRST).depth)

@@ -1,7 +1,7 @@
-"""The actions of one rank in a product, from its plan: what a dry run of `matmul` records.
+"""The actions of one rank in a product, from its plan. A dry run of `matmul` records the same list.
 
-`product/multiply.py` carries out the same list with arrays, and tests compare the two. The simulator prices the list
-(`pmm3d.model.product_costs`).
+`product/multiply.py` executes these actions with arrays, and tests compare the two. `pmm3d.model.product_costs`
+simulates them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .schedule import gather_schedule, reduce_schedule
 AGREEMENT_BYTES = 24
 """Bytes of the all-reduce by which the ranks compare the arguments of a product."""
 FEW = 16
-"""Rounds of a gather up to which its messages are actions of their own. Of more, each round is one."""
+"""Number of rounds of a gather up to which each message is an action. With more rounds, each round is an action."""
 
 
 def product_actions(rank: RankPlan) -> list[Action]:
@@ -54,7 +54,8 @@ def product_actions(rank: RankPlan) -> list[Action]:
 
 
 class _Actions:
-    """The list so far. Collectives are numbered from 1. One without bytes is no action, and has the number 0."""
+    """A list of actions under construction. Collectives are numbered from 1. A collective without bytes has the number
+    0 and is left out."""
 
     def __init__(self) -> None:
         self.actions = list[Action]()
@@ -63,7 +64,7 @@ class _Actions:
 
     def begin(self, axis: str, operation: str, phase: str, volume: Volume, after: Sequence[int] = (),
               whole: int = 0, message: int = 0) -> int:
-        """Begin a collective, or a message of one that has these bytes as a whole."""
+        """Begin a collective, or one message of a collective of `whole` bytes. Return its number."""
         if not volume.received and not volume.sent:
             return 0
         self._last += 1
@@ -79,7 +80,7 @@ class _Actions:
             self.actions.append(Action("wait", number=number))
 
     def gemm(self, m: int, n: int, k: int, dtype: str) -> None:
-        """Multiply. On the host float16 is multiplied as float32, from copies."""
+        """Add a GEMM. On the host, float16 is copied to float32 and multiplied in float32."""
         if not m * n * k:
             return
         if dtype != "float16":
@@ -90,17 +91,14 @@ class _Actions:
 
 
 class _Messages:
-    """The messages of a collective, as actions of their own.
-
-    row_bytes   of the schedule's rows
-    """
+    """Adds the messages of a collective as separate actions. `row_bytes` is the bytes of a row of the schedule."""
 
     def __init__(self, done: _Actions, axis: str, operation: str, phase: str, schedule: Schedule, row_bytes: int):
         self._done, self._what, self._schedule, self._row_bytes = done, (axis, operation, phase), schedule, row_bytes
         self._whole, self._begun = max(count(schedule, row_bytes)[:2]), 0
 
     def begin(self, rounds: Sequence[Round], after: Sequence[int] = ()) -> int:
-        """Begin these of them."""
+        """Begin the messages of these rounds as one action. Return its number."""
         volume = count(self._schedule._replace(rounds=tuple(rounds)), self._row_bytes)
         self._begun += 1
         return self._done.begin(*self._what, volume, after, self._whole, self._begun)

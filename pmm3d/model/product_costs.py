@@ -1,6 +1,6 @@
-"""The costs of a product on a grid: the actions of its plan on the first rank are simulated on a machine.
+"""The costs of a product on a grid, from a simulation of its actions on the first rank.
 
-The first rank has the largest part of everything, so all others wait for it.
+The first rank has the largest blocks, so all other ranks wait for it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,26 @@ Sizes3 = tuple[int, int, int]
 class ProductCosts:
     """Costs of the product C (m, n) = A (m, k) B on any grid.
 
-    product   m, n, k
-    ranks     ranks of the communicator for x, y and z, with those that a grid leaves idle
-    overlap   PMM3D_OVERLAP of its products: "auto" or "none"
-    run       number of consecutive ranks on a node; None: all ranks of a node. See `groups_of`
-    beside    number of ranks along the other axes, which are outside x, y and z
+    Parameters
+    ----------
+    product
+        m, n, k.
+    ranks
+        Number of ranks for x, y and z. A grid may leave ranks idle.
+    dtype, machine
+        Type of the matrices, and the machine whose times are used.
+    overlap
+        PMM3D_OVERLAP of the product: "auto" or "none".
+    run
+        Number of consecutive ranks on a node, as in `groups_of`. Default: all ranks of a node.
+    beside
+        Number of ranks along the axes other than x, y and z.
     """
 
     def __init__(self, product: Product, ranks: int, dtype: str, machine: Machine, overlap: str = AUTO,
                  run: int | None = None, beside: int = 1):
         self.product, self.ranks, self.dtype, self.overlap = product, ranks, dtype, overlap
-        self.machine = replace(machine, in_steps=InSteps())  # products run in loops, not in steps of training
+        self.machine = replace(machine, in_steps=InSteps())  # products are measured in loops, not in training steps
         self.run, self._beside = run or machine.ranks_per_node, beside
         self.everyone = everyone(ranks * beside, machine.ranks_per_node)
 
@@ -49,7 +58,7 @@ class ProductCosts:
         return found
 
     def plan(self, shape: Sizes3, groups: dict[str, Group] | None = None) -> ProductPlan:
-        """Return the plan that a product gets on a grid."""
+        """Return the plan of the product on a grid."""
         groups = groups or self.groups(shape)
         node_maps = tuple(NodeMap(groups[axis].inside, True, GATHERS_FROM) if groups[axis].even else FLAT
                           for axis in "xyz")

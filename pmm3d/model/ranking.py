@@ -22,25 +22,27 @@ __all__ = ["Product", "best_grid", "best_of_few", "lower_bound", "memory", "nomi
            "seconds_on_cores"]
 
 PRICED = 50
-"""Number of grids that are priced: the best by the estimate."""
+"""Number of grids that are priced: the best ones by the estimate."""
 ALL = 2**31
-"""More grids than there are."""
+"""A number that exceeds every number of grids."""
 DIGITS = 9
-"""Significant digits of a price: prices that differ by rounding compare equal."""
+"""Significant digits of prices in comparisons. Prices that differ only by rounding compare equal."""
 NEAR = 1.1
-"""A grid is left out if the estimate of its memory exceeds this many times the limit."""
+"""A grid is left out if the estimate of its memory exceeds the limit by more than this factor."""
 MOST_RANKS = 1024
-"""The error that nothing fits looks for enough ranks up to this many times the ranks."""
+"""Factor of the number of ranks up to which the error message about memory searches for a sufficient number."""
 WORTH = 1.1
-"""Speedup over the best grid of more ranks from which a grid of at most half of the ranks is chosen."""
+"""Speedup from which a grid of at most half of the ranks is preferred to the best grid of more ranks."""
 TURN = 1e-3
-"""Seconds that a collective takes longer if ranks share cores: an agreement of 8 ranks on 2 cores takes 0.7 to 1.2 ms,
-of 2 ranks 0.02. The figures of a machine that was measured so include it."""
+"""Additional seconds of a collective if ranks share cores. An agreement of 8 ranks on 2 cores takes 0.7 to 1.2 ms, and
+an agreement of 2 ranks 0.02 ms. Figures that were measured with shared cores include this time."""
 
 
 def lower_bound(product: Product, ranks: int, dtype: str = "float64") -> float:
-    """Return the bytes that some rank must receive in any algorithm that begins and ends with one copy of the matrices,
-    spread evenly (Al Daas, Ballard, Grigori, Kumar, Rouse, SPAA 2022, theorem 3: tight, independent of memory).
+    """Return the least number of bytes that some rank receives, in any algorithm.
+
+    The bound holds for algorithms that begin and end with one evenly distributed copy of the matrices. It is tight and
+    independent of memory (Al Daas, Ballard, Grigori, Kumar, Rouse, SPAA 2022, theorem 3).
 
         >>> round(lower_bound((64, 64, 64), 8))
         12288
@@ -59,12 +61,13 @@ def lower_bound(product: Product, ranks: int, dtype: str = "float64") -> float:
 
 
 def memory(product: Product, grid: GridShape, dtype: str) -> int:
-    """Return the bytes on the fullest rank of a grid: operands in Layout.A and Layout.B, result, and work arrays."""
+    """Return the bytes on the fullest rank of a grid: operands in Layout.A and Layout.B, the result, and work
+    arrays."""
     return ProductPlan(*product, dtype, grid).memory
 
 
 def nominal(ranks_per_node: int) -> Machine:
-    """Return the nominal machine, for a machine that was not measured, with this number of ranks on a node."""
+    """Return the nominal machine, the default without measurements, with this number of ranks on a node."""
     from .machines import load  # reads a file
 
     return load("nominal").with_ranks_per_node(ranks_per_node)
@@ -75,21 +78,34 @@ def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *,
                   beside: int = 1) -> Ranking:
     """Rank grids for C (m, n) = A (m, k) B, the fastest first.
 
-    An estimate chooses the grids that are priced. Others are neither candidates nor dropped.
+    An estimate selects the grids that are priced. Other grids are neither candidates nor dropped. Ties have a fixed
+    order, so all ranks choose the same grid. Grids of more ranks come first. Then come grids whose axes cross fewer
+    borders of nodes, grids with less memory (in two digits), with a smaller y, and with a larger z.
 
-    product   m, n, k
-    limit     bytes that a rank may hold. Default: the machine's memory
-    exact     whether grids have exactly this number of ranks; else more than half of it (`shapes_up_to`)
-    top       number of grids that are priced, at least 50
-    overlap, run, beside   as of `ProductCosts`
+    Parameters
+    ----------
+    product
+        m, n, k.
+    ranks, dtype, machine
+        As in `ProductCosts`.
+    limit
+        Bytes that a rank may hold. Default: the machine's memory.
+    exact
+        Whether grids have exactly this number of ranks (default), or more than half of it (`shapes_up_to`).
+    top
+        Number of grids that are priced, at least 50. Default: 10, which means 50.
+    overlap, run, beside
+        As in `ProductCosts`.
 
-    If times are equal, grids of more ranks come first; then those whose axes cross fewer borders of nodes; then those
-    with less memory (two digits count), a smaller y, a larger z. So all ranks choose alike.
+    Raises
+    ------
+    GridError
+        If no grid keeps the limit. The message names the least sufficient number of ranks.
 
-    Raises GridError if no grid keeps the limit. The message names the least number of ranks that is enough.
-
-        >>> rank_products((512, 512, 512), 8, "float64", nominal(8)).candidates[0].grid
-        GridShape(x=2, y=2, z=2, data=1)
+    Examples
+    --------
+    >>> rank_products((512, 512, 512), 8, "float64", nominal(8)).candidates[0].grid
+    GridShape(x=2, y=2, z=2, data=1)
     """
     costs = ProductCosts(product, ranks, dtype, machine, overlap, run, beside)
     limit = (machine.memory or NO_LIMIT) if limit is None else limit
@@ -114,10 +130,8 @@ def ranked_grids(product: Product, ranks: int, dtype: str = "float64", limit: in
                  machine: Machine | None = None) -> Iterator[GridShape]:
     """Return all grids of exactly this number of ranks that keep the limit, the best first.
 
-    limit     bytes that the fullest rank may hold. Default: no limit
-    machine   default: the nominal one, of one node
-
-    Raises GridError if no grid keeps the limit.
+    `limit` is in bytes on the fullest rank (default: no limit). The default of `machine` is the nominal machine with
+    one node. Raises GridError if no grid keeps the limit.
 
         >>> next(ranked_grids((4096, 4096, 4096), 8))
         GridShape(x=2, y=2, z=2, data=1)
@@ -129,11 +143,9 @@ def ranked_grids(product: Product, ranks: int, dtype: str = "float64", limit: in
 
 def best_grid(product: Product, ranks: int, dtype: str = "float64", limit: int | None = None,
               machine: Machine | None = None) -> GridShape:
-    """Return the grid of least modelled time on at most this number of ranks: it may leave some idle.
+    """Return the grid with the least predicted time on at most this number of ranks. The other ranks are idle.
 
-    limit, machine   as of `ranked_grids`
-
-    Raises GridError if no grid keeps the limit.
+    `limit` and `machine` are those of `ranked_grids`. Raises GridError if no grid keeps the limit.
 
         >>> best_grid((512, 512, 512), 8)
         GridShape(x=2, y=2, z=2, data=1)
@@ -147,10 +159,8 @@ def best_of_few(product: Product, best: Candidate, ranks: int, dtype: str, machi
                 limit: int, overlap: str = AUTO, run: int | None = None) -> Candidate:
     """Return the fastest grid of at most half of the ranks if it is `WORTH` times as fast as `best`; else `best`.
 
-    product   m, n, k
-    best      the best grid of more than half of the ranks
-    cores     number of cores that the ranks of a node share
-    limit, overlap, run   as of `rank_products`
+    `best` is the best grid of more than half of the ranks. `cores` is the number of cores that the ranks of a node
+    share. Other arguments are those of `rank_products`.
 
         >>> machine = nominal(8)
         >>> def few(size, cores):
@@ -176,8 +186,7 @@ def best_of_few(product: Product, best: Candidate, ranks: int, dtype: str, machi
 def seconds_on_cores(candidate: Candidate, ranks: int, machine: Machine, cores: int) -> float:
     """Return the seconds of a candidate, without the agreement of all ranks, if the ranks of a node share its cores.
 
-    ranks   number of busy ranks, on all nodes
-    cores   number of cores of a node
+    `ranks` is the number of busy ranks on all nodes. `cores` is the number of cores of a node.
     """
     busy, terms = min(ranks, machine.ranks_per_node), candidate.terms
     measured = max(1.0, machine.ranks_per_node / cores) if machine.key else 1.0
@@ -188,13 +197,13 @@ def seconds_on_cores(candidate: Candidate, ranks: int, machine: Machine, cores: 
 
 
 def _numbers(ranks: int, per_node: int, cores: int) -> list[int]:
-    """Numbers of ranks to try: powers of two, the cores of a node, and the ranks of a node."""
+    """Return the numbers of ranks to try: powers of two, the cores of a node, and the ranks of a node."""
     powers = {2**power for power in range(ranks.bit_length())}
     return sorted(number for number in powers | {cores, per_node} if 0 < number <= ranks // 2)
 
 
 def _worth(costs: ProductCosts, shapes: list[Sizes3], limit: int, number: int, presets: list[Sizes3]) -> list[Sizes3]:
-    """The grids to price: the best by the estimate, presets, and, if there is a limit, those with the least memory."""
+    """Return the grids to price: the best by the estimate, presets, and with a limit also those with least memory."""
     if len(shapes) <= number:
         return shapes
     product, dtype, found, fitting = costs.product, costs.dtype, dict.fromkeys(presets), shapes
@@ -205,7 +214,7 @@ def _worth(costs: ProductCosts, shapes: list[Sizes3], limit: int, number: int, p
 
 
 def _order(candidate: Candidate, costs: ProductCosts) -> tuple[float, ...]:
-    """The key by which candidates are sorted."""
+    """Return the sort key of a candidate."""
     grid, groups = candidate.grid, costs.groups(candidate.grid[:3])
     crossed = sum(groups[axis].nodes - 1 for axis in "xyz")
     held = _rounded(sum(candidate.memory.values()), 2)
@@ -216,8 +225,8 @@ def _nothing_fits(costs: ProductCosts, limit: int, least: int) -> GridError:
     product, dtype, ranks = costs.product, costs.dtype, costs.ranks
 
     def fits(number: int) -> bool:
-        """Whether a grid of at most this number of ranks keeps the limit. Up to 128 ranks the answer is exact; beyond,
-        only the grids with the least estimate are tried."""
+        """Return whether a grid of at most this number of ranks keeps the limit. Up to 128 ranks the result is exact.
+        With more ranks, only the grids with the least estimate are tried."""
         return any(memory(product, GridShape(*shape), dtype) <= limit
                    for shape in least_bytes(product, dtype, shapes_up_to(number)))
 
@@ -227,9 +236,9 @@ def _nothing_fits(costs: ProductCosts, limit: int, least: int) -> GridError:
     if last < len(powers):
         first = powers[max(0, last - 1)]
         enough = first + bisect_left(range(first, powers[last]), True, key=fits)
-        more = f"{enough:,} ranks are the fewest of which a grid does: use more"
-    return GridError(f"no grid of {ranks} ranks keeps m, n, k = {product} ({dtype}) within {limit:,} bytes "
-                     f"a rank; the least is {least:,}. {more}, or max_workspace= in matmul to go through k in panels")
+        more = f"Use at least {enough:,} ranks"
+    return GridError(f"no grid of {ranks} ranks keeps m, n, k = {product} ({dtype}) within {limit:,} bytes a "
+                     f"rank; the least is {least:,}. {more}, or max_workspace= in matmul, which divides k into panels")
 
 
 def _rounded(value: float, digits: int) -> float:

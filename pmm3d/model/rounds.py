@@ -1,4 +1,4 @@
-"""The values of a schedule: rounds of messages and sums over spans of buffers, and what is counted of them."""
+"""The types of schedules: rounds of messages and sums over spans of buffers. Functions count their bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..layout import LOW_PRECISION, aligned
 IN, OUT = 0, 1
 """Numbers of the caller's two buffers. Work buffers follow: 2, 3, ..."""
 NOTHING = -1
-"""Number of the buffer of empty messages. They are sent too."""
+"""Number of the buffer of empty messages, which are also sent."""
 
 
 class Span(NamedTuple):
@@ -27,9 +27,8 @@ class Span(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """target = parts[0] + parts[1] + ..., in that order; a sum of one part is a copy.
-
-    The target may be one of the first two parts."""
+    """target = parts[0] + parts[1] + ..., in this order. A sum of one part is a copy. The target may be one of the
+    first two parts."""
 
     parts: tuple[Span, ...]
     target: Span
@@ -38,9 +37,9 @@ class Sum(NamedTuple):
 class Round(NamedTuple):
     """Messages that are in flight together, and the arithmetic on them.
 
-    sends, receives   (peer, span)
-    copies            done while the messages travel: they read nothing that arrives in this round
-    sums              done in their order after the messages have arrived
+    sends, receives   (peer, span) of each message
+    copies            copies during the messages. They read no data that arrives in this round
+    sums              sums, in this order, after the messages have arrived
     """
 
     sends: tuple[tuple[int, Span], ...] = ()
@@ -52,9 +51,9 @@ class Round(NamedTuple):
 class WorkBuffer(NamedTuple):
     """A piece of the work memory of a schedule.
 
-    start   of the piece, in rows of the arrays' type
+    start   first row of the piece, in rows of the arrays' type
     rows    number of rows
-    wide    whether its type is the accumulator of a low-precision type: such a row is as long as two others
+    wide    whether its type is the accumulator of a low-precision type, whose rows take twice the memory
     """
 
     start: int
@@ -65,8 +64,8 @@ class WorkBuffer(NamedTuple):
 class Schedule(NamedTuple):
     """Messages and sums of one rank in a collective.
 
-    rounds      rounds in their order. The sender and the receiver have the messages between them in the same order
-    work        the buffers 2, 3, ... Two buffers may share memory if their contents are not needed at the same time
+    rounds      rounds in their order. A sender and its receiver have their messages in the same order
+    work        buffers 2, 3, ... Two buffers may share memory if their contents are not needed at the same time
     work_rows   size of the work memory, in rows of the arrays' type
     """
 
@@ -76,7 +75,8 @@ class Schedule(NamedTuple):
 
 
 Encoded = Callable[[Span, bool], int]
-"""Bytes of the encoded message of a span, given whether it is of the accumulator's type."""
+"""encoded(span, wide) returns the bytes of the encoded message of a span. `wide`: whether its type is the
+accumulator."""
 
 
 class Volume(NamedTuple):
@@ -88,16 +88,16 @@ class Volume(NamedTuple):
 
 
 def accumulator(dtype: str) -> str:
-    """The type of partial sums: float32 for low precision, else the type itself."""
+    """Return the type of partial sums: float32 for low precision, else the type itself."""
     return "float32" if dtype in LOW_PRECISION else dtype
 
 
 def count(schedule: Schedule, row_bytes: int, off_node: frozenset[int] | None = None,
           encoded: Encoded | None = None) -> Volume:
-    """Bytes of a schedule whose rows, in the arrays' type, have this number of bytes.
+    """Return the bytes of a schedule. A row in the arrays' type has `row_bytes` bytes.
 
-    off_node   count only messages from and to these ranks
-    encoded    bytes of a message, if a codec is used. `Volume.work` is without the encoded messages
+    off_node   ranks whose messages are counted. Default: all ranks
+    encoded    bytes of a message, if a codec is used. `Volume.work` does not include encoded messages
 
         >>> from .schedule import reduce_scatter
         >>> count(reduce_scatter((2, 1), 0), 80)
@@ -116,15 +116,15 @@ def count(schedule: Schedule, row_bytes: int, off_node: frozenset[int] | None = 
 
 
 def one_by_one(each: Round) -> list[Round]:
-    """The messages of a round one by one: a send, beside the receive from the rank that is as far along the ring in the
-    other direction. All ranks have the same number of messages, in the same order."""
+    """Return the messages of a round one by one: each send with the receive from the rank at the same distance in the
+    other direction of the ring. All ranks have the same number of messages, in the same order."""
     return [Round((send,) if send else (), (receive,) if receive else ())
             for send, receive in zip_longest(each.sends, each.receives)]
 
 
 def in_order(first: Round, rows: int) -> list[tuple[int, int]]:
-    """(start, stop) of blocks of the rows of IN, in the order in which they are computed if the messages of the first
-    round leave one by one: first what each message sends, the remaining rows last.
+    """Return (start, stop) of blocks of the rows of IN, in the order of their computation if the messages of the first
+    round are sent one by one: first the rows of each message, then the remaining rows.
 
         >>> from .schedule import reduce_scatter
         >>> in_order(reduce_scatter((2, 2, 1), 1).rounds[0], 5)
@@ -136,22 +136,22 @@ def in_order(first: Round, rows: int) -> list[tuple[int, int]]:
 
 
 def is_wide(work: Sequence[WorkBuffer], span: Span) -> bool:
-    """Whether the span is of a buffer in the accumulator's type. work: of a schedule."""
+    """Return whether the span's buffer has the accumulator's type. `work` is that of a schedule."""
     return span.buffer > OUT and work[span.buffer - 2].wide
 
 
 def encoded_bytes(schedule: Schedule, encoded: Encoded) -> int:
-    """Bytes of the encoded messages of the round with the most. A span for several ranks is encoded once."""
+    """Return the bytes of encoded messages in the round with most bytes. A span for several ranks is encoded once."""
     return max((sum(aligned(encoded(span, is_wide(schedule.work, span)))
                     for span in (*{span for _, span in each.sends}, *(span for _, span in each.receives)))
                 for each in schedule.rounds), default=0)
 
 
 def packing_bytes(schedule: Schedule, row_bytes: tuple[int, int], gaps: tuple[bool, bool], columns: bool) -> int:
-    """Bytes of the copies of messages that are packed, of the round with the most.
+    """Return the bytes of packed messages in the round with most bytes.
 
-    row_bytes   of IN and of OUT;   gaps: whether their spans are packed
-    columns     whether spans of work buffers are columns, which are packed too
+    `row_bytes` are the bytes of a row of IN and of OUT, and `gaps` whether their spans are packed. `columns` is whether
+    spans of work buffers are columns, which are packed too.
     """
 
     def nbytes(span: Span) -> int:

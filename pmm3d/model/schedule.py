@@ -1,12 +1,12 @@
 """Schedules of collectives: tables of the messages and sums of one rank, in their order.
 
-A schedule is a value (`pmm3d.model.rounds`). Pure functions make it from the rows of each rank's part, the number of
-ranks and the nodes (`pmm3d.model.node_map`), for any rank of a group of any size, without MPI.
-`pmm3d.comm.executor.run_schedule` executes it, and `count` counts its bytes.
+A schedule is a value (`pmm3d.model.rounds`). Pure functions compute the schedule of any rank in a group of any size,
+from the rows of each rank's part, the number of ranks and the nodes (`pmm3d.model.node_map`).
+`pmm3d.comm.executor.run_schedule` executes a schedule, and `count` counts its bytes.
 
-The order of each sum is the order of a tuple in the table. It depends on the number of ranks and, if sums go by nodes,
-on the ranks of each node. It does not depend on the size of the message, on where an array is cut into parts, or on
-which rank keeps a part: sums by panels, in buckets, small or large, overlapped or not, are bitwise the same.
+The order of each sum is the order of a tuple in the table. This order depends on the number of ranks and, if sums run
+by nodes, on the ranks of each node. It does not depend on the size of the message, on the partition of an array, or on
+the rank that keeps a part. So sums by panels or in buckets, with overlap or without, are bitwise the same.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from .rounds import IN, NOTHING, OUT, Round, Schedule, Span, Sum, Volume, WorkBu
 from .stages import stages, stages_of
 
 WINDOW = 64
-"""Largest number of messages in each direction that one level has in a round; a round by nodes may have two levels.
-Testing thousands of requests takes longer than most messages do."""
+"""Largest number of messages of a level in a round, in each direction. A round by nodes may have two levels. The number
+is limited because a test of thousands of requests takes longer than most messages."""
 SMALL_BYTES = 2**16
-"""Bytes of an array, times the sum of its stages' sizes, up to which an all-reduce sends whole arrays: it takes half of
-the rounds, and latency dominates there."""
+"""Bytes of an array, times the sum of its stages' sizes, up to which an all-reduce sends whole arrays. Latency
+dominates for such arrays, and whole arrays take half of the rounds."""
 
 
 class _Table:
-    """A schedule under construction: its work buffers."""
+    """The work buffers of a schedule under construction."""
 
     def __init__(self, low: bool = False):
         self.low, self.used, self.most = low, 0, 0
         self.work: list[WorkBuffer] = []
 
     def buffer(self, rows: int, wide: bool) -> Span:
-        """A new work buffer."""
+        """Return the span of a new work buffer."""
         wide = wide and self.low
         start = self.used + (self.used % 2 if wide else 0)
         self.used = start + rows * (2 if wide else 1)
@@ -50,7 +50,7 @@ class _Table:
 
 
 class _Members(NamedTuple):
-    """Some ranks of a group, in their order, and the number of this rank among them."""
+    """Some ranks of a group in their order, and the index of this rank among them."""
 
     ranks: Sequence[int]
     own: int
@@ -62,11 +62,12 @@ class _Members(NamedTuple):
 
 @lru_cache(maxsize=128)
 def all_gather(counts: tuple[int, ...], rank: int, per_node: int = 1) -> Schedule:
-    """Every rank's part, one after the other, in OUT. IN is the rank's part, and may be its place in OUT.
+    """Return an all-gather: OUT contains the parts of all ranks in order. IN is the rank's part, and may be its place
+    in OUT.
 
     counts     rows of each rank's part
-    per_node   1, or the number of ranks of each node, if the gather goes by nodes: each part is sent to one rank of
-               every other node, which sends it to the other ranks of its node
+    per_node   number of ranks of each node if the gather runs by nodes, else 1. By nodes, each part is sent to one rank
+               of every other node, which sends it to the other ranks of its node
 
         >>> all_gather((2, 1), 1).rounds[0].receives
         ((0, Span(buffer=1, start=0, stop=2)),)
@@ -97,11 +98,11 @@ def all_gather(counts: tuple[int, ...], rank: int, per_node: int = 1) -> Schedul
 
 @lru_cache(maxsize=128)
 def reduce_scatter(counts: tuple[int, ...], rank: int, per_node: int = 1, low: bool = False) -> Schedule:
-    """OUT = the sum over the ranks of this rank's part of IN. OUT shares no memory with IN.
+    """Return a reduce-scatter: OUT is the sum over the ranks of this rank's part of IN. OUT and IN share no memory.
 
     counts     rows of each rank's part
-    per_node   1, or the number of ranks of each node, if sums go by nodes: first in each node, then across
-    low        whether the type is of low precision: partial sums are then wide, and rounded once, in OUT
+    per_node   number of ranks of each node if sums run by nodes (first within each node, then across), else 1
+    low        whether the type has low precision. Partial sums are then in the accumulator's type, and rounded once
 
         >>> reduce_scatter((2, 1), 1).rounds[0].sums[0].parts
         (Span(buffer=2, start=0, stop=1), Span(buffer=0, start=2, stop=3))
@@ -128,13 +129,12 @@ def reduce_scatter(counts: tuple[int, ...], rank: int, per_node: int = 1, low: b
 
 @lru_cache(maxsize=128)
 def all_reduce(size: int, ranks: int, rank: int, per_node: int = 1, low: bool = False, whole: bool = False) -> Schedule:
-    """OUT = the sum over the ranks of IN, on every rank. OUT may be IN.
+    """Return an all-reduce: on every rank, OUT is the sum over the ranks of IN. OUT may be IN.
 
     size       rows of the array
-    per_node   1, or the number of ranks of each node, if sums go by nodes
-    low        as in `reduce_scatter`
-    whole      whether each rank receives whole arrays and adds them itself (`sums_whole`); else it is a reduce-scatter
-               and an all-gather
+    per_node, low   as in `reduce_scatter`
+    whole      whether each rank receives and adds whole arrays (`sums_whole`). Otherwise the all-reduce is a
+               reduce-scatter and an all-gather
 
         >>> len(all_reduce(4, 8, 0).rounds), len(all_reduce(4, 8, 0, whole=True).rounds)
         (2, 1)
@@ -170,9 +170,9 @@ def all_reduce(size: int, ranks: int, rank: int, per_node: int = 1, low: bool = 
 
 @lru_cache(maxsize=8)
 def all_to_all(sent: tuple[int, ...], received: tuple[int, ...], rank: int) -> Schedule:
-    """Part r of IN to rank r; in part r of OUT what rank r sent. OUT shares no memory with IN.
+    """Return an all-to-all: part r of IN is sent to rank r, and part r of OUT received from rank r.
 
-    sent, received   rows for and from each rank
+    `sent` and `received` are the rows for and from each rank. OUT and IN share no memory.
     """
     everyone = _Members(range(len(sent)), rank)
     going, coming = ([Span(buffer, start, stop) for start, stop in pairwise(offsets(rows))]
@@ -184,9 +184,9 @@ def all_to_all(sent: tuple[int, ...], received: tuple[int, ...], rank: int) -> S
 
 @lru_cache(maxsize=128)
 def barrier(ranks: int, rank: int, per_node: int = 0) -> Schedule:
-    """Messages without bytes, in each round twice as far along the ring: no rank ends before all have begun.
+    """Return a barrier of empty messages, whose distance along the ring doubles in each round.
 
-    inside   0, or the ranks of each node: then only the ranks of a node wait for each other
+    per_node   number of ranks of each node, for a barrier within each node. Default: a barrier of all ranks
 
         >>> [[peer for peer, _ in each.sends] for each in barrier(6, 5).rounds]
         [[0], [1], [3]]
@@ -196,10 +196,10 @@ def barrier(ranks: int, rank: int, per_node: int = 0) -> Schedule:
 
 @lru_cache(maxsize=128)
 def shared_all_gather(counts: tuple[int, ...], rank: int, per_node: int) -> Schedule:
-    """An all-gather into an array that the ranks of a node share: OUT holds the parts of this node's ranks.
+    """Return an all-gather into an array that the ranks of a node share. OUT contains the parts of this node's ranks.
 
-    Each rank sends its part to the ranks with its number in the other nodes, so that a link carries each byte once.
-    Then the ranks of the node wait for each other in a barrier.
+    Each rank sends its part to the ranks with its number in the other nodes, so a link carries each byte once. A
+    barrier of the node's ranks follows.
     """
     edges, (local, across) = offsets(counts), _levels(len(counts), rank, per_node)
     part = Span(OUT, edges[rank], edges[rank + 1])
@@ -208,8 +208,8 @@ def shared_all_gather(counts: tuple[int, ...], rank: int, per_node: int) -> Sche
 
 
 def sums_whole(size: int, dtype: str, ranks: int, per_node: int = 1) -> bool:
-    """Whether an all-reduce of that number of elements sends whole arrays, because they are small: by nodes, on both
-    levels or on neither."""
+    """Return whether an all-reduce of `size` elements sends whole arrays, because they are small. By nodes, both levels
+    must be small."""
     if per_node == 1:
         return size * itemsize(dtype) * sum(stages(ranks)) <= SMALL_BYTES
     total = accumulator(dtype)
@@ -217,7 +217,7 @@ def sums_whole(size: int, dtype: str, ranks: int, per_node: int = 1) -> bool:
 
 
 def gather_volume(counts: Sequence[int], rank: int, row_bytes: int, node_map: NodeMap = FLAT) -> Volume:
-    """Bytes of an all-gather of parts of these numbers of rows.
+    """Return the bytes of an all-gather of parts with these numbers of rows.
 
         >>> gather_volume([3, 3, 2], 2, 8)
         Volume(received=48, sent=32, work=0)
@@ -226,7 +226,7 @@ def gather_volume(counts: Sequence[int], rank: int, row_bytes: int, node_map: No
 
 
 def reduce_volume(counts: Sequence[int], rank: int, cols: int, dtype: str, node_map: NodeMap = FLAT) -> Volume:
-    """Bytes of a reduce-scatter of rows of `cols` elements, of which each rank keeps a number.
+    """Return the bytes of a reduce-scatter to parts with these numbers of rows of `cols` elements.
 
         >>> reduce_volume([2, 1], 0, 10, "float64")
         Volume(received=160, sent=80, work=192)
@@ -235,7 +235,7 @@ def reduce_volume(counts: Sequence[int], rank: int, cols: int, dtype: str, node_
 
 
 def all_reduce_volume(size: int, dtype: str, ranks: int, rank: int, node_map: NodeMap = FLAT) -> Volume:
-    """Bytes of an all-reduce of that number of elements.
+    """Return the bytes of an all-reduce of `size` elements.
 
         >>> all_reduce_volume(3, "float64", 2, 0), all_reduce_volume(100001, "float64", 2, 1).received
         (Volume(received=24, sent=24, work=64), 800008)
@@ -244,22 +244,22 @@ def all_reduce_volume(size: int, dtype: str, ranks: int, rank: int, node_map: No
 
 
 def gather_schedule(counts: Sequence[int], rank: int, row_bytes: int, node_map: NodeMap) -> Schedule:
-    """The all-gather of parts of these numbers of rows."""
+    """Return the schedule of an all-gather of parts with these numbers of rows."""
     by_nodes = node_map.per_node > 1 and sum(counts) * row_bytes >= node_map.gathers_from
     return all_gather(tuple(counts), rank, node_map.per_node if by_nodes else 1)
 
 
 def reduce_schedule(counts: Sequence[int], rank: int, dtype: str, node_map: NodeMap) -> Schedule:
-    """The reduce-scatter to parts of these numbers of rows."""
+    """Return the schedule of a reduce-scatter to parts with these numbers of rows."""
     return reduce_scatter(tuple(counts), rank, node_map.per_node if node_map.sums else 1, dtype in LOW_PRECISION)
 
 
 def sum_schedule(size: int, dtype: str, ranks: int, rank: int, node_map: NodeMap = FLAT, in_parts: bool = False
                  ) -> Schedule:
-    """The schedule of an all-reduce of that number of elements.
+    """Return the schedule of an all-reduce of `size` elements.
 
-    in_parts   whether each element is summed on one rank alone, also in small arrays, because a codec changes what is
-               sent
+    in_parts   whether each element is summed on one rank only, even in small arrays. A codec needs this, because it
+               changes the values that are sent
     """
     per_node = node_map.per_node if node_map.sums else 1
     return all_reduce(size, ranks, rank, per_node, dtype in LOW_PRECISION,
@@ -267,19 +267,19 @@ def sum_schedule(size: int, dtype: str, ranks: int, rank: int, node_map: NodeMap
 
 
 def nodes_at_once(per_node: int) -> int:
-    """Number of nodes whose parts are exchanged inside a node in one round."""
+    """Return the number of nodes whose parts are exchanged within a node in one round."""
     return max(1, WINDOW // max(1, per_node - 1))
 
 
 def _levels(ranks: int, rank: int, per_node: int) -> tuple[_Members, _Members]:
-    """The ranks of this rank's node, and the ranks that have the same number in their node."""
+    """Return the ranks of this rank's node, and the ranks with the same number in their nodes."""
     node, own = divmod(rank, per_node)
     return (_Members(range(node * per_node, (node + 1) * per_node), own), _Members(range(own, ranks, per_node), node))
 
 
 def _windows(members: _Members, sends: Sequence[tuple[int, Span]], receives: Sequence[tuple[int, Span]],
              copies: tuple[Sum, ...] = ()) -> list[Round]:
-    """Messages between any number of ranks, in rounds of peers that are equally far along the ring: both ends find a
+    """Return messages between any number of ranks, in rounds by distance along the ring: sender and receiver have a
     message in the same round. Messages to the rank itself are left out."""
     place = {peer: number for number, peer in enumerate(members.ranks)}
 
@@ -297,7 +297,7 @@ def _windows(members: _Members, sends: Sequence[tuple[int, Span]], receives: Seq
 
 
 def _gather(members: _Members, counts: Sequence[int], part: Span, out: int, first: int = 0) -> list[Round]:
-    """All parts in the rows of `out` from `first` on. `part` may be the rank's place there."""
+    """Return the rounds that gather all parts in the rows of `out` from `first` on. `part` may be its place there."""
     edges = [first + edge for edge in offsets(counts)]
     place, rounds = Span(out, *edges[members.own : members.own + 2]), list[Round]()
     for stage in reversed(stages_of(members.size, members.own)):
@@ -311,8 +311,8 @@ def _gather(members: _Members, counts: Sequence[int], part: Span, out: int, firs
 
 def _reduce(table: _Table, members: _Members, whole: Span, out: Span, counts: Sequence[int] | None = None
             ) -> list[Round]:
-    """out = the sum of the ranks' `whole`: of this rank's part, if each rank keeps this number of rows. Without
-    `counts` each rank receives whole arrays and adds them, and OUT may be IN."""
+    """Return the rounds of out = the sum of the ranks' `whole`. With `counts`, `out` is this rank's part of the sum.
+    Without `counts`, each rank receives and adds whole arrays, and OUT may be IN."""
     edges, steps = offsets(counts or ()), stages_of(members.size, members.own)
     rounds, current = list[Round](), whole
     for stage in steps:
@@ -325,7 +325,7 @@ def _reduce(table: _Table, members: _Members, whole: Span, out: Span, counts: Se
         target = out if stage is steps[-1] else _target(table, parts, stage.digit)
         sums: tuple[Sum, ...] = (Sum(tuple(parts), target),)
         if counts is None and current.buffer == IN and target.buffer == OUT and stage.digit > 1:
-            # OUT may be IN, which is neither the first nor the second part
+            # OUT may be IN, but the target of a sum may only be one of its first two parts
             sums = Sum(tuple(parts), parts[0]), Sum((parts[0],), out)
         rounds += [*exchanged[:-1], exchanged[-1]._replace(sums=sums)]
         current = target
@@ -334,7 +334,8 @@ def _reduce(table: _Table, members: _Members, whole: Span, out: Span, counts: Se
 
 def _exchange(table: _Table, ranks: Sequence[int], digit: int, regions: Sequence[Span]
               ) -> tuple[list[Round], list[Span]]:
-    """Each region to its rank; returns also the parts of the sum of this rank's region, in the order of the ranks."""
+    """Return rounds that send each region to its rank, and the parts of this rank's region, in the order of the
+    ranks."""
     own = regions[digit]
     wide = is_wide(table.work, own)
     parts = [own if number == digit else table.buffer(own.rows, wide) for number in range(len(ranks))]
@@ -342,15 +343,15 @@ def _exchange(table: _Table, ranks: Sequence[int], digit: int, regions: Sequence
 
 
 def _target(table: _Table, parts: Sequence[Span], digit: int) -> Span:
-    """The buffer of a partial sum: the first received one, which is one of the first two parts; in low precision a new
-    one."""
+    """Return the buffer of a partial sum: the first received part, which is one of the first two parts. In low
+    precision: a new buffer."""
     if table.low and not is_wide(table.work, parts[0]):
         return table.buffer(parts[0].rows, wide=True)
     return parts[1 if digit == 0 else 0]
 
 
 def _beside(tables: Sequence[Sequence[Round]]) -> list[Round]:
-    """Rounds of several schedules, the first ones together, then the second ones, and so on."""
+    """Return the rounds of several schedules side by side: round i contains all rounds i."""
     merged = []
     for rounds in zip_longest(*tables, fillvalue=Round()):
         merged.append(Round(*(tuple(chain.from_iterable(items)) for items in zip(*rounds))))

@@ -1,11 +1,11 @@
-"""Which ranks of a group exchange with which when they gather parts or form sums: in stages, with a few others in each.
+"""The stages of gathers and sums. In each stage a rank exchanges messages with a few other ranks.
 
-One stage of all ranks is the direct exchange: a message to each other rank. Stages of two ranks are recursive halving
-(sums) and doubling (gathers). Between the two, stages of up to eight ranks cost few messages and few rounds, and move
-as little.
+A single stage of all ranks is the direct exchange: a message to each other rank. Stages of two ranks are recursive
+halving (sums) and recursive doubling (gathers). Stages of up to eight ranks need few messages and few rounds, and move
+the same number of bytes.
 
-The order of a sum is the order of the stages. It depends on the size of the group alone: not on how many elements are
-summed, on where they are cut, or on who keeps them.
+The order of a sum is the order of the stages. It depends on the size of the group only, and not on the number of
+elements, their partition, or the ranks that keep the parts.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from math import prod
 from typing import NamedTuple
 
 DIRECT = 16
-"""Ranks up to which all exchange with all at once: to post a message costs less than a further round."""
+"""Largest group with one stage, because a message costs less than another round."""
 LARGEST_STAGE = 8
-"""Ranks that exchange in one stage of a larger group: 4,096 ranks take 4 rounds of 7 messages, where halving takes 12
-rounds of one, and the direct exchange 4,095 messages. A prime factor above it is a stage of its own."""
+"""Largest stage of larger groups: 4,096 ranks take 4 rounds of 7 messages. Recursive halving takes 12 rounds of one
+message, and the direct exchange 4,095 messages. A larger prime factor is a separate stage."""
 
 
 class Stage(NamedTuple):
-    """One stage as a rank sees it.
+    """One stage of one rank.
 
-    peers   the ranks that exchange, this one among them, in the order of their sums
-    digit   the number of this rank among them
-    cuts    numbers of ranks: the parts from cuts[i] to cuts[i+1] are what peer i keeps of a sum, and brings to a gather
+    peers   ranks that exchange messages, including this rank, in the order of their sums
+    digit   index of this rank in peers
+    cuts    numbers of ranks. Peer i keeps the parts from cuts[i] to cuts[i+1] of a sum, and sends them in a gather
     """
 
     peers: tuple[int, ...]
@@ -36,15 +36,15 @@ class Stage(NamedTuple):
     cuts: tuple[int, ...]
 
     def rows(self, edges: Sequence[int]) -> list[tuple[int, int]]:
-        """(first, last) of the rows of each peer's parts, where the parts of the ranks begin at these edges."""
+        """Return (first, last) of the rows of each peer's parts. The part of rank r begins at edges[r]."""
         return [(edges[first], edges[last]) for first, last in pairwise(self.cuts)]
 
 
 @lru_cache(maxsize=64)
 def stages_of(ranks: int, rank: int, radices: tuple[int, ...] = ()) -> tuple[Stage, ...]:
-    """The stages of a rank, in the order of a sum; a gather takes them backwards.
+    """Return the stages of a rank in the order of a sum. A gather executes them in reverse order.
 
-    radices   number of ranks that exchange in each stage; `stages(ranks)` if left out
+    radices   number of ranks in each stage. Default: `stages(ranks)`
 
         >>> [stage.peers for stage in stages_of(24, 1)]
         [(1, 5, 9, 13, 17, 21), (0, 1, 2, 3)]
@@ -61,7 +61,7 @@ def stages_of(ranks: int, rank: int, radices: tuple[int, ...] = ()) -> tuple[Sta
 
 @lru_cache(maxsize=64)
 def stages(ranks: int) -> tuple[int, ...]:
-    """The number of ranks that exchange in each stage of a group; their product is the number of ranks.
+    """Return the number of ranks in each stage of a group. The product of these numbers is the number of ranks.
 
         >>> stages(8), stages(64), stages(34)
         ((8,), (8, 8), (17, 2))
@@ -80,7 +80,7 @@ def stages(ranks: int) -> tuple[int, ...]:
 
 
 def _prime_factors(number: int) -> list[int]:
-    """The largest first."""
+    """Return the prime factors of a number, the largest first."""
     found, factor = list[int](), 2
     while factor * factor <= number:
         while number % factor == 0:

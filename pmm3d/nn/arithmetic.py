@@ -241,7 +241,8 @@ def _tensors(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
 
 def _check(name: str, a: Tensor, b: Tensor) -> None:
     if a.grid is not b.grid:
-        raise GridError(f"{name}: the operands are on two Grids ({a.grid.shape} and {b.grid.shape})")
+        raise GridError(f"{name}: the operands must be on one Grid; they are on two Grids ({a.grid.shape} and "
+                        f"{b.grid.shape})")
     if not a.library.on_host:
         check_one_device(name, a.shard, b.shard)
     if (a.dtype, a.library) != (b.dtype, b.library):
@@ -249,8 +250,8 @@ def _check(name: str, a: Tensor, b: Tensor) -> None:
                          "they must be of one type and library")
     check_type(name, a.form)
     if not all(same_rows(p, q) or 1 in (p, q) for p, q in zip(a.shape, b.shape)):
-        raise LayoutError(f"{name}: {a.shape[0]} x {a.shape[1]} and {b.shape[0]} x {b.shape[1]} do not go together: "
-                          "rows and columns must be as many, or one. Ragged rows are as many if one tensor was "
+        raise LayoutError(f"{name}: {a.shape[0]} x {a.shape[1]} and {b.shape[0]} x {b.shape[1]} do not match: numbers "
+                          "of rows and of columns must be equal, or 1. Ragged rows are equal if one tensor was "
                           "computed from the other, or made with its rows (nn.ragged(..., rows=x.shape[0]))")
 
 

@@ -172,7 +172,7 @@ def gemm(form: Form, a: Array, b: Array, c: Array, beta: float = 0, *, tf32: boo
 def check_type(name: str, form: Form) -> None:
     """Raise DTypeError for integers, because they cannot represent the result of an operation."""
     if form.dtype not in MATRIX_DTYPES:
-        raise DTypeError(f"{name}: a tensor of floating point numbers is needed; this one is of {form.dtype}")
+        raise DTypeError(f"{name}: a tensor of floating point numbers is needed, got {form.dtype}")
 
 
 def sums_along(array: Array, dim: int | None = None) -> Array:

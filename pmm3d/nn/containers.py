@@ -1,4 +1,4 @@
-"""Networks of layers one after the other: Sequential, MLP, and residual connections."""
+"""Networks of consecutive layers: Sequential, MLP, and residual connections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .tensor import Tensor
 
 
 class Sequential(Module):
-    """Layers, or functions of tensors, one after the other.
+    """Sequence of layers, or of functions of tensors.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ class Sequential(Module):
         self.place(None, learned)
 
     def numbered(self) -> Iterator[tuple[str, Layer]]:
-        """(name, layer) of all layers and functions."""
+        """Yield (name, layer) of all layers and functions."""
         return ((str(index), layer) for index, layer in enumerate(self.layers))
 
     def attributes(self) -> Iterator[tuple[str, Any]]:
@@ -174,12 +174,13 @@ class MLP(Block):
                  library: Library | None = None, precision: Precision | str | None = None):
         check_grid("MLP", grid)
         if len(sizes) < 2:
-            raise LayoutError(f"MLP: sizes name at least the columns of the input and of the output; got {list(sizes)}")
+            raise LayoutError("MLP: sizes must contain at least the columns of the input and of the output, got "
+                              f"{list(sizes)}")
         functional.check_probability("MLP: dropout", dropout)
         activation = functional.activation_named(activation) if isinstance(activation, str) else activation
         made, cols, number, policy = list[Layer](), "y", 0, Recomputed.named(recompute)
         if policy.attention:
-            raise Pmm3dError('MLP: recompute="selective" is of attention, which an MLP has none of: take "full"')
+            raise Pmm3dError('MLP: recompute="selective" recomputes attention, which an MLP lacks: use "full"')
         seed = seed_of(grid, seed)
         options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}
         for index, (inputs, outputs) in enumerate(zip(sizes, sizes[1:])):

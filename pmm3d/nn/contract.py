@@ -24,8 +24,8 @@ class Gradient:
     array : Array
         This rank's part of the gradient.
     layout : Layout
-        Its layout. If this rank has summed over its own rows of a batch that data and z split, the layout has partial
-        sums, such as Layout("y", "x", sums=("data", "z")).
+        Its layout. After a sum over this rank's rows of a batch that data and z split, the layout has partial sums:
+        Layout("y", "x", sums=("data", "z")).
 
     Examples
     --------
@@ -87,7 +87,7 @@ def natural(form: Form, part: Part) -> Gradient | LazyMatrix:
     if tuple(gradient.array.shape) != box.shape:
         raise LayoutError(f"a rule returned an array of shape {tuple(gradient.array.shape)} as the gradient of a "
                           f"tensor {form.shape[0]} x {form.shape[1]}: in {gradient.layout} this rank's is "
-                          f"{box.shape[0]} x {box.shape[1]}. In another layout than the tensor's it is a "
+                          f"{box.shape[0]} x {box.shape[1]}. To return a gradient in another layout, return "
                           "nn.Gradient(array, layout)")
     return gradient
 

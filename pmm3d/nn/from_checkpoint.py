@@ -30,7 +30,11 @@ def fill_weights(network: Module, found: Checkpoint, keeper: Checkpoints, optimi
 def make_masters(network: Module, optimizer: Optimizer | None) -> None:
     """Make the master weights of an optimizer, so that a checkpoint fills them too."""
     if optimizer is not None:
-        optimizer.matrices(network.named_parameters())
+        named = network.named_parameters()
+        if not {*named.values()} & {*optimizer.parameters}:
+            raise Pmm3dError("the optimizer changes no parameter of the network, so its master weights would not be "
+                             "set: pass an optimizer that was made with network.parameters()")
+        optimizer.matrices(named)
 
 
 def fill(keeper: Checkpoints, found: Checkpoint, matrices: Mapping[str, DistMatrix], *,
@@ -62,9 +66,9 @@ def fill(keeper: Checkpoints, found: Checkpoint, matrices: Mapping[str, DistMatr
 def _refuse_remainders(path: str, stored: Collection[str]) -> None:
     """Raise CheckpointError for a checkpoint that was written before there were master weights."""
     if any(is_state(name) and name.endswith("/remainder") for name in stored):
-        raise CheckpointError(f"{path} holds weights of low precision with remainders, as pmm3d wrote them "
-                              "before it had master weights: pmm3d export of that version writes a .safetensors file "
-                              "with all digits, from which a run begins (training.weights)")
+        raise CheckpointError(f"{path} contains 16-bit weights with remainders, from a version of pmm3d without master "
+                              "weights. Run pmm3d export of that version, which writes a .safetensors file with all "
+                              "digits, and start a run from that file (training.weights)")
 
 
 def _without_state(stored: Collection[str], matrices: Mapping[str, DistMatrix]) -> set[str]:
@@ -86,7 +90,8 @@ def _like(matrix: DistMatrix, dtype: str) -> DistMatrix:
         torch = dtype == "bfloat16" and matrix.library.name != "torch"
         library = matrix.grid.library("torch") if torch else matrix.library
     except Pmm3dError as error:
-        raise CheckpointError(f"the checkpoint's weights are of bfloat16, which torch reads: {error}") from None
+        raise CheckpointError(f"the checkpoint contains bfloat16 weights, and torch is needed to read them: {error}"
+                              ) from None
     return DistMatrix(matrix.grid, library.empty(matrix.box.shape, dtype), matrix.shape, matrix.layout)
 
 
@@ -102,8 +107,8 @@ def find_checkpoint(grid: Grid, path: Path) -> tuple[Checkpoint, Checkpoints]:
     found = keeper.undamaged(path) if is_one else keeper.newest_undamaged()
     with grid.collective_call("checkpoint", str(path), always=True):
         if found is None:
-            raise CheckpointError(f"there is no checkpoint in {path}: name a checkpoint's folder, or a run's whose "
-                                  "checkpoints/ has one")
+            raise CheckpointError(f"there is no checkpoint in {path}: pass the folder of a checkpoint, or of a run "
+                                  "with a checkpoint in checkpoints/")
     return found, keeper
 
 

@@ -358,7 +358,7 @@ def _aligned(name: str, x: Tensor, vectors: list[Tensor]) -> tuple[Tensor, list[
     taken = ("float32", x.dtype) if x.dtype in LOW_PRECISION else (x.dtype,)
     if gain.dtype not in taken or any((each.dtype, each.library) != (gain.dtype, x.library) for each in vectors):
         raise DTypeError(f"{name}: the input is {x!r}, gain and bias {vectors!r}: they must be of one library and "
-                         "type, or gain and bias of float32 beside an input of low precision")
+                         "type, or gain and bias float32 if the input is 16-bit")
     units = x.layout.units[0], gain.layout.units[1]
     x = relayout(x, Layout(x.layout.rows, gain.layout.cols, units=units))
     return x, [gain, *(relayout(each, gain.layout) for each in vectors[1:])]

@@ -33,7 +33,7 @@ def check_finite(norm: float) -> None:
     """Raise NonFiniteGradientError if the norm is infinite or NaN."""
     if not isfinite(norm):
         raise NonFiniteGradientError(f"the gradient's norm is {norm}: no weight was changed. Look at the loss and the "
-                                     "inputs, try a smaller learning rate or a warm-up; zero_grad() forgets it")
+                                     "inputs, try a smaller learning rate or a warm-up; zero_grad() discards it")
 
 
 def norm_of(grid: Grid, local_norm_squared: float) -> float:

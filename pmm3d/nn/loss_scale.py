@@ -105,18 +105,18 @@ class LossScale:
 
     def _check(self, optimizers: Sequence[Optimizer]) -> None:
         if not optimizers:
-            raise Pmm3dError("LossScale.step: of which optimizers? scale.step(optimizer)")
+            raise Pmm3dError("LossScale.step needs at least one optimizer: scale.step(optimizer)")
         passes = BackwardSync.of(optimizers[0].grid).passes
         if not passes:
-            raise Pmm3dError("LossScale.step: there was no backward pass yet: loss.backward(scale=scale.value) comes "
-                             "before it")
+            raise Pmm3dError("LossScale.step: there was no backward pass yet: call loss.backward(scale=scale.value) "
+                             "first")
         if passes == self._passes:
-            raise Pmm3dError("LossScale.step: a second step after one backward pass, whose gradients may be of another "
-                             "scale than the next: scale.step(first, second) steps several optimizers at once")
+            raise Pmm3dError("LossScale.step: a second step after one backward pass is refused, because the first step "
+                             "may have changed the scale: call scale.step(first, second) for several optimizers")
         records = [parameter.accumulated for optimizer in optimizers for parameter in optimizer.parameters]
         for other in {scale for record in records for scale in record.scales} - {self.value}:
-            raise Pmm3dError(f"LossScale.step: gradients are of a loss that was scaled by {other:g}, and this scale is "
-                             f"{self.value:g}: loss.backward(scale=scale.value), in each backward pass of the step")
+            raise Pmm3dError(f"LossScale.step: the gradients have the scale {other:g}, and this scale is "
+                             f"{self.value:g}: call loss.backward(scale=scale.value) in each backward pass of the step")
         self._passes = passes
 
     def conclude(self, optimizers: Sequence[Optimizer], norm: float, clip: float | None = None) -> bool:
@@ -132,9 +132,9 @@ class LossScale:
             optimizer.skip()
         if fatal:
             raise NonFiniteGradientError(
-                f"{self.in_a_row} steps in a row were skipped, as gradients of float16 were not finite, the last at a "
-                f"loss scale of {scale:g}: {where}. No weight was changed by them. Look at the loss "
-                'and the inputs, try a smaller learning rate or a warm-up, or precision = "bfloat16"')
+                f"{self.in_a_row} steps in a row were skipped, because float16 gradients were not finite, the last "
+                f"at a loss scale of {scale:g}: {where}. These steps changed no weight. Look at the loss and the "
+                'inputs, try a smaller learning rate or a warm-up, or precision = "bfloat16"')
         return False
 
     def state(self) -> dict[str, Any]:

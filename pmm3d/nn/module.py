@@ -38,7 +38,7 @@ class Module:
 
     Notes
     -----
-    forward(x) takes and returns tensors: one or several, and a tuple of several results.
+    forward(x) takes one tensor or several, and returns a tensor or a tuple of tensors.
 
     Parameters are found in attributes that are a Parameter or a Module, and in lists, tuples and dicts of them, at any
     depth. Their names are paths, such as "blocks.0.weight". Parameters in the closure of a function are not found.
@@ -67,8 +67,7 @@ class Module:
 
         def __getattr__(self, name: str) -> Any:
             if name == "grid":
-                raise NoGridError(f"{type(self).__name__} does not say on which grid it is: set self.grid = grid in "
-                                  "its __init__")
+                raise NoGridError(f"{type(self).__name__} has no grid: set self.grid = grid in its __init__")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
@@ -117,20 +116,8 @@ class Module:
         return self.grid
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Result of the module. Each subclass defines it. To run it, call the module.
-
-        Parameters
-        ----------
-        *inputs : Tensor
-            The inputs.
-        **options
-            Further arguments, such as `activations` of a `Linear`.
-
-        Returns
-        -------
-        Tensor or tuple of Tensor
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not say what it computes: define forward(self, x)")
+        """Return the result of the module. A subclass defines this method; users call the module."""
+        raise NotImplementedError(f"{type(self).__name__} has no method forward: define forward(self, x)")
 
     def attributes(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, value) of each attribute."""
@@ -180,8 +167,8 @@ class Module:
                 if isinstance(child, Parameter) and child not in names:
                     names[child] = name = f"{prefix}.{name}".lstrip(".")
                     if named.setdefault(name, child) is not child:
-                        raise Pmm3dError(f"{type(module).__name__}: two parameters are named {name!r}: the keys of a "
-                                         "dict must differ as text, and from the names of attributes")
+                        raise Pmm3dError(f"{type(module).__name__}: two parameters are named {name!r}. Keys of a dict "
+                                         "must differ as text, and from the names of attributes")
         for child, name in names.items():
             if name.count(".") >= child.name.count("."):
                 child.name = name
@@ -270,17 +257,12 @@ class Module:
         return gathered(self, name)
 
     def requires_grad_(self, on: bool = True) -> Module:
-        """Freeze all parameters (False), or let them learn again. Collective. See `Parameter.requires_grad_`.
+        """Freeze all parameters (False) or let them learn again, and return the module. Collective.
 
         Parameters
         ----------
         on : bool
             Whether they learn. Default: True.
-
-        Returns
-        -------
-        Module
-            This module.
         """
         parameters = self.parameters()
         with self.grid.collective_call("requires_grad_", *[parameter.name for parameter in parameters], on):
@@ -298,30 +280,19 @@ class Module:
         return None
 
     def train(self, on: bool = True) -> Module:
-        """Make dropout active (True) or inactive (False).
+        """Make dropout active (True) or inactive (False), and return the module.
 
         Parameters
         ----------
         on : bool
             Whether dropout is active. Default: True.
-
-        Returns
-        -------
-        Module
-            This module.
         """
         for _, module in self.named_modules():
             module.training = on
         return self
 
     def eval(self) -> Module:
-        """Call train(False). As in torch, operations are still recorded; see `evaluating`.
-
-        Returns
-        -------
-        Module
-            This module.
-        """
+        """Call train(False), and return the module. Operations are still recorded; see `evaluating`."""
         return self.train(False)
 
     @contextmanager
@@ -456,6 +427,6 @@ def _check_nothing_hides(module: Module) -> None:
     for name, value in (item for attribute in module.attributes() for item in _items(*attribute)):
         held = value if isinstance(value, (set, frozenset, deque)) else getattr(value, "__dict__", {}).values()
         if not isinstance(value, kinds) and any(isinstance(each, kinds) for each in held):
-            raise Pmm3dError(f"{type(module).__name__}.{name} is a {type(value).__name__} that holds parameters or "
-                             "modules where they are not found, and would not be trained: keep them in a list or a "
-                             "dict, or make it a Module")
+            raise Pmm3dError(f"{type(module).__name__}.{name} is a {type(value).__name__}. Parameters and modules in "
+                             "it are not found, so they would not be trained: keep them in a list or a dict, or make "
+                             "it a Module")

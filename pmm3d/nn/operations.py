@@ -220,7 +220,7 @@ def columns(x: Matrix, start: int, stop: int, unit: int | None = None) -> Tensor
     unit = x.shape[1] if unit is None else unit
     check_unit("columns", x, unit)
     if not 0 <= start <= stop <= unit:
-        raise LayoutError(f"columns: {start} to {stop} lie outside of a unit of {unit} columns")
+        raise LayoutError(f"columns: {start} to {stop} are outside of a unit of {unit} columns")
     return _cut("columns", x, unit, [(start, stop)])[0]
 
 

@@ -272,7 +272,7 @@ class Muon(AdamW):
         self._before = ""
         for parameter in (each for group in self.groups if group["use_muon"] for each in group["params"]):
             if not parameter.is_vector and parameter.dtype.startswith("complex"):
-                raise DTypeError(f"Muon: {parameter.name or 'a parameter'} is {parameter.dtype}, and Muon is of real "
+                raise DTypeError(f"Muon: {parameter.name or 'a parameter'} is {parameter.dtype}, and Muon needs real "
                                  "matrices: put it in a group of its own with use_muon=False")
 
     def step(self, *, check: bool = False, factor: float = 1.0) -> None:
@@ -282,8 +282,8 @@ class Muon(AdamW):
         lrs, plan, filled = list[float](), list[tuple[str, Any]](), list[str]()
         with self.grid.collective_call("Muon.step", check, factor, lrs, plan, filled):
             if [bool(group["use_muon"]) for group in self.groups] != self._chosen:
-                raise Pmm3dError("Muon: use_muon of a group is another than when the optimizer was made, and the state "
-                                 "of its parameters is of what it was: make another optimizer")
+                raise Pmm3dError("Muon: use_muon of a group has changed since the optimizer was made, and the state of "
+                                 "its parameters does not fit the new value: make another optimizer")
             for group in self.groups:
                 lrs.append(float(group["lr"]))
                 plan += [(name, value) for name, value in group.items() if name not in ("params", "lr")]

@@ -144,8 +144,8 @@ class Optimizer(WithState):
                                  f"{type(parameter).__name__}")
         parameter, times = Counter(self.parameters).most_common(1)[0]
         if times > 1:
-            raise Pmm3dError(f"{name}: the parameter {parameter.name} is given {times} times; it belongs to one group, "
-                             "once")
+            raise Pmm3dError(f"{name}: the parameter {parameter.name} is given {times} times: pass it once, in one "
+                             "group")
 
     def check_options(self, options: Options) -> None:
         """Raise Pmm3dError for options of a group that are out of range.
@@ -239,7 +239,7 @@ class Optimizer(WithState):
                 "step": self.steps - self.missed[parameter]}
 
     def zero_grad(self) -> None:
-        """Drop the gradients, as `step` does too."""
+        """Drop the gradients. `step` does so, too."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -260,7 +260,7 @@ class Optimizer(WithState):
         Several threads may call it at once for different slices, so it must change these arrays only. Functions of
         their library are in `array_api_compat.array_namespace(weight)`.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say how it changes weights: define update")
+        raise NotImplementedError(f"{type(self).__name__} has no method update: define it")
 
     def states(self, options: Options) -> tuple[str, ...]:
         """Names of the state arrays of a parameter with these options."""
@@ -319,9 +319,9 @@ class Optimizer(WithState):
             buffer = parameter.accumulated
             if buffer.failed or buffer.is_open or buffer.queues:
                 raise Pmm3dError(f"{type(self).__name__}: the gradient of {parameter.name or 'a parameter'} is not "
-                                 "summed over the ranks: the last backward pass before a step must be outside of "
-                                 "no_sync, and a queue of defer_weights drained; after one that ended with an error, "
-                                 "zero_grad() forgets it")
+                                 "summed over the ranks. The last backward pass before a step must be outside of "
+                                 "no_sync, and queues of defer_weights must be drained. After a backward pass that "
+                                 "ended with an error, call zero_grad()")
         for parameter in self.parameters:
             parameter.accumulated.wait()
         return [parameter for parameter in self.parameters if parameter.accumulated.layout is not None]

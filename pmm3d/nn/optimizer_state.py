@@ -116,6 +116,6 @@ class WithState:
         for parameter in self.parameters:
             if named.setdefault(parameter.name, parameter) is not parameter:
                 raise Pmm3dError(f"{type(self).__name__}: two parameters are named {parameter.name!r}, so a checkpoint "
-                                 "would hold the state of one of them. Make both networks attributes of one Module, "
+                                 "would contain the state of one of them. Make both networks attributes of one Module, "
                                  "and pass its named_parameters() to this call")
         return named

@@ -27,8 +27,8 @@ Uses = list[tuple[str, int]]
 class BackwardSync:
     """The collectives of one grid's networks. `BackwardSync.of(grid)`.
 
-    A backward pass that sums gradients over data compares among the ranks, before its first message, which parameters
-    this pass and the passes since the last comparison used. A pass in `no_sync`, and any pass while `trusting`, sends
+    Before its first message, a backward pass that sums gradients over data compares the used parameters among the
+    ranks, also those of the passes since the last comparison. A pass in `no_sync`, and any pass while `trusting`, sends
     no comparison if it uses the same parameters as an earlier pass.
 
     overlap    all ranks may replace it between steps
@@ -145,15 +145,15 @@ class BackwardSync:
             for (uses, scale, _), (other_uses, other_scale, _) in zip(mine, others):
                 if scale != other_scale:
                     raise DisagreementError(f"backward: the loss is scaled by {scale!r} on rank {own}, by "
-                                            f"{other_scale!r} on rank {first}: ranks scale and step alike, or "
-                                            "their weights part")
+                                            f"{other_scale!r} on rank {first}: all ranks must use the same scale, or "
+                                            "their weights diverge")
                 if problems:
                     raise Pmm3dError(problems[-1])
                 if uses != other_uses:
                     raise DisagreementError("backward: the ranks use different parameters, or in another order. On "
                                             f"rank {own} {_difference(_added(uses), _added(other_uses), first)}. "
-                                            "All ranks must compute the same operations: what a rank decides alone "
-                                            "must not choose layers")
+                                            "All ranks must compute the same operations: do not choose layers by a "
+                                            "value that differs between ranks")
         raise DisagreementError(f"backward: the ranks made different backward passes; on rank {own} {len(mine)} "
                                 f"since the last comparison, on rank {first} {len(others)}")
 

@@ -75,12 +75,13 @@ class Parameter(Tensor):
 
     def __init__(self, value: DistMatrix, precision: Precision | None = None):
         if value.layout.on(value.grid.shape).sums:
-            raise LayoutError(f"a Parameter in {value.layout}: no rank has its values; "
+            raise LayoutError(f"a Parameter must not have partial sums, got {value.layout}: "
                               "Parameter(value.redistribute(value.layout.summed))")
         self.precision = precision or Precision.named(value.dtype)
         self.precision.check(value.library)
         if self.precision.compute != value.dtype:
-            raise DTypeError(f"a Parameter of {value.dtype} in a precision that computes in {self.precision.compute}")
+            raise DTypeError(f"a Parameter of {value.dtype} does not fit a precision that computes in "
+                             f"{self.precision.compute}")
         self.accumulated, self.whole = GradientBuffer(Form.of(value), self.precision), value.grid
         super().__init__(value, requires_grad=True)
 
@@ -94,21 +95,13 @@ class Parameter(Tensor):
         self.requires_grad_(on)
 
     def requires_grad_(self, on: bool = True) -> Parameter:
-        """Freeze the parameter (False), or let it learn again (True). Collective.
+        """Freeze the parameter (False) or let it learn again, and return it. Collective.
 
         Parameters
         ----------
         on : bool
-            Whether the parameter learns. Default: True.
-
-        Returns
-        -------
-        Parameter
-            This parameter.
-
-        Notes
-        -----
-        A frozen parameter has no gradient, and optimizers do not change it. Freezing drops its gradient.
+            Whether the parameter learns. Default: True. A frozen parameter has no gradient, and optimizers do not
+            change it.
         """
         with self.grid.collective_call("requires_grad_", self.name, on):
             pass
@@ -147,7 +140,7 @@ class Parameter(Tensor):
     @grad.setter
     def grad(self, value: DistMatrix | None) -> None:
         if value is not None:
-            raise LayoutError("a parameter's grad can be set to None only, which forgets it")
+            raise LayoutError("a parameter's grad can be set to None only, which discards it")
         self.tape.parallel.gradients.forget(self.accumulated)
 
     def receive(self, part: Part) -> None:
@@ -186,7 +179,7 @@ class Parameter(Tensor):
 
     @property
     def in_checkpoint(self) -> DistMatrix:
-        """The matrix for a checkpoint: the master weight, else the value. Call `loaded` after writing to it."""
+        """Matrix for a checkpoint: the master weight, or else the value. Call `loaded` after a write to the matrix."""
         return self._value if self.master is None else self.master_in(self.master.layout)
 
     def master_in(self, layout: Layout) -> DistMatrix:
@@ -249,7 +242,7 @@ class Parameter(Tensor):
 
 
 class StandIn(Parameter):
-    """A parameter of a layer that another rank holds, with one element of memory. Nothing is sent for it."""
+    """Parameter of a layer on another rank. It has one element of memory, and sends nothing."""
 
     def __init__(self, grid: Grid, shape: tuple[int, int], layout: Layout, precision: Precision,
                  library: NumpyLibrary):

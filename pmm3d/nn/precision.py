@@ -26,7 +26,7 @@ class Precision:
         Type in which contributions are added up. Default: float32 if `compute` is 16-bit, else `compute`.
     master : str
         Type of the optimizer's state, and of the master weight, which the optimizer changes. The shard is the rounded
-        master weight. If `master` equals `compute`, there is no master weight. Default: as of `gradient`.
+        master weight. If `master` equals `compute`, there is no master weight. Default: the default of `gradient`.
     tf32 : bool
         Whether a device may round operands of float32 GEMMs to 10 bits of mantissa. Default: False.
 
@@ -61,11 +61,11 @@ class Precision:
             object.__setattr__(self, name, getattr(self, name) or left_out)
         types = self.compute, self.communication, self.gradient, self.master
         if wrong := [each for each in types if each not in MATRIX_DTYPES]:
-            raise DTypeError(f"a precision is of the types {', '.join(MATRIX_DTYPES)}; got {wrong[0]!r}")
+            raise DTypeError(f"types of a precision are {', '.join(MATRIX_DTYPES)}; got {wrong[0]!r}")
         if any(each.startswith("complex") for each in types) and len(set(types)) > 1:
-            raise DTypeError(f"a precision of complex numbers is of one type; got {', '.join(types)}")
+            raise DTypeError(f"a precision of complex numbers has one type; got {', '.join(types)}")
         if self.master in LOW_PRECISION or itemsize(self.master) < itemsize(self.compute):
-            raise DTypeError(f"master weights of {self.master}, for {self.compute}, would not take small changes: "
+            raise DTypeError(f"master weights of {self.master}, for {self.compute}, would lose small changes: "
                              'master = "float32", or "float64" for float64')
         if not {self.communication, self.gradient} <= {self.compute, sums}:
             raise DTypeError(f"GEMMs of {self.compute} write {' or '.join(sorted({self.compute, sums}))}, in which a "
@@ -120,5 +120,5 @@ class Precision:
             raise DTypeError(f'bfloat16 is a type of torch arrays: library = "torch" (or "torch:cuda") of the '
                              f"Grid, or of each layer; this network is of {library.kind} arrays")
         if self.tf32 and library.kind in ("numpy", "torch"):
-            raise DTypeError(f"tf32 is of GPUs, and {library.kind} arrays are in host memory: precision = \"float32\", "
-                             'or library = "cupy" or "torch:cuda"')
+            raise DTypeError(f"tf32 needs a GPU, and {library.kind} arrays are in host memory: use precision = "
+                             '"float32", or library = "cupy" or "torch:cuda"')

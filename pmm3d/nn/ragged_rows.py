@@ -67,8 +67,8 @@ def ragged(grid: Grid, local: Array, columns: int, layout: Layout, *, rows: Ragg
             if not isinstance(rows, RaggedRows):
                 raise LayoutError(f"ragged: rows is x.shape[0] of another ragged tensor; got {rows!r}")
             if local.shape[0] != rows.here:
-                raise LayoutError(f"ragged: the array has {local.shape[0]} rows on rank {grid.rank}, the tensor whose "
-                                  f"rows it is to have has {rows.here} there")
+                raise LayoutError(f"ragged: the array has {local.shape[0]} rows on rank {grid.rank}, and the tensor of "
+                                  f"rows= has {rows.here}")
     number: Any = RaggedRows(local.shape[0]) if rows is None else rows
     value = DistMatrix(grid, local, (number, columns), layout)
     if tuple(local.shape) != value.box.shape:

@@ -180,9 +180,8 @@ class Node:
         return parents, lambda *gradients: rule(*gradients, *kept)
 
 
-USED = ("backward: a part of what made this tensor was used already, by another backward pass, or is inside a "
-        "Recompute, which keeps nothing of it. Add the losses and call backward once, or compute the shared part anew "
-        "for each")
+USED = ("backward: an operation before this tensor was used already by another backward pass, or is in a Recompute, "
+        "which does not keep it. Add the losses and call backward once, or compute the shared part for each loss")
 
 
 CHANGED = ("backward: a parameter was changed, or moved to another layout, since the forward pass. Call backward "
@@ -272,8 +271,8 @@ def _one_each(parts: Sequence[Part], parents: Sequence[Edge | None]) -> list[Par
     """List of the parts that a rule returned. Raises Pmm3dError if their number differs from that of the parents."""
     if not isinstance(parts, (tuple, list)) or len(parts) != len(parents):
         got = f"{len(parts)} gradients" if isinstance(parts, (tuple, list)) else f"a {type(parts).__name__}"
-        raise Pmm3dError(f"backward: a rule returned {got} for {len(parents)} tensors that went in: it returns a tuple "
-                         "with a gradient for each of them, None where none is needed")
+        raise Pmm3dError(f"backward: a rule returned {got} for {len(parents)} parents. It must return a tuple with a "
+                         "gradient for each parent, or None if no gradient is needed")
     return list(parts)
 
 

@@ -84,9 +84,9 @@ class Tensor:
     def __init__(self, value: DistMatrix, *, requires_grad: bool = False, edge: Edge | None = None,
                  pending: Pending | None = None):
         if not isinstance(value, DistMatrix):
-            raise Pmm3dError(f"a Tensor is made of a DistMatrix; got {type(value).__name__}: an array that all ranks "
-                             "hold becomes a batch by DistMatrix.from_global(grid, array.astype(dtype), "
-                             "layout=batch_layout()), with the network's dtype and batch_layout of pmm3d.layout")
+            raise Pmm3dError(f"a Tensor is made of a DistMatrix; got {type(value).__name__}: convert an array that all "
+                             "ranks hold by DistMatrix.from_global(grid, array.astype(dtype), layout=batch_layout()), "
+                             "with the network's dtype and pmm3d.layout.batch_layout")
         self._take(value)
         self._pending, self.grad = pending, None
         self.node = Node(self.form, leaf=self) if requires_grad else None
@@ -219,7 +219,7 @@ class Tensor:
         """
         node, edge = self.node, self.edge
         if node is None or edge is None or node.used:
-            raise Pmm3dError("backward: nothing that made this tensor needs a gradient, or its tape was used already")
+            raise Pmm3dError("backward: no operand of this tensor needs a gradient, or its tape was used already")
         backward_from([(edge, self._start(gradient, scale))], None if gradient is not None else float(scale))
 
     def _start(self, gradient: Tensor | DistMatrix | None, scale: float) -> Array:
@@ -238,8 +238,8 @@ class Tensor:
             raise LayoutError(f"backward starts from a loss, 1 x 1, or needs the gradient of this tensor, which is "
                               f"{self.shape[0]} x {self.shape[1]}: backward(gradient)")
         if scale != 1 and self.dtype in LOW_PRECISION:
-            raise DTypeError(f"backward: a loss of {self.dtype} would be scaled, by {scale:g}, and has no room for it: "
-                             'compute it from nn.cast(x, "float32")')
+            raise DTypeError(f"backward: a {self.dtype} loss with the scale {scale:g} may overflow: compute the loss "
+                             'from nn.cast(x, "float32")')
         one = self.form.new()
         one[...] = scale
         return one
@@ -279,7 +279,7 @@ class Tensor:
             If the tensor has another shape.
         """
         if self.shape != (1, 1):
-            raise LayoutError(f"item: a tensor of one element; this one is {self.shape[0]} x {self.shape[1]}. "
+            raise LayoutError(f"item: the tensor must have one element; this one is {self.shape[0]} x {self.shape[1]}. "
                               "tensor.value.gather() returns all elements")
         host = self.library.to_numpy(whole(self).shard)
         return float(host[0, 0]) if host.size else float("nan")
@@ -311,7 +311,7 @@ class Tensor:
         """x[:, start:stop]; see `nn.columns`."""
         rows, cols = key if isinstance(key, tuple) and len(key) == 2 else (None, None)
         if rows != slice(None) or not isinstance(cols, slice) or cols.step not in (None, 1):
-            raise LayoutError("a Tensor is cut by its columns only, all of its rows at once: x[:, start:stop]")
+            raise LayoutError("an index of a Tensor selects columns of all rows: x[:, start:stop]")
         start, stop, _ = cols.indices(self.shape[1])
         return import_module(".operations", __package__).columns(self, start, max(start, stop))
 
@@ -359,8 +359,8 @@ def _noted(results: list[Tensor], parents: Sequence[Tensor | Edge | None], rule:
     edges = [parent.edge if isinstance(parent, Tensor) else parent for parent in parents]
     for edge in edges:
         if edge is not None and edge.form.grid is not grid:
-            raise GridError(f"an operation on tensors of two Grids: the result is on {grid.shape}, and a tensor that "
-                            "went in is on another one")
+            raise GridError(f"an operation on tensors of two Grids: the result is on {grid.shape}, an operand on "
+                            f"{edge.form.grid.shape}")
     if tape.recording and any(edges):
         frozen = [parent for parent in parents
                   if isinstance(parent, Tensor) and parent.node is None and parent.accumulated is not None]

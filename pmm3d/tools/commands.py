@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
+from ..errors import Pmm3dError
 from .bench.command import bench_command
 from .convert import table_command, text_command
 from .doctor.command import doctor_command
@@ -48,22 +49,23 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def _pmm3d(context: typer.Context,
            version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True,
-                                                 help="Print the version, and end.")] = False) -> None:
+                                                 help="Print the version.")] = False) -> None:
     """Restore sys.stdout at the end of each command: `reserve_stdout` may replace it."""
     context.call_on_close(partial(setattr, sys, "stdout", sys.stdout))
 
 
 def train_command(
     config: Annotated[Path, typer.Argument(help="TOML file. --show prints it with every key and its meaning.")],
-    resume: Annotated[str, typer.Option(help="auto: continue from the newest good checkpoint of training.folder, or "
-                                             "start if there is none; never: start, refused if there is a checkpoint; "
-                                             "or the path of a checkpoint: later ones are set aside.")] = "never",
+    resume: Annotated[str, typer.Option(help="auto: continue from the newest undamaged checkpoint in training.folder, "
+                                             "or start if there is none. never: start; an error if there is a "
+                                             "checkpoint. Path of a checkpoint: continue from it, and rename later "
+                                             "checkpoints to retired-*.")] = "never",
     accept: Annotated[list[str] | None, typer.Option(callback=one_of("network", "data"),
-                                                     help="Continue although the network, or the data, differs from "
-                                                          "that of the checkpoint, which is refused otherwise. May be "
-                                                          "given twice.")] = None,
+                                                     help="With --resume: network or data, which may differ from the "
+                                                          "checkpoint. Otherwise a difference is an error. "
+                                                          "Repeatable.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the configuration as TOML, with the meaning and the "
-                                                      "allowed values of every key, and end.")] = False,
+                                                      "allowed values of each key. Do not train.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the run (ui.perfetto.dev).")] = None,
 ) -> None:
     """Train a network on data in HDF5, from a configuration file.
@@ -96,6 +98,8 @@ def train_command(
         from ..nn.training.job import train_job
 
         def first() -> configuration.Config:
+            if accept and resume == "never":
+                raise Pmm3dError("--accept has no effect without --resume: leave it out, or add --resume auto")
             check_writable(trace)
             return configuration.load(config)
 
@@ -115,12 +119,12 @@ def train_command(
 @one_process
 def report_command(
     run: Annotated[Path, typer.Argument(help="Folder of a training run, or a file of pmm3d bench --json.")],
-    output: Annotated[Path | None, typer.Option(help="Page to write. Default: report.html in the folder.")] = None,
+    output: Annotated[Path | None, typer.Option(help="HTML file to write. Default: report.html in the folder; for a "
+                                                     "file, its name with .html.")] = None,
 ) -> None:
     """Make a page of a run: curves, time and memory of each rank, bytes of each collective, the grid.
 
-    The page is one HTML file and loads nothing from the network. You can make it while the run continues. No MPI is
-    used.
+    The page is one HTML file that loads nothing from the network. You can make it during the run. No MPI is used.
 
     [bold]Example[/]
 
@@ -133,12 +137,12 @@ def report_command(
 
 
 def export_command(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint, or of a run, whose newest good checkpoint "
-                                                    "is taken.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint, or of a run (its newest undamaged "
+                                                    "checkpoint).")],
     target: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
-    names: Annotated[str, typer.Option(help="Names of the tensors: torch; gpt2 for a gpt; llama for a "
-                                            "llama.")] = "torch",
+    names: Annotated[str, typer.Option(help="Names of the tensors: torch; gpt2, for network.kind gpt; llama, for "
+                                            "network.kind llama.")] = "torch",
 ) -> None:
     """Write the weights of a checkpoint as a torch state dict.
 
@@ -191,7 +195,7 @@ def _group(name: str, help_text: str, cls: type[TyperGroup] = TyperGroup, **comm
 
 _add(app, bench=bench_command, train=train_command, predict=predict_command,
      doctor=doctor_command, report=report_command, export=export_command)
-_group("convert", "Make the HDF5 files that training reads. The word table may be left out: pmm3d convert x.csv x.h5.",
+_group("convert", "Make the HDF5 files that training reads. pmm3d convert x.csv x.h5 is short for convert table.",
        _FirstIsDefault, table=table_command, text=text_command)
 _group("plan", "Choose the grid and the number of ranks: predict time and memory.", product=product_command,
        train=plan_train_command, gpt=gpt_command, pipeline=pipeline_command)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ..errors import DataError
 from ..io.conversion import Converted, convert
 from ..io.text import convert_text
 from ..text import names_in_words
@@ -22,34 +23,36 @@ MOST_NAMES = 8
 def table_command(
     source: Annotated[Path, typer.Argument(help="A table of numbers as text (CSV), or a .npz file of arrays.")],
     target: Annotated[Path, typer.Argument(help="The HDF5 file to write.")],
-    inputs: Annotated[str, typer.Option(help="Name of the samples' data set, and of their array in a .npz "
+    inputs: Annotated[str, typer.Option(help="Name of the data set of samples, and of their array in a .npz "
                                              "file.")] = "x",
-    targets: Annotated[str, typer.Option(help="Name of the targets' data set, and of their array in a .npz "
-                                              "file.")] = "y",
+    targets: Annotated[str | None, typer.Option(help="Name of the data set of targets, and of their array in a .npz "
+                                                     "file. Default: y.")] = None,
     target_columns: Annotated[str | None, typer.Option(help="Columns of a CSV file that are targets: names or indices, "
                                                             "as in age,income. Default: the last column.")] = None,
-    no_targets: Annotated[bool, typer.Option("--no-targets", help="All columns are inputs: new samples for pmm3d "
-                                                                  "predict.")] = False,
-    classes: Annotated[bool, typer.Option("--classes", help="The targets are labels of classes, numbers or "
-                                                            "text.")] = False,
-    class_names: Annotated[str | None, typer.Option(help="Classes in the order of their numbers, as in cat,dog: "
-                                                         "a second file gets the numbers of the first.")] = None,
-    group_column: Annotated[str | None, typer.Option(help="Column of a CSV file that names the group of a row, such as "
-                                                          "a patient. It becomes the data set groups, for "
+    no_targets: Annotated[bool, typer.Option("--no-targets", help="There are no targets, as in new samples for pmm3d "
+                                                                  "predict. All columns are inputs.")] = False,
+    classes: Annotated[bool, typer.Option("--classes", help="The targets are class labels: numbers or text.")] = False,
+    class_names: Annotated[str | None, typer.Option(help="Class names in the order of their numbers, as in cat,dog. "
+                                                         "Gives a second file the numbers of the first. Implies "
+                                                         "--classes.")] = None,
+    group_column: Annotated[str | None, typer.Option(help="Column of a CSV file with the group of each row, such as a "
+                                                          "patient. It becomes the data set groups, for the key "
                                                           "data.groups.")] = None,
     header: Annotated[bool | None, typer.Option("--header/--no-header", help="Whether the first line of a CSV file "
-                                                "names the columns. Default: found by comparing it with the second "
-                                                "line.")] = None,
-    delimiter: Annotated[str | None, typer.Option(help="Text between two cells. Default: found in the first "
+                                                "names the columns. Default: detected from the first two "
+                                                "lines.")] = None,
+    delimiter: Annotated[str | None, typer.Option(help="Delimiter of a CSV file. Default: detected from the first "
                                                        "line.")] = None,
-    encoding: Annotated[str, typer.Option(help="Encoding of a CSV file, such as latin-1 or utf-16.")] = "utf-8-sig",
-    dtype: Annotated[str, typer.Option(help="Type of the values of a CSV file: float32 or float64.")] = "float32",
+    encoding: Annotated[str | None, typer.Option(help="Encoding of a CSV file, such as latin-1 or utf-16. Default: "
+                                                      "utf-8.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Type of the numbers of a CSV file: float32 or float64. Default: "
+                                                   "float32.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
 ) -> None:
     """Convert samples from CSV or .npz to the HDF5 file that training reads.
 
     The last line of the output shows the result: header, inputs, targets, classes. The samples must fit into memory.
-    The file has a temporary name until it is complete. Under mpiexec only rank 0 converts.
+    The file has a temporary name until it is complete. Only rank 0 converts.
 
     [bold]Examples[/]
 
@@ -61,14 +64,21 @@ def table_command(
 
     pmm3d convert digits.npz digits.h5 --inputs images --targets labels
     """
+    arrays = source.suffix.lower() == ".npz"
+    if arrays and (given := [name for name, value in (("--encoding", encoding), ("--dtype", dtype)) if value]):
+        raise DataError(f"{given[0]} is for a CSV file, and {source} contains arrays, which keep their types: leave "
+                        "it out")
+    if no_targets and targets:
+        raise DataError("--targets and --no-targets do not go together: leave one of them out")
+    targets = targets or "y"
     check_writable(target)
     names = None if class_names is None else _listed(class_names)
     columns = None if target_columns is None else _listed(target_columns) if target_columns else []
     done = convert(source, target, inputs=inputs, targets=None if no_targets else targets, target_columns=columns,
                    classes=classes if names is None else names, group_column=group_column, header=header,
-                   delimiter=delimiter, encoding=encoding, dtype=dtype, overwrite=overwrite)
+                   delimiter=delimiter, encoding=encoding or "utf-8-sig", dtype=dtype or "float32", overwrite=overwrite)
     found = _in_words(done, inputs, targets)
-    sampled = done.columns is None and source.suffix.lower() != ".npz"
+    sampled = done.columns is None and not arrays
     say(f"wrote {target}: {found}{'; no header: the first line is a sample' if sampled else ''}")
 
 
@@ -76,16 +86,15 @@ def table_command(
 def text_command(
     sources: Annotated[list[Path], typer.Argument(help="Text files. Their texts are joined in this order.")],
     target: Annotated[Path, typer.Argument(help="The HDF5 file to write.")],
-    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json of the package tokenizers, such as that of "
-                                                        "GPT-2 or Llama. Default: a token is a byte.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json of the package tokenizers, for example of "
+                                                        "GPT-2 or Llama. Default: each byte is a token.")] = None,
     between: Annotated[str, typer.Option(show_default=False, help="Text between two files, such as <|endoftext|>. "
-                                                                  "Default: the end of a line.")] = "\n",
+                                                                  "Default: a line end.")] = "\n",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
 ) -> None:
     """Convert text to the tokens in HDF5 that GPT and Llama train on.
 
-    The text must fit into memory. The file has a temporary name until it is complete. Under mpiexec only rank 0
-    converts.
+    The text must fit into memory. The file has a temporary name until it is complete. Only rank 0 converts.
 
     [bold]Examples[/]
 

@@ -48,8 +48,7 @@ BINDINGS = ("PRTE_MCA_hwloc_default_binding_policy", "HYDRA_BINDING")
 
 
 def installed_wheel() -> str | None:
-    """Return the MPI wheel that is installed beside this Python, or None. Raises LauncherError if there are two:
-    they overwrite each other's mpiexec."""
+    """Return the MPI wheel that is installed beside this Python, or None. Raises LauncherError if there are two."""
     found = installed_wheels()
     if len(found) > 1:
         raise LauncherError(f"{' and '.join(found)} are installed together in {sys.prefix} and overwrite each other's "
@@ -135,11 +134,11 @@ HELP = """\
 examples:
   python -m pmm3d.launcher -n 8 train.py --steps 100     a script, with this Python
   python -m pmm3d.launcher -n 8 -m mypackage.train       a module, with this Python
-  python -m pmm3d.launcher -n 4 --timeout 60 ./program   a program, ended after 60 s
-  python -m pmm3d.launcher -n 4 --show train.py          print the command and settings
+  python -m pmm3d.launcher -n 4 --timeout 60 ./program   a program, for at most 60 s
+  python -m pmm3d.launcher -n 4 --show train.py          print the command only
 
 environment:
-  PMM3D_MPIEXEC           the launcher, with arguments if needed ("srun --mpi=pmix");
+  PMM3D_MPIEXEC           mpiexec, with arguments if needed ("srun --mpi=pmix");
                           default: the mpiexec beside this Python
   OPENBLAS_NUM_THREADS,   threads per rank; default: cores / ranks
   OMP_NUM_THREADS, MKL_NUM_THREADS
@@ -155,11 +154,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a program on N MPI ranks, with the mpiexec that belongs to this Python.", allow_abbrev=False)
     parser.add_argument("-n", "-np", dest="ranks", type=int, required=True, metavar="N", help="number of ranks")
     parser.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds, with exit code 124")
-    parser.add_argument("--mpiexec", metavar="CMD", help="the launcher, as in PMM3D_MPIEXEC")
-    parser.add_argument("--show", action="store_true", help="print the command and the added settings, run nothing")
+    parser.add_argument("--mpiexec", metavar="CMD", help="mpiexec to use in place of PMM3D_MPIEXEC")
+    parser.add_argument("--show", action="store_true", help="print the command and the added variables, run nothing")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[], metavar="MODULE ARGS...",
-                        help="run a module with this Python")
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM ARGS...", help="what every rank runs")
+                        help="module that every rank runs with this Python")
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM ARGS...",
+                        help="program that every rank runs; a .py file runs with this Python")
     return parser
 
 
@@ -171,6 +171,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     program = program[1:] if program[:1] == ["--"] else program
     if not program:
         parser.error("name the PROGRAM to run, as in: -n 4 train.py")
+    if options.timeout is not None and not options.timeout > 0:
+        parser.error(f"--timeout must be a positive number of seconds, got {options.timeout:g}")
     try:
         arguments = command(options.ranks, program, options.mpiexec)
         environ = environment(options.ranks, _terminal(os.environ), options.mpiexec)

@@ -27,24 +27,26 @@ LINES_AT_ONCE = 2**14
 
 
 def predict_command(
-    run: Annotated[Path, typer.Argument(help="Folder of a training run, whose newest good checkpoint is taken, or of a "
-                                             "checkpoint.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a checkpoint, or of a run (its newest undamaged "
+                                             "checkpoint).")],
     file: Annotated[Path | None, typer.Argument(help="File of the samples: HDF5, .npz, or .csv, .tsv or .txt without "
                                                      "targets.")] = None,
-    out: Annotated[Path | None, typer.Option(help="File to write: .h5 (HDF5) or .csv; for a text, any name.")] = None,
-    inputs: Annotated[str | None, typer.Option(help="Name of the samples' data set, or of their array in a .npz file. "
-                                                    "Default: data.inputs of the run; x of a .npz file.")] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples at a time, over all ranks. Default: rows of a "
-                                                               "micro-batch of the run.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write: .h5 (HDF5) or .csv; with --prompt, any "
+                                                  "name.")] = None,
+    inputs: Annotated[str | None, typer.Option(help="Name of the data set of samples, or of their array in a .npz "
+                                                    "file. Default: data.inputs of the run; for .npz, x.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples of a forward pass, on all ranks together. "
+                                                               "Default: rows of a micro-batch of the run.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
     prompt: Annotated[str | None, typer.Option(help="Text that a network of tokens continues, in place of "
                                                     "FILE.")] = None,
     length: Annotated[int | None, typer.Option(min=0, help="Tokens to generate after the prompt. Default: "
                                                            "200.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="Divisor of the logits before a token is drawn. 0: "
-                                                                  "take the most probable token. Default: 1.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Draw among this number of most probable tokens. Default: "
-                                                          "among all.")] = None,
+                                                                  "take the most probable token, without a draw. "
+                                                                  "Default: 1.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Number of most probable tokens to draw from. Default: "
+                                                          "all.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the draws. Default: 0.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="A file of pmm3d convert text with the tokenizer of the run. "
                                                         "Default: the data file of the run.")] = None,
@@ -119,6 +121,8 @@ def _check_alone(others: Mapping[str, object], out: Path | None, overwrite: bool
     if out is not None:
         check_replaceable(out, overwrite)
         check_writable(out)
+    elif overwrite:
+        raise DataError("--overwrite has no effect without --out: leave it out, or name the file with --out")
 
 
 def _continue_text(comm: MPI.Intracomm, run: Path, prompt: str, length: int, temperature: float, top_k: int | None,

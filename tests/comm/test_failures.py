@@ -177,7 +177,7 @@ def test_an_array_of_another_device_on_one_rank_is_refused_there(comm):
         grid.x.all_reduce_into(here, here).wait()
         pending = grid.x.all_reduce_into(here, here) if grid.rank == 0 else None
         if grid.rank == 1:
-            with pytest.raises(GridError, match="an array of device 1 is used where device 0 is current"):
+            with pytest.raises(GridError, match="an array of device 1 is used while device 0 is current"):
                 grid.x.all_reduce_into(here, there)
             pending = grid.x.all_reduce_into(here, here)
         assert pending.wait() is here
@@ -197,7 +197,7 @@ def test_an_array_of_another_device_on_one_rank_ends_the_job(job):
             grid.x.all_reduce_into(here, there if grid.rank == 1 else here).wait()
     """, timeout=60)
     assert done.returncode != 0 and HANGS not in done.stderr
-    assert "GridError: an array of device 1 is used where device 0 is current" in done.stderr
+    assert "GridError: an array of device 1 is used while device 0 is current" in done.stderr
 
 
 def test_a_rank_that_answers_is_noted_with_its_stack_and_the_job_goes_on(shared):
@@ -469,7 +469,7 @@ def test_every_grid_that_does_not_fit_is_answered_with_some_that_do(comm, fails)
 def test_a_variable_that_is_not_understood_is_named(comm, monkeypatch, fails):
     for value in ("soon", "-1", "nan", "inf"):
         monkeypatch.setenv("PMM3D_TIMEOUT", value)
-        fails(Pmm3dError, f"PMM3D_TIMEOUT={value!r} is not understood", lambda: Grid(comm))
+        fails(Pmm3dError, f"PMM3D_TIMEOUT={value!r} is invalid", lambda: Grid(comm))
 
 
 def test_without_mpi_and_in_separate_worlds_there_is_an_error_that_can_be_caught():

@@ -191,7 +191,7 @@ def test_all_ranks_ask_for_the_same_order(comm, two_nodes, monkeypatch, fails):
 @pytest.mark.parallel([4], thorough=[8])
 def test_an_order_that_is_none_is_refused(comm, monkeypatch, fails):
     monkeypatch.setenv("PMM3D_SUMS", "fast")
-    fails(Pmm3dError, "PMM3D_SUMS='fast' is not understood; it means nodes or ranks", lambda: Grid(comm, (1, 1, 1)))
+    fails(Pmm3dError, "PMM3D_SUMS='fast' is invalid. It must be nodes or ranks", lambda: Grid(comm, (1, 1, 1)))
 
 
 @pytest.mark.parallel([4], thorough=[8])

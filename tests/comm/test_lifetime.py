@@ -435,7 +435,7 @@ def test_a_variable_that_makes_no_sense_on_one_rank_is_raised_on_all(comm, monke
         with given(name=name, value=value), monkeypatch.context() as patch:
             if comm.rank == 1:
                 patch.setenv(name, value)
-            fails(Pmm3dError, rf"Grid failed on 1 of \d ranks. rank 1: Pmm3dError: {name}='{value}' is not understood",
+            fails(Pmm3dError, rf"Grid failed on 1 of \d ranks. rank 1: Pmm3dError: {name}='{value}' is invalid",
                   lambda: Grid(comm))
 
 

@@ -51,7 +51,7 @@ def test_the_environment_chooses_where_the_program_leaves_it_open(monkeypatch):
     for said, expected in ((None, "staged"), ("auto", "staged"), ("direct", "direct")):
         assert Settings.chosen(device_transport=said)[0].device_transport == expected
     monkeypatch.setenv("PMM3D_TRANSPORT", "fast")
-    assert "PMM3D_TRANSPORT='fast' is not understood" in str(Settings.chosen()[1])
+    assert "PMM3D_TRANSPORT='fast' is invalid" in str(Settings.chosen()[1])
 
 
 @pytest.fixture

@@ -161,7 +161,7 @@ TRAIN = [
     data("NaN among the samples", "row 17 .*nan", put("x", 17, float("nan"))),
     data("a label below 0", "row 5 .*label -1", put("y", 5, -1)),
     data("a label of 2^62", "4611686018427387904", put("y", 5, 2**62)),
-    data("one class only", "class", replaced("y", np.zeros(400, int))),
+    data("only one class", "class", replaced("y", np.zeros(400, int))),
     data("targets of another length", "rows", replaced("y", np.zeros(300, int))),
     data("samples that are texts", "strings", replaced("x", ["a"] * 400)),
     data("HDF5 external storage", "/etc/passwd", external),

@@ -34,13 +34,13 @@ def test_activations_of_a_block_are_the_published_ones(hidden, heads, batch, fig
 
 def test_what_speaks_against_a_grid_is_said():
     gpt = GPT(12, 768, 1024, 48, heads=12)
-    assert gpt.why_not(GridShape(8, 1, 1, 1)) == "12 heads do not divide by x = 8"
-    assert gpt.why_not(GridShape(1, 1, 8, 4)) == "48 sequences do not divide by data x z = 32"
+    assert gpt.why_not(GridShape(8, 1, 1, 1)) == "12 heads are not divisible by x = 8"
+    assert gpt.why_not(GridShape(1, 1, 8, 4)) == "48 sequences are not divisible by data x z = 32"
     assert gpt.why_not(GridShape(4, 8, 8, 2)) == ""
     ranking = rank_by_axonn(gpt, 8, {"1+": {"2": 1.0, "4": 1.0}}, min_tensor=2)
     reasons = {str(dropped.grid): dropped.why_not for dropped in ranking.dropped}
     assert reasons["1x1x1 (data 8)"] == "x y z = 1 is less than min-tensor = 2"
-    assert reasons["8x1x1"] == "12 heads do not divide by x = 8"
+    assert reasons["8x1x1"] == "12 heads are not divisible by x = 8"
     assert reasons["1x1x8"] == "the table [axonn] has no bandwidth for p = 1, G = 8"
 
 

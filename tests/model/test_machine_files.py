@@ -89,10 +89,10 @@ MADE = Machine(
     InSteps(1e-5, -2e-5, 3e-4),
 )  # fmt: skip
 
-ABOVE = ": needed is a finite number above 0"
-LEAST = ": needed is a finite number of at least 0"
-LIST = ": needed is a list of finite numbers above 0"
-WHOLES = ": needed is a list of whole numbers above 0"
+ABOVE = ": must be a finite number above 0"
+LEAST = ": must be a finite number of at least 0"
+LIST = ": must be a list of finite numbers above 0"
+WHOLES = ": must be a list of whole numbers above 0"
 
 positive = st.floats(1e-300, 1e300)
 not_negative = st.floats(0, 1e300)
@@ -203,34 +203,34 @@ def test_a_file_is_read_by_its_path(tmp_path):
 
 @looped("old, new, said", [
         ('name = "made up"\n', "", "name is missing"),
-        ('name = "made up"', 'name = " "', "name = ' ': needed is a text"),
-        ("ranks_per_node = 4", "ranks_per_node = 4.5", "ranks_per_node = 4.5: needed is a whole number of at least 1"),
-        ("memory = 4e9", "memory = inf", "memory = inf: needed is a whole number of at least 0"),
+        ('name = "made up"', 'name = " "', "name = ' ': must be a text"),
+        ("ranks_per_node = 4", "ranks_per_node = 4.5", "ranks_per_node = 4.5: must be a whole number of at least 1"),
+        ("memory = 4e9", "memory = inf", "memory = inf: must be a whole number of at least 0"),
         ("noise = 0.02", "nosie = 0.02", "unknown key nosie (did you mean noise?)"),
         ("action = 1e-5", "action = -1e-5", "in_steps.action = -1e-05" + LEAST),
         ('gemm = "a clock"', 'gem = "a clock"', "unknown key sources.gem (did you mean gemm?)"),
         ("[peak]\nfloat64 = 5e10", "", "the section [peak] is missing"),
-        ("inside = 0.5", "inside = 1.5", "hidden.inside = 1.5: needed is a number from 0 to 1"),
+        ("inside = 0.5", "inside = 1.5", "hidden.inside = 1.5: must be a number from 0 to 1"),
         ("rate = 1e11", f"rate = 1{'0' * 400}", f"gemm.float32.rate = 1{'0' * 59}..." + ABOVE),
         ("rate = 1e11\noverhead", "rate = 1e11\noverhed",
          "gemm.float32.overhead is missing; unknown key gemm.float32.overhed (did you mean overhead?)"),
         ("[gemm.float64.nn]", "[gemm.float64]\nrate = 1\n[gemm.float64.nn]", "unknown key gemm.float64.rate"),
         ("m = [64, 128]", "m = [64, 128, 256]",
-         "[gemm.float64.nn] m, n, k, flops have 3, 2, 2, 2 entries: they need as many"),
-        ("m = [64, 128]", "m = [64, 64]", "[gemm.float64.nn] m, n, k: each m is needed with each n and each k, once"),
-        ("n = [64, 64]", "n = [64, 128]", "[gemm.float64.nn] m, n, k: each m is needed with each n and each k, once"),
+         "[gemm.float64.nn] m, n, k, flops have 3, 2, 2, 2 entries; their numbers must be equal"),
+        ("m = [64, 128]", "m = [64, 64]", "[gemm.float64.nn] m, n, k: each m must occur once with each n and each k"),
+        ("n = [64, 64]", "n = [64, 128]", "[gemm.float64.nn] m, n, k: each m must occur once with each n and each k"),
         ("m = [64, 128]", "m = []", "gemm.float64.nn.m = []" + WHOLES),
         ("flops = [1e10, 2e10]", "flops = [nan, 1]", "gemm.float64.nn.flops[0] = nan" + LIST),
-        ('operation = "all_gather"', 'operation = "allgather"', "operation = 'allgather': needed is one"),
+        ('operation = "all_gather"', 'operation = "allgather"', "operation = 'allgather': must be one"),
         ("inside = 4", "inside = 1", "[collectives[0]] inside = 1, nodes = 1 is one rank, which sends nothing"),
         ("inside = 4", "inside = 5", "[collectives[0]] inside = 5 is more than ranks_per_node = 4"),
         ("bytes = [1024, 65536]", "bytes = [1024]",
-         "[collectives[0]] bytes, seconds have 1, 2 entries: they need as many"),
+         "[collectives[0]] bytes, seconds have 1, 2 entries; their numbers must be equal"),
         ("bytes = [1024, 65536]", "bytes = [1024, 1024]", "[collectives[0]] bytes must ascend, each once"),
-        ("[[collectives]]", "[collectives]", "needed are sections, [[collectives]], or 'axonn'"),
+        ("[[collectives]]", "[collectives]", "must be sections, [[collectives]], or 'axonn'"),
         ("[laws.default]", "[laws.all_gather]", "the section [laws.default] is missing"),
         ('"8+"', '"8-"', "unknown key axonn.1.8- (known there: 4, 8+ for 8 and more)"),
-        ("[axonn.1]\n2", "[axonn]\n2", "axonn.2 = 76.0: it is a section, [axonn.2]"),
+        ("[axonn.1]\n2", "[axonn]\n2", "axonn.2 = 76.0: must be a section, [axonn.2]"),
     ])
 def test_a_figure_that_is_wrong_is_named(old, new, said):
     assert said in refused(changed(old, new))
@@ -238,7 +238,7 @@ def test_a_figure_that_is_wrong_is_named(old, new, said):
 
 def test_all_that_is_wrong_is_said_at_once():
     said = refused(changed("memory = 4e9", "memory = -1").replace("float64 = 5e10", "float64 = inf"))
-    assert said == f"memory = -1: needed is a whole number of at least 0; peak.float64 = inf{ABOVE}"
+    assert said == f"memory = -1: must be a whole number of at least 0; peak.float64 = inf{ABOVE}"
 
 
 def test_an_empty_file_names_all_that_is_needed():
@@ -256,15 +256,15 @@ def test_an_empty_section_names_what_it_needs():
 
 @looped("key", ["peak", "gemm", "passes", "laws", "hidden", "axonn", "key", "sources"])
 def test_a_value_where_a_section_belongs(key):
-    assert f"{key} = 3: it is a section, [{key}]" in refused(f"{key} = 3")
+    assert f"{key} = 3: must be a section, [{key}]" in refused(f"{key} = 3")
 
 
 def test_a_row_that_is_there_twice():
     start, end = TEXT.index("[[collectives]]"), TEXT.index("[laws.default]")
-    assert "[collectives[1]] all_gather, inside = 4, nodes = 1 is there twice" in refused(
+    assert "[collectives[1]] all_gather, inside = 4, nodes = 1 occurs twice" in refused(
         TEXT[:end] + TEXT[start:end] + TEXT[end:])
     far = TEXT[start:end].replace("inside = 4", "stride = 2\ninside = 4")
-    assert "[collectives[2]] all_gather, inside = 4, nodes = 1, stride = 2 is there twice" in refused(
+    assert "[collectives[2]] all_gather, inside = 4, nodes = 1, stride = 2 occurs twice" in refused(
         TEXT[:end] + far + far + TEXT[end:])
 
 
@@ -316,7 +316,7 @@ def test_a_pass_that_the_library_does_not_have_is_named_once(caplog):
     for _ in range(2):
         assert "rleu" in machine_from(text, "misspelt.toml").passes
     [said] = caplog.messages
-    assert said.startswith("misspelt.toml: passes.rleu is no pass of the library (did you mean relu?)")
+    assert said.startswith("misspelt.toml: passes.rleu is not a pass of the library (did you mean relu?)")
     caplog.clear()
     machine_from(TEXT, "right.toml")
     assert not caplog.messages

@@ -229,8 +229,8 @@ def test_no_grid_is_below_the_lower_bound(size, grid):
 @looped("a, b, c, panels, message", [
         ((4, 5), (6, 3), None, 1, "A is 4 x 5 and B is 6 x 3"),
         ((4, 5), (5, 3), (3, 4), 1, "out is 3 x 4; A B is 4 x 3"),
-        ((4, 5), (5, 3), None, 0, "panels is a number of at least 1; got 0"),
-        ((4, 5), (5, 3), None, 2.0, "panels is a number of at least 1; got 2.0"),
+        ((4, 5), (5, 3), None, 0, "panels must be a whole number of at least 1; got 0"),
+        ((4, 5), (5, 3), None, 2.0, "panels must be a whole number of at least 1; got 2.0"),
     ])
 def test_sizes_that_do_not_fit_are_named(a, b, c, panels, message):
     out = c and Operand(c, Layout.C)

@@ -59,7 +59,7 @@ def test_a_resumed_run_takes_the_grid_of_its_ranks_and_is_predicted_with(here, c
     assert done.returncode == 0, done.stderr
     starts = record(here)["starts"]
     assert [GridShape(**start["auto"]["chosen"]["grid"]).size for start in starts] == [4, 3]
-    assert ". The run goes on with it from step 12" in done.stderr, done.stderr
+    assert ". The run continues on this grid from step 12" in done.stderr, done.stderr
     if comm.rank == 0:
         with h5py.File(here.folder / "new.h5", "w") as file:
             file["x"] = np.ones((5, 12), "float32")
@@ -102,7 +102,7 @@ def test_where_ranks_run_counts(tmp_path):
 
 
 @pytest.mark.parametrize("name, key, measured, said", [
-    (None, {}, False, "of a nominal machine (pmm3d tune machine measures)"),
+    (None, {}, False, "of a nominal machine (pmm3d tune machine measures this one)"),
     ("perlmutter", {}, False, "of perlmutter (not measured by pmm3d tune machine)"),
     ("perlmutter", {"cpu": "here"}, True, "of perlmutter"),
 ])
@@ -114,7 +114,7 @@ def test_only_what_was_measured_is_called_so(monkeypatch, name, key, measured, s
     known = None if name is None else replace(load(name), key=key)
     choice = auto_grid._choice(checked({"data": {"file": "x.h5"}}), on_hosts("aa"), known, None, True)
     assert choice.measured is choice.document()["measured"] is measured
-    assert choice.said().endswith(f"by the model {said}")
+    assert choice.line().endswith(f"by the model {said}")
 
 
 def test_both_times_count_ranks_that_share_cores(monkeypatch):
@@ -127,5 +127,5 @@ def test_both_times_count_ranks_that_share_cores(monkeypatch):
     for key, times in (({}, ("1.5e+03 ms", "1.2e+03 ms")), ({"cpu": "here"}, ("1e+03 ms", "1.2e+03 ms"))):
         with given(key=key):
             known = replace(load("nominal"), key=key)
-            said = auto_grid._choice(checked({"data": {"file": "x.h5"}}), on_hosts("aaaa"), known, None, True).said()
+            said = auto_grid._choice(checked({"data": {"file": "x.h5"}}), on_hosts("aaaa"), known, None, True).line()
             assert all(time in said for time in times) and ("compute 2 times as long" in said) == (not key), said

@@ -28,19 +28,19 @@ HUGE = 10**30
 
 
 NONSENSE = [
-    ({"network": {"hidden": [0]}}, "network.hidden = [0]: needed is a list of whole numbers of at least 1, or of a"),
+    ({"network": {"hidden": [0]}}, "network.hidden = [0]: needed is a list of whole numbers of at least 1; for a"),
     ({"network": {"hidden": [HUGE]}}, "network.hidden = ["),
     ({"network": {"hidden": [2**53]}}, "network.hidden = [9007199254740992]"),
-    ({"network": {"hidden": 4}}, "hidden = 4 does not go with kind = \"mlp\": needed is a list of numbers"),
-    ({"network": {"heads": 4}}, "heads is no key of kind = \"mlp\", but of gpt, llama: leave it out"),
-    ({"network": {"kind": "gpt", "norm": True}}, "norm is no key of kind = \"gpt\", but of mlp"),
-    ({"optimizer": {"kind": "adam", "momentum": 0.5}}, 'momentum is no key of kind = "adam", but of sgd, muon: leave'),
-    ({"optimizer": {"kind": "sgd", "betas": [0.5, 0.5]}}, 'betas is no key of kind = "sgd", but of adam, adamw, muon'),
-    ({"optimizer": {"ns_steps": 3}}, 'ns_steps is no key of kind = "adamw", but of muon'),
-    ({"schedule": {"every": 10}}, 'every is no key of kind = "cosine", but of step: leave it out, or name another'),
-    ({"schedule": {"kind": "constant", "floor": 0.1}}, 'floor is no key of kind = "constant", but of cosine'),
+    ({"network": {"hidden": 4}}, "hidden = 4 does not fit kind = \"mlp\", which needs a list of numbers"),
+    ({"network": {"heads": 4}}, "kind = \"mlp\" has no key heads, which is for gpt, llama: leave it out"),
+    ({"network": {"kind": "gpt", "norm": True}}, "kind = \"gpt\" has no key norm, which is for mlp"),
+    ({"optimizer": {"kind": "adam", "momentum": 0.5}}, 'kind = "adam" has no key momentum, which is for sgd, muon'),
+    ({"optimizer": {"kind": "sgd", "betas": [0.5, 0.5]}}, 'kind = "sgd" has no key betas, which is for adam, adamw'),
+    ({"optimizer": {"ns_steps": 3}}, 'kind = "adamw" has no key ns_steps, which is for muon'),
+    ({"schedule": {"every": 10}}, 'kind = "cosine" has no key every, which is for step: leave it out'),
+    ({"schedule": {"kind": "constant", "floor": 0.1}}, 'kind = "constant" has no key floor, which is for cosine'),
     ({"network": {"kind": "gpt"}}, "network.kind = \"gpt\" is a network of tokens: set data.sequence"),
-    ({"network": {"kind": "gpt", "hidden": [4]}}, "hidden = [4] does not go with kind = \"gpt\": needed is a number"),
+    ({"network": {"kind": "gpt", "hidden": [4]}}, "hidden = [4] does not fit kind = \"gpt\", which needs a number"),
     ({"data": FILE | {"sequence": 8}}, "data.sequence makes the data tokens, which fully connected layers do not take"),
     ({"network": {"kind": "llama"}, "data": FILE | {"sequence": 8, "targets": "y"}}, "data.targets is not for tokens"),
     ({"network": {"kind": "llama"}, "data": FILE | {"sequence": 8}, "training": {"loss": "mse"}}, "is cross_entropy"),
@@ -69,17 +69,17 @@ NONSENSE = [
     ({"data": FILE | {"classes": 1}}, "data.classes = 1"),
     ({"data": FILE | {"inputs": ""}}, "data.inputs = ''"),
     ({"data": FILE | {"prefetch": 10**12}}, "data.prefetch"),
-    ({"data": {"file": ""}}, "data.file = '': it names no file or folder"),
-    ({"data": {"file": "a\0b"}}, "it names no file or folder"),
-    ({"data": {"file": "$PMM3D_NO_SUCH/x"}}, "the environment has no such variable"),
+    ({"data": {"file": ""}}, "data.file = '': the path is empty"),
+    ({"data": {"file": "a\0b"}}, "the path is empty"),
+    ({"data": {"file": "$PMM3D_NO_SUCH/x"}}, "this environment variable is not set"),
     ({"training": {"seed": -1}}, "training.seed = -1"),
     ({"training": {"seed": HUGE}}, "training.seed"),
     ({"training": {"epochs": "3"}}, "training.epochs = '3': input should be a valid integer"),
     ({"training": {"epochs": HUGE}}, "training.epochs"),
     ({"training": {"steps": 0}}, "training.steps = 0"),
-    ({"training": {"folder": ""}}, "training.folder = '': it names no file or folder"),
+    ({"training": {"folder": ""}}, "training.folder = '': the path is empty"),
     ({"schedule": {"kind": "step", "factor": float("nan")}}, "schedule.factor"),
-    ({"grid": {"shape": "best"}}, 'grid.shape = \'best\': needed is "GxxGyxGz" in numbers'),
+    ({"grid": {"shape": "best"}}, 'grid.shape = \'best\': needed is three numbers, such as "2x2x1"'),
     ({"grid": 3}, "grid = 3: it is a section, [grid], with the keys shape, data"),
     ({"network": "model"}, "network.build = 'model': needed is a Python file"),
     ({"network": {"build": "model.py"}}, "network.build = 'model.py': needed is a Python file"),
@@ -173,7 +173,7 @@ def made(comm, files):
 
 
 MISFITS = [
-    ({"data": {"targets": "one"}}, "the targets 'one' of .* are of one class only"),
+    ({"data": {"targets": "one"}}, "the targets 'one' of .* have only one class"),
     ({"data": {"validation": 0.001}}, "data.validation = 0.001 holds out no row of 330: raise it, name a"),
     ({"data": {"validation": 0.999}}, "leaves no row of 330 to train on"),
     ({"grid": {"micro_batches": 51}}, "micro_batches = 51, but a batch has 50 rows: at most 50, or raise batch_size"),
@@ -206,7 +206,7 @@ def test_a_batch_of_all_rows_is_said_once(made, comm, caplog):
     with caplog.at_level(logging.WARNING):
         made(data={"batch_size": 10**12})
     told = [record.getMessage() for record in caplog.records]
-    assert sum("data.batch_size = 1000000000000: there are 297 rows to train on" in text for text in told) == (
+    assert sum("data.batch_size = 1000000000000: there are only 297 rows to train on" in text for text in told) == (
         comm.rank == 0)
 
 

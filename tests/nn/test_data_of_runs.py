@@ -84,7 +84,7 @@ def test_integers_are_taken_as_asked(write, warned):
     with pytest.raises(Pmm3dError, match='are integers in 2 columns, which may be .* Set training.loss = "mse"'):
         warned({"file": columns})
     assert warned({"file": columns}, loss="mae") == ""
-    with pytest.raises(Pmm3dError, match="training.loss is mse, but the targets 'y' .* are labels of classes with n"):
+    with pytest.raises(Pmm3dError, match="training.loss is mse, but the targets 'y' .* are labels with class names"):
         warned({"file": write("named", np.arange(60) % 3, KINDS)}, loss="mse")
 
 

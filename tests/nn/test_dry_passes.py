@@ -162,6 +162,16 @@ def test_an_update_is_a_pass_over_weight_gradient_and_state(made, states):
         assert found == {"norm": nbytes, "clip": 2 * nbytes}
 
 
+@pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.AdamW, optim.Muon])
+def test_a_machine_file_knows_the_passes_of_all_optimizers(kind):
+    with Grid.dry((1, 1, 1)) as grid:
+        net, x = nn.Linear(grid, COLS, COLS), DistMatrix.empty(grid, (ROWS, COLS), dtype="float32")
+        optimizer = kind(net.parameters(), 0.1)
+        nn.mse(net(x), x).backward()
+        _, found = taken(grid, optimizer.step)
+        assert found.keys() <= set(PASSES)
+
+
 def test_an_update_of_low_precision_rounds_its_master():
     with Grid.dry((1, 1, 1)) as grid:
         net = nn.Linear(grid, COLS, COLS, bias=False, precision="bfloat16", library="torch")

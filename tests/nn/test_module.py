@@ -94,7 +94,7 @@ def test_parameters_where_they_are_not_found_are_refused(comm, fails):
 def test_initial_values_that_are_not_finite_are_refused(comm, fails):
     with Grid(comm, "ddp") as grid:
         for deviation in (math.nan, math.inf, -0.1):
-            fails(Pmm3dError, "a finite deviation or bound", lambda: nn.Linear(grid, 3, 2, deviation=deviation))
+            fails(Pmm3dError, "deviation or bound must be finite", lambda: nn.Linear(grid, 3, 2, deviation=deviation))
 
 
 @pytest.mark.parallel([1])
@@ -235,7 +235,7 @@ def test_two_networks_of_one_optimizer_need_a_module_that_holds_both(comm, fails
         opt = optim.AdamW([*a.parameters(), *b.parameters()])
         step(opt, a, b)
         fails(Pmm3dError, "two parameters are named '0.weight'.*attributes of one Module", opt.matrices)
-        fails(Pmm3dError, "does not hold.*0.weight, 0.bias", lambda: TrainState(a, opt))
+        fails(Pmm3dError, "are not in the network.*0.weight, 0.bias", lambda: TrainState(a, opt))
 
         both = Holder(grid, backbone=a, head=b)
         opt = optim.AdamW([{"params": both.backbone.parameters(), "lr": 0.1}, {"params": both.head.parameters()}])

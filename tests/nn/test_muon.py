@@ -227,11 +227,11 @@ def test_options_that_make_no_sense_are_refused(some_grid, fails):
 @pytest.mark.parallel([2], thorough=[1])
 def test_complex_matrices_are_refused(some_grid, fails):
     weight = nn.Parameter(DistMatrix.random(some_grid, (4, 4), dtype="complex64"))
-    fails(DTypeError, "Muon is of real matrices: put it in a group of its own with use_muon=False",
+    fails(DTypeError, "Muon needs real matrices: put it in a group of its own with use_muon=False",
           lambda: optim.Muon([weight]))
     optimizer = optim.Muon([{"params": [weight], "use_muon": False}])
     optimizer.groups[0]["use_muon"] = True
-    fails(Pmm3dError, "use_muon of a group is another than when the optimizer was made", optimizer.step)
+    fails(Pmm3dError, "use_muon of a group has changed since the optimizer was made", optimizer.step)
 
 
 @pytest.mark.parallel([4], thorough=[1, 8])

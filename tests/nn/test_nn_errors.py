@@ -68,14 +68,14 @@ def test_shapes_that_do_not_fit(grid, fails):
     x, wide = tensor(grid), tensor(grid, 6, 7)
     layer = nn.Linear(grid, 7, 3, dtype="float64")
     fails(LayoutError, "linear: the input has 5 columns, the weight 7 rows", lambda: layer(x))
-    fails(LayoutError, "add: 6 x 5 and 6 x 7 do not go together", lambda: x + wide)
-    fails(LayoutError, "subtract: 6 x 5 and 6 x 7 do not go together", lambda: x - wide)
+    fails(LayoutError, "add: 6 x 5 and 6 x 7 do not match", lambda: x + wide)
+    fails(LayoutError, "subtract: 6 x 5 and 6 x 7 do not match", lambda: x - wide)
     for loss in (nn.mse, nn.mae, nn.r2):
         fails(LayoutError, "the prediction is 6 x 5; the target is", lambda: loss(x, wide.value))
         fails(LayoutError, "the prediction is 6 x 5; the target is", lambda: loss(x, np.ones((6, 5))))
     norm = nn.LayerNorm(grid, 7, dtype="float64")
     fails(LayoutError, "layer_norm: the input has 5 columns, the layer 7", lambda: norm(x))
-    fails(LayoutError, "do not go together", lambda: nn.Residual(nn.Linear(grid, 5, 4, dtype="float64"))(x))
+    fails(LayoutError, "do not match", lambda: nn.Residual(nn.Linear(grid, 5, 4, dtype="float64"))(x))
     fails(Pmm3dError, "made of a DistMatrix; got ndarray", lambda: layer(np.ones((6, 7))))
 
 
@@ -86,7 +86,7 @@ def test_layers_that_cannot_be(grid, fails):
     fails(LayoutError, "LayerNorm: features is a whole number", lambda: nn.LayerNorm(grid, 0))
     fails(LayoutError, "at least 1; got 0", lambda: nn.MLP(grid, [4, 0, 2]))
     for sizes in ([], [4]):
-        fails(LayoutError, "MLP: sizes name at least", lambda: nn.MLP(grid, sizes))
+        fails(LayoutError, "MLP: sizes must contain at least", lambda: nn.MLP(grid, sizes))
     for p in (-0.1, 1, 1.5):
         fails(Pmm3dError, "Dropout: p must be at least 0 and below 1", lambda: nn.Dropout(grid, p))
         fails(Pmm3dError, "dropout: p must be at least 0 and below 1", lambda: nn.dropout(tensor(grid), p, 1))
@@ -124,6 +124,17 @@ def test_a_shared_weight_determines_the_layer(grid, fails):
     fails(LayoutError, "leave cols and unit out", lambda: nn.Linear(grid, 5, 4, cols="x", weight=of_y))
 
 
+@some
+def test_arguments_that_would_have_no_effect(grid, fails):
+    net, other = nn.Linear(grid, 3, 2), nn.Linear(grid, 3, 2)
+    optimizer = optim.Adam(other.parameters())
+    for load in nn.exchange.import_torch, nn.exchange.load_weights:
+        fails(Pmm3dError, "changes no parameter of the network", lambda: load(net, "x.safetensors", optimizer))
+    fails(LayoutError, "got 'zagzig'", lambda: nn.Embedding(grid, 5, 4, order="zagzig"))
+    fails(Pmm3dError, "Cosine: warm_up is a number of steps, at least 0", lambda: optim.Cosine(optimizer, 9, -1))
+    fails(Pmm3dError, "Step: every is a number of steps, at least 1", lambda: optim.Step(optimizer, 0))
+
+
 @pytest.mark.parallel([3])
 def test_a_grid_with_idle_ranks_has_no_networks(comm, fails):
     with Grid(comm, "auto", product=(1, 1, 1)) as grid:
@@ -135,7 +146,7 @@ def test_a_grid_with_idle_ranks_has_no_networks(comm, fails):
 def test_backward_passes_that_cannot_be(grid, fails):
     x = tensor(grid, requires_grad=True)
     fails(LayoutError, "backward starts from a loss, .* which is 6 x 5", lambda: nn.relu(x).backward())
-    fails(LayoutError, "item: a tensor of one element; this one is 6 x 5", lambda: x.item())
+    fails(LayoutError, "item: the tensor must have one element; this one is 6 x 5", lambda: x.item())
     fails(Pmm3dError, "needs a gradient", lambda: nn.mse(tensor(grid), tensor(grid)).backward())
     with nn.no_grad(grid):
         fails(Pmm3dError, "needs a gradient", lambda: nn.mse(x, tensor(grid)).backward())
@@ -175,7 +186,7 @@ def test_optimizers_that_cannot_be(grid, fails):
           lambda: optim.Adam(weights, learning_rate=1))
     fails(Pmm3dError, r"Muon: unknown option ns_step \(did you mean ns_steps\?\)",
           lambda: optim.Muon(weights, ns_step=3))
-    fails(Pmm3dError, "is given 2 times; it belongs to one group",
+    fails(Pmm3dError, "is given 2 times: pass it once, in one group",
           lambda: optim.SGD([{"params": weights}, {"params": weights[:1]}], 0.1))
     fails(Pmm3dError, r"parameters, or groups of them \({.params.: \[...\]}\), are needed; got a dict",
           lambda: optim.SGD([weights[0], {"params": weights[1:]}], 0.1))

@@ -253,7 +253,7 @@ def test_what_is_refused(comm, fails):
         x = nn.Tensor(spread(grid, drawn((6, 8), 1)))
         whole = nn.Tensor(spread(grid, np.arange(48).reshape(6, 8), INPUT))
         narrow = nn.Tensor(spread(grid, drawn((6, 8), 1), dtype="float32"))
-        fails(LayoutError, "6 x 8 and 6 x 2 do not go together", lambda: x + x[:, :2])
+        fails(LayoutError, "6 x 8 and 6 x 2 do not match", lambda: x + x[:, :2])
         fails(GridError, "two Grids", lambda: x * spread(other, drawn((6, 8), 1)))
         fails(DTypeError, "of one type and library", lambda: x * narrow)
         for operation in (lambda: whole * 0.5, lambda: whole / 2, lambda: nn.mean(whole, 0), lambda: nn.softmax(whole),
@@ -267,7 +267,7 @@ def test_what_is_refused(comm, fails):
         for sizes in ([], [-1, 9]):
             fails(LayoutError, "split: sizes are numbers of columns, one for each part", partial(nn.split, x, sizes))
         for start, stop in ((-1, 2), (2, 5), (3, 2)):
-            fails(LayoutError, "lie outside of a unit of 4", partial(nn.columns, x, start, stop, 4))
+            fails(LayoutError, "are outside of a unit of 4", partial(nn.columns, x, start, stop, 4))
         for key in (0, (0, 1), (slice(None), slice(0, 8, 2)), (slice(0, 2), slice(None)), (slice(None), 3)):
             fails(LayoutError, r"x\[:, start:stop\]", partial(x.__getitem__, key))
         for value in ("2", None, 1j, np.ones((6, 8))):

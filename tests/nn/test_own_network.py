@@ -123,16 +123,16 @@ def test_it_trains_and_the_checkpoint_names_it(configured, folder, comm):
 
 
 WRONG = [
-    ("none.py:build", r"network.build: cannot read .*none.py: No such file or directory. The file is looked for where"),
+    ("none.py:build", r"network.build: cannot read .*none.py: No such file or directory. The path is relative"),
     ("model.py:bild", r"has no function bild; it has Net, build, double, wide"),
     ("model.py:elsewhere", r"has no function elsewhere"),
     ("broken.py:build", r"broken.py:build does not run: SyntaxError: .*broken.py, line 1"),
     ("leaving.py:build", r"leaving.py:build does not run: SystemExit: bye \(.*leaving.py, line 3\)"),
     ("model.py:raising", r"model.py:raising raised an error: ValueError: no luck \(.*model.py, line 28\)"),
     ("model.py:few", r"model.py:few raised an error: TypeError: few\(\) takes 2 positional arguments but 3 were given"),
-    ("model.py:nothing", r"model.py:nothing returned NoneType; needed is a pmm3d.nn.Module"),
+    ("model.py:nothing", r"model.py:nothing returned NoneType; it must return a pmm3d.nn.Module"),
     ("model.py:wide", r"the network has 4 outputs; the data needs 3: the function is called with"),
-    ("model.py:double", rf"first.weight is of float64 in {TESTED}, the batches of float32 in {TESTED}: set network."),
+    ("model.py:double", rf"first.weight is float64 in {TESTED}, and batches are float32 in {TESTED}: set network."),
     ("model.py:other_grid", r"the network is on another Grid"),
 ]
 

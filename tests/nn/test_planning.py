@@ -85,7 +85,7 @@ def test_sizes_are_those_of_the_file(tmp_path):
 def test_a_file_that_is_not_there_yet_is_named_with_the_remedy():
     with pytest.raises(Pmm3dError, match=r"cannot open nowhere.h5: there is no such file.*--features and --outputs"):
         DrySteps(config())
-    with pytest.raises(Pmm3dError, match="0 features and 3 outputs make no network"):
+    with pytest.raises(Pmm3dError, match="at least 1 feature and 1 output .2 for classes.; got 0 and 3"):
         DrySteps(config(), (0, 3))
 
 
@@ -114,6 +114,14 @@ def choosy(grid, features, outputs):
 
 
 PERLMUTTER, NOMINAL = load("perlmutter"), load("nominal")
+
+
+def test_settings_of_layers_are_refused_for_a_network_of_the_user(tmp_path):
+    (tmp_path / "model.py").write_text(OWN)
+    settings = {"data": {"file": "nowhere.h5", "batch_size": 64}, "network": f"{tmp_path}/model.py:build"}
+    for keys in ({"recompute": ("none", "full")}, {"activations": ("replicated", "sharded")}):
+        with given(keys=keys), pytest.raises(GridError, match="model.py:build makes its own layers"):
+            rank_training(checked(settings), 2, NOMINAL, samples=(32, 16), **keys)
 
 
 def test_a_network_that_does_not_run_on_every_grid(tmp_path):

@@ -74,7 +74,7 @@ def test_flop_and_parameters_are_those_of_the_published_formulas():
     held = sum(only.memory[kind] for kind in ("weights", "gradients", "state"))
     norms = 2 * HIDDEN  # the last norm, which the formula does not contain
     assert held == 16 * (gpt.parameters + norms)
-    with pytest.raises(GridError, match=r"4 ranks do not divide by grid.pipe x grid.seq x grid.ulysses = 3: take"):
+    with pytest.raises(GridError, match=r"4 ranks are no multiple of grid.pipe x grid.seq x grid.ulysses = 3: use"):
         rank_training(config(), 4, NOMINAL, samples=SAMPLES, seqs=[3])
     twice = planned(config({"recompute": "full"}), 1)
     assert twice.flop == pytest.approx(flop(96), rel=0.03)
@@ -140,7 +140,7 @@ def test_a_named_number_of_ranks_along_ulysses_is_planned_or_refused(monkeypatch
     monkeypatch.setattr(planning, "DOUBLINGS", 1)
     settings = config({"layers": 1}, ulysses=2)
     assert seqs_of(settings, 8) == [2, 4] and seqs_of(settings, 3) == [2]
-    with pytest.raises(GridError, match="3 ranks do not divide by grid.pipe x grid.seq x grid.ulysses = 2: take"):
+    with pytest.raises(GridError, match="3 ranks are no multiple of grid.pipe x grid.seq x grid.ulysses = 2: use"):
         planned(settings, 3)
     assert all(each.grid.ulysses == 2 for each in planned(settings, 2).candidates)
     with pytest.raises(GridError, match="no grid of 2 ranks holds .* 4 ranks are not enough either"):

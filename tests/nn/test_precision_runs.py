@@ -147,7 +147,7 @@ def test_what_was_written_to_a_weight_is_in_a_checkpoint(comm, shared_path, fail
         older = {**full.matrices(), "optimizer/weight/remainder": DistMatrix.empty(grid, (70, 96), dtype="float32")}
         Checkpoints(grid, shared_path / "older").save(1, older)
         for network in low, full:
-            fails(CheckpointError, "holds weights of low precision with remainders, as pmm3d wrote them before",
+            fails(CheckpointError, "contains 16-bit weights with remainders, from a version of pmm3d without",
                   lambda network=network: load_weights(network, shared_path / "older"))
 
 
@@ -160,7 +160,7 @@ def test_weights_of_bfloat16_without_torch_are_refused_by_all_ranks(comm, shared
         before = full.weight.gather()
         if grid.rank == comm.size - 1:
             monkeypatch.setitem(sys.modules, "torch", None)
-        fails(CheckpointError, "weights are of bfloat16, which torch reads: torch arrays need torch: pip install",
+        fails(CheckpointError, "contains bfloat16 weights, and torch is needed to read them: torch arrays need torch",
               lambda: load_weights(full, shared_path))
         monkeypatch.undo()
         assert np.array_equal(full.weight.gather(), before)
@@ -254,7 +254,7 @@ def test_a_network_of_ones_own_predicts_in_its_precision(comm, data, shared_path
         assert (load_file(shared_path / "net.safetensors")["first.weight"].T == low["first.weight"]).all()
     with Grid(comm, "ddp") as grid:
         own = OwnNetwork(grid, made.network, Precision(tf32=True), 0)
-        fails(Pmm3dError, "first.weight is of float16, and training.precision is tf32", lambda: own.made(grid, 12, 3))
+        fails(Pmm3dError, "has precision float16, and training.precision is tf32", lambda: own.made(grid, 12, 3))
 
 
 @pytest.mark.numpy_only("reads arrays of numpy")
@@ -301,7 +301,7 @@ REFUSED = [
     ({}, "bfloat16", 'needs torch arrays, and network.library is numpy: set network.library = "torch"'),
     ({"library": "cupy"}, "bfloat16", "network.library is cupy"),
     ({"library": "torch"}, "tf32", "needs a GPU"),
-    ({"dtype": "float64"}, "float16", "is of float32 weights, and network.dtype is float64"),
+    ({"dtype": "float64"}, "float16", 'needs network.dtype = "float32", which is "float64"'),
     ({}, "fp8", "precision"),
 ]
 

@@ -17,9 +17,9 @@ from pmm3d.nn.dry import dry_grid
 
 pytestmark = pytest.mark.deadline(240)
 
-REFUSED = [({"compute": "float8"}, "a precision is of the types"),
+REFUSED = [({"compute": "float8"}, "types of a precision are"),
            ({"compute": "float32", "tf32": True, "gradient": "complex64"}, "complex numbers"),
-           ({"compute": "bfloat16", "master": "bfloat16"}, "would not take small changes"),
+           ({"compute": "bfloat16", "master": "bfloat16"}, "would lose small changes"),
            ({"compute": "float16", "tf32": True}, "tf32 rounds operands"),
            ({"compute": "float64", "gradient": "float32"}, "GEMMs of float64 write float64, in which"),
            ({"compute": "float32", "gradient": "float16"}, "communication = float32, gradient = float16"),
@@ -48,7 +48,7 @@ def test_a_layer_that_cannot_be_had_is_refused(comm):
     with Grid(comm) as grid:
         for options, text in [({"precision": "half"}, "precision is float32, tf32"),
                               ({"precision": "bfloat16"}, 'library = "torch"'),
-                              ({"precision": "tf32", "library": "torch"}, "tf32 is of GPUs"),
+                              ({"precision": "tf32", "library": "torch"}, "tf32 needs a GPU"),
                               ({"precision": "float16", "dtype": "float64"}, "give one of them")]:
             with pytest.raises(DTypeError, match=text):
                 nn.Linear(grid, 2, 2, **options)

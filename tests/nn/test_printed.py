@@ -87,7 +87,7 @@ def test_a_network_without_a_grid_says_so(comm, fails):
         for use in (lambda: net.grid, lambda: nn.Residual(net), lambda: nn.Recompute(net), lambda: net.settle(3),
                     lambda: nn.Residual(nn.Sequential(grid, net).layers[0])):
             for kind in (Pmm3dError, GridError, AttributeError):
-                fails(kind, "Forgetful does not say on which grid it is: set self.grid = grid", use)
+                fails(kind, "Forgetful has no grid: set self.grid = grid", use)
         assert not hasattr(net, "grid") and getattr(net, "grid", 7) == 7
         for other in (copy.copy(net), copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
             assert other.layer is nn.relu and not hasattr(other, "grid")

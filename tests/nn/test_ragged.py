@@ -100,8 +100,8 @@ def test_what_needs_all_rows_is_refused(comm, fails):
                         lambda: nn.dropout(x, 0.5, 1), lambda: int(x.shape[0]), lambda: nn.r2(x, x),
                         lambda: terms(nn.cross_entropy, x, x.value)):
             fails(LayoutError, "the rows are ragged", refused)
-        fails(LayoutError, "do not go together", lambda: x + there)
-        fails(LayoutError, r"do not go together.*rows=x.shape\[0\]", lambda: x + batch(grid)[0])
+        fails(LayoutError, "do not match", lambda: x + there)
+        fails(LayoutError, r"do not match.*rows=x.shape\[0\]", lambda: x + batch(grid)[0])
         fails(LayoutError, "the target is", lambda: nn.mse(x, batch(grid)[0], reduction="sum"))
         if grid.x.size > 1 < grid.y.size:
             norm = nn.LayerNorm(grid, COLUMNS, cols="x", dtype="float64")

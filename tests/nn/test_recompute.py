@@ -35,7 +35,7 @@ def test_a_policy_that_is_none_is_refused(comm):
         for wrong in ("some", -1, 2.0, None):
             with given(recompute=wrong), pytest.raises(Pmm3dError, match="recompute is .none., .selective."):
                 nn.MLP(grid, [3, 4, 2], recompute=wrong)
-        with pytest.raises(Pmm3dError, match="which an MLP has none of: take .full."):
+        with pytest.raises(Pmm3dError, match="which an MLP lacks: use .full."):
             nn.MLP(grid, [3, 4, 2], recompute="selective")
 
 

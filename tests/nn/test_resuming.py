@@ -29,13 +29,13 @@ def test_what_changes_is_said_and_what_makes_another_run_is_refused(here, comm):
     assert here.train(here.config(training="epochs = 1")).returncode == 0
     there, weights = here.checkpoints(), here.weights()
     config = here.config(training="epochs = 2", network="activation = 'relu'", optimizer="lr = 0.5")
-    fails(here.train(config, "--resume", "auto"), "the checkpoint is of another network, and nothing was changed: "
-          "network.activation was 'gelu', is 'relu'. Set it back; or begin a new run, in a folder of its own")
+    fails(here.train(config, "--resume", "auto"), "the network of the checkpoint differs, and nothing was changed: "
+          "network.activation was 'gelu', is 'relu'. Restore the settings; or start a new run in another folder")
     if comm.rank == 0:
         with h5py.File(here.folder / "data.h5", "r+") as file:
             file["x"][0, 0] += 1
-    fails(here.train(config, "--resume", "auto", "--accept", "network"), "of another data, and nothing was changed: "
-          "the data's fingerprint was ")
+    fails(here.train(config, "--resume", "auto", "--accept", "network"), "the data of the checkpoint differs, and "
+          "nothing was changed: the data's fingerprint was ")
     assert here.checkpoints() == there
     assert all((here.weights()[name] == values).all() for name, values in weights.items())
     done = here.train(config, "--resume", "auto", "--accept", "network", "--accept", "data")
@@ -64,7 +64,7 @@ def test_another_blas_is_said(tmp_path, job, monkeypatch):
     monkeypatch.setenv("PMM3D_BLAS", str(numpys))
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
     done = runs.train(runs.config(training="epochs = 2"), "--resume", "auto", ranks=1)
-    [(before, now)] = re.findall(r"a change: the BLAS was (.*) and is (.*), which rounds otherwise", done.stderr)
+    [(before, now)] = re.findall(r"a change: the BLAS was (.*), is (.*), which rounds differently", done.stderr)
     assert done.returncode == 0 and before.startswith("openblas 0.") and before != now
     assert now.endswith(", kernel Haswell")
 
@@ -79,7 +79,7 @@ def test_going_back_to_an_earlier_checkpoint(here):
     back = here.config(training="epochs = 2\ncheckpoint_every = 5\nkeep = 2")
     done = here.train(back, "--resume", str(folder / "step-00000003"))
     assert done.returncode == 0, done.stderr
-    said = "later checkpoints are retired, as the run goes on from step 3: retired-step-00000009, retired-step-00000012"
+    said = "from step 3, so later checkpoints are retired: retired-step-00000009, retired-step-00000012"
     assert said in done.stderr, done.stderr
     assert here.checkpoints() == ["step-00000010", "step-00000012"]
     assert [line["step"] for line in here.metrics() if "loss" in line] == list(range(1, 13))
@@ -100,7 +100,7 @@ def test_what_is_retired_alone_is_no_reason_to_begin_anew(here, comm):
             (folder / name).rename(folder / f"retired-{name}")
     comm.barrier()
     done = here.train(here.config(training="epochs = 2"), "--resume", "auto")
-    fails(done, "run/checkpoints holds retired checkpoints only: retired-step-00000006. Go on from one with --resume ")
+    fails(done, "run/checkpoints contains only retired checkpoints: retired-step-00000006. Continue from one with ")
     done = here.train(here.config(training="epochs = 2"), "--resume", str(folder / "retired-step-00000006"))
     assert done.returncode == 0 and here.checkpoints() == ["step-00000012"], done.stderr
 

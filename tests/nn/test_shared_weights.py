@@ -148,7 +148,7 @@ def test_nodes_with_more_ranks_than_others_are_refused(comm, fails, monkeypatch)
     with Grid(comm, "fsdp") as grid:
         nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
         net = nn.Linear(grid, 12, 8, dtype="float64")
-        fails(GridError, "not as many on each", lambda: net(spread(grid, np.ones((16, 12)), library="numpy")))
+        fails(GridError, "not equally many", lambda: net(spread(grid, np.ones((16, 12)), library="numpy")))
 
 
 @pytest.mark.parallel([1])
@@ -192,7 +192,7 @@ def test_a_dry_run_refuses_nodes_with_more_ranks_than_others(comm):
     with Grid.dry((1, 1, 5), hosts=2) as grid:  # 3 and 2
         nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
         net = nn.Linear(grid, 12, 8, dtype="float64")
-        with pytest.raises(GridError, match="not as many on each"):
+        with pytest.raises(GridError, match="not equally many consecutive ranks on each"):
             net(DistMatrix.random(grid, (16, 12), layout=INPUT))
 
 
@@ -217,7 +217,7 @@ def test_what_cannot_share_is_refused_on_every_rank(comm, fails, monkeypatch):
         net, x = nn.Linear(grid, 12, 8, dtype="float64"), spread(grid, np.ones((16, 12)), library="numpy")
         with monkeypatch.context() as patched:
             patched.setattr(type(grid), "places", lambda self: np.arange(self.size))
-            fails(GridError, "lie on several nodes", lambda: net(x))
+            fails(GridError, "are on several nodes", lambda: net(x))
         assert net(x).shape == (16, 8)
 
     on_each_grid(comm, body, GRIDS[comm.size])

@@ -175,7 +175,7 @@ def test_metrics_of_ones_own_are_means_over_rows(comm):
         figures = evaluate(net, batches, nn.cross_entropy, {"top 2": in_two})
         assert set(figures) == {"loss", "accuracy", "top 2"}
         assert figures["top 2"] == pytest.approx(expected / sum(rows), rel=1e-12)
-        with pytest.raises(Pmm3dError, match="metrics: accuracy is what an evaluation has already"):
+        with pytest.raises(Pmm3dError, match="metrics: an evaluation already has accuracy"):
             evaluate(net, batches, nn.cross_entropy, {"accuracy": in_two})
 
     on_each_grid(comm, check, GRIDS[comm.size][:2])
@@ -247,7 +247,7 @@ def test_a_recipe_that_makes_no_sense_is_refused_before_a_step():
     for options in NONSENSE:
         with given(options=options):
             (name, value), = options.items()
-            with pytest.raises(Pmm3dError, match=f"Recipe: {name} is a .*got {value}"):
+            with pytest.raises(Pmm3dError, match=f"Recipe: {name} must be a .*got {value}"):
                 Recipe("mse", **{"epochs": 1, **options})
 
 

@@ -97,9 +97,9 @@ def test_a_loop_goes_on_to_the_same_bits(begin, checkpoints):
 
 
 CHANGES = [
-    ({"shift": 1}, "of another data, and nothing was changed: the data's fingerprint was "),
-    ({"batch_size": 10}, "the loader's batch_size was 8, is 10. Set it back; or begin a new run"),
-    ({"optimizer": optim.Adam}, "the checkpoint's optimizer is AdamW, this one Adam, which cannot go on"),
+    ({"shift": 1}, "the data of the checkpoint differs, and nothing was changed: the data's fingerprint was "),
+    ({"batch_size": 10}, "the loader's batch_size was 8, is 10. Restore the settings and the data; or start"),
+    ({"optimizer": optim.Adam}, "the checkpoint's optimizer is AdamW, and the optimizer of this run is Adam"),
 ]
 
 
@@ -120,15 +120,15 @@ def test_what_is_another_training_is_refused_before_anything_changes(begin, chec
 def test_an_optimizer_that_keeps_something_else_is_refused_with_a_remedy(begin, checkpoints):
     begin(optimizer=optim.SGD).save(checkpoints)
     state = begin(optimizer=lambda parameters, lr: optim.SGD(parameters, lr, momentum=0.9))
-    with pytest.raises(Pmm3dError, match="optimizer keeps nothing of each weight, this one momentum; nothing was "
-                                         r"changed. Set the optimizer's options \(momentum\) back"):
+    with pytest.raises(Pmm3dError, match="keeps nothing of each weight, the optimizer of this run keeps momentum; "
+                                         r"nothing was changed. Restore the optimizer's options \(momentum\), or"):
         state.resume(checkpoints)
 
 
 def test_a_checkpoint_of_something_else_is_refused(begin, checkpoints):
     state = begin()
     checkpoints.save(1, state.matrices(), ["not", "facts"])
-    with pytest.raises(Pmm3dError, match="not of a training: it lacks step, optimizer, random. Save it with"):
+    with pytest.raises(Pmm3dError, match="the state of a training: step, optimizer, random missing. Save it with"):
         state.resume(checkpoints)
 
 
@@ -139,7 +139,7 @@ def test_other_data_are_accepted_if_told_and_begin_the_epoch_anew(begin, checkpo
     state = begin(shift=1)
     assert state.resume(checkpoints, accept={"data"}) is not None
     assert (state.step, state.loader.epoch, state.loader.batch) == (8, 1, 0)
-    with pytest.raises(Pmm3dError, match="accept is network or data; got 'everything'"):
+    with pytest.raises(Pmm3dError, match="accept must be network or data; got 'everything'"):
         state.resume(checkpoints, accept={"everything"})
 
 
@@ -153,8 +153,9 @@ def test_a_schedule_may_come_and_go_and_the_configured_rate_counts(begin, checkp
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == (2 if grid.rank == 0 else 0)
     if told:
-        assert "there was no schedule, and is one" in told[0] and "the learning rate of step 4 is" in told[1]
-        assert "it would have been 0.01" in told[1] and "What is configured now counts" in told[1]
+        assert "the schedule of this run begins at step 3, not at 0" in told[0]
+        assert "the learning rate of step 4 is" in told[1]
+        assert "instead of 0.01" in told[1] and "The new configuration applies" in told[1]
     begin.loop(scheduled, 1)
     scheduled.save(checkpoints)
     other = begin(schedule=False, lr=0.25)
@@ -169,7 +170,7 @@ def test_the_state_of_a_loader_without_a_fingerprint_is_refused(begin, checkpoin
     del facts["loader"]["data"]
     checkpoints.save(3, first.matrices(), facts)
     state = begin()
-    with pytest.raises(Pmm3dError, match="the data's fingerprint was None, .*: the epoch under way begins anew"):
+    with pytest.raises(Pmm3dError, match="the data's fingerprint was None, .*: the current epoch then starts again"):
         state.resume(checkpoints)
     state.resume(checkpoints, accept=["data"])
     assert same(values(state), values(first)) and state.loader.batch == 0
@@ -187,7 +188,7 @@ def test_going_back_retires_what_is_later_and_keeps_what_comes(begin, checkpoint
         facts = state.resume(checkpoints, checkpoints.folder / "step-00000002")
     assert [path.rpartition("/")[2] for path in facts["retired"]] == ["retired-step-00000004", "retired-step-00000006"]
     if grid.rank == 0:
-        assert "the run goes on from step 2: retired-step-00000004, retired-step-00000006" in caplog.text
+        assert "step 2, so later checkpoints are retired: retired-step-00000004, retired-step-00000006" in caplog.text
     begin.loop(state, 1)
     newest = state.save(checkpoints)
     assert checkpoints.latest() == newest and newest.name == "step-00000003"
@@ -203,7 +204,7 @@ def test_settings_are_compared_key_by_key():
     assert {each.key: each.kind for each in found} == {
         "network.activation": "network", "network.dropout": "free", "data.file": "free", "data.batch_size": "data",
         "training.seed": "data"}
-    with pytest.raises(Pmm3dError, match="network.activation was 'gelu', is 'relu'. Set it back.*--accept network"):
+    with pytest.raises(Pmm3dError, match="network.activation was 'gelu', is 'relu'. Restore .*--accept network"):
         refuse(found, {"data"})
     with pytest.raises(Pmm3dError, match="data.batch_size was 8, is 9; training.seed was 0, is 1.*--accept data"):
         refuse(found, {"network"})

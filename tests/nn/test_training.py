@@ -62,7 +62,7 @@ def test_a_run_leaves_metrics_curves_and_checkpoints(here):
     assert (here.folder / "run/curves.png").read_bytes()[1:4] == b"PNG"
     assert here.weights()["0.weight"].shape == (12, 16)
     assert "validation accuracy" in done.stdout
-    fails(here.train(config), "is there from an earlier run: go on with --resume auto")
+    fails(here.train(config), ": continue it with --resume auto, or choose another training.folder")
 
 
 @four
@@ -135,7 +135,7 @@ def test_a_checkpoint_of_another_network_is_refused_with_names_and_shapes(here):
     assert here.train(here.config(training="epochs = 1")).returncode == 0
     before = here.checkpoints()
     config = here.config(training="epochs = 2", network="bias = false")
-    fails(here.train(config, "--resume", "auto"), "of another network, and nothing was changed: network.bias was True")
+    fails(here.train(config, "--resume", "auto"), "differs, and nothing was changed: network.bias was True")
     fails(here.train(config, "--resume", "auto", "--accept", "network"), "0.bias")
     assert here.checkpoints() == before
 
@@ -270,7 +270,7 @@ def test_a_requeued_start_that_is_stopped_before_a_step_is_not_started_again(her
         patch.setenv("SLURM_RESTART_COUNT", "1")
         again = here.train(config, "--resume", "auto")
     assert again.returncode == 2
-    assert "(restart 1) was asked to end before its first step: the time limit leaves no time to train" in again.stderr
+    assert "restart 1 of this job received the signal to end before its first step: the time limit is" in again.stderr
     assert here.checkpoints("run") == ["step-00000000"]
     assert here.train(config, "--resume", "auto").returncode == 0
 
@@ -307,7 +307,7 @@ def test_figures_that_cannot_be_written_are_refused_at_the_start(here, monkeypat
             assert not list((here.folder / "run").iterdir())
 
     refused("nowhere/x.prom", "cannot be written: No such file or directory")
-    refused("x.txt", "node exporters read files that end in .prom only")
+    refused("x.txt", "node exporters read only files that end in .prom")
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     refused("x.prom", 'pip install "pmm3d[monitor]"')
 
@@ -343,7 +343,7 @@ if mpi4py.MPI.COMM_WORLD.rank == 1:
     resource.setrlimit(resource.RLIMIT_AS, (room, room))
 """)
     assert done.returncode != 0
-    warning = r"training is predicted to take [0-9.]+ GiB on a rank; host \S+ has 512 MiB left"
+    warning = r"training is predicted to take [0-9.]+ GiB on a rank; host \S+ has 512 MiB free"
     assert re.search(warning, done.stderr), done.stderr
     assert re.search(r"OutOfMemoryError: .*rank 1 \(host \S+\) is out of memory: Unable to allocate .*Predicted for a "
                      r"rank: training of 12-8000-8000-8000-3 with batches of 50 [0-9.]+ GiB", done.stderr), done.stderr

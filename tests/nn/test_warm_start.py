@@ -30,7 +30,7 @@ def test_a_run_begins_with_the_weights_of_another_and_goes_on_with_its_own(here)
     assert [line["step"] for line in here.metrics("second") if "loss" in line] == [1, 2]
     again = here.train(here.config("second", training=warm + "steps = 4", **STILL), "--resume", "auto", ranks=2)
     assert again.returncode == 0, again.stderr
-    assert "not used: the run goes on from step 2" in again.stderr
+    assert "not used, because the run continues from step 2" in again.stderr
     assert [line["step"] for line in here.metrics("second") if "loss" in line] == [1, 2, 3, 4]
 
 

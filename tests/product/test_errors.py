@@ -61,7 +61,7 @@ def test_a_memory_limit_that_no_grid_keeps(comm, fails):
 def test_a_time_limit_that_makes_no_sense(comm, fails):
     for timeout in (-1, float("nan"), float("inf"), "10"):
         with given(timeout=timeout):
-            fails(GridError, "timeout is a number of seconds, 0 for no limit; got",
+            fails(GridError, "timeout must be a number of seconds, 0 for no limit; got",
                   lambda timeout=timeout: Grid(comm, timeout=timeout))
 
 

@@ -86,9 +86,9 @@ OF_MATRICES = [
     ("layout nothing", empty((2, 2), layout=None), LayoutError, "a layout is a pmm3d.Layout; got None"),
     ("layout of numbers", lambda grid: Layout(rows=3), LayoutError, "the rows of a layout are an axis"),
     ("beyond numbers", empty((2**62, 2**62)), OutOfMemoryError, "Unable to allocate"),
-    ("masked", whole(np.ma.masked_equal(np.ones((2, 2)), 1)), DTypeError, r"array.filled\(value\) first"),
-    ("masked at root", whole(np.ma.ones((2, 2)), root=0), DTypeError, r"array.filled\(value\) first"),
-    ("with units", whole(np.ones((2, 2)).view(Metres)), DTypeError, r"Metres is .* numpy.asarray\(array\) first"),
+    ("masked", whole(np.ma.masked_equal(np.ones((2, 2)), 1)), DTypeError, r"use array.filled\(value\)"),
+    ("masked at root", whole(np.ma.ones((2, 2)), root=0), DTypeError, r"use array.filled\(value\)"),
+    ("with units", whole(np.ones((2, 2)).view(Metres)), DTypeError, r"Metres is .* use numpy.asarray\(array\)"),
     ("objects", whole(np.array([[None]])), DTypeError, "got object"),
     ("objects in records", whole(np.zeros((2, 2), [("a", object)])), DTypeError, "got object"),
     ("records", whole(np.zeros((2, 2), "f4,f4")), DTypeError, "got void64"),
@@ -124,7 +124,7 @@ OF_MATRICES = [
     ("into no matrix", matrix(lambda a: a.redistribute(Layout.A, out=a.local)), Pmm3dError, "out is a ndarray"),
 ]
 OF_PRODUCTS = [
-    *((f"panels {panels!r}", product(panels=panels), LayoutError, "panels is a number of at least 1; got")
+    *((f"panels {panels!r}", product(panels=panels), LayoutError, "panels must be a whole number of at least 1; got")
       for panels in ("2", 0, -1, 2.0, True, (2,), 1j)),
     *((f"max_workspace {limit!r}", product(max_workspace=limit), LayoutError, "max_workspace is a number of bytes")
       for limit in ("1G", -1, True, float("nan"), float("inf"), 1j, [])),

@@ -133,7 +133,7 @@ def test_a_limit_of_memory_is_kept_by_panels(comm, own_nodes):
 @looped("asked", ["decomposed", "panels"])
 def test_what_is_no_mode_of_all_products_is_refused_by_all(comm, monkeypatch, fails, asked):
     monkeypatch.setenv("PMM3D_OVERLAP", asked)
-    fails(Pmm3dError, f"PMM3D_OVERLAP='{asked}' is not understood; it means auto or none: .* argument: panels=4",
+    fails(Pmm3dError, f"PMM3D_OVERLAP='{asked}' is invalid. It must be auto or none: .* argument: panels=4",
           lambda: Grid(comm, (1, 1, 1)))
 
 

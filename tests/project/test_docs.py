@@ -298,15 +298,6 @@ def test_lists_of_members_in_the_reference_name_what_exists():
     assert not unknown
 
 
-def test_a_docstring_in_columns_becomes_a_list(monkeypatch):
-    monkeypatch.syspath_prepend(DOCS / "extensions")
-    as_rst = import_module("docstrings").as_rst
-    lines = ["C = `a` *b", "", "a    (m, k)", "     whole", "b    first;   low, high: the rest"]
-    listed = ["``a``", "    (m, k)", "    whole", "``b``", "    first", "``low, high``", "    the rest"]
-    assert as_rst(lines) == ["C = ``a`` \\*b", "", *listed, ""]
-    assert as_rst(["    |A| / Gx"]) == [".. code-block:: text", "", "        |A| / Gx", ""]
-
-
 def test_the_sharp_bits_list_every_environment_variable():
     table = re.findall(r"^\| `(PMM3D_\w+)` \|", (DOCS / "sharp-bits.md").read_text(), re.M)
     assert {field.metadata["variable"] for field in dataclasses.fields(Settings)} <= set(table)

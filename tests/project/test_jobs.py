@@ -137,7 +137,7 @@ def test_each_line_of_a_site_names_its_source():
 
 def test_a_site_says_that_it_was_not_tried_there():
     assert not [site.name for site in SITES if site.stem != "plain"
-                and "Unverified on the machine itself" not in site.read_text().replace("\n# ", " ")]
+                and "Not tried on the machine" not in site.read_text().replace("\n# ", " ")]
 
 
 def test_outside_a_job_a_script_says_how_to_submit_it(tmp_path):
@@ -237,12 +237,12 @@ def test_what_becomes_of_a_training_job(tmp_path):
     cases = [
         (0, 0, (), 0, [], ": finished"),
         (75, 0, (), 0, ["scontrol requeue 7"], "not finished: requeueing"),
-        (75, 1, (), 75, ["scontrol requeue 7"], "submit it again, and it goes on"),
+        (75, 1, (), 75, ["scontrol requeue 7"], "submit the job again to continue"),
         (1, 0, (), 1, [], "failed with status 1; not requeued"),
         (137, 0, (), 137, [], "failed with status 137; not requeued"),
         (0, 0, (2, 4), 0, ["scancel --state=PENDING 6"], ": finished"),
-        (75, 0, (2, 4), 0, [], "the next element of the array goes on"),
-        (75, 0, (4, 4), 75, [], "submit it again, and it goes on"),
+        (75, 0, (2, 4), 0, [], "the next element of the array continues"),
+        (75, 0, (4, 4), 75, [], "submit the job again to continue"),
         (2, 0, (2, 4), 2, ["scancel --state=PENDING 6"], "failed with status 2"),
     ]
     rows = []
@@ -291,7 +291,7 @@ def test_a_signal_before_the_ranks_have_begun_waits_for_them(tmp_path):
 
 def test_train_without_a_configuration_says_so(tmp_path):
     [done] = bash(tmp_path, [Row((JOBS / "train.sbatch",), {"SLURM_JOB_ID": 7, "SLURM_SUBMIT_DIR": ROOT})])
-    assert done.returncode == 2 and "which configuration?" in done.stderr
+    assert done.returncode == 2 and "name the configuration" in done.stderr
 
 
 def test_a_requeued_training_without_a_checkpoint_is_an_error_on_every_rank(on_ranks, tmp_path):
@@ -349,4 +349,4 @@ def test_scaling_is_shown_beside_the_limit_and_the_fewest_ranks(scaling, tmp_pat
 
 def test_no_figures_of_scaling(scaling, tmp_path):
     code, _, errors = scaling(tmp_path)
-    assert code == 2 and "jobs/scaling.sbatch writes them" in errors
+    assert code == 2 and "contains no figures of jobs/scaling.sbatch" in errors

@@ -137,7 +137,7 @@ def test_an_array_of_starts_goes_on_and_stops_when_finished(slurm, runs):
     elements = runs.wait("array")
     said = runs.said("array")
     assert sorted(element.state for element in elements) == ["CANCELLED", "COMPLETED", "COMPLETED"], said
-    assert said.count("not finished: the next element of the array goes on") == said.count(": finished") == 1
+    assert said.count("not finished: the next element of the array continues") == said.count(": finished") == 1
     assert said.index("not finished") < said.index(": finished")
     assert runs.steps("array") == list(range(1, 61))
 

@@ -66,7 +66,7 @@ def test_a_reference_runs_in_turns_with_the_product(comm, monkeypatch):
 
 @pytest.mark.parallel([1])
 @pytest.mark.parametrize("dtype, text", [("bfloat16", "numpy matrices have the types float16, float32"),
-                                         ("tf32", "--reference numpy: tf32 is rounding by torch:cuda alone")])
+                                         ("tf32", "--reference numpy: only torch:cuda rounds to tf32")])
 def test_a_reference_that_has_not_the_type_is_refused(dtype, text):
     with pytest.raises(DTypeError, match=text):
         measure.reference_of(Case.named(8, 8, 8, dtype, "torch", reference="numpy"))

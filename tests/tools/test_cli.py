@@ -71,8 +71,8 @@ WRONG = [
     (("--array", "jax"), "unknown array library 'jax'"),
     (("--json", "/no/such/folder/a.json"), "cannot write /no/such/folder/a.json"),
     (("--grid", "1x1x2", "--max-workspace", "1"), "max_workspace is 1 bytes"),
-    (("--reference", "torch"), "--reference times the whole product on one rank, and here are 2: start one rank"),
-    (("--grid", "all", "--trace", "a.json"), "a trace is of one grid: leave --trace out, or name the grid"),
+    (("--reference", "torch"), "--reference needs one rank, but this job has 2: start one rank"),
+    (("--grid", "all", "--trace", "a.json"), "--trace needs one grid: leave --trace out, or name the grid"),
 ]
 
 

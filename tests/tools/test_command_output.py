@@ -233,7 +233,7 @@ def test_json_goes_to_standard_output_with_nothing_else(on_ranks, tmp_path):
 def test_what_is_no_text_does_not_go_to_standard_output(on_ranks, tmp_path):
     for arguments in ((*SMALL, "--plot", "-"), ("report", ".", "--output", "-"), ("convert", "x.csv", "-")):
         done = on_ranks(1, *arguments)
-        said = "cannot write -: only --json of a command goes to standard output. Name a file in a folder that exists"
+        said = "cannot write -: this file cannot be standard output. Name a file in a folder that exists"
         assert done.returncode == 2 and said in done.stderr and not list(tmp_path.iterdir()), done.stderr
         assert done.stderr.startswith("pmm3d: ") and done.stderr.count("\n") == 1, "no empty line of a bar"
 

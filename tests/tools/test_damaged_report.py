@@ -29,15 +29,16 @@ def unwritten(monkeypatch):
 
 
 @pytest.mark.parametrize("change, said", [
-    ({"grid": {"x": 0}}, "not known: grid.x: Input should be"), ({"starts": []}, "not known: starts:"),
-    ({"network": "MLP"}, "not known: network:"), ({"format": 2}, "not known: format: Input should be 1"),
+    ({"grid": {"x": 0}}, "(grid.x: Input should be"), ({"starts": []}, "(starts: "),
+    ({"network": "MLP"}, "(network: "), ({"format": 2}, "(format: Input should be 1"),
     ({"moved": [{"axis": "x", "phase": "", "operation": "shift", **dict.fromkeys(("calls", "sent", "received"), [1]),
                  "waited": [0.5]}]}, "ranks, moved and memory have different numbers of ranks"),
 ])
 def test_a_record_that_does_not_fit_is_left_out_and_its_first_problem_is_named(run, change, said):
     (run / "run.json").write_text(json.dumps(record_of(run) | change))
     text = words(write_page(run).read_text())
-    assert "run.json cannot be used" in text and said in text and "Loss" in text and "Collectives" not in text
+    assert f"{run / 'run.json'} cannot be used (" in text and said in text and "--resume auto" in text
+    assert "Loss" in text and "Collectives" not in text
 
 
 def test_lines_that_do_not_fit_are_left_out_and_counted(run):
@@ -64,7 +65,7 @@ def test_what_users_wrote_is_escaped(run, tmp_path):
 
 @pytest.mark.parametrize("make, text", [
     (lambda folder: folder / "nowhere", "is not there"),
-    (lambda folder: folder, "is not the folder of a run: it holds neither metrics.jsonl nor run.json"),
+    (lambda folder: folder, "is not the folder of a run: it contains neither metrics.jsonl nor run.json"),
     (lambda folder: _written(folder / "x.json", "{"), "is not JSON"),
     (lambda folder: _written(folder / "x.json", '{"gflops": 1}'), "x.json contains no figures of pmm3d bench --json"),
     (lambda folder: _written(folder / "x.json", "[1, 2]"), "x.json contains no figures of pmm3d bench --json"),

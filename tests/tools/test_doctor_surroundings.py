@@ -155,7 +155,7 @@ def folder(seen=0.0, kind="lustre", free=100 * GIB, exists=True, unwritable="", 
                                         "ms"]),
         ([folder(), folder(2.5)], WARNING, ["took 2.5 s until every host saw", "actimeo=1"]),
         ([folder(kind="ext2/ext3"), folder(None)], FAILURE, ["n2 did not see", "a file system of each node's own"]),
-        ([folder(), folder(None, exists=False)], FAILURE, ["/scratch/me is no folder on n2"]),
+        ([folder(), folder(None, exists=False)], FAILURE, ["/scratch/me is not a folder on n2"]),
         ([folder(None, unwritable="Permission denied"), folder(None)], FAILURE, ["rank 0 cannot write there: "
                                                                                  "Permission"]),
         ([folder(free=2**20), folder()], WARNING, ["1 MiB free"]),

@@ -228,7 +228,9 @@ def test_show_prints_the_command_and_runs_nothing(monkeypatch, capsys):
 
 def test_errors_and_help_teach(capsys):
     for arguments, code, text in ((["--help"], 0, "PMM3D_MPIEXEC"), (["-n", "2"], 2, "name the PROGRAM to run"),
-                                  (["-n", "2", "--mpiexec", "no-such-program", "x.py"], 2, "no-such-program")):
+                                  (["-n", "2", "--mpiexec", "no-such-program", "x.py"], 2, "no-such-program"),
+                                  (["-n", "2", "--timeout", "nan", "x.py"], 2, "--timeout must be a positive number"),
+                                  (["-n", "2", "--timeout", "-5", "x.py"], 2, "--timeout must be a positive number")):
         with pytest.raises(SystemExit) as ended:
             launcher.main(arguments)
         said = capsys.readouterr()

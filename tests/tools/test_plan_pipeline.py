@@ -107,7 +107,7 @@ def test_the_time_line_of_each_rank_is_drawn_as_text():
 
 def test_schedules_are_compared(figures):
     said = printed("--ranks", 4, "--micro-batches", 9)
-    assert "left out: dualpipe: an even number" in said and "4 ranks, 9 micro-batches" in said
+    assert "left out: dualpipe needs an even number" in said and "4 ranks, 9 micro-batches" in said
     found = figures("--ranks", 4, "--micro-batches", 9)
     times = [each["makespan"] for each in found.values()]
     assert times == sorted(times) and len(found) >= len(schedule_names()) - 1
@@ -131,11 +131,11 @@ UNANSWERABLE = [
     (("--schedule", "1f2b", *SMALL), "no schedule is named '1f2b' (did you mean 1f1b?)"),
     (("--schedule", "1f1b", "--ranks", 2), "give both"),
     (("--schedule", "none.csv"), "cannot read the schedule none.csv: No such file"),
-    (("--schedule", "1f1b", *SMALL, "--chunks", 2), "1f1b is a table of 2 stages; 4, 2 chunks on each rank"),
+    (("--schedule", "1f1b", *SMALL, "--chunks", 2), "1f1b is a table of 2 stages, but 4 (2 chunks on each rank) were"),
     (("--schedule", "interleaved-4", *SMALL, "--chunks", 2), "interleaved-4 has 4 chunks"),
     (("--schedule", "1f1b", *SMALL, "--forward", "1,2,3"), "--forward has 3 times, and 1f1b has 2 stages"),
-    (("--schedule", "1f1b", *SMALL, "--weight", "nan"), "--weight 'nan' is no time"),
-    (("--schedule", "1f1b", *SMALL, "--weight=-1"), "--weight '-1' is no time"),
+    (("--schedule", "1f1b", *SMALL, "--weight", "nan"), "--weight 'nan' is not a time"),
+    (("--schedule", "1f1b", *SMALL, "--weight=-1"), "--weight '-1' is not a time"),
     (("--schedule", "1f1b", *SMALL, "--communication", "1,2"), "--communication takes one number"),
     (("--schedule", "gpipe", *SMALL, "--memory-limit", 1), "rank 0 holds 2 micro-batches, more than --memory-limit 1"),
     (("--schedule", "zb-1p", *SMALL, "--memory-limit", "nan"), "--memory-limit must be a positive number"),
@@ -144,7 +144,7 @@ UNANSWERABLE = [
     ((*SMALL, "--picture", "x.png"), "name it with --schedule"),
     (("--schedule", "1f1b", *SMALL, "--picture", "x.mp3"), "the name of a picture ends in one of"),
     (("--schedule", "1f1b", *SMALL, "--json", "none/x.json"), "cannot write none/x.json"),
-    (("--schedule", "dualpipe", "--ranks", 3, "--micro-batches", 6), "dualpipe: an even number of ranks"),
+    (("--schedule", "dualpipe", "--ranks", 3, "--micro-batches", 6), "dualpipe needs an even number of ranks"),
 ]
 
 
@@ -156,9 +156,9 @@ def test_what_cannot_be_answered_is_said_in_a_line(tmp_path, monkeypatch):
 
 
 @looped("text, words", [
-    ("0F0,0B0\n1F0,1X0", "rank 1 (line 2), cell 2: '1X0' is no action"),
+    ("0F0,0B0\n1F0,1X0", "rank 1 (line 2), cell 2: '1X0' is not an action"),
     ("0F0,0F1,0B1,0B0", "Rank 0, action 4 of 4: 0F0, 0F1, 0B1, >> 0B0 <<"),
-    ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1", "no rank can go on: 0B0 waits for"),
+    ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1", "deadlock: 0B0 waits for"),
     ("", "there are no actions"),
 ])
 def test_the_place_of_a_mistake_in_a_table_is_shown(text, words, tmp_path):
@@ -172,5 +172,5 @@ def test_a_file_is_of_its_own_ranks(tmp_path, figures):
     path = tmp_path / "own.csv"
     path.write_text(str(one_f_one_b(2, 3)))
     assert figures("--schedule", path) == figures("--schedule", path, "--ranks", 2, "--micro-batches", 3)
-    assert "is a table of 2 ranks; 4 were asked for" in refused("--schedule", path, "--ranks", 4)
-    assert "is a table of 3 micro-batches; 4 were asked" in refused("--schedule", path, "--micro-batches", 4)
+    assert "is a table of 2 ranks, but 4 were requested" in refused("--schedule", path, "--ranks", 4)
+    assert "is a table of 3 micro-batches, but 4 were" in refused("--schedule", path, "--micro-batches", 4)

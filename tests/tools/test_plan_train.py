@@ -110,7 +110,7 @@ def test_grids_with_all_axes_are_ranked_and_described(tmp_path):
     assert written["grids"][0]["grid"]["pipe"] == 2 and "first_rank" not in written
     assert "Choice: 1x1x1 (pipe 2) 1f1b" in said and "messages of a pipeline's first rank are not listed" in said
     path.write_text(path.read_text() + "pipe = 2\n")
-    assert "is a pipeline, of which no single rank is simulated" in refused(
+    assert "is a pipeline, and a single rank of it is not simulated" in refused(
         path, "--ranks", 2, *SAMPLES, "--machine", "nominal", "--grid", "1x1x1", "--trace", tmp_path / "x.trace")
     path.write_text(TOKENS.replace("64", "1") + "layers = 1\n")
     planned(path, "--ranks", 2, "--vocabulary", 64, "--grid", "auto", "--json", figures, "--machine", "nominal")
@@ -234,7 +234,7 @@ def test_the_numbers_of_ranks_of_a_curve():
         with given(asked=asked):
             assert rank_counts(ranks, asked) == counts
     for asked in ("64:32", "0:8", "many", "8:", "1:2:3", ""):
-        with given(asked=asked), pytest.raises(Pmm3dError, match="is no span of ranks: give the largest number"):
+        with given(asked=asked), pytest.raises(Pmm3dError, match="is not a range of ranks: give the largest number"):
             rank_counts(8, asked)
 
 
@@ -329,12 +329,12 @@ def test_of_4096_ranks_few_steps_are_run(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("arguments, said", [
     (("--grid", "3x1x1", *SAMPLES), "needs 3 ranks; the communicator has 8"),
-    (("--grid", "auto", "--data", 2, *SAMPLES), "--data is of a named --grid"),
-    (("--data", 2, *SAMPLES), "--data is of a named --grid"),
+    (("--grid", "auto", "--data", 2, *SAMPLES), "--data needs a named --grid"),
+    (("--data", 2, *SAMPLES), "--data needs a named --grid"),
     (("--beside", "real.json", *SAMPLES), "give --trace too"),
     (("--picture", "p.nothing", *SAMPLES), "the name of a picture ends in"),
     (("--machine", "abacus", *SAMPLES), "abacus"),
-    (("--curve", "8:4", *SAMPLES), "--curve '8:4' is no span of ranks"),
+    (("--curve", "8:4", *SAMPLES), "--curve '8:4' is not a range of ranks"),
     (("--write-seconds", 3, *SAMPLES), "--mtbf and --write-seconds belong together"),
     (("--features", 3), "--features together with either --outputs or --classes"),
     (("--classes", 3, *SAMPLES), "--features together with either --outputs or --classes"),
@@ -397,7 +397,7 @@ def test_a_run_that_gathers_its_weights_again_beside_one_that_keeps_them(tmp_pat
     found, again = (FirstRank.of(training(**each), GridShape(1, 1, 4, 2)) for each in ({}, sections))
     real_trace(tmp_path / "real.json", again)
     said = write_trace(tmp_path / "both.json", found, read_trace(tmp_path / "real.json"))
-    assert "begins with the last step of rank 0, which does other collectives" in said
+    assert "begins with the last step of rank 0, whose collectives differ" in said
     both = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
     first = next(event for event in both if event["pid"] == 1 and event.get("tid", "").startswith("axis"))
     assert first["ts"] == pytest.approx(2.5e6)
@@ -422,7 +422,7 @@ def test_the_trace_of_the_run_and_options_are_checked_first(monkeypatch, config,
                                   '{"traceEvents": [{"ph": "X", "pid": 0, "ts": "now", "dur": 1}]}', "[" * 100_000])
 def test_what_is_no_trace_is_refused(tmp_path, text):
     (tmp_path / "real.json").write_text(text)
-    with pytest.raises(Pmm3dError, match="is no Chrome trace. Name a file of pmm3d train --trace"):
+    with pytest.raises(Pmm3dError, match="is not a Chrome trace. Name a file of pmm3d train --trace"):
         read_trace(tmp_path / "real.json")
     with pytest.raises(Pmm3dError, match="cannot read the trace"):
         read_trace(tmp_path / "gone.json")

@@ -133,11 +133,11 @@ def test_a_network_of_a_loop_is_exported(job, pmm3d, tmp_path):
     found = {name: tensor.shape for name, tensor in load_file(tmp_path / "own.safetensors").items()}
     assert found == {"0.weight": (4, 1), "0.bias": (4,), "1.weight": (4,), "1.bias": (4,), "3.weight": (1, 4),
                      "3.bias": (1,)}
-    said(pmm3d("predict", "own", "x.h5", "--out", "o.h5"), "does not say how its network is made")
+    said(pmm3d("predict", "own", "x.h5", "--out", "o.h5"), "does not contain a configuration of its network")
 
 
 @pytest.mark.parametrize("name, arguments, text", [
-    ("run.pt", (), "let its name end in .safetensors"),
+    ("run.pt", (), "the name of the file must end in .safetensors"),
     ("there.safetensors", (), "there.safetensors exists; --overwrite replaces it"),
     ("link.safetensors", (), "link.safetensors exists; --overwrite replaces it"),
     ("none/x.safetensors", (), "there is no folder"),
@@ -236,7 +236,7 @@ def test_predict_refuses_what_does_not_fit(pmm3d, trained, tmp_path):
     data = (tmp_path / "x.h5").read_bytes()
     for arguments, text in (
         (("x.h5", "--out", "there.h5"), "there.h5 exists; --overwrite replaces it"),
-        (("x.h5", "--out", "x.h5", "--overwrite"), "x.h5 is the file of the samples, which would be lost"),
+        (("x.h5", "--out", "x.h5", "--overwrite"), "x.h5 is the file of the samples, and would be overwritten"),
         (("bad.h5", "--out", "o.h5"), "'x' has 6 features a row, the network of run takes 5. Give the columns"),
         (("bad.h5", "--out", "o.h5", "--inputs", "nan"), "row 3 of data set 'nan' holds nan in column 2"),
         (("bad.h5", "--out", "o.h5", "--inputs", "text"), "'text' holds strings; needed are real numbers"),
@@ -299,7 +299,7 @@ def test_samples_and_predictions_may_be_tables(pmm3d, trained, tmp_path):
     np.savetxt(tmp_path / "xy.csv", np.c_[x, x[:, 0] > 0], delimiter=",")
     np.savetxt(tmp_path / "turned.csv", x, delimiter=",", header="b,a,c,d,e", comments="")
     said(pmm3d("predict", "run", "turned.csv", "--out", "out2.csv"), "turned.csv has the columns b, a, c")
-    said(pmm3d("predict", "run", "xy.csv", "--out", "out2.csv"), "xy.csv has a column more than the 5 inputs: if it is")
+    said(pmm3d("predict", "run", "xy.csv", "--out", "out2.csv"), "one column more than the 5 inputs. If it is")
     said(pmm3d("predict", "run", "x.csv", "--out", "out.npy"), "ends in .npy, which is another format")
     said(pmm3d("predict", "run", "x.csv", "--out", "out.csv"), "out.csv exists; --overwrite replaces it")
     (tmp_path / "x.csv").write_text("0,1,2,3,4\n1,2,3,4,5\n")

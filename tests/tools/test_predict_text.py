@@ -55,11 +55,12 @@ def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
             found.setdefault(options, []).append(text)
             (tmp_path / "out.txt").unlink()
     assert all(one == other for one, other in found.values()) and len({one for one, _ in found.values()}) == 3
-    said(pmm3d("predict", "run", "--prompt", "the cat", "--length", "40"), "7 tokens and 40 more are longer than the")
+    said(pmm3d("predict", "run", "--prompt", "the cat", "--length", "40"), "7 tokens and 40 more exceed the")
     said(pmm3d("predict", "run", "--prompt", ""), "the prompt has no tokens")
     said(pmm3d("predict", "run"), "name the FILE of the samples and --out; or --prompt")
     said(pmm3d("predict", "run", "text.h5", "--prompt", "a"), "FILE does not go with --prompt")
-    said(pmm3d("predict", "run", "text.h5", "--out", "o.h5"), "is of tokens and continues a text")
+    said(pmm3d("predict", "run", "--prompt", "a", "--overwrite"), "--overwrite has no effect without --out")
+    said(pmm3d("predict", "run", "text.h5", "--out", "o.h5"), "takes tokens and continues a text")
     said(pmm3d("predict", "run", "text.h5", "--out", "o.h5", "--top-k", "3"), "--top-k is for a text: name the")
     (tmp_path / "text.h5").rename(tmp_path / "moved.h5")
     assert pmm3d("predict", "run", "--prompt", "the cat", "--length", "3").returncode == 0

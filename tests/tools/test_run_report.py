@@ -134,7 +134,7 @@ def test_thousands_of_ranks_make_a_small_page(run):
     page = write_page(run).read_text()
     assert len(page) < 300_000
     said = words(page)
-    assert "Uneven load: rank 1234, which is busy longest" in said
+    assert "Uneven load: rank 1234, the busiest" in said
     assert "Drawn of 4,096 ranks" in said and "Too many ranks to draw" in said
 
 
@@ -163,8 +163,8 @@ def test_what_others_wait_for_a_slow_rank_is_what_they_waited(run):
     waited[5] = 0.5
     (run / "run.json").write_text(json.dumps(record))
     said = words(write_page(run).read_text())
-    assert "rank 5, which is busy longest, takes 7.86 times the median, and others wait for it 86" in said, said
-    assert "rank 5, the longest, over the median" in said
+    assert "rank 5, the busiest, is busy for 7.86 times the median, and other ranks wait for it for 86" in said, said
+    assert "rank 5, the busiest, over the median" in said
 
 
 def test_the_page_names_the_network(run):

@@ -63,7 +63,7 @@ def test_the_gemms_of_a_step_are_its_three_products(tmp_path):
     found = of_training(config, 1)
     assert {(*gemm.shape, gemm.form) for gemm in found} >= {(16, 20, 12, "nn"), (16, 6, 20, "nn"), (16, 20, 6, "nt")}
     config.write_text(config.read_text().replace("1x1x1", "auto"))
-    with pytest.raises(Pmm3dError, match="depends on what the BLAS reaches: name a grid"):
+    with pytest.raises(Pmm3dError, match="depends on the speed of the BLAS: name a grid"):
         of_training(config, 2)
 
 
@@ -120,7 +120,8 @@ def test_measured_chosen_printed_kept_and_taken(cache, tmp_path, job, monkeypatc
                                     "complex64", "--blas", str(NUMPYS), "--blas", "nonesuch", "--blas", "libm.so.6",
                                     "--json", str(out), "--ranks-per-node", "2"], env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.output
-    assert "has no sgemm, dgemm, cgemm, zgemm" in " ".join(done.output.split()) and "nonesuch" not in done.output
+    said = " ".join(done.output.split())
+    assert "has no sgemm, dgemm, cgemm, zgemm" in said and "nonesuch: PMM3D_BLAS=nonesuch: no such BLAS" in said
     assert f"export PMM3D_BLAS={NUMPYS}" in done.output and "export OMP_NUM_THREADS=1" in done.output
     rows = json.loads(out.read_text())
     assert [row["chosen"] for row in rows].count(True) == 1 and rows[0]["file"] == str(NUMPYS.resolve())
@@ -137,11 +138,16 @@ def test_nothing_that_is_asked_for_is_here(cache):
     assert done.exit_code == 2 and not cache.exists()
 
 
+def test_more_processes_than_cores_are_refused(cache):
+    done = CliRunner().invoke(app, ["tune", "blas", "--ranks-per-node", "9999"])
+    assert done.exit_code == 2 and "--ranks-per-node 9999 is more than the" in done.output and not cache.exists()
+
+
 def test_options_of_a_product_are_refused_with_a_training(cache):
     for option, value in (("--m", "8"), ("--k", "8"), ("--dtype", "float32")):
         with given(option=option):
             done = CliRunner().invoke(app, ["tune", "blas", "a.toml", option, value])
-            assert done.exit_code == 2 and f"{option} is of a product, and a.toml names the GEMMs" in done.output
+            assert done.exit_code == 2 and f"{option} describes a product, but a.toml is a training" in done.output
 
 
 def test_processes_have_cores_of_this_process(monkeypatch):
@@ -173,7 +179,7 @@ def test_a_choice_is_of_a_kind_of_machine_and_a_number_of_threads(cache):
 @pytest.mark.parametrize("changes", [{"key": {"cpu": "another"}}, {"variables": {}}, {"variables": 3}])
 def test_a_choice_of_another_machine_or_damaged_is_not_used(cache, changes):
     kept(**changes)
-    with pytest.raises(Pmm3dError, match="what was chosen cannot be used: .*Run pmm3d tune blas again"):
+    with pytest.raises(Pmm3dError, match="the chosen BLAS cannot be used: .*Run pmm3d tune blas again"):
         blas_choice.recalled(1)
 
 
@@ -262,7 +268,7 @@ def test_auto_without_a_number_of_threads_counts_the_cores(cache, monkeypatch):
 def test_a_truncated_choice_is_not_used(cache):
     path = kept()
     path.write_text(path.read_text()[:40])
-    with pytest.raises(Pmm3dError, match="what was chosen cannot be used"):
+    with pytest.raises(Pmm3dError, match="the chosen BLAS cannot be used"):
         blas_choice.recalled(1)
 
 

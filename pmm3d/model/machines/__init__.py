@@ -1,4 +1,4 @@
-"""Machine descriptions: what GEMMs, passes over memory and collectives take on a machine, measured or published."""
+"""Machine descriptions: measured or published times of GEMMs, passes over memory and collectives."""
 
 from .description import Machine, flop_of
 from .groups import Group, groups_of

@@ -1,4 +1,4 @@
-"""Readers of the values of a machine file. Each notes what is wrong with its value, so that one error names all."""
+"""Readers of the values of a machine file. Each adds its problems to one list, because one error names all of them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from typing import Any
 from ...errors import hint
 
 MOST_SHOWN = 60
-"""Characters of a value in a message."""
+"""Largest number of characters of a value in a message."""
 
 Reader = Callable[[Any, str, list[str]], Any]
-"""reader(value, place in the file, problems) returns the figure. If the value is wrong, it adds a sentence to the
-problems and returns None."""
+"""reader(value, place in the file, problems) returns the figure. If the value is invalid, the reader adds a sentence to
+the problems and returns None."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """Reads a number or a text.
-
-    needed   what it must be, in words;   fits: whether a value is that;   made: converts it
-    """
+    """Reads a number or a text. `needed` describes valid values, `fits` checks a value, `made` converts it."""
 
     needed: str
     fits: Callable[[Any], bool]
@@ -31,20 +28,20 @@ class Value:
     def __call__(self, value: Any, place: str, problems: list[str]) -> Any:
         if self.fits(value):
             return self.made(value)
-        problems.append(f"{place} = {shown(value)}: needed is {self.needed}")
+        problems.append(f"{place} = {shown(value)}: must be {self.needed}")
         return None
 
 
 @dataclass(frozen=True)
 class Values:
-    """Reads a list that is not empty."""
+    """Reads a list of at least one value."""
 
     needed: str
     each: Value
 
     def __call__(self, value: Any, place: str, problems: list[str]) -> Any:
         if not isinstance(value, list) or not value:
-            problems.append(f"{place} = {shown(value)}: needed is {self.needed}")
+            problems.append(f"{place} = {shown(value)}: must be {self.needed}")
             return None
         return tuple(self.each(item, f"{place}[{number}]", problems) for number, item in enumerate(value))
 
@@ -53,10 +50,11 @@ class Values:
 class Section:
     """Reads a table.
 
-    needed, optional   key -> its reader
-    others             the reader of any other key, or None;   known: keys that a message about an unknown one names
-    made               makes a figure of the values by their keys
-    check              yields what is wrong with the values together
+    needed, optional   readers by key
+    others             function that returns the reader of another key, or None for an unknown key
+    known              further keys that a message about an unknown key may suggest
+    made               function that returns the figure, from the values by their keys
+    check              generator of problems of the values together
     """
 
     needed: Mapping[str, Reader] = field(default_factory=dict)
@@ -68,7 +66,7 @@ class Section:
 
     def __call__(self, value: Any, place: str, problems: list[str]) -> Any:
         if not isinstance(value, dict):
-            problems.append(f"{place} = {shown(value)}: it is a section, [{place}]")
+            problems.append(f"{place} = {shown(value)}: must be a section, [{place}]")
             return None
         before, found, inner = len(problems), dict[str, Any](), f"{place}." if place else ""
         for key, reader in self.needed.items():
@@ -88,7 +86,7 @@ class Section:
 
 
 def number(needed: str, fits: Callable[[float], bool], made: Callable[[Any], Any] = float) -> Value:
-    """The reader of a finite number."""
+    """Return the reader of a finite number."""
     return Value(needed, lambda value: _is_number(value) and fits(value), made)
 
 
@@ -100,7 +98,7 @@ def _is_number(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """The value, shortened."""
+    """Return the value as text of at most about `MOST_SHOWN` characters."""
     try:
         text = repr(value)
     except ValueError:

@@ -15,36 +15,36 @@ from .groups import Group
 from .laws import DEFAULT, Law
 
 REMEMBERED = 2**17
-"""Number of GEMMs whose seconds are kept."""
+"""Number of GEMMs whose seconds are cached."""
 WHOLES = [2.0**power for power in range(30, 7, -1)]
-"""Bytes of a gathered array for which a gather by nodes is compared with a flat one."""
+"""Bytes of gathered arrays for which a gather by nodes is compared with a direct gather, in descending order."""
 LEAST_IN_STEP = 0.2
-"""Least time of a collective in a step, as a share of its time by itself."""
+"""Least time of a collective in a training step, as a share of its time alone."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Figures of a rank while all ranks of its node do the same.
+    """Times and rates of a rank when all ranks of its node do the same.
 
     name             "perlmutter", or the name of the measured host
     ranks_per_node   number of ranks on a node
-    memory           bytes that a rank may hold; 0: not known, no limit
-    peak             dtype -> flop/s of a rank, stated by the maker, or of the fastest GEMM
-    sources          section of the file -> source of its figures
-    hidden           share of a collective that can run beside computation: "inside" a node, and "across" nodes.
+    memory           bytes that a rank may hold; 0: unknown, no limit
+    peak             flop/s of a rank by dtype, stated by the manufacturer or measured with the fastest GEMM
+    sources          source of the figures of each section of the file
+    hidden           shares of a collective that can run during computation: "inside" a node, and "across" nodes.
                      Default: 0
-    noise            standard deviation of a rank's time for a step, as a share of it
+    noise            standard deviation of a rank's time for a step, as a share of this time
     overhead         seconds of Python for each GEMM and each pass
-    in_steps         seconds that actions take longer in steps of training than by themselves
-    key              identifies a measured machine: host kind, MPI, BLAS, their versions
-    gemms            dtype -> rates of GEMMs
-    passes           name -> rate of a pass over memory; "default" for all others
+    in_steps         additional seconds of actions in training steps
+    key              identity of a measured machine: host kind, MPI, BLAS, their versions
+    gemms            rates of GEMMs by dtype
+    passes           rates of passes over memory by name; "default" for all other passes
     collectives      measured collectives
-    laws             operation -> law of collectives that were not measured; "default" for all others
-    axonn            p -> G -> GiB/s: the bandwidths of AxoNN's authors (`pmm3d.model.axonn`)
+    laws             laws of collectives that were not measured, by operation; "default" for all other operations
+    axonn            bandwidths of AxoNN's authors (`pmm3d.model.axonn.Bandwidths`)
 
-    Files: `pmm3d.model.machines.reading`. Prices raise Pmm3dError if the machine has no figure for what is asked,
-    which no machine that was read from a file does.
+    `pmm3d.model.machines.reading` reads files. The methods raise Pmm3dError if the machine has no figure for the
+    request. A machine that was read from a file has figures for all requests.
     """
 
     name: str
@@ -64,9 +64,9 @@ class Machine:
     in_steps: InSteps = InSteps()
 
     def gemm_seconds(self, m: int, n: int, k: int, dtype: str, form: str = "nn") -> float:
-        """Return the seconds of C (m, n) = A (m, k) B on a rank. A dtype without figures is priced as `stands_for`.
+        """Return the seconds of C (m, n) = A (m, k) B on a rank. A dtype without figures has the price of `stands_for`.
 
-        form   "n" or "t" for A and for B, as in BLAS; "c" counts as "t"
+        form   "n", "t" or "c" for A and for B, as in BLAS. "c" has the price of "t"
         """
         asked = (m, n, k, dtype, form)
         seconds = self._priced.get(asked)
@@ -79,14 +79,14 @@ class Machine:
         return seconds
 
     def stands_for(self, dtype: str) -> str:
-        """Return the dtype whose figures price this one: itself if the machine has figures for it; else the nearest one
-        by the bits of a real number, the wider of two."""
+        """Return the dtype whose figures price this dtype: itself if the machine has figures for it. Otherwise the
+        dtype with the nearest number of bits in a real number, or the wider of two equally near ones."""
         if not self.gemms:
             raise Pmm3dError(f"machine {self.name} has no figures for GEMMs")
         return dtype if dtype in self.gemms else min(self.gemms, key=lambda other: _distance(dtype, other))
 
     def pass_seconds(self, name: str, nbytes: int) -> float:
-        """Return the seconds of a pass over memory that reads and writes `nbytes`: an elementwise operation, a sum, a
+        """Return the seconds of a pass that reads and writes `nbytes`, such as an elementwise operation, a sum, a
         copy."""
         found = self.passes.get(name) or self.passes.get(DEFAULT)
         if found is None:
@@ -94,12 +94,11 @@ class Machine:
         return found.overhead + nbytes / found.rate
 
     def collective_seconds(self, operation: str, group: Group, nbytes: float) -> float:
-        """Return the seconds of a collective by itself, in all groups of the axis at once.
+        """Return the seconds of a collective alone, in all groups of the axis at once.
 
-        nbytes   bytes that a rank receives, or sends if it sends more. 0 bytes take 0 seconds
-
-        The price is that of the measured collective of this operation with the same numbers of ranks and nodes and the
-        same stride. If there is none, it is the price by the operation's law.
+        `nbytes` is the larger of the bytes that a rank receives and sends. 0 bytes take 0 seconds. The price is that of
+        the measured collective of this operation with the same numbers of ranks and nodes and the same stride. If
+        there is none, the operation's law gives the price.
         """
         if group.size < 2 or nbytes <= 0:
             return 0.0
@@ -111,13 +110,13 @@ class Machine:
         law = self.laws.get(operation) or self.laws.get(DEFAULT)
         if law is None:
             raise Pmm3dError(f"machine {self.name} has no figures for collectives")
-        if operation == "all_gather" and group.even:  # the library takes the faster way
+        if operation == "all_gather" and group.even:  # the library selects the faster of the two
             return min(law.seconds(operation, group, nbytes, by_nodes) for by_nodes in (False, True))
         return law.seconds(operation, group, nbytes)
 
     def gathers_from(self, group: Group) -> float:
-        """Return the bytes of a gathered array from which an all-gather along an axis that is placed evenly on nodes is
-        faster by nodes, by the machine's law. `NEVER` if it is never faster, `GATHERS_FROM` if the machine has no law.
+        """Return the bytes of a gathered array from which an all-gather of an even group is faster by nodes, according
+        to the machine's law. `NEVER` if it is never faster, `GATHERS_FROM` if the machine has no law.
 
             >>> from pmm3d.model.machines import load
             >>> load("nominal").gathers_from(Group(8, 4, 2, 1)) < 2**20
@@ -137,22 +136,22 @@ class Machine:
 
     @property
     def overhead_in_step(self) -> float:
-        """Seconds of overhead of a GEMM or a pass in a step of training."""
+        """Seconds of overhead of a GEMM or a pass in a training step."""
         return self.overhead + self.in_steps.action
 
     def collective_in_step(self, operation: str, group: Group, nbytes: float) -> float:
-        """Return `collective_seconds` in a step of training."""
+        """Return `collective_seconds` in a training step."""
         alone = self.collective_seconds(operation, group, nbytes)
         more = self.in_steps.inside if group.nodes == 1 else self.in_steps.across
         return max(LEAST_IN_STEP * alone, alone + more) if alone else 0.0
 
     def hidden_share(self, group: Group) -> float:
-        """Return the share of a collective that can run beside computation."""
+        """Return the share of a collective that can run during computation."""
         return self.hidden.get("inside" if group.nodes == 1 else "across", 0.0)
 
     def with_ranks_per_node(self, number: int) -> Machine:
         """Return the machine with this number of ranks on a node. Collectives that were measured with another number
-        are left out, and its sources say so."""
+        are left out, and `sources` has a note."""
         if number == self.ranks_per_node:
             return self
         found = replace(self, ranks_per_node=number)

@@ -1,4 +1,4 @@
-"""Measured or stated figures of a machine, with interpolation: GEMMs, passes over memory, collectives."""
+"""Measured or published figures of a machine, with interpolation: GEMMs, passes over memory, collectives."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from math import exp, log, log2
 from typing import NamedTuple
 
 FORMS = ("nn", "nt", "tn", "tt")
-"""Of a GEMM, as in BLAS: whether A and B are transposed."""
+"""Forms of a GEMM as in BLAS: whether A and B are transposed."""
 
 
 @dataclass(frozen=True)
 class GemmPoints:
-    """Rates of GEMMs: flops[i] flop/s for the sizes m[i], n[i], k[i]. Each m is there with each n and each k, once.
+    """Rates of GEMMs: flops[i] flop/s for the sizes m[i], n[i], k[i]. Each m occurs once with each n and each k.
 
-    Between the points the logarithm of the rate is interpolated linearly in the logarithms of m, n and k. Beyond them
-    the rate is that of the border.
+    Between the points, the logarithm of the rate is interpolated linearly in the logarithms of m, n and k. Outside of
+    the points, the rate is that of the border.
     """
 
     m: tuple[int, ...]
@@ -28,7 +28,7 @@ class GemmPoints:
     flops: tuple[float, ...]
 
     def rate(self, m: int, n: int, k: int) -> float:
-        """Flop/s.
+        """Return the flop/s of a GEMM.
 
             >>> round(GemmPoints((64, 256), (64, 64), (64, 64), (1e9, 4e9)).rate(128, 64, 10))
             2000000000
@@ -39,17 +39,17 @@ class GemmPoints:
 
     @cached_property
     def _lines(self) -> list[list[float]]:
-        """The logarithms of the different m, n and k, ascending."""
+        """Logarithms of the different m, n and k, ascending."""
         return [sorted({log2(size) for size in sizes}) for sizes in (self.m, self.n, self.k)]
 
     @cached_property
     def _rates(self) -> dict[tuple[float, float, float], float]:
-        """Logarithms of m, n, k -> logarithm of the rate."""
+        """Logarithm of the rate by the logarithms of m, n, k."""
         return {(log2(m), log2(n), log2(k)): log(rate) for m, n, k, rate in zip(self.m, self.n, self.k, self.flops)}
 
 
 def _around(value: float, line: list[float]) -> list[tuple[float, float]]:
-    """The points of a line on both sides of a value, with their weights; one of them, if the value is one."""
+    """Return the two points around a value on a line, with their weights, or the one point that equals the value."""
     after = bisect_right(line, value)
     if after == len(line) or line[after - 1] == value:
         return [(line[after - 1], 1.0)]
@@ -59,7 +59,7 @@ def _around(value: float, line: list[float]) -> list[tuple[float, float]]:
 
 
 class GemmLaw(NamedTuple):
-    """seconds = overhead + flop / rate. overhead: seconds of a GEMM; rate: flop/s."""
+    """seconds = overhead + flop / rate, with the overhead in seconds and the rate in flop/s."""
 
     rate: float
     overhead: float
@@ -67,13 +67,13 @@ class GemmLaw(NamedTuple):
 
 @dataclass(frozen=True)
 class Gemms:
-    """Of one dtype: a law for all forms, or points for each form that was measured ("nn", "nt", "tn", "tt")."""
+    """Times of GEMMs of one dtype: a law for all forms, or points for each measured form ("nn", "nt", "tn", "tt")."""
 
     law: GemmLaw | None = None
     forms: Mapping[str, GemmPoints] = field(default_factory=dict)
 
     def seconds(self, m: int, n: int, k: int, flop: float, form: str) -> float:
-        """A form without points takes as long as "nn", or, without that, as the first one that has some."""
+        """Return the seconds of a GEMM. A form without points has those of "nn", or else those of the first form."""
         if self.law is not None:
             return self.law.overhead + flop / self.law.rate
         if not flop:
@@ -83,16 +83,18 @@ class Gemms:
 
 
 class Pass(NamedTuple):
-    """seconds = overhead + bytes / rate. overhead: seconds of a pass; rate: bytes/s, read and written."""
+    """seconds = overhead + bytes / rate, with the overhead in seconds. The bytes are those read and written."""
 
     overhead: float
     rate: float
 
 
 class InSteps(NamedTuple):
-    """Further seconds of actions in a training step, compared with a loop of one action; below 0: fewer seconds.
+    """Additional seconds of an action in a training step, compared with a loop of this action; negative: fewer seconds.
 
-    action   a GEMM or a pass, 0 at least;   inside   a collective inside a node;   across   one across nodes
+    action   of a GEMM or a pass, at least 0
+    inside   of a collective within a node
+    across   of a collective between nodes
     """
 
     action: float = 0.0
@@ -102,11 +104,11 @@ class InSteps(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of a collective of one kind of group, by bytes that a rank receives (sends, if more), ascending.
+    """Seconds of a collective of one kind of group, by the larger of the bytes that a rank receives and sends.
 
-    Between two sizes the logarithm of the seconds is interpolated in the logarithm of the bytes. Larger messages have
-    the bandwidth of the last size, smaller ones take as long as the first. A size that took longer than a larger one
-    was disturbed, and counts as the larger one.
+    The sizes ascend. Between two sizes, the logarithm of the seconds is interpolated in the logarithm of the bytes.
+    Larger messages have the bandwidth of the last size. Smaller messages take as long as the first size. If a size took
+    longer than a larger size, its measurement was disturbed, and the seconds of the larger size replace it.
 
     stride   distance of neighbours in rank numbers; 0: any
     """
@@ -119,7 +121,7 @@ class Measured:
     stride: int = 0
 
     def price(self, nbytes: float) -> float:
-        """Seconds.
+        """Return the seconds for this number of bytes.
 
             >>> Measured("all_gather", 4, 1, (100, 10000), (1e-5, 1e-3)).price(1000)
             0.0001

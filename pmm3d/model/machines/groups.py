@@ -1,4 +1,4 @@
-"""The groups of an axis of a grid, as the network sees them: ranks, nodes, and groups that share a node."""
+"""How the groups of a grid's axes are placed on nodes: ranks, nodes, and groups that share a node."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Group(NamedTuple):
     """The ranks along one axis.
 
     size      number of ranks
-    inside    largest number of them on one node
-    nodes     number of nodes that they are on
-    sharers   number of groups of the axis that have ranks on a node: they share its injection bandwidth
+    inside    largest number of the group's ranks on one node
+    nodes     number of nodes of the group
+    sharers   number of groups of the axis on a node, which share its injection bandwidth
     stride    distance of neighbours in rank numbers
 
         >>> groups_of(GridShape(2, 2, 4), 4)["z"]
@@ -37,12 +37,12 @@ class Group(NamedTuple):
 
 
 def groups_of(shape: GridShape, ranks_per_node: int, run: int | None = None) -> dict[str, Group]:
-    """Return the group of each axis, and of "all" ranks, if ranks fill one node after the other. If the groups of an
-    axis are placed on nodes in different ways, the result is the group on the most nodes, because all wait for it. The
-    result also has joint axes and the "stage": the group of rank 0.
+    """Return the group of each axis and of "all" ranks, by name. For joint axes and the "stage": the group of rank 0.
 
-    run   number of consecutive ranks on a node; 1 if ranks are dealt out to the nodes in turn. Default: all ranks of a
-          node
+    If the groups of an axis are placed on nodes in different ways, the result is the group on the most nodes, because
+    all ranks wait for this group.
+
+    run   number of consecutive ranks on a node; 1 for round-robin placement. Default: all ranks of a node
     """
     run, found = run or ranks_per_node, dict[str, Group]()
     for name, size, stride in zip(shape.names, shape, shape.strides):
@@ -52,7 +52,7 @@ def groups_of(shape: GridShape, ranks_per_node: int, run: int | None = None) -> 
 
 
 class _Groups(dict[str, Group]):
-    """Name -> Group. Groups of joint axes are computed on request.
+    """Groups by name. Groups of joint axes are computed on request.
 
         >>> groups_of(GridShape(2, 2, 1, 2, seq=2), 4)["data+seq"]
         Group(size=4, inside=1, nodes=4, sharers=4, stride=1)
@@ -79,7 +79,7 @@ def everyone(ranks: int, ranks_per_node: int) -> Group:
 
 @lru_cache(maxsize=2**14)
 def _placed(size: int, stride: int, ranks: int, ranks_per_node: int) -> tuple[int, int]:
-    """(inside, nodes) of the group on the most nodes; of several, of the one with the smallest `inside`."""
+    """Return (inside, nodes) of the group on the most nodes. If there are several, `inside` is the smallest of them."""
     block = size * stride
     if ranks <= ranks_per_node or ranks_per_node % block == 0:
         return size, 1
@@ -88,13 +88,13 @@ def _placed(size: int, stride: int, ranks: int, ranks_per_node: int) -> tuple[in
     alike = min(ranks // block, ranks_per_node // gcd(block, ranks_per_node))
     firsts = {(number * block + rank) % ranks_per_node for number in range(alike) for rank in range(stride)}
     nodes = max((first + block - stride) // ranks_per_node for first in firsts) + 1
-    if nodes - 2 >= stride // gcd(stride, ranks_per_node):  # the nodes between the first and the last have all counts
+    if nodes - 2 >= stride // gcd(stride, ranks_per_node):  # a node between the first and the last has the most
         return -(-ranks_per_node // stride), nodes
     widest = [first for first in firsts if (first + block - stride) // ranks_per_node == nodes - 1]
     return min(_most(first, size, stride, ranks_per_node, nodes) for first in widest), nodes
 
 
 def _most(first: int, size: int, stride: int, ranks_per_node: int, nodes: int) -> int:
-    """Largest number of the ranks first, first + stride, ... on one node."""
+    """Return the largest number of the ranks first, first + stride, ... on one node."""
     ends = [0, *[-(-(number * ranks_per_node - first) // stride) for number in range(1, nodes)], size]
     return max([after - before for before, after in pairwise(ends)])

@@ -1,6 +1,6 @@
-"""The time of a collective that was not measured, by its messages and bytes: a law with five figures.
+"""The time of a collective that was not measured: a law with five figures, from the numbers of messages and bytes.
 
-The law is linear in its figures, so least squares find them. `terms` are their factors.
+The law is linear in its figures, so least squares determine them. `terms` returns their factors.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from ..stages import stages
 from .groups import Group
 
 DEFAULT = "default"
-"""Name of the figures of all operations, or passes, without figures of their own."""
+"""Name of the figures for all operations or passes without figures of their own."""
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift")
-"""Collectives that are priced, by the names that the ledger gives them."""
+"""Collectives with a price, by their names in the ledger."""
 BY_NODES = ("all_gather", "reduce_scatter", "all_reduce")
-"""Of them those that may go by nodes."""
+"""Collectives that may run by nodes (`pmm3d.model.node_map`)."""
 PASSES = ("add", "subtract", "multiply", "divide", "scale", "cast", "copy", "fill", "elementwise", "bias",
           "columns", "split", "relu", "gelu", "gelu_tanh", "silu", "tanh", "sigmoid", "dropout", "dropout mask",
           "sum", "mean", "norm", "take", "put", "log", "softmax", "log_softmax", "layer_norm", "rms_norm", "rotary",
           "embedding", "add columns", "attention", "mse", "mae", "cross_entropy", "accuracy", "r2", "sgd", "adam",
-          "adamw", "clip")
-"""Passes of the library, by the names that dry runs give them; after most of them comes "... backward"."""
+          "adamw", "muon", "clip")
+"""Passes of the library by their names in dry runs. Most of them also exist as "... backward"."""
 
 
 class Terms(NamedTuple):
-    """Counts of a collective by which the figures of a law are multiplied: of starts, messages and bytes of a rank
-    within its node, messages of a rank between nodes, and bytes into its node, for all groups of the axis together."""
+    """Factors of a law's figures: starts, messages and bytes of a rank within its node, its messages between nodes, and
+    bytes into its node, for all groups of the axis together."""
 
     starts: float
     messages_inside: float
@@ -40,12 +40,12 @@ class Terms(NamedTuple):
 class Law(NamedTuple):
     """seconds = start + messages inside and across + bytes inside and across, each times its figure.
 
-    start             seconds
+    start             seconds of a start
     message_inside    seconds for each message within a node
     message_across    seconds for each message between nodes
     byte_inside       seconds for each byte that a rank receives within a node
-    byte_across       seconds for each byte that a node receives from others
-    misfit            relative error of the fit; for people
+    byte_across       seconds for each byte that a node receives from other nodes
+    misfit            relative error of the fit, for information
     """
 
     start: float
@@ -56,10 +56,9 @@ class Law(NamedTuple):
     misfit: float = 0.0
 
     def seconds(self, operation: str, group: Group, nbytes: float, by_nodes: bool | None = None) -> float:
-        """Seconds of a collective in which a rank receives, or sends, at most `nbytes` bytes.
+        """Return the seconds of a collective in which a rank receives or sends at most `nbytes` bytes.
 
-        by_nodes   whether it goes by nodes (`pmm3d.model.node_map`). If left out, as the library does it where no
-                   machine was measured
+        by_nodes   whether it runs by nodes (`pmm3d.model.node_map`). Default: as in a run without a measured machine
 
             >>> Law(0.5, 0, 0, 1, 2).seconds("all_gather", Group(size=2, inside=1, nodes=2, sharers=4), 1000)
             8000.5
@@ -68,9 +67,12 @@ class Law(NamedTuple):
 
 
 def terms(operation: str, group: Group, nbytes: float) -> Terms:
-    """Of each rank's size - 1 others, size - inside are on other nodes, and so is that share of messages and bytes.
-    All ranks of a node in all its groups receive at once: inside * sharers times as much comes into the node. Of a
-    shift only the last rank in a node receives from another, and that is the one that all wait for.
+    """Return the terms of a direct collective.
+
+    Of the size - 1 other ranks of each rank, size - inside are on other nodes, and send this share of its messages and
+    bytes. All ranks of a node in all its groups receive at once, so the bytes into the node are inside * sharers times
+    those of a rank. In a shift only one rank of a group on a node receives from another node, and all ranks wait for
+    it.
 
         >>> terms("all_gather", Group(size=4, inside=2, nodes=2, sharers=2), 300)
         Terms(starts=1.0, messages_inside=1.0, messages_across=2.0, bytes_inside=100.0, bytes_across=800.0)
@@ -87,7 +89,7 @@ def terms(operation: str, group: Group, nbytes: float) -> Terms:
 
 
 def terms_of(operation: str, group: Group, nbytes: float, by_nodes: bool | None = None) -> Terms:
-    """As the library does it, or by nodes, or not: see `Law.seconds`."""
+    """Return the terms of a collective that runs by nodes or not. `by_nodes` is that of `Law.seconds`."""
     if by_nodes is None:
         large = operation != "all_gather" or nbytes * group.size >= GATHERS_FROM * (group.size - 1)
         by_nodes = large and group.even and operation in BY_NODES
@@ -95,8 +97,8 @@ def terms_of(operation: str, group: Group, nbytes: float, by_nodes: bool | None 
 
 
 def terms_by_nodes(operation: str, group: Group, nbytes: float) -> Terms:
-    """Of a collective that goes by nodes: of the group.size - 1 parts that a rank receives, nodes - 1 come from other
-    nodes. It takes two rounds where the flat one takes one.
+    """Return the terms of a collective that runs by nodes. Of the group.size - 1 parts that a rank receives, nodes - 1
+    come from other nodes. The collective takes two rounds for each round of a direct one.
 
         >>> terms_by_nodes("all_gather", Group(size=4, inside=2, nodes=2, sharers=2), 300)
         Terms(starts=2.0, messages_inside=2.0, messages_across=1.0, bytes_inside=200.0, bytes_across=400.0)
@@ -116,9 +118,9 @@ def terms_by_nodes(operation: str, group: Group, nbytes: float) -> Terms:
 
 
 def messages(operation: str, size: int, nbytes: float = float("inf")) -> int:
-    """Number of messages that a rank receives in a collective in which it receives `nbytes` bytes: one from each other
-    rank of its stages (`pmm3d.model.stages`), and twice as many in an all-reduce. An all-reduce of a small array, which
-    is sent whole, takes half as many.
+    """Return the number of messages that a rank receives in a collective: one from each other rank of its stages
+    (`pmm3d.model.stages`), and twice as many in an all-reduce. An all-reduce of a small array sends whole arrays, and
+    takes half as many. `nbytes` is the bytes that the rank receives.
 
         >>> [messages("all_gather", size) for size in (2, 16, 64)], messages("all_reduce", 16), messages("shift", 16)
         ([1, 15, 14], 30, 1)

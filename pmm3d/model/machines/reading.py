@@ -1,4 +1,4 @@
-"""Machine descriptions as TOML files: assumed ones, which come with the library, and those of users."""
+"""Machine descriptions as TOML files: the assumed ones of the library, and files of users."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from .laws import BY_NODES, DEFAULT, OPERATIONS, PASSES, Law
 ASSUMED = Path(__file__).parent / "assumed"
 SECTIONS = ("peak", "hidden", "gemm", "passes", "collectives", "laws", "axonn", "memory", "noise", "overhead",
             "in_steps")
-"""What `sources` speaks of."""
+"""Sections whose sources the table `sources` may name."""
 logger = logging.getLogger("pmm3d.model")
 
 
 def assumed_machines() -> list[str]:
-    """Names of the machines that come with the library. Nobody measured their figures: they were published or
-    assumed."""
+    """Return the names of the machines that come with the library. Their figures are published or assumed, and not
+    measured."""
     return sorted(path.stem for path in ASSUMED.glob("*.toml"))
 
 
 def load(machine: str | os.PathLike[str]) -> Machine:
-    """A machine that comes with the library, by its name, or one of a TOML file, by its path.
+    """Return a machine: the name of one that comes with the library, or the path of a TOML file.
 
-    Raises Pmm3dError for a file that cannot be read, and for each figure of it that is missing, unknown, or impossible.
+    Raises Pmm3dError if the file cannot be read, or if figures are missing, unknown or out of range.
 
         >>> load("perlmutter").ranks_per_node
         4
@@ -68,11 +68,12 @@ def _read(path: str | Path) -> str:
 
 
 def machine_from(text: str, source: str) -> Machine:
-    """The machine that a text in TOML describes. source: whose text it is, for messages. Errors as in `load`."""
+    """Return the machine that a TOML text describes. `source` names the text in messages. Errors are those of
+    `load`."""
     tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
         values = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also of numbers too long to read
+    except (ValueError, RecursionError) as error:  # also for numbers of too many digits
         raise Pmm3dError(f"{source} is not TOML: {error}") from None
     problems = list[str]()
     machine: Machine = FILE(values, "", problems)
@@ -86,23 +87,23 @@ def machine_from(text: str, source: str) -> Machine:
 
 @lru_cache(maxsize=64)
 def _tell_own_pass(source: str, name: str) -> None:
-    """Programs have passes of their own, so that it is no error: said once in a process."""
-    logger.warning(f"{source}: passes.{name} is no pass of the library{hint(name, PASSES)}: it counts where a program "
-                   "names a pass of its own so")
+    """Log, once in a process, that a pass is unknown. It is no error, because programs have passes of their own."""
+    logger.warning(f"{source}: passes.{name} is not a pass of the library{hint(name, PASSES)}. It is used only if your "
+                   "program names a pass like this")
 
 
 def _same_lengths(found: dict[str, Any]) -> Iterator[str]:
     lists = {name: values for name, values in found.items() if isinstance(values, tuple)}
     lengths = [*map(len, lists.values())]
     if len({*lengths}) > 1:
-        yield f"{', '.join(lists)} have {', '.join(map(str, lengths))} entries: they need as many"
+        yield f"{', '.join(lists)} have {', '.join(map(str, lengths))} entries; their numbers must be equal"
 
 
 def _points(found: dict[str, Any]) -> Iterator[str]:
     yield from (problems := [*_same_lengths(found)])
     sizes = [found[name] for name in "mnk"]
     if not problems and not len(sizes[0]) == len({*zip(*sizes)}) == prod(len({*some}) for some in sizes):
-        yield "m, n, k: each m is needed with each n and each k, once"
+        yield "m, n, k: each m must occur once with each n and each k"
 
 
 def _row(found: dict[str, Any]) -> Iterator[str]:
@@ -114,17 +115,17 @@ def _row(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _rows(value: Any, place: str, problems: list[str]) -> Any:
-    """Measured collectives; FROM_AXONN: those inside a node are computed from the table [axonn]."""
+    """Read measured collectives. FROM_AXONN computes the collectives within a node from the table [axonn]."""
     if value == FROM_AXONN:
         return value
     if not isinstance(value, list):
-        problems.append(f"{place} = {shown(value)}: needed are sections, [[{place}]], or {FROM_AXONN!r}")
+        problems.append(f"{place} = {shown(value)}: must be sections, [[{place}]], or {FROM_AXONN!r}")
         return None
     return tuple(ROW(row, f"{place}[{index}]", problems) for index, row in enumerate(value))
 
 
 def _gemms(value: Any, place: str, problems: list[str]) -> Any:
-    """A law, or points of forms."""
+    """Read a law, or points of forms."""
     return (FORMS_OF if isinstance(value, dict) and {*value} & {*FORMS} else LAW_OF)(value, place, problems)
 
 
@@ -136,7 +137,7 @@ def _numbered(reader: Reader) -> dict[str, Any]:
 
 def _machine(found: dict[str, Any]) -> Iterator[str]:
     if not found["gemm"]:
-        yield "[gemm] has no dtype; it needs one at least, as in [gemm.float64]"
+        yield "[gemm] has no dtype; it must have at least one, as in [gemm.float64]"
     rows, seen = found.get("collectives", ()), set[tuple[str, int, int, int]]()
     if rows == FROM_AXONN:
         return
@@ -147,7 +148,7 @@ def _machine(found: dict[str, Any]) -> Iterator[str]:
         kind = row.operation, row.inside, row.nodes, row.stride
         if kind in seen:
             stride = f", stride = {row.stride}" if row.stride else ""
-            yield f"{name} {row.operation}, inside = {row.inside}, nodes = {row.nodes}{stride} is there twice"
+            yield f"{name} {row.operation}, inside = {row.inside}, nodes = {row.nodes}{stride} occurs twice"
         seen.add(kind)
 
 
@@ -159,7 +160,7 @@ def _made(gemm: dict[str, Gemms], collectives: Any = (), **found: Any) -> Machin
 
 
 def _from_axonn(table: dict[str, dict[str, float]], ranks_per_node: int) -> Iterator[Measured]:
-    """Collectives inside a node: AXONN_START seconds, and bytes at the bandwidth of the group."""
+    """Yield collectives within a node: AXONN_START seconds, and bytes at the bandwidth of the group."""
     for operation in BY_NODES:
         for stride, row in table.items():
             for size, rate in row.items():
@@ -203,9 +204,9 @@ FILE = Section(
 
 
 def as_toml(machine: Machine) -> str:
-    """The text of a file from which `machine_from` makes the same machine.
+    """Return the text of a file from which `machine_from` makes the same machine.
 
-    Raises MissingPackageError where tomlkit is not installed.
+    Raises MissingPackageError if tomlkit is not installed.
     """
     with needs("train", "writing a machine file"):
         import tomlkit

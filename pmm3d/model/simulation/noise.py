@@ -1,4 +1,4 @@
-"""The time of a step that ends with the slowest of many ranks, whose times vary from step to step."""
+"""The time of a step that ends with the slowest of many ranks. The times of ranks vary from step to step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from math import erfc, exp, inf, log, log1p, pi, sqrt
 from ...errors import Pmm3dError
 
 REACH, PIECES = 12.0, 64
-"""Standard deviations to both sides that are summed over, and points of the sum in each: the integrand is smooth."""
+"""Range of the numerical integral in standard deviations to both sides, and number of points in each. This is enough,
+because the integrand is smooth."""
 MOST_RANKS = 10**12
 
 
@@ -18,7 +19,8 @@ def expected_largest(ranks: int) -> float:
 
         E = integral of x P phi(x) Phi(x)^(P-1) dx
 
-    phi, Phi: density and distribution. Near sqrt(2 ln P) only for very large P: that is 3.0 of 100 draws.
+    phi and Phi are the density and the distribution function. The value approaches sqrt(2 ln P) only for very large P:
+    for P = 100, sqrt(2 ln P) is 3.0.
 
         >>> [round(expected_largest(ranks), 4) for ranks in (1, 2, 100, 32768)]
         [0.0, 0.5642, 2.5076, 4.1341]
@@ -26,7 +28,7 @@ def expected_largest(ranks: int) -> float:
     Source: H. A. David and H. N. Nagaraja, Order Statistics, 3rd edition, 2003, chapter 3.
     """
     if not 1 <= ranks <= MOST_RANKS:
-        raise Pmm3dError(f"the slowest of {ranks} ranks is not known: give between 1 and {MOST_RANKS:,}")
+        raise Pmm3dError(f"the number of ranks must be from 1 to {MOST_RANKS:,}, got {ranks}")
     if ranks == 1:
         return 0.0
     total, count = 0.0, int(REACH * PIECES)
@@ -42,11 +44,11 @@ def slowest(sigma: float, ranks: int) -> float:
 
         1 + sigma E(ranks)
 
-    sigma: standard deviation of a rank's time for a step, as a share of its mean, from rank to rank and step to step.
+    `sigma` is the standard deviation of a rank's time for a step, as a share of its mean.
 
         >>> slowest(0.02, 1), round(slowest(0.02, 8192), 4)
         (1.0, 1.076)
     """
     if not 0 <= sigma < inf:
-        raise Pmm3dError(f"a noise of {sigma} is not known: it is a share of a step's time, 0 or more, as 0.02")
+        raise Pmm3dError(f"the noise must be a share of a step's time, 0 or more, such as 0.02; got {sigma}")
     return 1 + sigma * expected_largest(ranks)

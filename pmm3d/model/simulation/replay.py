@@ -1,4 +1,4 @@
-"""A dry run's actions as tasks that take time on a machine, for a simulation."""
+"""Convert the actions of a dry run to tasks with times on a machine, for a simulation."""
 
 from __future__ import annotations
 
@@ -10,57 +10,56 @@ from ..machines import Group, Machine
 from .timeline import PROCESSOR, Task, Timeline
 
 INSIDE, ACROSS = "inside", "across"
-"""Resources of collectives: the node's own memory, and its way out."""
+"""Resources of collectives: the memory of the node, and its link to other nodes."""
 MESSAGES = "send", "receive"
-"""Operations of two ranks, in an order of their own on each rank."""
+"""Point-to-point operations, whose order differs between ranks."""
 WORDS = {"gemm": "gemm", "pass": "passes", "overhead": "overhead"}
-"""Kinds of tasks, as terms call them."""
+"""Names of terms by kinds of tasks."""
 
 
 def seconds_of(action: Action, machine: Machine, groups: Mapping[str, Group]) -> float:
-    """Return the seconds of an action in a step of training, without overhead; a wait takes none. groups: of axes along
-    which it sends."""
+    """Return the seconds of an action in a training step, without overhead. A wait takes none. `groups` are those of
+    `tasks`."""
     if action.what == "gemm":
         return machine.gemm_seconds(action.m, action.n, action.k, action.dtype, action.form or "nn")
     if action.what == "pass":
         return machine.pass_seconds(action.operation, action.nbytes)
     if action.what == "begin":
-        if action.operation in MESSAGES:  # each is received once; the sender goes on
+        if action.operation in MESSAGES:  # only the receive takes time; the sender continues
             return machine.collective_in_step("shift", groups[action.axis], action.received)
         nbytes = max(action.sent, action.received)
-        whole = action.whole or nbytes  # a message takes its share of the collective
+        whole = action.whole or nbytes  # a message takes the share of its bytes in the collective
         seconds = machine.collective_in_step(action.operation, groups[action.axis], whole)
         return seconds * nbytes / whole if nbytes else 0.0
     return 0.0
 
 
 def tasks(actions: Sequence[Action], machine: Machine, groups: Mapping[str, Group]) -> list[Task]:
-    """Return the table of the rank that does these actions (`DryRun.actions`), for `simulate`.
+    """Return the table of the rank that executes these actions (`DryRun.actions`), for `simulate`.
 
-    groups   of each axis, and of "all" ranks (`pmm3d.model.machines.groups_of`)
+    `groups` has the group of each axis and of "all" ranks (`pmm3d.model.machines.groups_of`).
 
-    - A GEMM and a pass occupy the processor.
+    - A GEMM or a pass occupies the processor.
     - A collective occupies "inside" if its ranks are on one node, else "across", for the share of its seconds that the
-      machine hides under computation. The wait for it gives the rest of the seconds to the processor.
-    - A collective that continues others (`Action.after`) comes after them, and a wait for it waits for them too.
-    - A collective without a wait takes all of its seconds beside the processor. A wait for a collective that is not in
-      `actions`, or was awaited before, is left out.
-    - The machine's overhead comes before each GEMM and each pass. It also comes before each message but the first of a
-      collective that is sent message by message, because the price of a collective includes the Python of its beginning
-      and its end.
+      machine hides during computation. The wait for the collective occupies the processor for the other seconds.
+    - A collective that continues others (`Action.after`) begins after them. A wait for it also waits for them.
+    - A collective without a wait takes no seconds of the processor.
+    - A wait is left out if its collective is not in `actions` or was awaited before.
+    - The machine's overhead precedes each GEMM and each pass. If a collective is sent message by message, the overhead
+      also precedes each message but the first, because the price of a collective includes the Python of its start.
     """
     return _Table(machine, groups).of(actions)
 
 
 def terms_of(timeline: Timeline) -> dict[str, float]:
-    """Return `Timeline.terms` with the kinds "gemm", "passes", "overhead", also if they took no time."""
+    """Return `Timeline.terms`. The kinds "gemm", "passes" and "overhead" are included even if they took no time."""
     found = timeline.terms
     return {WORDS[kind]: found.pop(kind, 0.0) for kind in WORDS} | found
 
 
 @dataclass
 class _Begun:
-    """A collective: number of its task in the table, seconds on the processor, collectives that it continues."""
+    """A collective: the number of its task, its seconds on the processor, and the collectives that it continues."""
 
     task: int
     rest: float
@@ -70,7 +69,7 @@ class _Begun:
 
 @dataclass
 class _Table:
-    """The tasks so far."""
+    """A table of tasks under construction."""
 
     machine: Machine
     groups: Mapping[str, Group]
@@ -104,8 +103,8 @@ class _Table:
                               action.axis, name))
 
     def wait(self, number: int) -> None:
-        """The processor waits for a collective and for those that it continues. It has the rest of each, once the last
-        is over."""
+        """Add waits for a collective and for the collectives that it continues. When the last one has ended, the
+        processor executes the rest of each."""
         if number not in self.begun or self.begun[number].awaited:
             return
         waits, last, open_ones = list[_Begun](), self.begun[number].task, [number]
@@ -121,7 +120,7 @@ class _Table:
 
 
 def _awaited(actions: Sequence[Action]) -> set[int]:
-    """The numbers of the collectives that are awaited, themselves or by their continuations."""
+    """Return the numbers of the collectives that are awaited, directly or by a collective that continues them."""
     before = {action.number: action.after for action in actions if action.what == "begin"}
     found, open_ones = set[int](), [action.number for action in actions if action.what == "wait"]
     while open_ones:

@@ -1,4 +1,4 @@
-"""The simulation of one rank: when each of its tasks begins and ends, and where the time goes."""
+"""The simulation of one rank: times of its tasks, and totals of computation and waits."""
 
 from __future__ import annotations
 
@@ -17,13 +17,21 @@ PROCESSOR = "processor"
 class Task:
     """One action of a rank.
 
-    kind       "gemm", "pass", "collective", "wait", "overhead", or another word: times are added up by kind. The
-               seconds of a "wait" count as waiting for the first task of `after`
-    resource   what the task occupies. A resource runs one task at a time, in the order of the table
-    seconds    how long the task runs
-    after      numbers of earlier tasks in the table that must have ended before this one begins
-    axis       of a collective: waiting for the task counts under this name; "": under its kind
-    name       for people
+    Attributes
+    ----------
+    kind
+        "gemm", "pass", "collective", "wait", "overhead", or another word. Times are added up by kind. The seconds of a
+        "wait" count as a wait for the first task of `after`.
+    resource
+        Name of the resource that the task occupies. A resource runs one task at a time, in the order of the table.
+    seconds
+        Duration of the task.
+    after
+        Numbers of earlier tasks in the table that must end before this task begins.
+    axis
+        Axis of a collective. Waits for the task count under this name, or under its kind if the name is empty.
+    name
+        Description for the user.
     """
 
     kind: str
@@ -35,15 +43,19 @@ class Task:
 
     @property
     def awaited(self) -> str:
-        """The name under which waiting for this task counts."""
+        """Name under which waits for this task count."""
         return self.axis or self.kind
 
 
 class Timeline(NamedTuple):
     """Times of the tasks of a rank.
 
-    begun, ended   seconds of each task
-    earlier        number of the task before it on its resource; None: it is the first one
+    Attributes
+    ----------
+    begun, ended
+        Times of each task in seconds.
+    earlier
+        Number of the previous task on the same resource, or None for the first one.
     """
 
     table: Sequence[Task]
@@ -58,17 +70,17 @@ class Timeline(NamedTuple):
 
     @property
     def waits(self) -> dict[str, float]:
-        """Seconds in which the processor is idle or in a "wait", by the name of what it waits for: `Task.awaited`."""
+        """Seconds in which the processor is idle or in a "wait", by `Task.awaited` of the awaited task."""
         return self._spent()[1]
 
     @property
     def terms(self) -> dict[str, float]:
-        """Where `seconds` go: computation by kind, and `waits`. They add up to `seconds`."""
+        """Seconds of computation by kind, and `waits`. They add up to `seconds`."""
         computed, waited = self._spent()
         return {name: computed.get(name, 0.0) + waited.get(name, 0.0) for name in {**computed, **waited}}
 
     def _spent(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Seconds of the processor until the last task ends: computed, by kind; waited, by name."""
+        """Return the seconds of the processor until the last task ends: computed, by kind, and waited, by name."""
         computed, waited, now = dict[str, float](), dict[str, float](), 0.0
         for number, task in enumerate(self.table):
             if task.resource != PROCESSOR:
@@ -86,8 +98,8 @@ class Timeline(NamedTuple):
         return computed, waited
 
     def _add_idle(self, number: int, since: float, waited: dict[str, float]) -> None:
-        """Add the idle time of the processor before a task: first to the task that ends last of those that the task
-        waits for, before that to what held this one up, and so on."""
+        """Add the idle time of the processor before a task to `waited`. The task that ends last of those that this task
+        waits for gets the time since its begin. Earlier idle time goes to the tasks that delayed that task."""
         until = self.begun[number]
         while until > since:
             others = [*self.table[number].after, *(each for each in [self.earlier[number]] if each is not None)]
@@ -103,17 +115,15 @@ class Timeline(NamedTuple):
 def simulate(table: Sequence[Task]) -> Timeline:
     """Return the times of the tasks of one rank.
 
-    A task begins when its resource is free, the tasks of `after` have ended, and the processor has ended its tasks
-    that precede it in the table.
+    A task begins when its resource is free, the tasks of `after` have ended, and the processor has ended its earlier
+    tasks in the table. Raises Pmm3dError if the seconds of a task are negative or not finite, or if a task of `after`
+    does not precede it in the table.
 
         >>> table = [Task("collective", "across", 3.0, axis="z", name="gather W"), Task("gemm", PROCESSOR, 2.0),
         ...          Task("wait", PROCESSOR, 0.5, after=(0,))]
         >>> found = simulate(table)
         >>> found.begun, found.seconds, found.terms
         ([0.0, 0.0, 3.0], 3.5, {'gemm': 2.0, 'z': 1.5})
-
-    Raises Pmm3dError if the seconds of a task are negative or not finite, or if a task is after one that is not before
-    it in the table.
     """
     now, last = 0.0, dict[str, int]()
     begun, ended, before = list[float](), list[float](), list[int | None]()

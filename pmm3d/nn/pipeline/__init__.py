@@ -1,5 +1,5 @@
-"""Pipelines: schedules as tables, which are checked, simulated and drawn without MPI. Import `network` and `executor`
-by their names: they need MPI."""
+"""Pipelines: schedules as tables that are checked, simulated and drawn without MPI. The modules `network` and
+`executor` need MPI, so import them by their own names."""
 
 from .measured import simulated_events, time_lines
 from .named import is_searched, schedule_names, schedule_of

@@ -1,4 +1,4 @@
-"""The cut of a network into stages: the largest work of a stage is as small as possible, within a limit of memory."""
+"""Cut of a network into stages that minimizes the work of the largest stage, within a limit of memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ...text import in_bytes
 from .table import PipelineError
 
 TRIES = 8
-"""Number of limits of a stage that are tried if a rank has several stages."""
+"""Number of memory limits for a stage that are tried if a rank has several stages."""
 
 
 class Cost(NamedTuple):
-    """Cost of a layer: operations of its forward pass for a micro-batch; bytes of weights, gradients and AdamW's state;
-    bytes that it keeps of a micro-batch for the backward pass."""
+    """Cost of a layer. flop: of the forward pass of a micro-batch. weights: bytes of weights, gradients and AdamW's
+    state. kept: bytes of a micro-batch that the layer keeps for the backward pass."""
 
     flop: float
     weights: int
@@ -27,10 +27,8 @@ def cut_by_cost(costs: Sequence[Cost], ranks: Sequence[Sequence[int]], live: Seq
                 memory: float | None) -> list[int]:
     """Number of layers of each stage. Raises PipelineError if no cut fits.
 
-    costs    of each layer
-    ranks    of each stage, the ranks that hold it or a copy of it
-    live     of each rank, the number of micro-batches whose activations it keeps at once
-    memory   bytes that a rank may hold; None: any
+    `ranks` contains, for each stage, the ranks with a copy of the stage. `live` contains, for each rank, the number of
+    micro-batches whose activations the rank keeps at once. `memory` is the limit of a rank in bytes, or None.
 
         >>> costs = [Cost(flop, 10, 1) for flop in (1, 1, 4, 2, 2)]
         >>> cut_by_cost(costs, [[0], [1]], [2, 1], None), cut_by_cost(costs, [[0], [1]], [2, 1], 35)
@@ -41,7 +39,7 @@ def cut_by_cost(costs: Sequence[Cost], ranks: Sequence[Sequence[int]], live: Seq
             each.kept for each in costs[begin:end])
 
     def of_ranks(counts: Sequence[int]) -> list[float]:
-        """Bytes of each rank: weights of all its stages, and activations of the stage that keeps most."""
+        """Bytes of each rank: weights of all its stages, and activations of its stage with the most activations."""
         held = [0.0] * len(live)
         for rank in range(len(live)):
             own = [costs[begin:end] for stage, (begin, end) in enumerate(pairwise([0, *accumulate(counts)]))
@@ -63,13 +61,13 @@ def cut_by_cost(costs: Sequence[Cost], ranks: Sequence[Sequence[int]], live: Seq
     held = of_ranks(smallest)
     if max(held) <= memory:
         return smallest
-    raise PipelineError(f"Pipeline: no cut fits in memory={in_bytes(memory)} a rank: the cut {smallest} takes least, "
-                        f"{in_bytes(max(held))} on the rank {held.index(max(held))} along pipe. Take more ranks along "
-                        "pipe or along the other axes, smaller micro-batches, or recompute=True")
+    raise PipelineError(f"Pipeline: no cut fits in memory={in_bytes(memory)} a rank. The cut {smallest} needs the "
+                        f"least, {in_bytes(max(held))} on rank {held.index(max(held))} along pipe. Use more ranks, "
+                        "smaller micro-batches, or recompute=True")
 
 
 def _least(layers: int, stages: int, cost: Callable[[int, int, int], float]) -> list[int] | None:
-    """The cut whose largest cost of a stage is smallest; None if all are infinite."""
+    """Cut that minimizes the largest cost of a stage, or None if each cut has an infinite cost."""
     best, origins = [0.0, *[inf] * layers], list[list[int]]()
     for stage in range(stages):
         found, origin = [inf] * (layers + 1), [0] * (layers + 1)

@@ -1,4 +1,4 @@
-"""Carries out a step of training by the table of its pipeline: passes and messages of this rank, in their order."""
+"""Execution of a training step: the passes and messages of this rank, in the order of the pipeline's table."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .schedules import one_f_one_b
 from .table import PipelineAction, PipelineError, PipelineSchedule
 
 AHEAD = 8
-"""Receives among this number of next actions are posted, so that a message arrives during the pass before."""
+"""Number of next actions whose receives are already posted, so that messages arrive during computation."""
 LossOf = Callable[[int, Any], Tensor]
-"""loss(micro-batch, output): part of the loss of the step."""
+"""loss(micro-batch, output) returns the micro-batch's part of the loss of the step."""
 
 
 class OneStage:
-    """A network that is no Pipeline, as a Pipeline of one stage."""
+    """Adapter that gives a Module without stages the interface of a Pipeline of one stage."""
 
     index, under_way = 0, False
 
@@ -48,7 +48,7 @@ class OneStage:
         return nullcontext()
 
     def count_passes(self, micro_batches: int) -> None:
-        """The network has counted them."""
+        """Do nothing, because the network itself counts its passes."""
 
 
 @lru_cache(maxsize=16)
@@ -57,16 +57,16 @@ def _of_one_stage(micro_batches: int) -> PipelineSchedule:
 
 
 class Executor:
-    """One step on this rank. A Module that is no Pipeline is a pipeline of one stage.
+    """A training step on this rank.
 
-    Receives are posted early, each with a tag of its own. A rank waits for a message when it needs it, and for its
-    sends at the end of the step, so no order of messages can deadlock. Stages on one rank send no message to each
-    other. The sums of a stage's gradients over data begin with its last W. Contributions to a gradient are added in
-    ascending order of micro-batches, so that all schedules give the same bits. `ends` is whether this rank has a last
-    stage.
+    Receives are posted early, each with its own tag. A rank waits for a receive before the pass that needs the message,
+    and for its sends at the end of the step. So no order of messages can deadlock. Stages on the same rank exchange no
+    messages. The all-reduce of a stage's gradients over data begins during the last W of the stage. Contributions to a
+    gradient are added in ascending order of micro-batches, so all schedules give the same bits. `ends` is True if this
+    rank holds a last stage.
 
-    Raises PipelineError, on every rank, for a number of micro-batches that the schedule refuses; and on a rank that
-    caught the error of an earlier step of several stages.
+    Raises PipelineError, on every rank, if the schedule does not support this number of micro-batches. Also raises it
+    if an earlier step ended with an error on this rank.
     """
 
     def __init__(self, network: Module, inputs: Sequence[DistMatrix], scale: float = 1.0):
@@ -74,8 +74,8 @@ class Executor:
         self._grid, self._inputs, self._scale = network.grid, inputs, scale
         self._table: PipelineSchedule = self._network.table(len(inputs))
         if self._network.under_way:
-            raise PipelineError("a step of this pipeline ended with an error on this rank, and its messages between "
-                                "stages are still under way. Make the grid and the Pipeline anew")
+            raise PipelineError("an earlier step of this pipeline ended with an error on this rank, so messages "
+                                "between stages are still in flight. Make a new grid and a new Pipeline")
         if self._table.ranks > 1:
             self._pipe: Axis = self._grid.whole.axis(PIPE)
             self._pipe.choose_transport(inputs[0].library)
@@ -83,16 +83,16 @@ class Executor:
         self._receives = deque((place, each) for place, each in enumerate(self._line) if each.kind.startswith("RECV"))
         self._posted, self._sends = dict[PipelineAction, list[Pending]](), list[Pending]()
         self._values = dict[tuple[str, int, int], Sequence[DistMatrix]]()
-        """("F", stage, micro-batch): input of the stage; ("B", stage, micro-batch): gradient of its output."""
+        """("F", stage, micro-batch) -> inputs of the stage. ("B", stage, micro-batch) -> gradients of its outputs."""
         self._passes = dict[tuple[int, int], tuple[list[Tensor], list[Edge | None]]]()
-        """(stage, micro-batch) -> input, and place of the output on the tape, from the forward to the backward pass."""
+        """(stage, micro-batch) -> inputs, and edges of the outputs on the tape, kept for the backward pass."""
         self._queues, self._losses = dict[tuple[int, int], WeightProducts](), dict[int, Tensor]()
         self._last = {each.stage: each for action in self._line for each in action.each if each.kind in ("B", "W")}
         self.ends = any(chain.stop - 1 in self._network.stages for chain in self._table.chains)
 
     def run(self, loss: LossOf | None) -> list[Tensor]:
-        """Carry out the actions of this rank. Return the losses of the micro-batches that end on this rank. loss: None
-        if there are none."""
+        """Execute the actions of this rank. Return the losses of micro-batches whose last stage is on this rank. If
+        there are none, loss can be None."""
         tape, ledger, open_sums = Tape.of(self._grid), self._grid.ledger, dict[int, list[GradientBuffer]]()
         ledger.actions.clear()
         self._network.under_way = self._table.ranks > 1
@@ -100,8 +100,8 @@ class Executor:
             with self._network.apart(stage):
                 open_sums[stage] = [*_buffers(module)]
             for buffer in open_sums[stage]:
-                tape.parallel.gradients.forget(buffer)  # of a step that ended with an error
-                buffer.queues.add(stage)  # no sum over data begins meanwhile
+                tape.parallel.gradients.forget(buffer)  # an earlier step may have ended with an error
+                buffer.queues.add(stage)  # delays the all-reduce over data
         try:
             for place, action in enumerate(self._line):
                 self._post(place)
@@ -122,7 +122,7 @@ class Executor:
         return [self._losses[micro] for micro in sorted(self._losses)]
 
     def _ends_sum(self, action: PipelineAction) -> bool:
-        """Whether the sums over data of a stage's gradients begin with this action."""
+        """Whether the all-reduce of a stage's gradients over data begins during this action."""
         return action == self._last[action.stage]
 
     def _carry_out(self, action: PipelineAction, loss: LossOf | None) -> None:
@@ -133,8 +133,8 @@ class Executor:
                     pending.wait()
             except Pmm3dError as error:
                 raise PipelineError(f"{action.in_words}: {error}. All ranks along pipe must pass micro-batches of the "
-                                    f"same shapes; those of this rank have {[x.shape[0] for x in self._inputs]} rows"
-                                    ) from error
+                                    "same shapes. The micro-batches of this rank have "
+                                    f"{[x.shape[0] for x in self._inputs]} rows") from error
         elif kind.startswith("SEND"):
             self._send(action)
         else:
@@ -158,9 +158,9 @@ class Executor:
         else:
             values, expected = [output.value for output in outputs], self._network.incoming(stage + 1, x)
             if (found := tuple(map(Facts.of, values))) != expected:
-                raise PipelineError(f"stage {stage} made {_in_words(found)} for micro-batch {micro}, and stage "
-                                    f"{stage + 1} expects {_in_words(expected)}, which the network returns without "
-                                    "data: the shape of a layer's result must not depend on values or on the call")
+                raise PipelineError(f"stage {stage} returned {_in_words(found)} for micro-batch {micro}, but stage "
+                                    f"{stage + 1} expects {_in_words(expected)}, the result of a dry run. The shape of "
+                                    "a layer's result must not depend on values or on the number of the call")
             self._values["F", stage + 1, micro] = values
         self._passes[stage, micro] = inputs, [output.edge for output in outputs]
 
@@ -172,7 +172,7 @@ class Executor:
             else:
                 gradients = self._values.pop(("B", stage, micro))
                 starts = [(edge, gradient.local) for edge, gradient in zip(edges, gradients) if edge is not None]
-                if starts:  # else nothing up to this stage learns
+                if starts:  # empty if no parameter up to this stage is trained
                     backward_from(starts, self._scale)
         if queue is not None:
             self._queues[stage, micro] = queue
@@ -191,7 +191,7 @@ class Executor:
                                                        message=str(message)) for value in values]
 
     def _buffer(self, facts: Facts) -> DistMatrix:
-        """A matrix to be received, in work memory."""
+        """Matrix in work memory into which a message is received."""
         box = facts.layout.box(facts.shape, self._grid.shape, self._grid.coords)
         local = self._grid.workspace.array(box.shape, facts.dtype, self._grid.library(facts.library))
         return DistMatrix(self._grid, local, facts.shape, facts.layout)
@@ -205,7 +205,7 @@ class Executor:
 
 
 def _buffers(module: Module) -> Iterator[GradientBuffer]:
-    """The gradients of a stage's parameters. (`named_parameters` would name the parameters anew.)"""
+    """Gradient buffers of a stage's parameters. `named_parameters` is not used because it sets the names anew."""
     return (child.accumulated for _, part in module.named_modules() for _, child in part.children()
             if isinstance(child, Parameter))
 
@@ -215,7 +215,7 @@ def _in_words(facts: Sequence[Facts]) -> str:
 
 
 def _zeros(x: Tensor) -> DistMatrix:
-    """The gradient of an input that the output does not depend on."""
+    """Zeros, the gradient of an input on which the output does not depend."""
     local = x.form.new()
     local[...] = 0
     return x.form.matrix(local)

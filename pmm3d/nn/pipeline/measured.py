@@ -1,4 +1,4 @@
-"""A measured step of a pipeline beside the simulation of the same actions, for the report and the trace."""
+"""Measured and simulated time lines of the same step of a pipeline, for the report and the trace."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .simulation import Timed, TimeLine, Times, simulate
 from .table import PipelineAction, PipelineError, PipelineSchedule
 
 Acted = tuple[str, float, float]
-"""An action, its start and its end, as in `Ledger.actions`."""
+"""(action, start, end) as in `Ledger.actions`."""
 TRACK = "pipeline, simulated"
 DIGITS = 6
-"""Digits of seconds in a record."""
+"""Decimal digits of seconds in a record."""
 
 
 def time_lines(actions: Sequence[Sequence[Acted]]) -> tuple[TimeLine, TimeLine]:
@@ -25,13 +25,13 @@ def time_lines(actions: Sequence[Sequence[Acted]]) -> tuple[TimeLine, TimeLine]:
     Parameters
     ----------
     actions : sequence
-        (action, start, end) of each rank, in the order in which it carried them out, in seconds of one clock.
+        (action, start, end) for each rank, in the order of execution. Times are seconds of one clock.
 
     Returns
     -------
     measured, simulated : TimeLine
-        In the simulation each action takes the mean time of its kind on its stage, and messages take no time. So its
-        bubble is that of the schedule. The measured one also has messages, uneven times and Python.
+        The simulation uses the mean time of each kind of action on its stage, and messages take no time. So its bubble
+        is due to the schedule alone. The measured time line also contains messages, uneven times and Python overhead.
 
     Examples
     --------
@@ -49,13 +49,13 @@ def time_lines(actions: Sequence[Sequence[Acted]]) -> tuple[TimeLine, TimeLine]:
 
 
 def mean_times(lines: Sequence[Sequence[Timed]]) -> Times:
-    """The mean time of each kind of action on each stage. If a stage has whole backward passes alone, `weight` is 0."""
+    """Mean time of each kind of action on each stage. `weight` is 0 for a stage that has only whole backward passes."""
     found = defaultdict[tuple[str, int], list[float]](list)
     for timed in (timed for line in lines for timed in line):
         found[timed.action.kind, timed.action.stage].append(timed.end - timed.start)
 
     def means(*kinds: str) -> list[float]:
-        """The mean for each stage, of the first of these kinds that it has."""
+        """Mean time for each stage, of the first of these kinds that occurs on the stage."""
         return [next((fmean(found[kind, stage]) for kind in kinds if (kind, stage) in found), 0.0)
                 for stage in range(1 + max((stage for _, stage in found), default=-1))]
 
@@ -63,7 +63,7 @@ def mean_times(lines: Sequence[Sequence[Timed]]) -> Times:
 
 
 def described(actions: Sequence[Sequence[Acted]]) -> dict[str, Any]:
-    """`time_lines` for a record in JSON; empty if the actions are no whole step."""
+    """Both time lines as a JSON record, which is empty if the actions are not a complete step."""
     try:
         both = time_lines(actions)
     except PipelineError:
@@ -85,7 +85,7 @@ def simulated_events(grid: Grid) -> list[dict[str, Any]]:
     Returns
     -------
     list of dict
-        They begin at the first start of the measured step. The list is empty without an axis "pipe", or before a step.
+        Events that begin with the measured step. The list is empty without an axis "pipe", or before the first step.
     """
     if grid.shape.stages == 1:
         return []

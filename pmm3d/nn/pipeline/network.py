@@ -1,4 +1,4 @@
-"""A network in stages along the axis "pipe": the layers of each rank, and the messages from stage to stage."""
+"""Networks in stages along the axis "pipe": the layers of each rank, and the messages between stages."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from .table import PipelineError, PipelineSchedule, with_messages
 
 Cut = Sequence[int] | str | None
 REMEMBERED = 64
-"""Number of shapes of inputs whose passes are remembered."""
+"""Number of input shapes whose dry passes are cached."""
 
 
 class Arrived(NamedTuple):
-    """Inputs of a layer in a forward pass, and the cost of the layers before it: calls of layers with random numbers,
+    """Inputs of a layer in a dry forward pass, and costs of all earlier layers: calls of layers with random numbers,
     operations of GEMMs, and bytes kept for the backward pass."""
 
     tensors: tuple[Facts, ...]
@@ -46,40 +46,40 @@ class Arrived(NamedTuple):
 
 
 class Pipeline(Module):
-    """Network that is cut in stages, which the ranks along the axis "pipe" hold.
+    """Network that is cut into stages for the ranks along the axis "pipe".
 
     Parameters
     ----------
     grid : Grid
-        A grid with an axis "pipe"; without it there is one rank along the axis.
+        The whole grid. Without an axis "pipe", one rank holds all stages.
     make : callable
-        make(grid) returns the whole network as a `Sequential`, such as an MLP. It is called twice: on a grid without
-        data, and on this rank's stage, where parameters of other stages get no memory. It must make the same network
-        both times and on all ranks.
+        make(grid) returns the whole network as a `Sequential`, such as an MLP. The function is called twice, first on a
+        grid without data, then on this rank's stage. Parameters of other stages get no memory. All calls on all ranks
+        must make the same network.
     schedule : str, path, PipelineSchedule or callable
         A name of `pipeline.schedule_names()`, the path of a CSV file, a table, or a function (ranks, micro-batches) ->
         table. Default: "1f1b".
     chunks : int or None
-        Stages of a rank, for a schedule that takes any number. Default: as in `pipeline.schedule_of`.
+        Number of stages of a rank, for a schedule that takes any number. Default: as in `pipeline.schedule_of`.
     cut : sequence of int, str, or None
-        Number of layers of each stage; "cost": the largest stage has as few operations as possible. Only layers with
-        parameters count; each other layer belongs to the one before it. Default: as evenly as possible.
+        Number of layers of each stage. "cost" minimizes the operations of the largest stage. Only layers with
+        parameters count. Each other layer belongs to the layer before it. Default: as evenly as possible.
     like : DistMatrix or None
-        With cut="cost": inputs of a micro-batch, or a matrix of the same form.
+        For cut="cost": inputs of a micro-batch, or a matrix of the same shape, type and layout.
     memory : float or None
-        With cut="cost": bytes that a rank may hold of weights, gradients, AdamW's state and activations. Default: any.
+        For cut="cost": limit, in bytes, of a rank's weights, gradients, AdamW state and activations. Default: no limit.
 
     Attributes
     ----------
     whole, grid : Grid
-        The given grid, and this rank's stage of it.
+        The whole grid, and the grid of this rank's stage.
     index, depth : int
         Index of this rank along "pipe", and number of stages that a micro-batch passes through.
     stages, rank_of : dict
-        Stage -> layers, of this rank; stage -> index along "pipe". With DualPipe, two copies of the network are stages
-        0 to n-1 and n to 2n-1.
+        Stage -> layers, for the stages of this rank. Stage -> index along "pipe". With DualPipe, two copies of the
+        network are stages 0 to n-1 and n to 2n-1.
     tied : dict
-        Name -> stages, of weights that several stages hold.
+        Name -> stages, for weights that several stages hold.
     all_names : tuple of str
         Names of the parameters of the whole network.
     dry : Module
@@ -88,16 +88,16 @@ class Pipeline(Module):
     Raises
     ------
     PipelineError
-        On every rank, for a schedule or a cut that does not fit the grid and the network.
+        On every rank, if a schedule or a cut does not fit the grid and the network.
     Pmm3dError
-        On every rank, if `make` returns no Sequential, or another network the second time.
+        On every rank, if `make` does not return a Sequential, or returns a different network in its second call.
 
     Notes
     -----
-    Parameters have the names and the initial values of the whole network, for every cut. `parameters()` returns those
-    of this rank. net(x) passes through the stages and returns the same on all ranks; several calls can be in the stages
-    at once. With several ranks along "pipe" a call is not recorded: `training.step.train_step` trains. A stage sends
-    its outputs to the next stage, and the gradients of its inputs to the stage before, for each micro-batch.
+    For every cut, parameters have the names and the initial values of the whole network. `parameters()` returns the
+    parameters of this rank. net(x) runs the forward pass and returns the same result on all ranks. Several calls can
+    overlap. With several ranks along "pipe", a call is not recorded: train with `training.step.train_step`. For each
+    micro-batch, a stage sends its outputs to the next stage and the gradients of its inputs to the stage before.
 
     Examples
     --------
@@ -123,10 +123,10 @@ class Pipeline(Module):
             self.rank_of, self.depth = table.stages, len(table.chains[0])
             self.dry, made = made_by(make, dry_grid(self.grid), None)
             if (cut == "cost") != (like is not None) or memory is not None and cut != "cost":
-                raise PipelineError(f'Pipeline: cut="cost" needs like=, inputs of a micro-batch, and other cuts take '
+                raise PipelineError('Pipeline: cut="cost" needs like=, the inputs of a micro-batch. Other cuts take '
                                     f"neither like nor memory; got cut={cut!r}")
             self._ends = self._cut(cut, table, inputs, memory)
-        self._ends = grid.comm.bcast(self._ends) if cut == "cost" else self._ends  # rank 0 has the largest parts
+        self._ends = grid.comm.bcast(self._ends) if cut == "cost" else self._ends  # rank 0 has the largest shards
         own = [stage for stage, rank in self.rank_of.items() if rank == self.index]
         places = sorted({place for stage in own for place in self._places(stage)})
         held = parameters_of(self.dry.layers[place] for place in places)
@@ -136,8 +136,8 @@ class Pipeline(Module):
             pass
         network, again = made_by(make, self.grid, [parameter in held for parameter in made])
         if [each.shape for each in again] != [each.shape for each in made]:
-            raise Pmm3dError("Pipeline: make returned a network of other parameters when it was called again. It must "
-                             "make the same network each time")
+            raise Pmm3dError("Pipeline: the second call of make returned a network with other parameters. Each call "
+                             "must make the same network")
         numbered = [*network.numbered()]
         self._layers = [numbered[place] for place in places]
         self.stages = {stage: Sequential(self.grid, *(numbered[place][1] for place in self._places(stage)))
@@ -149,7 +149,7 @@ class Pipeline(Module):
         self.tied = self._tied()
         self._apart = dict[tuple[int, Parameter], tuple[GradientBuffer, int]]()
         self._again: dict[int, list[Parameter]] = {stage: [] for stage in own}
-        """Stage -> tied weights that an earlier stage of this rank holds too."""
+        """Stage -> tied weights that an earlier stage of this rank also holds."""
         for name, parameter in self.named_parameters().items():
             stages, parameter.whole = self.tied.get(name, ()), grid
             parameter.counts = not stages or self.rank_of[stages[0]] == self.index
@@ -178,7 +178,7 @@ class Pipeline(Module):
         return self.dry.size
 
     def attributes(self) -> Iterator[tuple[str, Any]]:
-        """This rank's layers, under their names in the whole network."""
+        """(name in the whole network, layer) of each layer of this rank."""
         return iter(self._layers)
 
     def named_parameters(self) -> dict[str, Parameter]:
@@ -200,12 +200,12 @@ class Pipeline(Module):
         return found
 
     def table(self, micro_batches: int) -> PipelineSchedule:
-        """Table of a step with its messages.
+        """Table of a step, with messages.
 
         Parameters
         ----------
         micro_batches : int
-            Micro-batches of the step.
+            Number of micro-batches of the step.
 
         Returns
         -------
@@ -214,46 +214,46 @@ class Pipeline(Module):
         Raises
         ------
         PipelineError
-            If the schedule refuses this number, needs stages on other ranks, or has more messages than MPI tags.
+            If the schedule does not support this number, needs stages on other ranks, or has more messages than tags.
         """
         if micro_batches not in self._tables:
             table = self._table(micro_batches)
             if table.stages != self.rank_of or len(table.chains[0]) != self.depth:
                 raise PipelineError(f"{table.name}: with {micro_batches} micro-batches, stages are on the ranks "
-                                    f"{table.stages}; this network's are on {self.rank_of}. Make another Pipeline for "
+                                    f"{table.stages}, but in this network on {self.rank_of}. Make another Pipeline for "
                                     "this number of micro-batches")
             table = with_messages(table)
             if max((each.number for each in table.messages.values()), default=0) >= TAGS:
-                raise PipelineError(f"{table.name}: a rank sends another one more than {TAGS:,} messages in a step. "
+                raise PipelineError(f"{table.name}: a rank sends another rank more than {TAGS:,} messages in a step. "
                                     "Use fewer micro-batches, or fewer chunks")
             self._tables[micro_batches] = table
         return self._tables[micro_batches]
 
     def _table(self, micro_batches: int | None) -> PipelineSchedule:
-        """The checked table without messages. None: for any number of micro-batches."""
+        """Checked table without messages. None accepts any number of micro-batches."""
         source = self._schedule
-        if isinstance(source, (str, PathLike)) and is_file(str(source)):  # read once: it may change during a training
+        if isinstance(source, (str, PathLike)) and is_file(str(source)):  # read once: the file may change during a run
             self._schedule, self._chunks = schedule_of(source, None, None, chunks=self._chunks), None
         return table_of(self._schedule, self.ranks, micro_batches, self._chunks)
 
     def _places(self, stage: int) -> range:
-        """The layers of a stage in the whole network."""
+        """Numbers of a stage's layers in the whole network."""
         return range(self._ends[stage % self.depth], self._ends[stage % self.depth + 1])
 
     def kinds_of_ranks(self) -> list[Any]:
-        """For each rank along pipe, a value that is equal for ranks that compute the same."""
+        """For each rank along pipe, a description that is equal for ranks with the same computation."""
         layers = [description(layer, {}) for layer in self.dry.layers]
         return [[(stage % self.depth == 0, stage % self.depth == self.depth - 1,
                   [layers[place] for place in self._places(stage)])
                  for stage, holder in sorted(self.rank_of.items()) if holder == rank] for rank in range(self.ranks)]
 
     def _cut(self, cut: Cut, table: PipelineSchedule, inputs: Facts | None, memory: float | None) -> list[int]:
-        """The first layer of each stage, and the end of the last stage."""
+        """Number of the first layer of each stage, and the end of the last stage."""
         layers, stages = self.dry.layers, self.depth
         begins = [place for place, layer in enumerate(layers) if parameters_of([layer])]
         if len(begins) < stages:
             raise PipelineError(f"Pipeline: the network has {len(begins)} layers with parameters, too few for {stages} "
-                                "stages. Make it deeper, or take fewer ranks along pipe, or fewer chunks")
+                                "stages. Use a deeper network, fewer ranks along pipe, or fewer chunks")
         even = part_sizes(len(begins), stages)
         counts: Any = even if cut is None else cut
         if inputs is not None:
@@ -263,8 +263,8 @@ class Pipeline(Module):
             ranks = [[rank for each, rank in self.rank_of.items() if each % stages == stage] for stage in range(stages)]
             counts = cut_by_cost(costs, ranks, simulate(table).peak_live, memory)
         if isinstance(counts, str) or (len(counts), sum(counts)) != (stages, len(begins)) or min(counts) < 1:
-            raise PipelineError(f'Pipeline: the cut {counts!r} is not "cost", and does not share out {len(begins)} '
-                                f"layers with parameters among {stages} stages, at least 1 for each, as {even} does")
+            raise PipelineError(f'Pipeline: the cut {counts!r} is neither "cost" nor {stages} numbers of at least 1 '
+                                f"with the sum {len(begins)}, the number of layers with parameters, such as {even}")
         return [0, *(begins[first] for first in accumulate(counts[:-1])), len(layers)]
 
     def _tied(self) -> dict[str, tuple[int, ...]]:
@@ -276,15 +276,15 @@ class Pipeline(Module):
 
     @contextmanager
     def apart(self, stage: int) -> Iterator[None]:
-        """Context of backward passes of a stage. Gradients of weights that an earlier stage of this rank holds too are
-        added up apart until `sum_tied`, so that the order of sums does not depend on the ranks of the stages."""
+        """Context of a stage's backward passes. A weight that an earlier stage of this rank also holds gets a separate
+        gradient buffer until `sum_tied`. So the order of sums does not depend on how stages are placed on ranks."""
         with ExitStack() as stack:
             for parameter in self._again[stage]:
                 stack.enter_context(override(parameter, accumulated=self._buffer(stage, parameter)))
             yield
 
     def _buffer(self, stage: int, parameter: Parameter) -> GradientBuffer:
-        """The buffer for the gradient of a tied weight in a stage of this rank."""
+        """Gradient buffer of a tied weight for a stage of this rank."""
         main = parameter.accumulated
         if parameter not in self._again[stage]:
             return main
@@ -298,8 +298,8 @@ class Pipeline(Module):
         return buffer
 
     def sum_tied(self) -> None:
-        """Add up the gradients of tied weights over the stages that hold them, in ascending order, after all passes of
-        a step. Collective."""
+        """Sum the gradients of tied weights over their stages, in ascending order, after all passes of a step.
+        Collective."""
         own = self.named_parameters() if self.tied else {}
         for name, stages in self.tied.items():
             if name not in own or not own[name].requires_grad:
@@ -320,11 +320,11 @@ class Pipeline(Module):
             main[...] = total
 
     def incoming(self, stage: int, x: DistMatrix | Tensor) -> tuple[Facts, ...]:
-        """The inputs of a stage for a micro-batch of inputs like x. Nothing is sent."""
+        """Facts of a stage's inputs, for a micro-batch like x."""
         return self._arriving((Facts.of(x),))[self._places(stage).start].tensors
 
     def _arriving(self, inputs: tuple[Facts, ...]) -> list[Arrived]:
-        """The inputs of each layer, and the outputs, in a forward pass without data."""
+        """Inputs of each layer, and outputs of the network, from a cached forward pass without data."""
         if inputs not in self._passes:
             grid, found = self.dry.grid, list[Arrived]()
             values = tuple(as_tensor(facts.on(grid)) for facts in inputs)
@@ -355,8 +355,8 @@ class Pipeline(Module):
         export_torch(self, path, names=names)
 
     def run(self, stage: int, micro: int, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The forward pass of a micro-batch through a stage of this rank. Only outputs of the last stage have partial
-        sums. Random numbers are those of this pass of the whole network since `count_passes`."""
+        """Outputs of a micro-batch's forward pass through a stage of this rank. Only outputs of the last stage can have
+        partial sums. Random numbers depend on the micro-batch and on the passes counted by `count_passes`."""
         if self._random:
             *_, end = arrived = next(iter(self._passes.values()), None) or self._arriving(tuple(map(Facts.of, inputs)))
             begin = arrived[self._places(stage).start].calls
@@ -367,15 +367,15 @@ class Pipeline(Module):
         return made if stage % self.depth == self.depth - 1 else tuple(map(whole, made))
 
     def count_passes(self, micro_batches: int) -> None:
-        """Count micro-batches that have passed, for the layers with random numbers."""
+        """Advance the call counters of layers with random numbers by this number of micro-batches."""
         if self.training and self._passes:
             for module, times in next(iter(self._passes.values()))[-1].calls.items():
                 module.calls += times * micro_batches
 
     def forward(self, *inputs: Tensor) -> Any:
         if self.ranks > 1 and inputs[0].tape.recording and not inputs[0].tape.summing:  # in a step of `train_step`
-            raise PipelineError("a Pipeline inside another network is not trained: its layers would get no gradient. "
-                                "Make all layers in its make, and pass the Pipeline itself to train_step")
+            raise PipelineError("a Pipeline inside another network is not trained, because its layers would get no "
+                                "gradient. Make all layers in its make, and pass the Pipeline itself to train_step")
         arrived, values = self._arriving(tuple(map(Facts.of, inputs))), inputs
         with nullcontext() if self.ranks == 1 else no_grad(self.grid):
             for stage in range(self.depth):
@@ -390,7 +390,7 @@ class Pipeline(Module):
 
     def _handed_over(self, values: tuple[Tensor, ...], facts: tuple[Facts, ...], source: int, targets: Sequence[int]
                      ) -> tuple[Tensor, ...]:
-        """Send the tensors of one rank along the axis to others, without waiting."""
+        """Send the tensors of one rank along the axis to other ranks. Returned tensors may still be in flight."""
         others = [target for target in targets if target != source]
         for kind in dict.fromkeys(each.library for each in facts if self.ranks > 1):
             self.pipe.choose_transport(self.grid.library(kind))
@@ -405,7 +405,7 @@ class Pipeline(Module):
 
 
 def _finished(buffer: GradientBuffer) -> Array:
-    """This rank's part of the summed gradient in the optimizer's layout; zeros if there is none."""
+    """This rank's part of the summed gradient in the optimizer's layout, or zeros if there is no gradient."""
     buffer.wait()
     if buffer.layout is None:
         buffer.scattered_array()[0][...] = 0

@@ -1,4 +1,4 @@
-"""Parts of a network that is cut in stages: its construction, its parameters, and descriptions of its layers."""
+"""Construction of a network in stages, its parameters, and descriptions of its layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..tensor import Tensor
 
 Make = Callable[[Grid], Sequential]
 OF_ONE = ("grid", "seed", "calls", "first")
-"""Attributes of modules that change neither the computation nor its cost."""
+"""Attributes of modules that affect neither shapes nor cost."""
 
 
 def as_tuple(made: Any) -> tuple[Tensor, ...]:
@@ -23,7 +23,7 @@ def as_tuple(made: Any) -> tuple[Tensor, ...]:
 
 
 def description(part: Any, seen: dict[Module, int]) -> Any:
-    """A value that is equal for parts of a network that compute and hold the same. seen: described modules."""
+    """Value that is equal for parts of a network with the same computation and parameters. seen: module -> number."""
     if isinstance(part, Parameter):
         return part.shape, part.layout, part.dtype, part.requires_grad
     if isinstance(part, Module):
@@ -38,26 +38,26 @@ def description(part: Any, seen: dict[Module, int]) -> Any:
 
 
 def parameters_of(layers: Iterable[Any]) -> list[Parameter]:
-    """Of some layers, each once."""
+    """Parameters of these layers, each parameter once."""
     return list(dict.fromkeys(each for layer in layers if isinstance(layer, Module) for each in layer.parameters()))
 
 
 def made_by(make: Make, grid: Grid, own: Sequence[bool] | None) -> tuple[Sequential, list[Parameter]]:
-    """The network, and its parameters in the order in which they were made."""
+    """The network, and its parameters in the order of their construction."""
     with Making(grid, own) as making:
         network = make(grid)
     if not isinstance(network, Sequential) or type(network).forward is not Sequential.forward:
-        raise Pmm3dError(f"Pipeline: make returns a Sequential, whose layers can be cut; got a "
+        raise Pmm3dError("Pipeline: make must return a Sequential, whose layers can be cut into stages; got a "
                          f"{type(network).__name__}")
     if others := network.named_parameters().keys() - {name for name, each in network.named_parameters().items()
                                                       if each in parameters_of(network.layers)}:
-        raise Pmm3dError(f"Pipeline: {', '.join(sorted(others))} of the network that make returned is in none of its "
-                         "layers. A parameter belongs to a layer, which belongs to a stage")
+        raise Pmm3dError(f"Pipeline: {', '.join(sorted(others))} of the network that make returned is not in a layer. "
+                         "Put each parameter into a layer of the Sequential, so that it belongs to a stage")
     return network, making.made
 
 
 def adamw_bytes(layers: Iterable[Any]) -> int:
-    """Bytes of this rank's shards of the weights, of their gradients, and of the state of AdamW."""
+    """Bytes of this rank's shards of weights, gradients, and AdamW's state."""
     types = [(each.box.size, each.precision) for each in parameters_of(layers)]
     return sum(size * (itemsize(each.compute) + itemsize(each.gradient) + (2 + each.has_master) * itemsize(each.master))
                for size, each in types)

@@ -1,9 +1,9 @@
-"""Schedules of pipelines: functions of the number of ranks and of micro-batches, each of which returns a table.
+"""Schedules of pipelines: functions of the numbers of ranks and micro-batches that return a table.
 
-In these docstrings p is the number of ranks, m of micro-batches, and v of chunks (stages) of a rank. F, B and W are the
-times of a rank's forward pass and of its backward passes for the input and for the weights. A bubble is the time in
-which a rank waits; peaks are in micro-batches. On each stage W come in ascending order of micro-batches, so all
-schedules form the same sums. Each function raises PipelineError for numbers below 1.
+A pipeline has p ranks, m micro-batches, and v chunks (stages) on each rank. F, B and W are the times of a rank's
+forward pass, backward pass for the input, and backward pass for the weights. A bubble is the time in which a rank
+waits. A peak is the largest number of micro-batches that a rank holds. The W of a stage are in ascending order of
+micro-batches, so all schedules add gradients in the same order. All functions raise PipelineError for numbers below 1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .v_shaped import v_half, v_min, zb_v
 from .zero_bubble import zb_1p, zb_2p
 
 Order = list[tuple[int, int]]
-"""(chunk, micro-batch), in the order in which a rank takes them."""
+"""(chunk, micro-batch) of a rank's passes, in order."""
 
 
 def gpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
@@ -25,7 +25,7 @@ def gpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
     Parameters
     ----------
     ranks, micro_batches : int
-        Of the pipeline.
+        Numbers of ranks and of micro-batches.
 
     Returns
     -------
@@ -42,12 +42,12 @@ def gpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
 
 
 def one_f_one_b(ranks: int, micro_batches: int) -> PipelineSchedule:
-    """1F1B: one forward and one backward pass in turns (PipeDream-Flush, Narayanan et al., arXiv 2006.09503).
+    """1F1B: alternating forward and backward passes (PipeDream-Flush, Narayanan et al., arXiv 2006.09503).
 
     Parameters
     ----------
     ranks, micro_batches : int
-        Of the pipeline.
+        Numbers of ranks and of micro-batches.
 
     Returns
     -------
@@ -71,14 +71,14 @@ def one_f_one_b(ranks: int, micro_batches: int) -> PipelineSchedule:
 
 
 def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSchedule:
-    """1F1B with several chunks a rank (Narayanan et al., arXiv 2104.04473).
+    """1F1B with several chunks on each rank (Narayanan et al., arXiv 2104.04473).
 
     Parameters
     ----------
     ranks, micro_batches : int
-        Of the pipeline.
+        Numbers of ranks and of micro-batches.
     chunks : int
-        Stages of a rank: rank r holds r, r + p, ... Default: 2.
+        Number of stages of a rank. Rank r holds the stages r, r + p, ... Default: 2.
 
     Returns
     -------
@@ -86,8 +86,8 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSche
 
     Notes
     -----
-    Micro-batches pass in groups of p; if m is no multiple of p, in groups that are slightly larger. Bubble
-    (p-1)(F+B+W)/v, peak (2(p-1-r) + (v-1)p + 1)/v; v times the messages of 1F1B.
+    Micro-batches pass in groups of p, or in slightly larger groups if m is not a multiple of p. Bubble (p-1)(F+B+W)/v,
+    peak (2(p-1-r) + (v-1)p + 1)/v. The number of messages is v times the number of 1F1B.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches, chunks=chunks)
     sizes = _group_sizes(ranks, micro_batches)
@@ -98,9 +98,9 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSche
 
 
 def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSchedule:
-    """`interleaved` with late W, as torch's ScheduleInterleavedZeroBubble.
+    """`interleaved` with delayed W, as in PyTorch's ScheduleInterleavedZeroBubble.
 
-    There are fewer forward passes first, and W of r passes are late on rank r.
+    A rank begins with fewer forward passes than in `interleaved`. On rank r, each W is r backward passes late.
 
     Parameters
     ----------
@@ -126,10 +126,10 @@ def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> 
 
 
 def breadth_first(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSchedule:
-    """All micro-batches pass through the first chunk of each rank, then through the second one, and so on.
+    """Breadth-first: all micro-batches pass through a chunk before the next chunk (Lamy-Poirier, arXiv 2211.05953).
 
-    The backward pass is the same in reverse (Lamy-Poirier, arXiv 2211.05953). The weights of a
-    chunk are needed once a pass, so sharded weights are gathered once. Bubble (p-1)(F+B+W)/v, peak m.
+    The backward passes are in reverse order. Sharded weights of a chunk are gathered once a pass, because all
+    micro-batches use them in a row. Bubble (p-1)(F+B+W)/v, peak m.
 
     Parameters
     ----------
@@ -143,9 +143,9 @@ def breadth_first(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSc
 
 
 def zb_h1(ranks: int, micro_batches: int) -> PipelineSchedule:
-    """ZB-H1: 1F1B whose W are done later, in the bubble (Qi et al., arXiv 2401.10241).
+    """ZB-H1: 1F1B with W delayed into the bubble (Qi et al., arXiv 2401.10241).
 
-    Bubble (p-1)(F+B-W); peak p on each rank, and min(p-r, m) to the end of I.
+    Bubble (p-1)(F+B-W). Peak p on each rank to the end of W, and min(p-r, m) to the end of I.
 
     Parameters
     ----------
@@ -158,9 +158,9 @@ def zb_h1(ranks: int, micro_batches: int) -> PipelineSchedule:
 
 
 def zb_h2(ranks: int, micro_batches: int) -> PipelineSchedule:
-    """ZB-H2: `zb_h1` with more forward passes first, 2(p-r) - 1 (Qi et al., arXiv 2401.10241).
+    """ZB-H2: `zb_h1` that begins with 2(p-r) - 1 forward passes on rank r (Qi et al., arXiv 2401.10241).
 
-    Bubble (p-1)(F+B-2W), which is 0 if F = B = W; peak 2p - 1.
+    Bubble (p-1)(F+B-2W), which is 0 if F = B = W. Peak 2p - 1.
 
     Parameters
     ----------
@@ -178,7 +178,7 @@ def dualpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
     Parameters
     ----------
     ranks, micro_batches : int
-        Of the pipeline: even numbers, and at least two micro-batches for each rank.
+        Numbers of ranks and of micro-batches, both even, with at least two micro-batches for each rank.
 
     Returns
     -------
@@ -191,14 +191,14 @@ def dualpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
 
     Notes
     -----
-    Stages 0 to p-1 are one copy, and p to 2p-1 the other one. The forward pass of one direction runs at the same time
-    as the backward pass of the other, so that messages are hidden. With F&B the time of both at once, and B whole, the
-    bubble is (p/2 - 1)(F&B + B - 2W); peak p + 1.
+    Stages 0 to p-1 are one copy, and stages p to 2p-1 the other copy. The forward pass of one direction overlaps with
+    the backward pass of the other direction, which hides messages. The bubble is (p/2 - 1)(F&B + B - 2W). Here F&B is
+    the time of two overlapped passes, and B the time of a whole backward pass. Peak p + 1.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     if ranks % 2 or micro_batches % 2 or micro_batches < 2 * ranks:
-        raise PipelineError(f"dualpipe: an even number of ranks, an even number of micro-batches, and at least two for "
-                            f"each rank; got {ranks} ranks and {micro_batches} micro-batches")
+        raise PipelineError("dualpipe needs an even number of ranks, an even number of micro-batches, and at least two "
+                            f"micro-batches for each rank; got {ranks} ranks and {micro_batches} micro-batches")
     tables = []
     for rank in range(ranks):
         stages, firsts = (rank, 2 * ranks - 1 - rank), (0, micro_batches // 2)
@@ -209,9 +209,9 @@ def dualpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
 
 
 def dualpipe_v(ranks: int, micro_batches: int) -> PipelineSchedule:
-    """`dualpipe` folded in the middle: one copy of the network, of whose 2p stages rank r holds r and 2p-1-r.
+    """DualPipeV: `dualpipe` with one copy of the network in 2p stages. Rank r holds the stages r and 2p-1-r.
 
-    There must be at least two micro-batches for each rank. Raises PipelineError for fewer. Peak 2p + 1 passes through a
+    At least two micro-batches for each rank are needed. Raises PipelineError for fewer. Peak 2p + 1 passes through a
     stage.
 
     Parameters
@@ -221,7 +221,7 @@ def dualpipe_v(ranks: int, micro_batches: int) -> PipelineSchedule:
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     if micro_batches < 2 * ranks:
-        raise PipelineError(f"dualpipe-v: at least two micro-batches for each rank; got {ranks} ranks and "
+        raise PipelineError(f"dualpipe-v needs at least two micro-batches for each rank; got {ranks} ranks and "
                             f"{micro_batches} micro-batches")
     return PipelineSchedule.of("dualpipe-v", [
         _both_ways(ranks, rank, micro_batches, (rank, 2 * ranks - 1 - rank), (0, 0)) for rank in range(ranks)])
@@ -233,14 +233,14 @@ def _group_sizes(ranks: int, micro_batches: int) -> list[int]:
 
 
 def _grouped(sizes: Sequence[int], chunks: Sequence[int]) -> Order:
-    """Group after group of micro-batches passes through all chunks."""
+    """Order in which each group of micro-batches passes through all chunks before the next group."""
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
     return [(chunk, micro) for start, size in zip(starts, sizes) for chunk in chunks
             for micro in range(start, start + size)]
 
 
 def _in_turns(rank: int, forward: Order, backward: Order, first: int, ranks: int) -> Iterator[PipelineAction]:
-    """`first` forward passes, then one forward and one whole backward pass in turns."""
+    """Yield `first` forward passes, then forward and whole backward passes in turns."""
     passes = [PipelineAction("F", chunk * ranks + rank, micro) for chunk, micro in forward]
     yield from passes[:first]
     for number, (chunk, micro) in enumerate(backward):
@@ -249,7 +249,7 @@ def _in_turns(rank: int, forward: Order, backward: Order, first: int, ranks: int
 
 
 def _with_late_weights(rank: int, micro_batches: int, first: int, most: int) -> Iterator[PipelineAction]:
-    """`first` forward passes, then I and F in turns. W is done when `most` micro-batches are held, or at the end."""
+    """Yield `first` forward passes, then I and F in turns. W waits until the rank holds `most` micro-batches."""
     forwards, weights = min(first, micro_batches), 0
     yield from (PipelineAction("F", rank, micro) for micro in range(forwards))
     for micro in range(micro_batches):
@@ -265,8 +265,8 @@ def _with_late_weights(rank: int, micro_batches: int, first: int, most: int) -> 
 
 def _both_ways(ranks: int, rank: int, micro_batches: int, stages: tuple[int, int], firsts: tuple[int, int]
                ) -> Iterator[PipelineAction]:
-    """The eight loops of DualPipe on one rank. ranks, rank: on the way of a micro-batch to the middle; stages, firsts:
-    stages of this rank in the two directions and their first micro-batches."""
+    """Yield the actions of DualPipe's eight loops. ranks, rank: number of ranks to the middle of the pipeline, and
+    place among them. stages, firsts: stage of this rank and first micro-batch, for each direction."""
     forwards, backwards, late = list(firsts), list(firsts), list[tuple[int, int]]()
     outside, inside = ranks - 1 - rank, rank + 1
 
@@ -295,7 +295,7 @@ def _both_ways(ranks: int, rank: int, micro_batches: int, stages: tuple[int, int
     for _ in range(outside):
         yield backward(1)
         yield PipelineAction.both(forward(1), backward(0))
-    for number in range(2 * inside):  # the later half of these backward passes leave their W for the end
+    for number in range(2 * inside):  # the second half of these backward passes delay W
         yield backward(1 - number % 2, split=number >= inside)
     for _ in range(outside):
         yield from (weight(), backward(0, split=True))
@@ -308,4 +308,4 @@ BY_NAME: dict[str, Callable[..., PipelineSchedule]] = {
     "interleaved-zero-bubble": interleaved_zero_bubble, "zb-h1": zb_h1, "zb-h2": zb_h2, "zb-1p": zb_1p, "zb-2p": zb_2p,
     "zb-v": zb_v, "v-half": v_half, "v-min": v_min, "dualpipe": dualpipe, "dualpipe-v": dualpipe_v,
 }
-"""Name -> function(ranks, micro_batches, and options of the schedule)."""
+"""Name -> function (ranks, micro_batches, options of the schedule) -> table."""

@@ -1,4 +1,4 @@
-"""The time line of a pipeline: the times of the actions of each rank, and the micro-batches that it holds."""
+"""Time lines of pipelines: start and end of each rank's actions, and the memory that the rank holds."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Number = TypeVar("Number", int, float)
 
 
 class Times(NamedTuple):
-    """Times of the actions of a pipeline, in any unit: a number, or one for each stage.
+    """Times of a pipeline's actions, in any unit.
 
     Parameters
     ----------
     forward, backward, weight : float or sequence
-        Times of F, I and W. A whole backward pass takes backward + weight. Default: 1.
+        Times of F, I and W, for all or for each stage. A whole backward pass takes backward + weight. Default: 1.
     communication : float
-        Time from the end of an action to the start of an action on another rank that needs its result. Default: 0.
+        Time in which a result arrives on another rank. Default: 0.
     """
 
     forward: float | Sequence[float] = 1.0
@@ -28,7 +28,7 @@ class Times(NamedTuple):
     communication: float = 0.0
 
     def of(self, action: PipelineAction) -> float:
-        """Time of an action; the sum for parts that run at once."""
+        """Time of an action. For two overlapped passes, the sum of their times."""
         if action.parts:
             return sum(map(self.of, action.parts))
         times = {"F": [self.forward], "I": [self.backward], "W": [self.weight], "B": [self.backward, self.weight]}
@@ -36,7 +36,7 @@ class Times(NamedTuple):
 
 
 def of_stage(value: Number | Sequence[Number], stage: int) -> Number:
-    """The value of a stage; a number is the value of all stages."""
+    """Value for a stage. A number applies to all stages."""
     return value[stage] if isinstance(value, Sequence) else value
 
 
@@ -55,30 +55,25 @@ class TimeLine:
     Parameters
     ----------
     ranks : tuple
-        The timed actions of each rank: start, end, action.
+        The timed actions of each rank, as (start, end, action).
     """
 
     ranks: tuple[tuple[Timed, ...], ...]
 
     @classmethod
     def of(cls, ranks: Iterable[Iterable[Timed]]) -> TimeLine:
-        """Time line of the timed actions of each rank."""
+        """Time line with these actions of each rank."""
         return cls(tuple(map(tuple, ranks)))
 
     @property
     def work(self) -> tuple[float, ...]:
-        """Time that each rank computes."""
+        """Computation time of each rank."""
         return tuple(sum(timed.end - timed.start for timed in line) for line in self.ranks)
 
     @property
     def peak_live(self) -> tuple[int, ...]:
-        """Largest number of micro-batches per stage that each rank holds at once, from F to the end of W."""
+        """Largest number of (stage, micro-batch) pairs that each rank holds at once, from F to the end of W."""
         return self.peak_bytes(1, 1)
-
-    @property
-    def peak_input(self) -> tuple[int, ...]:
-        """As `peak_live`, to the end of I."""
-        return self.peak_bytes(1)
 
     def peak_bytes(self, activations: int | Sequence[int], kept: int | Sequence[int] = 0,
                    weights: int | Sequence[int] = 0) -> tuple[int, ...]:
@@ -87,10 +82,10 @@ class TimeLine:
         Parameters
         ----------
         activations : int or sequence
-            Bytes that a stage keeps of a micro-batch from the start of F to the end of I; a number, or one for each
-            stage.
+            Bytes that a stage keeps of a micro-batch from the start of F to the end of I: one number, or a number for
+            each stage.
         kept : int or sequence
-            Bytes from the end of I to the end of W. Default: 0.
+            Bytes that a stage keeps of a micro-batch from the end of I to the end of W. Default: 0.
         weights : int or sequence
             Bytes that a stage always holds. Default: 0.
 
@@ -122,24 +117,24 @@ class TimeLine:
 
     @property
     def cost(self) -> float:
-        """The longest time from a rank's own first start to its own last end (Qi et al., arXiv 2401.10241)."""
+        """Longest time from a rank's first start to its last end (Qi et al., arXiv 2401.10241)."""
         return max((line[-1].end - line[0].start for line in self.ranks if line), default=0.0)
 
     @property
     def bubble(self) -> float:
-        """Share of `cost` in which the rank with the most work does not compute."""
+        """Share of `cost` in which the rank with the most work waits."""
         return 1 - max(self.work) / self.cost if self.cost else 0.0
 
 
 def simulate(table: PipelineSchedule, times: Times = Times()) -> TimeLine:
-    """Time line of a table: each rank begins its next action when it is free and the operands of the action are there.
+    """Time line of a table. A rank begins its next action when the rank is free and all operands have arrived.
 
     Parameters
     ----------
     table : PipelineSchedule
-        The table. Its messages are left out; `times.communication` is their time.
+        The table. Sends and receives in the table are ignored.
     times : Times
-        Default: each action takes 1, and a message 0.
+        Times of actions and of messages. Default: 1 for each action, and 0 for a message.
 
     Returns
     -------
@@ -148,7 +143,7 @@ def simulate(table: PipelineSchedule, times: Times = Times()) -> TimeLine:
     Raises
     ------
     PipelineError
-        As `check`.
+        As in `check`.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The table of a pipeline: the actions of each rank in their order. It needs no MPI and no arrays."""
+"""Tables of pipelines: the actions of each rank in order. This module needs no MPI and no arrays."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ KINDS = {"F": "forward", "I": "backward for the input", "W": "backward for the w
          "RECV_B": "receive of an output's gradient"}
 TOGETHER = "OVERLAP_F_B"
 COMPUTING = "F", "I", "W", "B", TOGETHER
-"""Kinds of actions that are no messages."""
+"""Kinds of actions that compute."""
 _ONE = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|I|W|B)(\d+)")
 _PAIR = re.compile(rf"\((.+);(.+)\){TOGETHER}")
 SHOWN = 4
-"""Actions that an error message shows before and after the wrong one."""
+"""Number of actions that an error message shows before and after the wrong action."""
 
 
 class PipelineError(Pmm3dError):
-    """A table cannot be carried out, is no training step, or does not fit the grid or the network."""
+    """A table cannot be executed, is not a training step, or does not fit the grid or the network."""
 
 
 class PipelineAction(NamedTuple):
-    """Action of a stage, written as in PyTorch: `2F0` is the forward pass of micro-batch 0 on stage 2.
+    """Action of a stage, in PyTorch's notation: `2F0` is the forward pass of micro-batch 0 on stage 2.
 
     Parameters
     ----------
     kind : str
-        "F": forward. "I", "W": backward for the input, and for the weights. "B": both. "SEND_F", "RECV_F", "SEND_B",
-        "RECV_B": messages of outputs and of their gradients. "OVERLAP_F_B": `parts` at once.
+        "F": forward. "I": backward for the input. "W": backward for the weights. "B": whole backward. "SEND_F",
+        "RECV_F", "SEND_B", "RECV_B": messages of outputs and of their gradients. "OVERLAP_F_B": `parts` at once.
     stage, micro : int
-        Number of the stage and of the micro-batch, from 0.
+        Numbers of the stage and of the micro-batch, from 0.
     parts : tuple
-        The two actions of an OVERLAP_F_B; else empty.
+        The two actions of an OVERLAP_F_B, otherwise empty.
 
     Examples
     --------
@@ -56,12 +56,12 @@ class PipelineAction(NamedTuple):
 
     @property
     def each(self) -> tuple[PipelineAction, ...]:
-        """The parts of the action, or the action itself."""
+        """Parts of the action, or the action itself."""
         return self.parts or (self,)
 
     @classmethod
     def both(cls, forward: PipelineAction, backward: PipelineAction) -> PipelineAction:
-        """A forward and a backward pass at once.
+        """Action that overlaps a forward and a backward pass.
 
         Parameters
         ----------
@@ -81,7 +81,7 @@ class PipelineAction(NamedTuple):
         Parameters
         ----------
         text : str
-            Such as "2F0", or "(0F7;7B3)OVERLAP_F_B".
+            Text such as "2F0" or "(0F7;7B3)OVERLAP_F_B".
 
         Returns
         -------
@@ -90,18 +90,18 @@ class PipelineAction(NamedTuple):
         Raises
         ------
         PipelineError
-            If the text is no action.
+            If the text is not an action.
         """
         if found := _PAIR.fullmatch(text):
             return cls.both(*map(cls.read, found.groups()))
         if found := _ONE.fullmatch(text):
             return cls(found[2], int(found[1]), int(found[3]))
-        raise PipelineError(f"{text!r} is no action: one is written as stage, kind and micro-batch, such as 2F0, 2I0, "
-                            f"2W0, 2B0 or (0F7;7B3){TOGETHER}")
+        raise PipelineError(f"{text!r} is not an action. Write stage, kind and micro-batch, such as 2F0, 2I0, 2W0, 2B0 "
+                            f"or (0F7;7B3){TOGETHER}")
 
     @property
     def in_words(self) -> str:
-        """For messages.
+        """Description for error messages.
 
             >>> PipelineAction("I", 1, 2).in_words
             '1I2 (backward for the input of micro-batch 2 on stage 1)'
@@ -113,18 +113,18 @@ class PipelineAction(NamedTuple):
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raises PipelineError unless each number, such as ranks= and micro_batches=, is at least 1."""
+    """Raises PipelineError if a number, such as ranks= or micro_batches=, is below 1."""
     for name, size in sizes.items():
         if size < 1:
             raise PipelineError(f"{name} must be at least 1, got {size}")
 
 
 Key = tuple[str, int, int]
-"""(kind, stage, micro-batch) of an action; kind "I" also for a whole backward pass."""
+"""(kind, stage, micro-batch) of an action. A whole backward pass has the kind "I"."""
 
 
 class Message(NamedTuple):
-    """A message from rank to rank. number: among those from `source` to `target`; receive: the action."""
+    """A message between ranks. number: number of earlier messages from `source` to `target`. receive: its action."""
 
     source: int
     target: int
@@ -138,7 +138,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The actions of each rank of a pipeline, in the order in which the rank carries them out.
+    """The actions of each rank of a pipeline, in the order of execution.
 
     Parameters
     ----------
@@ -150,11 +150,11 @@ class PipelineSchedule:
     Attributes
     ----------
     ranks, micro_batches : int
-        Number of ranks and of micro-batches.
+        Numbers of ranks and of micro-batches.
     stages : dict
-        Stage -> its rank.
+        Stage -> rank.
     chains : tuple of range
-        Stages that a micro-batch passes through. DualPipe has two chains, all other schedules one.
+        Stages that a micro-batch passes through. DualPipe has two chains. All other schedules have one chain.
 
     Examples
     --------
@@ -199,8 +199,8 @@ class PipelineSchedule:
         Parameters
         ----------
         text : str
-            A line for each rank, with an action or nothing in each cell. A B with a W of the same stage and micro-batch
-            is read as I, because older tables of PyTorch are written in this way.
+            A line for each rank, with an action or nothing in each cell. As in older tables of PyTorch, a B is read as
+            I if the same stage and micro-batch has a W.
         name : str
             Name of the table. Default: "a table".
 
@@ -211,7 +211,7 @@ class PipelineSchedule:
         Raises
         ------
         PipelineError
-            With the line and the cell, for a cell that is no action.
+            If a cell is not an action. The error names the line and the cell.
         """
         ranks = list[list[PipelineAction]]()
         for rank, line in enumerate(csv.reader(io.StringIO(text.strip("\n")))):
@@ -226,7 +226,7 @@ class PipelineSchedule:
                               for action in actions] for actions in ranks))
 
     def __str__(self) -> str:
-        """The CSV text."""
+        """CSV text of the table."""
         return "\n".join(",".join(map(str, actions)) for actions in self.actions) + "\n"
 
     @property
@@ -236,12 +236,12 @@ class PipelineSchedule:
 
     @property
     def without_messages(self) -> PipelineSchedule:
-        """The same table without sends and receives."""
+        """Copy of the table without sends and receives."""
         return self.of(self.name, ([action for action in actions if action.kind in COMPUTING]
                                    for actions in self.actions))
 
     def each(self) -> Iterator[tuple[int, int, PipelineAction]]:
-        """(rank, place in its table, action) of each action, with parts that run at once one by one."""
+        """Yield (rank, place in the rank's list, action). Overlapped passes are yielded one after the other."""
         for rank, actions in enumerate(self.actions):
             for place, action in enumerate(actions):
                 for part in action.each:
@@ -249,7 +249,7 @@ class PipelineSchedule:
 
     @cached_property
     def stages(self) -> dict[int, int]:
-        """Stage -> its rank."""
+        """Stage -> rank."""
         return dict(sorted({action.stage: rank for rank, _, action in self.each()}.items()))
 
     @cached_property
@@ -259,7 +259,7 @@ class PipelineSchedule:
 
     @cached_property
     def chain_of(self) -> dict[int, range]:
-        """Micro-batch -> the stages that it passes through."""
+        """Micro-batch -> stages that the micro-batch passes through."""
         passed = defaultdict[int, set[int]](set)
         for _, _, action in self.each():
             if action.kind == "F":
@@ -273,7 +273,7 @@ class PipelineSchedule:
 
     @cached_property
     def messages(self) -> dict[PipelineAction, Message]:
-        """The message of each send and receive of the table."""
+        """Send or receive -> message."""
         found, numbers = dict[PipelineAction, Message](), Counter[tuple[int, int]]()
         for source, _, action in self.each():
             if action.kind.startswith("SEND"):
@@ -284,7 +284,7 @@ class PipelineSchedule:
         return found
 
     def needed(self, action: PipelineAction) -> list[Key]:
-        """Actions that must be done before an action, on any rank."""
+        """Keys of the actions, on any rank, whose results an action needs."""
         kind, stage, micro = action[:3]
         chain = self.chain_of.get(micro, range(stage, stage + 1))
         if kind == "F":
@@ -294,7 +294,7 @@ class PipelineSchedule:
         return [("F", stage, micro)] + [("I", stage + 1, micro)] * (stage < chain.stop - 1)
 
     def complain(self, rank: int, place: int, why: str) -> PipelineError:
-        """An error that shows the place."""
+        """Error that shows the place of an action."""
         actions, first = self.actions[rank], max(0, place - SHOWN)
         words = [f">> {action} <<" if number == place else str(action)
                  for number, action in enumerate(actions[first : place + SHOWN + 1], first)]
@@ -307,7 +307,7 @@ def key_of(action: PipelineAction) -> Key:
 
 
 def check(table: PipelineSchedule) -> None:
-    """Check that a table is a training step that can be carried out.
+    """Check that a table is a training step that can be executed.
 
     Parameters
     ----------
@@ -317,13 +317,13 @@ def check(table: PipelineSchedule) -> None:
     Raises
     ------
     PipelineError
-        With the place, if the table breaks a rule.
+        If the table breaks a rule. The error names the place.
 
     Notes
     -----
-    Each micro-batch passes through all stages of a chain: one forward pass, then one backward pass, whole or as I and
-    W. A stage is on one rank. No rank waits for ever. The weight gradients of a stage come in ascending order of
-    micro-batches, so that their sum has the same bits in all schedules.
+    Each micro-batch passes through all stages of a chain, in one forward and one backward pass. The backward pass is
+    whole or consists of I and W. A stage is on one rank. No rank waits forever. The weight gradients of a stage are in
+    ascending order of micro-batches, so that their sum has the same bits in all schedules.
     """
     table = table.without_messages
     _check_stages(table)
@@ -338,20 +338,19 @@ def check(table: PipelineSchedule) -> None:
                 raise table.complain(rank, place, f"{action} comes before {_in_words(needed)}")
         if action.kind in ("B", "W"):
             if action.micro < latest.get(action.stage, 0):
-                raise table.complain(rank, place, f"the weight gradient of micro-batch {action.micro} comes after that "
-                                     f"of micro-batch {latest[action.stage]}; a sum in ascending order is needed, so "
-                                     "that its bits are those of other schedules")
+                raise table.complain(rank, place, f"the weight gradient of micro-batch {action.micro} comes after the "
+                                     f"gradient of micro-batch {latest[action.stage]}. Ascending order is needed, so "
+                                     "that sums have the same bits as in other schedules")
             latest[action.stage] = action.micro
     for micro, chain in table.chain_of.items():
         for stage in chain:
             for kind in "FIW":
                 if (kind, stage, micro) not in done:
-                    raise PipelineError(f"{table.name}: {KINDS[kind]} of micro-batch {micro} on stage {stage}, of rank "
+                    raise PipelineError(f"{table.name}: {KINDS[kind]} of micro-batch {micro} on stage {stage}, on rank "
                                         f"{table.stages[stage]}, is missing ({stage}{kind}{micro})")
     for rank, waiting in _stuck(table):
         needed = [key for part in table.actions[rank][waiting].each for key in table.needed(part)][-1]
-        raise table.complain(rank, waiting, f"no rank can go on: {table.actions[rank][waiting]} waits for "
-                             f"{_in_words(needed)}")
+        raise table.complain(rank, waiting, f"deadlock: {table.actions[rank][waiting]} waits for {_in_words(needed)}")
 
 
 def _check_stages(table: PipelineSchedule) -> None:
@@ -359,7 +358,7 @@ def _check_stages(table: PipelineSchedule) -> None:
     for rank, place, action in table.each():
         if ranks.setdefault(action.stage, rank) != rank:
             raise table.complain(rank, place, f"stage {action.stage} is on rank {ranks[action.stage]} and on rank "
-                                 f"{rank}")
+                                 f"{rank}. Put each stage on one rank")
     stages = [stage for chain in table.chains for stage in chain]
     if sorted(stages) != list(range(len(ranks))):
         missing = sorted({*range(max(ranks) + 1)} - set(ranks))
@@ -371,7 +370,7 @@ def _check_stages(table: PipelineSchedule) -> None:
 
 
 def _stuck(table: PipelineSchedule) -> list[tuple[int, int]]:
-    """(rank, place of the action that waits) of the ranks that cannot reach the end of their tables."""
+    """(rank, place of the waiting action) of each rank that cannot complete its list."""
     done, places, moved = set[Key](), [0] * table.ranks, True
     while moved:
         moved = False
@@ -399,8 +398,8 @@ def with_messages(table: PipelineSchedule) -> PipelineSchedule:
     Returns
     -------
     PipelineSchedule
-        A receive is before the action that needs it, and a send after the action that computes its contents. Stages of
-        one rank send nothing to each other.
+        Each receive is before the action that needs the message. Each send is after the action that computes the
+        message. Stages on the same rank exchange no messages.
 
     Examples
     --------

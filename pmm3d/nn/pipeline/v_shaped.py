@@ -1,7 +1,7 @@
-"""Schedules whose stages form a V: rank r holds r and 2p-1-r, so that passes turn on the last rank, and all ranks need
-the same memory.
+"""Schedules whose stages form a V: rank r holds the stages r and 2p-1-r, so all ranks need the same memory.
 
-p, m, F, B and W are as in `schedules`, F, B and W of both stages of a rank. A micro-batch counts once in each stage.
+p, m, F, B and W are as in `schedules`, with the times of both stages of a rank. A peak counts a micro-batch once for
+each stage.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .zero_bubble import Policy, best_of, checked_limit, fill_bubbles
 def zb_v(ranks: int, micro_batches: int) -> PipelineSchedule:
     """ZB-V (Qi et al., arXiv 2401.10241).
 
-    Bubble 0 if F = B = W and m >= 2p - 1; peak 2p, the memory of the first rank of 1F1B.
+    Bubble 0 if F = B = W and m >= 2p - 1. Peak 2p, which is the memory of the first rank in 1F1B.
 
     Parameters
     ----------
@@ -24,7 +24,7 @@ def zb_v(ranks: int, micro_batches: int) -> PipelineSchedule:
         As in `one_f_one_b`.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
-    number = max(micro_batches, 2 * ranks - 1)  # the passes of micro-batches that do not exist are left out
+    number = max(micro_batches, 2 * ranks - 1)  # `add` skips passes of micro-batches that do not exist
     tables = []
     for rank in range(ranks):
         stages, done, actions = (rank, 2 * ranks - 1 - rank), Counter[str](), list[PipelineAction]()
@@ -50,11 +50,11 @@ def v_half(ranks: int, micro_batches: int, times: Times = Times(), limit: float 
     Parameters
     ----------
     ranks, micro_batches : int
-        Of the pipeline.
+        Numbers of ranks and of micro-batches.
     times : Times
         Times for which the bubble is minimized. Default: all 1.
     limit : float or None
-        Micro-batches that a rank may hold: 1/2 for each one in a stage from F to W. Default: p/2 + 1.
+        Micro-batches that a rank may hold. A micro-batch counts 1/2 in each stage, from F to W. Default: p/2 + 1.
 
     Returns
     -------
@@ -67,7 +67,7 @@ def v_half(ranks: int, micro_batches: int, times: Times = Times(), limit: float 
 
     Notes
     -----
-    At most half of the bubble of 1F1B if F = B = W and m >= 2p.
+    The bubble is at most half of the bubble of 1F1B if F = B = W and m >= 2p.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     stages = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
@@ -80,9 +80,8 @@ def v_half(ranks: int, micro_batches: int, times: Times = Times(), limit: float 
 def v_min(ranks: int, micro_batches: int) -> PipelineSchedule:
     """V-Min (Qi et al., arXiv 2405.15362): about a third of the memory of 1F1B, with two thirds of its bubble.
 
-    The six passes of a micro-batch on a rank are at the same places in each period of six passes. If F = B = W and
-    p > 1, the bubble is at most (2p - 5/2)(F+B+W)/3, or (2p - 3/2)(F+B+W)/3 if 3 divides p. The peak is at most 2
-    floor((p+1)/3) + 2.
+    A micro-batch has six passes on a rank, at fixed places in a period of six passes. If F = B = W and p > 1, the
+    bubble is at most (2p - 5/2)(F+B+W)/3, or (2p - 3/2)(F+B+W)/3 if 3 divides p. Peak at most 2 floor((p+1)/3) + 2.
 
     Parameters
     ----------
@@ -90,7 +89,7 @@ def v_min(ranks: int, micro_batches: int) -> PipelineSchedule:
         As in `one_f_one_b`.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
-    tables, later = [], 2 * (ranks % 3 == 0)  # I, so that its place is not that of F
+    tables, later = [], 2 * (ranks % 3 == 0)  # delays I, whose place would otherwise be the place of F
     for rank in range(ranks):
         first, second = rank, 2 * ranks - 1 - rank
         places = {("F", first): rank, ("F", second): 2 * ranks - 1 - rank,

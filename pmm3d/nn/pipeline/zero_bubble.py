@@ -1,4 +1,4 @@
-"""Schedules that are searched: W fills bubbles, within a limit of memory, for given times."""
+"""Schedules from a search: W fills bubbles, within a memory limit, for given times."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from .simulation import Times, simulate
 from .table import PipelineAction, PipelineError, PipelineSchedule, check_sizes
 
 WEIGHT_MEMORY = 0.4
-"""Share of a micro-batch's memory that its W needs after its I. For a transformer 32 / (34 + 5 a s / h), with a heads,
-sequence s and width h (Qi et al., arXiv 2401.10241, Table 1)."""
+"""Share of a micro-batch's memory that W needs after I. In a transformer with a heads, sequences of s tokens and width
+h, this is 32 / (34 + 5 a s / h) (Qi et al., arXiv 2401.10241, Table 1)."""
 
 
 class Policy(NamedTuple):
-    """How a rank chooses its next action.
+    """Rules by which a rank chooses its next action.
 
-    F begins only if it fits in `limit`, which is memory in stages times micro-batches. `weight` is the memory that W
-    needs after I, as a share of the memory of a forward pass. `first` has, for each rank, the most forward passes of
-    its first stage whose I is still to come. W is executed if the next other action is later than `patience` times the
-    time of W.
+    F begins only if it fits within `limit`, in (stage, micro-batch) pairs. `weight` is the memory that W needs after I,
+    as a share of a forward pass's memory. `first` limits, for each rank, the forward passes of its first stage before
+    their I. W runs if the next other action starts later than `patience` times the time of W.
     """
 
     limit: float
@@ -31,19 +30,19 @@ class Policy(NamedTuple):
 
 def fill_bubbles(name: str, stages: Sequence[Sequence[int]], micro_batches: int, times: Times, policy: Policy
                  ) -> PipelineSchedule | None:
-    """Choose the actions of all ranks in the order of time: I before F before W. Return None if no rank can go on."""
+    """Choose the actions of all ranks in the order of time, with I before F before W. Return None for a deadlock."""
     rank_of = {stage: rank for rank, own in enumerate(stages) for stage in own}
     last, ends, free = len(rank_of) - 1, dict[tuple[str, int, int], float](), [0.0] * len(stages)
     counts = {(kind, stage): 0 for kind in "FIW" for stage in rank_of}
     actions = [list[PipelineAction]() for _ in stages]
 
     def arrival(kind: str, stage: int, other: int, micro: int) -> float:
-        """Time at which the result of another stage is on the rank of this one."""
+        """Time at which the result of another stage arrives on the rank of this stage."""
         away = rank_of[other] != rank_of[stage]
         return ends.get((kind, other, micro), inf) + times.communication * away
 
     def candidates(rank: int) -> Iterator[tuple[float, int, int, str]]:
-        """(start, order, stage, kind) of the passes whose start is known."""
+        """Yield (start, order, -stage, kind) of passes whose start is known."""
         for number, stage in enumerate(stages[rank]):
             forwards, backwards = counts["F", stage], counts["I", stage]
             if backwards < forwards:
@@ -89,14 +88,14 @@ def fill_bubbles(name: str, stages: Sequence[Sequence[int]], micro_batches: int,
 
 
 def checked_limit(name: str, limit: float) -> float:
-    """The limit of micro-batches that a rank may hold. Raises PipelineError unless it is a positive number."""
+    """The limit of micro-batches that a rank may hold. Raises PipelineError if the limit is not positive and finite."""
     if not 0 < limit < inf:
-        raise PipelineError(f"{name}: the limit of micro-batches on a rank is a positive number; got {limit}")
+        raise PipelineError(f"{name}: the limit of micro-batches on a rank must be a positive number, got {limit}")
     return limit
 
 
 def best_of(name: str, tables: Iterable[PipelineSchedule | None], times: Times) -> PipelineSchedule:
-    """The table of the smallest `cost`, the first of equal ones."""
+    """The first table with the smallest `cost`."""
     found = [table for table in tables if table is not None]
     if not found:
         raise PipelineError(f"{name}: no schedule was found within this limit of memory. Allow more memory, or use "
@@ -110,11 +109,11 @@ def zb_1p(ranks: int, micro_batches: int, times: Times = Times(), limit: float |
     Parameters
     ----------
     ranks, micro_batches : int
-        Of the pipeline.
+        Numbers of ranks and of micro-batches.
     times : Times
         Times for which the bubble is minimized. Default: all 1.
     limit : float or None
-        Micro-batches that a rank may hold: 1 from F to I, and 0.4 from I to W. Default: p.
+        Micro-batches that a rank may hold. A micro-batch counts 1 from F to I, and 0.4 from I to W. Default: p.
 
     Returns
     -------
@@ -129,7 +128,7 @@ def zb_1p(ranks: int, micro_batches: int, times: Times = Times(), limit: float |
 
 
 def zb_2p(ranks: int, micro_batches: int, times: Times = Times(), limit: float | None = None) -> PipelineSchedule:
-    """ZB-2p: `zb_1p` with the default limit 2p, enough for a bubble of almost 0 if W takes no longer than F and I.
+    """ZB-2p: `zb_1p` with the default limit 2p, for a bubble of almost 0 if W takes no longer than F and I.
 
     Parameters
     ----------

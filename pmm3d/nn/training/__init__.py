@@ -1,4 +1,4 @@
-"""Training runs: the loop, its configuration, record and log. The names are loaded when they are first used."""
+"""Training runs: loop, configuration, record and log. A name is imported when it is first used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

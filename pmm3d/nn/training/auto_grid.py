@@ -1,4 +1,4 @@
-"""`grid.shape = "auto"`: the grid of a training run is chosen by a model of the machine that it runs on."""
+"""Choice of the grid of a training run by a model of the machine (`grid.shape = "auto"`)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ UNMEASURED = "nominal"
 
 @dataclass(frozen=True)
 class Choice:
-    """The grid that was chosen, and the second best; None on one rank.
+    """The chosen grid, and the runner-up if there is one.
 
-    machine    name of the machine of the model
-    measured   whether its figures were measured by `pmm3d tune machine`; those of the library's machines were not
+    machine    name of the modelled machine
+    measured   whether `pmm3d tune machine` measured its figures
     on_host    whether the arrays are in host memory
-    slower     how many times as long ranks compute because they share cores; 1 if the machine's figures include it
+    slower     factor of the compute time because ranks share cores; 1 if the machine's figures include it
     """
 
     chosen: Candidate
@@ -38,11 +38,12 @@ class Choice:
     on_host: bool
     slower: float = 1.0
 
-    def said(self) -> str:
-        """In a line. Both times count ranks that share cores."""
+    def line(self) -> str:
+        """Return the choice as a line of text. Both times include `slower`."""
         next_one = f"; next {self._timed(self.runner_up)}" if self.runner_up is not None else ""
         shared = f"; ranks share cores, so they compute {self.slower:.3g} times as long" if self.slower > 1 else ""
-        remedy = "pmm3d tune machine measures" if self.on_host else "not of these devices: PMM3D_MACHINE names another"
+        remedy = ("pmm3d tune machine measures this one" if self.on_host
+                  else "without these devices; PMM3D_MACHINE selects another")
         known = (f"of a {self.machine} machine ({remedy})" if self.machine == UNMEASURED
                  else f"of {self.machine}" + " (not measured by pmm3d tune machine)" * (not self.measured))
         return f"grid.shape = auto: {self._timed(self.chosen)} a step by the model {known}{next_one}{shared}"
@@ -53,14 +54,13 @@ class Choice:
         return f"{candidate}{named}, {1e3 * (candidate.seconds + (self.slower - 1) * computed):.3g} ms"
 
     def document(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the choice for JSON."""
         return {"machine": self.machine, "measured": self.measured, "chosen": _document(self.chosen),
                 "next": None if self.runner_up is None else _document(self.runner_up)}
 
 
 def chosen_grid(config: Config, comm: MPI.Intracomm) -> Choice:
-    """The best grid of all ranks of comm for a configuration that leaves it open. Collective. Rank 0 reads the sizes of
-    the data and ranks the grids; the result is the same on all ranks.
+    """Return the best grid of all ranks of comm, as found by rank 0. Collective.
 
     Raises Pmm3dError, on every rank, if grid.data is given, grid.pipe does not divide the ranks, the data cannot be
     read or does not fit the configuration, grid.schedule cannot be planned, no grid fits the memory, or the user's
@@ -85,13 +85,13 @@ def chosen_grid(config: Config, comm: MPI.Intracomm) -> Choice:
 
 
 def room(grid: Grid) -> tuple[int, str]:
-    """(Bytes for each rank on the host with the least memory a rank, name of the host); 0 if unknown. Collective."""
+    """Return (free bytes a rank, name of the host) of the host that has least; (0, "") if unknown. Collective."""
     answers = grid.comm.allgather((host.available_memory() // grid.local_size, platform.node()))
     return min([answer for answer in answers if answer[0]], default=(0, ""))
 
 
 def _choice(config: Config, processes: Processes, known: Machine | None, limit: int | None, on_host: bool) -> Choice:
-    from .planning import rank_training  # loaded by one rank only
+    from .planning import rank_training  # only rank 0 needs it
 
     per_node = processes.per_node()
     machine = (known or nominal(per_node)).with_ranks_per_node(per_node)

@@ -1,4 +1,4 @@
-"""Makes a Trainer from a Config, for `pmm3d train`."""
+"""The Trainer of a Config, for `pmm3d train`."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from .state import TrainState
 
 @contextmanager
 def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None, **options: Any) -> Iterator[Trainer]:
-    """Context of the trainer, on a grid over comm. signals: collected before; options: of Grid. Raises Pmm3dError, on
-    every rank, if data and configuration do not fit together."""
+    """Context of the trainer, on a grid over comm. signals: received so far; options: further arguments of Grid. Raises
+    Pmm3dError, on every rank, if data and configuration do not fit together."""
     auto = chosen_grid(config, comm) if config.grid.shape == AUTO else None
     shape: tuple[Any, int] = config.grid.shape, config.grid.data
     if auto is not None:
@@ -58,7 +58,6 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
             classes = data.classes if loss == "cross_entropy" else None
             batches: dict[str, Any] = {"batch_size": config.data.batch_size, "prefetch": config.data.prefetch,
                                        "micro_batches": config.grid.micro_batches}
-            loaded: dict[str, Any] = {"shuffle": config.data.shuffle, "seed": config.training.seed, "rows": rows}
             if config.precision.compute == "float16" and config.network.library == "numpy" and grid.rank == 0:
                 logger.warning('float16 arrays of numpy are slow: they are widened to float32 for each product. '
                                'network.library = "torch" is faster, and has bfloat16')
@@ -72,7 +71,7 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
                             "positions": partial(row_positions, order=config.network.order or "plain")}
             else:
                 batches["split_targets"] = output.cols[0] if classes is None and len(output.cols) == 1 else None
-            loader = data.loader(**loaded, **batches)
+            loader = data.loader(shuffle=config.data.shuffle, seed=config.training.seed, rows=rows, **batches)
             validation = None
             if held_out is not None:
                 validation = held_out[0].loader(shuffle=False, rows=held_out[1], **batches)
@@ -82,8 +81,8 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
 
 
 def predicted_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnNetwork | None = None) -> int:
-    """Predicted bytes on the first rank of this stage, which has the most, with those of the loader, and without
-    gathered weights that are kept only while there is room."""
+    """Return the predicted bytes on the first rank of this stage, which holds most. They include the loader's batches,
+    but not gathered weights that are kept only if memory allows."""
     steps = DrySteps(config, samples, own=own)
     with dry_grid(grid, rank=grid.stage.everyone.ranks[0]) as dry:
         count = steps.micro_batches
@@ -94,7 +93,8 @@ def predicted_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnN
 
 
 def _fullest(grid: GridSection) -> int:
-    """The smallest power of 2, up to `grid.micro_batches`, with which each rank holds as many micro-batches at once."""
+    """Return the smallest power of 2, or else `grid.micro_batches`, with which each rank holds as many micro-batches at
+    once as with all of them."""
     if grid.schedule is not None and is_file(grid.schedule):
         return grid.micro_batches
 
@@ -104,7 +104,7 @@ def _fullest(grid: GridSection) -> int:
 
     whole, number = held(grid.micro_batches), 1
     while number < grid.micro_batches:
-        with suppress(PipelineError):  # dualpipe takes no fewer than 2 a rank
+        with suppress(PipelineError):  # dualpipe needs at least 2 a rank
             if held(number) == whole:
                 return number
         number *= 2
@@ -112,29 +112,28 @@ def _fullest(grid: GridSection) -> int:
 
 
 def _predict_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnNetwork | None) -> None:
-    """Store the predicted memory for the message of an OutOfMemoryError, and warn if it is more than is free."""
+    """Store the predicted memory for the message of an OutOfMemoryError, and warn if it exceeds the free memory."""
     try:
         total = predicted_memory(config, grid, samples, own)
-    except Exception as error:  # whatever the user's network does with values that are not there
+    except Exception as error:  # a user's network may raise anything if there are no values
         if own is None:
             raise
         total = 0
         if grid.rank == 0:
-            logger.warning(f"memory is not predicted, since the network does not run without data: {error}")
+            logger.warning(f"memory is not predicted, because the network does not run without data: {error}")
     name, batch = described(config, *samples[:2]), min(config.data.batch_size, samples.rows)
     grid.ledger.predict(f"training of {name} with batches of {batch}", total)
     if not library_named(config.network.library).on_host:
         return
     (share, host), total = room(grid), max(grid.comm.allgather(total))
     if 0 < share < total and grid.rank == 0:
-        logger.warning(f"training is predicted to take {in_bytes(total)} on a rank; host {host} has "
-                       f"{in_bytes(share)} left for each of its ranks. Use more nodes, another grid, smaller batches "
-                       "or network.recompute")
+        logger.warning(f"training is predicted to take {in_bytes(total)} on a rank; host {host} has {in_bytes(share)} "
+                       "free for each of its ranks. Use more nodes, another grid, smaller batches or network.recompute")
 
 
 def _check_tables(network: Pipeline, loader: Loader) -> None:
-    """Raises PipelineError, on every rank, if the schedule refuses the micro-batches of a batch or of the last one of
-    an epoch. Collective."""
+    """Raises PipelineError, on every rank, if the schedule refuses the number of micro-batches of a batch, or of the
+    last batch of an epoch. Collective."""
     with network.whole.collective_call("training"):
         first, last = (loader.rows(batch) for batch in (0, len(loader) - 1))
         network.table(len(first))

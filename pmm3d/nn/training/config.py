@@ -58,18 +58,18 @@ class Config(Section):
 
     @property
     def precision(self) -> Precision:
-        """Precision of the weights."""
+        """Precision of weights and activations."""
         dtype = self.network.dtype
         return Precision.named(self.training.precision if dtype == "float32" else dtype)
 
     @property
     def unscheduled(self) -> Config:
-        """The same without grid.schedule, chunks and cut."""
+        """This configuration without grid.schedule, chunks and cut."""
         section = self.grid.model_copy(update=dict.fromkeys(("schedule", "chunks", "cut")))
         return self.model_copy(update={"grid": section})
 
     def settings(self) -> dict[str, dict[str, Any]]:
-        """All keys by section, for JSON. `checked` returns the same configuration for them."""
+        """Return all keys by section, for JSON. `checked` makes the same configuration from them."""
         return self.model_dump(mode="json")
 
     @field_validator("network", mode="before")
@@ -103,8 +103,8 @@ class Config(Section):
     def _precision_fits(self) -> Config:
         dtype, precision, library = self.network.dtype, self.training.precision, self.network.library
         if dtype != "float32" and precision != "float32":
-            raise ValueError(f"training.precision = \"{precision}\" is of float32 weights, and network.dtype is "
-                             f"{dtype}: leave one of them out")
+            raise ValueError(f"training.precision = \"{precision}\" needs network.dtype = \"float32\", which is "
+                             f"\"{dtype}\": leave one of them out")
         if precision == "bfloat16" and library.partition(":")[0] != "torch":
             raise ValueError(f"training.precision = \"bfloat16\" needs torch arrays, and network.library is {library}: "
                              "set network.library = \"torch\" (or \"torch:cuda\")")
@@ -116,8 +116,8 @@ class Config(Section):
 
 
 def load(path: str | os.PathLike[str]) -> Config:
-    """The checked contents of a TOML file. Paths in it are relative to the current folder. Raises Pmm3dError with every
-    unknown key, the nearest known one, and every wrong value."""
+    """Return the configuration in a TOML file. Its paths are relative to the current folder. Raises Pmm3dError with
+    every unknown key, the nearest known one, and every wrong value."""
     tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
         check_regular(path)
@@ -125,13 +125,13 @@ def load(path: str | os.PathLike[str]) -> Config:
             values = tomllib.load(file)
     except OSError as error:
         raise Pmm3dError(f"cannot read the configuration {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # also of text that is not UTF-8, and of numbers too long to read
+    except (ValueError, RecursionError) as error:  # ValueError: TOML, UTF-8, or a number with too many digits
         raise Pmm3dError(f"{path} is not TOML: {error}") from None
     return checked(values, str(path))
 
 
 def checked(values: dict[str, Any], source: str = "the configuration") -> Config:
-    """A Config from nested dictionaries; errors as in `load`."""
+    """Return a Config from nested dictionaries; errors as in `load`."""
     try:
         return Config.model_validate(values)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""A configuration in words: keys with meaning and values, a configuration as a file, and its mistakes."""
+"""Texts about a configuration: the meaning of its keys, its TOML file, and its errors."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ with needs("train", "a configuration"):
     from pydantic import BaseModel, ValidationError
 
 WIDEST = 2**28
-"""Largest number of columns, so that bytes of a matrix fit into 64 bits."""
+"""Largest number of columns, because the bytes of a matrix must fit into 64 bits."""
 CASCADE = "default_factory_not_called"
 """pydantic's error for a default that depends on a wrong value."""
 MOST_SHOWN = 60
 """Characters of a wrong value in an error."""
 WIDTH = 118
 """Characters of a comment's line."""
-HEAD = ("The configuration of pmm3d train with every key: its meaning, what it may be, and its value. What is left "
-        "out is a comment. Relative paths begin where the command runs; ~ and $NAME are expanded.")
+HEAD = ("Configuration of pmm3d train with every key: its meaning, its possible values, and its value. A key without a "
+        "value is a comment. Relative paths start at the current folder; ~ and $NAME are expanded.")
 
 
 def as_toml(config: BaseModel) -> str:
-    """The configuration as a file, with the meaning and the values of every key as comments."""
+    """Return the configuration as a TOML file. Comments give the meaning and the possible values of each key."""
     lines, keys = _comment(HEAD), list(keys_of(type(config)))
     for name, field in type(config).model_fields.items():
         section: Any = getattr(config, name)
@@ -43,14 +43,13 @@ def _comment(text: str) -> list[str]:
 
 
 def _line(section: BaseModel, key: str) -> str:
-    """A key with its value; a comment if it has none."""
+    """Return the line of a key; a comment if the key has no value."""
     value = section.model_dump(mode="json")[key]
     return f"# {key} =" if value is None else f"{key} = {tomlkit.item(value).as_string()}"
 
 
 def explained(error: ValidationError, model: type[BaseModel], values: Mapping[str, Any]) -> str:
-    """The mistakes in these values of a configuration: each unknown key with the nearest known one, each wrong
-    value."""
+    """Return the errors in these values: each unknown key with the nearest known one, and each wrong value."""
     return "; ".join(dict.fromkeys(_explained(problem, model, values) for problem in error.errors()
                                    if problem["type"] != CASCADE))
 
@@ -63,7 +62,7 @@ def _explained(problem: Any, model: type[BaseModel], values: Mapping[str, Any]) 
         return f"unknown key {key}{hint(path[-1], known)}"
     if kind == "missing":
         return f"{key} is missing"
-    if not path:  # what the sections are together
+    if not path:  # a check of several sections
         return str(problem["msg"]).removeprefix("Value error, ")
     words = next((found.words for found in keys_of(model) if [found.section, found.name] == path[:2]), "")
     section = values[path[0]]
@@ -77,14 +76,14 @@ def _explained(problem: Any, model: type[BaseModel], values: Mapping[str, Any]) 
 
 
 def fields_of(model: Any, path: list[str]) -> dict[str, Any]:
-    """The keys of the section at a path."""
+    """Return the keys of the section at a path."""
     for part in path:
         model = model.model_fields[part].annotation
     return dict(model.model_fields)
 
 
 class Key(NamedTuple):
-    """A key of a configuration in words. values: its possible values; words: the same, if the field has a text."""
+    """Texts of a key. values: its possible values; words: the same if the field has a text about them, else empty."""
 
     section: str
     name: str
@@ -96,7 +95,7 @@ class Key(NamedTuple):
 
 
 def keys_of(model: type[BaseModel]) -> Iterator[Key]:
-    """Every key of every section, in order."""
+    """Yield every key of every section."""
     schema = model.model_json_schema()
     for section, field in model.model_fields.items():
         part: Any = field.annotation
@@ -109,12 +108,12 @@ def keys_of(model: type[BaseModel]) -> Iterator[Key]:
 
 
 def _words(facts: dict[str, Any]) -> str:
-    """The possible values of a key, if its JSON schema has a text."""
+    """Return the text about possible values in the JSON schema of a key; empty if there is none."""
     return next((str(one["values"]) for one in (facts, *facts.get("anyOf", ())) if "values" in one), "")
 
 
 def _values(facts: dict[str, Any]) -> str:
-    """The possible values of a key, from its JSON schema."""
+    """Return the possible values of a key as text, from its JSON schema."""
     if words := _words(facts):
         return words
     facts = next((one for one in facts.get("anyOf", ()) if one["type"] != "null"), facts)

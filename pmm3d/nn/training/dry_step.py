@@ -1,4 +1,4 @@
-"""A step of a configuration without data: the actions of a rank of any grid, and the memory that it holds."""
+"""Dry run of a training step: the actions and the memory of a rank of any grid, without data."""
 
 from __future__ import annotations
 
@@ -27,17 +27,19 @@ from .samples import SampleSizes, loss_of, sizes_in_file
 from .step import train_step
 
 STEPS = 2
-"""The first step cannot prefetch weights, and has no optimizer's state yet. The second is like all others."""
+"""The first step prefetches no weights and has no optimizer state. The second one is like all others."""
 REMEDY = ("If the data file does not exist yet, give the sizes of its samples: --features and --outputs of pmm3d plan "
           "(samples= in a program), and --classes for labels")
 
 
 class Step(NamedTuple):
-    """actions    of a rank in one step, in their order; nothing is under way before the first and after the last
-    memory     bytes by kind that it holds at most: "weights", "gradients", "state" of the optimizer, "work" (buffers of
-               the workspace), "batches" that the loader reads ahead, "copies" of this rank's shards for a checkpoint
-               that is written in the background (not if the arrays are on a device)
-    flop       of its GEMMs
+    """One step of a rank.
+
+    actions    in their order; no collective is under way before the first one or after the last one
+    memory     largest number of bytes by kind: "weights", "gradients", "state" of the optimizer, "work" (buffers of the
+               workspace), "batches" that the loader reads ahead, "copies" of this rank's shards for a checkpoint in the
+               background (only of arrays in host memory)
+    flop       of the GEMMs
     received   bytes, in all collectives
     passes     of a pipeline's table;   kinds: its `Pipeline.kinds_of_ranks`
     """
@@ -51,14 +53,14 @@ class Step(NamedTuple):
 
 
 class DrySteps:
-    """Steps of a configuration on any grid, by the code that trains.
+    """Dry steps of a configuration on any grid, by the code that trains.
 
-    samples   of the data; left out: those of its file
+    samples   sizes of the data. Default: read from the data file
     keep      bytes of gathered weights that a rank keeps after the forward pass if overlap.reshard_after_forward is
-              left out; a run keeps a quarter of the memory that is free
+              left out; a run keeps a quarter of its free memory
     own       the network of network.build, if it was made already
 
-    micro_batches   of a step;   rows   of each of them: the largest
+    micro_batches   number of micro-batches of a step;   rows   of the largest micro-batch
 
     Raises Pmm3dError for a data file that does not exist and a network.build that does not run.
     """
@@ -76,60 +78,57 @@ class DrySteps:
             with Grid.dry((1, 1, 1)) as alone:
                 self._own = OwnNetwork(alone, config.network, config.precision, config.training.seed)
 
-    def of_micro_batches(self, number: int) -> DrySteps:
-        """The same, but for steps of this number of micro-batches, each of as many rows."""
+    def _with(self, **changes: Any) -> DrySteps:
         made = copy(self)
-        made.micro_batches = number
+        vars(made).update(changes)
         return made
+
+    def of_micro_batches(self, number: int) -> DrySteps:
+        """Return steps of this number of micro-batches, with unchanged rows of each."""
+        return self._with(micro_batches=number)
 
     def of_rows(self, number: int) -> DrySteps:
-        """The same, but for micro-batches of this number of rows."""
-        made = copy(self)
-        made.rows = number
-        return made
+        """Return steps of micro-batches of this number of rows."""
+        return self._with(rows=number)
 
     def of_network(self, keys: Mapping[str, Any]) -> DrySteps:
-        """The same with other values for these keys of [network]; a network of one's own makes its layers itself."""
-        made = copy(self)
-        if not self.config.network.build:
-            network = self.config.network.model_copy(update=dict(keys))
-            made.config = self.config.model_copy(update={"network": network})
-        return made
+        """Return steps with these values for keys of [network]. A network of network.build does not change."""
+        if self.config.network.build:
+            return self
+        network = self.config.network.model_copy(update=dict(keys))
+        return self._with(config=self.config.model_copy(update={"network": network}))
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of a transformer; 0 of another network."""
+        """Number of blocks of a transformer; 0 for another network."""
         return self.config.network.layers or 0
 
     def of_blocks(self, number: int) -> DrySteps:
-        """The same, but of a transformer of this number of blocks."""
+        """Return steps of a transformer of this number of blocks."""
         return self.of_network({"layers": number} if self.blocks else {})
 
     @property
     def unscheduled(self) -> DrySteps:
-        """The same without grid.schedule, chunks and cut."""
-        made = copy(self)
-        made.config = self.config.unscheduled
-        return made
+        """These steps without grid.schedule, chunks and cut."""
+        return self._with(config=self.config.unscheduled)
 
     def staged(self, table: PipelineSchedule) -> DrySteps:
-        """The same, but in the stages and the micro-batches of a table. The cut is that of the configuration if that
-        has as many ranks along pipe, or else even."""
-        made, section = self.of_micro_batches(table.micro_batches), self.config.grid
-        update = {"pipe": table.ranks, "schedule": table, "chunks": None,
-                  "cut": section.cut if section.pipe == table.ranks else None}
-        made.config = self.config.model_copy(update={"grid": section.model_copy(update=update)})
-        return made
+        """Return steps with the stages and the micro-batches of a table. They use grid.cut if grid.pipe is the number
+        of ranks of the table, otherwise an even cut."""
+        section = self.config.grid
+        grid = section.model_copy(update={"pipe": table.ranks, "schedule": table, "chunks": None,
+                                          "cut": section.cut if section.pipe == table.ranks else None})
+        return self._with(micro_batches=table.micro_batches, config=self.config.model_copy(update={"grid": grid}))
 
     def of(self, shape: GridShape, ranks_per_node: int, rank: int = 0) -> Step:
-        """The step of a rank. Raises Pmm3dError if the grid, the network or the loss refuses it."""
+        """Return the step of a rank. Raises Pmm3dError if the grid, the network or the loss refuses it."""
         others = {name: getattr(shape, name) for name in shape.names[4:]}
         hosts = -(-shape.size // max(1, ranks_per_node))
         with Grid.dry(shape[:3], shape.data, rank, others, hosts) as dry, self._explained():
             return self.on(dry)
 
     def on(self, dry: Grid) -> Step:
-        """The step of the rank of a grid without data."""
+        """Return the step of the rank of a dry grid."""
         config, samples, stage = self.config, self.samples, dry.stage
         parallel = Tape.of(stage).parallel
         parallel.overlap, parallel.weights.budget = Overlap(**config.overlap.model_dump()), self.keep
@@ -160,7 +159,7 @@ class DrySteps:
         return Step(run.actions, held, flop, received, run.passes, kinds)
 
     def _batch(self, dry: Grid, output: Layout) -> tuple[Facts, Facts]:
-        """Inputs and targets of a micro-batch."""
+        """Return the inputs and the targets of a micro-batch."""
         samples, x = self.samples, inputs_of(self.config, dry, self.rows, self.samples.features)
         if self.config.data.sequence is not None:
             return x, x._replace(shape=(x.shape[0], 1))
@@ -171,7 +170,7 @@ class DrySteps:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """As a context: an error of a network of one's own that needs values names the network."""
+        """Context in which an error of the user's network becomes a Pmm3dError that names the network."""
         try:
             yield
         except Pmm3dError:
@@ -184,7 +183,7 @@ class DrySteps:
 
 
 class _Taken(LossScale):
-    """Takes every step: the norm of a gradient without data is arbitrary."""
+    """Loss scale that skips no step, because the norm of a gradient without data is arbitrary."""
 
     def takes(self, norm: float) -> bool:
         return True
@@ -192,8 +191,8 @@ class _Taken(LossScale):
 
 def step_of(config: Config, shape: GridShape, ranks_per_node: int, rank: int = 0,
             samples: tuple[int, ...] | SampleSizes | None = None, keep: int = 0) -> Step:
-    """The step of a rank of a grid of that shape, by a dry run of the code that trains. Arguments and errors as of
-    `DrySteps`; ranks fill node after node.
+    """Return the step of a rank of a grid of that shape; ranks fill node after node. Arguments and errors as of
+    `DrySteps`.
 
         >>> from .config import checked
         >>> config = checked({"data": {"file": "x.h5", "batch_size": 8}, "network": {"hidden": [16], "bias": False}})
@@ -206,6 +205,6 @@ def step_of(config: Config, shape: GridShape, ranks_per_node: int, rank: int = 0
 
 def _checked(samples: SampleSizes) -> SampleSizes:
     if min(samples.features, samples.outputs) < 1 or samples.classes and samples.outputs < 2:
-        raise Pmm3dError(f"samples: {samples.features} features and {samples.outputs} outputs make no network: at "
-                         "least 1 each, and 2 classes")
+        raise Pmm3dError(f"samples: a network needs at least 1 feature and 1 output (2 for classes); got "
+                         f"{samples.features} and {samples.outputs}")
     return samples

@@ -1,4 +1,4 @@
-"""Losses by name, evaluations, and the search for numbers that are not finite."""
+"""Losses by name, evaluations, and the search for infinite numbers and NaN."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ LOSSES: dict[str, Loss] = {"cross_entropy": losses.cross_entropy, "mse": losses.
 
 
 def loss_named(loss: str | Loss) -> Loss:
-    """The loss of that name, or the given function. Raises Pmm3dError for anything else."""
+    """Return the loss of that name, or the given function. Raises Pmm3dError for anything else."""
     function = LOSSES.get(loss, loss) if isinstance(loss, str) else loss
     if isinstance(function, str) or not callable(function):
-        raise Pmm3dError(f"the loss is {', '.join(LOSSES)} or a function; got {loss!r}")
+        raise Pmm3dError(f"the loss must be {', '.join(LOSSES)} or a function; got {loss!r}")
     return function
 
 
 def local_loss(result: Tensor) -> float:
-    """This rank's part of a number, 1 x 1: the sum over all ranks is the number."""
+    """Return this rank's part of a 1 x 1 number. The sum over all ranks is the number."""
     grid = result.grid
     local = result.library.to_numpy(result.shard)
     return float(local[0, 0]) if local.size and result.layout.is_first(grid.shape.position(grid.rank)) else 0.0
 
 
 class Evaluation:
-    """Means over the rows of batches, which are added in `network.evaluating()`. Ignored labels do not count in the
-    loss. Raises Pmm3dError for a metric that has the name of another figure."""
+    """Means over the rows of batches. Call `add` in `network.evaluating()`. Rows with ignored labels do not count in
+    the loss. Raises Pmm3dError for a metric that has the name of another figure."""
 
     def __init__(self, network: Module, loss: Loss, metrics: Metrics | None = None):
         self._network, self._loss, self._metrics = network, loss, dict(metrics or {})
         self._classes, self._vectors = loss is losses.cross_entropy, loss in (losses.mse, losses.mae)
         if taken := sorted({"loss", "accuracy", "r2"} & set(self._metrics)):
-            raise Pmm3dError(f"metrics: {', '.join(taken)} is what an evaluation has already; give yours another name")
+            raise Pmm3dError(f"metrics: an evaluation already has {', '.join(taken)}; give yours another name")
         self._sums, self._rows = np.zeros(3), 0
         self._score = scores.R2()
         self._means = dict.fromkeys(self._metrics, 0.0)
 
     def add(self, batches: Iterable[Batch]) -> None:
-        """Add batches. A Pipeline has a batch in each of its ranks at once."""
+        """Add batches. In a Pipeline, each rank works on another batch."""
         ahead = self._network.ranks - 1 if isinstance(self._network, Pipeline) else 0
         under_way = deque[tuple[Tensor, DistMatrix]]()
         for x, y in batches:
@@ -65,7 +65,7 @@ class Evaluation:
             self._count(out, y)
 
     def _count(self, out: Tensor, y: DistMatrix) -> None:
-        """Add a batch by the output of the network."""
+        """Add a batch, from the output of the network."""
         grid, rows, out = self._network.grid, out.shape[0], whole(out)
         for name, metric in self._metrics.items():
             self._means[name] += float(metric(out, y)) * rows
@@ -85,12 +85,12 @@ class Evaluation:
         self._rows += rows
 
     def figures(self) -> dict[str, float]:
-        """The figures: "loss", "accuracy" for classes or "r2" for vectors, and the metrics. Collective. A user's loss
-        with labels has no score except the metrics."""
+        """Return "loss", "accuracy" for classes or "r2" for vectors, and the metrics. Collective. For a user's loss
+        with labels there is neither accuracy nor r2."""
         grid, rows = self._network.grid, self._rows
         if not rows:
-            raise Pmm3dError("an evaluation needs batches, and there were none: an iterator that came to its end gives "
-                             "no more, a loader begins anew by itself")
+            raise Pmm3dError("an evaluation needs batches, and there were none. An exhausted iterator returns no more: "
+                             "pass a list or a Loader, which starts again by itself")
         with grid.ledger.phase("agreement"):
             loss, right, counted = grid.everyone.all_reduce(self._sums, agreed=True).wait().tolist()
         score = {"accuracy": right / rows} if self._classes else {"r2": self._score.value()} if self._vectors else {}
@@ -137,7 +137,7 @@ def evaluate(network: Module, loader: Iterable[Batch], loss: Loss, metrics: Metr
 
 
 def first_non_finite(network: Module, inputs: Sequence[DistMatrix]) -> str:
-    """A sentence that names the first parameter, input or layer with infinite numbers or NaN. Collective."""
+    """Return a sentence that names the first parameter, input or layer with infinite numbers or NaN. Collective."""
     grid, names = network.grid, {module: name or "the network" for name, module in network.named_modules()}
     wrong: list[tuple[str, str]] = []
 
@@ -151,7 +151,7 @@ def first_non_finite(network: Module, inputs: Sequence[DistMatrix]) -> str:
             wrong.append((names[module], f"layer {names[module]} ({type(module).__name__})"))
 
     def first() -> str:
-        """The first wrong part of the network, of all stages; "" if there is none."""
+        """Return the first wrong part of the network, over all stages; "" if there is none."""
         everyones = [each[0] for each in network.whole.comm.allgather(wrong) if each]
         return min(everyones, key=lambda each: (len(each[0].partition(".")[0]), each[0]), default=("", ""))[1]
 
@@ -167,4 +167,4 @@ def first_non_finite(network: Module, inputs: Sequence[DistMatrix]) -> str:
             network(x)
         if found := first():
             return f"The output of {found} is not finite."
-    return "All layers' outputs are finite: it is the loss or the gradient itself."
+    return "All layers' outputs are finite: the loss or the gradient itself is not."

@@ -1,4 +1,4 @@
-"""A checkpoint of a run as a torch state dict."""
+"""Export of a run's checkpoint as a torch state dict."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from .samples import SAMPLES, Recalled, recalled
 
 
 def check_target(target: Path, overwrite: bool) -> None:
-    """Raises CheckpointError unless a .safetensors file may be written there: a device is not replaced."""
+    """Raises CheckpointError unless the target is a .safetensors file that may be written."""
     if target.suffix != ENDING:
-        raise CheckpointError(f"cannot export to {target}: what is written is a safetensors file, so let its name end "
-                              f"in {ENDING}")
+        raise CheckpointError(f"cannot export to {target}: the name of the file must end in {ENDING}")
     check_replaceable(target, overwrite)
 
 
@@ -38,12 +37,12 @@ def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path, names
             known: Recalled | None = recalled(found)
         except CheckpointError:
             known = None
-        of_torch = known is None or known.config.network.build  # whose file need not be there any more
+        of_torch = known is None or known.config.network.build  # a file of network.build may be missing now
         with grid.collective_call("export", names, always=True):
             if of_torch and names != TORCH:
-                raise CheckpointError(f"{found.path} does not say how its network is made: it has no names {names!r}. "
-                                      "Make the network in a program, load it with nn.exchange.load_weights, and "
-                                      "call its export")
+                raise CheckpointError(f"{found.path} does not determine its network, so the export cannot use the "
+                                      f"names {names!r}. Make the network in a program, load it with "
+                                      "nn.exchange.load_weights, and call its export")
         if known is None or of_torch:
             _export_matrices(grid, keeper, found, target)
         else:
@@ -53,7 +52,7 @@ def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path, names
 
 def _export_network(grid: Grid, keeper: Checkpoints, found: Checkpoint, known: Recalled, target: Path,
                     names: str) -> None:
-    """Export by the network, which tells vectors from matrices."""
+    """Export the parameters of the network, which distinguishes vectors from matrices."""
     section = known.config.network.model_copy(update={"library": "numpy"})
     config = known.config.model_copy(update={"network": section})
     made = network_of(config, grid, known.samples)
@@ -63,7 +62,7 @@ def _export_network(grid: Grid, keeper: Checkpoints, found: Checkpoint, known: R
 
 
 def _export_matrices(grid: Grid, keeper: Checkpoints, found: Checkpoint, target: Path) -> None:
-    """Export by the checkpoint, which tells vectors from matrices."""
+    """Export the matrices of the checkpoint, whose manifest distinguishes vectors from matrices."""
     entries = {name: entry for name, entry in found.manifest["matrices"].items() if not is_state(name)}
     library = "torch" if "bfloat16" in {entry["dtype"] for entry in entries.values()} else "numpy"
     matrices = {name: DistMatrix.empty(grid, tuple(entry["shape"]), dtype=entry["dtype"], layout=Layout("z"),

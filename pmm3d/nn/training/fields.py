@@ -1,4 +1,4 @@
-"""Types of the keys of a configuration, and its sections."""
+"""Types of the keys of a configuration, and the base class of its sections."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ with needs("train", "a configuration"):
     from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 LARGEST = 2**53
-"""Beyond it whole numbers are no longer exact as floating point."""
+"""Larger whole numbers are not exact in floating point."""
 
 
 def _expanded(value: Any) -> Any:
-    """A path with ~ and environment variables expanded. Raises ValueError if it is empty."""
+    """Return a path with ~ and environment variables expanded. Raises ValueError if it is empty."""
     if not isinstance(value, str):
         return value
     text = os.path.expandvars(os.path.expanduser(value))
     if not text or "\0" in text:
-        raise ValueError("it names no file or folder")
+        raise ValueError("the path is empty, or contains a null character")
     if "$" in text:
-        raise ValueError("the environment has no such variable")
+        raise ValueError("this environment variable is not set")
     return Path(text)
 
 
@@ -33,7 +33,7 @@ def _as_policy(value: Any) -> Any:
 
 
 def _in_words(values: str) -> Any:
-    """A field with a text about its values, for help and errors."""
+    """Return a field with a text about its values, for help and errors."""
     return Field(json_schema_extra={"values": values})
 
 
@@ -46,20 +46,20 @@ Positive = Annotated[float, Field(gt=0)]
 Name = Annotated[str, Field(min_length=1)]
 Place = Annotated[Path, BeforeValidator(_expanded)]
 Shape = Annotated[str, Field(pattern=r"^(\d+x\d+x\d+|ddp|fsdp|hsdp|megatron|auto)$"), _in_words(
-    '"GxxGyxGz" in numbers, as "2x2x1", or "ddp", "fsdp", "hsdp", "megatron", or "auto"')]
+    'three numbers, such as "2x2x1", or "ddp", "fsdp", "hsdp", "megatron", or "auto"')]
 Table = Annotated[Name, _in_words(
-    '"1f1b", "zb-h1" or another name of pmm3d plan pipeline, or a CSV file of actions, as "mine.csv"')]
+    '"1f1b", "zb-h1", another schedule of pmm3d plan pipeline, or a CSV file of actions, such as "mine.csv"')]
 Cut = Annotated[list[Count] | Literal["cost"], _in_words('a list of whole numbers of at least 1, or "cost"')]
 Function = Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$"), _in_words(
-    'a Python file, from where the command runs, and a function in it, as "model.py:build"')]
+    'a Python file, relative to the current folder, and a function in it, such as "model.py:build"')]
 Hidden = Annotated[list[Width] | Width, _in_words(
-    "a list of whole numbers of at least 1, or of a transformer one such number")]
+    "a list of whole numbers of at least 1; for a transformer, one such number")]
 Recompute = Annotated[Count | Literal["none", "selective", "full"], BeforeValidator(_as_policy), _in_words(
     '"none", "selective", "full", or a whole number of at least 1')]
 
 
 def default_of(**values: Any) -> Any:
-    """A key of some values of `kind`, with its default for each. Others refuse it."""
+    """Return the field of a key that only these values of `kind` have, with a default for each."""
     return Field(default_factory=lambda given: values.get(given.get("kind")), json_schema_extra={"kinds": [*values]})
 
 
@@ -68,7 +68,7 @@ def of_tokens(default: Any) -> Any:
 
 
 class Section(BaseModel):
-    """A table of the file. Unknown keys, values of another type and keys of another kind are refused."""
+    """Table of a configuration file. Unknown keys, values of another type and keys of another `kind` are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False,
                               use_attribute_docstrings=True)
@@ -79,6 +79,6 @@ class Section(BaseModel):
             extra, kind = field.json_schema_extra, getattr(self, "kind", None)
             kinds = extra.get("kinds") if isinstance(extra, dict) else None
             if isinstance(kinds, list) and kind not in kinds and getattr(self, name) is not None:
-                raise ValueError(f'{name} is no key of kind = "{kind}", but of {", ".join(map(str, kinds))}: leave it '
-                                 "out, or name another kind")
+                raise ValueError(f'kind = "{kind}" has no key {name}, which is for {", ".join(map(str, kinds))}: leave '
+                                 "it out, or set another kind")
         return self

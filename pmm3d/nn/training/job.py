@@ -1,4 +1,4 @@
-"""A training run as a job of a batch system: its start, from a checkpoint or not, and its end."""
+"""Start and end of a training run as a batch job."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 from ...errors import CheckpointError, Pmm3dError, printable
 from ...model.environment import job_restarts
+from ...text import names_in_words
 from .signals import Signals
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def train_job(config: Config, comm: MPI.Intracomm, resume: str, trace: Path | No
     `TrainState.resume`; again: the command that resumes the run, for its summary.
     """
     with Signals() as signals:
-        from .build import trainer  # signals count from before the long imports on
+        from .build import trainer  # imported late, because signals must be collected during the long import
 
         with trainer(config, comm, signals, trace=bool(trace)) as run, run.owning():
             finished = _train_on(run, config, resume, trace, accept, again)
@@ -42,20 +43,21 @@ def _train_on(run: Trainer, config: Config, resume: str, trace: Path | None, acc
     if not resumed:
         _check_new(run, resume)
     lines = [] if run.auto is None else [
-        run.auto.said() + (f". The run goes on with it from step {run.step}" if run.step else "")]
+        run.auto.line() + (f". The run continues on this grid from step {run.step}" if run.step else "")]
     lines += _end_schedule_with_run(run)
     if weights := config.training.weights:
         lines.append(f"training.weights = {weights}: " + (
-            f"not used: the run goes on from step {run.step}" if run.step else _load_weights(run, Path(weights))))
+            f"not used, because the run continues from step {run.step}" if run.step else
+            _load_weights(run, Path(weights))))
     if run.log is not None:
         for line in (*lines, _targets(run, config), run.describe()):
             run.log.say(printable(line))
     finished = run.run()
-    with run.grid.collective_call("training", always=True):  # requeued again and again, it would never end
+    with run.grid.collective_call("training", always=True):  # without an error, the job would be requeued for ever
         if not finished and not run.counts["steps"] and job_restarts():
-            raise Pmm3dError(f"this start of the job (restart {job_restarts()}) was asked to end before its first "
-                             "step: the time limit leaves no time to train between starting and the signal. Raise it, "
-                             "or have the signal later (sbatch --signal). Nothing is lost")
+            raise Pmm3dError(f"restart {job_restarts()} of this job received the signal to end before its first step: "
+                             "the time limit is too short for start-up and training. Raise it, or send the signal "
+                             "later (sbatch --signal). Nothing is lost")
     if run.grid.rank == 0:
         attempt("the summary could not be printed", lambda: print(printable(run.summary(again)), flush=True))
     if trace:
@@ -67,8 +69,8 @@ def _train_on(run: Trainer, config: Config, resume: str, trace: Path | None, acc
 
 
 def _check_new(run: Trainer, resume: str) -> None:
-    """Raises, on every rank, if a run must not begin at step 0: it would overwrite checkpoints, or a requeued job would
-    begin anew each time."""
+    """Raises Pmm3dError, on every rank, if the run must not begin at step 0: it would overwrite checkpoints, or a
+    requeued job would start from scratch each time."""
     if run.checkpoints is None:
         return
     folder, latest = run.checkpoints.folder, run.checkpoints.latest()
@@ -76,25 +78,22 @@ def _check_new(run: Trainer, resume: str) -> None:
     if run.grid.rank == 0:
         retired = sorted(path.name for path in folder.glob("retired-step-*"))
     retired = run.grid.comm.bcast(retired)
-    from ...text import names_in_words
-
     with run.grid.collective_call("training", always=True):
         if resume == "never" and latest:
-            raise Pmm3dError(f"{latest} is there from an earlier run: go on with --resume auto, or choose another "
+            raise Pmm3dError(f"an earlier run wrote {latest}: continue it with --resume auto, or choose another "
                              "training.folder")
         if resume == "auto" and job_restarts():
             raise CheckpointError(f"this job was requeued (restart {job_restarts()}) and there is no checkpoint in "
-                                  f"{folder}: the start before ended before it wrote one, or training.folder is "
-                                  "another. Submit a new job to begin from the start; for checkpoints more often, "
+                                  f"{folder}: the previous start ended before it wrote one, or training.folder has "
+                                  "changed. Submit a new job to start from scratch. For more frequent checkpoints, "
                                   "lower training.checkpoint_every")
         if resume == "auto" and retired:
-            raise CheckpointError(f"{folder} holds retired checkpoints only: {names_in_words(retired)}. Go on from one "
-                                  "with --resume PATH, or choose another training.folder")
+            raise CheckpointError(f"{folder} contains only retired checkpoints: {names_in_words(retired)}. Continue "
+                                  "from one with --resume PATH, or choose another training.folder")
 
 
 def _targets(run: Trainer, config: Config) -> str:
-    """A line about the targets."""
-    from ...text import names_in_words
+    """Return a line about the targets."""
     from .samples import SAMPLES
 
     found, section = run.settings[SAMPLES], config.data
@@ -110,19 +109,19 @@ def _targets(run: Trainer, config: Config) -> str:
 
 
 def _end_schedule_with_run(run: Trainer) -> list[str]:
-    """Let the schedule end with the run. Return a line if that changes the learning rate, because after a change of the
-    data epochs have another number of steps."""
+    """Move the end of the schedule to the end of the run, because epochs of other data have another number of steps.
+    Return a line if the learning rate changes."""
     schedule, optimizer = run.state.schedule, run.state.optimizer
     if schedule is None or not run.step or not run.steps_left():
         return []
     before, end = optimizer.lr, run.step + run.steps_left()
     schedule.end_at(end)
-    line = f"the schedule ends with the run, at step {end}: the learning rate of step {run.step + 1} is "
-    return [] if optimizer.lr == before else [f"{line}{optimizer.lr:.6g}"]
+    return [] if optimizer.lr == before else [f"the schedule ends with the run, at step {end}: the learning rate of "
+                                              f"step {run.step + 1} is {optimizer.lr:.6g}"]
 
 
 def _load_weights(run: Trainer, path: Path) -> str:
-    """See `load_weights`."""
+    """Load initial weights, after a comparison of the classes."""
     from ..exchange import load_weights
     from .samples import SAMPLES, compare_classes
 

@@ -1,5 +1,5 @@
-"""The log of a training run: metrics.jsonl, a line of progress, curves.png, figures for Prometheus. Rank 0 writes.
-After the start of the run, a failure to write is a warning."""
+"""Log of a training run: metrics.jsonl, a progress line, curves.png, and figures for Prometheus. Rank 0 writes it.
+After the start of the run, a failure to write is only a warning."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ GAUGES = {
     "epoch": "Passes over the data done",
     "loss": "Loss of the last step logged",
     "lr": "Learning rate",
-    "samples_per_second": "Rows trained per second since the line before",
-    "waiting": "Share of the time since the line before that rank 0 waited for messages or the loader, 0 to 1",
+    "samples_per_second": "Rows trained per second since the previous line",
+    "waiting": "Share of the time since the previous line that rank 0 waited for messages or the loader, 0 to 1",
     "gradient_norm": "2-norm of the gradient before it was clipped",
     "checkpoint_step": "Step of the last checkpoint written by this start",
     "checkpoint_timestamp_seconds": "When the last checkpoint was written, Unix time",
@@ -39,11 +39,12 @@ logger = logging.getLogger("pmm3d.nn")
 
 
 def attempt(what: str, body: Callable[[], object]) -> None:
-    """Run a part that the training does not need, on one rank. An error becomes a warning that begins with `what`."""
+    """Run a function that the training does not need, on one rank. An error becomes a warning that begins with
+    `what`."""
     try:
         body()
     except Exception as error:
-        logger.warning(f"{what}: {type(error).__name__}: {error}. The training is not concerned")
+        logger.warning(f"{what}: {type(error).__name__}: {error}. The training is not affected")
 
 
 def on_first(grid: Grid, path: Path, body: Callable[[], None]) -> None:
@@ -65,8 +66,8 @@ def on_first(grid: Grid, path: Path, body: Callable[[], None]) -> None:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a metrics file; none if there is no file. Lines that are not JSON of a step are left out, with a
-    warning except for the last line, which a crash may have cut."""
+    """Return the lines of a metrics file; an empty list if there is no file. Lines that are not JSON of a step are left
+    out, with a warning unless it is the last line, which a crash may have cut."""
     lines: list[dict[str, Any]] = []
     try:
         check_regular(path)
@@ -83,8 +84,8 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         elif number < len(texts):
             wrong.append(number)
     if wrong:
-        logger.warning(f"{path}: {len(wrong)} lines are left out, which are not JSON of a step (the first is line "
-                       f"{wrong[0]})")
+        logger.warning(f"{path}: {len(wrong)} lines are left out, because they are not JSON of a step (the first is "
+                       f"line {wrong[0]})")
     return lines
 
 
@@ -106,7 +107,7 @@ class RunLog:
     -----
     metrics.jsonl has a JSON object a line: {"step", "epoch", "loss", "gradient_norm", "lr", "samples_per_second",
     "waiting", "seconds"}, and {"step", "validation": {...}}. "lr" is the rate that the step used. "gradient_norm" is
-    the 2-norm before clipping. "waiting" is the share of the time since the line before in which rank 0 waited for
+    the 2-norm before clipping. "waiting" is the share of the time since the previous line in which rank 0 waited for
     messages or the loader. For tokens there are also "perplexity" and "bits_per_byte", and samples are tokens. For
     float16 there are also "loss_scale", of the next step, and "skipped". Figures that are not finite are left out. A
     resumed run continues the file, without lines of later steps.
@@ -127,7 +128,7 @@ class RunLog:
 
     def __init__(self, folder: str | os.PathLike[str], rank: int, *, bar: bool = True,
                  prometheus: str | os.PathLike[str] | None = None):
-        self.folder, self.speaks = Path(folder), rank == 0
+        self.folder, self.writes = Path(folder), rank == 0
         self._bar, self._prometheus, self._warned = bar, prometheus, set[str]()
         self._file: TextIO | None = None
         self._exporter: Textfile | None = None
@@ -149,7 +150,7 @@ class RunLog:
         Pmm3dError
             If the file for Prometheus cannot be written.
         """
-        if not self.speaks:
+        if not self.writes:
             return
         if self._prometheus is not None:
             self._exporter = Textfile(Path(self._prometheus), self.folder)
@@ -168,7 +169,7 @@ class RunLog:
         metrics : dict
             Figure -> value, with at least "step".
         """
-        if not self.speaks:
+        if not self.writes:
             return
         seconds = time.perf_counter() - self._begun
         self._write({**metrics, "seconds": round(seconds, 3)})
@@ -190,7 +191,7 @@ class RunLog:
         figures : dict
             Figure -> value.
         """
-        if self.speaks:
+        if self.writes:
             self._write({"step": step, "epoch": epoch, "validation": figures})
             self._export({"step": step, "epoch": epoch}, figures)
         self.say(f"step {step}: " + ", ".join(f"validation {name} {value:.4f}" for name, value in figures.items()))
@@ -216,7 +217,7 @@ class RunLog:
         text : str
             The line.
         """
-        if self.speaks:
+        if self.writes:
             self._print(("\r\033[K" if self._shows else "") + text)
 
     @property
@@ -226,18 +227,18 @@ class RunLog:
     def _print(self, text: str, end: str = "\n") -> None:
         try:
             print(text, end=end, file=sys.stderr, flush=True)
-        except (OSError, ValueError) as error:  # a terminal that is gone, or that cannot show a name
+        except (OSError, ValueError) as error:  # the terminal was closed, or cannot encode a name
             self._warn(f"the run's messages cannot be printed: {error}")
 
     def _write(self, line: dict[str, Any]) -> None:
-        """Write a line. A line that a full disk does not take is written with the next one."""
+        """Write a line. If the disk is full, the file object keeps the line for the next write."""
         if self._file is None:
             return
         try:
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
         except OSError as error:
-            self._warn(f"{self.folder / METRICS} cannot be written: {error.strerror}. The training goes on")
+            self._warn(f"{self.folder / METRICS} cannot be written: {error.strerror}. The training continues")
 
     def _export(self, figures: Mapping[str, float], validation: Mapping[str, float] | None = None) -> None:
         if self._exporter is not None:
@@ -254,7 +255,7 @@ class RunLog:
             logger.warning(text)
 
     def close(self) -> None:
-        """End the log, at any end of the run."""
+        """Close the log."""
         if self._shows:
             self._print("")
         if self._file is not None:
@@ -262,14 +263,14 @@ class RunLog:
         self._file = None
 
     def draw_at_exit(self) -> None:
-        """Draw the curves at the end of the process: after everything that other ranks would wait for."""
-        if self.speaks:
+        """Draw the curves at the end of the process, when no other rank waits for this one."""
+        if self.writes:
             atexit.register(self.draw)
 
     def draw(self) -> None:
         """Write curves.png."""
         atexit.unregister(self.draw)
-        if self.speaks and self.folder.is_dir():
+        if self.writes and self.folder.is_dir():
             attempt(f"{self.folder / PICTURE} could not be drawn", self._draw)
 
     def _draw(self) -> None:
@@ -278,7 +279,7 @@ class RunLog:
 
 
 def plot(lines: Sequence[Mapping[str, Any]], picture: Path) -> None:
-    """Draw the loss and the validations by step, from lines of metrics.jsonl."""
+    """Draw loss and validation by step, from lines of metrics.jsonl."""
     with needs("report", "curves.png"):
         from matplotlib.figure import Figure
 
@@ -300,14 +301,14 @@ def plot(lines: Sequence[Mapping[str, Any]], picture: Path) -> None:
 
 
 class Textfile:
-    """A file of gauges pmm3d_* for the textfile collector of Prometheus's node exporter, with the labels run (its
-    folder) and job. Raises Pmm3dError if the file cannot be written at first; `write` raises OSError."""
+    """File of gauges pmm3d_* for the textfile collector of Prometheus's node exporter, with the labels run (the folder)
+    and job. The constructor raises Pmm3dError if the file cannot be written; `write` raises OSError."""
 
     def __init__(self, path: Path, run: Path):
         with needs("monitor", "training.prometheus"):
             from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
         if path.suffix != ".prom":
-            raise Pmm3dError(f"training.prometheus = {str(path)!r}: node exporters read files that end in .prom only")
+            raise Pmm3dError(f"training.prometheus = {str(path)!r}: node exporters read only files that end in .prom")
         registry, self._labels = CollectorRegistry(), (str(run.absolute()), job_id() or "")
         self._store: Callable[[], None] = lambda: write_to_textfile(str(path), registry)
         self._gauges = {name: Gauge(f"pmm3d_{name}", text, LABELS, registry=registry) for name, text in GAUGES.items()}
@@ -317,10 +318,10 @@ class Textfile:
             self.write({})
         except OSError as error:
             raise Pmm3dError(f"training.prometheus = {str(path)!r} cannot be written: {error.strerror}. Name a file in "
-                             "a folder that is there and that this user may write to") from None
+                             "an existing folder that this user may write to") from None
 
     def write(self, figures: Mapping[str, float], validation: Mapping[str, float] | None = None) -> None:
-        """Set the gauges that are named, and write all that were ever set."""
+        """Set these gauges, and write all gauges that were set so far."""
         for name, value in {**figures, "updated_timestamp_seconds": time.time()}.items():
             if name in self._gauges:
                 self._gauges[name].labels(*self._labels).set(value)

@@ -1,4 +1,4 @@
-"""The training loop: steps, validation, checkpoints and signals. `apps/train_fc.py` is an example of your own loop."""
+"""Training loop: steps, validation, checkpoints and signals. `apps/train_fc.py` is an example of your own loop."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Trainer:
     signals : Signals
         Signals that were received before the run. Default: none.
     auto
-        How the grid was chosen, for run.json. Default: it was named.
+        Automatic choice of the grid, for run.json. Default: none.
 
     Attributes
     ----------
@@ -79,9 +79,9 @@ class Trainer:
 
     Notes
     -----
-    SIGUSR1, on any rank, requests a checkpoint after the present step, or after the present batch of a validation.
+    SIGUSR1, on any rank, requests a checkpoint after the current step, or after the current batch of a validation.
     SIGTERM and SIGINT request a checkpoint and the end of the run. During the run the folder of the log, or of the
-    checkpoints, belongs to this job: another job gets a FolderInUseError. A step sends one agreement of a few numbers.
+    checkpoints, belongs to this job: another job gets a FolderInUseError. A step has one all-reduce of a few numbers.
 
     Examples
     --------
@@ -112,7 +112,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         if self.state.loader is None:
-            raise Pmm3dError("a training needs batches: TrainState(loader=)")
+            raise Pmm3dError("a training needs batches: give the loader, TrainState(loader=)")
         self.grid, self.loader = self.state.network.whole, self.state.loader
         self.figures: dict[str, float] = {}
         self.counts, self.request = Counter[str](), 0
@@ -143,8 +143,8 @@ class Trainer:
     def owning(self) -> Iterator[None]:
         """Context in which the folder belongs to this job, and signals are collected. Collective.
 
-        `run` enters it. Enter it before `resume` to protect that too. It may be entered again inside. Raises
-        FolderInUseError, on every rank, if the folder belongs to another job.
+        `run` enters the context. Enter it yourself before `resume`; it may be nested. Raises FolderInUseError, on every
+        rank, if the folder belongs to another job.
         """
         owner = self.log if self.log is not None else self.checkpoints
         with self.signals:
@@ -205,14 +205,14 @@ class Trainer:
             try:
                 self.request = self._train()
             except Pmm3dError as error:
-                if error.everywhere:  # all ranks are here
+                if error.everywhere:  # all ranks are here, so a collective is possible
                     self._keep_newest()
                 raise
             self._finish()
         return self.request < END
 
     def _train(self) -> int:
-        """Train. Return the most urgent request at the end: END or above if a signal ended the run."""
+        """Train, and return the most urgent request: END or above if a signal ended the run."""
         loader, recipe, part = self.loader, self.recipe, self.grid.ledger.part
         request = self._agree(loader).request
         while request < END and not self.done:
@@ -241,7 +241,7 @@ class Trainer:
         return self.step % every == 0 if every else pause
 
     def _step(self) -> Stepped:
-        """Take or skip a step of the optimizer. At its end the batches of the next step have been read."""
+        """Take or skip a step of the optimizer, and wait for the batches of the next one."""
         state, lr, steps = self.state, self.state.optimizer.lr, self.step
         skipped = 0 if state.scale is None else state.scale.skipped
         batches = self._take(self.loader)
@@ -258,7 +258,7 @@ class Trainer:
         return Stepped(value, norm, lr, sum(x.shape[0] for x, _ in batches))
 
     def _agree(self, loader: Loader, loss: float = 0.0, square: Square = 0.0) -> Agreed:
-        """Wait for this rank's part of the next batch, and agree on it, on signals, and on this step. Collective: one
+        """Wait for this rank's part of the next batch. Combine read errors, signals, loss and norm of all ranks, by one
         all-reduce."""
         with self.grid.ledger.part("agreement"):
             problem = loader.fetch()
@@ -273,7 +273,7 @@ class Trainer:
         return agreed
 
     def _take(self, loader: Loader) -> list[Batch]:
-        """The micro-batches of a batch. Raises, on every rank, the error of a rank that could not read it."""
+        """Return the micro-batches of a batch. Raises, on every rank, the error of a rank that could not read it."""
         if loader in self._failed:
             with self.grid.collective_call("Loader", always=True):
                 if (problem := self._failed.pop(loader)) is not None:
@@ -282,8 +282,8 @@ class Trainer:
             return [loader.take() for _ in range(loader.left)]
 
     def _validate(self, validation: Loader, request: int) -> int:
-        """Evaluate, and return the most urgent request. A checkpoint that is requested meanwhile is written after the
-        present batch, if the figures so far are finite."""
+        """Evaluate, and return the most urgent request. A checkpoint requested meanwhile is written after the current
+        batch, if the figures so far are finite."""
         network = self.state.network
         evaluation, inputs = Evaluation(network, self._loss, self.recipe.metrics), list[DistMatrix]()
         with network.evaluating(), unchanged(network.grid):
@@ -302,7 +302,8 @@ class Trainer:
         return request
 
     def _judge(self, evaluation: Evaluation, inputs: Sequence[DistMatrix]) -> dict[str, float]:
-        """The figures so far. Raises NonFiniteLossError if their loss is not finite. inputs: of the last batch."""
+        """Return the figures so far. Raises NonFiniteLossError if their loss is not finite. inputs: of the last
+        batch."""
         figures = evaluation.figures()
         self.counts["evaluations"] += 1
         self._check(inputs, f"step {self.step}: the validation's loss is", figures["loss"])
@@ -349,7 +350,7 @@ class Trainer:
         self._wrote(path)
 
     def _keep_newest(self) -> None:
-        """Before an error ends the run, complete the checkpoint that is written in the background, if possible."""
+        """Complete the checkpoint that is written in the background, if possible, before an error ends the run."""
         try:
             self._finish()
         except Exception as error:
@@ -357,13 +358,13 @@ class Trainer:
                 logger.warning(f"the newest checkpoint was not written: {error}")
 
     def _wrote(self, path: Path | None) -> None:
-        """Report a checkpoint that is on the disk now, if there is one."""
+        """Report a checkpoint that is now on the disk; nothing for None."""
         if path is not None:
             with self.grid.ledger.part("log"):
                 self._reporter.saved(path, self._held)
 
     def steps_left(self) -> int:
-        """Number of steps to the end of the last epoch, or of the budget."""
+        """Return the number of steps to the end of the run."""
         batches, position, recipe = len(self.loader), self.loader.state(), self.recipe
         left = [] if recipe.steps is None else [recipe.steps - self.step]
         if recipe.epochs is not None:
@@ -371,7 +372,7 @@ class Trainer:
         return max(0, min(left))
 
     def describe(self) -> str:
-        """A line about the training that `run` will do."""
+        """Return a line about the training that `run` will do."""
         left, end = self.steps_left(), self.recipe.epochs
         if not left:
             done = f"{end} epochs" if not self.spent else f"{self.step} steps"

@@ -1,4 +1,4 @@
-"""The network, the optimizer and the schedule of a configuration, on any grid, also without data."""
+"""Network, optimizer and schedule of a configuration, on any grid, also a dry one."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from .samples import Samples
 from .sections import NetworkSection
 
 MODULE = "network_build"
-"""Name of the file among the modules of the program."""
+"""Name of the user's file in `sys.modules`."""
 
 
 class OwnNetwork:
-    """The function that `network.build` names. Collective.
+    """The user's function of `network.build`. Collective.
 
-    The first rank reads the file, and all ranks run it. Modules beside the file can be imported. Raises Pmm3dError, on
-    every rank, if the section has keys for layers, if the file or the function is missing, or if the file does not run.
+    Rank 0 reads the file, and all ranks run it. The file can import modules in its folder. Raises Pmm3dError, on every
+    rank, if the section has keys for layers, if the file or the function is missing, or if the file does not run.
     """
 
     def __init__(self, grid: Grid, section: NetworkSection, precision: Precision, seed: int):
         if others := section.own_keys:
-            raise Pmm3dError(f"network.build = {section.build} makes its own layers: leave network.{others[0]} out, or "
-                             "leave it to the function")
+            raise Pmm3dError(f"network.build = {section.build} makes its own layers: leave network.{others[0]} out, "
+                             "and set it in the function")
         self._section, self._precision, self._seed, self.name = section, precision, seed, str(section.build)
         path, _, function = self.name.rpartition(":")
         self._path, source = Path(path), _read(grid, Path(path))
@@ -59,8 +59,8 @@ class OwnNetwork:
 
     def made(self, grid: Grid, features: int, outputs: int,
              config: Config | None = None) -> tuple[Module, Layout]:
-        """(the network, the layout of its output) on this grid. Collective. config: for `pipelined`. Raises Pmm3dError,
-        on every rank, if the function raises or returns no network for these sizes."""
+        """Return (the network, the layout of its output) on this grid. Collective. config: for `pipelined`. Raises
+        Pmm3dError, on every rank, if the function raises or returns no network for these sizes."""
         network, problem, layout = None, None, Layout()
 
         def make(stage: Grid) -> Any:
@@ -73,7 +73,7 @@ class OwnNetwork:
         try:
             with self._explained("raised an error"), _importing_beside(self._path):
                 network = pipelined(config, grid, make, features)
-                if config is None or config.data.sequence is None:  # layers of tokens know where their input is
+                if config is None or config.data.sequence is None:  # layers of tokens have fixed layouts
                     output = network.settle(features, self._section.dtype, self._section.library)
                     layout = output.layout
                     if output.shape[1] != outputs:
@@ -90,27 +90,27 @@ class OwnNetwork:
 
     def _check(self, network: Any, grid: Grid) -> None:
         if not isinstance(network, Module):
-            raise Pmm3dError(f"network.build = {self.name} returned {type(network).__name__}; needed is a "
+            raise Pmm3dError(f"network.build = {self.name} returned {type(network).__name__}; it must return a "
                              "pmm3d.nn.Module")
         if network.grid is not grid:
-            raise Pmm3dError(f"network.build = {self.name}: the network is on another Grid; make its layers on the one "
-                             "that the function is given")
+            raise Pmm3dError(f"network.build = {self.name}: the network is on another Grid; make its layers on the "
+                             "grid that the function receives")
         section, kind, compute = self._section, library_named(self._section.library).kind, self._precision.compute
         for name, parameter in network.named_parameters().items():
             found = parameter.dtype, parameter.library.kind
             has, wanted = ("tf32" if each.tf32 and not parameter.is_vector else each.compute
                            for each in (parameter.precision, self._precision))
             if found[1] == kind and has != wanted and (compute != section.dtype or "tf32" in (has, wanted)):
-                raise Pmm3dError(f"network.build = {self.name}: {name} is of {has}, and training.precision is "
+                raise Pmm3dError(f"network.build = {self.name}: {name} has precision {has}, and training.precision is "
                                  f"{wanted}: make the layers with precision=\"{wanted}\"")
             if found != (compute, kind):
-                raise Pmm3dError(f"network.build = {self.name}: {name} is of {found[0]} in {found[1]}, the batches of "
+                raise Pmm3dError(f"network.build = {self.name}: {name} is {found[0]} in {found[1]}, and batches are "
                                  f"{section.dtype} in {kind}: set network.dtype and network.library, or make the "
-                                 "layers with those")
+                                 "layers with the dtype and the library of the batches")
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
-        """Context that adds the line of the file to its errors."""
+        """Context in which an error of the user's file becomes a Pmm3dError with the line of the file."""
         try:
             yield
         except Pmm3dError:
@@ -122,7 +122,7 @@ class OwnNetwork:
 
 
 def _read(grid: Grid, path: Path) -> str:
-    """The text of a file, read by the first rank. Collective."""
+    """Return the text of a file, read by rank 0. Collective."""
     text, problem = "", ""
     if grid.rank == 0:
         try:
@@ -132,14 +132,14 @@ def _read(grid: Grid, path: Path) -> str:
     text, problem = grid.comm.bcast((text, problem))
     with grid.collective_call("network.build", str(path), always=True):
         if problem:
-            raise Pmm3dError(f"network.build: cannot read {path.absolute()}: {problem}. The file is looked for where "
-                             "the command runs")
+            raise Pmm3dError(f"network.build: cannot read {path.absolute()}: {problem}. The path is relative to the "
+                             "current folder")
     return text
 
 
 @contextmanager
 def _importing_beside(path: Path) -> Iterator[None]:
-    """Context in which modules in the file's folder can be imported, as by `python FILE`."""
+    """Context in which modules in the folder of the file can be imported, as by `python FILE`."""
     folder = str(path.absolute().parent)
     sys.path.insert(0, folder)
     try:
@@ -149,13 +149,13 @@ def _importing_beside(path: Path) -> Iterator[None]:
 
 
 def layer_sizes(config: Config, features: int, outputs: int) -> list[int]:
-    """The columns of the input, of the hidden layers of an MLP, and of the output."""
+    """Return the columns of the input, of the hidden layers of an MLP, and of the output."""
     hidden = config.network.hidden
     return [features, *(hidden if isinstance(hidden, list) and not config.network.build else []), outputs]
 
 
 def described(config: Config, features: int, outputs: int) -> str:
-    """The network in a few words.
+    """Return a few words about the network.
 
         >>> from .config import checked
         >>> described(checked({"data": {"file": "x.h5"}}), 8, 2)
@@ -172,7 +172,7 @@ def described(config: Config, features: int, outputs: int) -> str:
 
 
 def inputs_of(config: Config, grid: Grid, rows: int, features: int) -> Facts:
-    """The inputs of a micro-batch with this number of rows of the data; a row of tokens is a sequence."""
+    """Return the inputs of a micro-batch of this number of rows. A row of tokens is a sequence."""
     section, kind = config.network, grid.library(config.network.library).kind
     if (sequence := config.data.sequence) is not None:
         columns = 1 if config.data.documents is None else 2
@@ -182,7 +182,7 @@ def inputs_of(config: Config, grid: Grid, rows: int, features: int) -> Facts:
 
 def make_network(config: Config, grid: Grid, sizes: list[int], own: OwnNetwork | None,
                  precision: Precision | None = None) -> tuple[Module, Layout]:
-    """(the network, the layout of its output). Collective. precision: default that of the configuration."""
+    """Return (the network, the layout of its output). Collective. precision: default as configured."""
     if own is not None:
         return own.made(grid, sizes[0], sizes[-1], config)
     section, layouts, build = config.network, list[Layout](), {"build", "kind"}
@@ -203,7 +203,7 @@ def make_network(config: Config, grid: Grid, sizes: list[int], own: OwnNetwork |
 
 
 def pipelined(config: Config | None, grid: Grid, make: Callable[[Grid], Any], features: int) -> Module:
-    """The network that make(grid) returns; in stages if configuration and grid have the same number of stages."""
+    """Return the network of make(grid), cut into stages if configuration and grid have the same number of stages."""
     if config is None or not config.grid.staged or config.grid.pipe != grid.shape.stages:
         network: Module = make(grid)
         return network
@@ -215,8 +215,8 @@ def pipelined(config: Config | None, grid: Grid, make: Callable[[Grid], Any], fe
 
 
 def network_of(config: Config, grid: Grid, samples: Samples) -> Module:
-    """The network of a configuration without training: in float32 if it was trained in low precision (not of `build`),
-    and in even stages, because the schedule's file may be missing. Collective."""
+    """Return the network of a configuration, for inference. Collective. It has the precision of the master weights
+    (except a network of `build`), and even stages, because the file of a schedule may be missing."""
     config = config.unscheduled
     if config.network.build:
         own = OwnNetwork(grid, config.network, config.precision, config.training.seed)
@@ -232,7 +232,7 @@ def make_optimizer(config: Config, network: Module) -> optim.Optimizer:
 
 
 def make_schedule(config: Config, optimizer: optim.Optimizer, steps: int) -> optim.Schedule:
-    """The schedule of a run with this number of steps."""
+    """Return the schedule of a run with this number of steps."""
     name, options = config.schedule.kind, config.schedule.model_dump(exclude={"kind"}, exclude_none=True)
     if name == "cosine":
         return optim.Cosine(optimizer, steps, **options)

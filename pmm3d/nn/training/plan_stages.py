@@ -1,4 +1,5 @@
-"""The step of a grid with an axis "pipe": stages run dry, and tables are simulated with what their passes take."""
+"""Predicted step of a grid with an axis "pipe": dry runs of its stages give the times of passes, by which tables are
+simulated."""
 
 from __future__ import annotations
 
@@ -16,22 +17,22 @@ from ..pipeline import PipelineError, PipelineSchedule, Times, schedule_of, simu
 from .dry_step import DrySteps, Step
 
 SCHEDULES = "1f1b", "zb-h1", "zb-h2", "interleaved-2", "zb-v"
-"""Planned if the configuration names none."""
+"""Schedules that are planned if grid.schedule is left out."""
 SHOWN = 2
-"""Micro-batches of the dry run: what the first one takes, all but the last take."""
+"""Number of micro-batches of the dry run. All but the last one cost as much as the first one."""
 Terms = Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class RankCosts:
-    """What a rank of a pipeline takes, by terms (`Candidate.terms`).
+    """Costs of a rank of a pipeline; seconds by terms as in `Candidate.terms`.
 
-    passes       (kind, stage) -> of one pass, of the kinds F, I and W
-    rest         of the step besides its passes: sums over data, the optimizer, the agreement
-    activations  stage -> bytes that it holds of a micro-batch from F to I;   kept: from I to W
-    received     bytes for each micro-batch, and besides
+    passes       (kind, stage) -> seconds of one pass, of the kinds F, I and W
+    rest         seconds outside passes: sums over data, the optimizer, the agreement
+    activations  stage -> bytes of a micro-batch from F to I;   kept: the same from I to W
+    received     bytes for each micro-batch, and further bytes
     memory       bytes by kind in a step of `SHOWN` micro-batches
-    message      bytes of its largest message to another stage
+    message      bytes of the largest message to another stage
     """
 
     passes: Mapping[tuple[str, int], Terms]
@@ -43,7 +44,7 @@ class RankCosts:
     message: int
 
     def of_stages(self, stages: Sequence[int]) -> RankCosts:
-        """The same costs for other stages, in ascending order."""
+        """Return the same costs for other stages, in ascending order."""
         number = dict(zip(sorted(self.activations), stages))
         return replace(self, passes={(kind, number[stage]): terms for (kind, stage), terms in self.passes.items()},
                        activations={number[stage]: nbytes for stage, nbytes in self.activations.items()},
@@ -51,7 +52,7 @@ class RankCosts:
 
     @classmethod
     def of(cls, step: Step, machine: Machine, groups: Mapping[str, Group]) -> RankCosts:
-        """Those of a dry step of `SHOWN` micro-batches."""
+        """Return the costs of a dry step of `SHOWN` micro-batches."""
         def priced(actions: Sequence[Action]) -> Terms:
             return terms_of(replay(tasks(_inside(actions), machine, groups)))
 
@@ -80,8 +81,8 @@ def staged_candidates(steps: DrySteps, grid: GridShape, machine: Machine, groups
     for name in SCHEDULES if named is None else [named]:
         table = schedule_of(name, grid.stages, steps.micro_batches, chunks=section.chunks)
         if len(table.chains) > 1:
-            raise PipelineError(f"{name} is not planned, because it has two copies of the network: name grid.shape, or "
-                                "another grid.schedule")
+            raise PipelineError(f"{name} cannot be planned, because it has two copies of the network: set grid.shape, "
+                                "or another grid.schedule")
         places = tuple(table.stages.values())
         if places not in known:
             shown = _shown(places)
@@ -91,7 +92,7 @@ def staged_candidates(steps: DrySteps, grid: GridShape, machine: Machine, groups
 
 def _costs(steps: DrySteps, shown: PipelineSchedule, grid: GridShape, machine: Machine, groups: Mapping[str, Group]
            ) -> list[RankCosts]:
-    """Those of each rank along pipe. Of ranks whose stages are alike, such as equal blocks, one is run dry."""
+    """Return the costs of each rank along pipe. Of ranks with equal stages, such as equal blocks, one is run dry."""
     found, kinds = list[RankCosts](), list[Any]()
     for index in range(grid.stages):
         own = sorted(stage for stage, rank in shown.stages.items() if rank == index)
@@ -106,7 +107,7 @@ def _costs(steps: DrySteps, shown: PipelineSchedule, grid: GridShape, machine: M
 
 
 def _shown(places: Sequence[int]) -> PipelineSchedule:
-    """A table of `SHOWN` micro-batches with I and W apart, for stages on these ranks."""
+    """Return a table of `SHOWN` micro-batches with separate I and W. places: rank of each stage."""
     lines = [list[str]() for _ in range(1 + max(places))]
     for kinds, stages in (("F", [*enumerate(places)]), ("IW", [*enumerate(places)][::-1])):
         for stage, rank in stages:
@@ -138,7 +139,7 @@ def _candidate(name: str, table: PipelineSchedule, shown: PipelineSchedule, rank
 
 
 def _inside(actions: Sequence[Action]) -> list[Action]:
-    """The actions without messages between stages, whose time is that of the table."""
+    """Return the actions without messages between stages, because the simulated table contains their time."""
     between = {action.number for action in actions if action.what == "begin" and action.axis == PIPE}
     return [action for action in actions if action.what not in ("begin", "wait") or action.number not in between]
 

@@ -1,4 +1,4 @@
-"""The choice of a grid for a training: its step is simulated on the most promising grids of a number of ranks."""
+"""Choice of a grid for a training: a step is simulated on the most promising grids of a number of ranks."""
 
 from __future__ import annotations
 
@@ -24,26 +24,25 @@ from .samples import SampleSizes
 from .scaled_step import ScaledStep
 
 TOP = 12
-"""Number of grids that are simulated at least."""
+"""Smallest number of simulated grids."""
 ACTIONS = 4000
-"""Actions of dry steps on one rank, after which no more grids are simulated: some seconds. There is no limit in
-seconds, so the choice is the same each time."""
+"""Simulated actions after which no more grids are simulated; some seconds. A limit in seconds would make the choice
+depend on the load of the machine."""
 LONGER = 4
-"""Grids with an axis "pipe", and with "seq", that are simulated at most, besides those of presets."""
+"""Largest number of simulated grids with an axis "pipe", and with "seq", besides presets."""
 NOISE = 0.02
-"""A preset is chosen if its step takes at most this share longer than the best one. Predictions are not
-more accurate."""
+"""A preset is chosen if its step is longer by at most this share. Predictions are not more accurate."""
 SHOWN = 3
-"""Micro-batches of a step that are run dry, at most: all but the first and the last are alike."""
+"""Largest number of micro-batches of a dry run. All but the first and the last are alike."""
 FEW = 2
-"""Blocks of a transformer that are run dry, and twice as many: each further one takes what the last ones do."""
+"""Blocks of the smaller of two dry transformers; the other one has twice as many. The difference prices the rest."""
 LEAST_SEQ = 4
-"""Ranks along "seq" that are looked at, however many sequences there are."""
+"""Ranks along "seq" that are planned for any number of sequences."""
 DOUBLINGS = 8
-"""Of the number of ranks, to say how many would do."""
+"""Doublings of the number of ranks, in search of a number that is enough."""
 SMALL = tuple(GridShape(*sizes) for sizes in (
     (2, 2, 2, 2), (2, 2, 1, 2), (1, 1, 2, 2), (2, 2, 1), (1, 1, 1, 2), (1, 1, 1)))
-"""Grids for the rough simulation. The first one on which the network runs counts."""
+"""Grids for the rough simulation, which uses the first one on which the network runs."""
 UNLIMITED = 2**62
 
 
@@ -55,10 +54,10 @@ def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | 
     """Rank grids of exactly that number of ranks by the simulated seconds of a step on the first rank, which has the
     largest part of everything. The step is a dry run of the code that trains.
 
-    limit        bytes that a rank may hold. Default: the memory of the machine
-    samples      sizes of the data, as of `DrySteps`
-    top          number of grids that are simulated, at least, besides the best of each preset
-    actions      of steps on one rank, after which no more grids are simulated
+    limit        largest number of bytes on a rank. Default: the memory of the machine
+    samples      sizes of the data, as in `DrySteps`
+    top          smallest number of simulated grids, besides the best of each preset
+    actions      number of simulated actions after which no more grids are simulated
     run          number of consecutive ranks on a node. Default: all ranks of a node
     pipes        numbers of ranks along "pipe" (`pipes_of`). Such a grid is a candidate with the configured schedule, or
                  with the best of `plan_stages.SCHEDULES` that fits
@@ -70,19 +69,22 @@ def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | 
     grids        the only grids to simulate. Default: all
     also         grids to simulate besides the others
 
-    A rough simulation (`ScaledStep`) selects these grids. Others are neither candidates nor dropped. A preset is
-    preferred to what is faster by 2% or less. Ties: what holds less, then the grid of fewer ranks along x, y, z.
+    A rough simulation (`ScaledStep`) selects the grids. Other grids are neither candidates nor dropped. A preset is
+    preferred to a grid that is faster by 2% or less. Ties: less memory, then fewer ranks along x, y, z.
 
-    Raises GridError if no grid holds the step; its message says what is short and how many ranks would do. Raises
-    Pmm3dError as `DrySteps`, and for a machine without figures.
+    Raises GridError if the step fits on no grid; the message contains the memory and a number of ranks that is enough.
+    Raises GridError for activations and recompute of a network of `build`, and Pmm3dError as `DrySteps`.
     """
     if ranks < 1:
         raise GridError(f"a plan is for at least 1 rank; got {ranks!r}")
+    if config.network.build and (activations or recompute):
+        raise GridError(f"network.build = {config.network.build} makes its own layers: plan it without activations and "
+                        "recompute, and set them in the function")
     longer = [(pipe, seq) for pipe in pipes for seq in seqs if ranks % (pipe * seq) == 0]
     if not longer:
         products = sorted({pipe * seq for pipe in pipes for seq in seqs})
-        raise GridError(f"{ranks} ranks do not divide by grid.pipe x grid.seq x grid.ulysses = "
-                        f"{' or '.join(map(str, products))}: take a multiple of it")
+        raise GridError(f"{ranks} ranks are no multiple of grid.pipe x grid.seq x grid.ulysses = "
+                        f"{' or '.join(map(str, products))}: use a multiple of it")
     planner = _Planner(dry_steps(config, machine, limit, samples), ranks, machine, limit, run, longer, activations,
                        recompute)
     return planner.ranking(top, actions, grids, also)
@@ -90,7 +92,7 @@ def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | 
 
 def dry_steps(config: Config, machine: Machine, limit: int | None = None,
               samples: tuple[int, ...] | SampleSizes | None = None) -> DrySteps:
-    """Return the dry steps that are simulated. A rank keeps gathered weights in a quarter of its memory."""
+    """Return the dry steps of a plan. A rank keeps gathered weights in up to a quarter of its memory."""
     limit = _limit(machine, limit)
     return DrySteps(config, samples, keep=UNLIMITED if limit == UNLIMITED else limit // 4)
 
@@ -101,7 +103,7 @@ def _limit(machine: Machine, limit: int | None) -> int:
 
 def step_on(grid: GridShape, config: Config, machine: Machine, *, limit: int | None = None,
             samples: tuple[int, ...] | SampleSizes | None = None) -> Candidate:
-    """Return one grid as `rank_training` ranks it, with `why_not` if it holds more than the limit. Raises GridError if
+    """Return one grid as a candidate of `rank_training`, with `why_not` if it exceeds the limit. Raises GridError if
     the library refuses the grid."""
     (found,) = _Planner(dry_steps(config, machine, limit, samples), grid.size, machine, limit).tried(grid)
     if not found.memory:
@@ -121,7 +123,7 @@ def pipes_of(config: Config, ranks: int) -> list[int]:
 
 def seqs_of(config: Config, ranks: int) -> list[int]:
     """Return the numbers of ranks that may share a sequence: divisors of the number of ranks, and multiples of
-    grid.ulysses. Ranks along data send less, so more than 4 are listed only if there are fewer sequences than ranks.
+    grid.ulysses. Ranks along data send less, so numbers above 4 are for fewer sequences than ranks.
 
         >>> from .config import checked
         >>> tokens = {"file": "x.h5", "sequence": 4096, "batch_size": 4}
@@ -154,7 +156,7 @@ class Costs(NamedTuple):
 
 
 class _Planner:
-    """One ranking."""
+    """Ranking of the grids of one number of ranks."""
 
     def __init__(self, steps: DrySteps, ranks: int, machine: Machine, limit: int | None, run: int | None = None,
                  longer: Sequence[tuple[int, int]] = ((1, 1),), activations: Sequence[str] = (),
@@ -167,7 +169,7 @@ class _Planner:
 
     @cached_property
     def one(self) -> Costs:
-        """The step on one rank."""
+        """Costs of the step on one rank."""
         single = GridShape(1, 1, 1)
         return self._costs(self._alone, single, groups_of(single, self.machine.ranks_per_node))
 
@@ -201,7 +203,7 @@ class _Planner:
                        len(possible))
 
     def _idle(self, grid: GridShape) -> str:
-        """Why ranks of the grid have nothing to do, in words; "" if all have."""
+        """Return the reason why ranks of the grid have no work; "" if all have work."""
         network, length, near = self.config.network, self.config.data.sequence, getattr(grid, ULYSSES, 1)
         if length is None:
             return ""
@@ -214,8 +216,8 @@ class _Planner:
         return ""
 
     def _grids(self, ranks: int, longer: Sequence[tuple[int, int]] | None = None) -> Iterator[GridShape]:
-        """All grids of that many ranks, with each number of ranks along "pipe" and "seq". If ranks along seq would hold
-        whole sequences, only the equal grid with these ranks along data is listed."""
+        """Yield all grids of that many ranks, with each number of ranks along "pipe" and "seq". If ranks along seq
+        would hold whole sequences, only the equal grid with these ranks along data is listed."""
         for pipe, seq in self.longer if longer is None else longer:
             whole = seq if (pipe, 1) in self.longer else 1
             for grid in grids_4d(ranks // (pipe * seq)):
@@ -225,7 +227,7 @@ class _Planner:
                         yield GridShape(*grid, **{name: size for name, size in sizes if size > 1})
 
     def _near(self, grid: GridShape, seq: int) -> list[int]:
-        """Numbers of ranks along "ulysses", if `seq` ranks share a sequence."""
+        """Return the numbers of ranks along "ulysses", if `seq` ranks share a sequence."""
         asked, heads = self.config.grid.ulysses, self.config.network.kv_heads or self.config.network.heads or 1
         if asked > 1:
             return [asked] if seq % asked == 0 else []
@@ -233,18 +235,18 @@ class _Planner:
         return [1, on_node] if 1 < on_node < seq and heads % (grid.x * on_node) == 0 else [1]
 
     def _seconds(self, grid: GridShape) -> float:
-        """A rough price: that of the stage's grid, shared by the stages, with the bubble of 1F1B."""
+        """Return rough seconds of a step: those on the stage's grid, divided by the stages, with the bubble of 1F1B."""
         share = (self.micro_batches + grid.stages - 1) / (self.micro_batches * grid.stages)
         return share * self.rough.seconds(self._as_copies(grid))
 
     def _held(self, grid: GridShape) -> float:
-        """Roughly, bytes on a rank, at least."""
+        """Return a rough lower bound of the bytes on a rank."""
         if self.whole.blocks:
             return self.rough.parts(self._as_copies(grid)) / grid.stages + self._in_blocks(grid)
         return self.rough.held(self._as_copies(grid)) / grid.stages
 
     def _in_blocks(self, grid: GridShape) -> float:
-        """Bytes of activations of a transformer, by the formula of its blocks, of logits, of gathered weights."""
+        """Return the bytes of a transformer's activations (by the formula of a block), logits and gathered weights."""
         network, steps = self.config.network, self.whole
         sharded = [network.activations, *self.activations][-1]
         recompute = [network.recompute, *self.recompute][-1]
@@ -257,16 +259,16 @@ class _Planner:
         every = 1 if recompute == "full" else recompute if isinstance(recompute, int) else 0
         kept = steps.blocks * whole if not every else whole + steps.blocks * (whole * (every - 1) + again) / every
         gathered = self.rough.weights(grid) if grid.z > 1 else 0.0
-        under_way = gathered / 2  # sums of gradients over z, which are awaited at the end of the pass
+        under_way = gathered / 2  # sums of gradients over z, until the end of the pass
         return kept + 2 * element * rows * steps.samples.outputs / grid.x + min(steps.keep, gathered) + under_way
 
     def _as_copies(self, grid: GridShape) -> GridShape:
-        """The grid of a stage; ranks along seq share rows and hold the same weights, as those along data do."""
+        """Return the grid of a stage. Ranks along seq count as data, because they hold the same weights."""
         return GridShape(grid.x, grid.y, grid.z, grid.data * _sharing(grid))
 
     @cached_property
     def rough(self) -> ScaledStep:
-        """The rough price of every grid, with the settings that hold least."""
+        """The scaled step of a small grid, with the settings that need least memory."""
         variants = ("activations", self.activations), ("recompute", self.recompute)
         steps = self._alone.of_network({name: values[-1] for name, values in variants if values})
         for small in [grid for grid in SMALL if not self._idle(grid)]:
@@ -286,7 +288,7 @@ class _Planner:
         raise refused
 
     def tried(self, grid: GridShape) -> Iterator[Candidate]:
-        """Yield the grid with each of the activations that differ on it."""
+        """Yield the grid with each value of network.activations that matters on it."""
         split = self.activations if grid.x * grid.y > 1 else self.activations[:1]
         for activations in split or [self.config.network.activations]:
             chosen: dict[str, Any] = {"activations": activations} if len(self.activations) > 1 else {}
@@ -298,7 +300,7 @@ class _Planner:
             yield replace(found, settings=chosen, preset=preset_of(grid, activations))
 
     def _simulated(self, grid: GridShape, network: Mapping[str, Any]) -> Candidate:
-        """The grid, where the network has these settings."""
+        """Return the grid as a candidate, with these settings of the network."""
         node, whole = self.machine.ranks_per_node, self.whole.of_network(network)
         groups = groups_of(grid, node, self.run)
         if grid.stages > 1:
@@ -313,7 +315,7 @@ class _Planner:
         return Candidate(grid, sum(found.terms.values()), found.terms, memory, round(found.received), why_not=why_not)
 
     def _costs(self, steps: DrySteps, grid: GridShape, groups: Mapping[str, Group]) -> Costs:
-        """Those of a step with all its micro-batches, by steps of few; of all blocks, by networks of few."""
+        """Return the costs of a step, extrapolated from steps of few micro-batches and networks of few blocks."""
         def of_shown(micro_batches: int, blocks: int) -> Costs:
             some = steps.of_micro_batches(micro_batches).of_blocks(blocks)
             step = some.of(grid, self.machine.ranks_per_node)
@@ -327,7 +329,7 @@ class _Planner:
             return all_of_them._replace(memory={**found[-1].memory, "batches": batches})
 
         every = steps.config.network.recompute
-        few = every if isinstance(every, int) and every > FEW else FEW  # of which one is recomputed
+        few = every if isinstance(every, int) and every > FEW else FEW  # one of them is recomputed
         if steps.blocks <= 2 * few:
             return of_blocks(steps.blocks)
         return of_blocks(2 * few).further(of_blocks(few), steps.blocks / few - 2)
@@ -360,7 +362,7 @@ class _Planner:
         return f"a training step of {name} on {batches} of {self.whole.rows:,} {unit}"
 
     def _nothing_fits(self, dropped: list[Candidate]) -> str:
-        """What is short, and how many ranks are enough."""
+        """Return the message for a step that fits on no grid."""
         tried = [each for each in dropped if each.memory]
         if not tried:
             return f"no grid of {self.ranks} ranks is left: {dropped[0].why_not}"
@@ -372,7 +374,7 @@ class _Planner:
                 "network.recompute, overlap.reshard_after_forward or overlap.shared_weights, optimizer.shard_over_data")
 
     def _enough(self) -> str:
-        """The first of twice as many ranks, four times, ..., of which a grid fits, in words."""
+        """Return a sentence with the first number of ranks that is enough, of twice as many, four times as many, ..."""
         ranks = self.ranks
         for _ in range(DOUBLINGS):
             ranks *= 2
@@ -384,12 +386,12 @@ class _Planner:
 
 
 def _sharing(grid: GridShape) -> int:
-    """Number of ranks that share a sequence."""
+    """Return the number of ranks that share a sequence."""
     return int(getattr(grid, SEQ, 1) * getattr(grid, ULYSSES, 1))
 
 
 def _preferring_presets(candidates: list[Candidate]) -> list[Candidate]:
-    """The same, but a preset that takes as long as the first one, within the noise, comes first."""
+    """Return the candidates with the first preset in front, if it is as fast as the first candidate within `NOISE`."""
     near = candidates[0].seconds * (1 + NOISE)
     first = next((each for each in candidates if each.preset and each.seconds <= near), None)
     return candidates if first is None else [first, *(each for each in candidates if each is not first)]
@@ -400,5 +402,5 @@ def _best_first(candidate: Candidate) -> tuple[float, int, tuple[int, ...]]:
 
 
 def _order(grid: GridShape) -> tuple[int, ...]:
-    """Among equals: few ranks along x, y and z."""
+    """Return the sorting key of equal candidates: few ranks along x, y and z."""
     return grid.x * grid.y * grid.z, *grid

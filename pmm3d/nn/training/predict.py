@@ -1,4 +1,4 @@
-"""Predictions of the network of a run, from a file of inputs to a file of outputs; and texts that it continues."""
+"""Predictions of a run's network: from a file of samples to a file of outputs, and from a prompt to a text."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from .samples import Recalled, recalled
 from .sections import AUTO
 
 LARGEST_BATCH = 2**31
-"""Largest number of elements of a batch, which the first rank gathers."""
+"""Largest number of elements of a batch, which rank 0 gathers."""
 Tell = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A prediction: folder of the run or checkpoint, HDF5 file of the samples and the file that it was converted from,
-    HDF5 file to write; data set and batch size (None: those of the run, and of a micro-batch)."""
+    """Arguments of a prediction: folder of a run or checkpoint, HDF5 file of the samples, HDF5 file to write, data set
+    (default: as in the run), rows of a batch (default: of a micro-batch), and the file that was converted to source."""
 
     run: Path
     source: Path
@@ -56,7 +56,7 @@ class Asked:
 
     @property
     def named(self) -> Path:
-        """The file of the samples that the user named."""
+        """File of the samples, as the user named it."""
         return self.origin or self.source
 
 
@@ -69,20 +69,20 @@ class Predicted(NamedTuple):
 
 
 def check_files(asked: Asked) -> None:
-    """Raises DataError or CheckpointError if the target is the source, or exists and must not be replaced."""
+    """Raises DataError if the target is the source, and CheckpointError if it must not be replaced."""
     if os.path.exists(asked.target) and os.path.exists(asked.source) and os.path.samefile(asked.source, asked.target):
-        raise DataError(f"{asked.target} is the file of the samples, which would be lost: name another file for the "
-                        "predictions")
+        raise DataError(f"{asked.target} is the file of the samples, and would be overwritten: name another file for "
+                        "the predictions")
     check_replaceable(asked.target, asked.overwrite)
 
 
 def predict(comm: MPI.Intracomm, asked: Asked, tell: Tell = lambda done, total: None) -> Predicted:
-    """Write the outputs of the network of a run for all samples of a file. Collective over comm.
+    """Write the outputs of a run's network for all samples of a file. Collective over comm.
 
-    The target has "outputs" (samples, columns), and for classes "probabilities" and "classes" (samples,), the most
-    probable one. The file appears when it is complete. tell(done, total) is called on rank 0. The grid is that of the
-    run if it fits the ranks, else "ddp". Raises Pmm3dError, on every rank and before anything is computed, if
-    checkpoint, samples and batch size do not fit together.
+    The target contains "outputs" (samples, columns); for classes also "probabilities", and "classes" (samples,), the
+    most probable ones. It appears when it is complete. Rank 0 calls tell(done, total). The grid is that of the run if
+    it fits the ranks, else "ddp". Raises Pmm3dError, on every rank and before anything is computed, if checkpoint,
+    samples and batch size do not fit together.
     """
     with _recalled(comm, asked.run) as (grid, known, found, keeper), _inputs(grid, asked, known) as inputs:
         made = network_of(known.config, grid, known.samples)
@@ -98,7 +98,7 @@ def predict(comm: MPI.Intracomm, asked: Asked, tell: Tell = lambda done, total: 
 
 
 class Continued(NamedTuple):
-    """The text that a network generated after a prompt, the checkpoint and the grid."""
+    """Result of `continue_text`: the text after the prompt, the checkpoint, and the grid."""
 
     text: str
     checkpoint: Path
@@ -107,7 +107,7 @@ class Continued(NamedTuple):
 
 def continue_text(comm: MPI.Intracomm, run: Path, prompt: str, length: int, *, temperature: float = 1.0,
                   top_k: int | None = None, seed: int = 0, tokenizer: Path | None = None) -> Continued:
-    """The text that the network of a run generates after a prompt; see `nn.generate`. Collective over comm.
+    """Generate a text after a prompt by the network of a run; see `nn.generate`. Collective over comm.
 
     run: folder of a run or of a checkpoint; length: number of tokens; tokenizer: HDF5 file of `pmm3d convert text`,
     default the run's data file, or bytes if it is missing and the vocabulary is that of bytes. The grid is that of
@@ -136,11 +136,11 @@ def continue_text(comm: MPI.Intracomm, run: Path, prompt: str, length: int, *, t
 
 
 def _tokenizer(file: Path, vocabulary: int, named: bool) -> Tokenizer:
-    """The tokenizer. Raises DataError if it cannot be read, or has another vocabulary."""
+    """Return the tokenizer. Raises DataError if it cannot be read, or has more tokens than the vocabulary."""
     remedy = "--tokenizer FILE.h5 names a file that pmm3d convert text wrote with the run's tokenizer"
     if not named and not file.exists():
         if vocabulary != BYTES:
-            raise DataError(f"{file}, the data of the run, which has its tokenizer, is missing. {remedy}")
+            raise DataError(f"{file}, the data file of the run with its tokenizer, is missing. {remedy}")
         return Tokenizer()
     found = Tokenizer.of(file)
     if found.vocabulary > vocabulary:
@@ -161,7 +161,8 @@ def _recalled(comm: MPI.Intracomm, run: Path) -> Iterator[tuple[Grid, Recalled, 
 
 
 def _shape(config: Config, saved: Any, ranks: int) -> tuple[str, int, dict[str, int]]:
-    """Shape, data and axes of the run's grid, or of "ddp". saved: sizes of the checkpoint's grid, if known."""
+    """Return (shape, data, axes) of the run's grid if it fits the ranks, else of "ddp". saved: sizes of the
+    checkpoint's grid, if known."""
     asked, axes = (config.grid.shape, config.grid.data), config.grid.axes
     try:
         if config.grid.shape == AUTO:
@@ -186,7 +187,7 @@ class Inputs:
         self.size = part if asked.batch_size is None else asked.batch_size
 
     def batch(self, start: int, rows: int) -> DistMatrix:
-        """A batch. Collective. Raises DataError, on every rank, for numbers that are not finite."""
+        """Return a batch. Collective. Raises DataError, on every rank, for numbers that are not finite."""
         layout = batch_layout("y")
         box = layout.box((rows, self.features), self.grid.shape, self.grid.coords)
         part = np.zeros(box.shape, self.dtype)
@@ -207,21 +208,21 @@ class Inputs:
 
 @contextmanager
 def _inputs(grid: Grid, asked: Asked, known: Recalled) -> Iterator[Inputs]:
-    """The samples, checked against the network. Collective."""
+    """Context of the samples, after checks against the network. Collective."""
     with grid.collective_call("predict", str(asked.source), asked.inputs, asked.batch_size, always=True):
         if known.config.data.sequence is not None:
-            raise DataError(f"the network of {asked.run} is of tokens and continues a text: pmm3d predict {asked.run} "
+            raise DataError(f"the network of {asked.run} takes tokens and continues a text: pmm3d predict {asked.run} "
                             '--prompt "TEXT"')
         take_device(known.config.network.library, grid.local_rank)
         inputs = Inputs(grid, asked, known)
         if asked.origin is not None and inputs.features == known.samples.features + 1:
-            raise DataError(f"{asked.named} has a column more than the {known.samples.features} inputs: if it is the "
-                            f"target, pmm3d convert {asked.named} FILE.h5 (--classes for labels), and predict from "
+            raise DataError(f"{asked.named} has one column more than the {known.samples.features} inputs. If it is the "
+                            f"target, run pmm3d convert {asked.named} FILE.h5 (--classes for labels), and predict from "
                             "FILE.h5")
         if inputs.features != known.samples.features:
             raise DataError(f"{asked.named}: data set {inputs.dataset.name[1:]!r} has {inputs.features} features a "
-                            f"row, the network of {asked.run} takes {known.samples.features}. Give the columns that "
-                            "it was trained on, in their order, or name another data set (--inputs)")
+                            f"row, the network of {asked.run} takes {known.samples.features}. Give the columns of the "
+                            "training data in their order, or name another data set (--inputs)")
         columns, own = columns_of(inputs.dataset), known.samples.columns
         if columns and own and columns != own:
             raise DataError(f"{asked.named} has the columns {names_in_words(columns)}; the network of {asked.run} was "
@@ -275,7 +276,7 @@ def _write(new: NewHdf5, start: int, values: np.ndarray) -> None:
 @contextmanager
 def _target(grid: Grid, target: Path, shapes: dict[str, tuple[int, ...]], known: Recalled,
             facts: dict[str, str]) -> Iterator[NewHdf5 | None]:
-    """Context of the file on rank 0, which has another name until it is complete. Collective."""
+    """Context of the file, on rank 0 only. The file has another name until it is complete. Collective."""
     temporary, new = target.with_name(target.name + ".writing"), None
     try:
         with grid.collective_call("predict: writing", str(target), always=True), file_errors(target, "written"):
@@ -291,4 +292,4 @@ def _target(grid: Grid, target: Path, shapes: dict[str, tuple[int, ...]], known:
     finally:
         if new is not None:
             new.abandon()
-            temporary.unlink(missing_ok=True)  # complete, and not renamed
+            temporary.unlink(missing_ok=True)  # if the rename failed

@@ -1,4 +1,4 @@
-"""The recipe of a training: its loss and length, and the intervals of validation, log and checkpoints."""
+"""Recipe of a training: loss, length, and intervals of validation, log and checkpoints."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.epochs is None and self.steps is None:
-            raise Pmm3dError("a training needs an end: epochs, steps, or both")
+            raise Pmm3dError("Recipe: a training needs an end: set epochs, steps, or both")
         for name in ("log_every", "epochs", "steps", "evaluate_every", "checkpoint_every"):
             value, least = getattr(self, name), int(name == "log_every")
             if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < least):
-                raise Pmm3dError(f"Recipe: {name} is a whole number of at least {least}; got {value!r}")
+                raise Pmm3dError(f"Recipe: {name} must be a whole number of at least {least}; got {value!r}")
         if self.clip is not None and not self.clip > 0:
-            raise Pmm3dError(f"Recipe: clip is a positive number, or None; got {self.clip!r}")
+            raise Pmm3dError(f"Recipe: clip must be a positive number, or None; got {self.clip!r}")

@@ -1,4 +1,4 @@
-"""run.json: the record of a training run."""
+"""Writer of run.json, the record of a training run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -33,17 +33,17 @@ from .run_file import Event, RunFile, Start
 
 RECORD = "run.json"
 PATIENCE = 5.0
-"""Seconds to wait for collectives that are under way."""
+"""Largest number of seconds to wait for collectives that are under way."""
 FIGURES = ("calls", "sent", "received", "waited")
 COLUMNS = ("seconds", "saving", "off_core", "peak_memory")
 Document = dict[str, Any]
 
 
 class RunRecord:
-    """run.json, for `pmm3d report`: the work of each rank. Rank 0 writes it at the start of a run, with each
-    checkpoint, and at the end. Figures of ranks cover the latest start; of earlier starts there are totals.
+    """Record of the work of each rank, for `pmm3d report`. Rank 0 writes it at the start and at the end of a run, and
+    with each checkpoint. Figures of ranks are for the latest start; earlier starts have totals.
 
-    resumed_from, retired: the checkpoint from which the run goes on, and those that were retired for it.
+    resumed_from   the checkpoint from which the run continues;   retired   later checkpoints
     """
 
     def __init__(self, run: Any, folder: Path):
@@ -58,7 +58,7 @@ class RunRecord:
 
     @contextmanager
     def of_run(self) -> Iterator[None]:
-        """Context of the run, which records its beginning and its end. Collective."""
+        """Context of the run, which records start and end. Collective."""
         self._begin()
         try:
             yield
@@ -104,7 +104,7 @@ class RunRecord:
             self._write("running")
 
     def _event(self, what: str, text: str, step: int | None = None, seconds: float | None = None) -> None:
-        """Add an event. step: default the run's."""
+        """Add an event. step: default the current one."""
         if self._file.events is not None:
             self._file.events.append(Event(when=_now(), step=self._run.step if step is None else step, what=what,
                                            text=text, seconds=seconds))
@@ -118,7 +118,7 @@ class RunRecord:
             self._store(state)
 
     def _own_figures(self) -> Document:
-        """This rank's part of the file."""
+        """Return this rank's part of the file."""
         computed: dict[str, float] = {}
         off_core, moved = 0.0, {}
         for key, entry in self._grid.ledger.entries.items():
@@ -175,7 +175,7 @@ class RunRecord:
 
 
 def _actions(grid: Grid) -> list[Acted]:
-    """The actions of the last step, on the first rank of each stage."""
+    """Return the actions of the last step on the first rank of each stage; nothing on others."""
     first = grid.coords is not None and not any(grid.coords.without(PIPE))
     return list(grid.ledger.actions) if first else []
 
@@ -191,18 +191,23 @@ def drain(grid: Grid) -> None:
 
 
 def _earlier(path: Path) -> tuple[list[Start], list[Event]]:
-    """The starts and events of a file that exists. A start without an end was killed."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    """Return the starts and events of an existing file. A start that is still "running" was killed. If the file cannot
+    be read, warn."""
+    try:
         check_regular(path)
         document = json.loads(path.read_text())
         starts, events = map(Start.model_validate, document["starts"]), map(Event.model_validate, document["events"])
         return [start.model_copy(update={"state": "broke off"}) if start.state == "running" else start
                 for start in starts], [*events]
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        logger.warning(f"{path} cannot be read ({type(error).__name__}), so the record begins with this start")
     return [], []
 
 
 def device_facts(grid: Grid, devices: list[Document]) -> dict[str, Any]:
-    """The devices of the ranks and the transport of their memory; empty without devices."""
+    """Return the devices of the ranks and the transport of their memory; an empty dict if there are no devices."""
     if all(row["device"] is None for row in devices):
         return {}
     return {"devices": [schema.Device(**row) for row in devices], "transport": grid.transport.why}
@@ -217,7 +222,7 @@ def _network(network: Module) -> schema.Network:
 
 
 def _held(run: Any) -> dict[str, int]:
-    """Bytes of the arrays on this rank, except those of the loader."""
+    """Return the bytes of the arrays on this rank, without the loader's."""
     weights, took = run.state.network.parameters(), run.counts["steps"] > run.counts["skipped"]
     states = [*run.state.optimizer.matrices(run.state.network.named_parameters()).values()] if took else []
     gradients = sum(int(weight.accumulated.array.nbytes) for weight in weights if weight.accumulated.array is not None)

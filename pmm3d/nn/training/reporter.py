@@ -1,4 +1,4 @@
-"""Reports of a training run: lines of its log, warnings of stragglers, and its record."""
+"""Reports of a training run: lines of the log, warnings about stragglers, and the record."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 from .log import logger, on_first
 
 LOOK_SECONDS = 10.0
-"""Seconds between two looks for stragglers, each of which costs a message of a number from each rank."""
+"""Seconds between two searches for stragglers. A search gathers one number from each rank."""
 SLOW, WAITED = 2.0, 0.25
-"""A straggler is busy this many times as long as the median, and others wait for at least this share of the time."""
+"""A straggler is busy at least SLOW times as long as the median, and others wait at least this share of the time."""
 
 
 class Stepped(NamedTuple):
-    """A step that was taken or skipped. lr: the rate that it used; norm: of the gradient."""
+    """A step that was taken or skipped. norm: of the gradient; lr: learning rate of the step."""
 
     loss: float
     norm: float
@@ -28,8 +28,8 @@ class Stepped(NamedTuple):
 
 
 class Reporter:
-    """Reports the run of a Trainer. All ranks call its methods; rank 0 writes. Without a log it only looks for
-    stragglers."""
+    """Reports of a Trainer's run. All ranks call the methods; rank 0 writes. Without a log there are only warnings
+    about stragglers."""
 
     def __init__(self, run: Any):
         self._run, self._log, self._record = run, run.log, None
@@ -46,7 +46,7 @@ class Reporter:
         """Context of the run from its first step to its end. Collective."""
         run, log, record = self._run, self._log, self._record
         self._looked, self._waited_then = time.perf_counter(), self._waited_for_messages()
-        if log is None or record is None:
+        if record is None:
             yield
             return
         on_first(run.grid, log.folder, lambda: log.open(run.step, run.step + run.steps_left()))
@@ -74,24 +74,24 @@ class Reporter:
             self._log.validation(self._run.step, self._run.loader.epoch, self._run.figures)
 
     def saved(self, path: Path, seconds: float) -> None:
-        """Report a checkpoint that is on the disk. seconds: time that the run waited for it. Collective."""
-        if self._log is not None and self._record is not None and self._run.saved is not None:
+        """Report a checkpoint that is on the disk. seconds: waiting time of the run. Collective."""
+        if self._record is not None and self._run.saved is not None:
             self._log.saved(self._run.saved, path)
             self._record.saved(path, seconds)
 
     def resumed(self, facts: dict[str, Any]) -> None:
-        """Report that the run continues from a checkpoint. facts: of `TrainState.resume`."""
-        if self._log is not None and self._record is not None:
+        """Report that the run continues from a checkpoint. facts: as returned by `TrainState.resume`."""
+        if self._record is not None:
             self._log.say(f"resumed {facts['path']}, step {self._run.step}")
             self._record.resumed_from, self._record.retired = facts["path"], facts["retired"]
 
     def straggler_due(self) -> bool:
-        """Whether rank 0 would look for stragglers now."""
+        """Return whether a search for stragglers is due, on rank 0."""
         grid = self._run.grid
         return grid.rank == 0 and grid.size > 1 and time.perf_counter() - self._looked > LOOK_SECONDS
 
     def look_for_stragglers(self) -> None:
-        """Warn, once a rank, of a rank that others wait for. Collective."""
+        """Warn about a rank that others wait for, once for each rank. Collective."""
         grid, now, waited = self._run.grid, time.perf_counter(), self._waited_for_messages()
         seconds, everyones = now - self._looked, grid.comm.gather(max(0.0, waited - self._waited_then))
         self._looked, self._waited_then = now, waited
@@ -104,13 +104,13 @@ class Reporter:
                            f"than the median: others waited {longer:.0f} of the last {seconds:.0f} s for it")
 
     def _waited_for_messages(self) -> float:
-        """Seconds of waiting for other ranks, not for the loader."""
+        """Return the seconds of waiting for other ranks, without the loader."""
         return sum(entry.waited for key, entry in self._run.grid.ledger.entries.items() if key.axis)
 
 
 def slowest(seconds: float, waited: Sequence[float]) -> tuple[int, float, float]:
-    """(the rank that waited least, its busy time over the median, seconds that the others waited longer on average),
-    from each rank's wait for messages in a time of all."""
+    """Return (the rank that waited least, its busy time divided by the median, by how many seconds the others waited
+    longer on average). waited: seconds that each rank waited for messages, of `seconds`."""
     rank = min(range(len(waited)), key=waited.__getitem__)
     busy = [max(1e-9, seconds - each) for each in waited]
     others = (sum(waited) - waited[rank]) / max(1, len(waited) - 1)

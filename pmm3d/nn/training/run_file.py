@@ -1,5 +1,5 @@
-"""The schema of run.json, for its writer and for `pmm3d report`. Times are in seconds, sizes in bytes. A list of
-numbers has a number for each rank."""
+"""Schema of run.json, for its writer and for `pmm3d report`. Times are in seconds, sizes in bytes. A list of numbers
+contains one for each rank."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ with needs("train", "run.json"):
 
 MOST_RANKS = 2**22
 DIGITS = 6
-"""Decimals of a number."""
+"""Stored decimals of a number."""
 
 
 def _valid(text: Any) -> Any:
-    """The text without halves of characters, as in a file name that is not UTF-8."""
+    """Return the text without lone surrogates, which come from file names that are not UTF-8."""
     return text.encode("utf-8", "replace").decode() if isinstance(text, str) else text
 
 
@@ -27,7 +27,7 @@ def _rounded(value: float) -> float:
 
 def _with_axes(grid: dict[str, int]) -> dict[str, int]:
     if not set(AXES) <= grid.keys():
-        raise ValueError(f"it must name the axes {', '.join(AXES)}")
+        raise ValueError(f"the grid must have the axes {', '.join(AXES)}")
     return grid
 
 
@@ -54,12 +54,12 @@ class PerRank(Part):
         fields = dict(self).values()
         values = [each for field in fields for each in (field.values() if isinstance(field, dict) else [field])]
         if len({len(each) for each in values if isinstance(each, list)}) > 1:
-            raise ValueError("the lists are of several lengths")
+            raise ValueError("the lists have different lengths")
         return self
 
 
 class Host(Part):
-    """ranks: [first, last] of each span of ranks."""
+    """Host of the run. ranks: [first, last] of each span of ranks."""
 
     name: Text
     ranks: list[Annotated[list[Rank], Field(min_length=2, max_length=2)]]
@@ -89,7 +89,8 @@ class Program(Part):
 
 
 class Network(Part):
-    """sizes: columns of the input and of the output of each layer, of an MLP; tree: the layers as text."""
+    """Network of the run. sizes (of an MLP): columns of the input and of the output of each layer; tree: the layers as
+    text."""
 
     kind: Text
     parameters: Count
@@ -101,7 +102,7 @@ class Network(Part):
 
 
 class Start(Part):
-    """A start of the run in this folder, with totals over all ranks. resumed: the checkpoint from which it went on;
+    """Start of the run in this folder, with totals over all ranks. resumed: the checkpoint from which it continued;
     seconds: of the slowest rank."""
 
     began: Text
@@ -124,7 +125,7 @@ class Start(Part):
 
 
 class Event(Part):
-    """seconds: time that the run waited for it."""
+    """Event of the run. seconds: time that the run waited for the event."""
 
     when: Text
     step: Count | None = None
@@ -144,7 +145,7 @@ class Columns(PerRank):
 
     seconds    of the whole run;   saving   in checkpoints;   waited   for messages and for the loader
     computed   operation -> seconds;   off_core   the part of them in which the computing thread had no core
-    other      part of the run ("forward", "optimizer", ...) -> seconds that are neither computing nor waiting
+    other      part of the run ("forward", "optimizer", ...) -> seconds neither of computing nor of waiting
     """
 
     seconds: Amounts
@@ -157,7 +158,7 @@ class Columns(PerRank):
 
 
 class Moved(PerRank):
-    """A collective on an axis in a phase."""
+    """Calls, bytes and waiting of a collective on an axis, in a phase."""
 
     axis: Text
     phase: Text
@@ -169,7 +170,7 @@ class Moved(PerRank):
 
 
 class Memory(PerRank):
-    """Bytes of the arrays of each rank. work: activations, messages and all else."""
+    """Bytes of the arrays of each rank. work: activations, messages and all others."""
 
     weights: Counts
     gradients: Counts
@@ -178,7 +179,7 @@ class Memory(PerRank):
 
 
 class RankActions(PerRank):
-    """The actions of a rank of a pipeline in their order, with their starts and ends."""
+    """Actions of a rank of a pipeline in their order, with start and end."""
 
     actions: list[Text]
     start: list[Amount]
@@ -186,7 +187,7 @@ class RankActions(PerRank):
 
 
 class TimeLine(Part):
-    """A step of a pipeline. bubble: a share of the time."""
+    """Step of a pipeline. bubble: share of the time, 0 to 1."""
 
     makespan: Amount
     bubble: Amount
@@ -199,7 +200,7 @@ class PipelineStep(Part):
 
 
 class RunFile(Part):
-    """run.json. Every part may be None.
+    """Contents of run.json. Every part may be None.
 
     ranks, moved, memory   of the latest start;   starts, events   of all starts in the folder
     """

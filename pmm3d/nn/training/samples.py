@@ -1,4 +1,4 @@
-"""The samples of a run: checks against the configuration, and facts for checkpoints."""
+"""Samples of a run: checks against the configuration, and facts for checkpoints."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ with needs("train", "the settings of a run"):
     from pydantic import ValidationError
 
 SAMPLES = "samples"
-"""The key of `Samples` in a run's settings."""
+"""Key of `Samples` in a run's settings."""
 Data = DataSet | TokenDataSet
 Rows = tuple[Data, Part]
-"""A data set, and a part of its rows, or of its sequences of tokens."""
+"""A data set, and part of its rows; a row of tokens is a sequence."""
 
 
 class SampleSizes(NamedTuple):
-    """Columns of the input (of tokens 1, or 2 with documents) and of the output; whether targets are labels; and the
-    number of rows, or sequences, for training (0: unknown)."""
+    """Columns of the input (1 for tokens, 2 with documents) and of the output; whether targets are labels; number of
+    rows for training (0: unknown)."""
 
     features: int
     outputs: int
@@ -62,8 +62,8 @@ def samples_of(data: Data, loss: str) -> Samples:
 
 
 def sizes_in_file(config: Config) -> SampleSizes:
-    """Sizes of the samples in the data file of a configuration. Raises Pmm3dError if the file cannot be read or does
-    not fit."""
+    """Return the sizes of the samples in the data file. Raises Pmm3dError if the file cannot be read or does not
+    fit."""
     with Grid.dry((1, 1, 1)) as alone, _data_set(config, alone) as data:
         rows = len(parts_of(config, data)[0])
         if isinstance(data, TokenDataSet):
@@ -74,7 +74,7 @@ def sizes_in_file(config: Config) -> SampleSizes:
 
 
 def _data_set(config: Config, grid: Grid, other: Data | None = None) -> Data:
-    """The data for training; with `other`, the data for training, those of data.validation_file."""
+    """Return the data set for training. other: the data set for training, to get that of data.validation_file."""
     section, network = config.data, config.network
     file = section.file if other is None else section.validation_file
     assert file is not None
@@ -107,13 +107,13 @@ def opened(config: Config, grid: Grid) -> Iterator[tuple[Rows, Rows | None]]:
 
 
 def _compare(config: Config, data: Data, other: Data) -> None:
-    """Compare the data with those of data.validation_file. Collective."""
+    """Raises Pmm3dError if the data set of data.validation_file does not fit that for training. Collective."""
     section, grid = config.data, data.grid
     if isinstance(data, TokenDataSet) or isinstance(other, TokenDataSet):
         with grid.collective_call("training"):
             if other.classes != data.classes:
-                raise Pmm3dError(f"{section.validation_file} has a vocabulary of {other.classes} tokens, and "
-                                 f"{section.file} of {data.classes}: convert both with the same tokenizer")
+                raise Pmm3dError(f"{section.validation_file} has a vocabulary of {other.classes} tokens, "
+                                 f"{section.file} one of {data.classes}: convert both with the same tokenizer")
         return
     with grid.collective_call("training"):
         if (other.features, other.outputs) != (data.features, data.outputs):
@@ -121,12 +121,12 @@ def _compare(config: Config, data: Data, other: Data) -> None:
                              f"targets a row, {section.file} {data.features} and {data.outputs}")
     if data.class_names and not other.class_names and grid.rank == 0:
         logger.warning(f"{section.validation_file} does not name its classes, so its labels are taken as the "
-                       f"numbers of {names_in_words(data.class_names)}. pmm3d convert --class-names names them")
+                       f"numbers of {names_in_words(data.class_names)}. pmm3d convert --class-names adds the names")
 
 
 def parts_of(config: Config, data: Data) -> tuple[Part, Part]:
-    """(the rows for training, the held-out rows). Collective. Raises Pmm3dError if there are none, or only one
-    class."""
+    """Return (the rows for training, the held-out rows). Collective. Raises Pmm3dError if no row is left for training
+    or for validation, and for targets of one class."""
     section, grid = config.data, data.grid
     share = 0.0 if section.validation_file is not None else section.validation
     kept, held = data.split(share, seed=config.training.seed, groups=section.groups if share else None,
@@ -138,16 +138,16 @@ def parts_of(config: Config, data: Data) -> tuple[Part, Part]:
             raise Pmm3dError(f"data.validation = {share} holds out no row of {data.samples}: raise it, name a "
                              "data.validation_file, or set it to 0.0 for no validation")
         if data.classes == 1:
-            raise Pmm3dError(f"the targets {section.targets!r} of {section.file} are of one class only: "
-                             "there is nothing to tell apart. Name other targets, or convert with all classes")
+            raise Pmm3dError(f"the targets {section.targets!r} of {section.file} have only one class. Name other "
+                             "targets, or convert with all classes")
     if section.batch_size > len(kept) and grid.rank == 0 and grid.dry_run is None:
-        logger.warning(f"data.batch_size = {section.batch_size}: there are {len(kept)} rows to train on, so that each "
-                       "batch has them all. Lower it to have several steps in an epoch")
+        logger.warning(f"data.batch_size = {section.batch_size}: there are only {len(kept)} rows to train on, so an "
+                       "epoch has one step. Lower data.batch_size for more steps")
     return kept, held
 
 
 def loss_of(config: Config, classes: bool) -> str:
-    """The loss of the configuration, or the one for classes or vectors. Raises Pmm3dError if it does not fit."""
+    """Return the name of the loss; by default it depends on the targets. Raises Pmm3dError if it does not fit them."""
     loss = config.training.loss
     if loss == "auto":
         return "cross_entropy" if classes else "mse"
@@ -158,29 +158,29 @@ def loss_of(config: Config, classes: bool) -> str:
 
 
 def labels_of(config: Config) -> bool | None:
-    """Whether integer targets are labels, by the loss; None: by the rule of `DataSet`."""
+    """Return whether integer targets are labels: False for a loss of values, otherwise None (`DataSet` decides)."""
     return False if config.training.loss in ("mse", "mae") else None
 
 
 def check_targets(config: Config, data: DataSet) -> None:
-    """Raises Pmm3dError for targets that may be classes or values. Collective."""
+    """Raises Pmm3dError for ambiguous targets, and for a loss that does not fit labels. Collective."""
     targets, loss, where = data.targets, config.training.loss, f"the targets {config.data.targets!r} of {data.path}"
     with data.grid.collective_call("training"):
         if loss == "auto" and targets.dtype.kind in "iu" and not data.labelled:
             raise Pmm3dError(f"{where} are integers in {data.outputs} columns, which may be labels or values. Set "
-                             "training.loss = \"mse\" (or \"mae\") if they are values; labels are one column")
+                             "training.loss = \"mse\" (or \"mae\") for values; labels must have one column")
         if not data.labelled and "class_names" in targets.attrs:
-            raise Pmm3dError(f"training.loss is {loss}, but {where} are labels of classes with names: leave "
-                             "training.loss out, or name other targets")
+            raise Pmm3dError(f"training.loss is {loss}, but {where} are labels with class names: leave training.loss "
+                             "out, or name other targets")
 
 
 def names_of(data: DataSet) -> list[str]:
-    """Names of the classes; their numbers if the file has no names."""
+    """Return the names of the classes; their numbers if the file has no names."""
     return data.class_names or [str(number) for number in range(data.classes or 0)]
 
 
 def check_classes(data: DataSet, kept: Part, held: Rows | None) -> None:
-    """Rank 0 warns of classes without a sample for training or validation. Collective. Reads all labels once."""
+    """Warn, on rank 0, about classes without a sample for training or validation. Reads all labels once. Collective."""
     if data.classes is None:
         return
     counts = data.class_counts(kept, *([] if held is None or held[0] is not data else [held[1]]))
@@ -197,7 +197,7 @@ def check_classes(data: DataSet, kept: Part, held: Rows | None) -> None:
 
 
 def compare_classes(found: Checkpoint, names: list[str] | None) -> None:
-    """Compare the classes of a checkpoint for a warm start with those of a run. Rank 0 warns if all differ. Raises
+    """Compare the class names of initial weights with those of a run. Rank 0 warns if all differ. Raises
     CheckpointError if a class has another number."""
     settings = found.meta.get("settings") if isinstance(found.meta, dict) else None
     samples = settings.get(SAMPLES) if isinstance(settings, dict) else None
@@ -210,20 +210,21 @@ def compare_classes(found: Checkpoint, names: list[str] | None) -> None:
                               f"{numbers[moved[0]]} there and class {own[moved[0]]} in this run. Convert the data with "
                               f"--class-names {','.join(before[:8])}{',...' if len(before) > 8 else ''}")
     if not numbers.keys() & own.keys():
-        logger.warning(f"{found.path} was trained on other classes ({names_in_words(before)}): the weights of the "
-                       f"outputs begin as theirs for {names_in_words(names)}")
+        logger.warning(f"{found.path} was trained on other classes ({names_in_words(before)}): their output weights "
+                       f"are the initial ones of {names_in_words(names)}")
 
 
 def recalled(found: Checkpoint) -> Recalled:
-    """Configuration and samples of a checkpoint. Raises CheckpointError if it is not of `pmm3d train`."""
+    """Return the configuration and the samples of a checkpoint. Raises CheckpointError if `pmm3d train` did not write
+    it."""
     settings = found.meta.get("settings") if isinstance(found.meta, dict) else None
     if not isinstance(settings, dict) or SAMPLES not in settings:
-        raise CheckpointError(f"{found.path} does not say how its network is made, as the checkpoints of pmm3d train "
-                              "do: make the network in a program and load it with nn.exchange.load_weights")
+        raise CheckpointError(f"{found.path} does not contain a configuration of its network, because pmm3d train did "
+                              "not write it: make the network in a program and load it with nn.exchange.load_weights")
     try:
         sections = {name: values for name, values in settings.items() if name != SAMPLES}
         return Recalled(checked(sections, str(found.path)), Samples(**settings[SAMPLES]))
     except (ValidationError, TypeError, AttributeError, KeyError, Pmm3dError) as error:
-        raise CheckpointError(f"{found.path} is of another version of pmm3d, whose settings this one does not "
-                              f"understand: {error}. Make the network in a program and load it with "
+        raise CheckpointError(f"{found.path} contains settings of another version of pmm3d, which this version cannot "
+                              f"read: {error}. Make the network in a program and load it with "
                               "nn.exchange.load_weights") from None

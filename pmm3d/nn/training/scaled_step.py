@@ -1,4 +1,4 @@
-"""The rough price of a grid: the step of a small grid, scaled."""
+"""Rough time and memory of a grid: the step of a small grid, scaled."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ...model.simulation.replay import tasks
 from .dry_step import Step
 
 OF_WEIGHTS = ("norm", "sgd", "adam", "adamw", "muon")
-"""Passes over gradients, weights and states. All others are over activations."""
+"""Passes over gradients, weights and states. All other passes are over activations."""
 
 
 class ScaledStep:
-    """The step of a small grid, scaled to others: its actions get the sizes that they roughly have there, and are
-    simulated. This orders grids much faster than a dry run on each of them.
+    """Step of a small grid, scaled to other grids: its actions are simulated with their rough sizes on the other grid.
+    This is much faster than a dry run on each grid.
 
-    step          with the memory of all blocks
+    step          of the small grid, with the memory of all blocks
     activations   bytes of its work memory that grow with the rows
     """
 
@@ -28,8 +28,7 @@ class ScaledStep:
         self.small, self.step, self.activations, self.machine, self.run = small, step, activations, machine, run
 
     def seconds(self, grid: GridShape) -> float:
-        shares, updates, actions = self._shares(grid), False, list[Action]()
-        x, y, z, data = shares
+        (x, y, z, data), updates, actions = self._shares(grid), False, list[Action]()
         for action in self.step.actions:
             updates = updates or action.operation in OF_WEIGHTS
             rows = z if updates else z * data
@@ -49,21 +48,21 @@ class ScaledStep:
         return simulate(tasks(actions, self.machine, groups)).seconds
 
     def held(self, grid: GridShape) -> float:
-        """Bytes on a rank: `parts`, activations, and all other work memory, which grows with the gathered weights."""
+        """Return bytes on a rank: `parts`, activations, and other work memory, which grows with gathered weights."""
         x, y, z, data = self._shares(grid)
         gathered = (self.step.memory["work"] - self.activations) * (1.0 if grid.z > 1 else 0.5)
         return self.parts(grid) + z * data * (x + y) / 2 * self.activations + x * y * gathered
 
     def parts(self, grid: GridShape) -> float:
-        """Bytes of weights, gradients, states of the optimizer, and copies for a checkpoint."""
+        """Return bytes of weights, gradients, states of the optimizer, and copies for a checkpoint."""
         x, y, z, _ = self._shares(grid)
         return x * y * z * sum(self.step.memory.get(kind, 0) for kind in ("weights", "gradients", "state", "copies"))
 
     def weights(self, grid: GridShape) -> float:
-        """Bytes of weights that are gathered over z."""
+        """Return bytes of weights that are gathered over z."""
         x, y, *_ = self._shares(grid)
         return x * y * self.small.z * self.step.memory["weights"]
 
     def _shares(self, grid: GridShape) -> list[float]:
-        """By how much a part along each axis is larger than on the small grid."""
+        """Return, for each axis, the size of a part divided by its size on the small grid."""
         return [small / size for small, size in zip(self.small, grid)]

@@ -34,38 +34,35 @@ with needs("train", "a configuration"):
 
 AUTO = "auto"
 EPOCHS = 10
-"""If neither `epochs` nor `steps` are given."""
+"""Default of `epochs` if `steps` is left out too."""
 
 
 class GridSection(Section):
     """The process grid, and the pipeline on it."""
 
     shape: Shape = "ddp"
-    """ranks along x, y and z, or the name of a family of parallel training, which uses all ranks; auto: the grid of all
-    ranks with the least predicted time, by `pmm3d plan` and the machine measured here (`pmm3d tune machine`)"""
+    """ranks along x, y and z; or a family of parallel training, on all ranks; or auto: the grid of all ranks with the
+    least predicted time on this machine (see `pmm3d plan`, `pmm3d tune machine`)"""
     data: Count = 1
-    """ranks along data, which hold copies of the weights; with ddp, all ranks are along data; auto chooses the
-    number"""
+    """ranks along data, which hold copies of the weights; ddp and auto choose the number"""
     seq: Count = 1
     """ranks along seq, which share the tokens of a sequence; only for a network of tokens"""
     ulysses: Count = 1
-    """ranks along ulysses, which share the tokens of a sequence too, and exchange heads; choose ranks of one node. With
-    seq, this is attention in two dimensions"""
+    """ranks along ulysses, which share the tokens of a sequence and exchange heads; choose ranks of one node. With seq,
+    attention is distributed in two dimensions"""
     pipe: Count = 1
-    """ranks along pipe. Each holds a stage, which is some of the network's layers. shape and data are those of a stage;
-    ddp and auto use the ranks of a stage"""
+    """ranks along pipe. Each holds a stage, which is a part of the layers. shape and data are the grid of a stage"""
     schedule: Table | None = None
-    """order of the passes of a pipeline; left out: 1f1b. All orders but dualpipe give the same bits"""
+    """order of the passes of a pipeline; left out: 1f1b. All orders except dualpipe give the same bits"""
     chunks: Count | None = None
-    """stages of each rank along pipe, if the schedule takes any number, as interleaved does; left out: as many as the
-    schedule has"""
+    """stages of each rank along pipe, for a schedule such as interleaved with any number of stages; left out: as many
+    as the schedule has"""
     cut: Cut | None = None
-    """number of layers with weights of each stage; cost: stages of about equal flop; left out: stages of about as many
+    """number of layers with weights in each stage; cost: stages of about equal flop; left out: stages of about as many
     layers"""
     micro_batches: Count = 1
     """parts of a batch, which pass through the network one after the other. Their gradients are summed. For a pipeline,
-    choose a few times pipe, or more. Without a pipeline this saves memory, because one part is in the network at a
-    time"""
+    choose a few times pipe, or more. Without a pipeline, activations need the memory of one part"""
 
     @property
     def axes(self) -> dict[str, int]:
@@ -75,7 +72,7 @@ class GridSection(Section):
 
     @property
     def staged(self) -> bool:
-        """Whether the network is made as a pipeline, also of one rank."""
+        """Whether the network is a pipeline, also of one rank."""
         return self.pipe > 1 or any(each is not None for each in (self.schedule, self.chunks, self.cut))
 
 
@@ -83,34 +80,34 @@ class DataSection(Section):
     """The data set: HDF5, as `pmm3d convert` writes it."""
 
     file: Place
-    """HDF5 file with a data set of samples and one of targets, with equal numbers of rows; or with one of tokens"""
+    """HDF5 file with data sets of samples and targets, with equal numbers of rows; or with a data set of tokens"""
     sequence: Annotated[int, Field(ge=2, le=LARGEST)] | None = None
-    """tokens of a sequence, which is a row of the data; the targets are the next tokens. Left out: the data are samples
-    and targets"""
+    """for tokens: length of a sequence, which is a row of the data; the targets are the next tokens. Left out: the data
+    are samples and targets"""
     inputs: Name = Field(default_factory=lambda given: "tokens" if given.get("sequence") else "x")
     """name of the data set of samples (x if left out), or of tokens (tokens if left out)"""
     targets: Name | None = Field(default_factory=lambda given: None if given.get("sequence") else "y")
-    """name of the data set of targets (y if left out; none for tokens): integers are classes, floating point numbers
-    are vectors; with training.loss mse or mae, integers are values too"""
+    """name of the data set of targets (y if left out; none for tokens). Integers are classes, floating point numbers
+    are values; with training.loss mse or mae, integers are values too"""
     documents: Name | None = None
-    """for tokens: name of the data set of the first token of each document, as `pmm3d convert text` writes it
-    ("documents"). A token then attends to tokens of its own document only. Left out: to all tokens of its sequence"""
+    """for tokens: name of the data set of the first token of each document ("documents", if `pmm3d convert text` wrote
+    the file). A token then attends only to tokens of its document. Left out: to all tokens of its sequence"""
     validation: Share = 0.1
-    """share of the rows that is held out for validation if there is no validation_file; 0.0 for no validation"""
+    """share of the rows that is held out for validation if there is no validation_file; 0.0: no validation"""
     validation_file: Place | None = None
-    """HDF5 file for validation, in place of held-out rows"""
+    """HDF5 file for validation, instead of held-out rows"""
     batch_size: Count = 256
     """rows of a batch, over the whole grid. A step trains on one batch"""
     shuffle: bool = True
     """whether the rows have another order in each epoch, by `training.seed`"""
     hold_out: Literal["random", "last"] = Field(
         default_factory=lambda given: "random" if given.get("shuffle", True) and not given.get("sequence") else "last")
-    """which rows are held out: random rows, by `training.seed`, or the last rows, as for a time series; left out: last
-    for tokens or if shuffle is false, otherwise random. With random and shuffle = false, the rows to train on have the
-    same random order in each epoch"""
+    """which rows are held out: random rows, by `training.seed`, or the last rows, for example of a time series; left
+    out: last for tokens or if shuffle is false, otherwise random. With random and shuffle = false, the rows to train on
+    have the same random order in each epoch"""
     groups: Name | None = None
-    """name of a data set with a number for each row: rows with the same number are all held out, or none of them is;
-    with hold_out = random"""
+    """name of a data set with a number for each row: rows with the same number are held out together; with hold_out =
+    random"""
     classes: Annotated[int, Field(ge=2, le=WIDEST)] | None = None
     """number of classes; left out: the number of class names in the file, or 1 + the largest label"""
     prefetch: Annotated[int, Field(ge=1, le=1000)] = 2
@@ -118,16 +115,16 @@ class DataSection(Section):
 
 
 class NetworkSection(Section):
-    """Fully connected layers, a transformer, or a network of your own (`build`). With `build`, only dtype and library
-    can be set. `network = "model.py:build"`, at the top of the file, is short for `build`."""
+    """Fully connected layers, a transformer, or a network of your own (`build`, with dtype and library only).
+    `network = "model.py:build"`, at the top of the file, is short for `build`."""
 
     build: Function | None = None
-    """a function build(grid, features, outputs) that returns the network, a pmm3d.nn.Module; for tokens, features is 1
-    (2 with data.documents), and outputs is the vocabulary"""
+    """a function build(grid, features, outputs) that returns a pmm3d.nn.Module; for tokens, features is 1 (2 with
+    data.documents), and outputs is the vocabulary"""
     kind: Literal["mlp", "gpt", "llama"] = "mlp"
     """mlp: fully connected layers; gpt, llama: nn.GPT and nn.Llama, for tokens (data.sequence)"""
     hidden: Hidden = Field(default_factory=lambda given: [512, 512] if given.get("kind") == "mlp" else 256)
-    """width of each hidden layer; [] for none ([512, 512] if left out). Of a transformer: features of a token (256 if
+    """width of each hidden layer; [] for none (mlp: [512, 512] if left out); features of a token (gpt, llama: 256 if
     left out)"""
     activation: Literal["relu", "gelu", "tanh", "silu", "sigmoid"] | None = default_of(mlp="gelu")
     """function after each hidden layer (mlp: gelu if left out)"""
@@ -145,9 +142,9 @@ class NetworkSection(Section):
     """columns between the layers of a block's MLP (if left out, gpt: 4 times hidden; llama: 8/3 of hidden, up to a
     multiple of 64)"""
     positions: Width | None = of_tokens(None)
-    """the longest sequence (if left out, gpt: data.sequence; llama: any)"""
+    """longest sequence (if left out, gpt: data.sequence; llama: any)"""
     window: Width | None = of_tokens(None)
-    """number of tokens that a token attends to: itself and tokens before it (gpt, llama: all of them if left out)"""
+    """number of tokens that a token attends to: itself and previous tokens (gpt, llama: all of them if left out)"""
     rotary_base: Positive | None = default_of(llama=10000.0)
     """base of the rotary positions (llama: 10000.0 if left out)"""
     tied: bool | None = default_of(gpt=True, llama=False)
@@ -160,8 +157,8 @@ class NetworkSection(Section):
     dropout: Share = 0.0
     """share of each hidden layer's outputs that is dropped in training; for a transformer see nn.GPT"""
     recompute: Recompute = "none"
-    """which hidden layers, or blocks, keep their input only and are computed again in the backward pass; a number k:
-    every k-th; selective: the attention of each block; true means full, false means none"""
+    """which hidden layers, or blocks, keep only their input and are computed again in the backward pass; a number k:
+    every k-th one; selective: the attention of each block; true means full, false means none"""
     activations: Literal["replicated", "sharded"] = "replicated"
     """sharded: the axis that a layer sums over also splits the rows of activations (sequence parallelism)"""
     dtype: Literal["float32", "float64"] = "float32"
@@ -175,12 +172,12 @@ class NetworkSection(Section):
 
     @property
     def of_tokens(self) -> bool:
-        """Whether it is a transformer."""
+        """Whether the network is a transformer."""
         return self.kind != "mlp"
 
     @property
     def own_keys(self) -> list[str]:
-        """Names of the keys for layers that have another value than their default."""
+        """Names of the keys for layers whose values are not the defaults."""
         given, fields = self.model_dump(), type(self).model_fields
         return [name for name, value in given.items() if name not in ("build", "dtype", "library")
                 and value != fields[name].get_default(call_default_factory=True, validated_data=given)]
@@ -188,31 +185,31 @@ class NetworkSection(Section):
     @model_validator(mode="after")
     def _hidden_fits(self) -> NetworkSection:
         if self.of_tokens == isinstance(self.hidden, list) and self.build is None:
-            raise ValueError(f"hidden = {self.hidden} does not go with kind = \"{self.kind}\": needed is "
+            raise ValueError(f"hidden = {self.hidden} does not fit kind = \"{self.kind}\", which needs "
                              f"{'a number' if self.of_tokens else 'a list of numbers'}")
         return self
 
 
 class OptimizerSection(Section):
-    """The optimizer, which updates the weights."""
+    """The optimizer."""
 
     kind: Literal["sgd", "adam", "adamw", "muon"] = "adamw"
     """the optimizer; muon: Muon for matrices, and AdamW for biases and gains"""
     lr: Positive = 1e-3
     """learning rate, which [schedule] scales"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """weight decay: weight_decay times the weight is added to the gradient (sgd, adam), or subtracted from the weight
-    after multiplication by lr (adamw, muon)"""
+    """weight decay: weight_decay times the weight is added to the gradient (sgd, adam), or lr times as much is
+    subtracted from the weight (adamw, muon)"""
     decay_vectors: bool = True
     """whether weight decay includes biases and gains, as in torch"""
     momentum: Share | None = default_of(sgd=0.9, muon=0.95)
-    """momentum: share of the running sum (sgd: 0.9 if left out), or mean (muon: 0.95 if left out), of gradients that a
-    step keeps"""
+    """share of the running sum (sgd: 0.9 if left out) or mean (muon: 0.95 if left out) of gradients that a step
+    keeps"""
     ns_steps: Annotated[int, Field(ge=1, lt=100)] | None = default_of(muon=5)
     """steps of the Newton-Schulz iteration that orthogonalizes the update (muon: 5 if left out)"""
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = default_of(muon="match_rms_adamw")
-    """factor of lr for a weight of k inputs and n outputs (muon): original, sqrt(max(1, n / k)); match_rms_adamw, the
-    default, 0.2 sqrt(max(k, n)). With the default, use the lr and weight_decay of adamw"""
+    """factor of lr for a weight of k inputs and n outputs (muon: match_rms_adamw if left out). original: sqrt(max(1,
+    n / k)); match_rms_adamw: 0.2 sqrt(max(k, n)), for the lr and weight_decay of adamw"""
     betas: Annotated[list[Share], Field(min_length=2, max_length=2)] | None = default_of(
         **dict.fromkeys(("adam", "adamw", "muon"), [0.9, 0.999]))
     """shares of the running means of gradients and of their squares that a step keeps (adam, adamw, muon: [0.9, 0.999]
@@ -220,9 +217,9 @@ class OptimizerSection(Section):
     eps: Positive | None = default_of(**dict.fromkeys(("adam", "adamw", "muon"), 1e-8))
     """added to the root of the mean square, to avoid a division by 0 (adam, adamw, muon: 1e-8 if left out)"""
     clip: Positive | None = None
-    """largest 2-norm of the gradient of all weights: a longer gradient is scaled down to it; left out: no limit"""
+    """largest 2-norm of the gradient of all weights; a longer gradient is scaled down; left out: no limit"""
     shard_over_data: Literal[False, True, "states", "gradients"] = False
-    """sharding over data; states or true: of the optimizer's state (ZeRO-1); gradients: also of gradients (ZeRO-2), by
+    """sharding over data. states or true: of the optimizer's state (ZeRO-1); gradients: also of gradients (ZeRO-2), by
     a reduce-scatter in each of `grid.micro_batches`"""
 
 
@@ -232,71 +229,71 @@ class ScheduleSection(Section):
     kind: Literal["constant", "cosine", "step"] = "cosine"
     """cosine: half a cosine, down to the last step; step: multiplied by `factor` every `every` steps"""
     warm_up: Steps = 0
-    """first steps, in which the rate rises from 0 to lr"""
+    """number of first steps, in which the rate rises from 0 to lr"""
     floor: Annotated[float, Field(ge=0, le=1)] | None = default_of(cosine=0.0)
-    """share of the rate at the last step (cosine: 0.0 if left out)"""
+    """share of lr at the last step (cosine: 0.0 if left out)"""
     every: Count | None = default_of(step=1000)
-    """steps after which the rate changes (step: 1000 if left out)"""
+    """steps between changes of the rate (step: 1000 if left out)"""
     factor: Positive | None = default_of(step=0.1)
     """factor of each change (step: 0.1 if left out)"""
 
 
 class TrainingSection(Section):
-    """The length of the run, its precision, and the files that it writes."""
+    """Length of the run, precision, and files."""
 
     folder: Place = Path("runs/train")
     """folder of this run, for metrics.jsonl, run.json, curves.png and checkpoints"""
     loss: Literal["auto", "cross_entropy", "mse", "mae"] = "auto"
-    """the loss that is minimized; auto: cross_entropy for classes, mse for vectors"""
+    """loss to minimize; auto: cross_entropy for classes, mse for values"""
     steps: Count | None = None
-    """number of steps of the run; it ends after these or after `epochs`, whichever comes first"""
+    """number of steps of the run, which ends after `steps` or `epochs`, whichever comes first"""
     epochs: Count | None = Field(default_factory=lambda given: None if given.get("steps") else EPOCHS)
     """passes over the data; left out together with `steps`: 10"""
     precision: Literal["float32", "tf32", "bfloat16", "float16"] = "float32"
-    """type of the factors of products; tf32: float32, which a GPU rounds to tf32; bfloat16, float16: with float32
-    master weights, gradients and sums. With float16 the loss is scaled. The layers of a network of `build` use
-    it"""
+    """type of the factors of products. tf32: float32, which a GPU rounds to tf32; bfloat16, float16: with float32
+    master weights, gradients and sums; float16: also with a scaled loss. A network of `build` must use this
+    precision"""
     weights: Place | None = None
     """initial weights: a checkpoint, the folder of a run, a .safetensors file, or a folder of the transformers package.
-    A run that is resumed ignores them"""
+    A resumed run does not use them"""
     evaluate_every: Steps = 0
     """steps between validations; 0: at the end of each epoch"""
     checkpoint_every: Steps = 0
     """steps between checkpoints; 0: at the end of each epoch"""
     checkpoint_in_background: bool = True
     """whether training continues while a checkpoint is written. Each rank then copies its shards to host memory. The
-    run waits for the last checkpoint, and for one that a signal asks for"""
+    run waits for the last checkpoint, and for a checkpoint requested by a signal"""
     keep: Count = 3
-    """number of checkpoints that are kept, the newest ones"""
+    """number of newest checkpoints to keep"""
     log_every: Count = 10
     """steps between lines of metrics.jsonl"""
     seed: Seed = 0
-    """seed of the initial weights, of dropout and of the order of the rows; in a network of `build`, of the layers that
-    are made without a seed"""
+    """seed of the initial weights, of dropout and of the order of the rows; in a network of `build`, of layers without
+    a seed"""
     prometheus: Place | None = None
-    """a .prom file for the latest figures, in the folder that a Prometheus node exporter reads"""
+    """a .prom file for the latest figures, in the folder of a Prometheus node exporter"""
 
 
 class OverlapSection(Section):
-    """Communication under computation. No key changes the bits of the weights, unless the BLAS rounds differently when
-    a product is cut into more GEMMs."""
+    """Communication during computation. No key changes the bits of the weights, unless the BLAS rounds differently if a
+    product is cut into more GEMMs."""
 
     oar: bool = True
-    """the sum of the gradient of a layer's input, during the GEMM of the weight gradient"""
+    """whether the gradient of a layer's input is summed during the GEMM of the weight gradient"""
     ors: bool = True
-    """reduce-scatters of weight gradients over z"""
+    """whether reduce-scatters of weight gradients over z overlap with the rest of the backward pass"""
     oag: bool = True
-    """the all-gather over z of the next weight"""
+    """whether the next weight is gathered over z during the computation before it"""
     buckets: bool = True
-    """all-reduces of gradients over data"""
+    """whether gradients are summed over data during the backward pass"""
     bucket_bytes: Count = 2**24
-    """bytes of gradients that are summed over data at a time, if buckets is true"""
+    """bytes of gradients in an all-reduce over data, if buckets is true"""
     reshard_after_forward: bool | None = None
     """whether gathered weights are freed after the forward pass; left out: if memory is short"""
     shared_weights: bool = False
     """whether ranks along z on one node share one copy of each gathered weight; in host memory only"""
     decomposed: bool | None = None
-    """whether rows of sharded activations are multiplied as they arrive, rank by rank; left out: if they come from
+    """whether rows of sharded activations are multiplied when they arrive from each rank; left out: if they come from
     other nodes"""
     regather_inputs: bool = False
     """whether layers keep only their shard of sharded activations, and gather it again in the backward pass"""

@@ -1,4 +1,4 @@
-"""Signals as requests, on which all ranks act together between two steps."""
+"""Signals as requests, which all ranks carry out together between two steps."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from contextlib import suppress
 from typing import Any
 
 SAVE, END, INTERRUPT = 1, 2, 3
-"""SAVE: a checkpoint. END, INTERRUPT and all above END: a checkpoint and the end of the run."""
+"""SAVE requests a checkpoint. END and larger numbers request a checkpoint and the end of the run."""
 REQUESTS = {signal.SIGUSR1: SAVE, signal.SIGTERM: END, signal.SIGINT: INTERRUPT}
 
 
 class Signals:
     """Context in which SIGUSR1, SIGTERM and SIGINT are collected instead of ending the process.
 
-    It may be entered again inside. A second SIGINT ends the process at once. Python handles signals only in its main
-    thread.
+    The context may be nested. A second SIGINT ends the process at once. Outside the main thread, where Python handles
+    no signals, it has no effect.
     """
 
     def __init__(self) -> None:
@@ -46,6 +46,6 @@ class Signals:
         self._request = max(self._request, REQUESTS[signal.Signals(number)])
 
     def taken(self) -> int:
-        """The most urgent request that this rank received since the last call; 0 for none."""
+        """Return the most urgent request that this rank received since the last call; 0 for none."""
         own, self._request = self._request, 0
         return own

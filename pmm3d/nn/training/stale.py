@@ -1,12 +1,12 @@
-"""Training by pipelines without a flush: a stage changes its weights while other micro-batches are on their way.
+"""Pipelines without a flush: a stage changes its weights while other micro-batches are in the pipeline.
 
 Synchronous schedules empty the pipeline before each change of the weights, which causes their bubble. Here each stage
-changes its weights on its own, and the pipeline stays full. But gradients are those of older weights. So the result
+changes its weights independently, and the pipeline stays full. Gradients are then those of older weights. So the result
 differs from that of `train_step`, and a learning rate at which `train_step` converges may be too large.
 
 In these docstrings p is the number of stages, and s a stage, from 0. W_s(v) are its weights after v changes. G_s is the
-gradient, by the weights of stage s, of the loss of micro-batch t at the given weights. The recurrences are those of
-SGD; another optimizer replaces it.
+gradient, with respect to the weights of stage s, of the loss of micro-batch t at the given weights. The recurrences are
+written for SGD.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .step import step_agreement, weighted
 
 
 class Rule:
-    """The weights that a micro-batch uses in its forward and in its backward pass.
+    """Versions of the weights in the forward and the backward pass of a micro-batch.
 
     A batch has `every` micro-batches. A stage changes its weights by the mean of their gradients.
     """
@@ -41,13 +41,13 @@ class Rule:
     every: int
 
     def version(self, micro: int, stage: int, stages: int) -> int:
-        """Return the number of changes of the stage that are in the weights."""
+        """Return the number of changes in the weights that the micro-batch uses."""
         raise NotImplementedError(f"{type(self).__name__} does not define version(micro, stage, stages)")
 
 
 class PipeDream(Rule):
     """PipeDream with weight stashing (Harlap et al., arXiv 1806.03377). A forward pass uses the newest weights of each
-    stage, and the backward pass of the same micro-batch the same ones. Stage s holds p - s versions of its weights.
+    stage. The backward pass of the micro-batch uses the same weights. Stage s holds p - s versions of its weights.
 
         W_s(t+1) = W_s(t) - lr G_s(t; W_0(v_0), ..., W_{p-1}(v_{p-1})),   v_s = max(0, t - (p-1-s))
     """
@@ -76,24 +76,24 @@ class DoubleBuffered(Rule):
 
 @dataclass(frozen=True)
 class HetPipe(Rule):
-    """Wave synchronous parallelism of HetPipe (Park et al., ATC 2020): several pipelines ("virtual workers") of unequal
-    speed train one network, each with micro-batches of its own. All stages of a worker use weights of the same version.
-    A wave is p micro-batches. The clock of a worker is the number of its finished waves. U_i(c) is the sum of the
-    changes of worker i in its wave c, from 0.
+    """HetPipe's wave synchronous parallelism (Park et al., ATC 2020). Several pipelines train copies of one network on
+    different micro-batches, and may differ in speed. Such a pipeline is called a worker. All stages of a worker use
+    weights of the same version. A wave is p micro-batches. The clock of a worker is the number of its finished waves.
+    U_i(c) is the sum of the changes of worker i in wave c, from 0.
 
         W_i(t+1) = W_i(t) - lr G_i(t; W_i(v)),   v = max(0, t - p + 1)
         and, if t + 1 = c p and c > D:   + the sum of U_j(c-1-D) over all workers j other than i
 
-    So a worker at clock c waits until all have finished wave c-1-D: two clocks differ by at most D + 1. In the end all
-    workers have the changes of all waves.
+    A worker at clock c waits until all workers have finished wave c-1-D. So two clocks differ by at most D + 1. At the
+    end, all workers have the changes of all waves.
 
     Parameters
     ----------
     workers
-        Grid of the ranks that have the same place in all workers, of shape "ddp". The network is on a grid of its
-        worker's ranks.
+        Grid of shape "ddp" with the ranks at the same place in all workers. The network of a worker is on another grid,
+        with the ranks of the worker.
     distance
-        D. Default: 0.
+        Distance D. Default: 0.
     """
 
     workers: Grid
@@ -111,15 +111,15 @@ def train_stale(network: Pipeline, optimizer: Optimizer, loss: Loss, batches: Se
     Parameters
     ----------
     network : Pipeline
-        Its schedule is "1f1b", or another table in which the weights of the rule are there in time.
+        Its schedule is "1f1b", or another table in which the weights of the rule are ready in time.
     optimizer : Optimizer
         Optimizer of the network.
     loss : callable
         loss(output, y) -> Tensor, 1 x 1.
     batches : sequence of (x, y)
-        Micro-batches. The pipeline is filled at the start and emptied in the end, so pass many of them.
+        Micro-batches. The pipeline is filled at the start and emptied at the end, so pass many of them.
     rule : PipeDream, DoubleBuffered or HetPipe
-        Its versions count from the start of the call.
+        Versions are counted from the start of the call.
 
     Returns
     -------
@@ -129,8 +129,9 @@ def train_stale(network: Pipeline, optimizer: Optimizer, loss: Loss, batches: Se
     Raises
     ------
     PipelineError
-        On every rank, for a rule out of range, for micro-batches that are no multiple of a batch (HetPipe: of a wave),
-        for several stages on a rank, for weights that stages share, and for a table without the weights of the rule.
+        On every rank, for a rule out of range, for a number of micro-batches that is no multiple of a batch (HetPipe:
+        of a wave), for several stages on a rank, for weights that stages share, for a table in which the weights of the
+        rule are not ready in time, and for a grid of workers of another shape.
     """
     if rule.every < 1 or isinstance(rule, HetPipe) and rule.distance < 0:
         raise PipelineError("stale weights: a batch has at least 1 micro-batch, and a distance is at least 0; got "
@@ -144,8 +145,11 @@ def train_stale(network: Pipeline, optimizer: Optimizer, loss: Loss, batches: Se
                             "weight")
     _check_versions(table, rule, depth)
     if isinstance(rule, HetPipe):
-        with rule.workers.collective_call("HetPipe", len(batches), rule.distance):
-            pass
+        workers = rule.workers
+        with workers.collective_call("HetPipe", len(batches), rule.distance):
+            if workers.shape.data != workers.size:  # the changes of the others would not arrive
+                raise PipelineError(f"HetPipe: the grid of the workers has {workers.shape.data} of {workers.size} "
+                                    'ranks along data: make it with shape="ddp", of one rank of each worker')
     executor = _StaleExecutor(network, optimizer, [x for x, _ in batches], rule)
     groups = [weighted(grid, loss, batches[first : first + rule.every]) for first in
               range(0, len(batches), rule.every)] if executor.ends else []
@@ -164,17 +168,17 @@ def _check_versions(table: PipelineSchedule, rule: Rule, stages: int) -> None:
         stage, needed = action.stage, rule.version(action.micro, action.stage, stages)
         if action.kind == "F" and needed > done[stage] // rule.every:
             raise table.complain(rank, place, f"{type(rule).__name__} needs weights after {needed} changes, and "
-                                 f"{done[stage] // rule.every} are done. With the schedule 1f1b, and with "
-                                 f"batches of at least {stages - 1} micro-batches, they are there in time")
+                                 f"{done[stage] // rule.every} are done. With the schedule 1f1b, and with batches of "
+                                 f"at least {stages - 1} micro-batches, the weights are ready in time")
         done[stage] += action.kind in ("B", "W")
         begun[stage] += action.kind in ("B", "I")
         if action.kind == "W" and done[stage] % rule.every == 0 and begun[stage] > done[stage]:
-            raise table.complain(rank, place, f"stage {stage} changes its weights here, and has products of weight "
-                                 "gradients of the next batch that are not computed. Use the schedule 1f1b")
+            raise table.complain(rank, place, f"stage {stage} changes its weights here, while weight gradients of the "
+                                 "next batch are pending. Use the schedule 1f1b")
 
 
 class _StaleExecutor(Executor):
-    """Carries out passes with the weights of a rule, and changes weights after the last W of a batch."""
+    """Executor that uses the weights of a rule in each pass, and changes the weights after the last W of a batch."""
 
     def __init__(self, network: Pipeline, optimizer: Optimizer, inputs: Sequence[DistMatrix], rule: Rule):
         super().__init__(network, inputs)
@@ -199,7 +203,7 @@ class _StaleExecutor(Executor):
             parameter.hold(*held)
 
     def _change(self, micros: int) -> None:
-        """Make the next version of the weights. micros: micro-batches that are done."""
+        """Make the next version of the weights. micros: number of finished micro-batches."""
         self._use(self._done)
         for parameter in self._parameters:
             parameter.hold(parameter.form.matrix(parameter.library.copy(parameter.shard)), parameter.version)
@@ -215,8 +219,11 @@ class _StaleExecutor(Executor):
 
 
 class _Waves:
-    """The changes of the waves of a virtual worker and of the others. total: weights with the waves of all workers, up
-    to the last that arrived; own, sums: changes of later waves, of this worker and of all."""
+    """Changes of waves, of this worker and of all workers.
+
+    total       weights with the waves of all workers, up to the last wave that has arrived
+    own, sums   changes of later waves: of this worker, and of all workers
+    """
 
     def __init__(self, rule: HetPipe, parameters: Sequence[Parameter]):
         self._rule, self._parameters = rule, parameters
@@ -227,7 +234,8 @@ class _Waves:
         return [each.library.copy(each.in_checkpoint.local) for each in self._parameters]
 
     def end(self, last: bool) -> None:
-        """Send the changes of a wave, and add those of the wave that the distance allows; of all waves in the end."""
+        """Send the changes of a wave, and add the changes of waves older than the distance; of all waves if it is the
+        last one."""
         arrays = [each.in_checkpoint.local for each in self._parameters]
         self._own.append([after - before for after, before in zip(arrays, self._begin)])
         self._sums.append([self._rule.workers.data.all_reduce(each) for each in self._own[-1]])

@@ -1,4 +1,4 @@
-"""The state of a training in checkpoints, for the Trainer and for your own loops."""
+"""State of a training in checkpoints, for the Trainer and for your own loops."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ class TrainState:
     def __post_init__(self) -> None:
         held = set(self.network.parameters())
         if others := [each.name or "a parameter" for each in self.optimizer.parameters if each not in held]:
-            raise Pmm3dError(f"TrainState: the optimizer changes parameters that the network does not hold, so no "
-                             f"checkpoint would have their values: {names_in_words(others)}. Make all networks "
-                             "attributes of one Module, and give that")
-        whole = self.network.dry if isinstance(self.network, Pipeline) else self.network  # stages scale alike
+            raise Pmm3dError("TrainState: the optimizer changes parameters that are not in the network, so checkpoints "
+                             f"would not contain them: {names_in_words(others)}. Make all networks attributes of one "
+                             "Module, and pass that Module")
+        whole = self.network.dry if isinstance(self.network, Pipeline) else self.network  # all stages scale the loss
         if self.scale is None and any(each.precision.compute == "float16" for each in whole.parameters()):
             self.scale = LossScale()
 
@@ -148,34 +148,34 @@ class TrainState:
         whole, grid = self.network.whole, checkpoints.grid
         with whole.collective_call("TrainState", always=True):
             if not grid.same_processes(whole):
-                raise CheckpointError(f"TrainState: the network is on {whole.size} ranks, the checkpoints are on "
-                                      f"{grid.size}, or on others. Make Checkpoints(network.whole, folder), on all "
-                                      "ranks that hold a part of the network")
+                raise CheckpointError(f"TrainState: the checkpoints are not on the {whole.size} ranks of the network; "
+                                      f"their grid has size {grid.size}. Make Checkpoints(network.whole, folder), on "
+                                      "all ranks of the network")
 
     def check(self, facts: Any, accept: Collection[str] = (), settings: Facts | None = None) -> None:
-        """Raises Pmm3dError, on every rank, if these are not the facts of such a training. accept, settings: as in
-        `resume`."""
+        """Raises Pmm3dError, on every rank, if the facts of a checkpoint do not fit this training. accept, settings: as
+        in `resume`."""
         with self.network.whole.collective_call("resume", sorted(accept), always=True):
             known = facts if isinstance(facts, dict) else {}
             if lacking := [key for key in ("step", "optimizer", "random") if key not in known]:
-                raise Pmm3dError(f"the checkpoint is not of a training: it lacks {', '.join(lacking)}. Save it with "
-                                 "TrainState.save")
+                raise Pmm3dError(f"the checkpoint does not contain the state of a training: {', '.join(lacking)} "
+                                 "missing. Save it with TrainState.save")
             before, now = known["optimizer"].get("kind"), type(self.optimizer).__name__
             if before != now:
-                raise Pmm3dError(f"the checkpoint's optimizer is {before}, this one {now}, which cannot go on from its "
-                                 "state; nothing was changed. Take the kind that it was, or begin a new run from its "
-                                 "weights alone (training.weights, nn.exchange.load_weights)")
+                raise Pmm3dError(f"the checkpoint's optimizer is {before}, and the optimizer of this run is {now}, "
+                                 f"which cannot use the state of {before}; nothing was changed. Use {before}, or start "
+                                 "a new run from the weights alone (training.weights, nn.exchange.load_weights)")
             kept, wanted = known["optimizer"].get("states"), list(self.optimizer.state_names)
             if kept not in (None, wanted):
                 raise Pmm3dError(f"the checkpoint's optimizer keeps {names_in_words(kept) or 'nothing'} of each "
-                                 f"weight, this one {names_in_words(wanted) or 'nothing'}; nothing was changed. Set "
-                                 "the optimizer's options (momentum) back, or begin a new run from its weights alone "
-                                 "(training.weights, nn.exchange.load_weights)")
+                                 f"weight, the optimizer of this run keeps {names_in_words(wanted) or 'nothing'}; "
+                                 "nothing was changed. Restore the optimizer's options (momentum), or start a new run "
+                                 "from the weights alone (training.weights, nn.exchange.load_weights)")
             refuse([*differences(known.get("settings") or {}, settings or {}), *self._batches(known)], accept)
 
     def load(self, facts: Facts, stored: Collection[str] | None = None) -> None:
-        """Load the facts, after `check` and after the matrices were filled. stored: names of the checkpoint's matrices;
-        a parameter without a state there begins as in its first step."""
+        """Load the facts of a checkpoint, after `check` and after the matrices were filled. stored: names of the
+        checkpoint's matrices; a parameter without a state in them begins as in its first step."""
         self.network.loaded()
         with self.network.whole.collective_call("resume"):
             self.network.set_random_state(facts["random"])
@@ -234,32 +234,32 @@ class TrainState:
         return batch_differences(before, now) if before and now else []
 
     def _rate(self, facts: Facts) -> list[str]:
-        """Changes of the schedule and of the learning rate."""
+        """Return sentences about changes of the schedule and of the learning rate."""
         before, now = facts.get("lr", facts["optimizer"].get("lr")), self.optimizer.lr
-        said = []
+        changes = []
         if "schedule" in facts and bool(facts["schedule"]) != bool(self.schedule):
-            said.append("there was no schedule, and is one, which goes on as if it had been there" if self.schedule
-                        else "there was a schedule, and is none")
+            changes.append(f"the checkpoint has no schedule; the schedule of this run begins at step {self.step}, not "
+                           "at 0" if self.schedule else "the checkpoint has a schedule, and this run has none")
         if before is not None and not isclose(before, now, rel_tol=1e-9):
-            said.append(f"the learning rate of step {self.step + 1} is {now:.6g}; it would have been {before:.6g}")
-        return said
+            changes.append(f"the learning rate of step {self.step + 1} is {now:.6g} instead of {before:.6g}")
+        return changes
 
     def _blas(self) -> Facts:
         return dict(vars(machine.blas_of(self.network.parameters()[0].library)))
 
     def _rounding(self, facts: Facts) -> list[str]:
-        """A change of the BLAS, its release or kernel, after which the run does not repeat its bits."""
+        """Return a sentence about a change of the BLAS, its release or its kernel, which changes the last bits."""
         before, after = (blas_in_words(f"{blas['name']} {blas['version']}".strip(), blas["kernel"], 0)
                          for blas in (self._blas() | facts.get("blas", {}), self._blas()))
-        return [f"the BLAS was {before} and is {after}, which rounds otherwise"] if before != after else []
+        return [f"the BLAS was {before}, is {after}, which rounds differently"] if before != after else []
 
     def _tell(self, changes: list[str], retired: list[Path]) -> None:
         if self.network.whole.rank:
             return
         for change in changes:
-            logger.warning(f"resumed with a change: {change}. What is configured now counts")
+            logger.warning(f"resumed with a change: {change}. The new configuration applies")
         if retired:
-            logger.warning(f"later checkpoints are retired, as the run goes on from step {self.step}: "
+            logger.warning(f"the run continues from step {self.step}, so later checkpoints are retired: "
                            f"{', '.join(path.name for path in retired)}")
 
 
@@ -272,16 +272,16 @@ BATCHES = ("data", "samples", "rows", "batch_size", "shuffle", "seed", "drop_las
 """Keys of a loader's state that define the rows of each batch; "data" is the fingerprint of their contents."""
 ACCEPTED = ("network", "data")
 REMEDY = {
-    "network": "Set it back; or begin a new run, in a folder of its own; or, if the weights fit and it is meant, go on "
-               "with --accept network",
-    "data": "Set it back; or begin a new run, in a folder of its own; or go on with --accept data: the epoch under way "
-            "begins anew, with the data as they are now",
+    "network": "Restore the settings; or start a new run in another folder; or, if the change is intended and the "
+               "weights fit, continue with --accept network",
+    "data": "Restore the settings and the data; or start a new run in another folder; or continue with --accept data: "
+            "the current epoch then starts again, with the new data",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting that differs. kind: "network", "data", or "free" to change."""
+    """A setting with two values. kind: "network", "data", or "free" to change."""
 
     key: str
     before: Any
@@ -293,7 +293,7 @@ class Difference:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """The keys that both settings contain, with different values.
+    """Return the keys that both settings contain with different values.
 
         >>> [str(each) for each in differences({"data": {"classes": 2, "file": "a"}}, {"data": {"classes": 3}})]
         ['data.classes was 2, is 3']
@@ -304,19 +304,20 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Diffe
 
 
 def batch_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Differences between the states of two loaders, except their positions."""
+    """Return the differences between the states of two loaders, without their positions."""
     earlier, here = _plain(before), _plain(now)
     return [Difference("the data's fingerprint" if key == "data" else f"the loader's {key}", earlier.get(key),
                        here[key], "data") for key in BATCHES if earlier.get(key) != here[key]]
 
 
 def refuse(found: Collection[Difference], accept: Collection[str], what: str = "the checkpoint") -> None:
-    """Raises Pmm3dError for differences of a kind that is neither free nor accepted; and for unknown kinds."""
+    """Raises Pmm3dError for differences of a kind that is neither free nor accepted, and for unknown kinds in
+    `accept`."""
     if unknown := [kind for kind in accept if kind not in ACCEPTED]:
-        raise Pmm3dError(f"accept is {' or '.join(ACCEPTED)}; got {', '.join(map(repr, unknown))}")
+        raise Pmm3dError(f"accept must be {' or '.join(ACCEPTED)}; got {', '.join(map(repr, unknown))}")
     for kind in ACCEPTED:
         if kind not in accept and (wrong := [str(each) for each in found if each.kind == kind]):
-            raise Pmm3dError(f"{what} is of another {kind}, and nothing was changed: {'; '.join(wrong)}. "
+            raise Pmm3dError(f"the {kind} of {what} differs, and nothing was changed: {'; '.join(wrong)}. "
                              f"{REMEDY[kind]}")
 
 
@@ -336,7 +337,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as a checkpoint returns them."""
+    """Return the settings as JSON returns them."""
     plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     return plain
 

@@ -1,4 +1,4 @@
-"""A step of training: its passes by the table of a pipeline, and one agreement of the ranks."""
+"""One step of training: forward and backward passes, one agreement of the ranks, and the optimizer."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from .evaluation import Batch, Loss, first_non_finite, local_loss
 from .signals import END, INTERRUPT, SAVE
 
 Square = float | np.ndarray
-"""Square of the 2-norm of a gradient, or squares of those of each parameter."""
+"""Square of the 2-norm of a gradient, or an array of the squares for each parameter."""
 
 
 class Agreed(NamedTuple):
     """Result of an agreement, the same on every rank.
 
-    loss, norm   of the whole step, and of the whole gradient
-    request      the most urgent signal that any rank received, 0 for none
-    look         whether to look for stragglers
-    failed       whether some rank could not read its part of the next batches
+    loss      of the whole step;   norm   of the whole gradient
+    request   the most urgent signal that any rank received, 0 for none
+    look      whether to search for stragglers
+    failed    whether a rank could not read its part of the next batch
     """
 
     loss: float
@@ -50,10 +50,10 @@ class Agreed(NamedTuple):
 
 def step_agreement(grid: Grid, loss: float = 0.0, square: Square = 0.0, *, whole: Grid | None = None,
                    request: int = 0, look: bool = False, failed: bool = False) -> Agreed:
-    """Combine the ranks' parts of the loss and of the square of the gradient's norm, and their requests. Collective:
-    one all-reduce of a few numbers, which are arbitrary in a dry run.
+    """Combine loss, square of the gradient's norm, and requests of all ranks. Collective: one all-reduce of a few
+    numbers. In a dry run the result is arbitrary.
 
-    square: or squares, which are added up in their order; whole: the grid whose ranks agree, default `grid`. Raises
+    square: a number, or squares to be added in their order; whole: grid of the ranks that agree, default `grid`. Raises
     DisagreementError, on every rank, if backward passes since the last agreement used different parameters.
 
         >>> with Grid() as grid:
@@ -80,8 +80,8 @@ def step_agreement(grid: Grid, loss: float = 0.0, square: Square = 0.0, *, whole
 
 
 def weighted(grid: Grid, loss: Loss, batches: Sequence[Batch]) -> LossOf:
-    """The function (micro-batch, output) -> part of the loss of the step. The weight of a micro-batch is its share of
-    the terms. It sends nothing, unless labels are ignored: then the ranks add up the number of the others."""
+    """Return the function (micro-batch, output) -> part of the loss of the step. A micro-batch has the weight of its
+    share of the terms. The call communicates only if labels are ignored, to count the other labels of all ranks."""
     if len(batches) == 1:
         return lambda micro, output: loss(output, batches[micro][1])
     numbers = [terms(loss, as_tensor(y), y) for _, y in batches]
@@ -94,8 +94,8 @@ def weighted(grid: Grid, loss: Loss, batches: Sequence[Batch]) -> LossOf:
 
 
 def local_norm_squared(network: Module, optimizer: Optimizer) -> Square:
-    """This rank's part of the square of the norm; for a Pipeline, of that of each parameter of the whole network, so
-    that the order of the sum does not depend on the cut."""
+    """Return this rank's part of the square of the norm. For a Pipeline, return an array with the square for each
+    parameter of the whole network: then the order of the sum does not depend on the cut."""
     if not isinstance(network, Pipeline):
         return optimizer.local_norm_squared()
     named, squares = network.named_parameters(), optimizer.own_squares()

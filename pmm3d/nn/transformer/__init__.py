@@ -1,4 +1,4 @@
-"""Transformers: embedding, attention, blocks and networks on the grid, and sequences that several ranks share."""
+"""Transformers: embedding, attention, blocks, networks, generation, and sequences that several ranks share."""
 
 from .attention import attention
 from .blocks import Attention, FeedForward, TransformerBlock

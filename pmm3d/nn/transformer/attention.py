@@ -1,4 +1,4 @@
-"""Attention as one operation on the tape. Each rank computes its heads of its sequences."""
+"""Attention as one operation on the tape. Each rank computes its own heads of its own sequences."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ def attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, si
               window: int | None = None, documents: Tensor | None = None, dropout: float = 0.0, seed: int = 0,
               stream: int = 0, scale: float | None = None, block: int = BLOCK, parallel: str = "auto",
               order: str = "plain") -> Tensor:
-    """softmax(scale q k^T) v, of each head in each sequence. The matrix of all scores is never in memory.
+    """softmax(scale q k^T) v for each head of each sequence. The full matrix of scores is never stored.
 
     Parameters
     ----------
     q : Tensor
-        (m, a size), with rows in units of a sequence. The columns may be split over one or several axes.
+        (m, a size), with rows in units of a sequence. Columns may be split over one or several axes.
     k, v : Tensor or None
         (m, a_kv size). a is a multiple of a_kv: consecutive heads of q share a head of k and v. Default: q is
-        (m, 3 a size), with query, key and value of one head after the other.
+        (m, 3 a size), and contains query, key and value of the first head, then of the next head.
     size : int
-        Columns of a head.
+        Number of columns of a head.
     causal : bool
-        True (default): a row attends to the rows up to itself. False: to all rows of its sequence.
+        If True (default), a row attends to itself and to earlier rows. If False, to all rows of its sequence.
     window : int or None
         A row attends only to rows less than `window` rows away. Default: no limit.
     documents : Tensor or None
-        (m, 1), integers: the number of the document of each row, in packed sequences. A row attends to rows of its own
+        (m, 1), integers: the document number of each row of packed sequences. A row attends only to rows of the same
         document. Default: each sequence is one document.
     dropout : float
-        Probability for the weights. Default: 0.
+        Dropout probability of the softmax weights. Default: 0.
     seed, stream : int
-        The mask depends on them, and on the place of a weight in the whole batch. Default: 0.
+        Seed and stream of the dropout mask, which also depends on a weight's place in the whole batch. Default: 0.
     scale : float or None
         Factor of the scores. Default: 1 / sqrt(size).
     block : int
-        Rows of a block of scores. The last bits of the result depend on it. Default: 512.
+        Number of rows of a block of scores. The last bits of the result depend on it. Default: 512.
     parallel : str
-        How ranks along seq share a sequence: "ring", "ulysses", "gather", "2d" or "auto" (default).
+        Method by which ranks along seq share a sequence: "ring", "ulysses", "gather", "2d" or "auto" (default).
     order : str
         Order in which the rows of a sequence are stored: "plain" (default), "zigzag" or "striped" (`positions`).
 
@@ -74,28 +74,27 @@ def attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, si
     Raises
     ------
     LayoutError, DTypeError, GridError
-        For sizes that do not fit together, for other types or libraries, and for tensors of two grids.
+        For sizes that do not fit together, for unsupported or different types or libraries, and for different grids.
     Pmm3dError
         For a window, a block, a probability or a scale out of range.
 
     Notes
     -----
-    Each rank computes its query heads of its sequences (see `sequence_length`). If another axis than seq and ulysses
-    cuts inside a sequence, or an axis cuts inside a head, the tensors are relaid out first. If a rank lacks a head of k
-    and v that its query heads need, k and v are gathered over the G ranks that split their columns: each receives
-    (G-1)/G of them, and as much of their gradients.
+    Each rank computes its query heads of its sequences (see `sequence_length`). Tensors are first relaid out if an axis
+    cuts inside a head, or if an axis other than seq and ulysses cuts inside a sequence. If a rank lacks heads of k and
+    v for its query heads, k and v are gathered over the G ranks that split their columns. Each rank then receives
+    (G-1)/G of k and v, and the same share of their gradients.
 
-    If seq splits sequences over P ranks that have K elements of k and of v, and Q of q, together, each rank receives at
-    most:
+    If P ranks along seq share sequences that have K elements of k and Q elements of q, each rank receives at most:
 
         ring      2 (P-1)/P K forward; 4 (P-1)/P K + 2/P K backward, the gradients as float32 or wider
         gather    2 (P-1)/P K forward; 4 (P-1)/P K backward
         ulysses   (2 Q + 2 K) (P-1)/P^2 in each pass
 
-    With a causal mask or a window a ring sends only the keys that are needed. If ulysses splits sequences, heads are
-    exchanged first; with seq this is USP (Fang, Zhao 2024, arXiv 2405.07719). In all other cases nothing is sent.
+    With a causal mask or a window, a ring sends only the keys that other ranks need. The axis ulysses exchanges heads
+    first. Together with seq, this is USP (Fang, Zhao 2024, arXiv 2405.07719). In all other cases nothing is sent.
 
-    A rank keeps its q, k, v, the result, and a number for each row and head. Backward computes the scores again.
+    A rank keeps q, k, v, the result, and a number for each row and head. The backward pass computes the scores again.
 
     Examples
     --------
@@ -107,7 +106,7 @@ def attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, si
     (True, 2)
     """
     if (k is None) != (v is None):
-        raise LayoutError("attention: k or v is missing. Pass both, or one tensor of queries, keys and values")
+        raise LayoutError("attention: k or v is missing. Pass both, or pass one tensor with queries, keys and values")
     operands = [whole(as_tensor(each)) for each in (q, k, v) if each is not None]
     _check((3 * operands)[:3], size, window, dropout, block, scale)
     first, length, shape = operands[0], rows_of_sequence(operands[0]), operands[0].grid.shape
@@ -131,7 +130,7 @@ def attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, si
 
 
 def _fused(x: Tensor, length: int, size: int) -> list[Tensor]:
-    """Queries, keys and values that are stored head by head, in one tensor; in three if ranks share a sequence."""
+    """[x] in units of whole heads, or [q, k, v] if ranks share a sequence. x: query, key and value of each head."""
     check_unit("attention", x, 3 * size)
     layout = _in_units(x, x, length, 3 * size)
     rows, unit = layout.units
@@ -141,7 +140,7 @@ def _fused(x: Tensor, length: int, size: int) -> list[Tensor]:
 
 
 def _forms(operands: Sequence[Tensor]) -> list[Form]:
-    """The forms of q, k and v."""
+    """Forms of q, k and v, which may be stored in one tensor."""
     if len(operands) == 3:
         return [each.form for each in operands]
     (rows, columns), layout, (of_rows, unit) = operands[0].shape, operands[0].layout, operands[0].layout.units
@@ -151,12 +150,12 @@ def _forms(operands: Sequence[Tensor]) -> list[Form]:
 
 
 def _documents(q: Tensor, documents: Tensor | None) -> np.ndarray | None:
-    """The numbers of the documents of the rows of this rank and of the other ranks along seq."""
+    """Document numbers of the rows on all ranks along seq."""
     if documents is None:
         return None
     documents = whole(as_tensor(documents))
     if documents.shape != (q.shape[0], 1) or "int" not in documents.dtype:
-        raise LayoutError(f"attention: documents are integers, {q.shape[0]} x 1, a number for each row; got "
+        raise LayoutError(f"attention: documents must be integers, {q.shape[0]} x 1, a number for each row; got "
                           f"{documents!r}")
     rows = tuple(axis for axis in q.layout.rows if axis not in INSIDE)
     documents = relayout(documents, layout_of(rows, (), (), (q.layout.units[0], 1)))
@@ -167,31 +166,31 @@ def _check(operands: Sequence[Tensor], size: int, window: int | None, dropout: f
            scale: float | None) -> None:
     q, k, v = operands
     if q.grid is not k.grid or q.grid is not v.grid:
-        raise GridError(f"attention: tensors of two Grids: q is {q!r}, k and v are {[k, v]!r}")
+        raise GridError(f"attention: q, k and v must be on the same Grid; got q {q!r}, k and v {[k, v]!r}")
     if q.dtype not in TYPES or {(each.dtype, each.library) for each in (k, v)} != {(q.dtype, q.library)}:
-        raise DTypeError(f"attention: q, k and v are of one library and one type of {', '.join(TYPES)}; got "
-                         f"{[q, k, v]!r}")
+        raise DTypeError(f"attention: q, k and v must have the same library and the same type, one of "
+                         f"{', '.join(TYPES)}; got {[q, k, v]!r}")
     if isinstance(q.shape[0], RaggedRows):
         q.shape[0].refuse()
     if k.shape != v.shape or q.shape[0] != k.shape[0]:
         raise LayoutError(f"attention: q is {q.shape[0]} x {q.shape[1]}, k is {k.shape[0]} x {k.shape[1]}, v is "
-                          f"{v.shape[0]} x {v.shape[1]}: the three have the same rows, and k and v the same columns")
+                          f"{v.shape[0]} x {v.shape[1]}. All need the same rows, and k and v the same columns")
     if size < 1 or q.shape[1] % size or k.shape[1] % size:
-        raise LayoutError(f"attention: {q.shape[1]} columns of q and {k.shape[1]} of k are no whole number of heads of "
-                          f"{size} columns: choose heads that divide the columns")
+        raise LayoutError(f"attention: {q.shape[1]} columns of q and {k.shape[1]} columns of k are not a multiple of "
+                          f"{size} columns, the size of a head. Choose a size that divides the columns")
     if bool(q.shape[1]) != bool(k.shape[1]) or k.shape[1] and q.shape[1] % k.shape[1]:
         raise LayoutError(f"attention: {q.shape[1] // size} heads of q cannot share {k.shape[1] // size} heads of k "
                           "and v: the first number must be a multiple of the second")
     for name, number in ("block", block), ("window", block if window is None else window):
         natural(number, f"attention: {name} is a number of rows, at least 1", 1, Pmm3dError)
     if not 0 <= dropout < 1:
-        raise Pmm3dError(f"attention: dropout is a probability below 1; got {dropout}")
+        raise Pmm3dError(f"attention: dropout must be a probability below 1, got {dropout}")
     if scale is not None and not isfinite(scale):
-        raise Pmm3dError(f"attention: scale is a finite number, or None for 1 / sqrt(size); got {scale}")
+        raise Pmm3dError(f"attention: scale must be a finite number, or None for 1 / sqrt(size), got {scale}")
 
 
 def _in_units(q: Tensor, x: Tensor, length: int, size: int) -> Layout:
-    """The layout of q, k or v in which only seq and ulysses cut inside a sequence, and no axis inside a head."""
+    """Layout of q, k or v in which only seq and ulysses cut inside a sequence, and no axis cuts inside a head."""
     shape, (row_unit, unit) = q.grid.shape, (q.layout.units[0], x.layout.units[1])
     rows = tuple(axis for axis in q.layout.rows
                  if axis in INSIDE or getattr(shape, axis) == 1 or unit_of(row_unit, axis) % length == 0)
@@ -200,7 +199,7 @@ def _in_units(q: Tensor, x: Tensor, length: int, size: int) -> Layout:
 
 
 def _heads_on_ranks(q: Tensor, k: Tensor, size: int) -> tuple[int, int]:
-    """Heads of q and of k on each rank, if all have as many; (0, 0) otherwise."""
+    """Numbers of heads of q and of k on each rank, or (0, 0) if the ranks differ."""
     found = []
     for each in (q, k):
         heads, over = divmod(each.shape[1], size * each.grid.shape.along(each.layout.cols))
@@ -209,7 +208,8 @@ def _heads_on_ranks(q: Tensor, k: Tensor, size: int) -> tuple[int, int]:
 
 
 def _spread_heads(operands: Sequence[Tensor], size: int, axis: str) -> list[Tensor]:
-    """q, k and v with heads split over an axis that splits rows. If a rank would lack heads of k and v, it has all."""
+    """q, k and v with heads instead of rows split over an axis. The heads of k and v are not split over the axis if a
+    rank would lack a head."""
     q, k, v = operands
     of_q, of_k = by_heads(q.layout, size, axis), by_heads(k.layout, size, axis)
     if _lacks(of_q, of_k, q.shape[1], k.shape[1], size, q.grid.shape):
@@ -219,7 +219,7 @@ def _spread_heads(operands: Sequence[Tensor], size: int, axis: str) -> list[Tens
 
 @lru_cache(maxsize=1024)
 def _lacks(q: Layout, k: Layout, columns: int, columns_of_k: int, size: int, grid: GridShape) -> bool:
-    """Whether a rank lacks a head of k that its heads of q need."""
+    """Whether any rank lacks a head of k that its heads of q need."""
     axes = tuple(dict.fromkeys((*q.cols, *k.cols)))
     for index in product(*(range(getattr(grid, axis)) for axis in axes)) if columns else ():
         coords = grid.position(0)._replace(**dict(zip(axes, index)))
@@ -231,12 +231,12 @@ def _lacks(q: Layout, k: Layout, columns: int, columns_of_k: int, size: int, gri
 
 
 def _shared(first: int, stop: int, group: int) -> tuple[int, int]:
-    """(first, stop) of the heads of k that heads first to stop of q use, if a group of heads shares one."""
+    """(first, stop) of the heads of k for the heads first to stop of q. A group of heads of q shares a head of k."""
     return first // group, -(-stop // group)
 
 
 class Run(NamedTuple):
-    """Heads of one call of the kernel: in the local arrays of q, and of k and v; first: number among all heads of q."""
+    """Heads of one kernel call, in the local arrays of q and of k and v. first: number among all heads of q."""
 
     of_q: slice
     of_k: slice
@@ -244,7 +244,7 @@ class Run(NamedTuple):
 
 
 def runs(heads: tuple[int, int], held: int, group: int) -> list[Run]:
-    """Cut the local heads of q so that a call has as many of them for each head of k. held: the first local head of k.
+    """Cut the local heads of q into runs with equally many heads of q for each head of k. held: first local head of k.
 
         >>> [(run.of_q.start, run.of_q.stop, run.of_k.start, run.of_k.stop) for run in runs((3, 9), 0, 4)]
         [(0, 1, 0, 1), (1, 5, 1, 2), (5, 6, 2, 3)]
@@ -262,10 +262,9 @@ def runs(heads: tuple[int, int], held: int, group: int) -> list[Run]:
 class _Local:
     """One rank's part of an attention.
 
-    forms    of the arrays of q, k and v, or of the array of all three
-    shares   the rows of this rank, and the ranks with the other rows of their sequences
-    fresh    whether one call of the kernel for each share sets all of the gradients
-    first    the row of the whole batch at which `documents` begin
+    `forms` are the forms of q, k and v, or the form of the single tensor with all three. `shares` contains the segments
+    of this rank's rows, each with the ranks that hold the other rows of its sequences. `fresh` is True if a single
+    kernel call for each share sets all gradients. `documents` begins at the row `first` of the whole batch.
     """
 
     def __init__(self, operands: Sequence[Tensor], size: int, visible: Visible, scale: float,
@@ -291,26 +290,26 @@ class _Local:
                       and [run.of_k for run in self.runs] == [slice(0, (held.c1 - held.c0) // size)])
 
     def parts(self, arrays: Sequence[Array]) -> list[Array]:
-        """Arrays of q, k and v: (rows, heads x size), or (rows, heads, size) of the array of all three."""
+        """Arrays of q, k and v: (rows, heads x size), or views (rows, heads, size) of the one array."""
         if len(self.forms) == 3:
             return [*arrays]
         (rows, cols), size = self.q.local_shape, self.size
         return [arrays[0].reshape(rows, cols // size, 3, size)[:, :, part] for part in range(3)]
 
     def heads(self, array: Array, number: int) -> Array:
-        """Some rows of q, k or v, of so many sequences, as (sequences, heads, rows of a sequence, size)."""
+        """View (sequences, heads, rows of a sequence, size) of rows of q, k or v. number: of sequences."""
         library, rows, heads = self.q.library, array.shape[0], prod(array.shape[1:]) // self.size
         stride, of_head, length = *library.strides(array)[:2], rows // number
         return library.as_strided(array, (number, heads, length, self.size),
                                   (length * stride, of_head if array.ndim == 3 else self.size, stride, 1))
 
     def lse(self, array: Array, own: Segment) -> Array:
-        """The part of a segment, of numbers (rows of this rank x heads): (sequences, heads, rows of a sequence)."""
+        """View (sequences, heads, rows of a sequence) of a segment's part of the array (rows x heads)."""
         heads = self.q.local_shape[1] // self.size
         return array[own.rows.start * heads : own.rows.stop * heads].reshape(own.number, heads, len(own.position))
 
     def rows(self, segment: Segment, piece: slice = EVERYTHING) -> Rows:
-        """Some rows of a segment, and their documents."""
+        """Positions and documents of rows of a segment."""
         if self.documents is None:
             return Rows(segment.position[piece])
         start, size = segment.first - self.first, segment.number * len(segment.position)
@@ -324,20 +323,20 @@ class _Local:
         return self.visible._replace(dropout=dropout._replace(sequence=own.sequence, head=run.first))
 
     def gathered(self, x: Tensor, form: Form) -> Array:
-        """k or v, with the heads that this rank needs."""
+        """k or v, with all heads that this rank needs."""
         if form == x.form:
             return x.shard
         with x.grid.ledger.phase("gather heads"):
             return relayout_array(x.grid, x.shard, x.shape, x.layout, form.layout).wait()
 
     def source(self, *own: Array) -> Ring | Gathered:
-        """The source of the keys and values of other ranks."""
+        """Source of the keys and values of other ranks."""
         if self.gathers:
             return Gathered(self.q.grid, self.k, own)
         return Ring(self.q.grid, own, self.visible.block)
 
     def output(self, operands: Sequence[Tensor]) -> Tensor:
-        """The result, on the tape."""
+        """Result, recorded on the tape."""
         form, grid, held = self.q, self.q.grid, [each.shard for each in operands]
         held[1:] = [self.gathered(*each) for each in zip(operands[1:], (self.k, self.v))]
         q, *keys_and_values = self.parts(held)
@@ -391,16 +390,16 @@ class _Local:
         return [Gradient(self.rounded(form, each), self.of_gradient(form)) for form, each in zip(self.forms, found)]
 
     def of_gradient(self, form: Form) -> Layout:
-        """Layout of a gradient: with partial sums over the axes that split the heads of q, and not those of k."""
+        """Layout of a gradient, with partial sums over the axes that split only the heads of q."""
         layout, shape = form.layout, form.grid.shape
         sums = [axis for axis in self.q.layout.cols if axis not in layout.splitting and getattr(shape, axis) > 1]
         return Layout(layout.rows, layout.cols, sums, layout.units)
 
     def rounded(self, form: Form, wide: Array) -> Array:
-        """The array in the type of the form."""
+        """The array, rounded to the type of the form."""
         return wide if form == form.wide else map_elementwise(form, None, AS_IT_IS, wide)
 
     def work(self, gemms: int, own: Segment, visit: Visit) -> int:
-        """Number of operations for the keys of a visit."""
+        """Number of operations for the keys of a visit, by this number of GEMMs."""
         pairs = own.number * len(own.position) * len(visit.keys.position[visit.piece])
         return 2 * gemms * pairs * self.q.local_shape[1]

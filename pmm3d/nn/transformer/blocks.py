@@ -1,4 +1,4 @@
-"""The parts of a transformer: attention with its projections, the MLP, and the block that both make."""
+"""Parts of a transformer: attention with its projections, the MLP, and the block of both."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GATE_UNIT = 64
 
 
 class CoreAttention(Module):
-    """The part of `Attention` between its projections, without parameters. turns: see `qkv_turns`; rule: arguments of
+    """Part of `Attention` between the projections, without parameters. turns: as from `qkv_turns`. rule: arguments of
     `attention`."""
 
     def __init__(self, grid: Grid, size: int, turns: Sequence[int], *, rotary_base: float | None, dropout: float,
@@ -55,7 +55,7 @@ class CoreAttention(Module):
 
 
 class Attention(Module):
-    """Multi-head attention: projection to queries, keys and values, `transformer.attention`, projection back.
+    """Multi-head attention: projection to queries, keys and values, `transformer.attention`, and output projection.
 
     Parameters
     ----------
@@ -70,13 +70,13 @@ class Attention(Module):
     causal, window
         As in `transformer.attention`.
     rotary_base : float or None
-        Base of rotary positions of queries and keys. Default: no rotation.
+        Base of the rotary positions of queries and keys. Default: no rotation.
     bias : bool
         Whether projections have a bias. Default: True.
     dropout : float
-        Probability for the weights of the softmax. Default: 0.
+        Dropout probability of the softmax weights. Default: 0.
     recompute : bool
-        Whether the part between the projections is computed again in the backward pass. Default: False.
+        Whether the backward pass computes the part between the projections again. Default: False.
     activations : str
         "replicated" (default) or "sharded", as in `linear`.
     parallel, order
@@ -99,13 +99,13 @@ class Attention(Module):
 
     Notes
     -----
-    net(x, documents=None): x is (m, hidden), with rows in units of a sequence, as `Embedding` returns it. documents,
-    (m, 1), are integers: a row attends to rows of its own document.
+    net(x, documents=None): x is (m, hidden), with rows in units of a sequence, as returned by `Embedding`. documents is
+    (m, 1), integers: a row attends only to rows of the same document.
 
-    `qkv.weight` is (hidden, (heads + 2 kv_heads) size). Its columns are those of each query head in turn, with the
-    share of its key and value. The axis x cuts between these units, so any number of query heads is legal. If
-    `kv_heads` is no multiple of the ranks along x, keys and values are gathered: each rank receives (Gx-1)/Gx of 2
-    kv_heads size columns.
+    `qkv.weight` is (hidden, (heads + 2 kv_heads) size). Each query head is followed by its share of the columns of its
+    key and value. The axis x cuts between these units, so any number of query heads is allowed. If `kv_heads` is not a
+    multiple of the ranks along x, keys and values are gathered: each rank receives (Gx-1)/Gx of 2 kv_heads size
+    columns.
 
     Examples
     --------
@@ -133,13 +133,13 @@ class Attention(Module):
             raise LayoutError(f"Attention: rotary positions need heads of an even size; {hidden} columns in {heads} "
                               f"heads are {size} each")
         if rotary_base is not None and not rotary_base > 0:
-            raise LayoutError(f"Attention: rotary_base is a positive number, such as 10000; got {rotary_base}")
+            raise LayoutError(f"Attention: rotary_base must be a positive number, such as 10000, got {rotary_base}")
         if window is not None:
             natural(window, "Attention: window is a number of rows, at least 1", 1, Pmm3dError)
         if not 0 <= dropout < 1:
-            raise Pmm3dError(f"Attention: dropout is a probability below 1; got {dropout}")
+            raise Pmm3dError(f"Attention: dropout must be a probability below 1, got {dropout}")
         positions(order, 1)  # raises for an unknown order
-        chosen(parallel, Layout(), 1, grid.shape, (0, 0), False)  # raises if the grid cannot do it
+        chosen(parallel, Layout(), 1, grid.shape, (0, 0), False)  # raises for an unknown method, or axes that it lacks
         self.grid, self.turns = grid, qkv_turns(heads, kv_heads, size)
         seed = seed_of(grid, seed)
         self.qkv = Linear(grid, hidden, hidden + 2 * kv_heads * size, bias, unit=sum(self.turns),
@@ -160,8 +160,8 @@ class Attention(Module):
         return self.out(self.core(self.qkv(x, activations=self._whole_sequences(x)), *documents))
 
     def _whole_sequences(self, x: Tensor) -> str:
-        """`activations` of the projection: "sharded" if each rank then has whole sequences, so that no rank repeats the
-        work of another one. The bytes are the same."""
+        """`activations` of the projection. "sharded" is used if each rank then has whole sequences, because no work is
+        repeated. Both values move the same number of bytes."""
         k = self.qkv.weight.layout.rows[0]
         ranks = x.grid.shape.along((*(axis for axis in x.layout.rows if axis not in OTHER), k))
         sequences = x.shape[0] // max(1, rows_of_sequence(x))
@@ -169,15 +169,15 @@ class Attention(Module):
 
 
 def _scaled(layer: str, deviation: float | None, residual: float) -> float | None:
-    """Deviation of the weight whose result is added to the residual stream. Raises Pmm3dError for a factor of None."""
+    """Deviation of a weight whose result is added to the residual stream. Raises Pmm3dError for a factor of None."""
     if deviation is None and residual != 1:
-        raise Pmm3dError(f"{layer}: residual={residual} multiplies deviation, which is None: pass deviation too")
+        raise Pmm3dError(f"{layer}: residual={residual} multiplies deviation, which is None. Pass deviation too")
     return None if deviation is None else deviation * residual
 
 
 def qkv_turns(heads: int, kv_heads: int, size: int) -> tuple[int, int, int]:
-    """Numbers of adjacent columns of queries, keys and values in the projection: those of one query head and its share
-    of key and value. If the share is no whole number, those of a few query heads.
+    """Numbers of adjacent columns of queries, keys and values in the projection, for one query head and its share of
+    key and value. If the share is not a whole number of columns, for several query heads.
 
         >>> qkv_turns(8, 8, 64), qkv_turns(8, 2, 64), qkv_turns(6, 2, 4)
         ((64, 64, 64), (64, 16, 16), (12, 4, 4))
@@ -188,7 +188,7 @@ def qkv_turns(heads: int, kv_heads: int, size: int) -> tuple[int, int, int]:
 
 
 def _whole_heads(x: Tensor, size: int) -> Tensor:
-    """Keys or values with whole heads on each rank; with all heads if the ranks do not divide them."""
+    """Keys or values with whole heads on each rank, or with all heads if the ranks do not divide the heads."""
     unit, cols = x.layout.units
     ranks = x.grid.shape.along(x.layout.cols)
     if isinstance(cols, int) and cols % size == 0:
@@ -209,8 +209,7 @@ class FeedForward(Module):
     activation : callable or str
         A function such as nn.gelu, or its name. Default: "gelu_tanh".
     gated : bool
-        Whether there is a gate. Then the columns of `up` are, in turn, columns of the gate and of the factor. Default:
-        False.
+        Whether there is a gate. The columns of `up` then alternate between gate and factor. Default: False.
     bias, activations, deviation, residual, seed, **options
         As in `Attention`, for `up` and `down`.
 
@@ -251,7 +250,7 @@ class FeedForward(Module):
 
 
 def gate_unit(inner: int) -> int:
-    """Number of adjacent columns of the gate: the largest divisor of `inner` up to 64.
+    """Number of adjacent columns of the gate, the largest divisor of `inner` up to 64.
 
         >>> gate_unit(1376), gate_unit(24)
         (43, 24)
@@ -260,7 +259,7 @@ def gate_unit(inner: int) -> int:
 
 
 class TransformerBlock(Module):
-    """Block of a transformer with norms before each part: x + attention(norm(x)), then x + mlp(norm(x)).
+    """Pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
 
     Parameters
     ----------
@@ -273,11 +272,11 @@ class TransformerBlock(Module):
     activation, gated
         As in `FeedForward`.
     norm, eps
-        "layer" (default) or "rms", and its eps. Default of `eps`: 1e-5.
+        "layer" (default) or "rms", and eps of the norm. Default of `eps`: 1e-5.
     bias
         As in `Attention`.
     dropout : float
-        Probability for the attention's weights, and for both results before they are added. Default: 0.
+        Dropout probability of the softmax weights, and of both results before their additions. Default: 0.
     activations, deviation, residual, seed, dtype, library, precision
         As in `Attention` and `Linear`.
     **attention
@@ -286,7 +285,7 @@ class TransformerBlock(Module):
     Raises
     ------
     LayoutError, Pmm3dError
-        As `Attention`, and for another norm.
+        As in `Attention`, and for an unknown norm.
 
     Notes
     -----
@@ -307,7 +306,7 @@ class TransformerBlock(Module):
                  library: Library | None = None, precision: Precision | str | None = None, **attention: Any):
         check_grid("TransformerBlock", grid)
         if norm not in NORMS:
-            raise Pmm3dError(f'TransformerBlock: norm is "layer" or "rms"; got {norm!r}')
+            raise Pmm3dError(f'TransformerBlock: norm must be "layer" or "rms", got {norm!r}')
         self.grid = grid
         seed = seed_of(grid, seed)
         options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}

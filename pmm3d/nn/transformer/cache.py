@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens, which a rank keeps while sequences grow by a token at a time."""
+"""Cache of keys and values of earlier tokens, for generation."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .sequence import sequence_length
 
 
 class Cache(AbstractContextManager["Cache"]):
-    """Context of passes through a network that continue the sequences of the passes before.
+    """Context of forward passes, each of which continues the sequences of the earlier passes.
 
-    Each pass begins with `begin`, and has the same whole sequences on a rank. The n-th `attention` of a pass continues
-    the n-th one before. total: the longest sequence, for which the first pass allocates memory; length, rows: rows of
-    each sequence before this pass, and in it.
+    Each pass begins with `begin`. In all passes, a rank has the same whole sequences. The n-th `attention` of a pass
+    continues the n-th `attention` of earlier passes. total: length of the sequences, for which the first pass allocates
+    memory. length, rows: rows of each sequence before this pass, and in this pass.
     """
 
     def __init__(self, grid: Grid, total: int):
@@ -27,19 +27,19 @@ class Cache(AbstractContextManager["Cache"]):
 
     @classmethod
     def of(cls, grid: Grid) -> Cache | None:
-        """The cache of the present context, or None."""
+        """Cache of the current context, or None."""
         return grid.attached.get(cls)
 
     def begin(self, rows: int) -> None:
-        """Begin a pass. rows: of each sequence."""
+        """Begin a pass with this number of rows of each sequence."""
         self.length, self.rows, self._next = self.length + self.rows, rows, 0
 
     def positions(self, rows: int) -> np.ndarray:
-        """The positions of the rows of whole sequences."""
+        """Positions of these rows of whole sequences."""
         return self.length + np.arange(rows) % max(1, self.rows)
 
     def extend(self, k: Array, v: Array) -> tuple[Array, Array]:
-        """Keep the keys and values (sequences, heads, rows, size) of this pass. Return views of those of all passes."""
+        """Store keys and values (sequences, heads, rows, size) of this pass. Return views with all passes."""
         if self._next == len(self._held):
             library, shape = library_of(k), (*k.shape[:2], self.total, k.shape[3])
             with self._grid.ledger.holding("cache"):
@@ -60,6 +60,6 @@ class Cache(AbstractContextManager["Cache"]):
 
 
 def rows_of_sequence(x: Tensor | DistMatrix) -> int:
-    """Number of rows of each sequence of a matrix of tokens; in a `Cache`, that of the pass."""
+    """Number of rows of each sequence of a matrix of tokens. In a `Cache`, the number of rows of the pass."""
     cache = Cache.of(x.grid)
     return sequence_length(x.layout, x.shape[0]) if cache is None else cache.rows

@@ -1,4 +1,4 @@
-"""Tokens to features: the embedding, whose vocabulary is split over ranks, and learned positions."""
+"""Embedding of tokens and positions. The vocabulary is split over ranks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from ..seeds import check_grid, derived, seed_of
 from ..tensor import Tensor, relayout
 from .cache import Cache, rows_of_sequence
 from .sequence import layout_of_tokens, row_positions
+from .sequence import positions as positions_in
 
 DEVIATION = 0.02
-"""Standard deviation of the initial values, which are normal, as in GPT-2."""
+"""Standard deviation of the normal distribution of initial values, as in GPT-2."""
 
 
 def embedding(tokens: Tensor | DistMatrix, table: Tensor) -> Tensor:
@@ -39,26 +40,26 @@ def embedding(tokens: Tensor | DistMatrix, table: Tensor) -> Tensor:
     tokens : Tensor or DistMatrix
         (m, 1), integers from 0 to vocabulary - 1, in any layout of the rows.
     table : Tensor
-        (features, vocabulary). Rows over y, sharded over z; columns over x; or with x and y exchanged. It may be the
-        weight of a `Linear` from features to the vocabulary.
+        (features, vocabulary). Rows over y and sharded over z, columns over x; or with x and y exchanged. The table can
+        be the weight of a `Linear` from features to the vocabulary.
 
     Returns
     -------
     Tensor
-        (m, features). Rows as those of the tokens, except over x and y. Columns over y (or x), with partial sums over x
-        (or y). A relayout makes the sum: an all-reduce, or a reduce-scatter of rows.
+        (m, features). Rows are split like the tokens, but not over x and y. Columns are over y (or x), with partial
+        sums over x (or y). A relayout completes the sums by an all-reduce, or by a reduce-scatter of rows.
 
     Raises
     ------
     Pmm3dError
-        On every rank, for a token outside of the vocabulary.
+        On every rank, for a token outside the vocabulary.
     LayoutError, DTypeError
-        On every rank, for tokens that are no column of integers.
+        On every rank, if tokens are not a column of integers.
 
     Notes
     -----
-    Each rank receives (Gz-1)/Gz of its block of the table, and backward the same of the gradient. Tokens whose
-    `labels_below` is known are not compared.
+    Each rank receives (Gz-1)/Gz of its block of the table, and of the gradient in the backward pass. Tokens with a
+    known `labels_below` are not checked.
 
     Examples
     --------
@@ -75,9 +76,7 @@ def embedding(tokens: Tensor | DistMatrix, table: Tensor) -> Tensor:
     check_tokens(matrix, table.shape[1])
     rows = tuple([axis for axis in matrix.layout.rows if axis not in OTHER])
     if matrix.layout.named != rows:
-        known = matrix.labels_below
-        matrix = matrix.redistribute(layout_of(rows, (), (), (matrix.layout.units[0], 1)))
-        matrix.labels_below = known
+        matrix = _redistributed(matrix, layout_of(rows, (), (), (matrix.layout.units[0], 1)))
     k = next((axis for axis in OTHER if table.layout == weight_layout(axis, table.layout.units)), None)
     gathers = k is not None and isinstance(table, Parameter)
     k = k or "y"
@@ -111,9 +110,16 @@ def embedding(tokens: Tensor | DistMatrix, table: Tensor) -> Tensor:
     return table.made(out, (table,), rule, keep=keep, shape=form.shape, layout=natural)
 
 
+def _redistributed(tokens: DistMatrix, layout: Layout) -> DistMatrix:
+    """Tokens in another layout, with the same `labels_below`."""
+    found = tokens.redistribute(layout)
+    found.labels_below = tokens.labels_below
+    return found
+
+
 def _own_tokens(table: Tensor, tokens: DistMatrix) -> tuple[Array, Array | None]:
-    """For each of this rank's tokens a column of its block of the table, and whether it is that of the token (None:
-    always)."""
+    """For each token of this rank, the column in the rank's block of the table, and whether the token is in the block.
+    The second array is None if the block has the whole vocabulary."""
     library, box, held = table.library, table.box, tokens.local.reshape(-1)
     if tokens.library != library:
         held = library.from_numpy(tokens.library.to_numpy(held), "int64")
@@ -125,15 +131,15 @@ def _own_tokens(table: Tensor, tokens: DistMatrix) -> tuple[Array, Array | None]
 
 
 def check_tokens(tokens: DistMatrix, vocabulary: int) -> None:
-    """Raises LayoutError, DTypeError or Pmm3dError, on every rank, for wrong tokens. Tokens that are known to be right
-    (`labels_below`) are not compared."""
+    """Raises LayoutError, DTypeError or Pmm3dError, on every rank, for invalid tokens. Values of tokens with a known
+    `labels_below` are not checked."""
     known = tokens.labels_below is not None and tokens.labels_below <= vocabulary
     with nullcontext() if known else tokens.grid.collective_call("embedding"):
         if tokens.shape[1] != 1:
-            raise LayoutError(f"embedding: tokens are a matrix of one column, (batch x sequence, 1); got "
+            raise LayoutError("embedding: tokens must be a matrix of one column, (batch x sequence, 1); got "
                               f"{tokens.shape[0]} x {tokens.shape[1]}")
         if not tokens.dtype.startswith(("int", "uint")):
-            raise DTypeError(f"embedding: tokens are integers; got {tokens.dtype}. Make them by "
+            raise DTypeError(f"embedding: tokens must be integers; got {tokens.dtype}. Convert them, for example by "
                              "DistMatrix.from_global(grid, array.astype('int64'), layout=...)")
         if known or not tokens.library.has_data:
             return
@@ -145,7 +151,7 @@ def check_tokens(tokens: DistMatrix, vocabulary: int) -> None:
 
 
 def positions_of(x: Tensor, order: str) -> Array:
-    """The position in its sequence of each of this rank's rows, int64, in the library of x."""
+    """Position in its sequence of each row of this rank: int64, in the library of x."""
     grid, box, cache = x.grid, x.box, Cache.of(x.grid)
     if cache is not None:
         return x.library.made((box.shape[0],), "int64", lambda: cache.positions(box.shape[0]))
@@ -153,28 +159,28 @@ def positions_of(x: Tensor, order: str) -> Array:
 
 
 class Embedding(Module):
-    """Features of tokens, and learned positions.
+    """Embedding of tokens, with learned positions.
 
     Parameters
     ----------
     grid : Grid
         The grid of the parameters.
     vocabulary, features : int
-        Number of tokens, and columns of the result.
+        Number of different tokens, and number of columns of the result.
     positions : int or None
-        Length of the longest sequence. Default: any, without learned positions.
+        Length of the longest sequence. Default: no limit, and no learned positions.
     learned : bool
-        Whether each position has features, in a second table. Default: True.
+        Whether a second table contains features of each position. Default: True.
     dropout : float
-        Probability. Default: 0.
+        Dropout probability of the result. Default: 0.
     seed : int or None
-        Seed of the initial values, which are normal with the standard deviation 0.02. Default: the next seed of the
+        Seed of the initial values. They are normal with a standard deviation of 0.02. Default: the next seed of the
         grid (`manual_seed`).
     cols : str
-        Axis that splits the columns of the result: "y" (default) or "x". The vocabulary is over the other one.
+        Axis that splits the columns of the result: "y" (default) or "x". The other axis splits the vocabulary.
     activations : str
-        "replicated" (default): the sum over the vocabulary's axis is an all-reduce. "sharded": it is a reduce-scatter
-        of rows.
+        "replicated" (default): the sum over the vocabulary's axis is an all-reduce. "sharded": a reduce-scatter of
+        rows.
     order : str
         Order of the rows inside a sequence, as in `transformer.positions`.
     dtype, library, precision
@@ -182,9 +188,9 @@ class Embedding(Module):
 
     Notes
     -----
-    Tokens are (m, 1); the result is (m, features). Tokens (m, 2) have the number of the document in the second column:
-    then the result is (x, documents), for a `TransformerBlock`. A `Linear` whose weight is `table` is the tied head.
-    `transformer.embedding` states layouts and bytes.
+    Tokens are (m, 1), and the result is (m, features). Tokens (m, 2) contain document numbers in the second column. The
+    result is then (x, documents), for a `TransformerBlock`. To tie a head, pass `table` as the weight of a `Linear`.
+    See `transformer.embedding` for layouts and bytes.
 
     Examples
     --------
@@ -204,6 +210,7 @@ class Embedding(Module):
         longest = {} if positions is None else {"positions": positions}
         check_sizes("Embedding", vocabulary=vocabulary, features=features, **longest)
         check_activations("Embedding", activations)
+        positions_in(order, 1)  # raises for an unknown order
         self.grid, self.activations, self.order, self.longest = grid, activations, order, positions
         seed = seed_of(grid, seed)
         options: dict[str, Any] = {"deviation": DEVIATION, "dtype": dtype, "library": library, "precision": precision}
@@ -221,17 +228,15 @@ class Embedding(Module):
             others = (documents,)
         grid, sequence, longest = self.grid, rows_of_sequence(tokens), self.longest
         if longest is not None and sequence > longest:
-            raise LayoutError(f"Embedding: a sequence has {sequence} tokens, and the network {longest} positions: make "
-                              f"it with positions={sequence}, or pass shorter sequences: Layout(('data', 'z'), "
-                              f"units=({longest}, 1))")
+            raise LayoutError(f"Embedding: a sequence has {sequence} tokens, but the network {longest} positions. Make "
+                              f"the network with positions={sequence}, or pass shorter sequences: Layout(('data', "
+                              f"'z'), units=({longest}, 1))")
         if sequence and tokens.shape[0] % sequence:
-            raise LayoutError(f"Embedding: {tokens.shape[0]} tokens are no whole number of sequences of {sequence}, "
-                              "the unit of their rows. Pass complete sequences")
+            raise LayoutError(f"Embedding: {tokens.shape[0]} tokens are not a multiple of {sequence}, the length of a "
+                              "sequence (the unit of rows). Pass complete sequences")
         wanted = layout_of_tokens(grid, max(1, sequence))
         if tokens.layout.named != wanted.rows or unit_of(tokens.layout.units[0], "data") != sequence:
-            known = tokens.value.labels_below
-            tokens = Tensor(tokens.value.redistribute(wanted))
-            tokens.value.labels_below = known
+            tokens = Tensor(_redistributed(tokens.value, wanted))
         x = embedding(tokens, self.table)
         if self.positions is not None:
             places = DistMatrix(grid, positions_of(tokens, self.order)[:, None], tokens.shape, tokens.layout)
@@ -242,19 +247,18 @@ class Embedding(Module):
 
 
 def _columns(tokens: DistMatrix) -> list[Tensor]:
-    """Tokens, and the numbers of their documents, as two matrices."""
-    known = tokens.labels_below
+    """Tokens and document numbers as two matrices."""
     if tokens.layout.cols or tokens.layout.sums:
-        tokens = tokens.redistribute(layout_of(tokens.layout.rows, (), (), (tokens.layout.units[0], 1)))
+        tokens = _redistributed(tokens, layout_of(tokens.layout.rows, (), (), (tokens.layout.units[0], 1)))
     made = [DistMatrix(tokens.grid, tokens.local[:, column : column + 1], (tokens.shape[0], 1), tokens.layout)
             for column in range(2)]
-    made[0].labels_below = known
+    made[0].labels_below = tokens.labels_below
     return [Tensor(each) for each in made]
 
 
 def residual_layout(x: Tensor, activations: str) -> Layout:
-    """Layout of features between blocks, from that of `embedding`: without partial sums, or with rows split over their
-    axis too. If there are fewer sequences than ranks, they are cut inside."""
+    """Layout of features between blocks, for a result of `embedding`. With sharded activations, the axis of partial
+    sums also splits rows, and cuts inside sequences if there are fewer sequences than ranks."""
     rows, [other], (unit, columns) = x.layout.rows, x.layout.sums, x.layout.units
     if activations == "replicated":
         return x.layout.summed

@@ -1,4 +1,4 @@
-"""Networks in files of the transformers package: the weights, and the configuration from which one is made."""
+"""Files of the transformers package: weights, and configurations from which networks are made."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .names import KINDS, Architecture, architecture_of, names_of
 
 
 class Published(Sequential):
-    """A network whose files the transformers package reads. kind: "gpt2", "llama", or "" if there are no such files."""
+    """Network whose files may have a published format. kind: "gpt2", "llama", or "" without such a format."""
 
     kind = ""
     architecture: Architecture
 
     @property
     def names(self) -> Mapping[str, Names]:
-        """Names of tensors in files of this network, besides "torch"; see `exchange.export_torch`."""
+        """Published names of tensors for files of this network. See `exchange.export_torch`."""
         return names_of(self.architecture) if self.kind else {}
 
     def export(self, path: StrPath, names: str | None = None) -> None:
@@ -36,9 +36,9 @@ class Published(Sequential):
         Parameters
         ----------
         path : path
-            A file whose name ends in .safetensors, or a folder that from_pretrained of the transformers package loads.
+            A file whose name ends in .safetensors, or a folder for from_pretrained of the transformers package.
         names : str or None
-            "gpt2" of a GPT, "llama" of a Llama, or "torch". Default: the published names.
+            "gpt2" for a GPT, "llama" for a Llama, or "torch". Default: the published names.
 
         Examples
         --------
@@ -55,35 +55,35 @@ class Published(Sequential):
 
     @classmethod
     def load(cls, grid: Grid, path: StrPath, names: str = "auto", **options: Any) -> Any:
-        """Network with the sizes and the weights of a file. Collective. Each rank reads only its shards.
+        """Network with the sizes and the weights of a file. Collective. Each rank reads only its own shards.
 
         Parameters
         ----------
         grid : Grid
             The grid of the network.
         path : path
-            A folder that `export` or save_pretrained of the transformers package wrote; or a .safetensors file that
-            `export` wrote, or that has its config.json beside it.
+            A folder from `export`, or from save_pretrained of the transformers package. Or a .safetensors file from
+            `export`, or with a config.json in the same folder.
         names : str
-            Names of the tensors: "gpt2", "llama", "torch", or "auto" (default), the names in the file.
+            Names of the tensors: "gpt2", "llama", "torch", or "auto" (default) for the names in the file.
         options
             Further arguments of the network, such as `library`, `precision`, `activations`, `recompute`.
 
         Returns
         -------
         Module
-            On a grid with an axis "pipe" a `Pipeline` of the network.
+            The network. On a grid with an axis "pipe", a `Pipeline` of the network.
 
         Raises
         ------
         CheckpointError
-            On every rank, if the file is of another network or lacks the configuration.
+            On every rank, if the file contains another network or no configuration.
         """
         of = read_architecture(grid, path)
         with grid.collective_call("load", str(path)):
             if of.kind != cls.kind:
-                known = f"nn.{KINDS[of.kind]}.load reads it"
-                raise CheckpointError(f"{path}: the model_type {of.kind!r} is not that of nn.{cls.__name__}: {known}")
+                raise CheckpointError(f"{path} contains a network of model_type {of.kind!r}, not an nn.{cls.__name__}. "
+                                      f"Use nn.{KINDS[of.kind]}.load")
         make: Callable[..., Any] = partial(cls, **of.options, **options)
         network: Module = Pipeline(grid, make) if grid.has_stages else make(grid)
         import_torch(network, path, names=names)
@@ -91,9 +91,7 @@ class Published(Sequential):
 
 
 def read_architecture(grid: Grid, path: StrPath) -> Architecture:
-    """The architecture in the configuration of a folder or of a file. Collective. Raises CheckpointError, on every
-    rank.
-    """
+    """Architecture in the configuration of a folder or a file. Collective. Raises CheckpointError on every rank."""
     path, config = Path(path), None
     with grid.collective_call("load", str(path), always=True), file_errors(path, "read"):
         if grid.rank == 0:
@@ -107,6 +105,6 @@ def _config(path: Path) -> dict[str, Any]:
     beside = (path if path.is_dir() else path.parent) / CONFIG
     text = None if path.is_dir() else contents_of(path)[1].get(CONFIG)
     if text is None and not beside.exists():
-        raise CheckpointError(f"{path} does not say the sizes of its network: put the {CONFIG} of the network beside "
-                              "it, or make the network with its sizes and call nn.exchange.load_weights(net, path)")
+        raise CheckpointError(f"{path} does not contain the sizes of the network. Put its {CONFIG} into the same "
+                              "folder, or make the network and call nn.exchange.load_weights(net, path)")
     return json.loads(text or beside.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Generation: a network of tokens continues sequences, one token of each at a time."""
+"""Generation of tokens: a network continues sequences, one token of each sequence at a time."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from .sequence import INSIDE
 
 def generate(network: Module, prompt: Any, length: int, *, temperature: float = 1.0, top_k: int | None = None,
              seed: int = 0) -> np.ndarray:
-    """Sequences of a prompt, each continued by generated tokens. Collective.
+    """Continue each sequence of a prompt by generated tokens. Collective.
 
     Parameters
     ----------
     network : Module
-        A GPT or a Llama, or another network of layers `Embedding` and `Attention`; also in stages (`Pipeline`).
+        A GPT or a Llama, or another network of layers `Embedding` and `Attention`. It can be a `Pipeline`.
     prompt : array of int
-        (sequences, tokens), the same on all ranks; or one sequence (tokens,). At least one token.
+        (sequences, tokens), the same on all ranks, or one sequence (tokens,), with at least one token.
     length : int
         Number of tokens to generate for each sequence.
     temperature : float
-        Divisor of the logits before a token is drawn. 0: the most probable token is taken. Default: 1.
+        Divisor of the logits before a draw. 0 takes the most probable token. Default: 1.
     top_k : int or None
-        Draw among the k most probable tokens. Default: among all.
+        Number of the most probable tokens among which a token is drawn. Default: all tokens.
     seed : int
         Seed of the draws. A draw depends on the seed, the number of the sequence, and the number of the token.
         Default: 0.
@@ -51,16 +51,16 @@ def generate(network: Module, prompt: Any, length: int, *, temperature: float = 
     Raises
     ------
     LayoutError
-        On every rank, for more tokens than the network has positions, and for a prompt that is no such array.
+        On every rank, for more tokens than the network has positions, and for a prompt of another shape or type.
     Pmm3dError
         On every rank, for options out of range, for attention without a causal mask, and for logits that are NaN.
 
     Notes
     -----
-    The first pass takes the prompt, and each further pass the last token of each sequence. A rank keeps keys and
-    values: 2 (tokens + length) x layers x kv_heads x size elements for each of its sequences, with heads split over x
-    or y. Sequences are split over data, z, seq and ulysses. Each pass gathers the weights over z unless they are kept
-    (see `Overlap.reshard_after_forward`), and sends the logits of the last tokens to rank 0, which draws.
+    The first pass processes the prompt. Each further pass processes the last token of each sequence. Keys and values
+    are cached: 2 (tokens + length) x layers x kv_heads x size elements for each sequence of a rank. Axes x and y split
+    heads. Axes data, z, seq and ulysses split sequences. Each pass gathers the weights over z unless they are kept (see
+    `Overlap.reshard_after_forward`). Rank 0 receives the logits of the last tokens, and draws.
 
     Examples
     --------
@@ -98,15 +98,15 @@ def generate(network: Module, prompt: Any, length: int, *, temperature: float = 
 
 
 def choose(logits: np.ndarray, draws: np.ndarray, temperature: float, top_k: int | None) -> np.ndarray:
-    """A token for each row of logits (rows, vocabulary), by draws (rows,) that are uniform from 0 to 1. Of equal logits
-    the first is the larger one. Raises Pmm3dError for logits that are NaN.
+    """Choose a token for each row of logits (rows, vocabulary). draws: (rows,), uniform in [0, 1). Equal logits are
+    ordered by token. Raises Pmm3dError for logits that are NaN.
 
         >>> logits = np.log([[1.0, 6.0, 3.0]])
         >>> [choose(logits, np.array([draw]), 1.0, 2).item() for draw in (0.0, 0.66, 0.67)]
         [1, 1, 2]
     """
     if np.isnan(logits).any():
-        raise Pmm3dError("generate: logits are NaN, so no token can be chosen: weights of the network are not finite")
+        raise Pmm3dError("generate: logits are NaN, so no token can be chosen. Check whether all weights are finite")
     if temperature == 0:
         return logits.argmax(axis=1)
     logits = logits.astype(np.float64)
@@ -119,31 +119,31 @@ def choose(logits: np.ndarray, draws: np.ndarray, temperature: float, top_k: int
 
 def _check(network: Module, tokens: np.ndarray, length: int, temperature: float, top_k: int | None, seed: int) -> None:
     if tokens.dtype.kind not in "iu" or tokens.ndim not in (1, 2) or not tokens.size:
-        raise LayoutError("generate: the prompt is an array of integers, (sequences, tokens) with at least one token, "
-                          f"or (tokens,); got {tokens.dtype} of shape {tokens.shape}. Generate from prompts of "
-                          "several lengths one after the other")
+        raise LayoutError("generate: the prompt must be an array of integers, (sequences, tokens) with at least one "
+                          f"token, or (tokens,); got {tokens.dtype} of shape {tokens.shape}. For prompts of different "
+                          "lengths, call generate for each length")
     for name, number, least in ("length", length, 0), ("seed", seed, 0), ("top_k", 1 if top_k is None else top_k, 1):
         natural(number, f"generate: {name} is a whole number, at least {least}", least, Pmm3dError)
     if not 0 <= temperature < float("inf"):
-        raise Pmm3dError(f"generate: temperature is a finite number, at least 0; got {temperature}")
+        raise Pmm3dError(f"generate: temperature must be a finite number, at least 0, got {temperature}")
     for name, part in network.named_modules():
         if isinstance(part, CoreAttention) and not part.rule["causal"]:
-            raise Pmm3dError(f"generate: the rows of {name} attend to later ones, so a token has no probability before "
-                             "those after it are known. Use a network with causal attention: a GPT or a Llama")
+            raise Pmm3dError(f"generate: rows of {name} attend to later rows, so the next token cannot be predicted "
+                             "alone. Use a network with causal attention: a GPT or a Llama")
         longest = part.longest if isinstance(part, Embedding) else None
         if longest is not None and tokens.shape[-1] + length > longest:
-            raise LayoutError(f"generate: {tokens.shape[-1]} tokens and {length} more are longer than the {longest} "
-                              f"positions of the network: generate at most {max(0, longest - tokens.shape[-1])}, or "
-                              "give the end of the prompt only")
+            raise LayoutError(f"generate: {tokens.shape[-1]} tokens and {length} more exceed the {longest} positions "
+                              f"of the network. Generate at most {max(0, longest - tokens.shape[-1])}, or shorten the "
+                              "prompt")
 
 
 def _sequences(grid: Grid, rows: int) -> Layout:
-    """Layout of tokens: whole sequences over data, z, seq and ulysses."""
+    """Layout of tokens, with whole sequences split over data, z, seq and ulysses."""
     return Layout(tuple(axis for axis in ("data", "z", *INSIDE) if axis in grid.shape.names), units=(rows, 1))
 
 
 def _batch(network: Module, tokens: np.ndarray, vocabulary: int | None) -> DistMatrix:
-    """Tokens (sequences, rows) on the network's grid. vocabulary: None if the embedding checks the tokens."""
+    """Tokens (sequences, rows) on the network's grid. vocabulary: None makes the embedding check the tokens."""
     grid = network.grid
     shape, layout = (tokens.size, 1), _sequences(grid, tokens.shape[1])
     box = layout.box(shape, grid.shape, grid.coords)
@@ -154,7 +154,7 @@ def _batch(network: Module, tokens: np.ndarray, vocabulary: int | None) -> DistM
 
 
 def _of_last(logits: Tensor, rows: int) -> DistMatrix:
-    """The logits of the last row of each sequence, (sequences, vocabulary)."""
+    """Logits of the last row of each sequence, (sequences, vocabulary)."""
     held, axes = logits.layout, _sequences(logits.grid, rows).rows
     x = relayout(logits, layout_of(axes, held.cols, (), (rows, held.units[1])))
     here, cols = x.shard.shape

@@ -1,8 +1,8 @@
-"""Attention of local arrays: softmax(scale q k^T) v in blocks, with the logarithm of the sum of each row.
+"""Attention of local arrays: softmax(scale q k^T) v in blocks, with the log-sum-exp of each row.
 
 Scores are computed for one block of queries and one block of keys at a time (Rabe, Staats 2021; Dao et al. 2022), so
-memory is rows x block. The blocks are fixed by positions in the sequence, and a block of queries takes its blocks of
-keys in a fixed order. So the bits of a row do not depend on the other rows of an array.
+memory is rows x block. Positions in the sequence determine the blocks, and the order of keys for a block of queries is
+fixed. So the bits of a row do not depend on the other rows of an array.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..compute import array_namespace
 from .visible import Dropout, Pair, Rows, Visible, block_pairs
 
 NONE = -float("inf")
-"""The logarithm of a sum without terms."""
+"""Logarithm of an empty sum."""
 
 
 class Partial(NamedTuple):
-    """Attention to a part of the keys: the mean of the values weighted with exp(score), (b, a, rows, size), and the
-    logarithm of the sum of exp(score), (b, a, rows). If a query sees no key, they are 0 and -inf."""
+    """Attention to a part of the keys. out: (b, a, rows, size), mean of the values weighted with exp(score), or 0 if a
+    query sees no key. lse: (b, a, rows), logarithm of the sum of exp(score), or -inf."""
 
     out: Array
     lse: Array
@@ -41,8 +41,8 @@ class _Block(NamedTuple):
     pair: Pair
 
     def bias(self, dtype: str) -> Array | None:
-        """0 for the keys that a query sees, -inf for the others: (1, rows, keys), or (b, rows, keys) with documents.
-        None if each query sees each key."""
+        """Bias of the scores: (1, rows, keys), or (b, rows, keys) with documents. Contains 0 if a query sees a key, and
+        -inf otherwise. None if each query sees each key."""
         pair, documents = self.pair, (self.queries.document, self.keys.document)
         if pair.seen == "all":
             return None
@@ -55,7 +55,7 @@ class _Block(NamedTuple):
         return self.library.from_numpy(np.where(mask, 0, NONE), dtype)
 
     def kept(self, dropout: Dropout, sequence: int, heads: slice, part: slice, dtype: str) -> Array:
-        """The mask of dropout of one sequence: (heads, a part of the rows, keys)."""
+        """Dropout mask of one sequence: (heads, rows of `part`, keys)."""
         head, length = np.arange(heads.start, heads.stop, heads.step) + dropout.head, dropout.length
         query = self.queries.position[self.pair.queries][part]
         place = ((sequence + dropout.sequence) * dropout.heads + head)[:, None] * length + query
@@ -67,16 +67,15 @@ class _Block(NamedTuple):
 
 def attend(library: NumpyLibrary, work: Workspace, q: Array, k: Array, v: Array, queries: Rows, keys: Rows,
            visible: Visible, scale: float, into: Partial, fresh: bool = True, part: str = "") -> None:
-    """Compute the attention of some queries to some keys.
+    """Compute the attention of queries to keys.
 
-    q       (b, a, rows, size), with a stride of 1 along size
-    k, v    (b, a_kv, rows of keys, size). a is a multiple of a_kv: consecutive heads of q share a head of k and v
-    into    the result, of the type in which low precision is added up (float32)
-    fresh   False: add these keys to `into`, the attention of these queries to other keys
-    part    "before" or "after": only the first or the second list of pairs of `block_pairs`
+    q is (b, a, rows, size), with a stride of 1 along size. k and v are (b, a_kv, rows of keys, size). a is a multiple
+    of a_kv: consecutive heads of q share a head of k and v. `into` is the result, in float32 for low precision. If
+    `fresh` is False, `into` contains the attention to other keys, and these keys are merged. `part` "before" or "after"
+    selects the first or the second list of pairs of `block_pairs`.
 
-    torch arrays on the host are computed by torch's flash kernel, unless there is dropout; others by batched GEMMs,
-    with work memory for a_kv x block x block scores. Low precision is computed in float32.
+    Torch arrays on the host without dropout use torch's flash kernel. All others use batched GEMMs, with work memory
+    for a_kv x block x block scores. Low precision is computed in float32.
 
         >>> x, rows = np.ones((1, 2, 3, 4)), Rows(np.arange(3))
         >>> result = Partial(np.empty((1, 2, 3, 4)), np.empty((1, 2, 3)))
@@ -107,13 +106,11 @@ def attend(library: NumpyLibrary, work: Workspace, q: Array, k: Array, v: Array,
 def attend_backward(library: NumpyLibrary, work: Workspace, q: Array, k: Array, v: Array, out: Array, lse: Array,
                     dout: Array, queries: Rows, keys: Rows, visible: Visible, scale: float, dq: Array, dk: Array,
                     dv: Array, fresh: bool = False, part: str = "") -> None:
-    """Add the gradients by q, k and v to dq, dk and dv, which are of float32 or wider. Scores are computed again.
+    """Add the gradients by q, k and v to dq, dk and dv, in float32 or wider. Scores are computed again.
 
-    out, lse   attention of the queries to all of their keys, also of other ranks;   dout   gradient of `out`
-    fresh      True: set dq, dk and dv, which have arbitrary contents
-
-    The other arguments are those of `attend`. All blocks of queries take the first list of their pairs (`block_pairs`),
-    then all take the second one.
+    `out` and `lse` are the attention of the queries to all of their keys, also on other ranks. `dout` is the gradient
+    of `out`. If `fresh` is True, dq, dk and dv are overwritten. The other arguments are as in `attend`. The first lists
+    of pairs (`block_pairs`) of all blocks of queries are processed before their second lists.
     """
     q, k, v, out, dout = _widened(library, q, k, v, out, dout)
     compute = _flash_backward if _flash_serves(library, visible) else _blockwise_backward
@@ -135,12 +132,12 @@ def _widened(library: NumpyLibrary, *arrays: Array) -> list[Array]:
 
 
 def _merge(library: NumpyLibrary, target: Partial, part: Partial) -> None:
-    """Add attention to other keys to the target, in place."""
+    """Merge attention to other keys into the target. Overwrites `part`."""
     if not library.has_data:
         library.passed("attention", *target, *part)
         return
     (out, lse), (more, lse_of_more) = target, part
-    if library.on_host:  # the exponentials of numpy do not depend on where in an array a number is
+    if library.on_host:  # numpy's exponentials do not depend on an element's place in the array
         lse, lse_of_more = library.to_numpy(lse), library.to_numpy(lse_of_more)
     xp = array_namespace(lse)
     both = xp.logaddexp(lse, lse_of_more)
@@ -159,7 +156,7 @@ def _flash_serves(library: NumpyLibrary, visible: Visible) -> bool:
 
 
 def _flash(block: _Block, q: Array, k: Array, v: Array, target: Partial) -> None:
-    """Attention of one block of queries to one of keys, by torch's kernel."""
+    """Attention of one block of queries to one block of keys, by torch's kernel."""
     library, causal = block.library, block.pair.seen == "causal"
     if not library.has_data:
         _record(block, q, k, 2, target.out, target.lse)
@@ -167,14 +164,14 @@ def _flash(block: _Block, q: Array, k: Array, v: Array, target: Partial) -> None
     bias = None if causal else block.bias(library.dtype(q))
     kernel = library.xp.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = kernel(q, k, v, 0.0, causal, attn_mask=None if bias is None else bias[:, None], scale=block.scale)
-    if bias is not None:  # torch has 0 for a query that sees no key
+    if bias is not None:  # torch returns 0 for a query that sees no key
         lse = lse.masked_fill((bias == NONE).all(-1)[:, None], NONE)
     target.out[...], target.lse[...] = out, lse
 
 
 def _flash_backward(block: _Block, q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, dq: Array,
                     dk: Array, dv: Array, betas: Sequence[int]) -> None:
-    """dq = the first beta times dq + the gradient by q; dk and dv with the second beta."""
+    """dq = betas[0] dq + gradient by q. dk and dv likewise, with betas[1]."""
     library, causal = block.library, block.pair.seen == "causal"
     if not library.has_data:
         _record(block, q, k, 5, dq, dk, dv)
@@ -191,7 +188,7 @@ def _flash_backward(block: _Block, q: Array, k: Array, v: Array, out: Array, lse
 
 
 def _record(block: _Block, q: Array, k: Array, gemms: int, *results: Array) -> None:
-    """Record a block in a dry run, with this number of products of its scores."""
+    """Record a block in a dry run, with this number of GEMMs of the size of its scores."""
     (b, a, rows, size), library = q.shape, block.library
     for _ in range(gemms):
         library.as_strided(q, (b * a * rows, size), (size, 1)) @ library.as_strided(k, (size, k.shape[2]), (1, size))
@@ -199,7 +196,7 @@ def _record(block: _Block, q: Array, k: Array, gemms: int, *results: Array) -> N
 
 
 def _items(q: Array, k: Array) -> Iterator[tuple[int, slice]]:
-    """(sequence, query heads): heads that have different heads of k and v, and are multiplied at once."""
+    """Yield (sequence, query heads) for each batched GEMM. Its query heads use different heads of k and v."""
     a, group = q.shape[1], q.shape[1] // max(1, k.shape[1])
     for sequence in range(q.shape[0]):
         for first in range(group):
@@ -207,13 +204,13 @@ def _items(q: Array, k: Array) -> Iterator[tuple[int, slice]]:
 
 
 def _transposed(library: NumpyLibrary, array: Array) -> Array:
-    """(items, rows, columns) with its rows and columns exchanged."""
+    """View of (items, rows, columns) with rows and columns exchanged."""
     (items, rows, cols), strides = array.shape, library.strides(array)
     return library.as_strided(array, (items, cols, rows), (strides[0], strides[2], strides[1]))
 
 
 def _blockwise(block: _Block, q: Array, k: Array, v: Array, target: Partial) -> None:
-    """Attention of one block of queries to one of keys, by GEMMs of all heads of a sequence."""
+    """Attention of one block of queries to one block of keys, by batched GEMMs."""
     library, work, dtype = block.library, block.work, block.library.dtype(q)
     biases = block.bias(dtype) if library.has_data else None
     for sequence, heads in _items(q, k):
@@ -231,8 +228,8 @@ def _of(biases: Array | None, sequence: int) -> Array | None:
 
 
 def _exponentials(block: _Block, scores: Array, bias: Array | None, sequence: int, heads: slice, lse: Array) -> Array:
-    """Replace scores by exp(score - the largest of the row), drop some of them, and set lse. Return the factor of the
-    sum of values."""
+    """Replace scores by exp(score - row maximum), with dropout, and set lse. Return the factor that normalizes the sum
+    of values."""
     library, dropout = block.library, block.visible.dropout
     if not library.has_data:
         library.passed("attention", scores, lse)
@@ -261,7 +258,7 @@ def _exponentials(block: _Block, scores: Array, bias: Array | None, sequence: in
 
 
 def _by_queries(library: NumpyLibrary, compute: Callable[[slice], None], scores: Array) -> None:
-    """compute(some rows) of scores (heads, rows, keys), in slices that stay in the cache."""
+    """Call compute(rows) on slices of scores (heads, rows, keys) that fit the CPU's cache."""
     heads, rows, keys = scores.shape
     parallel_rows(library, compute, (rows, heads * keys))
 
@@ -285,7 +282,7 @@ def _blockwise_backward(block: _Block, q: Array, k: Array, v: Array, out: Array,
 
 def _slopes(block: _Block, weights: Array, slopes: Array, bias: Array | None, sequence: int, heads: slice, lse: Array,
             out: Array, dout: Array) -> None:
-    """Replace scores by the weights of the values, and the gradients of weights by those of scores."""
+    """Replace scores by softmax weights, and gradients of weights by gradients of scores."""
     library, dropout = block.library, block.visible.dropout
     if not library.has_data:
         library.passed("attention", weights, slopes)

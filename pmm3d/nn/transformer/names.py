@@ -1,4 +1,4 @@
-"""Names of tensors, and configurations, in files of GPT-2 and of Llama as the transformers package writes them."""
+"""Names of tensors, and configurations, in files of GPT-2 and Llama of the transformers package."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ..exchange import Columns, Names, Stored
 from .blocks import gate_unit, qkv_turns
 
 KINDS = {"gpt2": "GPT", "llama": "Llama", "mistral": "Llama"}
-"""model_type of a config.json -> our network. Files of Mistral have the names of Llama's."""
+"""model_type in a config.json -> class in pmm3d.nn. Files of Mistral use the names of Llama."""
 IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-"""Ends of the names of masks and frequencies, which older files have and which are computed here."""
+"""Name endings of masks and frequencies in older files. They are computed here."""
 HEAD = "lm_head.weight"
 EPS, ROTARY_BASE = 1e-5, 10000.0
-"""Defaults of the norms, and of rotary positions."""
+"""Defaults of norms and of rotary positions."""
 
 
 class Architecture(NamedTuple):
-    """Sizes and options of a GPT ("gpt2") or a Llama ("llama"), as arguments of the network."""
+    """Sizes and options of a GPT ("gpt2") or a Llama ("llama")."""
 
     kind: str
     vocabulary: int
@@ -37,18 +37,18 @@ class Architecture(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments of `nn.GPT` or `nn.Llama`."""
+        """Arguments of `nn.GPT` or `nn.Llama`."""
         others = {"kind"} if self.kind == "llama" else {"kind", "rotary_base"}
         return {name: value for name, value in self._asdict().items() if name not in others}
 
 
 def names_of(of: Architecture) -> dict[str, Names]:
-    """The published names of the tensors of a network; none for a GPT with grouped heads or a window.
+    """Published names of a network's tensors, or no names for a GPT with grouped heads or a window.
 
-    Weights of GPT-2 are (inputs, outputs) as ours. Those of Llama, and all tables, are (outputs, inputs). Our
-    projection to queries, keys and values is stored head by head (`qkv_turns`). A file of GPT-2 has the queries of all
-    heads, then the keys, then the values, in one tensor; a file of Llama has three tensors. Our gated MLP has columns
-    of the gate and of the factor in turns.
+    Weights in files of GPT-2 are (inputs, outputs), as in pmm3d. Weights in files of Llama, and all tables, are
+    (outputs, inputs). In pmm3d, queries, keys and values are stored head by head in one tensor (`qkv_turns`). A file of
+    GPT-2 has one tensor with all queries, then all keys, then all values. A file of Llama has three tensors. In pmm3d,
+    the columns of a gated MLP alternate between gate and factor.
 
         >>> found = names_of(Architecture("gpt2", 9, 8, 1, 4, 2, 2, 16, True, 1e-5))["gpt2"]
         >>> found.tensors["transformer.h.0.attn.c_attn.bias"].parts[0]
@@ -64,18 +64,18 @@ def names_of(of: Architecture) -> dict[str, Names]:
 
 
 def _qkv(of: Architecture, layer: str) -> tuple[Columns, ...]:
-    """Queries, keys and values of a block's projection."""
+    """Columns of queries, keys and values in a block's projection."""
     return _in_turns(layer, *qkv_turns(of.heads, of.kv_heads, of.hidden // of.heads))
 
 
 def _in_turns(parameter: str, *sizes: int) -> tuple[Columns, ...]:
-    """Columns of these numbers in turns."""
+    """Parts of a parameter whose columns alternate, with these numbers of adjacent columns."""
     ends = offsets(sizes)
     return tuple(Columns(parameter, start, stop, ends[-1]) for start, stop in zip(ends, ends[1:]))
 
 
 def _whole(name: str, transpose: bool = False) -> Stored:
-    """A tensor that is a whole parameter."""
+    """Tensor of a file that contains a whole parameter."""
     return Stored((Columns(name),), transpose)
 
 
@@ -112,7 +112,7 @@ def _llama(of: Architecture) -> dict[str, Stored]:
 
 
 def config_of(of: Architecture) -> dict[str, Any]:
-    """The config.json of a network, as the transformers package reads it."""
+    """Contents of config.json for the transformers package."""
     common = {"vocab_size": of.vocabulary, "tie_word_embeddings": of.tied, "bos_token_id": None, "eos_token_id": None}
     if of.kind == "gpt2":
         return {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **common, "n_positions": of.positions,
@@ -127,30 +127,30 @@ def config_of(of: Architecture) -> dict[str, Any]:
 
 
 UNLIMITED = 2**31 - 1
-"""max_position_embeddings of a network that takes any length."""
+"""max_position_embeddings of a network without a limit of the length."""
 SAME: dict[str, dict[str, tuple[Any, ...]]] = {
     "gpt2": {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
              "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
     "llama": {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
     "mistral": {"hidden_act": ("silu",)},
 }
-"""Settings in which a published network may differ from ours -> values that are the same as ours, the default first."""
+"""model_type -> setting of a config.json -> values that pmm3d supports. The first value is the default."""
 
 
 def architecture_of(config: Mapping[str, Any], path: str) -> Architecture:
-    """The architecture in a config.json. Raises CheckpointError for a network that ours cannot be."""
+    """Architecture in a config.json. Raises CheckpointError for an unsupported network."""
     kind = config.get("model_type", "")
     if kind not in KINDS:
-        raise CheckpointError(f"{path}: the network's model_type is {kind!r}; known are {', '.join(KINDS)}")
+        raise CheckpointError(f"{path}: the model_type {kind!r} is not supported. Supported are {', '.join(KINDS)}")
     for key, values in SAME[kind].items():
         if config.get(key, values[0]) not in values:
-            raise CheckpointError(f"{path}: {key} is {config[key]!r}, and nn.{KINDS[kind]} computes with {values[0]!r} "
-                                  "only. Choose a network that was trained with that")
+            raise CheckpointError(f"{path}: {key} is {config[key]!r}, but nn.{KINDS[kind]} supports only "
+                                  f"{values[0]!r}. Choose a network that was trained with this setting")
     try:
         return _gpt2_of(config) if kind == "gpt2" else _llama_of(config, path)
     except KeyError as error:
-        raise CheckpointError(f"{path}: the configuration lacks {error.args[0]}, which the sizes of the network follow "
-                              "from") from None
+        raise CheckpointError(f"{path}: the configuration lacks {error.args[0]}, which determines the sizes of the "
+                              "network") from None
 
 
 def _gpt2_of(config: Mapping[str, Any]) -> Architecture:
@@ -166,7 +166,7 @@ def _llama_of(config: Mapping[str, Any], path: str) -> Architecture:
     for key, value, ours in (("rope_type", rotary.get("rope_type", "default"), "default"),
                              ("head_dim", config.get("head_dim") or hidden // heads, hidden // heads)):
         if value != ours:
-            raise CheckpointError(f"{path}: {key} is {value!r}, and nn.Llama has {ours!r} only")
+            raise CheckpointError(f"{path}: {key} is {value!r}, but nn.Llama supports only {ours!r}")
     return Architecture(
         "llama", config["vocab_size"], config["max_position_embeddings"], config["num_hidden_layers"], hidden, heads,
         config.get("num_key_value_heads") or heads, config["intermediate_size"],

@@ -1,4 +1,4 @@
-"""Networks of transformer blocks: GPT-2, Llama, and an encoder without a mask."""
+"""Networks of transformer blocks: GPT-2, Llama, and an encoder without a causal mask."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from .names import EPS, ROTARY_BASE, Architecture
 
 
 class Head(Module):
-    """The last norm, and the layer from features to logits. table: the embedding's table as its weight (a tied
-    head)."""
+    """Last norm, and layer from features to logits. table: the embedding's table, as the weight of a tied head."""
 
     def __init__(self, grid: Grid, hidden: int, vocabulary: int, *, norm: str = "layer", eps: float = 1e-5,
                  table: Parameter | None = None, activations: str = "replicated", deviation: float | None = None,
@@ -44,7 +43,7 @@ class Head(Module):
 class Transformer(Published):
     """Embedding, blocks and head: the base class of `GPT`, `Llama` and `Encoder`.
 
-    Parameters, input, result, errors and initial values are those of `GPT`.
+    Parameters, input, result, errors and initial values are as in `GPT`.
     """
 
     learned, rotary_base, tied, norm = True, ROTARY_BASE, True, "layer"
@@ -82,7 +81,7 @@ class Transformer(Published):
 
     @staticmethod
     def inner(hidden: int) -> int:
-        """The default of `mlp`."""
+        """Default of `mlp`."""
         return 4 * hidden
 
 
@@ -94,7 +93,7 @@ class GPT(Transformer):
     grid : Grid
         The grid of the parameters.
     vocabulary : int
-        Number of tokens.
+        Number of different tokens.
     layers : int
         Number of blocks.
     hidden : int
@@ -102,27 +101,27 @@ class GPT(Transformer):
     heads : int
         Number of heads of attention, a divisor of `hidden`.
     positions : int or None
-        Length of the longest sequence. A Llama takes any length by default; the other networks need it.
+        Length of the longest sequence. Default for a Llama: no limit. The other networks need this argument.
     mlp : int or None
-        Columns between the layers of the MLP. Default: 4 hidden; of a Llama 8/3 hidden, up to a multiple of 64.
+        Columns between the layers of the MLP. Default: 4 hidden. For a Llama: 8/3 hidden, up to a multiple of 64.
     seed : int or None
         Seed of all initial values. Default: the next seed of the grid (`manual_seed`).
     kv_heads : int or None
         Heads of keys and values, a divisor of `heads`. Default: `heads`.
     eps : float
-        Of the norms. Default: 1e-5.
+        Term that the norms add to the variance. Default: 1e-5.
     dropout : float
-        Probability for embeddings, attention weights, and the results of both parts of a block. Default: 0.
+        Dropout probability of embeddings, softmax weights, and the results of both parts of a block. Default: 0.
     tied : bool or None
-        Whether the head's weight is the table of the embedding. Default: True; of a Llama False.
+        Whether the head's weight is the table of the embedding. Default: True; for a Llama False.
     activations : str
         "replicated" (default) or "sharded" (sequence parallelism), as in `linear`.
     recompute : str or int
         "none" (default), "selective" (attention), "full", or k for every k-th block.
     window : int or None
-        Rows that a row attends to, including itself. Default: no limit.
+        Number of rows that a row attends to, including itself. Default: no limit.
     order, parallel : str
-        For sequences that an axis "seq" splits, as in `transformer.attention`.
+        As in `transformer.attention`, for sequences that the axis "seq" splits.
     dtype, library, precision
         As in `Linear`.
 
@@ -134,13 +133,13 @@ class GPT(Transformer):
     Notes
     -----
     net(tokens) takes integers, (batch x sequence, 1), with rows in units of a sequence:
-    Layout(("data", "z"), units=(sequence, 1)). Without units all rows are one sequence. It returns logits,
+    Layout(("data", "z"), units=(sequence, 1)). Without units, all rows are one sequence. net(tokens) returns logits,
     (batch x sequence, vocabulary), with columns over x, for `cross_entropy`.
 
-    net(tokens, documents) takes sequences in which several documents are packed. `documents`, (batch x sequence, 1),
-    has the number of the document of each row. Tokens (batch x sequence, 2) have these numbers in the second column.
+    net(tokens, documents) takes sequences with several packed documents. `documents`, (batch x sequence, 1), contains
+    the document number of each row. Alternatively, tokens (batch x sequence, 2) have these numbers in column 1.
 
-    Initial values are those of GPT-2. Weights and tables are normal with the standard deviation 0.02, divided by
+    Initial values are as in GPT-2. Weights and tables are normal with a standard deviation of 0.02. It is divided by
     sqrt(2 layers) for weights whose results are added to the residual stream. Biases are 0.
 
     Examples
@@ -159,10 +158,10 @@ class GPT(Transformer):
 
 
 class Encoder(Transformer):
-    """As `GPT`, without a causal mask and with the exact GELU: for masked tokens, as in BERT.
+    """Encoder for masked tokens, as in BERT: a `GPT` without a causal mask, and with the exact GELU.
 
-    Each row attends to all rows of its sequence, or to the rows less than `window` rows before and after it. Norms are
-    before each part.
+    Each row attends to all rows of its sequence, or to rows less than `window` rows before and after it. Unlike BERT,
+    norms are before each part.
 
     Parameters
     ----------
@@ -184,7 +183,7 @@ class Encoder(Transformer):
 
 
 class Llama(Transformer):
-    """Llama: rotary positions, RMSNorm, a gated MLP with SiLU, no biases, grouped heads, a head of its own.
+    """Llama: rotary positions, RMSNorm, a gated MLP with SiLU, grouped heads, no biases, and a head that is not tied.
 
     Parameters
     ----------
@@ -193,7 +192,7 @@ class Llama(Transformer):
     rotary_base : float
         Base of the rotary positions. Default: 10000.
     **options
-        `vocabulary`, `layers`, `hidden`, `heads`, and further arguments of `GPT`.
+        Arguments of `GPT`, of which `vocabulary`, `layers`, `hidden` and `heads` are needed.
 
     Examples
     --------

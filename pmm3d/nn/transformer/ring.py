@@ -1,9 +1,9 @@
-"""Sequences that several ranks along seq share: the rows of each rank, and keys and values that are sent around.
+"""Sequences that several ranks along seq share: the rows of each rank, and exchange of keys and values.
 
-A block of queries takes the blocks of keys in the order in which they are stored: from its own one down to the first,
-then from the last one down to the one after its own. The gradient of a block of keys takes the blocks of queries in the
-opposite order. A ring (Liu et al. 2023, arXiv 2310.01889) visits the ranks in this order. So each sum continues that of
-the rank before, and the bits do not depend on the number of ranks.
+A block of queries processes blocks of keys in descending order of storage: from its own block to the first, then from
+the last block to the block after its own. The gradient of a block of keys adds blocks of queries in the opposite order.
+A ring (Liu et al. 2023, arXiv 2310.01889) visits the ranks in this order. So each sum continues the sum of the rank
+before, and the bits do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from ..contract import EVERYTHING
 from .sequence import row_positions, sequence_length
 
 KEYS, GRADIENTS, HOME = 0, 2, 6
-"""First tags of keys and values, of their gradients in two pieces, and of these on the last hop."""
+"""First tags of keys and values, of their gradients in two pieces, and of the gradients on the last hop."""
 WHAT = {KEYS: "keys and values", GRADIENTS: "gradients of keys", GRADIENTS + 2: "gradients of keys",
         HOME: "gradients of keys, home", HOME + 2: "gradients of keys, home"}
 
 
 class Segment(NamedTuple):
-    """Consecutive rows, on a rank along seq, of a sequence or of several whole ones.
+    """Consecutive rows on a rank along seq: a part of a sequence, or several whole sequences.
 
-    sequence, number   first sequence in the batch, and number of sequences
-    rows, first        rows of the local array, and the first of them in the whole batch
-    position           of the rows of each sequence
+    `sequence` is the first sequence in the batch, and `number` the number of sequences. `rows` are rows of the local
+    array, and `first` is the first row in the whole batch. `position` contains the positions of each sequence's rows.
     """
 
     rank: int
@@ -46,11 +45,11 @@ class Segment(NamedTuple):
 
 
 class Share(NamedTuple):
-    """A segment of this rank, and the ring of ranks that have the other rows of its sequence.
+    """A segment of this rank, and the ring of ranks with the other rows of its sequence.
 
-    members   segments of the ranks, in the order of the rows;   here   this rank's number among them
-    used      used[i][j]: whether queries of member i see keys of member j
-    reach     number of members after each member to which its keys and values are sent
+    `members` are the segments of the ranks, in the order of the rows, and `here` is the index of this rank's segment.
+    used[i][j] is True if queries of member i see keys of member j. The keys and values of member j are sent to the next
+    reach[j] members.
     """
 
     own: Segment
@@ -60,19 +59,19 @@ class Share(NamedTuple):
     reach: tuple[int, ...]
 
     def visits(self) -> list[int]:
-        """The other members whose keys and values are sent here, in the order of the ring."""
+        """Other members whose keys and values are sent to this rank, in the order of the ring."""
         size = len(self.members)
         return [member for hop in range(1, size) if self.reach[member := (self.here - hop) % size] >= hop]
 
     def hop(self, member: int) -> int:
-        """The number of ranks from a member to this one."""
+        """Number of hops from a member to this rank."""
         return (self.here - member) % len(self.members)
 
 
 @lru_cache(maxsize=256)
 def shares(layout: Layout, rows: int, grid: GridShape, coords: Coords, order: str, stored: Layout, causal: bool,
            window: int | None) -> tuple[Share, ...]:
-    """The segments of the rank at `coords`, in a matrix of tokens. stored: the layout for `row_positions`.
+    """Shares of the rank at `coords`, for a matrix of tokens. stored: layout for `row_positions`.
 
         >>> layout, grid = Layout("seq"), GridShape(1, 1, 1, seq=4)
         >>> share, = shares(layout, 8, grid, grid.coords(2), "plain", layout, True, None)
@@ -96,7 +95,7 @@ def shares(layout: Layout, rows: int, grid: GridShape, coords: Coords, order: st
 
 
 def whole_sequences(box: Box, position: np.ndarray) -> tuple[Share, ...]:
-    """The segments of a rank with whole sequences in a box, and rows at these positions."""
+    """Shares of a rank with whole sequences in a box. position: positions of the rows of a sequence."""
     number, rows = (box.r1 - box.r0) // max(1, len(position)), slice(0, box.r1 - box.r0)
     own = Segment(0, box.r0 // max(1, len(position)), number, rows, box.r0, position)
     return (Share(own, (own,), 0, ((True,),), (0,)),) if number else ()
@@ -104,7 +103,7 @@ def whole_sequences(box: Box, position: np.ndarray) -> tuple[Share, ...]:
 
 def _segments(layout: Layout, rows: int, grid: GridShape, coords: Coords, order: str, stored: Layout, rank: int
               ) -> list[Segment]:
-    """The segments of a rank along seq: parts of sequences, and consecutive whole ones."""
+    """Segments of a rank along seq: parts of sequences, and consecutive whole sequences."""
     if SEQ in layout.rows:
         coords = coords._replace(**{SEQ: rank})
     box, length = layout.box((rows, 0), grid, coords), sequence_length(layout, rows)
@@ -120,7 +119,7 @@ def _segments(layout: Layout, rows: int, grid: GridShape, coords: Coords, order:
 
 
 def _sees(queries: np.ndarray, keys: np.ndarray, causal: bool, window: int | None) -> bool:
-    """Whether a query sees a key."""
+    """Whether any query sees any key."""
     if window is None:
         return not causal or bool(queries.max() >= keys.min())
     queries = np.sort(queries)
@@ -130,8 +129,7 @@ def _sees(queries: np.ndarray, keys: np.ndarray, causal: bool, window: int | Non
 
 
 class Visit(NamedTuple):
-    """Keys that this rank's queries see: a piece of a segment, its keys and values, and in a backward pass the arrays
-    of their gradients."""
+    """Keys that this rank's queries see: a piece of a segment, its keys and values, and in backward their gradients."""
 
     keys: Segment
     piece: slice
@@ -140,14 +138,14 @@ class Visit(NamedTuple):
 
 
 Posted = tuple[int, tuple[Array, ...], tuple[Array, ...], list[list[Pending]]]
-"""A member, the arrays for its keys and values, those for their gradients, and the receives of each group."""
+"""A member, arrays for its keys and values, arrays for their gradients, and the receives of each group of arrays."""
 
 
 class Ring:
-    """Keys and values that are sent from each rank to the next one.
+    """Exchange in a ring: each rank sends keys and values to the next rank.
 
-    In `backward` a rank also receives their gradients, of float32 or wider, to which the ranks before it have added.
-    The last rank sends the gradients home. Receives of a member are posted before the computation on the one before it.
+    In `backward`, gradients of the keys and values follow, in float32 or wider. Each rank adds its part. The last rank
+    sends the sums to their owner. Receives of a member are posted before the computation on the previous member.
     """
 
     def __init__(self, grid: Grid, own: Sequence[Array], block: int):
@@ -155,26 +153,26 @@ class Ring:
         self._sent = list[Pending]()
 
     def forward(self, share: Share) -> Iterator[Visit]:
-        """Begin to send this rank's keys and values, and to receive the first ones. Returns the visits in order."""
+        """Start the exchange. Returns an iterator of visits, in order."""
         return self._visits(share, (), *self._begin(share, ()))
 
     def begin_backward(self, totals: Sequence[Array]) -> Sequence[Array]:
-        """Return the arrays for the gradients of this rank's keys and values: those that are given."""
+        """Return the arrays for gradients of this rank's keys and values, here `totals`."""
         self._totals = totals
         return totals
 
     def backward(self, share: Share) -> Iterator[Visit]:
-        """The same with gradients, in two pieces each, so that two ranks can add to them at once. The first visit is
-        asked for when this rank has added its own first contributions."""
+        """Start the exchange with gradients, in two pieces each, so that two ranks can add at the same time. Request
+        the first visit after this rank has added the first part of its own contributions."""
         own = tuple(each[share.own.rows] for each in self._totals)
         return self._visits(share, own, *self._begin(share, own))
 
     def end_backward(self) -> tuple[Array, ...]:
-        """Return the gradients that are not in the arrays that were given: none."""
+        """Return gradients that are not in `totals`, here none."""
         return ()
 
     def _begin(self, share: Share, gradients: Sequence[Array]) -> tuple[Iterator[int], Posted | None]:
-        """Send the own keys and values. Returns the members after the first one, and the receives of the first one."""
+        """Send this rank's keys and values. Returns the members after the first, and the receives of the first."""
         if share.reach[share.here]:
             self._send([each[share.own.rows] for each in self.own], self._next(share), KEYS)
         following = iter(share.visits())
@@ -209,7 +207,7 @@ class Ring:
         self._sent = []
 
     def _leave(self, share: Share, gradients: Sequence[Array]) -> list[tuple[Array, Array, list[Pending]]]:
-        """Send the own gradients on their way. Returns each, the array in which it comes home, and its receives."""
+        """Send this rank's gradients into the ring. Returns (gradient, array for the final sum, receives) for each."""
         rows = len(share.own.position)
         last = share.members[(share.here + share.reach[share.here]) % len(share.members)].rank
         arriving, pending = [self._new(rows, each) for each in gradients], list[Pending]()
@@ -230,7 +228,7 @@ class Ring:
         return member, arrays, totals, pending
 
     def _pieces(self, rows: int) -> list[slice]:
-        """Two halves in whole blocks of keys, the last rows first."""
+        """Two halves of whole blocks of keys, the last rows first."""
         half = rows // 2 // self._block * self._block
         return [slice(half, rows), slice(half)] if half else [slice(rows)]
 
@@ -259,9 +257,9 @@ def _wait(pending: Sequence[Pending]) -> None:
 
 
 class Gathered:
-    """Keys and values of all ranks along seq, gathered in each pass (Llama 3: Grattafiori et al. 2024, arXiv
-    2407.21783, 3.3.2). Their gradients are reduce-scattered, so the last bits of these depend on the number of ranks.
-    All other sums have the order of `Ring`."""
+    """Exchange by an all-gather of keys and values in each pass (Llama 3: Grattafiori et al. 2024, arXiv 2407.21783,
+    3.3.2). Gradients of keys and values are reduce-scattered, so their last bits depend on the number of ranks. All
+    other sums have the order of `Ring`."""
 
     def __init__(self, grid: Grid, form: Form, own: Sequence[Array]):
         self.grid, self.own, self._form = grid, tuple(own), form
@@ -273,13 +271,11 @@ class Gathered:
         self._arrays = tuple(each.wait() for each in begun)
 
     def forward(self, share: Share) -> Iterator[Visit]:
-        """Yield the visits in the order of a ring."""
-        for member in self._order(share):
-            rows = self._rows(share.members[member])
-            yield Visit(share.members[member], EVERYTHING, tuple(each[rows] for each in self._arrays))
+        """Return the visits in the order of a ring."""
+        return self._visits(share, ())
 
     def begin_backward(self, totals: Sequence[Array]) -> Sequence[Array]:
-        """Return arrays of zeros, for the gradients of this rank's keys and values."""
+        """Return arrays of zeros for gradients of this rank's keys and values."""
         self._totals = tuple(self._whole.wide.new() for _ in self.own)
         for each in self._totals:
             each[...] = 0
@@ -287,32 +283,30 @@ class Gathered:
         return tuple(each[self._starts[index] : self._starts[index + 1]] for each in self._totals)
 
     def backward(self, share: Share) -> Iterator[Visit]:
-        """Yield the visits."""
-        for member in self._order(share):
-            rows = self._rows(share.members[member])
-            yield Visit(share.members[member], EVERYTHING,
-                        *(tuple(each[rows] for each in group) for group in (self._arrays, self._totals)))
+        """Return the visits, with gradients."""
+        return self._visits(share, self._totals)
 
     def end_backward(self) -> tuple[Array, ...]:
-        """Return the gradients, summed over the ranks."""
+        """Return the gradients of keys and values, summed over the ranks."""
         sums = Layout(self._whole.layout.rows, self._whole.layout.cols, SEQ, self._whole.layout.units)
         with self.grid.ledger.phase("reduce keys"):
             begun = [relayout(self.grid, each, self._form.shape, sums, self._form.layout) for each in self._totals]
         return tuple(each.wait() for each in begun)
 
-    def _order(self, share: Share) -> list[int]:
-        size = len(share.members)
-        order = [(share.here - hop) % size for hop in range(1, size)]
-        return [member for member in order if share.used[share.here][member]]
-
-    def _rows(self, member: Segment) -> slice:
-        start = self._starts[member.rank]
-        return slice(start + member.rows.start, start + member.rows.stop)
+    def _visits(self, share: Share, totals: Sequence[Array]) -> Iterator[Visit]:
+        for hop in range(1, len(share.members)):
+            member = (share.here - hop) % len(share.members)
+            if share.used[share.here][member]:
+                keys = share.members[member]
+                start = self._starts[keys.rank]
+                rows = slice(start + keys.rows.start, start + keys.rows.stop)
+                yield Visit(keys, EVERYTHING,
+                            *(tuple(each[rows] for each in group) for group in (self._arrays, totals)))
 
 
 def in_turn(share: Share, arrays: Sequence[Array], gradients: Sequence[Array], others: Iterator[Visit]
             ) -> Iterator[tuple[Visit, str]]:
-    """Yield (visit, part of `kernel.attend`) of the keys that queries of a segment see, in the order of the sums.
+    """Yield (visit, `part` of `kernel.attend`) for all keys that queries of a segment see, in the order of the sums.
     others: visits of other members."""
     rows = share.own.rows
     own = Visit(share.own, EVERYTHING, *(tuple(each[rows] for each in group) for group in (arrays, gradients)))

@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021): pairs of columns of a head are rotated by an angle that grows with the row."""
+"""Rotary positions (Su et al. 2021): rotation of pairs of columns by an angle proportional to the position."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def rotary(x: Tensor, size: int, *, base: float = 10000.0, order: str = "plain")
     Parameters
     ----------
     x : Tensor
-        (m, heads * size), with rows in units of a sequence and columns in units of a head; else it is relaid out.
+        (m, heads * size), with rows in units of a sequence. If columns are not in units of a head, x is relaid out.
     size : int
         Columns of a head, an even number.
     base : float
-        Default: 10000.
+        Base of the angles. Default: 10000.
     order : str
         Order of the rows inside a sequence, as in `positions`.
 
@@ -39,7 +39,7 @@ def rotary(x: Tensor, size: int, *, base: float = 10000.0, order: str = "plain")
     Raises
     ------
     LayoutError
-        For an odd size, and for columns that are no whole heads.
+        For an odd size, and if the columns are not whole heads.
 
     Examples
     --------
@@ -51,7 +51,7 @@ def rotary(x: Tensor, size: int, *, base: float = 10000.0, order: str = "plain")
            [0.5403, 0.8415]])
     """
     if size < 2 or size % 2:
-        raise LayoutError(f"rotary: a head has an even number of columns, which are rotated in pairs; got {size}")
+        raise LayoutError(f"rotary: a head must have an even number of columns, which are rotated in pairs, got {size}")
     x = in_units(whole(x), size)
     form = x.form
     cache, length = Cache.of(x.grid), max(1, rows_of_sequence(x))
@@ -63,7 +63,7 @@ def rotary(x: Tensor, size: int, *, base: float = 10000.0, order: str = "plain")
 
 
 def _tables(grid: Grid) -> Callable[..., tuple[Array, Array]]:
-    """`_angles`, whose results are kept as long as the grid."""
+    """`_angles` with a cache that exists as long as the grid."""
     kept: Callable[..., tuple[Array, Array]] = grid.attached.setdefault(_tables, lru_cache(maxsize=16)(_angles))
     return kept
 
@@ -75,7 +75,7 @@ def _angles(library: NumpyLibrary, sequence: int, size: int, base: float, dtype:
 
 
 def _rotated(form: Form, array: Array, places: Array, tables: tuple[Array, Array], name: str, sign: int) -> Array:
-    """The array with its pairs rotated forward (sign 1) or back (-1), computed in float32 for low precision."""
+    """Array with its pairs rotated forward (sign 1) or back (sign -1). Low precision is computed in float32."""
     half, library, out = tables[0].shape[1], form.library, form.new()
     shape = form.local_shape[0], form.local_shape[1] // (2 * half), 2, half
     with computing(form.grid, "elementwise", name=name):

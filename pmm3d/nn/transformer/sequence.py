@@ -13,30 +13,30 @@ from ...layout.layout import unit_of
 from ...model.machines import groups_of
 
 INSIDE = (SEQ, ULYSSES)
-"""Axes that split the rows of a sequence, major to minor."""
+"""Axes that split the rows of a sequence, from major to minor."""
 ORDERS = ("plain", "zigzag", "striped")
 """Orders in which the rows of a sequence are stored."""
 PARALLEL = ("auto", "ring", "ulysses", "gather", "2d")
-"""How ranks that share a sequence compute its attention."""
+"""Methods by which ranks that share a sequence compute its attention."""
 
 
 def token_layout(grid: Grid, length: int, cols: str | tuple[str, ...] = (), *, unit: int = 1, block: int = 1
                  ) -> Layout:
-    """Layout of tokens: of a matrix (sequences x length, features).
+    """Layout of a matrix of tokens or features, (sequences x length, features).
 
     Parameters
     ----------
     grid : Grid
         The grid of the matrix.
     length : int
-        Rows of a sequence, at least 2. Axes data and z cut only between sequences.
+        Number of rows of a sequence, at least 2. Axes data and z cut only between sequences.
     cols : str or tuple of str
         Axes that split the features. Default: none.
     unit : int
-        Features that stay together, such as those of a head. Default: 1.
+        Number of features that stay together, such as the features of a head. Default: 1.
     block : int
-        Rows that the axis seq does not separate; a divisor of `length`. If it is a multiple of the block size of
-        attention, attention has the same bits for each number of ranks along seq. Default: 1.
+        Number of rows that the axis seq does not separate, a divisor of `length`. If `block` is a multiple of the block
+        size of attention, the bits do not depend on the number of ranks along seq. Default: 1.
 
     Returns
     -------
@@ -50,8 +50,8 @@ def token_layout(grid: Grid, length: int, cols: str | tuple[str, ...] = (), *, u
 
     Notes
     -----
-    If a rank of (data, z) has one sequence, the ranks along seq and ulysses share it. If it has several, each of these
-    ranks takes consecutive rows. Then fewer ranks share a sequence, and attention sends less.
+    The ranks along seq and ulysses share the sequences of a place along (data, z), and each takes consecutive rows. If
+    there are several sequences, fewer ranks share each sequence, and attention sends less.
 
     Examples
     --------
@@ -71,7 +71,7 @@ def token_layout(grid: Grid, length: int, cols: str | tuple[str, ...] = (), *, u
 
 def layout_of_tokens(grid: Grid, length: int, cols: str | tuple[str, ...] = (), unit: int = 1, block: int = 1
                      ) -> Layout:
-    """`token_layout` without checks, also for one row of each sequence, in a `Cache`."""
+    """`token_layout` without checks. In a `Cache`, a pass can have one row of each sequence."""
     inside = tuple(axis for axis in INSIDE if axis in grid.shape.names)
     if not inside:
         return Layout(("data", "z"), cols, units=(length, unit))
@@ -87,12 +87,12 @@ def sequence_length(layout: Layout, rows: int) -> int:
     layout : Layout
         Layout of the matrix.
     rows : int
-        Its number of rows.
+        Number of rows of the matrix.
 
     Returns
     -------
     int
-        The unit in which the axis data cuts the rows; all rows if the unit is 1.
+        Unit in which the axis data cuts the rows. If the unit is 1, the number of all rows.
 
     Examples
     --------
@@ -118,7 +118,7 @@ def ranks_per_sequence(layout: Layout, rows: int, grid: GridShape) -> int:
     Returns
     -------
     int
-        Number of ranks along these axes, divided by the number of sequences that they have together.
+        Number of ranks along these axes, divided by the number of sequences on these ranks.
 
     Examples
     --------
@@ -142,16 +142,16 @@ def positions(order: str, length: int, ranks: int = 1, block: int = 1) -> np.nda
     Parameters
     ----------
     order : str
-        "plain": ascending. "zigzag": first block, last block, second block, last but one, ..., so that a causal mask
-        gives equal parts the same work. "striped": rank r has the blocks r, r + ranks, r + 2 ranks, ... (Brandon et al.
+        "plain": ascending. "zigzag": first block, last block, second block, last but one, ..., so that ranks have the
+        same work with a causal mask. "striped": rank r has the blocks r, r + ranks, r + 2 ranks, ... (Brandon et al.
         2023, arXiv 2311.09431).
     length : int
-        Rows of a sequence.
+        Number of rows of a sequence.
     ranks : int
-        Ranks that share a sequence (`ranks_per_sequence`). Default: 1.
+        Number of ranks that share a sequence (`ranks_per_sequence`). Default: 1.
     block : int
-        Rows that stay together. If it is 1 (default), a block of "zigzag" has 1 / (2 ranks) of the sequence. With a
-        larger block, "zigzag" does not depend on the number of ranks.
+        Number of rows that stay together. With 1 (default), a block of "zigzag" has 1 / (2 ranks) of the sequence. With
+        a larger block, "zigzag" does not depend on the number of ranks.
 
     Returns
     -------
@@ -161,7 +161,7 @@ def positions(order: str, length: int, ranks: int = 1, block: int = 1) -> np.nda
     Raises
     ------
     LayoutError
-        For another order.
+        For an unknown order.
 
     Examples
     --------
@@ -170,7 +170,7 @@ def positions(order: str, length: int, ranks: int = 1, block: int = 1) -> np.nda
     ([0, 1, 6, 7, 2, 3, 4, 5], [0, 1, 4, 5, 2, 3, 6, 7])
     """
     if order not in ORDERS:
-        raise LayoutError(f"the order of a sequence's rows is {', '.join(ORDERS)}; got {order!r}{hint(order, ORDERS)}")
+        raise LayoutError(f"order must be one of {', '.join(ORDERS)}; got {order!r}{hint(order, ORDERS)}")
     return _positions(order, length, ranks, block)
 
 
@@ -206,7 +206,7 @@ def row_positions(layout: Layout, rows: int, grid: GridShape, box: Box, order: s
     Returns
     -------
     numpy.ndarray
-        A position for each row. Layers that depend on positions call this function, so that any cut of rows is right.
+        Position of each row. Layers that depend on positions call this function, so they work with any cut of rows.
 
     Examples
     --------
@@ -223,13 +223,15 @@ def row_positions(layout: Layout, rows: int, grid: GridShape, box: Box, order: s
 
 def chosen(parallel: str, layout: Layout, rows: int, grid: GridShape, heads: tuple[int, int], skewed: bool,
            nodes: int = 1) -> str:
-    """The way in which ranks along seq compute the attention of a shared sequence: "ring", "ulysses" or "gather".
+    """Method of ranks along seq for the attention of shared sequences: "ring", "ulysses" or "gather".
 
-    "2d" is a ring, and needs the axis ulysses too. "auto" chooses Ulysses if the ranks divide the heads of keys, and if
-    it sends less than a ring or a causal mask leaves a ring uneven work (`skewed`). `heads`: of queries and of keys, on
-    the ranks along seq; `nodes`: that these ranks are on. With a and a_kv heads on P ranks of one node, Ulysses sends
-    a + a_kv parts and a ring a_kv P. On N nodes (a + a_kv) (N - 1) / N^2 and a_kv (P - 1) / P parts enter a node. Both
-    have the same bits. Raises Pmm3dError for another choice.
+    heads: numbers of heads of queries and of keys on the ranks along seq, which are on `nodes` nodes. skewed: whether a
+    causal mask gives the ranks of a ring unequal work.
+
+    "2d" is a ring on a grid that also has the axis ulysses. "auto" chooses Ulysses if the ranks divide the heads of
+    keys, and if Ulysses sends less than a ring or the ring's work is skewed. With a and a_kv heads on P ranks of a
+    node, Ulysses sends a + a_kv parts and a ring a_kv P. On N nodes, (a + a_kv) (N - 1) / N^2 and a_kv (P - 1) / P
+    parts enter a node. Both methods give the same bits. Raises Pmm3dError for an unknown method.
 
         >>> grid, layout = GridShape(1, 1, 1, seq=4), Layout("seq")
         >>> [chosen("auto", layout, 64, grid, heads, False) for heads in ((8, 8), (8, 4), (8, 2))]
@@ -239,11 +241,11 @@ def chosen(parallel: str, layout: Layout, rows: int, grid: GridShape, heads: tup
         ['ulysses', 'ring', 'ulysses']
     """
     if parallel not in PARALLEL:
-        raise Pmm3dError(f"attention: parallel is {', '.join(PARALLEL)}; got {parallel!r}{hint(parallel, PARALLEL)}")
+        raise Pmm3dError(f"parallel must be one of {', '.join(PARALLEL)}; got {parallel!r}{hint(parallel, PARALLEL)}")
     if parallel == "2d":
         if not {SEQ, ULYSSES} <= {*grid.names}:
-            raise Pmm3dError(f'attention: parallel="2d" needs a grid with the axes ulysses and seq; got {grid}. Make '
-                             'it with axes={"ulysses": 4, "seq": 2}, for example, where 4 ranks are on a node')
+            raise Pmm3dError(f'attention: parallel="2d" needs a grid with the axes ulysses and seq; got {grid}. For '
+                             'example, pass axes={"ulysses": 4, "seq": 2} to Grid if a node has 4 ranks')
         return "ring"
     ranks = ranks_per_sequence(layout, rows, grid)
     if parallel != "auto":
@@ -257,7 +259,7 @@ def chosen(parallel: str, layout: Layout, rows: int, grid: GridShape, heads: tup
 
 
 def nodes_along_seq(grid: Grid) -> int:
-    """Number of nodes that the ranks along the axis seq are on, if ranks fill node after node; the same on every rank.
+    """Number of nodes of the ranks along the axis seq, if ranks fill node after node. Equal on all ranks.
 
         >>> with Grid.dry((2, 1, 1), axes={"seq": 4}, hosts=2) as grid:
         ...     nodes_along_seq(grid)
@@ -269,8 +271,8 @@ def nodes_along_seq(grid: Grid) -> int:
 
 
 def by_heads(layout: Layout, size: int, axis: str) -> Layout:
-    """Layout in which Ulysses (Jacobs et al. 2023, arXiv 2309.14509) computes: the ranks along an axis have the same
-    rows and parts of the heads.
+    """Layout of the computation of Ulysses (Jacobs et al. 2023, arXiv 2309.14509): ranks along the axis have the same
+    rows and different heads.
 
         >>> by_heads(Layout(("z", "seq"), "x", units=({"z": 8}, 4)), 4, "seq")
         Layout(rows=('z',), cols=('x', 'seq'), units=(8, 4))

@@ -1,4 +1,4 @@
-"""The keys that a query of attention sees, and the pairs of blocks in which their scores are computed."""
+"""Keys that a query of attention sees, and the pairs of blocks for which scores are computed."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import NamedTuple
 import numpy as np
 
 BLOCK = 512
-"""Positions of a block of queries or keys."""
+"""Number of positions of a block of queries or keys."""
 
 
 class Rows(NamedTuple):
-    """Rows of queries or keys: the position of each in its sequence (rows,), and its document (b, rows) or None."""
+    """Positions (rows,) of queries or keys in their sequences, and document numbers (b, rows) or None."""
 
     position: np.ndarray
     document: np.ndarray | None = None
 
 
 class Dropout(NamedTuple):
-    """Dropout of the weights of attention. A mask depends on seed, stream and the place of a weight in the whole batch.
+    """Dropout of the softmax weights. The mask depends on seed, stream, and a weight's place in the whole batch.
 
-    sequence, head   numbers of the first sequence, and of the first query head, of the local arrays
-    heads, length    number of all query heads; rows of a sequence
+    `sequence` and `head` are the first sequence and the first query head of the local arrays. `heads` is the number of
+    all query heads, and `length` the number of rows of a sequence.
     """
 
     p: float
@@ -35,7 +35,7 @@ class Dropout(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """The keys that a query sees, as in `attention`, the dropout of their weights, and the positions of a block."""
+    """Mask and dropout of the scores, as in `attention`, and number of positions of a block."""
 
     causal: bool = True
     window: int | None = None
@@ -52,11 +52,11 @@ class Pair(NamedTuple):
 
 
 def block_pairs(queries: Rows, keys: Rows, visible: Visible) -> list[tuple[slice, list[Pair], list[Pair]]]:
-    """The blocks of queries, as they are stored, each with its pairs in the order of computation. Pairs with all scores
-    masked are left out.
+    """Blocks of queries in the order of storage, each with two lists of pairs in the order of computation.
 
-    The first list has the blocks of keys from the queries' own one down to the first. The second list has those from
-    the last one down to the one after their own. Without the queries' own block, the first list has all.
+    The first list contains the blocks of keys from the queries' own block down to the first block. The second list
+    contains the blocks from the last down to the block after their own. If the keys lack the queries' own block, the
+    first list contains all blocks. Pairs whose scores are all masked are omitted.
 
         >>> rows = Rows(np.arange(6))
         >>> [len(before) for _, before, after in block_pairs(rows, rows, Visible(block=2))]
@@ -78,7 +78,7 @@ def block_pairs(queries: Rows, keys: Rows, visible: Visible) -> list[tuple[slice
 
 
 def _blocks(position: np.ndarray, block: int) -> list[slice]:
-    """Rows that are stored together and have positions in the same block, in their order."""
+    """Slices of adjacent rows whose positions are in the same block."""
     if not len(position):
         return []
     edges = [0, *(np.flatnonzero(np.diff(position // block)) + 1).tolist(), len(position)]
@@ -86,7 +86,7 @@ def _blocks(position: np.ndarray, block: int) -> list[slice]:
 
 
 def _seen(queries: Rows, rows: slice, keys: Rows, part: slice, visible: Visible) -> str:
-    """`Pair.seen` of two blocks; "" if no query sees a key."""
+    """`Pair.seen` of two blocks, or "" if no query sees a key."""
     q, k = queries.position[rows], keys.position[part]
     nearest, farthest = int(q.min() - k.max()), int(q.max() - k.min())
     reach = visible.window or np.inf

@@ -35,11 +35,11 @@ def bench_command(
                                            "all: compare every grid of all ranks and the grid of auto, which may "
                                            "leave ranks idle.")] = "auto",
     dtype: Annotated[str, typer.Option(callback=one_of(*DTYPES),
-                                       help=f"{', '.join(MATRIX_DTYPES)}; tf32: float32, whose factors a GPU may "
-                                            "round.")] = "float64",
+                                       help=f"{', '.join(MATRIX_DTYPES)}; tf32: float32 with factors that the GPU "
+                                            "rounds.")] = "float64",
     array: Annotated[str, typer.Option(help="Array library: numpy, torch, torch:DEVICE or cupy.")] = "numpy",
     transpose: Annotated[str, typer.Option(callback=one_of("nn", "tn", "nt", "tt"),
-                                           help="How A and B are stored, as in BLAS: t is transposed.")] = "nn",
+                                           help="Storage of A and B, as in BLAS: n normal, t transposed.")] = "nn",
     order: Annotated[str, typer.Option(callback=one_of("C", "F"),
                                        help="Storage order of the shards of A, B and C: C by rows, F by columns. "
                                             "On some BLAS F is faster.")] = "C",
@@ -48,25 +48,28 @@ def bench_command(
                                                           "gathered.")] = False,
     repeat: Annotated[int, typer.Option(min=1, help="Number of timings. The median counts. On a GPU one timing "
                                                     "covers many products.")] = 7,
-    reference: Annotated[str, typer.Option(help="Array library, as for --array. Its matmul is timed in turns with the "
-                                                "product. One rank only.")] = "",
+    reference: Annotated[str, typer.Option(help="Array library (as for --array) whose matmul is timed in turns with "
+                                                "the product. One rank only.")] = "",
     verify: Annotated[str, typer.Option(callback=one_of("auto", "freivalds", "exact", "none"),
-                                        help="auto: Freivalds' check, and an exact comparison of a small product; "
-                                             "freivalds; exact; none.")] = "auto",
+                                        help="freivalds: a randomized check; exact: also compare a product of integers "
+                                             "exactly; auto: exact for a small product, otherwise freivalds; "
+                                             "none.")] = "auto",
     panels: Annotated[int | None, typer.Option(min=1, help="Number of panels along k. The messages of one panel run "
-                                                           "during the GEMM of another. Default: 1, or the number "
-                                                           "that --max-workspace needs.")] = None,
+                                                           "during the GEMM of another. --max-workspace may raise the "
+                                                           "number. Default: 1.")] = None,
     overlap: Annotated[str, typer.Option(callback=one_of(*OVERLAPS),
                                          help="none; decomposed: rows of A are multiplied as they arrive, and rows of "
                                               "C are sent when they are computed; auto: none on one node, decomposed "
                                               "across nodes if that is possible.")] = "auto",
-    max_workspace: Annotated[int | None, typer.Option(min=0, help="Bytes of work arrays that a rank may use.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the figures to this file, a list for --grid all; - is "
+    max_workspace: Annotated[int | None, typer.Option(min=0, help="Limit of a rank's work arrays, in bytes. Default: "
+                                                                  "no limit.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file, as a list for --grid all; - is "
                                                    "standard output.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the parts of the time (.png, .pdf, .svg).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the parts of the time into this file (.png, .pdf, "
+                                                   ".svg).")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the run (ui.perfetto.dev).")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds after which a collective that hangs is explained. "
-                                                       "Default: 600.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which a collective that hangs is reported and "
+                                                       "the job ends. Default: PMM3D_TIMEOUT, or 600.")] = None,
 ) -> None:
     """Time C = A B on all ranks, verify the result, and compare the rate with the limit.
 
@@ -90,7 +93,7 @@ def bench_command(
     if shared and order == "F":
         raise typer.BadParameter("matrices in shared memory are stored by rows: leave --shared or --order out")
     if trace and grid == "all":
-        raise typer.BadParameter("a trace is of one grid: leave --trace out, or name the grid")
+        raise typer.BadParameter("--trace needs one grid: leave --trace out, or name the grid")
     with all_ranks() as comm:
         from .result import Case
         from .tables import draw, print_results

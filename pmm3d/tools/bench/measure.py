@@ -115,7 +115,6 @@ def _of_the_fullest_node(grid: Grid) -> int:
 
 
 def _options(case: Case) -> dict[str, Any]:
-    """Return the options of matmul."""
     return {"panels": case.panels, "max_workspace": case.max_workspace, "tf32": case.tf32,
             "overlap": case.overlap}
 
@@ -161,7 +160,7 @@ def reference_of(case: Case) -> tuple[str, NumpyLibrary, Work]:
     library = library_here(case.reference)
     check_matrix_dtype(case.dtype, library)
     if case.tf32 and library.kind != "torch:cuda":
-        raise DTypeError(f"--reference {case.reference}: tf32 is rounding by torch:cuda alone")
+        raise DTypeError(f"--reference {case.reference}: only torch:cuda rounds to tf32")
     a, b, c = GemmOperands(library, case.dtype, [case.product]).matrices(case.product)
     matmul = library.xp.matmul
 
@@ -189,7 +188,7 @@ def _rounded(library: Any, multiply: Work) -> Work:
 def check_reference(case: Case, ranks: int) -> None:
     """Raise Pmm3dError if a reference is asked for on several ranks."""
     if case.reference and ranks > 1:
-        raise Pmm3dError(f"--reference times the whole product on one rank, and here are {ranks}: start one rank")
+        raise Pmm3dError(f"--reference needs one rank, but this job has {ranks}: start one rank, or leave it out")
 
 
 def shrunk(m: int, n: int, k: int, most: float) -> tuple[int, int, int]:

@@ -11,14 +11,14 @@ from . import devices, files, network, nodes, software
 from .finding import Examination, Finding, ranks_by
 from .session import ANSWER, Answer, NoAnswer, Session
 
-REPORT_THIS = "if the text does not say what to do, report it with the whole output of pmm3d doctor"
-ANOTHER_GRID = "if the grid is the cause: --grid with another one, or --grid auto. Otherwise: " + REPORT_THIS
+REPORT_THIS = "if the text contains no remedy, report it with the whole output of pmm3d doctor"
+ANOTHER_GRID = "if the grid is the cause, choose another --grid, or --grid auto. Otherwise: " + REPORT_THIS
 MOST_PROBLEMS = 8
 """Largest number of problems of one check that are shown, the worst first. Many hosts may have the same problem."""
 LATE_SECONDS = 60.0
 """Time limit of the barrier before a check, because some ranks may still run the previous check."""
 END_OF_THE_JOB = ("these ranks are stuck in this check (a dead file system, a driver, a network that lost messages) or "
-                  "have died: look at these nodes with the site's help, or leave them out (srun --exclude=NODE)")
+                  "have died: ask the site to look at these nodes, or leave them out (srun --exclude=NODE)")
 
 
 class Check(NamedTuple):
@@ -98,5 +98,5 @@ def conclude(check: Check, answers: dict[int, Answer], hosts: list[str]) -> Find
     if (more := len(finding.problems) - MOST_PROBLEMS) > 0:
         finding.problems.sort(key=lambda problem: -problem.verdict)
         del finding.problems[MOST_PROBLEMS:]
-        finding.note(f"{more} more problems are not listed", "mend these first")
+        finding.note(f"{more} more problems are not listed", "solve the listed problems first")
     return failure if failure.problems else finding

@@ -32,11 +32,11 @@ COLOURS = {Verdict.OK: "green", Verdict.NOTE: "cyan", Verdict.WARNING: "yellow",
 
 
 def doctor_command(
-    grid: Annotated[str, typer.Option(help="Grid whose axes are measured, as GxxGyxGz: 2x2x2. auto: the grid that a "
-                                           "product would get. One rank has no axis to measure.")] = "auto",
+    grid: Annotated[str, typer.Option(help="Grid whose axes are measured: GxxGyxGz, as in 2x2x2; auto: the grid of a "
+                                           "product on these ranks.")] = "auto",
     folder: Annotated[Path, typer.Option(help="Folder that runs will write to.")] = Path("."),
-    json: Annotated[Path | None, typer.Option(help="Write all findings as JSON to this file; - is standard output. "
-                                                   "Names contain units.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all findings as JSON to this file; - is standard "
+                                                   "output.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Time limit in seconds. After it, doctor names the check that "
                                                        "did not end.")] = 240,
 ) -> None:

@@ -36,10 +36,10 @@ print(torch.__version__, *(cuda.get_device_properties(i).uuid for i in range(cud
 """Programs that compute on a device. They print the version, and the UUIDs of the devices that the process may use."""
 CHILD_SECONDS = TRIAL_SECONDS
 """Time limit of a child process. Loading cupy or torch from a parallel file system takes long."""
-NO_GPU = ("ask for GPUs: srun --gpus-per-node=N --gpu-bind=none; see CUDA_VISIBLE_DEVICES; in a container: docker run "
-          "--gpus all, apptainer exec --nv. If the driver is too old for the library: install the build for its CUDA "
-          "(nvidia-smi shows the version): cupy-cuda12x, cupy-cuda13x, or torch's index of that CUDA. If it did not "
-          "end in time: run doctor again, because the file system may have the files in its cache then")
+NO_GPU = ("request GPUs: srun --gpus-per-node=N --gpu-bind=none; check CUDA_VISIBLE_DEVICES; in a container: docker "
+          "run --gpus all, apptainer exec --nv. If the driver is too old for the library, install the build for its "
+          "CUDA (nvidia-smi shows the version): cupy-cuda12x, cupy-cuda13x, or torch's index of that CUDA. If it did "
+          "not end in time, run doctor again, because the files may be cached then")
 BINDING = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -139,8 +139,8 @@ def _judge_host(finding: Finding, host: str, here: list[Devices]) -> None:
     of_host = max(len(seen), here[0].of_host)
     if len(here) > 1 and of_host > 1 and all(len(fact.visible) == 1 for fact in here):
         how = next((fact.bound for fact in here if fact.bound), "the launcher")
-        finding.warn(f"{host}: each rank sees one GPU of {of_host} ({how}); MPI cannot open the memory of a GPU that "
-                     "it does not see, and goes through the host or fails",
+        finding.warn(f"{host}: each rank sees one GPU of {of_host} ({how}); MPI cannot open the memory of GPUs that "
+                     "are not visible, so messages go through the host, or fail",
                      "srun --gpu-bind=none, and let each rank choose: cupy.cuda.Device(local_rank).use() or "
                      "torch:cuda:LOCAL_RANK")
 
@@ -159,4 +159,4 @@ def _judge_library(finding: Finding, name: str, trials: dict[int, Trial], hosts:
         finding.note(f"{name}: {trials[staged[0]].why} (on {names_in_words(hosts[rank] for rank in staged)}): messages "
                      "go through pinned host memory",
                      "an MPI with CUDA (ask the site; Open MPI with UCX: ompi_info | grep cuda; MPICH of Cray: "
-                     "MPICH_GPU_SUPPORT_ENABLED=1) moves them directly; nothing else is to be done")
+                     "MPICH_GPU_SUPPORT_ENABLED=1) moves them directly; no other change is needed")

@@ -99,18 +99,18 @@ def judge_folder(finding: Finding, facts: list[Folder | None], hosts: list[str])
     here = {hosts[rank]: fact for rank, fact in enumerate(facts) if fact is not None}
     first = here[hosts[0]]
     kind = first.kind or "unknown file system"
-    choose = "give one that all nodes can write to: --folder, training.folder"
+    choose = "choose a folder that all nodes can write to: --folder, training.folder"
     absent = [host for host, fact in here.items() if not fact.exists]
     blind = [host for host, fact in here.items() if fact.exists and fact.seen is None]
     late = max(fact.seen or 0.0 for fact in here.values())
     if absent:
-        finding.fail(f"{first.path} is no folder on {names_in_words(absent)}", f"make it, or {choose}")
+        finding.fail(f"{first.path} is not a folder on {names_in_words(absent)}", f"create it, or {choose}")
     if first.exists and first.unwritable:
         finding.fail(f"rank 0 cannot write there: {first.unwritable}", choose)
     elif first.exists and blind:
         own = " (a file system of each node's own)" if kind in UNSHARED else ""
-        finding.fail(f"{names_in_words(blind)} did not see within {SEEN_SECONDS:g} s what rank 0 wrote: the folder is "
-                     f"not shared between hosts{own}, or is cached for long",
+        finding.fail(f"{names_in_words(blind)} did not see a new file of rank 0 within {SEEN_SECONDS:g} s: the folder "
+                     f"is not shared between hosts{own}, or is cached too long",
                      f"{choose}; NFS: mount it with actimeo=1")
     elif late > SLOW_SIGHT:
         finding.warn(f"it took {late:.1f} s until every host saw a file that rank 0 had replaced",
@@ -118,7 +118,7 @@ def judge_folder(finding: Finding, facts: list[Folder | None], hosts: list[str])
     if first.hdf5:
         finding.fail(f"HDF5 cannot use files in the folder: {first.hdf5}",
                      "if the text is about locks: export HDF5_USE_FILE_LOCKING=FALSE (Lustre: mount it with flock). "
-                     "Otherwise another folder (--folder)")
+                     "Otherwise choose another folder (--folder)")
     if first.exists and not first.unwritable and first.free < LEAST_FREE:
         finding.warn(f"{in_bytes(first.free)} free", "remove old runs, or choose another folder (--folder)")
     seen = len(here) > 1 and not finding.problems

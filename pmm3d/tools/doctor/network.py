@@ -37,8 +37,6 @@ class Pair(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """Shape of the grid, and the pairs that this rank measured."""
-
     shape: tuple[int, ...]
     pairs: list[Pair]
     node: Node
@@ -127,7 +125,7 @@ def _judge_speed(finding: Finding, pairs: list[Pair], hosts: list[str], rdma: bo
                          "try without that node (srun --exclude), or with all nodes under one switch (srun "
                          "--switches=1); within a host: bind ranks to cores (srun --cpu-bind=cores)")
     if inside and median(pair.bytes_per_second for pair in inside) < SLOW_MEMORY:
-        finding.warn("messages within a host are slower than memory by far: MPI may not use shared memory",
+        finding.warn("messages within a host are much slower than memory: MPI may not use shared memory",
                      "Open MPI: unset OMPI_MCA_btl and OMPI_MCA_pml, or OMPI_MCA_btl=self,sm,...; MPICH: unset "
                      "MPIR_CVAR_NOLOCAL; in containers: one container a node, or a shared /dev/shm (--ipc=host)")
     latency = median(pair.seconds for pair in between) if between else 0.0

@@ -36,11 +36,11 @@ def judge_hosts(finding: Finding, facts: list[None], hosts: list[str]) -> None:
     placed, counts = ranks_by(hosts), Counter(hosts)
     low, high = min(counts.values()), max(counts.values())
     if any(ranks[-1] - ranks[0] >= len(ranks) for ranks in placed.values()):
-        finding.warn("neighbouring ranks are on different hosts, so the x axis, which sends most, crosses the network",
+        finding.warn("neighbouring ranks are on different hosts, so the x axis, with the most bytes, uses the network",
                      "srun --distribution=block:block; Open MPI: mpiexec --map-by slot; MPICH: mpiexec -ppn N")
     if high > low:
         sparse = names_in_words(host for host, count in counts.items() if count < high)
-        finding.warn(f"from {low} to {high} ranks on a host (fewer on {sparse}): the fullest host sets the pace",
+        finding.warn(f"from {low} to {high} ranks on a host (fewer on {sparse}): all ranks wait for the fullest host",
                      "srun --ntasks-per-node=N; mpiexec -ppn N or --map-by ppr:N:node")
     each = names_in_words((f"{host} ({count})" for host, count in counts.items()), MOST_HOSTS)
     finding.found = f"{counted(len(hosts), 'rank')} on {counted(len(placed), 'host')}: {each}"
@@ -204,10 +204,10 @@ def _judge_rates(finding: Finding, facts: list[BlasRates], hosts: list[str], alo
     slow = [rank for rank, rate in roomy.items() if rate < SLOW_RANK * middle]
     if slow:
         where = names_in_words(hosts[rank] for rank in slow)
-        finding.warn(f"{ranks_in_words(slow)} on {where} multiply at less than {SLOW_RANK:.0%} of the median rate",
-                     f"see whether other programs run there (top); else leave the node out (srun --exclude={where})")
+        finding.warn(f"{ranks_in_words(slow)} on {where}: less than {SLOW_RANK:.0%} of the median rate of a GEMM",
+                     f"check whether other programs run there (top); else leave the node out (srun --exclude={where})")
     if len(hosts) > 1 and middle < SLOW_RANK * alone:
-        finding.warn(f"all at once a rank reaches {middle / alone:.0%} of what one core does alone",
+        finding.warn(f"with all ranks at once, a rank reaches {middle / alone:.0%} of the rate of one core alone",
                      "ranks share physical cores (srun --hint=nomultithread), or other programs run here")
 
 

@@ -13,8 +13,7 @@ from .drawings import time_bars
 from .elements import Cell, Figure, Section, Table, Tile
 
 MOST_ROWS, EXTREMES = 32, 6
-"""Largest number of ranks that all get a bar. Of more ranks, EXTREMES each are drawn: the busiest, median and least
-busy ranks."""
+"""Largest number of ranks that all get a bar. Of more ranks, the EXTREMES busiest, median and least busy are drawn."""
 UNEVEN = 0.05
 """The load is uneven if other ranks wait for the busiest rank for more than this share of all time."""
 COMPUTING = ("gemm", "elementwise", "update", "loss")
@@ -44,7 +43,7 @@ def rank_tiles(ranks: Columns, moved: Sequence[Moved]) -> list[Tile]:
     by_axis = _waited_by_axis(moved)
     most = [f", most for {_awaited(axis)}" for axis in sorted(by_axis, key=lambda axis: -sum(by_axis[axis]))[:1]]
     return [Tile("waiting", percent(waiting), "of the ranks' time" + "".join(most)),
-            Tile("imbalance", f"{ratio:.2f}", f"time not waiting: rank {order[0]}, the longest, over the median",
+            Tile("imbalance", f"{ratio:.2f}", f"busy time of rank {order[0]}, the busiest, over the median",
                  "bad" if excess > UNEVEN else "good"),
             Tile("memory", in_bytes(max(ranks.peak_memory)), "resident, most of any rank")]
 
@@ -52,18 +51,18 @@ def rank_tiles(ranks: Columns, moved: Sequence[Moved]) -> list[Tile]:
 def time_section(ranks: Columns, moved: Sequence[Moved]) -> Section:
     """Return bars of the ranks' times, and a table of their extremes."""
     (kinds, colours), (order, ratio, excess) = _kinds(ranks, moved), _imbalance(ranks, moved)
-    lead = (f"{'Uneven' if excess > UNEVEN else 'Even'} load: rank {order[0]}, which is busy longest, takes "
-            f"{ratio:.2f} times the median, and others wait for it {percent(excess)} of the time. Other time, in "
-            "parts of the run, is Python, copies, sums of messages, and files.")
+    lead = (f"{'Uneven' if excess > UNEVEN else 'Even'} load: rank {order[0]}, the busiest, is busy for {ratio:.2f} "
+            f"times the median, and other ranks wait for it for {percent(excess)} of the time. \"Other\" is Python, "
+            "copies, sums of messages, and files.")
     if computed := sum(map(sum, ranks.computed.values())):
-        lead += (f" {percent(sum(ranks.off_core) / computed)} of the computing was without a core: another process, or "
-                 "another thread of this one, had it.")
+        lead += (f" For {percent(sum(ranks.off_core) / computed)} of the computing time, another process or thread had "
+                 "the core.")
     if any(ranks.saving):
         lead += f" The run waited {in_time(max(ranks.saving))} for checkpoints."
     drawn = list(range(len(order)))
     if len(drawn) > MOST_ROWS:
-        lead += (f" Drawn of {len(drawn):,} ranks: {EXTREMES} each that are busy longest, in the middle, and least; "
-                 "the table covers all.")
+        lead += (f" Drawn of {len(drawn):,} ranks: the {EXTREMES} busiest, {EXTREMES} in the middle, and the "
+                 f"{EXTREMES} least busy. The table covers all ranks.")
         middle = len(order) // 2 - EXTREMES // 2
         drawn = [*order[:EXTREMES], *order[middle : middle + EXTREMES], *order[-EXTREMES:]]
     rows = [(f"rank {rank}", [Part(kind, seconds[rank]) for kind, seconds in kinds.items()]) for rank in drawn]
@@ -103,11 +102,8 @@ def _waited_by_axis(moved: Sequence[Moved]) -> Kinds:
 
 def _imbalance(ranks: Columns, moved: Sequence[Moved]) -> tuple[list[int], float, float]:
     """Return the ranks in order, the busiest first; the busy time of the busiest rank over the median; and the mean
-    extra time that the other ranks wait for messages, as a share of all time.
-
-    A rank is busy if it does not wait for messages. Waiting for the loader counts as busy, because the other ranks wait
-    for it too.
-    """
+    extra time that the other ranks wait for messages, as a share of all time. A rank is busy if it does not wait for
+    messages. Waiting for the loader counts as busy, because the other ranks wait for it too."""
     whole = ranks.seconds
     by_axis = [seconds for axis, seconds in _waited_by_axis(moved).items() if axis]
     waited = [sum(column) for column in zip(*by_axis)] or [0.0] * len(whole)
@@ -127,8 +123,8 @@ def collectives_section(ranks: Columns, moved: Sequence[Moved], steps: int) -> S
     whole, busiest = max(1e-9, sum(ranks.seconds)), max(map(sum, zip(*(entry.received for entry in moved))), default=0)
     share = (f", or {in_bytes(busiest / steps)} for each of {counted(steps, 'step')}, evaluations included" if steps
              else "")
-    lead = (f"The busiest rank received {in_bytes(busiest)}{share}. A rank waits if it has nothing to compute: "
-            "communication under computation is no wait.")
+    lead = (f"The busiest rank received {in_bytes(busiest)}{share}. Communication during computation does not count "
+            "as a wait.")
     entries = sorted(moved, key=lambda entry: -sum(entry.waited))
     rows: list[Row] = [(entry.axis or "–", _phase(entry), entry.operation, number(max(entry.calls)),
                         in_bytes(max(entry.received)), in_bytes(sum(entry.received)), *_spread(entry.waited, in_time),
@@ -162,12 +158,12 @@ def memory_section(ranks: Columns, held: dict[str, list[int]]) -> Section:
 def pipeline_section(step: PipelineStep) -> Section:
     """Return the time lines of the last step of a pipeline, measured and simulated, and their bubbles."""
     lines, ranks = {"real": step.real, "simulated": step.simulated}, len(step.real.ranks)
-    lead = ("The last step that was recorded. The simulation has the same actions in the same order: each takes the "
-            "mean time of its kind on its stage, and messages take no time. So its bubble is that of the schedule. A "
-            "bubble is the part of the time from a rank's first action to its last one in which the rank with the most "
-            "work waits.")
+    lead = ("The last recorded step. The simulation has the same actions in the same order. Each action takes the mean "
+            "time of its kind on its stage, and messages take no time, so the simulated bubble is the schedule's. The "
+            "bubble is the share of the time between its first and last action in which the rank with the most work "
+            "waits.")
     if ranks > MOST_STAGES:
-        lead += f" Drawn are the first {MOST_STAGES} of {ranks:,} ranks along pipe."
+        lead += f" The drawing shows the first {MOST_STAGES} of {ranks:,} ranks along pipe."
     rows = [(f"rank {rank}" if name == "real" else f"simulated {rank}", _actions(own)) for name, line in lines.items()
             for rank, own in enumerate(line.ranks[:MOST_STAGES])]
     table = Table(("", ">makespan", ">bubble"), [(name, in_time(line.makespan), percent(line.bubble))

@@ -148,12 +148,12 @@ def _history(record: RunFile) -> Section:
     of_events = [(when(event.when), number(event.step), event.what,
                   event.text + (f" ({in_time(event.seconds)})" if event.seconds is not None else ""))
                  for event in events]
-    lead = "Figures of ranks on this page are of the last start only. " if len(starts) > 1 else ""
+    lead = "The figures of ranks on this page cover the last start only. " if len(starts) > 1 else ""
     if written := [event.seconds for event in events if event.what == "checkpoint" and event.seconds is not None]:
         ranks = starts[-1].ranks if starts else "RANKS"
-        lead += (f"The run waited {in_time(median(written))} for a checkpoint, the median of {len(written)}. How often "
-                 f"to write one is printed by: pmm3d plan train CONFIG --ranks {ranks} --mtbf HOURS --write-seconds "
-                 f"{median(written):.3g}")
+        lead += (f"The run waited {in_time(median(written))} for a checkpoint, the median of {len(written)}. To print "
+                 f"how often to write a checkpoint: pmm3d plan train CONFIG --ranks {ranks} --mtbf HOURS "
+                 f"--write-seconds {median(written):.3g}")
     caption = f"The last {MOST_EVENTS} of {len(events)} events" if len(events) > MOST_EVENTS else "Events"
     head = ("began", "state", ">steps", ">from", ">to", ">ranks", "grid", ">time", ">waited", ">moved by all", "job")
     return Section("Events", lead, tables=[Table(head, of_starts, "Starts"),

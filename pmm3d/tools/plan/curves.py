@@ -63,8 +63,7 @@ class Curve:
     points: list[Point]
 
     def efficiency(self, point: Point, variant: str = AS_IT_IS) -> float | None:
-        """Return the efficiency relative to the first point that fits the memory, as configured; None if a time is not
-        known."""
+        """Return the efficiency relative to the first point that fits, as configured; None if a time is not known."""
         first = next((other for other in self.points if other.seconds and not other.why_not), None)
         if first is None or variant not in point.seconds:
             return None
@@ -93,8 +92,8 @@ def rank_counts(ranks: int, asked: str) -> list[int]:
         first, last = [], 0
     begin = first[0] if first else max(1, min(ranks, last // SPAN))
     if not 1 <= begin <= last:
-        raise Pmm3dError(f"--curve {asked!r} is no span of ranks: give the largest number, as 4096, or FROM:TO, as "
-                         "64:4096")
+        raise Pmm3dError(f"--curve {asked!r} is not a range of ranks: give the largest number, as in 4096, or FROM:TO, "
+                         "as in 64:4096")
     powers = [2**power for power in range(last.bit_length()) if begin <= 2**power <= last]
     return sorted({*powers, *([ranks] if begin <= ranks <= last else [])})
 

@@ -36,13 +36,14 @@ def gpt_command(
     ranks: options.Ranks,
     heads: Annotated[int | None, typer.Option(min=1, help="Number of heads. Default: hidden / 64; with --terms axonn, "
                                                           "any number.")] = None,
-    vocabulary: Annotated[int, typer.Option(min=0, help="Number of different tokens.")] = 51200,
-    micro_batches: Annotated[int | None, typer.Option(min=1, help="Parts of a batch. With several, pipelines are "
-                                                                  "ranked too. Default: 1.")] = None,
+    vocabulary: Annotated[int, typer.Option(min=0, help="Number of different tokens. 0, for --terms axonn: without "
+                                                        "embedding and logits.")] = 51200,
+    micro_batches: Annotated[int | None, typer.Option(min=1, help="Micro-batches of a step. With several, grids with "
+                                                                  "pipelines are ranked too. Default: 1.")] = None,
     machine: options.MachineName = None,
     ranks_per_node: options.RanksPerNode = None,
-    terms: Annotated[Terms, typer.Option(help="full: a simulated training step. axonn: the collectives alone, by the "
-                                              "published model of five terms.")] = Terms.FULL,
+    terms: Annotated[Terms, typer.Option(help="full: a simulated training step. axonn: only the collectives, by "
+                                              "AxoNN's published model of five terms.")] = Terms.FULL,
     order: Annotated[str | None, typer.Option(help="For --terms axonn: axes in the order of the rank numbers, the "
                                                    "innermost first. Default: y,x,z,data.")] = None,
     powers_of_two: Annotated[bool, typer.Option("--powers-of-two", help="For --terms axonn: only grids whose sizes are "
@@ -116,13 +117,13 @@ def _config(gpt: GPT, micro_batches: int) -> Config:
     from ...nn.training.config import checked
 
     if not gpt.vocabulary:
-        raise Pmm3dError("--vocabulary 0 leaves out embedding and logits, which only --terms axonn can: give the "
-                         "number of tokens")
+        raise Pmm3dError("--vocabulary 0 leaves out embedding and logits, and needs --terms axonn: give the number of "
+                         "different tokens")
     if gpt.batch % micro_batches:
         raise Pmm3dError(f"batch = {gpt.batch} must be a multiple of --micro-batches; got {micro_batches}")
     if gpt.heads is None and gpt.hidden % HEAD:
-        raise Pmm3dError(f"give --heads: hidden = {gpt.hidden} is no multiple of {HEAD}, the columns of a head without "
-                         "--heads")
+        raise Pmm3dError(f"give --heads: the default, hidden / {HEAD}, needs a multiple of {HEAD}, but hidden = "
+                         f"{gpt.hidden}")
     return checked({
         "data": {"file": "none", "sequence": gpt.sequence, "batch_size": gpt.batch},
         "network": {"kind": "gpt", "layers": gpt.layers, "hidden": gpt.hidden, "library": "torch",

@@ -12,16 +12,16 @@ from ...model.machines import Machine, assumed_machines, load
 
 Ranks = Annotated[int, typer.Option(min=1, help="Number of ranks of the job.")]
 MachineName = Annotated[str | None, typer.Option(
-    "--machine", help="perlmutter, frontier, alps, nominal, or a TOML file, as pmm3d tune machine writes it. Default: "
+    "--machine", help="perlmutter, frontier, alps, nominal, or a TOML file of pmm3d tune machine --output. Default: "
                       "PMM3D_MACHINE, the machine measured here, or nominal.")]
 RanksPerNode = Annotated[int | None, typer.Option(min=1, help="Ranks on each node. Default: those of the machine.")]
-Memory = Annotated[int | None, typer.Option(min=1, help="Bytes that a rank may hold. Default: the machine's memory.")]
+Memory = Annotated[int | None, typer.Option(min=1, help="Memory limit of a rank, in bytes. Default: the machine's.")]
 Top = Annotated[int, typer.Option(min=1, help="Number of grids to show.")]
-Mtbf = Annotated[float | None, typer.Option(help="Hours between failures of the whole job. With --write-seconds: "
-                                                 "prints how often to write a checkpoint.")]
+Mtbf = Annotated[float | None, typer.Option(help="Mean hours between failures of the whole job. With --write-seconds, "
+                                                 "print how often to write a checkpoint.")]
 WriteSeconds = Annotated[float | None, typer.Option(help="Seconds to write a checkpoint, for --mtbf.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write all ranked grids to this file; - is standard output.")]
-Picture = Annotated[Path | None, typer.Option(help="Draw where the time goes into this file (.png, .pdf, .svg).")]
+Picture = Annotated[Path | None, typer.Option(help="Draw the terms of the time into this file (.png, .pdf, .svg).")]
 
 NOMINAL = "nominal"
 SECTIONS = "gemm", "passes", "collectives", "laws", "memory"
@@ -61,8 +61,7 @@ def chosen_machine(asked: str | None, ranks: int, ranks_per_node: int | None) ->
 
 
 def _measured(ranks: int, ranks_per_node: int | None) -> Chosen:
-    """Return the machine that `pmm3d tune machine` measured on one node if the ranks fit one node, else on several
-    nodes; the nominal machine if there is none."""
+    """Return the machine that was measured on one node if the ranks fit it, else on several nodes, else nominal."""
     from ...comm import measured_here
 
     one = measured_here(ranks_per_node, 1)

@@ -14,31 +14,33 @@ from ..ranks import one_process
 
 NAMES = ("gpipe, 1f1b, interleaved, breadth-first, interleaved-zero-bubble, zb-h1, zb-h2, zb-1p, zb-2p, zb-v, v-half, "
          "v-min, dualpipe, dualpipe-v")
-OF_A_RANK = "of a micro-batch on a rank, whose stages share it; or of each stage, with commas between"
+OF_A_RANK = "one number for a rank, split equally among its stages; or one for each stage, separated by commas"
 
 
 @one_process
 def pipeline_command(
-    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the pipeline; a file has its own.")] = None,
-    micro_batches: Annotated[int | None, typer.Option(min=1, help="Micro-batches of a step; a file has its "
-                                                                  "own.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the pipeline. Default: those of FILE.csv.")] = None,
+    micro_batches: Annotated[int | None, typer.Option(min=1, help="Micro-batches of a step. Default: those of "
+                                                                  "FILE.csv.")] = None,
     schedule: Annotated[str | None, typer.Option(help=f"A name: {NAMES}; or FILE.csv, a table in "
-                                                      "PyTorch's notation. Left out: all names are compared.")] = None,
-    chunks: Annotated[int | None, typer.Option(min=1, help="Stages of a rank. Left out: as many as the schedule has; 2 "
+                                                      "PyTorch's notation. Default: compare all names.")] = None,
+    chunks: Annotated[int | None, typer.Option(min=1, help="Stages of a rank. Default: as many as the schedule has; 2 "
                                                            "if it can have any number.")] = None,
-    forward: Annotated[str, typer.Option(metavar="T", help=f"Time of the forward pass {OF_A_RANK}.")] = "1",
-    backward: Annotated[str, typer.Option(metavar="T", help="Time of the backward pass for the input.")] = "1",
-    weight: Annotated[str, typer.Option(metavar="T", help="Time of the backward pass for the weights.")] = "1",
-    communication: Annotated[str, typer.Option(metavar="T", help="Time of a message from stage to stage, one "
+    forward: Annotated[str, typer.Option(metavar="T", help=f"Time of the forward pass of a micro-batch: {OF_A_RANK}.")
+                       ] = "1",
+    backward: Annotated[str, typer.Option(metavar="T", help="Time of the backward pass for the input, given like "
+                                                            "--forward.")] = "1",
+    weight: Annotated[str, typer.Option(metavar="T", help="Time of the backward pass for the weights, given like "
+                                                          "--forward.")] = "1",
+    communication: Annotated[str, typer.Option(metavar="T", help="Time of a message between stages, one "
                                                                  "number.")] = "0",
-    memory_limit: Annotated[float | None, typer.Option(help="Micro-batches that a rank may hold: a limit for what is "
-                                                            "searched; other schedules that hold more are "
-                                                            "refused.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the figures here; - is standard output.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw the time line here (.png, .pdf, .svg).")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write the table here, a line for each rank, in PyTorch's "
-                                                  "notation.")] = None,
-    messages: Annotated[bool, typer.Option("--messages", help="With sends and receives in the table of "
+    memory_limit: Annotated[float | None, typer.Option(help="Largest number of micro-batches that a rank may hold. "
+                                                            "zb-1p, zb-2p and v-half keep within it; other schedules "
+                                                            "that exceed it are refused.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file; - is standard output.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the time line into this file (.png, .pdf, .svg).")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the table to this file, in PyTorch's notation.")] = None,
+    messages: Annotated[bool, typer.Option("--messages", help="Include sends and receives in the table of "
                                                               "--csv.")] = False,
 ) -> None:
     """Simulate schedules of a pipeline: the time of a step, the waits of its ranks, and the micro-batches they hold.
@@ -71,7 +73,7 @@ def pipeline_command(
     if memory_limit is not None and not 0 < memory_limit < inf:
         raise Pmm3dError(f"--memory-limit must be a positive number of micro-batches, got {memory_limit}")
     if schedule is None and (picture or csv):
-        raise Pmm3dError("--picture and --csv are of one schedule: name it with --schedule")
+        raise Pmm3dError("--picture and --csv need one schedule: name it with --schedule")
     texts = {"forward": forward, "backward": backward, "weight": weight, "communication": communication}
     asked = Asked(ranks, micro_batches, chunks, {name: times_of(name, text) for name, text in texts.items()},
                   memory_limit)

@@ -43,8 +43,8 @@ def times_of(name: str, text: str) -> list[float]:
     except ValueError:
         found = []
     if not found or not all(isfinite(time) and time >= 0 for time in found):
-        raise Pmm3dError(f"--{name} {text!r} is no time: give a number that is not negative, or several with commas "
-                         "between, one for each stage")
+        raise Pmm3dError(f"--{name} {text!r} is not a time: give a number of at least 0, or one for each stage, "
+                         "separated by commas")
     if name == "communication" and len(found) > 1:
         raise Pmm3dError(f"--communication takes one number, the time of a message between any two ranks; got {text!r}")
     return found
@@ -68,13 +68,13 @@ class Asked:
         if self.limit is not None and not is_searched(schedule) and max(held := peak_live(table, line)) > self.limit:
             rank = held.index(max(held))
             raise PipelineError(f"{table.name}: rank {rank} holds {held[rank]:g} micro-batches, more than "
-                                f"--memory-limit {self.limit:g}. Name a schedule that holds less, or one that is "
-                                "searched (zb-1p, zb-2p)")
+                                f"--memory-limit {self.limit:g}. Name a schedule that holds less, or one that keeps "
+                                "within the limit: zb-1p, zb-2p or v-half")
         return table, line
 
     def of_stages(self, table: PipelineSchedule) -> Times:
-        """Return the times of the stages of a table. A single number is split equally among the stages that a
-        micro-batch passes through on a rank."""
+        """Return the times of the stages. A single number is split among the stages that a micro-batch passes on a
+        rank."""
         passed = stages_passed(table)
 
         def each(name: str) -> list[float]:
@@ -96,8 +96,7 @@ def stages_passed(table: PipelineSchedule) -> list[int]:
 
 
 def peak_live(table: PipelineSchedule, line: TimeLine) -> list[float]:
-    """Return, for each rank, the largest number of micro-batches that it holds. A micro-batch in one of two stages
-    counts as half."""
+    """Return the micro-batches that each rank holds at most. A micro-batch in one of two stages counts as half."""
     return [peak / passed for peak, passed in zip(line.peak_live, stages_passed(table))]
 
 
@@ -171,7 +170,7 @@ def text_lines(table: PipelineSchedule, line: TimeLine, width: int) -> list[str]
             first, last = round(start * scale), round(end * scale)
             cells[first:last] = label(table, action, last - first)
         lines.append(name + "".join(cells))
-    several = ". Small letters: stages of a rank but its first" * (len(table.stages) > table.ranks)
+    several = ". Small letters: further stages of a rank" * (len(table.stages) > table.ranks)
     legend = (f"A column is {1 / scale:.3g}. F3: forward of micro-batch 3. B: backward; I and W: its parts, for the "
               f"input and for the weights. Dots: the rank waits{several}")
     return [*lines, *wrap(legend, width - 1, initial_indent=" ", subsequent_indent=" ")]

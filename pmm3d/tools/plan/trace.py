@@ -87,9 +87,9 @@ def read_trace(path: Path) -> list[Event]:
     except OSError as error:
         raise Pmm3dError(f"cannot read the trace {path}: {error.strerror}. {REMEDY}") from None
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise Pmm3dError(f"{path} is no Chrome trace. {REMEDY}") from None
+        raise Pmm3dError(f"{path} is not a Chrome trace. {REMEDY}") from None
     if not isinstance(events, list) or not all(map(_is_event, events)):
-        raise Pmm3dError(f"{path} is no Chrome trace. {REMEDY}")
+        raise Pmm3dError(f"{path} is not a Chrome trace. {REMEDY}")
     return events
 
 
@@ -110,15 +110,19 @@ def _place(real: Sequence[Event], timeline: Timeline) -> tuple[float, str]:
     keys = [(event["tid"], event["args"].get("phase") or event["name"]) for event in done]
     start, others = _last_step(keys, order)
     if start is None:
-        return 0.0, ": the run does other collectives than the simulated step, which begins with the trace"
+        return 0.0, ": the simulated step begins with the trace, because the collectives of the run differ"
     begin = max(0.0, done[start]["ts"] / 1e6 - wanted[0][1])
     return begin, f": the simulated step begins with the last step of rank {rank}" + (
-        ", which does other collectives" if others else "")
+        ", whose collectives differ" if others else "")
 
 
 def _last_step(keys: list[Key], order: list[Key]) -> tuple[int | None, bool]:
-    """Return the index of the run's collective at which the last step begins, None if it is not known; and whether its
-    collectives differ from those of the simulated step. Then steps are separated by their last and first collective."""
+    """Return the index in `keys` at which the run's last complete step begins, and whether it differs from `order`.
+
+    `keys` are the run's collectives, and `order` the collectives of the simulated step. If no step of the run equals
+    `order`, a step is assumed to begin at each first collective of `order` that follows its last one. The index is None
+    if there are fewer than two such places.
+    """
     for start in range(len(keys) - len(order), -1, -1):
         if order and keys[start : start + len(order)] == order:
             return start, False

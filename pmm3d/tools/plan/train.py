@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,27 +29,26 @@ def train_command(
     machine: options.MachineName = None,
     ranks_per_node: options.RanksPerNode = None,
     memory: options.Memory = None,
-    grid: Annotated[str | None, typer.Option(help="Plan this grid alone, and print what its first rank sends, waits "
-                                                  "for and computes: GxxGyxGz, as 2x2x4, ddp, fsdp, hsdp or megatron. "
-                                                  "auto: print it for the choice.")] = None,
-    data: Annotated[int | None, typer.Option(min=1, help="Ranks along data of --grid. Default: as many as x, y and z "
-                                                         "leave; of hsdp, the number of nodes.")] = None,
+    grid: Annotated[str | None, typer.Option(help="Plan only this grid: GxxGyxGz as in 2x2x4, ddp, fsdp, hsdp or "
+                                                  "megatron. auto: plan all grids. Both print the communication, "
+                                                  "waits and computation of the first rank.")] = None,
+    data: Annotated[int | None, typer.Option(min=1, help="Ranks along data of a named --grid. Default: the ranks that "
+                                                         "x, y and z leave; for hsdp, the number of nodes.")] = None,
     curve: Annotated[str | None, typer.Option(metavar="RANKS", help="Simulate strong and weak scaling up to this "
-                                              "number of ranks, or FROM:TO, with and without each overlap.")] = None,
+                                              "number of ranks, or FROM:TO, with and without each overlap. --picture "
+                                              "draws it.")] = None,
     noise: Annotated[float | None, typer.Option(min=0.0, help="Standard deviation of a rank's time for a step, as a "
-                                                              "share. Default: that of the machine.")] = None,
-    features: Annotated[int | None, typer.Option(min=1, help="Columns of a sample, if the data file does not exist "
-                                                             "yet.")] = None,
-    outputs: Annotated[int | None, typer.Option(min=1, help="Columns of a target, if the data file does not exist "
-                                                            "yet.")] = None,
-    classes: Annotated[int | None, typer.Option(min=2, help="Number of classes, if the data file does not exist "
-                                                            "yet.")] = None,
-    vocabulary: Annotated[int | None, typer.Option(min=2, help="Number of different tokens, if the file of tokens does "
-                                                               "not exist yet.")] = None,
+                                                              "share of it. Default: that of the machine.")] = None,
+    features: Annotated[int | None, typer.Option(min=1, help="Columns of a sample. With --outputs or --classes, no "
+                                                             "data file is read.")] = None,
+    outputs: Annotated[int | None, typer.Option(min=1, help="Columns of a target, with --features.")] = None,
+    classes: Annotated[int | None, typer.Option(min=2, help="Number of classes, with --features.")] = None,
+    vocabulary: Annotated[int | None, typer.Option(min=2, help="Number of different tokens. With it, no file of tokens "
+                                                               "is read.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the simulated step as a Chrome trace (ui.perfetto.dev).")
                      ] = None,
-    beside: Annotated[Path | None, typer.Option(help="A file of pmm3d train --trace, whose events go into --trace "
-                                                     "too.")] = None,
+    beside: Annotated[Path | None, typer.Option(help="A file of pmm3d train --trace. Its events are added to "
+                                                     "--trace.")] = None,
     mtbf: options.Mtbf = None,
     write_seconds: options.WriteSeconds = None,
     top: options.Top = 10,
@@ -86,7 +86,7 @@ def train_command(
     if beside is not None and trace is None:
         raise Pmm3dError("--beside adds the events of a run to the file of --trace: give --trace too")
     if data is not None and grid in (None, AUTO):
-        raise Pmm3dError("--data is of a named --grid: name the grid, or leave out --data")
+        raise Pmm3dError("--data needs a named --grid: name the grid, or leave out --data")
     real, counts = read_trace(beside) if beside else [], rank_counts(ranks, curve) if curve else []
     loaded, chosen = load(config), options.chosen_machine(machine, max([ranks, *counts]), ranks_per_node)
     training = Training.of(loaded, chosen.machine, memory, _samples(loaded, features, outputs, classes, vocabulary),
@@ -135,18 +135,19 @@ def _samples(config: Config, features: int | None, outputs: int | None, classes:
             raise Pmm3dError("the data are tokens (data.sequence): give --vocabulary in place of --features")
         return SampleSizes(1 + (config.data.documents is not None), vocabulary, True) if vocabulary else None
     if vocabulary is not None:
-        raise Pmm3dError("--vocabulary is of tokens, and the configuration has no data.sequence: leave it out")
+        raise Pmm3dError("--vocabulary is for tokens, and the configuration has no data.sequence: leave it out")
     last = classes or outputs
     if given and (len(given) != 2 or features is None or last is None):
-        raise Pmm3dError("samples are given by --features together with either --outputs or --classes")
+        raise Pmm3dError("the sizes of samples are --features together with either --outputs or --classes")
     return SampleSizes(features, last, classes is not None) if features and last else None
 
 
 def check_mtbf(mtbf: float | None, write_seconds: float | None) -> None:
     """Raise Pmm3dError for wrong values of these options, before the work."""
     if (mtbf is None) != (write_seconds is None):
-        raise Pmm3dError("--mtbf and --write-seconds belong together: give how often the job fails and how long it "
-                         "writes a checkpoint, or neither")
+        raise Pmm3dError("--mtbf and --write-seconds belong together: give both or neither")
+    if mtbf is not None and not 0 < mtbf < inf:
+        raise Pmm3dError(f"--mtbf must be positive, got {mtbf:g} hours")
     how_often(mtbf, write_seconds, 1.0)
 
 

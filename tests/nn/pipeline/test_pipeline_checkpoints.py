@@ -213,7 +213,7 @@ def test_another_network_or_grid_is_refused_by_all_ranks(comm, shared_path, fail
             assert all(np.array_equal(other.network.gather(name), before[name]) for name in before)
         stage = Checkpoints(grid.stage, shared_path)
         for call in (lambda: state.save(stage), lambda: state.resume(stage)):
-            fails(CheckpointError, "the network is on 4 ranks, the checkpoints are on 1, or on others. Make "
+            fails(CheckpointError, "not on the 4 ranks of the network; their grid has size 1. Make "
                                    r"Checkpoints\(network.whole, folder\)", call)
         assert os.listdir(shared_path) == [path.name]
 

@@ -226,7 +226,7 @@ def test_after_an_error_a_step_begins_anew_or_is_refused(comm, monkeypatch):
                         patch.setattr(executor.Executor, "_carry_out", fails_at_the_end)
                         train_step(net, optimizer, nn.cross_entropy, batches)
                 if fails and pipe > 1:
-                    with pytest.raises(PipelineError, match="Make the grid and the Pipeline anew"):
+                    with pytest.raises(PipelineError, match="Make a new grid and a new Pipeline"):
                         train_step(net, optimizer, nn.cross_entropy, batches)
                 else:
                     found.append(train_step(net, optimizer, nn.cross_entropy, batches))

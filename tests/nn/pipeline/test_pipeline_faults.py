@@ -116,14 +116,14 @@ def test_a_stage_without_memory_is_named_with_its_action(goes_wrong):
 def test_a_boundary_of_another_shape_is_refused_where_it_was_made(goes_wrong):
     done = goes_wrong("forward(gives_another_shape)", 0)
     assert re.search(r"rank 0 raised in 0F2 \(forward of micro-batch 2 on stage 0\)", done.stderr), done.stderr
-    assert re.search(r"PipelineError: stage 0 made 5 x 7 float64.*stage 1 expects 6 x 7 float32", done.stderr)
+    assert re.search(r"PipelineError: stage 0 returned 5 x 7 float64.*stage 1 expects 6 x 7 float32", done.stderr)
 
 
 @pytest.mark.parametrize("rows, rank, action", [(4, 1, r"1RECV_F2 \(receive of an input"),
                                                 (9, 0, r"0RECV_B2 \(receive of an output's gradient")])
 def test_a_micro_batch_of_other_rows_on_another_stage_is_named(goes_wrong, rows, rank, action):
     done = goes_wrong("lambda x: x", 1, rows=rows)
-    said = rf"same shapes; those of this rank have \[6, 6, {rows if rank else 6}, 6\] rows"
+    said = rf"same shapes. The micro-batches of this rank have \[6, 6, {rows if rank else 6}, 6\] rows"
     assert re.search(rf"rank {rank} raised.*PipelineError: {action} of micro-batch 2 on stage {rank}\): .*{said}",
                      done.stderr, re.S), done.stderr
     assert HANGS not in done.stderr

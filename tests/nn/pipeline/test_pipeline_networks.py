@@ -172,7 +172,7 @@ def test_a_cut_by_cost_leaves_the_largest_stage_least_within_a_limit_of_memory(c
         first, second = ["0.weight", "0.bias"], [f"{number}.{kind}" for number in (2, 4, 6)
                                                  for kind in ("weight", "bias")]
         assert stages() == stages(memory=2e6) == [first, second]
-        fails(PipelineError, r"no cut fits in memory=97.7 KiB a rank: .* takes least, .* MiB on the rank 1",
+        fails(PipelineError, r"no cut fits in memory=97.7 KiB a rank. .* needs the least, .* MiB on rank 1",
               lambda: stages(memory=1e5))
         for options in ({"cut": "cost"}, {"memory": 1e9}, {"like": like}, {"cut": [2, 2], "like": like}):
             with given(options=options):
@@ -233,19 +233,19 @@ def test_what_does_not_fit_is_refused_on_all_ranks(comm, fails, shared_path):
         fails(PipelineError, "9 layers with parameters, too few for 10", made(schedule="interleaved", chunks=5))
         for cut in ([4, 4], [9], [0, 9], [3, 3, 3], "evenly"):
             with given(cut=cut):
-                fails(PipelineError, r"does not share out 9 layers .* as \[5, 4\] does", made(cut=cut))
+                fails(PipelineError, r'neither "cost" nor 2 numbers .* the sum 9.* such as \[5, 4\]', made(cut=cut))
         fails(PipelineError, "no schedule is named", made(schedule="1f2b"))
-        fails(PipelineError, "a table of 3 ranks; the axis pipe of the grid has 2: .* pipe=3", made(schedule=three))
+        fails(PipelineError, "a table of 3 ranks, but the axis pipe of the grid has 2. .* pipe=3", made(schedule=three))
         fails(PipelineError, "rank 1 has no stage", made(schedule=PipelineSchedule(bare.actions + ((),), "bare")))
-        fails(PipelineError, "chunks is for the name of a schedule", made(schedule=gpipe, chunks=2))
-        fails(Pmm3dError, "make returns a Sequential", made(lambda grid: nn.Linear(grid, 3, 2)))
+        fails(PipelineError, "chunks= needs a schedule that is given by its name", made(schedule=gpipe, chunks=2))
+        fails(Pmm3dError, "make must return a Sequential", made(lambda grid: nn.Linear(grid, 3, 2)))
         with pytest.raises(DisagreementError, match="Pipeline: make"):
             made(lambda stage: nn.MLP(stage, [3, 4 + grid.coords.pipe, 2]))()
         nn.manual_seed(grid.stage, grid.coords.pipe)
         fails(DisagreementError, "manual_seed 0, 0 layers made.*manual_seed 1, 0 layers made", made())
         nn.manual_seed(grid, 0)
         fails(PipelineError, "a step has at least 1 micro-batch; got 0", lambda: made()().table(0))
-        fails(PipelineError, "a table of 1 micro-batches; the step has 3", lambda: made(schedule=path)().table(3))
+        fails(PipelineError, "a table of 1 micro-batches, but the step has 3", lambda: made(schedule=path)().table(3))
         fails(PipelineError, "at least two micro-batches for each rank", lambda: made(schedule="dualpipe-v")().table(3))
         turned = lambda ranks, micro_batches: gpipe(ranks, micro_batches) if micro_batches > 1 else (
             PipelineSchedule.of("turned", gpipe(ranks, micro_batches).actions[::-1]))

@@ -143,8 +143,8 @@ def test_grids_of_one_stage_are_planned_beside_a_schedule_that_refuses_them():
 
 
 def test_a_schedule_that_cannot_be_planned_is_refused():
-    for named, text in (({"schedule": "dualpipe"}, "dualpipe is not planned, because it has two copies"),
-                        ({"chunks": 2}, "1f1b is a table of 2 stages; 4, 2 chunks on each rank, were asked for")):
+    for named, text in (({"schedule": "dualpipe"}, "dualpipe cannot be planned, because it has two copies"),
+                        ({"chunks": 2}, r"1f1b is a table of 2 stages, but 4 \(2 chunks on each rank\)")):
         with given(named=named), pytest.raises(GridError, match=text):
             rank_training(config(pipe=2, **named), 2, NOMINAL, samples=SAMPLES, pipes=(2,))
 
@@ -159,7 +159,7 @@ def test_pipes_need_micro_batches_and_layers():
 
 
 def test_ranks_that_the_stages_do_not_divide_are_refused():
-    with pytest.raises(GridError, match=r"4 ranks do not divide by grid.pipe x grid.seq x grid.ulysses = 3: take"):
+    with pytest.raises(GridError, match=r"4 ranks are no multiple of grid.pipe x grid.seq x grid.ulysses = 3: use"):
         rank_training(config(), 4, NOMINAL, samples=SAMPLES, pipes=(3,))
 
 

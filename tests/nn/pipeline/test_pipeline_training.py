@@ -194,7 +194,7 @@ def test_auto_shares_out_the_ranks_that_pipe_leaves(here):
             assert f" {schedule}, " in done.stderr and found["starts"][0]["auto"]["chosen"]["schedule"] == schedule
             assert nearly(lines(here, name), lines(here, "plain"))
     fails(here.train(here.config("three", grid=auto + "3", **OPTIONS)),
-          "4 ranks do not divide by grid.pipe x grid.seq x grid.ulysses = 3: take a multiple of it")
+          "4 ranks are no multiple of grid.pipe x grid.seq x grid.ulysses = 3: use a multiple of it")
 
 
 MODEL = """
@@ -231,7 +231,7 @@ def test_a_network_of_ones_own_in_stages(here, comm):
             run.run()
         weights.append(here.weights(name))
     assert nearly(*weights) and len(weights[0]) > 9
-    with pytest.raises(Pmm3dError, match="make returns a Sequential, whose layers can be cut; got a Net"):
+    with pytest.raises(Pmm3dError, match="make must return a Sequential, whose layers .* into stages; got a Net"):
         with build.trainer(config("other", ONE + "pipe = 4", "Net"), comm):
             pass
 
@@ -239,13 +239,13 @@ def test_a_network_of_ones_own_in_stages(here, comm):
 MISTAKES = [
     ('pipe = 4\nschedule = "zb-h"', "no schedule is named 'zb-h' (did you mean "),
     ("pipe = 3", "3"),
-    ("pipe = 4\ncut = [2, 2, 1]", "the cut [2, 2, 1] is not \"cost\", and does not share out 9 layers with parameters"),
+    ("pipe = 4\ncut = [2, 2, 1]", "the cut [2, 2, 1] is neither \"cost\" nor 4 numbers of at least 1 with the sum 9"),
     ("pipe = 4\ncut = [2, 2, 1, 0]", "grid.cut = [2, 2, 1, 0]: needed is a list of whole numbers of at least 1, or "),
     ('pipe = 4\nschedule = "interleaved"\nchunks = 3', "9 layers with parameters, too few for 12 stages"),
-    ('pipe = 4\nschedule = "1f1b"\nchunks = 3', "3 chunks on each rank, were asked for"),
+    ('pipe = 4\nschedule = "1f1b"\nchunks = 3', "(3 chunks on each rank) were requested"),
     ("pipe = 4\nmicro_batches = 101", "micro_batches = 101, but a batch has 100 rows: at most 100"),
     ('pipe = 4\nschedule = "nowhere.csv"', "cannot read the schedule nowhere.csv"),
-    ('pipe = 4\nschedule = "dualpipe-v"\nmicro_batches = 4', "dualpipe-v: at least two micro-batches for each rank"),
+    ('pipe = 4\nschedule = "dualpipe-v"\nmicro_batches = 4', "dualpipe-v needs at least two micro-batches for each"),
 ]
 
 

@@ -154,24 +154,24 @@ def test_operands_that_do_not_fit_together_are_refused(some_grid, fails):
         fails(kind, text, lambda: attention(*tensors, **{"size": SIZE, **options}))
 
     rows = 2 * LENGTH
-    refused(LayoutError, "no whole number of heads", (rows, 12), (rows, 12), (rows, 12), size=5)
+    refused(LayoutError, "not a multiple of 5 columns", (rows, 12), (rows, 12), (rows, 12), size=5)
     refused(LayoutError, "cannot share", (rows, 9), (rows, 6), (rows, 6))
-    refused(LayoutError, "have the same rows", (rows, 6), (rows, 6), (rows, 3))
-    refused(LayoutError, "have the same rows", (rows, 6), (LENGTH, 6), (LENGTH, 6))
+    refused(LayoutError, "need the same rows", (rows, 6), (rows, 6), (rows, 3))
+    refused(LayoutError, "need the same rows", (rows, 6), (LENGTH, 6), (LENGTH, 6))
     same = 3 * [(rows, 6)]
     refused(Pmm3dError, "window is a number of rows", *same, window=0)
     refused(Pmm3dError, "window is a number of rows, at least 1; got 2.5", *same, window=2.5)
     refused(Pmm3dError, "block is a number of rows", *same, block=0)
     refused(Pmm3dError, "a probability below 1", *same, dropout=1.0)
     for scale in (float("nan"), float("inf")):
-        refused(Pmm3dError, f"scale is a finite number, .*; got {scale}", *same, scale=scale)
-    refused(Pmm3dError, "parallel is", *same, parallel="rings")
-    refused(LayoutError, "the order of a sequence", *same, order="zigzags")
+        refused(Pmm3dError, f"scale must be a finite number, .* got {scale}", *same, scale=scale)
+    refused(Pmm3dError, "parallel must be one of", *same, parallel="rings")
+    refused(LayoutError, "order must be one of", *same, order="zigzags")
     documents = spread(some_grid, np.ones((rows, 2)), Layout(), "numpy")
-    refused(LayoutError, "documents are integers", *same, documents=documents)
+    refused(LayoutError, "documents must be integers", *same, documents=documents)
     refused(LayoutError, "6 columns are no whole number of units of 9", same[0])
     refused(LayoutError, "k or v is missing", *same[:2])
-    refused(DTypeError, "one type of float16", *same, dtype="complex64")
+    refused(DTypeError, "the same type, one of float16", *same, dtype="complex64")
 
 
 def test_no_sequences_no_heads_and_fewer_heads_than_ranks(comm):

@@ -102,12 +102,12 @@ def test_one_sequence_and_prefixes(comm):
 
 def test_what_cannot_be_generated_is_refused(some_grid, fails):
     net = NETWORKS["GPT"](some_grid)
-    fails(LayoutError, "3 tokens and 8 more are longer than the 10 positions.*generate at most 7",
+    fails(LayoutError, "3 tokens and 8 more exceed the 10 positions.*Generate at most 7",
           lambda: nn.generate(net, PROMPT, 8))
     fails(LayoutError, "at least one token", lambda: nn.generate(net, np.zeros((2, 0), int), 3))
     fails(LayoutError, "at least one token", lambda: nn.generate(net, [[0.5]], 3))
     for temperature in (-1, np.nan, np.inf):
-        fails(Pmm3dError, "temperature is a finite number, at least 0; got",
+        fails(Pmm3dError, "temperature must be a finite number, at least 0, got",
               lambda temperature=temperature: nn.generate(net, PROMPT, 3, temperature=temperature))
     fails(Pmm3dError, "top_k", lambda: nn.generate(net, PROMPT, 3, top_k=0))
     fails(Pmm3dError, "seed is a whole number, at least 0; got -1", lambda: nn.generate(net, PROMPT, 3, seed=-1))

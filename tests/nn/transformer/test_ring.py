@@ -224,5 +224,5 @@ def test_two_dimensions_have_the_bits_of_one_and_the_bytes_of_both(comm):
 def test_ways_that_do_not_exist(comm, fails):
     with Grid(comm, (1, 1, 1), seq=comm.size) as grid:
         x = DistMatrix.random(grid, (16, SIZE), layout=token_layout(grid, 16))
-        fails(Pmm3dError, "parallel is auto, ring, ulysses, gather, 2d; got 'rings'.*ring",
+        fails(Pmm3dError, "parallel must be one of auto, ring, ulysses, gather, 2d; got 'rings'.*ring",
               lambda: attention(x, x, x, size=SIZE, parallel="rings"))

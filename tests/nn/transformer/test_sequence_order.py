@@ -74,7 +74,7 @@ def test_what_is_no_layout_of_tokens(fails):
             fails(LayoutError, "the length of a sequence is a number of rows, at least 2",
                   lambda length=length: token_layout(grid, length))
         fails(LayoutError, "blocks of 3 rows do not divide a sequence of 8", lambda: token_layout(grid, 8, block=3))
-        fails(LayoutError, r"is plain, zigzag, striped; got 'zig-zag'.*zigzag\?", lambda: positions("zig-zag", 8, 2))
+        fails(LayoutError, r"of plain, zigzag, striped; got 'zig-zag'.*zigzag\?", lambda: positions("zig-zag", 8, 2))
 
 
 def test_how_ranks_share_a_sequence_follows_from_their_nodes():

@@ -72,11 +72,11 @@ def test_tokens_and_labels_that_cannot_be(comm, fails):
         fails(DTypeError, "integers.*float64", lambda: net(tokens_of(grid, right.astype("float64"))))
         fails(LayoutError, "12 x 3", lambda: net(tokens_of(grid, np.hstack([right, right, right]))))
         for wrong in (right * 1.0, np.hstack([right, right]), right[:6]):
-            fails(LayoutError, "documents are integers, 12 x 1", lambda: net(tokens_of(grid, right),
-                                                                              tokens_of(grid, wrong)))
+            fails(LayoutError, "documents must be integers, 12 x 1", lambda: net(tokens_of(grid, right),
+                                                                                  tokens_of(grid, wrong)))
         long = np.zeros((20, 1), int)
-        fails(LayoutError, "has 10 tokens, and the network 8 positions", lambda: net(tokens_of(grid, long, 10)))
-        fails(LayoutError, "12 tokens are no whole number of sequences of 5|multiple",
+        fails(LayoutError, "has 10 tokens, but the network 8 positions", lambda: net(tokens_of(grid, long, 10)))
+        fails(LayoutError, "12 tokens are not a multiple of 5|multiple",
               lambda: net(tokens_of(grid, right, 5)))
 
     on_grids(comm, check, GRIDS[comm.size])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from ....errors import Pmm3dError
 from ....text import blas_in_words, counted
@@ -25,16 +26,17 @@ DTYPES = ("float32", "float64", "complex64", "complex128")
 
 @one_process
 def blas_command(
-    config: Annotated[Path | None, typer.Argument(help="TOML file of a training: the GEMMs of its step.")] = None,
-    m: Annotated[int | None, typer.Option(min=1, help="A product: rows of A and C. Default: 2048.")] = None,
-    n: Annotated[int | None, typer.Option(min=1, help="A product: columns of B and C. Default: 2048.")] = None,
-    k: Annotated[int | None, typer.Option(min=1, help="A product: columns of A, rows of B. Default: 2048.")] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the job, which give the sizes of its local "
-                                                          "GEMMs. Default: the ranks that measure.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks that measure at once on this node. "
+    config: Annotated[Path | None, typer.Argument(help="TOML file of a training. The GEMMs of a step are timed. "
+                                                       "Default: the GEMMs of a product.")] = None,
+    m: Annotated[int | None, typer.Option(min=1, help="Rows of A and C of the product. Default: 2048.")] = None,
+    n: Annotated[int | None, typer.Option(min=1, help="Columns of B and C of the product. Default: 2048.")] = None,
+    k: Annotated[int | None, typer.Option(min=1, help="Columns of A, rows of B of the product. Default: 2048.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the job, which determine the sizes of its local "
+                                                          "GEMMs. Default: --ranks-per-node.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Processes that measure at once on this node. "
                                                                    "Default: one for each core.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(callback=one_of(*DTYPES),
-                                                    help=f"Type of a product: {', '.join(DTYPES)}. Repeatable. "
+                                                    help=f"Type of the product: {', '.join(DTYPES)}. Repeatable. "
                                                          "Default: float32 and float64.")] = None,
     blas: Annotated[list[str] | None, typer.Option(help="Only this BLAS: scipy, mkl or a path. Repeatable. Default: "
                                                         "all that are found.")] = None,
@@ -61,7 +63,7 @@ def blas_command(
     pmm3d tune blas --blas scipy --blas /opt/blis/lib/libblis.so --dtype float32
     """
     if config and (given := [name for name, value in zip(("--m", "--n", "--k", "--dtype"), (m, n, k, dtype)) if value]):
-        raise Pmm3dError(f"{given[0]} is of a product, and {config} names the GEMMs of a training: leave one out")
+        raise Pmm3dError(f"{given[0]} describes a product, but {config} is a training: leave one of them out")
     check_writable(text=json)
     _tune(config, (m or 2048, n or 2048, k or 2048), ranks, ranks_per_node, [*dict.fromkeys(dtype or DTYPES[:2])],
           blas or [], json, keep)
@@ -72,16 +74,20 @@ def _tune(config: Path | None, sizes: tuple[int, int, int], ranks: int | None, p
     from ....model.machine import cores, cpu
     from .measuring import ROUNDS, candidates, choice, measure, of_product, of_training
 
-    per_node = min(per_node or len(cores()), len(cores()))
+    per_node = per_node or len(cores())
+    if per_node > len(cores()):
+        raise Pmm3dError(f"--ranks-per-node {per_node} is more than the {counted(len(cores()), 'core')} of this node "
+                         "that this process may use: give at most this number")
     threads = len(cores()) // per_node
     job = ranks or per_node
     gemms = of_training(config, job) if config else [gemm for dtype in dtypes for gemm in of_product(sizes, dtype, job)]
     if not (gemms := [gemm for gemm in gemms if gemm.dtype in DTYPES]):
-        raise Pmm3dError(f"no GEMM of this training is one of a BLAS, whose types are {', '.join(DTYPES)}")
+        raise Pmm3dError(f"no GEMM of this training has a type of BLAS ({', '.join(DTYPES)})")
     found = candidates(asked, cpu())
     with progress("tune blas", True, ROUNDS * len(found) * len(gemms)) as tell:
         timed, absent = measure(found, gemms, per_node, threads, tell)
-    print_timed(timed, absent, per_node, console(sys.stdout))
+    named = {candidate: why for candidate, why in absent.items() if asked or "no such BLAS" not in why}
+    print_timed(timed, named, per_node, console(sys.stdout))
     chosen = {dtype: choice(timed, dtype) for dtype in ("", *dict.fromkeys(gemm.dtype for gemm in gemms))}
     for dtype, best in chosen.items():
         if not dtype or best != chosen[""]:
@@ -121,8 +127,7 @@ def print_timed(timed: list[Timed], absent: dict[Candidate, str], ranks: int, co
                       f"{each.seconds() / best.seconds():.3f}", style="bold" if each == best else "")
     console.print(table)
     for candidate, why in absent.items():
-        if "no such BLAS" not in why:
-            console.print(f"[yellow]{candidate}: {why}[/]")
+        console.print(f"[yellow]{escape(f'{candidate}: {why}')}[/]")
     table = FigureTable(f"[bold]GEMMs[/] with {best.candidate}", ("m x n x k", "dtype", "form", "times", "GFLOP/s"))
     for gemm, seconds in best.times.items():
         table.add_row("x".join(map(str, gemm.shape)), gemm.dtype, gemm.form, str(gemm.times),
@@ -135,7 +140,6 @@ def in_words(timed: Timed) -> str:
 
 
 def as_json(timed: list[Timed], best: Timed, ranks: int) -> list[dict[str, Any]]:
-    """Return an object for each BLAS, the fastest first."""
     return [{"variables": each.variables, "file": each.file, "name": each.name, "version": each.version,
              "kernel": each.kernel, "threads": each.threads, "ranks": ranks, "seconds": each.seconds(),
              "chosen": each == best,
