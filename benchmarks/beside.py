@@ -1,14 +1,14 @@
-"""This version of pmm3d beside another one: the time of calls that users repeat, in turns, and the bits of results.
+"""Compare this version of pmm3d with another one: times of repeated calls, in turns, and bits of results.
 
     python benchmarks/beside.py ../before/.venv/bin/python
     python benchmarks/beside.py ../before/.venv/bin/python --cases reduce plan64 --ranks 2,8 --rounds 9
     python benchmarks/beside.py ../before/.venv/bin/python --bits --ranks 1,2,3,4,6,8
 
-Each figure is the time of one call on the slowest rank, the median of the rounds; the ratio is the median of the ratios
-within a round, and below 1 if this version is faster. In each round both versions run every case once, in a world of
-their own. --bits times nothing: it prints the digests of products, redistributions and training steps on all process
-grids of so many ranks that differ between the two versions, and ends with status 1 if there are any. The cases use
-public names only. Products of all sizes: `product.py --beside`.
+Each figure is the time of one call on the slowest rank: the median of the rounds. The ratio is the median of the ratios
+within a round, and below 1 if this version is faster. In each round, both versions run every case once, each in an MPI
+world of its own. With --bits, nothing is timed: digests of products, redistributions and training steps on all process
+grids are compared. Different digests are printed, and the exit status is 1 if there are any. The cases use public names
+only. For products of all sizes see `product.py --beside`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pmm3d.nn import optim
 
 Work = Callable[[], object]
 SECONDS, CALLS = 0.5, 2000
-"""Of the repetitions of one case in a round, and their largest number."""
+"""Approximate seconds of the repetitions of one case in a round, and their largest number."""
 
 
 def matrices(grid: Grid, m: int, n: int, k: int, dtype: str = "float64") -> tuple[DistMatrix, DistMatrix]:
@@ -59,7 +59,7 @@ def network(grid: Grid, width: int, rows: int) -> tuple[Work, nn.MLP]:
 
 @contextmanager
 def case(name: str, comm: MPI.Intracomm) -> Iterator[Work]:
-    """The call that a case repeats."""
+    """Yield the call that a case repeats."""
     with Grid(comm) as grid:
         if name == "reduce":
             part = np.ones(16)
@@ -100,7 +100,7 @@ def grids(size: int) -> list[tuple[int, int, int]]:
 
 
 def digests(comm: MPI.Intracomm) -> dict[str, str]:
-    """Of results on all process grids of the communicator."""
+    """Digests of results on all process grids of the communicator."""
     found: dict[str, str] = {}
 
     def add(name: str, matrix: DistMatrix) -> None:
@@ -139,12 +139,12 @@ def digests(comm: MPI.Intracomm) -> dict[str, str]:
 
 def main() -> None:
     made = parser(__doc__)
-    made.add_argument("python", help="of an environment with the other version of pmm3d", metavar="PYTHON")
+    made.add_argument("python", help="Python of an environment with the other version of pmm3d", metavar="PYTHON")
     made.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE",
-                      help=f"of {', '.join(CASES)}; all if left out")
+                      help=f"some of {', '.join(CASES)} (all)")
     made.add_argument("--ranks", type=lambda text: [int(word) for word in text.split(",")], default=[2, 8],
-                      metavar="N,...", help="worlds of so many ranks (2,8)")
-    made.add_argument("--rounds", type=int, default=7, help="of which the median counts (7)")
+                      metavar="N,...", help="numbers of ranks (2,8)")
+    made.add_argument("--rounds", type=int, default=7, help="number of rounds; figures are medians (7)")
     made.add_argument("--bits", action="store_true", help="compare results instead of times")
     options = made.parse_args()
     if options.quick:

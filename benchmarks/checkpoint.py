@@ -1,11 +1,11 @@
-"""Time that a training loses to checkpoints: none, written at once, written in the background.
+"""Time of checkpoints in a training: without checkpoints, written at once, and written in the background.
 
     python -m pmm3d.launcher -n 2 benchmarks/checkpoint.py --folder /scratch --width 2048 --layers 6
 
-Each pass trains `--steps` steps of a network of layers of one width with AdamW. A checkpoint is saved after the first
-step of a pass; `--steps` is long enough that a checkpoint in the background is complete before the end of the pass.
+Each pass trains a network of layers of one width by `--steps` steps of AdamW. A checkpoint is saved after the first
+step. Choose `--steps` so large that a checkpoint in the background is complete before the end of the pass.
 
-pass     milliseconds of the steps, the checkpoint included
+pass     milliseconds of the steps, with the checkpoint
 lost     difference from a pass without a checkpoint
 held     milliseconds of `save`
 """
@@ -29,7 +29,7 @@ KINDS = ("none", "at once", "in the background")
 
 def one_pass(state: TrainState, checkpoints: Checkpoints | None, x: DistMatrix, y: DistMatrix,
              steps: int) -> tuple[float, float]:
-    """(seconds of the steps, seconds of `save`) of the slowest rank."""
+    """(seconds of the steps, seconds of `save`) on the slowest rank."""
     grid, held = x.grid, 0.0
     grid.comm.Barrier()
     begun = time.perf_counter()
@@ -50,7 +50,7 @@ def one_pass(state: TrainState, checkpoints: Checkpoints | None, x: DistMatrix, 
 
 def main() -> None:
     made = parser(__doc__)
-    made.add_argument("--folder", type=Path, help="on the disk to write to (default: that of temporary files)")
+    made.add_argument("--folder", type=Path, help="folder on the tested disk (default: that of temporary files)")
     for name, default in (("--width", 2048), ("--layers", 6), ("--batch", 512), ("--steps", 10), ("--passes", 5)):
         made.add_argument(name, type=int, default=default, help=f"({default})")
     options = made.parse_args()
@@ -64,7 +64,7 @@ def main() -> None:
         y = DistMatrix.random(grid, (options.batch, options.width), seed=3, dtype="float32", layout=net.output_layout)
         keepers = {"none": None, "at once": Checkpoints(grid, folder / "once", keep=1),
                    "in the background": Checkpoints(grid, folder / "background", keep=1, background=True)}
-        for keeper in keepers.values():  # files, memory and buffers of the first time
+        for keeper in keepers.values():  # warm-up: the first save allocates memory and buffers
             one_pass(state, keeper, x, y, 2)
         found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
         for _ in range(options.passes):

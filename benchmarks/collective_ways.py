@@ -1,6 +1,6 @@
-"""Textbook algorithms of the collectives: each is a generator of messages of equal parts, as the engine takes them.
+"""Textbook algorithms of the collectives, as generators for the engine.
 
-`whole` has `link.size` equal parts. Sums are of arrays of one dimension.
+`whole` has `link.size` equal parts. Sums are of arrays with one dim.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ LIBRARY = NumpyLibrary()
 
 
 class Buffers(NamedTuple):
-    """What a way works on. whole, other: arrays of all parts, `other` for what comes; landing: the others' arrays, for
-    ways in which a rank receives all of them."""
+    """Arrays of an algorithm. whole, other: arrays of all parts, `other` for results; landing: arrays of all ranks, for
+    algorithms in which a rank receives all of them."""
 
     whole: np.ndarray
     other: np.ndarray
@@ -34,7 +34,7 @@ Way = Callable[[Link, Buffers], Collective[Array]]
 
 
 def way_of(operation: str, name: str, inside: int) -> Way:
-    """The generator function of a way, which returns what the collective gives."""
+    """The generator function of an algorithm. It returns the result of the collective."""
     if name == BY_NODES:
         return _by_nodes(operation, inside)
     return WAYS[operation, name]
@@ -81,7 +81,7 @@ def direct_scatter(link: Link, buffers: Buffers) -> Collective[Array]:
 
 
 def ring_scatter(link: Link, buffers: Buffers) -> Collective[Array]:
-    """A sum goes round the ring, to which each rank adds its part: in another order for each part."""
+    """A sum moves along the ring, and each rank adds its part. The order of the sum differs between parts."""
     rows, sums = _rows(buffers.whole, link.size), _rows(buffers.other, link.size)
     size, rank = link.size, link.rank
     leaving = rows[(rank - 1) % size]
@@ -111,7 +111,7 @@ def staged_scatter(link: Link, buffers: Buffers) -> Collective[Array]:
 
 
 def _gathered(link: Link, buffers: Buffers, own: Array, gather: Way) -> Collective[Array]:
-    """The second half of an all-reduce: what each rank has summed is gathered."""
+    """The second half of an all-reduce: gather the parts that the ranks have summed."""
     _rows(buffers.whole, link.size)[link.rank] = own
     return (yield from gather(link, buffers))
 
@@ -132,7 +132,7 @@ def gather_and_add(link: Link, buffers: Buffers) -> Collective[Array]:
 
 
 def parameter_server(link: Link, buffers: Buffers) -> Collective[Array]:
-    """Rank 0 receives all arrays, adds, and sends the sum to all: its link carries what all others' do."""
+    """Rank 0 receives all arrays, adds them, and sends the sum to all. Its link carries the bytes of all others."""
     workers = range(1, link.size)
     if link.rank:
         yield from link.exchange(LIBRARY, [(0, buffers.whole)], [])
@@ -198,4 +198,4 @@ WAYS: dict[tuple[str, str], Way] = {
     ("all_reduce", TOGETHER): gather_and_add, ("all_reduce", SERVER): parameter_server,
     ("all_to_all", DIRECT): direct_exchange, ("all_to_all", RING): pairwise_exchange,
 }
-"""(operation, way) -> generator function, but of those that go by nodes."""
+"""(operation, algorithm) -> generator function, without hierarchical algorithms."""

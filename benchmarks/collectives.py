@@ -1,19 +1,19 @@
-"""Time every algorithm of every collective, beside MPI's own, with bus bandwidth and the textbook's model.
+"""Time every algorithm of every collective, and compare with MPI, bus bandwidth and the textbook's model.
 
     python -m pmm3d.launcher -n 8 benchmarks/collectives.py
     srun -N 4 -n 32 python benchmarks/collectives.py --ranks 32 --sizes 1MiB,64MiB
     python -m pmm3d.launcher -n 8 benchmarks/collectives.py --operation all_reduce --nodes 2 --json here.json
 
-direct: a message to each other rank at once. ring: parts go round. stages: few ranks at a time (two: recursive halving
-and doubling). by nodes: for sums first inside the nodes, for gathers first between them, so that a link between nodes
-carries each byte once. gather and add: every rank receives all arrays. parameter server: one rank adds for all.
+direct: a message to each other rank at the same time. ring: parts move along a ring. stages: few ranks at a time (two:
+recursive halving and doubling). by nodes: sums first inside the nodes, gathers first between them, so that a link
+between nodes carries each byte once. gather and add: every rank receives all arrays. parameter server: one rank adds.
 
 All groups of a size work at the same time, as the axes of a grid do. The algorithms of a size are timed in turns.
 
 us       microseconds of the slowest rank: median, and half the spread in percent. Bold: the fastest at this size
-busbw    bus bandwidth in GB/s as nccl-tests defines it: bytes / seconds x 2 (p - 1) / p for an all-reduce, and
+busbw    bus bandwidth in GB/s as defined by nccl-tests: bytes / seconds x 2 (p - 1) / p for an all-reduce, and
          x (p - 1) / p for the others, on p ranks. It can be compared with the bandwidth of the hardware
-library  * marks the algorithm that the library selects; PMM3D_SUMS=ranks keeps sums from going by nodes
+library  * marks the algorithm that the library selects. With PMM3D_SUMS=ranks, sums are not hierarchical
 across   bytes that the node of rank 0 receives from other nodes, for all groups together
 model    microseconds by alpha (a step), beta (a byte received) and gamma (a byte added); textbook.py
 """
@@ -47,9 +47,9 @@ UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "k": 2**10, "m
 ELEMENT = 4
 """Bytes of a float32."""
 SAMPLE_SECONDS, MOST_CALLS = 4e-3, 1000
-"""Approximate duration of a timing, and repetitions in it at most."""
+"""Approximate seconds of a timing, and the largest number of repetitions in it."""
 MOST_LANDING = 2**28
-"""If the arrays of all ranks have more bytes, the algorithms in which one rank receives all of them are left out."""
+"""Largest number of bytes of all ranks' arrays for algorithms in which one rank receives all of them."""
 GAMMA_BYTES = 2**22
 HEADING = ["bytes", "algorithm", "us", "busbw", "library", "across", "model"]
 
@@ -57,9 +57,9 @@ HEADING = ["bytes", "algorithm", "us", "busbw", "library", "across", "model"]
 class Row(NamedTuple):
     """One algorithm of a collective in one group, at one size.
 
-    nbytes    of the whole: what is gathered or reduced, or what a rank sends in an all-to-all
-    seconds   of each timing, on the slowest rank
-    across    0 for MPI's own algorithms, whose messages the ledger does not count
+    nbytes    bytes of the gathered or reduced array, or of the array that a rank sends in an all-to-all
+    seconds   seconds of each timing, on the slowest rank
+    across    bytes from other nodes; 0 for MPI's own algorithms, whose messages the ledger does not count
     """
 
     operation: str
@@ -72,7 +72,7 @@ class Row(NamedTuple):
 
     @property
     def busbw(self) -> float:
-        """GB/s."""
+        """Bus bandwidth in GB/s."""
         share = (self.group.size - 1) / self.group.size * (2 if self.operation == "all_reduce" else 1)
         return share * self.nbytes / median(self.seconds) / 1e9
 
@@ -87,7 +87,7 @@ def number_of_bytes(text: str) -> int:
 
 
 class Point:
-    """A collective in a group at one size: all algorithms of it, on the same memory."""
+    """A collective in a group at one size, with all its algorithms on the same memory."""
 
     def __init__(self, grid: Grid, axis: Axis, group: Group, as_if: Group, operation: str, nbytes: int):
         self._grid, self._axis, self.operation = grid, axis, operation
@@ -100,7 +100,7 @@ class Point:
                                 np.zeros((landing, elements), np.float32))
 
     def rows(self, repeat: int) -> list[Row]:
-        """Collective."""
+        """Time all algorithms. Collective."""
         comm, calls = self._grid.comm, self._calls()
         across = {way: self._into_node(call() or 0) for way, call in calls.items()}
         times = {way: repetitions(comm, call, SAMPLE_SECONDS, MOST_CALLS) for way, call in calls.items()}
@@ -110,7 +110,7 @@ class Point:
                 for way, found in seconds.items()]
 
     def _into_node(self, nbytes: int) -> int:
-        """Of the node of rank 0, of whose ranks each receives so many. Collective."""
+        """Bytes that the node of rank 0 receives, if each rank receives `nbytes` from other nodes. Collective."""
         grid = self._grid
         received = grid.comm.allgather(nbytes)
         return sum(each for rank, each in enumerate(received) if grid.host_of(rank) == grid.host_of(0))
@@ -125,13 +125,13 @@ class Point:
         return made
 
     def _run(self, way: Any) -> int:
-        """Returns the bytes from other nodes."""
+        """Run an algorithm. Return the bytes from other nodes."""
         pending = self._axis.begin(self.operation, lambda link: way(link, self._buffers))
         pending.wait()
         return pending.record.across
 
     def _chosen(self) -> str:
-        """The algorithm that the library selects, with the nodes as they are."""
+        """The algorithm that the library selects on these nodes."""
         axis, size, node_map = self._axis, len(self._buffers.whole), self._axis.node_map
         if self.operation == "all_to_all":
             return DIRECT
@@ -163,7 +163,7 @@ def mpi_calls(operation: str, axis: Axis, buffers: Buffers) -> tuple[Callable[[]
 
 
 def measured(comm: MPI.Intracomm, options: argparse.Namespace) -> Iterator[Row]:
-    """Collective."""
+    """Yield the rows of all groups, operations and sizes. Collective."""
     for group, grid, axis in groups(comm):
         if options.ranks and axis.size not in options.ranks:
             continue
@@ -176,8 +176,8 @@ def measured(comm: MPI.Intracomm, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def fitted(rows: list[Row]) -> tuple[float, float, float]:
-    """(alpha, beta, gamma). alpha: seconds of the smallest direct message in the largest group. beta: of each further
-    byte in the largest message. gamma: of a byte that is added."""
+    """(alpha, beta, gamma). alpha: seconds of the smallest direct message in the largest group. beta: seconds of each
+    further byte in the largest message. gamma: seconds to add a byte."""
     direct = [row for row in rows if row.way == DIRECT and row.group == rows[0].group
               and row.operation == rows[0].operation]
     first, last = direct[0], direct[-1]
@@ -193,7 +193,7 @@ def fitted(rows: list[Row]) -> tuple[float, float, float]:
 
 
 def table(rows: list[Row], law: tuple[float, float, float]) -> list[list[str]]:
-    """Of one collective in one group."""
+    """The table of one collective in one group."""
     cells = [HEADING]
     for nbytes in dict.fromkeys(row.nbytes for row in rows):
         here = [row for row in rows if row.nbytes == nbytes]
@@ -221,12 +221,12 @@ def in_words(group: Group) -> str:
 
 def main() -> None:
     made = parser(__doc__)
-    made.add_argument("--operation", action="append", choices=OPERATIONS, help="may be given more than once (all)")
+    made.add_argument("--operation", action="append", choices=OPERATIONS, help="can be repeated (all)")
     made.add_argument("--sizes", type=lambda text: sorted({number_of_bytes(word) for word in text.split(",")}),
-                      help=f"bytes of the whole ({SIZES})")
+                      help=f"bytes of the whole array ({SIZES})")
     made.add_argument("--ranks", type=int, action="append", help="size of the groups (all that divide the ranks)")
     made.add_argument("--repeat", type=int, default=5, help="timings of each algorithm (5)")
-    made.add_argument("--nodes", type=int, default=0, help="treat the ranks of a group as if on so many nodes")
+    made.add_argument("--nodes", type=int, default=0, help="treat the ranks of a group as if on N nodes")
     options, comm = made.parse_args(), MPI.COMM_WORLD
     if comm.size == 1:
         made.error("a collective needs several ranks: python -m pmm3d.launcher -n 8 benchmarks/collectives.py")

@@ -1,14 +1,14 @@
-"""What Python costs: CPU time of a small product beside MPI's and the BLAS's, and what an import opens.
+"""Cost of Python: CPU time of a small product outside MPI and the BLAS, and the files that an import opens.
 
     python -m pmm3d.launcher -n 8 benchmarks/costs.py product
     python benchmarks/costs.py imports
 
-product  C = A B of 64 x 64 x 64. CPU time of the whole product is taken without a profiler. The waits, in which MPI is
-         polled while other ranks have the core, and the GEMM are timed in further runs. The rest, with the posting of
-         messages, is pmm3d's own.
-imports  seconds and opened files (modules, extensions, listed folders) after numpy and mpi4py: of all public names, and
-         of a first product on one rank. Also without bytecode, as in a new or read-only installation. Each figure is
-         the median of several processes. A parallel file system must serve these files to every rank.
+product  C = A B of 64 x 64 x 64. The CPU time of the whole product is measured without a profiler. The waits, which
+         poll MPI while other ranks have the core, and the GEMM are timed in further runs. The rest, with the posting of
+         messages, is the time of pmm3d.
+imports  seconds and opened files (modules, extensions, listed folders) after numpy and mpi4py: for all public names,
+         and for a first product on one rank. Also without bytecode, as in a new or read-only installation. Figures are
+         medians of several processes. A parallel file system must provide these files to every rank.
 """
 
 import gc
@@ -48,7 +48,7 @@ with pmm3d.Grid() as grid:
 
 
 def cpu_inside(owner, name: str, work, repeat: int) -> float:
-    """CPU seconds per product inside the function owner.name, which is replaced for these runs only."""
+    """CPU seconds per product in the function owner.name, which is replaced only for these runs."""
     function, spent = getattr(owner, name), [0.0]
 
     def timed(*arguments):
@@ -74,7 +74,7 @@ def product(repeat: int) -> tuple[str, Rows]:
         a = DistMatrix.random(grid, (SIZE, SIZE), seed=1, layout=Layout.A)
         b = DistMatrix.random(grid, (SIZE, SIZE), seed=2, layout=Layout.B)
         c = a @ b
-        setup = lambda: (gc.enable(), comm.Barrier())  # all ranks meet; garbage is collected as in a program
+        setup = lambda: (gc.enable(), comm.Barrier())  # garbage is collected as in a program
         all_products = lambda: timeit.repeat(lambda: matmul(a, b, out=c), setup, time.thread_time, repeat, number=1)
         whole = median(all_products())
         waits, gemm = (cpu_inside(*function, all_products, repeat) for function in ((Engine, "wait"), (blas, "gemm")))
@@ -85,7 +85,7 @@ def product(repeat: int) -> tuple[str, Rows]:
 
 
 def of_one_process(body: str, bytecode: str = "") -> tuple[float, int]:
-    """(seconds, files) of a process of one rank. bytecode: folder of compiled modules; "": they are compiled anew."""
+    """(seconds, files) of a process of one rank. bytecode: folder of compiled modules; "": modules are compiled."""
     alone = {name: value for name, value in os.environ.items() if not name.startswith((*LAUNCHERS, "PYTHONDONTWRITE"))}
     alone |= {"PYTHONPYCACHEPREFIX": bytecode} if bytecode else {"PYTHONDONTWRITEBYTECODE": "1"}
     seconds, files = output_of([sys.executable, "-c", COUNTED.format(body=body)], alone).split(",")

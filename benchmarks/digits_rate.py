@@ -1,12 +1,12 @@
-"""Training the digits of `make run` with this version of pmm3d and another one, in turns: samples a second, and parts
+"""Train on the digits of `make run` with this version of pmm3d and another one, in turns: samples per second, and parts
 of the time.
 
     python benchmarks/digits_rate.py --beside ../before/.venv/bin/python       (or: --turns 5)
 
-Samples a second: the median of the lines of metrics.jsonl of a run, and then of the turns. A turn runs each version
-once, each time in another order. One more turn, before the others, is not counted. Time is of a step of a rank:
-computing, waiting for messages by kind, and the rest, which is Python and the other ranks on the core. Medians of the
-turns, means over ranks.
+Samples per second are the median of the lines of metrics.jsonl in a run, and then the median of the turns. A turn runs
+each version once; the order changes from turn to turn. A first turn is not counted. Times are of a step of a rank:
+computing, waiting by kind of message, and the rest, which is Python and other ranks on the same core. They are medians
+of the turns, and means over the ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Figures = dict[str, float]
 
 
 def trained(python: str, data: Path, folder: Path, epochs: int) -> Figures:
-    """Of one run: samples a second, and milliseconds of a step by what they went to."""
+    """Figures of a run: samples per second, and milliseconds of a step by activity."""
     text = CONFIG.read_text().replace("runs/digits.h5", str(data)).replace("runs/digits", str(folder))
     config = folder.with_suffix(".toml")
     config.write_text(text.replace("epochs = 15", f"epochs = {epochs}"))
@@ -43,7 +43,7 @@ def trained(python: str, data: Path, folder: Path, epochs: int) -> Figures:
 
 
 def step_of(record: dict) -> Figures:
-    """Milliseconds of a step of the run, evaluations and checkpoints too."""
+    """Milliseconds of a step of the run, with evaluations and checkpoints."""
     share = 1e3 / record["passes"]["steps"]
     spent = {f"computing {name}": share * mean(seconds) for name, seconds in record["ranks"]["computed"].items()}
     for moved in record["moved"]:
@@ -54,7 +54,7 @@ def step_of(record: dict) -> Figures:
 
 
 def shown(runs: dict[str, list[Figures]]) -> Rows:
-    """Medians of the parts that take at least a hundredth of a step."""
+    """Medians of the parts that take at least 1% of a step."""
     names = dict.fromkeys(name for each in runs.values() for run in each for name in run)
     medians = {name: {who: median(run.get(name, 0.0) for run in each) for who, each in runs.items()} for name in names}
     least = 0.01 * max(medians["all"].values())
@@ -65,15 +65,15 @@ def shown(runs: dict[str, list[Figures]]) -> Rows:
 
 def main() -> int:
     made = parser(__doc__)
-    made.add_argument("--beside", metavar="PYTHON", help="of an environment with another version of pmm3d")
+    made.add_argument("--beside", metavar="PYTHON", help="Python of an environment with another version of pmm3d")
     made.add_argument("--turns", type=int, default=5, help="runs of each version (5)")
-    made.add_argument("--epochs", type=int, default=15, help="of a run (15)")
+    made.add_argument("--epochs", type=int, default=15, help="epochs of a run (15)")
     options = made.parse_args()
     if options.quick:
         options.turns, options.epochs = 1, 2
     versions = {HERE: sys.executable} | ({BESIDE: os.path.abspath(options.beside)} if options.beside else {})
     with tempfile.TemporaryDirectory() as scratch:
-        os.chdir(scratch)  # there, `python -m` finds no pmm3d before that of the environment
+        os.chdir(scratch)  # so that `python -m` finds the pmm3d of the environment, and not that of this folder
         data = Path(scratch) / "digits.h5"
         output_of([sys.executable, str(APPS / "digits.py"), str(data)])
         number = count()

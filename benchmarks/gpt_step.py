@@ -1,23 +1,24 @@
-"""A training step of a GPT: pmm3d beside torch on gloo, in the same two processes, in turns.
+"""A training step of a GPT: pmm3d compared with torch on gloo, in the same two processes, in turns.
 
     python benchmarks/gpt_step.py                                                      (2 ranks, two passes)
     python benchmarks/gpt_step.py --only "pmm3d, TP" "torch, TP" --layers 2 --rounds 5
 
-All train the same GPT (float32, torch arrays, plain SGD, a head of its own) with the same weights and batch, and one
-thread a rank. The losses must be equal. In each round every contestant takes some steps; rounds begin with another one.
+All train the same GPT (float32, torch arrays, plain SGD, an untied head) with the same weights and batch, and one
+thread per rank. The losses must be equal. In each round every contestant takes some steps, and the order changes.
 
     pmm3d, TP            heads and columns over x                 torch, TP            parallelize_module
     pmm3d, TP+SP         activations="sharded"                    torch, TP+SP         the same with SequenceParallel
     pmm3d, FSDP          rows and weights over z                  torch, FSDP2         fully_shard of each block
     torch, two threads   one process on both cores, while the other one sleeps
-    GEMMs and kernel     of one rank of TP: torch.mm into arrays that exist, and torch's flash kernel, forward and
-                         backward: what no step can go below
+    GEMMs and kernel     only the computation of one rank of TP: torch.mm into existing arrays, and torch's flash
+                         kernel, forward and backward. This is a lower bound for a step
 
-ms       of a step on the slowest rank, with the update: the median over the rounds of all passes, and its range
-of GEMMs and kernel   their time / that of the step, the median within a round
+ms                    milliseconds of a step on the slowest rank, with the update: median over the rounds of all
+                      passes, and range
+of GEMMs and kernel   their time / time of the step, the median of the ratios within a round
 
-The second table compares attention alone, causal, forward and backward, on one rank: `nn.transformer.attention` beside
-torch's scaled_dot_product_attention under its own tape.
+The second table compares attention alone, causal, forward and backward, on one rank: `nn.transformer.attention` and
+torch's scaled_dot_product_attention with autograd.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ LIMIT = "GEMMs and kernel"
 ALONE = "attention, pmm3d", "attention, torch"
 LEARNING_RATE = 0.1
 TOLERANCE = 1e-4
-"""Of the losses, relative."""
+"""Largest relative difference of the losses."""
 
 
 def weights_of(sizes: Namespace, comm: MPI.Intracomm) -> dict[str, np.ndarray]:
-    """Name -> initial weight, of every contestant."""
+    """Name -> initial weight, the same for every contestant."""
     with Grid(comm, (1, 1, 1), comm.size, library="numpy") as grid:
         net = network(grid, sizes, "replicated", "numpy")
         return {name: each.gather() for name, each in net.named_parameters().items()}
@@ -71,13 +72,13 @@ def network(grid: Grid, sizes: Namespace, activations: str, library: str) -> nn.
 
 
 def batch_of(sizes: Namespace) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and labels, (batch x sequence, 1) each."""
+    """(tokens, labels), each of shape (batch x sequence, 1)."""
     tokens = np.random.default_rng(0).integers(0, sizes.vocabulary, (sizes.batch, sizes.sequence + 1))
     return tokens[:, :-1].reshape(-1, 1), tokens[:, 1:].reshape(-1, 1).copy()
 
 
 class Ours:
-    """A step of pmm3d, which returns the loss."""
+    """A function that makes a step of pmm3d, and returns the loss."""
 
     def __init__(self, name: str, sizes: Namespace, comm: MPI.Intracomm, weights: dict[str, np.ndarray]):
         import torch
@@ -98,7 +99,7 @@ class Ours:
 
 
 def torch_gpt(torch: Any, sizes: Namespace, weights: dict[str, np.ndarray]) -> Any:
-    """The same network of torch's modules; queries, keys and values are stored head by head as ours are."""
+    """The same network of torch modules. Queries, keys and values are stored head by head, as in pmm3d."""
 
     class Block(torch.nn.Module):
         def __init__(self) -> None:
@@ -143,12 +144,12 @@ def torch_gpt(torch: Any, sizes: Namespace, weights: dict[str, np.ndarray]) -> A
             names[f"blocks.{index}.{part}.bias"] = f"{index + 1}.{own}.bias"
     for name, parameter in net.named_parameters():
         value = torch.from_numpy(weights[names[name]])
-        parameter.data.copy_(value.T.reshape(parameter.shape))  # ours are (inputs, outputs)
+        parameter.data.copy_(value.T.reshape(parameter.shape))  # in pmm3d, weights are (inputs, outputs)
     return net
 
 
 class Torch:
-    """The same of torch."""
+    """A function that makes a step of torch, and returns the loss."""
 
     def __init__(self, name: str, sizes: Namespace, comm: MPI.Intracomm, weights: dict[str, np.ndarray]):
         import torch
@@ -167,7 +168,7 @@ class Torch:
             for part in (*self._net.blocks, self._net):
                 fully_shard(part, mesh=mesh)
             self._tokens, self._labels = (each.chunk(comm.size)[comm.rank] for each in (self._tokens, self._labels))
-        fastest = {"fused": self._alone, "foreach": self._split}  # torch mixes no DTensor with others in either
+        fastest = {"fused": self._alone, "foreach": self._split}  # neither accepts DTensors together with tensors
         self._optimizer = torch.optim.SGD(self._net.parameters(), lr=LEARNING_RATE, **fastest)
 
     def __call__(self) -> float:
@@ -208,7 +209,7 @@ class Torch:
 
 
 def _tensor_parallel(torch: Any, net: Any, ranks: int, sharded: bool) -> None:
-    """Megatron's layout: columns, then rows, of each pair of layers; sharded: the sequence between them too."""
+    """Megatron's plan: columns and rows for each pair of layers. sharded: the sequence is split between the pairs."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -233,7 +234,7 @@ def _tensor_parallel(torch: Any, net: Any, ranks: int, sharded: bool) -> None:
 
 
 class Limit:
-    """The GEMMs and the flash kernel of one rank of TP, and nothing else."""
+    """Only the GEMMs and the flash kernel of one rank of TP."""
 
     def __init__(self, name: str, sizes: Namespace, comm: MPI.Intracomm, weights: dict[str, np.ndarray]):
         import torch
@@ -275,7 +276,7 @@ class Limit:
 
 
 class Alone:
-    """Attention alone, forward and backward, on a grid of one rank: of half of the heads, as in TP."""
+    """Attention alone, forward and backward, on a grid of one rank, with half of the heads, as in TP."""
 
     def __init__(self, name: str, sizes: Namespace, comm: MPI.Intracomm, weights: dict[str, np.ndarray]):
         import torch
@@ -305,7 +306,7 @@ def contestant(name: str) -> Callable[..., Callable[[], float]]:
 
 
 def measured(options: Namespace) -> dict[str, Any]:
-    """On every rank: the rounds of all contestants. Returns name -> {"rounds": seconds of each step, "losses"}."""
+    """On every rank: run the rounds of all contestants. Return name -> {"rounds": seconds of each step, "losses"}."""
     import torch
 
     comm = MPI.COMM_WORLD
@@ -338,7 +339,8 @@ def measured(options: Namespace) -> dict[str, Any]:
 
 
 def rows_of(passes: list[dict[str, Any]], names: list[str], beside: str) -> list[list[str]]:
-    """Name, ms and its range, and the time of `beside` / its own within a round, of each contestant."""
+    """Name, milliseconds and their range, and the time of `beside` / the own time within a round, for each contestant.
+    """
     rows = []
     for name in names:
         rounds = [median(turn) for one in passes for turn in one[name]["rounds"]]
@@ -352,12 +354,12 @@ def main() -> int:
     everyone = [*OURS, *RIVALS, LIMIT, *ALONE]
     made = parser(__doc__)
     made.add_argument("--only", nargs="+", choices=everyone, default=everyone, metavar="NAME", help="contestants (all)")
-    made.add_argument("--passes", type=int, default=2, help="worlds, one after the other (2)")
+    made.add_argument("--passes", type=int, default=2, help="jobs, one after the other (2)")
     made.add_argument("--rounds", type=int, default=3, help="rounds over all contestants in a pass (3)")
-    made.add_argument("--steps", type=int, default=1, help="timed steps of each in a round (1)")
+    made.add_argument("--steps", type=int, default=1, help="timed steps of each contestant in a round (1)")
     made.add_argument("--layers", type=int, default=8, help="blocks (8)")
     made.add_argument("--hidden", type=int, default=512, help="features (512)")
-    made.add_argument("--heads", type=int, default=8, help="of attention (8)")
+    made.add_argument("--heads", type=int, default=8, help="heads of attention (8)")
     made.add_argument("--sequence", type=int, default=512, help="tokens of a sequence (512)")
     made.add_argument("--batch", type=int, default=4, help="sequences (4)")
     made.add_argument("--vocabulary", type=int, default=1024, help="tokens (1024)")

@@ -1,9 +1,9 @@
-"""Kernels of torch beside the expressions of the library, for elementwise functions of torch's arrays on the host.
+"""Elementwise functions of torch arrays on the host: kernels of torch compared with the expressions of the library.
 
     python benchmarks/kernels.py
 
-One core. Each figure is the time of the thread for 1024 x 2048 elements in slices, the least of several calls; and how
-many times as long the expression takes.
+On one core. Each figure is the CPU time of the thread for 1024 x 2048 elements in slices, the shortest of several
+calls. The last column is the time of the expression / that of the kernel.
 """
 
 import time
@@ -21,7 +21,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 def milliseconds(call: Callable[[], Any], calls: int) -> float:
-    """Of the fastest call."""
+    """Seconds of the fastest call."""
     found = []
     for _ in range(calls):
         begun = time.thread_time()

@@ -1,15 +1,14 @@
-"""What is learned in low precision, beside float32: the digits of `make run`, and the surrogate of a PDE.
+"""Accuracy of training in low precision, compared with float32: the digits of `make run`, and the surrogate of a PDE.
 
     python -m pmm3d.launcher -n 2 apps/surrogate/generate.py --samples 3000 --points 16
     python benchmarks/low_precision.py --surrogate surrogate.h5 --results runs/low_precision.json
 
-The same training in float32, bfloat16 and float16, on the presets on 4 ranks, torch arrays in host memory: of the
-digits the accuracy on the test set in %, and by how many points it differs from float32's; of the surrogate the error
-of held-out fields as a share of their spread in %, and by how many percent it differs. Exit code 1 if bfloat16 differs
+The same training in float32, bfloat16 and float16, on the presets of 4 ranks, with torch arrays in host memory. For the
+digits: the accuracy on the test set in %, and its difference from float32 in points. For the surrogate: the error of
+held-out fields as a percentage of their spread, and its difference in percent. The exit code is 1 if bfloat16 differs
 by more than 0.5 points or 10 percent.
 
-What is done is in the file of results; started again, it goes on from there. Another version of pmm3d needs another
-file.
+Finished trainings are stored in the file of results, and not repeated. Another version of pmm3d needs another file.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ DIGITS = Path(__file__).parent.parent / "apps/digits.py"
 PRESETS = (("ddp", 1), ("fsdp", 1), ("hsdp", 2), ("megatron", 2))
 PRECISIONS = ("float32", "bfloat16", "float16")
 MOST = {"digits": 0.5, "surrogate": 10.0}
-"""By how much bfloat16 may differ: points of the accuracy; percent of the error."""
+"""Largest difference of bfloat16: points of the accuracy; percent of the error."""
 EXAMPLE = tomlkit.parse(DIGITS.with_suffix(".toml").read_text()).unwrap()
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "digits": EXAMPLE | {"network": EXAMPLE["network"] | {"library": "torch"},
@@ -50,7 +49,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 class Training(NamedTuple):
-    """One of those that are compared. copies: data, of the grid."""
+    """One of the compared trainings. copies: ranks along data."""
 
     task: str
     shape: str
@@ -58,12 +57,12 @@ class Training(NamedTuple):
     precision: str
 
     def key(self, data: Path) -> str:
-        """In the file of results: changed settings or data are another training."""
+        """Key in the file of results. Other settings or data give another key."""
         settings = hashlib.sha256(json.dumps(SETTINGS[self.task]).encode() + data.read_bytes()).hexdigest()[:8]
         return f"{self.task}, {self.shape}, data {self.copies}, {self.precision}, settings {settings}"
 
     def figure(self, data: Path, folder: Path) -> float:
-        """%, of the last validation: the accuracy, or the error."""
+        """Percentage in the last validation: the accuracy, or the error."""
         own, config = SETTINGS[self.task], folder / "train.toml"
         config.write_text(tomlkit.dumps(own | {
             "grid": {"shape": self.shape, "data": self.copies}, "data": own["data"] | {"file": str(data)},
@@ -76,13 +75,13 @@ class Training(NamedTuple):
 
 
 def all_trainings(tasks: Mapping[str, Path]) -> list[Training]:
-    """float16, of which nothing is wanted, last."""
+    """All trainings, with float16, which has no limit, at the end."""
     return [Training(task, shape, copies, precision) for some in (PRECISIONS[:2], PRECISIONS[2:]) for task in tasks
             for shape, copies in PRESETS for precision in some]
 
 
 def figures(tasks: Mapping[str, Path], results: Path) -> dict[Training, float]:
-    """Of all trainings; those that are not in the file are done, and written there one by one."""
+    """Figures of all trainings. A training that is not in the file is run, and written there."""
     known: dict[str, float] = json.loads(results.read_text()) if results.exists() else {}
     everyone = all_trainings(tasks)
     missing = [each for each in everyone if each.key(tasks[each.task]) not in known]
@@ -101,7 +100,7 @@ def figures(tasks: Mapping[str, Path], results: Path) -> dict[Training, float]:
 
 
 def difference(task: str, low: float, whole: float) -> float:
-    """In points of the digits' accuracy; in percent of the surrogate's error."""
+    """Difference in points of the digits' accuracy, or in percent of the surrogate's error."""
     return low - whole if task == "digits" else 100 * (low / whole - 1)
 
 
@@ -118,16 +117,16 @@ def table(tasks: Mapping[str, Path], found: Mapping[Training, float]) -> Rows:
 
 
 def too_far(found: Mapping[Training, float]) -> list[Training]:
-    """Those in bfloat16 that differ by more than they may."""
+    """The bfloat16 trainings whose difference exceeds the limit."""
     return [each for each in found if each.precision == "bfloat16" and not
             abs(difference(each.task, found[each], found[each._replace(precision="float32")])) <= MOST[each.task]]
 
 
 def main() -> int:
     made = parser(__doc__)
-    made.add_argument("--surrogate", type=Path, metavar="FILE", help="fields too; else the digits alone")
+    made.add_argument("--surrogate", type=Path, metavar="FILE", help="file of generate.py; without it, only the digits")
     made.add_argument("--results", type=Path, metavar="FILE", default=Path("runs/low_precision.json"),
-                      help="where finished trainings are kept (runs/low_precision.json)")
+                      help="file of finished trainings (runs/low_precision.json)")
     options = made.parse_args()
     results = options.results.resolve()
     results.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
-"""Memory of a training run beside a dry run of it: what a rank holds at its peak, and what `Grid.dry` predicts.
+"""Memory of a training run, compared with a dry run: the peak on a rank, and the prediction of `Grid.dry`.
 
     python -m pmm3d.launcher -n 4 benchmarks/memory.py --grid 1x1x2x2 --width 2048 --layers 6
 
-resident   growth of the peak resident memory of the largest rank, from before the network was made
-arrays     of the network, its gradients, the optimizer and the workspace of the grid
-dry run    the same by a dry run
+resident   growth of the peak resident memory on the largest rank since the network was made
+arrays     bytes of the network, its gradients, the optimizer and the workspace of the grid
+dry run    the same bytes in a dry run
 """
 
 import argparse
@@ -22,7 +22,7 @@ MEBIBYTE = 2**20
 
 
 def train(grid: Grid, options: argparse.Namespace) -> list:
-    """All arrays of some steps but those of the workspace."""
+    """Bytes of all arrays during some steps, without those of the workspace."""
     sizes = [options.width] * (options.layers + 1)
     net = nn.MLP(grid, sizes, getattr(nn, options.activation), bias=False, seed=1)
     optimizer = optim.AdamW(net.parameters(), shard_over_data=options.shard_over_data)
@@ -45,7 +45,7 @@ def measured(grid: Grid, options: argparse.Namespace) -> tuple[int, int]:
 
 def main() -> None:
     made = parser(__doc__)
-    made.add_argument("--grid", required=True, help="GxxGyxGzxGdata; one a run: the peak of a process does not fall")
+    made.add_argument("--grid", required=True, help="GxxGyxGzxGdata; one per run, because a peak never decreases")
     for name, default in (("--width", 2048), ("--layers", 6), ("--batch", 2048)):
         made.add_argument(name, type=int, default=default, help=f"({default})")
     made.add_argument("--activation", default="relu")

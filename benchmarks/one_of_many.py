@@ -1,4 +1,4 @@
-"""One rank of a job of any size, in one process and without MPI's messages: what setting it up costs it."""
+"""One rank of a job of any size, in one process without messages: the cost of its setup."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from pmm3d.model.plan import Operand, RankPlan
 from pmm3d.model.planning import plan_product
 
 NODE = 64
-"""Ranks on each made-up node."""
+"""Number of ranks on each invented node."""
 PANELS = 4
 
 
 class OneOfMany:
-    """What a Grid asks of a communicator, answered at once as if all other ranks had said the same as this one, each
-    NODE of them on a node of their own.
+    """A communicator whose other ranks pass the same values as this one. Each node has NODE ranks.
 
-    calls      how often each function of MPI was called;   received: bytes that came from others
+    calls      number of calls of each function of MPI
+    received   bytes from other ranks
     retained   see OwnedComm
     """
 
@@ -50,7 +50,7 @@ class OneOfMany:
 
     @property
     def messages(self) -> int:
-        """Calls in which others take part."""
+        """Number of calls in which other ranks take part."""
         return self.calls.total() - self.calls["bytes"] - self.calls["Free"]
 
     def Get_attr(self, key: int) -> Any:
@@ -129,9 +129,11 @@ class OneOfMany:
 
 
 class LinkOfMany:
-    """What a collective asks of its Link, where every message has arrived at once.
+    """The parts of a Link that a collective uses. Every message arrives at once.
 
-    rounds     exchanges;   messages: sent in all;   most: in one of them
+    rounds     number of exchanges
+    messages   number of sent messages
+    most       largest number of messages sent in one exchange
     """
 
     check, node_map = False, FLAT
@@ -148,7 +150,7 @@ class LinkOfMany:
 
 
 def reduce_scatter(ranks: int, workspace: Workspace) -> LinkOfMany:
-    """One rank's part of a reduce-scatter of a number for each rank."""
+    """The part of one rank in a reduce-scatter of one number for each rank."""
     link, library = LinkOfMany(ranks, ranks // 2 + 1, workspace), NumpyLibrary()
     for _ in reduce_scatter_into(link, library, np.zeros((ranks, 1)), np.zeros((1, 1)), [1] * ranks):
         pass
@@ -156,7 +158,7 @@ def reduce_scatter(ranks: int, workspace: Workspace) -> LinkOfMany:
 
 
 def all_reduce(ranks: int, workspace: Workspace) -> LinkOfMany:
-    """One rank's part of a sum of one number, as of a norm."""
+    """The part of one rank in a sum of one number, as for a norm."""
     link = LinkOfMany(ranks, ranks // 2 + 1, workspace)
     for _ in all_reduce_flat(link, NumpyLibrary(), np.zeros(1), np.zeros(1)):
         pass
@@ -165,7 +167,7 @@ def all_reduce(ranks: int, workspace: Workspace) -> LinkOfMany:
 
 @contextmanager
 def grid_of(comm: OneOfMany, shape: str) -> Iterator[Grid]:
-    """A Grid of that one rank."""
+    """As a context: a Grid of this rank alone."""
     unchecked = patch.object(grid_module, "check_communicator", lambda given: None)
     as_it_is = patch.object(grid_module, "WatchedComm", lambda made: made)
     with patch.object(communicator, "WatchedComm", lambda made: made), as_it_is, unchecked, Grid(comm, shape) as grid:
@@ -173,7 +175,7 @@ def grid_of(comm: OneOfMany, shape: str) -> Iterator[Grid]:
 
 
 def planned(grid: Grid, size: int) -> RankPlan:
-    """This rank's part of the plan of a cubic product in panels, with all that a product asks of it."""
+    """This rank's part of the plan of a cubic product in panels, with all properties that a product uses."""
     square = (size, size)
     plan = plan_product(Operand(square, Layout.A), Operand(square, Layout.B), None, "float64", grid.shape,
                         panels=PANELS)
@@ -183,14 +185,14 @@ def planned(grid: Grid, size: int) -> RankPlan:
 
 
 def with_ledger(grid: Grid, collectives: int) -> None:
-    """So many collectives counted."""
+    """Count this number of collectives."""
     for _ in range(collectives):
         grid.ledger.end(grid.everyone.next_record("all_reduce"))
 
 
 def setup(ranks: int, shape: str, measured: Callable[[str, Callable[[], Any]], Any]) -> OneOfMany:
-    """Make what one rank in the middle of so many makes of itself; measured(what, part) runs each part and returns what
-    it returns. The communicator that counted is returned."""
+    """Set up the middle one of `ranks` ranks. measured(name, part) runs each part and returns its result. Returns the
+    communicator, which counted the calls."""
     comm = OneOfMany(ranks, ranks // 2 + 1)
     making = grid_of(comm, shape)
     grid = measured("Grid", making.__enter__)

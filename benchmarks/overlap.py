@@ -1,20 +1,19 @@
-"""The time that overlapping communication with computation saves: products in panels, decomposed products, training
-steps.
+"""Time saved by the overlap of communication with computation: products in panels, decomposed products, training steps.
 
     python tests/cluster/cluster.py run --nodes 2 --rate 4gbit -- benchmarks/overlap.py panels --grids 1x1x2 1x2x1 2x1x1
     python tests/cluster/cluster.py run --nodes 2 --rate 4gbit -- benchmarks/overlap.py choice --grids 2x1x1
     python tests/cluster/cluster.py run --nodes 2 --rate 4gbit -- \\
         benchmarks/overlap.py training --grids 2x1x1x1 1x1x2x1 1x1x1x2 --check
 
-Run it across nodes, because within one node there is little to hide.
-At a site: srun -N 2 --ntasks-per-node=1 python benchmarks/overlap.py ...
+Run it on several nodes, because inside one node messages take little time.
+On a cluster: srun -N 2 --ntasks-per-node=1 python benchmarks/overlap.py ...
 
 panels    one product with 1, 2, 4 and 8 panels: its time, and the time that a rank waits for messages
-choice    C = A B, dA = dC B^T and dB = A^T dC in eight shapes, without overlap and decomposed; which of the two
-          `matmul` selects, and how much longer that one takes than the fastest
+choice    C = A B, dA = dC B^T and dB = A^T dC in eight shapes, without overlap and decomposed; the mode that `matmul`
+          selects, and its time compared with the fastest
 training  a step without overlap, then with OAR, ORS, OAG and the buckets of the data axis added; with sharded
           activations also decomposed. Computing and waiting are means over the ranks. --check compares the weights of
-          all stages bit for bit
+          all stages bit by bit
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ NEAR = 1.05
 SHARE = (0.3, 0.6)
 QUICK = {"shapes": ["96x130x80"], "size": 64, "layers": 2, "width": 32, "batch": 16, "rounds": 1}
 NONE = nn.Overlap.none(reshard_after_forward=True, bucket_bytes=2**22)
-"""Gathered weights are dropped after the forward pass, so that all stages have the same messages."""
+"""Gathered weights are freed after the forward pass, so that all stages have the same messages."""
 STAGES = {
     "none": NONE,
     "+ OAR": replace(NONE, oar=True),
@@ -57,7 +56,7 @@ Table = tuple[str, list[list[str]]]
 
 
 def timed(grid: Grid, work) -> Figures:
-    """Seconds of the slowest rank, and the mean that a rank waits. Collective."""
+    """(seconds of the slowest rank, mean seconds that a rank waits). Collective."""
     grid.ledger.reset()
     seconds = slowest(grid.comm, work)
     return {"seconds": seconds, "waited": grid.comm.allreduce(grid.ledger.total().waited) / grid.size}
@@ -79,7 +78,7 @@ def panels(options: argparse.Namespace) -> Iterator[Table]:
 
 
 def ways_of(a: DistMatrix, b: DistMatrix, out: DistMatrix) -> list[str]:
-    """Overlap modes that differ for this product."""
+    """The different overlap modes of this product."""
     found = []
     for way in WAYS:
         try:
@@ -91,7 +90,7 @@ def ways_of(a: DistMatrix, b: DistMatrix, out: DistMatrix) -> list[str]:
 
 
 def row_of(size: tuple[int, ...], name: str, found: dict[str, Figures], chosen: str) -> tuple[list[str], Figures]:
-    """(a line of the table, its figures)"""
+    """(a line of the table, its figures)."""
     seconds = {way: figures["seconds"] for way, figures in found.items()}
     fastest, share = min(seconds.values()), found["none"]["waited"] / seconds["none"]
     over = seconds[chosen] / fastest
@@ -124,7 +123,7 @@ def choice(options: argparse.Namespace) -> Iterator[Table]:
 
 
 class Training:
-    """A network and one batch on a grid, the same numbers every time."""
+    """A network and one batch on a grid, with the same numbers each time."""
 
     def __init__(self, grid: Grid, options: argparse.Namespace, width: int, batch: int, activations: str):
         self.grid, self.stages = grid, SHARDED if activations == "sharded" else STAGES
@@ -134,7 +133,7 @@ class Training:
         self.y = DistMatrix.random(grid, (batch, width), seed=3, dtype="float32", layout=self.net.output_layout)
 
     def step(self, stage: str) -> Figures:
-        """Milliseconds of one step of the slowest rank; computing and waiting: means over the ranks."""
+        """Milliseconds of a step on the slowest rank; computing and waiting are means over the ranks."""
         comm, ledger = self.grid.comm, self.grid.ledger
         nn.Tape.of(self.grid).parallel.overlap = self.stages[stage]
         ledger.entries.clear()
@@ -148,12 +147,12 @@ class Training:
         self.optimizer.step()
 
     def digest(self) -> str:
-        """Of this rank's weights."""
+        """The weights of this rank."""
         return hashlib.blake2b(b"".join(parameter.local.tobytes() for parameter in self.net.parameters())).hexdigest()
 
 
 def same_weights(shape: GridShape, *arguments) -> bool:
-    """Whether three steps in every stage, from the same start, give the same bits on every rank. Collective."""
+    """Whether three steps from the same start have the same bits on every rank in each stage. Collective."""
     digests, comm = set(), MPI.COMM_WORLD
     for stage in SHARDED if arguments[-1] == "sharded" else STAGES:
         with Grid(comm, shape[:3], shape.data) as grid:
@@ -179,7 +178,7 @@ def saved(results: dict[str, Figures]) -> str:
 
 
 def beside(grid: Grid, options: argparse.Namespace, width: int, batch: int) -> Table:
-    """Steps with replicated and with sharded activations, in turns, each with all its overlaps; and what each holds."""
+    """Steps with replicated and with sharded activations, in turns, each with all its overlaps; and their memory."""
     steps, held = dict[str, Callable[[], Figures]](), dict[str, int]()
     for activations in ("replicated", "sharded"):
         made = Training(grid, options, width, batch, activations)
@@ -224,19 +223,19 @@ def main() -> int:
     made = parser(__doc__)
     made.add_argument("part", choices=("panels", "choice", "training"))
     made.add_argument("--grids", nargs="+", required=True,
-                      help="GxxGyxGz; of training GxxGyxGzxGdata, as in 1x1x2x1, or with width and batch, "
+                      help="GxxGyxGz; for training GxxGyxGzxGdata, such as 1x1x2x1, or with width and batch, "
                            "1x1x2x1:1024:1536")
-    made.add_argument("--rounds", type=int, default=5, help="of which the medians are printed (5)")
-    made.add_argument("--dtype", default="float64", help="of products (float64)")
-    made.add_argument("--size", type=int, default=4096, help="of panels: m = n = k (4096)")
-    made.add_argument("--shapes", nargs="+", default=SHAPES, metavar="MxNxK", help="of choice")
+    made.add_argument("--rounds", type=int, default=5, help="number of rounds; figures are medians (5)")
+    made.add_argument("--dtype", default="float64", help="element type of products (float64)")
+    made.add_argument("--size", type=int, default=4096, help="for panels: m = n = k (4096)")
+    made.add_argument("--shapes", nargs="+", default=SHAPES, metavar="MxNxK", help="for choice")
     made.add_argument("--layers", type=int, default=8)
     made.add_argument("--width", type=int, default=1024)
-    made.add_argument("--batch", type=int, default=1024, help="of the whole grid (1024)")
+    made.add_argument("--batch", type=int, default=1024, help="rows over the whole grid (1024)")
     made.add_argument("--activations", choices=("replicated", "sharded", "both"), default="replicated",
-                      help="over the axis that a layer sums over (replicated); both: in turns, all overlaps on")
-    made.add_argument("--check", action="store_true", help="of training: compare the weights of all stages")
-    made.add_argument("--trace", help="of training: a Chrome trace of a step with all overlaps on the last grid")
+                      help="layout over the summed axis of a layer (replicated); both: in turns, with all overlaps")
+    made.add_argument("--check", action="store_true", help="for training: compare the weights of all stages")
+    made.add_argument("--trace", help="for training: write a Chrome trace of a step with all overlaps on the last grid")
     options = made.parse_args()
     network = "--layers --width --batch --activations --check --trace"
     made.refuse(options, {"panels": f"--shapes {network}", "choice": f"--size {network}",

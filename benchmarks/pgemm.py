@@ -1,4 +1,4 @@
-"""pgemm and redistribution on block-cyclic matrices, beside ScaLAPACK's in the same processes, in turns.
+"""pgemm and redistribution of block-cyclic matrices, compared with ScaLAPACK in the same processes, in turns.
 
     make embed; apt-get install libscalapack-openmpi-dev libopenblas0-pthread     (as root)
     export PMM3D_BLAS=/usr/lib/x86_64-linux-gnu/libopenblas.so.0 OPENBLAS_NUM_THREADS=1
@@ -6,12 +6,12 @@
     mpirun -n 8 .venv-embed/bin/python benchmarks/pgemm.py --moves
     mpirun -n 4 .venv/bin/python benchmarks/pgemm.py --datatypes                  (without ScaLAPACK)
 
-Both multiply with the BLAS that PMM3D_BLAS names, which is loaded for ScaLAPACK too, one thread a rank, under the MPI
-of ScaLAPACK. Blocks are of 64 x 64 on the process grid that is nearest to a square. Medians of the rounds, which begin
-with another side each, on the slowest rank; the limit is that of the same GEMM on one core, times the cores that the
-ranks have. With --moves: an 8192 x 8192 matrix of float64 to the layout of an operand and back, and MPI_Alltoallv of as
-many bytes. With --datatypes: a 4096 x 4096 matrix of float64 to the layout of an operand and back, by packed messages,
-which pmm3d sends, and by messages of one derived datatype each.
+Both use the BLAS in PMM3D_BLAS, which is loaded for ScaLAPACK too, one thread per rank, and the MPI of ScaLAPACK.
+Blocks are 64 x 64, on the process grid nearest to a square. Times are medians of the rounds on the slowest rank. The
+order of the libraries alternates. The limit is the rate of the same GEMM on one core, times the cores of the ranks.
+With --moves: an 8192 x 8192 matrix of float64 to the layout of an operand and back, and MPI_Alltoallv of the same
+number of bytes. With --datatypes: a 4096 x 4096 matrix of float64 to the layout of an operand and back, by packed
+messages, as in pmm3d, and by messages of one derived datatype each.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LIBRARY = NumpyLibrary()
 
 
 def process_grid(ranks: int) -> tuple[int, int]:
-    """The one nearest to a square.
+    """The process grid nearest to a square.
 
     >>> process_grid(8), process_grid(2)
     ((2, 4), (1, 2))
@@ -53,13 +53,13 @@ def process_grid(ranks: int) -> tuple[int, int]:
 
 
 def medians(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Seconds of each side on the slowest rank."""
+    """Seconds of each library on the slowest rank."""
     found = in_turns(sides, lambda side: {"seconds": slowest(MPI.COMM_WORLD, sides[side])}, rounds)
     return {side: figures["seconds"] for side, figures in found.items()}
 
 
 def limit(grid: Grid, case: Case) -> float:
-    """Seconds of the product if each core multiplied its share as fast as one core multiplies 2048 x 2048 x 2048."""
+    """Seconds of the product at the rate of a 2048 x 2048 x 2048 product on one core, times the cores."""
     return case.flop / (1e9 * core_rate(grid, case, (2048, 2048, 2048)) * min(grid.size, usable_cores()))
 
 
@@ -107,7 +107,7 @@ def moves(scalapack: Scalapack, rounds: int, size: int) -> list[list[str]]:
         grid = ours.product_grid((size, size, size), "float64", lambda shape: [])[0]
         layout = Layout("z", ("y", "x"))
         on_grid = Placement((size, size), layout, grid.shape, "F")
-        local_shapes = on_grid.local_shapes(comm.rank)  # none on a rank that the grid leaves out
+        local_shapes = on_grid.local_shapes(comm.rank)  # empty on a rank outside the grid
         shard = np.empty(local_shapes[0] if local_shapes else (0, 0), order="F")
         shard[...] = 0
         forth, home = (TileMove(ours.grid, *way, "float64", keep=True) for way in
@@ -131,14 +131,14 @@ def moves(scalapack: Scalapack, rounds: int, size: int) -> list[list[str]]:
 
 
 def repeated(kind: MPI.Datatype, runs: Sequence[Strided], stride: int) -> MPI.Datatype:
-    """The datatype of `kind` at each index of the runs, `stride` bytes apart."""
+    """The datatype of `kind` at each index of the runs, with stride `stride` in bytes."""
     each = [kind.Create_hvector(run.length, 1, stride).Create_hvector(run.times, 1, run.step_here * stride)
             for run in runs]
     return MPI.Datatype.Create_struct([1] * len(runs), [run.here * stride for run in runs], each)
 
 
 def datatype(message: Message, arrays: Sequence[np.ndarray]) -> MPI.Datatype:
-    """Of a message's elements in their order, from MPI.BOTTOM on."""
+    """The datatype of the elements of a message, in order, relative to MPI.BOTTOM."""
     kinds = [repeated(repeated(MPI.DOUBLE, part.cols, arrays[part.array].strides[1]), part.rows,
                       arrays[part.array].strides[0]) for part in message.parts]
     places = [MPI.Get_address(arrays[part.array]) for part in message.parts]
@@ -146,7 +146,7 @@ def datatype(message: Message, arrays: Sequence[np.ndarray]) -> MPI.Datatype:
 
 
 class DatatypeMove:
-    """A move whose messages are not packed: MPI reads and writes the arrays by derived datatypes."""
+    """A move with messages that are not packed: MPI reads and writes the arrays by derived datatypes."""
 
     def __init__(self, comm: MPI.Intracomm, table: Table, source: np.ndarray, target: np.ndarray):
         [only] = table.rounds
@@ -190,11 +190,11 @@ def packed(move: TileMove, source: np.ndarray, target: np.ndarray) -> None:
 
 def main() -> None:
     made = parser(__doc__)
-    made.add_argument("--moves", action="store_true", help="redistribution alone")
-    made.add_argument("--datatypes", action="store_true", help="packed messages beside MPI's derived datatypes")
-    made.add_argument("--rounds", type=int, default=5, help="of which the medians are shown (5)")
-    made.add_argument("--shape", help="one product, as 4096x4096x4096, instead of three")
-    made.add_argument("--dtype", help="float32 or float64, instead of both")
+    made.add_argument("--moves", action="store_true", help="only redistribution")
+    made.add_argument("--datatypes", action="store_true", help="packed messages and MPI's derived datatypes")
+    made.add_argument("--rounds", type=int, default=5, help="number of rounds; figures are medians (5)")
+    made.add_argument("--shape", help="one product, such as 4096x4096x4096 (three products)")
+    made.add_argument("--dtype", help="float32 or float64 (both)")
     asked, comm = made.parse_args(), MPI.COMM_WORLD
     if asked.moves or asked.datatypes:
         made.refuse(asked, "--shape --dtype", "--moves" if asked.moves else "--datatypes")

@@ -1,19 +1,19 @@
-"""A step of a pipeline: pmm3d beside torch.distributed.pipelining on gloo, in the same processes, in turns.
+"""A step of a pipeline: pmm3d compared with torch.distributed.pipelining on gloo, in the same processes, in turns.
 
     python benchmarks/pipeline_rivals.py                                              (2 and 4 ranks, two passes)
     python benchmarks/pipeline_rivals.py --ranks 2 --schedules 1f1b --rounds 20
 
 Both train the perceptron of torch_rivals.py (float32, plain SGD, the mean squared error) on torch arrays, with the same
-weights, batch, micro-batches, cut and table of actions, and one thread a rank: 1F1B with one stage on each rank, the
-interleaved zero bubble and ZB-V with two. The losses must be equal. In each round every contestant takes some steps;
-rounds begin with another one. A pass is a world of its own. Figures are medians over the rounds of both passes.
+weights, batch, micro-batches, cut and table of actions, and one thread per rank: 1F1B with one stage on each rank, the
+interleaved zero bubble and ZB-V with two. The losses must be equal. In each round every contestant takes some steps,
+and the order changes. A pass is a separate job. Figures are medians over the rounds of both passes.
 
-ms          of a step on the slowest rank, with the update. Ours contains the agreement of the ranks on loss and norm
-bubble      part of the time from a rank's first action to its last one in which the rank with the most work does not
-            compute (Qi et al., arXiv 2401.10241), in the middle step of a round
-simulated   the same of the simulation, with the mean times of these actions, and messages that take no time
+ms          milliseconds of a step on the slowest rank, with the update. In pmm3d, the ranks also agree on loss and norm
+bubble      fraction of the time from a rank's first action to its last one in which the rank with the most work does
+            not compute (Qi et al., arXiv 2401.10241), in the middle step of a round
+simulated   the bubble in the simulation, with the mean times of these actions, and messages that take no time
 
-With more ranks than cores the ranks share cores: actions take longer, and waits are hidden.
+With more ranks than cores, ranks share cores: actions take longer, and waits are hidden.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ from pmm3d.nn.training.step import train_step
 
 SCHEDULES = {"1f1b": ("1F1B", 1), "interleaved-zero-bubble": ("InterleavedZeroBubble", 2),
              "zb-v": ("ZBVZeroBubble", 2)}
-"""Name -> torch's name, and stages of a rank."""
+"""Name -> torch's name, and number of stages of a rank."""
 SIZES = ("layers", "width", "rows", "micro_batches", "steps", "rounds")
 QUICK = {"layers": 8, "width": 16, "rows": 8, "micro_batches": 4, "steps": 1, "rounds": 1, "passes": 1, "ranks": [2]}
 LEARNING_RATE = 1.0
 TOLERANCE = 1e-4
-"""Of the losses, relative."""
+"""Largest relative difference of the losses."""
 Step = Callable[[], float]
-"""A step, which returns the loss: ours on all ranks, torch's on the rank with the last stage and 0 on the others."""
+"""A step, which returns the loss: for pmm3d on all ranks, for torch on the rank with the last stage, and 0 on the
+others."""
 Acted = tuple[str, float, float]
 
 
 class TorchPipeline:
-    """The stages of this rank and torch's schedule. actions: of the last step, with their times."""
+    """The stages of this rank, and torch's schedule. actions: the actions of the last step, with their times."""
 
     def __init__(self, name: str, sizes: Namespace, comm: MPI.Intracomm):
         import torch
@@ -64,7 +65,7 @@ class TorchPipeline:
         pipeline = self
 
         class Stage(PipelineStage):
-            """Notes the times of its actions."""
+            """Records the times of its actions."""
 
             def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
                 with Noted(pipeline.actions, f"{self.stage_index}F{fwd_chunk_id}"):
@@ -92,7 +93,7 @@ class TorchPipeline:
         self._targets = targets if number - 1 in numbers else None
 
     def _layers(self, sizes: Namespace, stage: int, stages: int) -> Any:
-        """The layers of a stage, with an activation after each but the last one of the network."""
+        """The layers of a stage, with an activation after each layer but the last one of the network."""
         torch, parts = self._torch, []
         for index in range(stage * sizes.layers // stages, (stage + 1) * sizes.layers // stages):
             layer = torch.nn.Linear(sizes.width, sizes.width, bias=False)
@@ -101,9 +102,9 @@ class TorchPipeline:
         return torch.nn.Sequential(*(parts[:-1] if stage == stages - 1 else parts))
 
     def _loss(self, output: Any, target: Any) -> Any:
-        """The mean squared error, whose time is that of the last stage's forward pass."""
+        """The mean squared error. Its time is part of the last stage's forward pass."""
         loss = self._torch.nn.functional.mse_loss(output, target)
-        if self.actions:  # not in the trial with which torch finds the shapes
+        if self.actions:  # not in the trial run in which torch determines shapes
             action, start, _ = self.actions[-1]
             self.actions[-1] = action, start, time.time()
         return loss
@@ -118,7 +119,7 @@ class TorchPipeline:
 
 
 class Noted:
-    """As a context: an action, whose times are added to a list."""
+    """As a context: an action whose time is appended to a list."""
 
     def __init__(self, actions: list[Acted], action: str):
         self._actions, self._action = actions, action
@@ -131,14 +132,14 @@ class Noted:
 
 
 def own_stages(name: str, rank: int, ranks: int) -> list[int]:
-    """The stages of a rank: r, r + p, ...; of ZB-V r and 2p - 1 - r."""
+    """The stages of a rank: r, r + p, ...; for ZB-V r and 2p - 1 - r."""
     if name == "zb-v":
         return [rank, 2 * ranks - 1 - rank]
     return list(range(rank, SCHEDULES[name][1] * ranks, ranks))
 
 
 class OurPipeline:
-    """The same with pmm3d."""
+    """The same contestant by pmm3d."""
 
     def __init__(self, name: str, sizes: Namespace, grid: Grid):
         import torch
@@ -165,7 +166,7 @@ class OurPipeline:
 
 
 def measured(options: Namespace) -> dict[str, Any]:
-    """On every rank: the rounds of all contestants. Returns name -> {"seconds", "bubbles", "loss"}."""
+    """On every rank: run the rounds of all contestants. Return name -> {"seconds", "bubbles", "loss"}."""
     import torch
 
     comm = MPI.COMM_WORLD
@@ -200,7 +201,8 @@ def measured(options: Namespace) -> dict[str, Any]:
 
 
 def rows_of(ranks: int, schedules: list[str], passes: list[dict[str, Any]]) -> list[list[str]]:
-    """Of each schedule: ms of both, their ratio within a round with the medians of the passes, and the bubbles."""
+    """For each schedule: milliseconds of both, their ratio within a round, the medians of the passes, and the bubbles.
+    """
     rows = []
     for name in schedules:
         ours, theirs = ([one[f"{name}, {side}"]["rounds"] for one in passes] for side in ("pmm3d", "torch"))
@@ -217,16 +219,16 @@ def rows_of(ranks: int, schedules: list[str], passes: list[dict[str, Any]]) -> l
 
 def main() -> int:
     made = parser(__doc__)
-    made.add_argument("--ranks", nargs="+", type=int, default=[2, 4], metavar="N", help="worlds of so many ranks (2 4)")
+    made.add_argument("--ranks", nargs="+", type=int, default=[2, 4], metavar="N", help="numbers of ranks (2 4)")
     made.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=[*SCHEDULES], metavar="NAME",
-                      help=f"of {', '.join(SCHEDULES)} (all)")
-    made.add_argument("--passes", type=int, default=2, help="worlds of each number of ranks, one after the other (2)")
+                      help=f"some of {', '.join(SCHEDULES)} (all)")
+    made.add_argument("--passes", type=int, default=2, help="jobs with each number of ranks, one after the other (2)")
     made.add_argument("--rounds", type=int, default=4, help="rounds over all contestants in a pass (4)")
-    made.add_argument("--steps", type=int, default=3, help="timed steps of each in a round (3)")
+    made.add_argument("--steps", type=int, default=3, help="timed steps of each contestant in a round (3)")
     made.add_argument("--layers", type=int, default=16, help="linear layers (16)")
     made.add_argument("--width", type=int, default=1024, help="inputs and outputs of each (1024)")
-    made.add_argument("--rows", type=int, default=64, help="of a micro-batch (64)")
-    made.add_argument("--micro-batches", type=int, default=8, help="of a step (8)")
+    made.add_argument("--rows", type=int, default=64, help="rows of a micro-batch (64)")
+    made.add_argument("--micro-batches", type=int, default=8, help="micro-batches of a step (8)")
     made.add_argument("--here", action="store_true", help="internal, on every rank: one pass, as JSON")
     options = made.parse_args()
     if options.here:

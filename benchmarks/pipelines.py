@@ -1,19 +1,20 @@
-"""Steps of pipelines whose passes take given times: the simulated and the measured time line of each schedule.
+"""Pipelines whose passes take given times: the simulated and the measured time line of each schedule.
 
     python -m pmm3d.launcher -n 4 benchmarks/pipelines.py
     python -m pmm3d.launcher -n 4 benchmarks/pipelines.py --schedules 1f1b zb-h1 --times 40 40 20 --micro-batches 16
     python benchmarks/pipelines.py --arrival                                          (a simulation, in one process)
 
-Each layer sleeps in place of its products, so that ranks need no cores of their own. Times are those of a rank: with
-two chunks a rank, each of its stages takes half of them. The makespan is the time from the first start to the last end
-of all ranks. A pass takes longer than its sleep if other programs have the cores: the ratio by measured passes compares
-the makespan with a simulation in which each pass takes the mean of its measured times. The bubble is the part of a
-rank's own time in which it does not compute, of the rank with the most work.
+Each layer sleeps in place of its products, so ranks can share cores. Times are per rank: with two chunks on a rank,
+each of its stages takes half of them. The makespan is the time from the first start to the last end on all ranks. A
+pass takes longer than its sleep if other programs have the cores. Therefore, a second ratio compares the makespan with
+a simulation in which each pass takes the mean of its measured times. The bubble is the fraction of a rank's time in
+which it does not compute, on the rank with the most work.
 
-With --arrival: the mean makespan, of many draws of random times, of 1F1B and of ranks that do first what arrived first
-(AxoNN, Singh and Bhatele, arXiv 2110.13005). "Window": the most micro-batches that rank r of p may hold. 1F1B with a
-window of 2(p-r) - 1 does 2(p-r) - 2 forward passes first. F takes 1, B takes 2, and a message 0.05, each pass longer by
-an exponentially distributed part of it, of the mean that is given. A slow rank takes half as long again.
+With --arrival: the mean makespan, over many draws of random times, of 1F1B, and of ranks that execute first what
+arrived first (AxoNN, Singh and Bhatele, arXiv 2110.13005). "Window": largest number of micro-batches that rank r of p
+may hold. With a window of 2(p-r) - 1, 1F1B begins with 2(p-r) - 2 forward passes. F takes 1, B takes 2, and a message
+0.05. Each pass takes longer by an exponentially distributed fraction with the given mean. A slow rank takes 1.5 times
+as long.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from pmm3d.nn.tensor import Tensor
 QUICK = {"times": [0.5, 0.5, 0.5], "micro_batches": 8, "rounds": 1}
 ROWS, WIDTH = 4, 3
 Seconds = Callable[[str], float]
-"""Time of a pass: "F", "I" or "W"."""
+"""Function that returns the seconds of a pass: "F", "I" or "W"."""
 
 
 class Live:
-    """Counts arrays until they are freed. most   that there were at once"""
+    """Counter of arrays that exist. most: largest number at the same time."""
 
     def __init__(self) -> None:
         self.now = self.most = 0
@@ -60,9 +61,9 @@ class Live:
 
 
 class Sleeping(nn.Module):
-    """y = w x, of one weight. Its passes take as many seconds as the function says.
+    """y = w x, with one weight. `seconds` returns the seconds of each pass.
 
-    live   counts the arrays that passes keep for products of the weight's gradient
+    live   counts the arrays that passes keep for the gradient of the weight
     """
 
     def __init__(self, grid: Grid, seconds: Seconds, live: Live):
@@ -92,14 +93,14 @@ class Sleeping(nn.Module):
 
 
 def network(grid: Grid, table: PipelineSchedule, seconds: Seconds, live: Live) -> nn.Pipeline:
-    """A pipeline of one Sleeping layer a stage."""
+    """A pipeline with one Sleeping layer per stage."""
     layers = range(len(table.chains[0]))
     return nn.Pipeline(grid, lambda stage: nn.Sequential(stage, *(Sleeping(stage, seconds, live) for _ in layers)),
                        schedule=table)
 
 
 def measured(net: nn.Pipeline, micro_batches: int) -> tuple[TimeLine, TimeLine]:
-    """The time line of a step, and the simulated one of the measured times of its passes. Collective."""
+    """The time line of a step, and the simulated one with the measured times of its passes. Collective."""
     x, y = (DistMatrix.random(net.grid, (ROWS, WIDTH), seed=seed, dtype="float64", layout=batch_layout(None))
             for seed in (1, 2))
     executor = Executor(net, [x] * micro_batches)
@@ -109,7 +110,7 @@ def measured(net: nn.Pipeline, micro_batches: int) -> tuple[TimeLine, TimeLine]:
 
 
 def row_of(schedule: str, options: argparse.Namespace) -> list[str]:
-    """The row of a schedule. Collective."""
+    """The row of a schedule in the table. Collective."""
     ranks, live = MPI.COMM_WORLD.size, Live()
     table = schedule_of(schedule, ranks, options.micro_batches, times=Times(*options.times))
     times = Times(*(milliseconds / 1e3 * ranks / len(table.chains[0]) for milliseconds in options.times))
@@ -127,7 +128,7 @@ def row_of(schedule: str, options: argparse.Namespace) -> list[str]:
 
 
 class Drawn(Times):
-    """Random times of passes. seconds   (kind, rank, micro-batch) -> time"""
+    """Random times of passes. seconds: (kind, rank, micro-batch) -> time."""
 
     seconds: dict[tuple[str, int, int], float]
 
@@ -145,7 +146,7 @@ class Drawn(Times):
 
 
 def in_turns(windows: list[int], micro_batches: int) -> PipelineSchedule:
-    """1F1B whose ranks hold as many micro-batches as these windows say."""
+    """1F1B in which each rank holds the number of micro-batches of its window."""
     lines = []
     for rank, window in enumerate(windows):
         forward, backward = ([PipelineAction(kind, rank, micro) for micro in range(micro_batches)] for kind in "FB")
@@ -156,7 +157,7 @@ def in_turns(windows: list[int], micro_batches: int) -> PipelineSchedule:
 
 
 def makespan_by_arrival(windows: list[int], micro_batches: int, times: Drawn) -> float:
-    """Of ranks that do first what arrived first, and forward passes only within their windows."""
+    """Makespan if each rank executes first what arrived first, and forward passes only within its window."""
     ranks, end = len(windows), 0.0
     arrived: list[dict[str, list[float]]] = [{"F": [0.0] * micro_batches * (rank == 0), "B": []}
                                              for rank in range(ranks)]
@@ -185,7 +186,7 @@ def makespan_by_arrival(windows: list[int], micro_batches: int, times: Drawn) ->
 
 
 def rows_by_arrival(draws: int) -> list[list[str]]:
-    """Makespans of 1F1B, and of the others as part of it."""
+    """Makespan of 1F1B, and those of the other orders as fractions of it."""
     rows = [["ranks", "micro-batches", "passes longer by", "slow rank", "1F1B", "by arrival", "1F1B, larger window",
              "by arrival, larger window"]]
     for ranks, micro_batches in ((4, 16), (8, 32)):
@@ -210,9 +211,9 @@ def main() -> None:
     options.add_argument("--micro-batches", type=int, default=8, metavar="M")
     options.add_argument("--times", type=float, nargs=3, default=[200.0, 200.0, 200.0], metavar=("F", "I", "W"),
                          help="milliseconds of a rank's passes")
-    options.add_argument("--rounds", type=int, default=3, help="steps, after one that is not counted")
-    options.add_argument("--arrival", action="store_true", help="simulate the order of arrival beside 1F1B")
-    options.add_argument("--draws", type=int, default=100, help="of random times, with --arrival (100)")
+    options.add_argument("--rounds", type=int, default=3, help="steps, after a first one that is not counted")
+    options.add_argument("--arrival", action="store_true", help="simulate 1F1B and the order of arrival")
+    options.add_argument("--draws", type=int, default=100, help="draws of random times, with --arrival (100)")
     chosen = options.parse_args()
     if chosen.arrival:
         draws = 2 if chosen.quick else chosen.draws

@@ -1,4 +1,4 @@
-"""Whether the planner's predictions hold: every grid of the ranks timed in one run, beside its predicted time.
+"""Test of the planner's predictions: every grid of the ranks is timed in one run, and compared with its predicted time.
 
     python -m pmm3d.launcher -n 8 -m pmm3d tune machine --output here.toml
     python -m pmm3d.launcher -n 8 benchmarks/planner.py products --machine here.toml
@@ -8,12 +8,12 @@
 
 products     every grid without a data axis, for 12 products
 steps        the training step of networks of 8 layers on all grids, and the presets
-simulation   the simulated step beside the measured one, with the overlaps and without
-memory       predicted and held memory of a rank
+simulation   the simulated and the measured step, with the overlaps and without
+memory       predicted and measured memory of a rank
 
-Across virtual nodes, start both commands with `python tests/cluster/cluster.py run`. Rounds over all grids of a product
-or network are interleaved. Of a grid the median counts, of a ratio the median of the ratios within a
-round. --every-grid lists all grids with the parts of their predicted times.
+On virtual nodes, start both commands with `python tests/cluster/cluster.py run`. Each round times all grids of a
+product or network. Times are medians over the rounds, and ratios are medians of the ratios within a round.
+--every-grid lists all grids with the parts of their predicted times.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ from pmm3d.nn.training.step import train_step
 PRODUCTS = ("2048x2048x2048:float64", "1024x1024x1024:float32", "512x512x512:float64", "256x256x256:float32",
             "4096x4096x256:float64", "256x4096x4096:float32", "512x512x16384:float64", "1024x1024x8192:float32",
             "32768x256x256:float64", "256x32768x256:float32", "1501x1003x517:float64", "10001x499x513:float32")
-"""Square, flat, of large k, tall, small; two that no grid divides."""
+"""Square, flat, long k, tall, small; two products that no grid divides."""
 SIMULATED = ("1x1x1x8", "1x1x8", "8x1x1", "1x8x1", "2x2x2", "1x1x2x4", "2x1x2x2", "1x2x1x4")
 SAMPLE, MOST, WARM_UP = 0.05, 200, 3
-"""Seconds that a timing lasts at least, repetitions in it at most, and repetitions before."""
+"""Smallest number of seconds of a timing, largest number of repetitions in it, and repetitions before it."""
 ALL = 2**62
-"""Bytes of gathered weights that a rank keeps: all of them, as if memory were not short."""
+"""Bytes of gathered weights that a rank keeps: all, as with enough memory."""
 Settings = Mapping[str, Mapping[str, Any]]
 Work = Callable[[], Any]
 Table = tuple[str, Rows]
 
 
 class Network(NamedTuple):
-    """layers of `width` inputs and outputs. settings: further keys of the configuration, section by section."""
+    """`layers` layers of `width` inputs and outputs. settings: further keys of the configuration, by section."""
 
     layers: int
     width: int
@@ -99,7 +99,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "sharded, recompute, ZeRO-1": {"network": {"activations": "sharded", "recompute": True},
                                    "optimizer": {"shard_over_data": True}},
 }
-"""Of which the memory is predicted."""
+"""Settings whose memory is predicted."""
 
 
 def name_of(grid: GridShape) -> str:
@@ -112,8 +112,8 @@ def name_of(grid: GridShape) -> str:
 
 
 def settings(network: Network, folder: Path, *others: Settings) -> dict[str, dict[str, Any]]:
-    """A configuration without a grid; `others` override keys of the network. Writes its data, three random batches, on
-    rank 0."""
+    """A configuration without a grid. `others` override keys of the network. Rank 0 writes its data: three random
+    batches."""
     file = folder / f"{network.batch}x{network.width}.h5"
     if MPI.COMM_WORLD.rank == 0 and not file.exists():
         import h5py
@@ -133,7 +133,7 @@ def settings(network: Network, folder: Path, *others: Settings) -> dict[str, dic
 
 
 def on_grid(given: Settings, name: str) -> Config:
-    """The configuration with that grid."""
+    """The configuration with this grid."""
     grid = grid_named(name)
     return checked({**given, "grid": {"shape": "x".join(map(str, grid[:3])), "data": grid.data}})
 
@@ -166,8 +166,8 @@ def one_step(made: Trainer) -> Work:
 
 def compared(what: str, kinds: Mapping[str, Any], rounds: int, said: Iterable[Candidate] | Mapping[str, float],
              per_node: int) -> Compared:
-    """All grids in turns, beside what was predicted. kinds: grid -> a context of (the grid, what is timed).
-    Collective."""
+    """Time all grids in turns, and compare with the predictions. kinds: grid -> a context of (the grid, the timed
+    function). Collective."""
     comm = MPI.COMM_WORLD
     with ExitStack() as stack:
         opened = {name: stack.enter_context(kind()) for name, kind in kinds.items()}
@@ -185,7 +185,7 @@ def compared(what: str, kinds: Mapping[str, Any], rounds: int, said: Iterable[Ca
 
 
 def parts_of(grid: Grid, work: Work) -> dict[str, float]:
-    """Seconds of the mean rank, by the ledger; the rest is Python. Collective."""
+    """Mean seconds of the ranks by activity, from the ledger. The rest is Python. Collective."""
     grid.ledger.reset()
     slowest(MPI.COMM_WORLD, work)
     total = grid.ledger.total()
@@ -260,7 +260,7 @@ def memory(options: argparse.Namespace, machine: None, folder: Path) -> Iterator
 
 
 def held_by(made: Trainer) -> dict[str, int]:
-    """Kind -> bytes of this rank."""
+    """Kind -> bytes on this rank."""
     parameters = made.state.network.parameters()
     arrays = {"weights": [parameter.stored.local for parameter in parameters],
               "gradients": [parameter.accumulated.array for parameter in parameters],
@@ -270,8 +270,8 @@ def held_by(made: Trainer) -> dict[str, int]:
 
 
 def resident_afresh() -> int | None:
-    """Resident bytes of this process after free memory was given back, where its peak begins anew. None if the system
-    does not tell."""
+    """Return free memory to the system, and restart the count of the peak. Returns the resident bytes of this process;
+    None if the system does not provide them."""
     gc.collect()
     try:
         ctypes.CDLL(None).malloc_trim(0)
@@ -282,7 +282,7 @@ def resident_afresh() -> int | None:
 
 
 def resident(which: str) -> int:
-    """VmRSS: resident bytes now. VmHWM: their maximum."""
+    """Resident bytes. which: VmRSS (now) or VmHWM (their maximum)."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{which}:"))
     return 1024 * int(line.split()[1])
 
@@ -293,8 +293,8 @@ PARTS = {"products": products, "steps": steps, "simulation": simulation, "memory
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("part", choices=PARTS)
-    made.add_argument("--machine", metavar="FILE", help="that `pmm3d tune machine` wrote on these ranks, or `nominal`")
-    made.add_argument("--rounds", type=int, default=5, help="over all grids (5)")
+    made.add_argument("--machine", metavar="FILE", help="file of `pmm3d tune machine` on these ranks, or `nominal`")
+    made.add_argument("--rounds", type=int, default=5, help="rounds over all grids (5)")
     made.add_argument("--products", nargs="+", default=PRODUCTS, metavar="MxNxK:DTYPE", help="(12 of them)")
     made.add_argument("--networks", nargs="+", choices=NETWORKS, default=[*NETWORKS], metavar="NAME",
                       help=f"({' '.join(NETWORKS)})")

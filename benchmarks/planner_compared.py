@@ -16,9 +16,9 @@ from pmm3d.model.machines import groups_of
 
 TOP = 3
 CLOSE = 1.10
-"""How much longer than the best the first choice may take."""
+"""Largest ratio of the times of the first choice and the best grid that counts as close."""
 NEAR = 0.10
-"""By which a simulated step may differ from the measured one."""
+"""Largest relative difference of a simulated and a measured step that counts as near."""
 KINDS = ("weights", "gradients", "state", "work")
 
 
@@ -27,12 +27,13 @@ def grid_named(name: str) -> GridShape:
 
 
 class Compared:
-    """One product or step on all grids.
+    """Times of a product or a step on all grids.
 
-    what        that was run;   where   on which ranks
-    rounds      grid -> seconds measured, round by round;   predicted   grid -> seconds
-    order       grids, the first choice first; by the seconds predicted if left out
-    more        what else is kept beside it: "kind", "spent", "terms", "ranks_per_node"
+    what, where   the product or step, and the ranks
+    rounds        grid -> measured seconds of each round
+    predicted     grid -> seconds
+    order         grids, the first choice first. Default: by predicted seconds
+    more          further data: "kind", "spent", "terms", "ranks_per_node"
     """
 
     def __init__(self, what: str, where: str, rounds: Mapping[str, Sequence[float]], predicted: Mapping[str, float],
@@ -44,7 +45,7 @@ class Compared:
 
     @cached_property
     def measured(self) -> dict[str, float]:
-        """Grid -> the median over the rounds."""
+        """Grid -> median of its rounds."""
         return {grid: median(seconds) for grid, seconds in self.rounds.items()}
 
     @property
@@ -56,47 +57,47 @@ class Compared:
         return min(self.measured, key=self.measured.__getitem__)
 
     def beside(self, grid: str, other: str) -> float:
-        """Time of one / time of the other, within a round; the median over the rounds."""
+        """Time of one grid / time of another within a round: the median over the rounds."""
         return median(own / its for own, its in zip(self.rounds[grid], self.rounds[other]))
 
     @property
     def ratio(self) -> float:
-        """The chosen one's time over the best's; at least 1."""
+        """Time of the chosen grid / time of the best grid; at least 1."""
         return max(1.0, self.beside(self.chosen, self.best))
 
     @property
     def place(self) -> int:
-        """Of the best grid in the predicted order: 1 is the first."""
+        """Place of the best grid in the predicted order, from 1."""
         return self.order.index(self.best) + 1
 
     @property
     def tied(self) -> list[str]:
-        """Grids that were no slower than the best in a third of the rounds: it could have been them."""
+        """Grids that were no slower than the best in at least a third of the rounds, so each could be the best."""
         faster = {grid: sum(own <= its for own, its in zip(times, self.rounds[self.best]))
                   for grid, times in self.rounds.items()}
         return [grid for grid, times in self.rounds.items() if 3 * faster[grid] >= len(times)]
 
     @property
     def place_of_tied(self) -> int:
-        """The best place of any of them."""
+        """The best place of a tied grid."""
         return min(self.order.index(grid) for grid in self.tied) + 1
 
     @cached_property
     def correlation(self) -> float:
-        """Of the ranks of predicted and measured times (Spearman)."""
+        """Rank correlation (Spearman) of predicted and measured times."""
         return _spearman([self.predicted[grid] for grid in self.measured], [*self.measured.values()])
 
     @cached_property
     def repeated(self) -> float:
-        """The same of the even rounds beside the odd ones: what a prediction can be held to."""
+        """Rank correlation of the even and the odd rounds: the limit for a prediction."""
         halves = [[median(seconds[first::2]) for seconds in self.rounds.values()] for first in (0, 1)
                   if all(len(seconds) > 1 for seconds in self.rounds.values())]
         return _spearman(*halves) if halves else nan
 
     @cached_property
     def noise(self) -> float:
-        """The middle half of a grid's rounds, over their median, once each round is freed of what it had more than the
-        others on all grids; the mean of the grids."""
+        """Interquartile range of a grid's rounds over their median, after division of each round by its common
+        slowdown; the mean of the grids."""
         rounds = list(zip(*self.rounds.values()))
         if len(rounds) < 2:
             return nan
@@ -109,17 +110,17 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Predicted over measured of the best grid."""
+        """Predicted / measured time of the best grid."""
         return self.predicted[self.best] / self.measured[self.best]
 
     @cached_property
     def preset(self) -> str:
-        """The fastest grid of those that a preset makes."""
+        """The fastest grid of the presets."""
         return min((grid for grid in self.measured if preset_of(grid_named(grid))), key=self.measured.__getitem__)
 
     @property
     def beside_preset(self) -> float:
-        """The chosen one's time over that of the fastest preset: 1 or less is no slower."""
+        """Time of the chosen grid / time of the fastest preset: not slower if at most 1."""
         return self.beside(self.chosen, self.preset)
 
 
@@ -130,7 +131,7 @@ def _spearman(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def table(found: Iterable[Compared], *, presets: bool = False) -> Rows:
-    """A row for each; presets: beside the fastest of them."""
+    """A row for each comparison. presets: compared with the fastest preset too."""
     rows = [["", "ranks", "first choice", "measured best", "chosen / best", "place of the best", "rank correlation",
              "of the rounds", "noise", "predicted / measured", *(["chosen / best preset"] if presets else [])]]
     for one in found:
@@ -143,7 +144,7 @@ def table(found: Iterable[Compared], *, presets: bool = False) -> Rows:
 
 
 def totals(found: Sequence[Compared], *, presets: bool = False) -> str:
-    """How many are as they should be, of those of each place."""
+    """Numbers of comparisons within the goals, for each set of ranks."""
     lines = []
     for where in dict.fromkeys(one.where for one in found):
         these = [one for one in found if one.where == where]
@@ -159,7 +160,7 @@ def totals(found: Sequence[Compared], *, presets: bool = False) -> str:
 
 
 def every_grid(one: Compared) -> tuple[str, Rows]:
-    """Predicted and measured of all grids, with what it is made of, in ms."""
+    """Predicted and measured times of all grids with their terms, in ms."""
     terms, spent = one.more.get("terms", {}), one.more.get("spent", {})
     names = list(dict.fromkeys(name for parts in terms.values() for name in parts))
     rows = [["grid", "measured", "computed", "waited", "predicted", "/ measured", *names]]
@@ -173,7 +174,7 @@ def every_grid(one: Compared) -> tuple[str, Rows]:
 
 
 def grid_by_grid(found: Sequence[Compared]) -> tuple[str, Rows]:
-    """A row for each grid, a column for each of what was measured on it: measured ms (predicted / measured)."""
+    """A row for each grid, a column for each comparison: measured ms (predicted / measured)."""
     rows = [["grid", *(one.what for one in found)]]
     for grid in found[0].measured:
         rows.append([grid, *(f"{1e3 * one.measured[grid]:.2f} ({one.predicted[grid] / one.measured[grid]:.2f})"
@@ -185,7 +186,7 @@ def grid_by_grid(found: Sequence[Compared]) -> tuple[str, Rows]:
 
 
 def inner_axes(found: Sequence[Compared]) -> tuple[str, Rows]:
-    """A row for each that ran on nodes: the axes inside a node of the first choice and of the measured best."""
+    """A row for each comparison on nodes: the axes inside a node, for the first choice and for the measured best."""
     rows = [["", "ranks", "first choice", "inside a node", "measured best", "inside a node", "chosen / best"]]
     for one in found:
         cells = [(grid, _inside(grid, one.more["ranks_per_node"])) for grid in (one.chosen, one.best)]
@@ -194,8 +195,8 @@ def inner_axes(found: Sequence[Compared]) -> tuple[str, Rows]:
 
 
 def axes_of_grids(found: Sequence[Compared]) -> tuple[str, Rows]:
-    """A row for each grid of those that ran on the same nodes, the fastest first: its time over that of the best grid,
-    measured and predicted, in the median of all; and how often it was chosen, and was the best."""
+    """A row for each grid, the fastest first: its time / that of the best grid, measured and predicted, as medians of
+    all comparisons on the same nodes; how often it was chosen, and was the best."""
     rows = [["grid", "inside a node", "measured / best", "predicted / first", "chosen", "best"]]
     times = {grid: [median(side(one)[grid] / min(side(one).values()) for one in found)
                     for side in (lambda one: one.measured, lambda one: one.predicted)] for grid in found[0].measured}
@@ -207,7 +208,7 @@ def axes_of_grids(found: Sequence[Compared]) -> tuple[str, Rows]:
 
 
 def _inside(grid: str, ranks_per_node: int) -> str:
-    """The axes that do not leave a node."""
+    """The axes inside a node."""
     groups = groups_of(grid_named(grid), ranks_per_node)
     return ", ".join(name for name, group in groups.items() if group.size > 1 and group.nodes == 1) or "none"
 
@@ -217,8 +218,8 @@ Held = Mapping[str, int]
 
 
 def memory_table(said: Mapping[str, Sequence[Held]], held: Mapping[str, Sequence[Held]]) -> tuple[str, Rows]:
-    """A row for each run; the bytes of the fullest rank, and the largest difference on any. Besides, by how much that
-    rank's process grew at most, over all that is predicted; nothing where the system does not say."""
+    """A row for each run: the bytes of the fullest rank, and the largest difference on any rank. Also the whole
+    prediction and the growth of that rank's process, if the system provides it."""
     rows = [["", *KINDS, "held", "predicted", "differs by", "predicted, with batches", "process grew by"]]
     least, most = 0.0, 0.0
     for name, ranks in held.items():

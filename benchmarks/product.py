@@ -5,19 +5,20 @@
     python benchmarks/product.py --beside ../before/.venv/bin/python   this version and another one, in turns
     python benchmarks/product.py --order F --beside $(which python)     stored by columns, and by rows, in turns
 
-Each cell is one run of `pmm3d bench` with the auto grid and the median of 9 products. The median of the passes counts.
+Each cell is one run of `pmm3d bench` with the auto grid: the median of 9 products. The tables show medians of passes.
 
-r              achieved rate / (cores x the 2048 cubed GEMM of the same BLAS on one core, the fastest of all runs)
+r              achieved rate / (cores x rate of a 2048 x 2048 x 2048 GEMM of the same BLAS on one core, the fastest of
+               all runs)
 ratio          the same with a GEMM of the proportions of the product, in the same run
-at once        the same with that GEMM on all cores at once without messages. They share memory and clock
-without a core the share of the computing time in which another process had the core
+at once        the same with that GEMM on all cores at the same time, without messages. Cores share memory and clock
+without a core fraction of the computing time in which another process had the core
 
---cosma adds a table: time of COSMA / time here. FOLDER is where COSMA and COSTA are installed, built with the mpicxx of
-this environment. COSMA stores the matrices in its own layout, and uses the same MPI, binding, BLAS and kernel.
---beside adds a table: time of one product here / time with the pmm3d of that Python. --cells selects cells, as in
+--cosma adds a table: time of COSMA / time of pmm3d. FOLDER contains COSMA and COSTA, built with the mpicxx of this
+environment. COSMA stores the matrices in its own layout, and uses the same MPI, binding, BLAS and kernel. --beside adds
+a table: time of a product here / time with the pmm3d of that Python. --cells selects cells, such as
 2048x2048x2048:8:float64. --blas auto times the local GEMMs of each cell with each BLAS and kernel of --tried, by `pmm3d
-tune blas`, and multiplies with the fastest for the type. --order F stores A, B and C by columns. --shared stores A and
-B in memory that the ranks of a node share.
+tune blas`, and uses the fastest for the type. --order F stores A, B and C by columns. --shared stores A and B in memory
+that the ranks of a node share.
 """
 
 import json
@@ -44,13 +45,13 @@ SOURCE = Path(__file__).parent / "cosma.cpp"
 
 
 def words_of(shape: tuple[int, int, int]) -> list[str]:
-    """The options of a product's sizes."""
+    """Options with the sizes of a product."""
     return [word for name, size in zip("mnk", shape) for word in (f"--{name}", str(size))]
 
 
 class Side(NamedTuple):
-    """How one of the two sides multiplies: with the pmm3d of a Python, options of `pmm3d bench`, the BLAS: auto, or ""
-    for that of the environment."""
+    """One of the two compared sides: the Python with a pmm3d, options of `pmm3d bench`, and the BLAS (auto, or "" for
+    that of the environment)."""
 
     python: str
     options: list[str]
@@ -58,7 +59,7 @@ class Side(NamedTuple):
 
 
 def tune(cells: list[tuple], tried: list[str]) -> None:
-    """Time the GEMMs of those cells with these BLASes. The choice is kept for PMM3D_BLAS=auto:TYPE."""
+    """Time the GEMMs of these cells with these BLAS libraries. The choice is stored for PMM3D_BLAS=auto:TYPE."""
     asked = [word for name in tried for word in ("--blas", name)]
     for shape, (ranks, dtype) in cells:
         said = output_of([sys.executable, "-m", "pmm3d", "tune", "blas", *words_of(shape), "--ranks", str(ranks),
@@ -130,7 +131,8 @@ def _cell(runs: list[dict], square: float) -> str:
 
 
 def with_cosma(results: dict, cosma: dict) -> tuple[str, Rows]:
-    """(title, rows): time of COSMA / time here, median and range of the passes, and both in ms. Bold: at least 1."""
+    """(title, rows): time of COSMA / time of pmm3d, median and range of the passes, and both in ms. Bold: at least 1.
+    """
     rows, found = [HEADING], []
     for shape in _shapes(results):
         cells = []
@@ -152,7 +154,7 @@ def with_cosma(results: dict, cosma: dict) -> tuple[str, Rows]:
 
 
 def ratios(results: dict, beside: dict) -> Rows:
-    """Time here / time there of each cell."""
+    """(title, rows): time of one side / time of the other, for each cell."""
     rows = [HEADING]
     for shape in _shapes(results):
         pairs = [list(zip(results.get((shape, key), []), beside.get((shape, key), []))) for key in COLUMNS]
@@ -169,18 +171,17 @@ def one_cell(text: str) -> tuple:
 
 def main() -> None:
     made = parser(__doc__)
-    made.add_argument("--passes", type=int, default=3, help="runs of each cell, of which the median counts (3)")
-    made.add_argument("--cosma", metavar="FOLDER", type=Path, help="of an installed COSMA, such as /usr/local")
-    made.add_argument("--beside", metavar="PYTHON", help="of an environment with another version of pmm3d")
+    made.add_argument("--passes", type=int, default=3, help="runs of each cell; figures are medians (3)")
+    made.add_argument("--cosma", metavar="FOLDER", type=Path, help="folder of an installed COSMA, such as /usr/local")
+    made.add_argument("--beside", metavar="PYTHON", help="Python of an environment with another version of pmm3d")
     made.add_argument("--cells", type=lambda text: [one_cell(word) for word in text.split(",")], metavar="CELL,...",
                       default=list(product(SHAPES, COLUMNS)), help="only these")
-    made.add_argument("--order", choices=("C", "F"), default="C", help="of A, B and C here (C)")
-    made.add_argument("--blas", choices=("auto",), help="what pmm3d tune blas finds fastest for each type here; left "
-                                                        "out: that of PMM3D_BLAS, or SciPy's")
+    made.add_argument("--order", choices=("C", "F"), default="C", help="storage order of A, B and C here (C)")
+    made.add_argument("--blas", choices=("auto",), help="the fastest BLAS for each type here, by pmm3d tune blas "
+                                                        "(default: that of PMM3D_BLAS, or SciPy's)")
     made.add_argument("--tried", nargs="+", metavar="BLAS",
-                      help="BLASes that are timed, each with all kernels that this CPU runs (that of PMM3D_BLAS, or "
-                           "SciPy's)")
-    made.add_argument("--shared", action="store_true", help="A and B here in memory that the ranks share")
+                      help="timed BLAS libraries, each with all kernels of this CPU (that of PMM3D_BLAS, or SciPy's)")
+    made.add_argument("--shared", action="store_true", help="store A and B here in memory that the ranks share")
     options = made.parse_args()
     stored = (["--order", options.order] if options.order != "C" else []) + ["--shared"] * options.shared
     if options.cosma:

@@ -66,10 +66,10 @@ def parser(text: str) -> Parser:
     """A parser with the options that all benchmarks have."""
     made = Parser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     made.add_argument("--json", type=Path, metavar="FILE",
-                      help="write the tables here; the pages show those in benchmarks/results")
+                      help="write the tables to FILE; the pages show the files in benchmarks/results")
     made.add_argument("--add", action="store_true",
-                      help="add the tables to those in the file; rows, if title and heading of a table are the same")
-    made.add_argument("--quick", action="store_true", help="smallest sizes: whether the benchmark works, no figures")
+                      help="add the tables to the file; a table with the same title and heading gets more rows")
+    made.add_argument("--quick", action="store_true", help="smallest sizes, only to test the benchmark")
     return made
 
 

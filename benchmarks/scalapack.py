@@ -1,7 +1,7 @@
-"""The routines of ScaLAPACK that comparisons need, by ctypes.
+"""Routines of ScaLAPACK for comparisons, by ctypes.
 
-It must be built for the MPI that mpi4py has loaded: Debian's libscalapack-openmpi under Debian's mpirun, say, in an
-environment without an MPI of its own (`make embed` makes one, .venv-embed).
+The library must be built for the MPI that mpi4py has loaded: for example, Debian's libscalapack-openmpi under Debian's
+mpirun, in an environment without its own MPI (.venv-embed, from `make embed`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LETTERS = {"float32": "s", "float64": "d", "complex64": "c", "complex128": "z"}
 
 
 class Scalapack:
-    """The library; PMM3D_SCALAPACK names the file where it has another name."""
+    """The library. PMM3D_SCALAPACK contains the file if it has another name."""
 
     def __init__(self) -> None:
         names = [os.environ["PMM3D_SCALAPACK"]] if "PMM3D_SCALAPACK" in os.environ else LIBRARIES
@@ -33,7 +33,7 @@ class Scalapack:
     def pgemm(self, transa: str, transb: str, m: int, n: int, k: int, alpha: complex, a: np.ndarray, ia: int, ja: int,
               desca: np.ndarray, b: np.ndarray, ib: int, jb: int, descb: np.ndarray, beta: complex, c: np.ndarray,
               ic: int, jc: int, descc: np.ndarray) -> None:
-        """p?gemm; a, b, c are this rank's arrays in Fortran's order, desca, ... nine numbers."""
+        """p?gemm. a, b, c are this rank's arrays in Fortran order; desca, ... nine numbers."""
         routine = getattr(self._library, f"p{LETTERS[a.dtype.name]}gemm_")
         numbers = [np.array([value], a.dtype) for value in (alpha, beta)]
         sizes = [byref(c_int(size)) for size in (m, n, k)]
@@ -43,14 +43,14 @@ class Scalapack:
 
     def pgemr2d(self, m: int, n: int, a: np.ndarray, ia: int, ja: int, desca: np.ndarray, b: np.ndarray, ib: int,
                 jb: int, descb: np.ndarray, everyone: Blacs) -> None:
-        """p?gemr2d; everyone: a context that has all the ranks of both."""
+        """p?gemr2d. everyone: a context that contains all ranks of both."""
         routine = getattr(self._library, f"Cp{LETTERS[a.dtype.name]}gemr2d")
         routine(c_int(m), c_int(n), _address(a), c_int(ia), c_int(ja), _address(desca), _address(b), c_int(ib),
                 c_int(jb), _address(descb), c_int(everyone.number))
 
 
 class Blacs:
-    """A BLACS context. number: its own; -1 on a rank that has no part in it."""
+    """A BLACS context. number: its number; -1 on a rank that is not in it."""
 
     def __init__(self, library: ctypes.CDLL, comm: MPI.Intracomm, shape: tuple[int, int], order: str):
         self._library, number = library, c_int(library.Csys2blacs_handle(_comm(comm)))
@@ -67,7 +67,7 @@ class Blacs:
 
 
 def _comm(comm: MPI.Intracomm) -> c_void_p:
-    """What a C function takes for an MPI_Comm: a pointer in Open MPI, a number in MPICH."""
+    """The representation of an MPI_Comm in C: a pointer in Open MPI, a number in MPICH."""
     return c_void_p(MPI._handleof(comm))
 
 

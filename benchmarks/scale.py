@@ -1,10 +1,10 @@
-"""What many ranks cost: the choice of a grid, what one rank of them makes of itself, and real ranks that share cores.
+"""Cost of many ranks: the choice of a grid, the setup of one rank, and real ranks that share cores.
 
-    python benchmarks/scale.py                 (--ranks 64 128: of the real runs; --ranks alone: none)
+    python benchmarks/scale.py                 (--ranks 64 128: ranks of the real runs; --ranks alone: no real run)
 
-The first three tables come from one process: it plays one rank of a job whose other ranks are made up, so times are the
-CPU time of this rank, without MPI's. Memory is what Python and numpy allocate. The last is of real ranks, many to a
-core: CPU seconds of the mean rank, waiting included, and the wall clock of the slowest.
+The first three tables are from one process, which simulates one rank of a job. Times are CPU times of this rank,
+without MPI. Memory is the memory that Python and numpy allocate. The last table is from real ranks, many on each core:
+CPU seconds of the mean rank, with waits, and wall-clock time of the slowest.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def of_collectives(counts: tuple[int, ...]) -> list[list[str]]:
 
 
 def on_this_rank() -> None:
-    """The real run, on each rank: rank 0 prints the mean CPU seconds and the longest wall clock of each step."""
+    """The real run, on each rank. Rank 0 prints the mean CPU seconds and the longest wall-clock time of each step."""
     comm, clocks = MPI.COMM_WORLD, [(time.process_time(), time.perf_counter())]
 
     def step() -> None:
@@ -124,7 +124,7 @@ def of_real_ranks(counts: list[int]) -> list[list[str]]:
 
 def main() -> None:
     made = parser(__doc__)
-    made.add_argument("--ranks", type=int, nargs="*", default=[64, 128], help="of the real runs (64 128)")
+    made.add_argument("--ranks", type=int, nargs="*", default=[64, 128], help="ranks of the real runs (64 128)")
     made.add_argument("--as-ranks", action="store_true", help="internal, on every rank: the real run")
     options = made.parse_args()
     if options.as_ranks:

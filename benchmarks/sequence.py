@@ -1,13 +1,13 @@
-"""Attention of a sequence that all ranks share: how evenly the work is spread, and what waiting for keys costs.
+"""Attention of a sequence that all ranks share: the balance of the work, and the cost of waiting for keys.
 
     python -m pmm3d.launcher -n 4 benchmarks/sequence.py
     python -m pmm3d.launcher -n 8 benchmarks/sequence.py --blocks 32 --milliseconds 10 25
 
-Each pair of a block of queries and a block of keys sleeps in place of its products, so that ranks need no cores of
-their own. The messages are real. The work is the number of pairs of the rank with the most, over the mean of the ranks.
-The efficiency is the time that the pairs take, divided by the ranks, over the time of the slowest rank: 100% without
-waiting and with even work. Published for 8 devices against flash attention on one of them (ring-flash-attention,
-github.com/zhuzilin/ring-flash-attention): a plain ring 52 to 54%, zigzag 85 to 90%, striped 74 to 83%.
+Each pair of a block of queries and a block of keys sleeps in place of its products, so ranks can share cores. The
+messages are real. The work is the largest number of pairs on a rank / the mean over the ranks. The efficiency is the
+time of all pairs / number of ranks / time of the slowest rank: 100% without waits and with even work. Published for 8
+devices compared with flash attention on one of them (github.com/zhuzilin/ring-flash-attention): a plain ring 52 to 54%,
+zigzag 85 to 90%, striped 74 to 83%.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ BLOCK, SIZE = 32, 16
 
 
 class Sleeping:
-    """In place of the kernel: each pair of blocks takes the given seconds of sleep, forward and backward.
+    """A kernel that sleeps the given seconds for each pair of blocks, forward and backward.
 
-    heads   in all: a rank that has some of them takes that part of the seconds
-    pairs   of forward passes, so far, of all heads
+    heads   number of all heads. A rank with some of them sleeps this fraction of the seconds
+    pairs   number of pairs in forward passes so far, for all heads
     """
 
     def __init__(self, forward: float, backward: float, heads: int):
@@ -44,7 +44,7 @@ class Sleeping:
 
     def attend(self, library: Any, work: Any, q: Any, k: Any, v: Any, queries: Rows, keys: Rows, visible: Visible,
                scale: float, into: Any, fresh: bool, part: str) -> None:
-        """As `kernel.attend`; the result is 0."""
+        """`kernel.attend`, with a result of 0."""
         if fresh:
             into.out[...], into.lse[...] = 0, 0
         self.pairs += self._sleep(False, q.shape[1], queries, keys, visible, part)
@@ -52,7 +52,7 @@ class Sleeping:
     def attend_backward(self, library: Any, work: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any,
                         queries: Rows, keys: Rows, visible: Visible, scale: float, dq: Any, dk: Any, dv: Any,
                         fresh: bool, part: str) -> None:
-        """As `kernel.attend_backward`; nothing is added."""
+        """`kernel.attend_backward`, with gradients of 0."""
         self._sleep(True, q.shape[1], queries, keys, visible, part)
 
     def _sleep(self, backward: bool, heads: int, queries: Rows, keys: Rows, visible: Visible, part: str) -> float:
@@ -64,7 +64,7 @@ class Sleeping:
 
 
 def row_of(order: str, parallel: str, options: argparse.Namespace) -> list[str]:
-    """The row of an order and a way. Collective."""
+    """The row of an order and an algorithm in the table. Collective."""
     ranks, rows = MPI.COMM_WORLD.size, options.blocks * BLOCK
     kernel = Sleeping(*(milliseconds / 1e3 for milliseconds in options.milliseconds), ranks)
     module: Any = import_module(attention.__module__)
@@ -92,9 +92,9 @@ def row_of(order: str, parallel: str, options: argparse.Namespace) -> list[str]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--blocks", type=int, default=32, help="of the sequence; a multiple of twice the ranks")
+    options.add_argument("--blocks", type=int, default=32, help="blocks; a multiple of twice the ranks (32)")
     options.add_argument("--milliseconds", type=float, nargs=2, default=[10.0, 25.0], metavar=("FORWARD", "BACKWARD"),
-                         help="of a pair of blocks")
+                         help="milliseconds of a pair of blocks (10 25)")
     options.add_argument("--rounds", type=int, default=3)
     chosen = options.parse_args()
     if chosen.quick:

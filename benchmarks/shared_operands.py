@@ -1,13 +1,13 @@
-"""A product with operands, or a training step with weights, in memory that the ranks of a node share, beside the same
-with messages, in turns.
+"""A product with operands, or a training step with weights, in memory that the ranks of a node share, compared with
+messages, in turns.
 
-    python -m pmm3d.launcher -n 8 benchmarks/shared_operands.py                       12288 cubed in float32: 6 GB
+    python -m pmm3d.launcher -n 8 benchmarks/shared_operands.py         m = n = k = 12288 in float32: 6 GB
     python -m pmm3d.launcher -n 2 benchmarks/shared_operands.py --size 2048 2048 2048 --dtype float64 --rounds 9
     python -m pmm3d.launcher -n 8 benchmarks/shared_operands.py --network 8 2048 1024        layers, width, rows
 
-Prints, for each: the median of the times, what a rank received of operands and C, or of weights, and what all ranks of
-the first node hold together after it: a page that several share is counted once (Pss of Linux). Then the ratios. A
-network is on z alone (FSDP), and keeps its gathered weights for the backward pass.
+For each, the program prints the median of the times, the bytes that a rank receives for operands and C, or for weights,
+and the memory of all ranks of the first node after it. A shared page is counted once (Pss of Linux). Then it prints the
+ratios. A network uses only z (FSDP), and keeps its gathered weights for the backward pass.
 """
 
 import argparse
@@ -27,7 +27,7 @@ GIB = 2**30
 
 
 def held() -> int:
-    """Bytes that this process holds, of shared pages its part."""
+    """Bytes that this process holds, with its share of shared pages."""
     return 1024 * int(re.search(r"^Pss: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.M)[1])
 
 
@@ -41,7 +41,7 @@ def operands(grid: Grid, size: list[int], dtype: str, shared: bool) -> list[Dist
 
 
 def measured(options: argparse.Namespace, shared: bool) -> dict:
-    """Of one product, or step, after another that warms up, on a grid of its own: what it held is given back."""
+    """Figures of a product or a step, after another one as warm-up, on a new grid, whose memory is freed."""
     if options.network:
         with Grid(MPI.COMM_WORLD, shape="fsdp") as grid:
             return {"grid": grid.shape, **of_step(grid, *options.network, shared)}

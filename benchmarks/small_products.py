@@ -1,14 +1,14 @@
-"""Small products beside ScaLAPACK's p?gemm, in turns on this machine.
+"""Small products, compared with ScaLAPACK's p?gemm, in turns.
 
     apt-get install libscalapack-openmpi-dev libopenmpi-dev libopenblas-dev       (as root)
     python benchmarks/small_products.py
     python benchmarks/small_products.py --sizes 64,256 --ranks 2,8 --passes 5
 
-Both multiply with Debian's OpenBLAS, one thread a rank, under an Open MPI each: ScaLAPACK under Debian's, pmm3d under
-its own. Each figure is the time of one of many calls that follow each other, on the slowest rank, matrices in the
-layout that each side prefers: block-cyclic on the fastest of its process grids and blocks; Grid("auto", product=...),
-which may leave ranks idle. "plan" is a MatmulPlan, "matmul" a call of matmul with out=. Of the passes the medians are
-shown, and the ratio to ScaLAPACK, pass by pass: below 1 pmm3d is faster.
+Both use Debian's OpenBLAS, one thread per rank. ScaLAPACK uses Debian's Open MPI, and pmm3d the Open MPI of its
+environment. Each figure is the time of one of many consecutive calls on the slowest rank. Matrices are in the best
+layout of each library: block-cyclic on the fastest of some process grids and block sizes, or Grid("auto", product=...),
+which may leave ranks idle. "plan" is a MatmulPlan, "matmul" a call of matmul with out=. Figures are medians of the
+passes. The ratio to ScaLAPACK is the median of the ratios within a pass; below 1, pmm3d is faster.
 """
 
 import os
@@ -28,18 +28,18 @@ OPENBLAS = "/usr/lib/x86_64-linux-gnu/libopenblas.so.0"
 BLOCKS = (32, 64, 128)
 GRIDS = {2: ((1, 2), (2, 1)), 4: ((2, 2),), 8: ((2, 4), (4, 2))}
 ROUNDS = 7
-"""Of which the median counts, on both sides."""
+"""Number of rounds on both sides. The median counts."""
 SECONDS = 0.1
-"""That the calls of one round take, about."""
+"""Approximate seconds of the calls of a round."""
 
 
 def calls(size: int) -> int:
-    """That follow each other in a round."""
+    """Number of consecutive calls in a round."""
     return max(5, min(500, round(SECONDS / (2 * size**3 / 5e10 + 2e-4))))
 
 
 def compiled(folder: str) -> str:
-    """The driver of p?gemm. Raises ProgramError where its libraries are missing."""
+    """The driver of p?gemm. Raises ProgramError if its libraries are missing."""
     compiler = shutil.which("mpicc.openmpi") or ""
     if not compiler or not Path(OPENBLAS).exists():
         raise ProgramError("ScaLAPACK is not here: apt-get install libscalapack-openmpi-dev libopenmpi-dev "
@@ -50,7 +50,7 @@ def compiled(folder: str) -> str:
 
 
 def of_scalapack(program: str, size: int, ranks: int, dtype: str, grid: tuple[int, int], block: int) -> float:
-    """Seconds of a call on that process grid, with blocks of so many rows and columns."""
+    """Seconds of a call on this process grid, with blocks of this size."""
     words = [size, size, size, "s" if dtype == "float32" else "d", *grid, block, calls(size), ROUNDS]
     printed = output_of(["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n",
                          str(ranks), program, *map(str, words)],
@@ -67,7 +67,7 @@ def of_pmm3d(size: int, ranks: int, dtype: str) -> Figures:
 
 
 def here(size: int, dtype: str) -> None:
-    """On the ranks of a job: prints both."""
+    """On the ranks of a job: print the seconds of both."""
     from mpi4py import MPI
 
     from pmm3d import DistMatrix, Grid, Layout, MatmulPlan, matmul
@@ -90,7 +90,7 @@ def here(size: int, dtype: str) -> None:
 def main() -> None:
     made = parser(__doc__)
     numbers = lambda text: tuple(map(int, text.split(",")))
-    made.add_argument("--sizes", type=numbers, default=SIZES, help="of the cubes")
+    made.add_argument("--sizes", type=numbers, default=SIZES, help="m = n = k of the products")
     made.add_argument("--ranks", type=numbers, default=RANKS)
     made.add_argument("--passes", type=int, default=5)
     made.add_argument("--here", metavar="SIZE:DTYPE", help="internal, on every rank: prints the times of pmm3d")

@@ -29,7 +29,7 @@ WITH_GOAL = re.compile(r"(\*{0,2}[\d.]+\*{0,2})[^(]*\(.*?(goal .*)\)")
 
 
 def section(record: dict, words: list[str]) -> str:
-    """Date, machine and command of a result, and its tables, as the words of a comment choose them."""
+    """Date, machine and command of a result, and its tables. words: of the comment, which select them."""
     chosen = dict(word.split("=") for word in words if "=" in word)
     pick = lambda what, found: [found[number - 1] for number in numbers(chosen[what])] if what in chosen else found
     machine = record["machine"]

@@ -17,8 +17,8 @@ OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 class Cost(NamedTuple):
-    """Of one rank. steps: exchanges one after the other; received, added: bytes; across: those of `received` that come
-    from other nodes, if the collective goes by nodes."""
+    """Cost of one rank. steps: consecutive exchanges; received, added: bytes; across: the part of `received` from other
+    nodes, for a hierarchical collective."""
 
     steps: int
     received: float
@@ -26,12 +26,12 @@ class Cost(NamedTuple):
     across: float = 0.0
 
     def seconds(self, alpha: float, beta: float, gamma: float) -> float:
-        """alpha seconds a step, beta a byte received, gamma a byte added."""
+        """Seconds with alpha seconds per step, beta per received byte, and gamma per added byte."""
         return alpha * self.steps + beta * self.received + gamma * self.added
 
 
 def ways(operation: str, inside: int = 1) -> list[str]:
-    """The ways of a collective, on ranks of which a node has so many."""
+    """Algorithms of a collective. inside: ranks on a node."""
     if operation == "all_to_all":
         return [DIRECT, RING]
     found = [DIRECT, RING, STAGES, *([BY_NODES] if inside > 1 else [])]

@@ -1,4 +1,4 @@
-"""How the benchmarks time: programs whose output is read, rounds in turns, ratios within a round, the slowest rank."""
+"""Timing of benchmarks: output of programs, rounds in turns, ratios within a round, the slowest rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Result = dict[str, Any]
 
 
 class ProgramError(Exception):
-    """A program failed; the text contains the cause."""
+    """A program failed. The text contains the cause."""
 
 
 def output_of(command: Sequence[str], environ: Mapping[str, str] = os.environ, timeout: float | None = None) -> str:
@@ -46,7 +46,7 @@ def output_of(command: Sequence[str], environ: Mapping[str, str] = os.environ, t
 
 def on_ranks(ranks: int, program: Sequence[str], environ: Mapping[str, str] = os.environ,
              python: str = sys.executable) -> str:
-    """Standard output of a program on some ranks, run by this Python, or by another one that has a pmm3d."""
+    """Standard output of a program on some ranks, run by this Python or by another one with a pmm3d."""
     if python != sys.executable:
         return output_of([python, "-m", "pmm3d.launcher", "-n", str(ranks), *program], environ)
     return output_of(launcher.command(ranks, program), launcher.environment(ranks, environ))
@@ -78,8 +78,8 @@ def repetitions(comm: MPI.Intracomm, work: Callable[[], Any], seconds: float, mo
 
 
 def all_rounds(kinds: Iterable[Kind], measure: Callable[[Kind], Found], rounds: int) -> dict[Kind, list[Found]]:
-    """Each round measures all kinds, so that a busy moment of the machine affects all of them. Each round begins with
-    another kind. One more round, before the others, is not counted."""
+    """Figures of all kinds in all rounds. Each round measures all kinds, so that load on the machine affects all of
+    them, and begins with another kind. A first round is not counted."""
     names = [*kinds]
     found: dict[Kind, list[Found]] = {name: [] for name in names}
     for turn in range(rounds + 1):
@@ -92,7 +92,7 @@ def all_rounds(kinds: Iterable[Kind], measure: Callable[[Kind], Found], rounds: 
 
 
 def in_turns(kinds: Iterable[Kind], measure: Callable[[Kind], Figures], rounds: int) -> dict[Kind, Figures]:
-    """Medians over the rounds of each figure."""
+    """Median over the rounds of each figure."""
     return {kind: {name: median(turn[name] for turn in turns) for name in turns[0]}
             for kind, turns in all_rounds(kinds, measure, rounds).items()}
 
@@ -100,12 +100,12 @@ def in_turns(kinds: Iterable[Kind], measure: Callable[[Kind], Figures], rounds: 
 def interleaved(everyone: Mapping[str, Callable[[], Result]], rounds: int,
                 after: Callable[[Mapping[str, Any]], None] = lambda runs: None) -> tuple[
         dict[str, list[Result]], dict[str, str]]:
-    """(name -> results of all rounds, name -> why it failed). A contestant that fails is left out from then on.
+    """(name -> results of all rounds, name -> reason of a failure). A contestant is not run again after a failure.
 
     everyone   name -> function that runs the contestant once and returns {"seconds": of its steps, ...}
-    after      called after each round, with the results so far
+    after      function that is called after each round with the results so far
 
-    Each round begins with another contestant. Progress goes to standard error.
+    Each round begins with another contestant. Progress is printed to standard error.
     """
     runs: dict[str, list[Result]] = {name: [] for name in everyone}
     failed: dict[str, str] = {}
@@ -130,7 +130,7 @@ def interleaved(everyone: Mapping[str, Callable[[], Result]], rounds: int,
 
 
 def in_minutes(seconds: float) -> str:
-    """Rounded up.
+    """A time in minutes, rounded up.
 
         >>> in_minutes(30), in_minutes(61)
         ('1 minute', '2 minutes')
@@ -140,8 +140,8 @@ def in_minutes(seconds: float) -> str:
 
 
 def beside(name: str, runs: Mapping[str, Sequence[Result]], rivals: Sequence[str]) -> list[str]:
-    """Cells of one contestant of `interleaved`: median milliseconds of a step over the rounds, minimum and maximum;
-    then, for contestants that are no rivals, each rival's time / its own: medians of the ratios within a round."""
+    """Cells of one contestant of `interleaved`: median, minimum and maximum of the milliseconds of a step over the
+    rounds. For a contestant that is not a rival, also each rival's time / its own: medians of ratios within a round."""
     times = [median(result["seconds"]) for result in runs[name]]
     ratios = [median(median(other["seconds"]) / own for other, own in zip(runs[rival], times)) for rival in rivals]
     return [f"{1e3 * median(times):.1f} ({1e3 * min(times):.1f} to {1e3 * max(times):.1f})",

@@ -1,16 +1,16 @@
 """The rivals of training.py: one training step of PyTorch on two cores.
 
-A perceptron of layers of one width, ReLU between them, no bias, float32, plain SGD on the mean squared error. A step is
-forward, backward and update of one batch. The rivals do the same mathematics:
+A perceptron with layers of one width, ReLU between them, no bias, float32, plain SGD on the mean squared error. A step
+is forward, backward and update of one batch. The rivals compute the same step:
 
-    ddp       two processes with half of the batch each; gradients summed          (DistributedDataParallel)
-    fsdp2     the same, and each keeps half of the weights                         (fully_shard)
-    tp        two processes with half of each layer; columns and rows in turn      (parallelize_module)
+    ddp       two processes with half of the batch each; gradients are summed      (DistributedDataParallel)
+    fsdp2     the same, and each stores half of the weights                        (fully_shard)
+    tp        two processes with half of each layer; columns and rows in turns     (parallelize_module)
     threads   one process, two threads
     plain     one process, one thread
 
-Each process has one thread and one core of its own, and talks through gloo. Weights and batch come from numpy, so that
-pmm3d starts from the same numbers, and all must come to the same loss. Linux.
+Each process has one thread and its own core, and sends messages by gloo. Weights and batch are made by numpy, so that
+pmm3d starts from the same numbers. All must have the same loss. Only on Linux.
 """
 
 import json
@@ -27,7 +27,7 @@ from timing import ProgramError, output_of
 RIVALS = ("ddp", "fsdp2", "tp", "threads")
 GEMM = 2048
 PATIENCE = 600
-"""Seconds after which processes that train count as hanging."""
+"""Seconds after which training processes count as hanging."""
 
 
 def weights(layer: int, width: int) -> np.ndarray:
@@ -42,8 +42,9 @@ def batch_of(batch: int, width: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def run(rival: str, sizes: dict[str, Any]) -> dict[str, Any]:
-    """{"seconds": of each step after the warm-up, of the slower process, "final_loss": of the last, before its update}
-    for sizes of layers, width, batch, steps, warm_up, lr. Raises ProgramError with what the failed process died of."""
+    """Figures of a rival: {"seconds": of each step after the warm-up, on the slower process, "final_loss": loss of the
+    last step, before its update}. sizes: layers, width, batch, steps, warm_up, lr. Raises ProgramError with the error
+    of a failed process."""
     processes, threads = {"threads": (1, 2), "plain": (1, 1)}.get(rival, (2, 1))
     if rival in ("ddp", "fsdp2") and sizes["batch"] % processes:
         raise ProgramError(f"a batch of {sizes['batch']} has no equal parts for {processes} processes")
@@ -51,12 +52,12 @@ def run(rival: str, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def gemm_gflops() -> float:
-    """Median rate of torch's float32 GEMM of 2048 cubed on one core."""
+    """Median rate of torch's float32 GEMM of 2048 x 2048 x 2048 on one core."""
     return _in_processes({"rival": "gemm", "threads": 1}, 1)["gflops"]
 
 
 def _in_processes(task: dict[str, Any], processes: int) -> dict[str, Any]:
-    """What rank 0 answers."""
+    """The answer of rank 0."""
     threads = str(task["threads"])
     environ = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
@@ -64,13 +65,13 @@ def _in_processes(task: dict[str, Any], processes: int) -> dict[str, Any]:
 
 
 def keep_to_cores(rank: int, threads: int) -> None:
-    """Have this process on cores of its own, one a thread, where there are enough."""
+    """Bind this process to cores of its own, one per thread, if there are enough."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, [cores[(rank * threads + thread) % len(cores)] for thread in range(threads)])
 
 
 def work(task: dict[str, Any]) -> dict[str, Any]:
-    """In a process of its own: build the rival and time its steps."""
+    """In a separate process: build the rival and time its steps."""
     rank, processes, threads = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), task["threads"]
     keep_to_cores(rank, threads)
     import torch
@@ -119,7 +120,7 @@ def _prepared(torch: Any, task: dict[str, Any], rank: int, processes: int) -> tu
 
 
 def _steps(torch: Any, task: dict[str, Any], model: Any, x: Any, y: Any) -> tuple[list[float], Any]:
-    sharded = any(hasattr(weight, "placements") for weight in model.parameters())  # DTensor has foreach alone
+    sharded = any(hasattr(weight, "placements") for weight in model.parameters())  # DTensor supports only foreach
     fastest = {"foreach": True} if sharded else {"fused": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=task["lr"], **fastest)
     seconds = []
@@ -144,4 +145,4 @@ if __name__ == "__main__":
     answer = work(json.loads(sys.argv[1]))
     if os.environ["RANK"] == "0":
         print(json.dumps(answer), flush=True)
-    os._exit(0)  # not through the destructors of gloo, which now and then abort
+    os._exit(0)  # without the destructors of gloo, which sometimes abort

@@ -1,21 +1,22 @@
-"""One training step: pmm3d on several grids, a torch model on a grid of pmm3d, and PyTorch alone, in turns.
+"""A training step: pmm3d on several grids, a torch model on a grid of pmm3d, and only PyTorch, in turns.
 
     python benchmarks/training.py                        (or: --rounds 5 --steps 5)
     python benchmarks/training.py --bridges 1x1x1 2x1x1 1x2x1 1x1x2 --grids
     python benchmarks/training.py --beside ../before/.venv/bin/python         this version and another one, in turns
     python benchmarks/training.py --width 512 --batch 256 --rivals --steps 50     most of a small step is Python
 
-Network, weights and batch are those of torch_rivals.py, and the losses must be equal. Rounds over all contestants are
-interleaved. A ratio is taken within a round; the median over the rounds is printed. --grids selects networks of
-pmm3d.nn, --bridges torch models with pmm3d.torch, --rivals PyTorch alone. pmm3d.nn runs with the OpenBLAS kernel that
-suits this CPU and, if that is another one, with OpenBLAS's own choice; --kernels selects others.
+Network, weights and batch are those of torch_rivals.py, and the losses must be equal. Each round runs all contestants.
+Ratios are medians of the ratios within a round. --grids selects networks of pmm3d.nn, --bridges torch models with
+pmm3d.torch, --rivals only PyTorch. pmm3d.nn runs with the best OpenBLAS kernel for this CPU and, if it differs, with
+OpenBLAS's own choice. --kernels selects others.
 
-of the limit   the GEMMs of the step at the rate of a 2048 cubed GEMM of the same BLAS on one core, x 2 cores, / time.
-               The rate is the better of two medians, before and after the steps. 6 m n k operations a layer, 4 in the
-               first, whose input needs no gradient
-the second table shows where the time of our steps goes, on rank 0
+of the limit   time of the GEMMs of the step at the rate of a 2048 x 2048 x 2048 GEMM of the same BLAS on one core, for
+               2 cores, / time of the step. The rate is the better of two medians, before and after the steps. A layer
+               has 6 m n k operations. The first layer has 4 m n k, because its input needs no gradient
 
-With --ranks 1, ours is one process with a BLAS thread for each core.
+The second table shows the parts of a step of pmm3d on rank 0.
+
+With --ranks 1, pmm3d is one process with a BLAS thread for each core.
 """
 
 import json
@@ -47,10 +48,10 @@ QUICK = {"layers": 2, "width": 32, "batch": 16, "steps": 1, "warm_up": 1, "round
 BESIDE, BRIDGE = ", beside", "torch on "
 REST = "Python, and the rest"
 LEARNING_RATE = 10.0
-"""Large, because the gradient of a mean over batch x width elements is small. With three times as much, one ReLU that
-rounding turns from 0 to 1e-8 would change the loss by more than 1e-6 within five steps."""
+"""Learning rate. It is large, because the gradient of a mean over batch x width elements is small. With three times as
+much, one ReLU that rounding changes from 0 to 1e-8 would change the loss by more than 1e-6 in five steps."""
 TOLERANCE = 1e-4
-"""Of the losses, relative."""
+"""Largest relative difference of the losses."""
 
 
 def ours(options: Namespace) -> dict[str, Any] | None:
@@ -124,7 +125,7 @@ def bridge(options: Namespace) -> dict[str, Any] | None:
 
 
 def shares_of(ledger: Ledger, seconds: float) -> dict[str, float]:
-    """Kind of work of this rank -> its share of so many seconds."""
+    """Kind of work on this rank -> its share of `seconds`."""
     spent = Counter({"waiting": ledger.total().waited})
     for key, entry in ledger.entries.items():
         spent[key.operation] += entry.computed
@@ -133,13 +134,13 @@ def shares_of(ledger: Ledger, seconds: float) -> dict[str, float]:
 
 
 def blas_environment(kernel: str) -> dict[str, str]:
-    """This environment with that OPENBLAS_CORETYPE; "default": without."""
+    """This environment with this OPENBLAS_CORETYPE; "default": without it."""
     base = {name: value for name, value in os.environ.items() if name != KERNEL}
     return base if kernel == "default" else base | {KERNEL: kernel}
 
 
 def kernels() -> list[str]:
-    """Settings of OpenBLAS to try: the best for this CPU, and OpenBLAS's own choice if that is another."""
+    """Settings of OpenBLAS: the best for this CPU, and OpenBLAS's own choice if it differs."""
     better = machine.better_kernel(machine.cpu())
     ask = "from pmm3d.arrays.blas_choice import blas_here; print(blas_here().kernel)"
     chosen = output_of([sys.executable, "-c", ask], blas_environment("default")).strip()
@@ -148,13 +149,13 @@ def kernels() -> list[str]:
 
 def run(ranks: int, side: str, shape: str, sizes: Mapping[str, Any], environ: Mapping[str, str],
         python: str = sys.executable) -> Result:
-    """What `ours` or `bridge` returns, of a job of that many ranks."""
+    """Result of `ours` or `bridge` in a job of this number of ranks."""
     words = [word for name, size in sizes.items() for word in (f"--{name.replace('_', '-')}", str(size))]
     return json.loads(on_ranks(ranks, [__file__, f"--{side}", shape, *words], environ, python).splitlines()[-1])
 
 
 def contestants(options: Namespace) -> dict[str, Callable[[], Result]]:
-    """Name -> function that runs it once and returns {"seconds", "final_loss", ...}."""
+    """Name -> function that runs the contestant once and returns {"seconds", "final_loss", ...}."""
     sizes = {name: getattr(options, name) for name in SIZES}
     sides = [("", sys.executable), *([(BESIDE, options.beside)] if options.beside else [])]
     everyone = {f"{shape}, {kernel}{where}":
@@ -168,7 +169,7 @@ def contestants(options: Namespace) -> dict[str, Callable[[], Result]]:
 
 
 def steps(found: dict[str, Any], options: Namespace) -> list[list[str]]:
-    """Medians over the rounds: milliseconds, share of the limit, rate of one core, and rival's time / our time."""
+    """Medians over the rounds: milliseconds, share of the limit, rate of one core, and rival's time / time of pmm3d."""
     runs = found["runs"]
     rivals = [rival for rival in options.rivals if rival in runs]
     flop = (6 * options.layers - 2) * options.batch * options.width**2
@@ -186,7 +187,7 @@ def steps(found: dict[str, Any], options: Namespace) -> list[list[str]]:
 
 
 def versions(found: dict[str, Any]) -> list[list[str]]:
-    """Time of a step here / there, of each round: median, minimum and maximum."""
+    """Time of a step by this version / by the other one, for each round: median, minimum and maximum."""
     rows = [["", "here / beside", "rounds"]]
     for name, runs in found["runs"].items():
         if others := found["runs"].get(name + BESIDE):
@@ -196,7 +197,7 @@ def versions(found: dict[str, Any]) -> list[list[str]]:
 
 
 def whereabouts(found: dict[str, Any]) -> list[list[str]]:
-    """Parts of our steps in percent, medians over the rounds."""
+    """Parts of a step of pmm3d in percent, medians over the rounds."""
     ours = {name: [run["shares"] for run in runs] for name, runs in found["runs"].items() if "shares" in runs[0]}
     kinds = list(dict.fromkeys(kind for runs in ours.values() for run in runs for kind in run if kind != REST))
     return [["% of a step", *kinds, REST],
@@ -213,21 +214,21 @@ def differing(runs: Mapping[str, list[Result]]) -> list[str]:
 
 def main() -> int:
     made = parser(__doc__)
-    made.add_argument("--rounds", type=int, default=5, help="rounds over everyone (5)")
-    made.add_argument("--steps", type=int, default=5, help="timed steps of each in a round (5)")
-    made.add_argument("--warm-up", type=int, default=2, help="steps before them (2)")
+    made.add_argument("--rounds", type=int, default=5, help="rounds over all contestants (5)")
+    made.add_argument("--steps", type=int, default=5, help="timed steps of each contestant in a round (5)")
+    made.add_argument("--warm-up", type=int, default=2, help="steps before the timed ones (2)")
     made.add_argument("--grids", nargs="*", default=GRIDS, metavar="G",
-                      help=f"grids GxxGyxGz of pmm3d.nn; data takes the ranks left over ({' '.join(GRIDS)})")
+                      help=f"grids GxxGyxGz of pmm3d.nn; the other ranks are along data ({' '.join(GRIDS)})")
     made.add_argument("--bridges", nargs="*", default=(), metavar="G", help="grids of pmm3d.torch (none)")
     made.add_argument("--rivals", nargs="*", default=RIVALS, choices=(*RIVALS, "plain"), metavar="R",
                       help=", ".join((*RIVALS, "plain")))
     made.add_argument("--kernels", nargs="+", metavar="K",
-                      help="values of OPENBLAS_CORETYPE for ours, as SkylakeX or Haswell; default: not set")
-    made.add_argument("--ranks", type=int, default=CORES, choices=range(1, CORES + 1), help="of ours (2)")
+                      help="values of OPENBLAS_CORETYPE for pmm3d.nn, such as SkylakeX; default: not set")
+    made.add_argument("--ranks", type=int, default=CORES, choices=range(1, CORES + 1), help="ranks of pmm3d (2)")
     made.add_argument("--layers", type=int, default=8, help="linear layers (8)")
     made.add_argument("--width", type=int, default=2048, help="inputs and outputs of each (2048)")
     made.add_argument("--batch", type=int, default=1024, help="rows, over all ranks (1024)")
-    made.add_argument("--beside", metavar="PYTHON", help="of an environment with another version of pmm3d")
+    made.add_argument("--beside", metavar="PYTHON", help="Python of an environment with another version of pmm3d")
     made.add_argument("--ours", metavar="GRID", help="internal, on every rank: pmm3d.nn on that grid, as JSON")
     made.add_argument("--bridge", metavar="GRID", help="internal, on every rank: pmm3d.torch on that grid, as JSON")
     options = made.parse_args()

@@ -1,11 +1,11 @@
-"""Builds libpmm3d.so, the library with Python that it loads, and the drop-in for p?gemm, libpmm3d_scalapack.so.
+"""Build libpmm3d.so, libpmm3d_python.so, which it loads, and libpmm3d_scalapack.so, the drop-in for p?gemm.
 
     python embed/build.py [--into build/embed] [--mpicc mpicc]
     python embed/build.py --install PREFIX [--into build/embed]
 
-The Python that runs this is the one that the library starts, unless PMM3D_PYTHON names another of its version. It needs
-cffi (pip install ".[embed]") and its own libpython as a shared library. --install copies what was built, the header
-and the Fortran module to PREFIX; the libraries still start the same Python, so keep its environment.
+The library starts the Python that runs this program, unless PMM3D_PYTHON contains the path of another one of the same
+version. This Python needs cffi (pip install ".[embed]") and libpython as a shared library. --install copies the
+libraries, the header and the Fortran module to PREFIX. They still start the same Python, so keep its environment.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> None:
     options.into.mkdir(parents=True, exist_ok=True)
     with_python(options.into)
     compiled(options.mpicc, "pmm3d.c", options.into / "libpmm3d.so", "-ldl")
-    # Names of BLACS are those of the ScaLAPACK in the program, or of none where a program that has none is preloaded.
+    # Symbols of BLACS are those of the program's ScaLAPACK. They are undefined if a program without it is preloaded.
     compiled(options.mpicc, "scalapack.c", options.into / "libpmm3d_scalapack.so", f"-L{options.into}", "-lpmm3d",
              "-ldl", "-Wl,-rpath,$ORIGIN,-z,lazy")
     describe(options.into.absolute(), HERE, options.into)
@@ -84,12 +84,12 @@ def install(built: Path, prefix: Path) -> None:
 
 
 def describe(libraries: Path, headers: Path, into: Path) -> None:
-    """pmm3d.pc, by which pkg-config knows the compiler's and the linker's arguments. Its paths are absolute."""
+    """Write pmm3d.pc, from which pkg-config gets the arguments of compiler and linker. Its paths are absolute."""
     (into / "pmm3d.pc").write_text(PKG_CONFIG.format(libraries=libraries, headers=headers, version=version("pmm3d")))
 
 
 def with_python(into: Path) -> None:
-    """libpmm3d_python.so, by cffi: linked with this Python's library, which is found where it is now."""
+    """Build libpmm3d_python.so by cffi, linked with libpython of this Python by its absolute path."""
     if not sysconfig.get_config_var("Py_ENABLE_SHARED"):
         raise SystemExit(f"embed/build.py: {sys.executable} has no shared libpython. Take the system's python3, with "
                          "libpython3-dev, or build Python with --enable-shared")

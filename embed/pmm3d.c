@@ -1,4 +1,4 @@
-/* The public functions: each looks at what can be seen without Python, and hands its arguments over as integers. */
+/* The public functions. Each checks what can be checked without Python, and passes its arguments as integers. */
 #define _GNU_SOURCE
 #include "pmm3d.h"
 
@@ -39,13 +39,13 @@ static int failed(int code, const char *text) {
     return code;
 }
 
-/* The folder of this library, in which the one with Python is too. */
+/* Load a library from the folder of this library. */
 static void *beside(const char *name) {
     char path[PATH_MAX], full[PATH_MAX + 64];
     Dl_info here;
     if (!dladdr((void *)&beside, &here) || !realpath(here.dli_fname, path)) return NULL;
     snprintf(full, sizeof full, "%s/%s", dirname(path), name);
-    /* Extension modules of Python find its symbols in the process: they must be global. */
+    /* Symbols must be global, because Python's extension modules use them. */
     return dlopen(full, RTLD_NOW | RTLD_GLOBAL);
 }
 
@@ -55,7 +55,7 @@ static int at_end_of_mpi(MPI_Comm comm, int key, void *value, void *extra) {
     return MPI_SUCCESS;
 }
 
-/* MPI_Finalize begins with the attributes of MPI_COMM_SELF. */
+/* MPI_Finalize first deletes the attributes of MPI_COMM_SELF. */
 static void finalize_with_mpi(void) {
     int key;
     MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, at_end_of_mpi, &key, NULL);
@@ -83,7 +83,7 @@ static int load(void) {
     dladdr((void *)&MPI_Get_library_version, &mpi);
     int64_t arguments[] = {(intptr_t)version, (intptr_t)mpi.dli_fname, MPI_Comm_c2f(MPI_COMM_WORLD)}, results[4];
     int everywhere = 0, code = PMM3D_ERROR_PYTHON, ran;
-    MPI_Errhandler of_world, of_self; /* which mpi4py sets */
+    MPI_Errhandler of_world, of_self; /* mpi4py replaces them */
     MPI_Comm_get_errhandler(MPI_COMM_WORLD, &of_world);
     MPI_Comm_get_errhandler(MPI_COMM_SELF, &of_self);
     ran = state.call("begin", arguments, 3, results, &code, &everywhere, text, TEXT);
@@ -100,7 +100,7 @@ static int load(void) {
     return PMM3D_OK;
 }
 
-/* Whether this thread may call now; then it has the library until `leave`. */
+/* Return PMM3D_OK if this thread may call now. Then other threads are refused until `leave`. */
 static int enter(void) {
     int running = 0, over = 0, provided = MPI_THREAD_SINGLE, main_thread = 1;
     if (atomic_flag_test_and_set(&state.busy))

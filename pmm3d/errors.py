@@ -1,4 +1,4 @@
-"""The errors of pmm3d. Each is raised on every rank of the grid, with the same text, unless it says otherwise."""
+"""The errors of pmm3d. Each is raised on every rank of the grid, with the same text, unless documented otherwise."""
 
 from __future__ import annotations
 
@@ -101,14 +101,15 @@ class MissingPackageError(Pmm3dError, ImportError):
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raises OSError for what is there and is no regular file: to open a named pipe waits for ever, silently."""
+    """Raise OSError if the path exists and is not a regular file: to open a named pipe would block without a message.
+    """
     if os.path.exists(path) and not (stat.S_ISREG(mode := os.stat(path).st_mode) or stat.S_ISDIR(mode)):
         kind = "a named pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
         raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", os.fspath(path))
 
 
 def check_dataset_name(name: object) -> None:
-    """Raises DataError for what HDF5 cannot create a data set by."""
+    """Raise DataError for an invalid name of an HDF5 data set."""
     parts = name.removeprefix("/").split("/") if isinstance(name, str) else [""]
     if any(part in ("", ".", "..") or "\0" in part for part in parts):
         raise DataError(f"{name!r} cannot name a data set: name it with letters, as in x or fields/velocity")
@@ -125,7 +126,7 @@ def install_command(extra: str) -> str:
 
 @contextmanager
 def needs(extra: str, what: str) -> Iterator[None]:
-    """As a context around imports: a package that is missing is a MissingPackageError that names the extra."""
+    """As a context around imports: raise MissingPackageError, with the name of the extra, for a missing package."""
     try:
         yield
     except ModuleNotFoundError as error:

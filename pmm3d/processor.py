@@ -1,4 +1,4 @@
-"""The CPU of this process, and the BLAS libraries that it has loaded. Known without any array library."""
+"""The CPU of this process, and the BLAS libraries that it has loaded. Imports no array library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDE_KERNELS = {"skylakex", "cooperlake", "sapphirerapids", "zen5"}
 
 @dataclass(frozen=True)
 class Cpu:
-    """vendor ("AuthenticAMD"), name, and the instruction sets that /proc/cpuinfo lists."""
+    """A CPU: its vendor (such as "AuthenticAMD"), name, and the instruction sets in /proc/cpuinfo."""
 
     vendor: str
     name: str
@@ -25,7 +25,7 @@ class Cpu:
 
 
 def cpu(cpuinfo: str = "/proc/cpuinfo") -> Cpu:
-    """Return the first processor of the machine. Fields that the system does not tell are empty."""
+    """Return the first processor of the machine. Fields that the system does not provide are empty."""
     fields = {}
     try:
         for line in Path(cpuinfo).read_text().splitlines():
@@ -40,13 +40,13 @@ def cpu(cpuinfo: str = "/proc/cpuinfo") -> Cpu:
 
 
 def better_kernel(processor: Cpu) -> str | None:
-    """The OPENBLAS_CORETYPE for a CPU that OpenBLAS takes for a lesser one: AMD with AVX-512, taken for AVX2."""
+    """Return the right OPENBLAS_CORETYPE for a CPU that OpenBLAS misjudges, or None: AMD with AVX-512, used as AVX2."""
     return "SkylakeX" if processor.vendor == "AuthenticAMD" and processor.has_avx512 else None
 
 
 @dataclass(frozen=True)
 class Blas:
-    """A BLAS that is loaded: on the host as threadpoolctl sees it. One of a device has no kernel, and 0 threads."""
+    """A loaded BLAS: on the host as reported by threadpoolctl. That of a device has no kernel, and 0 threads."""
 
     name: str
     version: str
@@ -54,7 +54,7 @@ class Blas:
     threads: int
 
     def advice(self, processor: Cpu) -> str | None:
-        """What to do if it uses a lesser kernel than the CPU could run."""
+        """Return a remedy if the CPU supports a better kernel than the loaded one; else None."""
         kernel = better_kernel(processor)
         if self.name != "openblas" or kernel is None or self.kernel.lower() in WIDE_KERNELS:
             return None
@@ -66,9 +66,9 @@ class Blas:
 def loaded_blas(file: str = "") -> Blas:
     """Return the loaded BLAS of that file, or SciPy's if no file is named.
 
-    numpy and SciPy carry a BLAS each. SciPy's is loaded with the first product: before, this returns numpy's.
-    `model.machine.blas_of` and `arrays.blas_choice.blas_here` load the BLAS first. Raises ImportError if threadpoolctl
-    is not installed.
+    numpy and SciPy each contain a BLAS. The first product loads SciPy's; before that, this returns numpy's. Call
+    `model.machine.blas_of` or `arrays.blas_choice.blas_here` to load the BLAS first. Raises ImportError if
+    threadpoolctl is not installed.
     """
     from threadpoolctl import threadpool_info
 

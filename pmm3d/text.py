@@ -8,9 +8,9 @@ from math import isfinite
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 """Units of `in_bytes`."""
 MOST_SPANS = 20
-"""Spans of ranks that are listed; a line with more is not read."""
+"""Largest number of spans of ranks in a list."""
 MOST_HOSTS = 8
-"""Hosts that are listed with what is said of each."""
+"""Largest number of hosts that are listed with a text each."""
 HOUR = 3600
 
 

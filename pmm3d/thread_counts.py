@@ -1,4 +1,4 @@
-"""Number of threads of a BLAS, as the environment sets it. Known without any array library."""
+"""Number of threads of a BLAS, as the environment sets it. Imports no array library."""
 
 from __future__ import annotations
 

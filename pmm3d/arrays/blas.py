@@ -161,8 +161,8 @@ def arranged(a: Strides, b: Strides, c: Strides, conjugated: Conjugated = AS_THE
             if largest is not None and max(found[3:]) > largest:
                 raise TooLarge(f"{found}: larger than {largest}")
             return found
-    raise ValueError(f"BLAS conjugates only what it transposes; strides {a[1]} of A, {b[1]} of B and {c[1]} of C "
-                     f"leave it a conjugated matrix (A, B: {conjugated}) that lies as C does")
+    raise ValueError(f"BLAS conjugates a matrix only if it also transposes it. With strides {a[1]} of A, {b[1]} of B "
+                     f"and {c[1]} of C, a conjugated matrix (A, B: {conjugated}) would not be transposed")
 
 
 def pieces(a: Strides, b: Strides, c: Strides, largest: int) -> Iterator[tuple[slice, slice, slice]]:

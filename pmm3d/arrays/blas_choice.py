@@ -72,7 +72,7 @@ def recalled(threads: int, dtype: str = "") -> Choice:
         raise Pmm3dError(f"PMM3D_BLAS={asked}: nothing was chosen for {key['cpu']} with {counted(threads, 'thread')} "
                          f"a rank: run {tuned} there (--ranks-per-node: cores / threads)") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise Pmm3dError(f"PMM3D_BLAS={asked}: what was chosen cannot be used: {error}. Run {tuned} again") from None
+        raise Pmm3dError(f"PMM3D_BLAS={asked}: the chosen BLAS cannot be used: {error}. Run {tuned} again") from None
 
 
 def asked_for() -> str:

@@ -53,11 +53,10 @@ def _of_torch(device: Any) -> NumpyLibrary:
 
 def _check_plain(array: np.ndarray | np.generic) -> None:
     if isinstance(array, np.ma.MaskedArray):
-        raise DTypeError("a masked array has elements that do not count, and a matrix has none: array.filled(value) "
-                         "first")
+        raise DTypeError("a masked array has masked elements, and a matrix has none: use array.filled(value)")
     if not isinstance(array, (np.memmap, np.generic)):
-        raise DTypeError(f"{type(array).__name__} is a numpy.ndarray with a meaning of its own, which would be lost: "
-                         "numpy.asarray(array) first")
+        raise DTypeError(f"{type(array).__name__} is a subclass of numpy.ndarray with its own meaning, which would be "
+                         "lost: use numpy.asarray(array)")
 
 
 def library_named(name: str | NumpyLibrary) -> NumpyLibrary:

@@ -245,7 +245,7 @@ def devices_of_ranks(comm: WatchedComm, processes: Processes, library: NumpyLibr
     try:
         device = None if library is None else library.current_device()
     except Exception as error:
-        problem = f"rank {comm.rank}: the current device does not say what it is: {type(error).__name__}: {error}"
+        problem = f"rank {comm.rank}: the current device does not answer: {type(error).__name__}: {error}"
     found = comm.gather((device, problem))
     problem = comm.bcast(next(filter(None, (text for _, text in found)), "") if found is not None else "")
     if problem:

@@ -139,7 +139,7 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
             raise LayoutError(f"{link.record}: received {list(received)} is not a number of rows for each of "
                               f"{link.size} ranks")
         if received is not None and link.size == 1 and list(received) != list(sizes):
-            raise LayoutError(f"{link.record}: rank 0 sends {sizes[0]}, received= says {received[0]}")
+            raise LayoutError(f"{link.record}: rank 0 sends {sizes[0]}, and received= has {received[0]}")
 
     def recv_buffer(rows: int) -> Array:
         whole = _recv_array(link, library, out, (rows, *array.shape[1:]), array)
@@ -166,7 +166,7 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
     else:
         incoming = (yield from asked()) if first.sent is None else first.sent[:, link.rank].tolist()
     if received is not None and first.unbalanced:
-        wrong = [f"rank {peer} sends {rows}, received= says {expected}" for peer, (rows, expected)
+        wrong = [f"rank {peer} sends {rows}, and received= has {expected}" for peer, (rows, expected)
                  in enumerate(zip(incoming, received)) if rows != expected]
         error = LayoutError("; ".join(wrong)) if wrong else None
         yield from agree(link, str(link.record), "", Terms("", error=error), [])
@@ -197,7 +197,7 @@ def shift(link: Link, library: NumpyLibrary, array: Array, by: int = 1, out: Arr
 
     if agreed:
         if out is None:
-            raise LayoutError(f"{link.record}: agreed needs out=, which has the shape of what arrives")
+            raise LayoutError(f"{link.record}: agreed needs out=, with the shape of the array that arrives")
         arriving, data = unless_wrong(link, lambda: recv_buffer(out.shape[0])), None
     else:
         call = call_in_words(shift, library, array, {"by": by, "agreed": False})

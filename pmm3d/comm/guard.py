@@ -32,10 +32,10 @@ class Guard:
     def check_open(self) -> None:
         """Raise GridError if the grid is closed, or MPI is finalized."""
         if self.closed:
-            raise GridError("this grid is closed. What uses it belongs inside its with block, or before close(); what "
-                            "is to be kept is gathered, or redistributed to another Grid, before")
+            raise GridError("this grid is closed. Use it inside its with block, or before close(). To keep a matrix, "
+                            "gather it, or redistribute it to another Grid, before the grid is closed")
         if MPI.Is_finalized():
-            raise GridError("MPI is already finalized: close a Grid, and what uses it, before MPI.Finalize()")
+            raise GridError("MPI is already finalized: close a Grid and the objects that use it before MPI.Finalize()")
 
     def __enter__(self) -> None:
         if self.closed or MPI.Is_finalized():

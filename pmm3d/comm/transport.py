@@ -100,14 +100,14 @@ class Transport:
             return None
         here, own = library.current_stream().device, self.device
         if own is not None and here != own.number:
-            return GridError(f"arrays of device {here}, where this rank's are on device {own.number}, {own.name}: a "
-                             "rank has one device on a grid. Make the arrays there, with cupy.cuda.Device or "
-                             "torch.cuda.set_device around them")
+            return GridError(f"the current device is {here}, and the arrays of this rank are on device {own.number}, "
+                             f"{own.name}: a rank uses one device on a grid. Make the arrays there, inside "
+                             "cupy.cuda.Device or after torch.cuda.set_device")
         elsewhere = [number for array in arrays if (number := library.device_of(array)) not in (here, None)]
         if elsewhere:
-            return GridError(f"an array of device {elsewhere[0]} is used where device {here} is current: work there "
-                             "has no order with what made it. Use it where it was made, with cupy.cuda.Device or "
-                             "torch.cuda.set_device around both")
+            return GridError(f"an array of device {elsewhere[0]} is used while device {here} is current, so this work "
+                             "is not ordered with the work that made the array. Make the array's device current, by "
+                             "cupy.cuda.Device or torch.cuda.set_device")
         return None
 
     def check_place(self, library: NumpyLibrary, *arrays: Array) -> None:

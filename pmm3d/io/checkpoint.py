@@ -483,10 +483,10 @@ def _json_of(meta: Any) -> str:
     try:
         return json.dumps(meta, default=_plain)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"meta must be what JSON can hold: {error}") from error
+        raise CheckpointError(f"meta must contain only values that JSON has: {error}") from error
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()
-    raise TypeError(f"a {type(value).__name__} is not")
+    raise TypeError(f"a {type(value).__name__} is none")

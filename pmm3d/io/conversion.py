@@ -190,7 +190,7 @@ class _Table:
             raise DataError(f"{path} has no line of data")
         if twice := [name for name in cells if self.header and cells.count(name) > 1]:
             raise DataError(f"{path}: several columns have the name {twice[0]!r}: rename them in the first line, or "
-                            "leave out those that say the same")
+                            "remove those with the same contents")
 
     def read(self, names: list[str], target_columns: Columns, classes: bool | Sequence[str],
              group_column: str | int | None, dtype: str) -> tuple[dict[str, np.ndarray], Converted]:

@@ -220,8 +220,8 @@ class DataSet(Batched):
             if (largest := max(largest, int(labels.max()))) >= max(self.samples, MOST_CLASSES):
                 raise DataError(f"{self.path}: data set {self.targets.name[1:]!r} has the label {largest}, which "
                                 f"makes {largest + 1} classes of {self.samples} samples: number the classes 0, 1, ..., "
-                                "give classes= (data.classes) if there are so many, or take the targets as values: "
-                                "labels=False (training.loss = \"mse\")")
+                                "pass their number as classes= (data.classes) if it is right, or use the targets as "
+                                "values: labels=False (training.loss = \"mse\")")
         return largest
 
     def check_labels(self, labels: np.ndarray, rows: Rows) -> None:

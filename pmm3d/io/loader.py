@@ -224,14 +224,15 @@ class Loader(AbstractContextManager["Loader"]):
         with self.data.grid.collective_call("Loader.load_state", state, other_data):
             needed = ("epoch", "batch") if other_data else self.state()
             if missing := [key for key in needed if key not in state]:
-                raise DataError(f"this is no state of a Loader: it lacks {', '.join(missing)}. Pass what "
-                                "Loader.state() returned")
+                raise DataError(f"this is not a state of a Loader: it lacks {', '.join(missing)}. Pass the result of "
+                                "Loader.state()")
             check_at_least(0, epoch=state["epoch"], batch=state["batch"])
             differ = [f"{key} was {state.get(key)}, is {value}" for key, value in self.state().items()
                       if key not in ("epoch", "batch") and state.get(key) != value]
             if differ and not other_data:
-                raise DataError(f"the state belongs to other batches: {'; '.join(differ)}. Give the loader what it "
-                                "had, or begin the epoch anew with what is here: load_state(state, other_data=True)")
+                raise DataError(f"the state belongs to other batches: {'; '.join(differ)}. Make the loader with the "
+                                "former values, or restart the epoch with the new ones: load_state(state, "
+                                "other_data=True)")
             if not differ and state["batch"] > len(self):
                 raise DataError(f"the state is at batch {state['batch']}; an epoch has {len(self)}")
             self._stop()

@@ -126,5 +126,5 @@ def _in_words(owner: Owner) -> str:
     if not owner:
         return "its lock does not say which"
     job = f", {owner['job']}" if owner.get("job") else ""
-    said = f"host {owner.get('host')}, process {owner.get('pid')}{job}, since {owner.get('since')}"
-    return printable(said).replace("\n", r"\n")
+    owned_by = f"host {owner.get('host')}, process {owner.get('pid')}{job}, since {owner.get('since')}"
+    return printable(owned_by).replace("\n", r"\n")

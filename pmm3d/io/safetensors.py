@@ -105,7 +105,7 @@ def export_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matri
 def _as_in_file(matrices: Matrices, transpose: Names, vectors: Names) -> tuple[Matrices, Shapes]:
     """Return the matrices, transposed if they are in `transpose`, and the shapes of their tensors in the file."""
     if unknown := sorted({*transpose, *vectors} - matrices.keys()):
-        raise CheckpointError("transpose and vectors name what is not among the matrices: "
+        raise CheckpointError("names in transpose= or vectors= that are not names of matrices: "
                               f"{names_in_words(map(repr, unknown))}")
     for name in vectors:
         if 1 not in matrices[name].shape:

@@ -210,8 +210,8 @@ class Layout:
                 return
         for axis in self.named:
             if not is_axis_name(axis):
-                raise LayoutError(f"{self} names the axis {axis!r}, which no grid can have; every grid has the axes "
-                                  f"{', '.join(AXES)}, and those that it was made with")
+                raise LayoutError(f"{self} names the axis {axis!r}, which no grid can have. Every grid has the axes "
+                                  f"{', '.join(AXES)}, and the axes that were passed as axes=, seq= and pipe=")
         twice = sorted({axis for axis in self.named if self.named.count(axis) > 1})
         raise LayoutError(f"{self} names the axis {', '.join(twice)} twice; an axis can split one dim, once, or hold "
                           "partial sums")

@@ -156,33 +156,33 @@ class Settings:
     """Settings of a Grid. The defaults are read from the environment when the object is created."""
 
     timeout: float = _variable("PMM3D_TIMEOUT", 600.0, _seconds,
-                               "a number: seconds after which a collective that hangs is explained; 0: never",
+                               "a number: time limit of a collective in seconds; 0: no limit",
                                "a number of seconds, 0 for no limit")
     debug: bool = _variable("PMM3D_DEBUG", False, _switch,
-                            "0 or 1: compare the ranks' calls before each collective; look for deadlocks")
+                            "0 or 1: compare the ranks' calls before each collective, and search for deadlocks")
     log: bool = _variable("PMM3D_LOG", False, _switch,
-                          "0 or 1: log each collective of each of the first 64 ranks (logger pmm3d.comm)")
-    trace: bool = _variable("PMM3D_TRACE", False, _switch, "0 or 1: keep every collective and GEMM for a Chrome trace")
+                          "0 or 1: log each collective of the first 64 ranks (logger pmm3d.comm)")
+    trace: bool = _variable("PMM3D_TRACE", False, _switch, "0 or 1: record collectives and GEMMs for a Chrome trace")
     check: bool = _variable("PMM3D_CHECK", True, _switch, "0 or 1: compare the ranks' arguments before each operation")
     device_transport: str = _variable("PMM3D_TRANSPORT", "auto", _one_of(TRANSPORTS),
-                                      f"{TRANSPORTS_IN_WORDS}: how device memory reaches other ranks",
+                                      f"{TRANSPORTS_IN_WORDS}: how messages of device memory are sent",
                                       TRANSPORTS_IN_WORDS)
     blas: str = _variable("PMM3D_BLAS", "", str,
-                          "the BLAS that multiplies on the host: scipy, mkl (the extra pmm3d[mkl]), auto (what pmm3d "
-                          "tune blas chose; for a type: auto:float32), or the path of a shared library. If it is not "
-                          "set: MKL if the extra is installed, else SciPy's",
+                          "the BLAS that multiplies on the host: scipy, mkl (the extra pmm3d[mkl]), auto (the choice "
+                          "of pmm3d tune blas; for a type: auto:float32), or the path of a shared library. Default: "
+                          "MKL if the extra is installed, else SciPy's",
                           "scipy, mkl, auto, or the path of a shared library")
     sums: str = _variable("PMM3D_SUMS", "nodes", _one_of(SUMS),
-                          "nodes or ranks: whether sums along an axis that is distributed evenly over several nodes "
-                          "are formed in each node first, or in an order that depends on the number of ranks alone",
+                          "nodes or ranks: whether sums along an axis with equally many ranks on several nodes are "
+                          "formed in each node first, or in an order that depends on the number of ranks only",
                           "nodes or ranks")
     overlap: str = _variable("PMM3D_OVERLAP", "auto", _one_of(OVERLAPS_OF_ALL),
                              "auto or none: the overlap mode of products with overlap auto, the default; auto: across "
-                             "nodes a product is decomposed if it can be. Panels are an argument: panels=4",
+                             "nodes products are decomposed if possible. Panels are an argument: panels=4",
                              "auto or none")
     machine: str = _variable("PMM3D_MACHINE", "auto", str,
-                             "the machine that grids are chosen for: auto (what pmm3d tune machine measured here, or "
-                             "else nominal), the name of an assumed one, or the path of a TOML file",
+                             "the machine for which grids are chosen: auto (measured here by pmm3d tune machine, or "
+                             "else nominal), the name of an assumed machine, or the path of a TOML file",
                              "auto, the name of an assumed machine, or the path of a TOML file")
 
     @classmethod

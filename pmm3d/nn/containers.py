@@ -1,4 +1,4 @@
-"""Networks of layers one after the other: Sequential, MLP, and residual connections."""
+"""Networks of consecutive layers: Sequential, MLP, and residual connections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .tensor import Tensor
 
 
 class Sequential(Module):
-    """Layers, or functions of tensors, one after the other.
+    """Sequence of layers, or of functions of tensors.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ class Sequential(Module):
         self.place(None, learned)
 
     def numbered(self) -> Iterator[tuple[str, Layer]]:
-        """(name, layer) of all layers and functions."""
+        """Yield (name, layer) of all layers and functions."""
         return ((str(index), layer) for index, layer in enumerate(self.layers))
 
     def attributes(self) -> Iterator[tuple[str, Any]]:

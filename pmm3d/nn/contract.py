@@ -24,8 +24,8 @@ class Gradient:
     array : Array
         This rank's part of the gradient.
     layout : Layout
-        Its layout. If this rank has summed over its own rows of a batch that data and z split, the layout has partial
-        sums, such as Layout("y", "x", sums=("data", "z")).
+        Its layout. After a sum over this rank's rows of a batch that data and z split, the layout has partial sums:
+        Layout("y", "x", sums=("data", "z")).
 
     Examples
     --------

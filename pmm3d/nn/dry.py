@@ -13,7 +13,7 @@ from .tensor import Tensor
 
 
 class Facts(NamedTuple):
-    """A matrix without its grid and its values. library: its kind."""
+    """Shape, layout, type and kind of library of a matrix."""
 
     shape: tuple[int, int]
     layout: Layout
@@ -25,7 +25,7 @@ class Facts(NamedTuple):
         return cls(matrix.shape, matrix.layout, matrix.dtype, matrix.library.kind)
 
     def on(self, grid: Grid) -> DistMatrix:
-        """The matrix with arbitrary values, also of integers."""
+        """Make such a matrix with arbitrary values. The type may be an integer type."""
         box = self.layout.box(self.shape, grid.shape, grid.coords)
         return DistMatrix(grid, grid.library(self.library).empty(box.shape, self.dtype), self.shape, self.layout)
 

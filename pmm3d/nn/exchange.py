@@ -36,7 +36,7 @@ ENDING = ".safetensors"
 
 TORCH = "torch"
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-"""Files in a folder of the transformers package: the weights in one file, the table of several, the configuration."""
+"""Files in a folder of the transformers package: weights in one file, table of several weight files, configuration."""
 
 
 class Columns(NamedTuple):

@@ -15,13 +15,13 @@ from ..arrays import Array, NumpyLibrary, library_of
 TYPES = ("float32", "float64")
 """Element types of the kernels."""
 VECTORS = 64
-"""Elements: a whole number of vectors of any processor."""
+"""Number of elements that is a multiple of the vector length of any processor."""
 ADAM = "T h = g + decay * w; m = first * m + fresh_first * h; v = second * v + fresh_second * h * h; "
 ADAM += "w -= loss * w + rate * m / (sqrt(v) / scale + eps);"
 
 
 def adam(weight: Array, gradient: Array, state: Sequence[Array], options: Mapping[str, Any], decoupled: bool) -> bool:
-    """Adam, or AdamW (decoupled)."""
+    """Update by Adam, or by AdamW if `decoupled`."""
     library, kind = _kernels_of(weight)
     (first, second), decay, step = options["betas"], options["weight_decay"], options["step"]
     if kind == "torch":
@@ -42,7 +42,7 @@ def adam(weight: Array, gradient: Array, state: Sequence[Array], options: Mappin
 
 
 def sgd(weight: Array, gradient: Array, state: Sequence[Array], options: Mapping[str, Any]) -> bool:
-    """SGD, with and without momentum."""
+    """Update by SGD, with or without momentum."""
     library, kind = _kernels_of(weight)
     lr, momentum, decay, nesterov = (options[name] for name in ("lr", "momentum", "weight_decay", "nesterov"))
     if kind == "torch":

@@ -5,6 +5,8 @@ from __future__ import annotations
 from math import cos, pi
 from typing import Any
 
+from ..errors import Pmm3dError
+from ..layout import natural
 from .optimizer import Optimizer
 
 
@@ -18,6 +20,11 @@ class Schedule:
     warm_up : int
         Steps in which the rate rises linearly from 1/warm_up of the rate to the rate. Default: 0.
 
+    Raises
+    ------
+    Pmm3dError
+        For values out of range.
+
     Examples
     --------
     >>> from pmm3d import Grid, nn
@@ -28,6 +35,7 @@ class Schedule:
     """
 
     def __init__(self, optimizer: Optimizer, warm_up: int = 0):
+        natural(warm_up, f"{type(self).__name__}: warm_up is a number of steps, at least 0", 0, Pmm3dError)
         self.optimizer, self.warm_up, self.count = optimizer, warm_up, 0
         self.bases = [group["lr"] for group in optimizer.groups]
         self._set()
@@ -143,6 +151,7 @@ class Step(Schedule):
     """
 
     def __init__(self, optimizer: Optimizer, every: int, factor: float = 0.1, warm_up: int = 0):
+        natural(every, "Step: every is a number of steps, at least 1", 1, Pmm3dError)
         self.every, self.ratio = every, factor
         super().__init__(optimizer, warm_up)
 

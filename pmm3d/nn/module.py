@@ -38,7 +38,7 @@ class Module:
 
     Notes
     -----
-    forward(x) takes and returns tensors: one or several, and a tuple of several results.
+    forward(x) takes one tensor or several, and returns a tensor or a tuple of tensors.
 
     Parameters are found in attributes that are a Parameter or a Module, and in lists, tuples and dicts of them, at any
     depth. Their names are paths, such as "blocks.0.weight". Parameters in the closure of a function are not found.
@@ -116,19 +116,7 @@ class Module:
         return self.grid
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Result of the module. Each subclass defines it. To run it, call the module.
-
-        Parameters
-        ----------
-        *inputs : Tensor
-            The inputs.
-        **options
-            Further arguments, such as `activations` of a `Linear`.
-
-        Returns
-        -------
-        Tensor or tuple of Tensor
-        """
+        """Return the result of the module. A subclass defines this method; users call the module."""
         raise NotImplementedError(f"{type(self).__name__} has no method forward: define forward(self, x)")
 
     def attributes(self) -> Iterator[tuple[str, Any]]:
@@ -269,17 +257,12 @@ class Module:
         return gathered(self, name)
 
     def requires_grad_(self, on: bool = True) -> Module:
-        """Freeze all parameters (False), or let them learn again. Collective. See `Parameter.requires_grad_`.
+        """Freeze all parameters (False) or let them learn again, and return the module. Collective.
 
         Parameters
         ----------
         on : bool
             Whether they learn. Default: True.
-
-        Returns
-        -------
-        Module
-            This module.
         """
         parameters = self.parameters()
         with self.grid.collective_call("requires_grad_", *[parameter.name for parameter in parameters], on):
@@ -297,30 +280,19 @@ class Module:
         return None
 
     def train(self, on: bool = True) -> Module:
-        """Make dropout active (True) or inactive (False).
+        """Make dropout active (True) or inactive (False), and return the module.
 
         Parameters
         ----------
         on : bool
             Whether dropout is active. Default: True.
-
-        Returns
-        -------
-        Module
-            This module.
         """
         for _, module in self.named_modules():
             module.training = on
         return self
 
     def eval(self) -> Module:
-        """Call train(False). As in torch, operations are still recorded; see `evaluating`.
-
-        Returns
-        -------
-        Module
-            This module.
-        """
+        """Call train(False), and return the module. Operations are still recorded; see `evaluating`."""
         return self.train(False)
 
     @contextmanager

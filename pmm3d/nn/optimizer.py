@@ -239,7 +239,7 @@ class Optimizer(WithState):
                 "step": self.steps - self.missed[parameter]}
 
     def zero_grad(self) -> None:
-        """Drop the gradients, as `step` does too."""
+        """Drop the gradients. `step` does so, too."""
         for parameter in self.parameters:
             parameter.grad = None
 

@@ -27,8 +27,8 @@ Uses = list[tuple[str, int]]
 class BackwardSync:
     """The collectives of one grid's networks. `BackwardSync.of(grid)`.
 
-    A backward pass that sums gradients over data compares among the ranks, before its first message, which parameters
-    this pass and the passes since the last comparison used. A pass in `no_sync`, and any pass while `trusting`, sends
+    Before its first message, a backward pass that sums gradients over data compares the used parameters among the
+    ranks, also those of the passes since the last comparison. A pass in `no_sync`, and any pass while `trusting`, sends
     no comparison if it uses the same parameters as an earlier pass.
 
     overlap    all ranks may replace it between steps

@@ -95,21 +95,13 @@ class Parameter(Tensor):
         self.requires_grad_(on)
 
     def requires_grad_(self, on: bool = True) -> Parameter:
-        """Freeze the parameter (False), or let it learn again (True). Collective.
+        """Freeze the parameter (False) or let it learn again, and return it. Collective.
 
         Parameters
         ----------
         on : bool
-            Whether the parameter learns. Default: True.
-
-        Returns
-        -------
-        Parameter
-            This parameter.
-
-        Notes
-        -----
-        A frozen parameter has no gradient, and optimizers do not change it. Freezing drops its gradient.
+            Whether the parameter learns. Default: True. A frozen parameter has no gradient, and optimizers do not
+            change it.
         """
         with self.grid.collective_call("requires_grad_", self.name, on):
             pass
@@ -187,7 +179,7 @@ class Parameter(Tensor):
 
     @property
     def in_checkpoint(self) -> DistMatrix:
-        """The matrix for a checkpoint: the master weight, else the value. Call `loaded` after writing to it."""
+        """Matrix for a checkpoint: the master weight, or else the value. Call `loaded` after a write to the matrix."""
         return self._value if self.master is None else self.master_in(self.master.layout)
 
     def master_in(self, layout: Layout) -> DistMatrix:
@@ -250,7 +242,7 @@ class Parameter(Tensor):
 
 
 class StandIn(Parameter):
-    """A parameter of a layer that another rank holds, with one element of memory. Nothing is sent for it."""
+    """Parameter of a layer on another rank. It has one element of memory, and sends nothing."""
 
     def __init__(self, grid: Grid, shape: tuple[int, int], layout: Layout, precision: Precision,
                  library: NumpyLibrary):

@@ -26,7 +26,7 @@ class Precision:
         Type in which contributions are added up. Default: float32 if `compute` is 16-bit, else `compute`.
     master : str
         Type of the optimizer's state, and of the master weight, which the optimizer changes. The shard is the rounded
-        master weight. If `master` equals `compute`, there is no master weight. Default: as of `gradient`.
+        master weight. If `master` equals `compute`, there is no master weight. Default: the default of `gradient`.
     tf32 : bool
         Whether a device may round operands of float32 GEMMs to 10 bits of mantissa. Default: False.
 

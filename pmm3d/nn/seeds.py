@@ -41,12 +41,12 @@ def manual_seed(grid: Grid, seed: int) -> None:
     grid : Grid
         The grid of the layers.
     seed : int
-        From 0 to 2^64 - 1, the same on all ranks. Without this call it is 0.
+        From 0 to 2^64 - 1, the same on all ranks. Without this call, the seed is 0.
 
     Raises
     ------
     Pmm3dError
-        On every rank, for another seed.
+        On every rank, for any other value.
 
     Notes
     -----

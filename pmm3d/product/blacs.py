@@ -353,7 +353,7 @@ def _least_moved(grid: Grid, moves: Sequence[tuple[Tiled, Placement]]) -> tuple[
 def check_descriptor(what: str, descriptor: Any) -> Descriptor:
     """Return the descriptor. Raises LayoutError for an object of another type."""
     if not isinstance(descriptor, Descriptor):
-        raise LayoutError(f"{what}: a descriptor is what BlacsContext.descriptor gives; got {descriptor!r}")
+        raise LayoutError(f"{what}: a descriptor is the result of BlacsContext.descriptor; got {descriptor!r}")
     return descriptor
 
 

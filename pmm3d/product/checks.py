@@ -111,8 +111,8 @@ def check_order(order: Any, shared: bool = False) -> None:
         raise LayoutError('the order of a shard is "C", by rows, or "F", by columns (pmm3d bench --order times each); '
                           f"got {order!r}")
     if shared and order == "F":
-        raise LayoutError('shards in shared memory lie by rows: leave out shared=True for order="F", or take the '
-                          "transpose (.T) of a shared matrix")
+        raise LayoutError('shards in shared memory are stored by rows: leave out shared=True for order="F", or take '
+                          "the transpose (.T) of a shared matrix")
 
 
 def check_root(what: str, root: Any, grid: Grid) -> None:
@@ -148,8 +148,8 @@ def check_operands(a: Any, b: Any, out: Any, beta: complex, what: str = "matmul"
             raise LayoutError(f"{what}: beta needs out=, the C that it scales")
         return
     if out.layout.on(out.grid.shape).sums:
-        raise LayoutError(f"{what}: out is of partial sums, {out.layout}; a product has none: pass an out in "
-                          "out.layout.summed, or none at all and redistribute what comes back")
+        raise LayoutError(f"{what}: out has partial sums, {out.layout}, and a product has none: pass an out in "
+                          "out.layout.summed, or leave it out and redistribute the result")
     check_out(what, out, a, b, read="an operand")
 
 
@@ -192,14 +192,15 @@ def check_one_device(what: str, *arrays: Array) -> None:
     """Raise GridError if the arrays are on several devices."""
     found = sorted({number for array in arrays if (number := library_of(array).device_of(array)) is not None})
     if len(found) > 1:
-        raise GridError(f"{what}: the matrices of a call lie on one device of each rank; here they are on the devices "
-                        f"{', '.join(map(str, found))}. Make them on one: pmm3d.arrays.take_device makes it current")
+        raise GridError(f"{what}: on each rank, all matrices of a call must be on one device; here they are on the "
+                        f"devices {', '.join(map(str, found))}. Make them on one device. pmm3d.arrays.take_device "
+                        "makes it current")
 
 
 def no_matrix(name: str, value: Any, what: str = "matmul") -> str:
     """Error message for an operand that is not a matrix."""
-    return (f"{what}: {name} is a {type(value).__name__}; it must be a DistMatrix. A whole array comes in with "
-            "DistMatrix.from_global")
+    return (f"{what}: {name} is a {type(value).__name__}; it must be a DistMatrix. DistMatrix.from_global makes one of "
+            "a whole array")
 
 
 def check_numbers(what: str, matrix: StoredMatrix) -> None:

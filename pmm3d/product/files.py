@@ -69,8 +69,8 @@ def check_all_written(path: str | os.PathLike[str], dataset: Any) -> None:
         unit, there = "chunks", dataset.id.get_num_chunks()
     if there < declared:
         raise DataError(f"{path}: data set {dataset.name[1:]!r} declares the shape {dataset.shape}, which "
-                        f"takes {declared:,} {unit}, and {there:,} of them were written: write all rows, or "
-                        "declare only those that there are")
+                        f"takes {declared:,} {unit}, and {there:,} of them were written: write all rows, or declare "
+                        "only the written rows")
 
 
 def write_matrix(matrix: Any, path: str | os.PathLike[str], dataset: str | None, overwrite: bool) -> None:

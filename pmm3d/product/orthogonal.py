@@ -246,8 +246,8 @@ def _iterated(what: str, a: DistMatrix, first: Sequence[Coefficients], most: int
         _check_type(what, a)
         _check_coefficients(what, first)
         if grid.dry_run is not None:
-            raise Pmm3dError(f"{what}: how many steps there are depends on values, and Grid.dry has none; "
-                             "newton_schulz takes as many steps as it is told")
+            raise Pmm3dError(f"{what}: the number of steps depends on values, which Grid.dry does not have. Use "
+                             "newton_schulz, whose number of steps is an argument")
         natural(most, f"{what}: most is a number of steps, at least 1", 1, Pmm3dError)
         if not is_polar:
             check_square(what, a)

@@ -207,9 +207,9 @@ def check_fits(grid: Grid, source: Tiled, target: Tiled) -> None:
 def check_targets(library: NumpyLibrary, what: str, sources: list[Array], targets: list[Array]) -> None:
     """Raise LayoutError if a target is read-only, or shares memory with a source."""
     if not all(map(library.writable, targets)):
-        raise LayoutError(f"{what}: an array that is to be written is read-only")
+        raise LayoutError(f"{what}: an array that must be written is read-only")
     if any(library.share_memory(source, target) for source in sources for target in targets):
-        raise LayoutError(f"{what}: an array that is written shares memory with one that is read meanwhile")
+        raise LayoutError(f"{what}: an array that is written shares memory with one that is read at the same time")
 
 
 def check_leading(what: str, name: str, arrays: list[Array], descriptor: Descriptor) -> None:

@@ -157,11 +157,11 @@ def checked_arrays(what: str, arrays: Any, tiled: Tiled, grid: Grid, library: Nu
     for array, (rows, cols) in zip(given, local_shapes or [(0, 0)]):
         of_array = library_of(array)
         if of_array.kind != library.kind or of_array.dtype(array) != dtype:
-            raise DTypeError(f"{what}: an array of {of_array.kind}, {of_array.dtype(array)}, where {library.kind}, "
-                             f"{dtype}, is expected: pmm3d does not mix types")
+            raise DTypeError(f"{what}: an array is {of_array.dtype(array)} of {of_array.kind}; it must be {dtype} of "
+                             f"{library.kind}, because pmm3d does not mix types")
         if not library.as_stored(array):
-            raise DTypeError(f"{what}: the elements of the array are not stored as they are meant (in another byte "
-                             "order, or conjugated by torch where they are read): make a copy of the array first")
+            raise DTypeError(f"{what}: the bytes of the array are not its values (another byte order, or a lazy "
+                             "conjugate of torch): make a copy of the array first")
         if array.ndim != 2 or array.shape[0] < rows or array.shape[1] < cols:
             raise LayoutError(f"{what}: the array has the shape {tuple(array.shape)}; rank {grid.ledger.rank} stores "
                               f"{rows} rows and {cols} columns of it")

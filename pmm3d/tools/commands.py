@@ -49,7 +49,7 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def _pmm3d(context: typer.Context,
            version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True,
-                                                 help="Print the version, and end.")] = False) -> None:
+                                                 help="Print the version.")] = False) -> None:
     """Restore sys.stdout at the end of each command: `reserve_stdout` may replace it."""
     context.call_on_close(partial(setattr, sys, "stdout", sys.stdout))
 
@@ -124,8 +124,7 @@ def report_command(
 ) -> None:
     """Make a page of a run: curves, time and memory of each rank, bytes of each collective, the grid.
 
-    The page is one HTML file and loads nothing from the network. You can make it while the run continues. No MPI is
-    used.
+    The page is one HTML file that loads nothing from the network. You can make it during the run. No MPI is used.
 
     [bold]Example[/]
 
@@ -196,7 +195,7 @@ def _group(name: str, help_text: str, cls: type[TyperGroup] = TyperGroup, **comm
 
 _add(app, bench=bench_command, train=train_command, predict=predict_command,
      doctor=doctor_command, report=report_command, export=export_command)
-_group("convert", "Make the HDF5 files that training reads. The word table may be left out: pmm3d convert x.csv x.h5.",
+_group("convert", "Make the HDF5 files that training reads. pmm3d convert x.csv x.h5 is short for convert table.",
        _FirstIsDefault, table=table_command, text=text_command)
 _group("plan", "Choose the grid and the number of ranks: predict time and memory.", product=product_command,
        train=plan_train_command, gpt=gpt_command, pipeline=pipeline_command)

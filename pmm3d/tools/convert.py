@@ -52,7 +52,7 @@ def table_command(
     """Convert samples from CSV or .npz to the HDF5 file that training reads.
 
     The last line of the output shows the result: header, inputs, targets, classes. The samples must fit into memory.
-    The file has a temporary name until it is complete. Under mpiexec only rank 0 converts.
+    The file has a temporary name until it is complete. Only rank 0 converts.
 
     [bold]Examples[/]
 
@@ -94,8 +94,7 @@ def text_command(
 ) -> None:
     """Convert text to the tokens in HDF5 that GPT and Llama train on.
 
-    The text must fit into memory. The file has a temporary name until it is complete. Under mpiexec only rank 0
-    converts.
+    The text must fit into memory. The file has a temporary name until it is complete. Only rank 0 converts.
 
     [bold]Examples[/]
 

@@ -48,8 +48,7 @@ BINDINGS = ("PRTE_MCA_hwloc_default_binding_policy", "HYDRA_BINDING")
 
 
 def installed_wheel() -> str | None:
-    """Return the MPI wheel that is installed beside this Python, or None. Raises LauncherError if there are two:
-    they overwrite each other's mpiexec."""
+    """Return the MPI wheel that is installed beside this Python, or None. Raises LauncherError if there are two."""
     found = installed_wheels()
     if len(found) > 1:
         raise LauncherError(f"{' and '.join(found)} are installed together in {sys.prefix} and overwrite each other's "
@@ -187,6 +186,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_as_program() -> None:
+    """Run the command line, and exit with its code."""
+    for number in range(3):  # MPICH's mpiexec fails if a standard stream is closed
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # open takes the lowest free number
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -112,8 +112,7 @@ def progress(command: str, shown: bool, stages: int) -> Iterator[Callable[[str, 
 
 @contextmanager
 def bar(command: str, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
-    """As a context: the function tell(done, total), which sets a progress bar on stderr. If stderr is not a terminal,
-    nothing is printed."""
+    """As a context: the function tell(done, total), which sets a progress bar on stderr, if that is a terminal."""
     with _drawn(command, shown, None) as (drawn, task):
         yield lambda done, total: drawn.update(task, completed=done, total=total)
 
@@ -163,8 +162,7 @@ def _why_not(path: Path) -> str:
 
 
 def reserve_stdout(path: Path | None) -> None:
-    """If the path is "-", redirect the later output of the command to standard error. `sys.stdout` is restored at the
-    end of the command."""
+    """If the path is "-", redirect standard output to standard error until the end of the command."""
     if path == STANDARD_OUTPUT:
         sys.stdout = sys.stderr
 
@@ -186,7 +184,6 @@ def write_json(path: Path, content: object) -> None:
 
 
 def say_written(*paths: Path | None) -> None:
-    """Name the files that were written."""
     for path in paths:
         if path is not None and path != STANDARD_OUTPUT:
             say(f"wrote {path}")

@@ -37,7 +37,6 @@ def end_job(process: subprocess.Popen, grace: float = 2.0) -> None:
 
 
 def kill(pids: list[int]) -> None:
-    """Send SIGKILL to the processes that still exist."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, SIGKILL)

@@ -80,8 +80,7 @@ def _started() -> tuple[MPI.Intracomm, MPI.Intracomm]:
 
 
 def one_process(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that only rank 0 runs, without MPI. A Pmm3dError is printed in one line and ends the command
-    with exit code 2."""
+    """Return a command that runs on rank 0 only, without MPI. A Pmm3dError is one line of output and exit code 2."""
 
     @wraps(command)
     def run(*arguments: Any, **options: Any) -> None:
@@ -100,8 +99,7 @@ def one_process(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def one_of(*choices: str) -> Callable[[Any], Any]:
-    """Return a callback of a typer option that accepts only these values. Of a repeatable option each value is
-    checked."""
+    """Return a callback that checks the value of a typer option, or each value of a repeatable option."""
 
     def check(value: Any) -> Any:
         for each in [value] if isinstance(value, str) else value or ():

@@ -20,8 +20,7 @@ FIRST_RANK_SECONDS = 1.0
 
 
 class Stream(io.TextIOWrapper):
-    """A standard stream. Characters that its encoding lacks are escaped. If its reader has ended, output is dropped and
-    the job continues."""
+    """A standard stream. Characters that its encoding lacks are escaped. After its reader has ended, output is lost."""
 
     def write(self, text: str) -> int:
         try:
@@ -64,8 +63,7 @@ def make_streams_safe() -> None:
 
 
 def console(stream: TextIO) -> Console:
-    """Return a console of the width COLUMNS. The launcher sets COLUMNS, because mpiexec may give ranks another
-    terminal."""
+    """Return a console of the width COLUMNS. The launcher sets it, because ranks may have another terminal."""
     from rich.console import Console
 
     columns = os.environ.get("COLUMNS", "")

@@ -48,8 +48,7 @@ def in_a_row(work: Work, library: NumpyLibrary, times: int) -> float:
 
 
 def repetitions(library: NumpyLibrary, work: Work, seconds: Callable[[Work, int], float] | None = None) -> int:
-    """Return the number of calls in a timing: 1 on the host; on a device, which this warms up, as many as take
-    DEVICE_SECONDS.
+    """Return the number of calls in a timing: 1 on the host; on a device, which is warmed up, those of DEVICE_SECONDS.
 
     seconds   the function seconds(work, times); default: `in_a_row` on this rank
     """
@@ -117,8 +116,7 @@ def gemm_rate(library: NumpyLibrary, dtype: str, shape: Shape, **options: Any) -
 
 
 def one_a_core(usable: Sequence[tuple[str, Collection[int]]], threads: int) -> set[int]:
-    """Return the ranks that get their own cores. In rank order, each gets as many cores as its BLAS has threads, or the
-    cores that are left.
+    """Return the ranks that get their own cores. In rank order, each gets a core for each BLAS thread, or the rest.
 
     usable   host and usable cores of each rank
 

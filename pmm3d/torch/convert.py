@@ -110,24 +110,24 @@ def _check(module: nn.Module, splits: dict[str, Split], grid: Grid) -> None:
     owners: dict[int, list[str]] = {}
     for name, part in module.named_modules():
         if isinstance(part, BATCH_NORMS) and BackwardPasses.of(grid).partners > 1:
-            raise LayoutError(f"parallelize: {name}, a {type(part).__name__}, would take the mean of each rank's own "
-                              "rows. Put nn.LayerNorm or nn.GroupNorm in its place")
+            raise LayoutError(f"parallelize: {name}, a {type(part).__name__}, would use the mean of each rank's own "
+                              "rows. Use nn.LayerNorm or nn.GroupNorm in its place")
         if isinstance(part, OTHER_DROPOUTS):
-            raise LayoutError(f"parallelize: {name}, a {type(part).__name__}, would draw what does not belong together "
-                              "on several ranks. Put nn.Dropout in its place")
+            raise LayoutError(f"parallelize: {name}, a {type(part).__name__}, would draw different masks on ranks that "
+                              "need equal ones. Use nn.Dropout in its place")
         for tensor in part.parameters(recurse=False):
             owners.setdefault(id(tensor), []).append(name)
             if name in splits and not tensor.is_floating_point():
-                raise DTypeError(f"parallelize: {name} has parameters of {tensor.dtype}; those of real floating point "
-                                 "numbers can be spread")
+                raise DTypeError(f"parallelize: {name} has parameters of {tensor.dtype}; only real floating point "
+                                 "numbers can be distributed")
         if name in splits and (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks
                                or part._backward_pre_hooks):
-            raise LayoutError(f"parallelize: {name} has hooks, which its copy on the grid would not have: take them "
-                              'off, or put "off" into the plan for it')
+            raise LayoutError(f"parallelize: {name} has hooks, which its copy on the grid would not have: remove them, "
+                              'or put "off" into the plan for it')
     for names in owners.values():
         if len(names) > 1 and any(name in splits for name in names):
-            raise LayoutError(f"parallelize: {' and '.join(names)} have one weight in common, which cannot lie in two "
-                              'layouts. Put "off" into the plan for each of them, or give each its own')
+            raise LayoutError(f"parallelize: {' and '.join(names)} have one weight in common, which cannot have two "
+                              'layouts. Put "off" into the plan for each of them, or use separate weights')
     _check_device(module, grid)
 
 
@@ -277,8 +277,8 @@ def mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if hasattr(value, "__dict__") and any(
             isinstance(item, torch.Tensor) and item.requires_grad for item in vars(value).values()):
-        raise Pmm3dError("a model on a grid takes and returns tensors, also in tuples, lists and dicts; this is a "
-                         f"{type(value).__name__}, whose tensors' gradients would not be those of the ranks' mean")
+        raise Pmm3dError("a model on a grid takes and returns tensors, also in tuples, lists and dicts. The gradients "
+                         f"of tensors in a {type(value).__name__} would not be those of the mean of the ranks' losses")
     return value
 
 

@@ -152,9 +152,10 @@ class ShardedModule(OnGrid):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         given, own = state_dict.get(f"{prefix}{EXTRA}"), self.get_extra_state()
         if given != own and any(f"{prefix}{name}" in state_dict for name in self.home):
-            raise CheckpointError(f"{self}: the state dict has the shards of another rank or another grid, or those of "
-                                  f"a plain module ({given}, here {own}). Each rank loads what it saved, on the same "
-                                  "grid; load_full_state_dict takes what full_state_dict gave, or a plain module's")
+            raise CheckpointError(f"{self}: the state dict has the shards of another rank or another grid, or it is "
+                                  f"that of a plain module ({given}, here {own}). Each rank must load its own state "
+                                  "dict, on the same grid. load_full_state_dict loads the result of full_state_dict, "
+                                  "and the state dict of a plain module")
         super()._load_from_state_dict(state_dict, prefix, *others)
 
 
@@ -174,8 +175,8 @@ class Linear3D(ShardedModule):
     bias : bool
         Whether there is a bias.
     role : str
-        "column" (default): y splits the columns of x, and x those of the result. "row": x, then y. In turns they need
-        no communication between them. Megatron-LM is a grid of Gx x 1 x 1.
+        "column" (default): axis y splits the columns of the input, and axis x those of the result. "row": x, then y.
+        Layers with alternating roles need no communication between them. Megatron-LM is a grid of Gx x 1 x 1.
     unit : int
         Columns over x that no cut separates, such as those of a head.
     gather : bool

@@ -16,10 +16,10 @@ ROLES = {nn.Linear: ("column", "row"), nn.LayerNorm: ("x", "y"), nn.Dropout: ("x
 """Allowed roles of each kind of module. The role of a LayerNorm or Dropout is the axis that splits its columns. A PReLU
 has no role, because it needs all columns."""
 MUST_BE_NAMED = {
-    nn.Dropout: 'whose mask depends on where its columns lie: "x" after a column, "y" after a row, "off" where all of '
-                "them are there",
-    nn.PReLU: 'which learns from the columns that it sees: "off" where all of them are there; elsewhere put '
-              "nn.LeakyReLU in its place"}
+    nn.Dropout: 'whose mask depends on the axis of its columns: name "x" after a column, "y" after a row, or "off" if '
+                "each rank has all columns",
+    nn.PReLU: 'whose parameter needs the gradients of all columns: name "off" if each rank has all columns. Otherwise '
+              "use nn.LeakyReLU in its place"}
 OUTPUT = {"column": "x", "row": "y"}
 ELEMENTWISE = (nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Identity,
                nn.LeakyReLU, nn.LogSigmoid, nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU, nn.Sigmoid, nn.SiLU, nn.Softplus,
@@ -67,8 +67,8 @@ def resolved(module: nn.Module, plan: Plan | None) -> dict[str, Split]:
     if type(module) is nn.Linear:
         return {"": Split("column", gather=True)}
     if type(module) is not nn.Sequential:
-        raise LayoutError(f"parallelize: what a {type(module).__name__} does between its layers is not known, so it "
-                          'needs a plan: {name: "column" | "row" | Split(...)}. Its Linear layers: '
+        raise LayoutError(f"parallelize: the operations of a {type(module).__name__} between its layers are not known, "
+                          'so it needs a plan: {name: "column" | "row" | Split(...)}. Its Linear layers: '
                           f"{_linears(module)}")
     return _in_turns(module)
 
@@ -101,8 +101,8 @@ def _checked(name: str, part: nn.Module, split: Split) -> Split:
     if type(part) is not nn.Linear and split != Split(split.role):
         raise LayoutError(f"parallelize: {name} is a {kind}: unit and gather are for a Linear")
     if isinstance(part, nn.LayerNorm) and len(part.normalized_shape) != 1:
-        raise LayoutError(f"parallelize: {name} is a LayerNorm over {len(part.normalized_shape)} dims; over columns "
-                          "that are spread it takes the last one only")
+        raise LayoutError(f"parallelize: {name} is a LayerNorm over {len(part.normalized_shape)} dims; if columns are "
+                          "split over ranks, it must be over the last dim only")
     return split
 
 
@@ -118,17 +118,17 @@ def _in_turns(module: nn.Sequential) -> dict[str, Split]:
     for name, part in parts:
         if type(part) in ROLES and first.setdefault(id(part), name) != name:
             raise LayoutError(f"parallelize: {first[id(part)]} and {name} are one {type(part).__name__}, whose columns "
-                              "would lie otherwise in the second place: make two of it, or give a plan")
+                              "would need two layouts: make two modules of it, or pass a plan")
         if type(part) is nn.Linear:
             role, left = "row" if role == "column" else "column", left - 1
             found[name], axis = Split(role, gather=not left), OUTPUT[role]
         elif left and axis and ROLES.get(type(part)):
             found[name] = _checked(name, part, Split(axis))
         elif left and axis and type(part) not in ELEMENTWISE:
-            raise LayoutError(f"parallelize: {name}, a {type(part).__name__}, comes where columns are spread over "
-                              "ranks, and it may mix them or hold parameters for each. Give a plan in which the Linear "
-                              'before it is Split("column", gather=True) or "off" (then all columns are there), or put '
-                              "it after the last Linear")
+            raise LayoutError(f"parallelize: {name}, a {type(part).__name__}, comes between layers whose columns are "
+                              "split over ranks, and it may mix columns or have parameters for each. Put it after the "
+                              "last Linear, or pass a plan in which the Linear before it has all columns: "
+                              'Split("column", gather=True) or "off"')
     return found
 
 

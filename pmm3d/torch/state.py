@@ -112,8 +112,8 @@ def _check_state(state: Any, shapes: dict[str, tuple[int, ...] | None]) -> None:
         wrong = sorted(key for key in {*given, *shapes}
                        if key not in given or key not in shapes or given[key] != shapes[key])
         raise CheckpointError("load_full_state_dict: missing, too many, or of another shape than the module's: "
-                              f"{', '.join(wrong[:6])}. It takes the state_dict() of the plain module, or what "
-                              "full_state_dict returns")
+                              f"{', '.join(wrong[:6])}. Pass the state_dict() of the plain module, or the result of "
+                              "full_state_dict")
 
 
 def _shape(key: str, value: Any) -> tuple[int, ...] | None:
@@ -179,8 +179,8 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
 def _held(tensor: torch.Tensor) -> GridParameter:
     found: GridParameter | None = getattr(tensor, MARK, None)
     if found is None:
-        raise Pmm3dError("clip_grad_norm_: a parameter of no module on a grid: pass model.parameters() of what "
-                         "parallelize returned")
+        raise Pmm3dError("clip_grad_norm_: a parameter does not belong to a module on a grid: pass parameters() of the "
+                         "result of parallelize")
     if found.weight.accumulated.is_open:
         raise Pmm3dError(f"clip_grad_norm_: the gradient of {found.weight.name} is not summed over the ranks: the last "
                          "backward pass before it must be outside of no_sync")
@@ -206,5 +206,5 @@ def grid_of(module: nn.Module) -> Grid:
     on = [part.grid for part in module.modules() if isinstance(part, ShardedModule)]
     on += [getattr(tensor, MARK).weight.grid for tensor in module.parameters() if hasattr(tensor, MARK)]
     if not on:
-        raise Pmm3dError(f"a {type(module).__name__} that is on no grid: pass what parallelize returned")
+        raise Pmm3dError(f"this {type(module).__name__} is not on a grid: pass the result of parallelize")
     return on[0]

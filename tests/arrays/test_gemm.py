@@ -122,7 +122,7 @@ def test_the_blas_conjugates_what_lies_the_other_way_than_c(library):
         by_columns = face.empty((n, m), dtype).T
         face.gemm(b.T, a.T, by_columns.T, 1, 0, None)
         if min(m, n, k) > 1:
-            with pytest.raises(ValueError, match="BLAS conjugates only what it transposes"):
+            with pytest.raises(ValueError, match="BLAS conjugates a matrix only if it also transposes it"):
                 face.gemm(a, b, by_columns, 1, 0, None, conjugated=flags)
 
 

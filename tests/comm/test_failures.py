@@ -177,7 +177,7 @@ def test_an_array_of_another_device_on_one_rank_is_refused_there(comm):
         grid.x.all_reduce_into(here, here).wait()
         pending = grid.x.all_reduce_into(here, here) if grid.rank == 0 else None
         if grid.rank == 1:
-            with pytest.raises(GridError, match="an array of device 1 is used where device 0 is current"):
+            with pytest.raises(GridError, match="an array of device 1 is used while device 0 is current"):
                 grid.x.all_reduce_into(here, there)
             pending = grid.x.all_reduce_into(here, here)
         assert pending.wait() is here
@@ -197,7 +197,7 @@ def test_an_array_of_another_device_on_one_rank_ends_the_job(job):
             grid.x.all_reduce_into(here, there if grid.rank == 1 else here).wait()
     """, timeout=60)
     assert done.returncode != 0 and HANGS not in done.stderr
-    assert "GridError: an array of device 1 is used where device 0 is current" in done.stderr
+    assert "GridError: an array of device 1 is used while device 0 is current" in done.stderr
 
 
 def test_a_rank_that_answers_is_noted_with_its_stack_and_the_job_goes_on(shared):

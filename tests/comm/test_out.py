@@ -100,10 +100,10 @@ def test_options_that_differ_between_ranks_are_refused(axis):
     refused(differs, lambda: axis.reduce_scatter(whole, counts=None if last else uneven))
     refused("do not fit together", lambda: axis.shift(part, by=1 + last))
     refused("do not fit together", lambda: axis.all_to_all(np.ones(size), received=None if last else [1] * size))
-    refused(f"failed on 1 of .*: rank {size - 1} sends 2, received= says 1", lambda: axis.all_to_all(
+    refused(f"failed on 1 of .*: rank {size - 1} sends 2, and received= has 1", lambda: axis.all_to_all(
         np.ones(size + last), counts=[2 if last and rank == 0 else 1 for rank in range(size)], received=[1] * size))
     swapped = [1, 6] + [1] * (size - 2)
-    refused("rank 1 sends 1, received= says 6", lambda: axis.all_to_all(
+    refused("rank 1 sends 1, and received= has 6", lambda: axis.all_to_all(
         np.ones(sum(swapped)), counts=swapped, received=swapped))
     axis.reduce_scatter(whole, counts=uneven, beta=0.0 if last else 0).wait()
 

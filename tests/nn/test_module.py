@@ -235,7 +235,7 @@ def test_two_networks_of_one_optimizer_need_a_module_that_holds_both(comm, fails
         opt = optim.AdamW([*a.parameters(), *b.parameters()])
         step(opt, a, b)
         fails(Pmm3dError, "two parameters are named '0.weight'.*attributes of one Module", opt.matrices)
-        fails(Pmm3dError, "does not hold.*0.weight, 0.bias", lambda: TrainState(a, opt))
+        fails(Pmm3dError, "are not in the network.*0.weight, 0.bias", lambda: TrainState(a, opt))
 
         both = Holder(grid, backbone=a, head=b)
         opt = optim.AdamW([{"params": both.backbone.parameters(), "lr": 0.1}, {"params": both.head.parameters()}])

@@ -124,6 +124,17 @@ def test_a_shared_weight_determines_the_layer(grid, fails):
     fails(LayoutError, "leave cols and unit out", lambda: nn.Linear(grid, 5, 4, cols="x", weight=of_y))
 
 
+@some
+def test_arguments_that_would_have_no_effect(grid, fails):
+    net, other = nn.Linear(grid, 3, 2), nn.Linear(grid, 3, 2)
+    optimizer = optim.Adam(other.parameters())
+    for load in nn.exchange.import_torch, nn.exchange.load_weights:
+        fails(Pmm3dError, "changes no parameter of the network", lambda: load(net, "x.safetensors", optimizer))
+    fails(LayoutError, "got 'zagzig'", lambda: nn.Embedding(grid, 5, 4, order="zagzig"))
+    fails(Pmm3dError, "Cosine: warm_up is a number of steps, at least 0", lambda: optim.Cosine(optimizer, 9, -1))
+    fails(Pmm3dError, "Step: every is a number of steps, at least 1", lambda: optim.Step(optimizer, 0))
+
+
 @pytest.mark.parallel([3])
 def test_a_grid_with_idle_ranks_has_no_networks(comm, fails):
     with Grid(comm, "auto", product=(1, 1, 1)) as grid:

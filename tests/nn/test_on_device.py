@@ -188,5 +188,5 @@ def test_matrices_on_two_devices_are_refused(comm, some_grid, fails):
         made[1].local = to_library(np.ones((4, 4)), "standin")
     for call in (lambda: nn.Tensor(made[0]) + nn.Tensor(made[1]),
                  lambda: nn.linear(nn.Tensor(made[0]), nn.Tensor(made[1]))):
-        fails(GridError, "on one device of each rank; here they are on the devices 0, 1. Make them on one", call)
-    fails(GridError, "an array of device 1 is used where device 0 is current", lambda: made[0] @ made[1])
+        fails(GridError, "must be on one device; here they are on the devices 0, 1. Make them on one", call)
+    fails(GridError, "an array of device 1 is used while device 0 is current", lambda: made[0] @ made[1])

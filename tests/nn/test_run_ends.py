@@ -96,16 +96,19 @@ def test_an_ascii_terminal_and_metrics_that_are_a_folder_end_no_run(here, comm, 
 
 
 @pytest.mark.parallel([2])
-def test_metrics_that_cannot_be_read_are_left_out(here, comm):
+def test_metrics_and_a_record_that_cannot_be_read_are_left_out(here, comm):
     """Also if a run is resumed: with a warning, on all ranks."""
     assert here.train(here.config(training="epochs = 1")).returncode == 0
-    path = here.folder / "run/metrics.jsonl"
+    path, record = here.folder / "run/metrics.jsonl", here.folder / "run/run.json"
     if comm.rank == 0:
         path.write_bytes(b"\xff\xfe no text\n[1]\n" + path.read_bytes())
+        record.write_text("[" * 10**6)
     done = here.train(here.config(training="epochs = 2"), "--resume", "auto")
     assert done.returncode == 0, done.stderr
     assert "2 lines are left out, because they are not JSON of a step (the first is line 1)" in done.stderr
     assert [line["step"] for line in here.metrics() if "loss" in line] == list(range(1, 13))
+    assert f"{record} cannot be read (RecursionError), so the record begins with this start" in done.stderr
+    assert len(json.loads(record.read_text())["starts"]) == 1
 
 
 @pytest.mark.parallel([2])

@@ -249,11 +249,11 @@ def test_arrays_on_another_device_than_the_grids_are_refused_by_every_rank(comm,
                          lambda: DistMatrix.from_function(grid, shape, lambda i, j: i + j, library="standin"),
                          lambda: DistMatrix.from_global(grid, kept.memory),
                          lambda: DistMatrix.from_global(grid, kept.memory, root=1)):
-                fails(GridError, "1 of 2 ranks.* rank 1: .*arrays of device 1, where this rank's are on device 0", call)
+                fails(GridError, "1 of 2 ranks.* rank 1: .*current device is 1, .* of this rank are on device 0", call)
         for call in (lambda: DistMatrix.from_local(grid, local, shape, layout=rows), stray.gather, sums.gather,
                      lambda: stray.redistribute(Layout.B), lambda: kept.redistribute(rows, out=stray),
                      lambda: stray @ stray, lambda: kept.H @ stray):
-            fails(GridError, "1 of 2 ranks.* rank 1: .*array of device 1 is used where device 0 is current", call)
+            fails(GridError, "1 of 2 ranks.* rank 1: .*array of device 1 is used while device 0 is current", call)
 
 
 @pytest.mark.deadline(90)

@@ -206,19 +206,19 @@ def test_bad_input_is_refused_on_every_rank(comm, fails):
         fails(LayoutError, "the array has the shape", lambda: from_cyclic(array.reshape(-1), cyclic))
         fails(LayoutError, "one layout is of a matrix of 10 x 6, the other of 6 x 10",
               lambda: matrix.to_block_cyclic(BlockCyclic((6, 10), (2, 3), (1, 1))))
-        fails(DTypeError, "an array of numpy, float32, where numpy, float64", lambda: matrix.to_block_cyclic(
+        fails(DTypeError, "an array is float32 of numpy; it must be float64 of numpy", lambda: matrix.to_block_cyclic(
             cyclic, array.astype("float32")))
         fails(DTypeError, "", lambda: from_cyclic([[1.0]], cyclic))
         read_only = array.copy(order="F")
         read_only.flags.writeable = False
-        fails(LayoutError, "to be written is read-only", lambda: matrix.to_block_cyclic(cyclic, read_only))
+        fails(LayoutError, "must be written is read-only", lambda: matrix.to_block_cyclic(cyclic, read_only))
         fails(LayoutError, "from Layout to Layout: DistMatrix.redistribute",
               lambda: Redistribution(grid, Layout.A, Layout.B))
         fails(LayoutError, 'the order of shards is "C" or "F"',
               lambda: Redistribution(grid, cyclic, Layout.A, order="A"))
         fails(LayoutError, "order is for the shards of a Layout",
               lambda: Redistribution(grid, cyclic, cyclic, order="C"))
-        fails(DTypeError, "not stored as they are meant", lambda: from_cyclic(array.astype(">f8"), cyclic))
+        fails(DTypeError, "the bytes of the array are not its values", lambda: from_cyclic(array.astype(">f8"), cyclic))
         labels = Redistribution(grid, cyclic, cyclic, dtype="int64")
         of_labels = [array.astype("int64") for _ in range(2)]
         labels(*of_labels, beta=1)
@@ -246,7 +246,7 @@ def test_what_pgemr2d_refuses(comm, fails):
         fails(LayoutError, "begins at row 0", lambda: pgemr2d(2, 2, a, 1, 1, desc, b, 0, 1, desc))
         fails(LayoutError, "has 10 rows here; the leading dimension of its descriptor is 9", lambda: pgemr2d(
             8, 8, np.zeros((10, 8), order="F"), 1, 1, desc, b, 1, 1, desc))
-        fails(LayoutError, "a descriptor is what BlacsContext.descriptor gives",
+        fails(LayoutError, "a descriptor is the result of BlacsContext.descriptor",
               lambda: pgemr2d(8, 8, a, 1, 1, (1, 0, 8, 8, 2, 2, 0, 0, 8), b, 1, 1, desc))
         if size > 1:
             other = turned.descriptor(8, 8, 2, 2)

@@ -106,7 +106,7 @@ def test_other_orders_and_shared_ones_are_refused(some_grid, fails):
     for order in ("A", "c", 3, None):
         fails(LayoutError, 'the order of a shard is "C", by rows, or "F", by columns',
               lambda order=order: DistMatrix.empty(some_grid, (4, 4), order=order))
-    fails(LayoutError, "shards in shared memory lie by rows",
+    fails(LayoutError, "shards in shared memory are stored by rows",
           lambda: DistMatrix.random(some_grid, (4, 4), order="F", shared=True))
 
 

@@ -224,7 +224,7 @@ def test_a_grid_without_data():
         newton_schulz(a, [MUON] * 5)
         gemms = [each for each in dry.dry_run.actions if each.what == "gemm"]
         assert len(gemms) == 15 and 4 * sum(2 * each.m * each.n * each.k for each in gemms) == 5 * 2 * 6 * 6 * (16 + 6)
-        with pytest.raises(Pmm3dError, match="polar: how many steps there are depends on values"):
+        with pytest.raises(Pmm3dError, match="polar: the number of steps depends on values"):
             polar(a)
 
 

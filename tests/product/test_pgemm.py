@@ -210,11 +210,11 @@ def test_bad_input_is_refused_on_every_rank(comm, fails):
                 ({"m": 9}, "pgemm: A begins at row 1 .* rows 0:9"),
                 ({"a": a[:7]}, "pgemm: A: the array has the shape"),
                 ({"b": b[:, :0]} if size == 1 else {"b": b[:5]}, "pgemm: B: the array has the shape"),
-                ({"desca": square.cyclic}, "pgemm: a descriptor is what BlacsContext.descriptor gives"),
+                ({"desca": square.cyclic}, "pgemm: a descriptor is the result of BlacsContext.descriptor"),
                 ({"c": c[::-1][:3]}, "pgemm: C: the array has the shape")):
             fails(LayoutError, text, lambda options=options: call(**options))
         fails(GridError, "the descriptors are of several contexts", lambda: call(descc=other.descriptor(8, 8, 2, 2)))
-        fails(DTypeError, "an array of numpy, float32, where numpy, float64", lambda: call(b=b.astype("float32")))
+        fails(DTypeError, "an array is float32 of numpy; it must be float64", lambda: call(b=b.astype("float32")))
         fails(DTypeError, "matrices are of float32, float64, complex64, complex128, as p.gemm's; these are int64",
               lambda: call(a=a.astype("int64")))
         fails(DTypeError, "list is none of numpy.ndarray", lambda: call(a=a.tolist()))
@@ -222,15 +222,15 @@ def test_bad_input_is_refused_on_every_rank(comm, fails):
         fails(DTypeError, "beta is 'one'", lambda: call(beta="one"))
         read_only = c.copy(order="F")
         read_only.flags.writeable = False
-        fails(LayoutError, "pgemm: C: an array that is to be written is read-only", lambda: call(c=read_only))
+        fails(LayoutError, "pgemm: C: an array that must be written is read-only", lambda: call(c=read_only))
         long = context.descriptor(8, 8, 2, 2, lld=9)
         fails(LayoutError, "A has 8 rows here; the leading dimension of its descriptor is 9", lambda: call(desca=long))
         call()
-        fails(DTypeError, "not stored as they are meant", lambda: call(a=np.asarray(a, ">f8")))
+        fails(DTypeError, "the bytes of the array are not its values", lambda: call(a=np.asarray(a, ">f8")))
         fails(LayoutError, "k is a whole number of at least 0; got True", lambda: call(k=True))
         fails(LayoutError, "transa is", lambda: call(transa=["N"]))
         if size > 1:  # an error on one rank is raised on all
-            with pytest.raises(Exception, match="a descriptor is what BlacsContext.descriptor gives") as caught:
+            with pytest.raises(Exception, match="a descriptor is the result of BlacsContext.descriptor") as caught:
                 call(descc=None if comm.rank else square)
             assert caught.value.everywhere
         with pytest.raises(LayoutError, match="the leading dimension is 7; rank"):

@@ -188,7 +188,7 @@ def test_a_device_that_does_not_answer_is_told_by_all(comm, monkeypatch, fails):
             monkeypatch.setattr(standin.cuda.runtime, "getDeviceProperties", silent)
         fails(Pmm3dError, r"the current device of each rank failed on 1 of \d ranks. rank 1: .*the GPU is lost",
               lambda: DistMatrix.from_global(grid, array))
-        fails(Pmm3dError, "rank 1: the current device does not say what it is: RuntimeError: the GPU is lost",
+        fails(Pmm3dError, "rank 1: the current device does not answer: RuntimeError: the GPU is lost",
               lambda: grid.devices(library_named("standin")))
 
 
@@ -207,7 +207,7 @@ def test_a_rank_has_one_device_on_a_grid(comm, fails):
     with Grid(comm, (comm.size, 1, 1)) as grid:
         grid.x.shift(to_library(np.ones((2, 2)), "standin")).wait()
         with standin.Device(1):
-            fails(GridError, "arrays of device 1, where this rank's are on device 0, stand-in",
+            fails(GridError, "the current device is 1, and the arrays of this rank are on device 0, stand-in",
                   lambda: grid.x.shift(to_library(np.ones((2, 2)), "standin")).wait())
 
 
@@ -218,13 +218,13 @@ def test_arrays_of_another_device_than_the_current_one_are_refused_by_all(comm, 
         with standin.Device(1):
             there = to_library(np.ones((2, 3)), "standin")
         own, counts = there if comm.rank == 1 else here, [2] * comm.size
-        refused = r"failed on 1 of \d ranks. rank 1: .*array of device 1 is used where device 0 is current"
+        refused = r"failed on 1 of \d ranks. rank 1: .*array of device 1 is used while device 0 is current"
         for call in (lambda: grid.x.all_reduce(own), lambda: grid.x.all_reduce(here, out=own),
                      lambda: grid.x.all_gather(own, counts=counts), lambda: grid.x.all_to_all(own)):
             fails(GridError, refused, lambda: call().wait())
         for call in (lambda: grid.x.all_reduce_into(there, here), lambda: grid.x.all_reduce_into(here, there),
                      lambda: grid.x.all_to_all_into(here, there, [2] * comm.size, [2] * comm.size)):
-            fails(GridError, "^an array of device 1 is used where device 0 is current", call)
+            fails(GridError, "^an array of device 1 is used while device 0 is current", call)
         assert np.array_equal(to_numpy(grid.x.all_reduce(here).wait(), "standin"), np.full((2, 3), comm.size))
 
 

@@ -65,7 +65,7 @@ def test_what_users_wrote_is_escaped(run, tmp_path):
 
 @pytest.mark.parametrize("make, text", [
     (lambda folder: folder / "nowhere", "is not there"),
-    (lambda folder: folder, "is not the folder of a run: it holds neither metrics.jsonl nor run.json"),
+    (lambda folder: folder, "is not the folder of a run: it contains neither metrics.jsonl nor run.json"),
     (lambda folder: _written(folder / "x.json", "{"), "is not JSON"),
     (lambda folder: _written(folder / "x.json", '{"gflops": 1}'), "x.json contains no figures of pmm3d bench --json"),
     (lambda folder: _written(folder / "x.json", "[1, 2]"), "x.json contains no figures of pmm3d bench --json"),

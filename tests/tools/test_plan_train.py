@@ -110,7 +110,7 @@ def test_grids_with_all_axes_are_ranked_and_described(tmp_path):
     assert written["grids"][0]["grid"]["pipe"] == 2 and "first_rank" not in written
     assert "Choice: 1x1x1 (pipe 2) 1f1b" in said and "messages of a pipeline's first rank are not listed" in said
     path.write_text(path.read_text() + "pipe = 2\n")
-    assert "is a pipeline, of which no single rank is simulated" in refused(
+    assert "is a pipeline, and a single rank of it is not simulated" in refused(
         path, "--ranks", 2, *SAMPLES, "--machine", "nominal", "--grid", "1x1x1", "--trace", tmp_path / "x.trace")
     path.write_text(TOKENS.replace("64", "1") + "layers = 1\n")
     planned(path, "--ranks", 2, "--vocabulary", 64, "--grid", "auto", "--json", figures, "--machine", "nominal")

@@ -63,7 +63,7 @@ def test_the_gemms_of_a_step_are_its_three_products(tmp_path):
     found = of_training(config, 1)
     assert {(*gemm.shape, gemm.form) for gemm in found} >= {(16, 20, 12, "nn"), (16, 6, 20, "nn"), (16, 20, 6, "nt")}
     config.write_text(config.read_text().replace("1x1x1", "auto"))
-    with pytest.raises(Pmm3dError, match="depends on what the BLAS reaches: name a grid"):
+    with pytest.raises(Pmm3dError, match="depends on the speed of the BLAS: name a grid"):
         of_training(config, 2)
 
 
@@ -179,7 +179,7 @@ def test_a_choice_is_of_a_kind_of_machine_and_a_number_of_threads(cache):
 @pytest.mark.parametrize("changes", [{"key": {"cpu": "another"}}, {"variables": {}}, {"variables": 3}])
 def test_a_choice_of_another_machine_or_damaged_is_not_used(cache, changes):
     kept(**changes)
-    with pytest.raises(Pmm3dError, match="what was chosen cannot be used: .*Run pmm3d tune blas again"):
+    with pytest.raises(Pmm3dError, match="the chosen BLAS cannot be used: .*Run pmm3d tune blas again"):
         blas_choice.recalled(1)
 
 
@@ -268,7 +268,7 @@ def test_auto_without_a_number_of_threads_counts_the_cores(cache, monkeypatch):
 def test_a_truncated_choice_is_not_used(cache):
     path = kept()
     path.write_text(path.read_text()[:40])
-    with pytest.raises(Pmm3dError, match="what was chosen cannot be used"):
+    with pytest.raises(Pmm3dError, match="the chosen BLAS cannot be used"):
         blas_choice.recalled(1)
 
 

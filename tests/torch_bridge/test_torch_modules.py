@@ -66,7 +66,7 @@ ACT = nn.ReLU()
 SAME = nn.Linear(4, 4)
 REFUSED = [
     (lambda: 3, None, Pmm3dError, "a torch.nn.Module; got a int"),
-    (Two, None, LayoutError, "what a Two does between its layers is not known.* Its Linear layers: head"),
+    (Two, None, LayoutError, "the operations of a Two between its layers are not known.* layers: head"),
     (Two, ["column", "row"], LayoutError, "the plan is a dict that maps names of modules to roles; got a list"),
     (Two, {"haed": "row"}, LayoutError, "'haed' names no Linear, LayerNorm, Dropout or PReLU, but nothing.*: head"),
     (Two, {"embed": "row"}, LayoutError, r"but embed \(a Embedding\)"),
@@ -111,8 +111,8 @@ def test_what_a_module_on_a_grid_refuses(comm, fails):
               lambda: net(torch.ones(3, 7)))
         fails(DTypeError, "the input is torch.float64 on cpu", lambda: net(torch.ones(3, 8).double()))
         fails(Pmm3dError, "neither copied nor pickled", lambda: copy.deepcopy(net))
-        fails(Pmm3dError, "a parameter of no module on a grid", lambda: clip_grad_norm_(filled(nn.Linear(2, 2)), 1.0))
-        fails(Pmm3dError, "that is on no grid", lambda: full_state_dict(nn.Linear(2, 2), root=0))
+        fails(Pmm3dError, "does not belong to a module", lambda: clip_grad_norm_(filled(nn.Linear(2, 2)), 1.0))
+        fails(Pmm3dError, "this Linear is not on a grid", lambda: full_state_dict(nn.Linear(2, 2), root=0))
     with Grid(comm, (1, 1, 1), data=2) as grid:
         torch.manual_seed(0)
         net = parallelize(nn.Sequential(nn.Embedding(4, 8, sparse=True), *mlp()), grid)
@@ -282,7 +282,7 @@ def test_shards_of_another_rank_are_refused(comm, fails):
             with pytest.raises(CheckpointError, match="the shards of another rank or another grid"):
                 net.load_state_dict(state)
             assert torch.equal(net[0].weight, before)
-        with pytest.raises(CheckpointError, match="or those of a plain module"):
+        with pytest.raises(CheckpointError, match="or it is that of a plain module"):
             net.load_state_dict(mlp().state_dict(), strict=False)
         state = {name: value + grid.rank for name, value in full_state_dict(net).items()}
         fails(DisagreementError, "load_full_state_dict", lambda: load_full_state_dict(net, state))

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -191,13 +191,18 @@ def drain(grid: Grid) -> None:
 
 
 def _earlier(path: Path) -> tuple[list[Start], list[Event]]:
-    """Return the starts and events of an existing file. A start that is still "running" was killed."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    """Return the starts and events of an existing file. A start that is still "running" was killed. If the file cannot
+    be read, warn."""
+    try:
         check_regular(path)
         document = json.loads(path.read_text())
         starts, events = map(Start.model_validate, document["starts"]), map(Event.model_validate, document["events"])
         return [start.model_copy(update={"state": "broke off"}) if start.state == "running" else start
                 for start in starts], [*events]
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        logger.warning(f"{path} cannot be read ({type(error).__name__}), so the record begins with this start")
     return [], []
 
 

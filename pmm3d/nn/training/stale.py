@@ -130,8 +130,8 @@ def train_stale(network: Pipeline, optimizer: Optimizer, loss: Loss, batches: Se
     ------
     PipelineError
         On every rank, for a rule out of range, for a number of micro-batches that is no multiple of a batch (HetPipe:
-        of a wave), for several stages on a rank, for weights that stages share, and for a table in which the weights of
-        the rule are not ready in time.
+        of a wave), for several stages on a rank, for weights that stages share, for a table in which the weights of the
+        rule are not ready in time, and for a grid of workers of another shape.
     """
     if rule.every < 1 or isinstance(rule, HetPipe) and rule.distance < 0:
         raise PipelineError("stale weights: a batch has at least 1 micro-batch, and a distance is at least 0; got "
@@ -145,8 +145,11 @@ def train_stale(network: Pipeline, optimizer: Optimizer, loss: Loss, batches: Se
                             "weight")
     _check_versions(table, rule, depth)
     if isinstance(rule, HetPipe):
-        with rule.workers.collective_call("HetPipe", len(batches), rule.distance):
-            pass
+        workers = rule.workers
+        with workers.collective_call("HetPipe", len(batches), rule.distance):
+            if workers.shape.data != workers.size:  # the changes of the others would not arrive
+                raise PipelineError(f"HetPipe: the grid of the workers has {workers.shape.data} of {workers.size} "
+                                    'ranks along data: make it with shape="ddp", of one rank of each worker')
     executor = _StaleExecutor(network, optimizer, [x for x, _ in batches], rule)
     groups = [weighted(grid, loss, batches[first : first + rule.every]) for first in
               range(0, len(batches), rule.every)] if executor.ends else []

@@ -26,6 +26,7 @@ from ..seeds import check_grid, derived, seed_of
 from ..tensor import Tensor, relayout
 from .cache import Cache, rows_of_sequence
 from .sequence import layout_of_tokens, row_positions
+from .sequence import positions as positions_in
 
 DEVIATION = 0.02
 """Standard deviation of the normal distribution of initial values, as in GPT-2."""
@@ -209,6 +210,7 @@ class Embedding(Module):
         longest = {} if positions is None else {"positions": positions}
         check_sizes("Embedding", vocabulary=vocabulary, features=features, **longest)
         check_activations("Embedding", activations)
+        positions_in(order, 1)  # raises for an unknown order
         self.grid, self.activations, self.order, self.longest = grid, activations, order, positions
         seed = seed_of(grid, seed)
         options: dict[str, Any] = {"deviation": DEVIATION, "dtype": dtype, "library": library, "precision": precision}

@@ -116,7 +116,6 @@ def _of_the_fullest_node(grid: Grid) -> int:
 
 
 def _options(case: Case) -> dict[str, Any]:
-    """Return the options of matmul."""
     return {"panels": case.panels, "max_workspace": case.max_workspace, "tf32": case.tf32,
             "overlap": case.overlap}
 

@@ -29,8 +29,6 @@ class Verdict(enum.IntEnum):
 
 
 class Problem(NamedTuple):
-    """A problem: its severity, its description, and its remedy."""
-
     verdict: Verdict
     text: str
     remedy: str

@@ -37,8 +37,6 @@ class Pair(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """Shape of the grid, and the pairs that this rank measured."""
-
     shape: tuple[int, ...]
     pairs: list[Pair]
     node: Node

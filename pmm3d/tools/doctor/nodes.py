@@ -36,11 +36,11 @@ def judge_hosts(finding: Finding, facts: list[None], hosts: list[str]) -> None:
     placed, counts = ranks_by(hosts), Counter(hosts)
     low, high = min(counts.values()), max(counts.values())
     if any(ranks[-1] - ranks[0] >= len(ranks) for ranks in placed.values()):
-        finding.warn("neighbouring ranks are on different hosts, so the x axis, which sends most, crosses the network",
+        finding.warn("neighbouring ranks are on different hosts, so the x axis, with the most bytes, uses the network",
                      "srun --distribution=block:block; Open MPI: mpiexec --map-by slot; MPICH: mpiexec -ppn N")
     if high > low:
         sparse = names_in_words(host for host, count in counts.items() if count < high)
-        finding.warn(f"from {low} to {high} ranks on a host (fewer on {sparse}): the fullest host sets the pace",
+        finding.warn(f"from {low} to {high} ranks on a host (fewer on {sparse}): all ranks wait for the fullest host",
                      "srun --ntasks-per-node=N; mpiexec -ppn N or --map-by ppr:N:node")
     each = names_in_words((f"{host} ({count})" for host, count in counts.items()), MOST_HOSTS)
     finding.found = f"{counted(len(hosts), 'rank')} on {counted(len(placed), 'host')}: {each}"

@@ -105,12 +105,7 @@ def judge_mpi(finding: Finding, facts: list[Mpi], hosts: list[str]) -> None:
 
 
 class Launcher(NamedTuple):
-    """Facts about the start of the job.
-
-    tasks, variable   number of tasks according to the launcher, and the variable that contains it
-    world, vendor     size of MPI's world, and vendor of the MPI library
-    job_tasks         number of tasks of the Slurm job; 0: unknown
-    """
+    """Facts about the start of the job. tasks: of the launcher, from `variable`; job_tasks: of Slurm, 0 if unknown."""
 
     tasks: int | None
     variable: str

@@ -14,8 +14,7 @@ def write_page(source: str | os.PathLike[str], output: str | os.PathLike[str] | 
 
     output   default: report.html in the run's folder, or the name of the benchmark's file with .html
 
-    Raises Pmm3dError if the source is neither, or if the page cannot be written. Raises MissingPackageError if jinja2
-    is missing.
+    Raises Pmm3dError if the source is neither or the page cannot be written, MissingPackageError without jinja2.
 
         >>> import json, pathlib, tempfile
         >>> with tempfile.TemporaryDirectory() as folder:

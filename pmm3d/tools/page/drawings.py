@@ -68,11 +68,8 @@ def replicas_drawn(shape: GridShape) -> int:
 
 
 def grid_map(shape: GridShape, hosts: Sequence[HostRanks]) -> str:
-    """Draw the first replicas of a grid: a box for each rank, in the colour of its host. Return the SVG, or "" if there
-    are too many ranks.
-
-    In a block, x runs to the right and y downward. Blocks along z are side by side, replicas below each other.
-    """
+    """Draw the first replicas of a grid: a box for each rank, in the colour of its host. In a block, x runs to the
+    right and y downward. Blocks along z are side by side, replicas below each other. "": there are too many ranks."""
     replicas = replicas_drawn(shape)
     if not replicas:
         return ""

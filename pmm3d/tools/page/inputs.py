@@ -66,7 +66,7 @@ def read_source(path: Path) -> RunFiles | list[Json]:
 def _read_run(folder: Path) -> RunFiles:
     metrics, record = folder / "metrics.jsonl", folder / "run.json"
     if not metrics.exists() and not record.exists():
-        raise Pmm3dError(f"{folder} is not the folder of a run: it holds neither metrics.jsonl nor run.json. Name "
+        raise Pmm3dError(f"{folder} is not the folder of a run: it contains neither metrics.jsonl nor run.json. Name "
                          f"{OF_A_RUN}")
     notes: list[str] = []
     return RunFiles(folder, _metrics(metrics, notes), _record(record, notes), owner_of(folder), notes)

@@ -13,8 +13,7 @@ from .drawings import time_bars
 from .elements import Cell, Figure, Section, Table, Tile
 
 MOST_ROWS, EXTREMES = 32, 6
-"""Largest number of ranks that all get a bar. Of more ranks, EXTREMES each are drawn: the busiest, median and least
-busy ranks."""
+"""Largest number of ranks that all get a bar. Of more ranks, the EXTREMES busiest, median and least busy are drawn."""
 UNEVEN = 0.05
 """The load is uneven if other ranks wait for the busiest rank for more than this share of all time."""
 COMPUTING = ("gemm", "elementwise", "update", "loss")
@@ -103,11 +102,8 @@ def _waited_by_axis(moved: Sequence[Moved]) -> Kinds:
 
 def _imbalance(ranks: Columns, moved: Sequence[Moved]) -> tuple[list[int], float, float]:
     """Return the ranks in order, the busiest first; the busy time of the busiest rank over the median; and the mean
-    extra time that the other ranks wait for messages, as a share of all time.
-
-    A rank is busy if it does not wait for messages. Waiting for the loader counts as busy, because the other ranks wait
-    for it too.
-    """
+    extra time that the other ranks wait for messages, as a share of all time. A rank is busy if it does not wait for
+    messages. Waiting for the loader counts as busy, because the other ranks wait for it too."""
     whole = ranks.seconds
     by_axis = [seconds for axis, seconds in _waited_by_axis(moved).items() if axis]
     waited = [sum(column) for column in zip(*by_axis)] or [0.0] * len(whole)

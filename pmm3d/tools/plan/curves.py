@@ -63,8 +63,7 @@ class Curve:
     points: list[Point]
 
     def efficiency(self, point: Point, variant: str = AS_IT_IS) -> float | None:
-        """Return the efficiency relative to the first point that fits the memory, as configured; None if a time is not
-        known."""
+        """Return the efficiency relative to the first point that fits, as configured; None if a time is not known."""
         first = next((other for other in self.points if other.seconds and not other.why_not), None)
         if first is None or variant not in point.seconds:
             return None

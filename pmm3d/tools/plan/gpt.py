@@ -117,13 +117,13 @@ def _config(gpt: GPT, micro_batches: int) -> Config:
     from ...nn.training.config import checked
 
     if not gpt.vocabulary:
-        raise Pmm3dError("--vocabulary 0 leaves out embedding and logits, which only --terms axonn can: give the "
-                         "number of tokens")
+        raise Pmm3dError("--vocabulary 0 leaves out embedding and logits, and needs --terms axonn: give the number of "
+                         "different tokens")
     if gpt.batch % micro_batches:
         raise Pmm3dError(f"batch = {gpt.batch} must be a multiple of --micro-batches; got {micro_batches}")
     if gpt.heads is None and gpt.hidden % HEAD:
-        raise Pmm3dError(f"give --heads: hidden = {gpt.hidden} is no multiple of {HEAD}, the columns of a head without "
-                         "--heads")
+        raise Pmm3dError(f"give --heads: the default, hidden / {HEAD}, needs a multiple of {HEAD}, but hidden = "
+                         f"{gpt.hidden}")
     return checked({
         "data": {"file": "none", "sequence": gpt.sequence, "batch_size": gpt.batch},
         "network": {"kind": "gpt", "layers": gpt.layers, "hidden": gpt.hidden, "library": "torch",

@@ -61,8 +61,7 @@ def chosen_machine(asked: str | None, ranks: int, ranks_per_node: int | None) ->
 
 
 def _measured(ranks: int, ranks_per_node: int | None) -> Chosen:
-    """Return the machine that `pmm3d tune machine` measured on one node if the ranks fit one node, else on several
-    nodes; the nominal machine if there is none."""
+    """Return the machine that was measured on one node if the ranks fit it, else on several nodes, else nominal."""
     from ...comm import measured_here
 
     one = measured_here(ranks_per_node, 1)

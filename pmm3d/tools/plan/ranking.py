@@ -117,8 +117,7 @@ def _dropped(candidate: Candidate) -> str:
 
 
 def choice(ranking: Ranking, unit: str) -> str:
-    """Return a sentence that compares the first candidate with the second one and with the best preset. unit: as in
-    `print_plan`."""
+    """Return a sentence that compares the best candidate with the next and the best preset. unit: see `print_plan`."""
     first, *others = ranking.candidates
     text = f"Choice: {first}" + (f" ({first.preset})" if first.preset else "")
     text += f", {in_time(first.seconds)} {unit}"
@@ -137,7 +136,7 @@ def _more(candidate: Candidate, first: Candidate) -> str:
     if abs(ratio - 1) < ALIKE:
         return "as long"
     if ratio < 1:
-        return f"{100 * (1 - ratio):.2g}% less, too little to give the preset up for"
+        return f"{100 * (1 - ratio):.2g}% less, too little to prefer it to the preset"
     return f"{100 * (ratio - 1):.2g}% longer" if ratio < 2 else f"{ratio:.3g} times as long"
 
 

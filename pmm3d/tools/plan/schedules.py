@@ -73,8 +73,8 @@ class Asked:
         return table, line
 
     def of_stages(self, table: PipelineSchedule) -> Times:
-        """Return the times of the stages of a table. A single number is split equally among the stages that a
-        micro-batch passes through on a rank."""
+        """Return the times of the stages. A single number is split among the stages that a micro-batch passes on a
+        rank."""
         passed = stages_passed(table)
 
         def each(name: str) -> list[float]:
@@ -96,8 +96,7 @@ def stages_passed(table: PipelineSchedule) -> list[int]:
 
 
 def peak_live(table: PipelineSchedule, line: TimeLine) -> list[float]:
-    """Return, for each rank, the largest number of micro-batches that it holds. A micro-batch in one of two stages
-    counts as half."""
+    """Return the micro-batches that each rank holds at most. A micro-batch in one of two stages counts as half."""
     return [peak / passed for peak, passed in zip(line.peak_live, stages_passed(table))]
 
 
@@ -171,7 +170,7 @@ def text_lines(table: PipelineSchedule, line: TimeLine, width: int) -> list[str]
             first, last = round(start * scale), round(end * scale)
             cells[first:last] = label(table, action, last - first)
         lines.append(name + "".join(cells))
-    several = ". Small letters: stages of a rank but its first" * (len(table.stages) > table.ranks)
+    several = ". Small letters: further stages of a rank" * (len(table.stages) > table.ranks)
     legend = (f"A column is {1 / scale:.3g}. F3: forward of micro-batch 3. B: backward; I and W: its parts, for the "
               f"input and for the weights. Dots: the rank waits{several}")
     return [*lines, *wrap(legend, width - 1, initial_indent=" ", subsequent_indent=" ")]

@@ -48,16 +48,14 @@ class Training:
     @classmethod
     def of(cls, config: Config, machine: Machine, limit: int | None = None, samples: SampleSizes | None = None,
            noise: float | None = None) -> Training:
-        """Return a training. Default samples: of the data file; default noise: of the machine. Raises Pmm3dError if the
-        data file is missing."""
+        """Return a training. Defaults: samples of the data file, noise of the machine. Raises Pmm3dError."""
         steps = dry_steps(config, machine, limit, samples)
         batch = {"batch_size": min(config.data.batch_size, steps.samples.rows or config.data.batch_size)}
         unbounded = config.model_copy(update={"data": config.data.model_copy(update=batch)})
         return cls(unbounded, machine, limit, steps.samples._replace(rows=0), machine.noise if noise is None else noise)
 
     def ranking(self, ranks: int, config: Config | None = None, **options: Any) -> Ranking:
-        """Return the ranking of the grids of these ranks, also with the axes pipe and seq, by `rank_training`. config:
-        the configuration with another batch."""
+        """Return the ranking of the grids of these ranks by `rank_training`. config: with another batch."""
         config = config or self.config
         return rank_training(config, ranks, self.machine, limit=self.limit, samples=self.samples,
                              pipes=pipes_of(config, ranks), seqs=seqs_of(config, ranks), **options)
@@ -128,8 +126,8 @@ class FirstRank:
         """Return the actions on a grid. Raises Pmm3dError for a grid with the axis pipe."""
         machine = training.machine
         if grid.stages > 1:
-            raise Pmm3dError(f"grid {grid} is a pipeline, of which no single rank is simulated: name a --grid without "
-                             "the axis pipe, or look at the schedule with pmm3d plan pipeline")
+            raise Pmm3dError(f"grid {grid} is a pipeline, and a single rank of it is not simulated: name a --grid "
+                             "without the axis pipe, or see the schedule with pmm3d plan pipeline")
         steps = dry_steps(training.config, machine, training.limit, training.samples).unscheduled
         actions = steps.of(grid, machine.ranks_per_node).actions
         groups = groups_of(grid, machine.ranks_per_node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -145,6 +146,8 @@ def check_mtbf(mtbf: float | None, write_seconds: float | None) -> None:
     """Raise Pmm3dError for wrong values of these options, before the work."""
     if (mtbf is None) != (write_seconds is None):
         raise Pmm3dError("--mtbf and --write-seconds belong together: give both or neither")
+    if mtbf is not None and not 0 < mtbf < inf:
+        raise Pmm3dError(f"--mtbf must be positive, got {mtbf:g} hours")
     how_often(mtbf, write_seconds, 1.0)
 
 

@@ -126,8 +126,7 @@ class Timing:
                                           always=True) or 0.0
 
     def seconds(self, begin: Begin, always: bool) -> float | None:
-        """Return the seconds of one call, or None if the time of the section is up. Collective. always: as in
-        `Sampler.measure`."""
+        """Return the seconds of one call, or None, as `Sampler.measure` does. Collective."""
         gemm = self._gemm
         if gemm is None:
             return self._sampler.measure(partial(completed, begin), sample_seconds=SAMPLE_SECONDS, always=always)
@@ -171,8 +170,7 @@ def completed(begin: Begin) -> Record:
 
 
 def collective(axis: Axis, operation: str, nbytes: int, buffers: Buffers) -> Begin:
-    """Return a function that starts a collective, as networks and products do. A rank receives or sends about `nbytes`
-    in it."""
+    """Return a function that starts a collective, as nn and products do. A rank receives or sends about `nbytes`."""
     ranks, library = axis.size, buffers.library
     leaving, coming = buffers.leaving, buffers.coming
     part = max(1, nbytes // ELEMENT // (1 if operation == "shift" else ranks - 1))

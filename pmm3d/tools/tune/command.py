@@ -23,8 +23,8 @@ MEASURED = ("float32", "float64")
 
 
 def machine_command(
-    dtype: Annotated[list[str] | None, typer.Option(help=f"Types of the GEMMs: {', '.join(MATRIX_DTYPES)}; may be "
-                                                         "given more than once. Default: float32 and float64.",
+    dtype: Annotated[list[str] | None, typer.Option(help=f"Type of GEMMs: {', '.join(MATRIX_DTYPES)}. Repeatable. "
+                                                         "Default: float32 and float64.",
                                                     callback=one_of(*MATRIX_DTYPES))] = None,
     budget: Annotated[float, typer.Option(min=0.01, help="Share of the time limit of each section. A smaller share "
                                                          "measures fewer points.")] = 1.0,

@@ -56,7 +56,6 @@ class Report(NamedTuple):
 
 
 def stages(ranks: int, dtypes: list[str]) -> int:
-    """Return the approximate number of points."""
     return rates.count(dtypes) + collectives.count(ranks) + steps.count(ranks)
 
 

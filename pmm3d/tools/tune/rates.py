@@ -42,7 +42,6 @@ def shapes(sizes: tuple[int, ...]) -> list[Shape]:
 
 
 def count(dtypes: list[str]) -> int:
-    """Return the number of points."""
     return len(dtypes) * sum(len(shapes(sizes)) for sizes in FORMS.values()) + len(COPIED)
 
 

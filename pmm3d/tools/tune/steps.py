@@ -33,8 +33,7 @@ TURNS, SAMPLES = 2, 5
 """Every step is measured once in each turn, with this number of samples."""
 SECONDS = 24.0
 NOTHING_KNOWN = 0.05
-"""Weight of a correction beside the error of a step, both as shares of a step, so that the fit prefers small
-corrections."""
+"""Weight of corrections against the errors of steps, as shares of a step. The fit prefers small corrections."""
 USELESS = ("no figures: by the measured steps, collectives would take less than no time. Other programs used the "
            "cores, or ranks share cores. Measure again on a quiet machine")
 """Source of `in_steps` if the steps cannot be used."""
@@ -52,8 +51,7 @@ class MeasuredStep(NamedTuple):
     groups: dict[str, Group]
 
     def counts(self) -> tuple[int, int, int, int]:
-        """Return the numbers of GEMMs and passes, of bytes of passes except copies, of collectives inside a node, and
-        of collectives across nodes."""
+        """Return the numbers of GEMMs and passes, pass bytes except copies, collectives in a node, and across nodes."""
         passes = [action for action in self.actions if action.what == "pass"]
         begun = [self.groups[action.axis].nodes > 1 for action in self.actions if action.what == "begin"]
         return (len(passes) + sum(action.what == "gemm" for action in self.actions),
@@ -78,7 +76,6 @@ def grids(ranks: int) -> list[GridShape]:
 
 
 def count(ranks: int) -> int:
-    """Return the number of points."""
     return TURNS * len(ROWS) * len(grids(ranks))
 
 

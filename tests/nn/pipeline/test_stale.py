@@ -158,6 +158,7 @@ def test_what_cannot_be_trained_is_refused_on_every_rank(comm):
                 ("1f1b", 6, DoubleBuffered(4), "must be a multiple of 4"),
                 ("1f1b", 4, DoubleBuffered(0), "a batch has at least 1 micro-batch"),
                 ("1f1b", 4, HetPipe(grid, -1), "a distance is at least 0"),
+                ("1f1b", 4, HetPipe(grid), "the grid of the workers has 1 of 2 ranks along data: make it with"),
                 ("zb-h1", 8, DoubleBuffered(4), "changes its weights here, while weight gradients of"),
                 ("interleaved", 4, PipeDream(), "4 stages on 2 ranks"),
                 (PipelineSchedule.read("0F0,1F0,1B0,0B0\n2F0,2B0"), 1, PipeDream(), "3 stages on 2 ranks")]:

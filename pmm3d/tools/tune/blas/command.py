@@ -140,7 +140,6 @@ def in_words(timed: Timed) -> str:
 
 
 def as_json(timed: list[Timed], best: Timed, ranks: int) -> list[dict[str, Any]]:
-    """Return an object for each BLAS, the fastest first."""
     return [{"variables": each.variables, "file": each.file, "name": each.name, "version": each.version,
              "kernel": each.kernel, "threads": each.threads, "ranks": ranks, "seconds": each.seconds(),
              "chosen": each == best,

@@ -117,7 +117,7 @@ def of_training(path: Path, ranks: int) -> list[Gemm]:
     loaded = config.load(path)
     shape = chosen_shape(loaded.grid.shape, loaded.grid.data, {}, ranks, None, "float32", None)
     if isinstance(shape, Auto):
-        raise Pmm3dError('grid.shape = "auto" depends on what the BLAS reaches: name a grid (pmm3d plan ranks them)')
+        raise Pmm3dError('grid.shape = "auto" depends on the speed of the BLAS: name a grid (pmm3d plan ranks them)')
     return _counted(step_of(loaded, shape, ranks).actions)
 
 
@@ -209,7 +209,7 @@ def measure(found: Sequence[Candidate], gemms: Sequence[Gemm], ranks: int, threa
         here = {(pool.loaded["file"], pool.loaded["kernel"]): pool for pool in reversed(pools) if pool.loaded}
         used = [pool for pool in pools if pool in here.values()]
         if not used:
-            raise Pmm3dError(f"no BLAS that was asked for is here: {'; '.join(absent.values())}")
+            raise Pmm3dError(f"no BLAS can be used: {'; '.join(absent.values())}")
         samples: dict[tuple[Candidate, Gemm], list[float]] = {}
         for _, gemm, pool in product(range(ROUNDS), gemms, used):
             tell(f"{pool.candidate}: {'x'.join(map(str, gemm.shape))} {gemm.dtype}", 1)

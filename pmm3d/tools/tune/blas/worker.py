@@ -16,7 +16,6 @@ OPERANDS = dict[str, Any]()
 
 
 def start(variables: Mapping[str, str], cores: Sequence[int]) -> None:
-    """Set the environment and the cores of this process."""
     os.environ.update(variables)
     os.sched_setaffinity(0, cores)
 
