@@ -49,13 +49,10 @@ class Machine:
         >>> from pmm3d.layout import GridShape
         >>> from pmm3d.model.machines import groups_of, load
         >>> machine = load("perlmutter")
-        >>> group = groups_of(GridShape(2, 4, 8), machine.ranks_per_node)["y"]
-        >>> group
+        >>> groups_of(GridShape(2, 4, 8), machine.ranks_per_node)["y"]
         Group(size=4, inside=2, nodes=2, sharers=2, stride=2)
         >>> round(machine.gemm_seconds(4096, 4096, 4096, "bfloat16"), 6)
         0.000501
-        >>> round(machine.collective_seconds("all_gather", group, 2**26), 6)
-        0.001271
     """
 
     name: str
