@@ -60,9 +60,14 @@ def main() -> None:
 
 
 def check_compiler(mpicc: str) -> None:
-    if shutil.which(mpicc) is None:
+    found = shutil.which(mpicc)
+    if found is None:
         raise SystemExit(f"embed: there is no C compiler {mpicc}. Install that of the MPI which your programs use (on "
                          "Debian: apt-get install libopenmpi-dev), or name it: make embed MPICC=/path/to/mpicc")
+    if found != mpicc and (Path(found).parent.parent / "pyvenv.cfg").exists():
+        raise SystemExit(f"embed: {mpicc} is {found}, of a Python environment, which has no Fortran compiler. Leave "
+                         "the environment (deactivate), or name the C compiler of the MPI which your programs use: "
+                         "make embed MPICC=/path/to/mpicc")
 
 
 def install(built: Path, prefix: Path) -> None:

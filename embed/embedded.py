@@ -31,29 +31,29 @@ class Embedded:
 
     def begin(self, version, library, world):
         version, library = (ffi.string(ffi.cast("char *", text)).decode() for text in (version, library))
+        chosen = os.environ.get("MPI4PY_LIBMPI")
+        os.environ.setdefault("MPI4PY_LIBMPI", library)  # it need not be global in the process, nor that of a wheel
         try:
-            check_mpi(version, library, world)
+            check_mpi(version, world)
             from pmm3d.embedding.host import Host
         except ImportError as error:
             raise Refused(ERROR_PYTHON, LACKING.format(sys.executable, error)) from error
+        finally:
+            if chosen is None:
+                del os.environ["MPI4PY_LIBMPI"]
         self.host = Host()
         return 0, False, "", ()
 
 
-def check_mpi(version, library, world):
+def check_mpi(version, world):
     """Raise Refused if mpi4py has another MPI than this process."""
     import mpi4py
 
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
-    before = os.environ.get("MPI4PY_LIBMPI")
-    os.environ.setdefault("MPI4PY_LIBMPI", library)  # for a caller whose MPI is not global in the process
     try:
         from mpi4py import MPI
     except Exception as error:
         raise Refused(ERROR_MPI, OTHER_MPI.format(in_short(version), error)) from error
-    finally:
-        if before is None:
-            del os.environ["MPI4PY_LIBMPI"]
     theirs = MPI.Get_library_version().rstrip("\0")
     if not MPI.Is_initialized() or theirs != version or MPI.COMM_WORLD.py2f() != world:
         raise Refused(ERROR_MPI, OTHER_MPI.format(in_short(version), in_short(theirs)))

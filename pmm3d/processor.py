@@ -59,8 +59,8 @@ class Blas:
         if self.name != "openblas" or kernel is None or self.kernel.lower() in WIDE_KERNELS:
             return None
         return (f"OpenBLAS uses its {self.kernel} kernel on a CPU with AVX-512: set OPENBLAS_CORETYPE={kernel} before "
-                "Python starts (the pmm3d command does, unless it is set), or have pmm3d tune blas measure which is "
-                "faster")
+                "Python starts (the pmm3d command does so if the environment does not set it), or have pmm3d tune blas "
+                "measure which is faster")
 
 
 def loaded_blas(file: str = "") -> Blas:

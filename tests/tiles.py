@@ -49,6 +49,13 @@ def drawn(random, ranks, shape):
     return Blocks(*cuts, owners, "CF"[number(0, 2)])
 
 
+def passed(tiled, rank, arrays):
+    """The arrays of a rank as a caller passes them: an array of Blocks, without additional rows and columns."""
+    if not isinstance(tiled, Blocks):
+        return arrays
+    return [array[:rows, :cols] for array, (rows, cols) in zip(arrays, tiled.local_shapes(rank))]
+
+
 @st.composite
 def layouts(draw, shape, grid):
     axes = draw(st.permutations(grid.names))

@@ -234,7 +234,7 @@ class Blocks:
         Parameters
         ----------
         counts : sequence of int
-            Rows of each rank.
+            Number of rows of each rank.
         cols : int
             Number of columns.
         order : str
@@ -245,12 +245,19 @@ class Blocks:
         Blocks
             The slabs.
 
+        Raises
+        ------
+        LayoutError
+            If `counts` is not a list of whole numbers of at least 0.
+
         Examples
         --------
         >>> from pmm3d import Blocks
         >>> Blocks.rows_of([2, 0, 3], 4).local_shapes(2)
         [(3, 4)]
         """
+        what = "counts is a list, the number of rows of each rank: comm.allgather(len(slab))"
+        counts = naturals(counts, what, 0, LayoutError)
         return cls((0, *accumulate(counts)), (0, cols), tuple((rank,) for rank in range(len(counts))), order)
 
     @classmethod

@@ -28,20 +28,9 @@ Sizes3 = tuple[int, int, int]
 class ProductCosts:
     """Costs of the product C (m, n) = A (m, k) B on any grid.
 
-    Parameters
-    ----------
-    product
-        m, n, k.
-    ranks
-        Number of ranks for x, y and z. A grid may leave ranks idle.
-    dtype, machine
-        Type of the matrices, and the machine whose times are used.
-    overlap
-        PMM3D_OVERLAP of the product: "auto" or "none".
-    run
-        Number of consecutive ranks on a node, as in `groups_of`. Default: all ranks of a node.
-    beside
-        Number of ranks along the axes other than x, y and z.
+    `product` is (m, n, k). `ranks` is the number of ranks for x, y and z, and `beside` the number along all other axes.
+    A grid may leave ranks idle. `overlap` is PMM3D_OVERLAP, "auto" or "none". `run` is the number of consecutive ranks
+    on a node, as in `groups_of`.
     """
 
     def __init__(self, product: Product, ranks: int, dtype: str, machine: Machine, overlap: str = AUTO,

@@ -84,18 +84,14 @@ def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *,
 
     Parameters
     ----------
-    product
-        m, n, k.
-    ranks, dtype, machine
+    product, ranks, dtype, machine, overlap, run, beside
         As in `ProductCosts`.
     limit
         Bytes that a rank may hold. Default: the machine's memory.
     exact
         Whether grids have exactly this number of ranks (default), or more than half of it (`shapes_up_to`).
     top
-        Number of grids that are priced, at least 50. Default: 10, which means 50.
-    overlap, run, beside
-        As in `ProductCosts`.
+        Number of grids that are priced, at least 50.
 
     Raises
     ------

@@ -58,9 +58,8 @@ class Stored(NamedTuple):
 class Names(NamedTuple):
     """The tensors of a network's files by name.
 
-    ignored   endings of the names of tensors that are not read
-    prefix    beginning of all names, which a file may leave out
-    config    contents of config.json
+    Tensors whose names end with one of `ignored` are not read. All names begin with `prefix`, which a file may leave
+    out. `config` contains config.json.
     """
 
     tensors: Mapping[str, Stored]

@@ -74,8 +74,8 @@ class ForeignMatrix(StoredMatrix):
         grid : Grid
             The grid. The call is collective over it.
         arrays : array or list of array
-            Arrays of this rank, one for each of its blocks, in the order of `Blocks.tiles`. A rank with one block may
-            pass the array itself. A rank without blocks passes an empty list.
+            Arrays of this rank, one for each of its blocks, in the order of `Blocks.tiles`. Each has the shape of its
+            block. A rank with one block may pass the array itself. A rank without blocks passes an empty list.
         blocks : Blocks
             The blocks and their owners.
         layout : Layout

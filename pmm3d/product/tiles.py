@@ -16,7 +16,7 @@ import numpy as np
 from ..arrays import Array, NumpyLibrary, Slab, by_rows, library_of
 from ..comm import Collective, Grid, Link, Pending, under_way, work_slab
 from ..errors import DTypeError, LayoutError
-from ..layout import LOW_PRECISION, Tiled, aligned, itemsize
+from ..layout import LOW_PRECISION, Blocks, Tiled, aligned, itemsize
 from ..layout.distribution import Strided
 from ..model.move import ROUND_BYTES, Copy, Message, Move, Part, Round, Table, tile_move
 
@@ -165,6 +165,10 @@ def checked_arrays(what: str, arrays: Any, tiled: Tiled, grid: Grid, library: Nu
         if array.ndim != 2 or array.shape[0] < rows or array.shape[1] < cols:
             raise LayoutError(f"{what}: the array has the shape {tuple(array.shape)}; rank {grid.ledger.rank} stores "
                               f"{rows} rows and {cols} columns of it")
+        if isinstance(tiled, Blocks) and local_shapes and tuple(array.shape) != (rows, cols):
+            raise LayoutError(f"{what}: the array has the shape {tuple(array.shape)}; the Blocks say {rows} rows and "
+                              f"{cols} columns on rank {grid.ledger.rank}. Correct the Blocks, or pass a part of the "
+                              "array")
     grid.transport.check_place(library, *given)
     return given[: len(local_shapes)]
 

@@ -186,6 +186,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_as_program() -> None:
+    """Run the command line, and exit with its code."""
+    for number in range(3):  # MPICH's mpiexec fails if a standard stream is closed
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # open takes the lowest free number
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -442,7 +442,7 @@ def test_a_variable_that_makes_no_sense_on_one_rank_is_raised_on_all(comm, monke
 def test_an_option_that_makes_no_sense_on_one_rank_is_raised_on_all(comm, fails):
     for option, value, words in WRONG_OPTIONS:
         with given(option=option, value=value, words=words):
-            fails(GridError, rf"Grid failed on 1 of \d ranks. rank 1: GridError: {option} is {words}.*; got ",
+            fails(GridError, rf"Grid failed on 1 of \d ranks. rank 1: GridError: {option} must be {words}.*; got ",
                   lambda: Grid(comm, **{option: value if comm.rank == 1 else None}))
 
 

@@ -288,6 +288,12 @@ def test_what_can_be_no_blocks(arguments, text):
     assert str(caught.value) == text
 
 
+@looped("counts", [3, [3, -1], [1.5], None])
+def test_slabs_need_the_rows_of_each_rank(counts):
+    with pytest.raises(LayoutError, match="the number of rows of each rank"):
+        Blocks.rows_of(counts, 4)
+
+
 def test_layouts_say_which_communicator_they_need():
     on_grid = Placement((4, 4), Layout("z"), GridShape(1, 1, 5))
     for tiled, text in ((BlockCyclic((4, 4), (1, 1), (2, 2)), "2 x 2 on ranks up to 3"),

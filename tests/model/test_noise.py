@@ -67,5 +67,5 @@ def test_a_noise_that_is_none_is_refused(sigma):
 
 @looped("count", [0, -3, 10**12 + 1])
 def test_ranks_that_are_none_are_refused(count):
-    with pytest.raises(Pmm3dError, match="give between 1 and"):
+    with pytest.raises(Pmm3dError, match="must be from 1 to"):
         expected_largest(count)

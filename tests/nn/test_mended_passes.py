@@ -42,7 +42,7 @@ def test_a_queue_that_was_not_drained_makes_a_step_refused(comm, fails):
         opt, before = optim.SGD(net.parameters(), lr=1.0), net.layers[0].weight.gather()
         with nn.defer_weights(grid) as queue:
             net(spread(grid, X)).backward(spread(grid, G, Layout()))
-        fails(Pmm3dError, "a queue of defer_weights drained", opt.step)
+        fails(Pmm3dError, "queues of defer_weights must be drained", opt.step)
         assert opt.steps == 0
         queue.drain()
         opt.step()
@@ -59,7 +59,7 @@ def test_one_of_two_queues_is_not_enough(comm, fails):
                 net(spread(grid, X)).backward(spread(grid, G, Layout()))
             queues.append(queue)
         queues[0].drain()
-        fails(Pmm3dError, "a queue of defer_weights drained", opt.step)
+        fails(Pmm3dError, "queues of defer_weights must be drained", opt.step)
         opt.zero_grad()
         opt.step()
         assert opt.steps == 1

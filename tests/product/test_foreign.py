@@ -5,7 +5,7 @@ import pytest
 from each_grid import each_grid
 from loops import given
 from samples import LIBRARIES, integers, to_library, to_numpy
-from tiles import drawn, held
+from tiles import drawn, held, passed
 
 from pmm3d import (
     BlacsContext,
@@ -34,6 +34,7 @@ def made(grid, tiled, arrays, layout=Layout.A, order=None, dtype="float64"):
         empty = np.empty((0, 0), dtype)
         return DistMatrix.from_block_cyclic(grid, arrays[0] if arrays else empty, tiled, layout=layout,
                                             order=order or "F")
+    arrays = passed(tiled, grid.rank, arrays)
     return DistMatrix.from_blocks(grid, arrays, tiled, layout=layout, order=order, dtype=dtype)
 
 
@@ -41,7 +42,7 @@ def back(matrix, tiled, arrays=None):
     if isinstance(tiled, BlockCyclic):
         array = matrix.to_block_cyclic(tiled, *(arrays or []))
         return [array][: len(tiled.tiles(matrix.grid.rank))]
-    return matrix.to_blocks(tiled, arrays)
+    return matrix.to_blocks(tiled, arrays and passed(tiled, matrix.grid.rank, arrays))
 
 
 def check_same(arrays, wanted):
@@ -165,7 +166,8 @@ def test_a_plan_is_used_again_and_adds(some_grid):
     source, target = (drawn(random, some_grid.size, whole.shape) for _ in range(2))
     move, arrays = Redistribution(some_grid, source, target), held(target, some_grid.rank, whole, more=1)
     for beta, factor in ((0, 1), (1, 2), (2, 5)):
-        pending = move.start(held(source, some_grid.rank, whole), arrays, beta=beta)
+        targets = passed(target, some_grid.rank, arrays)
+        pending = move.start(held(source, some_grid.rank, whole), targets, beta=beta)
         pending.test()
         pending.wait()
         wanted = held(target, some_grid.rank, factor * whole, more=1)
@@ -226,6 +228,11 @@ def test_bad_input_is_refused_on_every_rank(comm, fails):
         slabs = Blocks.rows_of([3] * size, 6)
         fails(DTypeError, "the arrays are float64; dtype='float32' must be their type, or left out",
               lambda: DistMatrix.from_blocks(grid, np.ones((3, 6)), slabs, dtype="float32"))
+        for shape in ((4, 6), (3, 7)):  # rows or columns that the Blocks do not count must not be lost in silence
+            more = np.ones(shape)
+            fails(LayoutError, "the Blocks say 3 rows and 6 columns on rank",
+                  lambda: DistMatrix.from_blocks(grid, more, slabs))
+            fails(LayoutError, "the Blocks say", lambda: DistMatrix.ones(grid, slabs.shape).to_blocks(slabs, more))
         move = Redistribution(grid, cyclic, cyclic)
         fails(LayoutError, "shares memory with one that is read", lambda: move(array, array))
         fails(LayoutError, "stores 1 blocks|has 2 arrays; it stores 1", lambda: move([array, array], array))

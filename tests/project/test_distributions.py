@@ -102,6 +102,8 @@ def test_the_wheel_works_in_an_empty_environment(built):
     (packages / "others.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
     (built.folder / "product.py").write_text(PRODUCT)
     environ = launcher.environment(2, ENVIRON) | {"PMM3D_MPIEXEC": " ".join(launcher.mpiexec_command())}
+    for library in Path(sys.prefix, "lib").glob("libmpi.so.*"):  # of a wheel, which mpi4py finds in its own environment
+        environ["MPI4PY_LIBMPI"] = str(library)
     assert run(pmm3d, "--version", cwd=built.folder, environ=environ) == f"pmm3d {PROJECT['version']}\n"
     said = run(python, "-m", "pmm3d.launcher", "-n", 2, "product.py", cwd=built.folder, environ=environ)
     assert said.splitlines() == 2 * [f"True 2 True {packages / 'pmm3d' / '__init__.py'}"]

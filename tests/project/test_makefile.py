@@ -1,6 +1,8 @@
 """The Makefile: targets that need no environment."""
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,3 +50,18 @@ def test_a_compiler_that_is_missing_is_one_line_with_the_remedy():
     assert done.returncode == 2 and "Traceback" not in done.stderr and "installing" not in done.stdout
     [line] = [line for line in done.stderr.splitlines() if not line.startswith("make")]
     assert line.startswith("embed: there is no C compiler nomp. ") and "make embed MPICC=/path/to/mpicc" in line
+
+
+def test_the_compiler_of_a_python_environment_is_refused_unless_it_is_named(tmp_path):
+    mpicc = tmp_path / "bin" / "mpicc"
+    mpicc.parent.mkdir()
+    mpicc.write_text("#!/bin/sh\n")
+    mpicc.chmod(0o755)
+    first = {"PATH": f"{mpicc.parent}{os.pathsep}{os.environ['PATH']}"}
+    check = lambda name: subprocess.run([sys.executable, "embed/build.py", "--check", "--mpicc", name], cwd=ROOT,
+                                        env=os.environ | first, capture_output=True, text=True)
+    assert check("mpicc").returncode == 0
+    (tmp_path / "pyvenv.cfg").touch()
+    done = check("mpicc")
+    assert done.returncode == 1 and done.stderr.startswith(f"embed: mpicc is {mpicc}, of a Python environment")
+    assert "(deactivate)" in done.stderr and check(str(mpicc)).returncode == 0

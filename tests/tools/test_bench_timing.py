@@ -45,6 +45,18 @@ def shown(result):
     return out.getvalue()
 
 
+@pytest.mark.parametrize("m, shown_twice", [(32, False), (24, True)])
+@pytest.mark.parallel([1])
+def test_the_rate_of_the_cube_is_measured_and_shown_once(comm, monkeypatch, m, shown_twice):
+    rates = iter(range(10, 20))
+    monkeypatch.setattr(measure, "SQUARE", 32)
+    monkeypatch.setattr(measure, "core_rate", lambda *_: float(next(rates)))
+    result = measure.run(Case.named(m, 32, 32, "float32", "numpy", repeat=1), comm)
+    assert result.limit.core_gflops == (12 if shown_twice else 11)
+    assert result.limit.square_core_gflops == 11
+    assert ("32 cubed: 11" in shown(result)) == ("of 32 cubed on all cores" in shown(result)) == shown_twice
+
+
 @pytest.mark.parallel([1])
 def test_a_reference_runs_in_turns_with_the_product(comm, monkeypatch):
     monkeypatch.setattr(measure, "SQUARE", 64)

@@ -45,6 +45,14 @@ class Machine:
 
     `pmm3d.model.machines.reading` reads files. The methods raise Pmm3dError if the machine has no figure for the
     request. A machine that was read from a file has figures for all requests.
+
+        >>> from pmm3d.layout import GridShape
+        >>> from pmm3d.model.machines import groups_of, load
+        >>> machine = load("perlmutter")
+        >>> groups_of(GridShape(2, 4, 8), machine.ranks_per_node)["y"]
+        Group(size=4, inside=2, nodes=2, sharers=2, stride=2)
+        >>> round(machine.gemm_seconds(4096, 4096, 4096, "bfloat16"), 6)
+        0.000501
     """
 
     name: str

@@ -58,7 +58,6 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
             classes = data.classes if loss == "cross_entropy" else None
             batches: dict[str, Any] = {"batch_size": config.data.batch_size, "prefetch": config.data.prefetch,
                                        "micro_batches": config.grid.micro_batches}
-            loaded: dict[str, Any] = {"shuffle": config.data.shuffle, "seed": config.training.seed, "rows": rows}
             if config.precision.compute == "float16" and config.network.library == "numpy" and grid.rank == 0:
                 logger.warning('float16 arrays of numpy are slow: they are widened to float32 for each product. '
                                'network.library = "torch" is faster, and has bfloat16')
@@ -72,7 +71,7 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
                             "positions": partial(row_positions, order=config.network.order or "plain")}
             else:
                 batches["split_targets"] = output.cols[0] if classes is None and len(output.cols) == 1 else None
-            loader = data.loader(**loaded, **batches)
+            loader = data.loader(shuffle=config.data.shuffle, seed=config.training.seed, rows=rows, **batches)
             validation = None
             if held_out is not None:
                 validation = held_out[0].loader(shuffle=False, rows=held_out[1], **batches)

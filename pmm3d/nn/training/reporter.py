@@ -46,7 +46,7 @@ class Reporter:
         """Context of the run from its first step to its end. Collective."""
         run, log, record = self._run, self._log, self._record
         self._looked, self._waited_then = time.perf_counter(), self._waited_for_messages()
-        if log is None or record is None:
+        if record is None:
             yield
             return
         on_first(run.grid, log.folder, lambda: log.open(run.step, run.step + run.steps_left()))
@@ -75,13 +75,13 @@ class Reporter:
 
     def saved(self, path: Path, seconds: float) -> None:
         """Report a checkpoint that is on the disk. seconds: waiting time of the run. Collective."""
-        if self._log is not None and self._record is not None and self._run.saved is not None:
+        if self._record is not None and self._run.saved is not None:
             self._log.saved(self._run.saved, path)
             self._record.saved(path, seconds)
 
     def resumed(self, facts: dict[str, Any]) -> None:
         """Report that the run continues from a checkpoint. facts: as returned by `TrainState.resume`."""
-        if self._log is not None and self._record is not None:
+        if self._record is not None:
             self._log.say(f"resumed {facts['path']}, step {self._run.step}")
             self._record.resumed_from, self._record.retired = facts["path"], facts["retired"]
 

@@ -84,7 +84,8 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell, kn
     sent, received, phases = _of_one_product(grid, case.repeat * timer.times)
     say("the GEMM alone")
     if not known:
-        limit = limit._replace(core_gflops=max(limit.core_gflops, core_rate(grid, case, limit.core_shape)),
+        core = max(limit.core_gflops, core_rate(grid, case, limit.core_shape))
+        limit = limit._replace(core_gflops=core, square_core_gflops=core if limit.is_cube else limit.square_core_gflops,
                                at_once_gflops=max(limit.at_once_gflops, rate_at_once(grid, case, limit.core_shape)))
     say("verification")
     verified, verification = _verified(case, a, b, c)

@@ -81,6 +81,11 @@ class Limit(NamedTuple):
     square: int
     at_once_gflops: float
 
+    @property
+    def is_cube(self) -> bool:
+        """Whether `core_shape` is the cube, so that core_gflops and square_core_gflops are one figure."""
+        return self.core_shape == (self.square,) * 3
+
 
 class Reference(NamedTuple):
     """Timings of another library's matmul, in turns with the product. share: its median time over the product's."""

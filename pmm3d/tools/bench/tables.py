@@ -84,8 +84,10 @@ def product(result: Result) -> dict[str, str]:
         "time": f"median {middle} of {len(result.seconds)} (from {low} to {high})",
         "rate": in_flops(1e9 * result.gflops),
         "limit": _limit(result),
-        "ratio": f"[bold]{result.ratio:.3f}[/] of the limit; {result.gflops / cube if cube else 0:.3f} of "
-                 f"{result.limit.square} cubed on all {result.unit}"}
+        "ratio": f"[bold]{result.ratio:.3f}[/] of the limit"}
+    if not result.limit.is_cube:
+        found["ratio"] += (f"; {result.gflops / cube if cube else 0:.3f} of {result.limit.square} cubed on all "
+                           f"{result.unit}")
     if together:
         found["at once"] = (f"[bold]{result.gflops / together:.3f}[/] of {in_flops(1e9 * together)}, the rate of that "
                             "GEMM on all cores together without messages")
@@ -147,8 +149,9 @@ def fastest_first(results: Sequence[Result]) -> list[Result]:
 
 def _limit(result: Result) -> str:
     limit, shape = result.limit, "x".join(map(str, result.limit.core_shape))
+    cube = "" if limit.is_cube else f"; {limit.square} cubed: {in_flops(1e9 * limit.square_core_gflops)}"
     return (f"{result.cores} {result.unit} x {in_flops(1e9 * limit.core_gflops)} (GEMM {shape} on one "
-            f"{result.unit[:-1]}; {limit.square} cubed: {in_flops(1e9 * limit.square_core_gflops)})")
+            f"{result.unit[:-1]}{cube})")
 
 
 def draw(results: Sequence[Result], path: Path | BytesIO) -> None:
