@@ -94,7 +94,7 @@ def test_tensor_files_that_do_not_fit(grid, shared_path, fails):
           load(tensors(grid), vectors=FORMS["vectors"]))
     fewer = {name: matrix for name, matrix in tensors(grid).items() if name != "none"} | {"more": tensors(grid)["none"]}
     fails("It lacks 'more'. It also has 'none'", load(fewer, **FORMS))
-    fails("among the matrices: 'weight'", load(tensors(grid), transpose={"weight"}))
+    fails("not names of matrices: 'weight'", load(tensors(grid), transpose={"weight"}))
     fails("a vector has one row or one column", load(tensors(grid), vectors={"layers.1.weight"}))
     real = tensors(grid) | {"none": DistMatrix.empty(grid, (0, 3), dtype="complex64")}
     export_safetensors(grid, shared_path / "complex.safetensors", real, **FORMS)
