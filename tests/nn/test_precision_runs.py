@@ -160,7 +160,8 @@ def test_weights_of_bfloat16_without_torch_are_refused_by_all_ranks(comm, shared
         before = full.weight.gather()
         if grid.rank == comm.size - 1:
             monkeypatch.setitem(sys.modules, "torch", None)
-        fails(CheckpointError, "contains bfloat16 weights, and torch is needed to read them: torch arrays need torch",
+        fails(CheckpointError, "contains bfloat16 weights, and torch is needed to read them: torch arrays need torch: "
+              "pip install",
               lambda: load_weights(full, shared_path))
         monkeypatch.undo()
         assert np.array_equal(full.weight.gather(), before)
@@ -254,7 +255,8 @@ def test_a_network_of_ones_own_predicts_in_its_precision(comm, data, shared_path
         assert (load_file(shared_path / "net.safetensors")["first.weight"].T == low["first.weight"]).all()
     with Grid(comm, "ddp") as grid:
         own = OwnNetwork(grid, made.network, Precision(tf32=True), 0)
-        fails(Pmm3dError, "has precision float16, and training.precision is tf32", lambda: own.made(grid, 12, 3))
+        fails(Pmm3dError, "first.weight has precision float16, and training.precision is tf32",
+              lambda: own.made(grid, 12, 3))
 
 
 @pytest.mark.numpy_only("reads arrays of numpy")

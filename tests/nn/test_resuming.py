@@ -100,7 +100,8 @@ def test_what_is_retired_alone_is_no_reason_to_begin_anew(here, comm):
             (folder / name).rename(folder / f"retired-{name}")
     comm.barrier()
     done = here.train(here.config(training="epochs = 2"), "--resume", "auto")
-    fails(done, "run/checkpoints contains only retired checkpoints: retired-step-00000006. Continue from one with ")
+    fails(done, "run/checkpoints contains only retired checkpoints: retired-step-00000006. Continue from one with "
+          "--resume ")
     done = here.train(here.config(training="epochs = 2"), "--resume", str(folder / "retired-step-00000006"))
     assert done.returncode == 0 and here.checkpoints() == ["step-00000012"], done.stderr
 

@@ -62,7 +62,9 @@ def test_a_run_leaves_metrics_curves_and_checkpoints(here):
     assert (here.folder / "run/curves.png").read_bytes()[1:4] == b"PNG"
     assert here.weights()["0.weight"].shape == (12, 16)
     assert "validation accuracy" in done.stdout
-    fails(here.train(config), ": continue it with --resume auto, or choose another training.folder")
+    again = here.train(config)
+    fails(again, "an earlier run wrote ")
+    fails(again, ": continue it with --resume auto, or choose another training.folder")
 
 
 @four
@@ -135,7 +137,8 @@ def test_a_checkpoint_of_another_network_is_refused_with_names_and_shapes(here):
     assert here.train(here.config(training="epochs = 1")).returncode == 0
     before = here.checkpoints()
     config = here.config(training="epochs = 2", network="bias = false")
-    fails(here.train(config, "--resume", "auto"), "differs, and nothing was changed: network.bias was True")
+    fails(here.train(config, "--resume", "auto"), "the network of the checkpoint differs, and nothing was changed: "
+          "network.bias was True")
     fails(here.train(config, "--resume", "auto", "--accept", "network"), "0.bias")
     assert here.checkpoints() == before
 
