@@ -166,6 +166,8 @@ def ratios(results: dict, beside: dict) -> Rows:
 def one_cell(text: str) -> tuple:
     """A cell of the table: 2048x2048x2048:8:float64."""
     shape, ranks, dtype = text.split(":")
+    if (int(ranks), dtype) not in COLUMNS:
+        raise ValueError(text)
     return sizes_of(shape)[:3], (int(ranks), dtype)
 
 
@@ -186,6 +188,7 @@ def main() -> None:
     stored = (["--order", options.order] if options.order != "C" else []) + ["--shared"] * options.shared
     if options.cosma:
         made.refuse(options, "--blas", "--cosma, which uses SciPy's BLAS on both sides")
+        os.environ["PMM3D_BLAS"] = "scipy"
     if options.blas:
         tune(options.cells, options.tried or [os.environ.get("PMM3D_BLAS", "scipy")])
     elif options.tried:

@@ -253,7 +253,7 @@ def _verdict(waits: Waits, gone: Gone) -> str:
                 "must call the same ones in the same order; PMM3D_DEBUG=1 stops at the first that differs.")
     known = states_of(answers)
     if all(rank not in answers and rank not in gone and rank not in known for rank in missing):
-        return ("No missing rank answers. If their nodes work, the network does not deliver messages.")
+        return "None of the missing ranks answers. If their nodes work, the network does not deliver messages."
     return "Every member of an axis must make the call."
 
 

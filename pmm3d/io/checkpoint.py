@@ -489,4 +489,4 @@ def _json_of(meta: Any) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()
-    raise TypeError(f"a {type(value).__name__} is none")
+    raise TypeError(f"got an object of type {type(value).__name__}")

@@ -3,11 +3,10 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .box import EMPTY, Box, RaggedRows
 from .cuts import matrix_shape, natural, naturals, offsets, overlapping, part_range, part_sizes, whole_number
 from .distribution import Tile, Tiled
 from .dtypes import LABEL_DTYPE, LOW_PRECISION, MATRIX_DTYPES, aligned, check_same_dtype, itemsize
-from .layout import Layout, batch_layout
+from .layout import EMPTY, Box, Layout, RaggedRows, batch_layout
 from .placement import Placement
 from .shape import ALL, AXES, FIRST, PIPE, SEQ, STAGE, ULYSSES, Coords, GridShape, is_axis_name, parse_shape
 from .transitions import Step, transitions

@@ -8,10 +8,9 @@ from functools import cached_property
 from itertools import product
 
 from ..errors import LayoutError
-from .box import Box
 from .cuts import matrix_shape
 from .distribution import Split, Tile, check_window
-from .layout import Layout, cutting_units
+from .layout import Box, Layout, cutting_units
 from .shape import Coords, GridShape
 
 

@@ -139,6 +139,8 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
     ------
     CheckpointError
         On every rank, if names or shapes do not fit. The message lists them.
+    Pmm3dError
+        On every rank, if the optimizer changes no parameter of the network on a rank.
 
     Examples
     --------

@@ -28,12 +28,13 @@ def fill_weights(network: Module, found: Checkpoint, keeper: Checkpoints, optimi
 
 
 def make_masters(network: Module, optimizer: Optimizer | None) -> None:
-    """Make the master weights of an optimizer, so that a checkpoint fills them too."""
+    """Make the master weights of an optimizer, so that a checkpoint fills them too. Collective."""
     if optimizer is not None:
         named = network.named_parameters()
-        if not {*named.values()} & {*optimizer.parameters}:
-            raise Pmm3dError("the optimizer changes no parameter of the network, so its master weights would not be "
-                             "set: pass an optimizer that was made with network.parameters()")
+        with network.whole.collective_call("load: optimizer", always=True):
+            if not {*named.values()} & {*optimizer.parameters}:
+                raise Pmm3dError("the optimizer changes no parameter of the network, so its master weights would not "
+                                 "be set: pass an optimizer that was made with network.parameters()")
         optimizer.matrices(named)
 
 

@@ -11,7 +11,7 @@ from math import inf, isfinite
 from typing import Any
 
 from ..comm import Grid
-from ..errors import DTypeError, LayoutError, Pmm3dError
+from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import Layout, natural
 from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
@@ -132,9 +132,12 @@ class Linear(Module):
     Raises
     ------
     LayoutError
-        If `outputs` is no multiple of `unit`, or if shape, `cols` or `unit` are not those of `weight`.
+        If `outputs` is no multiple of `unit`, or if shape, `cols` or `unit` are not those of `weight`. A value that
+        equals the default counts as left out.
     DTypeError
-        If `dtype`, `library` or `precision` are not those of `weight`.
+        If `dtype`, `library` or `precision` are not those of `weight`, in the same way.
+    GridError
+        If `weight` is on another grid.
     Pmm3dError
         For `deviation` together with `weight`.
 
@@ -166,7 +169,7 @@ class Linear(Module):
         options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}
         bound = inputs**-0.5
         if weight is not None:
-            cols, unit = _check_shared(weight, (inputs, outputs), cols, unit, deviation, **options)
+            cols, unit = _check_shared(grid, weight, (inputs, outputs), cols, unit, deviation, **options)
             options = {"library": weight.library.kind, "precision": weight.precision}
         self.weight = weight or parameter(grid, (inputs, outputs), weight_layout(cols, (1, unit)),
                                           seed=derived(seed, 0), bound=bound, deviation=deviation, **options)
@@ -193,9 +196,14 @@ class Linear(Module):
         return linear(entering(x, self.weight), self.weight, self.bias, activations=activations or self.activations)
 
 
-def _check_shared(weight: Parameter, shape: Shape, cols: str, unit: int, deviation: float | None, dtype: str,
-                  library: Library | None, precision: Precision | str | None) -> tuple[str, int]:
+def _check_shared(grid: Grid, weight: Parameter, shape: Shape, cols: str, unit: int, deviation: float | None,
+                  dtype: str, library: Library | None, precision: Precision | str | None) -> tuple[str, int]:
     """Return `cols` and `unit` of a shared weight. Raise an error if an argument of `Linear` contradicts the weight."""
+    if weight.grid is not grid:
+        raise GridError("Linear: the shared weight is on another grid: pass its grid")
+    if not weight.layout.rows:
+        raise LayoutError(f"Linear: the shared weight is a vector, {weight.shape[0]} x {weight.shape[1]}: pass the "
+                          "weight of a layer")
     axis, held = weight.layout.rows[0], unit_of(weight.layout.units[1], weight.layout.cols[0])
     if deviation is not None:
         raise Pmm3dError(f"Linear: deviation={deviation} is for initial values, and the shared weight has values "

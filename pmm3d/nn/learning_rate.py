@@ -115,15 +115,16 @@ class Cosine(Schedule):
     """
 
     def __init__(self, optimizer: Optimizer, steps: int, warm_up: int = 0, floor: float = 0.0):
-        self.length, self.floor = max(1, steps - warm_up), floor
+        natural(steps, "Cosine: steps is a number of steps, at least 1", 1, Pmm3dError)
+        self.steps, self.floor = steps, floor
         super().__init__(optimizer, warm_up)
 
     def end_at(self, steps: int) -> None:
-        self.length = max(1, steps - self.warm_up)
+        self.steps = steps
         self._set()
 
     def factor(self, steps: int) -> float:
-        done = min(1.0, steps / self.length)
+        done = min(1.0, steps / max(1, self.steps - self.warm_up))
         return self.floor + (1 - self.floor) * 0.5 * (1 + cos(pi * done))
 
 

@@ -24,9 +24,8 @@ from .checks import (
     signature_of,
 )
 from .reductions import Reductions, diagonal_of
-from .relayout import brought, has_layout
+from .relayout import Submatrices, brought, has_layout
 from .stored import StoredMatrix, flipped
-from .submatrix import Submatrices
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -16,7 +16,7 @@ import numpy as np
 from ..arrays import Array, NumpyLibrary, Slab, by_rows, library_of
 from ..comm import Collective, Grid, Link, Pending, under_way, work_slab
 from ..errors import DTypeError, LayoutError
-from ..layout import LOW_PRECISION, Blocks, Tiled, aligned, itemsize
+from ..layout import LOW_PRECISION, Tiled, aligned, itemsize
 from ..layout.distribution import Strided
 from ..model.move import ROUND_BYTES, Copy, Message, Move, Part, Round, Table, tile_move
 
@@ -154,6 +154,8 @@ def checked_arrays(what: str, arrays: Any, tiled: Tiled, grid: Grid, library: Nu
     if len(given) != len(local_shapes) and (local_shapes or isinstance(arrays, (list, tuple))):
         raise LayoutError(f"{what}: rank {grid.ledger.rank} has {len(given)} arrays; it stores {len(local_shapes)} "
                           "blocks")
+    from ..layout import Blocks  # a product of matrices alone does not load it
+
     for array, (rows, cols) in zip(given, local_shapes or [(0, 0)]):
         of_array = library_of(array)
         if of_array.kind != library.kind or of_array.dtype(array) != dtype:

@@ -65,18 +65,20 @@ def table_command(
     pmm3d convert digits.npz digits.h5 --inputs images --targets labels
     """
     arrays = source.suffix.lower() == ".npz"
-    if arrays and (given := [name for name, value in (("--encoding", encoding), ("--dtype", dtype)) if value]):
+    if arrays and (given := [name for name, value in (("--encoding", encoding), ("--dtype", dtype))
+                             if value is not None]):
         raise DataError(f"{given[0]} is for a CSV file, and {source} contains arrays, which keep their types: leave "
                         "it out")
-    if no_targets and targets:
+    if no_targets and targets is not None:
         raise DataError("--targets and --no-targets do not go together: leave one of them out")
-    targets = targets or "y"
+    targets = "y" if targets is None else targets
     check_writable(target)
     names = None if class_names is None else _listed(class_names)
     columns = None if target_columns is None else _listed(target_columns) if target_columns else []
     done = convert(source, target, inputs=inputs, targets=None if no_targets else targets, target_columns=columns,
                    classes=classes if names is None else names, group_column=group_column, header=header,
-                   delimiter=delimiter, encoding=encoding or "utf-8-sig", dtype=dtype or "float32", overwrite=overwrite)
+                   delimiter=delimiter, encoding="utf-8-sig" if encoding is None else encoding,
+                   dtype="float32" if dtype is None else dtype, overwrite=overwrite)
     found = _in_words(done, inputs, targets)
     sampled = done.columns is None and not arrays
     say(f"wrote {target}: {found}{'; no header: the first line is a sample' if sampled else ''}")

@@ -275,7 +275,7 @@ def test_settings_that_are_not_understood_are_named(environment):
     for name, text in [("PMM3D_TIMEOUT", "soon"), ("PMM3D_LOG", "2"), ("PMM3D_CHECK", "maybe")]:
         with given(name=name, text=text), environment.context() as patch:
             patch.setenv(name, text)
-            with pytest.raises(Pmm3dError, match=f"{name}='{text}' is not"):
+            with pytest.raises(Pmm3dError, match=f"{name}='{text}' is invalid"):
                 Settings()
 
 

@@ -122,6 +122,9 @@ def test_a_shared_weight_determines_the_layer(grid, fails):
     fails(LayoutError, "the shared weight is 5 x 4", lambda: nn.Linear(grid, 5, 3, weight=weight))
     of_y = nn.Linear(grid, 5, 4).weight
     fails(LayoutError, "leave cols and unit out", lambda: nn.Linear(grid, 5, 4, cols="x", weight=of_y))
+    fails(LayoutError, "the shared weight is a vector", lambda: nn.Linear(grid, 5, 4, weight=layer.bias))
+    with Grid(grid.comm, "ddp") as foreign:
+        fails(GridError, "is on another grid", lambda: nn.Linear(foreign, 5, 4, weight=weight))
 
 
 @some
@@ -131,6 +134,10 @@ def test_arguments_that_would_have_no_effect(grid, fails):
     for load in nn.exchange.import_torch, nn.exchange.load_weights:
         fails(Pmm3dError, "changes no parameter of the network", lambda: load(net, "x.safetensors", optimizer))
     fails(LayoutError, "got 'zagzig'", lambda: nn.Embedding(grid, 5, 4, order="zagzig"))
+    with pytest.raises(Pmm3dError, match="changes no parameter"):  # on all ranks, if one rank has the mistake
+        nn.exchange.import_torch(net, "x.safetensors", optimizer if grid.rank == 0 else optim.Adam(net.parameters()))
+    for steps in -3, "9":
+        fails(Pmm3dError, "Cosine: steps is a number of steps, at least 1", lambda: optim.Cosine(optimizer, steps))
     fails(Pmm3dError, "Cosine: warm_up is a number of steps, at least 0", lambda: optim.Cosine(optimizer, 9, -1))
     fails(Pmm3dError, "Step: every is a number of steps, at least 1", lambda: optim.Step(optimizer, 0))
 

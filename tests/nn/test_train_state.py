@@ -153,7 +153,7 @@ def test_a_schedule_may_come_and_go_and_the_configured_rate_counts(begin, checkp
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == (2 if grid.rank == 0 else 0)
     if told:
-        assert "the schedule of this run begins at step 3, not at 0" in told[0]
+        assert "the schedule of this run continues from its step 3" in told[0]
         assert "the learning rate of step 4 is" in told[1]
         assert "instead of 0.01" in told[1] and "The new configuration applies" in told[1]
     begin.loop(scheduled, 1)

@@ -238,8 +238,8 @@ class TrainState:
         before, now = facts.get("lr", facts["optimizer"].get("lr")), self.optimizer.lr
         changes = []
         if "schedule" in facts and bool(facts["schedule"]) != bool(self.schedule):
-            changes.append(f"the checkpoint has no schedule; the schedule of this run begins at step {self.step}, not "
-                           "at 0" if self.schedule else "the checkpoint has a schedule, and this run has none")
+            changes.append(f"the checkpoint has no schedule; the schedule of this run continues from its step "
+                           f"{self.step}" if self.schedule else "the checkpoint has a schedule, and this run has none")
         if before is not None and not isclose(before, now, rel_tol=1e-9):
             changes.append(f"the learning rate of step {self.step + 1} is {now:.6g} instead of {before:.6g}")
         return changes

@@ -18,6 +18,7 @@ from ...product.relayout import relayout as relayout_array
 from ..compute import Form, computing
 from ..contract import EVERYTHING, Gradient
 from ..elementwise import Elementwise, map_elementwise
+from ..functional import check_probability
 from ..operations import check_unit, split
 from ..tensor import Tensor, as_tensor, relayout, whole
 from .cache import Cache, rows_of_sequence
@@ -183,8 +184,7 @@ def _check(operands: Sequence[Tensor], size: int, window: int | None, dropout: f
                           "and v: the first number must be a multiple of the second")
     for name, number in ("block", block), ("window", block if window is None else window):
         natural(number, f"attention: {name} is a number of rows, at least 1", 1, Pmm3dError)
-    if not 0 <= dropout < 1:
-        raise Pmm3dError(f"attention: dropout must be a probability below 1, got {dropout}")
+    check_probability("attention: dropout", dropout)
     if scale is not None and not isfinite(scale):
         raise Pmm3dError(f"attention: scale must be a finite number, or None for 1 / sqrt(size), got {scale}")
 

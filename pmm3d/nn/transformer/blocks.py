@@ -136,8 +136,7 @@ class Attention(Module):
             raise LayoutError(f"Attention: rotary_base must be a positive number, such as 10000, got {rotary_base}")
         if window is not None:
             natural(window, "Attention: window is a number of rows, at least 1", 1, Pmm3dError)
-        if not 0 <= dropout < 1:
-            raise Pmm3dError(f"Attention: dropout must be a probability below 1, got {dropout}")
+        functional.check_probability("Attention: dropout", dropout)
         positions(order, 1)  # raises for an unknown order
         chosen(parallel, Layout(), 1, grid.shape, (0, 0), False)  # raises for an unknown method, or axes that it lacks
         self.grid, self.turns = grid, qkv_turns(heads, kv_heads, size)

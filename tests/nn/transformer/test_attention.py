@@ -162,7 +162,7 @@ def test_operands_that_do_not_fit_together_are_refused(some_grid, fails):
     refused(Pmm3dError, "window is a number of rows", *same, window=0)
     refused(Pmm3dError, "window is a number of rows, at least 1; got 2.5", *same, window=2.5)
     refused(Pmm3dError, "block is a number of rows", *same, block=0)
-    refused(Pmm3dError, "a probability below 1", *same, dropout=1.0)
+    refused(Pmm3dError, "attention: dropout must be at least 0 and below 1", *same, dropout=1.0)
     for scale in (float("nan"), float("inf")):
         refused(Pmm3dError, f"scale must be a finite number, .* got {scale}", *same, scale=scale)
     refused(Pmm3dError, "parallel must be one of", *same, parallel="rings")
