@@ -59,8 +59,8 @@ class Grid(Ranks):
     memory : int or None
         Bytes that a rank may hold: a bound on the grids that "auto" considers.
     timeout : float or None
-        Seconds after which the watchdog explains a collective that does not end. Default: PMM3D_TIMEOUT, or 600. 0:
-        never.
+        Time limit of a collective in seconds; 0: none. A note explains a longer wait. The job ends if a rank is dead,
+        if a rank has not answered for this time, or if ranks wait for each other. Default: PMM3D_TIMEOUT, or 600.
     check : bool or None
         Compare the arguments of the ranks before each operation. Default: PMM3D_CHECK, or True.
     debug : bool or None

@@ -71,8 +71,9 @@ def train_command(
     """Train a network on data in HDF5, from a configuration file.
 
     The command writes metrics.jsonl, run.json, curves.png and checkpoints/ into training.folder. The folder is locked
-    until the job ends. `pmm3d report` makes a page of the run. Batches, weights and checkpoints do not depend on the
-    grid, so you can resume a run on another number of ranks.
+    until the job ends. `pmm3d report` makes a page of the run. Batches and initial weights do not depend on the
+    grid. Trained weights on two grids are equal to rounding. A checkpoint loads on any grid, so you can resume a run on
+    another number of ranks.
 
     A resumed run takes the weights, the optimizer's state and the position in the data from the checkpoint, and all
     other settings from the configuration. Differences are printed. After SIGUSR1 the run writes a checkpoint and

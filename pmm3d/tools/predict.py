@@ -60,7 +60,7 @@ def predict_command(
     is complete. You can use any number of ranks. With the run's number of ranks, the grid is that of the run.
 
     A network of tokens continues the text of --prompt. The generated text is printed, and also written to OUT if you
-    give --out. It does not depend on the number of ranks.
+    give --out. It is the same on any number of ranks, unless rounding changes the choice of a token.
 
     [bold]Examples[/]
 

@@ -42,7 +42,8 @@ class GridSection(Section):
 
     shape: Shape = "ddp"
     """ranks along x, y and z; or a family of parallel training, on all ranks; or auto: the grid of all ranks with the
-    least predicted time on this machine (see `pmm3d plan`, `pmm3d tune machine`)"""
+    least predicted time on this machine, or the grid of a family that is at most 2% slower (see `pmm3d plan`,
+    `pmm3d tune machine`)"""
     data: Count = 1
     """ranks along data, which hold copies of the weights; ddp and auto choose the number"""
     seq: Count = 1

@@ -68,8 +68,10 @@ def bench_command(
     plot: Annotated[Path | None, typer.Option(help="Draw the parts of the time into this file (.png, .pdf, "
                                                    ".svg).")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the run (ui.perfetto.dev).")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds after which a collective that hangs is reported and "
-                                                       "the job ends. Default: PMM3D_TIMEOUT, or 600.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Time limit of a collective in seconds; 0: none. A note "
+                                                       "explains a longer wait. The job ends if a rank is dead or "
+                                                       "has not answered for this time, or if ranks wait for each "
+                                                       "other. Default: PMM3D_TIMEOUT, or 600.")] = None,
 ) -> None:
     """Time C = A B on all ranks, verify the result, and compare the rate with the limit.
 
