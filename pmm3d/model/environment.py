@@ -170,7 +170,7 @@ class Settings:
     blas: str = _variable("PMM3D_BLAS", "", str,
                           "the BLAS that multiplies on the host: scipy, mkl (the extra pmm3d[mkl]), auto (the choice "
                           "of pmm3d tune blas; for a type: auto:float32), or the path of a shared library. Default: "
-                          "MKL if the extra is installed, else SciPy's",
+                          "SciPy's; with the extra pmm3d[mkl] the choice of pmm3d tune blas, or else MKL",
                           "scipy, mkl, auto, or the path of a shared library")
     sums: str = _variable("PMM3D_SUMS", "nodes", _one_of(SUMS),
                           "nodes or ranks: whether sums along an axis with equally many ranks on several nodes are "
