@@ -172,7 +172,7 @@ def test_where_all_that_is_missed_waits_itself_it_is_the_network():
 
 def test_where_nothing_is_heard_of_the_missing_it_may_be_the_network():
     text = diagnosis(by_rank(waits(0, "shift"), waits(1, "shift")), {}, HOSTS, LIMIT)
-    assert "No missing rank answers. If their nodes work, the network does not deliver messages." in text
+    assert "None of the missing ranks answers. If their nodes work, the network does not deliver messages." in text
     assert "Every member" not in text
 
 
