@@ -272,7 +272,7 @@ def test_matrices_that_cannot_be_saved_or_filled(grid, keeper, fails):
     fails("'a' and 'a/b' cannot both name", lambda: keeper.save(2, {"a": good, "a/b": good}))
     fails("matrices are DistMatrix by name; got a ndarray", lambda: keeper.save(2, {"a": np.ones((2, 2))}))
     fails("a step is a number of at least 0; got -1", lambda: keeper.save(-1, {"a": good}))
-    fails("meta must contain only values that JSON has: a object is none",
+    fails("meta must contain only values that JSON has: got an object of type object",
           lambda: keeper.save(2, {"a": good}, {"x": object()}))
     fails("keep is a number of checkpoints, at least 1; got 0", lambda: Checkpoints(grid, keeper.folder, keep=0))
     assert keeper.candidates() == [path] and os.listdir(keeper.folder) == [path.name]
