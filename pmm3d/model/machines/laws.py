@@ -69,8 +69,8 @@ class Law(NamedTuple):
 def terms(operation: str, group: Group, nbytes: float) -> Terms:
     """Return the terms of a direct collective.
 
-    Of the size - 1 other ranks of each rank, size - inside are on other nodes, and send this share of its messages and
-    bytes. All ranks of a node in all its groups receive at once, so the bytes into the node are inside * sharers times
+    A rank exchanges messages with size - 1 other ranks, of which size - inside are on other nodes. The same share of its
+    messages and bytes crosses the network. All ranks of a node in all its groups receive at once, so the bytes into the node are inside * sharers times
     those of a rank. In a shift only one rank of a group on a node receives from another node, and all ranks wait for
     it.
 

@@ -205,7 +205,7 @@ def measure(found: Sequence[Candidate], gemms: Sequence[Gemm], ranks: int, threa
     with ExitStack() as stack:
         pools = [WorkerPool(stack, candidate, ranks, threads, gemms) for candidate in found]
         absent = {pool.candidate: pool.problem for pool in pools if pool.problem}
-        # Of candidates with the same file and kernel, only the first is timed.
+        # If several candidates have the same file and kernel, only the first one is timed.
         here = {(pool.loaded["file"], pool.loaded["kernel"]): pool for pool in reversed(pools) if pool.loaded}
         used = [pool for pool in pools if pool in here.values()]
         if not used:
