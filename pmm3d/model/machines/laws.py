@@ -69,10 +69,10 @@ class Law(NamedTuple):
 def terms(operation: str, group: Group, nbytes: float) -> Terms:
     """Return the terms of a direct collective.
 
-    A rank exchanges messages with size - 1 other ranks, of which size - inside are on other nodes. The same share of its
-    messages and bytes crosses the network. All ranks of a node in all its groups receive at once, so the bytes into the node are inside * sharers times
-    those of a rank. In a shift only one rank of a group on a node receives from another node, and all ranks wait for
-    it.
+    A rank exchanges messages with size - 1 other ranks, of which size - inside are on other nodes. The same share of
+    its messages and bytes crosses the network. All ranks of a node in all its groups receive at once, so the bytes
+    into the node are inside * sharers times those of a rank. In a shift only one rank of a group on a node receives
+    from another node, and all ranks wait for it.
 
         >>> terms("all_gather", Group(size=4, inside=2, nodes=2, sharers=2), 300)
         Terms(starts=1.0, messages_inside=1.0, messages_across=2.0, bytes_inside=100.0, bytes_across=800.0)
