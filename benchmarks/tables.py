@@ -12,6 +12,7 @@ machine, the commit, the command and the tables of benchmarks/results/NAME.json:
 tables, rows, columns    those with these numbers, from 1; by default all
 brief                    no command and no titles
 short                    "0.9 (1x1x2; goal 0.8, peer 0.7)" in a cell becomes "0.9 (goal 0.8, peer 0.7)"
+ratios                   the first figure of each cell; no versions of packages
 """
 
 import argparse
@@ -25,6 +26,7 @@ from records import RESULTS, markdown
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / name for name in ("README.md", "docs/index.md", "docs/benchmarks.md")]
 MARKED = re.compile(r"<!-- result: (\S+)((?: \S+)*) -->\n.*?<!-- end -->", re.S)
+RATIO = re.compile(r"\*{0,2}(\d+\.\d+)\b.*")
 WITH_GOAL = re.compile(r"(\*{0,2}[\d.]+\*{0,2})[^(]*\(.*?(goal .*)\)")
 
 
@@ -35,18 +37,25 @@ def section(record: dict, words: list[str]) -> str:
     machine = record["machine"]
     where = [record["date"], machine["cpu"], *([f"{machine['cores']} cores"] if machine.get("cores") else []),
              *([machine["mpi"]] if machine.get("mpi") else []),
-             *(f"{name} {version}" for name, version in machine.get("software", {}).items()),
-             f"commit {record['commit']}" if record.get("commit") else "commit not recorded"]
+             *([] if "ratios" in words else versions(record))]
     commands = ", ".join(f"`{line.strip()}`" for line in record["command"].replace("\\\n", "").splitlines())
     parts = [", ".join(where) + ("." if "brief" in words else f": {re.sub(' +', ' ', commands)}")]
     for table in pick("tables", record["tables"]):
         head, *body = table["rows"]
         rows = [pick("columns", row) for row in (head, *pick("rows", body))]
+        if "ratios" in words:
+            rows = [[RATIO.sub(r"\1", cell) for cell in row] for row in rows]
         if "short" in words:
             rows = [[WITH_GOAL.sub(r"\1 (\2)", cell) for cell in row] for row in rows]
         parts += [table["title"]] if table["title"] and "brief" not in words else []
         parts.append(markdown(rows))
     return "\n\n".join(parts)
+
+
+def versions(record: dict) -> list[str]:
+    """Versions of the packages, and the commit."""
+    found = [f"{name} {version}" for name, version in record["machine"].get("software", {}).items()]
+    return [*found, f"commit {record['commit']}" if record.get("commit") else "commit not recorded"]
 
 
 def numbers(text: str) -> list[int]:

@@ -74,6 +74,10 @@ def test_a_section_is_made_anew_from_its_result(tmp_path, monkeypatch, capsys):
     chosen = tables.page(text.replace("one -->", "one tables=1 rows=2 columns=1-2 brief short -->"), tmp_path)
     assert "\n\n| a | b |\n|---|---|\n| 3 | **4** (goal 3, peer 2) |\n\n<!--" in chosen
     assert not re.search("title|Another|benchmarks/one", chosen)
+    options.add = False
+    records.report(options, ("A title", [["m", "r"], ["8", "**1.15**, 1.12 to 1.16 (676.4 and 775.6 ms)"]]))
+    chosen = tables.page(text.replace("one -->", "one brief ratios -->"), tmp_path)
+    assert "\n| 8 | 1.15 |\n" in chosen and "numpy" not in chosen and "commit" not in chosen
     with pytest.raises(IndexError):
         tables.page(text.replace("one -->", "one rows=3 -->"), tmp_path)
 
