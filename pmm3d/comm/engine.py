@@ -326,7 +326,7 @@ class Engine:
             self._helper = LoneThread(target=_drive, args=(weakref.ref(self), self._computing),
                                       name="pmm3d progress", daemon=True)
             self._helper.start()
-            weakref.finalize(self, self._computing.set).atexit = False
+            at_end(self, self._computing.set).atexit = False
         self._computing.set()
         return True
 

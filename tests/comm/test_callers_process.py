@@ -5,14 +5,15 @@ import gc
 import sys
 import time
 import weakref
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 from forked import ends_process, exit_code
 from loops import given
 
-from pmm3d import BlacsContext, BlockCyclic, DistMatrix, Grid, Layout, MatmulPlan
-from pmm3d.comm import Persistent, shutdown
+from pmm3d import BlacsContext, BlockCyclic, DistMatrix, Grid, Layout, MatmulPlan, pgemm
+from pmm3d.comm import shutdown
 from pmm3d.comm.engine import Engine
 from pmm3d.comm.watch import Watch
 
@@ -108,11 +109,14 @@ def test_a_forked_child_calls_no_mpi_for_its_copy_of_a_grid(comm, monkeypatch):
         with given(door=door), Grid(comm, (2, 1, 1)) as grid:
             a, b = DistMatrix.random(grid, (8, 8)), DistMatrix.random(grid, (8, 8), layout=Layout.B)
             grid.attached["plan"], grid.attached["context"] = MatmulPlan(a, b), BlacsContext(grid, (1, 2))
+            square = grid.attached["context"].descriptor(4, 4, 2, 2)
+            part = square.empty(), 1, 1, square
+            pgemm("N", "N", 4, 4, 4, 1, *part, *part, 0, square.empty(), 1, 1, square)
             held = [Grid(comm, (2, 1, 1))]
             held.append(held)
 
             def child():
-                for owner, name in ((Watch, "leave"), (Engine, "close"), (Persistent, "free"), (shutdown, "raised")):
+                for owner, name in ((Watch, "leave"), (Engine, "start"), (ExitStack, "close"), (shutdown, "raised")):
                     monkeypatch.setattr(owner, name, ends_process)
                 leave(grid, lambda: (held.clear(), gc.collect()))
 
