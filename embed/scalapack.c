@@ -2,7 +2,8 @@
    pdgemm_, pcgemm_ and pzgemm_ for the program and for ScaLAPACK itself. If PMM3D cannot multiply, or rejects the
    arguments, on all ranks of the process grid, ScaLAPACK's own routine is called. It reports errors in its usual way.
 
-   PMM3D_EMBED_LOG   a file to which each process appends a line for each call: routine, sizes, and who multiplied */
+   PMM3D_EMBED_LOG   a file, and no symbolic link, to which each process appends a line for each call: routine, sizes,
+                     and who multiplied */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>

@@ -79,7 +79,7 @@ class Pending:
         self._engine = engine
         self._generator = generator
         self._requests: list[Any] = []
-        self._resumed = False  # whether the generator runs
+        self._resumed = False  # whether the generator is running, or was interrupted
         self._result: Any = None
         self._error: Exception | None = None
 
@@ -124,19 +124,21 @@ class Pending:
         except StopIteration as end:
             self._result, self.done = end.value, True
         except BaseException as error:
-            from_handler = not isinstance(error, Exception) or raised_by_handler(error)
-            if from_handler and not self._resumed:
+            if not isinstance(error, Exception) or raised_by_handler(error):
+                if self._resumed:
+                    self._fail(error, _interrupted(self.record, error), interrupted=True)
                 raise
-            self._error = _interrupted(self.record, error) if from_handler else (
-                _mpi_error(self.record, error) if isinstance(error, MPI.Exception) else error)
-            self._requests, self.done = [*self._requests, *getattr(error, "active_requests", [])], True
-            if from_handler or any(request != MPI.REQUEST_NULL if isinstance(request, MPI.Request) else
-                                   not getattr(request, "ended", True) for request in self._requests):
-                self._frames = error.__traceback__  # they hold the arrays
-                self._engine.abandoned.append(self)
-            if from_handler:
-                raise
+            self._fail(error, _mpi_error(self.record, error) if isinstance(error, MPI.Exception) else error)
         return self.done
+
+    def _fail(self, error: BaseException, reported: Exception, interrupted: bool = False) -> None:
+        """End with an error of the generator. `wait` raises `reported`."""
+        self._requests, self.done = [*self._requests, *getattr(error, "active_requests", [])], True
+        self._error = reported
+        if interrupted or any(request != MPI.REQUEST_NULL if isinstance(request, MPI.Request) else
+                              not getattr(request, "ended", True) for request in self._requests):
+            self._frames = error.__traceback__  # they hold the arrays
+            self._engine.abandoned.append(self)
 
 
 class PlanResources(ExitStack):
