@@ -2,9 +2,11 @@
    pdgemm_, pcgemm_ and pzgemm_ for the program and for ScaLAPACK itself. If PMM3D cannot multiply, or rejects the
    arguments, on all ranks of the process grid, ScaLAPACK's own routine is called. It reports errors in its usual way.
 
-   PMM3D_EMBED_LOG   a file to which each process appends a line for each call: routine, sizes, and who multiplied */
+   PMM3D_EMBED_LOG   a file, and no symbolic link, to which each process appends a line for each call: routine, sizes,
+                     and who multiplied */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -32,7 +34,7 @@ typedef struct Known {
 } Known;
 
 static Known *all_known = NULL;
-static int said = 0;
+static int said = 0, log_failed = 0;
 
 typedef struct {
     char type;
@@ -55,8 +57,14 @@ static void log_call(const Call *call, const char *by) {
     const char *path = getenv("PMM3D_EMBED_LOG");
     char line[TEXT];
     if (!path || !*path) return;
-    int rank = 0, file = open(path, O_WRONLY | O_APPEND | O_CREAT, 0666);
-    if (file < 0) return;
+    int rank = 0, file = open(path, O_WRONLY | O_APPEND | O_CREAT | O_NOFOLLOW, 0600);
+    if (file < 0) {
+        if (!log_failed)
+            fprintf(stderr, "pmm3d: PMM3D_EMBED_LOG=%s cannot be opened: %s. Name a file that this user may write to, "
+                    "and that is no symbolic link\n", path, strerror(errno));
+        log_failed = 1;
+        return;
+    }
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     int length = snprintf(line, sizeof line, "rank %d %s %c%c %d %d %d: %s\n", rank, call->name, *call->transa,
                           *call->transb, *call->m, *call->n, *call->k, by);

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -28,10 +30,18 @@ def file_of(name: str, key: Key, suffix: str) -> Path:
 
 
 def read(path: Path) -> str:
-    """Return the text of a file. Raises OSError, or ValueError if it is not text. The caller compares the key that the
-    text contains, because two keys may have one digest."""
+    """Return the text of a file of this user. The caller compares the key that the text contains, because two keys may
+    have one digest.
+
+    Raises OSError if the file cannot be read, or if another user owns it or may write to it: it may name a library to
+    load. Raises ValueError if it is not text.
+    """
     check_regular(path)
-    return path.read_text(encoding="utf-8")
+    with open(path, encoding="utf-8") as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(errno.EPERM, "another user owns the file, or may write to it. Remove it", str(path))
+        return file.read()
 
 
 def write(path: Path, text: str) -> Path:

@@ -123,13 +123,14 @@ class Workspace:
 
     def rehearse(self, sizes: Iterable[int], library: NumpyLibrary) -> None:
         """Allocate buffers for simultaneous work arrays of these sizes, in bytes. Then `allocated` does not depend on
-        the speed of messages. A repeated call with the same sizes does nothing."""
+        the speed of messages. Each new buffer replaces a smaller one that is free. A repeated call with the same sizes
+        does nothing."""
         memory, wanted, taken = library.memory, tuple(sorted(sizes, reverse=True)), list[Ticket]()
         if (memory, wanted) in self._rehearsed:
             return
         try:
             for size in wanted:
-                taken.append(self._buffer(size, memory))
+                taken.append(self._buffer(size, memory, replaces=True))
         finally:
             for ticket in taken:
                 self.give(ticket)
@@ -143,7 +144,7 @@ class Workspace:
                 while pool.free:
                     self._drop(pool, -1)
 
-    def _buffer(self, nbytes: int, memory: NumpyLibrary, lends: bool = False) -> Ticket:
+    def _buffer(self, nbytes: int, memory: NumpyLibrary, lends: bool = False, replaces: bool = False) -> Ticket:
         with self._lock:
             if self._returned:
                 self._collect()
@@ -155,7 +156,7 @@ class Workspace:
                 flat = free.pop(index)[2]
             else:
                 place = bisect_left(sizes, nbytes)
-                if index and (place == len(sizes) or sizes[place] > most):
+                if index and (replaces or place == len(sizes) or sizes[place] > most):
                     self._drop(pool, index - 1)
                 flat = self._fresh(nbytes, memory)
                 insort(sizes, nbytes)

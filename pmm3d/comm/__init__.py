@@ -13,10 +13,10 @@ from .axis import Axis
 from .choose_grid import Auto, chosen_shape
 from .codec import Cast, Codec
 from .communicator import LEAVING, all_leave, check_communicator, own_duplicate
-from .engine import Pending
+from .engine import Pending, PlanResources
 from .executor import Awaited, Buffers, following, run_schedule, under_way, wait_for_all, work_bytes
 from .grid import Grid
-from .guard import one_thread
+from .guard import at_end, one_thread
 from .ledger import Entry, Key, Ledger, Record, clock
 from .nodes import Host, Processes, hosts, mpi_name, set_node_maps
 from .persistent import Persistent

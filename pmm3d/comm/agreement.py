@@ -4,7 +4,7 @@ an explanation."""
 from __future__ import annotations
 
 import hashlib
-import pickle
+import json
 import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -199,20 +199,28 @@ def _exchanged(link: Link, text: str, kind: type[Pmm3dError] = Pmm3dError) -> Co
     starts = [0, *accumulate(counts.tolist())]
     sent, texts = np.frombuffer(packed[: counts[link.rank]], np.uint8), np.empty(starts[-1], np.uint8)
     yield from link.uncounted(all_gather_rows(link, NumpyLibrary(), sent, texts, counts.tolist()))
-    received = [pickle.loads(texts[starts[rank] : starts[rank + 1]].tobytes()) for rank in sending[chosen]]
-    reports = [Report([members[rank] for rank in sending[groups == groups[first]]], *text_and_kind)
-               for first, text_and_kind in zip(chosen, received)]
+    received = [json.loads(texts[starts[rank] : starts[rank + 1]].tobytes()) for rank in sending[chosen]]
+    reports = [Report([members[rank] for rank in sending[groups == groups[first]]], text, _kind_named(name))
+               for first, (text, name) in zip(chosen, received)]
     return Reports(reports, [members[rank] for rank in sending[~np.isin(groups, groups[chosen])]])
 
 
 def _packed(text: str, kind: type[Pmm3dError]) -> bytes:
-    """Return the pickled text, cut to MOST_CHARACTERS, and the type of the error. A type that cannot be pickled is
-    replaced by Pmm3dError."""
+    """Return the text, cut to MOST_CHARACTERS, and the name of the type of the error, as JSON."""
     bounded = text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
-    try:
-        return pickle.dumps((bounded, kind))
-    except Exception:
-        return pickle.dumps((bounded, Pmm3dError))
+    return json.dumps((bounded, _name_of(kind))).encode()
+
+
+def _name_of(kind: type[Pmm3dError]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _kind_named(name: str) -> type[Pmm3dError]:
+    """Return the type of error of this name. Types that this process does not have are replaced by Pmm3dError."""
+    kinds = [Pmm3dError]
+    for kind in kinds:  # the list grows by the subclasses
+        kinds += kind.__subclasses__()
+    return next((kind for kind in kinds if _name_of(kind) == name), Pmm3dError)
 
 
 def as_out_of_memory(error: BaseException, rank: int, host: str, ledger: Ledger, workspace: Workspace) -> BaseException:

@@ -40,10 +40,16 @@ class OwnedComm(MPI.Intracomm):
 class WatchedComm(OwnedComm):
     """A communicator that reports the blocking calls defined here to the watchdog.
 
-    waiting   function that returns the context of a call, from its name
+    watched   weak reference to the function that returns the context of a call, from its name. It is a method of the
+              grid, which owns this communicator
     """
 
-    waiting: Callable[[str], AbstractContextManager[Any]] = staticmethod(nullcontext)  # type: ignore[assignment]
+    watched: Callable[[], Callable[[str], AbstractContextManager[Any]] | None] = staticmethod(lambda: None)
+
+    def waiting(self, what: str) -> AbstractContextManager[Any]:
+        """Return the context of a blocking call."""
+        watched = self.watched()
+        return nullcontext() if watched is None else watched(what)
 
     def Barrier(self) -> None:
         with self.waiting("Barrier"):

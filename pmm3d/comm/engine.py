@@ -11,18 +11,21 @@ from __future__ import annotations
 import os
 import threading
 import time
+import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
 
 from ..arrays import LoneThread
-from ..errors import Pmm3dError
+from ..errors import GridError, Pmm3dError
 from ..model.rounds import Schedule
-from .guard import Guard
+from .guard import Guard, at_end
 from .ledger import Ledger, Record
 from .transport import Collective, Transport
 from .watch import Watch
@@ -76,6 +79,7 @@ class Pending:
         self._engine = engine
         self._generator = generator
         self._requests: list[Any] = []
+        self._resumed = False  # whether the generator is running, or was interrupted
         self._result: Any = None
         self._error: Exception | None = None
 
@@ -102,24 +106,48 @@ class Pending:
     def _progress(self) -> bool:
         """Resume the generator while its requests are complete. Returns True at its end. Warnings of numpy are off,
         because the caller of a sum checks its rounding.
+
+        An error of a signal handler is raised: it belongs to the caller, who may wait for another collective. If the
+        handler interrupted the generator, this collective cannot go on. Otherwise the next call resumes it.
         """
+        if self.done:
+            return True
         try:
             while not (requests := self._requests) or (
                     MPI.Request.Testall(requests) if isinstance(requests[0], MPI.Request) else
                     all(awaited.done for awaited in requests)):
                 self._engine.last_round = time.perf_counter()
                 with np.errstate(all="ignore"):
+                    self._resumed = True
                     self._requests = next(self._generator)
+                    self._resumed = False
         except StopIteration as end:
             self._result, self.done = end.value, True
-        except Exception as error:
-            self._error = _mpi_error(self.record, error) if isinstance(error, MPI.Exception) else error
-            self._requests, self.done = [*self._requests, *getattr(error, "active_requests", [])], True
-            if any(request != MPI.REQUEST_NULL if isinstance(request, MPI.Request) else
-                   not getattr(request, "ended", True) for request in self._requests):
-                self._raised = error  # its frames hold the arrays
-                self._engine.abandoned.append(self)
+        except BaseException as error:
+            if not isinstance(error, Exception) or raised_by_handler(error):
+                if self._resumed:
+                    self._fail(error, _interrupted(self.record, error), interrupted=True)
+                raise
+            self._fail(error, _mpi_error(self.record, error) if isinstance(error, MPI.Exception) else error)
         return self.done
+
+    def _fail(self, error: BaseException, reported: Exception, interrupted: bool = False) -> None:
+        """End with an error of the generator. `wait` raises `reported`."""
+        self._requests, self.done = [*self._requests, *getattr(error, "active_requests", [])], True
+        self._error = reported
+        if interrupted or any(request != MPI.REQUEST_NULL if isinstance(request, MPI.Request) else
+                              not getattr(request, "ended", True) for request in self._requests):
+            self._frames = error.__traceback__  # they hold the arrays
+            self._engine.abandoned.append(self)
+
+
+class PlanResources(ExitStack):
+    """Work memory and persistent requests of a plan, which `close` frees.
+
+    under_way   whether a call has begun and not ended, so that messages may still arrive in the memory
+    """
+
+    under_way = False
 
 
 class Engine:
@@ -134,6 +162,8 @@ class Engine:
     persistent          exchanges whose persistent requests may be active, in the order in which they were started
     abandoned           collectives that failed while some of their requests were active: MPI may still read or write
                         their arrays
+    plans               resources of the plans of the grid that are not closed
+    dropped             resources of plans that are closed or garbage-collected, to be freed
     last_round          last time at which a collective began or completed a round (perf_counter)
     before_next         function that is called once, before the next collective or exchange of any axis begins
     wrap                hook for tests, or None: wrap(pending, collective) returns the generator to run in place of the
@@ -148,6 +178,8 @@ class Engine:
         self.active: list[Pending] = []
         self.persistent: dict[PersistentRequests, None] = {}
         self.abandoned: list[Pending] = []
+        self.plans: dict[PlanResources, None] = {}
+        self.dropped: deque[PlanResources] = deque()
         self._lock = threading.Lock()
         self._computing = threading.Event()
         self._helper: threading.Thread | None = None
@@ -159,9 +191,31 @@ class Engine:
     def prepare_next(self) -> None:
         """Call `before_next`, if it was not called yet. Its error is raised by the collective that is about to
         begin."""
+        if self.dropped:
+            self.free_dropped()
         due, self.before_next = self.before_next, None
         if due is not None:
             due()
+
+    def hold(self, plan: object, resources: PlanResources) -> None:
+        """Free resources at the end of the grid, or when the plan is garbage-collected.
+
+        Garbage is collected by any thread, also inside a call of MPI. So the next collective frees the resources.
+        """
+        self.plans[resources] = None
+        at_end(plan, self.dropped.append, resources)
+
+    def free_dropped(self) -> None:
+        """Free the resources in `dropped`. Resources of a call that did not end are freed when nothing is under way on
+        this rank. Sends nothing."""
+        busy = self.active or self.persistent or self.abandoned
+        for _ in range(0 if self.guard.closed else len(self.dropped)):
+            resources = self.dropped.popleft()
+            if resources.under_way and busy:
+                self.dropped.append(resources)
+            else:
+                self.plans.pop(resources, None)
+                resources.close()
 
     def start(self, generator: Collective[Any], record: Record) -> Pending:
         """Run the generator up to its first incomplete requests."""
@@ -170,10 +224,13 @@ class Engine:
             pending._generator = self.wrap(pending, generator)
         self._watch.begun[record.counted_on] = record
         with self._lock:
-            if pending._progress():
-                self.ledger.end(record)
-            else:
-                self.active.append(pending)
+            try:
+                pending._progress()
+            finally:  # also after an error of a signal handler, because messages may be under way
+                if pending.done:
+                    self.ledger.end(record)
+                else:
+                    self.active.append(pending)
         return pending
 
     def poll(self) -> None:
@@ -184,9 +241,12 @@ class Engine:
     def _progress(self) -> None:
         with self.transport.current():
             for pending in tuple(self.active):
-                if pending._progress():
-                    self.active.remove(pending)
-                    self.ledger.end(pending.record)
+                try:
+                    pending._progress()
+                finally:
+                    if pending.done:
+                        self.active.remove(pending)
+                        self.ledger.end(pending.record)
 
     def wait(self, pending: Pending) -> None:
         def done() -> bool:
@@ -268,7 +328,7 @@ class Engine:
             self._helper = LoneThread(target=_drive, args=(weakref.ref(self), self._computing),
                                       name="pmm3d progress", daemon=True)
             self._helper.start()
-            weakref.finalize(self, self._computing.set).atexit = False
+            at_end(self, self._computing.set).atexit = False
         self._computing.set()
         return True
 
@@ -297,7 +357,10 @@ class Engine:
         return list(self.active)
 
     def close(self) -> None:
-        """End the helper thread. Collectives in progress stay unfinished, and no new one may begin."""
+        """End the helper thread, and free the resources of plans. Collectives in progress stay unfinished, and no new
+        one may begin."""
+        while self.plans:
+            self.plans.popitem()[0].close()
         self._closed = self.guard.closed = True
         self._computing.set()
         if self._helper is not None:
@@ -314,6 +377,20 @@ def _drive(engine_of: weakref.ref[Engine], computing: threading.Event) -> None:
         quiet = time.perf_counter() - engine.last_round
         del engine
         time.sleep(min(max(HELPER_SECONDS, quiet * SLEPT), LONGEST_HELPER_SLEEP))
+
+
+def raised_by_handler(error: BaseException) -> bool:
+    """Return whether a signal handler of Python raised an error. A handler gets the frame that it interrupted, which is
+    the frame before its own in the traceback."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(each is before for before, frame in pairwise(frames) for value in frame.f_locals.values()
+               for each in (value if isinstance(value, tuple) else (value,)))
+
+
+def _interrupted(record: Record, error: BaseException) -> GridError:
+    return GridError(f"{record}: a signal handler of this rank raised {type(error).__name__} while the collective ran, "
+                     "so it cannot go on. Other ranks may wait for its messages. Close this grid on all ranks, or end "
+                     "the job")
 
 
 def _mpi_error(record: Record, error: MPI.Exception) -> Pmm3dError:

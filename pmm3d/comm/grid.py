@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakMethod
 
 from mpi4py import MPI
 
@@ -560,7 +561,7 @@ class Stage(Grid):
         comm = self.everyone._comm
         assert isinstance(comm, WatchedComm) and whole.coords is not None
         self._comm, self.rank, self.size = comm, comm.rank, comm.size
-        comm.waiting = self._waiting
+        comm.watched = WeakMethod(self._waiting)
         self.shape, self.coords = whole.shape.without(PIPE), whole.coords.without(PIPE)
         self._axes = {"everyone": self.everyone, **{name: whole.axis(name) for name in self.shape.names}}
         self._processes = whole._processes.among(self.everyone.ranks)

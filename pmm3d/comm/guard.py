@@ -1,8 +1,11 @@
-"""Guard of a grid against use after close, and against use by several threads at once."""
+"""Guard of a grid against use after close, and against use by several threads at once. Finalizers that do nothing in a
+forked child, which has a copy of each object and of the state of MPI."""
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import wraps
@@ -18,27 +21,36 @@ Operation = TypeVar("Operation", bound=Callable[..., Any])
 class Guard:
     """Reentrant context manager: inside, only this thread may use the grid.
 
-    closed   whether the grid is closed
+    closed   whether the grid is closed, or was made by another process, of which this one is a forked child. A call of
+             MPI in the child would receive messages of that process
 
     Entering raises GridError, before any call of MPI, if the grid is closed, if MPI is finalized, or if another thread
     is inside. On the same communicators, a thread could receive messages of another thread and then wait forever.
     """
 
     def __init__(self) -> None:
-        self.closed = False
+        self._closed, self._process = False, os.getpid()
         self._inside = threading.RLock()
         self._user = 0
 
+    @property
+    def closed(self) -> bool:
+        return self._closed or os.getpid() != self._process
+
+    @closed.setter
+    def closed(self, value: bool) -> None:
+        self._closed = value
+
     def check_open(self) -> None:
         """Raise GridError if the grid is closed, or MPI is finalized."""
-        if self.closed:
+        if self._closed:
             raise GridError("this grid is closed. Use it inside its with block, or before close(). To keep a matrix, "
                             "gather it, or redistribute it to another Grid, before the grid is closed")
         if MPI.Is_finalized():
             raise GridError("MPI is already finalized: close a Grid and the objects that use it before MPI.Finalize()")
 
     def __enter__(self) -> None:
-        if self.closed or MPI.Is_finalized():
+        if self._closed or MPI.Is_finalized():
             self.check_open()
         if not self._inside.acquire(blocking=False):
             here, user = threading.current_thread().name, _name_of(self._user)
@@ -52,6 +64,16 @@ class Guard:
 
 def _name_of(thread: int) -> str:
     return next((known.name for known in threading.enumerate() if known.ident == thread), str(thread))
+
+
+def at_end(owner: object, release: Callable[..., object], *arguments: Any) -> weakref.finalize[..., object]:
+    """Call release(*arguments) when the owner is garbage-collected, or at exit, unless this is a forked child then."""
+    return weakref.finalize(owner, _in_process, os.getpid(), release, arguments)
+
+
+def _in_process(process: int, release: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    if os.getpid() == process:
+        release(*arguments)
 
 
 def one_thread(operation: Operation) -> Operation:

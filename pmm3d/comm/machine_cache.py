@@ -96,8 +96,8 @@ def measured_here(ranks_per_node: int | None = None, nodes: int = 1) -> Machine 
             free = OF_RANKS | ({"ranks per node"} if ranks_per_node is None else set())
             for path in sorted(folder().glob("*.toml"), key=_written, reverse=True):
                 try:
-                    machine = load(path)
-                except Pmm3dError as error:
+                    machine = machine_from(files.read(path), str(path))
+                except (OSError, ValueError, Pmm3dError) as error:
                     _tell(str(error))
                     continue
                 if all(machine.key.get(part) == value for part, value in wanted.items() if part not in free):

@@ -31,6 +31,7 @@ class Persistent:
     """
 
     record: Record | None = None
+    _round = 0
 
     def __init__(self, next_record: Callable[[], Record], engine: Engine, members: Members, tag: int,
                  schedule: Schedule, buffers: Buffers, row_bytes: int, beta: complex):
@@ -55,6 +56,7 @@ class Persistent:
         self.record = self._next_record()
         self.record.received, self.record.sent, self.record.across = *self._moved[:2], self._across
         self._engine.begun(self.record)
+        self._round = 0
         self._post(*self._rounds[0][:2])
         return self
 
@@ -64,14 +66,18 @@ class Persistent:
             copy_into(self._buffers.library, part, place)
 
     def wait(self) -> None:
-        """Wait for the messages of each round and carry out its sums."""
+        """Wait for the messages of each round and carry out its sums. After an error of a signal handler, another call
+        waits for the rest."""
         assert self.record is not None  # `begin` came before
-        for number, (requests, copies, sums) in enumerate(self._rounds):
-            if number:
-                self._post(requests, copies)
+        while True:
+            requests, _, sums = self._rounds[self._round]
             self._engine.wait_persistent(requests, self.record)
             if sums:
                 add_sums(self._buffers, sums, self._beta)
+            if self._round == len(self._rounds) - 1:
+                break
+            self._round += 1
+            self._post(*self._rounds[self._round][:2])
         self._engine.end_persistent(self, self.record)
         self.record = None
 

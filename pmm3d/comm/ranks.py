@@ -24,8 +24,9 @@ from .agreement import Terms, agree, as_out_of_memory
 from .argument_digest import canonical, in_words
 from .axis import Axis
 from .communicator import WatchedComm, duplicates, own_duplicate
-from .engine import Engine, Pending
+from .engine import Engine, Pending, raised_by_handler
 from .executor import count_data
+from .guard import at_end
 from .ledger import Ledger, Record
 from .transport import Collective, Link, Transport
 from .watch import Watch
@@ -67,7 +68,7 @@ class Ranks:
         self._watch = Watch(self._watch_comm, settings.timeout, self.debug, self._processes, transport.bind,
                             doing=lambda: ledger.doing)
         made.callback(self._watch.stop)
-        self._comm.waiting = self._waiting
+        self._comm.watched = weakref.WeakMethod(self._waiting)
         crowded = self._processes.beside(self.rank) > (os.cpu_count() or 1)
         self.engine = Engine(self.ledger, self._watch, transport, self.debug, self._check, crowded)
         self.everyone = Axis(self.engine, "all", self._comm, range(self.size))
@@ -76,7 +77,7 @@ class Ranks:
         made.callback(self.everyone.close)
         engine = self.engine
         under_way = engine.active, engine.abandoned, engine.persistent
-        made.callback(weakref.finalize(self, shutdown.dropped, self._watch_comm, self._watch, under_way).detach)
+        made.callback(at_end(self, shutdown.dropped, self._watch_comm, self._watch, under_way).detach)
 
     @property
     def comm(self) -> WatchedComm:
@@ -193,6 +194,8 @@ class Ranks:
         try:
             return agreement.wait()
         except Exception as agreed:
+            if raised_by_handler(agreed):
+                raise
             if getattr(agreed, "everywhere", False):
                 shutdown.print_once(agreed, self._own, self.size, error is not None)
             raise agreed.with_traceback(None if error is None else error.__traceback__) from None

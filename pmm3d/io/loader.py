@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, Workspace
+from ..comm import at_end
 from ..errors import DataError, Pmm3dError
 from ..product import DistMatrix
 from .reader import Plan, Reader, Samples, Side
@@ -177,7 +177,7 @@ class Loader(AbstractContextManager["Loader"]):
             pieces = ((epoch, positions) for epoch, batch in batches for positions in plan.pieces(batch, parts))
             self._reader = Reader(data, plan, self._part, self._inputs, self._targets,
                                   islice(pieces, self._handed_out, None), self._ahead, self._work)
-            self._end = weakref.finalize(self, self._reader.stop)
+            self._end = at_end(self, self._reader.stop)
         with data.grid.ledger.waiting("loader"):
             read = self._reader.next()
         self._reader.taken()

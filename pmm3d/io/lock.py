@@ -79,8 +79,8 @@ class RunLock:
                                 "and start again")
 
     def release(self) -> None:
-        """Remove the lock. Does nothing if this job does not have the lock."""
-        if self._owner and owner_of(self.path.parent) == self._owner:
+        """Remove the lock. Does nothing if this job does not have the lock, or in a forked child."""
+        if self._owner.get("pid") == os.getpid() and owner_of(self.path.parent) == self._owner:
             try:
                 self.path.unlink()
             except OSError as error:

@@ -92,7 +92,7 @@ class BlacsContext:
         self.grid: Grid = comm if isinstance(comm, Grid) else _over(comm)
         self.relabel, self.closed = relabel, False
         self.plans: OrderedDict[Hashable, Any] = OrderedDict()
-        self._made: list[weakref.ref[Any]] = []
+        self._largest, self._made = 0, list[weakref.ref[Any]]()
         self._grids: dict[tuple[GridShape, tuple[int, ...]], Grid] = {}
         self._at_close = [self._give_back]
         self.grid.at_close(partial(_once, self._at_close))
@@ -178,6 +178,19 @@ class BlacsContext:
             self.plans.popitem(last=False)[1].close()
         self.plans[key] = plan = make()
         return plan
+
+    def make_room(self, nbytes: int) -> None:
+        """Free work arrays of cached plans, before the work arrays of a product of `nbytes` bytes are allocated.
+
+        All products that then have work arrays have at most twice the bytes of the largest product so far. The most
+        recently used plans keep their work arrays. The bytes are the same on all ranks, so all ranks free the same.
+        """
+        self._largest = max(self._largest, nbytes)
+        room = 2 * self._largest - nbytes
+        for plan in [plan for plan in reversed(self.plans.values()) if plan.has_memory]:
+            room -= plan.nbytes
+            if room < 0:
+                plan.free_memory()
 
     def made(self, plan: Any) -> None:
         """Register a plan that is closed with the context."""

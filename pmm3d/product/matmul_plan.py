@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 
-from ..comm import leaves_in_order
+from ..comm import PlanResources, leaves_in_order
 from ..errors import GridError, LayoutError
 from .checks import Options, grid_of, signature_of
 from .matrix import DistMatrix
@@ -167,7 +167,7 @@ class MatmulPlan:
     -----
     Making a plan and calling it are collective. Messages, result and bits are those of `matmul`. A call compares
     nothing among the ranks, so all ranks must make it. A plan holds work memory, and persistent requests of MPI if no
-    operand is redistributed, until it is closed, or its grid is.
+    operand is redistributed, until it or its grid is closed, or until it is garbage-collected.
 
     A call multiplies the elements that A, B and C contain at that time. They may be changed in place, the shard may be
     replaced (`a.local = array`), and so may torch's storage of the shard (`a.local.data = tensor`). If an operand is a
@@ -195,7 +195,7 @@ class MatmulPlan:
         self._grid = grid_of(a, b)
         options = Options(alpha, beta, panels, max_workspace, tf32, overlap, order)
         passed = signature_of(a), signature_of(b), signature_of(out), *options
-        with ExitStack() as held, self._grid.engine.guard:
+        with PlanResources() as held, self._grid.engine.guard:
             with self._grid.collective_call("MatmulPlan", *passed):
                 _check_not_partial(a, b)
                 self._product = ProductRun(a, b, out, options, held)
@@ -204,7 +204,8 @@ class MatmulPlan:
                 self._number, self._requests = self._grid.everyone.number, held.enter_context(ExitStack())
                 self._product.persist(self._number, self._requests)
             self._held = held.pop_all()
-        self.closed = self._under_way = False
+            self._grid.engine.hold(self, self._held)
+        self.closed = False
         self._pending: PendingProduct[DistMatrix] | None = None
 
     def __call__(self) -> DistMatrix:
@@ -239,13 +240,13 @@ class MatmulPlan:
     def _begin(self) -> None:
         if self.closed:
             raise GridError("this plan is closed: make another one, or use matmul")
-        if self._under_way:
+        if self._held.under_way:
             raise GridError("this plan has a product under way: wait for that first, or make another plan")
         if not self._product.is_bound:
             self._product.bind()
             self._requests.close()
             self._product.persist(self._number, self._requests)
-        self._under_way = True
+        self._held.under_way = True
         self._product.begin()
 
     def _waited(self) -> DistMatrix:
@@ -254,7 +255,7 @@ class MatmulPlan:
 
     def _finish(self) -> DistMatrix:
         result = self._product.finish()
-        self._under_way = False
+        self._held.under_way, self._pending = False, None
         return result
 
     @property
@@ -266,22 +267,23 @@ class MatmulPlan:
         """Wait for the product in progress, and free requests and work memory. The wait is collective.
 
         C remains valid. Closing a plan twice has no effect. After a failed call, messages may still arrive, so the
-        work memory is kept until the program ends.
+        work memory is kept until the grid is closed.
         """
-        if self._under_way and self._pending is not None:
+        engine = self._grid.engine
+        if self.closed or engine.guard.closed:
+            return
+        if self._pending is not None:
             self._pending.wait()
-        if not self.closed:
-            self.closed = True
-            self._requests.close()
-            if not self._under_way:
-                self._held.close()
+        self.closed = True
+        engine.dropped.append(self._held)
+        engine.free_dropped()
 
     def __enter__(self) -> MatmulPlan:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        if not self._under_way or leaves_in_order(error):  # otherwise the grid's block closes it
+        if not self._held.under_way or leaves_in_order(error):  # otherwise the grid's block closes it
             self.close()
 
 

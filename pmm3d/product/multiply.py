@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
+from weakref import proxy
 
 from ..arrays import Array, Slab, scale
 from ..comm import Grid, clock, one_thread
@@ -211,7 +212,7 @@ def plan_for(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels:
 def _planned(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, *how: Any) -> Planned:
     """Plan and this rank's part of it, or None. The grid caches both. how: panels, max_workspace, overlap."""
     if ProductPlan not in a.grid.attached:
-        a.grid.attached[ProductPlan] = lru_cache(maxsize=CACHED_PLANS)(_planner(a.grid))
+        a.grid.attached[ProductPlan] = lru_cache(maxsize=CACHED_PLANS)(_planner(proxy(a.grid)))
     plans: Callable[..., Planned] = a.grid.attached[ProductPlan]
     c = None if out is None else _operand(out)
     return plans(_operand(a), _operand(b), c, a.dtype, a.library.gemm_copies, *how)

@@ -71,7 +71,8 @@ def pgemm(transa: str, transb: str, m: int, n: int, k: int, alpha: complex, a: A
     Each rank receives, once, the elements that it needs and does not store.
 
     The context caches the plans of the last eight different products. Each plan has work arrays of the size of A, B and
-    C.
+    C. Together the products whose plans have work arrays are at most twice as large as the largest product. The least
+    recently used plans allocate their work arrays again.
 
     Examples
     --------
@@ -93,6 +94,8 @@ def pgemm(transa: str, transb: str, m: int, n: int, k: int, alpha: complex, a: A
         form = _form(context, given, dtype, kind)
         plan = context.plans.get(form)
         call = None if plan is None else plan.checked(arrays, descriptors, alpha, beta)
+    if plan is None or not plan.has_memory:
+        context.make_room(form.nbytes)
     if plan is None:
         plan = context.keep(form, lambda: PgemmPlan(*given, dtype=dtype, library=kind))
         with context.grid.collective_call("pgemm", alpha, beta):
@@ -109,6 +112,12 @@ class Form(NamedTuple):
     parts: tuple[BlockCyclic, BlockCyclic, BlockCyclic]
     dtype: str
     kind: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of A, B and C on all ranks."""
+        m, n, k = self.sizes
+        return (m * k + k * n + m * n) * itemsize(self.dtype)
 
 
 class Call(NamedTuple):
@@ -139,6 +148,8 @@ class PgemmPlan:
         Grid of the product: it contains the shape and the ledger.
     closed : bool
         Whether the plan is closed.
+    nbytes : int
+        Bytes of A, B and C on all ranks.
 
     Raises
     ------
@@ -177,24 +188,39 @@ class PgemmPlan:
             self._library = self._base.library(library)
         (m, n, k), dtype = self._form.sizes, self._form.dtype
         self._multiplies = min(m, n, k) > 0
-        self._is_small = (m * k + k * n + m * n) * itemsize(dtype) <= SMALL_BYTES
+        self.nbytes = self._form.nbytes
         self._product: MatmulPlan | None = None
         self._alpha: complex = 0
         placed = partial(_placed, self._form.parts, self._form.operations)
         moves = lambda shape: [*zip(self._form.parts, placed(shape))]
         self.grid, ranks = context.product_grid((n, m, k), dtype, moves)
-        on_grid = placed(self.grid.shape, ranks)
-        self._matrices = [DistMatrix.empty(self.grid, there.shape, dtype=dtype, layout=there.layout,
-                                           library=self._library, order="F") for there in on_grid]
+        self._on_grid = on_grid = placed(self.grid.shape, ranks)
+        self._allocate()
         from_to = [*zip(self._form.parts[:2], on_grid)], (on_grid[2], self._form.parts[2])
         self._coming = [TileMove(self._base, *way, dtype, keep=True) for way in from_to[0]]
         self._back = TileMove(self._base, *from_to[1], dtype, keep=True)
         with self._base.collective_call("pgemm", always=True):  # the moves of A and B may overlap
             self._base.workspace.rehearse([move.work for move in self._coming], self._library)
             self._base.workspace.rehearse([self._back.work], self._library)
-        self._held = [[matrix.memory for _ in there.tiles(self._base.rank)]
-                      for matrix, there in zip(self._matrices, on_grid)]
         context.made(self)
+
+    def _allocate(self) -> None:
+        """Allocate the work arrays. Collective."""
+        self._matrices = [DistMatrix.empty(self.grid, there.shape, dtype=self._form.dtype, layout=there.layout,
+                                           library=self._library, order="F") for there in self._on_grid]
+        self._held = [[matrix.memory for _ in there.tiles(self._base.rank)]
+                      for matrix, there in zip(self._matrices, self._on_grid)]
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the plan has work arrays."""
+        return bool(self._matrices)
+
+    def free_memory(self) -> None:
+        """Free the work arrays. The next call allocates them again."""
+        self._close_product()
+        self._matrices, self._held = [], []
+        self.grid.workspace.clear()
 
     def __call__(self, a: Array, b: Array, c: Array, *, alpha: complex = 1, beta: complex = 0) -> None:
         """Compute C = alpha op(A) op(B) + beta C; see `pgemm`. Collective."""
@@ -238,6 +264,8 @@ class PgemmPlan:
 
     def begin(self, call: Call) -> PendingProduct[None]:
         """Begin a product, after the ranks have compared its arguments: see `start`. Collective."""
+        if not self.has_memory:
+            self._allocate()
         multiplies = self._multiplies and call.alpha != 0
         with self._base.ledger.phase("redistribute"):
             coming = [move.start(self._library, arrays, held) for move, arrays, held
@@ -259,7 +287,7 @@ class PgemmPlan:
     def _multiply(self, a: DistMatrix, b: DistMatrix, alpha: complex) -> None:
         """Compute C = alpha A B on the product's grid. Use a MatmulPlan if the product is small and alpha is unchanged.
         """
-        again, self._alpha = self._is_small and alpha == self._alpha, alpha
+        again, self._alpha = self.nbytes <= SMALL_BYTES and alpha == self._alpha, alpha
         if not again:
             self._close_product()
             matmul(a, b, alpha=alpha, out=self._matrices[2])
@@ -284,11 +312,12 @@ class PgemmPlan:
 
         A second call has no effect.
         """
+        if self._base.engine.guard.closed:
+            return
         if self._pending is not None:
             self._pending.wait()
         self.closed = True
-        self._close_product()
-        self._matrices, self._held = [], []
+        self.free_memory()
 
     def __enter__(self) -> PgemmPlan:
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
+from weakref import proxy
 
 from ..arrays import Array, NumpyLibrary, check_matrix_dtype, dtype_named, library_kind, library_of
 from ..comm import Grid, Pending
@@ -185,7 +186,7 @@ def planned(grid: Grid, source: Tiled, target: Tiled, dtype: str, library: Numpy
     kept: MoveCache = grid.attached.setdefault(MoveCache, MoveCache())
     key = source, target, dtype, library.kind
     if key not in kept:
-        move = TileMove(grid, source, target, dtype, keep=True)
+        move = TileMove(proxy(grid), source, target, dtype, keep=True)  # the grid refers to its cache
         with grid.collective_call("redistribute", always=True):
             grid.workspace.rehearse([move.work], library)
         kept[key] = move

@@ -160,3 +160,10 @@ def test_memory_that_cannot_be_had_is_not_counted():
         except MemoryError:
             pass
     assert workspace.allocated == workspace.in_use() == 0
+
+
+def test_rehearsals_of_growing_sizes_keep_the_last():
+    workspace = Workspace()
+    for size in range(10**6, 10**6 + 5):
+        workspace.rehearse([size, size], NumpyLibrary())
+    assert workspace.allocated == 2 * size

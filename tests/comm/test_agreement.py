@@ -165,3 +165,19 @@ def test_numbers_cross_with_the_agreement(grid, fails):
 
     assert compared("same").tolist() == [[rank, 7] for rank in range(grid.size)]
     fails(GridError, "rows differ. rank 0: text 0; rank 1: text 1", lambda: compared(f"text {grid.rank}"))
+
+
+@pytest.mark.parallel([2])
+def test_the_class_of_an_error_of_one_rank_is_known_on_all(grid, fails):
+    """Also of a class that is not of pmm3d, and with a text that UTF-8 does not have."""
+    def call():
+        with grid.collective_call("sharing"):
+            if grid.rank:
+                raise LocalError("bad luck in \udcff.h5")
+
+    fails(LocalError, "rank 1: LocalError: bad luck in ", call)
+
+
+def test_names_of_other_objects_are_no_errors():
+    for name in ("os.system", "builtins.OSError", "pmm3d.errors", ""):
+        assert agreement._kind_named(name) is Pmm3dError

@@ -4,10 +4,17 @@ import asyncio
 import gc
 import sys
 import time
+import weakref
+from contextlib import ExitStack
 
+import numpy as np
 import pytest
+from forked import ends_process, exit_code
+from loops import given
 
-from pmm3d import BlacsContext, DistMatrix, Grid, Layout, MatmulPlan
+from pmm3d import BlacsContext, BlockCyclic, DistMatrix, Grid, Layout, MatmulPlan, pgemm
+from pmm3d.comm import shutdown
+from pmm3d.comm.engine import Engine
 from pmm3d.comm.watch import Watch
 
 pytestmark = pytest.mark.parallel([3])
@@ -83,3 +90,61 @@ def test_a_task_that_is_cancelled_leaves_the_grid(comm):
             await asyncio.wait_for(works(), 0.1 * (1 + comm.rank))
 
     asyncio.run(cancels())
+
+
+DOORS = {
+    "garbage": lambda grid, drop: drop(),
+    "close": lambda grid, drop: grid.close(),
+    "end of the block": lambda grid, drop: grid.__exit__(SystemExit, SystemExit(), None),
+    "close of a plan": lambda grid, drop: grid.attached["plan"].close(),
+    "end of a context": lambda grid, drop: grid.attached["context"].__exit__(None, None, None),
+}
+"""Ways in which a forked child ends its copy of a grid."""
+
+
+@pytest.mark.parallel([2])
+def test_a_forked_child_calls_no_mpi_for_its_copy_of_a_grid(comm, monkeypatch):
+    """A call of MPI in the child would receive messages of this process."""
+    for door, leave in DOORS.items():
+        with given(door=door), Grid(comm, (2, 1, 1)) as grid:
+            a, b = DistMatrix.random(grid, (8, 8)), DistMatrix.random(grid, (8, 8), layout=Layout.B)
+            grid.attached["plan"], grid.attached["context"] = MatmulPlan(a, b), BlacsContext(grid, (1, 2))
+            square = grid.attached["context"].descriptor(4, 4, 2, 2)
+            part = square.empty(), 1, 1, square
+            pgemm("N", "N", 4, 4, 4, 1, *part, *part, 0, square.empty(), 1, 1, square)
+            held = [Grid(comm, (2, 1, 1))]
+            held.append(held)
+
+            def child():
+                for owner, name in ((Watch, "leave"), (Engine, "start"), (ExitStack, "close"), (shutdown, "raised")):
+                    monkeypatch.setattr(owner, name, ends_process)
+                leave(grid, lambda: (held.clear(), gc.collect()))
+
+            assert exit_code(child) == 0
+            held.pop(0).close()
+
+
+@pytest.mark.parallel([2])
+def test_a_grid_that_is_dropped_ends_without_the_garbage_collector(comm):
+    def product(grid):
+        DistMatrix.ones(grid, (8, 8)) @ DistMatrix.ones(grid, (8, 8), layout=Layout.B)
+
+    def plan(grid):
+        MatmulPlan(DistMatrix.ones(grid, (8, 8)), DistMatrix.ones(grid, (8, 8), layout=Layout.B)).start().wait()
+
+    def block_cyclic(grid):
+        layout = BlockCyclic((8, 8), (2, 2), (1, 2))
+        DistMatrix.from_block_cyclic(grid, [np.ones(shape) for shape in layout.local_shapes(grid.rank)], layout)
+
+    gc.collect()
+    gc.disable()
+    try:
+        for use in (lambda grid: grid.comm.bcast(1), product, plan, block_cyclic):
+            with given(use=use):
+                grid = Grid(comm, (2, 1, 1))
+                use(grid)
+                known = weakref.ref(grid)
+                del grid
+                assert known() is None
+    finally:
+        gc.enable()

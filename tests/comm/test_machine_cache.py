@@ -9,6 +9,7 @@ import pytest
 from loops import given
 
 from pmm3d import Pmm3dError
+from pmm3d.arrays import blas_choice
 from pmm3d.arrays.blas_choice import blas_here
 from pmm3d.comm import machine_cache
 from pmm3d.comm.machine_cache import file_of, folder, key_of, machine_here, measured_here, recalled, remember_machine
@@ -208,3 +209,19 @@ def test_settings_of_mpi_and_cores_are_part_of_the_key(monkeypatch):
         assert key_of(4, 1) != before
     monkeypatch.setenv("UCX_TLS", "tcp")
     assert key_of(4, 1) != before
+
+
+@pytest.mark.parametrize("whose", ["another user's", "writable by all"])
+def test_a_file_that_another_user_may_have_written_is_not_read(monkeypatch, caplog, whose):
+    path = keep(4)
+    choice = blas_choice.remember(blas_choice.Choice({"PMM3D_BLAS": "/other/libblas.so"}, "BLAS"), 1)
+    assert recalled(key_of(4, 1)) is not None and measured_here(4) is not None and blas_choice.recalled(1)
+    if whose == "another user's":
+        monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    else:
+        path.chmod(0o666)
+        choice.chmod(0o666)
+    assert recalled(key_of(4, 1)) is None and measured_here(4) is None
+    with pytest.raises(Pmm3dError, match="another user"):
+        blas_choice.recalled(1)
+    assert "another user" in caplog.text

@@ -60,11 +60,18 @@ def test_the_tutorial_in_c_and_fortran(libraries, tmp_path):
         follow(steps("embed", f"In {language}"), tmp_path, run, exact=True)
 
 
-def test_the_drop_in_does_a_product_of_scalapack(libraries, tmp_path):
+def test_the_drop_in_does_a_product_of_scalapack_and_logs_it(libraries, tmp_path):
+    """The log is readable by its user alone. A symbolic link is not followed."""
     log = tmp_path / "log"
     linked = compiled(tmp_path, "benchmarks/pgemm.c", libraries=libraries,
                       flags=("-lpmm3d_scalapack", "-lscalapack-openmpi"))
     done = linked(2, 100, 90, 80, "d", 1, 2, 7, 3, 1, PMM3D_EMBED_LOG=str(log))
     assert done.returncode == 0 and "wrong" not in done.stdout and not done.stderr, done.stdout + done.stderr
     by = re.findall(r"^rank \d+ pdgemm .*?: (pmm3d|scalapack)", log.read_text(), re.M)
-    assert len(by) == 12 and set(by) == {"pmm3d"}
+    assert len(by) == 12 and set(by) == {"pmm3d"} and log.stat().st_mode & 0o777 == 0o600
+    victim, link = tmp_path / "of another program", tmp_path / "link"
+    victim.write_text("")
+    link.symlink_to(victim)
+    done = linked(2, 100, 90, 80, "d", 1, 2, 7, 3, 1, PMM3D_EMBED_LOG=str(link))
+    assert done.returncode == 0 and "wrong" not in done.stdout and victim.read_text() == ""
+    assert done.stderr.count(f"PMM3D_EMBED_LOG={link} cannot be opened") == 2  # once by each process

@@ -1,5 +1,6 @@
 """Batches of an HDF5 file on every grid: each sample once per epoch, and on each rank its shard."""
 
+import gc
 import json
 import os
 import threading
@@ -10,6 +11,7 @@ import h5py
 import numpy as np
 import pytest
 from batches import FEATURES, LABELS, SAMPLES, VECTORS, X, epoch_of, flat, rows_of
+from forked import ends_process, exit_code
 from loops import given
 from mpi_runner.plugin import all_tests
 from networks import ALL_GRIDS
@@ -335,3 +337,18 @@ def test_ranks_that_a_grid_leaves_idle_hold_nothing(some_grid, path, monkeypatch
         for x, y in loader:
             rows_of(x)
             assert grid.active or (x.local.shape, y.local.shape) == ((0, 0), (0, 0))
+
+
+@pytest.mark.parallel([2])
+def test_a_forked_child_that_drops_a_loader_does_not_stop_its_thread(comm, path):
+    """The thread may hold the lock of the reader during the fork."""
+    def child():
+        held[0]._reader._slots.release = ends_process  # by which the thread is told to end
+        held.clear()
+        gc.collect()
+
+    with Grid(comm, "ddp") as grid, DataSet(grid, path) as data:
+        held = [data.loader(8)]
+        next(iter(held[0]))
+        held.append(held)
+        assert exit_code(child) == 0

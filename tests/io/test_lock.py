@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from forked import exit_code
 from on_disk import full_disk
 
 from pmm3d.io import lock
@@ -178,3 +179,12 @@ def test_what_a_lock_says_is_shown_escaped(tmp_path):
     with pytest.raises(FolderInUseError) as refused:
         RunLock(tmp_path).acquire()
     assert r"host n1\x1b[2J\nfree, process 1, \x9b31m, since" in str(refused.value)
+
+
+def test_a_forked_child_leaves_the_lock(tmp_path):
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    assert exit_code(lock.release) == 0
+    assert owner_of(tmp_path)["pid"] == os.getpid()
+    lock.release()
+    assert owner_of(tmp_path) == {}

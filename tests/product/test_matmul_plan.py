@@ -1,5 +1,6 @@
 """MatmulPlan: the bits and bytes of matmul, the end of a plan, refused arguments."""
 
+import gc
 import threading
 from functools import partial
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import samples
 from loops import given
+from mpi4py import MPI
 
 from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, LayoutError, MatmulPlan, matmul
 from pmm3d.product.multiply import ProductRun
@@ -288,3 +290,56 @@ def test_partial_sums_are_refused(comm, fails):
     with Grid(comm, (1, 2, 1)) as grid:
         a, b = operands(grid)
         fails(LayoutError, "a is of partial sums", lambda: MatmulPlan(a.redistribute(Layout(sums=("y",))), b))
+
+
+def requests_of(plan):
+    """Persistent requests of a plan along x and z."""
+    return [request for operand in (plan._product._a, plan._product._b) if operand._persistent is not None
+            for requests, *_ in operand._persistent._rounds for request in requests]
+
+
+@pytest.mark.parallel([2])
+def test_plans_that_are_dropped_give_back_requests_and_memory(comm):
+    """The next collective frees them. No collection is needed."""
+    with Grid(comm, (2, 1, 1)) as grid:
+        a, b = operands(grid, (64, 64, 64))
+        out = matmul(a, b)
+        wanted, known = out.gather(), []
+        for use in (lambda plan: plan(), lambda plan: plan.start().wait(), lambda plan: None):
+            with given(use=use):
+                for _ in range(2):  # the next plan takes its memory before the first one is freed
+                    MatmulPlan(a, b, out=out)()
+                before = grid.workspace.allocated
+                for _ in range(5):
+                    plan = MatmulPlan(a, b, out=out)
+                    known += requests_of(plan)
+                    use(plan)
+                    del plan
+                grid.everyone.barrier("").wait()
+                assert np.array_equal(matmul(a, b).gather(), wanted)
+                assert grid.workspace.allocated == before and not grid.engine.plans
+                assert known and all(request == MPI.REQUEST_NULL for request in known)
+
+
+@pytest.mark.parallel([2])
+def test_a_plan_that_is_dropped_while_messages_are_under_way(comm):
+    """The grid keeps its memory until it is closed."""
+    with Grid(comm, (2, 1, 1)) as grid:
+        a, b = operands(grid, (160, 170, 190))
+        MatmulPlan(a, b).start()
+        gc.collect()
+        assert np.array_equal(MatmulPlan(a, b)().gather(), matmul(a, b).gather())
+        assert len(grid.engine.plans) > 0
+    assert not grid.engine.plans and not grid.engine.persistent and grid.workspace.allocated == 0
+
+
+@pytest.mark.parallel([2])
+def test_the_end_of_a_grid_closes_its_plans(comm, fails):
+    with Grid(comm, (2, 1, 1)) as grid:
+        plan = MatmulPlan(*operands(grid, (64, 64, 64)))
+        plan()
+        requests = requests_of(plan)
+    assert requests and all(request == MPI.REQUEST_NULL for request in requests)
+    assert grid.workspace.allocated == 0
+    fails(GridError, "this grid is closed", plan)
+    plan.close()

@@ -410,3 +410,60 @@ def test_descriptors_of_nine_numbers(comm):
                 BlacsContext(dry, (2, 4))
             with pytest.raises(GridError, match="a dry run has the shape that it was made with"):
                 dry.shape_for((64, 64, 64))
+
+
+def kept_by(context):
+    """Bytes of the work arrays of the cached plans, and of the workspaces."""
+    grids = [context.grid, *context._grids.values()]
+    return (sum(matrix.memory.nbytes for plan in context.plans.values() for matrix in plan._matrices)
+            + sum(grid.workspace.allocated for grid in grids))
+
+
+def multiply(context, n):
+    square = context.descriptor(n, n, 16, 16)
+    arrays = [square.empty() for _ in range(3)]
+    for array in arrays:
+        array[...] = 1
+    pgemm("N", "N", n, n, n, 1, arrays[0], 1, 1, square, arrays[1], 1, 1, square, 0, arrays[2], 1, 1, square)
+    assert (arrays[2] == n).all()
+
+
+@pytest.mark.parallel([2])
+def test_products_of_many_sizes_keep_the_memory_of_the_largest_once_more(comm):
+    """Also if an earlier size returns: its plan has no memory then, and allocates it again."""
+    with BlacsContext(comm, (1, 2)) as context:
+        multiply(context, 130)
+        largest, sizes = kept_by(context), [*range(129, 123, -1), 130, 124]
+        for n in sizes:
+            multiply(context, n)
+            assert kept_by(context) <= 2 * largest
+        assert len(context.plans) == 7 and sum(plan.has_memory for plan in context.plans.values()) == 2
+        plans = list(context.plans.values())
+        for n in [20, 30, 40]:  # small products do not take the memory of the large ones
+            multiply(context, n)
+        assert plans[-1].has_memory
+    with BlacsContext(comm, (1, 2)) as context:
+        multiply(context, 124)
+        first = kept_by(context)
+        for n in range(125, 132):
+            multiply(context, n)
+        assert kept_by(context) <= 2 * first * (131 / 124) ** 2
+
+
+@pytest.mark.parallel([2])
+def test_a_plan_of_pgemm_that_is_dropped_gives_back_its_memory(comm):
+    with BlacsContext(comm, (1, 2)) as context:
+        square = context.descriptor(130, 130, 16, 16)
+        a, b, c = (np.asfortranarray(np.ones(square.empty().shape)) for _ in range(3))
+
+        def call():
+            plan = PgemmPlan("N", "N", 130, 130, 130, 1, 1, square, 1, 1, square, 1, 1, square)
+            for _ in range(2):  # the second call of the same alpha makes a MatmulPlan
+                plan(a, b, c)
+            return plan.grid
+
+        call()
+        before = call().workspace.allocated
+        for _ in range(5):
+            grid = call()
+        assert grid.workspace.allocated == before and (c == 130).all()
