@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
-from ..errors import DataError, check_dataset_name, check_regular, needs
+from ..errors import DataError, check_dataset_name, check_regular, needs, reason
 from .disk import sync
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
             if done.classes is not None:
                 file[targets].attrs["class_names"] = list(done.classes)
     except OSError as error:
-        raise DataError(f"cannot convert {source} to {target}: {error}") from None
+        raise DataError(f"cannot convert {source} to {target}: {reason(error)}") from None
     return done if targets is None else done._replace(targets=found[targets].shape)
 
 
@@ -200,6 +200,9 @@ class _Table:
         targets = self._indices(target_columns) if len(names) > 1 else []
         groups = [] if group_column is None else self._indices(group_column)
         inputs = [at for at in range(len(self.names)) if at not in targets and at not in groups]
+        self._check_name(names[0], "x", inputs, "All columns that are neither targets nor groups are inputs")
+        if len(names) > 1:
+            self._check_name(names[1], "y", targets, "target_columns (--target-columns) names columns of targets")
         if not inputs or {*targets} & {*groups}:
             raise DataError(f"{self.path}: no columns are left for the inputs, or the group is a target; it has "
                             f"{len(self.names)} columns")
@@ -232,6 +235,13 @@ class _Table:
         of_inputs, of_targets = ([self.names[at] for at in chosen] if self.header else None
                                  for chosen in (inputs, targets))
         return found, Converted(found[names[0]].shape, None, of_inputs, of_targets, counts)
+
+    def _check_name(self, name: str, default: str, columns: list[int], remedy: str) -> None:
+        """Raise DataError if the name of a data set names columns of the table that the data set does not contain."""
+        others = {self.names[at] for at in range(len(self.names)) if at not in columns} if self.header else set[str]()
+        if name != default and any(part.isdecimal() or part in others for part in map(str.strip, name.split(","))):
+            raise DataError(f"{self.path}: {name!r} is to be a data set in the HDF5 file, but it is a name or number "
+                            f"of columns of this table. Choose another name, or leave it out. {remedy}")
 
     @contextmanager
     def _opened(self) -> Iterator[TextIO]:

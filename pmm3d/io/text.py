@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import DataError, check_regular, needs
+from ..errors import DataError, check_regular, needs, reason
 from .conversion import check_target, completed
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def convert_text(sources: Sequence[str | os.PathLike[str]], target: str | os.Pat
             if coder.json is not None:
                 file[TOKENIZER] = coder.json
     except OSError as error:
-        raise DataError(f"cannot convert {', '.join(map(str, sources))} to {target}: {error}") from None
+        raise DataError(f"cannot convert {', '.join(map(str, sources))} to {target}: {reason(error)}") from None
     return done
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import select
-import shlex
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from ..model.environment import JOB_FOLDER
+from ..text import shell_command
 from .processes import LocalRanks, end_job, kill
 
 TIMED_OUT = 124
@@ -63,7 +63,7 @@ class Job:
                 self._name_killed(code)
                 return self._own_code() or code
             except subprocess.TimeoutExpired:
-                print(f"pmm3d.launcher: ended after {timeout:g} s: {shlex.join(self._arguments)}", file=sys.stderr)
+                print(f"pmm3d.launcher: ended after {timeout:g} s: {shell_command(*self._arguments)}", file=sys.stderr)
                 return TIMED_OUT
 
     def _new_folder(self, stack: ExitStack, base: str | None = None) -> Path:

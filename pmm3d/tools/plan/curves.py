@@ -14,6 +14,7 @@ from ...nn.training.config import Config
 from ...text import percent
 from ..output import FigureTable
 from ..plots import picture, titled
+from ..ranks import MOST_RANKS
 from ..terminal import console
 from .ranking import tell
 from .step import Training
@@ -91,9 +92,9 @@ def rank_counts(ranks: int, asked: str) -> list[int]:
     except ValueError:
         first, last = [], 0
     begin = first[0] if first else max(1, min(ranks, last // SPAN))
-    if not 1 <= begin <= last:
+    if not 1 <= begin <= last <= MOST_RANKS:
         raise Pmm3dError(f"--curve {asked!r} is not a range of ranks: give the largest number, as in 4096, or FROM:TO, "
-                         "as in 64:4096")
+                         f"as in 64:4096; at most {MOST_RANKS:,}")
     powers = [2**power for power in range(last.bit_length()) if begin <= 2**power <= last]
     return sorted({*powers, *([ranks] if begin <= ranks <= last else [])})
 
@@ -122,15 +123,15 @@ def _like(grid: GridShape, ranks: int, times: int) -> Iterator[GridShape]:
             yield other._replace(data=ranks // other.size)
 
 
-def curves_of(training: Training, ranks: int, counts: Sequence[int], grid_of: GridOf, told: Callable[[int, int], None]
+def curves_of(training: Training, ranks: int, counts: Sequence[int], grid_of: GridOf, told: Callable[..., None]
               ) -> list[Curve]:
-    """Return the strong and the weak curve. The configuration's batch is for `ranks`. told(points done, all points)."""
+    """Return the strong and the weak curve. The configuration's batch is for `ranks`. told(done, total, "points")."""
     found = list[Curve]()
     for kind in ("strong", "weak"):
         points = list[Point]()
         for count in counts:
             points.append(_point(training, kind, ranks, count, grid_of))
-            told(len(counts) * len(found) + len(points), 2 * len(counts))
+            told(len(counts) * len(found) + len(points), 2 * len(counts), "points")
         found.append(Curve(kind, points))
     return found
 

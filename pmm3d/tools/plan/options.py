@@ -9,14 +9,15 @@ import typer
 
 from ...model.environment import Settings
 from ...model.machines import Machine, assumed_machines, load
+from ..ranks import MOST_BYTES, MOST_RANKS, size
 
-Ranks = Annotated[int, typer.Option(min=1, help="Number of ranks of the job.")]
+Ranks = Annotated[int, size(1, "Number of ranks of the job.", MOST_RANKS)]
 MachineName = Annotated[str | None, typer.Option(
     "--machine", help="perlmutter, frontier, alps, nominal, or a TOML file of pmm3d tune machine --output. Default: "
                       "PMM3D_MACHINE, the machine measured here, or nominal.")]
-RanksPerNode = Annotated[int | None, typer.Option(min=1, help="Ranks on each node. Default: those of the machine.")]
-Memory = Annotated[int | None, typer.Option(min=1, help="Memory limit of a rank, in bytes. Default: the machine's.")]
-Top = Annotated[int, typer.Option(min=1, help="Number of grids to show.")]
+RanksPerNode = Annotated[int | None, size(1, "Ranks on each node. Default: those of the machine.", MOST_RANKS)]
+Memory = Annotated[int | None, size(1, "Memory limit of a rank, in bytes. Default: the machine's.", MOST_BYTES)]
+Top = Annotated[int, size(1, "Number of grids to show.")]
 Mtbf = Annotated[float | None, typer.Option(help="Mean hours between failures of the whole job. With --write-seconds, "
                                                  "print how often to write a checkpoint.")]
 WriteSeconds = Annotated[float | None, typer.Option(help="Seconds to write a checkpoint, for --mtbf.")]
