@@ -199,7 +199,7 @@ def _fitting(shape: Any, data: int, axes: Mapping[str, int], ranks: int, product
         ranking = rank_products(product, of_copy, dtype, nominal(of_copy), limit=NO_LIMIT)
         fitting = ", ".join(str(each.grid) for each in ranking.candidates[:3])
         if ranks % copies:
-            remedy = f"Use {counted(wanted.size, 'rank')}, or change {others}: {copies} does not divide {ranks}"
+            remedy = f"Start {counted(wanted.size, 'rank')}, or change {others}: {copies} does not divide {ranks}"
         elif copies > 1:
             remedy = (f"With {others} and {counted(ranks, 'rank')}, each copy has {counted(ranks // copies, 'rank')}: "
                       f"{fitting}")

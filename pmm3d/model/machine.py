@@ -15,7 +15,7 @@ from ..processor import Cpu as Cpu
 from ..processor import better_kernel as better_kernel
 from ..processor import cpu as cpu
 from ..processor import loaded_blas
-from ..text import in_bytes
+from ..text import counted, in_bytes
 from ..thread_counts import THREAD_COUNTS as THREAD_COUNTS
 from ..thread_counts import cores as cores
 from .environment import tasks_on_node
@@ -42,8 +42,8 @@ def share_cores(environment: MutableMapping[str, str] = os.environ) -> str:
     if threads == own:
         return ""
     environment.update(dict.fromkeys(THREAD_COUNTS, str(threads)))
-    return (f"{ranks} ranks share {of_job} cores here, and the environment sets no number of BLAS threads: "
-            f"{threads} a rank ({', '.join(THREAD_COUNTS)})")
+    return (f"{counted(ranks, 'rank')} share {counted(of_job, 'core')} here, and the environment sets no number of "
+            f"BLAS threads: {threads} a rank ({', '.join(THREAD_COUNTS)})")
 
 
 def usable_cores(environment: Mapping[str, str] = os.environ) -> int:

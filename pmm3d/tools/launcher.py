@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not options.show and not (options.mpiexec or os.environ.get("PMM3D_MPIEXEC")):
             check_program(program)
     except Pmm3dError as error:
-        parser.error(str(error))
+        parser.exit(2, f"pmm3d.launcher: {error}\n")
     if options.show:
         added = [f"{name}={shell_command(value)}" for name, value in environ.items() if name not in os.environ]
         print(" \\\n".join([*added, shell_command(*arguments)]))

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from ..errors import Pmm3dError
 from ..text import in_time
-from .terminal import console, say
+from .terminal import JOINT, console, joined, say
 
 STANDARD_OUTPUT = Path("-")
 QUIET_SECONDS, LINE_SECONDS, REFRESH_SECONDS = 3.0, 10.0, 0.25
@@ -89,7 +89,8 @@ class FigureTable:
 
 
 class Trimmed:
-    """A table whose lines do not end in blanks. rich fills each line up to the width of the terminal."""
+    """A table whose lines do not end in blanks. rich fills each line up to the width of the terminal. Joints (`joined`)
+    become blanks."""
 
     def __init__(self, table: Table):
         self._table = table
@@ -98,8 +99,9 @@ class Trimmed:
         for line in console.render_lines(self._table, options, pad=False):
             while line and not line[-1].text.strip():
                 line.pop()
-            yield from line[:-1]
-            yield from (last._replace(text=last.text.rstrip()) for last in line[-1:])
+            for number, segment in enumerate(line, 1):
+                text = segment.text.replace(JOINT, " ")
+                yield segment._replace(text=text.rstrip() if number == len(line) else text)
             yield Segment.line()
 
 
@@ -107,8 +109,8 @@ def facts(title: str, rows: Mapping[str, str]) -> Trimmed:
     """Return a table of two columns: the name of a fact, and the fact, which wraps between words."""
     table = Table(Column(style="dim", no_wrap=True), Column(overflow="fold"), title=title or None, title_justify="left",
                   show_header=False, box=None, pad_edge=False)
-    for row in rows.items():
-        table.add_row(*row)
+    for name, text in rows.items():
+        table.add_row(name, joined(text))
     return Trimmed(table)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 import time
 from typing import TYPE_CHECKING, Any, TextIO
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
 
 FIRST_RANK_SECONDS = 1.0
 """Seconds that rank 0 has to print an error before MPI is started. mpiexec ends all ranks when one has failed."""
+
+
+JOINT = "\ue000"
+"""A character of private use: a blank at which no line is broken."""
+BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]i)?B\b|[mµu]?s\b|min\b|h\b|[GTP]FLOP/s|GB/s)")
 
 
 class Stream(io.TextIOWrapper):
@@ -106,6 +112,11 @@ def let_first_rank_print() -> None:
     """Give rank 0 the time to print an error before this rank ends. Rank 0 itself does not wait."""
     if task_rank(os.environ):
         time.sleep(FIRST_RANK_SECONDS)
+
+
+def joined(text: str) -> str:
+    """Return the text with a `JOINT` between each number and its unit, so that a line does not end between them."""
+    return BEFORE_UNIT.sub(JOINT, text)
 
 
 def say(text: str) -> None:

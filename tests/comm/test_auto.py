@@ -189,7 +189,7 @@ def test_idle_ranks_are_told_of_once(comm, caplog):
                       1, desc)
         told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
         assert len(told) == (warned and comm.rank == 0)
-        assert all("auto chose 1x1x1, which has 1 of the communicator's 4 ranks. The other 3" in line for line in told)
+        assert all("auto chose 1x1x1, which has 1 of the 4 ranks. The other 3" in line for line in told)
 
 
 def test_a_name_that_is_almost_one_is_told():

@@ -16,6 +16,7 @@ from ...model.grid_search import grids_4d
 from ...model.machines import Group, Machine, groups_of
 from ...model.simulation import simulate
 from ...model.simulation.replay import tasks, terms_of
+from ...text import counted
 from .config import Config
 from .dry_step import DrySteps
 from .network import described
@@ -365,19 +366,19 @@ class _Planner:
             name += f" ({samples.features}-{samples.outputs})"
         batches = f"{self.micro_batches} micro-batches" if self.micro_batches > 1 else "a batch"
         length = self.config.data.sequence
-        unit = "rows" if length is None else f"sequences of {length:,} tokens"
+        unit = "rows" if length is None else f"sequences of {counted(length, 'token')}"
         return f"a training step of {name} on {batches} of {self.whole.rows:,} {unit}"
 
     def _nothing_fits(self, dropped: list[Candidate]) -> str:
         """Return the message for a step that fits on no grid."""
         tried = [each for each in dropped if each.memory]
         if not tried:
-            return f"no grid of {self.ranks} ranks is left: {dropped[0].why_not}"
+            return f"no grid of {counted(self.ranks, 'rank')} is left: {dropped[0].why_not}"
         least = min(tried, key=lambda each: (sum(each.memory.values()), _order(each.grid)))
         kinds = ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in least.memory.items())
-        return (f"no grid of {self.ranks} ranks holds {self._what()} within {self.limit:,} bytes a rank: grid "
-                f"{least.grid}, which needs least, has {sum(least.memory.values()):,} on its first rank ({kinds}). "
-                f"{self._enough()}. Or take smaller batches or more grid.micro_batches, "
+        return (f"no grid of {counted(self.ranks, 'rank')} holds {self._what()} within {self.limit:,} bytes a rank: "
+                f"grid {least.grid}, which needs least, has {sum(least.memory.values()):,} on its first rank "
+                f"({kinds}). {self._enough()}. Or take smaller batches or more grid.micro_batches, "
                 "network.recompute, overlap.reshard_after_forward or overlap.shared_weights, optimizer.shard_over_data")
 
     def _enough(self) -> str:

@@ -217,9 +217,8 @@ def _inputs(grid: Grid, asked: Asked, known: Recalled) -> Iterator[Inputs]:
         inputs = Inputs(grid, asked, known)
         if asked.origin is not None and inputs.features == known.samples.features + 1:
             command = shell_command("pmm3d", "convert", asked.named, "FILE.h5")
-            raise DataError(f"{asked.named} has one column more than the {known.samples.features} that the network "
-                            f"takes. If it is the target, run {command} (--classes for labels), and predict from the "
-                            "new file")
+            raise DataError(f"{asked.named} has one column more than the {known.samples.features} inputs. If it is the "
+                            f"target, run {command} (--classes for labels), and predict from FILE.h5")
         if inputs.features != known.samples.features:
             raise DataError(f"{asked.named}: data set {inputs.dataset.name[1:]!r} has {inputs.features} features a "
                             f"row, the network of {asked.run} takes {known.samples.features}. Give the columns of the "

@@ -23,6 +23,7 @@ from ...model.machine import lack_of_memory
 from ...model.machines import flop_of
 from ...product import DistMatrix, matmul, verify
 from ...product.multiply import plan_for
+from ...text import counted
 from ..timing import GemmOperands, Timer, Work, core_share, gemm_rate
 from .result import NOT_ASKED_FOR, PRODUCT, Case, Environment, Limit, Reference, Result
 
@@ -314,6 +315,6 @@ def _advice(blas: machine.Blas, processor: machine.Cpu, nodes: list[Host]) -> st
     crowded = [host for host in nodes if blas.threads > 1 and len(host.ranks) * blas.threads > host.cores]
     for host in crowded[:1]:
         threads, ranks = len(host.ranks) * blas.threads, len(host.ranks)
-        told.append(f"{threads} BLAS threads of {ranks} ranks take turns on {host.cores} cores ({host.name}): set "
-                    f"{', '.join(machine.THREAD_COUNTS)} to {max(1, host.cores // ranks)}")
+        told.append(f"{threads} BLAS threads of {counted(ranks, 'rank')} take turns on {counted(host.cores, 'core')} "
+                    f"({host.name}): set {', '.join(machine.THREAD_COUNTS)} to {max(1, host.cores // ranks)}")
     return "\n".join(filter(None, told)) or None

@@ -11,7 +11,7 @@ from typing import Any
 from ...errors import Pmm3dError
 from ...layout import GridShape
 from ...nn.training.config import Config
-from ...text import percent
+from ...text import counted, percent
 from ..output import FigureTable
 from ..plots import picture, titled
 from ..ranks import MOST_RANKS
@@ -176,7 +176,7 @@ def print_curve(curve: Curve, training: Training) -> None:
     screen.print(table)
     warnings = [training.warning(point.grid, point.batch) for point in curve.points if point.grid]
     tell(*[warning for warning in warnings if warning][:1],
-         *(f"{point.ranks:,} ranks: {point.why_not}" for point in curve.points if point.why_not))
+         *(f"{counted(point.ranks, 'rank')}: {point.why_not}" for point in curve.points if point.why_not))
 
 
 def _milliseconds(point: Point, variant: str) -> str:

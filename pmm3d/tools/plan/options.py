@@ -9,6 +9,7 @@ import typer
 
 from ...model.environment import Settings
 from ...model.machines import Machine, assumed_machines, load
+from ...text import counted
 from ..ranks import MOST_BYTES, MOST_RANKS, size
 
 Ranks = Annotated[int, size(1, "Number of ranks of the job.", MOST_RANKS)]
@@ -38,7 +39,7 @@ class Chosen(NamedTuple):
     def lines(self, dtype: str, sections: tuple[str, ...] = SECTIONS) -> list[str]:
         """Return lines about the sources of these sections. dtype: of the GEMMs; "" if GEMMs are not used."""
         machine = self.machine
-        lines = [f"Machine {machine.name} ({self.why}), {machine.ranks_per_node} ranks a node"]
+        lines = [f"Machine {machine.name} ({self.why}), {counted(machine.ranks_per_node, 'rank')} a node"]
         if dtype and (other := machine.stands_for(dtype)) != dtype:
             lines.append(f"  {dtype}: not known, priced as {other}")
         return lines + [f"  {section}: {machine.sources[section]}" for section in sections
@@ -71,5 +72,5 @@ def _measured(ranks: int, ranks_per_node: int | None) -> Chosen:
     if (several := measured_here(ranks_per_node, 2)) is not None:
         return Chosen(several, "measured here")
     why = "nothing was measured here" if one is None else (
-        f"the measured machine is one node with {one.ranks_per_node} ranks")
+        f"the measured machine is one node with {counted(one.ranks_per_node, 'rank')}")
     return Chosen(load(NOMINAL), f"assumed: {why}; pmm3d tune machine measures, --machine names another")
