@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CONVERTED = (".csv", ".tsv", ".txt", ".npz")
 LINES_AT_ONCE = 2**14
-Shapes = Mapping[str, tuple[int, ...]]
+Shapes = dict[str, tuple[int, ...]]
 """Shapes of data sets by name."""
 
 

@@ -123,15 +123,15 @@ def _like(grid: GridShape, ranks: int, times: int) -> Iterator[GridShape]:
             yield other._replace(data=ranks // other.size)
 
 
-def curves_of(training: Training, ranks: int, counts: Sequence[int], grid_of: GridOf, told: Callable[..., None]
+def curves_of(training: Training, ranks: int, counts: Sequence[int], grid_of: GridOf, told: Callable[[int, int], None]
               ) -> list[Curve]:
-    """Return the strong and the weak curve. The configuration's batch is for `ranks`. told(done, total, "points")."""
+    """Return the strong and the weak curve. The configuration's batch is for `ranks`. told(points done, all points)."""
     found = list[Curve]()
     for kind in ("strong", "weak"):
         points = list[Point]()
         for count in counts:
             points.append(_point(training, kind, ranks, count, grid_of))
-            told(len(counts) * len(found) + len(points), 2 * len(counts), "points")
+            told(len(counts) * len(found) + len(points), 2 * len(counts))
         found.append(Curve(kind, points))
     return found
 
