@@ -99,7 +99,7 @@ HUGE = ("--m", 10**7, "--n", 10**7, "--k", "64")
 IMPOSSIBLE = [
     (("bench", *HUGE), "OutOfMemoryError: the product is predicted to take"),
     (("bench", *HUGE, "--grid", "2x1x1", "--panels", "4"), "free for each of its ranks. Use more nodes, smaller --m"),
-    (("tune", "blas", *HUGE), "OutOfMemoryError: each of the"),
+    (("tune", "blas", *HUGE), "OutOfMemoryError: a BLAS with its operands"),
     (("convert", "nope.csv", "x.h5"), "cannot convert nope.csv to x.h5: no such file or directory (nope.csv)"),
     (("convert", "text", "nope.txt", "x.h5"), "to x.h5: no such file or directory (nope.txt)"),
     (("bench", "--plot", "x.xyz"), "cannot draw x.xyz: the name of a picture ends in one of .avif, .eps"),

@@ -25,7 +25,6 @@ from ....model.machine import THREAD_COUNTS, Cpu, available_memory, cores, lack_
 from ....model.machines import flop_of
 from ....model.ranking import best_grid
 from ....product import DistMatrix, matmul
-from ....text import counted
 from . import worker
 
 KERNELS = (("Haswell", {"avx2", "fma"}), ("SkylakeX", {"avx512f", "avx512dq", "avx512cd", "avx512bw", "avx512vl"}),
@@ -214,8 +213,9 @@ def measure(found: Sequence[Candidate], gemms: Sequence[Gemm], ranks: int, threa
     processes.
     """
     nbytes, free = operand_bytes(gemms), available_memory() // (ranks * len(found))
-    if lack := lack_of_memory(f"each of the {counted(len(found), 'BLAS')}", nbytes, free, gethostname()):
-        raise OutOfMemoryError(f"{lack} and BLASes. Name fewer with --blas, or give smaller sizes or more --ranks")
+    if lack := lack_of_memory("a BLAS with its operands", nbytes, free, gethostname()):
+        raise OutOfMemoryError(f"{lack} and {len(found)} BLASes. Name fewer with --blas, or give smaller sizes or more "
+                               "--ranks")
     tell("looking for BLASes", 0)
     with ExitStack() as stack:
         pools = [WorkerPool(stack, candidate, ranks, threads, gemms) for candidate in found]
