@@ -47,9 +47,11 @@ def main() -> None:
     if options.install:
         install(options.into, options.install.absolute())
         return
-    check_compiler(options.mpicc)
+    note = check_compiler(options.mpicc)
     if options.check:
         return
+    if note:
+        print(note, file=sys.stderr)
     options.into.mkdir(parents=True, exist_ok=True)
     with_python(options.into)
     compiled(options.mpicc, "pmm3d.c", options.into / "libpmm3d.so", "-ldl")
@@ -59,15 +61,17 @@ def main() -> None:
     describe(options.into.absolute(), HERE, options.into)
 
 
-def check_compiler(mpicc: str) -> None:
+def check_compiler(mpicc: str) -> str:
+    """Return a note about the compiler, or "". Raises SystemExit if there is none."""
     found = shutil.which(mpicc)
     if found is None:
         raise SystemExit(f"embed: there is no C compiler {mpicc}. Install that of the MPI which your programs use (on "
                          "Debian: apt-get install libopenmpi-dev), or name it: make embed MPICC=/path/to/mpicc")
-    if found != mpicc and (Path(found).parent.parent / "pyvenv.cfg").exists():
-        raise SystemExit(f"embed: {mpicc} is {found}, of a Python environment, which has no Fortran compiler. Leave "
-                         "the environment (deactivate), or name the C compiler of the MPI which your programs use: "
-                         "make embed MPICC=/path/to/mpicc")
+    if found == mpicc or not (Path(found).parent.parent / "pyvenv.cfg").exists():
+        return ""
+    return (f"embed: {mpicc} is {found}, of a Python environment. Compile and run your programs with this MPI too; it "
+            "has no Fortran compiler. For another MPI leave the environment (deactivate), or name its C compiler: make "
+            "embed MPICC=/path/to/mpicc")
 
 
 def install(built: Path, prefix: Path) -> None:

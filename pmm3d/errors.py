@@ -33,6 +33,17 @@ def hint(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else f" (known there: {', '.join(known)})"
 
 
+def reason(error: OSError) -> str:
+    """Return the end of a message about a file: what the operating system says, and the name of the file.
+
+        >>> reason(FileNotFoundError(errno.ENOENT, "No such file or directory", "x.csv"))
+        'no such file or directory (x.csv)'
+    """
+    if not error.strerror:
+        return str(error)
+    return error.strerror[:1].lower() + error.strerror[1:] + (f" ({error.filename})" if error.filename else "")
+
+
 class Pmm3dError(Exception):
     """Base of all errors of the library. Control characters in the text, as in names of files, are printed escaped.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from math import isfinite
 
@@ -84,10 +85,20 @@ def in_flops(rate: float) -> str:
 def counted(number: int, noun: str) -> str:
     """A number of things, with the noun in the singular or the plural.
 
-        >>> counted(1, "rank"), counted(1024, "rank")
-        ('1 rank', '1,024 ranks')
+        >>> counted(1, "rank"), counted(1024, "rank"), counted(2, "micro-batch")
+        ('1 rank', '1,024 ranks', '2 micro-batches')
     """
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    plural = "es" if noun.endswith(("ch", "s", "x")) else "s"
+    return f"{number:,} {noun}{plural * (number != 1)}"
+
+
+def shell_command(*words: object) -> str:
+    """A command that the user can copy into a shell: words with blanks and other special characters are quoted.
+
+        >>> shell_command("pmm3d", "report", "run 1")
+        "pmm3d report 'run 1'"
+    """
+    return shlex.join(map(str, words))
 
 
 def blas_in_words(blas: str, kernel: str, threads: int) -> str:

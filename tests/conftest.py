@@ -8,6 +8,8 @@ import os
 import sys
 import tempfile
 
+import pytest
+
 # About a thousand processes import the same files. With bytecode, each file is compiled once.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -20,6 +22,13 @@ if FOLDER not in os.environ.get("XDG_CACHE_HOME", ""):
     os.environ["XDG_CACHE_HOME"] = CACHE.name
 
 pytest_plugins = ("mpi_runner.plugin", "grids", "command_worlds")
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    """No lines of progress in this process: they would depend on the load."""
+    if output := sys.modules.get("pmm3d.tools.output"):
+        monkeypatch.setattr(output, "QUIET_SECONDS", 1e6)
 
 
 def pytest_collection_modifyitems(config, items):

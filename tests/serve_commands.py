@@ -22,10 +22,11 @@ def serve(folder: Path, asking: str) -> None:
     from pmm3d.model import machine
 
     machine.set_blas_environment()
-    from pmm3d.tools import cli
+    from pmm3d.tools import cli, output
     from pmm3d.tools.bench import measure
 
     cli._leave = lambda: None  # would finalize MPI, which later commands need
+    output.QUIET_SECONDS = 1e6  # lines of progress would depend on the load
     measure.SQUARE = 256  # the peak of a core is measured faster with smaller matrices
     comm, environment = MPI.COMM_WORLD, dict(os.environ)
     for number in itertools.count():

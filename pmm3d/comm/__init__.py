@@ -18,7 +18,7 @@ from .executor import Awaited, Buffers, following, run_schedule, under_way, wait
 from .grid import Grid
 from .guard import at_end, one_thread
 from .ledger import Entry, Key, Ledger, Record, clock
-from .nodes import Host, Processes, hosts, mpi_name, set_node_maps
+from .nodes import Host, Processes, free_memory, hosts, mpi_name, set_node_maps
 from .persistent import Persistent
 from .pieces import Arrivals, Departures
 from .point_to_point import TAGS

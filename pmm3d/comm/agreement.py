@@ -16,7 +16,7 @@ from mpi4py import MPI
 from ..arrays import NumpyLibrary, Workspace, library_of_error
 from ..errors import DisagreementError, MemoryLimitError, OutOfMemoryError, Pmm3dError
 from ..model.machine import available_memory, resident_memory
-from ..text import in_bytes, ranks_in_words
+from ..text import counted, in_bytes, ranks_in_words
 from .hang import source_line
 from .ledger import Ledger
 from .transport import Collective, Link
@@ -71,7 +71,7 @@ class Reports(NamedTuple):
         """ "rank 0: one text; ranks 1-3: another; other texts of 9,992 more ranks"."""
         texts = [f"{ranks_in_words(one.ranks)}: {one.text}" for one in self.first]
         if self.others:
-            texts.append(f"other texts of {len(self.others):,} more rank{'s' * (len(self.others) != 1)}")
+            texts.append(f"other texts of {counted(len(self.others), 'more rank')}")
         return "; ".join(texts)
 
 

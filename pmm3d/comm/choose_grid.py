@@ -105,7 +105,7 @@ class Auto:
     def tell_idle(self, chosen: GridShape) -> None:
         """Warn if the chosen grid leaves ranks idle."""
         if idle := self.ranks - chosen.size:
-            logger.warning("Grid: auto chose %s, which has %s of the communicator's %s ranks. The other %s %s idle: "
+            logger.warning("Grid: auto chose %s, which has %s of the %s ranks. The other %s %s idle: "
                            "each makes every call and holds nothing. To use all ranks, name three sizes or a family",
                            chosen, f"{chosen.size:,}", f"{self.ranks:,}", f"{idle:,}", "are" if idle > 1 else "is")
 
@@ -120,7 +120,7 @@ class Auto:
                 else machine.name
             logger.info("auto: %s on %s ranks, %.3g ms by the model of %s; next %s, %.3g ms; both on %s a node",
                         best.grid, f"{self.ranks:,}", 1e3 * taken(best), whose, after.grid, 1e3 * taken(after),
-                        f"{cores} core{'s' * (cores > 1)}")
+                        counted(cores, "core"))
 
     def _whole(self, candidate: Candidate) -> GridShape:
         return GridShape(*candidate.grid[:3], self.data, **self.axes)
@@ -181,7 +181,7 @@ def _left(ranks: int, sizes: Mapping[str, int]) -> int:
     """Return the number of ranks divided by the sizes of these axes. Raises GridError if they do not divide it."""
     left, over = divmod(ranks, prod(sizes.values()))
     if over:
-        raise GridError(f"{_in_words(sizes)} does not divide the communicator's {ranks} ranks")
+        raise GridError(f"{_in_words(sizes)} does not divide the {counted(ranks, 'rank')}")
     return left
 
 
@@ -199,13 +199,14 @@ def _fitting(shape: Any, data: int, axes: Mapping[str, int], ranks: int, product
         ranking = rank_products(product, of_copy, dtype, nominal(of_copy), limit=NO_LIMIT)
         fitting = ", ".join(str(each.grid) for each in ranking.candidates[:3])
         if ranks % copies:
-            remedy = f"Start {wanted.size} ranks, or change {others}: {copies} does not divide {ranks}"
+            remedy = f"Start {counted(wanted.size, 'rank')}, or change {others}: {copies} does not divide {ranks}"
         elif copies > 1:
-            remedy = f"With {others} and {ranks} ranks, each copy has {counted(ranks // copies, 'rank')}: {fitting}"
+            remedy = (f"With {others} and {counted(ranks, 'rank')}, each copy has {counted(ranks // copies, 'rank')}: "
+                      f"{fitting}")
         else:
             remedy = f"Grids that fit {counted(ranks, 'rank')}, by modelled cost: {fitting}"
-        raise GridError(f"grid {x}x{y}x{z} ({others}) needs {wanted.size} ranks; the communicator has {ranks}. "
-                        f"{remedy}")
+        raise GridError(f"grid {x}x{y}x{z} ({others}) needs {counted(wanted.size, 'rank')}, and there "
+                        f"{'is' if ranks == 1 else 'are'} {ranks:,}. {remedy}")
     return wanted
 
 
@@ -213,7 +214,7 @@ def _family(name: str, data: int, ranks: int) -> tuple[tuple[int, int, int], int
     """Return (x, y, z) and the size of the data axis for a family of parallel training on this number of ranks."""
     if name == "ddp":
         if data not in (1, ranks):
-            raise GridError(f'"ddp" puts all {ranks} ranks along data; got data {data}. Leave data out, or name how '
+            raise GridError(f'"ddp" puts all {ranks:,} ranks along data; got data {data}. Leave data out, or name how '
                             f'each of {data} copies is spread: "hsdp", "megatron" or three sizes')
         return (1, 1, 1), ranks
     if name == "fsdp" and data != 1:

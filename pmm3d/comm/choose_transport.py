@@ -13,7 +13,7 @@ from mpi4py import MPI
 from ..arrays import NumpyLibrary
 from ..arrays.streams import Device
 from ..errors import GridError, OutOfMemoryError, Pmm3dError
-from ..text import ranks_in_words
+from ..text import counted, ranks_in_words
 from . import device_trial, staging
 from .agreement import Terms, agree, digest, everywhere
 from .communicator import WatchedComm
@@ -233,7 +233,7 @@ def shared_devices(rows: np.ndarray, processes: Processes) -> Shared:
             together = here[rows[here, 0] == used[int(np.argmax(counts))]]
             return Shared(f"{ranks_in_words(together.tolist())} of host {host} have their arrays on one device, and "
                           f"{seen - len(used)} of the {seen} that they see has none's", "")
-        devices = f"{len(used)} device{'s' * (len(used) > 1)}"
+        devices = counted(len(used), "device")
         hosts.append(f"{ranks_in_words(here.tolist())} share {devices} of host {host}")
     more = f", and so it is on {len(hosts) - 1} more hosts" if len(hosts) > 1 else ""
     return Shared("", hosts[0] + more if hosts else "")

@@ -14,7 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
-from ..errors import DataError, check_dataset_name, check_regular, needs
+from ..errors import DataError, check_dataset_name, check_regular, needs, reason
+from ..text import counted
 from .disk import sync
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
             if done.classes is not None:
                 file[targets].attrs["class_names"] = list(done.classes)
     except OSError as error:
-        raise DataError(f"cannot convert {source} to {target}: {error}") from None
+        raise DataError(f"cannot convert {source} to {target}: {reason(error)}") from None
     return done if targets is None else done._replace(targets=found[targets].shape)
 
 
@@ -200,9 +201,12 @@ class _Table:
         targets = self._indices(target_columns) if len(names) > 1 else []
         groups = [] if group_column is None else self._indices(group_column)
         inputs = [at for at in range(len(self.names)) if at not in targets and at not in groups]
+        self._check_name(names[0], "x", inputs, "All columns that are neither targets nor groups are inputs")
+        if len(names) > 1:
+            self._check_name(names[1], "y", targets, "target_columns (--target-columns) names columns of targets")
         if not inputs or {*targets} & {*groups}:
             raise DataError(f"{self.path}: no columns are left for the inputs, or the group is a target; it has "
-                            f"{len(self.names)} columns")
+                            f"{counted(len(self.names), 'column')}")
         if classes is not False and len(targets) != 1:
             raise DataError(f"{self.path}: labels are one column; got the target columns {target_columns!r}")
         texts: dict[int, dict[str, int]] = {at: {} for at in groups + (targets if classes is not False else [])}
@@ -226,12 +230,19 @@ class _Table:
             found[names[1]] = values[:, targets]
         for at, seen in texts.items():
             given = classes if at in targets else True
-            numbers, counted = _numbered(self.path, list(seen), table[:, at].astype(np.int64), given)
+            numbers, of_classes = _numbered(self.path, list(seen), table[:, at].astype(np.int64), given)
             found[names[1] if at in targets else GROUPS] = numbers
-            counts = counted if at in targets else counts
+            counts = of_classes if at in targets else counts
         of_inputs, of_targets = ([self.names[at] for at in chosen] if self.header else None
                                  for chosen in (inputs, targets))
         return found, Converted(found[names[0]].shape, None, of_inputs, of_targets, counts)
+
+    def _check_name(self, name: str, default: str, columns: list[int], remedy: str) -> None:
+        """Raise DataError if the name of a data set names columns of the table that the data set does not contain."""
+        others = {self.names[at] for at in range(len(self.names)) if at not in columns} if self.header else set[str]()
+        if name != default and any(part.isdecimal() or part in others for part in map(str.strip, name.split(","))):
+            raise DataError(f"{self.path}: {name!r} is to be a data set in the HDF5 file, but it is a name or number "
+                            f"of columns of this table. Choose another name, or leave it out. {remedy}")
 
     @contextmanager
     def _opened(self) -> Iterator[TextIO]:
@@ -272,7 +283,7 @@ class _Table:
         with self._opened() as file:
             for line, cells in islice(self._records(file), int(self.header), None):
                 if len(cells) != len(self.names):
-                    raise DataError(f"{self.path}, line {line} has {len(cells)} cells; the first has "
+                    raise DataError(f"{self.path}, line {line} has {counted(len(cells), 'cell')}; the first has "
                                     f"{len(self.names)}. Name the delimiter (--delimiter), or put cells that contain "
                                     "it in quotes")
                 for at, cell in enumerate(cells):
@@ -360,7 +371,8 @@ def _check_arrays(source: Path, found: dict[str, np.ndarray]) -> None:
             raise DataError(f"{source}: row {row} of array {name!r} is not finite")
     rows = {name: len(values) for name, values in found.items()}
     if len(set(rows.values())) > 1:
-        raise DataError(f"{source}: " + ", ".join(f"{name!r} has {count} rows" for name, count in rows.items()))
+        raise DataError(f"{source}: " + ", ".join(f"{name!r} has {counted(count, 'row')}"
+                                                   for name, count in rows.items()))
 
 
 @contextmanager

@@ -9,7 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import DataError, check_regular, needs
+from ..errors import DataError, check_regular, needs, reason
+from ..text import counted
 from .conversion import check_target, completed
 
 if TYPE_CHECKING:
@@ -213,7 +214,8 @@ def convert_text(sources: Sequence[str | os.PathLike[str]], target: str | os.Pat
             starts += [count - len(parts[-1])] if len(parts[-1]) else []
         done = ConvertedText(count, coder.vocabulary, nbytes)
         if done.tokens < 2:
-            raise DataError(f"{target}: there is no text: {done.tokens} tokens in {len(sources)} files")
+            raise DataError(f"{target}: there is no text: {counted(done.tokens, 'token')} in "
+                            f"{counted(len(sources), 'file')}")
         with completed(target) as file:
             tokens = file.create_dataset(TOKENS, (done.tokens,), token_dtype(done.vocabulary))
             tokens.attrs.update(vocabulary=done.vocabulary, bytes=done.bytes)
@@ -225,7 +227,7 @@ def convert_text(sources: Sequence[str | os.PathLike[str]], target: str | os.Pat
             if coder.json is not None:
                 file[TOKENIZER] = coder.json
     except OSError as error:
-        raise DataError(f"cannot convert {', '.join(map(str, sources))} to {target}: {error}") from None
+        raise DataError(f"cannot convert {', '.join(map(str, sources))} to {target}: {reason(error)}") from None
     return done
 
 

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
+from difflib import get_close_matches
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,10 @@ OVERLAPS_OF_ALL = ("auto", "none")
 """Overlap modes for all products of a job. Other modes are arguments of a product, because some products cannot use
 them."""
 
+OF_PROGRAMS = ("PMM3D_MPIEXEC", "PMM3D_PYTHON", "PMM3D_EMBED_LOG")
+"""Variables that are no settings of a Grid: of the launcher, and of programs in C and Fortran."""
+ALIKE = 0.75
+"""Least similarity of a misspelt name and a known one, without PMM3D_. Sites may set variables such as PMM3D_ROOT."""
 JOB_FOLDER = "PMM3D_JOB_FOLDER"
 """Variable that names a folder in which ranks on the node of pmm3d.launcher write files: "code" contains the exit code
 if a rank ends the job, and "rank-3" the pipeline stage of rank 3."""
@@ -94,6 +99,19 @@ def job_restarts(environ: Mapping[str, str] = os.environ) -> int:
     """Return how many times Slurm has requeued and restarted this job."""
     text = environ.get("SLURM_RESTART_COUNT", "")
     return int(text) if text.isdecimal() else 0
+
+
+def misspelt(environ: Mapping[str, str] = os.environ) -> str:
+    """Return a note about variables whose names resemble those of pmm3d's variables; "" if there are none.
+
+        >>> misspelt({"PMM3D_TIMOUT": "5", "PMM3D_ROOT": "/opt"})
+        'PMM3D_TIMOUT has no effect (did you mean PMM3D_TIMEOUT?)'
+    """
+    known = {name.removeprefix("PMM3D_"): name for name in (*(setting.metadata["variable"] for setting in
+                                                              fields(Settings)), *OF_PROGRAMS, JOB_FOLDER)}
+    near = {name: get_close_matches(name.removeprefix("PMM3D_"), known, 1, ALIKE) for name in sorted(environ)
+            if name.startswith("PMM3D_") and name not in known.values()}
+    return "; ".join(f"{name} has no effect (did you mean {known[found[0]]}?)" for name, found in near.items() if found)
 
 
 def _variable(name: str, default: Any, kind: Callable[[str], Any], meaning: str,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..errors import GridError, Pmm3dError
 from ..layout import GridShape
+from ..text import counted
 from .axonn import ORDER, Bandwidths, Layer, layer_seconds
 from .candidates import Candidate, Ranking, preset_of
 from .grid_search import grids_4d
@@ -133,7 +134,7 @@ def rank_by_axonn(gpt: GPT, ranks: int, bandwidths: Bandwidths, *, powers_of_two
         raise GridError(f"no grid of {ranks} ranks has sizes that are all powers of two: give a power of two, or leave "
                         "out --powers-of-two")
     if not candidates:
-        raise GridError(f"no grid of {ranks} ranks is left for {gpt}; for example, {dropped[0].grid}: "
+        raise GridError(f"no grid of {counted(ranks, 'rank')} is left for {gpt}; for example, {dropped[0].grid}: "
                         f"{dropped[0].why_not}. Change the number of ranks, or the limit")
     candidates.sort(key=lambda each: (each.seconds, tuple(each.grid)))
     return Ranking(str(gpt), ranks, candidates, dropped, 0.0, DTYPE, len(candidates) + len(dropped))

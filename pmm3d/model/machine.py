@@ -15,6 +15,7 @@ from ..processor import Cpu as Cpu
 from ..processor import better_kernel as better_kernel
 from ..processor import cpu as cpu
 from ..processor import loaded_blas
+from ..text import counted, in_bytes
 from ..thread_counts import THREAD_COUNTS as THREAD_COUNTS
 from ..thread_counts import cores as cores
 from .environment import tasks_on_node
@@ -41,8 +42,8 @@ def share_cores(environment: MutableMapping[str, str] = os.environ) -> str:
     if threads == own:
         return ""
     environment.update(dict.fromkeys(THREAD_COUNTS, str(threads)))
-    return (f"{ranks} ranks share {of_job} cores here, and the environment sets no number of BLAS threads: "
-            f"{threads} a rank ({', '.join(THREAD_COUNTS)})")
+    return (f"{counted(ranks, 'rank')} share {counted(of_job, 'core')} here, and the environment sets no number of "
+            f"BLAS threads: {threads} a rank ({', '.join(THREAD_COUNTS)})")
 
 
 def usable_cores(environment: Mapping[str, str] = os.environ) -> int:
@@ -121,6 +122,18 @@ def available_memory(meminfo: str = "/proc/meminfo") -> int:
         return free if limit is None else min(free, int(limit))
     except (OSError, StopIteration):
         return 0
+
+
+def lack_of_memory(what: str, nbytes: int, free: int, host: str) -> str:
+    """Return the beginning of a message if a rank needs more bytes than are free for it on its host, otherwise "".
+
+    free   free bytes for each rank of the host; 0: unknown
+
+        >>> lack_of_memory("the product", 2**31, 2**30, "n7")
+        'the product is predicted to take 2 GiB on a rank; host n7 has 1 GiB free for each of its ranks'
+    """
+    return (f"{what} is predicted to take {in_bytes(nbytes)} on a rank; host {host} has {in_bytes(free)} free for each "
+            "of its ranks") if 0 < free < nbytes else ""
 
 
 def cgroup_limit(file: str, own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float | None:

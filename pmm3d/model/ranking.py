@@ -10,7 +10,7 @@ from math import sqrt
 
 from ..errors import GridError
 from ..layout import GridShape, itemsize
-from ..text import in_bytes
+from ..text import counted, in_bytes
 from .candidates import Candidate, Ranking
 from .grid_search import NO_LIMIT, Estimate, estimated_bytes, least_bytes, shapes_of, shapes_up_to
 from .machines import Machine, flop_of
@@ -232,9 +232,11 @@ def _nothing_fits(costs: ProductCosts, limit: int, least: int) -> GridError:
     if last < len(powers):
         first = powers[max(0, last - 1)]
         enough = first + bisect_left(range(first, powers[last]), True, key=fits)
-        more = f"Use at least {enough:,} ranks"
-    return GridError(f"no grid of {ranks} ranks keeps m, n, k = {product} ({dtype}) within {limit:,} bytes a "
-                     f"rank; the least is {least:,}. {more}, or max_workspace= in matmul, which divides k into panels")
+        more = f"Use at least {counted(enough, 'rank')}"
+    within = "the largest address" if limit >= NO_LIMIT else f"{limit:,} bytes a rank"
+    return GridError(f"no grid of {counted(ranks, 'rank')} keeps m, n, k = {product} ({dtype}) within {within}; the "
+                     f"least is {least:,} bytes. {more}, or limit the work arrays (max_workspace), so that k is "
+                     "divided into panels")
 
 
 def _rounded(value: float, digits: int) -> float:

@@ -6,10 +6,10 @@ import os
 import signal
 import sys
 
-from ..errors import MissingPackageError, needs
+from ..errors import MissingPackageError, Pmm3dError, needs
 from ..model import machine
 from ..model.environment import task_rank
-from .terminal import let_first_rank_print, make_streams_safe
+from .terminal import complain, let_first_rank_print, make_streams_safe
 
 FINALIZE_SECONDS = 60.0
 """Time limit of MPI_Finalize. All ranks have arrived before it, so only a dead launcher can delay it so long."""
@@ -28,10 +28,15 @@ def main() -> None:
     try:
         with needs("cli", "the command pmm3d"):
             from .commands import app
+            from .ranks import WRONG
     except MissingPackageError as error:
         sys.exit(f"pmm3d: {error}")
     try:
         app()
+    except Pmm3dError as error:  # before a command begins
+        complain(error)
+        let_first_rank_print()
+        sys.exit(WRONG)
     except SystemExit:
         if "mpi4py.MPI" in sys.modules:
             _leave()

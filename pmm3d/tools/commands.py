@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -16,17 +15,18 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..errors import Pmm3dError
+from ..text import shell_command
 from .bench.command import bench_command
 from .convert import table_command, text_command
 from .doctor.command import doctor_command
-from .output import check_writable
+from .output import bar, check_writable
 from .plan.gpt import gpt_command
 from .plan.pipeline import pipeline_command
 from .plan.product import product_command
 from .plan.train import train_command as plan_train_command
 from .predict import predict_command
 from .ranks import all_ranks, on_first, one_of, one_process
-from .terminal import say
+from .terminal import check_surroundings, say
 from .tune.blas.command import blas_command
 from .tune.command import machine_command
 
@@ -50,7 +50,8 @@ def _print_version(asked: bool) -> None:
 def _pmm3d(context: typer.Context,
            version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True,
                                                  help="Print the version.")] = False) -> None:
-    """Restore sys.stdout at the end of each command: `reserve_stdout` may replace it."""
+    """Check the surroundings of each command. Restore sys.stdout at its end: `reserve_stdout` may replace it."""
+    check_surroundings("pmm3d")
     context.call_on_close(partial(setattr, sys, "stdout", sys.stdout))
 
 
@@ -109,7 +110,7 @@ def train_command(
             if comm.rank == 0:
                 say(as_toml(loaded))
             return
-        again = f"pmm3d train {shlex.quote(str(config))} --resume auto"
+        again = shell_command("pmm3d", "train", config, "--resume", "auto")
         finished = train_job(loaded, comm, resume, trace, frozenset(accept or ()), again)
         if not finished and comm.rank == 0:
             say(ENDED)
@@ -134,7 +135,9 @@ def report_command(
     from .page import write_page
 
     check_writable(output)
-    say(f"wrote {write_page(run, output)}")
+    with bar("report"):
+        written = write_page(run, output)
+    say(f"wrote {written}")
 
 
 def export_command(
@@ -168,16 +171,22 @@ def export_command(
             check_writable(target)
 
         on_first(comm, first)
-        path = export_checkpoint(comm, checkpoint, target, names)
+        with bar("export", comm.rank == 0):
+            path = export_checkpoint(comm, checkpoint, target, names)
         if comm.rank == 0:
             say(f"wrote {target}, the weights of {path}")
 
 
 class _FirstIsDefault(TyperGroup):
-    """A group in which the name of the first command may be left out: `pmm3d convert x.csv x.h5`."""
+    """A group in which the name of the first command may be left out: `pmm3d convert x.csv x.h5`.
+
+    Each command needs at least two names of files. So a file with the name of a command is a file if one name follows.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         named = {*args[:1]} <= {*self.commands, "--help"}
+        if named and args and Path(args[0]).is_file():
+            named = sum(not word.startswith("-") for word in args) > 2 or "--help" in args
         return super().parse_args(ctx, args if named else [*list(self.commands)[:1], *args])
 
 

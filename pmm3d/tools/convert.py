@@ -11,8 +11,8 @@ import typer
 from ..errors import DataError
 from ..io.conversion import Converted, convert
 from ..io.text import convert_text
-from ..text import names_in_words
-from .output import check_writable
+from ..text import counted, names_in_words
+from .output import bar, check_writable
 from .ranks import one_process
 from .terminal import say
 
@@ -23,10 +23,11 @@ MOST_NAMES = 8
 def table_command(
     source: Annotated[Path, typer.Argument(help="A table of numbers as text (CSV), or a .npz file of arrays.")],
     target: Annotated[Path, typer.Argument(help="The HDF5 file to write.")],
-    inputs: Annotated[str, typer.Option(help="Name of the data set of samples, and of their array in a .npz "
-                                             "file.")] = "x",
-    targets: Annotated[str | None, typer.Option(help="Name of the data set of targets, and of their array in a .npz "
-                                                     "file. Default: y.")] = None,
+    inputs: Annotated[str, typer.Option(help="Name that the data set of samples gets in TARGET. In a .npz file, also "
+                                             "the array of the samples.")] = "x",
+    targets: Annotated[str | None, typer.Option(help="Name that the data set of targets gets in TARGET. No column of "
+                                                     "a CSV file: --target-columns names these. In a .npz file, also "
+                                                     "the array of the targets. Default: y.")] = None,
     target_columns: Annotated[str | None, typer.Option(help="Columns of a CSV file that are targets: names or indices, "
                                                             "as in age,income. Default: the last column.")] = None,
     no_targets: Annotated[bool, typer.Option("--no-targets", help="There are no targets, as in new samples for pmm3d "
@@ -75,10 +76,11 @@ def table_command(
     check_writable(target)
     names = None if class_names is None else _listed(class_names)
     columns = None if target_columns is None else _listed(target_columns) if target_columns else []
-    done = convert(source, target, inputs=inputs, targets=None if no_targets else targets, target_columns=columns,
-                   classes=classes if names is None else names, group_column=group_column, header=header,
-                   delimiter=delimiter, encoding="utf-8-sig" if encoding is None else encoding,
-                   dtype="float32" if dtype is None else dtype, overwrite=overwrite)
+    with bar("convert"):
+        done = convert(source, target, inputs=inputs, targets=None if no_targets else targets, target_columns=columns,
+                       classes=classes if names is None else names, group_column=group_column, header=header,
+                       delimiter=delimiter, encoding="utf-8-sig" if encoding is None else encoding,
+                       dtype="float32" if dtype is None else dtype, overwrite=overwrite)
     found = _in_words(done, inputs, targets)
     sampled = done.columns is None and not arrays
     say(f"wrote {target}: {found}{'; no header: the first line is a sample' if sampled else ''}")
@@ -105,8 +107,10 @@ def text_command(
     pmm3d convert text a.txt b.txt both.h5 --tokenizer tokenizer.json
     """
     check_writable(target)
-    done = convert_text(sources, target, tokenizer=tokenizer, between=between, overwrite=overwrite)
-    say(f"wrote {target}: {done.tokens:,} tokens of a vocabulary of {done.vocabulary:,}, {done.bytes:,} bytes of text")
+    with bar("convert text"):
+        done = convert_text(sources, target, tokenizer=tokenizer, between=between, overwrite=overwrite)
+    say(f"wrote {target}: {counted(done.tokens, 'token')} of a vocabulary of {done.vocabulary:,}, "
+        f"{counted(done.bytes, 'byte')} of text")
 
 
 def _listed(text: str) -> list[str]:
@@ -122,8 +126,8 @@ def _in_words(done: Converted, inputs: str, targets: str) -> str:
     else:
         found.append(f"{targets} {' x '.join(map(str, done.targets))}{_of(done.target_columns)}")
     if done.classes is not None:
-        counted = [f"{name} ({count})" for name, count in done.classes.items()]
-        found.append(f"{len(counted)} classes: {names_in_words(counted, MOST_NAMES)}")
+        sizes = [f"{name} ({count})" for name, count in done.classes.items()]
+        found.append(f"{counted(len(sizes), 'class')}: {names_in_words(sizes, MOST_NAMES)}")
     if done.columns is not None:
         found.append("the first line is a header")
     if done.columns and "" in done.columns:

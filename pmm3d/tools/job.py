@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import select
-import shlex
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from ..model.environment import JOB_FOLDER
+from ..text import counted, shell_command
 from .processes import LocalRanks, end_job, kill
 
 TIMED_OUT = 124
@@ -63,7 +63,7 @@ class Job:
                 self._name_killed(code)
                 return self._own_code() or code
             except subprocess.TimeoutExpired:
-                print(f"pmm3d.launcher: ended after {timeout:g} s: {shlex.join(self._arguments)}", file=sys.stderr)
+                print(f"pmm3d.launcher: ended after {timeout:g} s: {shell_command(*self._arguments)}", file=sys.stderr)
                 return TIMED_OUT
 
     def _new_folder(self, stack: ExitStack, base: str | None = None) -> Path:
@@ -158,8 +158,8 @@ class Job:
         deadline, asked = time.monotonic() + GRACE_SECONDS, self._asked
         while left := [rank.pid for rank in self._ranks.running.values()]:
             if self._asked > asked or time.monotonic() > deadline and not asked:
-                print(f"pmm3d.launcher: {len(left)} ranks had not ended {GRACE_SECONDS:g} s after mpiexec. The "
-                      "launcher kills them", file=sys.stderr)
+                print(f"pmm3d.launcher: {counted(len(left), 'rank')} had not ended {GRACE_SECONDS:g} s after mpiexec. "
+                      "The launcher kills them", file=sys.stderr)
                 return kill(left)
             self._ranks.wait(POLL_SECONDS)
 

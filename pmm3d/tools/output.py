@@ -5,21 +5,29 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event, Thread
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
 from ..errors import Pmm3dError
-from .terminal import console, say
+from ..text import in_time
+from .terminal import JOINT, console, joined, say
 
 STANDARD_OUTPUT = Path("-")
+QUIET_SECONDS, LINE_SECONDS, REFRESH_SECONDS = 3.0, 10.0, 0.25
+"""Time without output after which a command says how far it is; between two such lines; between two drawings."""
+FIRST = TaskID(0)
+"""The only task of a progress bar."""
 EDGES, LEAST_SENTENCE = 2, 24
 """Width of the edges of a table, and least width of a column of sentences, in columns of the terminal."""
 
@@ -63,7 +71,7 @@ class FigureTable:
                           title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding, 0, 0))
             for row, style, end_section in self.rows:
                 table.add_row(*(row[index] for index in shown), style=style, end_section=end_section)
-            yield table
+            yield Trimmed(table)
 
     def _groups(self, widths: list[int], room: int) -> list[list[int]]:
         """Return the columns of each table: the columns that name the rows, and as many others as fit."""
@@ -80,13 +88,30 @@ class FigureTable:
         return index < self.keys or self.names[index] in (*self.left, *self.sentences)
 
 
-def facts(title: str, rows: Mapping[str, str]) -> Table:
+class Trimmed:
+    """A table whose lines do not end in blanks. rich fills each line up to the width of the terminal. Joints (`joined`)
+    become blanks."""
+
+    def __init__(self, table: Table):
+        self._table = table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in console.render_lines(self._table, options, pad=False):
+            while line and not line[-1].text.strip():
+                line.pop()
+            for number, segment in enumerate(line, 1):
+                text = segment.text.replace(JOINT, " ")
+                yield segment._replace(text=text.rstrip() if number == len(line) else text)
+            yield Segment.line()
+
+
+def facts(title: str, rows: Mapping[str, str]) -> Trimmed:
     """Return a table of two columns: the name of a fact, and the fact, which wraps between words."""
     table = Table(Column(style="dim", no_wrap=True), Column(overflow="fold"), title=title or None, title_justify="left",
                   show_header=False, box=None, pad_edge=False)
-    for row in rows.items():
-        table.add_row(*row)
-    return table
+    for name, text in rows.items():
+        table.add_row(name, joined(text))
+    return Trimmed(table)
 
 
 @contextmanager
@@ -94,38 +119,70 @@ def progress(command: str, shown: bool, stages: int) -> Iterator[Callable[[str, 
     """As a context: the function tell(what, stages done), which advances a progress bar on stderr.
 
     The bar is drawn only when the function is called, so it disturbs no measurement. If stderr is not a terminal, a
-    call with 0 stages done prints `what` as a line.
+    call with 0 stages done prints `what` as a line, and so does a call LINE_SECONDS after the last line.
     """
-    with _drawn(command, shown, stages) as (drawn, task):
+    drawn, due = _drawn(command, shown), time.monotonic() + QUIET_SECONDS
+    drawn.add_task(command, total=stages, stage="")
+    with drawn:
 
         def tell(what: str, done: int) -> None:
-            if done:
-                drawn.update(task, advance=done, stage=what)
-                drawn.refresh()
-            elif what and shown and drawn.disable:
+            nonlocal due
+            if what and shown and drawn.disable and (not done or time.monotonic() > due):
                 print(f"pmm3d {command}: {what}", file=sys.stderr, flush=True)
+                due = time.monotonic() + LINE_SECONDS
+            if done:
+                drawn.update(FIRST, advance=done, stage=what)
+                drawn.refresh()
             elif what:
-                drawn.update(task, description=what)
+                drawn.update(FIRST, description=what)
 
         yield tell
 
 
 @contextmanager
-def bar(command: str, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
-    """As a context: the function tell(done, total), which sets a progress bar on stderr, if that is a terminal."""
-    with _drawn(command, shown, None) as (drawn, task):
-        yield lambda done, total: drawn.update(task, completed=done, total=total)
+def bar(command: str, shown: bool = True) -> Iterator[Callable[..., None]]:
+    """As a context: the function tell(done, total, what=""), which says how far a command is that prints nothing else.
+
+    After QUIET_SECONDS a progress bar appears on stderr, or, if stderr is not a terminal, a line every LINE_SECONDS.
+    The function need not be called: the time is always shown.
+    """
+    drawn, over, said, begun = _drawn(command, shown), Event(), "", time.monotonic()
+    drawn.add_task(command, total=None, stage="")
+
+    def tell(done: int, total: int, what: str = "") -> None:
+        nonlocal said
+        said = f"{done:,} of {total:,} {what}".rstrip()
+        drawn.update(FIRST, completed=done, total=total, stage=said)
+
+    def watch() -> None:
+        pause = QUIET_SECONDS
+        while not over.wait(pause):
+            if drawn.disable:
+                pause, passed = LINE_SECONDS, in_time(round(time.monotonic() - begun))
+                print(f"pmm3d {command}: {said or 'working'}, {passed}", file=sys.stderr, flush=True)
+            else:
+                pause = REFRESH_SECONDS
+                drawn.start()
+                drawn.refresh()
+
+    watching = Thread(target=watch, daemon=True)
+    if shown:
+        watching.start()
+    try:
+        yield tell
+    finally:
+        over.set()
+        if shown:
+            watching.join()
+        if not drawn.disable:
+            drawn.stop()
 
 
-@contextmanager
-def _drawn(command: str, shown: bool, total: int | None) -> Iterator[tuple[Progress, TaskID]]:
+def _drawn(command: str, shown: bool) -> Progress:
     out = console(sys.stderr)
-    drawn = Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[stage]}"),
-                     TimeElapsedColumn(), console=out, auto_refresh=total is None, transient=True,
-                     disable=not (shown and out.is_terminal))
-    task = drawn.add_task(command, total=total, stage="")
-    with drawn:
-        yield drawn, task
+    return Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[stage]}"),
+                    TimeElapsedColumn(), console=out, auto_refresh=False, transient=True,
+                    redirect_stdout=False, disable=not (shown and out.is_terminal))
 
 
 def check_writable(*paths: Path | None, text: Path | None = None) -> None:

@@ -15,8 +15,9 @@ import typer
 from ..errors import DataError
 from ..io.conversion import ENDINGS, check_ending, convert
 from ..io.disk import check_replaceable, sync
+from ..text import counted, shell_command
 from .output import bar, check_writable
-from .ranks import all_ranks, on_first
+from .ranks import all_ranks, on_first, size
 from .terminal import say
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 CONVERTED = (".csv", ".tsv", ".txt", ".npz")
 LINES_AT_ONCE = 2**14
+Shapes = dict[str, tuple[int, ...]]
+"""Shapes of data sets by name."""
 
 
 def predict_command(
@@ -35,18 +38,18 @@ def predict_command(
                                                   "name.")] = None,
     inputs: Annotated[str | None, typer.Option(help="Name of the data set of samples, or of their array in a .npz "
                                                     "file. Default: data.inputs of the run; for .npz, x.")] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples of a forward pass, on all ranks together. "
-                                                               "Default: rows of a micro-batch of the run.")] = None,
+    batch_size: Annotated[int | None, size(1, "Samples of a forward pass, on all ranks together. "
+                                              "Default: rows of a micro-batch of the run.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
     prompt: Annotated[str | None, typer.Option(help="Text that a network of tokens continues, in place of "
                                                     "FILE.")] = None,
-    length: Annotated[int | None, typer.Option(min=0, help="Tokens to generate after the prompt. Default: "
-                                                           "200.")] = None,
+    length: Annotated[int | None, size(0, "Tokens to generate after the prompt. Default: "
+                                          "200.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="Divisor of the logits before a token is drawn. 0: "
                                                                   "take the most probable token, without a draw. "
                                                                   "Default: 1.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Number of most probable tokens to draw from. Default: "
-                                                          "all.")] = None,
+    top_k: Annotated[int | None, size(1, "Number of most probable tokens to draw from. Default: "
+                                         "all.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the draws. Default: 0.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="A file of pmm3d convert text with the tokenizer of the run. "
                                                         "Default: the data file of the run.")] = None,
@@ -104,13 +107,14 @@ def predict_command(
                     asked = replace(asked, source=made, origin=file, inputs=inputs or "x")
                 return replace(asked, target=_beside(out, "outputs", temporary)) if to_csv else asked
 
-            asked = on_first(comm, first)
             with bar("predict", comm.rank == 0) as tell:
+                asked = on_first(comm, first)
                 done = predict(comm, asked, tell)
+            written = done.shapes
             if out is not None and asked.target != out:
-                on_first(comm, lambda: _write_csv(asked.target, out))
+                written = on_first(comm, lambda: _write_csv(asked.target, out, done.shapes))
         if comm.rank == 0:
-            sizes = (f"{name} {' x '.join(map(str, shape))}" for name, shape in done.shapes.items())
+            sizes = (f"{name} {' x '.join(map(str, shape))}" for name, shape in written.items())
             say(f"wrote {out}: {', '.join(sizes)}; by {done.checkpoint} on grid {done.grid}")
 
 
@@ -130,13 +134,15 @@ def _continue_text(comm: MPI.Intracomm, run: Path, prompt: str, length: int, tem
     """Print the text that a network generates after a prompt, and write it to OUT."""
     from ..nn.training.predict import continue_text
 
-    done = continue_text(comm, run, prompt, length, temperature=temperature, top_k=top_k, seed=seed,
-                         tokenizer=tokenizer)
+    with bar("predict", comm.rank == 0):
+        done = continue_text(comm, run, prompt, length, temperature=temperature, top_k=top_k, seed=seed,
+                             tokenizer=tokenizer)
     if out is not None:
         on_first(comm, lambda: _write_text(out, done.text))
     if comm.rank == 0:
         print(prompt + done.text)
-        say(f"{length} tokens by {done.checkpoint} on grid {done.grid}" + (f", written to {out}" if out else ""))
+        say(f"{counted(length, 'token')} by {done.checkpoint} on grid {done.grid}"
+            + (f", written to {out}" if out else ""))
 
 
 def _write_text(out: Path, text: str) -> None:
@@ -176,13 +182,14 @@ def _convert(file: Path, target: Path, inputs: str | None) -> None:
         convert(file, target, inputs=inputs or "x", targets=None, dtype="float64")
     except DataError as error:
         remedy = ("--inputs names the array of the samples" if arrays else
-                  f"pmm3d convert {file} FILE.h5 has options for that: --no-targets if all columns are inputs, "
-                  "--classes if the last one is a label; predict from FILE.h5 then")
+                  f"{shell_command('pmm3d', 'convert', file, 'FILE.h5')} has options for that: --no-targets if all "
+                  "columns are inputs, --classes if the last one is a label; predict from FILE.h5 then")
         raise DataError(f"{error}. {remedy}") from None
 
 
-def _write_csv(source: Path, out: Path) -> None:
-    """Write predictions in HDF5 as CSV: outputs, or the most probable class and the probability of each class."""
+def _write_csv(source: Path, out: Path, shapes: Shapes) -> Shapes:
+    """Write predictions in HDF5 as CSV: outputs, or the most probable class and the probability of each class. Return
+    the shapes of what the file contains."""
     import h5py
     import numpy as np
 
@@ -201,3 +208,4 @@ def _write_csv(source: Path, out: Path) -> None:
             texts = np.asarray(values[rows]).astype(str).tolist()
             chosen = None if classes is None else classes[rows].tolist()
             lines.writerows(texts if chosen is None else ([names[at], *line] for at, line in zip(chosen, texts)))
+    return {name: shape for name, shape in shapes.items() if (name == "outputs") == (classes is None)}

@@ -27,6 +27,8 @@ Answer = TypeVar("Answer")
 
 WRONG, UNFORESEEN, INTERRUPTED = 2, 1, 130
 """Exit codes: after a Pmm3dError; after an unexpected error, which has a traceback; after Ctrl-C, as of shells."""
+MOST, MOST_RANKS, MOST_BYTES = 2**40, 2**20, 2**62
+"""Largest numbers that options take: sizes of matrices and networks, ranks of a job, bytes."""
 MOST_LINES = 8
 """Largest number of different errors that are printed."""
 
@@ -108,6 +110,11 @@ def one_of(*choices: str) -> Callable[[Any], Any]:
         return value
 
     return check
+
+
+def size(least: int, text: str, most: int = MOST) -> Any:
+    """Return a typer option for a whole number from `least` to `most`. text: its help."""
+    return typer.Option(min=least, max=most, help=text)
 
 
 def on_first(comm: MPI.Intracomm, work: Callable[[], Answer]) -> Answer:

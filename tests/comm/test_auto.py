@@ -149,7 +149,7 @@ def test_of_grids_that_are_as_good_one_that_fills_nodes_is_taken():
 def test_one_rank_has_no_choice():
     assert auto(1).no_choice and auto(4, data=4).no_choice and not auto(2).no_choice
     assert auto(4, data=4).alone() == GridShape(1, 1, 1, 4)
-    with pytest.raises(GridError, match="no grid of 1 ranks keeps"):
+    with pytest.raises(GridError, match="no grid of 1 rank keeps"):
         auto(1, memory=1000).chosen(None, 16, on_hosts("a"), False)
 
 
@@ -189,7 +189,7 @@ def test_idle_ranks_are_told_of_once(comm, caplog):
                       1, desc)
         told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
         assert len(told) == (warned and comm.rank == 0)
-        assert all("auto chose 1x1x1, which has 1 of the communicator's 4 ranks. The other 3" in line for line in told)
+        assert all("auto chose 1x1x1, which has 1 of the 4 ranks. The other 3" in line for line in told)
 
 
 def test_a_name_that_is_almost_one_is_told():

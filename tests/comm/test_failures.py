@@ -458,7 +458,7 @@ def test_an_error_that_was_agreed_on_can_be_caught(shared):
 @pytest.mark.parallel([6])
 def test_every_grid_that_does_not_fit_is_answered_with_some_that_do(comm, fails):
     for shape in ((4, 4, 2), (1, 1, 5), "7x1x1"):
-        fails(GridError, "the communicator has 6. Grids that fit 6 ranks, by modelled cost: ",
+        fails(GridError, "there are 6. Grids that fit 6 ranks, by modelled cost: ",
               lambda shape=shape: Grid(comm, shape))
     for data, text in ((3, "With data 3 and 6 ranks, each copy has 2 ranks: "), (6, "copy has 1 rank: 1x1x1"),
                        (4, "Start 12 ranks, or change data 4: 4 does not divide 6")):

@@ -104,7 +104,7 @@ WRONG_AXES = [
     *(({name: 1}, f"axes: {name!r} can be the name of no") for name in (
         "data", "all", "rank", "shape", "coords", "close", "everyone", "a b", "", 3, "_axes")),
     (["seq"], "axes are names and numbers of ranks"), ("seq", "axes are names and numbers of ranks"),
-    ({"seq": 3}, r"grid 1x1x1 \(data 1, seq 3\) needs 3 ranks; the communicator has"),
+    ({"seq": 3}, r"grid 1x1x1 \(data 1, seq 3\) needs 3 ranks, and there are"),
 ]
 
 
@@ -132,7 +132,7 @@ def test_pipe_is_the_axis_of_that_name(comm, fails):
         assert grid.shape == GridShape(1, 1, 1, 1, seq=2, pipe=2) and grid.coords.seq == comm.rank % 2
     for pipe, axes, text in ((2, {"pipe": 4}, r"pipe=2 and axes={'pipe': 4} are two sizes of one axis: give one"),
                              (0, None, "pipe is a number of ranks, at least 1; got 0"),
-                             (3, None, r"grid 1x1x1 \(data 1, pipe 3\) needs 3 ranks; the communicator has 4")):
+                             (3, None, r"grid 1x1x1 \(data 1, pipe 3\) needs 3 ranks, and there are 4")):
         fails(GridError, text, lambda pipe=pipe, axes=axes: Grid(comm, (1, 1, 1), pipe=pipe, axes=axes))
     fails(DisagreementError, "Grid: the ranks passed different arguments",
           lambda: Grid(comm, (1, 1, 1), pipe=2 + 2 * (comm.rank == 3)))
@@ -150,7 +150,7 @@ def test_seq_is_the_axis_of_that_name(comm, fails):
         assert grid.shape.names[4:] == ("seq", "expert", "pipe") and grid.coords.seq == comm.rank % 2
     for seq, axes, text in ((2, {"seq": 4}, r"seq=2 and axes={'seq': 4} are two sizes of one axis: give one"),
                             (0, None, "seq is a number of ranks, at least 1; got 0"),
-                            (3, None, r"grid 1x1x1 \(data 1, seq 3\) needs 3 ranks; the communicator has 4")):
+                            (3, None, r"grid 1x1x1 \(data 1, seq 3\) needs 3 ranks, and there are 4")):
         fails(GridError, text, lambda seq=seq, axes=axes: Grid(comm, (1, 1, 1), seq=seq, axes=axes))
     fails(DisagreementError, "Grid: the ranks passed different arguments",
           lambda: Grid(comm, (1, 1, 1), seq=2 + 2 * (comm.rank == 3)))
@@ -159,7 +159,7 @@ def test_seq_is_the_axis_of_that_name(comm, fails):
 @pytest.mark.parallel([4])
 def test_axes_that_do_not_divide_the_ranks(comm, fails):
     for shape, data, text in (("auto", 1, "data 1, seq 3"), ("auto", 2, "data 2, seq 3"), ("fsdp", 1, "seq 3")):
-        fails(GridError, f"^{text} does not divide the communicator's 4 ranks",
+        fails(GridError, f"^{text} does not divide the 4 ranks",
               lambda shape=shape, data=data: Grid(comm, shape, data, axes={"seq": 3}))
 
 

@@ -52,6 +52,25 @@ def test_a_table_of_numbers(table, target):
                 assert found["x"].dtype == "float32"
 
 
+NAMES = [({"targets": "heat flux"}, "target_columns"), ({"targets": "2"}, "target_columns"),
+         ({"targets": "heat flux,yield"}, "target_columns"), ({"inputs": "yield"}, "inputs"),
+         ({"inputs": "0"}, "inputs"), ({"targets": None, "inputs": "1"}, "inputs"),
+         ({"targets": "batch", "group_column": "batch"}, "target_columns")]
+
+
+def test_a_column_is_no_name_of_a_data_set_of_others(table, target):
+    path = table("u,heat flux,batch,yield\n1,2,3,4\n5,6,7,8\n")
+    for options, remedy in NAMES:
+        with given(options=options), pytest.raises(DataError, match="Choose another name") as refused:
+            convert(path, target, **options)
+        assert remedy in str(refused.value) and not target.exists()
+    for options in ({"targets": "yield"}, {"inputs": "features", "targets": "labels"},
+                    {"inputs": "u", "target_columns": [1, 2, 3]}):
+        with given(options=options):
+            convert(path, target, overwrite=True, **options)
+    assert convert(table("x,y,class\n1,2,3\n4,5,6\n"), target, overwrite=True).columns == ["x", "y"]
+
+
 COLUMNS = [("a", [0]), (-2, [3]), (["d", 1], [3, 1]), (["e", "a", "b"], [4, 0, 1])]
 
 
@@ -120,7 +139,7 @@ BAD_CELLS = [
     ("1,2\nnan,4\n", "row 1, column 0: nan is not a finite float32"),
     ("1,2\n3,-inf\n", "row 1, column 1: -inf is not a finite float32"),
     ("1,2\n3,4,5\n", "line 2 has 3 cells; the first has 2"),
-    ("1,2\n3\n", "line 2 has 1 cells; the first has 2"),
+    ("1,2\n3\n", "line 2 has 1 cell; the first has 2"),
     ("", "is empty"),
     ("\n \n", "is empty"),
     ("a,b\n", "has no line of data"),

@@ -85,7 +85,7 @@ def test_what_is_refused(tmp_path, target, tokenizer):
     other.write_text("{}")
     for said, sources, options in (
             ("cannot convert .*none.txt", [tmp_path / "none.txt"], {}),
-            ("there is no text: 0 tokens in 1 files", [empty], {}),
+            ("there is no text: 0 tokens in 1 file", [empty], {}),
             ("latin.txt is not UTF-8, from byte 3 on", [text, latin], {"tokenizer": tokenizer}),
             ("is none that the package tokenizers can read", [text], {"tokenizer": other})):
         with given(said=said), pytest.raises(DataError, match=said):

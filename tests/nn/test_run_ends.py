@@ -49,7 +49,7 @@ def test_curves_that_cannot_be_drawn_end_no_run(here, monkeypatch):
         with given(error=error):
             done = here.train(here.config(f"run{number}", training="epochs = 1"), curves=True)
             assert done.returncode == 0, done.stderr
-            assert text in done.stderr and "6 steps, 1 epochs" in done.stdout
+            assert text in done.stderr and "6 steps, 1 epoch\n" in done.stdout
             folder = here.folder / f"run{number}"
             assert json.loads((folder / "run.json").read_text())["state"] == "finished"
             assert not (folder / "curves.png").exists()

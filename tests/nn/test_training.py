@@ -78,7 +78,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits_and_elsewhere_to_the_same_l
     assert ended.returncode == 75, ended.stderr
     assert 3 <= len(here.metrics("ended")) < 12
     assert re.match(r"not finished: SIGTERM stopped the run at step [0-9]+ of 12\n", ended.stdout), ended.stdout
-    assert ("to resume, on the same number of ranks: python -m pmm3d.launcher -n 2 -m pmm3d train "
+    assert ("to resume, on this or another number of ranks: python -m pmm3d.launcher -n 2 -m pmm3d train "
             f"{here.folder}/ended.toml --resume auto (or the site's launcher)\nthis command ends" in ended.stdout)
     assert "exit code 75 (not finished)" in ended.stdout and "predictions" not in ended.stdout
     resumed = here.train(here.config("ended", **options), "--resume", "auto", ranks=2)
@@ -118,7 +118,7 @@ MISTAKES = [
     ({"network": "hiden = [4]"}, "unknown key network.hiden (did you mean hidden?)"),
     ({"optimiser": "lr = 1"}, "unknown key optimiser (did you mean optimizer?)"),
     ({"optimizer": "lr = -1"}, "optimizer.lr = -1"),
-    ({"grid": "shape = '2x2x1'"}, "grid 2x2x1 (data 1) needs 4 ranks; the communicator has 2"),
+    ({"grid": "shape = '2x2x1'"}, "grid 2x2x1 (data 1) needs 4 ranks, and there are 2"),
     ({"data": "inputs = 'z'"}, "'z'"),
     ({"data": "targets = 'field'", "training": "loss = 'cross_entropy'"}, "training.loss is cross_entropy, but the "),
     ({"data": "classes = 2"}, "labels are 0 to 1"),

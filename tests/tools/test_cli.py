@@ -66,7 +66,7 @@ WRONG = [
     (("--order", "F", "--transpose", "tn"), "--transpose tn already selects how A and B are stored: leave --order out"),
     (("--m", "-1"), "Invalid value for '--m'"),
     (("--no-such",), "No such option: --no-such"),
-    (("--grid", "2x2x2"), "needs 8 ranks; the communicator has 2. Grids that fit 2 ranks"),
+    (("--grid", "2x2x2"), "needs 8 ranks, and there are 2. Grids that fit 2 ranks"),
     (("--grid", "cube"), "a grid is written GxxGyxGz"),
     (("--array", "jax"), "unknown array library 'jax'"),
     (("--json", "/no/such/folder/a.json"), "cannot write /no/such/folder/a.json"),

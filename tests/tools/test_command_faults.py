@@ -2,6 +2,8 @@
 """
 
 import os
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -92,7 +94,14 @@ def place(tmp_path):
     return tmp_path
 
 
+HUGE = ("--m", 10**7, "--n", 10**7, "--k", "64")
+"""A product whose operands have 10 GB, and whose result has 800 TB."""
 IMPOSSIBLE = [
+    (("bench", *HUGE), "OutOfMemoryError: the product is predicted to take"),
+    (("bench", *HUGE, "--grid", "2x1x1", "--panels", "4"), "free for each of its ranks. Use more nodes, smaller --m"),
+    (("tune", "blas", *HUGE), "OutOfMemoryError: a BLAS with its operands"),
+    (("convert", "nope.csv", "x.h5"), "cannot convert nope.csv to x.h5: no such file or directory (nope.csv)"),
+    (("convert", "text", "nope.txt", "x.h5"), "to x.h5: no such file or directory (nope.txt)"),
     (("bench", "--plot", "x.xyz"), "cannot draw x.xyz: the name of a picture ends in one of .avif, .eps"),
     (("bench", "--plot", "x"), "cannot draw x: the name of a picture ends in one of"),
     (("bench", "--json", "folder"), "cannot write folder: it is a folder. Name a file"),
@@ -133,10 +142,56 @@ def test_what_cannot_be_is_said_once_before_the_work(command_worlds, place):
         with given(arguments=arguments):
             options = SMALL if arguments[0] == "bench" else ()
             done = command_worlds(2, arguments[0], *options, *arguments[1:], cwd=place)
-            assert done.returncode == 2
+            assert done.returncode == 2, done.stderr
             assert done.stderr.count("pmm3d: ") == 1 and text in done.stderr, done.stderr
             assert "Traceback" not in done.stderr and "\x1b" not in done.stderr and not done.stdout
             assert sorted(path.name for path in place.iterdir()) == before
+
+
+@pytest.mark.parametrize("command", [
+    ("--version",), ("--help",), ("plan", "product", "--m", "8", "--n", "8", "--k", "8", "--ranks", "2"),
+    pytest.param(("bench", *SMALL), marks=pytest.mark.thorough("a command that starts MPI"))])
+def test_a_full_disk_under_standard_output_is_said_in_a_line(command):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "pmm3d", *command], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and done.stderr.count("standard output cannot be written: No space left") == 1
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("command", [
+    ("pmm3d", "plan", "product", "--m", "8", "--n", "8", "--k", "8", "--ranks", "2", "--json", "x.json"),
+    ("pmm3d", "bench", *SMALL), ("pmm3d.launcher", "-n", "2", "true")])
+def test_a_working_folder_that_was_removed_is_said_in_a_line(tmp_path, command):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    done = subprocess.run(["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", sys.executable, "-m", *command], cwd=gone,
+                          capture_output=True, text=True)
+    [line] = [line for line in done.stderr.splitlines() if "pmm3d" in line]
+    assert done.returncode == 2 and "the working folder cannot be used" in line and not done.stdout
+
+
+MISSPELT = {"PMM3D_TIMOUT": "5", "PMM3D_BLASS": "scipy", "PMM3D_ROOT": "/opt/pmm3d", "PMM3D_JOBS": "jobs"}
+
+
+def test_misspelt_variables_are_noted_once_and_those_of_the_site_are_not(command_worlds, tmp_path):
+    for ranks, command in ((2, ("bench", *SMALL)), (1, ("convert", "none.csv", "x.h5"))):
+        with given(command=command):
+            done = command_worlds(ranks, *command, cwd=tmp_path, env={**MISSPELT, "PMM3D_JOB_FOLDER": ""})
+            assert done.stderr.count("PMM3D_TIMOUT has no effect (did you mean PMM3D_TIMEOUT?)") == 1, done.stderr
+            assert done.stderr.count("PMM3D_BLASS has no effect (did you mean PMM3D_BLAS?)") == 1
+            assert "PMM3D_ROOT" not in done.stderr and "PMM3D_JOBS" not in done.stderr
+    done = subprocess.run([sys.executable, "-m", "pmm3d.launcher", "-n", "2", sys.executable, "-c", "pass"], text=True,
+                          env=os.environ | MISSPELT, capture_output=True)
+    assert done.returncode == 0 and done.stderr.count("PMM3D_TIMOUT") == done.stderr.count("PMM3D_BLASS") == 1
+
+
+@pytest.mark.parametrize("name", ["text", "table"])
+def test_a_table_with_the_name_of_a_command_is_converted(on_ranks, tmp_path, name):
+    (tmp_path / name).write_text("1,2\n3,4\n")
+    done = on_ranks(1, "convert", name, "y.h5", "--no-targets")
+    assert done.returncode == 0 and "wrote y.h5: x 2 x 2" in done.stdout, done.stderr
+    done = on_ranks(1, "convert", "text", name, "z.h5")
+    assert done.returncode == 0 and "wrote z.h5: 8 tokens" in done.stdout, done.stderr
 
 
 def test_a_file_that_cannot_take_the_figures_is_told_after_them(on_ranks):

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import termios
+import time
 from contextlib import suppress
 from dataclasses import replace
 
@@ -17,10 +18,11 @@ from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from pmm3d.tools import output
 from pmm3d.tools.bench import result as results
 from pmm3d.tools.bench import tables
 from pmm3d.tools.commands import app
-from pmm3d.tools.output import FigureTable
+from pmm3d.tools.output import FigureTable, facts
 
 PROGRAM = """
 import sys
@@ -39,8 +41,9 @@ measure.core_rate = core_rate
 measure.SQUARE = 256
 """
 SMALL = ("bench", "--m", "16", "--n", "16", "--k", "16", "--repeat", "1")
-SOON = "from pmm3d.tools.bench import measure\nmeasure.SQUARE = 256\n"
-"""Code that makes the measurement of a core's rate take less than a second."""
+SOON = ("from pmm3d.tools import output\nfrom pmm3d.tools.bench import measure\n"
+        "output.QUIET_SECONDS, measure.SQUARE = 1e6, 256\n")
+"""Code that makes the measurement of a core's rate take less than a second, without lines of progress."""
 
 
 def command(*arguments):
@@ -252,6 +255,44 @@ def test_a_result_is_the_same_from_its_json():
     for reference in (None, results.Reference("torch.matmul", [1.0], 2.0, 0.5)):
         one = replace(result((2, 2, 2)), reference=reference)
         assert results.Result.from_json(one.as_json()) == one
+
+
+def test_no_line_of_a_table_ends_in_blanks_and_no_number_is_without_its_unit(on_ranks):
+    done = on_ranks(1, *SMALL, env={"COLUMNS": "120"})
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and len(lines) > 20 and not any(line.endswith(" ") for line in lines), done.stdout
+    planned = CliRunner().invoke(app, ["plan", "product", *SQUARE], env={"COLUMNS": "80"}).stdout.splitlines()
+    assert len(planned) > 10 and not any(line.endswith(" ") for line in planned)
+    for width in range(30, 60):
+        out = io.StringIO()
+        Console(file=out, width=width).print(facts("", {"memory": "12.5 GiB of matrices in 1.7 s, with 300 MiB left"}))
+        joined = out.getvalue()
+        assert all(pair in joined for pair in ("12.5 GiB", "1.7 s", "300 MiB")) and "\ue000" not in joined, joined
+
+
+def test_a_bar_appears_on_a_terminal_after_a_while_and_leaves_nothing(monkeypatch):
+    monkeypatch.setattr(output, "REFRESH_SECONDS", 0.01)
+    for quiet, shown in ((0.01, True), (1e6, False)):
+        screen = io.StringIO()
+        monkeypatch.setattr(output, "QUIET_SECONDS", quiet)
+        monkeypatch.setattr(output, "console", lambda stream: Console(file=screen, width=80, force_terminal=True))
+        with output.bar("plan gpt") as tell:
+            for done in range(400):
+                tell(done, 400, "grids")
+                if "of 400 grids" in screen.getvalue():
+                    break
+                time.sleep(0.025 * shown)
+        assert ("plan gpt" in screen.getvalue() and "of 400 grids" in screen.getvalue()) == shown
+        assert without_colours(screen.getvalue()).endswith("\r") == shown or not shown
+
+
+def test_a_measurement_says_on_a_file_where_it_is(monkeypatch, capsys):
+    """By the calls of the measurement alone: no thread takes a core from it."""
+    monkeypatch.setattr(output, "QUIET_SECONDS", -1.0)
+    with output.progress("bench", True, 3) as tell:
+        for stage in ("the GEMM alone", "product 1 of 2", "product 2 of 2"):
+            tell(stage, 1)
+    assert capsys.readouterr().err == "pmm3d bench: the GEMM alone\n"
 
 
 def test_a_command_gives_standard_output_back():

@@ -76,7 +76,7 @@ def test_a_grid_that_does_not_fit_and_a_folder_that_is_none(doctor, tmp_path):
 
 def test_a_folder_that_cannot_be_written_and_a_grid_that_needs_more_ranks_than_one(doctor, tmp_path):
     done = doctor(1, "--folder", "/proc", "--json", tmp_path / "no" / "such.json", "--grid", "2x2x2")
-    assert done.returncode == 2 and "needs 8 ranks; the communicator has 1" in done.stdout
+    assert done.returncode == 2 and "needs 8 ranks, and there is 1" in done.stdout
     assert "rank 0 cannot write there" in done.stdout and "--json" in done.stdout and "another path" in done.stdout
 
 

@@ -237,6 +237,48 @@ def test_errors_and_help_teach(capsys):
         assert ended.value.code == code and text in said.out + said.err
 
 
+WRONG = [
+    (("nope.py",), {}, "there is no file 'nope.py'"),
+    ((".",), {}, "there is no executable file '.'"),
+    (("no-such-program",), {}, "there is no executable file 'no-such-program'"),
+    (("plain",), {}, "there is no executable file 'plain'"),
+    (("-m", "no_such_package.train"), {}, "there is no module 'no_such_package'"),
+    (("nope.py",), {"PMM3D_MPIEXEC": 'srun "--mpi=pmix'}, "a quote is not closed"),
+    (("nope.py",), {"PMM3D_MPIEXEC": " "}, "it is blank"),
+]
+
+
+def test_what_cannot_run_is_said_in_a_line_before_mpiexec(tmp_path, monkeypatch, capsys):
+    (tmp_path / "plain").touch()
+    monkeypatch.chdir(tmp_path)
+    for program, variables, text in WRONG:
+        with given(program=program, variables=variables), monkeypatch.context() as patch, \
+                pytest.raises(SystemExit) as ended:
+            patch.delenv("PMM3D_MPIEXEC", raising=False)
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            patch.setattr(launcher, "run", lambda *_: pytest.fail("mpiexec was started"))
+            launcher.main(["-n", "2", *program])
+        said = capsys.readouterr()
+        assert ended.value.code == 2 and text in said.err and said.err.count("\n") == 1 and not said.out
+
+
+def test_programs_that_the_machine_has_are_run(tmp_path, monkeypatch):
+    (tmp_path / "here.py").touch()
+    make_program(tmp_path / "beside")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launcher, "run", lambda *_: 0)
+    for program in (["here.py"], [str(tmp_path / "here.py")], ["./beside"], ["beside"], ["true"], ["-m", "json.tool"]):
+        assert launcher.main(["-n", "2", *program]) == 0
+
+
+def test_show_quotes_for_the_shell(monkeypatch, capsys):
+    monkeypatch.setattr(launcher, "environment", lambda *_: {"NEW": "two words"})
+    assert launcher.main(["-n", "2", "--mpiexec", "false", "--show", "my program.py"]) == 0
+    said = capsys.readouterr().out
+    assert "NEW='two words'" in said and "'my program.py'" in said
+
+
 def test_import_needs_the_standard_library_only():
     code = "import pmm3d.tools.launcher, sys; assert not {'numpy', 'mpi4py'} & set(sys.modules)"
     path = os.pathsep.join(filter(None, sys.path))

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from loops import given
@@ -17,11 +18,13 @@ from pmm3d.model.gpt import GPT, rank_by_axonn
 from pmm3d.model.machines.reading import as_toml, load
 from pmm3d.model.product_costs import ProductCosts
 from pmm3d.nn.training.dry_step import DrySteps
+from pmm3d.tools import output
 from pmm3d.tools.commands import app
 from pmm3d.tools.plan.curves import AS_IT_IS, Curve, Point, draw_curves
 from pmm3d.tools.plan.options import chosen_machine
 from pmm3d.tools.plan.ranking import choice, draw, dropped_lines, shown_of
 
+ROOT = Path(__file__).parents[2]
 WIDE = {"COLUMNS": "160"}
 SMALL = ("gpt", "--layers", "2", "--hidden", "64", "--sequence", "32", "--batch", "32", "--heads", "4",
          "--vocabulary", "128")
@@ -183,6 +186,41 @@ def test_what_cannot_be_answered_is_said_in_a_line():
     for arguments, words in UNANSWERABLE:
         with given(arguments=arguments):
             assert words in refused(*arguments, "--ranks", 4)
+
+
+TOO_LARGE = [
+    (("product", "--m", 10, "--n", 5, "--k", 5, "--ranks", 99_999_999_999), "1048576"),
+    (("product", "--m", 2**41, "--n", 5, "--k", 5, "--ranks", 4), str(2**40)),
+    ((*SMALL, "--ranks", 2**21), "1048576"),
+    (("gpt", "--layers", 2**41, "--hidden", 64, "--sequence", 8, "--batch", 8, "--ranks", 4), str(2**40)),
+    (("train", "x.toml", "--ranks", 2**21), "1048576"),
+    (("pipeline", "--ranks", 2**21, "--micro-batches", 4), "1048576"),
+    (("pipeline", "--ranks", 1024, "--micro-batches", 1024), "262,144"),
+]
+
+
+def test_sizes_have_limits():
+    for arguments, limit in TOO_LARGE:
+        with given(arguments=arguments):
+            done = CliRunner().invoke(app, ["plan", *map(str, arguments)], env=WIDE)
+            assert done.exit_code == 2 and limit in done.output and "Traceback" not in done.output, done.output
+            assert not isinstance(done.exception, MemoryError)
+
+
+def test_a_plan_speaks_of_a_job_and_its_options():
+    """No communicator, no limit of 2^63 bytes that nobody gave."""
+    said = refused("product", "--m", 10**12, "--n", 10**12, "--k", 10**12, "--ranks", 4)
+    assert "9,223,372,036" not in said and "matmul" not in said and "more ranks" in said
+    assert "and there are 4" in refused("train", ROOT / "apps" / "digits.toml", "--features", 64, "--classes", 10,
+                                        "--ranks", 4, "--grid", "3x3x3")
+
+
+def test_progress_counts_the_grids(monkeypatch):
+    monkeypatch.setattr(output, "QUIET_SECONDS", 0.01)
+    monkeypatch.setattr(output, "LINE_SECONDS", 0.01)
+    done = CliRunner().invoke(app, ["plan", *map(str, SMALL), "--ranks", "4", "--machine", "frontier"], env=WIDE)
+    assert done.exit_code == 0 and re.search(r"^pmm3d plan gpt: [0-9]+ of [0-9]+ grids, ", done.stderr, re.M)
+    assert "pmm3d plan" not in done.stdout
 
 
 def test_each_command_refuses_the_options_of_the_others():

@@ -8,6 +8,7 @@ from loops import given, looped
 from typer.testing import CliRunner
 
 from pmm3d.nn.pipeline import PipelineSchedule, one_f_one_b, schedule_names, with_messages
+from pmm3d.tools import output
 from pmm3d.tools.commands import app
 
 DATA = Path(__file__).parents[1] / "nn" / "pipeline" / "data"
@@ -122,6 +123,15 @@ def test_a_picture_of_any_kind(tmp_path):
         assert (tmp_path / name).read_bytes().startswith(begins) and f"{name}" in said
 
 
+def test_progress_names_the_schedule(monkeypatch):
+    monkeypatch.setattr(output, "QUIET_SECONDS", 0.01)
+    monkeypatch.setattr(output, "LINE_SECONDS", 0.01)
+    done = invoked("--ranks", 8, "--micro-batches", 16)
+    assert done.exit_code == 0 and "of 14 schedules: zb-" in done.stderr and "of 14" not in done.stdout
+    assert "pmm3d plan pipeline: working, " in invoked("--ranks", 8, "--micro-batches", 16, "--schedule",
+                                                       "zb-2p").stderr
+
+
 def test_the_help_names_every_schedule():
     said = " ".join(invoked("--help").stdout.replace("│", " ").split())
     assert all(f"{name}," in said or f"{name};" in said for name in schedule_names())
@@ -145,6 +155,7 @@ UNANSWERABLE = [
     (("--schedule", "1f1b", *SMALL, "--picture", "x.mp3"), "the name of a picture ends in one of"),
     (("--schedule", "1f1b", *SMALL, "--json", "none/x.json"), "cannot write none/x.json"),
     (("--schedule", "dualpipe", "--ranks", 3, "--micro-batches", 6), "dualpipe needs an even number of ranks"),
+    ((*SMALL, "--forward", 0, "--backward", 0, "--weight", "0,0"), "all times are 0"),
 ]
 
 

@@ -328,7 +328,7 @@ def test_of_4096_ranks_few_steps_are_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments, said", [
-    (("--grid", "3x1x1", *SAMPLES), "needs 3 ranks; the communicator has 8"),
+    (("--grid", "3x1x1", *SAMPLES), "needs 3 ranks, and there are 8"),
     (("--grid", "auto", "--data", 2, *SAMPLES), "--data needs a named --grid"),
     (("--data", 2, *SAMPLES), "--data needs a named --grid"),
     (("--beside", "real.json", *SAMPLES), "give --trace too"),

@@ -279,7 +279,7 @@ def test_samples_and_predictions_may_be_tables(pmm3d, trained, tmp_path):
     np.savetxt(tmp_path / "x.csv", x, delimiter=",", header="a,b,c,d,e", comments="", fmt="%.9g")
     assert pmm3d("predict", "run", "x.h5", "--out", "right.h5").returncode == 0
     done = pmm3d("predict", "run", "x.csv", "--out", "out.csv", ranks=2)
-    assert done.returncode == 0 and "wrote out.csv" in done.stdout, done.stderr
+    assert done.returncode == 0 and "wrote out.csv: probabilities" in done.stdout, done.stderr
     right = predicted(tmp_path / "right.h5")
     with open(tmp_path / "out.csv") as file:
         first, *lines = csv.reader(file)

@@ -9,6 +9,7 @@ from math import log2
 
 from ...errors import Pmm3dError
 from ...layout import itemsize
+from ...text import counted
 from ..node_map import GATHERS_FROM, NEVER
 from .figures import Gemms, InSteps, Measured, Pass
 from .groups import Group
@@ -165,7 +166,7 @@ class Machine:
         found = replace(self, ranks_per_node=number)
         if not self.collectives:
             return found
-        source = f"by laws: collectives were measured with {self.ranks_per_node} ranks a node"
+        source = f"by laws: collectives were measured with {counted(self.ranks_per_node, 'rank')} a node"
         return replace(found, collectives=(), sources={**self.sources, "collectives": source})
 
     @cached_property

@@ -8,6 +8,7 @@ from os import PathLike, fspath
 
 from ...errors import hint
 from ...layout import PIPE
+from ...text import counted
 from .schedules import BY_NAME
 from .simulation import Times
 from .table import PipelineError, PipelineSchedule, check
@@ -81,15 +82,15 @@ def table_of(source: Schedule, ranks: int, micro_batches: int | None, chunks: in
     idle = sorted({*range(ranks)} - {*table.stages.values()})
     lengths = [len(chain) for chain in table.chains]
     if table.ranks != ranks:
-        raise PipelineError(f"{table.name} is a table of {table.ranks} ranks, but the axis {PIPE} of the grid has "
-                            f"{ranks}. Make the grid with pipe={table.ranks}")
+        raise PipelineError(f"{table.name} is a table of {counted(table.ranks, 'rank')}, but the axis {PIPE} of the "
+                            f"grid has {ranks}. Make the grid with pipe={table.ranks}")
     if idle or len({*lengths}) > 1:
         problem = f"rank {idle[0]} has no stage" if idle else f"micro-batches pass through {lengths} stages"
         raise PipelineError(f"{table.name}: {problem}. Each rank needs a stage, and all copies of the network need the "
                             "same number of stages")
     if micro_batches not in (None, table.micro_batches):
-        raise PipelineError(f"{table.name} is a table of {table.micro_batches} micro-batches, but the step has "
-                            f"{micro_batches}")
+        raise PipelineError(f"{table.name} is a table of {counted(table.micro_batches, 'micro-batch')}, but the step "
+                            f"has {micro_batches}")
     return table
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ...layout import part_sizes
+from ...text import counted
 from .table import PipelineAction, PipelineError, PipelineSchedule, check_sizes
 from .v_shaped import v_half, v_min, zb_v
 from .zero_bubble import zb_1p, zb_2p
@@ -198,7 +199,8 @@ def dualpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     if ranks % 2 or micro_batches % 2 or micro_batches < 2 * ranks:
         raise PipelineError("dualpipe needs an even number of ranks, an even number of micro-batches, and at least two "
-                            f"micro-batches for each rank; got {ranks} ranks and {micro_batches} micro-batches")
+                            f"micro-batches for each rank; got {counted(ranks, 'rank')} and "
+                            f"{counted(micro_batches, 'micro-batch')}")
     tables = []
     for rank in range(ranks):
         stages, firsts = (rank, 2 * ranks - 1 - rank), (0, micro_batches // 2)
@@ -221,8 +223,8 @@ def dualpipe_v(ranks: int, micro_batches: int) -> PipelineSchedule:
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     if micro_batches < 2 * ranks:
-        raise PipelineError(f"dualpipe-v needs at least two micro-batches for each rank; got {ranks} ranks and "
-                            f"{micro_batches} micro-batches")
+        raise PipelineError(f"dualpipe-v needs at least two micro-batches for each rank; got {counted(ranks, 'rank')} "
+                            f"and {counted(micro_batches, 'micro-batch')}")
     return PipelineSchedule.of("dualpipe-v", [
         _both_ways(ranks, rank, micro_batches, (rank, 2 * ranks - 1 - rank), (0, 0)) for rank in range(ranks)])
 

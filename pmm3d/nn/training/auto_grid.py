@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import platform
 from dataclasses import dataclass
 from typing import Any
 
 from mpi4py import MPI
 
 from ...arrays import library_named
-from ...comm import Grid, Processes, machine_here
+from ...comm import Grid, Processes, free_memory, machine_here
 from ...errors import GridError
 from ...model import machine as host
 from ...model.candidates import Candidate
@@ -74,7 +73,7 @@ def chosen_grid(config: Config, comm: MPI.Intracomm) -> Choice:
         assert processes is not None
         on_host = library_named(config.network.library).on_host
         known = machine_here(grid.comm, processes.per_node(), grid.hosts, on_host=on_host)
-        limit = room(grid)[0] or None if on_host else None
+        limit = free_memory(grid)[0] or None if on_host else None
         choice: Choice | None = None
         with grid.collective_call("grid.shape", always=True):
             if grid.rank == 0:
@@ -82,12 +81,6 @@ def chosen_grid(config: Config, comm: MPI.Intracomm) -> Choice:
         choice = grid.comm.bcast(choice)
         assert choice is not None
         return choice
-
-
-def room(grid: Grid) -> tuple[int, str]:
-    """Return (free bytes a rank, name of the host) of the host that has least; (0, "") if unknown. Collective."""
-    answers = grid.comm.allgather((host.available_memory() // grid.local_size, platform.node()))
-    return min([answer for answer in answers if answer[0]], default=(0, ""))
 
 
 def _choice(config: Config, processes: Processes, known: Machine | None, limit: int | None, on_host: bool) -> Choice:

@@ -10,10 +10,10 @@ from typing import Any
 from mpi4py import MPI
 
 from ...arrays import library_named, take_device
-from ...comm import Grid
+from ...comm import Grid, free_memory
 from ...io import Checkpoints, Loader, TokenDataSet
 from ...layout import SEQ, ULYSSES
-from ...text import in_bytes
+from ...model.machine import lack_of_memory
 from ..dry import dry_grid
 from ..module import Module
 from ..overlap import Overlap
@@ -22,7 +22,7 @@ from ..pipeline.named import is_file
 from ..pipeline.network import Pipeline
 from ..tape import Tape
 from ..transformer import row_positions, token_layout
-from .auto_grid import Choice, chosen_grid, room
+from .auto_grid import Choice, chosen_grid
 from .config import Config
 from .dry_step import DrySteps
 from .log import RunLog, logger
@@ -125,10 +125,9 @@ def _predict_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnNe
     grid.ledger.predict(f"training of {name} with batches of {batch}", total)
     if not library_named(config.network.library).on_host:
         return
-    (share, host), total = room(grid), max(grid.comm.allgather(total))
-    if 0 < share < total and grid.rank == 0:
-        logger.warning(f"training is predicted to take {in_bytes(total)} on a rank; host {host} has {in_bytes(share)} "
-                       "free for each of its ranks. Use more nodes, another grid, smaller batches or network.recompute")
+    lack = lack_of_memory("training", max(grid.comm.allgather(total)), *free_memory(grid))
+    if lack and grid.rank == 0:
+        logger.warning(f"{lack}. Use more nodes, another grid, smaller batches or network.recompute")
 
 
 def _check_tables(network: Pipeline, loader: Loader) -> None:

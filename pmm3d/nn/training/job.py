@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from ...errors import CheckpointError, Pmm3dError, printable
 from ...model.environment import job_restarts
-from ...text import names_in_words
+from ...text import counted, names_in_words
 from .signals import Signals
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _targets(run: Trainer, config: Config) -> str:
         return f"tokens {section.inputs!r}: a vocabulary of {found['outputs']}, sequences of {section.sequence}"
     if found["loss"] != "cross_entropy":
         return f"targets {config.data.targets!r}: {found['outputs']} values a row, by the loss {found['loss']}"
-    classes = f"targets {config.data.targets!r}: labels of {found['outputs']} classes"
+    classes = f"targets {config.data.targets!r}: labels of {counted(found['outputs'], 'class')}"
     if found["class_names"]:
         return f"{classes} ({names_in_words(found['class_names'])})"
     return classes + ("" if config.training.loss == "cross_entropy" or config.data.classes else

@@ -18,6 +18,7 @@ import numpy as np
 from ...errors import Pmm3dError
 from ...io.lock import RunLock
 from ...product import DistMatrix
+from ...text import counted, shell_command
 from ..contexts import unchanged
 from .evaluation import Batch, Evaluation, first_non_finite, loss_named
 from .log import METRICS, RunLog, logger, on_first
@@ -375,11 +376,12 @@ class Trainer:
         """Return a line about the training that `run` will do."""
         left, end = self.steps_left(), self.recipe.epochs
         if not left:
-            done = f"{end} epochs" if not self.spent else f"{self.step} steps"
-            return f"nothing left to train: {done} are done"
+            done = counted(self.step, "step") if self.spent or end is None else counted(end, "epoch")
+            return f"nothing left to train: {done} done"
         until = f"epochs {self.loader.epoch + 1} to {end}" if end is not None else f"from epoch {self.loader.epoch + 1}"
-        return (f"training {self.state.network.size:,} parameters on grid {self.grid.shape}, {self.grid.size} ranks: "
-                f"{len(self.loader)} batches an epoch, {until}, {left} steps to go")
+        return (f"training {counted(self.state.network.size, 'parameter')} on grid {self.grid.shape}, "
+                f"{counted(self.grid.size, 'rank')}: {counted(len(self.loader), 'batch')} an epoch, {until}, "
+                f"{counted(left, 'step')} to go")
 
     def summary(self, again: str = "") -> str:
         """Text about the result of the run.
@@ -393,7 +395,7 @@ class Trainer:
         -------
         str
         """
-        lines = [f"{self.step} steps, {self.loader.epoch} epochs"]
+        lines = [f"{counted(self.step, 'step')}, {counted(self.loader.epoch, 'epoch')}"]
         if self.request >= END:
             name = next(signal.name for signal, request in REQUESTS.items() if request == self.request)
             lines = [f"not finished: {name} stopped the run at step {self.step} of {self.step + self.steps_left()}"]
@@ -402,15 +404,15 @@ class Trainer:
             lines.append(f"checkpoint of step {self.saved} in {self.checkpoints.folder}")
         if self.request >= END and again:
             ranks = self.grid.size
-            lines.append(f"to resume: {again}" if ranks == 1 else "to resume, on the same number of ranks: python -m "
-                         f"pmm3d.launcher -n {ranks} -m {again} (or the site's launcher)")
+            lines.append(f"to resume: {again}" if ranks == 1 else "to resume, on this or another number of ranks: "
+                         f"python -m pmm3d.launcher -n {ranks} -m {again} (or the site's launcher)")
         if self.request < END and self.log is not None:
             from ...io import TokenDataSet
 
             folder = self.log.folder
-            lines.append(f"figures in {folder / METRICS}; a page of all: pmm3d report {folder}")
+            lines.append(f"figures in {folder / METRICS}; a page of all: {shell_command('pmm3d', 'report', folder)}")
             files = "FILE.h5 (or .csv) --out OUT.h5 (or .csv)"
             asked = "--prompt TEXT" if isinstance(self.loader.data, TokenDataSet) else files
-            lines.append(f"predictions: pmm3d predict {folder} {asked}; weights for torch: pmm3d export {folder} "
-                         "FILE.safetensors")
+            lines.append(f"predictions: {shell_command('pmm3d', 'predict', folder)} {asked}; weights for torch: "
+                         f"{shell_command('pmm3d', 'export', folder, 'FILE.safetensors')}")
         return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import ceil, gcd
@@ -16,6 +16,7 @@ from ...model.grid_search import grids_4d
 from ...model.machines import Group, Machine, groups_of
 from ...model.simulation import simulate
 from ...model.simulation.replay import tasks, terms_of
+from ...text import counted
 from .config import Config
 from .dry_step import DrySteps
 from .network import described
@@ -44,13 +45,15 @@ SMALL = tuple(GridShape(*sizes) for sizes in (
     (2, 2, 2, 2), (2, 2, 1, 2), (1, 1, 2, 2), (2, 2, 1), (1, 1, 1, 2), (1, 1, 1)))
 """Grids for the rough simulation, which uses the first one on which the network runs."""
 UNLIMITED = 2**62
+Tell = Callable[[int, int, str], None]
 
 
 def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | None = None,
                   samples: tuple[int, ...] | SampleSizes | None = None, top: int = TOP, actions: int = ACTIONS,
                   run: int | None = None, pipes: Collection[int] = (1,), seqs: Collection[int] = (1,),
                   activations: Sequence[str] = (), recompute: Sequence[str | int] = (),
-                  grids: Sequence[GridShape] = (), also: Sequence[GridShape] = ()) -> Ranking:
+                  grids: Sequence[GridShape] = (), also: Sequence[GridShape] = (), tell: Tell = lambda *told: None
+                  ) -> Ranking:
     """Rank grids of exactly that number of ranks by the simulated seconds of a step on the first rank, which has the
     largest part of everything. The step is a dry run of the code that trains.
 
@@ -68,6 +71,7 @@ def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | 
                  Default: as configured
     grids        the only grids to simulate. Default: all
     also         grids to simulate besides the others
+    tell         a function that is called with (number of grids done, number of grids, "grids")
 
     A rough simulation (`ScaledStep`) selects the grids. Other grids are neither candidates nor dropped. A preset is
     preferred to a grid that is faster by 2% or less. Ties: less memory, then fewer ranks along x, y, z.
@@ -87,7 +91,7 @@ def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | 
                         f"{' or '.join(map(str, products))}: use a multiple of it")
     planner = _Planner(dry_steps(config, machine, limit, samples), ranks, machine, limit, run, longer, activations,
                        recompute)
-    return planner.ranking(top, actions, grids, also)
+    return planner.ranking(top, actions, grids, also, tell)
 
 
 def dry_steps(config: Config, machine: Machine, limit: int | None = None,
@@ -177,7 +181,8 @@ class _Planner:
     def _alone(self) -> DrySteps:
         return self.whole.unscheduled.of_network({"recompute": self.recompute[0]} if self.recompute else {})
 
-    def ranking(self, top: int, actions: int, grids: Sequence[GridShape], also: Sequence[GridShape]) -> Ranking:
+    def ranking(self, top: int, actions: int, grids: Sequence[GridShape], also: Sequence[GridShape], tell: Tell
+                ) -> Ranking:
         possible = [*grids] or [*self._grids(self.ranks)]
         idle = {grid: reason for grid in possible for reason in [self._idle(grid)] if reason}
         every = [grid for grid in possible if grid not in idle]
@@ -190,7 +195,10 @@ class _Planner:
             order = [grid for grid in order if grid not in left_out]
             first = order[: max(top, actions // len(self.rough.step.actions))]
             chosen = [*dict.fromkeys([*first, *presets, *(grid for grid in also if not self._idle(grid))])]
-        tried = [each for grid in chosen for each in self.tried(grid)]
+        tried = list[Candidate]()
+        for number, grid in enumerate(chosen):
+            tell(number, len(chosen), "grids")
+            tried += self.tried(grid)
         if all(each.why_not for each in tried):
             tried += [each for grid in sorted(order, key=self._held)[:top] if grid not in chosen
                       for each in self.tried(grid)]
@@ -358,19 +366,19 @@ class _Planner:
             name += f" ({samples.features}-{samples.outputs})"
         batches = f"{self.micro_batches} micro-batches" if self.micro_batches > 1 else "a batch"
         length = self.config.data.sequence
-        unit = "rows" if length is None else f"sequences of {length:,} tokens"
+        unit = "rows" if length is None else f"sequences of {counted(length, 'token')}"
         return f"a training step of {name} on {batches} of {self.whole.rows:,} {unit}"
 
     def _nothing_fits(self, dropped: list[Candidate]) -> str:
         """Return the message for a step that fits on no grid."""
         tried = [each for each in dropped if each.memory]
         if not tried:
-            return f"no grid of {self.ranks} ranks is left: {dropped[0].why_not}"
+            return f"no grid of {counted(self.ranks, 'rank')} is left: {dropped[0].why_not}"
         least = min(tried, key=lambda each: (sum(each.memory.values()), _order(each.grid)))
         kinds = ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in least.memory.items())
-        return (f"no grid of {self.ranks} ranks holds {self._what()} within {self.limit:,} bytes a rank: grid "
-                f"{least.grid}, which needs least, has {sum(least.memory.values()):,} on its first rank ({kinds}). "
-                f"{self._enough()}. Or take smaller batches or more grid.micro_batches, "
+        return (f"no grid of {counted(self.ranks, 'rank')} holds {self._what()} within {self.limit:,} bytes a rank: "
+                f"grid {least.grid}, which needs least, has {sum(least.memory.values()):,} on its first rank "
+                f"({kinds}). {self._enough()}. Or take smaller batches or more grid.micro_batches, "
                 "network.recompute, overlap.reshard_after_forward or overlap.shared_weights, optimizer.shard_over_data")
 
     def _enough(self) -> str:

@@ -26,7 +26,7 @@ from ...io.text import BYTES, Tokenizer
 from ...layout import GridShape, batch_layout
 from ...product import DistMatrix
 from ...product.new_hdf5 import NewHdf5
-from ...text import names_in_words
+from ...text import names_in_words, shell_command
 from ..contexts import unchanged
 from ..from_checkpoint import fill_weights, find_checkpoint
 from ..module import Module
@@ -211,14 +211,14 @@ def _inputs(grid: Grid, asked: Asked, known: Recalled) -> Iterator[Inputs]:
     """Context of the samples, after checks against the network. Collective."""
     with grid.collective_call("predict", str(asked.source), asked.inputs, asked.batch_size, always=True):
         if known.config.data.sequence is not None:
-            raise DataError(f"the network of {asked.run} takes tokens and continues a text: pmm3d predict {asked.run} "
-                            '--prompt "TEXT"')
+            raise DataError(f"the network of {asked.run} takes tokens and continues a text: "
+                            + shell_command("pmm3d", "predict", asked.run, "--prompt", "TEXT"))
         take_device(known.config.network.library, grid.local_rank)
         inputs = Inputs(grid, asked, known)
         if asked.origin is not None and inputs.features == known.samples.features + 1:
+            command = shell_command("pmm3d", "convert", asked.named, "FILE.h5")
             raise DataError(f"{asked.named} has one column more than the {known.samples.features} inputs. If it is the "
-                            f"target, run pmm3d convert {asked.named} FILE.h5 (--classes for labels), and predict from "
-                            "FILE.h5")
+                            f"target, run {command} (--classes for labels), and predict from FILE.h5")
         if inputs.features != known.samples.features:
             raise DataError(f"{asked.named}: data set {inputs.dataset.name[1:]!r} has {inputs.features} features a "
                             f"row, the network of {asked.run} takes {known.samples.features}. Give the columns of the "

@@ -20,7 +20,7 @@ from ...layout import PIPE, itemsize
 from ...model import machine
 from ...model.environment import job_id
 from ...product import DistMatrix
-from ...text import spans
+from ...text import counted, spans
 from ..containers import MLP
 from ..dry import finish_all
 from ..module import Module
@@ -67,7 +67,7 @@ class RunRecord:
             self._store("failed")
             raise
         state = "finished" if self._run.done else "ended by a signal"
-        self._event(state, f"after {self._run.counts['steps']} steps")
+        self._event(state, f"after {counted(self._run.counts['steps'], 'step')}")
         self._write(state)
 
     def _begin(self) -> None:
@@ -91,7 +91,7 @@ class RunRecord:
                 settings=json.loads(json.dumps(run.settings, default=str)), **device_facts(grid, devices),
                 hosts=[schema.Host(name=host.name, ranks=spans(host.ranks), cores=host.cores) for host in nodes])
             what = "resumed" if self.resumed_from else "started"
-            self._event(what, f"{self.resumed_from or 'anew'}, on {grid.size} ranks, grid {grid.shape}")
+            self._event(what, f"{self.resumed_from or 'anew'}, on {counted(grid.size, 'rank')}, grid {grid.shape}")
             if self.retired:
                 self._event("retired", ", ".join(self.retired))
         self._write("running")

@@ -12,10 +12,11 @@ import typer
 from ...layout import MATRIX_DTYPES
 from ...model import ranked_grids
 from ...model.planning import OVERLAPS
+from ...text import counted, names_in_words
 from ..output import check_writable, progress, say_written, write_json
 from ..plots import check_picture
-from ..ranks import all_ranks, on_first, one_of
-from ..terminal import console
+from ..ranks import MOST_BYTES, all_ranks, on_first, one_of, size
+from ..terminal import console, say
 from .result import TF32
 
 if TYPE_CHECKING:
@@ -28,9 +29,9 @@ DTYPES = *MATRIX_DTYPES, TF32
 
 
 def bench_command(
-    m: Annotated[int, typer.Option(min=0, help="Rows of A and C.")] = 4096,
-    n: Annotated[int, typer.Option(min=0, help="Columns of B and C.")] = 4096,
-    k: Annotated[int, typer.Option(min=0, help="Columns of A, rows of B.")] = 4096,
+    m: Annotated[int, size(0, "Rows of A and C.")] = 4096,
+    n: Annotated[int, size(0, "Columns of B and C.")] = 4096,
+    k: Annotated[int, size(0, "Columns of A, rows of B.")] = 4096,
     grid: Annotated[str, typer.Option(help="auto: the grid with the lowest modelled time; GxxGyxGz, as in 2x2x2; "
                                            "all: compare every grid of all ranks and the grid of auto, which may "
                                            "leave ranks idle.")] = "auto",
@@ -46,23 +47,23 @@ def bench_command(
     shared: Annotated[bool, typer.Option("--shared", help="Store A and B in memory that the ranks of a node share. "
                                                           "Products read them in place, and nothing is "
                                                           "gathered.")] = False,
-    repeat: Annotated[int, typer.Option(min=1, help="Number of timings. The median counts. On a GPU one timing "
-                                                    "covers many products.")] = 7,
+    repeat: Annotated[int, size(1, "Number of timings. The median counts. On a GPU one timing "
+                                   "covers many products.")] = 7,
     reference: Annotated[str, typer.Option(help="Array library (as for --array) whose matmul is timed in turns with "
                                                 "the product. One rank only.")] = "",
     verify: Annotated[str, typer.Option(callback=one_of("auto", "freivalds", "exact", "none"),
                                         help="freivalds: a randomized check; exact: also compare a product of integers "
                                              "exactly; auto: exact for a small product, otherwise freivalds; "
                                              "none.")] = "auto",
-    panels: Annotated[int | None, typer.Option(min=1, help="Number of panels along k. The messages of one panel run "
-                                                           "during the GEMM of another. --max-workspace may raise the "
-                                                           "number. Default: 1.")] = None,
+    panels: Annotated[int | None, size(1, "Number of panels along k. The messages of one panel run "
+                                          "during the GEMM of another. --max-workspace may raise the "
+                                          "number. Default: 1.")] = None,
     overlap: Annotated[str, typer.Option(callback=one_of(*OVERLAPS),
                                          help="none; decomposed: rows of A are multiplied as they arrive, and rows of "
                                               "C are sent when they are computed; auto: none on one node, decomposed "
                                               "across nodes if that is possible.")] = "auto",
-    max_workspace: Annotated[int | None, typer.Option(min=0, help="Limit of a rank's work arrays, in bytes. Default: "
-                                                                  "no limit.")] = None,
+    max_workspace: Annotated[int | None, size(0, "Limit of a rank's work arrays, in bytes. Default: "
+                                                 "no limit.", MOST_BYTES)] = None,
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file, as a list for --grid all; - is "
                                                    "standard output.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the parts of the time into this file (.png, .pdf, "
@@ -106,6 +107,10 @@ def bench_command(
         results = _run_all(case, comm, grid, trace, timeout)
         if comm.rank == 0:
             print_results(results, console(sys.stdout))
+            if fewer := [f"{counted(each.panels, 'panel')} on {each.shape}" for each in results
+                         if each.panels < (panels or 1)]:
+                say(f"--panels {panels:,}: only {names_in_words(fewer)}. A rank has at most a panel for each of its "
+                    "columns of A, and one panel if it gathers nothing")
             if json:
                 records = [result.as_json() for result in results]
                 write_json(json, records if grid == "all" else records[0])

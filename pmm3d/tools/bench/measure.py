@@ -15,13 +15,15 @@ from threadpoolctl import threadpool_limits
 
 from ...arrays import NumpyLibrary, check_matrix_dtype, library_here, library_named, take_device
 from ...arrays.blas_choice import is_measured
-from ...comm import Grid, Host, hosts, mpi_name
-from ...errors import DTypeError, Pmm3dError
+from ...comm import Grid, Host, free_memory, hosts, mpi_name
+from ...errors import DTypeError, OutOfMemoryError, Pmm3dError
 from ...layout import FIRST, Layout
-from ...model import ProductPlan, lower_bound, machine, ranking
+from ...model import ProductPlan, lower_bound, machine
+from ...model.machine import lack_of_memory
 from ...model.machines import flop_of
 from ...product import DistMatrix, matmul, verify
 from ...product.multiply import plan_for
+from ...text import counted
 from ..timing import GemmOperands, Timer, Work, core_share, gemm_rate
 from .result import NOT_ASKED_FOR, PRODUCT, Case, Environment, Limit, Reference, Result
 
@@ -48,12 +50,24 @@ def run(case: Case, comm: MPI.Intracomm, shape: Any = "auto", *, tell: Tell = la
     with Grid(comm, shape, product=case.product, dtype=case.dtype, trace=bool(trace), **options) as grid:
         say = tell if grid.rank == 0 else (lambda text: None)
         take_device(case.array, grid.local_rank)
-        grid.ledger.predict("A, B, C and work arrays", ranking.memory(case.product, grid.shape, case.dtype))
+        _check_memory(case, grid)
         say(f"grid {grid.shape}: making A and B")
         result = _measure(case, grid, *operands(grid, case), say, limit)
         if trace:
             grid.write_trace(trace)
         return result
+
+
+def _check_memory(case: Case, grid: Grid) -> None:
+    """Store the predicted memory for the message of an OutOfMemoryError. Raise one, on all ranks, if the hosts have
+    less. With panels or a limit of the work arrays, only the matrices are counted. Collective."""
+    plan = ProductPlan(*case.product, case.dtype, grid.shape)
+    fixed = plan.memory - plan.workspace * bool(case.panels or case.max_workspace)
+    grid.ledger.predict("A, B, C and work arrays", plan.memory)
+    free, host = free_memory(grid)
+    with grid.collective_call("bench: memory", always=True):
+        if library_named(case.array).on_host and (lack := lack_of_memory("the product", fixed, free, host)):
+            raise OutOfMemoryError(f"{lack}. Use more nodes, smaller --m, --n and --k, or a --dtype of fewer bytes")
 
 
 def operands(grid: Grid, case: Case) -> tuple[DistMatrix, DistMatrix]:
@@ -301,6 +315,6 @@ def _advice(blas: machine.Blas, processor: machine.Cpu, nodes: list[Host]) -> st
     crowded = [host for host in nodes if blas.threads > 1 and len(host.ranks) * blas.threads > host.cores]
     for host in crowded[:1]:
         threads, ranks = len(host.ranks) * blas.threads, len(host.ranks)
-        told.append(f"{threads} BLAS threads of {ranks} ranks take turns on {host.cores} cores ({host.name}): set "
-                    f"{', '.join(machine.THREAD_COUNTS)} to {max(1, host.cores // ranks)}")
+        told.append(f"{threads} BLAS threads of {counted(ranks, 'rank')} take turns on {counted(host.cores, 'core')} "
+                    f"({host.name}): set {', '.join(machine.THREAD_COUNTS)} to {max(1, host.cores // ranks)}")
     return "\n".join(filter(None, told)) or None

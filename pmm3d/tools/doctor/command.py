@@ -17,9 +17,9 @@ from rich.table import Column, Table
 
 from ...errors import Pmm3dError, printable
 from ...model.environment import task_rank, tasks_in_environment
-from ..output import reserve_stdout, write_json
+from ..output import Trimmed, reserve_stdout, write_json
 from ..ranks import start_mpi
-from ..terminal import console
+from ..terminal import console, joined
 from .finding import Examination, Finding, Verdict
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def print_examination(examination: Examination) -> None:
             table.add_row("", "", _coloured(problem.verdict, kind + problem.text))
             table.add_row("", "", f"-> {_plain(problem.remedy)}")
     out = console(sys.stdout)
-    out.print(table)
+    out.print(Trimmed(table))
     verdicts = [finding.verdict for finding in examination.findings]
     counts = ", ".join(_coloured(verdict, f"{verdicts.count(verdict)} {verdict.word}") for verdict in Verdict
                        if verdict in verdicts)
@@ -143,5 +143,5 @@ def _coloured(verdict: Verdict, text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Escape markup and control characters."""
-    return escape(printable(text))
+    """Escape markup and control characters, and keep numbers and units together."""
+    return joined(escape(printable(text)))

@@ -122,7 +122,7 @@ def _judge_load(finding: Finding, host: str, here: list[Node], usable: int) -> N
     ranks, threads, quota = len(here), sum(fact.threads for fact in here), here[0].quota
     fit = f"set OPENBLAS_NUM_THREADS, OMP_NUM_THREADS and MKL_NUM_THREADS to {max(1, usable // ranks)}"
     if ranks > usable:
-        finding.warn(f"{host}: {ranks} ranks on {counted(usable, 'core')}; they take turns",
+        finding.warn(f"{host}: {counted(ranks, 'rank')} on {counted(usable, 'core')}; they take turns",
                      "fewer ranks (-n), or more cores from the batch system")
     elif threads > usable:
         finding.warn(f"{host}: {threads} BLAS threads of {ranks} ranks on {usable} cores", fit)

@@ -130,12 +130,12 @@ def judge_launcher(finding: Finding, facts: list[Launcher], hosts: list[str]) ->
     if fact.tasks is None:
         finding.found = f"none: {counted(fact.world, 'rank')}, and no launcher announced a number of tasks"
         if fact.world == 1 and fact.job_tasks > 1:
-            finding.note(f"this job has {fact.job_tasks} tasks, but the command runs outside of them",
+            finding.note(f"this job has {counted(fact.job_tasks, 'task')}, but the command runs outside of them",
                          f"{plugin} -n {fact.job_tasks} pmm3d doctor")
         elif fact.world == 1:
             finding.note("one rank: nothing between ranks was measured", f"{plugin} -n N pmm3d doctor; or {ours}")
     elif fact.tasks == fact.world:
-        finding.found = f"{fact.tasks} tasks ({fact.variable}), {fact.world} ranks in MPI's world"
+        finding.found = f"{counted(fact.tasks, 'task')} ({fact.variable}), {counted(fact.world, 'rank')} in MPI's world"
     else:
         finding.found = f"{fact.tasks} tasks ({fact.variable}={fact.tasks}), but MPI's world has {fact.world}"
         text = (f"the launcher belongs to another MPI than mpi4py's ({fact.vendor}): each task is a world of its own"

@@ -47,11 +47,13 @@ def _place(record: RunFile) -> list[Fact]:
     hosts, facts = record.hosts or (), []
     if record.grid:
         grid = GridShape(**record.grid)
-        facts.append(("grid", f"{grid}: {grid.size} ranks" + (f" on {counted(len(hosts), 'host')}" if hosts else "")))
+        facts.append(("grid", f"{grid}: {counted(grid.size, 'rank')}"
+                      + (f" on {counted(len(hosts), 'host')}" if hosts else "")))
     if hosts:
         ranks = {host.name: [rank for first, last in host.ranks for rank in range(first, last + 1)] for host in hosts}
-        facts.append(("hosts", names_in_words((f"{host.name} ({ranks_in_words(ranks[host.name])} on {host.cores} cores)"
-                                               for host in hosts), MOST_HOSTS)))
+        facts.append(("hosts", names_in_words(
+            (f"{host.name} ({ranks_in_words(ranks[host.name])} on {counted(host.cores, 'core')})" for host in hosts),
+            MOST_HOSTS)))
     if record.devices:
         facts.append(("devices", names_in_words(_devices(record.devices), MOST_HOSTS)))
     if record.transport:

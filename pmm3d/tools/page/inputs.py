@@ -9,6 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 from ...errors import Pmm3dError, needs
 from ...io.lock import owner_of
+from ...text import counted
 
 with needs("report", "the page of a run"):
     from pydantic import Field, ValidationError
@@ -83,8 +84,8 @@ def _metrics(path: Path, notes: list[str]) -> list[Line]:
         with suppress(ValidationError):
             lines.append(Line.model_validate_json(text))
     if wrong := len(written) - len(lines):
-        notes.append(f"metrics.jsonl: {wrong} of {len(written)} lines cannot be read and are left out. The last line "
-                     "may be incomplete after a crash, or while the run continues.")
+        notes.append(f"metrics.jsonl: {wrong} of {counted(len(written), 'line')} cannot be read and are left out. The "
+                     "last line may be incomplete after a crash, or while the run continues.")
     if not lines:
         notes.append("metrics.jsonl contains no step yet.")
     return lines

@@ -11,9 +11,10 @@ from typing import Any
 from ...errors import Pmm3dError
 from ...layout import GridShape
 from ...nn.training.config import Config
-from ...text import percent
+from ...text import counted, percent
 from ..output import FigureTable
 from ..plots import picture, titled
+from ..ranks import MOST_RANKS
 from ..terminal import console
 from .ranking import tell
 from .step import Training
@@ -91,9 +92,9 @@ def rank_counts(ranks: int, asked: str) -> list[int]:
     except ValueError:
         first, last = [], 0
     begin = first[0] if first else max(1, min(ranks, last // SPAN))
-    if not 1 <= begin <= last:
+    if not 1 <= begin <= last <= MOST_RANKS:
         raise Pmm3dError(f"--curve {asked!r} is not a range of ranks: give the largest number, as in 4096, or FROM:TO, "
-                         "as in 64:4096")
+                         f"as in 64:4096; at most {MOST_RANKS:,}")
     powers = [2**power for power in range(last.bit_length()) if begin <= 2**power <= last]
     return sorted({*powers, *([ranks] if begin <= ranks <= last else [])})
 
@@ -175,7 +176,7 @@ def print_curve(curve: Curve, training: Training) -> None:
     screen.print(table)
     warnings = [training.warning(point.grid, point.batch) for point in curve.points if point.grid]
     tell(*[warning for warning in warnings if warning][:1],
-         *(f"{point.ranks:,} ranks: {point.why_not}" for point in curve.points if point.why_not))
+         *(f"{counted(point.ranks, 'rank')}: {point.why_not}" for point in curve.points if point.why_not))
 
 
 def _milliseconds(point: Point, variant: str) -> str:

@@ -10,7 +10,8 @@ import typer
 from ...errors import Pmm3dError
 from ...model.axonn import ORDER, parse_order
 from ...model.gpt import GPT, rank_by_axonn
-from ..ranks import one_process
+from ..output import bar
+from ..ranks import one_process, size
 from . import options
 
 if TYPE_CHECKING:
@@ -29,17 +30,17 @@ class Terms(Enum):
 
 @one_process
 def gpt_command(
-    layers: Annotated[int, typer.Option(min=1, help="Number of blocks.")],
-    hidden: Annotated[int, typer.Option(min=1, help="Features of a token.")],
-    sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")],
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")],
+    layers: Annotated[int, size(1, "Number of blocks.")],
+    hidden: Annotated[int, size(1, "Features of a token.")],
+    sequence: Annotated[int, size(1, "Tokens of a sequence.")],
+    batch: Annotated[int, size(1, "Sequences of a step.")],
     ranks: options.Ranks,
-    heads: Annotated[int | None, typer.Option(min=1, help="Number of heads. Default: hidden / 64; with --terms axonn, "
-                                                          "any number.")] = None,
-    vocabulary: Annotated[int, typer.Option(min=0, help="Number of different tokens. 0, for --terms axonn: without "
-                                                        "embedding and logits.")] = 51200,
-    micro_batches: Annotated[int | None, typer.Option(min=1, help="Micro-batches of a step. With several, grids with "
-                                                                  "pipelines are ranked too. Default: 1.")] = None,
+    heads: Annotated[int | None, size(1, "Number of heads. Default: hidden / 64; with --terms axonn, "
+                                         "any number.")] = None,
+    vocabulary: Annotated[int, size(0, "Number of different tokens. 0, for --terms axonn: without "
+                                       "embedding and logits.")] = 51200,
+    micro_batches: Annotated[int | None, size(1, "Micro-batches of a step. With several, grids with "
+                                                 "pipelines are ranked too. Default: 1.")] = None,
     machine: options.MachineName = None,
     ranks_per_node: options.RanksPerNode = None,
     terms: Annotated[Terms, typer.Option(help="full: a simulated training step. axonn: only the collectives, by "
@@ -48,8 +49,8 @@ def gpt_command(
                                                    "innermost first. Default: y,x,z,data.")] = None,
     powers_of_two: Annotated[bool, typer.Option("--powers-of-two", help="For --terms axonn: only grids whose sizes are "
                                                                         "powers of two.")] = False,
-    min_tensor: Annotated[int | None, typer.Option(min=1, help="For --terms axonn: smallest x times y times z. "
-                                                               "Default: 1.")] = None,
+    min_tensor: Annotated[int | None, size(1, "For --terms axonn: smallest x times y times z. "
+                                              "Default: 1.")] = None,
     memory: options.Memory = None,
     mtbf: options.Mtbf = None,
     write_seconds: options.WriteSeconds = None,
@@ -96,9 +97,10 @@ def gpt_command(
         from .step import Training
 
         samples = SampleSizes(1, vocabulary, True)
-        training = Training.of(_config(model, micro_batches or 1), chosen.machine, memory, samples)
-        ranking = training.ranking(ranks, top=max(top, TOP), activations=("replicated", "sharded"),
-                                   recompute=("none", "full"))
+        with bar("plan gpt") as told:
+            training = Training.of(_config(model, micro_batches or 1), chosen.machine, memory, samples)
+            ranking = training.ranking(ranks, top=max(top, TOP), activations=("replicated", "sharded"),
+                                       recompute=("none", "full"), tell=told)
         print_plan(chosen, ranking, top, "a step")
         tell(*how_often(mtbf, write_seconds, ranking.candidates[0].seconds))
     write_plan(chosen, ranking, top, json, picture)

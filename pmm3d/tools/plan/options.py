@@ -9,14 +9,16 @@ import typer
 
 from ...model.environment import Settings
 from ...model.machines import Machine, assumed_machines, load
+from ...text import counted
+from ..ranks import MOST_BYTES, MOST_RANKS, size
 
-Ranks = Annotated[int, typer.Option(min=1, help="Number of ranks of the job.")]
+Ranks = Annotated[int, size(1, "Number of ranks of the job.", MOST_RANKS)]
 MachineName = Annotated[str | None, typer.Option(
     "--machine", help="perlmutter, frontier, alps, nominal, or a TOML file of pmm3d tune machine --output. Default: "
                       "PMM3D_MACHINE, the machine measured here, or nominal.")]
-RanksPerNode = Annotated[int | None, typer.Option(min=1, help="Ranks on each node. Default: those of the machine.")]
-Memory = Annotated[int | None, typer.Option(min=1, help="Memory limit of a rank, in bytes. Default: the machine's.")]
-Top = Annotated[int, typer.Option(min=1, help="Number of grids to show.")]
+RanksPerNode = Annotated[int | None, size(1, "Ranks on each node. Default: those of the machine.", MOST_RANKS)]
+Memory = Annotated[int | None, size(1, "Memory limit of a rank, in bytes. Default: the machine's.", MOST_BYTES)]
+Top = Annotated[int, size(1, "Number of grids to show.")]
 Mtbf = Annotated[float | None, typer.Option(help="Mean hours between failures of the whole job. With --write-seconds, "
                                                  "print how often to write a checkpoint.")]
 WriteSeconds = Annotated[float | None, typer.Option(help="Seconds to write a checkpoint, for --mtbf.")]
@@ -37,7 +39,7 @@ class Chosen(NamedTuple):
     def lines(self, dtype: str, sections: tuple[str, ...] = SECTIONS) -> list[str]:
         """Return lines about the sources of these sections. dtype: of the GEMMs; "" if GEMMs are not used."""
         machine = self.machine
-        lines = [f"Machine {machine.name} ({self.why}), {machine.ranks_per_node} ranks a node"]
+        lines = [f"Machine {machine.name} ({self.why}), {counted(machine.ranks_per_node, 'rank')} a node"]
         if dtype and (other := machine.stands_for(dtype)) != dtype:
             lines.append(f"  {dtype}: not known, priced as {other}")
         return lines + [f"  {section}: {machine.sources[section]}" for section in sections
@@ -70,5 +72,5 @@ def _measured(ranks: int, ranks_per_node: int | None) -> Chosen:
     if (several := measured_here(ranks_per_node, 2)) is not None:
         return Chosen(several, "measured here")
     why = "nothing was measured here" if one is None else (
-        f"the measured machine is one node with {one.ranks_per_node} ranks")
+        f"the measured machine is one node with {counted(one.ranks_per_node, 'rank')}")
     return Chosen(load(NOMINAL), f"assumed: {why}; pmm3d tune machine measures, --machine names another")

@@ -9,23 +9,25 @@ from typing import Annotated
 import typer
 
 from ...errors import Pmm3dError
-from ..output import say_written, write_json, write_text
-from ..ranks import one_process
+from ..output import bar, say_written, write_json, write_text
+from ..ranks import MOST_RANKS, one_process, size
 
 NAMES = ("gpipe, 1f1b, interleaved, breadth-first, interleaved-zero-bubble, zb-h1, zb-h2, zb-1p, zb-2p, zb-v, v-half, "
          "v-min, dualpipe, dualpipe-v")
+MOST_PASSES = 2**18
+"""Largest number of forward passes of a table."""
 OF_A_RANK = "one number for a rank, split equally among its stages; or one for each stage, separated by commas"
 
 
 @one_process
 def pipeline_command(
-    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the pipeline. Default: those of FILE.csv.")] = None,
-    micro_batches: Annotated[int | None, typer.Option(min=1, help="Micro-batches of a step. Default: those of "
-                                                                  "FILE.csv.")] = None,
+    ranks: Annotated[int | None, size(1, "Ranks of the pipeline. Default: those of FILE.csv.", MOST_RANKS)] = None,
+    micro_batches: Annotated[int | None, size(1, "Micro-batches of a step. Default: those of "
+                                                 "FILE.csv.")] = None,
     schedule: Annotated[str | None, typer.Option(help=f"A name: {NAMES}; or FILE.csv, a table in "
                                                       "PyTorch's notation. Default: compare all names.")] = None,
-    chunks: Annotated[int | None, typer.Option(min=1, help="Stages of a rank. Default: as many as the schedule has; 2 "
-                                                           "if it can have any number.")] = None,
+    chunks: Annotated[int | None, size(1, "Stages of a rank. Default: as many as the schedule has; 2 "
+                                          "if it can have any number.")] = None,
     forward: Annotated[str, typer.Option(metavar="T", help=f"Time of the forward pass of a micro-batch: {OF_A_RANK}.")
                        ] = "1",
     backward: Annotated[str, typer.Option(metavar="T", help="Time of the backward pass for the input, given like "
@@ -65,22 +67,31 @@ def pipeline_command(
     zb-2p.svg; --csv zb-2p.csv --messages for the table with sends and receives.
     """
     from .ranking import check_outputs
-    from .schedules import Asked, compare, draw, figures_of, print_schedule, table_text, times_of
+    from .schedules import Asked, compare, draw, figures_of, print_schedule, simulated, table_text, times_of
 
     check_outputs(json, picture, csv)
     if messages and csv is None:
         raise Pmm3dError("--messages has no effect without --csv: name the file of the table")
     if memory_limit is not None and not 0 < memory_limit < inf:
         raise Pmm3dError(f"--memory-limit must be a positive number of micro-batches, got {memory_limit}")
+    if (passes := (ranks or 1) * (chunks or 1) * (micro_batches or 1)) > MOST_PASSES:
+        raise Pmm3dError(f"--ranks x --chunks x --micro-batches is {passes:,}, and a table has at most {MOST_PASSES:,} "
+                         "such passes: take fewer micro-batches; the middle of a schedule repeats itself")
     if schedule is None and (picture or csv):
         raise Pmm3dError("--picture and --csv need one schedule: name it with --schedule")
     texts = {"forward": forward, "backward": backward, "weight": weight, "communication": communication}
-    asked = Asked(ranks, micro_batches, chunks, {name: times_of(name, text) for name, text in texts.items()},
-                  memory_limit)
+    times = {name: times_of(name, text) for name, text in texts.items()}
+    if not any(map(any, times.values())):
+        raise Pmm3dError("all times are 0, so no schedule is faster than another: give a positive time to --forward, "
+                         "--backward or --weight")
+    asked = Asked(ranks, micro_batches, chunks, times, memory_limit)
     if schedule is None:
-        figures = compare(asked)
+        with bar("plan pipeline") as told:
+            found, left_out = simulated(asked, told)
+        figures = compare(found, left_out)
     else:
-        table, line = asked.simulated(schedule)
+        with bar("plan pipeline"):
+            table, line = asked.simulated(schedule)
         print_schedule(table, line)
         figures = figures_of(table, line)
         if picture:

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from ...layout import MATRIX_DTYPES
-from ..ranks import one_process
+from ..output import bar
+from ..ranks import one_process, size
 from . import options
 
 DTypes = Enum("DTypes", {name: name for name in MATRIX_DTYPES})  # type: ignore[misc]
@@ -17,9 +18,9 @@ DTypes = Enum("DTypes", {name: name for name in MATRIX_DTYPES})  # type: ignore[
 
 @one_process
 def product_command(
-    m: Annotated[int, typer.Option(min=1, help="Rows of A and C.")],
-    n: Annotated[int, typer.Option(min=1, help="Columns of B and C.")],
-    k: Annotated[int, typer.Option(min=1, help="Columns of A and rows of B.")],
+    m: Annotated[int, size(1, "Rows of A and C.")],
+    n: Annotated[int, size(1, "Columns of B and C.")],
+    k: Annotated[int, size(1, "Columns of A and rows of B.")],
     ranks: options.Ranks,
     dtype: Annotated[DTypes, typer.Option(help="Type of the elements.")] = DTypes("float64"),
     machine: options.MachineName = None,
@@ -45,6 +46,7 @@ def product_command(
 
     check_outputs(json, picture)
     chosen = options.chosen_machine(machine, ranks, ranks_per_node)
-    ranking = rank_products((m, n, k), ranks, dtype.value, chosen.machine, limit=memory, top=top)
+    with bar("plan product"):
+        ranking = rank_products((m, n, k), ranks, dtype.value, chosen.machine, limit=memory, top=top)
     print_plan(chosen, ranking, top, "a product", product=(m, n, k))
     write_plan(chosen, ranking, top, json, picture)

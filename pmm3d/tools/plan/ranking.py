@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from ...model.candidates import FAMILIES, Candidate, Ranking
 from ...model.ranking import lower_bound
-from ...text import BYTE_UNITS, figure, in_bytes, in_time
+from ...text import BYTE_UNITS, counted, figure, in_bytes, in_time
 from ..output import FigureTable, check_writable, say_written, write_json
 from ..plots import COLOURS, GREY, Part, bars, check_picture, picture, titled
-from ..terminal import console, say
+from ..terminal import JOINT, console, joined, say
 from .options import SECTIONS, Chosen
 
 TERMS = ("gemm", "passes", "overhead", "x", "y", "z", "seq", "ulysses", "data", "pipe", "all")
@@ -58,7 +58,8 @@ def tell(*lines: str) -> None:
     """Print lines, wrapped to the width of the terminal."""
     width = console(sys.stdout).width - 1
     for line in lines:
-        say(fill(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False))
+        text = fill(joined(line), width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        say(text.replace(JOINT, " "))
 
 
 def print_plan(chosen: Chosen, ranking: Ranking, top: int, unit: str, *, product: tuple[int, int, int] | None = None,
@@ -102,7 +103,7 @@ def dropped_lines(ranking: Ranking) -> Iterator[str]:
     candidate, and the first few of the rest."""
     if not ranking.dropped:
         return
-    yield f"{len(ranking.dropped):,} of {ranking.considered:,} grids dropped:"
+    yield f"{len(ranking.dropped):,} of {counted(ranking.considered, 'grid')} dropped:"
     ranked = {candidate.preset for candidate in ranking.candidates}
     for preset in FAMILIES:
         if preset not in ranked and (of_it := [dropped for dropped in ranking.dropped if dropped.preset == preset]):
@@ -155,7 +156,7 @@ def _times(ranking: Ranking, shown: Shown, peak: float, product: tuple[int, int,
         columns[term] = lambda candidate, term=term: (  # type: ignore[misc]
             figure(candidate.terms.get(term, 0.0) / scale, decimals))
     what = ranking.what[0].upper() + ranking.what[1:]
-    return _table(f"[bold]{what} on {ranking.ranks:,} ranks, time in {unit}[/]", columns, shown)
+    return _table(f"[bold]{what} on {counted(ranking.ranks, 'rank')}, time in {unit}[/]", columns, shown)
 
 
 def _memory(shown: Shown) -> Iterator[FigureTable]:
@@ -228,4 +229,4 @@ def draw(ranking: Ranking, top: int, machine: str, path: Path) -> None:
         if shown.best and shown.presets:
             axes.axhline(len(shown.best) - 0.5, color="black", linewidth=0.5)
         axes.set_xlabel("seconds; x, y, ...: waits for messages along that axis; all: of all ranks")
-        axes.set_title(titled(ranking.what, f"on {ranking.ranks:,} ranks of {machine}"))
+        axes.set_title(titled(ranking.what, f"on {counted(ranking.ranks, 'rank')} of {machine}"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -116,19 +116,27 @@ def table_text(table: PipelineSchedule, messages: bool) -> str:
     return str(with_messages(table) if messages else table.without_messages)
 
 
-def compare(asked: Asked) -> dict[str, Any]:
-    """Print a line for each schedule, the fastest first. Return the figures of each schedule by name."""
-    found, left_out = list[tuple[PipelineSchedule, TimeLine]](), list[str]()
-    for name in schedule_names():
+Simulated = list[tuple[PipelineSchedule, TimeLine]]
+
+
+def simulated(asked: Asked, told: Callable[..., None]) -> tuple[Simulated, list[str]]:
+    """Return all schedules and their time lines, the fastest first, and the reasons why others are left out."""
+    found, left_out, names = Simulated(), list[str](), schedule_names()
+    for number, name in enumerate(names, 1):
+        told(number, len(names), f"schedules: {name}")
         try:
             found.append(asked.simulated(name))
         except PipelineError as error:
             left_out.append(str(error))
     if not found:
         raise PipelineError(left_out[0])
-    found.sort(key=lambda each: each[1].makespan)
+    return sorted(found, key=lambda each: each[1].makespan), left_out
+
+
+def compare(found: Simulated, left_out: list[str]) -> dict[str, Any]:
+    """Print a line for each schedule. Return the figures of each schedule by name."""
     first = found[0][0]
-    table = FigureTable(f"[bold]{counted(first.ranks, 'rank')}, {_micro_batches(first)}[/]",
+    table = FigureTable(f"[bold]{counted(first.ranks, 'rank')}, {counted(first.micro_batches, 'micro-batch')}[/]",
                         ["schedule", "makespan", "bubble %", "peak live", "messages"])
     for each, line in found:
         table.add_row(each.name, f"{line.makespan:.5g}", f"{100 * line.bubble:.1f}",
@@ -140,7 +148,7 @@ def compare(asked: Asked) -> dict[str, Any]:
 
 def print_schedule(table: PipelineSchedule, line: TimeLine) -> None:
     say(f"{Path(table.name).name}: {counted(table.ranks, 'rank')}, {counted(len(table.stages), 'stage')}, "
-        f"{_micro_batches(table)}, {counted(messages_of(table), 'message')}")
+        f"{counted(table.micro_batches, 'micro-batch')}, {counted(messages_of(table), 'message')}")
     say(f"makespan {line.makespan:.6g}, cost of the largest stage {line.cost:.6g}, bubble {100 * line.bubble:.2f}%")
     if len(table.chains) > 1:
         say(f"{len(table.chains)} copies of the network: a rank holds the weights of both its stages")
@@ -152,10 +160,6 @@ def print_schedule(table: PipelineSchedule, line: TimeLine) -> None:
     screen.print(rows)
     for text in text_lines(table, line, screen.width):
         say(text)
-
-
-def _micro_batches(table: PipelineSchedule) -> str:
-    return f"{table.micro_batches:,} micro-batch{'es' * (table.micro_batches != 1)}"
 
 
 def text_lines(table: PipelineSchedule, line: TimeLine, width: int) -> list[str]:
@@ -206,5 +210,5 @@ def draw(table: PipelineSchedule, line: TimeLine, path: Path) -> None:
         bars(axes, rows, colours)
         axes.set_xlim(0, line.makespan)
         axes.set_xlabel("time, in the unit of the times given")
-        axes.set_title(f"{Path(table.name).name}: {table.micro_batches} micro-batches, makespan {line.makespan:.5g}, "
-                       f"bubble {100 * line.bubble:.1f}%")
+        axes.set_title(f"{Path(table.name).name}: {counted(table.micro_batches, 'micro-batch')}, makespan "
+                       f"{line.makespan:.5g}, bubble {100 * line.bubble:.1f}%")

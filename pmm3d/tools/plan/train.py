@@ -11,7 +11,7 @@ import typer
 from ...errors import Pmm3dError
 from ...model.interval import HOUR, advice
 from ..output import bar, say_written, write_json
-from ..ranks import one_process
+from ..ranks import one_process, size
 from ..terminal import say
 from . import options
 
@@ -32,19 +32,19 @@ def train_command(
     grid: Annotated[str | None, typer.Option(help="Plan only this grid: GxxGyxGz as in 2x2x4, ddp, fsdp, hsdp or "
                                                   "megatron. auto: plan all grids. Both print the communication, "
                                                   "waits and computation of the first rank.")] = None,
-    data: Annotated[int | None, typer.Option(min=1, help="Ranks along data of a named --grid. Default: the ranks that "
-                                                         "x, y and z leave; for hsdp, the number of nodes.")] = None,
+    data: Annotated[int | None, size(1, "Ranks along data of a named --grid. Default: the ranks that "
+                                        "x, y and z leave; for hsdp, the number of nodes.")] = None,
     curve: Annotated[str | None, typer.Option(metavar="RANKS", help="Simulate strong and weak scaling up to this "
                                               "number of ranks, or FROM:TO, with and without each overlap. --picture "
                                               "draws it.")] = None,
     noise: Annotated[float | None, typer.Option(min=0.0, help="Standard deviation of a rank's time for a step, as a "
                                                               "share of it. Default: that of the machine.")] = None,
-    features: Annotated[int | None, typer.Option(min=1, help="Columns of a sample. With --outputs or --classes, no "
-                                                             "data file is read.")] = None,
-    outputs: Annotated[int | None, typer.Option(min=1, help="Columns of a target, with --features.")] = None,
-    classes: Annotated[int | None, typer.Option(min=2, help="Number of classes, with --features.")] = None,
-    vocabulary: Annotated[int | None, typer.Option(min=2, help="Number of different tokens. With it, no file of tokens "
-                                                               "is read.")] = None,
+    features: Annotated[int | None, size(1, "Columns of a sample. With --outputs or --classes, no "
+                                            "data file is read.")] = None,
+    outputs: Annotated[int | None, size(1, "Columns of a target, with --features.")] = None,
+    classes: Annotated[int | None, size(2, "Number of classes, with --features.")] = None,
+    vocabulary: Annotated[int | None, size(2, "Number of different tokens. With it, no file of tokens "
+                                              "is read.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the simulated step as a Chrome trace (ui.perfetto.dev).")
                      ] = None,
     beside: Annotated[Path | None, typer.Option(help="A file of pmm3d train --trace. Its events are added to "
@@ -89,13 +89,14 @@ def train_command(
         raise Pmm3dError("--data needs a named --grid: name the grid, or leave out --data")
     real, counts = read_trace(beside) if beside else [], rank_counts(ranks, curve) if curve else []
     loaded, chosen = load(config), options.chosen_machine(machine, max([ranks, *counts]), ranks_per_node)
-    training = Training.of(loaded, chosen.machine, memory, _samples(loaded, features, outputs, classes, vocabulary),
-                           noise)
-    named = None if grid in (None, AUTO) else training.named_grid(str(grid), data, ranks)
-    ranking = training.ranking(ranks, top=max(top, TOP), grids=[named] if named else [])
-    best = ranking.candidates[0]
+    with bar("plan train") as told:
+        training = Training.of(loaded, chosen.machine, memory, _samples(loaded, features, outputs, classes, vocabulary),
+                               noise)
+        named = None if grid in (None, AUTO) else training.named_grid(str(grid), data, ranks)
+        ranking = training.ranking(ranks, top=max(top, TOP), grids=[named] if named else [], tell=told)
+        best = ranking.candidates[0]
+        first = FirstRank.of(training, best.grid) if trace or grid and best.grid.stages == 1 else None
     written: dict[str, Any] = {"grids": as_json(ranking)}
-    first = FirstRank.of(training, best.grid) if trace or grid and best.grid.stages == 1 else None
     notes = [*how_often(mtbf, write_seconds, best.seconds), *training.in_words(best)]
     print_plan(chosen, ranking, top, "a step")
     tell(*notes)
@@ -108,7 +109,7 @@ def train_command(
         copies = data if grid in ("hsdp", "megatron") else None
         found = best_grids(training, ranks, best.grid) if named is None else (
             lambda config, count: training.named_grid(str(grid), copies, count))
-        with bar("plan train") as told:
+        with bar("plan train --curve") as told:
             curves = curves_of(training, ranks, counts, found, told)
         for each in curves:
             print_curve(each, training)

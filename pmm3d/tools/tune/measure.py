@@ -80,8 +80,8 @@ def measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, tell: Tell) -
     copy = rates.measured_copy(sampler, tell)
     rows, groups = collectives.measured_collectives(sampler, tell)
     machine = Machine(
-        name=f"{cpu().name or 'unknown CPU'}, {nodes.ranks_per_node} ranks a node", memory=nodes.memory, key=keys[0],
-        ranks_per_node=nodes.ranks_per_node, sources=_sources(nodes), gemms=gemms,
+        name=f"{cpu().name or 'unknown CPU'}, {counted(nodes.ranks_per_node, 'rank')} a node", memory=nodes.memory,
+        key=keys[0], ranks_per_node=nodes.ranks_per_node, sources=_sources(nodes), gemms=gemms,
         passes={DEFAULT: copy, rates.COPY: copy},
         peak={dtype: max(max(points.flops) for points in found.forms.values()) for dtype, found in gemms.items()},
         collectives=tuple(even(rows, groups)), laws=fitted(rows, groups),
@@ -138,7 +138,7 @@ def print_report(report: Report, console: Console) -> None:
                       'programs used the cores and the figures "in a step" may be wrong. Measure again on a quiet '
                       "machine[/]")
     if report.left_out:
-        console.print(f"[yellow]{report.left_out} points were not measured, because the time was up. A larger "
+        console.print(f"[yellow]The time was up before {counted(report.left_out, 'point')} could be measured. A larger "
                       "--budget measures more[/]")
     if report.unlike:
         console.print(f"[yellow]unlike the first host, in CPU, MPI, BLAS or settings: {', '.join(report.unlike)}[/]")

@@ -245,7 +245,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(comm, fails, shared_path):
         fails(DisagreementError, "manual_seed 0, 0 layers made.*manual_seed 1, 0 layers made", made())
         nn.manual_seed(grid, 0)
         fails(PipelineError, "a step has at least 1 micro-batch; got 0", lambda: made()().table(0))
-        fails(PipelineError, "a table of 1 micro-batches, but the step has 3", lambda: made(schedule=path)().table(3))
+        fails(PipelineError, "a table of 1 micro-batch, but the step has 3", lambda: made(schedule=path)().table(3))
         fails(PipelineError, "at least two micro-batches for each rank", lambda: made(schedule="dualpipe-v")().table(3))
         turned = lambda ranks, micro_batches: gpipe(ranks, micro_batches) if micro_batches > 1 else (
             PipelineSchedule.of("turned", gpipe(ranks, micro_batches).actions[::-1]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,9 +10,9 @@ import typer
 from rich.markup import escape
 
 from ....errors import Pmm3dError
-from ....text import blas_in_words, counted
+from ....text import blas_in_words, counted, shell_command
 from ...output import FigureTable, check_writable, progress, say_written, write_json
-from ...ranks import one_of, one_process
+from ...ranks import MOST_RANKS, one_of, one_process, size
 from ...terminal import console, say
 
 if TYPE_CHECKING:
@@ -28,13 +27,13 @@ DTYPES = ("float32", "float64", "complex64", "complex128")
 def blas_command(
     config: Annotated[Path | None, typer.Argument(help="TOML file of a training. The GEMMs of a step are timed. "
                                                        "Default: the GEMMs of a product.")] = None,
-    m: Annotated[int | None, typer.Option(min=1, help="Rows of A and C of the product. Default: 2048.")] = None,
-    n: Annotated[int | None, typer.Option(min=1, help="Columns of B and C of the product. Default: 2048.")] = None,
-    k: Annotated[int | None, typer.Option(min=1, help="Columns of A, rows of B of the product. Default: 2048.")] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the job, which determine the sizes of its local "
-                                                          "GEMMs. Default: --ranks-per-node.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Processes that measure at once on this node. "
-                                                                   "Default: one for each core.")] = None,
+    m: Annotated[int | None, size(1, "Rows of A and C of the product. Default: 2048.")] = None,
+    n: Annotated[int | None, size(1, "Columns of B and C of the product. Default: 2048.")] = None,
+    k: Annotated[int | None, size(1, "Columns of A, rows of B of the product. Default: 2048.")] = None,
+    ranks: Annotated[int | None, size(1, "Ranks of the job, which determine the sizes of its local "
+                                         "GEMMs. Default: --ranks-per-node.", MOST_RANKS)] = None,
+    ranks_per_node: Annotated[int | None, size(1, "Processes that measure at once on this node. "
+                                                  "Default: one for each core.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(callback=one_of(*DTYPES),
                                                     help=f"Type of the product: {', '.join(DTYPES)}. Repeatable. "
                                                          "Default: float32 and float64.")] = None,
@@ -94,7 +93,7 @@ def _tune(config: Path | None, sizes: tuple[int, int, int], ranks: int | None, p
             say(f"chosen{dtype and f' for {dtype} alone'}: {in_words(best)}{best.file and f', {best.file}'}. "
                 "For a batch script:")
             for name, text in (best.variables | {"OMP_NUM_THREADS": str(best.threads)}).items():
-                say(f"  export {name}={shlex.quote(text)}")
+                say(f"  export {name}={shell_command(text)}")
     if keep:
         _remember(chosen, threads)
     if json is not None:

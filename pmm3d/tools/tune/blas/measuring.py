@@ -12,15 +12,16 @@ from importlib.util import find_spec
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
+from socket import gethostname
 from statistics import median
 from typing import Any, NamedTuple
 
 from ....arrays.blas_choice import KERNEL_VARIABLE, VARIABLE
 from ....arrays.blas_library import MKL, SCIPY, mkl_file
 from ....comm import Auto, Grid, chosen_shape
-from ....errors import Pmm3dError
-from ....layout import Layout
-from ....model.machine import THREAD_COUNTS, Cpu, cores
+from ....errors import OutOfMemoryError, Pmm3dError
+from ....layout import Layout, itemsize
+from ....model.machine import THREAD_COUNTS, Cpu, available_memory, cores, lack_of_memory
 from ....model.machines import flop_of
 from ....model.ranking import best_grid
 from ....product import DistMatrix, matmul
@@ -157,6 +158,15 @@ def choice(timed: Sequence[Timed], dtype: str = "") -> Timed:
     return next(each for each in timed if each.seconds(dtype) <= least * (1 + EQUAL))
 
 
+def operand_bytes(gemms: Iterable[Gemm]) -> int:
+    """Return the bytes of the operands of a process. GEMMs of one type share them."""
+    sizes = Counter[tuple[str, str]]()
+    for m, n, k, dtype, *_ in gemms:
+        for name, size in (("a", m * k), ("b", k * n), ("c", m * n)):
+            sizes[dtype, name] = max(sizes[dtype, name], size)
+    return sum(itemsize(dtype) * size for (dtype, _), size in sizes.items())
+
+
 class WorkerPool:
     """A process for each rank, on its own cores, with one candidate. The processes end with `stack`.
 
@@ -199,8 +209,13 @@ def measure(found: Sequence[Candidate], gemms: Sequence[Gemm], ranks: int, threa
 
     tell   tell(what, points done), of ROUNDS * len(found) * len(gemms)
 
-    Raises Pmm3dError if no candidate can be used.
+    Raises Pmm3dError if no candidate can be used, or if the memory of this node cannot hold the operands of all
+    processes.
     """
+    nbytes, free = operand_bytes(gemms), available_memory() // (ranks * len(found))
+    if lack := lack_of_memory("a BLAS with its operands", nbytes, free, gethostname()):
+        raise OutOfMemoryError(f"{lack} and {len(found)} BLASes. Name fewer with --blas, or give smaller sizes or more "
+                               "--ranks")
     tell("looking for BLASes", 0)
     with ExitStack() as stack:
         pools = [WorkerPool(stack, candidate, ranks, threads, gemms) for candidate in found]
