@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property
 from math import inf, nan, prod
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -25,45 +25,78 @@ from .elementwise import Elementwise, map_elementwise
 from .labels import Matrix, OwnLabels, local_labels
 from .ragged_rows import same_rows
 from .statistics import begin_sum, log_sum_exp, share, sum_over
-from .tape import Rule
+from .tape import Rule, Tape
 from .tensor import Tensor, as_tensor, relayout, whole
 
 SCALAR = Layout()
 REDUCTIONS = ("mean", "sum")
 
 
-class Terms(NamedTuple):
-    """Number of terms of a loss: of the whole batch, or, if `own`, this rank's part of it."""
+class WholeStep:
+    """The batches of a step, for the loss of one of them (`Tape.step`). If the loss of each batch is multiplied by its
+    `share` of the rows, the sum is the loss of one batch of all rows, also with ignore_index and reduction="sum".
 
-    number: int
-    own: bool
-
-    def of_all(self, grid: Grid) -> int:
-        """Number of terms of the whole batch. Collective if `own`: one all-reduce of a number."""
-        if not self.own:
-            return self.number
-        with grid.ledger.phase("loss"):
-            found = grid.everyone.all_reduce(np.array([float(self.number)]), agreed=True).wait()
-        return int(found[0]) if grid.dry_run is None else self.number
-
-
-def terms(loss: Callable[..., Any], output: Tensor, y: Matrix) -> Terms:
-    """Number of terms of `loss(output, y, reduction="sum")`. Sends nothing.
-
-    `mse` and `mae` have a term for each element, and other functions for each row. A `functools.partial` of
-    `cross_entropy` with ignore_index has a term for each row of this rank that counts.
+    targets   labels or targets of all batches of the step
     """
-    function = getattr(loss, "func", loss)
-    if function in (mse, mae):
-        return Terms(prod(output.shape), False)
-    ignored = getattr(loss, "keywords", {}).get("ignore_index")
-    if ignored is None or function is not cross_entropy:
-        return Terms(int(output.shape[0]), False)
-    labels = y.value if isinstance(y, Tensor) else y
-    if not labels.layout.is_first(labels.grid.shape.position(labels.grid.rank)):
-        return Terms(0, True)
-    host = labels.library.to_numpy(labels.local)
-    return Terms(int(np.count_nonzero(host != ignored)), True)
+
+    def __init__(self, grid: Grid, targets: Sequence[Matrix]):
+        self._grid, self._targets, self.share = grid, targets, 1.0
+        self._numbers, self._by_rows = dict[int | None, int](), True
+        self._mean: tuple[Tensor, int] | None = None
+
+    @cached_property
+    def _rows(self) -> list[int]:
+        return [int(each.shape[0]) for each in self._targets]
+
+    def loss(self, loss: Callable[..., Tensor], batch: int, output: Any, weighs: bool = True) -> Tensor:
+        """Return the loss of a batch. weighs: whether `Tape.step` is set. Raises Pmm3dError if it is not 1 x 1."""
+        if len(self._targets) > 1:
+            self.share = self._rows[batch] / max(1, sum(self._rows))
+        with Tape.of(self._grid).set(step=self if weighs else None):
+            result = loss(output, self._targets[batch])
+        if not isinstance(result, Tensor) or result.shape != (1, 1):
+            raise Pmm3dError(f"the loss returned {result!r} for a batch. It must return a 1 x 1 Tensor, the mean over "
+                             "the rows, as nn.mean(nn.mean(x, 1), 0)")
+        return result
+
+    @property
+    def of_sum(self) -> float:
+        """Factor of a sum over the rows of the present batch."""
+        self._by_rows = False
+        return 1 / self.share if self.share else 0.0
+
+    def number(self, labels: Matrix, ignored: int | None) -> int:
+        """Number of labels of the step that count. Collective in the first call with `ignored`."""
+        if len(self._targets) == 1:
+            return _number_of_labels(self._grid, [labels], ignored)
+        if not any(labels is each for each in self._targets):
+            raise Pmm3dError("cross_entropy: with several micro-batches, ignore_index counts the labels of the whole "
+                             "step. Pass the labels that the loss is given, or train with one micro-batch")
+        if ignored not in self._numbers:
+            self._numbers[ignored] = _number_of_labels(self._grid, self._targets, ignored)
+        return self._numbers[ignored]
+
+    def note_mean(self, mean: Tensor, number: int) -> None:
+        self._mean = mean, number
+
+    def terms(self, result: Tensor) -> int | None:
+        """Number of terms in the mean `result` of a step of one batch; None if terms of several kinds are mixed."""
+        if self._mean is not None and self._mean[0] is result:
+            return self._mean[1]
+        return self._rows[0] if self._by_rows else None
+
+
+def _number_of_labels(grid: Grid, labels: Sequence[Matrix], ignored: int | None) -> int:
+    """Number of labels of all ranks that count. Collective with `ignored`: one all-reduce of a number."""
+    if ignored is None:
+        return sum(int(each.shape[0]) for each in labels)
+    own, position = 0, grid.shape.position(grid.rank)
+    for matrix in (each.value if isinstance(each, Tensor) else each for each in labels):
+        if matrix.layout.is_first(position):
+            own += int(np.count_nonzero(matrix.library.to_numpy(matrix.local) != ignored))
+    with grid.ledger.phase("loss"):
+        found = grid.everyone.all_reduce(np.array([float(own)]), agreed=True).wait()
+    return int(found[0]) if grid.dry_run is None else own
 
 
 def mse(prediction: Tensor, target: Matrix, reduction: str = "mean") -> Tensor:
@@ -143,7 +176,7 @@ def _elementwise_loss(name: str, prediction: Tensor, target: Matrix, reduction: 
     with computing(form.grid, "loss", name=name):
         difference = map_elementwise(wide, None, DIFFERENCE, local, aligned.shard)
         own = array_namespace(difference).sum(map_elementwise(wide, None, term, difference))
-    weight = share(prod(form.shape)) if reduction == "mean" else 1.0
+    weight = _weight(prediction, form.shape, reduction)
 
     def rule(gradient: Array, difference: Array) -> tuple[Array, Array | None]:
         with computing(form.grid, "loss", name=name + " backward"):
@@ -152,6 +185,14 @@ def _elementwise_loss(name: str, prediction: Tensor, target: Matrix, reduction: 
 
     return _summed((prediction, aligned), own * weight, rule, {f"{name}.difference": difference},
                    prediction.layout.cols)
+
+
+def _weight(like: Tensor, terms: Sequence[int], reduction: str) -> float:
+    """Factor of the sum of the terms of a loss, without ignored labels. Their number is the product of `terms`."""
+    step = like.tape.step
+    if reduction == "sum":
+        return 1.0 if step is None else float(step.of_sum)
+    return share(prod(terms)) if prod(terms) or step is None else 0.0
 
 
 def _check_reduction(name: str, reduction: str, others: str = "") -> None:
@@ -214,8 +255,10 @@ def cross_entropy(logits: Tensor, labels: Matrix, reduction: str = "mean", ignor
     1.386294
     """
     if reduction == "sum_count":
-        number = terms(partial(cross_entropy, ignore_index=ignore_index), logits, labels)
-        return cross_entropy(logits, labels, "sum", ignore_index), number.of_all(logits.grid)
+        own = cross_entropy(logits, labels, "sum", ignore_index)
+        step = logits.tape.step
+        return own, (step.number(labels, ignore_index) if step is not None else
+                     _number_of_labels(logits.grid, [labels], ignore_index))
     _check_reduction("cross_entropy", reduction, ', or "sum_count"')
     logits = whole(logits)
     form, local = logits.form, logits.shard
@@ -226,10 +269,13 @@ def cross_entropy(logits: Tensor, labels: Matrix, reduction: str = "mean", ignor
     losses = normalizer - chosen
     if counted is not None:  # exp(logit - inf) is 0
         losses, normalizer = xp.where(counted, losses, 0), xp.where(counted, normalizer, inf)
-    own, mean = xp.sum(losses), None
+    own, mean, step = xp.sum(losses), None, logits.tape.step
     keep = {"cross_entropy.logits": logits, "cross_entropy.normalizer": normalizer[:, None], **labelled.kept}
-    weight = share(form.shape[0]) if reduction == "mean" else 1.0
-    if reduction == "mean" and counted is not None:
+    weight = _weight(logits, form.shape[:1], reduction)
+    if reduction == "mean" and counted is not None and step is not None:
+        number = step.number(labels, ignore_index)
+        weight, own = step.of_sum / max(1, number), own if number else own * nan
+    elif reduction == "mean" and counted is not None:
         mean, number = _mean_of_counted(form, own, counted)
         if form.library.on_host:
             weight = float(number[0, 0])
@@ -250,7 +296,10 @@ def cross_entropy(logits: Tensor, labels: Matrix, reduction: str = "mean", ignor
 
     if mean is not None:
         return logits.made(mean, (logits,), rule, keep=keep, shape=(1, 1), layout=SCALAR)
-    return _summed((logits,), own * weight, rule, keep)
+    result = _summed((logits,), own * weight, rule, keep)
+    if reduction == "mean" and counted is not None:
+        step.note_mean(result, number)
+    return result
 
 
 def _mean_of_counted(form: Form, own: Array, counted: Array) -> tuple[Array, Array]:
