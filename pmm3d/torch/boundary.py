@@ -177,7 +177,8 @@ def mean(grid: Grid, losses: torch.Tensor, weights: torch.Tensor | None = None) 
 def _weights_of_torch(losses: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
     """Return the weights of losses of nll_loss by which torch's mean divides, and whether `losses` are its result, in
     any shape. None if the last operations contain no nll_loss."""
-    nodes, direct = [losses.grad_fn], True
+    nodes: list[Any] = [losses.grad_fn]
+    direct = True
     for _ in range(OPERATIONS):
         for node in nodes:
             if getattr(node, "_saved_reduction", None) == 0 and hasattr(node, "_saved_ignore_index"):

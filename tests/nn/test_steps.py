@@ -129,8 +129,8 @@ def mean_of_sum(out, y):
 LOSSES = {"a partial": partial(nn.cross_entropy, ignore_index=-1), "a function": ignoring,
           "a part": lambda out, y: 0.5 * ignoring(out, y) + 0.1 * nn.mean(nn.mean(out * out, 1), 0),
           "two means": lambda out, y: ignoring(out, y) + 2 * ignoring(out * 0.5, y),
-          "a sum": partial(ignoring, reduction="sum"), "a mean of a sum": mean_of_sum,
-          "a part of a sum": lambda out, y: 0.5 * nn.mse(out, out.value * 0.5, reduction="sum") + ignoring(out, y)}
+          "a sum": partial(ignoring, reduction="sum"), "a sum of squares": lambda out, y: nn.mse(
+              out, out.value * 0.5, reduction="sum")}
 """Labels -1 do not count."""
 
 
@@ -183,7 +183,8 @@ def test_without_a_label_that_counts_a_loss_is_nan_and_no_weight_moves(comm):
 
 @pytest.mark.parallel([2])
 def test_a_loss_that_is_no_mean_is_refused(comm):
-    """In a step and in an evaluation: results that are no 1 x 1 tensors, and labels that the step cannot count."""
+    """In a step and in an evaluation: results that are no 1 x 1 tensors, functions of a sum, whose weight is not known,
+    and labels that the step cannot count."""
     x, y = batch_of(CLASSES, 0, 12)
 
     def check(grid):
@@ -196,6 +197,10 @@ def test_a_loss_that_is_no_mean_is_refused(comm):
             for run in (step, partial(step, count=1), lambda loss: evaluate(net, batches, loss)):
                 with pytest.raises(Pmm3dError, match="must return a 1 x 1 Tensor"):
                     run(wrong)
+        for wrong in (mean_of_sum, lambda out, y: nn.cross_entropy(out, y, "sum") * (1 / out.shape[0])):
+            step(wrong, 1)
+            with pytest.raises(Pmm3dError, match="Return the mean, or the sum itself"):
+                step(wrong)
         copied = lambda out, y: ignoring(out, DistMatrix(grid, y.local.copy(), y.shape, y.layout))
         step(copied, 1)
         with pytest.raises(Pmm3dError, match="Pass the labels that the loss is given"):

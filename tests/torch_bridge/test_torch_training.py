@@ -429,10 +429,12 @@ def test_a_penalty_is_summed_over_data_once(comm):
         net, seen = parallelize(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), grid), []
         for weight in (0, 1, 1):
             grid.ledger.reset()
+            net.zero_grad()
             loss = net(torch.ones(2, 4)).sum()
             (loss + sum((p**2).sum() for p in net.parameters()) if weight else loss).backward()
-            seen.append(grid.ledger.total(phase="reduce data").received)
-        assert seen[2] == seen[0] > 0
+            seen.append((grid.ledger.total(phase="reduce data").received, net[0].weight.grad.clone()))
+        assert seen[2][0] == seen[0][0] > 0 and torch.equal(seen[1][1], seen[2][1])
+        assert torch.allclose(seen[2][1] - seen[0][1], 2 * net[0].weight)
 
     on_each_grid(comm, check, [((1, 1, 1), 2)])
 

@@ -73,7 +73,7 @@ class Evaluation:
         with Tape.of(grid).set(summing=False):
             step = losses.WholeStep(grid, [y])
             result = step.loss(self._loss, 0, out)
-        number = step.terms(result)
+        number = step.terms(result, rows)
         self._mixed |= number is None
         if self._mixed and self._rows:
             raise Pmm3dError("evaluate: the loss is a sum, or it changes a mean with ignore_index, so its mean over "

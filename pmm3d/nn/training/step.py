@@ -86,7 +86,7 @@ def weighted(grid: Grid, loss: Loss, batches: Sequence[Batch]) -> LossOf:
 
     def part(micro: int, output: Any) -> Tensor:
         result = step.loss(loss, micro, output, several)
-        return result * step.share if several else result
+        return result * step.weight if step.weight != 1 else result
 
     return part
 
@@ -114,7 +114,8 @@ def train_step(network: Module, optimizer: Optimizer, loss: Loss, batches: Seque
         Optimizer of the network. Gradients from before are dropped.
     loss : callable
         loss(output, y) -> Tensor, 1 x 1, a mean over the rows. It may contain `nn.mse`, `nn.mae` and
-        `nn.cross_entropy` also with ignore_index or reduction="sum", times numbers and added to other terms.
+        `nn.cross_entropy`, also with ignore_index, times numbers and added to other terms. It may also be one of
+        these losses with reduction="sum".
     batches : sequence of (x, y)
         Micro-batches.
     clip : float
