@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property
 from math import inf, nan, prod
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 
 from ..arrays import Array
-from ..comm import Grid
+from ..comm import Grid, Pending
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Layout
 from ..product import DistMatrix
@@ -25,45 +25,80 @@ from .elementwise import Elementwise, map_elementwise
 from .labels import Matrix, OwnLabels, local_labels
 from .ragged_rows import same_rows
 from .statistics import begin_sum, log_sum_exp, share, sum_over
-from .tape import Rule
+from .tape import Rule, Tape
 from .tensor import Tensor, as_tensor, relayout, whole
 
 SCALAR = Layout()
 REDUCTIONS = ("mean", "sum")
 
 
-class Terms(NamedTuple):
-    """Number of terms of a loss: of the whole batch, or, if `own`, this rank's part of it."""
+class WholeStep:
+    """The batches of a step, for the loss of one of them (`Tape.step`). The losses, each times its `weight`, add up to
+    the loss of one batch of all rows, also if labels are ignored, and for a sum.
 
-    number: int
-    own: bool
-
-    def of_all(self, grid: Grid) -> int:
-        """Number of terms of the whole batch. Collective if `own`: one all-reduce of a number."""
-        if not self.own:
-            return self.number
-        with grid.ledger.phase("loss"):
-            found = grid.everyone.all_reduce(np.array([float(self.number)]), agreed=True).wait()
-        return int(found[0]) if grid.dry_run is None else self.number
-
-
-def terms(loss: Callable[..., Any], output: Tensor, y: Matrix) -> Terms:
-    """Number of terms of `loss(output, y, reduction="sum")`. Sends nothing.
-
-    `mse` and `mae` have a term for each element, and other functions for each row. A `functools.partial` of
-    `cross_entropy` with ignore_index has a term for each row of this rank that counts.
+    targets   labels or targets of all batches of the step
     """
-    function = getattr(loss, "func", loss)
-    if function in (mse, mae):
-        return Terms(prod(output.shape), False)
-    ignored = getattr(loss, "keywords", {}).get("ignore_index")
-    if ignored is None or function is not cross_entropy:
-        return Terms(int(output.shape[0]), False)
-    labels = y.value if isinstance(y, Tensor) else y
-    if not labels.layout.is_first(labels.grid.shape.position(labels.grid.rank)):
-        return Terms(0, True)
-    host = labels.library.to_numpy(labels.local)
-    return Terms(int(np.count_nonzero(host != ignored)), True)
+
+    def __init__(self, grid: Grid, targets: Sequence[Matrix]):
+        self._grid, self._targets, self.weight = grid, targets, 1.0
+        self._numbers, self._noted = dict[int | None, int](), list[tuple[Tensor, int | None]]()
+
+    @cached_property
+    def _rows(self) -> list[int]:
+        return [int(each.shape[0]) for each in self._targets]
+
+    def loss(self, loss: Callable[..., Tensor], batch: int, output: Any, weighs: bool = True) -> Tensor:
+        """Return the loss of a batch. weighs: whether `Tape.step` is set. Raises Pmm3dError if it is no mean or sum."""
+        self._noted, several = [], len(self._targets) > 1
+        if several:
+            self.weight = self._rows[batch] / max(1, sum(self._rows))
+        with Tape.of(self._grid).set(step=self if weighs else None):
+            result = loss(output, self._targets[batch])
+        if not isinstance(result, Tensor) or result.shape != (1, 1):
+            raise Pmm3dError(f"the loss returned {result!r} for a batch. It must return a 1 x 1 Tensor, the mean over "
+                             "the rows, as nn.mean(nn.mean(x, 1), 0)")
+        if several and any(number is None for _, number in self._noted):
+            if self._noted[-1][0] is not result:
+                raise Pmm3dError('the loss contains a sum (reduction="sum" or "sum_count"), which would be weighed by '
+                                 "the rows of each micro-batch. Return the mean, or the sum itself, or train with one "
+                                 "micro-batch")
+            self.weight = 1.0
+        return result
+
+    def note(self, result: Tensor, number: int | None) -> None:
+        """Note a result whose terms are not all rows: a mean of `number` terms, or None for a sum."""
+        self._noted.append((result, number))
+
+    def terms_of_mean(self, labels: Matrix, ignored: int) -> tuple[int, float]:
+        """Number of labels of the step that count, and the factor of the sum of their terms in this batch. Collective
+        in the first call with `ignored`."""
+        if len(self._targets) == 1:
+            number = _number_of_labels(self._grid, [labels], ignored)
+            return number, 1 / max(1, number)
+        if not any(labels is each for each in self._targets):
+            raise Pmm3dError("cross_entropy: with several micro-batches, ignore_index counts the labels of the whole "
+                             "step. Pass the labels that the loss is given, or train with one micro-batch")
+        if ignored not in self._numbers:
+            self._numbers[ignored] = _number_of_labels(self._grid, self._targets, ignored)
+        number = self._numbers[ignored]
+        return number, 1 / (max(1, number) * self.weight) if self.weight else 0.0
+
+    def terms(self, result: Tensor, rows: int) -> int | None:
+        """Number of terms of a result, a mean: by default `rows`; None if it is no mean of terms of one kind."""
+        return next((number for noted, number in self._noted if noted is result), None if self._noted else rows)
+
+
+def _number_of_labels(grid: Grid, labels: Sequence[Matrix], ignored: int | None) -> int:
+    """Number of labels of all ranks that count. Collective with `ignored`: one all-reduce of a number."""
+    if ignored is None:
+        return sum(int(each.shape[0]) for each in labels)
+    own, position = 0, grid.shape.position(grid.rank)
+    for matrix in (each.value if isinstance(each, Tensor) else each for each in labels):
+        if matrix.layout.is_first(position):
+            own += int(np.count_nonzero(matrix.library.to_numpy(matrix.local) != ignored))
+    with grid.ledger.phase("loss"):
+        found = grid.everyone.all_reduce(np.array([float(own)]), agreed=True).wait()
+    return int(found[0]) if grid.dry_run is None else own
 
 
 def mse(prediction: Tensor, target: Matrix, reduction: str = "mean") -> Tensor:
@@ -143,7 +178,7 @@ def _elementwise_loss(name: str, prediction: Tensor, target: Matrix, reduction: 
     with computing(form.grid, "loss", name=name):
         difference = map_elementwise(wide, None, DIFFERENCE, local, aligned.shard)
         own = array_namespace(difference).sum(map_elementwise(wide, None, term, difference))
-    weight = share(prod(form.shape)) if reduction == "mean" else 1.0
+    weight = _weight(prediction, form.shape, reduction)
 
     def rule(gradient: Array, difference: Array) -> tuple[Array, Array | None]:
         with computing(form.grid, "loss", name=name + " backward"):
@@ -151,7 +186,15 @@ def _elementwise_loss(name: str, prediction: Tensor, target: Matrix, reduction: 
             return dx, map_elementwise(of_target, None, operator.neg, dx) if of_target else None
 
     return _summed((prediction, aligned), own * weight, rule, {f"{name}.difference": difference},
-                   prediction.layout.cols)
+                   prediction.layout.cols, reduction == "mean")
+
+
+def _weight(like: Tensor, terms: Sequence[int], reduction: str) -> float:
+    """Factor of the sum of the terms of a loss, without ignored labels. Their number is the product of `terms`. In a
+    step of several batches, a batch without rows has the loss 0."""
+    if reduction == "sum" or like.tape.step is not None and not prod(terms):
+        return 1.0
+    return share(prod(terms))
 
 
 def _check_reduction(name: str, reduction: str, others: str = "") -> None:
@@ -214,8 +257,8 @@ def cross_entropy(logits: Tensor, labels: Matrix, reduction: str = "mean", ignor
     1.386294
     """
     if reduction == "sum_count":
-        number = terms(partial(cross_entropy, ignore_index=ignore_index), logits, labels)
-        return cross_entropy(logits, labels, "sum", ignore_index), number.of_all(logits.grid)
+        return (cross_entropy(logits, labels, "sum", ignore_index),
+                _number_of_labels(logits.grid, [labels], ignore_index))
     _check_reduction("cross_entropy", reduction, ', or "sum_count"')
     logits = whole(logits)
     form, local = logits.form, logits.shard
@@ -226,15 +269,18 @@ def cross_entropy(logits: Tensor, labels: Matrix, reduction: str = "mean", ignor
     losses = normalizer - chosen
     if counted is not None:  # exp(logit - inf) is 0
         losses, normalizer = xp.where(counted, losses, 0), xp.where(counted, normalizer, inf)
-    own, mean = xp.sum(losses), None
+    own, mean, step = xp.sum(losses), None, logits.tape.step
     keep = {"cross_entropy.logits": logits, "cross_entropy.normalizer": normalizer[:, None], **labelled.kept}
-    weight = share(form.shape[0]) if reduction == "mean" else 1.0
-    if reduction == "mean" and counted is not None:
-        mean, number = _mean_of_counted(form, own, counted)
+    weight, number = _weight(logits, form.shape[:1], reduction), None
+    if reduction == "mean" and counted is not None and step is not None:
+        number, weight = step.terms_of_mean(labels, ignore_index)
+        own = own if number else own * nan
+    elif reduction == "mean" and counted is not None:
+        mean, share_of_row = _mean_of_counted(form, own, counted)
         if form.library.on_host:
-            weight = float(number[0, 0])
+            weight = float(share_of_row[0, 0])
         else:
-            keep["cross_entropy.number"] = number
+            keep["cross_entropy.number"] = share_of_row
 
     def rule(gradient: Array, local: Array, normalizer: Array, rows: Array, columns: Array,
              *of_device: Array) -> tuple[Array]:
@@ -250,7 +296,7 @@ def cross_entropy(logits: Tensor, labels: Matrix, reduction: str = "mean", ignor
 
     if mean is not None:
         return logits.made(mean, (logits,), rule, keep=keep, shape=(1, 1), layout=SCALAR)
-    return _summed((logits,), own * weight, rule, keep)
+    return _summed((logits,), own * weight, rule, keep, (), reduction == "mean" and counted is None, number)
 
 
 def _mean_of_counted(form: Form, own: Array, counted: Array) -> tuple[Array, Array]:
@@ -285,19 +331,25 @@ def _log_sum_exp(logits: Tensor, own: OwnLabels) -> tuple[Array, Array, Array]:
         return log_sum_exp(form, local, 1, "cross_entropy", chosen)
 
 
-def _summed(parents: Sequence[Tensor], own: Array, rule: Rule, keep: Mapping[str, Any],
-            axes: Iterable[str] = ()) -> Tensor:
-    """Begin to sum the ranks' numbers over the axes that split the rows, and over further axes. The sum is 1 x 1."""
+def _summed(parents: Sequence[Tensor], own: Array, rule: Rule, keep: Mapping[str, Any], axes: Iterable[str],
+            of_rows: bool, number: int | None = None) -> Tensor:
+    """Begin to sum the ranks' numbers over the axes that split the rows, and over further axes. The sum is 1 x 1.
+
+    of_rows: whether it is a mean over all rows; otherwise a mean of `number` terms, or a sum.
+    """
     like = parents[0]
-    value = like.form.wide.filled(0).local
+    value, tape = like.form.wide.filled(0).local, like.tape
     value[...] = own
-    sums = (*like.layout.rows, *axes)
-    if not like.tape.summing:
-        return like.made(value, parents, rule, keep=keep, shape=(1, 1), layout=Layout(sums=sums))
-    with like.grid.ledger.phase("loss"):
-        pending = begin_sum(like.grid, value, sums)
-    return like.made(value, parents, rule, keep=keep, shape=(1, 1), layout=SCALAR,
+    sums, pending = (*like.layout.rows, *axes), list[Pending]()
+    if tape.summing:
+        with like.grid.ledger.phase("loss"):
+            pending = begin_sum(like.grid, value, sums)
+    layout = SCALAR if tape.summing else Layout(sums=sums)
+    made = like.made(value, parents, rule, keep=keep, shape=(1, 1), layout=layout,
                      pending=pending[-1] if pending else None)
+    if tape.step is not None and not of_rows:
+        tape.step.note(made, number)
+    return made
 
 
 def aligned_target(prediction: Tensor, target: Matrix) -> Tensor:

@@ -47,6 +47,8 @@ class Tape:
         Whether a backward pass starts the sums of gradients over data; see `no_sync`.
     summing : bool
         Whether losses start their sums over the ranks. If False, a loss has partial sums.
+    step : WholeStep or None
+        While the loss of one batch of a step is computed, the batches of the step.
     phase : str
         "forward", or "recompute" while a part of a network is computed again.
     placed : set or None
@@ -71,6 +73,7 @@ class Tape:
     def __init__(self, grid: Grid):
         self.parallel = BackwardSync.of(grid)
         self.recording = self.keeping = self.syncing = self.summing = True
+        self.step: Any = None
         self.phase = "forward"
         self.placed: set[Any] | None = None
         self.has_warned = False

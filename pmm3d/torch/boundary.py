@@ -22,6 +22,10 @@ WHOLE = layout_of(ROWS)
 """Layout of a batch whose rows are split and whose columns are all on each rank."""
 LIKE_LOSSES = 1e-3
 """Largest relative difference between sums of losses that is accepted as rounding."""
+OPERATIONS = 5
+"""Number of operations before a loss among which an nll_loss is searched for."""
+SHAPES = ("Alias", "Reshape", "Squeeze", "Unsafe", "Unsqueeze", "View")
+"""Names of torch's operations that only change a shape."""
 OTHER_LABELS = ("Ranks along x and y hold the same rows of the batch, so their losses must be the same: give them the "
                 "same labels (input_rows cuts a batch that all ranks hold), and all columns of the model's output")
 
@@ -108,7 +112,7 @@ def gather_output(grid: Grid, x: torch.Tensor) -> torch.Tensor:
     return _linear(x, whole, lambda gradient: gradient[rows] * passes.partners)
 
 
-def mean(grid: Grid, losses: torch.Tensor) -> torch.Tensor:
+def mean(grid: Grid, losses: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
     """The mean over the rows of all ranks, the same on every rank. Collective.
 
     Parameters
@@ -118,21 +122,29 @@ def mean(grid: Grid, losses: torch.Tensor) -> torch.Tensor:
     losses : torch.Tensor
         Losses of this rank's rows, of any shape, such as those of `cross_entropy(..., reduction="none")`. They are the
         same on all ranks along x and y.
+    weights : torch.Tensor or None
+        Weight of each loss, of the same shape, such as labels != -100. The mean is sum(weights losses) / sum(weights).
+        Default: 1. For a result of `cross_entropy` or `nll_loss` itself: the weights by which torch divides, 0 for
+        ignored labels.
 
     Returns
     -------
     torch.Tensor, ()
-        The mean. It is right for any number of rows on each rank, also for none.
+        The mean. It is right for any number of rows on each rank, also for none. If no loss counts it is NaN, with zero
+        gradients, as in torch.
 
     Raises
     ------
     DisagreementError
         On every rank, if ranks along x or y have different losses. They compare their sums in the first call with
         gradients and in the first one without; with PMM3D_DEBUG=1 in each call.
+    LayoutError
+        On every rank, if labels are ignored and the weights are not known: for a function of the result of
+        `cross_entropy`, and without gradients. Pass the weights.
 
     Notes
     -----
-    Each rank receives 16 bytes from others along data and z. If all ranks have the same number of rows, the plain mean
+    Each rank receives 24 bytes from others along data and z. If all ranks have the same number of rows, the plain mean
     of a rank's own rows trains the same.
 
     Examples
@@ -147,12 +159,35 @@ def mean(grid: Grid, losses: torch.Tensor) -> torch.Tensor:
     passes, trains = BackwardPasses.of(grid), torch.is_grad_enabled()
     if passes.compares(f"mean {trains}"):
         passes.compare("mean", _sums_of(losses), OTHER_LABELS, trains, cols=(), spread=LIKE_LOSSES)
-    own = losses.detach()
-    sums = torch.stack([own.sum(dtype=torch.float64), own.new_full((), own.numel(), dtype=torch.float64)])
+    found, direct = _weights_of_torch(losses) if weights is None else (weights, True)
+    losses = losses if weights is None else losses * weights
+    given = torch.ones_like(losses, requires_grad=False) if found is None else found
+    sums = torch.stack([each.detach().sum(dtype=torch.float64) for each in (losses, given, torch.ones_like(given))])
     with grid.ledger.phase("loss"):
-        found, count = sum_over(grid, sums.view(1, 2), ROWS)[0]
-    factor, shape = (passes.partners / count).to(losses.dtype), losses.shape
-    return _linear(losses, (found / count).to(losses.dtype), lambda gradient: (gradient * factor).expand(shape))
+        total, count, number = sum_over(grid, sums.view(1, 3), ROWS)[0]
+    ignores = weights is None and bool(count != number)
+    if ignores and not direct or passes.ignores and weights is None and losses.grad_fn is None:
+        raise LayoutError("mean: cross_entropy ignores labels or weighs classes, and the number by which torch divides "
+                          "is not known here. Pass mean(grid, losses, weights), with weights such as labels != -100")
+    passes.ignores |= ignores
+    factor, shape = torch.where(count == 0, 0, passes.partners / count).to(losses.dtype), losses.shape
+    return _linear(losses, (total / count).to(losses.dtype), lambda gradient: (gradient * factor).expand(shape))
+
+
+def _weights_of_torch(losses: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
+    """Return the weights of losses of nll_loss by which torch's mean divides, and whether `losses` are its result, in
+    any shape. None if the last operations contain no nll_loss."""
+    nodes: list[Any] = [losses.grad_fn]
+    direct = True
+    for _ in range(OPERATIONS):
+        for node in nodes:
+            if getattr(node, "_saved_reduction", None) == 0 and hasattr(node, "_saved_ignore_index"):
+                counted = node._saved_target != (node._saved_ignore_index + 2**63) % 2**64 - 2**63
+                of_class = node._saved_weight
+                return (counted if of_class is None else of_class[node._saved_target * counted] * counted), direct
+        direct = direct and all(node is None or node.name().startswith(SHAPES) for node in nodes)
+        nodes = [before for node in nodes if node is not None for before, _ in node.next_functions]
+    return None, direct
 
 
 def _sums_of(losses: torch.Tensor) -> list[float]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from copy import copy, deepcopy
+from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any, TypeVar
+from weakref import ref
 from zlib import crc32
 
 import torch
@@ -13,16 +14,15 @@ from torch import nn
 from ..arrays import library_of
 from ..comm import Grid
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
-from ..layout import Layout
-from ..nn.contract import Gradient
 from ..nn.overlap import Overlap
-from .grid_parameter import MARK, ROWS, GridParameter, digest
+from .grid_parameter import digest
 from .layers import Dropout3D, LayerNorm3D, Linear3D, ShardedModule
 from .operation import BackwardPasses
 from .plan import Plan, Split, resolved
 
 Kind = TypeVar("Kind", bound=nn.Module)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 OTHER_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -50,8 +50,8 @@ def parallelize(module: Kind, grid: Grid, plan: Plan | None = None, *, overlap: 
     Raises
     ------
     LayoutError
-        On every rank, for a plan that does not fit, a weight in two places, a Linear without features, and a batch
-        norm.
+        On every rank, for a plan that does not fit, a weight in two places or in another parallelized module, a Linear
+        without features, a batch norm, and an embedding with max_norm or scale_grad_by_freq.
     DTypeError
         On every rank, for complex parameters.
     DisagreementError
@@ -100,6 +100,8 @@ def parallelize(module: Kind, grid: Grid, plan: Plan | None = None, *, overlap: 
     if overlap is not None:
         BackwardPasses.of(grid).parallel.overlap = overlap
     _attach(made, grid, label)
+    for tensor in module.parameters():
+        BackwardPasses.of(grid).copied[tensor] = ref(module), ref(made)
     return made
 
 
@@ -107,11 +109,20 @@ def _check(module: nn.Module, splits: dict[str, Split], grid: Grid) -> None:
     if grid.dry_run is not None:
         raise GridError("parallelize: a dry run has no data, and torch's modules have. For bytes and memory make the "
                         "network with pmm3d.nn")
-    owners: dict[int, list[str]] = {}
+    owners, passes = dict[int, list[str]](), BackwardPasses.of(grid)
+    for name, tensor in module.named_parameters():
+        other, copy = passes.copied.get(tensor, (None, None))
+        if copy is not None and copy() is not None and other() is not module:
+            raise LayoutError(f"parallelize: another module with the weight {name} is on the grid already. The copies "
+                              "would have two weights. Parallelize both in one module: parallelize(nn.ModuleList([one, "
+                              "other]), grid, plan). For separate weights, pass copy.deepcopy(module)")
     for name, part in module.named_modules():
-        if isinstance(part, BATCH_NORMS) and BackwardPasses.of(grid).partners > 1:
+        if isinstance(part, BATCH_NORMS) and passes.partners > 1:
             raise LayoutError(f"parallelize: {name}, a {type(part).__name__}, would use the mean of each rank's own "
                               "rows. Use nn.LayerNorm or nn.GroupNorm in its place")
+        if isinstance(part, EMBEDDINGS) and passes.partners > 1 and (part.max_norm or part.scale_grad_by_freq):
+            raise LayoutError(f"parallelize: {name}, a {type(part).__name__} with max_norm or scale_grad_by_freq, "
+                              "would use the tokens of each rank's own rows. Make it without them")
         if isinstance(part, OTHER_DROPOUTS):
             raise LayoutError(f"parallelize: {name}, a {type(part).__name__}, would draw different masks on ranks that "
                               "need equal ones. Use nn.Dropout in its place")
@@ -172,7 +183,7 @@ def _sharded(name: str, part: Any, split: Split, grid: Grid) -> ShardedModule:
     else:
         made = Linear3D(grid, part.in_features, part.out_features, part.bias is not None, role=split.role,
                         unit=split.unit, gather=split.gather, initial=False, **options)
-    made.path = name
+    made.path, made.partners = name, BackwardPasses.of(grid).partners
     for own in made.home:
         made.load_whole(own, getattr(part, own))
         made.get_parameter(own).requires_grad_(getattr(part, own).requires_grad)
@@ -180,17 +191,13 @@ def _sharded(name: str, part: Any, split: Split, grid: Grid) -> ShardedModule:
 
 
 def _attach(module: nn.Module, grid: Grid, label: str) -> None:
-    """Register the hooks that scale gradients at the boundary of the copy.
-
-    Outside the copy, gradients are those of this rank's loss. Inside, they are those of the mean of the ranks' losses.
-    """
+    """Register the hook that begins a forward pass, and compares what must be the same on several ranks."""
     passes = BackwardPasses.of(grid)
-    entering, leaving = _scaled(passes.partners), _scaled(1 / passes.partners)
     shares_rows = passes.partners < grid.size
     draws = any(isinstance(part, Dropout3D) and part.p for part in module.modules())
 
-    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        _hold(module, grid, passes, label)
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        _hold(module, passes, label)
         first = passes.begin_forward()
         if first:
             passes.parallel.weights.pause()
@@ -199,14 +206,9 @@ def _attach(module: nn.Module, grid: Grid, label: str) -> None:
             grid.compared("dropout's random numbers (torch.manual_seed)", state)()
         if shares_rows and first:
             _compare_inputs(module, passes, f"{label}input", (args, kwargs))
-        return mapped(args, entering), mapped(kwargs, entering)
 
-    def after(module: nn.Module, args: Any, out: Any) -> Any:
-        return mapped(out, leaving)
-
-    _hold(module, grid, passes, label)
+    _hold(module, passes, label)
     module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after)
 
 
 def _compare_inputs(module: nn.Module, passes: BackwardPasses, what: str, given: Any) -> None:
@@ -219,13 +221,7 @@ def _compare_inputs(module: nn.Module, passes: BackwardPasses, what: str, given:
     trains = module.training and torch.is_grad_enabled()
     if not passes.compares(f"{what} {trains}"):
         return
-    found = list[torch.Tensor]()
-
-    def noted(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    mapped(given, noted)
+    found = [*_tensors(given)]
     first = next(module.children(), module) if type(module) is nn.Sequential else module
     layers = [first] if isinstance(first, ShardedModule) else module.modules()
     splits = set[str]().union(*(layer.splits(tensor) for layer in layers if isinstance(layer, ShardedModule)
@@ -233,63 +229,18 @@ def _compare_inputs(module: nn.Module, passes: BackwardPasses, what: str, given:
     passes.compare("the model's input", [digest(found)], trains=trains, cols=splits)
 
 
-def _hold(module: nn.Module, grid: Grid, passes: BackwardPasses, label: str) -> None:
-    """Register each replicated parameter, so that its gradient is summed over the ranks that hold other rows."""
+def _hold(module: nn.Module, passes: BackwardPasses, label: str) -> None:
+    """Register each replicated parameter, so that its gradient is averaged over the ranks that hold other rows."""
     for path, part in module.named_modules():
         for name, tensor in () if isinstance(part, ShardedModule) else part.named_parameters(path, recurse=False):
-            if tensor.requires_grad and GridParameter.of(tensor) is None:
-                known = hasattr(tensor, MARK)
-                GridParameter(grid, tensor, name=f"{label}{name}")
-                if not known and passes.partners > 1:
-                    _sum_gradients(tensor, passes)
+            if tensor.requires_grad:
+                passes.hold(tensor, name=f"{label}{name}", partners=passes.partners)
 
 
-def _sum_gradients(tensor: nn.Parameter, passes: BackwardPasses) -> None:
-    def arrived(gradient: torch.Tensor | None) -> None:
-        held: GridParameter = getattr(tensor, MARK)
-        if gradient is None or not held.is_reached():
-            return
-        if gradient.layout != torch.strided:
-            raise DTypeError(f"{held.weight.name}: its gradient is sparse, which is not summed over ranks: make the "
-                             "embedding with sparse=False")
-        passes.receive(held, Gradient(gradient.detach().reshape(1, -1).contiguous(), Layout(sums=ROWS)))
-        tensor.grad = None
-
-    tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
-    tensor.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-        lambda tensor: setattr(tensor, "grad", None))
-
-
-def mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Copy of a nested tuple, list or dict with `function` applied to each tensor.
-
-    Raises Pmm3dError for another object that has a tensor with a gradient as an attribute.
-    """
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a nested tuple, list or dict."""
     if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        made = copy(value)
-        for key, item in value.items():
-            made[key] = mapped(item, function)
-        return made
-    if isinstance(value, (list, tuple)):
-        items = [mapped(item, function) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if hasattr(value, "__dict__") and any(
-            isinstance(item, torch.Tensor) and item.requires_grad for item in vars(value).values()):
-        raise Pmm3dError("a model on a grid takes and returns tensors, also in tuples, lists and dicts. The gradients "
-                         f"of tensors in a {type(value).__name__} would not be those of the mean of the ranks' losses")
-    return value
-
-
-def _scaled(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Function that returns its tensor, and multiplies the gradient by `factor` in the backward pass."""
-
-    def scaled(x: torch.Tensor) -> torch.Tensor:
-        if factor == 1 or not x.requires_grad or not torch.is_grad_enabled():
-            return x
-        x = x.view_as(x)
-        x.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
-        return x
-
-    return scaled
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)

@@ -16,6 +16,8 @@ from ..arrays.torch_rounding import ON_DEVICE, TF32
 from ..comm import Grid
 from ..errors import Pmm3dError
 from ..layout import Layout
+from ..layout.layout import layout_of
+from ..nn.contract import Gradient
 from ..nn.parallel import BackwardSync
 from ..nn.parameter import Parameter
 from ..nn.precision import Precision
@@ -36,13 +38,19 @@ MARK = "_pmm3d"
 class GridParameter:
     """A torch parameter on a grid: this rank's shard of a matrix, or the whole parameter of a replicated module.
 
-    weight   parameter of `pmm3d.nn` over the same memory, by which shards are gathered and gradients summed
+    weight      parameter of `pmm3d.nn` over the same memory, by which shards are gathered and gradients summed
+    partners    number of ranks whose losses are averaged: `.grad` is the gradient of the sum of losses / partners
+    has_hooks   whether gradients that come without an operation on the grid are received
+    has_more    whether such a gradient came in an earlier backward pass
     """
 
+    has_more = False
+
     def __init__(self, grid: Grid, tensor: torch.nn.Parameter, shape: tuple[int, int] | None = None,
-                 layout: Layout = Layout(), name: str = ""):
+                 layout: Layout = Layout(), name: str = "", partners: int = 1):
         shape = (1, tensor.numel()) if shape is None else shape
-        self.tensor, self._given = ref(tensor), None
+        self.tensor, self._given, self.partners = ref(tensor), None, partners
+        self.has_hooks: bool = getattr(tensor, MARK).has_hooks if hasattr(tensor, MARK) else False
         local = tensor.detach().reshape(layout.box(shape, grid.shape, grid.coords).shape)
         value = DistMatrix(grid, local, shape, layout)
         self.weight = Parameter(value, precision_of(tensor))
@@ -88,21 +96,35 @@ class GridParameter:
         grad = None if tensor is None else tensor.grad
         if tensor is not None:
             tensor.grad = None
-        if grad is not None and grad is self._given and buffer.layout is not None:
-            return
-        BackwardSync.of(self.weight.grid).gradients.forget(buffer)
-        buffer.array = self._given = None  # release the old memory before the allocation
-        buffer.array = buffer.form.new()
-        if grad is not None:
-            buffer.array[...] = grad.reshape(buffer.array.shape)
-            buffer.layout = buffer.target
+        if grad is None or grad is not self._given or buffer.layout is None:
+            BackwardSync.of(self.weight.grid).gradients.forget(buffer)
+            buffer.array = self._given = None  # release the old memory before the allocation
+            buffer.array = buffer.form.new()
+            if grad is not None:
+                buffer.array[...] = grad.reshape(buffer.array.shape)
+                buffer.layout = buffer.target
+        if grad is not None and self.partners > 1:
+            buffer.array *= self.partners
+
+    def part(self, gradient: torch.Tensor) -> Gradient:
+        """Return the contribution of a gradient of this rank's loss that comes without an operation on the grid.
+
+        It is the mean over the ranks that hold the same elements and other rows. So a term of weights counts once."""
+        form = self.weight.form
+        sums = tuple(axis for axis in ROWS if axis not in form.layout.splitting)
+        factor = self.partners / form.grid.shape.along(sums)
+        array = gradient.detach().reshape(form.local_shape).contiguous()
+        return Gradient(array if factor == 1 else array * factor,
+                        layout_of(form.layout.rows, form.layout.cols, sums, form.layout.units))
 
     def give(self) -> None:
         """Set `.grad` to the accumulated gradient, at the end of a backward pass. Waits for its sums."""
-        tensor = self.tensor()
-        self.weight.accumulated.wait()
+        tensor, buffer = self.tensor(), self.weight.accumulated
+        buffer.wait()
+        if self.partners > 1:
+            buffer.array /= self.partners
         if tensor is not None:
-            self._given = self.weight.accumulated.array.view(tensor.shape)
+            self._given = buffer.array.view(tensor.shape)
             tensor.grad = self._given
 
     def drop(self) -> None:

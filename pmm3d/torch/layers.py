@@ -57,9 +57,12 @@ class ShardedModule(OnGrid):
         Names of the parameters that are matrices in torch too.
     path : str
         Path of the module in the model, or a name of its own.
+    partners : int
+        Number of ranks whose losses are averaged; 1 for their sum.
     """
 
     matrices: tuple[str, ...] = ()
+    partners = 1
 
     def __init__(self, grid: Grid, home: dict[str, tuple[tuple[int, int], Layout]], columns: int, input: Layout,
                  dtype: Any, device: Any):
@@ -79,8 +82,8 @@ class ShardedModule(OnGrid):
     def held(self, name: str) -> GridParameter:
         """Return the GridParameter over the present memory of a parameter, with its present precision."""
         tensor = getattr(self, name)
-        found = GridParameter.of(tensor)
-        found = found or GridParameter(self.grid, tensor, *self.home[name], name=f"{self.path}.{name}".lstrip("."))
+        found = BackwardPasses.of(self.grid).hold(tensor, *self.home[name], f"{self.path}.{name}".lstrip("."),
+                                                  self.partners)
         found.weight.precision = precision_of(tensor)
         return found
 

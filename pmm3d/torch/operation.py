@@ -8,13 +8,15 @@ from contextlib import AbstractContextManager
 from itertools import count
 from math import prod
 from typing import Any, NamedTuple
+from weakref import ref
 from zlib import crc32
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm import Grid
-from ..errors import Pmm3dError
+from ..errors import DTypeError, Pmm3dError
 from ..layout import Layout
 from ..nn.contract import Part
 from ..nn.gradient_buffer import Leaf
@@ -24,7 +26,7 @@ from ..nn.ragged_rows import ragged
 from ..nn.tape import Tape
 from ..nn.tensor import Tensor
 from ..product.checks import check_replicas
-from .grid_parameter import COLUMNS, ROWS, SAME_BATCH, GridParameter, digest, reached
+from .grid_parameter import COLUMNS, MARK, ROWS, SAME_BATCH, GridParameter, digest, reached
 
 NO_PASS = -1
 """Number that torch returns for the current backward pass if none is in progress."""
@@ -43,7 +45,11 @@ class BackwardPasses:
 
     partners   number of ranks among which the rows of a batch are split
     numbers    iterator of numbers for modules, the same on all ranks; they keep parameter names distinct
+    copied     parameter of a plain module -> references to this module, and to its copy by `parallelize`
+    ignores    whether a mean had ignored labels
     """
+
+    ignores = False
 
     def __init__(self, grid: Grid):
         self.grid, self.parallel = grid, BackwardSync.of(grid)
@@ -55,6 +61,7 @@ class BackwardPasses:
         """torch's number of the current or last pass. Numbers increase."""
         self._taken: Counter[GridParameter] = Counter()
         self._called = set[str]()
+        self.copied: Any = WeakIdKeyDictionary()
 
     @classmethod
     def of(cls, grid: Grid) -> BackwardPasses:
@@ -116,7 +123,8 @@ class BackwardPasses:
             raise Pmm3dError(DEFERRED)
         if self._open is None:
             used, self._uses = self._uses, Counter()
-            uses = Counter[Leaf]({held.weight: times for held, times in used.items() if held.is_reached()})
+            uses = Counter[Leaf]({held.weight: times + held.has_more
+                                  for held, times in used.items() if held.is_reached()})
             opened = self.parallel.backward(Tape.of(self.grid).syncing, uses)
             opened.__enter__()
             self._open = opened
@@ -129,6 +137,32 @@ class BackwardPasses:
             held.resume()
         self._taken[held] += 1
         held.weight.receive(part)
+
+    def hold(self, tensor: torch.nn.Parameter, shape: tuple[int, int] | None = None, layout: Layout = Layout(),
+             name: str = "", partners: int = 1) -> GridParameter:
+        """Return the GridParameter over the present memory of a parameter, made by these arguments if there is none.
+
+        Hooks receive the gradients that reach the parameter without an operation on the grid: those of weights on the
+        grid, as in a penalty, and all of replicated parameters.
+        """
+        held = GridParameter.of(tensor) or GridParameter(self.grid, tensor, shape, layout, name, partners)
+        if tensor.requires_grad and not held.has_hooks and (shape is not None or partners > 1):
+            held.has_hooks, own = True, ref(tensor)
+            tensor.register_hook(lambda gradient: self._arrived(own(), gradient))  # type: ignore[no-untyped-call]
+            tensor.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda tensor: setattr(tensor, "grad", None))
+        return held
+
+    def _arrived(self, tensor: torch.Tensor | None, gradient: torch.Tensor | None) -> None:
+        held: GridParameter | None = getattr(tensor, MARK, None)
+        if tensor is None or held is None or gradient is None or not held.is_reached():
+            return
+        if gradient.layout != torch.strided:
+            raise DTypeError(f"{held.weight.name}: its gradient is sparse, which is not summed over ranks: make the "
+                             "embedding with sparse=False")
+        held.has_more = True
+        self.receive(held, held.part(gradient))
+        tensor.grad = None
 
     def end(self, number: int) -> None:
         """Sum the gradients of the pass of this number. torch's engine calls this after the last node. Collective.

@@ -117,26 +117,96 @@ def test_the_batches_of_a_step_weigh_by_their_rows(comm):
     on_each_grid(comm, check, GRIDS[comm.size][:2])
 
 
+def ignoring(out, y, **options):
+    return nn.cross_entropy(out, y, ignore_index=-1, **options)
+
+
+def mean_of_sum(out, y):
+    total, number = nn.cross_entropy(out, y, "sum_count", -1)
+    return total * (1 / number)
+
+
+LOSSES = {"a partial": partial(nn.cross_entropy, ignore_index=-1), "a function": ignoring,
+          "a part": lambda out, y: 0.5 * ignoring(out, y) + 0.1 * nn.mean(nn.mean(out * out, 1), 0),
+          "two means": lambda out, y: ignoring(out, y) + 2 * ignoring(out * 0.5, y),
+          "a sum": partial(ignoring, reduction="sum"), "a sum of squares": lambda out, y: nn.mse(
+              out, out.value * 0.5, reduction="sum")}
+"""Labels -1 do not count."""
+
+
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
-def test_labels_to_be_ignored_do_not_weigh(comm):
-    """Micro-batches with 0, 3 and 10 counted labels have the gradient of the mean over 13. The same is true for the
-    evaluation."""
+def test_a_step_is_the_same_with_any_micro_batches(comm):
+    """Micro-batches without a counted label or without rows too. An evaluation is the same, or refused."""
     x, y = batch_of(CLASSES, 0, 30)
-    y[:17] = -1
-    loss = partial(nn.cross_entropy, ignore_index=-1)
+    y[3:17] = -1
 
     def check(grid):
-        found = []
-        for parts in ([slice(0, 30)], [slice(0, 10), slice(10, 20), slice(20, 30)]):
-            net = network_of(grid, CLASSES)
-            batches = [(spread(grid, x[part]), spread(grid, y[part], batch_layout(None))) for part in parts]
-            value, norm = train_step(net, optim.SGD(net.parameters(), 1.0), loss, batches)
-            figures = evaluate(net, batches, loss)
-            found.append([np.array([value, norm, figures["loss"]]), *weights_of(net).values()])
-        for whole, parts in zip(*found, strict=True):
-            assert np.abs(whole - parts).max() <= 1e-12 * max(1, np.abs(whole).max())
+        for title, loss in LOSSES.items():
+            found, evaluates = [], title in ("a partial", "a function")
+            cuts = [slice(0, 7), slice(7, 17 if evaluates else 25), slice(17, 25), slice(25, 25), slice(25, 30)]
+            for parts in ([slice(0, 30)], cuts if evaluates else [*cuts[:2], cuts[-1]]):
+                net = network_of(grid, CLASSES)
+                batches = [(spread(grid, x[part]), spread(grid, y[part], batch_layout(None))) for part in parts]
+                with given(title=title, parts=len(parts)):
+                    if evaluates or len(parts) == 1:
+                        evaluated = evaluate(net, batches, loss)["loss"]
+                    else:
+                        with pytest.raises(Pmm3dError, match="Return the mean of nn.cross_entropy itself"):
+                            evaluate(net, batches, loss)
+                    value, norm = train_step(net, optim.SGD(net.parameters(), 1.0), loss, batches)
+                    assert evaluated == pytest.approx(value, rel=1e-12)
+                found.append([np.array([value, norm]), *weights_of(net).values()])
+            for whole, parts in zip(*found, strict=True):
+                assert np.abs(whole - parts).max() <= 1e-12 * max(1, np.abs(whole).max()), title
 
     on_each_grid(comm, check, GRIDS[comm.size][:2])
+
+
+@some
+def test_without_a_label_that_counts_a_loss_is_nan_and_no_weight_moves(comm):
+    """As in torch, with any number of micro-batches, and in an evaluation."""
+    x, y = batch_of(CLASSES, 0, 12)
+    y[:] = -1
+
+    def check(grid):
+        for loss in (LOSSES["a partial"], LOSSES["a function"]):
+            for parts in ([slice(0, 12)], [slice(0, 5), slice(5, 12)]):
+                net = network_of(grid, CLASSES)
+                before = bits(weights_of(net))
+                batches = [(spread(grid, x[part]), spread(grid, y[part], batch_layout(None))) for part in parts]
+                assert np.isnan(evaluate(net, batches, loss)["loss"])
+                value, norm = train_step(net, optim.SGD(net.parameters(), 1.0), loss, batches)
+                assert np.isnan(value) and norm == 0 and bits(weights_of(net)) == before
+
+    on_each_grid(comm, check, GRIDS[comm.size][:2])
+
+
+@pytest.mark.parallel([2])
+def test_a_loss_that_is_no_mean_is_refused(comm):
+    """In a step and in an evaluation: results that are no 1 x 1 tensors, functions of a sum, whose weight is not known,
+    and labels that the step cannot count."""
+    x, y = batch_of(CLASSES, 0, 12)
+
+    def check(grid):
+        net = network_of(grid, CLASSES)
+        batches = [(spread(grid, x[part]), spread(grid, y[part], batch_layout(None)))
+                   for part in (slice(0, 5), slice(5, 12))]
+        step = lambda loss, count=2: train_step(net, optim.SGD(net.parameters(), 1.0), loss, batches[:count])
+        for wrong in (lambda out, y: 1.0, lambda out, y: nn.mean(out, 1), partial(nn.cross_entropy,
+                                                                               reduction="sum_count")):
+            for run in (step, partial(step, count=1), lambda loss: evaluate(net, batches, loss)):
+                with pytest.raises(Pmm3dError, match="must return a 1 x 1 Tensor"):
+                    run(wrong)
+        for wrong in (mean_of_sum, lambda out, y: nn.cross_entropy(out, y, "sum") * (1 / out.shape[0])):
+            step(wrong, 1)
+            with pytest.raises(Pmm3dError, match="Return the mean, or the sum itself"):
+                step(wrong)
+        copied = lambda out, y: ignoring(out, DistMatrix(grid, y.local.copy(), y.shape, y.layout))
+        step(copied, 1)
+        with pytest.raises(Pmm3dError, match="Pass the labels that the loss is given"):
+            step(copied)
+
+    on_each_grid(comm, check, GRIDS[comm.size][:1])
 
 
 @pytest.mark.parallel([2])

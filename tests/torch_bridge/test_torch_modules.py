@@ -104,6 +104,37 @@ def test_what_does_not_fit_is_refused_by_name(comm, fails):
 
 
 @pytest.mark.parallel([2])
+def test_an_embedding_that_looks_at_all_tokens_is_refused(comm, fails):
+    """If each rank has its own rows. Otherwise it learns as in plain torch."""
+    makes = [lambda kind=kind, options=options: kind(8, 4, **options) for kind in (nn.Embedding, nn.EmbeddingBag)
+             for options in ({"max_norm": 1.0}, {"scale_grad_by_freq": True})]
+    for shape, data in (((1, 1, 1), 2), ((1, 1, 2), 1), ((2, 1, 1), 1)):
+        with Grid(comm, shape, data) as grid:
+            for make in makes:
+                torch.manual_seed(0)
+                net = nn.Sequential(make(), nn.Linear(4, 4))
+                if shape == (2, 1, 1):
+                    parallelize(net, grid)
+                else:
+                    fails(LayoutError, "0, a Embedding.* Make it without them", lambda: parallelize(net, grid))
+
+
+@pytest.mark.parallel([2])
+def test_a_weight_of_two_modules_is_refused_in_the_second(comm, fails):
+    """Unless the first copy is gone, or the module is the same one."""
+    with Grid(comm, (1, 1, 1), data=2) as grid:
+        torch.manual_seed(0)
+        one, other = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+        other[1].bias = one[0].bias
+        nets = [parallelize(one, grid), parallelize(one, grid)]
+        fails(LayoutError, "1.bias .*ModuleList.*deepcopy", lambda: parallelize(other, grid))
+        fails(LayoutError, "weight .*ModuleList.*deepcopy", lambda: parallelize(one[0], grid))
+        nets.append(parallelize(copy.deepcopy(other), grid))
+        nets.clear()
+        parallelize(nn.ModuleList([one, other]), grid, {})
+
+
+@pytest.mark.parallel([2])
 def test_what_a_module_on_a_grid_refuses(comm, fails):
     with Grid(comm, (2, 1, 1)) as grid:
         net = parallelize(mlp(), grid)

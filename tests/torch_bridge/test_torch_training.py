@@ -6,6 +6,7 @@ import torch
 from networks import ALL_GRIDS, MANY_GRIDS, alone, on_each_grid
 from torch import nn
 
+from pmm3d import LayoutError
 from pmm3d.nn import Overlap, no_sync
 from pmm3d.torch import (
     Split,
@@ -13,6 +14,7 @@ from pmm3d.torch import (
     full_state_dict,
     gather_output,
     input_rows,
+    load_full_state_dict,
     mean,
     parallelize,
 )
@@ -365,3 +367,146 @@ def test_what_autograd_cannot_do_is_refused(comm):
             loss.backward()
 
     on_each_grid(comm, check)
+
+
+class Penalized(nn.Module):
+    """Weights on the grid with and without a split over z, replicated ones, and a tied one. `forward` returns a penalty
+    on the weights too."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.norm = nn.Parameter(torch.full((6,), 0.5)), nn.LayerNorm(8)
+        self.up, self.down, self.first, self.last = (nn.Linear(*sizes) for sizes in ((6, 8), (8, 5), (5, 5), (5, 5)))
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        out = self.last(self.first(self.down(self.norm(torch.tanh(self.up(x * self.scale))))))
+        return out, sum((p**4).sum() for p in self.parameters())
+
+
+PENALIZED = {"up": "column", "norm": "x", "down": Split("row", gather=True)}
+PENALTIES = {"L2": lambda net: 0.1 * sum((p**2).sum() for p in net.parameters()),
+             "L1": lambda net: 0.1 * sum(p.abs().sum() for p in net.parameters()),
+             "both": lambda net: sum(0.1 * torch.linalg.vector_norm(p, 1) + (p * p).sum() for p in net.parameters())}
+
+
+@pytest.mark.parallel([1, 4], thorough=[2, 8])
+def test_a_penalty_on_weights_learns_as_in_plain_torch(comm):
+    """In the loss, in a backward pass of its own, and returned by the model; with SGD, and with AdamW, whose gradients
+    accumulate. Replicas stay the same."""
+    def trained(net, penalty, kind, mean_of, rows):
+        optimizer = kind(net.parameters(), lr=1e-2)
+        for step in range(3):
+            (out, own), y = net(rows(batch(step, 12, 6, dtype=torch.float64)[0])), rows(batch(step, 12)[1].double())
+            loss = mean_of(MSE(out, y, reduction="none"))
+            if kind is torch.optim.SGD:
+                (loss + penalty(net) + 0.1 * own).backward()
+            else:
+                loss.backward()
+                penalty(net).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    make = lambda: (torch.manual_seed(0), Penalized().double())[1]
+
+    def check(grid):
+        for kind, penalty in ((torch.optim.SGD, "L2"), (torch.optim.SGD, "L1"), (torch.optim.AdamW, "both")):
+            plain, net = make(), parallelize(make(), grid, PENALIZED)
+            trained(plain, PENALTIES[penalty], kind, torch.mean, lambda x: x)
+            trained(net, PENALTIES[penalty], kind, lambda losses: mean(grid, losses), lambda x: input_rows(grid, x))
+            assert differences(full_state_dict(net), plain.state_dict()) < 1e-12, (kind, penalty)
+            own = net.scale.detach().numpy().tobytes() + net.first.weight.detach().numpy().tobytes()
+            assert len({*comm.allgather(own)}) == 1
+
+    on_each_grid(comm, check, ALL_GRIDS[comm.size])
+
+
+@pytest.mark.parallel([2])
+def test_a_penalty_is_summed_over_data_once(comm):
+    """From the second step on, the sum of a gradient over data waits for the penalty."""
+    def check(grid):
+        torch.manual_seed(0)
+        net, seen = parallelize(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), grid), []
+        for weight in (0, 1, 1):
+            grid.ledger.reset()
+            net.zero_grad()
+            loss = net(torch.ones(2, 4)).sum()
+            (loss + sum((p**2).sum() for p in net.parameters()) if weight else loss).backward()
+            seen.append((grid.ledger.total(phase="reduce data").received, net[0].weight.grad.clone()))
+        assert seen[2][0] == seen[0][0] > 0 and torch.equal(seen[1][1], seen[2][1])
+        assert torch.allclose(seen[2][1] - seen[0][1], 2 * net[0].weight)
+
+    on_each_grid(comm, check, [((1, 1, 1), 2)])
+
+
+@pytest.mark.parallel([2])
+def test_a_part_of_a_model_called_by_itself_has_the_gradients_of_the_mean(comm):
+    """Two modules with one weight, which are parallelized as one; and replicated parameters that are used outside."""
+    make = lambda: (torch.manual_seed(0), nn.ModuleList([Penalized(), nn.Linear(5, 5)]).double())[1]
+
+    def losses(net, x):
+        net[1].weight = net[1].weight if hasattr(net[1].weight, "_pmm3d") else net[0].first.weight
+        return (net[1](net[0](x)[0]) * net[0].scale[:5]).square().mean(1)
+
+    plain, x = make(), batch(0, 12, 6, dtype=torch.float64)[0]
+    losses(plain, x).mean().backward()
+    expected = {name: tensor.grad for name, tensor in plain.named_parameters()}
+
+    def check(grid):
+        tied = make()
+        tied[1].weight = tied[0].first.weight
+        net = parallelize(tied, grid, {f"0.{name}": split for name, split in PENALIZED.items()})
+        mean(grid, losses(net, input_rows(grid, x))).backward()
+        assert differences(whole_gradients(grid, net, list(expected)), expected) < 1e-12
+
+    on_each_grid(comm, check, [((1, 1, 1), 2), ((1, 1, 2), 1)])
+
+
+CROSS = nn.functional.cross_entropy
+
+
+@pytest.mark.parallel([2])
+def test_a_mean_divides_by_what_torch_divides_by(comm, fails):
+    """Ignored labels, weights of classes, more dims; all labels ignored. With a function of the losses, and without
+    gradients, the weights must be given."""
+    torch.manual_seed(0)
+    plain, x, y = nn.Linear(4, 3).double(), torch.randn(8, 4).double(), torch.randint(3, (8,))
+    y[:6] = -100
+    of_class = torch.tensor([1.0, 2.0, 5.0]).double()
+    cases = {"ignored": {}, "classes": {"weight": of_class}, "one": {"ignore_index": 1},
+             "all": {"ignore_index": int(y[6])}, "smooth": {"label_smoothing": 0.1}}
+    targets = {"one": y.clamp(0), "all": torch.full_like(y, int(y[6]))}
+
+    def check(grid):
+        rows, net = lambda each: input_rows(grid, each), parallelize(plain, grid)
+        for title, options in cases.items():
+            labels = targets.get(title, y)
+            counts = (labels != options.get("ignore_index", -100)).double()
+            each = lambda net, part: CROSS(net(part(x)), part(labels), reduction="none", **options)
+            plain.zero_grad()
+            right = CROSS(plain(x), labels, **options)
+            right.backward()
+            expected = {name: tensor.grad for name, tensor in plain.named_parameters()}
+            ways = {"itself": lambda: mean(grid, each(net, rows)),
+                    "a shape": lambda: mean(grid, each(net, rows).view(-1, 1)),
+                    "weights": lambda: mean(grid, each(net, rows), rows(counts))}
+            for way in ["weights"] if title == "smooth" else ["itself", "a shape"] if title == "classes" else ways:
+                net.zero_grad()
+                found = ways[way]()
+                found.backward()
+                assert torch.allclose(found, right, rtol=1e-12, equal_nan=True), (title, way)
+                assert differences(whole_gradients(grid, net, list(expected)), expected) < 1e-12, (title, way)
+                load_full_state_dict(net, plain.state_dict())
+            if title in ("ignored", "smooth"):
+                fails(LayoutError, r"mean\(grid, losses, weights\)", lambda: mean(grid, each(net, rows) * 0.5))
+        deep = torch.randn(4, 3, 5).double().requires_grad_()
+        labels = torch.tensor([[0, 1, -100, 2, -100]] * 4)
+        found = mean(grid, CROSS(rows(deep), rows(labels), reduction="none"))
+        assert torch.allclose(found, CROSS(deep, labels), rtol=1e-12)
+        with torch.no_grad():
+            losses = CROSS(net(rows(x)), rows(y), reduction="none")
+            fails(LayoutError, r"mean\(grid, losses, weights\)", lambda: mean(grid, losses))
+            assert torch.allclose(mean(grid, losses, rows(y != -100)), CROSS(plain(x), y), rtol=1e-12)
+            assert mean(grid, losses, torch.ones_like(losses)).isfinite()
+
+    on_each_grid(comm, check, [((1, 1, 1), 2), ((2, 1, 1), 1)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import nan
 
 import numpy as np
 
@@ -49,7 +50,7 @@ class Evaluation:
         self._classes, self._vectors = loss is losses.cross_entropy, loss in (losses.mse, losses.mae)
         if taken := sorted({"loss", "accuracy", "r2"} & set(self._metrics)):
             raise Pmm3dError(f"metrics: an evaluation already has {', '.join(taken)}; give yours another name")
-        self._sums, self._rows = np.zeros(3), 0
+        self._sums, self._rows, self._terms, self._mixed = np.zeros(2), 0, 0, False
         self._score = scores.R2()
         self._means = dict.fromkeys(self._metrics, 0.0)
 
@@ -70,12 +71,17 @@ class Evaluation:
         for name, metric in self._metrics.items():
             self._means[name] += float(metric(out, y)) * rows
         with Tape.of(grid).set(summing=False):
-            number, own = losses.terms(self._loss, out, y)
-            if own:
-                self._sums[0] += local_loss(self._loss(out, y, reduction="sum"))
-                self._sums[2] += number
-            else:
-                self._sums[0] += local_loss(self._loss(out, y)) * rows
+            step = losses.WholeStep(grid, [y])
+            result = step.loss(self._loss, 0, out)
+        number = step.terms(result, rows)
+        self._mixed |= number is None
+        if self._mixed and self._rows:
+            raise Pmm3dError("evaluate: the loss is a sum, or it changes a mean with ignore_index, so its mean over "
+                             "several batches is not known. Return the mean of nn.cross_entropy itself, or evaluate "
+                             "one batch")
+        terms = rows if number is None else number
+        self._sums[0] += local_loss(result) * terms if terms else 0.0
+        self._terms += terms
         if self._classes:
             counts = Layout(out.layout.rows).is_first(grid.shape.position(grid.rank))
             self._sums[1] += scores.right_rows(out, y) * counts
@@ -92,9 +98,10 @@ class Evaluation:
             raise Pmm3dError("an evaluation needs batches, and there were none. An exhausted iterator returns no more: "
                              "pass a list or a Loader, which starts again by itself")
         with grid.ledger.phase("agreement"):
-            loss, right, counted = grid.everyone.all_reduce(self._sums, agreed=True).wait().tolist()
+            loss, right = grid.everyone.all_reduce(self._sums, agreed=True).wait().tolist()
         score = {"accuracy": right / rows} if self._classes else {"r2": self._score.value()} if self._vectors else {}
-        return {"loss": loss / (counted or rows), **score} | {name: value / rows for name, value in self._means.items()}
+        loss = loss / self._terms if self._terms else nan
+        return {"loss": loss, **score} | {name: value / rows for name, value in self._means.items()}
 
 
 def evaluate(network: Module, loader: Iterable[Batch], loss: Loss, metrics: Metrics | None = None) -> dict[str, float]:

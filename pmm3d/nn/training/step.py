@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from math import isfinite, sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from ...product import DistMatrix
 from ..compute import override
 from ..contexts import unchanged
 from ..gradient_norm import clipping
-from ..loss import Terms, terms
+from ..loss import WholeStep
 from ..loss_scale import LossScale
 from ..module import Module
 from ..optim import NonFiniteGradientError, Optimizer
@@ -24,7 +24,7 @@ from ..parallel import BackwardSync
 from ..pipeline.executor import Executor, LossOf
 from ..pipeline.network import Pipeline
 from ..tape import Tape
-from ..tensor import as_tensor
+from ..tensor import Tensor
 from .evaluation import Batch, Loss, first_non_finite, local_loss
 from .signals import END, INTERRUPT, SAVE
 
@@ -80,17 +80,15 @@ def step_agreement(grid: Grid, loss: float = 0.0, square: Square = 0.0, *, whole
 
 
 def weighted(grid: Grid, loss: Loss, batches: Sequence[Batch]) -> LossOf:
-    """Return the function (micro-batch, output) -> part of the loss of the step. A micro-batch has the weight of its
-    share of the terms. The call communicates only if labels are ignored, to count the other labels of all ranks."""
-    if len(batches) == 1:
-        return lambda micro, output: loss(output, batches[micro][1])
-    numbers = [terms(loss, as_tensor(y), y) for _, y in batches]
-    total, function = sum(number for number, _ in numbers), loss
-    weights = [number / max(1, total) for number, _ in numbers]
-    if numbers[0].own:
-        total = Terms(total, True).of_all(grid)
-        function, weights = partial(loss, reduction="sum"), [1 / max(1, total)] * len(batches)
-    return lambda micro, output: function(output, batches[micro][1]) * weights[micro]
+    """Return the function (micro-batch, output) -> part of the loss of the step. The parts add up to the loss of one
+    batch. With several micro-batches, the first call counts the labels of all ranks if some are ignored."""
+    step, several = WholeStep(grid, [y for _, y in batches]), len(batches) > 1
+
+    def part(micro: int, output: Any) -> Tensor:
+        result = step.loss(loss, micro, output, several)
+        return result * step.weight if step.weight != 1 else result
+
+    return part
 
 
 def local_norm_squared(network: Module, optimizer: Optimizer) -> Square:
@@ -115,7 +113,9 @@ def train_step(network: Module, optimizer: Optimizer, loss: Loss, batches: Seque
     optimizer : Optimizer
         Optimizer of the network. Gradients from before are dropped.
     loss : callable
-        loss(output, y) -> Tensor, 1 x 1, a mean over the rows.
+        loss(output, y) -> Tensor, 1 x 1, a mean over the rows. It may contain `nn.mse`, `nn.mae` and
+        `nn.cross_entropy`, also with ignore_index, times numbers and added to other terms. It may also be one of
+        these losses with reduction="sum".
     batches : sequence of (x, y)
         Micro-batches.
     clip : float

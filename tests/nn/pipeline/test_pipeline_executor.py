@@ -1,11 +1,13 @@
 """Steps of pipelines: all schedules have equal bits and the weights of one process; messages, micro-batches on a rank,
 and reports about waiting ranks."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from loops import given
 from mpi4py import MPI
-from networks import spread
+from networks import CLASSES, batch_of, spread
 
 from pmm3d import DisagreementError, Grid, nn
 from pmm3d.layout import batch_layout
@@ -65,6 +67,23 @@ def same_as(expected, found, comm):
     assert everyones.keys() == expected[1].keys()
     assert max(np.abs(everyones[name] - value).max() for name, value in expected[1].items()) < 1e-10
     return figures, {name: value.tobytes() for name, value in sorted(everyones.items())}
+
+
+@pytest.mark.parallel([2])
+def test_a_pipeline_learns_the_same_from_labels_that_do_not_count(comm):
+    """In a function, with more and fewer micro-batches; and a sum."""
+    for loss in (lambda out, y: 0.5 * nn.cross_entropy(out, y, ignore_index=1),
+                 partial(nn.cross_entropy, reduction="sum")):
+        expected = None
+        for number in (1, 2, 5):
+            with staged(comm, 2) as grid:
+                net, (x, y) = make(grid), batch_of(CLASSES, 0, 10)
+                x, y = x[:, : SIZES[0]], y % SIZES[-1]
+                cuts = [slice(10 * micro // number, 10 * (micro + 1) // number) for micro in range(number)]
+                batches = [(spread(grid, x[cut]), spread(grid, y[cut], batch_layout(None))) for cut in cuts]
+                found = train_step(net, optim.SGD(net.parameters(), 0.1), loss, batches)
+            expected = expected or found
+            assert found == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parallel([2, 4], thorough=[3])
