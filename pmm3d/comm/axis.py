@@ -231,7 +231,7 @@ class Axis:
         """
         to, tag = point_to_point.checked_peer("send", "to", to, self.index, self.size, tag)
         library, channel = library_of(array), (self.index, to, tag, agreed)
-        array = array if library.as_stored(array) else library.copy(array)
+        array = library.as_input(array, strided=True)
         return self._message("send", library, array, channel, message,
                              lambda link, before: point_to_point.send(link, library, array, to, agreed, before))
 
@@ -260,9 +260,7 @@ class Axis:
         """
         source, tag = point_to_point.checked_peer("receive", "source", source, self.index, self.size, tag)
         library, channel = library_of(out), (source, self.index, tag, agreed)
-        if not library.writable(out) or not library.as_stored(out):
-            raise LayoutError("receive: out is read-only, or its bytes are not its values (another byte order, a lazy "
-                              "conjugate). Pass a new array")
+        library.check_output("receive", out, strided=True)
         return self._message("receive", library, out, channel, message,
                              lambda link, before: point_to_point.receive(link, library, out, source, agreed, before))
 
@@ -408,7 +406,7 @@ class Axis:
         self.choose_transport(library)
         arrays = [each for each in (array, options.get("out")) if isinstance(each, type(array))]
         wrong = self._engine.transport.misplaced(library, arrays)
-        array = library.plain(array) if wrong is None else array
+        array = library.as_input(array) if wrong is None else array
         itemsize(library.dtype(array))
         options = {option: _checked(name, option, value) for option, value in options.items()}
         call = collectives.call_in_words(operation, library, array, options) if self._engine.debug else ""
