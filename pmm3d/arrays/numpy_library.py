@@ -197,11 +197,13 @@ class NumpyLibrary:
         """Return an array that a caller passed, as memory of its values: the array itself, or a copy.
 
         Every function that reads a caller's array passes it through this method. The result is `as_stored`. It is
-        C-contiguous, or has any strides if `strided` is True. A torch tensor is detached from autograd.
+        C-contiguous, or has any strides if `strided` is True. A torch tensor is detached from autograd. Raises
+        DTypeError for elements without a size, such as objects.
 
             >>> NumpyLibrary().as_input(np.arange(3, dtype=">i8")[::-1]).tobytes() == np.arange(3)[::-1].tobytes()
             True
         """
+        itemsize(self.dtype(array))
         fits = self.as_stored(array) and (strided or self.is_contiguous(array))
         return array if fits else self.copy(array)
 
@@ -244,12 +246,10 @@ class NumpyLibrary:
         return False
 
     def as_stored(self, array: Array) -> bool:
-        """Whether memory contains the values themselves: in native byte order, aligned, at strides of whole elements,
-        and not as a conjugated or negated view."""
-        if isinstance(array, np.generic) or not array.dtype.isnative:
-            return False
-        flags = array.flags
-        return flags.aligned and (flags.c_contiguous or not any(stride % array.itemsize for stride in array.strides))
+        """Whether memory contains the values themselves: in native byte order, at strides of whole elements, and not as
+        a conjugated or negated view."""
+        return (isinstance(array, np.ndarray) and array.dtype.isnative
+                and (array.flags.c_contiguous or not any(stride % array.itemsize for stride in array.strides)))
 
     def conjugate(self, array: Array) -> Array:
         """Return the conjugates as a new array."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..arrays import Array, NumpyLibrary, Slab, library_of
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
-from ..layout import itemsize, whole_number
+from ..layout import whole_number
 from ..model.node_map import FLAT
 from ..model.rounds import Schedule
 from . import collectives, point_to_point, unchecked
@@ -407,7 +407,6 @@ class Axis:
         arrays = [each for each in (array, options.get("out")) if isinstance(each, type(array))]
         wrong = self._engine.transport.misplaced(library, arrays)
         array = library.as_input(array) if wrong is None else array
-        itemsize(library.dtype(array))
         options = {option: _checked(name, option, value) for option, value in options.items()}
         call = collectives.call_in_words(operation, library, array, options) if self._engine.debug else ""
         return self.begin(name, lambda link: operation(link, library, array, **options), call,

@@ -143,7 +143,7 @@ def check_operands(a: Any, b: Any, out: Any, beta: complex, what: str = "matmul"
                          f"{', '.join(MATRIX_DTYPES)}")
     if a.library != b.library or (out is not None and out.library != a.library):
         libraries = ", ".join(f"{name} is in {each.library}" for name, each in given.items())
-        raise LayoutError(f"{what}: {libraries}. Use one array library")
+        raise LayoutError(f"{what}: {libraries}: use one array library")
     if out is None:
         if beta != 0:
             raise LayoutError(f"{what}: beta needs out=, the C that it scales")
@@ -168,7 +168,7 @@ def check_out(what: str, out: StoredMatrix, *sources: StoredMatrix, name: str = 
     if out.conjugated:
         raise LayoutError(f"{what}: {name} is a conjugated view (.H), which is not written to; write to the matrix "
                           "that it is a view of, or to redistribute(layout), which is a copy")
-    out.library.check_output(what, out.stored, *(source.memory for source in sources), name=name)
+    out.library.check_output(what, out.stored, *(source.memory for source in sources), name=name, strided=True)
 
 
 def check_target(matrix: StoredMatrix, layout: Layout, grid: Any, out: Any) -> None:

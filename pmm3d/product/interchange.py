@@ -119,7 +119,7 @@ class Interchange(StoredMatrix):
         with ExitStack() as borrowed:
             with grid.collective_call("DistMatrix.from_global", shape, dtype, kind, always=True):
                 library = grid.library(library_of(array) if has_array else kind)
-                arrays = [library.as_input(array, strided=True)] if has_array else []
+                arrays = [library_of(array).as_input(array, strided=True)] if has_array else []
                 grid.transport.check_place(library, *arrays)
                 axis = sharing_axis(grid, layout, library) if shared else ""
                 work = borrowed.enter_context(grid.workspace.slab(move.work, library))

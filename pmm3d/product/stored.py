@@ -105,12 +105,13 @@ class StoredMatrix(Uncompared):
     def check_shard(self) -> None:
         """Raise LayoutError if torch (`.data`) replaced the storage of the shard by storage that a shard cannot have.
         """
-        library, memory, shape = self.library, self.memory, self.box.shape
-        kept = library.is_contiguous(self.stored) and library.as_stored(memory)
-        if tuple(memory.shape) != shape or library.dtype(memory) != self.dtype or not kept:
-            raise LayoutError(f"the shard of {self} is now {tuple(memory.shape)} {library.dtype(memory)}"
-                              f"{'' if kept else ' with gaps, or a lazy conjugate'}; it must be {shape} {self.dtype}. "
-                              "Assign the new shard, matrix.local = array, or make a new matrix: DistMatrix.from_local")
+        memory, shape = self.memory, self.box.shape
+        is_lazy = not self.library.as_stored(memory)
+        if tuple(memory.shape) != shape or self.library.dtype(memory) != self.dtype or is_lazy:
+            raise LayoutError(f"the shard of {self} is now {tuple(memory.shape)} {self.library.dtype(memory)}"
+                              f"{', a lazy conjugate' * is_lazy}; it must be {shape} {self.dtype}. A shard may be "
+                              "replaced by one of the same shape and type, matrix.local = array, or make a new matrix: "
+                              "DistMatrix.from_local")
 
     def part(self, within: tuple[slice, slice]) -> Array:
         """Part of the shard, by slices of its rows and columns: a view, or a copy for a conjugated view."""

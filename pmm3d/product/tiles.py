@@ -174,7 +174,7 @@ def checked_arrays(what: str, arrays: Any, tiled: Tiled, grid: Grid, library: Nu
     grid.transport.check_place(library, *given)
     given = given[: len(local_shapes)]
     if sources is None:
-        return [library.as_input(array, strided=True) for array in given]
+        return [library_of(array).as_input(array, strided=True) for array in given]
     for array in given:
         library.check_output(what, array, *sources, name="the array", strided=True)
     return given
