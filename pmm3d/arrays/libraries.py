@@ -34,7 +34,7 @@ def library_of(array: Array) -> NumpyLibrary:
     if (dry := sys.modules.get(f"{__package__}.dry")) is not None and isinstance(array, dry.DryArray):
         return array.library
     if "torch" in sys.modules and isinstance(array, sys.modules["torch"].Tensor):
-        return _of_torch(array.device, array.layout, type(array))
+        return _of_torch(array.device, array.layout, array.__class__)
     module = type(array).__module__.partition(".")[0]
     if module == "cupy" or hasattr(array, "__cuda_array_interface__"):  # cupy before 14 lacks the interface on ROCm
         from .device_library import DeviceLibrary

@@ -64,7 +64,9 @@ class Axis:
     Notes
     -----
     Every member must call the same collectives in the same order. Each call starts at once and returns a Pending; its
-    `wait()` returns the array, of the library of the argument. Arrays that are not C-contiguous are copied first. Dim 0
+    `wait()` returns the array, of the library of the argument. An array is copied first if it is not C-contiguous, or
+    if its memory does not contain its values (another byte order, torch's lazy conjugate). `out` is C-contiguous,
+    writable and apart from the input, unless the method says otherwise: an `out` is refused, and never copied. Dim 0
     of an array is cut into parts for the ranks. Errors are raised on every member: LayoutError if the arrays do not
     fit, DisagreementError if calls differ.
 

@@ -161,7 +161,7 @@ class MatmulPlan:
     ------
     LayoutError
         On every rank, for an operand of partial sums. Other errors: see `matmul`. A call raises LayoutError, on that
-        rank alone, if a new shard has another shape or type.
+        rank alone, if a new shard has another shape or type, or if C is then read-only or shares memory with A or B.
 
     Notes
     -----

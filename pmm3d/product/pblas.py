@@ -273,7 +273,7 @@ class PgemmPlan:
 
     def _array(self, name: str, array: Any, cyclic: BlockCyclic, descriptor: Descriptor) -> list[Array]:
         what = f"pgemm: {name}"
-        sources = [] if name == "C" else None
+        sources: list[Array] | None = [] if name == "C" else None
         checked = checked_arrays(what, array, cyclic, self._base, self._library, self._form.dtype, sources)
         check_leading("pgemm", name, checked, descriptor)
         return checked
