@@ -98,6 +98,9 @@ class DeviceLibrary(NumpyLibrary):
         interface = getattr(array, "__cuda_array_interface__", None)
         return interface is None or not interface["data"][1]
 
+    def as_stored(self, array: Array) -> bool:
+        return True
+
     def synchronize(self) -> None:
         self.xp.cuda.get_current_stream().synchronize()
 

@@ -34,7 +34,7 @@ def library_of(array: Array) -> NumpyLibrary:
     if (dry := sys.modules.get(f"{__package__}.dry")) is not None and isinstance(array, dry.DryArray):
         return array.library
     if "torch" in sys.modules and isinstance(array, sys.modules["torch"].Tensor):
-        return _of_torch(array.device)
+        return _of_torch(array.device, array.layout, array.__class__)
     module = type(array).__module__.partition(".")[0]
     if module == "cupy" or hasattr(array, "__cuda_array_interface__"):  # cupy before 14 lacks the interface on ROCm
         from .device_library import DeviceLibrary
@@ -45,9 +45,13 @@ def library_of(array: Array) -> NumpyLibrary:
 
 
 @cache
-def _of_torch(device: Any) -> NumpyLibrary:
+def _of_torch(device: Any, layout: Any, kind: type) -> NumpyLibrary:
     from .torch_library import TorchLibrary
 
+    if layout is not sys.modules["torch"].strided or hasattr(kind, "__tensor_flatten__") or device.type == "meta":
+        raise DTypeError(f"a {kind.__name__} of {layout} on the device {device} has no memory with all its elements: "
+                         "make a plain tensor, as by tensor.to_dense() of a sparse tensor, or by full_tensor() of a "
+                         "DTensor")
     return TorchLibrary(str(device))
 
 

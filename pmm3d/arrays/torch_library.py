@@ -148,8 +148,8 @@ class TorchLibrary(NumpyLibrary):
     def as_strided(self, array: Array, shape: tuple[int, ...], strides: tuple[int, ...]) -> Array:
         return self.xp.as_strided(array, shape, strides, array.storage_offset())
 
-    def plain(self, array: Array) -> Array:
-        return super().plain(array.detach() if array.requires_grad else array)
+    def as_input(self, array: Array, *, strided: bool = False) -> Array:
+        return super().as_input(_untracked(array), strided=strided)
 
     def as_stored(self, array: Array) -> bool:
         return not (array.is_conj() or array.is_neg())
@@ -165,7 +165,7 @@ class TorchLibrary(NumpyLibrary):
         return host.to(device=self.device, dtype=self._torch_dtype(dtype))
 
     def to_numpy(self, array: Array) -> np.ndarray:
-        host = array.detach().cpu()
+        host = array.detach().resolve_conj().resolve_neg().cpu()
         return (host.float() if self.dtype(array) == "bfloat16" else host).numpy()
 
     def pinned(self) -> NumpyLibrary:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..arrays import Array, NumpyLibrary, Slab, library_of
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
-from ..layout import itemsize, whole_number
+from ..layout import whole_number
 from ..model.node_map import FLAT
 from ..model.rounds import Schedule
 from . import collectives, point_to_point, unchecked
@@ -64,7 +64,9 @@ class Axis:
     Notes
     -----
     Every member must call the same collectives in the same order. Each call starts at once and returns a Pending; its
-    `wait()` returns the array, of the library of the argument. Arrays that are not C-contiguous are copied first. Dim 0
+    `wait()` returns the array, of the library of the argument. An array is copied first if it is not C-contiguous, or
+    if its memory does not contain its values (another byte order, torch's lazy conjugate). `out` is C-contiguous,
+    writable and apart from the input, unless the method says otherwise: an `out` is refused, and never copied. Dim 0
     of an array is cut into parts for the ranks. Errors are raised on every member: LayoutError if the arrays do not
     fit, DisagreementError if calls differ.
 
@@ -231,7 +233,7 @@ class Axis:
         """
         to, tag = point_to_point.checked_peer("send", "to", to, self.index, self.size, tag)
         library, channel = library_of(array), (self.index, to, tag, agreed)
-        array = array if library.as_stored(array) else library.copy(array)
+        array = library.as_input(array, strided=True)
         return self._message("send", library, array, channel, message,
                              lambda link, before: point_to_point.send(link, library, array, to, agreed, before))
 
@@ -260,9 +262,7 @@ class Axis:
         """
         source, tag = point_to_point.checked_peer("receive", "source", source, self.index, self.size, tag)
         library, channel = library_of(out), (source, self.index, tag, agreed)
-        if not library.writable(out) or not library.as_stored(out):
-            raise LayoutError("receive: out is read-only, or its bytes are not its values (another byte order, a lazy "
-                              "conjugate). Pass a new array")
+        library.check_output("receive", out, strided=True)
         return self._message("receive", library, out, channel, message,
                              lambda link, before: point_to_point.receive(link, library, out, source, agreed, before))
 
@@ -408,8 +408,7 @@ class Axis:
         self.choose_transport(library)
         arrays = [each for each in (array, options.get("out")) if isinstance(each, type(array))]
         wrong = self._engine.transport.misplaced(library, arrays)
-        array = library.plain(array) if wrong is None else array
-        itemsize(library.dtype(array))
+        array = library.as_input(array) if wrong is None else array
         options = {option: _checked(name, option, value) for option, value in options.items()}
         call = collectives.call_in_words(operation, library, array, options) if self._engine.debug else ""
         return self.begin(name, lambda link: operation(link, library, array, **options), call,

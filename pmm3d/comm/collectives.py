@@ -40,11 +40,7 @@ def all_gather(link: Link, library: NumpyLibrary, part: Array, out: Array | None
     """
     def recv_buffer(known: Counts) -> Array:
         _check_counts(link, known, part.shape[0], own=True)
-        whole = _recv_array(link, library, out, (sum(known), *part.shape[1:]), part)
-        own = _parts(whole, known)[link.rank]
-        if library.address(own) != library.address(part):
-            _check_apart(link, library, part, out)
-        return whole
+        return _recv_array(link, library, out, (sum(known), *part.shape[1:]), part, own=sum(known[: link.rank]))
 
     call, sure = call_in_words(all_gather, library, part, {"counts": counts}), counts is not None
     first = yield from first_round(link, library, part, call,
@@ -74,9 +70,7 @@ def reduce_scatter(link: Link, library: NumpyLibrary, whole: Array, out: Array |
         if out is None and beta != 0:
             raise LayoutError(f"{link.record}: beta needs out=, the array that it scales")
         _check_counts(link, known, whole.shape[0])
-        part = _recv_array(link, library, out, (known[link.rank], *whole.shape[1:]), whole, strided=whole.ndim == 2)
-        _check_apart(link, library, whole, out)
-        return part
+        return _recv_array(link, library, out, (known[link.rank], *whole.shape[1:]), whole, strided=whole.ndim == 2)
 
     call = call_in_words(reduce_scatter, library, whole, {"counts": counts, "beta": beta})
     first = yield from first_round(link, library, whole, call, recv_buffer, needed=counts is None)
@@ -101,10 +95,7 @@ def all_reduce(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
     stages' sizes are at most 64 KiB (`pmm3d.model.schedule.sums_whole`). The order of the sum is fixed.
     """
     def recv_buffer() -> Array:
-        total = _recv_array(link, library, out, tuple(array.shape), array)
-        if library.address(total) != library.address(array):
-            _check_apart(link, library, array, out)
-        return total
+        return _recv_array(link, library, out, tuple(array.shape), array, own=0)
 
     if agreed:
         return (yield from all_reduce_flat(link, library, array, unless_wrong(link, recv_buffer)))
@@ -142,9 +133,7 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
             raise LayoutError(f"{link.record}: rank 0 sends {sizes[0]}, and received= has {received[0]}")
 
     def recv_buffer(rows: int) -> Array:
-        whole = _recv_array(link, library, out, (rows, *array.shape[1:]), array)
-        _check_apart(link, library, array, out)
-        return whole
+        return _recv_array(link, library, out, (rows, *array.shape[1:]), array)
 
     def rows_expected() -> int:
         if received is not None:
@@ -191,9 +180,7 @@ def shift(link: Link, library: NumpyLibrary, array: Array, by: int = 1, out: Arr
     source, target = (link.rank - by) % link.size, (link.rank + by) % link.size
 
     def recv_buffer(rows: int) -> Array:
-        arriving = _recv_array(link, library, out, (rows, *array.shape[1:]), array)
-        _check_apart(link, library, array, out)
-        return arriving
+        return _recv_array(link, library, out, (rows, *array.shape[1:]), array)
 
     if agreed:
         if out is None:
@@ -254,26 +241,20 @@ def _check_counts(link: Link, counts: Counts, rows: int, own: bool = False) -> N
                           f"{rows} rows {where}")
 
 
-def _recv_array(link: Link, library: NumpyLibrary, out: Array | None, shape: tuple[int, ...], like: Array,
-                strided: bool = False) -> Array:
-    """Return `out`, or a new array if `out` is None. Raises LayoutError if the result does not fit into `out`."""
+def _recv_array(link: Link, library: NumpyLibrary, out: Array | None, shape: tuple[int, ...], array: Array,
+                own: int | None = None, strided: bool = False) -> Array:
+    """Return `out`, or a new array if `out` is None. Raises LayoutError if the result does not fit into `out`.
+
+    array   the array that comes in
+    own     first row of `out` that may be the same memory as `array`; None if no row may
+    """
     if out is None:
-        return link.empty(library, shape, library.dtype(like))
-    theirs = library_of(out)
-    if theirs != library or tuple(out.shape) != shape or library.dtype(out) != library.dtype(like):
-        raise LayoutError(f"{link.record}: out is {tuple(out.shape)} {theirs.dtype(out)} ({theirs.name}); the result "
-                          f"is {shape} {library.dtype(like)} ({library.name})")
-    if not strided and not library.is_contiguous(out):
-        raise LayoutError(f"{link.record}: out is not C-contiguous, so messages cannot land in it")
-    if not library.writable(out):
-        raise LayoutError(f"{link.record}: out is read-only")
+        return link.empty(library, shape, library.dtype(array))
+    in_place = (own is not None and library_of(out) == library
+                and library.address(out[own : own + array.shape[0]]) == library.address(array))
+    library.check_output(link.record, out, *[array] * (not in_place), strided=strided,
+                         result=(shape, library.dtype(array)))
     return out
-
-
-def _check_apart(link: Link, library: NumpyLibrary, array: Array, out: Array | None) -> None:
-    if out is not None and library.share_memory(array, out):
-        raise LayoutError(f"{link.record}: out shares memory with the array that comes in, which is still read while "
-                          "messages land; pass another out")
 
 
 def _parts(array: Array, counts: Counts) -> list[Array]:

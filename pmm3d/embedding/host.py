@@ -94,7 +94,8 @@ class Host:
             check_dims(rows, columns, itemsize(dtype))
             shape = placed.box((rows, columns), grid.shape, grid.coords).shape
             local = array_at("shard", shard, shape, dtype, stored)
-        return (self._keep(Held(DistMatrix.from_local(grid, local, (rows, columns), layout=placed, order=stored))),)
+        made = DistMatrix.from_local(grid, local, (rows, columns), layout=placed, order=stored, copy=False)
+        return (self._keep(Held(made)),)
 
     def matmul(self, transa: int, transb: int, alpha: int, a: int, b: int, beta: int, c: int) -> None:
         """Collective."""

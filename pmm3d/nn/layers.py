@@ -168,11 +168,13 @@ class Linear(Module):
         seed = seed_of(grid, seed)
         options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}
         bound = inputs**-0.5
-        if weight is not None:
+        if weight is None:
+            weight = parameter(grid, (inputs, outputs), weight_layout(cols, (1, unit)), seed=derived(seed, 0),
+                               bound=bound, deviation=deviation, **options)
+        else:
             cols, unit = _check_shared(grid, weight, (inputs, outputs), cols, unit, deviation, **options)
             options = {"library": weight.library.kind, "precision": weight.precision}
-        self.weight = weight or parameter(grid, (inputs, outputs), weight_layout(cols, (1, unit)),
-                                          seed=derived(seed, 0), bound=bound, deviation=deviation, **options)
+        self.weight = weight
         self.bias: Parameter | None = None
         if bias:
             across = Layout((), OTHER[cols], units=(1, unit))

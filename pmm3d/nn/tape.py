@@ -15,6 +15,7 @@ import numpy as np
 from ..arrays import Array
 from ..comm import Grid
 from ..errors import Pmm3dError
+from ..product.checks import contents
 from .compute import Form, override
 from .contract import Part
 from .gradient_buffer import Leaf
@@ -71,7 +72,7 @@ class Tape:
     """
 
     def __init__(self, grid: Grid):
-        self.parallel = BackwardSync.of(grid)
+        self.parallel, self.debug = BackwardSync.of(grid), grid.debug
         self.recording = self.keeping = self.syncing = self.summing = True
         self.step: Any = None
         self.phase = "forward"
@@ -111,12 +112,35 @@ class Tape:
 
 
 class Saved:
-    """An array saved by operations: the object that `Tape.pack` returned, and the `Tape.unpack` of that time."""
+    """An array saved by operations: the object that `Tape.pack` returned, and the `Tape.unpack` of that time.
 
-    __slots__ = ("__weakref__", "packed", "unpack")
+    state   `state_of` the array when it was saved, if `pack` returned the array itself
+    """
+
+    __slots__ = ("__weakref__", "name", "packed", "state", "unpack")
 
     def __init__(self, tape: Tape, name: str, array: Array):
-        self.packed, self.unpack = tape.pack(name, array), tape.unpack
+        self.name, self.packed, self.unpack = name, tape.pack(name, array), tape.unpack
+        self.state = state_of(array, tape.debug) if self.packed is array else None
+
+    @property
+    def problem(self) -> str:
+        """Reason why the array cannot be used, or ""."""
+        if self.state is None or self.state == state_of(self.packed, self.state[1] != ""):
+            return ""
+        return OVERWRITTEN.format(self.name)
+
+
+def state_of(array: Array, debug: bool) -> tuple[int, str]:
+    """Value that changes if an array is written to: torch's count of changes, and with debug a digest of the elements.
+
+    Without debug, changes of numpy and cupy arrays are not seen.
+    """
+    try:
+        changes = getattr(array, "_version", 0)
+    except RuntimeError:  # torch does not count changes of tensors of its inference_mode
+        changes = 0
+    return changes, contents(array) if debug else ""
 
 
 class Edge(NamedTuple):
@@ -157,7 +181,9 @@ class Node:
         """Reason why a backward pass through this node is impossible, or "" if it is possible."""
         if self.used:
             return USED
-        return CHANGED if any(leaf.written != written for leaf, written in self.leaves) else ""
+        if any(leaf.written != written for leaf, written in self.leaves):
+            return CHANGED
+        return next(filter(None, (saved.problem for saved in self.kept)), "")
 
     @property
     def used(self) -> bool:
@@ -189,6 +215,10 @@ USED = ("backward: an operation before this tensor was used already by another b
 
 CHANGED = ("backward: a parameter was changed, or moved to another layout, since the forward pass. Call backward "
            "before the optimizer's step")
+
+
+OVERWRITTEN = ("backward: an array that an operation saved ({}) was overwritten since the forward pass, so gradients "
+               "would be wrong. Call backward first, or write the next values to another matrix")
 
 
 def reachable(*last: Node) -> Iterator[Node]:

@@ -14,14 +14,14 @@ from ..comm import Pending
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import LOW_PRECISION, Box, Layout
 from ..product import DistMatrix
-from ..product.checks import contents
 from ..product.relayout import relayout as relayout_array
+from ..product.stored import Uncompared
 from .compute import Form
 from .contract import Gradient, Part
 from .elementwise import map_elementwise
 from .gradient_buffer import GradientBuffer
 from .overlapped_gemm import relayout_gradient
-from .tape import Edge, Node, Rule, Saved, Tape, backward_from, reachable
+from .tape import Edge, Node, Rule, Saved, Tape, backward_from, reachable, state_of
 
 Operator = Callable[["Tensor", Any], "Tensor"]
 
@@ -37,7 +37,7 @@ def _operators(name: str) -> tuple[Operator, Operator]:
     return operation, lambda x, other: operation(other, x)
 
 
-class Tensor:
+class Tensor(Uncompared):
     """Matrix on a grid that remembers the operation that made it.
 
     Parameters
@@ -140,12 +140,8 @@ class Tensor:
         and its address. Writes to numpy and cupy arrays do not change these. PMM3D_DEBUG=1 adds a digest of the shard.
         """
         shard = self.shard
-        try:
-            of_torch = getattr(shard, "_version", 0)
-        except RuntimeError:  # torch does not count writes to tensors of its inference_mode
-            of_torch = 0
-        counts = self.version, self._value.fills, of_torch, self.form.library.address(shard)
-        return (*counts, contents(shard)) if self.grid.debug else counts
+        return (self.version, self._value.fills, self.form.library.address(shard),
+                *state_of(shard, self.tape.debug))
 
     def saved(self, name: str) -> Saved:
         """Return the packed shard (`Tape.pack`). All operations that keep the shard get the same object."""
@@ -414,7 +410,7 @@ def relayout(x: Tensor, layout: Layout) -> Tensor:
         return x
     with x.grid.ledger.phase("relayout"):
         local = relayout_array(x.grid, x.shard, x.shape, x.layout, layout).wait()
-    return x.made(x.library.plain(local), (x,), lambda gradient: (Gradient(gradient, layout.summed),), layout=layout)
+    return x.made(x.library.as_input(local), (x,), lambda gradient: (Gradient(gradient, layout.summed),), layout=layout)
 
 
 def whole(x: Tensor) -> Tensor:

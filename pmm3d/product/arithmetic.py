@@ -17,8 +17,8 @@ from .checks import (
     array_signature,
     check_alike,
     check_numbers,
+    check_out,
     check_square,
-    check_written,
     no_matrix,
     scalar,
     signature_of,
@@ -158,7 +158,7 @@ class Arithmetic(Reductions, Submatrices):
         with self.grid.collective_call("add_identity", self.signature, factor):
             check_numbers("add_identity", self)
             check_square("add_identity", self)
-            check_written("add_identity", self)
+            check_out("add_identity", self, name="the matrix")
             factor = scalar("the factor", factor, self.dtype, "add_identity")
         coords = self.grid.coords
         if coords is not None and not any(getattr(coords, axis) for axis in self.layout.sums):
@@ -252,7 +252,7 @@ class Arithmetic(Reductions, Submatrices):
                 _check_sum(what, self, b)
                 factor, out = scalar("alpha", alpha, self.dtype, what), self
                 if in_place:
-                    check_written(what, self)
+                    check_out(what, self, name="the matrix")
                     b = _apart(b, self) if has_layout(b, self.layout) else b
                 else:
                     out = self.empty_in(self.layout, self.grid)
@@ -272,7 +272,7 @@ class Arithmetic(Reductions, Submatrices):
                                  "a.elementwise(numpy.multiply, b), or numpy.divide; the product is a @ b")
             factor = scalar("the factor", factor, self.dtype, what)
             if in_place:
-                check_written(what, self)
+                check_out(what, self, name="the matrix")
             out = self if in_place else self.empty_in(self.layout, self.grid)
         _scale_into(what, out, self, factor)
         out.fills += in_place
@@ -296,7 +296,7 @@ def _check_sum(what: str, a: StoredMatrix, b: Any) -> None:
 def _check_out(a: StoredMatrix, out: Any) -> None:
     if not isinstance(out, StoredMatrix):
         raise Pmm3dError(no_matrix("out", out, "elementwise"))
-    check_written("elementwise", out, "out")
+    check_out("elementwise", out)
     if out.grid is not a.grid or out.shape != a.shape or out.library != a.library or not has_layout(out,
                                                                                                     a.layout.summed):
         raise LayoutError(f"elementwise: out is {out}; needed is {a.shape[0]} x {a.shape[1]} of {a.library.kind} in "
@@ -306,7 +306,7 @@ def _check_out(a: StoredMatrix, out: Any) -> None:
 
 def _as_in(matrix: StoredMatrix, like: StoredMatrix) -> Array:
     """Stored shard of a matrix, for reading. It is transposed if the other matrix is stored in the other order."""
-    stored = matrix.library.plain(matrix.stored)
+    stored = matrix.library.as_input(matrix.stored)
     return stored if matrix.order == like.order else stored.T
 
 
@@ -369,7 +369,7 @@ def _evaluated(function: Callable[..., Array], first: Matrix, rest: Sequence[Sto
     if out is not None:
         copy_into(library, found, out.memory)
         return out
-    stored = library.plain(flipped(found, first.order))
+    stored = library.as_input(flipped(found, first.order))
     if any(library.share_memory(stored, array) for array in arrays):
         stored = library.copy(stored)
     return type(first)(first.grid, flipped(stored, first.order), first.shape, first.layout, first.order)

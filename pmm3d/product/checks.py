@@ -137,12 +137,13 @@ def check_operands(a: Any, b: Any, out: Any, beta: complex, what: str = "matmul"
     for name, matrix in given.items():
         check_on_grid(a, name, matrix, what, "a is")
     a.grid.transport.check_place(a.library, *(matrix.memory for matrix in given.values()))
-    check_same_dtype(a.dtype, b.dtype, out and out.dtype)
+    check_same_dtype(a.dtype, b.dtype, None if out is None else out.dtype)
     if a.dtype not in MATRIX_DTYPES:
         raise DTypeError(f"{what}: A and B are {a.dtype}, which holds labels; products are of numbers of the types "
                          f"{', '.join(MATRIX_DTYPES)}")
     if a.library != b.library or (out is not None and out.library != a.library):
-        raise LayoutError(f"A is in {a.library}, B in {b.library}, out in {out and out.library}: use one array library")
+        libraries = ", ".join(f"{name} is in {each.library}" for name, each in given.items())
+        raise LayoutError(f"{what}: {libraries}: use one array library")
     if out is None:
         if beta != 0:
             raise LayoutError(f"{what}: beta needs out=, the C that it scales")
@@ -150,7 +151,7 @@ def check_operands(a: Any, b: Any, out: Any, beta: complex, what: str = "matmul"
     if out.layout.on(out.grid.shape).sums:
         raise LayoutError(f"{what}: out has partial sums, {out.layout}, and a product has none: pass an out in "
                           "out.layout.summed, or leave it out and redistribute the result")
-    check_out(what, out, a, b, read="an operand")
+    check_out(what, out, a, b)
 
 
 def check_on_grid(a: StoredMatrix, name: str, matrix: Any, what: str, described: str) -> None:
@@ -162,11 +163,12 @@ def check_on_grid(a: StoredMatrix, name: str, matrix: Any, what: str, described:
                         f"over with {name}.redistribute(layout, grid)")
 
 
-def check_out(what: str, out: StoredMatrix, *sources: StoredMatrix, read: str) -> None:
-    """Raise LayoutError if `out` cannot be written to while the sources are read. read: name of the source."""
-    check_written(what, out, "out")
-    if any(out.library.share_memory(out.memory, source.memory) for source in sources):
-        raise LayoutError(f"{what}: out shares memory with {read}, which would change while it is read")
+def check_out(what: str, out: StoredMatrix, *sources: StoredMatrix, name: str = "out") -> None:
+    """Raise LayoutError if a matrix cannot be changed in place while the sources are read."""
+    if out.conjugated:
+        raise LayoutError(f"{what}: {name} is a conjugated view (.H), which is not written to; write to the matrix "
+                          "that it is a view of, or to redistribute(layout), which is a copy")
+    out.library.check_output(what, out.stored, *(source.memory for source in sources), name=name, strided=True)
 
 
 def check_target(matrix: StoredMatrix, layout: Layout, grid: Any, out: Any) -> None:
@@ -185,7 +187,7 @@ def check_target(matrix: StoredMatrix, layout: Layout, grid: Any, out: Any) -> N
     needed = matrix.shape, matrix.dtype, str(layout), grid.shape, matrix.order, out.conjugated, matrix.library.kind
     if out.signature != needed or out.library != matrix.library:
         raise LayoutError(f"redistribute: out is {out}; needed is {matrix} in {layout} on {grid.shape}")
-    check_out("redistribute", out, matrix, read="the matrix")
+    check_out("redistribute", out, matrix)
 
 
 def check_one_device(what: str, *arrays: Array) -> None:
@@ -221,15 +223,6 @@ def check_alike(what: str, a: StoredMatrix, b: Any, shape: tuple[int, int] | Non
     if b.dtype != a.dtype or b.library != a.library:
         raise DTypeError(f"{what}: the matrix is {a.dtype} of {a.library.kind}, {name} {b.dtype} of {b.library.kind}; "
                          "convert them to one type, a.astype(dtype), and one array library")
-
-
-def check_written(what: str, matrix: StoredMatrix, name: str = "the matrix") -> None:
-    """Raise LayoutError for a matrix that cannot be changed in place."""
-    if matrix.conjugated:
-        raise LayoutError(f"{what}: {name} is a conjugated view (.H), which is not written to; write to the matrix "
-                          "that it is a view of, or to redistribute(layout), which is a copy")
-    if not matrix.writable:
-        raise LayoutError(f"{what}: {name} is read-only, and would be overwritten; pass a copy of it")
 
 
 def check_square(what: str, matrix: StoredMatrix) -> None:

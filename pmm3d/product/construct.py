@@ -84,7 +84,7 @@ def in_window(cls: type[Matrix], grid: Grid, what: str, axis: str, shape: tuple[
 
 def in_order(library: NumpyLibrary, local: Array, order: str) -> Array:
     """Return the array, or a copy, contiguous by rows (order "C") or by columns (order "F")."""
-    return flipped(library.plain(flipped(local, order)), order)
+    return flipped(library.as_input(flipped(local, order)), order)
 
 
 def exchanged(grid: Grid, array: Any) -> Any:

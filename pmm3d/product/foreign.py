@@ -10,7 +10,7 @@ from ..comm import Grid, one_thread
 from ..errors import DTypeError, LayoutError
 from ..layout import BlockCyclic, Blocks, Layout, Placement, Tile
 from .checks import array_signature, check_order, collective_call, compared_dtype
-from .redistribution import check_fits, check_targets, planned
+from .redistribution import check_fits, planned
 from .relayout import summed
 from .stored import StoredMatrix, flipped, new_array, shards
 from .tiles import checked_arrays
@@ -65,9 +65,8 @@ def to_tiles(matrix: StoredMatrix, what: str, tiled: Any, kind: type[Any], array
         check_fits(grid, on_grid, tiled)
         if arrays is None:
             arrays = [new_array(library, shape, matrix.dtype, tiled.order) for shape in tiled.local_shapes(grid.rank)]
-        given = checked_arrays(what, arrays, tiled, grid, library, matrix.dtype)
+        given = checked_arrays(what, arrays, tiled, grid, library, matrix.dtype, [matrix.memory])
         held = [matrix.memory] * len(on_grid.tiles(grid.rank))
-        check_targets(library, what, held, given)
     move = planned(grid, on_grid, tiled, matrix.dtype, library)
     with grid.ledger.phase("redistribute"):
         move.start(library, held, given).wait()
@@ -104,4 +103,4 @@ def _in_place(arrays: list[Array], on_grid: Placement, rank: int, library: Numpy
     array = arrays[0]
     stored = flipped(array, on_grid.order)
     fits = tuple(array.shape) == shape
-    return stored if fits and library_of(array).plain(stored) is stored else None
+    return stored if fits and library_of(array).as_input(stored) is stored else None

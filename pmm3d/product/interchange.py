@@ -95,7 +95,7 @@ class Interchange(StoredMatrix):
 
         def values(library: NumpyLibrary, box: Box, dtype: str) -> Array:
             part = array[box.within(EMPTY)]
-            return library.plain(part) if shared else flipped(library.copy(flipped(part, order)), order)
+            return library.as_input(part) if shared else flipped(library.copy(flipped(part, order)), order)
 
         passed = *array_signature(array), *passed_contents(grid, array)
         source = lambda: array_source(grid, array, values)
@@ -119,21 +119,22 @@ class Interchange(StoredMatrix):
         with ExitStack() as borrowed:
             with grid.collective_call("DistMatrix.from_global", shape, dtype, kind, always=True):
                 library = grid.library(library_of(array) if has_array else kind)
-                grid.transport.check_place(library, *([array] if has_array else []))
+                arrays = [library_of(array).as_input(array, strided=True)] if has_array else []
+                grid.transport.check_place(library, *arrays)
                 axis = sharing_axis(grid, layout, library) if shared else ""
                 work = borrowed.enter_context(grid.workspace.slab(move.work, library))
                 local = None if shared else library.empty(target.box(grid.rank).shape, dtype)
             matrix = (in_window(cls, grid, "DistMatrix.from_global", axis, shape, layout, dtype, library)
                       if shared else cls(grid, local, shape, layout))
             with grid.ledger.phase("scatter"):
-                move.start(matrix.library, [array], [matrix.memory], work=work).wait()
+                move.start(matrix.library, arrays, [matrix.memory], work=work).wait()
         if order == "F":
             matrix = cls(grid, in_order(library, matrix.memory, order), shape, layout, order)
         return matrix.keep_one()
 
     @classmethod
     def from_local(cls, grid: Grid, local: Array, shape: Shape, *, layout: Layout = Layout.A,
-                   order: str = "C") -> Self:
+                   order: str = "C", copy: bool | None = None) -> Self:
         """A matrix from the shard of each rank.
 
         Parameters
@@ -150,16 +151,21 @@ class Interchange(StoredMatrix):
             Layout of the matrix.
         order : str
             "C" or "F": see `DistMatrix.empty`.
+        copy : bool or None
+            False uses the memory of `local`, or raises LayoutError if a copy is needed, as numpy.asarray does. True
+            copies. Default: copy only if needed.
 
         Returns
         -------
         DistMatrix
-            The matrix. It uses the memory of `local` if this array is contiguous in that order, and else a copy.
+            The matrix. It uses the memory of `local` if this array is contiguous in that order. A copy is made of other
+            strides, of another byte order, and of a lazy conjugate of torch. Results that are written to the matrix, as
+            by `matmul(a, b, out=c)`, do not reach `local` then: pass `copy=False` for an `out`.
 
         Raises
         ------
         LayoutError
-            If the shape of the shard is not that of the layout.
+            If the shape of the shard is not that of the layout, or if `copy=False` and a copy is needed.
         DTypeError
             If `local` is no array of a library of pmm3d and cannot become one, or a matrix has no such element type.
         DisagreementError
@@ -187,7 +193,13 @@ class Interchange(StoredMatrix):
                 raise LayoutError(f"the shard here has shape {tuple(local.shape)}; rank {grid.ledger.rank}'s of a "
                                   f"{rows} x {cols} matrix in {layout} on grid {grid.shape} is {box.shape[0]} x "
                                   f"{box.shape[1]}")
-            return local
+            stored = flipped(local, order)
+            theirs = library_of(local)
+            if copy is False and not (theirs.is_contiguous(stored) and theirs.as_stored(stored)):
+                raise LayoutError(f"DistMatrix.from_local: copy=False, and the shard here is no array of native "
+                                  f"elements that is contiguous by {'rows' if order == 'C' else 'columns'}, "
+                                  f"order={order!r}. Pass the order of the array, or leave copy out")
+            return library.copy(local) if copy else local
 
         source = lambda: array_source(grid, local, values)._replace(shape=shape)
         passed = shape, *array_signature(local)[1:]

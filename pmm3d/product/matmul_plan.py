@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from ..comm import PlanResources, leaves_in_order
 from ..errors import GridError, LayoutError
-from .checks import Options, grid_of, signature_of
+from .checks import Options, check_out, grid_of, signature_of
 from .matrix import DistMatrix
 from .multiply import ProductRun, multiplied
 from .stored import StoredMatrix
@@ -161,7 +161,7 @@ class MatmulPlan:
     ------
     LayoutError
         On every rank, for an operand of partial sums. Other errors: see `matmul`. A call raises LayoutError, on that
-        rank alone, if a new shard has another shape or type.
+        rank alone, if a new shard has another shape or type, or if C is then read-only or shares memory with A or B.
 
     Notes
     -----
@@ -243,6 +243,7 @@ class MatmulPlan:
         if self._held.under_way:
             raise GridError("this plan has a product under way: wait for that first, or make another plan")
         if not self._product.is_bound:
+            check_out("MatmulPlan", self.out, *self._product.operands)
             self._product.bind()
             self._requests.close()
             self._product.persist(self._number, self._requests)

@@ -157,7 +157,7 @@ class DistMatrix(Constructors, Interchange, ForeignMatrix, Arithmetic):
         with ExitStack() as borrowed:
             with self.grid.collective_call("redistribute", self.signature, layout, described, signature_of(out)):
                 check_target(self, layout, grid, out)
-                grid.transport.check_place(self.library, *(each.memory for each in (self, out or self)))
+                grid.transport.check_place(self.library, *(each.memory for each in (self, out) if each is not None))
                 out = self.empty_in(layout, grid) if out is None else out
                 fill = redistribution(self, out, borrowed)
             fill()

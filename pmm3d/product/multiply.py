@@ -55,7 +55,7 @@ class ProductRun(Generic[Matrix]):
         self._tf32, how = options.tf32, (options.panels, options.max_workspace, options.overlap)
         if out is None and options.order == BY_COLUMNS:
             out = _new_by_columns(a, b, how)
-        self._given = a, b
+        self.operands = a, b
         self.plan, self.mine = _planned(*_by_rows(a, b, out), *how)
         nbytes = 0 if self.mine is None else self.mine.own_work
         self._slab = borrowed.enter_context(a.grid.workspace.slab(nbytes, a.library))
@@ -65,7 +65,7 @@ class ProductRun(Generic[Matrix]):
 
     def bind(self) -> None:
         """Bind the product to the present memory of A, B and C. Nothing is sent."""
-        (a, b), work = self._given, self._slab.again()
+        (a, b), work = self.operands, self._slab.again()
         for matrix in (a, b, self.out):
             if self.out.library.name == "torch":  # only torch can replace the storage of an array
                 matrix.check_shard()

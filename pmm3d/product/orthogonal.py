@@ -13,7 +13,7 @@ from ..arrays import by_rows
 from ..comm import Grid
 from ..errors import DTypeError, Pmm3dError
 from ..layout import LOW_PRECISION, Layout, natural
-from .checks import check_numbers, check_square, check_written, no_matrix, signature_of
+from .checks import check_numbers, check_out, check_square, no_matrix, signature_of
 from .matmul_plan import matmul
 from .matrix import DistMatrix
 from .multiply import plan_for
@@ -120,7 +120,7 @@ def newton_schulz(a: DistMatrix, coefficients: Sequence[Coefficients], *, out: D
             out = _like(a)
         elif not isinstance(out, DistMatrix) or out.shape != a.shape:
             raise Pmm3dError(f"newton_schulz: out is {out!r}; it must be a DistMatrix of {a.shape[0]} x {a.shape[1]}")
-        check_written("newton_schulz", out, "out")
+        check_out("newton_schulz", out)
     a, last = summed(a), len(coefficients) - 1
     factor = 1 / max(_checked_norm("newton_schulz", a), SMALLEST)
     x = _times(a, factor, out if a is out and last else None)

@@ -16,7 +16,7 @@ from .blacs import BlacsContext, Descriptor, check_descriptor
 from .checks import array_signature, compared_dtype, scalar
 from .matmul_plan import MatmulPlan, PendingProduct, matmul
 from .matrix import DistMatrix
-from .redistribution import check_leading, check_targets, part_of
+from .redistribution import check_leading, part_of
 from .tiles import TileMove, checked_arrays
 
 SMALL_BYTES = 2**25
@@ -257,9 +257,7 @@ class PgemmPlan:
             raise GridError("this plan is closed: make another one, or use pgemm")
         if self._pending is not None:
             raise GridError("this plan has a product under way: wait for that first, or make another plan")
-        arrays = [self._array(*each) for each in zip("ABC", given, self._form.parts, descriptors)]
-        check_targets(self._library, "pgemm: C", [], arrays[2])
-        a, b, c = arrays
+        a, b, c = (self._array(*each) for each in zip("ABC", given, self._form.parts, descriptors))
         return Call(a, b, c, scalar("alpha", alpha, self._form.dtype), scalar("beta", beta, self._form.dtype))
 
     def begin(self, call: Call) -> PendingProduct[None]:
@@ -303,7 +301,8 @@ class PgemmPlan:
 
     def _array(self, name: str, array: Any, cyclic: BlockCyclic, descriptor: Descriptor) -> list[Array]:
         what = f"pgemm: {name}"
-        checked = checked_arrays(what, array, cyclic, self._base, self._library, self._form.dtype)
+        sources: list[Array] | None = [] if name == "C" else None
+        checked = checked_arrays(what, array, cyclic, self._base, self._library, self._form.dtype, sources)
         check_leading("pgemm", name, checked, descriptor)
         return checked
 

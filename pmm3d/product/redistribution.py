@@ -104,14 +104,12 @@ class Redistribution:
             On every rank, for arrays of another type.
         """
         with self._grid.collective_call("Redistribution", beta):
-            arrays = self._arrays("source", source, self._source), self._arrays("target", target, self._target)
-            check_targets(self._library, "Redistribution", arrays[0], arrays[1])
+            options = self._grid, self._library, self._dtype
+            sources = checked_arrays("Redistribution: source", source, self._source, *options)
+            targets = checked_arrays("Redistribution: target", target, self._target, *options, sources)
             beta = _factor(beta, self._dtype)
         with self._grid.ledger.phase("redistribute"):
-            return self._move.start(self._library, arrays[0], arrays[1], beta)
-
-    def _arrays(self, name: str, arrays: Any, tiled: Tiled) -> list[Array]:
-        return checked_arrays(f"Redistribution: {name}", arrays, tiled, self._grid, self._library, self._dtype)
+            return self._move.start(self._library, sources, targets, beta)
 
 
 def pgemr2d(m: int, n: int, a: Array, ia: int, ja: int, desca: Descriptor, b: Array, ib: int, jb: int,
@@ -167,14 +165,13 @@ def pgemr2d(m: int, n: int, a: Array, ia: int, ja: int, desca: Descriptor, b: Ar
         library = library_of(a)
         check_matrix_dtype(dtype, library, labels=True)
         from_to = part_of("pgemr2d", "A", ia, ja, desca, m, n), part_of("pgemr2d", "B", ib, jb, descb, m, n)
-        arrays = [checked_arrays(f"pgemr2d: {name}", array, way, grid, library, dtype)
-                  for name, array, way in zip("AB", (a, b), from_to)]
-        for name, own, descriptor in zip("AB", arrays, (desca, descb)):
+        sources = checked_arrays("pgemr2d: A", a, from_to[0], grid, library, dtype)
+        targets = checked_arrays("pgemr2d: B", b, from_to[1], grid, library, dtype, sources)
+        for name, own, descriptor in zip("AB", (sources, targets), (desca, descb)):
             check_leading("pgemr2d", name, own, descriptor)
-        check_targets(library, "pgemr2d", arrays[0], arrays[1])
     move = planned(grid, *from_to, dtype, library)
     with grid.ledger.phase("redistribute"):
-        move.start(library, arrays[0], arrays[1]).wait()
+        move.start(library, sources, targets).wait()
 
 
 class MoveCache(OrderedDict[Hashable, TileMove]):
@@ -203,14 +200,6 @@ def check_fits(grid: Grid, source: Tiled, target: Tiled) -> None:
     if source.shape != target.shape:
         (rows, cols), (other_rows, other_cols) = source.shape, target.shape
         raise LayoutError(f"one layout is of a matrix of {rows} x {cols}, the other of {other_rows} x {other_cols}")
-
-
-def check_targets(library: NumpyLibrary, what: str, sources: list[Array], targets: list[Array]) -> None:
-    """Raise LayoutError if a target is read-only, or shares memory with a source."""
-    if not all(map(library.writable, targets)):
-        raise LayoutError(f"{what}: an array that must be written is read-only")
-    if any(library.share_memory(source, target) for source in sources for target in targets):
-        raise LayoutError(f"{what}: an array that is written shares memory with one that is read at the same time")
 
 
 def check_leading(what: str, name: str, arrays: list[Array], descriptor: Descriptor) -> None:

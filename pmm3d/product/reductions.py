@@ -53,7 +53,7 @@ class Reductions(StoredMatrix):
         5.0
         """
         check = lambda: check_numbers("norm", self)
-        own = lambda a, _: _norm_of(a.library, self.library.plain(a.stored), self.dtype)
+        own = lambda a, _: _norm_of(a.library, self.library.as_input(a.stored), self.dtype)
         found = self._own_of_all("norm", check, own, "float64").tolist()
         return nan if any(map(isnan, found)) else hypot(*found)
 
@@ -265,6 +265,6 @@ def _inner_of(a: StoredMatrix, b: StoredMatrix) -> complex:
             y = library.conjugate(y) if b.conjugated else y
         return (x * y).sum()
 
-    stored, other = library.plain(a.stored), library.plain(b.stored)
+    stored, other = library.as_input(a.stored), library.as_input(b.stored)
     other = other if a.order == b.order else other.T
     return sum((each.item() for each in _over_rows(library, product, stored, other)), 0.0)

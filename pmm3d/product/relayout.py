@@ -23,7 +23,7 @@ from ..comm import (
 from ..errors import LayoutError
 from ..layout import Box, Coords, GridShape, Layout, Placement, RaggedRows, Step, transitions, whole_number
 from ..model.schedule import all_to_all
-from .checks import check_alike, check_written, signature_of
+from .checks import check_alike, check_out, signature_of
 from .stored import StoredMatrix, new_array, shards
 from .tiles import TileMove
 
@@ -52,7 +52,7 @@ def relayout(grid: Grid, local: Array, shape: tuple[int, int], source: Layout, t
     after : sequence of Pending
         Calls that must end before `local` may be read: on all ranks, or on none.
     out : array or None
-        The result, without gaps. Default: a new array, or a view of `local` if nothing is sent.
+        The result, C-contiguous and apart from `local`. Default: a new array, or a view of `local` if nothing is sent.
 
     Returns
     -------
@@ -62,7 +62,8 @@ def relayout(grid: Grid, local: Array, shape: tuple[int, int], source: Layout, t
     Raises
     ------
     LayoutError
-        If a layout does not fit the grid or the shape.
+        If a layout does not fit the grid or the shape. On this rank alone, if `out` does not fit, is read-only, or
+        shares memory with `local`.
     MemoryError
         On this rank alone, before a message is sent. `DistMatrix.redistribute` agrees on memory first.
 
@@ -92,10 +93,14 @@ def relayout(grid: Grid, local: Array, shape: tuple[int, int], source: Layout, t
     ...     relayout(grid, part, (4, 2), Layout(sums=("x", "y", "z")), Layout()).wait().sum()
     np.float64(8.0)
     """
+    library = library_of(local)
+    local = library.as_input(local, strided=True)
+    if out is not None:
+        box = target.box(shape, grid.shape, grid.coords)
+        library.check_output("relayout", out, local, result=(box.shape, library.dtype(local)))
     steps = transitions(source, target, grid.shape, shape)
     if not any(step.kind == "move" for step in steps):
         return Relayout(grid, local, shape, source, target, out).begin(after)
-    library = library_of(local)
     with grid.collective_call("relayout", shape, str(source), str(target), library.dtype(local), library.kind):
         prepared = Relayout(grid, local, shape, source, target, out)
     return prepared.begin(after)
@@ -421,13 +426,10 @@ class Submatrices(StoredMatrix):
         with grid.collective_call("set_submatrix", self.signature, signature_of(a), _told(rows), _told(cols)):
             window = _window("set_submatrix", self, rows, cols)
             check_alike("set_submatrix", self, a, window.shape, "A")
-            check_written("set_submatrix", self)
+            check_out("set_submatrix", self, a, name="the matrix")
             if self.layout.on(grid.shape).sums:
                 raise LayoutError(f"set_submatrix: the matrix is of partial sums, {self.layout}, of which no rank has "
                                   "the elements; bring it to its sum first: redistribute(layout.summed)")
-            if library.share_memory(self.memory, a.memory):
-                raise LayoutError("set_submatrix: A shares memory with the matrix, which would change while it is "
-                                  "read; pass A.redistribute(layout), which is a copy")
         a = summed(a)
         with ExitStack() as borrowed:
             with grid.collective_call("set_submatrix", always=True):

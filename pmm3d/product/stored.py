@@ -26,7 +26,25 @@ class Window(NamedTuple):
     block: Array
 
 
-class StoredMatrix:
+class Uncompared:
+    """Base class of matrices and tensors: `==` and `bool` raise TypeError. Objects are hashed by identity.
+
+    `x == x` is True, because weak dictionaries compare keys so.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        if other is self:
+            return True
+        raise TypeError("a distributed matrix has no == and no truth value: (a - b).norm() == 0 compares all elements "
+                        "(a collective call), a is b compares objects, a is not None tests whether there is a matrix")
+
+    def __bool__(self) -> bool:
+        return self.__eq__(None)
+
+    __hash__ = object.__hash__
+
+
+class StoredMatrix(Uncompared):
     """The part of a DistMatrix that one rank stores.
 
     grid, layout, shape, dtype, memory, order, conjugated   see DistMatrix
@@ -70,31 +88,30 @@ class StoredMatrix:
         if self.conjugated:
             raise LayoutError("the shard of a conjugated view (.H) is not written to; write to the matrix that it is "
                               "a view of, or to redistribute(layout), which is a copy")
-        if self.window is not None and self.place_of(array) != self.place_of(self.memory):
-            raise LayoutError("the shard of a matrix in shared memory stays where it is: write into it, "
-                              "matrix.local[...] = array")
         library = library_of(array)
         if library != self.library or library.dtype(array) != self.dtype or array.shape != self.memory.shape:
             raise LayoutError(f"the new shard is {tuple(array.shape)} {library.dtype(array)} of {library.name}; this "
                               f"matrix needs {tuple(self.memory.shape)} {self.dtype} of {self.library.name}. Convert "
                               "it, or make a new matrix: DistMatrix.from_local")
-        stored = flipped(array, self.order)
-        if not library.is_contiguous(stored):
-            stored = library.copy(stored)
-        self.base._memory = flipped(stored, self.base.order)
+        if self.window is not None and self.place_of(array) != self.place_of(self.memory):
+            raise LayoutError("the shard of a matrix in shared memory stays where it is: write into it, "
+                              "matrix.local[...] = array")
+        self.base._memory = flipped(library.as_input(flipped(array, self.order)), self.base.order)
 
     def place_of(self, array: Array) -> tuple[Any, ...]:
         """Address, shape and strides of an array of this library."""
         return self.library.address(array), tuple(array.shape), tuple(self.library.strides(array))
 
     def check_shard(self) -> None:
-        """Raise LayoutError if torch (`.data`) replaced the storage of the shard by storage of another shape or type.
+        """Raise LayoutError if torch (`.data`) replaced the storage of the shard by storage that a shard cannot have.
         """
         memory, shape = self.memory, self.box.shape
-        if tuple(memory.shape) != shape or self.library.dtype(memory) != self.dtype:
-            raise LayoutError(f"the shard of {self} is now {tuple(memory.shape)} {self.library.dtype(memory)}; it must "
-                              f"be {shape} {self.dtype}. A shard may be replaced by one of the same shape and type, or "
-                              "make a new matrix: DistMatrix.from_local")
+        is_lazy = not self.library.as_stored(memory)
+        if tuple(memory.shape) != shape or self.library.dtype(memory) != self.dtype or is_lazy:
+            raise LayoutError(f"the shard of {self} is now {tuple(memory.shape)} {self.library.dtype(memory)}"
+                              f"{', a lazy conjugate' * is_lazy}; it must be {shape} {self.dtype}. A shard may be "
+                              "replaced by one of the same shape and type, matrix.local = array, or make a new matrix: "
+                              "DistMatrix.from_local")
 
     def part(self, within: tuple[slice, slice]) -> Array:
         """Part of the shard, by slices of its rows and columns: a view, or a copy for a conjugated view."""

@@ -144,10 +144,13 @@ def _parts(packed: Packed) -> Iterator[tuple[Part, Array]]:
             start += rows * cols
 
 
-def checked_arrays(what: str, arrays: Any, tiled: Tiled, grid: Grid, library: NumpyLibrary, dtype: str) -> list[Array]:
+def checked_arrays(what: str, arrays: Any, tiled: Tiled, grid: Grid, library: NumpyLibrary, dtype: str,
+                   sources: Sequence[Array] | None = None) -> list[Array]:
     """List of this rank's arrays, one for each of its tiles. A single array may be passed without a list.
 
-    Raises LayoutError or DTypeError on this rank only, if the arrays do not fit the tiles.
+    sources   arrays that are read while these are written; None if these are read
+
+    Raises LayoutError or DTypeError on this rank only, if the arrays do not fit the tiles, or cannot be written to.
     """
     local_shapes = tiled.local_shapes(grid.rank)
     given = list(arrays) if isinstance(arrays, (list, tuple)) else [arrays]
@@ -161,9 +164,6 @@ def checked_arrays(what: str, arrays: Any, tiled: Tiled, grid: Grid, library: Nu
         if of_array.kind != library.kind or of_array.dtype(array) != dtype:
             raise DTypeError(f"{what}: an array is {of_array.dtype(array)} of {of_array.kind}; it must be {dtype} of "
                              f"{library.kind}, because pmm3d does not mix types")
-        if not library.as_stored(array):
-            raise DTypeError(f"{what}: the bytes of the array are not its values (another byte order, or a lazy "
-                             "conjugate of torch): make a copy of the array first")
         if array.ndim != 2 or array.shape[0] < rows or array.shape[1] < cols:
             raise LayoutError(f"{what}: the array has the shape {tuple(array.shape)}; rank {grid.ledger.rank} stores "
                               f"{rows} rows and {cols} columns of it")
@@ -172,7 +172,12 @@ def checked_arrays(what: str, arrays: Any, tiled: Tiled, grid: Grid, library: Nu
                               f"{cols} columns on rank {grid.ledger.rank}. Correct the Blocks, or pass a part of the "
                               "array")
     grid.transport.check_place(library, *given)
-    return given[: len(local_shapes)]
+    given = given[: len(local_shapes)]
+    if sources is None:
+        return [library_of(array).as_input(array, strided=True) for array in given]
+    for array in given:
+        library.check_output(what, array, *sources, name="the array", strided=True)
+    return given
 
 
 def _identical(copy: Copy) -> bool:

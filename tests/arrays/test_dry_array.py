@@ -55,7 +55,7 @@ def test_places_in_memory_are_numpys():
         for other in (lambda a: a[:1], lambda a: a[2:, 3:]):
             assert library.share_memory(part(dry), other(dry)) == numpy.share_memory(part(real), other(real))
     assert library.address(dry[1:]) - library.address(dry) == 20
-    assert library.plain(dry) is dry and library.is_contiguous(library.plain(dry.T))
+    assert library.as_input(dry) is dry and library.is_contiguous(library.as_input(dry.T))
     assert not library.share_memory(dry, library.copy(dry))
 
 

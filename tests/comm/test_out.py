@@ -30,7 +30,7 @@ def memory(axis, rows):
 @pytest.mark.parallel([3], thorough=[2, 4])
 def test_out_that_shares_memory_with_what_comes_in(axis):
     """From 3 ranks on, a reduce-scatter into a part of its own array gave 12 in place of 10."""
-    shared, whole = "out shares memory with the array that comes in", memory(axis, 4)
+    shared, whole = "out shares memory with an array that is read", memory(axis, 4)
     own = slice(4 * axis.index, 4 * axis.index + 4)
     refused(shared, lambda: axis.reduce_scatter(whole, out=whole[own]))
     refused(shared, lambda: axis.reduce_scatter(whole, out=whole[own], counts=[4] * axis.size, beta=1))

@@ -19,7 +19,7 @@ ON_ALL = [  # errors on all ranks, after a mistake on the last rank or on all
     ("number", DISAGREEMENT, "99 names no matrix of this process: there is no such object, or it was freed"),
     ("kind", ARGUMENT, "names no matrix of this process: it is a grid"),
     ("disagree", DISAGREEMENT, "the ranks passed different arguments"),
-    ("alias", ARGUMENT, "out shares memory with an operand"),
+    ("alias", ARGUMENT, "out shares memory with an array that is read"),
     ("shard", DISAGREEMENT, "shard is a NULL pointer"),
     ("layout", DISAGREEMENT, "layout is a NULL pointer"),
     ("axes", ARGUMENT, "got 'w/x'"),

@@ -236,6 +236,27 @@ def test_a_weight_that_is_written_to_before_the_backward_pass_is_told_of(comm, f
 
 
 @pytest.mark.parallel([2])
+@pytest.mark.parametrize("library, debug", [("torch", False), ("numpy", True)])
+def test_a_saved_array_that_is_overwritten_before_the_backward_pass_is_told_of(comm, fails, library, debug):
+    """On every rank, also if one rank wrote: the input of a layer, a factor, and what a Recompute keeps."""
+    with Grid(comm, "ddp", library=library, debug=debug) as grid:
+        net = nn.Linear(grid, 6, 6, bias=False, dtype="float64")
+        of = {"input": lambda x: net(x), "recompute": lambda x: nn.Recompute(net)(x),
+              "factor": lambda x: nn.multiply(net(spread(grid, X, batch_layout(), library)), x)}
+        for name, function in of.items():
+            with given(name=name):
+                for writers in ((0, 1), (1,)):
+                    x, y = (spread(grid, X, batch_layout(), library) for _ in range(2))
+                    out = function(x)
+                    if grid.rank in writers:
+                        x.local[...] = 5
+                    fails(Pmm3dError, "was overwritten", lambda: out.backward(y))
+                    net.weight.grad = None
+                function(y).backward(y)
+                net.weight.grad = None
+
+
+@pytest.mark.parallel([2])
 def test_a_frozen_weight_that_is_written_to_before_the_backward_pass_is_told_of(comm, fails):
     for kind in [nn.Sequential, nn.Recompute]:
         with given(kind=kind):

@@ -213,14 +213,13 @@ def test_bad_input_is_refused_on_every_rank(comm, fails):
         fails(DTypeError, "", lambda: from_cyclic([[1.0]], cyclic))
         read_only = array.copy(order="F")
         read_only.flags.writeable = False
-        fails(LayoutError, "must be written is read-only", lambda: matrix.to_block_cyclic(cyclic, read_only))
+        fails(LayoutError, "to_block_cyclic: the array is read-only", lambda: matrix.to_block_cyclic(cyclic, read_only))
         fails(LayoutError, "from Layout to Layout: DistMatrix.redistribute",
               lambda: Redistribution(grid, Layout.A, Layout.B))
         fails(LayoutError, 'the order of shards is "C" or "F"',
               lambda: Redistribution(grid, cyclic, Layout.A, order="A"))
         fails(LayoutError, "order is for the shards of a Layout",
               lambda: Redistribution(grid, cyclic, cyclic, order="C"))
-        fails(DTypeError, "the bytes of the array are not its values", lambda: from_cyclic(array.astype(">f8"), cyclic))
         labels = Redistribution(grid, cyclic, cyclic, dtype="int64")
         of_labels = [array.astype("int64") for _ in range(2)]
         labels(*of_labels, beta=1)
@@ -234,7 +233,7 @@ def test_bad_input_is_refused_on_every_rank(comm, fails):
                   lambda: DistMatrix.from_blocks(grid, more, slabs))
             fails(LayoutError, "the Blocks say", lambda: DistMatrix.ones(grid, slabs.shape).to_blocks(slabs, more))
         move = Redistribution(grid, cyclic, cyclic)
-        fails(LayoutError, "shares memory with one that is read", lambda: move(array, array))
+        fails(LayoutError, "target: the array shares memory", lambda: move(array, array))
         fails(LayoutError, "stores 1 blocks|has 2 arrays; it stores 1", lambda: move([array, array], array))
         if size > 1:
             with pytest.raises(Exception, match="different arguments") as caught:

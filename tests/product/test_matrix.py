@@ -1,6 +1,7 @@
 """DistMatrix on every grid: construction, redistribution, conversion."""
 
 from itertools import product
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from samples import RANKS, TESTED, UP_TO_4, integers, to_library, to_numpy
 
 from pmm3d import DataError, DisagreementError, DistMatrix, DTypeError, Grid, Layout, LayoutError, matmul
 from pmm3d.layout import EMPTY, MATRIX_DTYPES
+from pmm3d.nn import Tensor
 from pmm3d.product import files
 
 pytestmark = pytest.mark.parallel([2, 4], thorough=RANKS)
@@ -461,3 +463,10 @@ def test_constants_and_types(comm, fails):
             made[0] = 1
         with pytest.raises(TypeError, match="not iterable"):
             list(made)
+        same = DistMatrix.full(grid, (2, 2), 1)
+        for wrong in (lambda: made == same, lambda: made != same, lambda: bool(made), lambda: made == np.ones((3, 5)),
+                      lambda: np.ones((3, 5)) == made, lambda: made == None, lambda: same in [made],  # noqa: E711
+                      lambda: made and same, lambda: bool(Tensor(same)), lambda: Tensor(same) == Tensor(same)):
+            with pytest.raises(TypeError, match=r"\(a - b\).norm\(\) == 0.*a is b"):
+                wrong()
+        assert {made: 1, same: 2}[same] == WeakKeyDictionary({made: 1, same: 2})[same] == 2 and made in [made, same]

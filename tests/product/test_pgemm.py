@@ -222,11 +222,10 @@ def test_bad_input_is_refused_on_every_rank(comm, fails):
         fails(DTypeError, "beta is 'one'", lambda: call(beta="one"))
         read_only = c.copy(order="F")
         read_only.flags.writeable = False
-        fails(LayoutError, "pgemm: C: an array that must be written is read-only", lambda: call(c=read_only))
+        fails(LayoutError, "pgemm: C: the array is read-only", lambda: call(c=read_only))
         long = context.descriptor(8, 8, 2, 2, lld=9)
         fails(LayoutError, "A has 8 rows here; the leading dimension of its descriptor is 9", lambda: call(desca=long))
         call()
-        fails(DTypeError, "the bytes of the array are not its values", lambda: call(a=np.asarray(a, ">f8")))
         fails(LayoutError, "k is a whole number of at least 0; got True", lambda: call(k=True))
         fails(LayoutError, "transa is", lambda: call(transa=["N"]))
         if size > 1:  # an error on one rank is raised on all

@@ -129,7 +129,7 @@ class Pipeline(Module):
         self._ends = grid.comm.bcast(self._ends) if cut == "cost" else self._ends  # rank 0 has the largest shards
         own = [stage for stage, rank in self.rank_of.items() if rank == self.index]
         places = sorted({place for stage in own for place in self._places(stage)})
-        held = parameters_of(self.dry.layers[place] for place in places)
+        held = {*parameters_of(self.dry.layers[place] for place in places)}
         names = {parameter: name for name, parameter in self.dry.named_parameters().items()}
         described = [(name, parameter.shape, parameter.dtype) for parameter, name in names.items()]
         with grid.collective_call("Pipeline: make", str(Seeds.of(grid)), str(table), self._ends, str(described)):

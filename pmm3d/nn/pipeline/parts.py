@@ -49,8 +49,8 @@ def made_by(make: Make, grid: Grid, own: Sequence[bool] | None) -> tuple[Sequent
     if not isinstance(network, Sequential) or type(network).forward is not Sequential.forward:
         raise Pmm3dError("Pipeline: make must return a Sequential, whose layers can be cut into stages; got a "
                          f"{type(network).__name__}")
-    if others := network.named_parameters().keys() - {name for name, each in network.named_parameters().items()
-                                                      if each in parameters_of(network.layers)}:
+    in_layers = {*parameters_of(network.layers)}
+    if others := {name for name, each in network.named_parameters().items() if each not in in_layers}:
         raise Pmm3dError(f"Pipeline: {', '.join(sorted(others))} of the network that make returned is not in a layer. "
                          "Put each parameter into a layer of the Sequential, so that it belongs to a stage")
     return network, making.made
