@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from ..comm import Grid
 from ..errors import CheckpointError
-from ..io import export_safetensors, import_safetensors
+from ..io import export_safetensors
 from ..io.checkpoint import Checkpoint
-from ..io.disk import file_errors
-from ..io.safetensors import contents_of
+from ..io.disk import file_errors, json_object, replace_file
+from ..io.safetensors import contents_of, import_files
 from ..layout import Layout
 from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
@@ -37,6 +37,8 @@ ENDING = ".safetensors"
 TORCH = "torch"
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 """Files in a folder of the transformers package: weights in one file, table of several weight files, configuration."""
+SHARDS = "*-of-*" + ENDING
+"""Pattern of the names of several weight files."""
 
 
 class Columns(NamedTuple):
@@ -68,8 +70,8 @@ class Names(NamedTuple):
     config: Mapping[str, Any] = {}
 
 
-def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | None = None, *, names: str = TORCH
-                 ) -> None:
+def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | None = None, *,
+                 names: str | None = None) -> None:
     """Write the weights for torch's load_state_dict(safetensors.torch.load_file(path)). Collective.
 
     Parameters
@@ -77,17 +79,18 @@ def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | N
     network : Module
         The network. If there are master weights, they are written.
     path : path
-        File whose name ends in .safetensors; or, for a network with published names, a folder that from_pretrained of
-        the transformers package loads.
+        File whose name ends in .safetensors; or, for published names, a folder that from_pretrained of the transformers
+        package loads. In a folder, an index of several weight files and these files are removed.
     metadata : mapping or None
         Metadata of the file. Default: none.
-    names : str
-        Names of the tensors: "torch" (default), "gpt2" or "llama".
+    names : str or None
+        Names of the tensors: "torch", "gpt2" or "llama". Default: the published names of the network, or else "torch".
 
     Raises
     ------
     CheckpointError
-        On every rank, if the file cannot be written or the network has no such names.
+        On every rank, if the file cannot be written, if the network has no such names, and for a folder with the names
+        "torch".
 
     Notes
     -----
@@ -103,16 +106,24 @@ def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | N
     >>> with Grid(MPI.COMM_SELF) as grid, tempfile.NamedTemporaryFile() as file:
     ...     nn.exchange.export_torch(nn.Linear(grid, 3, 2), file.name)
     """
-    path, own, table, config = Path(path), network.named_parameters(), _own_tensors(network, names), _config(network)
-    single = path.suffix == ENDING or not config
+    path, own, config = Path(path), network.named_parameters(), _config(network)
+    names = next(iter(_published(network)), TORCH) if names is None else names
+    table, folder = _own_tensors(network, names), path.suffix != ENDING and hasattr(whole_of(network), "names")
+    with network.whole.collective_call("export", str(path), always=True):
+        if folder and names == TORCH:
+            raise CheckpointError(f"{path}: a folder has tensors with published names, and a config.json with the names"
+                                  f" of another program. For the names {TORCH!r}, give a file that ends in {ENDING}")
+        replaced = _weight_map(path) if folder and network.whole.rank == 0 else {}
     matrices = {name: _together([_part_of(own[part.parameter], part) for part in stored.parts])
                 for name, stored in table.items()}
     metadata = {**(metadata or {}), **({CONFIG: json.dumps(config)} if config else {})}
-    export_safetensors(network.whole, path if single else path / WEIGHTS, matrices, metadata=metadata,
+    export_safetensors(network.whole, path / WEIGHTS if folder else path, matrices, metadata=metadata,
                        **_forms(own, table))
     with network.whole.collective_call("export", str(path), always=True), file_errors(path, "written"):
-        if not single and network.whole.rank == 0:
-            (path / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if folder and network.whole.rank == 0:
+            replace_file(path / CONFIG, f"{json.dumps(config, indent=2)}\n".encode())
+            for name in {INDEX, *(Path(file).name for file in replaced.values())} - {WEIGHTS}:
+                (path / name).unlink(missing_ok=True)
 
 
 def _config(network: Module) -> dict[str, Any]:
@@ -163,11 +174,8 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
         table = {name.removeprefix(known.prefix): stored for name, stored in table.items()}
     matrices = {name: _to_fill([own[part.parameter] for part in stored.parts], stored)
                 for name, stored in table.items()}
-    for number, (file, held) in enumerate(files.items(), start=1):
-        missing = [name for name in matrices if name not in there] if number == len(files) else []
-        inside = {name: matrices[name] for name in matrices if name in held or name in missing}
-        import_safetensors(network.whole, file, inside, ignored=[name for name in held if name.endswith(known.ignored)],
-                           **_forms(own, {name: table[name] for name in inside}))
+    import_files(network.whole, path, files, matrices, ignored={name for name in there if name.endswith(known.ignored)},
+                 **_forms(own, table))
     _spread(own, table, matrices)
     network.loaded()
 
@@ -177,14 +185,28 @@ def tensor_files(grid: Grid, path: StrPath) -> dict[Path, list[str]]:
     path, found = Path(path), dict[Path, list[str]]()
     with grid.collective_call("import_torch", str(path), always=True), file_errors(path, "read"):
         if grid.rank == 0:
-            index = path / INDEX
-            if index.exists():
-                for name, file in json.loads(index.read_text())["weight_map"].items():
-                    found.setdefault(path / file, []).append(name)
-            else:
-                file = path / WEIGHTS if path.is_dir() else path
-                found[file] = [*contents_of(file)[0]]
+            single, table = path / WEIGHTS if path.is_dir() else path, _weight_map(path)
+            if table and single.exists() and WEIGHTS not in table.values():
+                raise CheckpointError(f"{path} contains {WEIGHTS} and {INDEX}, which names other files of weights. "
+                                      f"Remove those that are out of date, or name the file {single}")
+            if (part := next(path.glob(SHARDS), None)) and not table and not single.exists():
+                raise CheckpointError(f"{path} contains {part.name}, but neither {WEIGHTS} nor {INDEX}, the table of "
+                                      "several weight files. Copy the table too")
+            for name, file in table.items():
+                found.setdefault(path / file, []).append(name)
+            if not table:
+                found[single] = contents_of(single)[0]
     return grid.comm.bcast(found)
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor -> file by the index in a folder; empty without an index. Raises CheckpointError if it cannot be read."""
+    if not (index := folder / INDEX).exists():
+        return {}
+    table = json_object(index).get("weight_map")
+    if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
+        raise CheckpointError(f"{index} has no weight_map from names of tensors to names of files. Copy it again")
+    return table
 
 
 def whole_of(network: Module) -> Any:
@@ -327,7 +349,7 @@ def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = N
     'step-00000005'
     """
     path = Path(path)
-    published = any((path / name).is_file() for name in (WEIGHTS, INDEX)) if network.whole.rank == 0 else None
+    published = network.whole.rank == 0 and any(next(path.glob(name), None) for name in (WEIGHTS, INDEX, SHARDS))
     if path.suffix == ENDING or network.whole.comm.bcast(published):
         import_torch(network, path, optimizer)
         return path

@@ -86,7 +86,7 @@ def test_what_is_refused(tmp_path, target, tokenizer):
     for said, sources, options in (
             ("cannot convert .*none.txt", [tmp_path / "none.txt"], {}),
             ("there is no text: 0 tokens in 1 files", [empty], {}),
-            ("latin.txt is not UTF-8, from byte 3 on", [text, latin], {"tokenizer": tokenizer}),
+            ("latin.txt: the text is not UTF-8, from byte 3 on", [text, latin], {"tokenizer": tokenizer}),
             ("is none that the package tokenizers can read", [text], {"tokenizer": other})):
         with given(said=said), pytest.raises(DataError, match=said):
             convert_text(sources, target, **options)
