@@ -118,8 +118,8 @@ def json_object(path: Path, text: str | None = None) -> dict[str, Any]:
     with file_errors(path, "read"):
         found = json.loads(path.read_text(encoding="utf-8") if text is None else text)
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} contains a JSON {type(found).__name__}; needed is an object, {{\"key\": value}}. "
-                              "Copy the file again from where the network was published")
+        raise CheckpointError(f"{path} contains a {type(found).__name__}, not keys and values. Copy the file again "
+                              "from where the network was published")
     return found
 
 

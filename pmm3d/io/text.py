@@ -227,8 +227,8 @@ def convert_text(sources: Sequence[str | os.PathLike[str]], target: str | os.Pat
     try:
         coder = Tokenizer() if tokenizer is None else Tokenizer.of(tokenizer)
         if between.startswith("<") and between.endswith(">") and len(coder.encode(between)) > 1:
-            logger.warning(f"the tokenizer has no token {between}, so its pieces are written between two files. Name one "
-                           "of its tokens")
+            logger.warning(f"the tokenizer has no token {between}, so several tokens are written between two files. "
+                           "Name one of its tokens")
         parts: list[np.ndarray] = []
         starts, nbytes, count = list[int](), 0, 0
         for source in map(Path, sources):

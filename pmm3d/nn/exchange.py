@@ -111,8 +111,8 @@ def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | N
     table, folder = _own_tensors(network, names), path.suffix != ENDING and hasattr(whole_of(network), "names")
     with network.whole.collective_call("export", str(path), always=True):
         if folder and names == TORCH:
-            raise CheckpointError(f"{path}: a folder has tensors with published names, and a config.json with the names"
-                                  f" of another program. For the names {TORCH!r}, give a file that ends in {ENDING}")
+            raise CheckpointError(f"cannot export to the folder {path} with the names {TORCH!r}, because its {CONFIG} "
+                                  f"promises other names. {_has(network)}. Give a file that ends in {ENDING}")
         replaced = _weight_map(path) if folder and network.whole.rank == 0 else {}
     matrices = {name: _together([_part_of(own[part.parameter], part) for part in stored.parts])
                 for name, stored in table.items()}
@@ -226,9 +226,12 @@ def _names(network: Module, names: str) -> Names:
         return Names({torch_name(name): Stored((Columns(name),), not parameter.is_vector)
                       for name, parameter in whole_of(network).named_parameters().items()})
     if names not in known:
-        raise CheckpointError(f"{type(whole_of(network)).__name__} has no names {names!r}; it has "
-                              f"{', '.join([TORCH, *known])}")
+        raise CheckpointError(f"there are no names {names!r}. {_has(network)}")
     return known[names]
+
+
+def _has(network: Module) -> str:
+    return f"This {type(whole_of(network)).__name__} has the names {', '.join([TORCH, *_published(network)])}"
 
 
 def _own_tensors(network: Module, names: str) -> dict[str, Stored]:

@@ -142,15 +142,16 @@ def export_command(
                                                     "checkpoint).")],
     target: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
-    names: Annotated[str, typer.Option(help="Names of the tensors: torch; gpt2, for network.kind gpt; llama, for "
-                                            "network.kind llama.")] = "torch",
+    names: Annotated[str | None, typer.Option(help="Names of the tensors: torch; gpt2, for network.kind gpt; llama, "
+                                                   "for network.kind llama. Default: gpt2 or llama if the network has "
+                                                   "these names, else torch.")] = None,
 ) -> None:
     """Write the weights of a checkpoint as a torch state dict.
 
     Names and shapes are those of the same layers in a torch.nn.Sequential without Dropout. Load the file with
-    network.load_state_dict(safetensors.torch.load_file(TARGET)). With --names gpt2 or llama, names and shapes are those
-    of the transformers package. The metadata "pmm3d" of the file contains the configuration of the run. The file has a
-    temporary name until it is complete.
+    network.load_state_dict(safetensors.torch.load_file(TARGET)). The names gpt2 and llama are names and
+    shapes of the transformers package. The metadata "pmm3d" of the file contains the configuration of the run. The file
+    has a temporary name until it is complete.
 
     [bold]Examples[/]
 
@@ -158,7 +159,7 @@ def export_command(
 
     pmm3d export runs/digits/checkpoints/step-00000300 d.safetensors --overwrite
 
-    pmm3d export runs/gpt gpt.safetensors --names gpt2
+    pmm3d export runs/gpt gpt.safetensors --names torch
     """
     with all_ranks() as comm:
         from ..nn.training.export import check_target, export_checkpoint

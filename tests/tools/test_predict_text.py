@@ -71,7 +71,7 @@ def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
         assert file.get_tensor("transformer.h.1.attn.c_attn.weight").shape == (16, 48)
         assert json.loads(file.metadata()["config.json"])["n_positions"] == 40
         assert np.isfinite(file.get_tensor("transformer.wte.weight")).all()
-    said(pmm3d("export", "run", "no.safetensors", "--names", "llama"), "has no names 'llama'; it has torch, gpt2")
+    said(pmm3d("export", "run", "no.safetensors", "--names", "llama"), "no names 'llama'. This GPT has the names torch")
     with h5py.File(tmp_path / "moved.h5", "r+") as file:  # with tokens that the tokenizer does not have
         file["tokens"].attrs["vocabulary"] = 3000
     (tmp_path / "wide.toml").write_text(RUN.replace("text.h5", "moved.h5").replace('"run"', '"wide"'))

@@ -63,8 +63,9 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
                                'network.library = "torch" is faster, and has bfloat16')
             samples = samples_of(data, loss)
             found = SampleSizes(samples.features, samples.outputs, classes is not None, len(rows))
+            with grid.collective_call("training"):
+                sizes = layer_sizes(config, found.features, found.outputs)
             _predict_memory(config, grid, found, own)
-            sizes = layer_sizes(config, found.features, found.outputs)
             network, output = make_network(config, grid, sizes, own)
             if isinstance(data, TokenDataSet):
                 batches |= {"layout": token_layout(grid.stage, data.sequence),

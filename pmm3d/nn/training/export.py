@@ -28,7 +28,7 @@ def check_target(target: Path, overwrite: bool) -> None:
     check_replaceable(target, overwrite)
 
 
-def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path, names: str = TORCH) -> Path:
+def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path, names: str | None = None) -> Path:
     """Write the weights of a checkpoint, or of a run's newest undamaged one, as `export_torch` does, and return the
     checkpoint. Collective over comm. Raises CheckpointError, on every rank."""
     with Grid(comm, "fsdp") as grid:
@@ -39,7 +39,7 @@ def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path, names
             known = None
         of_torch = known is None or known.config.network.build  # a file of network.build may be missing now
         with grid.collective_call("export", names, always=True):
-            if of_torch and names != TORCH:
+            if of_torch and names not in (None, TORCH):
                 raise CheckpointError(f"{found.path} does not determine its network, so the export cannot use the "
                                       f"names {names!r}. Make the network in a program, load it with "
                                       "nn.exchange.load_weights, and call its export")
@@ -51,7 +51,7 @@ def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path, names
 
 
 def _export_network(grid: Grid, keeper: Checkpoints, found: Checkpoint, known: Recalled, target: Path,
-                    names: str) -> None:
+                    names: str | None) -> None:
     """Export the parameters of the network, which distinguishes vectors from matrices."""
     section = known.config.network.model_copy(update={"library": "numpy"})
     config = known.config.model_copy(update={"network": section})

@@ -114,7 +114,7 @@ def continue_text(comm: MPI.Intracomm, run: Path, prompt: str, length: int, *, t
     `predict`. Raises Pmm3dError, on every rank, for a run without tokens, a wrong tokenizer, and an empty prompt.
     """
     with _recalled(comm, run) as (grid, known, found, keeper):
-        file, tokens = tokenizer or Path(known.config.data.file), None
+        file, asked = tokenizer or Path(known.config.data.file), None
         with grid.collective_call("predict", str(run), prompt, always=True):
             if known.config.data.sequence is None:
                 raise DataError(f"the network of {run} takes samples, not tokens: name the FILE of the samples, and "
@@ -123,13 +123,14 @@ def continue_text(comm: MPI.Intracomm, run: Path, prompt: str, length: int, *, t
         with grid.collective_call("predict: tokenizer", str(file), always=True):
             if grid.rank == 0:
                 coder = _tokenizer(file, known.samples.outputs, tokenizer is not None)
-                tokens = coder.encode(prompt).tolist()
-                if not tokens:
+                asked = coder.encode(prompt).tolist(), coder.vocabulary
+                if not asked[0]:
                     raise DataError("the prompt has no tokens: begin with a word, or a line break")
         network = network_of(known.config, grid, known.samples)
         fill_weights(network, found, Checkpoints(grid, keeper.folder))
-        tokens = grid.comm.bcast(tokens)
-        made = generate(network, np.array(tokens), length, temperature=temperature, top_k=top_k, seed=seed)
+        tokens, vocabulary = grid.comm.bcast(asked)
+        made = generate(network, np.array(tokens), length, temperature=temperature, top_k=top_k, seed=seed,
+                        vocabulary=vocabulary)
         with grid.collective_call("predict: text", always=True):
             text = coder.decode(made[len(tokens) :].tolist()) if grid.rank == 0 else None
         return Continued(grid.comm.bcast(text), found.path, str(grid.shape))

@@ -144,6 +144,9 @@ class NetworkSection(Section):
     multiple of 64)"""
     positions: Width | None = of_tokens(None)
     """longest sequence (if left out, gpt: data.sequence; llama: any)"""
+    vocabulary: Width | None = of_tokens(None)
+    """number of tokens of the embedding and of the outputs, at least that of the data: a published network can have
+    further ones, which no text has (gpt, llama: the vocabulary of the data if left out)"""
     window: Width | None = of_tokens(None)
     """number of tokens that a token attends to: itself and previous tokens (gpt, llama: all of them if left out)"""
     rotary_base: Positive | None = default_of(llama=10000.0)

@@ -263,8 +263,8 @@ class TrainState:
                            f"{', '.join(path.name for path in retired)}")
 
 
-NETWORK = ("kind", "hidden", "activation", "norm", "bias", "layers", "heads", "kv_heads", "mlp", "positions", "window",
-           "rotary_base", "tied", "dtype", "build")  # fmt: skip
+NETWORK = ("kind", "hidden", "activation", "norm", "bias", "layers", "heads", "kv_heads", "mlp", "positions",
+           "vocabulary", "window", "rotary_base", "tied", "dtype", "build")  # fmt: skip
 """Keys of [network] that define the network; the other keys define how it is computed."""
 DATA = ("data.inputs", "data.targets", "data.sequence", "data.documents", "data.classes", "data.batch_size",
         "data.validation", "data.shuffle", "data.hold_out", "data.groups", "training.seed")  # fmt: skip

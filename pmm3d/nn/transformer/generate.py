@@ -23,7 +23,7 @@ from .sequence import INSIDE
 
 
 def generate(network: Module, prompt: Any, length: int, *, temperature: float = 1.0, top_k: int | None = None,
-             seed: int = 0) -> np.ndarray:
+             seed: int = 0, vocabulary: int | None = None) -> np.ndarray:
     """Continue each sequence of a prompt by generated tokens. Collective.
 
     Parameters
@@ -41,6 +41,8 @@ def generate(network: Module, prompt: Any, length: int, *, temperature: float = 
     seed : int
         Seed of the draws. A draw depends on the seed, the number of the sequence, and the number of the token.
         Default: 0.
+    vocabulary : int or None
+        Number of tokens that have a text, if the network has more: only these are generated. Default: all tokens.
 
     Returns
     -------
@@ -71,8 +73,10 @@ def generate(network: Module, prompt: Any, length: int, *, temperature: float = 
     (1, 5)
     """
     tokens, whole = np.asarray(prompt), network.whole
-    asked = digest(repr(tokens.tolist())), length, temperature, top_k, seed
+    asked = digest(repr(tokens.tolist())), length, temperature, top_k, seed, vocabulary
     with whole.collective_call("generate", *asked, always=True):
+        natural(1 if vocabulary is None else vocabulary, "generate: vocabulary is a whole number, at least 1", 1,
+                Pmm3dError)
         _check(whole_of(network), tokens, length, temperature, top_k, seed)
     sequences = np.atleast_2d(tokens)
     count, begin = sequences.shape
@@ -82,17 +86,17 @@ def generate(network: Module, prompt: Any, length: int, *, temperature: float = 
         caches = [stack.enter_context(Cache(grid, begin + length)) for grid in grids]
         stack.enter_context(network.evaluating())
         stack.enter_context(unchanged(network.grid))
-        seen, vocabulary = 0, None
+        seen, known = 0, None
         for place in range(begin, begin + length):
             for cache in caches:
                 cache.begin(place - seen)
-            logits = network(_batch(network, made[:, seen:place], vocabulary))
-            vocabulary, values = logits.shape[1], _of_last(logits, place - seen).gather(0)
+            logits = network(_batch(network, made[:, seen:place], known))
+            known, values = logits.shape[1], _of_last(logits, place - seen).gather(0)
             drawn = np.zeros(count, np.int64)
             with whole.collective_call("generate", place, always=True):
                 if whole.rank == 0:
                     draws = np.asarray(np.random.default_rng([seed, place - begin]).random(count))
-                    drawn = choose(logits.library.to_numpy(values), draws, temperature, top_k)
+                    drawn = choose(logits.library.to_numpy(values)[:, :vocabulary], draws, temperature, top_k)
             made[:, place], seen = whole.comm.bcast(drawn), place
     return made.reshape(*tokens.shape[:-1], begin + length)
 

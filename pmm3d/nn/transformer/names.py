@@ -50,9 +50,10 @@ class Architecture(NamedTuple):
         made = dict[str, Any]()
         for field, value in self._asdict().items():
             name = f"{what}: {names.get(field, field)}"
-            if field in ("eps", "rotary_base"):
-                least = {"eps": 0.0, "rotary_base": POSITIVE}[field]
-                made[field] = real(value, f"{name} is a number of at least {least}", least, error)
+            if field == "eps":
+                made[field] = real(value, f"{name} is a number of at least 0", 0, error)
+            elif field == "rotary_base":
+                made[field] = real(value, f"{name} is a positive number", POSITIVE, error)
             elif field == "tied":
                 if value not in (True, False):
                     raise error(f"{name} is true or false; got {value!r}")
@@ -219,8 +220,8 @@ def architecture_of(config: Mapping[str, Any], path: str) -> Architecture:
                                   "network that was trained with this setting")
     found = DEFAULTS[kind] | {field: given[key] for field, key in keys.items() if given.get(key) is not None}
     if lacking := [key for field, key in keys.items() if field not in found]:
-        raise CheckpointError(f"{path}: the configuration lacks {names_in_words(lacking)}, which determine the sizes of "
-                              "the network")
+        raise CheckpointError(f"{path}: the configuration lacks {names_in_words(lacking)}, a size of the network. "
+                              "Copy the file again from where the network was published")
     of = Architecture(kind, **found).checked(path, KEYS[kind], CheckpointError)
     if given.get("head_dim") not in (None, of.hidden // of.heads):
         raise CheckpointError(f"{path}: head_dim is {given['head_dim']!r}, but {network} supports only "
