@@ -89,12 +89,12 @@ class Tokenizer:
         Raises
         ------
         DataError
-            For a str, and with a tokenizer also for bytes, that are not UTF-8.
+            For a text that is not UTF-8, if there is a tokenizer.
         """
         import numpy as np
 
         try:
-            text = text.encode() if isinstance(text, str) else text
+            text = text.encode(errors="surrogateescape") if isinstance(text, str) else text
             if self.json is None:
                 return np.frombuffer(text, np.uint8)
             return np.array(self._made.encode(text.decode(), add_special_tokens=False).ids, np.int64)

@@ -10,6 +10,7 @@ from loops import given
 from mpi_runner.plugin import all_tests
 from training_runs import RunsHere, fails, signal_at
 
+from pmm3d import Grid, nn
 from pmm3d.nn.training.loop import Trainer
 
 pytestmark = [pytest.mark.parallel([2], thorough=[4]), pytest.mark.deadline(240)]
@@ -38,6 +39,21 @@ def config(here, name="run", grid="", network="", training="", kind="gpt", data=
             f'[training]\nfolder = "{here.folder}/{name}"\nlog_every = 1\n{training}\n')
     here.comm.barrier()
     return str(here.folder / f"{name}.toml")
+
+
+def test_a_network_can_have_more_tokens_than_the_data(here, comm):
+    """As published networks with a padded vocabulary, whose weights begin the run."""
+    with Grid(comm, "ddp") as grid:
+        net = nn.GPT(grid, vocabulary=40, positions=16, layers=2, hidden=8, heads=2, seed=3)
+        net.export(here.folder / "padded")
+        table = net.gather("0.table")
+    weights = f"steps = 1\nweights = '{here.folder}/padded'"
+    done = here.train(config(here, "padded_run", network="vocabulary = 40", training=weights))
+    assert done.returncode == 0, done.stderr
+    assert here.weights("padded_run")["0.table"].shape == table.shape
+    done = here.train(config(here, "padded_run", network="vocabulary = 48", training="steps = 2"), "--resume", "auto")
+    fails(done, "network.vocabulary was 40, is 48")
+    fails(here.train(config(here, "small", network="vocabulary = 31")), "network.vocabulary = 31, but the data have")
 
 
 def losses(here, name):

@@ -66,7 +66,7 @@ def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
     assert pmm3d("predict", "run", "--prompt", "the cat", "--length", "3").returncode == 0
     assert pmm3d("predict", "run", "--prompt", "a", "--length", "3", "--tokenizer", "moved.h5").returncode == 0
     said(pmm3d("predict", "run", "--prompt", "a", "--tokenizer", "text.h5"), "text.h5")
-    assert pmm3d("export", "run", "gpt.safetensors", "--names", "gpt2", ranks=2).returncode == 0
+    assert pmm3d("export", "run", "gpt.safetensors", ranks=2).returncode == 0
     with safe_open(tmp_path / "gpt.safetensors", "numpy") as file:
         assert file.get_tensor("transformer.h.1.attn.c_attn.weight").shape == (16, 48)
         assert json.loads(file.metadata()["config.json"])["n_positions"] == 40
@@ -76,4 +76,5 @@ def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
         file["tokens"].attrs["vocabulary"] = 3000
     (tmp_path / "wide.toml").write_text(RUN.replace("text.h5", "moved.h5").replace('"run"', '"wide"'))
     assert pmm3d("train", "wide.toml", ranks=2).returncode == 0
-    said(pmm3d("predict", "wide", "--prompt", "a", "--length", "30", ranks=2), "has no text: the tokens of this")
+    done = pmm3d("predict", "wide", "--prompt", "a", "--length", "30", ranks=2)
+    assert done.returncode == 0, done.stderr

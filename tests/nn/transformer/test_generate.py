@@ -75,6 +75,17 @@ def test_tokens_are_those_without_a_cache(comm):
                     assert np.array_equal(nn.generate(net, PROMPT, MORE, **OPTIONS[how]), expected[name, how])
 
 
+@pytest.mark.parallel([2])
+def test_tokens_without_a_text_are_not_generated(comm, fails):
+    with Grid(comm, (2, 1, 1)) as grid:
+        net = larger(NETWORKS["GPT"](grid))
+        assert nn.generate(net, PROMPT, 6)[:, 3:].max() >= 3
+        for options in OPTIONS.values():
+            made = nn.generate(net, PROMPT, 6, vocabulary=3, **options)[:, 3:]
+            assert made.max() < 3 and len({*made.flat}) > 1
+        fails(Pmm3dError, "vocabulary is a whole number", lambda: nn.generate(net, PROMPT, 2, vocabulary=0))
+
+
 def test_a_cache_ends_with_the_call(comm, fails):
     """Later passes do not use the cache, also after a failed generation."""
     shape, data, axes = GRIDS[comm.size][0]
