@@ -48,8 +48,8 @@ def real(value: Any, what: str, least: float, error: type[Exception], below: flo
         >>> real(1, "eps is a number of at least 0", 0, ValueError)
         1.0
     """
-    if isinstance(value, Real) and least <= value < below:
-        return float(value)
+    if isinstance(value, Real) and least <= (number := float(value)) < below:
+        return number
     raise error(f"{what}; got {value!r}")
 
 

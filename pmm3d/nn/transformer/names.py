@@ -41,14 +41,16 @@ class Architecture(NamedTuple):
     rotary_base: float = ROTARY_BASE
     window: int | None = None
 
-    def checked(self, what: str, names: Mapping[str, str] = {}, error: type[Exception] = LayoutError) -> Architecture:
-        """Return the architecture in types of Python, with the defaults of kv_heads and mlp.
+    @classmethod
+    def checked(cls, what: str, names: Mapping[str, str] = {}, error: type[Exception] = LayoutError, **given: Any
+                ) -> Architecture:
+        """Architecture with these fields, in types of Python. None for kv_heads or mlp is replaced by the default.
 
         Raises `error` for values of other types and out of range. what: the network, or the file; names: field -> its
         name there.
         """
-        made = dict[str, Any]()
-        for field, value in self._asdict().items():
+        made = dict(given)
+        for field, value in given.items():
             name = f"{what}: {names.get(field, field)}"
             if field == "eps":
                 made[field] = real(value, f"{name} is a number of at least 0", 0, error)
@@ -60,9 +62,10 @@ class Architecture(NamedTuple):
                 made[field] = bool(value)
             elif field != "kind" and (value is not None or field not in OPTIONAL):
                 made[field] = natural(value, f"{name} is a whole number, at least 1", 1, error)
-        of = self._replace(**made)
-        inner = 64 * -(-of.hidden // 24) if of.kind == "llama" else 4 * of.hidden
-        return of._replace(kv_heads=of.kv_heads or of.heads, mlp=of.mlp or inner)
+        hidden = made["hidden"]
+        made["kv_heads"] = made["kv_heads"] or made["heads"]
+        made["mlp"] = made["mlp"] or (64 * -(-hidden // 24) if made["kind"] == "llama" else 4 * hidden)
+        return cls(**made)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -222,7 +225,7 @@ def architecture_of(config: Mapping[str, Any], path: str) -> Architecture:
     if lacking := [key for field, key in keys.items() if field not in found]:
         raise CheckpointError(f"{path}: the configuration lacks {names_in_words(lacking)}, a size of the network. "
                               "Copy the file again from where the network was published")
-    of = Architecture(kind, **found).checked(path, KEYS[kind], CheckpointError)
+    of = Architecture.checked(path, KEYS[kind], CheckpointError, kind=kind, **found)
     if given.get("head_dim") not in (None, of.hidden // of.heads):
         raise CheckpointError(f"{path}: head_dim is {given['head_dim']!r}, but {network} supports only "
                               f"{of.hidden // of.heads}, hidden_size / num_attention_heads")

@@ -59,9 +59,10 @@ class Transformer(Published):
         check_grid(type(self).__name__, grid)
         if self.learned:
             check_sizes(type(self).__name__, positions=positions)
-        self.architecture = of = Architecture(
-            self.kind, vocabulary, positions, layers, hidden, heads, kv_heads, mlp, self.tied if tied is None else tied,
-            eps, self.rotary_base, window).checked(type(self).__name__)
+        self.architecture = of = Architecture.checked(
+            type(self).__name__, kind=self.kind, vocabulary=vocabulary, positions=positions, layers=layers,
+            hidden=hidden, heads=heads, kv_heads=kv_heads, mlp=mlp, tied=self.tied if tied is None else tied, eps=eps,
+            rotary_base=self.rotary_base, window=window)
         seed, again = seed_of(grid, seed), Recomputed.named(recompute)
         options: dict[str, Any] = {"activations": activations, "dtype": dtype, "library": library,
                                    "precision": precision}
