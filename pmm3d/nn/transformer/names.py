@@ -180,23 +180,18 @@ SAME: dict[str, tuple[Any, ...]] = {
 }
 """Further keys of config.json -> values that pmm3d supports."""
 HARMLESS = frozenset("""
-    architectures attention_dropout attn_implementation attn_pdrop auto_map bad_words_ids begin_suppress_tokens
-    bos_token_id chunk_size_feed_forward classifier_dropout cls_token_id decoder_start_token_id diversity_penalty
-    do_sample dtype early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id
-    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing
-    hidden_dropout id2label initializer_range is_decoder is_llama_config label2id length_penalty mask_token_id
-    max_length max_new_tokens max_sequence_length min_length model_max_length model_type n_ctx n_special name_or_path
-    neftune_noise_alpha no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences
-    output_attentions output_hidden_states output_past output_router_logits output_scores pad_token_id
+    architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens chunk_size_feed_forward do_sample
+    dtype early_stopping finetuning_task gradient_checkpointing id2label initializer_range is_decoder
+    is_llama_config label2id max_length max_new_tokens max_sequence_length min_length model_max_length model_type
+    n_ctx n_special name_or_path neftune_noise_alpha num_beam_groups num_beams num_labels num_return_sequences
     predict_special_tokens prefix pretraining_tp problem_type remove_invalid_values reorder_and_upcast_attn
-    repetition_penalty resid_pdrop return_dict return_dict_in_generate sep_token_id summary_activation
-    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens task_specific_params
-    temperature tf_legacy_loss tie_encoder_decoder tokenizer_class tokenizer_model_max_length tokenizer_padding_side
-    top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p unk_token_id
-    unsloth_fixed unsloth_version use_bfloat16 use_cache use_return_dict
+    return_dict return_dict_in_generate suppress_tokens task_specific_params temperature tf_legacy_loss
+    tie_encoder_decoder top_k top_p torch_dtype torchscript typical_p use_bfloat16 use_cache use_return_dict
     """.split())
+HARMLESS_STARTS = ("_", "summary_", "output_", "tokenizer_", "transformers", "unsloth_")
+HARMLESS_ENDS = ("_token_id", "dropout", "_pdrop", "_penalty", "_ngram_size")
 """Keys of config.json that change no logit: names, tokens of a tokenizer, types in memory, options of training and of
-generation. Keys that begin with _ are harmless too."""
+generation. They are listed, or have such a start or end."""
 
 
 def architecture_of(config: Mapping[str, Any], path: str) -> Architecture:
@@ -213,7 +208,8 @@ def architecture_of(config: Mapping[str, Any], path: str) -> Architecture:
         given.setdefault("sliding_window", 4096)
     keys = {field: key for field, key in KEYS[kind].items() if field != "window" or model == "mistral"}
     for key, value in sorted(given.items(), key=lambda item: item[0] not in SAME):
-        if value is None or key in (*KEYS[kind].values(), "head_dim", *HARMLESS) or key.startswith("_"):
+        harmless = key in HARMLESS or key.startswith(HARMLESS_STARTS) or key.endswith(HARMLESS_ENDS)
+        if value is None or harmless or key in (*KEYS[kind].values(), "head_dim"):
             continue
         if key not in SAME:
             raise CheckpointError(f"{path}: {key} is {value!r}, and pmm3d does not know whether this setting changes "
@@ -223,8 +219,8 @@ def architecture_of(config: Mapping[str, Any], path: str) -> Architecture:
                                   "network that was trained with this setting")
     found = DEFAULTS[kind] | {field: given[key] for field, key in keys.items() if given.get(key) is not None}
     if lacking := [key for field, key in keys.items() if field not in found]:
-        raise CheckpointError(f"{path}: the configuration lacks {names_in_words(lacking)}, a size of the network. "
-                              "Copy the file again from where the network was published")
+        raise CheckpointError(f"{path}: the configuration lacks {names_in_words(lacking)}. Copy the file again from "
+                              "where the network was published")
     of = Architecture.checked(path, KEYS[kind], CheckpointError, kind=kind, **found)
     if given.get("head_dim") not in (None, of.hidden // of.heads):
         raise CheckpointError(f"{path}: head_dim is {given['head_dim']!r}, but {network} supports only "
