@@ -3,9 +3,12 @@ command."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +22,8 @@ TOKENS, TOKENIZER, DOCUMENTS = "tokens", "tokenizer", "documents"
 """Names of the data sets of tokens, of the tokenizer's JSON, and of the first token of each document."""
 BYTES = 256
 """Size of the vocabulary without a tokenizer."""
+OF_TOKENS = ("added_tokens", "normalizer", "pre_tokenizer", "model")
+"""Keys of a tokenizer's JSON that determine the tokens of a text; the others only cut, pad or decode."""
 
 
 class Tokenizer:
@@ -59,10 +64,21 @@ class Tokenizer:
         except Exception as error:  # tokenizers raises no narrower class
             raise DataError(f"the tokenizer is none that the package tokenizers can read: {error}") from None
 
-    @property
+    @cached_property
     def vocabulary(self) -> int:
         """Number of different tokens."""
         return BYTES if self.json is None else max(self._made.get_vocab().values()) + 1
+
+    @property
+    def digest(self) -> str:
+        """Digest of all settings that change tokens; "bytes" without a tokenizer."""
+        known: Any = self.json
+        if self.json is None:
+            return "bytes"
+        with suppress(ValueError):
+            known = json.loads(self.json)
+            known = {key: known.get(key) for key in OF_TOKENS} if isinstance(known, dict) else known
+        return sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """The tokens of a text.
@@ -84,10 +100,10 @@ class Tokenizer:
         """
         import numpy as np
 
+        text = text.encode(errors="surrogateescape") if isinstance(text, str) else text
         if self.json is None:
-            return np.frombuffer(text.encode() if isinstance(text, str) else text, np.uint8)
-        text = text if isinstance(text, str) else text.decode()
-        return np.array(self._made.encode(text, add_special_tokens=False).ids, np.int64)
+            return np.frombuffer(text, np.uint8)
+        return np.array(self._made.encode(text.decode(), add_special_tokens=False).ids, np.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens.

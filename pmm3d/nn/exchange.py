@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..comm import Grid
 from ..errors import CheckpointError
 from ..io import export_safetensors, import_safetensors
-from ..io.checkpoint import Checkpoint
 from ..io.disk import file_errors
 from ..io.safetensors import contents_of
 from ..layout import Layout
 from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
+from .facts import FACTS, compare, facts_of
 from .from_checkpoint import fill_weights, find_checkpoint, make_masters
 from .module import Module
 from .operations import columns
@@ -37,6 +37,8 @@ ENDING = ".safetensors"
 TORCH = "torch"
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 """Files in a folder of the transformers package: weights in one file, table of several weight files, configuration."""
+OWN = "pmm3d"
+"""Key of pmm3d's JSON in the metadata of an exported file."""
 
 
 class Columns(NamedTuple):
@@ -91,9 +93,9 @@ def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | N
 
     Notes
     -----
-    The configuration of a network with published names is written to the file's metadata, and to config.json in a
-    folder. Each rank receives and writes its share of the rows. Columns of a parameter that form a tensor, such as the
-    queries of all heads, are copied first.
+    The metadata of the file contain the facts that `load_weights` compares. The configuration of a network with
+    published names is written to the metadata, and to config.json in a folder. Each rank receives and writes its share
+    of the rows. Columns of a parameter that form a tensor, such as the queries of all heads, are copied first.
 
     Examples
     --------
@@ -107,7 +109,8 @@ def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | N
     single = path.suffix == ENDING or not config
     matrices = {name: _together([_part_of(own[part.parameter], part) for part in stored.parts])
                 for name, stored in table.items()}
-    metadata = {**(metadata or {}), **({CONFIG: json.dumps(config)} if config else {})}
+    metadata = {OWN: json.dumps({FACTS: facts_of(network)}), **(metadata or {}),
+                **({CONFIG: json.dumps(config)} if config else {})}
     export_safetensors(network.whole, path if single else path / WEIGHTS, matrices, metadata=metadata,
                        **_forms(own, table))
     with network.whole.collective_call("export", str(path), always=True), file_errors(path, "written"):
@@ -121,7 +124,8 @@ def _config(network: Module) -> dict[str, Any]:
     return next(({**names.config, "dtype": dtype} for names in _published(network).values()), {})
 
 
-def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = None, *, names: str = "auto") -> None:
+def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = None, *, names: str = "auto",
+                 accept: Collection[str] = (), facts: Mapping[str, Any] | None = None) -> None:
     """Set the weights from a torch state dict in a safetensors file. Collective. Each rank reads only its shards.
 
     Parameters
@@ -134,11 +138,13 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
         Optimizer of the network, whose master weights are set. Without it, 16-bit weights are rounded.
     names : str
         As in `export_torch`; "auto" (default): the names in the file.
+    accept, facts
+        As in `load_weights`.
 
     Raises
     ------
     CheckpointError
-        On every rank, if names or shapes do not fit. The message lists them.
+        On every rank, if names, shapes or facts do not fit. The message lists them.
     Pmm3dError
         On every rank, if the optimizer changes no parameter of the network on a rank.
 
@@ -153,6 +159,7 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
     ...     nn.exchange.import_torch(net, file.name)
     """
     make_masters(network, optimizer)
+    _compare_stored(network, Path(path), accept, facts or {})
     files, own = tensor_files(network.whole, path), network.named_parameters()
     there = [name for held in files.values() for name in held]
     if names == "auto":
@@ -170,6 +177,19 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
                            **_forms(own, {name: table[name] for name in inside}))
     _spread(own, table, matrices)
     network.loaded()
+
+
+def _compare_stored(network: Module, path: Path, accept: Collection[str], facts: Mapping[str, Any]) -> None:
+    """Compare the facts beside the weights of a file. Collective. Raises CheckpointError on every rank."""
+    from .transformer.files import stored_facts
+
+    whole, known = network.whole, None
+    with whole.collective_call("import_torch", str(path), always=True), file_errors(path, "read"):
+        if whole.rank == 0:
+            known = stored_facts(path, bool(_published(network)), "network" in accept)
+    known = whole.comm.bcast(known)
+    with whole.collective_call("import_torch", str(path), sorted(accept), always=True):
+        compare(known, {**facts_of(network), **facts}, accept, str(path), rank=whole.rank)
 
 
 def tensor_files(grid: Grid, path: StrPath) -> dict[Path, list[str]]:
@@ -289,7 +309,7 @@ def torch_name(name: str) -> str:
 
 
 def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = None, *,
-                 check: Callable[[Checkpoint], None] | None = None) -> Path:
+                 accept: Collection[str] = (), facts: Mapping[str, Any] | None = None) -> Path:
     """Set the weights from a file, on any grid and for any precision. Collective.
 
     Parameters
@@ -301,9 +321,10 @@ def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = N
         transformers package. The state of an optimizer is not read.
     optimizer : Optimizer or None
         As in `import_torch`.
-    check : callable or None
-        check(checkpoint) is called before anything is changed. It may raise an error on some ranks. It is not called
-        for other files.
+    accept : collection of str
+        Facts that may differ: "network", "columns", "classes", "tokenizer". Rank 0 logs the differences.
+    facts : mapping or None
+        Facts of your data, such as `data.facts` of a `DataSet`. Default: only facts of the network are compared.
 
     Returns
     -------
@@ -313,7 +334,13 @@ def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = N
     Raises
     ------
     CheckpointError
-        On every rank and before anything is changed, if names, shapes or types differ from those of the network.
+        On every rank and before anything is changed, if names, shapes, types or facts differ from those of the network.
+
+    Notes
+    -----
+    Facts are settings that no shape shows. Those of a network are heads, window, rotary base, causal mask, eps and
+    activations. Checkpoints of a `TrainState`, exported files and config.json contain them. A fact that one side lacks
+    is not compared.
 
     Examples
     --------
@@ -329,11 +356,8 @@ def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = N
     path = Path(path)
     published = any((path / name).is_file() for name in (WEIGHTS, INDEX)) if network.whole.rank == 0 else None
     if path.suffix == ENDING or network.whole.comm.bcast(published):
-        import_torch(network, path, optimizer)
+        import_torch(network, path, optimizer, accept=accept, facts=facts)
         return path
     found, keeper = find_checkpoint(network.whole, path)
-    if check is not None:
-        with network.whole.collective_call("load_weights", str(path), always=True):
-            check(found)
-    fill_weights(network, found, keeper, optimizer)
+    fill_weights(network, found, keeper, optimizer, accept=accept, facts=facts)
     return found.path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from ...errors import CheckpointError
 from ...io.disk import file_errors
 from ...io.safetensors import contents_of
 from ..containers import Sequential
-from ..exchange import CONFIG, Names, StrPath, export_torch, import_torch
+from ..exchange import CONFIG, OWN, WEIGHTS, Names, StrPath, export_torch, import_torch
+from ..facts import facts_in
 from ..module import Module
 from ..pipeline.network import Pipeline
 from .names import KINDS, Architecture, architecture_of, names_of
@@ -99,6 +101,20 @@ def read_architecture(grid: Grid, path: StrPath) -> Architecture:
     config = grid.comm.bcast(config)
     with grid.collective_call("load", str(path), always=True):
         return architecture_of(config, str(path))
+
+
+def stored_facts(path: Path, published: bool, any_network: bool) -> dict[str, Any]:
+    """Facts of a file of weights or a folder: in its metadata and, for a network with published names, config.json.
+
+    Raises CheckpointError for the configuration of an unsupported network, unless any network is accepted.
+    """
+    file = path / WEIGHTS if path.is_dir() else path
+    metadata = contents_of(file)[1] if file.is_file() else {}
+    found = facts_in(json.loads(metadata.get(OWN, "{}")))
+    if published and ((file.parent / CONFIG).is_file() or file == path and CONFIG in metadata):
+        with suppress(*(CheckpointError,) if any_network else ()):
+            found |= architecture_of(_config(path), str(path)).facts
+    return found
 
 
 def _config(path: Path) -> dict[str, Any]:
