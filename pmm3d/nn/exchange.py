@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from ..io.safetensors import contents_of
 from ..layout import Layout
 from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
-from .facts import FACTS, compare, facts_of
+from .facts import FACTS, compare, facts_in, facts_of
 from .from_checkpoint import fill_weights, find_checkpoint, make_masters
 from .module import Module
 from .operations import columns
@@ -181,15 +182,25 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
 
 def _compare_stored(network: Module, path: Path, accept: Collection[str], facts: Mapping[str, Any]) -> None:
     """Compare the facts beside the weights of a file. Collective. Raises CheckpointError on every rank."""
-    from .transformer.files import stored_facts
-
     whole, known = network.whole, None
     with whole.collective_call("import_torch", str(path), always=True), file_errors(path, "read"):
         if whole.rank == 0:
-            known = stored_facts(path, bool(_published(network)), "network" in accept)
+            known = _stored_facts(network, path, "network" in accept)
     known = whole.comm.bcast(known)
     with whole.collective_call("import_torch", str(path), sorted(accept), always=True):
         compare(known, {**facts_of(network), **facts}, accept, str(path), rank=whole.rank)
+
+
+def _stored_facts(network: Module, path: Path, any_network: bool) -> dict[str, Any]:
+    """Facts in a file's metadata, and in the configuration of a network with published names. any_network: ignore the
+    configuration of an unsupported network, for which CheckpointError is raised otherwise."""
+    file = path / WEIGHTS if path.is_dir() else path
+    metadata = contents_of(file)[1] if file.is_file() else {}
+    found = facts_in(json.loads(metadata.get(OWN, "{}")))
+    if _published(network) and ((file.parent / CONFIG).is_file() or file == path and CONFIG in metadata):
+        with suppress(*(CheckpointError,) if any_network else ()):
+            found |= whole_of(network).facts_in_config(path)
+    return found
 
 
 def tensor_files(grid: Grid, path: StrPath) -> dict[Path, list[str]]:

@@ -64,7 +64,7 @@ def facts_of(network: Module) -> Facts:
         >>> from pmm3d import Grid, nn
         >>> with Grid(shape="ddp") as grid:
         ...     facts_of(nn.MLP(grid, [3, 4, 2], nn.gelu, norm=True))
-        {'network.eps': 1e-05, 'network.activation': 'gelu'}
+        {'network.activation': 'gelu', 'network.eps': 1e-05}
     """
     found = dict[str, list[Any]]()
     for _, module in getattr(network, "dry", network).named_modules():
@@ -90,7 +90,7 @@ def compare(before: Facts, now: Facts, accept: Collection[str], what: str, *, ra
     found = differences(before, now)
     refuse(found, accept, what, error=error)
     for each in found if rank == 0 else ():
-        logger.warning(f"the {each.kind} of {what} differs, as accepted: {each}")
+        logger.warning(f"{what} is accepted with a difference: {each}")
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
@@ -111,7 +111,7 @@ def batch_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list
                        here[key], "data") for key in BATCHES if earlier.get(key) != here[key]]
 
 
-def refuse(found: Collection[Difference], accept: Collection[str], what: str, other: str = "", *,
+def refuse(found: Collection[Difference], accept: Collection[str], what: str = "the checkpoint", other: str = "", *,
            error: type[Pmm3dError] = CheckpointError) -> None:
     """Raises `error` for differences of a kind that is neither free nor accepted, and Pmm3dError for unknown kinds in
     `accept`. other: a further remedy."""
@@ -120,7 +120,8 @@ def refuse(found: Collection[Difference], accept: Collection[str], what: str, ot
                          f"{', '.join(map(repr, unknown))}")
     for kind in ACCEPTED:
         if kind not in accept and (wrong := [str(each) for each in found if each.kind == kind]):
-            raise error(f"the {kind} of {what} differs, and nothing was changed: {'; '.join(wrong)}. {REMEDY[kind]}; "
+            differ = "differ" if kind.endswith("s") else "differs"
+            raise error(f"the {kind} of {what} {differ}, and nothing was changed: {'; '.join(wrong)}. {REMEDY[kind]}; "
                         f"or {other}accept the difference: --accept {kind} (in a program: accept=[\"{kind}\"])"
                         f"{EFFECT.get(kind, '')}")
 

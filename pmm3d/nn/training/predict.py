@@ -141,11 +141,11 @@ def continue_text(comm: MPI.Intracomm, run: Path, prompt: str, length: int, *, t
         tokens = grid.comm.bcast(tokens)
         made = generate(network, np.array(tokens), length, temperature=temperature, top_k=top_k, seed=seed)
         with grid.collective_call("predict: text", always=True):
-            text = _after(coder, tokens, made.tolist()) if grid.rank == 0 else None
+            text = text_after(coder, tokens, made.tolist()) if grid.rank == 0 else None
         return Continued(grid.comm.bcast(text), found.path, str(grid.shape))
 
 
-def _after(coder: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
+def text_after(coder: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
     """Return the text of tokens after that of their prompt. Both are decoded together, because the first token after a
     prompt may begin with a blank, or complete a character."""
     text = coder.decode(tokens)

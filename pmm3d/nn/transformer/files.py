@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ from ...errors import CheckpointError
 from ...io.disk import file_errors
 from ...io.safetensors import contents_of
 from ..containers import Sequential
-from ..exchange import CONFIG, OWN, WEIGHTS, Names, StrPath, export_torch, import_torch
-from ..facts import facts_in
+from ..exchange import CONFIG, Names, StrPath, export_torch, import_torch
 from ..module import Module
 from ..pipeline.network import Pipeline
 from .names import KINDS, Architecture, architecture_of, names_of
@@ -31,6 +29,27 @@ class Published(Sequential):
     def names(self) -> Mapping[str, Names]:
         """Published names of tensors for files of this network. See `exchange.export_torch`."""
         return names_of(self.architecture) if self.kind else {}
+
+    @staticmethod
+    def facts_in_config(path: Path) -> dict[str, Any]:
+        """Settings of a stored network that no shape shows, for `nn.exchange.load_weights`. Sends nothing.
+
+        Parameters
+        ----------
+        path : Path
+            A file or folder with a configuration.
+
+        Returns
+        -------
+        dict
+            Facts, such as "network.heads".
+
+        Raises
+        ------
+        CheckpointError
+            For the configuration of an unsupported network.
+        """
+        return architecture_of(_config(path), str(path)).facts
 
     def export(self, path: StrPath, names: str | None = None) -> None:
         """Write the weights and the configuration. Collective. See `nn.exchange.export_torch`.
@@ -101,20 +120,6 @@ def read_architecture(grid: Grid, path: StrPath) -> Architecture:
     config = grid.comm.bcast(config)
     with grid.collective_call("load", str(path), always=True):
         return architecture_of(config, str(path))
-
-
-def stored_facts(path: Path, published: bool, any_network: bool) -> dict[str, Any]:
-    """Facts of a file of weights or a folder: in its metadata and, for a network with published names, config.json.
-
-    Raises CheckpointError for the configuration of an unsupported network, unless any network is accepted.
-    """
-    file = path / WEIGHTS if path.is_dir() else path
-    metadata = contents_of(file)[1] if file.is_file() else {}
-    found = facts_in(json.loads(metadata.get(OWN, "{}")))
-    if published and ((file.parent / CONFIG).is_file() or file == path and CONFIG in metadata):
-        with suppress(*(CheckpointError,) if any_network else ()):
-            found |= architecture_of(_config(path), str(path)).facts
-    return found
 
 
 def _config(path: Path) -> dict[str, Any]:
