@@ -3,10 +3,13 @@ command."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +26,8 @@ HDF5 = b"\x89HDF"
 """First bytes of an HDF5 file."""
 BYTES = 256
 """Size of the vocabulary without a tokenizer."""
+OF_TOKENS = ("added_tokens", "normalizer", "pre_tokenizer", "model")
+"""Keys of a tokenizer's JSON that determine the tokens of a text; the others only cut, pad or decode."""
 
 
 class Tokenizer:
@@ -68,10 +73,21 @@ class Tokenizer:
             made.model.dropout = None
         return made
 
-    @property
+    @cached_property
     def vocabulary(self) -> int:
         """Number of different tokens."""
         return BYTES if self.json is None else max(self._made.get_vocab().values()) + 1
+
+    @property
+    def digest(self) -> str:
+        """Digest of all settings that change tokens; "bytes" without a tokenizer."""
+        known: Any = self.json
+        if self.json is None:
+            return "bytes"
+        with suppress(ValueError):
+            known = json.loads(self.json)
+            known = {key: known.get(key) for key in OF_TOKENS} if isinstance(known, dict) else known
+        return sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """The tokens of a text.
@@ -152,8 +168,8 @@ class Tokenizer:
 
         try:
             check_regular(path)
-            with open(path, "rb") as json:
-                made = None if json.peek(len(HDF5)).startswith(HDF5) else cls(json.read().decode())
+            with open(path, "rb") as opened:
+                made = None if opened.peek(len(HDF5)).startswith(HDF5) else cls(opened.read().decode())
             if made is not None:
                 made._made  # noqa: B018 raises if the tokenizer cannot be read
                 return made

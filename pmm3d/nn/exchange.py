@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..comm import Grid
 from ..errors import CheckpointError
 from ..io import export_safetensors
-from ..io.checkpoint import Checkpoint
 from ..io.disk import file_errors, json_object, replace_file
 from ..io.safetensors import contents_of, import_files
 from ..layout import Layout
 from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
+from .facts import FACTS, compare, facts_in, facts_of
 from .from_checkpoint import fill_weights, find_checkpoint, make_masters
 from .module import Module
 from .operations import columns
@@ -39,6 +40,8 @@ WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "c
 """Files in a folder of the transformers package: weights in one file, table of several weight files, configuration."""
 SHARDS = "*-of-*" + ENDING
 """Pattern of the names of several weight files."""
+OWN = "pmm3d"
+"""Key of pmm3d's JSON in the metadata of an exported file."""
 
 
 class Columns(NamedTuple):
@@ -94,9 +97,9 @@ def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | N
 
     Notes
     -----
-    The configuration of a network with published names is written to the file's metadata, and to config.json in a
-    folder. Each rank receives and writes its share of the rows. Columns of a parameter that form a tensor, such as the
-    queries of all heads, are copied first.
+    The metadata of the file contain the facts that `load_weights` compares. The configuration of a network with
+    published names is written to the metadata, and to config.json in a folder. Each rank receives and writes its share
+    of the rows. Columns of a parameter that form a tensor, such as the queries of all heads, are copied first.
 
     Examples
     --------
@@ -116,7 +119,8 @@ def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | N
         replaced = _weight_map(path) if folder and network.whole.rank == 0 else {}
     matrices = {name: _together([_part_of(own[part.parameter], part) for part in stored.parts])
                 for name, stored in table.items()}
-    metadata = {**(metadata or {}), **({CONFIG: json.dumps(config)} if config else {})}
+    metadata = {OWN: json.dumps({FACTS: facts_of(network)}), **(metadata or {}),
+                **({CONFIG: json.dumps(config)} if config else {})}
     export_safetensors(network.whole, path / WEIGHTS if folder else path, matrices, metadata=metadata,
                        **_forms(own, table))
     with network.whole.collective_call("export", str(path), always=True), file_errors(path, "written"):
@@ -132,7 +136,8 @@ def _config(network: Module) -> dict[str, Any]:
     return next(({**names.config, "dtype": dtype} for names in _published(network).values()), {})
 
 
-def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = None, *, names: str = "auto") -> None:
+def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = None, *, names: str = "auto",
+                 accept: Collection[str] = (), facts: Mapping[str, Any] | None = None) -> None:
     """Set the weights from a torch state dict in a safetensors file. Collective. Each rank reads only its shards.
 
     Parameters
@@ -145,11 +150,13 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
         Optimizer of the network, whose master weights are set. Without it, 16-bit weights are rounded.
     names : str
         As in `export_torch`; "auto" (default): the names in the file.
+    accept, facts
+        As in `load_weights`.
 
     Raises
     ------
     CheckpointError
-        On every rank, if names or shapes do not fit. The message lists them.
+        On every rank, if names, shapes or facts do not fit. The message lists them.
     Pmm3dError
         On every rank, if the optimizer changes no parameter of the network on a rank.
 
@@ -164,6 +171,7 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
     ...     nn.exchange.import_torch(net, file.name)
     """
     make_masters(network, optimizer)
+    _compare_stored(network, Path(path), accept, facts or {})
     files, own = tensor_files(network.whole, path), network.named_parameters()
     there = [name for held in files.values() for name in held]
     if names == "auto":
@@ -178,6 +186,29 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
                  **_forms(own, table))
     _spread(own, table, matrices)
     network.loaded()
+
+
+def _compare_stored(network: Module, path: Path, accept: Collection[str], facts: Mapping[str, Any]) -> None:
+    """Compare the facts beside the weights of a file. Collective. Raises CheckpointError on every rank."""
+    whole, known = network.whole, None
+    with whole.collective_call("import_torch", str(path), always=True), file_errors(path, "read"):
+        if whole.rank == 0:
+            known = _stored_facts(network, path, "network" in accept)
+    known = whole.comm.bcast(known)
+    with whole.collective_call("import_torch", str(path), sorted(accept), always=True):
+        compare(known, {**facts_of(network), **facts}, accept, str(path), rank=whole.rank)
+
+
+def _stored_facts(network: Module, path: Path, any_network: bool) -> dict[str, Any]:
+    """Facts in a file's metadata, and in the configuration of a network with published names. any_network: ignore the
+    configuration of an unsupported network, for which CheckpointError is raised otherwise."""
+    file = path / WEIGHTS if path.is_dir() else path
+    metadata = contents_of(file)[1] if file.is_file() else {}
+    found = facts_in(json.loads(metadata.get(OWN, "{}")))
+    if _published(network) and ((file.parent / CONFIG).is_file() or file == path and CONFIG in metadata):
+        with suppress(*(CheckpointError,) if any_network else ()):
+            found |= whole_of(network).facts_in_config(path)
+    return found
 
 
 def tensor_files(grid: Grid, path: StrPath) -> dict[Path, list[str]]:
@@ -314,7 +345,7 @@ def torch_name(name: str) -> str:
 
 
 def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = None, *,
-                 check: Callable[[Checkpoint], None] | None = None) -> Path:
+                 accept: Collection[str] = (), facts: Mapping[str, Any] | None = None) -> Path:
     """Set the weights from a file, on any grid and for any precision. Collective.
 
     Parameters
@@ -326,9 +357,10 @@ def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = N
         transformers package. The state of an optimizer is not read.
     optimizer : Optimizer or None
         As in `import_torch`.
-    check : callable or None
-        check(checkpoint) is called before anything is changed. It may raise an error on some ranks. It is not called
-        for other files.
+    accept : collection of str
+        Facts that may differ: "network", "columns", "classes", "tokenizer". Rank 0 logs the differences.
+    facts : mapping or None
+        Facts of your data, such as `data.facts` of a `DataSet`. Default: only facts of the network are compared.
 
     Returns
     -------
@@ -338,7 +370,13 @@ def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = N
     Raises
     ------
     CheckpointError
-        On every rank and before anything is changed, if names, shapes or types differ from those of the network.
+        On every rank and before anything is changed, if names, shapes, types or facts differ from those of the network.
+
+    Notes
+    -----
+    Facts are settings that no shape shows. Those of a network are heads, window, rotary base, causal mask, eps and
+    activations. Checkpoints of a `TrainState`, exported files and config.json contain them. A fact that one side lacks
+    is not compared.
 
     Examples
     --------
@@ -354,11 +392,8 @@ def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = N
     path = Path(path)
     published = network.whole.rank == 0 and any(next(path.glob(name), None) for name in (WEIGHTS, INDEX, SHARDS))
     if path.suffix == ENDING or network.whole.comm.bcast(published):
-        import_torch(network, path, optimizer)
+        import_torch(network, path, optimizer, accept=accept, facts=facts)
         return path
     found, keeper = find_checkpoint(network.whole, path)
-    if check is not None:
-        with network.whole.collective_call("load_weights", str(path), always=True):
-            check(found)
-    fill_weights(network, found, keeper, optimizer)
+    fill_weights(network, found, keeper, optimizer, accept=accept, facts=facts)
     return found.path

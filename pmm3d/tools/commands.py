@@ -15,7 +15,6 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
-from ..errors import Pmm3dError
 from .bench.command import bench_command
 from .convert import table_command, text_command
 from .doctor.command import doctor_command
@@ -25,7 +24,7 @@ from .plan.pipeline import pipeline_command
 from .plan.product import product_command
 from .plan.train import train_command as plan_train_command
 from .predict import predict_command
-from .ranks import all_ranks, on_first, one_of, one_process
+from .ranks import Accept, all_ranks, on_first, one_process
 from .terminal import say
 from .tune.blas.command import blas_command
 from .tune.command import machine_command
@@ -60,10 +59,7 @@ def train_command(
                                              "or start if there is none. never: start; an error if there is a "
                                              "checkpoint. Path of a checkpoint: continue from it, and rename later "
                                              "checkpoints to retired-*.")] = "never",
-    accept: Annotated[list[str] | None, typer.Option(callback=one_of("network", "data"),
-                                                     help="With --resume: network or data, which may differ from the "
-                                                          "checkpoint. Otherwise a difference is an error. "
-                                                          "Repeatable.")] = None,
+    accept: Accept = None,
     show: Annotated[bool, typer.Option("--show", help="Print the configuration as TOML, with the meaning and the "
                                                       "allowed values of each key. Do not train.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the run (ui.perfetto.dev).")] = None,
@@ -99,8 +95,6 @@ def train_command(
         from ..nn.training.job import train_job
 
         def first() -> configuration.Config:
-            if accept and resume == "never":
-                raise Pmm3dError("--accept has no effect without --resume: leave it out, or add --resume auto")
             check_writable(trace)
             return configuration.load(config)
 

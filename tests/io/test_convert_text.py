@@ -1,5 +1,7 @@
 """Text to tokens in HDF5: bytes, tokens of a tokenizer, errors."""
 
+import json
+
 import h5py
 import numpy as np
 import pytest
@@ -71,9 +73,38 @@ def test_the_tokens_of_a_tokenizer(tmp_path, target, tokenizer):
     assert np.array_equal(made.encode(f"abc abc{END}ä"), found)
     with pytest.raises(DataError, match="the token 260 has no text: the tokens of this tokenizer are 0 to 259"):
         made.decode([257, 260])
+    assert Tokenizer().encode("c\udcc3").tolist() == [99, 195], "bytes of a command line that are not UTF-8"
+    with pytest.raises(UnicodeDecodeError):
+        made.encode("c\udcc3")
     with pytest.raises(DataError, match="the token 256 has no text: .* 0 to 255. Decode with the tokenizer"):
         Tokenizer().decode([97, 256])
     assert done == (5, 260, 7 + len(END) + 2) and about == {"vocabulary": 260, "bytes": done.bytes}
+
+
+def test_the_vocabulary_is_asked_for_once(tokenizer):
+    """Not for each token or text that is decoded."""
+    coder = Tokenizer(tokenizer.read_text())
+    made, asked = coder._made, []
+
+    class Counted:
+        def get_vocab(self):
+            asked.append(1)
+            return made.get_vocab()
+
+        def __getattr__(self, name):
+            return getattr(made, name)
+
+    coder._made = Counted()
+    assert coder.decode([257] * 20) + coder.decode([257, 258]) == "abc" * 21 + " abc" and len(asked) == 1
+
+
+def test_tokenizers_differ_by_what_changes_tokens(tokenizer):
+    known = json.loads(tokenizer.read_text())
+    same = {**known, "truncation": {"max_length": 128}, "padding": {}, "decoder": None, "post_processor": None}
+    other = {**known, "model": {**known["model"], "merges": known["model"]["merges"][::-1]}}
+    digests = [Tokenizer(json.dumps(each)).digest for each in (known, dict(reversed(known.items())), same, other)]
+    assert digests[0] == digests[1] == digests[2] != digests[3]
+    assert Tokenizer().digest == "bytes" and Tokenizer("of another program").digest not in digests
 
 
 def test_what_is_refused(tmp_path, target, tokenizer):

@@ -14,7 +14,8 @@ from ...io.checkpoint import Checkpoint
 from ...io.disk import check_replaceable
 from ...layout import Layout
 from ...product import DistMatrix
-from ..exchange import ENDING, TORCH, export_torch, torch_name
+from ..exchange import ENDING, OWN, TORCH, export_torch, torch_name
+from ..facts import FACTS, facts_in
 from ..from_checkpoint import fill, fill_weights, find_checkpoint
 from ..optimizer_state import is_state
 from .network import network_of
@@ -57,8 +58,8 @@ def _export_network(grid: Grid, keeper: Checkpoints, found: Checkpoint, known: R
     config = known.config.model_copy(update={"network": section})
     made = network_of(config, grid, known.samples)
     fill_weights(made, found, keeper)
-    said = {"network": config.settings()["network"], SAMPLES: known.samples.model_dump()}
-    export_torch(made, target, {"pmm3d": json.dumps(said)}, names=names)
+    said = {"network": config.settings()["network"], SAMPLES: known.samples.model_dump(), FACTS: known.facts}
+    export_torch(made, target, {OWN: json.dumps(said)}, names=names)
 
 
 def _export_matrices(grid: Grid, keeper: Checkpoints, found: Checkpoint, target: Path) -> None:
@@ -70,4 +71,5 @@ def _export_matrices(grid: Grid, keeper: Checkpoints, found: Checkpoint, target:
     vectors = {torch_name(name) for name, entry in entries.items() if entry.get("vector")}
     fill(keeper, found, matrices, partial=True)
     weights = {torch_name(name): matrix for name, matrix in matrices.items()}
-    export_safetensors(grid, target, weights, transpose=weights.keys() - vectors, vectors=vectors)
+    export_safetensors(grid, target, weights, transpose=weights.keys() - vectors, vectors=vectors,
+                       metadata={OWN: json.dumps({FACTS: facts_in(found.meta)})})

@@ -151,6 +151,8 @@ class NetworkSection(Section):
     """number of tokens that a token attends to: itself and previous tokens (gpt, llama: all of them if left out)"""
     rotary_base: Positive | None = default_of(llama=10000.0)
     """base of the rotary positions (llama: 10000.0 if left out)"""
+    eps: Positive | None = of_tokens(1e-5)
+    """added to the mean square, or to the variance, in norms (gpt, llama: 1e-05 if left out)"""
     tied: bool | None = default_of(gpt=True, llama=False)
     """whether the last layer's weight is that of the embedding (if left out, gpt: true; llama: false)"""
     order: Literal["plain", "zigzag", "striped"] | None = of_tokens("plain")

@@ -143,6 +143,7 @@ class Attention(Module):
         positions(order, 1)  # raises for an unknown order
         chosen(parallel, Layout(), 1, grid.shape, (0, 0), False)  # raises for an unknown method, or axes that it lacks
         self.grid, self.turns = grid, qkv_turns(heads, kv_heads, size)
+        self.heads, self.causal, self.window, self.rotary_base = heads, causal, window, rotary_base
         seed = seed_of(grid, seed)
         self.qkv = Linear(grid, hidden, hidden + 2 * kv_heads * size, bias, unit=sum(self.turns),
                           activations=activations, deviation=deviation, seed=derived(seed, 0), **options)

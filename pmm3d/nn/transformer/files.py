@@ -29,6 +29,27 @@ class Published(Sequential):
         """Published names of tensors for files of this network. See `exchange.export_torch`."""
         return names_of(self.architecture) if self.kind else {}
 
+    @staticmethod
+    def facts_in_config(path: Path) -> dict[str, Any]:
+        """Settings of a stored network that no shape shows, for `nn.exchange.load_weights`. Sends nothing.
+
+        Parameters
+        ----------
+        path : Path
+            A file or folder with a configuration.
+
+        Returns
+        -------
+        dict
+            Facts, such as "network.heads".
+
+        Raises
+        ------
+        CheckpointError
+            For the configuration of an unsupported network.
+        """
+        return architecture_of(_config(path), str(path)).facts
+
     def export(self, path: StrPath, names: str | None = None) -> None:
         """Write the weights and the configuration. Collective. See `nn.exchange.export_torch`.
 

@@ -73,6 +73,15 @@ class Architecture(NamedTuple):
         others = {"kind"} if self.kind == "llama" else {"kind", "rotary_base"}
         return {name: value for name, value in self._asdict().items() if name not in others}
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Facts of the network, as `facts_of` returns them."""
+        gpt = self.kind == "gpt2"
+        found = {"vocabulary": self.vocabulary, "heads": self.heads, "causal": True, "window": self.window,
+                 "eps": self.eps, "rotary_base": None if gpt else self.rotary_base,
+                 "activation": "gelu_tanh" if gpt else "silu"}
+        return {f"network.{name}": value for name, value in found.items()}
+
 
 def names_of(of: Architecture) -> dict[str, Names]:
     """Published names of a network's tensors, or no names for a GPT with grouped heads or a window.
