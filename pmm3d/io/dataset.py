@@ -67,6 +67,9 @@ class DataSet(Batched):
         Names of the classes, in the order of their numbers.
     columns : list of str or None
         Names of the inputs' columns, as `pmm3d convert` writes them.
+    facts : dict of str to list of str
+        Names that are compared with those of stored weights: "columns", and "classes" in the order of the numbers in
+        batches. Names that the file lacks are left out.
     fingerprint : str
         Digest of names, shapes, types, class names, and of all values, or of some rows if there are many. It is the
         same on every rank and grid.
@@ -113,6 +116,8 @@ class DataSet(Batched):
             self.features, self.outputs = prod(self.inputs.shape[1:]), prod(self.targets.shape[1:])
             self.labelled = labels is not False and self.targets.dtype.kind in "iu" and self.outputs == 1
             self.class_names, self.columns = self._names(), columns_of(self.inputs)
+            named = list(map(str, classes)) if isinstance(classes, (list, tuple)) else self.class_names
+            self.facts = {name: texts for name, texts in (("columns", self.columns), ("classes", named)) if texts}
             self.numbering: np.ndarray | None = None
             self.classes = self._known_classes(classes)
             if self.labelled and self.classes is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -109,6 +110,17 @@ def replace_file(path: Path, contents: bytes) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def json_object(path: Path, text: str | None = None) -> dict[str, Any]:
+    """Return the object in a JSON file of another program. text: the contents of the file, if they are known. Raises
+    CheckpointError for another content."""
+    with file_errors(path, "read"):
+        found = json.loads(path.read_text(encoding="utf-8") if text is None else text)
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} contains a {type(found).__name__}, not keys and values. Copy the file again "
+                              "from where the network was published")
+    return found
 
 
 def not_following(path: str, flags: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from queue import SimpleQueue
 from threading import Semaphore, Thread, current_thread
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -78,6 +78,7 @@ class Samples(Protocol):
 
     classes       number of classes of integers; None for other numbers
     fingerprint   digest of the contents of the data sets, the same on every rank and grid
+    facts         what no shape shows, and weights depend on: names of columns and classes, the tokenizer
     """
 
     grid: Grid
@@ -87,6 +88,7 @@ class Samples(Protocol):
     library: NumpyLibrary
     cache_bytes: int
     fingerprint: str
+    facts: dict[str, Any]
 
     def renumbered(self, values: np.ndarray, rows: Rows) -> np.ndarray:
         """Return the classes for the integers of these rows. Raises DataError for an integer that is no class."""

@@ -185,19 +185,30 @@ def import_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matri
     ...     bias.gather()
     array([[0., 1., 2.]])
     """
-    path = Path(path)
+    import_files(grid, path, {Path(path): None}, matrices, transpose=transpose, vectors=vectors, ignored=ignored)
+
+
+def import_files(grid: Grid, path: str | os.PathLike[str], files: Mapping[Path, Names | None], matrices: Matrices, *,
+                 transpose: Names, vectors: Names, ignored: Names) -> None:
+    """`import_safetensors` from several files of a folder. All files are checked before a matrix is changed.
+
+    path: the folder, for messages; files: file -> names of its tensors that are read (None: all).
+    """
     with grid.collective_call("import_safetensors", str(path), always=True):
         check_matrices(grid, matrices, filled=True)
         tensors, shapes = _as_in_file(matrices, transpose, vectors)
     described = described_by_all(grid, "import_safetensors", tensors, shapes)
     with grid.collective_call("import_safetensors", always=True):
-        types = _check_same_tensors(path, described, ignored)
+        types = {file: _headers(file, names, {*ignored} - described.keys()) for file, names in files.items()}
+        _check_same_tensors(path, described, {name: held for each in types.values() for name, held in each.items()})
     with grid.collective_call("import_safetensors: reading", str(path), always=True):
-        torch = "BF16" in types.values() or any(tensor.library.name == "torch" for tensor in tensors.values())
-        with _opened(path, "pt" if torch else "numpy") as file:
-            for name, tensor in tensors.items():
-                _read_shard(file.get_slice(name), tensor, len(shapes[name]) == 1)
-                tensor.keep_one()
+        torch = any(tensor.library.name == "torch" for tensor in tensors.values())
+        for file, held in types.items():
+            bits = any(dtype == "BF16" for _, dtype in held.values())
+            with _opened(file, "pt" if torch or bits else "numpy") as opened:
+                for name in filter(held.__contains__, tensors):
+                    _read_shard(opened.get_slice(name), tensors[name], len(shapes[name]) == 1)
+                    tensors[name].keep_one()
 
 
 def contents_of(path: Path) -> tuple[list[str], dict[str, str]]:
@@ -218,19 +229,25 @@ def _opened(path: Path, framework: str) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _check_same_tensors(path: Path, tensors: dict[str, Described], ignored: Names) -> dict[str, str]:
-    """Return the types of the file's tensors. Raises CheckpointError if names or shapes differ from these tensors, or
-    if a type cannot be converted."""
+def _headers(path: Path, names: Names | None, ignored: Names) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return name -> (shape, type) of a file's tensors with these names (None: all), without those in `ignored`. Raises
+    CheckpointError if the file cannot be read, or has another number of bytes than its header states."""
     with _opened(path, "numpy") as file:
-        there = {name: file.get_slice(name) for name in file.keys() if name in tensors or name not in ignored}
-        types = {name: tensor.get_dtype() for name, tensor in there.items()}
-        shapes_there = {name: tuple(tensor.get_shape()) for name, tensor in there.items()}
+        there = {name: file.get_slice(name) for name in file.keys()
+                 if name not in ignored and (names is None or name in names)}
+        return {name: (tuple(tensor.get_shape()), tensor.get_dtype()) for name, tensor in there.items()}
+
+
+def _check_same_tensors(path: str | os.PathLike[str], tensors: dict[str, Described],
+                        there: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+    """Raise CheckpointError if names or shapes of these tensors differ from those in files, or if a type cannot be
+    converted."""
+    types = {name: dtype for name, (_, dtype) in there.items()}
     wanted = {name: types[name] if _converts(types.get(name, ""), tensor.dtype) else tensor.dtype
               for name, tensor in tensors.items()}
     if text := differences({name: f"{tensor.shape} {wanted[name]}" for name, tensor in tensors.items()},
-                           {name: f"{shape} {types[name]}" for name, shape in shapes_there.items()}):
+                           {name: f"{shape} {dtype}" for name, (shape, dtype) in there.items()}):
         raise CheckpointError(f"{path} holds other tensors than these matrices. {text}")
-    return types
 
 
 def _converts(stored: str, dtype: str) -> bool:

@@ -3,9 +3,13 @@ command."""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,10 +20,15 @@ from .conversion import check_target, completed
 if TYPE_CHECKING:
     import numpy as np
 
+logger = logging.getLogger("pmm3d.io")
 TOKENS, TOKENIZER, DOCUMENTS = "tokens", "tokenizer", "documents"
 """Names of the data sets of tokens, of the tokenizer's JSON, and of the first token of each document."""
+HDF5 = b"\x89HDF"
+"""First bytes of an HDF5 file."""
 BYTES = 256
 """Size of the vocabulary without a tokenizer."""
+OF_TOKENS = ("added_tokens", "normalizer", "pre_tokenizer", "model")
+"""Keys of a tokenizer's JSON that determine the tokens of a text; the others only cut, pad or decode."""
 
 
 class Tokenizer:
@@ -28,8 +37,8 @@ class Tokenizer:
     Parameters
     ----------
     json : str or None
-        A tokenizer of the package `tokenizers`, as in its file tokenizer.json. Default: a token is a byte of the text
-        in UTF-8.
+        A tokenizer of the package `tokenizers`, as in its file tokenizer.json. Its settings for batches of a training
+        (truncation, padding, dropout of merges) are not used. Default: a token is a byte of the text in UTF-8.
 
     Attributes
     ----------
@@ -56,14 +65,30 @@ class Tokenizer:
         with needs("text", "a tokenizer"):
             from tokenizers import Tokenizer as Made
         try:
-            return Made.from_str(self.json or "")
+            made = Made.from_str(self.json or "")
         except Exception as error:  # tokenizers raises no narrower class
             raise DataError(f"the tokenizer is none that the package tokenizers can read: {error}") from None
+        made.no_truncation()
+        made.no_padding()
+        if getattr(made.model, "dropout", None):
+            made.model.dropout = None
+        return made
 
-    @property
+    @cached_property
     def vocabulary(self) -> int:
         """Number of different tokens."""
         return BYTES if self.json is None else max(self._made.get_vocab().values()) + 1
+
+    @property
+    def digest(self) -> str:
+        """Digest of all settings that change tokens; "bytes" without a tokenizer."""
+        known: Any = self.json
+        if self.json is None:
+            return "bytes"
+        with suppress(ValueError):
+            known = json.loads(self.json)
+            known = {key: known.get(key) for key in OF_TOKENS} if isinstance(known, dict) else known
+        return sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """The tokens of a text.
@@ -80,15 +105,19 @@ class Tokenizer:
 
         Raises
         ------
-        UnicodeDecodeError
-            For bytes that are not UTF-8, if there is a tokenizer.
+        DataError
+            For a text that is not UTF-8, if there is a tokenizer.
         """
         import numpy as np
 
-        if self.json is None:
-            return np.frombuffer(text.encode() if isinstance(text, str) else text, np.uint8)
-        text = text if isinstance(text, str) else text.decode()
-        return np.array(self._made.encode(text, add_special_tokens=False).ids, np.int64)
+        try:
+            text = text.encode(errors="surrogateescape") if isinstance(text, str) else text
+            if self.json is None:
+                return np.frombuffer(text, np.uint8)
+            return np.array(self._made.encode(text.decode(), add_special_tokens=False).ids, np.int64)
+        except UnicodeError as error:
+            raise DataError(f"the text is not UTF-8, from byte {getattr(error, 'start', 0)} on: convert it to UTF-8"
+                            ) from None
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens.
@@ -119,7 +148,7 @@ class Tokenizer:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> Tokenizer:
-        """The tokenizer of an HDF5 file that `convert_text` wrote.
+        """The tokenizer in a file tokenizer.json of the package `tokenizers`, or in an HDF5 file of `convert_text`.
 
         Parameters
         ----------
@@ -138,8 +167,20 @@ class Tokenizer:
         """
         from .source import SourceFile
 
-        file = SourceFile(str(path)).h5
-        with file:
+        try:
+            check_regular(path)
+            with open(path, "rb") as opened:
+                made = None if opened.peek(len(HDF5)).startswith(HDF5) else cls(opened.read().decode())
+            if made is not None:
+                made._made  # noqa: B018 raises if the tokenizer cannot be read
+                return made
+        except OSError as error:
+            raise DataError(f"cannot open {path}: {error.strerror or error}") from None
+        except (UnicodeDecodeError, DataError) as error:
+            raise DataError(f"{path} is no tokenizer.json of the package tokenizers: {error}. For a tokenizer.model of "
+                            "sentencepiece, the transformers package writes a tokenizer.json: "
+                            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(OTHER)") from None
+        with SourceFile(str(path)).h5 as file:
             return cls(file[TOKENIZER][()].decode() if TOKENIZER in file else None)
 
 
@@ -163,7 +204,7 @@ def convert_text(sources: Sequence[str | os.PathLike[str]], target: str | os.Pat
     target : str or Path
         The HDF5 file.
     tokenizer : str or Path or None
-        A file tokenizer.json of the package `tokenizers`. Default: a token is a byte, and any file is a text.
+        A file for `Tokenizer.of`. Default: a token is a byte, and any file is a text.
     between : str
         Text between two files, such as "<|endoftext|>" for a tokenizer with this token. Empty files at the beginning
         add nothing.
@@ -201,8 +242,10 @@ def convert_text(sources: Sequence[str | os.PathLike[str]], target: str | os.Pat
     """
     target = Path(target)
     try:
-        coder = Tokenizer(None if tokenizer is None else _read(Path(tokenizer)).decode())
-        coder.vocabulary  # noqa: B018 raises if the tokenizer cannot be read
+        coder = Tokenizer() if tokenizer is None else Tokenizer.of(tokenizer)
+        if between.startswith("<") and between.endswith(">") and len(coder.encode(between)) > 1:
+            logger.warning(f"the tokenizer has no token {between}, so several tokens are written between two files. "
+                           "Name one of its tokens")
         parts: list[np.ndarray] = []
         starts, nbytes, count = list[int](), 0, 0
         for source in map(Path, sources):
@@ -248,6 +291,5 @@ def _read(path: Path) -> bytes:
 def _encoded(tokenizer: Tokenizer, source: Path, text: bytes) -> np.ndarray:
     try:
         return tokenizer.encode(text)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{source} is not UTF-8, from byte {error.start} on: convert it to UTF-8, or leave the "
-                        "tokenizer out, so that each byte is a token") from None
+    except DataError as error:
+        raise DataError(f"{source}: {error}, or leave the tokenizer out, so that each byte is a token") from None

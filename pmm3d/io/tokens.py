@@ -19,7 +19,7 @@ from .batched import Batched, Some
 from .loader import Loader, check_at_least
 from .reader import SMALL_BYTES, Rows, Side, SideReader
 from .source import SourceFile
-from .text import TOKENS
+from .text import BYTES, TOKENS, Tokenizer
 
 if TYPE_CHECKING:
     import h5py
@@ -63,6 +63,9 @@ class TokenDataSet(Batched):
         Columns of a batch: 1, or 2 with `documents`.
     bytes_per_token : float or None
         Bytes of the text for each token, by the attribute `bytes`.
+    facts : dict of str to str
+        "tokenizer": digest of the tokenizer, which is compared with that of stored weights. Without a tokenizer in the
+        file: "bytes" for a vocabulary of 256 tokens, otherwise no fact.
     fingerprint : str
         Digest of the data set and the length of a sequence, the same on every rank and grid.
 
@@ -95,7 +98,7 @@ class TokenDataSet(Batched):
                  cache_bytes: int = 2**28):
         super().__init__()
         self.grid, self.path, self.sequence, self.cache_bytes = grid, str(path), sequence, cache_bytes
-        fingerprint, self.features, self._starts = "", 1 + (documents is not None), None
+        fingerprint, facts, self.features, self._starts = "", dict[str, str](), 1 + (documents is not None), None
         with grid.collective_call("TokenDataSet", self.path, sequence, tokens, documents, vocabulary,
                                   library_kind(library), cache_bytes):
             check_at_least(2, sequence=sequence)
@@ -118,9 +121,11 @@ class TokenDataSet(Batched):
             self.bytes_per_token = None if nbytes is None else float(nbytes) / len(self.tokens)
             if grid.rank == 0 or grid.dry_run is not None:
                 fingerprint = f"{self.file.fingerprint(*described)}/{sequence}"
+                coder = Tokenizer.of(self.path)
+                facts = {"tokenizer": coder.digest} if coder.json or self.vocabulary == BYTES else {}
         with grid.collective_call("TokenDataSet", self.path, self.tokens.shape, self.classes):
             pass
-        self.fingerprint = grid.comm.bcast(fingerprint)
+        self.fingerprint, self.facts = grid.comm.bcast((fingerprint, facts))
 
     def _vocabulary(self, given: int | None) -> int:
         if given is not None:

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .cuts import matrix_shape, natural, naturals, offsets, overlapping, part_range, part_sizes, whole_number
+from .cuts import matrix_shape, natural, naturals, offsets, overlapping, part_range, part_sizes, real, whole_number
 from .distribution import Tile, Tiled
 from .dtypes import LABEL_DTYPE, LOW_PRECISION, MATRIX_DTYPES, aligned, check_same_dtype, itemsize
 from .layout import EMPTY, Box, Layout, RaggedRows, batch_layout
@@ -20,8 +20,8 @@ __all__ = [
     "ALL", "AXES", "EMPTY", "FIRST", "LABEL_DTYPE", "LOW_PRECISION", "MATRIX_DTYPES", "PIPE", "SEQ", "STAGE",
     "ULYSSES", "BlockCyclic", "Blocks", "Box", "Coords", "GridShape", "Layout", "Placement", "RaggedRows", "Step",
     "Tile", "Tiled", "aligned", "batch_layout", "check_same_dtype", "is_axis_name", "itemsize", "matrix_shape",
-    "natural", "naturals", "offsets", "overlapping", "parse_shape", "part_range", "part_sizes", "transitions",
-    "whole_number",
+    "natural", "naturals", "offsets", "overlapping", "parse_shape", "part_range", "part_sizes", "real",
+    "transitions", "whole_number",
 ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from itertools import accumulate
 from math import inf
+from numbers import Real
 from operator import index
 from typing import Any
 
@@ -37,6 +38,18 @@ def natural(value: Any, what: str, least: int, error: type[Exception], most: flo
     with suppress(TypeError):
         if least <= (number := whole_number(value)) <= most:
             return number
+    raise error(f"{what}; got {value!r}")
+
+
+def real(value: Any, what: str, least: float, error: type[Exception], below: float = inf) -> float:
+    """Return the float, if the value is a number, also of numpy, from `least` to less than `below`. Otherwise raise
+    `error`. what: as in `natural`.
+
+        >>> real(1, "eps is a number of at least 0", 0, ValueError)
+        1.0
+    """
+    if isinstance(value, Real) and least <= (number := float(value)) < below:
+        return number
     raise error(f"{what}; got {value!r}")
 
 

@@ -176,7 +176,7 @@ class MLP(Block):
         if len(sizes) < 2:
             raise LayoutError("MLP: sizes must contain at least the columns of the input and of the output, got "
                               f"{list(sizes)}")
-        functional.check_probability("MLP: dropout", dropout)
+        dropout = functional.check_probability("MLP: dropout", dropout)
         activation = functional.activation_named(activation) if isinstance(activation, str) else activation
         made, cols, number, policy = list[Layer](), "y", 0, Recomputed.named(recompute)
         if policy.attention:
@@ -188,7 +188,7 @@ class MLP(Block):
                                           activations=activations, **options)]
             cols = OTHER[cols]
             if index < len(sizes) - 2:
-                layers += [LayerNorm(grid, outputs, cols=cols, **options)] * norm + [activation]
+                layers += [LayerNorm(grid, outputs, cols=cols, **options)] * bool(norm) + [activation]
                 layers += [Dropout(grid, dropout, derived(seed, 1000 + index))] * (dropout > 0)
                 layers = [Recompute(Block(grid, *layers, first=number))] if policy.includes(index) else layers
                 number += 2 + norm

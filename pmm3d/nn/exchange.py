@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..comm import Grid
 from ..errors import CheckpointError
-from ..io import export_safetensors, import_safetensors
-from ..io.checkpoint import Checkpoint
-from ..io.disk import file_errors
-from ..io.safetensors import contents_of
+from ..io import export_safetensors
+from ..io.disk import file_errors, json_object, replace_file
+from ..io.safetensors import contents_of, import_files
 from ..layout import Layout
 from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
+from .facts import FACTS, compare, facts_in, facts_of
 from .from_checkpoint import fill_weights, find_checkpoint, make_masters
 from .module import Module
 from .operations import columns
@@ -37,6 +38,10 @@ ENDING = ".safetensors"
 TORCH = "torch"
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 """Files in a folder of the transformers package: weights in one file, table of several weight files, configuration."""
+SHARDS = "*-of-*" + ENDING
+"""Pattern of the names of several weight files."""
+OWN = "pmm3d"
+"""Key of pmm3d's JSON in the metadata of an exported file."""
 
 
 class Columns(NamedTuple):
@@ -68,8 +73,8 @@ class Names(NamedTuple):
     config: Mapping[str, Any] = {}
 
 
-def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | None = None, *, names: str = TORCH
-                 ) -> None:
+def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | None = None, *,
+                 names: str | None = None) -> None:
     """Write the weights for torch's load_state_dict(safetensors.torch.load_file(path)). Collective.
 
     Parameters
@@ -77,23 +82,24 @@ def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | N
     network : Module
         The network. If there are master weights, they are written.
     path : path
-        File whose name ends in .safetensors; or, for a network with published names, a folder that from_pretrained of
-        the transformers package loads.
+        File whose name ends in .safetensors; or, for published names, a folder that from_pretrained of the transformers
+        package loads. In a folder, an index of several weight files and these files are removed.
     metadata : mapping or None
         Metadata of the file. Default: none.
-    names : str
-        Names of the tensors: "torch" (default), "gpt2" or "llama".
+    names : str or None
+        Names of the tensors: "torch", "gpt2" or "llama". Default: the published names of the network, or else "torch".
 
     Raises
     ------
     CheckpointError
-        On every rank, if the file cannot be written or the network has no such names.
+        On every rank, if the file cannot be written, if the network has no such names, and for a folder with the names
+        "torch".
 
     Notes
     -----
-    The configuration of a network with published names is written to the file's metadata, and to config.json in a
-    folder. Each rank receives and writes its share of the rows. Columns of a parameter that form a tensor, such as the
-    queries of all heads, are copied first.
+    The metadata of the file contain the facts that `load_weights` compares. The configuration of a network with
+    published names is written to the metadata, and to config.json in a folder. Each rank receives and writes its share
+    of the rows. Columns of a parameter that form a tensor, such as the queries of all heads, are copied first.
 
     Examples
     --------
@@ -103,16 +109,25 @@ def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | N
     >>> with Grid(MPI.COMM_SELF) as grid, tempfile.NamedTemporaryFile() as file:
     ...     nn.exchange.export_torch(nn.Linear(grid, 3, 2), file.name)
     """
-    path, own, table, config = Path(path), network.named_parameters(), _own_tensors(network, names), _config(network)
-    single = path.suffix == ENDING or not config
+    path, own, config = Path(path), network.named_parameters(), _config(network)
+    names = next(iter(_published(network)), TORCH) if names is None else names
+    table, folder = _own_tensors(network, names), path.suffix != ENDING and hasattr(whole_of(network), "names")
+    with network.whole.collective_call("export", str(path), always=True):
+        if folder and names == TORCH:
+            raise CheckpointError(f"cannot export to the folder {path} with the names {TORCH!r}, because its {CONFIG} "
+                                  f"promises other names. {_has(network)}. Give a file that ends in {ENDING}")
+        replaced = _weight_map(path) if folder and network.whole.rank == 0 else {}
     matrices = {name: _together([_part_of(own[part.parameter], part) for part in stored.parts])
                 for name, stored in table.items()}
-    metadata = {**(metadata or {}), **({CONFIG: json.dumps(config)} if config else {})}
-    export_safetensors(network.whole, path if single else path / WEIGHTS, matrices, metadata=metadata,
+    metadata = {OWN: json.dumps({FACTS: facts_of(network)}), **(metadata or {}),
+                **({CONFIG: json.dumps(config)} if config else {})}
+    export_safetensors(network.whole, path / WEIGHTS if folder else path, matrices, metadata=metadata,
                        **_forms(own, table))
     with network.whole.collective_call("export", str(path), always=True), file_errors(path, "written"):
-        if not single and network.whole.rank == 0:
-            (path / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if folder and network.whole.rank == 0:
+            replace_file(path / CONFIG, f"{json.dumps(config, indent=2)}\n".encode())
+            for name in {INDEX, *(Path(file).name for file in replaced.values())} - {WEIGHTS}:
+                (path / name).unlink(missing_ok=True)
 
 
 def _config(network: Module) -> dict[str, Any]:
@@ -121,7 +136,8 @@ def _config(network: Module) -> dict[str, Any]:
     return next(({**names.config, "dtype": dtype} for names in _published(network).values()), {})
 
 
-def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = None, *, names: str = "auto") -> None:
+def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = None, *, names: str = "auto",
+                 accept: Collection[str] = (), facts: Mapping[str, Any] | None = None) -> None:
     """Set the weights from a torch state dict in a safetensors file. Collective. Each rank reads only its shards.
 
     Parameters
@@ -134,11 +150,13 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
         Optimizer of the network, whose master weights are set. Without it, 16-bit weights are rounded.
     names : str
         As in `export_torch`; "auto" (default): the names in the file.
+    accept, facts
+        As in `load_weights`.
 
     Raises
     ------
     CheckpointError
-        On every rank, if names or shapes do not fit. The message lists them.
+        On every rank, if names, shapes or facts do not fit. The message lists them.
     Pmm3dError
         On every rank, if the optimizer changes no parameter of the network on a rank.
 
@@ -153,6 +171,7 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
     ...     nn.exchange.import_torch(net, file.name)
     """
     make_masters(network, optimizer)
+    _compare_stored(network, Path(path), accept, facts or {})
     files, own = tensor_files(network.whole, path), network.named_parameters()
     there = [name for held in files.values() for name in held]
     if names == "auto":
@@ -163,13 +182,33 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
         table = {name.removeprefix(known.prefix): stored for name, stored in table.items()}
     matrices = {name: _to_fill([own[part.parameter] for part in stored.parts], stored)
                 for name, stored in table.items()}
-    for number, (file, held) in enumerate(files.items(), start=1):
-        missing = [name for name in matrices if name not in there] if number == len(files) else []
-        inside = {name: matrices[name] for name in matrices if name in held or name in missing}
-        import_safetensors(network.whole, file, inside, ignored=[name for name in held if name.endswith(known.ignored)],
-                           **_forms(own, {name: table[name] for name in inside}))
+    import_files(network.whole, path, files, matrices, ignored={name for name in there if name.endswith(known.ignored)},
+                 **_forms(own, table))
     _spread(own, table, matrices)
     network.loaded()
+
+
+def _compare_stored(network: Module, path: Path, accept: Collection[str], facts: Mapping[str, Any]) -> None:
+    """Compare the facts beside the weights of a file. Collective. Raises CheckpointError on every rank."""
+    whole, known = network.whole, None
+    with whole.collective_call("import_torch", str(path), always=True), file_errors(path, "read"):
+        if whole.rank == 0:
+            known = _stored_facts(network, path, "network" in accept)
+    known = whole.comm.bcast(known)
+    with whole.collective_call("import_torch", str(path), sorted(accept), always=True):
+        compare(known, {**facts_of(network), **facts}, accept, str(path), rank=whole.rank)
+
+
+def _stored_facts(network: Module, path: Path, any_network: bool) -> dict[str, Any]:
+    """Facts in a file's metadata, and in the configuration of a network with published names. any_network: ignore the
+    configuration of an unsupported network, for which CheckpointError is raised otherwise."""
+    file = path / WEIGHTS if path.is_dir() else path
+    metadata = contents_of(file)[1] if file.is_file() else {}
+    found = facts_in(json.loads(metadata.get(OWN, "{}")))
+    if _published(network) and ((file.parent / CONFIG).is_file() or file == path and CONFIG in metadata):
+        with suppress(*(CheckpointError,) if any_network else ()):
+            found |= whole_of(network).facts_in_config(path)
+    return found
 
 
 def tensor_files(grid: Grid, path: StrPath) -> dict[Path, list[str]]:
@@ -177,14 +216,28 @@ def tensor_files(grid: Grid, path: StrPath) -> dict[Path, list[str]]:
     path, found = Path(path), dict[Path, list[str]]()
     with grid.collective_call("import_torch", str(path), always=True), file_errors(path, "read"):
         if grid.rank == 0:
-            index = path / INDEX
-            if index.exists():
-                for name, file in json.loads(index.read_text())["weight_map"].items():
-                    found.setdefault(path / file, []).append(name)
-            else:
-                file = path / WEIGHTS if path.is_dir() else path
-                found[file] = [*contents_of(file)[0]]
+            single, table = path / WEIGHTS if path.is_dir() else path, _weight_map(path)
+            if table and single.exists() and WEIGHTS not in table.values():
+                raise CheckpointError(f"{path} contains {WEIGHTS} and {INDEX}, which names other files of weights. "
+                                      f"Remove those that are out of date, or name the file {single}")
+            if (part := next(path.glob(SHARDS), None)) and not table and not single.exists():
+                raise CheckpointError(f"{path} contains {part.name}, but neither {WEIGHTS} nor {INDEX}, the table of "
+                                      "several weight files. Copy the table too")
+            for name, file in table.items():
+                found.setdefault(path / file, []).append(name)
+            if not table:
+                found[single] = contents_of(single)[0]
     return grid.comm.bcast(found)
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor -> file by the index in a folder; empty without an index. Raises CheckpointError if it cannot be read."""
+    if not (index := folder / INDEX).exists():
+        return {}
+    table = json_object(index).get("weight_map")
+    if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
+        raise CheckpointError(f"{index} has no weight_map from names of tensors to names of files. Copy it again")
+    return table
 
 
 def whole_of(network: Module) -> Any:
@@ -204,9 +257,12 @@ def _names(network: Module, names: str) -> Names:
         return Names({torch_name(name): Stored((Columns(name),), not parameter.is_vector)
                       for name, parameter in whole_of(network).named_parameters().items()})
     if names not in known:
-        raise CheckpointError(f"{type(whole_of(network)).__name__} has no names {names!r}; it has "
-                              f"{', '.join([TORCH, *known])}")
+        raise CheckpointError(f"there are no names {names!r}. {_has(network)}")
     return known[names]
+
+
+def _has(network: Module) -> str:
+    return f"This {type(whole_of(network)).__name__} has the names {', '.join([TORCH, *_published(network)])}"
 
 
 def _own_tensors(network: Module, names: str) -> dict[str, Stored]:
@@ -289,7 +345,7 @@ def torch_name(name: str) -> str:
 
 
 def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = None, *,
-                 check: Callable[[Checkpoint], None] | None = None) -> Path:
+                 accept: Collection[str] = (), facts: Mapping[str, Any] | None = None) -> Path:
     """Set the weights from a file, on any grid and for any precision. Collective.
 
     Parameters
@@ -301,9 +357,10 @@ def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = N
         transformers package. The state of an optimizer is not read.
     optimizer : Optimizer or None
         As in `import_torch`.
-    check : callable or None
-        check(checkpoint) is called before anything is changed. It may raise an error on some ranks. It is not called
-        for other files.
+    accept : collection of str
+        Facts that may differ: "network", "columns", "classes", "tokenizer". Rank 0 logs the differences.
+    facts : mapping or None
+        Facts of your data, such as `data.facts` of a `DataSet`. Default: only facts of the network are compared.
 
     Returns
     -------
@@ -313,7 +370,13 @@ def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = N
     Raises
     ------
     CheckpointError
-        On every rank and before anything is changed, if names, shapes or types differ from those of the network.
+        On every rank and before anything is changed, if names, shapes, types or facts differ from those of the network.
+
+    Notes
+    -----
+    Facts are settings that no shape shows. Those of a network are heads, window, rotary base, causal mask, eps and
+    activations. Checkpoints of a `TrainState`, exported files and config.json contain them. A fact that one side lacks
+    is not compared.
 
     Examples
     --------
@@ -327,13 +390,10 @@ def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = N
     'step-00000005'
     """
     path = Path(path)
-    published = any((path / name).is_file() for name in (WEIGHTS, INDEX)) if network.whole.rank == 0 else None
+    published = network.whole.rank == 0 and any(next(path.glob(name), None) for name in (WEIGHTS, INDEX, SHARDS))
     if path.suffix == ENDING or network.whole.comm.bcast(published):
-        import_torch(network, path, optimizer)
+        import_torch(network, path, optimizer, accept=accept, facts=facts)
         return path
     found, keeper = find_checkpoint(network.whole, path)
-    if check is not None:
-        with network.whole.collective_call("load_weights", str(path), always=True):
-            check(found)
-    fill_weights(network, found, keeper, optimizer)
+    fill_weights(network, found, keeper, optimizer, accept=accept, facts=facts)
     return found.path

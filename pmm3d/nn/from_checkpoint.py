@@ -15,15 +15,19 @@ from ..io.disk import file_errors
 from ..io.shards import CHECKPOINT_FILE
 from ..layout import LOW_PRECISION
 from ..product import DistMatrix
+from .facts import compare, facts_in, facts_of
 from .module import Module
 from .optimizer import Optimizer
 from .optimizer_state import STATE, is_state
 
 
-def fill_weights(network: Module, found: Checkpoint, keeper: Checkpoints, optimizer: Optimizer | None = None) -> None:
-    """Set the weights from a checkpoint. Collective."""
+def fill_weights(network: Module, found: Checkpoint, keeper: Checkpoints, optimizer: Optimizer | None = None, *,
+                 accept: Collection[str] = (), facts: Mapping[str, Any] | None = None) -> None:
+    """Set the weights from a checkpoint. Collective. accept, facts: as in `load_weights`."""
     make_masters(network, optimizer)
-    fill(keeper, found, network.matrices(), partial=is_state)
+    own, rank = {**facts_of(network), **(facts or {})}, network.whole.rank
+    fill(keeper, found, network.matrices(), partial=is_state,
+         check=lambda meta: compare(facts_in(meta), own, accept, str(found.path), rank=rank))
     network.loaded()
 
 

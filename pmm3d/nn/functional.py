@@ -14,7 +14,7 @@ import numpy as np
 
 from ..arrays import Array, NumpyLibrary, library_of, random
 from ..errors import DTypeError, LayoutError, Pmm3dError, hint
-from ..layout import LOW_PRECISION, Box, Layout, RaggedRows
+from ..layout import LOW_PRECISION, Box, Layout, RaggedRows, real
 from .compute import Form, array_namespace, column_sums, computing, sums_along
 from .contract import Gradient, LazyMatrix
 from .elementwise import GELU, GELU_TANH, RELU, SIGMOID, SILU, TANH, Activation, Elementwise, map_elementwise
@@ -197,7 +197,7 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
     ...     nn.dropout(x, 0.5, seed=1).gather()
     array([[2., 0., 2., 0.]])
     """
-    check_probability("dropout: p", p)
+    p = check_probability("dropout: p", p)
     if p == 0:
         return x
     x = whole(x)
@@ -209,9 +209,8 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
         map_elementwise(form, "dropout backward", MASKED, gradient, mask, scale),), keep={"dropout.mask": mask})
 
 
-def check_probability(name: str, p: float) -> None:
-    if not 0 <= p < 1:
-        raise Pmm3dError(f"{name} must be at least 0 and below 1, got {p}")
+def check_probability(name: str, p: float) -> float:
+    return real(p, f"{name} must be at least 0 and below 1", 0, Pmm3dError, 1)
 
 
 def _kept(form: Form, box: Box, p: float, seed: int, stream: int) -> Array:

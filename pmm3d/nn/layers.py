@@ -12,7 +12,7 @@ from typing import Any
 
 from ..comm import Grid
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
-from ..layout import Layout, natural
+from ..layout import Layout, natural, real
 from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
 from ..product.construct import Library, Shape
@@ -251,7 +251,7 @@ class RMSNorm(Module):
                  library: Library | None = None, precision: Precision | str | None = None):
         check_grid(type(self).__name__, grid)
         check_sizes(type(self).__name__, features=features)
-        self.grid, self.eps = grid, eps
+        self.grid, self.eps = grid, real(eps, f"{type(self).__name__}: eps is a number of at least 0", 0, Pmm3dError)
         self.gain = parameter(grid, (1, features), Layout((), cols), value=1.0, dtype=dtype, library=library,
                               precision=precision)
 
@@ -332,8 +332,7 @@ class Dropout(Module):
 
     def __init__(self, grid: Grid, p: float = 0.5, seed: int | None = None):
         check_grid("Dropout", grid)
-        functional.check_probability("Dropout: p", p)
-        self.grid, self.p, self.calls = grid, p, 0
+        self.grid, self.p, self.calls = grid, functional.check_probability("Dropout: p", p), 0
         self.seed = seed_of(grid, seed)
 
     def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:

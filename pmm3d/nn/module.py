@@ -421,6 +421,13 @@ def _items(name: str, value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple
             yield from _items(f"{name}.{key}", item, (*above, value))
 
 
+def functions_in(module: Module) -> list[str]:
+    """Names of the functions in the attributes of a module, such as activations; not of modules in it."""
+    parts = [part for attribute in module.attributes() for _, part in _items(*attribute)]
+    return [getattr(part, "__name__", type(part).__name__) for part in parts
+            if callable(part) and not isinstance(part, (Module, Parameter))]
+
+
 def _check_nothing_hides(module: Module) -> None:
     """Raise Pmm3dError for a parameter or module in an object that is not searched."""
     kinds = Module, Parameter

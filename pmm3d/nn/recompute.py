@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..arrays import Array
 from ..errors import Pmm3dError
 from ..layout import Layout
@@ -38,6 +40,7 @@ class Recomputed(NamedTuple):
         "none" or False; "full" or True: each block keeps only its input (Chen et al. 2016); k: every k-th block;
         "selective": attention keeps only queries, keys and values (Korthikanti et al. 2022). Raises Pmm3dError.
         """
+        recompute = recompute.item() if isinstance(recompute, np.generic) else recompute
         if isinstance(recompute, bool) or isinstance(recompute, int) and recompute > 0:
             return cls(int(recompute), False)
         if recompute not in POLICIES:

@@ -14,7 +14,6 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
-from ..errors import Pmm3dError
 from ..text import shell_command
 from .bench.command import bench_command
 from .convert import table_command, text_command
@@ -25,7 +24,7 @@ from .plan.pipeline import pipeline_command
 from .plan.product import product_command
 from .plan.train import train_command as plan_train_command
 from .predict import predict_command
-from .ranks import all_ranks, on_first, one_of, one_process
+from .ranks import Accept, all_ranks, on_first, one_process
 from .terminal import check_surroundings, say
 from .tune.blas.command import blas_command
 from .tune.command import machine_command
@@ -61,10 +60,7 @@ def train_command(
                                              "or start if there is none. never: start; an error if there is a "
                                              "checkpoint. Path of a checkpoint: continue from it, and rename later "
                                              "checkpoints to retired-*.")] = "never",
-    accept: Annotated[list[str] | None, typer.Option(callback=one_of("network", "data"),
-                                                     help="With --resume: network or data, which may differ from the "
-                                                          "checkpoint. Otherwise a difference is an error. "
-                                                          "Repeatable.")] = None,
+    accept: Accept = None,
     show: Annotated[bool, typer.Option("--show", help="Print the configuration as TOML, with the meaning and the "
                                                       "allowed values of each key. Do not train.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the run (ui.perfetto.dev).")] = None,
@@ -100,8 +96,6 @@ def train_command(
         from ..nn.training.job import train_job
 
         def first() -> configuration.Config:
-            if accept and resume == "never":
-                raise Pmm3dError("--accept has no effect without --resume: leave it out, or add --resume auto")
             check_writable(trace)
             return configuration.load(config)
 
@@ -145,15 +139,16 @@ def export_command(
                                                     "checkpoint).")],
     target: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
-    names: Annotated[str, typer.Option(help="Names of the tensors: torch; gpt2, for network.kind gpt; llama, for "
-                                            "network.kind llama.")] = "torch",
+    names: Annotated[str | None, typer.Option(help="Names of the tensors: torch; gpt2, for network.kind gpt; llama, "
+                                                   "for network.kind llama. Default: gpt2 or llama if the network has "
+                                                   "these names, else torch.")] = None,
 ) -> None:
     """Write the weights of a checkpoint as a torch state dict.
 
     Names and shapes are those of the same layers in a torch.nn.Sequential without Dropout. Load the file with
-    network.load_state_dict(safetensors.torch.load_file(TARGET)). With --names gpt2 or llama, names and shapes are those
-    of the transformers package. The metadata "pmm3d" of the file contains the configuration of the run. The file has a
-    temporary name until it is complete.
+    network.load_state_dict(safetensors.torch.load_file(TARGET)). The names gpt2 and llama are names and
+    shapes of the transformers package. The metadata "pmm3d" of the file contains the configuration of the run. The file
+    has a temporary name until it is complete.
 
     [bold]Examples[/]
 
@@ -161,7 +156,7 @@ def export_command(
 
     pmm3d export runs/digits/checkpoints/step-00000300 d.safetensors --overwrite
 
-    pmm3d export runs/gpt gpt.safetensors --names gpt2
+    pmm3d export runs/gpt gpt.safetensors --names torch
     """
     with all_ranks() as comm:
         from ..nn.training.export import check_target, export_checkpoint

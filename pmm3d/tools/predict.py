@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from ..io.conversion import ENDINGS, check_ending, convert
 from ..io.disk import check_replaceable, sync
 from ..text import counted, shell_command
 from .output import bar, check_writable
-from .ranks import all_ranks, on_first, size
+from .ranks import Accept, all_ranks, on_first, size
 from .terminal import say
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def predict_command(
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the draws. Default: 0.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="A file of pmm3d convert text with the tokenizer of the run. "
                                                         "Default: the data file of the run.")] = None,
+    accept: Accept = None,
 ) -> None:
     """Compute the outputs of a trained network for samples, or continue a text.
 
@@ -82,7 +83,7 @@ def predict_command(
             others = {"FILE": file, "--inputs": inputs, "--batch-size": batch_size}
             on_first(comm, lambda: _check_alone(others, out, overwrite))
             _continue_text(comm, run, prompt, 200 if length is None else length,
-                           1.0 if temperature is None else temperature, top_k, seed or 0, tokenizer, out)
+                           1.0 if temperature is None else temperature, top_k, seed or 0, tokenizer, accept or (), out)
             return
         of_text = {"--length": length, "--temperature": temperature, "--top-k": top_k, "--seed": seed,
                    "--tokenizer": tokenizer}
@@ -98,7 +99,7 @@ def predict_command(
                     raise DataError(f"{given[0]} is for a text: name the --prompt that it begins with, or leave it out")
                 check_ending(out, (*ENDINGS, ".csv"))
                 to_csv = out.suffix.lower() == ".csv"
-                asked = Asked(run, file, out, inputs, batch_size, overwrite)
+                asked = Asked(run, file, out, inputs, batch_size, overwrite, accept=accept or ())
                 check_files(asked)
                 check_writable(out)
                 if file.suffix.lower() in CONVERTED:
@@ -130,13 +131,13 @@ def _check_alone(others: Mapping[str, object], out: Path | None, overwrite: bool
 
 
 def _continue_text(comm: MPI.Intracomm, run: Path, prompt: str, length: int, temperature: float, top_k: int | None,
-                   seed: int, tokenizer: Path | None, out: Path | None) -> None:
+                   seed: int, tokenizer: Path | None, accept: Collection[str], out: Path | None) -> None:
     """Print the text that a network generates after a prompt, and write it to OUT."""
     from ..nn.training.predict import continue_text
 
     with bar("predict", comm.rank == 0):
         done = continue_text(comm, run, prompt, length, temperature=temperature, top_k=top_k, seed=seed,
-                             tokenizer=tokenizer)
+                             tokenizer=tokenizer, accept=accept)
     if out is not None:
         on_first(comm, lambda: _write_text(out, done.text))
     if comm.rank == 0:

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -115,6 +115,13 @@ def one_of(*choices: str) -> Callable[[Any], Any]:
 def size(least: int, text: str, most: int = MOST) -> Any:
     """Return a typer option for a whole number from `least` to `most`. text: its help."""
     return typer.Option(min=least, max=most, help=text)
+
+
+Accept = Annotated[list[str] | None, typer.Option(
+    callback=one_of("network", "data", "columns", "classes", "tokenizer"),
+    help="network, data, columns, classes or tokenizer, which may differ from those of the checkpoint or of the "
+         "training data. Otherwise a difference is an error. Repeatable.")]  # fmt: skip
+"""Option of the names in `nn.facts.ACCEPTED`."""
 
 
 def on_first(comm: MPI.Intracomm, work: Callable[[], Answer]) -> Answer:

@@ -1,5 +1,7 @@
 """Text to tokens in HDF5: bytes, tokens of a tokenizer, errors."""
 
+import json
+
 import h5py
 import numpy as np
 import pytest
@@ -71,9 +73,38 @@ def test_the_tokens_of_a_tokenizer(tmp_path, target, tokenizer):
     assert np.array_equal(made.encode(f"abc abc{END}ä"), found)
     with pytest.raises(DataError, match="the token 260 has no text: the tokens of this tokenizer are 0 to 259"):
         made.decode([257, 260])
+    assert Tokenizer().encode("c\udcc3").tolist() == [99, 195], "bytes of a command line that are not UTF-8"
+    with pytest.raises(UnicodeDecodeError):
+        made.encode("c\udcc3")
     with pytest.raises(DataError, match="the token 256 has no text: .* 0 to 255. Decode with the tokenizer"):
         Tokenizer().decode([97, 256])
     assert done == (5, 260, 7 + len(END) + 2) and about == {"vocabulary": 260, "bytes": done.bytes}
+
+
+def test_the_vocabulary_is_asked_for_once(tokenizer):
+    """Not for each token or text that is decoded."""
+    coder = Tokenizer(tokenizer.read_text())
+    made, asked = coder._made, []
+
+    class Counted:
+        def get_vocab(self):
+            asked.append(1)
+            return made.get_vocab()
+
+        def __getattr__(self, name):
+            return getattr(made, name)
+
+    coder._made = Counted()
+    assert coder.decode([257] * 20) + coder.decode([257, 258]) == "abc" * 21 + " abc" and len(asked) == 1
+
+
+def test_tokenizers_differ_by_what_changes_tokens(tokenizer):
+    known = json.loads(tokenizer.read_text())
+    same = {**known, "truncation": {"max_length": 128}, "padding": {}, "decoder": None, "post_processor": None}
+    other = {**known, "model": {**known["model"], "merges": known["model"]["merges"][::-1]}}
+    digests = [Tokenizer(json.dumps(each)).digest for each in (known, dict(reversed(known.items())), same, other)]
+    assert digests[0] == digests[1] == digests[2] != digests[3]
+    assert Tokenizer().digest == "bytes" and Tokenizer("of another program").digest not in digests
 
 
 def test_what_is_refused(tmp_path, target, tokenizer):
@@ -86,7 +117,7 @@ def test_what_is_refused(tmp_path, target, tokenizer):
     for said, sources, options in (
             ("cannot convert .*none.txt", [tmp_path / "none.txt"], {}),
             ("there is no text: 0 tokens in 1 file", [empty], {}),
-            ("latin.txt is not UTF-8, from byte 3 on", [text, latin], {"tokenizer": tokenizer}),
+            ("latin.txt: the text is not UTF-8, from byte 3 on", [text, latin], {"tokenizer": tokenizer}),
             ("is none that the package tokenizers can read", [text], {"tokenizer": other})):
         with given(said=said), pytest.raises(DataError, match=said):
             convert_text(sources, target, **options)
@@ -113,3 +144,66 @@ def test_the_command(tmp_path, target, tokenizer):
         done = run(*words, tmp_path / "table.csv", tmp_path / "table.h5", "--overwrite")
         assert done.exit_code == 0 and "the first line is a header" in done.output
     assert "text" in run("--help").output
+
+
+def words(number=4):
+    from tokenizers import Tokenizer as Made
+    from tokenizers import models, pre_tokenizers
+
+    made = Made(models.WordLevel({f"w{index}": index for index in range(number)}, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return made
+
+
+def test_settings_of_a_tokenizer_for_a_training_change_no_token(tmp_path, target):
+    """Truncation, padding, and the dropout of merges. Each word is a token, once."""
+    from tokenizers import Tokenizer as Made
+    from tokenizers import models
+
+    merges = [("a", "b"), ("ab", "c")]
+    dropping = Made(models.BPE({"a": 0, "b": 1, "c": 2, "ab": 3, "abc": 4}, merges, dropout=0.9))
+    short, long = words(), words()
+    short.enable_truncation(8)
+    long.enable_padding(length=64, pad_id=1, pad_token="w1")
+    for made, text, expected in ((short, "w2 w3 " * 10, [2, 3] * 10), (long, "w2 w3", [2, 3]),
+                                 (dropping, "abc" * 10, [4] * 10)):
+        with given(text=text):
+            made.save(str(tmp_path / "tokenizer.json"))
+            (tmp_path / "a.txt").write_text(text)
+            done = convert_text([tmp_path / "a.txt"], target, tokenizer=tmp_path / "tokenizer.json", overwrite=True)
+            assert written(target)[0].tolist() == expected and done.tokens == len(expected)
+            assert Tokenizer.of(target).encode(text).tolist() == expected
+
+
+def test_a_tokenizer_is_a_json_file_or_a_converted_file(tmp_path, target, tokenizer):
+    text = tmp_path / "a.txt"
+    text.write_text("abc abc")
+    convert_text([text], target, tokenizer=tokenizer)
+    again = tmp_path / "again.h5"
+    convert_text([text], again, tokenizer=target)
+    assert np.array_equal(written(again)[0], written(target)[0])
+    assert Tokenizer.of(again).json == Tokenizer.of(tokenizer).json == tokenizer.read_text()
+    for contents in (b"\n\x0e\n\x05<unk>\x15\x00\x00\xff\xfe", b"[]", b"", b"\x89HDF\r\n\x1a\n", None):
+        with given(contents=contents), pytest.raises(DataError, match="other"):
+            other = tmp_path / "other"
+            other.unlink(missing_ok=True)
+            if contents is not None:
+                other.write_bytes(contents)
+            convert_text([text], again, tokenizer=other, overwrite=True)
+
+
+def test_a_text_that_is_not_utf_8_is_refused(tokenizer):
+    """Such as the argument of a command, in which Python replaces bytes by surrogates. Without a tokenizer, these bytes
+    are tokens."""
+    assert Tokenizer().encode("ab\udcff").tolist() == [97, 98, 255]
+    for text in ("ab\udcff", b"ab\xff", "\ud800"):
+        with given(text=text), pytest.raises(DataError, match="not UTF-8, from byte"):
+            Tokenizer.of(tokenizer).encode(text)
+
+
+def test_a_token_between_texts_that_the_tokenizer_lacks_is_warned_of(tmp_path, target, tokenizer, caplog):
+    (tmp_path / "a.txt").write_text("abc")
+    for between, count in ((END, 0), ("\n\n", 0), ("<s>", 1)):
+        caplog.clear()
+        convert_text(2 * [tmp_path / "a.txt"], target, tokenizer=tokenizer, between=between, overwrite=True)
+        assert len(caplog.records) == count and all(between in each.getMessage() for each in caplog.records)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from training_runs import RunsHere, fails
 
-from pmm3d import Pmm3dError
+from pmm3d import DataError, Pmm3dError
 from pmm3d.nn.training.build import trainer
 from pmm3d.nn.training.config import checked
 
@@ -19,7 +19,7 @@ KINDS = ["cat", "dog", "owl"]
 def write(comm, shared_path):
     """write(name, y, class_names) writes a file of len(y) samples for all ranks, and returns its path."""
 
-    def write(name, y, names=None, **others):
+    def write(name, y, names=None, columns=None, **others):
         path = shared_path / f"{name}.h5"
         if comm.rank == 0:
             with h5py.File(path, "w") as file:
@@ -28,6 +28,8 @@ def write(comm, shared_path):
                     file[key] = array
                 if names:
                     file["y"].attrs["class_names"] = names
+                if columns:
+                    file["x"].attrs["columns"] = columns
         comm.barrier()
         return str(path)
 
@@ -38,12 +40,12 @@ def write(comm, shared_path):
 def warned(comm, caplog, shared_path):
     """warned(data, **training): warnings on all ranks when the trainer of this configuration is made."""
 
-    def warned(data, **training):
+    def warned(data, accept=(), **training):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "pmm3d.nn"):
             config = {"data": data | {"batch_size": 8}, "network": {"hidden": [3]},
                       "training": {"folder": str(shared_path / "run"), "steps": 5, **training}}
-            with trainer(checked(config), comm) as run:
+            with trainer(checked(config), comm, accept=accept) as run:
                 for _ in run.loader:
                     pass
                 warned.loss = run.recipe.loss
@@ -104,21 +106,39 @@ def test_classes_of_the_validation_file_are_those_of_training_by_name(write, war
 
 
 @two
-def test_weights_of_classes_in_another_order_are_refused(shared_path, comm):
-    here = RunsHere(shared_path, comm)
+def test_columns_of_the_validation_file_are_those_of_training_in_their_order(write, warned):
+    """Columns that one file does not name are not compared."""
+    y = np.arange(40) % 2
+    file = write("training", y, columns=[*"abcd"])
+    other = {"file": file, "validation_file": write("turned", y, columns=[*"dcba"])}
+    with pytest.raises(DataError, match=r"columns was \['a', 'b', 'c', 'd'\], is \['d', .*--accept columns"):
+        warned(other)
+    assert "is accepted with a difference: columns was ['a', " in warned(other, accept=["columns"])
+    for name, columns in (("same", [*"abcd"]), ("nameless", None)):
+        assert not warned({"file": file, "validation_file": write(name, y, columns=columns)})
 
-    def named(*names):
+
+@two
+@pytest.mark.parametrize(("data", "attribute", "kind"), [("y", "class_names", "classes"), ("x", "columns", "columns")])
+def test_weights_for_other_names_are_refused(shared_path, comm, data, attribute, kind):
+    """From a run, and from its exported file; by a resume too."""
+    here, letters = RunsHere(shared_path, comm), [*"abcdefghijkl"][: 3 if kind == "classes" else 12]
+
+    def named(names):
         comm.barrier()
         if comm.rank == 0:
             with h5py.File(here.folder / "data.h5", "a") as file:
-                file["y"].attrs["class_names"] = names
+                file[data].attrs[attribute] = names
         comm.barrier()
 
-    named("cat", "dog", "owl")
-    assert here.train(here.config("first", training="steps = 1"), ranks=1).returncode == 0
-    named("dog", "cat", "owl")
-    fails(here.train(here.config("second", training=f"steps = 1\nweights = '{here.folder}/first'")),
-          "'dog' is class 1 there and class 0 in this run. Convert the data with --class-names cat,dog,owl")
-    named("red", "green", "blue")
-    done = here.train(here.config("third", training=f"steps = 1\nweights = '{here.folder}/first'"), ranks=1)
-    assert done.returncode == 0 and "was trained on other classes (cat, dog, owl)" in done.stderr, done.stderr
+    named(letters)
+    assert here.train(here.config("first", training="steps = 1")).returncode == 0
+    assert here.run("export", str(here.folder / "first"), str(here.folder / "first.safetensors")).returncode == 0
+    named(letters[::-1])
+    text = f"{kind} was ['a', 'b', 'c'" + ("], is ['c', " if kind == "classes" else ", 'd' and 8 more], is ['l', ")
+    for weights in ("first", "first.safetensors"):
+        config = here.config("second", training=f"steps = 1\nweights = '{here.folder}/{weights}'")
+        fails(here.train(config), text)
+    done = here.train(config, "--accept", kind)
+    assert done.returncode == 0 and text in done.stderr, done.stderr
+    fails(here.train(here.config("first", training="steps = 2"), "--resume", "auto", "--accept", "data"), text)

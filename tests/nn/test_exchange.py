@@ -1,7 +1,12 @@
 """Networks to torch and back: the same outputs there, the same weights here, on another grid."""
 
+import json
+
 import numpy as np
 import pytest
+from loops import given
+from on_disk import on_rank_0
+from safetensors.numpy import load_file, save_file
 from samples import to_library
 
 from pmm3d import CheckpointError, DistMatrix, Grid, nn
@@ -9,6 +14,8 @@ from pmm3d.io import Checkpoints
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.exchange import export_torch, import_torch, load_weights
+from pmm3d.nn.facts import facts_of
+from pmm3d.nn.training import TrainState
 
 SIZES = [7, 13, 11, 5]
 
@@ -82,3 +89,81 @@ def test_a_warm_start_takes_the_weights_and_nothing_else(comm, nranks, shared_pa
             other, shared_path / "none.safetensors"))
         for name, matrix in other.matrices().items():
             assert np.array_equal(matrix.gather(), values[name])
+
+
+LLAMA = {"vocabulary": 13, "layers": 1, "hidden": 16, "mlp": 16, "positions": 8, "heads": 4, "kv_heads": 2,
+         "rotary_base": 5e5}
+OTHERS = [({"heads": 2, "kv_heads": 1}, "network.heads was 4, is 2"),
+          ({"rotary_base": 1e4}, "network.rotary_base was 500000.0, is 10000.0"),
+          ({"window": 2}, "network.window was None, is 2"), ({"eps": 0.1}, "network.eps was 1e-05, is 0.1")]
+
+
+def state_of(net):
+    return TrainState(net, optim.SGD(net.parameters(), lr=0.1))
+
+
+def foreign(net, folder):
+    """Write a folder as another program does: without metadata of pmm3d in the file."""
+    net.export(folder)
+    on_rank_0(net.grid, lambda: save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors"))
+
+
+@pytest.mark.parallel([2])
+def test_weights_of_a_network_with_other_settings_are_refused_by_name(comm, shared_path, fails, caplog):
+    """From each kind of file, before a weight changes, unless the network may differ. All shapes fit."""
+    with Grid(comm, "fsdp") as grid:
+        net = nn.Llama(grid, seed=1, **LLAMA)
+        doors = {"folder": foreign,
+                 "file": lambda net, path: net.export(path.with_suffix(".safetensors"), names="torch"),
+                 "checkpoint": lambda net, path: state_of(net).save(Checkpoints(grid, path))}
+        for door, write in doors.items():
+            write(net, shared_path / door)
+            path = next(shared_path.glob(f"{door}*"))
+            for changes, text in OTHERS:
+                with given(door=door, changes=changes):
+                    other = nn.Llama(grid, seed=2, **{**LLAMA, **changes})
+                    before = {name: matrix.gather() for name, matrix in other.matrices().items()}
+                    fails(CheckpointError, f"{text}.*--accept network", lambda: load_weights(other, path))
+                    assert all(np.array_equal(each.gather(), before[name]) for name, each in other.matrices().items())
+            load_weights(other, path, accept=["network"])
+            for name, matrix in net.matrices().items():
+                assert np.array_equal(matrix.gather(), other.matrices()[name].gather())
+            assert text in caplog.text or comm.rank
+            caplog.clear()
+
+
+@pytest.mark.parallel([2])
+def test_activations_and_masks_are_compared_too(comm, shared_path, fails):
+    """Of any network, and by the resume of a loop of one's own, which has no settings."""
+    gpt = {"vocabulary": 13, "layers": 1, "hidden": 16, "heads": 2, "positions": 8}
+    with Grid(comm, "fsdp") as grid:
+        for text, net, make in (
+                ("activation was 'gelu', is 'relu'", nn.MLP(grid, [3, 4, 4, 2], nn.gelu),
+                 lambda: nn.MLP(grid, [3, 4, 4, 2], "relu")),
+                ("causal was True, is False; network.activation was 'gelu_tanh', is 'gelu'", nn.GPT(grid, **gpt),
+                 lambda: nn.Encoder(grid, **gpt)),
+                (r"window was \[2, None\], is None",
+                 nn.Sequential(grid, nn.Attention(grid, 8, 2, window=2), nn.Attention(grid, 8, 2)),
+                 lambda: nn.Sequential(grid, nn.Attention(grid, 8, 2), nn.Attention(grid, 8, 2)))):
+            with given(text=text):
+                keeper = Checkpoints(grid, shared_path / type(net).__name__)
+                state_of(net).save(keeper)
+                export_torch(net, shared_path / "net.safetensors")
+                for path in (keeper.folder, shared_path / "net.safetensors"):
+                    fails(CheckpointError, text, lambda: load_weights(make(), path))
+                fails(CheckpointError, text, lambda: state_of(make()).resume(keeper))
+                assert state_of(make()).resume(keeper, accept=["network"])
+
+
+@pytest.mark.parallel([2])
+def test_a_configuration_that_no_network_has_is_refused_unless_accepted(comm, shared_path, fails):
+    with Grid(comm, "fsdp") as grid:
+        net, path = nn.Llama(grid, seed=1, **LLAMA), shared_path / "net"
+        assert facts_of(net) == net.architecture.facts
+        gpt = nn.GPT(grid, vocabulary=5, layers=2, hidden=8, heads=2, positions=4)
+        assert facts_of(gpt) == gpt.architecture.facts
+        net.export(path)
+        config = json.loads((path / "config.json").read_text())
+        on_rank_0(grid, lambda: (path / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"})))
+        fails(CheckpointError, "hidden_act is 'gelu'", lambda: load_weights(net, path))
+        assert load_weights(net, path, accept=["network"]) == path

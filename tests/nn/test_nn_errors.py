@@ -63,6 +63,21 @@ def test_labels_that_fit_no_class(grid, fails):
     fails(LayoutError, text + r"; got \(6, 5\)", lambda: nn.cross_entropy(logits, logits))
 
 
+@pytest.mark.parallel([1])
+def test_options_that_are_numbers_of_numpy(grid, fails):
+    """As the same numbers of Python. Texts are refused, also if they contain a number."""
+    others = {"norm": np.bool_(True), "bias": np.bool_(False), "dropout": np.float32(0.5), "recompute": np.int64(2)}
+    plain = {name: value.item() for name, value in others.items()}
+    made, expected = (nn.MLP(grid, [np.int64(3), 4, 4, np.int32(2)], seed=1, **options) for options in (others, plain))
+    assert str(made) == str(expected) and made.random_state() == expected.random_state()
+    for norm in (nn.LayerNorm, nn.RMSNorm):
+        assert type(norm(grid, np.int64(3), np.float64(0.5)).eps) is float
+        for eps in (-1, "1e-5", float("nan")):
+            fails(Pmm3dError, "eps is a number of at least 0", lambda: norm(grid, 3, eps))
+    fails(Pmm3dError, "p must be at least 0", lambda: nn.Dropout(grid, "0.5"))
+    fails(LayoutError, "rotary_base must be", lambda: nn.Attention(grid, 4, 2, rotary_base="1e6"))
+
+
 @some
 def test_shapes_that_do_not_fit(grid, fails):
     x, wide = tensor(grid), tensor(grid, 6, 7)

@@ -1,6 +1,7 @@
 """`pmm3d train` of transformers on text: the log on every grid, and interrupted runs."""
 
 import json
+import shutil
 from math import exp, isclose, log
 
 import h5py
@@ -10,6 +11,7 @@ from loops import given
 from mpi_runner.plugin import all_tests
 from training_runs import RunsHere, fails, signal_at
 
+from pmm3d import Grid, nn
 from pmm3d.nn.training.loop import Trainer
 
 pytestmark = [pytest.mark.parallel([2], thorough=[4]), pytest.mark.deadline(240)]
@@ -38,6 +40,22 @@ def config(here, name="run", grid="", network="", training="", kind="gpt", data=
             f'[training]\nfolder = "{here.folder}/{name}"\nlog_every = 1\n{training}\n')
     here.comm.barrier()
     return str(here.folder / f"{name}.toml")
+
+
+def test_a_network_can_have_more_tokens_than_the_data(here, comm):
+    """As published networks with a padded vocabulary, whose weights begin the run."""
+    with Grid(comm, "ddp") as grid:
+        net = nn.GPT(grid, vocabulary=40, positions=16, layers=2, hidden=8, heads=2, seed=3)
+        net.export(here.folder / "padded")
+        table = net.gather("0.table")
+    weights = f"steps = 1\nweights = '{here.folder}/padded'"
+    done = here.train(config(here, "padded_run", network="vocabulary = 40", training=weights))
+    assert done.returncode == 0, done.stderr
+    assert here.weights("padded_run")["0.table"].shape == table.shape
+    done = here.train(config(here, "padded_run", network="vocabulary = 48", training="steps = 2"), "--resume", "auto")
+    fails(done, "network.vocabulary was 40, is 48")
+    fails(here.train(config(here, "narrow", training=weights)), "network.vocabulary was 40, is 32")
+    fails(here.train(config(here, "small", network="vocabulary = 31")), "network.vocabulary = 31, but the data have")
 
 
 def losses(here, name):
@@ -138,6 +156,30 @@ def test_another_length_or_number_of_heads_is_refused(here, comm):
             fails(here.train(here.folder / "run.toml", "--resume", "auto"), f"{key} was {before}, is {now}")
 
 
+def test_the_tokenizers_of_all_files_are_compared(here, comm):
+    """Of the validation file, of initial weights and of a resume: by what changes tokens, not by their number."""
+    words, same = {f"w{number}": number for number in range(32)}, {"truncation": {"max_length": 4}, "decoder": None}
+    coders = {"text": {"model": {"vocab": words}}, "same": {**same, "model": {"vocab": words}},
+              "other": {"model": {"vocab": dict(zip(reversed(words), range(32)))}}}
+    if comm.rank == 0:
+        for name in ("same", "other"):
+            shutil.copy(here.folder / "text.h5", here.folder / f"{name}.h5")
+        for name, coder in coders.items():
+            with h5py.File(here.folder / f"{name}.h5", "a") as file:
+                file["tokenizer"] = json.dumps(coder)
+    comm.barrier()
+    validation = "validation_file = '{}/{}.h5'".format
+    assert here.train(config(here, training="steps = 1", data=validation(here.folder, "same"))).returncode == 0
+    against = config(here, "two", training="steps = 1", data=validation(here.folder, "other"))
+    fails(here.train(against), "the tokenizer of")
+    assert here.train(against, "--accept", "tokenizer").returncode == 0
+    if comm.rank == 0:
+        (here.folder / "other.h5").rename(here.folder / "text.h5")
+    comm.barrier()
+    fails(here.train(config(here, "warm", training=f"steps = 1\nweights = '{here.folder}/run'")), "--accept tokenizer")
+    fails(here.train(config(here, training="steps = 2"), "--resume", "auto", "--accept", "data"), "--accept tokenizer")
+
+
 MODEL = """
 from pmm3d import nn
 def build(grid, features, outputs):
@@ -158,3 +200,9 @@ def test_a_network_of_ones_own_takes_tokens(here, comm):
     done = here.train(here.folder / "own.toml")
     assert done.returncode == 0 and len(losses(here, "own")) == 3, done.stderr
     assert "memory is not predicted" not in done.stderr
+    if comm.rank == 0:
+        (here.folder / "model.py").write_text(MODEL.replace("window=4", "window=2"))
+        warm = text.replace(f"{here.folder}/own", f"{here.folder}/warm")
+        (here.folder / "warm.toml").write_text(f'{warm}weights = "{here.folder}/own"\n')
+    comm.barrier()
+    fails(here.train(here.folder / "warm.toml"), "network.window was 4, is 2")

@@ -12,8 +12,8 @@ from on_disk import on_rank_0
 from pmm3d import Grid, Pmm3dError, nn
 from pmm3d.io import Checkpoints, DataSet
 from pmm3d.nn import optim
+from pmm3d.nn.facts import differences, refuse
 from pmm3d.nn.training import TrainState
-from pmm3d.nn.training.state import differences, refuse
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(240)]
 
@@ -139,7 +139,7 @@ def test_other_data_are_accepted_if_told_and_begin_the_epoch_anew(begin, checkpo
     state = begin(shift=1)
     assert state.resume(checkpoints, accept={"data"}) is not None
     assert (state.step, state.loader.epoch, state.loader.batch) == (8, 1, 0)
-    with pytest.raises(Pmm3dError, match="accept must be network or data; got 'everything'"):
+    with pytest.raises(Pmm3dError, match="accept must be network, data, .* or tokenizer; got 'everything'"):
         state.resume(checkpoints, accept={"everything"})
 
 
@@ -209,3 +209,7 @@ def test_settings_are_compared_key_by_key():
     with pytest.raises(Pmm3dError, match="data.batch_size was 8, is 9; training.seed was 0, is 1.*--accept data"):
         refuse(found, {"network"})
     refuse(found, {"network", "data"})
+    names = [f"n{number}" for number in range(40)]
+    found = differences({"columns": names}, {"columns": [*names[:30], *names[:29:-1]]})
+    with pytest.raises(Pmm3dError, match=r"columns was \[..., 'n30', .* 6 more\], is \[..., 'n39', .*--accept col"):
+        refuse(found, {"network", "data"})

@@ -115,7 +115,6 @@ IMPOSSIBLE = [
     (("train", "digits.toml"), "digits.toml is not TOML: Exceeds the limit"),
     (("train", "red.toml"), r"cannot open red\x1b[31m.h5"),
     (("train", "good.toml", "--trace", "folder"), "cannot write folder: it is a folder"),
-    (("train", "good.toml", "--accept", "data"), "--accept has no effect without --resume"),
     (("report", "deep.json"), "maximum recursion depth exceeded"),
     (("report", "red\x1b[31m"), r"red\x1b[31m is not there"),
     (("report", "folder", "--output", "none/x"), "cannot write none/x: there is no folder"),

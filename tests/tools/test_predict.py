@@ -4,10 +4,15 @@ import csv
 import json
 import os
 import shutil
+from typing import get_args
 
 import h5py
 import numpy as np
 import pytest
+import typer
+
+from pmm3d.nn.facts import ACCEPTED
+from pmm3d.tools.ranks import Accept
 
 NAMES = ["cat", "dog", "eel"]
 
@@ -273,6 +278,13 @@ def test_a_full_disk_leaves_no_half_predictions(job, trained, tmp_path):
     assert (tmp_path / "o.h5").read_text() == "mine" and not (tmp_path / "o.h5.writing").exists()
 
 
+def test_the_option_accept_has_the_names_of_all_facts():
+    option = get_args(Accept)[1]
+    assert option.callback([*ACCEPTED]) == [*ACCEPTED] and all(name in option.help for name in ACCEPTED)
+    with pytest.raises(typer.BadParameter, match=f"'weights' is none of {', '.join(ACCEPTED)}"):
+        option.callback(["weights"])
+
+
 def test_samples_and_predictions_may_be_tables(pmm3d, trained, tmp_path):
     trained()
     x = predicted(tmp_path / "x.h5")["x"]
@@ -298,12 +310,14 @@ def test_samples_and_predictions_may_be_tables(pmm3d, trained, tmp_path):
     said(pmm3d("predict", "run", "no.csv", "--out", "out2.csv"), "there is no file no.csv")
     np.savetxt(tmp_path / "xy.csv", np.c_[x, x[:, 0] > 0], delimiter=",")
     np.savetxt(tmp_path / "turned.csv", x, delimiter=",", header="b,a,c,d,e", comments="")
-    said(pmm3d("predict", "run", "turned.csv", "--out", "out2.csv"), "turned.csv has the columns b, a, c")
+    said(pmm3d("predict", "run", "turned.csv", "--out", "out2.csv"), "columns was ['a', 'b', 'c', 'd' and 1 "
+         "more], is ['b', 'a', 'c', 'd' and 1 more]")
+    assert pmm3d("predict", "run", "turned.csv", "--out", "turned.h5", "--accept", "columns").returncode == 0
     said(pmm3d("predict", "run", "xy.csv", "--out", "out2.csv"), "one column more than the 5 inputs. If it is")
     said(pmm3d("predict", "run", "x.csv", "--out", "out.npy"), "ends in .npy, which is another format")
     said(pmm3d("predict", "run", "x.csv", "--out", "out.csv"), "out.csv exists; --overwrite replaces it")
     (tmp_path / "x.csv").write_text("0,1,2,3,4\n1,2,3,4,5\n")
-    said(pmm3d("predict", "run", "x.csv", "--out", "out2.csv"), "x.csv has the columns 0, 1, 2")
+    said(pmm3d("predict", "run", "x.csv", "--out", "out2.csv"), "the columns of x.csv differ")
     (tmp_path / "x.csv").write_text("0,1,2,3,4\n1,2,3,4,a\n")
     said(pmm3d("predict", "run", "x.csv", "--out", "out2.csv"), "pmm3d convert x.csv FILE.h5 has options for that: --")
     np.savetxt(tmp_path / "x.csv", x[:, :4], delimiter=",")

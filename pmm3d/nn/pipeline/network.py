@@ -18,7 +18,7 @@ from ..compute import override
 from ..containers import Sequential
 from ..contexts import no_grad
 from ..dry import Facts, dry_grid
-from ..exchange import TORCH, StrPath, export_torch
+from ..exchange import StrPath, export_torch
 from ..gradient_buffer import GradientBuffer
 from ..module import Module
 from ..parameter import Parameter
@@ -344,7 +344,7 @@ class Pipeline(Module):
             self._passes[inputs] = found
         return self._passes[inputs]
 
-    def export(self, path: StrPath, names: str = TORCH) -> None:
+    def export(self, path: StrPath, names: str | None = None) -> None:
         """Write the weights of all stages. Collective.
 
         Parameters

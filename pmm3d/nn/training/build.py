@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -36,9 +36,11 @@ from .state import TrainState
 
 
 @contextmanager
-def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None, **options: Any) -> Iterator[Trainer]:
-    """Context of the trainer, on a grid over comm. signals: received so far; options: further arguments of Grid. Raises
-    Pmm3dError, on every rank, if data and configuration do not fit together."""
+def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None, accept: Collection[str] = (),
+            **options: Any) -> Iterator[Trainer]:
+    """Context of the trainer, on a grid over comm. signals: received so far; accept: facts of the validation file that
+    may differ; options: further arguments of Grid. Raises Pmm3dError, on every rank, if data and configuration do not
+    fit together."""
     auto = chosen_grid(config, comm) if config.grid.shape == AUTO else None
     shape: tuple[Any, int] = config.grid.shape, config.grid.data
     if auto is not None:
@@ -53,7 +55,7 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
         own = None
         if config.network.build:
             own = OwnNetwork(grid, config.network, config.precision, config.training.seed)
-        with opened(config, grid) as ((data, rows), held_out):
+        with opened(config, grid, accept) as ((data, rows), held_out):
             loss = loss_of(config, data.classes is not None)
             classes = data.classes if loss == "cross_entropy" else None
             batches: dict[str, Any] = {"batch_size": config.data.batch_size, "prefetch": config.data.prefetch,
@@ -63,8 +65,9 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
                                'network.library = "torch" is faster, and has bfloat16')
             samples = samples_of(data, loss)
             found = SampleSizes(samples.features, samples.outputs, classes is not None, len(rows))
+            with grid.collective_call("training"):
+                sizes = layer_sizes(config, found.features, found.outputs)
             _predict_memory(config, grid, found, own)
-            sizes = layer_sizes(config, found.features, found.outputs)
             network, output = make_network(config, grid, sizes, own)
             if isinstance(data, TokenDataSet):
                 batches |= {"layout": token_layout(grid.stage, data.sequence),

@@ -14,7 +14,8 @@ from ...io.checkpoint import Checkpoint
 from ...io.disk import check_replaceable
 from ...layout import Layout
 from ...product import DistMatrix
-from ..exchange import ENDING, TORCH, export_torch, torch_name
+from ..exchange import ENDING, OWN, TORCH, export_torch, torch_name
+from ..facts import FACTS, facts_in
 from ..from_checkpoint import fill, fill_weights, find_checkpoint
 from ..optimizer_state import is_state
 from .network import network_of
@@ -28,7 +29,7 @@ def check_target(target: Path, overwrite: bool) -> None:
     check_replaceable(target, overwrite)
 
 
-def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path, names: str = TORCH) -> Path:
+def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path, names: str | None = None) -> Path:
     """Write the weights of a checkpoint, or of a run's newest undamaged one, as `export_torch` does, and return the
     checkpoint. Collective over comm. Raises CheckpointError, on every rank."""
     with Grid(comm, "fsdp") as grid:
@@ -39,7 +40,7 @@ def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path, names
             known = None
         of_torch = known is None or known.config.network.build  # a file of network.build may be missing now
         with grid.collective_call("export", names, always=True):
-            if of_torch and names != TORCH:
+            if of_torch and names not in (None, TORCH):
                 raise CheckpointError(f"{found.path} does not determine its network, so the export cannot use the "
                                       f"names {names!r}. Make the network in a program, load it with "
                                       "nn.exchange.load_weights, and call its export")
@@ -51,14 +52,14 @@ def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path, names
 
 
 def _export_network(grid: Grid, keeper: Checkpoints, found: Checkpoint, known: Recalled, target: Path,
-                    names: str) -> None:
+                    names: str | None) -> None:
     """Export the parameters of the network, which distinguishes vectors from matrices."""
     section = known.config.network.model_copy(update={"library": "numpy"})
     config = known.config.model_copy(update={"network": section})
     made = network_of(config, grid, known.samples)
     fill_weights(made, found, keeper)
-    said = {"network": config.settings()["network"], SAMPLES: known.samples.model_dump()}
-    export_torch(made, target, {"pmm3d": json.dumps(said)}, names=names)
+    said = {"network": config.settings()["network"], SAMPLES: known.samples.model_dump(), FACTS: known.facts}
+    export_torch(made, target, {OWN: json.dumps(said)}, names=names)
 
 
 def _export_matrices(grid: Grid, keeper: Checkpoints, found: Checkpoint, target: Path) -> None:
@@ -70,4 +71,5 @@ def _export_matrices(grid: Grid, keeper: Checkpoints, found: Checkpoint, target:
     vectors = {torch_name(name) for name, entry in entries.items() if entry.get("vector")}
     fill(keeper, found, matrices, partial=True)
     weights = {torch_name(name): matrix for name, matrix in matrices.items()}
-    export_safetensors(grid, target, weights, transpose=weights.keys() - vectors, vectors=vectors)
+    export_safetensors(grid, target, weights, transpose=weights.keys() - vectors, vectors=vectors,
+                       metadata={OWN: json.dumps({FACTS: facts_in(found.meta)})})

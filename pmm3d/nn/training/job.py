@@ -22,12 +22,13 @@ def train_job(config: Config, comm: MPI.Intracomm, resume: str, trace: Path | No
     """Train by a Config on the ranks of comm. Return False if a signal ended the run early.
 
     resume: "auto", "never" or the path of a checkpoint; trace: path of a Chrome trace, or None; accept: as in
-    `TrainState.resume`; again: the command that resumes the run, for its summary.
+    `TrainState.resume`, also for initial weights and validation; again: the command that resumes the run, for its
+    summary.
     """
     with Signals() as signals:
         from .build import trainer  # imported late, because signals must be collected during the long import
 
-        with trainer(config, comm, signals, trace=bool(trace)) as run, run.owning():
+        with trainer(config, comm, signals, accept, trace=bool(trace)) as run, run.owning():
             finished = _train_on(run, config, resume, trace, accept, again)
         if finished:
             signals.retire()
@@ -48,7 +49,7 @@ def _train_on(run: Trainer, config: Config, resume: str, trace: Path | None, acc
     if weights := config.training.weights:
         lines.append(f"training.weights = {weights}: " + (
             f"not used, because the run continues from step {run.step}" if run.step else
-            _load_weights(run, Path(weights))))
+            _load_weights(run, Path(weights), accept)))
     if run.log is not None:
         for line in (*lines, _targets(run, config), run.describe()):
             run.log.say(printable(line))
@@ -120,11 +121,9 @@ def _end_schedule_with_run(run: Trainer) -> list[str]:
                                               f"step {run.step + 1} is {optimizer.lr:.6g}"]
 
 
-def _load_weights(run: Trainer, path: Path) -> str:
-    """Load initial weights, after a comparison of the classes."""
+def _load_weights(run: Trainer, path: Path, accept: frozenset[str]) -> str:
+    """Load initial weights."""
     from ..exchange import load_weights
-    from .samples import SAMPLES, compare_classes
 
-    names = run.settings[SAMPLES]["class_names"]
-    load_weights(run.state.network, path, run.state.optimizer, check=lambda found: compare_classes(found, names))
+    load_weights(run.state.network, path, run.state.optimizer, accept=accept, facts=run.loader.data.facts)
     return "loaded"

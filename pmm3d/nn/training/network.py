@@ -149,9 +149,13 @@ def _importing_beside(path: Path) -> Iterator[None]:
 
 
 def layer_sizes(config: Config, features: int, outputs: int) -> list[int]:
-    """Return the columns of the input, of the hidden layers of an MLP, and of the output."""
-    hidden = config.network.hidden
-    return [features, *(hidden if isinstance(hidden, list) and not config.network.build else []), outputs]
+    """Return the columns of the input, of the hidden layers of an MLP, and of the output. Raises Pmm3dError if
+    network.vocabulary is smaller than that of the data."""
+    hidden, vocabulary = config.network.hidden, config.network.vocabulary or outputs
+    if vocabulary < outputs:
+        raise Pmm3dError(f"network.vocabulary = {vocabulary}, but the data have a vocabulary of {outputs}: leave "
+                         "network.vocabulary out, or set at least this number")
+    return [features, *(hidden if isinstance(hidden, list) and not config.network.build else []), vocabulary]
 
 
 def described(config: Config, features: int, outputs: int) -> str:
@@ -167,6 +171,7 @@ def described(config: Config, features: int, outputs: int) -> str:
     if section.build:
         return str(section.build)
     if section.of_tokens:
+        outputs = section.vocabulary or outputs
         return f"{section.kind} of {section.layers} blocks of {section.hidden}, vocabulary {outputs}"
     return "-".join(map(str, layer_sizes(config, features, outputs)))
 
@@ -196,8 +201,8 @@ def make_network(config: Config, grid: Grid, sizes: list[int], own: OwnNetwork |
             return layers
         given = section.model_dump(exclude=build, exclude_none=True)
         if section.kind == "gpt":
-            return GPT(stage, vocabulary=sizes[-1], **{"positions": config.data.sequence, **given, **options})
-        return Llama(stage, vocabulary=sizes[-1], **given, **options)
+            return GPT(stage, **{"positions": config.data.sequence, **given, **options, "vocabulary": sizes[-1]})
+        return Llama(stage, **{**given, **options, "vocabulary": sizes[-1]})
 
     return pipelined(config, grid, make, sizes[0]), layouts[-1] if layouts else Layout()
 

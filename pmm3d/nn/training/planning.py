@@ -268,7 +268,8 @@ class _Planner:
         kept = steps.blocks * whole if not every else whole + steps.blocks * (whole * (every - 1) + again) / every
         gathered = self.rough.weights(grid) if grid.z > 1 else 0.0
         under_way = gathered / 2  # sums of gradients over z, until the end of the pass
-        return kept + 2 * element * rows * steps.samples.outputs / grid.x + min(steps.keep, gathered) + under_way
+        outputs = network.vocabulary or steps.samples.outputs
+        return kept + 2 * element * rows * outputs / grid.x + min(steps.keep, gathered) + under_way
 
     def _as_copies(self, grid: GridShape) -> GridShape:
         """Return the grid of a stage. Ranks along seq count as data, because they hold the same weights."""

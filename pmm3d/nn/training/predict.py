@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +27,9 @@ from ...io.text import BYTES, Tokenizer
 from ...layout import GridShape, batch_layout
 from ...product import DistMatrix
 from ...product.new_hdf5 import NewHdf5
-from ...text import names_in_words, shell_command
+from ...text import shell_command
 from ..contexts import unchanged
+from ..facts import Facts, compare
 from ..from_checkpoint import fill_weights, find_checkpoint
 from ..module import Module
 from ..transformer.generate import generate
@@ -44,7 +46,8 @@ Tell = Callable[[int, int], None]
 @dataclass(frozen=True)
 class Asked:
     """Arguments of a prediction: folder of a run or checkpoint, HDF5 file of the samples, HDF5 file to write, data set
-    (default: as in the run), rows of a batch (default: of a micro-batch), and the file that was converted to source."""
+    (default: as in the run), rows of a batch (default: of a micro-batch), the file that was converted to source, and
+    facts that may differ."""
 
     run: Path
     source: Path
@@ -53,6 +56,7 @@ class Asked:
     batch_size: int | None = None
     overwrite: bool = False
     origin: Path | None = None
+    accept: Collection[str] = ()
 
     @property
     def named(self) -> Path:
@@ -86,7 +90,7 @@ def predict(comm: MPI.Intracomm, asked: Asked, tell: Tell = lambda done, total: 
     """
     with _recalled(comm, asked.run) as (grid, known, found, keeper), _inputs(grid, asked, known) as inputs:
         made = network_of(known.config, grid, known.samples)
-        fill_weights(made, found, Checkpoints(grid, keeper.folder))
+        fill_weights(made, found, Checkpoints(grid, keeper.folder), accept=asked.accept)
         facts = {"checkpoint": str(found.path), "source": str(asked.named)}
         shape = inputs.samples, known.samples.outputs
         shapes: dict[str, tuple[int, ...]] = {"outputs": shape}
@@ -106,15 +110,17 @@ class Continued(NamedTuple):
 
 
 def continue_text(comm: MPI.Intracomm, run: Path, prompt: str, length: int, *, temperature: float = 1.0,
-                  top_k: int | None = None, seed: int = 0, tokenizer: Path | None = None) -> Continued:
+                  top_k: int | None = None, seed: int = 0, tokenizer: Path | None = None,
+                  accept: Collection[str] = ()) -> Continued:
     """Generate a text after a prompt by the network of a run; see `nn.generate`. Collective over comm.
 
     run: folder of a run or of a checkpoint; length: number of tokens; tokenizer: HDF5 file of `pmm3d convert text`,
-    default the run's data file, or bytes if it is missing and the vocabulary is that of bytes. The grid is that of
-    `predict`. Raises Pmm3dError, on every rank, for a run without tokens, a wrong tokenizer, and an empty prompt.
+    default the run's data file, or bytes if it is missing and the vocabulary is that of bytes; accept: facts that may
+    differ. The grid is that of `predict`. Raises Pmm3dError, on every rank, for a run without tokens, another
+    tokenizer, and an empty prompt.
     """
     with _recalled(comm, run) as (grid, known, found, keeper):
-        file, tokens = tokenizer or Path(known.config.data.file), None
+        file, asked = tokenizer or Path(known.config.data.file), None
         with grid.collective_call("predict", str(run), prompt, always=True):
             if known.config.data.sequence is None:
                 raise DataError(f"the network of {run} takes samples, not tokens: name the FILE of the samples, and "
@@ -123,16 +129,25 @@ def continue_text(comm: MPI.Intracomm, run: Path, prompt: str, length: int, *, t
         with grid.collective_call("predict: tokenizer", str(file), always=True):
             if grid.rank == 0:
                 coder = _tokenizer(file, known.samples.outputs, tokenizer is not None)
-                tokens = coder.encode(prompt).tolist()
-                if not tokens:
+                compare(known.facts, {"tokenizer": coder.digest}, accept, str(file), rank=0, error=DataError)
+                asked = coder.encode(prompt).tolist(), coder.vocabulary
+                if not asked[0]:
                     raise DataError("the prompt has no tokens: begin with a word, or a line break")
         network = network_of(known.config, grid, known.samples)
-        fill_weights(network, found, Checkpoints(grid, keeper.folder))
-        tokens = grid.comm.bcast(tokens)
-        made = generate(network, np.array(tokens), length, temperature=temperature, top_k=top_k, seed=seed)
+        fill_weights(network, found, Checkpoints(grid, keeper.folder), accept=accept)
+        tokens, vocabulary = grid.comm.bcast(asked)
+        made = generate(network, np.array(tokens), length, temperature=temperature, top_k=top_k, seed=seed,
+                        vocabulary=vocabulary)
         with grid.collective_call("predict: text", always=True):
-            text = coder.decode(made[len(tokens) :].tolist()) if grid.rank == 0 else None
+            text = text_after(coder, tokens, made.tolist()) if grid.rank == 0 else None
         return Continued(grid.comm.bcast(text), found.path, str(grid.shape))
+
+
+def text_after(coder: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
+    """Return the text of tokens after that of their prompt. Both are decoded together, because the first token after a
+    prompt may begin with a blank, or complete a character."""
+    text = coder.decode(tokens)
+    return text[len(commonprefix([coder.decode(prompt), text])) :]
 
 
 def _tokenizer(file: Path, vocabulary: int, named: bool) -> Tokenizer:
@@ -223,10 +238,9 @@ def _inputs(grid: Grid, asked: Asked, known: Recalled) -> Iterator[Inputs]:
             raise DataError(f"{asked.named}: data set {inputs.dataset.name[1:]!r} has {inputs.features} features a "
                             f"row, the network of {asked.run} takes {known.samples.features}. Give the columns of the "
                             "training data in their order, or name another data set (--inputs)")
-        columns, own = columns_of(inputs.dataset), known.samples.columns
-        if columns and own and columns != own:
-            raise DataError(f"{asked.named} has the columns {names_in_words(columns)}; the network of {asked.run} was "
-                            f"trained on {names_in_words(own)}. Give these, in this order")
+        columns = columns_of(inputs.dataset)
+        here: Facts = {"columns": columns} if columns else {}
+        compare(known.facts, here, asked.accept, str(asked.named), rank=grid.rank, error=DataError)
         _check_batch(inputs, known.samples.outputs)
     try:
         yield inputs

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import NamedTuple
 
 import numpy as np
 
 from ...comm import Grid
-from ...errors import CheckpointError, Pmm3dError, needs
+from ...errors import CheckpointError, DataError, Pmm3dError, needs
 from ...io import DataSet, TokenDataSet
 from ...io.checkpoint import Checkpoint
 from ...io.split import Part
 from ...text import names_in_words
+from ..facts import Facts, compare, facts_in
 from .config import Config, checked
 from .fields import Count, Section
 from .log import logger
@@ -39,26 +40,25 @@ class SampleSizes(NamedTuple):
 
 
 class Samples(Section):
-    """Facts of the samples in a checkpoint: columns of input and output, the loss, names of classes and columns."""
+    """Properties of the samples in a checkpoint: columns of input and output, the loss, names of classes."""
 
     features: Count
     outputs: Count
     loss: str
     class_names: list[str] | None = None
-    columns: list[str] | None = None
 
 
 class Recalled(NamedTuple):
     config: Config
     samples: Samples
+    facts: Facts
 
 
 def samples_of(data: Data, loss: str) -> Samples:
     if isinstance(data, TokenDataSet):
         return Samples(features=data.features, outputs=data.vocabulary, loss=loss)
     outputs = data.classes if loss == "cross_entropy" else None
-    return Samples(features=data.features, outputs=outputs or data.outputs, loss=loss, class_names=data.class_names,
-                   columns=data.columns)
+    return Samples(features=data.features, outputs=outputs or data.outputs, loss=loss, class_names=data.class_names)
 
 
 def sizes_in_file(config: Config) -> SampleSizes:
@@ -87,9 +87,9 @@ def _data_set(config: Config, grid: Grid, other: Data | None = None) -> Data:
 
 
 @contextmanager
-def opened(config: Config, grid: Grid) -> Iterator[tuple[Rows, Rows | None]]:
+def opened(config: Config, grid: Grid, accept: Collection[str] = ()) -> Iterator[tuple[Rows, Rows | None]]:
     """Context of the rows for training and for validation. Collective. Raises Pmm3dError, on every rank, for data that
-    does not fit the configuration."""
+    does not fit the configuration. accept: facts of the validation file that may differ."""
     section = config.data
     with _data_set(config, grid) as data, ExitStack() as stack:
         if isinstance(data, DataSet):
@@ -100,15 +100,17 @@ def opened(config: Config, grid: Grid) -> Iterator[tuple[Rows, Rows | None]]:
             other = _data_set(config, grid, data)
             stack.enter_context(closing(other))
             validation = other, Part(0, other.samples, other.samples)
-            _compare(config, data, other)
+            _compare(config, data, other, accept)
         if isinstance(data, DataSet):
             check_classes(data, kept, validation)
         yield (data, kept), validation
 
 
-def _compare(config: Config, data: Data, other: Data) -> None:
+def _compare(config: Config, data: Data, other: Data, accept: Collection[str]) -> None:
     """Raises Pmm3dError if the data set of data.validation_file does not fit that for training. Collective."""
     section, grid = config.data, data.grid
+    with grid.collective_call("training", sorted(accept)):
+        compare(data.facts, other.facts, accept, str(section.validation_file), rank=grid.rank, error=DataError)
     if isinstance(data, TokenDataSet) or isinstance(other, TokenDataSet):
         with grid.collective_call("training"):
             if other.classes != data.classes:
@@ -196,24 +198,6 @@ def check_classes(data: DataSet, kept: Part, held: Rows | None) -> None:
             logger.warning(f"{missing.sum()} of {data.classes} classes have no sample to {what} on: {found}. {remedy}")
 
 
-def compare_classes(found: Checkpoint, names: list[str] | None) -> None:
-    """Compare the class names of initial weights with those of a run. Rank 0 warns if all differ. Raises
-    CheckpointError if a class has another number."""
-    settings = found.meta.get("settings") if isinstance(found.meta, dict) else None
-    samples = settings.get(SAMPLES) if isinstance(settings, dict) else None
-    before = samples.get("class_names") if isinstance(samples, dict) else None
-    if not before or not names or before == names:
-        return
-    numbers, own = ({name: number for number, name in enumerate(each)} for each in (before, names))
-    if moved := [name for name in names if numbers.get(name, own[name]) != own[name]]:
-        raise CheckpointError(f"{found.path} has other numbers for the classes: {moved[0]!r} is class "
-                              f"{numbers[moved[0]]} there and class {own[moved[0]]} in this run. Convert the data with "
-                              f"--class-names {','.join(before[:8])}{',...' if len(before) > 8 else ''}")
-    if not numbers.keys() & own.keys():
-        logger.warning(f"{found.path} was trained on other classes ({names_in_words(before)}): their output weights "
-                       f"are the initial ones of {names_in_words(names)}")
-
-
 def recalled(found: Checkpoint) -> Recalled:
     """Return the configuration and the samples of a checkpoint. Raises CheckpointError if `pmm3d train` did not write
     it."""
@@ -223,7 +207,8 @@ def recalled(found: Checkpoint) -> Recalled:
                               "not write it: make the network in a program and load it with nn.exchange.load_weights")
     try:
         sections = {name: values for name, values in settings.items() if name != SAMPLES}
-        return Recalled(checked(sections, str(found.path)), Samples(**settings[SAMPLES]))
+        samples = {name: value for name, value in settings[SAMPLES].items() if name in Samples.model_fields}
+        return Recalled(checked(sections, str(found.path)), Samples(**samples), facts_in(found.meta))
     except (ValidationError, TypeError, AttributeError, KeyError, Pmm3dError) as error:
         raise CheckpointError(f"{found.path} contains settings of another version of pmm3d, which this version cannot "
                               f"read: {error}. Make the network in a program and load it with "

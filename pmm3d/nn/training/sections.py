@@ -144,10 +144,15 @@ class NetworkSection(Section):
     multiple of 64)"""
     positions: Width | None = of_tokens(None)
     """longest sequence (if left out, gpt: data.sequence; llama: any)"""
+    vocabulary: Width | None = of_tokens(None)
+    """number of tokens of the embedding and of the outputs, at least that of the data: a published network can have
+    further ones, which no text has (gpt, llama: the vocabulary of the data if left out)"""
     window: Width | None = of_tokens(None)
     """number of tokens that a token attends to: itself and previous tokens (gpt, llama: all of them if left out)"""
     rotary_base: Positive | None = default_of(llama=10000.0)
     """base of the rotary positions (llama: 10000.0 if left out)"""
+    eps: Positive | None = of_tokens(1e-5)
+    """added to the mean square, or to the variance, in norms (gpt, llama: 1e-05 if left out)"""
     tied: bool | None = default_of(gpt=True, llama=False)
     """whether the last layer's weight is that of the embedding (if left out, gpt: true; llama: false)"""
     order: Literal["plain", "zigzag", "striped"] | None = of_tokens("plain")

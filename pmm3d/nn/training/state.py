@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections import ChainMap
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from math import isclose
@@ -17,6 +16,7 @@ from ...errors import CheckpointError, Pmm3dError
 from ...model import machine
 from ...product import DistMatrix
 from ...text import blas_in_words, names_in_words
+from ..facts import FACTS, Difference, Facts, batch_differences, differences, facts_in, facts_of, refuse
 from ..from_checkpoint import fill
 from ..loss_scale import LossScale
 from ..module import Module
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from ...io import Checkpoints, Loader
 
 logger = logging.getLogger("pmm3d.nn")
-Facts = dict[str, Any]
 
 
 @dataclass
@@ -116,14 +115,15 @@ class TrainState:
         Returns
         -------
         dict
-            "step", "lr" (of the next step), "optimizer", "schedule", "loader", "scale", "random", "grid", "blas".
+            "step", "lr" (of the next step), "optimizer", "schedule", "loader", "scale", "random", "grid", "blas", and
+            "facts" of network and data.
         """
         optimizer = self.optimizer.state(self.network.named_parameters())
         missed = dict(ChainMap(*of_stages(self.network, optimizer["missed"])))
         return {"step": self.step, "lr": self.optimizer.lr, "optimizer": {**optimizer, "missed": missed},
                 "schedule": _state(self.schedule), "loader": _state(self.loader), "scale": _state(self.scale),
                 "random": self.network.random_state(), "grid": self.network.whole.shape._asdict(),
-                "blas": self._blas()}
+                "blas": self._blas(), FACTS: self._compared()}
 
     def save(self, checkpoints: Checkpoints, **extra: Any) -> Path:
         """Write a checkpoint of this step.
@@ -171,7 +171,7 @@ class TrainState:
                                  f"weight, the optimizer of this run keeps {names_in_words(wanted) or 'nothing'}; "
                                  "nothing was changed. Restore the optimizer's options (momentum), or start a new run "
                                  "from the weights alone (training.weights, nn.exchange.load_weights)")
-            refuse([*differences(known.get("settings") or {}, settings or {}), *self._batches(known)], accept)
+            refuse(self._changes(known, settings), accept, "the checkpoint", "start a new run in another folder; or ")
 
     def load(self, facts: Facts, stored: Collection[str] | None = None) -> None:
         """Load the facts of a checkpoint, after `check` and after the matrices were filled. stored: names of the
@@ -199,7 +199,8 @@ class TrainState:
         path : path or None
             A checkpoint. Default: the newest undamaged one.
         accept : collection of str
-            "network" or "data", if it may differ from that of the checkpoint. With other data the epoch begins anew.
+            "network", "data", "columns", "classes" or "tokenizer", if it may differ from that of the checkpoint. With
+            other data the epoch begins anew.
         settings : dict or None
             Settings of this run, which are compared with the settings that `save` was given.
 
@@ -225,9 +226,18 @@ class TrainState:
         folder, facts = found.path, fill(checkpoints, found, self.matrices(found.contents), check=check)
         self.load(facts, found.contents)
         retired = checkpoints.retire(self.step, spared=folder)
-        changes = [*differences(facts.get("settings") or {}, settings or {}), *self._batches(facts)]
-        self._tell([*map(str, changes), *self._rate(facts), *self._rounding(facts)], retired)
+        self._tell([*map(str, self._changes(facts, settings)), *self._rate(facts), *self._rounding(facts)], retired)
         return {**facts, "path": str(folder), "retired": list(map(str, retired))}
+
+    def _compared(self) -> Facts:
+        """Return the facts of the network and of its data."""
+        return {**facts_of(self.network), **(self.loader.data.facts if self.loader is not None else {})}
+
+    def _changes(self, known: Facts, settings: Facts | None) -> list[Difference]:
+        """Return the differences from the meta of a checkpoint, each once: facts repeat some settings."""
+        found = [*differences(known.get("settings") or {}, settings or {}),
+                 *differences(facts_in(known), self._compared()), *self._batches(known)]
+        return [*{each.key: each for each in found}.values()]
 
     def _batches(self, facts: Facts) -> list[Difference]:
         before, now = facts.get("loader"), _state(self.loader)
@@ -261,85 +271,6 @@ class TrainState:
         if retired:
             logger.warning(f"the run continues from step {self.step}, so later checkpoints are retired: "
                            f"{', '.join(path.name for path in retired)}")
-
-
-NETWORK = ("kind", "hidden", "activation", "norm", "bias", "layers", "heads", "kv_heads", "mlp", "positions", "window",
-           "rotary_base", "tied", "dtype", "build")  # fmt: skip
-"""Keys of [network] that define the network; the other keys define how it is computed."""
-DATA = ("data.inputs", "data.targets", "data.sequence", "data.documents", "data.classes", "data.batch_size",
-        "data.validation", "data.shuffle", "data.hold_out", "data.groups", "training.seed")  # fmt: skip
-BATCHES = ("data", "samples", "rows", "batch_size", "shuffle", "seed", "drop_last", "split", "shuffling")
-"""Keys of a loader's state that define the rows of each batch; "data" is the fingerprint of their contents."""
-ACCEPTED = ("network", "data")
-REMEDY = {
-    "network": "Restore the settings; or start a new run in another folder; or, if the change is intended and the "
-               "weights fit, continue with --accept network",
-    "data": "Restore the settings and the data; or start a new run in another folder; or continue with --accept data: "
-            "the current epoch then starts again, with the new data",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A setting with two values. kind: "network", "data", or "free" to change."""
-
-    key: str
-    before: Any
-    now: Any
-    kind: str
-
-    def __str__(self) -> str:
-        return f"{self.key} was {self.before!r}, is {self.now!r}"
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Return the keys that both settings contain with different values.
-
-        >>> [str(each) for each in differences({"data": {"classes": 2, "file": "a"}}, {"data": {"classes": 3}})]
-        ['data.classes was 2, is 3']
-    """
-    earlier, here = dict(_flat(_plain(before))), dict(_flat(_plain(now)))
-    return [Difference(key, earlier[key], here[key], _kind(key))
-            for key in here if key in earlier and earlier[key] != here[key]]
-
-
-def batch_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Return the differences between the states of two loaders, without their positions."""
-    earlier, here = _plain(before), _plain(now)
-    return [Difference("the data's fingerprint" if key == "data" else f"the loader's {key}", earlier.get(key),
-                       here[key], "data") for key in BATCHES if earlier.get(key) != here[key]]
-
-
-def refuse(found: Collection[Difference], accept: Collection[str], what: str = "the checkpoint") -> None:
-    """Raises Pmm3dError for differences of a kind that is neither free nor accepted, and for unknown kinds in
-    `accept`."""
-    if unknown := [kind for kind in accept if kind not in ACCEPTED]:
-        raise Pmm3dError(f"accept must be {' or '.join(ACCEPTED)}; got {', '.join(map(repr, unknown))}")
-    for kind in ACCEPTED:
-        if kind not in accept and (wrong := [str(each) for each in found if each.kind == kind]):
-            raise Pmm3dError(f"the {kind} of {what} differs, and nothing was changed: {'; '.join(wrong)}. "
-                             f"{REMEDY[kind]}")
-
-
-def _kind(key: str) -> str:
-    section, _, name = key.partition(".")
-    if section == "network" and name in NETWORK:
-        return "network"
-    return "data" if key in DATA else "free"
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
-
-
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings as JSON returns them."""
-    plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
-    return plain
 
 
 def _state(part: Schedule | Loader | LossScale | None) -> Facts | None:

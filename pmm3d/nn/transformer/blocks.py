@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import gcd
+from math import gcd, ulp
 from typing import Any
 
 from ...comm import Grid
 from ...errors import LayoutError, Pmm3dError
-from ...layout import Layout, natural
+from ...layout import Layout, natural, real
 from ...layout.layout import layout_of
 from ...product.construct import Library
 from .. import functional
@@ -26,6 +26,8 @@ from .cache import rows_of_sequence
 from .rotary import rotary
 from .sequence import chosen, positions
 
+POSITIVE = ulp(0.0)
+"""Smallest positive number."""
 NORMS = {"layer": LayerNorm, "rms": RMSNorm}
 GATE_UNIT = 64
 """Largest number of adjacent columns of a gate."""
@@ -132,14 +134,16 @@ class Attention(Module):
         if rotary_base is not None and size % 2:
             raise LayoutError(f"Attention: rotary positions need heads of an even size; {hidden} columns in {heads} "
                               f"heads are {size} each")
-        if rotary_base is not None and not rotary_base > 0:
-            raise LayoutError(f"Attention: rotary_base must be a positive number, such as 10000, got {rotary_base}")
+        if rotary_base is not None:
+            rotary_base = real(rotary_base, "Attention: rotary_base must be a positive number, such as 10000", POSITIVE,
+                               LayoutError)
         if window is not None:
-            natural(window, "Attention: window is a number of rows, at least 1", 1, Pmm3dError)
-        functional.check_probability("Attention: dropout", dropout)
+            window = natural(window, "Attention: window is a number of rows, at least 1", 1, Pmm3dError)
+        dropout = functional.check_probability("Attention: dropout", dropout)
         positions(order, 1)  # raises for an unknown order
         chosen(parallel, Layout(), 1, grid.shape, (0, 0), False)  # raises for an unknown method, or axes that it lacks
         self.grid, self.turns = grid, qkv_turns(heads, kv_heads, size)
+        self.heads, self.causal, self.window, self.rotary_base = heads, causal, window, rotary_base
         seed = seed_of(grid, seed)
         self.qkv = Linear(grid, hidden, hidden + 2 * kv_heads * size, bias, unit=sum(self.turns),
                           activations=activations, deviation=deviation, seed=derived(seed, 0), **options)

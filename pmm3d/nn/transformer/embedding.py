@@ -212,6 +212,7 @@ class Embedding(Module):
         check_activations("Embedding", activations)
         positions_in(order, 1)  # raises for an unknown order
         self.grid, self.activations, self.order, self.longest = grid, activations, order, positions
+        self.vocabulary = vocabulary
         seed = seed_of(grid, seed)
         options: dict[str, Any] = {"deviation": DEVIATION, "dtype": dtype, "library": library, "precision": precision}
         self.table = parameter(grid, (features, vocabulary), weight_layout(cols), seed=derived(seed, 0), **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from ...comm import Grid
 from ...errors import CheckpointError
-from ...io.disk import file_errors
+from ...io.disk import file_errors, json_object
 from ...io.safetensors import contents_of
 from ..containers import Sequential
 from ..exchange import CONFIG, Names, StrPath, export_torch, import_torch
@@ -30,6 +29,27 @@ class Published(Sequential):
         """Published names of tensors for files of this network. See `exchange.export_torch`."""
         return names_of(self.architecture) if self.kind else {}
 
+    @staticmethod
+    def facts_in_config(path: Path) -> dict[str, Any]:
+        """Settings of a stored network that no shape shows, for `nn.exchange.load_weights`. Sends nothing.
+
+        Parameters
+        ----------
+        path : Path
+            A file or folder with a configuration.
+
+        Returns
+        -------
+        dict
+            Facts, such as "network.heads".
+
+        Raises
+        ------
+        CheckpointError
+            For the configuration of an unsupported network.
+        """
+        return architecture_of(_config(path), str(path)).facts
+
     def export(self, path: StrPath, names: str | None = None) -> None:
         """Write the weights and the configuration. Collective. See `nn.exchange.export_torch`.
 
@@ -38,7 +58,7 @@ class Published(Sequential):
         path : path
             A file whose name ends in .safetensors, or a folder for from_pretrained of the transformers package.
         names : str or None
-            "gpt2" for a GPT, "llama" for a Llama, or "torch". Default: the published names.
+            "gpt2" for a GPT, "llama" for a Llama, or "torch". Default: the published names, or else "torch".
 
         Examples
         --------
@@ -51,7 +71,7 @@ class Published(Sequential):
         ...     nn.GPT.load(grid, folder).size
         960
         """
-        export_torch(self, path, names=self.kind if names is None else names)
+        export_torch(self, path, names=names)
 
     @classmethod
     def load(cls, grid: Grid, path: StrPath, names: str = "auto", **options: Any) -> Any:
@@ -107,4 +127,4 @@ def _config(path: Path) -> dict[str, Any]:
     if text is None and not beside.exists():
         raise CheckpointError(f"{path} does not contain the sizes of the network. Put its {CONFIG} into the same "
                               "folder, or make the network and call nn.exchange.load_weights(net, path)")
-    return json.loads(text or beside.read_text(encoding="utf-8"))
+    return json_object(beside if text is None else path, text)

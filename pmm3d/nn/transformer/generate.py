@@ -23,7 +23,7 @@ from .sequence import INSIDE
 
 
 def generate(network: Module, prompt: Any, length: int, *, temperature: float = 1.0, top_k: int | None = None,
-             seed: int = 0) -> np.ndarray:
+             seed: int = 0, vocabulary: int | None = None) -> Any:
     """Continue each sequence of a prompt by generated tokens. Collective.
 
     Parameters
@@ -31,7 +31,8 @@ def generate(network: Module, prompt: Any, length: int, *, temperature: float = 
     network : Module
         A GPT or a Llama, or another network of layers `Embedding` and `Attention`. It can be a `Pipeline`.
     prompt : array of int
-        (sequences, tokens), the same on all ranks, or one sequence (tokens,), with at least one token.
+        (sequences, tokens), the same on all ranks, or one sequence (tokens,), with at least one token. Or a list of
+        sequences of different lengths.
     length : int
         Number of tokens to generate for each sequence.
     temperature : float
@@ -41,12 +42,15 @@ def generate(network: Module, prompt: Any, length: int, *, temperature: float = 
     seed : int
         Seed of the draws. A draw depends on the seed, the number of the sequence, and the number of the token.
         Default: 0.
+    vocabulary : int or None
+        Number of tokens that have a text, if the network has more: only these are generated. Default: all tokens.
 
     Returns
     -------
-    numpy.ndarray
-        int64, (sequences, tokens + length) or (tokens + length,), on every rank. The tokens are the same on every grid,
-        unless rounding changes the order of two logits or the interval of a draw.
+    numpy.ndarray or list of list of int
+        int64, (sequences, tokens + length) or (tokens + length,), on every rank. For sequences of different lengths, a
+        list of lists. The tokens are the same on every grid, unless rounding changes the order of two logits or the
+        interval of a draw.
 
     Raises
     ------
@@ -62,6 +66,8 @@ def generate(network: Module, prompt: Any, length: int, *, temperature: float = 
     heads. Axes data, z, seq and ulysses split sequences. Each pass gathers the weights over z unless they are kept (see
     `Overlap.reshard_after_forward`). Rank 0 receives the logits of the last tokens, and draws.
 
+    Sequences of equal length are processed together, one length after the other. There is no padding.
+
     Examples
     --------
     >>> from pmm3d import Grid, nn
@@ -70,31 +76,57 @@ def generate(network: Module, prompt: Any, length: int, *, temperature: float = 
     ...     nn.generate(net, [[1, 2]], 3, temperature=0).shape
     (1, 5)
     """
-    tokens, whole = np.asarray(prompt), network.whole
-    asked = digest(repr(tokens.tolist())), length, temperature, top_k, seed
+    tokens, whole = _array(prompt), network.whole
+    ragged = tokens.dtype == object and tokens.ndim == 1
+    rows = [*map(_array, tokens)] if ragged else [tokens]
+    asked = digest(repr([row.tolist() for row in rows])), length, temperature, top_k, seed, vocabulary
     with whole.collective_call("generate", *asked, always=True):
-        _check(whole_of(network), tokens, length, temperature, top_k, seed)
-    sequences = np.atleast_2d(tokens)
-    count, begin = sequences.shape
+        natural(1 if vocabulary is None else vocabulary, "generate: vocabulary is a whole number, at least 1", 1,
+                Pmm3dError)
+        for row in rows:
+            _check(whole_of(network), row, 1 if ragged else 2, length, temperature, top_k, seed)
+    sequences = rows if ragged else [*np.atleast_2d(tokens)]
+    made: list[Any] = [None] * len(sequences)
+    for size in dict.fromkeys(map(len, sequences)):
+        numbers = [number for number, row in enumerate(sequences) if len(row) == size]
+        found = _continued(network, np.stack([sequences[number] for number in numbers]), numbers, length, temperature,
+                           top_k, seed, vocabulary)
+        for number, row in zip(numbers, found):
+            made[number] = row
+    return [row.tolist() for row in made] if ragged else np.stack(made).reshape(*tokens.shape[:-1], -1)
+
+
+def _array(prompt: Any) -> np.ndarray:
+    """Return the tokens as an array; an array of objects for sequences of different lengths."""
+    try:
+        return np.asarray(prompt)
+    except ValueError:
+        return np.array(prompt, object)
+
+
+def _continued(network: Module, sequences: np.ndarray, numbers: list[int], length: int, temperature: float,
+               top_k: int | None, seed: int, vocabulary: int | None) -> np.ndarray:
+    """Continue sequences of equal length. Collective. numbers: their numbers in the prompt, for the draws."""
+    whole, (count, begin) = network.whole, sequences.shape
     made = np.concatenate([sequences, np.zeros((count, length), np.int64)], axis=1, dtype=np.int64)
     with ExitStack() as stack:
         grids = dict.fromkeys((network.grid, whole_of(network).grid))
         caches = [stack.enter_context(Cache(grid, begin + length)) for grid in grids]
         stack.enter_context(network.evaluating())
         stack.enter_context(unchanged(network.grid))
-        seen, vocabulary = 0, None
+        seen, known = 0, None
         for place in range(begin, begin + length):
             for cache in caches:
                 cache.begin(place - seen)
-            logits = network(_batch(network, made[:, seen:place], vocabulary))
-            vocabulary, values = logits.shape[1], _of_last(logits, place - seen).gather(0)
+            logits = network(_batch(network, made[:, seen:place], known))
+            known, values = logits.shape[1], _of_last(logits, place - seen).gather(0)
             drawn = np.zeros(count, np.int64)
             with whole.collective_call("generate", place, always=True):
                 if whole.rank == 0:
-                    draws = np.asarray(np.random.default_rng([seed, place - begin]).random(count))
-                    drawn = choose(logits.library.to_numpy(values), draws, temperature, top_k)
+                    draws = np.asarray(np.random.default_rng([seed, place - begin]).random(max(numbers) + 1))[numbers]
+                    drawn = choose(logits.library.to_numpy(values)[:, :vocabulary], draws, temperature, top_k)
             made[:, place], seen = whole.comm.bcast(drawn), place
-    return made.reshape(*tokens.shape[:-1], begin + length)
+    return made
 
 
 def choose(logits: np.ndarray, draws: np.ndarray, temperature: float, top_k: int | None) -> np.ndarray:
@@ -111,17 +143,20 @@ def choose(logits: np.ndarray, draws: np.ndarray, temperature: float, top_k: int
         return logits.argmax(axis=1)
     logits = logits.astype(np.float64)
     order = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
-    scaled = np.take_along_axis(logits, order, axis=1) / temperature
-    ends = np.exp(scaled - scaled[:, :1]).cumsum(axis=1)
+    best = np.take_along_axis(logits, order, axis=1)
+    with np.errstate(over="ignore"):  # a difference over a temperature near 0 is -inf, a probability of 0
+        ends = np.exp((best - best[:, :1]) / temperature).cumsum(axis=1)
     place = (ends <= draws[:, None] * ends[:, -1:]).sum(axis=1)
     return np.take_along_axis(order, place.clip(max=order.shape[1] - 1)[:, None], axis=1)[:, 0]
 
 
-def _check(network: Module, tokens: np.ndarray, length: int, temperature: float, top_k: int | None, seed: int) -> None:
-    if tokens.dtype.kind not in "iu" or tokens.ndim not in (1, 2) or not tokens.size:
+def _check(network: Module, tokens: np.ndarray, dims: int, length: int, temperature: float, top_k: int | None,
+           seed: int) -> None:
+    """Raises LayoutError or Pmm3dError. dims: largest number of dims of the tokens."""
+    if tokens.dtype.kind not in "iu" or not 1 <= tokens.ndim <= dims or not tokens.size:
         raise LayoutError("generate: the prompt must be an array of integers, (sequences, tokens) with at least one "
-                          f"token, or (tokens,); got {tokens.dtype} of shape {tokens.shape}. For prompts of different "
-                          "lengths, call generate for each length")
+                          "token, or (tokens,), or a list of sequences of different lengths; got "
+                          f"{tokens.dtype} of shape {tokens.shape}")
     for name, number, least in ("length", length, 0), ("seed", seed, 0), ("top_k", 1 if top_k is None else top_k, 1):
         natural(number, f"generate: {name} is a whole number, at least {least}", least, Pmm3dError)
     if not 0 <= temperature < float("inf"):

@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ...errors import CheckpointError
-from ...layout import offsets
+from ...errors import CheckpointError, LayoutError
+from ...layout import natural, offsets, real
+from ...text import names_in_words
 from ..exchange import Columns, Names, Stored
-from .blocks import gate_unit, qkv_turns
+from .blocks import POSITIVE, gate_unit, qkv_turns
 
 KINDS = {"gpt2": "GPT", "llama": "Llama", "mistral": "Llama"}
 """model_type in a config.json -> class in pmm3d.nn. Files of Mistral use the names of Llama."""
 IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """Name endings of masks and frequencies in older files. They are computed here."""
 HEAD = "lm_head.weight"
+ROTARY = "rope_scaling", "rope_parameters"
+"""Keys of config.json with settings of rotary positions, of which the second is that of newer files."""
 EPS, ROTARY_BASE = 1e-5, 10000.0
 """Defaults of norms and of rotary positions."""
+
+OPTIONAL = "positions", "kv_heads", "mlp", "window"
+"""Fields of `Architecture` that can be None: no limit, or the default."""
 
 
 class Architecture(NamedTuple):
@@ -35,11 +41,46 @@ class Architecture(NamedTuple):
     rotary_base: float = ROTARY_BASE
     window: int | None = None
 
+    @classmethod
+    def checked(cls, what: str, names: Mapping[str, str] = {}, error: type[Exception] = LayoutError, **given: Any
+                ) -> Architecture:
+        """Architecture with these fields, in types of Python. None for kv_heads or mlp is replaced by the default.
+
+        Raises `error` for values of other types and out of range. what: the network, or the file; names: field -> its
+        name there.
+        """
+        made = dict(given)
+        for field, value in given.items():
+            name = f"{what}: {names.get(field, field)}"
+            if field == "eps":
+                made[field] = real(value, f"{name} is a number of at least 0", 0, error)
+            elif field == "rotary_base":
+                made[field] = real(value, f"{name} is a positive number", POSITIVE, error)
+            elif field == "tied":
+                if value not in (True, False):
+                    raise error(f"{name} is true or false; got {value!r}")
+                made[field] = bool(value)
+            elif field != "kind" and (value is not None or field not in OPTIONAL):
+                made[field] = natural(value, f"{name} is a whole number, at least 1", 1, error)
+        hidden = made["hidden"]
+        made["kv_heads"] = made["kv_heads"] or made["heads"]
+        made["mlp"] = made["mlp"] or (64 * -(-hidden // 24) if made["kind"] == "llama" else 4 * hidden)
+        return cls(**made)
+
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of `nn.GPT` or `nn.Llama`."""
         others = {"kind"} if self.kind == "llama" else {"kind", "rotary_base"}
         return {name: value for name, value in self._asdict().items() if name not in others}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Facts of the network, as `facts_of` returns them."""
+        gpt = self.kind == "gpt2"
+        found = {"vocabulary": self.vocabulary, "heads": self.heads, "causal": True, "window": self.window,
+                 "eps": self.eps, "rotary_base": None if gpt else self.rotary_base,
+                 "activation": "gelu_tanh" if gpt else "silu"}
+        return {f"network.{name}": value for name, value in found.items()}
 
 
 def names_of(of: Architecture) -> dict[str, Names]:
@@ -112,63 +153,85 @@ def _llama(of: Architecture) -> dict[str, Stored]:
 
 
 def config_of(of: Architecture) -> dict[str, Any]:
-    """Contents of config.json for the transformers package."""
-    common = {"vocab_size": of.vocabulary, "tie_word_embeddings": of.tied, "bos_token_id": None, "eos_token_id": None}
+    """Contents of config.json for the transformers package. What the network does not limit is left out."""
+    common = {"bos_token_id": None, "eos_token_id": None}
+    sizes = {key: value for field, key in KEYS[of.kind].items() if (value := getattr(of, field)) is not None}
     if of.kind == "gpt2":
-        return {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **common, "n_positions": of.positions,
-                "n_embd": of.hidden, "n_layer": of.layers, "n_head": of.heads, "n_inner": of.mlp,
-                "layer_norm_epsilon": of.eps, "activation_function": "gelu_new"}
+        return {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **common, **sizes,
+                "activation_function": "gelu_new"}
     model = "Mistral" if of.window else "Llama"
-    return {"architectures": [f"{model}ForCausalLM"], "model_type": model.lower(), **common,
-            "max_position_embeddings": of.positions or UNLIMITED, "hidden_size": of.hidden,
-            "intermediate_size": of.mlp, "num_hidden_layers": of.layers, "num_attention_heads": of.heads,
-            "num_key_value_heads": of.kv_heads, "rms_norm_eps": of.eps, "hidden_act": "silu",
-            "rope_theta": of.rotary_base, **({"sliding_window": of.window} if of.window else {})}
+    return {"architectures": [f"{model}ForCausalLM"], "model_type": model.lower(), **common, **sizes,
+            "hidden_act": "silu"}
 
 
-UNLIMITED = 2**31 - 1
-"""max_position_embeddings of a network without a limit of the length."""
-SAME: dict[str, dict[str, tuple[Any, ...]]] = {
-    "gpt2": {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
-             "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
-    "llama": {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
-    "mistral": {"hidden_act": ("silu",)},
+KEYS = {
+    "gpt2": {"vocabulary": "vocab_size", "positions": "n_positions", "layers": "n_layer", "hidden": "n_embd",
+             "heads": "n_head", "mlp": "n_inner", "tied": "tie_word_embeddings", "eps": "layer_norm_epsilon"},
+    "llama": {"vocabulary": "vocab_size", "positions": "max_position_embeddings", "layers": "num_hidden_layers",
+              "hidden": "hidden_size", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
+              "mlp": "intermediate_size", "tied": "tie_word_embeddings", "eps": "rms_norm_eps",
+              "rotary_base": "rope_theta", "window": "sliding_window"},
 }
-"""model_type -> setting of a config.json -> values that pmm3d supports. The first value is the default."""
+"""Kind -> field of `Architecture` -> key of config.json."""
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gpt2": {"kv_heads": None, "mlp": None, "tied": True, "eps": EPS},
+    "llama": {"positions": None, "kv_heads": None, "tied": False, "eps": 1e-6, "rotary_base": ROTARY_BASE,
+              "window": None},
+}
+"""Kind -> values of keys that a config.json may leave out, or set to null."""
+SAME: dict[str, tuple[Any, ...]] = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "hidden_act": ("silu", "swish"),
+    "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
+    "attention_bias": (False,), "mlp_bias": (False,), "is_encoder_decoder": (False,), "pruned_heads": ({},),
+    "partial_rotary_factor": (1,), "rope_interleaved": (False,),
+    **{f"{name}.{key}": values for name in ROTARY for key, values in (
+        ("rope_type", ("default",)), ("type", ("default",)), ("partial_rotary_factor", (1,)))},
+}
+"""Further keys of config.json -> values that pmm3d supports."""
+HARMLESS = frozenset("""
+    architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens chunk_size_feed_forward do_sample
+    dtype early_stopping finetuning_task gradient_checkpointing id2label initializer_range is_decoder
+    is_llama_config label2id max_length max_new_tokens max_sequence_length min_length model_max_length model_type
+    n_ctx n_special name_or_path neftune_noise_alpha num_beam_groups num_beams num_labels num_return_sequences
+    predict_special_tokens prefix pretraining_tp problem_type remove_invalid_values reorder_and_upcast_attn
+    return_dict return_dict_in_generate suppress_tokens task_specific_params temperature tf_legacy_loss
+    tie_encoder_decoder top_k top_p torch_dtype torchscript typical_p use_bfloat16 use_cache use_return_dict
+    """.split())
+HARMLESS_STARTS = ("_", "summary_", "output_", "tokenizer_", "transformers", "unsloth_")
+HARMLESS_ENDS = ("_token_id", "dropout", "_pdrop", "_penalty", "_ngram_size")
+"""Keys of config.json that change no logit: names, tokens of a tokenizer, types in memory, options of training and of
+generation. They are listed, or have such a start or end."""
 
 
 def architecture_of(config: Mapping[str, Any], path: str) -> Architecture:
-    """Architecture in a config.json. Raises CheckpointError for an unsupported network."""
-    kind = config.get("model_type", "")
-    if kind not in KINDS:
-        raise CheckpointError(f"{path}: the model_type {kind!r} is not supported. Supported are {', '.join(KINDS)}")
-    for key, values in SAME[kind].items():
-        if config.get(key, values[0]) not in values:
-            raise CheckpointError(f"{path}: {key} is {config[key]!r}, but nn.{KINDS[kind]} supports only "
-                                  f"{values[0]!r}. Choose a network that was trained with this setting")
-    try:
-        return _gpt2_of(config) if kind == "gpt2" else _llama_of(config, path)
-    except KeyError as error:
-        raise CheckpointError(f"{path}: the configuration lacks {error.args[0]}, which determines the sizes of the "
-                              "network") from None
-
-
-def _gpt2_of(config: Mapping[str, Any]) -> Architecture:
-    hidden, heads = config["n_embd"], config["n_head"]
-    return Architecture("gpt2", config["vocab_size"], config["n_positions"], config["n_layer"], hidden, heads, heads,
-                        config.get("n_inner") or 4 * hidden, config.get("tie_word_embeddings", True),
-                        config.get("layer_norm_epsilon", EPS))
-
-
-def _llama_of(config: Mapping[str, Any], path: str) -> Architecture:
-    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    for key, value, ours in (("rope_type", rotary.get("rope_type", "default"), "default"),
-                             ("head_dim", config.get("head_dim") or hidden // heads, hidden // heads)):
-        if value != ours:
-            raise CheckpointError(f"{path}: {key} is {value!r}, but nn.Llama supports only {ours!r}")
-    return Architecture(
-        "llama", config["vocab_size"], config["max_position_embeddings"], config["num_hidden_layers"], hidden, heads,
-        config.get("num_key_value_heads") or heads, config["intermediate_size"],
-        config.get("tie_word_embeddings", False), config.get("rms_norm_eps", 1e-6),
-        rotary.get("rope_theta", config.get("rope_theta", ROTARY_BASE)), config.get("sliding_window"))
+    """Architecture in a config.json. Raises CheckpointError for an unsupported network, and for each setting that is
+    not known, because it may change the results of the network."""
+    model = config.get("model_type", "")
+    if model not in KINDS:
+        raise CheckpointError(f"{path}: the model_type {model!r} is not supported. Supported are {', '.join(KINDS)}")
+    kind, network = "gpt2" if model == "gpt2" else "llama", f"nn.{KINDS[model]}"
+    given = {key: value for key, value in config.items() if key not in ROTARY or not isinstance(value, Mapping)}
+    for name in (name for name in ROTARY if name in config and name not in given):
+        given |= {key if key == "rope_theta" else f"{name}.{key}": value for key, value in config[name].items()}
+    if model == "mistral":
+        given.setdefault("sliding_window", 4096)
+    keys = {field: key for field, key in KEYS[kind].items() if field != "window" or model == "mistral"}
+    for key, value in sorted(given.items(), key=lambda item: item[0] not in SAME):
+        harmless = key in HARMLESS or key.startswith(HARMLESS_STARTS) or key.endswith(HARMLESS_ENDS)
+        if value is None or harmless or key in (*KEYS[kind].values(), "head_dim"):
+            continue
+        if key not in SAME:
+            raise CheckpointError(f"{path}: {key} is {value!r}, and pmm3d does not know whether this setting changes "
+                                  f"the results of {network}. If it does not, remove the key from config.json")
+        if value not in SAME[key]:
+            raise CheckpointError(f"{path}: {key} is {value!r}, but {network} supports only {SAME[key][0]!r}. Choose a "
+                                  "network that was trained with this setting")
+    found = DEFAULTS[kind] | {field: given[key] for field, key in keys.items() if given.get(key) is not None}
+    if lacking := [key for field, key in keys.items() if field not in found]:
+        raise CheckpointError(f"{path}: the configuration lacks {names_in_words(lacking)}. Copy the file again from "
+                              "where the network was published")
+    of = Architecture.checked(path, KEYS[kind], CheckpointError, kind=kind, **found)
+    if given.get("head_dim") not in (None, of.hidden // of.heads):
+        raise CheckpointError(f"{path}: head_dim is {given['head_dim']!r}, but {network} supports only "
+                              f"{of.hidden // of.heads}, hidden_size / num_attention_heads")
+    return of

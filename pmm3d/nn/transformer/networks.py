@@ -57,32 +57,26 @@ class Transformer(Published):
                  order: str = "plain", parallel: str = "auto", dtype: str = "float32", library: Library | None = None,
                  precision: Precision | str | None = None):
         check_grid(type(self).__name__, grid)
-        check_sizes(type(self).__name__, layers=layers)
         if self.learned:
             check_sizes(type(self).__name__, positions=positions)
-        tied = self.tied if tied is None else tied
-        mlp = self.inner(hidden) if mlp is None else mlp
+        self.architecture = of = Architecture.checked(
+            type(self).__name__, kind=self.kind, vocabulary=vocabulary, positions=positions, layers=layers,
+            hidden=hidden, heads=heads, kv_heads=kv_heads, mlp=mlp, tied=self.tied if tied is None else tied, eps=eps,
+            rotary_base=self.rotary_base, window=window)
         seed, again = seed_of(grid, seed), Recomputed.named(recompute)
         options: dict[str, Any] = {"activations": activations, "dtype": dtype, "library": library,
                                    "precision": precision}
-        first = Embedding(grid, vocabulary, hidden, positions=positions, order=order, dropout=dropout,
+        first = Embedding(grid, of.vocabulary, of.hidden, positions=of.positions, order=order, dropout=dropout,
                           learned=self.learned, seed=derived(seed, 0), **options)
-        options |= {"norm": self.norm, "eps": eps, "deviation": DEVIATION}
-        made = [TransformerBlock(grid, hidden, heads, kv_heads=kv_heads, mlp=mlp, dropout=dropout, window=window,
-                                 order=order, parallel=parallel, recompute=again.attention,
-                                 residual=(2 * layers) ** -0.5, seed=derived(seed, 1 + index), **options,
-                                 **{"rotary_base": None if self.learned else self.rotary_base, **self.block})
-                for index in range(layers)]
-        last = Head(grid, hidden, vocabulary, table=first.table if tied else None, seed=derived(seed, 1 + layers),
-                    **options)
+        options |= {"norm": self.norm, "eps": of.eps, "deviation": DEVIATION}
+        made = [TransformerBlock(grid, of.hidden, of.heads, kv_heads=of.kv_heads, mlp=of.mlp, dropout=dropout,
+                                 window=of.window, order=order, parallel=parallel, recompute=again.attention,
+                                 residual=(2 * of.layers) ** -0.5, seed=derived(seed, 1 + index), **options,
+                                 **{"rotary_base": None if self.learned else of.rotary_base, **self.block})
+                for index in range(of.layers)]
+        last = Head(grid, of.hidden, of.vocabulary, table=first.table if of.tied else None,
+                    seed=derived(seed, 1 + of.layers), **options)
         super().__init__(grid, first, *(again.block(index, each) for index, each in enumerate(made)), last)
-        self.architecture = Architecture(self.kind, vocabulary, positions, layers, hidden, heads, kv_heads or heads,
-                                         mlp, tied, eps, self.rotary_base, window)
-
-    @staticmethod
-    def inner(hidden: int) -> int:
-        """Default of `mlp`."""
-        return 4 * hidden
 
 
 class GPT(Transformer):
@@ -211,7 +205,3 @@ class Llama(Transformer):
     def __init__(self, grid: Grid, *, rotary_base: float = ROTARY_BASE, **options: Any):
         self.rotary_base = rotary_base
         super().__init__(grid, **options)
-
-    @staticmethod
-    def inner(hidden: int) -> int:
-        return 64 * -(-hidden // 24)

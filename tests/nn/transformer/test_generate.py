@@ -8,6 +8,7 @@ from samples import to_numpy
 
 from pmm3d import Grid, LayoutError, Pmm3dError, nn
 from pmm3d.layout import Layout
+from pmm3d.nn.transformer.generate import choose
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
 
@@ -75,6 +76,17 @@ def test_tokens_are_those_without_a_cache(comm):
                     assert np.array_equal(nn.generate(net, PROMPT, MORE, **OPTIONS[how]), expected[name, how])
 
 
+@pytest.mark.parallel([2])
+def test_tokens_without_a_text_are_not_generated(comm, fails):
+    with Grid(comm, (2, 1, 1)) as grid:
+        net = larger(NETWORKS["GPT"](grid))
+        assert nn.generate(net, PROMPT, 6)[:, 3:].max() >= 3
+        for options in OPTIONS.values():
+            made = nn.generate(net, PROMPT, 6, vocabulary=3, **options)[:, 3:]
+            assert made.max() < 3 and len({*made.flat}) > 1
+        fails(Pmm3dError, "vocabulary is a whole number", lambda: nn.generate(net, PROMPT, 2, vocabulary=0))
+
+
 def test_a_cache_ends_with_the_call(comm, fails):
     """Later passes do not use the cache, also after a failed generation."""
     shape, data, axes = GRIDS[comm.size][0]
@@ -100,12 +112,34 @@ def test_one_sequence_and_prefixes(comm):
         assert np.array_equal(nn.generate(net, PROMPT, 0), PROMPT)
 
 
+def test_sequences_of_different_lengths_are_continued_as_those_of_one_length(comm):
+    """In the order of the prompt, each with the draws of its number."""
+    shape, data, axes = GRIDS[comm.size][-1]
+    with Grid(comm, shape, data, axes=axes) as grid:
+        net = larger(nn.Pipeline(grid, NETWORKS["GPT"]) if "pipe" in axes else NETWORKS["GPT"](grid))
+        for options in OPTIONS.values():
+            long, short = (nn.generate(net, PROMPT[:, :size], MORE, **options).tolist() for size in (3, 2))
+            prompt = [PROMPT[0].tolist(), PROMPT[1, :2], PROMPT[2].tolist()]
+            assert nn.generate(net, prompt, MORE, **options) == [long[0], short[1], long[2]]
+
+
+def test_a_temperature_near_zero_takes_the_most_probable_token():
+    """Also if warnings are errors."""
+    logits, draws = np.array([[1.0, 5.0, 3.0], [2.0, 0.0, 2.0]]), np.array([0.9, 0.4])
+    with np.errstate(all="raise", under="ignore"):
+        assert choose(logits, draws, 1e-320, None).tolist() == [1, 0]
+
+
 def test_what_cannot_be_generated_is_refused(some_grid, fails):
     net = NETWORKS["GPT"](some_grid)
     fails(LayoutError, "3 tokens and 8 more exceed the 10 positions.*Generate at most 7",
           lambda: nn.generate(net, PROMPT, 8))
     fails(LayoutError, "at least one token", lambda: nn.generate(net, np.zeros((2, 0), int), 3))
     fails(LayoutError, "at least one token", lambda: nn.generate(net, [[0.5]], 3))
+    for wrong in ([[1, 2], []], [[1, 2], [0.5]], [[1, 2], 3], [[[1], [2]], [3]], [[1, [2]], [3]]):
+        fails(LayoutError, "a list of sequences of different lengths; got", lambda wrong=wrong: nn.generate(
+            net, wrong, 3))
+    fails(LayoutError, "3 tokens and 8 more exceed the 10", lambda: nn.generate(net, [[1], PROMPT[0]], 8))
     for temperature in (-1, np.nan, np.inf):
         fails(Pmm3dError, "temperature must be a finite number, at least 0, got",
               lambda temperature=temperature: nn.generate(net, PROMPT, 3, temperature=temperature))

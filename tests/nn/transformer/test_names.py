@@ -11,7 +11,8 @@ from samples import to_numpy
 
 from pmm3d import CheckpointError, Grid, nn
 from pmm3d.layout import Layout
-from pmm3d.nn.exchange import load_weights
+from pmm3d.nn.exchange import export_torch, import_torch, load_weights
+from pmm3d.nn.transformer.names import architecture_of
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
 
@@ -126,7 +127,8 @@ def test_files_that_do_not_fit_are_refused(comm, shared_path, some_grid, fails):
     fails(CheckpointError, "model_type.*gpt2.*nn.GPT.load", lambda: nn.Llama.load(some_grid, shared_path / "gpt"))
     fails(CheckpointError, "no names 'llama'", lambda: net.export(shared_path / "no", names="llama"))
     grouped = nn.GPT(some_grid, **GPT, kv_heads=1)
-    fails(CheckpointError, "no names 'gpt2'", lambda: grouped.export(shared_path / "no"))
+    fails(CheckpointError, "folder .*'torch'.*This GPT has the names torch. Give a file that ends in .safetensors",
+          lambda: grouped.export(shared_path / "no"))
     if comm.rank == 0:
         config = json.loads((shared_path / "gpt" / "config.json").read_text())
         for folder, change in (("relu", {"activation_function": "relu"}), ("bert", {"model_type": "bert"})):
@@ -138,3 +140,233 @@ def test_files_that_do_not_fit_are_refused(comm, shared_path, some_grid, fails):
     fails(CheckpointError, "'bert'", lambda: nn.GPT.load(some_grid, shared_path / "bert"))
     fails(CheckpointError, "not contain the sizes", lambda: nn.GPT.load(some_grid, shared_path / "bare.safetensors"))
     fails(CheckpointError, "missing|there is no", lambda: nn.GPT.load(some_grid, shared_path / "nowhere"))
+
+
+one, two = pytest.mark.parallel([1]), pytest.mark.parallel([2])
+OPENAI = {"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+          "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+          "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12,
+          "n_positions": 1024, "n_special": 0, "predict_special_tokens": True, "resid_pdrop": 0.1,
+          "summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True,
+          "summary_type": "cls_index", "summary_use_proj": True, "vocab_size": 50257,
+          "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}}
+TINY = {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 1, "eos_token_id": 2,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 5632,
+        "max_position_embeddings": 2048, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 22,
+        "num_key_value_heads": 4, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None,
+        "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.35.0", "use_cache": True, "vocab_size": 32000}
+NEWER = {"_name_or_path": "x", "attention_dropout": 0.0, "dtype": "float32", "head_dim": 64, "is_llama_config": True,
+         "max_sequence_length": 2048, "mlp_bias": False, "pad_token_id": 0, "rope_interleaved": False,
+         "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}, "sliding_window": 7,
+         "transformers.js_config": {"kv_cache_dtype": {}}, "id2label": {"0": "LABEL_0"}}
+
+
+@one
+def test_settings_that_change_no_logit_are_accepted():
+    """Files of published networks, and keys of newer versions of the transformers package."""
+    of = architecture_of(OPENAI, "config.json")
+    assert (of.vocabulary, of.positions, of.hidden, of.kv_heads, of.mlp, of.tied) == (50257, 1024, 768, 12, 3072, True)
+    of = architecture_of(TINY, "config.json")
+    assert (of.kv_heads, of.mlp, of.eps, of.window, of.tied) == (4, 5632, 1e-5, None, False)
+    of = architecture_of({**TINY, **NEWER, "max_position_embeddings": None}, "config.json")
+    assert (of.rotary_base, of.window, of.positions) == (5e5, None, None)
+    mistral = {**TINY, "model_type": "mistral"}
+    windows = [architecture_of({**mistral, **some}, "config.json").window
+               for some in ({"sliding_window": 7}, {"sliding_window": None}, {})]
+    assert windows == [7, None, 4096]
+
+
+REFUSED = [
+    (TINY, "rope_scaling.type", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    (TINY, "rope_scaling.type", {"rope_scaling": {"factor": 4.0, "type": "dynamic"}}),
+    (TINY, "rope_scaling.rope_type", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}),
+    (TINY, "rope_parameters.rope_type", {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3"}}),
+    (TINY, "rope_parameters.long_factor", {"rope_parameters": {"rope_theta": 5e5, "long_factor": [1.0]}}),
+    (TINY, "rope_scaling", {"rope_scaling": "linear"}),
+    (TINY, "partial_rotary_factor", {"partial_rotary_factor": 0.5}),
+    (TINY, "quantization_config", {"quantization_config": {"bits": 4}}),
+    (TINY, "logits_scaling", {"logits_scaling": 8.0}),
+    (TINY, "attention_bias", {"attention_bias": True}),
+    (TINY, "head_dim", {"head_dim": 128}),
+    (TINY, "hidden_size", {"hidden_size": "2048"}),
+    (TINY, "vocab_size", {"vocab_size": 32000.0}),
+    (TINY, "num_hidden_layers", {"num_hidden_layers": None}),
+    (TINY, "rms_norm_eps", {"rms_norm_eps": "1e-5"}),
+    (TINY, "rope_theta", {"rope_theta": "1e6"}),
+    (TINY, "rope_theta", {"rope_theta": float("inf")}),
+    (TINY, "tie_word_embeddings", {"tie_word_embeddings": "no"}),
+    (OPENAI, "scale_attn_weights", {"scale_attn_weights": False}),
+    (OPENAI, "n_inner", {"n_inner": []}),
+    (OPENAI, "pruned_heads", {"pruned_heads": {"0": [1]}}),
+    (OPENAI, "position_embedding_type", {"position_embedding_type": "alibi"}),
+]
+
+
+@one
+def test_settings_that_change_the_logits_or_are_unknown_are_refused_by_name():
+    for config, key, change in REFUSED:
+        with given(change=change), pytest.raises(CheckpointError, match=rf"config.json: .*\b{key}\b"):
+            architecture_of({**config, **change}, "config.json")
+
+
+@two
+def test_files_of_json_with_another_content_are_refused(comm, shared_path, some_grid, fails):
+    nn.Llama(some_grid, **LLAMA).export(shared_path)
+    for name in ("config.json", "model.safetensors.index.json"):
+        for text in ("[]", "{", "\udcff", '{"weight_map": ["model.safetensors"]}', '{"weight_map": {"a": 1}}'):
+            with given(name=name, text=text):
+                before = (shared_path / name).read_text() if name == "config.json" else ""
+                comm.barrier()
+                if comm.rank == 0:
+                    (shared_path / name).write_bytes(text.encode(errors="surrogateescape"))
+                comm.barrier()
+                fails(CheckpointError, name if name != "config.json" or "weight" not in text else "model_type",
+                      lambda: nn.Llama.load(some_grid, shared_path))
+                if comm.rank == 0:
+                    (shared_path / name).write_text(before) if before else (shared_path / name).unlink()
+                comm.barrier()
+
+
+@two
+def test_an_export_replaces_the_weight_files_of_the_folder(comm, shared_path, some_grid, fails):
+    """Several files and their index are removed. Links are replaced, and their targets stay. Files of other kinds
+    stay. A folder with both kinds of weight files, or with parts and no index, is refused."""
+    folder, cache = shared_path / "net", shared_path / "cache"
+    old, new = (filled(nn.Llama(some_grid, **{**LLAMA, "layers": layers})) for layers in (1, 2))
+    old.export(folder)
+    if comm.rank == 0:
+        cache.mkdir()
+        in_parts(folder, 2)
+        for file in [*folder.glob("*.safetensors"), folder / "config.json"]:  # as in the cache of a hub
+            file.rename(cache / file.name)
+            file.symlink_to(cache / file.name)
+        (folder / "tokenizer.json").write_text("{}")
+    comm.barrier()
+    kept = {file.name: file.read_bytes() for file in cache.iterdir()}
+    assert same_weights(nn.Llama.load(some_grid, folder, dtype="float64"), old)
+    new.export(folder)
+    assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert {file.name: file.read_bytes() for file in cache.iterdir()} == kept
+    assert same_weights(nn.Llama.load(some_grid, folder, dtype="float64"), new)
+    if comm.rank == 0:
+        for name in kept:
+            (folder / name).write_bytes(kept[name]) if "-of-" in name else None
+    assert same_weights(nn.Llama.load(some_grid, folder, dtype="float64"), new)
+    if comm.rank == 0:
+        index = {"weight_map": {"a": "model-0-of-2.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    comm.barrier()
+    fails(CheckpointError, "Remove those", lambda: nn.Llama.load(some_grid, folder))
+    comm.barrier()
+    if comm.rank == 0:
+        for name in ("model.safetensors", "model.safetensors.index.json"):
+            (folder / name).unlink()
+    comm.barrier()
+    for load in (lambda: nn.Llama.load(some_grid, folder), lambda: load_weights(new, folder)):
+        fails(CheckpointError, "Copy the table", load)
+
+
+def in_parts(folder, count):
+    """Cut the weights of a folder into several files with an index. Return the paths of the files."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names, files = sorted(tensors), [f"model-{number}-of-{count}.safetensors" for number in range(count)]
+    table = {name: files[number * count // len(names)] for number, name in enumerate(names)}
+    for file in files:
+        save_file({name: tensors[name] for name in names if table[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+    return [folder / file for file in files]
+
+
+def same_weights(net, other):
+    found = other.matrices()
+    return net.matrices().keys() == found.keys() and all(
+        np.array_equal(matrix.gather(), found[name].gather()) for name, matrix in net.matrices().items())
+
+
+@two
+def test_weights_that_fail_to_load_change_nothing(comm, shared_path, some_grid, fails):
+    """The last of two files is missing, cut off, or has other tensors."""
+    net = filled(nn.Llama(some_grid, **LLAMA))
+    net.export(shared_path)
+    files = in_parts(shared_path, 2) if comm.rank == 0 else None
+    last = comm.bcast(files)[-1]
+    tensors, whole = load_file(last), last.read_bytes()
+    name = next(iter(tensors))
+    other, before = nn.Llama(some_grid, seed=9, **LLAMA), nn.Llama(some_grid, seed=9, **LLAMA)
+
+    def change(file, contents):
+        comm.barrier()
+        if comm.rank == 0:
+            file.unlink()
+            if isinstance(contents, bytes):
+                file.write_bytes(contents)
+            elif contents is not None:
+                save_file(contents, file)
+        comm.barrier()
+
+    for title, contents in {
+            "missing": None, "cut off": whole[:-8], "longer": whole + bytes(8), "no header": whole[:4],
+            "a tensor less": {each: tensors[each] for each in tensors if each != name},
+            "another shape": {**tensors, name: tensors[name][:-1].copy()},
+            "another type": {**tensors, name: tensors[name].astype("int8")}}.items():
+        with given(title=title):
+            change(last, contents)
+            fails(CheckpointError, name if isinstance(contents, dict) else last.name,
+                  lambda: load_weights(other, shared_path))
+            assert same_weights(other, before)
+            if comm.rank == 0:
+                last.touch()
+    change(last, {**tensors, "of.no.index": np.ones(3)})
+    load_weights(other, shared_path)
+    assert same_weights(other, net)
+
+
+@two
+def test_the_names_are_the_same_on_every_grid_and_by_every_function(comm, shared_path, fails):
+    """Published names by default, also on stages. A config.json is written beside no other names."""
+    sizes, found = {**GPT, "seed": 3}, []
+    for axes in ({}, {"pipe": 2}):
+        with given(axes=axes), Grid(comm, (1, 1, 1) if axes else (1, 1, 2), **axes) as grid:
+            make = lambda stage: nn.GPT(stage, **sizes)
+            net = nn.Pipeline(grid, make) if axes else make(grid)
+            for export in (net.export, lambda path: export_torch(net, path)):
+                path = shared_path / f"{len(found)}"
+                export(path)
+                export(path.with_suffix(".safetensors"))
+                assert json.loads((path / "config.json").read_text())["model_type"] == "gpt2"
+                for file in (path / "model.safetensors", path.with_suffix(".safetensors")):
+                    found.append(set(load_file(file)))
+            fails(CheckpointError, "folder .*'torch'.*torch, gpt2.*.safetensors",
+                  lambda: net.export(shared_path / "no", names="torch"))
+            net.export(shared_path / "torch.safetensors", names="torch")
+            assert "0.table" in load_file(shared_path / "torch.safetensors")
+            import_torch(net, shared_path / "torch.safetensors")
+    assert len(found) == 8 and all(names == found[0] for names in found) and "transformer.wte.weight" in found[0]
+    with Grid(comm, "ddp") as grid:
+        net = nn.Encoder(grid, **GPT)
+        net.export(shared_path / "encoder.safetensors")
+        assert "0.table" in load_file(shared_path / "encoder.safetensors")
+        fails(CheckpointError, "folder .*'torch'", lambda: net.export(shared_path / "no"))
+    assert not (shared_path / "no").exists()
+
+
+@two
+def test_sizes_that_are_numbers_of_numpy_are_exported(comm, shared_path, some_grid):
+    sizes = {"vocabulary": np.array([3, 10]).max() + 1, "layers": np.int64(1), "hidden": np.int32(8),
+             "heads": np.int64(2), "kv_heads": np.int8(1), "mlp": np.int64(6), "positions": np.int64(4)}
+    others = {"eps": np.float32(0.5), "dropout": np.float32(0.25), "tied": np.bool_(True), "window": np.int64(3),
+              "rotary_base": np.float32(500), "recompute": np.int64(1)}
+    net = nn.Llama(some_grid, **sizes, **others)
+    net.export(shared_path)
+    expected = {"vocab_size": 11, "num_hidden_layers": 1, "hidden_size": 8, "num_key_value_heads": 1,
+                "max_position_embeddings": 4, "rms_norm_eps": 0.5, "tie_word_embeddings": True, "sliding_window": 3,
+                "rope_theta": 500.0}
+    config = json.loads((shared_path / "config.json").read_text())
+    assert {key: config[key] for key in expected} == expected
+    assert nn.Llama.load(some_grid, shared_path).architecture == net.architecture
+    free = nn.Llama(some_grid, **{**sizes, "positions": None})
+    free.export(shared_path)
+    assert "max_position_embeddings" not in json.loads((shared_path / "config.json").read_text())
+    assert nn.Llama.load(some_grid, shared_path).architecture == free.architecture
