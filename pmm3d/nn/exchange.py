@@ -131,7 +131,8 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
     path : path
         The file, or a folder that save_pretrained of the transformers package wrote.
     optimizer : Optimizer or None
-        Optimizer of the network, whose master weights are set. Without it, 16-bit weights are rounded.
+        Optimizer of the network. Its master weights are then made in the layout of its state. Default: parameters make
+        them (`Parameter`).
     names : str
         As in `export_torch`; "auto" (default): the names in the file.
 
@@ -152,15 +153,16 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
     ...     nn.exchange.export_torch(net, file.name)
     ...     nn.exchange.import_torch(net, file.name)
     """
-    make_masters(network, optimizer)
     files, own = tensor_files(network.whole, path), network.named_parameters()
-    there = [name for held in files.values() for name in held]
+    there = {name: dtype for held in files.values() for name, dtype in held.items()}
     if names == "auto":
         of_torch = {*_names(network, TORCH).tensors} & {*there}
         names = next((kind for kind in _published(network) if not of_torch), TORCH)
     known, table = _names(network, names), _own_tensors(network, names)
     if known.prefix and not any(name.startswith(known.prefix) for name in there):
         table = {name.removeprefix(known.prefix): stored for name, stored in table.items()}
+    make_masters(network, optimizer, {part.parameter: there[name] for name, stored in table.items() if name in there
+                                      for part in stored.parts})
     matrices = {name: _to_fill([own[part.parameter] for part in stored.parts], stored)
                 for name, stored in table.items()}
     for number, (file, held) in enumerate(files.items(), start=1):
@@ -172,18 +174,16 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
     network.loaded()
 
 
-def tensor_files(grid: Grid, path: StrPath) -> dict[Path, list[str]]:
-    """Safetensors files of a path -> names of their tensors. Collective. Raises CheckpointError."""
-    path, found = Path(path), dict[Path, list[str]]()
+def tensor_files(grid: Grid, path: StrPath) -> dict[Path, dict[str, str]]:
+    """Safetensors files of a path -> names and types of their tensors. Collective. Raises CheckpointError."""
+    path, found = Path(path), dict[Path, dict[str, str]]()
     with grid.collective_call("import_torch", str(path), always=True), file_errors(path, "read"):
         if grid.rank == 0:
             index = path / INDEX
+            files = [path / WEIGHTS if path.is_dir() else path]
             if index.exists():
-                for name, file in json.loads(index.read_text())["weight_map"].items():
-                    found.setdefault(path / file, []).append(name)
-            else:
-                file = path / WEIGHTS if path.is_dir() else path
-                found[file] = [*contents_of(file)[0]]
+                files = [path / file for file in dict.fromkeys(json.loads(index.read_text())["weight_map"].values())]
+            found = {file: contents_of(file)[0] for file in files}
     return grid.comm.bcast(found)
 
 

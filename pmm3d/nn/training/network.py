@@ -215,14 +215,13 @@ def pipelined(config: Config | None, grid: Grid, make: Callable[[Grid], Any], fe
 
 
 def network_of(config: Config, grid: Grid, samples: Samples) -> Module:
-    """Return the network of a configuration, for inference. Collective. It has the precision of the master weights
-    (except a network of `build`), and even stages, because the file of a schedule may be missing."""
-    config = config.unscheduled
+    """Return the network of a configuration, frozen, for inference. Collective. It has the precision of the master
+    weights (except a network of `build`), and even stages, because the file of a schedule may be missing."""
+    config, own, precision = config.unscheduled, None, Precision(config.precision.master)
     if config.network.build:
         own = OwnNetwork(grid, config.network, config.precision, config.training.seed)
-        return own.made(grid, samples.features, samples.outputs, config)[0]
     sizes = layer_sizes(config, samples.features, samples.outputs)
-    return make_network(config, grid, sizes, None, Precision(config.precision.master))[0]
+    return make_network(config, grid, sizes, own, precision)[0].requires_grad_(False)
 
 
 def make_optimizer(config: Config, network: Module) -> optim.Optimizer:
