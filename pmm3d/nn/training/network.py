@@ -17,11 +17,13 @@ from ...layout import Layout, batch_layout
 from .. import optim
 from ..containers import MLP
 from ..dry import Facts
+from ..exchange import whole_of
+from ..layers import Linear
 from ..module import Module
 from ..pipeline.network import Pipeline
 from ..precision import Precision
 from ..seeds import manual_seed
-from ..transformer import GPT, Llama, token_layout
+from ..transformer import GPT, Embedding, Llama, token_layout
 from .config import Config
 from .samples import Samples
 from .sections import NetworkSection
@@ -227,7 +229,21 @@ def network_of(config: Config, grid: Grid, samples: Samples) -> Module:
 def make_optimizer(config: Config, network: Module) -> optim.Optimizer:
     kind = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW, "muon": optim.Muon}[config.optimizer.kind]
     options: dict[str, Any] = config.optimizer.model_dump(exclude={"kind", "clip"}, exclude_none=True)
-    return kind(network.parameters(), **options)
+    return kind(_muon_groups(network) if kind is optim.Muon else network.parameters(), **options)
+
+
+def _muon_groups(network: Module) -> list[optim.Group]:
+    """Return two groups for Muon: other parameters, and those that AdamW changes: tables of embeddings and positions,
+    and the last layer."""
+    whole = whole_of(network)
+    modules = [module for _, module in whole.named_modules()]
+    layers = [*(each for each in modules if isinstance(each, Embedding)),
+              *[each for each in modules if isinstance(each, Linear)][-1:]]
+    spared = {parameter for layer in layers for parameter in layer.parameters()}
+    names = {name for name, parameter in whole.named_parameters().items() if parameter in spared}
+    own = network.named_parameters()
+    return [{"params": [each for name, each in own.items() if (name in names) == outer], "use_muon": not outer}
+            for outer in (False, True)]
 
 
 def make_schedule(config: Config, optimizer: optim.Optimizer, steps: int) -> optim.Schedule:
