@@ -58,8 +58,9 @@ def embedding(tokens: Tensor | DistMatrix, table: Tensor) -> Tensor:
 
     Notes
     -----
-    Each rank receives (Gz-1)/Gz of its block of the table, and of the gradient in the backward pass. Tokens with a
-    known `labels_below` are not checked.
+    Each rank receives (Gz-1)/Gz of its block of the table, and of the gradient in the backward pass. Tokens in host
+    memory are checked in each call; the ranks agree by an all-reduce of 24 bytes. On a device, tokens with a known
+    `labels_below` are not checked.
 
     Examples
     --------
@@ -74,6 +75,11 @@ def embedding(tokens: Tensor | DistMatrix, table: Tensor) -> Tensor:
     """
     matrix = tokens.value if isinstance(tokens, Tensor) else tokens
     check_tokens(matrix, table.shape[1])
+    return _looked_up(matrix, table)
+
+
+def _looked_up(matrix: DistMatrix, table: Tensor) -> Tensor:
+    """`embedding` of tokens that were checked."""
     rows = tuple([axis for axis in matrix.layout.rows if axis not in OTHER])
     if matrix.layout.named != rows:
         matrix = _redistributed(matrix, layout_of(rows, (), (), (matrix.layout.units[0], 1)))
@@ -131,9 +137,9 @@ def _own_tokens(table: Tensor, tokens: DistMatrix) -> tuple[Array, Array | None]
 
 
 def check_tokens(tokens: DistMatrix, vocabulary: int) -> None:
-    """Raises LayoutError, DTypeError or Pmm3dError, on every rank, for invalid tokens. Values of tokens with a known
-    `labels_below` are not checked."""
-    known = tokens.labels_below is not None and tokens.labels_below <= vocabulary
+    """Raises LayoutError, DTypeError or Pmm3dError, on every rank, for invalid tokens. On a device, values of tokens
+    with a known `labels_below` are not checked, because the host would wait for the device."""
+    known = tokens.labels_below is not None and tokens.labels_below <= vocabulary and not tokens.library.on_host
     with nullcontext() if known else tokens.grid.collective_call("embedding"):
         if tokens.shape[1] != 1:
             raise LayoutError("embedding: tokens must be a matrix of one column, (batch x sequence, 1); got "
@@ -240,8 +246,7 @@ class Embedding(Module):
         x = embedding(tokens, self.table)
         if self.positions is not None:
             places = DistMatrix(grid, positions_of(tokens, self.order)[:, None], tokens.shape, tokens.layout)
-            places.labels_below = longest
-            x = x + embedding(places, self.positions)
+            x = x + _looked_up(places, self.positions)
         x = self.dropout(relayout(x, residual_layout(x, self.activations)))
         return (x, *others) if others else x
 
