@@ -189,7 +189,7 @@ class Interchange(StoredMatrix):
                                   f"{box.shape[1]}")
             return local
 
-        source = lambda: array_source(grid, local, values)._replace(shape=shape)
+        source = lambda: array_source(grid, local, values)._replace(shape=shape, as_stored=True)
         passed = shape, *array_signature(local)[1:]
         matrix = construct(cls, "DistMatrix.from_local", grid, source, layout, order, False, *passed)
         if grid.debug:

@@ -178,7 +178,8 @@ def inputs_of(config: Config, grid: Grid, rows: int, features: int) -> Facts:
     section, kind = config.network, grid.library(config.network.library).kind
     if (sequence := config.data.sequence) is not None:
         columns = 1 if config.data.documents is None else 2
-        return Facts((rows * sequence, columns), token_layout(grid.stage, sequence), "int64", kind)
+        layout = token_layout(grid.stage, sequence, order=section.order or "plain")
+        return Facts((rows * sequence, columns), layout, "int64", kind)
     return Facts((rows, features), batch_layout("y"), section.dtype, kind)
 
 

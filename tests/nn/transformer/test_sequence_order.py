@@ -5,8 +5,9 @@ import pytest
 from loops import given
 
 from pmm3d import Grid, Layout, LayoutError, Pmm3dError, nn
+from pmm3d.layout import ORDERS
 from pmm3d.nn.transformer import positions, ranks_per_sequence, row_positions, token_layout
-from pmm3d.nn.transformer.sequence import ORDERS, chosen, nodes_along_seq
+from pmm3d.nn.transformer.sequence import chosen, nodes_along_seq
 
 
 def boxes(layout, shape, **grid):
@@ -28,9 +29,9 @@ def test_orders_are_permutations_of_any_length():
 def test_causal_work_of_each_rank():
     """Pairs of (query block, key block) under a causal mask, counted for the rows of each rank."""
     def work(order, ranks, length=64, block=2):
-        grid, parts = boxes(lambda made: token_layout(made, length, block=block), (length, 1), seq=ranks)
-        layout = Layout(("data", "z", "seq"), units=({"data": length, "z": length, "seq": block}, 1))
-        rows = [row_positions(layout, length, grid, box, order) for box in parts]
+        layout = token_layout(Grid.dry((1, 1, 1), seq=ranks), length, block=block, order=order)
+        grid, parts = boxes(lambda made: layout, (length, 1), seq=ranks)
+        rows = [row_positions(layout, length, box) for box in parts]
         assert sorted(np.concatenate(rows)) == list(range(length))
         return [sum(position // block + 1 for position in part[::block]) for part in rows]
 
@@ -46,9 +47,9 @@ def test_zigzag_of_lengths_that_do_not_divide():
     for ranks in (2, 3, 4, 8):
         for length in (ranks * 6, ranks * 60 + 1, ranks * 60 + 4):
             with given(ranks=ranks, length=length):
-                grid, parts = boxes(lambda made: token_layout(made, length), (length, 1), seq=ranks)
-                layout = token_layout(Grid.dry((1, 1, 1), seq=ranks), length)
-                pairs = [sum(row_positions(layout, length, grid, box, "zigzag") + 1) for box in parts]
+                layout = token_layout(Grid.dry((1, 1, 1), seq=ranks), length, order="zigzag")
+                _, parts = boxes(lambda made: layout, (length, 1), seq=ranks)
+                pairs = [sum(row_positions(layout, length, box) + 1) for box in parts]
                 assert max(pairs) == min(pairs) if length % (2 * ranks) == 0 else max(pairs) < 1.3 * np.mean(pairs)
 
 
