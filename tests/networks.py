@@ -85,8 +85,8 @@ def batch_of(case: Case, step: int, rows: int | None = None):
 
 
 def spread(grid, whole, layout=INPUT, library=TESTED, dtype=None) -> DistMatrix:
-    """A DistMatrix of a whole numpy array. dtype: for floats. Unlike `DistMatrix.from_global` not collective, unless the
-    layout has an order of rows."""
+    """A DistMatrix of a whole numpy array. dtype: for floats. It is not collective, except in a layout with an order of
+    rows."""
     if order_of(layout.units[0]) is not None:
         array = to_library(whole, library, dtype if whole.dtype.kind == "f" else None)
         return DistMatrix.from_global(grid, array, layout=layout)
