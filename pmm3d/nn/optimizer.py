@@ -99,12 +99,13 @@ class Optimizer(WithState):
 
     def __init__(self, parameters: Parameters, lr: float, *, weight_decay: float = 0.0, decay_vectors: bool = True,
                  shard_over_data: bool | str = False, **options: Any):
-        given, self._sharded, self._parameters = list(parameters), shard_over_data, list[Parameter]()
+        given: list[Any] = list(parameters)
+        self._sharded, self._parameters = shard_over_data, list[Parameter]()
         self._options_given = {**self.defaults, "lr": lr, "weight_decay": weight_decay, "decay_vectors": decay_vectors,
                                **options}
         self._check_known("", self._options_given, [*COMMON, *self.defaults, "shard_over_data"])
-        self.groups = ([dict(each) for each in given] if given and all(isinstance(each, Mapping) for each in given)
-                       else [{"params": given}])
+        grouped = given and all(isinstance(each, Mapping) for each in given)
+        self.groups: list[Group] = [dict(each) for each in given] if grouped else [{"params": given}]
         self.steps, self.missed, self._noted = 0, Counter[Parameter](), 0
         self._state: dict[Parameter, list[Array]] = {}
         if shard_over_data not in (False, True, *SHARDED):

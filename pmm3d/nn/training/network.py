@@ -233,7 +233,7 @@ def make_optimizer(config: Config, network: Module) -> optim.Optimizer:
     return kind(_muon_groups(network) if kind is optim.Muon else network.parameters(), **options)
 
 
-def _muon_groups(network: Module) -> list[optim.Group]:
+def _muon_groups(network: Module) -> list[dict[str, Any]]:
     """Return two groups for Muon: other parameters, and those that AdamW changes: tables of embeddings and positions,
     and the last layer."""
     whole = whole_of(network)

@@ -241,14 +241,14 @@ class Embedding(Module):
             raise LayoutError(f"Embedding: {tokens.shape[0]} tokens are not a multiple of {sequence}, the length of a "
                               "sequence (the unit of rows). Pass complete sequences")
         wanted = self._layout(tokens, max(1, sequence))
-        tokens, *others = (each if each.layout == wanted else Tensor(_redistributed(each.value, wanted))
-                           for each in (tokens, *others))
+        tokens, *more = (each if each.layout == wanted else Tensor(_redistributed(each.value, wanted))
+                         for each in (tokens, *others))
         x = embedding(tokens, self.table)
         if self.positions is not None:
             places = DistMatrix(grid, positions_of(tokens)[:, None], tokens.shape, tokens.layout)
             x = x + _looked_up(places, self.positions)
         x = self.dropout(relayout(x, residual_layout(x, self.activations)))
-        return (x, *others) if others else x
+        return (x, *more) if more else x
 
     def _layout(self, tokens: Tensor, sequence: int) -> Layout:
         """Layout of the tokens: their own one, or that of `token_layout` if they lack its axes, units or order."""
