@@ -411,7 +411,11 @@ def unit_of(unit: Unit, axis: str) -> int:
 
 
 def order_of(unit: Unit) -> RowOrder | None:
-    """Order in which the rows (or columns) of a dim are stored; None: ascending."""
+    """Order in which the rows (or columns) of a dim are stored; None: ascending.
+
+        >>> order_of((("", RowOrder("zigzag", 8, 2, 1)), ("data", 8))), order_of(8)
+        (RowOrder(name='zigzag', length=8, block=2, ranks=1), None)
+    """
     return None if isinstance(unit, int) else dict(unit).get("")
 
 

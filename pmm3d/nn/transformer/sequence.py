@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -78,7 +79,8 @@ def layout_of_tokens(grid: Grid, length: int, cols: str | tuple[str, ...] = (), 
     stored = RowOrder.of(order, length, grid.shape.along(inside), block)
     if not inside:
         return Layout(("data", "z"), cols, units=(length, unit))
-    units = {"data": length, "z": length, **dict.fromkeys(inside, block), **({"": stored} if stored else {})}
+    units: dict[str, Any] = {"data": length, "z": length, **dict.fromkeys(inside, block)}
+    units |= {"": stored} if stored else {}
     return Layout(("data", "z", *inside), cols, units=(units, unit))
 
 
