@@ -70,13 +70,13 @@ def row_of(order: str, parallel: str, options: argparse.Namespace) -> list[str]:
     module: Any = import_module(attention.__module__)
     module.attend, module.attend_backward = kernel.attend, kernel.attend_backward
     with Grid(MPI.COMM_WORLD, (1, 1, 1), seq=ranks) as grid:
-        layout = token_layout(grid, rows, unit=SIZE, block=BLOCK)
+        layout = token_layout(grid, rows, unit=SIZE, block=BLOCK, order=order)
         q, k, v = (nn.Tensor(DistMatrix.random(grid, (rows, ranks * SIZE), layout=layout), requires_grad=True)
                    for _ in range(3))
         slope = DistMatrix.random(grid, q.shape, layout=layout)
 
         def forward() -> nn.Tensor:
-            return attention(q, k, v, size=SIZE, order=order, parallel=parallel, block=BLOCK)
+            return attention(q, k, v, size=SIZE, parallel=parallel, block=BLOCK)
 
         forward().backward(slope)
         kernel.pairs = 0

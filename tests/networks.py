@@ -10,7 +10,7 @@ from mpi_runner import plugin
 from samples import TESTED, bits_of, grids_of, integers, to_library, to_numpy
 
 from pmm3d import DistMatrix, Grid, nn
-from pmm3d.layout import Layout, batch_layout
+from pmm3d.layout import Layout, batch_layout, order_of
 from pmm3d.nn import optim
 
 GRIDS = {
@@ -85,7 +85,11 @@ def batch_of(case: Case, step: int, rows: int | None = None):
 
 
 def spread(grid, whole, layout=INPUT, library=TESTED, dtype=None) -> DistMatrix:
-    """A DistMatrix of a whole numpy array. dtype: for floats. Not collective, unlike `DistMatrix.from_global`."""
+    """A DistMatrix of a whole numpy array. dtype: for floats. It is not collective, except in a layout with an order of
+    rows."""
+    if order_of(layout.units[0]) is not None:
+        array = to_library(whole, library, dtype if whole.dtype.kind == "f" else None)
+        return DistMatrix.from_global(grid, array, layout=layout)
     r0, r1, c0, c1 = layout.summed.box(whole.shape, grid.shape, grid.coords)
     local = to_library(whole[r0:r1, c0:c1], library, dtype if whole.dtype.kind == "f" else None)
     return DistMatrix(grid, local, whole.shape, layout).keep_one()

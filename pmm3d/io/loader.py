@@ -25,7 +25,9 @@ Shards = tuple[Array, Array]
 class Loader(AbstractContextManager["Loader"]):
     """Batches of a DataSet or TokenDataSet; made by their method `loader`.
 
-    `for x, y in loader` runs to the end of the current epoch, micro-batch by micro-batch.
+    `for x, y in loader` continues at the position, and runs to the end of the current epoch, micro-batch by
+    micro-batch. So a second loop after a `break` returns the rest of the epoch. For all batches, call `begin_epoch`
+    before the loop.
 
     Attributes
     ----------
@@ -163,11 +165,37 @@ class Loader(AbstractContextManager["Loader"]):
         """
         return [len(positions) for positions in self._plan.pieces(batch, self.micro_batches)]
 
+    def begin_epoch(self) -> None:
+        """Go back to the start of the current epoch, on all ranks."""
+        self._go(self.epoch)
+
     def next_epoch(self) -> None:
         """Go to the start of the next epoch, on all ranks. The rest of the current epoch is left out."""
         if self.batch < len(self):
             self._stop()
         self.epoch, self.batch, self._handed_out = self.epoch + 1, 0, 0
+
+    def whole_epoch(self) -> Iterator[tuple[DistMatrix, DistMatrix]]:
+        """All micro-batches of an epoch, for an evaluation.
+
+        Yields
+        ------
+        tuple of DistMatrix
+            (x, y). A loader that was inside an epoch then goes back to its position there.
+        """
+        before = self.epoch, self.batch, self._handed_out
+        self.begin_epoch()
+        try:
+            yield from self
+        finally:
+            if any(before[1:]):
+                self._go(*before)
+
+    def _go(self, epoch: int, batch: int = 0, handed_out: int = 0) -> None:
+        """Go to a position. Batches that were read in advance are discarded, unless it is the present position."""
+        if (epoch, batch, handed_out) != (self.epoch, self.batch, self._handed_out):
+            self._stop()
+            self.epoch, self.batch, self._handed_out = epoch, batch, handed_out
 
     def _read(self) -> Shards:
         """Return this rank's shards of the next micro-batch."""

@@ -211,10 +211,15 @@ def import_files(grid: Grid, path: str | os.PathLike[str], files: Mapping[Path, 
                     tensors[name].keep_one()
 
 
-def contents_of(path: Path) -> tuple[list[str], dict[str, str]]:
-    """Return the names of the tensors in a file, and its metadata. Raises CheckpointError if it cannot be read."""
+def contents_of(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the types of the tensors in a file by name, and its metadata. A type that pmm3d lacks has the file's name.
+
+    Raises CheckpointError if the file cannot be read.
+    """
+    known = {there: dtype for dtype, there in TYPES.items()}
     with _opened(path, "numpy") as file:
-        return [*file.keys()], file.metadata() or {}
+        types = {name: file.get_slice(name).get_dtype() for name in file.keys()}
+        return {name: known.get(dtype, dtype) for name, dtype in types.items()}, file.metadata() or {}
 
 
 def _opened(path: Path, framework: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import log
@@ -14,7 +14,7 @@ import numpy as np
 from ..arrays import NumpyLibrary, Workspace, library_kind
 from ..comm import Grid
 from ..errors import DataError
-from ..layout import Box, GridShape, Layout, batch_layout
+from ..layout import Box, Layout, batch_layout, order_of
 from .batched import Batched, Some
 from .loader import Loader, check_at_least
 from .reader import SMALL_BYTES, Rows, Side, SideReader
@@ -23,9 +23,6 @@ from .text import BYTES, TOKENS, Tokenizer
 
 if TYPE_CHECKING:
     import h5py
-
-Positions = Callable[[Layout, int, GridShape, Box], np.ndarray]
-"""See `TokenDataSet.loader`."""
 
 
 class TokenDataSet(Batched):
@@ -187,8 +184,7 @@ class TokenDataSet(Batched):
         return found
 
     def loader(self, batch_size: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False,
-               prefetch: int = 2, rows: Some = None, micro_batches: int = 1, layout: Layout | None = None,
-               positions: Positions | None = None) -> Loader:
+               prefetch: int = 2, rows: Some = None, micro_batches: int = 1, layout: Layout | None = None) -> Loader:
         """A Loader of batches (x, y): tokens, and the tokens that come next. Collective.
 
         Parameters
@@ -199,10 +195,8 @@ class TokenDataSet(Batched):
             See `DataSet.loader`. Rows are sequences.
         layout : Layout or None
             Layout of the batches. Default: rows over data and z, in units of a sequence. On a grid with an axis "seq",
-            `nn.transformer.token_layout(grid, sequence)` splits sequences too, and each rank reads only its rows.
-        positions : callable or None
-            function(layout, rows, grid shape, box) that returns the position in its sequence of each row of a box, such
-            as `nn.transformer.row_positions`. Default: ascending positions.
+            `nn.transformer.token_layout(grid, sequence)` splits sequences too, and each rank reads only its rows, in
+            the order of the layout.
 
         Returns
         -------
@@ -216,8 +210,8 @@ class TokenDataSet(Batched):
             As `DataSet.loader`.
         """
         made = Layout(batch_layout(None).rows, (), units=(self.sequence, 1)) if layout is None else layout
-        x = _TokenSide(self.tokens, self.sequence, made, "int64", 0, positions, self._starts)
-        y = _TokenSide(self.tokens, self.sequence, made, "int64", 1, positions)
+        x = _TokenSide(self.tokens, self.sequence, made, "int64", 0, self._starts)
+        y = _TokenSide(self.tokens, self.sequence, made, "int64", 1)
         return self._loader((x, y), batch_size, shuffle, seed, drop_last, prefetch, rows, micro_batches)
 
 
@@ -226,13 +220,11 @@ class _TokenSide(Side):
     """One side of a loader of tokens. Each token is a row.
 
     shift       0 for the tokens, 1 for the next tokens
-    positions   see `TokenDataSet.loader`
     starts      first token of each document. The batch then has a second column: document numbers. None: no second
                 column
     """
 
     shift: int = 0
-    positions: Positions | None = None
     starts: np.ndarray | None = field(default=None, compare=False)
 
     def shape(self, samples: int) -> tuple[int, int]:
@@ -249,7 +241,8 @@ class _TokenColumns:
         self.name, self.low = side.dataset.name.removeprefix("/"), 0
         self.cache: np.ndarray | None = None
         self._side, self._grid = side, grid
-        self._most = self.rows_here(most)
+        self._most, order = self.rows_here(most), order_of(side.layout.units[0])
+        self._positions = None if order is None else np.array(order.positions)
         self._first, self._last = (row * side.width + side.shift for row in rows)
         nbytes = (self._last - self._first) * side.dataset.dtype.itemsize
         self._caching = nbytes <= (cache_bytes if side.dataset.chunks else min(cache_bytes, SMALL_BYTES))
@@ -269,8 +262,8 @@ class _TokenColumns:
         box = self._box(len(sequences))
         rows = np.arange(box.r0, box.r1)
         own, position = np.divmod(rows, side.width)
-        if side.positions is not None:
-            position = side.positions(side.layout, side.shape(len(sequences))[0], self._grid.shape, box)
+        if self._positions is not None:
+            position = self._positions[position]
         tokens = sequences[own] * side.width + position + side.shift
         if side.starts is not None:
             out[:, 1] = np.searchsorted(side.starts, tokens, side="right") - 1

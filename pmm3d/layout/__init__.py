@@ -4,9 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .cuts import matrix_shape, natural, naturals, offsets, overlapping, part_range, part_sizes, real, whole_number
-from .distribution import Tile, Tiled
+from .distribution import Split, Tile, Tiled
 from .dtypes import LABEL_DTYPE, LOW_PRECISION, MATRIX_DTYPES, aligned, check_same_dtype, itemsize
-from .layout import EMPTY, Box, Layout, RaggedRows, batch_layout
+from .layout import EMPTY, Box, Layout, RaggedRows, batch_layout, order_of
+from .order import ORDERS, RowOrder
 from .placement import Placement
 from .shape import ALL, AXES, FIRST, PIPE, SEQ, STAGE, ULYSSES, Coords, GridShape, is_axis_name, parse_shape
 from .transitions import Step, transitions
@@ -17,11 +18,11 @@ if TYPE_CHECKING:  # imported at first use: layouts of other codes
 _FOREIGN = "BlockCyclic", "Blocks"
 
 __all__ = [
-    "ALL", "AXES", "EMPTY", "FIRST", "LABEL_DTYPE", "LOW_PRECISION", "MATRIX_DTYPES", "PIPE", "SEQ", "STAGE",
-    "ULYSSES", "BlockCyclic", "Blocks", "Box", "Coords", "GridShape", "Layout", "Placement", "RaggedRows", "Step",
-    "Tile", "Tiled", "aligned", "batch_layout", "check_same_dtype", "is_axis_name", "itemsize", "matrix_shape",
-    "natural", "naturals", "offsets", "overlapping", "parse_shape", "part_range", "part_sizes", "real",
-    "transitions", "whole_number",
+    "ALL", "AXES", "EMPTY", "FIRST", "LABEL_DTYPE", "LOW_PRECISION", "MATRIX_DTYPES", "ORDERS", "PIPE", "SEQ", "STAGE",
+    "ULYSSES", "BlockCyclic", "Blocks", "Box", "Coords", "GridShape", "Layout", "Placement", "RaggedRows", "RowOrder",
+    "Split", "Step", "Tile", "Tiled", "aligned", "batch_layout", "check_same_dtype", "is_axis_name", "itemsize",
+    "matrix_shape", "natural", "naturals", "offsets", "order_of", "overlapping", "parse_shape", "part_range",
+    "part_sizes", "real", "transitions", "whole_number",
 ]  # fmt: skip
 
 

@@ -11,12 +11,13 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from ..errors import LayoutError
 from .cuts import natural
+from .order import RowOrder
 from .shape import AXES, Coords, GridShape, can_be_named, is_axis_name
 
 Axes = str | tuple[str, ...] | list[str]
-Unit = int | tuple[tuple[str, int], ...]
+Unit = int | tuple[tuple[str, Any], ...]
 """Number of rows (or columns) that no cut separates: one number for all axes of the dim, or (axis, number) for each
-axis whose number is not 1."""
+axis whose number is not 1. ("", RowOrder) if rows are stored in another order than ascending."""
 Units = tuple[Unit, Unit]
 SINGLE: Units = 1, 1
 """Units of a layout whose rows and columns may be cut anywhere."""
@@ -156,7 +157,7 @@ class Layout:
     units : tuple of two int or dict
         Numbers of rows and of columns that no cut separates, such as those of a sequence, or of a head. A dict contains
         the units of some axes; other axes cut anywhere. The unit of an axis must be a multiple of the units of the axes
-        after it.
+        after it. A dict also contains the order in which rows are stored, if `nn.transformer.token_layout` made it.
 
     Attributes
     ----------
@@ -374,7 +375,7 @@ def _reduced(layout: Layout, grid: GridShape) -> Layout:
     layout.check_axes(grid)
     rows, cols, sums = (tuple(axis for axis in axes if getattr(grid, axis) > 1)
                         for axes in (layout.rows, layout.cols, layout.sums))
-    units = [unit if axes else 1 for unit, axes in zip(layout.units, (rows, cols))]
+    units = [unit if axes else _order_entry(unit) or 1 for unit, axes in zip(layout.units, (rows, cols))]
     return Layout(rows, cols, sorted(sums, key=grid.names.index), units)
 
 
@@ -409,6 +410,20 @@ def unit_of(unit: Unit, axis: str) -> int:
     return unit if isinstance(unit, int) else dict(unit).get(axis, 1)
 
 
+def order_of(unit: Unit) -> RowOrder | None:
+    """Order in which the rows (or columns) of a dim are stored; None: ascending.
+
+        >>> order_of((("", RowOrder("zigzag", 8, 2, 1)), ("data", 8))), order_of(8)
+        (RowOrder(name='zigzag', length=8, block=2, ranks=1), None)
+    """
+    return None if isinstance(unit, int) else dict(unit).get("")
+
+
+def _order_entry(unit: Unit) -> tuple[tuple[str, RowOrder], ...]:
+    order = order_of(unit)
+    return () if order is None else (("", order),)
+
+
 def cutting_units(size: int, axes: tuple[str, ...], unit: Unit, grid: GridShape) -> list[int]:
     """Unit of the cuts of each axis along a dim of this size; 1 for an axis of one rank.
 
@@ -441,7 +456,8 @@ def _checked_unit(unit: Any, axes: tuple[str, ...], what: str) -> Unit:
     if not isinstance(unit, (Mapping, tuple)):
         return natural(unit, what, 1, LayoutError)
     try:
-        by_axis = {axis: natural(number, what, 1, LayoutError) for axis, number in dict(unit).items()}
+        by_axis, order = dict(unit), _order_entry(tuple(dict(unit).items()))
+        by_axis = {axis: natural(number, what, 1, LayoutError) for axis, number in by_axis.items() if axis}
     except (TypeError, ValueError):
         raise LayoutError(f"{what}; got {unit!r}") from None
     found = [by_axis.get(axis, 1) for axis in axes]
@@ -449,7 +465,7 @@ def _checked_unit(unit: Any, axes: tuple[str, ...], what: str) -> Unit:
         if before % after:
             raise LayoutError(f"axis {axis} cuts in units of {after}, and the axis before it in units of {before}: a "
                               "unit must be a multiple of those of the axes after it")
-    if len(set(found)) == 1:
+    if len(set(found)) == 1 and not order:
         return found[0]
-    return tuple(sorted((axis, number) for axis, number in by_axis.items()
-                        if number > 1 and axis in (axes or by_axis))) or 1
+    return (*order, *sorted((axis, number) for axis, number in by_axis.items()
+                            if number > 1 and axis in (axes or by_axis))) or 1

@@ -10,7 +10,8 @@ from itertools import product
 from ..errors import LayoutError
 from .cuts import matrix_shape
 from .distribution import Split, Tile, check_window
-from .layout import Box, Layout, cutting_units
+from .layout import Box, Layout, cutting_units, order_of
+from .order import Ordered
 from .shape import Coords, GridShape
 
 
@@ -81,18 +82,26 @@ class Placement:
         return (held & Box(row, row + rows, col, col + cols)).moved(-row, -col)
 
     @cached_property
-    def rows(self) -> Split:
+    def rows(self) -> Split | Ordered:
         return self._split(0)
 
     @cached_property
-    def cols(self) -> Split:
+    def cols(self) -> Split | Ordered:
         return self._split(1)
 
-    def _split(self, dim: int) -> Split:
+    def _split(self, dim: int) -> Split | Ordered:
         axes, size = (self.layout.rows, self.layout.cols)[dim], (self.whole or self.shape)[dim]
         units = cutting_units(size, axes, self.layout.units[dim], self.grid)
         counts = tuple(getattr(self.grid, axis) for axis in axes)
-        return Split(self.shape[dim], counts, tuple(units), self.start[dim], size)
+        split = Split(self.shape[dim], counts, tuple(units), self.start[dim], size)
+        order = order_of(self.layout.units[dim])
+        if order is None:
+            return split
+        if self.shape[dim] != size or size % order.length:
+            raise LayoutError(f"{self.shape[dim]} of {size} rows, which are stored in {order.name} order in sequences "
+                              f"of {order.length}: select all rows of complete sequences, or redistribute the matrix "
+                              "to a layout without an order first")
+        return Ordered(split, order)
 
     def most(self) -> tuple[int, int, int]:
         rows, cols = self.rows.spacing.most, self.cols.spacing.most

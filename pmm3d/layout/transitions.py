@@ -8,7 +8,8 @@ Collective of a step, by the role of its axis before and after:
     replicates      slice: nothing is sent            keep: nothing is sent
 
 A step can add or remove only the minor axis of a dim. If another axis must be removed or replaced, steps along axes
-would gather more than the target needs. Then one step is a "move" between all ranks.
+would gather more than the target needs. Then one step is a "move" between all ranks, also if the layouts store rows in
+different orders.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .layout import Layout, Unit, unit_of
+from .layout import Layout, Unit, order_of, unit_of
 from .shape import GridShape
 
 
@@ -168,7 +169,8 @@ def _split(layout: Layout, target: Layout, grid: GridShape, dim: int, axis: str)
     """Layout with the axis as the minor axis of a dim, cut in the target's unit."""
     left = _without(layout, grid, axis)
     axes, units = (left.rows, left.cols)[dim], list(left.units)
-    units[dim] = (*((name, unit_of(units[dim], name)) for name in axes), (axis, unit_of(target.units[dim], axis)))
+    units[dim] = (*((name, unit_of(units[dim], name)) for name in axes), (axis, unit_of(target.units[dim], axis)),
+                  *((("", order),) if (order := order_of(units[dim])) else ()))
     rows, cols = (own + (axis,) * (number == dim) for number, own in enumerate((left.rows, left.cols)))
     return Layout(rows, cols, left.sums, units).on(grid)
 
@@ -185,8 +187,10 @@ def _keep(layout: Layout, grid: GridShape, axis: str) -> Step:
 
 def _in_units_of(target: Layout, source: Layout, grid: GridShape, shape: tuple[int, int]) -> Layout:
     """The source, with the target's unit for each dim whose cuts are at the same places in both units."""
-    units = [wanted if unit == wanted or _even(size, axes, unit, grid) and _even(size, axes, wanted, grid) else unit
-             for size, axes, unit, wanted in zip(shape, (source.rows, source.cols), source.units, target.units)]
+    units = list(source.units)
+    for dim, (size, axes, unit, wanted) in enumerate(zip(shape, (source.rows, source.cols), units, target.units)):
+        if order_of(unit) == order_of(wanted) and all(_even(size, axes, each, grid) for each in (unit, wanted)):
+            units[dim] = wanted
     return Layout(source.rows, source.cols, source.sums, units).on(grid)
 
 

@@ -147,7 +147,8 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
     path : path
         The file, or a folder that save_pretrained of the transformers package wrote.
     optimizer : Optimizer or None
-        Optimizer of the network, whose master weights are set. Without it, 16-bit weights are rounded.
+        Optimizer of the network. Its master weights are then made in the layout of its state. Default: parameters make
+        them (`Parameter`).
     names : str
         As in `export_torch`; "auto" (default): the names in the file.
     accept, facts
@@ -170,16 +171,17 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
     ...     nn.exchange.export_torch(net, file.name)
     ...     nn.exchange.import_torch(net, file.name)
     """
-    make_masters(network, optimizer)
     _compare_stored(network, Path(path), accept, facts or {})
     files, own = tensor_files(network.whole, path), network.named_parameters()
-    there = [name for held in files.values() for name in held]
+    there = {name: dtype for held in files.values() for name, dtype in held.items()}
     if names == "auto":
         of_torch = {*_names(network, TORCH).tensors} & {*there}
         names = next((kind for kind in _published(network) if not of_torch), TORCH)
     known, table = _names(network, names), _own_tensors(network, names)
     if known.prefix and not any(name.startswith(known.prefix) for name in there):
         table = {name.removeprefix(known.prefix): stored for name, stored in table.items()}
+    make_masters(network, optimizer, {part.parameter: there[name] for name, stored in table.items() if name in there
+                                      for part in stored.parts})
     matrices = {name: _to_fill([own[part.parameter] for part in stored.parts], stored)
                 for name, stored in table.items()}
     import_files(network.whole, path, files, matrices, ignored={name for name in there if name.endswith(known.ignored)},
@@ -211,9 +213,9 @@ def _stored_facts(network: Module, path: Path, any_network: bool) -> dict[str, A
     return found
 
 
-def tensor_files(grid: Grid, path: StrPath) -> dict[Path, list[str]]:
-    """Safetensors files of a path -> names of their tensors. Collective. Raises CheckpointError."""
-    path, found = Path(path), dict[Path, list[str]]()
+def tensor_files(grid: Grid, path: StrPath) -> dict[Path, dict[str, str]]:
+    """Safetensors files of a path -> names and types of their tensors. Collective. Raises CheckpointError."""
+    path, found = Path(path), dict[Path, dict[str, str]]()
     with grid.collective_call("import_torch", str(path), always=True), file_errors(path, "read"):
         if grid.rank == 0:
             single, table = path / WEIGHTS if path.is_dir() else path, _weight_map(path)
@@ -223,8 +225,9 @@ def tensor_files(grid: Grid, path: StrPath) -> dict[Path, list[str]]:
             if (part := next(path.glob(SHARDS), None)) and not table and not single.exists():
                 raise CheckpointError(f"{path} contains {part.name}, but neither {WEIGHTS} nor {INDEX}, the table of "
                                       "several weight files. Copy the table too")
-            for name, file in table.items():
-                found.setdefault(path / file, []).append(name)
+            for file in dict.fromkeys(table.values()):
+                types = contents_of(path / file)[0]
+                found[path / file] = {name: types[name] for name in types if table.get(name) == file}
             if not table:
                 found[single] = contents_of(single)[0]
     return grid.comm.bcast(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import chain
 from math import isfinite, sqrt
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -19,14 +20,21 @@ class NonFiniteGradientError(Pmm3dError):
 
 
 def clipping(norm: float, clip: float | None) -> float:
-    """Factor by which gradients of this 2-norm are multiplied, so that their norm is at most `clip`."""
-    return clip / norm if clip and norm > clip else 1.0
+    """Factor by which gradients of this 2-norm are multiplied, so that their norm is at most `clip`. None: no limit.
+
+    Raises NonFiniteGradientError if the norm is infinite or NaN and there is a limit.
+    """
+    if clip is None:
+        return 1.0
+    check_finite(norm)
+    return clip / norm if norm > clip else 1.0
 
 
-def check_clip(norm: float) -> None:
-    """Raise Pmm3dError unless the largest norm is positive."""
-    if not norm > 0:
-        raise Pmm3dError(f"clip: the norm is a positive number; got {norm!r}")
+def check_clip(norm: float | None) -> None:
+    """Raise Pmm3dError unless the largest norm is positive, or None."""
+    if norm is not None and not (isinstance(norm, Real) and norm > 0):
+        raise Pmm3dError(f"clip: the largest norm of the gradient is a positive number, or None for no limit; got "
+                         f"{norm!r}")
 
 
 def check_finite(norm: float) -> None:

@@ -69,6 +69,7 @@ class Schedule:
         """
 
     def _set(self) -> None:
+        self.bases += [group["lr"] for group in self.optimizer.groups[len(self.bases) :]]  # groups that were added
         for group, base in zip(self.optimizer.groups, self.bases):
             if self.count < self.warm_up:
                 group["lr"] = base * (self.count + 1) / self.warm_up

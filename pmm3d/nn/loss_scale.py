@@ -97,8 +97,7 @@ class LossScale:
         NonFiniteGradientError
             On every rank, if it is the fiftieth skipped step in a row.
         """
-        if clip is not None:
-            check_clip(clip)
+        check_clip(clip)
         self._check(optimizers)
         norm = norm_of(optimizers[0].whole, sum(optimizer.local_norm_squared() for optimizer in optimizers))
         return self.conclude(optimizers, norm / self.value, clip)

@@ -67,7 +67,9 @@ class SGD(Optimizer):
 
     def __init__(self, parameters: Parameters, lr: float, momentum: float = 0.0, **options: Any):
         super().__init__(parameters, lr, momentum=momentum, **options)
-        self.state_names = ("momentum",) if any(group["momentum"] for group in self.groups) else ()
+
+    def states(self, options: Options | None = None) -> tuple[str, ...]:
+        return MATRIX if any(group["momentum"] for group in self.groups) else ()
 
     def check_options(self, options: Options) -> None:
         super().check_options(options)
@@ -266,12 +268,17 @@ class Muon(AdamW):
         if options["adjust_lr_fn"] not in SCALES:
             raise Pmm3dError(f"Muon: adjust_lr_fn is one of {', '.join(SCALES)}; got {options['adjust_lr_fn']!r}")
 
-    def _check_parameters(self) -> None:
-        super()._check_parameters()
-        self._chosen = [bool(group["use_muon"]) for group in self.groups]
-        self._before = ""
-        for parameter in (each for group in self.groups if group["use_muon"] for each in group["params"]):
-            if not parameter.is_vector and parameter.dtype.startswith("complex"):
+    def _take_groups(self) -> None:
+        super()._take_groups()
+        self._chosen, self._before = {**self._choices(), **getattr(self, "_chosen", {})}, ""
+
+    def _choices(self) -> dict[Parameter, bool]:
+        return {each: bool(group["use_muon"]) for group in self.groups for each in group["params"]}
+
+    def _check_parameters(self, found: Sequence[Parameter]) -> None:
+        super()._check_parameters(found)
+        for parameter, use_muon in self._choices().items():
+            if use_muon and not parameter.is_vector and parameter.dtype.startswith("complex"):
                 raise DTypeError(f"Muon: {parameter.name or 'a parameter'} is {parameter.dtype}, and Muon needs real "
                                  "matrices: put it in a group of its own with use_muon=False")
 
@@ -281,13 +288,13 @@ class Muon(AdamW):
         before, self._before = self._before, ""
         lrs, plan, filled = list[float](), list[tuple[str, Any]](), list[str]()
         with self.grid.collective_call("Muon.step", check, factor, lrs, plan, filled):
-            if [bool(group["use_muon"]) for group in self.groups] != self._chosen:
+            numbers = {parameter: number for number, parameter in enumerate(self.parameters)}
+            if self._choices() != self._chosen:
                 raise Pmm3dError("Muon: use_muon of a group has changed since the optimizer was made, and the state of "
                                  "its parameters does not fit the new value: make another optimizer")
             for group in self.groups:
                 lrs.append(float(group["lr"]))
                 plan += [(name, value) for name, value in group.items() if name not in ("params", "lr")]
-            numbers = {parameter: number for number, parameter in enumerate(self.parameters)}
             filled += [f"{parameter.name} (parameter {numbers[parameter]})" for parameter in self._filled()]
         now = Compared((plan, filled)).form
         with override(self.grid, _check=False) if now == before else nullcontext():
@@ -299,8 +306,8 @@ class Muon(AdamW):
         use_muon = bool(group["use_muon"]) and not parameter.is_vector
         return {**super().options_of(parameter, group), "use_muon": use_muon}
 
-    def states(self, options: Options) -> tuple[str, ...]:
-        return MATRIX if options["use_muon"] else VECTOR
+    def states(self, options: Options | None = None) -> tuple[str, ...]:
+        return self.state_names if options is None else MATRIX if options["use_muon"] else VECTOR
 
     def _change(self, parameter: Parameter, options: Options, factor: float) -> None:
         if not options["use_muon"]:

@@ -51,14 +51,18 @@ class Optimizer(WithState):
     Attributes
     ----------
     groups : list of dict
-        "params" and all options of each group. All ranks may change them between steps.
+        "params" and all options of each group. All ranks may change options between steps, and add groups (see
+        `add_param_group`).
+    parameters : list of Parameter
+        The parameters of all groups.
     steps : int
         Number of steps.
 
     Raises
     ------
     Pmm3dError
-        On every rank, for unknown options, for values out of range, and for a parameter that occurs twice.
+        On every rank, for unknown options, for values out of range, and for a parameter that occurs twice or is on
+        another grid. By the next call, for groups that lack a parameter which they had.
 
     Notes
     -----
@@ -95,57 +99,99 @@ class Optimizer(WithState):
 
     def __init__(self, parameters: Parameters, lr: float, *, weight_decay: float = 0.0, decay_vectors: bool = True,
                  shard_over_data: bool | str = False, **options: Any):
-        self.groups = self._grouped(list(parameters), {"lr": lr, "weight_decay": weight_decay,
-                                                       "decay_vectors": decay_vectors, **options})
-        for group in self.groups:
-            self.check_options(group)
-        self.parameters: list[Parameter] = [each for group in self.groups for each in group["params"]]
-        self._check_parameters()
-        self.grid, self.whole = self.parameters[0].grid, self.parameters[0].whole
-        self.steps = 0
+        given: list[Any] = list(parameters)
+        self._sharded, self._parameters = shard_over_data, list[Parameter]()
+        self._options_given = {**self.defaults, "lr": lr, "weight_decay": weight_decay, "decay_vectors": decay_vectors,
+                               **options}
+        self._check_known("", self._options_given, [*COMMON, *self.defaults, "shard_over_data"])
+        grouped = given and all(isinstance(each, Mapping) for each in given)
+        self.groups: list[Group] = [dict(each) for each in given] if grouped else [{"params": given}]
+        self.steps, self.missed, self._noted = 0, Counter[Parameter](), 0
+        self._state: dict[Parameter, list[Array]] = {}
         if shard_over_data not in (False, True, *SHARDED):
             raise Pmm3dError(f'{type(self).__name__}: shard_over_data is False, "states" (or True) or "gradients"; got '
                              f"{shard_over_data!r}")
-        self.shard_over_data = bool(shard_over_data) and self.grid.data.size > 1
-        self.missed: Counter[Parameter] = Counter()
-        self._state: dict[Parameter, list[Array]] = {}
-        self._noted = 0
+        self._take_groups()
         self.grid.attached.setdefault(Optimizer, WeakSet()).add(self)
-        for parameter in self.parameters:
-            buffer = parameter.accumulated
-            buffer.split_over = "data" if self._splits(parameter) else ""
-            buffer.scattered = self._splits(parameter) and shard_over_data == "gradients"
 
     @property
     def lr(self) -> float:
         """Learning rate of the first group."""
         return self.groups[0]["lr"]
 
-    def _grouped(self, given: list[Any], options: Group) -> list[Group]:
-        groups = given if given and all(isinstance(each, Mapping) for each in given) else [{"params": given}]
-        known = [*COMMON, *self.defaults]
-        self._check_known("", options, [*known, "shard_over_data"])
-        for group in groups:
-            self._check_known(", in a group of parameters", group, ["params", *known])
-        return [{**self.defaults, **options, **group, "params": list(group.get("params", ()))} for group in groups]
+    @property
+    def parameters(self) -> list[Parameter]:
+        """Parameters of all groups."""
+        if [each for group in self.groups for each in group["params"]] != self._parameters:
+            self._take_groups()
+        return self._parameters
+
+    def add_param_group(self, group: Mapping[str, Any]) -> None:
+        """Add a group of parameters, such as layers that learn from now on. Collective.
+
+        Parameters
+        ----------
+        group : mapping
+            "params", and options as in the constructor. Default of the options: those of the constructor.
+
+        Raises
+        ------
+        Pmm3dError
+            On every rank, and before anything is changed, as in the constructor.
+
+        Notes
+        -----
+        The first step with a gradient makes the state of a parameter, as for all other groups. `groups.append` has the
+        same effect.
+        """
+        self.groups.append(dict(group))
+        try:
+            with self.grid.collective_call("add_param_group", *(name for name in group if name != "params")):
+                self._take_groups()
+        except Exception:
+            self.groups.pop()
+            raise
+
+    def _take_groups(self) -> None:
+        """Check the groups, fill in their options, and prepare the parameters that are new."""
+        for group in self.groups:
+            self._check_known(", in a group of parameters", group, ["params", *COMMON, *self.defaults])
+            group.update({**self._options_given, **group, "params": list(group.get("params", ()))})
+            self.check_options(group)
+        found, had = [each for group in self.groups for each in group["params"]], set(self._parameters)
+        self._check_parameters(found)
+        self._parameters = found
+        self.grid, self.whole = found[0].grid, found[0].whole
+        self.shard_over_data = bool(self._sharded) and self.grid.data.size > 1
+        for parameter in found:
+            if parameter not in had:
+                self.missed[parameter], buffer = self.steps, parameter.accumulated
+                buffer.split_over = "data" if self._splits(parameter) else ""
+                buffer.scattered = self._splits(parameter) and self._sharded == "gradients"
 
     def _check_known(self, where: str, given: Iterable[str], known: Sequence[str]) -> None:
         """Raise Pmm3dError for unknown options."""
         if unknown := [f"unknown option {name}{hint(name, known)}" for name in given if name not in known]:
             raise Pmm3dError(f"{type(self).__name__}{where}: {'; '.join(unknown)}")
 
-    def _check_parameters(self) -> None:
+    def _check_parameters(self, found: Sequence[Parameter]) -> None:
         name = type(self).__name__
-        if not self.parameters:
+        if not found:
             raise Pmm3dError(f"{name} has no parameters: pass net.parameters()")
-        for parameter in self.parameters:
+        for parameter in found:
             if not isinstance(parameter, Parameter):
                 raise Pmm3dError(f'{name}: parameters, or groups of them ({{"params": [...]}}), are needed; got a '
                                  f"{type(parameter).__name__}")
-        parameter, times = Counter(self.parameters).most_common(1)[0]
+        parameter, times = Counter(found).most_common(1)[0]
         if times > 1:
             raise Pmm3dError(f"{name}: the parameter {parameter.name} is given {times} times: pass it once, in one "
                              "group")
+        if lost := [each.name for each in self._parameters if each not in {*found}]:
+            raise Pmm3dError(f"{name}: groups lack {', '.join(lost)}, which they had. To stop the training of a "
+                             "parameter, call its requires_grad_(False)")
+        if others := [each.name for each in found if each.grid is not found[0].grid]:
+            raise Pmm3dError(f"{name}: {', '.join(others)} is on another Grid than {found[0].name}: make an optimizer "
+                             "for each grid")
 
     def check_options(self, options: Options) -> None:
         """Raise Pmm3dError for options of a group that are out of range.
@@ -262,8 +308,8 @@ class Optimizer(WithState):
         """
         raise NotImplementedError(f"{type(self).__name__} has no method update: define it")
 
-    def states(self, options: Options) -> tuple[str, ...]:
-        """Names of the state arrays of a parameter with these options."""
+    def states(self, options: Options | None = None) -> tuple[str, ...]:
+        """Names of the state arrays of a parameter with these options; None: of all parameters."""
         return self.state_names
 
     def local_norm_squared(self) -> float:
@@ -306,7 +352,6 @@ class Optimizer(WithState):
         """
         check_clip(norm)
         before = self.gradient_norm()
-        check_finite(before)
         factor = clipping(before, norm)
         for parameter in self._filled() if factor != 1 else ():
             with self.grid.ledger.passing("clip"):
@@ -369,15 +414,14 @@ class Optimizer(WithState):
 
     def _states(self, parameter: Parameter, options: Options) -> list[Array]:
         """Local state arrays of a parameter, with the shape of the part that this rank updates. Initially zero."""
-        if parameter not in self._state:
-            types, library = parameter.precision, parameter.library
+        held = self._state.setdefault(parameter, [])
+        while len(held) < len(self.states(options)):  # also if an option such as momentum was switched on later
             shape = self._layout(parameter).box(parameter.shape, self.grid.shape, self.grid.coords).shape
             with self.grid.ledger.holding("state"):
-                states = [library.empty(shape, types.master) for _ in self.states(options)]
-            for array in states:
-                array[...], parameter.has_state = 0, True
-            self._state[parameter] = states
-        return self._state[parameter]
+                array = parameter.library.empty(shape, parameter.precision.master)
+            array[...], parameter.has_state = 0, True
+            held.append(array)
+        return held
 
     def _layout(self, parameter: Parameter) -> Layout:
         return parameter.accumulated.split_layout("data") if self._splits(parameter) else parameter.layout

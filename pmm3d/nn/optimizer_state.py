@@ -74,7 +74,7 @@ class WithState:
         """
         named = self._by_path(paths) if self.missed else {}
         missed = {path: times for path, each in named.items() if (times := self.missed[each])}
-        return {"kind": type(self).__name__, "steps": self.steps, "lr": self.lr, "states": list(self.state_names),
+        return {"kind": type(self).__name__, "steps": self.steps, "lr": self.lr, "states": list(self.states()),
                 "missed": missed}
 
     def load_state(self: Any, state: dict[str, Any], paths: Mapping[str, Parameter] | None = None,

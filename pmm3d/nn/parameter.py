@@ -42,7 +42,8 @@ class Parameter(Tensor):
     version : int
         Number of known changes of the values.
     master : DistMatrix or None
-        Weight of higher precision, which optimizers change. The value is the rounded master weight.
+        Weight of higher precision, which optimizers change. The value is the rounded master weight. It is made when
+        values with more digits are assigned or loaded, or by the first step of an optimizer.
     whole : Grid
         The grid of all ranks that hold a part of the network: `grid`, except in a `Pipeline`.
 
@@ -57,6 +58,9 @@ class Parameter(Tensor):
     -----
     A forward pass outside of `unchanged` gathers the shards again, so it uses values that were written to `local` or
     `value.local`.
+
+    A network that is not trained needs no master weights: freeze it, or load its weights in `nn.no_grad(grid)`. Values
+    with more digits are then rounded.
 
     Examples
     --------
@@ -159,7 +163,8 @@ class Parameter(Tensor):
         Parameters
         ----------
         value : DistMatrix
-            Matrix of the parameter's shape, in any layout. It has the type of the parameter or of the master weight.
+            Matrix of the parameter's shape, in any layout. It has the type of the parameter or of the master weight. In
+            the second case, a parameter that learns keeps all digits, in its master weight.
 
         Raises
         ------
@@ -167,15 +172,25 @@ class Parameter(Tensor):
             On every rank, for another shape or type.
         """
         with self.grid.collective_call("assign", self.name, value.shape, value.dtype):
-            held = self.in_checkpoint if self.master is not None and value.dtype == self.master.dtype else self._value
-            if value.shape != self.shape or value.dtype != held.dtype:
+            if value.shape != self.shape or value.dtype not in (self.dtype, self.precision.master):
                 raise LayoutError(f"{self.name or 'the parameter'} is {self.shape} {self.dtype}; got {value.shape} "
                                   f"{value.dtype}")
+        held = self.to_fill(value.dtype) if value.dtype != self.dtype else self._value
+        if held is self._value and value.dtype != self.dtype:
+            value = value.astype(self.dtype)
         value.redistribute(held.layout, self.grid, out=held)
         if held is self._value:
             self.version += 1
         else:
             self.loaded()
+
+    def to_fill(self, dtype: str) -> DistMatrix:
+        """Matrix into which values of a type are loaded: `in_checkpoint`. Values with more digits than the parameter's
+        type make the master weight, if the parameter learns and operations are recorded. Call `loaded` afterwards."""
+        if self.master is None and self.precision.has_master and dtype != self.dtype:
+            if self.requires_grad and self.tape.recording:
+                return self.master_in(self.layout)
+        return self.in_checkpoint
 
     @property
     def in_checkpoint(self) -> DistMatrix:
@@ -191,7 +206,7 @@ class Parameter(Tensor):
             box = layout.box(self.shape, self.grid.shape, self.grid.coords)
             with self.grid.ledger.holding("state"):
                 local = self.library.empty(box.shape, self.precision.master)
-            self.master, self.has_state = DistMatrix(self.grid, local, self.shape, layout), True
+            self.master = DistMatrix(self.grid, local, self.shape, layout)
         elif self.master.layout != layout:
             self.master = self.master.redistribute(layout)
         if self._rounded != self.written:
@@ -228,10 +243,15 @@ class Parameter(Tensor):
                                   f"{self.layout} and cannot move to {layout} any more. Call net.settle(features) once "
                                   "the network is made, before a checkpoint is loaded, or give each layer the axis of "
                                   "its input's columns (cols=)")
+        master = None if self.master is None else self.in_checkpoint.redistribute(layout)
         if not transitions(self.layout, layout, self.grid.shape, self.shape):  # the parts of the ranks are the same
-            return self._become(DistMatrix(self.grid, self._value.local, self.shape, layout))
-        with self.grid.ledger.holding("weights"):
-            self._become(self._value.redistribute(layout))
+            self._become(DistMatrix(self.grid, self._value.local, self.shape, layout))
+        else:
+            with self.grid.ledger.holding("weights"):
+                self._become(self._value.redistribute(layout))
+        if master is not None:
+            self.master = master
+            self.rounded()
 
     def _become(self, value: DistMatrix) -> None:
         self._take(value)

@@ -11,7 +11,7 @@ import numpy as np
 from ..arrays import Array, NumpyLibrary, check_matrix_dtype, dtype_named, library_kind, library_of
 from ..comm import Grid
 from ..errors import DTypeError, LayoutError, Pmm3dError
-from ..layout import Box, Layout
+from ..layout import Box, Layout, Placement, Split
 from .checks import array_signature, check_order, collective_call, compared_dtype
 from .shared import sharing_axis, window_of
 from .stored import StoredMatrix, flipped, shards
@@ -32,6 +32,8 @@ class Source(NamedTuple):
     values: Values
     labels: bool = True
     """Whether the elements may be labels."""
+    as_stored: bool = False
+    """Whether `values` returns a shard whose rows already have the order of the layout."""
 
 
 def construct(cls: type[Matrix], what: str, grid: Grid, source: Source | Callable[[], Source], layout: Layout,
@@ -48,13 +50,14 @@ def construct(cls: type[Matrix], what: str, grid: Grid, source: Source | Callabl
         check_order(order, shared)
         if isinstance(source, Source):
             source = source._replace(dtype=dtype_named(source.dtype))
-        shape, dtype, library, values, labels = source if isinstance(source, Source) else source()
+        shape, dtype, library, values, labels, as_stored = source if isinstance(source, Source) else source()
         library = grid.library(library)
         grid.transport.check_place(library)
         dtype = check_matrix_dtype(dtype, library, labels=labels)
-        box = shards(shape, layout, grid).box(grid.rank)
+        placement = shards(shape, layout, grid)
         axis = sharing_axis(grid, layout, library) if shared else ""
-        local = values(library, box, dtype)
+        local = (values(library, placement.box(grid.rank), dtype) if as_stored or not library.has_data
+                 else _in_row_order(placement, grid.rank, values, library, dtype))
         if not shared:
             local = in_order(library, local, order)
     if is_found:
@@ -63,6 +66,18 @@ def construct(cls: type[Matrix], what: str, grid: Grid, source: Source | Callabl
     if shared:
         return in_window(cls, grid, what, axis, shape, layout, dtype, library, local)
     return cls(grid, local, shape, layout, order)
+
+
+def _in_row_order(placement: Placement, rank: int, values: Values, library: NumpyLibrary, dtype: str) -> Any:
+    """Values of a rank's shard, in the order in which its layout stores rows."""
+    box, rows = placement.box(rank), placement.rows
+    if isinstance(rows, Split) or not box.size:
+        return values(library, box, dtype)
+    local, [tile] = library.empty(box.shape, dtype), placement.tiles(rank)
+    for run in rows.runs(tile.row):
+        local[run.local : run.local + run.stop - run.start] = values(
+            library, Box(run.start, run.stop, box.c0, box.c1), dtype)
+    return local
 
 
 def in_window(cls: type[Matrix], grid: Grid, what: str, axis: str, shape: tuple[int, int], layout: Layout, dtype: str,

@@ -201,7 +201,7 @@ class Interchange(StoredMatrix):
                                   f"order={order!r}. Pass the order of the array, or leave copy out")
             return library.copy(local) if copy else local
 
-        source = lambda: array_source(grid, local, values)._replace(shape=shape)
+        source = lambda: array_source(grid, local, values)._replace(shape=shape, as_stored=True)
         passed = shape, *array_signature(local)[1:]
         matrix = construct(cls, "DistMatrix.from_local", grid, source, layout, order, False, *passed)
         if grid.debug:

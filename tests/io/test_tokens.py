@@ -1,7 +1,6 @@
 """Sequences of a text on every grid: each token once per epoch, with the next token, and on each rank its part."""
 
 import json
-from functools import partial
 from itertools import product
 
 import h5py
@@ -13,9 +12,8 @@ from samples import to_numpy
 
 from pmm3d import DataError, Grid
 from pmm3d.io import TokenDataSet
-from pmm3d.layout import EMPTY, Layout
+from pmm3d.layout import EMPTY, ORDERS, Layout
 from pmm3d.nn.transformer import positions, row_positions, token_layout
-from pmm3d.nn.transformer.sequence import ORDERS
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(240)]
 
@@ -93,13 +91,14 @@ def test_along_seq_each_rank_reads_its_rows(comm, nranks, text):
             with given(order=order, name=name, sequences_here=sequences_here), \
                     Grid(comm, (1, 1, nranks // seq), seq=seq) as grid, \
                     TokenDataSet(grid, text, SEQUENCE, tokens=name, cache_bytes=len(name) % 6 * 2**20) as data:
-                layout, samples = token_layout(grid, SEQUENCE), sequences_here * grid.shape.z
-                x, y = next(iter(data.loader(samples, shuffle=False, layout=layout,
-                                             positions=partial(row_positions, order=order))))
+                layout, samples = token_layout(grid, SEQUENCE, order=order), sequences_here * grid.shape.z
+                x, y = next(iter(data.loader(samples, shuffle=False, layout=layout)))
                 rows = np.arange(x.box.r0, x.box.r1)
-                own = positions(order, SEQUENCE, seq // sequences_here)[rows % SEQUENCE]
+                own = positions(order, SEQUENCE, seq)[rows % SEQUENCE]
                 for shift, matrix in enumerate((x, y)):
                     expected = TEXT[rows // SEQUENCE * SEQUENCE + own + shift]
+                    whole = to_numpy(matrix.gather(), matrix.library).ravel()
+                    assert np.array_equal(whole, TEXT[shift : shift + len(whole)])
                     assert np.array_equal(to_numpy(matrix.local, matrix.library).ravel(), expected)
                     assert matrix.layout == layout and len(rows) == samples * SEQUENCE // nranks
 
@@ -111,11 +110,11 @@ def test_a_second_column_has_the_document_of_each_token(comm, nranks, text):
         seq = min(2, nranks)
         with given(order=order), Grid(comm, (1, 1, nranks // seq), seq=seq) as grid, \
                 TokenDataSet(grid, text, SEQUENCE, documents="starts") as data:
-            layout = token_layout(grid, SEQUENCE)
-            loader = data.loader(4, shuffle=False, layout=layout, positions=partial(row_positions, order=order))
+            layout = token_layout(grid, SEQUENCE, order=order)
+            loader = data.loader(4, shuffle=False, layout=layout)
             for batch, (x, y) in enumerate(loader):
                 rows = np.arange(x.box.r0, x.box.r1)
-                own = row_positions(layout, x.shape[0], grid.shape, x.box, order)
+                own = row_positions(layout, x.shape[0], x.box)
                 places = (4 * batch + rows // SEQUENCE) * SEQUENCE + own
                 assert (x.shape[1], y.shape[1], data.features) == (2, 1, 2)
                 assert np.array_equal(to_numpy(x.local, x.library), np.stack([TEXT[places], numbers[places]], 1))

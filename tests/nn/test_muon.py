@@ -280,9 +280,28 @@ def test_a_configuration_asks_for_it(comm):
         assert type(made) is optim.Muon and made.lr == 0.003
         named = lambda *names: tuple(made.groups[0][name] for name in names)
         assert named("momentum", "ns_steps", "adjust_lr_fn", "weight_decay") == (0.95, 5, "match_rms_adamw", 0.0)
+        assert named("decay_vectors") == (False,)  # as in most recipes; in Python True, as in torch
         settings["optimizer"] |= {"momentum": 0.5, "ns_steps": 3, "adjust_lr_fn": "original", "weight_decay": 0.2}
+        settings["optimizer"]["decay_vectors"] = True
         made = make_optimizer(checked(settings), net)
         assert named("momentum", "ns_steps", "adjust_lr_fn", "weight_decay") == (0.5, 3, "original", 0.2)
+        assert named("decay_vectors") == (True,) and optim.AdamW(net.parameters()).groups[0]["decay_vectors"]
+
+
+@pytest.mark.parallel([2])
+def test_a_configuration_spares_embeddings_positions_the_last_layer_and_vectors(comm):
+    """Also if the head is tied to the embedding, and in a pipeline, where a stage has some of them."""
+    settings = {"data": {"file": "x.h5"}, "optimizer": {"kind": "muon"}}
+    sizes = {"vocabulary": 8, "layers": 2, "hidden": 8, "heads": 2}
+    hidden = {"attention.qkv.weight", "attention.out.weight", "mlp.up.weight", "mlp.down.weight"}
+    blocks = {f"{block}.{name}" for block in (1, 2) for name in hidden}
+    with Grid(comm, "ddp") as grid, Grid(comm, (1, 1, 1), axes={"pipe": 2}) as pipe:
+        make = partial(nn.GPT, positions=4, **sizes)
+        for net, wanted in ((make(grid), blocks), (nn.Llama(grid, **sizes), blocks),
+                            (nn.Pipeline(pipe, make), blocks), (nn.MLP(grid, [4, 8, 8, 2]), {"0.weight", "2.weight"})):
+            made, named = make_optimizer(checked(settings), net), net.named_parameters()
+            options = made._options()
+            assert {name for name, each in named.items() if options[each]["use_muon"]} == wanted & {*named}
 
 
 @pytest.mark.parallel([2])

@@ -13,6 +13,7 @@ from torch_reference import by_rank_0, torch_loss
 from pmm3d import DistMatrix, Grid, Pmm3dError, nn
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
+from pmm3d.nn.training.step import train_step
 
 pytestmark = pytest.mark.deadline(240)
 
@@ -286,3 +287,109 @@ def test_layers_run_in_inference_mode_of_torch(comm):
     with Grid(comm) as grid, torch.inference_mode():
         net = nn.Linear(grid, 3, 2, library="torch")
         assert net(DistMatrix.ones(grid, (4, 3), dtype="float32", library="torch")).shape == (4, 2)
+
+
+def stepped(grid, net, optimizers, steps):
+    """Take steps, each with gradients of all parameters."""
+    for step in steps:
+        loss_of(net, CLASSES, *batch_of(CLASSES, step)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for parameter in net.parameters():
+            parameter.grad = None
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Muon"])
+@pytest.mark.parametrize("add", [lambda optimizer, group: optimizer.add_param_group(group),
+                                 lambda optimizer, group: optimizer.groups.append(group)])
+def test_a_group_that_is_added_begins_to_learn(comm, kind, add):
+    """Its parameters change as by an optimizer of their own that begins in this step, with a state split over data.
+    A schedule scales its rate too."""
+    options = {"lr": 0.01, "shard_over_data": True}
+
+    def check(grid):
+        one, two = network_of(grid, CLASSES), network_of(grid, CLASSES)
+        (head, rest), (other_head, other_rest) = ((net.parameters()[-2:], net.parameters()[:-2]) for net in (one, two))
+        optimizer, first = (getattr(optim, kind)(each, **options) for each in (head, other_head))
+        schedule = optim.Schedule(optimizer)
+        stepped(grid, one, [optimizer], range(2))
+        stepped(grid, two, [first], range(2))
+        add(optimizer, {"params": rest, "lr": 0.02})
+        second = getattr(optim, kind)(other_rest, **options | {"lr": 0.02})
+        stepped(grid, one, [optimizer], range(2, 5))
+        stepped(grid, two, [first, second], range(2, 5))
+        assert bits(weights_of(one)) == bits(weights_of(two))
+        schedule.factor = lambda steps: 0.5
+        schedule.step()
+        assert [group["lr"] for group in optimizer.groups] == [0.005, 0.01]
+
+    on_each_grid(comm, check, GRIDS[comm.size][:1])
+
+
+@pytest.mark.parallel([2])
+def test_groups_that_do_not_fit_are_refused(comm, fails):
+    with Grid(comm, "ddp") as grid, Grid(comm, "fsdp") as other:
+        net, third = network_of(grid, CLASSES), network_of(other, CLASSES)
+        weight, *rest = net.parameters()
+        optimizer = optim.SGD(rest, lr=0.1)
+        for said, group in (("given 2 times", {"params": [rest[0]]}),
+                            ("on another Grid", {"params": third.parameters()}),
+                            ("unknown option rate", {"params": [weight], "rate": 1.0}),
+                            ("lr is a number", {"params": [weight], "lr": -1.0})):
+            with given(said=said):
+                fails(Pmm3dError, said, lambda group=group: optimizer.add_param_group(group))
+                assert len(optimizer.groups) == 1 and optimizer.parameters == rest
+        optimizer.groups[0]["params"] = rest[1:]
+        fails(Pmm3dError, "requires_grad_", optimizer.step)
+
+
+@pytest.mark.parallel([2])
+def test_momentum_that_is_switched_on_later(comm):
+    """As in torch: the first step with momentum begins with a momentum of zero. A checkpoint then contains it."""
+    def check(grid):
+        net = nn.Linear(grid, 3, 2, dtype="float64")
+        optimizer, x = optim.SGD(net.parameters(), lr=0.1), spread(grid, np.ones((4, 3)))
+        expected, velocity = weights_of(net)["weight"], 0
+        for momentum in (0.0, 0.9, 0.9):
+            optimizer.groups[0]["momentum"] = momentum
+            loss = nn.mse(net(x), spread(grid, np.zeros((4, 2))))
+            loss.backward()
+            gradient = net.weight.grad.gather()
+            velocity = momentum * velocity + gradient if momentum else 0
+            expected = expected - 0.1 * (velocity if momentum else gradient)
+            optimizer.step()
+            assert np.abs(weights_of(net)["weight"] - expected).max() < 1e-14
+        assert {*optimizer.matrices()} == {"optimizer/weight/momentum", "optimizer/bias/momentum"}
+        assert optimizer.state()["states"] == ["momentum"]
+
+    on_each_grid(comm, check, GRIDS[comm.size][:1])
+
+
+@pytest.mark.parallel([2])
+def test_a_norm_that_is_not_finite_is_clipped_by_nobody(comm, fails):
+    """One answer of all doors: the step is refused and no weight changes. A limit of 0 is no limit, and is refused."""
+    doors = {"clip": lambda net, opt, loss, batch, clip: opt.clip(clip),
+             "train_step": lambda net, opt, loss, batch, clip: train_step(net, opt, loss, [batch], clip)}
+    for wrong in (np.nan, np.inf):
+        def spoiled(out, y, wrong=wrong):
+            loss = nn.mse(out, y)
+            return loss.made(loss.shard, (loss,), lambda gradient: (gradient * wrong,), layout=loss.layout)
+
+        def check(grid, spoiled=spoiled):
+            net = nn.Linear(grid, 3, 2)
+            opt, before = optim.SGD(net.parameters(), lr=0.1), weights_of(net)
+            batch = tuple(DistMatrix.random(grid, (4, n), dtype="float32", layout=batch_layout(cols))
+                          for n, cols in ((3, "y"), (2, "x")))
+            for name, door in doors.items():
+                with given(name=name):
+                    opt.zero_grad()
+                    spoiled(net(batch[0]), batch[1]).backward()
+                    fails(optim.NonFiniteGradientError, "norm is (nan|inf): no weight was changed",
+                          lambda door=door: door(net, opt, spoiled, batch, 1.0))
+                    assert bits(weights_of(net)) == bits(before) and opt.steps == 0
+                    for clip in (0.0, -1.0, np.nan, "1"):
+                        fails(Pmm3dError, "positive number, or None", lambda door=door, clip=clip: door(
+                            net, opt, nn.mse, batch, clip))
+
+        on_each_grid(comm, check, GRIDS[comm.size][:1])

@@ -1,5 +1,6 @@
 """Low precision: arrays in float32, memory, and overflow in float16."""
 
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -8,9 +9,11 @@ from networks import INPUT, on_each_grid, spread, weights_of
 from samples import integers, to_library, to_numpy
 
 from pmm3d import DistMatrix, Grid, matmul, nn
+from pmm3d.io import Checkpoints
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import Precision, optim
 from pmm3d.nn.dry import bytes_a_parameter, dry_grid, memory
+from pmm3d.nn.exchange import export_torch, load_weights
 
 SIZES = (16, 24, 8)
 LOW = [("bfloat16", "torch"), ("float16", "numpy")]
@@ -294,3 +297,63 @@ def test_a_cast_is_rounded_and_its_gradient_comes_back(comm):
         assert nn.cast(low, "float16") is low
         nn.mse(low, spread(grid, np.zeros((1, 2)), dtype="float32", layout=Layout())).backward()
         assert (x.grad.dtype, x.grad.gather().tolist()) == ("float32", [[1.0, 3.0]])
+
+
+def loaded_with(door, net, source, folder):
+    """Load the float32 weights of a network by a door."""
+    state = source.state_dict()
+    if door == "load_state_dict":
+        net.load_state_dict({name: matrix.gather() for name, matrix in state.items()})
+    elif door == "assign":
+        for name, parameter in net.named_parameters().items():
+            value = state[name]
+            parameter.assign(DistMatrix.from_global(net.grid, to_library(whole(value), parameter.library),
+                                                    layout=value.layout))
+    elif door == "checkpoint":
+        load_weights(net, Checkpoints(net.grid, folder).save(1, state))
+    else:
+        export_torch(source, path := folder / "net.safetensors")
+        load_weights(net, path)
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("door", ["load_state_dict", "assign", "checkpoint", "safetensors"])
+def test_values_with_more_digits_are_kept_before_the_first_step(comm, shared_path, door):
+    """Also if the network is settled afterwards, and with an optimizer that splits its state. A network that is not
+    trained has no master weights."""
+    def check(grid):
+        source = nn.MLP(grid, SIZES, seed=1)
+        wanted = {name: whole(each) for name, each in source.state_dict().items()}
+        low = dict(zip(("dtype", "library"), LOW[0]))
+        for split, before in ((False, True), (True, True), (True, False)):
+            net = nn.Sequential(grid, nn.Linear(grid, 16, 24, seed=2, **low), nn.gelu,
+                                nn.Linear(grid, 24, 8, seed=2, **low))
+            make = lambda net=net, split=split: optim.AdamW(net.parameters(), shard_over_data=split)
+            optimizer = make() if before else None
+            loaded_with(door, net, source, shared_path)
+            net.settle(16)
+            optimizer = optimizer or make()
+            found = optimizer.matrices(net.named_parameters())
+            for name, value in wanted.items():
+                assert (whole(found[name]) == value).all()
+                assert (whole(net.named_parameters()[name]) == value.astype("float32")).mean() < 0.1 or not value.any()
+        for frozen in (True, False):
+            net = nn.MLP(grid, SIZES, nn.gelu, seed=2, **low)
+            net.requires_grad_(not frozen)
+            with nullcontext() if frozen else nn.no_grad(grid):
+                loaded_with(door, net, source, shared_path)
+            assert not any(parameter.master for parameter in net.parameters())
+            assert abs(whole(net.named_parameters()["0.weight"]) / wanted["0.weight"] - 1).max() < 2**-8
+
+    on_each_grid(comm, check, GRIDS[2][:1])
+
+
+@pytest.mark.parallel([2])
+def test_a_network_from_a_file_keeps_the_digits_of_the_file(comm, shared_path):
+    with Grid(comm, "ddp", library="torch") as grid:
+        source = nn.GPT(grid, vocabulary=8, positions=4, layers=1, hidden=8, heads=2, seed=1)
+        source.export(path := shared_path / "net.safetensors")
+        net = nn.GPT.load(grid, path, precision="bfloat16")
+        masters = optim.AdamW(net.parameters()).matrices(net.named_parameters())
+        for name, each in source.state_dict().items():
+            assert (whole(masters[name]) == whole(each)).all()

@@ -114,7 +114,8 @@ def test_what_is_predicted_and_exported_is_all_that_was_learned(comm, data, shar
         assert filled.dtype == "float32" and (filled.gather().numpy() == weight).all()
         half = nn.MLP(grid, [12, 24, 3], precision="float16")
         fill_weights(half, found, checkpoints)
-        assert (half.state_dict()[WEIGHT].gather() == weight.astype("float16")).all()
+        assert (half.named_parameters()[WEIGHT].gather() == weight.astype("float16")).all()
+        assert (half.state_dict()[WEIGHT].gather() == weight).all()
     export_checkpoint(comm, run, target)
     assert (load_file(target)[WEIGHT].T == weight).all()
 
@@ -276,7 +277,7 @@ def test_a_warm_start_has_all_digits(comm, shared_path):
             assert (low.weight.gather() == wanted.astype("float16")).all()
             if path == shared_path:
                 Checkpoints(grid, shared_path / "half").save(1, {**low.matrices(), **optimizer.matrices()})
-        alone = nn.Linear(grid, 8, 6, precision="float16")
+        alone = nn.Linear(grid, 8, 6, precision="float16").requires_grad_(False)
         alone.load_state_dict(low.state_dict())
         assert Checkpoints(grid, shared_path / "alone").save(1, alone.matrices())
         for network, optimizer in (low, optimizer), (full, None):

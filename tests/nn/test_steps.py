@@ -322,6 +322,30 @@ def test_a_recipe_that_makes_no_sense_is_refused_before_a_step():
 
 
 @some
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_an_evaluation_is_of_all_batches_of_a_loader(comm, samples, micro_batches):
+    """Of a loader inside an epoch, which then continues there; and of the validation loader of a Trainer."""
+    with Grid(comm, "ddp") as grid, DataSet(grid, samples) as data:
+        net = nn.MLP(grid, [4, 5], seed=1)
+        loader = data.loader(10, micro_batches=micro_batches)
+        whole = evaluate(net, loader, nn.cross_entropy)
+        assert loader.state()["epoch"] == 1
+        for parts in (1, micro_batches, micro_batches + 1):
+            loader.begin_epoch()
+            taken = [batch for _, batch in zip(range(parts), loader)]
+            position = loader.batch, loader.left
+            assert evaluate(net, loader, nn.cross_entropy)["loss"] == pytest.approx(whole["loss"])
+            assert (loader.batch, loader.left) == position and loader.epoch == 1
+            assert sum(x.shape[0] for x, _ in [*taken, *loader]) == 50
+            loader.load_state({**loader.state(), "epoch": 1, "batch": 0})
+        next(iter(loader))
+        state = TrainState(net, optim.SGD(net.parameters(), 0.0), loader=data.loader(10))
+        trainer = Trainer(state, Recipe("cross_entropy", epochs=1), loader)
+        trainer.run()
+        assert trainer.figures["loss"] == pytest.approx(whole["loss"])
+
+
 def test_an_evaluation_of_no_batches_is_no_loss_of_zero(comm):
     with Grid(comm, shape="ddp") as grid:
         net = nn.Linear(grid, 4, 2)

@@ -44,7 +44,7 @@ FOR_ROOMS_ABOVE = {
     "Muon": "options_of",
     "Optimizer": "local_norm_squared non_finite options_of own_squares skip states",
     "Overlap": "decomposes",
-    "Parameter": "hold in_checkpoint loaded master_in move receive rounded stored",
+    "Parameter": "hold in_checkpoint loaded master_in move receive rounded stored to_fill",
     "Pending": "message_of",
     "PgemmPlan": "begin checked",
     "Pipeline": "apart count_passes incoming kinds_of_ranks run sum_tied",

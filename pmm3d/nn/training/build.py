@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 from mpi4py import MPI
@@ -21,7 +20,7 @@ from ..pipeline import PipelineError, schedule_of, simulate
 from ..pipeline.named import is_file
 from ..pipeline.network import Pipeline
 from ..tape import Tape
-from ..transformer import row_positions, token_layout
+from ..transformer import token_layout
 from .auto_grid import Choice, chosen_grid
 from .config import Config
 from .dry_step import DrySteps
@@ -70,8 +69,7 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
             _predict_memory(config, grid, found, own)
             network, output = make_network(config, grid, sizes, own)
             if isinstance(data, TokenDataSet):
-                batches |= {"layout": token_layout(grid.stage, data.sequence),
-                            "positions": partial(row_positions, order=config.network.order or "plain")}
+                batches["layout"] = token_layout(grid.stage, data.sequence, order=config.network.order or "plain")
             else:
                 batches["split_targets"] = output.cols[0] if classes is None and len(output.cols) == 1 else None
             loader = data.loader(shuffle=config.data.shuffle, seed=config.training.seed, rows=rows, **batches)

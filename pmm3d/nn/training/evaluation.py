@@ -9,6 +9,7 @@ from math import nan
 import numpy as np
 
 from ...errors import Pmm3dError
+from ...io import Loader
 from ...layout import Layout
 from ...product import DistMatrix
 from .. import loss as losses
@@ -112,7 +113,8 @@ def evaluate(network: Module, loader: Iterable[Batch], loss: Loss, metrics: Metr
     network : Module
         The network. Dropout is inactive, and operations are not recorded.
     loader : iterable
-        Batches (x, y) of one pass, the same on all ranks.
+        Batches (x, y) of one pass, the same on all ranks. A Loader returns all batches of an epoch, from any position.
+        If the position was inside an epoch, training can continue there.
     loss : callable
         loss(output, y) -> Tensor, 1 x 1.
     metrics : mapping or None
@@ -139,7 +141,7 @@ def evaluate(network: Module, loader: Iterable[Batch], loss: Loss, metrics: Metr
     """
     evaluation = Evaluation(network, loss, metrics)
     with network.evaluating(), unchanged(network.grid):
-        evaluation.add(loader)
+        evaluation.add(loader.whole_epoch() if isinstance(loader, Loader) else loader)
     return evaluation.figures()
 
 

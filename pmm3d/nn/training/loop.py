@@ -287,6 +287,7 @@ class Trainer:
         batch, if the figures so far are finite."""
         network = self.state.network
         evaluation, inputs = Evaluation(network, self._loss, self.recipe.metrics), list[DistMatrix]()
+        validation.begin_epoch()
         with network.evaluating(), unchanged(network.grid):
             while validation.batch < len(validation):
                 request = max(request, self._agree(validation).request)

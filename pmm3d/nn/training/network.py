@@ -17,11 +17,13 @@ from ...layout import Layout, batch_layout
 from .. import optim
 from ..containers import MLP
 from ..dry import Facts
+from ..exchange import whole_of
+from ..layers import Linear
 from ..module import Module
 from ..pipeline.network import Pipeline
 from ..precision import Precision
 from ..seeds import manual_seed
-from ..transformer import GPT, Llama, token_layout
+from ..transformer import GPT, Embedding, Llama, token_layout
 from .config import Config
 from .samples import Samples
 from .sections import NetworkSection
@@ -181,7 +183,8 @@ def inputs_of(config: Config, grid: Grid, rows: int, features: int) -> Facts:
     section, kind = config.network, grid.library(config.network.library).kind
     if (sequence := config.data.sequence) is not None:
         columns = 1 if config.data.documents is None else 2
-        return Facts((rows * sequence, columns), token_layout(grid.stage, sequence), "int64", kind)
+        layout = token_layout(grid.stage, sequence, order=section.order or "plain")
+        return Facts((rows * sequence, columns), layout, "int64", kind)
     return Facts((rows, features), batch_layout("y"), section.dtype, kind)
 
 
@@ -220,20 +223,33 @@ def pipelined(config: Config | None, grid: Grid, make: Callable[[Grid], Any], fe
 
 
 def network_of(config: Config, grid: Grid, samples: Samples) -> Module:
-    """Return the network of a configuration, for inference. Collective. It has the precision of the master weights
-    (except a network of `build`), and even stages, because the file of a schedule may be missing."""
-    config = config.unscheduled
+    """Return the network of a configuration, frozen, for inference. Collective. It has the precision of the master
+    weights (except a network of `build`), and even stages, because the file of a schedule may be missing."""
+    config, own, precision = config.unscheduled, None, Precision(config.precision.master)
     if config.network.build:
         own = OwnNetwork(grid, config.network, config.precision, config.training.seed)
-        return own.made(grid, samples.features, samples.outputs, config)[0]
     sizes = layer_sizes(config, samples.features, samples.outputs)
-    return make_network(config, grid, sizes, None, Precision(config.precision.master))[0]
+    return make_network(config, grid, sizes, own, precision)[0].requires_grad_(False)
 
 
 def make_optimizer(config: Config, network: Module) -> optim.Optimizer:
     kind = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW, "muon": optim.Muon}[config.optimizer.kind]
     options: dict[str, Any] = config.optimizer.model_dump(exclude={"kind", "clip"}, exclude_none=True)
-    return kind(network.parameters(), **options)
+    return kind(_muon_groups(network) if kind is optim.Muon else network.parameters(), **options)
+
+
+def _muon_groups(network: Module) -> list[dict[str, Any]]:
+    """Return two groups for Muon: other parameters, and those that AdamW changes: tables of embeddings and positions,
+    and the last layer."""
+    whole = whole_of(network)
+    modules = [module for _, module in whole.named_modules()]
+    layers = [*(each for each in modules if isinstance(each, Embedding)),
+              *[each for each in modules if isinstance(each, Linear)][-1:]]
+    spared = {parameter for layer in layers for parameter in layer.parameters()}
+    names = {name for name, parameter in whole.named_parameters().items() if parameter in spared}
+    own = network.named_parameters()
+    return [{"params": [each for name, each in own.items() if (name in names) == outer], "use_muon": not outer}
+            for outer in (False, True)]
 
 
 def make_schedule(config: Config, optimizer: optim.Optimizer, steps: int) -> optim.Schedule:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 
 from ...errors import Pmm3dError
+from ..gradient_norm import check_clip
 from .evaluation import Loss, Metrics
 
 
@@ -57,5 +58,4 @@ class Recipe:
             value, least = getattr(self, name), int(name == "log_every")
             if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < least):
                 raise Pmm3dError(f"Recipe: {name} must be a whole number of at least {least}; got {value!r}")
-        if self.clip is not None and not self.clip > 0:
-            raise Pmm3dError(f"Recipe: clip must be a positive number, or None; got {self.clip!r}")
+        check_clip(self.clip)

@@ -200,14 +200,15 @@ class OptimizerSection(Section):
     """The optimizer."""
 
     kind: Literal["sgd", "adam", "adamw", "muon"] = "adamw"
-    """the optimizer; muon: Muon for matrices, and AdamW for biases and gains"""
+    """the optimizer; muon: Muon for hidden matrices, and AdamW for embeddings, positions, the last layer, biases and
+    gains"""
     lr: Positive = 1e-3
     """learning rate, which [schedule] scales"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """weight decay: weight_decay times the weight is added to the gradient (sgd, adam), or lr times as much is
     subtracted from the weight (adamw, muon)"""
-    decay_vectors: bool = True
-    """whether weight decay includes biases and gains, as in torch"""
+    decay_vectors: bool = False
+    """whether weight decay includes biases and gains; most recipes decay matrices only"""
     momentum: Share | None = default_of(sgd=0.9, muon=0.95)
     """share of the running sum (sgd: 0.9 if left out) or mean (muon: 0.95 if left out) of gradients that a step
     keeps"""

@@ -165,7 +165,7 @@ class TrainState:
                 raise Pmm3dError(f"the checkpoint's optimizer is {before}, and the optimizer of this run is {now}, "
                                  f"which cannot use the state of {before}; nothing was changed. Use {before}, or start "
                                  "a new run from the weights alone (training.weights, nn.exchange.load_weights)")
-            kept, wanted = known["optimizer"].get("states"), list(self.optimizer.state_names)
+            kept, wanted = known["optimizer"].get("states"), list(self.optimizer.states())
             if kept not in (None, wanted):
                 raise Pmm3dError(f"the checkpoint's optimizer keeps {names_in_words(kept) or 'nothing'} of each "
                                  f"weight, the optimizer of this run keeps {names_in_words(wanted) or 'nothing'}; "

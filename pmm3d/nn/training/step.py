@@ -15,7 +15,7 @@ from ...layout import PIPE
 from ...product import DistMatrix
 from ..compute import override
 from ..contexts import unchanged
-from ..gradient_norm import clipping
+from ..gradient_norm import check_clip, clipping
 from ..loss import WholeStep
 from ..loss_scale import LossScale
 from ..module import Module
@@ -118,7 +118,7 @@ def train_step(network: Module, optimizer: Optimizer, loss: Loss, batches: Seque
         these losses with reduction="sum".
     batches : sequence of (x, y)
         Micro-batches.
-    clip : float
+    clip : float or None
         Largest 2-norm of the gradient. Default: no limit.
     agree : callable
         agree(part of the loss, part of the square of the norm). Default: `step_agreement`.
@@ -137,8 +137,10 @@ def train_step(network: Module, optimizer: Optimizer, loss: Loss, batches: Seque
     PipelineError
         On every rank, for a number of micro-batches that the schedule of a Pipeline refuses.
     NonFiniteGradientError
-        On every rank, after too many skipped steps in a row.
+        On every rank, if the norm is infinite or NaN and there is a `clip`, before a weight is changed. With `scale`,
+        such a step is skipped instead; the error is raised after too many skipped steps in a row.
     """
+    check_clip(clip)
     grid, inputs = network.grid, [x for x, _ in batches]
     tape, factor = Tape.of(grid), 1.0 if scale is None else scale.value
     executor = Executor(network, inputs, factor)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...arrays import Array
 from ...errors import DTypeError, GridError, LayoutError, Pmm3dError
-from ...layout import SEQ, ULYSSES, GridShape, Layout, RaggedRows, natural
+from ...layout import SEQ, ULYSSES, GridShape, Layout, RaggedRows, natural, order_of
 from ...layout.layout import layout_of, unit_of
 from ...product.relayout import relayout as relayout_array
 from ..compute import Form, computing
@@ -34,8 +34,7 @@ AS_IT_IS = Elementwise(lambda _, x: x)
 
 def attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, size: int, causal: bool = True,
               window: int | None = None, documents: Tensor | None = None, dropout: float = 0.0, seed: int = 0,
-              stream: int = 0, scale: float | None = None, block: int = BLOCK, parallel: str = "auto",
-              order: str = "plain") -> Tensor:
+              stream: int = 0, scale: float | None = None, block: int = BLOCK, parallel: str = "auto") -> Tensor:
     """softmax(scale q k^T) v for each head of each sequence. The full matrix of scores is never stored.
 
     Parameters
@@ -64,8 +63,6 @@ def attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, si
         Number of rows of a block of scores. The last bits of the result depend on it. Default: 512.
     parallel : str
         Method by which ranks along seq share a sequence: "ring", "ulysses", "gather", "2d" or "auto" (default).
-    order : str
-        Order in which the rows of a sequence are stored: "plain" (default), "zigzag" or "striped" (`positions`).
 
     Returns
     -------
@@ -120,13 +117,13 @@ def attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, si
         if ULYSSES in stored.on(shape).rows:
             operands = _spread_heads(operands, size, ULYSSES)
         method = chosen(parallel, operands[0].layout, first.shape[0], shape,
-                        _heads_on_ranks(operands[0], operands[-1], size), causal and order == "plain",
+                        _heads_on_ranks(operands[0], operands[-1], size), causal and order_of(stored.units[0]) is None,
                         nodes_along_seq(first.grid))
     if method == "ulysses":
         operands = _spread_heads(operands, size, SEQ)
     drops = Dropout(dropout, seed, stream, 0, 0, _forms(operands)[0].shape[1] // size, length) if dropout else None
     local = _Local(operands, size, Visible(causal, window, drops, block), size**-0.5 if scale is None else scale,
-                   _documents(operands[0], documents), order, stored, method == "gather")
+                   _documents(operands[0], documents), method == "gather")
     return relayout(local.output(operands), stored)
 
 
@@ -268,7 +265,7 @@ class _Local:
     """
 
     def __init__(self, operands: Sequence[Tensor], size: int, visible: Visible, scale: float,
-                 documents: np.ndarray | None, order: str, stored: Layout, gathers: bool):
+                 documents: np.ndarray | None, gathers: bool):
         self.size, self.visible, self.scale, self.documents, self.gathers = size, visible, scale, documents, gathers
         q, k, v = _forms(operands)
         grid = q.grid
@@ -282,8 +279,7 @@ class _Local:
         self.first = Layout(rows, units=q.layout.units).box((q.shape[0], 0), grid.shape, grid.coords).r0
         self.cache, length = Cache.of(grid), rows_of_sequence(operands[0])
         if self.cache is None:
-            self.shares = shares(q.layout, q.shape[0], grid.shape, grid.coords, order, stored, visible.causal,
-                                 visible.window)
+            self.shares = shares(q.layout, q.shape[0], grid.shape, grid.coords, visible.causal, visible.window)
         else:
             self.shares = whole_sequences(box, self.cache.positions(length))
         self.fresh = (not gathers and all(len(each.members) == 1 for each in self.shares)

@@ -24,7 +24,7 @@ from ..tensor import Tensor, relayout
 from .attention import attention
 from .cache import rows_of_sequence
 from .rotary import rotary
-from .sequence import chosen, positions
+from .sequence import chosen
 
 POSITIVE = ulp(0.0)
 """Smallest positive number."""
@@ -48,7 +48,7 @@ class CoreAttention(Module):
             q, k, v = split(fused, self.turns)
             k, v = (_whole_heads(each, size) for each in (k, v))
             if self.rotary_base is not None:
-                q, k = (rotary(each, size, base=self.rotary_base, order=self.rule["order"]) for each in (q, k))
+                q, k = (rotary(each, size, base=self.rotary_base) for each in (q, k))
             operands = [q, k, v]
         dropout = self.dropout if self.training else 0.0
         self.calls += dropout > 0
@@ -81,7 +81,7 @@ class Attention(Module):
         Whether the backward pass computes the part between the projections again. Default: False.
     activations : str
         "replicated" (default) or "sharded", as in `linear`.
-    parallel, order
+    parallel
         As in `transformer.attention`.
     deviation
         As in `Linear`.
@@ -122,7 +122,7 @@ class Attention(Module):
     def __init__(self, grid: Grid, hidden: int, heads: int, *, kv_heads: int | None = None, causal: bool = True,
                  window: int | None = None, rotary_base: float | None = None, bias: bool = True, dropout: float = 0.0,
                  recompute: bool = False, activations: str = "replicated", parallel: str = "auto",
-                 order: str = "plain", deviation: float | None = None, residual: float = 1.0, seed: int | None = None,
+                 deviation: float | None = None, residual: float = 1.0, seed: int | None = None,
                  **options: Any):
         check_grid("Attention", grid)
         kv_heads = heads if kv_heads is None else kv_heads
@@ -140,7 +140,6 @@ class Attention(Module):
         if window is not None:
             window = natural(window, "Attention: window is a number of rows, at least 1", 1, Pmm3dError)
         dropout = functional.check_probability("Attention: dropout", dropout)
-        positions(order, 1)  # raises for an unknown order
         chosen(parallel, Layout(), 1, grid.shape, (0, 0), False)  # raises for an unknown method, or axes that it lacks
         self.grid, self.turns = grid, qkv_turns(heads, kv_heads, size)
         self.heads, self.causal, self.window, self.rotary_base = heads, causal, window, rotary_base
@@ -148,7 +147,7 @@ class Attention(Module):
         self.qkv = Linear(grid, hidden, hidden + 2 * kv_heads * size, bias, unit=sum(self.turns),
                           activations=activations, deviation=deviation, seed=derived(seed, 0), **options)
         core = CoreAttention(grid, size, self.turns, rotary_base=rotary_base, dropout=dropout, seed=derived(seed, 1),
-                             causal=causal, window=window, parallel=parallel, order=order)
+                             causal=causal, window=window, parallel=parallel)
         self.core = Recompute(core) if recompute else core
         self.out = Linear(grid, hidden, hidden, bias, activations=activations, cols="x", seed=derived(seed, 2),
                           deviation=_scaled("Attention", deviation, residual), **options)

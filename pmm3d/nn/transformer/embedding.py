@@ -10,7 +10,7 @@ import numpy as np
 from ...arrays import Array
 from ...comm import Grid
 from ...errors import DTypeError, LayoutError, Pmm3dError
-from ...layout import Layout
+from ...layout import Layout, order_of
 from ...layout.layout import layout_of, unit_of
 from ...product import DistMatrix
 from ...product.construct import Library
@@ -58,8 +58,9 @@ def embedding(tokens: Tensor | DistMatrix, table: Tensor) -> Tensor:
 
     Notes
     -----
-    Each rank receives (Gz-1)/Gz of its block of the table, and of the gradient in the backward pass. Tokens with a
-    known `labels_below` are not checked.
+    Each rank receives (Gz-1)/Gz of its block of the table, and of the gradient in the backward pass. Tokens in host
+    memory are checked in each call; the ranks agree by an all-reduce of 24 bytes. On a device, tokens with a known
+    `labels_below` are not checked.
 
     Examples
     --------
@@ -74,6 +75,11 @@ def embedding(tokens: Tensor | DistMatrix, table: Tensor) -> Tensor:
     """
     matrix = tokens.value if isinstance(tokens, Tensor) else tokens
     check_tokens(matrix, table.shape[1])
+    return _looked_up(matrix, table)
+
+
+def _looked_up(matrix: DistMatrix, table: Tensor) -> Tensor:
+    """`embedding` of tokens that were checked."""
     rows = tuple([axis for axis in matrix.layout.rows if axis not in OTHER])
     if matrix.layout.named != rows:
         matrix = _redistributed(matrix, layout_of(rows, (), (), (matrix.layout.units[0], 1)))
@@ -131,9 +137,9 @@ def _own_tokens(table: Tensor, tokens: DistMatrix) -> tuple[Array, Array | None]
 
 
 def check_tokens(tokens: DistMatrix, vocabulary: int) -> None:
-    """Raises LayoutError, DTypeError or Pmm3dError, on every rank, for invalid tokens. Values of tokens with a known
-    `labels_below` are not checked."""
-    known = tokens.labels_below is not None and tokens.labels_below <= vocabulary
+    """Raises LayoutError, DTypeError or Pmm3dError, on every rank, for invalid tokens. On a device, values of tokens
+    with a known `labels_below` are not checked, because the host would wait for the device."""
+    known = tokens.labels_below is not None and tokens.labels_below <= vocabulary and not tokens.library.on_host
     with nullcontext() if known else tokens.grid.collective_call("embedding"):
         if tokens.shape[1] != 1:
             raise LayoutError("embedding: tokens must be a matrix of one column, (batch x sequence, 1); got "
@@ -150,12 +156,12 @@ def check_tokens(tokens: DistMatrix, vocabulary: int) -> None:
                              f"vocabulary is {vocabulary}, so tokens are 0 to {vocabulary - 1}")
 
 
-def positions_of(x: Tensor, order: str) -> Array:
+def positions_of(x: Tensor) -> Array:
     """Position in its sequence of each row of this rank: int64, in the library of x."""
-    grid, box, cache = x.grid, x.box, Cache.of(x.grid)
+    box, cache = x.box, Cache.of(x.grid)
     if cache is not None:
         return x.library.made((box.shape[0],), "int64", lambda: cache.positions(box.shape[0]))
-    return x.library.made((box.shape[0],), "int64", lambda: row_positions(x.layout, x.shape[0], grid.shape, box, order))
+    return x.library.made((box.shape[0],), "int64", lambda: row_positions(x.layout, x.shape[0], box))
 
 
 class Embedding(Module):
@@ -182,7 +188,7 @@ class Embedding(Module):
         "replicated" (default): the sum over the vocabulary's axis is an all-reduce. "sharded": a reduce-scatter of
         rows.
     order : str
-        Order of the rows inside a sequence, as in `transformer.positions`.
+        As in `GPT`.
     dtype, library, precision
         As in `Linear`.
 
@@ -235,16 +241,25 @@ class Embedding(Module):
         if sequence and tokens.shape[0] % sequence:
             raise LayoutError(f"Embedding: {tokens.shape[0]} tokens are not a multiple of {sequence}, the length of a "
                               "sequence (the unit of rows). Pass complete sequences")
-        wanted = layout_of_tokens(grid, max(1, sequence))
-        if tokens.layout.named != wanted.rows or unit_of(tokens.layout.units[0], "data") != sequence:
-            tokens = Tensor(_redistributed(tokens.value, wanted))
+        wanted = self._layout(tokens, max(1, sequence))
+        tokens, *more = (each if each.layout == wanted else Tensor(_redistributed(each.value, wanted))
+                         for each in (tokens, *others))
         x = embedding(tokens, self.table)
         if self.positions is not None:
-            places = DistMatrix(grid, positions_of(tokens, self.order)[:, None], tokens.shape, tokens.layout)
-            places.labels_below = longest
-            x = x + embedding(places, self.positions)
+            places = DistMatrix(grid, positions_of(tokens)[:, None], tokens.shape, tokens.layout)
+            x = x + _looked_up(places, self.positions)
         x = self.dropout(relayout(x, residual_layout(x, self.activations)))
-        return (x, *others) if others else x
+        return (x, *more) if more else x
+
+    def _layout(self, tokens: Tensor, sequence: int) -> Layout:
+        """Layout of the tokens: their own one, or that of `token_layout` if they lack its axes, units or order."""
+        held, order, block = tokens.layout, self.order if Cache.of(self.grid) is None else "plain", 1
+        unit = held.units[0]
+        if held.named == layout_of_tokens(self.grid, sequence).rows and unit_of(unit, "data") == sequence:
+            if order == "plain" or order_of(unit) is not None:
+                return held
+            block = 1 if isinstance(unit, int) else unit_of(unit, held.rows[-1])
+        return layout_of_tokens(self.grid, sequence, block=block, order=order)
 
 
 def _columns(tokens: DistMatrix) -> list[Tensor]:

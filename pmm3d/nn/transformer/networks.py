@@ -70,7 +70,7 @@ class Transformer(Published):
                           learned=self.learned, seed=derived(seed, 0), **options)
         options |= {"norm": self.norm, "eps": of.eps, "deviation": DEVIATION}
         made = [TransformerBlock(grid, of.hidden, of.heads, kv_heads=of.kv_heads, mlp=of.mlp, dropout=dropout,
-                                 window=of.window, order=order, parallel=parallel, recompute=again.attention,
+                                 window=of.window, parallel=parallel, recompute=again.attention,
                                  residual=(2 * of.layers) ** -0.5, seed=derived(seed, 1 + index), **options,
                                  **{"rotary_base": None if self.learned else of.rotary_base, **self.block})
                 for index in range(of.layers)]
@@ -114,8 +114,11 @@ class GPT(Transformer):
         "none" (default), "selective" (attention), "full", or k for every k-th block.
     window : int or None
         Number of rows that a row attends to, including itself. Default: no limit.
-    order, parallel : str
-        As in `transformer.attention`, for sequences that the axis "seq" splits.
+    order : str
+        Order of `token_layout` into which tokens in ascending order are brought, if the axis "seq" splits sequences.
+        Tokens in a layout with an order keep that order. Default: "plain".
+    parallel : str
+        As in `transformer.attention`.
     dtype, library, precision
         As in `Linear`.
 

@@ -69,17 +69,17 @@ class Share(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def shares(layout: Layout, rows: int, grid: GridShape, coords: Coords, order: str, stored: Layout, causal: bool,
-           window: int | None) -> tuple[Share, ...]:
-    """Shares of the rank at `coords`, for a matrix of tokens. stored: layout for `row_positions`.
+def shares(layout: Layout, rows: int, grid: GridShape, coords: Coords, causal: bool, window: int | None
+           ) -> tuple[Share, ...]:
+    """Shares of the rank at `coords`, for a matrix of tokens.
 
         >>> layout, grid = Layout("seq"), GridShape(1, 1, 1, seq=4)
-        >>> share, = shares(layout, 8, grid, grid.coords(2), "plain", layout, True, None)
+        >>> share, = shares(layout, 8, grid, grid.coords(2), True, None)
         >>> share.own.position.tolist(), share.visits(), share.reach
         ([4, 5], [1, 0], (3, 2, 1, 0))
     """
     ranks = range(getattr(grid, SEQ)) if SEQ in layout.rows else range(1)
-    of_ranks = [_segments(layout, rows, grid, coords, order, stored, rank) for rank in ranks]
+    of_ranks = [_segments(layout, rows, grid, coords, rank) for rank in ranks]
     here = getattr(coords, SEQ) if SEQ in layout.rows else 0
     found = []
     for own in of_ranks[here]:
@@ -101,13 +101,12 @@ def whole_sequences(box: Box, position: np.ndarray) -> tuple[Share, ...]:
     return (Share(own, (own,), 0, ((True,),), (0,)),) if number else ()
 
 
-def _segments(layout: Layout, rows: int, grid: GridShape, coords: Coords, order: str, stored: Layout, rank: int
-              ) -> list[Segment]:
+def _segments(layout: Layout, rows: int, grid: GridShape, coords: Coords, rank: int) -> list[Segment]:
     """Segments of a rank along seq: parts of sequences, and consecutive whole sequences."""
     if SEQ in layout.rows:
         coords = coords._replace(**{SEQ: rank})
     box, length = layout.box((rows, 0), grid, coords), sequence_length(layout, rows)
-    position = row_positions(stored, rows, grid, box, order)
+    position = row_positions(layout, rows, box)
     first, last = -(-box.r0 // max(1, length)) * length, box.r1 // max(1, length) * length
     edges = sorted({box.r0, box.r1, *(edge for edge in (first, last) if box.r0 < edge < box.r1)})
     found = []

@@ -17,7 +17,7 @@ from .cache import Cache, rows_of_sequence
 from .embedding import positions_of
 
 
-def rotary(x: Tensor, size: int, *, base: float = 10000.0, order: str = "plain") -> Tensor:
+def rotary(x: Tensor, size: int, *, base: float = 10000.0) -> Tensor:
     """Rotate columns i and i + size / 2 of each head by the angle position * base^(-2 i / size), as Llama does.
 
     Parameters
@@ -28,8 +28,6 @@ def rotary(x: Tensor, size: int, *, base: float = 10000.0, order: str = "plain")
         Columns of a head, an even number.
     base : float
         Base of the angles. Default: 10000.
-    order : str
-        Order of the rows inside a sequence, as in `positions`.
 
     Returns
     -------
@@ -56,7 +54,7 @@ def rotary(x: Tensor, size: int, *, base: float = 10000.0, order: str = "plain")
     form = x.form
     cache, length = Cache.of(x.grid), max(1, rows_of_sequence(x))
     tables = _tables(x.grid)(form.library, length if cache is None else cache.total, size, base, form.wide.dtype)
-    places = positions_of(x, order)
+    places = positions_of(x)
     out = _rotated(form, x.shard, places, tables, "rotary", 1)
     return x.made(out, (x,), lambda gradient, places: (
         _rotated(form, gradient, places, tables, "rotary backward", -1),), keep={"rotary.positions": places})

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from ...comm import Grid
 from ...errors import LayoutError, Pmm3dError, hint
-from ...layout import SEQ, ULYSSES, Box, GridShape, Layout, natural
+from ...layout import SEQ, ULYSSES, Box, GridShape, Layout, RowOrder, natural, order_of
 from ...layout.layout import unit_of
 from ...model.machines import groups_of
 
 INSIDE = (SEQ, ULYSSES)
 """Axes that split the rows of a sequence, from major to minor."""
-ORDERS = ("plain", "zigzag", "striped")
-"""Orders in which the rows of a sequence are stored."""
 PARALLEL = ("auto", "ring", "ulysses", "gather", "2d")
 """Methods by which ranks that share a sequence compute its attention."""
 
 
-def token_layout(grid: Grid, length: int, cols: str | tuple[str, ...] = (), *, unit: int = 1, block: int = 1
-                 ) -> Layout:
+def token_layout(grid: Grid, length: int, cols: str | tuple[str, ...] = (), *, unit: int = 1, block: int = 1,
+                 order: str = "plain") -> Layout:
     """Layout of a matrix of tokens or features, (sequences x length, features).
 
     Parameters
@@ -37,16 +36,20 @@ def token_layout(grid: Grid, length: int, cols: str | tuple[str, ...] = (), *, u
     block : int
         Number of rows that the axis seq does not separate, a divisor of `length`. If `block` is a multiple of the block
         size of attention, the bits do not depend on the number of ranks along seq. Default: 1.
+    order : str
+        Order in which the rows of each sequence are stored, as in `positions`. Default: "plain".
 
     Returns
     -------
     Layout
-        Rows are over data and z, then over seq and ulysses if the grid has these axes.
+        Rows are over data and z, then over seq and ulysses if the grid has these axes. The order is a part of the
+        layout. `DistMatrix.from_global`, `redistribute` and loaders bring rows into this order, networks read it, and
+        `gather` returns the rows in ascending order.
 
     Raises
     ------
     LayoutError
-        For a length below 2, and for a block that does not divide the length.
+        For a length below 2, for a block that does not divide the length, and for an unknown order.
 
     Notes
     -----
@@ -66,17 +69,19 @@ def token_layout(grid: Grid, length: int, cols: str | tuple[str, ...] = (), *, u
     if length % block:
         raise LayoutError(f"token_layout: blocks of {block} rows do not divide a sequence of {length}. Choose a block "
                           "that divides the length, or block=1")
-    return layout_of_tokens(grid, length, cols, unit, block)
+    return layout_of_tokens(grid, length, cols, unit, block, order)
 
 
-def layout_of_tokens(grid: Grid, length: int, cols: str | tuple[str, ...] = (), unit: int = 1, block: int = 1
-                     ) -> Layout:
-    """`token_layout` without checks. In a `Cache`, a pass can have one row of each sequence."""
+def layout_of_tokens(grid: Grid, length: int, cols: str | tuple[str, ...] = (), unit: int = 1, block: int = 1,
+                     order: str = "plain") -> Layout:
+    """`token_layout` without checks of numbers. In a `Cache`, a pass can have one row of each sequence."""
     inside = tuple(axis for axis in INSIDE if axis in grid.shape.names)
+    stored = RowOrder.of(order, length, grid.shape.along(inside), block)
     if not inside:
         return Layout(("data", "z"), cols, units=(length, unit))
-    return Layout(("data", "z", *inside), cols,
-                  units=({"data": length, "z": length, **dict.fromkeys(inside, block)}, unit))
+    units: dict[str, Any] = {"data": length, "z": length, **dict.fromkeys(inside, block)}
+    units |= {"": stored} if stored else {}
+    return Layout(("data", "z", *inside), cols, units=(units, unit))
 
 
 def sequence_length(layout: Layout, rows: int) -> int:
@@ -148,7 +153,7 @@ def positions(order: str, length: int, ranks: int = 1, block: int = 1) -> np.nda
     length : int
         Number of rows of a sequence.
     ranks : int
-        Number of ranks that share a sequence (`ranks_per_sequence`). Default: 1.
+        Number of ranks along seq and ulysses. Default: 1.
     block : int
         Number of rows that stay together. With 1 (default), a block of "zigzag" has 1 / (2 ranks) of the sequence. With
         a larger block, "zigzag" does not depend on the number of ranks.
@@ -169,39 +174,25 @@ def positions(order: str, length: int, ranks: int = 1, block: int = 1) -> np.nda
     >>> positions("zigzag", 8, 2).tolist(), positions("striped", 8, 2, 2).tolist()
     ([0, 1, 6, 7, 2, 3, 4, 5], [0, 1, 4, 5, 2, 3, 6, 7])
     """
-    if order not in ORDERS:
-        raise LayoutError(f"order must be one of {', '.join(ORDERS)}; got {order!r}{hint(order, ORDERS)}")
-    return _positions(order, length, ranks, block)
+    return _positions(RowOrder.of(order, length, ranks, block), length)
 
 
 @lru_cache(maxsize=64)
-def _positions(order: str, length: int, ranks: int, block: int) -> np.ndarray:
-    if order == "zigzag" and block == 1:
-        block = max(1, -(-length // (2 * ranks)))
-    blocks = np.arange(-(-length // block))
-    if order == "zigzag":
-        blocks = np.stack([blocks, blocks[::-1]], 1).reshape(-1)[: len(blocks)]
-    elif order == "striped":
-        blocks = np.concatenate([blocks[rank::ranks] for rank in range(ranks)])
-    found = (blocks[:, None] * block + np.arange(block)).reshape(-1)
-    found = found[found < length]
+def _positions(order: RowOrder | None, length: int) -> np.ndarray:
+    found = np.arange(length) if order is None else np.array(order.positions)
     found.flags.writeable = False
     return found
 
 
-def row_positions(layout: Layout, rows: int, grid: GridShape, box: Box, order: str = "plain") -> np.ndarray:
+def row_positions(layout: Layout, rows: int, box: Box) -> np.ndarray:
     """Position in its sequence of each row of a box of a matrix of tokens.
 
     Parameters
     ----------
     layout, rows
-        As in `sequence_length`.
-    grid : GridShape
-        Shape of the grid.
+        As in `sequence_length`. The layout contains the order of the rows (`token_layout`).
     box : Box
         `Tensor.box`, or the box of another rank.
-    order : str
-        As in `positions`. Default: "plain".
 
     Returns
     -------
@@ -210,15 +201,14 @@ def row_positions(layout: Layout, rows: int, grid: GridShape, box: Box, order: s
 
     Examples
     --------
-    >>> from pmm3d import Box, GridShape, Layout
-    >>> from pmm3d.nn.transformer import row_positions
-    >>> row_positions(Layout("seq"), 8, GridShape(1, 1, 1, seq=2), Box(4, 8, 0, 1), "zigzag").tolist()
+    >>> from pmm3d import Box, Grid
+    >>> from pmm3d.nn.transformer import row_positions, token_layout
+    >>> with Grid.dry((1, 1, 1), seq=2) as grid:
+    ...     row_positions(token_layout(grid, 8, order="zigzag"), 8, Box(4, 8, 0, 1)).tolist()
     [2, 3, 4, 5]
     """
-    length, inside = sequence_length(layout, rows), [axis for axis in layout.rows if axis in INSIDE]
-    block = unit_of(layout.units[0], inside[-1]) if inside else 1
-    stored = np.arange(box.r0, box.r1) % max(1, length)
-    return positions(order, length, ranks_per_sequence(layout, rows, grid), block)[stored]
+    length = sequence_length(layout, rows)
+    return _positions(order_of(layout.units[0]), length)[np.arange(box.r0, box.r1) % max(1, length)]
 
 
 def chosen(parallel: str, layout: Layout, rows: int, grid: GridShape, heads: tuple[int, int], skewed: bool,

@@ -166,7 +166,6 @@ def test_operands_that_do_not_fit_together_are_refused(some_grid, fails):
     for scale in (float("nan"), float("inf")):
         refused(Pmm3dError, f"scale must be a finite number, .* got {scale}", *same, scale=scale)
     refused(Pmm3dError, "parallel must be one of", *same, parallel="rings")
-    refused(LayoutError, "order must be one of", *same, order="zigzags")
     documents = spread(some_grid, np.ones((rows, 2)), Layout(), "numpy")
     refused(LayoutError, "documents must be integers", *same, documents=documents)
     refused(LayoutError, "6 columns are no whole number of units of 9", same[0])

@@ -11,7 +11,7 @@ from networks import spread
 from samples import TESTED, to_numpy
 
 from pmm3d import DistMatrix, Grid, Layout, Pmm3dError, nn
-from pmm3d.nn.transformer import attention, positions, ranks_per_sequence, token_layout
+from pmm3d.nn.transformer import attention, token_layout
 from pmm3d.nn.transformer.kernel import block_pairs
 
 pytestmark = [pytest.mark.parallel([8]), pytest.mark.deadline(240)]
@@ -53,20 +53,17 @@ def drawn(rows):
 
 def of_grid(grid, sequences, length, *, unit=1, order="plain", library=TESTED, dtype="float64", documents=None,
             cols=(), **options):
-    """The result and the gradients in the plain order of rows, gathered."""
-    layout, rows = token_layout(grid, length, cols, unit=SIZE, block=unit), sequences * length
-    stored = positions(order, length, ranks_per_sequence(layout, rows, grid.shape), unit)
-    stored = (np.arange(sequences)[:, None] * length + stored).reshape(-1)
-    *operands, slope = (each[stored] for each in drawn(rows))
+    """The result and the gradients, gathered."""
+    layout, rows = token_layout(grid, length, cols, unit=SIZE, block=unit, order=order), sequences * length
+    *operands, slope = drawn(rows)
     leaves = [nn.Tensor(spread(grid, each, layout, library, dtype), requires_grad=True) for each in operands]
     if documents is not None:
         labels = Layout(layout.rows, units=(dict(layout.units[0]), 1))
-        options["documents"] = spread(grid, documents[:rows][stored][:, None], labels, library)
-    out = attention(*leaves, size=SIZE, order=order, **options)
+        options["documents"] = spread(grid, documents[:rows][:, None], labels, library)
+    out = attention(*leaves, size=SIZE, **options)
     assert out.layout == layout
     out.backward(spread(grid, slope, layout, library, dtype))
-    found = [np.asarray(to_numpy(each.gather(), library), "float64") for each in (out, *(leaf.grad for leaf in leaves))]
-    return [each[np.argsort(stored)] for each in found]
+    return [np.asarray(to_numpy(each.gather(), library), "float64") for each in (out, *(leaf.grad for leaf in leaves))]
 
 
 def on_ranks(comm, numbers, run):
@@ -133,11 +130,11 @@ def test_bytes_are_those_of_the_formulas(comm):
             for make in (lambda: Grid(comm, (1, 1, 1), seq=ranks),
                          lambda: Grid.dry((1, 1, 1), seq=ranks, rank=comm.rank)):
                 with make() as grid:
-                    layout = token_layout(grid, rows, unit=SIZE, block=2)
+                    layout = token_layout(grid, rows, unit=SIZE, block=2, order="zigzag")
                     q, k, v = (nn.Tensor(DistMatrix.random(grid, (rows, heads * SIZE), layout=layout),
                                          requires_grad=True) for heads in (HEADS, SHARED, SHARED))
                     grid.ledger.reset()
-                    out = attention(q, k, v, size=SIZE, order="zigzag", parallel=parallel, block=2)
+                    out = attention(q, k, v, size=SIZE, parallel=parallel, block=2)
                     assert grid.ledger.total(axis="seq").received == forward
                     out.backward(DistMatrix.random(grid, out.shape, layout=layout))
                     assert grid.ledger.total(axis="seq").received == forward + backward
@@ -171,12 +168,13 @@ def test_masked_blocks_are_neither_computed_nor_received(comm, monkeypatch):
 
     monkeypatch.setattr(module, "attend", counted)
     with Grid(comm, (1, 1, 1), seq=comm.size) as grid:
-        layout, total = token_layout(grid, length, unit=SIZE, block=block), length // block * (length // block + 1) // 2
-        q, k = (DistMatrix.random(grid, (length, heads * SIZE), layout=layout) for heads in (HEADS, SHARED))
-        for order in ("plain", "zigzag"):
+        total = length // block * (length // block + 1) // 2
+        for order in ("zigzag", "plain"):
+            layout = token_layout(grid, length, unit=SIZE, block=block, order=order)
+            q, k = (DistMatrix.random(grid, (length, heads * SIZE), layout=layout) for heads in (HEADS, SHARED))
             pairs.clear()
             grid.ledger.reset()
-            attention(q, k, k, size=SIZE, order=order, parallel="ring", block=block)
+            attention(q, k, k, size=SIZE, parallel="ring", block=block)
             work, here = comm.allgather(sum(pairs)), grid.ledger.total(axis="seq").received
             assert sum(work) == total
             chunk = 2 * length // comm.size * SHARED * SIZE * 8
@@ -210,9 +208,9 @@ def test_two_dimensions_have_the_bits_of_one_and_the_bytes_of_both(comm):
     with Grid(comm, (1, 1, 1), axes={"ulysses": 2, "seq": 4}) as grid:
         found = of_grid(grid, 1, rows, unit=4, order="zigzag", block=4, dtype="float32", causal=False)
         grid.ledger.reset()
-        layout = token_layout(grid, rows, unit=SIZE, block=4)
+        layout = token_layout(grid, rows, unit=SIZE, block=4, order="zigzag")
         q, k = (DistMatrix.random(grid, (rows, heads * SIZE), layout=layout) for heads in (HEADS, SHARED))
-        attention(q, k, k, size=SIZE, block=4, order="zigzag")
+        attention(q, k, k, size=SIZE, block=4)
         queries, keys = rows * HEADS * SIZE * 8, rows * SHARED * SIZE * 8
         assert grid.ledger.total(axis="ulysses").received == (2 * queries + 2 * keys) // 2 // 8
         assert grid.ledger.total(axis="seq").received == 2 * 3 * keys // 8

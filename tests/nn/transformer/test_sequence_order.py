@@ -3,10 +3,13 @@
 import numpy as np
 import pytest
 from loops import given
+from networks import spread
+from samples import TESTED, to_library, to_numpy
 
-from pmm3d import Grid, Layout, LayoutError, Pmm3dError, nn
+from pmm3d import DistMatrix, Grid, Layout, LayoutError, Pmm3dError, nn
+from pmm3d.layout import ORDERS
 from pmm3d.nn.transformer import positions, ranks_per_sequence, row_positions, token_layout
-from pmm3d.nn.transformer.sequence import ORDERS, chosen, nodes_along_seq
+from pmm3d.nn.transformer.sequence import chosen, nodes_along_seq
 
 
 def boxes(layout, shape, **grid):
@@ -28,9 +31,9 @@ def test_orders_are_permutations_of_any_length():
 def test_causal_work_of_each_rank():
     """Pairs of (query block, key block) under a causal mask, counted for the rows of each rank."""
     def work(order, ranks, length=64, block=2):
-        grid, parts = boxes(lambda made: token_layout(made, length, block=block), (length, 1), seq=ranks)
-        layout = Layout(("data", "z", "seq"), units=({"data": length, "z": length, "seq": block}, 1))
-        rows = [row_positions(layout, length, grid, box, order) for box in parts]
+        layout = token_layout(Grid.dry((1, 1, 1), seq=ranks), length, block=block, order=order)
+        grid, parts = boxes(lambda made: layout, (length, 1), seq=ranks)
+        rows = [row_positions(layout, length, box) for box in parts]
         assert sorted(np.concatenate(rows)) == list(range(length))
         return [sum(position // block + 1 for position in part[::block]) for part in rows]
 
@@ -46,9 +49,9 @@ def test_zigzag_of_lengths_that_do_not_divide():
     for ranks in (2, 3, 4, 8):
         for length in (ranks * 6, ranks * 60 + 1, ranks * 60 + 4):
             with given(ranks=ranks, length=length):
-                grid, parts = boxes(lambda made: token_layout(made, length), (length, 1), seq=ranks)
-                layout = token_layout(Grid.dry((1, 1, 1), seq=ranks), length)
-                pairs = [sum(row_positions(layout, length, grid, box, "zigzag") + 1) for box in parts]
+                layout = token_layout(Grid.dry((1, 1, 1), seq=ranks), length, order="zigzag")
+                _, parts = boxes(lambda made: layout, (length, 1), seq=ranks)
+                pairs = [sum(row_positions(layout, length, box) + 1) for box in parts]
                 assert max(pairs) == min(pairs) if length % (2 * ranks) == 0 else max(pairs) < 1.3 * np.mean(pairs)
 
 
@@ -92,3 +95,68 @@ def test_how_ranks_share_a_sequence_follows_from_their_nodes():
         nn.GPT(grid, vocabulary=4, positions=8, layers=1, hidden=8, heads=4, parallel="2d")
     with Grid.dry((1, 1, 1), seq=8) as grid, pytest.raises(Pmm3dError, match="axes ulysses and seq; got 1x1x1.*seq 8"):
         nn.GPT(grid, vocabulary=4, positions=8, layers=1, hidden=8, heads=4, parallel="2d")
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("order, block", [("zigzag", 1), ("zigzag", 2), ("striped", 1), ("striped", 3)])
+def test_a_layout_with_an_order_stores_rows_in_it_and_gathers_them_in_ascending_order(comm, shared_path, order, block):
+    """All doors between the whole matrix and the shards; three sequences on two ranks."""
+    whole = np.arange(72.0).reshape(36, 2)
+    with Grid(comm, (1, 1, 1), seq=2) as grid:
+        layout, plain = token_layout(grid, 12, block=block, order=order), token_layout(grid, 12)
+        made = DistMatrix.from_global(grid, to_library(whole), layout=layout)
+        rows = np.arange(made.box.r0, made.box.r1)
+        stored = rows // 12 * 12 + row_positions(layout, 36, made.box)
+        assert np.array_equal(to_numpy(made.local), whole[stored]) and not np.array_equal(stored, rows)
+        made.to_file(path := shared_path / "made.npy")
+        drawn = DistMatrix.random(grid, (36, 2), seed=1, layout=layout, library=TESTED)
+        doors = {
+            "from_global(root)": DistMatrix.from_global(grid, to_library(whole), layout=layout, root=0),
+            "from_function": DistMatrix.from_function(grid, whole.shape, lambda i, j: 2 * i + j, layout=layout,
+                                                      library=TESTED),
+            "from_file": DistMatrix.from_file(grid, path, layout=layout, library=TESTED),
+            "from_local": DistMatrix.from_local(grid, made.local, whole.shape, layout=layout),
+            "redistribute": DistMatrix.from_global(grid, to_library(whole)).redistribute(layout),
+            "nn.relayout": nn.relayout(nn.Tensor(DistMatrix.from_global(grid, to_library(whole), layout=plain)),
+                                       layout).value,
+        }
+        for name, matrix in doors.items():
+            with given(name=name):
+                assert np.array_equal(to_numpy(matrix.local), whole[stored])
+                assert np.array_equal(to_numpy(matrix.gather()), whole)
+        back = made.redistribute(plain)
+        assert np.array_equal(to_numpy(back.local), whole[back.box.r0 : back.box.r1])
+        same = DistMatrix.random(grid, (36, 2), seed=1, library=TESTED)
+        assert np.array_equal(to_numpy(drawn.gather()), to_numpy(same.gather()))
+
+
+@pytest.mark.parallel([2])
+def test_rows_of_incomplete_sequences_have_no_order(comm, fails):
+    with Grid(comm, (1, 1, 1), seq=2) as grid:
+        layout = token_layout(grid, 8, order="zigzag")
+        made = DistMatrix.from_global(grid, to_library(np.ones((16, 1))), layout=layout)
+        fails(LayoutError, "complete sequences", lambda: made.submatrix(slice(0, 8), slice(None), Layout()))
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("order", ["zigzag", "striped"])
+def test_tokens_documents_and_labels_in_any_order_have_the_same_logits_and_loss(comm, order):
+    """The network's order, or that of the layouts of tokens, documents and labels. Later tokens change no logits."""
+    draw = np.random.default_rng(0)
+    tokens, documents = draw.integers(0, 8, (32, 1)), np.repeat(np.arange(4), 8)[:, None]
+    found, sizes = [], {"vocabulary": 8, "positions": 16, "layers": 1, "hidden": 8, "heads": 2, "seed": 1}
+    with Grid(comm, (1, 1, 1), seq=2) as grid:
+        for own, *orders in (("plain", "plain", "plain", "plain"), (order, "plain", "plain", "plain"),
+                             ("plain", order, "plain", "plain"), ("plain", order, order, order),
+                             (order, "striped", "plain", "zigzag")):
+            net = nn.GPT(grid, order=own, dtype="float64", library=TESTED, **sizes)
+            x, packed, labels = (spread(grid, each, token_layout(grid, 16, order=name))
+                                 for each, name in zip((tokens, documents, (tokens + 1) % 8), orders))
+            out = net(x, packed)
+            other = tokens.copy()
+            other[-1] = (other[-1] + 1) % 8
+            later = net(spread(grid, other, token_layout(grid, 16, order=orders[0])), packed)
+            assert np.abs(to_numpy(later.gather()) - to_numpy(out.gather()))[:-1].max() == 0
+            found.append((to_numpy(out.gather()), nn.cross_entropy(out, labels).item()))
+        for logits, loss in found[1:]:
+            assert np.abs(logits - found[0][0]).max() < 1e-12 and abs(loss - found[0][1]) < 1e-12

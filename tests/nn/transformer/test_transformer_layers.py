@@ -14,7 +14,7 @@ from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.dense import weight_layout
 from pmm3d.nn.training.step import train_step
-from pmm3d.nn.transformer import embedding, rotary, row_positions, token_layout
+from pmm3d.nn.transformer import embedding, rotary, token_layout
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
 
@@ -91,11 +91,9 @@ def test_rotary_positions_are_rotations_of_any_cut(comm):
     on_each_grid(comm, check)
     with Grid(comm, (1, 1, 1), seq=comm.size) as grid:
         for order in ("zigzag", "striped"):
-            layout = token_layout(grid, len(x), unit=size)
-            stored = nn.Tensor(spread(grid, x, layout))
-            places = row_positions(layout, len(x), grid.shape, stored.box._replace(r0=0, r1=len(x)), order)
-            found = rotary(stored, size, base=100.0, order=order).gather()
-            assert np.abs(found - turned(x, size, places, 100.0)).max() < 1e-12
+            stored = nn.Tensor(spread(grid, x, token_layout(grid, len(x), unit=size, order=order)))
+            found = rotary(stored, size, base=100.0).gather()
+            assert np.abs(found - turned(x, size, np.arange(len(x)), 100.0)).max() < 1e-12
 
 
 def test_a_norm_by_the_root_of_the_mean_of_squares(comm):

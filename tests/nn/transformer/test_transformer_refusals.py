@@ -8,7 +8,7 @@ from test_transformer_grids import assert_as_torch, on_grids
 from torch_reference import by_rank_0
 from transformer_reference import IGNORED, Case, batch_on, fill, of_torch
 
-from pmm3d import DTypeError, LayoutError, Pmm3dError, nn
+from pmm3d import DTypeError, Grid, LayoutError, Pmm3dError, nn
 from pmm3d.nn.transformer import token_layout
 
 pytestmark = [pytest.mark.parallel([4], thorough=[8]), pytest.mark.deadline(240)]
@@ -83,6 +83,22 @@ def test_tokens_and_labels_that_cannot_be(comm, fails):
               lambda: net(tokens_of(grid, right, 5)))
 
     on_grids(comm, check, GRIDS[comm.size])
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("columns", [1, 2])
+def test_tokens_that_were_changed_after_their_check_are_checked_again(comm, columns, fails):
+    """As by a mask, on one rank or on all of them. Tokens of a loader, also with documents, have a known bound."""
+    for axes in ({"shape": (2, 1, 1)}, {"shape": (1, 1, 2)}):
+        with Grid(comm, **axes) as grid:
+            net = nn.GPT(grid, **GPT)
+            for wrong in (-1, 11):
+                tokens = tokens_of(grid, np.zeros((12, columns), int))
+                tokens.labels_below = 11
+                net(tokens)
+                if grid.rank == 0 or grid.shape.x == 2:
+                    tokens.local[1, 0] = wrong
+                fails(Pmm3dError, f"row 1 has the token {wrong}", lambda tokens=tokens: net(tokens))
 
 
 RIGHT = {

@@ -10,8 +10,7 @@ from test_transformer_grids import CASES, LOSS, assert_as_torch, on_grids
 from torch_reference import by_rank_0
 from transformer_reference import Case, batch_on, fill, of_torch
 
-from pmm3d.layout import Box
-from pmm3d.nn.transformer import row_positions, token_layout
+from pmm3d.nn.transformer import token_layout
 
 pytestmark = [pytest.mark.parallel([4], thorough=[8]), pytest.mark.deadline(240)]
 GRIDS = {4: [{"seq": 4}, {"x": 2, "seq": 2}], 8: [{"seq": 8}, {"y": 2, "seq": 4}, {"z": 2, "data": 2, "seq": 2}]}
@@ -19,14 +18,14 @@ LONG = {"gpt": Case(sequence=16, positions=16, batch=2, heads=6, kv_heads=2, win
         "llama": Case("Llama", sequence=13, batch=4, hidden=16, heads=4, kv_heads=2, tied=False)}
 
 
-def backward(grid, case, net, permuted=slice(None), documents=None):
-    """(logits, loss, name -> gradient) of a batch whose rows are stored in another order. Documents are a matrix, or a
-    second column of the tokens, which may be on other ranks."""
-    (tokens, labels), cols = (whole[permuted] for whole in case.batch_of()), ()
+def backward(grid, case, net, documents=None, orders=("plain", "plain")):
+    """(logits, loss, name -> gradient) of a batch. Documents are a matrix, or a second column of the tokens, which may
+    be on other ranks. orders: of the layouts of tokens and labels."""
+    (tokens, labels), cols = case.batch_of(), ()
     if isinstance(documents, np.ndarray):
         tokens, documents, cols = np.hstack([tokens, documents]), None, "y"
-    tokens, labels = (spread(grid, whole, token_layout(grid, case.sequence, columns))
-                      for whole, columns in ((tokens, cols), (labels, ())))
+    tokens, labels = (spread(grid, whole, token_layout(grid, case.sequence, columns, order=order))
+                      for whole, columns, order in zip((tokens, labels), (cols, ()), orders))
     out = net(tokens) if documents is None else net(tokens, documents)
     loss = LOSS(out, labels)
     loss.backward()
@@ -35,20 +34,20 @@ def backward(grid, case, net, permuted=slice(None), documents=None):
 
 @pytest.mark.parametrize("name", LONG)
 def test_orders_and_ways_along_seq_are_those_of_torch(comm, name):
-    """Learned and rotary positions follow the rows. Logits are in the order of the tokens."""
+    """The order is that of the layout of tokens; or the network brings tokens into its own one. Labels may have another
+    order. Learned and rotary positions follow the rows, and gathered logits are in ascending order."""
     case = LONG[name]
     loss, logits, gradients = by_rank_0(comm, lambda: of_torch(case))
 
     def check(number, grid):
-        rows, layout = case.batch * case.sequence, token_layout(grid, case.sequence)
         for index, order in enumerate(("plain", "zigzag", "striped")):
-            stored = row_positions(layout, rows, grid.shape, Box(0, rows, 0, 1), order)
-            stored = stored + np.arange(rows) // case.sequence * case.sequence
             for parallel in ("ring", "gather", "ulysses", "auto")[(index + number) % 2 :: 2]:
                 with given(order=order, parallel=parallel):
-                    net = fill(case.make(grid, order=order, parallel=parallel))
-                    found, value, slopes = backward(grid, case, net, stored)
-                    assert np.abs(found - logits[stored]).max() < 1e-12 and abs(value - loss) < 1e-12
+                    own = {"order": order} if parallel in ("ring", "ulysses") else {}
+                    net = fill(case.make(grid, parallel=parallel, **own))
+                    orders = ("plain" if own else order, order if parallel == "ring" else "plain")
+                    found, value, slopes = backward(grid, case, net, orders=orders)
+                    assert np.abs(found - logits).max() < 1e-12 and abs(value - loss) < 1e-12
                     assert largest_difference(slopes, gradients) < 1e-12
 
     on_grids(comm, check, GRIDS[comm.size])
