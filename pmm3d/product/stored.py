@@ -70,14 +70,14 @@ class StoredMatrix:
         if self.conjugated:
             raise LayoutError("the shard of a conjugated view (.H) is not written to; write to the matrix that it is "
                               "a view of, or to redistribute(layout), which is a copy")
-        if self.window is not None and self.place_of(array) != self.place_of(self.memory):
-            raise LayoutError("the shard of a matrix in shared memory stays where it is: write into it, "
-                              "matrix.local[...] = array")
         library = library_of(array)
         if library != self.library or library.dtype(array) != self.dtype or array.shape != self.memory.shape:
             raise LayoutError(f"the new shard is {tuple(array.shape)} {library.dtype(array)} of {library.name}; this "
                               f"matrix needs {tuple(self.memory.shape)} {self.dtype} of {self.library.name}. Convert "
                               "it, or make a new matrix: DistMatrix.from_local")
+        if self.window is not None and self.place_of(array) != self.place_of(self.memory):
+            raise LayoutError("the shard of a matrix in shared memory stays where it is: write into it, "
+                              "matrix.local[...] = array")
         stored = flipped(array, self.order)
         if not library.is_contiguous(stored):
             stored = library.copy(stored)
