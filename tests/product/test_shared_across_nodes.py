@@ -1,7 +1,6 @@
 """Operands in shared memory along axes that cover several nodes evenly: each node stores a block once, a link carries
 each byte once, and bits are those of messages."""
 
-import numpy as np
 import pytest
 from loops import looped
 from samples import bits_of, operands, shared
