@@ -86,6 +86,9 @@ def test_torch_tensors_are_read_in_place_too(grids):
         assert all(each.window is not None and each.local.equal(other.local)
                    for each, other in zip(in_memory, (a, b)))
         assert a.redistribute(Layout.A, shared=True).local.equal(a.local)
+        one, two = (DistMatrix.random(grid, a.shape, dtype=dtype, library="torch", distribution="normal", shared=each)
+                    for each in (False, True))
+        assert two.local.equal(one.local)  # torch's own normal numbers have other last bits
         whole = a.gather().requires_grad_()
         made = DistMatrix.from_global(grid, whole, shared=True)
         assert made.local.equal(a.local) and made.library.name == "torch" and made.writable
