@@ -17,7 +17,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..comm import Grid, Pending
-from ..errors import LayoutError, Pmm3dError
+from ..errors import DTypeError, LayoutError, Pmm3dError
 from ..layout import Layout
 from ..product import DistMatrix
 from .compute import PER_ELEMENT, Form, array_namespace, computing
@@ -120,8 +120,8 @@ def mse(prediction: Tensor, target: Matrix, reduction: str = "mean") -> Tensor:
 
     Raises
     ------
-    LayoutError
-        On every rank, if the shapes differ.
+    LayoutError, DTypeError
+        On every rank, if the shapes or the array libraries differ.
     Pmm3dError
         For another `reduction`.
 
@@ -353,8 +353,13 @@ def _summed(parents: Sequence[Tensor], own: Array, rule: Rule, keep: Mapping[str
 
 
 def aligned_target(prediction: Tensor, target: Matrix) -> Tensor:
-    """Relayout the target to the layout of the prediction. Raises LayoutError if the shapes differ."""
+    """Relayout the target to the layout of the prediction. Raises LayoutError if the shapes differ, and DTypeError for
+    a target of another array library."""
     shape: Any = getattr(target, "shape", type(target).__name__)
     if not isinstance(target, (Tensor, DistMatrix)) or not all(map(same_rows, shape, prediction.shape)):
         raise LayoutError(f"the prediction is {prediction.shape[0]} x {prediction.shape[1]}; the target is {shape}")
-    return relayout(as_tensor(target), prediction.layout)
+    aligned = as_tensor(target)
+    if aligned.library != prediction.library:
+        raise DTypeError(f"the prediction is in an array of {prediction.library.kind}, the target of "
+                         f"{aligned.library.kind}: make both with one library=")
+    return relayout(aligned, prediction.layout)

@@ -201,7 +201,7 @@ class Tensor(Uncompared):
         Raises
         ------
         LayoutError, DTypeError
-            On every rank, if the gradient has another shape or type.
+            On every rank, if the gradient has another shape, type or array library.
         Pmm3dError
             On every rank, if nothing needs a gradient, or if a backward pass has already used a part of the tape.
         DisagreementError
@@ -248,9 +248,9 @@ class Tensor(Uncompared):
         if gradient.shape != self.shape:
             raise LayoutError(f"backward: the gradient is {gradient.shape[0]} x {gradient.shape[1]}, the tensor "
                               f"{self.shape[0]} x {self.shape[1]}")
-        if gradient.dtype != self.dtype or gradient.grid is not self.grid:
+        if (gradient.dtype, gradient.library) != (self.dtype, self.library) or gradient.grid is not self.grid:
             raise DTypeError(f"backward: the gradient is {gradient!r}, the tensor {self._value!r}: they must be of "
-                             "one type, on one Grid")
+                             "one type and library, on one Grid")
 
     def kept(self) -> list[Array]:
         """Arrays that the tape keeps for a backward pass from this tensor, as `Tape.pack` returned them, each once."""

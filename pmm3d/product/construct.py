@@ -20,7 +20,7 @@ Matrix = TypeVar("Matrix", bound=StoredMatrix)
 Library = str | NumpyLibrary
 Shape = tuple[int, int]
 Values = Callable[[NumpyLibrary, Box, str], Any]
-"""values(library, box, dtype): an array of the elements of a box, function(shard) that writes them, or None."""
+"""values(library, box, dtype): an array of the elements of a box, or None."""
 
 
 class Source(NamedTuple):
@@ -81,16 +81,11 @@ def _in_row_order(placement: Placement, rank: int, values: Values, library: Nump
 
 
 def in_window(cls: type[Matrix], grid: Grid, what: str, axis: str, shape: tuple[int, int], layout: Layout, dtype: str,
-              library: NumpyLibrary, values: Array | Callable[[Array], None] | None = None) -> Matrix:
-    """Make a matrix in memory that the ranks of an axis share. Collective.
-
-    values   elements of this rank's shard, or a function that writes them
-    """
+              library: NumpyLibrary, values: Array | None = None) -> Matrix:
+    """Make a matrix in memory that the ranks of an axis share. Collective. `values` are this rank's elements."""
     with grid.collective_call(what, always=True):
         window, local = window_of(grid, axis, shards(shape, layout, grid), dtype, library)
-        if callable(values):
-            values(local)
-        elif values is not None:
+        if values is not None:
             local[...] = values
     matrix = cls(grid, local, shape, layout)
     matrix.window = window

@@ -227,12 +227,7 @@ class Constructors(StoredMatrix):
         ...     a.norm() == DistMatrix.random(grid, (3, 3), seed=1, distribution="integers").norm()
         True
         """
-
-        def values(library: NumpyLibrary, box: Box, dtype: str) -> Any:
-            if shared:
-                return lambda room: random.fill(room, box, int(shape[1]), seed, distribution)
-            return random.drawn(library, box, dtype, int(shape[1]), seed, distribution)
-
+        values = lambda library, box, dtype: random.drawn(library, box, dtype, int(shape[1]), seed, distribution)
         source = Source(shape, dtype, library, values, labels=False)
         return construct(cls, "DistMatrix.random", grid, source, layout, order, shared, seed, distribution).keep_one()
 

@@ -5,7 +5,7 @@ import pytest
 from networks import alone
 from samples import LIBRARIES, host_dtype, integers, to_library, to_numpy
 
-from pmm3d import DistMatrix, Grid, nn
+from pmm3d import DistMatrix, DTypeError, Grid, nn
 from pmm3d.layout import Layout
 from pmm3d.nn import optim
 from pmm3d.nn.transformer import embedding, rotary
@@ -105,6 +105,13 @@ def test_layer_norm_of_whole_rows_is_its_formula(some_grid):
             out.backward(slope)
             for each, wanted in zip((out, *(leaf.grad for leaf in leaves)), expected, strict=True):
                 assert np.abs(gathered(each, library) - wanted).max() <= 4 * error * max(1, np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("library, other", [("numpy", "torch"), ("torch", "numpy")])
+def test_a_target_or_a_gradient_of_another_library_is_refused(some_grid, fails, library, other):
+    x, y = (made(some_grid, WHOLE, name, "float64") for name in (library, other))
+    for doubtful in (nn.mse, nn.mae, lambda x, y: (2 * x).backward(y), lambda x, y: (2 * x).backward(nn.Tensor(y))):
+        fails(DTypeError, "library", lambda doubtful=doubtful: doubtful(nn.Tensor(x, requires_grad=True), y))
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])

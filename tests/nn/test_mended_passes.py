@@ -7,7 +7,8 @@ from weakref import ref
 import numpy as np
 import pytest
 from loops import given
-from networks import gradients_of, spread
+from networks import gradients_of, spread, weights_of
+from samples import to_numpy
 
 from pmm3d import Grid, Pmm3dError, nn
 from pmm3d.layout import Layout, batch_layout
@@ -204,7 +205,8 @@ def write_by_torch(weight):
 
 
 def write_by_redistribute(weight):
-    (weight.value @ spread(weight.grid, np.eye(4), Layout.B)).redistribute(weight.layout, out=weight.stored)
+    one = spread(weight.grid, np.eye(4), Layout.B, weight.library.kind)
+    (weight.value @ one).redistribute(weight.layout, out=weight.stored)
 
 
 def write_by_numpy(weight):
@@ -288,7 +290,8 @@ def test_garbage_does_not_decide_which_weight_is_gathered_ahead(comm):
                 head = nn.Linear(grid, 6, 4, bias=False, seed=seed, cols="x", dtype="float64")
                 for _ in range(2):
                     out = head(trunk(leaf(grid, X)))
-                    np.testing.assert_allclose(out.gather(), X @ trunk.layers[0].weight.gather() @ head.weight.gather())
+                    expected = X @ weights_of(trunk)["0.weight"] @ weights_of(head)["weight"]
+                    np.testing.assert_allclose(to_numpy(out.gather()), expected)
                     out.backward(y)
                 gone, cycle = ref(head.weight), [head]
                 if grid.rank == 0:

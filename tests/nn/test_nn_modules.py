@@ -17,7 +17,7 @@ from networks import (
     spread,
     weights_of,
 )
-from samples import bits_of, integers
+from samples import bits_of, integers, to_numpy
 
 from pmm3d import DTypeError, LayoutError, nn
 from pmm3d.layout import Layout, batch_layout
@@ -317,7 +317,7 @@ def test_weights_written_to_count_once_the_network_knows(comm):
             net.loaded()
             after = net(x).gather()
             for name, parameter in net.named_parameters().items():
-                parameter.assign(spread(grid, parameter.gather() / 2, Layout(cols="z")))
+                parameter.assign(spread(grid, to_numpy(parameter.gather()) / 2, Layout(cols="z")))
             again = net(x).gather()
         assert not np.allclose(before, after) and np.array_equal(before, again)
 

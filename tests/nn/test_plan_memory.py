@@ -4,6 +4,7 @@ they are awaited, as in a dry run. Otherwise work memory is returned earlier, an
 import pytest
 from gates import move_what_is_waited_for
 from mpi_runner.plugin import all_tests
+from samples import TESTED
 
 from pmm3d import DistMatrix, Grid
 from pmm3d.io.shards import HostCopies, own_shards
@@ -49,7 +50,7 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_rank_holds_what_its_plan_says(comm, name):
     sections = {section: {**values} for section, values in OPTIONS[name].items()}
-    network = {"hidden": [256, 320, 256], **sections.pop("network", {})}
+    network = {"hidden": [256, 320, 256], "library": TESTED, **sections.pop("network", {})}
     config = checked({"data": {"file": "nowhere.h5", "batch_size": 512}, "network": network, **sections})
     steps, wrong = DrySteps(config, SAMPLES, KEEP), []
     every = all_tests or name in ("as by default", "all at once")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from loops import given
 from networks import assert_replicas_agree, spread
+from samples import to_numpy
 
 from pmm3d import DisagreementError, DistMatrix, DTypeError, Grid, LayoutError, Pmm3dError, nn
 from pmm3d.layout import Layout, batch_layout
@@ -116,7 +117,7 @@ def test_weights_changed_between_a_forward_pass_and_its_backward_pass(comm):
     """The gradient is that of the forward pass, or the backward pass is refused."""
     with Grid(comm, (2, 2, 1)) as grid:
         net = nn.Linear(grid, 6, 4, bias=False, dtype="float64")
-        x, before, step = leaf(grid, X), net.weight.gather(), optim.SGD(net.parameters(), lr=1.0)
+        x, before, step = leaf(grid, X), to_numpy(net.weight.gather()), optim.SGD(net.parameters(), lr=1.0)
         out = net(x)
         net(spread(grid, X)).backward(spread(grid, G, Layout()))
         step.step()

@@ -5,6 +5,7 @@ import pytest
 from loops import given
 from mpi_runner.plugin import all_tests
 from networks import INPUT, Case, adamw, batch_of, bits, loss_of, network_of, on_each_grid, spread, weights_of
+from samples import TESTED, bits_of
 
 from pmm3d import DistMatrix, Grid, GridError, LayoutError, Pmm3dError, nn
 from pmm3d.comm import communicator
@@ -15,7 +16,7 @@ GRIDS = {1: [("1x1x1", 1)], 2: [("fsdp", 1), ("ddp", 1)], 4: [("fsdp", 1), ("hsd
          8: [("fsdp", 1), ("2x2x2", 1), ("2x1x2", 2)]}
 
 
-def trained(grid, recompute=False, library="numpy", **options):
+def trained(grid, recompute=False, library=TESTED, **options):
     """Three steps, the second with gradients of two passes. Returns (weights, bytes received for the weights)."""
     nn.Tape.of(grid).parallel.overlap = nn.Overlap(**options)
     net = network_of(grid, CASE, dropout=0.1, recompute=recompute, library=library)
@@ -61,19 +62,19 @@ def test_ranks_have_one_copy(comm):
     def body(grid):
         nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
         net = nn.Linear(grid, 12, 8, bias=False, dtype="float64")
-        net(spread(grid, np.ones((16, 12)), library="numpy"))
+        net(spread(grid, np.ones((16, 12))))
         weights = nn.Tape.of(grid).parallel.weights
         if grid.shape.z == 1:
             assert np.shares_memory(weights.take(net.weight, "backward"), net.weight.local)
             return
         block = weights.take(net.weight, "backward")
-        before = block.copy()
+        before = block * 1
         grid.comm.Barrier()
         if grid.z.index == 0:
             block[...] = 7 * before
         grid.comm.Barrier()
         assert np.array_equal(block, 7 * before)
-        net(spread(grid, np.ones((16, 12)), library="numpy"))
+        net(spread(grid, np.ones((16, 12))))
         assert np.array_equal(block, before)  # each forward pass gathers the shards again
 
     on_each_grid(comm, body, GRIDS[comm.size])
@@ -84,12 +85,12 @@ def test_values_that_were_written_between_passes_are_seen_by_all(comm):
     def body(grid):
         nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
         net = nn.Linear(grid, 12, 8, bias=False, dtype="float64")
-        x = spread(grid, np.ones((16, 12)), library="numpy")
+        x = spread(grid, np.ones((16, 12)))
         for turn in range(12):
             net.weight.local[...] = turn
             if (turn + grid.rank) % 3 == 0:
                 sum(range(20_000))
-            assert np.all(net(x).local == 12 * turn)
+            assert (net(x).local == 12 * turn).all()
 
     on_each_grid(comm, body, GRIDS[comm.size])
 
@@ -98,12 +99,12 @@ def test_a_weight_that_is_used_twice_and_one_that_is_kept(comm):
     def gradients(grid, shared):
         nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=shared)
         first, second = (nn.Linear(grid, 12, 12, bias=False, dtype="float64", seed=seed) for seed in (1, 2))
-        x = spread(grid, np.arange(192.0).reshape(16, 12) / 100, library="numpy")
+        x = spread(grid, np.arange(192.0).reshape(16, 12) / 100)
         with nn.unchanged(grid):
             for _ in range(2):
                 out = first(second(first(second(x))))
         nn.mean(nn.mean(out, 0), 1).backward()
-        return [each.weight.grad.gather().tobytes() for each in (first, second)]
+        return [bits_of(each.weight.grad.gather()) for each in (first, second)]
 
     def body(grid):
         assert gradients(grid, True) == gradients(grid, False)
@@ -132,14 +133,14 @@ def test_ranks_of_a_node_have_one_copy_and_those_of_others_another(comm, two_nod
     with Grid(comm, "fsdp") as grid:
         nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
         net = nn.Linear(grid, 13, 8, bias=False, dtype="float64")
-        net(spread(grid, np.ones((16, 13)), library="numpy"))
+        net(spread(grid, np.ones((16, 13))))
         block = nn.Tape.of(grid).parallel.weights.take(net.weight, "backward")
         assert np.array_equal(block, net.weight.gather())
         grid.comm.Barrier()
         if grid.z.index % 2 == 0:
             block[...] = grid.z.index
         grid.comm.Barrier()
-        assert np.all(block == grid.z.index // 2 * 2)
+        assert (block == grid.z.index // 2 * 2).all()
 
 
 @pytest.mark.parallel([4])
@@ -148,7 +149,7 @@ def test_nodes_with_more_ranks_than_others_are_refused(comm, fails, monkeypatch)
     with Grid(comm, "fsdp") as grid:
         nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
         net = nn.Linear(grid, 12, 8, dtype="float64")
-        fails(GridError, "not equally many", lambda: net(spread(grid, np.ones((16, 12)), library="numpy")))
+        fails(GridError, "not equally many", lambda: net(spread(grid, np.ones((16, 12)))))
 
 
 @pytest.mark.parallel([1])
@@ -214,7 +215,7 @@ def test_what_cannot_share_is_refused_on_every_rank(comm, fails, monkeypatch):
         net = nn.Linear(grid, 12, 8, dtype="float32", library="standin")
         x = DistMatrix.random(grid, (16, 12), dtype="float32", layout=INPUT, library="standin")
         fails(LayoutError, "arrays on the host", lambda: net(x))
-        net, x = nn.Linear(grid, 12, 8, dtype="float64"), spread(grid, np.ones((16, 12)), library="numpy")
+        net, x = nn.Linear(grid, 12, 8, dtype="float64"), spread(grid, np.ones((16, 12)))
         with monkeypatch.context() as patched:
             patched.setattr(type(grid), "places", lambda self: np.arange(self.size))
             fails(GridError, "are on several nodes", lambda: net(x))

@@ -171,8 +171,8 @@ def test_scaling_is_measured_and_drawn(slurm, runs, tmp_path):
     ("product", {"PMM3D_SITE": "perlmutter"}, ROOT, "the settings of perlmutter do not belong here"),
     ("product", {"PMM3D_SITE": "atlantis"}, ROOT, "there is no"),
     ("train", {"PMM3D_SITE": "frontier"}, ROOT, "PMM3D_SITE=plain"),
-    ("product", {}, None, "name that folder in PMM3D_JOBS"),
-    ("product", {"VIRTUAL_ENV": "/nowhere"}, ROOT, "activate the environment that has it before submitting"),
+    ("product", {}, None, "PMM3D_JOBS"),
+    ("product", {"VIRTUAL_ENV": "/nowhere"}, ROOT, "before submitting"),
 ])
 def test_a_job_that_cannot_run_says_why(slurm, runs, tmp_path, name, environment, where, text):
     job = slurm.submit("--nodes=1", "--ntasks-per-node=1", f"--output={tmp_path}/out", ROOT / "jobs" / f"{name}.sbatch",

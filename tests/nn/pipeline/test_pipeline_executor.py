@@ -8,6 +8,7 @@ import pytest
 from loops import given
 from mpi4py import MPI
 from networks import CLASSES, batch_of, spread
+from samples import bits_of, to_numpy
 
 from pmm3d import DisagreementError, Grid, nn
 from pmm3d.layout import batch_layout
@@ -42,7 +43,7 @@ def trained(net, number, steps=2, loss=nn.cross_entropy, **options):
     """(losses and norms, weights of this rank's stages) after some steps."""
     optimizer = optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1, **options)
     figures = [train_step(net, optimizer, loss, micro_batches(net.grid, number, step), 0.5) for step in range(steps)]
-    return figures, {name: each.gather() for name, each in net.named_parameters().items()}
+    return figures, {name: to_numpy(each.gather()) for name, each in net.named_parameters().items()}
 
 
 def staged(comm, pipe, shape=(1, 1, 1), data=1):
@@ -166,7 +167,7 @@ def test_no_table_that_check_accepts_deadlocks(comm, monkeypatch):
         batches = [(spread(net.grid, random.standard_normal((256, 5))),
                     spread(net.grid, random.standard_normal((256, 3)), batch_layout(None))) for _ in range(4)]
         figures = train_step(net, optim.SGD(net.parameters(), lr=0.1), nn.mse, batches, 0.1)
-        return figures, {name: each.gather().tobytes() for name, each in net.named_parameters().items()}
+        return figures, {name: bits_of(each.gather()) for name, each in net.named_parameters().items()}
 
     with staged(comm, 3) as grid:
         figures, weights = step(wide(grid.stage))

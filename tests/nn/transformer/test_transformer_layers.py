@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from differences import assert_gradients_are_differences
 from loops import given
-from networks import ALL_GRIDS, GRIDS, alone, largest_difference, on_each_grid, spread, weights_of
-from samples import integers
+from networks import ALL_GRIDS, GRIDS, alone, gradients_of, largest_difference, on_each_grid, spread, weights_of
+from samples import integers, to_numpy
 
 from pmm3d import DistMatrix, Grid, LayoutError, nn
 from pmm3d.layout import Layout, batch_layout
@@ -116,8 +116,8 @@ def gradients(grid, make, documents=None, sequence=6):
     inputs = [spread(grid, each, layout) for each in (tokens_of(11, 24), documents) if each is not None]
     logits = net(*inputs)
     nn.cross_entropy(logits, spread(grid, tokens_of(11, 24, 1), layout)).backward()
-    found = {name: parameter.grad.gather() for name, parameter in net.named_parameters().items()}
-    return {"logits": logits.gather(), **found}
+    found = gradients_of(net)
+    return {"logits": to_numpy(logits.gather()), **found}
 
 
 def test_networks_are_the_same_on_every_grid(comm):
@@ -260,7 +260,7 @@ def test_initial_values_are_those_of_gpt2(comm):
         for net in (nn.GPT(grid, positions=300, **sizes), nn.Llama(grid, **sizes), nn.Encoder(
                 grid, positions=300, tied=False, **sizes)):
             for name, parameter in net.named_parameters().items():
-                values, adds = parameter.gather(), name.endswith(("out.weight", "down.weight"))
+                values, adds = to_numpy(parameter.gather()), name.endswith(("out.weight", "down.weight"))
                 with given(name=name):
                     if name.endswith(("bias", "gain")):
                         assert (values == name.endswith("gain")).all()
