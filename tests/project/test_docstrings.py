@@ -30,7 +30,7 @@ OF_SHARDED = "box forward held load_whole own_width plain_shape run set_extra_st
 FOR_ROOMS_ABOVE = {
     "Axis": "all_gather_into all_reduce_into all_to_all_into balance begin_after close count_on_from even next_record "
             "number persistent reduce_scatter_into retain retained sum_coalesced",
-    "BlacsContext": "check_open keep made product_grid",
+    "BlacsContext": "check_open keep made make_room product_grid",
     "BlockCyclic": "check_ranks cols most owners_of rows sender_for",
     "Blocks": "check_ranks cols most owners_of rows sender_for",
     "DistMatrix": "check_shard empty_in keep_one over part place_of placement signature stored stored_shape",
@@ -46,7 +46,7 @@ FOR_ROOMS_ABOVE = {
     "Overlap": "decomposes",
     "Parameter": "hold in_checkpoint loaded master_in move receive rounded stored to_fill",
     "Pending": "message_of",
-    "PgemmPlan": "begin checked",
+    "PgemmPlan": "begin checked free_memory has_memory",
     "Pipeline": "apart count_passes incoming kinds_of_ranks run sum_tied",
     "PipelineSchedule": "chain_of complain messages needed",
     "Precision": "check of",
