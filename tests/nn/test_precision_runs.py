@@ -112,7 +112,7 @@ def test_what_is_predicted_and_exported_is_all_that_was_learned(comm, data, shar
         fill_weights(net, found, checkpoints)
         filled = net.state_dict()[WEIGHT]
         assert filled.dtype == "float32" and (filled.gather().numpy() == weight).all()
-        half = nn.MLP(grid, [12, 24, 3], precision="float16")
+        half = nn.MLP(grid, [12, 24, 3], nn.gelu, precision="float16")
         fill_weights(half, found, checkpoints)
         assert (half.named_parameters()[WEIGHT].gather() == weight.astype("float16")).all()
         assert (half.state_dict()[WEIGHT].gather() == weight).all()
