@@ -165,7 +165,7 @@ def mean(grid: Grid, losses: torch.Tensor, weights: torch.Tensor | None = None) 
     sums = torch.stack([each.detach().sum(dtype=torch.float64) for each in (losses, given, torch.ones_like(given))])
     with grid.ledger.phase("loss"):
         total, count, number = sum_over(grid, sums.view(1, 3), ROWS)[0]
-    ignores = weights is None and bool(count != number)
+    ignores = weights is None and found is not None and bool(count != number)
     if ignores and not direct or passes.ignores and weights is None and losses.grad_fn is None:
         raise LayoutError("mean: cross_entropy ignores labels or weighs classes, and the number by which torch divides "
                           "is not known here. Pass mean(grid, losses, weights), with weights such as labels != -100")
