@@ -23,7 +23,7 @@ from ..layout import Layout
 from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
 from .facts import FACTS, compare, facts_in, facts_of
-from .from_checkpoint import fill_weights, find_checkpoint, make_masters
+from .from_checkpoint import fill_weights, find_checkpoint, keep_digits, make_masters
 from .module import Module
 from .operations import columns
 from .optimizer import Optimizer
@@ -171,6 +171,7 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
     ...     nn.exchange.export_torch(net, file.name)
     ...     nn.exchange.import_torch(net, file.name)
     """
+    make_masters(network, optimizer)
     _compare_stored(network, Path(path), accept, facts or {})
     files, own = tensor_files(network.whole, path), network.named_parameters()
     there = {name: dtype for held in files.values() for name, dtype in held.items()}
@@ -180,8 +181,8 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
     known, table = _names(network, names), _own_tensors(network, names)
     if known.prefix and not any(name.startswith(known.prefix) for name in there):
         table = {name.removeprefix(known.prefix): stored for name, stored in table.items()}
-    make_masters(network, optimizer, {part.parameter: there[name] for name, stored in table.items() if name in there
-                                      for part in stored.parts})
+    keep_digits(network, {part.parameter: there[name] for name, stored in table.items() if name in there
+                          for part in stored.parts})
     matrices = {name: _to_fill([own[part.parameter] for part in stored.parts], stored)
                 for name, stored in table.items()}
     import_files(network.whole, path, files, matrices, ignored={name for name in there if name.endswith(known.ignored)},

@@ -24,16 +24,16 @@ from .optimizer_state import STATE, is_state
 def fill_weights(network: Module, found: Checkpoint, keeper: Checkpoints, optimizer: Optimizer | None = None, *,
                  accept: Collection[str] = (), facts: Mapping[str, Any] | None = None) -> None:
     """Set the weights from a checkpoint. Collective. accept, facts: as in `load_weights`."""
-    make_masters(network, optimizer, {name: dtype for name, (_, dtype) in found.contents.items()})
+    make_masters(network, optimizer)
+    keep_digits(network, {name: dtype for name, (_, dtype) in found.contents.items()})
     own, rank = {**facts_of(network), **(facts or {})}, network.whole.rank
     fill(keeper, found, network.matrices(), partial=is_state,
          check=lambda meta: compare(facts_in(meta), own, accept, str(found.path), rank=rank))
     network.loaded()
 
 
-def make_masters(network: Module, optimizer: Optimizer | None, stored: Mapping[str, str]) -> None:
-    """Make the master weights of an optimizer, and of parameters for which more digits are stored, so that these digits
-    are kept. Collective. stored: types by name."""
+def make_masters(network: Module, optimizer: Optimizer | None) -> None:
+    """Make the master weights of an optimizer, so that a checkpoint fills them too. Collective."""
     if optimizer is not None:
         named = network.named_parameters()
         with network.whole.collective_call("load: optimizer", always=True):
@@ -41,6 +41,10 @@ def make_masters(network: Module, optimizer: Optimizer | None, stored: Mapping[s
                 raise Pmm3dError("the optimizer changes no parameter of the network, so its master weights would not "
                                  "be set: pass an optimizer that was made with network.parameters()")
         optimizer.matrices(named)
+
+
+def keep_digits(network: Module, stored: Mapping[str, str]) -> None:
+    """Make the master weights that keep the digits of stored values. stored: type of each parameter's values."""
     for name, parameter in network.named_parameters().items():
         if name in stored:
             parameter.to_fill(stored[name])
