@@ -235,7 +235,7 @@ def _nothing_fits(costs: ProductCosts, limit: int, least: int) -> GridError:
         more = f"Use at least {counted(enough, 'rank')}"
     within = "the largest address" if limit >= NO_LIMIT else f"{limit:,} bytes a rank"
     return GridError(f"no grid of {counted(ranks, 'rank')} keeps m, n, k = {product} ({dtype}) within {within}; the "
-                     f"least is {least:,} bytes. {more}, or limit the work arrays (max_workspace), so that k is "
+                     f"least is {least:,}. {more}, or limit the work arrays (max_workspace), so that k is "
                      "divided into panels")
 
 

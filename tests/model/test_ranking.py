@@ -212,7 +212,7 @@ def test_nothing_fits():
     least = {ranks: min(ranking.memory(CUBE, GridShape(*shape), "float64") for shape in shapes_of(ranks))
              for ranks in range(9, fewest + 1)}
     assert least.pop(fewest) <= limit < min(least.values())
-    with pytest.raises(GridError, match="within 1 bytes a rank; .*Use more ranks, or max_workspace="):
+    with pytest.raises(GridError, match="within 1 bytes a rank; .*Use more ranks, or limit the work arrays"):
         ranking.best_grid(CUBE, 8, limit=1)
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -47,10 +48,12 @@ def test_curves_that_cannot_be_drawn_end_no_run(here, monkeypatch):
 
         monkeypatch.setattr(log, "plot", failing)
         with given(error=error):
-            done = here.train(here.config(f"run{number}", training="epochs = 1"), curves=True)
+            done = here.train(here.config(f"run \xfc{number}", training="epochs = 1"), curves=True)
             assert done.returncode == 0, done.stderr
             assert text in done.stderr and "6 steps, 1 epoch\n" in done.stdout
-            folder = here.folder / f"run{number}"
+            folder = here.folder / f"run \xfc{number}"
+            printed = shlex.split(done.stdout.replace(";", ""))  # the commands can be copied into a shell
+            assert all(printed[printed.index(word) + 1] == str(folder) for word in ("report", "predict", "export"))
             assert json.loads((folder / "run.json").read_text())["state"] == "finished"
             assert not (folder / "curves.png").exists()
 
