@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from .libraries import (
     check_matrix_dtype,
+    check_output,
     dtype_named,
     library_here,
     library_kind,
@@ -26,7 +27,7 @@ _DRY = {"DryLibrary": "dry", "DryArray": "dry", "DryRun": "dry_run"}
 
 __all__ = [
     "Array", "DryArray", "DryLibrary", "DryRun", "LoneThread", "NumpyLibrary", "Slab", "Workspace", "add_up",
-    "blas_threads", "by_rows", "check_matrix_dtype", "copy_into", "dtype_named", "library_here",
+    "blas_threads", "by_rows", "check_matrix_dtype", "check_output", "copy_into", "dtype_named", "library_here",
     "library_kind", "library_named", "library_of", "library_of_error", "parallel_rows", "scale", "sum_in_order",
     "take_device",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DTypeError, Pmm3dError, install_command
+from ..errors import DTypeError, LayoutError, Pmm3dError, install_command
 from ..layout import LABEL_DTYPE, MATRIX_DTYPES
 from .numpy_library import Array, NumpyLibrary, dtype_name
 
@@ -61,6 +61,48 @@ def _check_plain(array: np.ndarray | np.generic) -> None:
     if not isinstance(array, (np.memmap, np.generic)):
         raise DTypeError(f"{type(array).__name__} is a subclass of numpy.ndarray with its own meaning, which would be "
                          "lost: use numpy.asarray(array)")
+
+
+def check_output(library: NumpyLibrary, what: object, out: Array, *sources: Array, name: str = "out",
+                 strided: bool = False, result: tuple[tuple[int, ...], str] | None = None) -> None:
+    """Raise LayoutError if results cannot be written to an array that a caller passed, while `sources` are read.
+
+    Every function that writes to a caller's array passes it through this function. `NumpyLibrary.as_input` is for
+    arrays that are read.
+
+    library      library of the sources and of the result
+    what, name   the operation and the array, in the error message
+    strided      whether the array may have gaps
+    result       shape and type of the result, which the array must have; None if the caller has compared them
+
+        >>> check_output(NUMPY, "all_gather", np.empty(3), np.ones(3))
+    """
+    problem, theirs = "", library_of(out)
+    if theirs != library or result not in (None, (tuple(out.shape), library.dtype(out))):
+        shape, dtype = result or (out.shape, library.dtype(out))
+        problem = (f"is {tuple(out.shape)} {theirs.dtype(out)} ({theirs.name}); the result is {shape} {dtype} "
+                   f"({library.name})")
+    elif not library.writable(out):
+        problem = "is read-only, and would be overwritten"
+    elif not library.as_stored(out):
+        problem = ("is no plain array: it has another byte order, is a field of packed records, or is a lazy conjugate "
+                   "of torch")
+    elif not library.is_contiguous(out) and (not strided or _overlaps_itself(library, out)):
+        problem = "has elements that share memory" if strided else "is not C-contiguous, and messages need that"
+    elif any(library.share_memory(source, out) for source in sources):
+        problem = "shares memory with an array that is read at the same time"
+    if problem:
+        raise LayoutError(f"{what}: {name} {problem}. Pass another array, such as a copy")
+
+
+def _overlaps_itself(library: NumpyLibrary, array: Array) -> bool:
+    """Whether elements share memory. Also True if runs of elements interleave, which no slice of an array does."""
+    extent = 1
+    for stride, size in sorted(zip(map(abs, library.strides(array)), array.shape)):
+        if size > 1 and stride < extent:
+            return True
+        extent += stride * (size - 1)
+    return False
 
 
 def library_named(name: str | NumpyLibrary) -> NumpyLibrary:

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..errors import LayoutError
 from ..layout import LOW_PRECISION, itemsize
 from . import blas
 from .streams import Device, DeviceMemory, Stream
@@ -206,44 +205,6 @@ class NumpyLibrary:
         itemsize(self.dtype(array))
         fits = self.as_stored(array) and (strided or self.is_contiguous(array))
         return array if fits else self.copy(array)
-
-    def check_output(self, what: object, out: Array, *sources: Array, name: str = "out", strided: bool = False,
-                     result: tuple[tuple[int, ...], str] | None = None) -> None:
-        """Raise LayoutError if results cannot be written to an array that a caller passed, while `sources` are read.
-
-        Every function that writes to a caller's array passes it through this method.
-
-        what, name   the operation and the array, in the error message
-        strided      whether the array may have gaps
-        result       shape and type of the result, which the array must have; None if the caller has compared them
-        """
-        from .libraries import library_of  # imports this file
-
-        problem, theirs = "", library_of(out)
-        if theirs != self or result not in (None, (tuple(out.shape), self.dtype(out))):
-            shape, dtype = result or (out.shape, self.dtype(out))
-            problem = (f"is {tuple(out.shape)} {theirs.dtype(out)} ({theirs.name}); the result is {shape} {dtype} "
-                       f"({self.name})")
-        elif not self.writable(out):
-            problem = "is read-only, and would be overwritten"
-        elif not self.as_stored(out):
-            problem = ("is no plain array: it has another byte order, is a field of packed records, or is a lazy "
-                       "conjugate of torch")
-        elif not self.is_contiguous(out) and (not strided or self._overlaps_itself(out)):
-            problem = "has elements that share memory" if strided else "is not C-contiguous, and messages need that"
-        elif any(self.share_memory(source, out) for source in sources):
-            problem = "shares memory with an array that is read at the same time"
-        if problem:
-            raise LayoutError(f"{what}: {name} {problem}. Pass another array, such as a copy")
-
-    def _overlaps_itself(self, array: Array) -> bool:
-        """Whether elements share memory. Also True if runs of elements interleave, which no slice of an array does."""
-        extent = 1
-        for stride, size in sorted(zip(map(abs, self.strides(array)), array.shape)):
-            if size > 1 and stride < extent:
-                return True
-            extent += stride * (size - 1)
-        return False
 
     def as_stored(self, array: Array) -> bool:
         """Whether memory contains the values themselves: in native byte order, at strides of whole elements, and not as

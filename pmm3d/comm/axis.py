@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from ..arrays import Array, NumpyLibrary, Slab, library_of
+from ..arrays import Array, NumpyLibrary, Slab, check_output, library_of
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import whole_number
 from ..model.node_map import FLAT
@@ -262,7 +262,7 @@ class Axis:
         """
         source, tag = point_to_point.checked_peer("receive", "source", source, self.index, self.size, tag)
         library, channel = library_of(out), (source, self.index, tag, agreed)
-        library.check_output("receive", out, strided=True)
+        check_output(library, "receive", out, strided=True)
         return self._message("receive", library, out, channel, message,
                              lambda link, before: point_to_point.receive(link, library, out, source, agreed, before))
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, NumpyLibrary, library_of
+from ..arrays import Array, NumpyLibrary, check_output, library_of
 from ..errors import LayoutError
 from ..layout import itemsize, offsets, part_sizes
 from ..model.rounds import IN, OUT, Round, Schedule, Span
@@ -252,8 +252,8 @@ def _recv_array(link: Link, library: NumpyLibrary, out: Array | None, shape: tup
         return link.empty(library, shape, library.dtype(array))
     in_place = (own is not None and library_of(out) == library
                 and library.address(out[own : own + array.shape[0]]) == library.address(array))
-    library.check_output(link.record, out, *[array] * (not in_place), strided=strided,
-                         result=(shape, library.dtype(array)))
+    check_output(library, link.record, out, *[array] * (not in_place), strided=strided,
+                 result=(shape, library.dtype(array)))
     return out
 
 

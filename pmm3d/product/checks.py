@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, dtype_named, library_of
+from ..arrays import Array, check_output, dtype_named, library_of
 from ..comm import Grid, gather_small
 from ..errors import DisagreementError, DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import MATRIX_DTYPES, Layout, check_same_dtype, natural, whole_number
@@ -168,7 +168,7 @@ def check_out(what: str, out: StoredMatrix, *sources: StoredMatrix, name: str = 
     if out.conjugated:
         raise LayoutError(f"{what}: {name} is a conjugated view (.H), which is not written to; write to the matrix "
                           "that it is a view of, or to redistribute(layout), which is a copy")
-    out.library.check_output(what, out.stored, *(source.memory for source in sources), name=name, strided=True)
+    check_output(out.library, what, out.stored, *(source.memory for source in sources), name=name, strided=True)
 
 
 def check_target(matrix: StoredMatrix, layout: Layout, grid: Any, out: Any) -> None:

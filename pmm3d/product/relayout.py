@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from numbers import Complex
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from ..arrays import Array, Slab, library_of
+from ..arrays import Array, Slab, check_output, library_of
 from ..comm import (
     Awaited,
     Grid,
@@ -97,7 +97,7 @@ def relayout(grid: Grid, local: Array, shape: tuple[int, int], source: Layout, t
     local = library.as_input(local, strided=True)
     if out is not None:
         box = target.box(shape, grid.shape, grid.coords)
-        library.check_output("relayout", out, local, result=(box.shape, library.dtype(local)))
+        check_output(library, "relayout", out, local, result=(box.shape, library.dtype(local)))
     steps = transitions(source, target, grid.shape, shape)
     if not any(step.kind == "move" for step in steps):
         return Relayout(grid, local, shape, source, target, out).begin(after)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, NumpyLibrary, Slab, by_rows, library_of
+from ..arrays import Array, NumpyLibrary, Slab, by_rows, check_output, library_of
 from ..comm import Collective, Grid, Link, Pending, under_way, work_slab
 from ..errors import DTypeError, LayoutError
 from ..layout import LOW_PRECISION, Tiled, aligned, itemsize
@@ -176,7 +176,7 @@ def checked_arrays(what: str, arrays: Any, tiled: Tiled, grid: Grid, library: Nu
     if sources is None:
         return [library_of(array).as_input(array, strided=True) for array in given]
     for array in given:
-        library.check_output(what, array, *sources, name="the array", strided=True)
+        check_output(library, what, array, *sources, name="the array", strided=True)
     return given
 
 
