@@ -94,7 +94,7 @@ def test_types_that_differ_are_refused_or_right(comm):
                     x = leaf(grid, X, dtype=types["input"])
                     y = nn.linear(x, weight, bias)
                     if which == "rule":
-                        y = y.made(y.shard, (y,), lambda g: (g.astype("float32"),))
+                        y = y.made(y.shard, (y,), lambda g: (y.library.astype(g, "float32"),))
                     y.backward(spread(grid, G, Layout(), dtype=types["gradient"]))
                     return np.concatenate([y.gather(), weight.grad.gather(), x.grad.gather().reshape(-1, 4),
                                            bias.grad.gather()])

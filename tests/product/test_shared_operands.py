@@ -86,7 +86,7 @@ def test_torch_tensors_are_read_in_place_too(grids):
         assert all(each.window is not None and each.local.equal(other.local)
                    for each, other in zip(in_memory, (a, b)))
         assert a.redistribute(Layout.A, shared=True).local.equal(a.local)
-        one, two = (DistMatrix.random(grid, a.shape, dtype=dtype, library="torch", distribution="normal", shared=each)
+        one, two = (DistMatrix.random(grid, a.shape, library="torch", distribution="normal", shared=each)
                     for each in (False, True))
         assert two.local.equal(one.local)  # torch's own normal numbers have other last bits
         whole = a.gather().requires_grad_()
