@@ -419,6 +419,13 @@ def order_of(unit: Unit) -> RowOrder | None:
     return None if isinstance(unit, int) else dict(unit).get("")
 
 
+def without_order(layout: Layout) -> Layout:
+    """The layout with rows and columns stored in ascending order."""
+    units = [unit if order_of(unit) is None else {axis: number for axis, number in dict(unit).items() if axis}
+             for unit in layout.units]
+    return layout if units == [*layout.units] else Layout(layout.rows, layout.cols, layout.sums, units)
+
+
 def _order_entry(unit: Unit) -> tuple[tuple[str, RowOrder], ...]:
     order = order_of(unit)
     return () if order is None else (("", order),)
