@@ -24,7 +24,7 @@ class Guard:
     closed   whether the grid is closed, or was made by another process, of which this one is a forked child. A call of
              MPI in the child would receive messages of that process
 
-    Entering raises GridError, before any call of MPI, if the grid is `closed`, if MPI is finalized, or if another thread
+    Entering raises GridError, before any call of MPI, if the grid is closed, if MPI is finalized, or if another thread
     is inside. On the same communicators, a thread could receive messages of another thread and then wait forever.
     """
 
@@ -42,7 +42,7 @@ class Guard:
         self._closed = value
 
     def check_open(self) -> None:
-        """Raise GridError if the grid is `closed`, or MPI is finalized."""
+        """Raise GridError if the grid is closed, or MPI is finalized."""
         if self._closed:
             raise GridError("this grid is closed. Use it inside its with block, or before close(). To keep a matrix, "
                             "gather it, or redistribute it to another Grid, before the grid is closed")
