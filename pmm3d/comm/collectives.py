@@ -250,7 +250,7 @@ def _recv_array(link: Link, library: NumpyLibrary, out: Array | None, shape: tup
     """
     if out is None:
         return link.empty(library, shape, library.dtype(array))
-    in_place = (own is not None and library_of(out) == library
+    in_place = (own is not None and library_of(out) == library and tuple(out.shape) == shape
                 and library.address(out[own : own + array.shape[0]]) == library.address(array))
     check_output(library, link.record, out, *[array] * (not in_place), strided=strided,
                  result=(shape, library.dtype(array)))

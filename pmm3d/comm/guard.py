@@ -46,11 +46,14 @@ class Guard:
         if self._closed:
             raise GridError("this grid is closed. Use it inside its with block, or before close(). To keep a matrix, "
                             "gather it, or redistribute it to another Grid, before the grid is closed")
+        if self.closed:
+            raise GridError("this grid was made by another process, of which this one is a forked child. Use the grid "
+                            "in that process only, and pass arrays to the child")
         if MPI.Is_finalized():
             raise GridError("MPI is already finalized: close a Grid and the objects that use it before MPI.Finalize()")
 
     def __enter__(self) -> None:
-        if self._closed or MPI.Is_finalized():
+        if self._closed or os.getpid() != self._process or MPI.Is_finalized():
             self.check_open()
         if not self._inside.acquire(blocking=False):
             here, user = threading.current_thread().name, _name_of(self._user)

@@ -24,7 +24,7 @@ from .agreement import Terms, agree, as_out_of_memory
 from .argument_digest import canonical, in_words
 from .axis import Axis
 from .communicator import WatchedComm, duplicates, own_duplicate
-from .engine import Engine, Pending, raised_by_handler
+from .engine import Engine, Pending
 from .executor import count_data
 from .guard import at_end
 from .ledger import Ledger, Record
@@ -194,10 +194,9 @@ class Ranks:
         try:
             return agreement.wait()
         except Exception as agreed:
-            if raised_by_handler(agreed):
+            if not getattr(agreed, "everywhere", False):  # as an error of a signal handler
                 raise
-            if getattr(agreed, "everywhere", False):
-                shutdown.print_once(agreed, self._own, self.size, error is not None)
+            shutdown.print_once(agreed, self._own, self.size, error is not None)
             raise agreed.with_traceback(None if error is None else error.__traceback__) from None
 
     @contextmanager

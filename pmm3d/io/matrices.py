@@ -12,9 +12,9 @@ import numpy as np
 from ..arrays import Array, NumpyLibrary
 from ..comm import Grid, digest
 from ..errors import CheckpointError
-from ..layout import FIRST
+from ..layout import FIRST, without_order
 from ..product import DistMatrix
-from ..product.relayout import summed
+from ..product.relayout import ascending
 from ..text import names_in_words
 
 SLICE = 2**23
@@ -122,7 +122,7 @@ def to_write(grid: Grid, what: str, matrices: Matrices, described: Mapping[str, 
 
     Raises CheckpointError, on every rank, if the bits of a shared weight differ between stages.
     """
-    matrices = {name: summed(matrices[name]) for name in described if name in matrices}
+    matrices = {name: ascending(matrices[name]) for name in described if name in matrices}
     if any(one.shared for one in described.values()):
         own = [name for name in matrices if described[name].shared]
         with grid.collective_call(what, always=True):
@@ -163,6 +163,9 @@ def check_matrices(grid: Grid, matrices: Matrices, filled: bool = False) -> None
         if filled and not matrix.writable:
             raise CheckpointError(f"{name!r} cannot be filled: its shard is read-only, a conjugated view, or a tensor "
                                   "with a gradient")
+        if filled and (layout := without_order(matrix.layout)) != matrix.layout:
+            raise CheckpointError(f"{name!r} cannot be filled: its layout has an order of rows. Fill a matrix in "
+                                  f"{layout}, and redistribute it")
 
 
 def form_in_words(shape: tuple[int, ...], dtype: str) -> str:

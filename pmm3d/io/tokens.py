@@ -261,9 +261,10 @@ class _TokenColumns:
         side, sequences = self._side, np.r_[samples]
         box = self._box(len(sequences))
         rows = np.arange(box.r0, box.r1)
-        own, position = np.divmod(rows, side.width)
         if self._positions is not None:
-            position = self._positions[position]
+            sequence, stored = np.divmod(rows, len(self._positions))
+            rows = sequence * len(self._positions) + self._positions[stored]
+        own, position = np.divmod(rows, side.width)
         tokens = sequences[own] * side.width + position + side.shift
         if side.starts is not None:
             out[:, 1] = np.searchsorted(side.starts, tokens, side="right") - 1

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from .cuts import matrix_shape, natural, naturals, offsets, overlapping, part_range, part_sizes, real, whole_number
 from .distribution import Split, Tile, Tiled
 from .dtypes import LABEL_DTYPE, LOW_PRECISION, MATRIX_DTYPES, aligned, check_same_dtype, itemsize
-from .layout import EMPTY, Box, Layout, RaggedRows, batch_layout, order_of
+from .layout import EMPTY, Box, Layout, RaggedRows, batch_layout, order_of, without_order
 from .order import ORDERS, RowOrder
 from .placement import Placement
 from .shape import ALL, AXES, FIRST, PIPE, SEQ, STAGE, ULYSSES, Coords, GridShape, is_axis_name, parse_shape
@@ -22,7 +22,7 @@ __all__ = [
     "ULYSSES", "BlockCyclic", "Blocks", "Box", "Coords", "GridShape", "Layout", "Placement", "RaggedRows", "RowOrder",
     "Split", "Step", "Tile", "Tiled", "aligned", "batch_layout", "check_same_dtype", "is_axis_name", "itemsize",
     "matrix_shape", "natural", "naturals", "offsets", "order_of", "overlapping", "parse_shape", "part_range",
-    "part_sizes", "real", "transitions", "whole_number",
+    "part_sizes", "real", "transitions", "whole_number", "without_order",
 ]  # fmt: skip
 
 

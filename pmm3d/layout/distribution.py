@@ -111,7 +111,8 @@ class Spacing(NamedTuple):
 
 
 class Distribution1D(Protocol):
-    """Division of a dim of `size` indices into parts. A part stores its indices in ascending order."""
+    """Division of a dim of `size` indices into parts. A part stores its indices in ascending order, unless `Ordered`
+    divides the dim."""
 
     @property
     def size(self) -> int: ...
@@ -123,11 +124,11 @@ class Distribution1D(Protocol):
     def spacing(self) -> Spacing: ...
 
     def runs(self, part: int) -> Iterator[Run]:
-        """Yield the runs of a part, in order."""
+        """Yield the runs of a part, in the order of their indices."""
         ...
 
     def within(self, low: int, high: int) -> Iterator[Run]:
-        """Yield the runs of all parts in low:high, in order."""
+        """Yield the runs of all parts in low:high, in the order of their indices."""
         ...
 
 

@@ -375,7 +375,7 @@ def _reduced(layout: Layout, grid: GridShape) -> Layout:
     layout.check_axes(grid)
     rows, cols, sums = (tuple(axis for axis in axes if getattr(grid, axis) > 1)
                         for axes in (layout.rows, layout.cols, layout.sums))
-    units = [unit if axes else _order_entry(unit) or 1 for unit, axes in zip(layout.units, (rows, cols))]
+    units = [unit if axes else order_entry(unit) or 1 for unit, axes in zip(layout.units, (rows, cols))]
     return Layout(rows, cols, sorted(sums, key=grid.names.index), units)
 
 
@@ -419,7 +419,15 @@ def order_of(unit: Unit) -> RowOrder | None:
     return None if isinstance(unit, int) else dict(unit).get("")
 
 
-def _order_entry(unit: Unit) -> tuple[tuple[str, RowOrder], ...]:
+def without_order(layout: Layout) -> Layout:
+    """The layout with rows and columns stored in ascending order."""
+    units = [unit if order_of(unit) is None else {axis: number for axis, number in dict(unit).items() if axis}
+             for unit in layout.units]
+    return layout if units == [*layout.units] else Layout(layout.rows, layout.cols, layout.sums, units)
+
+
+def order_entry(unit: Unit) -> tuple[tuple[str, RowOrder], ...]:
+    """The entry of a unit that contains its order; none if the order is ascending."""
     order = order_of(unit)
     return () if order is None else (("", order),)
 
@@ -456,11 +464,10 @@ def _checked_unit(unit: Any, axes: tuple[str, ...], what: str) -> Unit:
     if not isinstance(unit, (Mapping, tuple)):
         return natural(unit, what, 1, LayoutError)
     try:
-        by_axis, order = dict(unit), _order_entry(tuple(dict(unit).items()))
-        by_axis = {axis: natural(number, what, 1, LayoutError) for axis, number in by_axis.items() if axis}
+        by_axis = {axis: natural(number, what, 1, LayoutError) for axis, number in dict(unit).items() if axis}
     except (TypeError, ValueError):
         raise LayoutError(f"{what}; got {unit!r}") from None
-    found = [by_axis.get(axis, 1) for axis in axes]
+    found, order = [by_axis.get(axis, 1) for axis in axes], order_entry(unit)
     for axis, (before, after) in zip(axes[1:], pairwise(found)):
         if before % after:
             raise LayoutError(f"axis {axis} cuts in units of {after}, and the axis before it in units of {before}: a "

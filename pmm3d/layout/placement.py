@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -10,7 +10,7 @@ from itertools import product
 from ..errors import LayoutError
 from .cuts import matrix_shape
 from .distribution import Split, Tile, check_window
-from .layout import Box, Layout, cutting_units, order_of
+from .layout import EMPTY, Box, Layout, cutting_units, order_of
 from .order import Ordered
 from .shape import Coords, GridShape
 
@@ -80,6 +80,20 @@ class Placement:
             return held
         (row, col), (rows, cols) = self.start, self.shape
         return (held & Box(row, row + rows, col, col + cols)).moved(-row, -col)
+
+    def runs(self, rank: int) -> Iterator[tuple[Box, tuple[slice, slice]]]:
+        """Yield boxes of consecutive rows and columns that the rank stores, and their slices of its array. There is one
+        box, unless the layout has an order of rows.
+
+            >>> from .order import RowOrder
+            >>> layout = Layout(units=({"": RowOrder("zigzag", 4, 1, 1)}, 1))
+            >>> [box for box, _ in Placement((4, 2), layout, GridShape(1, 1, 1)).runs(0)][:2]
+            [Box(r0=0, r1=1, c0=0, c1=2), Box(r0=1, r1=2, c0=0, c1=2)]
+        """
+        for tile in self.tiles(rank):
+            for row, col in product(self.rows.runs(tile.row), self.cols.runs(tile.col)):
+                box = Box(row.start, row.stop, col.start, col.stop)
+                yield box, box.moved(row.local - row.start, col.local - col.start).within(EMPTY)
 
     @cached_property
     def rows(self) -> Split | Ordered:

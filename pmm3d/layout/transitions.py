@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .layout import Layout, Unit, order_of, unit_of
+from .layout import Layout, Unit, order_entry, order_of, unit_of
 from .shape import GridShape
 
 
@@ -169,8 +169,8 @@ def _split(layout: Layout, target: Layout, grid: GridShape, dim: int, axis: str)
     """Layout with the axis as the minor axis of a dim, cut in the target's unit."""
     left = _without(layout, grid, axis)
     axes, units = (left.rows, left.cols)[dim], list(left.units)
-    units[dim] = (*((name, unit_of(units[dim], name)) for name in axes), (axis, unit_of(target.units[dim], axis)),
-                  *((("", order),) if (order := order_of(units[dim])) else ()))
+    units[dim] = (*order_entry(units[dim]), *((name, unit_of(units[dim], name)) for name in axes),
+                  (axis, unit_of(target.units[dim], axis)))
     rows, cols = (own + (axis,) * (number == dim) for number, own in enumerate((left.rows, left.cols)))
     return Layout(rows, cols, left.sums, units).on(grid)
 

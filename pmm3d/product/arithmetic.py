@@ -23,7 +23,7 @@ from .checks import (
     scalar,
     signature_of,
 )
-from .reductions import Reductions, diagonal_of
+from .reductions import Reductions, diagonals
 from .relayout import Submatrices, brought, has_layout
 from .stored import StoredMatrix, flipped
 
@@ -162,8 +162,8 @@ class Arithmetic(Reductions, Submatrices):
             factor = scalar("the factor", factor, self.dtype, "add_identity")
         coords = self.grid.coords
         if coords is not None and not any(getattr(coords, axis) for axis in self.layout.sums):
-            diagonal, _ = diagonal_of(self)
-            diagonal[...] = _widened(self.library, self.dtype)(diagonal) + factor
+            for diagonal, _ in diagonals(self):
+                diagonal[...] = _widened(self.library, self.dtype)(diagonal) + factor
         self.fills += 1
         return self
 

@@ -11,7 +11,7 @@ import numpy as np
 from ..arrays import Array, NumpyLibrary, check_matrix_dtype, dtype_named, library_kind, library_of
 from ..comm import Grid
 from ..errors import DTypeError, LayoutError, Pmm3dError
-from ..layout import Box, Layout, Placement, Split
+from ..layout import Box, Layout, Placement
 from .checks import array_signature, check_order, collective_call, compared_dtype
 from .shared import sharing_axis, window_of
 from .stored import StoredMatrix, flipped, shards
@@ -57,7 +57,7 @@ def construct(cls: type[Matrix], what: str, grid: Grid, source: Source | Callabl
         placement = shards(shape, layout, grid)
         axis = sharing_axis(grid, layout, library) if shared else ""
         local = (values(library, placement.box(grid.rank), dtype) if as_stored or not library.has_data
-                 else _in_row_order(placement, grid.rank, values, library, dtype))
+                 else _by_runs(placement, grid.rank, values, library, dtype))
         if not shared:
             local = in_order(library, local, order)
     if is_found:
@@ -68,15 +68,14 @@ def construct(cls: type[Matrix], what: str, grid: Grid, source: Source | Callabl
     return cls(grid, local, shape, layout, order)
 
 
-def _in_row_order(placement: Placement, rank: int, values: Values, library: NumpyLibrary, dtype: str) -> Any:
+def _by_runs(placement: Placement, rank: int, values: Values, library: NumpyLibrary, dtype: str) -> Any:
     """Values of a rank's shard, in the order in which its layout stores rows."""
-    box, rows = placement.box(rank), placement.rows
-    if isinstance(rows, Split) or not box.size:
-        return values(library, box, dtype)
-    local, [tile] = library.empty(box.shape, dtype), placement.tiles(rank)
-    for run in rows.runs(tile.row):
-        local[run.local : run.local + run.stop - run.start] = values(
-            library, Box(run.start, run.stop, box.c0, box.c1), dtype)
+    runs, box = [*placement.runs(rank)], placement.box(rank)
+    if len(runs) < 2:
+        return values(library, runs[0][0] if runs else box, dtype)
+    local = library.empty(box.shape, dtype)
+    for part, within in runs:
+        local[within] = values(library, part, dtype)
     return local
 
 

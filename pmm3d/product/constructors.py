@@ -14,7 +14,7 @@ from ..errors import DTypeError, LayoutError
 from ..layout import Box, Layout
 from .checks import array_signature, compared_dtype, passed_contents
 from .construct import Library, Shape, Source, check_can_hold, construct, values_of, zero_values
-from .reductions import diagonal_of
+from .reductions import diagonals
 from .stored import StoredMatrix, new_array
 
 if TYPE_CHECKING:
@@ -252,7 +252,8 @@ class Constructors(StoredMatrix):
         """
         source = Source((n, n), dtype, library, zero_values, labels=False)
         made = construct(cls, "DistMatrix.identity", grid, source, layout, "C", False)
-        diagonal_of(made)[0][...] = 1
+        for diagonal, _ in diagonals(made):
+            diagonal[...] = 1
         return made.keep_one()
 
     @classmethod
@@ -304,7 +305,7 @@ class Constructors(StoredMatrix):
         passed = (*array_signature(values), compared_dtype(dtype), library_kind(library or "numpy"),
                   *passed_contents(grid, values))
         made = construct(cls, "DistMatrix.diag", grid, describe, layout, "C", False, *passed)
-        diagonal, first = diagonal_of(made)
-        numbers = library_of(values).to_numpy(values)[first : first + diagonal.shape[0]]
-        diagonal[...] = made.library.from_numpy(numbers, made.dtype)
+        numbers = library_of(values).to_numpy(values)
+        for diagonal, first in diagonals(made):
+            diagonal[...] = made.library.from_numpy(numbers[first : first + diagonal.shape[0]], made.dtype)
         return made.keep_one()

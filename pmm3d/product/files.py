@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import DataError, DTypeError, Pmm3dError, check_dataset_name, check_regular, needs
 from .new_hdf5 import new_hdf5
-from .relayout import summed
+from .relayout import ascending
 
 WRITTEN_BYTES = 2**26
 """Bytes that rank 0 gathers and writes at a time."""
@@ -98,7 +98,7 @@ def write_matrix(matrix: Any, path: str | os.PathLike[str], dataset: str | None,
                     check_regular(target)
                     write = new_file.enter_context(_new_file(target, dataset, matrix.shape, matrix.dtype))
         rows, cols = matrix.shape
-        matrix = summed(matrix)
+        matrix = ascending(matrix)
         step = max(1, WRITTEN_BYTES // max(1, cols * np.dtype(matrix.dtype).itemsize))
         for start in range(0, rows, step):
             part = slice(start, min(start + step, rows))

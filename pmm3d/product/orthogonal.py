@@ -17,7 +17,7 @@ from .checks import check_numbers, check_out, check_square, no_matrix, signature
 from .matmul_plan import matmul
 from .matrix import DistMatrix
 from .multiply import plan_for
-from .reductions import diagonal_of
+from .reductions import diagonals
 from .relayout import summed
 
 Coefficients = tuple[float, float, float]
@@ -303,8 +303,8 @@ def _product(a: DistMatrix, b: DistMatrix) -> DistMatrix:
 
 def _plus(number: float, a: DistMatrix) -> DistMatrix:
     """Add `number` to the diagonal of A in place, and return A."""
-    diagonal, _ = diagonal_of(a)
-    diagonal[...] += number
+    for diagonal, _ in diagonals(a):
+        diagonal[...] += number
     return a
 
 

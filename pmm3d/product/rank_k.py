@@ -9,12 +9,12 @@ import numpy as np
 
 from ..arrays import parallel_rows
 from ..errors import DTypeError, LayoutError, Pmm3dError
-from ..layout import Layout
+from ..layout import Layout, without_order
 from .checks import check_numbers, check_operands, no_matrix, scalar, signature_of
 from .matmul_plan import matmul
 from .matrix import DistMatrix
-from .reductions import diagonal_of
-from .relayout import in_layout, summed
+from .reductions import diagonals
+from .relayout import ascending, in_layout, summed
 
 LEAST_ROWS = 512
 """Smallest number of rows of a block on the diagonal. Smaller blocks cost more time than they save."""
@@ -131,9 +131,12 @@ def _rank_k(what: str, a: DistMatrix, alpha: complex, beta: complex, out: DistMa
             if out is not None and out.shape != (a.shape[0], a.shape[0]):
                 raise LayoutError(f"{what}: out is {out.shape[0]} x {out.shape[1]}; the result is {a.shape[0]} x "
                                   f"{a.shape[0]}")
+            if out is not None and (layout := without_order(out.layout)) != out.layout:
+                raise LayoutError(f"{what}: the layout of out has an order of rows. Pass an out in {layout}, and "
+                                  "redistribute it")
         if out is not None and beta != 0 and uplo == "U":
             _mirror(out, False, hermitian)
-        out = _lower(summed(a, alpha), alpha, beta, hermitian, out)
+        out = _lower(ascending(summed(a, alpha)), alpha, beta, hermitian, out)
         _mirror(out, True, hermitian)
     return out
 
@@ -199,6 +202,6 @@ def _mirror(c: DistMatrix, lower: bool, hermitian: bool) -> None:
     else:
         library.passed("mirror", c.stored, transposed.stored)
     if hermitian and c.dtype.startswith("complex"):
-        diagonal, _ = diagonal_of(c)
-        diagonal[...] = diagonal.real * 1  # torch refuses to write one complex element from its own real part
+        for diagonal, _ in diagonals(c):
+            diagonal[...] = diagonal.real * 1  # torch refuses to write one complex element from its own real part
     c.fills += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import frexp, hypot, inf, isfinite, isnan, ldexp, nan, sqrt
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from ..arrays.numpy_library import DEVICE_ELEMENTS
 from ..comm import one_thread, sum_gathered
 from .checks import check_alike, check_numbers, check_square, signature_of
 from .relayout import has_layout, in_layout, summed
-from .stored import StoredMatrix
+from .stored import StoredMatrix, shards
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -125,8 +125,8 @@ class Reductions(StoredMatrix):
             check_square("trace", self)
 
         def own(a: StoredMatrix, _: StoredMatrix) -> complex:
-            values = self.library.to_numpy(diagonal_of(self)[0])
-            total = values.astype(_wide(self.dtype)).sum().item()
+            values = [self.library.to_numpy(part).astype(_wide(self.dtype)) for part, _ in diagonals(self)]
+            total = sum((part.sum().item() for part in values), 0.0)
             return np.conj(total).item() if self.conjugated else total
 
         return self._added_up("trace", check, own, sums=False)
@@ -163,8 +163,8 @@ class Reductions(StoredMatrix):
         if not min(self.shape):
             return found
         if _counts(self):
-            values, first = diagonal_of(self)
-            found[first : first + values.shape[0]] = self.library.conjugate(values) if self.conjugated else values
+            for values, first in diagonals(self):
+                found[first : first + values.shape[0]] = self.library.conjugate(values) if self.conjugated else values
         with self.grid.ledger.phase("diagonal"):
             total: Array = self.grid.everyone.all_reduce(found, agreed=True).wait()
         return total
@@ -207,15 +207,15 @@ class Reductions(StoredMatrix):
         return number
 
 
-def diagonal_of(matrix: StoredMatrix) -> tuple[Array, int]:
-    """This rank's part of the diagonal, and the row of its first element. The part is a 1D view before conjugation."""
-    box, stored = matrix.box, matrix.stored
-    first, last = max(box.r0, box.c0), min(box.r1, box.c1)
-    if first >= last:
-        return stored[:1].reshape(-1)[:0], 0
-    row, column = (first - box.r0, first - box.c0) if matrix.order == "C" else (first - box.c0, first - box.r0)
-    step = sum(matrix.library.strides(stored))
-    return matrix.library.as_strided(stored[row:, column:], (last - first,), (step,)), first
+def diagonals(matrix: StoredMatrix) -> Iterator[tuple[Array, int]]:
+    """Yield this rank's parts of the diagonal, each with the row of its first element. A part is a 1D view before
+    conjugation."""
+    step = sum(matrix.library.strides(matrix.stored))
+    for box, within in shards(matrix.shape, matrix.layout, matrix.grid).runs(matrix.grid.rank):
+        first, last = max(box.r0, box.c0), min(box.r1, box.c1)
+        if first < last:
+            part = matrix.memory[within][first - box.r0 :, first - box.c0 :]
+            yield matrix.library.as_strided(part, (last - first,), (step,)), first
 
 
 def _counts(matrix: StoredMatrix) -> bool:

@@ -21,7 +21,18 @@ from ..comm import (
     work_bytes,
 )
 from ..errors import LayoutError
-from ..layout import Box, Coords, GridShape, Layout, Placement, RaggedRows, Step, transitions, whole_number
+from ..layout import (
+    Box,
+    Coords,
+    GridShape,
+    Layout,
+    Placement,
+    RaggedRows,
+    Step,
+    transitions,
+    whole_number,
+    without_order,
+)
 from ..model.schedule import all_to_all
 from .checks import check_alike, check_out, signature_of
 from .stored import StoredMatrix, new_array, shards
@@ -280,6 +291,14 @@ def summed(matrix: Matrix, alpha: Any = 1) -> Matrix:
     if isinstance(alpha, Complex) and alpha == 0:
         return matrix.over(matrix.stored, matrix.layout.summed, matrix.grid)
     return in_layout(matrix, matrix.layout.summed, "the sum of partial sums")
+
+
+def ascending(matrix: Matrix) -> Matrix:
+    """Return the matrix, or a copy in a layout without an order of rows. Partial sums are summed first. The copy and
+    the sum are collective."""
+    matrix = summed(matrix)
+    layout = without_order(matrix.layout)
+    return matrix if layout is matrix.layout else in_layout(matrix, layout, "the rows in ascending order")
 
 
 def has_layout(matrix: StoredMatrix, layout: Layout) -> bool:

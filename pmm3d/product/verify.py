@@ -11,7 +11,7 @@ from ..arrays import random
 from ..layout import LOW_PRECISION
 from .matmul_plan import matmul
 from .matrix import DistMatrix
-from .relayout import summed
+from .relayout import ascending
 
 EXACT_WORK = 2**27
 """Largest m n k for which the whole product is compared on one rank."""
@@ -25,7 +25,7 @@ def apply(matrix: DistMatrix, vector: np.ndarray, absolute: bool = False) -> np.
 
     The shard is copied a few rows at a time, to limit memory.
     """
-    matrix = summed(matrix)
+    matrix = ascending(matrix)
     grid, box, library = matrix.grid, matrix.box, matrix.library
     result = np.zeros(matrix.shape[0], vector.dtype)
     if grid.coords is not None and matrix.layout.is_first(grid.coords):
@@ -46,7 +46,7 @@ def freivalds(a: DistMatrix, b: DistMatrix, c: DistMatrix, *, trials: int = 3, s
     1/2, and three trials with at most 1/8 (Freivalds, 1979). The expected error is 4 u sqrt(k) |A| |B| 1 / sqrt(n), for
     rounding errors of random sign. u is `unit` (default: the unit roundoff of the type). Partial sums are summed first.
     """
-    a, b, c = summed(a), summed(b), summed(c)
+    a, b, c = ascending(a), ascending(b), ascending(c)
     k, n = max(1, b.shape[0]), b.shape[1]
     kind = np.complex128 if a.dtype.startswith("complex") else np.float64
     unit = unit or _UNIT_ROUNDOFF.get(a.dtype) or np.finfo(a.dtype).eps / 2

@@ -12,7 +12,7 @@ import pytest
 from forked import ends_process, exit_code
 from loops import given
 
-from pmm3d import BlacsContext, BlockCyclic, DistMatrix, Grid, Layout, MatmulPlan, pgemm
+from pmm3d import BlacsContext, BlockCyclic, DistMatrix, Grid, GridError, Layout, MatmulPlan, pgemm
 from pmm3d.comm import shutdown
 from pmm3d.comm.engine import Engine
 from pmm3d.comm.watch import Watch
@@ -122,6 +122,27 @@ def test_a_forked_child_calls_no_mpi_for_its_copy_of_a_grid(comm, monkeypatch):
 
             assert exit_code(child) == 0
             held.pop(0).close()
+
+
+@pytest.mark.parallel([2])
+def test_calls_of_a_forked_child_are_refused(comm, monkeypatch):
+    with Grid(comm, (2, 1, 1)) as grid:
+        a, b = DistMatrix.random(grid, (8, 8)), DistMatrix.random(grid, (8, 8), layout=Layout.B)
+        plan, context = MatmulPlan(a, b), BlacsContext(grid, (1, 2))
+        square = context.descriptor(4, 4, 2, 2)
+        part = square.empty(), 1, 1, square
+        calls = [lambda: a @ b, lambda: a.norm(), lambda: a.gather(), lambda: DistMatrix.ones(grid, (2, 2)), plan,
+                 lambda: grid.axis("x").all_reduce(np.ones(2)), lambda: grid.comm.Barrier(),
+                 lambda: pgemm("N", "N", 4, 4, 4, 1, *part, *part, 0, *part)]
+
+        def child():
+            monkeypatch.setattr(Engine, "start", ends_process)
+            for call in calls:
+                with pytest.raises(GridError, match="forked child"):
+                    call()
+
+        assert exit_code(child) == 0
+        assert plan().shape == (8, 8)
 
 
 @pytest.mark.parallel([2])

@@ -1,5 +1,7 @@
 """`out` of collectives: shared memory and read-only arrays are refused. All ranks raise the error of one."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from loops import given
@@ -72,10 +74,10 @@ def test_out_that_is_read_only(axis):
 
 @pytest.mark.parallel([3], thorough=[2, 4])
 def test_a_bad_out_of_one_rank_is_raised_by_all(axis):
-    for counts in [True, False]:
-        with given(counts=counts):
-            def out(rows):
-                return np.ones(rows + 1 if axis.index == axis.size - 1 else rows)
+    for counts, wrong in product([True, False], [lambda rows: rows + 1, lambda rows: ()]):
+        with given(counts=counts, wrong=wrong(1)):
+            def out(rows, wrong=wrong):
+                return np.ones(wrong(rows) if axis.index == axis.size - 1 else rows)
 
             even, part, whole = [2] * axis.size if counts else None, np.ones(2), np.ones(2 * axis.size)
             said = rf"failed on 1 of {axis.size} ranks. rank {axis.size - 1}: LayoutError: .*out is"

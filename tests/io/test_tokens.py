@@ -84,7 +84,8 @@ def test_a_loader_goes_on_from_its_state_on_another_grid(comm, nranks, text):
 
 
 def test_along_seq_each_rank_reads_its_rows(comm, nranks, text):
-    """One sequence on two ranks, and two on two ranks, with each order of rows, from memory and from the file."""
+    """One sequence on two ranks, and two on two ranks, with each order of rows, from memory and from the file. The order
+    may be that of halves of sequences, or of two sequences."""
     for order in ORDERS:
         for name, sequences_here in product(("tokens", "chunked"), (1, 2)):
             seq = min(2, nranks)
@@ -101,6 +102,9 @@ def test_along_seq_each_rank_reads_its_rows(comm, nranks, text):
                     assert np.array_equal(whole, TEXT[shift : shift + len(whole)])
                     assert np.array_equal(to_numpy(matrix.local, matrix.library).ravel(), expected)
                     assert matrix.layout == layout and len(rows) == samples * SEQUENCE // nranks
+                other = token_layout(grid, SEQUENCE * sequences_here // 2 * sequences_here, order=order)
+                x, _ = next(iter(data.loader(samples, shuffle=False, layout=other)))
+                assert np.array_equal(to_numpy(x.gather(), x.library).ravel(), TEXT[: samples * SEQUENCE])
 
 
 def test_a_second_column_has_the_document_of_each_token(comm, nranks, text):
