@@ -43,13 +43,11 @@ def predict_command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
     prompt: Annotated[str | None, typer.Option(help="Text that a network of tokens continues, in place of "
                                                     "FILE.")] = None,
-    length: Annotated[int | None, size(0, "Tokens to generate after the prompt. Default: "
-                                          "200.")] = None,
+    length: Annotated[int | None, size(0, "Tokens to generate after the prompt. Default: 200.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="Divisor of the logits before a token is drawn. 0: "
                                                                   "take the most probable token, without a draw. "
                                                                   "Default: 1.")] = None,
-    top_k: Annotated[int | None, size(1, "Number of most probable tokens to draw from. Default: "
-                                         "all.")] = None,
+    top_k: Annotated[int | None, size(1, "Number of most probable tokens to draw from. Default: all.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the draws. Default: 0.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="A file of pmm3d convert text with the tokenizer of the run. "
                                                         "Default: the data file of the run.")] = None,
