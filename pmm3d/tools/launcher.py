@@ -98,7 +98,7 @@ def check_program(argv: Sequence[str]) -> None:
     name = argv[0]
     if name == "-m":
         module = argv[1].partition(".")[0]
-        what, there = f"module {module!r} for {Path(sys.executable).name}", find_spec(module)
+        what, there = f"module {module!r} for {Path(sys.executable).name}", bool(find_spec(module))
     elif name.endswith(".py"):
         what, there = f"file {name!r} in {Path.cwd()}", Path(name).is_file()
     else:
