@@ -160,6 +160,7 @@ def check_matrices(grid: Grid, matrices: Matrices, filled: bool = False) -> None
             raise CheckpointError(f"{name!r}: matrices are DistMatrix by name; got a {type(matrix).__name__}")
         if not (matrix.grid.same_processes(grid) or grid.has_stages and matrix.grid.same_processes(grid.stage)):
             raise CheckpointError(f"{name!r} lives on a grid over other processes, or in another order")
+        matrix.check_ascending()
         if filled and not matrix.writable:
             raise CheckpointError(f"{name!r} cannot be filled: its shard is read-only, a conjugated view, or a tensor "
                                   "with a gradient")

@@ -158,6 +158,7 @@ class Arithmetic(Reductions, Submatrices):
         with self.grid.collective_call("add_identity", self.signature, factor):
             check_numbers("add_identity", self)
             check_square("add_identity", self)
+            self.check_ascending()
             check_out("add_identity", self, name="the matrix")
             factor = scalar("the factor", factor, self.dtype, "add_identity")
         coords = self.grid.coords

@@ -128,6 +128,8 @@ def _rank_k(what: str, a: DistMatrix, alpha: complex, beta: complex, out: DistMa
             if uplo not in ("L", "U"):
                 raise LayoutError(f'{what}: uplo is "L" or "U", the triangle of out that is read; got {uplo!r}')
             check_operands(a, a, out, beta, what)
+            if out is not None:
+                out.check_ascending()
             if out is not None and out.shape != (a.shape[0], a.shape[0]):
                 raise LayoutError(f"{what}: out is {out.shape[0]} x {out.shape[1]}; the result is {a.shape[0]} x "
                                   f"{a.shape[0]}")

@@ -123,6 +123,7 @@ class Reductions(StoredMatrix):
         def check() -> None:
             check_numbers("trace", self)
             check_square("trace", self)
+            self.check_ascending()
 
         def own(a: StoredMatrix, _: StoredMatrix) -> complex:
             values = self.library.to_numpy(diagonal_of(self)[0])
@@ -158,6 +159,7 @@ class Reductions(StoredMatrix):
         """
         with self.grid.collective_call("diagonal", self.signature):
             check_numbers("diagonal", self)
+            self.check_ascending()
             found = self.library.empty((min(self.shape),), self.dtype)
             found[...] = 0
         if not min(self.shape):
@@ -209,6 +211,7 @@ class Reductions(StoredMatrix):
 
 def diagonal_of(matrix: StoredMatrix) -> tuple[Array, int]:
     """This rank's part of the diagonal, and the row of its first element. The part is a 1D view before conjugation."""
+    matrix.check_ascending()
     box, stored = matrix.box, matrix.stored
     first, last = max(box.r0, box.c0), min(box.r1, box.c1)
     if first >= last:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from ..arrays import Array, NumpyLibrary, library_of
 from ..comm import Compared, Grid
 from ..errors import GridError, LayoutError
-from ..layout import Box, Layout, Placement, RaggedRows
+from ..layout import Box, Layout, Placement, RaggedRows, order_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -129,6 +129,13 @@ class StoredMatrix(Uncompared):
     def box(self) -> Box:
         """Rows and columns of the matrix that this rank stores."""
         return self.layout.box(self.shape, self.grid.shape, self.grid.coords)
+
+    def check_ascending(self) -> None:
+        """Raise LayoutError unless row i of the shard is row `box.r0` + i of the matrix. Functions that compute with
+        numbers of rows need that."""
+        if order := next(filter(None, map(order_of, self.layout.units)), None):
+            raise LayoutError(f"{self} stores its rows in {order.name} order: redistribute it to a layout without an "
+                              "order first")
 
     @property
     def T(self) -> Self:

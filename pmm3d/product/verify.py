@@ -26,6 +26,7 @@ def apply(matrix: DistMatrix, vector: np.ndarray, absolute: bool = False) -> np.
     The shard is copied a few rows at a time, to limit memory.
     """
     matrix = summed(matrix)
+    matrix.check_ascending()
     grid, box, library = matrix.grid, matrix.box, matrix.library
     result = np.zeros(matrix.shape[0], vector.dtype)
     if grid.coords is not None and matrix.layout.is_first(grid.coords):

@@ -6,7 +6,8 @@ from loops import given
 from networks import spread
 from samples import TESTED, to_library, to_numpy
 
-from pmm3d import DistMatrix, Grid, Layout, LayoutError, Pmm3dError, nn
+from pmm3d import DistMatrix, Grid, Layout, LayoutError, Pmm3dError, nn, syrk
+from pmm3d.io import Checkpoints, export_safetensors
 from pmm3d.layout import ORDERS
 from pmm3d.nn.transformer import positions, ranks_per_sequence, row_positions, token_layout
 from pmm3d.nn.transformer.sequence import chosen, nodes_along_seq
@@ -160,3 +161,26 @@ def test_tokens_documents_and_labels_in_any_order_have_the_same_logits_and_loss(
             found.append((to_numpy(out.gather()), nn.cross_entropy(out, labels).item()))
         for logits, loss in found[1:]:
             assert np.abs(logits - found[0][0]).max() < 1e-12 and abs(loss - found[0][1]) < 1e-12
+
+
+@pytest.mark.parallel([2])
+def test_functions_of_row_numbers_refuse_rows_in_another_order(comm, tmp_path):
+    """A diagonal of stored rows is not that of the matrix, and a file has rows in ascending order."""
+    values, tmp_path = np.arange(64.0).reshape(8, 8), comm.bcast(tmp_path)
+    with Grid(comm, (1, 1, 1), seq=2) as grid:
+        layout = token_layout(grid, 8, order="zigzag")
+        make = lambda: DistMatrix.from_global(grid, values, layout=layout)
+        doors = {
+            "identity": lambda: DistMatrix.identity(grid, 8, layout=layout),
+            "diag": lambda: DistMatrix.diag(grid, values[0], layout=layout),
+            "trace": lambda: make().trace(),
+            "diagonal": lambda: make().diagonal(),
+            "add_identity": lambda: make().add_identity(2),
+            "syrk": lambda: syrk(make(), out=DistMatrix.zeros(grid, (8, 8), layout=layout)),
+            "save": lambda: Checkpoints(grid, tmp_path).save(1, {"a": make()}),
+            "export": lambda: export_safetensors(grid, tmp_path / "a.safetensors", {"a": make()}),
+        }
+        for name, door in doors.items():
+            with given(door=name), pytest.raises(LayoutError, match="zigzag"):
+                door()
+        assert np.array_equal(syrk(make()).gather(), values @ values.T)
