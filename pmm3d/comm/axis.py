@@ -413,7 +413,7 @@ class Axis:
             array = library.as_input(array)
             options = {option: _checked(name, option, value, library.dtype(array)) for option, value in options.items()}
         except Pmm3dError as error:  # every member raises it, in the comparison of the calls
-            if self.size == 1 or options.get("agreed"):
+            if self.size == 1 or options.get("agreed") or getattr(error, "everywhere", False):
                 raise
             library, array, options, wrong = NumpyLibrary(), np.empty(0), {}, error
         call = collectives.call_in_words(operation, library, array, options) if self._engine.debug else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -66,7 +67,8 @@ def export_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matri
     Examples
     --------
     >>> import tempfile
-    >>> from pathlib import Path
+    >>> from contextlib import suppress
+from pathlib import Path
     >>> from safetensors.numpy import load_file
     >>> from pmm3d import DistMatrix, Grid
     >>> from pmm3d.io import export_safetensors
@@ -98,7 +100,8 @@ def export_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matri
                 sync(path.absolute().parent)
     except Exception:
         if grid.rank == 0:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink()
         raise
 
 
@@ -175,7 +178,8 @@ def import_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matri
     Examples
     --------
     >>> import tempfile
-    >>> from pathlib import Path
+    >>> from contextlib import suppress
+from pathlib import Path
     >>> from pmm3d import DistMatrix, Grid
     >>> from pmm3d.io import export_safetensors, import_safetensors
     >>> with tempfile.TemporaryDirectory() as folder, Grid() as grid:
