@@ -85,10 +85,10 @@ def in_flops(rate: float) -> str:
 def counted(number: int, noun: str) -> str:
     """A number of things, with the noun in the singular or the plural.
 
-        >>> counted(1, "rank"), counted(1024, "rank"), counted(2, "micro-batch")
-        ('1 rank', '1,024 ranks', '2 micro-batches')
+        >>> counted(1, "rank"), counted(1024, "rank"), counted(2, "micro-batch"), counted(0, "epoch")
+        ('1 rank', '1,024 ranks', '2 micro-batches', '0 epochs')
     """
-    plural = "es" if noun.endswith(("ch", "s", "x")) else "s"
+    plural = "es" if noun.endswith(("tch", "s", "x")) else "s"
     return f"{number:,} {noun}{plural * (number != 1)}"
 
 
