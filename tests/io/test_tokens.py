@@ -84,8 +84,8 @@ def test_a_loader_goes_on_from_its_state_on_another_grid(comm, nranks, text):
 
 
 def test_along_seq_each_rank_reads_its_rows(comm, nranks, text):
-    """One sequence on two ranks, and two on two ranks, with each order of rows, from memory and from the file. The order
-    may be that of halves of sequences, or of two sequences."""
+    """One sequence on two ranks, and two on two ranks, with each order of rows, from memory and from the file. The
+    order may be that of halves of sequences, or of two sequences."""
     for order in ORDERS:
         for name, sequences_here in product(("tokens", "chunked"), (1, 2)):
             seq = min(2, nranks)
