@@ -420,7 +420,11 @@ def order_of(unit: Unit | Mapping[str, Any]) -> RowOrder | None:
 
 
 def without_order(layout: Layout) -> Layout:
-    """The layout with rows and columns stored in ascending order."""
+    """The layout with rows and columns stored in ascending order.
+
+        >>> without_order(Layout("z", units=({"": RowOrder("zigzag", 8, 2, 1)}, 1)))
+        Layout(rows=('z',), cols=())
+    """
     units = [unit if isinstance(unit, int) else tuple(entry for entry in unit if entry[0]) for unit in layout.units]
     return layout if units == [*layout.units] else Layout(layout.rows, layout.cols, layout.sums, units)
 
