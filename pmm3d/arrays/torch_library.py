@@ -125,7 +125,7 @@ class TorchLibrary(NumpyLibrary):
         return DeviceMemory(free, total, self.xp.cuda.memory_reserved(self.device))
 
     def writable(self, array: Array) -> bool:
-        return not array.requires_grad
+        return not array.requires_grad and (not array.is_inference() or bool(self.xp.is_inference_mode_enabled()))
 
     def synchronize(self) -> None:
         if not self.on_host:

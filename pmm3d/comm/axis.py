@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from numbers import Complex
+from numbers import Complex, Integral, Real
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -402,17 +402,22 @@ class Axis:
         return self.begin(name, following(after, collective) if after else collective, "", library)
 
     def _start(self, operation: Callable[..., Collective[Array]], array: Array, **options: Any) -> Pending:
-        library, name = library_of(array), operation.__name__
-        if array.ndim == 0:
-            raise LayoutError(f"{name}: an array without dims has no rows; use array.reshape(1)")
-        self.choose_transport(library)
-        arrays = [each for each in (array, options.get("out")) if isinstance(each, type(array))]
-        wrong = self._engine.transport.misplaced(library, arrays)
-        array = library.as_input(array) if wrong is None else array
-        options = {option: _checked(name, option, value) for option, value in options.items()}
+        name, library, wrong = operation.__name__, NumpyLibrary(), None
+        try:
+            library = library_of(array)
+            self.choose_transport(library)
+            self._engine.transport.check_place(
+                library, *(each for each in (array, options.get("out")) if isinstance(each, type(array))))
+            if array.ndim == 0:
+                raise LayoutError(f"{name}: an array without dims has no rows; use array.reshape(1)")
+            array = library.as_input(array)
+            options = {option: _checked(name, option, value, library.dtype(array)) for option, value in options.items()}
+        except Pmm3dError as error:  # every member raises it, in the comparison of the calls
+            if self.size == 1 or options.get("agreed") or getattr(error, "everywhere", False):
+                raise
+            library, array, options, wrong = NumpyLibrary(), np.empty(0), {}, error
         call = collectives.call_in_words(operation, library, array, options) if self._engine.debug else ""
-        return self.begin(name, lambda link: operation(link, library, array, **options), call,
-                          library if wrong is None else None, wrong)
+        return self.begin(name, lambda link: operation(link, library, array, **options), call, library, wrong)
 
     def choose_transport(self, library: NumpyLibrary) -> str:
         """The mode in which arrays of a library are sent along the axis; "" for arrays on the host.
@@ -455,7 +460,7 @@ class Axis:
         return mode
 
     def begin(self, name: str, make_collective: Callable[[Link], Collective[Any]], call: str = "",
-              library: NumpyLibrary | None = None, wrong: GridError | None = None) -> Pending:
+              library: NumpyLibrary | None = None, wrong: Pmm3dError | None = None) -> Pending:
         """Start a collective of your own.
 
         Parameters
@@ -469,8 +474,8 @@ class Axis:
         library : array library or None
             Library of the arrays, if they may be on a device. The generator then works in a stream of its own, after
             the work that the caller's current stream has.
-        wrong : GridError or None
-            Error of this rank's arrays, which the generator finds in its link.
+        wrong : Pmm3dError or None
+            Error of this rank's arguments, which the generator finds in its link.
 
         Returns
         -------
@@ -493,7 +498,7 @@ class Axis:
                              call or name)
 
     def _run(self, make_collective: Callable[[Link], Collective[Any]], record: Record, tag: int,
-             library: NumpyLibrary | None, mode: str, wrong: GridError | None = None, compared: str = "") -> Pending:
+             library: NumpyLibrary | None, mode: str, wrong: Pmm3dError | None = None, compared: str = "") -> Pending:
         """Start a generator. compared: text of the call that must be equal on all members; "" if not all members make
         the call."""
         transport = self._engine.transport
@@ -559,15 +564,18 @@ class Axis:
         return f"<axis {self.name}: rank {self.index} of {self.size}>"
 
 
-def _checked(operation: str, option: str, value: Any) -> Any:
-    """Return the checked option of a collective, with whole numbers as Python's int. Raises LayoutError, DTypeError."""
+def _checked(operation: str, option: str, value: Any, dtype: str) -> Any:
+    """Return the checked option of a collective of elements of this type, with whole numbers as Python's int. Raises
+    LayoutError, DTypeError."""
     if option == "by":
         return _whole_numbers([value], f"{operation}: by is a whole number; got {value!r}")[0]
     if option in ("counts", "received") and value is not None:
         return _whole_numbers(value, f"{operation}: {option} is a list of whole numbers, the rows of each rank's part; "
                                      f"got {value!r}")
-    if option == "beta" and (not isinstance(value, Complex) or isinstance(value, bool)):
-        raise DTypeError(f"{operation}: beta is a number; got {value!r}")
+    if option == "beta":
+        kind = Complex if dtype.startswith("complex") else Real if "float" in dtype else Integral
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise DTypeError(f"{operation}: beta is a number that scales {dtype}; got {value!r}")
     return value
 
 

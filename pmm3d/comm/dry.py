@@ -200,12 +200,12 @@ class DryAxis(Axis):
         return ""
 
     def begin(self, name: str, make_collective: Callable[[Link], Collective[Any]], call: str = "",
-              library: NumpyLibrary | None = None, wrong: GridError | None = None) -> Pending:
+              library: NumpyLibrary | None = None, wrong: Pmm3dError | None = None) -> Pending:
         with self._engine.guard:
             return self._run(make_collective, self.next_record(name), 0, library, "")
 
     def _run(self, make_collective: Callable[[Link], Collective[Any]], record: Record, tag: int,
-             library: NumpyLibrary | None, mode: str, wrong: GridError | None = None, compared: str = "") -> Pending:
+             library: NumpyLibrary | None, mode: str, wrong: Pmm3dError | None = None, compared: str = "") -> Pending:
         link = DryLink(self._comm, 0, record, self._engine.transport, None, False)
         link.node_map, link.off_node = self.node_map, self.off_node
         return self._engine.start(make_collective(link), record)

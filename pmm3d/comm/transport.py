@@ -169,7 +169,7 @@ class Link:
     debug    whether the members' calls are compared before this collective
     mode     transport mode of this axis; it does not change during the collective. "" for host arrays
     nccl     NCCL communicator, in the mode "nccl"; else None
-    wrong    error in the arrays of this rank, or None; the first agreement reports it
+    wrong    error in the arguments of this rank, or None; the first agreement reports it
     dry      whether this is a dry run, which sends nothing
     node_map, off_node   as in an Axis
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -98,7 +99,8 @@ def export_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matri
                 sync(path.absolute().parent)
     except Exception:
         if grid.rank == 0:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink()
         raise
 
 

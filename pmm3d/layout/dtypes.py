@@ -21,14 +21,14 @@ CACHE_LINE = 64
 def itemsize(dtype: str) -> int:
     """Bytes of an element, from the number of bits in the name of its type.
 
-    Raises DTypeError for names without a number of bits ("object").
+    Raises DTypeError for types that are no numbers ("object", "str96").
 
         >>> itemsize("bfloat16"), itemsize("complex128"), itemsize("bool")
         (2, 16, 1)
     """
     bits = "8" if dtype == "bool" else next(iter(re.findall(r"\d+", dtype)), "")
-    if not bits:
-        raise DTypeError(f"elements of the type {dtype} have no size, so no message can carry them")
+    if not bits or dtype.startswith(("str", "bytes", "void")):
+        raise DTypeError(f"elements of the type {dtype} are no numbers, so no message can carry them")
     return int(bits) // 8
 
 

@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..comm import Grid
 from ..errors import CheckpointError
 from ..io import export_safetensors
 from ..io.disk import file_errors, json_object, replace_file
@@ -22,8 +21,8 @@ from ..io.safetensors import contents_of, import_files
 from ..layout import Layout
 from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
-from .facts import FACTS, compare, facts_in, facts_of
-from .from_checkpoint import fill_weights, find_checkpoint, keep_digits, make_masters
+from .facts import FACTS, facts_in, facts_of
+from .from_checkpoint import fill_weights, find_checkpoint, keep_digits, prepare
 from .module import Module
 from .operations import columns
 from .optimizer import Optimizer
@@ -114,8 +113,8 @@ def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | N
     table, folder = _own_tensors(network, names), path.suffix != ENDING and hasattr(whole_of(network), "names")
     with network.whole.collective_call("export", str(path), always=True):
         if folder and names == TORCH:
-            raise CheckpointError(f"cannot export to the folder {path} with the names {TORCH!r}, because its {CONFIG} "
-                                  f"promises other names. {_has(network)}. Give a file that ends in {ENDING}")
+            raise CheckpointError(f"cannot export to the folder {path} with the names {TORCH!r}, which from_pretrained "
+                                  f"does not know. {_has(network)}. Give a file that ends in {ENDING}")
         replaced = _weight_map(path) if folder and network.whole.rank == 0 else {}
     matrices = {name: _together([_part_of(own[part.parameter], part) for part in stored.parts])
                 for name, stored in table.items()}
@@ -171,9 +170,8 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
     ...     nn.exchange.export_torch(net, file.name)
     ...     nn.exchange.import_torch(net, file.name)
     """
-    make_masters(network, optimizer)
-    _compare_stored(network, Path(path), accept, facts or {})
-    files, own = tensor_files(network.whole, path), network.named_parameters()
+    own, (files, known_facts) = network.named_parameters(), _headers(network, Path(path), "network" in accept)
+    prepare(network, path, known_facts, optimizer, accept, facts)
     there = {name: dtype for held in files.values() for name, dtype in held.items()}
     if names == "auto":
         of_torch = {*_names(network, TORCH).tensors} & {*there}
@@ -191,34 +189,15 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
     network.loaded()
 
 
-def _compare_stored(network: Module, path: Path, accept: Collection[str], facts: Mapping[str, Any]) -> None:
-    """Compare the facts beside the weights of a file. Collective. Raises CheckpointError on every rank."""
-    whole, known = network.whole, None
+def _headers(network: Module, path: Path, any_network: bool) -> tuple[dict[Path, dict[str, str]], dict[str, Any]]:
+    """Safetensors files of a path -> names and types of their tensors; and the facts in the metadata, and in the
+    configuration of a network with published names. Collective. Raises CheckpointError on every rank.
+
+    any_network: ignore the configuration of an unsupported network.
+    """
+    whole, found, known = network.whole, dict[Path, dict[str, str]](), dict[str, Any]()
     with whole.collective_call("import_torch", str(path), always=True), file_errors(path, "read"):
         if whole.rank == 0:
-            known = _stored_facts(network, path, "network" in accept)
-    known = whole.comm.bcast(known)
-    with whole.collective_call("import_torch", str(path), sorted(accept), always=True):
-        compare(known, {**facts_of(network), **facts}, accept, str(path), rank=whole.rank)
-
-
-def _stored_facts(network: Module, path: Path, any_network: bool) -> dict[str, Any]:
-    """Facts in a file's metadata, and in the configuration of a network with published names. any_network: ignore the
-    configuration of an unsupported network, for which CheckpointError is raised otherwise."""
-    file = path / WEIGHTS if path.is_dir() else path
-    metadata = contents_of(file)[1] if file.is_file() else {}
-    found = facts_in(json.loads(metadata.get(OWN, "{}")))
-    if _published(network) and ((file.parent / CONFIG).is_file() or file == path and CONFIG in metadata):
-        with suppress(*(CheckpointError,) if any_network else ()):
-            found |= whole_of(network).facts_in_config(path)
-    return found
-
-
-def tensor_files(grid: Grid, path: StrPath) -> dict[Path, dict[str, str]]:
-    """Safetensors files of a path -> names and types of their tensors. Collective. Raises CheckpointError."""
-    path, found = Path(path), dict[Path, dict[str, str]]()
-    with grid.collective_call("import_torch", str(path), always=True), file_errors(path, "read"):
-        if grid.rank == 0:
             single, table = path / WEIGHTS if path.is_dir() else path, _weight_map(path)
             if table and single.exists() and WEIGHTS not in table.values():
                 raise CheckpointError(f"{path} contains {WEIGHTS} and {INDEX}, which names other files of weights. "
@@ -229,9 +208,14 @@ def tensor_files(grid: Grid, path: StrPath) -> dict[Path, dict[str, str]]:
             for file in dict.fromkeys(table.values()):
                 types = contents_of(path / file)[0]
                 found[path / file] = {name: types[name] for name in types if table.get(name) == file}
+            metadata = dict[str, str]()
             if not table:
-                found[single] = contents_of(single)[0]
-    return grid.comm.bcast(found)
+                found[single], metadata = contents_of(single)
+                known = facts_in(json_object(single, metadata.get(OWN, "{}")))
+            if _published(network) and ((single.parent / CONFIG).exists() or single == path and CONFIG in metadata):
+                with suppress(*(CheckpointError,) if any_network else ()):
+                    known |= whole_of(network).facts_in_config(path)
+    return whole.comm.bcast((found, known))
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -393,11 +377,13 @@ def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = N
     ...     nn.exchange.load_weights(net, folder).name
     'step-00000005'
     """
-    path = Path(path)
-    published = network.whole.rank == 0 and any(next(path.glob(name), None) for name in (WEIGHTS, INDEX, SHARDS))
-    if path.suffix == ENDING or network.whole.comm.bcast(published):
+    path, whole, published = Path(path), network.whole, False
+    with whole.collective_call("load_weights", str(path), always=True), file_errors(path, "read"):
+        if whole.rank == 0:
+            published = path.suffix == ENDING or any(next(path.glob(name), None) for name in (WEIGHTS, INDEX, SHARDS))
+    if whole.comm.bcast(published):
         import_torch(network, path, optimizer, accept=accept, facts=facts)
         return path
-    found, keeper = find_checkpoint(network.whole, path)
+    found, keeper = find_checkpoint(whole, path)
     fill_weights(network, found, keeper, optimizer, accept=accept, facts=facts)
     return found.path

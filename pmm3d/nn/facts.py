@@ -150,9 +150,6 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings as JSON returns them."""
-    plain: dict[str, Any] = json.loads(json.dumps(settings, default=_of_numpy))
+    plain: dict[str, Any] = json.loads(json.dumps(settings, default=lambda value: value.tolist() if isinstance(
+        value, (np.generic, np.ndarray)) else str(value)))
     return plain
-
-
-def _of_numpy(value: Any) -> Any:
-    return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else str(value)

@@ -15,7 +15,7 @@ from ..io.disk import file_errors
 from ..io.shards import CHECKPOINT_FILE
 from ..layout import LOW_PRECISION
 from ..product import DistMatrix
-from .facts import compare, facts_in, facts_of
+from .facts import Facts, compare, facts_in, facts_of
 from .module import Module
 from .optimizer import Optimizer
 from .optimizer_state import STATE, is_state
@@ -24,22 +24,23 @@ from .optimizer_state import STATE, is_state
 def fill_weights(network: Module, found: Checkpoint, keeper: Checkpoints, optimizer: Optimizer | None = None, *,
                  accept: Collection[str] = (), facts: Mapping[str, Any] | None = None) -> None:
     """Set the weights from a checkpoint. Collective. accept, facts: as in `load_weights`."""
-    make_masters(network, optimizer)
+    prepare(network, found.path, facts_in(found.meta), optimizer, accept, facts)
     keep_digits(network, {name: dtype for name, (_, dtype) in found.contents.items()})
-    own, rank = {**facts_of(network), **(facts or {})}, network.whole.rank
-    fill(keeper, found, network.matrices(), partial=is_state,
-         check=lambda meta: compare(facts_in(meta), own, accept, str(found.path), rank=rank))
+    fill(keeper, found, network.matrices(), partial=is_state)
     network.loaded()
 
 
-def make_masters(network: Module, optimizer: Optimizer | None) -> None:
-    """Make the master weights of an optimizer, so that a checkpoint fills them too. Collective."""
+def prepare(network: Module, path: str | os.PathLike[str], stored: Facts, optimizer: Optimizer | None,
+            accept: Collection[str], facts: Mapping[str, Any] | None) -> None:
+    """Compare the facts in a file with those of a network. Make the master weights of an optimizer, so that they are
+    filled too. Collective. accept, facts: as in `load_weights`."""
+    whole, named = network.whole, network.named_parameters()
+    with whole.collective_call("load", str(path), sorted(accept), always=True):
+        if optimizer is not None and not {*named.values()} & {*optimizer.parameters}:
+            raise Pmm3dError("the optimizer changes no parameter of the network, so its master weights would not "
+                             "be set: pass an optimizer that was made with network.parameters()")
+        compare(stored, {**facts_of(network), **(facts or {})}, accept, str(path), rank=whole.rank)
     if optimizer is not None:
-        named = network.named_parameters()
-        with network.whole.collective_call("load: optimizer", always=True):
-            if not {*named.values()} & {*optimizer.parameters}:
-                raise Pmm3dError("the optimizer changes no parameter of the network, so its master weights would not "
-                                 "be set: pass an optimizer that was made with network.parameters()")
         optimizer.matrices(named)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from math import inf, nan, prod
 from typing import Any, Literal, overload
 
@@ -43,15 +42,12 @@ class WholeStep:
         self._grid, self._targets, self.weight = grid, targets, 1.0
         self._numbers, self._noted = dict[int | None, int](), list[tuple[Tensor, int | None]]()
 
-    @cached_property
-    def _rows(self) -> list[int]:
-        return [int(each.shape[0]) for each in self._targets]
-
     def loss(self, loss: Callable[..., Tensor], batch: int, output: Any, weighs: bool = True) -> Tensor:
         """Return the loss of a batch. weighs: whether `Tape.step` is set. Raises Pmm3dError if it is no mean or sum."""
         self._noted, several = [], len(self._targets) > 1
         if several:
-            self.weight = self._rows[batch] / max(1, sum(self._rows))
+            rows = [int(each.shape[0]) for each in self._targets]
+            self.weight = rows[batch] / max(1, sum(rows))
         with Tape.of(self._grid).set(step=self if weighs else None):
             result = loss(output, self._targets[batch])
         if not isinstance(result, Tensor) or result.shape != (1, 1):
@@ -72,14 +68,12 @@ class WholeStep:
     def terms_of_mean(self, labels: Matrix, ignored: int) -> tuple[int, float]:
         """Number of labels of the step that count, and the factor of the sum of their terms in this batch. Collective
         in the first call with `ignored`."""
-        if len(self._targets) == 1:
-            number = _number_of_labels(self._grid, [labels], ignored)
-            return number, 1 / max(1, number)
-        if not any(labels is each for each in self._targets):
+        targets = self._targets if len(self._targets) > 1 else [labels]
+        if not any(labels is each for each in targets):
             raise Pmm3dError("cross_entropy: with several micro-batches, ignore_index counts the labels of the whole "
                              "step. Pass the labels that the loss is given, or train with one micro-batch")
-        if ignored not in self._numbers:
-            self._numbers[ignored] = _number_of_labels(self._grid, self._targets, ignored)
+        if len(targets) == 1 or ignored not in self._numbers:
+            self._numbers[ignored] = _number_of_labels(self._grid, targets, ignored)
         number = self._numbers[ignored]
         return number, 1 / (max(1, number) * self.weight) if self.weight else 0.0
 

@@ -122,7 +122,7 @@ class Optimizer(WithState):
     @property
     def parameters(self) -> list[Parameter]:
         """Parameters of all groups."""
-        if [each for group in self.groups for each in group["params"]] != self._parameters:
+        if [id(each) for group in self.groups for each in group["params"]] != [*map(id, self._parameters)]:
             self._take_groups()
         return self._parameters
 

@@ -175,22 +175,17 @@ class Parameter(Tensor):
             if value.shape != self.shape or value.dtype not in (self.dtype, self.precision.master):
                 raise LayoutError(f"{self.name or 'the parameter'} is {self.shape} {self.dtype}; got {value.shape} "
                                   f"{value.dtype}")
-        held = self.to_fill(value.dtype) if value.dtype != self.dtype else self._value
-        if held is self._value and value.dtype != self.dtype:
-            value = value.astype(self.dtype)
+        held = self.to_fill(value.dtype)
+        value = value if value.dtype == held.dtype else value.astype(held.dtype)
         value.redistribute(held.layout, self.grid, out=held)
-        if held is self._value:
-            self.version += 1
-        else:
-            self.loaded()
+        self.loaded()
 
     def to_fill(self, dtype: str) -> DistMatrix:
         """Matrix into which values of a type are loaded: `in_checkpoint`. Values with more digits than the parameter's
         type make the master weight, if the parameter learns and operations are recorded. Call `loaded` afterwards."""
-        if self.master is None and self.precision.has_master and dtype != self.dtype:
-            if self.requires_grad and self.tape.recording:
-                return self.master_in(self.layout)
-        return self.in_checkpoint
+        has_more = self.master is None and self.precision.has_master and dtype != self.dtype
+        return self.master_in(self.layout) if has_more and self.requires_grad and self.tape.recording else (
+            self.in_checkpoint)
 
     @property
     def in_checkpoint(self) -> DistMatrix:

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
+from ..errors import Pmm3dError
 from ..text import shell_command
 from .bench.command import bench_command
 from .convert import table_command, text_command
@@ -97,7 +98,11 @@ def train_command(
 
         def first() -> configuration.Config:
             check_writable(trace)
-            return configuration.load(config)
+            found = configuration.load(config)
+            if accept and resume == "never" and not (found.training.weights or found.data.validation_file):
+                raise Pmm3dError("--accept has no effect without --resume, training.weights or data.validation_file: "
+                                 "leave it out, or add --resume auto")
+            return found
 
         loaded = on_first(comm, first)
         if show:
@@ -105,7 +110,8 @@ def train_command(
                 say(as_toml(loaded))
             return
         again = shell_command("pmm3d", "train", config, "--resume", "auto")
-        finished = train_job(loaded, comm, resume, trace, frozenset(accept or ()), again)
+        finished = train_job(loaded, comm, resume, trace, frozenset(accept or ()), again,
+                             bar("train", comm.rank == 0))
         if not finished and comm.rank == 0:
             say(ENDED)
     if not finished:

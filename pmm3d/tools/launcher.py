@@ -95,14 +95,14 @@ def command(ranks: int, argv: Sequence[str], named: str | None = None) -> list[s
 
 def check_program(argv: Sequence[str]) -> None:
     """Raise LauncherError if this machine does not have the module, the .py file or the program."""
-    name, path = argv[0], os.pathsep.join([os.environ.get("PATH", os.defpath), os.curdir])
+    name = argv[0]
     if name == "-m":
-        top = (argv[1] if len(argv) > 1 else "").partition(".")[0]
-        what, there = f"module {top!r} for {Path(sys.executable).name}", bool(top) and find_spec(top) is not None
+        module = argv[1].partition(".")[0]
+        what, there = f"module {module!r} for {Path(sys.executable).name}", bool(find_spec(module))
     elif name.endswith(".py"):
         what, there = f"file {name!r} in {Path.cwd()}", Path(name).is_file()
     else:
-        what, there = f"executable file {name!r}, neither in PATH nor as a path", bool(shutil.which(name, path=path))
+        what, there = f"executable file {name!r}, in PATH or as a path", any(map(shutil.which, (name, f"./{name}")))
     if not there:
         raise LauncherError(f"there is no {what}: correct the name of the program")
 

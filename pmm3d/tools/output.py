@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -97,12 +96,9 @@ class Trimmed:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for line in console.render_lines(self._table, options, pad=False):
-            while line and not line[-1].text.strip():
-                line.pop()
-            for number, segment in enumerate(line, 1):
-                text = segment.text.replace(JOINT, " ")
-                yield segment._replace(text=text.rstrip() if number == len(line) else text)
-            yield Segment.line()
+            text = Text.assemble(*((segment.text.replace(JOINT, " "), segment.style or "") for segment in line))
+            text.rstrip()
+            yield text
 
 
 def facts(title: str, rows: Mapping[str, str]) -> Trimmed:
@@ -121,15 +117,15 @@ def progress(command: str, shown: bool, stages: int) -> Iterator[Callable[[str, 
     The bar is drawn only when the function is called, so it disturbs no measurement. If stderr is not a terminal, a
     call with 0 stages done prints `what` as a line, and so does a call LINE_SECONDS after the last line.
     """
-    drawn, due = _drawn(command, shown), time.monotonic() + QUIET_SECONDS
-    drawn.add_task(command, total=stages, stage="")
-    with drawn:
+    due = QUIET_SECONDS
+    with _drawn(command, shown, stages) as drawn:
 
         def tell(what: str, done: int) -> None:
             nonlocal due
-            if what and shown and drawn.disable and (not done or time.monotonic() > due):
+            passed = drawn.tasks[0].elapsed or 0.0
+            if what and shown and drawn.disable and (not done or passed > due):
                 print(f"pmm3d {command}: {what}", file=sys.stderr, flush=True)
-                due = time.monotonic() + LINE_SECONDS
+                due = passed + LINE_SECONDS
             if done:
                 drawn.update(FIRST, advance=done, stage=what)
                 drawn.refresh()
@@ -146,43 +142,40 @@ def bar(command: str, shown: bool = True) -> Iterator[Callable[..., None]]:
     After QUIET_SECONDS a progress bar appears on stderr, or, if stderr is not a terminal, a line every LINE_SECONDS.
     The function need not be called: the time is always shown.
     """
-    drawn, over, said, begun = _drawn(command, shown), Event(), "", time.monotonic()
-    drawn.add_task(command, total=None, stage="")
+    drawn, over = _drawn(command, shown, None), Event()
+    task = drawn.tasks[0]
 
     def tell(done: int, total: int, what: str = "") -> None:
-        nonlocal said
-        said = f"{done:,} of {total:,} {what}".rstrip()
-        drawn.update(FIRST, completed=done, total=total, stage=said)
+        drawn.update(FIRST, completed=done, total=total, stage=f"{done:,} of {total:,} {what}".rstrip())
 
     def watch() -> None:
         pause = QUIET_SECONDS
-        while not over.wait(pause):
+        while shown and not over.wait(pause):
             if drawn.disable:
-                pause, passed = LINE_SECONDS, in_time(round(time.monotonic() - begun))
-                print(f"pmm3d {command}: {said or 'working'}, {passed}", file=sys.stderr, flush=True)
+                pause, passed = LINE_SECONDS, in_time(round(task.elapsed or 0))
+                print(f"pmm3d {command}: {task.fields['stage'] or 'working'}, {passed}", file=sys.stderr, flush=True)
             else:
                 pause = REFRESH_SECONDS
                 drawn.start()
                 drawn.refresh()
-
-    watching = Thread(target=watch, daemon=True)
-    if shown:
-        watching.start()
-    try:
-        yield tell
-    finally:
-        over.set()
-        if shown:
-            watching.join()
         if not drawn.disable:
             drawn.stop()
 
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(watch)
+        try:
+            yield tell
+        finally:
+            over.set()
 
-def _drawn(command: str, shown: bool) -> Progress:
+
+def _drawn(command: str, shown: bool, total: int | None) -> Progress:
     out = console(sys.stderr)
-    return Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[stage]}"),
-                    TimeElapsedColumn(), console=out, auto_refresh=False, transient=True,
-                    redirect_stdout=False, disable=not (shown and out.is_terminal))
+    drawn = Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[stage]}"),
+                     TimeElapsedColumn(), console=out, auto_refresh=False, transient=True,
+                     redirect_stdout=False, disable=not (shown and out.is_interactive))
+    drawn.add_task(command, total=total, stage="")
+    return drawn
 
 
 def check_writable(*paths: Path | None, text: Path | None = None) -> None:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 CONVERTED = (".csv", ".tsv", ".txt", ".npz")
 LINES_AT_ONCE = 2**14
-Shapes = dict[str, tuple[int, ...]]
-"""Shapes of data sets by name."""
 
 
 def predict_command(
@@ -43,13 +41,11 @@ def predict_command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
     prompt: Annotated[str | None, typer.Option(help="Text that a network of tokens continues, in place of "
                                                     "FILE.")] = None,
-    length: Annotated[int | None, size(0, "Tokens to generate after the prompt. Default: "
-                                          "200.")] = None,
+    length: Annotated[int | None, size(0, "Tokens to generate after the prompt. Default: 200.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="Divisor of the logits before a token is drawn. 0: "
                                                                   "take the most probable token, without a draw. "
                                                                   "Default: 1.")] = None,
-    top_k: Annotated[int | None, size(1, "Number of most probable tokens to draw from. Default: "
-                                         "all.")] = None,
+    top_k: Annotated[int | None, size(1, "Number of most probable tokens to draw from. Default: all.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the draws. Default: 0.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="A file of pmm3d convert text with the tokenizer of the run. "
                                                         "Default: the data file of the run.")] = None,
@@ -111,9 +107,11 @@ def predict_command(
             with bar("predict", comm.rank == 0) as tell:
                 asked = on_first(comm, first)
                 done = predict(comm, asked, tell)
-            written = done.shapes
+            written = dict(done.shapes)
             if out is not None and asked.target != out:
-                written = on_first(comm, lambda: _write_csv(asked.target, out, done.shapes))
+                on_first(comm, lambda: _write_csv(asked.target, out))
+                if "classes" in written:
+                    del written["outputs"]
         if comm.rank == 0:
             sizes = (f"{name} {' x '.join(map(str, shape))}" for name, shape in written.items())
             say(f"wrote {out}: {', '.join(sizes)}; by {done.checkpoint} on grid {done.grid}")
@@ -188,9 +186,8 @@ def _convert(file: Path, target: Path, inputs: str | None) -> None:
         raise DataError(f"{error}. {remedy}") from None
 
 
-def _write_csv(source: Path, out: Path, shapes: Shapes) -> Shapes:
-    """Write predictions in HDF5 as CSV: outputs, or the most probable class and the probability of each class. Return
-    the shapes of what the file contains."""
+def _write_csv(source: Path, out: Path) -> None:
+    """Write predictions in HDF5 as CSV: outputs, or the most probable class and the probability of each class."""
     import h5py
     import numpy as np
 
@@ -209,4 +206,3 @@ def _write_csv(source: Path, out: Path, shapes: Shapes) -> Shapes:
             texts = np.asarray(values[rows]).astype(str).tolist()
             chosen = None if classes is None else classes[rows].tolist()
             lines.writerows(texts if chosen is None else ([names[at], *line] for at, line in zip(chosen, texts)))
-    return {name: shape for name, shape in shapes.items() if (name == "outputs") == (classes is None)}

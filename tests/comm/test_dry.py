@@ -182,7 +182,7 @@ def test_arrays_of_a_dry_run_do_not_meet_messages(comm):
     with Grid(comm) as grid, dry_like(grid) as dry:
         array = dry.library("numpy").empty((3, 3), "float32")
         with pytest.raises(Pmm3dError, match=r"belong to their Grid\.dry"):
-            grid.everyone.all_reduce(array)
+            grid.everyone.all_reduce(array).wait()
         with pytest.raises(Pmm3dError, match=r"belong to their Grid\.dry"):
             grid.library(array.library)
         assert grid.dry_run is None and grid.library("numpy") == NumpyLibrary()

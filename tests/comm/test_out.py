@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from loops import given
 
-from pmm3d import Grid, LayoutError, OutOfMemoryError
+from pmm3d import DTypeError, Grid, LayoutError, OutOfMemoryError
 from pmm3d.arrays import NumpyLibrary
 
 pytestmark = pytest.mark.parallel([3])
@@ -126,3 +126,40 @@ def test_memory_that_one_rank_lacks(axis, monkeypatch):
     with pytest.raises(OutOfMemoryError, match="rank 1: .*out of memory: Unable to allocate it"):
         axis.all_gather(np.ones(3)).wait()
     monkeypatch.undo()
+
+
+WRONG = {
+    "a masked array": lambda array: np.ma.array(array),
+    "a list": lambda array: array.tolist(),
+    "without dims": lambda array: np.float64(1),
+    "objects": lambda array: array.astype(object),
+    "texts": lambda array: array.astype(str),
+}
+
+
+def test_an_array_that_one_rank_cannot_send_is_refused_on_every_rank(axis):
+    for name, make in WRONG.items():
+        for operation in (axis.all_gather, axis.reduce_scatter, axis.all_reduce, axis.all_to_all, axis.shift):
+            with given(name=name, operation=operation.__name__):
+                array = memory(axis, 2)
+                with pytest.raises((LayoutError, DTypeError)) as raised:
+                    operation(make(array) if axis.index == 1 else array).wait()
+                assert raised.value.everywhere
+
+
+def test_an_option_that_one_rank_gets_wrong_is_refused_on_every_rank(axis):
+    for beta in ("2", 1j, True):
+        with given(beta=beta), pytest.raises((LayoutError, DTypeError)) as raised:
+            axis.reduce_scatter(memory(axis, 2), out=np.ones(2), beta=beta if axis.index == 1 else 2).wait()
+        assert raised.value.everywhere
+    with pytest.raises(DTypeError):
+        axis.reduce_scatter(memory(axis, 2).astype(int), out=np.ones(2, int), beta=0.5).wait()
+
+
+def test_an_inference_tensor_is_written_to_in_inference_mode_only(axis):
+    torch = pytest.importorskip("torch")
+    with torch.inference_mode():
+        out = torch.zeros(2)
+        axis.all_reduce(torch.ones(2), out=out).wait()
+    assert out.tolist() == [axis.size] * 2
+    refused("read-only", lambda: axis.all_reduce(torch.ones(2), out=out))

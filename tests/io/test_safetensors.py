@@ -117,3 +117,9 @@ def test_a_full_disk_leaves_the_tensor_file_as_it_was(grid, shared_path, fails):
         fails("cannot be written: File too large", lambda: export_safetensors(grid, path, large))
     assert os.listdir(shared_path) == [path.name]
     import_safetensors(grid, path, tensors(grid), **FORMS)
+
+
+def test_a_target_in_a_folder_that_is_a_file_is_refused_on_every_rank(grid, shared_path, fails):
+    on_rank_0(grid, lambda: (shared_path / "file").write_text("text"))
+    fails("cannot be written", lambda: export_safetensors(grid, shared_path / "file" / "model.safetensors",
+                                                          tensors(grid), **FORMS))

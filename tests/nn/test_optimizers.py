@@ -340,8 +340,9 @@ def test_groups_that_do_not_fit_are_refused(comm, fails):
             with given(said=said):
                 fails(Pmm3dError, said, lambda group=group: optimizer.add_param_group(group))
                 assert len(optimizer.groups) == 1 and optimizer.parameters == rest
-        optimizer.groups[0]["params"] = rest[1:]
-        fails(Pmm3dError, "requires_grad_", optimizer.step)
+        for others in rest[1:], [weight, *rest[1:]]:
+            optimizer.groups[0]["params"] = others
+            fails(Pmm3dError, f"lack {rest[0].name}.*requires_grad_", optimizer.step)
 
 
 @pytest.mark.parallel([2])

@@ -322,7 +322,7 @@ def test_values_with_more_digits_are_kept_before_the_first_step(comm, shared_pat
     """Also if the network is settled afterwards, and with an optimizer that splits its state. A network that is not
     trained has no master weights."""
     def check(grid):
-        source = nn.MLP(grid, SIZES, seed=1)
+        source = nn.MLP(grid, SIZES, nn.gelu, seed=1)
         wanted = {name: whole(each) for name, each in source.state_dict().items()}
         low = dict(zip(("dtype", "library"), LOW[0]))
         for split, before in ((False, True), (True, True), (True, False)):

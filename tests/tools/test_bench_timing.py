@@ -9,7 +9,10 @@ import pytest
 import standin
 from rich.console import Console
 
-from pmm3d.errors import DTypeError
+from pmm3d import Grid
+from pmm3d.errors import DTypeError, OutOfMemoryError
+from pmm3d.layout import GridShape
+from pmm3d.model import ProductPlan
 from pmm3d.tools import timing
 from pmm3d.tools.bench import measure
 from pmm3d.tools.bench.result import Case
@@ -55,6 +58,16 @@ def test_the_rate_of_the_cube_is_measured_and_shown_once(comm, monkeypatch, m, s
     assert result.limit.core_gflops == (12 if shown_twice else 11)
     assert result.limit.square_core_gflops == 11
     assert ("32 cubed: 11" in shown(result)) == ("of 32 cubed on all cores" in shown(result)) == shown_twice
+
+
+def test_memory_of_work_arrays_counts_if_the_product_has_them(monkeypatch):
+    plan = ProductPlan(64, 64, 64, "float64", GridShape(1, 1, 2))
+    monkeypatch.setattr(measure, "free_memory", lambda grid: (plan.memory - plan.workspace, "n7"))
+    with Grid.dry((1, 1, 2)) as grid:
+        for options in ({"shared": True}, {"panels": 2}, {"max_workspace": 1}):
+            measure._check_memory(Case(64, 64, 64, **options), grid)
+        with pytest.raises(OutOfMemoryError, match="host n7"):
+            measure._check_memory(Case(64, 64, 64), grid)
 
 
 @pytest.mark.parallel([1])

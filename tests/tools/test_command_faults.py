@@ -113,6 +113,7 @@ IMPOSSIBLE = [
     (("train", "latin.toml"), "latin.toml is not TOML: 'utf-8' codec can't decode byte 0xe9"),
     (("train", "deep.toml"), "deep.toml is not TOML: maximum recursion depth exceeded"),
     (("train", "digits.toml"), "digits.toml is not TOML: Exceeds the limit"),
+    (("train", "good.toml", "--accept", "data"), "--accept has no effect without --resume"),
     (("train", "red.toml"), r"cannot open red\x1b[31m.h5"),
     (("train", "good.toml", "--trace", "folder"), "cannot write folder: it is a folder"),
     (("report", "deep.json"), "maximum recursion depth exceeded"),

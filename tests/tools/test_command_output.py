@@ -286,6 +286,16 @@ def test_a_bar_appears_on_a_terminal_after_a_while_and_leaves_nothing(monkeypatc
         assert without_colours(screen.getvalue()).endswith("\r") == shown or not shown
 
 
+def test_a_training_says_that_it_starts(tmp_path):
+    (tmp_path / "x.csv").write_text("a,b\n" + "1,2\n" * 8)
+    (tmp_path / "x.toml").write_text("[data]\nfile = 'x.h5'\n[grid]\nshape = 'auto'\n[training]\nsteps = 1\n")
+    early = "from pmm3d.tools import output\noutput.QUIET_SECONDS = 0.01\n"
+    subprocess.run(command("convert", "x.csv", "x.h5"), cwd=tmp_path, check=True)
+    done = subprocess.run([sys.executable, "-c", early + PROGRAM, "train", "x.toml"], cwd=tmp_path, capture_output=True,
+                          text=True, check=True)
+    assert done.stderr.count("pmm3d train: working, ") == 1
+
+
 def test_a_measurement_says_on_a_file_where_it_is(monkeypatch, capsys):
     """By the calls of the measurement alone: no thread takes a core from it."""
     monkeypatch.setattr(output, "QUIET_SECONDS", -1.0)

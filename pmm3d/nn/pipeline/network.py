@@ -148,13 +148,13 @@ class Pipeline(Module):
         self.all_names = tuple(names.values())
         self.tied = self._tied()
         self._apart = dict[tuple[int, Parameter], tuple[GradientBuffer, int]]()
-        self._again: dict[int, list[Parameter]] = {stage: [] for stage in own}
+        self._again: dict[int, set[Parameter]] = {stage: set() for stage in own}
         """Stage -> tied weights that an earlier stage of this rank also holds."""
         for name, parameter in self.named_parameters().items():
             stages, parameter.whole = self.tied.get(name, ()), grid
             parameter.counts = not stages or self.rank_of[stages[0]] == self.index
             for stage in [each for each in stages if each in self.stages][1:]:
-                self._again[stage].append(parameter)
+                self._again[stage].add(parameter)
         self._random = {module: dry for one, other in same for (_, dry), (_, module)
                         in zip(one.named_modules(), other.named_modules()) if hasattr(module, "calls")}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,17 +19,21 @@ if TYPE_CHECKING:
 
 
 def train_job(config: Config, comm: MPI.Intracomm, resume: str, trace: Path | None,
-              accept: frozenset[str] = frozenset(), again: str = "") -> bool:
+              accept: frozenset[str] = frozenset(), again: str = "",
+              starting: AbstractContextManager[object] = nullcontext()) -> bool:
     """Train by a Config on the ranks of comm. Return False if a signal ended the run early.
 
     resume: "auto", "never" or the path of a checkpoint; trace: path of a Chrome trace, or None; accept: as in
     `TrainState.resume`, also for initial weights and validation; again: the command that resumes the run, for its
-    summary.
+    summary; starting: context in which the grid is planned, the data opened and the network made.
     """
     with Signals() as signals:
         from .build import trainer  # imported late, because signals must be collected during the long import
 
-        with trainer(config, comm, signals, accept, trace=bool(trace)) as run, run.owning():
+        with ExitStack() as stack:
+            with starting:
+                run = stack.enter_context(trainer(config, comm, signals, accept, trace=bool(trace)))
+            stack.enter_context(run.owning())
             finished = _train_on(run, config, resume, trace, accept, again)
         if finished:
             signals.retire()

@@ -111,13 +111,11 @@ def _compare(config: Config, data: Data, other: Data, accept: Collection[str]) -
     section, grid = config.data, data.grid
     with grid.collective_call("training", sorted(accept)):
         compare(data.facts, other.facts, accept, str(section.validation_file), rank=grid.rank, error=DataError)
-    if isinstance(data, TokenDataSet) or isinstance(other, TokenDataSet):
-        with grid.collective_call("training"):
+        if isinstance(data, TokenDataSet) or isinstance(other, TokenDataSet):
             if other.classes != data.classes:
                 raise Pmm3dError(f"{section.validation_file} has a vocabulary of {other.classes} tokens, "
                                  f"{section.file} one of {data.classes}: convert both with the same tokenizer")
-        return
-    with grid.collective_call("training"):
+            return
         if (other.features, other.outputs) != (data.features, data.outputs):
             raise Pmm3dError(f"{section.validation_file} has {other.features} features and {other.outputs} "
                              f"targets a row, {section.file} {data.features} and {data.outputs}")

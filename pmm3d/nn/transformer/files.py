@@ -112,13 +112,12 @@ class Published(Sequential):
 
 def read_architecture(grid: Grid, path: StrPath) -> Architecture:
     """Architecture in the configuration of a folder or a file. Collective. Raises CheckpointError on every rank."""
-    path, config = Path(path), None
+    path, of = Path(path), None
     with grid.collective_call("load", str(path), always=True), file_errors(path, "read"):
         if grid.rank == 0:
-            config = _config(path)
-    config = grid.comm.bcast(config)
-    with grid.collective_call("load", str(path), always=True):
-        return architecture_of(config, str(path))
+            of = architecture_of(_config(path), str(path))
+    found: Architecture = grid.comm.bcast(of)
+    return found
 
 
 def _config(path: Path) -> dict[str, Any]:

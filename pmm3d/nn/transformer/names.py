@@ -9,6 +9,7 @@ from ...errors import CheckpointError, LayoutError
 from ...layout import natural, offsets, real
 from ...text import names_in_words
 from ..exchange import Columns, Names, Stored
+from ..facts import LAYERS
 from .blocks import POSITIVE, gate_unit, qkv_turns
 
 KINDS = {"gpt2": "GPT", "llama": "Llama", "mistral": "Llama"}
@@ -75,12 +76,8 @@ class Architecture(NamedTuple):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts of the network, as `facts_of` returns them."""
-        gpt = self.kind == "gpt2"
-        found = {"vocabulary": self.vocabulary, "heads": self.heads, "causal": True, "window": self.window,
-                 "eps": self.eps, "rotary_base": None if gpt else self.rotary_base,
-                 "activation": "gelu_tanh" if gpt else "silu"}
-        return {f"network.{name}": value for name, value in found.items()}
+        """Facts of the network that `facts_of` returns too."""
+        return {f"network.{name}": value for name, value in self.options.items() if name in LAYERS}
 
 
 def names_of(of: Architecture) -> dict[str, Names]:

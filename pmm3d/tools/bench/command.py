@@ -55,9 +55,8 @@ def bench_command(
                                         help="freivalds: a randomized check; exact: also compare a product of integers "
                                              "exactly; auto: exact for a small product, otherwise freivalds; "
                                              "none.")] = "auto",
-    panels: Annotated[int | None, size(1, "Number of panels along k. The messages of one panel run "
-                                          "during the GEMM of another. --max-workspace may raise the "
-                                          "number. Default: 1.")] = None,
+    panels: Annotated[int | None, size(1, "Number of panels along k. The messages of one panel run during the GEMM of "
+                                          "another. --max-workspace may raise the number. Default: 1.")] = None,
     overlap: Annotated[str, typer.Option(callback=one_of(*OVERLAPS),
                                          help="none; decomposed: rows of A are multiplied as they arrive, and rows of "
                                               "C are sent when they are computed; auto: none on one node, decomposed "

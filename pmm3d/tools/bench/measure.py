@@ -60,9 +60,9 @@ def run(case: Case, comm: MPI.Intracomm, shape: Any = "auto", *, tell: Tell = la
 
 def _check_memory(case: Case, grid: Grid) -> None:
     """Store the predicted memory for the message of an OutOfMemoryError. Raise one, on all ranks, if the hosts have
-    less. With panels or a limit of the work arrays, only the matrices are counted. Collective."""
+    less. With panels, a limit of the work arrays or shared operands, only the matrices are counted. Collective."""
     plan = ProductPlan(*case.product, case.dtype, grid.shape)
-    fixed = plan.memory - plan.workspace * bool(case.panels or case.max_workspace)
+    fixed = plan.memory - plan.workspace * bool(case.panels or case.max_workspace or case.shared)
     grid.ledger.predict("A, B, C and work arrays", plan.memory)
     free, host = free_memory(grid)
     with grid.collective_call("bench: memory", always=True):

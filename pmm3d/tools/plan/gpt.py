@@ -49,8 +49,7 @@ def gpt_command(
                                                    "innermost first. Default: y,x,z,data.")] = None,
     powers_of_two: Annotated[bool, typer.Option("--powers-of-two", help="For --terms axonn: only grids whose sizes are "
                                                                         "powers of two.")] = False,
-    min_tensor: Annotated[int | None, size(1, "For --terms axonn: smallest x times y times z. "
-                                              "Default: 1.")] = None,
+    min_tensor: Annotated[int | None, size(1, "For --terms axonn: smallest x times y times z. Default: 1.")] = None,
     memory: options.Memory = None,
     mtbf: options.Mtbf = None,
     write_seconds: options.WriteSeconds = None,

@@ -22,8 +22,7 @@ OF_A_RANK = "one number for a rank, split equally among its stages; or one for e
 @one_process
 def pipeline_command(
     ranks: Annotated[int | None, size(1, "Ranks of the pipeline. Default: those of FILE.csv.", MOST_RANKS)] = None,
-    micro_batches: Annotated[int | None, size(1, "Micro-batches of a step. Default: those of "
-                                                 "FILE.csv.")] = None,
+    micro_batches: Annotated[int | None, size(1, "Micro-batches of a step. Default: those of FILE.csv.")] = None,
     schedule: Annotated[str | None, typer.Option(help=f"A name: {NAMES}; or FILE.csv, a table in "
                                                       "PyTorch's notation. Default: compare all names.")] = None,
     chunks: Annotated[int | None, size(1, "Stages of a rank. Default: as many as the schedule has; 2 "

@@ -158,15 +158,6 @@ def choice(timed: Sequence[Timed], dtype: str = "") -> Timed:
     return next(each for each in timed if each.seconds(dtype) <= least * (1 + EQUAL))
 
 
-def operand_bytes(gemms: Iterable[Gemm]) -> int:
-    """Return the bytes of the operands of a process. GEMMs of one type share them."""
-    sizes = Counter[tuple[str, str]]()
-    for m, n, k, dtype, *_ in gemms:
-        for name, size in (("a", m * k), ("b", k * n), ("c", m * n)):
-            sizes[dtype, name] = max(sizes[dtype, name], size)
-    return sum(itemsize(dtype) * size for (dtype, _), size in sizes.items())
-
-
 class WorkerPool:
     """A process for each rank, on its own cores, with one candidate. The processes end with `stack`.
 
@@ -212,8 +203,11 @@ def measure(found: Sequence[Candidate], gemms: Sequence[Gemm], ranks: int, threa
     Raises Pmm3dError if no candidate can be used, or if the memory of this node cannot hold the operands of all
     processes.
     """
-    nbytes, free = operand_bytes(gemms), available_memory() // (ranks * len(found))
-    if lack := lack_of_memory("a BLAS with its operands", nbytes, free, gethostname()):
+    operands: dict[str, int] = {}  # of the largest GEMM of each type; smaller ones use parts of its operands
+    for m, n, k, dtype, *_ in gemms:
+        operands[dtype] = max(operands.get(dtype, 0), itemsize(dtype) * (m * k + k * n + m * n))
+    free = available_memory() // (ranks * len(found))
+    if lack := lack_of_memory("a BLAS with its operands", sum(operands.values()), free, gethostname()):
         raise OutOfMemoryError(f"{lack} and {len(found)} BLASes. Name fewer with --blas, or give smaller sizes or more "
                                "--ranks")
     tell("looking for BLASes", 0)
