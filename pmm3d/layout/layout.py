@@ -410,7 +410,7 @@ def unit_of(unit: Unit, axis: str) -> int:
     return unit if isinstance(unit, int) else dict(unit).get(axis, 1)
 
 
-def order_of(unit: Unit) -> RowOrder | None:
+def order_of(unit: Unit | Mapping[str, Any]) -> RowOrder | None:
     """Order in which the rows (or columns) of a dim are stored; None: ascending.
 
         >>> order_of((("", RowOrder("zigzag", 8, 2, 1)), ("data", 8))), order_of(8)
@@ -420,13 +420,16 @@ def order_of(unit: Unit) -> RowOrder | None:
 
 
 def without_order(layout: Layout) -> Layout:
-    """The layout with rows and columns stored in ascending order."""
-    units = [unit if order_of(unit) is None else {axis: number for axis, number in dict(unit).items() if axis}
-             for unit in layout.units]
+    """The layout with rows and columns stored in ascending order.
+
+        >>> without_order(Layout("z", units=({"": RowOrder("zigzag", 8, 2, 1)}, 1)))
+        Layout(rows=('z',), cols=())
+    """
+    units = [unit if isinstance(unit, int) else tuple(entry for entry in unit if entry[0]) for unit in layout.units]
     return layout if units == [*layout.units] else Layout(layout.rows, layout.cols, layout.sums, units)
 
 
-def order_entry(unit: Unit) -> tuple[tuple[str, RowOrder], ...]:
+def order_entry(unit: Unit | Mapping[str, Any]) -> tuple[tuple[str, RowOrder], ...]:
     """The entry of a unit that contains its order; none if the order is ascending."""
     order = order_of(unit)
     return () if order is None else (("", order),)
