@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable
 from math import isfinite
 
@@ -98,6 +97,8 @@ def shell_command(*words: object) -> str:
         >>> shell_command("pmm3d", "report", "run 1")
         "pmm3d report 'run 1'"
     """
+    import shlex  # only commands need it
+
     return shlex.join(map(str, words))
 
 

@@ -15,10 +15,10 @@ from .codec import Cast, Codec
 from .communicator import LEAVING, all_leave, check_communicator, own_duplicate
 from .engine import Pending, PlanResources
 from .executor import Awaited, Buffers, following, run_schedule, under_way, wait_for_all, work_bytes
-from .grid import Grid
+from .grid import Grid, free_memory
 from .guard import at_end, one_thread
 from .ledger import Entry, Key, Ledger, Record, clock
-from .nodes import Host, Processes, free_memory, hosts, mpi_name, set_node_maps
+from .nodes import Host, Processes, hosts, mpi_name, set_node_maps
 from .persistent import Persistent
 from .pieces import Arrivals, Departures
 from .point_to_point import TAGS

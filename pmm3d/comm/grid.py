@@ -17,6 +17,7 @@ from ..arrays.blas_choice import take_blas
 from ..errors import GridError, Pmm3dError
 from ..layout import AXES, PIPE, STAGE, GridShape
 from ..model.environment import Settings
+from ..model.machine import available_memory
 from ..model.node_map import FLAT, NodeMap
 from ..model.ranking import Product
 from ..text import counted
@@ -599,3 +600,11 @@ class Stage(Grid):
         except Exception as agreed:
             agreed.everywhere = False  # type: ignore[attr-defined]  # other stages do not raise it
             raise
+
+
+def free_memory(grid: Grid) -> tuple[int, str]:
+    """Return (free bytes for each rank of the grid, name of the host) of the host that has least; (0, "") if unknown.
+    Ranks that the grid leaves idle need none. Collective."""
+    host, busy = grid.host_of(grid.rank), [grid.host_of(rank) for rank in range(grid.shape.size)]
+    answers = grid.comm.allgather((available_memory() // max(1, busy.count(host)), host))
+    return min([answer for answer in answers if answer[0]], default=(0, ""))

@@ -16,13 +16,12 @@ import numpy as np
 from mpi4py import MPI
 
 from ..layout import ALL, STAGE, GridShape
-from ..model.machine import available_memory, cores
+from ..model.machine import cores
 from ..model.node_map import FLAT, NodeMap, node_map_over
 from ..model.notes import show_notes
 
 if TYPE_CHECKING:
     from ..model.machines import Machine
-    from .grid import Grid
 
 DEAD = "dead: its process is gone"
 COMPUTES = "it computes without letting Python's threads run"
@@ -210,14 +209,6 @@ def hosts(comm: MPI.Intracomm, names: Iterable[str], threads: int) -> list[Host]
         usable[name] = usable.get(name, 0) | mask
     return [Host(name, tuple(own), min(usable[name].bit_count(), len(own) * max(1, threads)))
             for name, own in ranks.items()]
-
-
-def free_memory(grid: Grid) -> tuple[int, str]:
-    """Return (free bytes for each rank of the grid, name of the host) of the host that has least; (0, "") if unknown.
-    Ranks that the grid leaves idle need none. Collective."""
-    host, busy = grid.host_of(grid.rank), [grid.host_of(rank) for rank in range(grid.shape.size)]
-    answers = grid.comm.allgather((available_memory() // max(1, busy.count(host)), host))
-    return min([answer for answer in answers if answer[0]], default=(0, ""))
 
 
 def mpi_name() -> str:

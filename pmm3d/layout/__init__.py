@@ -7,15 +7,15 @@ from .cuts import matrix_shape, natural, naturals, offsets, overlapping, part_ra
 from .distribution import Split, Tile, Tiled
 from .dtypes import LABEL_DTYPE, LOW_PRECISION, MATRIX_DTYPES, aligned, check_same_dtype, itemsize
 from .layout import EMPTY, Box, Layout, RaggedRows, batch_layout, order_of, without_order
-from .order import ORDERS, RowOrder
 from .placement import Placement
 from .shape import ALL, AXES, FIRST, PIPE, SEQ, STAGE, ULYSSES, Coords, GridShape, is_axis_name, parse_shape
 from .transitions import Step, transitions
 
-if TYPE_CHECKING:  # imported at first use: layouts of other codes
+if TYPE_CHECKING:  # imported at first use: layouts of other codes, and orders of rows
     from .foreign import BlockCyclic, Blocks
+    from .order import ORDERS, RowOrder
 
-_FOREIGN = "BlockCyclic", "Blocks"
+_LATER = {"BlockCyclic": ".foreign", "Blocks": ".foreign", "ORDERS": ".order", "RowOrder": ".order"}
 
 __all__ = [
     "ALL", "AXES", "EMPTY", "FIRST", "LABEL_DTYPE", "LOW_PRECISION", "MATRIX_DTYPES", "ORDERS", "PIPE", "SEQ", "STAGE",
@@ -27,6 +27,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _FOREIGN:
+    if name not in _LATER:
         raise AttributeError(f"module 'pmm3d.layout' has no attribute {name!r}")
-    return getattr(import_module(".foreign", __name__), name)
+    return getattr(import_module(_LATER[name], __name__), name)

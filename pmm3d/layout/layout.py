@@ -7,12 +7,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 from ..errors import LayoutError
 from .cuts import natural
-from .order import RowOrder
 from .shape import AXES, Coords, GridShape, can_be_named, is_axis_name
+
+if TYPE_CHECKING:
+    from .order import RowOrder
 
 Axes = str | tuple[str, ...] | list[str]
 Unit = int | tuple[tuple[str, Any], ...]
@@ -413,6 +415,7 @@ def unit_of(unit: Unit, axis: str) -> int:
 def order_of(unit: Unit | Mapping[str, Any]) -> RowOrder | None:
     """Order in which the rows (or columns) of a dim are stored; None: ascending.
 
+        >>> from .order import RowOrder
         >>> order_of((("", RowOrder("zigzag", 8, 2, 1)), ("data", 8))), order_of(8)
         (RowOrder(name='zigzag', length=8, block=2, ranks=1), None)
     """
@@ -422,6 +425,7 @@ def order_of(unit: Unit | Mapping[str, Any]) -> RowOrder | None:
 def without_order(layout: Layout) -> Layout:
     """The layout with rows and columns stored in ascending order.
 
+        >>> from .order import RowOrder
         >>> without_order(Layout("z", units=({"": RowOrder("zigzag", 8, 2, 1)}, 1)))
         Layout(rows=('z',), cols=())
     """

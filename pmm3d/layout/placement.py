@@ -9,9 +9,8 @@ from itertools import product
 
 from ..errors import LayoutError
 from .cuts import matrix_shape
-from .distribution import Split, Tile, check_window
+from .distribution import Distribution1D, Split, Tile, check_window
 from .layout import EMPTY, Box, Layout, cutting_units, order_of
-from .order import Ordered
 from .shape import Coords, GridShape
 
 
@@ -96,14 +95,14 @@ class Placement:
                 yield box, box.moved(row.local - row.start, col.local - col.start).within(EMPTY)
 
     @cached_property
-    def rows(self) -> Split | Ordered:
+    def rows(self) -> Distribution1D:
         return self._split(0)
 
     @cached_property
-    def cols(self) -> Split | Ordered:
+    def cols(self) -> Distribution1D:
         return self._split(1)
 
-    def _split(self, dim: int) -> Split | Ordered:
+    def _split(self, dim: int) -> Distribution1D:
         axes, size = (self.layout.rows, self.layout.cols)[dim], (self.whole or self.shape)[dim]
         units = cutting_units(size, axes, self.layout.units[dim], self.grid)
         counts = tuple(getattr(self.grid, axis) for axis in axes)
@@ -115,6 +114,8 @@ class Placement:
             raise LayoutError(f"{self.shape[dim]} of {size} rows, which are stored in {order.name} order in sequences "
                               f"of {order.length}: select all rows of complete sequences, or redistribute the matrix "
                               "to a layout without an order first")
+        from .order import Ordered
+
         return Ordered(split, order)
 
     def most(self) -> tuple[int, int, int]:
