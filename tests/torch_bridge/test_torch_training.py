@@ -486,8 +486,8 @@ def test_a_mean_divides_by_what_torch_divides_by(comm, fails, caplog):
         assert [record.args for record in caplog.records if "mean(grid, losses, weights)" in record.message] == [
             ()] * (grid.rank == 0)
         for other in (rows(x)[:, 0][:1], rows(x)[:, :1]):
-            own = rows(x)[:, 0]
-            fails(LayoutError, "another shape", lambda: mean(grid, own, own if grid.data.index < grid.data.size - 1 else other))
+            own, is_last = rows(x)[:, 0], grid.data.index == grid.data.size - 1
+            fails(LayoutError, "another shape", lambda: mean(grid, own, other if is_last else own))
         for title, options in cases.items():
             labels = targets.get(title, y)
             counts = (labels != options.get("ignore_index", -100)).double()
