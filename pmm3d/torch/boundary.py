@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from math import nan
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from ..product.relayout import relayout
 from .grid_parameter import ROWS, digest
 from .operation import BackwardPasses
 
+logger = logging.getLogger("pmm3d.torch")
 WHOLE = layout_of(ROWS)
 """Layout of a batch whose rows are split and whose columns are all on each rank."""
 LIKE_LOSSES = 1e-3
@@ -139,11 +142,14 @@ def mean(grid: Grid, losses: torch.Tensor, weights: torch.Tensor | None = None) 
         On every rank, if ranks along x or y have different losses. They compare their sums in the first call with
         gradients and in the first one without; with PMM3D_DEBUG=1 in each call.
     LayoutError
-        On every rank, if labels are ignored and the weights are not known: for a function of the result of
-        `cross_entropy`, and without gradients. Pass the weights.
+        On every rank, for weights of another shape, and if labels are ignored and the weights are not known: for a
+        function of the result of `cross_entropy`, and without gradients after a call with gradients. Pass the weights.
 
     Notes
     -----
+    Without gradients, ignored labels are not known before the first call with gradients: pass the weights. Rank 0 warns
+    if such losses are exactly 0.
+
     Each rank receives 24 bytes from others along data and z. If all ranks have the same number of rows, the plain mean
     of a rank's own rows trains the same.
 
@@ -160,15 +166,26 @@ def mean(grid: Grid, losses: torch.Tensor, weights: torch.Tensor | None = None) 
     if passes.compares(f"mean {trains}"):
         passes.compare("mean", _sums_of(losses), OTHER_LABELS, trains, cols=(), spread=LIKE_LOSSES)
     found, direct = _weights_of_torch(losses) if weights is None else (weights, True)
-    losses = losses if weights is None else losses * weights
-    given = torch.ones_like(losses, requires_grad=False) if found is None else found
-    sums = torch.stack([each.detach().sum(dtype=torch.float64) for each in (losses, given, torch.ones_like(given))])
+    unknown, fits = weights is None and losses.grad_fn is None, weights is None or weights.shape == losses.shape
+    losses = losses * weights if weights is not None and fits else losses
+    given = found if found is not None and fits else torch.ones_like(losses, requires_grad=False)
+    terms = losses, given, losses != 0 if unknown else torch.ones_like(given)
+    sums = torch.stack([each.detach().sum(dtype=torch.float64) for each in terms]) + (0 if fits else nan)
     with grid.ledger.phase("loss"):
         total, count, number = sum_over(grid, sums.view(1, 3), ROWS)[0]
+    if weights is not None and bool(count.isnan()):
+        raise LayoutError("mean: the weights of a rank have another shape than its losses, or are NaN. Pass a weight "
+                          "for each loss")
     ignores = weights is None and found is not None and bool(count != number)
-    if ignores and not direct or passes.ignores and weights is None and losses.grad_fn is None:
+    if ignores and not direct or passes.ignores and unknown:
         raise LayoutError("mean: cross_entropy ignores labels or weighs classes, and the number by which torch divides "
                           "is not known here. Pass mean(grid, losses, weights), with weights such as labels != -100")
+    if unknown and not passes.warned and bool(count != number):
+        passes.warned = True
+        if grid.rank == 0:
+            logger.warning(f"mean: {count - number:.0f} of {count:.0f} losses are exactly 0, and they count. If "
+                           "cross_entropy ignores their labels, pass mean(grid, losses, weights), with weights such as "
+                           "labels != -100. Without gradients, these labels are not known")
     passes.ignores |= ignores
     factor, shape = torch.where(count == 0, 0, passes.partners / count).to(losses.dtype), losses.shape
     return _linear(losses, (total / count).to(losses.dtype), lambda gradient: (gradient * factor).expand(shape))

@@ -47,9 +47,10 @@ class BackwardPasses:
     numbers    iterator of numbers for modules, the same on all ranks; they keep parameter names distinct
     copied     parameter of a plain module -> references to this module, and to its copy by `parallelize`
     ignores    whether a mean had ignored labels
+    warned     whether a mean has warned about losses of 0
     """
 
-    ignores = False
+    ignores = warned = False
 
     def __init__(self, grid: Grid):
         self.grid, self.parallel = grid, BackwardSync.of(grid)

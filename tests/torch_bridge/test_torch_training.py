@@ -466,9 +466,9 @@ CROSS = nn.functional.cross_entropy
 
 
 @pytest.mark.parallel([2])
-def test_a_mean_divides_by_what_torch_divides_by(comm, fails):
+def test_a_mean_divides_by_what_torch_divides_by(comm, fails, caplog):
     """Ignored labels, weights of classes, more dims; all labels ignored. With a function of the losses, and without
-    gradients, the weights must be given."""
+    gradients, the weights must be given. A warning says so if no call had gradients."""
     torch.manual_seed(0)
     plain, x, y = nn.Linear(4, 3).double(), torch.randn(8, 4).double(), torch.randint(3, (8,))
     y[:6] = -100
@@ -479,6 +479,15 @@ def test_a_mean_divides_by_what_torch_divides_by(comm, fails):
 
     def check(grid):
         rows, net = lambda each: input_rows(grid, each), parallelize(plain, grid)
+        caplog.clear()
+        with torch.no_grad():
+            for _ in range(2):
+                mean(grid, CROSS(net(rows(x)), rows(y), reduction="none"))
+        assert [record.args for record in caplog.records if "mean(grid, losses, weights)" in record.message] == [
+            ()] * (grid.rank == 0)
+        for other in (rows(x)[:, 0][:1], rows(x)[:, :1]):
+            own, is_last = rows(x)[:, 0], grid.data.index == grid.data.size - 1
+            fails(LayoutError, "another shape", lambda: mean(grid, own, other if is_last else own))
         for title, options in cases.items():
             labels = targets.get(title, y)
             counts = (labels != options.get("ignore_index", -100)).double()
