@@ -321,7 +321,6 @@ def test_a_recipe_that_makes_no_sense_is_refused_before_a_step():
                 Recipe("mse", **{"epochs": 1, **options})
 
 
-@some
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_an_evaluation_is_of_all_batches_of_a_loader(comm, samples, micro_batches):
@@ -346,6 +345,7 @@ def test_an_evaluation_is_of_all_batches_of_a_loader(comm, samples, micro_batche
         assert trainer.figures["loss"] == pytest.approx(whole["loss"])
 
 
+@some
 def test_an_evaluation_of_no_batches_is_no_loss_of_zero(comm):
     with Grid(comm, shape="ddp") as grid:
         net = nn.Linear(grid, 4, 2)
