@@ -81,13 +81,18 @@ class Tokenizer:
 
     @property
     def digest(self) -> str:
-        """Digest of all settings that change tokens; "bytes" without a tokenizer."""
+        """Digest of all settings that change tokens; "bytes" without a tokenizer. It is the same for the files of all
+        versions of the package, which write merges in two forms, and defaults or nothing."""
         known: Any = self.json
         if self.json is None:
             return "bytes"
-        with suppress(ValueError):
-            known = json.loads(self.json)
-            known = {key: known.get(key) for key in OF_TOKENS} if isinstance(known, dict) else known
+        with suppress(ValueError, AttributeError):
+            found = json.loads(self.json)
+            known = {key: found.get(key) for key in OF_TOKENS}
+            model = {key: value for key, value in known["model"].items()
+                     if key != "dropout" and value is not False and value not in (None, "")}
+            merges = [each if isinstance(each, str) else " ".join(each) for each in model.get("merges", ())]
+            known["model"] = model | {"merges": merges}
         return sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
 
     def encode(self, text: str | bytes) -> np.ndarray:
