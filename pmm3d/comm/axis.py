@@ -406,18 +406,19 @@ class Axis:
         try:
             library = library_of(array)
             self.choose_transport(library)
-            self._engine.transport.check_place(
-                library, *(each for each in (array, options.get("out")) if isinstance(each, type(array))))
             if array.ndim == 0:
                 raise LayoutError(f"{name}: an array without dims has no rows; use array.reshape(1)")
-            array = library.as_input(array)
             options = {option: _checked(name, option, value, library.dtype(array)) for option, value in options.items()}
+            arrays = [each for each in (array, options.get("out")) if isinstance(each, type(array))]
+            wrong = self._engine.transport.misplaced(library, arrays)
+            array = library.as_input(array) if wrong is None else array
         except Pmm3dError as error:  # every member raises it, in the comparison of the calls
             if self.size == 1 or options.get("agreed") or getattr(error, "everywhere", False):
                 raise
             library, array, options, wrong = NumpyLibrary(), np.empty(0), {}, error
         call = collectives.call_in_words(operation, library, array, options) if self._engine.debug else ""
-        return self.begin(name, lambda link: operation(link, library, array, **options), call, library, wrong)
+        return self.begin(name, lambda link: operation(link, library, array, **options), call,
+                          library if wrong is None else None, wrong)
 
     def choose_transport(self, library: NumpyLibrary) -> str:
         """The mode in which arrays of a library are sent along the axis; "" for arrays on the host.

@@ -16,8 +16,8 @@ from ..arrays import NumpyLibrary, library_here, library_kind
 from ..arrays.blas_choice import take_blas
 from ..errors import GridError, Pmm3dError
 from ..layout import AXES, PIPE, STAGE, GridShape
+from ..model import machine
 from ..model.environment import Settings
-from ..model.machine import available_memory
 from ..model.node_map import FLAT, NodeMap
 from ..model.ranking import Product
 from ..text import counted
@@ -606,5 +606,5 @@ def free_memory(grid: Grid) -> tuple[int, str]:
     """Return (free bytes for each rank of the grid, name of the host) of the host that has least; (0, "") if unknown.
     Ranks that the grid leaves idle need none. Collective."""
     host, busy = grid.host_of(grid.rank), [grid.host_of(rank) for rank in range(grid.shape.size)]
-    answers = grid.comm.allgather((available_memory() // max(1, busy.count(host)), host))
+    answers = grid.comm.allgather((machine.available_memory() // max(1, busy.count(host)), host))
     return min([answer for answer in answers if answer[0]], default=(0, ""))

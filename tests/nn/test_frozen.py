@@ -17,7 +17,8 @@ OPTIONS = ({}, {"recompute": True}, {"activations": "sharded"})
 
 
 def grads(net):
-    return {name: parameter.grad.gather() for name, parameter in net.named_parameters().items() if parameter.grad}
+    return {name: parameter.grad.gather() for name, parameter in net.named_parameters().items()
+            if parameter.grad is not None}
 
 
 @pytest.mark.parallel([4], thorough=[1])

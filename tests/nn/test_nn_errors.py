@@ -143,14 +143,15 @@ def test_a_shared_weight_determines_the_layer(grid, fails):
 
 
 @some
-def test_arguments_that_would_have_no_effect(grid, fails):
+def test_arguments_that_would_have_no_effect(grid, fails, shared_path):
     net, other = nn.Linear(grid, 3, 2), nn.Linear(grid, 3, 2)
+    nn.exchange.export_torch(net, path := shared_path / "x.safetensors")
     optimizer = optim.Adam(other.parameters())
     for load in nn.exchange.import_torch, nn.exchange.load_weights:
-        fails(Pmm3dError, "changes no parameter of the network", lambda: load(net, "x.safetensors", optimizer))
+        fails(Pmm3dError, "changes no parameter of the network", lambda: load(net, path, optimizer))
     fails(LayoutError, "got 'zagzig'", lambda: nn.Embedding(grid, 5, 4, order="zagzig"))
     with pytest.raises(Pmm3dError, match="changes no parameter"):  # on all ranks, if one rank has the mistake
-        nn.exchange.import_torch(net, "x.safetensors", optimizer if grid.rank == 0 else optim.Adam(net.parameters()))
+        nn.exchange.import_torch(net, path, optimizer if grid.rank == 0 else optim.Adam(net.parameters()))
     for steps in -3, "9":
         fails(Pmm3dError, "Cosine: steps is a number of steps, at least 1", lambda: optim.Cosine(optimizer, steps))
     fails(Pmm3dError, "Cosine: warm_up is a number of steps, at least 0", lambda: optim.Cosine(optimizer, 9, -1))

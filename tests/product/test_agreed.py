@@ -36,6 +36,7 @@ def devices(comm, monkeypatch):
     here = OnDevice(comm.rank)
     for place in ("stored", "matrix", "checks", "construct"):
         monkeypatch.setattr(f"pmm3d.product.{place}.library_of", lambda array: here, raising=False)
+    monkeypatch.setattr("pmm3d.arrays.libraries.library_of", lambda array: here)
     monkeypatch.setattr("pmm3d.comm.grid.library_here", lambda name: here, raising=False)
     OnDevice.allocated.clear()
     return OnDevice.allocated

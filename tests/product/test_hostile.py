@@ -142,7 +142,7 @@ OF_AXES = [
     ("counts floats", on_axis("reduce_scatter", np.ones(2), counts=[1.0, 1.0]), LayoutError, "counts is a list"),
     ("received text", on_axis("all_to_all", np.ones(2), received="ab"), LayoutError, "received is a list"),
     ("by float", on_axis("shift", np.ones(2), by=0.5), LayoutError, "by is a whole number; got 0.5"),
-    ("beta text", on_axis("reduce_scatter", np.ones(2), beta="1"), DTypeError, "beta is a number; got '1'"),
+    ("beta text", on_axis("reduce_scatter", np.ones(2), beta="1"), DTypeError, "scales float64; got '1'"),
 ]
 
 
