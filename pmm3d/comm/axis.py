@@ -402,7 +402,8 @@ class Axis:
         return self.begin(name, following(after, collective) if after else collective, "", library)
 
     def _start(self, operation: Callable[..., Collective[Array]], array: Array, **options: Any) -> Pending:
-        name, library, wrong = operation.__name__, NumpyLibrary(), None
+        name, library = operation.__name__, NumpyLibrary()
+        wrong: Pmm3dError | None
         try:
             library = library_of(array)
             self.choose_transport(library)
