@@ -148,26 +148,29 @@ def test_what_cannot_be_is_said_once_before_the_work(command_worlds, place):
             assert sorted(path.name for path in place.iterdir()) == before
 
 
-@pytest.mark.parametrize("command", [
-    ("--version",), ("--help",), ("plan", "product", "--m", "8", "--n", "8", "--k", "8", "--ranks", "2"),
-    pytest.param(("bench", *SMALL), marks=pytest.mark.thorough("a command that starts MPI"))])
-def test_a_full_disk_under_standard_output_is_said_in_a_line(command):
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-m", "pmm3d", *command], stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 2 and done.stderr.count("standard output cannot be written: No space left") == 1
-    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
+@pytest.mark.parametrize("commands", [
+    [("--version",), ("--help",), ("plan", "product", "--m", "8", "--n", "8", "--k", "8", "--ranks", "2")],
+    pytest.param([("bench", *SMALL)], marks=pytest.mark.thorough("a command that starts MPI"))])
+def test_a_full_disk_under_standard_output_is_said_in_a_line(commands):
+    for command in commands:
+        with given(command=command), open("/dev/full", "w") as full:
+            done = subprocess.run([sys.executable, "-m", "pmm3d", *command], stdout=full, stderr=subprocess.PIPE,
+                                  text=True)
+            assert done.returncode == 2
+            assert done.stderr.count("standard output cannot be written: No space left") == 1, done.stderr
+            assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("command", [
-    ("pmm3d", "plan", "product", "--m", "8", "--n", "8", "--k", "8", "--ranks", "2", "--json", "x.json"),
-    ("pmm3d", "bench", *SMALL), ("pmm3d.launcher", "-n", "2", "true")])
-def test_a_working_folder_that_was_removed_is_said_in_a_line(tmp_path, command):
+def test_a_working_folder_that_was_removed_is_said_in_a_line(tmp_path):
     gone = tmp_path / "gone"
-    gone.mkdir()
-    done = subprocess.run(["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", sys.executable, "-m", *command], cwd=gone,
-                          capture_output=True, text=True)
-    [line] = [line for line in done.stderr.splitlines() if "pmm3d" in line]
-    assert done.returncode == 2 and "the working folder cannot be used" in line and not done.stdout
+    for command in (("pmm3d", "plan", "product", "--m", "8", "--n", "8", "--k", "8", "--ranks", "2", "--json", "x"),
+                    ("pmm3d", "bench", *SMALL), ("pmm3d.launcher", "-n", "2", "true")):
+        with given(command=command):
+            gone.mkdir()
+            done = subprocess.run(["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", sys.executable, "-m", *command],
+                                  cwd=gone, capture_output=True, text=True)
+            [line] = [line for line in done.stderr.splitlines() if "pmm3d" in line]
+            assert done.returncode == 2 and "the working folder cannot be used" in line and not done.stdout
 
 
 MISSPELT = {"PMM3D_TIMOUT": "5", "PMM3D_BLASS": "scipy", "PMM3D_ROOT": "/opt/pmm3d", "PMM3D_JOBS": "jobs"}
@@ -185,13 +188,14 @@ def test_misspelt_variables_are_noted_once_and_those_of_the_site_are_not(command
     assert done.returncode == 0 and done.stderr.count("PMM3D_TIMOUT") == done.stderr.count("PMM3D_BLASS") == 1
 
 
-@pytest.mark.parametrize("name", ["text", "table"])
-def test_a_table_with_the_name_of_a_command_is_converted(on_ranks, tmp_path, name):
-    (tmp_path / name).write_text("1,2\n3,4\n")
-    done = on_ranks(1, "convert", name, "y.h5", "--no-targets")
-    assert done.returncode == 0 and "wrote y.h5: x 2 x 2" in done.stdout, done.stderr
-    done = on_ranks(1, "convert", "text", name, "z.h5")
-    assert done.returncode == 0 and "wrote z.h5: 8 tokens" in done.stdout, done.stderr
+def test_a_table_with_the_name_of_a_command_is_converted(on_ranks, tmp_path):
+    for name in ("text", "table"):
+        with given(name=name):
+            (tmp_path / name).write_text("1,2\n3,4\n")
+            done = on_ranks(1, "convert", name, f"{name}-y.h5", "--no-targets")
+            assert done.returncode == 0 and f"wrote {name}-y.h5: x 2 x 2" in done.stdout, done.stderr
+            done = on_ranks(1, "convert", "text", name, f"{name}-z.h5")
+            assert done.returncode == 0 and f"wrote {name}-z.h5: 8 tokens" in done.stdout, done.stderr
 
 
 def test_a_file_that_cannot_take_the_figures_is_told_after_them(on_ranks):
