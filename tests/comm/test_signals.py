@@ -152,7 +152,7 @@ def test_a_persistent_exchange_can_be_awaited_again(comm, handled, monkeypatch):
         rounds = tuple(Round(sends=((peer, Span(IN, row, row + 1)),), receives=((peer, Span(OUT, row, row + 1)),))
                        for row in (0, 1))
         schedule = Schedule(rounds)
-        library = DistMatrix.ones(grid, (2, 2)).library
+        library = DistMatrix.ones(grid, (2, 2), library="numpy").library
         buffers = Buffers(schedule, library, (given_, out), (0, 0), None)
         persistent = grid.x.persistent("exchange", "", schedule, buffers, 8, 1)
         whole = grid.engine.wait_persistent

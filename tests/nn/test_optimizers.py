@@ -356,7 +356,7 @@ def test_momentum_that_is_switched_on_later(comm):
             optimizer.groups[0]["momentum"] = momentum
             loss = nn.mse(net(x), spread(grid, np.zeros((4, 2))))
             loss.backward()
-            gradient = net.weight.grad.gather()
+            gradient = to_numpy(net.weight.grad.gather())
             velocity = momentum * velocity + gradient if momentum else 0
             expected = expected - 0.1 * (velocity if momentum else gradient)
             optimizer.step()

@@ -201,7 +201,7 @@ def test_a_loss_that_is_no_mean_is_refused(comm):
             step(wrong, 1)
             with pytest.raises(Pmm3dError, match="Return the mean, or the sum itself"):
                 step(wrong)
-        copied = lambda out, y: ignoring(out, DistMatrix(grid, y.local.copy(), y.shape, y.layout))
+        copied = lambda out, y: ignoring(out, DistMatrix(grid, y.library.copy(y.local), y.shape, y.layout))
         step(copied, 1)
         with pytest.raises(Pmm3dError, match="Pass the labels that the loss is given"):
             step(copied)

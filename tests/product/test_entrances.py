@@ -431,7 +431,7 @@ def test_a_plan_refuses_a_new_shard_that_it_cannot_use(comm, library):
 def test_from_local_without_a_copy(comm, fails):
     """C is written where the caller's array is, or every rank raises. By default a copy is made, if it must be."""
     with Grid(comm, (1, 1, 2)) as grid:
-        a, b = DistMatrix.ones(grid, (4, 4)), DistMatrix.ones(grid, (4, 4), layout=Layout.B)
+        a, b = (DistMatrix.ones(grid, (4, 4), layout=layout, library="numpy") for layout in (Layout.A, Layout.B))
         for order in "CF":
             mine = np.zeros((2, 4), order=order)
             out = DistMatrix.from_local(grid, mine, (4, 4), layout=Layout("z"), order=order, copy=False)
