@@ -186,7 +186,7 @@ def test_what_is_refused(comm, fails):
 def test_a_dry_run_of_a_step_that_ignores_labels(comm):
     with Grid.dry((2, 2, comm.size)) as grid:
         net = nn.MLP(grid, [3, COLS])
-        batches = [(Facts((64, 3), batch_layout(), "float32", "numpy").on(grid),
-                    Facts((64, 1), batch_layout(None), "int64", "numpy").on(grid))] * 2
+        batches = [(Facts((64, 3), batch_layout(), "float32", TESTED).on(grid),
+                    Facts((64, 1), batch_layout(None), "int64", TESTED).on(grid))] * 2
         train_step(net, optim.SGD(net.parameters(), 0.1), lambda out, y: nn.cross_entropy(out, y, ignore_index=-1),
                    batches)
