@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from loops import given
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -12,10 +12,11 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import costs  # noqa: E402
 
 
-@pytest.mark.parametrize("case, most", [("all public names", 170), ("a first product", 176)])
-def test_few_files_are_opened(case, most):
-    _, files = costs.of_one_process(costs.CASES[case])
-    assert 30 < files <= most
+def test_few_files_are_opened():
+    for case, most in (("all public names", 170), ("a first product", 176)):
+        with given(case=case):
+            _, files = costs.of_one_process(costs.CASES[case])
+            assert 30 < files <= most
 
 
 def loaded_by(imports):
@@ -68,10 +69,10 @@ print(found[0] is scipy.sparse is sys.modules["scipy.sparse"], "scipy.linalg.cyt
     assert done.stdout == "True False\n", done.stderr + done.stdout
 
 
-@pytest.mark.parametrize("before", ["import scipy.linalg", ""])
-def test_the_blas_that_is_loaded_alone_is_scipys(before):
+def test_the_blas_that_is_loaded_alone_is_scipys():
     """Before or after scipy.linalg as a whole: the same routines, and both work."""
-    program = f"""
+    for before in ("import scipy.linalg", ""):
+        program = f"""
 {before}
 from pmm3d.arrays import blas_library as blas
 import ctypes, numpy as np
@@ -84,5 +85,6 @@ blas._cython_blas.cache_clear()
 assert pointer == address()
 print("same")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout == "same\n", done.stderr
+        with given(before=before):
+            done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+            assert done.stdout == "same\n", done.stderr
