@@ -100,8 +100,9 @@ test-versions: setup # the lowest and the newest versions that pyproject.toml al
 	@$(PIP) install -q transformers -c $(if $(filter site,$(MPI)),$(VENV)/)constraints.txt
 	$(PYTEST) -o cache_dir=.pytest_cache/versions -rs tests/versions
 
-lint: setup ## check the style with ruff
+lint: setup ## check the style with ruff; `ruff format` mends the format
 	@$(VENV)/bin/python -m ruff check
+	@$(VENV)/bin/python -m ruff format --check --quiet || { echo 'Run `$(VENV)/bin/python -m ruff format`.'; exit 1; }
 
 test-unit: setup ## tests without MPI ranks, in parallel workers
 	$(PYTEST) -o cache_dir=.pytest_cache/unit $(IN_WORKERS) $(ARGS)

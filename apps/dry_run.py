@@ -23,9 +23,14 @@ REPEATS = 5
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grid", default="2x2x2", help="GxxGyxGz (2x2x2)")
-    for name, default, meaning in (("data", 1, "ranks along the data axis"), ("rank", 0, "rank whose step is counted"),
-                                ("hosts", 1, "number of nodes"), ("layers", 8, "linear layers"),
-                                ("width", 4096, "columns of each"), ("batch", 4096, "rows over all ranks")):
+    for name, default, meaning in (
+        ("data", 1, "ranks along the data axis"),
+        ("rank", 0, "rank whose step is counted"),
+        ("hosts", 1, "number of nodes"),
+        ("layers", 8, "linear layers"),
+        ("width", 4096, "columns of each"),
+        ("batch", 4096, "rows over all ranks"),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} ({default})")
     parser.add_argument("--activation", default="gelu", help="(gelu)")
     parser.add_argument("--activations", choices=["replicated", "sharded"], default="replicated")
@@ -40,13 +45,20 @@ def main() -> None:
     sizes = [options.width] * (options.layers + 1)
     with Grid.dry(options.grid, options.data, options.rank, hosts=options.hosts) as grid:
         nn.Tape.of(grid).parallel.overlap = nn.Overlap(reshard_after_forward=not options.keep_weights)
-        net = nn.MLP(grid, sizes, getattr(nn, options.activation), norm=options.norm, recompute=options.recompute,
-                     activations=options.activations, precision=options.precision, library="torch")
+        net = nn.MLP(
+            grid,
+            sizes,
+            getattr(nn, options.activation),
+            norm=options.norm,
+            recompute=options.recompute,
+            activations=options.activations,
+            precision=options.precision,
+            library="torch",
+        )
         optimizer = optim.AdamW(net.parameters(), shard_over_data=options.shard_over_data)
         shape = options.batch, options.width
         batches = "float64" if options.precision == "float64" else "float32"
-        x, y = (Facts(shape, layout, batches, "torch").on(grid)
-                for layout in (batch_layout("y"), net.output_layout))
+        x, y = (Facts(shape, layout, batches, "torch").on(grid) for layout in (batch_layout("y"), net.output_layout))
         seconds = []
         for _ in range(1 + REPEATS):  # the order of the weights, which OAG needs, is known after the first step
             grid.ledger.reset()
@@ -63,14 +75,21 @@ def report(grid: Grid, net: nn.Module, options: argparse.Namespace, milliseconds
     print(f"| {'axis':4} | {'phase':14} | {'operation':14} | calls | {'sent':>14} | {'received':>14} |")
     for key, entry in grid.ledger.entries.items():
         if entry.sent or entry.received:
-            print(f"| {key.axis:4} | {key.phase:14} | {key.operation:14} | {entry.calls:5} | {entry.sent:14,} | "
-                  f"{entry.received:14,} |")
+            print(
+                f"| {key.axis:4} | {key.phase:14} | {key.operation:14} | {entry.calls:5} | {entry.sent:14,} | "
+                f"{entry.received:14,} |"
+            )
     print("\npeak memory: " + ", ".join(f"{kind} {in_bytes(size)}" for kind, size in grid.dry_run.peak.items()))
-    print("including the buffers that the workspace keeps: " + ", ".join(
-        f"{kind} {in_bytes(size)}" for kind, size in memory(grid).items()))
+    print(
+        "including the buffers that the workspace keeps: "
+        + ", ".join(f"{kind} {in_bytes(size)}" for kind, size in memory(grid).items())
+    )
     each = bytes_a_parameter(grid, net)
-    print("bytes per parameter of this rank: " + ", ".join(f"{kind} {size:g}" for kind, size in each.items()) +
-          f"; total {sum(each.values()):g}")
+    print(
+        "bytes per parameter of this rank: "
+        + ", ".join(f"{kind} {size:g}" for kind, size in each.items())
+        + f"; total {sum(each.values()):g}"
+    )
     print("\nby kind: " + "; ".join(kinds(grid.dry_run.actions)))
     if options.actions:
         print("\n".join(map(str, ["", *grid.dry_run.actions])))
@@ -94,9 +113,12 @@ def kinds(actions: list) -> list[str]:
         if action.what == "pass":
             passes[action.operation] += action.nbytes
     flop, received = sum(2 * each.m * each.n * each.k for each in gemms), sum(each.received for each in messages)
-    return [f"{len(gemms)} GEMMs of {flop / 1e9:,.2f} Gflop", f"{len(messages)} collectives of {in_bytes(received)}",
-            f"passes over {in_bytes(passes.total())}: " + ", ".join(
-                f"{name} {in_bytes(size)}" for name, size in passes.most_common())]
+    return [
+        f"{len(gemms)} GEMMs of {flop / 1e9:,.2f} Gflop",
+        f"{len(messages)} collectives of {in_bytes(received)}",
+        f"passes over {in_bytes(passes.total())}: "
+        + ", ".join(f"{name} {in_bytes(size)}" for name, size in passes.most_common()),
+    ]
 
 
 if __name__ == "__main__":

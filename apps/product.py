@@ -1,6 +1,6 @@
 """The smallest program: C = A B on all ranks, with a check. Copy it and replace A and B by your own matrices.
 
-    python -m pmm3d.launcher -n 8 apps/product.py        (or: srun -n 8 python apps/product.py)
+python -m pmm3d.launcher -n 8 apps/product.py        (or: srun -n 8 python apps/product.py)
 """
 
 import numpy as np

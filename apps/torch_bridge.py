@@ -1,6 +1,6 @@
 """Train a torch model on a grid: its linear layers run on all ranks, everything else is plain torch.
 
-    python -m pmm3d.launcher -n 8 apps/torch_bridge.py               (or any number of ranks, and --grid 2x2x1 --data 2)
+python -m pmm3d.launcher -n 8 apps/torch_bridge.py               (or any number of ranks, and --grid 2x2x1 --data 2)
 """
 
 import argparse
@@ -21,11 +21,18 @@ torch.set_num_threads(1)
 torch.manual_seed(0)  # the same on all ranks
 
 with Grid(MPI.COMM_WORLD, options.grid, options.data) as grid:
-    model = parallelize(nn.Sequential(
-        nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Dropout(0.1),
-        nn.Linear(256, 256), nn.GELU(),
-        nn.Linear(256, 10),
-    ), grid)
+    model = parallelize(
+        nn.Sequential(
+            nn.Linear(64, 256),
+            nn.GELU(),
+            nn.LayerNorm(256),
+            nn.Dropout(0.1),
+            nn.Linear(256, 256),
+            nn.GELU(),
+            nn.Linear(256, 10),
+        ),
+        grid,
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     digits = load_digits()
     images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)

@@ -22,10 +22,15 @@ class Network(nn.Module):
     def __init__(self, grid, features: int, classes: int, width: int = 128):
         self.grid = grid
         self.first = nn.Linear(grid, features, width, seed=1)
-        self.block = nn.Residual(nn.Sequential(
-            grid, nn.LayerNorm(grid, width), nn.Linear(grid, width, width, seed=2), nn.gelu,
-            nn.Linear(grid, width, width, seed=3),
-        ))
+        self.block = nn.Residual(
+            nn.Sequential(
+                grid,
+                nn.LayerNorm(grid, width),
+                nn.Linear(grid, width, width, seed=2),
+                nn.gelu,
+                nn.Linear(grid, width, width, seed=3),
+            )
+        )
         self.last = nn.Linear(grid, width, classes, seed=4)
 
     def forward(self, x):

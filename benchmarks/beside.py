@@ -35,8 +35,10 @@ SECONDS, CALLS = 0.5, 2000
 
 
 def matrices(grid: Grid, m: int, n: int, k: int, dtype: str = "float64") -> tuple[DistMatrix, DistMatrix]:
-    return (DistMatrix.random(grid, (m, k), seed=1, layout=Layout.A, dtype=dtype),
-            DistMatrix.random(grid, (k, n), seed=2, layout=Layout.B, dtype=dtype))
+    return (
+        DistMatrix.random(grid, (m, k), seed=1, layout=Layout.A, dtype=dtype),
+        DistMatrix.random(grid, (k, n), seed=2, layout=Layout.B, dtype=dtype),
+    )
 
 
 def cyclic(comm: MPI.Intracomm, shape: tuple[int, int], block: int) -> BlockCyclic:
@@ -54,6 +56,7 @@ def network(grid: Grid, width: int, rows: int) -> tuple[Work, nn.MLP]:
         nn.mse(net(x), y).backward()
         opt.step()
         opt.zero_grad()
+
     return step, net
 
 
@@ -90,13 +93,31 @@ def case(name: str, comm: MPI.Intracomm) -> Iterator[Work]:
             raise SystemExit(f"unknown case {name}: one of {', '.join(CASES)}")
 
 
-CASES = ("reduce", "gather", "norm", "matmul64", "plan64", "matmul256", "plan256", "matmul1024", "step64", "step512",
-         "cyclic64", "cyclic256", "relayout")
+CASES = (
+    "reduce",
+    "gather",
+    "norm",
+    "matmul64",
+    "plan64",
+    "matmul256",
+    "plan256",
+    "matmul1024",
+    "step64",
+    "step512",
+    "cyclic64",
+    "cyclic256",
+    "relayout",
+)
 
 
 def grids(size: int) -> list[tuple[int, int, int]]:
-    return [(x, y, size // x // y) for x in range(1, size + 1) if size % x == 0
-            for y in range(1, size // x + 1) if size // x % y == 0]
+    return [
+        (x, y, size // x // y)
+        for x in range(1, size + 1)
+        if size % x == 0
+        for y in range(1, size // x + 1)
+        if size // x % y == 0
+    ]
 
 
 def digests(comm: MPI.Intracomm) -> dict[str, str]:
@@ -140,10 +161,21 @@ def digests(comm: MPI.Intracomm) -> dict[str, str]:
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("python", help="Python of an environment with the other version of pmm3d", metavar="PYTHON")
-    made.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE",
-                      help=f"some of {', '.join(CASES)} (all)")
-    made.add_argument("--ranks", type=lambda text: [int(word) for word in text.split(",")], default=[2, 8],
-                      metavar="N,...", help="numbers of ranks (2,8)")
+    made.add_argument(
+        "--cases",
+        nargs="+",
+        choices=CASES,
+        default=list(CASES),
+        metavar="CASE",
+        help=f"some of {', '.join(CASES)} (all)",
+    )
+    made.add_argument(
+        "--ranks",
+        type=lambda text: [int(word) for word in text.split(",")],
+        default=[2, 8],
+        metavar="N,...",
+        help="numbers of ranks (2,8)",
+    )
     made.add_argument("--rounds", type=int, default=7, help="number of rounds; figures are medians (7)")
     made.add_argument("--bits", action="store_true", help="compare results instead of times")
     options = made.parse_args()
@@ -160,8 +192,10 @@ def main() -> None:
         runs: list[tuple[dict, dict]] = []
         for turn in range(1 if options.bits else options.rounds):
             order = sides if turn % 2 == 0 else sides[::-1]
-            outputs = {python: json.loads(on_ranks(ranks, [__file__, "-", *mode, "--cases", *options.cases],
-                                                   python=python)) for python in order}
+            outputs = {
+                python: json.loads(on_ranks(ranks, [__file__, "-", *mode, "--cases", *options.cases], python=python))
+                for python in order
+            }
             runs.append((outputs[sides[0]], outputs[sides[1]]))
             print(f"{ranks} ranks, round {turn + 1}", file=sys.stderr, flush=True)
         if options.bits:

@@ -27,8 +27,9 @@ from pmm3d.nn.training import TrainState
 KINDS = ("none", "at once", "in the background")
 
 
-def one_pass(state: TrainState, checkpoints: Checkpoints | None, x: DistMatrix, y: DistMatrix,
-             steps: int) -> tuple[float, float]:
+def one_pass(
+    state: TrainState, checkpoints: Checkpoints | None, x: DistMatrix, y: DistMatrix, steps: int
+) -> tuple[float, float]:
     """(seconds of the steps, seconds of `save`) on the slowest rank."""
     grid, held = x.grid, 0.0
     grid.comm.Barrier()
@@ -62,8 +63,11 @@ def main() -> None:
         state = TrainState(net, optim.AdamW(net.parameters(), lr=1e-6))
         x = DistMatrix.random(grid, (options.batch, options.width), seed=2, dtype="float32", layout=batch_layout("y"))
         y = DistMatrix.random(grid, (options.batch, options.width), seed=3, dtype="float32", layout=net.output_layout)
-        keepers = {"none": None, "at once": Checkpoints(grid, folder / "once", keep=1),
-                   "in the background": Checkpoints(grid, folder / "background", keep=1, background=True)}
+        keepers = {
+            "none": None,
+            "at once": Checkpoints(grid, folder / "once", keep=1),
+            "in the background": Checkpoints(grid, folder / "background", keep=1, background=True),
+        }
         for keeper in keepers.values():  # warm-up: the first save allocates memory and buffers
             one_pass(state, keeper, x, y, 2)
         found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
@@ -77,8 +81,14 @@ def main() -> None:
             seconds, held = (median(figures) for figures in zip(*found[kind]))
             rows.append([kind, f"{1e3 * seconds:.0f}", f"{1e3 * (seconds - plain):.0f}", f"{1e3 * held:.0f}"])
         if grid.rank == 0:
-            report(options, (f"{options.steps} steps of {options.layers} layers of {options.width}, batch "
-                             f"{options.batch}, {grid.size} ranks, a checkpoint of {size / 2**20:.0f} MiB", rows))
+            report(
+                options,
+                (
+                    f"{options.steps} steps of {options.layers} layers of {options.width}, batch "
+                    f"{options.batch}, {grid.size} ranks, a checkpoint of {size / 2**20:.0f} MiB",
+                    rows,
+                ),
+            )
 
 
 if __name__ == "__main__":

@@ -47,8 +47,9 @@ def _rows(array: np.ndarray, size: int) -> np.ndarray:
 def direct_gather(link: Link, buffers: Buffers) -> Collective[Array]:
     own, rows = _rows(buffers.whole, link.size)[link.rank], _rows(buffers.other, link.size)
     rows[link.rank] = own
-    yield from link.exchange_in_windows(LIBRARY, [(peer, own) for peer in link.peers()],
-                                        [(peer, rows[peer]) for peer in link.peers()])
+    yield from link.exchange_in_windows(
+        LIBRARY, [(peer, own) for peer in link.peers()], [(peer, rows[peer]) for peer in link.peers()]
+    )
     return buffers.other
 
 
@@ -56,8 +57,11 @@ def ring_gather(link: Link, buffers: Buffers) -> Collective[Array]:
     rows, size, rank = _rows(buffers.other, link.size), link.size, link.rank
     rows[rank] = _rows(buffers.whole, size)[rank]
     for distance in range(size - 1):
-        yield from link.exchange(LIBRARY, [((rank + 1) % size, rows[(rank - distance) % size])],
-                                 [((rank - 1) % size, rows[(rank - distance - 1) % size])])
+        yield from link.exchange(
+            LIBRARY,
+            [((rank + 1) % size, rows[(rank - distance) % size])],
+            [((rank - 1) % size, rows[(rank - distance - 1) % size])],
+        )
     return buffers.other
 
 
@@ -67,15 +71,19 @@ def staged_gather(link: Link, buffers: Buffers) -> Collective[Array]:
     for stage in reversed(stages_of(link.size, link.rank, radices(link.size))):
         regions = [rows[first:last] for first, last in stage.rows(range(link.size + 1))]
         others = [other for other in range(len(stage.peers)) if other != stage.digit]
-        yield from link.exchange(LIBRARY, [(stage.peers[other], regions[stage.digit]) for other in others],
-                                 [(stage.peers[other], regions[other]) for other in others])
+        yield from link.exchange(
+            LIBRARY,
+            [(stage.peers[other], regions[stage.digit]) for other in others],
+            [(stage.peers[other], regions[other]) for other in others],
+        )
     return buffers.other
 
 
 def direct_scatter(link: Link, buffers: Buffers) -> Collective[Array]:
     rows, landing = _rows(buffers.whole, link.size), _rows(buffers.other, link.size)
-    yield from link.exchange_in_windows(LIBRARY, [(peer, rows[peer]) for peer in link.peers()],
-                                        [(peer, landing[peer]) for peer in link.peers()])
+    yield from link.exchange_in_windows(
+        LIBRARY, [(peer, rows[peer]) for peer in link.peers()], [(peer, landing[peer]) for peer in link.peers()]
+    )
     landing[link.rank] = rows[link.rank]
     return _added(landing, buffers.landing[0][: landing.shape[1]])
 
@@ -102,8 +110,11 @@ def staged_scatter(link: Link, buffers: Buffers) -> Collective[Array]:
         low, high = edges[stage.digit]
         own, regions = sums[low:high], [sums[start:stop] for start, stop in edges]
         landing = buffers.landing.reshape(-1)[: len(others) * own.size].reshape(len(others), *own.shape)
-        yield from link.exchange(LIBRARY, [(stage.peers[other], regions[other]) for other in others],
-                                 [(stage.peers[other], place) for other, place in zip(others, landing)])
+        yield from link.exchange(
+            LIBRARY,
+            [(stage.peers[other], regions[other]) for other in others],
+            [(stage.peers[other], place) for other, place in zip(others, landing)],
+        )
         for place in landing:
             own += place
         sums, first = own, first + low
@@ -125,8 +136,11 @@ def _twice(scatter: Way, gather: Way) -> Way:
 
 
 def gather_and_add(link: Link, buffers: Buffers) -> Collective[Array]:
-    yield from link.exchange_in_windows(LIBRARY, [(peer, buffers.whole) for peer in link.peers()],
-                                        [(peer, buffers.landing[peer]) for peer in link.peers()])
+    yield from link.exchange_in_windows(
+        LIBRARY,
+        [(peer, buffers.whole) for peer in link.peers()],
+        [(peer, buffers.landing[peer]) for peer in link.peers()],
+    )
     buffers.landing[link.rank] = buffers.whole
     return _added(buffers.landing[: link.size], buffers.other)
 
@@ -147,8 +161,9 @@ def parameter_server(link: Link, buffers: Buffers) -> Collective[Array]:
 
 def direct_exchange(link: Link, buffers: Buffers) -> Collective[Array]:
     pieces, places = _rows(buffers.whole, link.size), _rows(buffers.other, link.size)
-    yield from link.exchange_in_windows(LIBRARY, [(peer, pieces[peer]) for peer in link.peers()],
-                                        [(peer, places[peer]) for peer in link.peers()])
+    yield from link.exchange_in_windows(
+        LIBRARY, [(peer, pieces[peer]) for peer in link.peers()], [(peer, places[peer]) for peer in link.peers()]
+    )
     places[link.rank] = pieces[link.rank]
     return buffers.other
 
@@ -189,13 +204,18 @@ def _added(parts: np.ndarray, out: np.ndarray) -> np.ndarray:
 
 
 WAYS: dict[tuple[str, str], Way] = {
-    ("all_gather", DIRECT): direct_gather, ("all_gather", RING): ring_gather, ("all_gather", STAGES): staged_gather,
-    ("reduce_scatter", DIRECT): direct_scatter, ("reduce_scatter", RING): ring_scatter,
+    ("all_gather", DIRECT): direct_gather,
+    ("all_gather", RING): ring_gather,
+    ("all_gather", STAGES): staged_gather,
+    ("reduce_scatter", DIRECT): direct_scatter,
+    ("reduce_scatter", RING): ring_scatter,
     ("reduce_scatter", STAGES): staged_scatter,
     ("all_reduce", DIRECT): _twice(direct_scatter, direct_gather),
     ("all_reduce", RING): _twice(ring_scatter, ring_gather),
     ("all_reduce", STAGES): _twice(staged_scatter, staged_gather),
-    ("all_reduce", TOGETHER): gather_and_add, ("all_reduce", SERVER): parameter_server,
-    ("all_to_all", DIRECT): direct_exchange, ("all_to_all", RING): pairwise_exchange,
+    ("all_reduce", TOGETHER): gather_and_add,
+    ("all_reduce", SERVER): parameter_server,
+    ("all_to_all", DIRECT): direct_exchange,
+    ("all_to_all", RING): pairwise_exchange,
 }
 """(operation, algorithm) -> generator function, without hierarchical algorithms."""

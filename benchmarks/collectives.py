@@ -81,8 +81,9 @@ def number_of_bytes(text: str) -> int:
     digits = text.strip().lower().rstrip("bgikm")
     unit = UNITS.get(text.strip().lower()[len(digits) :])
     if not digits.isdecimal() or unit is None or not 4 <= int(digits) * unit <= 2**31:
-        raise argparse.ArgumentTypeError(f"{text.strip()!r} is no size from 4 bytes to 2GiB: 4096, 16KiB or 1MiB, with "
-                                         "commas between them")
+        raise argparse.ArgumentTypeError(
+            f"{text.strip()!r} is no size from 4 bytes to 2GiB: 4096, 16KiB or 1MiB, with commas between them"
+        )
     return int(digits) * unit
 
 
@@ -96,8 +97,9 @@ class Point:
         self.nbytes = elements * ELEMENT
         self._too_much = self.nbytes * axis.size > MOST_LANDING
         landing = axis.size if operation == "all_reduce" and not self._too_much else 1
-        self._buffers = Buffers(np.ones(elements, np.float32), np.zeros(elements, np.float32),
-                                np.zeros((landing, elements), np.float32))
+        self._buffers = Buffers(
+            np.ones(elements, np.float32), np.zeros(elements, np.float32), np.zeros((landing, elements), np.float32)
+        )
 
     def rows(self, repeat: int) -> list[Row]:
         """Time all algorithms. Collective."""
@@ -106,8 +108,10 @@ class Point:
         times = {way: repetitions(comm, call, SAMPLE_SECONDS, MOST_CALLS) for way, call in calls.items()}
         seconds = all_rounds(calls, lambda way: slowest(comm, calls[way], times[way]), repeat)
         chosen = self._chosen()
-        return [Row(self.operation, way, self._group, self.nbytes, found, across[way], way == chosen)
-                for way, found in seconds.items()]
+        return [
+            Row(self.operation, way, self._group, self.nbytes, found, across[way], way == chosen)
+            for way, found in seconds.items()
+        ]
 
     def _into_node(self, nbytes: int) -> int:
         """Bytes that the node of rank 0 receives, if each rank receives `nbytes` from other nodes. Collective."""
@@ -145,8 +149,12 @@ class Point:
 
 def mpi_calls(operation: str, axis: Axis, buffers: Buffers) -> tuple[Callable[[], None], Callable[[], None]]:
     """MPI's own collective: blocking, and nonblocking as the first step of a collective of the library."""
-    name = {"all_gather": "allgather", "reduce_scatter": "reduce_scatter_block", "all_reduce": "allreduce",
-            "all_to_all": "alltoall"}[operation]
+    name = {
+        "all_gather": "allgather",
+        "reduce_scatter": "reduce_scatter_block",
+        "all_reduce": "allreduce",
+        "all_to_all": "alltoall",
+    }[operation]
     whole, other, part = buffers.whole, buffers.other, len(buffers.whole) // axis.size
     sends = whole[:part] if operation == "all_gather" else whole
     lands = other[:part] if operation == "reduce_scatter" else other
@@ -178,8 +186,9 @@ def measured(comm: MPI.Intracomm, options: argparse.Namespace) -> Iterator[Row]:
 def fitted(rows: list[Row]) -> tuple[float, float, float]:
     """(alpha, beta, gamma). alpha: seconds of the smallest direct message in the largest group. beta: seconds of each
     further byte in the largest message. gamma: seconds to add a byte."""
-    direct = [row for row in rows if row.way == DIRECT and row.group == rows[0].group
-              and row.operation == rows[0].operation]
+    direct = [
+        row for row in rows if row.way == DIRECT and row.group == rows[0].group and row.operation == rows[0].operation
+    ]
     first, last = direct[0], direct[-1]
     received = (last.nbytes - first.nbytes) * (first.group.size - 1) / first.group.size
     alpha = median(first.seconds)
@@ -207,8 +216,17 @@ def table(rows: list[Row], law: tuple[float, float, float]) -> list[list[str]]:
             if not mpi:
                 known = cost(row.operation, row.way, row.group.size, nbytes, inside)
                 model = f"{1e6 * known.seconds(*law):.0f}"
-            cells.append([in_bytes(nbytes), row.way, f"{mark}{1e6 * mid:.0f}{mark} {spread:.0f}%", f"{row.busbw:.3g}",
-                          "*" * row.chosen, "" if mpi or not row.across else in_bytes(row.across), model])
+            cells.append(
+                [
+                    in_bytes(nbytes),
+                    row.way,
+                    f"{mark}{1e6 * mid:.0f}{mark} {spread:.0f}%",
+                    f"{row.busbw:.3g}",
+                    "*" * row.chosen,
+                    "" if mpi or not row.across else in_bytes(row.across),
+                    model,
+                ]
+            )
     return cells
 
 
@@ -222,8 +240,11 @@ def in_words(group: Group) -> str:
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--operation", action="append", choices=OPERATIONS, help="can be repeated (all)")
-    made.add_argument("--sizes", type=lambda text: sorted({number_of_bytes(word) for word in text.split(",")}),
-                      help=f"bytes of the whole array ({SIZES})")
+    made.add_argument(
+        "--sizes",
+        type=lambda text: sorted({number_of_bytes(word) for word in text.split(",")}),
+        help=f"bytes of the whole array ({SIZES})",
+    )
     made.add_argument("--ranks", type=int, action="append", help="size of the groups (all that divide the ranks)")
     made.add_argument("--repeat", type=int, default=5, help="timings of each algorithm (5)")
     made.add_argument("--nodes", type=int, default=0, help="treat the ranks of a group as if on N nodes")
@@ -231,8 +252,10 @@ def main() -> None:
     if comm.size == 1:
         made.error("a collective needs several ranks: python -m pmm3d.launcher -n 8 benchmarks/collectives.py")
     if wrong := [group for group in options.ranks or () if group < 2 or comm.size % group]:
-        made.error(f"--ranks {wrong[0]}: {comm.size} ranks form groups of "
-                   f"{', '.join(str(group) for group in range(2, comm.size + 1) if comm.size % group == 0)}")
+        made.error(
+            f"--ranks {wrong[0]}: {comm.size} ranks form groups of "
+            f"{', '.join(str(group) for group in range(2, comm.size + 1) if comm.size % group == 0)}"
+        )
     text = QUICK if options.quick else SIZES
     options.sizes = options.sizes or sorted(map(number_of_bytes, text.split(",")))
     options.repeat = 1 if options.quick else options.repeat
@@ -242,8 +265,10 @@ def main() -> None:
         for row in rows:
             tables.setdefault((row.operation, row.group), []).append(row)
         print(f"alpha {1e6 * law[0]:.1f} us, beta {1e9 * law[1]:.3f} ns, gamma {1e9 * law[2]:.3f} ns")
-        report(options, *((f"{operation}, {in_words(group)}", table(some, law))
-                          for (operation, group), some in tables.items()))
+        report(
+            options,
+            *((f"{operation}, {in_words(group)}", table(some, law)) for (operation, group), some in tables.items()),
+        )
 
 
 if __name__ == "__main__":

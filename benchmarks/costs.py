@@ -39,12 +39,14 @@ before = time.perf_counter()
 {body}
 print(time.perf_counter() - before, len(opened), sep=",")
 """
-CASES = {"all public names": "import pmm3d\nfor name in pmm3d.__all__: getattr(pmm3d, name)",
-         "a first product": """
+CASES = {
+    "all public names": "import pmm3d\nfor name in pmm3d.__all__: getattr(pmm3d, name)",
+    "a first product": """
 import pmm3d
 with pmm3d.Grid() as grid:
     a = pmm3d.DistMatrix.random(grid, (64, 64), seed=1)
-    a @ a.redistribute(pmm3d.Layout.B)"""}
+    a @ a.redistribute(pmm3d.Layout.B)""",
+}
 
 
 def cpu_inside(owner, name: str, work, repeat: int) -> float:
@@ -81,7 +83,8 @@ def product(repeat: int) -> tuple[str, Rows]:
         everyone = comm.allgather((whole, waits, gemm, whole - waits - gemm))
         return f"{SIZE} cubed on {comm.size} ranks, grid {grid.shape}: CPU ms of one product, worst rank", [
             ["all", "waiting in MPI", "GEMM", "pmm3d's own, and posting"],
-            [f"{1e3 * max(column):.3f}" for column in zip(*everyone)]]
+            [f"{1e3 * max(column):.3f}" for column in zip(*everyone)],
+        ]
 
 
 def of_one_process(body: str, bytecode: str = "") -> tuple[float, int]:

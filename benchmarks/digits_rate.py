@@ -58,8 +58,11 @@ def shown(runs: dict[str, list[Figures]]) -> Rows:
     names = dict.fromkeys(name for each in runs.values() for run in each for name in run)
     medians = {name: {who: median(run.get(name, 0.0) for run in each) for who, each in runs.items()} for name in names}
     least = 0.01 * max(medians["all"].values())
-    rows = [[name, *(f"{value:,.2f}" for value in found.values())] for name, found in medians.items()
-            if max(found.values()) >= least]
+    rows = [
+        [name, *(f"{value:,.2f}" for value in found.values())]
+        for name, found in medians.items()
+        if max(found.values()) >= least
+    ]
     return [["ms of a step, but for samples/s", *runs], *rows]
 
 

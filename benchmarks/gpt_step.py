@@ -46,10 +46,22 @@ from pmm3d.nn.training.step import train_step
 from pmm3d.nn.transformer import attention
 
 SIZES = ("layers", "hidden", "heads", "sequence", "batch", "vocabulary", "steps", "rounds")
-QUICK = {"layers": 1, "hidden": 16, "heads": 2, "sequence": 8, "batch": 2, "vocabulary": 8, "steps": 1, "rounds": 1,
-         "passes": 1}
-OURS = {"pmm3d, TP": ((2, 1, 1), "replicated"), "pmm3d, TP+SP": ((2, 1, 1), "sharded"),
-        "pmm3d, FSDP": ((1, 1, 2), "replicated")}
+QUICK = {
+    "layers": 1,
+    "hidden": 16,
+    "heads": 2,
+    "sequence": 8,
+    "batch": 2,
+    "vocabulary": 8,
+    "steps": 1,
+    "rounds": 1,
+    "passes": 1,
+}
+OURS = {
+    "pmm3d, TP": ((2, 1, 1), "replicated"),
+    "pmm3d, TP+SP": ((2, 1, 1), "sharded"),
+    "pmm3d, FSDP": ((1, 1, 2), "replicated"),
+}
 """Name -> shape of the grid, and activations."""
 RIVALS = ("torch, TP", "torch, TP+SP", "torch, FSDP2", "torch, two threads")
 LIMIT = "GEMMs and kernel"
@@ -67,8 +79,18 @@ def weights_of(sizes: Namespace, comm: MPI.Intracomm) -> dict[str, np.ndarray]:
 
 
 def network(grid: Grid, sizes: Namespace, activations: str, library: str) -> nn.GPT:
-    return nn.GPT(grid, vocabulary=sizes.vocabulary, positions=sizes.sequence, layers=sizes.layers, hidden=sizes.hidden,
-                  heads=sizes.heads, tied=False, activations=activations, library=library, seed=0)
+    return nn.GPT(
+        grid,
+        vocabulary=sizes.vocabulary,
+        positions=sizes.sequence,
+        layers=sizes.layers,
+        hidden=sizes.hidden,
+        heads=sizes.heads,
+        tied=False,
+        activations=activations,
+        library=library,
+        seed=0,
+    )
 
 
 def batch_of(sizes: Namespace) -> tuple[np.ndarray, np.ndarray]:
@@ -91,8 +113,9 @@ class Ours:
             parameter.assign(DistMatrix.from_global(self.grid, whole, layout=parameter.layout))
         self._optimizer = optim.SGD(self._net.parameters(), lr=LEARNING_RATE)
         layout = Layout(("data", "z"), units=(sizes.sequence, 1))
-        self._batch = tuple(DistMatrix.from_global(self.grid, torch.from_numpy(each), layout=layout)
-                            for each in batch_of(sizes))
+        self._batch = tuple(
+            DistMatrix.from_global(self.grid, torch.from_numpy(each), layout=layout) for each in batch_of(sizes)
+        )
 
     def __call__(self) -> float:
         return train_step(self._net, self._optimizer, nn.cross_entropy, [self._batch])[0]
@@ -134,11 +157,20 @@ def torch_gpt(torch: Any, sizes: Namespace, weights: dict[str, np.ndarray]) -> A
 
     net, names = Network(), {"tokens.weight": "0.table", "positions.weight": "0.positions"}
     last = sizes.layers + 1
-    names |= {"norm.weight": f"{last}.norm.gain", "norm.bias": f"{last}.norm.bias",
-              "head.weight": f"{last}.linear.weight"}
+    names |= {
+        "norm.weight": f"{last}.norm.gain",
+        "norm.bias": f"{last}.norm.bias",
+        "head.weight": f"{last}.linear.weight",
+    }
     for index in range(sizes.layers):
-        for part, own in (("norm1", "norm1"), ("norm2", "norm2"), ("qkv", "attention.qkv"), ("out", "attention.out"),
-                          ("up", "mlp.up"), ("down", "mlp.down")):
+        for part, own in (
+            ("norm1", "norm1"),
+            ("norm2", "norm2"),
+            ("qkv", "attention.qkv"),
+            ("out", "attention.out"),
+            ("up", "mlp.up"),
+            ("down", "mlp.down"),
+        ):
             weight = "gain" if "norm" in part else "weight"
             names[f"blocks.{index}.{part}.weight"] = f"{index + 1}.{own}.{weight}"
             names[f"blocks.{index}.{part}.bias"] = f"{index + 1}.{own}.bias"
@@ -211,22 +243,20 @@ class Torch:
 def _tensor_parallel(torch: Any, net: Any, ranks: int, sharded: bool) -> None:
     """Megatron's plan: columns and rows for each pair of layers. sharded: the sequence is split between the pairs."""
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
     mesh = torch.distributed.init_device_mesh("cpu", (ranks,))
     between = Shard(1) if sharded else Replicate()
     columns, rows = ColwiseParallel(input_layouts=between), RowwiseParallel(output_layouts=between)
     plan: dict[str, Any] = {
         "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "head": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False)}
+        "head": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
+    }
     if sharded:
-        plan |= {"positions": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
-                 "norm": SequenceParallel()}
+        plan |= {
+            "positions": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+            "norm": SequenceParallel(),
+        }
     parallelize_module(net, mesh, plan)
     for block in net.blocks:
         norms = {"norm1": SequenceParallel(), "norm2": SequenceParallel()} if sharded else {}
@@ -315,8 +345,9 @@ def measured(options: Namespace) -> dict[str, Any]:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     losses: dict[str, list[float]] = {name: [] for name in options.only}
     with tempfile.TemporaryDirectory() as folder:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{comm.bcast(folder)}/gloo", rank=comm.rank,
-                                             world_size=comm.size)
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{comm.bcast(folder)}/gloo", rank=comm.rank, world_size=comm.size
+        )
         weights = weights_of(options, comm)
         everyone = {name: contestant(name)(name, options, comm, weights) for name in options.only}
 
@@ -339,8 +370,8 @@ def measured(options: Namespace) -> dict[str, Any]:
 
 
 def rows_of(passes: list[dict[str, Any]], names: list[str], beside: str) -> list[list[str]]:
-    """Name, milliseconds and their range, and the time of `beside` / the own time within a round, for each contestant.
-    """
+    """Name, milliseconds and their range, and the time of `beside` / the own time within a round, for each
+    contestant."""
     rows = []
     for name in names:
         rounds = [median(turn) for one in passes for turn in one[name]["rounds"]]
@@ -380,18 +411,27 @@ def main() -> int:
         passes.append(json.loads(on_ranks(2, command, one_thread).splitlines()[-1]))
         print(f"pass {turn + 1} of {options.passes}", file=sys.stderr, flush=True)
     steps, alone = ([name for name in options.only if (name in ALONE) == of_alone] for of_alone in (False, True))
-    sizes = (f"{options.layers} blocks, hidden {options.hidden}, {options.heads} heads, {options.batch} sequences of "
-             f"{options.sequence}, vocabulary {options.vocabulary}, float32, one thread a rank; {options.passes} "
-             f"passes of {options.rounds} rounds of {options.steps} steps")
+    sizes = (
+        f"{options.layers} blocks, hidden {options.hidden}, {options.heads} heads, {options.batch} sequences of "
+        f"{options.sequence}, vocabulary {options.vocabulary}, float32, one thread a rank; {options.passes} "
+        f"passes of {options.rounds} rounds of {options.steps} steps"
+    )
     tables = [(f"A step on 2 ranks: {sizes}", [["", "ms", "of GEMMs and kernel"], *rows_of(passes, steps, LIMIT)])]
     if alone:
-        tables.append((f"Attention alone, forward and backward, half of the heads: {sizes}",
-                       [["", "ms", "torch's time / its own"], *rows_of(passes, alone, ALONE[1])]))
+        tables.append(
+            (
+                f"Attention alone, forward and backward, half of the heads: {sizes}",
+                [["", "ms", "torch's time / its own"], *rows_of(passes, alone, ALONE[1])],
+            )
+        )
     report(options, *tables)
     first = {name: passes[0][name]["losses"] for name in steps if name != LIMIT}
     wanted = next(iter(first.values()), [])
-    different = [f"{name}: {losses}" for name, losses in first.items()
-                 if any(abs(one - other) > TOLERANCE * abs(other) for one, other in zip(losses, wanted))]
+    different = [
+        f"{name}: {losses}"
+        for name, losses in first.items()
+        if any(abs(one - other) > TOLERANCE * abs(other) for one, other in zip(losses, wanted))
+    ]
     if different:
         print(f"the losses differ from {wanted}: {'; '.join(different)}", file=sys.stderr)
     return 1 if different else 0

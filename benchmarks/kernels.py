@@ -46,8 +46,10 @@ def main() -> None:
                 matrices = [DistMatrix.random(grid, shape, dtype=dtype, seed=seed, library="torch") for seed in (1, 2)]
                 form, operands = Form.of(matrices[0]), [each.local for each in matrices[:number]]
                 operands += [0.3] if function is TIMES else []
-                kernel, expression = (milliseconds(partial(map_elementwise, form, None, each, *operands), calls)
-                                      for each in (function, Elementwise(function.expression)))
+                kernel, expression = (
+                    milliseconds(partial(map_elementwise, form, None, each, *operands), calls)
+                    for each in (function, Elementwise(function.expression))
+                )
                 row += [f"{kernel:.2f}", f"{expression:.2f}", f"{expression / kernel:.2f}"]
             rows.append(row)
     report(options, (f"{shape[0]} x {shape[1]} elements", rows))

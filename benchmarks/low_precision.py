@@ -35,8 +35,11 @@ MOST = {"digits": 0.5, "surrogate": 10.0}
 """Largest difference of bfloat16: points of the accuracy; percent of the error."""
 EXAMPLE = tomlkit.parse(DIGITS.with_suffix(".toml").read_text()).unwrap()
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
-    "digits": EXAMPLE | {"network": EXAMPLE["network"] | {"library": "torch"},
-                         "optimizer": EXAMPLE["optimizer"] | {"shard_over_data": True}},
+    "digits": EXAMPLE
+    | {
+        "network": EXAMPLE["network"] | {"library": "torch"},
+        "optimizer": EXAMPLE["optimizer"] | {"shard_over_data": True},
+    },
     "surrogate": {
         "data": {"batch_size": 250, "validation": 0.1},
         "network": {"hidden": [256, 256, 256], "library": "torch"},
@@ -64,10 +67,17 @@ class Training(NamedTuple):
     def figure(self, data: Path, folder: Path) -> float:
         """Percentage in the last validation: the accuracy, or the error."""
         own, config = SETTINGS[self.task], folder / "train.toml"
-        config.write_text(tomlkit.dumps(own | {
-            "grid": {"shape": self.shape, "data": self.copies}, "data": own["data"] | {"file": str(data)},
-            "training": own["training"] | {"folder": str(folder / "run"), "precision": self.precision,
-                                           "evaluate_every": 0}}))
+        config.write_text(
+            tomlkit.dumps(
+                own
+                | {
+                    "grid": {"shape": self.shape, "data": self.copies},
+                    "data": own["data"] | {"file": str(data)},
+                    "training": own["training"]
+                    | {"folder": str(folder / "run"), "precision": self.precision, "evaluate_every": 0},
+                }
+            )
+        )
         on_ranks(RANKS, ["-m", "pmm3d", "train", str(config)], os.environ)
         lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
         found = next(line["validation"] for line in reversed(lines) if "validation" in line)
@@ -76,8 +86,13 @@ class Training(NamedTuple):
 
 def all_trainings(tasks: Mapping[str, Path]) -> list[Training]:
     """All trainings, with float16, which has no limit, at the end."""
-    return [Training(task, shape, copies, precision) for some in (PRECISIONS[:2], PRECISIONS[2:]) for task in tasks
-            for shape, copies in PRESETS for precision in some]
+    return [
+        Training(task, shape, copies, precision)
+        for some in (PRECISIONS[:2], PRECISIONS[2:])
+        for task in tasks
+        for shape, copies in PRESETS
+        for precision in some
+    ]
 
 
 def figures(tasks: Mapping[str, Path], results: Path) -> dict[Training, float]:
@@ -94,8 +109,12 @@ def figures(tasks: Mapping[str, Path], results: Path) -> dict[Training, float]:
         partial.write_text(json.dumps(known, indent=1))
         partial.replace(results)
         left = (time.monotonic() - begun) / number * (len(missing) - number)
-        print(f"{number} of {len(missing)}: {each.task}, {each.shape}, {each.precision}: {figure:.2f}; "
-              f"{in_minutes(left)} left", file=sys.stderr, flush=True)
+        print(
+            f"{number} of {len(missing)}: {each.task}, {each.shape}, {each.precision}: {figure:.2f}; "
+            f"{in_minutes(left)} left",
+            file=sys.stderr,
+            flush=True,
+        )
     return {each: known[each.key(tasks[each.task])] for each in everyone}
 
 
@@ -111,22 +130,36 @@ def table(tasks: Mapping[str, Path], found: Mapping[Training, float]) -> Rows:
         unit = " points" if task == "digits" else " %"
         for shape, copies in PRESETS:
             whole, *low = (found[Training(task, shape, copies, precision)] for precision in PRECISIONS)
-            rows.append([f"{task}, {shape}{f', data {copies}' * (copies > 1)}", f"{whole:.2f}",
-                         *(f"{each:.2f} ({difference(task, each, whole):+.2f}{unit})" for each in low)])
+            rows.append(
+                [
+                    f"{task}, {shape}{f', data {copies}' * (copies > 1)}",
+                    f"{whole:.2f}",
+                    *(f"{each:.2f} ({difference(task, each, whole):+.2f}{unit})" for each in low),
+                ]
+            )
     return rows
 
 
 def too_far(found: Mapping[Training, float]) -> list[Training]:
     """The bfloat16 trainings whose difference exceeds the limit."""
-    return [each for each in found if each.precision == "bfloat16" and not
-            abs(difference(each.task, found[each], found[each._replace(precision="float32")])) <= MOST[each.task]]
+    return [
+        each
+        for each in found
+        if each.precision == "bfloat16"
+        and not abs(difference(each.task, found[each], found[each._replace(precision="float32")])) <= MOST[each.task]
+    ]
 
 
 def main() -> int:
     made = parser(__doc__)
     made.add_argument("--surrogate", type=Path, metavar="FILE", help="file of generate.py; without it, only the digits")
-    made.add_argument("--results", type=Path, metavar="FILE", default=Path("runs/low_precision.json"),
-                      help="file of finished trainings (runs/low_precision.json)")
+    made.add_argument(
+        "--results",
+        type=Path,
+        metavar="FILE",
+        default=Path("runs/low_precision.json"),
+        help="file of finished trainings (runs/low_precision.json)",
+    )
     options = made.parse_args()
     results = options.results.resolve()
     results.parent.mkdir(parents=True, exist_ok=True)
@@ -137,8 +170,13 @@ def main() -> int:
             tasks["surrogate"] = options.surrogate.resolve(strict=True)
         if options.quick:
             alone = Training("digits", *PRESETS[0], PRECISIONS[0])
-            report(options, ("One training", [["", alone.precision],
-                                              ["digits", f"{alone.figure(tasks['digits'], Path(scratch)):.2f}"]]))
+            report(
+                options,
+                (
+                    "One training",
+                    [["", alone.precision], ["digits", f"{alone.figure(tasks['digits'], Path(scratch)):.2f}"]],
+                ),
+            )
             return 0
         found = figures(tasks, results)
     report(options, ("Digits: % right. Surrogate: error in % of the spread", table(tasks, found)))

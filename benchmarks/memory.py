@@ -61,8 +61,7 @@ def main() -> None:
         said = sum(memory(dry).values()) + inputs
     rows.append([options.grid, *(f"{size / MEBIBYTE:.0f}" for size in (growth, held, said)), f"{growth / said:.2f}"])
     if MPI.COMM_WORLD.rank == 0:
-        report(options, (f"{options.layers} layers of {options.width}, batch {options.batch}; MiB",
-                         rows))
+        report(options, (f"{options.layers} layers of {options.width}, batch {options.batch}; MiB", rows))
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ class OneOfMany:
 
     def Sub(self, kept: list[bool]) -> OneOfMany:
         indices = np.unravel_index(self.rank, self.dims)
-        (size, index), = [(size, int(index)) for size, index, keep in zip(self.dims, indices, kept) if keep]
+        ((size, index),) = [(size, int(index)) for size, index, keep in zip(self.dims, indices, kept) if keep]
         return self._of("Sub", size, index)
 
     def Free(self) -> None:
@@ -142,8 +142,9 @@ class LinkOfMany:
         self.size, self.rank, self.workspace = size, rank, workspace
         self.rounds = self.messages = self.most = 0
 
-    def exchange(self, library: NumpyLibrary, sends: list[Any], receives: list[Any],
-                 work: Any = None) -> Iterator[list[Any]]:
+    def exchange(
+        self, library: NumpyLibrary, sends: list[Any], receives: list[Any], work: Any = None
+    ) -> Iterator[list[Any]]:
         self.rounds, self.messages = self.rounds + 1, self.messages + len(sends)
         self.most = max(self.most, len(sends))
         yield []
@@ -177,8 +178,9 @@ def grid_of(comm: OneOfMany, shape: str) -> Iterator[Grid]:
 def planned(grid: Grid, size: int) -> RankPlan:
     """This rank's part of the plan of a cubic product in panels, with all properties that a product uses."""
     square = (size, size)
-    plan = plan_product(Operand(square, Layout.A), Operand(square, Layout.B), None, "float64", grid.shape,
-                        panels=PANELS)
+    plan = plan_product(
+        Operand(square, Layout.A), Operand(square, Layout.B), None, "float64", grid.shape, panels=PANELS
+    )
     part = plan.on_rank(grid.coords or grid.shape.position(0))
     assert part.cuts and part.c_counts and part.workspace
     return part

@@ -35,8 +35,16 @@ from pmm3d.nn import optim
 from pmm3d.product.multiply import plan_for
 
 PANELS = (1, 2, 4, 8)
-SHAPES = ("4096x512x512", "8192x1024x512", "2048x2048x2048", "1024x4096x1024", "512x4096x4096", "1024x1024x8192",
-          "4096x1024x1024", "2048x512x4096")
+SHAPES = (
+    "4096x512x512",
+    "8192x1024x512",
+    "2048x2048x2048",
+    "1024x4096x1024",
+    "512x4096x4096",
+    "1024x1024x8192",
+    "4096x1024x1024",
+    "2048x512x4096",
+)
 WAYS = ("none", "decomposed")
 NEAR = 1.05
 SHARE = (0.3, 0.6)
@@ -66,13 +74,17 @@ def panels(options: argparse.Namespace) -> Iterator[Table]:
     rows = [["grid", *(f"{number} panels: ms, waiting" for number in PANELS)]]
     for shape in options.grids:
         with Grid(MPI.COMM_WORLD, shape, product=(options.size,) * 3, dtype=options.dtype) as grid:
-            a, b = (DistMatrix.random(grid, (options.size,) * 2, seed=seed, dtype=options.dtype, layout=layout)
-                    for seed, layout in ((1, Layout.A), (2, Layout.B)))
+            a, b = (
+                DistMatrix.random(grid, (options.size,) * 2, seed=seed, dtype=options.dtype, layout=layout)
+                for seed, layout in ((1, Layout.A), (2, Layout.B))
+            )
             c = a @ b
-            found = in_turns(PANELS, lambda number: timed(grid, lambda: matmul(a, b, out=c, panels=number)),
-                             options.rounds)
-            rows.append([str(grid.shape), *(f"{1e3 * one['seconds']:.1f}, {1e3 * one['waited']:.1f}"
-                                            for one in found.values())])
+            found = in_turns(
+                PANELS, lambda number: timed(grid, lambda: matmul(a, b, out=c, panels=number)), options.rounds
+            )
+            rows.append(
+                [str(grid.shape), *(f"{1e3 * one['seconds']:.1f}, {1e3 * one['waited']:.1f}" for one in found.values())]
+            )
             title = f"{options.size} cubed, {options.dtype}, {grid.hosts} nodes; medians of {options.rounds}"
     yield title, rows
 
@@ -94,8 +106,14 @@ def row_of(size: tuple[int, ...], name: str, found: dict[str, Figures], chosen: 
     seconds = {way: figures["seconds"] for way, figures in found.items()}
     fastest, share = min(seconds.values()), found["none"]["waited"] / seconds["none"]
     over = seconds[chosen] / fastest
-    row = [", ".join(map(str, size)), name, *(f"{1e3 * seconds[way]:.1f}" if way in seconds else "" for way in WAYS),
-           f"{100 * share:.0f}%", chosen, f"{100 * (over - 1):.1f}%"]
+    row = [
+        ", ".join(map(str, size)),
+        name,
+        *(f"{1e3 * seconds[way]:.1f}" if way in seconds else "" for way in WAYS),
+        f"{100 * share:.0f}%",
+        chosen,
+        f"{100 * (over - 1):.1f}%",
+    ]
     return row, {"near": over <= NEAR, "share": share, "gain": seconds["none"] / fastest}
 
 
@@ -105,21 +123,30 @@ def choice(options: argparse.Namespace) -> Iterator[Table]:
         counted = []
         with Grid(MPI.COMM_WORLD, text, dtype=options.dtype) as grid:
             for m, n, k, _ in map(sizes_of, options.shapes):
-                a, b, c = (DistMatrix.random(grid, shape, seed=seed, dtype=options.dtype, layout=layout) for
-                           seed, (shape, layout) in enumerate((((m, k), Layout.A), ((k, n), Layout.B),
-                                                               ((m, n), Layout.C))))
+                a, b, c = (
+                    DistMatrix.random(grid, shape, seed=seed, dtype=options.dtype, layout=layout)
+                    for seed, (shape, layout) in enumerate((((m, k), Layout.A), ((k, n), Layout.B), ((m, n), Layout.C)))
+                )
                 for name, left, right in (("C = A B", a, b), ("dA = dC B^T", c, b.T), ("dB = A^T dC", a.T, c)):
                     out = matmul(left, right)
-                    found = in_turns(ways_of(left, right, out), lambda way: timed(
-                        grid, lambda: matmul(left, right, out=out, overlap=way)), options.rounds)
+                    found = in_turns(
+                        ways_of(left, right, out),
+                        lambda way: timed(grid, lambda: matmul(left, right, out=out, overlap=way)),
+                        options.rounds,
+                    )
                     row, figures = row_of((m, n, k), name, found, plan_for(left, right, None, None, None).overlap)
                     rows.append(row)
                     counted.append(figures)
             gains = [each["gain"] for each in counted if SHARE[0] <= each["share"] <= SHARE[1]]
             best = f"{min(gains):.2f} to {max(gains):.2f} in {len(gains)} products" if gains else "no such product"
-            yield (f"Grid {grid.shape} on {grid.hosts} nodes, {options.dtype}: the choice is the fastest or "
-                   f"within 5% in {sum(each['near'] for each in counted)} of {len(counted)}; time without overlap / "
-                   f"best time if 30 to 60% is waiting: {best}"), rows
+            yield (
+                (
+                    f"Grid {grid.shape} on {grid.hosts} nodes, {options.dtype}: the choice is the fastest or "
+                    f"within 5% in {sum(each['near'] for each in counted)} of {len(counted)}; time without overlap / "
+                    f"best time if 30 to 60% is waiting: {best}"
+                ),
+                rows,
+            )
 
 
 class Training:
@@ -165,16 +192,22 @@ def same_weights(shape: GridShape, *arguments) -> bool:
 
 def stages_table(results: dict[str, Figures]) -> list[list[str]]:
     kinds = [kind for kind in KINDS if any(figures[kind] > 0.05 for figures in results.values())]
-    return [["overlap", "step", "computing", *(f"wait {kind}" for kind in kinds), "waiting"],
-            *([stage, *(f"{figures[name]:.1f}" for name in ("step", "computing", *kinds, "waiting"))]
-              for stage, figures in results.items())]
+    return [
+        ["overlap", "step", "computing", *(f"wait {kind}" for kind in kinds), "waiting"],
+        *(
+            [stage, *(f"{figures[name]:.1f}" for name in ("step", "computing", *kinds, "waiting"))]
+            for stage, figures in results.items()
+        ),
+    ]
 
 
 def saved(results: dict[str, Figures]) -> str:
     first, last = results["none"], list(results.values())[-1]
-    return (f"communication {first['waiting'] / first['step']:.0%} of the step without overlap; "
-            f"{1 - last['waiting'] / max(1e-9, first['waiting']):.0%} of it hidden; the step is "
-            f"{1 - last['step'] / first['step']:.1%} shorter")
+    return (
+        f"communication {first['waiting'] / first['step']:.0%} of the step without overlap; "
+        f"{1 - last['waiting'] / max(1e-9, first['waiting']):.0%} of it hidden; the step is "
+        f"{1 - last['step'] / first['step']:.1%} shorter"
+    )
 
 
 def beside(grid: Grid, options: argparse.Namespace, width: int, batch: int) -> Table:
@@ -192,8 +225,10 @@ def beside(grid: Grid, options: argparse.Namespace, width: int, batch: int) -> T
     for row, size in zip(rows[1:], held.values()):
         row.append(f"{size / 1e6:.1f}")
     ratio = results["sharded"]["step"] / results["replicated"]["step"]
-    return (f"Grid {grid.shape}, {grid.hosts} nodes: {options.layers} layers of {width}, batch {batch}, float32; "
-            f"medians of {options.rounds}, ms; sharded takes {ratio:.2f} of replicated"), rows
+    return (
+        f"Grid {grid.shape}, {grid.hosts} nodes: {options.layers} layers of {width}, batch {batch}, float32; "
+        f"medians of {options.rounds}, ms; sharded takes {ratio:.2f} of replicated"
+    ), rows
 
 
 def training(options: argparse.Namespace) -> Iterator[Table]:
@@ -207,8 +242,10 @@ def training(options: argparse.Namespace) -> Iterator[Table]:
                 continue
             made = Training(grid, options, width, batch, options.activations)
             results = in_turns(made.stages, made.step, options.rounds)
-            title = (f"Grid {grid.shape}, {grid.hosts} nodes: {options.layers} layers of {width}, batch {batch}, "
-                     f"float32; medians of {options.rounds}, ms; {saved(results)}")
+            title = (
+                f"Grid {grid.shape}, {grid.hosts} nodes: {options.layers} layers of {width}, batch {batch}, "
+                f"float32; medians of {options.rounds}, ms; {saved(results)}"
+            )
             if options.trace and text == options.grids[-1]:
                 grid.ledger.reset()
                 made.step(list(made.stages)[-1])
@@ -222,9 +259,12 @@ def training(options: argparse.Namespace) -> Iterator[Table]:
 def main() -> int:
     made = parser(__doc__)
     made.add_argument("part", choices=("panels", "choice", "training"))
-    made.add_argument("--grids", nargs="+", required=True,
-                      help="GxxGyxGz; for training GxxGyxGzxGdata, such as 1x1x2x1, or with width and batch, "
-                           "1x1x2x1:1024:1536")
+    made.add_argument(
+        "--grids",
+        nargs="+",
+        required=True,
+        help="GxxGyxGz; for training GxxGyxGzxGdata, such as 1x1x2x1, or with width and batch, 1x1x2x1:1024:1536",
+    )
     made.add_argument("--rounds", type=int, default=5, help="number of rounds; figures are medians (5)")
     made.add_argument("--dtype", default="float64", help="element type of products (float64)")
     made.add_argument("--size", type=int, default=4096, help="for panels: m = n = k (4096)")
@@ -232,14 +272,23 @@ def main() -> int:
     made.add_argument("--layers", type=int, default=8)
     made.add_argument("--width", type=int, default=1024)
     made.add_argument("--batch", type=int, default=1024, help="rows over the whole grid (1024)")
-    made.add_argument("--activations", choices=("replicated", "sharded", "both"), default="replicated",
-                      help="layout over the summed axis of a layer (replicated); both: in turns, with all overlaps")
+    made.add_argument(
+        "--activations",
+        choices=("replicated", "sharded", "both"),
+        default="replicated",
+        help="layout over the summed axis of a layer (replicated); both: in turns, with all overlaps",
+    )
     made.add_argument("--check", action="store_true", help="for training: compare the weights of all stages")
     made.add_argument("--trace", help="for training: write a Chrome trace of a step with all overlaps on the last grid")
     options = made.parse_args()
     network = "--layers --width --batch --activations --check --trace"
-    made.refuse(options, {"panels": f"--shapes {network}", "choice": f"--size {network}",
-                          "training": "--dtype --size --shapes"}[options.part], options.part)
+    made.refuse(
+        options,
+        {"panels": f"--shapes {network}", "choice": f"--size {network}", "training": "--dtype --size --shapes"}[
+            options.part
+        ],
+        options.part,
+    )
     if options.quick:
         vars(options).update(QUICK)
     tables = [*{"panels": panels, "choice": choice, "training": training}[options.part](options)]

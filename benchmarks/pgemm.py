@@ -76,17 +76,26 @@ def product_row(scalapack: Scalapack, shape: tuple[int, int, int], dtype: str, r
         others = [theirs.descriptor(*size, BLOCK, BLOCK, 0, 0, array.shape[0]) for size, array in zip(sizes, arrays)]
         a, b, c = arrays
         d = c.copy(order="F")
-        plan = PgemmPlan("N", "N", m, n, k, 1, 1, descriptors[0], 1, 1, descriptors[1], 1, 1, descriptors[2],
-                         dtype=dtype)
-        sides = {"pmm3d": lambda: plan(a, b, c),
-                 "scalapack": lambda: scalapack.pgemm("N", "N", m, n, k, 1, a, 1, 1, others[0], b, 1, 1, others[1], 0,
-                                                      d, 1, 1, others[2])}
+        plan = PgemmPlan(
+            "N", "N", m, n, k, 1, 1, descriptors[0], 1, 1, descriptors[1], 1, 1, descriptors[2], dtype=dtype
+        )
+        sides = {
+            "pmm3d": lambda: plan(a, b, c),
+            "scalapack": lambda: scalapack.pgemm(
+                "N", "N", m, n, k, 1, a, 1, 1, others[0], b, 1, 1, others[1], 0, d, 1, 1, others[2]
+            ),
+        }
         seconds = medians(sides, rounds)
         right = comm.allreduce(int(np.allclose(c, d, rtol=1e-3 if dtype == "float32" else 1e-10)), MPI.MIN)
         ideal = limit(ours.grid, Case(m, n, k, dtype))
-        cells = [f"{m} x {n} x {k}", dtype,
-                 *(f"{1e3 * seconds[side]:.0f} ({ideal / seconds[side]:.2f})" for side in sides),
-                 f"{seconds['scalapack'] / seconds['pmm3d']:.2f}", str(plan.grid.shape), "yes" if right else "NO"]
+        cells = [
+            f"{m} x {n} x {k}",
+            dtype,
+            *(f"{1e3 * seconds[side]:.0f} ({ideal / seconds[side]:.2f})" for side in sides),
+            f"{seconds['scalapack'] / seconds['pmm3d']:.2f}",
+            str(plan.grid.shape),
+            "yes" if right else "NO",
+        ]
     theirs.close()
     return cells
 
@@ -110,8 +119,10 @@ def moves(scalapack: Scalapack, rounds: int, size: int) -> list[list[str]]:
         local_shapes = on_grid.local_shapes(comm.rank)  # empty on a rank outside the grid
         shard = np.empty(local_shapes[0] if local_shapes else (0, 0), order="F")
         shard[...] = 0
-        forth, home = (TileMove(ours.grid, *way, "float64", keep=True) for way in
-                       ((descriptor.cyclic, on_grid), (on_grid, descriptor.cyclic)))
+        forth, home = (
+            TileMove(ours.grid, *way, "float64", keep=True)
+            for way in ((descriptor.cyclic, on_grid), (on_grid, descriptor.cyclic))
+        )
         counts = [a.size // comm.size] * comm.size
         sides = {
             "to an operand's layout": lambda: forth.start(LIBRARY, [a], [shard]).wait(),
@@ -119,8 +130,9 @@ def moves(scalapack: Scalapack, rounds: int, size: int) -> list[list[str]]:
             "MPI_Alltoallv": lambda: comm.Alltoallv([a.ravel("F"), counts], [back.ravel("F"), counts]),
             "pgemr2d to block columns": lambda: pgemr2d(size, size, a, 1, 1, descriptor, slab, 1, 1, whole),
             "pgemr2d back": lambda: pgemr2d(size, size, slab, 1, 1, whole, back, 1, 1, descriptor),
-            "pdgemr2d to block columns": lambda: scalapack.pgemr2d(size, size, a, 1, 1, there, other, 1, 1, in_slabs,
-                                                                   theirs),
+            "pdgemr2d to block columns": lambda: scalapack.pgemr2d(
+                size, size, a, 1, 1, there, other, 1, 1, in_slabs, theirs
+            ),
             "pdgemr2d back": lambda: scalapack.pgemr2d(size, size, other, 1, 1, in_slabs, back, 1, 1, there, theirs),
         }
         seconds = medians(sides, rounds)
@@ -132,15 +144,20 @@ def moves(scalapack: Scalapack, rounds: int, size: int) -> list[list[str]]:
 
 def repeated(kind: MPI.Datatype, runs: Sequence[Strided], stride: int) -> MPI.Datatype:
     """The datatype of `kind` at each index of the runs, with stride `stride` in bytes."""
-    each = [kind.Create_hvector(run.length, 1, stride).Create_hvector(run.times, 1, run.step_here * stride)
-            for run in runs]
+    each = [
+        kind.Create_hvector(run.length, 1, stride).Create_hvector(run.times, 1, run.step_here * stride) for run in runs
+    ]
     return MPI.Datatype.Create_struct([1] * len(runs), [run.here * stride for run in runs], each)
 
 
 def datatype(message: Message, arrays: Sequence[np.ndarray]) -> MPI.Datatype:
     """The datatype of the elements of a message, in order, relative to MPI.BOTTOM."""
-    kinds = [repeated(repeated(MPI.DOUBLE, part.cols, arrays[part.array].strides[1]), part.rows,
-                      arrays[part.array].strides[0]) for part in message.parts]
+    kinds = [
+        repeated(
+            repeated(MPI.DOUBLE, part.cols, arrays[part.array].strides[1]), part.rows, arrays[part.array].strides[0]
+        )
+        for part in message.parts
+    ]
     places = [MPI.Get_address(arrays[part.array]) for part in message.parts]
     return MPI.Datatype.Create_struct([1] * len(kinds), places, kinds).Commit()
 
@@ -151,8 +168,10 @@ class DatatypeMove:
     def __init__(self, comm: MPI.Intracomm, table: Table, source: np.ndarray, target: np.ndarray):
         [only] = table.rounds
         self._comm, self._copies, self._arrays = comm, table.copies, (source, target)
-        self._sends, self._receives = ([(message.ranks[0], datatype(message, [array])) for message in messages]
-                                       for messages, array in zip(only, self._arrays))
+        self._sends, self._receives = (
+            [(message.ranks[0], datatype(message, [array])) for message in messages]
+            for messages, array in zip(only, self._arrays)
+        )
 
     def __call__(self) -> None:
         requests = [self._comm.Irecv([MPI.BOTTOM, 1, kind], rank) for rank, kind in self._receives]
@@ -169,8 +188,10 @@ def datatypes(rounds: int, size: int) -> list[list[str]]:
             cyclic = BlockCyclic((size, size), (block, block), process_grid(comm.size))
             for layout, order in ((Layout.A, "C"), (Layout.A, "F")):
                 on_grid = Placement((size, size), layout, grid.shape, order)
-                held, shard = (np.full(tiled.local_shapes(comm.rank)[0], comm.rank, "float64", order=tiled.order)
-                               for tiled in (cyclic, on_grid))
+                held, shard = (
+                    np.full(tiled.local_shapes(comm.rank)[0], comm.rank, "float64", order=tiled.order)
+                    for tiled in (cyclic, on_grid)
+                )
                 sides: dict[str, Callable[[], object]] = {}
                 for way, source, target in (("forth", cyclic, on_grid), ("back", on_grid, cyclic)):
                     arrays = (held, shard) if source is cyclic else (shard, held)
@@ -210,12 +231,16 @@ def main() -> None:
         try:
             ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL)
         except OSError:
-            made.error(f"PMM3D_BLAS={file} is not the file of a library. ScaLAPACK needs one: name the file, such as "
-                       "/usr/lib/x86_64-linux-gnu/libopenblas.so.0")
+            made.error(
+                f"PMM3D_BLAS={file} is not the file of a library. ScaLAPACK needs one: name the file, such as "
+                "/usr/lib/x86_64-linux-gnu/libopenblas.so.0"
+            )
     scalapack = Scalapack()
     if asked.moves:
-        rows = [[f"{size} x {size} float64", "ms", "of the bandwidth of MPI_Alltoallv"],
-                *moves(scalapack, asked.rounds, size)]
+        rows = [
+            [f"{size} x {size} float64", "ms", "of the bandwidth of MPI_Alltoallv"],
+            *moves(scalapack, asked.rounds, size),
+        ]
     else:
         rows = [["m x n x k", "type", "pgemm ms (of the limit)", "p?gemm ms (of the limit)", "faster", "grid", "right"]]
         for shape in [sizes_of(asked.shape)[:3]] if asked.shape else SHAPES:

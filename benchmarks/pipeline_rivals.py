@@ -39,8 +39,7 @@ from pmm3d.nn import optim
 from pmm3d.nn.pipeline import time_lines
 from pmm3d.nn.training.step import train_step
 
-SCHEDULES = {"1f1b": ("1F1B", 1), "interleaved-zero-bubble": ("InterleavedZeroBubble", 2),
-             "zb-v": ("ZBVZeroBubble", 2)}
+SCHEDULES = {"1f1b": ("1F1B", 1), "interleaved-zero-bubble": ("InterleavedZeroBubble", 2), "zb-v": ("ZBVZeroBubble", 2)}
 """Name -> torch's name, and number of stages of a rank."""
 SIZES = ("layers", "width", "rows", "micro_batches", "steps", "rounds")
 QUICK = {"layers": 8, "width": 16, "rows": 8, "micro_batches": 4, "steps": 1, "rounds": 1, "passes": 1, "ranks": [2]}
@@ -86,8 +85,9 @@ class TorchPipeline:
         made = get_schedule_class(kind)
         whole = issubclass(made, PipelineScheduleMulti)
         self._schedule = made(stages if whole else stages[0], sizes.micro_batches, self._loss)
-        self._optimizer = torch.optim.SGD([weight for stage in stages for weight in stage.submod.parameters()],
-                                          LEARNING_RATE, fused=True)
+        self._optimizer = torch.optim.SGD(
+            [weight for stage in stages for weight in stage.submod.parameters()], LEARNING_RATE, fused=True
+        )
         inputs, targets = map(torch.from_numpy, batch_of(sizes.rows * sizes.micro_batches, sizes.width))
         self._inputs = (inputs,) if 0 in numbers else ()
         self._targets = targets if number - 1 in numbers else None
@@ -144,8 +144,9 @@ class OurPipeline:
     def __init__(self, name: str, sizes: Namespace, grid: Grid):
         import torch
 
-        make = lambda stage: nn.MLP(stage, [sizes.width] * (sizes.layers + 1), nn.relu, bias=False, seed=0,
-                                    dtype="float32")
+        make = lambda stage: nn.MLP(
+            stage, [sizes.width] * (sizes.layers + 1), nn.relu, bias=False, seed=0, dtype="float32"
+        )
         self._grid, self._net = grid, nn.Pipeline(grid, make, schedule=name, chunks=SCHEDULES[name][1])
         stage = self._net.grid
         for path, parameter in self._net.named_parameters().items():
@@ -154,8 +155,10 @@ class OurPipeline:
         self._optimizer = optim.SGD(self._net.parameters(), lr=LEARNING_RATE)
         both = [*map(torch.from_numpy, batch_of(sizes.rows * sizes.micro_batches, sizes.width))]
         rows = lambda micro: slice(micro * sizes.rows, (micro + 1) * sizes.rows)
-        self._batches = [tuple(DistMatrix.from_global(stage, whole[rows(micro)], layout=batch_layout("y"))
-                               for whole in both) for micro in range(sizes.micro_batches)]
+        self._batches = [
+            tuple(DistMatrix.from_global(stage, whole[rows(micro)], layout=batch_layout("y")) for whole in both)
+            for micro in range(sizes.micro_batches)
+        ]
 
     @property
     def actions(self) -> list[Acted]:
@@ -174,10 +177,10 @@ def measured(options: Namespace) -> dict[str, Any]:
     keep_to_cores(comm.rank, 1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     losses: dict[str, float] = {}
-    with (tempfile.TemporaryDirectory() as folder,
-          Grid(comm, (1, 1, 1), pipe=comm.size, library="torch") as grid):
-        torch.distributed.init_process_group("gloo", init_method=f"file://{comm.bcast(folder)}/gloo", rank=comm.rank,
-                                             world_size=comm.size)
+    with tempfile.TemporaryDirectory() as folder, Grid(comm, (1, 1, 1), pipe=comm.size, library="torch") as grid:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{comm.bcast(folder)}/gloo", rank=comm.rank, world_size=comm.size
+        )
         everyone: dict[str, TorchPipeline | OurPipeline] = {}
         for name in options.schedules:
             everyone[f"{name}, pmm3d"] = OurPipeline(name, options, grid)
@@ -201,27 +204,39 @@ def measured(options: Namespace) -> dict[str, Any]:
 
 
 def rows_of(ranks: int, schedules: list[str], passes: list[dict[str, Any]]) -> list[list[str]]:
-    """For each schedule: milliseconds of both, their ratio within a round, the medians of the passes, and the bubbles.
-    """
+    """For each schedule: milliseconds of both, their ratio within a round, the medians of the passes, and the
+    bubbles."""
     rows = []
     for name in schedules:
         ours, theirs = ([one[f"{name}, {side}"]["rounds"] for one in passes] for side in ("pmm3d", "torch"))
-        ratios = [[median(own["seconds"]) / median(other["seconds"]) for own, other in zip(*pair)]
-                  for pair in zip(ours, theirs)]
+        ratios = [
+            [median(own["seconds"]) / median(other["seconds"]) for own, other in zip(*pair)]
+            for pair in zip(ours, theirs)
+        ]
         sides = [[turn for rounds in side for turn in rounds] for side in (ours, theirs)]
-        rows.append([name, str(ranks),
-                     *(f"{1e3 * median(median(turn['seconds']) for turn in side):.1f}" for side in sides),
-                     f"{median(sum(ratios, [])):.3f} ({', '.join(f'{median(one):.3f}' for one in ratios)})",
-                     *(f"{100 * median(turn['bubbles'][which] for turn in side):.1f}" for side in sides
-                       for which in (0, 1))])
+        rows.append(
+            [
+                name,
+                str(ranks),
+                *(f"{1e3 * median(median(turn['seconds']) for turn in side):.1f}" for side in sides),
+                f"{median(sum(ratios, [])):.3f} ({', '.join(f'{median(one):.3f}' for one in ratios)})",
+                *(f"{100 * median(turn['bubbles'][which] for turn in side):.1f}" for side in sides for which in (0, 1)),
+            ]
+        )
     return rows
 
 
 def main() -> int:
     made = parser(__doc__)
     made.add_argument("--ranks", nargs="+", type=int, default=[2, 4], metavar="N", help="numbers of ranks (2 4)")
-    made.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=[*SCHEDULES], metavar="NAME",
-                      help=f"some of {', '.join(SCHEDULES)} (all)")
+    made.add_argument(
+        "--schedules",
+        nargs="+",
+        choices=SCHEDULES,
+        default=[*SCHEDULES],
+        metavar="NAME",
+        help=f"some of {', '.join(SCHEDULES)} (all)",
+    )
     made.add_argument("--passes", type=int, default=2, help="jobs with each number of ranks, one after the other (2)")
     made.add_argument("--rounds", type=int, default=4, help="rounds over all contestants in a pass (4)")
     made.add_argument("--steps", type=int, default=3, help="timed steps of each contestant in a round (3)")
@@ -246,18 +261,39 @@ def main() -> int:
             command = [__file__, "--here", *words, "--schedules", *options.schedules]
             passes[ranks].append(json.loads(on_ranks(ranks, command, one_thread).splitlines()[-1]))
             print(f"pass {turn + 1} of {options.passes}: {ranks} ranks", file=sys.stderr, flush=True)
-    rows = [["schedule", "ranks", "ms", "torch, ms", "ratio (of each pass)", "bubble, %", "simulated, %",
-             "torch's bubble, %", "simulated, %"]]
+    rows = [
+        [
+            "schedule",
+            "ranks",
+            "ms",
+            "torch, ms",
+            "ratio (of each pass)",
+            "bubble, %",
+            "simulated, %",
+            "torch's bubble, %",
+            "simulated, %",
+        ]
+    ]
     for ranks, found in passes.items():
         rows += rows_of(ranks, options.schedules, found)
-    report(options, (f"{options.layers} layers, width {options.width}, {options.micro_batches} micro-batches of "
-                     f"{options.rows} rows, float32, one thread a rank; medians of {options.passes} passes of "
-                     f"{options.rounds} rounds of {options.steps} steps", rows))
-    all_losses = [(ranks, name, one["loss"]) for ranks, found in passes.items() for each in found
-                  for name, one in each.items()]
+    report(
+        options,
+        (
+            f"{options.layers} layers, width {options.width}, {options.micro_batches} micro-batches of "
+            f"{options.rows} rows, float32, one thread a rank; medians of {options.passes} passes of "
+            f"{options.rounds} rounds of {options.steps} steps",
+            rows,
+        ),
+    )
+    all_losses = [
+        (ranks, name, one["loss"]) for ranks, found in passes.items() for each in found for name, one in each.items()
+    ]
     first = all_losses[0][2]
-    different = [f"{name} on {ranks} ranks: {loss}" for ranks, name, loss in all_losses
-                 if not abs(loss - first) <= TOLERANCE * abs(first)]
+    different = [
+        f"{name} on {ranks} ranks: {loss}"
+        for ranks, name, loss in all_losses
+        if not abs(loss - first) <= TOLERANCE * abs(first)
+    ]
     if different:
         print(f"the losses differ from {first}: {'; '.join(different)}", file=sys.stderr)
     return 1 if different else 0

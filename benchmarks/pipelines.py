@@ -95,14 +95,17 @@ class Sleeping(nn.Module):
 def network(grid: Grid, table: PipelineSchedule, seconds: Seconds, live: Live) -> nn.Pipeline:
     """A pipeline with one Sleeping layer per stage."""
     layers = range(len(table.chains[0]))
-    return nn.Pipeline(grid, lambda stage: nn.Sequential(stage, *(Sleeping(stage, seconds, live) for _ in layers)),
-                       schedule=table)
+    return nn.Pipeline(
+        grid, lambda stage: nn.Sequential(stage, *(Sleeping(stage, seconds, live) for _ in layers)), schedule=table
+    )
 
 
 def measured(net: nn.Pipeline, micro_batches: int) -> tuple[TimeLine, TimeLine]:
     """The time line of a step, and the simulated one with the measured times of its passes. Collective."""
-    x, y = (DistMatrix.random(net.grid, (ROWS, WIDTH), seed=seed, dtype="float64", layout=batch_layout(None))
-            for seed in (1, 2))
+    x, y = (
+        DistMatrix.random(net.grid, (ROWS, WIDTH), seed=seed, dtype="float64", layout=batch_layout(None))
+        for seed in (1, 2)
+    )
     executor = Executor(net, [x] * micro_batches)
     net.whole.comm.Barrier()
     executor.run(lambda micro, output: nn.mse(output, y))
@@ -122,8 +125,14 @@ def row_of(schedule: str, options: argparse.Namespace) -> list[str]:
     assert tuple(most) == expected.peak_live, (most, expected.peak_live)
     makespan, bubble = (median(getattr(line, name) for line, _ in found) for name in ("makespan", "bubble"))
     own = median(line.makespan / simulated.makespan for line, simulated in found)
-    figures = (f"{1e3 * expected.makespan:.1f}", f"{1e3 * makespan:.1f}", f"{makespan / expected.makespan:.3f}",
-               f"{own:.3f}", f"{100 * expected.bubble:.1f}", f"{100 * bubble:.1f}")
+    figures = (
+        f"{1e3 * expected.makespan:.1f}",
+        f"{1e3 * makespan:.1f}",
+        f"{makespan / expected.makespan:.3f}",
+        f"{own:.3f}",
+        f"{100 * expected.bubble:.1f}",
+        f"{100 * bubble:.1f}",
+    )
     return [table.name, *figures, ", ".join(map(str, most))]
 
 
@@ -136,9 +145,13 @@ class Drawn(Times):
     def of_passes(cls, ranks: int, micro_batches: int, longer: float, slow: int | None, draw: random.Random) -> Drawn:
         made = cls(communication=0.05)
         made.seconds = {
-            (kind, rank, micro): time * (1.5 if rank == slow else 1) * (1 + (draw.expovariate(1 / longer) if longer
-                                                                             else 0))
-            for kind, time in (("F", 1.0), ("B", 2.0)) for rank in range(ranks) for micro in range(micro_batches)}
+            (kind, rank, micro): time
+            * (1.5 if rank == slow else 1)
+            * (1 + (draw.expovariate(1 / longer) if longer else 0))
+            for kind, time in (("F", 1.0), ("B", 2.0))
+            for rank in range(ranks)
+            for micro in range(micro_batches)
+        }
         return made
 
     def of(self, action: PipelineAction) -> float:
@@ -150,8 +163,11 @@ def in_turns(windows: list[int], micro_batches: int) -> PipelineSchedule:
     lines = []
     for rank, window in enumerate(windows):
         forward, backward = ([PipelineAction(kind, rank, micro) for micro in range(micro_batches)] for kind in "FB")
-        both = [pair for number, each in enumerate(backward) for pair in (
-            *forward[window - 1 + number : window + number], each)]
+        both = [
+            pair
+            for number, each in enumerate(backward)
+            for pair in (*forward[window - 1 + number : window + number], each)
+        ]
         lines.append([*forward[: window - 1], *both])
     return PipelineSchedule.of("1f1b", lines)
 
@@ -159,8 +175,9 @@ def in_turns(windows: list[int], micro_batches: int) -> PipelineSchedule:
 def makespan_by_arrival(windows: list[int], micro_batches: int, times: Drawn) -> float:
     """Makespan if each rank executes first what arrived first, and forward passes only within its window."""
     ranks, end = len(windows), 0.0
-    arrived: list[dict[str, list[float]]] = [{"F": [0.0] * micro_batches * (rank == 0), "B": []}
-                                             for rank in range(ranks)]
+    arrived: list[dict[str, list[float]]] = [
+        {"F": [0.0] * micro_batches * (rank == 0), "B": []} for rank in range(ranks)
+    ]
     done = [{"F": 0, "B": 0} for _ in windows]
     events, busy = [(0.0, rank, "", rank) for rank in range(ranks)], [False] * ranks
     while events:  # (time, rank, what arrives there, where it comes from)
@@ -170,8 +187,11 @@ def makespan_by_arrival(windows: list[int], micro_batches: int, times: Drawn) ->
             arrived[rank][kind].append(now)
         busy[rank] = busy[rank] and source != rank
         counts = done[rank]
-        ready = [(arrived[rank][each][counts[each]], each) for each in "BF" if counts[each] < len(arrived[rank][each])
-                 and (each == "B" or counts["F"] - counts["B"] < windows[rank])]
+        ready = [
+            (arrived[rank][each][counts[each]], each)
+            for each in "BF"
+            if counts[each] < len(arrived[rank][each]) and (each == "B" or counts["F"] - counts["B"] < windows[rank])
+        ]
         if ready and not busy[rank]:
             _, each = min(ready)
             ends = now + times.seconds[each, rank, counts[each]]
@@ -187,8 +207,18 @@ def makespan_by_arrival(windows: list[int], micro_batches: int, times: Drawn) ->
 
 def rows_by_arrival(draws: int) -> list[list[str]]:
     """Makespan of 1F1B, and those of the other orders as fractions of it."""
-    rows = [["ranks", "micro-batches", "passes longer by", "slow rank", "1F1B", "by arrival", "1F1B, larger window",
-             "by arrival, larger window"]]
+    rows = [
+        [
+            "ranks",
+            "micro-batches",
+            "passes longer by",
+            "slow rank",
+            "1F1B",
+            "by arrival",
+            "1F1B, larger window",
+            "by arrival, larger window",
+        ]
+    ]
     for ranks, micro_batches in ((4, 16), (8, 32)):
         small, large = ([factor * (ranks - rank) - (factor - 1) for rank in range(ranks)] for factor in (1, 2))
         for longer in (0.0, 0.2, 1.0):
@@ -200,8 +230,16 @@ def rows_by_arrival(draws: int) -> list[list[str]]:
                         found[2 * number].append(simulate(in_turns(windows, micro_batches), times).makespan)
                         found[2 * number + 1].append(makespan_by_arrival(windows, micro_batches, times))
                 first, *others = map(fmean, found)
-                rows.append([str(ranks), str(micro_batches), f"{100 * longer:.0f}%", "none" if slow is None else
-                             str(slow), f"{first:.1f}", *(f"{other / first:.3f}" for other in others)])
+                rows.append(
+                    [
+                        str(ranks),
+                        str(micro_batches),
+                        f"{100 * longer:.0f}%",
+                        "none" if slow is None else str(slow),
+                        f"{first:.1f}",
+                        *(f"{other / first:.3f}" for other in others),
+                    ]
+                )
     return rows
 
 
@@ -209,8 +247,14 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--schedules", nargs="+", default=[*BY_NAME], metavar="NAME", help="names, or CSV files")
     options.add_argument("--micro-batches", type=int, default=8, metavar="M")
-    options.add_argument("--times", type=float, nargs=3, default=[200.0, 200.0, 200.0], metavar=("F", "I", "W"),
-                         help="milliseconds of a rank's passes")
+    options.add_argument(
+        "--times",
+        type=float,
+        nargs=3,
+        default=[200.0, 200.0, 200.0],
+        metavar=("F", "I", "W"),
+        help="milliseconds of a rank's passes",
+    )
     options.add_argument("--rounds", type=int, default=3, help="steps, after a first one that is not counted")
     options.add_argument("--arrival", action="store_true", help="simulate 1F1B and the order of arrival")
     options.add_argument("--draws", type=int, default=100, help="draws of random times, with --arrival (100)")
@@ -221,12 +265,22 @@ def main() -> None:
         return
     if chosen.quick:
         vars(chosen).update(QUICK)
-    heading = ["schedule", "simulated, ms", "measured, ms", "ratio", "ratio by measured passes", "simulated bubble, %",
-               "measured bubble, %", "micro-batches that ranks hold"]
+    heading = [
+        "schedule",
+        "simulated, ms",
+        "measured, ms",
+        "ratio",
+        "ratio by measured passes",
+        "simulated bubble, %",
+        "measured bubble, %",
+        "micro-batches that ranks hold",
+    ]
     rows = [heading, *(row_of(name, chosen) for name in chosen.schedules)]
     if MPI.COMM_WORLD.rank == 0:
-        title = (f"{MPI.COMM_WORLD.size} ranks, {chosen.micro_batches} micro-batches, F, I and W of "
-                 f"{', '.join(f'{one:g}' for one in chosen.times)} ms; medians of {chosen.rounds}")
+        title = (
+            f"{MPI.COMM_WORLD.size} ranks, {chosen.micro_batches} micro-batches, F, I and W of "
+            f"{', '.join(f'{one:g}' for one in chosen.times)} ms; medians of {chosen.rounds}"
+        )
         report(chosen, (title, rows))
 
 

@@ -61,9 +61,20 @@ from pmm3d.nn.training.loop import Trainer
 from pmm3d.nn.training.planning import rank_training
 from pmm3d.nn.training.step import train_step
 
-PRODUCTS = ("2048x2048x2048:float64", "1024x1024x1024:float32", "512x512x512:float64", "256x256x256:float32",
-            "4096x4096x256:float64", "256x4096x4096:float32", "512x512x16384:float64", "1024x1024x8192:float32",
-            "32768x256x256:float64", "256x32768x256:float32", "1501x1003x517:float64", "10001x499x513:float32")
+PRODUCTS = (
+    "2048x2048x2048:float64",
+    "1024x1024x1024:float32",
+    "512x512x512:float64",
+    "256x256x256:float32",
+    "4096x4096x256:float64",
+    "256x4096x4096:float32",
+    "512x512x16384:float64",
+    "1024x1024x8192:float32",
+    "32768x256x256:float64",
+    "256x32768x256:float32",
+    "1501x1003x517:float64",
+    "10001x499x513:float32",
+)
 """Square, flat, long k, tall, small; two products that no grid divides."""
 SIMULATED = ("1x1x1x8", "1x1x8", "8x1x1", "1x8x1", "2x2x2", "1x1x2x4", "2x1x2x2", "1x2x1x4")
 SAMPLE, MOST, WARM_UP = 0.05, 200, 3
@@ -93,11 +104,17 @@ QUICK = Network(2, 16, 8, {"network": {"activation": "relu"}})
 OVERLAPS = {"overlap": {}, "none": {"oar": False, "ors": False, "oag": False, "buckets": False}}
 MEMORY = Network(6, 512, 1024, {"network": {"norm": True}})
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "adamw": {}, "adam": {"optimizer": {"kind": "adam"}}, "sgd": {"optimizer": {"kind": "sgd"}},
-    "ZeRO-1": {"optimizer": {"shard_over_data": True}}, "recompute": {"network": {"recompute": True}},
-    "dropout": {"network": {"dropout": 0.1}}, "sharded": {"network": {"activations": "sharded"}},
-    "sharded, recompute, ZeRO-1": {"network": {"activations": "sharded", "recompute": True},
-                                   "optimizer": {"shard_over_data": True}},
+    "adamw": {},
+    "adam": {"optimizer": {"kind": "adam"}},
+    "sgd": {"optimizer": {"kind": "sgd"}},
+    "ZeRO-1": {"optimizer": {"shard_over_data": True}},
+    "recompute": {"network": {"recompute": True}},
+    "dropout": {"network": {"dropout": 0.1}},
+    "sharded": {"network": {"activations": "sharded"}},
+    "sharded, recompute, ZeRO-1": {
+        "network": {"activations": "sharded", "recompute": True},
+        "optimizer": {"shard_over_data": True},
+    },
 }
 """Settings whose memory is predicted."""
 
@@ -105,8 +122,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 def name_of(grid: GridShape) -> str:
     """GxxGyxGz, and xGdata if there is a data axis.
 
-        >>> name_of(GridShape(2, 1, 4)), name_of(GridShape(1, 1, 2, 4))
-        ('2x1x4', '1x1x2x4')
+    >>> name_of(GridShape(2, 1, 4)), name_of(GridShape(1, 1, 2, 4))
+    ('2x1x4', '1x1x2x4')
     """
     return "x".join(map(str, grid if grid.data > 1 else grid[:3]))
 
@@ -125,7 +142,8 @@ def settings(network: Network, folder: Path, *others: Settings) -> dict[str, dic
     found: dict[str, dict[str, Any]] = {
         "data": {"file": str(file), "validation": 0.0, "batch_size": network.batch},
         "network": {"hidden": [network.width] * (network.layers - 1)},
-        "training": {"folder": str(folder / "run"), "steps": 1, "checkpoint_in_background": False}}
+        "training": {"folder": str(folder / "run"), "steps": 1, "checkpoint_in_background": False},
+    }
     for more in (network.settings, *others):
         for section, values in more.items():
             found[section] = found.get(section, {}) | dict(values)
@@ -142,8 +160,10 @@ def on_grid(given: Settings, name: str) -> Config:
 def a_product(what: str, name: str) -> Iterator[tuple[Grid, Work]]:
     m, n, k, dtype = sizes_of(what)
     with Grid(MPI.COMM_WORLD, grid_named(name)[:3]) as grid:
-        a, b = (DistMatrix.random(grid, shape, seed=seed, dtype=dtype, layout=layout)
-                for seed, shape, layout in ((1, (m, k), Layout.A), (2, (k, n), Layout.B)))
+        a, b = (
+            DistMatrix.random(grid, shape, seed=seed, dtype=dtype, layout=layout)
+            for seed, shape, layout in ((1, (m, k), Layout.A), (2, (k, n), Layout.B))
+        )
         c = matmul(a, b)
         yield grid, lambda: matmul(a, b, out=c)
 
@@ -164,8 +184,9 @@ def one_step(made: Trainer) -> Work:
     return lambda: train_step(state.network, state.optimizer, loss_named(recipe.loss), [batch], recipe.clip)
 
 
-def compared(what: str, kinds: Mapping[str, Any], rounds: int, said: Iterable[Candidate] | Mapping[str, float],
-             per_node: int) -> Compared:
+def compared(
+    what: str, kinds: Mapping[str, Any], rounds: int, said: Iterable[Candidate] | Mapping[str, float], per_node: int
+) -> Compared:
     """Time all grids in turns, and compare with the predictions. kinds: grid -> a context of (the grid, the timed
     function). Collective."""
     comm = MPI.COMM_WORLD
@@ -180,8 +201,16 @@ def compared(what: str, kinds: Mapping[str, Any], rounds: int, said: Iterable[Ca
     if isinstance(said, Mapping):
         return Compared(what, f"{comm.size} ranks", seconds, said, spent=spent, ranks_per_node=per_node)
     known = {name: one for one in said if (name := name_of(one.grid)) in seconds}
-    return Compared(what, f"{comm.size} ranks", seconds, {name: one.seconds for name, one in known.items()}, [*known],
-                    spent=spent, terms={name: {**one.terms} for name, one in known.items()}, ranks_per_node=per_node)
+    return Compared(
+        what,
+        f"{comm.size} ranks",
+        seconds,
+        {name: one.seconds for name, one in known.items()},
+        [*known],
+        spent=spent,
+        terms={name: {**one.terms} for name, one in known.items()},
+        ranks_per_node=per_node,
+    )
 
 
 def parts_of(grid: Grid, work: Work) -> dict[str, float]:
@@ -208,8 +237,15 @@ def products(options: argparse.Namespace, machine: Machine, folder: Path) -> Ite
     for what in options.products:
         *sizes, dtype = sizes_of(what)
         ranked = rank_products(tuple(sizes), ranks, dtype, machine, exact=True, top=10**6)
-        found.append(compared(what, {name: partial(a_product, what, name) for name in grids}, options.rounds,
-                              ranked.candidates + ranked.dropped, machine.ranks_per_node))
+        found.append(
+            compared(
+                what,
+                {name: partial(a_product, what, name) for name in grids},
+                options.rounds,
+                ranked.candidates + ranked.dropped,
+                machine.ranks_per_node,
+            )
+        )
     yield from tables_of(found, options, presets=False)
 
 
@@ -218,8 +254,15 @@ def steps(options: argparse.Namespace, machine: Machine, folder: Path) -> Iterat
     for what, network in options.networks.items():
         given = settings(network, folder)
         ranked = rank_training(checked({**given}), ranks, machine)
-        found.append(compared(what, {name_of(grid): partial(a_step, given, name_of(grid)) for grid in grids_4d(ranks)},
-                              options.rounds, ranked.candidates + ranked.dropped, machine.ranks_per_node))
+        found.append(
+            compared(
+                what,
+                {name_of(grid): partial(a_step, given, name_of(grid)) for grid in grids_4d(ranks)},
+                options.rounds,
+                ranked.candidates + ranked.dropped,
+                machine.ranks_per_node,
+            )
+        )
     yield from tables_of(found, options, presets=True)
 
 
@@ -235,16 +278,26 @@ def simulation(options: argparse.Namespace, machine: Machine, folder: Path) -> I
     for name, network in options.networks.items():
         for what, section in OVERLAPS.items():
             given = settings(network, folder, {"overlap": section})
-            found.append(compared(f"{name}, {what}", {grid: partial(a_step, given, grid) for grid in grids},
-                                  options.rounds, {grid: simulated(given, grid, machine) for grid in grids},
-                                  machine.ranks_per_node))
+            found.append(
+                compared(
+                    f"{name}, {what}",
+                    {grid: partial(a_step, given, grid) for grid in grids},
+                    options.rounds,
+                    {grid: simulated(given, grid, machine) for grid in grids},
+                    machine.ranks_per_node,
+                )
+            )
     yield grid_by_grid(found)
 
 
 def memory(options: argparse.Namespace, machine: None, folder: Path) -> Iterator[Table]:
     ranks, network = MPI.COMM_WORLD.size, options.networks.get("quick", MEMORY)
-    runs = {f"{preset_of(grid) or ''} {name_of(grid)}, {what}".strip(): (settings(network, folder, others), grid)
-            for grid in grids_4d(ranks) if preset_of(grid) or min(grid[:3]) > 1 for what, others in OPTIONS.items()}
+    runs = {
+        f"{preset_of(grid) or ''} {name_of(grid)}, {what}".strip(): (settings(network, folder, others), grid)
+        for grid in grids_4d(ranks)
+        if preset_of(grid) or min(grid[:3]) > 1
+        for what, others in OPTIONS.items()
+    }
     said, found = {}, {}
     for name, (given, grid) in [*runs.items()][:1] + [*runs.items()]:  # the first run loads modules
         made = DrySteps(checked({**given}), keep=ALL)
@@ -262,11 +315,14 @@ def memory(options: argparse.Namespace, machine: None, folder: Path) -> Iterator
 def held_by(made: Trainer) -> dict[str, int]:
     """Kind -> bytes on this rank."""
     parameters = made.state.network.parameters()
-    arrays = {"weights": [parameter.stored.local for parameter in parameters],
-              "gradients": [parameter.accumulated.array for parameter in parameters],
-              "state": [matrix.local for matrix in made.state.optimizer.matrices().values()]}
+    arrays = {
+        "weights": [parameter.stored.local for parameter in parameters],
+        "gradients": [parameter.accumulated.array for parameter in parameters],
+        "state": [matrix.local for matrix in made.state.optimizer.matrices().values()],
+    }
     return {kind: sum(array.nbytes for array in some) for kind, some in arrays.items()} | {
-        "work": made.grid.workspace.allocated}
+        "work": made.grid.workspace.allocated
+    }
 
 
 def resident_afresh() -> int | None:
@@ -296,12 +352,17 @@ def main() -> None:
     made.add_argument("--machine", metavar="FILE", help="file of `pmm3d tune machine` on these ranks, or `nominal`")
     made.add_argument("--rounds", type=int, default=5, help="rounds over all grids (5)")
     made.add_argument("--products", nargs="+", default=PRODUCTS, metavar="MxNxK:DTYPE", help="(12 of them)")
-    made.add_argument("--networks", nargs="+", choices=NETWORKS, default=[*NETWORKS], metavar="NAME",
-                      help=f"({' '.join(NETWORKS)})")
+    made.add_argument(
+        "--networks", nargs="+", choices=NETWORKS, default=[*NETWORKS], metavar="NAME", help=f"({' '.join(NETWORKS)})"
+    )
     made.add_argument("--every-grid", action="store_true", help="list all grids, with the parts of their time")
     options, comm = made.parse_args(), MPI.COMM_WORLD
-    unused = {"products": "--networks", "steps": "--products", "simulation": "--products --every-grid",
-              "memory": "--products --networks --rounds --machine --every-grid"}
+    unused = {
+        "products": "--networks",
+        "steps": "--products",
+        "simulation": "--products --every-grid",
+        "memory": "--products --networks --rounds --machine --every-grid",
+    }
     made.refuse(options, unused[options.part], options.part)
     options.networks = {name: NETWORKS[name] for name in options.networks}
     if options.quick:

@@ -36,8 +36,15 @@ class Compared:
     more          further data: "kind", "spent", "terms", "ranks_per_node"
     """
 
-    def __init__(self, what: str, where: str, rounds: Mapping[str, Sequence[float]], predicted: Mapping[str, float],
-                 order: Sequence[str] = (), **more: Any):
+    def __init__(
+        self,
+        what: str,
+        where: str,
+        rounds: Mapping[str, Sequence[float]],
+        predicted: Mapping[str, float],
+        order: Sequence[str] = (),
+        **more: Any,
+    ):
         if {*rounds} != {*predicted}:
             raise ValueError(f"{what}: measured on {', '.join(rounds)}, predicted for {', '.join(predicted)}")
         self.what, self.where, self.rounds, self.predicted, self.more = what, where, rounds, predicted, more
@@ -73,8 +80,10 @@ class Compared:
     @property
     def tied(self) -> list[str]:
         """Grids that were no slower than the best in at least a third of the rounds, so each could be the best."""
-        faster = {grid: sum(own <= its for own, its in zip(times, self.rounds[self.best]))
-                  for grid, times in self.rounds.items()}
+        faster = {
+            grid: sum(own <= its for own, its in zip(times, self.rounds[self.best]))
+            for grid, times in self.rounds.items()
+        }
         return [grid for grid, times in self.rounds.items() if 3 * faster[grid] >= len(times)]
 
     @property
@@ -90,8 +99,11 @@ class Compared:
     @cached_property
     def repeated(self) -> float:
         """Rank correlation of the even and the odd rounds: the limit for a prediction."""
-        halves = [[median(seconds[first::2]) for seconds in self.rounds.values()] for first in (0, 1)
-                  if all(len(seconds) > 1 for seconds in self.rounds.values())]
+        halves = [
+            [median(seconds[first::2]) for seconds in self.rounds.values()]
+            for first in (0, 1)
+            if all(len(seconds) > 1 for seconds in self.rounds.values())
+        ]
         return _spearman(*halves) if halves else nan
 
     @cached_property
@@ -132,14 +144,40 @@ def _spearman(one: Sequence[float], other: Sequence[float]) -> float:
 
 def table(found: Iterable[Compared], *, presets: bool = False) -> Rows:
     """A row for each comparison. presets: compared with the fastest preset too."""
-    rows = [["", "ranks", "first choice", "measured best", "chosen / best", "place of the best", "rank correlation",
-             "of the rounds", "noise", "predicted / measured", *(["chosen / best preset"] if presets else [])]]
+    rows = [
+        [
+            "",
+            "ranks",
+            "first choice",
+            "measured best",
+            "chosen / best",
+            "place of the best",
+            "rank correlation",
+            "of the rounds",
+            "noise",
+            "predicted / measured",
+            *(["chosen / best preset"] if presets else []),
+        ]
+    ]
     for one in found:
         ms = lambda grid: f"{grid}: {1e3 * one.measured[grid]:.2f} ms"
         tied = f" (tied: {one.place_of_tied})" if one.place_of_tied < one.place else ""
         beside = [f"{one.beside_preset:.3f} ({preset_of(grid_named(one.preset))} {one.preset})"] if presets else []
-        rows.append([one.what, one.where, ms(one.chosen), ms(one.best), f"{one.ratio:.3f}", f"{one.place}{tied}",
-                     f"{one.correlation:.2f}", f"{one.repeated:.2f}", f"{one.noise:.1%}", f"{one.error:.2f}", *beside])
+        rows.append(
+            [
+                one.what,
+                one.where,
+                ms(one.chosen),
+                ms(one.best),
+                f"{one.ratio:.3f}",
+                f"{one.place}{tied}",
+                f"{one.correlation:.2f}",
+                f"{one.repeated:.2f}",
+                f"{one.noise:.1%}",
+                f"{one.error:.2f}",
+                *beside,
+            ]
+        )
     return rows
 
 
@@ -150,9 +188,11 @@ def totals(found: Sequence[Compared], *, presets: bool = False) -> str:
         these = [one for one in found if one.where == where]
         close, top = sum(one.ratio <= CLOSE for one in these), sum(one.place <= TOP for one in these)
         tied, correlations = sum(one.place_of_tied <= TOP for one in these), [one.correlation for one in these]
-        line = (f"{where}: first choice within {CLOSE - 1:.0%} on {close} of {len(these)}, best in top three on {top} "
-                f"(or one tied with it: {tied}), rank correlation: least {min(correlations):.2f}, "
-                f"median {median(correlations):.2f}")
+        line = (
+            f"{where}: first choice within {CLOSE - 1:.0%} on {close} of {len(these)}, best in top three on {top} "
+            f"(or one tied with it: {tied}), rank correlation: least {min(correlations):.2f}, "
+            f"median {median(correlations):.2f}"
+        )
         if presets:
             line += f"; chosen / best preset: at most {max(one.beside_preset for one in these):.3f}"
         lines.append(line)
@@ -166,8 +206,12 @@ def every_grid(one: Compared) -> tuple[str, Rows]:
     rows = [["grid", "measured", "computed", "waited", "predicted", "/ measured", *names]]
     for grid in sorted(one.measured, key=one.measured.__getitem__):
         real, said = one.measured[grid], one.predicted[grid]
-        seconds = [real, *(spent.get(grid, {}).get(name, nan) for name in ("computed", "waited")), said,
-                   *(terms.get(grid, {}).get(name, 0.0) for name in names)]
+        seconds = [
+            real,
+            *(spent.get(grid, {}).get(name, nan) for name in ("computed", "waited")),
+            said,
+            *(terms.get(grid, {}).get(name, 0.0) for name in names),
+        ]
         cells = [f"{1e3 * each:.2f}" for each in seconds]
         rows.append([grid, *cells[:4], f"{said / real:.2f}", *cells[4:]])
     return f"{one.what}, {one.where}, ms", rows
@@ -177,12 +221,18 @@ def grid_by_grid(found: Sequence[Compared]) -> tuple[str, Rows]:
     """A row for each grid, a column for each comparison: measured ms (predicted / measured)."""
     rows = [["grid", *(one.what for one in found)]]
     for grid in found[0].measured:
-        rows.append([grid, *(f"{1e3 * one.measured[grid]:.2f} ({one.predicted[grid] / one.measured[grid]:.2f})"
-                             for one in found)])
+        rows.append(
+            [
+                grid,
+                *(f"{1e3 * one.measured[grid]:.2f} ({one.predicted[grid] / one.measured[grid]:.2f})" for one in found),
+            ]
+        )
     ratios = [one.predicted[grid] / seconds for one in found for grid, seconds in one.measured.items()]
     near = sum(abs(ratio - 1) <= NEAR for ratio in ratios)
-    return (f"Measured, ms (predicted / measured): within {NEAR:.0%} on {near} of {len(ratios)}; "
-            f"{min(ratios):.2f} to {max(ratios):.2f}, median {median(ratios):.2f}"), rows
+    return (
+        f"Measured, ms (predicted / measured): within {NEAR:.0%} on {near} of {len(ratios)}; "
+        f"{min(ratios):.2f} to {max(ratios):.2f}, median {median(ratios):.2f}"
+    ), rows
 
 
 def inner_axes(found: Sequence[Compared]) -> tuple[str, Rows]:
@@ -198,12 +248,25 @@ def axes_of_grids(found: Sequence[Compared]) -> tuple[str, Rows]:
     """A row for each grid, the fastest first: its time / that of the best grid, measured and predicted, as medians of
     all comparisons on the same nodes; how often it was chosen, and was the best."""
     rows = [["grid", "inside a node", "measured / best", "predicted / first", "chosen", "best"]]
-    times = {grid: [median(side(one)[grid] / min(side(one).values()) for one in found)
-                    for side in (lambda one: one.measured, lambda one: one.predicted)] for grid in found[0].measured}
+    times = {
+        grid: [
+            median(side(one)[grid] / min(side(one).values()) for one in found)
+            for side in (lambda one: one.measured, lambda one: one.predicted)
+        ]
+        for grid in found[0].measured
+    }
     for grid in sorted(times, key=times.__getitem__):
-        rows.append([grid, _inside(grid, found[0].more["ranks_per_node"]), *(f"{each:.2f}" for each in times[grid]),
-                     *(str(sum(grid == its for its in side)) for side in ([one.chosen for one in found],
-                                                                          [one.best for one in found]))])
+        rows.append(
+            [
+                grid,
+                _inside(grid, found[0].more["ranks_per_node"]),
+                *(f"{each:.2f}" for each in times[grid]),
+                *(
+                    str(sum(grid == its for its in side))
+                    for side in ([one.chosen for one in found], [one.best for one in found])
+                ),
+            ]
+        )
     return "Medians over all products", rows
 
 
@@ -228,9 +291,20 @@ def memory_table(said: Mapping[str, Sequence[Held]], held: Mapping[str, Sequence
         least, most = min(least, *differences), max(most, *differences)
         fullest = sums[0].index(max(sums[0]))
         everything, grew = sum(said[name][fullest].values()), ranks[fullest].get("process", 0)
-        cells = [f"{nbytes / 2**20:.2f}" for nbytes in (*(ranks[fullest][kind] for kind in KINDS),
-                                                        *(side[fullest] for side in sums))]
-        rows.append([name, *cells, f"{max(differences, key=abs):+.2%}", f"{everything / 2**20:.2f}",
-                     f"{grew / 2**20:.2f} ({grew / everything:.2f})" if grew else ""])
-    return (f"MiB; predicted - held on all ranks of all runs: {least:+.2%} to {most:+.2%}. Held is counted by the "
-            "library. The growth of the process is counted by the system, with MPI, files and the allocator"), rows
+        cells = [
+            f"{nbytes / 2**20:.2f}"
+            for nbytes in (*(ranks[fullest][kind] for kind in KINDS), *(side[fullest] for side in sums))
+        ]
+        rows.append(
+            [
+                name,
+                *cells,
+                f"{max(differences, key=abs):+.2%}",
+                f"{everything / 2**20:.2f}",
+                f"{grew / 2**20:.2f} ({grew / everything:.2f})" if grew else "",
+            ]
+        )
+    return (
+        f"MiB; predicted - held on all ranks of all runs: {least:+.2%} to {most:+.2%}. Held is counted by the "
+        "library. The growth of the process is counted by the system, with MPI, files and the allocator"
+    ), rows

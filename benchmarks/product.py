@@ -62,8 +62,22 @@ def tune(cells: list[tuple], tried: list[str]) -> None:
     """Time the GEMMs of these cells with these BLAS libraries. The choice is stored for PMM3D_BLAS=auto:TYPE."""
     asked = [word for name in tried for word in ("--blas", name)]
     for shape, (ranks, dtype) in cells:
-        said = output_of([sys.executable, "-m", "pmm3d", "tune", "blas", *words_of(shape), "--ranks", str(ranks),
-                          "--dtype", dtype, *asked], os.environ)
+        said = output_of(
+            [
+                sys.executable,
+                "-m",
+                "pmm3d",
+                "tune",
+                "blas",
+                *words_of(shape),
+                "--ranks",
+                str(ranks),
+                "--dtype",
+                dtype,
+                *asked,
+            ],
+            os.environ,
+        )
         chosen = next(line for line in said.splitlines() if line.startswith("chosen"))
         print(f"{'x'.join(map(str, shape))} {dtype} on {ranks} ranks, {chosen}", file=sys.stderr, flush=True)
 
@@ -73,8 +87,26 @@ def measure(side: Side, shape: tuple[int, int, int], ranks: int, dtype: str) -> 
     environ = os.environ | ({"PMM3D_BLAS": f"{side.blas}:{dtype}"} if side.blas else {})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
-        output_of([side.python, "-m", "pmm3d.launcher", "-n", str(ranks), "-m", "pmm3d", "bench", *words_of(shape),
-                   *side.options, "--dtype", dtype, "--json", str(path), *HERE], environ)
+        output_of(
+            [
+                side.python,
+                "-m",
+                "pmm3d.launcher",
+                "-n",
+                str(ranks),
+                "-m",
+                "pmm3d",
+                "bench",
+                *words_of(shape),
+                *side.options,
+                "--dtype",
+                dtype,
+                "--json",
+                str(path),
+                *HERE,
+            ],
+            environ,
+        )
         return json.loads(path.read_text())
 
 
@@ -85,9 +117,23 @@ def compiled(folder: str, installed: Path) -> str:
     if not blas:
         raise ProgramError(f"{libraries} has no OpenBLAS. Install a wheel of SciPy")
     program = str(Path(folder) / "cosma")
-    output_of([str(Path(sys.executable).parent / "mpicxx"), "-std=c++17", "-O2", "-fopenmp", str(SOURCE), "-o", program,
-               f"-I{installed}/include", f"-L{installed}/lib", "-lcosma", "-lcosta", str(blas),
-               f"-Wl,-rpath,{libraries}"])
+    output_of(
+        [
+            str(Path(sys.executable).parent / "mpicxx"),
+            "-std=c++17",
+            "-O2",
+            "-fopenmp",
+            str(SOURCE),
+            "-o",
+            program,
+            f"-I{installed}/include",
+            f"-L{installed}/lib",
+            "-lcosma",
+            "-lcosta",
+            str(blas),
+            f"-Wl,-rpath,{libraries}",
+        ]
+    )
     return program
 
 
@@ -100,8 +146,12 @@ def of_cosma(program: str, shape: tuple[int, int, int], ranks: int, dtype: str) 
 
 def table(results: dict) -> tuple[str, Rows]:
     """(title, rows): r, ratio, grid and noise of each cell."""
-    square = {dtype: max(run["square_core_gflops"] for (_, (_, other)), runs in results.items() for run in runs
-                         if other == dtype) for dtype in {dtype for _, (_, dtype) in results}}
+    square = {
+        dtype: max(
+            run["square_core_gflops"] for (_, (_, other)), runs in results.items() for run in runs if other == dtype
+        )
+        for dtype in {dtype for _, (_, dtype) in results}
+    }
     cell = lambda shape, key: _cell(results[shape, key], square[key[1]]) if (shape, key) in results else ""
     rows = [HEADING, *([_name(shape), *(cell(shape, key) for key in COLUMNS)] for shape in _shapes(results))]
     rates = ", ".join(f"{dtype} {rate:.1f} GFLOP/s" for dtype, rate in sorted(square.items()))
@@ -131,26 +181,31 @@ def _cell(runs: list[dict], square: float) -> str:
 
 
 def with_cosma(results: dict, cosma: dict) -> tuple[str, Rows]:
-    """(title, rows): time of COSMA / time of pmm3d, median and range of the passes, and both in ms. Bold: at least 1.
-    """
+    """(title, rows): time of COSMA / time of pmm3d, median and range of the passes, and both in ms. Bold: at least
+    1."""
     rows, found = [HEADING], []
     for shape in _shapes(results):
         cells = []
         for key in COLUMNS:
-            pairs = [(median(here["seconds"]), median(there["seconds"]))
-                     for here, there in zip(results.get((shape, key), []), cosma.get((shape, key), []))]
+            pairs = [
+                (median(here["seconds"]), median(there["seconds"]))
+                for here, there in zip(results.get((shape, key), []), cosma.get((shape, key), []))
+            ]
             if not pairs:
                 cells.append("")
                 continue
             ratios = sorted(there / here for here, there in pairs)
             here, there = (median(column) * 1e3 for column in zip(*pairs))
             mark = "**" if median(ratios) >= 0.995 else ""
-            cells.append(f"{mark}{median(ratios):.2f}{mark}, {ratios[0]:.2f} to {ratios[-1]:.2f} ({here:.4g} and "
-                         f"{there:.4g} ms)")
+            cells.append(
+                f"{mark}{median(ratios):.2f}{mark}, {ratios[0]:.2f} to {ratios[-1]:.2f} ({here:.4g} and {there:.4g} ms)"
+            )
             found.append(median(ratios))
         rows.append([_name(shape), *cells])
-    return (f"Time of COSMA / time of pmm3d, in turns; in brackets the time of pmm3d and of COSMA. Geometric mean "
-            f"{geometric_mean(found):.2f}"), rows
+    return (
+        f"Time of COSMA / time of pmm3d, in turns; in brackets the time of pmm3d and of COSMA. Geometric mean "
+        f"{geometric_mean(found):.2f}"
+    ), rows
 
 
 def ratios(results: dict, beside: dict) -> Rows:
@@ -176,13 +231,25 @@ def main() -> None:
     made.add_argument("--passes", type=int, default=3, help="runs of each cell; figures are medians (3)")
     made.add_argument("--cosma", metavar="FOLDER", type=Path, help="folder of an installed COSMA, such as /usr/local")
     made.add_argument("--beside", metavar="PYTHON", help="Python of an environment with another version of pmm3d")
-    made.add_argument("--cells", type=lambda text: [one_cell(word) for word in text.split(",")], metavar="CELL,...",
-                      default=list(product(SHAPES, COLUMNS)), help="only these")
+    made.add_argument(
+        "--cells",
+        type=lambda text: [one_cell(word) for word in text.split(",")],
+        metavar="CELL,...",
+        default=list(product(SHAPES, COLUMNS)),
+        help="only these",
+    )
     made.add_argument("--order", choices=("C", "F"), default="C", help="storage order of A, B and C here (C)")
-    made.add_argument("--blas", choices=("auto",), help="the fastest BLAS for each type here, by pmm3d tune blas "
-                                                        "(default: that of PMM3D_BLAS, or SciPy's)")
-    made.add_argument("--tried", nargs="+", metavar="BLAS",
-                      help="timed BLAS libraries, each with all kernels of this CPU (that of PMM3D_BLAS, or SciPy's)")
+    made.add_argument(
+        "--blas",
+        choices=("auto",),
+        help="the fastest BLAS for each type here, by pmm3d tune blas (default: that of PMM3D_BLAS, or SciPy's)",
+    )
+    made.add_argument(
+        "--tried",
+        nargs="+",
+        metavar="BLAS",
+        help="timed BLAS libraries, each with all kernels of this CPU (that of PMM3D_BLAS, or SciPy's)",
+    )
     made.add_argument("--shared", action="store_true", help="store A and B here in memory that the ranks share")
     options = made.parse_args()
     stored = (["--order", options.order] if options.order != "C" else []) + ["--shared"] * options.shared
@@ -204,12 +271,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         program = compiled(folder, options.cosma) if options.cosma else ""
         for turn, (shape, (ranks, dtype)), side in product(range(options.passes), options.cells, results):
-            result = (measure(sides[side], shape, ranks, dtype) if side in sides else
-                      of_cosma(program, shape, ranks, dtype))
+            result = (
+                measure(sides[side], shape, ranks, dtype) if side in sides else of_cosma(program, shape, ranks, dtype)
+            )
             results[side][shape, (ranks, dtype)].append(result)
-            print(f"pass {turn + 1} of {options.passes}, {_name(shape)}, {ranks} ranks, {dtype}{side}: "
-                  f"{1e3 * median(result['seconds']):.4g} ms, verified {result['verified']}", file=sys.stderr,
-                  flush=True)
+            print(
+                f"pass {turn + 1} of {options.passes}, {_name(shape)}, {ranks} ranks, {dtype}{side}: "
+                f"{1e3 * median(result['seconds']):.4g} ms, verified {result['verified']}",
+                file=sys.stderr,
+                flush=True,
+            )
     tables = [table(results[""])]
     if options.cosma:
         tables.insert(0, with_cosma(results[""], results[", COSMA"]))

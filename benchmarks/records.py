@@ -45,8 +45,10 @@ class Parser(argparse.ArgumentParser):
             if options.add and not options.json.is_file():
                 self.error(f"--add: there is no {options.json}. Leave --add out in the first run")
             if options.add and (known := json.loads(options.json.read_text())["commit"]) != (here := commit()):
-                self.error(f"--add: {options.json} is of commit {known or 'unknown'}, and this is {here}. To replace "
-                           "the file, leave --add out")
+                self.error(
+                    f"--add: {options.json} is of commit {known or 'unknown'}, and this is {here}. To replace "
+                    "the file, leave --add out"
+                )
         return options
 
     def refuse(self, options: argparse.Namespace, names: str, case: str) -> None:
@@ -65,10 +67,17 @@ class Parser(argparse.ArgumentParser):
 def parser(text: str) -> Parser:
     """A parser with the options that all benchmarks have."""
     made = Parser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    made.add_argument("--json", type=Path, metavar="FILE",
-                      help="write the tables to FILE; the pages show the files in benchmarks/results")
-    made.add_argument("--add", action="store_true",
-                      help="add the tables to the file; a table with the same title and heading gets more rows")
+    made.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the tables to FILE; the pages show the files in benchmarks/results",
+    )
+    made.add_argument(
+        "--add",
+        action="store_true",
+        help="add the tables to the file; a table with the same title and heading gets more rows",
+    )
     made.add_argument("--quick", action="store_true", help="smallest sizes, only to test the benchmark")
     return made
 
@@ -78,8 +87,13 @@ def report(options: argparse.Namespace, *tables: tuple[str, Rows]) -> None:
     for title, rows in tables:
         print(f"\n{title}\n\n{markdown(rows)}", flush=True)
     if options.json:
-        record = {"machine": machine(), "date": date.today().isoformat(), "commit": commit(), "command": command(),
-                  "tables": [{"title": title, "rows": [*rows]} for title, rows in tables]}
+        record = {
+            "machine": machine(),
+            "date": date.today().isoformat(),
+            "commit": commit(),
+            "command": command(),
+            "tables": [{"title": title, "rows": [*rows]} for title, rows in tables],
+        }
         if options.add:
             record = added(json.loads(options.json.read_text()), record)
         options.json.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
@@ -104,8 +118,11 @@ def command() -> str:
     if not tasks:
         return shlex.join(["python", *words])
     ranks, variable = tasks
-    return shlex.join(["srun", "-n", str(ranks), "python", *words] if variable.startswith("SLURM") else
-                      ["python", "-m", "pmm3d.launcher", "-n", str(ranks), *words])
+    return shlex.join(
+        ["srun", "-n", str(ranks), "python", *words]
+        if variable.startswith("SLURM")
+        else ["python", "-m", "pmm3d.launcher", "-n", str(ranks), *words]
+    )
 
 
 def machine() -> dict[str, Any]:
@@ -129,10 +146,13 @@ def software() -> dict[str, str]:
             continue
     with suppress(ImportError, ProgramError):
         on_rank = tasks_in_environment(os.environ)
-        program = ("from pmm3d.model.machine import set_blas_environment; set_blas_environment(); import sys; "
-                   f"sys.path.append({str(RESULTS.parent)!r}); import records; print(records.blas())")
-        found["BLAS"] = blas() if on_rank else output_of([sys.executable, "-c", program],
-                                                         launcher.environment(1)).strip()
+        program = (
+            "from pmm3d.model.machine import set_blas_environment; set_blas_environment(); import sys; "
+            f"sys.path.append({str(RESULTS.parent)!r}); import records; print(records.blas())"
+        )
+        found["BLAS"] = (
+            blas() if on_rank else output_of([sys.executable, "-c", program], launcher.environment(1)).strip()
+        )
     return found
 
 

@@ -30,23 +30,73 @@ class Scalapack:
         """A process grid on the first ranks of a communicator. Collective."""
         return Blacs(self._library, comm, shape, order)
 
-    def pgemm(self, transa: str, transb: str, m: int, n: int, k: int, alpha: complex, a: np.ndarray, ia: int, ja: int,
-              desca: np.ndarray, b: np.ndarray, ib: int, jb: int, descb: np.ndarray, beta: complex, c: np.ndarray,
-              ic: int, jc: int, descc: np.ndarray) -> None:
+    def pgemm(
+        self,
+        transa: str,
+        transb: str,
+        m: int,
+        n: int,
+        k: int,
+        alpha: complex,
+        a: np.ndarray,
+        ia: int,
+        ja: int,
+        desca: np.ndarray,
+        b: np.ndarray,
+        ib: int,
+        jb: int,
+        descb: np.ndarray,
+        beta: complex,
+        c: np.ndarray,
+        ic: int,
+        jc: int,
+        descc: np.ndarray,
+    ) -> None:
         """p?gemm. a, b, c are this rank's arrays in Fortran order; desca, ... nine numbers."""
         routine = getattr(self._library, f"p{LETTERS[a.dtype.name]}gemm_")
         numbers = [np.array([value], a.dtype) for value in (alpha, beta)]
         sizes = [byref(c_int(size)) for size in (m, n, k)]
         a_part, b_part, c_part = (_part(*part) for part in ((a, ia, ja, desca), (b, ib, jb, descb), (c, ic, jc, descc)))
-        routine(c_char_p(transa.encode()), c_char_p(transb.encode()), *sizes, _address(numbers[0]), *a_part, *b_part,
-                _address(numbers[1]), *c_part)
+        routine(
+            c_char_p(transa.encode()),
+            c_char_p(transb.encode()),
+            *sizes,
+            _address(numbers[0]),
+            *a_part,
+            *b_part,
+            _address(numbers[1]),
+            *c_part,
+        )
 
-    def pgemr2d(self, m: int, n: int, a: np.ndarray, ia: int, ja: int, desca: np.ndarray, b: np.ndarray, ib: int,
-                jb: int, descb: np.ndarray, everyone: Blacs) -> None:
+    def pgemr2d(
+        self,
+        m: int,
+        n: int,
+        a: np.ndarray,
+        ia: int,
+        ja: int,
+        desca: np.ndarray,
+        b: np.ndarray,
+        ib: int,
+        jb: int,
+        descb: np.ndarray,
+        everyone: Blacs,
+    ) -> None:
         """p?gemr2d. everyone: a context that contains all ranks of both."""
         routine = getattr(self._library, f"Cp{LETTERS[a.dtype.name]}gemr2d")
-        routine(c_int(m), c_int(n), _address(a), c_int(ia), c_int(ja), _address(desca), _address(b), c_int(ib),
-                c_int(jb), _address(descb), c_int(everyone.number))
+        routine(
+            c_int(m),
+            c_int(n),
+            _address(a),
+            c_int(ia),
+            c_int(ja),
+            _address(desca),
+            _address(b),
+            c_int(ib),
+            c_int(jb),
+            _address(descb),
+            c_int(everyone.number),
+        )
 
 
 class Blacs:
@@ -85,5 +135,7 @@ def _loaded(names: Sequence[str]) -> ctypes.CDLL:
             return ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
         except OSError as error:
             missing = error
-    raise SystemExit(f"there is no ScaLAPACK ({missing}). On Debian: apt-get install libscalapack-openmpi-dev; "
-                     "elsewhere PMM3D_SCALAPACK=/path/to/libscalapack.so names it")
+    raise SystemExit(
+        f"there is no ScaLAPACK ({missing}). On Debian: apt-get install libscalapack-openmpi-dev; "
+        "elsewhere PMM3D_SCALAPACK=/path/to/libscalapack.so names it"
+    )

@@ -44,8 +44,16 @@ def of_auto() -> list[list[str]]:
 
 
 def of_setup() -> list[list[str]]:
-    rows = [["ranks", "grid", *(f"{part}, ms" for part in PARTS), *(f"{part}, MB" for part in PARTS), "calls of MPI",
-             "bytes received"]]
+    rows = [
+        [
+            "ranks",
+            "grid",
+            *(f"{part}, ms" for part in PARTS),
+            *(f"{part}, MB" for part in PARTS),
+            "calls of MPI",
+            "bytes received",
+        ]
+    ]
     for ranks, shape in SHAPES.items():
         seconds: dict[str, list[float]] = {part: [] for part in PARTS}
         held: dict[str, int] = {}
@@ -68,14 +76,30 @@ def of_setup() -> list[list[str]]:
         tracemalloc.start()
         comm = setup(ranks, shape, weighed)
         tracemalloc.stop()
-        rows.append([str(ranks), shape, *(f"{1e3 * median(seconds[part]):.1f}" for part in PARTS),
-                     *(f"{held[part] / 1e6:.2f}" for part in PARTS), str(comm.messages), f"{comm.received:,}"])
+        rows.append(
+            [
+                str(ranks),
+                shape,
+                *(f"{1e3 * median(seconds[part]):.1f}" for part in PARTS),
+                *(f"{held[part] / 1e6:.2f}" for part in PARTS),
+                str(comm.messages),
+                f"{comm.received:,}",
+            ]
+        )
     return rows
 
 
 def of_collectives(counts: tuple[int, ...]) -> list[list[str]]:
-    rows = [["ranks", *(f"{what}, {figure}" for what in ("reduce-scatter", "sum of a number")
-                        for figure in ("rounds", "messages", "most at once", "CPU ms"))]]
+    rows = [
+        [
+            "ranks",
+            *(
+                f"{what}, {figure}"
+                for what in ("reduce-scatter", "sum of a number")
+                for figure in ("rounds", "messages", "most at once", "CPU ms")
+            ),
+        ]
+    ]
     for ranks in counts:
         row = [str(ranks)]
         for collective in (reduce_scatter, all_reduce):
@@ -109,16 +133,23 @@ def on_this_rank() -> None:
     spent = [[after - before for before, after in zip(*pair)] for pair in zip(clocks, clocks[1:])]
     everyones = comm.gather(spent)
     if everyones:
-        print(json.dumps({name: [sum(cpu) / comm.size, max(wall)] for name, (cpu, wall) in
-                          zip(STEPS, (zip(*step) for step in zip(*everyones)))}))
+        print(
+            json.dumps(
+                {
+                    name: [sum(cpu) / comm.size, max(wall)]
+                    for name, (cpu, wall) in zip(STEPS, (zip(*step) for step in zip(*everyones)))
+                }
+            )
+        )
 
 
 def of_real_ranks(counts: list[int]) -> list[list[str]]:
     rows = [["ranks", *(f"{step}, CPU s a rank" for step in STEPS), *(f"{step}, wall s" for step in STEPS)]]
     for ranks in counts:
         found = json.loads(on_ranks(ranks, [sys.executable, __file__, "--as-ranks"]))
-        rows.append([str(ranks), *(f"{found[step][0]:.3f}" for step in STEPS),
-                     *(f"{found[step][1]:.2f}" for step in STEPS)])
+        rows.append(
+            [str(ranks), *(f"{found[step][0]:.3f}" for step in STEPS), *(f"{found[step][1]:.2f}" for step in STEPS)]
+        )
     return rows
 
 
@@ -133,8 +164,10 @@ def main() -> None:
     if options.quick:
         options.ranks = [2]
         SHAPES.pop(32768), SHAPES.pop(8192)
-    tables = [("Set-up of one rank, without messages", of_setup()),
-              ("A collective for one rank, without MPI's part", of_collectives((8, 64) if options.quick else COUNTS))]
+    tables = [
+        ("Set-up of one rank, without messages", of_setup()),
+        ("A collective for one rank, without MPI's part", of_collectives((8, 64) if options.quick else COUNTS)),
+    ]
     if not options.quick:
         tables.insert(0, (f'Grid("auto") for {CUBE} cubed', of_auto()))
     if options.ranks:

@@ -26,8 +26,14 @@ from pmm3d.nn.transformer import attention, token_layout
 from pmm3d.nn.transformer.kernel import Rows, Visible, block_pairs
 
 QUICK = {"blocks": 8, "milliseconds": [0.2, 0.4], "rounds": 1}
-WAYS = (("plain", "ring"), ("striped", "ring"), ("zigzag", "ring"), ("plain", "gather"), ("zigzag", "gather"),
-        ("plain", "ulysses"))
+WAYS = (
+    ("plain", "ring"),
+    ("striped", "ring"),
+    ("zigzag", "ring"),
+    ("plain", "gather"),
+    ("zigzag", "gather"),
+    ("plain", "ulysses"),
+)
 BLOCK, SIZE = 32, 16
 """Rows of a block; columns of a head."""
 
@@ -42,22 +48,56 @@ class Sleeping:
     def __init__(self, forward: float, backward: float, heads: int):
         self.seconds, self.heads, self.pairs = {False: forward, True: backward}, heads, 0.0
 
-    def attend(self, library: Any, work: Any, q: Any, k: Any, v: Any, queries: Rows, keys: Rows, visible: Visible,
-               scale: float, into: Any, fresh: bool, part: str) -> None:
+    def attend(
+        self,
+        library: Any,
+        work: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        queries: Rows,
+        keys: Rows,
+        visible: Visible,
+        scale: float,
+        into: Any,
+        fresh: bool,
+        part: str,
+    ) -> None:
         """`kernel.attend`, with a result of 0."""
         if fresh:
             into.out[...], into.lse[...] = 0, 0
         self.pairs += self._sleep(False, q.shape[1], queries, keys, visible, part)
 
-    def attend_backward(self, library: Any, work: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any,
-                        queries: Rows, keys: Rows, visible: Visible, scale: float, dq: Any, dk: Any, dv: Any,
-                        fresh: bool, part: str) -> None:
+    def attend_backward(
+        self,
+        library: Any,
+        work: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        dout: Any,
+        queries: Rows,
+        keys: Rows,
+        visible: Visible,
+        scale: float,
+        dq: Any,
+        dk: Any,
+        dv: Any,
+        fresh: bool,
+        part: str,
+    ) -> None:
         """`kernel.attend_backward`, with gradients of 0."""
         self._sleep(True, q.shape[1], queries, keys, visible, part)
 
     def _sleep(self, backward: bool, heads: int, queries: Rows, keys: Rows, visible: Visible, part: str) -> float:
-        lists = [each for _, *both in block_pairs(queries, keys, visible)
-                 for name, each in zip(("before", "after"), both) if part in ("", name)]
+        lists = [
+            each
+            for _, *both in block_pairs(queries, keys, visible)
+            for name, each in zip(("before", "after"), both)
+            if part in ("", name)
+        ]
         pairs = sum(map(len, lists)) * heads / self.heads
         time.sleep(pairs * self.seconds[backward])
         return pairs
@@ -71,8 +111,10 @@ def row_of(order: str, parallel: str, options: argparse.Namespace) -> list[str]:
     module.attend, module.attend_backward = kernel.attend, kernel.attend_backward
     with Grid(MPI.COMM_WORLD, (1, 1, 1), seq=ranks) as grid:
         layout = token_layout(grid, rows, unit=SIZE, block=BLOCK, order=order)
-        q, k, v = (nn.Tensor(DistMatrix.random(grid, (rows, ranks * SIZE), layout=layout), requires_grad=True)
-                   for _ in range(3))
+        q, k, v = (
+            nn.Tensor(DistMatrix.random(grid, (rows, ranks * SIZE), layout=layout), requires_grad=True)
+            for _ in range(3)
+        )
         slope = DistMatrix.random(grid, q.shape, layout=layout)
 
         def forward() -> nn.Tensor:
@@ -86,15 +128,28 @@ def row_of(order: str, parallel: str, options: argparse.Namespace) -> list[str]:
     mean = sum(pairs) / ranks
     of_forward, of_both = mean * kernel.seconds[False], mean * sum(kernel.seconds.values())
     figures = max(pairs) / mean, 100 * of_forward / min(seconds), 100 * of_both / min(both)
-    return [order, parallel, f"{figures[0]:.2f}", f"{1e3 * min(seconds):.0f}", f"{figures[1]:.1f}",
-            f"{1e3 * min(both):.0f}", f"{figures[2]:.1f}"]
+    return [
+        order,
+        parallel,
+        f"{figures[0]:.2f}",
+        f"{1e3 * min(seconds):.0f}",
+        f"{figures[1]:.1f}",
+        f"{1e3 * min(both):.0f}",
+        f"{figures[2]:.1f}",
+    ]
 
 
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--blocks", type=int, default=32, help="blocks; a multiple of twice the ranks (32)")
-    options.add_argument("--milliseconds", type=float, nargs=2, default=[10.0, 25.0], metavar=("FORWARD", "BACKWARD"),
-                         help="milliseconds of a pair of blocks (10 25)")
+    options.add_argument(
+        "--milliseconds",
+        type=float,
+        nargs=2,
+        default=[10.0, 25.0],
+        metavar=("FORWARD", "BACKWARD"),
+        help="milliseconds of a pair of blocks (10 25)",
+    )
     options.add_argument("--rounds", type=int, default=3)
     chosen = options.parse_args()
     if chosen.quick:
@@ -102,8 +157,10 @@ def main() -> None:
     heading = ["order", "way", "work", "forward, ms", "efficiency, %", "both, ms", "efficiency, %"]
     rows = [heading, *(row_of(*way, chosen) for way in WAYS)]
     if MPI.COMM_WORLD.rank == 0:
-        title = (f"{MPI.COMM_WORLD.size} ranks, {chosen.blocks} blocks, a pair of all heads {chosen.milliseconds[0]:g} "
-                 f"ms forward and {chosen.milliseconds[1]:g} ms backward; least of {chosen.rounds}")
+        title = (
+            f"{MPI.COMM_WORLD.size} ranks, {chosen.blocks} blocks, a pair of all heads {chosen.milliseconds[0]:g} "
+            f"ms forward and {chosen.milliseconds[1]:g} ms backward; least of {chosen.rounds}"
+        )
         report(chosen, (title, rows))
 
 

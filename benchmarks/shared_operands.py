@@ -33,8 +33,10 @@ def held() -> int:
 
 def operands(grid: Grid, size: list[int], dtype: str, shared: bool) -> list[DistMatrix]:
     m, n, k = size
-    made = [DistMatrix.empty(grid, shape, dtype=dtype, layout=layout, shared=shared)
-            for shape, layout in (((m, k), Layout.A), ((k, n), Layout.B))]
+    made = [
+        DistMatrix.empty(grid, shape, dtype=dtype, layout=layout, shared=shared)
+        for shape, layout in (((m, k), Layout.A), ((k, n), Layout.B))
+    ]
     for matrix in made:
         matrix.local[...] = 1
     return made
@@ -57,8 +59,11 @@ def figures(grid: Grid, options: argparse.Namespace, shared: bool) -> dict:
     seconds = slowest(grid.comm, lambda: matmul(a, b, out=c))
     assert (c.local == options.size[2]).all(), "the product is wrong"
     received = sum(grid.ledger.total(phase=phase).received for phase in ("gather A", "gather B", "reduce C"))
-    return {"seconds": seconds, "received": max(grid.comm.allgather(received)),
-            "held": sum(grid.comm.allgather(held())) - before}
+    return {
+        "seconds": seconds,
+        "received": max(grid.comm.allgather(received)),
+        "held": sum(grid.comm.allgather(held())) - before,
+    }
 
 
 def of_step(grid: Grid, layers: int, width: int, batch: int, shared: bool) -> dict:
@@ -77,8 +82,11 @@ def of_step(grid: Grid, layers: int, width: int, batch: int, shared: bool) -> di
     step()
     grid.ledger.reset()
     seconds = slowest(grid.comm, step)
-    return {"seconds": seconds, "received": max(grid.comm.allgather(grid.ledger.total(phase="gather W").received)),
-            "held": sum(grid.comm.allgather(held())) - before}
+    return {
+        "seconds": seconds,
+        "received": max(grid.comm.allgather(grid.ledger.total(phase="gather W").received)),
+        "held": sum(grid.comm.allgather(held())) - before,
+    }
 
 
 def title(options: argparse.Namespace) -> str:
@@ -91,8 +99,13 @@ def title(options: argparse.Namespace) -> str:
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--size", type=int, nargs=3, default=[12288] * 3, metavar=("M", "N", "K"))
-    made.add_argument("--network", type=int, nargs=3, metavar=("LAYERS", "WIDTH", "ROWS"),
-                      help="a step of training in place of a product")
+    made.add_argument(
+        "--network",
+        type=int,
+        nargs=3,
+        metavar=("LAYERS", "WIDTH", "ROWS"),
+        help="a step of training in place of a product",
+    )
     made.add_argument("--dtype", default="float32")
     made.add_argument("--grid", default="auto", help="GxxGyxGz (auto)")
     made.add_argument("--rounds", type=int, default=5)
@@ -107,13 +120,22 @@ def main() -> None:
     what = "weights" if options.network else "operands"
     rows = [[what, "ms", "received a rank (MB)", "held by the node (GiB)"]]
     for shared, name in ((False, "messages"), (True, "shared")):
-        seconds, received, nbytes = (median(turn[figure] for turn in found[shared])
-                                     for figure in ("seconds", "received", "held"))
+        seconds, received, nbytes = (
+            median(turn[figure] for turn in found[shared]) for figure in ("seconds", "received", "held")
+        )
         rows.append([name, f"{1e3 * seconds:.1f}", f"{received / 1e6:.1f}", f"{nbytes / GIB:.2f}"])
-    time, memory = (median(shared[figure] / messages[figure] for messages, shared in zip(found[False], found[True]))
-                    for figure in ("seconds", "held"))
-    report(options, (f"{title(options)} on {found[True][0]['grid']}, {options.rounds} rounds; shared / messages, "
-                     f"medians of the rounds: time {time:.3f}, memory {memory:.3f}", rows))
+    time, memory = (
+        median(shared[figure] / messages[figure] for messages, shared in zip(found[False], found[True]))
+        for figure in ("seconds", "held")
+    )
+    report(
+        options,
+        (
+            f"{title(options)} on {found[True][0]['grid']}, {options.rounds} rounds; shared / messages, "
+            f"medians of the rounds: time {time:.3f}, memory {memory:.3f}",
+            rows,
+        ),
+    )
 
 
 if __name__ == "__main__":

@@ -42,8 +42,9 @@ def compiled(folder: str) -> str:
     """The driver of p?gemm. Raises ProgramError if its libraries are missing."""
     compiler = shutil.which("mpicc.openmpi") or ""
     if not compiler or not Path(OPENBLAS).exists():
-        raise ProgramError("ScaLAPACK is not here: apt-get install libscalapack-openmpi-dev libopenmpi-dev "
-                           "libopenblas-dev")
+        raise ProgramError(
+            "ScaLAPACK is not here: apt-get install libscalapack-openmpi-dev libopenmpi-dev libopenblas-dev"
+        )
     program = str(Path(folder) / "pgemm")
     output_of([compiler, "-O2", str(SOURCE), "-o", program, "-lscalapack-openmpi", "-lm"], os.environ)
     return program
@@ -52,9 +53,21 @@ def compiled(folder: str) -> str:
 def of_scalapack(program: str, size: int, ranks: int, dtype: str, grid: tuple[int, int], block: int) -> float:
     """Seconds of a call on this process grid, with blocks of this size."""
     words = [size, size, size, "s" if dtype == "float32" else "d", *grid, block, calls(size), ROUNDS]
-    printed = output_of(["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n",
-                         str(ranks), program, *map(str, words)],
-                        {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}, timeout=300).split()
+    printed = output_of(
+        [
+            "mpirun.openmpi",
+            "--allow-run-as-root",
+            "--oversubscribe",
+            "--bind-to",
+            "none",
+            "-n",
+            str(ranks),
+            program,
+            *map(str, words),
+        ],
+        {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+        timeout=300,
+    ).split()
     if "wrong" in printed:
         raise ProgramError("p?gemm's result is wrong")
     return median(map(float, printed))
@@ -73,8 +86,10 @@ def here(size: int, dtype: str) -> None:
     from pmm3d import DistMatrix, Grid, Layout, MatmulPlan, matmul
 
     with Grid(MPI.COMM_WORLD, "auto", product=(size, size, size), dtype=dtype) as grid:
-        a, b = (DistMatrix.random(grid, (size, size), dtype=dtype, seed=seed, distribution="integers", layout=layout)
-                for seed, layout in ((1, Layout.A), (2, Layout.B)))
+        a, b = (
+            DistMatrix.random(grid, (size, size), dtype=dtype, seed=seed, distribution="integers", layout=layout)
+            for seed, layout in ((1, Layout.A), (2, Layout.B))
+        )
         c = matmul(a, b)
         right = c.gather().tolist() == (a.gather() @ b.gather()).tolist()
         assert right, "the product is wrong"
@@ -110,13 +125,24 @@ def main() -> None:
         for size, ranks, dtype in cells:
             kinds = list(product(GRIDS[ranks], [block for block in BLOCKS if block < size or block == min(BLOCKS)]))
             grid, block = min(kinds, key=lambda kind: of_scalapack(program, size, ranks, dtype, *kind))
-            sides = {"scalapack": lambda: {"call": of_scalapack(program, size, ranks, dtype, grid, block)},
-                     "pmm3d": lambda: of_pmm3d(size, ranks, dtype)}
+            sides = {
+                "scalapack": lambda: {"call": of_scalapack(program, size, ranks, dtype, grid, block)},
+                "pmm3d": lambda: of_pmm3d(size, ranks, dtype),
+            }
             found = in_turns(sides, lambda side: sides[side](), options.passes)
             theirs, ours = found["scalapack"]["call"], found["pmm3d"]
-            rows.append([str(size), str(ranks), dtype, f"{1e3 * theirs:.3f} ({grid[0]}x{grid[1]}, {block})",
-                         f"{1e3 * ours['plan']:.3f}", f"{ours['plan'] / theirs:.2f}", f"{1e3 * ours['matmul']:.3f}",
-                         f"{ours['matmul'] / theirs:.2f}"])
+            rows.append(
+                [
+                    str(size),
+                    str(ranks),
+                    dtype,
+                    f"{1e3 * theirs:.3f} ({grid[0]}x{grid[1]}, {block})",
+                    f"{1e3 * ours['plan']:.3f}",
+                    f"{ours['plan'] / theirs:.2f}",
+                    f"{1e3 * ours['matmul']:.3f}",
+                    f"{ours['matmul'] / theirs:.2f}",
+                ]
+            )
             print(f"{len(rows) - 1} of {len(cells)}: {' | '.join(rows[-1])}", file=sys.stderr, flush=True)
     report(options, (f"Medians of {options.passes} passes", rows))
 

@@ -35,9 +35,13 @@ def section(record: dict, words: list[str]) -> str:
     chosen = dict(word.split("=") for word in words if "=" in word)
     pick = lambda what, found: [found[number - 1] for number in numbers(chosen[what])] if what in chosen else found
     machine = record["machine"]
-    where = [record["date"], machine["cpu"], *([f"{machine['cores']} cores"] if machine.get("cores") else []),
-             *([machine["mpi"]] if machine.get("mpi") else []),
-             *([] if "ratios" in words else versions(record))]
+    where = [
+        record["date"],
+        machine["cpu"],
+        *([f"{machine['cores']} cores"] if machine.get("cores") else []),
+        *([machine["mpi"]] if machine.get("mpi") else []),
+        *([] if "ratios" in words else versions(record)),
+    ]
     commands = ", ".join(f"`{line.strip()}`" for line in record["command"].replace("\\\n", "").splitlines())
     parts = [", ".join(where) + ("." if "brief" in words else f": {re.sub(' +', ' ', commands)}")]
     for table in pick("tables", record["tables"]):
@@ -66,8 +70,11 @@ def numbers(text: str) -> list[int]:
 
 def page(text: str, results: Path = RESULTS) -> str:
     """The text with new tables. Raises FileNotFoundError if a result is missing."""
-    made = lambda found: (f"<!-- result: {found[1]}{found[2]} -->\n" + section(json.loads(
-        (results / f"{found[1]}.json").read_text()), found[2].split()) + "\n\n<!-- end -->")
+    made = lambda found: (
+        f"<!-- result: {found[1]}{found[2]} -->\n"
+        + section(json.loads((results / f"{found[1]}.json").read_text()), found[2].split())
+        + "\n\n<!-- end -->"
+    )
     return MARKED.sub(made, text)
 
 

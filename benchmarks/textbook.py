@@ -41,8 +41,8 @@ def ways(operation: str, inside: int = 1) -> list[str]:
 def radices(ranks: int) -> tuple[int, ...]:
     """The smallest stages of so many ranks: their prime factors, if these are not larger than 7.
 
-        >>> radices(8), radices(12), radices(22)
-        ((2, 2, 2), (3, 2, 2), (11, 2))
+    >>> radices(8), radices(12), radices(22)
+    ((2, 2, 2), (3, 2, 2), (11, 2))
     """
     found, rest = list[int](), ranks
     for factor in (2, 3, 5, 7):
@@ -55,10 +55,10 @@ def radices(ranks: int) -> tuple[int, ...]:
 def cost(operation: str, way: str, ranks: int, nbytes: float, inside: int = 1) -> Cost:
     """Of a collective of one of the `ways`.
 
-        >>> cost("all_reduce", "ring", 4, 100)
-        Cost(steps=6, received=150.0, added=75.0, across=0.0)
-        >>> cost("all_reduce", "by nodes", 8, 800, inside=4)
-        Cost(steps=4, received=1400.0, added=700.0, across=200.0)
+    >>> cost("all_reduce", "ring", 4, 100)
+    Cost(steps=6, received=150.0, added=75.0, across=0.0)
+    >>> cost("all_reduce", "by nodes", 8, 800, inside=4)
+    Cost(steps=4, received=1400.0, added=700.0, across=200.0)
     """
     part = nbytes / ranks
     share = part * (ranks - 1)

@@ -29,8 +29,15 @@ class ProgramError(Exception):
 
 def output_of(command: Sequence[str], environ: Mapping[str, str] = os.environ, timeout: float | None = None) -> str:
     """Standard output of a program. Raises ProgramError with its last exception, or else its last lines."""
-    process = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True, preexec_fn=os.setpgrp)
+    process = subprocess.Popen(
+        command,
+        env=dict(environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=os.setpgrp,
+    )
     try:
         output, errors = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -44,8 +51,9 @@ def output_of(command: Sequence[str], environ: Mapping[str, str] = os.environ, t
     return output
 
 
-def on_ranks(ranks: int, program: Sequence[str], environ: Mapping[str, str] = os.environ,
-             python: str = sys.executable) -> str:
+def on_ranks(
+    ranks: int, program: Sequence[str], environ: Mapping[str, str] = os.environ, python: str = sys.executable
+) -> str:
     """Standard output of a program on some ranks, run by this Python or by another one with a pmm3d."""
     if python != sys.executable:
         return output_of([python, "-m", "pmm3d.launcher", "-n", str(ranks), *program], environ)
@@ -55,8 +63,8 @@ def on_ranks(ranks: int, program: Sequence[str], environ: Mapping[str, str] = os
 def sizes_of(product: str) -> tuple[int, int, int, str]:
     """m, n, k and the type (float64) of "MxNxK" or "MxNxK:DTYPE".
 
-        >>> sizes_of("4096x512x256"), sizes_of("8x8x8:float32")
-        ((4096, 512, 256, 'float64'), (8, 8, 8, 'float32'))
+    >>> sizes_of("4096x512x256"), sizes_of("8x8x8:float32")
+    ((4096, 512, 256, 'float64'), (8, 8, 8, 'float32'))
     """
     sizes, _, dtype = product.partition(":")
     m, n, k = map(int, sizes.split("x"))
@@ -93,13 +101,17 @@ def all_rounds(kinds: Iterable[Kind], measure: Callable[[Kind], Found], rounds: 
 
 def in_turns(kinds: Iterable[Kind], measure: Callable[[Kind], Figures], rounds: int) -> dict[Kind, Figures]:
     """Median over the rounds of each figure."""
-    return {kind: {name: median(turn[name] for turn in turns) for name in turns[0]}
-            for kind, turns in all_rounds(kinds, measure, rounds).items()}
+    return {
+        kind: {name: median(turn[name] for turn in turns) for name in turns[0]}
+        for kind, turns in all_rounds(kinds, measure, rounds).items()
+    }
 
 
-def interleaved(everyone: Mapping[str, Callable[[], Result]], rounds: int,
-                after: Callable[[Mapping[str, Any]], None] = lambda runs: None) -> tuple[
-        dict[str, list[Result]], dict[str, str]]:
+def interleaved(
+    everyone: Mapping[str, Callable[[], Result]],
+    rounds: int,
+    after: Callable[[Mapping[str, Any]], None] = lambda runs: None,
+) -> tuple[dict[str, list[Result]], dict[str, str]]:
     """(name -> results of all rounds, name -> reason of a failure). A contestant is not run again after a failure.
 
     everyone   name -> function that runs the contestant once and returns {"seconds": of its steps, ...}
@@ -123,8 +135,12 @@ def interleaved(everyone: Mapping[str, Callable[[], Result]], rounds: int,
             runs[name].append(result)
             done += 1
             left = (time.monotonic() - begun) / done * (rounds * len(runs) - sum(map(len, runs.values())))
-            print(f"round {turn + 1} of {rounds}: {name:20} {1e3 * median(result['seconds']):8.1f} ms; "
-                  f"{in_minutes(left)} left", file=sys.stderr, flush=True)
+            print(
+                f"round {turn + 1} of {rounds}: {name:20} {1e3 * median(result['seconds']):8.1f} ms; "
+                f"{in_minutes(left)} left",
+                file=sys.stderr,
+                flush=True,
+            )
         after(runs)
     return runs, failed
 
@@ -132,8 +148,8 @@ def interleaved(everyone: Mapping[str, Callable[[], Result]], rounds: int,
 def in_minutes(seconds: float) -> str:
     """A time in minutes, rounded up.
 
-        >>> in_minutes(30), in_minutes(61)
-        ('1 minute', '2 minutes')
+    >>> in_minutes(30), in_minutes(61)
+    ('1 minute', '2 minutes')
     """
     minutes = max(1, math.ceil(seconds / 60))
     return f"{minutes} minute{'s' * (minutes > 1)}"
@@ -144,5 +160,7 @@ def beside(name: str, runs: Mapping[str, Sequence[Result]], rivals: Sequence[str
     rounds. For a contestant that is not a rival, also each rival's time / its own: medians of ratios within a round."""
     times = [median(result["seconds"]) for result in runs[name]]
     ratios = [median(median(other["seconds"]) / own for other, own in zip(runs[rival], times)) for rival in rivals]
-    return [f"{1e3 * median(times):.1f} ({1e3 * min(times):.1f} to {1e3 * max(times):.1f})",
-            *("" if name in rivals else f"{ratio:.3f}" for ratio in ratios)]
+    return [
+        f"{1e3 * median(times):.1f} ({1e3 * min(times):.1f} to {1e3 * max(times):.1f})",
+        *("" if name in rivals else f"{ratio:.3f}" for ratio in ratios),
+    ]

@@ -43,8 +43,18 @@ CORES = 2
 GRIDS = ("1x1x1", "2x1x1", "1x2x1", "1x1x2")
 KERNEL = "OPENBLAS_CORETYPE"
 SIZES = ("layers", "width", "batch", "steps", "warm_up")
-QUICK = {"layers": 2, "width": 32, "batch": 16, "steps": 1, "warm_up": 1, "rounds": 1, "grids": ["2x1x1"],
-         "bridges": ["1x1x2"], "rivals": ["ddp"], "kernels": ["default"]}
+QUICK = {
+    "layers": 2,
+    "width": 32,
+    "batch": 16,
+    "steps": 1,
+    "warm_up": 1,
+    "rounds": 1,
+    "grids": ["2x1x1"],
+    "bridges": ["1x1x2"],
+    "rivals": ["ddp"],
+    "kernels": ["default"],
+}
 BESIDE, BRIDGE = ", beside", "torch on "
 REST = "Python, and the rest"
 LEARNING_RATE = 10.0
@@ -88,8 +98,17 @@ def ours(options: Namespace) -> dict[str, Any] | None:
         seconds = [slowest(comm, lambda: own.append(timeit.timeit(step, number=1))) for _ in range(options.steps)]
         shares, final_loss = shares_of(grid.ledger, sum(own)), losses[-1].item()
         core = max(before, bench.core_rate(grid, case, case.product))
-        return None if grid.rank else {"seconds": seconds, "final_loss": final_loss, "core_gflops": core,
-                                       "shares": shares, "kernel": blas_here().kernel}
+        return (
+            None
+            if grid.rank
+            else {
+                "seconds": seconds,
+                "final_loss": final_loss,
+                "core_gflops": core,
+                "shares": shares,
+                "kernel": blas_here().kernel,
+            }
+        )
 
 
 def bridge(options: Namespace) -> dict[str, Any] | None:
@@ -147,8 +166,14 @@ def kernels() -> list[str]:
     return [better, "default"] if better and better.lower() != chosen.lower() else ["default"]
 
 
-def run(ranks: int, side: str, shape: str, sizes: Mapping[str, Any], environ: Mapping[str, str],
-        python: str = sys.executable) -> Result:
+def run(
+    ranks: int,
+    side: str,
+    shape: str,
+    sizes: Mapping[str, Any],
+    environ: Mapping[str, str],
+    python: str = sys.executable,
+) -> Result:
     """Result of `ours` or `bridge` in a job of this number of ranks."""
     words = [word for name, size in sizes.items() for word in (f"--{name.replace('_', '-')}", str(size))]
     return json.loads(on_ranks(ranks, [__file__, f"--{side}", shape, *words], environ, python).splitlines()[-1])
@@ -158,12 +183,16 @@ def contestants(options: Namespace) -> dict[str, Callable[[], Result]]:
     """Name -> function that runs the contestant once and returns {"seconds", "final_loss", ...}."""
     sizes = {name: getattr(options, name) for name in SIZES}
     sides = [("", sys.executable), *([(BESIDE, options.beside)] if options.beside else [])]
-    everyone = {f"{shape}, {kernel}{where}":
-                partial(run, options.ranks, "ours", shape, sizes, blas_environment(kernel), python)
-                for kernel in options.kernels or kernels() for shape in options.grids for where, python in sides}
+    everyone = {
+        f"{shape}, {kernel}{where}": partial(run, options.ranks, "ours", shape, sizes, blas_environment(kernel), python)
+        for kernel in options.kernels or kernels()
+        for shape in options.grids
+        for where, python in sides
+    }
     one_thread = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    everyone |= {BRIDGE + shape: partial(run, options.ranks, "bridge", shape, sizes, one_thread)
-                 for shape in options.bridges}
+    everyone |= {
+        BRIDGE + shape: partial(run, options.ranks, "bridge", shape, sizes, one_thread) for shape in options.bridges
+    }
     task = {**sizes, "lr": LEARNING_RATE}
     return everyone | {rival: partial(torch_rivals.run, rival, task) for rival in options.rivals}
 
@@ -179,8 +208,9 @@ def steps(found: dict[str, Any], options: Namespace) -> list[list[str]]:
         of_torch = name in rivals or name.startswith(BRIDGE)
         rates = found["torch_gflops"] if of_torch else [result["core_gflops"] for result in results]
         processes = CORES if name in rivals else options.ranks
-        of_limit = median(flop / (processes * rate * 1e9) / median(result["seconds"])
-                          for rate, result in zip(rates, results))
+        of_limit = median(
+            flop / (processes * rate * 1e9) / median(result["seconds"]) for rate, result in zip(rates, results)
+        )
         label = f"torch {name}" if name in rivals else name if of_torch else f"{name} ({results[0]['kernel']})"
         rows.append([label, milliseconds, f"{of_limit:.3f}", f"{median(rates):.0f}", *ratios])
     return rows
@@ -200,9 +230,13 @@ def whereabouts(found: dict[str, Any]) -> list[list[str]]:
     """Parts of a step of pmm3d in percent, medians over the rounds."""
     ours = {name: [run["shares"] for run in runs] for name, runs in found["runs"].items() if "shares" in runs[0]}
     kinds = list(dict.fromkeys(kind for runs in ours.values() for run in runs for kind in run if kind != REST))
-    return [["% of a step", *kinds, REST],
-            *([name, *(f"{100 * median(run.get(kind, 0) for run in runs):.1f}" for kind in (*kinds, REST))]
-              for name, runs in ours.items())]
+    return [
+        ["% of a step", *kinds, REST],
+        *(
+            [name, *(f"{100 * median(run.get(kind, 0) for run in runs):.1f}" for kind in (*kinds, REST))]
+            for name, runs in ours.items()
+        ),
+    ]
 
 
 def differing(runs: Mapping[str, list[Result]]) -> list[str]:
@@ -217,13 +251,28 @@ def main() -> int:
     made.add_argument("--rounds", type=int, default=5, help="rounds over all contestants (5)")
     made.add_argument("--steps", type=int, default=5, help="timed steps of each contestant in a round (5)")
     made.add_argument("--warm-up", type=int, default=2, help="steps before the timed ones (2)")
-    made.add_argument("--grids", nargs="*", default=GRIDS, metavar="G",
-                      help=f"grids GxxGyxGz of pmm3d.nn; the other ranks are along data ({' '.join(GRIDS)})")
+    made.add_argument(
+        "--grids",
+        nargs="*",
+        default=GRIDS,
+        metavar="G",
+        help=f"grids GxxGyxGz of pmm3d.nn; the other ranks are along data ({' '.join(GRIDS)})",
+    )
     made.add_argument("--bridges", nargs="*", default=(), metavar="G", help="grids of pmm3d.torch (none)")
-    made.add_argument("--rivals", nargs="*", default=RIVALS, choices=(*RIVALS, "plain"), metavar="R",
-                      help=", ".join((*RIVALS, "plain")))
-    made.add_argument("--kernels", nargs="+", metavar="K",
-                      help="values of OPENBLAS_CORETYPE for pmm3d.nn, such as SkylakeX; default: not set")
+    made.add_argument(
+        "--rivals",
+        nargs="*",
+        default=RIVALS,
+        choices=(*RIVALS, "plain"),
+        metavar="R",
+        help=", ".join((*RIVALS, "plain")),
+    )
+    made.add_argument(
+        "--kernels",
+        nargs="+",
+        metavar="K",
+        help="values of OPENBLAS_CORETYPE for pmm3d.nn, such as SkylakeX; default: not set",
+    )
     made.add_argument("--ranks", type=int, default=CORES, choices=range(1, CORES + 1), help="ranks of pmm3d (2)")
     made.add_argument("--layers", type=int, default=8, help="linear layers (8)")
     made.add_argument("--width", type=int, default=2048, help="inputs and outputs of each (2048)")
@@ -246,10 +295,16 @@ def main() -> int:
 
     runs, failed = interleaved(contestants(options), options.rounds, gemm_of_torch)
     found = {"runs": runs, "torch_gflops": torch_gflops}
-    title = (f"{options.layers} layers, width {options.width}, batch {options.batch}, float32, {options.ranks} ranks; "
-             f"medians of {options.rounds} rounds of {options.steps} steps")
-    report(options, (title, steps(found, options)), ("Parts of a step", whereabouts(found)),
-           *([("This version and the other one", versions(found))] if options.beside else []))
+    title = (
+        f"{options.layers} layers, width {options.width}, batch {options.batch}, float32, {options.ranks} ranks; "
+        f"medians of {options.rounds} rounds of {options.steps} steps"
+    )
+    report(
+        options,
+        (title, steps(found, options)),
+        ("Parts of a step", whereabouts(found)),
+        *([("This version and the other one", versions(found))] if options.beside else []),
+    )
     if different := differing(runs):
         print(f"the losses differ: {', '.join(different)}", file=sys.stderr)
     return 1 if different or failed or not runs else 0

@@ -22,8 +22,10 @@ LARGEST = 60_000
 
 def pictures() -> dict[str, list[str]]:
     """Path of each picture in docs/ -> its commands."""
-    return {found["file"]: [line.strip() for line in found["commands"].splitlines()]
-            for found in PICTURE.finditer((DOCS / "gallery.md").read_text())}
+    return {
+        found["file"]: [line.strip() for line in found["commands"].splitlines()]
+        for found in PICTURE.finditer((DOCS / "gallery.md").read_text())
+    }
 
 
 def make(picture: str, commands: list[str]) -> None:

@@ -41,8 +41,9 @@ def main() -> None:
     parser.add_argument("--into", type=Path, default=HERE.parent / "build" / "embed", help="folder of the libraries")
     parser.add_argument("--mpicc", default="mpicc", help="the C compiler of the callers' MPI")
     parser.add_argument("--check", action="store_true", help="only look whether the C compiler is there")
-    parser.add_argument("--install", type=Path, metavar="PREFIX", help="copy what was built to PREFIX/lib and "
-                                                                       "PREFIX/include")
+    parser.add_argument(
+        "--install", type=Path, metavar="PREFIX", help="copy what was built to PREFIX/lib and PREFIX/include"
+    )
     options = parser.parse_args()
     if options.install:
         install(options.into, options.install.absolute())
@@ -56,8 +57,15 @@ def main() -> None:
     with_python(options.into)
     compiled(options.mpicc, "pmm3d.c", options.into / "libpmm3d.so", "-ldl")
     # Symbols of BLACS are those of the program's ScaLAPACK. They are undefined if a program without it is preloaded.
-    compiled(options.mpicc, "scalapack.c", options.into / "libpmm3d_scalapack.so", f"-L{options.into}", "-lpmm3d",
-             "-ldl", "-Wl,-rpath,$ORIGIN,-z,lazy")
+    compiled(
+        options.mpicc,
+        "scalapack.c",
+        options.into / "libpmm3d_scalapack.so",
+        f"-L{options.into}",
+        "-lpmm3d",
+        "-ldl",
+        "-Wl,-rpath,$ORIGIN,-z,lazy",
+    )
     describe(options.into.absolute(), HERE, options.into)
 
 
@@ -65,13 +73,17 @@ def check_compiler(mpicc: str) -> str:
     """Return a note about the compiler, or "". Raises SystemExit if there is none."""
     found = shutil.which(mpicc)
     if found is None:
-        raise SystemExit(f"embed: there is no C compiler {mpicc}. Install that of the MPI which your programs use (on "
-                         "Debian: apt-get install libopenmpi-dev), or name it: make embed MPICC=/path/to/mpicc")
+        raise SystemExit(
+            f"embed: there is no C compiler {mpicc}. Install that of the MPI which your programs use (on "
+            "Debian: apt-get install libopenmpi-dev), or name it: make embed MPICC=/path/to/mpicc"
+        )
     if found == mpicc or not (Path(found).parent.parent / "pyvenv.cfg").exists():
         return ""
-    return (f"embed: {mpicc} is {found}, of a Python environment. Compile and run your programs with this MPI too; it "
-            "has no Fortran compiler. For another MPI leave the environment (deactivate), or name its C compiler: make "
-            "embed MPICC=/path/to/mpicc")
+    return (
+        f"embed: {mpicc} is {found}, of a Python environment. Compile and run your programs with this MPI too; it "
+        "has no Fortran compiler. For another MPI leave the environment (deactivate), or name its C compiler: make "
+        "embed MPICC=/path/to/mpicc"
+    )
 
 
 def install(built: Path, prefix: Path) -> None:
@@ -87,8 +99,9 @@ def install(built: Path, prefix: Path) -> None:
         (libraries / "pkgconfig").mkdir(exist_ok=True)
         describe(libraries, headers, libraries / "pkgconfig")
     except OSError as error:
-        raise SystemExit(f"embed: {prefix} cannot be written: {error}. Name another folder: make install "
-                         "PREFIX=$HOME/.local") from None
+        raise SystemExit(
+            f"embed: {prefix} cannot be written: {error}. Name another folder: make install PREFIX=$HOME/.local"
+        ) from None
     print(f"embed: installed in {prefix}. pkg-config finds it with PKG_CONFIG_PATH={libraries}/pkgconfig")
 
 
@@ -100,8 +113,10 @@ def describe(libraries: Path, headers: Path, into: Path) -> None:
 def with_python(into: Path) -> None:
     """Build libpmm3d_python.so by cffi, linked with libpython of this Python by its absolute path."""
     if not sysconfig.get_config_var("Py_ENABLE_SHARED"):
-        raise SystemExit(f"embed/build.py: {sys.executable} has no shared libpython. Take the system's python3, with "
-                         "libpython3-dev, or build Python with --enable-shared")
+        raise SystemExit(
+            f"embed/build.py: {sys.executable} has no shared libpython. Take the system's python3, with "
+            "libpython3-dev, or build Python with --enable-shared"
+        )
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         raise SystemExit(f"embed/build.py: {sys.executable} has no Python.h. On Debian: apt-get install libpython3-dev")
     try:
@@ -111,8 +126,12 @@ def with_python(into: Path) -> None:
     libraries = sysconfig.get_config_var("LIBDIR")
     ffi = FFI()
     ffi.embedding_api(OFFERED.replace('extern "Python" ', ""))
-    ffi.set_source("_pmm3d_embedded", (HERE / "start.c").read_text(), library_dirs=[libraries],
-                   extra_link_args=[f"-Wl,-rpath,{libraries}"])
+    ffi.set_source(
+        "_pmm3d_embedded",
+        (HERE / "start.c").read_text(),
+        library_dirs=[libraries],
+        extra_link_args=[f"-Wl,-rpath,{libraries}"],
+    )
     ffi.embedding_init_code((HERE / "embedded.py").read_text())
     with tempfile.TemporaryDirectory() as folder:
         made = ffi.compile(tmpdir=folder, target="libpmm3d_python.*")
@@ -123,8 +142,10 @@ def compiled(mpicc: str, source: str, target: Path, *libraries: str) -> None:
     python = f'-DPMM3D_BUILT_WITH="{sys.executable}"'
     done = subprocess.run([mpicc, *FLAGS, python, str(HERE / source), "-o", str(target), *libraries])
     if done.returncode:
-        raise SystemExit(f"embed: {mpicc} cannot compile {HERE / source}; what it says is above. It must be the C "
-                         "compiler of an MPI: make embed MPICC=/path/to/mpicc")
+        raise SystemExit(
+            f"embed: {mpicc} cannot compile {HERE / source}; what it says is above. It must be the C "
+            "compiler of an MPI: make embed MPICC=/path/to/mpicc"
+        )
 
 
 if __name__ == "__main__":

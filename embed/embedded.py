@@ -7,11 +7,15 @@ import traceback
 from _pmm3d_embedded import ffi
 
 ERROR_MPI, ERROR_PYTHON, ERROR_OTHER = 4, 5, 8
-OTHER_MPI = ("Python has another MPI than this process, {}: {}. mpi4py must use the caller's MPI: leave MPI4PY_MPIABI "
-             "and MPI4PY_LIBMPI unset, and let PMM3D_PYTHON name an environment whose mpi4py was built for it, without "
-             "an MPI of its own")
-LACKING = ('the Python of {} lacks a package: {}. Install it there: pip install ".[embed]" in the clone of pmm3d, or '
-           "name another Python in PMM3D_PYTHON")
+OTHER_MPI = (
+    "Python has another MPI than this process, {}: {}. mpi4py must use the caller's MPI: leave MPI4PY_MPIABI "
+    "and MPI4PY_LIBMPI unset, and let PMM3D_PYTHON name an environment whose mpi4py was built for it, without "
+    "an MPI of its own"
+)
+LACKING = (
+    'the Python of {} lacks a package: {}. Install it there: pip install ".[embed]" in the clone of pmm3d, or '
+    "name another Python in PMM3D_PYTHON"
+)
 
 
 class Refused(Exception):

@@ -36,9 +36,16 @@ class Point(NamedTuple):
 def point(path: Path) -> Point:
     found = json.loads(path.read_text())
     best = min(found, key=lambda one: median(one["seconds"])) if isinstance(found, list) else found
-    return Point(best["ranks"], len(best["environment"]["hosts"]), f"{best['m']}, {best['n']}, {best['k']}",
-                 "x".join(map(str, best["grid"])), median(best["seconds"]), best["gflops"], best["ratio"],
-                 best["verified"])
+    return Point(
+        best["ranks"],
+        len(best["environment"]["hosts"]),
+        f"{best['m']}, {best['n']}, {best['k']}",
+        "x".join(map(str, best["grid"])),
+        median(best["seconds"]),
+        best["gflops"],
+        best["ratio"],
+        best["verified"],
+    )
 
 
 def read(folder: Path) -> tuple[dict[str, list[Point]], list[str]]:
@@ -62,14 +69,33 @@ def relative(points: list[Point]) -> list[float]:
 
 def table(sweeps: dict[str, list[Point]]) -> Table:
     found = Table(title="[bold]Scaling[/]", title_justify="left")
-    for column in ("sweep", "ranks", "hosts", "m, n, k", "grid", "median ms", "GFLOP/s", "of the limit",
-                   "of the fewest ranks", "ok"):
+    for column in (
+        "sweep",
+        "ranks",
+        "hosts",
+        "m, n, k",
+        "grid",
+        "median ms",
+        "GFLOP/s",
+        "of the limit",
+        "of the fewest ranks",
+        "ok",
+    ):
         found.add_column(column, justify="left" if column in ("sweep", "grid") else "right")
     for kind, points in sweeps.items():
         for one, beside_first in zip(points, relative(points)):
-            found.add_row(kind, str(one.ranks), str(one.hosts), one.shape, one.grid, f"{1e3 * one.seconds:.2f}",
-                          f"{one.gflops:.1f}", f"{one.ratio:.3f}", f"{beside_first:.3f}",
-                          "yes" if one.verified else "NO")
+            found.add_row(
+                kind,
+                str(one.ranks),
+                str(one.hosts),
+                one.shape,
+                one.grid,
+                f"{1e3 * one.seconds:.2f}",
+                f"{one.gflops:.1f}",
+                f"{one.ratio:.3f}",
+                f"{beside_first:.3f}",
+                "yes" if one.verified else "NO",
+            )
     return found
 
 

@@ -1,6 +1,6 @@
 """Write the version and the SHA-256 of an sdist into the recipes.
 
-    python packaging/checksums.py dist/pmm3d-0.1.0.tar.gz
+python packaging/checksums.py dist/pmm3d-0.1.0.tar.gz
 """
 
 import hashlib

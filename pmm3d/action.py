@@ -59,5 +59,7 @@ class Action:
         if self.what == "wait":
             return f"wait for #{self.number}"
         phase = f" ({self.phase})" if self.phase else ""
-        return (f"begin #{self.number} {self.operation}{phase} on axis {self.axis}: sends {self.sent:,}, receives "
-                f"{self.received:,} bytes")
+        return (
+            f"begin #{self.number} {self.operation}{phase} on axis {self.axis}: sends {self.sent:,}, receives "
+            f"{self.received:,} bytes"
+        )

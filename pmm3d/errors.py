@@ -13,20 +13,21 @@ from difflib import get_close_matches
 def printable(text: str) -> str:
     r"""The text, in which characters that are not printable are escaped as in Python, except line ends.
 
-        >>> print(printable("red: \x1b[31m"))
-        red: \x1b[31m
+    >>> print(printable("red: \x1b[31m"))
+    red: \x1b[31m
     """
     if text.isprintable():
         return text
-    return "".join(sign if sign.isprintable() or sign == "\n" else sign.encode("unicode_escape").decode()
-                   for sign in text)
+    return "".join(
+        sign if sign.isprintable() or sign == "\n" else sign.encode("unicode_escape").decode() for sign in text
+    )
 
 
 def hint(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: the nearest known name, or all of them.
 
-        >>> hint("nestrov", ["momentum", "nesterov"]), hint("learning_rate", ["lr", "eps"])
-        (' (did you mean nesterov?)', ' (known there: lr, eps)')
+    >>> hint("nestrov", ["momentum", "nesterov"]), hint("learning_rate", ["lr", "eps"])
+    (' (did you mean nesterov?)', ' (known there: lr, eps)')
     """
     known = list(known)
     near = get_close_matches(name, known, 1, 0.5)
@@ -36,8 +37,8 @@ def hint(name: str, known: Iterable[str]) -> str:
 def reason(error: OSError) -> str:
     """Return the end of a message about a file: what the operating system says, and the name of the file.
 
-        >>> reason(FileNotFoundError(errno.ENOENT, "No such file or directory", "x.csv"))
-        'no such file or directory (x.csv)'
+    >>> reason(FileNotFoundError(errno.ENOENT, "No such file or directory", "x.csv"))
+    'no such file or directory (x.csv)'
     """
     if not error.strerror:
         return str(error)
@@ -112,8 +113,8 @@ class MissingPackageError(Pmm3dError, ImportError):
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raise OSError if the path exists and is not a regular file: to open a named pipe would block without a message.
-    """
+    """Raise OSError if the path exists and is not a regular file: to open a named pipe would block without a
+    message."""
     if os.path.exists(path) and not (stat.S_ISREG(mode := os.stat(path).st_mode) or stat.S_ISDIR(mode)):
         kind = "a named pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
         raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", os.fspath(path))
@@ -129,8 +130,8 @@ def check_dataset_name(name: object) -> None:
 def install_command(extra: str) -> str:
     """Return the command that installs the packages of an extra, for pmm3d from a clone and from a wheel.
 
-        >>> install_command("io")
-        'pip install "pmm3d[io]"'
+    >>> install_command("io")
+    'pip install "pmm3d[io]"'
     """
     return f'pip install "pmm3d[{extra}]"'
 

@@ -35,8 +35,11 @@ def cpu(cpuinfo: str = "/proc/cpuinfo") -> Cpu:
             fields[key.strip()] = value.strip()
     except OSError:
         pass
-    return Cpu(fields.get("vendor_id", ""), fields.get("model name", platform.processor()),
-               frozenset(fields.get("flags", "").split()))
+    return Cpu(
+        fields.get("vendor_id", ""),
+        fields.get("model name", platform.processor()),
+        frozenset(fields.get("flags", "").split()),
+    )
 
 
 def better_kernel(processor: Cpu) -> str | None:
@@ -58,9 +61,11 @@ class Blas:
         kernel = better_kernel(processor)
         if self.name != "openblas" or kernel is None or self.kernel.lower() in WIDE_KERNELS:
             return None
-        return (f"OpenBLAS uses its {self.kernel} kernel on a CPU with AVX-512: set OPENBLAS_CORETYPE={kernel} before "
-                "Python starts (the pmm3d command does so if the environment does not set it), or have pmm3d tune blas "
-                "measure which is faster")
+        return (
+            f"OpenBLAS uses its {self.kernel} kernel on a CPU with AVX-512: set OPENBLAS_CORETYPE={kernel} before "
+            "Python starts (the pmm3d command does so if the environment does not set it), or have pmm3d tune blas "
+            "measure which is faster"
+        )
 
 
 def loaded_blas(file: str = "") -> Blas:
@@ -75,10 +80,12 @@ def loaded_blas(file: str = "") -> Blas:
     found = [library for library in threadpool_info() if library["user_api"] == "blas"]
     if file:
         found = [library for library in found if os.path.realpath(library["filepath"]) == file]
-    scipy_first = sorted(found, key=lambda library: ("scipy_openblas-" not in library["filepath"],
-                                                     "openblas64_" in library["filepath"]))
+    scipy_first = sorted(
+        found, key=lambda library: ("scipy_openblas-" not in library["filepath"], "openblas64_" in library["filepath"])
+    )
     if not scipy_first:
         return Blas(Path(file).name or "unknown", "", "", 0)
     library = scipy_first[0]
-    return Blas(library["internal_api"], library["version"] or "", library.get("architecture") or "",
-                library["num_threads"])
+    return Blas(
+        library["internal_api"], library["version"] or "", library.get("architecture") or "", library["num_threads"]
+    )

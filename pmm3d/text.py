@@ -17,8 +17,8 @@ HOUR = 3600
 def in_bytes(nbytes: float) -> str:
     """Three digits and a unit.
 
-        >>> in_bytes(1.5 * 2**30), in_bytes(2**19), in_bytes(12)
-        ('1.5 GiB', '512 KiB', '12 B')
+    >>> in_bytes(1.5 * 2**30), in_bytes(2**19), in_bytes(12)
+    ('1.5 GiB', '512 KiB', '12 B')
     """
     for unit in BYTE_UNITS:
         if abs(nbytes) < 1024 or unit == "TiB":
@@ -30,8 +30,8 @@ def in_bytes(nbytes: float) -> str:
 def in_time(seconds: float) -> str:
     """A time: three digits and a unit, or two units.
 
-        >>> [in_time(seconds) for seconds in (0.00025, 0.0314, 3.14159, 725.0, 720.0, 7300.0, 86400.0, 864000.0)]
-        ['250 µs', '31.4 ms', '3.14 s', '12 min 5 s', '12 min', '2 h 2 min', '24 h', '10 days']
+    >>> [in_time(seconds) for seconds in (0.00025, 0.0314, 3.14159, 725.0, 720.0, 7300.0, 86400.0, 864000.0)]
+    ['250 µs', '31.4 ms', '3.14 s', '12 min 5 s', '12 min', '2 h 2 min', '24 h', '10 days']
     """
     if seconds >= 48 * HOUR:
         return f"{seconds / (24 * HOUR):,.3g} days"
@@ -46,8 +46,8 @@ def in_time(seconds: float) -> str:
 def figure(value: float, decimals: int) -> str:
     """A figure of a column: this number of decimals, and none from 10,000 on.
 
-        >>> figure(1727.4, 2), figure(171757.3, 2)
-        ('1,727.40', '171,757')
+    >>> figure(1727.4, 2), figure(171757.3, 2)
+    ('1,727.40', '171,757')
     """
     return f"{value:,.{decimals if abs(value) < 1e4 else 0}f}"
 
@@ -74,8 +74,8 @@ def percent(share: float) -> str:
 def in_flops(rate: float) -> str:
     """A rate in flop/s: three digits or more, and a unit.
 
-        >>> in_flops(48.21e9), in_flops(1.234e12), in_flops(1234e15)
-        ('48.2 GFLOP/s', '1.23 TFLOP/s', '1,234 PFLOP/s')
+    >>> in_flops(48.21e9), in_flops(1.234e12), in_flops(1234e15)
+    ('48.2 GFLOP/s', '1.23 TFLOP/s', '1,234 PFLOP/s')
     """
     scale, unit = next(((scale, unit) for scale, unit in ((1e15, "P"), (1e12, "T")) if rate >= scale), (1e9, "G"))
     return f"{rate / scale:,.0f} {unit}FLOP/s" if rate >= 100 * scale else f"{rate / scale:.3g} {unit}FLOP/s"
@@ -84,8 +84,8 @@ def in_flops(rate: float) -> str:
 def counted(number: int, noun: str) -> str:
     """A number of things, with the noun in the singular or the plural.
 
-        >>> counted(1, "rank"), counted(1024, "rank"), counted(2, "micro-batch"), counted(0, "epoch")
-        ('1 rank', '1,024 ranks', '2 micro-batches', '0 epochs')
+    >>> counted(1, "rank"), counted(1024, "rank"), counted(2, "micro-batch"), counted(0, "epoch")
+    ('1 rank', '1,024 ranks', '2 micro-batches', '0 epochs')
     """
     plural = "es" if noun.endswith(("tch", "s", "x")) else "s"
     return f"{number:,} {noun}{plural * (number != 1)}"
@@ -94,8 +94,8 @@ def counted(number: int, noun: str) -> str:
 def shell_command(*words: object) -> str:
     """A command that the user can copy into a shell: words with blanks and other special characters are quoted.
 
-        >>> shell_command("pmm3d", "report", "run 1")
-        "pmm3d report 'run 1'"
+    >>> shell_command("pmm3d", "report", "run 1")
+    "pmm3d report 'run 1'"
     """
     import shlex  # only commands need it
 
@@ -105,11 +105,16 @@ def shell_command(*words: object) -> str:
 def blas_in_words(blas: str, kernel: str, threads: int) -> str:
     """The BLAS of a run; that of a device has neither a kernel nor threads.
 
-        >>> blas_in_words("openblas 0.3.30", "SkylakeX", 1), blas_in_words("cuBLAS 13.1.0", "", 0)
-        ('openblas 0.3.30, kernel SkylakeX, 1 thread a rank', 'cuBLAS 13.1.0')
+    >>> blas_in_words("openblas 0.3.30", "SkylakeX", 1), blas_in_words("cuBLAS 13.1.0", "", 0)
+    ('openblas 0.3.30, kernel SkylakeX, 1 thread a rank', 'cuBLAS 13.1.0')
     """
-    return ", ".join([blas, *([f"kernel {kernel}"] if kernel else []),
-                      *([f"{counted(threads, 'thread')} a rank"] if threads else [])])
+    return ", ".join(
+        [
+            blas,
+            *([f"kernel {kernel}"] if kernel else []),
+            *([f"{counted(threads, 'thread')} a rank"] if threads else []),
+        ]
+    )
 
 
 def spans(numbers: Iterable[int]) -> list[list[int]]:
@@ -126,8 +131,8 @@ def spans(numbers: Iterable[int]) -> list[list[int]]:
 def ranks_in_words(ranks: Iterable[int]) -> str:
     """Ranks as people name them.
 
-        >>> ranks_in_words([0, 1, 2, 7]), ranks_in_words([3])
-        ('ranks 0-2, 7', 'rank 3')
+    >>> ranks_in_words([0, 1, 2, 7]), ranks_in_words([3])
+    ('ranks 0-2, 7', 'rank 3')
     """
     listed = list(ranks)
     found = spans(listed)

@@ -53,15 +53,22 @@ class _World:
         with open(folder / "said", "w") as said:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "pmm3d.launcher", "-n", str(ranks), str(RANK), str(folder), str(os.getpid())],
-                stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment, cwd=folder)
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                env=environment,
+                cwd=folder,
+            )
 
     def alive(self) -> bool:
         return self.process.poll() is None
 
     def run(self, words: list[str], cwd: Path, env: dict[str, str], timeout: float) -> JobResult:
         number, self.commands = self.commands, self.commands + 1
-        files = {kind: [self.folder / f"{number}-{rank}.{kind}" for rank in range(self.ranks)]
-                 for kind in ("out", "err", "code")}
+        files = {
+            kind: [self.folder / f"{number}-{rank}.{kind}" for rank in range(self.ranks)]
+            for kind in ("out", "err", "code")
+        }
         asked = self.folder / "asked"
         asked.write_text(json.dumps({"words": words, "cwd": str(cwd), "env": env}))
         asked.rename(self.folder / f"{number}.json")
@@ -69,10 +76,13 @@ class _World:
         while not all(path.exists() for path in files["code"]):
             if not self.alive() or time.monotonic() > deadline:
                 self.end(grace=0.0)
-                pytest.fail(f"{words} on {self.ranks} ranks ended the ranks or took more than {timeout:g} s.\n"
-                            + "".join(path.read_text(errors="replace") for path in (*files["out"], *files["err"])
-                                      if path.exists())
-                            + (self.folder / "said").read_text(errors="replace"))
+                pytest.fail(
+                    f"{words} on {self.ranks} ranks ended the ranks or took more than {timeout:g} s.\n"
+                    + "".join(
+                        path.read_text(errors="replace") for path in (*files["out"], *files["err"]) if path.exists()
+                    )
+                    + (self.folder / "said").read_text(errors="replace")
+                )
             time.sleep(0.01)
         said = {kind: "".join(path.read_text(errors="replace") for path in files[kind]) for kind in ("out", "err")}
         return JobResult(max(int(path.read_text()) for path in files["code"]), said["out"], said["err"])

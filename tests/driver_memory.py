@@ -21,8 +21,12 @@ PAGES, BLOCK = 2**21, 2**9
 class Handle(ctypes.Structure):
     """The 64 bytes that cuIpcGetMemHandle of the stand-in driver writes."""
 
-    _fields_ = [("process", ctypes.c_int), ("file", ctypes.c_int), ("size", ctypes.c_size_t),
-                ("rest", ctypes.c_char * 48)]
+    _fields_ = [
+        ("process", ctypes.c_int),
+        ("file", ctypes.c_int),
+        ("size", ctypes.c_size_t),
+        ("rest", ctypes.c_char * 48),
+    ]
 
 
 class Pool:

@@ -15,9 +15,9 @@ import pytest
 def given(**values: Any) -> Iterator[None]:
     """As a context: the body of a loop in a test. An error in it is raised with the values in its message.
 
-        for size, dtype in product(SIZES, DTYPES):
-            with given(size=size, dtype=dtype):
-                assert doubled(size, dtype) == 2 * size
+    for size, dtype in product(SIZES, DTYPES):
+        with given(size=size, dtype=dtype):
+            assert doubled(size, dtype) == 2 * size
     """
     __tracebackhide__ = True
     try:

@@ -106,8 +106,19 @@ def adamw(parameters, **options):
     return optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, **options)
 
 
-def train(grid, case: Case, steps: int, make=adamw, schedule=None, clip=None, rows=None, dtype="float64",
-          library=TESTED, net=None, **options):
+def train(
+    grid,
+    case: Case,
+    steps: int,
+    make=adamw,
+    schedule=None,
+    clip=None,
+    rows=None,
+    dtype="float64",
+    library=TESTED,
+    net=None,
+    **options,
+):
     """(losses, network) after some steps, each with a different batch. net: default a new network of the case."""
     net = net or network_of(grid, case, dtype, library=library, **options)
     optimizer, losses = make(net.parameters()), []
@@ -125,8 +136,8 @@ def train(grid, case: Case, steps: int, make=adamw, schedule=None, clip=None, ro
 
 
 def weights_of(net) -> dict[str, np.ndarray]:
-    """Name -> the whole parameter, on every rank. One all-gather for all parameters, because `gather` takes one each.
-    """
+    """Name -> the whole parameter, on every rank. One all-gather for all parameters, because `gather` takes one
+    each."""
     stored = {name: parameter.stored for name, parameter in net.named_parameters().items()}
     shards = {name: (value.box, to_numpy(value.local, value.library)) for name, value in stored.items()}
     wholes = {name: np.empty(value.shape, shards[name][1].dtype) for name, value in stored.items()}
@@ -137,8 +148,10 @@ def weights_of(net) -> dict[str, np.ndarray]:
 
 
 def gradients_of(net) -> dict[str, np.ndarray]:
-    return {name: np.asarray(parameter.library.to_numpy(parameter.grad.gather()))
-            for name, parameter in net.named_parameters().items()}
+    return {
+        name: np.asarray(parameter.library.to_numpy(parameter.grad.gather()))
+        for name, parameter in net.named_parameters().items()
+    }
 
 
 def bits(arrays: dict) -> dict[str, bytes]:

@@ -63,8 +63,11 @@ def main() -> int:
             begun = time.monotonic()
             by = planted(tree, fault, named[fault["name"]], everywhere)
             found.append({"fault": fault["name"], "found by": by, "seconds": round(time.monotonic() - begun)})
-            print(f"{number:3} of {len(faults)}  {found[-1]['seconds']:5} s  {fault['name']}\n"
-                  f"           {by or 'MISSED'}", flush=True)
+            print(
+                f"{number:3} of {len(faults)}  {found[-1]['seconds']:5} s  {fault['name']}\n"
+                f"           {by or 'MISSED'}",
+                flush=True,
+            )
             if options.json:
                 options.json.write_text(json.dumps(found, indent=1) + "\n")
     missed = [each["fault"] for each in found if not each["found by"]]

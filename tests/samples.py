@@ -35,8 +35,10 @@ def integers(shape, dtype="float64", seed=0, low=-4, high=4) -> np.ndarray:
 def operands(grid, size=(23, 17, 19), dtype="float64", layouts=(Layout.A, Layout.B), **options):
     """Random A and B of a product m x n x k."""
     m, n, k = size
-    return [DistMatrix.random(grid, shape, seed=seed, dtype=dtype, layout=layout, **options)
-            for seed, shape, layout in zip((1, 2), ((m, k), (k, n)), layouts)]
+    return [
+        DistMatrix.random(grid, shape, seed=seed, dtype=dtype, layout=layout, **options)
+        for seed, shape, layout in zip((1, 2), ((m, k), (k, n)), layouts)
+    ]
 
 
 def shared(matrix):

@@ -123,8 +123,9 @@ class DeviceArray:
         indices = _indices(key)
         if not indices:
             return self._view(_view_of(self._host, key))
-        made = empty(self._host[_resolved(key, lambda index: np.zeros(index.shape, np.intp))].shape, self.dtype,
-                     type(self))
+        made = empty(
+            self._host[_resolved(key, lambda index: np.zeros(index.shape, np.intp))].shape, self.dtype, type(self)
+        )
         source, target = self._host, made._host
         enqueue(lambda: np.copyto(target, source[_resolved(key, _host_of)]), [self, *indices], [made])
         return made
@@ -220,8 +221,10 @@ def _described(value):
 @cache
 def _result_of(function, described, options):
     """(shape, dtype) of a result, computed for arrays of ones or, if they are indices, of zeros."""
-    given = [np.broadcast_to(np.asarray(each[1].kind in "fc", each[1]), each[0]) if each[0] is not None else each[1]
-             for each in described]
+    given = [
+        np.broadcast_to(np.asarray(each[1].kind in "fc", each[1]), each[0]) if each[0] is not None else each[1]
+        for each in described
+    ]
     with np.errstate(all="ignore"):
         result = np.asarray(function(*given, **dict(options)))
     return result.shape, result.dtype

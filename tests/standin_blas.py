@@ -16,15 +16,35 @@ SUMS = {68: ("float16", "float32", "complex64"), 77: ("float32", "complex64"), 7
 OPERATIONS = {"CUBLAS_OP_N": 0, "CUBLAS_OP_T": 1, "CUBLAS_OP_C": 2}
 
 
-def gemmEx(handle, transa, transb, m, n, k, alpha, a, a_type, lda, b, b_type, ldb, beta, c, c_type, ldc,  # noqa: N802
-           compute, algorithm):
+def gemmEx(
+    handle,
+    transa,
+    transb,
+    m,
+    n,
+    k,
+    alpha,
+    a,
+    a_type,
+    lda,
+    b,
+    b_type,
+    ldb,
+    beta,
+    c,
+    c_type,
+    ldc,  # noqa: N802
+    compute,
+    algorithm,
+):
     """cupy_backends.cuda.libs.cublas.gemmEx. Low precision is summed in float32."""
     assert handle == HANDLE and algorithm == -1 and a_type == b_type
     of_operands, of_result = OF_TYPE[a_type], OF_TYPE[c_type]
     assert of_operands in SUMS[compute] and of_result in (of_operands, "float32")
     scalar = "float32" if of_operands == "float16" else of_operands
-    alpha, beta = (np.frombuffer((c_char * np.dtype(scalar).itemsize).from_address(at), scalar)[0].item()
-                   for at in (alpha, beta))
+    alpha, beta = (
+        np.frombuffer((c_char * np.dtype(scalar).itemsize).from_address(at), scalar)[0].item() for at in (alpha, beta)
+    )
     first = _columns(a, of_operands, (k, m) if transa else (m, k), lda)
     second = _columns(b, of_operands, (n, k) if transb else (k, n), ldb)
     result = _columns(c, of_result, (m, n), ldc)
@@ -41,15 +61,58 @@ def gemmEx(handle, transa, transb, m, n, k, alpha, a, a_type, lda, b, b_type, ld
 gemmEx.calls = []
 
 
-def gemmStridedBatchedEx(handle, transa, transb, m, n, k, alpha, a, a_type, lda, a_step, b, b_type, ldb,  # noqa: N802
-                         b_step, beta, c, c_type, ldc, c_step, items, compute, algorithm):
+def gemmStridedBatchedEx(
+    handle,
+    transa,
+    transb,
+    m,
+    n,
+    k,
+    alpha,
+    a,
+    a_type,
+    lda,
+    a_step,
+    b,
+    b_type,
+    ldb,  # noqa: N802
+    b_step,
+    beta,
+    c,
+    c_type,
+    ldc,
+    c_step,
+    items,
+    compute,
+    algorithm,
+):
     """cupy_backends.cuda.libs.cublas.gemmStridedBatchedEx, one item after the other."""
     sizes = [np.dtype(OF_TYPE[kind]).itemsize for kind in (a_type, b_type, c_type)]
     for item in range(items):
-        at_a, at_b, at_c = (start + item * step * size
-                            for start, step, size in zip((a, b, c), (a_step, b_step, c_step), sizes))
-        gemmEx(handle, transa, transb, m, n, k, alpha, at_a, a_type, lda, at_b, b_type, ldb, beta, at_c, c_type, ldc,
-               compute, algorithm)
+        at_a, at_b, at_c = (
+            start + item * step * size for start, step, size in zip((a, b, c), (a_step, b_step, c_step), sizes)
+        )
+        gemmEx(
+            handle,
+            transa,
+            transb,
+            m,
+            n,
+            k,
+            alpha,
+            at_a,
+            a_type,
+            lda,
+            at_b,
+            b_type,
+            ldb,
+            beta,
+            at_c,
+            c_type,
+            ldc,
+            compute,
+            algorithm,
+        )
     gemmStridedBatchedEx.calls.append(items)
 
 
@@ -78,7 +141,12 @@ def _to_sum(matrix, compute, scalar):
     return matrix
 
 
-cublas = SimpleNamespace(gemmEx=gemmEx, gemmStridedBatchedEx=gemmStridedBatchedEx,
-                         getVersion=lambda handle: {HANDLE: 130100}[handle], CUBLAS_GEMM_DEFAULT=-1, **COMPUTE,
-                         **OPERATIONS)
+cublas = SimpleNamespace(
+    gemmEx=gemmEx,
+    gemmStridedBatchedEx=gemmStridedBatchedEx,
+    getVersion=lambda handle: {HANDLE: 130100}[handle],
+    CUBLAS_GEMM_DEFAULT=-1,
+    **COMPUTE,
+    **OPERATIONS,
+)
 device = SimpleNamespace(get_cublas_handle=lambda: HANDLE)

@@ -11,18 +11,74 @@ from standin_blas import TYPES as CUDA_TYPES
 from standin_blas import cublas, device
 from standin_streams import DEVICES, HERE, Device, Event, Stream, get_current_stream, set_device
 
-OPERATORS = {"add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "floordiv": "floor_divide",
-             "mod": "remainder", "pow": "power", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
-             "lshift": "left_shift", "rshift": "right_shift", "matmul": "matmul"}
-COMPARISONS = {"eq": "equal", "ne": "not_equal", "lt": "less", "le": "less_equal", "gt": "greater",
-               "ge": "greater_equal"}
+OPERATORS = {
+    "add": "add",
+    "sub": "subtract",
+    "mul": "multiply",
+    "truediv": "divide",
+    "floordiv": "floor_divide",
+    "mod": "remainder",
+    "pow": "power",
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "lshift": "left_shift",
+    "rshift": "right_shift",
+    "matmul": "matmul",
+}
+COMPARISONS = {
+    "eq": "equal",
+    "ne": "not_equal",
+    "lt": "less",
+    "le": "less_equal",
+    "gt": "greater",
+    "ge": "greater_equal",
+}
 UNARY = {"neg": "negative", "invert": "invert", "abs": "absolute"}
-FUNCTIONS = (*OPERATORS.values(), *COMPARISONS.values(), *UNARY.values(), "abs", "clip", "conj", "cos", "exp", "expm1",
-             "isfinite", "isinf", "isnan", "log", "log1p", "logaddexp", "logical_and", "logical_not", "logical_or",
-             "maximum", "minimum", "rint", "sign", "sin", "sqrt", "square", "take_along_axis", "tanh", "where")
+FUNCTIONS = (
+    *OPERATORS.values(),
+    *COMPARISONS.values(),
+    *UNARY.values(),
+    "abs",
+    "clip",
+    "conj",
+    "cos",
+    "exp",
+    "expm1",
+    "isfinite",
+    "isinf",
+    "isnan",
+    "log",
+    "log1p",
+    "logaddexp",
+    "logical_and",
+    "logical_not",
+    "logical_or",
+    "maximum",
+    "minimum",
+    "rint",
+    "sign",
+    "sin",
+    "sqrt",
+    "square",
+    "take_along_axis",
+    "tanh",
+    "where",
+)
 REDUCTIONS = ("all", "any", "argmax", "argmin", "max", "mean", "min", "prod", "sum")
-TYPES = ("bool_", "complex128", "complex64", "float16", "float32", "float64", "int32", "int64", "uint32", "uint64",
-         "uint8")
+TYPES = (
+    "bool_",
+    "complex128",
+    "complex64",
+    "float16",
+    "float32",
+    "float64",
+    "int32",
+    "int64",
+    "uint32",
+    "uint64",
+    "uint8",
+)
 
 cuda = SimpleNamespace(
     Device=Device,
@@ -33,7 +89,9 @@ cuda = SimpleNamespace(
     cublas=cublas,
     device=device,
     runtime=SimpleNamespace(
-        getDeviceCount=lambda: DEVICES, getDevice=lambda: HERE.device, setDevice=set_device,
+        getDeviceCount=lambda: DEVICES,
+        getDevice=lambda: HERE.device,
+        setDevice=set_device,
         getDeviceProperties=lambda number: {"name": b"stand-in"},
         runtimeGetVersion=lambda: 13000,
         deviceGetPCIBusId=lambda number: f"{os.getpid():08x}:{number:02x}",  # each process has devices of its own
@@ -94,8 +152,10 @@ class ElementwiseKernel:
         for name, each in given.items():
             if isinstance(each, DeviceArray):
                 assert types.setdefault(self.types[name], each.dtype) == each.dtype, f"{name} is of {each.dtype}"
-        hosts = {name: each._host if isinstance(each, DeviceArray) else types[self.types[name]].type(each)
-                 for name, each in given.items()}
+        hosts = {
+            name: each._host if isinstance(each, DeviceArray) else types[self.types[name]].type(each)
+            for name, each in given.items()
+        }
         outputs = [given[name] for name in self.outputs]
 
         def work():
@@ -150,15 +210,33 @@ def names(kind) -> dict:
     def array(value, dtype=None, order="C"):
         return value.astype(value.dtype) if isinstance(value, kind) else asarray(value, dtype)
 
-    made = {"asarray": asarray, "array": array, "full": full, "zeros": lambda shape, dtype=np.float64: full(
-                shape, 0, dtype), "ones": lambda shape, dtype=np.float64: full(shape, 1, dtype),
-            "empty": partial(empty, kind=kind), "arange": lambda *ends, dtype=None: asarray(np.arange(*ends), dtype)}
-    taken = {"stack": lambda arrays, axis=0: lazily(_stacked, *arrays, axis=axis),
-             "concatenate": lambda arrays, axis=0: lazily(_joined, *arrays, axis=axis), "asnumpy": asnumpy}
+    made = {
+        "asarray": asarray,
+        "array": array,
+        "full": full,
+        "zeros": lambda shape, dtype=np.float64: full(shape, 0, dtype),
+        "ones": lambda shape, dtype=np.float64: full(shape, 1, dtype),
+        "empty": partial(empty, kind=kind),
+        "arange": lambda *ends, dtype=None: asarray(np.arange(*ends), dtype),
+    }
+    taken = {
+        "stack": lambda arrays, axis=0: lazily(_stacked, *arrays, axis=axis),
+        "concatenate": lambda arrays, axis=0: lazily(_joined, *arrays, axis=axis),
+        "asnumpy": asnumpy,
+    }
     of_numpy = {name: partial(lazily, getattr(np, name)) for name in FUNCTIONS}
     reduced = {name: _reduction(getattr(np, name)) for name in REDUCTIONS}
     types = {name: getattr(np, name) for name in TYPES}
-    return {**types, **made, **taken, **of_numpy, **reduced, "ndarray": kind, "cuda": cuda,
-            "lib": SimpleNamespace(stride_tricks=SimpleNamespace(as_strided=_as_strided)),
-            "fuse": lambda function: function, "ElementwiseKernel": ElementwiseKernel,
-            "ReductionKernel": ReductionKernel}
+    return {
+        **types,
+        **made,
+        **taken,
+        **of_numpy,
+        **reduced,
+        "ndarray": kind,
+        "cuda": cuda,
+        "lib": SimpleNamespace(stride_tricks=SimpleNamespace(as_strided=_as_strided)),
+        "fuse": lambda function: function,
+        "ElementwiseKernel": ElementwiseKernel,
+        "ReductionKernel": ReductionKernel,
+    }

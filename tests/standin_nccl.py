@@ -24,9 +24,14 @@ def groupStart() -> None:
 
 def groupEnd() -> None:
     _connect({(comm, peer) for comm, _, _, _, peer in HERE.group if peer not in comm.connected})
-    sent, received = ([np.frombuffer(MPI.buffer.fromaddress(pointer, nbytes), np.uint8)
-                       for _, call, pointer, nbytes, _ in HERE.group if call.__name__ == name]
-                      for name in ("Isend", "Irecv"))
+    sent, received = (
+        [
+            np.frombuffer(MPI.buffer.fromaddress(pointer, nbytes), np.uint8)
+            for _, call, pointer, nbytes, _ in HERE.group
+            if call.__name__ == name
+        ]
+        for name in ("Isend", "Irecv")
+    )
     get_current_stream().queue.add(partial(_travel, HERE.group), sent, received)
 
 
@@ -34,16 +39,22 @@ def _connect(pairs) -> None:
     """Block the host before the first messages of two ranks, until both ranks have called this, as NCCL does."""
     if pairs:
         NcclCommunicator.stood_still += 1
-        MPI.Request.Waitall([call(np.empty(1, np.uint8), peer, CONNECTING) for comm, peer in pairs
-                             for call in (comm.comm.Irecv, comm.comm.Isend)])
+        MPI.Request.Waitall(
+            [
+                call(np.empty(1, np.uint8), peer, CONNECTING)
+                for comm, peer in pairs
+                for call in (comm.comm.Irecv, comm.comm.Isend)
+            ]
+        )
         for comm, peer in pairs:
             comm.connected.add(peer)
 
 
 def _travel(group) -> None:
     NcclCommunicator.travelled += len(group)
-    MPI.Request.Waitall([call(MPI.buffer.fromaddress(pointer, nbytes), peer, TAG)
-                         for _, call, pointer, nbytes, peer in group])
+    MPI.Request.Waitall(
+        [call(MPI.buffer.fromaddress(pointer, nbytes), peer, TAG) for _, call, pointer, nbytes, peer in group]
+    )
 
 
 class NcclCommunicator:

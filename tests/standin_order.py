@@ -65,8 +65,11 @@ class Order:
                 if meet(message.bytes, work.writes) or (message.kind == "Irecv" and meet(message.bytes, work.reads)):
                     self.faults.append(f"work on bytes of a message under way ({message.kind})")
             for other in self._open:
-                if other.queue is not queue and queue.after.get(other.queue, 0) < other.number and (
-                        overlap(work.writes, other.reads + other.writes) or overlap(work.reads, other.writes)):
+                if (
+                    other.queue is not queue
+                    and queue.after.get(other.queue, 0) < other.number
+                    and (overlap(work.writes, other.reads + other.writes) or overlap(work.reads, other.writes))
+                ):
                     self.faults.append("work on two streams on the same bytes, without order")
             # A copy of the list, because a finalizer that runs inside the loop may add work.
             self.read += any(meet(bytes, work.reads) for bytes in tuple(self._arrived))
@@ -77,8 +80,9 @@ class Order:
         """Record a message from or to these bytes."""
         with self._lock:
             self._look_at_messages()
-            uses = [work for work in self._open if meet(bytes, work.writes) or (
-                kind == "Irecv" and meet(bytes, work.reads))]
+            uses = [
+                work for work in self._open if meet(bytes, work.writes) or (kind == "Irecv" and meet(bytes, work.reads))
+            ]
             if uses:
                 self.faults.append(f"{kind} before the work on its bytes is known to be done")
             self.produced += kind == "Isend" and any(meet(bytes, work.writes) for work in tuple(self._works))
@@ -87,8 +91,9 @@ class Order:
     def _look_at_messages(self) -> None:
         """Remove the messages and works that have ended."""
         self._open = [work for work in self._open if not work.known()]
-        self._arrived.extend(message.bytes for message in self._messages
-                             if message.kind == "Irecv" and not message.under_way())
+        self._arrived.extend(
+            message.bytes for message in self._messages if message.kind == "Irecv" and not message.under_way()
+        )
         self._messages = [message for message in self._messages if message.under_way()]
 
     def end(self) -> None:

@@ -10,8 +10,13 @@ from pmm3d import BlockCyclic, Blocks, GridShape, Layout
 from pmm3d.layout import Placement
 
 IDLE_TOO = 8  # ranks of the communicator; grids may use fewer
-grids = st.sampled_from([*(GridShape(*shape, data) for n in (1, 3, 6, 7, 8) for shape, data in grids_of(n, (1, 2))),
-                         GridShape(1, 2, 1, 2, seq=2), GridShape(2, 1, 1, 1, seq=3)])
+grids = st.sampled_from(
+    [
+        *(GridShape(*shape, data) for n in (1, 3, 6, 7, 8) for shape, data in grids_of(n, (1, 2))),
+        GridShape(1, 2, 1, 2, seq=2),
+        GridShape(2, 1, 1, 1, seq=3),
+    ]
+)
 shapes = st.tuples(st.integers(0, 13), st.integers(0, 13))
 
 
@@ -29,8 +34,9 @@ def held(tiled, rank, whole, more=0, mark=-77):
     arrays = []
     for tile, (rows, cols) in zip(tiled.tiles(rank), tiled.local_shapes(rank)):
         array = np.full((rows + more, cols + more), mark, whole.dtype, order=tiled.order)
-        array[np.ix_(places(tiled.rows, tile.row), places(tiled.cols, tile.col))] = \
-            whole[np.ix_(indices(tiled.rows, tile.row), indices(tiled.cols, tile.col))]
+        array[np.ix_(places(tiled.rows, tile.row), places(tiled.cols, tile.col))] = whole[
+            np.ix_(indices(tiled.rows, tile.row), indices(tiled.cols, tile.col))
+        ]
         arrays.append(array)
     return arrays
 
@@ -41,9 +47,14 @@ def drawn(random, ranks, shape):
     if random.integers(2):
         rows = number(1, ranks + 1)
         process_grid = rows, number(1, ranks // rows + 1)
-        return BlockCyclic(shape, (number(1, 7), number(1, 7)), process_grid, "RC"[number(0, 2)],
-                           (number(0, process_grid[0]), number(0, process_grid[1])),
-                           tuple(map(int, random.permutation(ranks)[: process_grid[0] * process_grid[1]])))
+        return BlockCyclic(
+            shape,
+            (number(1, 7), number(1, 7)),
+            process_grid,
+            "RC"[number(0, 2)],
+            (number(0, process_grid[0]), number(0, process_grid[1])),
+            tuple(map(int, random.permutation(ranks)[: process_grid[0] * process_grid[1]])),
+        )
     cuts = [[0, *sorted(number(0, size + 1) for _ in range(number(0, 5))), size] for size in shape]
     owners = random.integers(0, ranks, (len(cuts[0]) - 1, len(cuts[1]) - 1)).tolist()
     return Blocks(*cuts, owners, "CF"[number(0, 2)])
@@ -71,8 +82,13 @@ def placements(draw, shape, ranks=IDLE_TOO, grids=grids):
     if draw(st.integers(0, 4)) == 0:
         return Placement.copies(shape, order[: draw(st.integers(1, ranks))])
     grid = draw(grids)
-    return Placement(shape, draw(layouts(shape, grid)), grid, draw(st.sampled_from("CF")),
-                     draw(st.none() | st.just(tuple(order[: grid.size]))))
+    return Placement(
+        shape,
+        draw(layouts(shape, grid)),
+        grid,
+        draw(st.sampled_from("CF")),
+        draw(st.none() | st.just(tuple(order[: grid.size]))),
+    )
 
 
 @st.composite
@@ -81,7 +97,10 @@ def tilings(draw, shape, ranks=IDLE_TOO, grids=grids):
     before, after = (draw(st.tuples(st.integers(0, 5), st.integers(0, 5))) for _ in range(2))
     if draw(st.booleans()):
         whole = tuple(map(sum, zip(before, shape, after)))
-        return draw(placements(whole, ranks, grids)).sub(*before, *shape) if draw(st.booleans()) else \
-            draw(placements(shape, ranks, grids))
+        return (
+            draw(placements(whole, ranks, grids)).sub(*before, *shape)
+            if draw(st.booleans())
+            else draw(placements(shape, ranks, grids))
+        )
     tiled = drawn(np.random.default_rng(draw(st.integers(0, 10**6))), ranks, shape)
     return replace(tiled, start=before) if isinstance(tiled, BlockCyclic) else tiled

@@ -69,8 +69,13 @@ class Runs:
         newest = self.folder / name / "checkpoints" / self.checkpoints(name)[-1] / "checkpoint.h5"
         found = {}
         with h5py.File(newest) as file:
-            file.visititems(lambda key, item: found.update({key: item[...]}) if isinstance(item, h5py.Dataset)
-                            and item.dtype.kind == "f" else None)
+            file.visititems(
+                lambda key, item: (
+                    found.update({key: item[...]})
+                    if isinstance(item, h5py.Dataset) and item.dtype.kind == "f"
+                    else None
+                )
+            )
         return found
 
 

@@ -50,9 +50,20 @@ class Case(NamedTuple):
 
     def make(self, grid, **options):
         """The network, with its initial weights."""
-        sizes = {"vocabulary": self.vocabulary, "layers": self.layers, "hidden": self.hidden, "heads": self.heads,
-                 "kv_heads": self.kv_heads, "mlp": self.mlp, "window": self.window, "tied": self.tied, "seed": 3,
-                 "positions": self.positions, "dtype": "float64", **options}
+        sizes = {
+            "vocabulary": self.vocabulary,
+            "layers": self.layers,
+            "hidden": self.hidden,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "mlp": self.mlp,
+            "window": self.window,
+            "tied": self.tied,
+            "seed": 3,
+            "positions": self.positions,
+            "dtype": "float64",
+            **options,
+        }
         if self.kind == "Llama":
             del sizes["positions"]
         return getattr(nn, self.kind)(grid, **sizes)
@@ -86,6 +97,7 @@ def batch_on(grid, case: Case, step=0, library=TESTED, part=slice(None)):
 
 
 # Results of torch ----------------------------------------------------------------------------------------------------
+
 
 def of_torch(case: Case, step=0, documents=None):
     """(loss, logits, name -> gradient)."""
@@ -145,8 +157,10 @@ def _logits(torch, case, weights, tokens, documents):
     seen = _visible(torch, case, s, documents)
     for number in range(1, case.layers + 1):
         block = f"{number}."
-        x = x + linear(_attention(torch, case, linear(norm(x, block + "norm1"), block + "attention.qkv"), seen),
-                       block + "attention.out")
+        x = x + linear(
+            _attention(torch, case, linear(norm(x, block + "norm1"), block + "attention.qkv"), seen),
+            block + "attention.out",
+        )
         h = norm(x, block + "norm2")
         if llama:
             unit = max(size for size in range(1, 65) if case.mlp % size == 0)
@@ -173,8 +187,8 @@ def _visible(torch, case, s, documents):
 
 
 def _attention(torch, case, fused, seen):
-    """Attention. fused: columns of q, k and v, in repeated groups of the fewest query heads that share whole columns.
-    """
+    """Attention. fused: columns of q, k and v, in repeated groups of the fewest query heads that share whole
+    columns."""
     b, s, _ = fused.shape
     group = case.heads // case.shared
     together = group // gcd(group, case.size) * case.size

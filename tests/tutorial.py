@@ -37,7 +37,7 @@ def steps(page: str, section: str = "") -> list[Step]:
         elif language == "text":
             found.append(Step("output", block))
         else:
-            found.append(Step("file", block, re.findall(r"`([\w./]+\.\w+)`", whole[end:match.start()])[-1]))
+            found.append(Step("file", block, re.findall(r"`([\w./]+\.\w+)`", whole[end : match.start()])[-1]))
         end = match.end()
     return found
 

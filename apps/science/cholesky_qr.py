@@ -59,8 +59,10 @@ def cholesky_qr(a):
         if made is None or made[2] > roundoff(a) ** -0.5 / 8:
             made, shifted = one_pass(q, True), True
         if made is None or shifts == MOST:
-            raise Pmm3dError(f"the columns of A are linearly dependent to rounding: A^H A is not positive definite in "
-                             f"{a.dtype} after {shifts} shifted passes")
+            raise Pmm3dError(
+                f"the columns of A are linearly dependent to rounding: A^H A is not positive definite in "
+                f"{a.dtype} after {shifts} shifted passes"
+            )
         q, r = made[0], np.triu(made[1] @ r)
         shifts, plain = shifts + shifted, 0 if shifted else plain + 1
     return q, r, shifts
@@ -89,19 +91,26 @@ def main():
     options = parser.parse_args()
     with Grid(MPI.COMM_WORLD, (1, 1, MPI.COMM_WORLD.size)) as grid:
         say = lambda text: print(text, flush=True) if grid.rank == 0 else None
-        a = (DistMatrix.from_file(grid, *options.file, layout=ROWS) if options.file else
-             random(grid, options.rows, options.cols, options.dtype, options.condition))
+        a = (
+            DistMatrix.from_file(grid, *options.file, layout=ROWS)
+            if options.file
+            else random(grid, options.rows, options.cols, options.dtype, options.condition)
+        )
         (m, n), unit = a.shape, 2 * roundoff(a)
         if m < n:
             raise Pmm3dError(f"A is {m} x {n}; it needs at least as many rows as columns")
         grid.ledger.reset()
         begun = time.perf_counter()
         q, r, shifts = cholesky_qr(a)
-        say(f"{f'shifted-cholesky-qr{shifts + 2}' if shifts else 'cholesky-qr2'} on {grid.size} ranks: A {m} x {n} "
-            f"{a.dtype}, {time.perf_counter() - begun:.2f} s, {grid.ledger.total().received / 1e6:.2f} MB received")
+        say(
+            f"{f'shifted-cholesky-qr{shifts + 2}' if shifts else 'cholesky-qr2'} on {grid.size} ranks: A {m} x {n} "
+            f"{a.dtype}, {time.perf_counter() - begun:.2f} s, {grid.ledger.total().received / 1e6:.2f} MB received"
+        )
         whole = DistMatrix.from_global(grid, r.astype(a.dtype), layout=Layout())
-        proofs = [("|Q^H Q - I|_F / n^(1/2)", herk(q.H).add_identity(-1).norm() / n**0.5, 30 * unit),
-                  ("|A - Q R|_F / |A|_F", (a - q @ whole).norm() / a.norm(), 30 * unit)]
+        proofs = [
+            ("|Q^H Q - I|_F / n^(1/2)", herk(q.H).add_identity(-1).norm() / n**0.5, 30 * unit),
+            ("|A - Q R|_F / |A|_F", (a - q @ whole).norm() / a.norm(), 30 * unit),
+        ]
         if options.check:
             expected = abs(np.linalg.qr(a.gather())[1])  # signs of rows differ
             proofs.append(("||R| - |R of numpy||_F / |A|_F", np.linalg.norm(abs(r) - expected) / a.norm(), 1000 * unit))

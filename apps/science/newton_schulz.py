@@ -84,22 +84,34 @@ def main():
             rows, cols = file[options.file[1]].shape
     with Grid(MPI.COMM_WORLD, options.grid, product=(rows, cols, cols)) as grid:
         say = lambda text: print(text, flush=True) if grid.rank == 0 else None
-        a = (DistMatrix.from_file(grid, *options.file) if options.file else
-             random(grid, rows, cols, options.condition, options.sign))
+        a = (
+            DistMatrix.from_file(grid, *options.file)
+            if options.file
+            else random(grid, rows, cols, options.condition, options.sign)
+        )
         if options.sign and (a.shape[0] != a.shape[1] or (a - a.H).norm() > 1e-6 * a.norm()):
-            raise Pmm3dError(f"--sign needs a symmetric matrix; this one is {a.shape[0]} x {a.shape[1]}, and |A - A^H| "
-                             "is too large or not defined")
+            raise Pmm3dError(
+                f"--sign needs a symmetric matrix; this one is {a.shape[0]} x {a.shape[1]}, and |A - A^H| "
+                "is too large or not defined"
+            )
         grid.ledger.reset()
         begun = time.perf_counter()
         found = (matrix_sign if options.sign else polar)(a, first=[MUON] * options.quintic)
-        say(f"{'sign' if options.sign else 'polar factor'} on grid {grid.shape}: A {a.shape[0]} x {a.shape[1]}, "
-            f"{time.perf_counter() - begun:.2f} s, {grid.ledger.total().received / 1e6:.1f} MB received")
+        say(
+            f"{'sign' if options.sign else 'polar factor'} on grid {grid.shape}: A {a.shape[0]} x {a.shape[1]}, "
+            f"{time.perf_counter() - begun:.2f} s, {grid.ledger.total().received / 1e6:.1f} MB received"
+        )
         for step, error in enumerate(found.errors):
             say(f"{step:4}  |X^H X - I|_F {error:.3e}")
         say(f"{len(found.errors) - 1} iterations\n")
         epsilon = float(np.finfo(a.dtype).eps)
-        proofs = [*(proofs_of_sign(a, found.sign, options.check) if options.sign else
-                    proofs_of_polar(a, found.u, found.h, options.check))]
+        proofs = [
+            *(
+                proofs_of_sign(a, found.sign, options.check)
+                if options.sign
+                else proofs_of_polar(a, found.u, found.h, options.check)
+            )
+        ]
         for name, value, limit in proofs:
             say(f"{name:36} {value:9.2e}, at most {limit * epsilon:.0e}")
         right = all(value <= limit * epsilon for _, value, limit in proofs)

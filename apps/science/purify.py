@@ -93,8 +93,9 @@ def mcweeny(h, low, high, electrons):
             factors = 0.0, 3.0, -2.0  # of X, X^2 and X^3
         else:
             c = (same.norm() ** 2 - same.inner(square)) / (trace - same.norm() ** 2)
-            factors = (0.0, (1 + c) / c, -1 / c) if c >= 0.5 else (
-                (1 - 2 * c) / (1 - c), (1 + c) / (1 - c), -1 / (1 - c))
+            factors = (
+                (0.0, (1 + c) / c, -1 / c) if c >= 0.5 else ((1 - 2 * c) / (1 - c), (1 + c) / (1 - c), -1 / (1 - c))
+            )
         polynomial = (same * factors[1]).add(square, factors[2]).add_identity(factors[0])
         x = (polynomial @ x).redistribute(Layout.A)
     return x, MOST
@@ -120,10 +121,15 @@ def main():
         h, electrons = (DistMatrix.from_file(grid, *options.file), 0) if options.file else lattice(grid, options.size)
         electrons, begun = options.electrons or electrons, time.perf_counter()
         p, steps = (sp2 if options.method == "sp2" else mcweeny)(h, *bounds(h), electrons)
-        say(f"{options.method} on grid {grid.shape}: H {h.shape[0]} x {h.shape[1]}, {electrons} electrons, {steps} "
-            f"steps, {time.perf_counter() - begun:.2f} s, {grid.ledger.total().received / 1e6:.1f} MB received")
-        proofs = [("|P^2 - P|_F", (p @ p - p).norm(), IDEMPOTENT), ("|tr P - N|", abs(p.trace() - electrons), COUNT),
-                  ("|H P - P H|_F / |H|_F", (h @ p - p @ h).norm() / h.norm(), IDEMPOTENT)]
+        say(
+            f"{options.method} on grid {grid.shape}: H {h.shape[0]} x {h.shape[1]}, {electrons} electrons, {steps} "
+            f"steps, {time.perf_counter() - begun:.2f} s, {grid.ledger.total().received / 1e6:.1f} MB received"
+        )
+        proofs = [
+            ("|P^2 - P|_F", (p @ p - p).norm(), IDEMPOTENT),
+            ("|tr P - N|", abs(p.trace() - electrons), COUNT),
+            ("|H P - P H|_F / |H|_F", (h @ p - p @ h).norm() / h.norm(), IDEMPOTENT),
+        ]
         if options.check:
             vectors = np.linalg.eigh(h.gather())[1][:, :electrons]
             proofs.append(("max |P - P of eigh|", float(abs(p.gather() - vectors @ vectors.T).max()), 1e-9))

@@ -98,9 +98,11 @@ def main():
         begun = time.perf_counter()
         coarse = correlation(context, b, e, tall, square, max(1, options.points // 2))[0]
         energy, worst, asymmetric = correlation(context, b, e, tall, square, options.points)
-        say(f"B {pairs} x {aux} on {shape[0]} x {shape[1]} processes: {time.perf_counter() - begun:.2f} s for "
+        say(
+            f"B {pairs} x {aux} on {shape[0]} x {shape[1]} processes: {time.perf_counter() - begun:.2f} s for "
             f"{options.points} frequencies and half as many\n"
-            f"E {energy:.12f}, with half of the frequencies {coarse:.12f}")
+            f"E {energy:.12f}, with half of the frequencies {coarse:.12f}"
+        )
         proofs = [("tr Q beside the sum over pairs", worst, 1e-12), ("|Q - Q^T| / |Q|", asymmetric, 1e-13)]
         if options.check:
             exact = by_diagonalisation(drawn.gather())

@@ -37,8 +37,12 @@ def polynomial(degree: int) -> Callable[[np.ndarray, np.ndarray, np.ndarray], np
     return predict
 
 
-BASELINES = {"mean field": mean_field, "nearest neighbour": nearest,
-             "linear regression": polynomial(1), "cubic regression": polynomial(3)}
+BASELINES = {
+    "mean field": mean_field,
+    "nearest neighbour": nearest,
+    "linear regression": polynomial(1),
+    "cubic regression": polynomial(3),
+}
 
 
 def relative_errors(prediction: np.ndarray, y: np.ndarray, mean: float, std: float) -> np.ndarray:
@@ -51,8 +55,10 @@ def baseline_errors(path: str | Path, held_out: int) -> dict[str, np.ndarray]:
     with h5py.File(path) as file:
         x, y, mean, std = file["x"][:], file["y"][:], file.attrs["mean"], file.attrs["std"]
     known = len(x) - held_out
-    return {name: relative_errors(predict(x[:known], y[:known], x[known:]), y[known:], mean, std)
-            for name, predict in BASELINES.items()}
+    return {
+        name: relative_errors(predict(x[:known], y[:known], x[known:]), y[known:], mean, std)
+        for name, predict in BASELINES.items()
+    }
 
 
 def table(errors: dict[str, np.ndarray]) -> str:

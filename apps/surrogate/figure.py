@@ -15,8 +15,11 @@ def draw(path, losses, true, predicted, errors) -> None:
     for axes, sample, quantile in zip(rows, chosen, QUANTILES):
         field, answer = true[sample], predicted[sample]
         highest, largest = field.max(), abs(answer - field).max() or 1.0
-        shown = ((field, "viridis", 0, highest), (answer, "viridis", 0, highest),
-                 (answer - field, "RdBu_r", -largest, largest))
+        shown = (
+            (field, "viridis", 0, highest),
+            (answer, "viridis", 0, highest),
+            (answer - field, "RdBu_r", -largest, largest),
+        )
         for axis, (values, colours, low, high) in zip(axes, shown):
             image = axis.imshow(values, origin="lower", extent=(0, 1, 0, 1), cmap=colours, vmin=low, vmax=high)
             above.colorbar(image, ax=axis)

@@ -90,8 +90,15 @@ class Output:
         shutil.rmtree(self.partial_parts, ignore_errors=True)
 
 
-def generate(grid: Grid, path: Path, samples: int, points: int = 32, refine: int = 2, overwrite: bool = False,
-             tell: Callable[[int], None] = lambda count: None) -> None:
+def generate(
+    grid: Grid,
+    path: Path,
+    samples: int,
+    points: int = 32,
+    refine: int = 2,
+    overwrite: bool = False,
+    tell: Callable[[int], None] = lambda count: None,
+) -> None:
     """Write the data set. Collective. tell(1) is called after each sample that this rank solves."""
     output = Output(path, samples, points)
     first, last = part_range(samples, grid.size, grid.rank)
@@ -135,8 +142,11 @@ def main() -> None:
         generate(grid, options.out, options.samples, options.points, options.refine, options.overwrite, tell)
         if comm.rank == 0:
             seconds = perf_counter() - begun
-            print(f"wrote {options.out}: {options.samples} samples of {options.points} x {options.points} points "
-                  f"in {seconds:.1f} s on {comm.size} rank{'s' * (comm.size > 1)}", flush=True)
+            print(
+                f"wrote {options.out}: {options.samples} samples of {options.points} x {options.points} points "
+                f"in {seconds:.1f} s on {comm.size} rank{'s' * (comm.size > 1)}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -57,8 +57,12 @@ class AdvectionDiffusion:
     def solve(self, diffusivity: float, wind, release) -> np.ndarray:
         """The field of release(x, y)."""
         f = np.broadcast_to(release(self.nodes[None, :], self.nodes[:, None]), (self.points, self.points))
-        lu = splu(self.operator(diffusivity, wind), permc_spec="MMD_AT_PLUS_A", diag_pivot_thresh=0.0,
-                  options={"SymmetricMode": True})
+        lu = splu(
+            self.operator(diffusivity, wind),
+            permc_spec="MMD_AT_PLUS_A",
+            diag_pivot_thresh=0.0,
+            options={"SymmetricMode": True},
+        )
         return lu.solve(f.ravel()).reshape(f.shape)
 
 

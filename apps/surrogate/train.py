@@ -30,8 +30,9 @@ from pmm3d.layout import parse_shape
 from pmm3d.nn import optim
 
 
-def train(net: nn.Module, batches: Loader, held_out: Loader, epochs: int, rate: float,
-          tell: Callable[[int, str], None]) -> list[tuple[float, float]]:
+def train(
+    net: nn.Module, batches: Loader, held_out: Loader, epochs: int, rate: float, tell: Callable[[int, str], None]
+) -> list[tuple[float, float]]:
     """Train. Return (loss of the batches, loss of the held-out samples) of each epoch."""
     opt = optim.AdamW(net.parameters(), lr=rate, weight_decay=1e-4, decay_vectors=False)
     schedule = optim.Cosine(opt, steps=epochs * len(batches), warm_up=min(100, len(batches)))
@@ -66,8 +67,14 @@ def attributes(path: Path) -> dict:
         return dict(file.attrs)
 
 
-def show_results(grid: Grid, options: argparse.Namespace, noted: dict, losses: list[tuple[float, float]],
-                 predicted: np.ndarray, seconds_of_net: float) -> None:
+def show_results(
+    grid: Grid,
+    options: argparse.Namespace,
+    noted: dict,
+    losses: list[tuple[float, float]],
+    predicted: np.ndarray,
+    seconds_of_net: float,
+) -> None:
     """Print the errors of the network and of the baselines, and draw the figure."""
     with h5py.File(options.data) as file:
         x, y = (file[name][-options.held_out :] for name in ("x", "y"))
@@ -79,8 +86,10 @@ def show_results(grid: Grid, options: argparse.Namespace, noted: dict, losses: l
     for each in in_units(x[:few]):
         plume.field(each)
     seconds = (perf_counter() - begun) / few
-    print(f"a field takes the solver {1e3 * seconds:.2f} ms on one rank, the network {1e3 * seconds_of_net:.3f} ms on "
-          f"{grid.size} rank{'s' * (grid.size > 1)}, in batches of {options.batch}")
+    print(
+        f"a field takes the solver {1e3 * seconds:.2f} ms on one rank, the network {1e3 * seconds_of_net:.3f} ms on "
+        f"{grid.size} rank{'s' * (grid.size > 1)}, in batches of {options.batch}"
+    )
     fields = (mean + std * each.reshape(-1, points, points) for each in (y, predicted))
     draw(options.figure, losses, *fields, errors["this network"])
     print(f"wrote {options.figure}", flush=True)

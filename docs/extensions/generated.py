@@ -35,8 +35,14 @@ class SaidBy(SphinxDirective):
     required_arguments, final_argument_whitespace = 1, True
 
     def run(self):
-        done = subprocess.run([sys.executable, *self.arguments[0].split()], env=os.environ | PLAIN,
-                              capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            [sys.executable, *self.arguments[0].split()],
+            env=os.environ | PLAIN,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
         return [_literal(done.stdout.strip("\n"))]
 
 

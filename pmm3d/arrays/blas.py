@@ -104,8 +104,9 @@ def _read(matrix: Strides, conjugated: bool) -> tuple[str, int] | None:
     return next(iter(readings.items()))
 
 
-def gemm(dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, beta: complex,
-         conjugated: Conjugated = AS_THEY_ARE) -> None:
+def gemm(
+    dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, beta: complex, conjugated: Conjugated = AS_THEY_ARE
+) -> None:
     """Compute C = alpha A B + beta C. If beta is 0, C is not read. The GIL is released during the call.
 
     A conjugated matrix must be stored in the other order than C: column-major if C is row-major. The reason is that
@@ -128,15 +129,17 @@ def gemm_batched(dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, be
         at_a, at_b, at_c = at_a + step_a, at_b + step_b, at_c + step_c
 
 
-def bound_gemm(dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, beta: complex,
-               conjugated: Conjugated = AS_THEY_ARE) -> Callable[[], None]:
+def bound_gemm(
+    dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, beta: complex, conjugated: Conjugated = AS_THEY_ARE
+) -> Callable[[], None]:
     """Return a function that repeats this `gemm`. The arrays must keep their addresses."""
     if 0 in c[1]:
         return lambda: None
     call = _call(dtype, a[1:], b[1:], c[1:], alpha, beta, conjugated, chosen().largest)
     a_address, b_address = (b[0], a[0]) if call.swapped else (a[0], b[0])
-    return partial(call.routine, *call.first, a_address, call.lda, b_address, call.ldb, call.beta, c[0], call.ldc,
-                   *LENGTHS)
+    return partial(
+        call.routine, *call.first, a_address, call.lda, b_address, call.ldb, call.beta, c[0], call.ldc, *LENGTHS
+    )
 
 
 def items(a: Matrix, b: Matrix, c: Matrix) -> Items:
@@ -146,8 +149,9 @@ def items(a: Matrix, b: Matrix, c: Matrix) -> Items:
 
 
 @lru_cache(maxsize=1024)
-def arranged(a: Strides, b: Strides, c: Strides, conjugated: Conjugated = AS_THEY_ARE,
-             largest: int | None = None) -> Arranged:
+def arranged(
+    a: Strides, b: Strides, c: Strides, conjugated: Conjugated = AS_THEY_ARE, largest: int | None = None
+) -> Arranged:
     """Return the GEMM of matrices with these (shape, strides). Raises ValueError as `gemm` does.
 
     largest   limit of the BLAS for sizes and leading dimensions; larger ones raise TooLarge. None: no limit
@@ -161,8 +165,10 @@ def arranged(a: Strides, b: Strides, c: Strides, conjugated: Conjugated = AS_THE
             if largest is not None and max(found[3:]) > largest:
                 raise TooLarge(f"{found}: larger than {largest}")
             return found
-    raise ValueError(f"BLAS conjugates a matrix only if it also transposes it. With strides {a[1]} of A, {b[1]} of B "
-                     f"and {c[1]} of C, a conjugated matrix (A, B: {conjugated}) would not be transposed")
+    raise ValueError(
+        f"BLAS conjugates a matrix only if it also transposes it. With strides {a[1]} of A, {b[1]} of B "
+        f"and {c[1]} of C, a conjugated matrix (A, B: {conjugated}) would not be transposed"
+    )
 
 
 def pieces(a: Strides, b: Strides, c: Strides, largest: int) -> Iterator[tuple[slice, slice, slice]]:
@@ -181,14 +187,22 @@ def pieces(a: Strides, b: Strides, c: Strides, largest: int) -> Iterator[tuple[s
 
 
 @lru_cache(maxsize=1024)
-def _call(dtype: str, a: Strides, b: Strides, c: Strides, alpha: complex, beta: complex, conjugated: Conjugated,
-          largest: int) -> _Call:
+def _call(
+    dtype: str, a: Strides, b: Strides, c: Strides, alpha: complex, beta: complex, conjugated: Conjugated, largest: int
+) -> _Call:
     """Return the GEMM of matrices with these (shape, strides), with arguments that ctypes accepts."""
     found = arranged(a, b, c, conjugated, largest)
     sizes = map(integer, (found.m, found.n, found.k))
     first = found.a_read.encode(), found.b_read.encode(), *sizes, scalar(dtype, alpha)
-    return _Call(chosen().routines[ROUTINES[dtype]], found.swapped, first, integer(found.lda), integer(found.ldb),
-                 scalar(dtype, beta), integer(found.ldc))
+    return _Call(
+        chosen().routines[ROUTINES[dtype]],
+        found.swapped,
+        first,
+        integer(found.lda),
+        integer(found.ldb),
+        scalar(dtype, beta),
+        integer(found.ldc),
+    )
 
 
 def _transposed(matrix: Strides) -> Strides:

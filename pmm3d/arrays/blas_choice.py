@@ -69,8 +69,10 @@ def recalled(threads: int, dtype: str = "") -> Choice:
             raise ValueError("it is of another machine")
         return Choice(variables, str(found["words"]))
     except FileNotFoundError:
-        raise Pmm3dError(f"PMM3D_BLAS={asked}: nothing was chosen for {key['cpu']} with {counted(threads, 'thread')} "
-                         f"a rank: run {tuned} there (--ranks-per-node: cores / threads)") from None
+        raise Pmm3dError(
+            f"PMM3D_BLAS={asked}: nothing was chosen for {key['cpu']} with {counted(threads, 'thread')} "
+            f"a rank: run {tuned} there (--ranks-per-node: cores / threads)"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise Pmm3dError(f"PMM3D_BLAS={asked}: the chosen BLAS cannot be used: {error}. Run {tuned} again") from None
 
@@ -161,8 +163,10 @@ def take_blas(tell: bool = False) -> str:
 
 @cache
 def _tell(refused: str) -> None:
-    logger.warning(f"SciPy's BLAS is used, because the one of this environment is refused: {refused}. "
-                   "PMM3D_BLAS=scipy selects it without this warning")
+    logger.warning(
+        f"SciPy's BLAS is used, because the one of this environment is refused: {refused}. "
+        "PMM3D_BLAS=scipy selects it without this warning"
+    )
 
 
 def blas_here() -> Blas:
@@ -179,5 +183,7 @@ def _check_kernel(variables: dict[str, str]) -> None:
         kernel = loaded_blas(file).kernel
     if wanted and kernel and kernel.lower() != wanted.lower():
         lines = " ".join(f"{name}={text}" for name, text in variables.items())
-        raise Pmm3dError(f"PMM3D_BLAS={asked_for()}: its kernel {wanted} was chosen, and this process had loaded it "
-                         f"before, with kernel {kernel}. Set before Python starts: {lines}")
+        raise Pmm3dError(
+            f"PMM3D_BLAS={asked_for()}: its kernel {wanted} was chosen, and this process had loaded it "
+            f"before, with kernel {kernel}. Set before Python starts: {lines}"
+        )

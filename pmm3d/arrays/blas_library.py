@@ -27,8 +27,14 @@ from ..thread_counts import asked_threads
 
 SCIPY, MKL = "scipy", "mkl"
 DTYPES = {"sgemm": "float32", "dgemm": "float64", "cgemm": "complex64", "zgemm": "complex128"}
-SYMBOLS = (("{}_", False), ("{}", False), ("scipy_{}_", False), ("{}_64_", True), ("{}_64", True),
-           ("scipy_{}_64_", True))
+SYMBOLS = (
+    ("{}_", False),
+    ("{}", False),
+    ("scipy_{}_", False),
+    ("{}_64_", True),
+    ("{}_64", True),
+    ("scipy_{}_64_", True),
+)
 """Names by which a library may export a routine, and whether integers of that routine have 64 bits (ILP64)."""
 LP64_LARGEST, ILP64_LARGEST = 2**31 - 1, 2**63 - 1
 ARGUMENTS = [ctypes.c_void_p] * 13 + [ctypes.c_size_t] * 2
@@ -72,23 +78,30 @@ def named_blas(asked: str) -> BlasLibrary:
     _check_room()
     file = mkl_file() if asked == MKL else asked
     if not file:
-        raise Pmm3dError("PMM3D_BLAS=mkl: MKL cannot be loaded here. Install it in this environment: "
-                         f"{install_command(MKL)}. To use another MKL, set PMM3D_BLAS to the path of its libmkl_rt.so")
+        raise Pmm3dError(
+            "PMM3D_BLAS=mkl: MKL cannot be loaded here. Install it in this environment: "
+            f"{install_command(MKL)}. To use another MKL, set PMM3D_BLAS to the path of its libmkl_rt.so"
+        )
     try:
         handle = ctypes.CDLL(file, mode=os.RTLD_NOW | os.RTLD_LOCAL)
     except OSError as error:
-        raise Pmm3dError(f"PMM3D_BLAS={asked}: no such BLAS can be loaded here ({error}). It is one of scipy, mkl, "
-                         "auto, or the path of a shared library") from None
+        raise Pmm3dError(
+            f"PMM3D_BLAS={asked}: no such BLAS can be loaded here ({error}). It is one of scipy, mkl, "
+            "auto, or the path of a shared library"
+        ) from None
     if hasattr(handle, "MKL_Set_Threading_Layer"):
         _set_mkl(handle, asked)
     found = {name: _routine(handle, name) for name in DTYPES}
     if lacking := [name for name, routine in found.items() if routine is None]:
-        raise Pmm3dError(f"PMM3D_BLAS={asked}: {handle._name} has no {', '.join(lacking)}, by any of the usual names. "
-                         "Name the library itself, not one that it is a part of")
+        raise Pmm3dError(
+            f"PMM3D_BLAS={asked}: {handle._name} has no {', '.join(lacking)}, by any of the usual names. "
+            "Name the library itself, not one that it is a part of"
+        )
     routines = {name: routine for name, (routine, _) in found.items()}  # type: ignore[misc]
     wide = all(is_wide for _, is_wide in found.values())  # type: ignore[misc]
-    library = BlasLibrary(asked, file_of(routines["dgemm"]) or handle._name, routines,
-                          ILP64_LARGEST if wide else LP64_LARGEST)
+    library = BlasLibrary(
+        asked, file_of(routines["dgemm"]) or handle._name, routines, ILP64_LARGEST if wide else LP64_LARGEST
+    )
     for name in DTYPES:
         _check(library, name)
     return library
@@ -116,8 +129,10 @@ def _set_mkl(handle: ctypes.CDLL, asked: str) -> None:
             try:  # MKL ends the process if it finds none
                 ctypes.CDLL("libgomp.so.1")
             except OSError:
-                raise Pmm3dError(f"PMM3D_BLAS={asked}: MKL needs libgomp.so.1 for {threads} threads, and it is not "
-                                 "installed (apt-get install libgomp1). Or set OMP_NUM_THREADS=1") from None
+                raise Pmm3dError(
+                    f"PMM3D_BLAS={asked}: MKL needs libgomp.so.1 for {threads} threads, and it is not "
+                    "installed (apt-get install libgomp1). Or set OMP_NUM_THREADS=1"
+                ) from None
         handle.MKL_Set_Threading_Layer(MKL_GNU if threads > 1 else MKL_SEQUENTIAL)
     handle.MKL_Set_Dynamic(0)
     handle.MKL_Set_Num_Threads(threads)
@@ -135,8 +150,12 @@ def _routine(handle: ctypes.CDLL, name: str) -> tuple[Routine, bool] | None:
 
 
 class _Symbol(ctypes.Structure):
-    _fields_ = [("file", ctypes.c_char_p), ("base", ctypes.c_void_p), ("name", ctypes.c_char_p),
-                ("address", ctypes.c_void_p)]
+    _fields_ = [
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    ]
 
 
 def file_of(routine: Routine) -> str:
@@ -152,15 +171,17 @@ def _check(library: BlasLibrary, name: str) -> None:
     dtype, random = DTYPES[name], np.random.default_rng(1)
     reads = "NTC" if dtype.startswith("complex") else "NT"
     forms = [(a_read, b_read, SIZES) for a_read in reads for b_read in reads]
-    for a_read, b_read, (m, n, k) in [*forms, ("N", "N", SIZES_OF_THREADS)][:None if asked_threads() > 1 else -1]:
+    for a_read, b_read, (m, n, k) in [*forms, ("N", "N", SIZES_OF_THREADS)][: None if asked_threads() > 1 else -1]:
         a, b, c = (_integers(random, shape, dtype) for shape in ((m, k), (k, n), (m, n)))
         wanted = 2 * (a @ b) - c
         stored_a, stored_b = _stored(a, a_read), _stored(b, b_read)
         found = np.asfortranarray(c)
         call(library.routines[name], dtype, a_read, b_read, (m, n, k), 2, stored_a, stored_b, -1, found)
         if not np.array_equal(found, wanted):
-            raise Pmm3dError(f"PMM3D_BLAS={library.name}: {name} of {library.file} gives wrong results ({a_read}"
-                             f"{b_read}, {m} x {n} x {k}); it is not used. Another release of it, or another BLAS")
+            raise Pmm3dError(
+                f"PMM3D_BLAS={library.name}: {name} of {library.file} gives wrong results ({a_read}"
+                f"{b_read}, {m} x {n} x {k}); it is not used. Another release of it, or another BLAS"
+            )
 
 
 def _integers(random: np.random.Generator, shape: tuple[int, int], dtype: str) -> np.ndarray:
@@ -178,13 +199,35 @@ def _stored(matrix: np.ndarray, read: str) -> np.ndarray:
     return whole[: stored.shape[0]]
 
 
-def call(routine: Routine, dtype: str, a_read: str, b_read: str, sizes: tuple[int, int, int], alpha: complex,
-         a: np.ndarray, b: np.ndarray, beta: complex, c: np.ndarray) -> None:
+def call(
+    routine: Routine,
+    dtype: str,
+    a_read: str,
+    b_read: str,
+    sizes: tuple[int, int, int],
+    alpha: complex,
+    a: np.ndarray,
+    b: np.ndarray,
+    beta: complex,
+    c: np.ndarray,
+) -> None:
     """Compute C = alpha A B + beta C for column-major arrays."""
     lead = (array.strides[1] // array.itemsize for array in (a, b, c))
     lda, ldb, ldc = map(integer, lead)
-    routine(a_read.encode(), b_read.encode(), *map(integer, sizes), scalar(dtype, alpha), a.ctypes.data, lda,
-            b.ctypes.data, ldb, scalar(dtype, beta), c.ctypes.data, ldc, *LENGTHS)
+    routine(
+        a_read.encode(),
+        b_read.encode(),
+        *map(integer, sizes),
+        scalar(dtype, alpha),
+        a.ctypes.data,
+        lda,
+        b.ctypes.data,
+        ldb,
+        scalar(dtype, beta),
+        c.ctypes.data,
+        ldc,
+        *LENGTHS,
+    )
 
 
 def integer(value: int) -> Any:
@@ -225,8 +268,9 @@ def _cython_blas() -> ModuleType:
         return import_module(name)
     _check_room()
     try:
-        spec = PathFinder.find_spec("cython_blas", [str(Path(folder, "linalg")) for folder
-                                                    in scipy.submodule_search_locations])
+        spec = PathFinder.find_spec(
+            "cython_blas", [str(Path(folder, "linalg")) for folder in scipy.submodule_search_locations]
+        )
         module = module_from_spec(spec)  # type: ignore[arg-type]
         spec.loader.exec_module(module)  # type: ignore[union-attr]
         return module
@@ -246,5 +290,7 @@ def _check_room() -> None:
     try:
         mmap.mmap(-1, needed).close()
     except OSError:
-        raise MemoryError(f"the BLAS needs {needed >> 20} MiB of address space, and the limit of this process leaves "
-                          "less: raise it (ulimit -v), or set OPENBLAS_NUM_THREADS=1") from None
+        raise MemoryError(
+            f"the BLAS needs {needed >> 20} MiB of address space, and the limit of this process leaves "
+            "less: raise it (ulimit -v), or set OPENBLAS_NUM_THREADS=1"
+        ) from None

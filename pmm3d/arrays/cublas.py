@@ -24,8 +24,17 @@ TF32 = "CUBLAS_COMPUTE_32F_FAST_TF32"
 _OPERATIONS = {"N": "CUBLAS_OP_N", "T": "CUBLAS_OP_T", "C": "CUBLAS_OP_C"}
 
 
-def gemm(cuda: Any, dtypes: tuple[str, str], a: blas.Matrix, b: blas.Matrix, c: blas.Matrix, alpha: complex,
-         beta: complex, tf32: bool = False, conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> None:
+def gemm(
+    cuda: Any,
+    dtypes: tuple[str, str],
+    a: blas.Matrix,
+    b: blas.Matrix,
+    c: blas.Matrix,
+    alpha: complex,
+    beta: complex,
+    tf32: bool = False,
+    conjugated: blas.Conjugated = blas.AS_THEY_ARE,
+) -> None:
     """Compute C = alpha A B + beta C in the current stream. If beta is 0, C is not read. Three dims: batches.
 
     cuda     cupy.cuda
@@ -55,6 +64,18 @@ def gemm(cuda: Any, dtypes: tuple[str, str], a: blas.Matrix, b: blas.Matrix, c: 
     else:
         multiply, number = library.gemmEx, []
         one, other, into = arrays  # type: ignore[assignment]
-    multiply(cuda.device.get_cublas_handle(), *(getattr(library, _OPERATIONS[read]) for read in (call.a_read,
-             call.b_read)), call.m, call.n, call.k, scalars[:1].ctypes.data, *one, *other, scalars[1:].ctypes.data,
-             *into, *number, getattr(library, sums), library.CUBLAS_GEMM_DEFAULT)
+    multiply(
+        cuda.device.get_cublas_handle(),
+        *(getattr(library, _OPERATIONS[read]) for read in (call.a_read, call.b_read)),
+        call.m,
+        call.n,
+        call.k,
+        scalars[:1].ctypes.data,
+        *one,
+        *other,
+        scalars[1:].ctypes.data,
+        *into,
+        *number,
+        getattr(library, sums),
+        library.CUBLAS_GEMM_DEFAULT,
+    )

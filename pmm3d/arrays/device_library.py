@@ -74,8 +74,10 @@ class DeviceLibrary(NumpyLibrary):
                 return
         except RuntimeError as error:  # CUDA without a driver
             why = str(error)
-        raise Pmm3dError(f"library {self.kind!r}: {self.module} finds no CUDA device here ({why}). nvidia-smi shows "
-                         'whether there is one, with its driver; library="numpy" works on the host')
+        raise Pmm3dError(
+            f"library {self.kind!r}: {self.module} finds no CUDA device here ({why}). nvidia-smi shows "
+            'whether there is one, with its driver; library="numpy" works on the host'
+        )
 
     def take_device(self, local_rank: int) -> int:
         cuda = self.xp.cuda
@@ -87,8 +89,12 @@ class DeviceLibrary(NumpyLibrary):
         runtime = self.xp.cuda.runtime
         number = runtime.getDevice()
         name = runtime.getDeviceProperties(number)["name"]
-        return Device(number, name.decode() if isinstance(name, bytes) else name,
-                      runtime.deviceGetPCIBusId(number), runtime.getDeviceCount())
+        return Device(
+            number,
+            name.decode() if isinstance(name, bytes) else name,
+            runtime.deviceGetPCIBusId(number),
+            runtime.getDeviceCount(),
+        )
 
     def device_memory(self) -> DeviceMemory:
         free, total = self.xp.cuda.runtime.memGetInfo()
@@ -140,21 +146,33 @@ class DeviceLibrary(NumpyLibrary):
     def square_sums(self, rows: Array) -> Array:
         return _square_sums(self)(rows, axis=1)
 
-    def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
-             tf32: bool = False, conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> None:
+    def gemm(
+        self,
+        a: Array,
+        b: Array,
+        c: Array,
+        alpha: complex,
+        beta: complex,
+        work: WorkArrays,
+        *,
+        tf32: bool = False,
+        conjugated: blas.Conjugated = blas.AS_THEY_ARE,
+    ) -> None:
         types = self.dtype(a), self.dtype(c)
         check_gemm_types(types[0], self.dtype(b), types[1])
         if alpha == 0 or not a.shape[1]:
             scale(self, c, beta)
             return
         try:
-            cublas.gemm(self.xp.cuda, types, self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta, tf32,
-                        conjugated)
+            cublas.gemm(
+                self.xp.cuda, types, self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta, tf32, conjugated
+            )
         except blas.TooLarge:
             self._in_pieces(a, b, c, alpha, beta, work, blas.LP64_LARGEST, tf32=tf32, conjugated=conjugated)
 
-    def _at_once(self, dtypes: tuple[str, str], a: Array, b: Array, c: Array, alpha: complex, beta: complex,
-                 tf32: bool) -> bool:
+    def _at_once(
+        self, dtypes: tuple[str, str], a: Array, b: Array, c: Array, alpha: complex, beta: complex, tf32: bool
+    ) -> bool:
         cublas.gemm(self.xp.cuda, dtypes, self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta, tf32)
         return True
 
@@ -170,8 +188,9 @@ class DeviceLibrary(NumpyLibrary):
 
 @cache
 def _square_sums(library: DeviceLibrary) -> Any:
-    return library.xp.ReductionKernel("T x", "float64 y", "double(x) * double(x)", "a + b", "y = a", "0",
-                                      "pmm3d_square_sums", reduce_type="double")
+    return library.xp.ReductionKernel(
+        "T x", "float64 y", "double(x) * double(x)", "a + b", "y = a", "0", "pmm3d_square_sums", reduce_type="double"
+    )
 
 
 @dataclass(frozen=True)

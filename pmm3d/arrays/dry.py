@@ -20,8 +20,22 @@ from .numpy_library import Array, NumpyLibrary, dtype_name
 from .sums import WorkArrays, check_gemm_types, rounded_gemm, widened_gemm
 
 Dims = int | tuple[int, ...] | None
-TO_BOOL = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal", "isfinite", "isnan", "isinf",
-           "logical_and", "logical_or", "logical_not", "logical_xor", "signbit")
+TO_BOOL = (
+    "equal",
+    "not_equal",
+    "less",
+    "less_equal",
+    "greater",
+    "greater_equal",
+    "isfinite",
+    "isnan",
+    "isinf",
+    "logical_and",
+    "logical_or",
+    "logical_not",
+    "logical_xor",
+    "signbit",
+)
 """Functions whose results are of type bool."""
 TO_REAL = ("abs", "real", "imag")
 """Functions whose results are real."""
@@ -56,7 +70,8 @@ class DryArray(NDArrayOperatorsMixin):
         self.elements, self.dtype, self.library, self.held = elements, dtype, library, held
 
     shape, ndim, size, nbytes, itemsize, strides = (
-        property(attrgetter(f"elements.{name}")) for name in ("shape", "ndim", "size", "nbytes", "itemsize", "strides"))
+        property(attrgetter(f"elements.{name}")) for name in ("shape", "ndim", "size", "nbytes", "itemsize", "strides")
+    )
 
     @property
     def T(self) -> DryArray:
@@ -174,8 +189,10 @@ class DryArray(NDArrayOperatorsMixin):
         raise Pmm3dError("a dry run has no values by which a program could decide. Ask whether library.has_data first")
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        raise Pmm3dError("a dry run has no values of which numpy could make an array; library.to_numpy(array) gives "
-                         "ones of its shape")
+        raise Pmm3dError(
+            "a dry run has no values of which numpy could make an array; library.to_numpy(array) gives "
+            "ones of its shape"
+        )
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
         """Handle operators, and the elementwise functions of numpy and scipy."""
@@ -229,8 +246,12 @@ def _elementwise(name: str) -> Callable[..., DryArray]:
 FUNCTIONS: dict[str, Callable[..., DryArray]] = {
     **{name: getattr(DryArray, name) for name in ("all", "any", "clip", "max", "mean", "min", "reshape", "sum")},
     **{name: _elementwise(name) for name in ("imag", "real", "round", "where")},
-    "concatenate": _joined, "stack": lambda arrays, axis=0: _joined(arrays, axis, new=True),
-    "empty_like": _like, "ones_like": _like, "zeros_like": _like}
+    "concatenate": _joined,
+    "stack": lambda arrays, axis=0: _joined(arrays, axis, new=True),
+    "empty_like": _like,
+    "ones_like": _like,
+    "zeros_like": _like,
+}
 """Name of a function of numpy that is not a ufunc -> function for dry arrays."""
 
 
@@ -353,8 +374,18 @@ class DryLibrary(NumpyLibrary):
         """Return the value of an element of this type."""
         return np.array(dtype in MATRIX_DTYPES, "float32" if dtype == "bfloat16" else dtype)
 
-    def gemm(self, a: DryArray, b: DryArray, c: DryArray, alpha: complex, beta: complex, work: WorkArrays, *,
-             tf32: bool = False, conjugated: Conjugated = AS_THEY_ARE) -> None:
+    def gemm(
+        self,
+        a: DryArray,
+        b: DryArray,
+        c: DryArray,
+        alpha: complex,
+        beta: complex,
+        work: WorkArrays,
+        *,
+        tf32: bool = False,
+        conjugated: Conjugated = AS_THEY_ARE,
+    ) -> None:
         """Record the GEMM, with the work arrays that the library needs."""
         check_gemm_types(a.dtype, b.dtype, c.dtype)
         if a.dtype == "float16" and self.gemm_copies:

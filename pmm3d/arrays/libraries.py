@@ -49,9 +49,11 @@ def _of_torch(device: Any, layout: Any, kind: type) -> NumpyLibrary:
     from .torch_library import TorchLibrary
 
     if layout is not sys.modules["torch"].strided or hasattr(kind, "__tensor_flatten__") or device.type == "meta":
-        raise DTypeError(f"a {kind.__name__} of {layout} on the device {device} has no memory with all its elements: "
-                         "make a plain tensor, as by tensor.to_dense() of a sparse tensor, or by full_tensor() of a "
-                         "DTensor")
+        raise DTypeError(
+            f"a {kind.__name__} of {layout} on the device {device} has no memory with all its elements: "
+            "make a plain tensor, as by tensor.to_dense() of a sparse tensor, or by full_tensor() of a "
+            "DTensor"
+        )
     return TorchLibrary(str(device))
 
 
@@ -59,12 +61,21 @@ def _check_plain(array: np.ndarray | np.generic) -> None:
     if isinstance(array, np.ma.MaskedArray):
         raise DTypeError("a masked array has masked elements, and a matrix has none: use array.filled(value)")
     if not isinstance(array, (np.memmap, np.generic)):
-        raise DTypeError(f"{type(array).__name__} is a subclass of numpy.ndarray with its own meaning, which would be "
-                         "lost: use numpy.asarray(array)")
+        raise DTypeError(
+            f"{type(array).__name__} is a subclass of numpy.ndarray with its own meaning, which would be "
+            "lost: use numpy.asarray(array)"
+        )
 
 
-def check_output(library: NumpyLibrary, what: object, out: Array, *sources: Array, name: str = "out",
-                 strided: bool = False, result: tuple[tuple[int, ...], str] | None = None) -> None:
+def check_output(
+    library: NumpyLibrary,
+    what: object,
+    out: Array,
+    *sources: Array,
+    name: str = "out",
+    strided: bool = False,
+    result: tuple[tuple[int, ...], str] | None = None,
+) -> None:
     """Raise LayoutError if results cannot be written to an array that a caller passed, while `sources` are read.
 
     Every function that writes to a caller's array passes it through this function. `NumpyLibrary.as_input` is for
@@ -80,13 +91,16 @@ def check_output(library: NumpyLibrary, what: object, out: Array, *sources: Arra
     problem, theirs = "", library_of(out)
     if theirs != library or result not in (None, (tuple(out.shape), library.dtype(out))):
         shape, dtype = result or (out.shape, library.dtype(out))
-        problem = (f"is {tuple(out.shape)} {theirs.dtype(out)} ({theirs.name}); the result is {shape} {dtype} "
-                   f"({library.name})")
+        problem = (
+            f"is {tuple(out.shape)} {theirs.dtype(out)} ({theirs.name}); the result is {shape} {dtype} ({library.name})"
+        )
     elif not library.writable(out):
         problem = "is read-only, and would be overwritten"
     elif not library.as_stored(out):
-        problem = ("is no plain array: it has another byte order, is a field of packed records, or is a lazy conjugate "
-                   "of torch")
+        problem = (
+            "is no plain array: it has another byte order, is a field of packed records, or is a lazy conjugate "
+            "of torch"
+        )
     elif not library.is_contiguous(out) and (not strided or _overlaps_itself(library, out)):
         problem = "has elements that share memory" if strided else "is not C-contiguous, and messages need that"
     elif any(library.share_memory(source, out) for source in sources):
@@ -140,8 +154,8 @@ def library_named(name: str | NumpyLibrary) -> NumpyLibrary:
 def library_here(name: str | NumpyLibrary) -> NumpyLibrary:
     """As `library_named`; also raises Pmm3dError if this process has no such device. Creates no context on it.
 
-        >>> library_here("numpy").kind
-        'numpy'
+    >>> library_here("numpy").kind
+    'numpy'
     """
     library = library_named(name)
     library.check_device()
@@ -167,8 +181,8 @@ def take_device(name: str | NumpyLibrary, local_rank: int) -> int | None:
 def library_of_error(error: BaseException) -> NumpyLibrary | None:
     """Return the device library that raised an out-of-memory error; None if host memory was exhausted.
 
-        >>> library_of_error(MemoryError("Unable to allocate")) is None
-        True
+    >>> library_of_error(MemoryError("Unable to allocate")) is None
+    True
     """
     module = {"cupy_backends": "cupy"}.get(top := type(error).__module__.partition(".")[0], top)
     if module == "torch":
@@ -179,8 +193,8 @@ def library_of_error(error: BaseException) -> NumpyLibrary | None:
 def library_kind(library: Any) -> str:
     """Return the name, without a device number, that must be the same on all ranks. Never raises.
 
-        >>> library_kind("torch:cuda:1"), library_kind("torch:cpu"), library_kind(NumpyLibrary())
-        ('torch:cuda', 'torch', 'numpy')
+    >>> library_kind("torch:cuda:1"), library_kind("torch:cpu"), library_kind(NumpyLibrary())
+    ('torch:cuda', 'torch', 'numpy')
     """
     if isinstance(library, NumpyLibrary):
         return library.kind
@@ -199,14 +213,14 @@ def dtype_named(dtype: Any) -> str:
     try:
         return dtype_name(dtype if str(dtype).startswith("torch.") or dtype == "bfloat16" else np.dtype(dtype or ""))
     except (TypeError, ValueError, SyntaxError):
-        raise DTypeError(f"{dtype!r} names no element type; one is named as in \"float32\"") from None
+        raise DTypeError(f'{dtype!r} names no element type; one is named as in "float32"') from None
 
 
 def check_matrix_dtype(dtype: str, library: NumpyLibrary, labels: bool = False) -> str:
     """Return the dtype. Raises DTypeError if matrices of the library, or labels, cannot have this type.
 
-        >>> check_matrix_dtype("float32", NumpyLibrary())
-        'float32'
+    >>> check_matrix_dtype("float32", NumpyLibrary())
+    'float32'
     """
     usable = [name for name in MATRIX_DTYPES if name != "bfloat16" or library.name == "torch"]
     usable += [LABEL_DTYPE] if labels else []

@@ -39,8 +39,8 @@ DEVICE_ELEMENTS = 2**24
 def numpy_type(dtype: str) -> np.dtype:
     """Return numpy's type for the memory of elements of this type.
 
-        >>> str(numpy_type("float32")), str(numpy_type("bfloat16"))
-        ('float32', 'int16')
+    >>> str(numpy_type("float32")), str(numpy_type("bfloat16"))
+    ('float32', 'int16')
     """
     return np.dtype("int16" if dtype == "bfloat16" else dtype)
 
@@ -49,10 +49,10 @@ def numpy_type(dtype: str) -> np.dtype:
 class NumpyLibrary:
     """numpy arrays. The other libraries override the methods that differ.
 
-        >>> library = NumpyLibrary()
-        >>> array = library.empty((2, 3), "float32")
-        >>> library.dtype(array), library.strides(array.T), library.is_contiguous(array.T)
-        ('float32', (1, 3), False)
+    >>> library = NumpyLibrary()
+    >>> array = library.empty((2, 3), "float32")
+    >>> library.dtype(array), library.strides(array.T), library.is_contiguous(array.T)
+    ('float32', (1, 3), False)
     """
 
     name: ClassVar[str] = "numpy"
@@ -209,8 +209,11 @@ class NumpyLibrary:
     def as_stored(self, array: Array) -> bool:
         """Whether memory contains the values themselves: in native byte order, at strides of whole elements, and not as
         a conjugated or negated view."""
-        return (isinstance(array, np.ndarray) and array.dtype.isnative
-                and (array.flags.c_contiguous or not any(stride % array.itemsize for stride in array.strides)))
+        return (
+            isinstance(array, np.ndarray)
+            and array.dtype.isnative
+            and (array.flags.c_contiguous or not any(stride % array.itemsize for stride in array.strides))
+        )
 
     def conjugate(self, array: Array) -> Array:
         """Return the conjugates as a new array."""
@@ -260,8 +263,18 @@ class NumpyLibrary:
         """Device arrays only: return the sum of squares of each row in float64, in one pass without work arrays."""
         raise NotImplementedError
 
-    def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
-             tf32: bool = False, conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> None:
+    def gemm(
+        self,
+        a: Array,
+        b: Array,
+        c: Array,
+        alpha: complex,
+        beta: complex,
+        work: WorkArrays,
+        *,
+        tf32: bool = False,
+        conjugated: blas.Conjugated = blas.AS_THEY_ARE,
+    ) -> None:
         """Compute C = alpha A B + beta C. C may be float32 if A and B are of low precision.
 
         work         Workspace that lends work arrays. On the host, float16 is widened to float32, multiplied, and
@@ -287,15 +300,25 @@ class NumpyLibrary:
             except blas.TooLarge:
                 self._in_pieces(a, b, c, alpha, beta, work, blas.chosen().largest, conjugated=conjugated)
 
-    def _in_pieces(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, largest: int,
-                   **options: Any) -> None:
+    def _in_pieces(
+        self,
+        a: Array,
+        b: Array,
+        c: Array,
+        alpha: complex,
+        beta: complex,
+        work: WorkArrays,
+        largest: int,
+        **options: Any,
+    ) -> None:
         """Call `gemm` for parts whose sizes and leading dimensions are at most `largest`."""
         strides_of = [self._matrix(array)[1:] for array in (a, b, c)]
         for rows, cols, depth in blas.pieces(strides_of[0], strides_of[1], strides_of[2], largest):
             self.gemm(a[rows, depth], b[depth, cols], c[rows, cols], alpha, 1 if depth.start else beta, work, **options)
 
-    def gemm_batched(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
-                     tf32: bool = False) -> None:
+    def gemm_batched(
+        self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *, tf32: bool = False
+    ) -> None:
         """Compute C[i] = alpha A[i] B[i] + beta C[i] for arrays of three dims (items, rows, columns).
 
         Strides of items are as for `gemm`. The stride between items of A, or of B, may be 0: one matrix for all items.
@@ -308,10 +331,14 @@ class NumpyLibrary:
             150.0
         """
         shapes = tuple(a.shape), tuple(b.shape), tuple(c.shape)
-        if [*map(len, shapes)] != 3 * [3] or shapes[1:] != ((*shapes[0][::2], shapes[1][2]),
-                                                            (*shapes[0][:2], shapes[1][2])):
-            raise ValueError("gemm_batched: A (items, m, k), B (items, k, n) and C (items, m, n) do not fit together: "
-                             f"{shapes[0]}, {shapes[1]}, {shapes[2]}")
+        if [*map(len, shapes)] != 3 * [3] or shapes[1:] != (
+            (*shapes[0][::2], shapes[1][2]),
+            (*shapes[0][:2], shapes[1][2]),
+        ):
+            raise ValueError(
+                "gemm_batched: A (items, m, k), B (items, k, n) and C (items, m, n) do not fit together: "
+                f"{shapes[0]}, {shapes[1]}, {shapes[2]}"
+            )
         dtypes = self.dtype(a), self.dtype(c)
         check_gemm_types(dtypes[0], self.dtype(b), dtypes[1])
         try:
@@ -322,8 +349,9 @@ class NumpyLibrary:
         for item in range(shapes[2][0]):
             self.gemm(a[item], b[item], c[item], alpha, beta, work, tf32=tf32)
 
-    def _at_once(self, dtypes: tuple[str, str], a: Array, b: Array, c: Array, alpha: complex, beta: complex,
-                 tf32: bool) -> bool:
+    def _at_once(
+        self, dtypes: tuple[str, str], a: Array, b: Array, c: Array, alpha: complex, beta: complex, tf32: bool
+    ) -> bool:
         """Multiply all items of three nonempty arrays. For types whose items need `gemm` one by one: return False, and
         do nothing."""
         if dtypes[0] != dtypes[1] or dtypes[0] not in blas.DTYPES:
@@ -350,14 +378,24 @@ class NumpyLibrary:
             wide = "float32" if self.dtype(rows) in LOW_PRECISION else self.dtype(rows)
             out[:, index[order[starts]]] += np.add.reduceat(self.astype(rows, wide)[order], starts, axis=0).T
 
-    def bound_gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
-                   conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> Callable[[], None]:
+    def bound_gemm(
+        self,
+        a: Array,
+        b: Array,
+        c: Array,
+        alpha: complex,
+        beta: complex,
+        work: WorkArrays,
+        *,
+        conjugated: blas.Conjugated = blas.AS_THEY_ARE,
+    ) -> Callable[[], None]:
         """Return a function that repeats this `gemm` on the host. The three arrays have one type, not of low precision,
         and must keep their addresses."""
         check_gemm_types(self.dtype(a), self.dtype(b), self.dtype(c))
         try:
-            return blas.bound_gemm(self.dtype(c), self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta,
-                                   conjugated)
+            return blas.bound_gemm(
+                self.dtype(c), self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta, conjugated
+            )
         except blas.TooLarge:
             return lambda: self.gemm(a, b, c, alpha, beta, work, conjugated=conjugated)
 
@@ -381,8 +419,13 @@ class _Elements:
         size = itemsize(library.dtype(array))
         strides = tuple(size * stride for stride in library.strides(array))
         address = library.address(array) if 0 not in array.shape else 0
-        self.__array_interface__ = {"version": 3, "shape": tuple(array.shape), "strides": strides,
-                                    "typestr": f"|V{size}", "data": (address, True)}
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(array.shape),
+            "strides": strides,
+            "typestr": f"|V{size}",
+            "data": (address, True),
+        }
 
 
 @lru_cache(maxsize=1024)

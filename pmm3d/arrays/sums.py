@@ -26,8 +26,10 @@ class WorkArrays(Protocol):
 def check_gemm_types(a: str, b: str, c: str) -> None:
     """Raise DTypeError for types of A, B and C that no BLAS multiplies. A BLAS would misread the elements."""
     if a not in MATRIX_DTYPES or a != b or (c != a and (c != "float32" or a not in LOW_PRECISION)):
-        raise DTypeError(f"gemm: A is {a}, B {b} and C {c}. The three are of one type of {', '.join(MATRIX_DTYPES)}; C "
-                         "may be float32 where A and B are float16 or bfloat16. Convert first")
+        raise DTypeError(
+            f"gemm: A is {a}, B {b} and C {c}. The three are of one type of {', '.join(MATRIX_DTYPES)}; C "
+            "may be float32 where A and B are float16 or bfloat16. Convert first"
+        )
 
 
 def widened_gemm(library: Any, a: Any, b: Any, c: Any, alpha: complex, beta: complex, work: WorkArrays) -> None:
@@ -48,12 +50,12 @@ def widened_gemm(library: Any, a: Any, b: Any, c: Any, alpha: complex, beta: com
 def scale(library: Any, c: Any, beta: complex) -> None:
     """Compute C = beta C, rounded once. If beta is 0, C is not read.
 
-        >>> import numpy as np
-        >>> from pmm3d.arrays import NumpyLibrary
-        >>> c = np.ones((1, 2))
-        >>> scale(NumpyLibrary(), c, 3)
-        >>> c
-        array([[3., 3.]])
+    >>> import numpy as np
+    >>> from pmm3d.arrays import NumpyLibrary
+    >>> c = np.ones((1, 2))
+    >>> scale(NumpyLibrary(), c, 3)
+    >>> c
+    array([[3., 3.]])
     """
     if not library.has_data:
         library.passed("scale", c, *([] if beta == 0 else [c]))
@@ -91,12 +93,12 @@ def sum_in_order(library: Any, parts: Sequence[Any], out: Any, beta: complex = 0
 def add_up(library: Any, parts: Sequence[Any], out: Any, beta: complex = 0) -> None:
     """As `sum_in_order`, for sums outside a collective: a dry run records a pass.
 
-        >>> import numpy as np
-        >>> from pmm3d.arrays import NumpyLibrary
-        >>> out = np.ones((1, 2))
-        >>> add_up(NumpyLibrary(), [out, np.ones((1, 2))], out)
-        >>> out
-        array([[2., 2.]])
+    >>> import numpy as np
+    >>> from pmm3d.arrays import NumpyLibrary
+    >>> out = np.ones((1, 2))
+    >>> add_up(NumpyLibrary(), [out, np.ones((1, 2))], out)
+    >>> out
+    array([[2., 2.]])
     """
     if library.has_data:
         sum_in_order(library, parts, out, beta)
@@ -104,8 +106,7 @@ def add_up(library: Any, parts: Sequence[Any], out: Any, beta: complex = 0) -> N
         library.passed("add", out, *([] if beta == 0 else [out]), *parts)
 
 
-def rounded_gemm(library: Any, a: Any, b: Any, c: Any, alpha: complex, beta: complex,
-                 work: WorkArrays) -> None:
+def rounded_gemm(library: Any, a: Any, b: Any, c: Any, alpha: complex, beta: complex, work: WorkArrays) -> None:
     """Compute C = alpha A B + beta C for a float32 accumulator C. The product is rounded once to low precision."""
     with work.borrow(tuple(c.shape), library.dtype(a), library) as product:
         library.gemm(a, b, product, alpha, 0, work)

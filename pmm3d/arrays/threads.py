@@ -28,13 +28,14 @@ PREFIX = "pmm3d loop"
 class LoneThread(threading.Thread):
     """A thread whose loops use no other threads, because others compute at the same time.
 
-        >>> issubclass(LoneThread, threading.Thread)
-        True
+    >>> issubclass(LoneThread, threading.Thread)
+    True
     """
 
 
-def parallel_rows(library: Any, work: Callable[[slice], Any], shape: Sequence[int],
-                  elements: int | None = None) -> list[Any]:
+def parallel_rows(
+    library: Any, work: Callable[[slice], Any], shape: Sequence[int], elements: int | None = None
+) -> list[Any]:
     """Call work(slice) for slices of the rows of an array of this shape; return the results in order.
 
     elements   elements of a slice, which has at least one row. Default: the `slice_elements` of the library (None: all
@@ -69,12 +70,12 @@ def parallel_rows(library: Any, work: Callable[[slice], Any], shape: Sequence[in
 def copy_into(library: Any, source: Any, out: Any) -> None:
     """Copy `source` to `out`, of the same shape, and cast if types differ. Large numpy arrays use `parallel_rows`.
 
-        >>> from pmm3d.arrays import NumpyLibrary
-        >>> import numpy as np
-        >>> out = np.zeros(2, "float32")
-        >>> copy_into(NumpyLibrary(), np.arange(2), out)
-        >>> out
-        array([0., 1.], dtype=float32)
+    >>> from pmm3d.arrays import NumpyLibrary
+    >>> import numpy as np
+    >>> out = np.zeros(2, "float32")
+    >>> copy_into(NumpyLibrary(), np.arange(2), out)
+    >>> out
+    array([0., 1.], dtype=float32)
     """
     if library.name != "numpy" or not library.has_data or out.size < LEAST_SLICES * COPIED or blas_threads() == 1:
         out[...] = source
@@ -113,8 +114,10 @@ def by_rows(library: Any, function: Callable[..., Any], out: Any, *operands: Any
         out[...] = function(*operands)
         return
     numbers = [isinstance(each, (int, float)) for each in operands]
-    if library.is_contiguous(out) and all(is_number or each.shape == out.shape and library.is_contiguous(each)
-                                          for each, is_number in zip(operands, numbers)):
+    if library.is_contiguous(out) and all(
+        is_number or each.shape == out.shape and library.is_contiguous(each)
+        for each, is_number in zip(operands, numbers)
+    ):
         out = out.reshape(-1)
         operands = tuple([each if is_number else each.reshape(-1) for each, is_number in zip(operands, numbers)])
     whole = [is_number or each.shape[0] == 1 for each, is_number in zip(operands, numbers)]
@@ -129,8 +132,8 @@ def by_rows(library: Any, function: Callable[..., Any], out: Any, *operands: Any
 def blas_threads() -> int:
     """Number of threads of this rank's BLAS (`asked_threads`), the same for the life of the process.
 
-        >>> blas_threads() >= 1
-        True
+    >>> blas_threads() >= 1
+    True
     """
     return asked_threads()
 

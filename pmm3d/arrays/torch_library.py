@@ -101,8 +101,10 @@ class TorchLibrary(NumpyLibrary):
             return
         found, number = self.xp.cuda.device_count(), self.xp.device(self.device).index or 0
         if not 0 <= number < found:  # torch truncates a device number to 8 bits
-            raise Pmm3dError(f"library 'torch:{self.device}': torch finds {found} CUDA devices here. nvidia-smi and "
-                             "CUDA_VISIBLE_DEVICES show why; library=\"torch\" works on the host")
+            raise Pmm3dError(
+                f"library 'torch:{self.device}': torch finds {found} CUDA devices here. nvidia-smi and "
+                'CUDA_VISIBLE_DEVICES show why; library="torch" works on the host'
+            )
 
     def take_device(self, local_rank: int) -> int | None:
         if self.device != "cuda":
@@ -190,8 +192,18 @@ class TorchLibrary(NumpyLibrary):
         wide = {"dtype": self.xp.float32} if rows.dtype.itemsize == 2 else {}
         return self.xp.linalg.vector_norm(rows, dim=1, **wide).double().square()
 
-    def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
-             tf32: bool = False, conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> None:
+    def gemm(
+        self,
+        a: Array,
+        b: Array,
+        c: Array,
+        alpha: complex,
+        beta: complex,
+        work: WorkArrays,
+        *,
+        tf32: bool = False,
+        conjugated: blas.Conjugated = blas.AS_THEY_ARE,
+    ) -> None:
         dtype, of_result = self.dtype(a), self.dtype(c)
         check_gemm_types(dtype, self.dtype(b), of_result)
         if 0 in c.shape:
@@ -203,8 +215,9 @@ class TorchLibrary(NumpyLibrary):
             widened_gemm(self, a, b, c, alpha, beta, work)
             return
         try:  # torch would copy matrices that `arranged` rejects
-            blas.arranged((a.shape, a.stride()), (b.shape, b.stride()), (c.shape, c.stride()), conjugated,
-                          blas.LP64_LARGEST)
+            blas.arranged(
+                (a.shape, a.stride()), (b.shape, b.stride()), (c.shape, c.stride()), conjugated, blas.LP64_LARGEST
+            )
         except blas.TooLarge:
             self._in_pieces(a, b, c, alpha, beta, work, blas.LP64_LARGEST, tf32=tf32, conjugated=conjugated)
             return
@@ -220,8 +233,9 @@ class TorchLibrary(NumpyLibrary):
         else:
             self.xp.addmm(c, a, b, beta=beta, alpha=alpha, out=c, out_dtype=c.dtype)
 
-    def _at_once(self, dtypes: tuple[str, str], a: Array, b: Array, c: Array, alpha: complex, beta: complex,
-                 tf32: bool) -> bool:
+    def _at_once(
+        self, dtypes: tuple[str, str], a: Array, b: Array, c: Array, alpha: complex, beta: complex, tf32: bool
+    ) -> bool:
         if self.on_host and (dtypes[0] != dtypes[1] or dtypes[0] == "float16"):
             return False
         blas.arranged(*blas.items(*map(self._matrix, (a, b, c))).matrices, largest=blas.LP64_LARGEST)
@@ -251,8 +265,17 @@ class TorchLibrary(NumpyLibrary):
         sums = self.xp.zeros((len(columns), rows.shape[1]), dtype=wide.dtype).index_add_(0, places, wide)
         out.index_add_(1, columns, sums.T.to(out.dtype))
 
-    def bound_gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
-                   conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> Callable[[], None]:
+    def bound_gemm(
+        self,
+        a: Array,
+        b: Array,
+        c: Array,
+        alpha: complex,
+        beta: complex,
+        work: WorkArrays,
+        *,
+        conjugated: blas.Conjugated = blas.AS_THEY_ARE,
+    ) -> Callable[[], None]:
         if self.blas_file:
             return super().bound_gemm(a, b, c, alpha, beta, work, conjugated=conjugated)
         return lambda: self.gemm(a, b, c, alpha, beta, work, conjugated=conjugated)

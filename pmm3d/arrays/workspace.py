@@ -176,8 +176,12 @@ class Workspace:
 
     def _lend(self, ticket: Ticket, loan: Loan, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> Array:
         """Return an array over the buffer. The array keeps the loan alive."""
-        loan.__array_interface__ = {"data": ticket.flat.__array_interface__["data"], "shape": shape, "version": 3,
-                                    "typestr": numpy_type(dtype).str}
+        loan.__array_interface__ = {
+            "data": ticket.flat.__array_interface__["data"],
+            "shape": shape,
+            "version": 3,
+            "typestr": numpy_type(dtype).str,
+        }
         return library.over_numpy(np.asarray(loan), dtype)
 
     def _collect(self) -> None:

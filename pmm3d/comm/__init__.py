@@ -33,10 +33,17 @@ if TYPE_CHECKING:  # imported at first use by __getattr__
     from .windows import can_share, one_for_each_node, ranks_that_share, shared_array
 
 _FILES = {
-    "TRIAL_SECONDS": "device_trial", "try_device": "device_trial", "AUTO_MACHINE": "machine_cache",
-    "key_of": "machine_cache", "machine_here": "machine_cache", "measured_here": "machine_cache",
-    "remember_machine": "machine_cache", "can_share": "windows", "one_for_each_node": "windows",
-    "ranks_that_share": "windows", "shared_array": "windows",
+    "TRIAL_SECONDS": "device_trial",
+    "try_device": "device_trial",
+    "AUTO_MACHINE": "machine_cache",
+    "key_of": "machine_cache",
+    "machine_here": "machine_cache",
+    "measured_here": "machine_cache",
+    "remember_machine": "machine_cache",
+    "can_share": "windows",
+    "one_for_each_node": "windows",
+    "ranks_that_share": "windows",
+    "shared_array": "windows",
 }
 
 __all__ = ["Axis", "Cast", "Codec", "Grid", "Ledger", "Pending"]

@@ -75,8 +75,14 @@ class Reports(NamedTuple):
         return "; ".join(texts)
 
 
-def agree(link: Link, what: str, headline: str, terms: Terms, numbers: Sequence[int] | np.ndarray | None = None,
-          kind: type[Pmm3dError] = DisagreementError) -> Collective[Any]:
+def agree(
+    link: Link,
+    what: str,
+    headline: str,
+    terms: Terms,
+    numbers: Sequence[int] | np.ndarray | None = None,
+    kind: type[Pmm3dError] = DisagreementError,
+) -> Collective[Any]:
     """Generator: compare the terms of the ranks. If they differ, or if a rank failed, every rank raises the same error.
 
     what       name of the operation
@@ -108,8 +114,15 @@ def agree(link: Link, what: str, headline: str, terms: Terms, numbers: Sequence[
     failures = (yield from _exchanged(link, *_as_text(terms.error))) if any_failed else Reports([], [])
     without = next((len(one.ranks) for one in failures.first if one.text == WITHOUT_MEMORY), 0)
     fullest = (yield from _fullest(link, terms.error, without)) if without else ""
-    error = _failure(link, what, terms.error, failures, fullest) if same else (yield from _disagreement(
-        link, headline, terms, kind, f". And it failed: {failures}{fullest}" if any_failed else ""))
+    error = (
+        _failure(link, what, terms.error, failures, fullest)
+        if same
+        else (
+            yield from _disagreement(
+                link, headline, terms, kind, f". And it failed: {failures}{fullest}" if any_failed else ""
+            )
+        )
+    )
     raise everywhere(error)
 
 
@@ -142,8 +155,9 @@ def _compared(link: Link, own: int, failed: bool) -> Collective[tuple[bool, bool
     return bool(largest[0] == -largest[1]), bool(largest[2])
 
 
-def _disagreement(link: Link, headline: str, terms: Terms, kind: type[Pmm3dError],
-                  failed: str) -> Collective[Exception]:
+def _disagreement(
+    link: Link, headline: str, terms: Terms, kind: type[Pmm3dError], failed: str
+) -> Collective[Exception]:
     """Generator: return the error with the arguments of the ranks, or with their calls if the calls differ."""
     mine = np.array([digest(terms.call)], np.int64)
     calls = yield from gather_small(link, mine)
@@ -200,8 +214,10 @@ def _exchanged(link: Link, text: str, kind: type[Pmm3dError] = Pmm3dError) -> Co
     sent, texts = np.frombuffer(packed[: counts[link.rank]], np.uint8), np.empty(starts[-1], np.uint8)
     yield from link.uncounted(all_gather_rows(link, NumpyLibrary(), sent, texts, counts.tolist()))
     received = [json.loads(texts[starts[rank] : starts[rank + 1]].tobytes()) for rank in sending[chosen]]
-    reports = [Report([members[rank] for rank in sending[groups == groups[first]]], text, _kind_named(name))
-               for first, (text, name) in zip(chosen, received)]
+    reports = [
+        Report([members[rank] for rank in sending[groups == groups[first]]], text, _kind_named(name))
+        for first, (text, name) in zip(chosen, received)
+    ]
     return Reports(reports, [members[rank] for rank in sending[~np.isin(groups, groups[chosen])]])
 
 
@@ -232,11 +248,13 @@ def as_out_of_memory(error: BaseException, rank: int, host: str, ledger: Ledger,
     held = f"This process holds {in_bytes(held_bytes)}, {in_bytes(workspace.allocated)} of it in work arrays"
     free = f"the node has {in_bytes(available_memory())} left{_of_device(error)}"
     predicted = "; ".join(f"{what} {in_bytes(nbytes)}" for what, nbytes in ledger.predicted.items())
-    found = OutOfMemoryError(f"rank {rank} (host {host}) is out of memory: {error or 'the allocation failed'}. {held}; "
-                             f"{free}. Predicted for a rank: "
-                             f"{predicted or 'nothing, since no product or network was planned'}. Use more ranks or "
-                             "nodes, another grid, matmul(max_workspace=), fewer rows a batch, or recompute; ulimit "
-                             "and the batch system (--mem) may set limits too")
+    found = OutOfMemoryError(
+        f"rank {rank} (host {host}) is out of memory: {error or 'the allocation failed'}. {held}; "
+        f"{free}. Predicted for a rank: "
+        f"{predicted or 'nothing, since no product or network was planned'}. Use more ranks or "
+        "nodes, another grid, matmul(max_workspace=), fewer rows a batch, or recompute; ulimit "
+        "and the batch system (--mem) may set limits too"
+    )
     found.__cause__, found.held = error, int(held_bytes)
     return found
 
@@ -251,8 +269,10 @@ def _of_device(error: BaseException) -> str:
         return f", memory of the device unknown ({type(error).__name__})"
     if memory is None or device is None:
         return ""
-    return (f", device {device.number} ({device.name}) {in_bytes(memory.free)} of {in_bytes(memory.total)}, and "
-            f"{library.name}'s pool holds {in_bytes(memory.held)} there")
+    return (
+        f", device {device.number} ({device.name}) {in_bytes(memory.free)} of {in_bytes(memory.total)}, and "
+        f"{library.name}'s pool holds {in_bytes(memory.held)} there"
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

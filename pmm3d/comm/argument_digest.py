@@ -54,8 +54,8 @@ class Compared(tuple[Any, ...]):
 def in_words(what: str, arguments: tuple[Any, ...]) -> str:
     """Return the text of a call as in source code. Never raises.
 
-        >>> in_words("gather", ((2, 3), None))
-        'gather((2, 3), None)'
+    >>> in_words("gather", ((2, 3), None))
+    'gather((2, 3), None)'
     """
     return f"{what}({', '.join(map(_as_printed, arguments))})"
 
@@ -134,6 +134,13 @@ def _element_type(value: Any) -> str | None:
     return text.removeprefix("torch.") if text.startswith("torch.") else None
 
 
-FORMS: dict[type, Callable[[Any], str]] = {int: hex, str: repr, tuple: _listed, bool: str, type(None): str,
-                                           Compared: attrgetter("form"), GridShape: _shape}
+FORMS: dict[type, Callable[[Any], str]] = {
+    int: hex,
+    str: repr,
+    tuple: _listed,
+    bool: str,
+    type(None): str,
+    Compared: attrgetter("form"),
+    GridShape: _shape,
+}
 """Canonical forms of the most common types, found by one look-up."""

@@ -106,8 +106,9 @@ class Axis:
         """
         return self._start(collectives.all_gather, part, out=out, counts=counts)
 
-    def reduce_scatter(self, whole: Array, *, out: Array | None = None, counts: Counts | None = None,
-                       beta: complex = 0) -> Pending:
+    def reduce_scatter(
+        self, whole: Array, *, out: Array | None = None, counts: Counts | None = None, beta: complex = 0
+    ) -> Pending:
         """This rank's part, along dim 0, of the sum of the arrays of all ranks.
 
         Parameters
@@ -150,8 +151,9 @@ class Axis:
         """
         return self._start(collectives.all_reduce, array, out=out, agreed=agreed)
 
-    def all_to_all(self, array: Array, *, out: Array | None = None, counts: Counts | None = None,
-                   received: Counts | None = None) -> Pending:
+    def all_to_all(
+        self, array: Array, *, out: Array | None = None, counts: Counts | None = None, received: Counts | None = None
+    ) -> Pending:
         """Send part r of dim 0 to rank r, and receive the parts of all ranks, in rank order.
 
         Parameters
@@ -234,11 +236,18 @@ class Axis:
         to, tag = point_to_point.checked_peer("send", "to", to, self.index, self.size, tag)
         library, channel = library_of(array), (self.index, to, tag, agreed)
         array = library.as_input(array, strided=True)
-        return self._message("send", library, array, channel, message,
-                             lambda link, before: point_to_point.send(link, library, array, to, agreed, before))
+        return self._message(
+            "send",
+            library,
+            array,
+            channel,
+            message,
+            lambda link, before: point_to_point.send(link, library, array, to, agreed, before),
+        )
 
-    def receive(self, out: Array, source: int, *, tag: int = 0, agreed: bool = False, message: str = "message"
-                ) -> Pending:
+    def receive(
+        self, out: Array, source: int, *, tag: int = 0, agreed: bool = False, message: str = "message"
+    ) -> Pending:
         """Begin to receive an array that member `source` sends with this tag.
 
         Parameters
@@ -263,19 +272,36 @@ class Axis:
         source, tag = point_to_point.checked_peer("receive", "source", source, self.index, self.size, tag)
         library, channel = library_of(out), (source, self.index, tag, agreed)
         check_output(library, "receive", out, strided=True)
-        return self._message("receive", library, out, channel, message,
-                             lambda link, before: point_to_point.receive(link, library, out, source, agreed, before))
+        return self._message(
+            "receive",
+            library,
+            out,
+            channel,
+            message,
+            lambda link, before: point_to_point.receive(link, library, out, source, agreed, before),
+        )
 
-    def _message(self, operation: str, library: NumpyLibrary, array: Array, channel: tuple[int, int, int, bool],
-                 message: str, make: Callable[[Link, Pending | None], Collective[Any]]) -> Pending:
+    def _message(
+        self,
+        operation: str,
+        library: NumpyLibrary,
+        array: Array,
+        channel: tuple[int, int, int, bool],
+        message: str,
+        make: Callable[[Link, Pending | None], Collective[Any]],
+    ) -> Pending:
         """Begin a point-to-point message. It does not count as a call of the axis, because other members make none."""
         source, target, tag, agreed = channel
         mode = "" if library.on_host else self._modes.get(library.kind, "")
         if not library.on_host and mode not in ("direct", "staged"):
-            raise GridError(f"{operation}: arrays of {library.kind} travel from rank to rank by MPI alone, "
-                            + ("and NCCL moves them on this axis. Set device_transport to direct or staged" if mode else
-                               "and none were used on this axis: call axis.choose_transport(library) on all members "
-                               "first"))
+            raise GridError(
+                f"{operation}: arrays of {library.kind} travel from rank to rank by MPI alone, "
+                + (
+                    "and NCCL moves them on this axis. Set device_transport to direct or staged"
+                    if mode
+                    else "and none were used on this axis: call axis.choose_transport(library) on all members first"
+                )
+            )
         self._engine.transport.check_place(library, array)
         with self._engine.guard:
             self._engine.prepare_next()
@@ -293,19 +319,32 @@ class Axis:
     def _channel(self, channel: tuple[int, int, int, bool]) -> str:
         """Return the description of a channel (source, target, tag, agreed), the same on both ranks."""
         source, target, tag, agreed = channel
-        return (f"{self.name} from rank {self.ranks[source]} to rank {self.ranks[target]}"
-                + f" with tag {tag}" * bool(tag) + " (agreed)" * agreed)
+        return (
+            f"{self.name} from rank {self.ranks[source]} to rank {self.ranks[target]}"
+            + f" with tag {tag}" * bool(tag)
+            + " (agreed)" * agreed
+        )
 
     @property
     def balance(self) -> int:
         """Checksum of the point-to-point messages. Its sum over all ranks is 0, modulo BALANCE, if each message that
         was sent was received."""
-        signs = ((1 if channel[0] == self.index else -1, number, channel)
-                 for channel, (number, _) in self._messages.items())
+        signs = (
+            (1 if channel[0] == self.index else -1, number, channel) for channel, (number, _) in self._messages.items()
+        )
         return sum(sign * number * digest(self._channel(channel)) for sign, number, channel in signs) % BALANCE
 
-    def all_gather_into(self, part: Array, out: Array, counts: Counts, *, dim: int = 0, after: Sequence[Awaited] = (),
-                        work: Slab | None = None, codec: Codec | None = None) -> Pending:
+    def all_gather_into(
+        self,
+        part: Array,
+        out: Array,
+        counts: Counts,
+        *,
+        dim: int = 0,
+        after: Sequence[Awaited] = (),
+        work: Slab | None = None,
+        codec: Codec | None = None,
+    ) -> Pending:
         """Begin to gather every rank's part in `out`, one after the other along `dim`.
 
         This method and the next four neither check nor compare their arguments: the callers know the shapes. All ranks
@@ -322,27 +361,57 @@ class Axis:
         collective = lambda link: unchecked.all_gather_into(link, library, part, out, counts, dim, work, codec)
         return self.begin_after(after, "all_gather", library, (part, out), collective)
 
-    def reduce_scatter_into(self, whole: Array, out: Array, counts: Counts, beta: complex = 0, *, dim: int = 0,
-                            after: Sequence[Awaited] = (), work: Slab | None = None,
-                            codec: Codec | None = None) -> Pending:
+    def reduce_scatter_into(
+        self,
+        whole: Array,
+        out: Array,
+        counts: Counts,
+        beta: complex = 0,
+        *,
+        dim: int = 0,
+        after: Sequence[Awaited] = (),
+        work: Slab | None = None,
+        codec: Codec | None = None,
+    ) -> Pending:
         """Begin to sum this rank's part along `dim` of all ranks' arrays: out = beta out + the sum. Arrays are 1D or
         2D. Along dim 1 `out` has no gaps. Otherwise as `all_gather_into`."""
         library = library_of(whole)
         collective = lambda link: unchecked.reduce_scatter_into(
-            link, library, whole, out, counts, beta, dim, work, codec)
+            link, library, whole, out, counts, beta, dim, work, codec
+        )
         return self.begin_after(after, "reduce_scatter", library, (whole, out), collective)
 
-    def all_reduce_into(self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (),
-                        work: Slab | None = None, codec: Codec | None = None) -> Pending:
+    def all_reduce_into(
+        self,
+        array: Array,
+        out: Array,
+        beta: complex = 0,
+        *,
+        after: Sequence[Awaited] = (),
+        work: Slab | None = None,
+        codec: Codec | None = None,
+    ) -> Pending:
         """Begin to sum the arrays of all ranks: out = beta out + the sum. `out` may be `array`. If beta is not 0, or if
         `out` has gaps, `array` contains the sum at the end. Otherwise as `all_gather_into`."""
         library = library_of(array)
-        return self.begin_after(after, "all_reduce", library, (array, out),
-                                lambda link: unchecked.all_reduce_into(link, library, array, out, beta, work, codec))
+        return self.begin_after(
+            after,
+            "all_reduce",
+            library,
+            (array, out),
+            lambda link: unchecked.all_reduce_into(link, library, array, out, beta, work, codec),
+        )
 
-    def sum_coalesced(self, arrays: Sequence[Array], counts: Sequence[Counts] | None = None,
-                      sent: str | None = None, outs: Sequence[Array] | None = None, beta: complex = 0, *,
-                      after: Sequence[Awaited] = ()) -> Pending:
+    def sum_coalesced(
+        self,
+        arrays: Sequence[Array],
+        counts: Sequence[Counts] | None = None,
+        sent: str | None = None,
+        outs: Sequence[Array] | None = None,
+        beta: complex = 0,
+        *,
+        after: Sequence[Awaited] = (),
+    ) -> Pending:
         """Begin to sum several arrays of one type over the ranks, in place, in one message a peer (all-reduce).
 
         The arrays have no gaps. Otherwise as `all_gather_into`.
@@ -353,18 +422,33 @@ class Axis:
         sums, if it differs from the arrays' type.
         """
         library = library_of(arrays[0])
-        return self.begin_after(after, "all_reduce" if counts is None else "reduce_scatter", library, arrays,
-                                lambda link: unchecked.sum_coalesced(link, library, arrays, counts, sent, outs, beta))
+        return self.begin_after(
+            after,
+            "all_reduce" if counts is None else "reduce_scatter",
+            library,
+            arrays,
+            lambda link: unchecked.sum_coalesced(link, library, arrays, counts, sent, outs, beta),
+        )
 
-    def all_to_all_into(self, array: Array, out: Array, sent: Counts, received: Counts, *,
-                        dims: tuple[int, int] = (0, 0), after: Sequence[Awaited] = (), work: Slab | None = None,
-                        codec: Codec | None = None) -> Pending:
+    def all_to_all_into(
+        self,
+        array: Array,
+        out: Array,
+        sent: Counts,
+        received: Counts,
+        *,
+        dims: tuple[int, int] = (0, 0),
+        after: Sequence[Awaited] = (),
+        work: Slab | None = None,
+        codec: Codec | None = None,
+    ) -> Pending:
         """Begin to send part r of `array` along dims[0] to rank r, and to receive part r of `out` along dims[1] from
         rank r. `sent` and `received` are the rows or columns of each part. Otherwise as `all_gather_into`.
         """
         library = library_of(out)
         collective = lambda link: unchecked.all_to_all_into(
-            link, library, array, out, sent, received, dims, work, codec)
+            link, library, array, out, sent, received, dims, work, codec
+        )
         return self.begin_after(after, "all_to_all", library, (array, out), collective)
 
     def barrier(self, name: str) -> Pending:
@@ -382,8 +466,16 @@ class Axis:
         """
         return self.begin(name, wait_for_all)
 
-    def persistent(self, operation: str, phase: str, schedule: Schedule, buffers: Buffers, row_bytes: int, plan: int,
-                   beta: complex = 0) -> Persistent:
+    def persistent(
+        self,
+        operation: str,
+        phase: str,
+        schedule: Schedule,
+        buffers: Buffers,
+        row_bytes: int,
+        plan: int,
+        beta: complex = 0,
+    ) -> Persistent:
         """Return a schedule of host arrays that can be executed repeatedly (`Persistent`). The ledger counts its bytes
         for `operation`. Nothing is checked.
 
@@ -392,11 +484,25 @@ class Axis:
         """
 
         tag = CALL_TAGS + 1 + plan % PLAN_TAGS
-        return Persistent(partial(self.next_record, operation, phase), self._engine,
-                          Members(self._comm, self.off_node), tag, schedule, buffers, row_bytes, beta)
+        return Persistent(
+            partial(self.next_record, operation, phase),
+            self._engine,
+            Members(self._comm, self.off_node),
+            tag,
+            schedule,
+            buffers,
+            row_bytes,
+            beta,
+        )
 
-    def begin_after(self, after: Sequence[Awaited], name: str, library: NumpyLibrary, arrays: Sequence[Array],
-                    collective: Callable[[Link], Collective[Any]]) -> Pending:
+    def begin_after(
+        self,
+        after: Sequence[Awaited],
+        name: str,
+        library: NumpyLibrary,
+        arrays: Sequence[Array],
+        collective: Callable[[Link], Collective[Any]],
+    ) -> Pending:
         """Begin a collective when all of `after` are done. arrays: checked to be on this rank's device."""
         self._engine.transport.check_place(library, *arrays)
         return self.begin(name, following(after, collective) if after else collective, "", library)
@@ -418,8 +524,13 @@ class Axis:
                 raise
             library, array, options, wrong = NumpyLibrary(), np.empty(0), {}, error
         call = collectives.call_in_words(operation, library, array, options) if self._engine.debug else ""
-        return self.begin(name, lambda link: operation(link, library, array, **options), call,
-                          library if wrong is None else None, wrong)
+        return self.begin(
+            name,
+            lambda link: operation(link, library, array, **options),
+            call,
+            library if wrong is None else None,
+            wrong,
+        )
 
     def choose_transport(self, library: NumpyLibrary) -> str:
         """The mode in which arrays of a library are sent along the axis; "" for arrays on the host.
@@ -461,8 +572,14 @@ class Axis:
         self._modes[library.kind] = mode
         return mode
 
-    def begin(self, name: str, make_collective: Callable[[Link], Collective[Any]], call: str = "",
-              library: NumpyLibrary | None = None, wrong: Pmm3dError | None = None) -> Pending:
+    def begin(
+        self,
+        name: str,
+        make_collective: Callable[[Link], Collective[Any]],
+        call: str = "",
+        library: NumpyLibrary | None = None,
+        wrong: Pmm3dError | None = None,
+    ) -> Pending:
         """Start a collective of your own.
 
         Parameters
@@ -496,11 +613,18 @@ class Axis:
                 mode = self.choose_transport(library)
                 self._engine.transport.check_place(library)
             record = self.next_record(name)
-            return self._run(make_collective, record, 1 + record.number % CALL_TAGS, library, mode, wrong,
-                             call or name)
+            return self._run(make_collective, record, 1 + record.number % CALL_TAGS, library, mode, wrong, call or name)
 
-    def _run(self, make_collective: Callable[[Link], Collective[Any]], record: Record, tag: int,
-             library: NumpyLibrary | None, mode: str, wrong: Pmm3dError | None = None, compared: str = "") -> Pending:
+    def _run(
+        self,
+        make_collective: Callable[[Link], Collective[Any]],
+        record: Record,
+        tag: int,
+        library: NumpyLibrary | None,
+        mode: str,
+        wrong: Pmm3dError | None = None,
+        compared: str = "",
+    ) -> Pending:
         """Start a generator. compared: text of the call that must be equal on all members; "" if not all members make
         the call."""
         transport = self._engine.transport
@@ -554,13 +678,17 @@ class Axis:
 
     def _counted(self) -> Collective[bool]:
         mine, before = np.array([self._calls], np.int64), np.empty(1, np.int64)
-        yield [self._comm.Irecv(before, (self.index - 1) % self.size, COUNT_TAG),
-               self._comm.Isend(mine, (self.index + 1) % self.size, COUNT_TAG)]
+        yield [
+            self._comm.Irecv(before, (self.index - 1) % self.size, COUNT_TAG),
+            self._comm.Isend(mine, (self.index + 1) % self.size, COUNT_TAG),
+        ]
         return bool(mine[0] == before[0])
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise GridError(f"axis {self.name} belongs to a Grid: it can be neither copied nor pickled. Make a Grid of the "
-                        "same shape where it is needed")
+        raise GridError(
+            f"axis {self.name} belongs to a Grid: it can be neither copied nor pickled. Make a Grid of the "
+            "same shape where it is needed"
+        )
 
     def __repr__(self) -> str:
         return f"<axis {self.name}: rank {self.index} of {self.size}>"
@@ -572,8 +700,9 @@ def _checked(operation: str, option: str, value: Any, dtype: str) -> Any:
     if option == "by":
         return _whole_numbers([value], f"{operation}: by is a whole number; got {value!r}")[0]
     if option in ("counts", "received") and value is not None:
-        return _whole_numbers(value, f"{operation}: {option} is a list of whole numbers, the rows of each rank's part; "
-                                     f"got {value!r}")
+        return _whole_numbers(
+            value, f"{operation}: {option} is a list of whole numbers, the rows of each rank's part; got {value!r}"
+        )
     if option == "beta":
         kind = Complex if dtype.startswith("complex") else Real if "float" in dtype else Integral
         if not isinstance(value, kind) or isinstance(value, bool):

@@ -37,8 +37,8 @@ AS_GOOD = 1.03
 def fills_nodes(grid: GridShape, run: int) -> bool:
     """Return whether nodes of `run` ranks each divide every axis evenly, or do not divide it at all.
 
-        >>> [fills_nodes(GridShape(*sizes), 8) for sizes in ((32, 8, 32), (25, 18, 18), (3, 2, 1))]
-        [True, False, True]
+    >>> [fills_nodes(GridShape(*sizes), 8) for sizes in ((32, 8, 32), (25, 18, 18), (3, 2, 1))]
+    [True, False, True]
     """
     inner = [stride for stride in grid.strides if stride < grid.size]
     return grid.size <= run or all(run % stride == 0 or stride % run == 0 for stride in inner)
@@ -72,8 +72,9 @@ class Auto:
         """Return the only possible grid."""
         return GridShape(1, 1, 1, self.data, **self.axes)
 
-    def chosen(self, machine: Machine | None, cores: int, processes: Processes, note: bool,
-               overlap: str = "auto") -> GridShape:
+    def chosen(
+        self, machine: Machine | None, cores: int, processes: Processes, note: bool, overlap: str = "auto"
+    ) -> GridShape:
         """Return the chosen grid. Raises GridError if no grid fits the memory limit.
 
         Grids within 3% of the best predicted time count as equally good, because the model is not more accurate. Among
@@ -90,14 +91,25 @@ class Auto:
         per_node, run = processes.per_node(), processes.run()
         machine = (machine or nominal(per_node)).with_ranks_per_node(per_node)
         limit = NO_LIMIT if self.memory is None else self.memory
-        ranking = rank_products(self.product, self.left, self.dtype, machine, limit=limit, exact=False, top=10,
-                                overlap=overlap, run=run, beside=self.ranks // self.left)
+        ranking = rank_products(
+            self.product,
+            self.left,
+            self.dtype,
+            machine,
+            limit=limit,
+            exact=False,
+            top=10,
+            overlap=overlap,
+            run=run,
+            beside=self.ranks // self.left,
+        )
         least = ranking.candidates[0].seconds
         as_good = [candidate for candidate in ranking.candidates if candidate.seconds <= AS_GOOD * least]
         best = min(as_good, key=lambda one: (not fills_nodes(self._whole(one), run), -one.grid.size))
         if self.left == self.ranks:
-            best = best_of_few(self.product, best, self.ranks, self.dtype, machine, cores, limit=limit, overlap=overlap,
-                               run=run)
+            best = best_of_few(
+                self.product, best, self.ranks, self.dtype, machine, cores, limit=limit, overlap=overlap, run=run
+            )
         if note:
             self._note(best, [one for one in ranking.candidates if one is not best], machine, cores)
         return self._whole(best)
@@ -105,29 +117,53 @@ class Auto:
     def tell_idle(self, chosen: GridShape) -> None:
         """Warn if the chosen grid leaves ranks idle."""
         if idle := self.ranks - chosen.size:
-            logger.warning("Grid: auto chose %s, which has %s of the %s ranks. The other %s %s idle: "
-                           "each makes every call and holds nothing. To use all ranks, name three sizes or a family",
-                           chosen, f"{chosen.size:,}", f"{self.ranks:,}", f"{idle:,}", "are" if idle > 1 else "is")
+            logger.warning(
+                "Grid: auto chose %s, which has %s of the %s ranks. The other %s %s idle: "
+                "each makes every call and holds nothing. To use all ranks, name three sizes or a family",
+                chosen,
+                f"{chosen.size:,}",
+                f"{self.ranks:,}",
+                f"{idle:,}",
+                "are" if idle > 1 else "is",
+            )
 
     def _note(self, best: Candidate, others: Sequence[Candidate], machine: Machine, cores: int) -> None:
         """Log the choice and its runner-up. Both times count the cores of a node."""
+
         def taken(one: Candidate) -> float:
             return seconds_on_cores(one, one.grid.size * (self.ranks // self.left), machine, cores)
 
         if others:
             after = others[0]
-            whose = "the nominal machine (pmm3d tune machine measures this one)" if machine.name == NOMINAL \
+            whose = (
+                "the nominal machine (pmm3d tune machine measures this one)"
+                if machine.name == NOMINAL
                 else machine.name
-            logger.info("auto: %s on %s ranks, %.3g ms by the model of %s; next %s, %.3g ms; both on %s a node",
-                        best.grid, f"{self.ranks:,}", 1e3 * taken(best), whose, after.grid, 1e3 * taken(after),
-                        counted(cores, "core"))
+            )
+            logger.info(
+                "auto: %s on %s ranks, %.3g ms by the model of %s; next %s, %.3g ms; both on %s a node",
+                best.grid,
+                f"{self.ranks:,}",
+                1e3 * taken(best),
+                whose,
+                after.grid,
+                1e3 * taken(after),
+                counted(cores, "core"),
+            )
 
     def _whole(self, candidate: Candidate) -> GridShape:
         return GridShape(*candidate.grid[:3], self.data, **self.axes)
 
 
-def chosen_shape(shape: str | Sequence[int], data: int, axes: Mapping[str, int], ranks: int, product: Product | None,
-                 dtype: Any, memory: float | None) -> GridShape | Auto:
+def chosen_shape(
+    shape: str | Sequence[int],
+    data: int,
+    axes: Mapping[str, int],
+    ranks: int,
+    product: Product | None,
+    dtype: Any,
+    memory: float | None,
+) -> GridShape | Auto:
     """Return the grid shape for the arguments of a Grid, or an Auto for "auto". Raises GridError, DTypeError.
 
     axes    result of `checked_axes`
@@ -149,8 +185,9 @@ def _parsed(shape: str) -> GridShape:
     try:
         return parse_shape(shape)
     except GridError:
-        raise GridError(f"a grid is written GxxGyxGz, as in 2x2x1, or has a name; got {shape!r}"
-                        f"{hint(shape.lower(), NAMES)}") from None
+        raise GridError(
+            f"a grid is written GxxGyxGz, as in 2x2x1, or has a name; got {shape!r}{hint(shape.lower(), NAMES)}"
+        ) from None
 
 
 def checked_axes(axes: Any, seq: Any, pipe: Any, taken: Collection[str]) -> dict[str, int]:
@@ -165,14 +202,17 @@ def checked_axes(axes: Any, seq: Any, pipe: Any, taken: Collection[str]) -> dict
     apart = {name: size for name, size in ((SEQ, seq), (PIPE, pipe)) if size is not None}
     for name, size in apart.items():
         if axes.get(name, size) != size:
-            raise GridError(f"{name}={size!r} and axes={{{name!r}: {axes[name]!r}}} are two sizes of one axis: give "
-                            "one")
+            raise GridError(
+                f"{name}={size!r} and axes={{{name!r}: {axes[name]!r}}} are two sizes of one axis: give one"
+            )
     axes = {name: apart[name] for name in (SEQ,) if name in apart} | dict(axes) | apart
     checked = {}
     for name, size in axes.items():
         if name in AXES or name in taken or not is_axis_name(name):
-            raise GridError(f"axes: {name!r} can be the name of no further axis. A name is one word that the grid does "
-                            f"not use for something else; {', '.join(AXES)} have arguments of their own")
+            raise GridError(
+                f"axes: {name!r} can be the name of no further axis. A name is one word that the grid does "
+                f"not use for something else; {', '.join(AXES)} have arguments of their own"
+            )
         checked[name] = _ranks_along(name, size)
     return checked
 
@@ -201,12 +241,16 @@ def _fitting(shape: Any, data: int, axes: Mapping[str, int], ranks: int, product
         if ranks % copies:
             remedy = f"Start {counted(wanted.size, 'rank')}, or change {others}: {copies} does not divide {ranks}"
         elif copies > 1:
-            remedy = (f"With {others} and {counted(ranks, 'rank')}, each copy has {counted(ranks // copies, 'rank')}: "
-                      f"{fitting}")
+            remedy = (
+                f"With {others} and {counted(ranks, 'rank')}, each copy has {counted(ranks // copies, 'rank')}: "
+                f"{fitting}"
+            )
         else:
             remedy = f"Grids that fit {counted(ranks, 'rank')}, by modelled cost: {fitting}"
-        raise GridError(f"grid {x}x{y}x{z} ({others}) needs {counted(wanted.size, 'rank')}, and there "
-                        f"{'is' if ranks == 1 else 'are'} {ranks:,}. {remedy}")
+        raise GridError(
+            f"grid {x}x{y}x{z} ({others}) needs {counted(wanted.size, 'rank')}, and there "
+            f"{'is' if ranks == 1 else 'are'} {ranks:,}. {remedy}"
+        )
     return wanted
 
 
@@ -214,8 +258,10 @@ def _family(name: str, data: int, ranks: int) -> tuple[tuple[int, int, int], int
     """Return (x, y, z) and the size of the data axis for a family of parallel training on this number of ranks."""
     if name == "ddp":
         if data not in (1, ranks):
-            raise GridError(f'"ddp" puts all {ranks:,} ranks along data; got data {data}. Leave data out, or name how '
-                            f'each of {data} copies is spread: "hsdp", "megatron" or three sizes')
+            raise GridError(
+                f'"ddp" puts all {ranks:,} ranks along data; got data {data}. Leave data out, or name how '
+                f'each of {data} copies is spread: "hsdp", "megatron" or three sizes'
+            )
         return (1, 1, 1), ranks
     if name == "fsdp" and data != 1:
         raise GridError(f'"fsdp" shards everything over all ranks; with data {data} that is "hsdp"')
@@ -232,8 +278,9 @@ def _ranks_along(axis: str, size: Any) -> int:
 def _checked_product(product: Any) -> Product:
     if product is None:
         return CUBE
-    m, n, k = naturals(product, "product is the sizes (m, n, k) that the grid is for, three numbers of at least 0", 0,
-                       GridError, 3)
+    m, n, k = naturals(
+        product, "product is the sizes (m, n, k) that the grid is for, three numbers of at least 0", 0, GridError, 3
+    )
     return m, n, k
 
 

@@ -50,14 +50,21 @@ def choose_transport(link: Link, library: NumpyLibrary) -> Collective[str]:
         found = transport.outcomes[library.kind] = yield from _tried(link, library, before)
         mode, why = (DIRECT if found.direct else "staged"), found.why
         if asked == DIRECT != mode:
-            raise everywhere(Pmm3dError(f"device_transport is direct, but {why}. Load an MPI with GPU support (Cray "
-                                        "MPICH: MPICH_GPU_SUPPORT_ENABLED=1), or leave it to PMM3D_TRANSPORT=auto, or "
-                                        "staged"))
+            raise everywhere(
+                Pmm3dError(
+                    f"device_transport is direct, but {why}. Load an MPI with GPU support (Cray "
+                    "MPICH: MPICH_GPU_SUPPORT_ENABLED=1), or leave it to PMM3D_TRANSPORT=auto, or "
+                    "staged"
+                )
+            )
         news = before is None or before.direct != found.direct
         if news and not found.direct and link.record.members[link.rank] == 0:
-            logger.warning("%s: device memory goes through pinned host memory, which is slower. If this MPI should "
-                           "take device pointers, load its build with GPU support (Cray MPICH: "
-                           "MPICH_GPU_SUPPORT_ENABLED=1)", why)
+            logger.warning(
+                "%s: device memory goes through pinned host memory, which is slower. If this MPI should "
+                "take device pointers, load its build with GPU support (Cray MPICH: "
+                "MPICH_GPU_SUPPORT_ENABLED=1)",
+                why,
+            )
     transport.mode, transport.why = mode, f"{mode}: {why}"
     if mode == "staged":
         yield from _pinned_buffers(link, library)
@@ -72,9 +79,11 @@ def _pinned_buffers(link: Link, library: NumpyLibrary) -> Collective[None]:
     sizes = [4 * staging.PIECE_BYTES >> step for step in range(9)]  # a buffer serves requests of half its size
     with link.transport.current():
         refused = _caught(lambda: link.workspace.rehearse(sizes, library.pinned()))
-    error = refused and OutOfMemoryError("no pinned host memory for the messages of device memory: "
-                                         f"{refused}. Use fewer ranks per node, or raise the limit of locked memory "
-                                         "(ulimit -l)")
+    error = refused and OutOfMemoryError(
+        "no pinned host memory for the messages of device memory: "
+        f"{refused}. Use fewer ranks per node, or raise the limit of locked memory "
+        "(ulimit -l)"
+    )
     yield from agree(link, "staged transport", "", Terms("", error=error))
 
 
@@ -93,11 +102,16 @@ def nccl_of(link: Link, library: NumpyLibrary) -> Collective[Nccl | None]:
     except Exception as problem:
         error = problem
     members = link.record.members
-    rows = yield from agree(link, "device_transport nccl", "", Terms("", error=error),
-                            numbers=[_digest(link.transport.device)])
+    rows = yield from agree(
+        link, "device_transport nccl", "", Terms("", error=error), numbers=[_digest(link.transport.device)]
+    )
     if rows is not None and len(np.unique(rows)) < link.size:
-        raise everywhere(Pmm3dError(f"device_transport nccl: ranks {members[0]} to {members[-1]} have several to a "
-                                    "device, which NCCL does not take. One rank a device, or PMM3D_TRANSPORT=auto"))
+        raise everywhere(
+            Pmm3dError(
+                f"device_transport nccl: ranks {members[0]} to {members[-1]} have several to a "
+                "device, which NCCL does not take. One rank a device, or PMM3D_TRANSPORT=auto"
+            )
+        )
     shared = np.frombuffer(identity.ljust(ID_BYTES, b"\0"), np.uint8).copy()
     yield [link.comm.Ibcast([shared, MPI.BYTE], 0)]
     made: list[Nccl] = []
@@ -161,8 +175,10 @@ def _neighbours(link: Link, library: NumpyLibrary) -> Collective[str]:
                 requests.append(call([host, MPI.BYTE], peer, link.tag))
         yield requests
         if not wrong and not np.array_equal(library.to_numpy(target), values):
-            wrong = (f"device memory did not come right by MPI from rank {members[before]} to {members[link.rank]} "
-                     f"({values.nbytes:,} bytes)")
+            wrong = (
+                f"device memory did not come right by MPI from rank {members[before]} to {members[link.rank]} "
+                f"({values.nbytes:,} bytes)"
+            )
     return wrong
 
 
@@ -172,15 +188,24 @@ def _check_devices(link: Link, library: NumpyLibrary, of_all: bool) -> Collectiv
     transport = link.transport
     error = _caught(lambda: transport.first_arrays(library))
     device = transport.device
-    rows = yield from agree(link, "the current device of each rank", "", Terms("", error=error),
-                            numbers=[_digest(device), 0 if device is None else device.visible])
+    rows = yield from agree(
+        link,
+        "the current device of each rank",
+        "",
+        Terms("", error=error),
+        numbers=[_digest(device), 0 if device is None else device.visible],
+    )
     if rows is None or transport.processes is None or not of_all:
         return
     shared = shared_devices(rows, transport.processes)
     if shared.crowded:
-        raise everywhere(GridError(f"{shared.crowded}. Each rank takes its own before arrays are made: "
-                                   "pmm3d.arrays.take_device(library, grid.local_rank); a device that is to stay idle "
-                                   "is hidden by CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES)"))
+        raise everywhere(
+            GridError(
+                f"{shared.crowded}. Each rank takes its own before arrays are made: "
+                "pmm3d.arrays.take_device(library, grid.local_rank); a device that is to stay idle "
+                "is hidden by CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES)"
+            )
+        )
     if shared.warning and link.rank == 0:
         logger.warning(shared.warning)
 
@@ -231,8 +256,11 @@ def shared_devices(rows: np.ndarray, processes: Processes) -> Shared:
         host, seen = processes.host_of(int(here[0])), int(rows[here, 1].max())
         if len(used) < min(len(here), seen):
             together = here[rows[here, 0] == used[int(np.argmax(counts))]]
-            return Shared(f"{ranks_in_words(together.tolist())} of host {host} have their arrays on one device, and "
-                          f"{seen - len(used)} of the {seen} that they see has none's", "")
+            return Shared(
+                f"{ranks_in_words(together.tolist())} of host {host} have their arrays on one device, and "
+                f"{seen - len(used)} of the {seen} that they see has none's",
+                "",
+            )
         devices = counted(len(used), "device")
         hosts.append(f"{ranks_in_words(here.tolist())} share {devices} of host {host}")
     more = f", and so it is on {len(hosts) - 1} more hosts" if len(hosts) > 1 else ""
@@ -256,8 +284,14 @@ def devices_of_ranks(comm: WatchedComm, processes: Processes, library: NumpyLibr
     for rank, (device, _) in enumerate(found or ()):
         node = processes.node_of(rank)
         on_host[node] = on_host.get(node, -1) + 1
-        row = {"host": processes.host_of(rank), "rank": rank, "local_rank": on_host[node], "device": None, "name": "",
-               "pci": ""}
+        row = {
+            "host": processes.host_of(rank),
+            "rank": rank,
+            "local_rank": on_host[node],
+            "device": None,
+            "name": "",
+            "pci": "",
+        }
         if device is not None:
             row |= {"device": device.number, "name": device.name, "pci": device.pci}
             ranks_of.setdefault((node, device.pci), []).append(rank)

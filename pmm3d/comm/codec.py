@@ -13,12 +13,12 @@ from ..layout import MATRIX_DTYPES, itemsize
 class Codec(Protocol):
     """An encoding of arrays. Encoding a decoded array must give the same bytes, because later stages send it again.
 
-        >>> import numpy as np; from pmm3d.comm import Grid
-        >>> with Grid() as grid:
-        ...     part, total = np.full((1, 1), 0.1, np.float32), np.empty((1, 1), np.float32)
-        ...     _ = grid.everyone.all_reduce_into(part, total, codec=Cast("float16")).wait()
-        ...     bool(abs(total[0, 0] - 0.1 * grid.size) < 1e-3 * grid.size)
-        True
+    >>> import numpy as np; from pmm3d.comm import Grid
+    >>> with Grid() as grid:
+    ...     part, total = np.full((1, 1), 0.1, np.float32), np.empty((1, 1), np.float32)
+    ...     _ = grid.everyone.all_reduce_into(part, total, codec=Cast("float16")).wait()
+    ...     bool(abs(total[0, 0] - 0.1 * grid.size) < 1e-3 * grid.size)
+    True
     """
 
     def nbytes(self, elements: int, dtype: str) -> int:

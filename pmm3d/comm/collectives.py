@@ -31,21 +31,29 @@ from .transport import Collective, Link
 from .unchecked import all_gather_rows, all_reduce_flat, all_to_all_into, in_two_dims, reduce_scatter_into, sum_gathered
 
 
-def all_gather(link: Link, library: NumpyLibrary, part: Array, out: Array | None = None,
-               counts: Counts | None = None) -> Collective[Array]:
+def all_gather(
+    link: Link, library: NumpyLibrary, part: Array, out: Array | None = None, counts: Counts | None = None
+) -> Collective[Array]:
     """Generator: return the parts of all ranks, concatenated. Each rank receives |whole| - |part| bytes.
 
     `part` may be the view of its rows in `out`. Without counts, parts with different numbers of rows cost a further
     agreement, because the memory of the result can be allocated only when they are known.
     """
+
     def recv_buffer(known: Counts) -> Array:
         _check_counts(link, known, part.shape[0], own=True)
         return _recv_array(link, library, out, (sum(known), *part.shape[1:]), part, own=sum(known[: link.rank]))
 
     call, sure = call_in_words(all_gather, library, part, {"counts": counts}), counts is not None
-    first = yield from first_round(link, library, part, call,
-                                   lambda: recv_buffer([part.shape[0]] * link.size if counts is None else counts),
-                                    sure=sure, needed=not sure)
+    first = yield from first_round(
+        link,
+        library,
+        part,
+        call,
+        lambda: recv_buffer([part.shape[0]] * link.size if counts is None else counts),
+        sure=sure,
+        needed=not sure,
+    )
     known = first.rows if counts is None else counts
     whole = yield from first.recv_buffer(link, None if sure else sum(known), lambda: recv_buffer(known))
     if first.data is None:
@@ -57,8 +65,14 @@ def all_gather(link: Link, library: NumpyLibrary, part: Array, out: Array | None
     return whole
 
 
-def reduce_scatter(link: Link, library: NumpyLibrary, whole: Array, out: Array | None = None,
-                   counts: Counts | None = None, beta: complex = 0) -> Collective[Array]:
+def reduce_scatter(
+    link: Link,
+    library: NumpyLibrary,
+    whole: Array,
+    out: Array | None = None,
+    counts: Counts | None = None,
+    beta: complex = 0,
+) -> Collective[Array]:
     """Generator: sum this rank's part of all ranks' arrays: out = beta out + the sum.
 
     Each rank receives (G-1) |its part| bytes. Without counts the parts have ceil or floor of rows / G rows. The order
@@ -86,14 +100,16 @@ def reduce_scatter(link: Link, library: NumpyLibrary, whole: Array, out: Array |
     return part
 
 
-def all_reduce(link: Link, library: NumpyLibrary, array: Array, out: Array | None = None,
-               agreed: bool = False) -> Collective[Array]:
+def all_reduce(
+    link: Link, library: NumpyLibrary, array: Array, out: Array | None = None, agreed: bool = False
+) -> Collective[Array]:
     """Generator: return the sum of all ranks' arrays, on every rank. `out` may be `array`.
 
     Each rank receives 2 (G-1)/G |array| bytes (reduce-scatter, then all-gather). Small arrays are sent whole, and every
     rank adds them: (G-1) |array| bytes if there is one stage. An array is small if its bytes times the sum of the
     stages' sizes are at most 64 KiB (`pmm3d.model.schedule.sums_whole`). The order of the sum is fixed.
     """
+
     def recv_buffer() -> Array:
         return _recv_array(link, library, out, tuple(array.shape), array, own=0)
 
@@ -109,8 +125,14 @@ def all_reduce(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
     return first.memory
 
 
-def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | None = None, counts: Counts | None = None,
-               received: Counts | None = None) -> Collective[Array]:
+def all_to_all(
+    link: Link,
+    library: NumpyLibrary,
+    array: Array,
+    out: Array | None = None,
+    counts: Counts | None = None,
+    received: Counts | None = None,
+) -> Collective[Array]:
     """Generator: send part r of the rows to rank r; return the received parts in rank order.
 
     Parameters
@@ -127,8 +149,9 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
     def check() -> None:
         _check_counts(link, sizes, array.shape[0])
         if received is not None and (len(received) != link.size or min(received) < 0):
-            raise LayoutError(f"{link.record}: received {list(received)} is not a number of rows for each of "
-                              f"{link.size} ranks")
+            raise LayoutError(
+                f"{link.record}: received {list(received)} is not a number of rows for each of {link.size} ranks"
+            )
         if received is not None and link.size == 1 and list(received) != list(sizes):
             raise LayoutError(f"{link.record}: rank 0 sends {sizes[0]}, and received= has {received[0]}")
 
@@ -148,32 +171,56 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
         return rows[:, 0].tolist()
 
     call, sure = call_in_words(all_to_all, library, array, {"received": received}), received is not None
-    first = yield from first_round(link, library, array, call, lambda: recv_buffer(rows_expected()), check, sizes,
-                                   received, sure=sure, needed=not sure)
+    first = yield from first_round(
+        link,
+        library,
+        array,
+        call,
+        lambda: recv_buffer(rows_expected()),
+        check,
+        sizes,
+        received,
+        sure=sure,
+        needed=not sure,
+    )
     if received is not None and not first.unbalanced:
         incoming = list(received)
     else:
         incoming = (yield from asked()) if first.sent is None else first.sent[:, link.rank].tolist()
     if received is not None and first.unbalanced:
-        wrong = [f"rank {peer} sends {rows}, and received= has {expected}" for peer, (rows, expected)
-                 in enumerate(zip(incoming, received)) if rows != expected]
+        wrong = [
+            f"rank {peer} sends {rows}, and received= has {expected}"
+            for peer, (rows, expected) in enumerate(zip(incoming, received))
+            if rows != expected
+        ]
         error = LayoutError("; ".join(wrong)) if wrong else None
         yield from agree(link, str(link.record), "", Terms("", error=error), [])
-    arriving = (None if sure else first.sent.sum(axis=0).tolist() if first.sent is not None
-                else sum(incoming) if link.dry else -2)
+    arriving = (
+        None
+        if sure
+        else first.sent.sum(axis=0).tolist()
+        if first.sent is not None
+        else sum(incoming)
+        if link.dry
+        else -2
+    )
     whole = yield from first.recv_buffer(link, arriving, lambda: recv_buffer(sum(incoming)))
     if first.data is None or first.sent is None:
         yield from all_to_all_into(link, library, in_two_dims(array), in_two_dims(whole), sizes, incoming)
         return whole
-    count_data(link, plan_all_to_all(tuple(sizes), tuple(incoming), link.rank),
-               prod(array.shape[1:]) * itemsize(library.dtype(array)))
+    count_data(
+        link,
+        plan_all_to_all(tuple(sizes), tuple(incoming), link.rank),
+        prod(array.shape[1:]) * itemsize(library.dtype(array)),
+    )
     for place, each, rows in zip(_parts(whole, incoming), first.arrays(library, array), first.sent.tolist()):
         place[...] = _parts(each, rows)[link.rank]
     return whole
 
 
-def shift(link: Link, library: NumpyLibrary, array: Array, by: int = 1, out: Array | None = None,
-          agreed: bool = False) -> Collective[Array]:
+def shift(
+    link: Link, library: NumpyLibrary, array: Array, by: int = 1, out: Array | None = None, agreed: bool = False
+) -> Collective[Array]:
     """Generator: send this rank's array to rank r + by of the ring, and return the array of rank r - by. The numbers of
     rows may differ. If `agreed` is True, `out` is known to have the shape of the array that arrives.
     """
@@ -237,12 +284,21 @@ def _check_counts(link: Link, counts: Counts, rows: int, own: bool = False) -> N
     rank must be `rows`."""
     if len(counts) != link.size or (counts[link.rank] if own else sum(counts)) != rows or min(counts) < 0:
         where = f"on rank {link.rank} of the axis" if own else "in all"
-        raise LayoutError(f"{link.record}: counts {list(counts)} for {link.size} ranks do not fit the array, which has "
-                          f"{rows} rows {where}")
+        raise LayoutError(
+            f"{link.record}: counts {list(counts)} for {link.size} ranks do not fit the array, which has "
+            f"{rows} rows {where}"
+        )
 
 
-def _recv_array(link: Link, library: NumpyLibrary, out: Array | None, shape: tuple[int, ...], array: Array,
-                own: int | None = None, strided: bool = False) -> Array:
+def _recv_array(
+    link: Link,
+    library: NumpyLibrary,
+    out: Array | None,
+    shape: tuple[int, ...],
+    array: Array,
+    own: int | None = None,
+    strided: bool = False,
+) -> Array:
     """Return `out`, or a new array if `out` is None. Raises LayoutError if the result does not fit into `out`.
 
     array   the array that comes in
@@ -250,10 +306,15 @@ def _recv_array(link: Link, library: NumpyLibrary, out: Array | None, shape: tup
     """
     if out is None:
         return link.empty(library, shape, library.dtype(array))
-    in_place = (own is not None and library_of(out) == library and tuple(out.shape) == shape
-                and library.address(out[own : own + array.shape[0]]) == library.address(array))
-    check_output(library, link.record, out, *[array] * (not in_place), strided=strided,
-                 result=(shape, library.dtype(array)))
+    in_place = (
+        own is not None
+        and library_of(out) == library
+        and tuple(out.shape) == shape
+        and library.address(out[own : own + array.shape[0]]) == library.address(array)
+    )
+    check_output(
+        library, link.record, out, *[array] * (not in_place), strided=strided, result=(shape, library.dtype(array))
+    )
     return out
 
 

@@ -83,8 +83,10 @@ def check_communicator(comm: MPI.Intracomm) -> None:
     """
     if not MPI.Is_initialized() or MPI.Is_finalized():
         state = "is already finalized" if MPI.Is_initialized() else "is not initialized"
-        raise GridError(f"MPI {state}. Use a Grid after MPI.Init() and before MPI.Finalize(). Importing mpi4py.MPI "
-                        "calls the former, unless mpi4py.rc.initialize is False")
+        raise GridError(
+            f"MPI {state}. Use a Grid after MPI.Init() and before MPI.Finalize(). Importing mpi4py.MPI "
+            "calls the former, unless mpi4py.rc.initialize is False"
+        )
     if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
         given = "MPI.COMM_NULL" if comm == MPI.COMM_NULL else f"a {type(comm).__name__}"
         raise GridError(f"comm is an intracommunicator of mpi4py that this process belongs to; got {given}")
@@ -96,9 +98,11 @@ def _check_launcher(comm: MPI.Intracomm) -> None:
     if tasks > 1 and comm.size == MPI.COMM_WORLD.size == 1:
         from .nodes import mpi_name
 
-        raise LauncherError(f"the launcher started {tasks} tasks ({variable}={tasks}) but MPI sees a world of 1 rank: "
-                            f"it belongs to another MPI than mpi4py's ({mpi_name()}). Use the mpiexec beside this "
-                            "Python (python -m pmm3d.launcher), or srun --mpi= with the plugin of this MPI")
+        raise LauncherError(
+            f"the launcher started {tasks} tasks ({variable}={tasks}) but MPI sees a world of 1 rank: "
+            f"it belongs to another MPI than mpi4py's ({mpi_name()}). Use the mpiexec beside this "
+            "Python (python -m pmm3d.launcher), or srun --mpi= with the plugin of this MPI"
+        )
 
 
 def own_duplicate(comm: MPI.Intracomm, timeout: float, what: str = MAKING) -> MPI.Intracomm:
@@ -119,11 +123,13 @@ def own_duplicate(comm: MPI.Intracomm, timeout: float, what: str = MAKING) -> MP
             if due and waited > due:
                 due *= 2
                 where = this_process(MPI.Get_processor_name()).described(comm.rank)
-                logger.warning(f"{where} has waited {waited:.0f} s in {what}, at {source_line(sys._getframe())}. The "
-                               f"job goes on. Some of the {comm.size} ranks of the communicator have not come. All of "
-                               "its ranks must make this call: look for a rank that is stopped, has ended, or does "
-                               f"something else. The limit is {timeout:g} s: Grid(timeout=) or PMM3D_TIMEOUT, 0 for "
-                               "none.")
+                logger.warning(
+                    f"{where} has waited {waited:.0f} s in {what}, at {source_line(sys._getframe())}. The "
+                    f"job goes on. Some of the {comm.size} ranks of the communicator have not come. All of "
+                    "its ranks must make this call: look for a rank that is stopped, has ended, or does "
+                    f"something else. The limit is {timeout:g} s: Grid(timeout=) or PMM3D_TIMEOUT, 0 for "
+                    "none."
+                )
         comm.Set_attr(_attribute(), duplicate)
     return duplicate
 
@@ -139,8 +145,9 @@ def _attribute() -> int:
     return MPI.Comm.Create_keyval(delete_fn=free)
 
 
-def duplicates(own: MPI.Intracomm, timeout: float, debug: bool,
-               made: ExitStack) -> tuple[WatchedComm, MPI.Intracomm, Processes, bool]:
+def duplicates(
+    own: MPI.Intracomm, timeout: float, debug: bool, made: ExitStack
+) -> tuple[WatchedComm, MPI.Intracomm, Processes, bool]:
     """Return (WatchedComm, communicator for the watchdog, Processes, whether debug is on for any rank). Collective.
 
     own    `own_duplicate` of the caller's communicator

@@ -52,8 +52,10 @@ def try_device(library: NumpyLibrary, timeout: float = TRIAL_SECONDS) -> Outcome
 def messages(library: NumpyLibrary) -> list[tuple[np.ndarray, Any, Any]]:
     """Return (host values, device array with these values, device array to receive them) for each of SIZES."""
     values = [np.arange(size // 4, dtype=np.float32) for size in SIZES]
-    made = [(each, library.from_numpy(each, "float32"), library.from_numpy(np.zeros_like(each), "float32"))
-            for each in values]
+    made = [
+        (each, library.from_numpy(each, "float32"), library.from_numpy(np.zeros_like(each), "float32"))
+        for each in values
+    ]
     library.synchronize()
     return made
 
@@ -68,8 +70,15 @@ def _tried(name: str, timeout: float) -> Outcome:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER_PREFIXES)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the child imports the same modules
     try:
-        child = subprocess.run([sys.executable, "-m", __name__, name], env=environment, timeout=timeout, text=True,
-                               errors="replace", stdin=subprocess.DEVNULL, capture_output=True)
+        child = subprocess.run(
+            [sys.executable, "-m", __name__, name],
+            env=environment,
+            timeout=timeout,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+        )
     except subprocess.TimeoutExpired:
         return Outcome(False, f"{UNKNOWN}: the child process did not end within {timeout:g} s")
     except OSError as error:
@@ -80,8 +89,8 @@ def _tried(name: str, timeout: float) -> Outcome:
 def judged(code: int, output: str, errors: str) -> Outcome:
     """Return the outcome from a child's exit code (negative: the signal), its stdout and its stderr.
 
-        >>> judged(-11, BEGUN, "").why, judged(1, "", "no MPI").why.partition(": ")[2]
-        ('this MPI does not take device pointers: the child process died of signal 11', 'no MPI')
+    >>> judged(-11, BEGUN, "").why, judged(1, "", "no MPI").why.partition(": ")[2]
+    ('this MPI does not take device pointers: the child process died of signal 11', 'no MPI')
     """
     if RIGHT in output:
         return Outcome(True, "MPI takes device pointers: a child process sent itself some")

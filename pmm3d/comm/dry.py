@@ -106,8 +106,9 @@ class DryLink(Link):
 
     dry = True
 
-    def _exchange(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
-                  receives: Sequence[tuple[int, Array]]) -> Collective[None]:
+    def _exchange(
+        self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]]
+    ) -> Collective[None]:
         sent, received = sum([array.nbytes for _, array in sends]), sum([array.nbytes for _, array in receives])
         self.record.sent += sent
         self.record.received += received
@@ -195,17 +196,33 @@ class DryAxis(Axis):
 
     def choose_transport(self, library: NumpyLibrary) -> str:
         if library.has_data:
-            raise Pmm3dError(f"a matrix on the grid of a dry run has no data; this one is of {library.name}. Make it "
-                             "by the methods of DistMatrix: from_local and from_global take shape and type only")
+            raise Pmm3dError(
+                f"a matrix on the grid of a dry run has no data; this one is of {library.name}. Make it "
+                "by the methods of DistMatrix: from_local and from_global take shape and type only"
+            )
         return ""
 
-    def begin(self, name: str, make_collective: Callable[[Link], Collective[Any]], call: str = "",
-              library: NumpyLibrary | None = None, wrong: Pmm3dError | None = None) -> Pending:
+    def begin(
+        self,
+        name: str,
+        make_collective: Callable[[Link], Collective[Any]],
+        call: str = "",
+        library: NumpyLibrary | None = None,
+        wrong: Pmm3dError | None = None,
+    ) -> Pending:
         with self._engine.guard:
             return self._run(make_collective, self.next_record(name), 0, library, "")
 
-    def _run(self, make_collective: Callable[[Link], Collective[Any]], record: Record, tag: int,
-             library: NumpyLibrary | None, mode: str, wrong: Pmm3dError | None = None, compared: str = "") -> Pending:
+    def _run(
+        self,
+        make_collective: Callable[[Link], Collective[Any]],
+        record: Record,
+        tag: int,
+        library: NumpyLibrary | None,
+        mode: str,
+        wrong: Pmm3dError | None = None,
+        compared: str = "",
+    ) -> Pending:
         link = DryLink(self._comm, 0, record, self._engine.transport, None, False)
         link.node_map, link.off_node = self.node_map, self.off_node
         return self._engine.start(make_collective(link), record)
@@ -226,16 +243,25 @@ class DryAxis(Axis):
 
         return self.begin(name, same_everywhere)
 
-    def all_reduce_into(self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (),
-                        work: Slab | None = None, codec: Codec | None = None) -> Pending:
+    def all_reduce_into(
+        self,
+        array: Array,
+        out: Array,
+        beta: complex = 0,
+        *,
+        after: Sequence[Awaited] = (),
+        work: Slab | None = None,
+        codec: Codec | None = None,
+    ) -> Pending:
         if library_of(array).has_data:
             out[...] = array * self.size + (beta * out if beta else 0)
             dry = DryLibrary(self._engine.run)
             array, out = dry.like(array), dry.like(out)
         return super().all_reduce_into(array, out, beta, after=after, work=work, codec=codec)
 
-    def _of_equals(self, name: str, array: np.ndarray, counts: Sequence[int] | None, shape: tuple[int, ...]
-                   ) -> np.ndarray:
+    def _of_equals(
+        self, name: str, array: np.ndarray, counts: Sequence[int] | None, shape: tuple[int, ...]
+    ) -> np.ndarray:
         """Return the result of a collective in which all members pass this array."""
         if name in ("reduce_scatter", "all_to_all"):
             starts = offsets(part_sizes(len(array), self.size) if counts is None else counts)
@@ -248,8 +274,16 @@ class DryGrid(Grid):
 
     dry_run: DryRun
 
-    def __init__(self, shape: str | Sequence[int], data: int, rank: int, axes: Mapping[str, int] | None, hosts: int,
-                 seq: int | None, pipe: int | None):
+    def __init__(
+        self,
+        shape: str | Sequence[int],
+        data: int,
+        rank: int,
+        axes: Mapping[str, int] | None,
+        hosts: int,
+        seq: int | None,
+        pipe: int | None,
+    ):
         self.debug, self._check, self.attached, self.dry_run = False, False, {}, DryRun()
         self.rank, self.hosts, self.shape = rank, hosts, self._dry_shape(shape, data, axes, seq, pipe)
         self.size = self.shape.size
@@ -283,8 +317,9 @@ class DryGrid(Grid):
         ranks = self.ranks_along(axes)
         return DryAxis(self.engine, name, DryComm(len(ranks), ranks.index(self.rank)), ranks)
 
-    def _dry_shape(self, shape: Any, data: int, axes: Mapping[str, int] | None, seq: int | None,
-                   pipe: int | None) -> GridShape:
+    def _dry_shape(
+        self, shape: Any, data: int, axes: Mapping[str, int] | None, seq: int | None, pipe: int | None
+    ) -> GridShape:
         """Return the grid shape of these sizes. It determines the number of ranks."""
         taken = {"all", "everyone", "shape", "ledger", "workspace", "engine", *dir(self)}
         others = checked_axes(axes, seq, pipe, taken)

@@ -114,8 +114,10 @@ class Pending:
             return True
         try:
             while not (requests := self._requests) or (
-                    MPI.Request.Testall(requests) if isinstance(requests[0], MPI.Request) else
-                    all(awaited.done for awaited in requests)):
+                MPI.Request.Testall(requests)
+                if isinstance(requests[0], MPI.Request)
+                else all(awaited.done for awaited in requests)
+            ):
                 self._engine.last_round = time.perf_counter()
                 with np.errstate(all="ignore"):
                     self._resumed = True
@@ -135,8 +137,10 @@ class Pending:
         """End with an error of the generator. `wait` raises `reported`."""
         self._requests, self.done = [*self._requests, *getattr(error, "active_requests", [])], True
         self._error = reported
-        if interrupted or any(request != MPI.REQUEST_NULL if isinstance(request, MPI.Request) else
-                              not getattr(request, "ended", True) for request in self._requests):
+        if interrupted or any(
+            request != MPI.REQUEST_NULL if isinstance(request, MPI.Request) else not getattr(request, "ended", True)
+            for request in self._requests
+        ):
             self._frames = error.__traceback__  # they hold the arrays
             self._engine.abandoned.append(self)
 
@@ -170,8 +174,9 @@ class Engine:
                         collective. It is called before the first message is posted
     """
 
-    def __init__(self, ledger: Ledger, watch: Watch, transport: Transport, debug: bool, check: bool,
-                 crowded: bool = False):
+    def __init__(
+        self, ledger: Ledger, watch: Watch, transport: Transport, debug: bool, check: bool, crowded: bool = False
+    ):
         self.ledger, self.transport, self.debug, self.check = ledger, transport, debug, check
         self.guard = Guard()
         self._watch, self._yields = watch, CROWDED_SECONDS if crowded else YIELD_SECONDS
@@ -268,6 +273,7 @@ class Engine:
 
     def wait_persistent(self, requests: list[MPI.Prequest], record: Record) -> None:
         """Make progress on all collectives until these persistent requests are complete."""
+
         def done() -> bool:
             with self._lock:
                 if MPI.Request.Testall(requests):
@@ -325,8 +331,9 @@ class Engine:
         if not self.active or MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             return False
         if self._helper is None:
-            self._helper = LoneThread(target=_drive, args=(weakref.ref(self), self._computing),
-                                      name="pmm3d progress", daemon=True)
+            self._helper = LoneThread(
+                target=_drive, args=(weakref.ref(self), self._computing), name="pmm3d progress", daemon=True
+            )
             self._helper.start()
             at_end(self, self._computing.set).atexit = False
         self._computing.set()
@@ -383,17 +390,25 @@ def raised_by_handler(error: BaseException) -> bool:
     """Return whether a signal handler of Python raised an error. A handler gets the frame that it interrupted, which is
     the frame before its own in the traceback."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return any(each is before for before, frame in pairwise(frames) for value in frame.f_locals.values()
-               for each in (value if isinstance(value, tuple) else (value,)))
+    return any(
+        each is before
+        for before, frame in pairwise(frames)
+        for value in frame.f_locals.values()
+        for each in (value if isinstance(value, tuple) else (value,))
+    )
 
 
 def _interrupted(record: Record, error: BaseException) -> GridError:
-    return GridError(f"{record}: a signal handler of this rank raised {type(error).__name__} while the collective ran, "
-                     "so it cannot go on. Other ranks may wait for its messages. Close this grid on all ranks, or end "
-                     "the job")
+    return GridError(
+        f"{record}: a signal handler of this rank raised {type(error).__name__} while the collective ran, "
+        "so it cannot go on. Other ranks may wait for its messages. Close this grid on all ranks, or end "
+        "the job"
+    )
 
 
 def _mpi_error(record: Record, error: MPI.Exception) -> Pmm3dError:
-    return Pmm3dError(f"{record}: MPI says {error.Get_error_string()}. If its members call different operations or "
-                      "pass other sizes on this axis, PMM3D_DEBUG=1 names the first call that differs; otherwise a "
-                      "member may have died")
+    return Pmm3dError(
+        f"{record}: MPI says {error.Get_error_string()}. If its members call different operations or "
+        "pass other sizes on this axis, PMM3D_DEBUG=1 names the first call that differs; otherwise a "
+        "member may have died"
+    )

@@ -47,8 +47,9 @@ class Awaited(Protocol):
     def wait(self) -> Any: ...
 
 
-def following(after: Sequence[Awaited], collective: Callable[[Link], Collective[Any]]
-              ) -> Callable[[Link], Collective[Any]]:
+def following(
+    after: Sequence[Awaited], collective: Callable[[Link], Collective[Any]]
+) -> Callable[[Link], Collective[Any]]:
     """Return a collective that begins when all of `after` are done. It raises the error of the first that failed."""
 
     def steps(link: Link) -> Collective[Any]:
@@ -80,8 +81,9 @@ class Buffers:
     work     memory of `work_bytes` bytes. Spans cut work buffers along dims[0]
     """
 
-    def __init__(self, schedule: Schedule, library: NumpyLibrary, arrays: Sequence[Array], dims: Sequence[int],
-                 work: Slab | None):
+    def __init__(
+        self, schedule: Schedule, library: NumpyLibrary, arrays: Sequence[Array], dims: Sequence[int], work: Slab | None
+    ):
         self.library = library
         self._arrays, self._dims, self._views = arrays, dims, dict[Span, Array]()
         self._work = schedule.work
@@ -118,9 +120,18 @@ class Buffers:
         return [(peer, self.view(span)) for peer, span in messages]
 
 
-def run_schedule(link: Link, library: NumpyLibrary, schedule: Schedule, given: Array, out: Array, *, beta: complex = 0,
-                 dims: tuple[int, int] = (0, 0), work: Slab | None = None,
-                 codec: Codec | None = None) -> Collective[Array]:
+def run_schedule(
+    link: Link,
+    library: NumpyLibrary,
+    schedule: Schedule,
+    given: Array,
+    out: Array,
+    *,
+    beta: complex = 0,
+    dims: tuple[int, int] = (0, 0),
+    work: Slab | None = None,
+    codec: Codec | None = None,
+) -> Collective[Array]:
     """Generator: execute a schedule. Returns `out`.
 
     given, out   the buffers IN and OUT, 2D. Arrays with gaps are packed for their messages
@@ -145,8 +156,9 @@ def run_schedule(link: Link, library: NumpyLibrary, schedule: Schedule, given: A
     return out
 
 
-def run_round(link: Link, buffers: Buffers, each: Round, beta: complex = 0, packs: Slab | None = None
-              ) -> Collective[None]:
+def run_round(
+    link: Link, buffers: Buffers, each: Round, beta: complex = 0, packs: Slab | None = None
+) -> Collective[None]:
     """Generator: execute one round. packs: memory for packed messages. Default: from the workspace."""
     sends, receives, copies, sums = each
     if sends and sends[0][1].buffer == NOTHING:
@@ -162,8 +174,9 @@ def run_round(link: Link, buffers: Buffers, each: Round, beta: complex = 0, pack
     add_sums(buffers, sums, beta)
 
 
-def run_encoded(link: Link, buffers: Buffers, each: Round, beta: complex, memory: Slab, codec: Codec
-                ) -> Collective[None]:
+def run_encoded(
+    link: Link, buffers: Buffers, each: Round, beta: complex, memory: Slab, codec: Codec
+) -> Collective[None]:
     """Generator: execute one round with encoded messages. memory: for the encoded data."""
     library, view = buffers.library, buffers.view
 
@@ -176,8 +189,9 @@ def run_encoded(link: Link, buffers: Buffers, each: Round, beta: complex, memory
     if library.has_data:
         for span, encoded in leaving.items():
             codec.encode(library, view(span), encoded)
-    yield from link.exchange(library, [(peer, leaving[span]) for peer, span in each.sends],
-                             [(peer, encoded) for peer, _, encoded in coming])
+    yield from link.exchange(
+        library, [(peer, leaving[span]) for peer, span in each.sends], [(peer, encoded) for peer, _, encoded in coming]
+    )
     own = [(target, leaving[parts[0]]) for parts, target in each.copies if parts[0] in leaving]
     make_copies(buffers, [one for one in each.copies if one.parts[0] not in leaving])
     if library.has_data:
@@ -189,9 +203,11 @@ def run_encoded(link: Link, buffers: Buffers, each: Round, beta: complex, memory
 def encoded_by(codec: Codec, dtype: str, others: Sequence[int]) -> Encoded:
     """Return a function that gives the bytes of an encoded span of arrays of this type. others: as in
     `planned_bytes`."""
+
     def nbytes(span: Span, wide: bool) -> int:
-        return codec.nbytes(span.rows * others[span.buffer if span.buffer <= OUT else IN],
-                            accumulator(dtype) if wide else dtype)
+        return codec.nbytes(
+            span.rows * others[span.buffer if span.buffer <= OUT else IN], accumulator(dtype) if wide else dtype
+        )
 
     return nbytes
 
@@ -221,17 +237,30 @@ def count_data(link: Link, schedule: Schedule, row_bytes: int) -> None:
         link.record.across += count(schedule, row_bytes, frozenset(link.off_node)).received
 
 
-def work_bytes(schedule: Schedule, library: NumpyLibrary, given: Array, out: Array, dims: tuple[int, int] = (0, 0),
-               codec: Codec | None = None) -> int:
+def work_bytes(
+    schedule: Schedule,
+    library: NumpyLibrary,
+    given: Array,
+    out: Array,
+    dims: tuple[int, int] = (0, 0),
+    codec: Codec | None = None,
+) -> int:
     """Return the bytes of work memory of `run_schedule`: for work buffers, and for encoded messages or packed copies of
     arrays with gaps."""
     gaps = dims[0] == 1 or not library.is_contiguous(given), dims[1] == 1 or not library.is_contiguous(out)
-    return planned_bytes(schedule, library.dtype(given), (given.shape[1 - dims[0]], out.shape[1 - dims[1]]), gaps,
-                         dims[0] == 1, codec)
+    return planned_bytes(
+        schedule, library.dtype(given), (given.shape[1 - dims[0]], out.shape[1 - dims[1]]), gaps, dims[0] == 1, codec
+    )
 
 
-def planned_bytes(schedule: Schedule, dtype: str, others: tuple[int, int], gaps: tuple[bool, bool] = (False, False),
-                  columns: bool = False, codec: Codec | None = None) -> int:
+def planned_bytes(
+    schedule: Schedule,
+    dtype: str,
+    others: tuple[int, int],
+    gaps: tuple[bool, bool] = (False, False),
+    columns: bool = False,
+    codec: Codec | None = None,
+) -> int:
     """Return `work_bytes` without arrays.
 
     others    extents of IN and OUT along the dim that spans do not cut;   gaps   whether IN and OUT are packed
@@ -255,5 +284,8 @@ def make_copies(buffers: Buffers, copies: Sequence[Sum]) -> None:
 def copied(buffers: Buffers, copies: Sequence[Sum]) -> list[tuple[Array, Array]]:
     """Return (source, target) arrays of each copy, without empty copies and copies of a span to its own address."""
     library, pairs = buffers.library, [(buffers.view(source), buffers.view(target)) for (source,), target in copies]
-    return [(part, place) for part, place in pairs
-            if library.has_data and 0 not in place.shape and library.address(place) != library.address(part)]
+    return [
+        (part, place)
+        for part, place in pairs
+        if library.has_data and 0 not in place.shape and library.address(place) != library.address(part)
+    ]

@@ -47,8 +47,9 @@ class First:
     def arrays(self, library: NumpyLibrary, like: Array) -> list[Array]:
         """Return every rank's array. Trailing dims and type are those of `like`."""
         assert self.data is not None
-        return [library.view(each, (rows, *like.shape[1:]), library.dtype(like))
-                for each, rows in zip(self.data, self.rows)]
+        return [
+            library.view(each, (rows, *like.shape[1:]), library.dtype(like)) for each, rows in zip(self.data, self.rows)
+        ]
 
     def flat(self, library: NumpyLibrary, like: Array) -> Array:
         """Return every rank's array as a row of one array. All arrays have the shape and type of `like`."""
@@ -56,8 +57,7 @@ class First:
         data = np.ascontiguousarray(self.data[:, : nbytes_of(library, like)]).reshape(-1)
         return library.view(data, (len(self.rows), prod(like.shape)), library.dtype(like))
 
-    def recv_buffer(self, link: Link, rows: int | Counts | None, prepare: Callable[[], Array]
-                    ) -> Collective[Array]:
+    def recv_buffer(self, link: Link, rows: int | Counts | None, prepare: Callable[[], Array]) -> Collective[Array]:
         """Generator: return memory for the result. If the memory of some rank does not have `rows` rows, all ranks
         prepare new memory, and agree on success. rows: of each rank; None: not compared."""
         memory, self.memory = self.memory, None
@@ -71,15 +71,25 @@ class First:
 def room(ranks: int) -> int:
     """Return the bytes of a rank's first message after the head.
 
-        >>> [room(ranks) for ranks in (2, 16, 64, 4096)]
-        [1024, 1024, 256, 16]
+    >>> [room(ranks) for ranks in (2, 16, 64, 4096)]
+    [1024, 1024, 256, 16]
     """
     return max(16, min(2**10, ROOM // ranks // 16 * 16))
 
 
-def first_round(link: Link, library: NumpyLibrary, array: Array, call: str, prepare: Callable[[], Array],
-                check: Callable[[], None] = lambda: None, sent: Counts | None = None,
-                received: Counts | None = None, *, sure: bool = True, needed: bool = True) -> Collective[First]:
+def first_round(
+    link: Link,
+    library: NumpyLibrary,
+    array: Array,
+    call: str,
+    prepare: Callable[[], Array],
+    check: Callable[[], None] = lambda: None,
+    sent: Counts | None = None,
+    received: Counts | None = None,
+    *,
+    sure: bool = True,
+    needed: bool = True,
+) -> Collective[First]:
     """Generator: compare the call among the ranks. A small host array is sent in the same message.
 
     If the calls differ, or if `check` or `prepare` fails on some ranks, all ranks raise before anything else is sent.
@@ -90,6 +100,7 @@ def first_round(link: Link, library: NumpyLibrary, array: Array, call: str, prep
     sent, received   numbers of rows to each rank and from each rank, if known. They must fit those of the other ranks
     needed           whether to compare also on a grid that does not check
     """
+
     def checked() -> Array | None:
         check()
         return prepare()
@@ -105,11 +116,13 @@ def first_round(link: Link, library: NumpyLibrary, array: Array, call: str, prep
     tells = sent is not None and start <= len(carried) and not link.dry and error is None
     if tells and sent is not None:
         carried[: 8 * link.size].view(np.int64)[:] = sent
-    rides = (library.on_host and library.has_data and error is None and start + nbytes <= len(carried))
+    rides = library.on_host and library.has_data and error is None and start + nbytes <= len(carried)
     if rides and nbytes:
         library.to_host(array, carried[start : start + nbytes])
-    headline = (f"{link.record}: the ranks' arrays do not fit together. Operation, options, trailing dims and dtype "
-                "must be the same, and for sums the rows too.")
+    headline = (
+        f"{link.record}: the ranks' arrays do not fit together. Operation, options, trailing dims and dtype "
+        "must be the same, and for sums the rows too."
+    )
     terms = Terms(call, f"{call} with {rows} row{'s' * (rows != 1)}", error)
     balance = 0 if sent is None or received is None or error is not None else _balance(link, sent, received)
     message[:HEAD] = rows, -1 if memory is None else memory.shape[0], balance, rides
@@ -146,8 +159,9 @@ def _tried(link: Link, prepare: Callable[[], Answer]) -> tuple[Answer | None, Ex
         return unless_wrong(link, prepare), None
     except Exception as raised:
         if is_out_of_memory(raised):
-            return None, OutOfMemoryError(f"{link.record}: out of memory: {raised}. Pass out=, an array that exists "
-                                          "already, or free memory")
+            return None, OutOfMemoryError(
+                f"{link.record}: out of memory: {raised}. Pass out=, an array that exists already, or free memory"
+            )
         return None, raised
 
 

@@ -161,21 +161,50 @@ class Grid(Ranks):
     _tells_idle_ranks = True
     _stage: Grid | None = None
 
-    def __init__(self, comm: MPI.Intracomm | None = None, shape: str | Sequence[int] = "auto", data: int = 1, *,
-                 seq: int | None = None, pipe: int | None = None, axes: Mapping[str, int] | None = None,
-                 product: Product | None = None, dtype: str = "float64", memory: int | None = None,
-                 timeout: float | None = None, check: bool | None = None, debug: bool | None = None,
-                 log: bool | None = None, trace: bool | None = None, library: str = "numpy",
-                 device_transport: str | None = None):
-        settings, problem = Settings.chosen(timeout=timeout, check=check, debug=debug, log=log, trace=trace,
-                                            device_transport=device_transport)
+    def __init__(
+        self,
+        comm: MPI.Intracomm | None = None,
+        shape: str | Sequence[int] = "auto",
+        data: int = 1,
+        *,
+        seq: int | None = None,
+        pipe: int | None = None,
+        axes: Mapping[str, int] | None = None,
+        product: Product | None = None,
+        dtype: str = "float64",
+        memory: int | None = None,
+        timeout: float | None = None,
+        check: bool | None = None,
+        debug: bool | None = None,
+        log: bool | None = None,
+        trace: bool | None = None,
+        library: str = "numpy",
+        device_transport: str | None = None,
+    ):
+        settings, problem = Settings.chosen(
+            timeout=timeout, check=check, debug=debug, log=log, trace=trace, device_transport=device_transport
+        )
         theirs = MPI.COMM_WORLD if comm is None else comm
         check_communicator(theirs)
         with ExitStack() as made:
             super().__init__(theirs, settings, made)
             in_order = [tuple(axes.items()) if isinstance(axes, Mapping) else axes] if axes is not None else []
-            compared = (shape, data, seq, pipe, product, memory, dtype, self._check, self.transport.asked,
-                        settings.blas, settings.sums, settings.overlap, library_kind(library), *in_order)
+            compared = (
+                shape,
+                data,
+                seq,
+                pipe,
+                product,
+                memory,
+                dtype,
+                self._check,
+                self.transport.asked,
+                settings.blas,
+                settings.sums,
+                settings.overlap,
+                library_kind(library),
+                *in_order,
+            )
             with self.collective_call("Grid", *compared, always=True):
                 if problem is not None:
                     raise problem
@@ -306,8 +335,15 @@ class Grid(Ranks):
                 note_uneven(self.shape, nodes, self.node_maps)
 
     @staticmethod
-    def dry(shape: str | Sequence[int], data: int = 1, rank: int = 0, axes: Mapping[str, int] | None = None,
-            hosts: int = 1, seq: int | None = None, pipe: int | None = None) -> Grid:
+    def dry(
+        shape: str | Sequence[int],
+        data: int = 1,
+        rank: int = 0,
+        axes: Mapping[str, int] | None = None,
+        hosts: int = 1,
+        seq: int | None = None,
+        pipe: int | None = None,
+    ) -> Grid:
         """A grid without data: this process stands for one rank of it, without MPI, and runs the same program.
 
         Parameters
@@ -380,9 +416,11 @@ class Grid(Ranks):
         if self.shape.stages == 1:
             return self
         if not self.has_stages:
-            raise GridError(f"grid {self.shape} leaves ranks of {self.size} idle; stages need a grid of all ranks: "
-                            f"choose a shape of {self.size} ranks, or make the Grid on a communicator of "
-                            f"{self.shape.size} (comm.Split)")
+            raise GridError(
+                f"grid {self.shape} leaves ranks of {self.size} idle; stages need a grid of all ranks: "
+                f"choose a shape of {self.size} ranks, or make the Grid on a communicator of "
+                f"{self.shape.size} (comm.Split)"
+            )
         if self._stage is None:
             self._stage = self._made_stage()
         return self._stage
@@ -445,8 +483,9 @@ class Grid(Ranks):
     def _joint_axis(self, names: tuple[str, ...]) -> Axis:
         ordered = [name for name in self.shape.names if name in names]
         if not names or len(ordered) != len(names):
-            raise GridError(f"axes {names!r} are no group: name axes of this grid, each once; it has "
-                            f"{', '.join(self.shape.names)}")
+            raise GridError(
+                f"axes {names!r} are no group: name axes of this grid, each once; it has {', '.join(self.shape.names)}"
+            )
         long = tuple(name for name in ordered if getattr(self.shape, name) > 1)
         if len(long) < 2:
             return self._axes[(long or ordered)[0]]
@@ -533,16 +572,20 @@ class Grid(Ranks):
                 write_chrome_trace(trace_file(path, self._processes, self.rank), events)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise GridError("a Grid belongs to the ranks that made it: it can be neither copied nor pickled. Make another "
-                        "one where it is needed, with the same arguments")
+        raise GridError(
+            "a Grid belongs to the ranks that made it: it can be neither copied nor pickled. Make another "
+            "one where it is needed, with the same arguments"
+        )
 
     def __repr__(self) -> str:
         return f"<Grid {self.shape} on {counted(self.size, 'rank')}, rank {self.rank} at {tuple(self.coords or ())}>"
 
 
 def _no_communicators(error: MPI.Exception) -> GridError:
-    return GridError(f"MPI made no communicators for the axes: {error.Get_error_string()}. Their number is "
-                     "limited: close grids that are not used any more (with Grid(...) as grid:)")
+    return GridError(
+        f"MPI made no communicators for the axes: {error.Get_error_string()}. Their number is "
+        "limited: close grids that are not used any more (with Grid(...) as grid:)"
+    )
 
 
 class Stage(Grid):

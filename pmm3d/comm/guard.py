@@ -44,11 +44,15 @@ class Guard:
     def check_open(self) -> None:
         """Raise GridError if the grid is closed, or MPI is finalized."""
         if self._closed:
-            raise GridError("this grid is closed. Use it inside its with block, or before close(). To keep a matrix, "
-                            "gather it, or redistribute it to another Grid, before the grid is closed")
+            raise GridError(
+                "this grid is closed. Use it inside its with block, or before close(). To keep a matrix, "
+                "gather it, or redistribute it to another Grid, before the grid is closed"
+            )
         if self.closed:
-            raise GridError("this grid was made by another process, of which this one is a forked child. Use the grid "
-                            "in that process only, and pass arrays to the child")
+            raise GridError(
+                "this grid was made by another process, of which this one is a forked child. Use the grid "
+                "in that process only, and pass arrays to the child"
+            )
         if MPI.Is_finalized():
             raise GridError("MPI is already finalized: close a Grid and the objects that use it before MPI.Finalize()")
 
@@ -57,8 +61,10 @@ class Guard:
             self.check_open()
         if not self._inside.acquire(blocking=False):
             here, user = threading.current_thread().name, _name_of(self._user)
-            raise GridError(f"thread {here} uses this grid while thread {user} does. One thread at a time uses a "
-                            "grid: let them take turns, or give each thread a Grid over a communicator of its own")
+            raise GridError(
+                f"thread {here} uses this grid while thread {user} does. One thread at a time uses a "
+                "grid: let them take turns, or give each thread a Grid over a communicator of its own"
+            )
         self._user = threading.get_ident()
 
     def __exit__(self, *_: object) -> None:

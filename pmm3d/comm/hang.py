@@ -172,21 +172,31 @@ def long_wait(answers: Answers, gone: Gone, processes: Sequence[Process], limit:
     waits = Waits(answers, gone)
     late = [rank for rank, answer in answers.items() if answer.waiting and answer.waiting.seconds >= limit]
     have = "have" if len(late) > 1 else "has"
-    lines = [f"{ranks_in_words(sorted(late))} {have} waited for more than {limit:g} s. The job goes on.",
-             *_where_they_are(waits, gone, processes)]
+    lines = [
+        f"{ranks_in_words(sorted(late))} {have} waited for more than {limit:g} s. The job goes on.",
+        *_where_they_are(waits, gone, processes),
+    ]
     if not waits.missing():
         whole = next((str(collective) for collective, ranks in waits.lacking.items() if not ranks), "it")
-        lines.append(f"All members have begun {whole}: messages do not arrive (the network), or a rank does not come "
-                     "back to wait.")
-    return "\n  ".join([*lines, "If these ranks compute, there is no fault. A higher limit avoids this note: "
-                                "Grid(timeout=) or PMM3D_TIMEOUT, 0 for none."])
+        lines.append(
+            f"All members have begun {whole}: messages do not arrive (the network), or a rank does not come "
+            "back to wait."
+        )
+    return "\n  ".join(
+        [
+            *lines,
+            "If these ranks compute, there is no fault. A higher limit avoids this note: "
+            "Grid(timeout=) or PMM3D_TIMEOUT, 0 for none.",
+        ]
+    )
 
 
 def diagnosis(answers: Answers, gone: Gone, silent: Collection[int], processes: Sequence[Process], limit: str) -> str:
     """Return the text with which the job ends: the waits, the missing ranks, and the states of these ranks."""
     waits = Waits(answers, gone, silent)
-    return "\n  ".join(["pmm3d: the job hangs, and is ended.", *_where_they_are(waits, gone, processes),
-                        _verdict(waits, gone), limit])
+    return "\n  ".join(
+        ["pmm3d: the job hangs, and is ended.", *_where_they_are(waits, gone, processes), _verdict(waits, gone), limit]
+    )
 
 
 def _where_they_are(waits: Waits, gone: Gone, processes: Sequence[Process]) -> list[str]:
@@ -201,8 +211,11 @@ def _who_is_late(waits: Waits, processes: Sequence[Process]) -> list[str]:
     for rank in late[:NAMED_RANKS]:
         who, stack = processes[rank].described(rank), waits.answers[rank].stack.rstrip()
         where = f"it is {_in_action(waits.answers[rank])}at\n{stack}"
-        lines.append(f"{who} has begun it, and does not finish: {where}" if rank in members else
-                     f"{who} waits in no collective: {where}")
+        lines.append(
+            f"{who} has begun it, and does not finish: {where}"
+            if rank in members
+            else f"{who} waits in no collective: {where}"
+        )
     return lines
 
 
@@ -233,8 +246,10 @@ def _who_is_missing(waits: Waits, gone: Gone, processes: Sequence[Process]) -> l
         elif rank in answers:
             collective = first[rank]
             number, name = answers[rank].begun.get(collective.axis, (0, "none"))
-            why = (f"its last collective on axis {collective.axis} is {name} #{number}; it is "
-                   f"{_in_action(answers[rank])}at\n{answers[rank].stack.rstrip()}")
+            why = (
+                f"its last collective on axis {collective.axis} is {name} #{number}; it is "
+                f"{_in_action(answers[rank])}at\n{answers[rank].stack.rstrip()}"
+            )
         else:
             why = states.get(rank, SILENT if processes[rank].pid else UNBORN)
         lines.append(f"{processes[rank].described(rank)} never came: {why}")
@@ -249,8 +264,10 @@ def _in_action(answer: RankStatus) -> str:
 def _verdict(waits: Waits, gone: Gone) -> str:
     answers, missing = waits.answers, waits.missing()
     if waits.stuck and not any(rank in waits.lost for collective in waits.stuck for rank in waits.lacking[collective]):
-        return ("This is a deadlock: these ranks wait for each other in different collectives. All members of an axis "
-                "must call the same ones in the same order; PMM3D_DEBUG=1 stops at the first that differs.")
+        return (
+            "This is a deadlock: these ranks wait for each other in different collectives. All members of an axis "
+            "must call the same ones in the same order; PMM3D_DEBUG=1 stops at the first that differs."
+        )
     known = states_of(answers)
     if all(rank not in answers and rank not in gone and rank not in known for rank in missing):
         return "None of the missing ranks answers. If their nodes work, the network does not deliver messages."

@@ -187,8 +187,11 @@ class Ledger:
     def say_what_is_logged(self, ranks: int) -> None:
         """Log, on rank 0, which ranks log at the level INFO, if not all of them do. ranks: number of ranks."""
         if self.rank == 0 and ranks > LOGGED_RANKS:
-            logger.info("collectives of ranks 0 to %d of %d are logged; those of the others at the level DEBUG",
-                        LOGGED_RANKS - 1, ranks)
+            logger.info(
+                "collectives of ranks 0 to %d of %d are logged; those of the others at the level DEBUG",
+                LOGGED_RANKS - 1,
+                ranks,
+            )
 
     def predict(self, what: str, nbytes: int) -> None:
         """Add a prediction to `predicted`, which keeps the newest four."""
@@ -222,8 +225,9 @@ class Ledger:
         entry.on_core += ran - begun[1]
         self._counted += ended - begun[0]
         if self.trace:
-            self._event(operation, "compute", begun[0], ended,
-                        {"phase": self._phase, "on core (ms)": 1e3 * (ran - begun[1])})
+            self._event(
+                operation, "compute", begun[0], ended, {"phase": self._phase, "on core (ms)": 1e3 * (ran - begun[1])}
+            )
 
     @contextmanager
     def computing(self, operation: str) -> Iterator[None]:
@@ -266,8 +270,9 @@ class Ledger:
             if self.trace:
                 self._event(operation, "wait", begun, ended, {"phase": self._phase})
 
-    def begin(self, axis: str, operation: str, number: int, members: range | tuple[int, ...],
-              phase: str | None = None) -> Record:
+    def begin(
+        self, axis: str, operation: str, number: int, members: range | tuple[int, ...], phase: str | None = None
+    ) -> Record:
         """Return the record of a collective that begins. phase: default the current one."""
         return Record(Key(axis, self._phase if phase is None else phase, operation), number, members, perf_counter())
 
@@ -280,11 +285,22 @@ class Ledger:
         entry.across += record.across
         if self.log:
             level = logging.INFO if self.rank < LOGGED_RANKS else logging.DEBUG
-            logger.log(level, "rank %d: %s: sent %s, received %s bytes", self.rank, record, f"{record.sent:,}",
-                       f"{record.received:,}")
+            logger.log(
+                level,
+                "rank %d: %s: sent %s, received %s bytes",
+                self.rank,
+                record,
+                f"{record.sent:,}",
+                f"{record.received:,}",
+            )
         if self.trace:
-            details = {"number": record.number, "sent": record.sent, "received": record.received,
-                       "across": record.across, "phase": record.key.phase}
+            details = {
+                "number": record.number,
+                "sent": record.sent,
+                "received": record.received,
+                "across": record.across,
+                "phase": record.key.phase,
+            }
             self._event(record.key.operation, f"axis {record.key.axis}", record.begun, perf_counter(), details)
 
     def waited(self, record: Record, begun: float) -> None:
@@ -323,8 +339,17 @@ class Ledger:
 
     def _event(self, name: str, track: str, begun: float, ended: float, details: dict[str, Any]) -> None:
         self.left_out += len(self.events) == self.events.maxlen
-        self.events.append({"name": name, "ph": "X", "pid": self.rank, "tid": track, "args": details,
-                            "ts": (begun - self._origin) * 1e6, "dur": (ended - begun) * 1e6})
+        self.events.append(
+            {
+                "name": name,
+                "ph": "X",
+                "pid": self.rank,
+                "tid": track,
+                "args": details,
+                "ts": (begun - self._origin) * 1e6,
+                "dur": (ended - begun) * 1e6,
+            }
+        )
 
 
 def action_of(error: BaseException | None) -> str:
@@ -365,8 +390,9 @@ class InPart:
         ledger._counted += own
 
 
-def node_events(comm: MPI.Intracomm, processes: Processes, ledger: Ledger, more: Iterable[Mapping[str, Any]]
-                ) -> list[str] | None:
+def node_events(
+    comm: MPI.Intracomm, processes: Processes, ledger: Ledger, more: Iterable[Mapping[str, Any]]
+) -> list[str] | None:
     """Return the events of this node's ranks, one JSON text per rank, on the first rank of the node; None on the
     others. Collective over comm. Events are not sent between nodes. more: further events of this rank."""
     later = ledger.began - comm.bcast(ledger.began)
@@ -384,8 +410,12 @@ def rank_events(ledger: Ledger, host: str, later: float = 0.0, more: Iterable[Ma
     `later` is the number of seconds from the origin of the trace to `Ledger.began`, `more` are further events.
     """
     left_out = f", without its first {ledger.left_out:,} events" if ledger.left_out else ""
-    name = {"name": "process_name", "ph": "M", "pid": ledger.rank,
-            "args": {"name": f"rank {ledger.rank} ({host}){left_out}"}}
+    name = {
+        "name": "process_name",
+        "ph": "M",
+        "pid": ledger.rank,
+        "args": {"name": f"rank {ledger.rank} ({host}){left_out}"},
+    }
     placed = [{**event, "ts": event["ts"] + 1e6 * later} for event in (*ledger.events, *more)]
     return ",\n".join(map(json.dumps, [name, *placed]))
 

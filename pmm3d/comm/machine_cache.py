@@ -26,8 +26,23 @@ FORMAT = "4"
 """Version of the measurements. Files of other versions are not used."""
 ONE, SEVERAL = "1", "several"
 """Number of nodes of a measurement, as stored in a key."""
-STEERING = ("MPICH_", "OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_mtl", "OMPI_MCA_coll", "OMPI_MCA_opal", "OMPI_MCA_mpi_",
-            "OMPI_MCA_accelerator", "OMPI_MCA_rcache", "UCX_", "I_MPI_OFFLOAD", "I_MPI_FABRICS", "MV2_", "FI_", "PSM2_")
+STEERING = (
+    "MPICH_",
+    "OMPI_MCA_pml",
+    "OMPI_MCA_btl",
+    "OMPI_MCA_mtl",
+    "OMPI_MCA_coll",
+    "OMPI_MCA_opal",
+    "OMPI_MCA_mpi_",
+    "OMPI_MCA_accelerator",
+    "OMPI_MCA_rcache",
+    "UCX_",
+    "I_MPI_OFFLOAD",
+    "I_MPI_FABRICS",
+    "MV2_",
+    "FI_",
+    "PSM2_",
+)
 """Prefixes of the environment variables that configure how MPI moves messages."""
 OF_RANKS = {"threads", "settings", "cores"}
 """Parts of a key that may differ between a rank and a process outside the job."""
@@ -44,19 +59,32 @@ def key_of(ranks_per_node: int, nodes: int) -> Key:
     ImportError if threadpoolctl, which identifies the BLAS, is not installed.
     """
     blas = blas_here()
-    settings = " ".join(f"{name}={value}" for name, value in sorted(os.environ.items())
-                        if name.startswith(STEERING) and not name.endswith("_directory"))  # each job has its own folder
+    settings = " ".join(
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith(STEERING) and not name.endswith("_directory")
+    )  # each job has its own folder
     pmm3d = import_module(__package__.partition(".")[0])
-    return {"format": FORMAT, "cpu": cpu().name or "unknown", "cores": str(usable_cores()),
-            "mpi": MPI.Get_library_version().strip("\0 \n"),
-            "mpi file": mpi_file() or "unknown", "settings": settings or "none",
-            "blas": f"{blas.name} {blas.version} {blas.kernel}".strip(), "threads": str(blas.threads),
-            "library": "numpy", "numpy": np.__version__, "pmm3d": pmm3d.__version__,
-            "ranks per node": str(ranks_per_node), "nodes": ONE if nodes == 1 else SEVERAL}
+    return {
+        "format": FORMAT,
+        "cpu": cpu().name or "unknown",
+        "cores": str(usable_cores()),
+        "mpi": MPI.Get_library_version().strip("\0 \n"),
+        "mpi file": mpi_file() or "unknown",
+        "settings": settings or "none",
+        "blas": f"{blas.name} {blas.version} {blas.kernel}".strip(),
+        "threads": str(blas.threads),
+        "library": "numpy",
+        "numpy": np.__version__,
+        "pmm3d": pmm3d.__version__,
+        "ranks per node": str(ranks_per_node),
+        "nodes": ONE if nodes == 1 else SEVERAL,
+    }
 
 
-def machine_here(comm: MPI.Intracomm, ranks_per_node: int, nodes: int, asked: str | None = None, *,
-                 on_host: bool = True) -> Machine | None:
+def machine_here(
+    comm: MPI.Intracomm, ranks_per_node: int, nodes: int, asked: str | None = None, *, on_host: bool = True
+) -> Machine | None:
     """Return the machine model of a job, the same on all ranks, or None if there is no measurement. Collective.
 
     asked     name of a machine, or "auto". Default: PMM3D_MACHINE. "auto" selects the measurement with the same number

@@ -34,8 +34,13 @@ class Nccl:
         self._binding = binding
         self._comm = binding.NcclCommunicator(size, pickle.loads(identity), rank)
 
-    def exchange(self, library: NumpyLibrary, stream: Stream, sends: Sequence[tuple[int, Array]],
-                 receives: Sequence[tuple[int, Array]]) -> None:
+    def exchange(
+        self,
+        library: NumpyLibrary,
+        stream: Stream,
+        sends: Sequence[tuple[int, Array]],
+        receives: Sequence[tuple[int, Array]],
+    ) -> None:
         """Enqueue all messages as one group on the stream. Arrays are contiguous; empty arrays are not sent."""
         self._binding.groupStart()
         try:
@@ -53,8 +58,11 @@ class Nccl:
         with stream.current():
             here, there = (library.empty((len(peers),), "uint8") for _ in range(2))
             places = range(len(peers))
-            self.exchange(library, stream, *([(peers[place], array[place : place + 1]) for place in places]
-                                             for array in (here, there)))
+            self.exchange(
+                library,
+                stream,
+                *([(peers[place], array[place : place + 1]) for place in places] for array in (here, there)),
+            )
             library.synchronize()
 
     def close(self) -> None:
@@ -81,9 +89,11 @@ def binding_for(library: NumpyLibrary) -> Any:
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     if problem:
-        raise Pmm3dError(f"device_transport nccl: {name}.cuda.nccl does not work here: {problem}. It moves the arrays "
-                         "of torch too. pip install cupy-cuda13x nvidia-nccl-cu13 (of the driver's CUDA), or "
-                         "PMM3D_TRANSPORT=auto")
+        raise Pmm3dError(
+            f"device_transport nccl: {name}.cuda.nccl does not work here: {problem}. It moves the arrays "
+            "of torch too. pip install cupy-cuda13x nvidia-nccl-cu13 (of the driver's CUDA), or "
+            "PMM3D_TRANSPORT=auto"
+        )
     return found
 
 

@@ -25,11 +25,19 @@ if TYPE_CHECKING:
 
 DEAD = "dead: its process is gone"
 COMPUTES = "it computes without letting Python's threads run"
-STATES = {"T": "stopped by a signal (SIGSTOP, or a debugger)", "t": "stopped by a debugger", "Z": DEAD, "X": DEAD,
-          "D": "waiting for a disk or a file system", "R": COMPUTES}
+STATES = {
+    "T": "stopped by a signal (SIGSTOP, or a debugger)",
+    "t": "stopped by a debugger",
+    "Z": DEAD,
+    "X": DEAD,
+    "D": "waiting for a disk or a file system",
+    "R": COMPUTES,
+}
 """State letter in /proc/PID/stat -> why the process does not answer."""
-ROW = np.dtype([("host", np.uint64), ("namespace", np.int64), ("pid", np.int32), ("name_bytes", np.uint16),
-                ("debug", np.uint8)], align=True)
+ROW = np.dtype(
+    [("host", np.uint64), ("namespace", np.int64), ("pid", np.int32), ("name_bytes", np.uint16), ("debug", np.uint8)],
+    align=True,
+)
 """Record of a rank, sent to all others when a Grid is made. host: digest of the host's name."""
 logger = logging.getLogger("pmm3d.comm")
 
@@ -79,8 +87,8 @@ def row(process: Process, debug: bool) -> np.ndarray:
 def first_of_each(values: np.ndarray) -> np.ndarray:
     """Return the index of the first element with each value, in ascending order.
 
-        >>> first_of_each(np.array([7, 7, 2, 7, 2])).tolist()
-        [0, 2]
+    >>> first_of_each(np.array([7, 7, 2, 7, 2])).tolist()
+    [0, 2]
     """
     return np.sort(np.unique(values, return_index=True)[1])
 
@@ -108,9 +116,9 @@ class Processes(Sequence[Process]):
     def among(self, ranks: Sequence[int]) -> Processes:
         """Return the map of these ranks alone.
 
-            >>> known = Processes(np.concatenate([row(Process(host, 1), False) for host in "aabb"]), ["a", "b"])
-            >>> [known.among([2, 3]).host_of(0), known.among([1, 2]).hosts]
-            ['b', 2]
+        >>> known = Processes(np.concatenate([row(Process(host, 1), False) for host in "aabb"]), ["a", "b"])
+        >>> [known.among([2, 3]).host_of(0), known.among([1, 2]).hosts]
+        ['b', 2]
         """
         own = np.asarray(ranks)
         rows = np.zeros(len(own), ROW)
@@ -207,8 +215,9 @@ def hosts(comm: MPI.Intracomm, names: Iterable[str], threads: int) -> list[Host]
     for rank, (name, mask) in enumerate(zip(names, masks)):
         ranks.setdefault(name, []).append(rank)
         usable[name] = usable.get(name, 0) | mask
-    return [Host(name, tuple(own), min(usable[name].bit_count(), len(own) * max(1, threads)))
-            for name, own in ranks.items()]
+    return [
+        Host(name, tuple(own), min(usable[name].bit_count(), len(own) * max(1, threads))) for name, own in ranks.items()
+    ]
 
 
 def mpi_name() -> str:
@@ -260,9 +269,12 @@ def note_uneven(shape: GridShape, nodes: np.ndarray, node_maps: Mapping[str, Nod
             runs = [len(list(ranks)) for _, ranks in groupby(parted[0].tolist())]
             shown = ", ".join(map(str, runs[:8])) + (", ..." if len(runs) > 8 else "")
             show_notes("pmm3d.comm")
-            logger.info("axis %s is not distributed evenly over its nodes (%s ranks, one node after the other): its "
-                        "collectives are flat, and the links between nodes carry more bytes than necessary",
-                        name, shown)
+            logger.info(
+                "axis %s is not distributed evenly over its nodes (%s ranks, one node after the other): its "
+                "collectives are flat, and the links between nodes carry more bytes than necessary",
+                name,
+                shown,
+            )
 
 
 def groups_along(names: Collection[str], shape: GridShape, nodes: np.ndarray) -> np.ndarray:

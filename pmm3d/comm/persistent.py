@@ -33,8 +33,17 @@ class Persistent:
     record: Record | None = None
     _round = 0
 
-    def __init__(self, next_record: Callable[[], Record], engine: Engine, members: Members, tag: int,
-                 schedule: Schedule, buffers: Buffers, row_bytes: int, beta: complex):
+    def __init__(
+        self,
+        next_record: Callable[[], Record],
+        engine: Engine,
+        members: Members,
+        tag: int,
+        schedule: Schedule,
+        buffers: Buffers,
+        row_bytes: int,
+        beta: complex,
+    ):
         self._next_record, self._engine, self._members, self._tag = next_record, engine, members, tag
         self._buffers, self._beta = buffers, beta
         self._rounds = [(self._made(each), copied(buffers, each.copies), each.sums) for each in schedule.rounds]

@@ -48,8 +48,11 @@ class Arrivals:
         for each in schedule.rounds:
             pairs = one_by_one(each)
             begun = [messages.begin(pair, before) for pair in pairs]
-            self._coming += [Piece(span.start, span.stop, pending) for pending, pair in zip(begun, pairs)
-                             for _, span in pair.receives]
+            self._coming += [
+                Piece(span.start, span.stop, pending)
+                for pending, pair in zip(begun, pairs)
+                for _, span in pair.receives
+            ]
             before = begun
 
     @classmethod
@@ -136,6 +139,7 @@ class _Messages:
 
     def begin(self, pair: Round, after: Sequence[Pending] = ()) -> Pending:
         """Begin the sends and receives of a round, when all of `after` are done."""
+
         def steps(link: Link) -> Collective[None]:
             buffers = self._buffers
             yield from link.exchange(buffers.library, buffers.messages(pair.sends), buffers.messages(pair.receives))

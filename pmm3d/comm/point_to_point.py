@@ -38,15 +38,18 @@ def checked_peer(name: str, word: str, peer: int, index: int, size: int, tag: in
     except TypeError:
         raise GridError(f"{name}: {word} and tag are whole numbers; got {peer!r} and {tag!r}") from None
     if not 0 <= peer < size or peer == index:
-        raise GridError(f"{name}: {word} is the number of another member of the axis, 0 to {size - 1} without {index}, "
-                        f"which is this rank; got {peer}")
+        raise GridError(
+            f"{name}: {word} is the number of another member of the axis, 0 to {size - 1} without {index}, "
+            f"which is this rank; got {peer}"
+        )
     if not 0 <= tag < TAGS:
         raise GridError(f"{name}: tag is 0 to {TAGS - 1}; got {tag}")
     return peer, tag
 
 
-def send(link: Link, library: NumpyLibrary, array: Array, target: int, agreed: bool, before: Pending | None
-         ) -> Collective[None]:
+def send(
+    link: Link, library: NumpyLibrary, array: Array, target: int, agreed: bool, before: Pending | None
+) -> Collective[None]:
     """Generator: send an array with any strides. It ends when the memory of the array may be changed.
 
     before   previous message on the same channel, or None"""
@@ -58,8 +61,9 @@ def send(link: Link, library: NumpyLibrary, array: Array, target: int, agreed: b
     yield from link.exchange(library, [(target, array)], [])
 
 
-def receive(link: Link, library: NumpyLibrary, out: Array, source: int, agreed: bool, before: Pending | None
-            ) -> Collective[Array]:
+def receive(
+    link: Link, library: NumpyLibrary, out: Array, source: int, agreed: bool, before: Pending | None
+) -> Collective[Array]:
     """Generator: receive into `out`, an array with any strides. before: as in `send`."""
     if before is not None:
         yield [before]
@@ -71,8 +75,10 @@ def receive(link: Link, library: NumpyLibrary, out: Array, source: int, agreed: 
             nbytes = int(header[1])
             with link.workspace.borrow((nbytes,), "uint8", library) as unwanted:
                 yield from link.uncounted(link.exchange(library, [], [(source, unwanted)]))
-            raise LayoutError(f"{link.record}: out is {shown}, of {expected:,} bytes; the array that was sent has "
-                              f"another shape or type, and {nbytes:,} bytes")
+            raise LayoutError(
+                f"{link.record}: out is {shown}, of {expected:,} bytes; the array that was sent has "
+                f"another shape or type, and {nbytes:,} bytes"
+            )
     yield from link.exchange(library, [], [(source, out)])
     return out
 

@@ -51,8 +51,9 @@ class Ranks:
 
     def __init__(self, comm: MPI.Intracomm, settings: Settings, made: ExitStack):
         self._own = own_duplicate(comm, settings.timeout)
-        self._comm, self._watch_comm, self._processes, self.debug = duplicates(self._own, settings.timeout,
-                                                                               settings.debug, made)
+        self._comm, self._watch_comm, self._processes, self.debug = duplicates(
+            self._own, settings.timeout, settings.debug, made
+        )
         self.rank, self.size = self._comm.rank, self._comm.size
         self.hosts = self._processes.hosts
         self.ledger = Ledger(self.rank, settings.log, settings.trace)
@@ -65,8 +66,9 @@ class Ranks:
         self._check, self.overlap = settings.check, settings.overlap
         transport = Transport(settings.device_transport, self.workspace, self._processes, settings.timeout)
         ledger = self.ledger
-        self._watch = Watch(self._watch_comm, settings.timeout, self.debug, self._processes, transport.bind,
-                            doing=lambda: ledger.doing)
+        self._watch = Watch(
+            self._watch_comm, settings.timeout, self.debug, self._processes, transport.bind, doing=lambda: ledger.doing
+        )
         made.callback(self._watch.stop)
         self._comm.watched = weakref.WeakMethod(self._waiting)
         crowded = self._processes.beside(self.rank) > (os.cpu_count() or 1)
@@ -175,8 +177,14 @@ class Ranks:
             rows: np.ndarray = self._concluded(gathering, error)
             return rows.view(np.float64).copy().view(np.complex128 if dtype == "complex128" else np.float64)[:, 0]
 
-    def _agreement(self, what: str, arguments: tuple[Any, ...], error: Exception | None,
-                   numbers: np.ndarray | None = None, dtype: str = "") -> Pending:
+    def _agreement(
+        self,
+        what: str,
+        arguments: tuple[Any, ...],
+        error: Exception | None,
+        numbers: np.ndarray | None = None,
+        dtype: str = "",
+    ) -> Pending:
         terms = Terms(f"{what}{canonical(arguments)}", partial(in_words, what, arguments), error, what)
         headline = f"{what}: the ranks passed different arguments."
 
@@ -251,14 +259,16 @@ class Ranks:
     def _complete(self) -> None:
         """Wait for the collectives in progress. Collective."""
         with self.collective_call("Grid.close", always=True):
-            shutdown.complete(self.engine, tuple(self._axes.values()), tuple(self._joint.values()), self._waiting,
-                              self._watch_comm)
+            shutdown.complete(
+                self.engine, tuple(self._axes.values()), tuple(self._joint.values()), self._waiting, self._watch_comm
+            )
 
     def __enter__(self: Entered) -> Entered:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is not None and not shutdown.leaves_in_order(error):
             self._leave(error)
             return

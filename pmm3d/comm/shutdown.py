@@ -65,15 +65,19 @@ def raised(comm: MPI.Intracomm, watch: Watch, error: BaseException) -> None:
     seconds = AGREED_SECONDS if getattr(error, "everywhere", False) else ARRIVAL_SECONDS
     if comm.size > 1 and not all_come(comm, seconds):
         where = f" in {action}" if (action := action_of(error)) else ""
-        _end_with(error, comm, f"pmm3d: rank {comm.rank} raised{where}; ending the job.\n"
-                               + "".join(traceback.format_exception(error)))
+        _end_with(
+            error,
+            comm,
+            f"pmm3d: rank {comm.rank} raised{where}; ending the job.\n" + "".join(traceback.format_exception(error)),
+        )
     watch.ending = ""
 
 
 def _end_with(error: BaseException, comm: MPI.Intracomm, text: str) -> None:
     if isinstance(error, KeyboardInterrupt):
-        abort_job(comm, f"pmm3d: rank {comm.rank} was interrupted (Ctrl-C) at {line_of(error)}; ending the job.",
-                  INTERRUPTED)
+        abort_job(
+            comm, f"pmm3d: rank {comm.rank} was interrupted (Ctrl-C) at {line_of(error)}; ending the job.", INTERRUPTED
+        )
     abort_job(comm, text, 1)
 
 
@@ -95,8 +99,13 @@ def dropped(comm: MPI.Intracomm, watch: Watch, under_way: Sequence[Collection[ob
     watch.leave("its program has ended" if ends else "it has dropped the grid")
 
 
-def complete(engine: Engine, axes: Sequence[Axis], joint: Sequence[Axis],
-             waiting: Callable[[str], AbstractContextManager[None]], comm: MPI.Intracomm) -> None:
+def complete(
+    engine: Engine,
+    axes: Sequence[Axis],
+    joint: Sequence[Axis],
+    waiting: Callable[[str], AbstractContextManager[None]],
+    comm: MPI.Intracomm,
+) -> None:
     """Wait for the collectives and messages in progress. Collective.
 
     axes      axes of this rank; the first is the axis of all ranks
@@ -126,12 +135,16 @@ def complete(engine: Engine, axes: Sequence[Axis], joint: Sequence[Axis],
     if uneven:
         records = [each.record for each in waited]
         names = ", ".join(str(record) for record in records if record is not None and record.key.axis in uneven)
-        raise GridError(f"not all members of axis {', '.join(uneven)} have begun the same number of collectives; "
-                        f"under way here: {names or 'none'}. Every member must make the call")
+        raise GridError(
+            f"not all members of axis {', '.join(uneven)} have begun the same number of collectives; "
+            f"under way here: {names or 'none'}. Every member must make the call"
+        )
     if unmatched:
         names = ", ".join(str(each.record) for each in waited if each.record is not None and each.record.channel)
-        raise GridError(f"messages from rank to rank on axis {', '.join(unmatched)} have no partner: each message "
-                        f"needs a receive with the same tag. Under way here: {names or 'none'}")
+        raise GridError(
+            f"messages from rank to rank on axis {', '.join(unmatched)} have no partner: each message "
+            f"needs a receive with the same tag. Under way here: {names or 'none'}"
+        )
     for each in waited:
         if each.record is not None:
             each.wait()
@@ -220,9 +233,15 @@ class PrintOnce:
             return
         interrupted = isinstance(error, KeyboardInterrupt)
         if printing == mark.comm.rank:
-            print(f"pmm3d: {ranks_in_words(range(mark.comm.size))} " + (
-                f"were interrupted (Ctrl-C); rank {printing} at {line_of(error)}" if interrupted else
-                "end with this error:"), file=sys.stderr)
+            print(
+                f"pmm3d: {ranks_in_words(range(mark.comm.size))} "
+                + (
+                    f"were interrupted (Ctrl-C); rank {printing} at {line_of(error)}"
+                    if interrupted
+                    else "end with this error:"
+                ),
+                file=sys.stderr,
+            )
             if not interrupted or self._before is not sys.__excepthook__:
                 self._before(kind, error, trace)
             sys.stderr.flush()

@@ -26,8 +26,9 @@ class Link(Protocol):
     stream: CommunicationStream | None
     transport: Any
 
-    def post_all(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
-                 receives: Sequence[tuple[int, Array]]) -> list[MPI.Request]: ...
+    def post_all(
+        self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]]
+    ) -> list[MPI.Request]: ...
 
 
 class Piece(NamedTuple):
@@ -59,8 +60,12 @@ class Direction:
     steps   functions that begin a step: step(pieces, buffer) returns the requests or events of the step
     """
 
-    def __init__(self, groups: Sequence[list[Piece]], memory: np.ndarray,
-                 steps: Sequence[Callable[[Sequence[Piece], np.ndarray], Sequence[Any]]]):
+    def __init__(
+        self,
+        groups: Sequence[list[Piece]],
+        memory: np.ndarray,
+        steps: Sequence[Callable[[Sequence[Piece], np.ndarray], Sequence[Any]]],
+    ):
         self._groups, self._steps = deque(groups), steps
         self._free = deque(memory.reshape(min(2, len(groups)), -1) if groups else [])
         self._first: deque[Step] = deque()
@@ -100,21 +105,31 @@ class Staging:
     be sent, and an exchange ends although its buffers hold only a few pieces.
     """
 
-    def __init__(self, link: Link, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
-                 receives: Sequence[tuple[int, Array]]):
+    def __init__(
+        self,
+        link: Link,
+        library: NumpyLibrary,
+        sends: Sequence[tuple[int, Array]],
+        receives: Sequence[tuple[int, Array]],
+    ):
         assert link.stream is not None
         self._link, self._library, self._streams = link, library, link.stream
         before = link.stream.own.record()
         for stream in (link.stream.down, link.stream.up):
             stream.wait_for(before)
-        leaving, coming = (_groups(library, sorted(messages, key=lambda message: sign * (message[0] - link.rank) %
-                                                   link.size)) for sign, messages in ((1, sends), (-1, receives)))
-        sizes = [min(2, len(groups)) * max((group[-1].place.stop for group in groups), default=0)
-                 for groups in (leaving, coming)]
+        leaving, coming = (
+            _groups(library, sorted(messages, key=lambda message: sign * (message[0] - link.rank) % link.size))
+            for sign, messages in ((1, sends), (-1, receives))
+        )
+        sizes = [
+            min(2, len(groups)) * max((group[-1].place.stop for group in groups), default=0)
+            for groups in (leaving, coming)
+        ]
         memory, self._ticket = link.transport.workspace.take((max(1, sum(sizes)),), "uint8", library.pinned())
         self._directions: tuple[Direction, ...] = (
             Direction(leaving, memory[: sizes[0]], (self._copy_down, self._send)),
-            Direction(coming, memory[sizes[0] : sum(sizes)], (self._receive, self._copy_up)))
+            Direction(coming, memory[sizes[0] : sum(sizes)], (self._receive, self._copy_up)),
+        )
         self.ended = False
 
     @property

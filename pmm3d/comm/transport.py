@@ -39,8 +39,8 @@ LARGEST_MESSAGE = 2**30
 def chunks(nbytes: int, largest: int = LARGEST_MESSAGE) -> list[tuple[int, int]]:
     """Return (offset, length) of the messages that carry `nbytes` bytes; no message for 0 bytes.
 
-        >>> chunks(10, largest=4)
-        [(0, 4), (4, 4), (8, 2)]
+    >>> chunks(10, largest=4)
+    [(0, 4), (4, 4), (8, 2)]
     """
     return [(offset, min(largest, nbytes - offset)) for offset in range(0, nbytes, largest)]
 
@@ -70,8 +70,7 @@ class Transport:
     library: NumpyLibrary | None = None
     device: Device | None = None
 
-    def __init__(self, mode: str, workspace: Workspace, processes: Processes | None = None,
-                 timeout: float = 0.0):
+    def __init__(self, mode: str, workspace: Workspace, processes: Processes | None = None, timeout: float = 0.0):
         if mode not in TRANSPORTS:
             raise Pmm3dError(f"device_transport is {TRANSPORTS_IN_WORDS}; got {mode!r}")
         self.asked, self.mode, self.why = mode, mode, f"{mode}: no arrays of a device so far"
@@ -100,14 +99,18 @@ class Transport:
             return None
         here, own = library.current_stream().device, self.device
         if own is not None and here != own.number:
-            return GridError(f"the current device is {here}, and the arrays of this rank are on device {own.number}, "
-                             f"{own.name}: a rank uses one device on a grid. Make the arrays there, inside "
-                             "cupy.cuda.Device or after torch.cuda.set_device")
+            return GridError(
+                f"the current device is {here}, and the arrays of this rank are on device {own.number}, "
+                f"{own.name}: a rank uses one device on a grid. Make the arrays there, inside "
+                "cupy.cuda.Device or after torch.cuda.set_device"
+            )
         elsewhere = [number for array in arrays if (number := library.device_of(array)) not in (here, None)]
         if elsewhere:
-            return GridError(f"an array of device {elsewhere[0]} is used while device {here} is current, so this work "
-                             "is not ordered with the work that made the array. Make the array's device current, by "
-                             "cupy.cuda.Device or torch.cuda.set_device")
+            return GridError(
+                f"an array of device {elsewhere[0]} is used while device {here} is current, so this work "
+                "is not ordered with the work that made the array. Make the array's device current, by "
+                "cupy.cuda.Device or torch.cuda.set_device"
+            )
         return None
 
     def check_place(self, library: NumpyLibrary, *arrays: Array) -> None:
@@ -179,9 +182,18 @@ class Link:
     node_map: NodeMap = FLAT
     off_node: Set[int] = frozenset()
 
-    def __init__(self, comm: MPI.Intracomm, tag: int, record: Record, transport: Transport,
-                 stream: CommunicationStream | None = None, check: bool = True, mode: str = "",
-                 nccl: Nccl | None = None, wrong: Exception | None = None):
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        tag: int,
+        record: Record,
+        transport: Transport,
+        stream: CommunicationStream | None = None,
+        check: bool = True,
+        mode: str = "",
+        nccl: Nccl | None = None,
+        wrong: Exception | None = None,
+    ):
         self.rank, self.size = comm.rank, comm.size
         self.comm, self.tag, self.record, self.transport = comm, tag, record, transport
         self.stream, self.check, self.mode, self.nccl, self.wrong = stream, check, mode, nccl, wrong
@@ -205,8 +217,9 @@ class Link:
         """Return a new array for the collective's result."""
         return library.empty(shape, dtype) if self.stream is None else self.stream.empty(library, shape, dtype)
 
-    def run_on(self, stream: CommunicationStream, make_collective: Callable[[Link], Collective[Result]]
-               ) -> Collective[Result]:
+    def run_on(
+        self, stream: CommunicationStream, make_collective: Callable[[Link], Collective[Result]]
+    ) -> Collective[Result]:
         """Generator: run a collective on the communication stream, after the caller's earlier work on the device.
 
         The generator ends when the device has completed the collective. Then the host and all streams may use the
@@ -225,8 +238,13 @@ class Link:
         yield [stream.own.record()]
         return result
 
-    def exchange(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
-                 receives: Sequence[tuple[int, Array]], work: Slab | None = None) -> Collective[None]:
+    def exchange(
+        self,
+        library: NumpyLibrary,
+        sends: Sequence[tuple[int, Array]],
+        receives: Sequence[tuple[int, Array]],
+        work: Slab | None = None,
+    ) -> Collective[None]:
         """Generator: post all messages and yield their requests. At its end the received arrays are filled.
 
         Messages of device arrays start after the earlier work in the collective's stream. NCCL's messages are enqueued
@@ -262,8 +280,9 @@ class Link:
             if id(array) in packed:
                 copy_into(library, packed[id(array)], array)
 
-    def _exchange(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
-                  receives: Sequence[tuple[int, Array]]) -> Collective[None]:
+    def _exchange(
+        self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]]
+    ) -> Collective[None]:
         """Generator: `exchange` of arrays without gaps."""
         if self.off_node:
             self.record.across += sum(nbytes_of(library, array) for peer, array in receives if peer in self.off_node)
@@ -271,8 +290,10 @@ class Link:
             yield self.post_all(library, sends, receives)
             return
         if self.stream is None:
-            raise Pmm3dError(f"{self.record}: Axis.begin needs library= for {library.name} arrays: it selects the "
-                             "device and the stream of the collective")
+            raise Pmm3dError(
+                f"{self.record}: Axis.begin needs library= for {library.name} arrays: it selects the "
+                "device and the stream of the collective"
+            )
         if self.mode == "direct":
             yield [self.stream.own.record()]
             yield self.post_all(library, sends, receives)
@@ -296,11 +317,14 @@ class Link:
     def tokens(self, sources: Sequence[int], targets: Sequence[int]) -> list[MPI.Request]:
         """Post empty messages, which are not counted in the ledger. Returns their requests."""
         nothing = np.empty(0, np.uint8)
-        return [*(self.comm.Irecv(nothing, source, self.tag) for source in sources),
-                *(self.comm.Isend(nothing, target, self.tag) for target in targets)]
+        return [
+            *(self.comm.Irecv(nothing, source, self.tag) for source in sources),
+            *(self.comm.Isend(nothing, target, self.tag) for target in targets),
+        ]
 
-    def exchange_in_windows(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
-                            receives: Sequence[tuple[int, Array]]) -> Collective[None]:
+    def exchange_in_windows(
+        self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]]
+    ) -> Collective[None]:
         """Generator: `exchange` with any number of ranks, `WINDOW` at a time. A window contains the peers at the same
         distances along the ring. So both ends of a message are in the same window, and windows do not deadlock."""
         windows: dict[int, tuple[list[tuple[int, Array]], list[tuple[int, Array]]]] = {0: ([], [])}
@@ -311,8 +335,9 @@ class Link:
         for _, (leaving, coming) in sorted(windows.items(), key=itemgetter(0)):
             yield from self.exchange(library, leaving, coming)
 
-    def post_all(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
-                 receives: Sequence[tuple[int, Array]]) -> list[MPI.Request]:
+    def post_all(
+        self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]]
+    ) -> list[MPI.Request]:
         """Post messages of arrays without gaps, and count their bytes. Returns the requests."""
         requests: list[MPI.Request] = []
         try:
@@ -325,8 +350,14 @@ class Link:
             raise
         return requests
 
-    def _post(self, requests: list[MPI.Request], call: Callable[..., MPI.Request], peer: int, library: NumpyLibrary,
-              array: Array) -> int:
+    def _post(
+        self,
+        requests: list[MPI.Request],
+        call: Callable[..., MPI.Request],
+        peer: int,
+        library: NumpyLibrary,
+        array: Array,
+    ) -> int:
         """Post the messages of one array, and append their requests. Returns the number of bytes."""
         plain = type(array) is np.ndarray
         nbytes = array.nbytes if plain else nbytes_of(library, array)

@@ -24,8 +24,15 @@ from .executor import Counts, planned_bytes, run_schedule
 from .transport import Collective, Link
 
 
-def all_gather_rows(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts,
-                    work: Slab | None = None, codec: Codec | None = None) -> Collective[Array]:
+def all_gather_rows(
+    link: Link,
+    library: NumpyLibrary,
+    part: Array,
+    out: Array,
+    counts: Counts,
+    work: Slab | None = None,
+    codec: Codec | None = None,
+) -> Collective[Array]:
     """Gather every rank's rows in `out`, which has no gaps. The arrays may have any number of dims. `part` may be the
     view of its rows in `out`. A part with gaps is copied there first."""
     if not library.is_contiguous(part):
@@ -38,8 +45,16 @@ def all_gather_rows(link: Link, library: NumpyLibrary, part: Array, out: Array, 
     return out
 
 
-def all_gather_into(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts, dim: int = 0,
-                    work: Slab | None = None, codec: Codec | None = None) -> Collective[Array]:
+def all_gather_into(
+    link: Link,
+    library: NumpyLibrary,
+    part: Array,
+    out: Array,
+    counts: Counts,
+    dim: int = 0,
+    work: Slab | None = None,
+    codec: Codec | None = None,
+) -> Collective[Array]:
     """Gather every rank's part in `out`, concatenated along `dim`. `out` has no gaps. Work: `all_gather_work`."""
     if dim == 0:
         return (yield from all_gather_rows(link, library, part, out, counts, work, codec))
@@ -49,44 +64,73 @@ def all_gather_into(link: Link, library: NumpyLibrary, part: Array, out: Array, 
         nbytes = lambda: all_gather_work(out.shape, dtype, counts, link.rank, dim, link.node_map, codec)
         memory = work_slab(link, library, work, nbytes, borrowed)
         for rows in _rounds(out.shape, dtype):
-            yield from run_schedule(link, library, schedule, part[rows], out[rows], dims=(1, 1), work=memory.again(),
-                                    codec=codec)
+            yield from run_schedule(
+                link, library, schedule, part[rows], out[rows], dims=(1, 1), work=memory.again(), codec=codec
+            )
     return out
 
 
-def reduce_scatter_into(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts: Counts, beta: complex = 0,
-                        dim: int = 0, work: Slab | None = None, codec: Codec | None = None) -> Collective[Array]:
+def reduce_scatter_into(
+    link: Link,
+    library: NumpyLibrary,
+    whole: Array,
+    out: Array,
+    counts: Counts,
+    beta: complex = 0,
+    dim: int = 0,
+    work: Slab | None = None,
+    codec: Codec | None = None,
+) -> Collective[Array]:
     """Sum this rank's part along `dim` of all ranks' arrays: out = beta out + the sum. Arrays are 1D or 2D. Along dim 1
     `out` has no gaps. Work: `reduce_scatter_work`."""
     dtype = library.dtype(whole)
     schedule = reduce_schedule(counts, link.rank, dtype, link.node_map)
     if dim == 0:
-        yield from run_schedule(link, library, schedule, in_two_dims(whole), in_two_dims(out), beta=beta, work=work,
-                                codec=codec)
+        yield from run_schedule(
+            link, library, schedule, in_two_dims(whole), in_two_dims(out), beta=beta, work=work, codec=codec
+        )
         return out
     with ExitStack() as borrowed:
         nbytes = lambda: reduce_scatter_work(library, whole, counts, link.rank, dim, link.node_map, codec)
         memory = work_slab(link, library, work, nbytes, borrowed)
         for rows in _rounds(whole.shape, dtype):
-            yield from run_schedule(link, library, schedule, whole[rows], out[rows], beta=beta, dims=(1, 1),
-                                    work=memory.again(), codec=codec)
+            yield from run_schedule(
+                link,
+                library,
+                schedule,
+                whole[rows],
+                out[rows],
+                beta=beta,
+                dims=(1, 1),
+                work=memory.again(),
+                codec=codec,
+            )
     return out
 
 
-def all_reduce_flat(link: Link, library: NumpyLibrary, array: Array, out: Array, work: Slab | None = None,
-                    codec: Codec | None = None) -> Collective[Array]:
+def all_reduce_flat(
+    link: Link, library: NumpyLibrary, array: Array, out: Array, work: Slab | None = None, codec: Codec | None = None
+) -> Collective[Array]:
     """Sum the arrays of all ranks into `out`, on every rank. The arrays have no gaps. `out` may be `array`. Work:
     `all_reduce_work`."""
     assert library.is_contiguous(array) and library.is_contiguous(out)  # else a reshaped copy would be summed
     size, dtype = prod(array.shape), library.dtype(array)
     schedule = sum_schedule(size, dtype, link.size, link.rank, link.node_map, codec is not None)
-    yield from run_schedule(link, library, schedule, array.reshape(size, 1), out.reshape(size, 1), work=work,
-                            codec=codec)
+    yield from run_schedule(
+        link, library, schedule, array.reshape(size, 1), out.reshape(size, 1), work=work, codec=codec
+    )
     return out
 
 
-def all_reduce_into(link: Link, library: NumpyLibrary, array: Array, out: Array, beta: complex = 0,
-                    work: Slab | None = None, codec: Codec | None = None) -> Collective[Array]:
+def all_reduce_into(
+    link: Link,
+    library: NumpyLibrary,
+    array: Array,
+    out: Array,
+    beta: complex = 0,
+    work: Slab | None = None,
+    codec: Codec | None = None,
+) -> Collective[Array]:
     """Sum the arrays of all ranks: out = beta out + the sum. If beta is not 0, or if `out` has gaps, the sum is first
     written to `array`, which must have no gaps. Work: `all_reduce_work`."""
     if beta == 0 and (out is array or library.is_contiguous(out)):
@@ -115,17 +159,32 @@ def sum_gathered(library: NumpyLibrary, arrays: Array, out: Array, node_map: Nod
             sum_in_order(library, [parts[:, number].reshape(groups, elements) for number in range(radix)], arrays)
 
 
-def all_to_all_into(link: Link, library: NumpyLibrary, array: Array, out: Array, sent: Counts, received: Counts,
-                    dims: tuple[int, int] = (0, 0), work: Slab | None = None, codec: Codec | None = None
-                    ) -> Collective[Array]:
+def all_to_all_into(
+    link: Link,
+    library: NumpyLibrary,
+    array: Array,
+    out: Array,
+    sent: Counts,
+    received: Counts,
+    dims: tuple[int, int] = (0, 0),
+    work: Slab | None = None,
+    codec: Codec | None = None,
+) -> Collective[Array]:
     """Send part r of `array` along dims[0] to rank r, and receive part r of `out` along dims[1] from rank r. Work:
     `executor.work_bytes`."""
     schedule = all_to_all(tuple(sent), tuple(received), link.rank)
     return (yield from run_schedule(link, library, schedule, array, out, dims=dims, work=work, codec=codec))
 
 
-def all_gather_work(shape: Sequence[int], dtype: str, counts: Counts, rank: int, dim: int, node_map: NodeMap = FLAT,
-                    codec: Codec | None = None) -> int:
+def all_gather_work(
+    shape: Sequence[int],
+    dtype: str,
+    counts: Counts,
+    rank: int,
+    dim: int,
+    node_map: NodeMap = FLAT,
+    codec: Codec | None = None,
+) -> int:
     """Return the bytes of work memory of `all_gather_into`. shape: of `out`."""
     if dim == 0 and codec is None:
         return 0
@@ -135,8 +194,15 @@ def all_gather_work(shape: Sequence[int], dtype: str, counts: Counts, rank: int,
     return planned_bytes(schedule, dtype, (step, step), (True, True), True, codec)
 
 
-def reduce_scatter_work(library: NumpyLibrary, whole: Array, counts: Counts, rank: int, dim: int,
-                        node_map: NodeMap = FLAT, codec: Codec | None = None) -> int:
+def reduce_scatter_work(
+    library: NumpyLibrary,
+    whole: Array,
+    counts: Counts,
+    rank: int,
+    dim: int,
+    node_map: NodeMap = FLAT,
+    codec: Codec | None = None,
+) -> int:
     """Return the bytes of work memory of `reduce_scatter_into`."""
     dtype = library.dtype(whole)
     schedule = reduce_schedule(counts, rank, dtype, node_map)
@@ -145,15 +211,17 @@ def reduce_scatter_work(library: NumpyLibrary, whole: Array, counts: Counts, ran
     return planned_bytes(schedule, dtype, (other, other), (gaps, gaps), dim == 1, codec)
 
 
-def all_reduce_work(shape: Sequence[int], dtype: str, ranks: int, rank: int, node_map: NodeMap = FLAT,
-                    codec: Codec | None = None) -> int:
+def all_reduce_work(
+    shape: Sequence[int], dtype: str, ranks: int, rank: int, node_map: NodeMap = FLAT, codec: Codec | None = None
+) -> int:
     """Return the bytes of work memory of `all_reduce_into`."""
     schedule = sum_schedule(prod(shape), dtype, ranks, rank, node_map, codec is not None)
     return planned_bytes(schedule, dtype, (1, 1), codec=codec)
 
 
-def work_slab(link: Link, library: NumpyLibrary, work: Slab | None, nbytes: Callable[[], int],
-              borrowed: ExitStack) -> Slab:
+def work_slab(
+    link: Link, library: NumpyLibrary, work: Slab | None, nbytes: Callable[[], int], borrowed: ExitStack
+) -> Slab:
     """Return `work`. If it is None, borrow nbytes() bytes from the workspace; `borrowed` returns them at its end."""
     return work if work is not None else borrowed.enter_context(link.workspace.slab(nbytes(), library))
 
@@ -169,9 +237,15 @@ def _rounds(shape: Sequence[int], dtype: str) -> list[slice]:
     return [slice(start, min(start + step, shape[0])) for start in range(0, max(1, shape[0]), step)]
 
 
-def sum_coalesced(link: Link, library: NumpyLibrary, arrays: Sequence[Array], counts: Sequence[Counts] | None,
-                  sent: str | None = None, outs: Sequence[Array] | None = None, beta: complex = 0
-                  ) -> Collective[None]:
+def sum_coalesced(
+    link: Link,
+    library: NumpyLibrary,
+    arrays: Sequence[Array],
+    counts: Sequence[Counts] | None,
+    sent: str | None = None,
+    outs: Sequence[Array] | None = None,
+    beta: complex = 0,
+) -> Collective[None]:
     """Sum several arrays of one type over the ranks, in place, with one message for each peer. The arrays have no gaps.
 
     counts   for each array, the elements of every rank's part. With counts, only this rank's part of each array is

@@ -52,8 +52,8 @@ HUNG = 70
 
 @dataclass
 class Inquiry:
-    """A leader's question to all ranks. begun: its time (perf_counter of the leader), which identifies it in answers.
-    """
+    """A leader's question to all ranks. begun: its time (perf_counter of the leader), which identifies it in
+    answers."""
 
     begun: float
     answers: dict[int, RankStatus] = field(default_factory=dict)
@@ -76,8 +76,16 @@ class Watch:
 
     TAG = 1
 
-    def __init__(self, comm: MPI.Intracomm, timeout: float, debug: bool, processes: Processes | None,
-                 bind: Callable[[], None] | None = None, silence: bool = True, doing: Callable[[], str] = str):
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        timeout: float,
+        debug: bool,
+        processes: Processes | None,
+        bind: Callable[[], None] | None = None,
+        silence: bool = True,
+        doing: Callable[[], str] = str,
+    ):
         self.timeout = timeout if comm.size > 1 else 0.0
         self.begun: dict[str, Record] = {}
         self.ending = ""
@@ -85,7 +93,7 @@ class Watch:
         self._early = min(self.timeout, DEBUG_INQUIRY_SECONDS if debug else INQUIRY_SECONDS)
         self._bind, self._silence, self._doing = bind, silence, doing
         deputy = [*self._processes.first_ranks(), 1][1]  # on another host, if there is one
-        self._leaders = [0, deputy][:comm.size]
+        self._leaders = [0, deputy][: comm.size]
         self._neighbours = self._processes.neighbours(comm.rank)
         self._waits: dict[int, tuple[Record, float]] = {}
         self._gone: dict[int, str] = {}
@@ -211,8 +219,11 @@ class Watch:
         self._inquiry = None
         if any(answer.ending for answer in answers.values()):
             return
-        self._silent = {rank: self._silent.get(rank, inquiry.begun) for rank in range(self._comm.size)
-                        if self._silence and rank not in answers}
+        self._silent = {
+            rank: self._silent.get(rank, inquiry.begun)
+            for rank in range(self._comm.size)
+            if self._silence and rank not in answers
+        }
         suspects = hang.endless(answers, self._gone, self._silent)
         if not suspects or suspects == self._suspects:
             suspects = {}
@@ -237,11 +248,19 @@ class Watch:
     def _status(self, now: float, silent: Sequence[int]) -> RankStatus:
         """Return the status of this rank. silent: ranks of this host of which the status tells whether they compute."""
         waits = [(thread, record, begun) for thread, (record, begun) in list(self._waits.items())]
-        states = {rank: state for rank, pid in self._neighbours.items()
-                  if (state := process_state(pid)) and (state != COMPUTES or rank in silent)}
+        states = {
+            rank: state
+            for rank, pid in self._neighbours.items()
+            if (state := process_state(pid)) and (state != COMPUTES or rank in silent)
+        }
         begun_here = {axis: (record.number, record.name) for axis, record in list(self.begun.items())}
-        common: dict[str, Any] = {"rank": self._comm.rank, "begun": begun_here, "ending": self.ending,
-                                  "states": states, "doing": self._doing()}
+        common: dict[str, Any] = {
+            "rank": self._comm.rank,
+            "begun": begun_here,
+            "ending": self.ending,
+            "states": states,
+            "doing": self._doing(),
+        }
         if not waits:
             return RankStatus(stack=stack_of(threading.main_thread().ident), **common)
         thread, record, begun = min(waits, key=lambda wait: wait[2])
@@ -250,8 +269,10 @@ class Watch:
         return RankStatus(waiting=hang.Waiting(collective, now - begun, line), **common)
 
     def _end(self, answers: hang.Answers, silent: Sequence[int]) -> None:
-        limit = (f"The limit is {self.timeout:g} s: Grid(timeout=) or PMM3D_TIMEOUT, 0 for none. Certain deadlocks "
-                 "are ended before it.")
+        limit = (
+            f"The limit is {self.timeout:g} s: Grid(timeout=) or PMM3D_TIMEOUT, 0 for none. Certain deadlocks "
+            "are ended before it."
+        )
         if not self.threaded and self._processes[0].pid:
             limit += " This MPI's thread level is below MPI_THREAD_MULTIPLE: ranks that do not wait cannot answer."
         abort_job(self._comm, hang.diagnosis(answers, self._gone, silent, self._processes, limit), HUNG)

@@ -61,8 +61,9 @@ def one_for_each_node(grid: Grid, axis: Axis, nbytes: int, per_node: int) -> np.
     """Return an array of `nbytes` bytes, shared by the `per_node` consecutive ranks of each node. Otherwise as
     `shared_array`."""
     first, stop = (nbytes * (axis.index % per_node + end) // per_node for end in (0, 1))
-    found: np.ndarray = axis.begin("shared memory", lambda link: _shared(grid, link, nbytes, per_node,
-                                                                         (first, stop - first))).wait()
+    found: np.ndarray = axis.begin(
+        "shared memory", lambda link: _shared(grid, link, nbytes, per_node, (first, stop - first))
+    ).wait()
     return found
 
 
@@ -82,13 +83,18 @@ def _shared(grid: Grid, link: Link, nbytes: int, per_node: int, own: tuple[int, 
         rows = yield from agree(link, "shared operands", "", Terms("", error=error), _place(descriptor))
         memory, error = None, None
         try:
-            memory = (_mapped(descriptor, nbytes, *own) if link.rank == first else
-                      _seen(link, first, rows[first].tolist(), nbytes, own))
+            memory = (
+                _mapped(descriptor, nbytes, *own)
+                if link.rank == first
+                else _seen(link, first, rows[first].tolist(), nbytes, own)
+            )
         except MemoryError as refused:
             error = _no_memory(nbytes, refused)
         except (OSError, ValueError) as refused:
-            error = GridError("shared operands: processes of this node cannot map each other's memory "
-                              f"(/proc/PID/fd): {refused}. Leave shared=True out")
+            error = GridError(
+                "shared operands: processes of this node cannot map each other's memory "
+                f"(/proc/PID/fd): {refused}. Leave shared=True out"
+            )
         yield from agree(link, "shared operands", "", Terms("", error=error))
     finally:
         if descriptor >= 0:
@@ -102,13 +108,16 @@ def _check_free(grid: Grid, nbytes: int) -> None:
     stages. Without this check the system would end a process."""
     free = available_memory()
     if 0 < free < nbytes * grid.local_size:
-        raise OSError(errno.ENOMEM, f"{in_bytes(nbytes)} for each of {grid.local_size} ranks, and {in_bytes(free)} are "
-                      "left")
+        raise OSError(
+            errno.ENOMEM, f"{in_bytes(nbytes)} for each of {grid.local_size} ranks, and {in_bytes(free)} are left"
+        )
 
 
 def _no_memory(nbytes: int, refused: Exception) -> OutOfMemoryError:
-    return OutOfMemoryError(f"shared operands: the node gives no {in_bytes(nbytes)} of shared memory: {refused}. Leave "
-                            "shared=True out, or use more nodes")
+    return OutOfMemoryError(
+        f"shared operands: the node gives no {in_bytes(nbytes)} of shared memory: {refused}. Leave "
+        "shared=True out, or use more nodes"
+    )
 
 
 def _place(descriptor: int) -> list[int]:

@@ -14,8 +14,12 @@ from ..errors import DTypeError, GridError, LayoutError
 from ..layout import Layout
 
 TYPES = {"s": "float32", "d": "float64", "c": "complex64", "z": "complex128"}
-REALS = {"float32": ctypes.c_float, "float64": ctypes.c_double, "complex64": ctypes.c_float,
-         "complex128": ctypes.c_double}
+REALS = {
+    "float32": ctypes.c_float,
+    "float64": ctypes.c_double,
+    "complex64": ctypes.c_float,
+    "complex128": ctypes.c_double,
+}
 NAMED_LAYOUTS = {"A": Layout.A, "B": Layout.B, "C": Layout.C}
 NO_COMM = -1
 
@@ -24,8 +28,10 @@ def communicator(handle: int) -> MPI.Intracomm:
     """Return the caller's communicator. Raises GridError."""
     comm = MPI.COMM_NULL if handle == NO_COMM else MPI.Comm.f2py(handle)
     if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
-        raise GridError("the communicator is MPI_COMM_NULL, or no intracommunicator of this process's MPI: pass one "
-                        "that this process belongs to")
+        raise GridError(
+            "the communicator is MPI_COMM_NULL, or no intracommunicator of this process's MPI: pass one "
+            "that this process belongs to"
+        )
     return comm
 
 
@@ -58,8 +64,10 @@ def layout_named(address: int) -> Layout:
         return NAMED_LAYOUTS[text]
     rows, slash, columns = text.partition("/")
     if not slash or set(rows + columns) - set("xyz"):
-        raise LayoutError('a layout is "A", "B", "C", or the axes x, y, z that cut the rows, a slash, and those that '
-                          f'cut the columns, as "zx/y"; got {text!r}')
+        raise LayoutError(
+            'a layout is "A", "B", "C", or the axes x, y, z that cut the rows, a slash, and those that '
+            f'cut the columns, as "zx/y"; got {text!r}'
+        )
     return Layout(tuple(rows), tuple(columns))
 
 

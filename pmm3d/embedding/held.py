@@ -77,6 +77,8 @@ class HeldContext:
 
     def _made(self, name: str, values: tuple[int, ...]) -> Descriptor:
         if not any(values[1:8:2]):
-            raise LayoutError(f"the descriptor of {name} is {values}: as of integers of 8 bytes. They are of 4: "
-                              "compile without -i8 or -fdefault-integer-8, or copy it")
+            raise LayoutError(
+                f"the descriptor of {name} is {values}: as of integers of 8 bytes. They are of 4: "
+                "compile without -i8 or -fdefault-integer-8, or copy it"
+            )
         return self.context.from_array(values)

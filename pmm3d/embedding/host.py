@@ -84,8 +84,9 @@ class Host:
         check_dims(rows, columns, 1)
         return layout_named(layout).box((rows, columns), grid.shape, grid.coords)
 
-    def matrix(self, number: int, kind: int, rows: int, columns: int, layout: int, order: int, shard: int,
-               out: int) -> tuple[int]:
+    def matrix(
+        self, number: int, kind: int, rows: int, columns: int, layout: int, order: int, shard: int, out: int
+    ) -> tuple[int]:
         """Collective."""
         grid = self._found(number, Grid)
         with refused_by_all(grid, "DistMatrix.from_local"):
@@ -103,8 +104,9 @@ class Host:
             first, second, out, factors = self._operands(transa, transb, alpha, a, b, beta, c)
         matmul(first, second, out=out, alpha=factors[0], beta=factors[1])
 
-    def _operands(self, transa: int, transb: int, alpha: int, a: int, b: int, beta: int,
-                  c: int) -> tuple[DistMatrix, DistMatrix, DistMatrix, tuple[Any, Any]]:
+    def _operands(
+        self, transa: int, transb: int, alpha: int, a: int, b: int, beta: int, c: int
+    ) -> tuple[DistMatrix, DistMatrix, DistMatrix, tuple[Any, Any]]:
         """op(A), op(B), C, and (alpha, beta)."""
         held_a, held_b, held_c = (self._found(number, Held) for number in (a, b, c))
         out: DistMatrix = held_c.matrix
@@ -143,9 +145,30 @@ class Host:
             raise
         return (self._keep(HeldContext(context)),)
 
-    def pgemm(self, number: int, kind: int, transa: int, transb: int, m: int, n: int, k: int, alpha: int, a: int,
-              ia: int, ja: int, desca: int, b: int, ib: int, jb: int, descb: int, beta: int, c: int, ic: int, jc: int,
-              descc: int) -> None:
+    def pgemm(
+        self,
+        number: int,
+        kind: int,
+        transa: int,
+        transb: int,
+        m: int,
+        n: int,
+        k: int,
+        alpha: int,
+        a: int,
+        ia: int,
+        ja: int,
+        desca: int,
+        b: int,
+        ib: int,
+        jb: int,
+        descb: int,
+        beta: int,
+        c: int,
+        ic: int,
+        jc: int,
+        descc: int,
+    ) -> None:
         """Collective."""
         context: HeldContext = self._found(number, HeldContext)
         with refused_by_all(context.grid, "pgemm"):
@@ -153,11 +176,44 @@ class Host:
             of_a, of_b = context.part("a", a, desca, dtype), context.part("b", b, descb, dtype)
             of_c = context.part("c", c, descc, dtype)
             factors = scalar_at("alpha", alpha, dtype), scalar_at("beta", beta, dtype)
-        pgemm(letter(transa), letter(transb), m, n, k, factors[0], of_a.local, ia, ja, of_a.descriptor, of_b.local, ib,
-              jb, of_b.descriptor, factors[1], of_c.local, ic, jc, of_c.descriptor)
+        pgemm(
+            letter(transa),
+            letter(transb),
+            m,
+            n,
+            k,
+            factors[0],
+            of_a.local,
+            ia,
+            ja,
+            of_a.descriptor,
+            of_b.local,
+            ib,
+            jb,
+            of_b.descriptor,
+            factors[1],
+            of_c.local,
+            ic,
+            jc,
+            of_c.descriptor,
+        )
 
-    def pgemr2d(self, kind: int, m: int, n: int, a: int, ia: int, ja: int, desca: int, contexta: int, b: int, ib: int,
-                jb: int, descb: int, contextb: int) -> None:
+    def pgemr2d(
+        self,
+        kind: int,
+        m: int,
+        n: int,
+        a: int,
+        ia: int,
+        ja: int,
+        desca: int,
+        contexta: int,
+        b: int,
+        ib: int,
+        jb: int,
+        descb: int,
+        contextb: int,
+    ) -> None:
         """Collective."""
         with refused_by_all(self._grid_of(contexta, contextb), "pgemr2d"):
             dtype = dtype_named(kind)
@@ -183,8 +239,10 @@ class Host:
             held: DistMatrix = self._found(matrix, Held).matrix
             within: HeldContext = self._found(context, HeldContext)
             if not held.grid.same_processes(within.grid):
-                raise GridError(f"{what}: the context is over other ranks than the matrix, or these in another order: "
-                                "make both on one communicator")
+                raise GridError(
+                    f"{what}: the context is over other ranks than the matrix, or these in another order: "
+                    "make both on one communicator"
+                )
             part = within.part("a", a, desca, held.dtype)
         return held, part
 
@@ -198,8 +256,9 @@ class Host:
         held, blocks, arrays = self._blocks("to_blocks", block, box, order, matrix)
         Redistribution(held.grid, held.layout, blocks, dtype=held.dtype, order=held.order)(held.memory, arrays)
 
-    def _blocks(self, what: str, block: int, box: int, order: int,
-                matrix: int) -> tuple[DistMatrix, Blocks, list[np.ndarray]]:
+    def _blocks(
+        self, what: str, block: int, box: int, order: int, matrix: int
+    ) -> tuple[DistMatrix, Blocks, list[np.ndarray]]:
         """The matrix, where the blocks of all ranks are in it, and the parts of this rank's. Collective."""
         held: DistMatrix = self._found(matrix, Held).matrix
         grid = held.grid
@@ -213,8 +272,9 @@ class Host:
         if 0 in held.shape:
             return held, blocks, [local[:0, :0].reshape(extent) for extent in blocks.local_shapes(grid.rank)]
         tiles = blocks.tiles(grid.rank)
-        rows, cols = ([cut - start for cut in cuts] for cuts, start in ((blocks.row_cuts, found[0]),
-                                                                        (blocks.col_cuts, found[2])))
+        rows, cols = (
+            [cut - start for cut in cuts] for cuts, start in ((blocks.row_cuts, found[0]), (blocks.col_cuts, found[2]))
+        )
         return held, blocks, [local[rows[row] : rows[row + 1], cols[col] : cols[col + 1]] for row, col in tiles]
 
     def free(self, number: int, pointer: int) -> None:
@@ -255,8 +315,9 @@ def described(found: object) -> str:
 def check_dims(rows: int, columns: int, size: int) -> None:
     """Raise LayoutError for impossible sizes: negative, or more bytes than memory can address."""
     if min(rows, columns) < 0 or rows * columns * size >= ADDRESSED:
-        raise LayoutError("a matrix has 0 rows and columns or more, as many as memory can have; got "
-                          f"{rows} x {columns}")
+        raise LayoutError(
+            f"a matrix has 0 rows and columns or more, as many as memory can have; got {rows} x {columns}"
+        )
 
 
 @contextmanager

@@ -12,11 +12,28 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from .text import Tokenizer, convert_text
     from .tokens import TokenDataSet
 
-_MODULES = {"convert": "conversion", "DataSet": "dataset", "Loader": "loader", "Checkpoints": "checkpoint",
-            "export_safetensors": "safetensors", "import_safetensors": "safetensors", "Tokenizer": "text",
-            "convert_text": "text", "TokenDataSet": "tokens"}
-__all__ = ["Checkpoints", "DataSet", "Loader", "TokenDataSet", "Tokenizer", "convert", "convert_text",
-           "export_safetensors", "import_safetensors"]
+_MODULES = {
+    "convert": "conversion",
+    "DataSet": "dataset",
+    "Loader": "loader",
+    "Checkpoints": "checkpoint",
+    "export_safetensors": "safetensors",
+    "import_safetensors": "safetensors",
+    "Tokenizer": "text",
+    "convert_text": "text",
+    "TokenDataSet": "tokens",
+}
+__all__ = [
+    "Checkpoints",
+    "DataSet",
+    "Loader",
+    "TokenDataSet",
+    "Tokenizer",
+    "convert",
+    "convert_text",
+    "export_safetensors",
+    "import_safetensors",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -42,25 +42,57 @@ class Batched(Samples):
         """
         return {}
 
-    def _loader(self, sides: tuple[Side, Side], batch_size: int, shuffle: bool, seed: int, drop_last: bool,
-                prefetch: int, rows: Some, micro_batches: int) -> Loader:
+    def _loader(
+        self,
+        sides: tuple[Side, Side],
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        prefetch: int,
+        rows: Some,
+        micro_batches: int,
+    ) -> Loader:
         """See `DataSet.loader`."""
-        with self.grid.collective_call(f"{type(self).__name__}.loader", batch_size, shuffle, seed, drop_last, prefetch,
-                                       str(rows), micro_batches, *(str(side.layout) for side in sides)):
+        with self.grid.collective_call(
+            f"{type(self).__name__}.loader",
+            batch_size,
+            shuffle,
+            seed,
+            drop_last,
+            prefetch,
+            str(rows),
+            micro_batches,
+            *(str(side.layout) for side in sides),
+        ):
             check_at_least(1, batch_size=batch_size, prefetch=prefetch, micro_batches=micro_batches)
             check_at_least(0, seed=seed)
             part = rows if isinstance(rows, Part) else Part(*_row_range(rows, self.samples), self.samples)
             if part.samples != self.samples:
-                raise DataError(f"the rows are a part of a data set of {part.samples} samples; {self.path} has "
-                                f"{self.samples}: split this one")
+                raise DataError(
+                    f"the rows are a part of a data set of {part.samples} samples; {self.path} has "
+                    f"{self.samples}: split this one"
+                )
             if drop_last and len(part) < batch_size:
-                raise DataError(f"drop_last leaves no batch: {len(part)} rows, batch_size {batch_size}. Lower "
-                                "batch_size, or leave drop_last out")
+                raise DataError(
+                    f"drop_last leaves no batch: {len(part)} rows, batch_size {batch_size}. Lower "
+                    "batch_size, or leave drop_last out"
+                )
             if micro_batches > batch_size:
-                raise DataError(f"micro_batches = {micro_batches}, but a batch has {batch_size} rows: at most "
-                                f"{batch_size}, or raise batch_size")
-            plan = Plan(self.samples, [part.start, part.stop], int(batch_size), bool(shuffle), int(seed),
-                        bool(drop_last), part.split, "feistel" if shuffle else "none")
+                raise DataError(
+                    f"micro_batches = {micro_batches}, but a batch has {batch_size} rows: at most "
+                    f"{batch_size}, or raise batch_size"
+                )
+            plan = Plan(
+                self.samples,
+                [part.start, part.stop],
+                int(batch_size),
+                bool(shuffle),
+                int(seed),
+                bool(drop_last),
+                part.split,
+                "feistel" if shuffle else "none",
+            )
             loader = Loader(self, plan, part, sides, prefetch, int(micro_batches))
         self._loaders.add(loader)
         return loader
@@ -100,8 +132,10 @@ class Batched(Samples):
                 raise DataError("groups are held out at random: leave out last=True, or groups")
             found = self.file.dataset(groups)
             if found.shape not in ((self.samples,), (self.samples, 1)):
-                raise DataError(f"{self.path}: data set {groups!r} has the shape {found.shape}; needed is one group "
-                                f"for each of the {self.samples} samples")
+                raise DataError(
+                    f"{self.path}: data set {groups!r} has the shape {found.shape}; needed is one group "
+                    f"for each of the {self.samples} samples"
+                )
             with self.file.unchanged():
                 numbers = found[...].reshape(-1)
             return random_groups(numbers, share, seed, groups)

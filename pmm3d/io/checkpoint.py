@@ -335,8 +335,9 @@ class Checkpoints:
         """
         return self._read(Path(path)).contents
 
-    def load(self, path: str | os.PathLike[str], matrices: Matrices, *, check: Check | None = None,
-             partial: Partial = False) -> Any:
+    def load(
+        self, path: str | os.PathLike[str], matrices: Matrices, *, check: Check | None = None, partial: Partial = False
+    ) -> Any:
         """Fill matrices from a checkpoint, on any number of ranks and stages, in any grid and layout.
 
         Parameters
@@ -367,8 +368,9 @@ class Checkpoints:
         """
         return self.fill(self.undamaged(path), matrices, check=check, partial=partial)
 
-    def load_latest(self, matrices: Matrices, *, check: Check | None = None,
-                    partial: Partial = False) -> tuple[Path, Any] | None:
+    def load_latest(
+        self, matrices: Matrices, *, check: Check | None = None, partial: Partial = False
+    ) -> tuple[Path, Any] | None:
         """Fill matrices from the newest undamaged checkpoint.
 
         Parameters
@@ -430,12 +432,15 @@ class Checkpoints:
                     logger.warning(f"{path} is passed over: {error}")
         with self.grid.collective_call("load_latest", always=True):
             if failed:
-                raise CheckpointError(f"no checkpoint in {self.folder} can be read. {names_in_words(failed)}. Restore "
-                                      "one from a backup, or begin a new run in another folder")
+                raise CheckpointError(
+                    f"no checkpoint in {self.folder} can be read. {names_in_words(failed)}. Restore "
+                    "one from a backup, or begin a new run in another folder"
+                )
         return None
 
-    def fill(self, found: Checkpoint, matrices: Matrices, *, check: Check | None = None,
-             partial: Partial = False) -> Any:
+    def fill(
+        self, found: Checkpoint, matrices: Matrices, *, check: Check | None = None, partial: Partial = False
+    ) -> Any:
         """Fill matrices from a verified checkpoint.
 
         Parameters
@@ -473,8 +478,11 @@ class Checkpoints:
 
     def _check_fit(self, found: Checkpoint, described: dict[str, Described], partial: Partial) -> None:
         here = {name: form_in_words(one.shape, one.dtype) for name, one in described.items()}
-        there = {name: form_in_words(*form) for name, form in found.contents.items()
-                 if name in described or not (partial(name) if callable(partial) else partial)}
+        there = {
+            name: form_in_words(*form)
+            for name, form in found.contents.items()
+            if name in described or not (partial(name) if callable(partial) else partial)
+        }
         if text := differences(here, there):
             raise CheckpointError(f"{found.path} is the checkpoint of another network. {text}")
 

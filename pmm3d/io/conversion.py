@@ -50,10 +50,21 @@ class Converted(NamedTuple):
     classes: dict[str, int] | None = None
 
 
-def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, inputs: str = "x",
-            targets: str | None = "y", target_columns: Columns = None, classes: bool | Sequence[str] = False,
-            group_column: str | int | None = None, header: bool | None = None, delimiter: str | None = None,
-            encoding: str = "utf-8-sig", dtype: str = "float32", overwrite: bool = False) -> Converted:
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    inputs: str = "x",
+    targets: str | None = "y",
+    target_columns: Columns = None,
+    classes: bool | Sequence[str] = False,
+    group_column: str | int | None = None,
+    header: bool | None = None,
+    delimiter: str | None = None,
+    encoding: str = "utf-8-sig",
+    dtype: str = "float32",
+    overwrite: bool = False,
+) -> Converted:
     r"""Write the samples of a CSV file or of a .npz file to an HDF5 file. The samples must fit into memory.
 
     Parameters
@@ -132,8 +143,10 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
         with completed(target) as file:
             if source.suffix.lower() == ".npz":
                 if (target_columns, group_column, header, delimiter) != (None, None, None, None):
-                    raise DataError(f"{source}: a .npz file has arrays, not columns: leave out target_columns, "
-                                    "group_column, header and delimiter, and name arrays with inputs and targets")
+                    raise DataError(
+                        f"{source}: a .npz file has arrays, not columns: leave out target_columns, "
+                        "group_column, header and delimiter, and name arrays with inputs and targets"
+                    )
                 found, done = _read_arrays(source, names, classes)
             else:
                 table = _Table(source, header, delimiter, encoding)
@@ -161,8 +174,10 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
 def check_ending(target: Path, endings: Sequence[str]) -> None:
     """Raise DataError if the extension of an output file is that of another format."""
     if target.suffix.lower() not in endings:
-        raise DataError(f"the name {target.name} ends in {target.suffix}, which is another format: let it end in "
-                        f"{' or '.join(filter(None, endings))}")
+        raise DataError(
+            f"the name {target.name} ends in {target.suffix}, which is another format: let it end in "
+            f"{' or '.join(filter(None, endings))}"
+        )
 
 
 class _Table:
@@ -190,11 +205,19 @@ class _Table:
         if self.header and len(head) == 1:
             raise DataError(f"{path} has no line of data")
         if twice := [name for name in cells if self.header and cells.count(name) > 1]:
-            raise DataError(f"{path}: several columns have the name {twice[0]!r}: rename them in the first line, or "
-                            "remove those with the same contents")
+            raise DataError(
+                f"{path}: several columns have the name {twice[0]!r}: rename them in the first line, or "
+                "remove those with the same contents"
+            )
 
-    def read(self, names: list[str], target_columns: Columns, classes: bool | Sequence[str],
-             group_column: str | int | None, dtype: str) -> tuple[dict[str, np.ndarray], Converted]:
+    def read(
+        self,
+        names: list[str],
+        target_columns: Columns,
+        classes: bool | Sequence[str],
+        group_column: str | int | None,
+        dtype: str,
+    ) -> tuple[dict[str, np.ndarray], Converted]:
         """Return the data sets by name, and their description."""
         import numpy as np
 
@@ -205,8 +228,10 @@ class _Table:
         if len(names) > 1:
             self._check_name(names[1], "y", targets, "target_columns (--target-columns) names columns of targets")
         if not inputs or {*targets} & {*groups}:
-            raise DataError(f"{self.path}: no columns are left for the inputs, or the group is a target; it has "
-                            f"{counted(len(self.names), 'column')}")
+            raise DataError(
+                f"{self.path}: no columns are left for the inputs, or the group is a target; it has "
+                f"{counted(len(self.names), 'column')}"
+            )
         if classes is not False and len(targets) != 1:
             raise DataError(f"{self.path}: labels are one column; got the target columns {target_columns!r}")
         texts: dict[int, dict[str, int]] = {at: {} for at in groups + (targets if classes is not False else [])}
@@ -214,17 +239,24 @@ class _Table:
         with self._opened() as file:
             try:
                 table = np.loadtxt(
-                    file, delimiter=None if self._delimiter == " " else self._delimiter, ndmin=2, quotechar='"',
-                    comments=None, encoding=None, skiprows=self._skipped if self.header else 0,
-                    converters={at: partial(number, seen) for at, seen in texts.items()})
+                    file,
+                    delimiter=None if self._delimiter == " " else self._delimiter,
+                    ndmin=2,
+                    quotechar='"',
+                    comments=None,
+                    encoding=None,
+                    skiprows=self._skipped if self.header else 0,
+                    converters={at: partial(number, seen) for at, seen in texts.items()},
+                )
             except ValueError as error:
                 self._explain(texts.keys(), targets)
                 raise DataError(f"{self.path}: {error}") from None
         with np.errstate(over="ignore"):
             values = table.astype(dtype)
         for row, at in np.argwhere(~np.isfinite(values))[:1]:
-            raise DataError(f"{self.path}, row {row}, column {self.names[at]}: {table[row, at]} is not a finite "
-                            f"{dtype}")
+            raise DataError(
+                f"{self.path}, row {row}, column {self.names[at]}: {table[row, at]} is not a finite {dtype}"
+            )
         found, counts = {names[0]: values[:, inputs]}, None
         if len(names) > 1:
             found[names[1]] = values[:, targets]
@@ -233,16 +265,19 @@ class _Table:
             numbers, of_classes = _numbered(self.path, list(seen), table[:, at].astype(np.int64), given)
             found[names[1] if at in targets else GROUPS] = numbers
             counts = of_classes if at in targets else counts
-        of_inputs, of_targets = ([self.names[at] for at in chosen] if self.header else None
-                                 for chosen in (inputs, targets))
+        of_inputs, of_targets = (
+            [self.names[at] for at in chosen] if self.header else None for chosen in (inputs, targets)
+        )
         return found, Converted(found[names[0]].shape, None, of_inputs, of_targets, counts)
 
     def _check_name(self, name: str, default: str, columns: list[int], remedy: str) -> None:
         """Raise DataError if the name of a data set names columns of the table that the data set does not contain."""
         others = {self.names[at] for at in range(len(self.names)) if at not in columns} if self.header else set[str]()
         if name != default and any(part.isdecimal() or part in others for part in map(str.strip, name.split(","))):
-            raise DataError(f"{self.path}: {name!r} is to be a data set in the HDF5 file, but it is a name or number "
-                            f"of columns of this table. Choose another name, or leave it out. {remedy}")
+            raise DataError(
+                f"{self.path}: {name!r} is to be a data set in the HDF5 file, but it is a name or number "
+                f"of columns of this table. Choose another name, or leave it out. {remedy}"
+            )
 
     @contextmanager
     def _opened(self) -> Iterator[TextIO]:
@@ -250,8 +285,10 @@ class _Table:
             with open(self.path, encoding=self._encoding, newline="") as file:
                 yield file
         except (UnicodeError, LookupError) as error:
-            raise DataError(f"{self.path} cannot be read as {self._encoding} ({error}): name its encoding with "
-                            "encoding= (--encoding), as in latin-1 or utf-16") from None
+            raise DataError(
+                f"{self.path} cannot be read as {self._encoding} ({error}): name its encoding with "
+                "encoding= (--encoding), as in latin-1 or utf-16"
+            ) from None
         except csv.Error as error:
             raise DataError(f"{self.path}: {error}: a quote may be opened and not closed") from None
 
@@ -283,16 +320,19 @@ class _Table:
         with self._opened() as file:
             for line, cells in islice(self._records(file), int(self.header), None):
                 if len(cells) != len(self.names):
-                    raise DataError(f"{self.path}, line {line} has {counted(len(cells), 'cell')}; the first has "
-                                    f"{len(self.names)}. Name the delimiter (--delimiter), or put cells that contain "
-                                    "it in quotes")
+                    raise DataError(
+                        f"{self.path}, line {line} has {counted(len(cells), 'cell')}; the first has "
+                        f"{len(self.names)}. Name the delimiter (--delimiter), or put cells that contain "
+                        "it in quotes"
+                    )
                 for at, cell in enumerate(cells):
                     if at not in texts and not _is_number(cell):
                         hint = "; labels of classes need classes=True (--classes)" if at in targets and cell else ""
                         if line == 1 and self._guessed:
                             hint += ". If the first line names the columns, give header=True (--header)"
-                        raise DataError(f"{self.path}, line {line}, column {self.names[at]}: {cell!r} is not a number"
-                                        f"{hint}")
+                        raise DataError(
+                            f"{self.path}, line {line}, column {self.names[at]}: {cell!r} is not a number{hint}"
+                        )
 
 
 def _is_number(text: str) -> bool:
@@ -308,13 +348,19 @@ def _is_header(first: list[str], second: Sequence[str] = ()) -> bool:
     there = [cell for cell in first if cell.lower() not in MISSING]
     numbers = list(filter(_is_number, there))
     counted = len(numbers) > 2 and numbers == list(map(str, range(len(numbers))))
-    return not numbers or counted or any(
-        above in there and not _is_number(above) and below.lower() not in MISSING and _is_number(below)
-        for above, below in zip(first, second))
+    return (
+        not numbers
+        or counted
+        or any(
+            above in there and not _is_number(above) and below.lower() not in MISSING and _is_number(below)
+            for above, below in zip(first, second)
+        )
+    )
 
 
-def _read_arrays(source: Path, names: list[str], classes: bool | Sequence[str]) -> tuple[dict[str, np.ndarray],
-                                                                                       Converted]:
+def _read_arrays(
+    source: Path, names: list[str], classes: bool | Sequence[str]
+) -> tuple[dict[str, np.ndarray], Converted]:
     """Return the arrays of a .npz file by name, and their description."""
     import numpy as np
 
@@ -339,8 +385,9 @@ def _read_arrays(source: Path, names: list[str], classes: bool | Sequence[str]) 
     return found, Converted(found[names[0]].shape, None, classes=counts)
 
 
-def _numbered(source: Path, labels: list[str], places: np.ndarray,
-              classes: bool | Sequence[str]) -> tuple[np.ndarray, dict[str, int]]:
+def _numbered(
+    source: Path, labels: list[str], places: np.ndarray, classes: bool | Sequence[str]
+) -> tuple[np.ndarray, dict[str, int]]:
     """Return the class number of each row, and class name -> number of samples in the order of class numbers.
 
     labels   the distinct labels
@@ -352,8 +399,10 @@ def _numbered(source: Path, labels: list[str], places: np.ndarray,
     for at, label in enumerate(labels):
         if not given and label.lower() in MISSING or given and label not in given:
             known = f"is none of the classes {', '.join(given)}" if given else "is no label"
-            raise DataError(f"{source}, row {np.argmax(places == at)}: {label!r} {known}. Remove the row, or list all "
-                            "classes with classes=[...] (--class-names)")
+            raise DataError(
+                f"{source}, row {np.argmax(places == at)}: {label!r} {known}. Remove the row, or list all "
+                "classes with classes=[...] (--class-names)"
+            )
     order = given or sorted(labels, key=lambda label: (0, float(label), label) if _is_number(label) else (1, 0, label))
     numbers = np.array([order.index(label) for label in labels], np.int64)[places]
     return numbers, dict(zip(order, np.bincount(numbers, minlength=len(order)).tolist()))
@@ -364,15 +413,18 @@ def _check_arrays(source: Path, found: dict[str, np.ndarray]) -> None:
 
     for name, values in found.items():
         if values.size == 0 or values.ndim == 0 or values.dtype.kind not in "fiu" or values.dtype.itemsize > 8:
-            raise DataError(f"{source}: array {name!r} is {values.dtype} {values.shape}; needed are rows of real "
-                            "numbers of at most 64 bits, or labels with classes=True (--classes)")
+            raise DataError(
+                f"{source}: array {name!r} is {values.dtype} {values.shape}; needed are rows of real "
+                "numbers of at most 64 bits, or labels with classes=True (--classes)"
+            )
         if not np.isfinite(values).all():
             row = np.argwhere(~np.isfinite(values))[0][0]
             raise DataError(f"{source}: row {row} of array {name!r} is not finite")
     rows = {name: len(values) for name, values in found.items()}
     if len(set(rows.values())) > 1:
-        raise DataError(f"{source}: " + ", ".join(f"{name!r} has {counted(count, 'row')}"
-                                                   for name, count in rows.items()))
+        raise DataError(
+            f"{source}: " + ", ".join(f"{name!r} has {counted(count, 'row')}" for name, count in rows.items())
+        )
 
 
 @contextmanager

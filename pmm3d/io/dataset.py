@@ -98,14 +98,25 @@ class DataSet(Batched):
     (10, 8, 3)
     """
 
-    def __init__(self, grid: Grid, path: str | os.PathLike[str], inputs: str = "x", targets: str = "y", *,
-                 dtype: Any = "float32", library: str | NumpyLibrary | None = None,
-                 classes: int | Sequence[str] | None = None, labels: bool | None = None, cache_bytes: int = 2**28):
+    def __init__(
+        self,
+        grid: Grid,
+        path: str | os.PathLike[str],
+        inputs: str = "x",
+        targets: str = "y",
+        *,
+        dtype: Any = "float32",
+        library: str | NumpyLibrary | None = None,
+        classes: int | Sequence[str] | None = None,
+        labels: bool | None = None,
+        cache_bytes: int = 2**28,
+    ):
         super().__init__()
         self.grid, self.path, self.cache_bytes = grid, str(path), cache_bytes
         largest, fingerprint = -1, ""
-        with grid.collective_call("DataSet", self.path, inputs, targets, dtype, library_kind(library), classes, labels,
-                                  cache_bytes):
+        with grid.collective_call(
+            "DataSet", self.path, inputs, targets, dtype, library_kind(library), classes, labels, cache_bytes
+        ):
             self.library = grid.library(library)
             self.dtype = _float_dtype(dtype, self.library)
             self.file = SourceFile(self.path)
@@ -124,8 +135,9 @@ class DataSet(Batched):
                 largest = self._largest_label()
             if grid.rank == 0 or grid.dry_run is not None:
                 fingerprint = self.file.fingerprint(self.inputs, self.targets)
-        with grid.collective_call("DataSet", self.path, self.inputs.shape, self.targets.shape, self.labelled,
-                                  self.classes):
+        with grid.collective_call(
+            "DataSet", self.path, self.inputs.shape, self.targets.shape, self.labelled, self.classes
+        ):
             pass
         if self.labelled and self.classes is None:
             self.classes = max(grid.comm.allgather(largest)) + 1
@@ -134,8 +146,10 @@ class DataSet(Batched):
     def _names(self) -> list[str] | None:
         names = self.targets.attrs.get("class_names") if self.labelled else None
         if names is not None and (np.ndim(names) != 1 or len(names) == 0):
-            raise DataError(f"{self.path}: the attribute class_names of data set {self.targets.name[1:]!r} is no "
-                            f"list of names: {names!r}. Write one name for each class, or remove it")
+            raise DataError(
+                f"{self.path}: the attribute class_names of data set {self.targets.name[1:]!r} is no "
+                f"list of names: {names!r}. Write one name for each class, or remove it"
+            )
         return None if names is None else list(map(text_of, names))
 
     def _known_classes(self, classes: int | Sequence[str] | None) -> int | None:
@@ -144,16 +158,20 @@ class DataSet(Batched):
         if classes is None:
             return None if self.class_names is None else len(self.class_names)
         if not self.labelled:
-            raise DataError(f"{self.path}: classes is {classes!r}, but the targets are no labels: data set "
-                            f"{self.targets.name[1:]!r} holds {self.targets.dtype}, {self.targets.shape}")
+            raise DataError(
+                f"{self.path}: classes is {classes!r}, but the targets are no labels: data set "
+                f"{self.targets.name[1:]!r} holds {self.targets.dtype}, {self.targets.shape}"
+            )
         if isinstance(classes, (list, tuple)):
             self._number_by(list(map(str, classes)))
             return len(classes)
         if not isinstance(classes, (int, np.integer)) or classes < 1:
             raise DataError(f"classes is a number of at least 1; got {classes!r}")
         if self.class_names is not None and classes != len(self.class_names):
-            raise DataError(f"{self.path}: classes is {classes}, but class_names lists {len(self.class_names)}: leave "
-                            "classes (data.classes) out")
+            raise DataError(
+                f"{self.path}: classes is {classes}, but class_names lists {len(self.class_names)}: leave "
+                "classes (data.classes) out"
+            )
         return int(classes)
 
     def _number_by(self, names: list[str]) -> None:
@@ -162,8 +180,10 @@ class DataSet(Batched):
         numbers = {name: number for number, name in enumerate(names)}
         own = self.class_names or []
         if unknown := [name for name in own if name not in numbers]:
-            raise DataError(f"{self.path}: the class {unknown[0]!r} is none of {names_in_words(names)}, the classes of "
-                            f"the other file. Remove its samples, or convert both with the same --class-names")
+            raise DataError(
+                f"{self.path}: the class {unknown[0]!r} is none of {names_in_words(names)}, the classes of "
+                f"the other file. Remove its samples, or convert both with the same --class-names"
+            )
         if own and own != names:
             self.numbering = np.array([numbers[name] for name in own], np.int64)
 
@@ -223,10 +243,12 @@ class DataSet(Batched):
                 labels = self.targets[rows].reshape(-1)
             self.check_labels(labels, rows)
             if (largest := max(largest, int(labels.max()))) >= max(self.samples, MOST_CLASSES):
-                raise DataError(f"{self.path}: data set {self.targets.name[1:]!r} has the label {largest}, which "
-                                f"makes {largest + 1} classes of {self.samples} samples: number the classes 0, 1, ..., "
-                                "pass their number as classes= (data.classes) if it is right, or use the targets as "
-                                "values: labels=False (training.loss = \"mse\")")
+                raise DataError(
+                    f"{self.path}: data set {self.targets.name[1:]!r} has the label {largest}, which "
+                    f"makes {largest + 1} classes of {self.samples} samples: number the classes 0, 1, ..., "
+                    "pass their number as classes= (data.classes) if it is right, or use the targets as "
+                    'values: labels=False (training.loss = "mse")'
+                )
         return largest
 
     def check_labels(self, labels: np.ndarray, rows: Rows) -> None:
@@ -242,12 +264,24 @@ class DataSet(Batched):
         wrong = (labels < 0) | (most is not None and labels >= most)
         if wrong.any():
             row, known = wrong.argmax(), "at least 0" if most is None else f"0 to {most - 1}"
-            raise DataError(f"{self.path}: row {np.r_[rows][row]} of data set {self.targets.name[1:]!r} is the "
-                            f"label {labels[row]}; labels are {known}")
+            raise DataError(
+                f"{self.path}: row {np.r_[rows][row]} of data set {self.targets.name[1:]!r} is the "
+                f"label {labels[row]}; labels are {known}"
+            )
 
-    def loader(self, batch_size: int, *, shuffle: bool = True, seed: int = 0, split_inputs: str | None = "y",
-               split_targets: str | None = None, drop_last: bool = False, prefetch: int = 2, rows: Some = None,
-               micro_batches: int = 1) -> Loader:
+    def loader(
+        self,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        split_inputs: str | None = "y",
+        split_targets: str | None = None,
+        drop_last: bool = False,
+        prefetch: int = 2,
+        rows: Some = None,
+        micro_batches: int = 1,
+    ) -> Loader:
         """A Loader of batches of the samples. Collective.
 
         Parameters
@@ -284,8 +318,10 @@ class DataSet(Batched):
             On every rank, for an axis that does not exist.
         """
         of_targets = "int64" if self.labelled else self.dtype
-        sides = (Side(self.inputs, self.features, batch_layout(split_inputs), self.dtype),
-                 Side(self.targets, self.outputs, batch_layout(split_targets), of_targets))
+        sides = (
+            Side(self.inputs, self.features, batch_layout(split_inputs), self.dtype),
+            Side(self.targets, self.outputs, batch_layout(split_targets), of_targets),
+        )
         return self._loader(sides, batch_size, shuffle, seed, drop_last, prefetch, rows, micro_batches)
 
 

@@ -28,7 +28,8 @@ REMEDIES = {
     errno.EFBIG: "files there may not be that large (ulimit -f, or the file system): use more ranks, or another folder",
     errno.EROFS: "nothing can be written there: choose another folder",
     errno.EACCES: "ask for the right to, or choose another folder",
-    errno.EEXIST: "something of that name is in the way (a file, or a link that leads nowhere): move it away"}
+    errno.EEXIST: "something of that name is in the way (a file, or a link that leads nowhere): move it away",
+}
 """What to do about an error of the operating system."""
 
 Checksums = dict[str, Any]
@@ -63,8 +64,10 @@ def verify(folder: Path, files: Mapping[str, Checksums], rank: int = 0, ranks: i
                 raise CheckpointError(f"{path} is damaged: it has {size:,} bytes, not {known['bytes']:,}")
             for _, number in pieces:
                 if _crc(file, number, buffer) != known["crc32"][number]:
-                    raise CheckpointError(f"{path} is damaged: its checksum is wrong in the {CHUNK:,} bytes from byte "
-                                          f"{number * CHUNK:,} on")
+                    raise CheckpointError(
+                        f"{path} is damaged: its checksum is wrong in the {CHUNK:,} bytes from byte "
+                        f"{number * CHUNK:,} on"
+                    )
 
 
 def _share(files: Mapping[str, Checksums], rank: int, ranks: int) -> list[tuple[str, int]]:
@@ -72,8 +75,11 @@ def _share(files: Mapping[str, Checksums], rank: int, ranks: int) -> list[tuple[
     rank."""
     pieces = [(name, number) for name, known in sorted(files.items()) for number in range(len(known["crc32"]))]
     starts = offsets(min(CHUNK, files[name]["bytes"] - number * CHUNK) for name, number in pieces)
-    return [piece for piece, start, end in zip(pieces, starts, starts[1:])
-            if (start + end) * ranks // (2 * starts[-1]) == rank]
+    return [
+        piece
+        for piece, start, end in zip(pieces, starts, starts[1:])
+        if (start + end) * ranks // (2 * starts[-1]) == rank
+    ]
 
 
 def sync(path: Path) -> None:
@@ -118,8 +124,10 @@ def json_object(path: Path, text: str | None = None) -> dict[str, Any]:
     with file_errors(path, "read"):
         found = json.loads(path.read_text(encoding="utf-8") if text is None else text)
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} contains a {type(found).__name__}, not keys and values. Copy the file again "
-                              "from where the network was published")
+        raise CheckpointError(
+            f"{path} contains a {type(found).__name__}, not keys and values. Copy the file again "
+            "from where the network was published"
+        )
     return found
 
 

@@ -69,13 +69,15 @@ class Loader(AbstractContextManager["Loader"]):
     [(4, 8), (4, 8), (2, 8)]
     """
 
-    def __init__(self, data: Samples, plan: Plan, part: Part, sides: tuple[Side, Side], prefetch: int,
-                 micro_batches: int = 1):
+    def __init__(
+        self, data: Samples, plan: Plan, part: Part, sides: tuple[Side, Side], prefetch: int, micro_batches: int = 1
+    ):
         self.data, self.epoch, self.batch, self.micro_batches = data, 0, 0, micro_batches
         self._plan, self._part, self._sides, self._ahead = plan, part, sides, prefetch * micro_batches
         rows = plan.rows if part.order is None else [0, plan.samples]
         self._inputs, self._targets = (
-            side.columns(data.grid.stage, rows, self.rows(0)[0], data.cache_bytes) for side in sides)
+            side.columns(data.grid.stage, rows, self.rows(0)[0], data.cache_bytes) for side in sides
+        )
         self._work, self._handed_out = Workspace(), 0
         self._reader: Reader | None = None
         self._fetched: deque[Shards] = deque()
@@ -134,8 +136,10 @@ class Loader(AbstractContextManager["Loader"]):
             On this rank, if no batch was fetched.
         """
         if not self._fetched:
-            raise Pmm3dError("Loader.take: no batch was fetched: call fetch() first, and take() once it has returned "
-                             "None on every rank")
+            raise Pmm3dError(
+                "Loader.take: no batch was fetched: call fetch() first, and take() once it has returned "
+                "None on every rank"
+            )
         shards, rows = self._fetched.popleft(), self.rows(self.batch)
         size = rows[self._handed_out]
         self._handed_out += 1
@@ -203,8 +207,16 @@ class Loader(AbstractContextManager["Loader"]):
         if self._reader is None:
             batches = (divmod(number, plan.batches) for number in count(self.epoch * plan.batches + self.batch))
             pieces = ((epoch, positions) for epoch, batch in batches for positions in plan.pieces(batch, parts))
-            self._reader = Reader(data, plan, self._part, self._inputs, self._targets,
-                                  islice(pieces, self._handed_out, None), self._ahead, self._work)
+            self._reader = Reader(
+                data,
+                plan,
+                self._part,
+                self._inputs,
+                self._targets,
+                islice(pieces, self._handed_out, None),
+                self._ahead,
+                self._work,
+            )
             self._end = at_end(self, self._reader.stop)
         with data.grid.ledger.waiting("loader"):
             read = self._reader.next()
@@ -215,8 +227,10 @@ class Loader(AbstractContextManager["Loader"]):
     def _shapes(self) -> Shards:
         """Return the shards of the next micro-batch without data. As many are held ahead as with data."""
         grid, library, number = self.data.grid, self.data.library, self._handed_out + len(self._fetched)
-        most, here = ([side.layout.box(side.shape(samples), grid.shape, grid.coords).shape for side in self._sides]
-                      for samples in (self.rows(0)[0], self.rows(self.batch)[number]))
+        most, here = (
+            [side.layout.box(side.shape(samples), grid.shape, grid.coords).shape for side in self._sides]
+            for samples in (self.rows(0)[0], self.rows(self.batch)[number])
+        )
         while len(self._dry) <= self._ahead:
             x, y = (library.empty(shape, side.dtype) for shape, side in zip(most, self._sides))
             self._dry.append((x, y))
@@ -252,15 +266,21 @@ class Loader(AbstractContextManager["Loader"]):
         with self.data.grid.collective_call("Loader.load_state", state, other_data):
             needed = ("epoch", "batch") if other_data else self.state()
             if missing := [key for key in needed if key not in state]:
-                raise DataError(f"this is not a state of a Loader: it lacks {', '.join(missing)}. Pass the result of "
-                                "Loader.state()")
+                raise DataError(
+                    f"this is not a state of a Loader: it lacks {', '.join(missing)}. Pass the result of Loader.state()"
+                )
             check_at_least(0, epoch=state["epoch"], batch=state["batch"])
-            differ = [f"{key} was {state.get(key)}, is {value}" for key, value in self.state().items()
-                      if key not in ("epoch", "batch") and state.get(key) != value]
+            differ = [
+                f"{key} was {state.get(key)}, is {value}"
+                for key, value in self.state().items()
+                if key not in ("epoch", "batch") and state.get(key) != value
+            ]
             if differ and not other_data:
-                raise DataError(f"the state belongs to other batches: {'; '.join(differ)}. Make the loader with the "
-                                "former values, or restart the epoch with the new ones: load_state(state, "
-                                "other_data=True)")
+                raise DataError(
+                    f"the state belongs to other batches: {'; '.join(differ)}. Make the loader with the "
+                    "former values, or restart the epoch with the new ones: load_state(state, "
+                    "other_data=True)"
+                )
             if not differ and state["batch"] > len(self):
                 raise DataError(f"the state is at batch {state['batch']}; an epoch has {len(self)}")
             self._stop()

@@ -44,9 +44,15 @@ class RunLock:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(self.path):
             self._remove_left_over()
-        owner = {"host": socket.gethostname(), "namespace": _namespace(), "pid": os.getpid(),
-                 "started": _started(os.getpid()), "job": job_id(), "restarts": job_restarts(),
-                 "since": datetime.now().astimezone().isoformat(timespec="seconds")}
+        owner = {
+            "host": socket.gethostname(),
+            "namespace": _namespace(),
+            "pid": os.getpid(),
+            "started": _started(os.getpid()),
+            "job": job_id(),
+            "restarts": job_restarts(),
+            "since": datetime.now().astimezone().isoformat(timespec="seconds"),
+        }
         try:
             file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
@@ -74,9 +80,11 @@ class RunLock:
             logger.warning(f"{self.path.parent} is taken over from a job that has ended: {_in_words(owner)}")
 
     def _in_use(self, owner: Owner) -> FolderInUseError:
-        return FolderInUseError(f"{self.path.parent} belongs to another job: {_in_words(owner)}. Wait for its end, or "
-                                f"choose another folder (training.folder). If that job has ended, remove {self.path} "
-                                "and start again")
+        return FolderInUseError(
+            f"{self.path.parent} belongs to another job: {_in_words(owner)}. Wait for its end, or "
+            f"choose another folder (training.folder). If that job has ended, remove {self.path} "
+            "and start again"
+        )
 
     def release(self) -> None:
         """Remove the lock. Does nothing if this job does not have the lock, or in a forked child."""

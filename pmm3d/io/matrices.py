@@ -81,8 +81,9 @@ def owner(matrix: DistMatrix) -> int:
     return matrix.grid.everyone.ranks[0]
 
 
-def described_by_all(grid: Grid, what: str, matrices: Matrices, shapes: Mapping[str, tuple[int, ...]] | None = None
-                     ) -> dict[str, Described]:
+def described_by_all(
+    grid: Grid, what: str, matrices: Matrices, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> dict[str, Described]:
     """Return name -> description of the matrices of all ranks, in sorted order. Collective.
 
     matrices   the matrices of this rank, after `check_matrices`. All ranks pass the same matrices on the whole grid,
@@ -108,8 +109,10 @@ def described_by_all(grid: Grid, what: str, matrices: Matrices, shapes: Mapping[
                 first = described.get(name)
                 if first is not None and first[:2] != one[:2]:
                     forms = [form_in_words(*each[:2]) for each in (first, one)]
-                    raise CheckpointError(f"{what}: {name!r} is {forms[0]} in one stage and {forms[1]} in another. A "
-                                          "name in two stages is that of a weight that they share: rename one")
+                    raise CheckpointError(
+                        f"{what}: {name!r} is {forms[0]} in one stage and {forms[1]} in another. A "
+                        "name in two stages is that of a weight that they share: rename one"
+                    )
                 described[name] = one if first is None else first._replace(shared=True)
     return dict(sorted(described.items()))
 
@@ -132,9 +135,11 @@ def to_write(grid: Grid, what: str, matrices: Matrices, described: Mapping[str, 
         with grid.collective_call(what, always=True):
             found = dict[str, int]()
             if other := {name for name, bits in chain(*passed) if found.setdefault(name, bits) != bits}:
-                raise CheckpointError(f"{what}: two stages have other values under one name: "
-                                      f"{names_in_words(map(repr, sorted(other)))}. If that is one weight, add the "
-                                      "gradients of its copies before each step; if not, rename one")
+                raise CheckpointError(
+                    f"{what}: two stages have other values under one name: "
+                    f"{names_in_words(map(repr, sorted(other)))}. If that is one weight, add the "
+                    "gradients of its copies before each step; if not, rename one"
+                )
     return {name: matrix for name, matrix in matrices.items() if described[name].owner == owner(matrix)}
 
 
@@ -161,11 +166,14 @@ def check_matrices(grid: Grid, matrices: Matrices, filled: bool = False) -> None
         if not (matrix.grid.same_processes(grid) or grid.has_stages and matrix.grid.same_processes(grid.stage)):
             raise CheckpointError(f"{name!r} lives on a grid over other processes, or in another order")
         if filled and not matrix.writable:
-            raise CheckpointError(f"{name!r} cannot be filled: its shard is read-only, a conjugated view, or a tensor "
-                                  "with a gradient")
+            raise CheckpointError(
+                f"{name!r} cannot be filled: its shard is read-only, a conjugated view, or a tensor with a gradient"
+            )
         if filled and (layout := without_order(matrix.layout)) != matrix.layout:
-            raise CheckpointError(f"{name!r} cannot be filled: its layout has an order of rows. Fill a matrix in "
-                                  f"{layout}, and redistribute it")
+            raise CheckpointError(
+                f"{name!r} cannot be filled: its layout has an order of rows. Fill a matrix in "
+                f"{layout}, and redistribute it"
+            )
 
 
 def form_in_words(shape: tuple[int, ...], dtype: str) -> str:
@@ -178,6 +186,10 @@ def differences(here: Mapping[str, object], there: Mapping[str, object]) -> str:
     lists = {
         "It lacks": sorted(map(repr, here.keys() - there.keys())),
         "It also has": sorted(map(repr, there.keys() - here.keys())),
-        "It differs in": [f"{name!r} ({there[name]} there, {here[name]} here)"
-                          for name in sorted(here.keys() & there.keys()) if here[name] != there[name]]}
+        "It differs in": [
+            f"{name!r} ({there[name]} there, {here[name]} here)"
+            for name in sorted(here.keys() & there.keys())
+            if here[name] != there[name]
+        ],
+    }
     return ". ".join(f"{what} {names_in_words(names)}" for what, names in lists.items() if names)

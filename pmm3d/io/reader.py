@@ -148,8 +148,17 @@ class Reader:
     The thread is a daemon. `stop` waits for the micro-batch that is being read.
     """
 
-    def __init__(self, data: Samples, plan: Plan, part: Part, inputs: SideReader, targets: SideReader,
-                 pieces: Iterator[tuple[int, range]], ahead: int, work: Workspace):
+    def __init__(
+        self,
+        data: Samples,
+        plan: Plan,
+        part: Part,
+        inputs: SideReader,
+        targets: SideReader,
+        pieces: Iterator[tuple[int, range]],
+        ahead: int,
+        work: Workspace,
+    ):
         self._data, self._plan, self._inputs, self._targets = data, plan, inputs, targets
         self._part = part
         self._ready: SimpleQueue[Arrays | Exception] = SimpleQueue()
@@ -199,8 +208,10 @@ class Reader:
         if values.size == 0 or (np.isfinite(values.min()) and np.isfinite(values.max())):
             return
         row, column = np.argwhere(~np.isfinite(values))[0]
-        raise DataError(f"{self._data.path}: row {np.r_[rows][row]} of data set {columns.name!r} holds "
-                        f"{values[row, column]} in column {columns.low + column}, as {values.dtype}")
+        raise DataError(
+            f"{self._data.path}: row {np.r_[rows][row]} of data set {columns.name!r} holds "
+            f"{values[row, column]} in column {columns.low + column}, as {values.dtype}"
+        )
 
     def _samples(self, epoch: int, positions: range) -> Rows:
         """Return the samples at these positions, over all ranks. The memory is proportional to the positions, because
@@ -299,5 +310,3 @@ class Columns:
         step = max(1, COPIED_AT_ONCE // out.shape[1])
         for start in range(0, len(out), step):
             out[start : start + step] = self.cache[rows[start : start + step] - self.first]
-
-

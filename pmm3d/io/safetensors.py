@@ -35,8 +35,15 @@ Names = Collection[str]
 Shapes = dict[str, tuple[int, ...]]
 
 
-def export_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matrices, *, transpose: Names = (),
-                       vectors: Names = (), metadata: Mapping[str, str] | None = None) -> None:
+def export_safetensors(
+    grid: Grid,
+    path: str | os.PathLike[str],
+    matrices: Matrices,
+    *,
+    transpose: Names = (),
+    vectors: Names = (),
+    metadata: Mapping[str, str] | None = None,
+) -> None:
     """Write matrices to a safetensors file, which `safetensors.torch.load_file` reads. Collective.
 
     Parameters
@@ -107,14 +114,16 @@ def export_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matri
 def _as_in_file(matrices: Matrices, transpose: Names, vectors: Names) -> tuple[Matrices, Shapes]:
     """Return the matrices, transposed if they are in `transpose`, and the shapes of their tensors in the file."""
     if unknown := sorted({*transpose, *vectors} - matrices.keys()):
-        raise CheckpointError("names in transpose= or vectors= that are not names of matrices: "
-                              f"{names_in_words(map(repr, unknown))}")
+        raise CheckpointError(
+            f"names in transpose= or vectors= that are not names of matrices: {names_in_words(map(repr, unknown))}"
+        )
     for name in vectors:
         if 1 not in matrices[name].shape:
             raise CheckpointError(f"{name!r} is {matrices[name].shape}; a vector has one row or one column")
     tensors = {name: matrix.T if name in transpose else matrix for name, matrix in matrices.items()}
-    return tensors, {name: (prod(tensor.shape),) if name in vectors else tensor.shape
-                     for name, tensor in tensors.items()}
+    return tensors, {
+        name: (prod(tensor.shape),) if name in vectors else tensor.shape for name, tensor in tensors.items()
+    }
 
 
 def _header(tensors: dict[str, Described], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
@@ -150,8 +159,15 @@ def _write_all(grid: Grid, path: Path, tensors: Matrices, starts: dict[str, int]
             os.fsync(file)
 
 
-def import_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matrices, *, transpose: Names = (),
-                       vectors: Names = (), ignored: Names = ()) -> None:
+def import_safetensors(
+    grid: Grid,
+    path: str | os.PathLike[str],
+    matrices: Matrices,
+    *,
+    transpose: Names = (),
+    vectors: Names = (),
+    ignored: Names = (),
+) -> None:
     """Fill matrices from a safetensors file: the inverse of `export_safetensors`. Collective.
 
     Parameters
@@ -190,8 +206,16 @@ def import_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matri
     import_files(grid, path, {Path(path): None}, matrices, transpose=transpose, vectors=vectors, ignored=ignored)
 
 
-def import_files(grid: Grid, path: str | os.PathLike[str], files: Mapping[Path, Names | None], matrices: Matrices, *,
-                 transpose: Names, vectors: Names, ignored: Names) -> None:
+def import_files(
+    grid: Grid,
+    path: str | os.PathLike[str],
+    files: Mapping[Path, Names | None],
+    matrices: Matrices,
+    *,
+    transpose: Names,
+    vectors: Names,
+    ignored: Names,
+) -> None:
     """`import_safetensors` from several files of a folder. All files are checked before a matrix is changed.
 
     path: the folder, for messages; files: file -> names of its tensors that are read (None: all).
@@ -240,20 +264,28 @@ def _headers(path: Path, names: Names | None, ignored: Names) -> dict[str, tuple
     """Return name -> (shape, type) of a file's tensors with these names (None: all), without those in `ignored`. Raises
     CheckpointError if the file cannot be read, or has another number of bytes than its header states."""
     with _opened(path, "numpy") as file:
-        there = {name: file.get_slice(name) for name in file.keys()
-                 if name not in ignored and (names is None or name in names)}
+        there = {
+            name: file.get_slice(name)
+            for name in file.keys()
+            if name not in ignored and (names is None or name in names)
+        }
         return {name: (tuple(tensor.get_shape()), tensor.get_dtype()) for name, tensor in there.items()}
 
 
-def _check_same_tensors(path: str | os.PathLike[str], tensors: dict[str, Described],
-                        there: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+def _check_same_tensors(
+    path: str | os.PathLike[str], tensors: dict[str, Described], there: Mapping[str, tuple[tuple[int, ...], str]]
+) -> None:
     """Raise CheckpointError if names or shapes of these tensors differ from those in files, or if a type cannot be
     converted."""
     types = {name: dtype for name, (_, dtype) in there.items()}
-    wanted = {name: types[name] if _converts(types.get(name, ""), tensor.dtype) else tensor.dtype
-              for name, tensor in tensors.items()}
-    if text := differences({name: f"{tensor.shape} {wanted[name]}" for name, tensor in tensors.items()},
-                           {name: f"{shape} {dtype}" for name, (shape, dtype) in there.items()}):
+    wanted = {
+        name: types[name] if _converts(types.get(name, ""), tensor.dtype) else tensor.dtype
+        for name, tensor in tensors.items()
+    }
+    if text := differences(
+        {name: f"{tensor.shape} {wanted[name]}" for name, tensor in tensors.items()},
+        {name: f"{shape} {dtype}" for name, (shape, dtype) in there.items()},
+    ):
         raise CheckpointError(f"{path} holds other tensors than these matrices. {text}")
 
 

@@ -91,18 +91,24 @@ def check_names(names: Collection[str]) -> None:
     for name in names:
         parts = name.split("/")
         if not all(parts) or {".", ".."} & set(parts) or "\0" in name or parts[0] == OWN:
-            raise CheckpointError(f"{name!r} cannot name a matrix: parts between / are not empty, not . or .., and the "
-                                  f"first is not {OWN!r}")
+            raise CheckpointError(
+                f"{name!r} cannot name a matrix: parts between / are not empty, not . or .., and the "
+                f"first is not {OWN!r}"
+            )
         for outer in accumulate(parts[:-1], "{}/{}".format):
             if outer in names:
-                raise CheckpointError(f"{outer!r} and {name!r} cannot both name a matrix: HDF5 has no data set within "
-                                      "another")
+                raise CheckpointError(
+                    f"{outer!r} and {name!r} cannot both name a matrix: HDF5 has no data set within another"
+                )
 
 
 def own_shards(matrices: Matrices) -> list[Shard]:
     """Return the shards that this rank writes. The first rank of the replicas writes a shard."""
-    return [Shard(name, matrix.dtype, matrix.box, partial(stored_rows, matrix)) for name, matrix in matrices.items()
-            if matrix.box.size and (coords := matrix.grid.coords) and matrix.layout.is_first(coords)]
+    return [
+        Shard(name, matrix.dtype, matrix.box, partial(stored_rows, matrix))
+        for name, matrix in matrices.items()
+        if matrix.box.size and (coords := matrix.grid.coords) and matrix.layout.is_first(coords)
+    ]
 
 
 def write_shards(path: Path, shards: list[Shard]) -> Written | None:
@@ -120,12 +126,15 @@ def write_shards(path: Path, shards: list[Shard]) -> Written | None:
         return Written(path.name, checksums(path), [(shard.name, shard.box) for shard in shards])
 
 
-def write_master(folder: Path, step: int, described: Mapping[str, Described], files: Iterable[Written | None],
-                 meta: str) -> None:
+def write_master(
+    folder: Path, step: int, described: Mapping[str, Described], files: Iterable[Written | None], meta: str
+) -> None:
     """Write the master file and its checksums. Raises CheckpointError if shards of a matrix are missing."""
     there = [file for file in files if file is not None]
-    entries: dict[str, Any] = {name: {"shape": [*one.shape], "dtype": one.dtype, "vector": one.vector, "shards": []}
-                               for name, one in described.items()}
+    entries: dict[str, Any] = {
+        name: {"shape": [*one.shape], "dtype": one.dtype, "vector": one.vector, "shards": []}
+        for name, one in described.items()
+    }
     for file in there:
         for name, box in file.shards:
             entries[name]["shards"].append([file.file, *box])
@@ -169,8 +178,9 @@ def read_master(folder: Path) -> tuple[Manifest, Any]:
 def fill(folder: Path, manifest: Manifest, matrices: Matrices) -> None:
     """Fill this rank's shards of the matrices from all stored shards that overlap them. Each file is opened once. For
     matrices of partial sums, the first rank keeps the values, and the others become zero."""
-    stored = sorted((file, name, Box(*edges)) for name in matrices
-                    for file, *edges in manifest["matrices"][name]["shards"])
+    stored = sorted(
+        (file, name, Box(*edges)) for name in matrices for file, *edges in manifest["matrices"][name]["shards"]
+    )
     wanted = [(file, name, box) for file, name, box in stored if (box & matrices[name].box).size]
     for file_name, group in groupby(wanted, key=lambda each: each[0]):
         with _opened(folder / file_name) as file:

@@ -51,8 +51,10 @@ class SourceFile:
         if not isinstance(dataset, h5py.Dataset):
             there: list[str] = []
             self.h5.visititems(lambda name, item: there.append(name) if isinstance(item, h5py.Dataset) else None)
-            raise DataError(f"{self.path} has no data set {name!r}; it has {', '.join(map(repr, there))}. Name one: "
-                            "inputs= and targets= (data.inputs, data.targets; --inputs)")
+            raise DataError(
+                f"{self.path} has no data set {name!r}; it has {', '.join(map(repr, there))}. Name one: "
+                "inputs= and targets= (data.inputs, data.targets; --inputs)"
+            )
         if not dataset.shape:
             raise DataError(f"{self.path}: data set {name!r} has no dims; its first dim must be that of the samples")
         if 0 in dataset.shape:
@@ -90,11 +92,15 @@ class SourceFile:
             try:
                 changed = _identity(path) != identity
             except OSError as error:
-                raise DataError(f"lost {path} while reading: {error.strerror}. Check the file system, and resume "
-                                "from the last checkpoint") from None
+                raise DataError(
+                    f"lost {path} while reading: {error.strerror}. Check the file system, and resume "
+                    "from the last checkpoint"
+                ) from None
             if changed:
-                raise DataError(f"{path} has been replaced or has changed since it was opened, so that samples of two "
-                                "files would be mixed: write new data to another file, and start again with that")
+                raise DataError(
+                    f"{path} has been replaced or has changed since it was opened, so that samples of two "
+                    "files would be mixed: write new data to another file, and start again with that"
+                )
         if problem is not None:
             raise DataError(f"cannot read {self.path}: {problem}") from problem
 

@@ -85,8 +85,10 @@ def random_groups(groups: np.ndarray, share: float, seed: int, name: str) -> tup
     """
     found, of_row, sizes = np.unique(groups.reshape(-1), return_inverse=True, return_counts=True)
     if len(found) < 2:
-        raise DataError(f"all rows of data set {name!r} are of one group, so none can be held out: name another "
-                        "data set (data.groups), or leave it out")
+        raise DataError(
+            f"all rows of data set {name!r} are of one group, so none can be held out: name another "
+            "data set (data.groups), or leave it out"
+        )
     chosen = Permutation(len(found), seed, 0, 2)(np.arange(len(found)))
     held = np.cumsum(sizes[chosen])[:-1]
     count = 1 + int(np.argmin(abs(held - share * len(groups)))) if share else 0

@@ -40,8 +40,9 @@ class StepFolders:
     def _named(self) -> list[tuple[int, int, Path]]:
         """Return (step, version, path) of all entries with the name of a checkpoint."""
         names = os.listdir(self.folder) if self.folder.is_dir() else ()
-        return [(int(match[1]), int(match[2] or 0), self.folder / match[0])
-                for match in map(STEP.fullmatch, names) if match]
+        return [
+            (int(match[1]), int(match[2] or 0), self.folder / match[0]) for match in map(STEP.fullmatch, names) if match
+        ]
 
     def prepare(self, step: int, temporary: Path) -> Path:
         """Create a temporary folder for the files of a step, and remove leftovers of a crash. Return the final path of
@@ -76,8 +77,10 @@ class StepFolders:
             logger.warning(f"an old checkpoint could not be removed: {error}")
         else:
             if later:
-                logger.warning(f"{written} is of an earlier step than {names_in_words(path.name for path in later)}, "
-                               "which are of a run that went on from there before, and were set aside")
+                logger.warning(
+                    f"{written} is of an earlier step than {names_in_words(path.name for path in later)}, "
+                    "which are of a run that went on from there before, and were set aside"
+                )
 
     def retire(self, step: int, spared: Path | None = None) -> list[Path]:
         """Rename the checkpoints of later steps to retired ones, and return their new paths. Only the `keep` newest

@@ -81,16 +81,22 @@ class Tokenizer:
 
     @property
     def digest(self) -> str:
-        """Digest of all settings that change tokens; "bytes" without a tokenizer. It is the same for the files of all
-        versions of the package, which write merges in two forms, and defaults or nothing."""
+        """Digest of all settings that change tokens; "bytes" without a tokenizer.
+
+        It is the same for the files of all versions of the package, which write merges in two forms, and defaults or
+        nothing.
+        """
         known: Any = self.json
         if self.json is None:
             return "bytes"
         with suppress(ValueError, AttributeError):
             found = json.loads(self.json)
             known = {key: found.get(key) for key in OF_TOKENS}
-            model = {key: value for key, value in known["model"].items()
-                     if key != "dropout" and value is not False and value not in (None, "")}
+            model = {
+                key: value
+                for key, value in known["model"].items()
+                if key != "dropout" and value is not False and value not in (None, "")
+            }
             merges = [each if isinstance(each, str) else " ".join(each) for each in model.get("merges", ())]
             known["model"] = model | {"merges": merges}
         return sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
@@ -121,8 +127,9 @@ class Tokenizer:
                 return np.frombuffer(text, np.uint8)
             return np.array(self._made.encode(text.decode(), add_special_tokens=False).ids, np.int64)
         except UnicodeError as error:
-            raise DataError(f"the text is not UTF-8, from byte {getattr(error, 'start', 0)} on: convert it to UTF-8"
-                            ) from None
+            raise DataError(
+                f"the text is not UTF-8, from byte {getattr(error, 'start', 0)} on: convert it to UTF-8"
+            ) from None
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens.
@@ -144,8 +151,10 @@ class Tokenizer:
         """
         numbers = list(map(int, tokens))
         if wrong := [token for token in numbers if not 0 <= token < self.vocabulary]:
-            raise DataError(f"the token {wrong[0]} has no text: the tokens of this tokenizer are 0 to "
-                            f"{self.vocabulary - 1}. Decode with the tokenizer that the text was converted with")
+            raise DataError(
+                f"the token {wrong[0]} has no text: the tokens of this tokenizer are 0 to "
+                f"{self.vocabulary - 1}. Decode with the tokenizer that the text was converted with"
+            )
         if self.json is None:
             return bytes(numbers).decode(errors="replace")
         text: str = self._made.decode(numbers, skip_special_tokens=False)
@@ -182,9 +191,11 @@ class Tokenizer:
         except OSError as error:
             raise DataError(f"cannot open {path}: {error.strerror or error}") from None
         except (UnicodeDecodeError, DataError) as error:
-            raise DataError(f"{path} is no tokenizer.json of the package tokenizers: {error}. For a tokenizer.model of "
-                            "sentencepiece, the transformers package writes a tokenizer.json: "
-                            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(OTHER)") from None
+            raise DataError(
+                f"{path} is no tokenizer.json of the package tokenizers: {error}. For a tokenizer.model of "
+                "sentencepiece, the transformers package writes a tokenizer.json: "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(OTHER)"
+            ) from None
         with SourceFile(str(path)).h5 as file:
             return cls(file[TOKENIZER][()].decode() if TOKENIZER in file else None)
 
@@ -197,9 +208,14 @@ class ConvertedText(NamedTuple):
     bytes: int
 
 
-def convert_text(sources: Sequence[str | os.PathLike[str]], target: str | os.PathLike[str], *,
-                 tokenizer: str | os.PathLike[str] | None = None, between: str = "\n",
-                 overwrite: bool = False) -> ConvertedText:
+def convert_text(
+    sources: Sequence[str | os.PathLike[str]],
+    target: str | os.PathLike[str],
+    *,
+    tokenizer: str | os.PathLike[str] | None = None,
+    between: str = "\n",
+    overwrite: bool = False,
+) -> ConvertedText:
     r"""Write the tokens of text files to an HDF5 file, one file after the other. The text must fit into memory.
 
     Parameters
@@ -249,8 +265,10 @@ def convert_text(sources: Sequence[str | os.PathLike[str]], target: str | os.Pat
     try:
         coder = Tokenizer() if tokenizer is None else Tokenizer.of(tokenizer)
         if between.startswith("<") and between.endswith(">") and len(coder.encode(between)) > 1:
-            logger.warning(f"the tokenizer has no token {between}, so several tokens are written between two files. "
-                           "Name one of its tokens")
+            logger.warning(
+                f"the tokenizer has no token {between}, so several tokens are written between two files. "
+                "Name one of its tokens"
+            )
         parts: list[np.ndarray] = []
         starts, nbytes, count = list[int](), 0, 0
         for source in map(Path, sources):
@@ -262,8 +280,9 @@ def convert_text(sources: Sequence[str | os.PathLike[str]], target: str | os.Pat
             starts += [count - len(parts[-1])] if len(parts[-1]) else []
         done = ConvertedText(count, coder.vocabulary, nbytes)
         if done.tokens < 2:
-            raise DataError(f"{target}: there is no text: {counted(done.tokens, 'token')} in "
-                            f"{counted(len(sources), 'file')}")
+            raise DataError(
+                f"{target}: there is no text: {counted(done.tokens, 'token')} in {counted(len(sources), 'file')}"
+            )
         with completed(target) as file:
             tokens = file.create_dataset(TOKENS, (done.tokens,), token_dtype(done.vocabulary))
             tokens.attrs.update(vocabulary=done.vocabulary, bytes=done.bytes)
@@ -282,8 +301,8 @@ def convert_text(sources: Sequence[str | os.PathLike[str]], target: str | os.Pat
 def token_dtype(vocabulary: int) -> str:
     """Return the smallest integer type for all tokens of a vocabulary.
 
-        >>> token_dtype(256), token_dtype(50257), token_dtype(128256)
-        ('uint8', 'uint16', 'int32')
+    >>> token_dtype(256), token_dtype(50257), token_dtype(128256)
+    ('uint8', 'uint16', 'int32')
     """
     return next(dtype for dtype, most in (("uint8", 2**8), ("uint16", 2**16), ("int32", 2**31)) if vocabulary <= most)
 

@@ -90,25 +90,39 @@ class TokenDataSet(Batched):
     ([0, 1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 8], 'int64')
     """
 
-    def __init__(self, grid: Grid, path: str | os.PathLike[str], sequence: int, *, tokens: str = TOKENS,
-                 documents: str | None = None, vocabulary: int | None = None, library: str | NumpyLibrary | None = None,
-                 cache_bytes: int = 2**28):
+    def __init__(
+        self,
+        grid: Grid,
+        path: str | os.PathLike[str],
+        sequence: int,
+        *,
+        tokens: str = TOKENS,
+        documents: str | None = None,
+        vocabulary: int | None = None,
+        library: str | NumpyLibrary | None = None,
+        cache_bytes: int = 2**28,
+    ):
         super().__init__()
         self.grid, self.path, self.sequence, self.cache_bytes = grid, str(path), sequence, cache_bytes
         fingerprint, facts, self.features, self._starts = "", dict[str, str](), 1 + (documents is not None), None
-        with grid.collective_call("TokenDataSet", self.path, sequence, tokens, documents, vocabulary,
-                                  library_kind(library), cache_bytes):
+        with grid.collective_call(
+            "TokenDataSet", self.path, sequence, tokens, documents, vocabulary, library_kind(library), cache_bytes
+        ):
             check_at_least(2, sequence=sequence)
             self.library = grid.library(library)
             self.file = SourceFile(self.path)
             self.tokens = self.file.dataset(tokens)
             if self.tokens.ndim != 1 or self.tokens.dtype.kind not in "iu":
-                raise DataError(f"{self.path}: data set {tokens!r} holds {self.tokens.dtype} {self.tokens.shape}; "
-                                "tokens are integers in one dim, as pmm3d convert text writes them")
+                raise DataError(
+                    f"{self.path}: data set {tokens!r} holds {self.tokens.dtype} {self.tokens.shape}; "
+                    "tokens are integers in one dim, as pmm3d convert text writes them"
+                )
             self.samples = (len(self.tokens) - 1) // sequence
             if not self.samples:
-                raise DataError(f"{self.path}: data set {tokens!r} has {len(self.tokens)} tokens; a sequence of "
-                                f"{sequence} and the token after it need {sequence + 1}: choose shorter sequences")
+                raise DataError(
+                    f"{self.path}: data set {tokens!r} has {len(self.tokens)} tokens; a sequence of "
+                    f"{sequence} and the token after it need {sequence + 1}: choose shorter sequences"
+                )
             self.vocabulary = self.classes = self._vocabulary(vocabulary)
             described = [self.tokens]
             if documents is not None:
@@ -130,8 +144,10 @@ class TokenDataSet(Batched):
             return int(given)
         found = self.tokens.attrs.get("vocabulary", 256 if self.tokens.dtype == np.uint8 else None)
         if found is None:
-            raise DataError(f"{self.path}: data set {self.tokens.name[1:]!r} of {self.tokens.dtype} has no attribute "
-                            "vocabulary: write one, the number of different tokens, or give vocabulary=")
+            raise DataError(
+                f"{self.path}: data set {self.tokens.name[1:]!r} of {self.tokens.dtype} has no attribute "
+                "vocabulary: write one, the number of different tokens, or give vocabulary="
+            )
         return int(found)
 
     def _first_tokens(self, table: h5py.Dataset) -> np.ndarray:
@@ -140,9 +156,11 @@ class TokenDataSet(Batched):
             starts: np.ndarray = table[...]
         known = starts.ndim == 1 and starts.dtype.kind in "iu"
         if not known or starts[0] or (np.diff(starts.astype("int64")) <= 0).any() or starts[-1] >= len(self.tokens):
-            raise DataError(f"{self.path}: data set {table.name[1:]!r} does not say where documents begin: needed is "
-                            "the number of the first token of each document, integers in one dim, ascending from 0 and "
-                            f"below {len(self.tokens)}, as pmm3d convert text writes them")
+            raise DataError(
+                f"{self.path}: data set {table.name[1:]!r} does not say where documents begin: needed is "
+                "the number of the first token of each document, integers in one dim, ascending from 0 and "
+                f"below {len(self.tokens)}, as pmm3d convert text writes them"
+            )
         return starts
 
     def renumbered(self, values: np.ndarray, rows: Rows) -> np.ndarray:
@@ -161,8 +179,10 @@ class TokenDataSet(Batched):
         tokens = values[:, 0]
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocabulary:
             wrong = tokens[(tokens < 0) | (tokens >= self.vocabulary)][0]
-            raise DataError(f"{self.path}: data set {self.tokens.name[1:]!r} has the token {wrong}; the tokens of the "
-                            f"vocabulary are 0 to {self.vocabulary - 1}")
+            raise DataError(
+                f"{self.path}: data set {self.tokens.name[1:]!r} has the token {wrong}; the tokens of the "
+                f"vocabulary are 0 to {self.vocabulary - 1}"
+            )
         return values
 
     def of_loss(self, loss: float) -> dict[str, float]:
@@ -183,8 +203,18 @@ class TokenDataSet(Batched):
             found["bits_per_byte"] = loss / (log(2) * self.bytes_per_token)
         return found
 
-    def loader(self, batch_size: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False,
-               prefetch: int = 2, rows: Some = None, micro_batches: int = 1, layout: Layout | None = None) -> Loader:
+    def loader(
+        self,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        prefetch: int = 2,
+        rows: Some = None,
+        micro_batches: int = 1,
+        layout: Layout | None = None,
+    ) -> Loader:
         """A Loader of batches (x, y): tokens, and the tokens that come next. Collective.
 
         Parameters

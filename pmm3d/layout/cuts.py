@@ -16,8 +16,8 @@ from ..errors import LayoutError
 def whole_number(value: Any) -> int:
     """Convert an int or an integer of numpy to an int. Raises TypeError for other types, including bool and float.
 
-        >>> whole_number(3)
-        3
+    >>> whole_number(3)
+    3
     """
     if isinstance(value, bool):
         raise TypeError("a bool is no number")
@@ -71,8 +71,8 @@ def naturals(values: Any, what: str, least: int, error: type[Exception], count: 
 def matrix_shape(shape: Any) -> tuple[int, int]:
     """Return the shape as two ints. Raises LayoutError if it is not a pair of whole numbers of at least 0.
 
-        >>> matrix_shape([4, 3])
-        (4, 3)
+    >>> matrix_shape([4, 3])
+    (4, 3)
     """
     rows, cols = naturals(shape, "a matrix has two dims of at least 0, whole numbers", 0, LayoutError, 2)
     return rows, cols
@@ -81,8 +81,8 @@ def matrix_shape(shape: Any) -> tuple[int, int]:
 def part_sizes(size: int, parts: int) -> list[int]:
     """Sizes of `parts` parts of a dim: ceil or floor of size / parts, the larger ones first. Parts may be empty.
 
-        >>> part_sizes(10, 4)
-        [3, 3, 2, 2]
+    >>> part_sizes(10, 4)
+    [3, 3, 2, 2]
     """
     small, larger = divmod(size, parts)
     return [small + 1] * larger + [small] * (parts - larger)
@@ -91,8 +91,8 @@ def part_sizes(size: int, parts: int) -> list[int]:
 def part_range(size: int, parts: int, index: int) -> tuple[int, int]:
     """Start and stop of part `index`; see `part_sizes`.
 
-        >>> part_range(10, 4, 1)
-        (3, 6)
+    >>> part_range(10, 4, 1)
+    (3, 6)
     """
     small, larger = divmod(size, parts)
     start = index * small + min(index, larger)
@@ -102,8 +102,8 @@ def part_range(size: int, parts: int, index: int) -> tuple[int, int]:
 def offsets(counts: Iterable[int]) -> list[int]:
     """Start of each of consecutive pieces of the given sizes, and the end of the last piece.
 
-        >>> offsets([3, 3, 2])
-        [0, 3, 6, 8]
+    >>> offsets([3, 3, 2])
+    [0, 3, 6, 8]
     """
     return [0, *accumulate(counts)]
 
@@ -111,8 +111,8 @@ def offsets(counts: Iterable[int]) -> list[int]:
 def overlapping(size: int, parts: int, low: int, high: int) -> range:
     """Indices of the parts of a dim (see `part_sizes`) that contain elements of low:high.
 
-        >>> overlapping(10, 4, 5, 7)
-        range(1, 3)
+    >>> overlapping(10, 4, 5, 7)
+    range(1, 3)
     """
     low, high = max(0, low), min(size, high)
     if low >= high:

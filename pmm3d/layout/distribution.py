@@ -23,8 +23,8 @@ from .cuts import overlapping, part_range
 class Tile(NamedTuple):
     """The elements in one part of the rows and one part of the columns.
 
-        >>> Tile(row=1, col=0)
-        Tile(row=1, col=0)
+    >>> Tile(row=1, col=0)
+    Tile(row=1, col=0)
     """
 
     row: int
@@ -84,8 +84,9 @@ class Tiled(Protocol):
 def check_window(shape: tuple[int, int], row: int, col: int, rows: int, cols: int) -> None:
     """Raise LayoutError if the rows and columns are not within a matrix of this shape."""
     if min(row, col, rows, cols) < 0 or row + rows > shape[0] or col + cols > shape[1]:
-        raise LayoutError(f"rows {row}:{row + rows} and columns {col}:{col + cols} are not within a matrix of "
-                          f"{shape[0]} x {shape[1]}")
+        raise LayoutError(
+            f"rows {row}:{row + rows} and columns {col}:{col + cols} are not within a matrix of {shape[0]} x {shape[1]}"
+        )
 
 
 class Run(NamedTuple):
@@ -192,10 +193,14 @@ class Split:
         first, last = low + self.offset, high + self.offset
         parts = [(0, 0, self._whole)] if low < high else []
         for count, unit in self._cuts:
-            parts = [(part * count + index, start + begin * unit, start + end * unit) for part, start, stop in parts
-                     for index in overlapping((stop - start) // unit, count, (first - start) // unit,
-                                              -(-(last - start) // unit))
-                     for begin, end in [part_range((stop - start) // unit, count, index)]]
+            parts = [
+                (part * count + index, start + begin * unit, start + end * unit)
+                for part, start, stop in parts
+                for index in overlapping(
+                    (stop - start) // unit, count, (first - start) // unit, -(-(last - start) // unit)
+                )
+                for begin, end in [part_range((stop - start) // unit, count, index)]
+            ]
         for part, start, stop in parts:
             yield from self._clipped(part, start, stop, low, high)
 
@@ -210,10 +215,10 @@ class Split:
 class Cyclic:
     """Block-cyclic division, as in ScaLAPACK; or a window of it, with `size` indices from `offset` on.
 
-        >>> list(Cyclic(10, 3, 2).runs(1))
-        [Run(part=1, start=3, stop=6, local=0), Run(part=1, start=9, stop=10, local=3)]
-        >>> list(Cyclic(4, 3, 2, first=1, offset=5).within(0, 4))
-        [Run(part=0, start=0, stop=1, local=2), Run(part=1, start=1, stop=4, local=3)]
+    >>> list(Cyclic(10, 3, 2).runs(1))
+    [Run(part=1, start=3, stop=6, local=0), Run(part=1, start=9, stop=10, local=3)]
+    >>> list(Cyclic(4, 3, 2, first=1, offset=5).within(0, 4))
+    [Run(part=0, start=0, stop=1, local=2), Run(part=1, start=1, stop=4, local=3)]
     """
 
     size: int
@@ -258,8 +263,8 @@ class Cyclic:
 class Intervals:
     """Division at any cuts. Part i has the indices borders[i]:borders[i + 1], and stores them from 0 on.
 
-        >>> list(Intervals((0, 3, 3, 10)).within(2, 5))
-        [Run(part=0, start=2, stop=3, local=2), Run(part=2, start=3, stop=5, local=0)]
+    >>> list(Intervals((0, 3, 3, 10)).within(2, 5))
+    [Run(part=0, start=2, stop=3, local=2), Run(part=2, start=3, stop=5, local=0)]
     """
 
     borders: tuple[int, ...]
@@ -306,8 +311,8 @@ class Common(NamedTuple):
 def in_common(mine: Distribution1D, part: int, others: Distribution1D) -> dict[int, list[Common]]:
     """Map each part of `others` to the indices that it shares with a part of `mine`, in order.
 
-        >>> in_common(Cyclic(8, 2, 2), 0, Intervals((0, 3, 8)))
-        {0: [Common(here=0, there=0, length=2)], 1: [Common(here=2, there=1, length=2)]}
+    >>> in_common(Cyclic(8, 2, 2), 0, Intervals((0, 3, 8)))
+    {0: [Common(here=0, there=0, length=2)], 1: [Common(here=2, there=1, length=2)]}
     """
     found: dict[int, list[Common]] = {}
     for run in mine.runs(part):
@@ -320,16 +325,16 @@ def in_common(mine: Distribution1D, part: int, others: Distribution1D) -> dict[i
 def parts_met(mine: Distribution1D, others: Distribution1D) -> int:
     """Upper bound of the number of parts of `others` that share indices with one part of `mine`.
 
-        >>> parts_met(Split(100, (4,)), Split(100)), parts_met(Split(100), Split(100, (4,)))
-        (1, 4)
+    >>> parts_met(Split(100, (4,)), Split(100)), parts_met(Split(100), Split(100, (4,)))
+    (1, 4)
     """
     most, span, _ = mine.spacing
     return min(most, others.parts, 2 + max(0, span - 2) // others.spacing.shortest)
 
 
 class Strided(NamedTuple):
-    """`times` runs of `length` indices: from `here` on with stride `step_here` in one part, and likewise in the other.
-    """
+    """`times` runs of `length` indices: from `here` on with stride `step_here` in one part, and likewise in the
+    other."""
 
     here: int
     there: int
@@ -342,8 +347,8 @@ class Strided(NamedTuple):
 def strided(shared: Iterable[Common]) -> list[Strided]:
     """Combine shared indices into the fewest runs with constant strides.
 
-        >>> strided([Common(0, 0, 2), Common(2, 4, 2), Common(4, 8, 2)])
-        [Strided(here=0, there=0, length=2, times=3, step_here=2, step_there=4)]
+    >>> strided([Common(0, 0, 2), Common(2, 4, 2), Common(4, 8, 2)])
+    [Strided(here=0, there=0, length=2, times=3, step_here=2, step_there=4)]
     """
     found: list[Strided] = []
     for here, there, length in _merged(shared):
@@ -373,8 +378,8 @@ def _merged(shared: Iterable[Common]) -> list[Common]:
 def packed(shared: Iterable[Common], low: int, high: int) -> list[Common]:
     """Part low:high of the shared indices, numbered consecutively. `there` are positions in a packed buffer.
 
-        >>> packed([Common(4, 0, 2), Common(8, 2, 2)], 1, 3)
-        [Common(here=5, there=0, length=1), Common(here=8, there=1, length=1)]
+    >>> packed([Common(4, 0, 2), Common(8, 2, 2)], 1, 3)
+    [Common(here=5, there=0, length=1), Common(here=8, there=1, length=1)]
     """
     found, counted, position = [], 0, 0
     for here, _, length in shared:

@@ -35,8 +35,8 @@ def itemsize(dtype: str) -> int:
 def aligned(nbytes: int) -> int:
     """Bytes that an array takes in a work array of several arrays, each of which begins on a cache line.
 
-        >>> aligned(1), aligned(64)
-        (64, 64)
+    >>> aligned(1), aligned(64)
+    (64, 64)
     """
     return -(-nbytes // CACHE_LINE) * CACHE_LINE
 
@@ -44,7 +44,7 @@ def aligned(nbytes: int) -> int:
 def check_same_dtype(a: str, b: str, out: str | None) -> None:
     """Raise DTypeError if the operands have different dtypes.
 
-        >>> check_same_dtype("float32", "float32", None)
+    >>> check_same_dtype("float32", "float32", None)
     """
     if a != b or (out is not None and out != a):
         names = f"A is {a}, B is {b}" + ("" if out is None else f", out is {out}")

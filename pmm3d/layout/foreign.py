@@ -66,16 +66,19 @@ class BlockCyclic:
         for name, least in (("blocks", 1), ("process_grid", 1), ("first", 0), ("start", 0)):
             object.__setattr__(self, name, _two_numbers(name, getattr(self, name), least))
         if self.numbering not in ("R", "C"):
-            raise LayoutError(f'the numbering of a process grid is "R", by rows, or "C", by columns; got '
-                              f"{self.numbering!r}")
+            raise LayoutError(
+                f'the numbering of a process grid is "R", by rows, or "C", by columns; got {self.numbering!r}'
+            )
         if not all(first < size for first, size in zip(self.first, self.process_grid)):
-            raise LayoutError(f"the first block is on process {self.first} of a process grid of {self._grid}: they are "
-                              "counted from 0")
+            raise LayoutError(
+                f"the first block is on process {self.first} of a process grid of {self._grid}: they are counted from 0"
+            )
         if self.ranks is not None:
             object.__setattr__(self, "ranks", _ranks(self.ranks))
             if len(set(self.ranks)) < len(self.ranks) or len(self.ranks) != self._processes:
-                raise LayoutError(f"a process grid of {self._grid} has {self._processes} ranks, each once; got "
-                                  f"{self.ranks}")
+                raise LayoutError(
+                    f"a process grid of {self._grid} has {self._processes} ranks, each once; got {self.ranks}"
+                )
 
     def sub(self, row: int, col: int, rows: int, cols: int) -> BlockCyclic:
         """A part of the matrix, in the same arrays.
@@ -161,8 +164,9 @@ class BlockCyclic:
 
     def check_ranks(self, size: int) -> None:
         if (needed := 1 + max(self.ranks or (self._processes - 1,))) > size:
-            raise LayoutError(f"a process grid of {self._grid} on ranks up to {needed - 1} does not fit a communicator "
-                              f"of {size}")
+            raise LayoutError(
+                f"a process grid of {self._grid} on ranks up to {needed - 1} does not fit a communicator of {size}"
+            )
 
     @property
     def _processes(self) -> int:
@@ -222,8 +226,10 @@ class Blocks:
             raise LayoutError(f"owners of blocks are lists of ranks; got {self.owners!r}") from None
         found, expected = {len(row) for row in self.owners} or {0}, (len(self.row_cuts) - 1, len(self.col_cuts) - 1)
         if len(self.owners) != expected[0] or found != {expected[1]}:
-            raise LayoutError(f"there are {expected[0]} x {expected[1]} blocks between these cuts; got the owners of "
-                              f"{len(self.owners)} x {'/'.join(map(str, sorted(found)))}")
+            raise LayoutError(
+                f"there are {expected[0]} x {expected[1]} blocks between these cuts; got the owners of "
+                f"{len(self.owners)} x {'/'.join(map(str, sorted(found)))}"
+            )
         if self.order not in ("C", "F"):
             raise LayoutError(f'the order of arrays is "C", by rows, or "F", by columns; got {self.order!r}')
 
@@ -298,13 +304,17 @@ class Blocks:
             for row in range(row_cuts.index(r0), row_cuts.index(r1)):
                 for col in range(col_cuts.index(c0), col_cuts.index(c1)):
                     if (other := owners[row][col]) >= 0:
-                        raise LayoutError(f"element ({row_cuts[row]}, {col_cuts[col]}) is in the blocks of rank "
-                                          f"{other} and of rank {rank}: the blocks must not overlap")
+                        raise LayoutError(
+                            f"element ({row_cuts[row]}, {col_cuts[col]}) is in the blocks of rank "
+                            f"{other} and of rank {rank}: the blocks must not overlap"
+                        )
                     owners[row][col] = rank
         for row, owned in enumerate(owners):
             if -1 in owned:
-                raise LayoutError(f"element ({row_cuts[row]}, {col_cuts[owned.index(-1)]}) is in no rank's block: the "
-                                  "blocks must cover the matrix")
+                raise LayoutError(
+                    f"element ({row_cuts[row]}, {col_cuts[owned.index(-1)]}) is in no rank's block: the "
+                    "blocks must cover the matrix"
+                )
         return cls(row_cuts, col_cuts, tuple(map(tuple, owners)), order)
 
     @property
@@ -330,9 +340,11 @@ class Blocks:
 
     def most(self) -> tuple[int, int, int]:
         shapes = [self.local_shapes(rank) for rank in self._tiles]
-        return (max((sum(rows * cols for rows, cols in each) for each in shapes), default=0),
-                max((sum(rows for rows, _ in each) for each in shapes), default=0),
-                max((sum(cols for _, cols in each) for each in shapes), default=0))
+        return (
+            max((sum(rows * cols for rows, cols in each) for each in shapes), default=0),
+            max((sum(rows for rows, _ in each) for each in shapes), default=0),
+            max((sum(cols for _, cols in each) for each in shapes), default=0),
+        )
 
     def tiles(self, rank: int) -> Sequence[Tile]:
         """Blocks of a rank, in row-major order.
@@ -368,8 +380,10 @@ class Blocks:
         list of tuple of int
             The shapes, in the order of `tiles`.
         """
-        return [(self.row_cuts[row + 1] - self.row_cuts[row], self.col_cuts[col + 1] - self.col_cuts[col])
-                for row, col in self.tiles(rank)]
+        return [
+            (self.row_cuts[row + 1] - self.row_cuts[row], self.col_cuts[col + 1] - self.col_cuts[col])
+            for row, col in self.tiles(rank)
+        ]
 
     def check_ranks(self, size: int) -> None:
         if (most := max(self._tiles, default=0)) >= size:
@@ -377,19 +391,22 @@ class Blocks:
 
 
 def _edges(boxes: Sequence[Sequence[int]], size: int, dim: int) -> tuple[int, ...]:
-    """Sorted starts and ends of rectangles along a dim, and both ends of the dim. Raises LayoutError if one is outside.
-    """
+    """Sorted starts and ends of rectangles along a dim, and both ends of the dim. Raises LayoutError if one is
+    outside."""
     for rank, box in enumerate(boxes):
         low, high = box[2 * dim : 2 * dim + 2]
         if not 0 <= low <= high <= size:
-            raise LayoutError(f"the block of rank {rank} has the {('rows', 'columns')[dim]} {low} to {high}, counted "
-                              f"from 0, of {size}")
+            raise LayoutError(
+                f"the block of rank {rank} has the {('rows', 'columns')[dim]} {low} to {high}, counted "
+                f"from 0, of {size}"
+            )
     return tuple(sorted({0, size, *(edge for box in boxes for edge in box[2 * dim : 2 * dim + 2])})) if size else (0, 0)
 
 
 def _two_numbers(name: str, value: Any, least: int) -> tuple[int, int]:
-    one, other = naturals(value, f"{name} of a block-cyclic layout: two whole numbers of at least {least}", least,
-                          LayoutError, 2)
+    one, other = naturals(
+        value, f"{name} of a block-cyclic layout: two whole numbers of at least {least}", least, LayoutError, 2
+    )
     return one, other
 
 

@@ -134,10 +134,12 @@ class RaggedRows:
         return "ragged"
 
     def refuse(self, *_: object) -> NoReturn:
-        raise LayoutError("the rows are ragged: a rank does not know how many rows other ranks have, so rows can "
-                          "neither be moved, nor counted, nor averaged over. Give a layer the axis of its input's "
-                          "columns (cols=), or make a matrix of known shape: "
-                          "DistMatrix.from_local(grid, x.local, shape, layout=layout)")
+        raise LayoutError(
+            "the rows are ragged: a rank does not know how many rows other ranks have, so rows can "
+            "neither be moved, nor counted, nor averaged over. Give a layer the axis of its input's "
+            "columns (cols=), or make a matrix of known shape: "
+            "DistMatrix.from_local(grid, x.local, shape, layout=layout)"
+        )
 
     __int__ = __index__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = refuse
     __rtruediv__ = __floordiv__ = __mod__ = __lt__ = __le__ = __gt__ = __ge__ = refuse
@@ -200,8 +202,9 @@ class Layout:
     B: ClassVar[Layout]
     C: ClassVar[Layout]
 
-    def __init__(self, rows: Axes = (), cols: Axes = (), sums: Axes = (),
-                 units: Sequence[Unit | Mapping[str, int]] = SINGLE):
+    def __init__(
+        self, rows: Axes = (), cols: Axes = (), sums: Axes = (), units: Sequence[Unit | Mapping[str, int]] = SINGLE
+    ):
         fields = vars(self)
         for name, value in (("rows", rows), ("cols", cols), ("sums", sums)):
             if not isinstance(value, (str, tuple, list)):
@@ -213,11 +216,14 @@ class Layout:
                 return
         for axis in self.named:
             if not is_axis_name(axis):
-                raise LayoutError(f"{self} names the axis {axis!r}, which no grid can have. Every grid has the axes "
-                                  f"{', '.join(AXES)}, and the axes that were passed as axes=, seq= and pipe=")
+                raise LayoutError(
+                    f"{self} names the axis {axis!r}, which no grid can have. Every grid has the axes "
+                    f"{', '.join(AXES)}, and the axes that were passed as axes=, seq= and pipe="
+                )
         twice = sorted({axis for axis in self.named if self.named.count(axis) > 1})
-        raise LayoutError(f"{self} names the axis {', '.join(twice)} twice; an axis can split one dim, once, or hold "
-                          "partial sums")
+        raise LayoutError(
+            f"{self} names the axis {', '.join(twice)} twice; an axis can split one dim, once, or hold partial sums"
+        )
 
     def __hash__(self) -> int:
         return self._hash
@@ -375,8 +381,9 @@ def batch_layout(cols: str | None = "y") -> Layout:
 @lru_cache(maxsize=1024)
 def _reduced(layout: Layout, grid: GridShape) -> Layout:
     layout.check_axes(grid)
-    rows, cols, sums = (tuple(axis for axis in axes if getattr(grid, axis) > 1)
-                        for axes in (layout.rows, layout.cols, layout.sums))
+    rows, cols, sums = (
+        tuple(axis for axis in axes if getattr(grid, axis) > 1) for axes in (layout.rows, layout.cols, layout.sums)
+    )
     units = [unit if axes else order_entry(unit) or 1 for unit, axes in zip(layout.units, (rows, cols))]
     return Layout(rows, cols, sorted(sums, key=grid.names.index), units)
 
@@ -385,8 +392,10 @@ def _reduced(layout: Layout, grid: GridShape) -> Layout:
 def _box(layout: Layout, shape: tuple[int, int], grid: GridShape, coords: Coords) -> Box:
     try:
         row_unit, col_unit = layout.units
-        return Box(*_range(shape[0], layout.rows, row_unit, grid, coords),
-                   *_range(shape[1], layout.cols, col_unit, grid, coords))
+        return Box(
+            *_range(shape[0], layout.rows, row_unit, grid, coords),
+            *_range(shape[1], layout.cols, col_unit, grid, coords),
+        )
     except AttributeError:
         layout.check_axes(grid)
         if coords.names == grid.names:
@@ -406,8 +415,8 @@ def _range(size: int, axes: tuple[str, ...], unit: Unit, grid: GridShape, coords
 def unit_of(unit: Unit, axis: str) -> int:
     """Unit of the cuts of an axis along a dim.
 
-        >>> unit_of(4, "z"), unit_of((("z", 4),), "z"), unit_of((("z", 4),), "y")
-        (4, 4, 1)
+    >>> unit_of(4, "z"), unit_of((("z", 4),), "z"), unit_of((("z", 4),), "y")
+    (4, 4, 1)
     """
     return unit if isinstance(unit, int) else dict(unit).get(axis, 1)
 
@@ -415,9 +424,9 @@ def unit_of(unit: Unit, axis: str) -> int:
 def order_of(unit: Unit | Mapping[str, Any]) -> RowOrder | None:
     """Order in which the rows (or columns) of a dim are stored; None: ascending.
 
-        >>> from .order import RowOrder
-        >>> order_of((("", RowOrder("zigzag", 8, 2, 1)), ("data", 8))), order_of(8)
-        (RowOrder(name='zigzag', length=8, block=2, ranks=1), None)
+    >>> from .order import RowOrder
+    >>> order_of((("", RowOrder("zigzag", 8, 2, 1)), ("data", 8))), order_of(8)
+    (RowOrder(name='zigzag', length=8, block=2, ranks=1), None)
     """
     return None if isinstance(unit, int) else dict(unit).get("")
 
@@ -425,9 +434,9 @@ def order_of(unit: Unit | Mapping[str, Any]) -> RowOrder | None:
 def without_order(layout: Layout) -> Layout:
     """The layout with rows and columns stored in ascending order.
 
-        >>> from .order import RowOrder
-        >>> without_order(Layout("z", units=({"": RowOrder("zigzag", 8, 2, 1)}, 1)))
-        Layout(rows=('z',), cols=())
+    >>> from .order import RowOrder
+    >>> without_order(Layout("z", units=({"": RowOrder("zigzag", 8, 2, 1)}, 1)))
+    Layout(rows=('z',), cols=())
     """
     units = [unit if isinstance(unit, int) else tuple(entry for entry in unit if entry[0]) for unit in layout.units]
     return layout if units == [*layout.units] else Layout(layout.rows, layout.cols, layout.sums, units)
@@ -452,14 +461,17 @@ def cutting_units(size: int, axes: tuple[str, ...], unit: Unit, grid: GridShape)
     found = [unit_of(unit, axis) if getattr(grid, axis) > 1 else 1 for axis in axes]
     largest = max(found, default=1)
     if size % largest:
-        raise LayoutError(f"a dim of {size} is cut in units of {largest} by {', '.join(axes)}: it must be a multiple "
-                          "of the unit")
+        raise LayoutError(
+            f"a dim of {size} is cut in units of {largest} by {', '.join(axes)}: it must be a multiple of the unit"
+        )
     return found
 
 
 def _checked_units(units: Any, *dims: tuple[str, ...]) -> Units:
-    what = ("the units of a layout are two whole numbers of at least 1: rows and columns that no cut separates. Each "
-            "may be a dict of such numbers by axis")
+    what = (
+        "the units of a layout are two whole numbers of at least 1: rows and columns that no cut separates. Each "
+        "may be a dict of such numbers by axis"
+    )
     if not isinstance(units, (tuple, list)) or len(units) != 2:
         raise LayoutError(f"{what}; got {units!r}")
     row_unit, col_unit = (_checked_unit(unit, axes, what) for unit, axes in zip(units, dims))
@@ -477,9 +489,13 @@ def _checked_unit(unit: Any, axes: tuple[str, ...], what: str) -> Unit:
     found, order = [by_axis.get(axis, 1) for axis in axes], order_entry(unit)
     for axis, (before, after) in zip(axes[1:], pairwise(found)):
         if before % after:
-            raise LayoutError(f"axis {axis} cuts in units of {after}, and the axis before it in units of {before}: a "
-                              "unit must be a multiple of those of the axes after it")
+            raise LayoutError(
+                f"axis {axis} cuts in units of {after}, and the axis before it in units of {before}: a "
+                "unit must be a multiple of those of the axes after it"
+            )
     if len(set(found)) == 1 and not order:
         return found[0]
-    return (*order, *sorted((axis, number) for axis, number in by_axis.items()
-                            if number > 1 and axis in (axes or by_axis))) or 1
+    return (
+        *order,
+        *sorted((axis, number) for axis, number in by_axis.items() if number > 1 and axis in (axes or by_axis)),
+    ) or 1

@@ -78,8 +78,8 @@ def _pieces(order: RowOrder) -> tuple[tuple[int, int, int], ...]:
 class Ordered:
     """A dim of sequences that is cut as `split`, after its rows were brought into an order.
 
-        >>> list(Ordered(Split(8, (2,)), RowOrder("zigzag", 8, 2, 1)).runs(0))
-        [Run(part=0, start=0, stop=2, local=0), Run(part=0, start=6, stop=8, local=2)]
+    >>> list(Ordered(Split(8, (2,)), RowOrder("zigzag", 8, 2, 1)).runs(0))
+    [Run(part=0, start=0, stop=2, local=0), Run(part=0, start=6, stop=8, local=2)]
     """
 
     split: Split
@@ -98,8 +98,11 @@ class Ordered:
         return Spacing(self.split.spacing.most, self.size, 1)
 
     def runs(self, part: int) -> Iterator[Run]:
-        runs = [Run(part, row, row + count, run.local + stored - run.start) for run in self.split.runs(part)
-                for stored, row, count in self.order.pieces(run.start, run.stop)]
+        runs = [
+            Run(part, row, row + count, run.local + stored - run.start)
+            for run in self.split.runs(part)
+            for stored, row, count in self.order.pieces(run.start, run.stop)
+        ]
         yield from sorted(runs, key=lambda run: run.start)
 
     def within(self, low: int, high: int) -> Iterator[Run]:

@@ -38,10 +38,10 @@ Messages = dict[tuple[int, ...], list[Piece]]
 def send_blocks(source: Tiled, target: Tiled, rank: int) -> Messages:
     """Pieces that this rank sends. Pieces that remain on this rank are listed as a message to itself.
 
-        >>> from .foreign import BlockCyclic, Blocks
-        >>> cyclic, slabs = BlockCyclic((8, 3), (2, 3), (2, 1)), Blocks.rows_of([3, 5], 3)
-        >>> {ranks: [piece.shape for piece in pieces] for ranks, pieces in send_blocks(cyclic, slabs, 0).items()}
-        {(0,): [(2, 3)], (1,): [(2, 3)]}
+    >>> from .foreign import BlockCyclic, Blocks
+    >>> cyclic, slabs = BlockCyclic((8, 3), (2, 3), (2, 1)), Blocks.rows_of([3, 5], 3)
+    >>> {ranks: [piece.shape for piece in pieces] for ranks, pieces in send_blocks(cyclic, slabs, 0).items()}
+    {(0,): [(2, 3)], (1,): [(2, 3)]}
     """
     found: _Found = {}
     own = {tile: number for number, tile in enumerate(target.tiles(rank))}
@@ -91,8 +91,9 @@ class _Kept(dict[int, Overlaps]):
 
 
 def _in_order(found: _Found) -> Messages:
-    return {ranks: [piece for *_, piece in sorted(pieces, key=itemgetter(0, 1))]
-            for ranks, pieces in sorted(found.items())}
+    return {
+        ranks: [piece for *_, piece in sorted(pieces, key=itemgetter(0, 1))] for ranks, pieces in sorted(found.items())
+    }
 
 
 def elements(pieces: Sequence[Piece]) -> int:

@@ -50,9 +50,11 @@ class Placement:
         object.__setattr__(self, "shape", matrix_shape(self.shape))
         self.layout.on(self.grid)
         if self.layout.sums:
-            raise LayoutError(f"{self.layout}: along {', '.join(self.layout.sums)} the ranks hold partial sums, of "
-                              "which no rank has the elements; bring the matrix to a sum first: "
-                              "redistribute(layout.summed)")
+            raise LayoutError(
+                f"{self.layout}: along {', '.join(self.layout.sums)} the ranks hold partial sums, of "
+                "which no rank has the elements; bring the matrix to a sum first: "
+                "redistribute(layout.summed)"
+            )
         if self.layout.units != (1, 1):
             self.box(0)
 
@@ -60,8 +62,8 @@ class Placement:
     def copies(cls, shape: tuple[int, int], ranks: Sequence[int]) -> Placement:
         """Placement with the whole matrix on each of the given ranks.
 
-            >>> Placement.copies((10, 6), (3,)).box(3), Placement.copies((10, 6), (3,)).box(0).size
-            (Box(r0=0, r1=10, c0=0, c1=6), 0)
+        >>> Placement.copies((10, 6), (3,)).box(3), Placement.copies((10, 6), (3,)).box(0).size
+        (Box(r0=0, r1=10, c0=0, c1=6), 0)
         """
         return cls(shape, Layout(), GridShape(len(ranks), 1, 1), ranks=tuple(ranks))
 
@@ -69,8 +71,9 @@ class Placement:
         """Window of `rows` rows and `cols` columns from `row` and `col` on, in the same arrays. Raises LayoutError if
         it is not within the matrix."""
         check_window(self.shape, row, col, rows, cols)
-        return replace(self, shape=(rows, cols), start=(self.start[0] + row, self.start[1] + col),
-                       whole=self.whole or self.shape)
+        return replace(
+            self, shape=(rows, cols), start=(self.start[0] + row, self.start[1] + col), whole=self.whole or self.shape
+        )
 
     def box(self, rank: int) -> Box:
         """Box of the matrix that the rank stores."""
@@ -111,9 +114,11 @@ class Placement:
         if order is None:
             return split
         if self.shape[dim] != size or size % order.length:
-            raise LayoutError(f"{self.shape[dim]} of {size} rows, which are stored in {order.name} order in sequences "
-                              f"of {order.length}: select all rows of complete sequences, or redistribute the matrix "
-                              "to a layout without an order first")
+            raise LayoutError(
+                f"{self.shape[dim]} of {size} rows, which are stored in {order.name} order in sequences "
+                f"of {order.length}: select all rows of complete sequences, or redistribute the matrix "
+                "to a layout without an order first"
+            )
         from .order import Ordered
 
         return Ordered(split, order)

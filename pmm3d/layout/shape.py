@@ -75,8 +75,8 @@ class _ByAxis(_Four):
 class Coords(_ByAxis):
     """Coordinates of a rank along each axis.
 
-        >>> Coords(x=1)._replace(z=2)
-        Coords(x=1, y=0, z=2, data=0)
+    >>> Coords(x=1)._replace(z=2)
+    Coords(x=1, y=0, z=2, data=0)
     """
 
     def __new__(cls, x: int = 0, y: int = 0, z: int = 0, data: int = 0, **others: int) -> Coords:
@@ -129,8 +129,10 @@ class GridShape(_ByAxis):
     def __new__(cls, x: int, y: int, z: int, data: int = 1, **others: int) -> GridShape:
         for name in others:
             if not is_axis_name(name):
-                raise GridError(f"an axis of a grid cannot be named {name!r}: a name is one word that a shape does "
-                                "not use for something else (size, names, ...)")
+                raise GridError(
+                    f"an axis of a grid cannot be named {name!r}: a name is one word that a shape does "
+                    "not use for something else (size, names, ...)"
+                )
         return cls.of((*AXES, *others) if others else AXES, (x, y, z, data, *others.values()))
 
     @cached_property
@@ -281,8 +283,8 @@ class GridShape(_ByAxis):
 def is_axis_name(name: object) -> bool:
     """Whether an axis can have this name.
 
-        >>> is_axis_name("seq"), is_axis_name("two words"), is_axis_name("size")
-        (True, False, False)
+    >>> is_axis_name("seq"), is_axis_name("two words"), is_axis_name("size")
+    (True, False, False)
     """
     return name in AXES or isinstance(name, str) and name.isidentifier() and not hasattr(GridShape, name)
 
@@ -290,8 +292,8 @@ def is_axis_name(name: object) -> bool:
 def parse_shape(text: str) -> GridShape:
     """Parse a shape in the form GxxGyxGz. Raises GridError for other text.
 
-        >>> parse_shape("2x3x1")
-        GridShape(x=2, y=3, z=1, data=1)
+    >>> parse_shape("2x3x1")
+    GridShape(x=2, y=3, z=1, data=1)
     """
     try:
         x, y, z = (int(part) for part in text.lower().split("x"))
@@ -304,7 +306,7 @@ def parse_shape(text: str) -> GridShape:
 def can_be_named(names: tuple[Any, ...]) -> bool:
     """Whether these are distinct valid names of axes. Raises TypeError for unhashable names.
 
-        >>> can_be_named(("x", "seq")), can_be_named(("x", "x"))
-        (True, False)
+    >>> can_be_named(("x", "seq")), can_be_named(("x", "x"))
+    (True, False)
     """
     return all(map(is_axis_name, names)) and len(set(names)) == len(names)

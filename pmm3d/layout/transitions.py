@@ -53,8 +53,7 @@ class Step:
     layout: Layout
 
 
-def transitions(source: Layout, target: Layout, grid: GridShape,
-                shape: tuple[int, int] | None = None) -> list[Step]:
+def transitions(source: Layout, target: Layout, grid: GridShape, shape: tuple[int, int] | None = None) -> list[Step]:
     """Steps from one layout to another with the least traffic. Equal layouts and axes of one rank need no steps.
 
     If `shape`, the shape of the matrix, is given, cuts in different units that are at the same places count as equal.
@@ -157,7 +156,8 @@ def _is_begun(layout: Layout, target: Layout, dim: int) -> bool:
 def _same_cuts(layout: Layout, target: Layout, dim: int, axes: tuple[str, ...]) -> bool:
     """Whether in both layouts these are the first axes of a dim, with the same units."""
     return all(each[: len(axes)] == axes for each in _dims(layout, target)[dim]) and all(
-        unit_of(layout.units[dim], axis) == unit_of(target.units[dim], axis) for axis in axes)
+        unit_of(layout.units[dim], axis) == unit_of(target.units[dim], axis) for axis in axes
+    )
 
 
 def _dims(layout: Layout, target: Layout) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
@@ -169,15 +169,19 @@ def _split(layout: Layout, target: Layout, grid: GridShape, dim: int, axis: str)
     """Layout with the axis as the minor axis of a dim, cut in the target's unit."""
     left = _without(layout, grid, axis)
     axes, units = (left.rows, left.cols)[dim], list(left.units)
-    units[dim] = (*order_entry(units[dim]), *((name, unit_of(units[dim], name)) for name in axes),
-                  (axis, unit_of(target.units[dim], axis)))
+    units[dim] = (
+        *order_entry(units[dim]),
+        *((name, unit_of(units[dim], name)) for name in axes),
+        (axis, unit_of(target.units[dim], axis)),
+    )
     rows, cols = (own + (axis,) * (number == dim) for number, own in enumerate((left.rows, left.cols)))
     return Layout(rows, cols, left.sums, units).on(grid)
 
 
 def _without(layout: Layout, grid: GridShape, axis: str) -> Layout:
-    rows, cols, sums = (tuple(other for other in axes if other != axis)
-                        for axes in (layout.rows, layout.cols, layout.sums))
+    rows, cols, sums = (
+        tuple(other for other in axes if other != axis) for axes in (layout.rows, layout.cols, layout.sums)
+    )
     return Layout(rows, cols, sums, layout.units).on(grid)
 
 
@@ -197,4 +201,5 @@ def _in_units_of(target: Layout, source: Layout, grid: GridShape, shape: tuple[i
 def _even(size: int, axes: tuple[str, ...], unit: Unit, grid: GridShape) -> bool:
     """Whether the parts of a dim of that size are equal."""
     return size % grid.along(axes) == 0 and all(
-        size // grid.along(axes[: index + 1]) % unit_of(unit, axis) == 0 for index, axis in enumerate(axes))
+        size // grid.along(axes[: index + 1]) % unit_of(unit, axis) == 0 for index, axis in enumerate(axes)
+    )

@@ -70,17 +70,22 @@ def x_bytes(layer: Layer, rows: float, grid: GridShape) -> float:
     return ELEMENT * times * _ring(grid.x) * rows * width / grid.y
 
 
-def layer_seconds(layer: Layer, tokens: int, grid: GridShape, bandwidths: Bandwidths,
-                  order: Iterable[str] = ORDER) -> dict[str, float]:
+def layer_seconds(
+    layer: Layer, tokens: int, grid: GridShape, bandwidths: Bandwidths, order: Iterable[str] = ORDER
+) -> dict[str, float]:
     """Return, for each axis, its bytes divided by the bandwidth of its group. m = tokens / (Gdata Gz).
 
-        >>> fast = {"1+": {"2+": 1.0}}
-        >>> layer_seconds(Layer(2**14, 4), 2**16, GridShape(1, 2, 1, 2), fast)
-        {'x': 0.0, 'y': 8.0, 'z': 0.0, 'data': 2.0}
+    >>> fast = {"1+": {"2+": 1.0}}
+    >>> layer_seconds(Layer(2**14, 4), 2**16, GridShape(1, 2, 1, 2), fast)
+    {'x': 0.0, 'y': 8.0, 'z': 0.0, 'data': 2.0}
     """
     rows = tokens / (grid.data * grid.z)
-    moved = {"x": x_bytes(layer, rows, grid), "y": y_bytes(layer, rows, grid), "z": z_bytes(layer, grid),
-             "data": data_bytes(layer, grid)}
+    moved = {
+        "x": x_bytes(layer, rows, grid),
+        "y": y_bytes(layer, rows, grid),
+        "z": z_bytes(layer, grid),
+        "data": data_bytes(layer, grid),
+    }
     speeds = group_bandwidths(grid, bandwidths, order)
     return {axis: nbytes / (GIB * speeds[axis]) if nbytes else 0.0 for axis, nbytes in moved.items()}
 
@@ -117,8 +122,8 @@ def bandwidth(bandwidths: Bandwidths, inside: int, size: int) -> float:
 def parse_order(text: str) -> tuple[str, ...]:
     """Return the axes of a list such as "y,x,z,data". Raises Pmm3dError unless it names each of the four once.
 
-        >>> parse_order("y,x,z,data")
-        ('y', 'x', 'z', 'data')
+    >>> parse_order("y,x,z,data")
+    ('y', 'x', 'z', 'data')
     """
     names = tuple(name.strip() for name in text.split(","))
     if sorted(names) != sorted(AXES):

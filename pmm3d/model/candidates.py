@@ -76,8 +76,13 @@ class Candidate:
 
     def __str__(self) -> str:
         """Return the grid, the schedule of its pipeline, and `settings`, as one text."""
-        return " ".join([str(self.grid), *[self.schedule] * bool(self.schedule),
-                         *(f"{key}={value}" for key, value in self.settings.items())])
+        return " ".join(
+            [
+                str(self.grid),
+                *[self.schedule] * bool(self.schedule),
+                *(f"{key}={value}" for key, value in self.settings.items()),
+            ]
+        )
 
 
 @dataclass(frozen=True)

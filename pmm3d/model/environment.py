@@ -18,8 +18,13 @@ TASK_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPA
 """Variables of the number of ranks, innermost launcher first. An mpiexec inside a Slurm allocation starts its daemons
 as a Slurm step. Its ranks then also have the task count of this step, which is the number of nodes."""
 TASK_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "SLURM_PROCID")
-LOCAL_TASK_COUNTS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE",
-                     "JSM_NAMESPACE_LOCAL_SIZE")
+LOCAL_TASK_COUNTS = (
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "PALS_LOCAL_SIZE",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "JSM_NAMESPACE_LOCAL_SIZE",
+)
 JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "JOB_ID")
 TRANSPORTS = ("auto", "direct", "staged", "nccl")
 TRANSPORTS_IN_WORDS = "auto, direct, staged or nccl"
@@ -62,8 +67,8 @@ def task_rank(environ: Mapping[str, str]) -> int:
 def tasks_on_node(environ: Mapping[str, str]) -> tuple[int, str]:
     """Return (number of ranks on this node, name of the variable); (1, "") outside a launcher.
 
-        >>> tasks_on_node({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"})
-        (3, 'SLURM_STEP_TASKS_PER_NODE')
+    >>> tasks_on_node({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"})
+    (3, 'SLURM_STEP_TASKS_PER_NODE')
     """
     for name in LOCAL_TASK_COUNTS:
         if environ.get(name, "").isdecimal():
@@ -104,18 +109,24 @@ def job_restarts(environ: Mapping[str, str] = os.environ) -> int:
 def misspelt(environ: Mapping[str, str] = os.environ) -> str:
     """Return a note about variables whose names resemble those of pmm3d's variables; "" if there are none.
 
-        >>> misspelt({"PMM3D_TIMOUT": "5", "PMM3D_ROOT": "/opt"})
-        'PMM3D_TIMOUT has no effect (did you mean PMM3D_TIMEOUT?)'
+    >>> misspelt({"PMM3D_TIMOUT": "5", "PMM3D_ROOT": "/opt"})
+    'PMM3D_TIMOUT has no effect (did you mean PMM3D_TIMEOUT?)'
     """
-    known = {name.removeprefix("PMM3D_"): name for name in (*(setting.metadata["variable"] for setting in
-                                                              fields(Settings)), *OF_PROGRAMS, JOB_FOLDER)}
-    near = {name: get_close_matches(name.removeprefix("PMM3D_"), known, 1, ALIKE) for name in sorted(environ)
-            if name.startswith("PMM3D_") and name not in known.values()}
+    known = {
+        name.removeprefix("PMM3D_"): name
+        for name in (*(setting.metadata["variable"] for setting in fields(Settings)), *OF_PROGRAMS, JOB_FOLDER)
+    }
+    near = {
+        name: get_close_matches(name.removeprefix("PMM3D_"), known, 1, ALIKE)
+        for name in sorted(environ)
+        if name.startswith("PMM3D_") and name not in known.values()
+    }
     return "; ".join(f"{name} has no effect (did you mean {known[found[0]]}?)" for name, found in near.items() if found)
 
 
-def _variable(name: str, default: Any, kind: Callable[[str], Any], meaning: str,
-              argument: str = "True or False") -> Any:
+def _variable(
+    name: str, default: Any, kind: Callable[[str], Any], meaning: str, argument: str = "True or False"
+) -> Any:
     def read() -> Any:
         text = os.environ.get(name)
         if text is None or text == "":
@@ -125,8 +136,14 @@ def _variable(name: str, default: Any, kind: Callable[[str], Any], meaning: str,
         except ValueError:
             raise Pmm3dError(f"{name}={text!r} is invalid. It must be {meaning}") from None
 
-    metadata = {"variable": name, "default": default, "meaning": meaning, "read": read, "kind": kind,
-                "argument": argument}
+    metadata = {
+        "variable": name,
+        "default": default,
+        "meaning": meaning,
+        "read": read,
+        "kind": kind,
+        "argument": argument,
+    }
     return field(default_factory=read, metadata=metadata)
 
 
@@ -173,35 +190,64 @@ def _argument(setting: Field, value: Any) -> Any:
 class Settings:
     """Settings of a Grid. The defaults are read from the environment when the object is created."""
 
-    timeout: float = _variable("PMM3D_TIMEOUT", 600.0, _seconds,
-                               "a number: time limit of a collective in seconds; 0: no limit",
-                               "a number of seconds, 0 for no limit")
-    debug: bool = _variable("PMM3D_DEBUG", False, _switch,
-                            "0 or 1: compare the ranks' calls before each collective, and search for deadlocks")
-    log: bool = _variable("PMM3D_LOG", False, _switch,
-                          "0 or 1: log each collective of the first 64 ranks (logger pmm3d.comm)")
+    timeout: float = _variable(
+        "PMM3D_TIMEOUT",
+        600.0,
+        _seconds,
+        "a number: time limit of a collective in seconds; 0: no limit",
+        "a number of seconds, 0 for no limit",
+    )
+    debug: bool = _variable(
+        "PMM3D_DEBUG",
+        False,
+        _switch,
+        "0 or 1: compare the ranks' calls before each collective, and search for deadlocks",
+    )
+    log: bool = _variable(
+        "PMM3D_LOG", False, _switch, "0 or 1: log each collective of the first 64 ranks (logger pmm3d.comm)"
+    )
     trace: bool = _variable("PMM3D_TRACE", False, _switch, "0 or 1: record collectives and GEMMs for a Chrome trace")
     check: bool = _variable("PMM3D_CHECK", True, _switch, "0 or 1: compare the ranks' arguments before each operation")
-    device_transport: str = _variable("PMM3D_TRANSPORT", "auto", _one_of(TRANSPORTS),
-                                      f"{TRANSPORTS_IN_WORDS}: how messages of device memory are sent",
-                                      TRANSPORTS_IN_WORDS)
-    blas: str = _variable("PMM3D_BLAS", "", str,
-                          "the BLAS that multiplies on the host: scipy, mkl (the extra pmm3d[mkl]), auto (the choice "
-                          "of pmm3d tune blas; for a type: auto:float32), or the path of a shared library. Default: "
-                          "SciPy's; with the extra pmm3d[mkl] the choice of pmm3d tune blas, or else MKL",
-                          "scipy, mkl, auto, or the path of a shared library")
-    sums: str = _variable("PMM3D_SUMS", "nodes", _one_of(SUMS),
-                          "nodes or ranks: whether sums along an axis with equally many ranks on several nodes are "
-                          "formed in each node first, or in an order that depends on the number of ranks only",
-                          "nodes or ranks")
-    overlap: str = _variable("PMM3D_OVERLAP", "auto", _one_of(OVERLAPS_OF_ALL),
-                             "auto or none: the overlap mode of products with overlap auto, the default; auto: across "
-                             "nodes products are decomposed if possible. Panels are an argument: panels=4",
-                             "auto or none")
-    machine: str = _variable("PMM3D_MACHINE", "auto", str,
-                             "the machine for which grids are chosen: auto (measured here by pmm3d tune machine, or "
-                             "else nominal), the name of an assumed machine, or the path of a TOML file",
-                             "auto, the name of an assumed machine, or the path of a TOML file")
+    device_transport: str = _variable(
+        "PMM3D_TRANSPORT",
+        "auto",
+        _one_of(TRANSPORTS),
+        f"{TRANSPORTS_IN_WORDS}: how messages of device memory are sent",
+        TRANSPORTS_IN_WORDS,
+    )
+    blas: str = _variable(
+        "PMM3D_BLAS",
+        "",
+        str,
+        "the BLAS that multiplies on the host: scipy, mkl (the extra pmm3d[mkl]), auto (the choice "
+        "of pmm3d tune blas; for a type: auto:float32), or the path of a shared library. Default: "
+        "SciPy's; with the extra pmm3d[mkl] the choice of pmm3d tune blas, or else MKL",
+        "scipy, mkl, auto, or the path of a shared library",
+    )
+    sums: str = _variable(
+        "PMM3D_SUMS",
+        "nodes",
+        _one_of(SUMS),
+        "nodes or ranks: whether sums along an axis with equally many ranks on several nodes are "
+        "formed in each node first, or in an order that depends on the number of ranks only",
+        "nodes or ranks",
+    )
+    overlap: str = _variable(
+        "PMM3D_OVERLAP",
+        "auto",
+        _one_of(OVERLAPS_OF_ALL),
+        "auto or none: the overlap mode of products with overlap auto, the default; auto: across "
+        "nodes products are decomposed if possible. Panels are an argument: panels=4",
+        "auto or none",
+    )
+    machine: str = _variable(
+        "PMM3D_MACHINE",
+        "auto",
+        str,
+        "the machine for which grids are chosen: auto (measured here by pmm3d tune machine, or "
+        "else nominal), the name of an assumed machine, or the path of a TOML file",
+        "auto, the name of an assumed machine, or the path of a TOML file",
+    )
 
     @classmethod
     def chosen(cls, **arguments: Any) -> tuple[Settings, Pmm3dError | None]:

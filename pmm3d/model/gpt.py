@@ -20,9 +20,20 @@ DTYPE = "bfloat16"
 """Type of the GEMMs."""
 
 
-def block_bytes(rows: int, hidden: int, heads: int, *, outer: int = 1, inner: int = 1, element: int = 2,
-                kv_heads: int | None = None, mlp: int | None = None, recompute: str = "none", dropout: bool = False,
-                scores: int = 0) -> float:
+def block_bytes(
+    rows: int,
+    hidden: int,
+    heads: int,
+    *,
+    outer: int = 1,
+    inner: int = 1,
+    element: int = 2,
+    kv_heads: int | None = None,
+    mlp: int | None = None,
+    recompute: str = "none",
+    dropout: bool = False,
+    scores: int = 0,
+) -> float:
     """Return the bytes that a rank stores for the backward pass of a transformer block (Korthikanti et al. 2022,
     arXiv 2205.05198, equations 1 to 4).
 
@@ -80,19 +91,22 @@ class GPT:
     def parameters(self) -> int:
         """12 l H^2 + 13 l H parameters of the blocks and (V + s) H of the embeddings (Narayanan et al., SC'21).
 
-            >>> GPT(96, 12288, 2048, 1536, vocabulary=51200).parameters
-            174615822336
+        >>> GPT(96, 12288, 2048, 1536, vocabulary=51200).parameters
+        174615822336
         """
         return self.layers * self.hidden * (12 * self.hidden + 13) + (self.vocabulary + self.sequence) * self.hidden
 
     def __str__(self) -> str:
         heads = "" if self.heads is None else f", {self.heads} heads"
-        return (f"a step of a GPT of {self.parameters / 1e9:.3g} billion parameters ({self.layers} layers, hidden "
-                f"{self.hidden}{heads}, vocabulary {self.vocabulary}, {self.batch} sequences of "
-                f"{self.sequence})")
+        return (
+            f"a step of a GPT of {self.parameters / 1e9:.3g} billion parameters ({self.layers} layers, hidden "
+            f"{self.hidden}{heads}, vocabulary {self.vocabulary}, {self.batch} sequences of "
+            f"{self.sequence})"
+        )
 
-    def axonn_seconds(self, grid: GridShape, bandwidths: Bandwidths,
-                      order: tuple[str, ...] = ORDER) -> dict[str, float]:
+    def axonn_seconds(
+        self, grid: GridShape, bandwidths: Bandwidths, order: tuple[str, ...] = ORDER
+    ) -> dict[str, float]:
         """Return the seconds of the collectives of a step by axis. Raises Pmm3dError as in `axonn.bandwidth`."""
         terms = [layer_seconds(layer, self.batch * self.sequence, grid, bandwidths, order) for layer in self.block]
         return {axis: self.layers * sum(term[axis] for term in terms) for axis in terms[0]}
@@ -108,8 +122,15 @@ class GPT:
         return ""
 
 
-def rank_by_axonn(gpt: GPT, ranks: int, bandwidths: Bandwidths, *, powers_of_two: bool = False, min_tensor: int = 1,
-                  order: tuple[str, ...] = ORDER) -> Ranking:
+def rank_by_axonn(
+    gpt: GPT,
+    ranks: int,
+    bandwidths: Bandwidths,
+    *,
+    powers_of_two: bool = False,
+    min_tensor: int = 1,
+    order: tuple[str, ...] = ORDER,
+) -> Ranking:
     """Rank all grids by the seconds of collectives in the five-term model. Ties are ordered by the sizes of the grids.
 
     powers_of_two   whether the four sizes must be powers of two
@@ -131,10 +152,14 @@ def rank_by_axonn(gpt: GPT, ranks: int, bandwidths: Bandwidths, *, powers_of_two
         found = Candidate(grid, sum(terms.values()), terms, preset=preset_of(grid), why_not=reason)
         (dropped if reason else candidates).append(found)
     if not candidates and not dropped:
-        raise GridError(f"no grid of {ranks} ranks has sizes that are all powers of two: give a power of two, or leave "
-                        "out --powers-of-two")
+        raise GridError(
+            f"no grid of {ranks} ranks has sizes that are all powers of two: give a power of two, or leave "
+            "out --powers-of-two"
+        )
     if not candidates:
-        raise GridError(f"no grid of {counted(ranks, 'rank')} is left for {gpt}; for example, {dropped[0].grid}: "
-                        f"{dropped[0].why_not}. Change the number of ranks, or the limit")
+        raise GridError(
+            f"no grid of {counted(ranks, 'rank')} is left for {gpt}; for example, {dropped[0].grid}: "
+            f"{dropped[0].why_not}. Change the number of ranks, or the limit"
+        )
     candidates.sort(key=lambda each: (each.seconds, tuple(each.grid)))
     return Ranking(str(gpt), ranks, candidates, dropped, 0.0, DTYPE, len(candidates) + len(dropped))

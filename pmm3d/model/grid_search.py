@@ -26,8 +26,8 @@ NO_LIMIT = 2**63
 def shapes_of(ranks: int) -> list[Sizes3]:
     """Return every (x, y, z) of exactly this number of ranks.
 
-        >>> len(shapes_of(8)), shapes_of(3)
-        (10, [(1, 1, 3), (1, 3, 1), (3, 1, 1)])
+    >>> len(shapes_of(8)), shapes_of(3)
+    (10, [(1, 1, 3), (1, 3, 1), (3, 1, 1)])
     """
     found = []
     for x in _divisors(ranks):
@@ -38,8 +38,8 @@ def shapes_of(ranks: int) -> list[Sizes3]:
 def grids_4d(ranks: int) -> list[GridShape]:
     """Return every grid with the axes x, y, z and data of exactly this number of ranks.
 
-        >>> len(grids_4d(1024)), len(grids_4d(12))
-        (286, 40)
+    >>> len(grids_4d(1024)), len(grids_4d(12))
+    (286, 40)
     """
     return sorted(GridShape(*shape, data) for data in _divisors(ranks) for shape in shapes_of(ranks // data))
 
@@ -108,8 +108,12 @@ class Estimate:
             few, many = self._points
             short, long = (machine.collective_seconds(operation, group, nbytes + 1) for nbytes in (few, many))
             slope = max(0.0, (long - short) / (many - few))
-            self._lines[key] = (max(0.0, short - slope * few), slope, machine.hidden_share(group),
-                                messages(operation, ranks))
+            self._lines[key] = (
+                max(0.0, short - slope * few),
+                slope,
+                machine.hidden_share(group),
+                messages(operation, ranks),
+            )
         return self._lines[key]
 
 

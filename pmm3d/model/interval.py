@@ -84,20 +84,27 @@ def advice(write_seconds: float, mtbf_seconds: float, step_seconds: float) -> Ad
 
     Raises Pmm3dError if a time is negative or infinite, or if a step or the time between failures is 0.
     """
-    for name, seconds, positive in (("the time to write a checkpoint", write_seconds, False),
-                                    ("--mtbf", mtbf_seconds, True), ("the time of a step", step_seconds, True)):
+    for name, seconds, positive in (
+        ("the time to write a checkpoint", write_seconds, False),
+        ("--mtbf", mtbf_seconds, True),
+        ("the time of a step", step_seconds, True),
+    ):
         if not 0 <= seconds < inf or (positive and not seconds):
             raise Pmm3dError(f"{name} must be {'positive' if positive else '0 or more'}, got {seconds} seconds")
     wanted = daly(write_seconds, mtbf_seconds)
     if not wanted / step_seconds < inf:
-        raise Pmm3dError(f"steps of {step_seconds} seconds between failures every {mtbf_seconds} seconds cannot be "
-                         "counted: give times of steps and between failures that are nearer to each other")
+        raise Pmm3dError(
+            f"steps of {step_seconds} seconds between failures every {mtbf_seconds} seconds cannot be "
+            "counted: give times of steps and between failures that are nearer to each other"
+        )
     steps = max(1, round(wanted / step_seconds))
     interval = steps * step_seconds
     lost = lost_share(interval, write_seconds, mtbf_seconds)
     how = "every step" if steps == 1 else f"every {in_time(interval)} (Daly), every {steps:,} steps"
-    sentence = (f"With a failure every {in_time(mtbf_seconds)} on this job, write a checkpoint {how}: "
-                f"{100 * lost:.2g}% of the time is lost")
+    sentence = (
+        f"With a failure every {in_time(mtbf_seconds)} on this job, write a checkpoint {how}: "
+        f"{100 * lost:.2g}% of the time is lost"
+    )
     if write_seconds >= mtbf_seconds:
         sentence += ". A checkpoint takes longer than the mean time between failures: the job makes little progress"
     return Advice(interval, steps, lost, sentence)

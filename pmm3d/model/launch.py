@@ -43,16 +43,18 @@ def check_launcher(environ: Mapping[str, str] = os.environ) -> None:
         return
     wheels = installed_wheels()
     if len(wheels) == 1 and (launcher := foreign_launcher(environ, wheels[0])):
-        raise LauncherError(f"the MPI of this Python is the wheel {wheels[0]}, but {launcher} started it. Use the "
-                            "mpiexec beside this Python (python -m pmm3d.launcher -n N ...), or srun "
-                            f"--mpi={PLUGINS[wheels[0]]}")
+        raise LauncherError(
+            f"the MPI of this Python is the wheel {wheels[0]}, but {launcher} started it. Use the "
+            "mpiexec beside this Python (python -m pmm3d.launcher -n N ...), or srun "
+            f"--mpi={PLUGINS[wheels[0]]}"
+        )
 
 
 def foreign_launcher(environ: Mapping[str, str], wheel: str) -> str:
     """Return a description of the launcher if it cannot start ranks of this wheel's MPI, or "" if it can.
 
-        >>> foreign_launcher({"PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "mpich")
-        "Open MPI's mpiexec (2 tasks, OMPI_COMM_WORLD_SIZE)"
+    >>> foreign_launcher({"PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "mpich")
+    "Open MPI's mpiexec (2 tasks, OMPI_COMM_WORLD_SIZE)"
     """
     pmi, pmix = (any(name in environ for name in names) for names in (OF_PMI, OF_PMIX))
     tasks, variable = tasks_in_environment(environ) or (1, next(iter(OF_PMIX)))

@@ -42,8 +42,10 @@ def share_cores(environment: MutableMapping[str, str] = os.environ) -> str:
     if threads == own:
         return ""
     environment.update(dict.fromkeys(THREAD_COUNTS, str(threads)))
-    return (f"{counted(ranks, 'rank')} share {counted(of_job, 'core')} here, and the environment sets no number of "
-            f"BLAS threads: {threads} a rank ({', '.join(THREAD_COUNTS)})")
+    return (
+        f"{counted(ranks, 'rank')} share {counted(of_job, 'core')} here, and the environment sets no number of "
+        f"BLAS threads: {threads} a rank ({', '.join(THREAD_COUNTS)})"
+    )
 
 
 def usable_cores(environment: Mapping[str, str] = os.environ) -> int:
@@ -81,8 +83,12 @@ def blas_of(library: Any) -> Blas:
         return loaded_blas(file)
     torch = library.xp
     name = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
-    return Blas(f"{name[1] if name else 'BLAS'} of torch", torch.__version__, torch.backends.cpu.get_cpu_capability(),
-                torch.get_num_threads())
+    return Blas(
+        f"{name[1] if name else 'BLAS'} of torch",
+        torch.__version__,
+        torch.backends.cpu.get_cpu_capability(),
+        torch.get_num_threads(),
+    )
 
 
 def _cublas(library: Any) -> Blas:
@@ -106,8 +112,9 @@ def peak_share(rollup: str = "/proc/self/smaps_rollup") -> int:
     each page counts once."""
     try:
         with open(rollup) as lines:
-            sizes = {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines
-                     if line.startswith(("Rss:", "Pss:"))}
+            sizes = {
+                line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines if line.startswith(("Rss:", "Pss:"))
+            }
         return max(0, peak_memory() - sizes["Rss"] + sizes["Pss"])
     except (OSError, KeyError):
         return peak_memory()
@@ -132,8 +139,14 @@ def lack_of_memory(what: str, nbytes: int, free: int, host: str) -> str:
         >>> lack_of_memory("the product", 2**31, 2**30, "n7")
         'the product is predicted to take 2 GiB on a rank; host n7 has 1 GiB free for each of its ranks'
     """
-    return (f"{what} is predicted to take {in_bytes(nbytes)} on a rank; host {host} has {in_bytes(free)} free for each "
-            "of its ranks") if 0 < free < nbytes else ""
+    return (
+        (
+            f"{what} is predicted to take {in_bytes(nbytes)} on a rank; host {host} has {in_bytes(free)} free for each "
+            "of its ranks"
+        )
+        if 0 < free < nbytes
+        else ""
+    )
 
 
 def cgroup_limit(file: str, own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float | None:

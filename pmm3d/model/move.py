@@ -74,20 +74,30 @@ def tile_move(source: Tiled, target: Tiled, rank: int, rounds: int = 1) -> Table
     going, coming = send_blocks(source, target, rank), recv_blocks(source, target, rank)
     if source.order == "F":
         going, coming = _transposed(going), _transposed(coming)
-    copies = [Copy(piece.array, piece.other, tuple(strided(piece.rows)), tuple(strided(piece.cols)))
-              for piece in going.pop((rank,), [])]
-    sides = [[(ranks, [(piece, tuple(strided(packed(piece.cols, 0, piece.shape[1])))) for piece in pieces])
-              for ranks, pieces in messages.items()] for messages in (going, coming)]
+    copies = [
+        Copy(piece.array, piece.other, tuple(strided(piece.rows)), tuple(strided(piece.cols)))
+        for piece in going.pop((rank,), [])
+    ]
+    sides = [
+        [
+            (ranks, [(piece, tuple(strided(packed(piece.cols, 0, piece.shape[1])))) for piece in pieces])
+            for ranks, pieces in messages.items()
+        ]
+        for messages in (going, coming)
+    ]
     return Table(copies, (Round(*([*_messages(side, number, rounds)] for side in sides)) for number in range(rounds)))
 
 
 def _transposed(messages: Messages) -> Messages:
-    return {ranks: [piece._replace(rows=piece.cols, cols=piece.rows) for piece in pieces]
-            for ranks, pieces in messages.items()}
+    return {
+        ranks: [piece._replace(rows=piece.cols, cols=piece.rows) for piece in pieces]
+        for ranks, pieces in messages.items()
+    }
 
 
-def _messages(side: list[tuple[tuple[int, ...], list[tuple[Piece, tuple[Strided, ...]]]]], number: int,
-              rounds: int) -> Iterator[Message]:
+def _messages(
+    side: list[tuple[tuple[int, ...], list[tuple[Piece, tuple[Strided, ...]]]]], number: int, rounds: int
+) -> Iterator[Message]:
     """Yield the messages of a round. `side` has the pieces and their columns, by ranks."""
     for ranks, pieces in side:
         parts = []
@@ -95,8 +105,9 @@ def _messages(side: list[tuple[tuple[int, ...], list[tuple[Piece, tuple[Strided,
             height, width = piece.shape
             low, high = part_range(height, rounds, number)
             if low < high:
-                parts.append(Part(piece.array, tuple(strided(packed(piece.rows, low, high))), cols,
-                                  (high - low, width)))
+                parts.append(
+                    Part(piece.array, tuple(strided(packed(piece.rows, low, high))), cols, (high - low, width))
+                )
         if parts:
             yield Message(ranks, tuple(parts))
 
@@ -126,12 +137,12 @@ class Side:
 class Move:
     """The memory of a move, and the number of rounds that keeps it within a limit. All ranks get the same results.
 
-        >>> from pmm3d.layout import GridShape, Layout, Placement
-        >>> grid = GridShape(1, 1, 4)
-        >>> rows, cols = (Placement((100, 100), layout, grid) for layout in (Layout("z"), Layout((), "z")))
-        >>> move = Move(rows, cols, "float64")
-        >>> move.work(1), move.work(10), move.rounds(10000)
-        (40064, 5248, 5)
+    >>> from pmm3d.layout import GridShape, Layout, Placement
+    >>> grid = GridShape(1, 1, 4)
+    >>> rows, cols = (Placement((100, 100), layout, grid) for layout in (Layout("z"), Layout((), "z")))
+    >>> move = Move(rows, cols, "float64")
+    >>> move.work(1), move.work(10), move.rounds(10000)
+    (40064, 5248, 5)
     """
 
     source: Tiled
@@ -145,8 +156,7 @@ class Move:
 
     def _side(self, mine: Tiled, others: Tiled) -> Side:
         transposed, (elements, height, width) = self.source.order == "F", mine.most()
-        width, rows, other_rows = ((height, mine.cols, others.cols) if transposed else
-                                   (width, mine.rows, others.rows))
+        width, rows, other_rows = (height, mine.cols, others.cols) if transposed else (width, mine.rows, others.rows)
         return Side(elements, width, rows.spacing.most, parts_met(rows, other_rows))
 
     def work(self, rounds: int) -> int:

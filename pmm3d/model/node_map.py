@@ -51,8 +51,8 @@ def node_map_over(nodes: Sequence[int], sums: str = SUMS[0], gathers_from: float
 def ranks_each(nodes: Sequence[int]) -> int:
     """Return the number of ranks on each node. 0 if it differs, or if the ranks of a node are not consecutive.
 
-        >>> ranks_each([3, 3, 5, 5]), ranks_each([3, 5, 3, 5]), ranks_each([0, 0, 1])
-        (2, 0, 0)
+    >>> ranks_each([3, 3, 5, 5]), ranks_each([3, 5, 3, 5]), ranks_each([0, 0, 1])
+    (2, 0, 0)
     """
     runs = [(node, len(list(ranks))) for node, ranks in groupby(nodes)]
     even = len({length for _, length in runs}) == 1 and len({node for node, _ in runs}) == len(runs)

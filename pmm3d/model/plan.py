@@ -20,18 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, permutations, product
 
-from ..layout import (
-    FIRST,
-    LOW_PRECISION,
-    Coords,
-    GridShape,
-    Layout,
-    aligned,
-    itemsize,
-    offsets,
-    part_range,
-    part_sizes,
-)
+from ..layout import FIRST, LOW_PRECISION, Coords, GridShape, Layout, aligned, itemsize, offsets, part_range, part_sizes
 from .move import Move
 from .node_map import FLAT, NodeMap
 from .operand_part import OperandPart
@@ -202,8 +191,18 @@ class RankPlan:
         """Return the part of A (`which` 0) or B (1). A block that panels would slice along k is not read in place."""
         plan, apart, along_k = self.plan, dim != -1 and size > 1, dim == 1 - which
         in_place = apart and plan.shared[which] and not plan.copied[which] and not (along_k and plan.panels > 1)
-        return OperandPart(which, plan.axis_roles[2 - 2 * which], dim, self.depth, (self.rows, self.cols)[which], size,
-                           index, apart and not in_place, plan.copied[which], in_place)
+        return OperandPart(
+            which,
+            plan.axis_roles[2 - 2 * which],
+            dim,
+            self.depth,
+            (self.rows, self.cols)[which],
+            size,
+            index,
+            apart and not in_place,
+            plan.copied[which],
+            in_place,
+        )
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -339,8 +338,11 @@ class RankPlan:
         """Volumes by axis of the gathers of A and B and of the sum of C."""
         m_axis, k_axis, n_axis = self.plan.axis_roles
         summed = self.reduces and not self.plan.sums_in_place
-        return {n_axis: self._gathers(self.a), m_axis: self._gathers(self.b),
-                k_axis: self.reduction if summed else Volume(0, 0)}
+        return {
+            n_axis: self._gathers(self.a),
+            m_axis: self._gathers(self.b),
+            k_axis: self.reduction if summed else Volume(0, 0),
+        }
 
     def _gathers(self, part: OperandPart) -> Volume:
         """Return the volume of the gathers of all panels of A or B."""
@@ -349,8 +351,10 @@ class RankPlan:
             return count(shared_all_gather(tuple(part.counts), part.index, node_map.per_node), size * part.width)
         if not part.gathered:
             return Volume(0, 0)
-        volumes = [gather_volume(counts, part.index, size * (part.other if part.along_k else depth), node_map)
-                   for (counts, _), depth in zip(self.cuts[part.which], self.depths)]
+        volumes = [
+            gather_volume(counts, part.index, size * (part.other if part.along_k else depth), node_map)
+            for (counts, _), depth in zip(self.cuts[part.which], self.depths)
+        ]
         return Volume(sum(volume.received for volume in volumes), sum(volume.sent for volume in volumes))
 
 

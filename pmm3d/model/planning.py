@@ -17,10 +17,21 @@ OVERLAPS = "auto", "none", "decomposed"
 AUTO, NONE, DECOMPOSED = OVERLAPS
 
 
-def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape, *,
-                 panels: int | None = None, max_workspace: int | None = None, gemm_copies: bool = True,
-                 in_node: frozenset[str] = frozenset(), node_maps: tuple[NodeMap, ...] = (FLAT, FLAT, FLAT),
-                 overlap: str = NONE, nodes: int = 1) -> ProductPlan:
+def plan_product(
+    a: Operand,
+    b: Operand,
+    c: Operand | None,
+    dtype: str,
+    grid: GridShape,
+    *,
+    panels: int | None = None,
+    max_workspace: int | None = None,
+    gemm_copies: bool = True,
+    in_node: frozenset[str] = frozenset(),
+    node_maps: tuple[NodeMap, ...] = (FLAT, FLAT, FLAT),
+    overlap: str = NONE,
+    nodes: int = 1,
+) -> ProductPlan:
     """Return the plan of a product: roles of the axes, sharded dims, panels and the overlap mode.
 
     The roles redistribute the fewest bytes. If several assignments redistribute equally few, the first of `ROLES` is
@@ -50,16 +61,21 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
     wanted = 1 if panels is None else panels
     if not isinstance(wanted, int) or wanted < 1:
         raise LayoutError(f"panels must be a whole number of at least 1; got {panels!r}")
-    plan = min((_with_roles(a, b, c, dtype, grid, roles) for roles in ROLES),
-               key=lambda candidate: candidate[0])[1]
-    shared = (_reads_in_place(a, plan.a, plan.axis_roles[2], plan.a_layout.on(grid), grid),
-              _reads_in_place(b, plan.b, plan.axis_roles[0], plan.b_layout.on(grid), grid))
-    plan = replace(plan, gemm_copies=gemm_copies, copied=(a.needs_copy, b.needs_copy), shared=shared,
-                   node_maps=node_maps)
+    plan = min((_with_roles(a, b, c, dtype, grid, roles) for roles in ROLES), key=lambda candidate: candidate[0])[1]
+    shared = (
+        _reads_in_place(a, plan.a, plan.axis_roles[2], plan.a_layout.on(grid), grid),
+        _reads_in_place(b, plan.b, plan.axis_roles[0], plan.b_layout.on(grid), grid),
+    )
+    plan = replace(
+        plan, gemm_copies=gemm_copies, copied=(a.needs_copy, b.needs_copy), shared=shared, node_maps=node_maps
+    )
     first = plan.on_rank(FIRST)
     gathers = first.a.apart or first.b.apart
-    plan = replace(plan, panels=max(1, min(wanted, first.depth)) if gathers else 1,
-                   moves=_moves(plan, (a, plan.a_layout), (b, plan.b_layout), (c, plan.c_layout)))
+    plan = replace(
+        plan,
+        panels=max(1, min(wanted, first.depth)) if gathers else 1,
+        moves=_moves(plan, (a, plan.a_layout), (b, plan.b_layout), (c, plan.c_layout)),
+    )
     most = ROUND_BYTES if max_workspace is None else min(ROUND_BYTES, max_workspace - plan.copies)
     plan = replace(plan, rounds=max((move.rounds(most) for move in plan.moves), default=1))
     k_axis, limit = plan.axis_roles[1], max_workspace
@@ -96,8 +112,7 @@ def decomposes(plan: ProductPlan, nodes: int) -> bool:
 def _reads_in_place(operand: Operand, dim: int, axis: str, layout: Layout, grid: GridShape) -> bool:
     """Return whether the shared shards of the axis's ranks, one after the other, form the block as the BLAS reads
     it."""
-    return (operand.shared == axis and operand.layout.on(grid) == layout
-            and (dim, operand.order) in ((0, "C"), (1, "F")))
+    return operand.shared == axis and operand.layout.on(grid) == layout and (dim, operand.order) in ((0, "C"), (1, "F"))
 
 
 def _check_decomposed(plan: ProductPlan, panels: int, limit: int | None) -> None:
@@ -105,11 +120,15 @@ def _check_decomposed(plan: ProductPlan, panels: int, limit: int | None) -> None
     if panels > 1:
         raise LayoutError(f'overlap="decomposed" and panels={panels} do not go together: leave one out')
     if _all_reduces(plan):
-        raise LayoutError('overlap="decomposed": C is whole on all ranks that add it up, which is an all-reduce: pass '
-                          "an out in Layout.C, or leave overlap out")
+        raise LayoutError(
+            'overlap="decomposed": C is whole on all ranks that add it up, which is an all-reduce: pass '
+            "an out in Layout.C, or leave overlap out"
+        )
     if limit is not None and plan.workspace > limit:
-        raise MemoryLimitError(f"max_workspace is {limit:,} bytes; decomposed, the product needs {plan.workspace:,} "
-                               "bytes of work arrays a rank: leave overlap out, so that panels can keep the limit")
+        raise MemoryLimitError(
+            f"max_workspace is {limit:,} bytes; decomposed, the product needs {plan.workspace:,} "
+            "bytes of work arrays a rank: leave overlap out, so that panels can keep the limit"
+        )
 
 
 def _all_reduces(plan: ProductPlan) -> bool:
@@ -119,14 +138,20 @@ def _all_reduces(plan: ProductPlan) -> bool:
 
 def _moves(plan: ProductPlan, *operands: tuple[Operand | None, Layout]) -> tuple[Move, ...]:
     """Return the moves of A, B and C if their layouts differ from those of the plan."""
-    return tuple(Move(Placement(operand.shape, operand.layout, plan.grid, operand.order),
-                      Placement(operand.shape, layout, plan.grid, operand.order), plan.dtype)
-                 for operand, layout in operands
-                 if operand is not None and operand.layout.on(plan.grid) != layout.on(plan.grid))
+    return tuple(
+        Move(
+            Placement(operand.shape, operand.layout, plan.grid, operand.order),
+            Placement(operand.shape, layout, plan.grid, operand.order),
+            plan.dtype,
+        )
+        for operand, layout in operands
+        if operand is not None and operand.layout.on(plan.grid) != layout.on(plan.grid)
+    )
 
 
-def _with_roles(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape,
-                roles: Roles) -> tuple[int, ProductPlan]:
+def _with_roles(
+    a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape, roles: Roles
+) -> tuple[int, ProductPlan]:
     """Return (elements to redistribute, plan) for these roles."""
     m_axis, k_axis, n_axis = roles
     moved = 0
@@ -156,10 +181,12 @@ def _within(plan: ProductPlan, limit: int) -> ProductPlan:
     low, high = plan.panels, max(plan.panels, plan.on_rank(FIRST).depth)
     least = replace(plan, panels=high)
     if least.workspace > limit:
-        raise MemoryLimitError(f"max_workspace is {limit:,} bytes; the product needs {plan.workspace:,} bytes of work "
-                               f"arrays a rank, and {least.workspace:,} with the largest number of panels along k "
-                               f"(grid {plan.grid}), {least.copies:,} of them for operands that are redistributed "
-                               "first. Use more ranks, or operands in the layouts that the product takes, or a grid "
-                               "with a smaller y: the partial sums of C remain")
+        raise MemoryLimitError(
+            f"max_workspace is {limit:,} bytes; the product needs {plan.workspace:,} bytes of work "
+            f"arrays a rank, and {least.workspace:,} with the largest number of panels along k "
+            f"(grid {plan.grid}), {least.copies:,} of them for operands that are redistributed "
+            "first. Use more ranks, or operands in the layouts that the product takes, or a grid "
+            "with a smaller y: the partial sums of C remain"
+        )
     fits = bisect_left(range(low, high), True, key=lambda panels: replace(plan, panels=panels).workspace <= limit)
     return replace(plan, panels=low + fits)

@@ -44,8 +44,10 @@ def product_actions(rank: RankPlan) -> list[Action]:
     if plan.decomposed:
         _decomposed(rank, done)
         return done.actions
-    gathers = [done.begin(axis, "all_gather", phase, rank.volumes[axis])
-               for phase, axis in (("gather A", n_axis), ("gather B", m_axis))]
+    gathers = [
+        done.begin(axis, "all_gather", phase, rank.volumes[axis])
+        for phase, axis in (("gather A", n_axis), ("gather B", m_axis))
+    ]
     for number in gathers:
         done.wait(number)
     done.gemm(rank.rows, rank.cols, rank.depth, plan.dtype)
@@ -62,16 +64,35 @@ class _Actions:
         self._open = set[int]()
         self._last = 0
 
-    def begin(self, axis: str, operation: str, phase: str, volume: Volume, after: Sequence[int] = (),
-              whole: int = 0, message: int = 0) -> int:
+    def begin(
+        self,
+        axis: str,
+        operation: str,
+        phase: str,
+        volume: Volume,
+        after: Sequence[int] = (),
+        whole: int = 0,
+        message: int = 0,
+    ) -> int:
         """Begin a collective, or one message of a collective of `whole` bytes. Return its number."""
         if not volume.received and not volume.sent:
             return 0
         self._last += 1
         self._open.add(self._last)
-        self.actions.append(Action("begin", axis=axis, operation=operation, phase=phase, sent=volume.sent,
-                                   received=volume.received, number=self._last,
-                                   after=tuple(filter(None, after)), whole=whole, message=message))
+        self.actions.append(
+            Action(
+                "begin",
+                axis=axis,
+                operation=operation,
+                phase=phase,
+                sent=volume.sent,
+                received=volume.received,
+                number=self._last,
+                after=tuple(filter(None, after)),
+                whole=whole,
+                message=message,
+            )
+        )
         return self._last
 
     def wait(self, number: int) -> None:

@@ -33,8 +33,16 @@ class ProductCosts:
     on a node, as in `groups_of`.
     """
 
-    def __init__(self, product: Product, ranks: int, dtype: str, machine: Machine, overlap: str = AUTO,
-                 run: int | None = None, beside: int = 1):
+    def __init__(
+        self,
+        product: Product,
+        ranks: int,
+        dtype: str,
+        machine: Machine,
+        overlap: str = AUTO,
+        run: int | None = None,
+        beside: int = 1,
+    ):
         self.product, self.ranks, self.dtype, self.overlap = product, ranks, dtype, overlap
         self.machine = replace(machine, in_steps=InSteps())  # products are measured in loops, not in training steps
         self.run, self._beside = run or machine.ranks_per_node, beside
@@ -49,8 +57,9 @@ class ProductCosts:
     def plan(self, shape: Sizes3, groups: dict[str, Group] | None = None) -> ProductPlan:
         """Return the plan of the product on a grid."""
         groups = groups or self.groups(shape)
-        node_maps = tuple(NodeMap(groups[axis].inside, True, GATHERS_FROM) if groups[axis].even else FLAT
-                          for axis in "xyz")
+        node_maps = tuple(
+            NodeMap(groups[axis].inside, True, GATHERS_FROM) if groups[axis].even else FLAT for axis in "xyz"
+        )
         plan = ProductPlan(*self.product, self.dtype, GridShape(*shape), node_maps=node_maps)
         return replace(plan, decomposed=self.overlap == AUTO and decomposes(plan, self.everyone.nodes))
 
@@ -66,5 +75,11 @@ class ProductCosts:
         terms = {name: spent for name, spent in terms_of(timeline).items() if spent}
         fullest = max(plan.fullest, key=lambda rank: rank.workspace + rank.shards)
         received = max(sum(rank.bytes_received.values()) for rank in plan.fullest)
-        return Candidate(plan.grid, timeline.seconds, terms,
-                         {"shards": fullest.shards, "workspace": fullest.workspace}, received, preset_of(plan.grid))
+        return Candidate(
+            plan.grid,
+            timeline.seconds,
+            terms,
+            {"shards": fullest.shards, "workspace": fullest.workspace},
+            received,
+            preset_of(plan.grid),
+        )

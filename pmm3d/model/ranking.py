@@ -18,8 +18,17 @@ from .plan import ProductPlan
 from .planning import AUTO
 from .product_costs import Product, ProductCosts, Sizes3
 
-__all__ = ["Product", "best_grid", "best_of_few", "lower_bound", "memory", "nominal", "rank_products", "ranked_grids",
-           "seconds_on_cores"]
+__all__ = [
+    "Product",
+    "best_grid",
+    "best_of_few",
+    "lower_bound",
+    "memory",
+    "nominal",
+    "rank_products",
+    "ranked_grids",
+    "seconds_on_cores",
+]
 
 PRICED = 50
 """Number of grids that are priced: the best ones by the estimate."""
@@ -73,9 +82,19 @@ def nominal(ranks_per_node: int) -> Machine:
     return load("nominal").with_ranks_per_node(ranks_per_node)
 
 
-def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *, limit: int | None = None,
-                  exact: bool = True, top: int = 10, overlap: str = AUTO, run: int | None = None,
-                  beside: int = 1) -> Ranking:
+def rank_products(
+    product: Product,
+    ranks: int,
+    dtype: str,
+    machine: Machine,
+    *,
+    limit: int | None = None,
+    exact: bool = True,
+    top: int = 10,
+    overlap: str = AUTO,
+    run: int | None = None,
+    beside: int = 1,
+) -> Ranking:
     """Rank grids for C (m, n) = A (m, k) B, the fastest first.
 
     An estimate selects the grids that are priced. Other grids are neither candidates nor dropped. Ties have a fixed
@@ -107,8 +126,10 @@ def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *,
     limit = (machine.memory or NO_LIMIT) if limit is None else limit
     shapes = shapes_of(ranks) if exact else shapes_up_to(ranks)
     presets = [(ranks, 1, 1), (1, 1, ranks)] if exact else []
-    priced = sorted(map(costs.priced, _worth(costs, shapes, limit, max(top, PRICED), presets)),
-                    key=lambda candidate: _order(candidate, costs))
+    priced = sorted(
+        map(costs.priced, _worth(costs, shapes, limit, max(top, PRICED), presets)),
+        key=lambda candidate: _order(candidate, costs),
+    )
     kept, dropped = list[Candidate](), list[Candidate]()
     for candidate in priced:
         needed = sum(candidate.memory.values())
@@ -118,12 +139,14 @@ def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *,
             kept.append(candidate)
     if not kept:
         raise _nothing_fits(costs, limit, min(sum(candidate.memory.values()) for candidate in dropped))
-    return Ranking(f"{' x '.join(map(str, product))} {dtype}", ranks, kept, dropped, flop_of(*product, dtype), dtype,
-                   len(shapes))
+    return Ranking(
+        f"{' x '.join(map(str, product))} {dtype}", ranks, kept, dropped, flop_of(*product, dtype), dtype, len(shapes)
+    )
 
 
-def ranked_grids(product: Product, ranks: int, dtype: str = "float64", limit: int | None = None,
-                 machine: Machine | None = None) -> Iterator[GridShape]:
+def ranked_grids(
+    product: Product, ranks: int, dtype: str = "float64", limit: int | None = None, machine: Machine | None = None
+) -> Iterator[GridShape]:
     """Return all grids of exactly this number of ranks that keep the limit, the best first.
 
     `limit` is in bytes on the fullest rank (default: no limit). The default of `machine` is the nominal machine with
@@ -137,8 +160,9 @@ def ranked_grids(product: Product, ranks: int, dtype: str = "float64", limit: in
     return (candidate.grid for candidate in ranking.candidates)
 
 
-def best_grid(product: Product, ranks: int, dtype: str = "float64", limit: int | None = None,
-              machine: Machine | None = None) -> GridShape:
+def best_grid(
+    product: Product, ranks: int, dtype: str = "float64", limit: int | None = None, machine: Machine | None = None
+) -> GridShape:
     """Return the grid with the least predicted time on at most this number of ranks. The other ranks are idle.
 
     `limit` and `machine` are those of `ranked_grids`. Raises GridError if no grid keeps the limit.
@@ -151,8 +175,18 @@ def best_grid(product: Product, ranks: int, dtype: str = "float64", limit: int |
     return ranking.candidates[0].grid
 
 
-def best_of_few(product: Product, best: Candidate, ranks: int, dtype: str, machine: Machine, cores: int, *,
-                limit: int, overlap: str = AUTO, run: int | None = None) -> Candidate:
+def best_of_few(
+    product: Product,
+    best: Candidate,
+    ranks: int,
+    dtype: str,
+    machine: Machine,
+    cores: int,
+    *,
+    limit: int,
+    overlap: str = AUTO,
+    run: int | None = None,
+) -> Candidate:
     """Return the fastest grid of at most half of the ranks if it is `WORTH` times as fast as `best`; else `best`.
 
     `best` is the best grid of more than half of the ranks. `cores` is the number of cores that the ranks of a node
@@ -169,8 +203,7 @@ def best_of_few(product: Product, best: Candidate, ranks: int, dtype: str, machi
     candidates = {}
     for number in _numbers(ranks, machine.ranks_per_node, cores):
         try:
-            ranking = rank_products(product, number, dtype, machine, limit=limit, top=1, overlap=overlap,
-                                    run=run)
+            ranking = rank_products(product, number, dtype, machine, limit=limit, top=1, overlap=overlap, run=run)
         except GridError:
             continue
         candidates[number] = ranking.candidates[0]
@@ -223,8 +256,10 @@ def _nothing_fits(costs: ProductCosts, limit: int, least: int) -> GridError:
     def fits(number: int) -> bool:
         """Return whether a grid of at most this number of ranks keeps the limit. Up to 128 ranks the result is exact.
         With more ranks, only the grids with the least estimate are tried."""
-        return any(memory(product, GridShape(*shape), dtype) <= limit
-                   for shape in least_bytes(product, dtype, shapes_up_to(number)))
+        return any(
+            memory(product, GridShape(*shape), dtype) <= limit
+            for shape in least_bytes(product, dtype, shapes_up_to(number))
+        )
 
     powers = [ranks * 2**power for power in range(MOST_RANKS.bit_length())]
     last = bisect_left(powers, True, key=fits)
@@ -234,9 +269,11 @@ def _nothing_fits(costs: ProductCosts, limit: int, least: int) -> GridError:
         enough = first + bisect_left(range(first, powers[last]), True, key=fits)
         more = f"Use at least {counted(enough, 'rank')}"
     within = "the largest address" if limit >= NO_LIMIT else f"{limit:,} bytes a rank"
-    return GridError(f"no grid of {counted(ranks, 'rank')} keeps m, n, k = {product} ({dtype}) within {within}; the "
-                     f"least is {least:,}. {more}, or limit the work arrays (max_workspace), so that k is "
-                     "divided into panels")
+    return GridError(
+        f"no grid of {counted(ranks, 'rank')} keeps m, n, k = {product} ({dtype}) within {within}; the "
+        f"least is {least:,}. {more}, or limit the work arrays (max_workspace), so that k is "
+        "divided into panels"
+    )
 
 
 def _rounded(value: float, digits: int) -> float:

@@ -92,8 +92,9 @@ def accumulator(dtype: str) -> str:
     return "float32" if dtype in LOW_PRECISION else dtype
 
 
-def count(schedule: Schedule, row_bytes: int, off_node: frozenset[int] | None = None,
-          encoded: Encoded | None = None) -> Volume:
+def count(
+    schedule: Schedule, row_bytes: int, off_node: frozenset[int] | None = None, encoded: Encoded | None = None
+) -> Volume:
     """Return the bytes of a schedule. A row in the arrays' type has `row_bytes` bytes.
 
     off_node   ranks whose messages are counted. Default: all ranks
@@ -118,8 +119,10 @@ def count(schedule: Schedule, row_bytes: int, off_node: frozenset[int] | None = 
 def one_by_one(each: Round) -> list[Round]:
     """Return the messages of a round one by one: each send with the receive from the rank at the same distance in the
     other direction of the ring. All ranks have the same number of messages, in the same order."""
-    return [Round((send,) if send else (), (receive,) if receive else ())
-            for send, receive in zip_longest(each.sends, each.receives)]
+    return [
+        Round((send,) if send else (), (receive,) if receive else ())
+        for send, receive in zip_longest(each.sends, each.receives)
+    ]
 
 
 def in_order(first: Round, rows: int) -> list[tuple[int, int]]:
@@ -142,9 +145,16 @@ def is_wide(work: Sequence[WorkBuffer], span: Span) -> bool:
 
 def encoded_bytes(schedule: Schedule, encoded: Encoded) -> int:
     """Return the bytes of encoded messages in the round with most bytes. A span for several ranks is encoded once."""
-    return max((sum(aligned(encoded(span, is_wide(schedule.work, span)))
-                    for span in (*{span for _, span in each.sends}, *(span for _, span in each.receives)))
-                for each in schedule.rounds), default=0)
+    return max(
+        (
+            sum(
+                aligned(encoded(span, is_wide(schedule.work, span)))
+                for span in (*{span for _, span in each.sends}, *(span for _, span in each.receives))
+            )
+            for each in schedule.rounds
+        ),
+        default=0,
+    )
 
 
 def packing_bytes(schedule: Schedule, row_bytes: tuple[int, int], gaps: tuple[bool, bool], columns: bool) -> int:
@@ -161,5 +171,10 @@ def packing_bytes(schedule: Schedule, row_bytes: tuple[int, int], gaps: tuple[bo
         whole = span.rows == buffer.rows
         return aligned(span.rows * row_bytes[IN] * (2 if buffer.wide else 1)) if columns and not whole else 0
 
-    return max((sum(map(nbytes, {span for _, span in each.sends})) + sum(nbytes(span) for _, span in each.receives)
-                for each in schedule.rounds), default=0)
+    return max(
+        (
+            sum(map(nbytes, {span for _, span in each.sends})) + sum(nbytes(span) for _, span in each.receives)
+            for each in schedule.rounds
+        ),
+        default=0,
+    )

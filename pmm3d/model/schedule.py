@@ -116,8 +116,13 @@ def reduce_scatter(counts: tuple[int, ...], rank: int, per_node: int = 1, low: b
 
     def in_node(other: int) -> list[Round]:
         first, last = other * per_node, (other + 1) * per_node
-        return _reduce(table, local, Span(IN, starts[first], starts[last]),
-                       Span(sums.buffer, edges[other], edges[other + 1]), counts[first:last])
+        return _reduce(
+            table,
+            local,
+            Span(IN, starts[first], starts[last]),
+            Span(sums.buffer, edges[other], edges[other + 1]),
+            counts[first:last],
+        )
 
     rounds, free, step = list[Round](), table.used, nodes_at_once(per_node)
     for first in range(0, across.size, step):
@@ -175,10 +180,11 @@ def all_to_all(sent: tuple[int, ...], received: tuple[int, ...], rank: int) -> S
     `sent` and `received` are the rows for and from each rank. OUT and IN share no memory.
     """
     everyone = _Members(range(len(sent)), rank)
-    going, coming = ([Span(buffer, start, stop) for start, stop in pairwise(offsets(rows))]
-                     for buffer, rows in ((IN, sent), (OUT, received)))
-    rounds = _windows(everyone, list(enumerate(going)), list(enumerate(coming)),
-                      (Sum((going[rank],), coming[rank]),))
+    going, coming = (
+        [Span(buffer, start, stop) for start, stop in pairwise(offsets(rows))]
+        for buffer, rows in ((IN, sent), (OUT, received))
+    )
+    rounds = _windows(everyone, list(enumerate(going)), list(enumerate(coming)), (Sum((going[rank],), coming[rank]),))
     return _Table().done(rounds)
 
 
@@ -219,8 +225,8 @@ def sums_whole(size: int, dtype: str, ranks: int, per_node: int = 1) -> bool:
 def gather_volume(counts: Sequence[int], rank: int, row_bytes: int, node_map: NodeMap = FLAT) -> Volume:
     """Return the bytes of an all-gather of parts with these numbers of rows.
 
-        >>> gather_volume([3, 3, 2], 2, 8)
-        Volume(received=48, sent=32, work=0)
+    >>> gather_volume([3, 3, 2], 2, 8)
+    Volume(received=48, sent=32, work=0)
     """
     return count(gather_schedule(counts, rank, row_bytes, node_map), row_bytes)
 
@@ -228,8 +234,8 @@ def gather_volume(counts: Sequence[int], rank: int, row_bytes: int, node_map: No
 def reduce_volume(counts: Sequence[int], rank: int, cols: int, dtype: str, node_map: NodeMap = FLAT) -> Volume:
     """Return the bytes of a reduce-scatter to parts with these numbers of rows of `cols` elements.
 
-        >>> reduce_volume([2, 1], 0, 10, "float64")
-        Volume(received=160, sent=80, work=192)
+    >>> reduce_volume([2, 1], 0, 10, "float64")
+    Volume(received=160, sent=80, work=192)
     """
     return count(reduce_schedule(counts, rank, dtype, node_map), cols * itemsize(dtype))
 
@@ -237,8 +243,8 @@ def reduce_volume(counts: Sequence[int], rank: int, cols: int, dtype: str, node_
 def all_reduce_volume(size: int, dtype: str, ranks: int, rank: int, node_map: NodeMap = FLAT) -> Volume:
     """Return the bytes of an all-reduce of `size` elements.
 
-        >>> all_reduce_volume(3, "float64", 2, 0), all_reduce_volume(100001, "float64", 2, 1).received
-        (Volume(received=24, sent=24, work=64), 800008)
+    >>> all_reduce_volume(3, "float64", 2, 0), all_reduce_volume(100001, "float64", 2, 1).received
+    (Volume(received=24, sent=24, work=64), 800008)
     """
     return count(sum_schedule(size, dtype, ranks, rank, node_map), itemsize(dtype))
 
@@ -254,16 +260,18 @@ def reduce_schedule(counts: Sequence[int], rank: int, dtype: str, node_map: Node
     return reduce_scatter(tuple(counts), rank, node_map.per_node if node_map.sums else 1, dtype in LOW_PRECISION)
 
 
-def sum_schedule(size: int, dtype: str, ranks: int, rank: int, node_map: NodeMap = FLAT, in_parts: bool = False
-                 ) -> Schedule:
+def sum_schedule(
+    size: int, dtype: str, ranks: int, rank: int, node_map: NodeMap = FLAT, in_parts: bool = False
+) -> Schedule:
     """Return the schedule of an all-reduce of `size` elements.
 
     in_parts   whether each element is summed on one rank only, even in small arrays. A codec needs this, because it
                changes the values that are sent
     """
     per_node = node_map.per_node if node_map.sums else 1
-    return all_reduce(size, ranks, rank, per_node, dtype in LOW_PRECISION,
-                      not in_parts and sums_whole(size, dtype, ranks, per_node))
+    return all_reduce(
+        size, ranks, rank, per_node, dtype in LOW_PRECISION, not in_parts and sums_whole(size, dtype, ranks, per_node)
+    )
 
 
 def nodes_at_once(per_node: int) -> int:
@@ -277,8 +285,12 @@ def _levels(ranks: int, rank: int, per_node: int) -> tuple[_Members, _Members]:
     return (_Members(range(node * per_node, (node + 1) * per_node), own), _Members(range(own, ranks, per_node), node))
 
 
-def _windows(members: _Members, sends: Sequence[tuple[int, Span]], receives: Sequence[tuple[int, Span]],
-             copies: tuple[Sum, ...] = ()) -> list[Round]:
+def _windows(
+    members: _Members,
+    sends: Sequence[tuple[int, Span]],
+    receives: Sequence[tuple[int, Span]],
+    copies: tuple[Sum, ...] = (),
+) -> list[Round]:
     """Return messages between any number of ranks, in rounds by distance along the ring: sender and receiver have a
     message in the same round. Messages to the rank itself are left out."""
     place = {peer: number for number, peer in enumerate(members.ranks)}
@@ -292,8 +304,10 @@ def _windows(members: _Members, sends: Sequence[tuple[int, Span]], receives: Seq
         return windows
 
     going, coming = by_window(sends, 1), by_window(receives, -1)
-    return [Round(tuple(going.get(number, ())), tuple(coming.get(number, ())), () if number else copies)
-            for number in range(max(1, -(-(members.size - 1) // WINDOW)))]
+    return [
+        Round(tuple(going.get(number, ())), tuple(coming.get(number, ())), () if number else copies)
+        for number in range(max(1, -(-(members.size - 1) // WINDOW)))
+    ]
 
 
 def _gather(members: _Members, counts: Sequence[int], part: Span, out: int, first: int = 0) -> list[Round]:
@@ -309,8 +323,9 @@ def _gather(members: _Members, counts: Sequence[int], part: Span, out: int, firs
     return rounds
 
 
-def _reduce(table: _Table, members: _Members, whole: Span, out: Span, counts: Sequence[int] | None = None
-            ) -> list[Round]:
+def _reduce(
+    table: _Table, members: _Members, whole: Span, out: Span, counts: Sequence[int] | None = None
+) -> list[Round]:
     """Return the rounds of out = the sum of the ranks' `whole`. With `counts`, `out` is this rank's part of the sum.
     Without `counts`, each rank receives and adds whole arrays, and OUT may be IN."""
     edges, steps = offsets(counts or ()), stages_of(members.size, members.own)
@@ -332,8 +347,9 @@ def _reduce(table: _Table, members: _Members, whole: Span, out: Span, counts: Se
     return rounds
 
 
-def _exchange(table: _Table, ranks: Sequence[int], digit: int, regions: Sequence[Span]
-              ) -> tuple[list[Round], list[Span]]:
+def _exchange(
+    table: _Table, ranks: Sequence[int], digit: int, regions: Sequence[Span]
+) -> tuple[list[Round], list[Span]]:
     """Return rounds that send each region to its rank, and the parts of this rank's region, in the order of the
     ranks."""
     own = regions[digit]

@@ -63,8 +63,8 @@ def stages_of(ranks: int, rank: int, radices: tuple[int, ...] = ()) -> tuple[Sta
 def stages(ranks: int) -> tuple[int, ...]:
     """Return the number of ranks in each stage of a group. The product of these numbers is the number of ranks.
 
-        >>> stages(8), stages(64), stages(34)
-        ((8,), (8, 8), (17, 2))
+    >>> stages(8), stages(64), stages(34)
+    ((8,), (8, 8), (17, 2))
     """
     if ranks <= DIRECT:
         return (ranks,)

@@ -197,8 +197,11 @@ def cast(x: Tensor | DistMatrix, dtype: str) -> Tensor:
     form, other = x.form, x.form.typed(check_matrix_dtype(dtype_named(dtype), x.library))
     if form.dtype == other.dtype:
         return x
-    return x.made(map_elementwise(other, "cast", _as_it_is, x.shard), (x,),
-                  lambda gradient: (map_elementwise(form, "cast backward", _as_it_is, gradient),))
+    return x.made(
+        map_elementwise(other, "cast", _as_it_is, x.shard),
+        (x,),
+        lambda gradient: (map_elementwise(form, "cast backward", _as_it_is, gradient),),
+    )
 
 
 def _as_it_is(part: Array) -> Array:
@@ -222,11 +225,15 @@ def _operation(name: str, a: Operand, b: Operand, function: Callable[..., Array]
         operands = dict(zip(needed, kept))
 
         def by(of: Callable[..., Array] | Elementwise | None, needs: tuple[int, ...]) -> Array:
-            return gradient if of is None else map_elementwise(form, name + " backward", of, gradient,
-                                                               *map(operands.get, needs))
+            return (
+                gradient
+                if of is None
+                else map_elementwise(form, name + " backward", of, gradient, *map(operands.get, needs))
+            )
 
-        return [summed_to(size, form, by(*slope)) if wants else None
-                for size, slope, wants in zip(shapes, slopes, wanted)]
+        return [
+            summed_to(size, form, by(*slope)) if wants else None for size, slope, wants in zip(shapes, slopes, wanted)
+        ]
 
     keep = {f"{name}.{'ab'[index]}": pair[index] for index in needed}
     return pair[0].made(out, pair, rule, keep=keep, shape=shape, layout=layout)
@@ -241,18 +248,23 @@ def _tensors(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
 
 def _check(name: str, a: Tensor, b: Tensor) -> None:
     if a.grid is not b.grid:
-        raise GridError(f"{name}: the operands must be on one Grid; they are on two Grids ({a.grid.shape} and "
-                        f"{b.grid.shape})")
+        raise GridError(
+            f"{name}: the operands must be on one Grid; they are on two Grids ({a.grid.shape} and {b.grid.shape})"
+        )
     if not a.library.on_host:
         check_one_device(name, a.shard, b.shard)
     if (a.dtype, a.library) != (b.dtype, b.library):
-        raise DTypeError(f"{name}: the operands are {a.dtype} of {a.library.kind} and {b.dtype} of {b.library.kind}; "
-                         "they must be of one type and library")
+        raise DTypeError(
+            f"{name}: the operands are {a.dtype} of {a.library.kind} and {b.dtype} of {b.library.kind}; "
+            "they must be of one type and library"
+        )
     check_type(name, a.form)
     if not all(same_rows(p, q) or 1 in (p, q) for p, q in zip(a.shape, b.shape)):
-        raise LayoutError(f"{name}: {a.shape[0]} x {a.shape[1]} and {b.shape[0]} x {b.shape[1]} do not match: numbers "
-                          "of rows and of columns must be equal, or 1. Ragged rows are equal if one tensor was "
-                          "computed from the other, or made with its rows (nn.ragged(..., rows=x.shape[0]))")
+        raise LayoutError(
+            f"{name}: {a.shape[0]} x {a.shape[1]} and {b.shape[0]} x {b.shape[1]} do not match: numbers "
+            "of rows and of columns must be equal, or 1. Ragged rows are equal if one tensor was "
+            "computed from the other, or made with its rows (nn.ragged(..., rows=x.shape[0]))"
+        )
 
 
 @lru_cache(maxsize=1024)

@@ -72,8 +72,7 @@ class Form:
         return self.shape[0] == 1 and not self.layout.rows
 
     def counts(self, name: str, dim: int = 0) -> list[int]:
-        """Numbers of rows (dim 0) or columns (dim 1) of the ranks along an axis. Raises LayoutError for ragged rows.
-        """
+        """Numbers of rows (dim 0) or columns (dim 1) of the ranks along an axis. Raises LayoutError for ragged rows."""
         if (name, dim) not in self._counts:
             if not dim and isinstance(self.shape[0], RaggedRows):
                 self.shape[0].refuse()

@@ -55,10 +55,16 @@ class Sequential(Module):
         self.grid, self.layers = grid, list(layers)
         for index, layer in enumerate(layers):
             if not callable(layer):
-                raise Pmm3dError(f"Sequential: {index} is a {type(layer).__name__}, neither a layer nor a function: "
-                                 "pass a layer, or a function such as nn.gelu")
-        learned = {module for _, module in self.named_modules() for _, child in module.children()
-                   if isinstance(child, Parameter) and child.has_state}
+                raise Pmm3dError(
+                    f"Sequential: {index} is a {type(layer).__name__}, neither a layer nor a function: "
+                    "pass a layer, or a function such as nn.gelu"
+                )
+        learned = {
+            module
+            for _, module in self.named_modules()
+            for _, child in module.children()
+            if isinstance(child, Parameter) and child.has_state
+        }
         self.place(None, learned)
 
     def numbered(self) -> Iterator[tuple[str, Layer]]:
@@ -87,11 +93,11 @@ class Sequential(Module):
 class Block(Sequential):
     """Layers that are numbered from `first`. Names of parameters do not depend on dropout and recompute.
 
-        >>> with Grid(shape="ddp") as grid:
-        ...     names = [list(MLP(grid, [3, 4, 2], dropout=p, recompute=again).named_parameters())
-        ...              for p in (0, 0.5) for again in (False, True)]
-        ...     names[0], names[0] == names[1] == names[2] == names[3]
-        (['0.weight', '0.bias', '2.weight', '2.bias'], True)
+    >>> with Grid(shape="ddp") as grid:
+    ...     names = [list(MLP(grid, [3, 4, 2], dropout=p, recompute=again).named_parameters())
+    ...              for p in (0, 0.5) for again in (False, True)]
+    ...     names[0], names[0] == names[1] == names[2] == names[3]
+    (['0.weight', '0.bias', '2.weight', '2.bias'], True)
     """
 
     def __init__(self, grid: Grid, *layers: Layer, first: int = 0):
@@ -168,14 +174,27 @@ class MLP(Block):
     ((5, 3), 227)
     """
 
-    def __init__(self, grid: Grid, sizes: Sequence[int], activation: Layer | str = functional.relu, *,
-                 bias: bool = True, norm: bool = False, dropout: float = 0.0, recompute: bool | int | str = False,
-                 activations: str = "replicated", seed: int | None = None, dtype: str = "float32",
-                 library: Library | None = None, precision: Precision | str | None = None):
+    def __init__(
+        self,
+        grid: Grid,
+        sizes: Sequence[int],
+        activation: Layer | str = functional.relu,
+        *,
+        bias: bool = True,
+        norm: bool = False,
+        dropout: float = 0.0,
+        recompute: bool | int | str = False,
+        activations: str = "replicated",
+        seed: int | None = None,
+        dtype: str = "float32",
+        library: Library | None = None,
+        precision: Precision | str | None = None,
+    ):
         check_grid("MLP", grid)
         if len(sizes) < 2:
-            raise LayoutError("MLP: sizes must contain at least the columns of the input and of the output, got "
-                              f"{list(sizes)}")
+            raise LayoutError(
+                f"MLP: sizes must contain at least the columns of the input and of the output, got {list(sizes)}"
+            )
         dropout = functional.check_probability("MLP: dropout", dropout)
         activation = functional.activation_named(activation) if isinstance(activation, str) else activation
         made, cols, number, policy = list[Layer](), "y", 0, Recomputed.named(recompute)
@@ -184,8 +203,18 @@ class MLP(Block):
         seed = seed_of(grid, seed)
         options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}
         for index, (inputs, outputs) in enumerate(zip(sizes, sizes[1:])):
-            layers: list[Layer] = [Linear(grid, inputs, outputs, bias, seed=derived(seed, index), cols=cols,
-                                          activations=activations, **options)]
+            layers: list[Layer] = [
+                Linear(
+                    grid,
+                    inputs,
+                    outputs,
+                    bias,
+                    seed=derived(seed, index),
+                    cols=cols,
+                    activations=activations,
+                    **options,
+                )
+            ]
             cols = OTHER[cols]
             if index < len(sizes) - 2:
                 layers += [LayerNorm(grid, outputs, cols=cols, **options)] * bool(norm) + [activation]

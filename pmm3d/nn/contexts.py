@@ -158,4 +158,3 @@ def defer_weights(grid: Grid) -> Iterator[WeightProducts]:
     queue = WeightProducts(grid)
     with override(Tape.of(grid).parallel, deferred=queue.put):
         yield queue
-

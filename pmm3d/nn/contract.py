@@ -85,10 +85,12 @@ def natural(form: Form, part: Part) -> Gradient | LazyMatrix:
         raise DTypeError(f"a rule returned {dtype} as the gradient of a tensor of {form.dtype}")
     box = gradient.layout.box(form.shape, form.grid.shape, form.grid.coords)
     if tuple(gradient.array.shape) != box.shape:
-        raise LayoutError(f"a rule returned an array of shape {tuple(gradient.array.shape)} as the gradient of a "
-                          f"tensor {form.shape[0]} x {form.shape[1]}: in {gradient.layout} this rank's is "
-                          f"{box.shape[0]} x {box.shape[1]}. To return a gradient in another layout, return "
-                          "nn.Gradient(array, layout)")
+        raise LayoutError(
+            f"a rule returned an array of shape {tuple(gradient.array.shape)} as the gradient of a "
+            f"tensor {form.shape[0]} x {form.shape[1]}: in {gradient.layout} this rank's is "
+            f"{box.shape[0]} x {box.shape[1]}. To return a gradient in another layout, return "
+            "nn.Gradient(array, layout)"
+        )
     return gradient
 
 

@@ -75,8 +75,9 @@ class GradientSums:
             for buffer in group:
                 buffer.open.note_sum(name)
 
-    def _start(self, axis: Axis, bucket: Sequence[GradientBuffer], phase: str, sent: str,
-               scatter: bool = False) -> None:
+    def _start(
+        self, axis: Axis, bucket: Sequence[GradientBuffer], phase: str, sent: str, scatter: bool = False
+    ) -> None:
         """Start the sum of gradients along an axis. It begins after the pending collectives that write to them."""
         written = opened = [buffer.open for buffer in bucket]
         outs, beta, counts = None, 0, [buffer.counts(axis.name) for buffer in bucket] if scatter else None
@@ -88,8 +89,9 @@ class GradientSums:
         if len(flight) == IN_FLIGHT:
             flight.pop(0).wait()
         with self._grid.ledger.phase(phase):
-            pending = axis.sum_coalesced([buffer.array for buffer in opened], counts, sent, outs, beta,
-                                         after=list(dict.fromkeys(before)))
+            pending = axis.sum_coalesced(
+                [buffer.array for buffer in opened], counts, sent, outs, beta, after=list(dict.fromkeys(before))
+            )
         for buffer in written:
             buffer.pending = pending
         self._flights[axis.name] = [*flight, pending]
@@ -99,5 +101,12 @@ class GradientSums:
 
 def _kind(buffer: GradientBuffer) -> tuple[object, ...]:
     """Key that is equal for gradients that can share a message."""
-    return (buffer.form.dtype, buffer.message.dtype, buffer.form.library, buffer.open.sums, buffer.split_over,
-            buffer.scattered, buffer.layout is None)
+    return (
+        buffer.form.dtype,
+        buffer.message.dtype,
+        buffer.form.library,
+        buffer.open.sums,
+        buffer.split_over,
+        buffer.scattered,
+        buffer.layout is None,
+    )

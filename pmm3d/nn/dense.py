@@ -25,8 +25,9 @@ OTHER = {"y": "x", "x": "y"}
 ACTIVATIONS = ("replicated", "sharded")
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations: str = "replicated",
-           tf32: bool | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations: str = "replicated", tf32: bool | None = None
+) -> Tensor:
     """O = I W + b, by the schedule of AxoNN.
 
     Parameters
@@ -98,8 +99,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
         weight = relayout(weight, places.weight)
     if bias is not None:
         bias = relayout(bias, places.bias)
-    schedule = _Schedule(x.form, x.form.like((x.shape[0], weight.shape[1]), places.out), places, x.requires_grad,
-                         weight.requires_grad, x.tape.parallel.overlap.regather_inputs, bias is not None, tf32)
+    schedule = _Schedule(
+        x.form,
+        x.form.like((x.shape[0], weight.shape[1]), places.out),
+        places,
+        x.requires_grad,
+        weight.requires_grad,
+        x.tape.parallel.overlap.regather_inputs,
+        bias is not None,
+        tf32,
+    )
     inputs = schedule.rows_of(x.form, x.shard, x.layout, places.input, "gather I")
     full = schedule.full(weight, [weight.shard], x.tape.phase)
     out = schedule.output(inputs, full, bias)
@@ -109,8 +118,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
     if schedule.wanted and not places.gathers:
         keep["linear.weight"] = weight
     parameter: Any = weight if places.gathers else None
-    return x.made(out, (x, weight) if bias is None else (x, weight, bias), partial(schedule.gradients, parameter),
-                  keep=keep, shape=schedule.out.shape, layout=places.out)
+    return x.made(
+        out,
+        (x, weight) if bias is None else (x, weight, bias),
+        partial(schedule.gradients, parameter),
+        keep=keep,
+        shape=schedule.out.shape,
+        layout=places.out,
+    )
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -123,11 +138,13 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         if not x.library.on_host:
             check_one_device("linear", x.shard, each.shard)
         if each.dtype != x.dtype or each.library != x.library:
-            raise DTypeError(f"linear: the input is {x!r}, weight and bias {others!r}: they must be of one type and "
-                             "library")
+            raise DTypeError(
+                f"linear: the input is {x!r}, weight and bias {others!r}: they must be of one type and library"
+            )
     if bias is not None and bias.shape != (1, weight.shape[1]):
-        raise LayoutError(f"linear: the bias is {bias.shape[0]} x {bias.shape[1]}, the weight has {weight.shape[1]} "
-                          "columns")
+        raise LayoutError(
+            f"linear: the bias is {bias.shape[0]} x {bias.shape[1]}, the weight has {weight.shape[1]} columns"
+        )
 
 
 class _Places(NamedTuple):
@@ -166,12 +183,20 @@ def _places(x: Layout, weight: Layout, is_parameter: bool, activations: str, ins
     out_unit = tuple((axis, row_unit) for axis in rows) if inside else row_unit
     came = layout_of((*rows, n) if x.rows == (*rows, n) else rows, (k,), (), units)
     return _Places(
-        k, n, gathers, came, layout_of(rows, (k,), (), units),
-        weight if gathers else layout_of((k,), (n,), (), (units[1], outer)), layout_of((), (n,), (), (1, outer)),
-        layout_of(rows, (n,), (k,), (out_unit, outer)), layout_of(rows, (n,), (), (out_unit, outer)),
+        k,
+        n,
+        gathers,
+        came,
+        layout_of(rows, (k,), (), units),
+        weight if gathers else layout_of((k,), (n,), (), (units[1], outer)),
+        layout_of((), (n,), (), (1, outer)),
+        layout_of(rows, (n,), (k,), (out_unit, outer)),
+        layout_of(rows, (n,), (), (out_unit, outer)),
         layout_of((*rows, k) if activations == "sharded" else rows, (n,), (), (out_unit, outer)),
-        layout_of(rows, (k,), (n,), units), layout_of((k,), (n,), rows, (units[1], outer)),
-        layout_of((), (n,), rows, (1, outer)))
+        layout_of(rows, (k,), (n,), units),
+        layout_of((k,), (n,), rows, (units[1], outer)),
+        layout_of((), (n,), rows, (1, outer)),
+    )
 
 
 class _Schedule(NamedTuple):
@@ -203,8 +228,12 @@ class _Schedule(NamedTuple):
         grid, steps = form.grid, transitions(held, layout, form.grid.shape, form.shape)
         overlap, axis = BackwardSync.of(grid).overlap, grid.axis(steps[0].axis or "x") if steps else None
         with grid.ledger.phase(phase):
-            if (axis is None or len(steps) > 1 or (steps[0].kind, steps[0].dim) != ("gather", 0)
-                    or not overlap.decomposes(axis, grid.hosts)):
+            if (
+                axis is None
+                or len(steps) > 1
+                or (steps[0].kind, steps[0].dim) != ("gather", 0)
+                or not overlap.decomposes(axis, grid.hosts)
+            ):
                 return Arrivals.here(relayout_array(grid, array, form.shape, held, layout).wait())
             counts = form.like(form.shape, held).counts(axis.name)
             return Arrivals(axis, array, form.new((sum(counts), array.shape[1])), counts)
@@ -238,15 +267,24 @@ class _Schedule(NamedTuple):
         m, n = coming.whole.shape[0], gradient.shape[1]
         if self.wanted:
             whole = self.full(weight, full, "backward")
-            of_input = LazyMatrix(places.of_input, (m, whole.shape[0]), lambda out, beta, part: self._multiply(
-                form, coming, part, whole.T, out, beta), "reduce dI")
+            of_input = LazyMatrix(
+                places.of_input,
+                (m, whole.shape[0]),
+                lambda out, beta, part: self._multiply(form, coming, part, whole.T, out, beta),
+                "reduce dI",
+            )
         if rows is not None:
-            of_weight = LazyMatrix(places.of_weight, (rows.whole.shape[1], n), lambda out, beta, _: gemm(
-                form, rows.wait().T, coming.wait(), out, beta, tf32=self.tf32), "reduce dW")
+            of_weight = LazyMatrix(
+                places.of_weight,
+                (rows.whole.shape[1], n),
+                lambda out, beta, _: gemm(form, rows.wait().T, coming.wait(), out, beta, tf32=self.tf32),
+                "reduce dW",
+            )
         if not self.biased:
             return [of_input, of_weight]
-        of_bias = LazyMatrix(places.of_bias, (1, n), lambda out, beta, _: column_sums(form, coming.wait(), out, beta),
-                          "reduce dW")
+        of_bias = LazyMatrix(
+            places.of_bias, (1, n), lambda out, beta, _: column_sums(form, coming.wait(), out, beta), "reduce dW"
+        )
         return [of_input, of_weight, of_bias]
 
 

@@ -33,8 +33,13 @@ class Facts(NamedTuple):
 def dry_grid(grid: Grid, rank: int | None = None) -> Grid:
     """Dry grid with the shape and hosts of this grid, or a stage of it, for a rank (default: this rank)."""
     whole, shape = grid.whole, grid.whole.shape
-    made = Grid.dry(shape[:3], shape.data, grid.everyone.ranks[grid.rank if rank is None else rank],
-                    {name: getattr(shape, name) for name in shape.names if name not in AXES}, whole.hosts)
+    made = Grid.dry(
+        shape[:3],
+        shape.data,
+        grid.everyone.ranks[grid.rank if rank is None else rank],
+        {name: getattr(shape, name) for name in shape.names if name not in AXES},
+        whole.hosts,
+    )
     made.default_library = library_kind(grid.default_library)
     made.node_maps = dict(whole.node_maps)
     set_node_maps([*map(made.axis, (*shape.names, "everyone")), made.stage.everyone], made.node_maps)
@@ -70,4 +75,5 @@ def memory(grid: Grid) -> dict[str, int]:
     if run is None:
         raise Pmm3dError("nn.dry.memory needs a grid without data (Grid.dry)")
     return {kind: run.most.get(kind, 0) for kind in ("weights", "gradients", "state")} | {
-        "work": grid.workspace.allocated}
+        "work": grid.workspace.allocated
+    }

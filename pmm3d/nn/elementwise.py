@@ -28,8 +28,9 @@ class Elementwise:
 
     def compiled(self, library: NumpyLibrary, dtype: str, *operands: Any) -> Callable[..., Array]:
         """Kernel of this library for operands of these types, with a result of type `dtype`."""
-        return _compiled(self, library, dtype, tuple([library.dtype(each) if hasattr(each, "dtype") else ""
-                                                      for each in operands]))
+        return _compiled(
+            self, library, dtype, tuple([library.dtype(each) if hasattr(each, "dtype") else "" for each in operands])
+        )
 
 
 @cache
@@ -42,8 +43,12 @@ def _compiled(function: Elementwise, library: NumpyLibrary, dtype: str, types: t
         if not low:
             return function.expression(library, *operands)
         if widens:
-            operands = tuple([library.astype(each, "float32") if given in LOW_PRECISION else each
-                              for each, given in zip(operands, types)])
+            operands = tuple(
+                [
+                    library.astype(each, "float32") if given in LOW_PRECISION else each
+                    for each, given in zip(operands, types)
+                ]
+            )
         made = function.expression(library, *operands)
         return made if library.dtype(made) == dtype else library.astype(made, dtype)
 
@@ -66,14 +71,20 @@ class Aten:
         return kernel(*operands, *self._more, **self._named, **{self._out: out})
 
 
-KERNELS = {operator.add: Aten("add"), operator.sub: Aten("sub"), operator.mul: Aten("mul"),
-           operator.truediv: Aten("div"), operator.neg: Aten("neg")}
+KERNELS = {
+    operator.add: Aten("add"),
+    operator.sub: Aten("sub"),
+    operator.mul: Aten("mul"),
+    operator.truediv: Aten("div"),
+    operator.neg: Aten("neg"),
+}
 """torch's kernels of operators. They write directly to the array of the result; a loop over slices would write twice.
 """
 
 
-def map_elementwise(form: Form, name: str | None, function: Callable[..., Array] | Elementwise, *operands: Any,
-                    out: Array = None) -> Array:
+def map_elementwise(
+    form: Form, name: str | None, function: Callable[..., Array] | Elementwise, *operands: Any, out: Array = None
+) -> Array:
     """function(*operands), element by element, as a local array of the given form.
 
     Parameters
@@ -113,8 +124,12 @@ def map_elementwise(form: Form, name: str | None, function: Callable[..., Array]
             return map_elementwise(form, None, function, *operands, out=out)
     library = form.library
     kernel = function.torch if isinstance(function, Elementwise) else KERNELS.get(function)
-    if (isinstance(kernel, Aten) and library.kind == "torch" and library.has_data
-            and all([hasattr(each, "dtype") and library.dtype(each) == form.dtype for each in operands])):
+    if (
+        isinstance(kernel, Aten)
+        and library.kind == "torch"
+        and library.has_data
+        and all([hasattr(each, "dtype") and library.dtype(each) == form.dtype for each in operands])
+    ):
         return kernel.into(library.xp, form.new() if out is None else out, *operands)
     if isinstance(function, Elementwise):
         function = function.compiled(library, form.dtype, *operands) if library.has_data else function.expression
@@ -179,16 +194,39 @@ def _gelu_tanh_slope(library: NumpyLibrary, g: Array, x: Array) -> Array:
     return g * (factor + near * factor * other * ((1 + 3 * CUBIC * near * near) * STEEP))
 
 
-RELU = Activation("relu", Elementwise(lambda library, x: library.xp.maximum(x, 0), Aten("relu")),
-                  Elementwise(lambda _, g, out: g * (out > 0), Aten("threshold_backward", 0)), True)
-TANH = Activation("tanh", Elementwise(lambda library, x: library.xp.tanh(x), Aten("tanh")),
-                  Elementwise(lambda _, g, out: g * ((1 - out) * (1 + out)), Aten("tanh_backward")), True)
-SIGMOID = Activation("sigmoid", Elementwise(_logistic, Aten("sigmoid")),
-                     Elementwise(lambda _, g, out: g * (out * (1 - out)), Aten("sigmoid_backward")), True)
-SILU = Activation("silu", Elementwise(lambda library, x: x * _logistic(library, x), Aten("silu")),
-                  Elementwise(_silu_slope, Aten("silu_backward")), False)
-GELU = Activation("gelu", Elementwise(lambda library, x: x * _normal(library, x), Aten("gelu")),
-                  Elementwise(_gelu_slope, Aten("gelu_backward")), False)
-GELU_TANH = Activation("gelu_tanh", Elementwise(lambda library, x: x * _gelu_tanh_factor(library, x),
-                                                Aten("gelu", approximate="tanh")),
-                       Elementwise(_gelu_tanh_slope, Aten("gelu_backward", approximate="tanh")), False)
+RELU = Activation(
+    "relu",
+    Elementwise(lambda library, x: library.xp.maximum(x, 0), Aten("relu")),
+    Elementwise(lambda _, g, out: g * (out > 0), Aten("threshold_backward", 0)),
+    True,
+)
+TANH = Activation(
+    "tanh",
+    Elementwise(lambda library, x: library.xp.tanh(x), Aten("tanh")),
+    Elementwise(lambda _, g, out: g * ((1 - out) * (1 + out)), Aten("tanh_backward")),
+    True,
+)
+SIGMOID = Activation(
+    "sigmoid",
+    Elementwise(_logistic, Aten("sigmoid")),
+    Elementwise(lambda _, g, out: g * (out * (1 - out)), Aten("sigmoid_backward")),
+    True,
+)
+SILU = Activation(
+    "silu",
+    Elementwise(lambda library, x: x * _logistic(library, x), Aten("silu")),
+    Elementwise(_silu_slope, Aten("silu_backward")),
+    False,
+)
+GELU = Activation(
+    "gelu",
+    Elementwise(lambda library, x: x * _normal(library, x), Aten("gelu")),
+    Elementwise(_gelu_slope, Aten("gelu_backward")),
+    False,
+)
+GELU_TANH = Activation(
+    "gelu_tanh",
+    Elementwise(lambda library, x: x * _gelu_tanh_factor(library, x), Aten("gelu", approximate="tanh")),
+    Elementwise(_gelu_tanh_slope, Aten("gelu_backward", approximate="tanh")),
+    False,
+)

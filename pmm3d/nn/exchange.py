@@ -72,8 +72,9 @@ class Names(NamedTuple):
     config: Mapping[str, Any] = {}
 
 
-def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | None = None, *,
-                 names: str | None = None) -> None:
+def export_torch(
+    network: Module, path: StrPath, metadata: Mapping[str, str] | None = None, *, names: str | None = None
+) -> None:
     """Write the weights for torch's load_state_dict(safetensors.torch.load_file(path)). Collective.
 
     Parameters
@@ -113,15 +114,23 @@ def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | N
     table, folder = _own_tensors(network, names), path.suffix != ENDING and hasattr(whole_of(network), "names")
     with network.whole.collective_call("export", str(path), always=True):
         if folder and names == TORCH:
-            raise CheckpointError(f"cannot export to the folder {path} with the names {TORCH!r}, which from_pretrained "
-                                  f"does not know. {_has(network)}. Give a file that ends in {ENDING}")
+            raise CheckpointError(
+                f"cannot export to the folder {path} with the names {TORCH!r}, which from_pretrained "
+                f"does not know. {_has(network)}. Give a file that ends in {ENDING}"
+            )
         replaced = _weight_map(path) if folder and network.whole.rank == 0 else {}
-    matrices = {name: _together([_part_of(own[part.parameter], part) for part in stored.parts])
-                for name, stored in table.items()}
-    metadata = {OWN: json.dumps({FACTS: facts_of(network)}), **(metadata or {}),
-                **({CONFIG: json.dumps(config)} if config else {})}
-    export_safetensors(network.whole, path / WEIGHTS if folder else path, matrices, metadata=metadata,
-                       **_forms(own, table))
+    matrices = {
+        name: _together([_part_of(own[part.parameter], part) for part in stored.parts])
+        for name, stored in table.items()
+    }
+    metadata = {
+        OWN: json.dumps({FACTS: facts_of(network)}),
+        **(metadata or {}),
+        **({CONFIG: json.dumps(config)} if config else {}),
+    }
+    export_safetensors(
+        network.whole, path / WEIGHTS if folder else path, matrices, metadata=metadata, **_forms(own, table)
+    )
     with network.whole.collective_call("export", str(path), always=True), file_errors(path, "written"):
         if folder and network.whole.rank == 0:
             replace_file(path / CONFIG, f"{json.dumps(config, indent=2)}\n".encode())
@@ -135,8 +144,15 @@ def _config(network: Module) -> dict[str, Any]:
     return next(({**names.config, "dtype": dtype} for names in _published(network).values()), {})
 
 
-def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = None, *, names: str = "auto",
-                 accept: Collection[str] = (), facts: Mapping[str, Any] | None = None) -> None:
+def import_torch(
+    network: Module,
+    path: StrPath,
+    optimizer: Optimizer | None = None,
+    *,
+    names: str = "auto",
+    accept: Collection[str] = (),
+    facts: Mapping[str, Any] | None = None,
+) -> None:
     """Set the weights from a torch state dict in a safetensors file. Collective. Each rank reads only its shards.
 
     Parameters
@@ -179,12 +195,21 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
     known, table = _names(network, names), _own_tensors(network, names)
     if known.prefix and not any(name.startswith(known.prefix) for name in there):
         table = {name.removeprefix(known.prefix): stored for name, stored in table.items()}
-    keep_digits(network, {part.parameter: there[name] for name, stored in table.items() if name in there
-                          for part in stored.parts})
-    matrices = {name: _to_fill([own[part.parameter] for part in stored.parts], stored)
-                for name, stored in table.items()}
-    import_files(network.whole, path, files, matrices, ignored={name for name in there if name.endswith(known.ignored)},
-                 **_forms(own, table))
+    keep_digits(
+        network,
+        {part.parameter: there[name] for name, stored in table.items() if name in there for part in stored.parts},
+    )
+    matrices = {
+        name: _to_fill([own[part.parameter] for part in stored.parts], stored) for name, stored in table.items()
+    }
+    import_files(
+        network.whole,
+        path,
+        files,
+        matrices,
+        ignored={name for name in there if name.endswith(known.ignored)},
+        **_forms(own, table),
+    )
     _spread(own, table, matrices)
     network.loaded()
 
@@ -200,11 +225,15 @@ def _headers(network: Module, path: Path, any_network: bool) -> tuple[dict[Path,
         if whole.rank == 0:
             single, table = path / WEIGHTS if path.is_dir() else path, _weight_map(path)
             if table and single.exists() and WEIGHTS not in table.values():
-                raise CheckpointError(f"{path} contains {WEIGHTS} and {INDEX}, which names other files of weights. "
-                                      f"Remove those that are out of date, or name the file {single}")
+                raise CheckpointError(
+                    f"{path} contains {WEIGHTS} and {INDEX}, which names other files of weights. "
+                    f"Remove those that are out of date, or name the file {single}"
+                )
             if (part := next(path.glob(SHARDS), None)) and not table and not single.exists():
-                raise CheckpointError(f"{path} contains {part.name}, but neither {WEIGHTS} nor {INDEX}, the table of "
-                                      "several weight files. Copy the table too")
+                raise CheckpointError(
+                    f"{path} contains {part.name}, but neither {WEIGHTS} nor {INDEX}, the table of "
+                    "several weight files. Copy the table too"
+                )
             for file in dict.fromkeys(table.values()):
                 types = contents_of(path / file)[0]
                 found[path / file] = {name: types[name] for name in types if table.get(name) == file}
@@ -242,8 +271,12 @@ def _names(network: Module, names: str) -> Names:
     """Tensors with these names. Raises CheckpointError if the network lacks the names."""
     known = _published(network)
     if names == TORCH:
-        return Names({torch_name(name): Stored((Columns(name),), not parameter.is_vector)
-                      for name, parameter in whole_of(network).named_parameters().items()})
+        return Names(
+            {
+                torch_name(name): Stored((Columns(name),), not parameter.is_vector)
+                for name, parameter in whole_of(network).named_parameters().items()
+            }
+        )
     if names not in known:
         raise CheckpointError(f"there are no names {names!r}. {_has(network)}")
     return known[names]
@@ -257,14 +290,17 @@ def _own_tensors(network: Module, names: str) -> dict[str, Stored]:
     """Tensors of this rank's stage. Collective."""
     own = network.named_parameters()
     with network.whole.collective_call("names", names, always=True):
-        return {name: stored for name, stored in _names(network, names).tensors.items()
-                if stored.parts[0].parameter in own}
+        return {
+            name: stored for name, stored in _names(network, names).tensors.items() if stored.parts[0].parameter in own
+        }
 
 
 def _forms(own: Mapping[str, Parameter], table: Mapping[str, Stored]) -> dict[str, set[str]]:
     """Names of the tensors that are transposed, and of vectors."""
-    return {"transpose": {name for name, stored in table.items() if stored.transpose},
-            "vectors": {name for name, stored in table.items() if own[stored.parts[0].parameter].is_vector}}
+    return {
+        "transpose": {name for name, stored in table.items() if stored.transpose},
+        "vectors": {name for name, stored in table.items() if own[stored.parts[0].parameter].is_vector},
+    }
 
 
 def _part_of(parameter: Parameter, part: Columns) -> DistMatrix:
@@ -332,8 +368,14 @@ def torch_name(name: str) -> str:
     return f"{stem}.weight".lstrip(".") if last == "gain" else name
 
 
-def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = None, *,
-                 accept: Collection[str] = (), facts: Mapping[str, Any] | None = None) -> Path:
+def load_weights(
+    network: Module,
+    path: StrPath,
+    optimizer: Optimizer | None = None,
+    *,
+    accept: Collection[str] = (),
+    facts: Mapping[str, Any] | None = None,
+) -> Path:
     """Set the weights from a file, on any grid and for any precision. Collective.
 
     Parameters

@@ -61,15 +61,18 @@ class Difference:
 def facts_of(network: Module) -> Facts:
     """Return the facts of a network; a list if layers differ. For a `Pipeline`, of all stages.
 
-        >>> from pmm3d import Grid, nn
-        >>> with Grid(shape="ddp") as grid:
-        ...     facts_of(nn.MLP(grid, [3, 4, 2], nn.gelu, norm=True))
-        {'network.activation': 'gelu', 'network.eps': 1e-05}
+    >>> from pmm3d import Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     facts_of(nn.MLP(grid, [3, 4, 2], nn.gelu, norm=True))
+    {'network.activation': 'gelu', 'network.eps': 1e-05}
     """
     found = dict[str, list[Any]]()
     for _, module in getattr(network, "dry", network).named_modules():
-        own = [(name, value.item() if isinstance(value, np.number) else value) for name, value in vars(module).items()
-               if name in LAYERS and (value is None or isinstance(value, (int, float, np.number)))]
+        own = [
+            (name, value.item() if isinstance(value, np.number) else value)
+            for name, value in vars(module).items()
+            if name in LAYERS and (value is None or isinstance(value, (int, float, np.number)))
+        ]
         for name, value in (*own, *(("activation", name) for name in functions_in(module))):
             found.setdefault(f"network.{name}", []).append(value)
     return {name: values[0] if all(each == values[0] for each in values) else values for name, values in found.items()}
@@ -81,8 +84,15 @@ def facts_in(meta: Any) -> Facts:
     return found if isinstance(found, dict) else {}
 
 
-def compare(before: Facts, now: Facts, accept: Collection[str], what: str, *, rank: int,
-            error: type[Pmm3dError] = CheckpointError) -> None:
+def compare(
+    before: Facts,
+    now: Facts,
+    accept: Collection[str],
+    what: str,
+    *,
+    rank: int,
+    error: type[Pmm3dError] = CheckpointError,
+) -> None:
     """Compare the facts that both sides have. Rank 0 logs accepted differences. Raises `error` for others.
 
     accept: as in `TrainState.resume`; what: the file whose facts are compared, for messages.
@@ -96,34 +106,51 @@ def compare(before: Facts, now: Facts, accept: Collection[str], what: str, *, ra
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     """Return the keys that both mappings contain with different values.
 
-        >>> [str(each) for each in differences({"data": {"classes": 2, "file": "a"}}, {"data": {"classes": 3}})]
-        ['data.classes was 2, is 3']
+    >>> [str(each) for each in differences({"data": {"classes": 2, "file": "a"}}, {"data": {"classes": 3}})]
+    ['data.classes was 2, is 3']
     """
     earlier, here = dict(_flat(_plain(before))), dict(_flat(_plain(now)))
-    return [Difference(key, earlier[key], here[key], _kind(key))
-            for key in here if key in earlier and earlier[key] != here[key]]
+    return [
+        Difference(key, earlier[key], here[key], _kind(key))
+        for key in here
+        if key in earlier and earlier[key] != here[key]
+    ]
 
 
 def batch_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     """Return the differences between the states of two loaders, without their positions."""
     earlier, here = _plain(before), _plain(now)
-    return [Difference("the data's fingerprint" if key == "data" else f"the loader's {key}", earlier.get(key),
-                       here[key], "data") for key in BATCHES if earlier.get(key) != here[key]]
+    return [
+        Difference(
+            "the data's fingerprint" if key == "data" else f"the loader's {key}", earlier.get(key), here[key], "data"
+        )
+        for key in BATCHES
+        if earlier.get(key) != here[key]
+    ]
 
 
-def refuse(found: Collection[Difference], accept: Collection[str], what: str = "the checkpoint", other: str = "", *,
-           error: type[Pmm3dError] = CheckpointError) -> None:
+def refuse(
+    found: Collection[Difference],
+    accept: Collection[str],
+    what: str = "the checkpoint",
+    other: str = "",
+    *,
+    error: type[Pmm3dError] = CheckpointError,
+) -> None:
     """Raises `error` for differences of a kind that is neither free nor accepted, and Pmm3dError for unknown kinds in
     `accept`. other: a further remedy."""
     if unknown := [kind for kind in accept if kind not in ACCEPTED]:
-        raise Pmm3dError(f"accept must be {', '.join(ACCEPTED[:-1])} or {ACCEPTED[-1]}; got "
-                         f"{', '.join(map(repr, unknown))}")
+        raise Pmm3dError(
+            f"accept must be {', '.join(ACCEPTED[:-1])} or {ACCEPTED[-1]}; got {', '.join(map(repr, unknown))}"
+        )
     for kind in ACCEPTED:
         if kind not in accept and (wrong := [str(each) for each in found if each.kind == kind]):
             differ = "differ" if kind.endswith("s") else "differs"
-            raise error(f"the {kind} of {what} {differ}, and nothing was changed: {'; '.join(wrong)}. {REMEDY[kind]}; "
-                        f"or {other}accept the difference: --accept {kind} (in a program: accept=[\"{kind}\"])"
-                        f"{EFFECT.get(kind, '')}")
+            raise error(
+                f"the {kind} of {what} {differ}, and nothing was changed: {'; '.join(wrong)}. {REMEDY[kind]}; "
+                f'or {other}accept the difference: --accept {kind} (in a program: accept=["{kind}"])'
+                f"{EFFECT.get(kind, '')}"
+            )
 
 
 def _text(value: Any, start: int) -> str:
@@ -150,6 +177,10 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings as JSON returns them."""
-    plain: dict[str, Any] = json.loads(json.dumps(settings, default=lambda value: value.tolist() if isinstance(
-        value, (np.generic, np.ndarray)) else str(value)))
+    plain: dict[str, Any] = json.loads(
+        json.dumps(
+            settings,
+            default=lambda value: value.tolist() if isinstance(value, (np.generic, np.ndarray)) else str(value),
+        )
+    )
     return plain

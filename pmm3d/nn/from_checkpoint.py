@@ -21,8 +21,15 @@ from .optimizer import Optimizer
 from .optimizer_state import STATE, is_state
 
 
-def fill_weights(network: Module, found: Checkpoint, keeper: Checkpoints, optimizer: Optimizer | None = None, *,
-                 accept: Collection[str] = (), facts: Mapping[str, Any] | None = None) -> None:
+def fill_weights(
+    network: Module,
+    found: Checkpoint,
+    keeper: Checkpoints,
+    optimizer: Optimizer | None = None,
+    *,
+    accept: Collection[str] = (),
+    facts: Mapping[str, Any] | None = None,
+) -> None:
     """Set the weights from a checkpoint. Collective. accept, facts: as in `load_weights`."""
     prepare(network, found.path, facts_in(found.meta), optimizer, accept, facts)
     keep_digits(network, {name: dtype for name, (_, dtype) in found.contents.items()})
@@ -30,15 +37,23 @@ def fill_weights(network: Module, found: Checkpoint, keeper: Checkpoints, optimi
     network.loaded()
 
 
-def prepare(network: Module, path: str | os.PathLike[str], stored: Facts, optimizer: Optimizer | None,
-            accept: Collection[str], facts: Mapping[str, Any] | None) -> None:
+def prepare(
+    network: Module,
+    path: str | os.PathLike[str],
+    stored: Facts,
+    optimizer: Optimizer | None,
+    accept: Collection[str],
+    facts: Mapping[str, Any] | None,
+) -> None:
     """Compare the facts in a file with those of a network. Make the master weights of an optimizer, so that they are
     filled too. Collective. accept, facts: as in `load_weights`."""
     whole, named = network.whole, network.named_parameters()
     with whole.collective_call("load", str(path), sorted(accept), always=True):
         if optimizer is not None and not {*named.values()} & {*optimizer.parameters}:
-            raise Pmm3dError("the optimizer changes no parameter of the network, so its master weights would not "
-                             "be set: pass an optimizer that was made with network.parameters()")
+            raise Pmm3dError(
+                "the optimizer changes no parameter of the network, so its master weights would not "
+                "be set: pass an optimizer that was made with network.parameters()"
+            )
         compare(stored, {**facts_of(network), **(facts or {})}, accept, str(path), rank=whole.rank)
     if optimizer is not None:
         optimizer.matrices(named)
@@ -51,8 +66,14 @@ def keep_digits(network: Module, stored: Mapping[str, str]) -> None:
             parameter.to_fill(stored[name])
 
 
-def fill(keeper: Checkpoints, found: Checkpoint, matrices: Mapping[str, DistMatrix], *,
-         check: Callable[[Any], None] | None = None, partial: Partial = False) -> Any:
+def fill(
+    keeper: Checkpoints,
+    found: Checkpoint,
+    matrices: Mapping[str, DistMatrix],
+    *,
+    check: Callable[[Any], None] | None = None,
+    partial: Partial = False,
+) -> Any:
     """Fill matrices from a checkpoint and return its meta. Collective. check, partial: as in `Checkpoints.fill`.
 
     16-bit weights are converted. A weight without a state in the checkpoint, because it was frozen, gets a state of
@@ -62,16 +83,26 @@ def fill(keeper: Checkpoints, found: Checkpoint, matrices: Mapping[str, DistMatr
     with keeper.grid.collective_call("load: types", path, always=True):
         _refuse_remainders(path, stored)
         zeros = _without_state(stored, matrices)
-        sources = {name: _like(matrix, stored[name]) for name, matrix in matrices.items()
-                   if name in stored and _converts(stored[name], matrix.dtype)}
-    meta = keeper.fill(found, {name: sources.get(name, matrix) for name, matrix in matrices.items()
-                               if name not in zeros}, check=check, partial=partial)
+        sources = {
+            name: _like(matrix, stored[name])
+            for name, matrix in matrices.items()
+            if name in stored and _converts(stored[name], matrix.dtype)
+        }
+    meta = keeper.fill(
+        found,
+        {name: sources.get(name, matrix) for name, matrix in matrices.items() if name not in zeros},
+        check=check,
+        partial=partial,
+    )
     with keeper.grid.collective_call("load: converting", path, always=True):
         while sources:
             name, source = sources.popitem()
             library, array = matrices[name].library, source.local
-            matrices[name].local[...] = array if library == source.library else library.from_numpy(
-                source.library.to_numpy(array), matrices[name].dtype)
+            matrices[name].local[...] = (
+                array
+                if library == source.library
+                else library.from_numpy(source.library.to_numpy(array), matrices[name].dtype)
+            )
         for name in zeros:
             matrices[name].local[...] = 0
     return meta
@@ -80,17 +111,20 @@ def fill(keeper: Checkpoints, found: Checkpoint, matrices: Mapping[str, DistMatr
 def _refuse_remainders(path: str, stored: Collection[str]) -> None:
     """Raise CheckpointError for a checkpoint that was written before there were master weights."""
     if any(is_state(name) and name.endswith("/remainder") for name in stored):
-        raise CheckpointError(f"{path} contains 16-bit weights with remainders, from a version of pmm3d without master "
-                              "weights. Run pmm3d export of that version, which writes a .safetensors file with all "
-                              "digits, and start a run from that file (training.weights)")
+        raise CheckpointError(
+            f"{path} contains 16-bit weights with remainders, from a version of pmm3d without master "
+            "weights. Run pmm3d export of that version, which writes a .safetensors file with all "
+            "digits, and start a run from that file (training.weights)"
+        )
 
 
 def _without_state(stored: Collection[str], matrices: Mapping[str, DistMatrix]) -> set[str]:
     """Names of the state arrays of weights that have no state in the checkpoint."""
     has_state = {name.rpartition("/")[0] for name in stored if is_state(name)}
     weights = {name: name.rpartition("/")[0] for name in matrices if is_state(name)}
-    return {name for name, weight in weights.items()
-            if weight not in has_state and weight.removeprefix(STATE) in stored}
+    return {
+        name for name, weight in weights.items() if weight not in has_state and weight.removeprefix(STATE) in stored
+    }
 
 
 def _converts(stored: str, dtype: str) -> bool:
@@ -104,8 +138,9 @@ def _like(matrix: DistMatrix, dtype: str) -> DistMatrix:
         torch = dtype == "bfloat16" and matrix.library.name != "torch"
         library = matrix.grid.library("torch") if torch else matrix.library
     except Pmm3dError as error:
-        raise CheckpointError(f"the checkpoint contains bfloat16 weights, and torch is needed to read them: {error}"
-                              ) from None
+        raise CheckpointError(
+            f"the checkpoint contains bfloat16 weights, and torch is needed to read them: {error}"
+        ) from None
     return DistMatrix(matrix.grid, library.empty(matrix.box.shape, dtype), matrix.shape, matrix.layout)
 
 
@@ -121,8 +156,10 @@ def find_checkpoint(grid: Grid, path: Path) -> tuple[Checkpoint, Checkpoints]:
     found = keeper.undamaged(path) if is_one else keeper.newest_undamaged()
     with grid.collective_call("checkpoint", str(path), always=True):
         if found is None:
-            raise CheckpointError(f"there is no checkpoint in {path}: pass the folder of a checkpoint, or of a run "
-                                  "with a checkpoint in checkpoints/")
+            raise CheckpointError(
+                f"there is no checkpoint in {path}: pass the folder of a checkpoint, or of a run "
+                "with a checkpoint in checkpoints/"
+            )
     return found, keeper
 
 

@@ -23,13 +23,14 @@ from .tensor import Tensor, relayout, whole
 
 __all__ = ["dropout", "gelu", "gelu_tanh", "layer_norm", "relu", "rms_norm", "sigmoid", "silu", "tanh"]
 
-MASKED = Elementwise(lambda _, x, kept, scale: x * kept * scale,
-                     lambda _, x, kept, scale: (x * kept).mul_(scale))
+MASKED = Elementwise(lambda _, x, kept, scale: x * kept * scale, lambda _, x, kept, scale: (x * kept).mul_(scale))
 STANDARDIZED = Elementwise(lambda _, x, mean, inverse: (x - mean) * inverse)
 STANDARDIZED_SLOPE = Elementwise(lambda _, g, normal, mean, slope, inverse: (g - mean - normal * slope) * inverse)
 AFFINE = Elementwise(lambda _, x, gain, bias: x * gain + bias)
-KEPT = ("X z = (row * columns + col + X(1)) * golden + start; z = (z ^ (z >> X(30))) * one; "
-        "z = (z ^ (z >> X(27))) * other; z = z ^ (z >> X(31)); kept = z >= limit;")
+KEPT = (
+    "X z = (row * columns + col + X(1)) * golden + start; z = (z ^ (z >> X(30))) * one; "
+    "z = (z ^ (z >> X(27))) * other; z = z ^ (z >> X(31)); kept = z >= limit;"
+)
 """`random.bits` of an element, compared with the limit, in C++."""
 
 
@@ -162,8 +163,9 @@ def _elementwise(x: Tensor, function: Activation) -> Tensor:
     out = map_elementwise(form, function.name, function.value, local)
     backward = function.name + " backward"
     keep = {f"{function.name}.output": out} if function.of_output else {f"{function.name}.input": x}
-    return x.made(out, (x,), lambda gradient, kept: (map_elementwise(form, backward, function.slope, gradient, kept),),
-                  keep=keep)
+    return x.made(
+        out, (x,), lambda gradient, kept: (map_elementwise(form, backward, function.slope, gradient, kept),), keep=keep
+    )
 
 
 def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
@@ -205,8 +207,12 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
     if isinstance(form.shape[0], RaggedRows):
         form.shape[0].refuse()
     mask, scale = _kept(form, x.box, p, seed, stream), 1 / (1 - p)
-    return x.made(map_elementwise(form, "dropout", MASKED, x.shard, mask, scale), (x,), lambda gradient, mask: (
-        map_elementwise(form, "dropout backward", MASKED, gradient, mask, scale),), keep={"dropout.mask": mask})
+    return x.made(
+        map_elementwise(form, "dropout", MASKED, x.shard, mask, scale),
+        (x,),
+        lambda gradient, mask: (map_elementwise(form, "dropout backward", MASKED, gradient, mask, scale),),
+        keep={"dropout.mask": mask},
+    )
 
 
 def check_probability(name: str, p: float) -> float:
@@ -341,8 +347,16 @@ def _normalized(name: str, x: Tensor, gain: Tensor, bias: Tensor | None, eps: fl
             sums = xp.stack([*slopes, sums_along(map_elementwise(form, None, mul, scaled, normal), 1)])
         with form.grid.ledger.phase(name.replace("_", " ")):
             sums = sum_over(form.grid, sums, cols) / form.shape[1]
-        dx = map_elementwise(form, backward, STANDARDIZED_SLOPE, scaled, normal, sums[0][:, None] if shifts else 0,
-                             sums[-1][:, None], inverse)
+        dx = map_elementwise(
+            form,
+            backward,
+            STANDARDIZED_SLOPE,
+            scaled,
+            normal,
+            sums[0][:, None] if shifts else 0,
+            sums[-1][:, None],
+            inverse,
+        )
         return [dx, *of_rows]
 
     keep = {f"{name}.normal": normal, f"{name}.inverse": inverse, f"{name}.gain": gain}
@@ -356,8 +370,10 @@ def _aligned(name: str, x: Tensor, vectors: list[Tensor]) -> tuple[Tensor, list[
         raise LayoutError(f"{name}: the input has {x.shape[1]} columns, the layer {gain.shape[1]}")
     taken = ("float32", x.dtype) if x.dtype in LOW_PRECISION else (x.dtype,)
     if gain.dtype not in taken or any((each.dtype, each.library) != (gain.dtype, x.library) for each in vectors):
-        raise DTypeError(f"{name}: the input is {x!r}, gain and bias {vectors!r}: they must be of one library and "
-                         "type, or gain and bias float32 if the input is 16-bit")
+        raise DTypeError(
+            f"{name}: the input is {x!r}, gain and bias {vectors!r}: they must be of one library and "
+            "type, or gain and bias float32 if the input is 16-bit"
+        )
     units = x.layout.units[0], gain.layout.units[1]
     x = relayout(x, Layout(x.layout.rows, gain.layout.cols, units=units))
     return x, [gain, *(relayout(each, gain.layout) for each in vectors[1:])]
@@ -385,19 +401,31 @@ def _layer_norm_of_torch(x: Tensor, gain: Tensor, bias: Tensor, eps: float) -> T
                 vectors = [library.empty((1, size[0]), form.dtype) for _ in range(2)]
             else:
                 local, mean, inverse, gain, bias = kept
-                found, *vectors = aten.native_layer_norm_backward(gradient, local, size, mean, inverse, gain[0],
-                                                                  bias[0], needed)
+                found, *vectors = aten.native_layer_norm_backward(
+                    gradient, local, size, mean, inverse, gain[0], bias[0], needed
+                )
                 if dx is not None:
                     dx[...] = found
-        return [dx, *(Gradient(each.reshape(1, -1), of_rows) if wanted else None
-                      for each, wanted in zip(vectors, needed[1:]))]
+        return [
+            dx,
+            *(Gradient(each.reshape(1, -1), of_rows) if wanted else None for each, wanted in zip(vectors, needed[1:])),
+        ]
 
-    keep = {"layer_norm.input": x, "layer_norm.mean": mean, "layer_norm.inverse": inverse, "layer_norm.gain": gain,
-            "layer_norm.bias": bias}
+    keep = {
+        "layer_norm.input": x,
+        "layer_norm.mean": mean,
+        "layer_norm.inverse": inverse,
+        "layer_norm.gain": gain,
+        "layer_norm.bias": bias,
+    }
     return x.made(out, (x, gain, bias), rule, keep=keep)
 
 
 def _sum_of_rows(form: Form, array: Array) -> LazyMatrix:
     """Gradient of a row that all rows of a batch share."""
-    return LazyMatrix(Layout((), form.layout.cols, form.layout.rows, (1, form.layout.units[1])), (1, array.shape[1]),
-                   lambda out, beta, _: column_sums(form, array, out, beta), "reduce dW")
+    return LazyMatrix(
+        Layout((), form.layout.cols, form.layout.rows, (1, form.layout.units[1])),
+        (1, array.shape[1]),
+        lambda out, beta, _: column_sums(form, array, out, beta),
+        "reduce dW",
+    )

@@ -29,15 +29,42 @@ def adam(weight: Array, gradient: Array, state: Sequence[Array], options: Mappin
         count = library.xp.full((), float(step), device=weight.device)
 
         def change(w: Array, g: Array, m: Array, v: Array) -> None:
-            kernel([w], [g], [m], [v], [], [count], lr=options["lr"], beta1=first, beta2=second, weight_decay=decay,
-                   eps=options["eps"], amsgrad=False, maximize=False)
+            kernel(
+                [w],
+                [g],
+                [m],
+                [v],
+                [],
+                [count],
+                lr=options["lr"],
+                beta1=first,
+                beta2=second,
+                weight_decay=decay,
+                eps=options["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
 
         _in_vectors(library, change, weight, gradient, *state)
     elif kind == "cupy":
-        _run(library, ADAM, {"m": state[0], "v": state[1]}, weight, gradient, {
-            "decay": 0.0 if decoupled else decay, "loss": options["lr"] * decay if decoupled else 0.0,
-            "first": first, "fresh_first": 1 - first, "second": second, "fresh_second": 1 - second,
-            "rate": options["lr"] / (1 - first**step), "scale": sqrt(1 - second**step), "eps": options["eps"]})
+        _run(
+            library,
+            ADAM,
+            {"m": state[0], "v": state[1]},
+            weight,
+            gradient,
+            {
+                "decay": 0.0 if decoupled else decay,
+                "loss": options["lr"] * decay if decoupled else 0.0,
+                "first": first,
+                "fresh_first": 1 - first,
+                "second": second,
+                "fresh_second": 1 - second,
+                "rate": options["lr"] / (1 - first**step),
+                "scale": sqrt(1 - second**step),
+                "eps": options["eps"],
+            },
+        )
     return bool(kind)
 
 
@@ -46,16 +73,32 @@ def sgd(weight: Array, gradient: Array, state: Sequence[Array], options: Mapping
     library, kind = _kernels_of(weight)
     lr, momentum, decay, nesterov = (options[name] for name in ("lr", "momentum", "weight_decay", "nesterov"))
     if kind == "torch":
+
         def change(w: Array, g: Array, *velocity: Array) -> None:
-            library.xp.ops.aten._fused_sgd_([w], [g], list(velocity), lr=lr, momentum=momentum, weight_decay=decay,
-                                            dampening=0.0, nesterov=nesterov, maximize=False, is_first_step=False)
+            library.xp.ops.aten._fused_sgd_(
+                [w],
+                [g],
+                list(velocity),
+                lr=lr,
+                momentum=momentum,
+                weight_decay=decay,
+                dampening=0.0,
+                nesterov=nesterov,
+                maximize=False,
+                is_first_step=False,
+            )
 
         _in_vectors(library, change, weight, gradient, *(state if momentum else ()))
     elif kind == "cupy":
         push = f"m = momentum * m + h; w -= rate * {'(h + momentum * m)' if nesterov else 'm'};"
-        _run(library, f"T h = g + decay * w; {push if momentum else 'w -= rate * h;'}",
-             {"m": state[0]} if momentum else {}, weight, gradient,
-             {"decay": decay, "rate": lr, **({"momentum": momentum} if momentum else {})})
+        _run(
+            library,
+            f"T h = g + decay * w; {push if momentum else 'w -= rate * h;'}",
+            {"m": state[0]} if momentum else {},
+            weight,
+            gradient,
+            {"decay": decay, "rate": lr, **({"momentum": momentum} if momentum else {})},
+        )
     return bool(kind)
 
 
@@ -84,8 +127,14 @@ def _in_vectors(library: NumpyLibrary, change: Callable[..., None], *arrays: Arr
             array[whole:] = copy[: size - whole]
 
 
-def _run(library: NumpyLibrary, formula: str, state: Mapping[str, Array], weight: Array, gradient: Array,
-         numbers: Mapping[str, float]) -> None:
+def _run(
+    library: NumpyLibrary,
+    formula: str,
+    state: Mapping[str, Array],
+    weight: Array,
+    gradient: Array,
+    numbers: Mapping[str, float],
+) -> None:
     """Run a formula in C++ on the elements w of the weight, g of the gradient, and of the state.
 
     The numbers are computed in Python, because 1 - beta would lose digits in float32.

@@ -245,12 +245,16 @@ def _check_can_share(grid: Grid, form: Form) -> None:
 
     remedy, axis = "Leave Overlap(shared_weights=True) out, or", form.layout.rows[-1]
     if form.library.kind not in ("numpy", "torch"):
-        raise LayoutError(f"shared weights must be arrays on the host, got arrays of {form.library.kind}. "
-                          f'{remedy} make the network with library="numpy" or "torch"')
+        raise LayoutError(
+            f"shared weights must be arrays on the host, got arrays of {form.library.kind}. "
+            f'{remedy} make the network with library="numpy" or "torch"'
+        )
     if not ranks_that_share(grid, axis):
-        raise GridError(f"shared weights: ranks along {axis} of grid {grid.shape} are on several nodes, not equally "
-                        f"many consecutive ranks on each, or they run in separate containers. {remedy} choose a grid "
-                        f"whose axis {axis} is in one node, or fills nodes evenly. Consecutive ranks are along x")
+        raise GridError(
+            f"shared weights: ranks along {axis} of grid {grid.shape} are on several nodes, not equally "
+            f"many consecutive ranks on each, or they run in separate containers. {remedy} choose a grid "
+            f"whose axis {axis} is in one node, or fills nodes evenly. Consecutive ranks are along x"
+        )
 
 
 def _less(workspace: Workspace, nbytes: int) -> None:

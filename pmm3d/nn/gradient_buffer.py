@@ -18,8 +18,10 @@ from .precision import Precision
 Leaf = Any
 """A tensor that is not the result of an operation. For a Parameter, `accumulated` is a `GradientBuffer`."""
 
-FAILED = ("backward: an earlier backward pass ended with an error and left incomplete gradients: discard them first "
-          "(optimizer.zero_grad())")
+FAILED = (
+    "backward: an earlier backward pass ended with an error and left incomplete gradients: discard them first "
+    "(optimizer.zero_grad())"
+)
 
 
 @dataclass(eq=False)

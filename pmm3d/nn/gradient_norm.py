@@ -33,15 +33,18 @@ def clipping(norm: float, clip: float | None) -> float:
 def check_clip(norm: float | None) -> None:
     """Raise Pmm3dError unless the largest norm is positive, or None."""
     if norm is not None and not (isinstance(norm, Real) and norm > 0):
-        raise Pmm3dError(f"clip: the largest norm of the gradient is a positive number, or None for no limit; got "
-                         f"{norm!r}")
+        raise Pmm3dError(
+            f"clip: the largest norm of the gradient is a positive number, or None for no limit; got {norm!r}"
+        )
 
 
 def check_finite(norm: float) -> None:
     """Raise NonFiniteGradientError if the norm is infinite or NaN."""
     if not isfinite(norm):
-        raise NonFiniteGradientError(f"the gradient's norm is {norm}: no weight was changed. Look at the loss and the "
-                                     "inputs, try a smaller learning rate or a warm-up; zero_grad() discards it")
+        raise NonFiniteGradientError(
+            f"the gradient's norm is {norm}: no weight was changed. Look at the loss and the "
+            "inputs, try a smaller learning rate or a warm-up; zero_grad() discards it"
+        )
 
 
 def norm_of(grid: Grid, local_norm_squared: float) -> float:
@@ -62,4 +65,5 @@ def non_finite(optimizer: Any, own_squares: Mapping[Parameter, Any]) -> str:
     if not wrong:
         return "all gradients are finite"
     return f"the gradient of {wrong[-1]} is not finite" + (
-        f", the last one in the network of {len(wrong)}" if len(wrong) > 1 else "")
+        f", the last one in the network of {len(wrong)}" if len(wrong) > 1 else ""
+    )

@@ -31,8 +31,9 @@ class Gradients:
         """Gradients whose sums have not begun, in the order of their first contribution."""
         self.begin(True, Overlap(), Counter(), None)
 
-    def begin(self, sync: bool, overlap: Overlap, uses: Counter[GradientBuffer],
-              agreed: Callable[[], None] | None) -> None:
+    def begin(
+        self, sync: bool, overlap: Overlap, uses: Counter[GradientBuffer], agreed: Callable[[], None] | None
+    ) -> None:
         """Begin a backward pass. uses: number of contributions to each gradient.
 
         `agreed` is called before the first collective of the pass. It raises an error if ranks sum different gradients.
@@ -66,14 +67,16 @@ class Gradients:
         """Whether the sums of a gradient begin in this pass. For a scattered gradient (ZeRO-2), in every pass."""
         return buffer.scattered or (self._sync and not buffer.queues)
 
-    def _reduce_scatter(self, to: GradientBuffer, part: Gradient | LazyMatrix, axis: Axis, out: Array, beta: int
-                        ) -> None:
+    def _reduce_scatter(
+        self, to: GradientBuffer, part: Gradient | LazyMatrix, axis: Axis, out: Array, beta: int
+    ) -> None:
         cols, counts = out.shape[1], to.form.counts(axis.name)
         partial = self._partials.take(to.message, (sum(counts), cols))
         _fill(part, partial, 0)
         with self._grid.ledger.phase("reduce dW"):
-            to.pending = axis.reduce_scatter_into(partial, out, counts, beta,
-                                                  after=[] if to.pending is None else [to.pending])
+            to.pending = axis.reduce_scatter_into(
+                partial, out, counts, beta, after=[] if to.pending is None else [to.pending]
+            )
         self._partials.busy(to.pending)
         if not self._overlap.ors:
             to.pending.wait()

@@ -111,10 +111,14 @@ def _check_labels(logits: Tensor, host: np.ndarray, known: bool, ignored: int | 
     classes = logits.shape[1]
     with nullcontext() if known else logits.grid.collective_call("cross_entropy"):
         if host.dtype.kind not in "iu":
-            raise Pmm3dError(f"cross_entropy: labels are integers; got {host.dtype}. Convert them (pmm3d convert "
-                             "--classes), or train with nn.mse")
+            raise Pmm3dError(
+                f"cross_entropy: labels are integers; got {host.dtype}. Convert them (pmm3d convert "
+                "--classes), or train with nn.mse"
+            )
         wrong = np.flatnonzero(((host < 0) | (host >= classes)) & (host != ignored))
         if len(wrong):
-            raise Pmm3dError(f"cross_entropy: row {logits.box.r0 + wrong[0]} of the batch has the label "
-                             f"{host[wrong[0]]}; the network has {classes} outputs, so labels are 0 to {classes - 1}"
-                             f"{'' if ignored is None else f', or {ignored} to be ignored'}")
+            raise Pmm3dError(
+                f"cross_entropy: row {logits.box.r0 + wrong[0]} of the batch has the label "
+                f"{host[wrong[0]]}; the network has {classes} outputs, so labels are 0 to {classes - 1}"
+                f"{'' if ignored is None else f', or {ignored} to be ignored'}"
+            )

@@ -28,9 +28,19 @@ from .tensor import Tensor
 Layer = Callable[..., Any]
 
 
-def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int | None = None, bound: float = 0.0,
-              deviation: float | None = None, value: float = 0.0, dtype: str = "float32",
-              library: Library | None = None, precision: Precision | str | None = None) -> Parameter:
+def parameter(
+    grid: Grid,
+    shape: Shape,
+    layout: Layout,
+    *,
+    seed: int | None = None,
+    bound: float = 0.0,
+    deviation: float | None = None,
+    value: float = 0.0,
+    dtype: str = "float32",
+    library: Library | None = None,
+    precision: Precision | str | None = None,
+) -> Parameter:
     """New parameter with random values, which are the same on every grid. Collective.
 
     Parameters
@@ -66,8 +76,9 @@ def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int | None = No
     precision = Precision.of(precision, dtype)
     spread = bound if deviation is None else deviation
     if not (0 <= spread < inf and isfinite(value)):
-        raise Pmm3dError(f"parameter: deviation or bound must be finite and at least 0, and value finite; got "
-                         f"{spread} and {value}")
+        raise Pmm3dError(
+            f"parameter: deviation or bound must be finite and at least 0, and value finite; got {spread} and {value}"
+        )
     precision.check(grid.library(library))
     check_grid("parameter", grid)
     if seed is None:
@@ -77,8 +88,15 @@ def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int | None = No
         made: Parameter = StandIn(grid, shape, layout, precision, grid.library(library))
     else:
         with grid.ledger.holding("weights"):
-            value_of = DistMatrix.random(grid, shape, seed=seed, dtype=precision.compute, layout=layout,
-                                         library=library, distribution="uniform" if deviation is None else "normal")
+            value_of = DistMatrix.random(
+                grid,
+                shape,
+                seed=seed,
+                dtype=precision.compute,
+                layout=layout,
+                library=library,
+                distribution="uniform" if deviation is None else "normal",
+            )
         value_of.local[...] = value_of.local * spread + value
         made = Parameter(value_of, precision)
     making.made.append(made)
@@ -154,23 +172,45 @@ class Linear(Module):
     ((5, 2), (3, 2))
     """
 
-    def __init__(self, grid: Grid, inputs: int, outputs: int, bias: bool = True, *, seed: int | None = None,
-                 deviation: float | None = None, cols: str = "y", activations: str = "replicated", unit: int = 1,
-                 weight: Parameter | None = None, dtype: str = "float32", library: Library | None = None,
-                 precision: Precision | str | None = None):
+    def __init__(
+        self,
+        grid: Grid,
+        inputs: int,
+        outputs: int,
+        bias: bool = True,
+        *,
+        seed: int | None = None,
+        deviation: float | None = None,
+        cols: str = "y",
+        activations: str = "replicated",
+        unit: int = 1,
+        weight: Parameter | None = None,
+        dtype: str = "float32",
+        library: Library | None = None,
+        precision: Precision | str | None = None,
+    ):
         check_grid("Linear", grid)
         check_sizes("Linear", inputs=inputs, outputs=outputs, unit=unit)
         if outputs % unit:
-            raise LayoutError(f"Linear: the {outputs} outputs are no multiple of the unit, the {unit} columns of one "
-                              "head: pass outputs = heads * unit")
+            raise LayoutError(
+                f"Linear: the {outputs} outputs are no multiple of the unit, the {unit} columns of one "
+                "head: pass outputs = heads * unit"
+            )
         check_activations("Linear", activations)
         self.grid, self.activations = grid, activations
         seed = seed_of(grid, seed)
         options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}
         bound = inputs**-0.5
         if weight is None:
-            weight = parameter(grid, (inputs, outputs), weight_layout(cols, (1, unit)), seed=derived(seed, 0),
-                               bound=bound, deviation=deviation, **options)
+            weight = parameter(
+                grid,
+                (inputs, outputs),
+                weight_layout(cols, (1, unit)),
+                seed=derived(seed, 0),
+                bound=bound,
+                deviation=deviation,
+                **options,
+            )
         else:
             cols, unit = _check_shared(grid, weight, (inputs, outputs), cols, unit, deviation, **options)
             options = {"library": weight.library.kind, "precision": weight.precision}
@@ -178,8 +218,9 @@ class Linear(Module):
         self.bias: Parameter | None = None
         if bias:
             across = Layout((), OTHER[cols], units=(1, unit))
-            self.bias = parameter(grid, (1, outputs), across, seed=derived(seed, 1),
-                                  bound=bound if deviation is None else 0.0, **options)
+            self.bias = parameter(
+                grid, (1, outputs), across, seed=derived(seed, 1), bound=bound if deviation is None else 0.0, **options
+            )
 
     def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         unit = self.weight.layout.units[1]
@@ -198,28 +239,46 @@ class Linear(Module):
         return linear(entering(x, self.weight), self.weight, self.bias, activations=activations or self.activations)
 
 
-def _check_shared(grid: Grid, weight: Parameter, shape: Shape, cols: str, unit: int, deviation: float | None,
-                  dtype: str, library: Library | None, precision: Precision | str | None) -> tuple[str, int]:
+def _check_shared(
+    grid: Grid,
+    weight: Parameter,
+    shape: Shape,
+    cols: str,
+    unit: int,
+    deviation: float | None,
+    dtype: str,
+    library: Library | None,
+    precision: Precision | str | None,
+) -> tuple[str, int]:
     """Return `cols` and `unit` of a shared weight. Raise an error if an argument of `Linear` contradicts the weight."""
     if weight.grid is not grid:
         raise GridError("Linear: the shared weight is on another grid: pass its grid")
     if not weight.layout.rows:
-        raise LayoutError(f"Linear: the shared weight is a vector, {weight.shape[0]} x {weight.shape[1]}: pass the "
-                          "weight of a layer")
+        raise LayoutError(
+            f"Linear: the shared weight is a vector, {weight.shape[0]} x {weight.shape[1]}: pass the weight of a layer"
+        )
     axis, held = weight.layout.rows[0], unit_of(weight.layout.units[1], weight.layout.cols[0])
     if deviation is not None:
-        raise Pmm3dError(f"Linear: deviation={deviation} is for initial values, and the shared weight has values "
-                         "already: leave deviation or weight out")
+        raise Pmm3dError(
+            f"Linear: deviation={deviation} is for initial values, and the shared weight has values "
+            "already: leave deviation or weight out"
+        )
     if weight.shape != shape or unit not in (1, held) or cols not in ("y", axis):
-        raise LayoutError(f"Linear: the shared weight is {weight.shape[0]} x {weight.shape[1]}, cols={axis!r}, "
-                          f"unit={held}. It does not fit {shape[0]} inputs, {shape[1]} outputs, cols={cols!r}, "
-                          f"unit={unit}: leave cols and unit out, or pass those of the weight")
+        raise LayoutError(
+            f"Linear: the shared weight is {weight.shape[0]} x {weight.shape[1]}, cols={axis!r}, "
+            f"unit={held}. It does not fit {shape[0]} inputs, {shape[1]} outputs, cols={cols!r}, "
+            f"unit={unit}: leave cols and unit out, or pass those of the weight"
+        )
     if (precision is not None or dtype != "float32") and Precision.of(precision, dtype) != weight.precision:
-        raise DTypeError(f"Linear: the shared weight has {weight.precision}, the arguments name "
-                         f"{Precision.of(precision, dtype)}: leave dtype and precision out")
+        raise DTypeError(
+            f"Linear: the shared weight has {weight.precision}, the arguments name "
+            f"{Precision.of(precision, dtype)}: leave dtype and precision out"
+        )
     if library is not None and weight.grid.library(library).kind != weight.library.kind:
-        raise DTypeError(f"Linear: the shared weight is an array of {weight.library.kind}, and library names "
-                         f"{weight.grid.library(library).kind}: leave library out")
+        raise DTypeError(
+            f"Linear: the shared weight is an array of {weight.library.kind}, and library names "
+            f"{weight.grid.library(library).kind}: leave library out"
+        )
     return axis, held
 
 
@@ -247,13 +306,23 @@ class RMSNorm(Module):
     ['gain']
     """
 
-    def __init__(self, grid: Grid, features: int, eps: float = 1e-6, *, cols: str = "y", dtype: str = "float32",
-                 library: Library | None = None, precision: Precision | str | None = None):
+    def __init__(
+        self,
+        grid: Grid,
+        features: int,
+        eps: float = 1e-6,
+        *,
+        cols: str = "y",
+        dtype: str = "float32",
+        library: Library | None = None,
+        precision: Precision | str | None = None,
+    ):
         check_grid(type(self).__name__, grid)
         check_sizes(type(self).__name__, features=features)
         self.grid, self.eps = grid, real(eps, f"{type(self).__name__}: eps is a number of at least 0", 0, Pmm3dError)
-        self.gain = parameter(grid, (1, features), Layout((), cols), value=1.0, dtype=dtype, library=library,
-                              precision=precision)
+        self.gain = parameter(
+            grid, (1, features), Layout((), cols), value=1.0, dtype=dtype, library=library, precision=precision
+        )
 
     def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         if self not in placed and columns is not None and columns.cols:
@@ -290,8 +359,17 @@ class LayerNorm(RMSNorm):
     ['gain', 'bias']
     """
 
-    def __init__(self, grid: Grid, features: int, eps: float = 1e-5, *, cols: str = "y", dtype: str = "float32",
-                 library: Library | None = None, precision: Precision | str | None = None):
+    def __init__(
+        self,
+        grid: Grid,
+        features: int,
+        eps: float = 1e-5,
+        *,
+        cols: str = "y",
+        dtype: str = "float32",
+        library: Library | None = None,
+        precision: Precision | str | None = None,
+    ):
         super().__init__(grid, features, eps, cols=cols, dtype=dtype, library=library, precision=precision)
         self.bias = parameter(grid, (1, features), Layout((), cols), dtype=dtype, library=library, precision=precision)
 

@@ -51,13 +51,17 @@ class WholeStep:
         with Tape.of(self._grid).set(step=self if weighs else None):
             result = loss(output, self._targets[batch])
         if not isinstance(result, Tensor) or result.shape != (1, 1):
-            raise Pmm3dError(f"the loss returned {result!r} for a batch. It must return a 1 x 1 Tensor, the mean over "
-                             "the rows, as nn.mean(nn.mean(x, 1), 0)")
+            raise Pmm3dError(
+                f"the loss returned {result!r} for a batch. It must return a 1 x 1 Tensor, the mean over "
+                "the rows, as nn.mean(nn.mean(x, 1), 0)"
+            )
         if several and any(number is None for _, number in self._noted):
             if self._noted[-1][0] is not result:
-                raise Pmm3dError('the loss contains a sum (reduction="sum" or "sum_count"), which would be weighed by '
-                                 "the rows of each micro-batch. Return the mean, or the sum itself, or train with one "
-                                 "micro-batch")
+                raise Pmm3dError(
+                    'the loss contains a sum (reduction="sum" or "sum_count"), which would be weighed by '
+                    "the rows of each micro-batch. Return the mean, or the sum itself, or train with one "
+                    "micro-batch"
+                )
             self.weight = 1.0
         return result
 
@@ -70,8 +74,10 @@ class WholeStep:
         in the first call with `ignored`."""
         targets = self._targets if len(self._targets) > 1 else [labels]
         if not any(labels is each for each in targets):
-            raise Pmm3dError("cross_entropy: with several micro-batches, ignore_index counts the labels of the whole "
-                             "step. Pass the labels that the loss is given, or train with one micro-batch")
+            raise Pmm3dError(
+                "cross_entropy: with several micro-batches, ignore_index counts the labels of the whole "
+                "step. Pass the labels that the loss is given, or train with one micro-batch"
+            )
         if len(targets) == 1 or ignored not in self._numbers:
             self._numbers[ignored] = _number_of_labels(self._grid, targets, ignored)
         number = self._numbers[ignored]
@@ -158,12 +164,14 @@ SQUARE = Elementwise(lambda _, difference: difference * difference)
 SLOPE_OF_SQUARE = Elementwise(lambda _, difference, factor: 2 * factor * difference)
 ABSOLUTE = Elementwise(lambda library, difference: library.xp.abs(difference))
 SLOPE_OF_ABSOLUTE = Elementwise(lambda library, difference, factor: factor * library.xp.sign(difference))
-SLOPE_OF_CROSS_ENTROPY = Elementwise(lambda library, logits, normalizer, factor:
-                                     factor * library.xp.exp(logits - normalizer))
+SLOPE_OF_CROSS_ENTROPY = Elementwise(
+    lambda library, logits, normalizer, factor: factor * library.xp.exp(logits - normalizer)
+)
 
 
-def _elementwise_loss(name: str, prediction: Tensor, target: Matrix, reduction: str, term: Elementwise,
-                      slope: Elementwise) -> Tensor:
+def _elementwise_loss(
+    name: str, prediction: Tensor, target: Matrix, reduction: str, term: Elementwise, slope: Elementwise
+) -> Tensor:
     """Sum or mean of term(difference). slope(difference, gradient of a term) is the gradient by the difference."""
     _check_reduction(name, reduction)
     prediction = whole(prediction)
@@ -179,8 +187,14 @@ def _elementwise_loss(name: str, prediction: Tensor, target: Matrix, reduction: 
             dx = map_elementwise(form, None, slope, difference, _factor(form, gradient, weight))
             return dx, map_elementwise(of_target, None, operator.neg, dx) if of_target else None
 
-    return _summed((prediction, aligned), own * weight, rule, {f"{name}.difference": difference},
-                   prediction.layout.cols, reduction == "mean")
+    return _summed(
+        (prediction, aligned),
+        own * weight,
+        rule,
+        {f"{name}.difference": difference},
+        prediction.layout.cols,
+        reduction == "mean",
+    )
 
 
 def _weight(like: Tensor, terms: Sequence[int], reduction: str) -> float:
@@ -197,17 +211,20 @@ def _check_reduction(name: str, reduction: str, others: str = "") -> None:
 
 
 @overload
-def cross_entropy(logits: Tensor, labels: Matrix, reduction: Literal["sum_count"], ignore_index: int | None = None
-                  ) -> tuple[Tensor, int]: ...
+def cross_entropy(
+    logits: Tensor, labels: Matrix, reduction: Literal["sum_count"], ignore_index: int | None = None
+) -> tuple[Tensor, int]: ...
 
 
 @overload
-def cross_entropy(logits: Tensor, labels: Matrix, reduction: Literal["mean", "sum"] = "mean",
-                  ignore_index: int | None = None) -> Tensor: ...
+def cross_entropy(
+    logits: Tensor, labels: Matrix, reduction: Literal["mean", "sum"] = "mean", ignore_index: int | None = None
+) -> Tensor: ...
 
 
-def cross_entropy(logits: Tensor, labels: Matrix, reduction: str = "mean", ignore_index: int | None = None
-                  ) -> Tensor | tuple[Tensor, int]:
+def cross_entropy(
+    logits: Tensor, labels: Matrix, reduction: str = "mean", ignore_index: int | None = None
+) -> Tensor | tuple[Tensor, int]:
     """Mean over the rows of -log softmax(logits)[label].
 
     Parameters
@@ -251,8 +268,10 @@ def cross_entropy(logits: Tensor, labels: Matrix, reduction: str = "mean", ignor
     1.386294
     """
     if reduction == "sum_count":
-        return (cross_entropy(logits, labels, "sum", ignore_index),
-                _number_of_labels(logits.grid, [labels], ignore_index))
+        return (
+            cross_entropy(logits, labels, "sum", ignore_index),
+            _number_of_labels(logits.grid, [labels], ignore_index),
+        )
     _check_reduction("cross_entropy", reduction, ', or "sum_count"')
     logits = whole(logits)
     form, local = logits.form, logits.shard
@@ -276,8 +295,9 @@ def cross_entropy(logits: Tensor, labels: Matrix, reduction: str = "mean", ignor
         else:
             keep["cross_entropy.number"] = share_of_row
 
-    def rule(gradient: Array, local: Array, normalizer: Array, rows: Array, columns: Array,
-             *of_device: Array) -> tuple[Array]:
+    def rule(
+        gradient: Array, local: Array, normalizer: Array, rows: Array, columns: Array, *of_device: Array
+    ) -> tuple[Array]:
         inside, *number = of_device or (1,)
         factor = _factor(form, gradient, *number or (weight,))
         with computing(form.grid, "loss", PER_ELEMENT * prod(form.local_shape), "cross_entropy backward"):
@@ -325,8 +345,15 @@ def _log_sum_exp(logits: Tensor, own: OwnLabels) -> tuple[Array, Array, Array]:
         return log_sum_exp(form, local, 1, "cross_entropy", chosen)
 
 
-def _summed(parents: Sequence[Tensor], own: Array, rule: Rule, keep: Mapping[str, Any], axes: Iterable[str],
-            of_rows: bool, number: int | None = None) -> Tensor:
+def _summed(
+    parents: Sequence[Tensor],
+    own: Array,
+    rule: Rule,
+    keep: Mapping[str, Any],
+    axes: Iterable[str],
+    of_rows: bool,
+    number: int | None = None,
+) -> Tensor:
     """Begin to sum the ranks' numbers over the axes that split the rows, and over further axes. The sum is 1 x 1.
 
     of_rows: whether it is a mean over all rows; otherwise a mean of `number` terms, or a sum.
@@ -339,8 +366,9 @@ def _summed(parents: Sequence[Tensor], own: Array, rule: Rule, keep: Mapping[str
         with like.grid.ledger.phase("loss"):
             pending = begin_sum(like.grid, value, sums)
     layout = SCALAR if tape.summing else Layout(sums=sums)
-    made = like.made(value, parents, rule, keep=keep, shape=(1, 1), layout=layout,
-                     pending=pending[-1] if pending else None)
+    made = like.made(
+        value, parents, rule, keep=keep, shape=(1, 1), layout=layout, pending=pending[-1] if pending else None
+    )
     if tape.step is not None and not of_rows:
         tape.step.note(made, number)
     return made
@@ -354,6 +382,8 @@ def aligned_target(prediction: Tensor, target: Matrix) -> Tensor:
         raise LayoutError(f"the prediction is {prediction.shape[0]} x {prediction.shape[1]}; the target is {shape}")
     aligned = as_tensor(target)
     if aligned.library != prediction.library:
-        raise DTypeError(f"the prediction is in an array of {prediction.library.kind}, the target of "
-                         f"{aligned.library.kind}: make both with one library=")
+        raise DTypeError(
+            f"the prediction is in an array of {prediction.library.kind}, the target of "
+            f"{aligned.library.kind}: make both with one library="
+        )
     return relayout(aligned, prediction.layout)

@@ -59,8 +59,10 @@ class LossScale:
 
     def __init__(self, start: float = 2.0**16, every: int = 200, most: float = 2.0**24, least: float = 1.0):
         if not 0 < least <= start <= most or not isfinite(most) or every < 1:
-            raise Pmm3dError("LossScale: 0 < least <= start <= most, and every is at least 1; got least = "
-                             f"{least!r}, start = {start!r}, most = {most!r}, every = {every!r}")
+            raise Pmm3dError(
+                "LossScale: 0 < least <= start <= most, and every is at least 1; got least = "
+                f"{least!r}, start = {start!r}, most = {most!r}, every = {every!r}"
+            )
         self.value, self.every, self.most, self.least = float(start), every, most, least
         self.good = self.skipped = self.in_a_row = self._passes = 0
 
@@ -107,15 +109,20 @@ class LossScale:
             raise Pmm3dError("LossScale.step needs at least one optimizer: scale.step(optimizer)")
         passes = BackwardSync.of(optimizers[0].grid).passes
         if not passes:
-            raise Pmm3dError("LossScale.step: there was no backward pass yet: call loss.backward(scale=scale.value) "
-                             "first")
+            raise Pmm3dError(
+                "LossScale.step: there was no backward pass yet: call loss.backward(scale=scale.value) first"
+            )
         if passes == self._passes:
-            raise Pmm3dError("LossScale.step: a second step after one backward pass is refused, because the first step "
-                             "may have changed the scale: call scale.step(first, second) for several optimizers")
+            raise Pmm3dError(
+                "LossScale.step: a second step after one backward pass is refused, because the first step "
+                "may have changed the scale: call scale.step(first, second) for several optimizers"
+            )
         records = [parameter.accumulated for optimizer in optimizers for parameter in optimizer.parameters]
         for other in {scale for record in records for scale in record.scales} - {self.value}:
-            raise Pmm3dError(f"LossScale.step: the gradients have the scale {other:g}, and this scale is "
-                             f"{self.value:g}: call loss.backward(scale=scale.value) in each backward pass of the step")
+            raise Pmm3dError(
+                f"LossScale.step: the gradients have the scale {other:g}, and this scale is "
+                f"{self.value:g}: call loss.backward(scale=scale.value) in each backward pass of the step"
+            )
         self._passes = passes
 
     def conclude(self, optimizers: Sequence[Optimizer], norm: float, clip: float | None = None) -> bool:
@@ -133,7 +140,8 @@ class LossScale:
             raise NonFiniteGradientError(
                 f"{self.in_a_row} steps in a row were skipped, because float16 gradients were not finite, the last "
                 f"at a loss scale of {scale:g}: {where}. These steps changed no weight. Look at the loss and the "
-                'inputs, try a smaller learning rate or a warm-up, or precision = "bfloat16"')
+                'inputs, try a smaller learning rate or a warm-up, or precision = "bfloat16"'
+            )
         return False
 
     def state(self) -> dict[str, Any]:

@@ -73,18 +73,18 @@ class Module:
     def __repr__(self) -> str:
         """The layers as a tree with sizes and layouts, and the number of parameters. Nothing is sent.
 
-            >>> from pmm3d import nn
-            >>> with Grid(shape="ddp") as grid:
-            ...     print(nn.MLP(grid, [8, 16, 3]))
-            MLP
-              0: Linear
-                weight: 8 x 16, rows over y, z, columns over x
-                bias: 1 x 16, columns over x
-              1: relu
-              2: Linear
-                weight: 16 x 3, rows over x, z, columns over y
-                bias: 1 x 3, columns over y
-            195 parameters
+        >>> from pmm3d import nn
+        >>> with Grid(shape="ddp") as grid:
+        ...     print(nn.MLP(grid, [8, 16, 3]))
+        MLP
+          0: Linear
+            weight: 8 x 16, rows over y, z, columns over x
+            bias: 1 x 16, columns over x
+          1: relu
+          2: Linear
+            weight: 16 x 3, rows over x, z, columns over y
+            bias: 1 x 3, columns over y
+        195 parameters
         """
         return "\n".join([type(self).__name__, *self._tree("  ", (self,)), f"{self.size:,} parameters"])
 
@@ -125,8 +125,12 @@ class Module:
 
     def children(self) -> Iterator[tuple[str, Module | Parameter]]:
         """Yield (name, module or parameter) of the attributes. Names in lists and dicts have indices and keys."""
-        return ((path, item) for name, value in self.attributes() for path, item in _items(name, value)
-                if isinstance(item, (Module, Parameter)))
+        return (
+            (path, item)
+            for name, value in self.attributes()
+            for path, item in _items(name, value)
+            if isinstance(item, (Module, Parameter))
+        )
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
         """Yield (name, module) of this module and all modules in it, each once, under its first name.
@@ -167,8 +171,10 @@ class Module:
                 if isinstance(child, Parameter) and child not in names:
                     names[child] = name = f"{prefix}.{name}".lstrip(".")
                     if named.setdefault(name, child) is not child:
-                        raise Pmm3dError(f"{type(module).__name__}: two parameters are named {name!r}. Keys of a dict "
-                                         "must differ as text, and from the names of attributes")
+                        raise Pmm3dError(
+                            f"{type(module).__name__}: two parameters are named {name!r}. Keys of a dict "
+                            "must differ as text, and from the names of attributes"
+                        )
         for child, name in names.items():
             if name.count(".") >= child.name.count("."):
                 child.name = name
@@ -229,8 +235,10 @@ class Module:
         named = self.named_parameters()
         others = set[str]().union(*of_stages(self, list(named))).difference(named)
         own = {name: value for name, value in state.items() if name not in others}
-        with self.whole.collective_call("load_state_dict", strict), \
-                self.grid.collective_call("load_state_dict", sorted(map(str, own))):
+        with (
+            self.whole.collective_call("load_state_dict", strict),
+            self.grid.collective_call("load_state_dict", sorted(map(str, own))),
+        ):
             check_state(named, own, strict)
         for name, parameter in named.items():
             if name in own:
@@ -379,8 +387,12 @@ class Module:
     @property
     def size(self) -> int:
         """Number of parameters of the whole network."""
-        found = {child for _, module in self.named_modules() for _, child in module.children()
-                 if isinstance(child, Parameter)}
+        found = {
+            child
+            for _, module in self.named_modules()
+            for _, child in module.children()
+            if isinstance(child, Parameter)
+        }
         return sum(rows * cols for rows, cols in (parameter.shape for parameter in found))
 
 
@@ -398,10 +410,14 @@ def entered(layer: Module, x: Tensor, columns: Layout) -> None:
         steps = transitions(held, columns, grid.shape, (1, x.shape[1]))
         tape.has_warned = any(step.kind != "slice" for step in steps)
         if tape.has_warned and grid.rank == 0:
-            logger.warning("%s: each step sends the input of this layer between ranks: the input's columns are in %s, "
-                           "the layer's in %s. Call net.settle(features) once the network is made, or give the layer "
-                           "the axis of its input's columns (cols=). Further layers are not logged",
-                           type(layer).__name__, held, columns)
+            logger.warning(
+                "%s: each step sends the input of this layer between ranks: the input's columns are in %s, "
+                "the layer's in %s. Call net.settle(features) once the network is made, or give the layer "
+                "the axis of its input's columns (cols=). Further layers are not logged",
+                type(layer).__name__,
+                held,
+                columns,
+            )
 
 
 def _in_words(layout: Layout) -> Iterator[str]:
@@ -424,8 +440,11 @@ def _items(name: str, value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple
 def functions_in(module: Module) -> list[str]:
     """Names of the functions in the attributes of a module, such as activations; not of modules in it."""
     parts = [part for attribute in module.attributes() for _, part in _items(*attribute)]
-    return [getattr(part, "__name__", type(part).__name__) for part in parts
-            if callable(part) and not isinstance(part, (Module, Parameter))]
+    return [
+        getattr(part, "__name__", type(part).__name__)
+        for part in parts
+        if callable(part) and not isinstance(part, (Module, Parameter))
+    ]
 
 
 def _check_nothing_hides(module: Module) -> None:
@@ -434,6 +453,8 @@ def _check_nothing_hides(module: Module) -> None:
     for name, value in (item for attribute in module.attributes() for item in _items(*attribute)):
         held = value if isinstance(value, (set, frozenset, deque)) else getattr(value, "__dict__", {}).values()
         if not isinstance(value, kinds) and any(isinstance(each, kinds) for each in held):
-            raise Pmm3dError(f"{type(module).__name__}.{name} is a {type(value).__name__}. Parameters and modules in "
-                             "it are not found, so they would not be trained: keep them in a list or a dict, or make "
-                             "it a Module")
+            raise Pmm3dError(
+                f"{type(module).__name__}.{name} is a {type(value).__name__}. Parameters and modules in "
+                "it are not found, so they would not be trained: keep them in a list or a dict, or make "
+                "it a Module"
+            )

@@ -44,8 +44,10 @@ def check_state(named: Mapping[str, Parameter], state: Mapping[str, Any], strict
     for name in both:
         value = state[name]
         if isinstance(value, DistMatrix) and not value.grid.same_processes(named[name].grid):
-            raise LayoutError(f"load_state_dict: {name!r} is on a grid over other processes, or in another order: save "
-                              "a checkpoint of it, and load that (nn.exchange.load_weights)")
+            raise LayoutError(
+                f"load_state_dict: {name!r} is on a grid over other processes, or in another order: save "
+                "a checkpoint of it, and load that (nn.exchange.load_weights)"
+            )
 
 
 def _given(parameter: Parameter, value: Any) -> str:

@@ -161,8 +161,9 @@ SLOPE_OF_SOFTMAX = Elementwise(lambda _, g, out, sums: (g - sums) * out)
 SLOPE_OF_LOG_SOFTMAX = Elementwise(lambda library, g, out, sums: g - library.xp.exp(out) * sums)
 
 
-def _normalized(name: str, x: Matrix, dim: int, value: Elementwise, term: Callable[..., Array] | None,
-                slope: Elementwise) -> Tensor:
+def _normalized(
+    name: str, x: Matrix, dim: int, value: Elementwise, term: Callable[..., Array] | None, slope: Elementwise
+) -> Tensor:
     """value(x, largest, logarithm of the sum of exp(x - largest)), with slope(gradient, result, sum of the terms)."""
     x = whole(as_tensor(x))
     _check(name, x, dim)

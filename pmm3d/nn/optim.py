@@ -22,8 +22,18 @@ from .loss_scale import LossScale
 from .optimizer import Group, Optimizer, Options, Parameters
 from .parameter import Parameter
 
-__all__ = ["SGD", "Adam", "AdamW", "Cosine", "LossScale", "Muon", "NonFiniteGradientError", "Optimizer", "Schedule",
-           "Step"]
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Cosine",
+    "LossScale",
+    "Muon",
+    "NonFiniteGradientError",
+    "Optimizer",
+    "Schedule",
+    "Step",
+]
 
 SCALES = ("original", "match_rms_adamw")
 MATRIX, VECTOR = ("momentum",), ("mean", "square")
@@ -126,8 +136,14 @@ class Adam(Optimizer):
     decoupled = False
     """Whether weight decay acts on the weight, or is added to the gradient."""
 
-    def __init__(self, parameters: Parameters, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-                 eps: float = 1e-8, **options: Any):
+    def __init__(
+        self,
+        parameters: Parameters,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        **options: Any,
+    ):
         super().__init__(parameters, lr, betas=betas, eps=eps, **options)
 
     def check_options(self, options: Options) -> None:
@@ -185,8 +201,16 @@ class AdamW(Adam):
 
     decoupled = True
 
-    def __init__(self, parameters: Parameters, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-                 eps: float = 1e-8, *, weight_decay: float = 0.01, **options: Any):
+    def __init__(
+        self,
+        parameters: Parameters,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        *,
+        weight_decay: float = 0.01,
+        **options: Any,
+    ):
         super().__init__(parameters, lr, betas, eps, weight_decay=weight_decay, **options)
 
 
@@ -245,11 +269,25 @@ class Muon(AdamW):
     """
 
     state_names = (*MATRIX, *VECTOR)
-    defaults = {**Adam.defaults, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_coefficients": MUON,
-                "adjust_lr_fn": "original", "use_muon": True}
+    defaults = {
+        **Adam.defaults,
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_steps": 5,
+        "ns_coefficients": MUON,
+        "adjust_lr_fn": "original",
+        "use_muon": True,
+    }
 
-    def __init__(self, parameters: Parameters, lr: float = 1e-3, momentum: float = 0.95, *, weight_decay: float = 0.1,
-                 **options: Any):
+    def __init__(
+        self,
+        parameters: Parameters,
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        *,
+        weight_decay: float = 0.1,
+        **options: Any,
+    ):
         super().__init__(parameters, lr, weight_decay=weight_decay, momentum=momentum, **options)
 
     def check_options(self, options: Options) -> None:
@@ -279,8 +317,10 @@ class Muon(AdamW):
         super()._check_parameters(found)
         for parameter, use_muon in self._choices().items():
             if use_muon and not parameter.is_vector and parameter.dtype.startswith("complex"):
-                raise DTypeError(f"Muon: {parameter.name or 'a parameter'} is {parameter.dtype}, and Muon needs real "
-                                 "matrices: put it in a group of its own with use_muon=False")
+                raise DTypeError(
+                    f"Muon: {parameter.name or 'a parameter'} is {parameter.dtype}, and Muon needs real "
+                    "matrices: put it in a group of its own with use_muon=False"
+                )
 
     def step(self, *, check: bool = False, factor: float = 1.0) -> None:
         # After a step with the same options and gradients, work memory is allocated, and `newton_schulz` need not
@@ -290,8 +330,10 @@ class Muon(AdamW):
         with self.grid.collective_call("Muon.step", check, factor, lrs, plan, filled):
             numbers = {parameter: number for number, parameter in enumerate(self.parameters)}
             if self._choices() != self._chosen:
-                raise Pmm3dError("Muon: use_muon of a group has changed since the optimizer was made, and the state of "
-                                 "its parameters does not fit the new value: make another optimizer")
+                raise Pmm3dError(
+                    "Muon: use_muon of a group has changed since the optimizer was made, and the state of "
+                    "its parameters does not fit the new value: make another optimizer"
+                )
             for group in self.groups:
                 lrs.append(float(group["lr"]))
                 plan += [(name, value) for name, value in group.items() if name not in ("params", "lr")]

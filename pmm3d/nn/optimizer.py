@@ -97,20 +97,35 @@ class Optimizer(WithState):
     defaults: Mapping[str, Any] = {}
     """Name -> default of the options other than lr, weight_decay and decay_vectors."""
 
-    def __init__(self, parameters: Parameters, lr: float, *, weight_decay: float = 0.0, decay_vectors: bool = True,
-                 shard_over_data: bool | str = False, **options: Any):
+    def __init__(
+        self,
+        parameters: Parameters,
+        lr: float,
+        *,
+        weight_decay: float = 0.0,
+        decay_vectors: bool = True,
+        shard_over_data: bool | str = False,
+        **options: Any,
+    ):
         given: list[Any] = list(parameters)
         self._sharded, self._parameters = shard_over_data, list[Parameter]()
-        self._options_given = {**self.defaults, "lr": lr, "weight_decay": weight_decay, "decay_vectors": decay_vectors,
-                               **options}
+        self._options_given = {
+            **self.defaults,
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "decay_vectors": decay_vectors,
+            **options,
+        }
         self._check_known("", self._options_given, [*COMMON, *self.defaults, "shard_over_data"])
         grouped = given and all(isinstance(each, Mapping) for each in given)
         self.groups: list[Group] = [dict(each) for each in given] if grouped else [{"params": given}]
         self.steps, self.missed, self._noted = 0, Counter[Parameter](), 0
         self._state: dict[Parameter, list[Array]] = {}
         if shard_over_data not in (False, True, *SHARDED):
-            raise Pmm3dError(f'{type(self).__name__}: shard_over_data is False, "states" (or True) or "gradients"; got '
-                             f"{shard_over_data!r}")
+            raise Pmm3dError(
+                f'{type(self).__name__}: shard_over_data is False, "states" (or True) or "gradients"; got '
+                f"{shard_over_data!r}"
+            )
         self._take_groups()
         self.grid.attached.setdefault(Optimizer, WeakSet()).add(self)
 
@@ -180,18 +195,24 @@ class Optimizer(WithState):
             raise Pmm3dError(f"{name} has no parameters: pass net.parameters()")
         for parameter in found:
             if not isinstance(parameter, Parameter):
-                raise Pmm3dError(f'{name}: parameters, or groups of them ({{"params": [...]}}), are needed; got a '
-                                 f"{type(parameter).__name__}")
+                raise Pmm3dError(
+                    f'{name}: parameters, or groups of them ({{"params": [...]}}), are needed; got a '
+                    f"{type(parameter).__name__}"
+                )
         parameter, times = Counter(found).most_common(1)[0]
         if times > 1:
-            raise Pmm3dError(f"{name}: the parameter {parameter.name} is given {times} times: pass it once, in one "
-                             "group")
+            raise Pmm3dError(
+                f"{name}: the parameter {parameter.name} is given {times} times: pass it once, in one group"
+            )
         if lost := [each.name for each in self._parameters if each not in {*found}]:
-            raise Pmm3dError(f"{name}: groups lack {', '.join(lost)}, which they had. To stop the training of a "
-                             "parameter, call its requires_grad_(False)")
+            raise Pmm3dError(
+                f"{name}: groups lack {', '.join(lost)}, which they had. To stop the training of a "
+                "parameter, call its requires_grad_(False)"
+            )
         if others := [each.name for each in found if each.grid is not found[0].grid]:
-            raise Pmm3dError(f"{name}: {', '.join(others)} is on another Grid than {found[0].name}: make an optimizer "
-                             "for each grid")
+            raise Pmm3dError(
+                f"{name}: {', '.join(others)} is on another Grid than {found[0].name}: make an optimizer for each grid"
+            )
 
     def check_options(self, options: Options) -> None:
         """Raise Pmm3dError for options of a group that are out of range.
@@ -253,10 +274,12 @@ class Optimizer(WithState):
             return
         self._noted, all_there = len(self._state), list[Optimizer](self.grid.attached[Optimizer])
         own = {each for optimizer in all_there for each in optimizer.parameters}
-        arrays = {"weights": [each.shard for each in own],
-                  "gradients": [each.accumulated.array for each in own if each.accumulated.array is not None],
-                  "state": [array for each in all_there for kept in each._state.values() for array in kept]
-                  + [each.master.local for each in own if each.master is not None]}
+        arrays = {
+            "weights": [each.shard for each in own],
+            "gradients": [each.accumulated.array for each in own if each.accumulated.array is not None],
+            "state": [array for each in all_there for kept in each._state.values() for array in kept]
+            + [each.master.local for each in own if each.master is not None],
+        }
         self.grid.ledger.memory.update((kind, sum(each.nbytes for each in held)) for kind, held in arrays.items())
 
     def skip(self) -> None:
@@ -281,8 +304,11 @@ class Optimizer(WithState):
     def options_of(self, parameter: Parameter, group: Group) -> Options:
         """Return the options of a parameter of this group in the current step."""
         spared = parameter.is_vector and not group["decay_vectors"]
-        return {**group, "weight_decay": 0.0 if spared else group["weight_decay"],
-                "step": self.steps - self.missed[parameter]}
+        return {
+            **group,
+            "weight_decay": 0.0 if spared else group["weight_decay"],
+            "step": self.steps - self.missed[parameter],
+        }
 
     def zero_grad(self) -> None:
         """Drop the gradients. `step` does so, too."""
@@ -363,10 +389,12 @@ class Optimizer(WithState):
         for parameter in self.parameters:
             buffer = parameter.accumulated
             if buffer.failed or buffer.is_open or buffer.queues:
-                raise Pmm3dError(f"{type(self).__name__}: the gradient of {parameter.name or 'a parameter'} is not "
-                                 "summed over the ranks. The last backward pass before a step must be outside of "
-                                 "no_sync, and queues of defer_weights must be drained. After a backward pass that "
-                                 "ended with an error, call zero_grad()")
+                raise Pmm3dError(
+                    f"{type(self).__name__}: the gradient of {parameter.name or 'a parameter'} is not "
+                    "summed over the ranks. The last backward pass before a step must be outside of "
+                    "no_sync, and queues of defer_weights must be drained. After a backward pass that "
+                    "ended with an error, call zero_grad()"
+                )
         for parameter in self.parameters:
             parameter.accumulated.wait()
         return [parameter for parameter in self.parameters if parameter.accumulated.layout is not None]
@@ -381,8 +409,9 @@ class Optimizer(WithState):
         with computing(self.grid, "update", PER_ELEMENT * prod(parameter.form.local_shape)):
             self._move(parameter, gradient, self._states(parameter, options), options, factor)
 
-    def _move(self, parameter: Parameter, gradient: Array, state: Sequence[Array], options: Options,
-              factor: float) -> None:
+    def _move(
+        self, parameter: Parameter, gradient: Array, state: Sequence[Array], options: Options, factor: float
+    ) -> None:
         """Call `update` on this rank's part of a parameter. Round a master weight to the parameter's type."""
         library, types, state = parameter.library, parameter.precision, [array.reshape(-1) for array in state]
         low = self._own(parameter, parameter.shard)

@@ -27,8 +27,9 @@ def state_name(parameter: str, state: str) -> str:
 class WithState:
     """The part of an `Optimizer` that writes and reads checkpoints."""
 
-    def matrices(self: Any, paths: Mapping[str, Parameter] | None = None, stored: Collection[str] = ()
-                 ) -> dict[str, DistMatrix]:
+    def matrices(
+        self: Any, paths: Mapping[str, Parameter] | None = None, stored: Collection[str] = ()
+    ) -> dict[str, DistMatrix]:
         """State arrays by name, such as "optimizer/0.weight/momentum", for a checkpoint.
 
         Parameters
@@ -54,8 +55,10 @@ class WithState:
             names = self.states(options[parameter])
             if parameter.requires_grad or parameter in self._state or self._is_stored(path, names, stored):
                 layout = self._layout(parameter)
-                found |= {state_name(path, name): DistMatrix(self.grid, array, parameter.shape, layout)
-                          for name, array in zip(names, self._states(parameter, options[parameter]))}
+                found |= {
+                    state_name(path, name): DistMatrix(self.grid, array, parameter.shape, layout)
+                    for name, array in zip(names, self._states(parameter, options[parameter]))
+                }
                 if parameter.precision.has_master:
                     found[path] = parameter.master_in(layout)
         return found
@@ -74,11 +77,20 @@ class WithState:
         """
         named = self._by_path(paths) if self.missed else {}
         missed = {path: times for path, each in named.items() if (times := self.missed[each])}
-        return {"kind": type(self).__name__, "steps": self.steps, "lr": self.lr, "states": list(self.states()),
-                "missed": missed}
+        return {
+            "kind": type(self).__name__,
+            "steps": self.steps,
+            "lr": self.lr,
+            "states": list(self.states()),
+            "missed": missed,
+        }
 
-    def load_state(self: Any, state: dict[str, Any], paths: Mapping[str, Parameter] | None = None,
-                   stored: Collection[str] | None = None) -> None:
+    def load_state(
+        self: Any,
+        state: dict[str, Any],
+        paths: Mapping[str, Parameter] | None = None,
+        stored: Collection[str] | None = None,
+    ) -> None:
         """Load facts of a checkpoint. Options such as `lr` do not change.
 
         Parameters
@@ -98,10 +110,14 @@ class WithState:
         self.steps, missed = state["steps"], state.get("missed", {})
         named = self._by_path(paths) if missed or stored is not None else {}
         options = self._options()
-        begin = {path for path, each in named.items()
-                 if stored is not None and not self._is_stored(path, self.states(options[each]), stored)}
-        self.missed = +Counter({each: self.steps if path in begin else missed.get(path, 0)
-                                for path, each in named.items()})
+        begin = {
+            path
+            for path, each in named.items()
+            if stored is not None and not self._is_stored(path, self.states(options[each]), stored)
+        }
+        self.missed = +Counter(
+            {each: self.steps if path in begin else missed.get(path, 0) for path, each in named.items()}
+        )
 
     def _is_stored(self: Any, path: str, names: Collection[str], stored: Collection[str]) -> bool:
         """Whether a checkpoint contains the state of a parameter, or if the optimizer has no states, the parameter."""
@@ -115,7 +131,9 @@ class WithState:
         named = dict[str, Parameter]()
         for parameter in self.parameters:
             if named.setdefault(parameter.name, parameter) is not parameter:
-                raise Pmm3dError(f"{type(self).__name__}: two parameters are named {parameter.name!r}, so a checkpoint "
-                                 "would contain the state of one of them. Make both networks attributes of one Module, "
-                                 "and pass its named_parameters() to this call")
+                raise Pmm3dError(
+                    f"{type(self).__name__}: two parameters are named {parameter.name!r}, so a checkpoint "
+                    "would contain the state of one of them. Make both networks attributes of one Module, "
+                    "and pass its named_parameters() to this call"
+                )
         return named

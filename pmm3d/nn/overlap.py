@@ -72,8 +72,10 @@ class Overlap:
 
     def __post_init__(self) -> None:
         if self.shared_weights and self.reshard_after_forward:
-            raise Pmm3dError("Overlap: shared_weights=True keeps the copy of a node for the backward pass, and "
-                             "reshard_after_forward=True drops it: leave one of them out")
+            raise Pmm3dError(
+                "Overlap: shared_weights=True keeps the copy of a node for the backward pass, and "
+                "reshard_after_forward=True drops it: leave one of them out"
+            )
 
     @classmethod
     def none(cls, **others: Any) -> Overlap:

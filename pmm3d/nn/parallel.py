@@ -60,8 +60,9 @@ class BackwardSync:
         return grid.attached[cls]
 
     @contextmanager
-    def backward(self, sync: bool, uses: Counter[Leaf], scale: float | None = None,
-                 problem: str = "") -> Iterator[None]:
+    def backward(
+        self, sync: bool, uses: Counter[Leaf], scale: float | None = None, problem: str = ""
+    ) -> Iterator[None]:
         """Context of a backward pass. At its end, all sums of gradients that are due have begun.
 
         uses: number of contributions to each leaf; scale: None if the gradient was given; problem: reason why this rank
@@ -93,8 +94,9 @@ class BackwardSync:
             yield
 
     @contextmanager
-    def _pass(self, sync: bool, buffers: Counter[GradientBuffer], agreed: Callable[[], None] | None,
-              more: bool) -> Iterator[None]:
+    def _pass(
+        self, sync: bool, buffers: Counter[GradientBuffer], agreed: Callable[[], None] | None, more: bool
+    ) -> Iterator[None]:
         """more: whether another pass follows in the same step."""
         with self.grid.ledger.phase("backward"), override(self.weights, more=more):
             self.gradients.begin(sync, self.overlap, buffers, agreed)
@@ -107,14 +109,16 @@ class BackwardSync:
             finally:
                 self.weights.pause()
 
-    def _agreement(self, sync: bool, uses: Counter[Leaf], scale: float | None,
-                   problem: str) -> Callable[[], None] | None:
+    def _agreement(
+        self, sync: bool, uses: Counter[Leaf], scale: float | None, problem: str
+    ) -> Callable[[], None] | None:
         """Begin to compare parameters, scale and problem among the ranks.
 
         Return a function that waits, and raises an error if they differ; or None if they are not compared now.
         """
-        used = [(f"{leaf.name or 'a tensor'} ({leaf.shape[0]} x {leaf.shape[1]})", times)
-                for leaf, times in uses.items()]
+        used = [
+            (f"{leaf.name or 'a tensor'} ({leaf.shape[0]} x {leaf.shape[1]})", times) for leaf, times in uses.items()
+        ]
         text = f"{problem}{used}"
         self._recent.append((used, scale, problem))
         self.digest = crc32(f"{self.digest} {scale} {text}".encode()) & 0xFFFF
@@ -144,18 +148,24 @@ class BackwardSync:
             problems = [problem for _, _, problem in mine if problem]
             for (uses, scale, _), (other_uses, other_scale, _) in zip(mine, others):
                 if scale != other_scale:
-                    raise DisagreementError(f"backward: the loss is scaled by {scale!r} on rank {own}, by "
-                                            f"{other_scale!r} on rank {first}: all ranks must use the same scale, or "
-                                            "their weights diverge")
+                    raise DisagreementError(
+                        f"backward: the loss is scaled by {scale!r} on rank {own}, by "
+                        f"{other_scale!r} on rank {first}: all ranks must use the same scale, or "
+                        "their weights diverge"
+                    )
                 if problems:
                     raise Pmm3dError(problems[-1])
                 if uses != other_uses:
-                    raise DisagreementError("backward: the ranks use different parameters, or in another order. On "
-                                            f"rank {own} {_difference(_added(uses), _added(other_uses), first)}. "
-                                            "All ranks must compute the same operations: do not choose layers by a "
-                                            "value that differs between ranks")
-        raise DisagreementError(f"backward: the ranks made different backward passes; on rank {own} {len(mine)} "
-                                f"since the last comparison, on rank {first} {len(others)}")
+                    raise DisagreementError(
+                        "backward: the ranks use different parameters, or in another order. On "
+                        f"rank {own} {_difference(_added(uses), _added(other_uses), first)}. "
+                        "All ranks must compute the same operations: do not choose layers by a "
+                        "value that differs between ranks"
+                    )
+        raise DisagreementError(
+            f"backward: the ranks made different backward passes; on rank {own} {len(mine)} "
+            f"since the last comparison, on rank {first} {len(others)}"
+        )
 
 
 def _added(uses: Uses) -> Counter[str]:

@@ -79,13 +79,16 @@ class Parameter(Tensor):
 
     def __init__(self, value: DistMatrix, precision: Precision | None = None):
         if value.layout.on(value.grid.shape).sums:
-            raise LayoutError(f"a Parameter must not have partial sums, got {value.layout}: "
-                              "Parameter(value.redistribute(value.layout.summed))")
+            raise LayoutError(
+                f"a Parameter must not have partial sums, got {value.layout}: "
+                "Parameter(value.redistribute(value.layout.summed))"
+            )
         self.precision = precision or Precision.named(value.dtype)
         self.precision.check(value.library)
         if self.precision.compute != value.dtype:
-            raise DTypeError(f"a Parameter of {value.dtype} does not fit a precision that computes in "
-                             f"{self.precision.compute}")
+            raise DTypeError(
+                f"a Parameter of {value.dtype} does not fit a precision that computes in {self.precision.compute}"
+            )
         self.accumulated, self.whole = GradientBuffer(Form.of(value), self.precision), value.grid
         super().__init__(value, requires_grad=True)
 
@@ -173,8 +176,9 @@ class Parameter(Tensor):
         """
         with self.grid.collective_call("assign", self.name, value.shape, value.dtype):
             if value.shape != self.shape or value.dtype not in (self.dtype, self.precision.master):
-                raise LayoutError(f"{self.name or 'the parameter'} is {self.shape} {self.dtype}; got {value.shape} "
-                                  f"{value.dtype}")
+                raise LayoutError(
+                    f"{self.name or 'the parameter'} is {self.shape} {self.dtype}; got {value.shape} {value.dtype}"
+                )
         held = self.to_fill(value.dtype)
         value = value if value.dtype == held.dtype else value.astype(held.dtype)
         value.redistribute(held.layout, self.grid, out=held)
@@ -184,8 +188,11 @@ class Parameter(Tensor):
         """Matrix into which values of a type are loaded: `in_checkpoint`. Values with more digits than the parameter's
         type make the master weight, if the parameter learns and operations are recorded. Call `loaded` afterwards."""
         has_more = self.master is None and self.precision.has_master and dtype != self.dtype
-        return self.master_in(self.layout) if has_more and self.requires_grad and self.tape.recording else (
-            self.in_checkpoint)
+        return (
+            self.master_in(self.layout)
+            if has_more and self.requires_grad and self.tape.recording
+            else (self.in_checkpoint)
+        )
 
     @property
     def in_checkpoint(self) -> DistMatrix:
@@ -234,10 +241,12 @@ class Parameter(Tensor):
         """
         with self.grid.collective_call("move", self.name, layout):
             if self.accumulated.array is not None or self.accumulated.queues or self.has_state:
-                raise LayoutError(f"{self.name or 'a parameter'} has a gradient or an optimizer's state in "
-                                  f"{self.layout} and cannot move to {layout} any more. Call net.settle(features) once "
-                                  "the network is made, before a checkpoint is loaded, or give each layer the axis of "
-                                  "its input's columns (cols=)")
+                raise LayoutError(
+                    f"{self.name or 'a parameter'} has a gradient or an optimizer's state in "
+                    f"{self.layout} and cannot move to {layout} any more. Call net.settle(features) once "
+                    "the network is made, before a checkpoint is loaded, or give each layer the axis of "
+                    "its input's columns (cols=)"
+                )
         master = None if self.master is None else self.in_checkpoint.redistribute(layout)
         if not transitions(self.layout, layout, self.grid.shape, self.shape):  # the parts of the ranks are the same
             self._become(DistMatrix(self.grid, self._value.local, self.shape, layout))
@@ -251,16 +260,16 @@ class Parameter(Tensor):
     def _become(self, value: DistMatrix) -> None:
         self._take(value)
         self.node, before = Node(self.form, leaf=self) if self.requires_grad else None, self.accumulated
-        self.accumulated = GradientBuffer(self.form, self.precision, split_over=before.split_over,
-                                          scattered=before.scattered)
+        self.accumulated = GradientBuffer(
+            self.form, self.precision, split_over=before.split_over, scattered=before.scattered
+        )
         self.version += 1
 
 
 class StandIn(Parameter):
     """Parameter of a layer on another rank. It has one element of memory, and sends nothing."""
 
-    def __init__(self, grid: Grid, shape: tuple[int, int], layout: Layout, precision: Precision,
-                 library: NumpyLibrary):
+    def __init__(self, grid: Grid, shape: tuple[int, int], layout: Layout, precision: Precision, library: NumpyLibrary):
         super().__init__(_without_memory(grid, shape, layout, precision.compute, library), precision)
 
     def assign(self, value: DistMatrix) -> None:
@@ -270,8 +279,9 @@ class StandIn(Parameter):
         self._become(_without_memory(self.grid, self.shape, layout, self.dtype, self.library))
 
 
-def _without_memory(grid: Grid, shape: tuple[int, int], layout: Layout, dtype: str, library: NumpyLibrary
-                    ) -> DistMatrix:
+def _without_memory(
+    grid: Grid, shape: tuple[int, int], layout: Layout, dtype: str, library: NumpyLibrary
+) -> DistMatrix:
     local = library.as_strided(library.empty((1, 1), dtype), layout.box(shape, grid.shape, grid.coords).shape, (0, 0))
     return DistMatrix(grid, local, shape, layout)
 

@@ -65,12 +65,16 @@ class Precision:
         if any(each.startswith("complex") for each in types) and len(set(types)) > 1:
             raise DTypeError(f"a precision of complex numbers has one type; got {', '.join(types)}")
         if self.master in LOW_PRECISION or itemsize(self.master) < itemsize(self.compute):
-            raise DTypeError(f"master weights of {self.master}, for {self.compute}, would lose small changes: "
-                             'master = "float32", or "float64" for float64')
+            raise DTypeError(
+                f"master weights of {self.master}, for {self.compute}, would lose small changes: "
+                'master = "float32", or "float64" for float64'
+            )
         if not {self.communication, self.gradient} <= {self.compute, sums}:
-            raise DTypeError(f"GEMMs of {self.compute} write {' or '.join(sorted({self.compute, sums}))}, in which a "
-                             "gradient is formed, sent and added up; got "
-                             f"communication = {self.communication}, gradient = {self.gradient}")
+            raise DTypeError(
+                f"GEMMs of {self.compute} write {' or '.join(sorted({self.compute, sums}))}, in which a "
+                "gradient is formed, sent and added up; got "
+                f"communication = {self.communication}, gradient = {self.gradient}"
+            )
         if self.tf32 and self.compute != "float32":
             raise DTypeError(f"tf32 rounds operands of float32; this precision computes in {self.compute}")
 
@@ -117,8 +121,12 @@ class Precision:
     def check(self, library: NumpyLibrary) -> None:
         """Raise DTypeError if arrays of the library cannot have these types."""
         if "bfloat16" in (self.compute, self.communication, self.gradient) and library.name != "torch":
-            raise DTypeError(f'bfloat16 is a type of torch arrays: library = "torch" (or "torch:cuda") of the '
-                             f"Grid, or of each layer; this network is of {library.kind} arrays")
+            raise DTypeError(
+                f'bfloat16 is a type of torch arrays: library = "torch" (or "torch:cuda") of the '
+                f"Grid, or of each layer; this network is of {library.kind} arrays"
+            )
         if self.tf32 and library.kind in ("numpy", "torch"):
-            raise DTypeError(f"tf32 needs a GPU, and {library.kind} arrays are in host memory: use precision = "
-                             '"float32", or library = "cupy" or "torch:cuda"')
+            raise DTypeError(
+                f"tf32 needs a GPU, and {library.kind} arrays are in host memory: use precision = "
+                '"float32", or library = "cupy" or "torch:cuda"'
+            )

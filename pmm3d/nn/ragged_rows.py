@@ -12,8 +12,15 @@ from ..product import DistMatrix
 from .tensor import Tensor
 
 
-def ragged(grid: Grid, local: Array, columns: int, layout: Layout, *, rows: RaggedRows | None = None,
-           requires_grad: bool = False) -> Tensor:
+def ragged(
+    grid: Grid,
+    local: Array,
+    columns: int,
+    layout: Layout,
+    *,
+    rows: RaggedRows | None = None,
+    requires_grad: bool = False,
+) -> Tensor:
     """Tensor with any number of rows on each rank, such as the tokens of an expert. Nothing is sent.
 
     Parameters
@@ -67,13 +74,17 @@ def ragged(grid: Grid, local: Array, columns: int, layout: Layout, *, rows: Ragg
             if not isinstance(rows, RaggedRows):
                 raise LayoutError(f"ragged: rows is x.shape[0] of another ragged tensor; got {rows!r}")
             if local.shape[0] != rows.here:
-                raise LayoutError(f"ragged: the array has {local.shape[0]} rows on rank {grid.rank}, and the tensor of "
-                                  f"rows= has {rows.here}")
+                raise LayoutError(
+                    f"ragged: the array has {local.shape[0]} rows on rank {grid.rank}, and the tensor of "
+                    f"rows= has {rows.here}"
+                )
     number: Any = RaggedRows(local.shape[0]) if rows is None else rows
     value = DistMatrix(grid, local, (number, columns), layout)
     if tuple(local.shape) != value.box.shape:
-        raise LayoutError(f"ragged: this rank has {value.box.shape[1]} of the {columns} columns in {layout}; got an "
-                          f"array of shape {tuple(local.shape)}")
+        raise LayoutError(
+            f"ragged: this rank has {value.box.shape[1]} of the {columns} columns in {layout}; got an "
+            f"array of shape {tuple(local.shape)}"
+        )
     return Tensor(value, requires_grad=requires_grad)
 
 

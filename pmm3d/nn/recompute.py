@@ -26,8 +26,8 @@ Mode = tuple[dict[str, int], dict[Module, bool]]
 class Recomputed(NamedTuple):
     """Parts of a network of blocks that are recomputed: every k-th block (0: none), or the attention of each block.
 
-        >>> [index for index in range(6) if Recomputed.named(2).includes(index)]
-        [1, 3, 5]
+    >>> [index for index in range(6) if Recomputed.named(2).includes(index)]
+    [1, 3, 5]
     """
 
     every: int
@@ -44,8 +44,10 @@ class Recomputed(NamedTuple):
         if isinstance(recompute, bool) or isinstance(recompute, int) and recompute > 0:
             return cls(int(recompute), False)
         if recompute not in POLICIES:
-            raise Pmm3dError('recompute is "none", "selective" (attention alone), "full", or a number k for every k-th '
-                             f"block; got {recompute!r}")
+            raise Pmm3dError(
+                'recompute is "none", "selective" (attention alone), "full", or a number k for every k-th '
+                f"block; got {recompute!r}"
+            )
         return cls(int(recompute == "full"), recompute == "selective")
 
     def includes(self, index: int) -> bool:
@@ -120,8 +122,14 @@ class Recompute(Module):
         for module, training in mode[1].items():
             module.training = training
 
-    def _again(self, inputs: Sequence[Tensor], options: dict[str, Any], mode: Mode, frozen: Sequence[Parameter],
-               gradients: Sequence[Array | None]) -> dict[Edge, Array]:
+    def _again(
+        self,
+        inputs: Sequence[Tensor],
+        options: dict[str, Any],
+        mode: Mode,
+        frozen: Sequence[Parameter],
+        gradients: Sequence[Array | None],
+    ) -> dict[Edge, Array]:
         """Repeat the forward pass, then run the backward pass. Return the gradients of the inputs.
 
         mode, frozen: state and frozen parameters of the first forward pass; gradients: of the outputs.
@@ -137,8 +145,11 @@ class Recompute(Module):
         finally:
             self._set_mode(now)
         outs = made if isinstance(made, tuple) else (made,)
-        starts = [(out.edge, gradient) for out, gradient in zip(outs, gradients)
-                  if out.edge is not None and gradient is not None]
+        starts = [
+            (out.edge, gradient)
+            for out, gradient in zip(outs, gradients)
+            if out.edge is not None and gradient is not None
+        ]
         output = sum(workspace.counted(out.form.local_shape, out.dtype, out.library) for out in outs)
         memory["recompute saves"] = memory.get("recompute saves", 0) + workspace.in_use() - held - output
         del made, outs, inputs

@@ -65,8 +65,9 @@ def manual_seed(grid: Grid, seed: int) -> None:
     check_grid("manual_seed", grid)
     with grid.collective_call("manual_seed", seed, always=True):
         if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool) or not 0 <= seed < 2**64:
-            raise Pmm3dError(f"manual_seed: the seed is a whole number from 0 to 2^64 - 1; got {seed!r}: convert it "
-                             "with int(...)")
+            raise Pmm3dError(
+                f"manual_seed: the seed is a whole number from 0 to 2^64 - 1; got {seed!r}: convert it with int(...)"
+            )
     grid.whole.attached[Seeds] = Seeds(int(seed))
 
 
@@ -85,6 +86,8 @@ def check_grid(what: str, grid: Any) -> None:
     if not isinstance(grid, Grid):
         raise GridError(f"{what}: the first argument is the Grid; got a {type(grid).__name__}: pass {what}(grid, ...)")
     if grid.size != grid.shape.size:
-        raise GridError(f"{what}: grid {grid.shape} leaves ranks of {grid.size} idle; a network needs a grid of all "
-                        f"ranks: choose a shape of {grid.size} ranks, or make the Grid on a communicator of "
-                        f"{grid.shape.size} (comm.Split)")
+        raise GridError(
+            f"{what}: grid {grid.shape} leaves ranks of {grid.size} idle; a network needs a grid of all "
+            f"ranks: choose a shape of {grid.size} ranks, or make the Grid on a communicator of "
+            f"{grid.shape.size} (comm.Split)"
+        )

@@ -168,8 +168,15 @@ class Node:
 
     __slots__ = ("__weakref__", "_fetched", "forms", "kept", "leaf", "leaves", "number", "parents", "rule")
 
-    def __init__(self, *forms: Form, parents: Sequence[Edge | None] = (), rule: Rule | None = None,
-                 kept: Sequence[Saved] = (), leaf: Leaf | None = None, frozen: Sequence[Leaf] = ()):
+    def __init__(
+        self,
+        *forms: Form,
+        parents: Sequence[Edge | None] = (),
+        rule: Rule | None = None,
+        kept: Sequence[Saved] = (),
+        leaf: Leaf | None = None,
+        frozen: Sequence[Leaf] = (),
+    ):
         self.forms, self.parents, self.rule, self.kept = forms, parents, rule, kept
         self.leaf, self.number = None if leaf is None else ref(leaf), next(Tape.of(forms[0].grid).numbers)
         self._fetched: list[Any] | None = None
@@ -209,16 +216,22 @@ class Node:
         return parents, lambda *gradients: rule(*gradients, *kept)
 
 
-USED = ("backward: an operation before this tensor was used already by another backward pass, or is in a Recompute, "
-        "which does not keep it. Add the losses and call backward once, or compute the shared part for each loss")
+USED = (
+    "backward: an operation before this tensor was used already by another backward pass, or is in a Recompute, "
+    "which does not keep it. Add the losses and call backward once, or compute the shared part for each loss"
+)
 
 
-CHANGED = ("backward: a parameter was changed, or moved to another layout, since the forward pass. Call backward "
-           "before the optimizer's step")
+CHANGED = (
+    "backward: a parameter was changed, or moved to another layout, since the forward pass. Call backward "
+    "before the optimizer's step"
+)
 
 
-OVERWRITTEN = ("backward: an array that an operation saved ({}) was overwritten since the forward pass, so gradients "
-               "would be wrong. Call backward first, or write the next values to another matrix")
+OVERWRITTEN = (
+    "backward: an array that an operation saved ({}) was overwritten since the forward pass, so gradients "
+    "would be wrong. Call backward first, or write the next values to another matrix"
+)
 
 
 def reachable(*last: Node) -> Iterator[Node]:
@@ -304,13 +317,16 @@ def _one_each(parts: Sequence[Part], parents: Sequence[Edge | None]) -> list[Par
     """List of the parts that a rule returned. Raises Pmm3dError if their number differs from that of the parents."""
     if not isinstance(parts, (tuple, list)) or len(parts) != len(parents):
         got = f"{len(parts)} gradients" if isinstance(parts, (tuple, list)) else f"a {type(parts).__name__}"
-        raise Pmm3dError(f"backward: a rule returned {got} for {len(parents)} parents. It must return a tuple with a "
-                         "gradient for each parent, or None if no gradient is needed")
+        raise Pmm3dError(
+            f"backward: a rule returned {got} for {len(parents)} parents. It must return a tuple with a "
+            "gradient for each parent, or None if no gradient is needed"
+        )
     return list(parts)
 
 
-def _pass_on(part: Part, parent: Edge | None, coming: dict[Edge, PendingGradient],
-             nodes: list[tuple[int, Node]]) -> None:
+def _pass_on(
+    part: Part, parent: Edge | None, coming: dict[Edge, PendingGradient], nodes: list[tuple[int, Node]]
+) -> None:
     """Pass a part to a leaf, or add it to the gradient of a node that runs later."""
     if part is None or parent is None:
         return

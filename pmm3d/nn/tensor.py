@@ -81,12 +81,20 @@ class Tensor(Uncompared):
     output = 0
     _saved: tuple[ReferenceType[Saved], tuple[object, ...]] | None = None
 
-    def __init__(self, value: DistMatrix, *, requires_grad: bool = False, edge: Edge | None = None,
-                 pending: Pending | None = None):
+    def __init__(
+        self,
+        value: DistMatrix,
+        *,
+        requires_grad: bool = False,
+        edge: Edge | None = None,
+        pending: Pending | None = None,
+    ):
         if not isinstance(value, DistMatrix):
-            raise Pmm3dError(f"a Tensor is made of a DistMatrix; got {type(value).__name__}: convert an array that all "
-                             "ranks hold by DistMatrix.from_global(grid, array.astype(dtype), layout=batch_layout()), "
-                             "with the network's dtype and pmm3d.layout.batch_layout")
+            raise Pmm3dError(
+                f"a Tensor is made of a DistMatrix; got {type(value).__name__}: convert an array that all "
+                "ranks hold by DistMatrix.from_global(grid, array.astype(dtype), layout=batch_layout()), "
+                "with the network's dtype and pmm3d.layout.batch_layout"
+            )
         self._take(value)
         self._pending, self.grad = pending, None
         self.node = Node(self.form, leaf=self) if requires_grad else None
@@ -140,8 +148,7 @@ class Tensor(Uncompared):
         and its address. Writes to numpy and cupy arrays do not change these. PMM3D_DEBUG=1 adds a digest of the shard.
         """
         shard = self.shard
-        return (self.version, self._value.fills, self.form.library.address(shard),
-                *state_of(shard, self.tape.debug))
+        return (self.version, self._value.fills, self.form.library.address(shard), *state_of(shard, self.tape.debug))
 
     def saved(self, name: str) -> Saved:
         """Return the packed shard (`Tape.pack`). All operations that keep the shard get the same object."""
@@ -152,9 +159,17 @@ class Tensor(Uncompared):
             self._saved = ref(found), written
         return found
 
-    def made(self, local: Array, parents: Sequence[Tensor | Edge | None], rule: Rule, *,
-             keep: Mapping[str, Tensor | Array] = {}, shape: tuple[int, int] | None = None,
-             layout: Layout | None = None, pending: Pending | None = None) -> Tensor:
+    def made(
+        self,
+        local: Array,
+        parents: Sequence[Tensor | Edge | None],
+        rule: Rule,
+        *,
+        keep: Mapping[str, Tensor | Array] = {},
+        shape: tuple[int, int] | None = None,
+        layout: Layout | None = None,
+        pending: Pending | None = None,
+    ) -> Tensor:
         """Result of an operation on this tensor. `results_of` returns several.
 
         Parameters
@@ -231,26 +246,36 @@ class Tensor(Uncompared):
             start[...] = as_tensor(given).shard
             return start
         if self.shape != (1, 1):
-            raise LayoutError(f"backward starts from a loss, 1 x 1, or needs the gradient of this tensor, which is "
-                              f"{self.shape[0]} x {self.shape[1]}: backward(gradient)")
+            raise LayoutError(
+                f"backward starts from a loss, 1 x 1, or needs the gradient of this tensor, which is "
+                f"{self.shape[0]} x {self.shape[1]}: backward(gradient)"
+            )
         if scale != 1 and self.dtype in LOW_PRECISION:
-            raise DTypeError(f"backward: a {self.dtype} loss with the scale {scale:g} may overflow: compute the loss "
-                             'from nn.cast(x, "float32")')
+            raise DTypeError(
+                f"backward: a {self.dtype} loss with the scale {scale:g} may overflow: compute the loss "
+                'from nn.cast(x, "float32")'
+            )
         one = self.form.new()
         one[...] = scale
         return one
 
     def _check_start(self, gradient: Any) -> None:
         if not isinstance(gradient, DistMatrix):
-            raise Pmm3dError("backward: the gradient is a Tensor or a DistMatrix of the tensor's shape and type; got a "
-                             f"{type(gradient).__name__}. DistMatrix.from_global(grid, array) spreads an array that "
-                             "all ranks hold")
+            raise Pmm3dError(
+                "backward: the gradient is a Tensor or a DistMatrix of the tensor's shape and type; got a "
+                f"{type(gradient).__name__}. DistMatrix.from_global(grid, array) spreads an array that "
+                "all ranks hold"
+            )
         if gradient.shape != self.shape:
-            raise LayoutError(f"backward: the gradient is {gradient.shape[0]} x {gradient.shape[1]}, the tensor "
-                              f"{self.shape[0]} x {self.shape[1]}")
+            raise LayoutError(
+                f"backward: the gradient is {gradient.shape[0]} x {gradient.shape[1]}, the tensor "
+                f"{self.shape[0]} x {self.shape[1]}"
+            )
         if (gradient.dtype, gradient.library) != (self.dtype, self.library) or gradient.grid is not self.grid:
-            raise DTypeError(f"backward: the gradient is {gradient!r}, the tensor {self._value!r}: they must be of "
-                             "one type and library, on one Grid")
+            raise DTypeError(
+                f"backward: the gradient is {gradient!r}, the tensor {self._value!r}: they must be of "
+                "one type and library, on one Grid"
+            )
 
     def kept(self) -> list[Array]:
         """Arrays that the tape keeps for a backward pass from this tensor, as `Tape.pack` returned them, each once."""
@@ -275,8 +300,10 @@ class Tensor(Uncompared):
             If the tensor has another shape.
         """
         if self.shape != (1, 1):
-            raise LayoutError(f"item: the tensor must have one element; this one is {self.shape[0]} x {self.shape[1]}. "
-                              "tensor.value.gather() returns all elements")
+            raise LayoutError(
+                f"item: the tensor must have one element; this one is {self.shape[0]} x {self.shape[1]}. "
+                "tensor.value.gather() returns all elements"
+            )
         host = self.library.to_numpy(whole(self).shard)
         return float(host[0, 0]) if host.size else float("nan")
 
@@ -315,8 +342,13 @@ class Tensor(Uncompared):
         return f"<{type(self).__name__} {self._value!r}>"
 
 
-def results_of(values: Sequence[DistMatrix], parents: Sequence[Tensor | Edge | None], rule: Rule, *,
-               keep: Mapping[str, Tensor | Array] = {}) -> list[Tensor]:
+def results_of(
+    values: Sequence[DistMatrix],
+    parents: Sequence[Tensor | Edge | None],
+    rule: Rule,
+    *,
+    keep: Mapping[str, Tensor | Array] = {},
+) -> list[Tensor]:
     """Results of an operation that has several.
 
     Parameters
@@ -348,21 +380,32 @@ def results_of(values: Sequence[DistMatrix], parents: Sequence[Tensor | Edge | N
     return _noted([Tensor(value) for value in values], parents, rule, keep)
 
 
-def _noted(results: list[Tensor], parents: Sequence[Tensor | Edge | None], rule: Rule,
-           keep: Mapping[str, Tensor | Array]) -> list[Tensor]:
+def _noted(
+    results: list[Tensor], parents: Sequence[Tensor | Edge | None], rule: Rule, keep: Mapping[str, Tensor | Array]
+) -> list[Tensor]:
     """Put the results on the tape if a gradient is needed."""
     tape, grid = results[0].tape, results[0].grid
     edges = [parent.edge if isinstance(parent, Tensor) else parent for parent in parents]
     for edge in edges:
         if edge is not None and edge.form.grid is not grid:
-            raise GridError(f"an operation on tensors of two Grids: the result is on {grid.shape}, an operand on "
-                            f"{edge.form.grid.shape}")
+            raise GridError(
+                f"an operation on tensors of two Grids: the result is on {grid.shape}, an operand on "
+                f"{edge.form.grid.shape}"
+            )
     if tape.recording and any(edges):
-        frozen = [parent for parent in parents
-                  if isinstance(parent, Tensor) and parent.node is None and parent.accumulated is not None]
+        frozen = [
+            parent
+            for parent in parents
+            if isinstance(parent, Tensor) and parent.node is None and parent.accumulated is not None
+        ]
         kept = [_saved(name, each, results) for name, each in keep.items()] if tape.keeping else ()
-        node = Node(*[result.form for result in results], parents=edges, rule=rule if tape.keeping else None,
-                    kept=kept, frozen=frozen)
+        node = Node(
+            *[result.form for result in results],
+            parents=edges,
+            rule=rule if tape.keeping else None,
+            kept=kept,
+            frozen=frozen,
+        )
         for output, result in enumerate(results):
             result.node, result.output = node, output
     return results

@@ -168,8 +168,7 @@ class Arithmetic(Reductions, Submatrices):
         return self
 
     @one_thread
-    def elementwise(self, function: Callable[..., Array], *others: Self,
-                    out: Self | None = None) -> Self:
+    def elementwise(self, function: Callable[..., Array], *others: Self, out: Self | None = None) -> Self:
         """function(A, B, ...), element by element.
 
         Parameters
@@ -264,12 +263,15 @@ class Arithmetic(Reductions, Submatrices):
 
     def _multiple(self, what: str, factor: Any, in_place: bool = False) -> Self:
         """Return A times or divided by a number, in A or in a new matrix. Collective."""
-        with self.grid.collective_call(what, self.signature, factor if isinstance(factor,
-                                                                                  Number) else signature_of(factor)):
+        with self.grid.collective_call(
+            what, self.signature, factor if isinstance(factor, Number) else signature_of(factor)
+        ):
             check_numbers(what, self)
             if isinstance(factor, StoredMatrix):
-                raise Pmm3dError(f"{what}: of two matrices this may be meant in two ways. Element by element it is "
-                                 "a.elementwise(numpy.multiply, b), or numpy.divide; the product is a @ b")
+                raise Pmm3dError(
+                    f"{what}: of two matrices this may be meant in two ways. Element by element it is "
+                    "a.elementwise(numpy.multiply, b), or numpy.divide; the product is a @ b"
+                )
             factor = scalar("the factor", factor, self.dtype, what)
             if in_place:
                 check_out(what, self, name="the matrix")
@@ -287,8 +289,10 @@ def _knows_matrices(other: Any, method: str) -> bool:
 
 def _check_sum(what: str, a: StoredMatrix, b: Any) -> None:
     if isinstance(b, Number):
-        raise Pmm3dError(f"{what}: {b!r} is no matrix. On the diagonal it is a.add_identity(s), on every element "
-                         "a.elementwise(lambda part: part + s)")
+        raise Pmm3dError(
+            f"{what}: {b!r} is no matrix. On the diagonal it is a.add_identity(s), on every element "
+            "a.elementwise(lambda part: part + s)"
+        )
     check_numbers(what, a)
     check_alike(what, a, b)
 
@@ -297,10 +301,16 @@ def _check_out(a: StoredMatrix, out: Any) -> None:
     if not isinstance(out, StoredMatrix):
         raise Pmm3dError(no_matrix("out", out, "elementwise"))
     check_out("elementwise", out)
-    if out.grid is not a.grid or out.shape != a.shape or out.library != a.library or not has_layout(out,
-                                                                                                    a.layout.summed):
-        raise LayoutError(f"elementwise: out is {out}; needed is {a.shape[0]} x {a.shape[1]} of {a.library.kind} in "
-                          f"{a.layout.summed} on the grid of the matrix")
+    if (
+        out.grid is not a.grid
+        or out.shape != a.shape
+        or out.library != a.library
+        or not has_layout(out, a.layout.summed)
+    ):
+        raise LayoutError(
+            f"elementwise: out is {out}; needed is {a.shape[0]} x {a.shape[1]} of {a.library.kind} in "
+            f"{a.layout.summed} on the grid of the matrix"
+        )
     a.grid.transport.check_place(a.library, out.memory)
 
 
@@ -350,22 +360,26 @@ def _scale_into(what: str, out: StoredMatrix, a: StoredMatrix, factor: complex) 
     by_rows(a.library, kernel, out.stored, _as_in(a, out), name="scale")
 
 
-def _evaluated(function: Callable[..., Array], first: Matrix, rest: Sequence[StoredMatrix],
-               out: Matrix | None) -> Matrix:
+def _evaluated(
+    function: Callable[..., Array], first: Matrix, rest: Sequence[StoredMatrix], out: Matrix | None
+) -> Matrix:
     matrices: list[StoredMatrix] = [first, *rest]
     library, arrays = first.library, [matrix.local for matrix in matrices]
     if isinstance(function, np.ufunc) and function.nout == 1 and library.name == "numpy" and library.has_data:
         kind = _checked_type(library, function(*(array[:0] for array in arrays)), out)
-        if out is None or all(_one_place(out, matrix) or not library.share_memory(out.memory, array)
-                              for matrix, array in zip(matrices, arrays)):
+        if out is None or all(
+            _one_place(out, matrix) or not library.share_memory(out.memory, array)
+            for matrix, array in zip(matrices, arrays)
+        ):
             made = first.empty_in(first.layout, first.grid, kind) if out is None else out
             by_rows(library, function, made.stored, *(flipped(array, made.order) for array in arrays))
             return made
     found = function(*arrays)
     kind = _checked_type(library, found, out)
     if tuple(found.shape) != first.box.shape:
-        raise LayoutError(f"elementwise: the function makes the shape {tuple(found.shape)} of {first.box.shape}; it "
-                          "must keep it")
+        raise LayoutError(
+            f"elementwise: the function makes the shape {tuple(found.shape)} of {first.box.shape}; it must keep it"
+        )
     if out is not None:
         copy_into(library, found, out.memory)
         return out
@@ -379,8 +393,9 @@ def _checked_type(library: NumpyLibrary, made: Array, out: StoredMatrix | None) 
     """Element type of an array that a function returned. Raises DTypeError for a wrong library or type."""
     found = library_of(made)
     if found != library:
-        raise DTypeError(f"elementwise: the function makes arrays of {found.kind} of those of {library.kind}; it must "
-                         "keep to them")
+        raise DTypeError(
+            f"elementwise: the function makes arrays of {found.kind} of those of {library.kind}; it must keep to them"
+        )
     kind = check_matrix_dtype(library.dtype(made), library)
     if out is not None and out.dtype != kind:
         raise DTypeError(f"elementwise: the function makes {kind}, and out is {out.dtype}")

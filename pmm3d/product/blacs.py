@@ -86,8 +86,15 @@ class BlacsContext:
     ([(5, 4)], True)
     """
 
-    def __init__(self, comm: MPI.Intracomm | Grid | None = None, shape: tuple[int, int] = (1, 1),
-                 numbering: str = "R", *, ranks: Sequence[int] | None = None, relabel: bool = True):
+    def __init__(
+        self,
+        comm: MPI.Intracomm | Grid | None = None,
+        shape: tuple[int, int] = (1, 1),
+        numbering: str = "R",
+        *,
+        ranks: Sequence[int] | None = None,
+        relabel: bool = True,
+    ):
         self._owned = not isinstance(comm, Grid)
         self.grid: Grid = comm if isinstance(comm, Grid) else _over(comm)
         self.relabel, self.closed = relabel, False
@@ -101,8 +108,10 @@ class BlacsContext:
                 self._cyclic = BlockCyclic((0, 0), (1, 1), shape, numbering, ranks=ranks)
                 self._cyclic.check_ranks(self.grid.size)
                 if self.grid.dry_run is not None:
-                    raise GridError("a dry run has no BLACS context: DistMatrix.from_block_cyclic moves such matrices "
-                                    "there, and matmul multiplies")
+                    raise GridError(
+                        "a dry run has no BLACS context: DistMatrix.from_block_cyclic moves such matrices "
+                        "there, and matmul multiplies"
+                    )
                 if not isinstance(relabel, bool):
                     raise GridError(f"relabel is True or False; got {relabel!r}")
         except Exception:
@@ -112,8 +121,9 @@ class BlacsContext:
         tiles = self._cyclic.tiles(self.grid.rank)
         self.row, self.col = tiles[0] if tiles else (-1, -1)
 
-    def descriptor(self, m: int, n: int, mb: int, nb: int, rsrc: int = 0, csrc: int = 0,
-                   lld: int | None = None) -> Descriptor:
+    def descriptor(
+        self, m: int, n: int, mb: int, nb: int, rsrc: int = 0, csrc: int = 0, lld: int | None = None
+    ) -> Descriptor:
         """Descriptor of an m x n matrix on this context, as ScaLAPACK's DESCINIT.
 
         Parameters
@@ -162,8 +172,10 @@ class BlacsContext:
         if values[0] != DENSE:
             raise LayoutError(f"{what}; got {numbers!r}")
         if not any(values[1::2]):
-            raise LayoutError(f"the descriptor {[*values]} looks like one of integers of 8 bytes that is read as of 4: "
-                              "compile without -i8 or -fdefault-integer-8, or copy it")
+            raise LayoutError(
+                f"the descriptor {[*values]} looks like one of integers of 8 bytes that is read as of 4: "
+                "compile without -i8 or -fdefault-integer-8, or copy it"
+            )
         return Descriptor(self, *(values[place] for place in (M_, N_, MB_, NB_, RSRC_, CSRC_, LLD_)))
 
     def check_open(self) -> None:
@@ -196,8 +208,9 @@ class BlacsContext:
         """Register a plan that is closed with the context."""
         self._made = [known for known in self._made if known() is not None] + [weakref.ref(plan)]
 
-    def product_grid(self, product: tuple[int, int, int], dtype: str,
-                     moves: Callable[[GridShape], Sequence[tuple[Tiled, Placement]]]) -> tuple[Grid, tuple[int, ...]]:
+    def product_grid(
+        self, product: tuple[int, int, int], dtype: str, moves: Callable[[GridShape], Sequence[tuple[Tiled, Placement]]]
+    ) -> tuple[Grid, tuple[int, ...]]:
         """Return the fastest grid for a product, and the rank in this context of each of its ranks. Collective.
 
         moves(shape) lists the (source, target) layouts of the moves for a grid shape. The context caches the grid.
@@ -210,16 +223,25 @@ class BlacsContext:
             self._grids[shape, ranks] = self._product_grid(shape, ranks, product, dtype)
         return self._grids[shape, ranks], ranks
 
-    def _product_grid(self, shape: GridShape, ranks: tuple[int, ...], product: tuple[int, int, int],
-                      dtype: str) -> Grid:
+    def _product_grid(
+        self, shape: GridShape, ranks: tuple[int, ...], product: tuple[int, int, int], dtype: str
+    ) -> Grid:
         base = self.grid
         with base.comm.waiting("making the grid of a product"):
             comm = MPI.Intracomm(MPI.Intracomm(base.comm).Split(0, ranks.index(base.rank)))
         try:
-            return ProductGrid(comm, tuple(shape[:3]) if shape.size == base.size else "auto", product=product,
-                               dtype=dtype, timeout=base.transport.timeout, check=base.engine.check,
-                               debug=base.debug, log=base.ledger.log, trace=base.ledger.trace,
-                               device_transport=base.transport.asked)
+            return ProductGrid(
+                comm,
+                tuple(shape[:3]) if shape.size == base.size else "auto",
+                product=product,
+                dtype=dtype,
+                timeout=base.transport.timeout,
+                check=base.engine.check,
+                debug=base.debug,
+                log=base.ledger.log,
+                trace=base.ledger.trace,
+                device_transport=base.transport.asked,
+            )
         finally:
             comm.Free()
 
@@ -242,8 +264,9 @@ class BlacsContext:
     def __enter__(self) -> BlacsContext:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._owned:
             self.grid.__exit__(kind, error, trace)
         elif leaves_in_order(error) or getattr(error, "everywhere", False):
@@ -298,16 +321,24 @@ class Descriptor:
         except TypeError:
             raise LayoutError(f"the leading dimension is a whole number; got {self.lld!r}") from None
         if lld is not None and lld < max(1, self.local_rows):
-            raise LayoutError(f"the leading dimension is {lld}; rank {self.context.grid.ledger.rank} stores "
-                              f"{self.local_rows} rows of a {self.m} x {self.n} matrix in blocks of {self.mb} x "
-                              f"{self.nb}: it is at least that, and 1")
+            raise LayoutError(
+                f"the leading dimension is {lld}; rank {self.context.grid.ledger.rank} stores "
+                f"{self.local_rows} rows of a {self.m} x {self.n} matrix in blocks of {self.mb} x "
+                f"{self.nb}: it is at least that, and 1"
+            )
 
     @cached_property
     def cyclic(self) -> BlockCyclic:
         """Layout of the matrix."""
         empty = self.context._cyclic
-        return BlockCyclic((self.m, self.n), (self.mb, self.nb), empty.process_grid, empty.numbering,
-                           (self.rsrc, self.csrc), empty.ranks)
+        return BlockCyclic(
+            (self.m, self.n),
+            (self.mb, self.nb),
+            empty.process_grid,
+            empty.numbering,
+            (self.rsrc, self.csrc),
+            empty.ranks,
+        )
 
     @property
     def local_rows(self) -> int:

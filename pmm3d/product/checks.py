@@ -66,8 +66,16 @@ def passed_contents(grid: Any, array: Any) -> tuple[str, ...]:
     return (contents(array),) if getattr(grid, "debug", False) else ()
 
 
-def check_replicas(grid: Grid, what: str, group: int, numbers: Sequence[float], remedy: str, *,
-                   spread: float = 0.0, along: Sequence[str] = ()) -> None:
+def check_replicas(
+    grid: Grid,
+    what: str,
+    group: int,
+    numbers: Sequence[float],
+    remedy: str,
+    *,
+    spread: float = 0.0,
+    along: Sequence[str] = (),
+) -> None:
     """Raise DisagreementError, on every rank that calls, if two ranks of one group have different numbers.
 
     group    ranks with the same group must hold the same data; ranks of different groups are not compared
@@ -88,8 +96,10 @@ def check_replicas(grid: Grid, what: str, group: int, numbers: Sequence[float], 
         other = first.setdefault(row[1], row)
         if not np.allclose(row[2:], other[2:], rtol=spread, atol=0, equal_nan=True):
             with nullcontext() if along else grid.collective_call(what, always=True):
-                raise DisagreementError(f"{what}: ranks {other[0]:.0f} and {row[0]:.0f} must hold the same data, and "
-                                        f"their data differ. {remedy}")
+                raise DisagreementError(
+                    f"{what}: ranks {other[0]:.0f} and {row[0]:.0f} must hold the same data, and "
+                    f"their data differ. {remedy}"
+                )
 
 
 def digest_of(*arrays: Any) -> int:
@@ -108,11 +118,14 @@ def compared_dtype(dtype: Any) -> Any:
 def check_order(order: Any, shared: bool = False) -> None:
     """Raise LayoutError for an invalid order of shards, and for "F" in shared memory."""
     if order not in (BY_ROWS, BY_COLUMNS):
-        raise LayoutError('the order of a shard is "C", by rows, or "F", by columns (pmm3d bench --order times each); '
-                          f"got {order!r}")
+        raise LayoutError(
+            f'the order of a shard is "C", by rows, or "F", by columns (pmm3d bench --order times each); got {order!r}'
+        )
     if shared and order == "F":
-        raise LayoutError('shards in shared memory are stored by rows: leave out shared=True for order="F", or take '
-                          "the transpose (.T) of a shared matrix")
+        raise LayoutError(
+            'shards in shared memory are stored by rows: leave out shared=True for order="F", or take '
+            "the transpose (.T) of a shared matrix"
+        )
 
 
 def check_root(what: str, root: Any, grid: Grid) -> None:
@@ -139,8 +152,10 @@ def check_operands(a: Any, b: Any, out: Any, beta: complex, what: str = "matmul"
     a.grid.transport.check_place(a.library, *(matrix.memory for matrix in given.values()))
     check_same_dtype(a.dtype, b.dtype, None if out is None else out.dtype)
     if a.dtype not in MATRIX_DTYPES:
-        raise DTypeError(f"{what}: A and B are {a.dtype}, which holds labels; products are of numbers of the types "
-                         f"{', '.join(MATRIX_DTYPES)}")
+        raise DTypeError(
+            f"{what}: A and B are {a.dtype}, which holds labels; products are of numbers of the types "
+            f"{', '.join(MATRIX_DTYPES)}"
+        )
     if a.library != b.library or (out is not None and out.library != a.library):
         libraries = ", ".join(f"{name} is in {each.library}" for name, each in given.items())
         raise LayoutError(f"{what}: {libraries}: use one array library")
@@ -149,8 +164,10 @@ def check_operands(a: Any, b: Any, out: Any, beta: complex, what: str = "matmul"
             raise LayoutError(f"{what}: beta needs out=, the C that it scales")
         return
     if out.layout.on(out.grid.shape).sums:
-        raise LayoutError(f"{what}: out has partial sums, {out.layout}, and a product has none: pass an out in "
-                          "out.layout.summed, or leave it out and redistribute the result")
+        raise LayoutError(
+            f"{what}: out has partial sums, {out.layout}, and a product has none: pass an out in "
+            "out.layout.summed, or leave it out and redistribute the result"
+        )
     check_out(what, out, a, b)
 
 
@@ -159,15 +176,19 @@ def check_on_grid(a: StoredMatrix, name: str, matrix: Any, what: str, described:
     if not isinstance(matrix, StoredMatrix):
         raise Pmm3dError(no_matrix(name, matrix, what))
     if matrix.grid is not a.grid:
-        raise GridError(f"{described} on grid {a.grid.shape}, {name} on another Grid ({matrix.grid.shape}); bring it "
-                        f"over with {name}.redistribute(layout, grid)")
+        raise GridError(
+            f"{described} on grid {a.grid.shape}, {name} on another Grid ({matrix.grid.shape}); bring it "
+            f"over with {name}.redistribute(layout, grid)"
+        )
 
 
 def check_out(what: str, out: StoredMatrix, *sources: StoredMatrix, name: str = "out") -> None:
     """Raise LayoutError if a matrix cannot be changed in place while the sources are read."""
     if out.conjugated:
-        raise LayoutError(f"{what}: {name} is a conjugated view (.H), which is not written to; write to the matrix "
-                          "that it is a view of, or to redistribute(layout), which is a copy")
+        raise LayoutError(
+            f"{what}: {name} is a conjugated view (.H), which is not written to; write to the matrix "
+            "that it is a view of, or to redistribute(layout), which is a copy"
+        )
     check_output(out.library, what, out.stored, *(source.memory for source in sources), name=name, strided=True)
 
 
@@ -182,8 +203,10 @@ def check_target(matrix: StoredMatrix, layout: Layout, grid: Any, out: Any) -> N
     if not isinstance(out, StoredMatrix):
         raise Pmm3dError(f"redistribute: out is a {type(out).__name__}; it must be a DistMatrix")
     if out.grid is not grid:
-        raise GridError(f"redistribute: out is on another Grid ({out.grid.shape}) than the one asked for "
-                        f"({grid.shape}); pass grid=out.grid")
+        raise GridError(
+            f"redistribute: out is on another Grid ({out.grid.shape}) than the one asked for "
+            f"({grid.shape}); pass grid=out.grid"
+        )
     needed = matrix.shape, matrix.dtype, str(layout), grid.shape, matrix.order, out.conjugated, matrix.library.kind
     if out.signature != needed or out.library != matrix.library:
         raise LayoutError(f"redistribute: out is {out}; needed is {matrix} in {layout} on {grid.shape}")
@@ -194,22 +217,28 @@ def check_one_device(what: str, *arrays: Array) -> None:
     """Raise GridError if the arrays are on several devices."""
     found = sorted({number for array in arrays if (number := library_of(array).device_of(array)) is not None})
     if len(found) > 1:
-        raise GridError(f"{what}: on each rank, all matrices of a call must be on one device; here they are on the "
-                        f"devices {', '.join(map(str, found))}. Make them on one device. pmm3d.arrays.take_device "
-                        "makes it current")
+        raise GridError(
+            f"{what}: on each rank, all matrices of a call must be on one device; here they are on the "
+            f"devices {', '.join(map(str, found))}. Make them on one device. pmm3d.arrays.take_device "
+            "makes it current"
+        )
 
 
 def no_matrix(name: str, value: Any, what: str = "matmul") -> str:
     """Error message for an operand that is not a matrix."""
-    return (f"{what}: {name} is a {type(value).__name__}; it must be a DistMatrix. DistMatrix.from_global makes one of "
-            "a whole array")
+    return (
+        f"{what}: {name} is a {type(value).__name__}; it must be a DistMatrix. DistMatrix.from_global makes one of "
+        "a whole array"
+    )
 
 
 def check_numbers(what: str, matrix: StoredMatrix) -> None:
     """Raise DTypeError for a matrix of labels."""
     if matrix.dtype not in MATRIX_DTYPES:
-        raise DTypeError(f"{what}: the matrix is {matrix.dtype}, which holds labels; arithmetic is of numbers of the "
-                         f"types {', '.join(MATRIX_DTYPES)}")
+        raise DTypeError(
+            f"{what}: the matrix is {matrix.dtype}, which holds labels; arithmetic is of numbers of the "
+            f"types {', '.join(MATRIX_DTYPES)}"
+        )
 
 
 def check_alike(what: str, a: StoredMatrix, b: Any, shape: tuple[int, int] | None = None, name: str = "B") -> None:
@@ -218,11 +247,15 @@ def check_alike(what: str, a: StoredMatrix, b: Any, shape: tuple[int, int] | Non
     shape = a.shape if shape is None else shape
     a.grid.transport.check_place(a.library, a.memory, b.memory)
     if b.shape != shape:
-        raise LayoutError(f"{what}: {name} is {b.shape[0]} x {b.shape[1]}; it must be {shape[0]} x {shape[1]}: "
-                          "nothing is repeated along rows or columns")
+        raise LayoutError(
+            f"{what}: {name} is {b.shape[0]} x {b.shape[1]}; it must be {shape[0]} x {shape[1]}: "
+            "nothing is repeated along rows or columns"
+        )
     if b.dtype != a.dtype or b.library != a.library:
-        raise DTypeError(f"{what}: the matrix is {a.dtype} of {a.library.kind}, {name} {b.dtype} of {b.library.kind}; "
-                         "convert them to one type, a.astype(dtype), and one array library")
+        raise DTypeError(
+            f"{what}: the matrix is {a.dtype} of {a.library.kind}, {name} {b.dtype} of {b.library.kind}; "
+            "convert them to one type, a.astype(dtype), and one array library"
+        )
 
 
 def check_square(what: str, matrix: StoredMatrix) -> None:
@@ -244,8 +277,10 @@ def check_tf32(tf32: Any, a: Any, what: str = "matmul") -> None:
     if not isinstance(tf32, bool):
         raise DTypeError(f"{what}: tf32 is True or False; got {tf32!r}")
     if tf32 and (a.library.on_host or a.dtype not in ("float32", "complex64")):
-        raise DTypeError(f"{what}: tf32 rounds float32 and complex64 on a GPU; these are {a.dtype} matrices of "
-                         f"{a.library.kind}. Leave it out, or use library=\"cupy\" or \"torch:cuda\"")
+        raise DTypeError(
+            f"{what}: tf32 rounds float32 and complex64 on a GPU; these are {a.dtype} matrices of "
+            f'{a.library.kind}. Leave it out, or use library="cupy" or "torch:cuda"'
+        )
 
 
 class Options(NamedTuple):
@@ -266,11 +301,13 @@ def check_options(options: Options, out: Any) -> None:
     if options.order is not None:
         check_order(options.order)
         if out is not None:
-            raise LayoutError(f"out has an order already, and order={options.order!r} is of a new C: leave one of them "
-                              "out")
+            raise LayoutError(
+                f"out has an order already, and order={options.order!r} is of a new C: leave one of them out"
+            )
     if overlap == "panels":
-        raise LayoutError('overlap="panels" is no overlap mode: leave overlap out, and pass the number of panels, as '
-                          "in panels=4")
+        raise LayoutError(
+            'overlap="panels" is no overlap mode: leave overlap out, and pass the number of panels, as in panels=4'
+        )
     if overlap not in (None, *OVERLAPS):
         raise LayoutError(f"overlap is one of {', '.join(OVERLAPS)}; got {overlap!r}")
     if overlap == "none" and panels not in (None, 1):

@@ -36,8 +36,17 @@ class Source(NamedTuple):
     """Whether `values` returns a shard whose rows already have the order of the layout."""
 
 
-def construct(cls: type[Matrix], what: str, grid: Grid, source: Source | Callable[[], Source], layout: Layout,
-              order: str, shared: bool, *passed: Any, is_found: bool = False) -> Matrix:
+def construct(
+    cls: type[Matrix],
+    what: str,
+    grid: Grid,
+    source: Source | Callable[[], Source],
+    layout: Layout,
+    order: str,
+    shared: bool,
+    *passed: Any,
+    is_found: bool = False,
+) -> Matrix:
     """Make a new matrix of a class. Collective.
 
     source     the source, or a function that returns it; a function may raise on one rank only
@@ -56,8 +65,11 @@ def construct(cls: type[Matrix], what: str, grid: Grid, source: Source | Callabl
         dtype = check_matrix_dtype(dtype, library, labels=labels)
         placement = shards(shape, layout, grid)
         axis = sharing_axis(grid, layout, library) if shared else ""
-        local = (values(library, placement.box(grid.rank), dtype) if as_stored or not library.has_data
-                 else _by_runs(placement, grid.rank, values, library, dtype))
+        local = (
+            values(library, placement.box(grid.rank), dtype)
+            if as_stored or not library.has_data
+            else _by_runs(placement, grid.rank, values, library, dtype)
+        )
         if not shared:
             local = in_order(library, local, order)
     if is_found:
@@ -79,8 +91,17 @@ def _by_runs(placement: Placement, rank: int, values: Values, library: NumpyLibr
     return local
 
 
-def in_window(cls: type[Matrix], grid: Grid, what: str, axis: str, shape: tuple[int, int], layout: Layout, dtype: str,
-              library: NumpyLibrary, values: Array | None = None) -> Matrix:
+def in_window(
+    cls: type[Matrix],
+    grid: Grid,
+    what: str,
+    axis: str,
+    shape: tuple[int, int],
+    layout: Layout,
+    dtype: str,
+    library: NumpyLibrary,
+    values: Array | None = None,
+) -> Matrix:
     """Make a matrix in memory that the ranks of an axis share. Collective. `values` are this rank's elements."""
     with grid.collective_call(what, always=True):
         window, local = window_of(grid, axis, shards(shape, layout, grid), dtype, library)
@@ -111,8 +132,10 @@ def exchanged(grid: Grid, array: Any) -> Any:
 def library_of_passed(grid: Grid, array: Any) -> NumpyLibrary:
     """Library of an array that the caller passed, after `exchanged`. May raise on this rank only."""
     if isinstance(array, StoredMatrix):
-        raise DTypeError("a DistMatrix is spread over the ranks, and no array. Its gather() returns an array of the "
-                         "whole matrix, its local the shard of this rank, and its redistribute() another matrix")
+        raise DTypeError(
+            "a DistMatrix is spread over the ranks, and no array. Its gather() returns an array of the "
+            "whole matrix, its local the shard of this rank, and its redistribute() another matrix"
+        )
     try:
         return grid.library(library_of(array))
     except DTypeError as error:
@@ -122,8 +145,10 @@ def library_of_passed(grid: Grid, array: Any) -> NumpyLibrary:
             grid.library().xp.from_dlpack(array)
         except Exception as refusal:
             name = grid.library().name
-            error = DTypeError(f"{error}, and {name} cannot take its memory by DLPack ({refusal}). Make the Grid with "
-                               "a library= that can, or convert the array")
+            error = DTypeError(
+                f"{error}, and {name} cannot take its memory by DLPack ({refusal}). Make the Grid with "
+                "a library= that can, or convert the array"
+            )
         raise error from None
 
 
@@ -160,9 +185,11 @@ def _evaluated(function: Any, box: Box, dtype: str) -> np.ndarray:
             raise ValueError
         return np.broadcast_to(values, box.shape)
     except ValueError:
-        raise LayoutError(f"DistMatrix.from_function: the function gives the shape {values.shape} for "
-                          f"{box.shape[0]} row indices i of shape ({box.shape[0]}, 1) and {box.shape[1]} column "
-                          f"indices j of shape (1, {box.shape[1]}); wanted is {box.shape}, or a number") from None
+        raise LayoutError(
+            f"DistMatrix.from_function: the function gives the shape {values.shape} for "
+            f"{box.shape[0]} row indices i of shape ({box.shape[0]}, 1) and {box.shape[1]} column "
+            f"indices j of shape (1, {box.shape[1]}); wanted is {box.shape}, or a number"
+        ) from None
 
 
 def check_can_hold(what: str, values: np.ndarray, dtype: str) -> None:

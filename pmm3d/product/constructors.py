@@ -25,8 +25,17 @@ class Constructors(StoredMatrix):
     """Class methods that make matrices. Each rank computes the elements of its shard."""
 
     @classmethod
-    def empty(cls, grid: Grid, shape: Shape, *, dtype: Any = "float64", layout: Layout = Layout.A,
-              library: Library | None = None, order: str = "C", shared: bool = False) -> Self:
+    def empty(
+        cls,
+        grid: Grid,
+        shape: Shape,
+        *,
+        dtype: Any = "float64",
+        layout: Layout = Layout.A,
+        library: Library | None = None,
+        order: str = "C",
+        shared: bool = False,
+    ) -> Self:
         """A new matrix whose elements are arbitrary.
 
         Parameters
@@ -87,9 +96,18 @@ class Constructors(StoredMatrix):
         return construct(cls, "DistMatrix.empty", grid, Source(shape, dtype, library, values), layout, order, shared)
 
     @classmethod
-    def from_function(cls, grid: Grid, shape: Shape, function: Callable[[np.ndarray, np.ndarray], Any], *,
-                      dtype: Any = "float64", layout: Layout = Layout.A, library: Library | None = None,
-                      order: str = "C", shared: bool = False) -> Self:
+    def from_function(
+        cls,
+        grid: Grid,
+        shape: Shape,
+        function: Callable[[np.ndarray, np.ndarray], Any],
+        *,
+        dtype: Any = "float64",
+        layout: Layout = Layout.A,
+        library: Library | None = None,
+        order: str = "C",
+        shared: bool = False,
+    ) -> Self:
         """A matrix whose elements are the values of a function of their indices.
 
         Parameters
@@ -126,8 +144,18 @@ class Constructors(StoredMatrix):
         return construct(cls, "DistMatrix.from_function", grid, source, layout, order, shared).keep_one()
 
     @classmethod
-    def full(cls, grid: Grid, shape: Shape, value: complex, *, dtype: Any = "float64", layout: Layout = Layout.A,
-             library: Library | None = None, order: str = "C", shared: bool = False) -> Self:
+    def full(
+        cls,
+        grid: Grid,
+        shape: Shape,
+        value: complex,
+        *,
+        dtype: Any = "float64",
+        layout: Layout = Layout.A,
+        library: Library | None = None,
+        order: str = "C",
+        shared: bool = False,
+    ) -> Self:
         """A matrix whose elements all have one value.
 
         Parameters
@@ -153,17 +181,28 @@ class Constructors(StoredMatrix):
         LayoutError, DisagreementError
             As `DistMatrix.empty`.
         """
+
         def values(library: NumpyLibrary, box: Box, dtype: str) -> Array:
             if not isinstance(value, Number):
                 raise DTypeError(f"DistMatrix.full: the value is a number; got {value!r}")
             return values_of(lambda i, j: value)(library, box, dtype)
 
-        return construct(cls, "DistMatrix.full", grid, Source(shape, dtype, library, values), layout, order, shared,
-                         value).keep_one()
+        return construct(
+            cls, "DistMatrix.full", grid, Source(shape, dtype, library, values), layout, order, shared, value
+        ).keep_one()
 
     @classmethod
-    def zeros(cls, grid: Grid, shape: Shape, *, dtype: Any = "float64", layout: Layout = Layout.A,
-              library: Library | None = None, order: str = "C", shared: bool = False) -> Self:
+    def zeros(
+        cls,
+        grid: Grid,
+        shape: Shape,
+        *,
+        dtype: Any = "float64",
+        layout: Layout = Layout.A,
+        library: Library | None = None,
+        order: str = "C",
+        shared: bool = False,
+    ) -> Self:
         """A matrix of zeros.
 
         Parameters
@@ -179,8 +218,17 @@ class Constructors(StoredMatrix):
         return cls.full(grid, shape, 0, dtype=dtype, layout=layout, library=library, order=order, shared=shared)
 
     @classmethod
-    def ones(cls, grid: Grid, shape: Shape, *, dtype: Any = "float64", layout: Layout = Layout.A,
-             library: Library | None = None, order: str = "C", shared: bool = False) -> Self:
+    def ones(
+        cls,
+        grid: Grid,
+        shape: Shape,
+        *,
+        dtype: Any = "float64",
+        layout: Layout = Layout.A,
+        library: Library | None = None,
+        order: str = "C",
+        shared: bool = False,
+    ) -> Self:
         """A matrix of ones.
 
         Parameters
@@ -196,9 +244,19 @@ class Constructors(StoredMatrix):
         return cls.full(grid, shape, 1, dtype=dtype, layout=layout, library=library, order=order, shared=shared)
 
     @classmethod
-    def random(cls, grid: Grid, shape: Shape, *, seed: int = 0, dtype: Any = "float64", layout: Layout = Layout.A,
-               library: Library | None = None, distribution: str = "uniform", order: str = "C",
-               shared: bool = False) -> Self:
+    def random(
+        cls,
+        grid: Grid,
+        shape: Shape,
+        *,
+        seed: int = 0,
+        dtype: Any = "float64",
+        layout: Layout = Layout.A,
+        library: Library | None = None,
+        distribution: str = "uniform",
+        order: str = "C",
+        shared: bool = False,
+    ) -> Self:
         """A matrix of random numbers, which are the same on every grid for the same seed.
 
         Parameters
@@ -232,8 +290,9 @@ class Constructors(StoredMatrix):
         return construct(cls, "DistMatrix.random", grid, source, layout, order, shared, seed, distribution).keep_one()
 
     @classmethod
-    def identity(cls, grid: Grid, n: int, *, dtype: Any = "float64", layout: Layout = Layout.A,
-                 library: Library | None = None) -> Self:
+    def identity(
+        cls, grid: Grid, n: int, *, dtype: Any = "float64", layout: Layout = Layout.A, library: Library | None = None
+    ) -> Self:
         """The identity matrix.
 
         Parameters
@@ -257,8 +316,9 @@ class Constructors(StoredMatrix):
         return made.keep_one()
 
     @classmethod
-    def diag(cls, grid: Grid, values: Any, *, dtype: Any = None, layout: Layout = Layout.A,
-             library: Library | None = None) -> Self:
+    def diag(
+        cls, grid: Grid, values: Any, *, dtype: Any = None, layout: Layout = Layout.A, library: Library | None = None
+    ) -> Self:
         """A diagonal matrix.
 
         Parameters
@@ -295,15 +355,20 @@ class Constructors(StoredMatrix):
         def describe() -> Source:
             of_values = library_of(values)
             if len(values.shape) != 1:
-                raise LayoutError("DistMatrix.diag: the values are an array of one dim; got the shape "
-                                  f"{tuple(values.shape)}")
+                raise LayoutError(
+                    f"DistMatrix.diag: the values are an array of one dim; got the shape {tuple(values.shape)}"
+                )
             kind = dtype_named(of_values.dtype(values) if dtype is None else dtype)
             check_can_hold("DistMatrix.diag: the values are", of_values.to_numpy(values), kind)
             chosen = of_values.kind if library is None else library
             return Source((len(values),) * 2, kind, chosen, zero_values, labels=False)
 
-        passed = (*array_signature(values), compared_dtype(dtype), library_kind(library or "numpy"),
-                  *passed_contents(grid, values))
+        passed = (
+            *array_signature(values),
+            compared_dtype(dtype),
+            library_kind(library or "numpy"),
+            *passed_contents(grid, values),
+        )
         made = construct(cls, "DistMatrix.diag", grid, describe, layout, "C", False, *passed)
         numbers = library_of(values).to_numpy(values)
         for diagonal, first in diagonals(made):

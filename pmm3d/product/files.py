@@ -32,8 +32,10 @@ def opened(path: str | os.PathLike[str], dataset: str | None) -> Iterator[Any]:
         yield source
         return
     if str(path).endswith(".npz"):
-        raise DataError(f"{path}: an array of an .npz file cannot be read in parts. Save it as a .npy file: "
-                        f"numpy.save('a.npy', numpy.load({str(path)!r})['a'])")
+        raise DataError(
+            f"{path}: an array of an .npz file cannot be read in parts. Save it as a .npy file: "
+            f"numpy.save('a.npy', numpy.load({str(path)!r})['a'])"
+        )
     with needs("io", "HDF5 files"):
         import h5py
     try:
@@ -41,8 +43,10 @@ def opened(path: str | os.PathLike[str], dataset: str | None) -> Iterator[Any]:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise DataError(f"{path} cannot be read as an HDF5 file: {error}. A matrix is read from a .npy file, or from "
-                        "a data set of an HDF5 file") from None
+        raise DataError(
+            f"{path} cannot be read as an HDF5 file: {error}. A matrix is read from a .npy file, or from "
+            "a data set of an HDF5 file"
+        ) from None
     with file:
         if not isinstance(dataset, str) or not isinstance(file.get(dataset), h5py.Dataset):
             raise Pmm3dError(f"{path}: name one of its data sets: {', '.join(map(repr, file))}; got {dataset!r}")
@@ -68,9 +72,11 @@ def check_all_written(path: str | os.PathLike[str], dataset: Any) -> None:
         declared = prod(-(-extent // chunk) for extent, chunk in zip(dataset.shape, dataset.chunks))
         unit, there = "chunks", dataset.id.get_num_chunks()
     if there < declared:
-        raise DataError(f"{path}: data set {dataset.name[1:]!r} declares the shape {dataset.shape}, which "
-                        f"takes {declared:,} {unit}, and {there:,} of them were written: write all rows, or declare "
-                        "only the written rows")
+        raise DataError(
+            f"{path}: data set {dataset.name[1:]!r} declares the shape {dataset.shape}, which "
+            f"takes {declared:,} {unit}, and {there:,} of them were written: write all rows, or declare "
+            "only the written rows"
+        )
 
 
 def write_matrix(matrix: Any, path: str | os.PathLike[str], dataset: str | None, overwrite: bool) -> None:
@@ -81,16 +87,20 @@ def write_matrix(matrix: Any, path: str | os.PathLike[str], dataset: str | None,
             _check_path("to_file", path)
             target = Path(path)
             if (target.suffix == ".npy") == (dataset is not None):
-                raise DataError(f"to_file: {path} is a .npy file, which has no data sets, or an HDF5 file, of which "
-                                f"dataset= names one; got dataset={dataset!r}")
+                raise DataError(
+                    f"to_file: {path} is a .npy file, which has no data sets, or an HDF5 file, of which "
+                    f"dataset= names one; got dataset={dataset!r}"
+                )
             if dataset is not None:
                 check_dataset_name(dataset)
             if not matrix.library.has_data:
-                raise DataError("to_file: a matrix of a dry run has no elements to write. Write it on a grid of "
-                                "processes")
+                raise DataError(
+                    "to_file: a matrix of a dry run has no elements to write. Write it on a grid of processes"
+                )
             if matrix.dtype == "bfloat16":
-                raise DTypeError("to_file: numpy and HDF5 have no bfloat16. Write a.astype(\"float32\"), which has the "
-                                 "same elements")
+                raise DTypeError(
+                    'to_file: numpy and HDF5 have no bfloat16. Write a.astype("float32"), which has the same elements'
+                )
             if grid.rank == 0:
                 with _write_errors(target):
                     if os.path.lexists(target) and not overwrite:
@@ -111,8 +121,9 @@ def write_matrix(matrix: Any, path: str | os.PathLike[str], dataset: str | None,
 
 
 @contextmanager
-def _new_file(target: Path, dataset: str | None, shape: tuple[int, int], dtype: str
-              ) -> Iterator[Callable[[slice, np.ndarray], object]]:
+def _new_file(
+    target: Path, dataset: str | None, shape: tuple[int, int], dtype: str
+) -> Iterator[Callable[[slice, np.ndarray], object]]:
     """Context that returns write(rows, values), which appends consecutive rows to a new file.
 
     The file has a temporary name until the end of the context. It is removed after an error.
@@ -122,8 +133,11 @@ def _new_file(target: Path, dataset: str | None, shape: tuple[int, int], dtype: 
         if dataset is None:
             temporary.unlink(missing_ok=True)
             with open(temporary, "xb") as file:
-                described = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False,
-                             "shape": shape}
+                described = {
+                    "descr": np.lib.format.dtype_to_descr(np.dtype(dtype)),
+                    "fortran_order": False,
+                    "shape": shape,
+                }
                 np.lib.format.write_array_header_1_0(file, described)
                 yield lambda rows, values: file.write(np.ascontiguousarray(values).data)
                 file.flush()

@@ -20,12 +20,22 @@ __all__ = ["BlockCyclic", "Blocks", "from_tiles", "to_tiles"]
 Matrix = TypeVar("Matrix", bound=StoredMatrix)
 
 
-def from_tiles(cls: type[Matrix], what: str, grid: Grid, arrays: Any, tiled: Any, kind: type[Any], layout: Layout,
-               order: str, dtype: Any) -> Matrix:
+def from_tiles(
+    cls: type[Matrix],
+    what: str,
+    grid: Grid,
+    arrays: Any,
+    tiled: Any,
+    kind: type[Any],
+    layout: Layout,
+    order: str,
+    dtype: Any,
+) -> Matrix:
     """Make a matrix of a class from tiles that a BlockCyclic or Blocks describes. Collective."""
     listed = list(arrays) if isinstance(arrays, (list, tuple)) else [arrays]
-    found = array_signature(listed[0])[1:] if listed else (
-        compared_dtype("float64" if dtype is None else dtype), "numpy")
+    found = (
+        array_signature(listed[0])[1:] if listed else (compared_dtype("float64" if dtype is None else dtype), "numpy")
+    )
     all_own = not _has_ranks_without_blocks(tiled, grid)
     with collective_call(grid, what, tiled, layout, order, *(found if all_own else ())):
         _check_kind(f"{what}: the layout", tiled, kind)

@@ -14,12 +14,14 @@ if TYPE_CHECKING:  # imported at first use
 
     from ..layout import BlockCyclic, Blocks
 
+
 class ForeignMatrix(StoredMatrix):
     """Methods that convert from and to the layouts of other libraries and codes."""
 
     @classmethod
-    def from_block_cyclic(cls, grid: Grid, local: Array, cyclic: BlockCyclic, *,
-                          layout: Layout = Layout.A, order: str = "F") -> Self:
+    def from_block_cyclic(
+        cls, grid: Grid, local: Array, cyclic: BlockCyclic, *, layout: Layout = Layout.A, order: str = "F"
+    ) -> Self:
         """A matrix from a block-cyclic matrix, as ScaLAPACK stores it.
 
         Parameters
@@ -65,8 +67,16 @@ class ForeignMatrix(StoredMatrix):
         return from_tiles(cls, what, grid, local, cyclic, BlockCyclic, layout, order, None)
 
     @classmethod
-    def from_blocks(cls, grid: Grid, arrays: Any, blocks: Blocks, *, layout: Layout = Layout.A,
-                    order: str | None = None, dtype: Any = None) -> Self:
+    def from_blocks(
+        cls,
+        grid: Grid,
+        arrays: Any,
+        blocks: Blocks,
+        *,
+        layout: Layout = Layout.A,
+        order: str | None = None,
+        dtype: Any = None,
+    ) -> Self:
         """A matrix from blocks between any cuts, such as slabs of rows.
 
         Parameters

@@ -46,8 +46,16 @@ class Interchange(StoredMatrix):
     """Methods that take and return arrays and files."""
 
     @classmethod
-    def from_global(cls, grid: Grid, array: Array, *, layout: Layout = Layout.A, root: int | None = None,
-                    order: str = "C", shared: bool = False) -> Self:
+    def from_global(
+        cls,
+        grid: Grid,
+        array: Array,
+        *,
+        layout: Layout = Layout.A,
+        root: int | None = None,
+        order: str = "C",
+        shared: bool = False,
+    ) -> Self:
         """A matrix with the elements of one array that contains the whole matrix.
 
         Parameters
@@ -124,8 +132,11 @@ class Interchange(StoredMatrix):
                 axis = sharing_axis(grid, layout, library) if shared else ""
                 work = borrowed.enter_context(grid.workspace.slab(move.work, library))
                 local = None if shared else library.empty(target.box(grid.rank).shape, dtype)
-            matrix = (in_window(cls, grid, "DistMatrix.from_global", axis, shape, layout, dtype, library)
-                      if shared else cls(grid, local, shape, layout))
+            matrix = (
+                in_window(cls, grid, "DistMatrix.from_global", axis, shape, layout, dtype, library)
+                if shared
+                else cls(grid, local, shape, layout)
+            )
             with grid.ledger.phase("scatter"):
                 move.start(matrix.library, arrays, [matrix.memory], work=work).wait()
         if order == "F":
@@ -133,8 +144,16 @@ class Interchange(StoredMatrix):
         return matrix.keep_one()
 
     @classmethod
-    def from_local(cls, grid: Grid, local: Array, shape: Shape, *, layout: Layout = Layout.A,
-                   order: str = "C", copy: bool | None = None) -> Self:
+    def from_local(
+        cls,
+        grid: Grid,
+        local: Array,
+        shape: Shape,
+        *,
+        layout: Layout = Layout.A,
+        order: str = "C",
+        copy: bool | None = None,
+    ) -> Self:
         """A matrix from the shard of each rank.
 
         Parameters
@@ -190,15 +209,19 @@ class Interchange(StoredMatrix):
         def values(library: NumpyLibrary, box: Box, dtype: str) -> Array:
             if tuple(local.shape) != box.shape:
                 rows, cols = shape
-                raise LayoutError(f"the shard here has shape {tuple(local.shape)}; rank {grid.ledger.rank}'s of a "
-                                  f"{rows} x {cols} matrix in {layout} on grid {grid.shape} is {box.shape[0]} x "
-                                  f"{box.shape[1]}")
+                raise LayoutError(
+                    f"the shard here has shape {tuple(local.shape)}; rank {grid.ledger.rank}'s of a "
+                    f"{rows} x {cols} matrix in {layout} on grid {grid.shape} is {box.shape[0]} x "
+                    f"{box.shape[1]}"
+                )
             stored = flipped(local, order)
             theirs = library_of(local)
             if copy is False and not (theirs.is_contiguous(stored) and theirs.as_stored(stored)):
-                raise LayoutError(f"DistMatrix.from_local: copy=False, and the shard here is no array of native "
-                                  f"elements that is contiguous by {'rows' if order == 'C' else 'columns'}, "
-                                  f"order={order!r}. Pass the order of the array, or leave copy out")
+                raise LayoutError(
+                    f"DistMatrix.from_local: copy=False, and the shard here is no array of native "
+                    f"elements that is contiguous by {'rows' if order == 'C' else 'columns'}, "
+                    f"order={order!r}. Pass the order of the array, or leave copy out"
+                )
             return library.copy(local) if copy else local
 
         source = lambda: array_source(grid, local, values)._replace(shape=shape, as_stored=True)
@@ -206,14 +229,27 @@ class Interchange(StoredMatrix):
         matrix = construct(cls, "DistMatrix.from_local", grid, source, layout, order, False, *passed)
         if grid.debug:
             part = *matrix.box, *(grid.axis(axis).index for axis in layout.on(grid.shape).sums)
-            check_replicas(grid, "DistMatrix.from_local", crc32(repr(part).encode()), [digest_of(matrix.memory)],
-                           "Ranks that an axis does not split hold the same shard")
+            check_replicas(
+                grid,
+                "DistMatrix.from_local",
+                crc32(repr(part).encode()),
+                [digest_of(matrix.memory)],
+                "Ranks that an axis does not split hold the same shard",
+            )
         return matrix
 
     @classmethod
-    def from_file(cls, grid: Grid, path: str | os.PathLike[str], dataset: str | None = None, *,
-                  layout: Layout = Layout.A, library: Library | None = None, order: str = "C",
-                  shared: bool = False) -> Self:
+    def from_file(
+        cls,
+        grid: Grid,
+        path: str | os.PathLike[str],
+        dataset: str | None = None,
+        *,
+        layout: Layout = Layout.A,
+        library: Library | None = None,
+        order: str = "C",
+        shared: bool = False,
+    ) -> Self:
         """A matrix from a .npy file, or from a data set of an HDF5 file.
 
         Parameters
@@ -252,11 +288,23 @@ class Interchange(StoredMatrix):
             def describe() -> Source:
                 source = files.enter_context(opened(path, dataset))
                 values = lambda library, box, dtype: library.made(
-                    box.shape, dtype, lambda: np.asarray(source[box.r0 : box.r1, box.c0 : box.c1]))
+                    box.shape, dtype, lambda: np.asarray(source[box.r0 : box.r1, box.c0 : box.c1])
+                )
                 return Source(tuple(source.shape), source.dtype.name, library, values)
 
-            return construct(cls, "DistMatrix.from_file", grid, describe, layout, order, shared, path, dataset,
-                             library_kind(library), is_found=True).keep_one()
+            return construct(
+                cls,
+                "DistMatrix.from_file",
+                grid,
+                describe,
+                layout,
+                order,
+                shared,
+                path,
+                dataset,
+                library_kind(library),
+                is_found=True,
+            ).keep_one()
 
     def to_file(self, path: str | os.PathLike[str], dataset: str | None = None, *, overwrite: bool = False) -> None:
         """Write the matrix to a .npy file or to a new HDF5 file. Collective.
@@ -348,8 +396,10 @@ class Interchange(StoredMatrix):
         return out if root in (None, self.grid.rank) else None
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        raise Pmm3dError("numpy has no array of a DistMatrix, which is spread over the ranks: use A.gather() for the "
-                         "whole matrix on every rank (a collective call), A.local for the shard of this one")
+        raise Pmm3dError(
+            "numpy has no array of a DistMatrix, which is spread over the ranks: use A.gather() for the "
+            "whole matrix on every rank (a collective call), A.local for the shard of this one"
+        )
 
     def __dlpack__(self, **options: Any) -> Any:
         """DLPack capsule of the shard of this rank: `numpy.from_dlpack(a)`, `torch.from_dlpack(a)`.

@@ -17,9 +17,19 @@ from .stored import StoredMatrix
 Result = TypeVar("Result")
 
 
-def matmul(a: DistMatrix, b: DistMatrix, *, alpha: complex = 1, beta: complex = 0, out: DistMatrix | None = None,
-           panels: int | None = None, max_workspace: int | None = None, tf32: bool = False,
-           overlap: str | None = None, order: str | None = None) -> DistMatrix:
+def matmul(
+    a: DistMatrix,
+    b: DistMatrix,
+    *,
+    alpha: complex = 1,
+    beta: complex = 0,
+    out: DistMatrix | None = None,
+    panels: int | None = None,
+    max_workspace: int | None = None,
+    tf32: bool = False,
+    overlap: str | None = None,
+    order: str | None = None,
+) -> DistMatrix:
     """C = alpha A B + beta C by the 3D algorithm of Agarwal et al.
 
     Parameters
@@ -189,9 +199,20 @@ class MatmulPlan:
            [14.,  2.]])
     """
 
-    def __init__(self, a: DistMatrix, b: DistMatrix, *, alpha: complex = 1, beta: complex = 0,
-                 out: DistMatrix | None = None, panels: int | None = None, max_workspace: int | None = None,
-                 tf32: bool = False, overlap: str | None = None, order: str | None = None):
+    def __init__(
+        self,
+        a: DistMatrix,
+        b: DistMatrix,
+        *,
+        alpha: complex = 1,
+        beta: complex = 0,
+        out: DistMatrix | None = None,
+        panels: int | None = None,
+        max_workspace: int | None = None,
+        tf32: bool = False,
+        overlap: str | None = None,
+        order: str | None = None,
+    ):
         self._grid = grid_of(a, b)
         options = Options(alpha, beta, panels, max_workspace, tf32, overlap, order)
         passed = signature_of(a), signature_of(b), signature_of(out), *options
@@ -282,8 +303,9 @@ class MatmulPlan:
     def __enter__(self) -> MatmulPlan:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if not self._held.under_way or leaves_in_order(error):  # otherwise the grid's block closes it
             self.close()
 
@@ -292,5 +314,7 @@ def _check_not_partial(*operands: StoredMatrix) -> None:
     """Raise LayoutError for partial sums, because a plan would reuse their sum from the time when it was made."""
     for name, matrix in zip("ab", operands):
         if isinstance(matrix, StoredMatrix) and matrix.layout.on(matrix.grid.shape).sums:
-            raise LayoutError(f"MatmulPlan: {name} is of partial sums, {matrix.layout}. Pass their sum, "
-                              f"{name}.redistribute({name}.layout.summed), or use matmul in each call")
+            raise LayoutError(
+                f"MatmulPlan: {name} is of partial sums, {matrix.layout}. Pass their sum, "
+                f"{name}.redistribute({name}.layout.summed), or use matmul in each call"
+            )

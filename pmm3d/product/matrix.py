@@ -100,16 +100,19 @@ class DistMatrix(Constructors, Interchange, ForeignMatrix, Arithmetic):
         with self.grid.collective_call("astype", self.signature, compared_dtype(dtype)):
             kind = check_matrix_dtype(dtype_named(dtype), self.library, labels=True)
             if self.dtype.startswith("complex") and not kind.startswith("complex"):
-                raise DTypeError(f"astype: {kind} cannot hold the imaginary parts of {self.dtype}. Take a part of each "
-                                 "element first: a.elementwise(numpy.real)")
+                raise DTypeError(
+                    f"astype: {kind} cannot hold the imaginary parts of {self.dtype}. Take a part of each "
+                    "element first: a.elementwise(numpy.real)"
+                )
             stored = self.library.empty(tuple(self.stored.shape), kind)
         made = self.over(stored, self.layout, self.grid)
         copy_into(self.library, self.stored, stored)
         return made
 
     @one_thread
-    def redistribute(self, layout: Layout, grid: Grid | None = None, *, out: DistMatrix | None = None,
-                     shared: bool = False) -> DistMatrix:
+    def redistribute(
+        self, layout: Layout, grid: Grid | None = None, *, out: DistMatrix | None = None, shared: bool = False
+    ) -> DistMatrix:
         """The same matrix in another layout, on this grid or on another grid over the same processes.
 
         Parameters

@@ -102,8 +102,8 @@ class ProductRun(Generic[Matrix]):
         return () if self.out.library.name == "numpy" else self.out.place_of(array)
 
     def share(self) -> None:
-        """Allocate the shared memory for partial sums, if the plan needs more than there is. Collective over the grid.
-        """
+        """Allocate the shared memory for partial sums, if the plan needs more than there is. Collective over the
+        grid."""
         if self.plan.shared_work:
             self._shared = shared_sums(self.out.grid, self.plan.axis_roles[1], self.plan.shared_work)
 
@@ -111,8 +111,14 @@ class ProductRun(Generic[Matrix]):
     def persists(self) -> bool:
         """Whether each call sends the same messages, from and to the same host memory. The same on all ranks."""
         grid, plan = self.out.grid, self.plan
-        return (self.alpha != 0 and not plan.moves and plan.panels == 1 and self.out.library.on_host
-                and grid.dry_run is None and not grid.engine.debug)
+        return (
+            self.alpha != 0
+            and not plan.moves
+            and plan.panels == 1
+            and self.out.library.on_host
+            and grid.dry_run is None
+            and not grid.engine.debug
+        )
 
     def persist(self, number: int, requests: ExitStack) -> None:
         """Bind messages to persistent requests, and the GEMM to its arrays, if the product `persists`. Nothing is sent.
@@ -125,9 +131,15 @@ class ProductRun(Generic[Matrix]):
         for each in (self._a, self._b, self._c):
             each.persist(number, requests)
         if self._c.is_bound and not self.plan.decomposed and self.plan.dtype not in LOW_PRECISION and self.mine.depth:
-            self._gemm = self.out.library.bound_gemm(self._a.factor, self._b.factor, self._c.sums, self.alpha,
-                                                     self._c.beta(first=True), self._work,
-                                                     conjugated=(self._a.conjugated, self._b.conjugated))
+            self._gemm = self.out.library.bound_gemm(
+                self._a.factor,
+                self._b.factor,
+                self._c.sums,
+                self.alpha,
+                self._c.beta(first=True),
+                self._work,
+                conjugated=(self._a.conjugated, self._b.conjugated),
+            )
 
     def begin(self) -> None:
         """Redistribute operands whose layouts fit no role, and begin to gather the first panels. Collective."""
@@ -190,8 +202,16 @@ class ProductRun(Generic[Matrix]):
                 if self._gemm is not None:
                     self._gemm()
                 else:
-                    self.out.library.gemm(a[low:high], b, c.sums[low:high], self.alpha, c.beta(first), self._work,
-                                          tf32=self._tf32, conjugated=(self._a.conjugated, self._b.conjugated))
+                    self.out.library.gemm(
+                        a[low:high],
+                        b,
+                        c.sums[low:high],
+                        self.alpha,
+                        c.beta(first),
+                        self._work,
+                        tf32=self._tf32,
+                        conjugated=(self._a.conjugated, self._b.conjugated),
+                    )
             finally:
                 if helped:
                     grid.engine.computed()
@@ -203,8 +223,14 @@ def _by_rows(a: Any, b: Any, out: Any) -> tuple[Any, Any, Any]:
     return (b.T, a.T, out.T) if out is not None and out.order == BY_COLUMNS else (a, b, out)
 
 
-def plan_for(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels: int | None,
-             max_workspace: int | None, overlap: str | None = None) -> ProductPlan:
+def plan_for(
+    a: StoredMatrix,
+    b: StoredMatrix,
+    out: StoredMatrix | None,
+    panels: int | None,
+    max_workspace: int | None,
+    overlap: str | None = None,
+) -> ProductPlan:
     """Plan of `matmul` for these arguments. If `out` is stored by columns, the plan of out^T = B^T A^T."""
     return _planned(*_by_rows(a, b, out), panels, max_workspace, overlap)[0]
 
@@ -224,13 +250,30 @@ def _planner(grid: Grid) -> Callable[..., Planned]:
     A plan depends only on its arguments, so all ranks make the same plan, whatever their caches contain.
     """
 
-    def planned(a: Operand, b: Operand, c: Operand | None, dtype: str, gemm_copies: bool,
-                panels: int | None, max_workspace: int | None, overlap: str | None) -> Planned:
-        plan = plan_product(a, b, c, dtype, grid.shape,
-                            panels=None if panels is None else int(panels), max_workspace=max_workspace,
-                            gemm_copies=gemm_copies, node_maps=tuple(map(grid.node_map_of, "xyz")),
-                            in_node=axes_in_node(grid) if a.shared or b.shared else frozenset(),
-                            overlap=grid.overlap if overlap in (None, AUTO) else str(overlap), nodes=grid.hosts)
+    def planned(
+        a: Operand,
+        b: Operand,
+        c: Operand | None,
+        dtype: str,
+        gemm_copies: bool,
+        panels: int | None,
+        max_workspace: int | None,
+        overlap: str | None,
+    ) -> Planned:
+        plan = plan_product(
+            a,
+            b,
+            c,
+            dtype,
+            grid.shape,
+            panels=None if panels is None else int(panels),
+            max_workspace=max_workspace,
+            gemm_copies=gemm_copies,
+            node_maps=tuple(map(grid.node_map_of, "xyz")),
+            in_node=axes_in_node(grid) if a.shared or b.shared else frozenset(),
+            overlap=grid.overlap if overlap in (None, AUTO) else str(overlap),
+            nodes=grid.hosts,
+        )
         grid.ledger.predict(f"matmul of {plan.m} x {plan.n} x {plan.k}", plan.memory)
         return plan, None if grid.coords is None else plan.on_rank(grid.coords)
 

@@ -51,8 +51,9 @@ class OperandGather:
         self._packs = matrix.conjugated and buffered
         self._conjugates = self._packs and not transposed
         self.conjugated = matrix.conjugated and not self._conjugates
-        self.in_pieces = (part.which == 0 and rank.plan.decomposed and part.gathered
-                          and not transposed and not self._conjugates)
+        self.in_pieces = (
+            part.which == 0 and rank.plan.decomposed and part.gathered and not transposed and not self._conjugates
+        )
         self.begins = part.gathered or part.in_place
         self._shard = matrix.memory.T if transposed else matrix.memory
         if part.in_place:

@@ -235,8 +235,9 @@ def _check_type(what: str, a: DistMatrix) -> None:
 def _check_coefficients(what: str, coefficients: Sequence[Coefficients]) -> None:
     for each in coefficients:
         if not isinstance(each, tuple) or len(each) != 3 or not all(isinstance(number, Real) for number in each):
-            raise Pmm3dError(f"{what}: the coefficients of a step are a tuple of three numbers, (p, q, r); got "
-                             f"{each!r}")
+            raise Pmm3dError(
+                f"{what}: the coefficients of a step are a tuple of three numbers, (p, q, r); got {each!r}"
+            )
 
 
 def _iterated(what: str, a: DistMatrix, first: Sequence[Coefficients], most: int) -> tuple[DistMatrix, list[float]]:
@@ -246,8 +247,10 @@ def _iterated(what: str, a: DistMatrix, first: Sequence[Coefficients], most: int
         _check_type(what, a)
         _check_coefficients(what, first)
         if grid.dry_run is not None:
-            raise Pmm3dError(f"{what}: the number of steps depends on values, which Grid.dry does not have. Use "
-                             "newton_schulz, whose number of steps is an argument")
+            raise Pmm3dError(
+                f"{what}: the number of steps depends on values, which Grid.dry does not have. Use "
+                "newton_schulz, whose number of steps is an argument"
+            )
         natural(most, f"{what}: most is a number of steps, at least 1", 1, Pmm3dError)
         if not is_polar:
             check_square(what, a)
@@ -267,8 +270,10 @@ def _iterated(what: str, a: DistMatrix, first: Sequence[Coefficients], most: int
             x = _applied(x, squared, first[step] if step < len(first) else CUBIC)
     with a.grid.collective_call(what, always=True):
         if not errors[-1] < enough:
-            raise Pmm3dError(f"{what}: |X^2 - I|_F is {errors[-1]:.3g} after {len(errors) - 1} steps: A is singular, "
-                             "or nearly so" + SIGNS * (not is_polar))
+            raise Pmm3dError(
+                f"{what}: |X^2 - I|_F is {errors[-1]:.3g} after {len(errors) - 1} steps: A is singular, "
+                "or nearly so" + SIGNS * (not is_polar)
+            )
     return x.T if wide else x, errors
 
 
@@ -281,13 +286,16 @@ def _checked_norm(what: str, a: DistMatrix) -> float:
     largest = float(np.finfo("float32" if a.dtype in LOW_PRECISION else a.dtype).max)
     with a.grid.collective_call(what, always=True):
         if norm > largest or 0 < norm < 1 / largest:
-            raise Pmm3dError(f"{what}: |A|_F is {norm:.3g}, out of the range in which {a.dtype} has an inverse of it: "
-                             "scale A by a number first, which changes neither U nor the sign")
+            raise Pmm3dError(
+                f"{what}: |A|_F is {norm:.3g}, out of the range in which {a.dtype} has an inverse of it: "
+                "scale A by a number first, which changes neither U nor the sign"
+            )
     return norm
 
 
-def _applied(x: DistMatrix, squared: DistMatrix, coefficients: Coefficients,
-             out: DistMatrix | None = None) -> DistMatrix:
+def _applied(
+    x: DistMatrix, squared: DistMatrix, coefficients: Coefficients, out: DistMatrix | None = None
+) -> DistMatrix:
     """Return X (p I + q S + r S^2), in `out` or in work memory. If r is 0, S is overwritten. Collective."""
     p, q, r = coefficients
     factor = _product(squared, _plus(q, _times(squared, r))) if r else _times(squared, q, out=squared)

@@ -27,9 +27,27 @@ OPERATIONS: dict[str, Callable[[DistMatrix], DistMatrix]] = {
     "N": lambda matrix: matrix, "T": lambda matrix: matrix.T, "C": lambda matrix: matrix.H}  # fmt: skip
 
 
-def pgemm(transa: str, transb: str, m: int, n: int, k: int, alpha: complex, a: Array, ia: int, ja: int,
-          desca: Descriptor, b: Array, ib: int, jb: int, descb: Descriptor, beta: complex, c: Array, ic: int, jc: int,
-          descc: Descriptor) -> None:
+def pgemm(
+    transa: str,
+    transb: str,
+    m: int,
+    n: int,
+    k: int,
+    alpha: complex,
+    a: Array,
+    ia: int,
+    ja: int,
+    desca: Descriptor,
+    b: Array,
+    ib: int,
+    jb: int,
+    descb: Descriptor,
+    beta: complex,
+    c: Array,
+    ic: int,
+    jc: int,
+    descc: Descriptor,
+) -> None:
     """C(ic:, jc:) = alpha op(A(ia:, ja:)) op(B(ib:, jb:)) + beta C(ic:, jc:), block-cyclic, as ScaLAPACK's p?gemm.
 
     Parameters
@@ -175,9 +193,26 @@ class PgemmPlan:
     True
     """
 
-    def __init__(self, transa: str, transb: str, m: int, n: int, k: int, ia: int, ja: int, desca: Descriptor, ib: int,
-                 jb: int, descb: Descriptor, ic: int, jc: int, descc: Descriptor, *, dtype: Any = "float64",
-                 library: str = "numpy"):
+    def __init__(
+        self,
+        transa: str,
+        transb: str,
+        m: int,
+        n: int,
+        k: int,
+        ia: int,
+        ja: int,
+        desca: Descriptor,
+        ib: int,
+        jb: int,
+        descb: Descriptor,
+        ic: int,
+        jc: int,
+        descc: Descriptor,
+        *,
+        dtype: Any = "float64",
+        library: str = "numpy",
+    ):
         given = transa, transb, m, n, k, ia, ja, desca, ib, jb, descb, ic, jc, descc
         self._descriptors = desca, descb, descc
         context = _context_of(*self._descriptors)
@@ -206,10 +241,16 @@ class PgemmPlan:
 
     def _allocate(self) -> None:
         """Allocate the work arrays. Collective."""
-        self._matrices = [DistMatrix.empty(self.grid, there.shape, dtype=self._form.dtype, layout=there.layout,
-                                           library=self._library, order="F") for there in self._on_grid]
-        self._held = [[matrix.memory for _ in there.tiles(self._base.rank)]
-                      for matrix, there in zip(self._matrices, self._on_grid)]
+        self._matrices = [
+            DistMatrix.empty(
+                self.grid, there.shape, dtype=self._form.dtype, layout=there.layout, library=self._library, order="F"
+            )
+            for there in self._on_grid
+        ]
+        self._held = [
+            [matrix.memory for _ in there.tiles(self._base.rank)]
+            for matrix, there in zip(self._matrices, self._on_grid)
+        ]
 
     @property
     def has_memory(self) -> bool:
@@ -266,8 +307,11 @@ class PgemmPlan:
             self._allocate()
         multiplies = self._multiplies and call.alpha != 0
         with self._base.ledger.phase("redistribute"):
-            coming = [move.start(self._library, arrays, held) for move, arrays, held
-                      in zip(self._coming, (call.a, call.b), self._held) if multiplies]
+            coming = [
+                move.start(self._library, arrays, held)
+                for move, arrays, held in zip(self._coming, (call.a, call.b), self._held)
+                if multiplies
+            ]
         finish = partial(self._finish, call._replace(alpha=call.alpha if multiplies else 0))
         self._pending = PendingProduct(coming, finish)
         return self._pending
@@ -283,8 +327,8 @@ class PgemmPlan:
             self._back.start(self._library, self._held[2], call.c, call.beta).wait()
 
     def _multiply(self, a: DistMatrix, b: DistMatrix, alpha: complex) -> None:
-        """Compute C = alpha A B on the product's grid. Use a MatmulPlan if the product is small and alpha is unchanged.
-        """
+        """Compute C = alpha A B on the product's grid. Use a MatmulPlan if the product is small and alpha is
+        unchanged."""
         again, self._alpha = self.nbytes <= SMALL_BYTES and alpha == self._alpha, alpha
         if not again:
             self._close_product()
@@ -321,14 +365,16 @@ class PgemmPlan:
     def __enter__(self) -> PgemmPlan:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._pending is None or leaves_in_order(error):  # otherwise the grid's block closes it
             self.close()
 
 
-def _placed(cyclic: Sequence[BlockCyclic], forms: tuple[str, str], grid: GridShape,
-            ranks: tuple[int, ...] | None = None) -> list[Placement]:
+def _placed(
+    cyclic: Sequence[BlockCyclic], forms: tuple[str, str], grid: GridShape, ranks: tuple[int, ...] | None = None
+) -> list[Placement]:
     """Placements of A, B and C on the product's grid, stored by columns.
 
     The product is computed by rows, as C.T = op(B).T op(A).T, with rows over z and columns over x.
@@ -356,14 +402,21 @@ def _form(context: BlacsContext, given: Sequence[Any], dtype: Any, kind: str) ->
     context.check_open()
     for descriptor in (desca, descb, descc):
         if check_descriptor("pgemm", descriptor).context is not context:
-            raise GridError("pgemm: the descriptors are of several contexts; A, B and C are on one. pgemr2d moves a "
-                            "matrix between contexts")
+            raise GridError(
+                "pgemm: the descriptors are of several contexts; A, B and C are on one. pgemr2d moves a "
+                "matrix between contexts"
+            )
     operations = _operation("transa", transa), _operation("transb", transb)
-    m, n, k = (natural(size, f"pgemm: {name} is a whole number of at least 0", 0, LayoutError)
-               for name, size in (("m", m), ("n", n), ("k", k)))
+    m, n, k = (
+        natural(size, f"pgemm: {name} is a whole number of at least 0", 0, LayoutError)
+        for name, size in (("m", m), ("n", n), ("k", k))
+    )
     of_a, of_b = (m, k)[:: 1 if operations[0] == "N" else -1], (k, n)[:: 1 if operations[1] == "N" else -1]
-    parts = (part_of("pgemm", "A", ia, ja, desca, *of_a), part_of("pgemm", "B", ib, jb, descb, *of_b),
-             part_of("pgemm", "C", ic, jc, descc, m, n))
+    parts = (
+        part_of("pgemm", "A", ia, ja, desca, *of_a),
+        part_of("pgemm", "B", ib, jb, descb, *of_b),
+        part_of("pgemm", "C", ic, jc, descc, m, n),
+    )
     return Form(operations, (m, n, k), parts, _blas_type(dtype), kind)
 
 

@@ -27,8 +27,9 @@ MIRRORED = 256
 """Rows and columns of a tile that is mirrored at a time. Both sides of a tile fit the cache of a core."""
 
 
-def syrk(a: DistMatrix, *, alpha: complex = 1, beta: complex = 0, out: DistMatrix | None = None,
-         uplo: str = "L") -> DistMatrix:
+def syrk(
+    a: DistMatrix, *, alpha: complex = 1, beta: complex = 0, out: DistMatrix | None = None, uplo: str = "L"
+) -> DistMatrix:
     """C = alpha A A^T + beta C, exactly symmetric, with about half of the operations of the product.
 
     Parameters
@@ -75,8 +76,9 @@ def syrk(a: DistMatrix, *, alpha: complex = 1, beta: complex = 0, out: DistMatri
     return _rank_k("syrk", a, alpha, beta, out, uplo)
 
 
-def herk(a: DistMatrix, *, alpha: float = 1, beta: float = 0, out: DistMatrix | None = None,
-         uplo: str = "L") -> DistMatrix:
+def herk(
+    a: DistMatrix, *, alpha: float = 1, beta: float = 0, out: DistMatrix | None = None, uplo: str = "L"
+) -> DistMatrix:
     """C = alpha A A^H + beta C, exactly Hermitian, with real numbers on the diagonal.
 
     Parameters
@@ -129,11 +131,13 @@ def _rank_k(what: str, a: DistMatrix, alpha: complex, beta: complex, out: DistMa
                 raise LayoutError(f'{what}: uplo is "L" or "U", the triangle of out that is read; got {uplo!r}')
             check_operands(a, a, out, beta, what)
             if out is not None and out.shape != (a.shape[0], a.shape[0]):
-                raise LayoutError(f"{what}: out is {out.shape[0]} x {out.shape[1]}; the result is {a.shape[0]} x "
-                                  f"{a.shape[0]}")
+                raise LayoutError(
+                    f"{what}: out is {out.shape[0]} x {out.shape[1]}; the result is {a.shape[0]} x {a.shape[0]}"
+                )
             if out is not None and (layout := without_order(out.layout)) != out.layout:
-                raise LayoutError(f"{what}: the layout of out has an order of rows. Pass an out in {layout}, and "
-                                  "redistribute it")
+                raise LayoutError(
+                    f"{what}: the layout of out has an order of rows. Pass an out in {layout}, and redistribute it"
+                )
         if out is not None and beta != 0 and uplo == "U":
             _mirror(out, False, hermitian)
         out = _lower(ascending(summed(a, alpha)), alpha, beta, hermitian, out)

@@ -65,10 +65,19 @@ class Redistribution:
     True
     """
 
-    def __init__(self, grid: Grid, source: Any, target: Any, *, dtype: Any = "float64", library: str = "numpy",
-                 order: str | None = None):
-        with collective_call(grid, "Redistribution", source, target, compared_dtype(dtype), library_kind(library),
-                             order):
+    def __init__(
+        self,
+        grid: Grid,
+        source: Any,
+        target: Any,
+        *,
+        dtype: Any = "float64",
+        library: str = "numpy",
+        order: str | None = None,
+    ):
+        with collective_call(
+            grid, "Redistribution", source, target, compared_dtype(dtype), library_kind(library), order
+        ):
             self._library = grid.library(library)
             self._dtype = check_matrix_dtype(dtype_named(dtype), self._library, labels=True)
             self._source, self._target = _tiled(grid, source, target, order), _tiled(grid, target, source, order)
@@ -112,8 +121,9 @@ class Redistribution:
             return self._move.start(self._library, sources, targets, beta)
 
 
-def pgemr2d(m: int, n: int, a: Array, ia: int, ja: int, desca: Descriptor, b: Array, ib: int, jb: int,
-            descb: Descriptor) -> None:
+def pgemr2d(
+    m: int, n: int, a: Array, ia: int, ja: int, desca: Descriptor, b: Array, ib: int, jb: int, descb: Descriptor
+) -> None:
     """B(ib:, jb:) = A(ia:, ja:), m x n, between block-cyclic matrices of any two contexts, as ScaLAPACK's p?gemr2d.
 
     Parameters
@@ -160,8 +170,10 @@ def pgemr2d(m: int, n: int, a: Array, ia: int, ja: int, desca: Descriptor, b: Ar
         for each in (desca, descb):
             check_descriptor("pgemr2d", each).context.check_open()
         if not grid.same_processes(descb.context.grid):
-            raise GridError("pgemr2d: the two contexts are over different ranks, or these in another order: make both "
-                            "on one communicator, which has all the ranks of both")
+            raise GridError(
+                "pgemr2d: the two contexts are over different ranks, or these in another order: make both "
+                "on one communicator, which has all the ranks of both"
+            )
         library = library_of(a)
         check_matrix_dtype(dtype, library, labels=True)
         from_to = part_of("pgemr2d", "A", ia, ja, desca, m, n), part_of("pgemr2d", "B", ib, jb, descb, m, n)
@@ -205,8 +217,10 @@ def check_fits(grid: Grid, source: Tiled, target: Tiled) -> None:
 def check_leading(what: str, name: str, arrays: list[Array], descriptor: Descriptor) -> None:
     """Raise LayoutError if this rank's array does not have the leading dimension of its descriptor."""
     if any(descriptor.lld not in (None, array.shape[0]) for array in arrays):
-        raise LayoutError(f"{what}: {name} has {arrays[0].shape[0]} rows here; the leading dimension of its descriptor "
-                          f"is {descriptor.lld}")
+        raise LayoutError(
+            f"{what}: {name} has {arrays[0].shape[0]} rows here; the leading dimension of its descriptor "
+            f"is {descriptor.lld}"
+        )
 
 
 def part_of(what: str, name: str, i: int, j: int, descriptor: Descriptor, rows: int, cols: int) -> BlockCyclic:
@@ -228,12 +242,16 @@ def _factor(beta: Any, dtype: str) -> complex:
 def _tiled(grid: Grid, layout: Any, other: Any, order: str | None) -> Tiled:
     if isinstance(layout, (BlockCyclic, Blocks)):
         if order is not None and isinstance(other, (BlockCyclic, Blocks)):
-            raise LayoutError("Redistribution: order is for the shards of a Layout, and neither layout is one. "
-                              f"Leave it out; got {order!r}")
+            raise LayoutError(
+                "Redistribution: order is for the shards of a Layout, and neither layout is one. "
+                f"Leave it out; got {order!r}"
+            )
         return layout
     if not isinstance(layout, Layout) or not isinstance(other, (BlockCyclic, Blocks)):
-        raise LayoutError("Redistribution: from and to a BlockCyclic or Blocks, one of the two may be a Layout (from "
-                          f"Layout to Layout: DistMatrix.redistribute); got {layout!r} and {other!r}")
+        raise LayoutError(
+            "Redistribution: from and to a BlockCyclic or Blocks, one of the two may be a Layout (from "
+            f"Layout to Layout: DistMatrix.redistribute); got {layout!r} and {other!r}"
+        )
     if order not in (None, "C", "F"):
         raise LayoutError(f'Redistribution: the order of shards is "C" or "F"; got {order!r}')
     return Placement(other.shape, layout, grid.shape, order or other.order)

@@ -89,6 +89,7 @@ class Reductions(StoredMatrix):
         ...     a.inner(a)
         6.0
         """
+
         def check() -> None:
             check_numbers("inner", self)
             check_alike("inner", self, b)
@@ -120,6 +121,7 @@ class Reductions(StoredMatrix):
         ...     DistMatrix.identity(grid, 4).trace()
         4.0
         """
+
         def check() -> None:
             check_numbers("trace", self)
             check_square("trace", self)
@@ -169,8 +171,15 @@ class Reductions(StoredMatrix):
             total: Array = self.grid.everyone.all_reduce(found, agreed=True).wait()
         return total
 
-    def _own_of_all(self, what: str, check: Callable[[], None], own: Callable[[StoredMatrix, StoredMatrix], complex],
-                    dtype: str, b: StoredMatrix | None = None, sums: bool = True) -> np.ndarray:
+    def _own_of_all(
+        self,
+        what: str,
+        check: Callable[[], None],
+        own: Callable[[StoredMatrix, StoredMatrix], complex],
+        dtype: str,
+        b: StoredMatrix | None = None,
+        sums: bool = True,
+    ) -> np.ndarray:
         """Gather own(A, B) of each rank, or 0 for a rank whose elements do not count. Collective.
 
         The numbers are part of the message by which ranks compare arguments, unless A or B must be moved first.
@@ -196,13 +205,23 @@ class Reductions(StoredMatrix):
         other = a if b is None or b is self else in_layout(b, a.layout, what)
         return self.grid.number_of_all(what, lambda: own(a, other) if _counts(a) else 0.0, dtype)
 
-    def _added_up(self, what: str, check: Callable[[], None], own: Callable[[StoredMatrix, StoredMatrix], complex],
-                  b: StoredMatrix | None = None, sums: bool = True) -> complex:
+    def _added_up(
+        self,
+        what: str,
+        check: Callable[[], None],
+        own: Callable[[StoredMatrix, StoredMatrix], complex],
+        b: StoredMatrix | None = None,
+        sums: bool = True,
+    ) -> complex:
         """Sum of the numbers of `_own_of_all`, in the order of an all-reduce. Collective."""
         kind = _wide(self.dtype)
         total = np.empty((1, 1), kind)
-        sum_gathered(NumpyLibrary(), self._own_of_all(what, check, own, kind, b, sums)[:, None], total,
-                     self.grid.everyone.node_map)
+        sum_gathered(
+            NumpyLibrary(),
+            self._own_of_all(what, check, own, kind, b, sums)[:, None],
+            total,
+            self.grid.everyone.node_map,
+        )
         number: complex = total.item()
         return number
 
@@ -246,8 +265,9 @@ def _norm_of(library: NumpyLibrary, stored: Array, dtype: str) -> float:
     total = float(sum(map(float, _over_rows(library, library.square_sum, stored))))
     if not library.has_data or isfinite(total) and total > SMALLEST.get(dtype, SMALLEST_OF_OTHERS) or total != total:
         return sqrt(total) if isfinite(total) else total
-    largest = max((float(each) for each in _over_rows(library, lambda part: library.xp.abs(part).max(), stored)),
-                  default=0.0)
+    largest = max(
+        (float(each) for each in _over_rows(library, lambda part: library.xp.abs(part).max(), stored)), default=0.0
+    )
     if largest in (0.0, inf):
         return largest
     factor = ldexp(1.0, min(-frexp(largest)[1], 1000))

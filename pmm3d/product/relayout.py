@@ -46,8 +46,16 @@ Leg = Callable[..., Pending]
 """leg(after=..., work=...) begins a step that sends messages."""
 
 
-def relayout(grid: Grid, local: Array, shape: tuple[int, int], source: Layout, target: Layout, *,
-             after: Sequence[Awaited] = (), out: Array | None = None) -> Relayout:
+def relayout(
+    grid: Grid,
+    local: Array,
+    shape: tuple[int, int],
+    source: Layout,
+    target: Layout,
+    *,
+    after: Sequence[Awaited] = (),
+    out: Array | None = None,
+) -> Relayout:
     """Begin to bring this rank's part of a matrix into another layout on the same grid.
 
     Parameters
@@ -123,8 +131,9 @@ class Relayout:
     work   bytes of work memory
     """
 
-    def __init__(self, grid: Grid, local: Array, shape: tuple[int, int], source: Layout, target: Layout,
-                 out: Array | None = None):
+    def __init__(
+        self, grid: Grid, local: Array, shape: tuple[int, int], source: Layout, target: Layout, out: Array | None = None
+    ):
         self._grid, self._shape, self._out = grid, shape, out
         self._library = library_of(local)
         self._dtype = self._library.dtype(local)
@@ -197,8 +206,9 @@ class Relayout:
             return self._move(before, step.layout, array, out)
         axis = grid.axis(step.axis)
         if step.kind == "all_reduce":
-            return partial(axis.all_reduce_into, array, out), \
-                all_reduce_work(array.shape, dtype, axis.size, axis.index, axis.node_map)
+            return partial(axis.all_reduce_into, array, out), all_reduce_work(
+                array.shape, dtype, axis.size, axis.index, axis.node_map
+            )
         regions = _regions(step, before, self._shape, grid.shape, grid.coords)
         if step.kind == "gather":
             counts = _extents(regions, dim)
@@ -228,15 +238,17 @@ class Relayout:
 
 
 @lru_cache(maxsize=1024)
-def _regions(step: Step, before: Layout, shape: tuple[int, int], grid: GridShape, coords: Coords,
-             receives: bool = False) -> tuple[Box, ...]:
+def _regions(
+    step: Step, before: Layout, shape: tuple[int, int], grid: GridShape, coords: Coords, receives: bool = False
+) -> tuple[Box, ...]:
     """Boxes of the ranks along the axis of a step: after the step, or before it for a gather or if `receives`.
 
     The boxes after the step are the parts that this rank sends; those before it are the parts that it receives.
     """
     layout = before if receives or step.kind == "gather" else step.layout
-    return tuple(layout.box(shape, grid, coords._replace(**{step.axis: index}))
-                 for index in range(getattr(grid, step.axis)))
+    return tuple(
+        layout.box(shape, grid, coords._replace(**{step.axis: index})) for index in range(getattr(grid, step.axis))
+    )
 
 
 def _extents(boxes: Sequence[Box], dim: int) -> list[int]:
@@ -340,12 +352,16 @@ class Submatrices(StoredMatrix):
     """Methods that copy rows and columns of a matrix."""
 
     def __getitem__(self, key: object) -> NoReturn:
-        raise TypeError("a DistMatrix is not indexed. a.submatrix(slice(0, 3), slice(None)) is a copy of rows and "
-                        "columns (a collective call), a.local the shard of this rank, a.gather() the whole array")
+        raise TypeError(
+            "a DistMatrix is not indexed. a.submatrix(slice(0, 3), slice(None)) is a copy of rows and "
+            "columns (a collective call), a.local the shard of this rank, a.gather() the whole array"
+        )
 
     def __setitem__(self, key: object, value: object) -> NoReturn:
-        raise TypeError("a DistMatrix is not indexed. a.set_submatrix(slice(0, 3), slice(None), b) writes rows and "
-                        "columns (a collective call), a.local[...] = array the shard of this rank")
+        raise TypeError(
+            "a DistMatrix is not indexed. a.set_submatrix(slice(0, 3), slice(None), b) writes rows and "
+            "columns (a collective call), a.local[...] = array the shard of this rank"
+        )
 
     __iter__ = None
 
@@ -447,8 +463,10 @@ class Submatrices(StoredMatrix):
             check_alike("set_submatrix", self, a, window.shape, "A")
             check_out("set_submatrix", self, a, name="the matrix")
             if self.layout.on(grid.shape).sums:
-                raise LayoutError(f"set_submatrix: the matrix is of partial sums, {self.layout}, of which no rank has "
-                                  "the elements; bring it to its sum first: redistribute(layout.summed)")
+                raise LayoutError(
+                    f"set_submatrix: the matrix is of partial sums, {self.layout}, of which no rank has "
+                    "the elements; bring it to its sum first: redistribute(layout.summed)"
+                )
         a = summed(a)
         with ExitStack() as borrowed:
             with grid.collective_call("set_submatrix", always=True):
@@ -483,6 +501,7 @@ def _range(what: str, dim: str, part: Any, size: int) -> tuple[int, int]:
     except (AttributeError, TypeError):
         known = False
     if not known:
-        raise LayoutError(f"{what}: {dim} are a slice without step within 0 and {size}, as slice(0, {size}); got "
-                          f"{part!r}")
+        raise LayoutError(
+            f"{what}: {dim} are a slice without step within 0 and {size}, as slice(0, {size}); got {part!r}"
+        )
     return start, stop

@@ -54,21 +54,23 @@ class Result:
         schedule = reduce_schedule(rank.c_counts, axis.index, rank.plan.dtype, axis.node_map)
         buffers = Buffers(schedule, self._library, (self._partial, self._out), (0, 0), self._work.again())
         row_bytes = rank.cols * itemsize(rank.plan.dtype)
-        self._persistent = axis.persistent("reduce_scatter", "reduce C", schedule, buffers, row_bytes, number,
-                                           self._beta)
+        self._persistent = axis.persistent(
+            "reduce_scatter", "reduce C", schedule, buffers, row_bytes, number, self._beta
+        )
         requests.callback(self._persistent.free)
 
     def begin(self, shared: Sequence[Array]) -> None:
-        """Prepare for the first GEMM of a call. shared: each rank's memory for partial sums that are summed in place.
-        """
+        """Prepare for the first GEMM of a call. shared: each rank's memory for partial sums that are summed in
+        place."""
         rank, plan, self._awaited = self._rank, self._rank.plan, None
         if rank.reduces and plan.sums_in_place:
             self._everyones = [Slab(each, self._library).array((rank.rows, rank.cols), plan.dtype) for each in shared]
             self._partial = self._everyones[self._axis.index]
             self.sums = self.sums if self._widened else self._partial
         elif self._messages and plan.decomposed:
-            self._awaited = Departures(self._axis, self._partial, rank.c_counts, self._work.again(), self._out,
-                                       self._beta)
+            self._awaited = Departures(
+                self._axis, self._partial, rank.c_counts, self._work.again(), self._out, self._beta
+            )
             self.blocks = self._awaited.blocks
 
     def done(self) -> None:
@@ -94,8 +96,9 @@ class Result:
         if not self._messages:
             return axis.begin(READ_IN_PLACE, self._sum_in_place)
         if rank.plan.c == 0:
-            return axis.reduce_scatter_into(self._partial, self._out, rank.c_counts, self._beta,
-                                            work=self._work.again())
+            return axis.reduce_scatter_into(
+                self._partial, self._out, rank.c_counts, self._beta, work=self._work.again()
+            )
         return axis.all_reduce_into(self._partial, self._out, self._beta, work=self._work.again())
 
     def _sum_in_place(self, link: Link) -> Collective[None]:

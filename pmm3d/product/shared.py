@@ -54,16 +54,22 @@ def sharing_axis(grid: Grid, layout: Layout, library: NumpyLibrary) -> str:
     from ..comm import ranks_that_share  # imported only if memory is shared
 
     if not library.on_host or grid.dry_run is not None:
-        raise LayoutError(f"shared: matrices in shared memory are arrays on the host; these are of {library.kind}. "
-                          f"{HOW} use library=\"numpy\" or \"torch\"")
+        raise LayoutError(
+            f"shared: matrices in shared memory are arrays on the host; these are of {library.kind}. "
+            f'{HOW} use library="numpy" or "torch"'
+        )
     if len(layout.rows) != 2 or len(layout.cols) > 1 or layout.sums:
-        raise LayoutError(f"shared: rows are split by one axis and shared by the ranks of a second, as in Layout.A and "
-                          f"Layout.B; this is {layout}. {HOW} take such a layout, or the transpose of one that has it")
+        raise LayoutError(
+            f"shared: rows are split by one axis and shared by the ranks of a second, as in Layout.A and "
+            f"Layout.B; this is {layout}. {HOW} take such a layout, or the transpose of one that has it"
+        )
     axis = layout.rows[1]
     if not ranks_that_share(grid, axis):
-        raise GridError(f"shared: ranks along {axis} are on several nodes of grid {grid.shape}, and not as many on "
-                        f"each next to each other, or in containers of their own. {HOW} make the grid so that {axis} "
-                        "stays in a node, or fills nodes evenly: ranks run fastest along x")
+        raise GridError(
+            f"shared: ranks along {axis} are on several nodes of grid {grid.shape}, and not as many on "
+            f"each next to each other, or in containers of their own. {HOW} make the grid so that {axis} "
+            "stays in a node, or fills nodes evenly: ranks run fastest along x"
+        )
     return axis
 
 
@@ -77,8 +83,11 @@ def window_of(grid: Grid, axis: str, placement: Placement, dtype: str, library: 
         local = library.empty(shapes[0], dtype)
         return Window(axis, local), local
     parts, per_node = [size * prod(shape) for shape in shapes], ranks_that_share(grid, axis)
-    whole = (shared_array(grid, grid.axis(axis), parts) if per_node == len(members) else
-             one_for_each_node(grid, grid.axis(axis), sum(parts), per_node))
+    whole = (
+        shared_array(grid, grid.axis(axis), parts)
+        if per_node == len(members)
+        else one_for_each_node(grid, grid.axis(axis), sum(parts), per_node)
+    )
     rows, columns = [shape[0] for shape in shapes], shapes[0][1]
     block = library.view(whole, (sum(rows), columns), dtype)
     first = sum(rows[: grid.axis(axis).index])

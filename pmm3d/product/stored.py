@@ -35,8 +35,10 @@ class Uncompared:
     def __eq__(self, other: object) -> bool:
         if other is self:
             return True
-        raise TypeError("a distributed matrix has no == and no truth value: (a - b).norm() == 0 compares all elements "
-                        "(a collective call), a is b compares objects, a is not None tests whether there is a matrix")
+        raise TypeError(
+            "a distributed matrix has no == and no truth value: (a - b).norm() == 0 compares all elements "
+            "(a collective call), a is b compares objects, a is not None tests whether there is a matrix"
+        )
 
     def __bool__(self) -> bool:
         return self.__eq__(None)
@@ -57,8 +59,15 @@ class StoredMatrix(Uncompared):
     window: Window | None = None
     _base: StoredMatrix | None = None
 
-    def __init__(self, grid: Grid, memory: Array, shape: tuple[int, int], layout: Layout, order: str = "C",
-                 conjugated: bool = False):
+    def __init__(
+        self,
+        grid: Grid,
+        memory: Array,
+        shape: tuple[int, int],
+        layout: Layout,
+        order: str = "C",
+        conjugated: bool = False,
+    ):
         self.grid, self._memory, self.layout, self.order, self.conjugated = grid, memory, layout, order, conjugated
         self.shape = shape[0] if isinstance(shape[0], RaggedRows) else int(shape[0]), int(shape[1])
         self.library = library_of(memory)
@@ -86,16 +95,21 @@ class StoredMatrix(Uncompared):
     @local.setter
     def local(self, array: Array) -> None:
         if self.conjugated:
-            raise LayoutError("the shard of a conjugated view (.H) is not written to; write to the matrix that it is "
-                              "a view of, or to redistribute(layout), which is a copy")
+            raise LayoutError(
+                "the shard of a conjugated view (.H) is not written to; write to the matrix that it is "
+                "a view of, or to redistribute(layout), which is a copy"
+            )
         library = library_of(array)
         if library != self.library or library.dtype(array) != self.dtype or array.shape != self.memory.shape:
-            raise LayoutError(f"the new shard is {tuple(array.shape)} {library.dtype(array)} of {library.name}; this "
-                              f"matrix needs {tuple(self.memory.shape)} {self.dtype} of {self.library.name}. Convert "
-                              "it, or make a new matrix: DistMatrix.from_local")
+            raise LayoutError(
+                f"the new shard is {tuple(array.shape)} {library.dtype(array)} of {library.name}; this "
+                f"matrix needs {tuple(self.memory.shape)} {self.dtype} of {self.library.name}. Convert "
+                "it, or make a new matrix: DistMatrix.from_local"
+            )
         if self.window is not None and self.place_of(array) != self.place_of(self.memory):
-            raise LayoutError("the shard of a matrix in shared memory stays where it is: write into it, "
-                              "matrix.local[...] = array")
+            raise LayoutError(
+                "the shard of a matrix in shared memory stays where it is: write into it, matrix.local[...] = array"
+            )
         self.base._memory = flipped(library.as_input(flipped(array, self.order)), self.base.order)
 
     def place_of(self, array: Array) -> tuple[Any, ...]:
@@ -103,15 +117,17 @@ class StoredMatrix(Uncompared):
         return self.library.address(array), tuple(array.shape), tuple(self.library.strides(array))
 
     def check_shard(self) -> None:
-        """Raise LayoutError if torch (`.data`) replaced the storage of the shard by storage that a shard cannot have.
-        """
+        """Raise LayoutError if torch (`.data`) replaced the storage of the shard by storage that a shard cannot
+        have."""
         memory, shape = self.memory, self.box.shape
         is_lazy = not self.library.as_stored(memory)
         if tuple(memory.shape) != shape or self.library.dtype(memory) != self.dtype or is_lazy:
-            raise LayoutError(f"the shard of {self} is now {tuple(memory.shape)} {self.library.dtype(memory)}"
-                              f"{', a lazy conjugate' * is_lazy}; it must be {shape} {self.dtype}. A shard may be "
-                              "replaced by one of the same shape and type, matrix.local = array, or make a new matrix: "
-                              "DistMatrix.from_local")
+            raise LayoutError(
+                f"the shard of {self} is now {tuple(memory.shape)} {self.library.dtype(memory)}"
+                f"{', a lazy conjugate' * is_lazy}; it must be {shape} {self.dtype}. A shard may be "
+                "replaced by one of the same shape and type, matrix.local = array, or make a new matrix: "
+                "DistMatrix.from_local"
+            )
 
     def part(self, within: tuple[slice, slice]) -> Array:
         """Part of the shard, by slices of its rows and columns: a view, or a copy for a conjugated view."""
@@ -186,8 +202,9 @@ class StoredMatrix(Uncompared):
     @cached_property
     def signature(self) -> Compared:
         """Properties that must be equal on all ranks. Ranks have devices of their own."""
-        return Compared((self.shape, self.dtype, str(self.layout), self.grid.shape, self.order, self.conjugated,
-                         self.library.kind))
+        return Compared(
+            (self.shape, self.dtype, str(self.layout), self.grid.shape, self.order, self.conjugated, self.library.kind)
+        )
 
     @property
     def shared(self) -> str:
@@ -195,13 +212,17 @@ class StoredMatrix(Uncompared):
         return "" if self.window is None else self.window.axis
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise GridError("a distributed matrix lives on the ranks of its Grid: it can be neither copied nor pickled. "
-                        "gather() makes an array of it and DistMatrix.from_global a matrix of that; pmm3d.io writes "
-                        "checkpoints")
+        raise GridError(
+            "a distributed matrix lives on the ranks of its Grid: it can be neither copied nor pickled. "
+            "gather() makes an array of it and DistMatrix.from_global a matrix of that; pmm3d.io writes "
+            "checkpoints"
+        )
 
     def __repr__(self) -> str:
-        return (f"<{type(self).__name__} {self.shape[0]} x {self.shape[1]} {self.dtype} ({self.library.name}), "
-                f"{self.layout} on grid {self.grid.shape}>")
+        return (
+            f"<{type(self).__name__} {self.shape[0]} x {self.shape[1]} {self.dtype} ({self.library.name}), "
+            f"{self.layout} on grid {self.grid.shape}>"
+        )
 
 
 def shards(shape: Any, layout: Any, grid: Grid, order: str = "C") -> Placement:
@@ -216,8 +237,8 @@ def shards(shape: Any, layout: Any, grid: Grid, order: str = "C") -> Placement:
 
 
 def flipped(array: Array, order: str) -> Array:
-    """The array, or its transpose for order "F". Converts a shard to the C-contiguous array that stores it, and back.
-    """
+    """The array, or its transpose for order "F". Converts a shard to the C-contiguous array that stores it, and
+    back."""
     return array if order == "C" else array.T
 
 

@@ -46,8 +46,17 @@ class TileMove:
     in_place    whether the move is kept, and no element moves on any rank if source and target arrays are the same
     """
 
-    def __init__(self, grid: Grid, source: Tiled, target: Tiled, dtype: str, *, rounds: int | None = None,
-                 operation: str = "redistribute", keep: bool = False):
+    def __init__(
+        self,
+        grid: Grid,
+        source: Tiled,
+        target: Tiled,
+        dtype: str,
+        *,
+        rounds: int | None = None,
+        operation: str = "redistribute",
+        keep: bool = False,
+    ):
         move = Move(source, target, dtype)
         self._grid, self._move, self._operation = grid, move, operation
         self._rounds = move.rounds(ROUND_BYTES) if rounds is None else rounds
@@ -69,8 +78,14 @@ class TileMove:
     def _table(self) -> Table:
         return self._kept or tile_move(self._move.source, self._move.target, self._grid.rank, self._rounds)
 
-    def start(self, library: NumpyLibrary, sources: Sequence[Array], targets: Sequence[Array], beta: complex = 0,
-              work: Slab | None = None) -> Pending:
+    def start(
+        self,
+        library: NumpyLibrary,
+        sources: Sequence[Array],
+        targets: Sequence[Array],
+        beta: complex = 0,
+        work: Slab | None = None,
+    ) -> Pending:
         """Begin target = beta target + source. Collective.
 
         sources, targets: this rank's 2D arrays, which the caller must not change before the move is done.
@@ -78,8 +93,15 @@ class TileMove:
         moving = lambda link: self.moving(link, library, sources, targets, beta, work)
         return self._grid.everyone.begin(self._operation, moving, library=library)
 
-    def moving(self, link: Link, library: NumpyLibrary, sources: Sequence[Array], targets: Sequence[Array],
-               beta: complex = 0, work: Slab | None = None) -> Collective[None]:
+    def moving(
+        self,
+        link: Link,
+        library: NumpyLibrary,
+        sources: Sequence[Array],
+        targets: Sequence[Array],
+        beta: complex = 0,
+        work: Slab | None = None,
+    ) -> Collective[None]:
         """Generator of the collective that `start` begins. work: memory of `self.work` bytes."""
         if self._move.source.order == "F":
             sources, targets = [array.T for array in sources], [array.T for array in targets]
@@ -98,8 +120,9 @@ class TileMove:
                 for part, array in _parts(packed):
                     copy_strided(library, array, targets[part.array], _back(part.rows), _back(part.cols), beta)
 
-    def _buffers(self, library: NumpyLibrary, messages: Sequence[Message], arrays: Sequence[Array], slab: Slab,
-                 beta: complex = 0) -> tuple[list[tuple[int, Array]], Packed]:
+    def _buffers(
+        self, library: NumpyLibrary, messages: Sequence[Message], arrays: Sequence[Array], slab: Slab, beta: complex = 0
+    ) -> tuple[list[tuple[int, Array]], Packed]:
         """List of (rank, buffer) of each message, and the messages with buffers in work memory.
 
         The buffer of a contiguous piece is the piece itself, unless the message is added to it (beta is not 0).
@@ -116,8 +139,9 @@ class TileMove:
         return found, packed
 
 
-def _copy(library: NumpyLibrary, copies: Sequence[Copy], sources: Sequence[Array], targets: Sequence[Array],
-          beta: complex) -> None:
+def _copy(
+    library: NumpyLibrary, copies: Sequence[Copy], sources: Sequence[Array], targets: Sequence[Array], beta: complex
+) -> None:
     for source, target, rows, cols in copies:
         copy_strided(library, sources[source], targets[target], rows, cols, beta)
 
@@ -144,8 +168,15 @@ def _parts(packed: Packed) -> Iterator[tuple[Part, Array]]:
             start += rows * cols
 
 
-def checked_arrays(what: str, arrays: Any, tiled: Tiled, grid: Grid, library: NumpyLibrary, dtype: str,
-                   sources: Sequence[Array] | None = None) -> list[Array]:
+def checked_arrays(
+    what: str,
+    arrays: Any,
+    tiled: Tiled,
+    grid: Grid,
+    library: NumpyLibrary,
+    dtype: str,
+    sources: Sequence[Array] | None = None,
+) -> list[Array]:
     """List of this rank's arrays, one for each of its tiles. A single array may be passed without a list.
 
     sources   arrays that are read while these are written; None if these are read
@@ -155,22 +186,29 @@ def checked_arrays(what: str, arrays: Any, tiled: Tiled, grid: Grid, library: Nu
     local_shapes = tiled.local_shapes(grid.rank)
     given = list(arrays) if isinstance(arrays, (list, tuple)) else [arrays]
     if len(given) != len(local_shapes) and (local_shapes or isinstance(arrays, (list, tuple))):
-        raise LayoutError(f"{what}: rank {grid.ledger.rank} has {len(given)} arrays; it stores {len(local_shapes)} "
-                          "blocks")
+        raise LayoutError(
+            f"{what}: rank {grid.ledger.rank} has {len(given)} arrays; it stores {len(local_shapes)} blocks"
+        )
     from ..layout import Blocks  # a product of matrices alone does not load it
 
     for array, (rows, cols) in zip(given, local_shapes or [(0, 0)]):
         of_array = library_of(array)
         if of_array.kind != library.kind or of_array.dtype(array) != dtype:
-            raise DTypeError(f"{what}: an array is {of_array.dtype(array)} of {of_array.kind}; it must be {dtype} of "
-                             f"{library.kind}, because pmm3d does not mix types")
+            raise DTypeError(
+                f"{what}: an array is {of_array.dtype(array)} of {of_array.kind}; it must be {dtype} of "
+                f"{library.kind}, because pmm3d does not mix types"
+            )
         if array.ndim != 2 or array.shape[0] < rows or array.shape[1] < cols:
-            raise LayoutError(f"{what}: the array has the shape {tuple(array.shape)}; rank {grid.ledger.rank} stores "
-                              f"{rows} rows and {cols} columns of it")
+            raise LayoutError(
+                f"{what}: the array has the shape {tuple(array.shape)}; rank {grid.ledger.rank} stores "
+                f"{rows} rows and {cols} columns of it"
+            )
         if isinstance(tiled, Blocks) and local_shapes and tuple(array.shape) != (rows, cols):
-            raise LayoutError(f"{what}: the array has the shape {tuple(array.shape)}; the Blocks say {rows} rows and "
-                              f"{cols} columns on rank {grid.ledger.rank}. Correct the Blocks, or pass a part of the "
-                              "array")
+            raise LayoutError(
+                f"{what}: the array has the shape {tuple(array.shape)}; the Blocks say {rows} rows and "
+                f"{cols} columns on rank {grid.ledger.rank}. Correct the Blocks, or pass a part of the "
+                "array"
+            )
     grid.transport.check_place(library, *given)
     given = given[: len(local_shapes)]
     if sources is None:
@@ -181,8 +219,9 @@ def checked_arrays(what: str, arrays: Any, tiled: Tiled, grid: Grid, library: Nu
 
 
 def _identical(copy: Copy) -> bool:
-    return all(len(runs) == 1 and runs[0].times == 1 and runs[0].here == runs[0].there == 0
-               for runs in (copy.rows, copy.cols))
+    return all(
+        len(runs) == 1 and runs[0].times == 1 and runs[0].here == runs[0].there == 0 for runs in (copy.rows, copy.cols)
+    )
 
 
 def _back(runs: Sequence[Strided]) -> list[Strided]:
@@ -190,12 +229,19 @@ def _back(runs: Sequence[Strided]) -> list[Strided]:
     return [Strided(run.there, run.here, run.length, run.times, run.step_there, run.step_here) for run in runs]
 
 
-def copy_strided(library: NumpyLibrary, source: Array, target: Array, rows: Sequence[Strided],
-                 cols: Sequence[Strided], beta: complex = 0) -> None:
+def copy_strided(
+    library: NumpyLibrary,
+    source: Array,
+    target: Array,
+    rows: Sequence[Strided],
+    cols: Sequence[Strided],
+    beta: complex = 0,
+) -> None:
     """Compute target = beta target + source in these rows and columns: `here` in the source, `there` in the target.
 
     Low precision is computed in float32, and rounded once. If beta is 0, the target is not read.
     """
+
     def scaled_sum(part: Array, added: Array) -> Array:
         return library.astype(part, "float32") * beta + library.astype(added, "float32")
 
@@ -222,8 +268,11 @@ def _view(library: NumpyLibrary, array: Array, rows: Strided, cols: Strided, the
         return array[row : row + rows.length, col : col + cols.length]
     down, right = library.strides(array)
     row_step, col_step = (rows.step_there, cols.step_there) if there else (rows.step_here, cols.step_here)
-    return library.as_strided(array[row:, col:], (rows.times, rows.length, cols.times, cols.length),
-                              (row_step * down, down, col_step * right, right))
+    return library.as_strided(
+        array[row:, col:],
+        (rows.times, rows.length, cols.times, cols.length),
+        (row_step * down, down, col_step * right, right),
+    )
 
 
 def _copy_piece(piece: Array, place: Array) -> None:

@@ -38,8 +38,9 @@ def apply(matrix: DistMatrix, vector: np.ndarray, absolute: bool = False) -> np.
     return grid.everyone.all_reduce(result, agreed=True).wait()
 
 
-def freivalds(a: DistMatrix, b: DistMatrix, c: DistMatrix, *, trials: int = 3, seed: int = 0,
-              unit: float | None = None) -> float:
+def freivalds(
+    a: DistMatrix, b: DistMatrix, c: DistMatrix, *, trials: int = 3, seed: int = 0, unit: float | None = None
+) -> float:
     """Largest |A (B r) - C r| over random vectors r of +-1, in units of the expected rounding error. Collective.
 
     A product with a result of at most 1 is accepted. A wrong row of C passes one trial with a probability of at most
@@ -88,6 +89,13 @@ def exact(a: DistMatrix, b: DistMatrix, **options: Any) -> bool:
 def _integers(like: DistMatrix, seed: int) -> DistMatrix:
     """Random integer matrix, distributed like another matrix. That matrix may be a transposed or conjugated view."""
     stored = like if like.order == "C" else like.T
-    made = DistMatrix.random(stored.grid, stored.shape, seed=seed, dtype=stored.dtype, layout=stored.layout,
-                             library=stored.library, distribution="integers")
+    made = DistMatrix.random(
+        stored.grid,
+        stored.shape,
+        seed=seed,
+        dtype=stored.dtype,
+        layout=stored.layout,
+        library=stored.library,
+        distribution="integers",
+    )
     return like.over(made.memory, like.layout, like.grid)

@@ -31,13 +31,18 @@ from .tune.blas.command import blas_command
 from .tune.command import machine_command
 
 STYLE: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": "rich", "pretty_exceptions_enable": False}
-app = typer.Typer(help="Distributed matrix products by the 3D algorithm, and networks trained with them. Run under "
-                       "mpiexec or srun: python -m pmm3d.launcher -n 8 -m pmm3d bench", **STYLE)
+app = typer.Typer(
+    help="Distributed matrix products by the 3D algorithm, and networks trained with them. Run under "
+    "mpiexec or srun: python -m pmm3d.launcher -n 8 -m pmm3d bench",
+    **STYLE,
+)
 NOT_FINISHED = 75
 """Exit code of a run that a signal ended: EX_TEMPFAIL of sysexits.h."""
 
-ENDED = (f"this command ends with exit code {NOT_FINISHED} (not finished). A launcher may report that as a process "
-         "with non-zero status: Open MPI does so in a box. It is no failure.")
+ENDED = (
+    f"this command ends with exit code {NOT_FINISHED} (not finished). A launcher may report that as a process "
+    "with non-zero status: Open MPI does so in a box. It is no failure."
+)
 
 
 def _print_version(asked: bool) -> None:
@@ -47,9 +52,12 @@ def _print_version(asked: bool) -> None:
 
 
 @app.callback()
-def _pmm3d(context: typer.Context,
-           version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True,
-                                                 help="Print the version.")] = False) -> None:
+def _pmm3d(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Check the surroundings of each command. Restore sys.stdout at its end: `reserve_stdout` may replace it."""
     check_surroundings("pmm3d")
     context.call_on_close(partial(setattr, sys, "stdout", sys.stdout))
@@ -57,13 +65,23 @@ def _pmm3d(context: typer.Context,
 
 def train_command(
     config: Annotated[Path, typer.Argument(help="TOML file. --show prints it with every key and its meaning.")],
-    resume: Annotated[str, typer.Option(help="auto: continue from the newest undamaged checkpoint in training.folder, "
-                                             "or start if there is none. never: start; an error if there is a "
-                                             "checkpoint. Path of a checkpoint: continue from it, and rename later "
-                                             "checkpoints to retired-*.")] = "never",
+    resume: Annotated[
+        str,
+        typer.Option(
+            help="auto: continue from the newest undamaged checkpoint in training.folder, "
+            "or start if there is none. never: start; an error if there is a "
+            "checkpoint. Path of a checkpoint: continue from it, and rename later "
+            "checkpoints to retired-*."
+        ),
+    ] = "never",
     accept: Accept = None,
-    show: Annotated[bool, typer.Option("--show", help="Print the configuration as TOML, with the meaning and the "
-                                                      "allowed values of each key. Do not train.")] = False,
+    show: Annotated[
+        bool,
+        typer.Option(
+            "--show",
+            help="Print the configuration as TOML, with the meaning and the allowed values of each key. Do not train.",
+        ),
+    ] = False,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the run (ui.perfetto.dev).")] = None,
 ) -> None:
     """Train a network on data in HDF5, from a configuration file.
@@ -100,8 +118,10 @@ def train_command(
             check_writable(trace)
             found = configuration.load(config)
             if accept and resume == "never" and not (found.training.weights or found.data.validation_file):
-                raise Pmm3dError("--accept has no effect without --resume, training.weights or data.validation_file: "
-                                 "leave it out, or add --resume auto")
+                raise Pmm3dError(
+                    "--accept has no effect without --resume, training.weights or data.validation_file: "
+                    "leave it out, or add --resume auto"
+                )
             return found
 
         loaded = on_first(comm, first)
@@ -110,8 +130,7 @@ def train_command(
                 say(as_toml(loaded))
             return
         again = shell_command("pmm3d", "train", config, "--resume", "auto")
-        finished = train_job(loaded, comm, resume, trace, frozenset(accept or ()), again,
-                             bar("train", comm.rank == 0))
+        finished = train_job(loaded, comm, resume, trace, frozenset(accept or ()), again, bar("train", comm.rank == 0))
         if not finished and comm.rank == 0:
             say(ENDED)
     if not finished:
@@ -121,8 +140,10 @@ def train_command(
 @one_process
 def report_command(
     run: Annotated[Path, typer.Argument(help="Folder of a training run, or a file of pmm3d bench --json.")],
-    output: Annotated[Path | None, typer.Option(help="HTML file to write. Default: report.html in the folder; for a "
-                                                     "file, its name with .html.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="HTML file to write. Default: report.html in the folder; for a file, its name with .html."),
+    ] = None,
 ) -> None:
     """Make a page of a run: curves, time and memory of each rank, bytes of each collective, the grid.
 
@@ -141,13 +162,19 @@ def report_command(
 
 
 def export_command(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint, or of a run (its newest undamaged "
-                                                    "checkpoint).")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="Folder of a checkpoint, or of a run (its newest undamaged checkpoint).")
+    ],
     target: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
-    names: Annotated[str | None, typer.Option(help="Names of the tensors: torch; gpt2, for network.kind gpt; llama, "
-                                                   "for network.kind llama. Default: gpt2 or llama if the network has "
-                                                   "these names, else torch.")] = None,
+    names: Annotated[
+        str | None,
+        typer.Option(
+            help="Names of the tensors: torch; gpt2, for network.kind gpt; llama, "
+            "for network.kind llama. Default: gpt2 or llama if the network has "
+            "these names, else torch."
+        ),
+    ] = None,
 ) -> None:
     """Write the weights of a checkpoint as a torch state dict.
 
@@ -204,11 +231,33 @@ def _group(name: str, help_text: str, cls: type[TyperGroup] = TyperGroup, **comm
     app.add_typer(group, name=name)
 
 
-_add(app, bench=bench_command, train=train_command, predict=predict_command,
-     doctor=doctor_command, report=report_command, export=export_command)
-_group("convert", "Make the HDF5 files that training reads. pmm3d convert x.csv x.h5 is short for convert table.",
-       _FirstIsDefault, table=table_command, text=text_command)
-_group("plan", "Choose the grid and the number of ranks: predict time and memory.", product=product_command,
-       train=plan_train_command, gpt=gpt_command, pipeline=pipeline_command)
-_group("tune", "Measure this machine and its BLASes, for the planner and for products.", machine=machine_command,
-       blas=blas_command)
+_add(
+    app,
+    bench=bench_command,
+    train=train_command,
+    predict=predict_command,
+    doctor=doctor_command,
+    report=report_command,
+    export=export_command,
+)
+_group(
+    "convert",
+    "Make the HDF5 files that training reads. pmm3d convert x.csv x.h5 is short for convert table.",
+    _FirstIsDefault,
+    table=table_command,
+    text=text_command,
+)
+_group(
+    "plan",
+    "Choose the grid and the number of ranks: predict time and memory.",
+    product=product_command,
+    train=plan_train_command,
+    gpt=gpt_command,
+    pipeline=pipeline_command,
+)
+_group(
+    "tune",
+    "Measure this machine and its BLASes, for the planner and for products.",
+    machine=machine_command,
+    blas=blas_command,
+)

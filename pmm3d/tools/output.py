@@ -56,18 +56,35 @@ class FigureTable:
         self.rows.append(((*cells, *[""] * (len(self.names) - len(cells))), style, end_section))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        cells = [max([1, *(Text.from_markup(row[index]).cell_len for row, _, _ in self.rows)])
-                 for index in range(len(self.names))]
+        cells = [
+            max([1, *(Text.from_markup(row[index]).cell_len for row, _, _ in self.rows)])
+            for index in range(len(self.names))
+        ]
         widths, room = [max(pair) for pair in zip(cells, map(len, self.names))], options.max_width - EDGES
         if sum(widths) + len(widths) - 1 > room:  # headings and sentences can wrap
-            widths = [max([min(cell, LEAST_SENTENCE) if name in self.sentences else cell, *map(len, name.split())])
-                      for name, cell in zip(self.names, cells)]
+            widths = [
+                max([min(cell, LEAST_SENTENCE) if name in self.sentences else cell, *map(len, name.split())])
+                for name, cell in zip(self.names, cells)
+            ]
         for number, shown in enumerate(self._groups(widths, room)):
             padding = int(sum(widths[index] + 2 for index in shown) - 2 <= room)
-            columns = [Column(self.names[index], justify="left" if self.is_text(index) else "right", overflow="fold",
-                              width=None if self.names[index] in self.sentences else widths[index]) for index in shown]
-            table = Table(*columns, title="continued" if number else self.title or None,
-                          title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding, 0, 0))
+            columns = [
+                Column(
+                    self.names[index],
+                    justify="left" if self.is_text(index) else "right",
+                    overflow="fold",
+                    width=None if self.names[index] in self.sentences else widths[index],
+                )
+                for index in shown
+            ]
+            table = Table(
+                *columns,
+                title="continued" if number else self.title or None,
+                title_justify="left",
+                box=box.SIMPLE_HEAD,
+                pad_edge=False,
+                padding=(0, padding, 0, 0),
+            )
             for row, style, end_section in self.rows:
                 table.add_row(*(row[index] for index in shown), style=style, end_section=end_section)
             yield Trimmed(table)
@@ -103,8 +120,15 @@ class Trimmed:
 
 def facts(title: str, rows: Mapping[str, str]) -> Trimmed:
     """Return a table of two columns: the name of a fact, and the fact, which wraps between words."""
-    table = Table(Column(style="dim", no_wrap=True), Column(overflow="fold"), title=title or None, title_justify="left",
-                  show_header=False, box=None, pad_edge=False)
+    table = Table(
+        Column(style="dim", no_wrap=True),
+        Column(overflow="fold"),
+        title=title or None,
+        title_justify="left",
+        show_header=False,
+        box=None,
+        pad_edge=False,
+    )
     for name, text in rows.items():
         table.add_row(name, joined(text))
     return Trimmed(table)
@@ -171,9 +195,17 @@ def bar(command: str, shown: bool = True) -> Iterator[Callable[..., None]]:
 
 def _drawn(command: str, shown: bool, total: int | None) -> Progress:
     out = console(sys.stderr)
-    drawn = Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[stage]}"),
-                     TimeElapsedColumn(), console=out, auto_refresh=False, transient=True,
-                     redirect_stdout=False, disable=not (shown and out.is_interactive))
+    drawn = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[stage]}"),
+        TimeElapsedColumn(),
+        console=out,
+        auto_refresh=False,
+        transient=True,
+        redirect_stdout=False,
+        disable=not (shown and out.is_interactive),
+    )
     drawn.add_task(command, total=total, stage="")
     return drawn
 

@@ -15,15 +15,39 @@ from ..errors import Pmm3dError, needs
 INK = "#1c2024"
 """Colour of text and axes. `svg_text` replaces it by the text colour of the page."""
 GREY = "#bbbbbb"
-COLOURS = {"gemm": "#4477aa", "elementwise": "#66ccee", "x": "#ee6677", "y": "#ccbb44", "z": "#aa3377",
-           "data": "#228833", "pipe": "#ddaa77", "seq": "#997700", "ulysses": "#66aa55", "all": "#b98aa8", "rest": GREY}
+COLOURS = {
+    "gemm": "#4477aa",
+    "elementwise": "#66ccee",
+    "x": "#ee6677",
+    "y": "#ccbb44",
+    "z": "#aa3377",
+    "data": "#228833",
+    "pipe": "#ddaa77",
+    "seq": "#997700",
+    "ulysses": "#66aa55",
+    "all": "#b98aa8",
+    "rest": GREY,
+}
 """Colours of kinds of work, and of the axes for which ranks wait."""
 STYLE: dict[Any, Any] = {
-    "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10, "axes.labelsize": 9,
-    "xtick.labelsize": 9, "ytick.labelsize": 9, "legend.fontsize": 9, "legend.frameon": False,
-    "font.sans-serif": ["DejaVu Sans"], "text.parse_math": False, "figure.constrained_layout.use": True,
-    "svg.fonttype": "none", "path.simplify_threshold": 1.0,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "axes.labelsize": 9,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "font.sans-serif": ["DejaVu Sans"],
+    "text.parse_math": False,
+    "figure.constrained_layout.use": True,
+    "svg.fonttype": "none",
+    "path.simplify_threshold": 1.0,
 }
 """matplotlib's settings. A line of many points is simplified to about one point a pixel, extremes included."""
 DPI = 130
@@ -72,7 +96,7 @@ def picture(path: Path | BytesIO, width: float, height: float) -> Iterator[Any]:
 def svg_text(drawn: BytesIO) -> str:
     """Return a picture as an SVG element for an HTML page, in the page's text colour."""
     text = drawn.getvalue().decode()
-    return text[text.index("<svg"):].replace(INK, "currentColor")
+    return text[text.index("<svg") :].replace(INK, "currentColor")
 
 
 class Part(NamedTuple):
@@ -93,15 +117,23 @@ def bars(axes: Any, rows: Sequence[tuple[str, Sequence[Part]]], colours: Mapping
     for index, (_, parts) in enumerate(rows):
         ends = [0.0, *accumulate(part.length for part in parts)]
         drawn = [(start, part) for start, part in zip(ends, parts) if part.kind and part.length > 0]
-        axes.broken_barh([(start, part.length) for start, part in drawn], (index - 0.4, 0.8), linewidth=0.4,
-                         edgecolor="white", facecolors=[colours.get(part.kind, GREY) for _, part in drawn])
+        axes.broken_barh(
+            [(start, part.length) for start, part in drawn],
+            (index - 0.4, 0.8),
+            linewidth=0.4,
+            edgecolor="white",
+            facecolors=[colours.get(part.kind, GREY) for _, part in drawn],
+        )
     used = dict.fromkeys(part.kind for _, parts in rows for part in parts if part.kind and part.length > 0)
     kinds = sorted(used, key=lambda kind: list(colours).index(kind) if kind in colours else len(colours))
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(left=0)
-    axes.figure.legend(handles=[Patch(color=colours.get(kind, GREY), label=kind) for kind in kinds],
-                       loc="outside lower center", ncols=4)
+    axes.figure.legend(
+        handles=[Patch(color=colours.get(kind, GREY), label=kind) for kind in kinds],
+        loc="outside lower center",
+        ncols=4,
+    )
 
 
 def titled(*lines: str, inches: float = 9.0) -> str:

@@ -28,27 +28,46 @@ LINES_AT_ONCE = 2**14
 
 
 def predict_command(
-    run: Annotated[Path, typer.Argument(help="Folder of a checkpoint, or of a run (its newest undamaged "
-                                             "checkpoint).")],
-    file: Annotated[Path | None, typer.Argument(help="File of the samples: HDF5, .npz, or .csv, .tsv or .txt without "
-                                                     "targets.")] = None,
-    out: Annotated[Path | None, typer.Option(help="File to write: .h5 (HDF5) or .csv; with --prompt, any "
-                                                  "name.")] = None,
-    inputs: Annotated[str | None, typer.Option(help="Name of the data set of samples, or of their array in a .npz "
-                                                    "file. Default: data.inputs of the run; for .npz, x.")] = None,
-    batch_size: Annotated[int | None, size(1, "Samples of a forward pass, on all ranks together. "
-                                              "Default: rows of a micro-batch of the run.")] = None,
+    run: Annotated[Path, typer.Argument(help="Folder of a checkpoint, or of a run (its newest undamaged checkpoint).")],
+    file: Annotated[
+        Path | None, typer.Argument(help="File of the samples: HDF5, .npz, or .csv, .tsv or .txt without targets.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write: .h5 (HDF5) or .csv; with --prompt, any name.")
+    ] = None,
+    inputs: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the data set of samples, or of their array in a .npz "
+            "file. Default: data.inputs of the run; for .npz, x."
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        size(1, "Samples of a forward pass, on all ranks together. Default: rows of a micro-batch of the run."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
-    prompt: Annotated[str | None, typer.Option(help="Text that a network of tokens continues, in place of "
-                                                    "FILE.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text that a network of tokens continues, in place of FILE.")
+    ] = None,
     length: Annotated[int | None, size(0, "Tokens to generate after the prompt. Default: 200.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="Divisor of the logits before a token is drawn. 0: "
-                                                                  "take the most probable token, without a draw. "
-                                                                  "Default: 1.")] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Divisor of the logits before a token is drawn. 0: "
+            "take the most probable token, without a draw. "
+            "Default: 1.",
+        ),
+    ] = None,
     top_k: Annotated[int | None, size(1, "Number of most probable tokens to draw from. Default: all.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the draws. Default: 0.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="A file of pmm3d convert text with the tokenizer of the run. "
-                                                        "Default: the data file of the run.")] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file of pmm3d convert text with the tokenizer of the run. Default: the data file of the run."
+        ),
+    ] = None,
     accept: Accept = None,
 ) -> None:
     """Compute the outputs of a trained network for samples, or continue a text.
@@ -78,19 +97,36 @@ def predict_command(
         if prompt is not None:
             others = {"FILE": file, "--inputs": inputs, "--batch-size": batch_size}
             on_first(comm, lambda: _check_alone(others, out, overwrite))
-            _continue_text(comm, run, prompt, 200 if length is None else length,
-                           1.0 if temperature is None else temperature, top_k, seed or 0, tokenizer, accept or (), out)
+            _continue_text(
+                comm,
+                run,
+                prompt,
+                200 if length is None else length,
+                1.0 if temperature is None else temperature,
+                top_k,
+                seed or 0,
+                tokenizer,
+                accept or (),
+                out,
+            )
             return
-        of_text = {"--length": length, "--temperature": temperature, "--top-k": top_k, "--seed": seed,
-                   "--tokenizer": tokenizer}
+        of_text = {
+            "--length": length,
+            "--temperature": temperature,
+            "--top-k": top_k,
+            "--seed": seed,
+            "--tokenizer": tokenizer,
+        }
         from ..nn.training.predict import Asked, check_files, predict
 
         with ExitStack() as temporary:
 
             def first() -> Asked:
                 if file is None or out is None:
-                    raise DataError("name the FILE of the samples and --out; or --prompt, the text that a network of "
-                                    "tokens continues")
+                    raise DataError(
+                        "name the FILE of the samples and --out; or --prompt, the text that a network of "
+                        "tokens continues"
+                    )
                 if given := [name for name, value in of_text.items() if value is not None]:
                     raise DataError(f"{given[0]} is for a text: name the --prompt that it begins with, or leave it out")
                 check_ending(out, (*ENDINGS, ".csv"))
@@ -128,20 +164,41 @@ def _check_alone(others: Mapping[str, object], out: Path | None, overwrite: bool
         raise DataError("--overwrite has no effect without --out: leave it out, or name the file with --out")
 
 
-def _continue_text(comm: MPI.Intracomm, run: Path, prompt: str, length: int, temperature: float, top_k: int | None,
-                   seed: int, tokenizer: Path | None, accept: Collection[str], out: Path | None) -> None:
+def _continue_text(
+    comm: MPI.Intracomm,
+    run: Path,
+    prompt: str,
+    length: int,
+    temperature: float,
+    top_k: int | None,
+    seed: int,
+    tokenizer: Path | None,
+    accept: Collection[str],
+    out: Path | None,
+) -> None:
     """Print the text that a network generates after a prompt, and write it to OUT."""
     from ..nn.training.predict import continue_text
 
     with bar("predict", comm.rank == 0):
-        done = continue_text(comm, run, prompt, length, temperature=temperature, top_k=top_k, seed=seed,
-                             tokenizer=tokenizer, accept=accept)
+        done = continue_text(
+            comm,
+            run,
+            prompt,
+            length,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+            tokenizer=tokenizer,
+            accept=accept,
+        )
     if out is not None:
         on_first(comm, lambda: _write_text(out, done.text))
     if comm.rank == 0:
         print(prompt + done.text)
-        say(f"{counted(length, 'token')} by {done.checkpoint} on grid {done.grid}"
-            + (f", written to {out}" if out else ""))
+        say(
+            f"{counted(length, 'token')} by {done.checkpoint} on grid {done.grid}"
+            + (f", written to {out}" if out else "")
+        )
 
 
 def _write_text(out: Path, text: str) -> None:
@@ -180,9 +237,12 @@ def _convert(file: Path, target: Path, inputs: str | None) -> None:
     try:
         convert(file, target, inputs=inputs or "x", targets=None, dtype="float64")
     except DataError as error:
-        remedy = ("--inputs names the array of the samples" if arrays else
-                  f"{shell_command('pmm3d', 'convert', file, 'FILE.h5')} has options for that: --no-targets if all "
-                  "columns are inputs, --classes if the last one is a label; predict from FILE.h5 then")
+        remedy = (
+            "--inputs names the array of the samples"
+            if arrays
+            else f"{shell_command('pmm3d', 'convert', file, 'FILE.h5')} has options for that: --no-targets if all "
+            "columns are inputs, --classes if the last one is a label; predict from FILE.h5 then"
+        )
         raise DataError(f"{error}. {remedy}") from None
 
 
@@ -193,8 +253,11 @@ def _write_csv(source: Path, out: Path) -> None:
 
     from ..io.dataset import text_of
 
-    with (_replacing(out) as partial, h5py.File(source) as file,
-          open(partial, "w", newline="", encoding="utf-8") as written):
+    with (
+        _replacing(out) as partial,
+        h5py.File(source) as file,
+        open(partial, "w", newline="", encoding="utf-8") as written,
+    ):
         lines, columns, classes = csv.writer(written), file["outputs"].shape[1], file.get("classes")
         names = [f"output {column}" for column in range(columns)]
         if classes is not None:

@@ -44,8 +44,9 @@ def kill(pids: list[int]) -> None:
 
 def descendants(ancestor: int) -> list[int]:
     """Return the processes below this one, from /proc or from ps; children precede their own children."""
-    parents = {int(folder.name): int(stat[PARENT]) for folder in Path("/proc").glob("[0-9]*")
-               if (stat := _stat(folder.name))}
+    parents = {
+        int(folder.name): int(stat[PARENT]) for folder in Path("/proc").glob("[0-9]*") if (stat := _stat(folder.name))
+    }
     if not parents:
         lines = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True).stdout.splitlines()
         parents = {int(pid): int(parent) for pid, parent in map(str.split, lines)}
@@ -154,6 +155,9 @@ class LocalRanks:
 
 def _children(pid: int) -> list[int]:
     with suppress(OSError):
-        return [int(child) for task in Path(f"/proc/{pid}/task").iterdir()
-                for child in (task / "children").read_text().split()]
+        return [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
     return []

@@ -58,8 +58,10 @@ def start_mpi() -> MPI.Intracomm:
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:
-            raise LauncherError(f"mpi4py cannot load an MPI library: {error}. Load the site's MPI module, or install "
-                                f"an MPI: {install_command('openmpi')}") from None
+            raise LauncherError(
+                f"mpi4py cannot load an MPI library: {error}. Load the site's MPI module, or install "
+                f"an MPI: {install_command('openmpi')}"
+            ) from None
     except LauncherError as error:
         if task_rank(os.environ) == 0:
             complain(error)

@@ -50,8 +50,9 @@ class Stream(io.TextIOWrapper):
         os.dup2(nowhere, self.fileno())
         os.close(nowhere)
         if self.fileno() == 1 and not isinstance(error, BrokenPipeError):
-            raise Pmm3dError(f"standard output cannot be written: {error.strerror}. Redirect it to a file on a disk "
-                             "that has room") from None
+            raise Pmm3dError(
+                f"standard output cannot be written: {error.strerror}. Redirect it to a file on a disk that has room"
+            ) from None
 
 
 def make_streams_safe() -> None:
@@ -83,8 +84,10 @@ def check_surroundings(program: str) -> None:
     try:
         os.getcwd()
     except OSError as error:
-        raise Pmm3dError(f"the working folder cannot be used: {error.strerror}. It may have been removed: change to a "
-                         "folder that exists") from None
+        raise Pmm3dError(
+            f"the working folder cannot be used: {error.strerror}. It may have been removed: change to a "
+            "folder that exists"
+        ) from None
     if (note := misspelt(os.environ)) and not os.environ.get(JOB_FOLDER):
         print(f"{program}: {note}", file=sys.stderr, flush=True)
 

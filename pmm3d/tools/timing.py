@@ -83,10 +83,10 @@ class Timer:
 class GemmOperands:
     """Operands A, B and C for GEMMs of several shapes, which share memory. The memory is touched once.
 
-        >>> operands = GemmOperands(NumpyLibrary(), "float32", [(2, 3, 4), (4, 2, 2)])
-        >>> a, b, c = operands.matrices((2, 3, 4), "nt")
-        >>> a.shape, b.shape, c.shape, b.flags.c_contiguous
-        ((2, 4), (4, 3), (2, 3), False)
+    >>> operands = GemmOperands(NumpyLibrary(), "float32", [(2, 3, 4), (4, 2, 2)])
+    >>> a, b, c = operands.matrices((2, 3, 4), "nt")
+    >>> a.shape, b.shape, c.shape, b.flags.c_contiguous
+    ((2, 4), (4, 3), (2, 3), False)
     """
 
     def __init__(self, library: NumpyLibrary, dtype: str, shapes: Sequence[Shape]):
@@ -98,8 +98,10 @@ class GemmOperands:
     def matrices(self, shape: Shape, form: str = "nn") -> list[Array]:
         """Return A (m, k), B (k, n) and C (m, n). form: "t" for an operand that is stored transposed, as in BLAS."""
         m, n, k = shape
-        return [flat[: rows * cols].reshape(cols, rows).T if flag == "t" else flat[: rows * cols].reshape(rows, cols)
-                for flat, rows, cols, flag in zip(self._flats, (m, k, m), (k, n, n), form + "n")]
+        return [
+            flat[: rows * cols].reshape(cols, rows).T if flag == "t" else flat[: rows * cols].reshape(rows, cols)
+            for flat, rows, cols, flag in zip(self._flats, (m, k, m), (k, n, n), form + "n")
+        ]
 
     def gemm(self, shape: Shape, form: str = "nn", **options: Any) -> Work:
         """Return a function that computes C = A B. options: those of the library's `gemm`."""
@@ -161,8 +163,13 @@ class Sampler:
     left_out  number of points that were not measured, because the time of their section was up
     """
 
-    def __init__(self, comm: MPI.Intracomm, budget: float = 1.0, share: CoreShare = CoreShare(),
-                 clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        budget: float = 1.0,
+        share: CoreShare = CoreShare(),
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         self.comm, self.budget, self.share, self.clock = comm, budget, share, clock
         self.left_out = 0
         self._ends, self._over, self._due = inf, False, clock()
@@ -204,8 +211,15 @@ class Sampler:
         seconds = self.measure(work, counts=self.share.works, always=always)
         return None if seconds is None else seconds * self.share.crowd
 
-    def measure(self, work: Work, *, samples: int = SAMPLES, sample_seconds: float = SAMPLE_SECONDS,
-                counts: bool = True, always: bool = False) -> float | None:
+    def measure(
+        self,
+        work: Work,
+        *,
+        samples: int = SAMPLES,
+        sample_seconds: float = SAMPLE_SECONDS,
+        counts: bool = True,
+        always: bool = False,
+    ) -> float | None:
         """Return the median seconds of a call on the slowest rank, or None if the time of the section is up.
 
         counts   whether this rank works; otherwise it only waits

@@ -4,8 +4,10 @@
 """
 
 if __name__ == "torch":
-    raise ImportError("this is pmm3d.torch, not torch: the program runs inside the folder of pmm3d, or has it on "
-                      "sys.path. Start it elsewhere")
+    raise ImportError(
+        "this is pmm3d.torch, not torch: the program runs inside the folder of pmm3d, or has it on "
+        "sys.path. Start it elsewhere"
+    )
 
 from ..errors import needs
 
@@ -19,5 +21,16 @@ from .layers import Dropout3D, LayerNorm3D, Linear3D
 from .plan import Split
 from .state import clip_grad_norm_, full_state_dict, load_full_state_dict
 
-__all__ = ["Dropout3D", "LayerNorm3D", "Linear3D", "Split", "clip_grad_norm_", "full_state_dict", "gather_output",
-           "input_rows", "load_full_state_dict", "mean", "parallelize"]
+__all__ = [
+    "Dropout3D",
+    "LayerNorm3D",
+    "Linear3D",
+    "Split",
+    "clip_grad_norm_",
+    "full_state_dict",
+    "gather_output",
+    "input_rows",
+    "load_full_state_dict",
+    "mean",
+    "parallelize",
+]

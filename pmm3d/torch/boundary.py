@@ -29,8 +29,10 @@ OPERATIONS = 5
 """Number of operations before a loss among which an nll_loss is searched for."""
 SHAPES = ("Alias", "Reshape", "Squeeze", "Unsafe", "Unsqueeze", "View")
 """Names of torch's operations that only change a shape."""
-OTHER_LABELS = ("Ranks along x and y hold the same rows of the batch, so their losses must be the same: give them the "
-                "same labels (input_rows cuts a batch that all ranks hold), and all columns of the model's output")
+OTHER_LABELS = (
+    "Ranks along x and y hold the same rows of the batch, so their losses must be the same: give them the "
+    "same labels (input_rows cuts a batch that all ranks hold), and all columns of the model's output"
+)
 
 
 def input_rows(grid: Grid, x: torch.Tensor) -> torch.Tensor:
@@ -174,18 +176,23 @@ def mean(grid: Grid, losses: torch.Tensor, weights: torch.Tensor | None = None) 
     with grid.ledger.phase("loss"):
         total, count, number = sum_over(grid, sums.view(1, 3), ROWS)[0]
     if weights is not None and bool(count.isnan()):
-        raise LayoutError("mean: the weights of a rank have another shape than its losses, or are NaN. Pass a weight "
-                          "for each loss")
+        raise LayoutError(
+            "mean: the weights of a rank have another shape than its losses, or are NaN. Pass a weight for each loss"
+        )
     ignores = weights is None and found is not None and bool(count != number)
     if ignores and not direct or passes.ignores and unknown:
-        raise LayoutError("mean: cross_entropy ignores labels or weighs classes, and the number by which torch divides "
-                          "is not known here. Pass mean(grid, losses, weights), with weights such as labels != -100")
+        raise LayoutError(
+            "mean: cross_entropy ignores labels or weighs classes, and the number by which torch divides "
+            "is not known here. Pass mean(grid, losses, weights), with weights such as labels != -100"
+        )
     if unknown and not passes.warned and bool(count != number):
         passes.warned = True
         if grid.rank == 0:
-            logger.warning(f"mean: {count - number:.0f} of {count:.0f} losses are exactly 0, and they count. If "
-                           "cross_entropy ignores their labels, pass mean(grid, losses, weights), with weights such as "
-                           "labels != -100. Without gradients, these labels are not known")
+            logger.warning(
+                f"mean: {count - number:.0f} of {count:.0f} losses are exactly 0, and they count. If "
+                "cross_entropy ignores their labels, pass mean(grid, losses, weights), with weights such as "
+                "labels != -100. Without gradients, these labels are not known"
+            )
     passes.ignores |= ignores
     factor, shape = torch.where(count == 0, 0, passes.partners / count).to(losses.dtype), losses.shape
     return _linear(losses, (total / count).to(losses.dtype), lambda gradient: (gradient * factor).expand(shape))
@@ -221,8 +228,11 @@ def whole_columns(grid: Grid, x: torch.Tensor, columns: int, split: Layout) -> t
     """
     if grid.axis(split.cols[0]).size == 1:
         return x
-    return _linear(x, _moved(grid, columns, split, WHOLE, x.detach()),
-                   lambda gradient: _moved(grid, columns, WHOLE, split, gradient))
+    return _linear(
+        x,
+        _moved(grid, columns, split, WHOLE, x.detach()),
+        lambda gradient: _moved(grid, columns, WHOLE, split, gradient),
+    )
 
 
 def own_columns(grid: Grid, x: torch.Tensor, columns: int, split: Layout) -> torch.Tensor:
@@ -232,8 +242,11 @@ def own_columns(grid: Grid, x: torch.Tensor, columns: int, split: Layout) -> tor
     backward collective, because the first rank, whose part is all columns, cannot detect this case.
     """
     own, width = x.detach(), x.shape[-1]
-    return _linear(x, _moved(grid, columns, WHOLE, split, own) if width == columns else own.clone(),
-                   lambda gradient: _moved(grid, columns, split, WHOLE, gradient)[..., :width])
+    return _linear(
+        x,
+        _moved(grid, columns, WHOLE, split, own) if width == columns else own.clone(),
+        lambda gradient: _moved(grid, columns, split, WHOLE, gradient)[..., :width],
+    )
 
 
 def _moved(grid: Grid, columns: int, source: Layout, target: Layout, x: torch.Tensor) -> torch.Tensor:

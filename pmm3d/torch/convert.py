@@ -92,8 +92,9 @@ def parallelize(module: Kind, grid: Grid, plan: Plan | None = None, *, overlap: 
         splits = resolved(module, plan)
         _check(module, splits, grid)
     values = digest(module.parameters())
-    with grid.collective_call("parallelize, of a module made alike on all ranks (torch.manual_seed)", values,
-                              always=True):
+    with grid.collective_call(
+        "parallelize, of a module made alike on all ranks (torch.manual_seed)", values, always=True
+    ):
         number = next(BackwardPasses.of(grid).numbers)
         label = f"model {number}: " if number > 1 else ""
         made = _copied(module, splits, grid, label)
@@ -107,53 +108,74 @@ def parallelize(module: Kind, grid: Grid, plan: Plan | None = None, *, overlap: 
 
 def _check(module: nn.Module, splits: dict[str, Split], grid: Grid) -> None:
     if grid.dry_run is not None:
-        raise GridError("parallelize: a dry run has no data, and torch's modules have. For bytes and memory make the "
-                        "network with pmm3d.nn")
+        raise GridError(
+            "parallelize: a dry run has no data, and torch's modules have. For bytes and memory make the "
+            "network with pmm3d.nn"
+        )
     owners, passes = dict[int, list[str]](), BackwardPasses.of(grid)
     for name, tensor in module.named_parameters():
         other, copy = passes.copied.get(tensor, (None, None))
         if copy is not None and copy() is not None and other() is not module:
-            raise LayoutError(f"parallelize: another module with the weight {name} is on the grid already. The copies "
-                              "would have two weights. Parallelize both in one module: parallelize(nn.ModuleList([one, "
-                              "other]), grid, plan). For separate weights, pass copy.deepcopy(module)")
+            raise LayoutError(
+                f"parallelize: another module with the weight {name} is on the grid already. The copies "
+                "would have two weights. Parallelize both in one module: parallelize(nn.ModuleList([one, "
+                "other]), grid, plan). For separate weights, pass copy.deepcopy(module)"
+            )
     for name, part in module.named_modules():
         if isinstance(part, BATCH_NORMS) and passes.partners > 1:
-            raise LayoutError(f"parallelize: {name}, a {type(part).__name__}, would use the mean of each rank's own "
-                              "rows. Use nn.LayerNorm or nn.GroupNorm in its place")
+            raise LayoutError(
+                f"parallelize: {name}, a {type(part).__name__}, would use the mean of each rank's own "
+                "rows. Use nn.LayerNorm or nn.GroupNorm in its place"
+            )
         if isinstance(part, EMBEDDINGS) and passes.partners > 1 and (part.max_norm or part.scale_grad_by_freq):
-            raise LayoutError(f"parallelize: {name}, a {type(part).__name__} with max_norm or scale_grad_by_freq, "
-                              "would use the tokens of each rank's own rows. Make it without them")
+            raise LayoutError(
+                f"parallelize: {name}, a {type(part).__name__} with max_norm or scale_grad_by_freq, "
+                "would use the tokens of each rank's own rows. Make it without them"
+            )
         if isinstance(part, OTHER_DROPOUTS):
-            raise LayoutError(f"parallelize: {name}, a {type(part).__name__}, would draw different masks on ranks that "
-                              "need equal ones. Use nn.Dropout in its place")
+            raise LayoutError(
+                f"parallelize: {name}, a {type(part).__name__}, would draw different masks on ranks that "
+                "need equal ones. Use nn.Dropout in its place"
+            )
         for tensor in part.parameters(recurse=False):
             owners.setdefault(id(tensor), []).append(name)
             if name in splits and not tensor.is_floating_point():
-                raise DTypeError(f"parallelize: {name} has parameters of {tensor.dtype}; only real floating point "
-                                 "numbers can be distributed")
-        if name in splits and (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks
-                               or part._backward_pre_hooks):
-            raise LayoutError(f"parallelize: {name} has hooks, which its copy on the grid would not have: remove them, "
-                              'or put "off" into the plan for it')
+                raise DTypeError(
+                    f"parallelize: {name} has parameters of {tensor.dtype}; only real floating point "
+                    "numbers can be distributed"
+                )
+        if name in splits and (
+            part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+        ):
+            raise LayoutError(
+                f"parallelize: {name} has hooks, which its copy on the grid would not have: remove them, "
+                'or put "off" into the plan for it'
+            )
     for names in owners.values():
         if len(names) > 1 and any(name in splits for name in names):
-            raise LayoutError(f"parallelize: {' and '.join(names)} have one weight in common, which cannot have two "
-                              'layouts. Put "off" into the plan for each of them, or use separate weights')
+            raise LayoutError(
+                f"parallelize: {' and '.join(names)} have one weight in common, which cannot have two "
+                'layouts. Put "off" into the plan for each of them, or use separate weights'
+            )
     _check_device(module, grid)
 
 
 def _check_device(module: nn.Module, grid: Grid) -> None:
     devices = {str(tensor.device): tensor for tensor in module.parameters()}
     if "meta" in devices or len(devices) > 1:
-        raise Pmm3dError(f"parallelize: the parameters are on {', '.join(sorted(devices))}; they must be on one "
-                         "device, which has memory: module.to(device), or module.to_empty(device=...) and its own "
-                         "initial values")
+        raise Pmm3dError(
+            f"parallelize: the parameters are on {', '.join(sorted(devices))}; they must be on one "
+            "device, which has memory: module.to(device), or module.to_empty(device=...) and its own "
+            "initial values"
+        )
     for name, tensor in devices.items():
         grid.library(library_of(tensor.detach()))
         if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
-            raise Pmm3dError(f"parallelize: the parameters are on {name}, and this rank's device is cuda:"
-                             f"{torch.cuda.current_device()}. Bring them there: module.to('cuda'), after torch.cuda."
-                             "set_device(grid.local_rank % torch.cuda.device_count())")
+            raise Pmm3dError(
+                f"parallelize: the parameters are on {name}, and this rank's device is cuda:"
+                f"{torch.cuda.current_device()}. Bring them there: module.to('cuda'), after torch.cuda."
+                "set_device(grid.local_rank % torch.cuda.device_count())"
+            )
 
 
 def _copied(module: Kind, splits: dict[str, Split], grid: Grid, label: str) -> Kind:
@@ -178,11 +200,27 @@ def _sharded(name: str, part: Any, split: Split, grid: Grid) -> ShardedModule:
     tensor = next(part.parameters(recurse=False), torch.empty(0))
     options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
     if isinstance(part, nn.LayerNorm):
-        made = LayerNorm3D(grid, part.normalized_shape[0], split.role, part.eps, part.elementwise_affine,
-                           part.bias is not None, **options)
+        made = LayerNorm3D(
+            grid,
+            part.normalized_shape[0],
+            split.role,
+            part.eps,
+            part.elementwise_affine,
+            part.bias is not None,
+            **options,
+        )
     else:
-        made = Linear3D(grid, part.in_features, part.out_features, part.bias is not None, role=split.role,
-                        unit=split.unit, gather=split.gather, initial=False, **options)
+        made = Linear3D(
+            grid,
+            part.in_features,
+            part.out_features,
+            part.bias is not None,
+            role=split.role,
+            unit=split.unit,
+            gather=split.gather,
+            initial=False,
+            **options,
+        )
     made.path, made.partners = name, BackwardPasses.of(grid).partners
     for own in made.home:
         made.load_whole(own, getattr(part, own))
@@ -224,8 +262,9 @@ def _compare_inputs(module: nn.Module, passes: BackwardPasses, what: str, given:
     found = [*_tensors(given)]
     first = next(module.children(), module) if type(module) is nn.Sequential else module
     layers = [first] if isinstance(first, ShardedModule) else module.modules()
-    splits = set[str]().union(*(layer.splits(tensor) for layer in layers if isinstance(layer, ShardedModule)
-                                for tensor in found))
+    splits = set[str]().union(
+        *(layer.splits(tensor) for layer in layers if isinstance(layer, ShardedModule) for tensor in found)
+    )
     passes.compare("the model's input", [digest(found)], trains=trains, cols=splits)
 
 

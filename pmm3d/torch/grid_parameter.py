@@ -29,8 +29,10 @@ ROWS = ("data", "z")
 """The axes that split the rows of a batch, major to minor."""
 COLUMNS = ("x", "y")
 """The axes whose ranks hold the same rows."""
-SAME_BATCH = ("Ranks along x and y hold the same rows of a batch, so all ranks must draw the same batch: seed the "
-              "DataLoader's generator alike (generator=torch.Generator().manual_seed(0)); input_rows cuts the rows")
+SAME_BATCH = (
+    "Ranks along x and y hold the same rows of a batch, so all ranks must draw the same batch: seed the "
+    "DataLoader's generator alike (generator=torch.Generator().manual_seed(0)); input_rows cuts the rows"
+)
 MARK = "_pmm3d"
 """Attribute of a torch parameter that holds its `GridParameter`."""
 
@@ -46,8 +48,15 @@ class GridParameter:
 
     has_more = False
 
-    def __init__(self, grid: Grid, tensor: torch.nn.Parameter, shape: tuple[int, int] | None = None,
-                 layout: Layout = Layout(), name: str = "", partners: int = 1):
+    def __init__(
+        self,
+        grid: Grid,
+        tensor: torch.nn.Parameter,
+        shape: tuple[int, int] | None = None,
+        layout: Layout = Layout(),
+        name: str = "",
+        partners: int = 1,
+    ):
         shape = (1, tensor.numel()) if shape is None else shape
         self.tensor, self._given, self.partners = ref(tensor), None, partners
         self.has_hooks: bool = getattr(tensor, MARK).has_hooks if hasattr(tensor, MARK) else False
@@ -76,8 +85,10 @@ class GridParameter:
             return False
         found = reached(get_gradient_edge(tensor).node)
         if found is None:
-            raise Pmm3dError(f"{self.weight.name}: torch.autograd.grad would bring this rank's part of its gradient. "
-                             "loss.backward(inputs=[...]) brings the sum over the ranks, in .grad")
+            raise Pmm3dError(
+                f"{self.weight.name}: torch.autograd.grad would bring this rank's part of its gradient. "
+                "loss.backward(inputs=[...]) brings the sum over the ranks, in .grad"
+            )
         return found
 
     def follow(self) -> None:
@@ -114,8 +125,10 @@ class GridParameter:
         sums = tuple(axis for axis in ROWS if axis not in form.layout.splitting)
         factor = self.partners / form.grid.shape.along(sums)
         array = gradient.detach().reshape(form.local_shape).contiguous()
-        return Gradient(array if factor == 1 else array * factor,
-                        layout_of(form.layout.rows, form.layout.cols, sums, form.layout.units))
+        return Gradient(
+            array if factor == 1 else array * factor,
+            layout_of(form.layout.rows, form.layout.cols, sums, form.layout.units),
+        )
 
     def give(self) -> None:
         """Set `.grad` to the accumulated gradient, at the end of a backward pass. Waits for its sums."""

@@ -37,8 +37,10 @@ class OnGrid(torch.nn.Module):
         self.grid = grid
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise Pmm3dError(f"{type(self).__name__}: a module on a grid can be neither copied nor pickled: make it again "
-                         "with parallelize, and load model.state_dict() or full_state_dict(model)")
+        raise Pmm3dError(
+            f"{type(self).__name__}: a module on a grid can be neither copied nor pickled: make it again "
+            "with parallelize, and load model.state_dict() or full_state_dict(model)"
+        )
 
 
 class ShardedModule(OnGrid):
@@ -64,8 +66,15 @@ class ShardedModule(OnGrid):
     matrices: tuple[str, ...] = ()
     partners = 1
 
-    def __init__(self, grid: Grid, home: dict[str, tuple[tuple[int, int], Layout]], columns: int, input: Layout,
-                 dtype: Any, device: Any):
+    def __init__(
+        self,
+        grid: Grid,
+        home: dict[str, tuple[tuple[int, int], Layout]],
+        columns: int,
+        input: Layout,
+        dtype: Any,
+        device: Any,
+    ):
         super().__init__(grid)
         self.home, self.columns, self.input = home, columns, input
         self.path = f"{type(self).__name__} {next(BackwardPasses.of(grid).numbers)}"
@@ -82,8 +91,9 @@ class ShardedModule(OnGrid):
     def held(self, name: str) -> GridParameter:
         """Return the GridParameter over the present memory of a parameter, with its present precision."""
         tensor = getattr(self, name)
-        found = BackwardPasses.of(self.grid).hold(tensor, *self.home[name], f"{self.path}.{name}".lstrip("."),
-                                                  self.partners)
+        found = BackwardPasses.of(self.grid).hold(
+            tensor, *self.home[name], f"{self.path}.{name}".lstrip("."), self.partners
+        )
         found.weight.precision = precision_of(tensor)
         return found
 
@@ -113,25 +123,36 @@ class ShardedModule(OnGrid):
         """Run function(x, *parameters), an operation of `pmm3d.nn`. x has this rank's columns, or all columns."""
         held = [self.held(name) for name in self.home]
         self._check_type(x)
-        return run(self.grid, lambda operand: function(operand, *[each.weight for each in held]), self.input,
-                   self.columns, held, self._own_part(x))
+        return run(
+            self.grid,
+            lambda operand: function(operand, *[each.weight for each in held]),
+            self.input,
+            self.columns,
+            held,
+            self._own_part(x),
+        )
 
     def _check_type(self, x: torch.Tensor) -> None:
         weight = next((each for each in self._parameters.values() if each is not None), x)
         if not isinstance(x, torch.Tensor) or x.dtype != weight.dtype or x.device != weight.device:
             given = f"{x.dtype} on {x.device}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
-            raise DTypeError(f"{self}: the input is {given}, the parameters {weight.dtype} on {weight.device}. Bring "
-                             "both to one type and device: model.to(...), x.to(...)")
+            raise DTypeError(
+                f"{self}: the input is {given}, the parameters {weight.dtype} on {weight.device}. Bring "
+                "both to one type and device: model.to(...), x.to(...)"
+            )
         if torch.is_autocast_enabled(weight.device.type):
-            raise DTypeError(f"{self}: autocast does not reach in here: bring the model to one type (model.bfloat16()),"
-                             " or put this part of the forward pass into torch.autocast(..., enabled=False)")
+            raise DTypeError(
+                f"{self}: autocast does not reach in here: bring the model to one type (model.bfloat16()),"
+                " or put this part of the forward pass into torch.autocast(..., enabled=False)"
+            )
 
     def _own_part(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's columns of the input, which has these or all columns. Raises LayoutError for other widths."""
         own, width = self.own_width(), x.shape[-1] if x.dim() else -1
         if width not in (own, self.columns):
-            raise LayoutError(f"{self}: an input of shape {tuple(x.shape)}; its columns are this rank's {own}, or all "
-                              f"{self.columns}")
+            raise LayoutError(
+                f"{self}: an input of shape {tuple(x.shape)}; its columns are this rank's {own}, or all {self.columns}"
+            )
         alone = self.grid.axis(self.input.cols[0]).size == 1
         is_own = alone or (width == own and self.own_width(FIRST) < self.columns)
         return x if is_own else own_columns(self.grid, x, self.columns, self.input)
@@ -155,10 +176,12 @@ class ShardedModule(OnGrid):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         given, own = state_dict.get(f"{prefix}{EXTRA}"), self.get_extra_state()
         if given != own and any(f"{prefix}{name}" in state_dict for name in self.home):
-            raise CheckpointError(f"{self}: the state dict has the shards of another rank or another grid, or it is "
-                                  f"that of a plain module ({given}, here {own}). Each rank must load its own state "
-                                  "dict, on the same grid. load_full_state_dict loads the result of full_state_dict, "
-                                  "and the state dict of a plain module")
+            raise CheckpointError(
+                f"{self}: the state dict has the shards of another rank or another grid, or it is "
+                f"that of a plain module ({given}, here {own}). Each rank must load its own state "
+                "dict, on the same grid. load_full_state_dict loads the result of full_state_dict, "
+                "and the state dict of a plain module"
+            )
         super()._load_from_state_dict(state_dict, prefix, *others)
 
 
@@ -220,19 +243,34 @@ class Linear3D(ShardedModule):
 
     matrices = ("weight",)
 
-    def __init__(self, grid: Grid, in_features: int, out_features: int, bias: bool = True, *, role: str = "column",
-                 unit: int = 1, gather: bool = False, seed: int | None = None, initial: bool = True,
-                 dtype: torch.dtype | None = None, device: Any = None):
+    def __init__(
+        self,
+        grid: Grid,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        role: str = "column",
+        unit: int = 1,
+        gather: bool = False,
+        seed: int | None = None,
+        initial: bool = True,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
+    ):
         if role not in COLUMN_AXES:
             raise LayoutError(f'Linear3D: the role is "column" or "row"; got {role!r}')
         if min(in_features, out_features) < 1:
-            raise LayoutError(f"Linear3D: {in_features} in_features, {out_features} out_features: there must be one at "
-                              "least")
+            raise LayoutError(
+                f"Linear3D: {in_features} in_features, {out_features} out_features: there must be one at least"
+            )
         k = COLUMN_AXES[role]
         across = in_features if k == "x" else out_features
         if unit < 1 or across % unit or (unit > 1 and across // unit % grid.x.size):
-            raise LayoutError(f"Linear3D: {across} columns over x are heads of {unit}: their number must be a multiple "
-                              f"of Gx = {grid.x.size}. Choose a grid whose x divides it")
+            raise LayoutError(
+                f"Linear3D: {across} columns over x are heads of {unit}: their number must be a multiple "
+                f"of Gx = {grid.x.size}. Choose a grid whose x divides it"
+            )
         units = (unit, 1) if k == "x" else (1, unit)
         home = {"weight": ((in_features, out_features), weight_layout(k, units))}
         if bias:
@@ -250,8 +288,14 @@ class Linear3D(ShardedModule):
         """Set random initial values, the same for any grid."""
         for stream, (name, (shape, layout)) in enumerate(self.home.items()):
             local = self.held(name).weight.local
-            made = DistMatrix.random(self.grid, shape, seed=derived(seed, stream), layout=layout,
-                                     dtype=library_of(local).dtype(local), library=library_of(local))
+            made = DistMatrix.random(
+                self.grid,
+                shape,
+                seed=derived(seed, stream),
+                layout=layout,
+                dtype=library_of(local).dtype(local),
+                library=library_of(local),
+            )
             local[...] = made.local * self.in_features**-0.5
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -259,8 +303,10 @@ class Linear3D(ShardedModule):
         return whole_columns(self.grid, out, self.out_features, self._output) if self.gather else out
 
     def extra_repr(self) -> str:
-        return (f"{self.in_features}, {self.out_features}, role={self.role!r}{f', unit={self.unit}' * (self.unit > 1)}"
-                f"{', gather=True' * self.gather}{', bias=False' * ('bias' not in self.home)}, grid={self.grid.shape}")
+        return (
+            f"{self.in_features}, {self.out_features}, role={self.role!r}{f', unit={self.unit}' * (self.unit > 1)}"
+            f"{', gather=True' * self.gather}{', bias=False' * ('bias' not in self.home)}, grid={self.grid.shape}"
+        )
 
 
 class LayerNorm3D(ShardedModule):
@@ -299,8 +345,18 @@ class LayerNorm3D(ShardedModule):
     [[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
     """
 
-    def __init__(self, grid: Grid, features: int, axis: str, eps: float = 1e-5, affine: bool = True, bias: bool = True,
-                 *, dtype: torch.dtype | None = None, device: Any = None):
+    def __init__(
+        self,
+        grid: Grid,
+        features: int,
+        axis: str,
+        eps: float = 1e-5,
+        affine: bool = True,
+        bias: bool = True,
+        *,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
+    ):
         layout = Layout((), axis)
         names = ["weight"] * affine + ["bias"] * (affine and bias)
         home = {name: ((1, features), layout) for name in names}

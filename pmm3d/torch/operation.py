@@ -30,10 +30,14 @@ from .grid_parameter import COLUMNS, MARK, ROWS, SAME_BATCH, GridParameter, dige
 
 NO_PASS = -1
 """Number that torch returns for the current backward pass if none is in progress."""
-DEFERRED = ("pmm3d.nn.defer_weights leaves gradients of weights for later, and torch has them in .grad when backward() "
-            "ends: call backward() outside of this context")
-REENTRANT = ("a backward pass ran inside another one, over layers of the same grid, as torch.utils.checkpoint does "
-             "with use_reentrant=True. Pass use_reentrant=False")
+DEFERRED = (
+    "pmm3d.nn.defer_weights leaves gradients of weights for later, and torch has them in .grad when backward() "
+    "ends: call backward() outside of this context"
+)
+REENTRANT = (
+    "a backward pass ran inside another one, over layers of the same grid, as torch.utils.checkpoint does "
+    "with use_reentrant=True. Pass use_reentrant=False"
+)
 
 
 class BackwardPasses:
@@ -77,8 +81,15 @@ class BackwardPasses:
         self._called.add(what)
         return self.grid.debug or (self.grid.engine.check and first)
 
-    def compare(self, what: str, numbers: Sequence[float], remedy: str = SAME_BATCH, trains: bool = True,
-                cols: Iterable[str] | None = None, spread: float = 0.0) -> None:
+    def compare(
+        self,
+        what: str,
+        numbers: Sequence[float],
+        remedy: str = SAME_BATCH,
+        trains: bool = True,
+        cols: Iterable[str] | None = None,
+        spread: float = 0.0,
+    ) -> None:
         """Compare data among the ranks that hold the same rows of a batch, and the same columns.
 
         numbers   a digest of the data, or sums of it;   spread: relative difference that is allowed
@@ -88,8 +99,9 @@ class BackwardPasses:
         Raises DisagreementError on every rank that calls. Collective over these ranks.
         """
         own = [] if cols is None else [(axis, self.grid.axis(axis).index) for axis in (*ROWS, *sorted(cols))]
-        check_replicas(self.grid, what, crc32(repr(own).encode()), numbers, remedy, spread=spread,
-                       along=() if trains else COLUMNS)
+        check_replicas(
+            self.grid, what, crc32(repr(own).encode()), numbers, remedy, spread=spread, along=() if trains else COLUMNS
+        )
 
     def begin_forward(self) -> bool:
         """Begin a forward pass. Return False if it is a recomputation inside a backward pass.
@@ -124,8 +136,9 @@ class BackwardPasses:
             raise Pmm3dError(DEFERRED)
         if self._open is None:
             used, self._uses = self._uses, Counter()
-            uses = Counter[Leaf]({held.weight: times + held.has_more
-                                  for held, times in used.items() if held.is_reached()})
+            uses = Counter[Leaf](
+                {held.weight: times + held.has_more for held, times in used.items() if held.is_reached()}
+            )
             opened = self.parallel.backward(Tape.of(self.grid).syncing, uses)
             opened.__enter__()
             self._open = opened
@@ -139,8 +152,14 @@ class BackwardPasses:
         self._taken[held] += 1
         held.weight.receive(part)
 
-    def hold(self, tensor: torch.nn.Parameter, shape: tuple[int, int] | None = None, layout: Layout = Layout(),
-             name: str = "", partners: int = 1) -> GridParameter:
+    def hold(
+        self,
+        tensor: torch.nn.Parameter,
+        shape: tuple[int, int] | None = None,
+        layout: Layout = Layout(),
+        name: str = "",
+        partners: int = 1,
+    ) -> GridParameter:
         """Return the GridParameter over the present memory of a parameter, made by these arguments if there is none.
 
         Hooks receive the gradients that reach the parameter without an operation on the grid: those of weights on the
@@ -151,7 +170,8 @@ class BackwardPasses:
             held.has_hooks, own = True, ref(tensor)
             tensor.register_hook(lambda gradient: self._arrived(own(), gradient))  # type: ignore[no-untyped-call]
             tensor.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda tensor: setattr(tensor, "grad", None))
+                lambda tensor: setattr(tensor, "grad", None)
+            )
         return held
 
     def _arrived(self, tensor: torch.Tensor | None, gradient: torch.Tensor | None) -> None:
@@ -159,8 +179,10 @@ class BackwardPasses:
         if tensor is None or held is None or gradient is None or not held.is_reached():
             return
         if gradient.layout != torch.strided:
-            raise DTypeError(f"{held.weight.name}: its gradient is sparse, which is not summed over ranks: make the "
-                             "embedding with sparse=False")
+            raise DTypeError(
+                f"{held.weight.name}: its gradient is sparse, which is not summed over ranks: make the "
+                "embedding with sparse=False"
+            )
         held.has_more = True
         self.receive(held, held.part(gradient))
         tensor.grad = None
@@ -216,8 +238,14 @@ class Call(NamedTuple):
     records: bool
 
 
-def run(grid: Grid, function: Callable[[Tensor], Tensor], layout: Layout, columns: int, held: Sequence[GridParameter],
-        x: torch.Tensor) -> torch.Tensor:
+def run(
+    grid: Grid,
+    function: Callable[[Tensor], Tensor],
+    layout: Layout,
+    columns: int,
+    held: Sequence[GridParameter],
+    x: torch.Tensor,
+) -> torch.Tensor:
     """Run an operation (see `Call`) on this rank's rows. Rows do not move, and their number may differ among ranks."""
     call = Call(BackwardPasses.of(grid), function, layout, columns, held, torch.is_grad_enabled())
     call.passes.begin_forward()
@@ -226,7 +254,8 @@ def run(grid: Grid, function: Callable[[Tensor], Tensor], layout: Layout, column
     for each in held:
         each.follow()
     made: torch.Tensor = _Operation.apply(  # type: ignore[no-untyped-call]
-        call, x, *[each.tensor() for each in held])
+        call, x, *[each.tensor() for each in held]
+    )
     if made.requires_grad:
         call.passes.used([each for each in held if each.weight.requires_grad])
     return made
@@ -266,4 +295,3 @@ class _Operation(torch.autograd.Function):
                 call.passes.receive(held, part)
         dx = None if coming is None else coming.wait().view(ctx.shape)
         return None, dx, *[None] * len(call.held)
-

@@ -17,13 +17,35 @@ ROLES = {nn.Linear: ("column", "row"), nn.LayerNorm: ("x", "y"), nn.Dropout: ("x
 has no role, because it needs all columns."""
 MUST_BE_NAMED = {
     nn.Dropout: 'whose mask depends on the axis of its columns: name "x" after a column, "y" after a row, or "off" if '
-                "each rank has all columns",
+    "each rank has all columns",
     nn.PReLU: 'whose parameter needs the gradients of all columns: name "off" if each rank has all columns. Otherwise '
-              "use nn.LeakyReLU in its place"}
+    "use nn.LeakyReLU in its place",
+}
 OUTPUT = {"column": "x", "row": "y"}
-ELEMENTWISE = (nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Identity,
-               nn.LeakyReLU, nn.LogSigmoid, nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU, nn.Sigmoid, nn.SiLU, nn.Softplus,
-               nn.Softshrink, nn.Softsign, nn.Tanh, nn.Tanhshrink, nn.Threshold)
+ELEMENTWISE = (
+    nn.CELU,
+    nn.ELU,
+    nn.GELU,
+    nn.Hardshrink,
+    nn.Hardsigmoid,
+    nn.Hardswish,
+    nn.Hardtanh,
+    nn.Identity,
+    nn.LeakyReLU,
+    nn.LogSigmoid,
+    nn.Mish,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.SELU,
+    nn.Sigmoid,
+    nn.SiLU,
+    nn.Softplus,
+    nn.Softshrink,
+    nn.Softsign,
+    nn.Tanh,
+    nn.Tanhshrink,
+    nn.Threshold,
+)
 
 
 @dataclass(frozen=True)
@@ -61,15 +83,18 @@ def resolved(module: nn.Module, plan: Plan | None) -> dict[str, Split]:
     """Name -> Split of each distributed module. Raises LayoutError for a plan that does not fit the module."""
     if plan is not None:
         if not isinstance(plan, Mapping):
-            raise LayoutError("parallelize: the plan is a dict that maps names of modules to roles; got a "
-                              f"{type(plan).__name__}")
+            raise LayoutError(
+                f"parallelize: the plan is a dict that maps names of modules to roles; got a {type(plan).__name__}"
+            )
         return _named(module, plan)
     if type(module) is nn.Linear:
         return {"": Split("column", gather=True)}
     if type(module) is not nn.Sequential:
-        raise LayoutError(f"parallelize: the operations of a {type(module).__name__} between its layers are not known, "
-                          'so it needs a plan: {name: "column" | "row" | Split(...)}. Its Linear layers: '
-                          f"{_linears(module)}")
+        raise LayoutError(
+            f"parallelize: the operations of a {type(module).__name__} between its layers are not known, "
+            'so it needs a plan: {name: "column" | "row" | Split(...)}. Its Linear layers: '
+            f"{_linears(module)}"
+        )
     return _in_turns(module)
 
 
@@ -80,15 +105,18 @@ def _named(module: nn.Module, plan: Plan) -> dict[str, Split]:
         fitting = {name: part for name, part in matching.items() if type(part) in ROLES}
         if not fitting:
             others = names_in_words(f"{name} (a {type(part).__name__})" for name, part in matching.items())
-            raise LayoutError(f"parallelize: the plan's {pattern!r} names no Linear, LayerNorm, Dropout or PReLU, but "
-                              f"{others or 'nothing'}. The Linear layers: {_linears(module)}")
+            raise LayoutError(
+                f"parallelize: the plan's {pattern!r} names no Linear, LayerNorm, Dropout or PReLU, but "
+                f"{others or 'nothing'}. The Linear layers: {_linears(module)}"
+            )
         for name, part in fitting.items():
             split = value if isinstance(value, Split) else Split(value)
             found[name] = None if split.role == OFF else _checked(name, part, split)
     for name, part in module.named_modules():
         if type(part) in MUST_BE_NAMED and name not in found:
-            raise LayoutError(f"parallelize: the plan does not name {name}, a {type(part).__name__}, "
-                              f"{MUST_BE_NAMED[type(part)]}")
+            raise LayoutError(
+                f"parallelize: the plan does not name {name}, a {type(part).__name__}, {MUST_BE_NAMED[type(part)]}"
+            )
     return {name: split for name, split in found.items() if split is not None}
 
 
@@ -96,13 +124,17 @@ def _checked(name: str, part: nn.Module, split: Split) -> Split:
     """Return the split of a module. Raises LayoutError if the module cannot have it."""
     kind, roles = type(part).__name__, ROLES[type(part)]
     if split.role not in roles:
-        raise LayoutError(f"parallelize: {name} is a {kind}, which can be {', '.join(map(repr, roles))}"
-                          f"{' or ' * bool(roles)}{OFF!r}; the plan has {split.role!r}")
+        raise LayoutError(
+            f"parallelize: {name} is a {kind}, which can be {', '.join(map(repr, roles))}"
+            f"{' or ' * bool(roles)}{OFF!r}; the plan has {split.role!r}"
+        )
     if type(part) is not nn.Linear and split != Split(split.role):
         raise LayoutError(f"parallelize: {name} is a {kind}: unit and gather are for a Linear")
     if isinstance(part, nn.LayerNorm) and len(part.normalized_shape) != 1:
-        raise LayoutError(f"parallelize: {name} is a LayerNorm over {len(part.normalized_shape)} dims; if columns are "
-                          "split over ranks, it must be over the last dim only")
+        raise LayoutError(
+            f"parallelize: {name} is a LayerNorm over {len(part.normalized_shape)} dims; if columns are "
+            "split over ranks, it must be over the last dim only"
+        )
     return split
 
 
@@ -117,18 +149,22 @@ def _in_turns(module: nn.Sequential) -> dict[str, Split]:
     axis = role = ""
     for name, part in parts:
         if type(part) in ROLES and first.setdefault(id(part), name) != name:
-            raise LayoutError(f"parallelize: {first[id(part)]} and {name} are one {type(part).__name__}, whose columns "
-                              "would need two layouts: make two modules of it, or pass a plan")
+            raise LayoutError(
+                f"parallelize: {first[id(part)]} and {name} are one {type(part).__name__}, whose columns "
+                "would need two layouts: make two modules of it, or pass a plan"
+            )
         if type(part) is nn.Linear:
             role, left = "row" if role == "column" else "column", left - 1
             found[name], axis = Split(role, gather=not left), OUTPUT[role]
         elif left and axis and ROLES.get(type(part)):
             found[name] = _checked(name, part, Split(axis))
         elif left and axis and type(part) not in ELEMENTWISE:
-            raise LayoutError(f"parallelize: {name}, a {type(part).__name__}, comes between layers whose columns are "
-                              "split over ranks, and it may mix columns or have parameters for each. Put it after the "
-                              "last Linear, or pass a plan in which the Linear before it has all columns: "
-                              'Split("column", gather=True) or "off"')
+            raise LayoutError(
+                f"parallelize: {name}, a {type(part).__name__}, comes between layers whose columns are "
+                "split over ranks, and it may mix columns or have parameters for each. Put it after the "
+                "last Linear, or pass a plan in which the Linear before it has all columns: "
+                'Split("column", gather=True) or "off"'
+            )
     return found
 
 

@@ -86,8 +86,10 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any]) -> None:
     ...     load_full_state_dict(layer, nn.Linear(3, 2).state_dict())
     """
     spread, own, grid = dict(_sharded(module)), _plain_state(module), grid_of(module)
-    shapes = {key: spread[key][0].plain_shape(spread[key][1]) if key in spread else _shape(key, value)
-              for key, value in own.items()}
+    shapes = {
+        key: spread[key][0].plain_shape(spread[key][1]) if key in spread else _shape(key, value)
+        for key, value in own.items()
+    }
     with grid.collective_call("load_full_state_dict", always=True):
         _check_state(state, shapes)
         values = digest(each for each in state.values() if isinstance(each, torch.Tensor))
@@ -105,15 +107,20 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 def _check_state(state: Any, shapes: dict[str, tuple[int, ...] | None]) -> None:
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"load_full_state_dict: a state dict on every rank; got a {type(state).__name__}. "
-                              "Each rank can read the file")
+        raise CheckpointError(
+            f"load_full_state_dict: a state dict on every rank; got a {type(state).__name__}. "
+            "Each rank can read the file"
+        )
     given = {key: _shape(key, value) for key, value in state.items()}
     if given != shapes:
-        wrong = sorted(key for key in {*given, *shapes}
-                       if key not in given or key not in shapes or given[key] != shapes[key])
-        raise CheckpointError("load_full_state_dict: missing, too many, or of another shape than the module's: "
-                              f"{', '.join(wrong[:6])}. Pass the state_dict() of the plain module, or the result of "
-                              "full_state_dict")
+        wrong = sorted(
+            key for key in {*given, *shapes} if key not in given or key not in shapes or given[key] != shapes[key]
+        )
+        raise CheckpointError(
+            "load_full_state_dict: missing, too many, or of another shape than the module's: "
+            f"{', '.join(wrong[:6])}. Pass the state_dict() of the plain module, or the result of "
+            "full_state_dict"
+        )
 
 
 def _shape(key: str, value: Any) -> tuple[int, ...] | None:
@@ -121,8 +128,9 @@ def _shape(key: str, value: Any) -> tuple[int, ...] | None:
     return None if key.endswith(EXTRA) or not isinstance(value, torch.Tensor) else tuple(value.shape)
 
 
-def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float,
-                    error_if_nonfinite: bool = False) -> torch.Tensor:
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, error_if_nonfinite: bool = False
+) -> torch.Tensor:
     """Scale all gradients so that their 2-norm over the whole grid is at most `max_norm`. Collective.
 
     Parameters
@@ -164,12 +172,16 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     if not held:
         return torch.zeros(())
     grid = held[0].weight.grid
-    squares = [library_of(gradient).square_sum(gradient) / each.weight.layout.replicas(grid.shape)
-               for gradient, each in zip(gradients, held)]
+    squares = [
+        library_of(gradient).square_sum(gradient) / each.weight.layout.replicas(grid.shape)
+        for gradient, each in zip(gradients, held)
+    ]
     norm = norm_of(grid, float(sum(squares)))
     if error_if_nonfinite and not isfinite(norm):
-        raise Pmm3dError(f"clip_grad_norm_: the norm of the gradients is {norm}; lower the learning rate, or look for "
-                         "the layer whose outputs are not finite")
+        raise Pmm3dError(
+            f"clip_grad_norm_: the norm of the gradients is {norm}; lower the learning rate, or look for "
+            "the layer whose outputs are not finite"
+        )
     factor = min(1.0, max_norm / (norm + 1e-6)) if isfinite(norm) else max_norm / norm
     for gradient in gradients:
         gradient.mul_(factor)
@@ -179,11 +191,15 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
 def _held(tensor: torch.Tensor) -> GridParameter:
     found: GridParameter | None = getattr(tensor, MARK, None)
     if found is None:
-        raise Pmm3dError("clip_grad_norm_: a parameter does not belong to a module on a grid: pass parameters() of the "
-                         "result of parallelize")
+        raise Pmm3dError(
+            "clip_grad_norm_: a parameter does not belong to a module on a grid: pass parameters() of the "
+            "result of parallelize"
+        )
     if found.weight.accumulated.is_open:
-        raise Pmm3dError(f"clip_grad_norm_: the gradient of {found.weight.name} is not summed over the ranks: the last "
-                         "backward pass before it must be outside of no_sync")
+        raise Pmm3dError(
+            f"clip_grad_norm_: the gradient of {found.weight.name} is not summed over the ranks: the last "
+            "backward pass before it must be outside of no_sync"
+        )
     return found
 
 
@@ -196,8 +212,11 @@ def _sharded(module: nn.Module) -> Iterator[tuple[str, tuple[ShardedModule, str]
 
 def _plain_state(module: nn.Module) -> dict[str, Any]:
     """The state dict, without the extra state of sharded modules."""
-    of_shards = {f"{path}.{EXTRA}".lstrip(".") for path, part in module.named_modules(remove_duplicate=False)
-                 if isinstance(part, ShardedModule)}
+    of_shards = {
+        f"{path}.{EXTRA}".lstrip(".")
+        for path, part in module.named_modules(remove_duplicate=False)
+        if isinstance(part, ShardedModule)
+    }
     return {key: value for key, value in module.state_dict().items() if key not in of_shards}
 
 

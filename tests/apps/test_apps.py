@@ -17,8 +17,17 @@ from loops import given
 
 APPS = Path(__file__).parents[2] / "apps"
 PROGRAMS = sorted(APPS.rglob("*.py"))
-PUBLIC = ("pmm3d", "pmm3d.errors", "pmm3d.io", "pmm3d.layout", "pmm3d.nn", "pmm3d.nn.dry", "pmm3d.nn.optim",
-          "pmm3d.nn.training", "pmm3d.torch")
+PUBLIC = (
+    "pmm3d",
+    "pmm3d.errors",
+    "pmm3d.io",
+    "pmm3d.layout",
+    "pmm3d.nn",
+    "pmm3d.nn.dry",
+    "pmm3d.nn.optim",
+    "pmm3d.nn.training",
+    "pmm3d.torch",
+)
 """Modules whose names are listed in docs/reference."""
 OTHERS = {"h5py", "matplotlib", "mpi4py", "numpy", "scipy", "sklearn", "torch", "typer"}
 MOST_LINES = 145
@@ -67,8 +76,14 @@ def run(tmp_path):
 
     def start(program, ranks, *options, code=0):
         launch = [sys.executable, *(["-m", "pmm3d.launcher", "-n", str(ranks)] if ranks else [])]
-        done = subprocess.run([*launch, program, *map(str, options)], cwd=tmp_path, env=environ, capture_output=True,
-                              text=True, timeout=300)
+        done = subprocess.run(
+            [*launch, program, *map(str, options)],
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr * bool(code)
 
@@ -143,8 +158,11 @@ def test_cholesky_qr(run, tmp_path):
 
 @pytest.mark.thorough("Cholesky QR in other types and conditions")
 def test_cholesky_qr_of_random_matrices(run):
-    for options, how in ((["--dtype", "float32"], "cholesky-qr2"), (["--cols", 1], "cholesky-qr2"),
-                         (["--condition", 1e10, "--dtype", "complex128"], "shifted")):
+    for options, how in (
+        (["--dtype", "float32"], "cholesky-qr2"),
+        (["--cols", 1], "cholesky-qr2"),
+        (["--condition", 1e10, "--dtype", "complex128"], "shifted"),
+    ):
         with given(options=options):
             said = run("cholesky_qr.py", 4, "--rows", 300, "--cols", 20, "--check", *options)
             assert said.startswith(how) and said.endswith("right: True\n")
@@ -193,8 +211,11 @@ def test_rpa_like_on_any_ranks(run):
 def weights(checkpoint):
     found = {}
     with h5py.File(checkpoint / "checkpoint.h5") as file:
-        file.visititems(lambda key, item: found.update({key: item[...]}) if isinstance(item, h5py.Dataset)
-                        and item.dtype.kind == "f" else None)
+        file.visititems(
+            lambda key, item: (
+                found.update({key: item[...]}) if isinstance(item, h5py.Dataset) and item.dtype.kind == "f" else None
+            )
+        )
     return found
 
 
@@ -220,8 +241,12 @@ def test_train_fc_resumes_to_the_same_bits(run, tmp_path):
 def test_digits(run, tmp_path):
     assert "wrote digits.h5: 1797 samples" in run("digits.py", 0, "digits.h5")
     text = (APPS / "digits.toml").read_text()
-    for old, new in (("runs/digits.h5", "digits.h5"), ("runs/digits", "run"), ("epochs = 15", "epochs = 2"),
-                     ('"2x2x1"', '"1x1x1"')):
+    for old, new in (
+        ("runs/digits.h5", "digits.h5"),
+        ("runs/digits", "run"),
+        ("epochs = 15", "epochs = 2"),
+        ('"2x2x1"', '"1x1x1"'),
+    ):
         assert old in text
         text = text.replace(old, new)
     (tmp_path / "digits.toml").write_text(text)
@@ -230,12 +255,14 @@ def test_digits(run, tmp_path):
     assert [line["validation"]["accuracy"] for line in lines if "validation" in line][-1] > 0.8
 
 
-@pytest.mark.parametrize("grid", [
-    "1x2x1", pytest.param("2x1x1", marks=pytest.mark.thorough("the same program on another grid"))])
+@pytest.mark.parametrize(
+    "grid", ["1x2x1", pytest.param("2x1x1", marks=pytest.mark.thorough("the same program on another grid"))]
+)
 def test_torch_bridge(run, grid):
     said = run("torch_bridge.py", 2, "--grid", grid)
-    assert float(re.search(r"right (\S+);", said)[1]) > 0.9 and said.endswith("0.weight, 0.bias, 2.weight, 2.bias, "
-                                                                             "4.weight, 4.bias, 6.weight, 6.bias\n")
+    assert float(re.search(r"right (\S+);", said)[1]) > 0.9 and said.endswith(
+        "0.weight, 0.bias, 2.weight, 2.bias, 4.weight, 4.bias, 6.weight, 6.bias\n"
+    )
 
 
 CELLS = """

@@ -30,8 +30,9 @@ def test_the_five_commands_of_the_readme(tmp_path):
     here = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PMM3D_")} | here
     for command in [data, *commands]:
-        done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True,
-                              timeout=300)
+        done = subprocess.run(
+            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     assert "on 4 ranks" in (tmp_path / "runs/flowers/run.json").read_text()
     assert "<title>flowers" in (tmp_path / "runs/flowers/report.html").read_text()

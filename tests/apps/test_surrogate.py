@@ -66,8 +66,9 @@ def test_second_order_against_a_known_solution(mesh):
             wind_x, wind_y = swirling(x, y)
             along_x = np.pi * np.cos(np.pi * x) * np.sin(2 * np.pi * y)
             along_y = 2 * np.pi * np.sin(np.pi * x) * np.cos(2 * np.pi * y)
-            return (5 * np.pi**2 * kappa * np.sin(np.pi * x) * np.sin(2 * np.pi * y)
-                    + wind_x * along_x + wind_y * along_y)
+            return (
+                5 * np.pi**2 * kappa * np.sin(np.pi * x) * np.sin(2 * np.pi * y) + wind_x * along_x + wind_y * along_y
+            )
 
         errors.append(abs(equation.solve(kappa, swirling, release) - right).max())
     orders = np.log2(errors[:-1]) - np.log2(errors[1:])
@@ -155,11 +156,17 @@ def test_two_ranks_write_what_one_writes(app, runs, tmp_path):
 @pytest.mark.thorough("what the surrogate example refuses")
 def test_a_data_set_is_replaced_only_when_asked_and_a_missing_part_is_seen(runs, tmp_path):
     file = tmp_path / "set.h5"
-    done = runs(2, *((*SMALL, "--out", file, "--samples", *more) for more in [(3,), (4,), (5, "--overwrite"), (0,)]),
-                (*SMALL, "--out", tmp_path / "nowhere" / "set.h5"))
+    done = runs(
+        2,
+        *((*SMALL, "--out", file, "--samples", *more) for more in [(3,), (4,), (5, "--overwrite"), (0,)]),
+        (*SMALL, "--out", tmp_path / "nowhere" / "set.h5"),
+    )
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    for text in (f"{file} exists already; --overwrite", "argument --samples: 0 is less than 1",
-                 f"cannot write in {tmp_path}/nowhere: No such file"):
+    for text in (
+        f"{file} exists already; --overwrite",
+        "argument --samples: 0 is less than 1",
+        f"cannot write in {tmp_path}/nowhere: No such file",
+    ):
         assert done.stderr.count(text) == 1, done.stderr
     assert done.stdout.count("ended with 2") == 3
     assert {each.name for each in tmp_path.glob("*set*")} == {"set.h5", "set.parts"}
@@ -187,15 +194,21 @@ def test_baselines(app):
     assert np.allclose(found["cubic regression"], y[:50], atol=1e-4)
     assert np.allclose(found["linear regression"][:, 0], y[:50, 0], atol=1e-4)
     assert not np.allclose(found["linear regression"], y[:50], atol=0.1)
-    assert np.allclose(baselines.relative_errors(0 * y, y, 2.0, 3.0),
-                       np.linalg.norm(3 * y, axis=1) / np.linalg.norm(2 + 3 * y, axis=1))
+    assert np.allclose(
+        baselines.relative_errors(0 * y, y, 2.0, 3.0), np.linalg.norm(3 * y, axis=1) / np.linalg.norm(2 + 3 * y, axis=1)
+    )
 
 
 def test_training_prints_and_draws(runs, tmp_path):
     file, figure = tmp_path / "set.h5", tmp_path / "figure.png"
     train = "train", file, "--hidden", 24, "--epochs", 10, "--batch", 24, "--figure", figure, "--held-out"
-    done = runs(2, (*SMALL, "--samples", 120, "--out", file), (*train, 30, "--grid", "2x1x1"), (*train, 120),
-                (*train, 30, "--grid", "3x1x1"))
+    done = runs(
+        2,
+        (*SMALL, "--samples", 120, "--out", file),
+        (*train, 30, "--grid", "2x1x1"),
+        (*train, 120),
+        (*train, 30, "--grid", "3x1x1"),
+    )
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if ", held out " in line]
     assert len(losses) == 10 and losses[-1] < 0.9 * losses[0], done.stdout

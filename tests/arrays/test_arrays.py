@@ -222,8 +222,10 @@ def test_squares_are_summed_in_blocks_on_a_device(library, dtype):
     """Each block is exact here. The last one is shorter."""
     face, values = library_named(library), np.arange(2 * SUMMED + 100).reshape(4, -1) % 5 * (1 + 1j)
     values = values.astype(dtype) if dtype == "complex64" else values.real.astype(dtype)
-    assert abs(float(face.square_sum(to_library(values, library))) / np.sum(np.abs(values.astype("complex128"))**2)
-               - 1) < 1e-6
+    assert (
+        abs(float(face.square_sum(to_library(values, library))) / np.sum(np.abs(values.astype("complex128")) ** 2) - 1)
+        < 1e-6
+    )
 
 
 @looped("library", LIBRARIES)

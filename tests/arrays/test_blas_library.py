@@ -1,5 +1,5 @@
-"""pmm3d.arrays.blas_library and blas_choice: the choice of the BLAS, refused libraries, and the use of the chosen one.
-"""
+"""pmm3d.arrays.blas_library and blas_choice: the choice of the BLAS, refused libraries, and the use of the chosen
+one."""
 
 import ctypes
 import ctypes.util
@@ -95,8 +95,9 @@ def test_a_libmkl_of_others_is_not_the_extra(extra, tmp_path):
 
 def test_what_was_measured_comes_before_the_extra(extra):
     extra(NUMPYS)
-    blas_choice.remember(blas_choice.Choice({"PMM3D_BLAS": "scipy", "OPENBLAS_CORETYPE": "Haswell"}, ""),
-                         blas_choice.asked_threads())
+    blas_choice.remember(
+        blas_choice.Choice({"PMM3D_BLAS": "scipy", "OPENBLAS_CORETYPE": "Haswell"}, ""), blas_choice.asked_threads()
+    )
     assert blas_choice.take_blas() == "scipy"
 
 
@@ -129,8 +130,12 @@ def test_mkl_has_the_threads_of_the_rank_and_shares_libgomp(monkeypatch, threads
     monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
     mkl = MadeUpMkl()
     blas_library._set_mkl(mkl, "mkl")
-    assert mkl.calls == {"MKL_Set_Threading_Layer": layer, "MKL_Set_Dynamic": 0, "MKL_Set_Num_Threads": threads,
-                         "MKL_CBWR_Set": 2}
+    assert mkl.calls == {
+        "MKL_Set_Threading_Layer": layer,
+        "MKL_Set_Dynamic": 0,
+        "MKL_Set_Num_Threads": threads,
+        "MKL_CBWR_Set": 2,
+    }
 
 
 def test_mkl_for_threads_is_refused_without_libgomp_and_left_to_the_environment(monkeypatch):
@@ -150,12 +155,15 @@ def test_mkl_for_threads_is_refused_without_libgomp_and_left_to_the_environment(
     assert mkl.calls == {"MKL_Set_Dynamic": 0, "MKL_Set_Num_Threads": 2}
 
 
-@looped("asked, said", [
-    ("nonesuch", r"no such BLAS can be loaded here \(.*\)\. It is one of scipy, mkl, auto, or the path"),
-    ("/no/such/libblas.so", "no such BLAS can be loaded here"),
-    (__file__, "no such BLAS can be loaded here .*invalid ELF header"),
-    (ctypes.util.find_library("m"), "has no sgemm, dgemm, cgemm, zgemm, by any of the usual names"),
-])
+@looped(
+    "asked, said",
+    [
+        ("nonesuch", r"no such BLAS can be loaded here \(.*\)\. It is one of scipy, mkl, auto, or the path"),
+        ("/no/such/libblas.so", "no such BLAS can be loaded here"),
+        (__file__, "no such BLAS can be loaded here .*invalid ELF header"),
+        (ctypes.util.find_library("m"), "has no sgemm, dgemm, cgemm, zgemm, by any of the usual names"),
+    ],
+)
 def test_what_is_no_blas_is_refused(asked, said):
     with pytest.raises(Pmm3dError, match=f"^PMM3D_BLAS={asked}: .*{said}"):
         named_blas(asked)
@@ -174,8 +182,9 @@ def test_one_that_is_wrong_is_refused(monkeypatch, wrong):
     """For example, it does not conjugate, or does not write C."""
     whole = blas_library._routine
     nothing = ctypes.CFUNCTYPE(None, *blas_library.ARGUMENTS)(lambda *arguments: None)
-    monkeypatch.setattr(blas_library, "_routine",
-                        lambda handle, name: (nothing, False) if name == wrong else whole(handle, name))
+    monkeypatch.setattr(
+        blas_library, "_routine", lambda handle, name: (nothing, False) if name == wrong else whole(handle, name)
+    )
     with pytest.raises(Pmm3dError, match=rf"{wrong} of \S+ gives wrong results \(NN, 37 x 29 x 131\); it is not used"):
         named_blas(str(NUMPYS))
 
@@ -244,7 +253,10 @@ try:
 except MemoryError as error:
     print(error)
 """
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1",
-                            "PMM3D_BLAS": str(NUMPYS)}
+    environ = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OPENBLAS_NUM_THREADS": "1",
+        "PMM3D_BLAS": str(NUMPYS),
+    }
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
     assert "the BLAS needs 160 MiB of address space" in done.stdout, done

@@ -38,9 +38,16 @@ def test_the_form_of_a_gemm_says_how_its_factors_lie(form):
     assert str(library.run.actions[0]) == "gemm 5 x 4 x 3 float32" + (f" {form}" if form != "nn" else "")
 
 
-@looped("part, form", [
-    (lambda a: a[:, 1:3], "n"), (lambda a: a[1:, :3].T, "t"), (lambda a: a[:1], "n"), (lambda a: a[:, :1].T, "t"),
-    (lambda a: a[:, ::2], "n")])
+@looped(
+    "part, form",
+    [
+        (lambda a: a[:, 1:3], "n"),
+        (lambda a: a[1:, :3].T, "t"),
+        (lambda a: a[:1], "n"),
+        (lambda a: a[:, :1].T, "t"),
+        (lambda a: a[:, ::2], "n"),
+    ],
+)
 def test_parts_of_arrays_have_the_form_of_what_they_are_cut_from(library, part, form):
     assert part(array_of(library)).transposed == form
 
@@ -111,5 +118,9 @@ def test_sums_beside_a_collective_and_widened_factors_are_passes(library):
     library.gemm(a, b, c, 1, 0, Workspace())
     half = 2 * 64 * 64
     assert [(each.operation, each.nbytes) for each in library.run.actions] == [
-        ("add", 4 * half), ("cast", 6 * half), ("", 0), ("cast", 3 * half)]
+        ("add", 4 * half),
+        ("cast", 6 * half),
+        ("", 0),
+        ("cast", 3 * half),
+    ]
     assert library.run.actions[2].dtype == "float32"

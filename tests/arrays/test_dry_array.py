@@ -10,17 +10,71 @@ from pmm3d import Pmm3dError
 from pmm3d.arrays import DryLibrary, DryRun, NumpyLibrary, library_of
 
 EXPRESSIONS = [
-    "a[2]", "a[1:3, ::2]", "a[-1, 2]", "a[None, :, 1]", "a[..., None]", "a.T[1:]", "a[1:1]", "a[np.int64(2), 1:]",
-    "a[i]", "a[i, i]", "a[:, i]", "a[i, 1:3]", "a[1, i]", "a[None, i]", "a[[0, 3]]", "a.reshape(-1)",
-    "a.reshape((5, 4))", "a.T.reshape(2, 10)", "a[:, 1:3].reshape(-1, 1)", "a + 1", "2.5 * a", "a - a[:1]",
-    "a[:, :1] / a", "-a", "abs(a)", "a ** 2", "a > 0", "(a >= a).sum()", "a.sum(axis=1)",
-    "a.sum(axis=(0, 1), keepdims=True)", "a.max(axis=-1)", "a.mean()", "a.any(axis=0)", "(a == 1).all()", "a.clip(0)",
-    "a.clip(0, 1)", "a.astype('float16')", "a.astype(np.int64)", "np.float64(2) * a", "np.exp(a)", "np.add(a, a[0])",
-    "special.erf(a)", "xp.sqrt(a)", "xp.maximum(a, 0 * a)", "xp.stack([a, a])", "xp.stack([a[0], a[1]], axis=1)",
-    "xp.concat([a, a], axis=1)", "xp.sum(a, axis=0, keepdims=True)", "xp.max(a)", "xp.zeros((2, 3), dtype=xp.float32)",
-    "xp.zeros_like(a)", "xp.isfinite(a)", "xp.where(a > 0, a, a[0])", "a.T @ a", "next(iter(a))",
-    "a + a.astype('float64')", "a // 2", "~(a > 0)", "(a > 0) & (a < 2)", "np.matmul(a, a.T)", "np.zeros_like(a)",
-    "np.where(a > 0, a, 0 * a)", "np.concatenate([a, a])", "np.sum(a, 0)", "np.round(a)",
+    "a[2]",
+    "a[1:3, ::2]",
+    "a[-1, 2]",
+    "a[None, :, 1]",
+    "a[..., None]",
+    "a.T[1:]",
+    "a[1:1]",
+    "a[np.int64(2), 1:]",
+    "a[i]",
+    "a[i, i]",
+    "a[:, i]",
+    "a[i, 1:3]",
+    "a[1, i]",
+    "a[None, i]",
+    "a[[0, 3]]",
+    "a.reshape(-1)",
+    "a.reshape((5, 4))",
+    "a.T.reshape(2, 10)",
+    "a[:, 1:3].reshape(-1, 1)",
+    "a + 1",
+    "2.5 * a",
+    "a - a[:1]",
+    "a[:, :1] / a",
+    "-a",
+    "abs(a)",
+    "a ** 2",
+    "a > 0",
+    "(a >= a).sum()",
+    "a.sum(axis=1)",
+    "a.sum(axis=(0, 1), keepdims=True)",
+    "a.max(axis=-1)",
+    "a.mean()",
+    "a.any(axis=0)",
+    "(a == 1).all()",
+    "a.clip(0)",
+    "a.clip(0, 1)",
+    "a.astype('float16')",
+    "a.astype(np.int64)",
+    "np.float64(2) * a",
+    "np.exp(a)",
+    "np.add(a, a[0])",
+    "special.erf(a)",
+    "xp.sqrt(a)",
+    "xp.maximum(a, 0 * a)",
+    "xp.stack([a, a])",
+    "xp.stack([a[0], a[1]], axis=1)",
+    "xp.concat([a, a], axis=1)",
+    "xp.sum(a, axis=0, keepdims=True)",
+    "xp.max(a)",
+    "xp.zeros((2, 3), dtype=xp.float32)",
+    "xp.zeros_like(a)",
+    "xp.isfinite(a)",
+    "xp.where(a > 0, a, a[0])",
+    "a.T @ a",
+    "next(iter(a))",
+    "a + a.astype('float64')",
+    "a // 2",
+    "~(a > 0)",
+    "(a > 0) & (a < 2)",
+    "np.matmul(a, a.T)",
+    "np.zeros_like(a)",
+    "np.where(a > 0, a, 0 * a)",
+    "np.concatenate([a, a])",
+    "np.sum(a, 0)",
+    "np.round(a)",
 ]
 
 
@@ -31,8 +85,10 @@ def pair():
 
 @looped("expression", EXPRESSIONS)
 def test_shape_and_type_are_numpys(expression):
-    dry, real = (eval(expression, {"a": a, "np": np, "special": special, "i": np.array([0, 2, 1]),
-                                   "xp": array_namespace(a)}) for a in pair())
+    dry, real = (
+        eval(expression, {"a": a, "np": np, "special": special, "i": np.array([0, 2, 1]), "xp": array_namespace(a)})
+        for a in pair()
+    )
     assert (dry.shape, dry.dtype, dry.ndim, dry.size) == (real.shape, real.dtype.name, real.ndim, real.size)
     assert library_of(dry).dtype(dry) == real.dtype.name and dry.nbytes == real.nbytes
 

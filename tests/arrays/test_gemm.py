@@ -27,8 +27,12 @@ class AsOnDevice(TorchLibrary):
 
 
 TORCH_DEVICE = AsOnDevice("cpu")
-CASES = [(library, dtype) for library in ("numpy", "torch", "standin", TORCH_DEVICE) for dtype in MATRIX_DTYPES
-         if dtype != "bfloat16" or library in ("torch", TORCH_DEVICE)]
+CASES = [
+    (library, dtype)
+    for library in ("numpy", "torch", "standin", TORCH_DEVICE)
+    for dtype in MATRIX_DTYPES
+    if dtype != "bfloat16" or library in ("torch", TORCH_DEVICE)
+]
 SIZES = [(4, 3, 5), (1, 1, 1), (1, 7, 2), (6, 1, 1), (1, 1, 9), (0, 3, 2), (3, 0, 2), (17, 20, 9)]
 SCALES = [(1, 0), (1, 1), (2, -1), (0, 3), (-1, 0), (3, 2)]
 
@@ -66,8 +70,10 @@ def test_every_form_is_exact_and_nothing_else_is_written(library, dtype):
     numpy = lambda array: np.array(to_numpy(array, library))
     for index, forms in enumerate(product(FORMS, repeat=3)):
         (m, n, k), (alpha, beta) = SIZES[index % len(SIZES)], SCALES[index % len(SCALES)]
-        make = [lambda shape, seed=seed: to_library(integers(shape, dtype, seed, -2, 2), library, dtype)
-                for seed in range(3)]
+        make = [
+            lambda shape, seed=seed: to_library(integers(shape, dtype, seed, -2, 2), library, dtype)
+            for seed in range(3)
+        ]
         a, b = forms[0](make[0], m, k)[1], forms[1](make[1], k, n)[1]
         whole, c = forms[2](make[2], m, n)
         expected = numpy(whole)
@@ -77,8 +83,7 @@ def test_every_form_is_exact_and_nothing_else_is_written(library, dtype):
         assert np.array_equal(numpy(whole), expected)
 
 
-@looped("library, dtype", [case for case in CASES if case[1] in LOW_PRECISION
-                                            and case[0] is not TORCH_DEVICE])
+@looped("library, dtype", [case for case in CASES if case[1] in LOW_PRECISION and case[0] is not TORCH_DEVICE])
 def test_sums_of_low_precision_are_kept_in_float32(library, dtype):
     """2^20 and the sum of 300 ones, which float16 and bfloat16 would lose."""
     face = library_named(library)
@@ -116,8 +121,9 @@ def test_the_blas_conjugates_what_lies_the_other_way_than_c(library):
         a, b = forms[0](make, m, k)[1], forms[1](make, k, n)[1]
         c = face.empty((m, n), dtype)
         face.gemm(a, b, c, 1 + 2j, 0, None, conjugated=flags)
-        left, right = (each.conj() if flag else each for each, flag in zip((to_numpy(a, library), to_numpy(b, library)),
-                                                                           flags))
+        left, right = (
+            each.conj() if flag else each for each, flag in zip((to_numpy(a, library), to_numpy(b, library)), flags)
+        )
         assert np.array_equal(to_numpy(c, library), (1 + 2j) * (left @ right))
         by_columns = face.empty((n, m), dtype).T
         face.gemm(b.T, a.T, by_columns.T, 1, 0, None)
@@ -127,9 +133,17 @@ def test_the_blas_conjugates_what_lies_the_other_way_than_c(library):
 
 
 @looped("library", ["numpy", "torch", "standin", TORCH_DEVICE])
-@looped("types", [("float64", "float64", "float32"), ("float32", "float32", "float16"),
-                                   ("float32", "float64", "float64"), ("float32", "float32", "float64"),
-                                   ("complex64", "complex64", "float32"), ("int64", "int64", "int64")])
+@looped(
+    "types",
+    [
+        ("float64", "float64", "float32"),
+        ("float32", "float32", "float16"),
+        ("float32", "float64", "float64"),
+        ("float32", "float32", "float64"),
+        ("complex64", "complex64", "float32"),
+        ("int64", "int64", "int64"),
+    ],
+)
 def test_types_that_no_blas_multiplies_are_refused(library, types):
     """A BLAS would read one type as the other, beyond the end of the array."""
     operands = [to_library(np.ones((3, 3), dtype), library) for dtype in types]
@@ -160,8 +174,13 @@ def settings():
 def test_float32_is_what_it_is_called_whatever_torch_is_set_to(monkeypatch, settings):
     """torch's settings belong to the whole process. They are restored, and not changed if they are right already."""
     seen, addmm = [], torch.addmm
-    monkeypatch.setattr(torch, "addmm", lambda *args, **options: seen.append(
-        tuple(setting.fp32_precision for setting in settings)) or addmm(*args, **options))
+    monkeypatch.setattr(
+        torch,
+        "addmm",
+        lambda *args, **options: (
+            seen.append(tuple(setting.fp32_precision for setting in settings)) or addmm(*args, **options)
+        ),
+    )
     whole = integers((64, 64), "float32", 1, -300, 300)
     exact = (whole.astype("float64") @ whole).astype("float32")
     for word, cuda, host in (("none", "none", "none"), ("medium", "tf32", "bf16"), ("high", "tf32", "tf32")):
@@ -202,8 +221,9 @@ def test_threads_that_want_float32_and_tf32_take_turns(monkeypatch, settings):
 def test_what_another_thread_sets_meanwhile_stays(monkeypatch, settings):
     torch.set_float32_matmul_precision("medium")
     addmm = torch.addmm
-    monkeypatch.setattr(torch, "addmm", lambda *args, **options: torch.set_float32_matmul_precision("high")
-                        or addmm(*args, **options))
+    monkeypatch.setattr(
+        torch, "addmm", lambda *args, **options: torch.set_float32_matmul_precision("high") or addmm(*args, **options)
+    )
     TorchLibrary().gemm(*(torch.ones(2, 2) for _ in range(3)), 1, 0, None)
     assert [setting.fp32_precision for setting in settings] == ["tf32", "tf32"]
 
@@ -242,22 +262,33 @@ def test_what_torch_and_cublas_are_asked_for(monkeypatch):
     assert a.is_conj() and not b.is_conj() and a.data_ptr() == b.data_ptr() == z.data_ptr()
     assert others["out"] is c and {**others, "out": None} == {"beta": 0, "alpha": 2j, "out": None}
 
-    names = ("CUBLAS_OP_N", "CUBLAS_OP_T", "CUBLAS_OP_C", "CUBLAS_GEMM_DEFAULT", "CUBLAS_COMPUTE_32F",
-             "CUBLAS_COMPUTE_32F_FAST_TF32", "CUBLAS_COMPUTE_64F")
+    names = (
+        "CUBLAS_OP_N",
+        "CUBLAS_OP_T",
+        "CUBLAS_OP_C",
+        "CUBLAS_GEMM_DEFAULT",
+        "CUBLAS_COMPUTE_32F",
+        "CUBLAS_COMPUTE_32F_FAST_TF32",
+        "CUBLAS_COMPUTE_64F",
+    )
     fake = SimpleNamespace(
         cublas=SimpleNamespace(gemmEx=lambda *args: asked.append(args), **{name: name for name in names}),
         runtime=SimpleNamespace(CUDA_R_16F="16F", CUDA_R_32F="32F", CUDA_C_32F="C32F", CUDA_R_64F="64F"),
-        device=SimpleNamespace(get_cublas_handle=lambda: "handle"))
+        device=SimpleNamespace(get_cublas_handle=lambda: "handle"),
+    )
     by_rows, by_columns, c = (1, (3, 4), (9, 1)), (2, (4, 5), (1, 8)), (3, (3, 5), (6, 1))
     for dtypes, tf32 in ((("complex64", "complex64"), True), (("float16", "float32"), True)):
         asked.clear()
         cublas.gemm(fake, dtypes, by_rows, by_columns, c, 1, 0, tf32, (False, dtypes[0] == "complex64"))
-        (handle, *reads, m, n, k, _, b, of_b, ldb, a, of_a, lda, _, into, of_c, ldc, sums, default), = asked
+        ((handle, *reads, m, n, k, _, b, of_b, ldb, a, of_a, lda, _, into, of_c, ldc, sums, default),) = asked
         assert (handle, default, m, n, k) == ("handle", "CUBLAS_GEMM_DEFAULT", 5, 3, 4)
         assert (b, ldb, a, lda, into, ldc) == (2, 8, 1, 9, 3, 6) and of_a == of_b
         assert reads == ["CUBLAS_OP_C" if dtypes[0] == "complex64" else "CUBLAS_OP_T", "CUBLAS_OP_N"]
-        assert (of_b, of_c, sums) == (("C32F", "C32F", "CUBLAS_COMPUTE_32F_FAST_TF32") if dtypes[0] == "complex64"
-                                      else ("16F", "32F", "CUBLAS_COMPUTE_32F"))
+        assert (of_b, of_c, sums) == (
+            ("C32F", "C32F", "CUBLAS_COMPUTE_32F_FAST_TF32")
+            if dtypes[0] == "complex64"
+            else ("16F", "32F", "CUBLAS_COMPUTE_32F")
+        )
 
 
 NOT_NUMBERS = [(0, 3), (1, 0)]
@@ -293,8 +324,12 @@ def test_sizes_beyond_the_integers_of_a_blas_are_multiplied_in_pieces(library, d
     work = Workspace() if face.on_host else None
     for forms in product([in_rows, in_columns], repeat=3):
         for m, n, k in ((4, 4, 5), (8, 3, 2), (3, 8, 2), (2, 3, 15), (9, 13, 7)):
-            a, b, c = (form(lambda shape, seed=seed: to_library(integers(shape, dtype, seed, -2, 2), library, dtype),
-                            *shape)[1] for seed, (form, shape) in enumerate(zip(forms, ((m, k), (k, n), (m, n)))))
+            a, b, c = (
+                form(lambda shape, seed=seed: to_library(integers(shape, dtype, seed, -2, 2), library, dtype), *shape)[
+                    1
+                ]
+                for seed, (form, shape) in enumerate(zip(forms, ((m, k), (k, n), (m, n))))
+            )
             expected = 2 * (to_numpy(a, library) @ to_numpy(b, library)) - to_numpy(c, library)
             face.gemm(a, b, c, 2, -1, work)
             assert np.array_equal(to_numpy(c, library), expected)

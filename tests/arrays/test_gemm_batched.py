@@ -25,10 +25,22 @@ class AsOnDevice(TorchLibrary):
 
 
 TORCH_DEVICE = AsOnDevice("cpu")
-CASES = [(library, dtype) for library in ("numpy", "torch", "standin", TORCH_DEVICE) for dtype in MATRIX_DTYPES
-         if dtype != "bfloat16" or library in ("torch", TORCH_DEVICE)]
-SIZES = [(2, 4, 3, 5), (1, 1, 1, 1), (3, 17, 20, 9), (0, 3, 2, 2), (2, 0, 3, 2), (2, 3, 0, 2), (4, 3, 2, 0),
-         (5, 1, 7, 2)]
+CASES = [
+    (library, dtype)
+    for library in ("numpy", "torch", "standin", TORCH_DEVICE)
+    for dtype in MATRIX_DTYPES
+    if dtype != "bfloat16" or library in ("torch", TORCH_DEVICE)
+]
+SIZES = [
+    (2, 4, 3, 5),
+    (1, 1, 1, 1),
+    (3, 17, 20, 9),
+    (0, 3, 2, 2),
+    (2, 0, 3, 2),
+    (2, 3, 0, 2),
+    (4, 3, 2, 0),
+    (5, 1, 7, 2),
+]
 SCALES = [(1, 0), (1, 1), (2, -1), (0, 3), (-1, 0), (3, 2)]
 
 # Each returns (a larger array, a view of these items), with the strides of one of the matrices of attention.
@@ -62,8 +74,9 @@ def made(forms, size, dtype, library):
     """A, B, an array that contains C, and C."""
     items, m, n, k = size
     face = library_named(library)
-    make = [lambda shape, seed=seed: to_library(integers(shape, dtype, seed, -2, 2), library, dtype)
-            for seed in range(3)]
+    make = [
+        lambda shape, seed=seed: to_library(integers(shape, dtype, seed, -2, 2), library, dtype) for seed in range(3)
+    ]
     a, b = forms[0](make[0], face, items, m, k)[1], forms[1](make[1], face, items, k, n)[1]
     return (a, b, *forms[2](make[2], face, items, m, n))
 
@@ -99,8 +112,14 @@ def test_an_item_for_all_and_a_c_that_is_not_read(library, dtype):
     a, b = integers((3, 4, 5), dtype, 1, -2, 2), integers((5, 6), dtype, 2, -2, 2)
     one = to_library(b, library, dtype)
     nothing = to_library(np.full((3, 4, 6), np.nan, "float32").astype(host_dtype(dtype)), library, dtype)
-    face.gemm_batched(to_library(a, library, dtype), face.as_strided(one, (3, 5, 6), (0, 6, 1)), nothing, 1, 0,
-                      Workspace() if face.on_host else None)
+    face.gemm_batched(
+        to_library(a, library, dtype),
+        face.as_strided(one, (3, 5, 6), (0, 6, 1)),
+        nothing,
+        1,
+        0,
+        Workspace() if face.on_host else None,
+    )
     assert np.array_equal(to_numpy(nothing, library), a @ b)
 
 
@@ -137,7 +156,7 @@ def test_a_device_is_asked_once(monkeypatch):
     monkeypatch.setattr(torch, "baddbmm", lambda *args, **options: asked.append((args, options)))
     low, wide = (torch.ones(2, 3, 3, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
     TORCH_DEVICE.gemm_batched(low, low, wide, 2, 3, None)
-    (args, options), = asked
+    ((args, options),) = asked
     assert args[0] is wide is options["out"] and args[1] is args[2] is low
     assert {**options, "out": None} == {"beta": 3, "alpha": 2, "out": None, "out_dtype": torch.float32}
 

@@ -40,9 +40,12 @@ def result(operation, way, size, inside=1, elements=1):
 
 def expected(operation, passed, rank):
     parts = [array.reshape(len(passed), -1) for array in passed]
-    return {"all_gather": lambda: np.concatenate([part[other] for other, part in enumerate(parts)]),
-            "reduce_scatter": lambda: sum(parts)[rank], "all_reduce": lambda: sum(passed),
-            "all_to_all": lambda: np.concatenate([part[rank] for part in parts])}[operation]()
+    return {
+        "all_gather": lambda: np.concatenate([part[other] for other, part in enumerate(parts)]),
+        "reduce_scatter": lambda: sum(parts)[rank],
+        "all_reduce": lambda: sum(passed),
+        "all_to_all": lambda: np.concatenate([part[rank] for part in parts]),
+    }[operation]()
 
 
 def check_ways(operation, sizes):
@@ -96,16 +99,23 @@ def test_the_smallest_stages():
 
 def test_bus_bandwidth_is_that_of_nccl_tests():
     """https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md"""
-    for operation, factor in (("all_reduce", 2 * 3 / 4), ("all_gather", 3 / 4), ("reduce_scatter", 3 / 4),
-                              ("all_to_all", 3 / 4)):
+    for operation, factor in (
+        ("all_reduce", 2 * 3 / 4),
+        ("all_gather", 3 / 4),
+        ("reduce_scatter", 3 / 4),
+        ("all_to_all", 3 / 4),
+    ):
         row = Row(operation, "direct", Group(4, 4, 1, 1), 10**9, [0.5, 1.0, 2.0], 0, True)
         assert row.busbw == pytest.approx(factor)
 
 
 def test_the_table_marks_the_fastest_and_the_way_of_the_library():
     group = Group(4, 4, 1, 1)
-    rows = [Row("all_reduce", way, group, size, [seconds], 0, way == "direct")
-            for size in (64, 2**20) for way, seconds in (("direct", 2e-6 * size), ("MPI", 3e-6 * size))]
+    rows = [
+        Row("all_reduce", way, group, size, [seconds], 0, way == "direct")
+        for size in (64, 2**20)
+        for way, seconds in (("direct", 2e-6 * size), ("MPI", 3e-6 * size))
+    ]
     found = table(rows, (1e-6, 1e-9, 1e-10))
     assert found[0] == HEADING and found[1][:2] == ["64 B", "direct"] and found[1][2].startswith("**128**")
     assert [row[4] for row in found[1:]] == ["*", "", "*", ""] and found[2][6] == "" != found[1][6]
@@ -127,9 +137,11 @@ def test_every_way_of_every_collective_in_small_size(tmp_path):
 
 @pytest.mark.thorough("what the benchmark of the collectives refuses")
 def test_what_makes_no_sense_is_refused():
-    for ranks, words, text in ((1, (), "a collective needs several ranks"),
-                               (2, ("--ranks", "3"), "--ranks 3: 2 ranks form groups of 2"),
-                               (2, ("--sizes", "1MiB,2XB"), "'2XB' is no size from 4 bytes to 2GiB"),
-                               (2, ("--operation", "shift"), "invalid choice: 'shift'")):
+    for ranks, words, text in (
+        (1, (), "a collective needs several ranks"),
+        (2, ("--ranks", "3"), "--ranks 3: 2 ranks form groups of 2"),
+        (2, ("--sizes", "1MiB,2XB"), "'2XB' is no size from 4 bytes to 2GiB"),
+        (2, ("--operation", "shift"), "invalid choice: 'shift'"),
+    ):
         with given(words=words), pytest.raises(ProgramError, match=text):
             on_ranks(ranks, [str(PROGRAM), "--quick", *words])

@@ -26,7 +26,9 @@ def test_an_interrupted_comparison_goes_on_where_it_was(tmp_path, monkeypatch):
     found = low_precision.figures(tasks, results)
     done.remove(None)
     assert len(found) == len(done) == len(set(done)) == 24 and {each.precision for each in done[:16]} == {
-        "float32", "bfloat16"}
+        "float32",
+        "bfloat16",
+    }
     assert low_precision.figures(tasks, results) == found and len(done) == 24
     assert low_precision.too_far(found) == []
     table = low_precision.table(tasks, found)

@@ -28,6 +28,7 @@ def test_a_step_follows_its_table(comm):
                 assert live.now == 0 and live.most == simulate(table).peak_live[grid.rank]
                 counted = grid.ledger.total(axis="pipe")
                 sent, received = comm.allreduce(np.array([counted.sent, counted.received]))
-                crossed = sum(table.stages[stage] != table.stages[stage + 1] for chain in table.chains
-                              for stage in chain[:-1]) // len(table.chains)
+                crossed = sum(
+                    table.stages[stage] != table.stages[stage + 1] for chain in table.chains for stage in chain[:-1]
+                ) // len(table.chains)
                 assert sent == received == 2 * MICRO_BATCHES * 8 * ROWS * WIDTH * crossed

@@ -23,8 +23,10 @@ def test_a_perfect_prediction():
     assert found.correlation == pytest.approx(1.0) == found.repeated and found.noise == 0.0 and found.error == 1.0
     assert found.preset == "8x1x1" and found.beside_preset == pytest.approx(1 / 3)
     said = planner_compared.totals([found], presets=True)
-    assert said == ("8 ranks: first choice within 10% on 1 of 1, best in top three on 1 (or one tied with it: 1), rank "
-                    "correlation: least 1.00, median 1.00; chosen / best preset: at most 0.333")
+    assert said == (
+        "8 ranks: first choice within 10% on 1 of 1, best in top three on 1 (or one tied with it: 1), rank "
+        "correlation: least 1.00, median 1.00; chosen / best preset: at most 0.333"
+    )
 
 
 def test_a_wrong_prediction():
@@ -37,8 +39,11 @@ def test_a_wrong_prediction():
 
 
 def test_grids_that_were_as_fast_in_some_rounds_count_as_tied():
-    rounds = {"2x1x1": [1.00, 1.30, 1.02, 0.90, 1.00], "1x2x1": [1.02, 1.00, 1.31, 1.00, 0.91],
-              "1x1x2": [0.99, 9.0, 9.1, 9.0, 9.0]}
+    rounds = {
+        "2x1x1": [1.00, 1.30, 1.02, 0.90, 1.00],
+        "1x2x1": [1.02, 1.00, 1.31, 1.00, 0.91],
+        "1x1x2": [0.99, 9.0, 9.1, 9.0, 9.0],
+    }
     found = compared({"2x1x1": 3.0, "1x2x1": 1.0, "1x1x2": 2.0}, rounds)
     assert found.best == "2x1x1" and found.tied == ["2x1x1", "1x2x1"] and found.noise > 0.005
     assert found.place == 3 and found.place_of_tied == 1
@@ -58,19 +63,25 @@ def test_what_was_not_predicted_is_refused():
 
 def test_every_grid_with_the_parts_of_its_time():
     found = Compared(
-        "a step", "2 ranks", {"2x1x1": [2e-3], "1x1x2": [1e-3]}, {"2x1x1": 1e-3, "1x1x2": 1e-3},
+        "a step",
+        "2 ranks",
+        {"2x1x1": [2e-3], "1x1x2": [1e-3]},
+        {"2x1x1": 1e-3, "1x1x2": 1e-3},
         terms={"2x1x1": {"gemm": 1e-3}, "1x1x2": {"gemm": 5e-4, "z": 5e-4}},
-        spent={"2x1x1": {"computed": 1.5e-3, "waited": 1e-4}, "1x1x2": {"computed": 7e-4, "waited": 2e-4}})
+        spent={"2x1x1": {"computed": 1.5e-3, "waited": 1e-4}, "1x1x2": {"computed": 7e-4, "waited": 2e-4}},
+    )
     assert planner_compared.every_grid(found)[1] == [
         ["grid", "measured", "computed", "waited", "predicted", "/ measured", "gemm", "z"],
         ["1x1x2", "1.00", "0.70", "0.20", "1.00", "1.00", "0.50", "0.50"],
-        ["2x1x1", "2.00", "1.50", "0.10", "1.00", "0.50", "1.00", "0.00"]]
+        ["2x1x1", "2.00", "1.50", "0.10", "1.00", "0.50", "1.00", "0.00"],
+    ]
 
 
 def test_simulated_steps_within_a_tenth():
     rounds = {"2x1x1": [1e-3, 1e-3], "1x1x2": [2e-3, 2e-3]}
     title, rows = planner_compared.grid_by_grid(
-        [compared({"2x1x1": 1.05e-3, "1x1x2": 2.3e-3}, rounds, what=what) for what in ("on", "off")])
+        [compared({"2x1x1": 1.05e-3, "1x1x2": 2.3e-3}, rounds, what=what) for what in ("on", "off")]
+    )
     assert rows[:2] == [["grid", "on", "off"], ["2x1x1", "1.00 (1.05)", "1.00 (1.05)"]]
     assert title.endswith("within 10% on 2 of 4; 1.05 to 1.15, median 1.10")
 
@@ -93,8 +104,15 @@ def test_all_grids():
 
 
 def test_axes_inside_a_node():
-    found = Compared("a product", "8 ranks on 2 nodes", {"4x1x2": [1.0], "8x1x1": [2.0]}, {"4x1x2": 2.0, "8x1x1": 1.0},
-                     ranks_per_node=4)
+    found = Compared(
+        "a product",
+        "8 ranks on 2 nodes",
+        {"4x1x2": [1.0], "8x1x1": [2.0]},
+        {"4x1x2": 2.0, "8x1x1": 1.0},
+        ranks_per_node=4,
+    )
     assert planner_compared.inner_axes([found])[1][1][2:] == ["8x1x1", "none", "4x1x2", "x", "2.000"]
-    assert planner_compared.axes_of_grids([found])[1][1:] == [["4x1x2", "x", "1.00", "2.00", "0", "1"],
-                                                              ["8x1x1", "none", "2.00", "1.00", "1", "0"]]
+    assert planner_compared.axes_of_grids([found])[1][1:] == [
+        ["4x1x2", "x", "1.00", "2.00", "0", "1"],
+        ["8x1x1", "none", "2.00", "1.00", "1", "0"],
+    ]

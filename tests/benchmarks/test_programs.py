@@ -11,28 +11,56 @@ import pytest
 from loops import given
 from timing import ProgramError, on_ranks, output_of
 
-PROGRAMS = ("beside", "checkpoint", "collectives", "costs", "digits_rate", "gpt_step", "kernels", "low_precision",
-            "memory", "overlap", "pgemm", "pipeline_rivals", "pipelines", "planner", "product", "scale", "sequence",
-            "shared_operands", "small_products", "tables", "training")
+PROGRAMS = (
+    "beside",
+    "checkpoint",
+    "collectives",
+    "costs",
+    "digits_rate",
+    "gpt_step",
+    "kernels",
+    "low_precision",
+    "memory",
+    "overlap",
+    "pgemm",
+    "pipeline_rivals",
+    "pipelines",
+    "planner",
+    "product",
+    "scale",
+    "sequence",
+    "shared_operands",
+    "small_products",
+    "tables",
+    "training",
+)
 QUICK = (  # ranks (0: the program starts them), program, options, text in the output
-    (0, "product", (), "64x64x64"), (2, "costs", ("product",), "waiting in MPI"),
-    (0, "costs", ("imports",), "| a first product | "), (0, "training", (), "| torch on 1x1x2 | "),
+    (0, "product", (), "64x64x64"),
+    (2, "costs", ("product",), "waiting in MPI"),
+    (0, "costs", ("imports",), "| a first product | "),
+    (0, "training", (), "| torch on 1x1x2 | "),
     (2, "overlap", ("panels", "--grids", "1x1x2"), "8 panels"),
     (2, "overlap", ("choice", "--grids", "2x1x1"), "| dB = A^T dC | "),
     (2, "overlap", ("training", "--grids", "2x1x1x1", "1x1x1x2", "--check"), "bitwise equal in all stages: yes"),
     (2, "overlap", ("training", "--grids", "2x1x1x1", "--activations", "sharded"), "| + decomposed | "),
     (2, "checkpoint", (), "| in the background | "),
-    (2, "memory", ("--grid", "1x1x2x1"), "| 1x1x2x1 | "), (2, "shared_operands", ("--grid", "1x1x2"), "| shared | "),
+    (2, "memory", ("--grid", "1x1x2x1"), "| 1x1x2x1 | "),
+    (2, "shared_operands", ("--grid", "1x1x2"), "| shared | "),
     (2, "shared_operands", ("--network", "2", "64", "32"), "2 layers of 128"),
     (2, "planner", ("products", "--machine", "nominal", "--every-grid"), "| 1x1x2 | "),
     (2, "planner", ("steps", "--machine", "nominal"), "| quick | 2 ranks | "),
-    (2, "planner", ("simulation", "--machine", "nominal"), "| 1x1x1x2 | "), (2, "planner", ("memory",), "ZeRO-1"),
+    (2, "planner", ("simulation", "--machine", "nominal"), "| 1x1x1x2 | "),
+    (2, "planner", ("memory",), "ZeRO-1"),
     (0, "beside", (sys.executable,), "| reduce | 2 |"),
-    (1, "kernels", (), "| gelu backward | "), (0, "pipeline_rivals", (), "| 1f1b | 2 |"),
+    (1, "kernels", (), "| gelu backward | "),
+    (0, "pipeline_rivals", (), "| 1f1b | 2 |"),
     (0, "gpt_step", (), "| GEMMs and kernel | "),
-    (4, "pipelines", (), "| zb-h1 | "), (0, "pipelines", ("--arrival",), "| by arrival | "),
+    (4, "pipelines", (), "| zb-h1 | "),
+    (0, "pipelines", ("--arrival",), "| by arrival | "),
     (4, "sequence", (), "| zigzag | ring | 1.00 | "),
-    (0, "digits_rate", (), "| samples/s | "), (0, "low_precision", (), "| digits | "), (0, "scale", (), "Real ranks"),
+    (0, "digits_rate", (), "| samples/s | "),
+    (0, "low_precision", (), "| digits | "),
+    (0, "scale", (), "Real ranks"),
 )
 
 
@@ -43,8 +71,16 @@ def test_every_program_explains_itself(benchmarks, monkeypatch, capsys):
             with pytest.raises(SystemExit) as ended:
                 runpy.run_path(str(benchmarks / f"{name}.py"), run_name="__main__")
             assert ended.value.code == 0 and f"usage: {name}" in capsys.readouterr().out
-    others = {"collective_ways", "one_of_many", "planner_compared", "records", "scalapack", "textbook", "timing",
-              "torch_rivals"}
+    others = {
+        "collective_ways",
+        "one_of_many",
+        "planner_compared",
+        "records",
+        "scalapack",
+        "textbook",
+        "timing",
+        "torch_rivals",
+    }
     assert {path.stem for path in benchmarks.glob("*.py")} == {*PROGRAMS, *others}
     for name in others:
         importlib.import_module(name)

@@ -97,9 +97,12 @@ def test_what_cannot_be_recorded_is_refused_before_the_measurement(tmp_path, cap
     (tmp_path / "old.json").write_text('{"commit": ""}')
     made = records.parser("")
     made.add_argument("--size", type=int, default=4)
-    for words, text in ((["--json", f"{tmp_path}/no/one.json"], "there is no folder"), (["--add"], "needs --json"),
-                        (["--add", "--json", f"{tmp_path}/new.json"], "Leave --add out in the first run"),
-                        (["--add", "--json", f"{tmp_path}/old.json"], "is of commit unknown")):
+    for words, text in (
+        (["--json", f"{tmp_path}/no/one.json"], "there is no folder"),
+        (["--add"], "needs --json"),
+        (["--add", "--json", f"{tmp_path}/new.json"], "Leave --add out in the first run"),
+        (["--add", "--json", f"{tmp_path}/old.json"], "is of commit unknown"),
+    ):
         with given(words=words), pytest.raises(SystemExit):
             made.parse_args(words)
         assert text in capsys.readouterr().err

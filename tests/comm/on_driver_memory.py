@@ -36,8 +36,9 @@ def products(grid):
 
 
 def training(grid):
-    (losses, net), (expected, same) = (train(grid, CLASSES, 2, clip=0.5, dropout=0.1, library=library)
-                                       for library in (LIBRARY, "numpy"))
+    (losses, net), (expected, same) = (
+        train(grid, CLASSES, 2, clip=0.5, dropout=0.1, library=library) for library in (LIBRARY, "numpy")
+    )
     assert np.abs(losses - expected).max() < 1e-10 and largest_difference(weights_of(net), weights_of(same)) < 1e-10
 
 

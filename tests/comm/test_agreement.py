@@ -53,7 +53,8 @@ def test_ten_thousand_ranks_that_all_differ_make_a_short_error(monkeypatch):
     ranks = ManyRanks([f"call({rank})" for rank in range(10_000)], monkeypatch)
     reports = ranks.reports()
     assert str(reports) == "; ".join(f"rank {rank}: call({rank})" for rank in range(MOST_TEXTS)) + (
-        f"; other texts of {10_000 - MOST_TEXTS:,} more ranks")
+        f"; other texts of {10_000 - MOST_TEXTS:,} more ranks"
+    )
     assert ranks.received < 1000 and reports.ranks == 10_000
 
 
@@ -102,8 +103,11 @@ def test_different_calls_are_told_with_their_lines(grid, fails):
         with grid.collective_call("another", 1):
             pass
 
-    text = fails(DisagreementError, "^the ranks made different calls. rank 0: one call at ",
-                 one_call if grid.rank == 0 else another)
+    text = fails(
+        DisagreementError,
+        "^the ranks made different calls. rank 0: one call at ",
+        one_call if grid.rank == 0 else another,
+    )
     assert text.count("test_agreement.py:") == 2 and " in another" in text and "passed" not in text
 
 
@@ -122,9 +126,12 @@ def test_an_error_of_some_ranks_is_told_once_for_those_that_share_it(grid, fails
 @pytest.mark.parallel([4])
 def test_ranks_without_memory_share_a_line_and_the_fullest_explains(grid, fails, monkeypatch):
     monkeypatch.setattr(agreement, "resident_memory", lambda: 10**9 + 10**8 * (grid.rank == 2))
-    text = fails(OutOfMemoryError, r"^filling failed on 3 of 4 ranks. ranks 1-3: OutOfMemoryError. The rank that holds "
-                                   r"the most memory: rank 2 \(host \S+\) is out of memory: no room for 12 rows. ",
-                 lambda: _fill(grid))
+    text = fails(
+        OutOfMemoryError,
+        r"^filling failed on 3 of 4 ranks. ranks 1-3: OutOfMemoryError. The rank that holds "
+        r"the most memory: rank 2 \(host \S+\) is out of memory: no room for 12 rows. ",
+        lambda: _fill(grid),
+    )
     assert text.count("Use more ranks") == text.count("Predicted for a rank") == text.count("no room") == 1
 
 
@@ -170,6 +177,7 @@ def test_numbers_cross_with_the_agreement(grid, fails):
 @pytest.mark.parallel([2])
 def test_the_class_of_an_error_of_one_rank_is_known_on_all(grid, fails):
     """Also of a class that is not of pmm3d, and with a text that UTF-8 does not have."""
+
     def call():
         with grid.collective_call("sharing"):
             if grid.rank:

@@ -31,8 +31,10 @@ def replayed(shape, size, dtype, machine, data=1, overlap="none"):
     hosts = -(-GridShape(*shape, data).size // machine.ranks_per_node)
     with Grid.dry(shape, data, hosts=hosts) as grid:
         m, n, k = size
-        a, b = (DistMatrix.random(grid, shape, dtype=dtype, layout=layout)
-                for shape, layout in (((m, k), Layout.A), ((k, n), Layout.B)))
+        a, b = (
+            DistMatrix.random(grid, shape, dtype=dtype, layout=layout)
+            for shape, layout in (((m, k), Layout.A), ((k, n), Layout.B))
+        )
         before = len(grid.dry_run.actions)
         matmul(a, b, overlap=overlap)
         done = grid.dry_run.actions[before:]
@@ -41,10 +43,15 @@ def replayed(shape, size, dtype, machine, data=1, overlap="none"):
 
 
 PRODUCTS = [
-    ((1024, 1024, 1024), (2, 2, 2), "float64"), ((1024, 2048, 512), (8, 2, 2), "float64"),
-    ((4096, 513, 1000), (4, 1, 2), "float32"), ((1000, 4096, 2048), (4, 4, 4), "complex128"),
-    ((2048, 2048, 4096), (1, 16, 2), "float64"), ((8192, 512, 512), (1, 1, 16), "float32"),
-    ((512, 8192, 512), (16, 1, 1), "float64"), ((4096, 4096, 4096), (8, 4, 4), "float64")]
+    ((1024, 1024, 1024), (2, 2, 2), "float64"),
+    ((1024, 2048, 512), (8, 2, 2), "float64"),
+    ((4096, 513, 1000), (4, 1, 2), "float32"),
+    ((1000, 4096, 2048), (4, 4, 4), "complex128"),
+    ((2048, 2048, 4096), (1, 16, 2), "float64"),
+    ((8192, 512, 512), (1, 1, 16), "float32"),
+    ((512, 8192, 512), (16, 1, 1), "float64"),
+    ((4096, 4096, 4096), (8, 4, 4), "float64"),
+]
 
 
 def test_a_price_is_that_of_the_replayed_dry_run():
@@ -71,7 +78,13 @@ def test_a_price_of_a_decomposed_product_is_that_of_the_replayed_dry_run():
 
 
 BESIDE = [
-    ((2, 3, 1), 4, 4), ((2, 1, 1), 4, 4), ((1, 1, 3), 4, 4), ((2, 2, 2), 2, 8), ((4, 2, 2), 3, 8), ((1, 6, 1), 4, 8)]
+    ((2, 3, 1), 4, 4),
+    ((2, 1, 1), 4, 4),
+    ((1, 1, 3), 4, 4),
+    ((2, 2, 2), 2, 8),
+    ((4, 2, 2), 3, 8),
+    ((1, 6, 1), 4, 8),
+]
 
 
 def test_axes_lie_where_those_beside_them_put_them():
@@ -79,8 +92,7 @@ def test_axes_lie_where_those_beside_them_put_them():
     for shape, data, per_node in BESIDE:
         with given(shape=shape, data=data, per_node=per_node):
             machine = load("perlmutter").with_ranks_per_node(per_node)
-            costs = ProductCosts((4096, 4096, 4096), GridShape(*shape).size, "float64", machine, "none",
-                                 beside=data)
+            costs = ProductCosts((4096, 4096, 4096), GridShape(*shape).size, "float64", machine, "none", beside=data)
             candidate, groups = costs.priced(shape), groups_of(GridShape(*shape, data), per_node)
             assert all(costs.groups(shape)[axis] == groups[axis] for axis in "xyz")
             seconds, _ = replayed(shape, (4096, 4096, 4096), "float64", machine, data)
@@ -88,8 +100,14 @@ def test_axes_lie_where_those_beside_them_put_them():
 
 
 RANKS_ON_HOSTS = [
-    ("aaaa", 4, 4), ("aabb", 2, 2), ("aaaabbbbcc", 4, 4), ("aabbbbcc", 4, 2), ("aaabbbbc", 4, 1), ("abcabc", 2, 1),
-    ("aabbaabb", 4, 2)]
+    ("aaaa", 4, 4),
+    ("aabb", 2, 2),
+    ("aaaabbbbcc", 4, 4),
+    ("aabbbbcc", 4, 2),
+    ("aaabbbbc", 4, 1),
+    ("abcabc", 2, 1),
+    ("aabbaabb", 4, 2),
+]
 
 
 def test_where_ranks_run_says_what_stays_inside():
@@ -109,8 +127,9 @@ def auto(ranks, size=None, memory=None, data=1, **axes):
 def test_the_same_ranks_in_another_order_are_given_another_grid():
     """If ranks fill nodes of 4 in order, an axis of 4 is inside a node; if they are assigned in turns, it is not."""
     asked = auto(16, (16384, 16384, 16384))
-    in_order, in_turn = (asked.chosen(NOMINAL, 16, on_hosts(hosts), False)
-                         for hosts in ("aaaabbbbccccdddd", "abcd" * 4))
+    in_order, in_turn = (
+        asked.chosen(NOMINAL, 16, on_hosts(hosts), False) for hosts in ("aaaabbbbccccdddd", "abcd" * 4)
+    )
     assert groups_of(in_order, 4)["x"].nodes == 1 and in_order.size == in_turn.size == 16
 
 
@@ -159,8 +178,14 @@ def test_both_times_of_the_note_count_the_cores(caplog):
         auto(8, (1024, 1024, 1024)).chosen(None, 2, on_hosts("a" * 8), True)
         auto(8, (4096, 4096, 4096)).chosen(None, 2, on_hosts("a" * 8), True)
     notes = [record.getMessage() for record in caplog.records]
-    few, all_ranks = (re.fullmatch(r"auto: (\S+) on 8 ranks, (\S+) ms by the model of .*; next (\S+), (\S+) ms; "
-                                   "both on 2 cores a node", note) for note in notes)
+    few, all_ranks = (
+        re.fullmatch(
+            r"auto: (\S+) on 8 ranks, (\S+) ms by the model of .*; next (\S+), (\S+) ms; "
+            "both on 2 cores a node",
+            note,
+        )
+        for note in notes
+    )
     assert few[1] == "1x1x2" and GridShape(*map(int, all_ranks[1].split("x"))).size == 8
     assert all(float(found[2]) < 1.1 * float(found[4]) for found in (few, all_ranks)), notes
 
@@ -179,14 +204,36 @@ def test_the_choice_and_the_runner_up_are_noted_once(comm, caplog):
 @pytest.mark.parallel([4])
 def test_idle_ranks_are_told_of_once(comm, caplog):
     """Once for each Grid of the program, and not for the grids of a BlacsContext."""
-    for asked, warned in ((lambda: Grid(comm, "auto", product=(8, 8, 8)), True), (lambda: Grid(comm, (1, 1, 4)), False),
-                          (lambda: BlacsContext(comm, (1, 1)), False)):
+    for asked, warned in (
+        (lambda: Grid(comm, "auto", product=(8, 8, 8)), True),
+        (lambda: Grid(comm, (1, 1, 4)), False),
+        (lambda: BlacsContext(comm, (1, 1)), False),
+    ):
         caplog.clear()
         with asked() as made:
             if isinstance(made, BlacsContext):
                 desc = made.descriptor(8, 8, 8, 8)
-                pgemm("N", "N", 8, 8, 8, 1.0, desc.empty(), 1, 1, desc, desc.empty(), 1, 1, desc, 0.0, desc.empty(), 1,
-                      1, desc)
+                pgemm(
+                    "N",
+                    "N",
+                    8,
+                    8,
+                    8,
+                    1.0,
+                    desc.empty(),
+                    1,
+                    1,
+                    desc,
+                    desc.empty(),
+                    1,
+                    1,
+                    desc,
+                    0.0,
+                    desc.empty(),
+                    1,
+                    1,
+                    desc,
+                )
         told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
         assert len(told) == (warned and comm.rank == 0)
         assert all("auto chose 1x1x1, which has 1 of the 4 ranks. The other 3" in line for line in told)
@@ -207,8 +254,10 @@ def test_auto_goes_by_what_rank_0_knows_of_this_machine(comm, monkeypatch, tmp_p
     monkeypatch.delenv("PMM3D_MACHINE", raising=False)
     law, key, size = NOMINAL.laws["default"], machine_cache.key_of(3, 1), (600, 600, 600)
     dear = law._replace(byte_inside=1e4 * law.byte_inside)
-    known, other = (replace(NOMINAL, key=key, ranks_per_node=3, laws={"default": law, operation: dear})
-                    for operation in ("all_gather", "reduce_scatter"))
+    known, other = (
+        replace(NOMINAL, key=key, ranks_per_node=3, laws={"default": law, operation: dear})
+        for operation in ("all_gather", "reduce_scatter")
+    )
     wanted, *others = (auto(3, size).chosen(machine, 16, on_hosts("aaa"), False) for machine in (known, other, None))
     assert wanted not in others
     machine_cache.remember_machine(key, as_toml(other if comm.rank else known))

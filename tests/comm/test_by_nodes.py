@@ -15,8 +15,11 @@ from pmm3d.model.node_map import FLAT, GATHERS_FROM, NodeMap, node_map_over, ran
 from pmm3d.model.schedule import WINDOW, gather_volume, nodes_at_once, reduce_volume
 
 SHAPES = [(nodes, each) for nodes in range(2, 33) for each in range(2, 33) if nodes * each <= 64]
-FEWER_SHAPES = [(nodes, each) for nodes, each in SHAPES
-                if max(nodes, each) <= 5 or {nodes, each} & {16, 17, 23} or nodes * each == 64]
+FEWER_SHAPES = [
+    (nodes, each)
+    for nodes, each in SHAPES
+    if max(nodes, each) <= 5 or {nodes, each} & {16, 17, 23} or nodes * each == 64
+]
 """(nodes, ranks on each) with one or several stages on each level, with and without pairs."""
 SOME = [(2, 2), (2, 4), (4, 2), (3, 3), (2, 17), (17, 2), (2, 23), (4, 16), (8, 8)]
 FEW = [(2, 2), (3, 3), (2, 17), (17, 2), (4, 16)]
@@ -69,11 +72,13 @@ def test_scatters_sums_in_the_order_of_the_contract(shapes):
             counts, rows = rows_of(size), sum(rows_of(size))
             wholes = floats(size, (rows, 2))
             scatter = lambda link: reduce_scatter_into(
-                link, LIBRARY, wholes[link.rank], np.ones((counts[link.rank], 2)), counts)
+                link, LIBRARY, wholes[link.rank], np.ones((counts[link.rank], 2)), counts
+            )
             outs, links = run(size, scatter, node_map(each), each)
             assert np.array_equal(np.concatenate(outs), by_nodes(wholes, each))
-            assert moved(links) == [reduce_volume(counts, rank, 2, "float64",
-                                                  node_map(each))[:2] for rank in range(size)]
+            assert moved(links) == [
+                reduce_volume(counts, rank, 2, "float64", node_map(each))[:2] for rank in range(size)
+            ]
 
 
 def test_beta_and_types(few):
@@ -82,8 +87,9 @@ def test_beta_and_types(few):
             size = nodes * each
             wholes = [np.full((size + 1, 2), rank % 5).astype(dtype) for rank in range(size)]
             counts = part_sizes(size + 1, size)
-            scatter = lambda link: reduce_scatter_into(link, LIBRARY, wholes[link.rank],
-                                           np.ones((2, counts[link.rank]), dtype).T, counts, beta=3)
+            scatter = lambda link: reduce_scatter_into(
+                link, LIBRARY, wholes[link.rank], np.ones((2, counts[link.rank]), dtype).T, counts, beta=3
+            )
             outs, links = run(size, scatter, node_map(each), each)
             expected = 3 + sum(rank % 5 for rank in range(size))
             assert all(np.array_equal(out, np.full_like(out, expected)) for out in outs)
@@ -91,16 +97,17 @@ def test_beta_and_types(few):
 
 
 def test_a_sum_does_not_depend_on_its_size_or_its_cuts(few):
-    """Bits are equal for small and large arrays, whole or in pieces, all-reduced or scattered. Sums are rounded once.
-    """
+    """Bits are equal for small and large arrays, whole or in pieces, all-reduced or scattered. Sums are rounded
+    once."""
     for (nodes, each), dtype in product(few, ["float16", "float64"]):
         with given(nodes=nodes, each=each, dtype=dtype):
             size, large = nodes * each, 10_000
             arrays, known = floats(size, large, dtype), node_map(each)
             whole, counts = sum_in_cuts(arrays, [0, large], known, each), part_sizes(large, size)
             assert np.array_equal(whole, sum_in_cuts(arrays, [0, 7, 20, 3001, large], known, each))
-            scatter = lambda link: reduce_scatter_into(link, LIBRARY, arrays[link.rank][:, None],
-                                           np.zeros((counts[link.rank], 1), dtype), counts)
+            scatter = lambda link: reduce_scatter_into(
+                link, LIBRARY, arrays[link.rank][:, None], np.zeros((counts[link.rank], 1), dtype), counts
+            )
             scattered, _ = run(size, scatter, known, each)
             assert np.array_equal(whole, np.concatenate(scattered)[:, 0])
             if dtype == "float16":
@@ -116,8 +123,12 @@ def test_in_place():
             size = nodes * each
             for elements in (0, 1, 5, 20_000):
                 arrays = [np.full(elements, rank, np.float64) for rank in range(size)]
-                outs, _ = run(size, lambda link: all_reduce_flat(link, LIBRARY, arrays[link.rank], arrays[link.rank]),
-                              node_map(each), each)
+                outs, _ = run(
+                    size,
+                    lambda link: all_reduce_flat(link, LIBRARY, arrays[link.rank], arrays[link.rank]),
+                    node_map(each),
+                    each,
+                )
                 assert all(out is array and np.all(out == sum(range(size))) for out, array in zip(outs, arrays))
 
 
@@ -159,8 +170,12 @@ def test_small_gathers_are_flat():
     assert known.gathers_from == GATHERS_FROM
     for counts, by in ((few, 0), (many, 1)):
         parts = [np.full(rows, rank, np.uint8) for rank, rows in enumerate(counts)]
-        _, links = run(4, lambda link: all_gather_rows(link, LIBRARY, parts[link.rank],
-                                                   np.zeros(sum(counts), np.uint8), counts), known, 2)
+        _, links = run(
+            4,
+            lambda link: all_gather_rows(link, LIBRARY, parts[link.rank], np.zeros(sum(counts), np.uint8), counts),
+            known,
+            2,
+        )
         assert across(links) == sum(counts) // 2 * (1 if by else 2)
 
 

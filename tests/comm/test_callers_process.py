@@ -46,6 +46,7 @@ def test_nothing_is_received_on_the_callers_communicator(comm):
 
 def blocks(comm):
     """A generator that uses a grid until it is closed."""
+
     def of_grid():
         with Grid(comm) as grid:
             yield grid
@@ -131,9 +132,16 @@ def test_calls_of_a_forked_child_are_refused(comm, monkeypatch):
         plan, context = MatmulPlan(a, b), BlacsContext(grid, (1, 2))
         square = context.descriptor(4, 4, 2, 2)
         part = square.empty(), 1, 1, square
-        calls = [lambda: a @ b, lambda: a.norm(), lambda: a.gather(), lambda: DistMatrix.ones(grid, (2, 2)), plan,
-                 lambda: grid.axis("x").all_reduce(np.ones(2)), lambda: grid.comm.Barrier(),
-                 lambda: pgemm("N", "N", 4, 4, 4, 1, *part, *part, 0, *part)]
+        calls = [
+            lambda: a @ b,
+            lambda: a.norm(),
+            lambda: a.gather(),
+            lambda: DistMatrix.ones(grid, (2, 2)),
+            plan,
+            lambda: grid.axis("x").all_reduce(np.ones(2)),
+            lambda: grid.comm.Barrier(),
+            lambda: pgemm("N", "N", 4, 4, 4, 1, *part, *part, 0, *part),
+        ]
 
         def child():
             monkeypatch.setattr(Engine, "start", ends_process)

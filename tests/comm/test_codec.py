@@ -24,8 +24,10 @@ ROWS = 29
 
 
 def arrays(size, dim):
-    return [np.random.default_rng(rank).standard_normal((ROWS, 6) if dim == 0 else (6, ROWS)).astype("float32")
-            for rank in range(size)]
+    return [
+        np.random.default_rng(rank).standard_normal((ROWS, 6) if dim == 0 else (6, ROWS)).astype("float32")
+        for rank in range(size)
+    ]
 
 
 def cut(array, counts, rank, dim):
@@ -39,9 +41,11 @@ def rounded(array):
 
 def with_work(nbytes, collective):
     """The collective with exactly the planned work memory."""
+
     def steps(link):
         with link.workspace.slab(nbytes(link), LIBRARY) as work:
             return (yield from collective(link, work))
+
     return steps
 
 
@@ -50,10 +54,25 @@ def test_all_ranks_gather_the_decoded_parts():
     for (size, node_map), dim in product(GROUPS, (0, 1)):
         with given(size=size, node_map=node_map, dim=dim):
             counts, whole = part_sizes(ROWS, size), arrays(1, dim)[0]
-            found, links = run(size, with_work(
-                lambda link: unchecked.all_gather_work(whole.shape, "float32", counts, link.rank, dim, node_map, HALF),
-                lambda link, work: unchecked.all_gather_into(link, LIBRARY, cut(whole, counts, link.rank, dim).copy(),
-                                                      np.empty_like(whole), counts, dim, work, HALF)), node_map)
+            found, links = run(
+                size,
+                with_work(
+                    lambda link: unchecked.all_gather_work(
+                        whole.shape, "float32", counts, link.rank, dim, node_map, HALF
+                    ),
+                    lambda link, work: unchecked.all_gather_into(
+                        link,
+                        LIBRARY,
+                        cut(whole, counts, link.rank, dim).copy(),
+                        np.empty_like(whole),
+                        counts,
+                        dim,
+                        work,
+                        HALF,
+                    ),
+                ),
+                node_map,
+            )
             assert all(np.array_equal(each, rounded(whole)) for each in found)
             for link in links:
                 schedule = gather_schedule(counts, link.rank, 6 * 4, node_map)
@@ -67,20 +86,29 @@ def test_sums_are_of_the_decoded_parts_in_a_fixed_order_in_float32():
         with given(size=size, node_map=node_map, dim=dim):
             counts, mine = part_sizes(ROWS, size), arrays(size, dim)
             outs = [np.ones_like(cut(mine[0], counts, rank, dim)) for rank in range(size)]
-            found, links = run(size, with_work(
-                lambda link: unchecked.reduce_scatter_work(
-                    LIBRARY, mine[link.rank], counts, link.rank, dim, node_map, HALF),
-                lambda link, work: unchecked.reduce_scatter_into(
-                    link, LIBRARY, mine[link.rank], outs[link.rank], counts, 2, dim, work, HALF)), node_map)
+            found, links = run(
+                size,
+                with_work(
+                    lambda link: unchecked.reduce_scatter_work(
+                        LIBRARY, mine[link.rank], counts, link.rank, dim, node_map, HALF
+                    ),
+                    lambda link, work: unchecked.reduce_scatter_into(
+                        link, LIBRARY, mine[link.rank], outs[link.rank], counts, 2, dim, work, HALF
+                    ),
+                ),
+                node_map,
+            )
             exact = sum(each.astype("float64") for each in mine) + 2
             for rank, each in enumerate(found):
                 assert np.allclose(each, cut(exact, counts, rank, dim), atol=0.05)
                 if node_map is FLAT and size <= 16:
-                    parts = [cut(one if peer == rank else rounded(one), counts, rank, dim)
-                             for peer, one in enumerate(mine)]
+                    parts = [
+                        cut(one if peer == rank else rounded(one), counts, rank, dim) for peer, one in enumerate(mine)
+                    ]
                     assert np.array_equal(each, sum(parts, 2 * np.ones_like(parts[0])))
-                volume = count(reduce_schedule(counts, rank, "float32", node_map), 24,
-                               encoded=encoded_by(HALF, "float32", (6, 6)))
+                volume = count(
+                    reduce_schedule(counts, rank, "float32", node_map), 24, encoded=encoded_by(HALF, "float32", (6, 6))
+                )
                 assert (links[rank].record.received, links[rank].record.sent) == volume[:2]
 
 
@@ -88,14 +116,21 @@ def test_an_all_reduce_is_bitwise_the_same_on_every_rank():
     for (size, node_map), rows in product(GROUPS, (1, ROWS, 5000)):
         with given(size=size, node_map=node_map, rows=rows):
             mine = [np.random.default_rng(rank).standard_normal(rows).astype("float32") for rank in range(size)]
-            found, links = run(size, with_work(
-                lambda link: unchecked.all_reduce_work((rows,), "float32", size, link.rank, node_map, HALF),
-                lambda link, work: unchecked.all_reduce_into(
-                    link, LIBRARY, mine[link.rank].copy(), np.empty_like(mine[0]), 0, work, HALF)), node_map)
+            found, links = run(
+                size,
+                with_work(
+                    lambda link: unchecked.all_reduce_work((rows,), "float32", size, link.rank, node_map, HALF),
+                    lambda link, work: unchecked.all_reduce_into(
+                        link, LIBRARY, mine[link.rank].copy(), np.empty_like(mine[0]), 0, work, HALF
+                    ),
+                ),
+                node_map,
+            )
             assert len({each.tobytes() for each in found}) == 1
             assert np.allclose(found[0], sum(mine), atol=0.05) and np.array_equal(found[0], rounded(found[0]))
-            moved = count(sum_schedule(rows, "float32", size, 0, node_map, True), 4,
-                          encoded=encoded_by(HALF, "float32", (1, 1)))
+            moved = count(
+                sum_schedule(rows, "float32", size, 0, node_map, True), 4, encoded=encoded_by(HALF, "float32", (1, 1))
+            )
             assert (links[0].record.received, links[0].record.sent) == moved[:2]
 
 
@@ -105,11 +140,22 @@ def test_all_to_all():
             shapes = [(2 * size, 2) if dim == 0 else (2, 2 * size) for dim in dims]
             mine = [np.random.default_rng(rank).standard_normal(shapes[0]).astype("float32") for rank in range(size)]
             twos, outs = [2] * size, [np.empty(shapes[1], "float32") for _ in range(size)]
-            found, _ = run(size, with_work(
-                lambda link: work_bytes(all_to_all(tuple(twos), tuple(twos), link.rank), LIBRARY, mine[link.rank],
-                                        outs[link.rank], dims, HALF),
-                lambda link, work: unchecked.all_to_all_into(
-                    link, LIBRARY, mine[link.rank], outs[link.rank], twos, twos, dims, work, HALF)))
+            found, _ = run(
+                size,
+                with_work(
+                    lambda link: work_bytes(
+                        all_to_all(tuple(twos), tuple(twos), link.rank),
+                        LIBRARY,
+                        mine[link.rank],
+                        outs[link.rank],
+                        dims,
+                        HALF,
+                    ),
+                    lambda link, work: unchecked.all_to_all_into(
+                        link, LIBRARY, mine[link.rank], outs[link.rank], twos, twos, dims, work, HALF
+                    ),
+                ),
+            )
             for rank, each in enumerate(found):
                 for source in range(size):
                     part = cut(mine[source], twos, rank, dims[0])

@@ -123,8 +123,9 @@ def test_out_is_filled_and_returned(grid):
                 def empty(rows):
                     return to_library(np.full((rows, 3), 7, "float32"), library)
 
-                check(empty(sum(counts)), lambda out: axis.all_gather(part, out=out, counts=counts),
-                      np.concatenate(parts))
+                check(
+                    empty(sum(counts)), lambda out: axis.all_gather(part, out=out, counts=counts), np.concatenate(parts)
+                )
                 check(empty(high - low), lambda out: axis.reduce_scatter(whole, out=out), total[low:high])
                 check(empty(high - low), lambda out: axis.reduce_scatter(whole, out=out, beta=2), total[low:high] + 14)
                 check(empty(7), lambda out: axis.all_reduce(whole, out=out), total)

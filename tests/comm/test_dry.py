@@ -20,8 +20,11 @@ SIZES = [((0,), "int8"), ((1,), "complex128"), ((7, 3), "float32"), ((13, 5), "f
 
 def moved(ledger):
     """key -> (calls, bytes sent, bytes received), without agreements."""
-    return {key: (entry.calls, entry.sent, entry.received) for key, entry in ledger.entries.items()
-            if key.axis and not key.operation.startswith("agreement")}
+    return {
+        key: (entry.calls, entry.sent, entry.received)
+        for key, entry in ledger.entries.items()
+        if key.axis and not key.operation.startswith("agreement")
+    }
 
 
 def dry_like(grid, **options):
@@ -38,10 +41,15 @@ def all_collectives(grid, library):
             array = library.from_numpy(integers(shape, dtype), dtype)
             part = library.from_numpy(integers((counts[axis.index], *shape[1:]), dtype), dtype)
             with grid.ledger.phase(str(phase)):
-                found = [axis.all_gather(part, counts=counts), axis.reduce_scatter(array), axis.all_reduce(array),
-                         axis.all_to_all(array, received=[counts[axis.index]] * axis.size), axis.shift(array, 2),
-                         axis.reduce_scatter(array, counts=[*[0] * (axis.size - 1), shape[0]]),
-                         axis.all_to_all(array)]
+                found = [
+                    axis.all_gather(part, counts=counts),
+                    axis.reduce_scatter(array),
+                    axis.all_reduce(array),
+                    axis.all_to_all(array, received=[counts[axis.index]] * axis.size),
+                    axis.shift(array, 2),
+                    axis.reduce_scatter(array, counts=[*[0] * (axis.size - 1), shape[0]]),
+                    axis.all_to_all(array),
+                ]
                 shapes += [tuple(pending.wait().shape) for pending in found]
     return shapes
 
@@ -88,8 +96,12 @@ def test_a_collective_is_done_when_it_is_waited_for():
         assert first.test() and first.done and grid.engine.idle()
         first.wait()
         actions = grid.dry_run.actions
-        assert [(action.what, action.number) for action in actions] == [("begin", 1), ("begin", 2), ("wait", 2),
-                                                                        ("wait", 1)]
+        assert [(action.what, action.number) for action in actions] == [
+            ("begin", 1),
+            ("begin", 2),
+            ("wait", 2),
+            ("wait", 1),
+        ]
         assert (actions[0].axis, actions[0].operation, actions[0].sent) == ("x", "all_reduce", 6 * 10**6)
         assert "begin #1 all_reduce on axis x: sends 6,000,000" in str(actions[0]) and str(actions[2]) == "wait for #2"
 
@@ -151,8 +163,18 @@ def test_where_the_rank_is():
 
 
 NO_RANKS = [
-    {"rank": 8}, {"rank": -1}, {"rank": 1.5}, {"hosts": 0}, {"hosts": 9}, {"hosts": "2"}, {"data": 0},
-    {"shape": (2, 2)}, {"shape": "2x2"}, {"shape": "fsdp"}, {"axes": {"x": 2}}, {"axes": {"engine": 2}},
+    {"rank": 8},
+    {"rank": -1},
+    {"rank": 1.5},
+    {"hosts": 0},
+    {"hosts": 9},
+    {"hosts": "2"},
+    {"data": 0},
+    {"shape": (2, 2)},
+    {"shape": "2x2"},
+    {"shape": "fsdp"},
+    {"axes": {"x": 2}},
+    {"axes": {"engine": 2}},
     {"axes": {"seq": 0}},
 ]
 

@@ -69,10 +69,12 @@ def sum_in_cuts(arrays, cuts, node_map=FLAT, each=None):
         return out
 
     outs, links = run(size, sums, node_map, each)
-    volumes = [[all_reduce_volume(high - low, dtype, size, rank, node_map) for low, high in pieces]
-               for rank in range(size)]
-    assert moved(links) == [(sum(part.received for part in parts), sum(part.sent for part in parts))
-                            for parts in volumes]
+    volumes = [
+        [all_reduce_volume(high - low, dtype, size, rank, node_map) for low, high in pieces] for rank in range(size)
+    ]
+    assert moved(links) == [
+        (sum(part.received for part in parts), sum(part.sent for part in parts)) for parts in volumes
+    ]
     assert all(np.array_equal(out, outs[0]) for out in outs)
     return outs[0]
 
@@ -88,8 +90,9 @@ def test_gathers(all_stages, sizes):
         with given(size=size):
             counts = rows_of(size)
             parts = [np.full((rows, 3), rank + 1.0) for rank, rows in enumerate(counts)]
-            outs, links = run(size, lambda link: all_gather_rows(link, LIBRARY, parts[link.rank],
-                                                             np.zeros((sum(counts), 3)), counts))
+            outs, links = run(
+                size, lambda link: all_gather_rows(link, LIBRARY, parts[link.rank], np.zeros((sum(counts), 3)), counts)
+            )
             assert all(np.array_equal(out, np.concatenate(parts)) for out in outs)
             assert moved(links) == [gather_volume(counts, rank, 24)[:2] for rank in range(size)]
 
@@ -115,8 +118,12 @@ def test_scatters_sums_in_the_order_of_the_contract(all_stages, sizes):
         with given(size=size):
             counts, rows = rows_of(size), sum(rows_of(size))
             wholes = floats(size, (rows, 2))
-            outs, links = run(size, lambda link: reduce_scatter_into(link, LIBRARY, wholes[link.rank],
-                                                         np.ones((counts[link.rank], 2)), counts, beta=0))
+            outs, links = run(
+                size,
+                lambda link: reduce_scatter_into(
+                    link, LIBRARY, wholes[link.rank], np.ones((counts[link.rank], 2)), counts, beta=0
+                ),
+            )
             assert np.array_equal(np.concatenate(outs), summed(wholes))
             assert moved(links) == [reduce_volume(counts, rank, 2, "float64")[:2] for rank in range(size)]
 
@@ -126,8 +133,12 @@ def test_beta_and_types(few):
         with given(size=size, dtype=dtype):
             wholes = [np.full((size + 1, 2), rank % 5).astype(dtype) for rank in range(size)]
             counts = part_sizes(size + 1, size)
-            outs, links = run(size, lambda link: reduce_scatter_into(link, LIBRARY, wholes[link.rank],
-                                                         np.ones((2, counts[link.rank]), dtype).T, counts, beta=3))
+            outs, links = run(
+                size,
+                lambda link: reduce_scatter_into(
+                    link, LIBRARY, wholes[link.rank], np.ones((2, counts[link.rank]), dtype).T, counts, beta=3
+                ),
+            )
             expected = 3 + sum(rank % 5 for rank in range(size))
             assert all(np.array_equal(out, np.full_like(out, expected)) for out in outs)
             assert moved(links) == [reduce_volume(counts, rank, 2, dtype)[:2] for rank in range(size)]
@@ -159,20 +170,28 @@ def test_in_place(few):
 
 def costs(links):
     """(rounds, messages in a round, bytes received): the largest of all ranks."""
-    return (max(link.steps for link in links), max(link.messages for link in links),
-            max(link.record.received for link in links))
+    return (
+        max(link.steps for link in links),
+        max(link.messages for link in links),
+        max(link.record.received for link in links),
+    )
 
 
 def gathered(size, elements):
     counts = [elements // size] * size
-    return costs(run(size, lambda link: all_gather_rows(link, LIBRARY, np.zeros(counts[0]), np.zeros(elements),
-                                                    counts))[1])
+    return costs(
+        run(size, lambda link: all_gather_rows(link, LIBRARY, np.zeros(counts[0]), np.zeros(elements), counts))[1]
+    )
 
 
 def scattered(size, elements):
     counts = [elements // size] * size
-    return costs(run(size, lambda link: reduce_scatter_into(
-        link, LIBRARY, np.zeros((elements, 1)), np.zeros((counts[0], 1)), counts))[1])
+    return costs(
+        run(
+            size,
+            lambda link: reduce_scatter_into(link, LIBRARY, np.zeros((elements, 1)), np.zeros((counts[0], 1)), counts),
+        )[1]
+    )
 
 
 def all_reduced(size, elements):

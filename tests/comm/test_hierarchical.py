@@ -23,6 +23,7 @@ TYPES = ("float64", "float32", "complex64", "int64", "float16")
 @pytest.fixture
 def nodes_of(comm, monkeypatch):
     """nodes_of(n): MPI reports host names as if each node had n consecutive ranks."""
+
     def told(*each):
         ends = np.cumsum(each if len(each) > 1 else each * comm.size)
         name = f"node{np.searchsorted(ends, comm.rank, 'right')}"
@@ -93,8 +94,9 @@ def test_gathers_bring_every_part(line):
             line.x.all_gather_into(to_library(np.ascontiguousarray(parts[line.rank].T)), turned, counts, dim=1).wait()
             assert np.array_equal(to_numpy(turned), whole.T)
             each = line.size // 2
-            brought = sum(rows for rank, rows in enumerate(counts)
-                          if rank % each == line.rank % each and rank != line.rank)
+            brought = sum(
+                rows for rank, rows in enumerate(counts) if rank % each == line.rank % each and rank != line.rank
+            )
             assert line.ledger.total(axis="x", operation="all_gather").across == 3 * brought * 3 * whole.itemsize
 
 
@@ -102,8 +104,10 @@ def test_gathers_bring_every_part(line):
 def test_sums_are_exact_and_in_their_order(line):
     for dtype, rows in product(TYPES, [0, 1, 5, 30_000]):
         with given(dtype=dtype, rows=rows):
-            arrays = [floats(rows, rank, dtype) if dtype != "int64" else integers((rows,), dtype, rank)
-                      for rank in range(line.size)]
+            arrays = [
+                floats(rows, rank, dtype) if dtype != "int64" else integers((rows,), dtype, rank)
+                for rank in range(line.size)
+            ]
             expected = in_order(arrays, line.size // 2).astype(dtype)
             total = line.x.all_reduce(to_library(arrays[line.rank])).wait()
             assert bits_of(to_numpy(total)) == bits_of(expected)
@@ -151,13 +155,14 @@ def bytes_into_a_node(grid, operation, work):
     rows = grid.comm.allgather((total.across, total.received))
     each = grid.size // 2
     return max(sum(across for across, _ in rows[:each]), sum(across for across, _ in rows[each:])), max(
-        received for _, received in rows)
+        received for _, received in rows
+    )
 
 
 @pytest.mark.parallel([8], thorough=[4])
 def test_the_link_carries_each_byte_once(line):
-    """With 2 nodes of 4 ranks, a quarter of the bytes of a flat collective. No rank receives more than in a flat one.
-    """
+    """With 2 nodes of 4 ranks, a quarter of the bytes of a flat collective. No rank receives more than in a flat
+    one."""
     for operation, nodes_share in [("all_gather", 0.5), ("reduce_scatter", 0.5), ("all_reduce", 1.0)]:
         with given(operation=operation, nodes_share=nodes_share):
             rows, each = 2**13 * line.size, line.size // 2
@@ -199,8 +204,11 @@ def test_arrays_that_do_not_fit_are_refused_on_every_rank(line, fails):
     rows = 9 if line.rank == 1 else 8
     fails(LayoutError, "do not fit together", lambda: line.x.all_reduce(to_library(np.ones(rows))).wait())
     counts = [3] * line.size
-    fails(LayoutError, "counts .* do not fit", lambda: line.x.all_gather(
-        to_library(np.ones(4 if line.rank == 0 else 3)), counts=counts).wait())
+    fails(
+        LayoutError,
+        "counts .* do not fit",
+        lambda: line.x.all_gather(to_library(np.ones(4 if line.rank == 0 else 3)), counts=counts).wait(),
+    )
     assert to_numpy(line.x.all_reduce(to_library(np.ones(3))).wait()).tolist() == [line.size] * 3
 
 
@@ -213,9 +221,14 @@ def test_uneven_nodes_are_flat_and_said_once(comm, nodes_of, caplog):
         across = grid.comm.allgather(grid.ledger.total(axis="x").across)
     assert total.tolist() == [comm.size] * 5 and across[-1] > 0
     said = [record.message for record in caplog.records if "not distributed evenly" in record.message]
-    assert said == ([f"axis x is not distributed evenly over its nodes ({comm.size - 1}, 1 ranks, one node after the "
-                     "other): its collectives are flat, and the links between nodes carry more bytes than necessary"]
-                    if comm.rank == 0 else [])
+    assert said == (
+        [
+            f"axis x is not distributed evenly over its nodes ({comm.size - 1}, 1 ranks, one node after the "
+            "other): its collectives are flat, and the links between nodes carry more bytes than necessary"
+        ]
+        if comm.rank == 0
+        else []
+    )
 
 
 @pytest.mark.parallel([4], thorough=[8])
@@ -247,8 +260,10 @@ def test_products_and_their_plans_and_dry_runs(comm, two_nodes):
     m, n, k = 251, 127, 190
     for shape in SHAPES[comm.size]:
         with given(shape=shape), Grid(comm, shape) as grid:
-            a, b = (DistMatrix.random(grid, size, seed=seed, layout=layout, library=TESTED)
-                    for size, seed, layout in (((m, k), 1, Layout.A), ((k, n), 2, Layout.B)))
+            a, b = (
+                DistMatrix.random(grid, size, seed=seed, layout=layout, library=TESTED)
+                for size, seed, layout in (((m, k), 1, Layout.A), ((k, n), 2, Layout.B))
+            )
             grid.ledger.reset()
             c = matmul(a, b)
             plan = plan_for(a, b, c, None, None).on_rank(grid.coords)
@@ -261,8 +276,12 @@ def test_products_and_their_plans_and_dry_runs(comm, two_nodes):
             assert np.allclose(to_numpy(c.gather()), to_numpy(a.gather()) @ to_numpy(b.gather()))
             with Grid.dry(shape, rank=comm.rank, hosts=2) as dry:
                 assert all(dry.axis(axis).node_map == grid.axis(axis).node_map for axis in (*"xyz", "everyone"))
-                matmul(*(DistMatrix.random(dry, size, layout=layout)
-                         for size, layout in (((m, k), Layout.A), ((k, n), Layout.B))))
+                matmul(
+                    *(
+                        DistMatrix.random(dry, size, layout=layout)
+                        for size, layout in (((m, k), Layout.A), ((k, n), Layout.B))
+                    )
+                )
                 assert {axis: dry.ledger.total(axis=axis).across for axis in "xyz"} == across
 
 

@@ -75,6 +75,7 @@ def test_a_closed_grid_leaves_no_communicator(comm, leaves_nothing):
 def test_an_error_of_all_ranks_leaves_no_communicator(comm, leaves_nothing):
     for error in [Mishap("all ranks"), SystemExit(3)]:
         with given(error=error):
+
             def mishap():
                 with pytest.raises(type(error)):
                     leave(comm, raises(error))
@@ -131,6 +132,7 @@ def test_messages_that_nobody_receives_come_to_nobody(comm):
 def test_a_constructor_that_fails_gives_back_all_it_made(comm, leaves_nothing, monkeypatch):
     for stage, kind in product(["chosen_shape", "Axis", "Watch", "Engine", "Ledger"], [GridError, RuntimeError]):
         with given(stage=stage, kind=kind), monkeypatch.context() as patch:
+
             def fails_at_first(*arguments, **options):
                 raise kind("out of luck")
 
@@ -165,6 +167,7 @@ class FailingComm(MPI.Intracomm):
 def test_communicators_that_mpi_does_not_make(comm, leaves_nothing, monkeypatch, fails):
     for failing in ["Split", "Create_cart"]:
         with given(failing=failing), monkeypatch.context() as patch:
+
             def duplicates(*arguments):
                 watched, *others = whole(*arguments)
                 wrapped = FailingComm(watched)
@@ -248,8 +251,11 @@ def test_close_refuses_a_plan_that_not_all_have_started(comm, fails):
         if comm.rank == 1:
             plan.start()
         for _ in range(2):
-            fails(GridError, r"rank 1: GridError: not all members of axis x .*under way here: all_gather #\d+ on axis",
-                  grid.close)
+            fails(
+                GridError,
+                r"rank 1: GridError: not all members of axis x .*under way here: all_gather #\d+ on axis",
+                grid.close,
+            )
 
 
 def test_close_completes_a_plan_that_all_have_started(comm):
@@ -264,6 +270,7 @@ def test_close_completes_a_plan_that_all_have_started(comm):
 def test_what_failed_while_messages_were_under_way_keeps_its_memory(comm):
     """The test of the requests fails. (Open MPI reports the error of a message when all of a list have ended; MPI
     allows it earlier.)"""
+
     def make(link):
         place = np.zeros(1)
         known.append(weakref.ref(place))
@@ -287,6 +294,7 @@ def test_what_failed_between_its_messages_keeps_them(comm, monkeypatch):
     """A send fails after the receives were posted, or the work under the messages fails."""
     for failing in ["Isend", "copy"]:
         with given(failing=failing):
+
             def fails(*_):
                 raise MemoryError("no more requests")
 
@@ -324,9 +332,13 @@ def test_close_refuses_what_not_all_have_begun(comm, fails):
             grid = Grid(comm, (comm.size, 1, 1), debug=debug)
             if grid.rank == 0:
                 pending = grid.x.shift(np.array([0]))
-            fails(GridError, "rank 0: GridError: not all members of axis x have begun the same number of collectives; "
-                             "under way here: shift #1 on axis x. Every member must make the call; rank 1: "
-                             ".*here: none", grid.close)
+            fails(
+                GridError,
+                "rank 0: GridError: not all members of axis x have begun the same number of collectives; "
+                "under way here: shift #1 on axis x. Every member must make the call; rank 1: "
+                ".*here: none",
+                grid.close,
+            )
             if grid.rank != 0:
                 pending = grid.x.shift(np.array([grid.rank]))
             assert pending.wait() == [(grid.rank - 1) % grid.size]
@@ -420,13 +432,21 @@ def test_nothing_of_a_grid_can_be_copied(comm):
 
 
 WRONG_VARIABLES = [
-    ("PMM3D_TIMEOUT", "soon"), ("PMM3D_DEBUG", "perhaps"), ("PMM3D_LOG", "2"), ("PMM3D_TRACE", "x"),
-    ("PMM3D_CHECK", "maybe"), ("PMM3D_TRANSPORT", "fast"),
+    ("PMM3D_TIMEOUT", "soon"),
+    ("PMM3D_DEBUG", "perhaps"),
+    ("PMM3D_LOG", "2"),
+    ("PMM3D_TRACE", "x"),
+    ("PMM3D_CHECK", "maybe"),
+    ("PMM3D_TRANSPORT", "fast"),
 ]
 WRONG_OPTIONS = [
-    ("timeout", -1, "a number of seconds, 0 for no limit"), ("timeout", "10", "a number of seconds"),
-    ("debug", "perhaps", "True or False"), ("check", 7, "True or False"), ("log", [], "True or False"),
-    ("trace", np.zeros(2), "True or False"), ("device_transport", "fast", "auto, direct, staged or nccl"),
+    ("timeout", -1, "a number of seconds, 0 for no limit"),
+    ("timeout", "10", "a number of seconds"),
+    ("debug", "perhaps", "True or False"),
+    ("check", 7, "True or False"),
+    ("log", [], "True or False"),
+    ("trace", np.zeros(2), "True or False"),
+    ("device_transport", "fast", "auto, direct, staged or nccl"),
 ]
 
 
@@ -435,15 +455,21 @@ def test_a_variable_that_makes_no_sense_on_one_rank_is_raised_on_all(comm, monke
         with given(name=name, value=value), monkeypatch.context() as patch:
             if comm.rank == 1:
                 patch.setenv(name, value)
-            fails(Pmm3dError, rf"Grid failed on 1 of \d ranks. rank 1: Pmm3dError: {name}='{value}' is invalid",
-                  lambda: Grid(comm))
+            fails(
+                Pmm3dError,
+                rf"Grid failed on 1 of \d ranks. rank 1: Pmm3dError: {name}='{value}' is invalid",
+                lambda: Grid(comm),
+            )
 
 
 def test_an_option_that_makes_no_sense_on_one_rank_is_raised_on_all(comm, fails):
     for option, value, words in WRONG_OPTIONS:
         with given(option=option, value=value, words=words):
-            fails(GridError, rf"Grid failed on 1 of \d ranks. rank 1: GridError: {option} must be {words}.*; got ",
-                  lambda: Grid(comm, **{option: value if comm.rank == 1 else None}))
+            fails(
+                GridError,
+                rf"Grid failed on 1 of \d ranks. rank 1: GridError: {option} must be {words}.*; got ",
+                lambda: Grid(comm, **{option: value if comm.rank == 1 else None}),
+            )
 
 
 def test_ranks_that_differ_on_checking_are_told(comm, monkeypatch, fails):

@@ -42,11 +42,13 @@ def test_what_was_measured_is_found_by_the_same_kind_of_job_only(comm):
 
 def test_the_key_is_the_same_before_and_after_the_first_product():
     """The first product loads the BLAS that multiplies, in addition to that of numpy."""
-    program = ("import mpi4py; mpi4py.rc(initialize=False, finalize=False)\n"
-               "from pmm3d.comm.machine_cache import key_of\n"
-               "before = key_of(1, 2)\n"
-               "from pmm3d.arrays.blas_choice import chosen; chosen()\n"
-               "assert key_of(1, 2) == before, (before, key_of(1, 2))")
+    program = (
+        "import mpi4py; mpi4py.rc(initialize=False, finalize=False)\n"
+        "from pmm3d.comm.machine_cache import key_of\n"
+        "before = key_of(1, 2)\n"
+        "from pmm3d.arrays.blas_choice import chosen; chosen()\n"
+        "assert key_of(1, 2) == before, (before, key_of(1, 2))"
+    )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
@@ -61,12 +63,15 @@ def test_each_part_of_the_key_tells_machines_apart(comm, tmp_path, monkeypatch):
             assert machine_here(comm, 4, 1).key[part] != "another"
 
 
-@pytest.mark.parametrize("part, name, found", [
-    ("cores", "usable_cores", lambda: 7),
-    ("cpu", "cpu", lambda: Cpu("", "another", frozenset())),
-    ("threads", "blas_here", lambda: replace(blas_here(), threads=7)),
-    ("blas", "blas_here", lambda: replace(blas_here(), version="another")),
-])
+@pytest.mark.parametrize(
+    "part, name, found",
+    [
+        ("cores", "usable_cores", lambda: 7),
+        ("cpu", "cpu", lambda: Cpu("", "another", frozenset())),
+        ("threads", "blas_here", lambda: replace(blas_here(), threads=7)),
+        ("blas", "blas_here", lambda: replace(blas_here(), version="another")),
+    ],
+)
 def test_the_key_has_what_is_found_here(monkeypatch, part, name, found):
     before = key_of(4, 1)
     monkeypatch.setattr(machine_cache, name, found)
@@ -82,9 +87,11 @@ def test_several_nodes_serve_one_but_their_own_comes_first(comm):
 
 
 DAMAGES = {
-    "cut": lambda text: text[: len(text) // 2], "empty": lambda text: "",
+    "cut": lambda text: text[: len(text) // 2],
+    "empty": lambda text: "",
     "unknown key": lambda text: text.replace("memory", "memorv"),
-    "negative": lambda text: text.replace("rate = ", "rate = -"), "zeros": lambda text: "\0" * 100,
+    "negative": lambda text: text.replace("rate = ", "rate = -"),
+    "zeros": lambda text: "\0" * 100,
 }
 
 

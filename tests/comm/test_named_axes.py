@@ -1,5 +1,5 @@
-"""Grids with axes beyond x, y, z and data: collectives along them, layouts with their names, invalid names and sizes.
-"""
+"""Grids with axes beyond x, y, z and data: collectives along them, layouts with their names, invalid names and
+sizes."""
 
 import copy
 import pickle
@@ -14,8 +14,7 @@ from pmm3d import DisagreementError, DistMatrix, Grid, GridError, GridShape, Lay
 from pmm3d.comm.communicator import OwnedComm
 from pmm3d.layout import Coords
 
-LONGEST = {2: ((1, 1, 1), 1, {"seq": 2}), 4: ((1, 2, 1), 1, {"seq": 2}),
-           8: ((2, 1, 1), 2, {"seq": 2, "pipe": 1})}
+LONGEST = {2: ((1, 1, 1), 1, {"seq": 2}), 4: ((1, 2, 1), 1, {"seq": 2}), 8: ((2, 1, 1), 2, {"seq": 2, "pipe": 1})}
 
 
 @pytest.fixture
@@ -34,8 +33,11 @@ def test_ranks_run_along_the_named_axes_before_data(seq_grid, nranks):
     assert grid.coords.data == grid.data.index == grid.rank // (grid.size // data)
     assert grid.axis("everyone") is grid.everyone
     for name in grid.shape.names:
-        members = [rank for rank in range(grid.size)
-                   if grid.shape.position(rank)._replace(**{name: 0}) == grid.coords._replace(**{name: 0})]
+        members = [
+            rank
+            for rank in range(grid.size)
+            if grid.shape.position(rank)._replace(**{name: 0}) == grid.coords._replace(**{name: 0})
+        ]
         assert list(grid.axis(name).ranks) == members
         found = grid.axis(name).all_gather(np.array([grid.rank])).wait()
         assert found.tolist() == members
@@ -101,9 +103,12 @@ WRONG_AXES = [
     ({"seq": 1.5}, "seq is a number of ranks, at least 1; got 1.5"),
     ({"seq": True}, "seq is a number of ranks, at least 1; got True"),
     ({"x": 2}, "axes: 'x' can be the name of no further axis.*x, y, z, data have arguments of their own"),
-    *(({name: 1}, f"axes: {name!r} can be the name of no") for name in (
-        "data", "all", "rank", "shape", "coords", "close", "everyone", "a b", "", 3, "_axes")),
-    (["seq"], "axes are names and numbers of ranks"), ("seq", "axes are names and numbers of ranks"),
+    *(
+        ({name: 1}, f"axes: {name!r} can be the name of no")
+        for name in ("data", "all", "rank", "shape", "coords", "close", "everyone", "a b", "", 3, "_axes")
+    ),
+    (["seq"], "axes are names and numbers of ranks"),
+    ("seq", "axes are names and numbers of ranks"),
     ({"seq": 3}, r"grid 1x1x1 \(data 1, seq 3\) needs 3 ranks, and there are"),
 ]
 
@@ -130,12 +135,17 @@ def test_pipe_is_the_axis_of_that_name(comm, fails):
     assert GridShape(2, 1, 1, 2, pipe=2, seq=2).strides == (1, 2, 2, 8, 4, 2)
     with Grid(comm, (1, 1, 1), pipe=2, axes={"seq": 2}) as grid:
         assert grid.shape == GridShape(1, 1, 1, 1, seq=2, pipe=2) and grid.coords.seq == comm.rank % 2
-    for pipe, axes, text in ((2, {"pipe": 4}, r"pipe=2 and axes={'pipe': 4} are two sizes of one axis: give one"),
-                             (0, None, "pipe is a number of ranks, at least 1; got 0"),
-                             (3, None, r"grid 1x1x1 \(data 1, pipe 3\) needs 3 ranks, and there are 4")):
+    for pipe, axes, text in (
+        (2, {"pipe": 4}, r"pipe=2 and axes={'pipe': 4} are two sizes of one axis: give one"),
+        (0, None, "pipe is a number of ranks, at least 1; got 0"),
+        (3, None, r"grid 1x1x1 \(data 1, pipe 3\) needs 3 ranks, and there are 4"),
+    ):
         fails(GridError, text, lambda pipe=pipe, axes=axes: Grid(comm, (1, 1, 1), pipe=pipe, axes=axes))
-    fails(DisagreementError, "Grid: the ranks passed different arguments",
-          lambda: Grid(comm, (1, 1, 1), pipe=2 + 2 * (comm.rank == 3)))
+    fails(
+        DisagreementError,
+        "Grid: the ranks passed different arguments",
+        lambda: Grid(comm, (1, 1, 1), pipe=2 + 2 * (comm.rank == 3)),
+    )
 
 
 @pytest.mark.parallel([4])
@@ -148,26 +158,37 @@ def test_seq_is_the_axis_of_that_name(comm, fails):
                 assert dry.shape == grid.shape and dry.coords == grid.coords
     with Grid(comm, (1, 1, 1), seq=2, pipe=2, axes={"expert": 1}) as grid:
         assert grid.shape.names[4:] == ("seq", "expert", "pipe") and grid.coords.seq == comm.rank % 2
-    for seq, axes, text in ((2, {"seq": 4}, r"seq=2 and axes={'seq': 4} are two sizes of one axis: give one"),
-                            (0, None, "seq is a number of ranks, at least 1; got 0"),
-                            (3, None, r"grid 1x1x1 \(data 1, seq 3\) needs 3 ranks, and there are 4")):
+    for seq, axes, text in (
+        (2, {"seq": 4}, r"seq=2 and axes={'seq': 4} are two sizes of one axis: give one"),
+        (0, None, "seq is a number of ranks, at least 1; got 0"),
+        (3, None, r"grid 1x1x1 \(data 1, seq 3\) needs 3 ranks, and there are 4"),
+    ):
         fails(GridError, text, lambda seq=seq, axes=axes: Grid(comm, (1, 1, 1), seq=seq, axes=axes))
-    fails(DisagreementError, "Grid: the ranks passed different arguments",
-          lambda: Grid(comm, (1, 1, 1), seq=2 + 2 * (comm.rank == 3)))
+    fails(
+        DisagreementError,
+        "Grid: the ranks passed different arguments",
+        lambda: Grid(comm, (1, 1, 1), seq=2 + 2 * (comm.rank == 3)),
+    )
 
 
 @pytest.mark.parallel([4])
 def test_axes_that_do_not_divide_the_ranks(comm, fails):
     for shape, data, text in (("auto", 1, "data 1, seq 3"), ("auto", 2, "data 2, seq 3"), ("fsdp", 1, "seq 3")):
-        fails(GridError, f"^{text} does not divide the 4 ranks",
-              lambda shape=shape, data=data: Grid(comm, shape, data, axes={"seq": 3}))
+        fails(
+            GridError,
+            f"^{text} does not divide the 4 ranks",
+            lambda shape=shape, data=data: Grid(comm, shape, data, axes={"seq": 3}),
+        )
 
 
 @pytest.mark.parallel([4])
 def test_copies_on_all_ranks_are_as_many_as_there_are(comm, fails):
     for data, axes in ((2, None), (8, None), (4, {"seq": 2})):
-        fails(GridError, rf'"ddp" puts all \d ranks along data; got data {data}. Leave data out',
-              lambda data=data, axes=axes: Grid(comm, "ddp", data, axes=axes))
+        fails(
+            GridError,
+            rf'"ddp" puts all \d ranks along data; got data {data}. Leave data out',
+            lambda data=data, axes=axes: Grid(comm, "ddp", data, axes=axes),
+        )
     with Grid(comm, "ddp", 2, axes={"seq": 2}) as grid:
         assert grid.shape == GridShape(1, 1, 1, 2, seq=2)
 
@@ -182,8 +203,11 @@ def test_ranks_that_name_other_axes_are_told(comm, fails):
 def test_an_axis_that_the_grid_does_not_have(seq_grid, fails):
     fails(GridError, "this grid has no axis 'pipe'; it has x, y, z, data, seq", lambda: seq_grid.axis("pipe"))
     fails(GridError, r"this grid has no axis \['x'\]", lambda: seq_grid.axis(["x"]))
-    fails(LayoutError, "names the axis 'pipe'; the axes of this grid are x, y, z, data, seq",
-          lambda: DistMatrix.empty(seq_grid, (2, 2), layout=Layout("pipe")))
+    fails(
+        LayoutError,
+        "names the axis 'pipe'; the axes of this grid are x, y, z, data, seq",
+        lambda: DistMatrix.empty(seq_grid, (2, 2), layout=Layout("pipe")),
+    )
 
 
 @pytest.mark.parallel([2])

@@ -1,5 +1,5 @@
-"""The transport of NCCL, on its stand-in: one order for all axes, early connections, resources that are kept and freed.
-"""
+"""The transport of NCCL, on its stand-in: one order for all axes, early connections, resources that are kept and
+freed."""
 
 import gc
 import weakref
@@ -28,8 +28,11 @@ def grid(comm, monkeypatch):
 def test_peers_are_connected_before_the_first_message(comm, grid, monkeypatch):
     """In one group, when the communicator is made. Each peer gets one byte."""
     sent, send = [], standin_nccl.NcclCommunicator.send
-    monkeypatch.setattr(standin_nccl.NcclCommunicator, "send",
-                        lambda own, pointer, count, *to: sent.append((count, to[1])) or send(own, pointer, count, *to))
+    monkeypatch.setattr(
+        standin_nccl.NcclCommunicator,
+        "send",
+        lambda own, pointer, count, *to: sent.append((count, to[1])) or send(own, pointer, count, *to),
+    )
     grid.y.choose_transport(library_named("standin"))
     assert sent == [(1, 1 - comm.rank)]
 

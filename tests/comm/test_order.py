@@ -17,8 +17,10 @@ from pmm3d.comm import staging
 from pmm3d.nn import compute
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["direct", "staged"])
-WITHOUT_EVENTS = [(CupyStream, "record", lambda stream: SimpleNamespace(done=True)),
-                  (CupyStream, "wait_for", lambda stream, event: None)]
+WITHOUT_EVENTS = [
+    (CupyStream, "record", lambda stream: SimpleNamespace(done=True)),
+    (CupyStream, "wait_for", lambda stream, event: None),
+]
 pytestmark = [pytest.mark.parallel([2, 4]), pytest.mark.deadline(120)]
 
 
@@ -73,8 +75,8 @@ def gathered_and_summed(grid):
 
 
 def order_of(comm, monkeypatch, program, transport, *taken_away, wrap=None):
-    """The Order of a program on a stream of this rank. taken_away: (object, name, replacement) of parts that order it.
-    """
+    """The Order of a program on a stream of this rank. taken_away: (object, name, replacement) of parts that order
+    it."""
     monkeypatch.setattr(compute, "LEAST_WORK", 0)  # so that the helper thread is used
     monkeypatch.setattr(staging, "PIECE_BYTES", 128)  # so that messages have several pieces
     for shape, data in {2: [((1, 2, 1), 1)], 4: [((2, 1, 1), 2), ((1, 2, 2), 1)]}[comm.size]:

@@ -66,8 +66,11 @@ def test_out_that_is_read_only(axis):
     """`shift` wrote into an immutable bytes object."""
     text, array = bytes(8), np.ones(1)
     out = np.frombuffer(text)
-    for call in (lambda: axis.shift(array, out=out), lambda: axis.all_reduce(array, out=out),
-                 lambda: axis.all_to_all(array[:0], out=out[:0])):
+    for call in (
+        lambda: axis.shift(array, out=out),
+        lambda: axis.all_reduce(array, out=out),
+        lambda: axis.all_to_all(array[:0], out=out[:0]),
+    ):
         refused("out is read-only", call)
     assert text == bytes(8)
 
@@ -76,6 +79,7 @@ def test_out_that_is_read_only(axis):
 def test_a_bad_out_of_one_rank_is_raised_by_all(axis):
     for counts, wrong in product([True, False], [lambda rows: rows + 1, lambda rows: ()]):
         with given(counts=counts, wrong=wrong(1)):
+
             def out(rows, wrong=wrong):
                 return np.ones(wrong(rows) if axis.index == axis.size - 1 else rows)
 
@@ -102,26 +106,36 @@ def test_options_that_differ_between_ranks_are_refused(axis):
     refused(differs, lambda: axis.reduce_scatter(whole, counts=None if last else uneven))
     refused("do not fit together", lambda: axis.shift(part, by=1 + last))
     refused("do not fit together", lambda: axis.all_to_all(np.ones(size), received=None if last else [1] * size))
-    refused(f"failed on 1 of .*: rank {size - 1} sends 2, and received= has 1", lambda: axis.all_to_all(
-        np.ones(size + last), counts=[2 if last and rank == 0 else 1 for rank in range(size)], received=[1] * size))
+    refused(
+        f"failed on 1 of .*: rank {size - 1} sends 2, and received= has 1",
+        lambda: axis.all_to_all(
+            np.ones(size + last), counts=[2 if last and rank == 0 else 1 for rank in range(size)], received=[1] * size
+        ),
+    )
     swapped = [1, 6] + [1] * (size - 2)
-    refused("rank 1 sends 1, and received= has 6", lambda: axis.all_to_all(
-        np.ones(sum(swapped)), counts=swapped, received=swapped))
+    refused(
+        "rank 1 sends 1, and received= has 6",
+        lambda: axis.all_to_all(np.ones(sum(swapped)), counts=swapped, received=swapped),
+    )
     axis.reduce_scatter(whole, counts=uneven, beta=0.0 if last else 0).wait()
 
 
 @pytest.mark.parallel([3], thorough=[2, 4])
 def test_counts_that_fit_on_some_ranks_only(axis):
     refused("failed on 1 of", lambda: axis.all_gather(np.ones(1 + (axis.index == 0)), counts=[1] * axis.size))
-    refused("received .* is not a number of rows for each",
-            lambda: axis.all_to_all(np.ones(axis.size), received=[1] * (axis.size + 1)))
+    refused(
+        "received .* is not a number of rows for each",
+        lambda: axis.all_to_all(np.ones(axis.size), received=[1] * (axis.size + 1)),
+    )
 
 
 @pytest.mark.parallel([3], thorough=[2, 4])
 def test_memory_that_one_rank_lacks(axis, monkeypatch):
     if axis.index == 1:
+
         def refuse(self, shape, dtype):
             raise MemoryError("Unable to allocate it")
+
         monkeypatch.setattr(NumpyLibrary, "empty", refuse)
     with pytest.raises(OutOfMemoryError, match="rank 1: .*out of memory: Unable to allocate it"):
         axis.all_gather(np.ones(3)).wait()

@@ -14,8 +14,9 @@ def test_arrays_go_round_the_ring(comm):
     """Arrays of each library and type, with and without gaps, checked or agreed, during collectives of all members."""
     with Grid(comm, (comm.size, 1, 1)) as grid:
         axis, following, before = grid.x, (grid.rank + 1) % grid.size, (grid.rank - 1) % grid.size
-        for number, (library, dtype) in enumerate([("numpy", "float64"), ("numpy", "float16"), ("torch", "float32"),
-                                                   ("standin", "complex64")]):
+        for number, (library, dtype) in enumerate(
+            [("numpy", "float64"), ("numpy", "float16"), ("torch", "float32"), ("standin", "complex64")]
+        ):
             axis.all_reduce(to_library(np.ones(1), library)).wait()  # all members choose the transport of a device
             for agreed in (False, True):
                 values = lambda rank, number=number, dtype=dtype: integers((5, 4), dtype, seed=10 * number + rank)
@@ -33,8 +34,9 @@ def test_arrays_go_round_the_ring(comm):
 def test_messages_of_a_tag_keep_their_order_and_tags_do_not_mix(comm):
     with Grid(comm, (2, 1, 1)) as grid:
         if grid.rank == 0:
-            pending = [grid.x.send(np.full(3, 10 * tag + number), 1, tag=tag)
-                       for number in range(3) for tag in (0, 2047)]
+            pending = [
+                grid.x.send(np.full(3, 10 * tag + number), 1, tag=tag) for number in range(3) for tag in (0, 2047)
+            ]
             for each in pending:
                 each.wait()
         else:
@@ -53,8 +55,10 @@ def test_an_array_of_another_shape_or_type_is_refused_by_its_receiver_and_the_ne
                 grid.x.send(wrong, 1), grid.x.send(np.ones((3, 2)), 1).wait()
             else:
                 out = np.zeros((3, 2))
-                refused = (r"receive #\d+ on axis x from rank 0 to rank 1: out is 3 x 2 float64, of 48 bytes; "
-                           "the array that was sent has another shape or type")
+                refused = (
+                    r"receive #\d+ on axis x from rank 0 to rank 1: out is 3 x 2 float64, of 48 bytes; "
+                    "the array that was sent has another shape or type"
+                )
                 with pytest.raises(LayoutError, match=refused):
                     grid.x.receive(out, 0).wait()
                 assert np.all(grid.x.receive(out, 0).wait() == 1)
@@ -79,8 +83,11 @@ def test_only_the_two_ranks_take_part(comm):
 @pytest.mark.parallel([2])
 def test_what_cannot_be_sent_is_refused(comm):
     with Grid(comm, (2, 1, 1)) as grid:
-        for call in (lambda: grid.x.send(np.ones(1), grid.rank), lambda: grid.x.send(np.ones(1), 2),
-                     lambda: grid.x.receive(np.ones(1), -1)):
+        for call in (
+            lambda: grid.x.send(np.ones(1), grid.rank),
+            lambda: grid.x.send(np.ones(1), 2),
+            lambda: grid.x.receive(np.ones(1), -1),
+        ):
             with pytest.raises(GridError, match="is the number of another member of the axis, 0 to 1"):
                 call()
         with pytest.raises(GridError, match="tag is 0 to 2047; got 2048"):
@@ -112,10 +119,12 @@ def test_bytes_of_another_order_are_copied_before_they_are_sent(comm):
 def test_a_message_without_a_partner_is_told_when_the_grid_closes(comm, fails):
     """A message that is not received, one that is not sent, one with another tag, and one that is agreed on one side
     only."""
-    calls = [(lambda x: x.send(np.ones(2), 1), lambda x: None),
-             (lambda x: None, lambda x: x.receive(np.ones(2), 0)),
-             (lambda x: x.send(np.ones(2), 1, tag=1), lambda x: x.receive(np.ones(2), 0, tag=2)),
-             (lambda x: x.send(np.ones(2), 1, agreed=True), lambda x: x.receive(np.ones(2), 0))]
+    calls = [
+        (lambda x: x.send(np.ones(2), 1), lambda x: None),
+        (lambda x: None, lambda x: x.receive(np.ones(2), 0)),
+        (lambda x: x.send(np.ones(2), 1, tag=1), lambda x: x.receive(np.ones(2), 0, tag=2)),
+        (lambda x: x.send(np.ones(2), 1, agreed=True), lambda x: x.receive(np.ones(2), 0)),
+    ]
     for number, both in enumerate(calls):
         with given(number=number):
             grid = Grid(comm, (2, 1, 1))

@@ -25,10 +25,14 @@ MOST_BYTES = 20 * 10**6
 
 @pytest.mark.parallel(1)
 @pytest.mark.deadline(300)
-@pytest.mark.parametrize("shape", [
-    "32x32x32", "32768x1x1",
-    pytest.param("auto", marks=pytest.mark.thorough("comparing all grids takes 14 s of a core")),
-])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "32x32x32",
+        "32768x1x1",
+        pytest.param("auto", marks=pytest.mark.thorough("comparing all grids takes 14 s of a core")),
+    ],
+)
 def test_what_one_rank_of_many_holds(comm, shape):
     """Grid, plan, watch and ledger together. The first Grid also duplicates the caller's communicator."""
     tracemalloc.start()
@@ -43,8 +47,10 @@ def test_what_one_rank_of_many_holds(comm, shape):
 
 @pytest.mark.parallel(1)
 def test_setting_up_takes_no_more_calls_on_more_ranks(comm):
-    one, few, many = (setup(ranks, shape, lambda what, part: part())
-                      for ranks, shape in ((8, "2x2x2"), (128, "8x4x4"), (RANKS, "32x32x32")))
+    one, few, many = (
+        setup(ranks, shape, lambda what, part: part())
+        for ranks, shape in ((8, "2x2x2"), (128, "8x4x4"), (RANKS, "32x32x32"))
+    )
     assert few.messages == many.messages == one.messages + 1  # with several nodes, the measured machine
     assert one.received < 64 * 8
 

@@ -55,8 +55,11 @@ def interrupt():
         pass
 
 
-CASES = [(kind, form) for kind in (Walltime, TimeoutError, KeyboardInterrupt, SystemExit)
-         for form in ("method", "with_more", "object")]
+CASES = [
+    (kind, form)
+    for kind in (Walltime, TimeoutError, KeyboardInterrupt, SystemExit)
+    for form in ("method", "with_more", "object")
+]
 
 
 def test_the_error_is_of_the_caller_and_not_of_the_collective_that_ran(comm, handled):
@@ -128,8 +131,10 @@ def test_messages_of_a_collective_that_began_stay_under_way(comm, handled):
                 return True
 
         def exchange(link):
-            requests = [link.comm.Irecv(into, 1 - link.rank, link.tag), link.comm.Isend(np.ones(2), 1 - link.rank,
-                                                                                     link.tag)]
+            requests = [
+                link.comm.Irecv(into, 1 - link.rank, link.tag),
+                link.comm.Isend(np.ones(2), 1 - link.rank, link.tag),
+            ]
             yield [Interrupts()]
             yield requests
 
@@ -149,8 +154,10 @@ def test_a_persistent_exchange_can_be_awaited_again(comm, handled, monkeypatch):
     with Grid(comm, (2, 1, 1)) as grid:
         handled(Handler(Walltime).method)
         peer, given_, out = 1 - grid.rank, np.zeros((2, 1)), np.zeros((2, 1))
-        rounds = tuple(Round(sends=((peer, Span(IN, row, row + 1)),), receives=((peer, Span(OUT, row, row + 1)),))
-                       for row in (0, 1))
+        rounds = tuple(
+            Round(sends=((peer, Span(IN, row, row + 1)),), receives=((peer, Span(OUT, row, row + 1)),))
+            for row in (0, 1)
+        )
         schedule = Schedule(rounds)
         library = DistMatrix.ones(grid, (2, 2), library="numpy").library
         buffers = Buffers(schedule, library, (given_, out), (0, 0), None)

@@ -24,8 +24,11 @@ def grid(comm, nranks):
 def members_of(grid, axes):
     """The ranks along some axes that share the other coordinates of this rank, by definition."""
     first = dict.fromkeys(axes, 0)
-    return [rank for rank in range(grid.size)
-            if grid.shape.position(rank)._replace(**first) == grid.coords._replace(**first)]
+    return [
+        rank
+        for rank in range(grid.size)
+        if grid.shape.position(rank)._replace(**first) == grid.coords._replace(**first)
+    ]
 
 
 def used_axes(grid):
@@ -172,8 +175,10 @@ def test_joint_axes_are_one_group_in_the_order_of_the_ranks(comm, nranks):
             with given(joint=joint):
                 axis, members = grid.axis(joint), members_of(grid, joint)
                 assert axis is grid.axis(joint[::-1]) and axis.name == "+".join(sorted(joint, key=names.index))
-                assert list(axis.ranks) == members and (axis.size, axis.index) == (len(members),
-                                                                                   members.index(grid.rank))
+                assert list(axis.ranks) == members and (axis.size, axis.index) == (
+                    len(members),
+                    members.index(grid.rank),
+                )
                 assert axis.all_gather(np.array([grid.rank])).wait().tolist() == members
                 assert axis.all_reduce(np.array([grid.rank])).wait()[0] == sum(members)
                 assert axis.name in used_axes(grid)
@@ -187,8 +192,11 @@ def test_names_that_are_no_group_are_refused(comm, fails):
     with Grid(comm, (1, comm.size, 1)) as grid:
         for names in (("x", "x"), ("y", "pipe"), (), ("everyone", "x"), ("x", 3), ("x", ["y"])):
             with given(names=names):
-                fails(GridError, "are no group: name axes of this grid, each once; it has x, y, z, data",
-                      lambda names=names: grid.axis(names))
+                fails(
+                    GridError,
+                    "are no group: name axes of this grid, each once; it has x, y, z, data",
+                    lambda names=names: grid.axis(names),
+                )
 
 
 @pytest.mark.parallel([8])
@@ -209,8 +217,10 @@ def test_stages_and_joint_axes_know_their_nodes(comm, monkeypatch):
     from pmm3d.comm import communicator
 
     monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: f"node{comm.rank // 2}")
-    with Grid(comm, (2, 1, 1), 2, axes={"pipe": 2}) as grid, \
-            Grid.dry((2, 1, 1), 2, comm.rank, {"pipe": 2}, hosts=4) as dry:
+    with (
+        Grid(comm, (2, 1, 1), 2, axes={"pipe": 2}) as grid,
+        Grid.dry((2, 1, 1), 2, comm.rank, {"pipe": 2}, hosts=4) as dry,
+    ):
         stage, first = grid.stage, grid.coords.pipe
         assert (stage.hosts, stage.host_of(0), stage.host_of(3)) == (2, f"node{first}", f"node{first + 2}")
         assert (grid.hosts, stage.local_rank, stage.local_size) == (4, comm.rank % 2, 2)
@@ -234,8 +244,9 @@ def work(grid):
 
 def moved(grid):
     """Bytes of each kind of collective, without agreements, which a dry run does not have."""
-    return {key: (entry.sent, entry.received) for key, entry in grid.ledger.entries.items()
-            if entry.sent or entry.received}
+    return {
+        key: (entry.sent, entry.received) for key, entry in grid.ledger.entries.items() if entry.sent or entry.received
+    }
 
 
 @pytest.mark.parallel([2, 4, 8])

@@ -50,8 +50,13 @@ def shifted(axis, rank, rows=40, dtype="float64"):
 def in_pieces(monkeypatch):
     """Bytes of the messages that each buffer sends."""
     found, send = [], staging.Staging._send
-    monkeypatch.setattr(staging.Staging, "_send", lambda own, pieces, buffer: found.append(
-        [piece.place.stop - piece.place.start for piece in pieces]) or send(own, pieces, buffer))
+    monkeypatch.setattr(
+        staging.Staging,
+        "_send",
+        lambda own, pieces, buffer: (
+            found.append([piece.place.stop - piece.place.start for piece in pieces]) or send(own, pieces, buffer)
+        ),
+    )
     return found
 
 
@@ -84,12 +89,19 @@ def test_messages_are_cut_and_small_ones_share_a_buffer(comm, staged, monkeypatc
     assert found == [[64]] * 3 + [[24]]
     found.clear()
     library, other = library_named("standin"), 1 - comm.rank
-    leaving, coming = ([to_library(integers((1, 3), seed=seed) * sign, "standin") for seed in range(5)]
-                       for sign in (1, 0))
-    staged.x.begin("five messages", lambda link: link.exchange(
-        library, [(other, array) for array in leaving], [(other, array) for array in coming]), library=library).wait()
-    assert all(np.array_equal(to_numpy(array, "standin"), integers((1, 3), seed=seed))
-               for seed, array in enumerate(coming))
+    leaving, coming = (
+        [to_library(integers((1, 3), seed=seed) * sign, "standin") for seed in range(5)] for sign in (1, 0)
+    )
+    staged.x.begin(
+        "five messages",
+        lambda link: link.exchange(
+            library, [(other, array) for array in leaving], [(other, array) for array in coming]
+        ),
+        library=library,
+    ).wait()
+    assert all(
+        np.array_equal(to_numpy(array, "standin"), integers((1, 3), seed=seed)) for seed, array in enumerate(coming)
+    )
     assert found == [[24, 24], [24, 24], [24]]
 
 
@@ -120,13 +132,18 @@ def test_pinned_memory_that_one_rank_cannot_have_is_told_by_all(comm, staged, mo
         if comm.rank == 1:
             patch.setattr(DeviceLibrary, "pinned_bytes", refused)
         for _ in range(2):  # after a failed allocation, it is requested again
-            fails(OutOfMemoryError, "failed on 1 of 2 ranks. rank 1: OutOfMemoryError: no pinned host memory for the "
-                                    "messages of device memory: none is left", lambda: shifted(staged.x, comm.rank))
+            fails(
+                OutOfMemoryError,
+                "failed on 1 of 2 ranks. rank 1: OutOfMemoryError: no pinned host memory for the "
+                "messages of device memory: none is left",
+                lambda: shifted(staged.x, comm.rank),
+            )
     assert shifted(staged.x, comm.rank)[1]()
 
 
 def test_pinned_memory_is_counted_and_reused(comm, staged, monkeypatch):
     """Two buffers for each direction of each exchange in progress."""
+
     def shift_both():
         return [right() for _, right in [shifted(axis, comm.rank, 300) for axis in (staged.x, staged.everyone)]]
 
@@ -140,8 +157,8 @@ def test_pinned_memory_is_counted_and_reused(comm, staged, monkeypatch):
 
 
 def test_what_failed_lives_on(comm, monkeypatch):
-    """Requests and buffers of a failed exchange, because MPI may still write there. Later exchanges have other buffers.
-    """
+    """Requests and buffers of a failed exchange, because MPI may still write there. Later exchanges have other
+    buffers."""
     with Grid(comm, (comm.size, 1, 1), device_transport="staged") as grid:
         assert shifted(grid.x, comm.rank)[1]()
         with monkeypatch.context() as patch:
@@ -203,8 +220,9 @@ def test_a_wait_for_pieces_that_move_does_not_sleep(comm, monkeypatch):
 @pytest.mark.parallel([1])
 def test_threads_go_on_where_the_device_cannot_be_bound():
     polled, stop = [], iter([False, False, True])
-    watch = SimpleNamespace(_stop=SimpleNamespace(wait=lambda _: next(stop)), _bind=refused,
-                            poll=lambda: polled.append("watch"))
+    watch = SimpleNamespace(
+        _stop=SimpleNamespace(wait=lambda _: next(stop)), _bind=refused, poll=lambda: polled.append("watch")
+    )
     Watch._run(watch)
     transport = SimpleNamespace(bind=refused, moved=0, current=lambda: polled.append("engine") or nullcontext())
     helped = Engine(Ledger(), None, transport, False, False)

@@ -75,18 +75,27 @@ def test_a_trial_tells_pointers_that_mpi_can_read_from_others_and_is_made_once(c
 JUDGED = pytest.mark.thorough("judged() has it as an example")
 
 
-@pytest.mark.parametrize("library, said, direct", [
-    ("sys.exit('no device here')", "could not be found out: no device here", False),
-    pytest.param("main.region = lambda *_: os.kill(os.getpid(), signal.SIGSEGV)", "died of signal 11", False,
-                 marks=JUDGED),
-    ("made = main.messages; main.messages = lambda lib: [(values + 1, *arrays) for values, *arrays in made(lib)]",
-     "other values than it sent", False),
-    ("atexit.register(os.abort)", "sent itself some", True),
-])
+@pytest.mark.parametrize(
+    "library, said, direct",
+    [
+        ("sys.exit('no device here')", "could not be found out: no device here", False),
+        pytest.param(
+            "main.region = lambda *_: os.kill(os.getpid(), signal.SIGSEGV)", "died of signal 11", False, marks=JUDGED
+        ),
+        (
+            "made = main.messages; main.messages = lambda lib: [(v + 1, *arrays) for v, *arrays in made(lib)]",
+            "other values than it sent",
+            False,
+        ),
+        ("atexit.register(os.abort)", "sent itself some", True),
+    ],
+)
 def test_what_becomes_of_the_child_is_the_outcome(child, monkeypatch, tmp_path, library, said, direct):
     """The exit code after the child has compared its values is ignored."""
-    words = ("import __main__ as main, atexit, os, signal, sys\n"
-             f"from standin import *\nif 'pytest' not in sys.modules:\n    {library}\n")
+    words = (
+        "import __main__ as main, atexit, os, signal, sys\n"
+        f"from standin import *\nif 'pytest' not in sys.modules:\n    {library}\n"
+    )
     (tmp_path / "standin_child.py").write_text(words)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "standin_child", raising=False)

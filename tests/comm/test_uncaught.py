@@ -14,17 +14,24 @@ HEAD = """
 
     rank = MPI.COMM_WORLD.rank
 """
-MISMATCH = HEAD + """
+MISMATCH = (
+    HEAD
+    + """
     with Grid() as grid:
         a, b = (DistMatrix.random(grid, shape) for shape in ((40, 30), (31, 20)))
         a @ b  # here
 """
-AS_A_MODULE = HEAD + """
+)
+AS_A_MODULE = (
+    HEAD
+    + """
     if len(sys.argv) == 1:
         from mpi4py.run import main
         sys.argv = ["mpi4py", __file__, "again"]
         main()
-""" + MISMATCH.removeprefix(HEAD)
+"""
+    + MISMATCH.removeprefix(HEAD)
+)
 
 SHARED = """
     import sys
@@ -103,10 +110,14 @@ def once(printed, kind):
     return text
 
 
-@pytest.mark.parametrize("script", [
-    pytest.param(MISMATCH, marks=pytest.mark.thorough("as a module")),
-    MISMATCH.replace("with Grid() as grid:", "grid = Grid()\n    if grid:"), AS_A_MODULE,
-])
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(MISMATCH, marks=pytest.mark.thorough("as a module")),
+        MISMATCH.replace("with Grid() as grid:", "grid = Grid()\n    if grid:"),
+        AS_A_MODULE,
+    ],
+)
 def test_an_error_that_was_agreed_on_ends_the_job_and_is_printed_once(job, script):
     done = job(4, script)
     assert done.returncode == 1 and "ending the job" not in done.stderr, done.stderr
@@ -141,11 +152,17 @@ def test_the_rank_that_has_the_cause_prints_it(shared):
 
 @pytest.mark.thorough("ranks wait 6 s for the one that caught it")
 def test_an_error_that_one_rank_catches_is_printed_by_the_others(job):
-    done = job(3, MISMATCH.replace("with Grid() as grid:", "grid = Grid()\n    try:").replace("here", """here
+    done = job(
+        3,
+        MISMATCH.replace("with Grid() as grid:", "grid = Grid()\n    try:").replace(
+            "here",
+            """here
     except Exception:
         if rank: raise
         time.sleep(600)
-    """))
+    """,
+        ),
+    )
     assert done.returncode != 0 and "end with this error" not in done.stderr
     assert done.stderr.count("LayoutError: A is 40 x 30") >= 1, done.stderr
 
@@ -162,7 +179,10 @@ def test_errors_that_are_caught_do_not_add_hooks(shared):
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_after_ctrl_c_there_is_one_line(job, alone):
-    done = job(3, HEAD + f"""
+    done = job(
+        3,
+        HEAD
+        + f"""
     import os, signal, threading
     with Grid() as grid:
         a = DistMatrix.random(grid, (200, 200))
@@ -173,7 +193,8 @@ def test_after_ctrl_c_there_is_one_line(job, alone):
             while True:
                 a @ a.redistribute(Layout.B)
         solve()
-    """)
+    """,
+    )
     who, then = ("rank 1 was", "; ending the job.") if alone else ("ranks 0-2 were", "")
     assert done.returncode == 130 and "Traceback" not in done.stderr and done.stderr.count("pmm3d: ") == 1, done.stderr
     assert re.search(rf"pmm3d: {who} interrupted \(Ctrl-C\).* at \S+job1.py:\d+ in solve{then}\n", done.stderr)

@@ -81,8 +81,8 @@ def check_forms(grid, library, dtype):
 
 
 def check_exchange(grid, library, dtype):
-    """Rank s sends rank r an array of s % 3 rows and r % 4 + 1 columns: parts along both dims, with and without gaps.
-    """
+    """Rank s sends rank r an array of s % 3 rows and r % 4 + 1 columns: parts along both dims, with and without
+    gaps."""
     for axis in axes(grid):
         for dims in ((0, 0), (1, 1), (1, 0), (0, 1)):
             rank, ranks = axis.index, range(axis.size)
@@ -127,17 +127,27 @@ def test_forms_move_and_say_what_the_checked_collectives_do(some_grid):
     whole = np.random.default_rng(axis.index).standard_normal((rows, 400))
     part, out, one, sums = own(whole, counts, axis.index, 0), whole.copy(), whole[: counts[axis.index]].copy(), whole[:]
     in_place = np.empty_like(whole)
-    checked = lambda: [axis.all_gather(part, counts=counts), axis.reduce_scatter(whole, counts=counts),
-                       axis.all_reduce(whole)]
-    cheap = lambda: [axis.all_gather_into(part, out, counts), axis.reduce_scatter_into(whole, one, counts),
-                     axis.all_reduce_into(sums, in_place)]
+    checked = lambda: [
+        axis.all_gather(part, counts=counts),
+        axis.reduce_scatter(whole, counts=counts),
+        axis.all_reduce(whole),
+    ]
+    cheap = lambda: [
+        axis.all_gather_into(part, out, counts),
+        axis.reduce_scatter_into(whole, one, counts),
+        axis.all_reduce_into(sums, in_place),
+    ]
     moved, results = [], []
     for begin in (checked, cheap):
         some_grid.ledger.reset()
         results.append([pending.wait().tobytes() for pending in begin()])
-        moved.append({name: (total.calls, total.sent, total.received) for name in
-                      ("all_gather", "reduce_scatter", "all_reduce")
-                      for total in [some_grid.ledger.total(axis="all", operation=name)]})
+        moved.append(
+            {
+                name: (total.calls, total.sent, total.received)
+                for name in ("all_gather", "reduce_scatter", "all_reduce")
+                for total in [some_grid.ledger.total(axis="all", operation=name)]
+            }
+        )
     assert results[0] == results[1] and moved[0] == moved[1]
 
 
@@ -176,6 +186,7 @@ def test_a_form_waits_for_what_comes_before_it(comm):
 @pytest.mark.parallel([2])
 def test_a_form_fails_with_what_it_waits_for(some_grid):
     """Its messages are not sent on any rank, because its input does not exist."""
+
     def broken(link):
         yield []
         raise ValueError("no values")
@@ -195,8 +206,11 @@ def test_forms_of_calls_that_differ_are_found_with_debug(comm, monkeypatch, fail
         axis, array = grid.everyone, np.ones(grid.size)
         assert axis.all_reduce_into(array, array).wait()[0] == grid.size
         if grid.size > 1:
-            call = lambda: (axis.all_gather_into(array[:1], array, [1] * grid.size) if grid.rank else
-                            axis.all_reduce_into(array, array)).wait()
+            call = lambda: (
+                axis.all_gather_into(array[:1], array, [1] * grid.size)
+                if grid.rank
+                else axis.all_reduce_into(array, array)
+            ).wait()
             assert "test_unchecked.py" in fails(DisagreementError, r"call #\d+ on axis all is not the same", call)
 
 
@@ -219,8 +233,11 @@ def test_columns_in_groups_of_any_size_and_in_the_work_memory_that_was_planned(m
                 nbytes = unchecked.reduce_scatter_work(LIBRARY, arrays[link.rank], counts, link.rank, 1)
                 with link.workspace.slab(nbytes, LIBRARY) as work:
                     out = np.empty((3, counts[link.rank]), dtype)
-                    return (yield from unchecked.reduce_scatter_into(
-                        link, LIBRARY, arrays[link.rank], out, counts, 0, 1, work))
+                    return (
+                        yield from unchecked.reduce_scatter_into(
+                            link, LIBRARY, arrays[link.rank], out, counts, 0, 1, work
+                        )
+                    )
 
             assert all(np.array_equal(found, arrays[0]) for found in run(size, gather)[0])
             most = max(round_bytes, sum(counts) * arrays[0].itemsize)
@@ -237,8 +254,9 @@ def test_several_arrays_are_summed_in_one_message(comm):
     for library in ["numpy", "torch"]:
         with given(library=library), Grid(comm, "ddp") as grid:
             axis, shapes = grid.data, [(4, 3), (1, 5), (0, 2), (7, 1)]
-            wholes_of = lambda rank: [integers(shape, "float32", seed=rank + 10 * index)
-                                      for index, shape in enumerate(shapes)]
+            wholes_of = lambda rank: [
+                integers(shape, "float32", seed=rank + 10 * index) for index, shape in enumerate(shapes)
+            ]
             total = [sum(each) for each in zip(*map(wholes_of, range(axis.size)))]
             for number in (1, 4):
                 counts = [part_sizes(rows * cols, axis.size) for rows, cols in shapes[:number]]

@@ -12,9 +12,13 @@ ENVIRONMENT = ROOT / ".venv-embed"
 LIBRARIES = ROOT / "build" / "embed"
 FOREIGN = ("OMPI_", "PMIX_", "PRTE_", "OPAL_", "MPI4PY_", "PYTHONPATH", "PMM3D_")
 """Prefixes of environment variables of the tests' own MPI and settings. They are not passed to the programs."""
-AS_ROOT_ON_FEW_CORES = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-                        "OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_mpi_yield_when_idle": "1",
-                        "OPENBLAS_NUM_THREADS": "1"}
+AS_ROOT_ON_FEW_CORES = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
 
 
 def lacks() -> str:
@@ -31,20 +35,40 @@ class Caller:
     def __init__(self, path: Path):
         self.path = path
 
-    def __call__(self, ranks: int, *words: object, seconds: int = 120,
-                 **environment: str) -> subprocess.CompletedProcess[str]:
+    def __call__(
+        self, ranks: int, *words: object, seconds: int = 120, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
-        return subprocess.run(["mpirun.openmpi", "-n", str(ranks), self.path, *map(str, words)], text=True,
-                              env=inherited | AS_ROOT_ON_FEW_CORES | environment, capture_output=True,
-                              timeout=seconds, cwd=self.path.parent)
+        return subprocess.run(
+            ["mpirun.openmpi", "-n", str(ranks), self.path, *map(str, words)],
+            text=True,
+            env=inherited | AS_ROOT_ON_FEW_CORES | environment,
+            capture_output=True,
+            timeout=seconds,
+            cwd=self.path.parent,
+        )
 
 
 def compiled(into: Path, *sources: str, flags: tuple[str, ...] = (), libraries: Path = LIBRARIES) -> Caller:
     fortran = any(source.endswith((".f90", ".f")) for source in sources)
     program = into / Path(sources[-1]).stem
     compiler = ["mpifort.openmpi", "-J", str(into)] if fortran else ["mpicc.openmpi", "-Wextra"]
-    command = [*compiler, "-Wall",
-               *(str(ROOT / source) for source in sources), "-I", str(ROOT / "embed"), "-L", str(libraries), *flags,
-               "-lpmm3d", f"-Wl,-rpath,{libraries}", "-lm", "-ldl", "-pthread", "-o", str(program)]
+    command = [
+        *compiler,
+        "-Wall",
+        *(str(ROOT / source) for source in sources),
+        "-I",
+        str(ROOT / "embed"),
+        "-L",
+        str(libraries),
+        *flags,
+        "-lpmm3d",
+        f"-Wl,-rpath,{libraries}",
+        "-lm",
+        "-ldl",
+        "-pthread",
+        "-o",
+        str(program),
+    ]
     subprocess.run(command, check=True)
     return Caller(program)

@@ -94,18 +94,19 @@ def product(scalapack: Scalapack, on: Contexts, rng: np.random.Generator) -> tup
     b = on.matrix(rng, *((k, n) if transb == "N" else (n, k)), dtype)
     c = on.matrix(rng, m, n, dtype)
     ours, theirs = c.local.copy(order="F"), c.local.copy(order="F")
-    pgemm(transa, transb, m, n, k, alpha, *a.part(a.local, False), *b.part(b.local, False), beta,
-          *c.part(ours, False))
+    pgemm(transa, transb, m, n, k, alpha, *a.part(a.local, False), *b.part(b.local, False), beta, *c.part(ours, False))
     if on.theirs.number >= 0:
-        scalapack.pgemm(transa, transb, m, n, k, alpha, *a.part(a.local, True), *b.part(b.local, True), beta,
-                        *c.part(theirs, True))
+        scalapack.pgemm(
+            transa, transb, m, n, k, alpha, *a.part(a.local, True), *b.part(b.local, True), beta, *c.part(theirs, True)
+        )
     unit = float(np.finfo(dtype).eps) * (abs(alpha) * max(1, k) + abs(beta) + 1)
     error = float(np.abs(ours - theirs).max(initial=0)) / unit
     return error, f"{dtype} {transa}{transb} {m} x {n} x {k}, alpha {alpha}, beta {beta}, on {on.ours.shape}"
 
 
-def moved(scalapack: Scalapack, source: Contexts, target: Contexts, everyone: Blacs,
-          rng: np.random.Generator) -> tuple[float, str]:
+def moved(
+    scalapack: Scalapack, source: Contexts, target: Contexts, everyone: Blacs, rng: np.random.Generator
+) -> tuple[float, str]:
     """(0 if a redistribution gives equal bits, the case in words)."""
     dtype, (m, n) = str(rng.choice(DTYPES)), (int(size) for size in rng.integers(1, LARGEST, 2))
     a, b = source.matrix(rng, m, n, dtype), target.matrix(rng, m, n, dtype)
@@ -129,8 +130,11 @@ def main() -> int:
     all_wrong = comm.allreduce(len(wrong))
     if comm.rank == 0:
         worst = max(error for what, error, _ in found if what == "product")
-        print(f"{cases} products agree to {worst:.2g} units of rounding, {cases} redistributions bit for bit"
-              if not all_wrong else f"{all_wrong} are wrong")
+        print(
+            f"{cases} products agree to {worst:.2g} units of rounding, {cases} redistributions bit for bit"
+            if not all_wrong
+            else f"{all_wrong} are wrong"
+        )
     for each in wrong[:5]:
         print(f"rank {comm.rank}:", *each)
     for each in contexts:

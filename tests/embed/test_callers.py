@@ -1,5 +1,5 @@
-"""C and Fortran programs that call the product: right results, on any number of ranks, repeatedly. `make test-embed`.
-"""
+"""C and Fortran programs that call the product: right results, on any number of ranks, repeatedly. `make
+test-embed`."""
 
 from __future__ import annotations
 
@@ -51,10 +51,25 @@ def test_uneven_blocks_in_fortran(program, ranks):
 def test_what_is_installed_compiles_with_pkg_config_and_runs_in_any_folder(tmp_path):
     prefix = tmp_path / "prefix"
     subprocess.run([ENVIRONMENT / "bin" / "python", ROOT / "embed" / "build.py", "--install", prefix], check=True)
-    found = subprocess.run(["pkg-config", "--cflags", "--libs", "pmm3d"], text=True, capture_output=True, check=True,
-                           env=os.environ | {"PKG_CONFIG_PATH": str(prefix / "lib" / "pkgconfig")})
-    subprocess.run(["mpicc.openmpi", ROOT / "apps" / "embed" / "product.c", *found.stdout.split(), "-lm", "-o",
-                    tmp_path / "product"], cwd=tmp_path, check=True)
+    found = subprocess.run(
+        ["pkg-config", "--cflags", "--libs", "pmm3d"],
+        text=True,
+        capture_output=True,
+        check=True,
+        env=os.environ | {"PKG_CONFIG_PATH": str(prefix / "lib" / "pkgconfig")},
+    )
+    subprocess.run(
+        [
+            "mpicc.openmpi",
+            ROOT / "apps" / "embed" / "product.c",
+            *found.stdout.split(),
+            "-lm",
+            "-o",
+            tmp_path / "product",
+        ],
+        cwd=tmp_path,
+        check=True,
+    )
     done = Caller(tmp_path / "product")(2)
     assert done.returncode == 0 and done.stdout.endswith(": right\n"), done.stdout + done.stderr
 
@@ -63,8 +78,24 @@ def test_the_header_is_cs_and_c_plus_pluss(tmp_path):
     for name, compiler in (("a.c", ["mpicc.openmpi", "-std=c99"]), ("a.cc", ["mpic++.openmpi", "-std=c++11"])):
         (tmp_path / name).write_text("#include <pmm3d.h>\nint main(void) { return pmm3d_start() == PMM3D_OK; }\n")
         strict = ["-Wall", "-Wextra", "-Wstrict-prototypes"][: 3 if name == "a.c" else 2]
-        subprocess.run([*compiler, *strict, "-pedantic", "-Werror", "-DOMPI_SKIP_MPICXX", name, f"-I{ROOT / 'embed'}",
-                        f"-L{LIBRARIES}", "-lpmm3d", f"-Wl,-rpath,{LIBRARIES}", "-o", "a"], cwd=tmp_path, check=True)
+        subprocess.run(
+            [
+                *compiler,
+                *strict,
+                "-pedantic",
+                "-Werror",
+                "-DOMPI_SKIP_MPICXX",
+                name,
+                f"-I{ROOT / 'embed'}",
+                f"-L{LIBRARIES}",
+                "-lpmm3d",
+                f"-Wl,-rpath,{LIBRARIES}",
+                "-o",
+                "a",
+            ],
+            cwd=tmp_path,
+            check=True,
+        )
         assert Caller(tmp_path / "a")(1).returncode == 0  # before MPI_Init
 
 

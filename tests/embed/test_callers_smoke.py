@@ -28,8 +28,9 @@ def libraries(tmp_path_factory):
     return into
 
 
-@pytest.mark.parametrize("sources", [("apps/embed/product.c",), ("embed/pmm3d.f90", "apps/embed/product.f90")],
-                         ids=["C", "Fortran"])
+@pytest.mark.parametrize(
+    "sources", [("apps/embed/product.c",), ("embed/pmm3d.f90", "apps/embed/product.f90")], ids=["C", "Fortran"]
+)
 def test_a_product_is_right(libraries, tmp_path, sources):
     done = compiled(tmp_path, *sources, libraries=libraries)(2)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -51,8 +52,15 @@ def test_the_tutorial_in_c_and_fortran(libraries, tmp_path):
         if command.startswith("export "):
             assert command == "export PKG_CONFIG_PATH=$PWD/build/embed"
             return ""
-        done = subprocess.run(command, shell=True, cwd=tmp_path, env=kept | AS_ROOT_ON_FEW_CORES | path,
-                              capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            command,
+            shell=True,
+            cwd=tmp_path,
+            env=kept | AS_ROOT_ON_FEW_CORES | path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -63,8 +71,9 @@ def test_the_tutorial_in_c_and_fortran(libraries, tmp_path):
 def test_the_drop_in_does_a_product_of_scalapack_and_logs_it(libraries, tmp_path):
     """The log is readable by its user alone. A symbolic link is not followed."""
     log = tmp_path / "log"
-    linked = compiled(tmp_path, "benchmarks/pgemm.c", libraries=libraries,
-                      flags=("-lpmm3d_scalapack", "-lscalapack-openmpi"))
+    linked = compiled(
+        tmp_path, "benchmarks/pgemm.c", libraries=libraries, flags=("-lpmm3d_scalapack", "-lscalapack-openmpi")
+    )
     done = linked(2, 100, 90, 80, "d", 1, 2, 7, 3, 1, PMM3D_EMBED_LOG=str(log))
     assert done.returncode == 0 and "wrong" not in done.stdout and not done.stderr, done.stdout + done.stderr
     by = re.findall(r"^rank \d+ pdgemm .*?: (pmm3d|scalapack)", log.read_text(), re.M)

@@ -64,8 +64,7 @@ HERE = [  # errors on one rank: the call is not collective, or its grid is unkno
 
 def told(done):
     """(rank, code, everywhere, text) of each wrong call."""
-    return [(int(rank), int(code), int(everywhere), text)
-            for rank, code, everywhere, text in TOLD.findall(done.stdout)]
+    return [(int(rank), int(code), int(everywhere), text) for rank, code, everywhere, text in TOLD.findall(done.stdout)]
 
 
 @pytest.mark.parametrize("which, code, text", ON_ALL)
@@ -85,12 +84,15 @@ def test_the_caller_is_told(program, which, code, text):
     assert [fault[1:3] for fault in found] == [(code, 0)] * 2 and all(text in fault[3] for fault in found), done.stdout
 
 
-@pytest.mark.parametrize("which, code, text, times", [
-    ("before", MPI, "called before MPI_Init", 1),
-    ("after", FINALIZED, "called after pmm3d_finalize", 2),
-    ("finalized twice", FINALIZED, "called after pmm3d_finalize", 2),
-    ("never started", FINALIZED, "called after pmm3d_finalize", 1),
-])
+@pytest.mark.parametrize(
+    "which, code, text, times",
+    [
+        ("before", MPI, "called before MPI_Init", 1),
+        ("after", FINALIZED, "called after pmm3d_finalize", 2),
+        ("finalized twice", FINALIZED, "called after pmm3d_finalize", 2),
+        ("never started", FINALIZED, "called after pmm3d_finalize", 1),
+    ],
+)
 def test_a_call_at_the_wrong_time(program, which, code, text, times):
     done = program("tests/embed/faults.c")(2, which)
     assert done.returncode == 0 and done.stdout.count("ended") == 2, done.stdout + done.stderr
@@ -103,20 +105,28 @@ def test_two_threads_at_once(program):
     assert not told(done) and done.stdout.count("met: 1") == 2, done.stdout
 
 
-@pytest.mark.parametrize("python, text", [
-    ("/no/such/python", "Python cannot be started from /no/such/python: No such file or directory"),
-    ("/etc/passwd", "Python cannot be started from /etc/passwd: Permission denied"),
-])
+@pytest.mark.parametrize(
+    "python, text",
+    [
+        ("/no/such/python", "Python cannot be started from /no/such/python: No such file or directory"),
+        ("/etc/passwd", "Python cannot be started from /etc/passwd: Permission denied"),
+    ],
+)
 def test_a_python_that_is_none(program, python, text):
     done = program("tests/embed/faults.c")(2, "start", PMM3D_PYTHON=python)
     assert done.returncode == 0 and done.stdout.count("ended") == 2, done.stdout + done.stderr
     assert [fault[1] for fault in told(done)] == [PYTHON] * 4 and done.stdout.count(text) == 4, done.stdout
 
 
-@pytest.mark.parametrize("packages, lacks", [
-    ((), "_cffi_backend"), (("_cffi_backend*",), "mpi4py"), (("_cffi_backend*", "mpi4py"), "pmm3d"),
-    (("_cffi_backend*", "mpi4py", "__editable__*pmm3d*"), "numpy"),
-])
+@pytest.mark.parametrize(
+    "packages, lacks",
+    [
+        ((), "_cffi_backend"),
+        (("_cffi_backend*",), "mpi4py"),
+        (("_cffi_backend*", "mpi4py"), "pmm3d"),
+        (("_cffi_backend*", "mpi4py", "__editable__*pmm3d*"), "numpy"),
+    ],
+)
 def test_a_python_that_lacks_a_package(program, site_packages, tmp_path, packages, lacks):
     subprocess.run([ENVIRONMENT / "bin" / "python", "-m", "venv", "--without-pip", tmp_path], check=True)
     [site] = tmp_path.glob("lib/python*/site-packages")
@@ -156,8 +166,12 @@ def test_integers_of_8_bytes_are_refused_by_the_compiler(tmp_path):
     """The Fortran module itself compiles, for programs that pass integers of C."""
 
     def compiled(source):
-        return subprocess.run(["mpifort.openmpi", "-fdefault-integer-8", "-c", ROOT / source], cwd=tmp_path, text=True,
-                              capture_output=True)
+        return subprocess.run(
+            ["mpifort.openmpi", "-fdefault-integer-8", "-c", ROOT / source],
+            cwd=tmp_path,
+            text=True,
+            capture_output=True,
+        )
 
     assert compiled("embed/pmm3d.f90").returncode == 0
     refused = compiled("apps/embed/product.f90")
@@ -182,8 +196,9 @@ def test_python_with_another_mpi(program, tmp_path):
     module = "rc = type('rc', (), {})\n"
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text(module)
-    (tmp_path / "mpi4py" / "MPI.py").write_text("Get_library_version = lambda: 'MPICH Version: 9, of a wheel'\n"
-                                                "Is_initialized = lambda: False\n")
+    (tmp_path / "mpi4py" / "MPI.py").write_text(
+        "Get_library_version = lambda: 'MPICH Version: 9, of a wheel'\nIs_initialized = lambda: False\n"
+    )
     done = program("tests/embed/faults.c")(2, "start", PYTHONPATH=str(tmp_path))
     assert done.returncode == 0 and [fault[1] for fault in told(done)] == [MPI] * 4, done.stdout + done.stderr
     assert done.stdout.count("Python has another MPI than this process, Open MPI v4") == 4, done.stdout

@@ -79,8 +79,9 @@ def hostile(folder: Path, only: list[str]) -> Iterator[Outcome]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python tests/faults", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python tests/faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     catalogues = parser.add_subparsers(dest="catalogue", required=True)
     of_injected, of_hostile = (catalogues.add_parser(name) for name in ("injected", "hostile"))
     for each in of_injected, of_hostile:
@@ -95,14 +96,20 @@ def main() -> None:
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         folder, only = Path(name), options.only or kinds
-        cases = hostile(folder, only) if options.catalogue == "hostile" else injected(
-            folder, only, options.times, options.seed)
+        cases = (
+            hostile(folder, only)
+            if options.catalogue == "hostile"
+            else injected(folder, only, options.times, options.seed)
+        )
         for outcome in cases:
             outcomes.append(outcome)
             if options.json:
                 options.json.write_text(to_json(outcomes))
-            print(f"{outcome.kind}: {outcome.variant}: {'; '.join(outcome.notes) or 'ok'}"[:600], file=sys.stderr,
-                  flush=True)
+            print(
+                f"{outcome.kind}: {outcome.variant}: {'; '.join(outcome.notes) or 'ok'}"[:600],
+                file=sys.stderr,
+                flush=True,
+            )
     print(table(outcomes))
     sys.exit(any(outcome.failed for outcome in outcomes))
 

@@ -152,8 +152,13 @@ def signalled(number: signal.Signals) -> Strike:
 
 def broken(package: str, text: str) -> tuple[Strike, Mapping[str, str]]:
     """A package that replaces an installed one."""
-    return lambda folder, job: (folder / f"shims/{package}").mkdir(parents=True) or (
-        folder / f"shims/{package}/__init__.py").write_text(text), {"PYTHONPATH": "shims"}
+    return (
+        lambda folder, job: (
+            (folder / f"shims/{package}").mkdir(parents=True)
+            or (folder / f"shims/{package}/__init__.py").write_text(text)
+        ),
+        {"PYTHONPATH": "shims"},
+    )
 
 
 def without_master(folder: Path, job: Job | None) -> None:
@@ -165,28 +170,44 @@ def without_master(folder: Path, job: Job | None) -> None:
 
 def spoiled_gradient(folder: Path, job: Job | None) -> None:
     (folder / "model.py").write_text(MODEL)
-    configured(folder / "config.toml", {**CHANGES, "network": {"build": '"model.py:build"', "hidden": ""},
-                        "optimizer": {"clip": ""}})
+    configured(
+        folder / "config.toml",
+        {**CHANGES, "network": {"build": '"model.py:build"', "hidden": ""}, "optimizer": {"clip": ""}},
+    )
 
 
 NO_PICTURES, NO_MATPLOTLIB = broken("matplotlib", 'raise ImportError("no room for it")\n')
 SLOW_PICTURES, SLOW_MATPLOTLIB = broken("matplotlib", 'import time\ntime.sleep(12)\nraise ImportError("too slow")\n')
 FAULTS = [
     Fault("none: the others are compared with this run", lambda folder, job: None, "loss"),
-    Fault("metrics.jsonl becomes a folder", replaced_by_folder("metrics.jsonl"), "metrics.jsonl",
-          mend=lambda folder: (folder / "runs/a/metrics.jsonl").rmdir()),
+    Fault(
+        "metrics.jsonl becomes a folder",
+        replaced_by_folder("metrics.jsonl"),
+        "metrics.jsonl",
+        mend=lambda folder: (folder / "runs/a/metrics.jsonl").rmdir(),
+    ),
     Fault("metrics.jsonl gets a line that is not UTF-8", in_run(not_utf8), "metrics.jsonl"),
     Fault("curves.png is a folder", replaced_by_folder("curves.png"), "curves.png"),
     Fault("run.json is a folder", replaced_by_folder("run.json"), "run.json"),
     Fault("curves cannot be drawn: an ImportError", NO_PICTURES, "curves.png", during=False, environ=NO_MATPLOTLIB),
-    Fault("drawing takes longer than the time limit", SLOW_PICTURES, "curves.png", during=False,
-          environ={**SLOW_MATPLOTLIB, "PMM3D_TIMEOUT": "5"}),
-    Fault("an ASCII terminal", lambda folder, job: None, "loss", during=False,
-          environ={"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
-    Fault("the folder of checkpoints is removed", in_run(lambda run: shutil.rmtree(run / "checkpoints", True)),
-          "step"),
-    Fault("the folder of checkpoints is renamed", in_run(lambda run: (run / "checkpoints").rename(run / "moved")),
-          "step"),
+    Fault(
+        "drawing takes longer than the time limit",
+        SLOW_PICTURES,
+        "curves.png",
+        during=False,
+        environ={**SLOW_MATPLOTLIB, "PMM3D_TIMEOUT": "5"},
+    ),
+    Fault(
+        "an ASCII terminal",
+        lambda folder, job: None,
+        "loss",
+        during=False,
+        environ={"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    ),
+    Fault("the folder of checkpoints is removed", in_run(lambda run: shutil.rmtree(run / "checkpoints", True)), "step"),
+    Fault(
+        "the folder of checkpoints is renamed", in_run(lambda run: (run / "checkpoints").rename(run / "moved")), "step"
+    ),
     Fault("killed, and the newest checkpoint loses checkpoint.h5", without_master, "SIGKILL", 128 + signal.SIGKILL),
     Fault("links among the checkpoints", in_run(linked_checkpoint), "step"),
     Fault("the lock is a link to a file", linked_lock, "does not say which", REFUSED, during=False, same=False),
@@ -194,6 +215,7 @@ FAULTS = [
     Fault("the data are cut short", cut_short, "data.h5", REFUSED, same=False),
     Fault("SIGINT to a rank", signalled(signal.SIGINT), "step", NOT_FINISHED),
     Fault("SIGTERM to a rank", signalled(signal.SIGTERM), "step", NOT_FINISHED),
-    Fault("the gradient becomes NaN, the loss does not", spoiled_gradient, "gradient", REFUSED, during=False,
-          same=False),
+    Fault(
+        "the gradient becomes NaN, the loss does not", spoiled_gradient, "gradient", REFUSED, during=False, same=False
+    ),
 ]

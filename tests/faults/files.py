@@ -43,14 +43,17 @@ def configured(path: Path, changes: Sections | None = None) -> Path:
     """Write a configuration: BASE with changes."""
     names = {**BASE, **(changes or {})}
     sections = {name: {**BASE.get(name, {}), **(changes or {}).get(name, {})} for name in names}
-    lines = [f"[{name}]\n" + "".join(f"{key} = {value}\n" for key, value in keys.items() if value)
-             for name, keys in sections.items()]
+    lines = [
+        f"[{name}]\n" + "".join(f"{key} = {value}\n" for key, value in keys.items() if value)
+        for name, keys in sections.items()
+    ]
     path.write_text("\n".join(lines))
     return path
 
 
-def training(changes: Sections | None = None, *arguments: str,
-             first: Callable[[Path], object] = lambda folder: None) -> Callable[[Path], Arguments]:
+def training(
+    changes: Sections | None = None, *arguments: str, first: Callable[[Path], object] = lambda folder: None
+) -> Callable[[Path], Arguments]:
     """Return a function that prepares a training: good samples, a configuration with changes, then `first`."""
 
     def prepare(folder: Path) -> Arguments:

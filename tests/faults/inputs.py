@@ -48,13 +48,20 @@ def tried(case: Case, folder: Path) -> Outcome:
     return outcome
 
 
-def train(name: str, says: str, changes: Sections | None = None, *arguments: str,
-          first: Callable[[Path], object] = lambda folder: None, code: int = REFUSED) -> Case:
+def train(
+    name: str,
+    says: str,
+    changes: Sections | None = None,
+    *arguments: str,
+    first: Callable[[Path], object] = lambda folder: None,
+    code: int = REFUSED,
+) -> Case:
     return Case("train", name, training(changes, *arguments, first=first), says, code, ranks=2)
 
 
-def resumed(name: str, says: str, changes: Sections, first: Callable[[Path], object] = lambda folder: None,
-            code: int = REFUSED) -> Case:
+def resumed(
+    name: str, says: str, changes: Sections, first: Callable[[Path], object] = lambda folder: None, code: int = REFUSED
+) -> Case:
     """A training that is resumed from the checkpoint of a different one."""
 
     def prepare(folder: Path) -> Arguments:
@@ -134,10 +141,16 @@ TRAIN = [
     without_file("the configuration is missing", "no such file|is not there|cannot read", lambda folder: None),
     without_file("the configuration is a folder", "is a directory|not a regular file", lambda folder: None, "."),
     without_file("the configuration is a named pipe", "named pipe", lambda folder: os.mkfifo(folder / "config.toml")),
-    without_file("the configuration is no TOML", "is not TOML",
-                 lambda folder: (folder / "config.toml").write_text("[data\nfile = data.h5")),
-    without_file("the configuration is UTF-16", "is not TOML",
-                 lambda folder: (folder / "config.toml").write_bytes("[data]".encode("utf-16"))),
+    without_file(
+        "the configuration is no TOML",
+        "is not TOML",
+        lambda folder: (folder / "config.toml").write_text("[data\nfile = data.h5"),
+    ),
+    without_file(
+        "the configuration is UTF-16",
+        "is not TOML",
+        lambda folder: (folder / "config.toml").write_bytes("[data]".encode("utf-16")),
+    ),
     train("an unknown key", "unknown key optimizer.leraning_rate", {"optimizer": {"leraning_rate": "1"}}),
     train("hidden = [0]", r"hidden", {"network": {"hidden": "[0]"}}),
     train("hidden = [-3]", r"hidden", {"network": {"hidden": "[-3]"}}),
@@ -156,8 +169,11 @@ TRAIN = [
     train("the folder is a file", "runs", first=lambda folder: (folder / "runs").write_text("in the way")),
     train("a folder that cannot be made", "/proc/run", {"training": {"folder": '"/proc/run"'}}),
     train("a checkpoint that is not there", "nowhere", None, "--resume", "nowhere"),
-    train("a network from a file that is not there", r"model\.py", {"network": {"build": '"model.py:build"',
-                                                                               "hidden": ""}}),
+    train(
+        "a network from a file that is not there",
+        r"model\.py",
+        {"network": {"build": '"model.py:build"', "hidden": ""}},
+    ),
     data("NaN among the samples", "row 17 .*nan", put("x", 17, float("nan"))),
     data("a label below 0", "row 5 .*label -1", put("y", 5, -1)),
     data("a label of 2^62", "4611686018427387904", put("y", 5, 2**62)),
@@ -173,17 +189,30 @@ TRAIN = [
     train("the data are cut short", "data.h5", first=lambda folder: os.truncate(folder / "data.h5", 3000)),
     train("the data are a named pipe", "named pipe", first=a_pipe),
     train("the data are a loop of links", "data.h5", first=loop_of_links),
-    resumed("resumed with another activation", r"network\.activation.*--accept network",
-            {"network": {"activation": '"relu"'}}),
+    resumed(
+        "resumed with another activation",
+        r"network\.activation.*--accept network",
+        {"network": {"activation": '"relu"'}},
+    ),
     resumed("resumed with other sizes", "hidden|another network", {"network": {"hidden": "[17]"}}),
     resumed("resumed with other data", "--accept data", {}, lambda folder: samples(folder / "data.h5", seed=1)),
-    resumed("resumed with another learning rate", r"optimizer\.lr.*0\.003.*0\.5", {"optimizer": {"lr": "0.5"}},
-            code=FINISHED),
+    resumed(
+        "resumed with another learning rate",
+        r"optimizer\.lr.*0\.003.*0\.5",
+        {"optimizer": {"lr": "0.5"}},
+        code=FINISHED,
+    ),
 ]
 
 
-def convert(name: str, says: str, content: str | bytes | None, *arguments: str,
-            first: Callable[[Path], object] = lambda folder: None, source: str = "x.csv") -> Case:
+def convert(
+    name: str,
+    says: str,
+    content: str | bytes | None,
+    *arguments: str,
+    first: Callable[[Path], object] = lambda folder: None,
+    source: str = "x.csv",
+) -> Case:
     """Convert x.csv with this content (None: no file) to x.h5."""
 
     def prepare(folder: Path) -> Arguments:
@@ -199,8 +228,14 @@ NUMBERS = "a,b\n1,2\n3,4\n"
 CONVERT = [
     convert("the table is missing", r"x\.csv", None),
     convert("the table is its own target", "same file|itself", NUMBERS, "x.csv", "--overwrite"),
-    convert("the target is a link to the table", "same file|itself", NUMBERS, "x.h5", "--overwrite",
-            first=lambda folder: (folder / "x.h5").symlink_to("x.csv")),
+    convert(
+        "the target is a link to the table",
+        "same file|itself",
+        NUMBERS,
+        "x.h5",
+        "--overwrite",
+        first=lambda folder: (folder / "x.h5").symlink_to("x.csv"),
+    ),
     convert("columns with the same name", "same name|twice|columns", "a,a,b\n1,2,3\n", "x.h5", "--target-columns", "a"),
     convert("Latin-1", "UTF-8|Latin-1|encod", "größe,b,kind\n1,2,ä\n".encode("latin-1"), "x.h5", "--classes"),
     convert("UTF-16", "UTF-8|UTF-16|encod", NUMBERS.encode("utf-16")),
@@ -217,8 +252,15 @@ CONVERT = [
 ]
 
 
-def of_a_run(command: str, name: str, says: str, *arguments: str, spoil: Callable[[Path], object] = lambda run: None,
-             code: int = REFUSED, ranks: int = 1) -> Case:
+def of_a_run(
+    command: str,
+    name: str,
+    says: str,
+    *arguments: str,
+    spoil: Callable[[Path], object] = lambda run: None,
+    code: int = REFUSED,
+    ranks: int = 1,
+) -> Case:
     """Call export, predict or report on runs/a, after a change to that run."""
 
     def prepare(folder: Path) -> Arguments:
@@ -241,14 +283,23 @@ def narrower(run: Path) -> None:
 EXPORT = [
     of_a_run("export", "a run that is not there", "nowhere", "nowhere", "net.safetensors"),
     of_a_run("export", "a folder without a checkpoint", "checkpoint", "runs", "net.safetensors"),
-    of_a_run("export", "a target that exists", "--overwrite",
-             spoil=lambda run: (run / "../../net.safetensors").write_text("precious")),
+    of_a_run(
+        "export",
+        "a target that exists",
+        "--overwrite",
+        spoil=lambda run: (run / "../../net.safetensors").write_text("precious"),
+    ),
     of_a_run("export", "another ending", r"\.safetensors", "runs/a", "net.pt"),
-    of_a_run("export", "a target that is a folder", "net.safetensors",
-             spoil=lambda run: (run / "../../net.safetensors").mkdir()),
+    of_a_run(
+        "export",
+        "a target that is a folder",
+        "net.safetensors",
+        spoil=lambda run: (run / "../../net.safetensors").mkdir(),
+    ),
     of_a_run("export", "every checkpoint is damaged", "damaged|checksum", spoil=all_damaged),
-    of_a_run("predict", "samples of another width", "features", "runs/a", "other.h5", "--out", "out.h5",
-             spoil=narrower),
+    of_a_run(
+        "predict", "samples of another width", "features", "runs/a", "other.h5", "--out", "out.h5", spoil=narrower
+    ),
     of_a_run("predict", "the output is the input", "data.h5", "runs/a", "data.h5", "--out", "data.h5", "--overwrite"),
     of_a_run("predict", "the output exists", "--overwrite", "runs/a", "data.h5", "--out", "other.h5", spoil=narrower),
     of_a_run("predict", "samples that are not there", "nowhere.h5", "runs/a", "nowhere.h5", "--out", "out.h5"),
@@ -261,8 +312,9 @@ def report(name: str, change: Change) -> Case:
 
 
 def metrics(name: str, spoil: Callable[[Path], object]) -> Case:
-    return of_a_run("report", name, "wrote", "runs/a", spoil=lambda run: spoil(run / "metrics.jsonl"), code=FINISHED,
-                    ranks=0)
+    return of_a_run(
+        "report", name, "wrote", "runs/a", spoil=lambda run: spoil(run / "metrics.jsonl"), code=FINISHED, ranks=0
+    )
 
 
 def as_folder(path: Path) -> None:

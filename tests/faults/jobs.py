@@ -47,15 +47,30 @@ class Job:
     mark     file that the program creates at the moment of the fault
     """
 
-    def __init__(self, command: Sequence[str], log: Path, environ: Mapping[str, str] | None = None, *,
-                 folder: Path | None = None, ranks: int = 0, mark: Path | None = None):
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        environ: Mapping[str, str] | None = None,
+        *,
+        folder: Path | None = None,
+        ranks: int = 0,
+        mark: Path | None = None,
+    ):
         self.ranks, self.log, self.mark, self.fault_at = ranks, log, mark, 0.0
         environ = environ or {}
         paths = environ.get("PYTHONPATH"), str(ROOT), os.environ.get("PYTHONPATH")
         path = os.pathsep.join(filter(None, paths))
         with open(log, "wb") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, cwd=folder,
-                                            env={**os.environ, **environ, "PYTHONPATH": path}, preexec_fn=os.setpgrp)
+            self.process = subprocess.Popen(
+                command,
+                stdout=file,
+                stderr=file,
+                stdin=subprocess.DEVNULL,
+                cwd=folder,
+                env={**os.environ, **environ, "PYTHONPATH": path},
+                preexec_fn=os.setpgrp,
+            )
         self.begun = time.time()
 
     def pids(self) -> dict[int, int]:

@@ -17,8 +17,14 @@ REFUSED, FINISHED, NOT_FINISHED = 2, 0, 75
 """Exit codes of the commands: bad input; success; a training that was interrupted and can be resumed."""
 LEFTOVER = re.compile(r"\.(partial|writing|tmp)$|^(writing|removing)-")
 """Names of files that are not complete yet."""
-CHECKS = {"ended": "ended by itself", "rank": "names the rank", "cause": "names the cause", "code": "exit code",
-          "result": "result right", "files": "files whole"}
+CHECKS = {
+    "ended": "ended by itself",
+    "rank": "names the rank",
+    "cause": "names the cause",
+    "code": "exit code",
+    "result": "result right",
+    "files": "files whole",
+}
 """Each check and its heading in the table."""
 
 
@@ -76,8 +82,11 @@ def judged(kind: str, variant: str, ending: Ending, expected: Expected) -> Outco
     outcome = outcome_of(kind, variant, ending, expected.codes)
     matches = [match for cause in expected.causes for match in re.finditer(cause, ending.output, re.S)]
     outcome.note("cause", bool(matches), f"the output matches none of {expected.causes}")
-    outcome.note("rank", None if expected.everyone else any(_names(match, expected.rank) for match in matches),
-                 f"rank {expected.rank} is not named")
+    outcome.note(
+        "rank",
+        None if expected.everyone else any(_names(match, expected.rank) for match in matches),
+        f"rank {expected.rank} is not named",
+    )
     return outcome
 
 
@@ -129,11 +138,20 @@ def table(outcomes: Sequence[Outcome]) -> str:
     for kind in dict.fromkeys(outcome.kind for outcome in outcomes):
         group = [outcome for outcome in outcomes if outcome.kind == kind]
         seconds = [outcome.seconds for outcome in group]
-        made = {check: [outcome.checks[check] for outcome in group if outcome.checks.get(check) is not None]
-                for check in CHECKS}
-        rows.append([kind, str(len(group)), f"{median(seconds):.1f}", f"{max(seconds):.1f}",
-                     *(f"{sum(made[check])}/{len(made[check])}" if made[check] else "-" for check in CHECKS),
-                     "FAILS" if any(outcome.failed for outcome in group) else "ok"])
+        made = {
+            check: [outcome.checks[check] for outcome in group if outcome.checks.get(check) is not None]
+            for check in CHECKS
+        }
+        rows.append(
+            [
+                kind,
+                str(len(group)),
+                f"{median(seconds):.1f}",
+                f"{max(seconds):.1f}",
+                *(f"{sum(made[check])}/{len(made[check])}" if made[check] else "-" for check in CHECKS),
+                "FAILS" if any(outcome.failed for outcome in group) else "ok",
+            ]
+        )
     rows.insert(1, ["---"] * len(rows[0]))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 

@@ -24,8 +24,7 @@ from .judgement import Expected, Outcome, judged
 KEEP = 3
 LONG = "30"
 """PMM3D_TIMEOUT in seconds of jobs that must end by another error than a timeout."""
-GRIDS = {2: [("2x1x1", 1, 1), ("1x1x1", 1, 2)],
-         4: [("2x1x1", 2, 1), ("2x2x1", 1, 1), ("2x1x1", 1, 2), ("1x1x1", 2, 2)]}
+GRIDS = {2: [("2x1x1", 1, 1), ("1x1x1", 1, 2)], 4: [("2x1x1", 2, 1), ("2x2x1", 1, 1), ("2x1x1", 1, 2), ("1x1x1", 2, 2)]}
 """Number of ranks -> grid shapes, each with the sizes of the axes data and pipe."""
 LOOP = Path(__file__).with_name("loop.py")
 
@@ -48,8 +47,14 @@ class Run:
         self.folder = self.lab.folder / self.folder / self.name
         self.file = self.lab.file
 
-    def start(self, environ: Mapping[str, str] | None = None, *, ranks: int | None = None,
-              fault: Mapping[str, Any] | None = None, launcher: Sequence[str] = ()) -> Job:
+    def start(
+        self,
+        environ: Mapping[str, str] | None = None,
+        *,
+        ranks: int | None = None,
+        fault: Mapping[str, Any] | None = None,
+        launcher: Sequence[str] = (),
+    ) -> Job:
         """Start it from its newest checkpoint, if there is one.
 
         fault     fault of loop.py
@@ -71,12 +76,18 @@ class Run:
 
     def _changes(self) -> Sections:
         pipe = {"pipe": str(self.pipe), "schedule": '"zb-h1"', "micro_batches": "4"} if self.pipe > 1 else {}
-        return {"grid": {"shape": f'"{self.shape}"', "data": str(self.data), **pipe},
-                "data": {"file": f'"{self.file}"', "validation": ""},
-                "network": {"hidden": "[48, 40]", "norm": "true", "dropout": "0.1", "dtype": '"float64"'},
-                "optimizer": {"shard_over_data": str(self.data > 1).lower()},
-                "training": {"folder": f'"{self.folder}"', "epochs": str(self.lab.epochs), "checkpoint_every": "7",
-                             "keep": str(KEEP)}}
+        return {
+            "grid": {"shape": f'"{self.shape}"', "data": str(self.data), **pipe},
+            "data": {"file": f'"{self.file}"', "validation": ""},
+            "network": {"hidden": "[48, 40]", "norm": "true", "dropout": "0.1", "dtype": '"float64"'},
+            "optimizer": {"shard_over_data": str(self.data > 1).lower()},
+            "training": {
+                "folder": f'"{self.folder}"',
+                "epochs": str(self.lab.epochs),
+                "checkpoint_every": "7",
+                "keep": str(KEEP),
+            },
+        }
 
     def finish(self, job: Job) -> Ending:
         """Wait for the end of a job that must succeed."""
@@ -158,7 +169,8 @@ class Lab:
         undisturbed run, bit by bit."""
         outcome = judged(kind, f"{variant}, grid {run.shape} data {run.data} pipe {run.pipe}", ending, expected)
         if "WRONG RESULT" in ending.output or (
-                run.own_loop and 0 not in expected.codes and re.search("^finished", ending.output, re.M)):
+            run.own_loop and 0 not in expected.codes and re.search("^finished", ending.output, re.M)
+        ):
             outcome.note("result", False, "a wrong result, or success in spite of the fault")
         check_checkpoints(run, ending.output, outcome)
         expected_bits, resumed = self.reference(run).final(), run.start().end(3 * PATIENCE)

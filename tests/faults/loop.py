@@ -82,16 +82,19 @@ def call_another(what: str, is_victim: bool, grid: Grid) -> None:
     ones, everyone = np.ones(3), grid.everyone
     split = [axis for axis in (grid.x, grid.y, grid.z, grid.data) if axis.size > 1]
     gather = lambda: everyone.all_gather(ones).wait()
-    product = lambda k: (DistMatrix.random(grid, (40, k), seed=1)
-                         @ DistMatrix.random(grid, (k, 20), seed=2, layout=Layout.B))
+    product = lambda k: (
+        DistMatrix.random(grid, (40, k), seed=1) @ DistMatrix.random(grid, (k, 20), seed=2, layout=Layout.B)
+    )
     of_the_victim, of_the_others = {
         "shift for all_gather": (lambda: everyone.shift(ones).wait(), gather),
         "all_reduce for all_gather": (lambda: everyone.all_reduce(ones).wait(), gather),
         "all_gather for a product": (gather, lambda: product(30)),
         "a product of other matrices": (lambda: product(31), lambda: product(30)),
         "another axis": (lambda: split[0].all_gather(ones).wait(), lambda: split[-1].all_gather(ones).wait()),
-        "all_reduce of other rows": (lambda: everyone.all_reduce(np.ones(4)).wait(),
-                                     lambda: everyone.all_reduce(ones).wait()),
+        "all_reduce of other rows": (
+            lambda: everyone.all_reduce(np.ones(4)).wait(),
+            lambda: everyone.all_reduce(ones).wait(),
+        ),
     }[what]
     of_the_victim() if is_victim else of_the_others()
 
@@ -129,8 +132,9 @@ def train(grid: Grid, fault: Fault, folder: Path) -> None:
         fault.at("forward", grid)
         return nn.gelu(x)
 
-    net = nn.Sequential(grid, nn.Linear(grid, 12, 24, seed=1, dtype="float64"), hidden,
-                        nn.Linear(grid, 24, 6, seed=2, dtype="float64"))
+    net = nn.Sequential(
+        grid, nn.Linear(grid, 12, 24, seed=1, dtype="float64"), hidden, nn.Linear(grid, 24, 6, seed=2, dtype="float64")
+    )
     net.settle(12, "float64")
     optimizer = optim.AdamW(net.parameters(), lr=1e-2)
     checkpoints = Checkpoints(grid, folder / "checkpoints", keep=3)

@@ -56,8 +56,9 @@ def files_limited(lab: Lab) -> Outcome:
     victim = lab.random.choice([int(path.stem[5:]) for path in writers])
     fault = {"name": "disk: limit", "victim": victim, "step": step, "point": "save"}
     job = run.start({"PMM3D_TIMEOUT": LONG}, fault=fault)
-    return lab.judge("disk full", f"ulimit -f on rank {victim} in step {step}", run, job.end(),
-                     Expected(LIMITED, victim, (1,)))
+    return lab.judge(
+        "disk full", f"ulimit -f on rank {victim} in step {step}", run, job.end(), Expected(LIMITED, victim, (1,))
+    )
 
 
 def _filled(lab: Lab, disk: Path) -> Outcome:
@@ -73,8 +74,13 @@ def _filled(lab: Lab, disk: Path) -> Outcome:
             ending = job.end()
             (disk / "filler").unlink()
             if ending.code != 0:
-                return lab.judge("disk full", f"tmpfs filled after checkpoint {number} but for {spare} bytes", run,
-                                 ending, Expected(FULL, None, (1, 2)))
+                return lab.judge(
+                    "disk full",
+                    f"tmpfs filled after checkpoint {number} but for {spare} bytes",
+                    run,
+                    ending,
+                    Expected(FULL, None, (1, 2)),
+                )
         job.end()
         shutil.rmtree(run.folder)
 
@@ -124,8 +130,13 @@ def _damaged_data(lab: Lab, run: Run, what: str) -> Outcome:
     ending = run.start({"PMM3D_TIMEOUT": LONG}).end()
     causes = (rf"DataError: [^\n]*(?P<rank>rank \d+): [^\n]*{run.file.name}", rf"DataError: [^\n]*{run.file.name}")
     shutil.copy(lab.chunked_file, run.file)
-    return lab.judge("corrupt block", f"{what} at byte {at}", run, ending,
-                     Expected(causes, None, (2,), everyone=" ranks. " not in ending.output))
+    return lab.judge(
+        "corrupt block",
+        f"{what} at byte {at}",
+        run,
+        ending,
+        Expected(causes, None, (2,), everyone=" ranks. " not in ending.output),
+    )
 
 
 def damaged_checkpoint(lab: Lab) -> Outcome:
@@ -136,11 +147,18 @@ def damaged_checkpoint(lab: Lab) -> Outcome:
     at = lab.random.randrange(file.stat().st_size)
     change_byte(file, at, lab)
     ending = run.start({"PMM3D_TIMEOUT": LONG}).end()
-    causes = (rf"{newest.name} is passed over: [^\n]*(?P<rank>rank \d+): [^\n]*{file.name}",
-              rf"{newest.name} is passed over: [^\n]*{newest.name}")
+    causes = (
+        rf"{newest.name} is passed over: [^\n]*(?P<rank>rank \d+): [^\n]*{file.name}",
+        rf"{newest.name} is passed over: [^\n]*{newest.name}",
+    )
     shutil.rmtree(newest, ignore_errors=True)
-    return lab.judge("corrupt block", f"{file.name} of a checkpoint at byte {at}", run, ending,
-                     Expected(causes, None, (0,), everyone=" ranks. " not in ending.output))
+    return lab.judge(
+        "corrupt block",
+        f"{file.name} of a checkpoint at byte {at}",
+        run,
+        ending,
+        Expected(causes, None, (0,), everyone=" ranks. " not in ending.output),
+    )
 
 
 def change_byte(path: Path, at: int, lab: Lab) -> None:

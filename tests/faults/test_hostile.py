@@ -28,17 +28,19 @@ def wrong(folder, monkeypatch, output="pmm3d: it is missing", code=2, spoil=lamb
 
 
 def test_what_counts_as_wrong(tmp_path, monkeypatch):
-    for number, (what, notes) in enumerate((
-        ({}, []),
-        ({"code": None}, ["ended: a silent hang", "code: None, expected (2,)"]),
-        ({"code": 1}, ["code: 1, expected (2,)"]),
-        ({"output": "Traceback (most recent call last): missing"}, ["cause: a bare traceback"]),
-        ({"output": "pmm3d: no"}, ["cause: does not say 'missing'"]),
-        ({"output": "pmm3d: missing\npmm3d: missing\n"}, ["cause: says it more than once"]),
-        ({"spoil": lambda place: (place / "precious").write_text("")}, ["files: changed or lost precious"]),
-        ({"spoil": lambda place: (place / "precious").unlink()}, ["files: changed or lost precious"]),
-        ({"spoil": lambda place: (place / "x.h5.partial").touch()}, ["files: left x.h5.partial"]),
-    )):
+    for number, (what, notes) in enumerate(
+        (
+            ({}, []),
+            ({"code": None}, ["ended: a silent hang", "code: None, expected (2,)"]),
+            ({"code": 1}, ["code: 1, expected (2,)"]),
+            ({"output": "Traceback (most recent call last): missing"}, ["cause: a bare traceback"]),
+            ({"output": "pmm3d: no"}, ["cause: does not say 'missing'"]),
+            ({"output": "pmm3d: missing\npmm3d: missing\n"}, ["cause: says it more than once"]),
+            ({"spoil": lambda place: (place / "precious").write_text("")}, ["files: changed or lost precious"]),
+            ({"spoil": lambda place: (place / "precious").unlink()}, ["files: changed or lost precious"]),
+            ({"spoil": lambda place: (place / "x.h5.partial").touch()}, ["files: left x.h5.partial"]),
+        )
+    ):
         with given(what=what):
             assert wrong(tmp_path / f"case-{number}", monkeypatch, **what) == notes
 

@@ -73,8 +73,16 @@ def right(outcome):
 
 
 def test_a_killed_rank(lab):
-    outcome = right(signalled(lab, "killed", signal.SIGKILL, lambda run, job: run.checkpoints(), 0.0,
-                              lambda victim: Expected(KILLED, victim)))
+    outcome = right(
+        signalled(
+            lab,
+            "killed",
+            signal.SIGKILL,
+            lambda run, job: run.checkpoints(),
+            0.0,
+            lambda victim: Expected(KILLED, victim),
+        )
+    )
     assert [outcome.checks[check] for check in ("rank", "result", "files")] == [True] * 3
 
 

@@ -22,8 +22,15 @@ LIBRARIES = CHOSEN or ["standin", "torch"]
 PRECISIONS = ("float32", "tf32", "float16", "bfloat16", "float64", "complex64", "complex128")
 TRAINED = ("float32", "tf32", "bfloat16", "float16", "float64")
 TRANSPORTS = ("direct", "staged", "nccl")
-TOLERANCE = {"float16": 2e-2, "bfloat16": 2e-2, "tf32": 2e-3, "float32": 1e-5, "complex64": 1e-5, "float64": 1e-12,
-             "complex128": 1e-12}
+TOLERANCE = {
+    "float16": 2e-2,
+    "bfloat16": 2e-2,
+    "tf32": 2e-3,
+    "float32": 1e-5,
+    "complex64": 1e-5,
+    "float64": 1e-12,
+    "complex128": 1e-12,
+}
 """Largest relative error in the Frobenius norm."""
 
 
@@ -54,9 +61,17 @@ FULL = Sizes((515, 389, 641), 8192, 2**28, 8, 8192, "bfloat16", 0.1, 7, (0.97, 0
 SMALL = Sizes((35, 29, 41), 64, 2**16, 2, 32, "float32", 1e-3, 1)
 SIZES = SMALL if ON_HOST or os.environ.get("PMM3D_GPU_SMALL") else FULL
 
-gpu = [pytest.mark.gpu, *([] if ON_HOST else [
-    pytest.mark.own_world("processes without a device would hold memory of it, and disturb the rates"),
-    pytest.mark.deadline(60)])]
+gpu = [
+    pytest.mark.gpu,
+    *(
+        []
+        if ON_HOST
+        else [
+            pytest.mark.own_world("processes without a device would hold memory of it, and disturb the rates"),
+            pytest.mark.deadline(60),
+        ]
+    ),
+]
 """Marks of every module."""
 
 
@@ -75,10 +90,20 @@ def cases(names: str, *values: Choices, of: Iterable[str] = tuple(LIBRARIES)) ->
     """
     every: list[tuple[str, ...]] = [(library,) for library in of]
     for choices in values:
-        every = [(*each, value) for each in every for value in (choices(each[0]) if callable(choices) else choices)
-                 if has(each[0], value)]
-    params = [pytest.param(*each, id="-".join(each), marks=[] if not ON_HOST or _quick(each) else pytest.mark.thorough(
-        "make gpu-check on arrays of the host")) for each in every]
+        every = [
+            (*each, value)
+            for each in every
+            for value in (choices(each[0]) if callable(choices) else choices)
+            if has(each[0], value)
+        ]
+    params = [
+        pytest.param(
+            *each,
+            id="-".join(each),
+            marks=[] if not ON_HOST or _quick(each) else pytest.mark.thorough("make gpu-check on arrays of the host"),
+        )
+        for each in every
+    ]
     return pytest.mark.parametrize(names, params, indirect=["library"])
 
 

@@ -39,9 +39,17 @@ BUDGET = 460.0
 """Default of --budget, in seconds: with the end of a job and the report, all is done in eight minutes."""
 TESTS = ("test_rates.py", "test_products.py", "test_networks.py", "test_bits.py")
 """Files in the order in which they run on each number of ranks."""
-PACKAGES = {"pytest": "pytest>=8.2", "pluggy": "pluggy", "iniconfig": "iniconfig", "packaging": "packaging",
-            "pygments": "pygments", "mpi4py": "mpi4py>=4.0.3", "array_api_compat": "array-api-compat>=1.9",
-            "h5py": "h5py>=3.10", "threadpoolctl": "threadpoolctl>=3.5"}
+PACKAGES = {
+    "pytest": "pytest>=8.2",
+    "pluggy": "pluggy",
+    "iniconfig": "iniconfig",
+    "packaging": "packaging",
+    "pygments": "pygments",
+    "mpi4py": "mpi4py>=4.0.3",
+    "array_api_compat": "array-api-compat>=1.9",
+    "h5py": "h5py>=3.10",
+    "threadpoolctl": "threadpoolctl>=3.5",
+}
 """Modules that the tests import, and their requirements."""
 if sys.version_info < (3, 11):
     PACKAGES |= {"exceptiongroup": "exceptiongroup", "tomli": "tomli>=2"}
@@ -59,25 +67,53 @@ ALONE = """sh -c 'shift 2; exec "$@"' alone"""
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="gpu-check", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", nargs="+", metavar="L", help="cupy, torch:cuda; on a host torch, numpy (default: "
-                                                                  "those that find a GPU)")
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4, 8], choices=[1, 2, 4, 8], metavar="N",
-                        help="numbers of ranks (1 2 4 8)")
+    parser = argparse.ArgumentParser(
+        prog="gpu-check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--library",
+        nargs="+",
+        metavar="L",
+        help="cupy, torch:cuda; on a host torch, numpy (default: those that find a GPU)",
+    )
+    parser.add_argument(
+        "--ranks",
+        nargs="+",
+        type=int,
+        default=[1, 2, 4, 8],
+        choices=[1, 2, 4, 8],
+        metavar="N",
+        help="numbers of ranks (1 2 4 8)",
+    )
     parser.add_argument("--small", action="store_true", help="small sizes: only results are checked, not rates")
     parser.add_argument("--only", metavar="EXPR", help="the tests that `pytest -k EXPR` selects")
-    parser.add_argument("--mpiexec", default="mpirun -n", metavar="CMD",
-                        help="the launcher and its arguments up to the number of ranks (mpirun -n)")
+    parser.add_argument(
+        "--mpiexec",
+        default="mpirun -n",
+        metavar="CMD",
+        help="the launcher and its arguments up to the number of ranks (mpirun -n)",
+    )
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="folder of wheels for missing packages")
-    parser.add_argument("--budget", type=float, default=BUDGET, metavar="S",
-                        help="seconds after which the tests are ended; the others count as not run (460)")
-    parser.add_argument("--report", type=Path, default=Path("runs/gpu-check"), metavar="FOLDER",
-                        help="folder of report.json and report.md (runs/gpu-check)")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=BUDGET,
+        metavar="S",
+        help="seconds after which the tests are ended; the others count as not run (460)",
+    )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        default=Path("runs/gpu-check"),
+        metavar="FOLDER",
+        help="folder of report.json and report.md (runs/gpu-check)",
+    )
     options = parser.parse_args(arguments)
     if "pmm3d.launcher" in shlex.split(options.mpiexec):
-        parser.error(f"--mpiexec (GPU_MPIEXEC) is {options.mpiexec!r}: pmm3d.launcher would start itself without end. "
-                     "Name the mpiexec of the MPI, such as '.venv/bin/mpiexec -n'")
+        parser.error(
+            f"--mpiexec (GPU_MPIEXEC) is {options.mpiexec!r}: pmm3d.launcher would start itself without end. "
+            "Name the mpiexec of the MPI, such as '.venv/bin/mpiexec -n'"
+        )
     return options
 
 
@@ -92,8 +128,11 @@ def main() -> int:
         if not libraries:
             return _nothing_to_check(devices, python["why"])
         if missing := install(carried):
-            print(f"gpu-check: {sys.executable} has no {', '.join(missing)}, and pip cannot install them: put their "
-                  "wheels into a folder, and name it in GPU_WHEELS", file=sys.stderr)
+            print(
+                f"gpu-check: {sys.executable} has no {', '.join(missing)}, and pip cannot install them: put their "
+                "wheels into a folder, and name it in GPU_WHEELS",
+                file=sys.stderr,
+            )
             return 1
         shutil.rmtree(options.report, ignore_errors=True)
         options.report.mkdir(parents=True)
@@ -101,8 +140,10 @@ def main() -> int:
         shutil.rmtree(options.report / "begun", ignore_errors=True)
         entries, seconds = report.results(options.report), time.monotonic() - begun
         text = report.write(options.report, _facts(devices, python, wheels), entries, seconds)
-    print(f"\nFor docs/gpu.md:\n\n{text}\nwrote {options.report}/report.json and report.md; "
-          f"{report.summary(entries, seconds)}")
+    print(
+        f"\nFor docs/gpu.md:\n\n{text}\nwrote {options.report}/report.json and report.md; "
+        f"{report.summary(entries, seconds)}"
+    )
     counts = report.counts(entries)
     incomplete = not entries or counts[report.NOT_RUN] or (options.ranks != [1] and not launcher(options))
     return 1 if counts[report.FAILED] or incomplete else 0
@@ -119,8 +160,11 @@ def _nothing_to_check(devices: list[dict[str, str]], why: dict[str, str]) -> int
     """Print why no library finds a GPU. Return 1 if there is one all the same."""
     reasons = "; ".join(f"{name}: {reason}" for name, reason in why.items())
     if devices:
-        print(f"gpu-check: the driver has {devices[0]['name']}, but neither torch nor cupy of {sys.executable} finds "
-              f"it ({reasons}). Name a Python that has one of them in GPU_PYTHON", file=sys.stderr)
+        print(
+            f"gpu-check: the driver has {devices[0]['name']}, but neither torch nor cupy of {sys.executable} finds "
+            f"it ({reasons}). Name a Python that has one of them in GPU_PYTHON",
+            file=sys.stderr,
+        )
         return 1
     print(f"gpu-check: no GPU here, nothing was checked ({reasons})")
     return 0
@@ -138,16 +182,44 @@ def run_tests(options: argparse.Namespace, libraries: list[str], deadline: float
 
     mpiexec = launcher(options)
     if not mpiexec:
-        print(f"gpu-check: there is no launcher {options.mpiexec!r} here, so the tests run on 1 rank only. Name the "
-              "launcher of your MPI in GPU_MPIEXEC, up to the number of ranks, such as 'srun -n'", file=sys.stderr)
+        print(
+            f"gpu-check: there is no launcher {options.mpiexec!r} here, so the tests run on 1 rank only. Name the "
+            "launcher of your MPI in GPU_MPIEXEC, up to the number of ranks, such as 'srun -n'",
+            file=sys.stderr,
+        )
     ours = {name: value for name, value in OPEN_MPI_ON_ONE_NODE.items() if name not in FOR_HOST_MEMORY}
-    environ = {**ours, "PMM3D_TIMEOUT": HANGS, **os.environ, "PMM3D_GPU_LIBRARIES": ",".join(libraries),
-               "PMM3D_GPU_SMALL": "1" if options.small else "", "PMM3D_GPU_REPORT": str(options.report.resolve()),
-               "PMM3D_MPIEXEC": shlex.join([word for word in mpiexec if word not in ("-n", "-np")]) or ALONE}
+    environ = {
+        **ours,
+        "PMM3D_TIMEOUT": HANGS,
+        **os.environ,
+        "PMM3D_GPU_LIBRARIES": ",".join(libraries),
+        "PMM3D_GPU_SMALL": "1" if options.small else "",
+        "PMM3D_GPU_REPORT": str(options.report.resolve()),
+        "PMM3D_MPIEXEC": shlex.join([word for word in mpiexec if word not in ("-n", "-np")]) or ALONE,
+    }
     counts = ",".join(map(str, options.ranks)) if mpiexec else "1"
-    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "--all", "-m", "gpu", "--ranks", counts,
-               "-p", "no:cacheprovider", "-o", "addopts=", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT),
-               *(str(ROOT / "tests" / "gpu" / name) for name in TESTS), *(["-k", options.only] if options.only else [])]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "--tb=short",
+        "--all",
+        "-m",
+        "gpu",
+        "--ranks",
+        counts,
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "addopts=",
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        "--rootdir",
+        str(ROOT),
+        *(str(ROOT / "tests" / "gpu" / name) for name in TESTS),
+        *(["-k", options.only] if options.only else []),
+    ]
     process = subprocess.Popen(command, env=environ, preexec_fn=_begin_group)
     try:
         process.wait(max(0.0, deadline - time.monotonic()))
@@ -168,18 +240,25 @@ def _begin_group() -> None:
 def _facts(devices: list[dict[str, str]], python: dict[str, Any], wheels: list[str]) -> dict[str, Any]:
     """What a reader of the figures must know."""
     named = {name: value for name, value in os.environ.items() if name.startswith(("PMM3D_", "CUDA_VISIBLE"))}
-    return {"date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    return (
+        {
+            "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
             "command": os.environ.get("GPU_CHECK_COMMAND") or shlex.join(["python3", *sys.argv]),
-            "devices": devices or "none listed by nvidia-smi", "versions": python["versions"],
-            "cores": len(os.sched_getaffinity(0))} | ({"wheels": wheels} if wheels else {}) | (
-            {"environment": named} if named else {})
+            "devices": devices or "none listed by nvidia-smi",
+            "versions": python["versions"],
+            "cores": len(os.sched_getaffinity(0)),
+        }
+        | ({"wheels": wheels} if wheels else {})
+        | ({"environment": named} if named else {})
+    )
 
 
 def devices_of_driver() -> list[dict[str, str]]:
     """The GPUs that nvidia-smi lists."""
     try:
-        done = subprocess.run(["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"], capture_output=True,
-                              text=True, timeout=120)
+        done = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"], capture_output=True, text=True, timeout=120
+        )
     except (OSError, subprocess.TimeoutExpired):
         return []
     lines = done.stdout.strip().splitlines() if done.returncode == 0 else []
@@ -193,8 +272,11 @@ def libraries_of_python() -> dict[str, Any]:
         done = subprocess.run([sys.executable, __file__, "--look"], capture_output=True, text=True, timeout=120)
         return json.loads(done.stdout.strip().splitlines()[-1])
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
-        return {"versions": {"python": platform.python_version()}, "libraries": [],
-                "why": {"both": f"looking for them failed: {error}"}}
+        return {
+            "versions": {"python": platform.python_version()},
+            "libraries": [],
+            "why": {"both": f"looking for them failed: {error}"},
+        }
 
 
 def look() -> dict[str, Any]:
@@ -249,8 +331,10 @@ def install(into: Path) -> list[str]:
     find = lambda: [name for name in PACKAGES if util.find_spec(name) is None]
     if missing := find():
         names = [PACKAGES[name] for name in missing]
-        subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(into), *names],
-                       stdin=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(into), *names],
+            stdin=subprocess.DEVNULL,
+        )
         sys.path_importer_cache.clear()
     return find() if missing else []
 

@@ -26,9 +26,16 @@ class Record:
         for item in session.items:
             params = item.callspec.params
             self.entries[item.nodeid] = {
-                "name": item.name, "check": item.originalname.removeprefix("test_").replace("_", " "),
-                "ranks": params["nranks"], **{name: str(params.get(name, "")) for name in ("library", "precision")},
-                "state": NOT_RUN, "said": "not run", "figures": {}, "seconds": 0.0, "output": ""}
+                "name": item.name,
+                "check": item.originalname.removeprefix("test_").replace("_", " "),
+                "ranks": params["nranks"],
+                **{name: str(params.get(name, "")) for name in ("library", "precision")},
+                "state": NOT_RUN,
+                "said": "not run",
+                "figures": {},
+                "seconds": 0.0,
+                "output": "",
+            }
         self._write()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -38,8 +45,11 @@ class Record:
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             said = [crash.message if crash else "", properties.get("said", "")]
-            entry |= properties | {"state": FAILED, "said": "; ".join(filter(None, said)),
-                                   "output": report.longreprtext[-4000:]}
+            entry |= properties | {
+                "state": FAILED,
+                "said": "; ".join(filter(None, said)),
+                "output": report.longreprtext[-4000:],
+            }
         elif report.skipped:
             said = str(report.longrepr[-1]).removeprefix("Skipped: ")
             entry |= {"state": NOT_RUN if said.startswith(GIVEN_UP) else ABSENT, "said": said}
@@ -92,15 +102,28 @@ def markdown(facts: Mapping[str, Any], entries: Sequence[Entry], seconds: float)
             groups.setdefault((entry["check"], entry["library"], entry["precision"]), []).append(entry)
         else:
             others.append([entry["name"], _cell(entry["said"]), entry["state"]])
-    compared = [[*key, ", ".join(map(str, sorted({entry["ranks"] for entry in group}))), _right(group),
-                 _largest_error(group)] for key, group in groups.items()]
-    failed = [f"{entry['name']}: {entry['said']}\n\n{_indented(entry['output'])}" for entry in entries
-              if entry["state"] == FAILED]
+    compared = [
+        [*key, ", ".join(map(str, sorted({entry["ranks"] for entry in group}))), _right(group), _largest_error(group)]
+        for key, group in groups.items()
+    ]
+    failed = [
+        f"{entry['name']}: {entry['said']}\n\n{_indented(entry['output'])}"
+        for entry in entries
+        if entry["state"] == FAILED
+    ]
     said = "; ".join(f"{name} {_in_words(fact)}" for name, fact in facts.items() if name != "command")
-    return "\n\n".join([
-        f"    {facts.get('command', '')}", f"{said}. {summary(entries, seconds)}.", *failed,
-        _table([["check", "library", "precision", "ranks", "right", "largest relative error"], *compared]),
-        _table([["check", "result", ""], *others])]) + "\n"
+    return (
+        "\n\n".join(
+            [
+                f"    {facts.get('command', '')}",
+                f"{said}. {summary(entries, seconds)}.",
+                *failed,
+                _table([["check", "library", "precision", "ranks", "right", "largest relative error"], *compared]),
+                _table([["check", "result", ""], *others]),
+            ]
+        )
+        + "\n"
+    )
 
 
 def _right(group: Sequence[Entry]) -> str:

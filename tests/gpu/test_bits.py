@@ -31,9 +31,14 @@ def different_random_matrices(comm, library):
     with Grid(comm) as grid:
         for distribution in DISTRIBUTIONS:
             for dtype, rounding in ROUNDING.items():
-                device, host = (wide(DistMatrix.random(grid, (257, 129), seed=7, dtype=dtype, library=name,
-                                                       distribution=distribution).gather())
-                                for name in (library, "numpy"))
+                device, host = (
+                    wide(
+                        DistMatrix.random(
+                            grid, (257, 129), seed=7, dtype=dtype, library=name, distribution=distribution
+                        ).gather()
+                    )
+                    for name in (library, "numpy")
+                )
                 most = rounding if distribution == "normal" else 0.0
                 different += [] if np.allclose(device, host, most, most) else [f"{distribution} {dtype}"]
     return different
@@ -45,15 +50,18 @@ def test_dropout(comm, library, result):
     """Dropout keeps the same elements."""
     with Grid(comm, "ddp") as grid:
         for p in (0.1, 0.5, 0.9):
-            device, host = (wide(functional.dropout(nn.Tensor(_ones(grid, name)), p, seed=11, stream=3).gather())
-                            for name in (library, "numpy"))
+            device, host = (
+                wide(functional.dropout(nn.Tensor(_ones(grid, name)), p, seed=11, stream=3).gather())
+                for name in (library, "numpy")
+            )
             assert np.array_equal(device != 0, host != 0), f"p = {p}"
     result("masks of p = 0.1, 0.5, 0.9: as on the host")
 
 
 def _ones(grid, library):
-    return DistMatrix.from_function(grid, (300, 131), lambda i, j: 1.0, dtype="float32", layout=Layout(("data", "z")),
-                                    library=library)
+    return DistMatrix.from_function(
+        grid, (300, 131), lambda i, j: 1.0, dtype="float32", layout=Layout(("data", "z")), library=library
+    )
 
 
 @cases("library")
@@ -61,15 +69,17 @@ def _ones(grid, library):
 def test_checkpoint(comm, library, shared_path, result):
     """Weights and optimizer states are saved from the device and loaded to the host."""
     with Grid(comm, "fsdp") as grid:
-        saved, loaded = ({**net.state_dict(), **opt.matrices()} for net, opt in
-                         (_stepped(grid, name) for name in (library, "numpy")))
+        saved, loaded = (
+            {**net.state_dict(), **opt.matrices()} for net, opt in (_stepped(grid, name) for name in (library, "numpy"))
+        )
         for matrix in loaded.values():
             matrix.local[...] = -1
         checkpoints = Checkpoints(grid, shared_path)
         checkpoints.save(1, saved)
         checkpoints.load_latest(loaded)
-        different = [name for name in saved
-                     if wide(saved[name].gather()).tobytes() != wide(loaded[name].gather()).tobytes()]
+        different = [
+            name for name in saved if wide(saved[name].gather()).tobytes() != wide(loaded[name].gather()).tobytes()
+        ]
     assert different == []
     result("weights and optimizer states: the same bits on the host")
 

@@ -35,8 +35,9 @@ def test_normal_numbers_may_differ_from_the_hosts_by_rounding(comm, monkeypatch)
     special = DeviceLibrary.special
     for factor, different in (1 + 2**-50, []), (1 + 1e-9, ["normal float64"]):
         with given(factor=factor):
-            monkeypatch.setattr(DeviceLibrary, "special", lambda self, name, factor=factor: lambda x: (
-                special(self, name)(x) * factor))
+            monkeypatch.setattr(
+                DeviceLibrary, "special", lambda self, name, factor=factor: lambda x: special(self, name)(x) * factor
+            )
             assert different_random_matrices(comm, "standin") == different
 
 
@@ -46,8 +47,9 @@ def test_an_optimizer_whose_kernel_is_wrong_on_a_device_is_found(comm, monkeypat
     right = fused._kernel
     wrong = lambda *given: lambda *arrays: None
     for optimizer, precision in ("SGD", "float32"), ("AdamW", "float32"), ("AdamW", "float16"):
-        train = lambda: test_networks.train_beside_numpy(comm, "standin", precision, optimizer,
-                                                         overflows=precision == "float16")
+        train = lambda: test_networks.train_beside_numpy(
+            comm, "standin", precision, optimizer, overflows=precision == "float16"
+        )
         with given(optimizer=optimizer, precision=precision):
             monkeypatch.setattr(fused, "_kernel", right)
             train()
@@ -61,8 +63,13 @@ def test_a_function_that_is_wrong_on_a_device_is_found(comm, monkeypatch):
     functional = test_networks.functional
     for name in "RELU", "GELU":
         right = getattr(functional, name)
-        wrong = right._replace(slope=Elementwise(lambda library, g, kept, right=right: (
-            right.slope.expression(library, g, kept) * (1 if library.kind == "numpy" else 1.001))))
+        wrong = right._replace(
+            slope=Elementwise(
+                lambda library, g, kept, right=right: (
+                    right.slope.expression(library, g, kept) * (1 if library.kind == "numpy" else 1.001)
+                )
+            )
+        )
         with given(name=name):
             assert test_networks.function_error(comm, "standin", name.lower(), "float32") < 1e-6
             monkeypatch.setattr(functional, name, wrong)
@@ -78,8 +85,14 @@ def started(tmp_path, *options, preexec_fn=None):
     """Run the command on this host. Return the ended process and the contents of report.json."""
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
     options = ["--small", "--mpiexec", LAUNCHER, "--report", str(tmp_path / "report"), "--budget", "800", *options]
-    done = subprocess.run([sys.executable, check.__file__, *options], capture_output=True, text=True, timeout=900,
-                          env=environ, preexec_fn=preexec_fn)
+    done = subprocess.run(
+        [sys.executable, check.__file__, *options],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env=environ,
+        preexec_fn=preexec_fn,
+    )
     assert (tmp_path / "report" / "report.md").exists(), done.stdout + done.stderr
     return done, json.loads((tmp_path / "report" / "report.json").read_text())
 
@@ -95,11 +108,19 @@ def run_check(tmp_path, *options):
 
 def test_on_a_stand_in_device_a_refused_transport_is_absent(tmp_path):
     """The exit code is 0."""
-    found, text = run_check(tmp_path, "--library", "standin", "--ranks", "2", "--only",
-                            "surroundings or named_transport or (test_product_over and float32)")
+    found, text = run_check(
+        tmp_path,
+        "--library",
+        "standin",
+        "--ranks",
+        "2",
+        "--only",
+        "surroundings or named_transport or (test_product_over and float32)",
+    )
     states = {name: entry["state"] for name, entry in found.items()}
     assert {name for name, state in states.items() if state == "absent"} == {
-        name for name in states if "nccl" in name} and len(states) == 7
+        name for name in states if "nccl" in name
+    } and len(states) == 7
     assert found["test_named_transport[n2-standin-staged]"]["said"].startswith("staged")
     assert found["test_named_transport[n2-standin-direct]"]["said"].startswith("direct")
     devices = found["test_surroundings[n2-standin]"]["figures"]["devices"]
@@ -110,8 +131,9 @@ def test_on_a_stand_in_device_a_refused_transport_is_absent(tmp_path):
 def test_a_library_is_given_up_after_three_tests_that_did_not_end(tmp_path, monkeypatch):
     """A test that ends, whatever its result, leaves no file."""
     monkeypatch.setattr(conftest, "FOLDER", str(tmp_path))
-    item = lambda name, library: SimpleNamespace(name=name, callspec=SimpleNamespace(
-        params={"nranks": 2, "library": library}))
+    item = lambda name, library: SimpleNamespace(
+        name=name, callspec=SimpleNamespace(params={"nranks": 2, "library": library})
+    )
     conftest.pytest_runtest_setup(right := item("right", "cupy"))
     [*conftest.pytest_runtest_teardown(right)]
     for name in "abc":
@@ -124,8 +146,15 @@ def test_a_library_is_given_up_after_three_tests_that_did_not_end(tmp_path, monk
 @pytest.mark.thorough("starts four jobs")
 def test_the_rest_of_a_library_whose_tests_end_their_ranks_is_not_run(tmp_path):
     (tmp_path / "deadly.py").write_text("import os\nos._exit(3)\n")
-    done, document = started(tmp_path, "--library", "deadly", "--ranks", "1", "--only",
-                             "random or dropout or checkpoint or memory or functions")
+    done, document = started(
+        tmp_path,
+        "--library",
+        "deadly",
+        "--ranks",
+        "1",
+        "--only",
+        "random or dropout or checkpoint or memory or functions",
+    )
     assert done.returncode == 1
     states = [entry["state"] for entry in document["cases"]]
     assert states == ["FAILED"] * 3 + ["NOT RUN"] * (len(states) - 3) and len(states) > 4
@@ -133,8 +162,9 @@ def test_the_rest_of_a_library_whose_tests_end_their_ranks_is_not_run(tmp_path):
 
 
 def test_without_a_launcher_one_rank_runs_and_the_exit_code_is_1(tmp_path):
-    done, document = started(tmp_path, "--library", "standin", "--ranks", "2", "--only", "dropout", "--mpiexec",
-                             "no-such-launcher -n")
+    done, document = started(
+        tmp_path, "--library", "standin", "--ranks", "2", "--only", "dropout", "--mpiexec", "no-such-launcher -n"
+    )
     assert [(entry["name"], entry["state"]) for entry in document["cases"]] == [("test_dropout[n1-standin]", "ok")]
     assert done.returncode == 1 and "no launcher 'no-such-launcher -n' here" in done.stderr
     assert "GPU_MPIEXEC" in done.stderr
@@ -148,8 +178,18 @@ def test_a_launcher_that_would_start_itself_is_refused(capsys):
 
 def test_a_budget_that_is_used_up_leaves_a_report(tmp_path):
     """Also if the command itself ignores SIGINT, which ends the tests, as in the background of a shell."""
-    done, document = started(tmp_path, "--library", "standin", "--ranks", "1", "--only", "dropout", "--budget", "0.01",
-                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    done, document = started(
+        tmp_path,
+        "--library",
+        "standin",
+        "--ranks",
+        "1",
+        "--only",
+        "dropout",
+        "--budget",
+        "0.01",
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
     assert done.returncode == 1 and document["counts"]["ok"] == 0
 
 
@@ -166,16 +206,24 @@ def test_tests_that_do_not_end_after_the_budget_are_killed(tmp_path, monkeypatch
 
 def test_pmm3d_is_found_by_a_python_without_packages(tmp_path):
     """Without site-packages and PYTHONPATH: only with the paths that the command adds."""
-    code = ("import sys\nfrom pathlib import Path\nsys.path.append(sys.argv[1])\nfrom gpu import check\n"
-            "check._extend_path(Path(sys.argv[2]))\nfrom pmm3d.tools.launcher import end_job\n")
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", code, str(ROOT / "tests"), str(tmp_path)],
-                          capture_output=True, text=True)
+    code = (
+        "import sys\nfrom pathlib import Path\nsys.path.append(sys.argv[1])\nfrom gpu import check\n"
+        "check._extend_path(Path(sys.argv[2]))\nfrom pmm3d.tools.launcher import end_job\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, str(ROOT / "tests"), str(tmp_path)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_only_cases_of_this_folder_are_left_out():
-    items = [SimpleNamespace(name=f"test_{name}[NOTSET]", path=path) for name, path in (
-        ("of_another_folder", ROOT / "tests/comm/test_x.py"), ("without_a_library", ROOT / "tests/gpu/test_x.py"))]
+    items = [
+        SimpleNamespace(name=f"test_{name}[NOTSET]", path=path)
+        for name, path in (
+            ("of_another_folder", ROOT / "tests/comm/test_x.py"),
+            ("without_a_library", ROOT / "tests/gpu/test_x.py"),
+        )
+    ]
     config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None))
     conftest.pytest_collection_modifyitems(config, items)
     assert [item.name for item in items] == ["test_of_another_folder[NOTSET]"]
@@ -186,8 +234,11 @@ def test_every_number_of_ranks_has_products_with_panels_and_every_network_by_bot
     for ranks in 2, 4, 8:
         with given(ranks=ranks):
             assert len(test_products.GRIDS[ranks]) > 1
-            ways = [test_networks.way_over(transport, number, ranks) for transport in ("direct", "staged")
-                    for number in range(2)]
+            ways = [
+                test_networks.way_over(transport, number, ranks)
+                for transport in ("direct", "staged")
+                for number in range(2)
+            ]
             assert {network for network, _ in ways} == {*test_networks.NETWORKS[ranks]}
             assert {optimizer for _, optimizer in ways} == {*test_networks.OPTIMIZERS}
 
@@ -197,8 +248,21 @@ def test_on_a_host_everything_runs_and_is_reported(tmp_path):
     found, text = run_check(tmp_path, "--library", "torch", "--ranks", "1", "2")
     assert {entry["state"] for entry in found.values()} <= {"ok", "absent"}
     assert {entry["check"] for entry in found.values() if entry["state"] == "ok"} == {
-        "rate", "message", "step", "launches", "surroundings", "transport", "product", "training", "functions",
-        "torch module", "random matrices", "dropout", "checkpoint", "out of memory"}
+        "rate",
+        "message",
+        "step",
+        "launches",
+        "surroundings",
+        "transport",
+        "product",
+        "training",
+        "functions",
+        "torch module",
+        "random matrices",
+        "dropout",
+        "checkpoint",
+        "out of memory",
+    }
     errors = {name: entry["figures"]["error"] for name, entry in found.items() if "error" in entry["figures"]}
     assert len(errors) > 15 and max(errors[name] for name in errors if "float64" in name) < 1e-12
     assert max(errors[name] for name in errors if "bfloat16" in name) > 1e-4
@@ -211,19 +275,36 @@ def test_what_was_not_run_or_failed_is_reported(tmp_path):
     """The run was ended: one test is right, one failed, one is absent, one was not run."""
     params = {"nranks": 2, "library": "cupy", "precision": "float32"}
     callspec = SimpleNamespace(params=params)
-    items = [SimpleNamespace(nodeid=name, name=name, originalname="test_product", callspec=callspec)
-             for name in ("right", "wrong", "refused", "late")]
+    items = [
+        SimpleNamespace(nodeid=name, name=name, originalname="test_product", callspec=callspec)
+        for name in ("right", "wrong", "refused", "late")
+    ]
     record = report.Record(tmp_path)
     record.pytest_collection_finish(SimpleNamespace(items=items))
-    made = lambda name, **fields: SimpleNamespace(**{
-        "nodeid": name, "when": "call", "duration": 1.0, "failed": False, "skipped": False, "passed": False,
-        "user_properties": []} | fields)
+    made = lambda name, **fields: SimpleNamespace(
+        **{
+            "nodeid": name,
+            "when": "call",
+            "duration": 1.0,
+            "failed": False,
+            "skipped": False,
+            "passed": False,
+            "user_properties": [],
+        }
+        | fields
+    )
     right = made("right", passed=True, user_properties=[["said", "fine"], ["figures", {"error": 1e-7}]])
     record.pytest_runtest_logreport(right)
     assert record.pytest_report_teststatus(right) == ("passed", ".", "ok: fine")
-    record.pytest_runtest_logreport(made(
-        "wrong", failed=True, longrepr=SimpleNamespace(reprcrash=SimpleNamespace(message="2 + 2 is 5")),
-        longreprtext="a traceback", user_properties=[["said", "slow"], ["figures", {"share": 0.5}]]))
+    record.pytest_runtest_logreport(
+        made(
+            "wrong",
+            failed=True,
+            longrepr=SimpleNamespace(reprcrash=SimpleNamespace(message="2 + 2 is 5")),
+            longreprtext="a traceback",
+            user_properties=[["said", "slow"], ["figures", {"share": 0.5}]],
+        )
+    )
     record.pytest_runtest_logreport(made("refused", skipped=True, longrepr=("file", 1, "nccl is refused")))
     entries = report.results(tmp_path)
     text = report.write(tmp_path, {"date": "today"}, entries, 3.0)
@@ -244,17 +325,28 @@ def test_without_a_gpu_that_can_be_used_it_says_so(tmp_path):
     """nvidia-smi is imitated and devices are hidden, so the test also passes with a GPU. make's exit code is 2."""
     tool = tmp_path / "nvidia-smi"
     environ = without_outer_make() | {
-        "CUDA_VISIBLE_DEVICES": "", "PATH": f"{tmp_path}:{Path(sys.executable).parent}:/usr/bin:/bin"}
+        "CUDA_VISIBLE_DEVICES": "",
+        "PATH": f"{tmp_path}:{Path(sys.executable).parent}:/usr/bin:/bin",
+    }
     for driver, code, said in (
         ("exit 9", 0, "gpu-check: no GPU here, nothing was checked (torch:cuda: finds no device; cupy: "),
-        ("echo 0, NVIDIA H200, 580.1, 143771 MiB, 0, 1980 MHz, 700 W", 2,
-         "gpu-check: the driver has NVIDIA H200, but neither torch nor cupy of "),
+        (
+            "echo 0, NVIDIA H200, 580.1, 143771 MiB, 0, 1980 MHz, 700 W",
+            2,
+            "gpu-check: the driver has NVIDIA H200, but neither torch nor cupy of ",
+        ),
     ):
         with given(driver=driver):
             tool.write_text(f"#!/bin/sh\n{driver}\n")
             tool.chmod(0o755)
-            done = subprocess.run(["make", "-s", "gpu-check", f"GPU_PYTHON={sys.executable}"], cwd=ROOT, text=True,
-                                  capture_output=True, timeout=120, env=environ)
+            done = subprocess.run(
+                ["make", "-s", "gpu-check", f"GPU_PYTHON={sys.executable}"],
+                cwd=ROOT,
+                text=True,
+                capture_output=True,
+                timeout=120,
+                env=environ,
+            )
             assert (done.returncode, (done.stderr if code else done.stdout).startswith(said)) == (code, True), done
 
 
@@ -273,8 +365,19 @@ def test_missing_packages_are_installed_without_their_dependencies(tmp_path, mon
     monkeypatch.setattr(check, "PACKAGES", {"numpy": "numpy", "no_such_package_here": "no-such-package-here>=1"})
     monkeypatch.setattr(check.subprocess, "run", lambda command, **options: commands.append(command))
     assert check.install(tmp_path) == ["no_such_package_here"]
-    assert commands == [[sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path),
-                         "no-such-package-here>=1"]]
+    assert commands == [
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--target",
+            str(tmp_path),
+            "no-such-package-here>=1",
+        ]
+    ]
     monkeypatch.setattr(check, "PACKAGES", {"numpy": "numpy"})
     assert check.install(tmp_path) == [] and len(commands) == 1
 
@@ -282,8 +385,9 @@ def test_missing_packages_are_installed_without_their_dependencies(tmp_path, mon
 def test_a_full_run_has_every_precision_and_transport_for_both_libraries():
     environ = os.environ | {"PMM3D_GPU_LIBRARIES": "torch:cuda,cupy"}
     words = ["--collect-only", "-q", "-m", "gpu", "--all", "-o", "addopts=", "-p", "no:cacheprovider", "tests/gpu"]
-    done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, text=True, capture_output=True,
-                          env=environ)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words], cwd=ROOT, text=True, capture_output=True, env=environ
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = defaultdict(set)
     for line in done.stdout.splitlines():
@@ -299,8 +403,11 @@ def test_a_full_run_has_every_precision_and_transport_for_both_libraries():
                 with given(library=library, name=name, ranks=count):
                     over = {case[2:] for case in found[f"{name}_over"] if case[:2] == (count, library)}
                     low = "bfloat16" if library == "torch:cuda" else "float16"
-                    assert over == {(precision, transport) for precision in ("float32", low)
-                                    for transport in ("direct", "staged", "nccl")}
+                    assert over == {
+                        (precision, transport)
+                        for precision in ("float32", low)
+                        for transport in ("direct", "staged", "nccl")
+                    }
     assert found["test_step"] == found["test_launches"] == {("n1", "torch:cuda", "bfloat16")}
     assert len(found["test_rate"]) == 4 and len(found["test_message"]) == 2
     assert FULL.wanted == (0.97, 0.8, 0.85, 0.97)

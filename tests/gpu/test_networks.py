@@ -9,19 +9,7 @@ from itertools import cycle, product
 import numpy as np
 from loops import given
 
-from gpu.cases import (
-    DEVICES,
-    TORCHS,
-    TRAINED,
-    TRANSPORTS,
-    cases,
-    check_error,
-    common,
-    gpu,
-    ranks,
-    relative_error,
-    wide,
-)
+from gpu.cases import DEVICES, TORCHS, TRAINED, TRANSPORTS, cases, check_error, common, gpu, ranks, relative_error, wide
 from gpu.test_products import needs_transport
 from pmm3d import DistMatrix, Grid, Layout, nn
 from pmm3d.arrays import library_named
@@ -31,11 +19,17 @@ from pmm3d.nn.optimizer_state import is_state
 pytestmark = gpu
 STEPS, BATCH, WIDTHS = 5, 96, (37, 64, 51, 12)
 INPUT = Layout(("data", "z"), "y")
-NETWORKS = {1: [((1, 1, 1), 1)], 2: [((2, 1, 1), 1), ((1, 1, 2), 1), ((1, 1, 1), 2)],
-            4: [((2, 2, 1), 1), ((1, 1, 2), 2)], 8: [((2, 1, 2), 2)]}
+NETWORKS = {
+    1: [((1, 1, 1), 1)],
+    2: [((2, 1, 1), 1), ((1, 1, 2), 1), ((1, 1, 1), 2)],
+    4: [((2, 2, 1), 1), ((1, 1, 2), 2)],
+    8: [((2, 1, 2), 2)],
+}
 """Number of ranks -> grid shapes, each with the size of the data axis."""
-OPTIMIZERS = {"SGD": partial(optim.SGD, lr=1.0, momentum=0.9),
-              "AdamW": partial(optim.AdamW, lr=1e-2, weight_decay=0.1, eps=1e-4)}
+OPTIMIZERS = {
+    "SGD": partial(optim.SGD, lr=1.0, momentum=0.9),
+    "AdamW": partial(optim.AdamW, lr=1e-2, weight_decay=0.1, eps=1e-4),
+}
 """The rates change the weights by a sixth: unchanged weights are found in any precision. The large eps keeps rounding
 from deciding the direction of an element."""
 CLIP = 0.3
@@ -50,8 +44,11 @@ OF_STATES = 5.0
 @ranks(1, 2, 8)
 def test_training(comm, library, precision, result):
     networks, names = NETWORKS[comm.size], [*OPTIMIZERS]
-    ways = [*product(networks, names)] if comm.size == 1 else [
-        *zip(networks, cycle(names[TRAINED.index(precision) % 2:] + names))]
+    ways = (
+        [*product(networks, names)]
+        if comm.size == 1
+        else [*zip(networks, cycle(names[TRAINED.index(precision) % 2 :] + names))]
+    )
     check_trainings(comm, library, precision, "auto", ways, result)
 
 
@@ -81,8 +78,11 @@ def check_trainings(comm, library, precision, transport, ways, result):
             found = train_beside_numpy(comm, library, precision, optimizer, shape, data, transport, overflows)
             errors.append(max(found["losses"], found["weights"]))
             skipped += found["skipped"]
-    result(f"relative error of losses and weights {max(errors):.1e}, {len(errors)} trainings, {skipped} skipped steps",
-           error=max(errors), skipped=skipped)
+    result(
+        f"relative error of losses and weights {max(errors):.1e}, {len(errors)} trainings, {skipped} skipped steps",
+        error=max(errors),
+        skipped=skipped,
+    )
 
 
 def train_beside_numpy(comm, library, precision, optimizer, shape=(1, 1, 1), data=1, transport="auto", overflows=False):
@@ -140,10 +140,16 @@ def _vector(matrices):
 
 
 SHAPE, ROW = (37, 53), (1, 53)
-FUNCTIONS = {"relu": (nn.relu, [SHAPE]), "tanh": (nn.tanh, [SHAPE]), "sigmoid": (nn.sigmoid, [SHAPE]),
-             "silu": (nn.silu, [SHAPE]), "gelu": (nn.gelu, [SHAPE]),
-             "dropout": (partial(functional.dropout, p=0.5, seed=2), [SHAPE]),
-             "layer_norm": (functional.layer_norm, [SHAPE, ROW, ROW]), "mse": (nn.mse, [SHAPE, SHAPE])}
+FUNCTIONS = {
+    "relu": (nn.relu, [SHAPE]),
+    "tanh": (nn.tanh, [SHAPE]),
+    "sigmoid": (nn.sigmoid, [SHAPE]),
+    "silu": (nn.silu, [SHAPE]),
+    "gelu": (nn.gelu, [SHAPE]),
+    "dropout": (partial(functional.dropout, p=0.5, seed=2), [SHAPE]),
+    "layer_norm": (functional.layer_norm, [SHAPE, ROW, ROW]),
+    "mse": (nn.mse, [SHAPE, SHAPE]),
+}
 """Functions of tensors, and the shapes of their arguments."""
 
 
@@ -155,8 +161,9 @@ def test_functions(comm, library, precision, result):
         with given(function=name):
             errors[name] = function_error(comm, library, name, precision)
     worst = max(errors, key=errors.get)
-    result(f"relative error {errors[worst]:.1e} ({worst}) in {len(errors)} functions", error=errors[worst],
-           errors=errors)
+    result(
+        f"relative error {errors[worst]:.1e} ({worst}) in {len(errors)} functions", error=errors[worst], errors=errors
+    )
 
 
 def function_error(comm, library, name, precision):
@@ -172,12 +179,16 @@ def function_error(comm, library, name, precision):
 
 def _value_and_gradients(grid, name, library, dtype):
     function, shapes = FUNCTIONS[name]
-    given = [nn.Tensor(_matrix(grid, shape, seed, library, dtype), requires_grad=True)
-             for seed, shape in enumerate(shapes)]
+    given = [
+        nn.Tensor(_matrix(grid, shape, seed, library, dtype), requires_grad=True) for seed, shape in enumerate(shapes)
+    ]
     out = function(*given)
     out.backward(_matrix(grid, out.shape, len(given), library, out.dtype))
-    gradients = {f"gradient of argument {place}": wide(tensor.grad.gather())
-                 for place, tensor in enumerate(given, 1) if tensor.grad is not None}
+    gradients = {
+        f"gradient of argument {place}": wide(tensor.grad.gather())
+        for place, tensor in enumerate(given, 1)
+        if tensor.grad is not None
+    }
     return {"value": wide(out.gather()), **gradients}
 
 
@@ -230,8 +241,14 @@ def _module(torch, dtype):
     nn = torch.nn
     torch.manual_seed(3)
     first, second, third, last = WIDTHS
-    return nn.Sequential(nn.Linear(first, second), nn.GELU(), nn.LayerNorm(second), nn.Linear(second, third), nn.GELU(),
-                         nn.Linear(third, last)).to(dtype)
+    return nn.Sequential(
+        nn.Linear(first, second),
+        nn.GELU(),
+        nn.LayerNorm(second),
+        nn.Linear(second, third),
+        nn.GELU(),
+        nn.Linear(third, last),
+    ).to(dtype)
 
 
 def _batch(torch, dtype):

@@ -45,8 +45,11 @@ def test_surroundings(comm, library, result):
         matrix = DistMatrix.random(grid, (8, 8), library=library, dtype="float32")
         (matrix @ matrix).gather()
         why, devices = grid.transport.why, grid.devices(matrix.library)
-    seen = [f"rank {row['rank']} {row['name']} {row['device']} ({row['pci']})" for row in devices
-            if row["device"] is not None]
+    seen = [
+        f"rank {row['rank']} {row['name']} {row['device']} ({row['pci']})"
+        for row in devices
+        if row["device"] is not None
+    ]
     assert comm.rank > 0 or bool(seen) == on_device(library)  # rank 0 has the list
     result("; ".join([mpi_name(), why, *seen]), MPI=mpi_name(), transport=why, devices=devices)
 
@@ -80,16 +83,20 @@ def needs_transport(comm: MPI.Intracomm, library: str, transport: str) -> None:
 def messages(comm: MPI.Intracomm, library: str, transport: str) -> str:
     """Sum, shift and gather integers, which must be exact. Return their transport."""
     with Grid(comm, (comm.size, 1, 1), device_transport=transport) as grid:
-        rows = DistMatrix.from_function(grid, (4 * comm.size, 1000), lambda i, j: 1000 * i + j, dtype="float32",
-                                        layout=Layout("x"), library=library)
+        rows = DistMatrix.from_function(
+            grid, (4 * comm.size, 1000), lambda i, j: 1000 * i + j, dtype="float32", layout=Layout("x"), library=library
+        )
         sums = wide(grid.x.all_reduce(rows.local).wait())
         moved = wide(grid.x.shift(rows.local).wait())
         whole = wide(grid.x.all_gather(rows.local).wait())
         why = grid.transport.why
     expected = 1000.0 * np.arange(4 * comm.size)[:, None] + np.arange(1000)
     blocks = expected.reshape(comm.size, 4, 1000)
-    right = {"all_gather": np.array_equal(whole, expected), "all_reduce": np.array_equal(sums, blocks.sum(0)),
-             "shift": np.array_equal(moved, blocks[comm.rank - 1])}
+    right = {
+        "all_gather": np.array_equal(whole, expected),
+        "all_reduce": np.array_equal(sums, blocks.sum(0)),
+        "shift": np.array_equal(moved, blocks[comm.rank - 1]),
+    }
     assert all(right.values()), f"{why}: {right}"
     return why
 
@@ -119,13 +126,16 @@ def check_products(comm, library, precision, transport, ways, result):
     result(f"relative error {max(errors):.1e} in {len(errors)} products", error=max(errors))
 
 
-def product_error(comm: MPI.Intracomm, library: str, precision: str, transport: str, shape: Any, stored: str,
-                  panels: int) -> float:
+def product_error(
+    comm: MPI.Intracomm, library: str, precision: str, transport: str, shape: Any, stored: str, panels: int
+) -> float:
     """C = A B, then C = A B / 2 + C / 2: relative error compared with NumPy."""
     m, n, k = SIZES.product
     with Grid(comm, shape, device_transport=transport) as grid:
-        a, b = (_operand(grid, library, precision, *each) for each in
-                (((m, k), 1, Layout.A, stored[0] == "t"), ((k, n), 2, Layout.B, stored[1] == "t")))
+        a, b = (
+            _operand(grid, library, precision, *each)
+            for each in (((m, k), 1, Layout.A, stored[0] == "t"), ((k, n), 2, Layout.B, stored[1] == "t"))
+        )
         how = {"panels": panels} | ({"tf32": True} if precision == "tf32" else {})
         c = matmul(a, b, **how)
         matmul(a, b, out=c, alpha=0.5, beta=0.5, **how)
@@ -133,10 +143,17 @@ def product_error(comm: MPI.Intracomm, library: str, precision: str, transport: 
     return relative_error(found, left @ right)
 
 
-def _operand(grid: Grid, library: str, precision: str, shape: tuple[int, int], seed: int, layout: Layout,
-             turned: bool) -> DistMatrix:
+def _operand(
+    grid: Grid, library: str, precision: str, shape: tuple[int, int], seed: int, layout: Layout, turned: bool
+) -> DistMatrix:
     """A random operand. turned: the conjugate transpose of the stored matrix."""
     dtype = "float32" if precision == "tf32" else precision
-    stored = DistMatrix.random(grid, shape[::-1] if turned else shape, seed=seed, dtype=dtype,
-                               layout=layout.T if turned else layout, library=library)
+    stored = DistMatrix.random(
+        grid,
+        shape[::-1] if turned else shape,
+        seed=seed,
+        dtype=dtype,
+        layout=layout.T if turned else layout,
+        library=library,
+    )
     return stored.H if turned else stored

@@ -26,9 +26,18 @@ def write(comm, shared_path):
 @pytest.fixture
 def path(write):
     deep = X.reshape(SAMPLES, *DIMS)
-    return write(x=X, y=LABELS, wide=np.tile(X, 200), deep=deep.astype("uint16"), chunked=deep, single=deep[:, None],
-                 vectors=VECTORS, vectors_chunked=VECTORS.astype("float32"), column=VECTORS[:, 0],
-                 one=LABELS[:, None].astype("uint8"))
+    return write(
+        x=X,
+        y=LABELS,
+        wide=np.tile(X, 200),
+        deep=deep.astype("uint16"),
+        chunked=deep,
+        single=deep[:, None],
+        vectors=VECTORS,
+        vectors_chunked=VECTORS.astype("float32"),
+        column=VECTORS[:, 0],
+        one=LABELS[:, None].astype("uint8"),
+    )
 
 
 @pytest.fixture

@@ -38,19 +38,26 @@ def gate(monkeypatch):
 def weights(grid, seed=0):
     """A matrix of partial sums, and a matrix whose shards are not in the order of rows."""
     layouts = {"w": Layout.A, "b": Layout(cols="y"), "sums": Layout("z", sums=("data", "y"))}
-    made = {name: DistMatrix.from_global(grid, to_library(integers(shape, "float32", seed + at)))
-            for at, (name, shape) in enumerate(SHAPES.items())}
+    made = {
+        name: DistMatrix.from_global(grid, to_library(integers(shape, "float32", seed + at)))
+        for at, (name, shape) in enumerate(SHAPES.items())
+    }
     return {name: made[name].redistribute(layouts[name]) for name in ("b", "sums")} | {
-        "w": DistMatrix.from_global(grid, to_library(integers(SHAPES["w"], "float32", seed).T.copy())).T}
+        "w": DistMatrix.from_global(grid, to_library(integers(SHAPES["w"], "float32", seed).T.copy())).T
+    }
 
 
 def holds(path, keeper, seed):
     """Whether a checkpoint has these values, loaded in other layouts."""
-    found = {name: DistMatrix.from_global(keeper.grid, to_library(np.zeros(shape, "float32")), layout=OTHER[at])
-             for at, (name, shape) in enumerate(SHAPES.items())}
+    found = {
+        name: DistMatrix.from_global(keeper.grid, to_library(np.zeros(shape, "float32")), layout=OTHER[at])
+        for at, (name, shape) in enumerate(SHAPES.items())
+    }
     keeper.load(path, found)
-    return all(np.array_equal(found[name].gather(), integers(shape, "float32", seed + at))
-               for at, (name, shape) in enumerate(SHAPES.items()))
+    return all(
+        np.array_equal(found[name].gather(), integers(shape, "float32", seed + at))
+        for at, (name, shape) in enumerate(SHAPES.items())
+    )
 
 
 def names(keeper):

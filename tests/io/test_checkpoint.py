@@ -38,15 +38,18 @@ def values_of(seed=0):
 
 def network(grid, seed=0, library=TESTED):
     """The matrices with their values."""
-    return {name: DistMatrix.from_global(grid, to_library(whole, library), layout=NETWORK[name][2])
-            for name, whole in values_of(seed).items()}
+    return {
+        name: DistMatrix.from_global(grid, to_library(whole, library), layout=NETWORK[name][2])
+        for name, whole in values_of(seed).items()
+    }
 
 
 def blank(grid, shift=0):
     """Matrices of zeros with the same names, in other layouts."""
-    return {name: DistMatrix.from_global(grid, to_library(np.zeros(shape, dtype)),
-                                         layout=OTHER[(n + shift) % len(OTHER)])
-            for n, (name, (shape, dtype, _)) in enumerate(NETWORK.items())}
+    return {
+        name: DistMatrix.from_global(grid, to_library(np.zeros(shape, dtype)), layout=OTHER[(n + shift) % len(OTHER)])
+        for n, (name, (shape, dtype, _)) in enumerate(NETWORK.items())
+    }
 
 
 def assert_hold(matrices, seed=0):
@@ -129,8 +132,10 @@ def test_each_element_is_stored_once(grid, keeper):
 def test_views_and_other_libraries(grid, keeper):
     views = {"a": network(grid)["0.weight"].T, "b": network(grid, library="standin")["1.weight"]}
     path = keeper.save(1, views)
-    empty = {"a": DistMatrix.empty(grid, (7, 11), layout=Layout.B).T,
-             "b": DistMatrix.empty(grid, (13, 5), dtype="float32", layout=Layout(rows="y"), library="standin")}
+    empty = {
+        "a": DistMatrix.empty(grid, (7, 11), layout=Layout.B).T,
+        "b": DistMatrix.empty(grid, (13, 5), dtype="float32", layout=Layout(rows="y"), library="standin"),
+    }
     keeper.load(path, empty)
     assert np.array_equal(empty["a"].gather(), values_of()["0.weight"].T)
     assert np.array_equal(to_numpy(empty["b"].gather(), "standin"), values_of()["1.weight"])
@@ -140,13 +145,17 @@ def test_views_and_other_libraries(grid, keeper):
 def test_tensors_of_every_type(grid, keeper):
     import torch
 
-    wholes = {dtype: torch.arange(35).reshape(5, 7).to(getattr(torch, dtype))
-              for dtype in ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")}
+    wholes = {
+        dtype: torch.arange(35).reshape(5, 7).to(getattr(torch, dtype))
+        for dtype in ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+    }
     path = keeper.save(1, {name: DistMatrix.from_global(grid, whole) for name, whole in wholes.items()})
     with h5py.File(path / "checkpoint.h5") as file:
         assert file["bfloat16"].attrs["dtype"] == "bfloat16" and file["bfloat16"].dtype == "uint16"
-    turned = {name: DistMatrix.from_global(grid, torch.zeros_like(whole).T, layout=Layout.C).T
-              for name, whole in wholes.items()}
+    turned = {
+        name: DistMatrix.from_global(grid, torch.zeros_like(whole).T, layout=Layout.C).T
+        for name, whole in wholes.items()
+    }
     keeper.load(path, turned)
     for name, whole in wholes.items():
         assert torch.equal(turned[name].gather(), whole), name
@@ -234,8 +243,11 @@ def test_damage_is_named_and_the_one_before_is_taken(grid, shared_path, fails, c
             assert_untouched(matrices)
             assert keeper.load_latest(matrices) == (keeper.folder / "step-00000001", "one")
             assert_hold(matrices, 1)
-            warned = [record.getMessage() for record in caplog.records
-                      if (record.name, record.levelname) == ("pmm3d.io", "WARNING")]
+            warned = [
+                record.getMessage()
+                for record in caplog.records
+                if (record.name, record.levelname) == ("pmm3d.io", "WARNING")
+            ]
             assert len(warned) == (grid.rank == 0 and kind != "no-master")
             assert all(message.startswith(f"{path} is passed over: ") for message in warned)
 
@@ -272,8 +284,10 @@ def test_matrices_that_cannot_be_saved_or_filled(grid, keeper, fails):
     fails("'a' and 'a/b' cannot both name", lambda: keeper.save(2, {"a": good, "a/b": good}))
     fails("matrices are DistMatrix by name; got a ndarray", lambda: keeper.save(2, {"a": np.ones((2, 2))}))
     fails("a step is a number of at least 0; got -1", lambda: keeper.save(-1, {"a": good}))
-    fails("meta must contain only values that JSON has: got an object of type object",
-          lambda: keeper.save(2, {"a": good}, {"x": object()}))
+    fails(
+        "meta must contain only values that JSON has: got an object of type object",
+        lambda: keeper.save(2, {"a": good}, {"x": object()}),
+    )
     fails("keep is a number of checkpoints, at least 1; got 0", lambda: Checkpoints(grid, keeper.folder, keep=0))
     assert keeper.candidates() == [path] and os.listdir(keeper.folder) == [path.name]
 

@@ -61,8 +61,15 @@ TRAIN = """
 """
 
 KILLS = [
-    ("fsync", 0, 4), ("fsync", 3, 0), ("unlink", 0, 1), ("rmdir", 0, 1), ("rename", 0, 3), ("mkdir", 0, 1),
-    ("any", 1, 0.013), ("any", 0, 0.031), ("any", 2, 0.057),
+    ("fsync", 0, 4),
+    ("fsync", 3, 0),
+    ("unlink", 0, 1),
+    ("rmdir", 0, 1),
+    ("rename", 0, 3),
+    ("mkdir", 0, 1),
+    ("any", 1, 0.013),
+    ("any", 0, 0.031),
+    ("any", 2, 0.057),
 ]
 GRIDS = "1x2x1 in 2", "1x1x4", "1x1x1 in 4"
 
@@ -83,8 +90,9 @@ def trains(job, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("kills", [KILLS[1:8:3], pytest.param(KILLS, marks=pytest.mark.thorough("ten jobs"))],
-                         ids=["some", "all"])
+@pytest.mark.parametrize(
+    "kills", [KILLS[1:8:3], pytest.param(KILLS, marks=pytest.mark.thorough("ten jobs"))], ids=["some", "all"]
+)
 def test_a_kill_at_any_moment_leaves_the_last_complete_checkpoint(trains, kills):
     known = 0
     for number, (call, victim, moment) in enumerate(kills):

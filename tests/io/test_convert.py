@@ -52,10 +52,15 @@ def test_a_table_of_numbers(table, target):
                 assert found["x"].dtype == "float32"
 
 
-NAMES = [({"targets": "heat flux"}, "target_columns"), ({"targets": "2"}, "target_columns"),
-         ({"targets": "heat flux,yield"}, "target_columns"), ({"inputs": "yield"}, "inputs"),
-         ({"inputs": "0"}, "inputs"), ({"targets": None, "inputs": "1"}, "inputs"),
-         ({"targets": "batch", "group_column": "batch"}, "target_columns")]
+NAMES = [
+    ({"targets": "heat flux"}, "target_columns"),
+    ({"targets": "2"}, "target_columns"),
+    ({"targets": "heat flux,yield"}, "target_columns"),
+    ({"inputs": "yield"}, "inputs"),
+    ({"inputs": "0"}, "inputs"),
+    ({"targets": None, "inputs": "1"}, "inputs"),
+    ({"targets": "batch", "group_column": "batch"}, "target_columns"),
+]
 
 
 def test_a_column_is_no_name_of_a_data_set_of_others(table, target):
@@ -64,8 +69,11 @@ def test_a_column_is_no_name_of_a_data_set_of_others(table, target):
         with given(options=options), pytest.raises(DataError, match="Choose another name") as refused:
             convert(path, target, **options)
         assert remedy in str(refused.value) and not target.exists()
-    for options in ({"targets": "yield"}, {"inputs": "features", "targets": "labels"},
-                    {"inputs": "u", "target_columns": [1, 2, 3]}):
+    for options in (
+        {"targets": "yield"},
+        {"inputs": "features", "targets": "labels"},
+        {"inputs": "u", "target_columns": [1, 2, 3]},
+    ):
         with given(options=options):
             convert(path, target, overwrite=True, **options)
     assert convert(table("x,y,class\n1,2,3\n4,5,6\n"), target, overwrite=True).columns == ["x", "y"]
@@ -100,9 +108,12 @@ def test_labels_as_text_are_numbered_in_sorted_order(table, target):
 
 
 NUMBERS = [
-    ("0 1 2 10", [0, 1, 2, 3], ["0", "1", "2", "10"]), ("3 1 2", [2, 0, 1], ["1", "2", "3"]),
-    ("1234 0.5 100", [2, 0, 1], ["0.5", "100", "1234"]), ("-1 0.5 1", [0, 1, 2], ["-1", "0.5", "1"]),
-    ("cow 2 10", [2, 0, 1], ["2", "10", "cow"]), ("1_0 10 no", [1, 0, 2], ["10", "1_0", "no"]),
+    ("0 1 2 10", [0, 1, 2, 3], ["0", "1", "2", "10"]),
+    ("3 1 2", [2, 0, 1], ["1", "2", "3"]),
+    ("1234 0.5 100", [2, 0, 1], ["0.5", "100", "1234"]),
+    ("-1 0.5 1", [0, 1, 2], ["-1", "0.5", "1"]),
+    ("cow 2 10", [2, 0, 1], ["2", "10", "cow"]),
+    ("1_0 10 no", [1, 0, 2], ["10", "1_0", "no"]),
 ]
 
 
@@ -157,11 +168,16 @@ def test_bad_tables(table, target):
 
 
 BAD_OPTIONS = [
-    ({"target_columns": "c"}, "no column 'c'; it has the columns a, b"), ({"target_columns": 2}, "index is below 2"),
-    ({"target_columns": ["a", "b"]}, "no columns are left"), ({"target_columns": ["b", 1]}, "or name one twice"),
-    ({"dtype": "int8"}, "float32 or float64; got 'int8'"), ({"delimiter": ", "}, "one character; got ', '"),
-    ({"targets": "x"}, "two names, and not 'groups'"), ({"inputs": "."}, "'.' cannot name a data set"),
-    ({"targets": ""}, "'' cannot name a data set"), ({"target_columns": ()}, r"the columns \(\) are none"),
+    ({"target_columns": "c"}, "no column 'c'; it has the columns a, b"),
+    ({"target_columns": 2}, "index is below 2"),
+    ({"target_columns": ["a", "b"]}, "no columns are left"),
+    ({"target_columns": ["b", 1]}, "or name one twice"),
+    ({"dtype": "int8"}, "float32 or float64; got 'int8'"),
+    ({"delimiter": ", "}, "one character; got ', '"),
+    ({"targets": "x"}, "two names, and not 'groups'"),
+    ({"inputs": "."}, "'.' cannot name a data set"),
+    ({"targets": ""}, "'' cannot name a data set"),
+    ({"target_columns": ()}, r"the columns \(\) are none"),
     ({"classes": ["1"], "target_columns": 0}, "row 0: 'q' is none of the classes 1"),
     ({"classes": True, "target_columns": ["a", "b"]}, "no columns are left"),
 ]
@@ -195,10 +211,20 @@ def test_a_missing_label_of_a_npz_file(tmp_path, target):
 
 
 HEADERS = [  # first line, second line, whether the first one is a header
-    ("0,1,2,3,y", "5.1,3.5,1.4,0.2,0", True), ("1990,1991,y", "1.5,2,3", True), (",0,1,y", "0,1.5,2,3", True),
-    ("a,b", "1,2", True), ("a,b", "1,cow", True), ("1,2,cow", "3,4,cow", False), ("1,2", "3,4", False),
-    ("0,5", "1,6", False), ("1,2,cow", "3,4,ant", False), ("0,cow", "1,ant", False), ("0,1,2,kind", "5,3,1,cow", True),
-    ("0,1,y,2", "1.5,3,0,2", True), ("0,1,2", "5,6,7", True), ("5,NA,3", "1,2,3", False),
+    ("0,1,2,3,y", "5.1,3.5,1.4,0.2,0", True),
+    ("1990,1991,y", "1.5,2,3", True),
+    (",0,1,y", "0,1.5,2,3", True),
+    ("a,b", "1,2", True),
+    ("a,b", "1,cow", True),
+    ("1,2,cow", "3,4,cow", False),
+    ("1,2", "3,4", False),
+    ("0,5", "1,6", False),
+    ("1,2,cow", "3,4,ant", False),
+    ("0,cow", "1,ant", False),
+    ("0,1,2,kind", "5,3,1,cow", True),
+    ("0,1,y,2", "1.5,3,0,2", True),
+    ("0,1,2", "5,6,7", True),
+    ("5,NA,3", "1,2,3", False),
 ]
 
 
@@ -338,9 +364,11 @@ def test_arrays_of_a_npz_file_keep_their_type_and_dims(tmp_path, target):
 
 
 BAD_ARRAYS = [
-    ({"x": np.ones((2, 2))}, "no array 'y'; it has 'x'"), ({"x": np.ones((2, 2)), "y": np.ones(3)}, "'x' has 2 rows"),
+    ({"x": np.ones((2, 2))}, "no array 'y'; it has 'x'"),
+    ({"x": np.ones((2, 2)), "y": np.ones(3)}, "'x' has 2 rows"),
     ({"x": np.array([[1, 2], [3, np.nan]]), "y": np.ones(2)}, "row 1 of array 'x' is not finite"),
-    ({"x": np.array(1.0), "y": np.ones(1)}, "array 'x' is float64 "), ({"x": np.ones((0, 2)), "y": []}, "array 'x'"),
+    ({"x": np.array(1.0), "y": np.ones(1)}, "array 'x' is float64 "),
+    ({"x": np.ones((0, 2)), "y": []}, "array 'x'"),
     ({"x": np.ones((2, 2)) * 1j, "y": np.ones(2)}, "complex128"),
     ({"x": np.ones((2, 2), np.longdouble), "y": np.ones(2)}, "real numbers of at most 64 bits"),
     ({"x": np.array([{}, {}]), "y": np.ones(2)}, "cannot read .*pickle"),
@@ -375,7 +403,8 @@ def test_the_command(command, table, target):
     done = command(source, target, "--classes", "--target-columns", "kind")
     assert done.exit_code == 0 and (
         f"wrote {target}: x 2 x 2 ('a', 'b'); y 2 ('kind'); 2 classes: ant (1), cow (1); the first line is a header"
-        in done.output)
+        in done.output
+    )
     assert written(target)["y"].tolist() == [1, 0]
     with h5py.File(target) as file:
         assert file["x"].attrs["columns"].tolist() == ["a", "b"]

@@ -103,8 +103,14 @@ def test_tokenizers_differ_by_what_changes_tokens(tokenizer):
     same = {**known, "truncation": {"max_length": 128}, "padding": {}, "decoder": None, "post_processor": None}
     model, merges = known["model"], known["model"]["merges"]
     other = {**known, "model": {**model, "merges": merges[::-1]}}
-    older = {**known, "model": {**{key: value for key, value in model.items() if value is not None}, "dropout": 0.1,
-                                "merges": [" ".join(each) for each in merges]}}
+    older = {
+        **known,
+        "model": {
+            **{key: value for key, value in model.items() if value is not None},
+            "dropout": 0.1,
+            "merges": [" ".join(each) for each in merges],
+        },
+    }
     forms = known, dict(reversed(known.items())), same, older, other
     digests = [Tokenizer(json.dumps(each)).digest for each in forms]
     assert len(set(digests[:4])) == 1 and digests[4] not in digests[:4]
@@ -119,10 +125,11 @@ def test_what_is_refused(tmp_path, target, tokenizer):
     other = tmp_path / "other.json"
     other.write_text("{}")
     for said, sources, options in (
-            ("cannot convert .*none.txt", [tmp_path / "none.txt"], {}),
-            ("there is no text: 0 tokens in 1 file", [empty], {}),
-            ("latin.txt: the text is not UTF-8, from byte 3 on", [text, latin], {"tokenizer": tokenizer}),
-            ("is none that the package tokenizers can read", [text], {"tokenizer": other})):
+        ("cannot convert .*none.txt", [tmp_path / "none.txt"], {}),
+        ("there is no text: 0 tokens in 1 file", [empty], {}),
+        ("latin.txt: the text is not UTF-8, from byte 3 on", [text, latin], {"tokenizer": tokenizer}),
+        ("is none that the package tokenizers can read", [text], {"tokenizer": other}),
+    ):
         with given(said=said), pytest.raises(DataError, match=said):
             convert_text(sources, target, **options)
         assert not target.exists()
@@ -140,8 +147,17 @@ def test_the_command(tmp_path, target, tokenizer):
     done = run("text", tmp_path / "a.txt", tmp_path / "a.txt", target)
     assert f"wrote {target}: 7 tokens of a vocabulary of 256, 7 bytes of text" in done.output
     assert run("text", tmp_path / "a.txt", target).exit_code == 2
-    done = run("text", tmp_path / "a.txt", tmp_path / "a.txt", target, "--tokenizer", tokenizer, "--between", END,
-               "--overwrite")
+    done = run(
+        "text",
+        tmp_path / "a.txt",
+        tmp_path / "a.txt",
+        target,
+        "--tokenizer",
+        tokenizer,
+        "--between",
+        END,
+        "--overwrite",
+    )
     assert "3 tokens of a vocabulary of 260, 19 bytes of text" in done.output, done.output
     (tmp_path / "table.csv").write_text("a,b\n1,2\n3,4\n")
     for words in ((), ("table",)):
@@ -169,8 +185,11 @@ def test_settings_of_a_tokenizer_for_a_training_change_no_token(tmp_path, target
     short, long = words(), words()
     short.enable_truncation(8)
     long.enable_padding(length=64, pad_id=1, pad_token="w1")
-    for made, text, expected in ((short, "w2 w3 " * 10, [2, 3] * 10), (long, "w2 w3", [2, 3]),
-                                 (dropping, "abc" * 10, [4] * 10)):
+    for made, text, expected in (
+        (short, "w2 w3 " * 10, [2, 3] * 10),
+        (long, "w2 w3", [2, 3]),
+        (dropping, "abc" * 10, [4] * 10),
+    ):
         with given(text=text):
             made.save(str(tmp_path / "tokenizer.json"))
             (tmp_path / "a.txt").write_text(text)

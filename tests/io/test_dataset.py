@@ -27,8 +27,11 @@ def test_the_classes_are_counted_named_or_given(some_grid, path, write, fails):
     some_grid.comm.barrier()
     assert DataSet(some_grid, named).classes == 7 == DataSet(some_grid, named, classes=7).classes
     for number in (6, 9):
-        fails(DataError, f"classes is {number}, but class_names lists 7: leave classes",
-              lambda: DataSet(some_grid, named, classes=number))
+        fails(
+            DataError,
+            f"classes is {number}, but class_names lists 7: leave classes",
+            lambda: DataSet(some_grid, named, classes=number),
+        )
     for number, names in enumerate((7, "abc", np.zeros((2, 2)), [])):
         odd = write(f"odd{number}.h5", x=X, y=LABELS)
         if some_grid.rank == 0:
@@ -39,8 +42,12 @@ def test_the_classes_are_counted_named_or_given(some_grid, path, write, fails):
 
 
 def test_labels_are_renumbered_by_name(some_grid, write, fails):
-    names = {"train": ["cat", "dog", "eel", "owl", "yak"], "other": ["yak", "cat", "eel", "dog", "owl"],
-             "strange": ["yak", "cat", "eel", "dog", "wolf"], "plain": None}
+    names = {
+        "train": ["cat", "dog", "eel", "owl", "yak"],
+        "other": ["yak", "cat", "eel", "dog", "owl"],
+        "strange": ["yak", "cat", "eel", "dog", "wolf"],
+        "plain": None,
+    }
     paths = {name: write(f"{name}.h5", x=X, y=LABELS) for name in names}
     if some_grid.rank == 0:
         for name, classes in names.items():
@@ -54,8 +61,11 @@ def test_labels_are_renumbered_by_name(some_grid, write, fails):
         epoch_of(data.loader(8), right[:, None])
     with DataSet(some_grid, paths["plain"], classes=names["train"]) as data:
         epoch_of(data.loader(8))
-    fails(DataError, "the class 'wolf' is none of cat, dog, eel, owl and 1 more",
-          lambda: DataSet(some_grid, paths["strange"], classes=names["train"]))
+    fails(
+        DataError,
+        "the class 'wolf' is none of cat, dog, eel, owl and 1 more",
+        lambda: DataSet(some_grid, paths["strange"], classes=names["train"]),
+    )
 
 
 def test_integers_are_values_if_asked_and_classes_are_not_far_more_than_samples(some_grid, write, path, fails):
@@ -69,9 +79,18 @@ def test_integers_are_values_if_asked_and_classes_are_not_far_more_than_samples(
 
 
 def test_files_and_data_sets_that_cannot_be_used(some_grid, write, shared_path, fails):
-    arrays = {"x": X, "y": LABELS, "long": np.ones(99), "number": np.array(1.0), "words": np.array([b"a"] * SAMPLES),
-              "complex": X * 1j, "pair": np.ones(SAMPLES, "i4, f8"), "rowless": np.ones((0, 3)),
-              "columnless": np.ones((SAMPLES, 0)), "text": np.array(["a"] * SAMPLES, h5py.string_dtype())}
+    arrays = {
+        "x": X,
+        "y": LABELS,
+        "long": np.ones(99),
+        "number": np.array(1.0),
+        "words": np.array([b"a"] * SAMPLES),
+        "complex": X * 1j,
+        "pair": np.ones(SAMPLES, "i4, f8"),
+        "rowless": np.ones((0, 3)),
+        "columnless": np.ones((SAMPLES, 0)),
+        "text": np.array(["a"] * SAMPLES, h5py.string_dtype()),
+    }
     good = write(**arrays)
     open_as = lambda *names, **options: lambda: DataSet(some_grid, good, *names, **options)
     fails(DataError, "cannot open .*none.h5: No such file", lambda: DataSet(some_grid, shared_path / "none.h5"))
@@ -108,8 +127,11 @@ def test_numbers_that_make_no_batches(some_grid, path, fails):
         for rows in ((0, 38), (-50, 3), (5, 5), (9, 3), 7, (1, 2, 3), slice(0, 9, 2), ("a", "b"), (0.5, 3)):
             fails(DataError, "rows is .* of at least one of the 37 samples", lambda: data.loader(8, rows=rows))
         fails(DataError, "drop_last leaves no batch: 37 rows", lambda: data.loader(38, drop_last=True))
-        fails(DataError, "the rows are a part of a data set of 9 samples; .* has 37: split this one",
-              lambda: data.loader(2, rows=last_rows(9, 0.5)[0]))
+        fails(
+            DataError,
+            "the rows are a part of a data set of 9 samples; .* has 37: split this one",
+            lambda: data.loader(2, rows=last_rows(9, 0.5)[0]),
+        )
         fails(LayoutError, "names the axis 'q'", lambda: data.loader(8, split_inputs="q"))
         fails(LayoutError, "names the axis z twice", lambda: data.loader(8, split_targets="z"))
 
@@ -120,8 +142,9 @@ def test_a_fingerprint_is_that_of_what_is_in_the_file(comm, write):
     changed[17, 3] += 1
     spread[-1] = 1
     path = write(x=X, same=X, y=LABELS, vectors=VECTORS, changed=changed, ints=X.astype("int32"), large=large)
-    copied, other, later = (write(name, x=X, y=LABELS, large=rows) for name, rows in
-                            (("b.h5", large), ("c.h5", spread), ("d.h5", large)))
+    copied, other, later = (
+        write(name, x=X, y=LABELS, large=rows) for name, rows in (("b.h5", large), ("c.h5", spread), ("d.h5", large))
+    )
     if comm.rank == 0:
         with h5py.File(later, "a") as file:
             file["y"].attrs["class_names"] = list("abcde")
@@ -137,8 +160,10 @@ def test_a_fingerprint_is_that_of_what_is_in_the_file(comm, write):
     assert first == fingerprint((1, 1, comm.size), path) == fingerprint(line, copied) != fingerprint(line, later)
     assert fingerprint(line, path, "large", "large") == fingerprint(line, copied, "large", "large")
     assert fingerprint(line, path, "large", "large") != fingerprint(line, other, "large", "large")
-    different = [fingerprint(line, path, *names) for names in
-                 (("same", "y"), ("ints", "y"), ("x", "vectors"), ("x", "changed"), ("vectors", "y"))]
+    different = [
+        fingerprint(line, path, *names)
+        for names in (("same", "y"), ("ints", "y"), ("x", "vectors"), ("x", "changed"), ("vectors", "y"))
+    ]
     assert len({first, *different}) == 6
 
 
@@ -163,8 +188,11 @@ def test_states_of_other_batches(some_grid, path, fails):
         loader = data.loader(8)
         state = loader.state()
         for key, other in (("batch_size", 9), ("seed", 1), ("samples", 40), ("shuffle", False), ("rows", [0, 5])):
-            fails(DataError, f"other batches: {key} was {other}".replace("[", r"\["),
-                  lambda: loader.load_state({**state, key: other}))
+            fails(
+                DataError,
+                f"other batches: {key} was {other}".replace("[", r"\["),
+                lambda: loader.load_state({**state, key: other}),
+            )
         plan = {key: value for key, value in state.items() if key not in ("epoch", "batch")}
         fails(DataError, "lacks epoch, batch", lambda: loader.load_state(plan))
         fails(DataError, "at batch 6; an epoch has 5", lambda: loader.load_state({**state, "batch": 6}))
@@ -181,12 +209,18 @@ def test_samples_that_are_not_finite(some_grid, write, fails):
             with DataSet(some_grid, path, "broken") as data, DataSet(some_grid, path, "x", "vectors") as other:
                 batches = iter(loader := data.loader(10, shuffle=False))
                 assert [rows_of(next(batches)[0])[0] for _ in range(2)] == [0, 10]
-                fails(DataError, f"row 29 of data set 'broken' holds {said} in column 7, as float32",
-                      lambda: next(batches))
+                fails(
+                    DataError,
+                    f"row 29 of data set 'broken' holds {said} in column 7, as float32",
+                    lambda: next(batches),
+                )
                 fails(DataError, "row 29 of data set 'broken'", lambda: next(iter(loader)))
                 assert loader.batch == 2
-                fails(DataError, f"row 11 of data set 'vectors' holds {said} in column 3",
-                      lambda: epoch_of(other.loader(37)))
+                fails(
+                    DataError,
+                    f"row 11 of data set 'vectors' holds {said} in column 3",
+                    lambda: epoch_of(other.loader(37)),
+                )
             with DataSet(some_grid, path, "broken_chunked") as data:
                 fails(DataError, "row 29 of data set 'broken_chunked'", lambda: epoch_of(data.loader(37)))
 

@@ -38,9 +38,17 @@ def refer(file, folder):
     file["soft"], file["folder"] = h5py.SoftLink("/x"), h5py.SoftLink("group")
     file["dangling"], file["loop"] = h5py.SoftLink("/none"), h5py.SoftLink("/loop")
     file["linked"], file["gone"] = h5py.ExternalLink("other.h5", "/x"), h5py.ExternalLink("none.h5", "/x")
-    sources = {"over": (str(folder / "other.h5"), "x"), "beside": ("other.h5", "x"), "within": (".", "x"),
-               "through": (".", "stored"), "half": (".", "x"), "missing": (str(folder / "none.h5"), "x"),
-               "renamed": ("other.h5", "none"), "own": (".", "none"), "unwritten": ("other.h5", "few")}
+    sources = {
+        "over": (str(folder / "other.h5"), "x"),
+        "beside": ("other.h5", "x"),
+        "within": (".", "x"),
+        "through": (".", "stored"),
+        "half": (".", "x"),
+        "missing": (str(folder / "none.h5"), "x"),
+        "renamed": ("other.h5", "none"),
+        "own": (".", "none"),
+        "unwritten": ("other.h5", "few"),
+    }
     for name, (path, dataset) in sources.items():
         layout = h5py.VirtualLayout((ROWS, 4), "f4")
         rows = ROWS // 2 if name == "half" else ROWS
@@ -95,10 +103,16 @@ def test_rows_that_were_declared_and_never_written(some_grid, shared_path, fails
     some_grid.comm.barrier()
     for name in ("few", "many"):
         for targets in (f"contiguous_{name}", f"labels_{name}"):
-            fails(DataError, f"'chunked_{name}' declares .* chunks, and 1 of them were written: write all rows",
-                  lambda: DataSet(some_grid, path, f"chunked_{name}", targets))
-        fails(DataError, f"'contiguous_{name}' declares .* bytes, and 0 of them",
-              lambda: DataSet(some_grid, path, f"contiguous_{name}", f"labels_{name}"))
+            fails(
+                DataError,
+                f"'chunked_{name}' declares .* chunks, and 1 of them were written: write all rows",
+                lambda: DataSet(some_grid, path, f"chunked_{name}", targets),
+            )
+        fails(
+            DataError,
+            f"'contiguous_{name}' declares .* bytes, and 0 of them",
+            lambda: DataSet(some_grid, path, f"contiguous_{name}", f"labels_{name}"),
+        )
     fails(DataError, "'labels_few' declares .* 4 chunks, and 0", lambda: DataSet(some_grid, path, "x", "labels_few"))
 
 

@@ -84,8 +84,10 @@ def assert_batches_in(some_grid, path, library):
         whole = VECTORS if dtype == "bfloat16" else X
         with DataSet(some_grid, path, "vectors" if dtype == "bfloat16" else "x", dtype=dtype, library=library) as data:
             with data.loader(16, shuffle=False) as loader:
-                kept = [(to_numpy(x.gather(), library), to_numpy(y.local, library).copy(), x.dtype, y.dtype)
-                        for x, y in loader]
+                kept = [
+                    (to_numpy(x.gather(), library), to_numpy(y.local, library).copy(), x.dtype, y.dtype)
+                    for x, y in loader
+                ]
         assert np.array_equal(np.concatenate([x for x, *_ in kept]), whole)
         assert {types[2:] for types in kept} == {(dtype, "int64")}
 
@@ -133,8 +135,13 @@ def test_a_state_after_the_last_batch_leaves_the_epoch_to_be_ended(some_grid, pa
 def test_a_part_of_the_samples_in_order(some_grid, path):
     whole = list(range(SAMPLES))
     with DataSet(some_grid, path, inputs="chunked") as data:
-        for rows, part in [((5, 30), whole[5:30]), (slice(30, None), whole[30:]), (slice(-4, None), whole[-4:]),
-                           (None, whole), ((36, 37), [36])]:
+        for rows, part in [
+            ((5, 30), whole[5:30]),
+            (slice(30, None), whole[30:]),
+            (slice(-4, None), whole[-4:]),
+            (None, whole),
+            ((36, 37), [36]),
+        ]:
             loader = data.loader(10, shuffle=False, rows=rows)
             assert flat(epoch_of(loader)) == part and len(loader) == -(-len(part) // 10)
             loader = data.loader(min(10, len(part)), shuffle=True, rows=rows, drop_last=True)
@@ -255,8 +262,8 @@ def test_fetching_and_taking_send_nothing(some_grid, path):
 
 @pytest.mark.parametrize("micro_batches", [3, 8])
 def test_micro_batches_have_the_rows_of_their_batch(some_grid, path, micro_batches):
-    """More micro-batches than are read ahead, also for a batch with fewer rows; and again from the middle of an epoch.
-    """
+    """More micro-batches than are read ahead, also for a batch with fewer rows; and again from the middle of an
+    epoch."""
     options = {"prefetch": 1, "micro_batches": micro_batches}
     with DataSet(some_grid, path) as data, data.loader(8) as whole, data.loader(8, **options) as loader:
         batches, position = epoch_of(whole), None
@@ -269,8 +276,9 @@ def test_micro_batches_have_the_rows_of_their_batch(some_grid, path, micro_batch
             position = loader.state() if number == 1 else position
         assert loader.left == 0 and (loader.batch, loader.epoch) == (len(batches), 0)
         loader.load_state(position)
-        assert [len(rows_of(x)) for x, _ in loader] == [size for number in range(2, len(batches))
-                                                        for size in loader.rows(number)]
+        assert [len(rows_of(x)) for x, _ in loader] == [
+            size for number in range(2, len(batches)) for size in loader.rows(number)
+        ]
         whole.load_state(position)
         assert whole.batch == 2
 
@@ -342,6 +350,7 @@ def test_ranks_that_a_grid_leaves_idle_hold_nothing(some_grid, path, monkeypatch
 @pytest.mark.parallel([2])
 def test_a_forked_child_that_drops_a_loader_does_not_stop_its_thread(comm, path):
     """The thread may hold the lock of the reader during the fork."""
+
     def child():
         held[0]._reader._slots.release = ends_process  # by which the thread is told to end
         held.clear()

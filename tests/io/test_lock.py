@@ -35,8 +35,13 @@ def no_batch_system(monkeypatch):
 @pytest.fixture
 def other(tmp_path):
     """Another process that holds the lock, until it is told to end."""
-    with subprocess.Popen([sys.executable, "-c", OTHER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                          text=True, env={**os.environ, "SLURM_JOB_ID": "4711"}) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", OTHER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "SLURM_JOB_ID": "4711"},
+    ) as process:
         assert process.stdout.readline() == "has it\n"
         yield process
         if process.poll() is None:
@@ -75,8 +80,14 @@ def test_the_second_is_refused_until_the_first_is_done(tmp_path, other, taken):
     for _ in range(2):
         with pytest.raises(FolderInUseError) as refused:
             RunLock(tmp_path).acquire()
-    for part in (str(tmp_path), f"process {other.pid}", "SLURM_JOB_ID 4711", "since 20", "choose another folder",
-                 f"If that job has ended, remove {tmp_path}/lock and start again"):
+    for part in (
+        str(tmp_path),
+        f"process {other.pid}",
+        "SLURM_JOB_ID 4711",
+        "since 20",
+        "choose another folder",
+        f"If that job has ended, remove {tmp_path}/lock and start again",
+    ):
         assert part in str(refused.value)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     other.communicate("\n", timeout=30)

@@ -13,8 +13,13 @@ from pmm3d.io import export_safetensors, import_safetensors
 
 pytestmark = pytest.mark.parallel([4])
 
-TENSORS = {"layers.0.weight": (7, 5), "layers.0.bias": (1, 5), "layers.1.weight": (6, 4), "column": (9, 1),
-           "none": (0, 3)}
+TENSORS = {
+    "layers.0.weight": (7, 5),
+    "layers.0.bias": (1, 5),
+    "layers.1.weight": (6, 4),
+    "column": (9, 1),
+    "none": (0, 3),
+}
 FORMS = {"transpose": {"layers.0.weight", "column"}, "vectors": {"layers.0.bias", "column"}}
 
 
@@ -30,8 +35,10 @@ def fails(fails):
 
 
 def tensors(grid, dtype="float32", layout=Layout.A, library=TESTED):
-    return {name: DistMatrix.from_global(grid, to_library(integers(shape, dtype), library, dtype), layout=layout)
-            for name, shape in TENSORS.items()}
+    return {
+        name: DistMatrix.from_global(grid, to_library(integers(shape, dtype), library, dtype), layout=layout)
+        for name, shape in TENSORS.items()
+    }
 
 
 @every_size
@@ -41,8 +48,10 @@ def test_tensor_files_come_back_on_every_grid(comm, grid, shared_path):
     assert os.listdir(path.parent) == [path.name]
     for number, shape in enumerate(process_grids(grid.size)):
         with Grid(comm, shape) as other:
-            back = {name: DistMatrix.from_global(other, to_library(np.zeros(shape)), layout=OTHER[number % 4])
-                    for name, shape in TENSORS.items()}
+            back = {
+                name: DistMatrix.from_global(other, to_library(np.zeros(shape)), layout=OTHER[number % 4])
+                for name, shape in TENSORS.items()
+            }
             import_safetensors(other, path, back, **FORMS)
             for name, shape in TENSORS.items():
                 assert np.array_equal(back[name].gather(), integers(shape, "float32")), name
@@ -79,8 +88,10 @@ def test_torch_loads_what_was_exported(grid, shared_path):
         assert np.array_equal(layer.weight.detach().numpy(), weight.T)
         assert np.array_equal(layer.bias.detach().numpy(), bias[0])
         for library, to in (("numpy", "float64"), ("torch", "bfloat16")):
-            back = {"layers.0.weight": DistMatrix.empty(grid, (7, 5), dtype=to, layout=Layout.C, library=library).T.T,
-                    "layers.0.bias": DistMatrix.empty(grid, (1, 5), dtype=to, layout=Layout.B, library=library)}
+            back = {
+                "layers.0.weight": DistMatrix.empty(grid, (7, 5), dtype=to, layout=Layout.C, library=library).T.T,
+                "layers.0.bias": DistMatrix.empty(grid, (1, 5), dtype=to, layout=Layout.B, library=library),
+            }
             import_safetensors(grid, path, back, **forms)
             assert np.array_equal(to_numpy(back["layers.0.weight"].gather(), library), weight)
             assert np.array_equal(to_numpy(back["layers.0.bias"].gather(), library), bias)
@@ -90,16 +101,20 @@ def test_tensor_files_that_do_not_fit(grid, shared_path, fails):
     path = shared_path / "model.safetensors"
     export_safetensors(grid, path, tensors(grid), **FORMS)
     load = lambda matrices, **forms: lambda: import_safetensors(grid, path, matrices, **forms)
-    fails(r"It differs in 'layers.0.weight' \(\(5, 7\) F32 there, \(7, 5\) F32 here\)",
-          load(tensors(grid), vectors=FORMS["vectors"]))
+    fails(
+        r"It differs in 'layers.0.weight' \(\(5, 7\) F32 there, \(7, 5\) F32 here\)",
+        load(tensors(grid), vectors=FORMS["vectors"]),
+    )
     fewer = {name: matrix for name, matrix in tensors(grid).items() if name != "none"} | {"more": tensors(grid)["none"]}
     fails("It lacks 'more'. It also has 'none'", load(fewer, **FORMS))
     fails("not names of matrices: 'weight'", load(tensors(grid), transpose={"weight"}))
     fails("a vector has one row or one column", load(tensors(grid), vectors={"layers.1.weight"}))
     real = tensors(grid) | {"none": DistMatrix.empty(grid, (0, 3), dtype="complex64")}
     export_safetensors(grid, shared_path / "complex.safetensors", real, **FORMS)
-    fails(r"It differs in 'none' \(\(0, 3\) C64 there, \(0, 3\) float32 here\)",
-          lambda: import_safetensors(grid, shared_path / "complex.safetensors", tensors(grid), **FORMS))
+    fails(
+        r"It differs in 'none' \(\(0, 3\) C64 there, \(0, 3\) float32 here\)",
+        lambda: import_safetensors(grid, shared_path / "complex.safetensors", tensors(grid), **FORMS),
+    )
     wide = {"w": DistMatrix.empty(grid, (2, 2), dtype="complex128")}
     fails("'w' is complex128; safetensors files have", lambda: export_safetensors(grid, path, wide))
     matrices = tensors(grid)
@@ -121,5 +136,7 @@ def test_a_full_disk_leaves_the_tensor_file_as_it_was(grid, shared_path, fails):
 
 def test_a_target_in_a_folder_that_is_a_file_is_refused_on_every_rank(grid, shared_path, fails):
     on_rank_0(grid, lambda: (shared_path / "file").write_text("text"))
-    fails("cannot be written", lambda: export_safetensors(grid, shared_path / "file" / "model.safetensors",
-                                                          tensors(grid), **FORMS))
+    fails(
+        "cannot be written",
+        lambda: export_safetensors(grid, shared_path / "file" / "model.safetensors", tensors(grid), **FORMS),
+    )

@@ -57,16 +57,21 @@ def test_what_a_file_of_samples_refers_to(tmp_path):
         layout[:] = h5py.VirtualSource(str(pipe), "x", (10, 4))
         file.create_virtual_dataset("over", layout)
     (itself := tmp_path / "x.h5").symlink_to("x.h5")
-    assert_refused([*((path, f"DataSet(grid, path, {kind!r})", "pipe", PIPE) for kind in ("stored", "over")),
-                    (itself, "DataSet(grid, path)", "x.h5", "Too many levels of symbolic links")])
+    assert_refused(
+        [
+            *((path, f"DataSet(grid, path, {kind!r})", "pipe", PIPE) for kind in ("stored", "over")),
+            (itself, "DataSet(grid, path)", "x.h5", "Too many levels of symbolic links"),
+        ]
+    )
 
 
 def assert_refused(cases):
     """cases: (path, text, name, expected text)."""
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     given = json.dumps([(str(path), text) for path, text, _, _ in cases])
-    done = subprocess.run([sys.executable, "-c", PROGRAM, given], env=environ, capture_output=True, text=True,
-                          timeout=180)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, given], env=environ, capture_output=True, text=True, timeout=180
+    )
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and len(lines) == len(cases), done
     for line, (_, text, name, said) in zip(lines, cases):

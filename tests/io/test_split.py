@@ -53,8 +53,14 @@ def test_where_numbers_go_does_not_depend_on_where_they_are():
     assert 500 < neighbours < 700  # 2 of 1000 are expected in each
 
 
-@pytest.mark.parametrize("split", [lambda: random_rows(150, 0.1, 7), lambda: last_rows(150, 0.1),
-                                   lambda: random_groups(np.arange(150) // 5, 0.1, 7, "g")])
+@pytest.mark.parametrize(
+    "split",
+    [
+        lambda: random_rows(150, 0.1, 7),
+        lambda: last_rows(150, 0.1),
+        lambda: random_groups(np.arange(150) // 5, 0.1, 7, "g"),
+    ],
+)
 def test_the_parts_have_each_row_once(split):
     kept, held = split()
     rows = [part.rows(np.arange(part.start, part.stop)) for part in (kept, held)]

@@ -43,9 +43,12 @@ def of_stage(grid):
 
 def matrices_of(grid, seed=0, shift=0, blank=False):
     """Matrices on this rank's stage, in layouts that depend on the shift."""
-    return {name: DistMatrix.from_global(grid.stage, to_library(values(name, seed) * (not blank)),
-                                         layout=OTHER[(number + shift) % len(OTHER)])
-            for number, name in enumerate(of_stage(grid))}
+    return {
+        name: DistMatrix.from_global(
+            grid.stage, to_library(values(name, seed) * (not blank)), layout=OTHER[(number + shift) % len(OTHER)]
+        )
+        for number, name in enumerate(of_stage(grid))
+    }
 
 
 def hold(matrices, seed=0):
@@ -89,8 +92,9 @@ def test_matrices_on_the_whole_grid_and_on_stages_together(comm, shared_path):
     with cut(comm, 2) as grid:
         keeper, everywhere = Checkpoints(grid, shared_path), values("0.weight", 5)
         whole = DistMatrix.from_global(grid, to_library(everywhere), layout=Layout(("pipe", "x"), "data"))
-        partial = DistMatrix.from_local(grid.stage, to_library(np.ones((3, 2), "float32")), (3, 2),
-                                        layout=Layout(sums=("data",)))
+        partial = DistMatrix.from_local(
+            grid.stage, to_library(np.ones((3, 2), "float32")), (3, 2), layout=Layout(sums=("data",))
+        )
         name = f"sum {grid.coords.pipe}"
         keeper.save(1, {"everywhere": whole, name: partial})
         whole.local[...], partial.local[...] = 0, 0
@@ -114,8 +118,11 @@ def test_names_are_compared_with_those_of_all_stages(comm, shared_path, fails):
             said = fails(CheckpointError, text, lambda changed=changed: keeper.load(path, changed))
             assert said.startswith(f"{path} is the checkpoint of another network. It ")
         keeper.load(path, small, partial=lambda name: name == "2.weight")
-        fails(CheckpointError, "It also has '2.weight'",
-              lambda: keeper.load(path, small, partial=lambda name: name == "0.bias"))
+        fails(
+            CheckpointError,
+            "It also has '2.weight'",
+            lambda: keeper.load(path, small, partial=lambda name: name == "0.bias"),
+        )
 
         wide = {**blank, "table": DistMatrix.empty(grid.stage, (9, 4 + last), dtype="float32")}
         for call in (lambda: keeper.save(2, wide), lambda: keeper.load(path, wide)):
@@ -124,8 +131,11 @@ def test_names_are_compared_with_those_of_all_stages(comm, shared_path, fails):
             table = values("table")
             table[[row, -2]] = table[[-2, row]] if last else table[[row, -2]]
             tied = {"table": DistMatrix.from_global(grid.stage, to_library(table), layout=Layout.A)}
-            fails(CheckpointError, "save: two stages have other values under one name: 'table'",
-                  lambda tied=tied: keeper.save(2, tied))
+            fails(
+                CheckpointError,
+                "save: two stages have other values under one name: 'table'",
+                lambda tied=tied: keeper.save(2, tied),
+            )
         names = {"a": blank["table"]} if last else {"a/b": blank["table"]}
         fails(CheckpointError, "'a' and 'a/b' cannot both name a matrix", lambda: keeper.save(2, names))
         assert keeper.candidates() == [path] and os.listdir(shared_path) == [path.name]
@@ -144,16 +154,25 @@ def test_what_is_wrong_in_one_stage_is_told_to_all(comm, shared_path, fails, mon
         turned = {"table": DistMatrix(grid.stage, to_library(local), (9, 4), layout)}
         fails(DisagreementError, "the ranks passed different arguments", lambda: keeper.save(2, turned))
         whole = DistMatrix.empty(grid, (2, 2))
-        fails(DisagreementError, "save: the ranks passed different arguments",
-              lambda: keeper.save(2, {"whole": whole} if grid.coords.pipe else {}))
+        fails(
+            DisagreementError,
+            "save: the ranks passed different arguments",
+            lambda: keeper.save(2, {"whole": whole} if grid.coords.pipe else {}),
+        )
         fails(CheckpointError, "got a str", lambda: keeper.save(2, {"a": "text"} if last else {}))
-        fails(CheckpointError, "on a grid over other processes", lambda: Checkpoints(grid.stage, shared_path).save(
-            2, {"w": DistMatrix.empty(grid, (2, 2))}))
+        fails(
+            CheckpointError,
+            "on a grid over other processes",
+            lambda: Checkpoints(grid.stage, shared_path).save(2, {"w": DistMatrix.empty(grid, (2, 2))}),
+        )
         large = {f"{grid.coords.pipe}": DistMatrix.empty(grid.stage, (1200, 300), layout=Layout("data"))}
         with full_disk(last):
             fails(CheckpointError, "rank-0000.*h5 cannot be written: File too large", lambda: keeper.save(2, large))
-            fails(CheckpointError, "cannot be written: File too large",
-                  lambda: export_safetensors(grid, shared_path / "large.safetensors", large))
+            fails(
+                CheckpointError,
+                "cannot be written: File too large",
+                lambda: export_safetensors(grid, shared_path / "large.safetensors", large),
+            )
         assert os.listdir(shared_path) == [path.name]
         assert keeper.load_latest(matrices) == (path, None) and hold(matrices)
 
@@ -190,12 +209,18 @@ def test_a_safetensors_file_is_the_same_from_any_number_of_stages(comm, shared_p
             import_safetensors(grid, shared_path / "4.safetensors", blank, **forms(blank))
             assert hold(blank)
             blank.pop("2.weight", None)
-            fails(CheckpointError, "holds other tensors than these matrices. It also has '2.weight'",
-                  lambda grid=grid, blank=blank: import_safetensors(grid, path, blank, **forms(blank)))
+            fails(
+                CheckpointError,
+                "holds other tensors than these matrices. It also has '2.weight'",
+                lambda grid=grid, blank=blank: import_safetensors(grid, path, blank, **forms(blank)),
+            )
     found = load_file(shared_path / "0.safetensors")
     assert written[0] == written[1] == written[2] and found.keys() == {*NAMES}
     assert np.array_equal(found["0.weight"], values("0.weight").T) and found["0.bias"].shape == (11,)
     with cut(comm, 2) as grid:
         tied = {"table": DistMatrix.from_global(grid.stage, to_library(values("table", grid.coords.pipe)))}
-        fails(CheckpointError, "export_safetensors: two stages have other values under one name: 'table'",
-              lambda: export_safetensors(grid, path, tied, transpose={"table"}))
+        fails(
+            CheckpointError,
+            "export_safetensors: two stages have other values under one name: 'table'",
+            lambda: export_safetensors(grid, path, tied, transpose={"table"}),
+        )

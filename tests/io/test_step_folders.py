@@ -60,8 +60,9 @@ def names(keeper):
 
 def warned(grid, caplog):
     """Warnings on rank 0 since the last call."""
-    told = [record.getMessage() for record in caplog.records
-            if (record.name, record.levelname) == ("pmm3d.io", "WARNING")]
+    told = [
+        record.getMessage() for record in caplog.records if (record.name, record.levelname) == ("pmm3d.io", "WARNING")
+    ]
     caplog.clear()
     return grid.comm.bcast(told)
 
@@ -153,8 +154,14 @@ def test_a_folder_that_is_gone_is_made_anew(grid, fresh, shared_path):
         with given(how=how):
             keeper = fresh()
             keeper.save(1, weights(grid, 1))
-            on_rank_0(grid, lambda: shutil.rmtree(keeper.folder) if how == "removed" else
-                      keeper.folder.rename(shared_path / f"old-{how}"))
+            on_rank_0(
+                grid,
+                lambda: (
+                    shutil.rmtree(keeper.folder)
+                    if how == "removed"
+                    else keeper.folder.rename(shared_path / f"old-{how}")
+                ),
+            )
             path = keeper.save(2, weights(grid, 2))
             assert keeper.candidates() == [path]
 

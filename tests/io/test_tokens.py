@@ -26,8 +26,14 @@ STARTS = np.array([0, 3, SEQUENCE, 20, 21, 60])
 
 @pytest.fixture
 def text(write):
-    return write(tokens=TEXT, wide=TEXT.astype("int32") + 300, chunked=TEXT, table=TEXT[:, None], starts=STARTS,
-                 late=np.array([0, len(TEXT)]))
+    return write(
+        tokens=TEXT,
+        wide=TEXT.astype("int32") + 300,
+        chunked=TEXT,
+        table=TEXT[:, None],
+        starts=STARTS,
+        late=np.array([0, len(TEXT)]),
+    )
 
 
 def local(matrix):
@@ -44,8 +50,10 @@ def sequences(loader):
     batches = []
     for x, y in loader:
         tokens, following = local(x).reshape(-1, SEQUENCE), local(y).reshape(-1, SEQUENCE)
-        starts = [next(start for start in range(SAMPLES) if np.array_equal(TEXT[start * SEQUENCE :][:SEQUENCE], row))
-                  for row in tokens]
+        starts = [
+            next(start for start in range(SAMPLES) if np.array_equal(TEXT[start * SEQUENCE :][:SEQUENCE], row))
+            for row in tokens
+        ]
         for start, row in zip(starts, following):
             assert np.array_equal(row, TEXT[start * SEQUENCE + 1 :][:SEQUENCE])
         batches.append(starts)
@@ -89,9 +97,11 @@ def test_along_seq_each_rank_reads_its_rows(comm, nranks, text):
     for order in ORDERS:
         for name, sequences_here in product(("tokens", "chunked"), (1, 2)):
             seq = min(2, nranks)
-            with given(order=order, name=name, sequences_here=sequences_here), \
-                    Grid(comm, (1, 1, nranks // seq), seq=seq) as grid, \
-                    TokenDataSet(grid, text, SEQUENCE, tokens=name, cache_bytes=len(name) % 6 * 2**20) as data:
+            with (
+                given(order=order, name=name, sequences_here=sequences_here),
+                Grid(comm, (1, 1, nranks // seq), seq=seq) as grid,
+                TokenDataSet(grid, text, SEQUENCE, tokens=name, cache_bytes=len(name) % 6 * 2**20) as data,
+            ):
                 layout, samples = token_layout(grid, SEQUENCE, order=order), sequences_here * grid.shape.z
                 x, y = next(iter(data.loader(samples, shuffle=False, layout=layout)))
                 rows = np.arange(x.box.r0, x.box.r1)
@@ -112,8 +122,11 @@ def test_a_second_column_has_the_document_of_each_token(comm, nranks, text):
     numbers = np.repeat(np.arange(len(STARTS)), np.diff([*STARTS, len(TEXT)]))
     for order in ("plain", "zigzag"):
         seq = min(2, nranks)
-        with given(order=order), Grid(comm, (1, 1, nranks // seq), seq=seq) as grid, \
-                TokenDataSet(grid, text, SEQUENCE, documents="starts") as data:
+        with (
+            given(order=order),
+            Grid(comm, (1, 1, nranks // seq), seq=seq) as grid,
+            TokenDataSet(grid, text, SEQUENCE, documents="starts") as data,
+        ):
             layout = token_layout(grid, SEQUENCE, order=order)
             loader = data.loader(4, shuffle=False, layout=layout)
             for batch, (x, y) in enumerate(loader):
@@ -146,16 +159,21 @@ def test_a_dry_loader_has_the_shapes(text):
 
 def test_what_is_refused(grid, text, fails):
     for said, sequence, options in (
-            ("choose shorter sequences", 92, {}), ("sequence is a whole number of at least 2; got 1", 1, {}),
-            ("has no attribute vocabulary", SEQUENCE, {"tokens": "wide"}),
-            ("tokens are integers in one dim", SEQUENCE, {"tokens": "table"}),
-            ("has no data set 'none'", SEQUENCE, {"tokens": "none"}),
-            ("has no data set 'documents'", SEQUENCE, {"documents": "documents"}),
-            ("'tokens' does not say where documents begin", SEQUENCE, {"documents": "tokens"}),
-            ("'late' does not say where documents begin", SEQUENCE, {"documents": "late"})):
+        ("choose shorter sequences", 92, {}),
+        ("sequence is a whole number of at least 2; got 1", 1, {}),
+        ("has no attribute vocabulary", SEQUENCE, {"tokens": "wide"}),
+        ("tokens are integers in one dim", SEQUENCE, {"tokens": "table"}),
+        ("has no data set 'none'", SEQUENCE, {"tokens": "none"}),
+        ("has no data set 'documents'", SEQUENCE, {"documents": "documents"}),
+        ("'tokens' does not say where documents begin", SEQUENCE, {"documents": "tokens"}),
+        ("'late' does not say where documents begin", SEQUENCE, {"documents": "late"}),
+    ):
         with given(said=said):
-            fails(DataError, said, lambda sequence=sequence, options=options: TokenDataSet(
-                grid, text, sequence, **options))
+            fails(
+                DataError,
+                said,
+                lambda sequence=sequence, options=options: TokenDataSet(grid, text, sequence, **options),
+            )
     with TokenDataSet(grid, text, SEQUENCE, vocabulary=90) as data:
         fails(DataError, "the tokens of the vocabulary are 0 to 89", lambda: [*data.loader(3)])
 

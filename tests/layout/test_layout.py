@@ -46,8 +46,9 @@ LARGE_GRIDS = [
     GridShape(8, 8, 8, 8),
     GridShape(3, 5, 7, 11),
 ]
-small_grids = st.builds(GridShape, *[st.integers(1, 5)] * 4) | st.builds(GridShape, *[st.integers(1, 3)] * 4,
-                                                                         seq=st.integers(1, 3))
+small_grids = st.builds(GridShape, *[st.integers(1, 5)] * 4) | st.builds(
+    GridShape, *[st.integers(1, 3)] * 4, seq=st.integers(1, 3)
+)
 local_shapes = st.integers(0, 60)
 
 
@@ -127,13 +128,18 @@ def test_no_cut_parts_a_unit(case):
 def test_cuts_in_units_name_the_owner_of_each_part(case, low, high):
     layout, (size, _), grid = case
     wanted, column = Box(low, min(high, size), 0, 1), Layout(layout.rows, units=(layout.units[0], 1))
-    expected = {box.r0: box for box in (column.box((size, 1), grid, grid.coords(rank)) for rank in range(grid.size))
-                if (box & wanted).size}
+    expected = {
+        box.r0: box
+        for box in (column.box((size, 1), grid, grid.coords(rank)) for rank in range(grid.size))
+        if (box & wanted).size
+    }
     assert_owners(Placement((size, 1), column, grid), low, high, expected)
 
 
-@looped("row_axes, units", [(("z", "seq"), {"z": 4}), (("z", "y", "seq"), {"z": 12, "y": 4, "seq": 2}),
-                            (("y", "z"), {"y": 4, "z": 1})])
+@looped(
+    "row_axes, units",
+    [(("z", "seq"), {"z": 4}), (("z", "y", "seq"), {"z": 12, "y": 4, "seq": 2}), (("y", "z"), {"y": 4, "z": 1})],
+)
 def test_an_axis_cuts_inside_the_units_of_the_axes_before_it(row_axes, units):
     grid, size = GridShape(1, 2, 3, seq=2), 60
     layout = Layout(row_axes, units=(units, 1))
@@ -187,8 +193,24 @@ def test_a_dim_is_no_multiple_of_its_unit():
     assert layout.on(whole) == Layout((), "y") and Layout(units=(3, 2)).on(grid) == Layout()
 
 
-@looped("units", [0, (1,), (0, 1), (1, -2), (1, 1.5), "ab", (True, 1), None, (1, 2, 3), ({"x": 0}, 1), ({"x": 1.5}, 1),
-                  ((3, 4), 1), (((1, 2, 3),), 1)])
+@looped(
+    "units",
+    [
+        0,
+        (1,),
+        (0, 1),
+        (1, -2),
+        (1, 1.5),
+        "ab",
+        (True, 1),
+        None,
+        (1, 2, 3),
+        ({"x": 0}, 1),
+        ({"x": 1.5}, 1),
+        ((3, 4), 1),
+        (((1, 2, 3),), 1),
+    ],
+)
 def test_units_that_are_none_are_refused(units):
     with pytest.raises(LayoutError, match="the units of a layout are two whole numbers of at least 1"):
         Layout("x", units=units)
@@ -250,8 +272,11 @@ def test_parts_are_ceil_or_floor_larger_first(size, parts):
 def test_cuts_name_the_owner_of_each_part(size, axes, used, grid, low, high):
     axes = tuple(axes[:used])
     wanted, layout = Box(low, min(high, size), 0, 1), Layout(rows=axes)
-    expected = {box.r0: box for box in (layout.box((size, 1), grid, grid.coords(rank)) for rank in range(grid.size))
-                if (box & wanted).size}
+    expected = {
+        box.r0: box
+        for box in (layout.box((size, 1), grid, grid.coords(rank)) for rank in range(grid.size))
+        if (box & wanted).size
+    }
     assert_owners(Placement((size, 1), layout, grid), low, high, expected)
 
 
@@ -265,10 +290,9 @@ def test_few_steps_find_the_parts_of_many():
     """The pieces of a rank, among 2^60 ranks."""
     grid = GridShape(2**20, 2**20, 2**20)
     placement = Placement((2**62, 5), Layout(("z", "y", "x")), grid)
-    assert [(placement.sender_for(Tile(run.part, 0), 0), *run[1:])
-            for run in placement.rows.within(2**61 + 1, 2**61 + 5)] == [
-        (2**59, 2**61 + 1, 2**61 + 4, 1), (2**59 + 1, 2**61 + 4, 2**61 + 5, 0),
-    ]
+    assert [
+        (placement.sender_for(Tile(run.part, 0), 0), *run[1:]) for run in placement.rows.within(2**61 + 1, 2**61 + 5)
+    ] == [(2**59, 2**61 + 1, 2**61 + 4, 1), (2**59 + 1, 2**61 + 4, 2**61 + 5, 0)]
 
 
 def test_blocks_meet_and_cut():
@@ -284,7 +308,11 @@ def test_blocks_meet_and_cut():
 def test_ranks_run_fastest_along_x_and_the_rest_is_idle():
     grid = GridShape(2, 3, 2, 2)
     assert [grid.coords(rank) for rank in (0, 1, 2, 6, 12)] == [
-        (0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1),
+        (0, 0, 0, 0),
+        (1, 0, 0, 0),
+        (0, 1, 0, 0),
+        (0, 0, 1, 0),
+        (0, 0, 0, 1),
     ]
     assert all(grid.rank(grid.coords(rank)) == rank for rank in range(grid.size))
     assert grid.coords(grid.size) is None

@@ -14,10 +14,17 @@ from pmm3d.layout.pieces import send_blocks
 from pmm3d.model.move import Move, tile_move
 
 numbers = st.integers(1, 6)
-cyclics = st.builds(lambda size, block, parts, first, offset: Cyclic(size, block, parts, first % parts, offset),
-                    st.integers(0, 40), numbers, numbers, st.integers(0, 5), st.integers(0, 17))
+cyclics = st.builds(
+    lambda size, block, parts, first, offset: Cyclic(size, block, parts, first % parts, offset),
+    st.integers(0, 40),
+    numbers,
+    numbers,
+    st.integers(0, 5),
+    st.integers(0, 17),
+)
 intervals = st.lists(st.integers(0, 9), min_size=1, max_size=6).map(
-    lambda sizes: Intervals((0, *np.cumsum(sizes).tolist())))
+    lambda sizes: Intervals((0, *np.cumsum(sizes).tolist()))
+)
 
 
 @st.composite
@@ -37,11 +44,17 @@ dealings = cyclics | intervals | splits()
 @given(cyclics)
 def test_blocks_are_dealt_out_as_scalapack_does(dealt):
     """Compared with INDXG2P and INDXG2L of ScaLAPACK's TOOLS, with indices counted from 0."""
-    found = [(run.part, run.local + step) for run in dealt.within(0, dealt.size)
-             for step in range(run.stop - run.start)]
+    found = [
+        (run.part, run.local + step) for run in dealt.within(0, dealt.size) for step in range(run.stop - run.start)
+    ]
     glob = range(dealt.offset, dealt.offset + dealt.size)
-    assert found == [((index // dealt.block + dealt.first) % dealt.parts,
-                      index // (dealt.block * dealt.parts) * dealt.block + index % dealt.block) for index in glob]
+    assert found == [
+        (
+            (index // dealt.block + dealt.first) % dealt.parts,
+            index // (dealt.block * dealt.parts) * dealt.block + index % dealt.block,
+        )
+        for index in glob
+    ]
     for part in range(dealt.parts):
         assert [(part, place) for place in places(dealt, part)] == [each for each in found if each[0] == part]
         whole = range(dealt.offset + dealt.size)
@@ -63,16 +76,19 @@ def test_bounds_of_parts_are_kept(mine, data):
     assert all(len(each) <= most and (not each or each[-1] + 1 - each[0] <= span) for each in of_parts)
     inner = [run for run in mine.within(0, mine.size) if 0 < run.start and run.stop < mine.size]
     assert all(run.stop - run.start >= shortest for run in inner)
-    others = data.draw(st.builds(lambda block, parts: Cyclic(mine.size, block, parts), numbers, numbers) |
-                       st.builds(lambda one, other: Split(mine.size, (one, other)), numbers, numbers))
+    others = data.draw(
+        st.builds(lambda block, parts: Cyclic(mine.size, block, parts), numbers, numbers)
+        | st.builds(lambda one, other: Split(mine.size, (one, other)), numbers, numbers)
+    )
     for one, other in ((mine, others), (others, mine)):
         assert parts_met(one, other) >= max(len(in_common(one, part, other)) for part in range(one.parts))
 
 
 @given(dealings, st.integers(-3, 45), st.integers(-3, 45))
 def test_who_has_a_range_is_who_has_it_of_the_whole(dealt, low, high):
-    one_by_one = lambda runs: [(run.part, run.start + step, run.local + step) for run in runs
-                               for step in range(run.stop - run.start)]
+    one_by_one = lambda runs: [
+        (run.part, run.start + step, run.local + step) for run in runs for step in range(run.stop - run.start)
+    ]
     whole = one_by_one(dealt.within(0, dealt.size))
     assert one_by_one(dealt.within(low, high)) == [each for each in whole if low <= each[1] < high]
 
@@ -80,19 +96,31 @@ def test_who_has_a_range_is_who_has_it_of_the_whole(dealt, low, high):
 @given(st.data())
 def test_what_two_parts_have_in_common(data):
     mine = data.draw(cyclics)
-    others = data.draw(st.one_of(st.just(Intervals((0, mine.size // 3, mine.size))),
-                                 st.builds(lambda block, parts: Cyclic(mine.size, block, parts), numbers, numbers)))
+    others = data.draw(
+        st.one_of(
+            st.just(Intervals((0, mine.size // 3, mine.size))),
+            st.builds(lambda block, parts: Cyclic(mine.size, block, parts), numbers, numbers),
+        )
+    )
     for part in range(mine.parts):
         found = in_common(mine, part, others)
-        pairs = sorted((shared.here + step, other, shared.there + step) for other, runs in found.items()
-                       for shared in runs for step in range(shared.length))
-        owner = {index: (run.part, run.local + index - run.start) for run in others.within(0, others.size)
-                 for index in range(run.start, run.stop)}
+        pairs = sorted(
+            (shared.here + step, other, shared.there + step)
+            for other, runs in found.items()
+            for shared in runs
+            for step in range(shared.length)
+        )
+        owner = {
+            index: (run.part, run.local + index - run.start)
+            for run in others.within(0, others.size)
+            for index in range(run.start, run.stop)
+        }
         assert pairs == [(place, *owner[index]) for index, place in zip(indices(mine, part), places(mine, part))]
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 4))), st.integers(0, 12),
-       st.integers(0, 12))
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 4))), st.integers(0, 12), st.integers(0, 12)
+)
 def test_even_steps_and_packing_leave_every_index_where_it_is(gaps, low, more):
     here = there = 0
     runs = []
@@ -100,11 +128,16 @@ def test_even_steps_and_packing_leave_every_index_where_it_is(gaps, low, more):
         runs.append(Common(here + gap_here, there + gap_there, length))
         here, there = here + gap_here + length, there + gap_there + length
     one_by_one = [(run.here + step, run.there + step) for run in runs for step in range(run.length)]
-    assert [(group.here + turn * group.step_here + step, group.there + turn * group.step_there + step)
-            for group in strided(runs) for turn in range(group.times) for step in range(group.length)] == one_by_one
+    assert [
+        (group.here + turn * group.step_here + step, group.there + turn * group.step_there + step)
+        for group in strided(runs)
+        for turn in range(group.times)
+        for step in range(group.length)
+    ] == one_by_one
     part = packed(runs, low, low + more)
     assert [(run.here + step, run.there + step) for run in part for step in range(run.length)] == [
-        (place, number) for number, (place, _) in enumerate(one_by_one[low : low + more])]
+        (place, number) for number, (place, _) in enumerate(one_by_one[low : low + more])
+    ]
 
 
 def test_a_cyclic_dim_and_a_part_of_it_are_few_copies():
@@ -119,8 +152,16 @@ def test_a_placement_and_its_windows_are_tiles_in_boxes(drawn):
     window = whole.sub(row, col, whole.shape[0] - row, whole.shape[1] - col)
     for placement in (whole, window):
         for rank in range(IDLE_TOO):
-            boxes = [Box(*(edge for dealt, part in zip((placement.rows, placement.cols), tile)
-                           for edge in edges(dealt, part))) for tile in placement.tiles(rank)]
+            boxes = [
+                Box(
+                    *(
+                        edge
+                        for dealt, part in zip((placement.rows, placement.cols), tile)
+                        for edge in edges(dealt, part)
+                    )
+                )
+                for tile in placement.tiles(rank)
+            ]
             assert [box.size for box in boxes] == [placement.box(rank).size] or not boxes
             assert not boxes or boxes == [placement.box(rank)] or not boxes[0].size
             assert all(box.size <= placement.most()[0] for box in boxes)
@@ -224,13 +265,21 @@ def test_the_tables_of_a_move_bring_each_element_once(move):
 
 
 def here(runs):
-    return [run.here + turn * run.step_here + step for run in runs for turn in range(run.times)
-            for step in range(run.length)]
+    return [
+        run.here + turn * run.step_here + step
+        for run in runs
+        for turn in range(run.times)
+        for step in range(run.length)
+    ]
 
 
 def there(runs):
-    return [run.there + turn * run.step_there + step for run in runs for turn in range(run.times)
-            for step in range(run.length)]
+    return [
+        run.there + turn * run.step_there + step
+        for run in runs
+        for turn in range(run.times)
+        for step in range(run.length)
+    ]
 
 
 def test_a_part_of_a_part_lies_in_the_same_arrays():
@@ -254,34 +303,48 @@ def test_numberings_of_a_process_grid_and_ranks_of_it():
     assert chosen.owners_of(chosen.tiles(2)[0]) == (2,) and chosen.local_shapes(0) == []
 
 
-@looped("change, text", [
-    ({"blocks": (0, 2)}, "blocks of a block-cyclic layout: two whole numbers of at least 1; got (0, 2)"),
-    ({"blocks": (2, 2.5)}, "blocks of a block-cyclic layout: two whole numbers of at least 1; got (2, 2.5)"),
-    ({"process_grid": (2, 0)}, "process_grid of a block-cyclic layout: two whole numbers of at least 1; got (2, 0)"),
-    ({"first": (2, 0)}, "the first block is on process (2, 0) of a process grid of 2 x 2: they are counted from 0"),
-    ({"numbering": "F"}, 'the numbering of a process grid is "R", by rows, or "C", by columns; got \'F\''),
-    ({"ranks": (0, 1, 2)}, "a process grid of 2 x 2 has 4 ranks, each once; got (0, 1, 2)"),
-    ({"ranks": (0, 1, 2, 2)}, "a process grid of 2 x 2 has 4 ranks, each once; got (0, 1, 2, 2)"),
-    ({"ranks": (0, 1, 2, -3)}, "ranks are whole numbers, counted from 0; got (0, 1, 2, -3)"),
-    ({"ranks": "four"}, "ranks are whole numbers, counted from 0; got 'four'"),
-    ({"shape": (-1, 2)}, "a matrix has two dims of at least 0, whole numbers; got (-1, 2)"),
-])
+@looped(
+    "change, text",
+    [
+        ({"blocks": (0, 2)}, "blocks of a block-cyclic layout: two whole numbers of at least 1; got (0, 2)"),
+        ({"blocks": (2, 2.5)}, "blocks of a block-cyclic layout: two whole numbers of at least 1; got (2, 2.5)"),
+        (
+            {"process_grid": (2, 0)},
+            "process_grid of a block-cyclic layout: two whole numbers of at least 1; got (2, 0)",
+        ),
+        ({"first": (2, 0)}, "the first block is on process (2, 0) of a process grid of 2 x 2: they are counted from 0"),
+        ({"numbering": "F"}, 'the numbering of a process grid is "R", by rows, or "C", by columns; got \'F\''),
+        ({"ranks": (0, 1, 2)}, "a process grid of 2 x 2 has 4 ranks, each once; got (0, 1, 2)"),
+        ({"ranks": (0, 1, 2, 2)}, "a process grid of 2 x 2 has 4 ranks, each once; got (0, 1, 2, 2)"),
+        ({"ranks": (0, 1, 2, -3)}, "ranks are whole numbers, counted from 0; got (0, 1, 2, -3)"),
+        ({"ranks": "four"}, "ranks are whole numbers, counted from 0; got 'four'"),
+        ({"shape": (-1, 2)}, "a matrix has two dims of at least 0, whole numbers; got (-1, 2)"),
+    ],
+)
 def test_what_can_be_no_block_cyclic_layout(change, text):
     with pytest.raises(LayoutError) as caught:
         BlockCyclic(**{"shape": (4, 4), "blocks": (2, 2), "process_grid": (2, 2), **change})
     assert str(caught.value) == text
 
 
-@looped("arguments, text", [
-    (([0, 2], [0, 3], [[0, 1]]), "there are 1 x 1 blocks between these cuts; got the owners of 1 x 2"),
-    (([0, 2], [0, 3], [[0], [1]]), "there are 1 x 1 blocks between these cuts; got the owners of 2 x 1"),
-    (([0, 2, 1], [0, 3], [[0], [0]]), "row_cuts: where blocks begin, from 0 on, in order, and the end of the last; got "
-                                      "[0, 2, 1]"),
-    (([0, 2], [1, 3], [[0]]), "col_cuts: where blocks begin, from 0 on, in order, and the end of the last; got [1, 3]"),
-    (([0, 2], [0, 3], 5), "owners of blocks are lists of ranks; got 5"),
-    (([0, 2], [0, 3], [["a"]]), "ranks are whole numbers, counted from 0; got ['a']"),
-    (([0, 2], [0, 3], [[0]], "A"), "the order of arrays is \"C\", by rows, or \"F\", by columns; got 'A'"),
-])
+@looped(
+    "arguments, text",
+    [
+        (([0, 2], [0, 3], [[0, 1]]), "there are 1 x 1 blocks between these cuts; got the owners of 1 x 2"),
+        (([0, 2], [0, 3], [[0], [1]]), "there are 1 x 1 blocks between these cuts; got the owners of 2 x 1"),
+        (
+            ([0, 2, 1], [0, 3], [[0], [0]]),
+            "row_cuts: where blocks begin, from 0 on, in order, and the end of the last; got [0, 2, 1]",
+        ),
+        (
+            ([0, 2], [1, 3], [[0]]),
+            "col_cuts: where blocks begin, from 0 on, in order, and the end of the last; got [1, 3]",
+        ),
+        (([0, 2], [0, 3], 5), "owners of blocks are lists of ranks; got 5"),
+        (([0, 2], [0, 3], [["a"]]), "ranks are whole numbers, counted from 0; got ['a']"),
+        (([0, 2], [0, 3], [[0]], "A"), 'the order of arrays is "C", by rows, or "F", by columns; got \'A\''),
+    ],
+)
 def test_what_can_be_no_blocks(arguments, text):
     with pytest.raises(LayoutError) as caught:
         Blocks(*arguments)
@@ -296,9 +359,12 @@ def test_slabs_need_the_rows_of_each_rank(counts):
 
 def test_layouts_say_which_communicator_they_need():
     on_grid = Placement((4, 4), Layout("z"), GridShape(1, 1, 5))
-    for tiled, text in ((BlockCyclic((4, 4), (1, 1), (2, 2)), "2 x 2 on ranks up to 3"),
-                        (BlockCyclic((4, 4), (1, 1), (1, 2), ranks=(0, 4)), "1 x 2 on ranks up to 4"),
-                        (Blocks((0, 4), (0, 4), [[3]]), "ranks up to 3"), (on_grid, "1x1x5")):
+    for tiled, text in (
+        (BlockCyclic((4, 4), (1, 1), (2, 2)), "2 x 2 on ranks up to 3"),
+        (BlockCyclic((4, 4), (1, 1), (1, 2), ranks=(0, 4)), "1 x 2 on ranks up to 4"),
+        (Blocks((0, 4), (0, 4), [[3]]), "ranks up to 3"),
+        (on_grid, "1x1x5"),
+    ):
         tiled.check_ranks(5)
         with pytest.raises(LayoutError, match=text):
             tiled.check_ranks(3)
@@ -309,9 +375,11 @@ def test_layouts_say_which_communicator_they_need():
 def test_boxes_of_ranks_that_do_not_cover_the_matrix_once():
     assert Blocks.of_boxes([(0, 3, 0, 4), (3, 3, 0, 0), (3, 5, 0, 4)], (5, 4)) == Blocks((0, 3, 5), (0, 4), [[0], [2]])
     assert Blocks.of_boxes([(0, 0, 0, 3)], (0, 3)).local_shapes(0) == [(0, 3)]
-    for boxes, text in (([(0, 4, 0, 4), (3, 5, 0, 4)], r"element \(3, 0\) is in the blocks of rank 0 and of rank 1"),
-                        ([(0, 3, 0, 4), (3, 5, 1, 4)], r"element \(3, 0\) is in no rank's block"),
-                        ([(0, 6, 0, 4)], "rank 0 has the rows 0 to 6, counted from 0, of 5"),
-                        ([(0, 5, 3, 1)], "rank 0 has the columns 3 to 1")):
+    for boxes, text in (
+        ([(0, 4, 0, 4), (3, 5, 0, 4)], r"element \(3, 0\) is in the blocks of rank 0 and of rank 1"),
+        ([(0, 3, 0, 4), (3, 5, 1, 4)], r"element \(3, 0\) is in no rank's block"),
+        ([(0, 6, 0, 4)], "rank 0 has the rows 0 to 6, counted from 0, of 5"),
+        ([(0, 5, 3, 1)], "rank 0 has the columns 3 to 1"),
+    ):
         with pytest.raises(LayoutError, match=text):
             Blocks.of_boxes(boxes, (5, 4))

@@ -14,10 +14,18 @@ from pmm3d import GridShape, Layout, LayoutError
 from pmm3d.layout import Box, Placement, Tile, transitions
 
 FIVE = GridShape(2, 2, 2, 2, seq=2)
-grids = st.sampled_from([
-    GridShape(2, 2, 2), GridShape(3, 2, 1), GridShape(2, 1, 2, 2), GridShape(1, 2, 3, 2), GridShape(1, 1, 1), FIVE,
-    GridShape(1, 2, 2, 1, seq=2), GridShape(2, 1, 1, 1, seq=3, pipe=2),
-])
+grids = st.sampled_from(
+    [
+        GridShape(2, 2, 2),
+        GridShape(3, 2, 1),
+        GridShape(2, 1, 2, 2),
+        GridShape(1, 2, 3, 2),
+        GridShape(1, 1, 1),
+        FIVE,
+        GridShape(1, 2, 2, 1, seq=2),
+        GridShape(2, 1, 1, 1, seq=3, pipe=2),
+    ]
+)
 
 
 @st.composite
@@ -98,8 +106,11 @@ def done(step, before, arrays, shape, grid):
 
 
 def states(layout):
-    return {axis: kind for kind, axes in (("rows", layout.rows), ("cols", layout.cols), ("sums", layout.sums))
-            for axis in axes}
+    return {
+        axis: kind
+        for kind, axes in (("rows", layout.rows), ("cols", layout.cols), ("sums", layout.sums))
+        for axis in axes
+    }
 
 
 @settings(max_examples=150)
@@ -140,16 +151,23 @@ def test_an_axis_in_the_same_place_is_left_alone_and_a_move_comes_once(case):
 
 def received(kind, size, ranks):
     """Elements that a rank with `size` elements receives, in units of a rank's share of a whole matrix."""
-    return {"slice": 0, "keep": 0, "gather": size * (ranks - 1), "all_reduce": 2 * size * (ranks - 1) / ranks,
-            "reduce_scatter": size * (ranks - 1) / ranks, "all_to_all": size * (ranks - 1) / ranks}[kind]
+    return {
+        "slice": 0,
+        "keep": 0,
+        "gather": size * (ranks - 1),
+        "all_reduce": 2 * size * (ranks - 1) / ranks,
+        "reduce_scatter": size * (ranks - 1) / ranks,
+        "all_to_all": size * (ranks - 1) / ranks,
+    }[kind]
 
 
 def neighbours(layout, target, axes):
-    """Yield (kind, axis, layout) of each step of one of the axes. An axis cuts a dim only if it does so in the target.
-    """
+    """Yield (kind, axis, layout) of each step of one of the axes. An axis cuts a dim only if it does so in the
+    target."""
     for axis in axes:
-        rows, cols, sums = (tuple(other for other in group if other != axis)
-                            for group in (layout.rows, layout.cols, layout.sums))
+        rows, cols, sums = (
+            tuple(other for other in group if other != axis) for group in (layout.rows, layout.cols, layout.sums)
+        )
         minor = [group[-1:] == (axis,) for group in (layout.rows, layout.cols)]
         if any(minor):
             yield "gather", axis, Layout(rows, cols, sums)
@@ -199,8 +217,10 @@ def total(steps, source, grid):
 def small_cases(draw):
     grid = draw(st.sampled_from([GridShape(2, 3, 2), GridShape(2, 2, 1, 4), GridShape(4, 1, 1, 1, seq=2)]))
     shape = 24, 24
-    return grid, *(Layout(layout.rows, layout.cols, layout.sums)
-                   for layout in (draw(layouts(grid, shape)), draw(layouts(grid, shape))))
+    return grid, *(
+        Layout(layout.rows, layout.cols, layout.sums)
+        for layout in (draw(layouts(grid, shape)), draw(layouts(grid, shape)))
+    )
 
 
 @settings(max_examples=150)
@@ -215,10 +235,16 @@ def test_no_order_of_steps_sends_less(case):
 PLAIN = GridShape(2, 2, 2, 2)
 EXAMPLES = {
     "weight gathered": (Layout(("y", "z"), "x"), Layout("y", "x"), "gather z 0"),
-    "gradient of a weight": (Layout("y", "x", sums=("data", "z")), Layout(("y", "z"), "x"),
-                             "reduce_scatter z 0, all_reduce data"),
-    "gradient of a weight over data": (Layout("y", "x", sums=("z", "data")), Layout(("y", "z", "data"), "x"),
-                                       "reduce_scatter z 0, reduce_scatter data 0"),
+    "gradient of a weight": (
+        Layout("y", "x", sums=("data", "z")),
+        Layout(("y", "z"), "x"),
+        "reduce_scatter z 0, all_reduce data",
+    ),
+    "gradient of a weight over data": (
+        Layout("y", "x", sums=("z", "data")),
+        Layout(("y", "z", "data"), "x"),
+        "reduce_scatter z 0, reduce_scatter data 0",
+    ),
     "output of a layer": (Layout(("data", "z"), "x", sums="y"), Layout(("data", "z"), "x"), "all_reduce y"),
     "output in shards": (Layout(("data", "z"), "x", sums="y"), Layout(("data", "z", "y"), "x"), "reduce_scatter y 0"),
     "rows to columns": (Layout(("z", "x"), "y"), Layout("z", ("y", "x")), "all_to_all x 0"),
@@ -240,15 +266,24 @@ EXAMPLES = {
     "units gained": (Layout((), "x"), Layout("x", units=(3, 1)), "all_to_all x 1"),
     "a cut inside units": (Layout("z", units=(4, 1)), Layout(("z", "y"), units=({"z": 4}, 1)), "slice y 0"),
     "no cut inside units": (Layout(("z", "y"), units=({"z": 4}, 1)), Layout("z", units=(4, 1)), "gather y 0"),
-    "from inside units to heads": (Layout(("z", "x"), units=({"z": 4}, 1)), Layout("z", "x", units=(4, 2)),
-                                   "all_to_all x 0"),
+    "from inside units to heads": (
+        Layout(("z", "x"), units=({"z": 4}, 1)),
+        Layout("z", "x", units=(4, 2)),
+        "all_to_all x 0",
+    ),
     "units lost": (Layout(("x", "z"), units=(2, 1)), Layout(), "gather z 0, gather x 0"),
 }
 
 
 def in_words(steps):
-    return ", ".join(" ".join([step.kind] + [step.axis] * bool(step.axis) + [str(step.dim)] * (
-        step.kind not in ("all_reduce", "keep", "move"))) for step in steps)
+    return ", ".join(
+        " ".join(
+            [step.kind]
+            + [step.axis] * bool(step.axis)
+            + [str(step.dim)] * (step.kind not in ("all_reduce", "keep", "move"))
+        )
+        for step in steps
+    )
 
 
 @looped("source, target, expected", EXAMPLES.values())

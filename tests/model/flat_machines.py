@@ -46,6 +46,13 @@ BYTES_ONLY = machine()
 
 def cluster(ranks_per_node: int = 8, **figures: float) -> SimpleMachine:
     """A machine of several nodes. The ranks of a node share its link."""
-    known = {"rate": 5e10, "latency": 1e-6, "latency_across": 3e-6, "bandwidth": 5e9, "bandwidth_across": 12e9,
-             "copying": 1e10, "hiding": 0.5}
+    known = {
+        "rate": 5e10,
+        "latency": 1e-6,
+        "latency_across": 3e-6,
+        "bandwidth": 5e9,
+        "bandwidth_across": 12e9,
+        "copying": 1e10,
+        "hiding": 0.5,
+    }
     return machine(ranks_per_node, **known | figures)

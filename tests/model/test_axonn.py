@@ -15,10 +15,18 @@ from pmm3d.model.gpt import GPT, rank_by_axonn
 
 FIGURES = json.loads((Path(__file__).parent / "axonn_figures.json").read_text())
 TABLES = {
-    "perlmutter": {"1": {"2": 76.0, "4": 225.0, "8+": 80.0}, "2": {"2": 76.0, "4+": 40.0}, "4": {"2+": 20.0},
-                   "8+": {"2+": 20.0}},
-    "frontier": {"1": {"2": 129.0, "4": 52.0, "8": 135.0, "9+": 40.0}, "2": {"2": 50.0, "4": 72.0, "8+": 20.0},
-                 "4": {"2": 36.0, "4+": 10.0}, "8+": {"2+": 5.0}},
+    "perlmutter": {
+        "1": {"2": 76.0, "4": 225.0, "8+": 80.0},
+        "2": {"2": 76.0, "4+": 40.0},
+        "4": {"2+": 20.0},
+        "8+": {"2+": 20.0},
+    },
+    "frontier": {
+        "1": {"2": 129.0, "4": 52.0, "8": 135.0, "9+": 40.0},
+        "2": {"2": 50.0, "4": 72.0, "8+": 20.0},
+        "4": {"2": 36.0, "4+": 10.0},
+        "8+": {"2+": 5.0},
+    },
 }
 """GiB/s by (p, G), as published."""
 FAST = {"1+": {"2+": 1.0}}
@@ -31,16 +39,18 @@ def name(figure):
 @looped("figure", FIGURES["layers"])
 def test_seconds_of_a_layer_are_the_published_ones(figure):
     layer = Layer(figure["hidden"], figure["n_over_hidden"], figure["transposed"])
-    seconds = axonn.layer_seconds(layer, figure["batch"] * figure["sequence"], GridShape(**figure["grid"]),
-                                  TABLES[figure["machine"]])
+    seconds = axonn.layer_seconds(
+        layer, figure["batch"] * figure["sequence"], GridShape(**figure["grid"]), TABLES[figure["machine"]]
+    )
     assert sum(seconds.values()) == pytest.approx(figure["seconds"], rel=1e-12)
 
 
 @pytest.mark.parametrize("figure", FIGURES["rankings"], ids=lambda figure: figure["machine"])
 def test_the_ten_best_grids_are_the_published_ones(figure):
     gpt = GPT(figure["layers"], figure["hidden"], figure["sequence"], figure["batch"])
-    ranking = rank_by_axonn(gpt, figure["ranks"], TABLES[figure["machine"]], powers_of_two=True,
-                            min_tensor=figure["min_tensor"])
+    ranking = rank_by_axonn(
+        gpt, figure["ranks"], TABLES[figure["machine"]], powers_of_two=True, min_tensor=figure["min_tensor"]
+    )
     assert len(ranking.candidates) == figure["feasible"]
     best = [(candidate.grid._asdict(), f"{candidate.seconds:.4g}") for candidate in ranking.candidates[:10]]
     assert best == [(each["grid"], f"{each['seconds']:.4g}") for each in figure["ranking"]]

@@ -19,16 +19,25 @@ def test_parameters_of_a_published_model():
     assert GPT(96, 12288, 2048, 1536, vocabulary=51200).parameters / 1e9 == pytest.approx(174.6, abs=0.05)
 
 
-@looped("hidden, heads, batch, figures", [
-    (6144, 64, 4, (6.594, 1.234, 0.824, 0.609, 0.199, 0.094)),
-    (12288, 96, 1, (2.672, 0.539, 0.334, 0.305, 0.0996, 0.047)),
-    (20480, 128, 1, (3.828, 0.820, 0.479, 0.508, 0.166, 0.078))])
+@looped(
+    "hidden, heads, batch, figures",
+    [
+        (6144, 64, 4, (6.594, 1.234, 0.824, 0.609, 0.199, 0.094)),
+        (12288, 96, 1, (2.672, 0.539, 0.334, 0.305, 0.0996, 0.047)),
+        (20480, 128, 1, (3.828, 0.820, 0.479, 0.508, 0.166, 0.078)),
+    ],
+)
 def test_activations_of_a_block_are_the_published_ones(hidden, heads, batch, figures):
     """GiB of the blocks of 22, 175 and 530 billion parameters on 8 ranks of tensor parallelism (Korthikanti et al.,
     figure 7 and table 3): none on one rank, TP, TP and SP, TP and selective, all three, full."""
     asked = [(1, 1, "none"), (1, 8, "none"), (8, 8, "none"), (1, 8, "selective"), (8, 8, "selective"), (1, 1, "full")]
-    found = [block_bytes(2048 * batch, hidden, heads, outer=outer, inner=inner, recompute=recompute, dropout=True,
-                         scores=2048) / 2**30 for outer, inner, recompute in asked]
+    found = [
+        block_bytes(
+            2048 * batch, hidden, heads, outer=outer, inner=inner, recompute=recompute, dropout=True, scores=2048
+        )
+        / 2**30
+        for outer, inner, recompute in asked
+    ]
     assert found == pytest.approx(figures, abs=0.0006)
 
 
@@ -46,8 +55,11 @@ def test_what_speaks_against_a_grid_is_said():
 
 def test_if_no_grid_is_left_one_is_named_with_its_reason():
     gpt = GPT(12, 768, 1024, 48, heads=12)
-    with pytest.raises(GridError, match="no grid of 4 ranks is left for a step of a GPT .*; for example, 1x1x1 .data "
-                                        "4.: x y z = 1 is less than min-tensor = 8. Change"):
+    with pytest.raises(
+        GridError,
+        match="no grid of 4 ranks is left for a step of a GPT .*; for example, 1x1x1 .data "
+        "4.: x y z = 1 is less than min-tensor = 8. Change",
+    ):
         rank_by_axonn(gpt, 4, BANDWIDTHS, min_tensor=8)
 
 

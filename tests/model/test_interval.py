@@ -80,7 +80,8 @@ def test_advice_is_in_whole_steps_near_dalys(write, mtbf, step):
 def test_the_sentence_says_all():
     assert advice(3.1, 86400.0, 2.15).sentence == (
         "With a failure every 24 h on this job, write a checkpoint every 12 min 9 s (Daly), every 339 steps: 0.84% "
-        "of the time is lost")
+        "of the time is lost"
+    )
 
 
 def test_a_step_longer_than_the_interval():
@@ -97,9 +98,15 @@ def test_a_checkpoint_longer_than_the_job_lives():
     assert "the job makes little progress" in advice(4000.0, 3600.0, 1.0).sentence
 
 
-@looped("times,said", [
-    ((-1.0, 1.0, 1.0), "write a checkpoint must be 0 or more"), ((1.0, 0.0, 1.0), "--mtbf must be positive, got 0.0"),
-    ((1.0, math.nan, 1.0), "--mtbf"), ((1.0, 1.0, math.inf), "time of a step")])
+@looped(
+    "times,said",
+    [
+        ((-1.0, 1.0, 1.0), "write a checkpoint must be 0 or more"),
+        ((1.0, 0.0, 1.0), "--mtbf must be positive, got 0.0"),
+        ((1.0, math.nan, 1.0), "--mtbf"),
+        ((1.0, 1.0, math.inf), "time of a step"),
+    ],
+)
 def test_invalid_times_are_refused(times, said):
     with pytest.raises(Pmm3dError, match=said):
         advice(*times)

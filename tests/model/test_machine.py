@@ -55,13 +55,16 @@ def test_a_system_without_cpuinfo_has_no_advice(tmp_path):
     assert machine.better_kernel(found) is None
 
 
-@looped("vendor, flags, kernel", [
+@looped(
+    "vendor, flags, kernel",
+    [
         ("AuthenticAMD", AVX512, "SkylakeX"),
         ("AuthenticAMD", "", None),
         ("AuthenticAMD", "avx512f", None),
         ("GenuineIntel", AVX512, None),
         ("", AVX512, None),
-    ])
+    ],
+)
 def test_only_amd_with_avx512_is_taken_for_less(cpuinfo, vendor, flags, kernel):
     assert machine.better_kernel(cpuinfo(vendor, flags)) == kernel
 
@@ -90,8 +93,10 @@ def test_the_environment_of_the_blas_is_set_unless_the_user_did(cpuinfo, monkeyp
 def test_torch_arrays_are_multiplied_by_a_blas_of_torchs_own():
     torch = importlib.import_module("torch")
     found = machine.blas_of(library_named("torch"))
-    assert found.name.endswith(" of torch") and (found.version, found.threads) == (torch.__version__,
-                                                                                   torch.get_num_threads())
+    assert found.name.endswith(" of torch") and (found.version, found.threads) == (
+        torch.__version__,
+        torch.get_num_threads(),
+    )
     assert machine.blas_of(library_named("numpy")) == blas_here()
 
 
@@ -110,7 +115,9 @@ def test_figures_of_this_process():
 
 def test_nothing_is_loaded_before_the_environment_is_set():
     """The command sets OPENBLAS_CORETYPE before numpy loads its BLAS, so importing it must not load numpy."""
-    code = ("import pmm3d.model.machine, pmm3d.tools.cli, sys; "
-            "sys.exit(bool({'numpy', 'scipy', 'mpi4py'} & set(sys.modules)))")
+    code = (
+        "import pmm3d.model.machine, pmm3d.tools.cli, sys; "
+        "sys.exit(bool({'numpy', 'scipy', 'mpi4py'} & set(sys.modules)))"
+    )
     path = os.pathsep.join(filter(None, sys.path))
     assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}).returncode == 0

@@ -123,8 +123,10 @@ def some(keys, values, **options):
     return st.dictionaries(st.sampled_from(keys), values, **options)
 
 
-gemms = st.one_of(st.builds(Gemms, st.builds(GemmLaw, positive, not_negative)),
-                  st.builds(Gemms, st.none(), some(FORMS, points(), min_size=1)))
+gemms = st.one_of(
+    st.builds(Gemms, st.builds(GemmLaw, positive, not_negative)),
+    st.builds(Gemms, st.none(), some(FORMS, points(), min_size=1)),
+)
 ranks = st.sampled_from(["1", "2", "8+"])
 machines = st.builds(
     Machine, texts, st.integers(4, 2**60), st.integers(0, 2**60), some(MATRIX_DTYPES, positive),
@@ -168,8 +170,11 @@ def test_assumed_machines_name_the_source_of_each_section(name):
     machine = load(name)
     assert machine.name == name and machine_from(as_toml(machine), "copy") == machine
     held = {"peak", "gemm", "passes", "laws"}
-    held |= {section for section in ("collectives", "hidden", "axonn", "memory", "noise", "overhead")
-             if getattr(machine, section)}
+    held |= {
+        section
+        for section in ("collectives", "hidden", "axonn", "memory", "noise", "overhead")
+        if getattr(machine, section)
+    }
     assert set(machine.sources) == held
     assert load(name) is machine
 
@@ -201,7 +206,9 @@ def test_a_file_is_read_by_its_path(tmp_path):
     assert load(tmp_path / "no suffix") == MADE
 
 
-@looped("old, new, said", [
+@looped(
+    "old, new, said",
+    [
         ('name = "made up"\n', "", "name is missing"),
         ('name = "made up"', 'name = " "', "name = ' ': must be a text"),
         ("ranks_per_node = 4", "ranks_per_node = 4.5", "ranks_per_node = 4.5: must be a whole number of at least 1"),
@@ -212,11 +219,17 @@ def test_a_file_is_read_by_its_path(tmp_path):
         ("[peak]\nfloat64 = 5e10", "", "the section [peak] is missing"),
         ("inside = 0.5", "inside = 1.5", "hidden.inside = 1.5: must be a number from 0 to 1"),
         ("rate = 1e11", f"rate = 1{'0' * 400}", f"gemm.float32.rate = 1{'0' * 59}..." + ABOVE),
-        ("rate = 1e11\noverhead", "rate = 1e11\noverhed",
-         "gemm.float32.overhead is missing; unknown key gemm.float32.overhed (did you mean overhead?)"),
+        (
+            "rate = 1e11\noverhead",
+            "rate = 1e11\noverhed",
+            "gemm.float32.overhead is missing; unknown key gemm.float32.overhed (did you mean overhead?)",
+        ),
         ("[gemm.float64.nn]", "[gemm.float64]\nrate = 1\n[gemm.float64.nn]", "unknown key gemm.float64.rate"),
-        ("m = [64, 128]", "m = [64, 128, 256]",
-         "[gemm.float64.nn] m, n, k, flops have 3, 2, 2, 2 entries; their numbers must be equal"),
+        (
+            "m = [64, 128]",
+            "m = [64, 128, 256]",
+            "[gemm.float64.nn] m, n, k, flops have 3, 2, 2, 2 entries; their numbers must be equal",
+        ),
         ("m = [64, 128]", "m = [64, 64]", "[gemm.float64.nn] m, n, k: each m must occur once with each n and each k"),
         ("n = [64, 64]", "n = [64, 128]", "[gemm.float64.nn] m, n, k: each m must occur once with each n and each k"),
         ("m = [64, 128]", "m = []", "gemm.float64.nn.m = []" + WHOLES),
@@ -224,14 +237,18 @@ def test_a_file_is_read_by_its_path(tmp_path):
         ('operation = "all_gather"', 'operation = "allgather"', "operation = 'allgather': must be one"),
         ("inside = 4", "inside = 1", "[collectives[0]] inside = 1, nodes = 1 is one rank, which sends nothing"),
         ("inside = 4", "inside = 5", "[collectives[0]] inside = 5 is more than ranks_per_node = 4"),
-        ("bytes = [1024, 65536]", "bytes = [1024]",
-         "[collectives[0]] bytes, seconds have 1, 2 entries; their numbers must be equal"),
+        (
+            "bytes = [1024, 65536]",
+            "bytes = [1024]",
+            "[collectives[0]] bytes, seconds have 1, 2 entries; their numbers must be equal",
+        ),
         ("bytes = [1024, 65536]", "bytes = [1024, 1024]", "[collectives[0]] bytes must ascend, each once"),
         ("[[collectives]]", "[collectives]", "must be sections, [[collectives]], or 'axonn'"),
         ("[laws.default]", "[laws.all_gather]", "the section [laws.default] is missing"),
         ('"8+"', '"8-"', "unknown key axonn.1.8- (known there: 4, 8+ for 8 and more)"),
         ("[axonn.1]\n2", "[axonn]\n2", "axonn.2 = 76.0: must be a section, [axonn.2]"),
-    ])
+    ],
+)
 def test_a_figure_that_is_wrong_is_named(old, new, said):
     assert said in refused(changed(old, new))
 
@@ -243,15 +260,19 @@ def test_all_that_is_wrong_is_said_at_once():
 
 def test_an_empty_file_names_all_that_is_needed():
     keys = [f"{key} is missing" for key in ("name", "ranks_per_node", "memory")]
-    assert refused("").split("; ") == keys + [f"the section [{key}] is missing" for key in
-                                              ("peak", "gemm", "passes", "laws")]
+    assert refused("").split("; ") == keys + [
+        f"the section [{key}] is missing" for key in ("peak", "gemm", "passes", "laws")
+    ]
 
 
 def test_an_empty_section_names_what_it_needs():
     said = refused(TEXT[: TEXT.index("[gemm")] + "[gemm]\n[passes]\n[laws]\n")
     assert said == "the section [passes.default] is missing; the section [laws.default] is missing"
-    assert refused(TEXT.replace("[gemm.float32]\nrate = 1e11\noverhead = 0\n", "[gemm]").replace(
-        TEXT[TEXT.index("[gemm.float64.nn]") : TEXT.index("[passes.default]")], "")).startswith("[gemm] has no dtype")
+    assert refused(
+        TEXT.replace("[gemm.float32]\nrate = 1e11\noverhead = 0\n", "[gemm]").replace(
+            TEXT[TEXT.index("[gemm.float64.nn]") : TEXT.index("[passes.default]")], ""
+        )
+    ).startswith("[gemm] has no dtype")
 
 
 @looped("key", ["peak", "gemm", "passes", "laws", "hidden", "axonn", "key", "sources"])
@@ -262,10 +283,12 @@ def test_a_value_where_a_section_belongs(key):
 def test_a_row_that_is_there_twice():
     start, end = TEXT.index("[[collectives]]"), TEXT.index("[laws.default]")
     assert "[collectives[1]] all_gather, inside = 4, nodes = 1 occurs twice" in refused(
-        TEXT[:end] + TEXT[start:end] + TEXT[end:])
+        TEXT[:end] + TEXT[start:end] + TEXT[end:]
+    )
     far = TEXT[start:end].replace("inside = 4", "stride = 2\ninside = 4")
     assert "[collectives[2]] all_gather, inside = 4, nodes = 1, stride = 2 occurs twice" in refused(
-        TEXT[:end] + far + far + TEXT[end:])
+        TEXT[:end] + far + far + TEXT[end:]
+    )
 
 
 @looped("text", ["name = ", "[[[", "name = 'a'\nname = 'b'", f"memory = {'9' * 5000}", "[" * 5000])

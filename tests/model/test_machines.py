@@ -17,8 +17,12 @@ from pmm3d.model.machines.figures import GemmLaw, GemmPoints, Gemms, InSteps, Me
 from pmm3d.model.machines.laws import OPERATIONS, Law, Terms, messages, terms
 
 LAW = Law(start=2.0, message_inside=3.0, message_across=5.0, byte_inside=7.0, byte_across=11.0)
-GRID = GemmPoints((64, 64, 64, 64, 256, 256, 256, 256), (64, 64, 256, 256) * 2, (64, 256) * 4,
-                  (1e9, 2e9, 2e9, 4e9, 2e9, 4e9, 4e9, 8e9))
+GRID = GemmPoints(
+    (64, 64, 64, 64, 256, 256, 256, 256),
+    (64, 64, 256, 256) * 2,
+    (64, 256) * 4,
+    (1e9, 2e9, 2e9, 4e9, 2e9, 4e9, 4e9, 8e9),
+)
 
 sizes = st.integers(1, 10**6)
 nbytes = st.integers(1, 2**40)
@@ -50,7 +54,8 @@ def test_in_steps_of_training_actions_take_longer():
     assert made.overhead_in_step == 0.75
     assert made.collective_in_step("all_gather", inside, 10) == made.collective_seconds("all_gather", inside, 10) + 100
     assert made.collective_in_step("all_gather", across, 10) == pytest.approx(
-        0.2 * made.collective_seconds("all_gather", across, 10))
+        0.2 * made.collective_seconds("all_gather", across, 10)
+    )
     assert made.collective_in_step("all_gather", Group(1, 1, 1, 4), 10) == 0
 
 
@@ -92,7 +97,9 @@ def test_a_form_without_points_is_priced_as_nn_and_without_that_as_another():
     assert made.gemm_seconds(8, 8, 0, "float64") == 0
 
 
-@looped("known, dtype, stands", [
+@looped(
+    "known, dtype, stands",
+    [
         (("float64", "float32"), "float64", "float64"),
         (("float64", "float32"), "bfloat16", "float32"),
         (("float64", "bfloat16"), "float32", "float64"),
@@ -100,7 +107,8 @@ def test_a_form_without_points_is_priced_as_nn_and_without_that_as_another():
         (("float64", "float32"), "complex64", "float32"),
         (("float64", "complex64"), "float32", "complex64"),
         (("bfloat16",), "complex128", "bfloat16"),
-    ])
+    ],
+)
 def test_a_dtype_without_figures_is_priced_as_the_nearest_which_is_said(known, dtype, stands):
     made = machine(gemms={name: Gemms(GemmLaw(1e9 + place, 0.0)) for place, name in enumerate(known)})
     assert made.stands_for(dtype) == stands
@@ -217,8 +225,14 @@ def test_more_bytes_never_take_less_by_a_law(operation, group, law, several):
     assert all(first <= second * (1 + 1e-12) for first, second in zip(prices, prices[1:]))
 
 
-@given(st.sampled_from(OPERATIONS), groups(), st.tuples(*[figures] * 5), nbytes, st.floats(0, 1),
-       st.sampled_from(Law._fields[:5]))
+@given(
+    st.sampled_from(OPERATIONS),
+    groups(),
+    st.tuples(*[figures] * 5),
+    nbytes,
+    st.floats(0, 1),
+    st.sampled_from(Law._fields[:5]),
+)
 def test_a_better_figure_never_costs_more(operation, group, law, size, share, name):
     before = Law(*law)
     better = before._replace(**{name: getattr(before, name) * share})

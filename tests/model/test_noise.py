@@ -15,9 +15,18 @@ from pmm3d.model.simulation.noise import expected_largest, slowest
 ranks = st.integers(1, 10**6)
 
 
-@looped("count,mean", [
-    (1, 0.0), (2, 1 / math.sqrt(math.pi)), (3, 1.5 / math.sqrt(math.pi)), (4, 1.0293753730), (5, 1.1629644736),
-    (10, 1.5387527308), (100, 2.5075936)])
+@looped(
+    "count,mean",
+    [
+        (1, 0.0),
+        (2, 1 / math.sqrt(math.pi)),
+        (3, 1.5 / math.sqrt(math.pi)),
+        (4, 1.0293753730),
+        (5, 1.1629644736),
+        (10, 1.5387527308),
+        (100, 2.5075936),
+    ],
+)
 def test_known_means(count, mean):
     """Of 2 and 3 in closed form, and of 5: 5/(4 sqrt pi) + 15 asin(1/3)/(2 pi^1.5). The others are from tables."""
     assert expected_largest(count) == pytest.approx(mean, abs=5e-8)

@@ -187,11 +187,7 @@ def test_volumes_of_sizes_that_divide(grid):
     grid = GridShape(*grid)
     m, n, k = size = 720, 1440, 2160
     plan = planned(size, grid)
-    blocks = {
-        "x": m * k // (grid.z * grid.y),
-        "y": m * n // (grid.z * grid.x),
-        "z": k * n // (grid.y * grid.x),
-    }
+    blocks = {"x": m * k // (grid.z * grid.y), "y": m * n // (grid.z * grid.x), "z": k * n // (grid.y * grid.x)}
     for coords in ranks_of(plan):
         received, sent = plan.on_rank(coords).bytes_received, plan.on_rank(coords).bytes_sent
         for axis in "xyz":
@@ -208,9 +204,19 @@ def test_a_replicated_product_is_reduced_for_everyone():
     assert whole.on_rank(FIRST).bytes_received["y"] == 4 * 2 * 3 * 256 * 256 // 4
 
 
-@looped("size, ranks", [
-    ((4096, 4096, 4096), 8), ((1024, 1024, 32768), 8), ((65536, 512, 512), 8), ((512, 65536, 512), 8),
-    ((8192, 8192, 128), 16), ((729, 729, 729), 27), ((2048, 2048, 2048), 64), ((100, 100, 100), 1)])
+@looped(
+    "size, ranks",
+    [
+        ((4096, 4096, 4096), 8),
+        ((1024, 1024, 32768), 8),
+        ((65536, 512, 512), 8),
+        ((512, 65536, 512), 8),
+        ((8192, 8192, 128), 16),
+        ((729, 729, 729), 27),
+        ((2048, 2048, 2048), 64),
+        ((100, 100, 100), 1),
+    ],
+)
 def test_the_best_grid_attains_the_lower_bound(size, ranks):
     plan = planned(size, ranking.rank_products(size, ranks, "float64", BYTES_ONLY).candidates[0].grid)
     assert plan.grid.size == ranks
@@ -226,12 +232,15 @@ def test_no_grid_is_below_the_lower_bound(size, grid):
     assert not divisible or max(received) >= ranking.lower_bound(size, grid.size) * (1 - 1e-9)
 
 
-@looped("a, b, c, panels, message", [
+@looped(
+    "a, b, c, panels, message",
+    [
         ((4, 5), (6, 3), None, 1, "A is 4 x 5 and B is 6 x 3"),
         ((4, 5), (5, 3), (3, 4), 1, "out is 3 x 4; A B is 4 x 3"),
         ((4, 5), (5, 3), None, 0, "panels must be a whole number of at least 1; got 0"),
         ((4, 5), (5, 3), None, 2.0, "panels must be a whole number of at least 1; got 2.0"),
-    ])
+    ],
+)
 def test_sizes_that_do_not_fit_are_named(a, b, c, panels, message):
     out = c and Operand(c, Layout.C)
     with pytest.raises(LayoutError, match=message):

@@ -77,14 +77,17 @@ def moved(size, grid):
     return max(sum(max(rank.bytes_received[axis], rank.bytes_sent[axis]) for axis in "xyz") for rank in ranks)
 
 
-@looped("size, ranks, grid", [
+@looped(
+    "size, ranks, grid",
+    [
         (CUBE, 8, (2, 2, 2)),
         ((65536, 512, 512), 8, (1, 1, 8)),
         ((512, 65536, 512), 8, (8, 1, 1)),
         ((1024, 1024, 32768), 8, (1, 8, 1)),
         ((8192, 8192, 128), 16, (4, 1, 4)),
         ((5, 5, 5), 1, (1, 1, 1)),
-    ])
+    ],
+)
 def test_the_best_grid_follows_the_sizes(size, ranks, grid):
     assert ranking.best_grid(size, ranks)[:3] == grid
     assert rank_products(size, ranks, "float64", BYTES_ONLY).candidates[0].grid[:3] == grid
@@ -142,13 +145,20 @@ def up_to(ranks):
 def least_seconds(costs, shapes, best):
     """The smallest price of these grids, or `best` if it is smaller. A grid whose GEMM alone takes `best` is not
     priced."""
+
     def seconds(shape):
         groups = costs.groups(shape)
         return costs.simulated(costs.plan(shape, groups), groups).seconds
 
     m, n, k = costs.product
-    return min((seconds((x, y, z)) for x, y, z in shapes
-                if costs.machine.gemm_seconds(-(-m // z), -(-n // x), -(-k // y), costs.dtype) < best), default=best)
+    return min(
+        (
+            seconds((x, y, z))
+            for x, y, z in shapes
+            if costs.machine.gemm_seconds(-(-m // z), -(-n // x), -(-k // y), costs.dtype) < best
+        ),
+        default=best,
+    )
 
 
 @looped("name", MACHINES)
@@ -163,9 +173,16 @@ def test_of_up_to_64_ranks_the_best_grid_is_the_best_of_all(name, pytestconfig):
             assert ranks // 2 < best.grid.size <= ranks
 
 
-@looped("size, ranks, name", [
-    (CUBE, 192, "cluster"), ((1000, 50, 16384), 149, "bytes"), ((256, 513, 256), 150, "cluster"),
-    ((65536, 300, 513), 131, "perlmutter"), ((4096, 300, 1000), 173, "nominal")])
+@looped(
+    "size, ranks, name",
+    [
+        (CUBE, 192, "cluster"),
+        ((1000, 50, 16384), 149, "bytes"),
+        ((256, 513, 256), 150, "cluster"),
+        ((65536, 300, 513), 131, "perlmutter"),
+        ((4096, 300, 1000), 173, "nominal"),
+    ],
+)
 def test_of_many_ranks_the_best_grid_is_within_3_percent_of_the_best_of_all(size, ranks, name):
     costs, looked_at = ProductCosts(size, ranks, "float64", MACHINES[name]), shapes_up_to(ranks)
     assert set(shapes_of(ranks)) <= set(looked_at) <= set(up_to(ranks)) and len(looked_at) == len(set(looked_at))
@@ -196,21 +213,28 @@ def test_what_does_not_fit_is_dropped_with_the_reason():
     assert all(sum(candidate.memory.values()) <= limit and not candidate.why_not for candidate in found.candidates)
     for candidate in found.dropped:
         assert sum(candidate.memory.values()) > limit
-        assert candidate.why_not == (f"holds {in_bytes(sum(candidate.memory.values()))} a rank, more than "
-                                     f"{in_bytes(limit)}")
+        assert candidate.why_not == (
+            f"holds {in_bytes(sum(candidate.memory.values()))} a rank, more than {in_bytes(limit)}"
+        )
     assert {grid[:3] for grid in ranking.ranked_grids(CUBE, 8, "float64", limit)} == {
-        candidate.grid[:3] for candidate in found.candidates}
+        candidate.grid[:3] for candidate in found.candidates
+    }
 
 
 def test_nothing_fits():
     """The error contains the missing memory, and the smallest number of ranks with a grid that fits."""
     limit = 30_000_000
-    with pytest.raises(GridError, match=r"no grid of 8 ranks keeps m, n, k = .* within 30,000,000 bytes a rank; the "
-                                        r"least is [\d,]+. Use at least (\d+) ranks") as raised:
+    with pytest.raises(
+        GridError,
+        match=r"no grid of 8 ranks keeps m, n, k = .* within 30,000,000 bytes a rank; the "
+        r"least is [\d,]+. Use at least (\d+) ranks",
+    ) as raised:
         rank_products(CUBE, 8, "float64", BYTES_ONLY, limit=limit)
     fewest = int(str(raised.value).split("at least ")[1].split()[0])
-    least = {ranks: min(ranking.memory(CUBE, GridShape(*shape), "float64") for shape in shapes_of(ranks))
-             for ranks in range(9, fewest + 1)}
+    least = {
+        ranks: min(ranking.memory(CUBE, GridShape(*shape), "float64") for shape in shapes_of(ranks))
+        for ranks in range(9, fewest + 1)
+    }
     assert least.pop(fewest) <= limit < min(least.values())
     with pytest.raises(GridError, match="within 1 bytes a rank; .*Use more ranks, or limit the work arrays"):
         ranking.best_grid(CUBE, 8, limit=1)
@@ -223,8 +247,12 @@ def test_the_memory_of_the_machine_is_the_limit():
         rank_products(CUBE, 8, "float64", small)
 
 
-@given(st.tuples(*[st.integers(0, 600)] * 3), st.sampled_from([1, 6, 8, 12, 34, 51]),
-       st.sampled_from(["float64", "float16", "complex64"]), st.randoms())
+@given(
+    st.tuples(*[st.integers(0, 600)] * 3),
+    st.sampled_from([1, 6, 8, 12, 34, 51]),
+    st.sampled_from(["float64", "float16", "complex64"]),
+    st.randoms(),
+)
 def test_bytes_and_memory_are_those_of_the_plan(size, ranks, dtype, drawn):
     costs, shape = ProductCosts(size, ranks, dtype, cluster(4)), drawn.choice(shapes_of(ranks))
     candidate, plan = costs.priced(shape), costs.plan(shape)
@@ -246,8 +274,12 @@ def test_on_8192_ranks_of_1024_nodes_no_axis_straddles_nodes_unevenly():
 def test_a_faster_network_makes_the_best_no_slower():
     for size in (CUBE, (65536, 512, 512), (300, 300, 20000)):
         for ranks in (13, 64, 512):
-            seconds = [rank_products(size, ranks, "float64", cluster(8, bandwidth_across=speed), exact=ranks != 13)
-                       .candidates[0].seconds for speed in (1e8, 1e9, 12e9, 1e11)]
+            seconds = [
+                rank_products(size, ranks, "float64", cluster(8, bandwidth_across=speed), exact=ranks != 13)
+                .candidates[0]
+                .seconds
+                for speed in (1e8, 1e9, 12e9, 1e11)
+            ]
             assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
 
 
@@ -256,8 +288,10 @@ def test_on_a_flat_machine_dims_that_change_places_take_their_axes_along():
     flat = machine(rate=5e10, latency=2e-6, latency_across=2e-6)
     for ranks in (8, 64):
         size = (16384, 4096, 1024)
-        orders = [rank_products(tuple(size[dim] for dim in order), ranks, "float64", flat).candidates[0]
-                  for order in permutations(range(3))]
+        orders = [
+            rank_products(tuple(size[dim] for dim in order), ranks, "float64", flat).candidates[0]
+            for order in permutations(range(3))
+        ]
         for order, best in zip(permutations(range(3)), orders):
             along = dict(zip(order, (best.grid.z, best.grid.x, best.grid.y)))
             first = orders[0].grid
@@ -280,8 +314,11 @@ def test_slow_links_between_nodes_put_the_axis_with_most_bytes_inside(size):
 def bytes_between_nodes(size, grid):
     """Bytes that a rank receives from other nodes of 4."""
     groups, moved = groups_of(grid, 4), along_axes(size, grid[:3])
-    return sum(moved[axis] * (groups[axis].size - groups[axis].inside) / (groups[axis].size - 1)
-               for axis in "xyz" if groups[axis].size > 1)
+    return sum(
+        moved[axis] * (groups[axis].size - groups[axis].inside) / (groups[axis].size - 1)
+        for axis in "xyz"
+        if groups[axis].size > 1
+    )
 
 
 def test_ranks_that_are_dealt_out_in_turn_have_nothing_inside():

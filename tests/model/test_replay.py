@@ -25,12 +25,14 @@ def machine(overhead=0.0):
         gemm_seconds=lambda m, n, k, dtype, form: float(m * n * k * (1 + (form[0] == "t"))),
         pass_seconds=lambda name, nbytes: float(nbytes * (1 + (name == "relu"))),
         collective_in_step=lambda operation, group, nbytes: 3.0 * nbytes,
-        hidden_share=lambda group: 1.0 if group.nodes == 1 else 0.5)
+        hidden_share=lambda group: 1.0 if group.nodes == 1 else 0.5,
+    )
 
 
 def begin(number, axis="z", nbytes=10, after=()):
-    return Action("begin", axis=axis, operation="all_reduce", phase="sum", sent=2, received=nbytes, number=number,
-                  after=after)
+    return Action(
+        "begin", axis=axis, operation="all_reduce", phase="sum", sent=2, received=nbytes, number=number, after=after
+    )
 
 
 def wait(number):
@@ -43,15 +45,20 @@ GEMM, PASS = Action("gemm", 2, 3, 4, "float32", form="nn"), Action("pass", opera
 def test_computation_is_the_processors():
     turned = Action("gemm", 2, 3, 4, "float32", form="tn")
     assert tasks([GEMM, PASS, turned], machine(), GROUPS) == [
-        Task("gemm", "processor", 24.0, name="gemm"), Task("pass", "processor", 10.0, name="relu"),
-        Task("gemm", "processor", 48.0, name="gemm")]
+        Task("gemm", "processor", 24.0, name="gemm"),
+        Task("pass", "processor", 10.0, name="relu"),
+        Task("gemm", "processor", 48.0, name="gemm"),
+    ]
 
 
 def test_a_collective_is_hidden_in_part_and_the_rest_is_where_it_is_awaited():
     found = tasks([begin(7), GEMM, wait(7), begin(8, "x"), GEMM, wait(8)], machine(), GROUPS)
     assert [found[index] for index in (0, 2, 3, 5)] == [
-        Task("collective", "across", 15.0, (), "z", "sum"), Task("wait", "processor", 15.0, (0,), name="sum"),
-        Task("collective", "inside", 30.0, (), "x", "sum"), Task("wait", "processor", 0.0, (3,), name="sum")]
+        Task("collective", "across", 15.0, (), "z", "sum"),
+        Task("wait", "processor", 15.0, (0,), name="sum"),
+        Task("collective", "inside", 30.0, (), "x", "sum"),
+        Task("wait", "processor", 0.0, (3,), name="sum"),
+    ]
 
 
 def test_what_goes_on_from_others_is_awaited_with_them():
@@ -96,8 +103,10 @@ def step_on(shape, data=1, rank=0, rows=64, sizes=(64, 128, 32), bias=True):
     with Grid.dry(shape, data, rank) as grid:
         net = nn.MLP(grid, sizes, nn.relu, bias=bias)
         optimizer = optim.AdamW(net.parameters(), shard_over_data=True)
-        x, y = (DistMatrix.empty(grid, (rows, columns), dtype="float32", layout=layout)
-                for columns, layout in ((sizes[0], batch_layout("y")), (sizes[-1], net.output_layout)))
+        x, y = (
+            DistMatrix.empty(grid, (rows, columns), dtype="float32", layout=layout)
+            for columns, layout in ((sizes[0], batch_layout("y")), (sizes[-1], net.output_layout))
+        )
         for _ in range(2):
             grid.dry_run.actions.clear()
             loss = nn.mse(net(x), y)
@@ -115,13 +124,15 @@ def test_a_step_of_a_network():
     awaited = [task.after[0] for task in found if task.kind == "wait"]
     assert len(awaited) == len(set(awaited)) and all(found[index].kind == "collective" for index in awaited)
     assert sum(task.seconds for task in found) == pytest.approx(
-        sum(seconds_of(action, machine(), groups) for action in actions))
+        sum(seconds_of(action, machine(), groups) for action in actions)
+    )
     loss = [action for action in actions if action.phase == "loss"]
     assert [action.after for action in loss] == [(), (loss[0].number,), (loss[1].number,)]
 
 
 def test_ranks_meet_in_the_same_collectives(monkeypatch):
     """Also if sizes do not divide, and some ranks send nothing."""
+
     class Numbered(dry.DryPending):
         """Records the number of each collective on its axis."""
 
@@ -133,9 +144,14 @@ def test_ranks_meet_in_the_same_collectives(monkeypatch):
     monkeypatch.setattr(dry, "DryPending", Numbered)
     for rank in [1, 7, 10, 15]:
         with given(rank=rank):
-            first, other = ({(action.axis, turns[id(action)][0]): (action.operation, action.phase) for action in actions
-                             if action.what == "begin"} for actions in (
-                step_on((2, 2, 2), 2, each, rows=13, sizes=(7, 3, 5)) for each in (0, rank)))
+            first, other = (
+                {
+                    (action.axis, turns[id(action)][0]): (action.operation, action.phase)
+                    for action in actions
+                    if action.what == "begin"
+                }
+                for actions in (step_on((2, 2, 2), 2, each, rows=13, sizes=(7, 3, 5)) for each in (0, rank))
+            )
             common = first.keys() & other.keys()
             assert common and all(first[key] == other[key] for key in common)
 

@@ -106,21 +106,32 @@ def walk(number, rank, mail):
 def check_hazards(rank, each):
     """Assert that during the messages of a round each place is written at most once, and not while it is sent or
     copied."""
+
     def elements(span):
         memory, places = rank.places(span)
         return {(id(memory), place + more) for place in places for more in range(2 if rank.is_wide(span) else 1)}
 
-    read = {one for span in [*(span for _, span in each.sends), *(part for copy in each.copies for part in copy.parts)]
-            if span.buffer != NOTHING for one in elements(span)}
-    written = [elements(span) for span in [*(span for _, span in each.receives), *(copy.target for copy in each.copies)]
-               if span.buffer != NOTHING]
+    read = {
+        one
+        for span in [*(span for _, span in each.sends), *(part for copy in each.copies for part in copy.parts)]
+        if span.buffer != NOTHING
+        for one in elements(span)
+    }
+    written = [
+        elements(span)
+        for span in [*(span for _, span in each.receives), *(copy.target for copy in each.copies)]
+        if span.buffer != NOTHING
+    ]
     assert not any(read & places for places in written) and sum(map(len, written)) == len(set().union(*written))
 
 
 def leaves(value):
     """The symbols of a sum, in their order."""
-    return [value] if not isinstance(value, tuple) or value[0] == "in" else [leaf for part in value
-                                                                             for leaf in leaves(part)]
+    return (
+        [value]
+        if not isinstance(value, tuple) or value[0] == "in"
+        else [leaf for part in value for leaf in leaves(part)]
+    )
 
 
 def contract(ranks):
@@ -134,6 +145,7 @@ def contract(ranks):
 
 def expected(ranks, per_node, row):
     """The sum of a row over all ranks, in the documented order."""
+
     def named(value):
         return ("in", value, row) if isinstance(value, int) else tuple(map(named, value))
 
@@ -156,8 +168,10 @@ def check_counts(ranks):
     for rank in ranks:
         volume = count(rank.schedule, 8)
         assert (volume.received, volume.sent) == (8 * rank.received, 8 * rank.sent)
-        assert all(start + rows * (2 if wide else 1) <= rank.schedule.work_rows and (not wide or start % 2 == 0)
-                   for start, rows, wide in rank.schedule.work)
+        assert all(
+            start + rows * (2 if wide else 1) <= rank.schedule.work_rows and (not wide or start % 2 == 0)
+            for start, rows, wide in rank.schedule.work
+        )
 
 
 @st.composite
@@ -178,8 +192,10 @@ def test_a_gather_brings_each_row_once(data, group):
     size, per_node = group
     counts = data.draw(counts_of(size))
     whole = [symbol for rank, rows in enumerate(counts) for symbol in symbols(rank, rows)]
-    ranks = [Rank(tables.all_gather(counts, rank, per_node), symbols(rank, counts[rank]), [EMPTY] * sum(counts))
-             for rank in range(size)]
+    ranks = [
+        Rank(tables.all_gather(counts, rank, per_node), symbols(rank, counts[rank]), [EMPTY] * sum(counts))
+        for rank in range(size)
+    ]
     execute(ranks)
     assert all(rank.out == whole for rank in ranks)
     assert sum(rank.received for rank in ranks) == (size - 1) * sum(counts)
@@ -191,9 +207,10 @@ def test_a_gather_brings_each_row_once(data, group):
 def test_a_reduce_scatter_adds_in_the_order_of_the_contract(data, group, low):
     size, per_node = group
     counts = data.draw(counts_of(size))
-    ranks = [Rank(tables.reduce_scatter(counts, rank, per_node, low), symbols(rank, sum(counts)),
-                  [EMPTY] * counts[rank])
-             for rank in range(size)]
+    ranks = [
+        Rank(tables.reduce_scatter(counts, rank, per_node, low), symbols(rank, sum(counts)), [EMPTY] * counts[rank])
+        for rank in range(size)
+    ]
     execute(ranks)
     found = [row for rank in ranks for row in rank.out]
     assert found == [expected(size, per_node, row) for row in range(sum(counts))]
@@ -220,13 +237,25 @@ def test_an_all_to_all_brings_each_part_to_its_rank(data, size):
     factor = data.draw(st.integers(1, 9))
     sent = [tuple((3 * rank + factor * peer) % 4 for peer in range(size)) for rank in range(size)]
     received = list(zip(*sent))
-    ranks = [Rank(tables.all_to_all(sent[rank], received[rank], rank), symbols(rank, sum(sent[rank])),
-                  [EMPTY] * sum(received[rank])) for rank in range(size)]
+    ranks = [
+        Rank(
+            tables.all_to_all(sent[rank], received[rank], rank),
+            symbols(rank, sum(sent[rank])),
+            [EMPTY] * sum(received[rank]),
+        )
+        for rank in range(size)
+    ]
     execute(ranks)
     starts = [offsets(counts) for counts in sent]
-    assert all(rank.out == [("in", source, row) for source in range(size)
-                            for row in range(starts[source][number], starts[source][number + 1])]
-               for number, rank in enumerate(ranks))
+    assert all(
+        rank.out
+        == [
+            ("in", source, row)
+            for source in range(size)
+            for row in range(starts[source][number], starts[source][number + 1])
+        ]
+        for number, rank in enumerate(ranks)
+    )
     check_counts(ranks)
 
 
@@ -241,8 +270,9 @@ def test_a_shared_gather_brings_each_row_to_each_node(group, data):
     blocks = [[EMPTY] * sum(counts) for _ in range(size // per_node)]
     for rank, rows in enumerate(counts):
         blocks[rank // per_node][edges[rank] : edges[rank + 1]] = symbols(rank, rows)
-    ranks = [Rank(tables.shared_all_gather(counts, rank, per_node), [],
-                  blocks[rank // per_node]) for rank in range(size)]
+    ranks = [
+        Rank(tables.shared_all_gather(counts, rank, per_node), [], blocks[rank // per_node]) for rank in range(size)
+    ]
     execute(ranks)
     whole = [symbol for rank, rows in enumerate(counts) for symbol in symbols(rank, rows)]
     assert all(block == whole for block in blocks)
@@ -250,8 +280,8 @@ def test_a_shared_gather_brings_each_row_to_each_node(group, data):
 
 
 def test_no_rank_leaves_a_barrier_before_all_have_come():
-    """Messages carry the set of ranks that have entered. At the end, each rank has the set of all ranks of its group.
-    """
+    """Messages carry the set of ranks that have entered. At the end, each rank has the set of all ranks of its
+    group."""
     for size, per_node in [(1, 0), (2, 0), (3, 0), (7, 0), (16, 0), (48, 0), (12, 4), (6, 3)]:
         made = [tables.barrier(size, rank, per_node) for rank in range(size)]
         known = [{rank} for rank in range(size)]
@@ -270,16 +300,22 @@ def test_messages_of_thousands_of_ranks_find_their_partners():
     """The rounds of each rank are compared with those of its peers: same order, same sizes, few rounds and messages."""
     for size, per_node in [(256, 8), (4096, 1)]:
         counts = tuple(part_sizes(size + 3, size))
-        for make in (lambda rank: tables.all_gather(counts, rank, per_node),  # noqa: B023
-                     lambda rank: tables.reduce_scatter(counts, rank, per_node),  # noqa: B023
-                     lambda rank: tables.all_reduce(size, size, rank, per_node)):  # noqa: B023
+        for make in (
+            lambda rank: tables.all_gather(counts, rank, per_node),  # noqa: B023
+            lambda rank: tables.reduce_scatter(counts, rank, per_node),  # noqa: B023
+            lambda rank: tables.all_reduce(size, size, rank, per_node),
+        ):  # noqa: B023
             for rank in (1, size - 1):
                 own = make(rank)
                 for peer in {peer for each in own.rounds for peer, _ in (*each.sends, *each.receives)}:
                     sent = [span.rows for each in own.rounds for to, span in each.sends if to == peer and span.rows]
                     other = make(peer)
-                    got = [span.rows for each in other.rounds for source, span in each.receives
-                           if source == rank and span.rows]
+                    got = [
+                        span.rows
+                        for each in other.rounds
+                        for source, span in each.receives
+                        if source == rank and span.rows
+                    ]
                     assert sent == got
                 messages = sum(len(each.sends) for each in own.rounds)
                 assert messages <= (2 * sum(stages(size)) if per_node == 1 else size)

@@ -14,10 +14,7 @@ import pytest
 from pmm3d.model import machine
 
 STARTS = {"subprocess.Popen", "os.fork", "os.posix_spawn", "os.system"}
-BUDGETS = {
-    "rank_executions_budget": "rank-executions",
-    "starting_cases_budget": "cases that start processes",
-}
+BUDGETS = {"rank_executions_budget": "rank-executions", "starting_cases_budget": "cases that start processes"}
 
 _started = 0
 

@@ -17,8 +17,13 @@ from pmm3d.nn import Precision, fused, optim
 
 pytestmark = pytest.mark.deadline(240)
 
-OPTIMIZERS = [(optim.SGD, {}), (optim.SGD, {"momentum": 0.9}), (optim.SGD, {"momentum": 0.9, "nesterov": True}),
-              (optim.Adam, {"betas": (0.9, 0.99)}), (optim.AdamW, {"betas": (0.9, 0.99)})]
+OPTIMIZERS = [
+    (optim.SGD, {}),
+    (optim.SGD, {"momentum": 0.9}),
+    (optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (optim.Adam, {"betas": (0.9, 0.99)}),
+    (optim.AdamW, {"betas": (0.9, 0.99)}),
+]
 
 
 @contextmanager
@@ -101,8 +106,12 @@ def test_adam_takes_two_arrays_of_a_slice_and_changes_no_bit():
                     adam(decoupled)(weight, gradient, [mean, square], options(decay, step))
                     peak = tracemalloc.get_traced_memory()[1]
                     tracemalloc.stop()
-                    for found, wanted in ((weight, expected[0]), (mean, expected[2]), (square, expected[3]),
-                                          (gradient, before)):
+                    for found, wanted in (
+                        (weight, expected[0]),
+                        (mean, expected[2]),
+                        (square, expected[3]),
+                        (gradient, before),
+                    ):
                         assert found.tobytes() == wanted.tobytes()
                     assert peak < (3.5 if decay and not decoupled else 2.5) * weight.nbytes
 
@@ -139,8 +148,7 @@ def stepped(grid, library, dtype, kind, options, steps=3, stepping=nullcontext):
     optimizer.matrices()  # makes the state
     for _ in range(steps):
         gradient = DistMatrix.from_global(grid, made.from_numpy(drawn.standard_normal((9, 7)), dtype))
-        (nn.Tensor(gradient) * weight).backward(
-            DistMatrix.from_global(grid, made.from_numpy(np.ones((9, 7)), dtype)))
+        (nn.Tensor(gradient) * weight).backward(DistMatrix.from_global(grid, made.from_numpy(np.ones((9, 7)), dtype)))
         with stepping():
             optimizer.step(factor=0.5)
         if kind not in (Still, Mixed):
@@ -170,8 +178,9 @@ def test_torch_takes_the_same_steps_on_a_device(comm):
         for dtype, error in [("bfloat16", 2e-7), ("float16", 2e-7), ("float32", 1e-6)]:
             with given(kind=kind, options=options, dtype=dtype, error=error):
                 with Grid(comm) as grid:
-                    host, there = (stepped(grid, "torch", dtype, kind, options, stepping=each)
-                                   for each in (nullcontext, on_device))
+                    host, there = (
+                        stepped(grid, "torch", dtype, kind, options, stepping=each) for each in (nullcontext, on_device)
+                    )
                 if dtype != "float32":
                     host, there = host[1:], there[1:]
                 for expected, found in zip(host, there, strict=True):
@@ -187,12 +196,17 @@ def test_a_step_on_a_device_is_few_calls(comm, monkeypatch, dtype, number):
     calls, add = [], standin_streams.Queue.add
     with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
         layer = nn.Linear(grid, 4, 4, bias=False, library="standin", precision=dtype)
-        optimizer, ones = optim.AdamW(layer.parameters()), DistMatrix.random(grid, (4, 4), dtype=dtype,
-                                                                             library="standin")
+        optimizer, ones = (
+            optim.AdamW(layer.parameters()),
+            DistMatrix.random(grid, (4, 4), dtype=dtype, library="standin"),
+        )
         for _ in range(2):  # the first one makes the state
             layer(ones).backward(ones)
-            monkeypatch.setattr(standin_streams.Queue, "add", lambda queue, work, *rest, **more: (
-                calls.append(work), add(queue, work, *rest, **more))[1])
+            monkeypatch.setattr(
+                standin_streams.Queue,
+                "add",
+                lambda queue, work, *rest, **more: (calls.append(work), add(queue, work, *rest, **more))[1],
+            )
             del calls[:]
             optimizer.step(factor=0.5)
             made = [work for work in calls if "__del__" not in getattr(work, "__qualname__", "")]
@@ -214,5 +228,5 @@ def test_numbers_of_a_kernel_are_rounded_once(monkeypatch):
     monkeypatch.setattr(fused, "_kernels_of", lambda weight: (None, "cupy"))
     monkeypatch.setattr(fused, "_run", lambda *given: taken.append(given))
     assert fused.adam(None, None, (None, None), options(0.1, 1), True)
-    (_, formula, _, _, _, numbers), = taken
+    ((_, formula, _, _, _, numbers),) = taken
     assert numbers["fresh_second"] == 1 - 0.99 and "1 -" not in formula

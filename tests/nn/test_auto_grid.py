@@ -66,8 +66,14 @@ def test_a_resumed_run_takes_the_grid_of_its_ranks_and_is_predicted_with(here, c
     comm.barrier()
     chosen = GridShape(**starts[-1]["auto"]["chosen"]["grid"])
     for ranks in (3, 1):
-        done = here.run("predict", str(here.folder / "run"), str(here.folder / "new.h5"), "--out",
-                        str(here.folder / f"out{ranks}.h5"), ranks=ranks)
+        done = here.run(
+            "predict",
+            str(here.folder / "run"),
+            str(here.folder / "new.h5"),
+            "--out",
+            str(here.folder / f"out{ranks}.h5"),
+            ranks=ranks,
+        )
         assert done.returncode == 0, done.stderr
         assert chosen.size != ranks or str(chosen) in done.stdout
 
@@ -82,8 +88,10 @@ def test_what_is_wrong_is_said_as_without_it(here, comm, monkeypatch):
     comm.barrier()
     fails(here.train(config), "cannot open")
     monkeypatch.setattr("pmm3d.model.machine.available_memory", lambda *file: 2**24)
-    fails(here.train(here.config(hidden=[2000, 2000], **AUTO)), "no grid of 2 ranks holds a training step of "
-          "12-2000-2000-3")
+    fails(
+        here.train(here.config(hidden=[2000, 2000], **AUTO)),
+        "no grid of 2 ranks holds a training step of 12-2000-2000-3",
+    )
 
 
 def on_hosts(hosts):
@@ -94,18 +102,23 @@ def test_where_ranks_run_counts(tmp_path):
     """The same ranks on the same two nodes, in order, and assigned in turns."""
     runs = Runs(tmp_path, None)
     runs.config(hidden=[200, 200], **AUTO)
-    settings = checked({"grid": {"shape": "auto"}, "data": {"file": str(runs.folder / "data.h5")},
-                        "network": {"hidden": [200, 200]}})
+    settings = checked(
+        {"grid": {"shape": "auto"}, "data": {"file": str(runs.folder / "data.h5")}, "network": {"hidden": [200, 200]}}
+    )
     in_order, in_turn = (
-        auto_grid._choice(settings, on_hosts(hosts), None, None, True) for hosts in ("aaaabbbb", "abababab"))
+        auto_grid._choice(settings, on_hosts(hosts), None, None, True) for hosts in ("aaaabbbb", "abababab")
+    )
     assert in_order.chosen.seconds < in_turn.chosen.seconds
 
 
-@pytest.mark.parametrize("name, key, measured, said", [
-    (None, {}, False, "of a nominal machine (pmm3d tune machine measures this one)"),
-    ("perlmutter", {}, False, "of perlmutter (not measured by pmm3d tune machine)"),
-    ("perlmutter", {"cpu": "here"}, True, "of perlmutter"),
-])
+@pytest.mark.parametrize(
+    "name, key, measured, said",
+    [
+        (None, {}, False, "of a nominal machine (pmm3d tune machine measures this one)"),
+        ("perlmutter", {}, False, "of perlmutter (not measured by pmm3d tune machine)"),
+        ("perlmutter", {"cpu": "here"}, True, "of perlmutter"),
+    ],
+)
 def test_only_what_was_measured_is_called_so(monkeypatch, name, key, measured, said):
     ranking = SimpleNamespace(candidates=[Candidate(GridShape(2, 1, 1), seconds=1.0)])
     monkeypatch.setattr(auto_grid.host, "usable_cores", lambda: 2)
@@ -119,8 +132,10 @@ def test_only_what_was_measured_is_called_so(monkeypatch, name, key, measured, s
 
 def test_both_times_count_ranks_that_share_cores(monkeypatch):
     """The times of a measured machine include shared cores, because all ranks are measured at the same time."""
-    found = [Candidate(GridShape(1, 1, 4), 1.0, {"gemm": 0.5, "z": 0.5}),
-             Candidate(GridShape(4, 1, 1), 1.2, {"x": 1.2})]
+    found = [
+        Candidate(GridShape(1, 1, 4), 1.0, {"gemm": 0.5, "z": 0.5}),
+        Candidate(GridShape(4, 1, 1), 1.2, {"x": 1.2}),
+    ]
     monkeypatch.setattr(planning, "rank_training", lambda *rest, **options: SimpleNamespace(candidates=found))
     monkeypatch.setattr(auto_grid, "sizes_in_file", lambda config: None)
     monkeypatch.setattr(auto_grid.host, "usable_cores", lambda: 2)

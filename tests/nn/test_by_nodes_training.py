@@ -10,10 +10,11 @@ from test_nn_volume import assert_moved_as_dry
 from pmm3d import Grid, nn
 from pmm3d.nn.training.record import drain
 
-pytestmark = [pytest.mark.parallel([4], thorough=[8]), pytest.mark.deadline(240),
-              pytest.mark.usefixtures("two_nodes")]
-GRIDS = {4: [("ddp", 1), ("fsdp", 1), ("1x4x1", 1)],
-         8: [("ddp", 1), ("fsdp", 1), ("hsdp", 4), ("2x1x1", 4), ("1x8x1", 1)]}
+pytestmark = [pytest.mark.parallel([4], thorough=[8]), pytest.mark.deadline(240), pytest.mark.usefixtures("two_nodes")]
+GRIDS = {
+    4: [("ddp", 1), ("fsdp", 1), ("1x4x1", 1)],
+    8: [("ddp", 1), ("fsdp", 1), ("hsdp", 4), ("2x1x1", 4), ("1x8x1", 1)],
+}
 
 
 @pytest.mark.parametrize("name", ["plain", "odd", "zero", "accumulated", "sharded"])
@@ -38,8 +39,9 @@ def test_overlap_changes_no_bit(comm):
 
 
 def test_gradients_over_data_cross_the_link_once(comm, monkeypatch):
-    """With 2 nodes of 4 ranks, a quarter of the bytes that flat sums bring into a node. Small gradients are sent whole.
-    """
+    """With 2 nodes of 4 ranks, a quarter of the bytes that flat sums bring into a node. Small gradients are sent
+    whole."""
+
     def into_a_node(sums):
         monkeypatch.setenv("PMM3D_SUMS", sums)
         with Grid(comm, "ddp") as grid:

@@ -17,8 +17,12 @@ from pmm3d.nn import optim
 
 pytestmark = pytest.mark.deadline(240)
 ROWS, SIZE = 11, 7
-SWITCHES = [nn.Overlap(), nn.Overlap(bucket_bytes=1), nn.Overlap(bucket_bytes=1, reshard_after_forward=True),
-            nn.Overlap.none()]
+SWITCHES = [
+    nn.Overlap(),
+    nn.Overlap(bucket_bytes=1),
+    nn.Overlap(bucket_bytes=1, reshard_after_forward=True),
+    nn.Overlap.none(),
+]
 PATHS = {
     "used twice, once, not at all, twice": [(0, 1, 1), (0, 1), (0,), (1, 0, 1), (2, 2, 2), (0, 1, 1)],
     "stochastic depth": [(0, 1, 3), (3,), (0, 1, 2, 3), (1,), (0, 2), (1, 2)],
@@ -31,8 +35,10 @@ class Paths(nn.Module):
 
     def __init__(self, grid):
         self.grid = grid
-        self.steps = [nn.Residual(nn.Sequential(grid, nn.Linear(grid, SIZE, SIZE, seed=seed, dtype="float64"), nn.tanh))
-                      for seed in range(4)]
+        self.steps = [
+            nn.Residual(nn.Sequential(grid, nn.Linear(grid, SIZE, SIZE, seed=seed, dtype="float64"), nn.tanh))
+            for seed in range(4)
+        ]
 
     def along(self, x, path):
         for index in path:
@@ -103,7 +109,7 @@ def of_torch(paths):
         weights = {name: torch.tensor(value, requires_grad=True) for name, value in weights_of(Paths(grid)).items()}
     optimizer = torch.optim.Adam(weights.values(), RATE)
     for step, path in enumerate(paths):
-        (x, v), = batches(step, 1)
+        ((x, v),) = batches(step, 1)
         out, towards = torch.from_numpy(x), torch.from_numpy(v)
         for index in path:
             weight, bias = (weights[f"steps.{index}.module.0.{name}"] for name in ("weight", "bias"))
@@ -130,7 +136,7 @@ def test_adam_counts_the_steps_of_each_parameter(comm):
                 for name, value in optimizer.matrices().items():
                     value.local[...] = halves[0].matrices()[name].local
             for path in half:
-                (x, v), = batches(optimizer.steps, 1)
+                ((x, v),) = batches(optimizer.steps, 1)
                 inner(net.along(nn.Tensor(spread(grid, x)), path), v).backward()
                 optimizer.step()
             halves.append(optimizer)
@@ -153,7 +159,8 @@ def different(grid, layers, bucket_bytes, when, uses, others):
     the step and the error."""
     nn.Tape.of(grid).parallel.overlap = nn.Overlap(bucket_bytes=bucket_bytes)
     pair = lambda seed: nn.Sequential(
-        grid, nn.Linear(grid, 6, 8, seed=seed), nn.tanh, nn.Linear(grid, 8, 6, seed=seed, cols="x"))
+        grid, nn.Linear(grid, 6, 8, seed=seed), nn.tanh, nn.Linear(grid, 8, 6, seed=seed, cols="x")
+    )
     net = nn.Sequential(grid, *[pair(index) for index in range(layers)])
     optimizer = optim.SGD(net.parameters(), 0.1)
     target = DistMatrix.random(grid, (8, 6), seed=2, dtype="float32")
@@ -171,8 +178,10 @@ def different(grid, layers, bucket_bytes, when, uses, others):
     return None, ""
 
 
-DIFFERENCES = {2: [(2, 2**24, 0, 1, 0), (2, 1, 2, 0, 1), (24, 1, 0, 2, 1), (24, 1, 2, 1, 0), (24, 2000, 2, 0, 1)],
-               4: [(2, 1, 0, 1, 0), (24, 2000, 2, 2, 1)]}
+DIFFERENCES = {
+    2: [(2, 2**24, 0, 1, 0), (2, 1, 2, 0, 1), (24, 1, 0, 2, 1), (24, 1, 2, 1, 0), (24, 2000, 2, 0, 1)],
+    4: [(2, 1, 0, 1, 0), (24, 2000, 2, 2, 1)],
+}
 """By number of ranks: layers, bytes of a bucket, the step that differs, uses on rank 1, uses on the others."""
 
 

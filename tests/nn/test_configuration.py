@@ -31,16 +31,16 @@ NONSENSE = [
     ({"network": {"hidden": [0]}}, "network.hidden = [0]: needed is a list of whole numbers of at least 1; for a"),
     ({"network": {"hidden": [HUGE]}}, "network.hidden = ["),
     ({"network": {"hidden": [2**53]}}, "network.hidden = [9007199254740992]"),
-    ({"network": {"hidden": 4}}, "hidden = 4 does not fit kind = \"mlp\", which needs a list of numbers"),
-    ({"network": {"heads": 4}}, "kind = \"mlp\" has no key heads, which is for gpt, llama: leave it out"),
-    ({"network": {"kind": "gpt", "norm": True}}, "kind = \"gpt\" has no key norm, which is for mlp"),
+    ({"network": {"hidden": 4}}, 'hidden = 4 does not fit kind = "mlp", which needs a list of numbers'),
+    ({"network": {"heads": 4}}, 'kind = "mlp" has no key heads, which is for gpt, llama: leave it out'),
+    ({"network": {"kind": "gpt", "norm": True}}, 'kind = "gpt" has no key norm, which is for mlp'),
     ({"optimizer": {"kind": "adam", "momentum": 0.5}}, 'kind = "adam" has no key momentum, which is for sgd, muon'),
     ({"optimizer": {"kind": "sgd", "betas": [0.5, 0.5]}}, 'kind = "sgd" has no key betas, which is for adam, adamw'),
     ({"optimizer": {"ns_steps": 3}}, 'kind = "adamw" has no key ns_steps, which is for muon'),
     ({"schedule": {"every": 10}}, 'kind = "cosine" has no key every, which is for step: leave it out'),
     ({"schedule": {"kind": "constant", "floor": 0.1}}, 'kind = "constant" has no key floor, which is for cosine'),
-    ({"network": {"kind": "gpt"}}, "network.kind = \"gpt\" is a network of tokens: set data.sequence"),
-    ({"network": {"kind": "gpt", "hidden": [4]}}, "hidden = [4] does not fit kind = \"gpt\", which needs a number"),
+    ({"network": {"kind": "gpt"}}, 'network.kind = "gpt" is a network of tokens: set data.sequence'),
+    ({"network": {"kind": "gpt", "hidden": [4]}}, 'hidden = [4] does not fit kind = "gpt", which needs a number'),
     ({"data": FILE | {"sequence": 8}}, "data.sequence makes the data tokens, which fully connected layers do not take"),
     ({"network": {"kind": "llama"}, "data": FILE | {"sequence": 8, "targets": "y"}}, "data.targets is not for tokens"),
     ({"network": {"kind": "llama"}, "data": FILE | {"sequence": 8}, "training": {"loss": "mse"}}, "is cross_entropy"),
@@ -52,7 +52,7 @@ NONSENSE = [
     ({"grid": {"cut": [1, 0]}}, "grid.cut = [1, 0]: needed is a list of whole numbers of at least 1, or"),
     ({"grid": {"cut": "even"}}, "grid.cut = 'even': needed is a list"),
     ({"network": {"recompute": 0}}, 'network.recompute = 0: needed is "none", "selective", "full", or a whole number'),
-    ({"network": {"recompute": "some"}}, 'network.recompute = \'some\': needed is "none"'),
+    ({"network": {"recompute": "some"}}, "network.recompute = 'some': needed is \"none\""),
     ({"network": {"hidden": True}}, "network.hidden = True: needed is a list"),
     ({"data": FILE | {"classes": 10**15}}, "data.classes"),
     ({"optimizer": {"lr": float("inf")}}, "optimizer.lr = inf: input should be a finite number"),
@@ -79,7 +79,7 @@ NONSENSE = [
     ({"training": {"steps": 0}}, "training.steps = 0"),
     ({"training": {"folder": ""}}, "training.folder = '': the path is empty"),
     ({"schedule": {"kind": "step", "factor": float("nan")}}, "schedule.factor"),
-    ({"grid": {"shape": "best"}}, 'grid.shape = \'best\': needed is three numbers, such as "2x2x1"'),
+    ({"grid": {"shape": "best"}}, "grid.shape = 'best': needed is three numbers, such as \"2x2x1\""),
     ({"grid": 3}, "grid = 3: it is a section, [grid], with the keys shape, data"),
     ({"network": "model"}, "network.build = 'model': needed is a Python file"),
     ({"network": {"build": "model.py"}}, "network.build = 'model.py': needed is a Python file"),
@@ -147,8 +147,8 @@ def test_what_is_shown_can_be_read_back():
 
 @pytest.fixture
 def files(comm, shared_path):
-    """data.h5 with 330 rows, three.h5 with 3 rows. y has three classes, one has a single class, field has four numbers.
-    """
+    """data.h5 with 330 rows, three.h5 with 3 rows. y has three classes, one has a single class, field has four
+    numbers."""
     if comm.rank == 0:
         x = np.random.default_rng(0).standard_normal((330, 12)).astype("float32")
         for name, rows in (("data.h5", 330), ("three.h5", 3)):
@@ -177,8 +177,10 @@ MISFITS = [
     ({"data": {"validation": 0.001}}, "data.validation = 0.001 holds out no row of 330: raise it, name a"),
     ({"data": {"validation": 0.999}}, "leaves no row of 330 to train on"),
     ({"grid": {"micro_batches": 51}}, "micro_batches = 51, but a batch has 50 rows: at most 50, or raise batch_size"),
-    ({"network": {"build": "model.py:build", "dropout": 0.1}}, "network.build = model.py:build makes its own layers: "
-                                                               "leave network.dropout out"),
+    (
+        {"network": {"build": "model.py:build", "dropout": 0.1}},
+        "network.build = model.py:build makes its own layers: leave network.dropout out",
+    ),
     ({"overlap": {"shared_weights": True, "reshard_after_forward": True}}, "leave one of them out"),
     ({"grid": {"shape": "auto", "data": 2}}, 'grid.data = 2, but grid.shape = "auto" chooses'),
     ({"network": {"library": "foo"}}, "unknown array library 'foo'; there are numpy, torch"),
@@ -207,7 +209,8 @@ def test_a_batch_of_all_rows_is_said_once(made, comm, caplog):
         made(data={"batch_size": 10**12})
     told = [record.getMessage() for record in caplog.records]
     assert sum("data.batch_size = 1000000000000: there are only 297 rows to train on" in text for text in told) == (
-        comm.rank == 0)
+        comm.rank == 0
+    )
 
 
 @pytest.mark.parallel([2])

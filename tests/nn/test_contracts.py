@@ -128,8 +128,9 @@ def test_a_penalty_on_the_weights_of_a_layer(comm):
                     found, weights = gradients_of(layer), weights_of(layer)
                     for name, target in targets.items():
                         away = 2 * (weights[name] - target) / target.size
-                        expected = sum(("layer" in kinds) * moves[name] + ("penalty" in kinds) * away
-                                       for kinds in passes)
+                        expected = sum(
+                            ("layer" in kinds) * moves[name] + ("penalty" in kinds) * away for kinds in passes
+                        )
                         assert np.abs(found[name] - expected).max() < 1e-12, (grid, name, cols, flags)
                     assert_replicas_agree(grid, {name: getattr(layer, name).grad for name in targets})
 
@@ -187,8 +188,12 @@ def test_the_random_state_has_dropout_that_is_computed_again(comm):
 def test_names_of_a_part_that_is_computed_again(comm):
     """They are the same as without recomputation, so a checkpoint fits both."""
     with Grid(comm) as grid:
-        make = lambda again: nn.Sequential(grid, again(nn.Sequential(
-            grid, nn.Linear(grid, 3, 3), nn.Dropout(grid), nn.Residual(again(nn.Linear(grid, 3, 3))))))
+        make = lambda again: nn.Sequential(
+            grid,
+            again(
+                nn.Sequential(grid, nn.Linear(grid, 3, 3), nn.Dropout(grid), nn.Residual(again(nn.Linear(grid, 3, 3))))
+            ),
+        )
         names = [(list(net.named_parameters()), net.random_state()) for net in map(make, (lambda x: x, nn.Recompute))]
         assert names[0] == names[1]
         assert names[1] == (["0.0.weight", "0.0.bias", "0.2.module.weight", "0.2.module.bias"], {"0.1": 0})
@@ -323,8 +328,13 @@ def test_a_gradient_is_a_true_matrix_whatever_optimizers_there_are(comm):
 
     def check(grid):
         layer, expected = linear(grid), {"weight": X.T @ U, "bias": U.sum(0, keepdims=True)}
-        for make in (lambda: None, *(lambda shard=shard: optim.SGD(layer.parameters(), 0.5, shard_over_data=shard)
-                                     for shard in (True, False, True))):
+        for make in (
+            lambda: None,
+            *(
+                lambda shard=shard: optim.SGD(layer.parameters(), 0.5, shard_over_data=shard)
+                for shard in (True, False, True)
+            ),
+        ):
             optimizer = make()
             for flags in ([True], [False], [False, True], [True, True], [True, False], [False, False, True]):
                 layer.weight.grad = layer.bias.grad = None

@@ -43,8 +43,11 @@ def warned(comm, caplog, shared_path):
     def warned(data, accept=(), **training):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "pmm3d.nn"):
-            config = {"data": data | {"batch_size": 8}, "network": {"hidden": [3]},
-                      "training": {"folder": str(shared_path / "run"), "steps": 5, **training}}
+            config = {
+                "data": data | {"batch_size": 8},
+                "network": {"hidden": [3]},
+                "training": {"folder": str(shared_path / "run"), "steps": 5, **training},
+            }
             with trainer(checked(config), comm, accept=accept) as run:
                 for _ in run.loader:
                     pass
@@ -71,8 +74,10 @@ def test_a_sorted_file_is_validated_on_all_classes(write, warned):
 def test_labels_from_one_and_far_labels_are_said(write, warned):
     said = warned({"file": write("from1", np.arange(60) % 3 + 1)})
     assert "1 of 4 classes have no sample to train on: 0. Labels from 1 to K" in said and "--classes" in said
-    for data in ({"file": write("unused", np.arange(60) % 2, KINDS)},
-                 {"file": write("given", np.arange(60) % 2), "classes": 3}):
+    for data in (
+        {"file": write("unused", np.arange(60) % 2, KINDS)},
+        {"file": write("given", np.arange(60) % 2), "classes": 3},
+    ):
         assert "1 of 3 classes have no sample to train on: " in warned(data)
     with pytest.raises(Pmm3dError, match="the label 1000002, which makes 1000003 classes of 24 samples"):
         warned({"file": write("far", np.arange(24) % 3 + 10**6)})

@@ -11,8 +11,11 @@ from pmm3d.layout import batch_layout
 
 pytestmark = [pytest.mark.parallel([4], thorough=[2, 8]), pytest.mark.deadline(240)]
 
-CASES = {"even": Case((64, 128, 64, 128), 64, "relu", loss="mse"),
-         "ragged": Case((7, 13, 5, 6), 23, "relu", loss="mse"), "few rows": Case((6, 8, 5), 3, "relu", loss="mse")}
+CASES = {
+    "even": Case((64, 128, 64, 128), 64, "relu", loss="mse"),
+    "ragged": Case((7, 13, 5, 6), 23, "relu", loss="mse"),
+    "few rows": Case((6, 8, 5), 3, "relu", loss="mse"),
+}
 
 
 def passed(grid, case, wanted=True, **overlap):
@@ -25,8 +28,11 @@ def passed(grid, case, wanted=True, **overlap):
     out = net(x)
     nn.mse(out, spread(grid, y, batch_layout(None))).backward()
     found = [out.gather(), *(each.grad.gather() for each in (*([x] if wanted else []), *net.parameters()))]
-    moved = {(key.axis, key.phase): (entry.sent, entry.received) for key, entry in grid.ledger.entries.items()
-             if key.phase in ("gather I", "gather dO", "reduce O", "reduce dI", "reduce dW")}
+    moved = {
+        (key.axis, key.phase): (entry.sent, entry.received)
+        for key, entry in grid.ledger.entries.items()
+        if key.phase in ("gather I", "gather dO", "reduce O", "reduce dI", "reduce dW")
+    }
     return found, moved, grid.ledger.total(operation="gemm").calls
 
 
@@ -34,13 +40,18 @@ def test_result_gradients_and_bytes_are_the_same(comm):
     for again in [False, True]:
         for case in CASES.values():
             with given(again=again, case=case):
+
                 def check(grid):
-                    plain, decomposed = (passed(grid, case, decomposed=wanted, regather_inputs=again, oar=not again)
-                                         for wanted in (False, True))
+                    plain, decomposed = (
+                        passed(grid, case, decomposed=wanted, regather_inputs=again, oar=not again)
+                        for wanted in (False, True)
+                    )
                     for one, other in zip(plain[0], decomposed[0], strict=True):
                         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-14)
-                    moved, also_moved = (comm.allreduce(sum(map(np.array, found[1].values()), np.zeros(2)))
-                                         for found in (plain, decomposed))
+                    moved, also_moved = (
+                        comm.allreduce(sum(map(np.array, found[1].values()), np.zeros(2)))
+                        for found in (plain, decomposed)
+                    )
                     assert np.array_equal(moved, also_moved) and plain[1].keys() == decomposed[1].keys()
 
                 on_each_grid(comm, check, GRIDS[comm.size])

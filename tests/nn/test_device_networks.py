@@ -27,8 +27,11 @@ from pmm3d.nn import compute, optim
 from pmm3d.nn.training import TrainState
 
 pytestmark = pytest.mark.deadline(240)
-PRESETS = {1: [("1x1x1", 1)], 2: [("ddp", 1), ("fsdp", 1), ("megatron", 1)],
-           4: [("hsdp", 2), ("megatron", 2), ("2x2x1", 1), ("1x2x2", 1)]}
+PRESETS = {
+    1: [("1x1x1", 1)],
+    2: [("ddp", 1), ("fsdp", 1), ("megatron", 1)],
+    4: [("hsdp", 2), ("megatron", 2), ("2x2x1", 1), ("1x2x2", 1)],
+}
 
 
 def on_streams(comm, body, transports=("direct", "staged"), grids=None):
@@ -52,6 +55,7 @@ def test_training_on_a_device_is_that_on_the_host(comm):
     grids = PRESETS[comm.size]
     for number, (case, options) in enumerate(CASES):
         with given(case=case, options=options):
+
             def check(grid):
                 losses, net = train(grid, case, 2, library="standin", **options)
                 expected, same = train(grid, case, 2, **options)

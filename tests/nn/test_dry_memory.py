@@ -31,6 +31,7 @@ def test_a_rank_holds_what_a_dry_run_says(comm):
     awaited, as in a dry run."""
     for number, name in enumerate(CASES):
         with given(name=name):
+
             def check(grid):
                 move_what_is_waited_for(grid.engine)
                 held, lent = trained(grid, **CASES[name])
@@ -38,7 +39,8 @@ def test_a_rank_holds_what_a_dry_run_says(comm):
                     said, most = trained(dry, **CASES[name])
                     assert said == memory(dry)
                 assert {kind: held[kind] for kind in held if kind != "work"} == {
-                    kind: said[kind] for kind in said if kind != "work"}
+                    kind: said[kind] for kind in said if kind != "work"
+                }
                 assert most == lent
                 assert abs(sum(said.values()) - sum(held.values())) <= 0.02 * sum(held.values()), (said, held)
 
@@ -56,8 +58,10 @@ def trained(grid, network, overlap=RESHARD, shard_over_data=False):
     for _ in range(4):
         train_step(net, optimizer, nn.mse, [(x, y)], 1.0)
     parameters = net.parameters()
-    kinds = {"weights": [parameter.stored.local for parameter in parameters],
-             "gradients": [parameter.accumulated.array for parameter in parameters],
-             "state": [matrix.local for matrix in optimizer.matrices().values()]}
+    kinds = {
+        "weights": [parameter.stored.local for parameter in parameters],
+        "gradients": [parameter.accumulated.array for parameter in parameters],
+        "state": [matrix.local for matrix in optimizer.matrices().values()],
+    }
     held = {kind: sum(array.nbytes for array in arrays) for kind, arrays in kinds.items()}
     return {**held, "work": grid.workspace.allocated}, grid.workspace.most_lent

@@ -19,8 +19,10 @@ def step_of(grid, sizes, rows, **options):
     """A step of an MLP, and its network."""
     net = nn.MLP(grid, sizes, nn.relu, **options)
     optimizer = optim.SGD(net.parameters(), lr=0.1)
-    x, y = (Facts((rows, columns), layout, "float32", "numpy").on(grid)
-            for columns, layout in ((sizes[0], batch_layout("y")), (sizes[-1], net.output_layout)))
+    x, y = (
+        Facts((rows, columns), layout, "float32", "numpy").on(grid)
+        for columns, layout in ((sizes[0], batch_layout("y")), (sizes[-1], net.output_layout))
+    )
 
     def step():
         grid.dry_run.actions.clear()
@@ -34,10 +36,15 @@ def step_of(grid, sizes, rows, **options):
 def said(actions) -> list[str]:
     """Text of each action except passes: "gemm m n k", "begin phase bytes", "wait phase"."""
     phases = {action.number: action.phase for action in actions if action.what == "begin"}
-    return [f"gemm {action.m} {action.n} {action.k}" if action.what == "gemm" else
-            f"begin {action.phase} {action.received}" if action.what == "begin" else
-            f"wait {phases.get(action.number, 'for one of the step before')}"
-            for action in actions if action.what != "pass"]
+    return [
+        f"gemm {action.m} {action.n} {action.k}"
+        if action.what == "gemm"
+        else f"begin {action.phase} {action.received}"
+        if action.what == "begin"
+        else f"wait {phases.get(action.number, 'for one of the step before')}"
+        for action in actions
+        if action.what != "pass"
+    ]
 
 
 def test_a_step_on_four_axes_in_order():
@@ -48,11 +55,30 @@ def test_a_step_on_four_axes_in_order():
         step, _ = step_of(grid, (8, 16, 4), 32, bias=False)
         step()
         assert said(step()) == [
-            "begin gather W 64", "wait gather W", "begin gather W 32", "gemm 8 8 4", "begin reduce O 256",
-            "wait reduce O", "wait gather W", "gemm 8 2 8", "begin reduce O 64", "wait reduce O",
-            "begin gather W 32", "wait gather W", "gemm 8 8 2", "begin reduce dI 256", "gemm 8 2 8",
-            "begin reduce dW 32", "wait reduce dI", "gemm 4 8 8", "begin reduce dW 64", "begin reduce data 96",
-            "wait reduce data", "begin agreement 960", "wait agreement"]
+            "begin gather W 64",
+            "wait gather W",
+            "begin gather W 32",
+            "gemm 8 8 4",
+            "begin reduce O 256",
+            "wait reduce O",
+            "wait gather W",
+            "gemm 8 2 8",
+            "begin reduce O 64",
+            "wait reduce O",
+            "begin gather W 32",
+            "wait gather W",
+            "gemm 8 8 2",
+            "begin reduce dI 256",
+            "gemm 8 2 8",
+            "begin reduce dW 32",
+            "wait reduce dI",
+            "gemm 4 8 8",
+            "begin reduce dW 64",
+            "begin reduce data 96",
+            "wait reduce data",
+            "begin agreement 960",
+            "wait agreement",
+        ]
 
 
 @pytest.mark.parametrize("reshard", [True, False, None])
@@ -67,8 +93,16 @@ def test_the_next_weight_is_gathered_under_a_gemm_in_every_batch_of_a_step(resha
             grid.dry_run.actions.clear()
             loss = nn.mse(net(x), y)
             assert [word for word in said(grid.dry_run.actions) if "loss" not in word] == [
-                "begin gather W 384", "wait gather W", "begin gather W 768", "gemm 8 16 8", "wait gather W",
-                "begin gather W 192", "gemm 8 16 16", "wait gather W", "gemm 8 4 16"]
+                "begin gather W 384",
+                "wait gather W",
+                "begin gather W 768",
+                "gemm 8 16 8",
+                "wait gather W",
+                "begin gather W 192",
+                "gemm 8 16 16",
+                "wait gather W",
+                "gemm 8 4 16",
+            ]
             loss.backward()
 
 
@@ -109,7 +143,8 @@ def test_a_trainer_runs_on_the_batches_of_a_dry_loader(tmp_path):
         net = nn.MLP(grid, [12, 8, data.classes])
         loader, validation = (data.loader(32, rows=rows, split_targets=None) for rows in ((0, 80), (80, 100)))
         assert [(x.shape, y.shape, y.dtype, x.local.shape) for x, y in validation] == [
-            ((20, 12), (20, 1), "int64", (3, 12))]
+            ((20, 12), (20, 1), "int64", (3, 12))
+        ]
         state = TrainState(net, optim.AdamW(net.parameters()), loader=loader)
         run = Trainer(state, Recipe("cross_entropy", epochs=2, clip=1.0), validation)
         assert run.run() and run.step == 6 and set(run.figures) == {"loss", "accuracy"}

@@ -73,8 +73,18 @@ CASES = {
     "a network of one's own": (lambda x, w: Own()(x), {"square": 2, "multiply": 2, "add": 2},
                                {"multiply": 2, "square backward": 3}),
 }  # fmt: skip
-NO_PASSES = {"defer_weights", "generate", "manual_seed", "map_elementwise", "no_grad", "no_sync", "ragged", "relayout",
-             "results_of", "unchanged"}
+NO_PASSES = {
+    "defer_weights",
+    "generate",
+    "manual_seed",
+    "map_elementwise",
+    "no_grad",
+    "no_sync",
+    "ragged",
+    "relayout",
+    "results_of",
+    "unchanged",
+}
 
 
 def labels(grid):
@@ -107,13 +117,18 @@ def test_an_operation_names_its_passes(grid):
     for case in CASES:
         with given(case=case):
             function, forward, backward = CASES[case]
-            x, w = (nn.Tensor(DistMatrix.random(grid, (ROWS, COLS), dtype="float32", layout=MATRIX), requires_grad=True)
-                    for _ in "xw")
+            x, w = (
+                nn.Tensor(DistMatrix.random(grid, (ROWS, COLS), dtype="float32", layout=MATRIX), requires_grad=True)
+                for _ in "xw"
+            )
             out, found = taken(grid, function, x, w)
             assert_passes(found, forward, x)
             if backward is not None:
-                start = None if out.shape == (1, 1) else DistMatrix.empty(grid, out.shape, dtype=out.dtype,
-                                                                          layout=out.layout)
+                start = (
+                    None
+                    if out.shape == (1, 1)
+                    else DistMatrix.empty(grid, out.shape, dtype=out.dtype, layout=out.layout)
+                )
                 _, found = taken(grid, out.backward, start)
                 assert_passes(found, backward, x)
                 assert sum(found.values()) >= x.local.nbytes
@@ -127,16 +142,21 @@ def assert_passes(found, expected, x):
 
 
 def test_a_machine_file_knows_the_names_of_all_passes(grid):
-    x, w = (nn.Tensor(DistMatrix.random(grid, (ROWS, COLS), dtype="float32", layout=MATRIX), requires_grad=True)
-            for _ in "xw")
+    x, w = (
+        nn.Tensor(DistMatrix.random(grid, (ROWS, COLS), dtype="float32", layout=MATRIX), requires_grad=True)
+        for _ in "xw"
+    )
     found = set()
     for name, (function, _, backward) in CASES.items():
         if name != "a network of one's own":
             out, names = taken(grid, function, x, w)
             found |= names.keys()
             if backward is not None:
-                start = None if out.shape == (1, 1) else DistMatrix.empty(grid, out.shape, dtype=out.dtype,
-                                                                          layout=out.layout)
+                start = (
+                    None
+                    if out.shape == (1, 1)
+                    else DistMatrix.empty(grid, out.shape, dtype=out.dtype, layout=out.layout)
+                )
                 found |= taken(grid, out.backward, start)[1].keys()
     assert {name.removesuffix(" backward") for name in found} <= set(PASSES)
 
@@ -145,9 +165,16 @@ def test_every_operation_is_looked_at():
     assert {name for name in nn.__all__ if name.islower()} - NO_PASSES == set(CASES) - {"a network of one's own"}
 
 
-@pytest.mark.parametrize("made, states", [
-    (optim.SGD, 0), (lambda parameters: optim.SGD(parameters, 0.1, momentum=0.9), 1), (optim.Adam, 2),
-    (optim.AdamW, 2)], ids=["sgd", "momentum", "adam", "adamw"])
+@pytest.mark.parametrize(
+    "made, states",
+    [
+        (optim.SGD, 0),
+        (lambda parameters: optim.SGD(parameters, 0.1, momentum=0.9), 1),
+        (optim.Adam, 2),
+        (optim.AdamW, 2),
+    ],
+    ids=["sgd", "momentum", "adam", "adamw"],
+)
 def test_an_update_is_a_pass_over_weight_gradient_and_state(made, states):
     with Grid.dry((1, 1, 1)) as grid:
         net, x = nn.Linear(grid, COLS, COLS, bias=False), DistMatrix.empty(grid, (ROWS, COLS), dtype="float32")

@@ -1,5 +1,5 @@
-"""Elementwise functions: slices and rounding; activations and their slopes compared with a wider type, over its range.
-"""
+"""Elementwise functions: slices and rounding; activations and their slopes compared with a wider type, over its
+range."""
 
 import numpy as np
 import pytest
@@ -13,13 +13,19 @@ from pmm3d.arrays import library_named
 from pmm3d.nn.compute import Form
 from pmm3d.nn.elementwise import GELU, GELU_TANH, RELU, SIGMOID, SILU, TANH, Elementwise, map_elementwise
 
-FUNCTIONS = {"relu": RELU, "tanh": TANH, "sigmoid": SIGMOID, "silu": SILU, "gelu": GELU,
-             "gelu_tanh": GELU_TANH}
+FUNCTIONS = {"relu": RELU, "tanh": TANH, "sigmoid": SIGMOID, "silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH}
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
 """Largest relative error of one rounding."""
 UNITS = 8
-TYPES = [("numpy", "float16"), ("numpy", "float32"), ("numpy", "float64"), ("torch", "float16"), ("torch", "bfloat16"),
-         ("torch", "float32"), ("torch", "float64")]
+TYPES = [
+    ("numpy", "float16"),
+    ("numpy", "float32"),
+    ("numpy", "float64"),
+    ("torch", "float16"),
+    ("torch", "bfloat16"),
+    ("torch", "float32"),
+    ("torch", "float64"),
+]
 
 
 def numbers(dtype):
@@ -39,8 +45,14 @@ def numbers(dtype):
 
 def value(name, x):
     """(value, size of the terms that are added in it) in a type that is wider than float32."""
-    made = {"relu": np.maximum(x, 0), "tanh": np.tanh(x), "sigmoid": special.expit(x), "silu": x * special.expit(x),
-            "gelu": x * special.ndtr(x.astype("float64")), "gelu_tanh": x * special.expit(inner(x))}[name]
+    made = {
+        "relu": np.maximum(x, 0),
+        "tanh": np.tanh(x),
+        "sigmoid": special.expit(x),
+        "silu": x * special.expit(x),
+        "gelu": x * special.ndtr(x.astype("float64")),
+        "gelu_tanh": x * special.expit(inner(x)),
+    }[name]
     return made, np.abs(made) * (1 + np.abs(inner(x)) / 2 if name == "gelu_tanh" else 1)
 
 
@@ -57,11 +69,19 @@ def slope(name, kept):
     steep = kept * np.exp(-0.5 * kept * kept) / np.sqrt(2 * np.pi)
     near, up = np.clip(kept, -100, 100), special.expit(inner(kept))
     bent = near * up * special.expit(-inner(kept)) * 2 * np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * near * near)
-    made = {"relu": (kept > 0) * 1.0, "tanh": (1 - kept) * (1 + kept), "sigmoid": kept * (1 - kept),
-            "silu": gate * (1 + kept * other), "gelu": normal + steep, "gelu_tanh": up + bent}[name]
-    size = {"silu": gate * (1 + np.abs(kept) * other),
-            "gelu": normal + np.abs(steep) * (1 + kept * kept / UNITS),
-            "gelu_tanh": (up + np.abs(bent)) * (1 + np.abs(inner(near)) / 2)}.get(name, np.abs(made))
+    made = {
+        "relu": (kept > 0) * 1.0,
+        "tanh": (1 - kept) * (1 + kept),
+        "sigmoid": kept * (1 - kept),
+        "silu": gate * (1 + kept * other),
+        "gelu": normal + steep,
+        "gelu_tanh": up + bent,
+    }[name]
+    size = {
+        "silu": gate * (1 + np.abs(kept) * other),
+        "gelu": normal + np.abs(steep) * (1 + kept * kept / UNITS),
+        "gelu_tanh": (up + np.abs(bent)) * (1 + np.abs(inner(near)) / 2),
+    }.get(name, np.abs(made))
     return made, size
 
 

@@ -77,26 +77,44 @@ def test_a_warm_start_takes_the_weights_and_nothing_else(comm, nranks, shared_pa
                 assert np.array_equal(matrix.gather(), before[name])
         other = made(grid, seed=4)
         values = {name: matrix.gather() for name, matrix in other.matrices().items()}
-        deeper, narrow = (nn.MLP(grid, sizes, nn.gelu, norm=True, dtype="float64") for sizes in (
-            [*SIZES, 3], [7, 13, 12, 5]))
-        fails(CheckpointError, "is the checkpoint of another network. It lacks '7.bias'", lambda: load_weights(
-            deeper, path))
+        deeper, narrow = (
+            nn.MLP(grid, sizes, nn.gelu, norm=True, dtype="float64") for sizes in ([*SIZES, 3], [7, 13, 12, 5])
+        )
+        fails(
+            CheckpointError,
+            "is the checkpoint of another network. It lacks '7.bias'",
+            lambda: load_weights(deeper, path),
+        )
         fails(CheckpointError, "It differs in '3.bias'", lambda: load_weights(narrow, path))
         smaller = nn.MLP(grid, [7, 13], nn.gelu, dtype="float64")
         fails(CheckpointError, "It also has '1.bias', '1.gain'", lambda: load_weights(smaller, path))
         fails(CheckpointError, "there is no checkpoint in .*none", lambda: load_weights(other, shared_path / "none"))
-        fails(CheckpointError, "none.safetensors is missing", lambda: load_weights(
-            other, shared_path / "none.safetensors"))
+        fails(
+            CheckpointError,
+            "none.safetensors is missing",
+            lambda: load_weights(other, shared_path / "none.safetensors"),
+        )
         fails(CheckpointError, "too long", lambda: load_weights(other, "n" * 300))  # only rank 0 looks at the path
         for name, matrix in other.matrices().items():
             assert np.array_equal(matrix.gather(), values[name])
 
 
-LLAMA = {"vocabulary": 13, "layers": 1, "hidden": 16, "mlp": 16, "positions": 8, "heads": 4, "kv_heads": 2,
-         "rotary_base": 5e5}
-OTHERS = [({"heads": 2, "kv_heads": 1}, "network.heads was 4, is 2"),
-          ({"rotary_base": 1e4}, "network.rotary_base was 500000.0, is 10000.0"),
-          ({"window": 2}, "network.window was None, is 2"), ({"eps": 0.1}, "network.eps was 1e-05, is 0.1")]
+LLAMA = {
+    "vocabulary": 13,
+    "layers": 1,
+    "hidden": 16,
+    "mlp": 16,
+    "positions": 8,
+    "heads": 4,
+    "kv_heads": 2,
+    "rotary_base": 5e5,
+}
+OTHERS = [
+    ({"heads": 2, "kv_heads": 1}, "network.heads was 4, is 2"),
+    ({"rotary_base": 1e4}, "network.rotary_base was 500000.0, is 10000.0"),
+    ({"window": 2}, "network.window was None, is 2"),
+    ({"eps": 0.1}, "network.eps was 1e-05, is 0.1"),
+]
 
 
 def state_of(net):
@@ -114,9 +132,11 @@ def test_weights_of_a_network_with_other_settings_are_refused_by_name(comm, shar
     """From each kind of file, before a weight changes, unless the network may differ. All shapes fit."""
     with Grid(comm, "fsdp") as grid:
         net = nn.Llama(grid, seed=1, **LLAMA)
-        doors = {"folder": foreign,
-                 "file": lambda net, path: net.export(path.with_suffix(".safetensors"), names="torch"),
-                 "checkpoint": lambda net, path: state_of(net).save(Checkpoints(grid, path))}
+        doors = {
+            "folder": foreign,
+            "file": lambda net, path: net.export(path.with_suffix(".safetensors"), names="torch"),
+            "checkpoint": lambda net, path: state_of(net).save(Checkpoints(grid, path)),
+        }
         for door, write in doors.items():
             write(net, shared_path / door)
             path = next(shared_path.glob(f"{door}*"))
@@ -139,13 +159,22 @@ def test_activations_and_masks_are_compared_too(comm, shared_path, fails):
     gpt = {"vocabulary": 13, "layers": 1, "hidden": 16, "heads": 2, "positions": 8}
     with Grid(comm, "fsdp") as grid:
         for text, net, make in (
-                ("activation was 'gelu', is 'relu'", nn.MLP(grid, [3, 4, 4, 2], nn.gelu),
-                 lambda: nn.MLP(grid, [3, 4, 4, 2], "relu")),
-                ("causal was True, is False; network.activation was 'gelu_tanh', is 'gelu'", nn.GPT(grid, **gpt),
-                 lambda: nn.Encoder(grid, **gpt)),
-                (r"window was \[2, None\], is None",
-                 nn.Sequential(grid, nn.Attention(grid, 8, 2, window=2), nn.Attention(grid, 8, 2)),
-                 lambda: nn.Sequential(grid, nn.Attention(grid, 8, 2), nn.Attention(grid, 8, 2)))):
+            (
+                "activation was 'gelu', is 'relu'",
+                nn.MLP(grid, [3, 4, 4, 2], nn.gelu),
+                lambda: nn.MLP(grid, [3, 4, 4, 2], "relu"),
+            ),
+            (
+                "causal was True, is False; network.activation was 'gelu_tanh', is 'gelu'",
+                nn.GPT(grid, **gpt),
+                lambda: nn.Encoder(grid, **gpt),
+            ),
+            (
+                r"window was \[2, None\], is None",
+                nn.Sequential(grid, nn.Attention(grid, 8, 2, window=2), nn.Attention(grid, 8, 2)),
+                lambda: nn.Sequential(grid, nn.Attention(grid, 8, 2), nn.Attention(grid, 8, 2)),
+            ),
+        ):
             with given(text=text):
                 keeper = Checkpoints(grid, shared_path / type(net).__name__)
                 state_of(net).save(keeper)

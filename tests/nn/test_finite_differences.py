@@ -98,6 +98,7 @@ def test_a_backward_pass_from_any_tensor(comm):
     Exact."""
     for layout in STARTS:
         with given(layout=layout):
+
             def check(grid):
                 x, g = integers((ROWS, SIZE), seed=1), integers((ROWS, 5), seed=2)
                 found = []
@@ -161,6 +162,7 @@ def grid_sync(grid, now):
 def test_deferred_weight_products_give_the_same_bits(comm):
     for batches in [1, 2]:
         with given(batches=batches):
+
             def check(grid):
                 for recompute in (False, True):
                     assert deferred(grid, recompute, batches) == at_once(grid, recompute, batches)

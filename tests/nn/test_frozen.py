@@ -17,8 +17,11 @@ OPTIONS = ({}, {"recompute": True}, {"activations": "sharded"})
 
 
 def grads(net):
-    return {name: parameter.grad.gather() for name, parameter in net.named_parameters().items()
-            if parameter.grad is not None}
+    return {
+        name: parameter.grad.gather()
+        for name, parameter in net.named_parameters().items()
+        if parameter.grad is not None
+    }
 
 
 @pytest.mark.parallel([4], thorough=[1])
@@ -26,6 +29,7 @@ def test_the_other_gradients_are_the_same(comm):
     """For frozen vectors, a frozen layer in the middle, and all layers but the last frozen."""
     for options in OPTIONS:
         with given(options=options):
+
             def check(grid):
                 net = network_of(grid, CLASSES, **options)
                 loss_of(net, CLASSES, *batch_of(CLASSES, 0)).backward()
@@ -96,7 +100,8 @@ def test_an_optimizer_leaves_them_and_a_checkpoint_has_no_state_of_them(comm, sh
         states = state.optimizer.matrices()
         assert len(states) == 2 * len(changed) and not any("/0." in name for name in states)
         assert bits({name: matrix.gather() for name, matrix in states.items()}) == bits(
-            {name: matrix.gather() for name, matrix in again.optimizer.matrices().items()})
+            {name: matrix.gather() for name, matrix in again.optimizer.matrices().items()}
+        )
 
 
 def trained(grid, steps, first, state=None, **options):

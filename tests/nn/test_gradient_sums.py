@@ -37,8 +37,7 @@ def dry_step(grid, m, sizes=(64, 64)):
     """(index, x, actions) after each micro-batch of two steps, and (None, x, actions) after each step."""
     net = nn.MLP(grid, sizes, nn.relu)
     optimizer = optim.AdamW(net.parameters())
-    x = nn.Tensor(DistMatrix.empty(grid, (64, sizes[0]), dtype="float32", layout=batch_layout("y")),
-                  requires_grad=True)
+    x = nn.Tensor(DistMatrix.empty(grid, (64, sizes[0]), dtype="float32", layout=batch_layout("y")), requires_grad=True)
     y = DistMatrix.empty(grid, (64, sizes[-1]), dtype="float32", layout=net.output_layout)
     for _ in range(2):
         grid.dry_run.actions.clear()
@@ -109,8 +108,9 @@ def test_the_first_weight_of_the_next_micro_batch_is_gathered_ahead():
                 begun, awaited = (len(numbers(actions, what, {"gather W"})) for what in ("begin", "wait"))
                 if index is None:
                     assert begun == awaited == 4 * m
-            ahead = lambda actions: len(numbers(actions, "begin", {"gather W"})) - len(
-                numbers(actions, "wait", {"gather W"}))
+            ahead = lambda actions: (
+                len(numbers(actions, "begin", {"gather W"})) - len(numbers(actions, "wait", {"gather W"}))
+            )
             counts = [(index, ahead(actions)) for index, _, actions in dry_step(grid, m, (64, 32, 16))]
             assert counts[m + 1 :] == [(index, int(index < m - 1)) for index in range(m)] + [(None, 0)]
 
@@ -190,8 +190,11 @@ def test_a_rank_holds_its_part_of_a_gradient_only():
 def test_of_what_a_part_is_kept_is_named(comm, fails):
     with Grid(comm, "ddp") as grid:
         parameters = nn.Linear(grid, 3, 2).parameters()
-        fails(Pmm3dError, 'shard_over_data is False, "states" .* or "gradients"; got \'all\'',
-              lambda: optim.SGD(parameters, 0.1, shard_over_data="all"))
+        fails(
+            Pmm3dError,
+            'shard_over_data is False, "states" .* or "gradients"; got \'all\'',
+            lambda: optim.SGD(parameters, 0.1, shard_over_data="all"),
+        )
 
 
 @pytest.mark.parallel([4])
@@ -225,8 +228,10 @@ def test_a_contribution_that_is_whole_along_data_is_scattered_too(comm):
                 net, (x, y) = network_of(grid, CLASSES), batch_of(CLASSES, 0)
                 optim.SGD(net.parameters(), 0.5, shard_over_data=kind)
                 for _ in range(2):
-                    loss = sum((nn.sum(nn.sum(each * each, 0), 1) for each in net.parameters()),
-                               0 if alone else loss_of(net, CLASSES, x, y))
+                    loss = sum(
+                        (nn.sum(nn.sum(each * each, 0), 1) for each in net.parameters()),
+                        0 if alone else loss_of(net, CLASSES, x, y),
+                    )
                     loss.backward()
                 found.append(gradients_of(net))
             assert largest_difference(found[1], found[0]) < 1e-13 and largest_difference(found[2], found[0]) < 1e-13

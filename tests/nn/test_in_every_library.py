@@ -16,16 +16,27 @@ LAYOUT = Layout("z", ("y", "x"))
 TYPES = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 6e-2}
 """Type -> largest error, for numbers of about 1."""
 FUNCTIONS = {
-    "relu": nn.relu, "tanh": nn.tanh, "sigmoid": nn.sigmoid, "silu": nn.silu, "gelu": nn.gelu,
-    "gelu_tanh": nn.gelu_tanh, "rms_norm": lambda x: nn.rms_norm(x, nn.mean(x, 0)),
+    "relu": nn.relu,
+    "tanh": nn.tanh,
+    "sigmoid": nn.sigmoid,
+    "silu": nn.silu,
+    "gelu": nn.gelu,
+    "gelu_tanh": nn.gelu_tanh,
+    "rms_norm": lambda x: nn.rms_norm(x, nn.mean(x, 0)),
     "layer_norm": lambda x: nn.layer_norm(x, nn.mean(x, 0), nn.sum(x, 0)),
-    "layer_norm of whole rows": lambda x: nn.layer_norm(nn.relayout(x, Layout("z")), *(
-        nn.relayout(each, Layout()) for each in (nn.mean(x, 0), nn.sum(x, 0)))),
+    "layer_norm of whole rows": lambda x: nn.layer_norm(
+        nn.relayout(x, Layout("z")), *(nn.relayout(each, Layout()) for each in (nn.mean(x, 0), nn.sum(x, 0)))
+    ),
     "rotary": lambda x: rotary(nn.columns(x, 1, 5), 2),
     "embedding": lambda x: embedding(made(x.grid, TOKENS, x.library.kind, "int64", Layout("z")), x),
-    "dropout": lambda x: nn.dropout(x, 0.5, seed=2), "softmax": nn.softmax, "log_softmax": nn.log_softmax,
-    "softmax of columns": lambda x: nn.softmax(x, 0), "sum": lambda x: nn.sum(x, 0) / 9,
-    "mean": lambda x: nn.mean(x, 1), "multiply": lambda x: x * x + 3 * x, "divide": lambda x: 1 / (x * x + 2) - x / 4,
+    "dropout": lambda x: nn.dropout(x, 0.5, seed=2),
+    "softmax": nn.softmax,
+    "log_softmax": nn.log_softmax,
+    "softmax of columns": lambda x: nn.softmax(x, 0),
+    "sum": lambda x: nn.sum(x, 0) / 9,
+    "mean": lambda x: nn.mean(x, 1),
+    "multiply": lambda x: x * x + 3 * x,
+    "divide": lambda x: 1 / (x * x + 2) - x / 4,
     "columns": lambda x: nn.columns(x, 1, 3),
 }
 WHOLE, TARGET, LABELS = integers((9, 5), seed=1) / 4, integers((9, 5), seed=2) / 4, np.arange(9)[:, None] % 5

@@ -1,5 +1,5 @@
-"""Arrays that operations keep for the backward pass belong to the tape: it counts them, and can move or compress them.
-"""
+"""Arrays that operations keep for the backward pass belong to the tape: it counts them, and can move or compress
+them."""
 
 import zlib
 from functools import partial
@@ -9,18 +9,7 @@ import numpy as np
 import pytest
 from loops import given
 from mpi_runner.plugin import all_tests
-from networks import (
-    CLASSES,
-    GRIDS,
-    INPUT,
-    batch_of,
-    bits,
-    gradients_of,
-    loss_of,
-    network_of,
-    on_each_grid,
-    spread,
-)
+from networks import CLASSES, GRIDS, INPUT, batch_of, bits, gradients_of, loss_of, network_of, on_each_grid, spread
 from samples import to_library, to_numpy
 
 from pmm3d import Grid, nn
@@ -31,8 +20,12 @@ from pmm3d.nn.tape import Tape, reachable
 
 pytestmark = pytest.mark.deadline(240)
 
-OPTIONS = {"plain": {}, "dropout": {"dropout": 0.5}, "recompute": {"recompute": True},
-           "sharded": {"activations": "sharded"}}
+OPTIONS = {
+    "plain": {},
+    "dropout": {"dropout": 0.5},
+    "recompute": {"recompute": True},
+    "sharded": {"activations": "sharded"},
+}
 
 
 def arrays_within(value, seen):
@@ -56,6 +49,7 @@ def arrays_within(value, seen):
 def test_rules_refer_to_no_array_but_what_is_kept(comm):
     for name in OPTIONS:
         with given(name=name):
+
             def check(grid):
                 net = network_of(grid, CLASSES, **OPTIONS[name])
                 weight = net.parameters()[0]
@@ -88,6 +82,7 @@ def test_what_is_kept_is_counted_once_and_let_go(comm):
 def test_kept_arrays_may_be_packed(comm):
     for number, name in enumerate(OPTIONS):
         with given(name=name):
+
             def packed(kind, array):
                 whole = to_numpy(array)
                 stored.append(zlib.compress(whole.tobytes()))
@@ -166,9 +161,17 @@ def test_what_the_next_rule_needs_is_fetched_before_the_present_one_runs(comm):
         assert run(pack=pack, unpack=lambda kept: Fetched(*kept, events)) == plain
         assert packed == ["linear.input", "multiply.a", "multiply.b", "tanh.output"]
         assert events == [
-            "begin tanh.output", "wait tanh.output", "begin tanh.output", "wait tanh.output", "begin multiply.a",
-            "begin multiply.b", "rule", "wait multiply.a", "wait multiply.b",
-            *["begin linear.input", "wait linear.input"] * 2]
+            "begin tanh.output",
+            "wait tanh.output",
+            "begin tanh.output",
+            "wait tanh.output",
+            "begin multiply.a",
+            "begin multiply.b",
+            "rule",
+            "wait multiply.a",
+            "wait multiply.b",
+            *["begin linear.input", "wait linear.input"] * 2,
+        ]
 
     on_each_grid(comm, check, [("1x1x1", comm.size)])
 

@@ -36,11 +36,14 @@ def of_torch():
 
     torch.set_num_threads(1)
     found, functions = {}, torch.nn.functional
-    losses = {name: partial(function, target=torch.from_numpy(drawn((ROWS, COLS), 2)))
-              for name, function in (("mse", functions.mse_loss), ("mae", functions.l1_loss))}
+    losses = {
+        name: partial(function, target=torch.from_numpy(drawn((ROWS, COLS), 2)))
+        for name, function in (("mse", functions.mse_loss), ("mae", functions.l1_loss))
+    }
     for title, ignored in IGNORED.items():
-        losses[title] = partial(functions.cross_entropy, target=torch.from_numpy(labels_of(title)[:, 0]),
-                                ignore_index=ignored)
+        losses[title] = partial(
+            functions.cross_entropy, target=torch.from_numpy(labels_of(title)[:, 0]), ignore_index=ignored
+        )
     for title, loss in losses.items():
         for reduction in ("mean", "sum"):
             x = torch.tensor(drawn((ROWS, COLS), 1), requires_grad=True)
@@ -59,8 +62,8 @@ def loss_of(title, x, reduction, library=TESTED):
 
 @pytest.mark.parametrize("library", [TESTED, "standin"])
 def test_values_and_gradients_are_those_of_torch(comm, library):
-    """Also if a rank has no counted row, and if there is none at all: then a mean is NaN, and all gradients are zero.
-    """
+    """Also if a rank has no counted row, and if there is none at all: then a mean is NaN, and all gradients are
+    zero."""
     expected = by_rank_0(comm, of_torch)
 
     def check(grid):
@@ -79,10 +82,17 @@ def test_values_and_gradients_are_those_of_torch(comm, library):
 
 def test_gradients_are_central_differences(comm):
     inputs = {"x": ((ROWS, COLS), Layout("data", ("y", "x")))}
-    operations = {f"{title}, {reduction}": (inputs, lambda t, title=title, reduction=reduction: loss_of(
-        title, t["x"], reduction) * 0.1) for title in ("mse", "mae", "a class") for reduction in ("mean", "sum")}
-    on_each_grid(comm, lambda grid: assert_gradients_are_differences(grid, operations), [WIDEST[comm.size]],
-                 check=False)
+    operations = {
+        f"{title}, {reduction}": (
+            inputs,
+            lambda t, title=title, reduction=reduction: loss_of(title, t["x"], reduction) * 0.1,
+        )
+        for title in ("mse", "mae", "a class")
+        for reduction in ("mean", "sum")
+    }
+    on_each_grid(
+        comm, lambda grid: assert_gradients_are_differences(grid, operations), [WIDEST[comm.size]], check=False
+    )
 
 
 def test_several_batches_weigh_as_one(comm):
@@ -96,9 +106,13 @@ def test_several_batches_weigh_as_one(comm):
                 classes = getattr(loss, "func", loss) is nn.cross_entropy
                 values = drawn((ROWS, COLS), 1)
                 targets = np.arange(ROWS)[:, None] % COLS if classes else drawn((ROWS, COLS), 2)
-                pairs = [(nn.Tensor(spread(grid, values[rows], INPUT), requires_grad=True),
-                          spread(grid, targets[rows], batch_layout(None)))
-                         for rows in (slice(None), slice(0, 3), slice(3, 4), slice(4, ROWS))]
+                pairs = [
+                    (
+                        nn.Tensor(spread(grid, values[rows], INPUT), requires_grad=True),
+                        spread(grid, targets[rows], batch_layout(None)),
+                    )
+                    for rows in (slice(None), slice(0, 3), slice(3, 4), slice(4, ROWS))
+                ]
                 (x, y), *parts = pairs
                 mean = loss(x, y)
                 mean.backward()
@@ -120,8 +134,9 @@ def test_sums_and_numbers_of_batches_are_the_mean_of_all_rows(comm):
         for title, ignored in [*IGNORED.items(), ("no row", None)]:
             with given(title=title, ignored=ignored):
                 values, labels = drawn((ROWS, COLS), 1), labels_of(title)
-                mean = nn.cross_entropy(nn.Tensor(spread(grid, values)), spread(grid, labels, batch_layout(None)),
-                                        ignore_index=ignored).item()
+                mean = nn.cross_entropy(
+                    nn.Tensor(spread(grid, values)), spread(grid, labels, batch_layout(None)), ignore_index=ignored
+                ).item()
                 total = count = 0
                 for rows in (slice(0, 3), slice(3, 3), slice(3, ROWS)):
                     x = nn.Tensor(spread(grid, values[rows]), requires_grad=True)
@@ -176,17 +191,28 @@ def test_what_is_refused(comm, fails):
     with Grid(comm, (1, 1, comm.size), device_transport="direct") as grid:
         x, y = nn.Tensor(spread(grid, drawn((ROWS, COLS), 1))), spread(grid, labels_of("most rows"), batch_layout(None))
         fails(Pmm3dError, 'mse: reduction is "mean" or "sum"; got \'none\'', lambda: nn.mse(x, x.value, "none"))
-        fails(Pmm3dError, 'cross_entropy: reduction is "mean" or "sum", or "sum_count"; got',
-              lambda: nn.cross_entropy(x, y, "none", -1))
-        fails(Pmm3dError, "row 1 of the batch has the label -1; .* labels are 0 to 4, or -100 to be ignored",
-              lambda: nn.cross_entropy(x, y, ignore_index=-100))
+        fails(
+            Pmm3dError,
+            'cross_entropy: reduction is "mean" or "sum", or "sum_count"; got',
+            lambda: nn.cross_entropy(x, y, "none", -1),
+        )
+        fails(
+            Pmm3dError,
+            "row 1 of the batch has the label -1; .* labels are 0 to 4, or -100 to be ignored",
+            lambda: nn.cross_entropy(x, y, ignore_index=-100),
+        )
         fails(Pmm3dError, "row 1 of the batch has the label -1; .* labels are 0 to 4$", lambda: nn.cross_entropy(x, y))
 
 
 def test_a_dry_run_of_a_step_that_ignores_labels(comm):
     with Grid.dry((2, 2, comm.size)) as grid:
         net = nn.MLP(grid, [3, COLS])
-        batches = [(Facts((64, 3), batch_layout(), "float32", TESTED).on(grid),
-                    Facts((64, 1), batch_layout(None), "int64", TESTED).on(grid))] * 2
-        train_step(net, optim.SGD(net.parameters(), 0.1), lambda out, y: nn.cross_entropy(out, y, ignore_index=-1),
-                   batches)
+        batches = [
+            (
+                Facts((64, 3), batch_layout(), "float32", TESTED).on(grid),
+                Facts((64, 1), batch_layout(None), "int64", TESTED).on(grid),
+            )
+        ] * 2
+        train_step(
+            net, optim.SGD(net.parameters(), 0.1), lambda out, y: nn.cross_entropy(out, y, ignore_index=-1), batches
+        )

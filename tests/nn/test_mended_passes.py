@@ -28,8 +28,10 @@ def leaf(grid, whole):
 
 def layers(grid, *sizes):
     """Linear layers in sequence, without biases."""
-    made = [nn.Linear(grid, *size, bias=False, seed=seed, cols="yx"[seed % 2], dtype="float64")
-            for seed, size in enumerate(zip(sizes, sizes[1:]))]
+    made = [
+        nn.Linear(grid, *size, bias=False, seed=seed, cols="yx"[seed % 2], dtype="float64")
+        for seed, size in enumerate(zip(sizes, sizes[1:]))
+    ]
     return nn.Sequential(grid, *made)
 
 
@@ -243,8 +245,11 @@ def test_a_saved_array_that_is_overwritten_before_the_backward_pass_is_told_of(c
     """On every rank, also if one rank wrote: the input of a layer, a factor, and what a Recompute keeps."""
     with Grid(comm, "ddp", library=library, debug=debug) as grid:
         net = nn.Linear(grid, 6, 6, bias=False, dtype="float64")
-        of = {"input": lambda x: net(x), "recompute": lambda x: nn.Recompute(net)(x),
-              "factor": lambda x: nn.multiply(net(spread(grid, X, batch_layout(), library)), x)}
+        of = {
+            "input": lambda x: net(x),
+            "recompute": lambda x: nn.Recompute(net)(x),
+            "factor": lambda x: nn.multiply(net(spread(grid, X, batch_layout(), library)), x),
+        }
         for name, function in of.items():
             with given(name=name):
                 for writers in ((0, 1), (1,)):

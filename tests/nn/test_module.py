@@ -75,8 +75,11 @@ def test_cycles_end_and_first_names_count(comm):
 
 
 PLACES = [
-    lambda p: {p}, lambda p: frozenset([p]), lambda p: deque([p]),
-    lambda p: SimpleNamespace(inner=p), lambda p: [{"a": SimpleNamespace(inner=p)}],
+    lambda p: {p},
+    lambda p: frozenset([p]),
+    lambda p: deque([p]),
+    lambda p: SimpleNamespace(inner=p),
+    lambda p: [{"a": SimpleNamespace(inner=p)}],
 ]
 
 
@@ -101,8 +104,11 @@ def test_initial_values_that_are_not_finite_are_refused(comm, fails):
 def test_two_parameters_of_one_name_are_refused(comm, fails):
     with Grid(comm) as grid:
         layers = [nn.Linear(grid, 3, 2) for _ in "ab"]
-        fails(Pmm3dError, "two parameters are named 'layers.1.weight'",
-              Holder(grid, layers={1: layers[0], "1": layers[1]}).parameters)
+        fails(
+            Pmm3dError,
+            "two parameters are named 'layers.1.weight'",
+            Holder(grid, layers={1: layers[0], "1": layers[1]}).parameters,
+        )
 
 
 @pytest.mark.parallel([1])
@@ -119,8 +125,10 @@ def test_names_in_an_mlp_depend_neither_on_dropout_nor_on_recompute(comm):
     for norm in [False, True]:
         with given(norm=norm):
             with Grid(comm) as grid:
-                made = [network_of(grid, CLASSES._replace(norm=norm), dropout=p, recompute=again)
-                        for p, again in product((0, 0.1), (False, True))]
+                made = [
+                    network_of(grid, CLASSES._replace(norm=norm), dropout=p, recompute=again)
+                    for p, again in product((0, 0.1), (False, True))
+                ]
                 names = [list(net.named_parameters()) for net in made]
                 assert names[0] == names[1] == names[2] == names[3]
                 assert names[0][0] == "0.weight" and names[0][-1] == ("6.bias" if norm else "4.bias")
@@ -134,8 +142,9 @@ def test_names_in_an_mlp_depend_neither_on_dropout_nor_on_recompute(comm):
 
 def values_of(net):
     """Name -> whole array of other numbers."""
-    return {name: np.random.default_rng(i).random(matrix.shape) for i, (name, matrix) in
-            enumerate(net.state_dict().items())}
+    return {
+        name: np.random.default_rng(i).random(matrix.shape) for i, (name, matrix) in enumerate(net.state_dict().items())
+    }
 
 
 @pytest.mark.parallel([4], thorough=[1])
@@ -170,9 +179,14 @@ def test_a_state_that_does_not_fit_changes_nothing(comm, fails):
         net = network_of(grid, CLASSES)
         before, values = {name: value.tobytes() for name, value in weights_of(net).items()}, values_of(net)
         lacking = {name: value for name, value in values.items() if name != "6.bias"}
-        wrong = [lacking, values | {"7.weight": values["0.weight"]}, values | {"6.weight": values["6.weight"].T},
-                 values | {"6.weight": values["6.weight"].astype("complex64")}, values | {"6.bias": np.zeros((5, 1))},
-                 values | {"6.bias": np.zeros(5, "int64")}]
+        wrong = [
+            lacking,
+            values | {"7.weight": values["0.weight"]},
+            values | {"6.weight": values["6.weight"].T},
+            values | {"6.weight": values["6.weight"].astype("complex64")},
+            values | {"6.bias": np.zeros((5, 1))},
+            values | {"6.bias": np.zeros(5, "int64")},
+        ]
         for state in wrong:
             fails(LayoutError, "'6.bias'|'6.weight'|'7.weight'", lambda: net.load_state_dict(state))
         fails(LayoutError, "6.weight", lambda: net.load_state_dict(wrong[2], strict=False))
@@ -180,8 +194,11 @@ def test_a_state_that_does_not_fit_changes_nothing(comm, fails):
             net.load_state_dict(lacking if comm.rank == 0 else values)
         if comm.size > 1:
             with alone() as single:
-                fails(LayoutError, "other processes",
-                      lambda: net.load_state_dict(network_of(single, CLASSES).state_dict()))
+                fails(
+                    LayoutError,
+                    "other processes",
+                    lambda: net.load_state_dict(network_of(single, CLASSES).state_dict()),
+                )
         assert before == {name: value.tobytes() for name, value in weights_of(net).items()}
         missing, unexpected = net.load_state_dict(lacking | {"more": np.zeros(1)}, strict=False)
         assert (missing, unexpected) == (["6.bias"], ["more"])
@@ -215,8 +232,10 @@ def test_a_state_dict_to_checkpoints_and_to_safetensors(comm, shared_path):
         net.load_state_dict(load_file(shared_path / "net.safetensors"))
         found = weights_of(net)
         assert all(np.array_equal(found[name], value) for name, value in wanted.items())
-        for read in (lambda state: Checkpoints(grid, saved.parent).load(saved, state),
-                     lambda state: import_safetensors(grid, shared_path / "net.safetensors", state)):
+        for read in (
+            lambda state: Checkpoints(grid, saved.parent).load(saved, state),
+            lambda state: import_safetensors(grid, shared_path / "net.safetensors", state),
+        ):
             net = network_of(grid, CLASSES, seed=2)
             read(net.state_dict())
             net.loaded()
@@ -248,8 +267,9 @@ def test_two_networks_of_one_optimizer_need_a_module_that_holds_both(comm, fails
         assert len(kept) == 2 * len(opt.parameters) and "optimizer/head.2.bias/square" in kept
         keeper = Checkpoints(grid, shared_path)
         path = keeper.save(1, {**opt.matrices(), **both.state_dict()}, {"state": opt.state()})
-        other = Holder(grid, backbone=nn.MLP(grid, [3, 4, 2], dtype="float64"),
-                       head=nn.MLP(grid, [3, 4, 2], dtype="float64"))
+        other = Holder(
+            grid, backbone=nn.MLP(grid, [3, 4, 2], dtype="float64"), head=nn.MLP(grid, [3, 4, 2], dtype="float64")
+        )
         again = optim.AdamW(other.parameters())
         keeper.load(path, {**again.matrices(), **other.state_dict()})
         for name, matrix in again.matrices().items():

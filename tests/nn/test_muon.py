@@ -57,9 +57,14 @@ def torch_weights(case, options, steps=STEPS):
         start = weights_of(network_of(grid, case))
         net = torch_network(torch, case, start)
         parameters = list(net.parameters())
-        optimizers = [torch.optim.Muon([each for each in parameters if each.ndim == 2], **options),
-                      torch.optim.AdamW([each for each in parameters if each.ndim == 1], lr=options["lr"],
-                                        weight_decay=options.get("weight_decay", 0.1))]
+        optimizers = [
+            torch.optim.Muon([each for each in parameters if each.ndim == 2], **options),
+            torch.optim.AdamW(
+                [each for each in parameters if each.ndim == 1],
+                lr=options["lr"],
+                weight_decay=options.get("weight_decay", 0.1),
+            ),
+        ]
         for step in range(steps):
             x, y = map(torch.from_numpy, batch_of(case, step))
             net.zero_grad()
@@ -71,8 +76,9 @@ def torch_weights(case, options, steps=STEPS):
 
 
 @pytest.mark.parallel([4], thorough=[1, 8])
-@pytest.mark.parametrize("name, case", [("original", CLASSES), ("match_rms_adamw", VECTORS),
-                                        ("without nesterov", CLASSES)], ids=OPTIONS)
+@pytest.mark.parametrize(
+    "name, case", [("original", CLASSES), ("match_rms_adamw", VECTORS), ("without nesterov", CLASSES)], ids=OPTIONS
+)
 def test_it_takes_the_steps_of_torch(comm, name, case):
     expected = by_rank_0(comm, lambda: torch_weights(case, OPTIONS[name]))
 
@@ -82,7 +88,8 @@ def test_it_takes_the_steps_of_torch(comm, name, case):
             _, net = train(grid, case, STEPS, make)
             found = weights_of(net)
             assert {name: value.shape for name, value in found.items()} == {
-                name: value.shape for name, value in expected.items()}
+                name: value.shape for name, value in expected.items()
+            }
             assert largest_difference(found, expected) < 1e-8
 
     every = all_tests or name == "original"  # the effect of the options does not depend on the grid
@@ -111,8 +118,10 @@ def plainly(weight, gradients, lr=0.02, momentum=0.95, decay=0.1):
 
 
 PRECISIONS = [
-    ("float64", "numpy", 1e-12), ("float32", "numpy", 2e-5),
-    ("float16", "numpy", 2e-5), ("bfloat16", "torch", 2e-5),
+    ("float64", "numpy", 1e-12),
+    ("float32", "numpy", 2e-5),
+    ("float16", "numpy", 2e-5),
+    ("bfloat16", "torch", 2e-5),
     ("float32", "standin", 2e-5),
 ]
 
@@ -130,7 +139,8 @@ def test_a_weight_of_each_precision(grid):
                 rounded = lambda values: to_numpy(to_library(values, library, dtype), library).astype("float64")
                 start, *gradients = (rounded(drawn.standard_normal(shape).astype("float32")) for _ in range(3))
                 spread = lambda values: DistMatrix.from_global(
-                    grid, to_library(values.astype("float32"), library, dtype), layout=Layout(("y", "z"), "x"))
+                    grid, to_library(values.astype("float32"), library, dtype), layout=Layout(("y", "z"), "x")
+                )
                 weight = nn.Parameter(spread(start), Precision.named(dtype))
                 optimizer = optim.Muon([weight], lr=0.02)
                 for gradient in gradients:
@@ -146,7 +156,8 @@ def test_bits_are_the_same_each_time_on_all_replicas_and_with_the_state_split(co
     def check(grid):
         (losses, net), (again, other), (split, third) = (
             train(grid, CLASSES, 3, partial(optim.Muon, lr=0.02, shard_over_data=shard))
-            for shard in (False, False, True))
+            for shard in (False, False, True)
+        )
         assert losses.tobytes() == again.tobytes() == split.tobytes()
         assert bits(weights_of(net)) == bits(weights_of(other)) == bits(weights_of(third))
         for each in (net, third):
@@ -159,8 +170,10 @@ def test_bits_are_the_same_each_time_on_all_replicas_and_with_the_state_split(co
 def test_a_group_without_it_is_changed_by_adamw(comm):
     def check(grid):
         found = []
-        for make in (partial(optim.AdamW, lr=0.01, weight_decay=0.1),
-                     lambda given: optim.Muon([{"params": list(given), "use_muon": False}], lr=0.01)):
+        for make in (
+            partial(optim.AdamW, lr=0.01, weight_decay=0.1),
+            lambda given: optim.Muon([{"params": list(given), "use_muon": False}], lr=0.01),
+        ):
             _, net = train(grid, CLASSES, 3, make)
             found.append(bits(weights_of(net)))
         assert found[0] == found[1]
@@ -179,6 +192,7 @@ def test_a_group_without_it_is_changed_by_adamw(comm):
 @pytest.mark.parallel([4], thorough=[1])
 def test_a_run_goes_on_from_its_checkpoint(comm, shared_path):
     """To the same bits on the same grid, and close to them on another one."""
+
     def loop(state, steps):
         for step in steps:
             loss_of(state.network, CLASSES, *batch_of(CLASSES, step)).backward()
@@ -227,8 +241,11 @@ def test_options_that_make_no_sense_are_refused(some_grid, fails):
 @pytest.mark.parallel([2], thorough=[1])
 def test_complex_matrices_are_refused(some_grid, fails):
     weight = nn.Parameter(DistMatrix.random(some_grid, (4, 4), dtype="complex64"))
-    fails(DTypeError, "Muon needs real matrices: put it in a group of its own with use_muon=False",
-          lambda: optim.Muon([weight]))
+    fails(
+        DTypeError,
+        "Muon needs real matrices: put it in a group of its own with use_muon=False",
+        lambda: optim.Muon([weight]),
+    )
     optimizer = optim.Muon([{"params": [weight], "use_muon": False}])
     optimizer.groups[0]["use_muon"] = True
     fails(Pmm3dError, "use_muon of a group has changed since the optimizer was made", optimizer.step)
@@ -239,11 +256,14 @@ def test_a_dry_run_does_what_a_step_does(comm):
     """The same bytes in the same phases, and the number of operations of the formula."""
     for shard in [False, True]:
         with given(shard=shard):
+
             def check(grid):
                 net = nn.MLP(grid, [16, 32, 24], bias=False)
                 optimizer = optim.Muon(net.parameters(), shard_over_data=shard)
-                x, y = (DistMatrix.random(grid, (8, columns), dtype="float32", layout=layout)
-                        for columns, layout in ((16, INPUT), (24, net.output_layout)))
+                x, y = (
+                    DistMatrix.random(grid, (8, columns), dtype="float32", layout=layout)
+                    for columns, layout in ((16, INPUT), (24, net.output_layout))
+                )
                 nn.mse(net(x), y).backward()
                 optimizer.step()
                 with dry_grid(grid) as dry:
@@ -251,8 +271,12 @@ def test_a_dry_run_does_what_a_step_does(comm):
                     copies = other, optim.Muon(other.parameters(), shard_over_data=shard)
                     entries = []
                     for where, (network, its) in ((grid, (net, optimizer)), (dry, copies)):
-                        inputs = [each if where is grid else DistMatrix.empty(where, each.shape, dtype="float32",
-                                                                              layout=each.layout) for each in (x, y)]
+                        inputs = [
+                            each
+                            if where is grid
+                            else DistMatrix.empty(where, each.shape, dtype="float32", layout=each.layout)
+                            for each in (x, y)
+                        ]
                         for _ in range(2):
                             nn.mse(network(inputs[0]), inputs[1]).backward()
                             assert all(parameter.grad is not None for parameter in network.parameters())  # waits
@@ -260,9 +284,13 @@ def test_a_dry_run_does_what_a_step_does(comm):
                             if where is dry:
                                 dry.dry_run.actions.clear()
                             its.step()
-                        entries.append({key: (entry.calls, entry.sent, entry.received)
-                                        for key, entry in where.ledger.entries.items()
-                                        if key.axis and not key.operation.startswith("agreement on")})
+                        entries.append(
+                            {
+                                key: (entry.calls, entry.sent, entry.received)
+                                for key, entry in where.ledger.entries.items()
+                                if key.axis and not key.operation.startswith("agreement on")
+                            }
+                        )
                     assert entries[0] == entries[1]
                     flop = sum(2 * each.m * each.n * each.k for each in dry.dry_run.actions if each.what == "gemm")
                     wanted = sum(5 * 2 * small * small * (2 * large + small) for small, large in ((16, 32), (24, 32)))
@@ -297,8 +325,12 @@ def test_a_configuration_spares_embeddings_positions_the_last_layer_and_vectors(
     blocks = {f"{block}.{name}" for block in (1, 2) for name in hidden}
     with Grid(comm, "ddp") as grid, Grid(comm, (1, 1, 1), axes={"pipe": 2}) as pipe:
         make = partial(nn.GPT, positions=4, **sizes)
-        for net, wanted in ((make(grid), blocks), (nn.Llama(grid, **sizes), blocks),
-                            (nn.Pipeline(pipe, make), blocks), (nn.MLP(grid, [4, 8, 8, 2]), {"0.weight", "2.weight"})):
+        for net, wanted in (
+            (make(grid), blocks),
+            (nn.Llama(grid, **sizes), blocks),
+            (nn.Pipeline(pipe, make), blocks),
+            (nn.MLP(grid, [4, 8, 8, 2]), {"0.weight", "2.weight"}),
+        ):
             made, named = make_optimizer(checked(settings), net), net.named_parameters()
             options = made._options()
             assert {name for name, each in named.items() if options[each]["use_muon"]} == wanted & {*named}

@@ -35,8 +35,8 @@ def trained(grid, case, rows, shard_over_data=False, **options):
 
 @pytest.mark.parametrize("activations", nn.dense.ACTIVATIONS)
 def test_training_is_the_same_with_a_further_axis(comm, activations):
-    """The sum of gradients over data and seq is one message along their joint axis; with ZeRO-1 and 2, one along each.
-    """
+    """The sum of gradients over data and seq is one message along their joint axis; with ZeRO-1 and 2, one along
+    each."""
     for case in CASES:
         with alone() as single:
             expected, net = trained(single, case, ("data", "z"))
@@ -44,8 +44,10 @@ def test_training_is_the_same_with_a_further_axis(comm, activations):
         for rows in ROWS:
             for shape, data in SHAPES[comm.size]:
                 for kind in (False, "states", "gradients") if data > 1 else (False,):
-                    with given(case=case, rows=rows, shape=shape, kind=kind), \
-                            Grid(comm, shape, data, axes={"seq": 2}) as grid:
+                    with (
+                        given(case=case, rows=rows, shape=shape, kind=kind),
+                        Grid(comm, shape, data, axes={"seq": 2}) as grid,
+                    ):
                         losses, net = trained(grid, case, rows, kind, activations=activations)
                         assert np.abs(np.subtract(losses, expected)).max() < 1e-12
                         assert largest_difference(weights(net), wanted) < 1e-11

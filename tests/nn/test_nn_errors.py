@@ -112,8 +112,11 @@ def test_layers_that_cannot_be(grid, fails):
     fails(Pmm3dError, r"no activation named 'gleu' \(did you mean gelu\?\)", lambda: nn.MLP(grid, [4, 4, 2], "gleu"))
     net = nn.MLP(grid, [4, 4, 2], activation="gelu", dropout=0.5)
     assert net.layers[1] is nn.gelu
-    fails(Pmm3dError, r"got ndarray: .*DistMatrix.from_global\(grid, array.astype\(dtype\), layout=batch_layout\(\)\)",
-          lambda: net(np.ones((4, 4))))
+    fails(
+        Pmm3dError,
+        r"got ndarray: .*DistMatrix.from_global\(grid, array.astype\(dtype\), layout=batch_layout\(\)\)",
+        lambda: net(np.ones((4, 4))),
+    )
     assert net.eval() is net and not net.layers[2].training and net.train().layers[2].training
     fails(NotImplementedError, "define forward", lambda: nn.Module()(tensor(grid)))
 
@@ -128,11 +131,12 @@ def test_a_shared_weight_determines_the_layer(grid, fails):
         assert nn.Linear(grid, 5, 4, weight=weight, **same).bias.dtype == "float64"
     other = "numpy" if weight.library.kind != "numpy" else "torch"
     for error, text, wrong in (
-            (Pmm3dError, "deviation=0.1 is for initial values", {"deviation": 0.1}),
-            (LayoutError, "leave cols and unit out", {"unit": 4}),
-            (DTypeError, "leave dtype and precision out", {"dtype": "complex128"}),
-            (DTypeError, "leave dtype and precision out", {"precision": "float16"}),
-            (DTypeError, "leave library out", {"library": other})):
+        (Pmm3dError, "deviation=0.1 is for initial values", {"deviation": 0.1}),
+        (LayoutError, "leave cols and unit out", {"unit": 4}),
+        (DTypeError, "leave dtype and precision out", {"dtype": "complex128"}),
+        (DTypeError, "leave dtype and precision out", {"precision": "float16"}),
+        (DTypeError, "leave library out", {"library": other}),
+    ):
         fails(error, text, lambda: nn.Linear(grid, 5, 4, weight=weight, **wrong))
     fails(LayoutError, "the shared weight is 5 x 4", lambda: nn.Linear(grid, 5, 3, weight=weight))
     of_y = nn.Linear(grid, 5, 4).weight
@@ -181,9 +185,13 @@ def test_backward_passes_that_cannot_be(grid, fails):
 @some
 def test_layers_without_a_grid(grid, fails):
     layer = nn.Linear(grid, 4, 4)
-    for name, call in {"Sequential": lambda: nn.Sequential(layer, nn.gelu, layer), "Dropout": lambda: nn.Dropout(0.1),
-                       "Linear": lambda: nn.Linear(3, 4, 5), "LayerNorm": lambda: nn.LayerNorm(4, 4),
-                       "MLP": lambda: nn.MLP([3, 4], nn.gelu)}.items():
+    for name, call in {
+        "Sequential": lambda: nn.Sequential(layer, nn.gelu, layer),
+        "Dropout": lambda: nn.Dropout(0.1),
+        "Linear": lambda: nn.Linear(3, 4, 5),
+        "LayerNorm": lambda: nn.LayerNorm(4, 4),
+        "MLP": lambda: nn.MLP([3, 4], nn.gelu),
+    }.items():
         fails(GridError, f"{name}: the first argument is the Grid; got a ", call)
 
 
@@ -201,18 +209,30 @@ def test_optimizers_that_cannot_be(grid, fails):
         fails(Pmm3dError, "betas are two numbers of at least 0 and below 1", lambda: optim.AdamW(weights, betas=betas))
     fails(Pmm3dError, "AdamW: eps is a number of at least 0; got nan", lambda: optim.AdamW(weights, eps=float("nan")))
     fails(Pmm3dError, "lr is a number of at least 0; got inf", lambda: optim.SGD(weights, float("inf")))
-    fails(Pmm3dError, "lr is a number of at least 0; got -1",
-          lambda: optim.SGD([{"params": weights[:1]}, {"params": weights[1:], "lr": -1}], 0.1))
-    fails(Pmm3dError, r"SGD, in a group of parameters: unknown option nestrov \(did you mean nesterov\?\)$",
-          lambda: optim.SGD([{"params": weights, "nestrov": True}], 0.1))
-    fails(Pmm3dError, r"Adam: unknown option learning_rate \(.*",
-          lambda: optim.Adam(weights, learning_rate=1))
-    fails(Pmm3dError, r"Muon: unknown option ns_step \(did you mean ns_steps\?\)",
-          lambda: optim.Muon(weights, ns_step=3))
-    fails(Pmm3dError, "is given 2 times: pass it once, in one group",
-          lambda: optim.SGD([{"params": weights}, {"params": weights[:1]}], 0.1))
-    fails(Pmm3dError, r"parameters, or groups of them \({.params.: \[...\]}\), are needed; got a dict",
-          lambda: optim.SGD([weights[0], {"params": weights[1:]}], 0.1))
+    fails(
+        Pmm3dError,
+        "lr is a number of at least 0; got -1",
+        lambda: optim.SGD([{"params": weights[:1]}, {"params": weights[1:], "lr": -1}], 0.1),
+    )
+    fails(
+        Pmm3dError,
+        r"SGD, in a group of parameters: unknown option nestrov \(did you mean nesterov\?\)$",
+        lambda: optim.SGD([{"params": weights, "nestrov": True}], 0.1),
+    )
+    fails(Pmm3dError, r"Adam: unknown option learning_rate \(.*", lambda: optim.Adam(weights, learning_rate=1))
+    fails(
+        Pmm3dError, r"Muon: unknown option ns_step \(did you mean ns_steps\?\)", lambda: optim.Muon(weights, ns_step=3)
+    )
+    fails(
+        Pmm3dError,
+        "is given 2 times: pass it once, in one group",
+        lambda: optim.SGD([{"params": weights}, {"params": weights[:1]}], 0.1),
+    )
+    fails(
+        Pmm3dError,
+        r"parameters, or groups of them \({.params.: \[...\]}\), are needed; got a dict",
+        lambda: optim.SGD([weights[0], {"params": weights[1:]}], 0.1),
+    )
     fails(Pmm3dError, "clip: .* positive number, or None.*; got 0", lambda: optim.SGD(weights, 0.1).clip(0))
     state = optim.SGD(weights, 0.1).state()
     fails(Pmm3dError, "the state is of SGD; this optimizer is Adam", lambda: optim.Adam(weights, 0.1).load_state(state))

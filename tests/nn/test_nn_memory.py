@@ -15,11 +15,7 @@ from pmm3d.nn import optim
 MEBIBYTE = 2**20
 CASE = Case((800, 750, 800, 300), 800, "gelu", True, "mse")
 """On up to four ranks, shards of matrices and of activations have more than 1 MiB."""
-GRIDS = {
-    1: [("1x1x1", 1)],
-    2: [("ddp", 1), ("fsdp", 1)],
-    4: [("2x2x1", 1), ("1x1x2", 2), ("2x1x2", 1)],
-}
+GRIDS = {1: [("1x1x1", 1)], 2: [("ddp", 1), ("fsdp", 1)], 4: [("2x2x1", 1), ("1x1x2", 2), ("2x1x2", 1)]}
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(60)]
 

@@ -45,8 +45,20 @@ class Branches(nn.Module):
         return self.last(self.again(nn.relu(x)) + x)
 
 
-NAMES = ["left.weight", "left.bias", "right.weight", "right.bias", "norm.gain", "norm.bias", "steps.0.weight",
-         "steps.0.bias", "steps.2.weight", "steps.2.bias", "last.1.weight", "last.1.bias"]
+NAMES = [
+    "left.weight",
+    "left.bias",
+    "right.weight",
+    "right.bias",
+    "norm.gain",
+    "norm.bias",
+    "steps.0.weight",
+    "steps.0.bias",
+    "steps.2.weight",
+    "steps.2.bias",
+    "last.1.weight",
+    "last.1.bias",
+]
 
 
 def trained(grid):
@@ -90,7 +102,10 @@ def test_layers_of_a_sequence_are_made_where_their_input_is_and_then_nothing_mov
         assert [bits(weights_of(layer)) for layer in layers if isinstance(layer, nn.Module)] == before
         assert layers[1].gain.layout == layers[1].bias.layout == Layout((), "x", units=(1, 2))
         assert [layer.weight.layout for layer in layers[::2]] == [
-            weight_layout("y", (1, 2)), weight_layout("x", (2, 1)), weight_layout("y")]
+            weight_layout("y", (1, 2)),
+            weight_layout("x", (2, 1)),
+            weight_layout("y"),
+        ]
         assert layers[4].bias.layout == Layout((), "x")
         grid.ledger.reset()
         out = net.settle(7, "float64")
@@ -263,8 +278,18 @@ def test_a_layer_that_is_used_twice(comm):
 def test_names_of_parameters_and_modules(comm):
     def check(grid):
         net = network_of(grid, CLASSES, recompute=True, dropout=0.1)
-        names = ["0.weight", "0.bias", "1.gain", "1.bias", "3.weight", "3.bias", "4.gain", "4.bias", "6.weight",
-                 "6.bias"]
+        names = [
+            "0.weight",
+            "0.bias",
+            "1.gain",
+            "1.bias",
+            "3.weight",
+            "3.bias",
+            "4.gain",
+            "4.bias",
+            "6.weight",
+            "6.bias",
+        ]
         assert list(net.named_parameters()) == [parameter.name for parameter in net.parameters()] == names
         assert list(net.matrices()) == names
         assert list(net.random_state()) == ["2.dropout", "5.dropout"]
@@ -339,12 +364,15 @@ class Pair(nn.Module):
 
 @pytest.mark.parallel([4], thorough=[1, 2])
 def test_modules_of_several_tensors(comm):
-    """With and without recomputation: the same bits, also of the inputs, for any used results. A hook gets each result.
-    """
+    """With and without recomputation: the same bits, also of the inputs, for any used results. A hook gets each
+    result."""
 
     def check(grid):
-        for used in (lambda out, other: nn.mse(out, other), lambda out, other: nn.mse(out, out.value * 0.5),
-                     lambda out, other: nn.mse(other, other.value * 0.5)):
+        for used in (
+            lambda out, other: nn.mse(out, other),
+            lambda out, other: nn.mse(out, out.value * 0.5),
+            lambda out, other: nn.mse(other, other.value * 0.5),
+        ):
             found = []
             for recompute in (False, True):
                 part = Pair(grid)

@@ -37,11 +37,7 @@ pytestmark = pytest.mark.deadline(240)
 CASE = Case((40, 160, 150, 10), 130)
 """On 2x2x2, all-reduces have more than 64 KiB for two ranks, so that some have two stages."""
 SWITCHES = list(product((False, True), repeat=4))
-GRIDS_OF_SWITCHES = {
-    2: [("ddp", 1), ("fsdp", 1)],
-    4: [("2x1x1", 2), ("1x2x2", 1)],
-    8: [("2x2x2", 1), ("2x1x2", 2)],
-}
+GRIDS_OF_SWITCHES = {2: [("ddp", 1), ("fsdp", 1)], 4: [("2x1x1", 2), ("1x2x2", 1)], 8: [("2x2x2", 1), ("2x1x2", 2)]}
 
 
 def choices(parities=(0, 1)):
@@ -52,8 +48,18 @@ def choices(parities=(0, 1)):
         if sum(SWITCHES[index]) % 2 not in parities:
             continue
         reshard, budget = ((True, None), (False, None), (None, 30_000), (None, None))[(oar ^ buckets) + 2 * (ors ^ oag)]
-        yield nn.Overlap(oar, ors, oag, buckets, keep_bytes=budget,
-                         bucket_bytes=(1, 40_000, 2**24)[index % 3], reshard_after_forward=reshard), index % 5 == 0
+        yield (
+            nn.Overlap(
+                oar,
+                ors,
+                oag,
+                buckets,
+                keep_bytes=budget,
+                bucket_bytes=(1, 40_000, 2**24)[index % 3],
+                reshard_after_forward=reshard,
+            ),
+            index % 5 == 0,
+        )
 
 
 def trained(grid, overlap, shard=False, recompute=True):
@@ -185,6 +191,7 @@ def test_what_recomputing_saves_is_what_is_held_without_it(comm):
     cases. relu keeps only its output, so nothing is saved."""
     for activation in ["gelu", "relu"]:
         with given(activation=activation):
+
             def check(grid):
                 inputs = 256 * 8 * (256 // grid.x.size + 128 // grid.y.size)
                 plain, none, _ = held_after_forward(grid, False, activation)

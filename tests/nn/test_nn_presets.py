@@ -34,8 +34,11 @@ def recorded(grid, bias, overlap=None, shard=False, wanted=False):
     assert grid.ledger.total(phase="redistribute").calls == 0
     entries = grid.ledger.entries
     assert all(key.axis != "all" or key.operation.startswith("agreement") for key in entries)
-    return {tuple(key): (entry.calls, entry.received) for key, entry in entries.items()
-            if key.axis in AXES and grid.axis(key.axis).size > 1}
+    return {
+        tuple(key): (entry.calls, entry.received)
+        for key, entry in entries.items()
+        if key.axis in AXES and grid.axis(key.axis).size > 1
+    }
 
 
 def all_reduced(nbytes, ranks, index):
@@ -75,6 +78,7 @@ def gathered_and_scattered(axis, gathers, bias):
 def test_ddp_is_one_all_reduce_of_all_gradients(comm):
     for bias in [False, True]:
         with given(bias=bias):
+
             def check(grid):
                 axis, total = grid.data, sum(MATRICES) + bias * sum(VECTORS)
                 found = recorded(grid, bias)
@@ -101,6 +105,7 @@ def test_buckets_of_ddp_move_the_same_bytes(comm):
 def test_zero_1_is_a_reduce_scatter_and_a_gather_of_the_same_volume(comm):
     for bias in [False, True]:
         with given(bias=bias):
+
             def check(grid):
                 axis = grid.data
                 own = sum(8 * outputs * part_sizes(inputs, axis.size)[axis.index] for inputs, outputs in LAYERS)
@@ -121,10 +126,15 @@ def test_fsdp_gathers_twice_and_scatters_once(comm):
     """3 (G-1)/G of the parameters. If gathered weights are kept from the forward to the backward pass: 2 (G-1)/G."""
     for bias in [False, True]:
         with given(bias=bias):
+
             def check(grid):
                 for make in (nn.Overlap, nn.Overlap.none):
-                    for options, gathers in (({"reshard_after_forward": True}, 2),
-                                             ({"reshard_after_forward": False}, 1), ({}, 1), ({"keep_bytes": 0}, 2)):
+                    for options, gathers in (
+                        ({"reshard_after_forward": True}, 2),
+                        ({"reshard_after_forward": False}, 1),
+                        ({}, 1),
+                        ({"keep_bytes": 0}, 2),
+                    ):
                         assert recorded(grid, bias, make(**options)) == gathered_and_scattered(grid.z, gathers, bias)
 
             on_each_grid(comm, check, [("fsdp", 1)])
@@ -134,6 +144,7 @@ def test_fsdp_gathers_twice_and_scatters_once(comm):
 def test_hsdp_is_fsdp_along_z_and_an_all_reduce_of_the_shards_along_data(comm):
     for bias in [False, True]:
         with given(bias=bias):
+
             def check(grid):
                 data = grid.data
                 shards = sum(MATRICES) // grid.z.size + bias * sum(VECTORS)
@@ -150,6 +161,7 @@ def test_megatron_reduces_once_forward_and_once_backward_for_a_pair_of_layers(co
     of the batch if it is not needed. Weights are not sent."""
     for bias in [False, True]:
         with given(bias=bias):
+
             def check(grid):
                 axis, rows = grid.x, CASE.batch
                 outputs, inputs = ([8 * rows * size for size in sizes] for sizes in ((64, 32), (48, 64)))
@@ -158,7 +170,9 @@ def test_megatron_reduces_once_forward_and_once_backward_for_a_pair_of_layers(co
                     assert recorded(grid, bias, wanted=wanted) == {
                         ("x", "reduce O", "all_reduce"): (2, 2 * sum(outputs) * (axis.size - 1) // axis.size),
                         ("x", "reduce dI", "all_reduce"): (
-                            len(reduced), 2 * sum(reduced) * (axis.size - 1) // axis.size),
+                            len(reduced),
+                            2 * sum(reduced) * (axis.size - 1) // axis.size,
+                        ),
                     }
 
             on_each_grid(comm, check, [("megatron", 1)])
@@ -167,6 +181,7 @@ def test_megatron_reduces_once_forward_and_once_backward_for_a_pair_of_layers(co
 def test_megatron_with_data_adds_the_all_reduce_of_each_ranks_weights(comm):
     for bias in [False, True]:
         with given(bias=bias):
+
             def check(grid):
                 data, parts = grid.data, grid.x.size
                 vectors = sum(size // parts if index % 2 == 0 else size for index, size in enumerate(VECTORS))

@@ -18,22 +18,30 @@ pytestmark = pytest.mark.deadline(240)
 
 OPTIMIZERS = {
     "AdamW": (adamw, lambda torch, weights: torch.optim.AdamW(weights, lr=1e-2, weight_decay=0.1)),
-    "Adam": (partial(optim.Adam, lr=5e-3, betas=(0.8, 0.95), weight_decay=0.02),
-             lambda torch, weights: torch.optim.Adam(weights, 5e-3, (0.8, 0.95), weight_decay=0.02)),
-    "SGD": (partial(optim.SGD, lr=0.1),
-            lambda torch, weights: torch.optim.SGD(weights, 0.1)),
-    "momentum": (partial(optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
-                 lambda torch, weights: torch.optim.SGD(weights, 0.05, 0.9, weight_decay=0.01)),
-    "nesterov": (partial(optim.SGD, lr=0.05, momentum=0.8, nesterov=True, weight_decay=0.01),
-                 lambda torch, weights: torch.optim.SGD(weights, 0.05, 0.8, nesterov=True, weight_decay=0.01)),
+    "Adam": (
+        partial(optim.Adam, lr=5e-3, betas=(0.8, 0.95), weight_decay=0.02),
+        lambda torch, weights: torch.optim.Adam(weights, 5e-3, (0.8, 0.95), weight_decay=0.02),
+    ),
+    "SGD": (partial(optim.SGD, lr=0.1), lambda torch, weights: torch.optim.SGD(weights, 0.1)),
+    "momentum": (
+        partial(optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
+        lambda torch, weights: torch.optim.SGD(weights, 0.05, 0.9, weight_decay=0.01),
+    ),
+    "nesterov": (
+        partial(optim.SGD, lr=0.05, momentum=0.8, nesterov=True, weight_decay=0.01),
+        lambda torch, weights: torch.optim.SGD(weights, 0.05, 0.8, nesterov=True, weight_decay=0.01),
+    ),
 }
 SCHEDULES = {
-    "cosine": (lambda optimizer: optim.Cosine(optimizer, 10, floor=0.2),
-               lambda rates, optimizer: rates.CosineAnnealingLR(optimizer, 10, optimizer.defaults["lr"] * 0.2)),
-    "step": (lambda optimizer: optim.Step(optimizer, 3, 0.5),
-             lambda rates, optimizer: rates.StepLR(optimizer, 3, 0.5)),
-    "warm-up": (lambda optimizer: optim.Schedule(optimizer, 4),
-                lambda rates, optimizer: rates.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 4))),
+    "cosine": (
+        lambda optimizer: optim.Cosine(optimizer, 10, floor=0.2),
+        lambda rates, optimizer: rates.CosineAnnealingLR(optimizer, 10, optimizer.defaults["lr"] * 0.2),
+    ),
+    "step": (lambda optimizer: optim.Step(optimizer, 3, 0.5), lambda rates, optimizer: rates.StepLR(optimizer, 3, 0.5)),
+    "warm-up": (
+        lambda optimizer: optim.Schedule(optimizer, 4),
+        lambda rates, optimizer: rates.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 4)),
+    ),
 }
 
 
@@ -173,8 +181,9 @@ def test_sharding_the_state_over_data_changes_no_bit(comm, optimizer):
     def check(grid):
         make = OPTIMIZERS[optimizer][0]
         for case in (CLASSES, VECTORS._replace(sizes=(3, 2, 1))):
-            plain, sharded = (train(grid, case, 4, lambda weights: make(weights, shard_over_data=shard))
-                              for shard in (False, True))
+            plain, sharded = (
+                train(grid, case, 4, lambda weights: make(weights, shard_over_data=shard)) for shard in (False, True)
+            )
             assert plain[0].tobytes() == sharded[0].tobytes()
             assert bits(weights_of(plain[1])) == bits(weights_of(sharded[1]))
 

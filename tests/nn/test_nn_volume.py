@@ -24,8 +24,15 @@ class Branches(nn.Module):
     def __init__(self, grid, sizes, **options):
         self.grid, inside = grid, sizes[1]
         self.first = nn.Linear(grid, sizes[0], inside, seed=1, **options)
-        self.block = nn.Residual(nn.Sequential(grid, nn.LayerNorm(grid, inside, **options), nn.Dropout(grid, 0.5, 3),
-                                               nn.Linear(grid, inside, inside, seed=2, **options), nn.tanh))
+        self.block = nn.Residual(
+            nn.Sequential(
+                grid,
+                nn.LayerNorm(grid, inside, **options),
+                nn.Dropout(grid, 0.5, 3),
+                nn.Linear(grid, inside, inside, seed=2, **options),
+                nn.tanh,
+            )
+        )
         self.last = nn.Linear(grid, inside, sizes[-1], seed=3, **options)
         self.again = self.block
 
@@ -39,16 +46,31 @@ CASES = {
     "odd": {"sizes": ODD, "rows": (23, 3), "norm": True, "clip": True},
     "kept": {"sizes": LARGE, "rows": (256, 256), "overlap": nn.Overlap(reshard_after_forward=False), "norm": True},
     "partly kept": {"sizes": LARGE, "rows": (64, 64), "overlap": nn.Overlap(keep_bytes=30_000)},
-    "partly kept, accumulated": {"sizes": LARGE, "rows": (64, 64), "accumulate": 2,
-                                 "overlap": nn.Overlap(keep_bytes=30_000), "evaluates": 0},
-    "zero": {"sizes": LARGE, "rows": (256, 31), "split_over_data": True,
-             "overlap": nn.Overlap(bucket_bytes=60_000, keep_bytes=0)},
+    "partly kept, accumulated": {
+        "sizes": LARGE,
+        "rows": (64, 64),
+        "accumulate": 2,
+        "overlap": nn.Overlap(keep_bytes=30_000),
+        "evaluates": 0,
+    },
+    "zero": {
+        "sizes": LARGE,
+        "rows": (256, 31),
+        "split_over_data": True,
+        "overlap": nn.Overlap(bucket_bytes=60_000, keep_bytes=0),
+    },
     "one by one": {"sizes": ODD, "rows": (40, 40), "overlap": nn.Overlap.none(), "bias": False, "loss": "mse"},
     "recomputed": {"sizes": LARGE, "rows": (256, 100), "recompute": True, "norm": True, "loss": "mse"},
     "accumulated": {"sizes": LARGE, "rows": (128, 128), "accumulate": 2, "norm": True},
     "sharded": {"sizes": LARGE, "rows": (96, 31), "activations": "sharded", "norm": True, "evaluates": 3},
-    "sharded, gathered again": {"sizes": ODD, "rows": (23, 40), "activations": "sharded", "dropout": 0.5, "loss": "mae",
-                                "overlap": nn.Overlap(regather_inputs=True, reshard_after_forward=True)},
+    "sharded, gathered again": {
+        "sizes": ODD,
+        "rows": (23, 40),
+        "activations": "sharded",
+        "dropout": 0.5,
+        "loss": "mae",
+        "overlap": nn.Overlap(regather_inputs=True, reshard_after_forward=True),
+    },
     "another network": {"sizes": ODD, "rows": (23, 40), "make": Branches, "clip": True, "evaluates": 1},
 }
 
@@ -66,8 +88,16 @@ def test_a_run_moves_the_bytes_of_its_dry_run(comm, name):
 
 
 def assert_moved_as_dry(grid, name):
-    case = {"loss": "cross_entropy", "split_over_data": False, "clip": False, "accumulate": 1, "evaluates": 2,
-            "overlap": nn.Overlap(reshard_after_forward=True), "make": nn.MLP, **CASES[name]}
+    case = {
+        "loss": "cross_entropy",
+        "split_over_data": False,
+        "clip": False,
+        "accumulate": 1,
+        "evaluates": 2,
+        "overlap": nn.Overlap(reshard_after_forward=True),
+        "make": nn.MLP,
+        **CASES[name],
+    }
     with dry_grid(grid) as dry:
         found = moved(grid, grid, **case)
         assert found == moved(grid, dry, **case)
@@ -101,5 +131,8 @@ def moved(grid, where, sizes, rows, loss, split_over_data, clip, accumulate, ove
                 evaluation.add(batches(9, (rows * 2)[:evaluates]))
             evaluation.figures()
     drain(where)
-    return {tuple(key): (entry.calls, entry.sent, entry.received) for key, entry in where.ledger.entries.items()
-            if entry.sent or entry.received}
+    return {
+        tuple(key): (entry.calls, entry.sent, entry.received)
+        for key, entry in where.ledger.entries.items()
+        if entry.sent or entry.received
+    }

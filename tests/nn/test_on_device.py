@@ -23,8 +23,11 @@ ROWS, CLASSES = 12, 3
 def calls(monkeypatch):
     """Calls of the stand-in's streams so far."""
     made, add = [], standin_streams.Queue.add
-    monkeypatch.setattr(standin_streams.Queue, "add", lambda queue, work, *rest, **more: (
-        made.append(work), add(queue, work, *rest, **more))[1])
+    monkeypatch.setattr(
+        standin_streams.Queue,
+        "add",
+        lambda queue, work, *rest, **more: (made.append(work), add(queue, work, *rest, **more))[1],
+    )
     return made
 
 
@@ -32,8 +35,10 @@ def batch(grid, library, rows=ROWS, features=7):
     """Samples and labels."""
     values = np.random.default_rng(rows).standard_normal((rows, features)).astype("float32")
     labels = np.arange(rows)[:, None] % CLASSES
-    return (DistMatrix.from_global(grid, to_library(values, library), layout=batch_layout()),
-            DistMatrix.from_global(grid, to_library(labels, library), layout=batch_layout(None)))
+    return (
+        DistMatrix.from_global(grid, to_library(values, library), layout=batch_layout()),
+        DistMatrix.from_global(grid, to_library(labels, library), layout=batch_layout(None)),
+    )
 
 
 def network(grid, library, width=9, features=7):
@@ -66,8 +71,14 @@ def test_a_loss_brings_nothing_to_the_host(comm):
         waits = []
         for loss in (nn.cross_entropy, nn.cross_entropy, nn.mse, nn.mae):
             before = standin.Stream.waits
-            loss(net(x), y if loss is nn.cross_entropy else DistMatrix.random(
-                grid, (ROWS, CLASSES), dtype="float32", layout=batch_layout(), library="standin")).backward()
+            loss(
+                net(x),
+                y
+                if loss is nn.cross_entropy
+                else DistMatrix.random(
+                    grid, (ROWS, CLASSES), dtype="float32", layout=batch_layout(), library="standin"
+                ),
+            ).backward()
             waits.append(standin.Stream.waits - before)
             before = standin.Stream.waits
             assert optimizer.local_norm_squared() > 0 and standin.Stream.waits == before + 1
@@ -87,8 +98,9 @@ def test_the_losses_of_a_step_of_several_batches_are_read_at_its_end(comm):
                 waits.append(standin.Stream.waits - before)
                 return step_agreement(grid, loss, square)
 
-            found.append(train_step(net, optim.SGD(net.parameters(), lr=0.1), nn.cross_entropy, [(x, y)] * 3,
-                                    agree=agree))
+            found.append(
+                train_step(net, optim.SGD(net.parameters(), lr=0.1), nn.cross_entropy, [(x, y)] * 3, agree=agree)
+            )
         assert waits == [0, 4]  # three losses and a norm
         assert np.allclose(*found, rtol=1e-5)
 
@@ -99,8 +111,9 @@ def test_labels_are_compared_where_the_logits_are(comm, grid, fails):
     whole = np.random.default_rng(1).standard_normal((ROWS, CLASSES))
     found = []
     for library in ("numpy", "standin"):
-        x = nn.Tensor(DistMatrix.from_global(grid, to_library(whole, library), layout=Layout("z", ("y", "x"))),
-                      requires_grad=True)
+        x = nn.Tensor(
+            DistMatrix.from_global(grid, to_library(whole, library), layout=Layout("z", ("y", "x"))), requires_grad=True
+        )
         y = batch(grid, library)[1]
         for labels in (y, y, batch(grid, "numpy")[1]):
             loss = nn.cross_entropy(x, labels)
@@ -122,8 +135,9 @@ def test_dropout_draws_the_same_in_every_library(comm):
     with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
         found = []
         for library in LIBRARIES:
-            ones = DistMatrix.from_function(grid, (50, 40), lambda i, j: 0 * i + j + 1, dtype="float32",
-                                            library=library)
+            ones = DistMatrix.from_function(
+                grid, (50, 40), lambda i, j: 0 * i + j + 1, dtype="float32", library=library
+            )
             found.append(to_numpy(nn.dropout(nn.Tensor(ones), 0.3, seed=5).gather(), library))
         assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
 
@@ -159,8 +173,12 @@ def test_a_mask_is_drawn_in_one_kernel(comm, calls):
         del calls[:]
         nn.dropout(x, 0.3, seed=5)
         kernels = [work for work in calls if "ElementwiseKernel" in getattr(work, "__qualname__", "")]
-        others = [work for work in calls if "ElementwiseKernel" not in getattr(work, "__qualname__", "")
-                  and "__del__" not in getattr(work, "__qualname__", "")]
+        others = [
+            work
+            for work in calls
+            if "ElementwiseKernel" not in getattr(work, "__qualname__", "")
+            and "__del__" not in getattr(work, "__qualname__", "")
+        ]
         assert len(kernels) == 1 and len(others) <= 2 + 4  # the numbers of rows and of columns
 
 
@@ -178,7 +196,8 @@ def test_a_loss_is_the_hosts(comm):
                 wanted = nn.mse(host, DistMatrix.from_global(grid, to_numpy(y.local, "standin")))
                 wanted.backward()
                 assert abs(loss.item() - wanted.item()) < 1e-6 and np.array_equal(
-                    to_numpy(x.grad.local, "standin"), host.grad.local)
+                    to_numpy(x.grad.local, "standin"), host.grad.local
+                )
 
 
 @pytest.mark.parallel([2], thorough=[1])
@@ -186,7 +205,9 @@ def test_matrices_on_two_devices_are_refused(comm, some_grid, fails):
     made = [DistMatrix.empty(some_grid, (4, 4), layout=Layout(), library="standin") for _ in range(2)]
     with standin.Device(1):
         made[1].local = to_library(np.ones((4, 4)), "standin")
-    for call in (lambda: nn.Tensor(made[0]) + nn.Tensor(made[1]),
-                 lambda: nn.linear(nn.Tensor(made[0]), nn.Tensor(made[1]))):
+    for call in (
+        lambda: nn.Tensor(made[0]) + nn.Tensor(made[1]),
+        lambda: nn.linear(nn.Tensor(made[0]), nn.Tensor(made[1])),
+    ):
         fails(GridError, "must be on one device; here they are on the devices 0, 1. Make them on one", call)
     fails(GridError, "an array of device 1 is used while device 0 is current", lambda: made[0] @ made[1])

@@ -68,9 +68,14 @@ def of_torch(cases, shapes):
     def split(x, sizes):
         return [columns(x, stop - size, stop, sum(sizes)) for size, stop in zip(sizes, np.cumsum(sizes))]
 
-    functions = SimpleNamespace(split=split,
-        sum=lambda x, dim: x.sum(dim, keepdim=True), mean=lambda x, dim: x.mean(dim, keepdim=True), columns=columns,
-        softmax=torch.softmax, log_softmax=torch.log_softmax)
+    functions = SimpleNamespace(
+        split=split,
+        sum=lambda x, dim: x.sum(dim, keepdim=True),
+        mean=lambda x, dim: x.mean(dim, keepdim=True),
+        columns=columns,
+        softmax=torch.softmax,
+        log_softmax=torch.log_softmax,
+    )
     found = {}
     for title, case in cases.items():
         given = {name: torch.tensor(value, requires_grad=True) for name, value in values_of(shapes).items()}
@@ -87,8 +92,10 @@ def values_of(shapes):
 
 def assert_as_torch(grid, case, expected, shapes, layouts, library=TESTED):
     out, grads = expected
-    given = {name: nn.Tensor(spread(grid, value, layouts[name], library), requires_grad=True)
-             for name, value in values_of(shapes).items()}
+    given = {
+        name: nn.Tensor(spread(grid, value, layouts[name], library), requires_grad=True)
+        for name, value in values_of(shapes).items()
+    }
     result = case(nn, given)
     assert result.shape == out.shape and result.dtype == "float64"
     assert np.abs(to_numpy(result.gather(), library) - out).max(initial=0) < 1e-12, layouts
@@ -103,8 +110,12 @@ def assert_as_torch(grid, case, expected, shapes, layouts, library=TESTED):
 
 def fitting(shapes, layout):
     """The layout with those of its units that divide the sizes."""
-    return {name: layout if all(size % unit == 0 for size, unit in zip(shape, layout.units))
-            else Layout(layout.rows, layout.cols, layout.sums) for name, shape in shapes.items()}
+    return {
+        name: layout
+        if all(size % unit == 0 for size, unit in zip(shape, layout.units))
+        else Layout(layout.rows, layout.cols, layout.sums)
+        for name, shape in shapes.items()
+    }
 
 
 @pytest.mark.parametrize("library", [TESTED, "standin"])
@@ -116,8 +127,10 @@ def test_values_and_gradients_are_those_of_torch(comm, kind, library):
 
     def check(grid):
         for (title, case), number in zip(cases.items(), turn):
-            layouts = {name: fitting(SHAPES, LAYOUTS[(number + number % 2 * 3 * index) % len(LAYOUTS)])[name]
-                       for index, name in enumerate(SHAPES)}
+            layouts = {
+                name: fitting(SHAPES, LAYOUTS[(number + number % 2 * 3 * index) % len(LAYOUTS)])[name]
+                for index, name in enumerate(SHAPES)
+            }
             assert_as_torch(grid, case, expected[title], SHAPES, layouts, library)
 
     on_each_grid(comm, check, None if library == TESTED else [WIDEST[comm.size]])
@@ -125,8 +138,12 @@ def test_values_and_gradients_are_those_of_torch(comm, kind, library):
 
 def test_parts_may_be_empty(comm):
     """Two rows and three columns, on all grids; a matrix without rows."""
-    cases = {title: case for title, case in {**ELEMENTWISE, **ALONG}.items() if title in (
-        "x / w", "row / x", "col / x", "one * x", "sum 0", "mean 1", "softmax 0", "softmax 1", "log_softmax 1")}
+    cases = {
+        title: case
+        for title, case in {**ELEMENTWISE, **ALONG}.items()
+        if title
+        in ("x / w", "row / x", "col / x", "one * x", "sum 0", "mean 1", "softmax 0", "softmax 1", "log_softmax 1")
+    }
     for rows in (2, 0):
         shapes = {"x": (rows, 3), "w": (rows, 3), "row": (1, 3), "col": (rows, 1), "one": (1, 1)}
         chosen = {title: case for title, case in cases.items() if rows or title not in ("softmax 0", "sum 0")}
@@ -140,8 +157,11 @@ def test_parts_may_be_empty(comm):
         on_each_grid(comm, check, ALL_GRIDS[comm.size][::3])
 
 
-LARGE = {"far": 1e4 * drawn((ROWS, COLS), 3), "near": 1e4 + drawn((ROWS, COLS), 4),
-         "masked": np.where(np.arange(COLS) % 5 == 2, drawn((ROWS, COLS), 5) - 1e3, -np.inf)}
+LARGE = {
+    "far": 1e4 * drawn((ROWS, COLS), 3),
+    "near": 1e4 + drawn((ROWS, COLS), 4),
+    "masked": np.where(np.arange(COLS) % 5 == 2, drawn((ROWS, COLS), 5) - 1e3, -np.inf),
+}
 
 
 def test_softmax_of_large_numbers_and_of_masks(comm):
@@ -154,8 +174,11 @@ def test_softmax_of_large_numbers_and_of_masks(comm):
                 import torch
 
                 given = torch.from_numpy(x)
-                return [torch.softmax(given, 1).numpy(), torch.log_softmax(given, 1).numpy(),
-                        torch.nn.functional.cross_entropy(given, torch.from_numpy(labels[:, 0])).item()]
+                return [
+                    torch.softmax(given, 1).numpy(),
+                    torch.log_softmax(given, 1).numpy(),
+                    torch.nn.functional.cross_entropy(given, torch.from_numpy(labels[:, 0])).item(),
+                ]
 
             softmax, logarithm, loss = by_rank_0(comm, by_torch)
 
@@ -177,8 +200,11 @@ def test_softmax_of_large_numbers_and_of_masks(comm):
 
 
 def test_gradients_are_central_differences(comm):
-    parameters = {"t": ((ROWS, COLS), Layout(("y", "z"), "x")), "g": ((1, COLS), Layout((), ("y", "x"))),
-                  "v": ((1, COLS), Layout((), "x"))}
+    parameters = {
+        "t": ((ROWS, COLS), Layout(("y", "z"), "x")),
+        "g": ((1, COLS), Layout((), ("y", "x"))),
+        "v": ((1, COLS), Layout((), "x")),
+    }
     x, norm = {"x": ((ROWS, COLS), INPUT)}, {"x": ((ROWS, COLS), Layout("data", ("y", "x")))}
     operations = {
         "products": ({**x, **parameters}, lambda t: t["x"] * t["t"] / (t["g"] * t["g"] + 1) - t["v"]),
@@ -194,8 +220,9 @@ def test_gradients_are_central_differences(comm):
         "cross_entropy, two axes": (norm, lambda t: nn.cross_entropy(
             t["x"], spread(t["x"].grid, np.arange(ROWS)[:, None], Layout()))),
     }  # fmt: skip
-    on_each_grid(comm, lambda grid: assert_gradients_are_differences(grid, operations), [WIDEST[comm.size]],
-                 check=False)
+    on_each_grid(
+        comm, lambda grid: assert_gradients_are_differences(grid, operations), [WIDEST[comm.size]], check=False
+    )
 
 
 # Bytes
@@ -213,12 +240,20 @@ def test_what_moves(comm):
 
     def check(grid):
         x = nn.Tensor(spread(grid, drawn((16, 16), 1), INPUT))
-        row, col = (nn.Tensor(spread(grid, drawn(shape, 2), layout)) for shape, layout in
-                    (((1, 16), Layout((), "y")), ((16, 1), Layout(("data", "z")))))
+        row, col = (
+            nn.Tensor(spread(grid, drawn(shape, 2), layout))
+            for shape, layout in (((1, 16), Layout((), "y")), ((16, 1), Layout(("data", "z"))))
+        )
         rows, cols = x.box.shape
         along_y, along_rows = grid.y.size, [grid.data.size, grid.z.size]
-        for operation in (lambda x: x * x, lambda x: x / row, lambda x: col - x, lambda x: x * 2 + 1,
-                          lambda x: nn.columns(x, 0, 1, 2), lambda x: nn.columns(x, 1, 2, 16 // along_y)):
+        for operation in (
+            lambda x: x * x,
+            lambda x: x / row,
+            lambda x: col - x,
+            lambda x: x * 2 + 1,
+            lambda x: nn.columns(x, 0, 1, 2),
+            lambda x: nn.columns(x, 1, 2, 16 // along_y),
+        ):
             assert moved(grid, operation, x) == 0 or along_y == 1
         assert moved(grid, nn.softmax, x) == 8 * 2 * rows * (along_y - 1)
         assert moved(grid, lambda x: nn.softmax(x, 0), x) == 8 * 2 * cols * sum(size - 1 for size in along_rows)
@@ -256,8 +291,13 @@ def test_what_is_refused(comm, fails):
         fails(LayoutError, "6 x 8 and 6 x 2 do not match", lambda: x + x[:, :2])
         fails(GridError, "two Grids", lambda: x * spread(other, drawn((6, 8), 1)))
         fails(DTypeError, "of one type and library", lambda: x * narrow)
-        for operation in (lambda: whole * 0.5, lambda: whole / 2, lambda: nn.mean(whole, 0), lambda: nn.softmax(whole),
-                          lambda: whole + whole):
+        for operation in (
+            lambda: whole * 0.5,
+            lambda: whole / 2,
+            lambda: nn.mean(whole, 0),
+            lambda: nn.softmax(whole),
+            lambda: whole + whole,
+        ):
             fails(DTypeError, "floating point numbers", operation)
         for dim in (-1, 2, None):
             for operation in (nn.sum, nn.mean, nn.softmax, nn.log_softmax):

@@ -45,8 +45,10 @@ def torch_weights(kind):
         torch_loss(torch, CLASSES, net(x), y).backward()
         optimizer.step()
         rates.step()
-    return sorted((np.sort(value.detach().numpy(), axis=None) for value in net.parameters()),
-                  key=lambda value: (value.size, value[0]))
+    return sorted(
+        (np.sort(value.detach().numpy(), axis=None) for value in net.parameters()),
+        key=lambda value: (value.size, value[0]),
+    )
 
 
 def np_comm():
@@ -85,9 +87,14 @@ def test_groups_with_options_of_their_own_are_as_in_torch(comm):
                 net = network_of(grid, CLASSES)
                 named = net.named_parameters()
                 optimizer = getattr(optim, kind)(
-                    [{"params": [value for name, value in named.items() if name.startswith("0.")]},
-                     {"params": [value for name, value in named.items() if not name.startswith("0.")], **own}],
-                    **RATES, **common, shard_over_data=True)
+                    [
+                        {"params": [value for name, value in named.items() if name.startswith("0.")]},
+                        {"params": [value for name, value in named.items() if not name.startswith("0.")], **own},
+                    ],
+                    **RATES,
+                    **common,
+                    shard_over_data=True,
+                )
                 schedule = optim.Schedule(optimizer, 3)
                 for step in range(STEPS):
                     loss_of(net, CLASSES, *batch_of(CLASSES, step)).backward()
@@ -95,8 +102,10 @@ def test_groups_with_options_of_their_own_are_as_in_torch(comm):
                     schedule.step()
                 assert [group["lr"] for group in optimizer.groups] == [RATES["lr"], own.get("lr", RATES["lr"])]
                 assert optimizer.lr == RATES["lr"]
-                found = sorted((np.sort(value, axis=None) for value in weights_of(net).values()),
-                               key=lambda value: (value.size, value[0]))
+                found = sorted(
+                    (np.sort(value, axis=None) for value in weights_of(net).values()),
+                    key=lambda value: (value.size, value[0]),
+                )
                 for ours, theirs in zip(found, expected, strict=True):
                     assert np.abs(ours - theirs).max() < 1e-12
 
@@ -105,8 +114,8 @@ def test_groups_with_options_of_their_own_are_as_in_torch(comm):
 
 @pytest.mark.parallel([4], thorough=[1])
 def test_weight_decay_is_of_everything_unless_vectors_are_spared(comm):
-    """With zero gradients, only the decay changes a weight. Decay of an optimizer and of a group have the same meaning.
-    """
+    """With zero gradients, only the decay changes a weight. Decay of an optimizer and of a group have the same
+    meaning."""
 
     def decayed(grid, **options):
         net = nn.Sequential(grid, nn.Linear(grid, 4, 4, dtype="float64"), nn.LayerNorm(grid, 4, dtype="float64"))
@@ -134,6 +143,7 @@ def test_a_gradient_that_is_not_finite_enters_no_weight_where_it_is_looked_at(co
     """The loss is finite, and one rank's gradient is not."""
     for wrong in [float("nan"), float("inf")]:
         with given(wrong=wrong):
+
             def check(grid):
                 net = network_of(grid, CLASSES)
                 for act in (lambda optimizer: optimizer.clip(1.0), lambda optimizer: optimizer.step(check=True)):
@@ -142,8 +152,11 @@ def test_a_gradient_that_is_not_finite_enters_no_weight_where_it_is_looked_at(co
                     loss_of(net, CLASSES, *batch_of(CLASSES, 0)).backward()
                     if grid.rank == 0:
                         net.parameters()[0].grad.local[...] = wrong
-                    fails(optim.NonFiniteGradientError, "the gradient's norm is (nan|inf): no weight was changed",
-                          lambda: act(optimizer))
+                    fails(
+                        optim.NonFiniteGradientError,
+                        "the gradient's norm is (nan|inf): no weight was changed",
+                        lambda: act(optimizer),
+                    )
                     assert bits(weights_of(net)) == bits(before)
                     assert optimizer.steps == 0
                     optimizer.zero_grad()
@@ -166,8 +179,10 @@ def test_an_optimizer_of_ones_own_has_the_options_that_it_names(comm, fails):
         net = nn.Linear(grid, 3, 2)
         made = Signs([{"params": [net.weight]}, {"params": [net.bias], "beta": 0.25}], 0.1)
         assert [group["beta"] for group in made.groups] == [0.5, 0.25]
-        for wrong in (lambda: Signs(net.parameters(), 0.1, gamma=1),
-                      lambda: Signs([{"params": net.parameters(), "parameters": 1}], 0.1)):
+        for wrong in (
+            lambda: Signs(net.parameters(), 0.1, gamma=1),
+            lambda: Signs([{"params": net.parameters(), "parameters": 1}], 0.1),
+        ):
             fails(Pmm3dError, "unknown option (gamma|parameters)", wrong)
 
 
@@ -217,8 +232,7 @@ def nn_layout(cols):
 @pytest.mark.parallel([2], thorough=[1])
 def test_the_groups_of_an_optimizer_make_another_one(comm):
     with Grid(comm, shape="ddp") as grid:
-        first = optim.AdamW([{"params": nn.Linear(grid, 3, 2).parameters(), "decay_vectors": False}],
-                            weight_decay=0.5)
+        first = optim.AdamW([{"params": nn.Linear(grid, 3, 2).parameters(), "decay_vectors": False}], weight_decay=0.5)
         again = optim.AdamW(first.groups)
         assert again.groups == first.groups and again.groups[0]["decay_vectors"] is False
 
@@ -301,8 +315,13 @@ def stepped(grid, net, optimizers, steps):
 
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "Muon"])
-@pytest.mark.parametrize("add", [lambda optimizer, group: optimizer.add_param_group(group),
-                                 lambda optimizer, group: optimizer.groups.append(group)])
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda optimizer, group: optimizer.add_param_group(group),
+        lambda optimizer, group: optimizer.groups.append(group),
+    ],
+)
 def test_a_group_that_is_added_begins_to_learn(comm, kind, add):
     """Its parameters change as by an optimizer of their own that begins in this step, with a state split over data.
     A schedule scales its rate too."""
@@ -333,10 +352,12 @@ def test_groups_that_do_not_fit_are_refused(comm, fails):
         net, third = network_of(grid, CLASSES), network_of(other, CLASSES)
         weight, *rest = net.parameters()
         optimizer = optim.SGD(rest, lr=0.1)
-        for said, group in (("given 2 times", {"params": [rest[0]]}),
-                            ("on another Grid", {"params": third.parameters()}),
-                            ("unknown option rate", {"params": [weight], "rate": 1.0}),
-                            ("lr is a number", {"params": [weight], "lr": -1.0})):
+        for said, group in (
+            ("given 2 times", {"params": [rest[0]]}),
+            ("on another Grid", {"params": third.parameters()}),
+            ("unknown option rate", {"params": [weight], "rate": 1.0}),
+            ("lr is a number", {"params": [weight], "lr": -1.0}),
+        ):
             with given(said=said):
                 fails(Pmm3dError, said, lambda group=group: optimizer.add_param_group(group))
                 assert len(optimizer.groups) == 1 and optimizer.parameters == rest
@@ -348,6 +369,7 @@ def test_groups_that_do_not_fit_are_refused(comm, fails):
 @pytest.mark.parallel([2])
 def test_momentum_that_is_switched_on_later(comm):
     """As in torch: the first step with momentum begins with a momentum of zero. A checkpoint then contains it."""
+
     def check(grid):
         net = nn.Linear(grid, 3, 2, dtype="float64")
         optimizer, x = optim.SGD(net.parameters(), lr=0.1), spread(grid, np.ones((4, 3)))
@@ -370,9 +392,12 @@ def test_momentum_that_is_switched_on_later(comm):
 @pytest.mark.parallel([2])
 def test_a_norm_that_is_not_finite_is_clipped_by_nobody(comm, fails):
     """One answer of all doors: the step is refused and no weight changes. A limit of 0 is no limit, and is refused."""
-    doors = {"clip": lambda net, opt, loss, batch, clip: opt.clip(clip),
-             "train_step": lambda net, opt, loss, batch, clip: train_step(net, opt, loss, [batch], clip)}
+    doors = {
+        "clip": lambda net, opt, loss, batch, clip: opt.clip(clip),
+        "train_step": lambda net, opt, loss, batch, clip: train_step(net, opt, loss, [batch], clip),
+    }
     for wrong in (np.nan, np.inf):
+
         def spoiled(out, y, wrong=wrong):
             loss = nn.mse(out, y)
             return loss.made(loss.shard, (loss,), lambda gradient: (gradient * wrong,), layout=loss.layout)
@@ -380,17 +405,25 @@ def test_a_norm_that_is_not_finite_is_clipped_by_nobody(comm, fails):
         def check(grid, spoiled=spoiled):
             net = nn.Linear(grid, 3, 2)
             opt, before = optim.SGD(net.parameters(), lr=0.1), weights_of(net)
-            batch = tuple(DistMatrix.random(grid, (4, n), dtype="float32", layout=batch_layout(cols))
-                          for n, cols in ((3, "y"), (2, "x")))
+            batch = tuple(
+                DistMatrix.random(grid, (4, n), dtype="float32", layout=batch_layout(cols))
+                for n, cols in ((3, "y"), (2, "x"))
+            )
             for name, door in doors.items():
                 with given(name=name):
                     opt.zero_grad()
                     spoiled(net(batch[0]), batch[1]).backward()
-                    fails(optim.NonFiniteGradientError, "norm is (nan|inf): no weight was changed",
-                          lambda door=door: door(net, opt, spoiled, batch, 1.0))
+                    fails(
+                        optim.NonFiniteGradientError,
+                        "norm is (nan|inf): no weight was changed",
+                        lambda door=door: door(net, opt, spoiled, batch, 1.0),
+                    )
                     assert bits(weights_of(net)) == bits(before) and opt.steps == 0
                     for clip in (0.0, -1.0, np.nan, "1"):
-                        fails(Pmm3dError, "positive number, or None", lambda door=door, clip=clip: door(
-                            net, opt, nn.mse, batch, clip))
+                        fails(
+                            Pmm3dError,
+                            "positive number, or None",
+                            lambda door=door, clip=clip: door(net, opt, nn.mse, batch, clip),
+                        )
 
         on_each_grid(comm, check, GRIDS[comm.size][:1])

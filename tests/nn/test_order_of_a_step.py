@@ -60,8 +60,10 @@ def executed():
             nn.mse(net(x), y).backward()
             opt.step()
         actions = grid.dry_run.actions[first:]
-    numbers = {action.number: number for number, action in enumerate(
-        (action for action in actions if action.what == "begin"), 1)}
+    numbers = {
+        action.number: number
+        for number, action in enumerate((action for action in actions if action.what == "begin"), 1)
+    }
     for action in actions:
         if action.what == "gemm":
             yield "GEMM", (action.m, action.n, action.k)

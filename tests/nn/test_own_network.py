@@ -111,8 +111,9 @@ def test_it_trains_and_the_checkpoint_names_it(configured, folder, comm):
     for shape, targets in (("ddp", "y"), ("megatron", "field"), ("fsdp", "y"), ("ddp", "field")):
         with given(shape=shape, targets=targets):
             run_folder = folder / f"{shape}-{targets}"
-            config = configured("model.py:build", data={"targets": targets}, grid={"shape": shape},
-                                training={"folder": str(run_folder)})
+            config = configured(
+                "model.py:build", data={"targets": targets}, grid={"shape": shape}, training={"folder": str(run_folder)}
+            )
             with build.trainer(config, comm) as run:
                 assert run.run()
                 meta = run.checkpoints.meta(run.checkpoints.latest())

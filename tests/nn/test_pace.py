@@ -41,6 +41,9 @@ def test_a_slow_rank_is_told_of_once_by_rank_0(comm, shared_path, monkeypatch, c
             net = nn.Sequential(grid, nn.Linear(grid, 3, 1), lame)
             state = TrainState(net, optim.SGD(net.parameters(), lr=0.1), loader=data.loader(8))
             Trainer(state, Recipe("mse", epochs=2)).run()
-    told = re.findall(r"rank (\d) \(host \S+\) is [\d.]+ times slower than the median: others waited \d+ of the last "
-                      r"\d+ s for it", caplog.text)
+    told = re.findall(
+        r"rank (\d) \(host \S+\) is [\d.]+ times slower than the median: others waited \d+ of the last "
+        r"\d+ s for it",
+        caplog.text,
+    )
     assert told == ["2"] * (comm.rank == 0), caplog.text

@@ -23,10 +23,18 @@ pytestmark = [pytest.mark.parallel([4], thorough=[1, 8]), pytest.mark.deadline(1
 SAMPLES = SampleSizes(192, 96)
 KEEP = 2**40
 """Bytes of gathered weights that may be kept: all, as on a machine with enough memory."""
-GRIDS = {1: [GridShape(1, 1, 1)],
-         4: [GridShape(1, 1, 2, 2), GridShape(4, 1, 1), GridShape(2, 2, 1)],
-         8: [GridShape(1, 1, 1, 8), GridShape(1, 1, 8), GridShape(1, 1, 4, 2), GridShape(8, 1, 1), GridShape(2, 2, 2),
-             GridShape(2, 1, 2, 2)]}
+GRIDS = {
+    1: [GridShape(1, 1, 1)],
+    4: [GridShape(1, 1, 2, 2), GridShape(4, 1, 1), GridShape(2, 2, 1)],
+    8: [
+        GridShape(1, 1, 1, 8),
+        GridShape(1, 1, 8),
+        GridShape(1, 1, 4, 2),
+        GridShape(8, 1, 1),
+        GridShape(2, 2, 2),
+        GridShape(2, 1, 2, 2),
+    ],
+}
 """Grids of hsdp and megatron, and grids with several axes; on 8 ranks also those of ddp and fsdp."""
 OPTIONS = {
     "as by default": {},
@@ -38,12 +46,17 @@ OPTIONS = {
     "sharded": {"network": {"activations": "sharded"}, "overlap": {"regather_inputs": True}},
     "resharded": {"overlap": {"reshard_after_forward": True}},
     "one copy of weights": {"overlap": {"shared_weights": True}},
-    "without overlap, ZeRO-1": {"overlap": {"oar": False, "ors": False, "oag": False, "buckets": False},
-                                "optimizer": {"shard_over_data": True}},
+    "without overlap, ZeRO-1": {
+        "overlap": {"oar": False, "ors": False, "oag": False, "buckets": False},
+        "optimizer": {"shard_over_data": True},
+    },
     "micro-batches": {"grid": {"micro_batches": 3}},
     "small buckets": {"grid": {"micro_batches": 3}, "overlap": {"bucket_bytes": 2**18}},
-    "all at once": {"network": {"recompute": True, "dropout": 0.2, "norm": True, "activations": "sharded"},
-                    "optimizer": {"shard_over_data": True, "clip": 1.0}, "grid": {"micro_batches": 2}},
+    "all at once": {
+        "network": {"recompute": True, "dropout": 0.2, "norm": True, "activations": "sharded"},
+        "optimizer": {"shard_over_data": True, "clip": 1.0},
+        "grid": {"micro_batches": 2},
+    },
 }
 
 
@@ -62,8 +75,9 @@ def test_a_rank_holds_what_its_plan_says(comm, name):
             move_what_is_waited_for(grid.engine)
             held = trained(grid, config)
         exact = {kind: nbytes for kind, nbytes in held.items() if kind != "work"}
-        if exact != {kind: said[kind] for kind in exact} or abs(
-                sum(said.values()) - sum(held.values())) > 0.02 * sum(held.values()):
+        if exact != {kind: said[kind] for kind in exact} or abs(sum(said.values()) - sum(held.values())) > 0.02 * sum(
+            held.values()
+        ):
             wrong.append((str(shape), said, held))
     assert not wrong
 
@@ -81,11 +95,15 @@ def trained(grid, config):
     for _ in range(3):
         train_step(network, optimizer, loss_named("mse"), [(x, y)] * batches, config.optimizer.clip)
     parameters = network.parameters()
-    kinds = {"weights": [parameter.stored.local for parameter in parameters],
-             "gradients": [parameter.accumulated.array for parameter in parameters],
-             "state": [matrix.local for matrix in optimizer.matrices().values()]}
+    kinds = {
+        "weights": [parameter.stored.local for parameter in parameters],
+        "gradients": [parameter.accumulated.array for parameter in parameters],
+        "state": [matrix.local for matrix in optimizer.matrices().values()],
+    }
     copies = HostCopies()
     copies.of(own_shards(TrainState(network, optimizer).matrices()))
     kinds["copies"] = [*copies._arrays.values()]
-    return {**{kind: sum(array.nbytes for array in arrays) for kind, arrays in kinds.items()},
-            "work": grid.workspace.allocated}
+    return {
+        **{kind: sum(array.nbytes for array in arrays) for kind, arrays in kinds.items()},
+        "work": grid.workspace.allocated,
+    }

@@ -20,18 +20,24 @@ from pmm3d.nn.training.dry_step import DrySteps, step_of
 from pmm3d.nn.training.planning import rank_training
 from pmm3d.nn.training.samples import SampleSizes
 
-OWN = '''
+OWN = """
 from pmm3d import nn
 
 def build(grid, features, outputs):
     return nn.Sequential(grid, nn.Linear(grid, features, 64, bias=False), nn.gelu,
                          nn.Linear(grid, 64, outputs, bias=False))
-'''
+"""
 
 
 def config(hidden=(48, 64), training=None, **sections):
-    return checked({"data": {"file": "nowhere.h5", "batch_size": 64}, "training": training or {},
-                    "network": {"hidden": list(hidden), "bias": False}, **sections})
+    return checked(
+        {
+            "data": {"file": "nowhere.h5", "batch_size": 64},
+            "training": training or {},
+            "network": {"hidden": list(hidden), "bias": False},
+            **sections,
+        }
+    )
 
 
 def test_a_step_is_what_a_rank_does_between_two_steps():
@@ -48,9 +54,16 @@ def test_a_step_is_what_a_rank_does_between_two_steps():
     assert step.memory["state"] == 2 * step.memory["weights"]
 
 
-@pytest.mark.parametrize("rank, training, library, share", [
-    (0, {}, "numpy", 1), (0, {"checkpoint_in_background": False}, "numpy", 0), (0, {}, "torch:cuda", 0),
-    (7, {}, "numpy", 0), (0, {"precision": "float16"}, "numpy", 1)])
+@pytest.mark.parametrize(
+    "rank, training, library, share",
+    [
+        (0, {}, "numpy", 1),
+        (0, {"checkpoint_in_background": False}, "numpy", 0),
+        (0, {}, "torch:cuda", 0),
+        (7, {}, "numpy", 0),
+        (0, {"precision": "float16"}, "numpy", 1),
+    ],
+)
 def test_copies_for_a_checkpoint_are_memory_of_the_host(rank, training, library, share):
     """Float32 or master weights and the states of AdamW, on the first of the replicas."""
     settings = config(training=training)
@@ -61,11 +74,13 @@ def test_copies_for_a_checkpoint_are_memory_of_the_host(rank, training, library,
 
 
 def test_all_micro_batches_are_in_a_step():
-    one, three = (step_of(config(grid={"micro_batches": number}), GridShape(1, 1, 2, 2), 4, samples=(32, 16))
-                  for number in (1, 4))
+    one, three = (
+        step_of(config(grid={"micro_batches": number}), GridShape(1, 1, 2, 2), 4, samples=(32, 16)) for number in (1, 4)
+    )
     assert three.flop == one.flop
     assert sum(action.axis == "data" for action in three.actions) == sum(
-        action.axis == "data" for action in one.actions)
+        action.axis == "data" for action in one.actions
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 7])
@@ -91,13 +106,19 @@ def test_a_file_that_is_not_there_yet_is_named_with_the_remedy():
 
 def test_a_network_of_ones_own(tmp_path):
     (tmp_path / "model.py").write_text(OWN)
-    step = step_of(checked({"data": {"file": "nowhere.h5", "batch_size": 64}, "network": f"{tmp_path}/model.py:build"}),
-                   GridShape(1, 1, 2), 2, samples=(32, 16))
+    step = step_of(
+        checked({"data": {"file": "nowhere.h5", "batch_size": 64}, "network": f"{tmp_path}/model.py:build"}),
+        GridShape(1, 1, 2),
+        2,
+        samples=(32, 16),
+    )
     assert step.flop == 2 * 32 * (2 * 32 * 64 + 3 * 64 * 16)
 
 
 def test_a_network_that_cannot_run_without_data_is_named(tmp_path):
-    (tmp_path / "model.py").write_text(OWN + """
+    (tmp_path / "model.py").write_text(
+        OWN
+        + """
 class Choosy(nn.Sequential):
     def forward(self, x):
         if x.shape[0] == 64:
@@ -106,10 +127,14 @@ class Choosy(nn.Sequential):
 
 def choosy(grid, features, outputs):
     return Choosy(grid, nn.Linear(grid, features, outputs))
-""")
+"""
+    )
     settings = {"data": {"file": "nowhere.h5", "batch_size": 64}, "network": f"{tmp_path}/model.py:choosy"}
-    with pytest.raises(Pmm3dError, match=r"model.py:choosy does not run without data, as planning does: IndexError: "
-                                         "no sample is above 0. Name the grid"):
+    with pytest.raises(
+        Pmm3dError,
+        match=r"model.py:choosy does not run without data, as planning does: IndexError: "
+        "no sample is above 0. Name the grid",
+    ):
         step_of(checked(settings), GridShape(1, 1, 2), 2, samples=(32, 16))
 
 
@@ -126,7 +151,9 @@ def test_settings_of_layers_are_refused_for_a_network_of_the_user(tmp_path):
 
 def test_a_network_that_does_not_run_on_every_grid(tmp_path):
     """The other grids are ranked. If none is left, the reason is the error."""
-    (tmp_path / "model.py").write_text(OWN + """
+    (tmp_path / "model.py").write_text(
+        OWN
+        + """
 from pmm3d import LayoutError
 
 def copied(grid, features, outputs):
@@ -136,7 +163,8 @@ def copied(grid, features, outputs):
 
 def never(grid, features, outputs):
     raise LayoutError("not on any grid")
-""")
+"""
+    )
     settings = {"data": {"file": "nowhere.h5", "batch_size": 64}, "network": f"{tmp_path}/model.py:copied"}
     ranking = rank_training(checked(settings), 4, NOMINAL, samples=(32, 16))
     assert [each.grid for each in ranking.candidates] == [GridShape(1, 1, 1, 4)] and len(ranking.dropped) == 9
@@ -196,9 +224,13 @@ def test_of_many_ranks_the_most_promising_grids_and_the_presets_are_simulated():
 
 
 @pytest.mark.deadline(120)
-@pytest.mark.parametrize("machine, hidden, rows", [
-    pytest.param(NOMINAL, [1024] * 7, 256, marks=pytest.mark.thorough("another machine")),
-    (PERLMUTTER, [4096] * 4, 4096)])
+@pytest.mark.parametrize(
+    "machine, hidden, rows",
+    [
+        pytest.param(NOMINAL, [1024] * 7, 256, marks=pytest.mark.thorough("another machine")),
+        (PERLMUTTER, [4096] * 4, 4096),
+    ],
+)
 def test_the_best_of_all_grids_is_among_the_first_dozen(machine, hidden, rows):
     """Among all 84 grids of 64 ranks."""
     settings = checked({"data": {"file": "nowhere.h5", "batch_size": rows}, "network": {"hidden": hidden}})
@@ -213,7 +245,8 @@ def test_a_preset_that_is_as_good_is_preferred():
     free = replace(NOMINAL, laws={"default": Law(0, 0, 0, 0, 0)}, overhead=1.0)
     ranking = rank_training(config([64]), 4, free, samples=(32, 16))
     assert ranking.candidates[0].preset and ranking.candidates[0].seconds <= 1.02 * min(
-        each.seconds for each in ranking.candidates)
+        each.seconds for each in ranking.candidates
+    )
 
 
 def test_what_does_not_fit_is_dropped_with_the_reason():
@@ -227,8 +260,11 @@ def test_what_does_not_fit_is_dropped_with_the_reason():
 
 
 def test_where_nothing_fits_it_says_what_is_short_and_how_many_ranks_would_do():
-    with pytest.raises(GridError, match=r"no grid of 4 ranks holds a training step of 256-256-256-256 on a batch of "
-                                        r"64 rows within 400,000 bytes a rank: grid .*\(weights [\d,]+, gr") as error:
+    with pytest.raises(
+        GridError,
+        match=r"no grid of 4 ranks holds a training step of 256-256-256-256 on a batch of "
+        r"64 rows within 400,000 bytes a rank: grid .*\(weights [\d,]+, gr",
+    ) as error:
         rank_training(config([256] * 2), 4, NOMINAL, samples=(256, 256), limit=400_000)
     enough = int(re.search(r"(\d+) ranks are enough, as ", str(error.value)).group(1))
     assert enough in (8, 16, 32, 64)
@@ -260,15 +296,25 @@ def test_ranks_that_are_dealt_out_in_turn_have_nothing_inside():
 def test_activations_and_recomputation_are_chosen_with_the_grid():
     """Each grid on which sharded activations differ is a candidate with both. Layers are recomputed only if the step
     does not fit otherwise."""
-    deep = checked({"data": {"file": "nowhere.h5", "batch_size": 512},
-                    "network": {"hidden": [64] * 8, "norm": True, "bias": False}})
+    deep = checked(
+        {
+            "data": {"file": "nowhere.h5", "batch_size": 512},
+            "network": {"hidden": [64] * 8, "norm": True, "bias": False},
+        }
+    )
     both = rank_training(deep, 4, NOMINAL, samples=(64, 64), activations=("replicated", "sharded"))
-    assert {str(each.grid): {one.settings["activations"] for one in both.candidates if one.grid == each.grid}
-            for each in both.candidates} == {
-        str(grid): {"replicated", "sharded"} if grid.x * grid.y > 1 else {"replicated"} for grid in grids_4d(4)}
+    assert {
+        str(each.grid): {one.settings["activations"] for one in both.candidates if one.grid == each.grid}
+        for each in both.candidates
+    } == {str(grid): {"replicated", "sharded"} if grid.x * grid.y > 1 else {"replicated"} for grid in grids_4d(4)}
     assert {each.preset for each in both.candidates} >= {"ddp", "fsdp", "hsdp", "megatron", "megatron+sp"}
-    held = {name: {each.grid: sum(each.memory.values()) for each in rank_training(
-        replaced(deep, recompute=name), 4, NOMINAL, samples=(64, 64)).candidates} for name in ("none", 2, "full")}
+    held = {
+        name: {
+            each.grid: sum(each.memory.values())
+            for each in rank_training(replaced(deep, recompute=name), 4, NOMINAL, samples=(64, 64)).candidates
+        }
+        for name in ("none", 2, "full")
+    }
     grid = GridShape(1, 1, 4)
     assert held["none"][grid] > held[2][grid] > held["full"][grid]
     limit = held[2][grid]
@@ -276,7 +322,8 @@ def test_activations_and_recomputation_are_chosen_with_the_grid():
     fitting = {each: [name for name in held if held[name][each] <= limit] for each in held["none"]}
     assert fitting[grid] == [2, "full"]
     assert {each.grid: each.settings["recompute"] for each in found.candidates} == {
-        each: names[0] for each, names in fitting.items() if names}
+        each: names[0] for each, names in fitting.items() if names
+    }
 
 
 def replaced(settings, **network):

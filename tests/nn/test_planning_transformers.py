@@ -23,13 +23,25 @@ SAMPLES = SampleSizes(1, VOCABULARY, True)
 
 
 def config(network=(), **grid):
-    return checked({"data": {"file": "nowhere.h5", "sequence": SEQUENCE, "batch_size": BATCH}, "grid": grid,
-                    "network": {"kind": "gpt", "layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, **dict(network)}})
+    return checked(
+        {
+            "data": {"file": "nowhere.h5", "sequence": SEQUENCE, "batch_size": BATCH},
+            "grid": grid,
+            "network": {"kind": "gpt", "layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, **dict(network)},
+        }
+    )
 
 
 def planned(settings, ranks, machine=NOMINAL, **options):
-    return rank_training(settings, ranks, machine, samples=SAMPLES, pipes=pipes_of(settings, ranks),
-                         seqs=seqs_of(settings, ranks), **options)
+    return rank_training(
+        settings,
+        ranks,
+        machine,
+        samples=SAMPLES,
+        pipes=pipes_of(settings, ranks),
+        seqs=seqs_of(settings, ranks),
+        **options,
+    )
 
 
 @pytest.mark.parametrize("network, micro_batches", [({}, 1), ({"activations": "sharded", "recompute": 2}, 4)])
@@ -46,15 +58,20 @@ def test_a_candidate_costs_what_its_whole_step_does(network, micro_batches):
             assert found.seconds == pytest.approx(sum(whole.values()), rel=0.02)
             assert found.bytes == pytest.approx(step.received, rel=0.03)  # small collectives are in other buckets
             assert {kind: nbytes for kind, nbytes in found.memory.items() if kind != "work"} == {
-                kind: nbytes for kind, nbytes in step.memory.items() if kind != "work"}
+                kind: nbytes for kind, nbytes in step.memory.items() if kind != "work"
+            }
             assert found.memory["work"] == pytest.approx(step.memory["work"], rel=0.05)
 
 
 def test_of_one_sequence_the_best_grid_is_among_the_first():
     """All its ranks are along x and y. The rough price includes their messages."""
-    settings = checked({"data": {"file": "nowhere.h5", "sequence": 512, "batch_size": 1}, "training": {
-        "precision": "bfloat16"}, "network": {"kind": "gpt", "layers": 2, "hidden": 1024, "heads": 16,
-                                              "library": "torch"}})
+    settings = checked(
+        {
+            "data": {"file": "nowhere.h5", "sequence": 512, "batch_size": 1},
+            "training": {"precision": "bfloat16"},
+            "network": {"kind": "gpt", "layers": 2, "hidden": 1024, "heads": 16, "library": "torch"},
+        }
+    )
     every, first = (rank_training(settings, 16, FRONTIER, samples=SAMPLES, top=top, actions=0) for top in (99, 2))
     assert len(first.candidates) == 2 < len(every.candidates)
     assert first.candidates[0].grid == every.candidates[0].grid
@@ -63,6 +80,7 @@ def test_of_one_sequence_the_best_grid_is_among_the_first():
 def test_flop_and_parameters_are_those_of_the_published_formulas():
     """72 B s l H^2 (1 + s/(6 H) + V/(12 l H)) flop of GEMMs, or 96 with recomputed blocks (Narayanan et al., SC'21), if
     all scores are computed. 16 bytes per parameter, in float32 with AdamW."""
+
     def flop(blocks):
         inside = blocks * (1 + SEQUENCE / (6 * HIDDEN)) * LAYERS * HIDDEN
         return BATCH * SEQUENCE * HIDDEN * (inside + 6 * VOCABULARY)
@@ -122,8 +140,12 @@ def test_ranks_of_a_node_exchange_heads_if_a_sequence_is_on_several_nodes():
     """One long sequence on two nodes of 4: also with 4 ranks along ulysses and 2 along seq. If a configuration has
     ulysses, each grid has it."""
     machine = NOMINAL.with_ranks_per_node(4)
-    settings = checked({"data": {"file": "nowhere.h5", "sequence": 256, "batch_size": 1}, "network": {
-        "kind": "gpt", "layers": 1, "hidden": HIDDEN, "heads": 8}})
+    settings = checked(
+        {
+            "data": {"file": "nowhere.h5", "sequence": 256, "batch_size": 1},
+            "network": {"kind": "gpt", "layers": 1, "hidden": HIDDEN, "heads": 8},
+        }
+    )
     found = rank_training(settings, 8, machine, samples=SAMPLES, seqs=[8]).candidates
     assert {str(each.grid) for each in found} == {"1x1x1 (seq 8)", "1x1x1 (ulysses 4, seq 2)"}
     assert all(each.preset == "cp" and each.seconds > 0 for each in found)

@@ -37,6 +37,7 @@ def test_small_changes_are_not_lost(comm):
     changes."""
     for dtype, library in LOW:
         with given(dtype=dtype, library=library):
+
             def check(grid):
                 net = nn.MLP(grid, SIZES, nn.gelu, dtype=dtype, library=library)
                 optimizer = optim.AdamW(net.parameters(), lr=1e-4, shard_over_data=True)
@@ -94,6 +95,7 @@ def test_what_is_written_to_a_weight_is_taken_over(comm):
     counted."""
     for dtype, library in LOW:
         with given(dtype=dtype, library=library):
+
             def check(grid):
                 layer = nn.Linear(grid, 8, 4, bias=False, precision=dtype, library=library)
                 optimizer = optim.SGD(layer.parameters(), lr=2.0**-12, shard_over_data=True)
@@ -120,6 +122,7 @@ def test_a_state_dict_keeps_the_digits_of_masters(comm):
     """A copy that is loaded again, and the matrices of another network."""
     for dtype, library in LOW:
         with given(dtype=dtype, library=library):
+
             def check(grid):
                 (x, y), made = batch(grid, library), []
                 for seed in (1, 2):
@@ -148,18 +151,28 @@ def test_masters_are_split_over_data_and_change_no_bit(comm):
     """Also if gradients are split. Also with another optimizer, whose state has another layout."""
     for dtype, library in LOW:
         with given(dtype=dtype, library=library):
+
             def check(grid):
                 found = []
-                for shards in ((False, False), (True, True), (True, False), ("gradients", "gradients"),
-                               ("gradients", False)):
+                for shards in (
+                    (False, False),
+                    (True, True),
+                    (True, False),
+                    ("gradients", "gradients"),
+                    ("gradients", False),
+                ):
                     net, (x, y) = nn.MLP(grid, SIZES, precision=dtype, library=library, seed=1), batch(grid, library)
                     for shard in shards:
                         optimizer = optim.AdamW(net.parameters(), lr=1e-2, shard_over_data=shard)
                         for _ in range(2):
                             nn.mse(net(x), y).backward()
                             optimizer.step()
-                    found.append({name: whole(each).tobytes() for name, each in {
-                        **net.matrices(), **optimizer.matrices()}.items()})
+                    found.append(
+                        {
+                            name: whole(each).tobytes()
+                            for name, each in {**net.matrices(), **optimizer.matrices()}.items()
+                        }
+                    )
                     size = net.named_parameters()["0.weight"].box.size // (grid.data.size if shards[1] else 1)
                     assert net.matrices()["0.weight"].box.size == size
                 assert found == [found[0]] * 5 and len(found[0]) == 3 * len(net.parameters())
@@ -231,8 +244,7 @@ def test_losses_and_statistics_are_of_float32(comm):
             on_each_grid(comm, check, GRIDS[comm.size])
 
 
-BYTES = {"float32": (4, 4, 8), "bfloat16": (2, 4, 12), "float16": (2, 4, 12),
-         "all of 16 bits": (2, 2, 12)}
+BYTES = {"float32": (4, 4, 8), "bfloat16": (2, 4, 12), "float16": (2, 4, 12), "all of 16 bits": (2, 2, 12)}
 
 
 @pytest.mark.parallel([4], thorough=[1, 2])
@@ -241,14 +253,18 @@ def test_bytes_a_parameter(comm):
     record and in a dry run."""
     for name in BYTES:
         with given(name=name):
+
             def check(grid):
                 for shard in (False, True):
                     with dry_grid(grid) as dry:
                         shared = grid.data.size if shard else 1
                         held, (weights, gradients, state) = held_by(dry, name, shard), BYTES[name]
                         count = 16 * 16 * 4 // (grid.size // grid.data.size)
-                        assert held == {"weights": weights * count, "gradients": gradients * count,
-                                        "state": state * count // shared}
+                        assert held == {
+                            "weights": weights * count,
+                            "gradients": gradients * count,
+                            "state": state * count // shared,
+                        }
                     assert held_by(grid, name, shard) == held
 
             on_each_grid(comm, check, [("ddp", 1), ("fsdp", 1)] if comm.size < 4 else [("hsdp", 2), ("2x1x1", 2)])
@@ -279,8 +295,9 @@ def test_gradients_travel_in_the_communication_type(comm):
         grid.ledger.reset()
         loss.backward()
         assert all(parameter.grad is not None for parameter in net.parameters())  # waits for the sums
-        return sum(entry.received for key, entry in grid.ledger.entries.items()
-                   if key.phase in ("reduce dW", "reduce data"))
+        return sum(
+            entry.received for key, entry in grid.ledger.entries.items() if key.phase in ("reduce dW", "reduce data")
+        )
 
     def check(grid):
         assert 2 * moved(grid) == moved(grid, communication="float32") > 0
@@ -307,8 +324,9 @@ def loaded_with(door, net, source, folder):
     elif door == "assign":
         for name, parameter in net.named_parameters().items():
             value = state[name]
-            parameter.assign(DistMatrix.from_global(net.grid, to_library(whole(value), parameter.library),
-                                                    layout=value.layout))
+            parameter.assign(
+                DistMatrix.from_global(net.grid, to_library(whole(value), parameter.library), layout=value.layout)
+            )
     elif door == "checkpoint":
         load_weights(net, Checkpoints(net.grid, folder).save(1, state))
     else:
@@ -321,13 +339,15 @@ def loaded_with(door, net, source, folder):
 def test_values_with_more_digits_are_kept_before_the_first_step(comm, shared_path, door):
     """Also if the network is settled afterwards, and with an optimizer that splits its state. A network that is not
     trained has no master weights."""
+
     def check(grid):
         source = nn.MLP(grid, SIZES, nn.gelu, seed=1)
         wanted = {name: whole(each) for name, each in source.state_dict().items()}
         low = dict(zip(("dtype", "library"), LOW[0]))
         for split, before in ((False, True), (True, True), (True, False)):
-            net = nn.Sequential(grid, nn.Linear(grid, 16, 24, seed=2, **low), nn.gelu,
-                                nn.Linear(grid, 24, 8, seed=2, **low))
+            net = nn.Sequential(
+                grid, nn.Linear(grid, 16, 24, seed=2, **low), nn.gelu, nn.Linear(grid, 24, 8, seed=2, **low)
+            )
             make = lambda net=net, split=split: optim.AdamW(net.parameters(), shard_over_data=split)
             optimizer = make() if before else None
             loaded_with(door, net, source, shared_path)

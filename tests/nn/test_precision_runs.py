@@ -38,12 +38,20 @@ def data(shared_path, comm):
 
 def config(data, precision, library="torch", epochs=1, **training):
     network = training.pop("network", {"hidden": [24]}) | {"library": library}
-    sections = {"data": {"file": str(data), "batch_size": 60, "targets": training.pop("targets", "y")},
-                "network": network, "grid": training.pop("grid", {}),
-                "schedule": training.pop("schedule", {}),
-                "optimizer": {"lr": 1e-2, "shard_over_data": True, "clip": 1.0, **training.pop("optimizer", {})},
-                "training": {"folder": str(data.with_name("run")), "epochs": epochs, "log_every": 1,
-                             "precision": precision, **training}}
+    sections = {
+        "data": {"file": str(data), "batch_size": 60, "targets": training.pop("targets", "y")},
+        "network": network,
+        "grid": training.pop("grid", {}),
+        "schedule": training.pop("schedule", {}),
+        "optimizer": {"lr": 1e-2, "shard_over_data": True, "clip": 1.0, **training.pop("optimizer", {})},
+        "training": {
+            "folder": str(data.with_name("run")),
+            "epochs": epochs,
+            "log_every": 1,
+            "precision": precision,
+            **training,
+        },
+    }
     return checked(sections)
 
 
@@ -54,8 +62,10 @@ def trained(comm, made, resume=True):
             if resume:
                 trainer.resume()
             trainer.run()
-        matrices = {name: np.asarray(matrix.library.to_numpy(matrix.gather())).copy()
-                    for name, matrix in trainer.state.matrices().items()}
+        matrices = {
+            name: np.asarray(matrix.library.to_numpy(matrix.gather())).copy()
+            for name, matrix in trainer.state.matrices().items()
+        }
         return trainer.figures, matrices, trainer.state
 
 
@@ -64,8 +74,13 @@ def test_a_run_of_which_each_rank_keeps_a_part_of_the_gradients(comm, data):
     """ZeRO-2 by the configuration, with two batches per step: the weights of ZeRO-1, except for rounding."""
     found = []
     for kind in ("states", "gradients"):
-        made = config(data, "float32", grid={"micro_batches": 2}, folder=str(data.with_name(kind)), optimizer={
-            "shard_over_data": kind})
+        made = config(
+            data,
+            "float32",
+            grid={"micro_batches": 2},
+            folder=str(data.with_name(kind)),
+            optimizer={"shard_over_data": kind},
+        )
         _, matrices, state = trained(comm, made, resume=False)
         assert {each.accumulated.scattered for each in state.network.parameters()} == {kind == "gradients"}
         found.append(matrices)
@@ -148,8 +163,11 @@ def test_what_was_written_to_a_weight_is_in_a_checkpoint(comm, shared_path, fail
         older = {**full.matrices(), "optimizer/weight/remainder": DistMatrix.empty(grid, (70, 96), dtype="float32")}
         Checkpoints(grid, shared_path / "older").save(1, older)
         for network in low, full:
-            fails(CheckpointError, "contains 16-bit weights with remainders, from a version of pmm3d without",
-                  lambda network=network: load_weights(network, shared_path / "older"))
+            fails(
+                CheckpointError,
+                "contains 16-bit weights with remainders, from a version of pmm3d without",
+                lambda network=network: load_weights(network, shared_path / "older"),
+            )
 
 
 @pytest.mark.numpy_only("takes torch away from one rank")
@@ -161,9 +179,11 @@ def test_weights_of_bfloat16_without_torch_are_refused_by_all_ranks(comm, shared
         before = full.weight.gather()
         if grid.rank == comm.size - 1:
             monkeypatch.setitem(sys.modules, "torch", None)
-        fails(CheckpointError, "contains bfloat16 weights, and torch is needed to read them: torch arrays need torch: "
-              "pip install",
-              lambda: load_weights(full, shared_path))
+        fails(
+            CheckpointError,
+            "contains bfloat16 weights, and torch is needed to read them: torch arrays need torch: pip install",
+            lambda: load_weights(full, shared_path),
+        )
         monkeypatch.undo()
         assert np.array_equal(full.weight.gather(), before)
 
@@ -207,8 +227,10 @@ def test_steps_that_overflow_are_counted_and_the_scale_goes_on(comm, data):
 def test_as_much_is_learned_as_in_float32(comm, data):
     """With the state sharded over data, and weights over z."""
     options = {"epochs": 8, "grid": {"shape": "hsdp", "data": 2}}
-    full, *low = (trained(comm, config(data, each, kind, folder=str(data.with_name(each)), **options))[0]
-                  for each, kind in (("float32", "numpy"), ("bfloat16", "torch"), ("float16", "numpy")))
+    full, *low = (
+        trained(comm, config(data, each, kind, folder=str(data.with_name(each)), **options))[0]
+        for each, kind in (("float32", "numpy"), ("bfloat16", "torch"), ("float16", "numpy"))
+    )
     assert full["accuracy"] > 0.9
     for each, unit in zip(low, (2.0**-8, 2.0**-11)):
         assert abs(each["accuracy"] - full["accuracy"]) < 1.5 / 60  # one of the held-out samples
@@ -256,8 +278,11 @@ def test_a_network_of_ones_own_predicts_in_its_precision(comm, data, shared_path
         assert (load_file(shared_path / "net.safetensors")["first.weight"].T == low["first.weight"]).all()
     with Grid(comm, "ddp") as grid:
         own = OwnNetwork(grid, made.network, Precision(tf32=True), 0)
-        fails(Pmm3dError, "first.weight has precision float16, and training.precision is tf32",
-              lambda: own.made(grid, 12, 3))
+        fails(
+            Pmm3dError,
+            "first.weight has precision float16, and training.precision is tf32",
+            lambda: own.made(grid, 12, 3),
+        )
 
 
 @pytest.mark.numpy_only("reads arrays of numpy")
@@ -295,8 +320,11 @@ def test_the_first_layer_that_overflows_is_named(comm, data, fails):
         trainer = Trainer(state, Recipe("cross_entropy", epochs=6))
         state.network.matrices()["2.weight"].local[...] = 6e4
         state.network.loaded()
-        fails(optim.NonFiniteGradientError, r"50 steps in a row .*In the forward pass: The output of layer 2 \(Lin",
-              trainer.run)
+        fails(
+            optim.NonFiniteGradientError,
+            r"50 steps in a row .*In the forward pass: The output of layer 2 \(Lin",
+            trainer.run,
+        )
         assert (state.scale.skipped, state.step, trainer.counts["steps"]) == (50, 50, 50)
 
 

@@ -29,8 +29,8 @@ def whole(matrix):
 
 @pytest.mark.parallel([2], thorough=[1])
 def test_a_step_that_overflows_is_skipped_by_all_ranks(comm):
-    """One rank's gradient is infinite. No rank changes anything, and the next step is as if this one had not existed.
-    """
+    """One rank's gradient is infinite. No rank changes anything, and the next step is as if this one had not
+    existed."""
 
     def check(grid):
         net = nn.MLP(grid, SIZES, nn.relu, precision="float16")
@@ -62,8 +62,11 @@ def test_fifty_skipped_steps_name_the_parameter(comm, fails):
                 net.parameters()[2].grad.local[...] = np.nan
             if step < 49:
                 assert not scale.step(optimizer)
-        fails(optim.NonFiniteGradientError, "50 steps in a row .* the gradient of 2.weight is not finite",
-              lambda: scale.step(optimizer))
+        fails(
+            optim.NonFiniteGradientError,
+            "50 steps in a row .* the gradient of 2.weight is not finite",
+            lambda: scale.step(optimizer),
+        )
         assert scale.value == 0.5 and scale.skipped == optimizer.steps == 50 and set(optimizer.missed.values()) == {50}
         assert all(before[name].tobytes() == after.tobytes() for name, after in weights_of(net).items())
 
@@ -133,8 +136,9 @@ def test_a_scale_is_a_number_and_the_same_on_all_ranks(comm, fails):
         net, (x, y) = nn.MLP(grid, SIZES, nn.relu), batch(grid)
         before = weights_of(net)
         for scale in (0.0, -1.0, inf, nan):
-            fails(Pmm3dError, "backward: the scale is a positive number",
-                  lambda: nn.mse(net(x), y).backward(scale=scale))
+            fails(
+                Pmm3dError, "backward: the scale is a positive number", lambda: nn.mse(net(x), y).backward(scale=scale)
+            )
         if grid.size > 1:
             for scale in (2.0 ** (8 - grid.rank), (nan, 1.0)[grid.rank]):
                 fails(DisagreementError, "the loss is scaled by", lambda: nn.mse(net(x), y).backward(scale=scale))

@@ -17,15 +17,17 @@ from pmm3d.nn.dry import dry_grid
 
 pytestmark = pytest.mark.deadline(240)
 
-REFUSED = [({"compute": "float8"}, "types of a precision are"),
-           ({"compute": "float32", "tf32": True, "gradient": "complex64"}, "complex numbers"),
-           ({"compute": "bfloat16", "master": "bfloat16"}, "would lose small changes"),
-           ({"compute": "float16", "tf32": True}, "tf32 rounds operands"),
-           ({"compute": "float64", "gradient": "float32"}, "GEMMs of float64 write float64, in which"),
-           ({"compute": "float32", "gradient": "float16"}, "communication = float32, gradient = float16"),
-           ({"compute": "float32", "communication": "float64"}, "GEMMs of float32 write float32"),
-           ({"compute": "float16", "communication": "bfloat16"}, "GEMMs of float16 write float16 or float32"),
-           ({"compute": "bfloat16", "gradient": "float64", "master": "float64"}, "GEMMs of bfloat16 write")]
+REFUSED = [
+    ({"compute": "float8"}, "types of a precision are"),
+    ({"compute": "float32", "tf32": True, "gradient": "complex64"}, "complex numbers"),
+    ({"compute": "bfloat16", "master": "bfloat16"}, "would lose small changes"),
+    ({"compute": "float16", "tf32": True}, "tf32 rounds operands"),
+    ({"compute": "float64", "gradient": "float32"}, "GEMMs of float64 write float64, in which"),
+    ({"compute": "float32", "gradient": "float16"}, "communication = float32, gradient = float16"),
+    ({"compute": "float32", "communication": "float64"}, "GEMMs of float32 write float32"),
+    ({"compute": "float16", "communication": "bfloat16"}, "GEMMs of float16 write float16 or float32"),
+    ({"compute": "bfloat16", "gradient": "float64", "master": "float64"}, "GEMMs of bfloat16 write"),
+]
 
 
 def test_types_that_do_not_go_together_are_refused():
@@ -46,10 +48,12 @@ def test_what_is_left_out_follows_compute():
 @pytest.mark.parallel([1])
 def test_a_layer_that_cannot_be_had_is_refused(comm):
     with Grid(comm) as grid:
-        for options, text in [({"precision": "half"}, "precision is float32, tf32"),
-                              ({"precision": "bfloat16"}, 'library = "torch"'),
-                              ({"precision": "tf32", "library": "torch"}, "tf32 needs a GPU"),
-                              ({"precision": "float16", "dtype": "float64"}, "give one of them")]:
+        for options, text in [
+            ({"precision": "half"}, "precision is float32, tf32"),
+            ({"precision": "bfloat16"}, 'library = "torch"'),
+            ({"precision": "tf32", "library": "torch"}, "tf32 needs a GPU"),
+            ({"precision": "float16", "dtype": "float64"}, "give one of them"),
+        ]:
             with pytest.raises(DTypeError, match=text):
                 nn.Linear(grid, 2, 2, **options)
         nn.Linear(grid, 2, 2, precision="float64", dtype="float64")
@@ -60,21 +64,29 @@ def test_a_layer_that_cannot_be_had_is_refused(comm):
 
 @pytest.mark.parallel([2])
 def test_the_grid_names_the_library_once(comm, fails, shared_path):
-    """For layers, batches and matrices, also on a dry copy. `settle` uses the type and the library of the parameters.
-    """
+    """For layers, batches and matrices, also on a dry copy. `settle` uses the type and the library of the
+    parameters."""
     if comm.rank == 0:
         with h5py.File(shared_path / "data.h5", "w") as file:
             file["x"], file["y"] = np.ones((8, 6), "float32"), np.arange(8) % 3
     comm.barrier()
     with Grid(comm, "ddp", library="torch") as grid, DataSet(grid, shared_path / "data.h5") as data:
-        net = nn.Sequential(grid, nn.Linear(grid, 6, 4, precision="bfloat16"),
-                            nn.LayerNorm(grid, 4, precision="bfloat16"), nn.Dropout(grid, 0.5),
-                            nn.Linear(grid, 4, 3, precision="bfloat16"))
+        net = nn.Sequential(
+            grid,
+            nn.Linear(grid, 6, 4, precision="bfloat16"),
+            nn.LayerNorm(grid, 4, precision="bfloat16"),
+            nn.Dropout(grid, 0.5),
+            nn.Linear(grid, 4, 3, precision="bfloat16"),
+        )
         assert net.settle(6).dtype == "bfloat16" and nn.Linear(grid, 6, 4, dtype="float64").settle(6).dtype == "float64"
         for x, y in data.loader(4):
             nn.cross_entropy(net(x), y).backward()
-        made = [DistMatrix.random(grid, (3, 3)), DistMatrix.empty(grid, (3, 3)), DistMatrix.identity(grid, 3),
-                DistMatrix.from_function(grid, (3, 3), lambda i, j: i + j)]
+        made = [
+            DistMatrix.random(grid, (3, 3)),
+            DistMatrix.empty(grid, (3, 3)),
+            DistMatrix.identity(grid, 3),
+            DistMatrix.from_function(grid, (3, 3), lambda i, j: i + j),
+        ]
         assert {each.library.kind for each in (x, *made)} == {"torch"}
         with dry_grid(grid) as dry:
             assert nn.Linear(dry, 6, 4, precision="bfloat16").weight.library.kind == "torch"
@@ -98,8 +110,11 @@ def test_a_layer_norm_takes_its_own_type(comm, fails):
         assert (wanted["float16"][1] == wanted["float64"][1]).all()
         assert np.abs(wanted["float16"][0] - wanted["float64"][0]).max() < 2.0**-9 * np.abs(values).sum(0).max()
         x = spread(grid, values, INPUT, dtype="float64")
-        fails(DTypeError, "layer_norm: the input is .*float64.*they must be of one library and type",
-              lambda: nn.LayerNorm(grid, 4)(x))
+        fails(
+            DTypeError,
+            "layer_norm: the input is .*float64.*they must be of one library and type",
+            lambda: nn.LayerNorm(grid, 4)(x),
+        )
         layer, other = nn.LayerNorm(grid, 4, dtype="float64"), nn.LayerNorm(grid, 4)
         fails(DTypeError, "layer_norm: the input", lambda: nn.layer_norm(nn.Tensor(x), layer.gain, other.bias))
         half = nn.LayerNorm(grid, 4, precision="float16")
@@ -135,8 +150,10 @@ def test_a_factor_is_not_rounded_before_it_multiplies(comm):
 def test_a_quotient_by_a_large_number_has_a_gradient(comm):
     """float16 cannot represent the square of 300."""
     with Grid(comm) as grid:
-        x, y = (nn.Tensor(spread(grid, np.full((1, 1), each), Layout(), dtype="float16"), requires_grad=True)
-                for each in (600.0, 300.0))
+        x, y = (
+            nn.Tensor(spread(grid, np.full((1, 1), each), Layout(), dtype="float16"), requires_grad=True)
+            for each in (600.0, 300.0)
+        )
         (x / y).backward(spread(grid, np.ones((1, 1)), Layout(), dtype="float16"))
         assert abs(y.grad.gather().item() * -150 - 1) < 2.0**-9
 
@@ -166,13 +183,19 @@ def test_tf32_is_of_the_weights_precision_or_asked_for(comm):
     with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
 
         def matrix(value):
-            return DistMatrix.from_global(grid, to_library(np.full((1, 1), value, "float32"), "standin"),
-                                          layout=Layout())
+            return DistMatrix.from_global(
+                grid, to_library(np.full((1, 1), value, "float32"), "standin"), layout=Layout()
+            )
 
         x, one = nn.Tensor(matrix(1 + 2.0**-12)), nn.Tensor(matrix(1.0))
         fine, coarse = (nn.Parameter(one.value, Precision(tf32=tf32)) for tf32 in (False, True))
-        for weight, tf32, rounded in ((fine, None, False), (coarse, None, True), (one * 1.0, None, False),
-                                      (one * 1.0, True, True), (coarse, False, False)):
+        for weight, tf32, rounded in (
+            (fine, None, False),
+            (coarse, None, True),
+            (one * 1.0, None, False),
+            (one * 1.0, True, True),
+            (coarse, False, False),
+        ):
             found = to_numpy(nn.linear(x, weight, tf32=tf32).gather(), "standin").item()
             assert found == (1 if rounded else 1 + 2.0**-12)
         host = nn.Linear(grid, 2, 2)

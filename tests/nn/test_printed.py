@@ -84,8 +84,13 @@ def test_what_is_used_twice_counts_once(comm):
 def test_a_network_without_a_grid_says_so(comm, fails):
     with Grid(comm) as grid:
         net = Forgetful()
-        for use in (lambda: net.grid, lambda: nn.Residual(net), lambda: nn.Recompute(net), lambda: net.settle(3),
-                    lambda: nn.Residual(nn.Sequential(grid, net).layers[0])):
+        for use in (
+            lambda: net.grid,
+            lambda: nn.Residual(net),
+            lambda: nn.Recompute(net),
+            lambda: net.settle(3),
+            lambda: nn.Residual(nn.Sequential(grid, net).layers[0]),
+        ):
             for kind in (Pmm3dError, GridError, AttributeError):
                 fails(kind, "Forgetful has no grid: set self.grid = grid", use)
         assert not hasattr(net, "grid") and getattr(net, "grid", 7) == 7

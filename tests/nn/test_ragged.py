@@ -95,8 +95,14 @@ def test_what_needs_all_rows_is_refused(comm, fails):
     def check(grid):
         x, _, _ = batch(grid)
         there = DistMatrix.random(grid, (3, COLUMNS), layout=LAYOUT)
-        for refused in (lambda: nn.mean(x, 0), lambda: nn.mse(x, Tensor(x.value)), lambda: x.gather(),
-                        lambda: nn.dropout(x, 0.5, 1), lambda: int(x.shape[0]), lambda: nn.r2(x, x)):
+        for refused in (
+            lambda: nn.mean(x, 0),
+            lambda: nn.mse(x, Tensor(x.value)),
+            lambda: x.gather(),
+            lambda: nn.dropout(x, 0.5, 1),
+            lambda: int(x.shape[0]),
+            lambda: nn.r2(x, x),
+        ):
             fails(LayoutError, "the rows are ragged", refused)
         fails(LayoutError, "do not match", lambda: x + there)
         fails(LayoutError, r"do not match.*rows=x.shape\[0\]", lambda: x + batch(grid)[0])
@@ -125,8 +131,11 @@ def test_two_ragged_tensors_go_together_where_one_has_the_rows_of_the_other(comm
         assert np.array_equal(to_numpy((x + made(x.local)).local), 2 * to_numpy(x.local))
         longer = to_library(np.zeros((len(own) + (grid.rank == 0), x.box.shape[1])))
         fails(LayoutError, f"the array has {rows_of(grid, 0) + 1} rows on rank 0", lambda: made(longer))
-        fails(LayoutError, "rows is x.shape\\[0\\] of another ragged tensor; got 3",
-              lambda: nn.ragged(grid, x.local, COLUMNS, LAYOUT, rows=3))
+        fails(
+            LayoutError,
+            "rows is x.shape\\[0\\] of another ragged tensor; got 3",
+            lambda: nn.ragged(grid, x.local, COLUMNS, LAYOUT, rows=3),
+        )
 
     on_each_grid(comm, check)
 

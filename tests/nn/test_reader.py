@@ -96,11 +96,13 @@ def test_types_that_differ_are_refused_or_right(comm):
                     if which == "rule":
                         y = y.made(y.shard, (y,), lambda g: (y.library.astype(g, "float32"),))
                     y.backward(spread(grid, G, Layout(), dtype=types["gradient"]))
-                    return np.concatenate([y.gather(), weight.grad.gather(), x.grad.gather().reshape(-1, 4),
-                                           bias.grad.gather()])
+                    return np.concatenate(
+                        [y.gather(), weight.grad.gather(), x.grad.gather().reshape(-1, 4), bias.grad.gather()]
+                    )
 
                 right_or_refused(
-                    compute, np.concatenate([X @ W + W[:1], X.T @ G, (G @ W.T).reshape(-1, 4), G.sum(0)[None]]))
+                    compute, np.concatenate([X @ W + W[:1], X.T @ G, (G @ W.T).reshape(-1, 4), G.sum(0)[None]])
+                )
 
 
 @four
@@ -192,8 +194,10 @@ def test_cross_entropy_of_classes_over_two_axes(comm):
     wanted = np.mean(np.log(np.exp(logits).sum(1)) - logits[np.arange(8), labels[:, 0]])
     with Grid(comm, (2, 2, 1)) as grid:
         spread_labels = spread(grid, labels, Layout())
-        right_or_refused(lambda: nn.cross_entropy(nn.Tensor(spread(grid, logits, Layout((), ("x", "y")))),
-                                                  spread_labels).item(), wanted)
+        right_or_refused(
+            lambda: nn.cross_entropy(nn.Tensor(spread(grid, logits, Layout((), ("x", "y")))), spread_labels).item(),
+            wanted,
+        )
 
 
 LAYOUTS = [Layout("z", "x", units=(4, 1)), Layout(("data", "z"), "x")]

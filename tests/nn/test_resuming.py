@@ -29,28 +29,39 @@ def test_what_changes_is_said_and_what_makes_another_run_is_refused(here, comm):
     assert here.train(here.config(training="epochs = 1")).returncode == 0
     there, weights = here.checkpoints(), here.weights()
     config = here.config(training="epochs = 2", network="activation = 'relu'", optimizer="lr = 0.5")
-    fails(here.train(config, "--resume", "auto"), "the network of the checkpoint differs, and nothing was changed: "
-          "network.activation was 'gelu', is 'relu'. Restore the settings; or start a new run in another folder")
+    fails(
+        here.train(config, "--resume", "auto"),
+        "the network of the checkpoint differs, and nothing was changed: "
+        "network.activation was 'gelu', is 'relu'. Restore the settings; or start a new run in another folder",
+    )
     if comm.rank == 0:
         with h5py.File(here.folder / "data.h5", "r+") as file:
             file["x"][0, 0] += 1
-    fails(here.train(config, "--resume", "auto", "--accept", "network"), "the data of the checkpoint differs, and "
-          "nothing was changed: the data's fingerprint was ")
+    fails(
+        here.train(config, "--resume", "auto", "--accept", "network"),
+        "the data of the checkpoint differs, and nothing was changed: the data's fingerprint was ",
+    )
     assert here.checkpoints() == there
     assert all((here.weights()[name] == values).all() for name, values in weights.items())
     done = here.train(config, "--resume", "auto", "--accept", "network", "--accept", "data")
     assert done.returncode == 0, done.stderr
-    for change in ("network.activation was 'gelu', is 'relu'", "optimizer.lr was 0.001, is 0.5",
-                   "training.epochs was 1, is 2", "the data's fingerprint was ",
-                   "the learning rate of step 7 is "):
+    for change in (
+        "network.activation was 'gelu', is 'relu'",
+        "optimizer.lr was 0.001, is 0.5",
+        "training.epochs was 1, is 2",
+        "the data's fingerprint was ",
+        "the learning rate of step 7 is ",
+    ):
         assert done.stderr.count(f"resumed with a change: {change}") == 1, done.stderr
     assert [line["lr"] for line in here.metrics() if "lr" in line][6] > 0.2
 
 
 def blas_that_multiplies():
     """SciPy's BLAS, as loaded in a separate process."""
-    ask = ("import scipy.linalg.blas; from pmm3d.processor import loaded_blas; blas = loaded_blas(); "
-           "print(blas.name, blas.version)")
+    ask = (
+        "import scipy.linalg.blas; from pmm3d.processor import loaded_blas; blas = loaded_blas(); "
+        "print(blas.name, blas.version)"
+    )
     return subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -100,8 +111,10 @@ def test_what_is_retired_alone_is_no_reason_to_begin_anew(here, comm):
             (folder / name).rename(folder / f"retired-{name}")
     comm.barrier()
     done = here.train(here.config(training="epochs = 2"), "--resume", "auto")
-    fails(done, "run/checkpoints contains only retired checkpoints: retired-step-00000006. Continue from one with "
-          "--resume ")
+    fails(
+        done,
+        "run/checkpoints contains only retired checkpoints: retired-step-00000006. Continue from one with --resume ",
+    )
     done = here.train(here.config(training="epochs = 2"), "--resume", str(folder / "retired-step-00000006"))
     assert done.returncode == 0 and here.checkpoints() == ["step-00000012"], done.stderr
 

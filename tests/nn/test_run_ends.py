@@ -40,9 +40,13 @@ def here(shared_path, comm):
 
 @pytest.mark.parallel([2])
 def test_curves_that_cannot_be_drawn_end_no_run(here, monkeypatch):
-    for number, (error, text) in enumerate([
+    for number, (error, text) in enumerate(
+        [
             (ImportError("cannot allocate memory in static TLS block"), "ImportError: cannot allocate memory in"),
-            (MemoryError(), "curves.png could not be drawn: MemoryError")]):
+            (MemoryError(), "curves.png could not be drawn: MemoryError"),
+        ]
+    ):
+
         def failing(*arguments, error=error):
             raise error
 
@@ -150,8 +154,10 @@ def launched(runs, config, times, before=""):
     script.write_text(COMMAND.format(before=before))
     process = subprocess.Popen(
         [sys.executable, "-m", "pmm3d.launcher", "-n", "2", "--timeout", "100", str(script), config],
-        stdin=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+        stdin=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     metrics = runs.folder / "run/metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and len(read_metrics(metrics)) > 3):
         time.sleep(0.05)
@@ -194,8 +200,10 @@ def small(shared_path, comm):
             optimizer = optim.SGD(net.parameters(), lr=0.01)
 
             def make(recipe, schedule=None, **options):
-                options = {"log": RunLog(shared_path / "run", grid.rank, bar=False),
-                           "checkpoints": Checkpoints(grid, shared_path / "run/checkpoints")} | options
+                options = {
+                    "log": RunLog(shared_path / "run", grid.rank, bar=False),
+                    "checkpoints": Checkpoints(grid, shared_path / "run/checkpoints"),
+                } | options
                 state = TrainState(net, optimizer, schedule and schedule(optimizer), data.loader(10))
                 return Trainer(state, recipe, **options)
 
@@ -234,8 +242,9 @@ def late(small, shared_path, monkeypatch):
 
     def recorded():
         document = json.loads((shared_path / "run/run.json").read_text())
-        return [(event["step"], Path(event["text"]).name) for event in document["events"]
-                if event["what"] == "checkpoint"]
+        return [
+            (event["step"], Path(event["text"]).name) for event in document["events"] if event["what"] == "checkpoint"
+        ]
 
     make.recorded = recorded
     return make

@@ -20,7 +20,8 @@ def config(shared_path, comm):
             file["x"], file["y"] = np.random.default_rng(0).standard_normal((20, 3)), np.arange(20) % 2
         (shared_path / "run.toml").write_text(
             f'[data]\nfile = "{shared_path}/data.h5"\nbatch_size = 10\n[network]\nhidden = [4]\n'
-            f'[training]\nfolder = "{shared_path}/run"\nepochs = 2\n')
+            f'[training]\nfolder = "{shared_path}/run"\nepochs = 2\n'
+        )
         (shared_path / "run").mkdir()
     comm.barrier()
     return shared_path / "run.toml"

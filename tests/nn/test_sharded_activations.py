@@ -55,8 +55,15 @@ def deep(grid, kind=WHOLE):
     make = lambda inputs, outputs, seed: nn.Linear(grid, inputs, outputs, dtype="float64", seed=seed, **kind)
     norm = nn.LayerNorm(grid, size, dtype="float64")
     block = nn.Sequential(grid, norm, make(size, 17, 2), nn.gelu, nn.Dropout(grid, 0.2, 3), make(17, size, 4))
-    return nn.Sequential(grid, make(inputs, size, 1), nn.tanh, nn.Recompute(nn.Residual(block)),
-                         nn.Dropout(grid, 0.1, 0), nn.Residual(make(size, size, 5)), make(size, classes, 6))
+    return nn.Sequential(
+        grid,
+        make(inputs, size, 1),
+        nn.tanh,
+        nn.Recompute(nn.Residual(block)),
+        nn.Dropout(grid, 0.1, 0),
+        nn.Residual(make(size, size, 5)),
+        make(size, classes, 6),
+    )
 
 
 @cache
@@ -73,10 +80,12 @@ def test_losses_norms_and_weights_are_those_of_torch(comm):
             found = {}
 
             def check(grid):
-                values, net = train(grid, RAGGED, STEPS, partial(adamw, shard_over_data=True), clip=NORM,
-                                    net=deep(grid, kind))
-                found[str(grid.shape)] = max(np.abs(values - losses).max(),
-                                             largest_difference(weights_of(net), weights))
+                values, net = train(
+                    grid, RAGGED, STEPS, partial(adamw, shard_over_data=True), clip=NORM, net=deep(grid, kind)
+                )
+                found[str(grid.shape)] = max(
+                    np.abs(values - losses).max(), largest_difference(weights_of(net), weights)
+                )
                 assert_replicas_agree(grid, {name: each.value for name, each in net.named_parameters().items()})
 
             on_each_grid(comm, check, every_grid(comm))
@@ -120,6 +129,7 @@ def test_all_reduces_become_reduce_scatters_and_gathers_of_the_same_bytes(comm):
     """The gradient of a batch is replicated, as is the batch."""
     for wanted in [False, True]:
         with given(wanted=wanted):
+
             def check(grid):
                 whole, sharded = (moved(grid, kind, wanted) for kind in (WHOLE, SHARDED))
                 assert whole["reduce_scatter"] == whole["all_gather"] == 0
@@ -182,8 +192,10 @@ def test_what_is_kept_and_what_moves_when_inputs_are_gathered_again(comm):
             grid.ledger.reset()
             loss.backward()
             received[again] = {kind: grid.ledger.total(phase=kind).received for kind in ("gather I", "gather dO")}
-        gathered = [8 * x.shape[0] * size // (grid.data.size * grid.z.size * axis.size) for size, axis in
-                    zip(LARGE.sizes[1:-1], (grid.x, grid.y, grid.x))]
+        gathered = [
+            8 * x.shape[0] * size // (grid.data.size * grid.z.size * axis.size)
+            for size, axis in zip(LARGE.sizes[1:-1], (grid.x, grid.y, grid.x))
+        ]
         along = list(zip(gathered, (grid.y, grid.x, grid.y)))
         assert kept[False] - kept[True] == sum(size for size, axis in along if axis.size > 1)
         assert received[False]["gather I"] == 0

@@ -12,8 +12,12 @@ from pmm3d.comm import communicator
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
 CASE = Case((21, 34, 27, 10), 26)
-GRIDS = {1: [("1x1x1", 1)], 2: [("fsdp", 1), ("ddp", 1)], 4: [("fsdp", 1), ("hsdp", 2), ("1x2x2", 1)],
-         8: [("fsdp", 1), ("2x2x2", 1), ("2x1x2", 2)]}
+GRIDS = {
+    1: [("1x1x1", 1)],
+    2: [("fsdp", 1), ("ddp", 1)],
+    4: [("fsdp", 1), ("hsdp", 2), ("1x2x2", 1)],
+    8: [("fsdp", 1), ("2x2x2", 1), ("2x1x2", 2)],
+}
 
 
 def trained(grid, recompute=False, library=TESTED, **options):
@@ -37,6 +41,7 @@ def test_weights_are_those_of_messages_and_none_are_sent(comm):
     for recompute in [False, True]:
         for oag in [True, False]:
             with given(recompute=recompute, oag=oag):
+
                 def body(grid):
                     wanted, sent = trained(grid, recompute, oag=oag)
                     found, moved = trained(grid, recompute, oag=oag, shared_weights=True)
@@ -82,6 +87,7 @@ def test_ranks_have_one_copy(comm):
 
 def test_values_that_were_written_between_passes_are_seen_by_all(comm):
     """Without barriers, a fast rank would write its shard while a slow one still multiplies the old values."""
+
     def body(grid):
         nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
         net = nn.Linear(grid, 12, 8, bias=False, dtype="float64")

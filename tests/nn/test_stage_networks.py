@@ -74,7 +74,7 @@ def test_an_error_that_one_stage_catches_leaves_the_other_untouched(comm, shared
                 Checkpoints(stage, shared_path).load(shared_path / "none", state.matrices())
         losses = trained(state, case, 3)
         with alone() as single:
-            expected = trained(begun(single, case), case, 3)[-len(losses):]
+            expected = trained(begun(single, case), case, 3)[-len(losses) :]
         assert np.abs(np.subtract(losses, expected)).max() < 1e-12
 
 

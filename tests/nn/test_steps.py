@@ -52,6 +52,7 @@ def test_the_ranks_agree_on_all_at_once(comm):
 @pytest.mark.parametrize("clip, micro_batches", [(None, 1), (1.0, 1), (None, 3)])
 def test_a_step_costs_one_agreement(comm, samples, clip, micro_batches):
     """Also for a step of several micro-batches."""
+
     def check(grid):
         with DataSet(grid, samples) as data:
             net = nn.MLP(grid, [4, 8, 5], dtype="float32")
@@ -63,9 +64,13 @@ def test_a_step_costs_one_agreement(comm, samples, clip, micro_batches):
             def counted():
                 before = {key: entry.calls for key, entry in grid.ledger.entries.items() if key.axis == "all"}
                 done = step()
-                calls.append(sorted((key.operation, entry.calls - before.get(key, 0))
-                                    for key, entry in grid.ledger.entries.items()
-                                    if key.axis == "all" and entry.calls > before.get(key, 0)))
+                calls.append(
+                    sorted(
+                        (key.operation, entry.calls - before.get(key, 0))
+                        for key, entry in grid.ledger.entries.items()
+                        if key.axis == "all" and entry.calls > before.get(key, 0)
+                    )
+                )
                 return done
 
             trainer._step = counted
@@ -126,11 +131,14 @@ def mean_of_sum(out, y):
     return total * (1 / number)
 
 
-LOSSES = {"a partial": partial(nn.cross_entropy, ignore_index=-1), "a function": ignoring,
-          "a part": lambda out, y: 0.5 * ignoring(out, y) + 0.1 * nn.mean(nn.mean(out * out, 1), 0),
-          "two means": lambda out, y: ignoring(out, y) + 2 * ignoring(out * 0.5, y),
-          "a sum": partial(ignoring, reduction="sum"), "a sum of squares": lambda out, y: nn.mse(
-              out, out.value * 0.5, reduction="sum")}
+LOSSES = {
+    "a partial": partial(nn.cross_entropy, ignore_index=-1),
+    "a function": ignoring,
+    "a part": lambda out, y: 0.5 * ignoring(out, y) + 0.1 * nn.mean(nn.mean(out * out, 1), 0),
+    "two means": lambda out, y: ignoring(out, y) + 2 * ignoring(out * 0.5, y),
+    "a sum": partial(ignoring, reduction="sum"),
+    "a sum of squares": lambda out, y: nn.mse(out, out.value * 0.5, reduction="sum"),
+}
 """Labels -1 do not count."""
 
 
@@ -189,11 +197,15 @@ def test_a_loss_that_is_no_mean_is_refused(comm):
 
     def check(grid):
         net = network_of(grid, CLASSES)
-        batches = [(spread(grid, x[part]), spread(grid, y[part], batch_layout(None)))
-                   for part in (slice(0, 5), slice(5, 12))]
+        batches = [
+            (spread(grid, x[part]), spread(grid, y[part], batch_layout(None))) for part in (slice(0, 5), slice(5, 12))
+        ]
         step = lambda loss, count=2: train_step(net, optim.SGD(net.parameters(), 1.0), loss, batches[:count])
-        for wrong in (lambda out, y: 1.0, lambda out, y: nn.mean(out, 1), partial(nn.cross_entropy,
-                                                                               reduction="sum_count")):
+        for wrong in (
+            lambda out, y: 1.0,
+            lambda out, y: nn.mean(out, 1),
+            partial(nn.cross_entropy, reduction="sum_count"),
+        ):
             for run in (step, partial(step, count=1), lambda loss: evaluate(net, batches, loss)):
                 with pytest.raises(Pmm3dError, match="must return a 1 x 1 Tensor"):
                     run(wrong)
@@ -215,11 +227,17 @@ def test_every_micro_batch_is_searched_for_what_is_not_finite(comm):
         net, found = network_of(grid, VECTORS), []
         x, y = batch_of(VECTORS, 0, 20)
         x = np.where(np.arange(20)[:, None] < 10, x, np.inf)
-        batches = [(spread(grid, x[part]), spread(grid, y[part], batch_layout(None)))
-                   for part in (slice(0, 10), slice(10, 20))]
+        batches = [
+            (spread(grid, x[part]), spread(grid, y[part], batch_layout(None))) for part in (slice(0, 10), slice(10, 20))
+        ]
         with np.errstate(over="ignore", invalid="ignore"):
-            train_step(net, optim.SGD(net.parameters(), 1.0), nn.mse, batches,
-                       check=lambda inputs, what, value: found.append(first_non_finite(net, inputs)))
+            train_step(
+                net,
+                optim.SGD(net.parameters(), 1.0),
+                nn.mse,
+                batches,
+                check=lambda inputs, what, value: found.append(first_non_finite(net, inputs)),
+            )
         assert found[0] == "The input is not finite."
 
     on_each_grid(comm, check, GRIDS[comm.size][:1])
@@ -282,8 +300,11 @@ def test_a_batch_that_one_rank_cannot_read_ends_the_run_on_all_after_the_step_be
             return Pmm3dError("gone") if grid.rank == 1 and state.loader.batch == 2 else fetch()
 
         state.loader.fetch = failing
-        fails(Pmm3dError, "Loader failed on 1 of 2 ranks. rank 1: Pmm3dError: gone",
-              lambda: Trainer(state, Recipe("cross_entropy", epochs=1)).run())
+        fails(
+            Pmm3dError,
+            "Loader failed on 1 of 2 ranks. rank 1: Pmm3dError: gone",
+            lambda: Trainer(state, Recipe("cross_entropy", epochs=1)).run(),
+        )
         assert state.step == 2
         state.loader.fetch = fetch
         assert Trainer(state, Recipe("cross_entropy", epochs=1)).run() and state.step == 5
@@ -300,23 +321,31 @@ def test_a_batch_that_one_rank_cannot_read_ends_the_run_on_all_also_after_a_vali
             return Pmm3dError("gone") if grid.rank == 1 and state.loader.batch == 2 else fetch()
 
         state.loader.fetch = failing
-        fails(Pmm3dError, "Loader failed on 1 of 2 ranks. rank 1: Pmm3dError: gone",
-              lambda: Trainer(state, recipe, data.loader(25, shuffle=False)).run())
+        fails(
+            Pmm3dError,
+            "Loader failed on 1 of 2 ranks. rank 1: Pmm3dError: gone",
+            lambda: Trainer(state, recipe, data.loader(25, shuffle=False)).run(),
+        )
         assert state.step == 2
         state.loader.fetch = fetch
         assert Trainer(state, recipe, data.loader(25, shuffle=False)).run() and state.step == 5
 
 
 NONSENSE = [
-    {"log_every": 0}, {"epochs": -1}, {"steps": 1.5}, {"clip": 0.0},
-    {"clip": float("nan")}, {"evaluate_every": -1}, {"checkpoint_every": True},
+    {"log_every": 0},
+    {"epochs": -1},
+    {"steps": 1.5},
+    {"clip": 0.0},
+    {"clip": float("nan")},
+    {"evaluate_every": -1},
+    {"checkpoint_every": True},
 ]
 
 
 def test_a_recipe_that_makes_no_sense_is_refused_before_a_step():
     for options in NONSENSE:
         with given(options=options):
-            (name, value), = options.items()
+            ((name, value),) = options.items()
             with pytest.raises(Pmm3dError, match=f"{name}.*got {value}"):
                 Recipe("mse", **{"epochs": 1, **options})
 

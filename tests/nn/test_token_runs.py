@@ -37,7 +37,8 @@ def config(here, name="run", grid="", network="", training="", kind="gpt", data=
         (here.folder / f"{name}.toml").write_text(
             f'[grid]\n{grid}\n[data]\nfile = "{here.folder}/text.h5"\nsequence = 16\nbatch_size = 4\n{data}\n'
             f'[network]\nhidden = 8\nlayers = 2\nheads = 2\nkind = "{kind}"\n{network}\n[optimizer]\nlr = 0.01\n'
-            f'[training]\nfolder = "{here.folder}/{name}"\nlog_every = 1\n{training}\n')
+            f'[training]\nfolder = "{here.folder}/{name}"\nlog_every = 1\n{training}\n'
+        )
     here.comm.barrier()
     return str(here.folder / f"{name}.toml")
 
@@ -79,10 +80,15 @@ def test_a_text_is_learned_and_the_log_has_bits_per_byte(here):
             assert record["network"]["kind"] == {"gpt": "GPT", "llama": "Llama"}[kind]
 
 
-OTHERS = [("z", "shape = 'fsdp'", ""), ("x", "shape = '{0}x1x1'", ""), ("y", "shape = '1x{0}x1'", ""),
-          ("sharded", "shape = '{0}x1x1'", "activations = 'sharded'"), ("seq", "seq = {0}", ""),
-          *((order, "seq = {0}\nmicro_batches = 4", f"order = '{order}'") for order in ("plain", "zigzag", "striped")),
-          ("pipe", "pipe = 2\nmicro_batches = 2", "")]
+OTHERS = [
+    ("z", "shape = 'fsdp'", ""),
+    ("x", "shape = '{0}x1x1'", ""),
+    ("y", "shape = '1x{0}x1'", ""),
+    ("sharded", "shape = '{0}x1x1'", "activations = 'sharded'"),
+    ("seq", "seq = {0}", ""),
+    *((order, "seq = {0}\nmicro_batches = 4", f"order = '{order}'") for order in ("plain", "zigzag", "striped")),
+    ("pipe", "pipe = 2\nmicro_batches = 2", ""),
+]
 FEW = ("sharded", "zigzag", "pipe")
 
 
@@ -159,8 +165,11 @@ def test_another_length_or_number_of_heads_is_refused(here, comm):
 def test_the_tokenizers_of_all_files_are_compared(here, comm):
     """Of the validation file, of initial weights and of a resume: by what changes tokens, not by their number."""
     words, same = {f"w{number}": number for number in range(32)}, {"truncation": {"max_length": 4}, "decoder": None}
-    coders = {"text": {"model": {"vocab": words}}, "same": {**same, "model": {"vocab": words}},
-              "other": {"model": {"vocab": dict(zip(reversed(words), range(32)))}}}
+    coders = {
+        "text": {"model": {"vocab": words}},
+        "same": {**same, "model": {"vocab": words}},
+        "other": {"model": {"vocab": dict(zip(reversed(words), range(32)))}},
+    }
     if comm.rank == 0:
         for name in ("same", "other"):
             shutil.copy(here.folder / "text.h5", here.folder / f"{name}.h5")
@@ -192,9 +201,11 @@ def build(grid, features, outputs):
 def test_a_network_of_ones_own_takes_tokens(here, comm):
     if comm.rank == 0:
         (here.folder / "model.py").write_text(MODEL)
-        text = (f'network = "{here.folder}/model.py:build"\n[grid]\nshape = "{comm.size}x1x1"\n[data]\n'
-                f'file = "{here.folder}/text.h5"\nsequence = 16\nbatch_size = 4\n'
-                f'[training]\nfolder = "{here.folder}/own"\nsteps = 3\nlog_every = 1\n')
+        text = (
+            f'network = "{here.folder}/model.py:build"\n[grid]\nshape = "{comm.size}x1x1"\n[data]\n'
+            f'file = "{here.folder}/text.h5"\nsequence = 16\nbatch_size = 4\n'
+            f'[training]\nfolder = "{here.folder}/own"\nsteps = 3\nlog_every = 1\n'
+        )
         (here.folder / "own.toml").write_text(text)
     comm.barrier()
     done = here.train(here.folder / "own.toml")

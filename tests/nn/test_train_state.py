@@ -120,8 +120,11 @@ def test_what_is_another_training_is_refused_before_anything_changes(begin, chec
 def test_an_optimizer_that_keeps_something_else_is_refused_with_a_remedy(begin, checkpoints):
     begin(optimizer=optim.SGD).save(checkpoints)
     state = begin(optimizer=lambda parameters, lr: optim.SGD(parameters, lr, momentum=0.9))
-    with pytest.raises(Pmm3dError, match="keeps nothing of each weight, the optimizer of this run keeps momentum; "
-                                         r"nothing was changed. Restore the optimizer's options \(momentum\), or"):
+    with pytest.raises(
+        Pmm3dError,
+        match="keeps nothing of each weight, the optimizer of this run keeps momentum; "
+        r"nothing was changed. Restore the optimizer's options \(momentum\), or",
+    ):
         state.resume(checkpoints)
 
 
@@ -196,14 +199,26 @@ def test_going_back_retires_what_is_later_and_keeps_what_comes(begin, checkpoint
 
 
 def test_settings_are_compared_key_by_key():
-    before = {"network": {"activation": "gelu", "dropout": 0.0}, "data": {"file": "a", "batch_size": 8},
-              "optimizer": {"lr": 0.1, "betas": [0.9, 0.99]}, "training": {"seed": 0, "epochs": 3}}
-    now = {"network": {"activation": "relu", "dropout": 0.5, "build": None}, "data": {"file": "b", "batch_size": 9},
-           "optimizer": {"lr": 0.1, "betas": (0.9, 0.99)}, "training": {"seed": 1, "epochs": 3}}
+    before = {
+        "network": {"activation": "gelu", "dropout": 0.0},
+        "data": {"file": "a", "batch_size": 8},
+        "optimizer": {"lr": 0.1, "betas": [0.9, 0.99]},
+        "training": {"seed": 0, "epochs": 3},
+    }
+    now = {
+        "network": {"activation": "relu", "dropout": 0.5, "build": None},
+        "data": {"file": "b", "batch_size": 9},
+        "optimizer": {"lr": 0.1, "betas": (0.9, 0.99)},
+        "training": {"seed": 1, "epochs": 3},
+    }
     found = differences(before, now)
     assert {each.key: each.kind for each in found} == {
-        "network.activation": "network", "network.dropout": "free", "data.file": "free", "data.batch_size": "data",
-        "training.seed": "data"}
+        "network.activation": "network",
+        "network.dropout": "free",
+        "data.file": "free",
+        "data.batch_size": "data",
+        "training.seed": "data",
+    }
     with pytest.raises(Pmm3dError, match="network.activation was 'gelu', is 'relu'. Restore .*--accept network"):
         refuse(found, {"data"})
     with pytest.raises(Pmm3dError, match="data.batch_size was 8, is 9; training.seed was 0, is 1.*--accept data"):

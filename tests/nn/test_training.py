@@ -69,8 +69,13 @@ def test_a_run_leaves_metrics_curves_and_checkpoints(here):
 
 @four
 def test_an_interrupted_run_goes_on_to_the_same_bits_and_elsewhere_to_the_same_losses(here, comm):
-    options = {"data": "validation = 0.0", "batch_size": 100, "training": "epochs = 3",
-               "grid": 'shape = "1x2x1"\nmicro_batches = 2', "network": "dropout = 0.2\nnorm = true\ndtype = 'float64'"}
+    options = {
+        "data": "validation = 0.0",
+        "batch_size": 100,
+        "training": "epochs = 3",
+        "grid": 'shape = "1x2x1"\nmicro_batches = 2',
+        "network": "dropout = 0.2\nnorm = true\ndtype = 'float64'",
+    }
     whole = here.train(here.config("whole", **options), ranks=2)
     assert whole.returncode == 0, whole.stderr
     with signal_at(comm, Trainer, "_step", 4):
@@ -78,8 +83,10 @@ def test_an_interrupted_run_goes_on_to_the_same_bits_and_elsewhere_to_the_same_l
     assert ended.returncode == 75, ended.stderr
     assert 3 <= len(here.metrics("ended")) < 12
     assert re.match(r"not finished: SIGTERM stopped the run at step [0-9]+ of 12\n", ended.stdout), ended.stdout
-    assert ("to resume, on this or another number of ranks: python -m pmm3d.launcher -n 2 -m pmm3d train "
-            f"{here.folder}/ended.toml --resume auto (or the site's launcher)\nthis command ends" in ended.stdout)
+    assert (
+        "to resume, on this or another number of ranks: python -m pmm3d.launcher -n 2 -m pmm3d train "
+        f"{here.folder}/ended.toml --resume auto (or the site's launcher)\nthis command ends" in ended.stdout
+    )
     assert "exit code 75 (not finished)" in ended.stdout and "predictions" not in ended.stdout
     resumed = here.train(here.config("ended", **options), "--resume", "auto", ranks=2)
     assert resumed.returncode == 0 and "resumed" in resumed.stderr, resumed.stderr
@@ -105,8 +112,13 @@ def test_sigusr1_has_a_checkpoint_written_and_the_run_goes_on(here, comm):
 
 @two
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_layer(here):
-    config = here.config(training="epochs = 20\nloss = 'mse'", data="targets = 'field'", network="activation = 'relu'",
-                         optimizer="kind = 'sgd'\nlr = 1e6", schedule="kind = 'constant'")
+    config = here.config(
+        training="epochs = 20\nloss = 'mse'",
+        data="targets = 'field'",
+        network="activation = 'relu'",
+        optimizer="kind = 'sgd'\nlr = 1e6",
+        schedule="kind = 'constant'",
+    )
     done = here.train(config)
     fails(done, "NonFiniteLossError: step 3: the loss is inf. The output of layer 2 (Linear) is not finite.")
     assert [line["step"] for line in here.metrics()] == [1, 2] and not here.checkpoints()
@@ -137,8 +149,10 @@ def test_a_checkpoint_of_another_network_is_refused_with_names_and_shapes(here):
     assert here.train(here.config(training="epochs = 1")).returncode == 0
     before = here.checkpoints()
     config = here.config(training="epochs = 2", network="bias = false")
-    fails(here.train(config, "--resume", "auto"), "the network of the checkpoint differs, and nothing was changed: "
-          "network.bias was True")
+    fails(
+        here.train(config, "--resume", "auto"),
+        "the network of the checkpoint differs, and nothing was changed: network.bias was True",
+    )
     fails(here.train(config, "--resume", "auto", "--accept", "network"), "0.bias")
     assert here.checkpoints() == before
 
@@ -214,8 +228,12 @@ def test_after_kill_9_the_next_job_gets_the_folder_at_once(runs):
     assert killed.returncode not in (0, 75) and (runs.folder / "run/lock").read_bytes()
     page = write_page(runs.folder / "run").read_text()
     assert "not finished" in page and "the lock names process" in page and "Nothing was moved yet" in page
-    again = runs.train(runs.config(training="epochs = 300\ncheckpoint_every = 3"), "--resume", "auto",
-                       before=SIGNAL.format(folder=str(runs.folder / "run"), after=9, name="SIGKILL"))
+    again = runs.train(
+        runs.config(training="epochs = 300\ncheckpoint_every = 3"),
+        "--resume",
+        "auto",
+        before=SIGNAL.format(folder=str(runs.folder / "run"), after=9, name="SIGKILL"),
+    )
     assert again.returncode not in (0, 75) and "taken over from a job that has ended" in again.stderr, again.stderr
     ended = runs.train(runs.config(training="epochs = 1"), "--resume", "auto")
     assert ended.returncode == 0 and "taken over from a job that has ended" in ended.stderr, ended.stderr
@@ -337,36 +355,54 @@ def test_figures_that_cannot_be_written_later_end_no_training(here, monkeypatch)
 def test_memory_that_cannot_be_had_is_told_beside_what_was_predicted(runs):
     """Layers of 8000, for which one rank has not enough memory: first a warning, then the rank, the bytes, and the
     prediction."""
-    done = runs.train(runs.config(hidden=[8000, 8000, 8000], training="epochs = 1"), before="""
+    done = runs.train(
+        runs.config(hidden=[8000, 8000, 8000], training="epochs = 1"),
+        before="""
 import mpi4py.MPI, resource, pmm3d.model.machine
 pmm3d.model.machine.available_memory = lambda *file: 2**30
 if mpi4py.MPI.COMM_WORLD.rank == 1:
     import h5py, pmm3d.nn
     room = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + 2**28
     resource.setrlimit(resource.RLIMIT_AS, (room, room))
-""")
+""",
+    )
     assert done.returncode != 0
     warning = r"training is predicted to take [0-9.]+ GiB on a rank; host \S+ has 512 MiB free"
     assert re.search(warning, done.stderr), done.stderr
-    assert re.search(r"OutOfMemoryError: .*rank 1 \(host \S+\) is out of memory: Unable to allocate .*Predicted for a "
-                     r"rank: training of 12-8000-8000-8000-3 with batches of 50 [0-9.]+ GiB", done.stderr), done.stderr
+    assert re.search(
+        r"OutOfMemoryError: .*rank 1 \(host \S+\) is out of memory: Unable to allocate .*Predicted for a "
+        r"rank: training of 12-8000-8000-8000-3 with batches of 50 [0-9.]+ GiB",
+        done.stderr,
+    ), done.stderr
 
 
 @two
 def test_sharded_activations_and_gathered_inputs_from_a_configuration(here):
     """Both reach the network: equal weights by other collectives."""
     found, calls = [], []
-    for name, network, overlap in (("plain", "", ""), ("sharded", "activations = 'sharded'", ""),
-                                   ("again", "activations = 'sharded'", "regather_inputs = true")):
-        config = here.config(name, training="epochs = 1", grid='shape = "1x2x1"', overlap=overlap,
-                             network=network + "\ndtype = 'float64'")
+    for name, network, overlap in (
+        ("plain", "", ""),
+        ("sharded", "activations = 'sharded'", ""),
+        ("again", "activations = 'sharded'", "regather_inputs = true"),
+    ):
+        config = here.config(
+            name,
+            training="epochs = 1",
+            grid='shape = "1x2x1"',
+            overlap=overlap,
+            network=network + "\ndtype = 'float64'",
+        )
         done = here.train(config)
         assert done.returncode == 0, done.stderr
         moved = json.loads((here.folder / name / "run.json").read_text())["moved"]
         found.append(here.weights(name))
         kinds = ("reduce O", "all_reduce"), ("reduce O", "reduce_scatter"), ("gather I", "all_gather")
-        calls.append({kind: sum(sum(each["calls"]) for each in moved if (each["phase"], each["operation"]) == kind)
-                      for kind in kinds})
+        calls.append(
+            {
+                kind: sum(sum(each["calls"]) for each in moved if (each["phase"], each["operation"]) == kind)
+                for kind in kinds
+            }
+        )
     assert [each > 0 for each in calls[0].values()] == [True, False, False]
     assert [each > 0 for each in calls[1].values()] == [False, True, True]
     assert calls[2]["gather I", "all_gather"] > calls[1]["gather I", "all_gather"]

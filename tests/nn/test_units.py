@@ -130,8 +130,11 @@ def test_states_keep_units(comm):
 @pytest.mark.parallel([2], thorough=[1])
 def test_what_does_not_fit_is_refused(comm, fails):
     with Grid(comm, (1, comm.size, 1)) as grid:
-        fails(LayoutError, "the 10 outputs are no multiple of the unit, the 4 columns of one head",
-              lambda: nn.Linear(grid, 4, 10, unit=4))
+        fails(
+            LayoutError,
+            "the 10 outputs are no multiple of the unit, the 4 columns of one head",
+            lambda: nn.Linear(grid, 4, 10, unit=4),
+        )
         fails(LayoutError, "unit is a whole number", lambda: nn.Linear(grid, 4, 10, unit=0))
 
 

@@ -49,7 +49,8 @@ def test_a_run_begins_with_the_weights_of_a_folder_of_the_transformers_package(h
         (here.folder / "warm.toml").write_text(
             f'[data]\nfile = "{here.folder}/text.h5"\nsequence = 8\nbatch_size = 4\n[network]\nkind = "gpt"\n'
             'layers = 1\nhidden = 8\nheads = 2\n[optimizer]\nkind = "sgd"\nlr = 1e-300\n'
-            f'[training]\nfolder = "{here.folder}/warm"\nsteps = 1\nweights = "{here.folder}/published"\n')
+            f'[training]\nfolder = "{here.folder}/warm"\nsteps = 1\nweights = "{here.folder}/published"\n'
+        )
     comm.barrier()
     done = here.train(here.folder / "warm.toml")
     assert done.returncode == 0 and f"training.weights = {here.folder}/published: loaded" in done.stderr, done.stderr

@@ -1,5 +1,5 @@
-"""Collectives as linear maps: the adjoint of each is the collective that gradients need. Sums have reproducible bits.
-"""
+"""Collectives as linear maps: the adjoint of each is the collective that gradients need. Sums have reproducible
+bits."""
 
 import numpy as np
 import pytest
@@ -38,8 +38,13 @@ def assert_adjoint(axis, forward, backward, domain, image):
 def test_gather_and_reduce_scatter_are_adjoint(grid):
     for axis in axes(grid):
         counts = [(3, 0, 1, 4, 2, 0, 5, 1)[index] for index in range(axis.size)]
-        assert_adjoint(axis, lambda x: axis.all_gather(x), lambda y: axis.reduce_scatter(y, counts=counts),
-                       counts[axis.index], sum(counts))
+        assert_adjoint(
+            axis,
+            lambda x: axis.all_gather(x),
+            lambda y: axis.reduce_scatter(y, counts=counts),
+            counts[axis.index],
+            sum(counts),
+        )
         even = part_sizes(9, axis.size)
         assert_adjoint(axis, lambda x: axis.reduce_scatter(x), lambda y: axis.all_gather(y), 9, even[axis.index])
 
@@ -95,8 +100,10 @@ def test_sums_do_not_depend_on_the_array_library(some_grid):
     for axis in axes(some_grid):
         drawn = np.random.default_rng(axis.index).standard_normal((40, 3))
         for dtype in ("float16", "float32"):
-            found = {bits_of(axis.all_reduce(to_library(drawn.astype(dtype), library)).wait())
-                     for library in ("numpy", "torch", "standin")}
+            found = {
+                bits_of(axis.all_reduce(to_library(drawn.astype(dtype), library)).wait())
+                for library in ("numpy", "torch", "standin")
+            }
             assert len(found) == 1
 
 

@@ -1,5 +1,5 @@
-"""Agreement of the ranks on the kind of a library, without device numbers; on grids; with debug, on contents of arrays.
-"""
+"""Agreement of the ranks on the kind of a library, without device numbers; on grids; with debug, on contents of
+arrays."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -84,8 +84,12 @@ def test_equal_arguments_of_other_types_agree(grid):
     first = grid.rank == 0
     whole = integers((6, 6))
     square = DistMatrix.from_global(grid, to_library(whole))
-    made = DistMatrix.random(grid, (4, 3) if first else np.array([4, 3]), seed=5 if first else np.int64(5),
-                             dtype="float32" if first else np.float32)
+    made = DistMatrix.random(
+        grid,
+        (4, 3) if first else np.array([4, 3]),
+        seed=5 if first else np.int64(5),
+        dtype="float32" if first else np.float32,
+    )
     assert made.shape == (4, 3) and made.dtype == "float32"
     assert np.array_equal(matmul(square, square, alpha=2 if first else np.float32(2)).gather(), 2 * whole @ whole)
     DistMatrix.empty(grid, (2, 2), dtype="f4" if first else "float32")
@@ -99,8 +103,9 @@ def test_a_matrix_to_write_into_is_on_the_grid_that_is_asked_for(comm, grid, fai
     with Grid(turned, (1, comm.size, 1)) as other, Grid(comm, (comm.size, 1, 1)) as third:
         away, near = DistMatrix.empty(other, (6, 6), layout=Layout.B), DistMatrix.empty(third, (6, 6), layout=Layout.B)
         for out in (away, near):
-            fails(GridError, "out is on another Grid .*pass grid=out.grid",
-                  lambda: square.redistribute(Layout.B, out=out))
+            fails(
+                GridError, "out is on another Grid .*pass grid=out.grid", lambda: square.redistribute(Layout.B, out=out)
+            )
         fails(GridError, "out is on another Grid", lambda: square.redistribute(Layout.B, third, out=away))
         assert np.array_equal(square.redistribute(Layout.B, third, out=near).gather(), integers((6, 6)))
     turned.Free()

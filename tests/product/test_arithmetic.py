@@ -87,8 +87,9 @@ def test_in_place_operators_change_what_others_see(some_grid):
 def test_transposes_and_conjugates_are_views_that_products_read_in_place(some_grid):
     """The BLAS transposes, and conjugates while it transposes. Nothing is copied, and no operand is sent."""
     for dtype in TYPES:
-        (a, whole), (b, whole_b) = (made(some_grid, (7, cols), layout, dtype, seed=cols)
-                                      for cols, layout in ((6, Layout.A), (5, Layout.C)))
+        (a, whole), (b, whole_b) = (
+            made(some_grid, (7, cols), layout, dtype, seed=cols) for cols, layout in ((6, Layout.A), (5, Layout.C))
+        )
         for view in (a.T, a.H, a.conj()):
             assert a.library.share_memory(view.memory, a.memory) or not a.box.size
         some_grid.ledger.reset()
@@ -106,8 +107,10 @@ def test_transposes_and_conjugates_are_views_that_products_read_in_place(some_gr
 def assert_types(grid, library, dtypes):
     for dtype in dtypes:
         s = factor_of(dtype)
-        (a, whole), (b, whole_b) = made(grid, (9, 9), dtype=dtype, library=library), made(
-            grid, (9, 9), Layout.C, dtype, library, seed=1)
+        (a, whole), (b, whole_b) = (
+            made(grid, (9, 9), dtype=dtype, library=library),
+            made(grid, (9, 9), Layout.C, dtype, library, seed=1),
+        )
         assert_is(a + b, whole + whole_b)
         assert_is(a - b, whole - whole_b)
         assert_is(s * a, (s * whole).astype(whole.dtype))
@@ -204,8 +207,14 @@ def test_numbers_are_the_same_on_every_rank(grid, comm):
 
 @pytest.mark.parallel([4], thorough=[1, 2, 6])
 def test_the_norm_does_not_overflow(some_grid):
-    for dtype, large, small in (("float64", 1e300, 1e-300), ("complex128", 1e300, 1e-300), ("float64", 1e154, 2e-309),
-                                ("float32", 1e38, 1e-45), ("float16", 6e4, 6e-8), ("float64", 8e307, 2e-308)):
+    for dtype, large, small in (
+        ("float64", 1e300, 1e-300),
+        ("complex128", 1e300, 1e-300),
+        ("float64", 1e154, 2e-309),
+        ("float32", 1e38, 1e-45),
+        ("float16", 6e4, 6e-8),
+        ("float64", 8e307, 2e-308),
+    ):
         for number in (large, small):
             part = np.full((3, 3), number, dtype)
             for library in HERE:
@@ -299,11 +308,17 @@ def test_diagonal_matrices(grid, fails):
         assert np.array_equal(to_numpy(a.diagonal()), values)
         assert_is(DistMatrix.identity(grid, len(values), layout=layout, library=TESTED), np.eye(len(values)))
     assert_is(DistMatrix.diag(grid, np.arange(4), dtype="float32", library="standin"), np.diag(np.arange(4.0)))
-    fails(DTypeError, "diag: the values are complex128, which no float64 can hold",
-          lambda: DistMatrix.diag(grid, np.ones(3, complex), dtype="float64"))
+    fails(
+        DTypeError,
+        "diag: the values are complex128, which no float64 can hold",
+        lambda: DistMatrix.diag(grid, np.ones(3, complex), dtype="float64"),
+    )
     fails(LayoutError, "the values are an array of one dim", lambda: DistMatrix.diag(grid, np.ones((3, 3))))
-    fails(DTypeError, r"list is none of .* Make an array of it: numpy.array\(values\)",
-          lambda: DistMatrix.diag(grid, [1.0, 2.0]))
+    fails(
+        DTypeError,
+        r"list is none of .* Make an array of it: numpy.array\(values\)",
+        lambda: DistMatrix.diag(grid, [1.0, 2.0]),
+    )
     fails(LayoutError, "two dims of at least 0", lambda: DistMatrix.identity(grid, -1))
     fails(DTypeError, "int64", lambda: DistMatrix.identity(grid, 2, dtype="int64"))
 
@@ -337,16 +352,17 @@ def test_shared_memory(some_grid):
 
 @pytest.mark.parallel([4])
 def test_replicas_count_once_and_other_axes_split(comm):
-    for options, layouts in (({"data": 2}, (Layout.A, Layout("data", "y"), Layout("y", sums="data"))),
-                             ({"axes": {"seq": 2}}, (Layout(("seq", "y")), Layout(), Layout("y", "seq")))):
+    for options, layouts in (
+        ({"data": 2}, (Layout.A, Layout("data", "y"), Layout("y", sums="data"))),
+        ({"axes": {"seq": 2}}, (Layout(("seq", "y")), Layout(), Layout("y", "seq"))),
+    ):
         with Grid(comm, (1, 2, 1), **options) as grid:
             for layout in layouts:
                 (a, whole), (b, whole_b) = made(grid, (9, 9), layout), made(grid, (9, 9), Layout.B, seed=1)
                 assert a.inner(b) == np.vdot(whole, whole_b) and np.isclose(a.norm(), np.linalg.norm(whole))
                 assert a.trace() == np.trace(whole) and np.array_equal(to_numpy(a.diagonal()), np.diagonal(whole))
                 assert_is(a.add(b).add_identity(2), whole + whole_b + 2 * np.eye(9))
-                assert_is(DistMatrix.diag(grid, a.diagonal(), layout=layout), np.diag(np.diagonal(whole + whole_b)
-                                                                                     + 2))
+                assert_is(DistMatrix.diag(grid, a.diagonal(), layout=layout), np.diag(np.diagonal(whole + whole_b) + 2))
 
 
 @pytest.mark.parallel([7])
@@ -378,8 +394,11 @@ def test_grids_without_data(grid):
             partial = DistMatrix.identity(each, 9, dtype="complex64", layout=Layout("z", sums="y"))
             assert DistMatrix.diag(each, np.ones(3)).shape == (3, 3) and partial.inner(a) is not None
             kinds = c.elementwise(np.abs).dtype, c.dtype, type(numbers[0]), type(numbers[2]), numbers[3]
-            moved = {key: (entry.calls, entry.sent, entry.received) for key, entry in each.ledger.entries.items()
-                     if not key.operation.startswith("agreement")}
+            moved = {
+                key: (entry.calls, entry.sent, entry.received)
+                for key, entry in each.ledger.entries.items()
+                if not key.operation.startswith("agreement")
+            }
             counted.append((kinds, moved))
     assert counted[0] == counted[1]
 
@@ -388,8 +407,10 @@ def test_grids_without_data(grid):
 def test_a_shard_with_gaps_or_in_another_order_has_its_diagonal(comm):
     """An array that replaced the shard may have another memory order."""
     with Grid(comm, (1, 1, comm.size)) as grid:
-        for make in (lambda shape: np.asfortranarray(np.zeros(shape)),
-                     lambda shape: np.zeros((shape[0], 12))[:, : shape[1]]):
+        for make in (
+            lambda shape: np.asfortranarray(np.zeros(shape)),
+            lambda shape: np.zeros((shape[0], 12))[:, : shape[1]],
+        ):
             a = DistMatrix.empty(grid, (6, 6), library="numpy")
             a.local = make(a.local.shape)
             a.add_identity(2)
@@ -412,8 +433,12 @@ def test_operands_that_move_are_agreed_on_with_the_arguments(some_grid, monkeypa
     monkeypatch.setattr(Grid, "_agreement", lambda self, what, *rest: made.append(what) or agreement(self, what, *rest))
     a, b = (DistMatrix.full(some_grid, (7, 5), 2, layout=layout) for layout in (Layout.A, Layout("x", "z")))
     moves = a.layout.on(some_grid.shape) != b.layout.on(some_grid.shape)
-    for operation, most in ((lambda: a + b, 1), (lambda: a.add(b, 2), 1), (lambda: a.elementwise(np.multiply, a), 2),
-                            (lambda: a.elementwise(np.multiply, b), 2 + moves)):
+    for operation, most in (
+        (lambda: a + b, 1),
+        (lambda: a.add(b, 2), 1),
+        (lambda: a.elementwise(np.multiply, a), 2),
+        (lambda: a.elementwise(np.multiply, b), 2 + moves),
+    ):
         made.clear()
         operation()
         assert len(made) == most, made

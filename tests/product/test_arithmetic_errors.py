@@ -21,8 +21,9 @@ def test_what_elementwise_refuses(some_grid, fails):
     refused(DTypeError, "list is none of", lambda x: [1])
     refused(DTypeError, "the function makes float64, and out is float32", np.exp, out=single)
     refused(LayoutError, "elementwise: out is", np.exp, out=DistMatrix.empty(some_grid, (5, 6)))
-    refused(LayoutError, "elementwise: out is", np.exp, out=DistMatrix.empty(some_grid, (6, 5), layout=Layout())) \
-        if some_grid.size > 1 else None
+    refused(
+        LayoutError, "elementwise: out is", np.exp, out=DistMatrix.empty(some_grid, (6, 5), layout=Layout())
+    ) if some_grid.size > 1 else None
     refused(Pmm3dError, "out is a ndarray", np.exp, out=np.ones((6, 5)))
     refused(Pmm3dError, "is no function", "exp")
     refused(Pmm3dError, "B is a int; it must be a DistMatrix", np.add, 1)
@@ -36,8 +37,11 @@ def test_what_elementwise_refuses(some_grid, fails):
     with pytest.raises(Exception, match="not here"):
         a.elementwise(wrong_here)
     if some_grid.size > 1:
-        fails(DisagreementError, "different arguments",
-              lambda: a.elementwise(lambda x: x.astype("float32" if some_grid.rank else "float64")))
+        fails(
+            DisagreementError,
+            "different arguments",
+            lambda: a.elementwise(lambda x: x.astype("float32" if some_grid.rank else "float64")),
+        )
 
 
 def test_what_sums_and_multiples_refuse(some_grid, fails):
@@ -83,9 +87,18 @@ def test_frozen_arrays_are_not_written(some_grid, fails):
 def test_labels_have_no_arithmetic(some_grid, fails):
     a = DistMatrix.from_global(some_grid, to_library(np.arange(12).reshape(4, 3), dtype="int64"))
     square = DistMatrix.from_global(some_grid, to_library(np.arange(9).reshape(3, 3), dtype="int64"))
-    calls = {"add": lambda: a + a, "subtract": lambda: a - a, "scale": lambda: a.scale(2), "multiply": lambda: 2 * a,
-             "norm": a.norm, "inner": lambda: a.inner(a), "diagonal": a.diagonal, "trace": square.trace,
-             "elementwise": lambda: a.elementwise(np.square), "add_identity": lambda: square.add_identity(1)}
+    calls = {
+        "add": lambda: a + a,
+        "subtract": lambda: a - a,
+        "scale": lambda: a.scale(2),
+        "multiply": lambda: 2 * a,
+        "norm": a.norm,
+        "inner": lambda: a.inner(a),
+        "diagonal": a.diagonal,
+        "trace": square.trace,
+        "elementwise": lambda: a.elementwise(np.square),
+        "add_identity": lambda: square.add_identity(1),
+    }
     for name, call in calls.items():
         fails(DTypeError, f"{name}: the matrix is int64, which holds labels", call)
 
@@ -102,8 +115,11 @@ def test_matrices_of_two_grids(comm, some_grid, fails):
 @pytest.mark.parallel([2])
 def test_what_ranks_do_not_agree_on_changes_nothing(some_grid, fails):
     a, whole = made(some_grid, (6, 6))
-    for name, call in (("scale", lambda: a.scale(some_grid.rank)), ("add", lambda: a.add(a, some_grid.rank)),
-                       ("add", lambda: a + (a if some_grid.rank else 1)),
-                       ("multiply", lambda: a * (a if some_grid.rank else 2))):
+    for name, call in (
+        ("scale", lambda: a.scale(some_grid.rank)),
+        ("add", lambda: a.add(a, some_grid.rank)),
+        ("add", lambda: a + (a if some_grid.rank else 1)),
+        ("multiply", lambda: a * (a if some_grid.rank else 2)),
+    ):
         fails(DisagreementError, f"{name}: the ranks passed different", call)
     assert_is(a, whole)

@@ -106,11 +106,17 @@ def test_what_is_refused(some_grid, fails):
     fails(DTypeError, "syrk: beta is 'x', which cannot scale", lambda: syrk(a, beta="x", out=room))
     fails(LayoutError, "herk: beta needs out=", lambda: herk(a, beta=1))
     fails(LayoutError, "syrk: uplo is .* got 'lower'", lambda: syrk(a, uplo="lower"))
-    fails(LayoutError, "syrk: out is 5 x 5; the result is 6 x 6",
-          lambda: syrk(a, out=DistMatrix.empty(some_grid, (5, 5), dtype="complex64")))
+    fails(
+        LayoutError,
+        "syrk: out is 5 x 5; the result is 6 x 6",
+        lambda: syrk(a, out=DistMatrix.empty(some_grid, (5, 5), dtype="complex64")),
+    )
     fails(LayoutError, "syrk: out is a conjugated view", lambda: syrk(a, out=room.H))
-    fails(DTypeError, "A is complex64, B is complex64, out is float64",
-          lambda: syrk(a, out=DistMatrix.empty(some_grid, (6, 6))))
+    fails(
+        DTypeError,
+        "A is complex64, B is complex64, out is float64",
+        lambda: syrk(a, out=DistMatrix.empty(some_grid, (6, 6))),
+    )
     fails(Pmm3dError, "syrk: out is a ndarray; it must be a DistMatrix", lambda: syrk(a, out=whole))
     with pytest.raises(Pmm3dError, match="herk: a is a ndarray"):
         herk(whole)
@@ -158,7 +164,15 @@ def test_grids_without_data(grid):
             each.ledger.reset()
             a = DistMatrix.random(each, (26, 7), dtype="complex64")
             c = herk(a, alpha=2, beta=1, out=DistMatrix.identity(each, 26, dtype="complex64"), uplo="U")
-            counted.append((c.local.shape, {key: (entry.calls, entry.sent, entry.received) for key, entry
-                                            in each.ledger.entries.items() if "agreement" not in key.operation}))
+            counted.append(
+                (
+                    c.local.shape,
+                    {
+                        key: (entry.calls, entry.sent, entry.received)
+                        for key, entry in each.ledger.entries.items()
+                        if "agreement" not in key.operation
+                    },
+                )
+            )
     assert counted[0] == counted[1]
     assert {key.phase for key in counted[0][1]} >= {"submatrix", "redistribute"}

@@ -13,8 +13,14 @@ from pmm3d.layout import EMPTY, MATRIX_DTYPES
 
 pytestmark = pytest.mark.parallel([2, 4], thorough=[1, 6])
 LAYOUTS = [Layout.A, Layout.B, Layout(), Layout(cols=("z", "y")), Layout("x", sums=("y", "z"))]
-WINDOWS = [(slice(2, 9), slice(1, 6)), (slice(None), slice(None)), (slice(3, 3), slice(None)),
-           (slice(12, 13), slice(4)), (slice(5, None), slice(6, 7, 1)), (slice(0, 5), slice(0, 0))]
+WINDOWS = [
+    (slice(2, 9), slice(1, 6)),
+    (slice(None), slice(None)),
+    (slice(3, 3), slice(None)),
+    (slice(12, 13), slice(4)),
+    (slice(5, None), slice(6, 7, 1)),
+    (slice(0, 5), slice(0, 0)),
+]
 SHAPE = (13, 7)
 
 
@@ -110,26 +116,39 @@ def test_what_is_refused(some_grid, fails):
     a, whole = made(some_grid, SHAPE)
     every = slice(None)
     for rows in (slice(0, 14), slice(-2, None), slice(0, 10, 2), slice(5, 4), 3, slice(0, 1.5), None):
-        fails(LayoutError, "submatrix: rows are a slice without step within 0 and 13",
-              lambda rows=rows: a.submatrix(rows, every))
-    fails(LayoutError, "submatrix: columns are a slice without step within 0 and 7",
-          lambda: a.submatrix(every, slice(8)))
+        fails(
+            LayoutError,
+            "submatrix: rows are a slice without step within 0 and 13",
+            lambda rows=rows: a.submatrix(rows, every),
+        )
+    fails(
+        LayoutError, "submatrix: columns are a slice without step within 0 and 7", lambda: a.submatrix(every, slice(8))
+    )
     fails(LayoutError, "a layout is a pmm3d.Layout", lambda: a.submatrix(every, every, "A"))
     part = a.submatrix(slice(0, 4), every)
-    fails(LayoutError, "set_submatrix: A is 4 x 7; it must be 3 x 7",
-          lambda: a.set_submatrix(slice(0, 3), every, part))
+    fails(LayoutError, "set_submatrix: A is 4 x 7; it must be 3 x 7", lambda: a.set_submatrix(slice(0, 3), every, part))
     fails(Pmm3dError, "set_submatrix: A is a ndarray", lambda: a.set_submatrix(slice(0, 4), every, whole[:4]))
-    fails(LayoutError, "the matrix shares memory", lambda: a.set_submatrix(every, every, a)) \
-        if a.box.size and some_grid.size == 1 else None
-    fails(DTypeError, "set_submatrix: the matrix is float64 of .*, A float32",
-          lambda: a.set_submatrix(slice(0, 4), every, DistMatrix.empty(some_grid, (4, 7), dtype="float32")))
+    fails(
+        LayoutError, "the matrix shares memory", lambda: a.set_submatrix(every, every, a)
+    ) if a.box.size and some_grid.size == 1 else None
+    fails(
+        DTypeError,
+        "set_submatrix: the matrix is float64 of .*, A float32",
+        lambda: a.set_submatrix(slice(0, 4), every, DistMatrix.empty(some_grid, (4, 7), dtype="float32")),
+    )
     if some_grid.size > 1:
         sums = a.redistribute(Layout(sums=("x", "y", "z")))
-        fails(LayoutError, "set_submatrix: the matrix is of partial sums", lambda: sums.set_submatrix(
-            slice(0, 4), every, part))
+        fails(
+            LayoutError,
+            "set_submatrix: the matrix is of partial sums",
+            lambda: sums.set_submatrix(slice(0, 4), every, part),
+        )
     conjugates, _ = made(some_grid, SHAPE, dtype="complex64")
-    fails(LayoutError, "set_submatrix: the matrix is a conjugated view", lambda: conjugates.conj().set_submatrix(
-        slice(0, 0), every, conjugates.submatrix(slice(0, 0), every)))
+    fails(
+        LayoutError,
+        "set_submatrix: the matrix is a conjugated view",
+        lambda: conjugates.conj().set_submatrix(slice(0, 0), every, conjugates.submatrix(slice(0, 0), every)),
+    )
     assert_is(a, whole)
 
 

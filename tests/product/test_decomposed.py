@@ -21,8 +21,12 @@ from pmm3d import (
 )
 
 pytestmark = pytest.mark.parallel([2, 4], thorough=[1, 8])
-SHAPES = {1: [(1, 1, 1)], 2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)], 4: [(2, 2, 1), (4, 1, 1), (1, 4, 1), (2, 1, 2)],
-          8: [(2, 2, 2), (1, 4, 2), (8, 1, 1), (4, 2, 1)]}
+SHAPES = {
+    1: [(1, 1, 1)],
+    2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)],
+    4: [(2, 2, 1), (4, 1, 1), (1, 4, 1), (2, 1, 2)],
+    8: [(2, 2, 2), (1, 4, 2), (8, 1, 1), (4, 2, 1)],
+}
 SIZES = [(37, 29, 41), (3, 2, 5), (1, 1, 1), (160, 96, 128), (9, 300, 200)]
 
 
@@ -41,8 +45,11 @@ def moved(grid):
 
 @pytest.mark.parallel([1, 2, 4, 8])
 def test_bytes_are_those_of_one_panel_and_so_are_whole_numbers(grids, pytestconfig):
-    cases = [*((size, "float64") for size in SIZES), *((SIZES[0], dtype) for dtype in ("float32", "complex128")),
-             *((size, "float16") for size in SIZES[:2])]
+    cases = [
+        *((size, "float64") for size in SIZES),
+        *((SIZES[0], dtype) for dtype in ("float32", "complex128")),
+        *((size, "float16") for size in SIZES[:2]),
+    ]
     if pytestconfig.getoption("all_tests"):
         cases = list(product(SIZES, ["float32", "float64", "complex128", "float16"]))
     for grid, (size, dtype) in product(grids, cases):
@@ -127,8 +134,12 @@ def assert_takes(grid, case):
         a, b = a.redistribute(Layout.B), b.redistribute(Layout.C)
     rows, columns = a.shape[0], b.shape[1]
     shape = (columns, rows) if case == "out transposed" else (rows, columns)
-    outs = [DistMatrix.random(grid, shape, seed=5, dtype="complex128", layout=Layout.C, library=library,
-                              distribution="integers") for _ in range(2)]
+    outs = [
+        DistMatrix.random(
+            grid, shape, seed=5, dtype="complex128", layout=Layout.C, library=library, distribution="integers"
+        )
+        for _ in range(2)
+    ]
     if case == "out transposed":
         outs = [out.T for out in outs]
     beta = 3 if case == "beta" else 0
@@ -163,8 +174,7 @@ def test_what_cannot_be_is_refused_on_every_rank(comm, fails):
         fails(LayoutError, "do not go together", lambda: matmul(a, b, overlap="none", panels=2))
         if comm.size > 1:
             fails(LayoutError, "and panels=2 do not go", lambda: matmul(a, b, overlap="decomposed", panels=2))
-            fails(DisagreementError, "different",
-                  lambda: matmul(a, b, overlap="decomposed" if comm.rank else None))
+            fails(DisagreementError, "different", lambda: matmul(a, b, overlap="decomposed" if comm.rank else None))
         fails(DTypeError, "tf32", lambda: matmul(a, b, overlap="decomposed", tf32=True))
     with Grid(comm, (1, comm.size, 1)) as grid:
         a, b = operands(grid, (40, 40, 40))

@@ -244,15 +244,23 @@ def test_arrays_on_another_device_than_the_grids_are_refused_by_every_rank(comm,
         sums = DistMatrix.empty(grid, (2, 4), layout=Layout(sums="x"), library="standin")
         with standin.Device(comm.rank):
             stray.local = sums.local = local = to_library(np.ones((2, 4)), "standin")
-            for call in (lambda: DistMatrix.empty(grid, shape, library="standin"),
-                         lambda: DistMatrix.random(grid, shape, library="standin"),
-                         lambda: DistMatrix.from_function(grid, shape, lambda i, j: i + j, library="standin"),
-                         lambda: DistMatrix.from_global(grid, kept.memory),
-                         lambda: DistMatrix.from_global(grid, kept.memory, root=1)):
+            for call in (
+                lambda: DistMatrix.empty(grid, shape, library="standin"),
+                lambda: DistMatrix.random(grid, shape, library="standin"),
+                lambda: DistMatrix.from_function(grid, shape, lambda i, j: i + j, library="standin"),
+                lambda: DistMatrix.from_global(grid, kept.memory),
+                lambda: DistMatrix.from_global(grid, kept.memory, root=1),
+            ):
                 fails(GridError, "1 of 2 ranks.* rank 1: .*current device is 1, .* of this rank are on device 0", call)
-        for call in (lambda: DistMatrix.from_local(grid, local, shape, layout=rows), stray.gather, sums.gather,
-                     lambda: stray.redistribute(Layout.B), lambda: kept.redistribute(rows, out=stray),
-                     lambda: stray @ stray, lambda: kept.H @ stray):
+        for call in (
+            lambda: DistMatrix.from_local(grid, local, shape, layout=rows),
+            stray.gather,
+            sums.gather,
+            lambda: stray.redistribute(Layout.B),
+            lambda: kept.redistribute(rows, out=stray),
+            lambda: stray @ stray,
+            lambda: kept.H @ stray,
+        ):
             fails(GridError, "1 of 2 ranks.* rank 1: .*array of device 1 is used while device 0 is current", call)
 
 
@@ -268,8 +276,8 @@ def test_the_trial_decides_how_memory_travels(comm, caplog, library, staged):
 
 @pytest.fixture
 def trials(comm, monkeypatch):
-    """The trials of the ranks, on invented nodes of two ranks. On the last node, MPI does not accept device pointers.
-    """
+    """The trials of the ranks, on invented nodes of two ranks. On the last node, MPI does not accept device
+    pointers."""
     tried = []
     monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: f"node {comm.rank // 2}")
     outcome = device_trial.Outcome(comm.rank < 2 * ((comm.size - 1) // 2), f"node {comm.rank // 2} does what it does")

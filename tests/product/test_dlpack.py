@@ -104,12 +104,17 @@ def test_shards_without_elements_come_in_and_go_out(grid):
 def test_objects_that_no_library_takes_are_refused(grid):
     mine, _ = part(grid)
     learned = Foreign(torch.from_numpy(mine).requires_grad_())
-    for given, text in ((Foreign(None), r"numpy cannot take its memory by DLPack \(no memory\)"),
-                        (learned, r"DLPack \(.*gradient"), (object(), "object is none of"),
-                        (np.ma.masked_array(mine), "masked")):
-        for call in (lambda given=given: DistMatrix.from_local(grid, given, SHAPE, layout=LAYOUT),
-                     lambda given=given: DistMatrix.from_global(grid, given),
-                     lambda given=given: DistMatrix.from_global(grid, given, root=0)):
+    for given, text in (
+        (Foreign(None), r"numpy cannot take its memory by DLPack \(no memory\)"),
+        (learned, r"DLPack \(.*gradient"),
+        (object(), "object is none of"),
+        (np.ma.masked_array(mine), "masked"),
+    ):
+        for call in (
+            lambda given=given: DistMatrix.from_local(grid, given, SHAPE, layout=LAYOUT),
+            lambda given=given: DistMatrix.from_global(grid, given),
+            lambda given=given: DistMatrix.from_global(grid, given, root=0),
+        ):
             with pytest.raises(DTypeError, match=text):
                 call()
     with pytest.raises(DTypeError, match="got int32"):
@@ -119,8 +124,11 @@ def test_objects_that_no_library_takes_are_refused(grid):
 def test_a_matrix_is_no_array(grid):
     """Otherwise its shard would be used as the whole matrix."""
     a = DistMatrix.from_function(grid, (2 * grid.size, 2), lambda i, j: i - j, layout=LAYOUT)
-    for call in (lambda: DistMatrix.from_local(grid, a, a.shape, layout=LAYOUT),
-                 lambda: DistMatrix.from_global(grid, a), lambda: DistMatrix.from_global(grid, a, root=0)):
+    for call in (
+        lambda: DistMatrix.from_local(grid, a, a.shape, layout=LAYOUT),
+        lambda: DistMatrix.from_global(grid, a),
+        lambda: DistMatrix.from_global(grid, a, root=0),
+    ):
         with pytest.raises(DTypeError, match="a DistMatrix is spread over the ranks"):
             call()
 

@@ -29,8 +29,11 @@ CASES = [
 
 def moved(ledger):
     """key -> (calls, bytes sent, bytes received), without agreements."""
-    return {key: (entry.calls, entry.sent, entry.received) for key, entry in ledger.entries.items()
-            if not key.operation.startswith("agreement")}
+    return {
+        key: (entry.calls, entry.sent, entry.received)
+        for key, entry in ledger.entries.items()
+        if not key.operation.startswith("agreement")
+    }
 
 
 def dry_like(grid, **options):
@@ -40,8 +43,10 @@ def dry_like(grid, **options):
 def product_on(grid, case):
     """C, and the plan of the product."""
     (m, n, k), layouts, dtype, options = case
-    a, b, out = (layout and DistMatrix.random(grid, shape, dtype=dtype, layout=layout)
-                 for shape, layout in zip(((m, k), (k, n), (m, n)), layouts))
+    a, b, out = (
+        layout and DistMatrix.random(grid, shape, dtype=dtype, layout=layout)
+        for shape, layout in zip(((m, k), (k, n), (m, n)), layouts)
+    )
     beta = 0 if out is None else -1
     plan = plan_for(a, b, out, options.get("panels"), None)
     return matmul(a, b, out=out, beta=beta, **options), plan
@@ -55,15 +60,23 @@ def every_operation(grid):
         c, plan = product_on(grid, case)
         seen.append((c.local.shape, c.layout, c.dtype, c.order, plan.workspace))
     a = DistMatrix.from_function(grid, (13, 7), lambda i, j: i + j)
-    shapes = [a.redistribute(Layout("x", "z")), a.T.redistribute(OTHERS[1]), a.T @ a, a.H @ a,
-              DistMatrix.from_global(grid, np.ones((5, 9), "float32"), layout=Layout("z")),
-              DistMatrix.from_global(grid, np.ones((5, 9), "float32"), root=grid.size - 1, layout=OTHERS[0]),
-              DistMatrix.empty(grid, (6, 5), dtype="complex128")]
+    shapes = [
+        a.redistribute(Layout("x", "z")),
+        a.T.redistribute(OTHERS[1]),
+        a.T @ a,
+        a.H @ a,
+        DistMatrix.from_global(grid, np.ones((5, 9), "float32"), layout=Layout("z")),
+        DistMatrix.from_global(grid, np.ones((5, 9), "float32"), root=grid.size - 1, layout=OTHERS[0]),
+        DistMatrix.empty(grid, (6, 5), dtype="complex128"),
+    ]
     partial = DistMatrix.random(grid, (12, 10), layout=Layout("z", "x", sums=("y", "data")))
     shapes += [partial.redistribute(layout) for layout in (Layout("z", "x"), Layout(("z", "y")), Layout("x", sums="y"))]
     gathered = [a.gather(), a.gather(0), partial.gather()]
-    return [*seen, *((matrix.local.shape, matrix.dtype, matrix.order) for matrix in shapes),
-            *(whole is not None and whole.shape for whole in gathered)]
+    return [
+        *seen,
+        *((matrix.local.shape, matrix.dtype, matrix.order) for matrix in shapes),
+        *(whole is not None and whole.shape for whole in gathered),
+    ]
 
 
 @pytest.mark.parallel([2, 6, 8], thorough=[1, 4])
@@ -117,8 +130,10 @@ def test_the_gemms_of_all_ranks_are_the_product(panels):
             work += sum(gemm.m * gemm.n * gemm.k for gemm in gemms)
             rows, depth = Layout("z", "y").box((m, k), grid.shape, grid.coords).shape
             assert {gemm.m for gemm in gemms} == {rows} and all(gemm.dtype == "float32" for gemm in gemms)
-            assert sum(gemm.k * gemm.n for gemm in gemms) == depth * Layout("y", "x").box((k, n), grid.shape,
-                                                                                          grid.coords).shape[1]
+            assert (
+                sum(gemm.k * gemm.n for gemm in gemms)
+                == depth * Layout("y", "x").box((k, n), grid.shape, grid.coords).shape[1]
+            )
     assert work == m * n * k
 
 
@@ -138,8 +153,15 @@ def test_what_is_done_is_written_down_in_order():
         product_on(grid, ((512, 512, 512), (Layout.A, Layout.B, None), "float64", {"panels": 2}))
         actions = [action for action in grid.dry_run.actions if action.what != "pass"]
     shown = [(action.what, action.phase or action.number or action.k) for action in actions]
-    assert shown[:7] == [("begin", "gather A"), ("begin", "gather B"), ("wait", 1), ("wait", 2), ("begin", "gather A"),
-                         ("begin", "gather B"), ("gemm", 128)]
+    assert shown[:7] == [
+        ("begin", "gather A"),
+        ("begin", "gather B"),
+        ("wait", 1),
+        ("wait", 2),
+        ("begin", "gather A"),
+        ("begin", "gather B"),
+        ("gemm", 128),
+    ]
     assert shown[-3:] == [("gemm", 128), ("begin", "reduce C"), ("wait", 5)]
     begun, waited = ([action.number for action in actions if action.what == what] for what in ("begin", "wait"))
     assert sorted(waited) == begun == list(range(1, 6))

@@ -94,8 +94,7 @@ REFUSED = {
     "list": np.ndarray.tolist,
 }
 COMPLEX = "torch lazy conjugate"
-NOT_WRITTEN = {"big-endian", "packed records", "read-only", COMPLEX, "torch lazy negative",
-               "torch gradient"}
+NOT_WRITTEN = {"big-endian", "packed records", "read-only", COMPLEX, "torch lazy negative", "torch gradient"}
 
 
 class Case:
@@ -137,6 +136,7 @@ class Case:
 
 
 # Doors that read: each returns (found, wanted).
+
 
 def set_local(case):
     matrix = case.zeros(case.shape)
@@ -246,9 +246,28 @@ def rebound(case):
         return plan().gather(), case.whole
 
 
-READING = (set_local, set_local_by_columns, from_local, from_local_by_columns, from_global, from_root, from_blocks,
-           from_block_cyclic, diag, relay, all_gather, reduce_scatter, all_reduce, all_to_all, shift, send,
-           redistribution, moved, multiplied, rebound)
+READING = (
+    set_local,
+    set_local_by_columns,
+    from_local,
+    from_local_by_columns,
+    from_global,
+    from_root,
+    from_blocks,
+    from_block_cyclic,
+    diag,
+    relay,
+    all_gather,
+    reduce_scatter,
+    all_reduce,
+    all_to_all,
+    shift,
+    send,
+    redistribution,
+    moved,
+    multiplied,
+    rebound,
+)
 
 
 @pytest.mark.parametrize("door", READING)
@@ -269,6 +288,7 @@ def test_arrays_that_are_read(comm, door):
 
 
 # Doors that write: each takes the array to write to, calls, and returns the values that it must contain.
+
 
 def out_of(name, result):
     def door(case, out):
@@ -296,8 +316,9 @@ def relayout_out(case, out):
 def redistribution_target(case, out):
     wanted = case.whole[slice(case.rows + 1) if case.grid.rank == 0 else slice(case.rows + 1, None)]
     library = library_of(case.to(case.own)).kind
-    Redistribution(case.grid, case.blocks, case.slabs, dtype=case.dtype, library=library)(case.to(case.own),
-                                                                                         out(wanted))
+    Redistribution(case.grid, case.blocks, case.slabs, dtype=case.dtype, library=library)(
+        case.to(case.own), out(wanted)
+    )
     return wanted
 
 
@@ -336,13 +357,30 @@ def halves(case):
     return np.concatenate([case.half(0)[half], case.half(1)[half]])
 
 
-STRIDED = {"reduce_scatter out=", "receive", "redistribution_target", "to_blocks", "to_block_cyclic", "moved_into",
-           "multiplied_into"}
+STRIDED = {
+    "reduce_scatter out=",
+    "receive",
+    "redistribution_target",
+    "to_blocks",
+    "to_block_cyclic",
+    "moved_into",
+    "multiplied_into",
+}
 ALONE = {"receive", "relayout_out"}
-WRITING = (out_of("all_gather", lambda case: case.whole), out_of("reduce_scatter", half_of_sum),
-           out_of("all_reduce", lambda case: case.half(0) + case.half(1)), out_of("all_to_all", halves),
-           out_of("shift", lambda case: case.half(1 - case.grid.rank)), receive, relayout_out, redistribution_target,
-           to_blocks, to_block_cyclic, moved_into, multiplied_into)
+WRITING = (
+    out_of("all_gather", lambda case: case.whole),
+    out_of("reduce_scatter", half_of_sum),
+    out_of("all_reduce", lambda case: case.half(0) + case.half(1)),
+    out_of("all_to_all", halves),
+    out_of("shift", lambda case: case.half(1 - case.grid.rank)),
+    receive,
+    relayout_out,
+    redistribution_target,
+    to_blocks,
+    to_block_cyclic,
+    moved_into,
+    multiplied_into,
+)
 
 
 @pytest.mark.parametrize("door", WRITING, ids=lambda door: door.__name__)
@@ -404,8 +442,10 @@ def test_arrays_that_share_memory_with_what_is_read(comm):
 def test_a_plan_refuses_a_new_shard_that_it_cannot_use(comm, library):
     """Each rank by itself: C that is read as A, C in read-only memory, and a lazy conjugate as torch's storage."""
     with Grid(comm, (1, 1, 2), library=library) as grid:
-        a, b = (DistMatrix.random(grid, (300, 300), seed=seed, layout=layout, dtype="complex128")
-                for seed, layout in ((1, Layout.A), (2, Layout.B)))
+        a, b = (
+            DistMatrix.random(grid, (300, 300), seed=seed, layout=layout, dtype="complex128")
+            for seed, layout in ((1, Layout.A), (2, Layout.B))
+        )
         with MatmulPlan(a, b) as plan:
             c = plan()
             first, own = a.local, c.local
@@ -440,8 +480,9 @@ def test_from_local_without_a_copy(comm, fails):
         options = {"layout": Layout("z"), "copy": False}
         wrong = np.zeros((2, 4), order="F") if grid.rank else np.zeros((2, 4))
         fails(LayoutError, "copy=False", lambda: DistMatrix.from_local(grid, wrong, (4, 4), **options))
-        fails(LayoutError, "copy=False",
-              lambda: DistMatrix.from_local(grid, np.zeros((2, 4), ">f8"), (4, 4), **options))
+        fails(
+            LayoutError, "copy=False", lambda: DistMatrix.from_local(grid, np.zeros((2, 4), ">f8"), (4, 4), **options)
+        )
         for copy in (None, True):
             made = DistMatrix.from_local(grid, mine, (4, 4), layout=Layout("z"), order="F", copy=copy)
             assert np.shares_memory(made.local, mine) == (copy is None)

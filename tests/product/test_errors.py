@@ -46,10 +46,16 @@ def test_a_grid_that_does_not_fit_names_some_that_do(comm, fails):
 
 
 def test_bad_shapes_of_a_grid(comm, fails):
-    for shape, data, text in (((2, 2), 1, "three numbers"), ((0, 1, 1), 1, "at least 1"), ("2x2", 1, "GxxGyxGz"),
-                              ("cube", 1, "GxxGyxGz"), ((1, 1, 1.0), 1, "three numbers"),
-                              ("auto", 0, "data is a number"), ("auto", 7, "data 7 does not divide"),
-                              ((1, 1, 1), 1.5, "data is a number")):
+    for shape, data, text in (
+        ((2, 2), 1, "three numbers"),
+        ((0, 1, 1), 1, "at least 1"),
+        ("2x2", 1, "GxxGyxGz"),
+        ("cube", 1, "GxxGyxGz"),
+        ((1, 1, 1.0), 1, "three numbers"),
+        ("auto", 0, "data is a number"),
+        ("auto", 7, "data 7 does not divide"),
+        ((1, 1, 1), 1.5, "data is a number"),
+    ):
         with given(shape=shape, data=data):
             fails(GridError, text, lambda shape=shape, data=data: Grid(comm, shape, data))
 
@@ -61,8 +67,11 @@ def test_a_memory_limit_that_no_grid_keeps(comm, fails):
 def test_a_time_limit_that_makes_no_sense(comm, fails):
     for timeout in (-1, float("nan"), float("inf"), "10"):
         with given(timeout=timeout):
-            fails(GridError, "timeout must be a number of seconds, 0 for no limit; got",
-                  lambda timeout=timeout: Grid(comm, timeout=timeout))
+            fails(
+                GridError,
+                "timeout must be a number of seconds, 0 for no limit; got",
+                lambda timeout=timeout: Grid(comm, timeout=timeout),
+            )
 
 
 def test_an_unknown_device_transport(comm, fails):
@@ -106,8 +115,11 @@ def test_bad_options_of_a_product(square, fails):
 def test_tf32_where_nothing_would_be_rounded(grid, square, fails):
     fails(DTypeError, "tf32 is True or False; got 'no'", lambda: matmul(square, square, tf32="no"))
     single = DistMatrix.from_global(grid, to_library(integers((6, 6), "float32")))
-    fails(DTypeError, f"tf32 rounds float32 .* these are float32 matrices of {TESTED}",
-          lambda: matmul(single, single, tf32=True))
+    fails(
+        DTypeError,
+        f"tf32 rounds float32 .* these are float32 matrices of {TESTED}",
+        lambda: matmul(single, single, tf32=True),
+    )
     double = DistMatrix.from_global(grid, to_library(integers((6, 6)), "standin"))
     fails(DTypeError, "these are float64 matrices of standin", lambda: matmul(double, double, tf32=True))
 
@@ -214,12 +226,13 @@ def test_ranks_that_pass_different_things_hear_who_passed_what(grid, square, fai
 
 @several
 def test_ranks_that_make_different_calls_hear_who_made_which_where(grid, square, fails):
-    """Every rank raises the same text. No call's name is the prefix of another. Matrices are arguments in both calls.
-    """
+    """Every rank raises the same text. No call's name is the prefix of another. Matrices are arguments in both
+    calls."""
     last = grid.rank == grid.size - 1
     others = "rank 0" if grid.size == 2 else f"ranks 0-{grid.size - 2}"
-    text = fails(DisagreementError, "^the ranks made different calls. ",
-                 lambda: square.gather() if last else square @ square)
+    text = fails(
+        DisagreementError, "^the ranks made different calls. ", lambda: square.gather() if last else square @ square
+    )
     line = r"at \S+test_errors.py:\d+ in <lambda>"
     assert re.search(rf"{others}: matmul {line}; rank {grid.size - 1}: gather {line}$", text), text
 
@@ -240,8 +253,10 @@ def test_collectives_of_arrays_that_do_not_fit_together(grid, fails):
 
 
 def test_out_of_another_shape_or_type_is_refused(grid):
-    for collective, (rows, dtype) in product(("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"),
-                                             ((2, "float64"), (99, "float64"), (None, "complex128"))):
+    for collective, (rows, dtype) in product(
+        ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"),
+        ((2, "float64"), (99, "float64"), (None, "complex128")),
+    ):
         array = np.ones((4 * grid.size if collective == "reduce_scatter" else 4, 3))
         fitting = 4 * grid.size if collective == "all_gather" else 4
         with given(collective=collective, rows=rows, dtype=dtype), pytest.raises(LayoutError, match="out"):

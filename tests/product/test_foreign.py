@@ -32,8 +32,9 @@ LAYOUTS = (Layout.A, Layout.C, Layout(), Layout("z"), Layout("x", "y"), Layout("
 def made(grid, tiled, arrays, layout=Layout.A, order=None, dtype="float64"):
     if isinstance(tiled, BlockCyclic):
         empty = np.empty((0, 0), dtype)
-        return DistMatrix.from_block_cyclic(grid, arrays[0] if arrays else empty, tiled, layout=layout,
-                                            order=order or "F")
+        return DistMatrix.from_block_cyclic(
+            grid, arrays[0] if arrays else empty, tiled, layout=layout, order=order or "F"
+        )
     arrays = passed(tiled, grid.rank, arrays)
     return DistMatrix.from_blocks(grid, arrays, tiled, layout=layout, order=order, dtype=dtype)
 
@@ -128,8 +129,11 @@ def test_a_rank_without_blocks_takes_type_and_library_from_the_owners(some_grid,
             assert (matrix.library.kind, matrix.dtype) == (library_named(library).kind, "float32")
             assert (to_numpy(matrix.gather(), library) == whole).all()
     arrays = held(owned, some_grid.rank, whole)
-    fails(DTypeError, "the arrays are float32; dtype='float64' must be their type",
-          lambda: DistMatrix.from_blocks(some_grid, arrays, owned, dtype="float64"))
+    fails(
+        DTypeError,
+        "the arrays are float32; dtype='float64' must be their type",
+        lambda: DistMatrix.from_blocks(some_grid, arrays, owned, dtype="float64"),
+    )
     other = arrays or np.empty((0, 0))
     fails(DisagreementError, "'float64', 'numpy'", lambda: DistMatrix.from_blocks(some_grid, other, owned))
 
@@ -200,37 +204,57 @@ def test_bad_input_is_refused_on_every_rank(comm, fails):
         [array] = held(cyclic, grid.rank, np.zeros((10, 6)))
         from_cyclic = lambda array, cyclic, **options: DistMatrix.from_block_cyclic(grid, array, cyclic, **options)
         matrix = from_cyclic(array, cyclic)
-        fails(LayoutError, f"process grid of {size + 1} x 1 on ranks up to {size}",
-              lambda: from_cyclic(array, BlockCyclic((10, 6), (2, 3), (size + 1, 1))))
+        fails(
+            LayoutError,
+            f"process grid of {size + 1} x 1 on ranks up to {size}",
+            lambda: from_cyclic(array, BlockCyclic((10, 6), (2, 3), (size + 1, 1))),
+        )
         fails(LayoutError, "is described by a pmm3d.BlockCyclic; got Layout", lambda: from_cyclic(array, Layout.A))
         fails(LayoutError, "is described by a pmm3d.Blocks; got BlockCyclic", lambda: matrix.to_blocks(cyclic))
         fails(LayoutError, "rows and", lambda: from_cyclic(array[:-1] if grid.rank == 0 else array, cyclic))
         fails(LayoutError, "the array has the shape", lambda: from_cyclic(array.reshape(-1), cyclic))
-        fails(LayoutError, "one layout is of a matrix of 10 x 6, the other of 6 x 10",
-              lambda: matrix.to_block_cyclic(BlockCyclic((6, 10), (2, 3), (1, 1))))
-        fails(DTypeError, "an array is float32 of numpy; it must be float64 of numpy", lambda: matrix.to_block_cyclic(
-            cyclic, array.astype("float32")))
+        fails(
+            LayoutError,
+            "one layout is of a matrix of 10 x 6, the other of 6 x 10",
+            lambda: matrix.to_block_cyclic(BlockCyclic((6, 10), (2, 3), (1, 1))),
+        )
+        fails(
+            DTypeError,
+            "an array is float32 of numpy; it must be float64 of numpy",
+            lambda: matrix.to_block_cyclic(cyclic, array.astype("float32")),
+        )
         fails(DTypeError, "", lambda: from_cyclic([[1.0]], cyclic))
         read_only = array.copy(order="F")
         read_only.flags.writeable = False
         fails(LayoutError, "to_block_cyclic: the array is read-only", lambda: matrix.to_block_cyclic(cyclic, read_only))
-        fails(LayoutError, "from Layout to Layout: DistMatrix.redistribute",
-              lambda: Redistribution(grid, Layout.A, Layout.B))
-        fails(LayoutError, 'the order of shards is "C" or "F"',
-              lambda: Redistribution(grid, cyclic, Layout.A, order="A"))
-        fails(LayoutError, "order is for the shards of a Layout",
-              lambda: Redistribution(grid, cyclic, cyclic, order="C"))
+        fails(
+            LayoutError,
+            "from Layout to Layout: DistMatrix.redistribute",
+            lambda: Redistribution(grid, Layout.A, Layout.B),
+        )
+        fails(
+            LayoutError, 'the order of shards is "C" or "F"', lambda: Redistribution(grid, cyclic, Layout.A, order="A")
+        )
+        fails(
+            LayoutError, "order is for the shards of a Layout", lambda: Redistribution(grid, cyclic, cyclic, order="C")
+        )
         labels = Redistribution(grid, cyclic, cyclic, dtype="int64")
         of_labels = [array.astype("int64") for _ in range(2)]
         labels(*of_labels, beta=1)
         fails(DTypeError, "beta of labels, int64, is 0 or 1; got 2", lambda: labels(*of_labels, beta=2))
         slabs = Blocks.rows_of([3] * size, 6)
-        fails(DTypeError, "the arrays are float64; dtype='float32' must be their type, or left out",
-              lambda: DistMatrix.from_blocks(grid, np.ones((3, 6)), slabs, dtype="float32"))
+        fails(
+            DTypeError,
+            "the arrays are float64; dtype='float32' must be their type, or left out",
+            lambda: DistMatrix.from_blocks(grid, np.ones((3, 6)), slabs, dtype="float32"),
+        )
         for shape in ((4, 6), (3, 7)):  # rows or columns that the Blocks do not count must not be lost in silence
             more = np.ones(shape)
-            fails(LayoutError, "the Blocks say 3 rows and 6 columns on rank",
-                  lambda: DistMatrix.from_blocks(grid, more, slabs))
+            fails(
+                LayoutError,
+                "the Blocks say 3 rows and 6 columns on rank",
+                lambda: DistMatrix.from_blocks(grid, more, slabs),
+            )
             ones = DistMatrix.ones(grid, slabs.shape, library="numpy")
             fails(LayoutError, "the Blocks say", lambda: ones.to_blocks(slabs, more))
         move = Redistribution(grid, cyclic, cyclic)
@@ -248,17 +272,29 @@ def test_what_pgemr2d_refuses(comm, fails):
     with BlacsContext(comm, (size, 1)) as one, BlacsContext(comm.Split(0, -comm.rank), (size, 1)) as turned:
         desc = one.descriptor(8, 8, 2, 2, lld=9)
         a, b = desc.empty(), desc.empty()
-        fails(LayoutError, "A begins at row 3 and column 1, counted from 1: rows 2:10",
-              lambda: pgemr2d(8, 8, a, 3, 1, desc, b, 1, 1, desc))
+        fails(
+            LayoutError,
+            "A begins at row 3 and column 1, counted from 1: rows 2:10",
+            lambda: pgemr2d(8, 8, a, 3, 1, desc, b, 1, 1, desc),
+        )
         fails(LayoutError, "begins at row 0", lambda: pgemr2d(2, 2, a, 1, 1, desc, b, 0, 1, desc))
-        fails(LayoutError, "has 10 rows here; the leading dimension of its descriptor is 9", lambda: pgemr2d(
-            8, 8, np.zeros((10, 8), order="F"), 1, 1, desc, b, 1, 1, desc))
-        fails(LayoutError, "a descriptor is the result of BlacsContext.descriptor",
-              lambda: pgemr2d(8, 8, a, 1, 1, (1, 0, 8, 8, 2, 2, 0, 0, 8), b, 1, 1, desc))
+        fails(
+            LayoutError,
+            "has 10 rows here; the leading dimension of its descriptor is 9",
+            lambda: pgemr2d(8, 8, np.zeros((10, 8), order="F"), 1, 1, desc, b, 1, 1, desc),
+        )
+        fails(
+            LayoutError,
+            "a descriptor is the result of BlacsContext.descriptor",
+            lambda: pgemr2d(8, 8, a, 1, 1, (1, 0, 8, 8, 2, 2, 0, 0, 8), b, 1, 1, desc),
+        )
         if size > 1:
             other = turned.descriptor(8, 8, 2, 2)
-            fails(GridError, "the two contexts are over different ranks",
-                  lambda: pgemr2d(8, 8, a, 1, 1, desc, other.empty(), 1, 1, other))
+            fails(
+                GridError,
+                "the two contexts are over different ranks",
+                lambda: pgemr2d(8, 8, a, 1, 1, desc, other.empty(), 1, 1, other),
+            )
 
 
 @pytest.mark.parallel([1])

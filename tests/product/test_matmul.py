@@ -22,10 +22,18 @@ HOST_DTYPES = [dtype for dtype in MATRIX_DTYPES if dtype != "bfloat16"]
 HALF_UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Largest relative error of one rounding."""
 TRANSPOSED = ("nn", "tn", "nt", "tt")
-LAYOUTS = [Layout.A, Layout.B, Layout.C, Layout(), Layout(rows="x"), Layout(cols=("z", "y")),
-           Layout(rows="z", cols="y"), Layout(rows="y", cols="x"), Layout(rows=("data", "x", "y", "z"))]
-OUTS = [Layout.C, Layout(rows="z", cols="x"), Layout(rows="z", cols=("x", "y")), Layout.A, Layout(),
-        Layout(rows="y")]
+LAYOUTS = [
+    Layout.A,
+    Layout.B,
+    Layout.C,
+    Layout(),
+    Layout(rows="x"),
+    Layout(cols=("z", "y")),
+    Layout(rows="z", cols="y"),
+    Layout(rows="y", cols="x"),
+    Layout(rows=("data", "x", "y", "z")),
+]
+OUTS = [Layout.C, Layout(rows="z", cols="x"), Layout(rows="z", cols=("x", "y")), Layout.A, Layout(), Layout(rows="y")]
 
 
 def place(grid, whole, layout, library=TESTED, dtype=None, turned=False):
@@ -73,8 +81,14 @@ def test_a_new_matrix_is_in_layout_c(comm):
 @pytest.mark.parallel([2, 4, 8], thorough=RANKS)
 @each_grid
 @settings(max_examples=25)
-@given(st.tuples(*[st.integers(0, 40)] * 3), st.sampled_from(TRANSPOSED), st.sampled_from([1, 2, 3, 7, 50]),
-       st.sampled_from(("float32", "float64", "complex128")), st.sampled_from([1, -2]), st.sampled_from([0, 1, 3]))
+@given(
+    st.tuples(*[st.integers(0, 40)] * 3),
+    st.sampled_from(TRANSPOSED),
+    st.sampled_from([1, 2, 3, 7, 50]),
+    st.sampled_from(("float32", "float64", "complex128")),
+    st.sampled_from([1, -2]),
+    st.sampled_from([0, 1, 3]),
+)
 def test_any_product_is_exact(grid, size, transposed, panels, dtype, alpha, beta):
     a, b, whole_a, whole_b = operands(grid, size, dtype, transposed=transposed)
     before = integers(size[:2], dtype, 3)
@@ -295,15 +309,23 @@ def test_read_only_operands(some_grid):
 def test_with_alpha_0_the_factors_do_not_count(comm, library):
     """As in BLAS. Nothing is sent, also if operands would be redistributed. With beta = 0, C is not read."""
     for shape, dtype, (beta, layout, order) in product(
-            ((2, 1, 1), (1, 2, 1)), ("float16", "float64", "complex64"),
-            ((0, Layout.C, "C"), (3, Layout.C, "C"), (-1, Layout.C, "F"), (2, Layout.A, "C"), (0, Layout.A, "C"))):
+        ((2, 1, 1), (1, 2, 1)),
+        ("float16", "float64", "complex64"),
+        ((0, Layout.C, "C"), (3, Layout.C, "C"), (-1, Layout.C, "F"), (2, Layout.A, "C"), (0, Layout.A, "C")),
+    ):
         with named(shape=shape, dtype=dtype, beta=beta, layout=layout, order=order):
             with Grid(comm, shape) as grid:
                 of = {"dtype": dtype, "library": library}
-                a, b = (DistMatrix.from_function(grid, (5, 5), lambda i, j: np.nan, layout=layout, **of)
-                        for layout in (Layout.A, Layout.B))
-                c = [DistMatrix.from_function(grid, (5, 5), lambda i, j: i + 2 * j if beta else np.nan, layout=layout,
-                                              order=order, **of) for _ in range(4)]
+                a, b = (
+                    DistMatrix.from_function(grid, (5, 5), lambda i, j: np.nan, layout=layout, **of)
+                    for layout in (Layout.A, Layout.B)
+                )
+                c = [
+                    DistMatrix.from_function(
+                        grid, (5, 5), lambda i, j: i + 2 * j if beta else np.nan, layout=layout, order=order, **of
+                    )
+                    for _ in range(4)
+                ]
                 wanted = beta * np.add.outer(np.arange(5), 2 * np.arange(5)) if beta else np.zeros((5, 5))
                 syrk(a, alpha=0, beta=beta, out=c[1])
                 herk(a, alpha=0, beta=beta, out=c[2])
@@ -325,8 +347,8 @@ def test_with_alpha_0_the_factors_do_not_count(comm, library):
 
 @pytest.mark.parallel([2])
 def test_beta_in_low_precision_is_rounded_once(comm):
-    """Sums of products, and of matrices. Without a sum over ranks, the result is within half a unit of the exact one.
-    """
+    """Sums of products, and of matrices. Without a sum over ranks, the result is within half a unit of the exact
+    one."""
     for library, dtype in (("numpy", "float16"), ("torch", "float16"), ("torch", "bfloat16")):
         with named(library=library, dtype=dtype), Grid(comm, (2, 1, 1)) as grid:
             assert_rounded_once(grid, library, dtype)
@@ -334,14 +356,19 @@ def test_beta_in_low_precision_is_rounded_once(comm):
 
 def assert_rounded_once(grid, library, dtype):
     of = {"dtype": dtype, "library": library}
-    a, b, c = (DistMatrix.random(grid, (32, 32), seed=seed, layout=layout, **of)
-               for seed, layout in enumerate((Layout.A, Layout.B, Layout.C)))
+    a, b, c = (
+        DistMatrix.random(grid, (32, 32), seed=seed, layout=layout, **of)
+        for seed, layout in enumerate((Layout.A, Layout.B, Layout.C))
+    )
     x, y, z = (values(matrix).astype("float64") for matrix in (a, b, c))
     copy = lambda: c.redistribute(c.layout)
-    for found, exact in ((matmul(a, b, alpha=0.3, beta=0.7, out=copy()), 0.3 * x @ y + 0.7 * z),
-                         (copy().add(b, alpha=0.3), z + 0.3 * y), (copy().scale(0.3), 0.3 * z),
-                         (matmul(a, b, alpha=0, beta=0.3, out=copy()), 0.3 * z),
-                         (syrk(a, alpha=0.3, beta=0.7, out=copy()), 0.3 * x @ x.T + 0.7 * z)):
+    for found, exact in (
+        (matmul(a, b, alpha=0.3, beta=0.7, out=copy()), 0.3 * x @ y + 0.7 * z),
+        (copy().add(b, alpha=0.3), z + 0.3 * y),
+        (copy().scale(0.3), 0.3 * z),
+        (matmul(a, b, alpha=0, beta=0.3, out=copy()), 0.3 * z),
+        (syrk(a, alpha=0.3, beta=0.7, out=copy()), 0.3 * x @ x.T + 0.7 * z),
+    ):
         error = np.abs(values(found) - exact)
         error[np.abs(exact) < 0.1] = 0
         assert (np.tril(error) <= 1.01 * HALF_UNIT[dtype] * np.abs(exact)).all()

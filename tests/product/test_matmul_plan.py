@@ -37,18 +37,26 @@ def test_bits_and_bytes_are_those_of_matmul(comm):
 def assert_is_matmul(grid, dtype):
     a, b = operands(grid, dtype=dtype)
     wanted = [matmul(a, b), matmul(a, b, alpha=2)]
-    c = [DistMatrix.random(grid, wanted[0].shape, seed=3, dtype=dtype, layout=Layout.C, library="numpy")
-         for _ in range(2)]
+    c = [
+        DistMatrix.random(grid, wanted[0].shape, seed=3, dtype=dtype, layout=Layout.C, library="numpy")
+        for _ in range(2)
+    ]
     matmul(a, b, out=c[0], beta=-1)
     grid.ledger.reset()
     matmul(a, b)
-    moved = {key: (entry.calls, entry.sent, entry.received) for key, entry in grid.ledger.entries.items()
-             if key.axis in "xyz"}
+    moved = {
+        key: (entry.calls, entry.sent, entry.received)
+        for key, entry in grid.ledger.entries.items()
+        if key.axis in "xyz"
+    }
     with MatmulPlan(a, b) as once, MatmulPlan(a, b, alpha=2) as twice, MatmulPlan(a, b, out=c[1], beta=-1) as added:
         grid.ledger.reset()
         assert np.array_equal(once().gather(), wanted[0].gather())
-        assert moved == {key: (entry.calls, entry.sent, entry.received)
-                         for key, entry in grid.ledger.entries.items() if key.axis in "xyz" and key.phase}
+        assert moved == {
+            key: (entry.calls, entry.sent, entry.received)
+            for key, entry in grid.ledger.entries.items()
+            if key.axis in "xyz" and key.phase
+        }
         assert once() is once.out and twice() is not once.out
         assert np.array_equal(twice().gather(), wanted[1].gather())
         assert added() is c[1] and np.array_equal(c[1].gather(), c[0].gather())
@@ -72,8 +80,7 @@ def test_matrices_of_torch(comm):
 def assert_takes(grid, case):
     library = "torch" if case in ("torch", "bfloat16") else "numpy"
     layouts = (Layout.B, Layout.C) if case == "redistributed" else (Layout.A, Layout.B)
-    a, b = operands(grid, (23, 17, 19), "bfloat16" if case == "bfloat16" else "float64", layouts,
-                    library=library)
+    a, b = operands(grid, (23, 17, 19), "bfloat16" if case == "bfloat16" else "float64", layouts, library=library)
     out, options = None, {"panels": 3} if case == "panels" else {}
     if case == "transposed":
         a, b = b.T, a.T
@@ -239,6 +246,7 @@ def test_storage_of_another_form_at_the_same_address(comm):
 @pytest.mark.parallel([2])
 def test_a_call_that_is_interrupted_keeps_its_work_memory(comm, fails, monkeypatch):
     """Messages may still arrive in it. The call stays in progress, so the plan begins no other."""
+
     def interrupted(_):
         raise KeyboardInterrupt
 
@@ -264,7 +272,9 @@ def test_a_call_that_is_interrupted_keeps_its_work_memory(comm, fails, monkeypat
 
 @pytest.mark.parallel([1])
 def test_a_plan_is_closed_after_mpi_is_finalized(job):
-    done = job(2, """
+    done = job(
+        2,
+        """
         import threading
         from mpi4py import MPI
         from pmm3d import DistMatrix, Grid, Layout, MatmulPlan
@@ -280,7 +290,8 @@ def test_a_plan_is_closed_after_mpi_is_finalized(job):
         assert "pmm3d watch" not in {each.name for each in threading.enumerate()}
         plan.close()
         print("closed")
-        """)
+        """,
+    )
     assert (done.returncode, done.stdout.split()) == (0, ["closed", "closed"]), done.stderr
 
 
@@ -294,8 +305,13 @@ def test_partial_sums_are_refused(comm, fails):
 
 def requests_of(plan):
     """Persistent requests of a plan along x and z."""
-    return [request for operand in (plan._product._a, plan._product._b) if operand._persistent is not None
-            for requests, *_ in operand._persistent._rounds for request in requests]
+    return [
+        request
+        for operand in (plan._product._a, plan._product._b)
+        if operand._persistent is not None
+        for requests, *_ in operand._persistent._rounds
+        for request in requests
+    ]
 
 
 @pytest.mark.parallel([2])

@@ -251,8 +251,13 @@ def test_the_conjugate_transpose_is_a_view(some_grid, fails):
             turned = matrix.H
             assert turned.conjugated and turned.layout == matrix.layout.T and not turned.T.H.conjugated
             assert matrix.library.share_memory(turned.memory, matrix.memory) or not matrix.box.size
-            for view, values in ((turned, whole.conj().T), (turned.H, whole), (turned.T, whole.conj()),
-                                 (matrix.T.H, whole.conj()), (turned.T.H, whole.T)):
+            for view, values in (
+                (turned, whole.conj().T),
+                (turned.H, whole),
+                (turned.T, whole.conj()),
+                (matrix.T.H, whole.conj()),
+                (turned.T.H, whole.T),
+            ):
                 assert_holds(view, values)
                 moved = view.redistribute(Layout.B)
                 assert not moved.conjugated
@@ -269,10 +274,18 @@ def test_the_conjugate_transpose_is_a_view(some_grid, fails):
                 turned.local = turned.memory
 
             fails(LayoutError, "the shard of a conjugated view .* is not written to", written)
-            fails(LayoutError, "redistribute: out is a conjugated view", lambda: matrix.T.redistribute(
-                turned.layout, out=turned))
-            fails(LayoutError, "matmul: out is a conjugated view", lambda: matmul(
-                matrix, matrix.T, out=DistMatrix.empty(some_grid, (5, 5), dtype="complex64", library=library).H))
+            fails(
+                LayoutError,
+                "redistribute: out is a conjugated view",
+                lambda: matrix.T.redistribute(turned.layout, out=turned),
+            )
+            fails(
+                LayoutError,
+                "matmul: out is a conjugated view",
+                lambda: matmul(
+                    matrix, matrix.T, out=DistMatrix.empty(some_grid, (5, 5), dtype="complex64", library=library).H
+                ),
+            )
             assert not turned.writable
 
 
@@ -388,16 +401,23 @@ def test_to_files_and_back(comm, shared_path, dtype, monkeypatch, fails):
         assert grid.ledger.total(axis="x").received <= whole.nbytes  # summed once, not for each slice
         DistMatrix.from_global(grid, to_library(whole[:0])).to_file(shared_path / "empty.npy")
         assert np.load(shared_path / "empty.npy").shape == (0, 9)
-        fails(DataError, "a.npy exists. to_file.path, overwrite=True. replaces it",
-              lambda: a.to_file(shared_path / "a.npy"))
-        fails(DataError, "none/a.npy cannot be written: No such file",
-              lambda: a.to_file(shared_path / "none" / "a.npy"))
+        fails(
+            DataError,
+            "a.npy exists. to_file.path, overwrite=True. replaces it",
+            lambda: a.to_file(shared_path / "a.npy"),
+        )
+        fails(
+            DataError, "none/a.npy cannot be written: No such file", lambda: a.to_file(shared_path / "none" / "a.npy")
+        )
         fails(DataError, "which has no data sets", lambda: a.to_file(shared_path / "b.npy", "name"))
         fails(DataError, "got dataset=None", lambda: a.to_file(shared_path / "b.h5"))
         for name in ("/", "", 5, "x//y"):
             with named(name=name):
-                fails(DataError, f"{name!r} cannot name a data set",
-                      lambda name=name: a.to_file(shared_path / "b.h5", name))
+                fails(
+                    DataError,
+                    f"{name!r} cannot name a data set",
+                    lambda name=name: a.to_file(shared_path / "b.h5", name),
+                )
         fails(Exception, "surrogates not allowed", lambda: a.to_file(shared_path / "b.h5", "\udc80"))
         with monkeypatch.context() as patched:
             patched.setattr(files.os, "replace", lambda *_: (shared_path / "none" / "a").stat())
@@ -434,8 +454,9 @@ def test_constants_and_types(comm, fails):
     with Grid(comm, (2, 1, 1)) as grid:
         for layout, order in ((Layout.A, "C"), (Layout(sums="x"), "C"), (Layout.B, "F")):
             with named(layout=layout, order=order):
-                zeros, ones = (make(grid, (3, 5), layout=layout, order=order)
-                               for make in (DistMatrix.zeros, DistMatrix.ones))
+                zeros, ones = (
+                    make(grid, (3, 5), layout=layout, order=order) for make in (DistMatrix.zeros, DistMatrix.ones)
+                )
                 assert np.array_equal(zeros.gather(), np.zeros((3, 5)))
                 assert np.array_equal(ones.gather(), np.ones((3, 5)))
                 made = DistMatrix.full(grid, (3, 5), 2.5 + 1j, dtype="complex64", layout=layout, order=order)
@@ -464,9 +485,18 @@ def test_constants_and_types(comm, fails):
         with pytest.raises(TypeError, match="not iterable"):
             list(made)
         same = DistMatrix.full(grid, (2, 2), 1)
-        for wrong in (lambda: made == same, lambda: made != same, lambda: bool(made), lambda: made == np.ones((3, 5)),
-                      lambda: np.ones((3, 5)) == made, lambda: made == None, lambda: same in [made],  # noqa: E711
-                      lambda: made and same, lambda: bool(Tensor(same)), lambda: Tensor(same) == Tensor(same)):
+        for wrong in (
+            lambda: made == same,
+            lambda: made != same,
+            lambda: bool(made),
+            lambda: made == np.ones((3, 5)),
+            lambda: np.ones((3, 5)) == made,
+            lambda: made == None,  # noqa: E711
+            lambda: same in [made],
+            lambda: made and same,
+            lambda: bool(Tensor(same)),
+            lambda: Tensor(same) == Tensor(same),
+        ):
             with pytest.raises(TypeError, match=r"\(a - b\).norm\(\) == 0.*a is b"):
                 wrong()
         assert {made: 1, same: 2}[same] == WeakKeyDictionary({made: 1, same: 2})[same] == 2 and made in [made, same]

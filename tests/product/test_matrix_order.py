@@ -25,13 +25,17 @@ def made(grid, order, layout, path):
     empty = DistMatrix.empty(grid, (ROWS, COLS), layout=layout, order=order)
     empty.local[...] = placed.local
     return {
-        "from_global": placed, "empty": empty,
-        "from a root": DistMatrix.from_global(grid, whole if grid.rank == 0 else None, layout=layout, root=0,
-                                              order=order),
-        "from_function": DistMatrix.from_function(grid, (ROWS, COLS), lambda i, j: whole[i, j], layout=layout,
-                                                  order=order),
-        "from_local": DistMatrix.from_local(grid, np.array(placed.local, order="F"), (ROWS, COLS), layout=layout,
-                                            order=order),
+        "from_global": placed,
+        "empty": empty,
+        "from a root": DistMatrix.from_global(
+            grid, whole if grid.rank == 0 else None, layout=layout, root=0, order=order
+        ),
+        "from_function": DistMatrix.from_function(
+            grid, (ROWS, COLS), lambda i, j: whole[i, j], layout=layout, order=order
+        ),
+        "from_local": DistMatrix.from_local(
+            grid, np.array(placed.local, order="F"), (ROWS, COLS), layout=layout, order=order
+        ),
         "from_file": DistMatrix.from_file(grid, path, "values", layout=layout, order=order),
     }
 
@@ -104,10 +108,16 @@ def test_a_product_copies_no_operand_for_its_order(some_grid):
 @pytest.mark.parallel([2], thorough=[1, 4, 6])
 def test_other_orders_and_shared_ones_are_refused(some_grid, fails):
     for order in ("A", "c", 3, None):
-        fails(LayoutError, 'the order of a shard is "C", by rows, or "F", by columns',
-              lambda order=order: DistMatrix.empty(some_grid, (4, 4), order=order))
-    fails(LayoutError, "shards in shared memory are stored by rows",
-          lambda: DistMatrix.random(some_grid, (4, 4), order="F", shared=True))
+        fails(
+            LayoutError,
+            'the order of a shard is "C", by rows, or "F", by columns',
+            lambda order=order: DistMatrix.empty(some_grid, (4, 4), order=order),
+        )
+    fails(
+        LayoutError,
+        "shards in shared memory are stored by rows",
+        lambda: DistMatrix.random(some_grid, (4, 4), order="F", shared=True),
+    )
 
 
 @pytest.mark.parallel([2], thorough=[8])

@@ -192,26 +192,47 @@ def test_what_moves_is_of_products_and_a_norm(some_grid):
 @pytest.mark.parallel([2], thorough=[1, 4])
 def test_errors(some_grid, fails):
     a, square = (DistMatrix.random(some_grid, shape, seed=1) for shape in ((6, 4), (4, 4)))
-    fails(Pmm3dError, r"polar: \|X\^2 - I\|_F is .* after \d+ steps: A is singular, or nearly so$",
-          lambda: polar(matrix_of(some_grid, np.ones((4, 4)))))
+    fails(
+        Pmm3dError,
+        r"polar: \|X\^2 - I\|_F is .* after \d+ steps: A is singular, or nearly so$",
+        lambda: polar(matrix_of(some_grid, np.ones((4, 4)))),
+    )
     fails(Pmm3dError, "polar: .* is nan after 0 steps", lambda: polar(matrix_of(some_grid, np.full((3, 3), np.nan))))
     fails(Pmm3dError, "polar: .* after 2 steps", lambda: polar(a, most=2))
-    fails(Pmm3dError, "matrix_sign: .*or has eigenvalues that are far from real",
-          lambda: matrix_sign(matrix_of(some_grid, np.array([[0.0, 1], [-1, 0]]))))
+    fails(
+        Pmm3dError,
+        "matrix_sign: .*or has eigenvalues that are far from real",
+        lambda: matrix_sign(matrix_of(some_grid, np.array([[0.0, 1], [-1, 0]]))),
+    )
     fails(LayoutError, "matrix_sign: the matrix is 6 x 4; it must be square", lambda: matrix_sign(a))
     fails(Pmm3dError, "polar: most is a number of steps, at least 1; got 0", lambda: polar(a, most=0))
-    fails(Pmm3dError, r"newton_schulz: the coefficients of a step are a tuple of three numbers, .* got \(1, 2\)",
-          lambda: newton_schulz(a, [(1, 2)]))
+    fails(
+        Pmm3dError,
+        r"newton_schulz: the coefficients of a step are a tuple of three numbers, .* got \(1, 2\)",
+        lambda: newton_schulz(a, [(1, 2)]),
+    )
     fails(Pmm3dError, "newton_schulz: no coefficients, so no step", lambda: newton_schulz(a, []))
-    fails(Pmm3dError, "newton_schulz: out is .*; it must be a DistMatrix of 6 x 4",
-          lambda: newton_schulz(a, [CUBIC], out=square))
-    fails(Pmm3dError, "newton_schulz: a is a ndarray; it must be a DistMatrix",
-          lambda: newton_schulz(np.ones((2, 2)), [CUBIC]))
-    fails(DTypeError, "polar: float16 has too few digits", lambda: polar(DistMatrix.random(some_grid, (4, 4),
-                                                                                           dtype="float16")))
+    fails(
+        Pmm3dError,
+        "newton_schulz: out is .*; it must be a DistMatrix of 6 x 4",
+        lambda: newton_schulz(a, [CUBIC], out=square),
+    )
+    fails(
+        Pmm3dError,
+        "newton_schulz: a is a ndarray; it must be a DistMatrix",
+        lambda: newton_schulz(np.ones((2, 2)), [CUBIC]),
+    )
+    fails(
+        DTypeError,
+        "polar: float16 has too few digits",
+        lambda: polar(DistMatrix.random(some_grid, (4, 4), dtype="float16")),
+    )
     conjugated = DistMatrix.random(some_grid, (4, 4), dtype="complex64").H
-    fails(LayoutError, "newton_schulz: out is a conjugated view",
-          lambda: newton_schulz(conjugated, [CUBIC], out=conjugated))
+    fails(
+        LayoutError,
+        "newton_schulz: out is a conjugated view",
+        lambda: newton_schulz(conjugated, [CUBIC], out=conjugated),
+    )
     if some_grid.size > 1:
         with pytest.raises(DisagreementError):
             newton_schulz(a, [CUBIC] * (1 + some_grid.rank))

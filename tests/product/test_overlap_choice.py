@@ -112,8 +112,10 @@ def test_grids_are_ranked_by_the_modes_that_products_take(comm, own_nodes):
     size, machine = (4096, 512, 512), replace(nominal(1), hidden={"across": 0.8})
     found = rank_products(size, comm.size, "float64", machine).candidates
     assert all(one.seconds <= other.seconds * (1 + 1e-8) for one, other in pairwise(found))
-    plain = {candidate.grid: candidate.seconds
-             for candidate in rank_products(size, comm.size, "float64", machine, overlap="none").candidates}
+    plain = {
+        candidate.grid: candidate.seconds
+        for candidate in rank_products(size, comm.size, "float64", machine, overlap="none").candidates
+    }
     for candidate in found:
         with Grid(comm, candidate.grid[:3]) as grid:
             plan = plan_for(*operands(grid, size), None, None, None)
@@ -134,8 +136,11 @@ def test_a_limit_of_memory_is_kept_by_panels(comm, own_nodes):
 @looped("asked", ["decomposed", "panels"])
 def test_what_is_no_mode_of_all_products_is_refused_by_all(comm, monkeypatch, fails, asked):
     monkeypatch.setenv("PMM3D_OVERLAP", asked)
-    fails(Pmm3dError, f"PMM3D_OVERLAP='{asked}' is invalid. It must be auto or none: .* argument: panels=4",
-          lambda: Grid(comm, (1, 1, 1)))
+    fails(
+        Pmm3dError,
+        f"PMM3D_OVERLAP='{asked}' is invalid. It must be auto or none: .* argument: panels=4",
+        lambda: Grid(comm, (1, 1, 1)),
+    )
 
 
 def test_all_ranks_ask_for_the_same_mode(comm, monkeypatch, fails):

@@ -44,8 +44,11 @@ class Part:
 def contexts(comm):
     """Contexts on all ranks and on some, numbered by rows and by columns."""
     size = comm.size
-    for shape, order, ranks in (((1, size), "R", None), ((max(1, size // 2), 1), "R", None),
-                                ((2 if size % 2 == 0 else 1, max(1, size // 2)), "C", tuple(range(size))[::-1])):
+    for shape, order, ranks in (
+        ((1, size), "R", None),
+        ((max(1, size // 2), 1), "R", None),
+        ((2 if size % 2 == 0 else 1, max(1, size // 2)), "C", tuple(range(size))[::-1]),
+    ):
         with BlacsContext(comm, shape, order, ranks=ranks) as context:
             yield context
 
@@ -184,8 +187,11 @@ def test_a_context_keeps_few_plans_and_gives_all_back(comm, monkeypatch):
 @pytest.mark.parallel([2], thorough=[1, 4, 6, 8])
 def test_bad_input_is_refused_on_every_rank(comm, fails):
     size = comm.size
-    fails(LayoutError, f"a process grid of {size + 1} x 1 on ranks up to {size}",
-          lambda: BlacsContext(comm, (size + 1, 1)))
+    fails(
+        LayoutError,
+        f"a process grid of {size + 1} x 1 on ranks up to {size}",
+        lambda: BlacsContext(comm, (size + 1, 1)),
+    )
     fails(LayoutError, "process_grid of a block-cyclic layout: two whole numbers", lambda: BlacsContext(comm, (0, 1)))
     fails(LayoutError, "the numbering of a process grid", lambda: BlacsContext(comm, (1, 1), "X"))
     fails(GridError, "relabel is True or False", lambda: BlacsContext(comm, (1, 1), relabel="no"))
@@ -195,28 +201,46 @@ def test_bad_input_is_refused_on_every_rank(comm, fails):
         square = context.descriptor(8, 8, 2, 2)
         a, b, c = (square.empty() for _ in range(3))
 
-        def call(transa="N", transb="N", m=8, n=8, k=8, alpha=1, a=a, ia=1, desca=square, b=b, jb=1, beta=0, c=c,
-                 descc=square):
+        def call(
+            transa="N",
+            transb="N",
+            m=8,
+            n=8,
+            k=8,
+            alpha=1,
+            a=a,
+            ia=1,
+            desca=square,
+            b=b,
+            jb=1,
+            beta=0,
+            c=c,
+            descc=square,
+        ):
             pgemm(transa, transb, m, n, k, alpha, a, ia, 1, desca, b, 1, jb, square, beta, c, 1, 1, descc)
 
         call()
         for options, text in (
-                ({"transa": "X"}, 'pgemm: transa is "N", "T" or "C"; got \'X\''),
-                ({"transb": 1}, 'pgemm: transb is "N", "T" or "C"; got 1'),
-                ({"m": -1}, "pgemm: m is a whole number of at least 0; got -1"),
-                ({"k": True}, "pgemm: k is a whole number of at least 0; got True"),
-                ({"ia": 2}, "pgemm: A begins at row 2 and column 1, counted from 1: rows 1:9 and columns 0:8 are not"),
-                ({"jb": 0}, "pgemm: B begins at row 1 and column 0, counted from 1: rows 0:8 and columns -1:7 are not"),
-                ({"m": 9}, "pgemm: A begins at row 1 .* rows 0:9"),
-                ({"a": a[:7]}, "pgemm: A: the array has the shape"),
-                ({"b": b[:, :0]} if size == 1 else {"b": b[:5]}, "pgemm: B: the array has the shape"),
-                ({"desca": square.cyclic}, "pgemm: a descriptor is the result of BlacsContext.descriptor"),
-                ({"c": c[::-1][:3]}, "pgemm: C: the array has the shape")):
+            ({"transa": "X"}, 'pgemm: transa is "N", "T" or "C"; got \'X\''),
+            ({"transb": 1}, 'pgemm: transb is "N", "T" or "C"; got 1'),
+            ({"m": -1}, "pgemm: m is a whole number of at least 0; got -1"),
+            ({"k": True}, "pgemm: k is a whole number of at least 0; got True"),
+            ({"ia": 2}, "pgemm: A begins at row 2 and column 1, counted from 1: rows 1:9 and columns 0:8 are not"),
+            ({"jb": 0}, "pgemm: B begins at row 1 and column 0, counted from 1: rows 0:8 and columns -1:7 are not"),
+            ({"m": 9}, "pgemm: A begins at row 1 .* rows 0:9"),
+            ({"a": a[:7]}, "pgemm: A: the array has the shape"),
+            ({"b": b[:, :0]} if size == 1 else {"b": b[:5]}, "pgemm: B: the array has the shape"),
+            ({"desca": square.cyclic}, "pgemm: a descriptor is the result of BlacsContext.descriptor"),
+            ({"c": c[::-1][:3]}, "pgemm: C: the array has the shape"),
+        ):
             fails(LayoutError, text, lambda options=options: call(**options))
         fails(GridError, "the descriptors are of several contexts", lambda: call(descc=other.descriptor(8, 8, 2, 2)))
         fails(DTypeError, "an array is float32 of numpy; it must be float64", lambda: call(b=b.astype("float32")))
-        fails(DTypeError, "matrices are of float32, float64, complex64, complex128, as p.gemm's; these are int64",
-              lambda: call(a=a.astype("int64")))
+        fails(
+            DTypeError,
+            "matrices are of float32, float64, complex64, complex128, as p.gemm's; these are int64",
+            lambda: call(a=a.astype("int64")),
+        )
         fails(DTypeError, "list is none of numpy.ndarray", lambda: call(a=a.tolist()))
         fails(DTypeError, "alpha is 1j, which cannot scale", lambda: call(alpha=1j))
         fails(DTypeError, "beta is 'one'", lambda: call(beta="one"))
@@ -268,6 +292,7 @@ def test_a_plan_as_a_context_manager_and_an_error_that_comes_again(comm, monkeyp
         a, c = square.empty(), square.empty()
         a[...] = 1
         with PgemmPlan("N", "N", 8, 8, 8, 1, 1, square, 1, 1, square, 1, 1, square) as plan:
+
             def fails_once(*_, **__):
                 monkeypatch.undo()
                 raise MemoryError
@@ -307,8 +332,11 @@ def test_a_closed_context_over_a_grid_that_stays(comm, fails):
         a, c = square.empty(), square.empty()
         plan = PgemmPlan("N", "N", 8, 8, 8, 1, 1, square, 1, 1, square, 1, 1, square)
         context.close()
-        fails(GridError, "this BLACS context is closed: make another one", lambda: pgemm(
-            "N", "N", 8, 8, 8, 1, a, 1, 1, square, a, 1, 1, square, 0, c, 1, 1, square))
+        fails(
+            GridError,
+            "this BLACS context is closed: make another one",
+            lambda: pgemm("N", "N", 8, 8, 8, 1, a, 1, 1, square, a, 1, 1, square, 0, c, 1, 1, square),
+        )
         fails(GridError, "this plan is closed", lambda: plan(a, a, c))
 
 
@@ -387,8 +415,27 @@ def test_ranks_that_pass_different_things_all_hear_of_it(comm):
         a, c = square.empty(), square.empty()
         for options in ({"n": 8 - comm.rank}, {"alpha": 1 + comm.rank}):
             with pytest.raises(Exception, match="different arguments") as caught:
-                pgemm("N", "N", 8, options.get("n", 8), 8, options.get("alpha", 1), a, 1, 1, square, a, 1, 1, square,
-                      0, c, 1, 1, square)
+                pgemm(
+                    "N",
+                    "N",
+                    8,
+                    options.get("n", 8),
+                    8,
+                    options.get("alpha", 1),
+                    a,
+                    1,
+                    1,
+                    square,
+                    a,
+                    1,
+                    1,
+                    square,
+                    0,
+                    c,
+                    1,
+                    1,
+                    square,
+                )
             assert caught.value.everywhere
 
 
@@ -414,8 +461,9 @@ def test_descriptors_of_nine_numbers(comm):
 def kept_by(context):
     """Bytes of the work arrays of the cached plans, and of the workspaces."""
     grids = [context.grid, *context._grids.values()]
-    return (sum(matrix.memory.nbytes for plan in context.plans.values() for matrix in plan._matrices)
-            + sum(grid.workspace.allocated for grid in grids))
+    return sum(matrix.memory.nbytes for plan in context.plans.values() for matrix in plan._matrices) + sum(
+        grid.workspace.allocated for grid in grids
+    )
 
 
 def multiply(context, n):

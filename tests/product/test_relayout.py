@@ -35,8 +35,10 @@ def local_of(grid, whole, layout, seed=0):
     """Shard of this rank. For partial sums, each rank has different numbers, whose sum is the matrix."""
     layout, coords = layout.on(grid.shape), grid.coords
     along = lambda rank: tuple(getattr(grid.shape.position(rank), axis) for axis in layout.sums)
-    own = {place: integers(whole.shape, seed=seed + index)
-           for index, place in enumerate(sorted({along(rank) for rank in range(grid.size)}))}
+    own = {
+        place: integers(whole.shape, seed=seed + index)
+        for index, place in enumerate(sorted({along(rank) for rank in range(grid.size)}))
+    }
     first = min(own)
     own[first] = whole - sum((part for place, part in own.items() if place != first), 0 * whole)
     box = layout.box(whole.shape, grid.shape, coords)
@@ -182,8 +184,10 @@ def assert_steps_are_collectives(some_grid, dtype):
             if axis.size == 1:
                 continue
             cut, other, index = Layout(name), Layout((), name), axis.index
-            rows, cols = ([shard_of(grid, shape, layout, **{name: rank}).shape[dim] for rank in range(axis.size)]
-                          for dim, layout in enumerate((cut, other)))
+            rows, cols = (
+                [shard_of(grid, shape, layout, **{name: rank}).shape[dim] for rank in range(axis.size)]
+                for dim, layout in enumerate((cut, other))
+            )
             flat = lambda counts: [shape[0] * count for count in counts]
             total = all_reduce_volume(shape[0] * shape[1], dtype, axis.size, index)
             exchanged = (shape[0] - rows[index]) * cols[index] * size, rows[index] * (shape[1] - cols[index]) * size
@@ -264,8 +268,10 @@ def test_with_debug(comm, monkeypatch):
 def test_an_axis_of_its_own_name(comm):
     with Grid(comm, (1, 1, comm.size // 2), axes={"seq": 2}) as grid:
         shape = 8, 6
-        whole, layouts = integers(shape), [Layout("z"), Layout(("z", "seq"), units=(2, 1)), Layout("z", "seq"),
-                                           Layout("z", sums="seq")]
+        whole, layouts = (
+            integers(shape),
+            [Layout("z"), Layout(("z", "seq"), units=(2, 1)), Layout("z", "seq"), Layout("z", sums="seq")],
+        )
         for source, target in pairs(layouts):
             with given(source=source, target=target):
                 grid.ledger.reset()
@@ -306,8 +312,11 @@ def test_a_matrix_of_partial_sums(some_grid, tmp_path_factory):
 def test_partial_sums_come_from_and_go_to_another_grid(comm):
     whole = integers((7, 5))
     with Grid(comm, "ddp") as one, Grid(comm, (1, comm.size, 1)) as other:
-        for source, target in ((Layout(sums="data"), Layout((), "y")), (Layout("data"), Layout(sums="y")),
-                               (Layout(sums="data"), Layout(sums="y"))):
+        for source, target in (
+            (Layout(sums="data"), Layout((), "y")),
+            (Layout("data"), Layout(sums="y")),
+            (Layout(sums="data"), Layout(sums="y")),
+        ):
             matrix = DistMatrix.from_local(one, to_library(local_of(one, whole, source)), whole.shape, layout=source)
             for kind in (matrix, matrix.T):
                 found = kind.redistribute(target if kind is matrix else target.T, other)

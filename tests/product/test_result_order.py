@@ -35,13 +35,19 @@ def test_what_makes_no_sense_is_refused(comm, fails):
     with Grid(comm, (comm.size, 1, 1)) as grid:
         a, b = DistMatrix.random(grid, (M, K)), DistMatrix.random(grid, (K, N), layout=Layout.B)
         out = matmul(a, b)
-        fails(LayoutError, "out has an order already, and order='F' is of a new C: leave one of them out",
-              lambda: matmul(a, b, out=out, order="F"))
+        fails(
+            LayoutError,
+            "out has an order already, and order='F' is of a new C: leave one of them out",
+            lambda: matmul(a, b, out=out, order="F"),
+        )
         fails(LayoutError, "the order of a shard is", lambda: matmul(a, b, order="f"))
         fails(LayoutError, "the order of a shard is", lambda: MatmulPlan(a, b, order=0))
-        for made in (lambda: matmul(a, b, order="auto"), lambda: MatmulPlan(a, b, order="auto"),
-                     lambda: DistMatrix.random(grid, (M, K), order="auto"),
-                     lambda: DistMatrix.from_local(grid, a.local, (M, K), order="auto")):
+        for made in (
+            lambda: matmul(a, b, order="auto"),
+            lambda: MatmulPlan(a, b, order="auto"),
+            lambda: DistMatrix.random(grid, (M, K), order="auto"),
+            lambda: DistMatrix.from_local(grid, a.local, (M, K), order="auto"),
+        ):
             fails(LayoutError, "the order of a shard is .*pmm3d bench --order times each", made)
 
 

@@ -15,9 +15,11 @@ from pmm3d.product.verify import freivalds
 SIZE = 16
 RANDOM = np.random.default_rng(0)
 WHOLE, OTHER = (RANDOM.integers(-9, 9, (SIZE, SIZE)).astype(float) for _ in range(2))
-ORDERED = pytest.mark.parametrize("layout_on", [
-    lambda grid: token_layout(grid, 8, order="zigzag"), lambda grid: token_layout(grid, 8, order="striped").T],
-    ids=["rows", "columns"])
+ORDERED = pytest.mark.parametrize(
+    "layout_on",
+    [lambda grid: token_layout(grid, 8, order="zigzag"), lambda grid: token_layout(grid, 8, order="striped").T],
+    ids=["rows", "columns"],
+)
 
 
 @pytest.fixture
@@ -42,8 +44,10 @@ def test_new_matrices(grid, shared_path, layout_on):
         "from_global": (DistMatrix.from_global(grid, to_library(WHOLE), layout=layout), WHOLE),
         "from_global(order)": (DistMatrix.from_global(grid, to_library(WHOLE), layout=layout, order="F"), WHOLE),
         "from_global(root)": (DistMatrix.from_global(grid, to_library(WHOLE), layout=layout, root=1), WHOLE),
-        "from_function": (DistMatrix.from_function(grid, WHOLE.shape, lambda i, j: SIZE * i + j, **options),
-                          np.arange(SIZE**2).reshape(SIZE, SIZE)),
+        "from_function": (
+            DistMatrix.from_function(grid, WHOLE.shape, lambda i, j: SIZE * i + j, **options),
+            np.arange(SIZE**2).reshape(SIZE, SIZE),
+        ),
         "from_file": (DistMatrix.from_file(grid, path, **options), WHOLE),
         "from_blocks": (DistMatrix.from_blocks(grid, [to_library(own)], half, layout=layout), WHOLE),
         "random": (DistMatrix.random(grid, WHOLE.shape, seed=1, **options), drawn),

@@ -22,8 +22,13 @@ def from_other_nodes(matrix):
 
 
 @pytest.mark.deadline(240)
-@looped("case, dtype", [("as they are", "float16"), *((case, "complex128") for case in (
-    "as they are", "transposed", "conjugated", "panels", "order"))])
+@looped(
+    "case, dtype",
+    [
+        ("as they are", "float16"),
+        *((case, "complex128") for case in ("as they are", "transposed", "conjugated", "panels", "order")),
+    ],
+)
 def test_a_node_has_a_block_once_and_links_carry_each_byte_once(comm, two_nodes, monkeypatch, dtype, case):
     monkeypatch.setenv("PMM3D_OVERLAP", "none")
     options = {"panels": {"panels": 3}, "order": {"order": "F"}}.get(case, {})

@@ -33,8 +33,12 @@ from pmm3d.product.multiply import plan_for
 pytestmark = pytest.mark.parallel([2, 4], thorough=[1, 8])
 LATE = 0.05
 """Delay of a rank in seconds. A rank that does not wait for it would read elements that are not written yet."""
-SHAPES = {1: [(1, 1, 1)], 2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)], 4: [(2, 2, 1), (4, 1, 1), (2, 1, 2), (1, 1, 4)],
-          8: [(2, 2, 2), (1, 4, 2), (8, 1, 1), (2, 1, 4)]}
+SHAPES = {
+    1: [(1, 1, 1)],
+    2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)],
+    4: [(2, 2, 1), (4, 1, 1), (2, 1, 2), (1, 1, 4)],
+    8: [(2, 2, 2), (1, 4, 2), (8, 1, 1), (2, 1, 4)],
+}
 
 
 def segments():
@@ -53,8 +57,14 @@ def grids(comm):
 
 @pytest.mark.parallel([1, 2, 4, 8])
 def test_bits_are_those_of_messages_and_no_bytes_are_received_for_operands(grids, pytestconfig):
-    cases = [((23, 17, 19), "float16"), ((23, 17, 19), "float32"), ((23, 17, 19), "complex128"),
-             ((3, 2, 1), "float16"), ((3, 2, 1), "float32"), ((64, 96, 32), "complex128")]
+    cases = [
+        ((23, 17, 19), "float16"),
+        ((23, 17, 19), "float32"),
+        ((23, 17, 19), "complex128"),
+        ((3, 2, 1), "float16"),
+        ((3, 2, 1), "float32"),
+        ((64, 96, 32), "complex128"),
+    ]
     if pytestconfig.getoption("all_tests"):
         cases = list(product([(23, 17, 19), (3, 2, 1), (64, 96, 32)], ["float16", "float32", "complex128"]))
     for grid, (size, dtype) in product(grids, cases):
@@ -73,21 +83,36 @@ def test_bits_are_those_of_messages_and_no_bytes_are_received_for_operands(grids
 @pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_torch_tensors_are_read_in_place_too(grids):
     for grid, dtype in product(grids, ("float32", "bfloat16")):
-        a, b = (DistMatrix.random(grid, shape, seed=seed, dtype=dtype, layout=layout, library="torch",
-                                  distribution="integers")
-                for seed, (shape, layout) in enumerate((((23, 19), Layout.A), ((19, 17), Layout.B))))
-        in_memory = [DistMatrix.random(grid, each.shape, seed=seed, dtype=dtype, layout=each.layout, library="torch",
-                                       distribution="integers", shared=True) for seed, each in enumerate((a, b))]
+        a, b = (
+            DistMatrix.random(
+                grid, shape, seed=seed, dtype=dtype, layout=layout, library="torch", distribution="integers"
+            )
+            for seed, (shape, layout) in enumerate((((23, 19), Layout.A), ((19, 17), Layout.B)))
+        )
+        in_memory = [
+            DistMatrix.random(
+                grid,
+                each.shape,
+                seed=seed,
+                dtype=dtype,
+                layout=each.layout,
+                library="torch",
+                distribution="integers",
+                shared=True,
+            )
+            for seed, each in enumerate((a, b))
+        ]
         wanted = matmul(a, b)
         grid.ledger.reset()
         found = matmul(*in_memory)
         assert type(found.local) is type(wanted.local) and found.local.equal(wanted.local)
         assert grid.ledger.total(phase="gather A").received == grid.ledger.total(phase="gather B").received == 0
-        assert all(each.window is not None and each.local.equal(other.local)
-                   for each, other in zip(in_memory, (a, b)))
+        assert all(each.window is not None and each.local.equal(other.local) for each, other in zip(in_memory, (a, b)))
         assert a.redistribute(Layout.A, shared=True).local.equal(a.local)
-        one, two = (DistMatrix.random(grid, a.shape, library="torch", distribution="normal", shared=each)
-                    for each in (False, True))
+        one, two = (
+            DistMatrix.random(grid, a.shape, library="torch", distribution="normal", shared=each)
+            for each in (False, True)
+        )
         assert two.local.equal(one.local)  # torch's own normal numbers have other last bits
         whole = a.gather().requires_grad_()
         made = DistMatrix.from_global(grid, whole, shared=True)
@@ -95,8 +120,9 @@ def test_torch_tensors_are_read_in_place_too(grids):
 
 
 def test_whatever_matmul_takes(grids):
-    for grid, case in product(grids, ("transposed", "conjugated", "out transposed", "panels", "one in panels", "beta",
-                                      "max_workspace")):
+    for grid, case in product(
+        grids, ("transposed", "conjugated", "out transposed", "panels", "one in panels", "beta", "max_workspace")
+    ):
         with given(grid=grid.shape, case=case):
             assert_takes(grid, case)
 
@@ -112,8 +138,9 @@ def assert_takes(grid, case):
     rows, columns = a.shape[0], b.shape[1]
     outs = [DistMatrix.random(grid, (rows, columns), dtype="complex128", seed=7, layout=Layout.C) for _ in range(2)]
     if case == "out transposed":
-        outs = [DistMatrix.random(grid, (columns, rows), dtype="complex128", seed=7, layout=Layout.C).T
-                for _ in range(2)]
+        outs = [
+            DistMatrix.random(grid, (columns, rows), dtype="complex128", seed=7, layout=Layout.C).T for _ in range(2)
+        ]
     beta = 2 if case == "beta" else 0
     matmul(a, b, out=outs[0], beta=beta, **options.get(case, {}))
     matmul(one, other, out=outs[1], beta=beta, **options.get(case, {}))
@@ -212,8 +239,7 @@ def test_what_cannot_be_shared_is_refused_on_every_rank(comm, fails, monkeypatch
         fails(LayoutError, "split by one axis", lambda: DistMatrix.empty(grid, (8, 8), layout=Layout(), shared=True))
         fails(LayoutError, "arrays on the host", lambda: DistMatrix.empty(grid, (8, 8), library="standin", shared=True))
         if comm.size > 1:
-            fails(DisagreementError, "different",
-                  lambda: DistMatrix.empty(grid, (8, 8), shared=grid.rank == 0))
+            fails(DisagreementError, "different", lambda: DistMatrix.empty(grid, (8, 8), shared=grid.rank == 0))
         a = DistMatrix.empty(grid, (16, 16), shared=True)
         if a.window is not None:
             with pytest.raises(LayoutError, match="stays where it is"):
@@ -259,8 +285,11 @@ def test_nothing_is_left_in_the_file_system_and_no_descriptor_open(comm):
     def descriptors():
         """Number of file descriptors of this memory. Before Python 3.13, a mapping keeps one."""
         gc.collect()  # frees objects of earlier tests
-        return [link for number in os.listdir("/proc/self/fd")
-                if os.path.lexists(path := f"/proc/self/fd/{number}") and "memfd:pmm3d" in (link := os.readlink(path))]
+        return [
+            link
+            for number in os.listdir("/proc/self/fd")
+            if os.path.lexists(path := f"/proc/self/fd/{number}") and "memfd:pmm3d" in (link := os.readlink(path))
+        ]
 
     with Grid(comm, (comm.size, 1, 1)) as grid:
         before = descriptors()
@@ -281,8 +310,10 @@ def test_partial_sums_are_read_in_place_with_the_bits_of_messages(grids):
 
 
 def assert_sums_are_read_in_place(grid, dtype, options):
-    plain = [DistMatrix.random(grid, size, seed=seed, dtype=dtype, layout=layout)
-             for seed, (size, layout) in enumerate(zip([(37, 40), (40, 150), (37, 150)], LAYOUTS))]
+    plain = [
+        DistMatrix.random(grid, size, seed=seed, dtype=dtype, layout=layout)
+        for seed, (size, layout) in enumerate(zip([(37, 40), (40, 150), (37, 150)], LAYOUTS))
+    ]
     in_memory = [shared(matrix) for matrix in plain]
     for a, b, out in (plain, in_memory):
         grid.ledger.reset()
@@ -439,10 +470,12 @@ MADE = {
     "random": lambda grid, **how: DistMatrix.random(grid, (23, 17), seed=3, distribution="normal", **how),
     "from_global": lambda grid, **how: DistMatrix.from_global(grid, np.arange(391.0).reshape(23, 17), **how),
     "from_global, root": lambda grid, **how: DistMatrix.from_global(
-        grid, np.arange(391.0).reshape(23, 17) if grid.rank == grid.size - 1 else None, root=grid.size - 1, **how),
+        grid, np.arange(391.0).reshape(23, 17) if grid.rank == grid.size - 1 else None, root=grid.size - 1, **how
+    ),
     "redistribute": lambda grid, layout=Layout.A, **how: operands(grid, (23, 5, 17))[0].redistribute(layout, **how),
     "redistribute, transposed": lambda grid, layout=Layout.A, **how: operands(grid, (17, 5, 23))[0].T.redistribute(
-        layout, **how),
+        layout, **how
+    ),
 }
 
 
@@ -481,14 +514,22 @@ def test_a_file_is_read_into_shared_memory(comm, grids, tmp_path):
 def test_what_makes_a_matrix_refuses_shared_memory_on_every_rank(comm, fails):
     with Grid(comm) as grid:
         a, _ = operands(grid)
-        fails(LayoutError, "arrays on the host",
-              lambda: DistMatrix.random(grid, (8, 8), library="standin", shared=True))
-        fails(LayoutError, "split by one axis",
-              lambda: DistMatrix.from_global(grid, np.ones((8, 8)), layout=Layout(), shared=True))
-        fails(LayoutError, "split by one axis",
-              lambda: DistMatrix.from_function(grid, (8, 8), lambda i, j: i + j, layout=Layout(), shared=True))
+        fails(
+            LayoutError, "arrays on the host", lambda: DistMatrix.random(grid, (8, 8), library="standin", shared=True)
+        )
+        fails(
+            LayoutError,
+            "split by one axis",
+            lambda: DistMatrix.from_global(grid, np.ones((8, 8)), layout=Layout(), shared=True),
+        )
+        fails(
+            LayoutError,
+            "split by one axis",
+            lambda: DistMatrix.from_function(grid, (8, 8), lambda i, j: i + j, layout=Layout(), shared=True),
+        )
         fails(LayoutError, "split by one axis", lambda: a.redistribute(Layout(), shared=True))
-        fails(LayoutError, "leave one of them out",
-              lambda: a.redistribute(a.layout, out=operands(grid)[0], shared=True))
+        fails(
+            LayoutError, "leave one of them out", lambda: a.redistribute(a.layout, out=operands(grid)[0], shared=True)
+        )
         if comm.size > 1:
             fails(DisagreementError, "different", lambda: DistMatrix.random(grid, (8, 8), shared=grid.rank == 0))

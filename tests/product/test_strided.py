@@ -13,10 +13,15 @@ from pmm3d.arrays import library_named
 from pmm3d.layout.distribution import Strided
 from pmm3d.product.tiles import ACROSS, copy_strided
 
-groups = st.builds(lambda here, there, length, times, gap, other: Strided(here, there, length, times, length + gap,
-                                                                          length + other),
-                   st.integers(0, 3), st.integers(0, 3), st.integers(1, 5), st.integers(1, 3), st.integers(0, 2),
-                   st.integers(0, 2))
+groups = st.builds(
+    lambda here, there, length, times, gap, other: Strided(here, there, length, times, length + gap, length + other),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(0, 2),
+    st.integers(0, 2),
+)
 SIZE = 3 + 3 * 7
 
 
@@ -29,8 +34,14 @@ def lying(array, order):
     return np.asarray(array, order=order)
 
 
-@given(groups, groups, st.sampled_from(["float32", "float64", "complex64", "complex128", "float16", "int64"]),
-       st.sampled_from("CF"), st.sampled_from("CF"), st.sampled_from([0, 1, 2]))
+@given(
+    groups,
+    groups,
+    st.sampled_from(["float32", "float64", "complex64", "complex128", "float16", "int64"]),
+    st.sampled_from("CF"),
+    st.sampled_from("CF"),
+    st.sampled_from([0, 1, 2]),
+)
 def test_what_is_copied_and_what_stays(rows, cols, dtype, order, other, beta):
     source, target = lying(integers((SIZE, SIZE), dtype, seed=1), order), lying(integers((SIZE, SIZE), dtype), other)
     wanted = target.copy()

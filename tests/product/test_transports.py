@@ -55,9 +55,12 @@ def test_copies_and_messages_of_a_staged_exchange_overlap(comm, steps):
 def test_direct_where_mpi_takes_no_pointers_is_an_error(comm, fails):
     with Grid(comm, (comm.size, 1, 1), device_transport="direct") as grid:
         for _ in range(2):
-            fails(Pmm3dError, "device_transport is direct, but this MPI does not take device pointers.*"
-                              "PMM3D_TRANSPORT=auto, or staged",
-                  lambda: DistMatrix.from_global(grid, to_library(np.ones((4, 4)), "standin_far")))
+            fails(
+                Pmm3dError,
+                "device_transport is direct, but this MPI does not take device pointers.*"
+                "PMM3D_TRANSPORT=auto, or staged",
+                lambda: DistMatrix.from_global(grid, to_library(np.ones((4, 4)), "standin_far")),
+            )
 
 
 def test_direct_where_nobody_knows_is_an_error(comm, monkeypatch, fails):
@@ -67,14 +70,20 @@ def test_direct_where_nobody_knows_is_an_error(comm, monkeypatch, fails):
     monkeypatch.setattr(device_trial, "try_device", lambda library, seconds: given.append(seconds) or unknown)
     for timeout in (0, 30):
         with Grid(comm, (comm.size, 1, 1), device_transport="direct", timeout=timeout) as grid:
-            fails(Pmm3dError, "device_transport is direct, but whether MPI takes .* could not be found out .no time",
-                  lambda: DistMatrix.from_global(grid, to_library(np.ones((4, 4)), "standin")))
+            fails(
+                Pmm3dError,
+                "device_transport is direct, but whether MPI takes .* could not be found out .no time",
+                lambda: DistMatrix.from_global(grid, to_library(np.ones((4, 4)), "standin")),
+            )
     assert given == [60, 15] * (comm.rank == 0)
 
 
 def test_each_kind_of_library_is_tried_and_travels_in_its_own_way(comm, monkeypatch):
-    monkeypatch.setattr(device_trial, "try_device", lambda library, seconds: device_trial.Outcome(
-        library.module == "standin", "as it is"))
+    monkeypatch.setattr(
+        device_trial,
+        "try_device",
+        lambda library, seconds: device_trial.Outcome(library.module == "standin", "as it is"),
+    )
     with Grid(comm, (comm.size, 1, 1)) as grid:
         for library, mode in 2 * [("standin", "direct"), ("standin_far", "staged")]:
             array = to_library(np.ones((4, 3)), library)
@@ -169,8 +178,9 @@ def test_nccl_is_refused_where_it_is_not(comm, monkeypatch, fails):
 def test_nccls_communicator_is_of_the_device_of_the_arrays(comm, monkeypatch, nccl):
     """torch's arrays may be on another device than the current one."""
     made, make = [], standin_nccl.NcclCommunicator.__init__
-    monkeypatch.setattr(standin_nccl.NcclCommunicator, "__init__",
-                        lambda *a: made.append(standin.HERE.device) or make(*a))
+    monkeypatch.setattr(
+        standin_nccl.NcclCommunicator, "__init__", lambda *a: made.append(standin.HERE.device) or make(*a)
+    )
     for name in ("current_stream", "new_stream"):
         monkeypatch.setattr(DeviceLibrary, name, lambda library: CupyStream(standin.cuda, 1, Stream.null))
     with Grid(comm, (comm.size, 1, 1), device_transport="nccl") as grid:
@@ -186,17 +196,26 @@ def test_a_device_that_does_not_answer_is_told_by_all(comm, monkeypatch, fails):
         array = to_library(np.ones((4, 4)), "standin")
         if comm.rank == 1:
             monkeypatch.setattr(standin.cuda.runtime, "getDeviceProperties", silent)
-        fails(Pmm3dError, r"the current device of each rank failed on 1 of \d ranks. rank 1: .*the GPU is lost",
-              lambda: DistMatrix.from_global(grid, array))
-        fails(Pmm3dError, "rank 1: the current device does not answer: RuntimeError: the GPU is lost",
-              lambda: grid.devices(library_named("standin")))
+        fails(
+            Pmm3dError,
+            r"the current device of each rank failed on 1 of \d ranks. rank 1: .*the GPU is lost",
+            lambda: DistMatrix.from_global(grid, array),
+        )
+        fails(
+            Pmm3dError,
+            "rank 1: the current device does not answer: RuntimeError: the GPU is lost",
+            lambda: grid.devices(library_named("standin")),
+        )
 
 
 def test_ranks_that_crowd_on_a_device_are_refused_and_those_that_must_share_are_told(comm, monkeypatch, fails, caplog):
     monkeypatch.setattr(standin.cuda.runtime, "deviceGetPCIBusId", lambda number: f"0000:0{number}:00.0")
     with Grid(comm, (comm.size, 1, 1)) as grid:
-        fails(GridError, r"ranks 0-\d of host .* have their arrays on one device, and 1 of the 2 .*take_device",
-              lambda: DistMatrix.from_global(grid, to_library(np.ones((4, 4)), "standin")))
+        fails(
+            GridError,
+            r"ranks 0-\d of host .* have their arrays on one device, and 1 of the 2 .*take_device",
+            lambda: DistMatrix.from_global(grid, to_library(np.ones((4, 4)), "standin")),
+        )
     monkeypatch.setattr(standin.cuda.runtime, "getDeviceCount", lambda: 1)
     with Grid(comm, (comm.size, 1, 1)) as grid:
         DistMatrix.from_global(grid, to_library(np.ones((4, 4)), "standin"))
@@ -207,8 +226,11 @@ def test_a_rank_has_one_device_on_a_grid(comm, fails):
     with Grid(comm, (comm.size, 1, 1)) as grid:
         grid.x.shift(to_library(np.ones((2, 2)), "standin")).wait()
         with standin.Device(1):
-            fails(GridError, "the current device is 1, and the arrays of this rank are on device 0, stand-in",
-                  lambda: grid.x.shift(to_library(np.ones((2, 2)), "standin")).wait())
+            fails(
+                GridError,
+                "the current device is 1, and the arrays of this rank are on device 0, stand-in",
+                lambda: grid.x.shift(to_library(np.ones((2, 2)), "standin")).wait(),
+            )
 
 
 def test_arrays_of_another_device_than_the_current_one_are_refused_by_all(comm, fails):
@@ -219,11 +241,18 @@ def test_arrays_of_another_device_than_the_current_one_are_refused_by_all(comm, 
             there = to_library(np.ones((2, 3)), "standin")
         own, counts = there if comm.rank == 1 else here, [2] * comm.size
         refused = r"failed on 1 of \d ranks. rank 1: .*array of device 1 is used while device 0 is current"
-        for call in (lambda: grid.x.all_reduce(own), lambda: grid.x.all_reduce(here, out=own),
-                     lambda: grid.x.all_gather(own, counts=counts), lambda: grid.x.all_to_all(own)):
+        for call in (
+            lambda: grid.x.all_reduce(own),
+            lambda: grid.x.all_reduce(here, out=own),
+            lambda: grid.x.all_gather(own, counts=counts),
+            lambda: grid.x.all_to_all(own),
+        ):
             fails(GridError, refused, lambda: call().wait())
-        for call in (lambda: grid.x.all_reduce_into(there, here), lambda: grid.x.all_reduce_into(here, there),
-                     lambda: grid.x.all_to_all_into(here, there, [2] * comm.size, [2] * comm.size)):
+        for call in (
+            lambda: grid.x.all_reduce_into(there, here),
+            lambda: grid.x.all_reduce_into(here, there),
+            lambda: grid.x.all_to_all_into(here, there, [2] * comm.size, [2] * comm.size),
+        ):
             fails(GridError, "^an array of device 1 is used while device 0 is current", call)
         assert np.array_equal(to_numpy(grid.x.all_reduce(here).wait(), "standin"), np.full((2, 3), comm.size))
 
@@ -239,10 +268,21 @@ def test_who_has_which_device(comm, monkeypatch):
         assert nobody == known == []
         return
     host = known[0]["host"]
-    assert nobody[1] == {"host": host, "rank": 1, "local_rank": 1, "device": None, "name": "", "pci": "",
-                         "shared_with": []}
-    assert known[1] == nobody[1] | {"device": 1, "name": "stand-in", "pci": "0000:01:00.0",
-                                    "shared_with": [3] if comm.size == 4 else []}
+    assert nobody[1] == {
+        "host": host,
+        "rank": 1,
+        "local_rank": 1,
+        "device": None,
+        "name": "",
+        "pci": "",
+        "shared_with": [],
+    }
+    assert known[1] == nobody[1] | {
+        "device": 1,
+        "name": "stand-in",
+        "pci": "0000:01:00.0",
+        "shared_with": [3] if comm.size == 4 else [],
+    }
 
 
 def test_device_memory_that_runs_out_is_told_by_all(comm, monkeypatch, fails):
@@ -256,13 +296,17 @@ def test_device_memory_that_runs_out_is_told_by_all(comm, monkeypatch, fails):
         b = DistMatrix.from_global(grid, to_library(np.ones((40, 40)), "standin"), layout=Layout.B)
         grid.ledger.predict("a product", 2**33)
         if comm.rank == 1:
+
             def refuse(shape, dtype="float64"):
                 raise full("Out of memory allocating 12,800 bytes")
+
             monkeypatch.setattr(standin, "empty", refuse)
-        fails(OutOfMemoryError,
-              r"rank 1 \(host .*\) is out of memory: Out of memory allocating 12,800 bytes.*device 0 \(stand-in\) "
-              r"1 MiB of 16 GiB, and cupy's pool holds 3 GiB there. Predicted for a rank: .*a product 8 GiB",
-              lambda: a @ b)
+        fails(
+            OutOfMemoryError,
+            r"rank 1 \(host .*\) is out of memory: Out of memory allocating 12,800 bytes.*device 0 \(stand-in\) "
+            r"1 MiB of 16 GiB, and cupy's pool holds 3 GiB there. Predicted for a rank: .*a product 8 GiB",
+            lambda: a @ b,
+        )
 
 
 @pytest.mark.parallel([1])

@@ -34,8 +34,9 @@ def test_rounds_are_the_fewest_that_keep_the_limit():
 
 def operands(grid, layouts, m=70, n=90, k=50):
     a, b, c = (integers(shape, seed=seed) for seed, shape in enumerate([(m, k), (k, n), (m, n)]))
-    matrices = [DistMatrix.from_global(grid, to_library(whole), layout=layout)
-                for whole, layout in zip((a, b, c), layouts)]
+    matrices = [
+        DistMatrix.from_global(grid, to_library(whole), layout=layout) for whole, layout in zip((a, b, c), layouts)
+    ]
     return matrices, 2 * a @ b - c
 
 
@@ -111,11 +112,18 @@ def test_memory_that_one_rank_lacks_is_told_by_all(comm, grid, monkeypatch):
     """Before anything is sent: no rank waits, and the grid can be used afterwards."""
     (a, b, c), expected = operands(grid, ELSEWHERE)
     if grid.rank == comm.size - 1:
+
         def refuse(self, shape, dtype):
             raise MemoryError(f"Unable to allocate an array with shape {shape}")
+
         monkeypatch.setattr(NumpyLibrary, "empty", refuse)
-    calls = [lambda: matmul(a, b, out=c), lambda: a @ b, lambda: a.redistribute(Layout.A), a.gather,
-             lambda: DistMatrix.from_global(grid, to_library(integers((9, 9)) if grid.rank == 0 else None), root=0)]
+    calls = [
+        lambda: matmul(a, b, out=c),
+        lambda: a @ b,
+        lambda: a.redistribute(Layout.A),
+        a.gather,
+        lambda: DistMatrix.from_global(grid, to_library(integers((9, 9)) if grid.rank == 0 else None), root=0),
+    ]
     for call in calls:
         if call is calls[0] and not plan_for(a, b, c, None, None).workspace:
             continue
@@ -133,8 +141,12 @@ def test_conjugation_takes_what_is_planned(grid):
     and the limit counts the copy. The call takes its work memory as one piece, and no more is available."""
     grid_shape = grid.shape[:3]
     (whole_a, a), (whole_b, b) = (
-        (whole, DistMatrix.from_global(grid, whole, layout=layout)) for whole, layout in (
-            (integers((26, 30), "complex128", 1), Layout.A), (integers((26, 22), "complex128", 2), Layout.A.T)))
+        (whole, DistMatrix.from_global(grid, whole, layout=layout))
+        for whole, layout in (
+            (integers((26, 30), "complex128", 1), Layout.A),
+            (integers((26, 22), "complex128", 2), Layout.A.T),
+        )
+    )
     plain, turned = plan_for(a.T, b, None, 1, None), plan_for(a.H, b, None, 1, None)
     assert turned.workspace == plain.workspace
     found = matmul(a.H, b, panels=1, max_workspace=plain.workspace)
@@ -142,8 +154,10 @@ def test_conjugation_takes_what_is_planned(grid):
     taken = grid.workspace.allocated
     matmul(a.T, b, panels=1, max_workspace=plain.workspace)
     assert grid.workspace.allocated == taken
-    x, y = (DistMatrix.from_global(grid, whole, layout=layout) for whole, layout in (
-        (whole_a, Layout(rows="z", cols="y")), (whole_a.T, Layout(rows="y", cols="x"))))
+    x, y = (
+        DistMatrix.from_global(grid, whole, layout=layout)
+        for whole, layout in ((whole_a, Layout(rows="z", cols="y")), (whole_a.T, Layout(rows="y", cols="x")))
+    )
     blocks = plan_for(x, y, None, 1, None), plan_for(x.H.T, y, None, 1, None)
     part = blocks[1].on_rank(grid.coords)
     assert blocks[1].workspace >= blocks[0].workspace + 16 * part.rows * part.depth > blocks[0].workspace

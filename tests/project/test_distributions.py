@@ -1,5 +1,5 @@
-"""The sdist and the wheel, built from the tracked files: their contents, and an installation into an empty environment.
-"""
+"""The sdist and the wheel, built from the tracked files: their contents, and an installation into an empty
+environment."""
 
 import os
 import shutil
@@ -23,8 +23,17 @@ NAME = f"pmm3d-{PROJECT['version']}"
 ENVIRON = {name: text for name, text in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
 
 ABOUT = "METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"
-BESIDE = {"pyproject.toml", "setup.py", "MANIFEST.in", "Makefile", "constraints.txt", "README.md", "LICENSE",
-          "CHANGES.md", "CITATION.cff"}
+BESIDE = {
+    "pyproject.toml",
+    "setup.py",
+    "MANIFEST.in",
+    "Makefile",
+    "constraints.txt",
+    "README.md",
+    "LICENSE",
+    "CHANGES.md",
+    "CITATION.cff",
+}
 BUILD = """
 import sys
 from setuptools import build_meta
@@ -61,8 +70,9 @@ def built(tmp_path_factory):
         shutil.copy2(ROOT / name, clone / name)
     run(sys.executable, "-c", BUILD, "sdist", folder, cwd=clone)
     run("tar", "xzf", f"{NAME}.tar.gz", cwd=folder)
-    sources = {str(path.relative_to(folder / NAME)): path.read_bytes() for path in (folder / NAME).rglob("*")
-               if path.is_file()}
+    sources = {
+        str(path.relative_to(folder / NAME)): path.read_bytes() for path in (folder / NAME).rglob("*") if path.is_file()
+    }
     run(sys.executable, "-c", BUILD, "wheel", folder, cwd=folder / NAME)
     wheel = folder / f"{NAME}-py3-none-any.whl"
     return SimpleNamespace(folder=folder, tracked=tracked, sources=sources, wheel=wheel)
@@ -97,8 +107,19 @@ def test_the_wheel_works_in_an_empty_environment(built):
     venv.create(environment, symlinks=True)
     python, pmm3d = environment / "bin" / "python", environment / "bin" / "pmm3d"
     [packages] = environment.glob("lib/python*/site-packages")
-    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-index", "--no-deps", built.wheel,
-        cwd=built.folder)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "-q",
+        "--no-index",
+        "--no-deps",
+        built.wheel,
+        cwd=built.folder,
+    )
     (packages / "others.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
     (built.folder / "product.py").write_text(PRODUCT)
     environ = launcher.environment(2, ENVIRON) | {"PMM3D_MPIEXEC": " ".join(launcher.mpiexec_command())}
@@ -121,6 +142,15 @@ def test_type_checkers_see_an_editable_install(tmp_path):
     zipfile.ZipFile(wheel).extractall(packages)
     program = tmp_path / "user.py"
     program.write_text("from pmm3d.layout import Layout\nreveal_type(Layout.A)\n")
-    said = run(sys.executable, "-m", "mypy", "--python-executable", environment / "bin" / "python",
-               "--cache-dir", tmp_path / "cache", program, cwd=tmp_path)
+    said = run(
+        sys.executable,
+        "-m",
+        "mypy",
+        "--python-executable",
+        environment / "bin" / "python",
+        "--cache-dir",
+        tmp_path / "cache",
+        program,
+        cwd=tmp_path,
+    )
     assert 'Revealed type is "pmm3d.layout.layout.Layout"' in said

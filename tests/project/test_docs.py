@@ -57,8 +57,10 @@ def anchors(page):
 def directives():
     """The directives of autodoc in the reference: (kind, path, options)."""
     text = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
-    return [(kind, path, dict(re.findall(r"^   :([\w-]+): ?(.*)$", options, re.M)))
-            for kind, path, options in re.findall(r"^\.\. auto(\w+):: ([\w.]+)\n((?:   :.*\n)*)", text, re.M)]
+    return [
+        (kind, path, dict(re.findall(r"^   :([\w-]+): ?(.*)$", options, re.M)))
+        for kind, path, options in re.findall(r"^\.\. auto(\w+):: ([\w.]+)\n((?:   :.*\n)*)", text, re.M)
+    ]
 
 
 def qualified(thing):
@@ -67,8 +69,12 @@ def qualified(thing):
 
 def wrong(pattern, is_right):
     """Every wrong match of `pattern` on a page, with the page."""
-    return [f"{page.relative_to(ROOT)}: {text}" for page in PAGES
-            for text in sorted(set(pattern.findall(page.read_text()))) if not is_right(page, text)]
+    return [
+        f"{page.relative_to(ROOT)}: {text}"
+        for page in PAGES
+        for text in sorted(set(pattern.findall(page.read_text())))
+        if not is_right(page, text)
+    ]
 
 
 def printed(comm, text):
@@ -98,8 +104,8 @@ def test_programs_of_embedding_are_right(comm):
 
 
 def test_every_row_of_a_table_is_in_a_table():
-    """A table has a line of dashes below its head, and ends at an empty line. A row after that would be shown as text.
-    """
+    """A table has a line of dashes below its head, and ends at an empty line. A row after that would be shown as
+    text."""
     for page in PAGES:
         for block in re.split(r"\n\s*\n", FENCED.sub("", page.read_text())):
             rows = [line.strip() for line in block.splitlines() if re.fullmatch(r"\s*\|.*\|\s*", line)]
@@ -111,8 +117,11 @@ def test_defaults_of_the_reference_are_what_a_user_writes(monkeypatch):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(nodes=None, SphinxDirective=object))
     monkeypatch.syspath_prepend(DOCS / "extensions")
     generated = import_module("generated")
-    defaults = [generated._parameter(parameter)[2] for _, command in generated._commands(get_command(app))
-                for parameter in command.params]
+    defaults = [
+        generated._parameter(parameter)[2]
+        for _, command in generated._commands(get_command(app))
+        for parameter in command.params
+    ]
     assert "full" in defaults and not [default for default in defaults if re.match(r"[A-Z]\w*\.[A-Z]", default)]
 
 
@@ -129,8 +138,9 @@ def test_the_configuration_of_the_readme_is_one():
     assert (config.shape, config.data) == ("2x1x1", 2)
     [line] = [line for line in text.splitlines() if line.startswith("grid.shape")]
     fitting, without_data = line.split(". For ")
-    assert [chosen_shape(name, 2, {}, 4, None, "float64", None).data for name in ("hsdp", "megatron") if name in fitting
-            ] == [2, 2]
+    assert [
+        chosen_shape(name, 2, {}, 4, None, "float64", None).data for name in ("hsdp", "megatron") if name in fitting
+    ] == [2, 2]
     for name in ("ddp", "fsdp"):
         with pytest.raises(GridError, match="data 2"):
             chosen_shape(name, 2, {}, 4, None, "float64", None)
@@ -169,7 +179,8 @@ def test_the_network_of_ones_own_is_trained_by_the_command(comm, shared_path):
             file["x"], file["y"] = random.random((64, 5), np.float32), random.random((64, 2), np.float32)
         (shared_path / "x.toml").write_text(
             f'network = "{shared_path}/model.py:build"\n[data]\nfile = "{shared_path}/data.h5"\nbatch_size = 32\n'
-            f'[training]\nfolder = "{shared_path}/run"\nsteps = 3\nlog_every = 1\n')
+            f'[training]\nfolder = "{shared_path}/run"\nsteps = 3\nlog_every = 1\n'
+        )
     comm.barrier()
     done = run_here(comm, "train", str(shared_path / "x.toml"))
     assert done.returncode == 0 and "3 steps" in done.stdout, done.stdout + done.stderr
@@ -178,7 +189,9 @@ def test_the_network_of_ones_own_is_trained_by_the_command(comm, shared_path):
 @four
 def test_the_operation_of_ones_own_has_the_right_gradient(comm):
     [rule] = [text for text in PROGRAM.findall((DOCS / "training.md").read_text()) if "def rule" in text]
-    said = printed(comm, f"""
+    said = printed(
+        comm,
+        f"""
 from pmm3d import DistMatrix, Grid, Layout, nn
 from pmm3d.nn import map_elementwise
 from pmm3d.nn.layers import parameter
@@ -192,14 +205,17 @@ with Grid(comm, (2, 1, 2)) as grid:
     out = whole_x @ whole_w
     right = whole_x.T @ (2 * (out**2 - whole_t) / out.size * 2 * out)
     print("right:", abs(got - right).max() < 1e-12)
-""")
+""",
+    )
     assert said == "right: True\n"
 
 
 @four
 def test_the_heads_of_the_page_on_training_learn(comm):
     [heads] = [text for text in PROGRAM.findall((DOCS / "training.md").read_text()) if "class Heads" in text]
-    said = printed(comm, f"""
+    said = printed(
+        comm,
+        f"""
 from pmm3d import DistMatrix, Grid, nn
 {heads}
 with Grid(comm, (2, 1, 2)) as grid:
@@ -208,7 +224,8 @@ with Grid(comm, (2, 1, 2)) as grid:
     x = DistMatrix.random(grid, (5, 6), dtype="float32")
     nn.mse(net(x), x).backward()
     print("gradients:", all(parameter.grad is not None for parameter in net.parameters()), net.back.weight.layout.units)
-""")
+""",
+    )
     assert said == "gradients: True (2, 1)\n"
 
 
@@ -229,14 +246,22 @@ def test_every_file_that_a_page_names_exists():
 
 
 def test_every_file_that_the_walks_through_the_code_name_exists():
-    named = {*re.findall(r"(?<![\w/])(?:tools|embedding|torch|nn|io|product|comm|model|arrays|layout)/[\w/]+\.py",
-                         (DOCS / "rooms.md").read_text())}
+    named = {
+        *re.findall(
+            r"(?<![\w/])(?:tools|embedding|torch|nn|io|product|comm|model|arrays|layout)/[\w/]+\.py",
+            (DOCS / "rooms.md").read_text(),
+        )
+    }
     assert len(named) > 30 and not [name for name in named if not (ROOT / "pmm3d" / name).exists()]
 
 
 def test_every_variable_that_a_page_names_is_read_by_the_code():
-    code = [path for room in ("pmm3d", "embed", "jobs", "apps") for path in (ROOT / room).rglob("*")
-            if path.is_file() and path.suffix != ".pyc"]
+    code = [
+        path
+        for room in ("pmm3d", "embed", "jobs", "apps")
+        for path in (ROOT / room).rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    ]
     known = set(VARIABLE.findall("".join(path.read_text() for path in code)))
     assert not wrong(VARIABLE, lambda page, name: page.name == "CHANGES.md" or name in known)
 
@@ -271,8 +296,19 @@ def test_the_reference_has_every_public_name():
             shown |= {qualified(each) for each in found if getattr(each, "__module__", "").startswith(own)}
         else:
             shown.add(path)
-    rooms = map(import_module, ("pmm3d", "pmm3d.nn", "pmm3d.nn.optim", "pmm3d.nn.pipeline", "pmm3d.nn.training",
-                                "pmm3d.nn.transformer", "pmm3d.io", "pmm3d.torch"))
+    rooms = map(
+        import_module,
+        (
+            "pmm3d",
+            "pmm3d.nn",
+            "pmm3d.nn.optim",
+            "pmm3d.nn.pipeline",
+            "pmm3d.nn.training",
+            "pmm3d.nn.transformer",
+            "pmm3d.io",
+            "pmm3d.torch",
+        ),
+    )
     public = {qualified(getattr(room, name)) for room in rooms for name in room.__all__ if not name.startswith("__")}
     assert not public - shown
 
@@ -286,9 +322,14 @@ def test_lists_of_members_in_the_reference_name_what_exists():
         if kind == "module":
             classes += [getattr(thing, each) for each in getattr(thing, "__all__", ())]
         for listed in ("members", "exclude-members"):
-            unknown += [f"{path}: {each}" for each in options.get(listed, "").split(", ")
-                        if each and not any(hasattr(where, each) or each in getattr(where, "__annotations__", ())
-                                            for where in (thing, *classes))]
+            unknown += [
+                f"{path}: {each}"
+                for each in options.get(listed, "").split(", ")
+                if each
+                and not any(
+                    hasattr(where, each) or each in getattr(where, "__annotations__", ()) for where in (thing, *classes)
+                )
+            ]
     assert not unknown
 
 

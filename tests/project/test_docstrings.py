@@ -22,14 +22,22 @@ SECTIONS = ("Parameters", "Attributes", "Returns", "Yields", "Raises", "Notes", 
 """Headings of sections, in their order."""
 LISTS = SECTIONS[:5]
 """Sections that contain entries: a line with a name or a type, and an indented text."""
-ROOMS = ("pmm3d", "pmm3d.io", "pmm3d.nn", "pmm3d.nn.optim", "pmm3d.nn.pipeline", "pmm3d.nn.training",
-         "pmm3d.nn.transformer", "pmm3d.torch")
+ROOMS = (
+    "pmm3d",
+    "pmm3d.io",
+    "pmm3d.nn",
+    "pmm3d.nn.optim",
+    "pmm3d.nn.pipeline",
+    "pmm3d.nn.training",
+    "pmm3d.nn.transformer",
+    "pmm3d.torch",
+)
 MADE_BY_OTHERS = {"Axis", "DistMatrix", "Loader", "Pending", "Tape"}
 """Classes whose constructor users do not call."""
 OF_SHARDED = "box forward held load_whole own_width plain_shape run set_extra_state splits whole"
 FOR_ROOMS_ABOVE = {
     "Axis": "all_gather_into all_reduce_into all_to_all_into balance begin_after close count_on_from even next_record "
-            "number persistent reduce_scatter_into retain retained sum_coalesced",
+    "number persistent reduce_scatter_into retain retained sum_coalesced",
     "BlacsContext": "check_open keep made make_room product_grid",
     "BlockCyclic": "check_ranks cols most owners_of rows sender_for",
     "Blocks": "check_ranks cols most owners_of rows sender_for",
@@ -126,8 +134,11 @@ def faults_of(name, text, parameters=None):
         if found != wanted:
             faults.append(f"Parameters {[each for each, _ in given]}; the signature has {wanted}")
         none = {each.name for each in parameters if each.default is None}
-        faults += [f'the default of {each} is None, and its type is "{kind}": add "or None"'
-                   for each, kind in given if each in none and kind and not re.search(r"\b(None|optional)\b", kind)]
+        faults += [
+            f'the default of {each} is None, and its type is "{kind}": add "or None"'
+            for each, kind in given
+            if each in none and kind and not re.search(r"\b(None|optional)\b", kind)
+        ]
     return [f"{name}: {fault}" for fault in faults]
 
 
@@ -152,8 +163,10 @@ def test_examples_of_public_names_import_what_they_use(room):
     for name, thing in names_of(room):
         source = "".join(example.source for example in doctest.DocTestParser().get_examples(inspect.getdoc(thing)))
         nodes = [*ast.walk(ast.parse(source))]
-        known = {*dir(builtins), *(node.asname or node.name.partition(".")[0] for node in nodes
-                                   if isinstance(node, ast.alias))}
+        known = {
+            *dir(builtins),
+            *(node.asname or node.name.partition(".")[0] for node in nodes if isinstance(node, ast.alias)),
+        }
         known |= {node.name for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
         known |= {node.arg for node in nodes if isinstance(node, ast.arg)}
         known |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -167,9 +180,15 @@ def test_faults_of_docstrings_are_found():
     parameters = [*inspect.signature(lambda a=None, *b, **c: None).parameters.values()]
     right = "Sum.\n\nParameters\n----------\na, *b : int or None\n    Numbers.\n**c\n    Others."
     assert faults_of("f", right, parameters) == []
-    for wrong in (right.replace("a, *b", "b, *a"), right.replace("Sum.", "Sum"), right.replace("Param", "Paran"), "",
-                  right.replace(" or None", ""), right + "\n\nReturns\n-------",
-                  right.replace("\n\nP", "\n\nNotes\n-----\nNone.\n\nP")):
+    for wrong in (
+        right.replace("a, *b", "b, *a"),
+        right.replace("Sum.", "Sum"),
+        right.replace("Param", "Paran"),
+        "",
+        right.replace(" or None", ""),
+        right + "\n\nReturns\n-------",
+        right.replace("\n\nP", "\n\nNotes\n-----\nNone.\n\nP"),
+    ):
         assert faults_of("f", wrong, parameters), wrong
 
 
@@ -183,6 +202,17 @@ def test_the_reference_keeps_sections_and_shows_examples_as_code():
     heading, underline = "Parameters", "-" * len("Parameters")
     lines = ["C = `a` *b.", "", heading, underline, "a, **b : int", "    A. Rows *of* `x`.", "", ">>> 1", "1"]
     assert as_rst(lines) == [
-        "C = ``a`` \\*b.", "", heading, underline, "a, \\*\\*b : int", "    A\\. Rows \\*of\\* ``x``.", "",
-        ".. code-block:: pycon", "", "    >>> 1", "    1", ""]
+        "C = ``a`` \\*b.",
+        "",
+        heading,
+        underline,
+        "a, \\*\\*b : int",
+        "    A\\. Rows \\*of\\* ``x``.",
+        "",
+        ".. code-block:: pycon",
+        "",
+        "    >>> 1",
+        "    1",
+        "",
+    ]
     assert as_rst(["    |A| / Gx"]) == [".. code-block:: text", "", "        |A| / Gx", ""]

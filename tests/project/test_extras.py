@@ -8,8 +8,20 @@ from pathlib import Path
 from loops import given
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
-EXTRAS = ("h5py", "safetensors", "typer", "rich", "threadpoolctl", "pydantic", "array_api_compat", "jinja2",
-          "matplotlib", "prometheus_client", "tokenizers", "torch")
+EXTRAS = (
+    "h5py",
+    "safetensors",
+    "typer",
+    "rich",
+    "threadpoolctl",
+    "pydantic",
+    "array_api_compat",
+    "jinja2",
+    "matplotlib",
+    "prometheus_client",
+    "tokenizers",
+    "torch",
+)
 WITHOUT = f"""
 import sys
 sys.modules |= dict.fromkeys({EXTRAS!r})
@@ -41,17 +53,29 @@ MISSING = [
     ("from pmm3d.io import Checkpoints", "checkpoints: ", "h5py", "io"),
     ("from pmm3d.io import convert; convert('none.csv', 'none.h5')", "HDF5 files: ", "h5py", "io"),
     ("from pmm3d.io import Tokenizer; Tokenizer('{}').vocabulary", "a tokenizer: ", "tokenizers", "text"),
-    ("from pmm3d.io import import_safetensors; import_safetensors(pmm3d.Grid(), 'none', {})", "reading none: ",
-     "safetensors", "io"),
+    (
+        "from pmm3d.io import import_safetensors; import_safetensors(pmm3d.Grid(), 'none', {})",
+        "reading none: ",
+        "safetensors",
+        "io",
+    ),
     ("from pmm3d import nn; nn.MLP", "", "array_api_compat", "train"),
-    ("from pmm3d.tools.page import write_page; from pathlib import Path; "
-     "Path('metrics.jsonl').write_text(line); write_page('.')", "", "pydantic", "report"),
+    (
+        "from pmm3d.tools.page import write_page; from pathlib import Path; "
+        "Path('metrics.jsonl').write_text(line); write_page('.')",
+        "",
+        "pydantic",
+        "report",
+    ),
     (COMMAND.format("bench"), "", "typer", "cli"),
     (COMMAND.format("doctor"), "", "typer", "cli"),
-    ("sys.modules.pop('array_api_compat'); from pmm3d.nn.training import config", "a configuration: ", "pydantic",
-     "train"),
-    ("from pmm3d.nn.training.log import plot; plot([], 'curves.png')", "curves.png: ", "matplotlib",
-     "report"),
+    (
+        "sys.modules.pop('array_api_compat'); from pmm3d.nn.training import config",
+        "a configuration: ",
+        "pydantic",
+        "train",
+    ),
+    ("from pmm3d.nn.training.log import plot; plot([], 'curves.png')", "curves.png: ", "matplotlib", "report"),
 ]
 ALL_OF_THEM = """
 import json
@@ -77,8 +101,9 @@ def test_a_missing_package_names_its_extra(job):
 
 def test_a_picture_that_cannot_be_drawn_is_refused_before_the_benchmark(job):
     bench = "['pmm3d', 'bench', '--m', '64', '--n', '64', '--k', '64', '--plot', 'a.png', '--json', 'a.json']"
-    done = job(2, f"import sys; sys.modules['matplotlib'] = None; sys.argv = {bench}; "
-                  "from pmm3d.tools.cli import main; main()")
+    done = job(
+        2, f"import sys; sys.modules['matplotlib'] = None; sys.argv = {bench}; from pmm3d.tools.cli import main; main()"
+    )
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.count('the package matplotlib is missing. pip install "pmm3d[report]"') == 1, done.stderr
 
@@ -88,6 +113,9 @@ def test_what_a_product_needs_is_little():
     project = tomllib.loads(PROJECT.read_text())["project"]
     names = {need.split(">")[0] for need in project["dependencies"] if "python_version" not in need}
     assert names == {"numpy", "scipy", "mpi4py"}
-    brought = " ".join(need for extra in ("io", "cli", "train", "text", "report", "monitor", "torch")
-                       for need in project["optional-dependencies"][extra])
+    brought = " ".join(
+        need
+        for extra in ("io", "cli", "train", "text", "report", "monitor", "torch")
+        for need in project["optional-dependencies"][extra]
+    )
     assert all(name.replace("_", "-") in brought for name in EXTRAS)

@@ -28,9 +28,12 @@ SITES = sorted((JOBS / "sites").glob("*.sh"))
 SCRIPTS = sorted(path for kind in ("sbatch", "pbs", "lsf", "flux") for path in JOBS.glob(f"*.{kind}"))
 ALL = [*SCRIPTS, JOBS / "common.sh", *SITES]
 MACHINES = {
-    "perlmutter": {"NERSC_HOST": "perlmutter"}, "frontier": {"LMOD_SYSTEM_NAME": "frontier"},
-    "lumi": {"SLURM_CLUSTER_NAME": "lumi"}, "alps": {"CLUSTER_NAME": "daint"},
-    "juwels-booster": {"SYSTEMNAME": "juwelsbooster"}, "plain": {"SLURM_CLUSTER_NAME": "ours"},
+    "perlmutter": {"NERSC_HOST": "perlmutter"},
+    "frontier": {"LMOD_SYSTEM_NAME": "frontier"},
+    "lumi": {"SLURM_CLUSTER_NAME": "lumi"},
+    "alps": {"CLUSTER_NAME": "daint"},
+    "juwels-booster": {"SYSTEMNAME": "juwelsbooster"},
+    "plain": {"SLURM_CLUSTER_NAME": "ours"},
 }
 INTRO_MPI = "https://cpe.ext.hpe.com/docs/latest/mpt/mpich/intro_mpi.html"
 SLURM = "https://slurm.schedmd.com/"
@@ -38,14 +41,16 @@ KNOWN = {  # variables, and where they are documented
     "OPENBLAS_NUM_THREADS": "https://github.com/OpenMathLib/OpenBLAS#setting-the-number-of-threads-using-environment-variables",
     "OMP_NUM_THREADS": "https://www.openmp.org/spec-html/5.0/openmpse50.html",
     "MKL_NUM_THREADS": "https://www.intel.com/content/www/us/en/docs/onemkl/developer-guide-linux/",
-    "MPICH_GPU_SUPPORT_ENABLED": INTRO_MPI, "MPICH_OFI_NIC_POLICY": INTRO_MPI,
+    "MPICH_GPU_SUPPORT_ENABLED": INTRO_MPI,
+    "MPICH_OFI_NIC_POLICY": INTRO_MPI,
     "FI_MR_CACHE_MONITOR": "https://ofiwg.github.io/libfabric/main/man/fi_mr.3.html",
     "OMPI_MCA_pml": "https://docs.open-mpi.org/en/v5.0.x/mca.html",
     "OPAL_PREFIX": "https://docs.open-mpi.org/en/v5.0.x/installing-open-mpi/installation-location.html",
     "PMIX_MCA_psec": "https://docs.openpmix.org/",
     "I_MPI_PMI_LIBRARY": SLURM + "mpi_guide.html#intel_mpi",
     "CUDA_VISIBLE_DEVICES": "https://docs.nvidia.com/cuda/cuda-c-programming-guide/#env-vars",
-    "SRUN_CPUS_PER_TASK": SLURM + "srun.html", "PATH": "the shell's",
+    "SRUN_CPUS_PER_TASK": SLURM + "srun.html",
+    "PATH": "the shell's",
     **{f"PMM3D_{name}": "jobs/README.md" for name in ("JOBS", "SITE", "RESULTS", "OPTIONS", "RANKS_PER_NODE")},
     "PMM3D_MACHINE_NAMES": "jobs/common.sh",
     **{field.metadata["variable"]: "pmm3d/settings.py" for field in fields(Settings)},
@@ -81,11 +86,19 @@ def bash(folder: Path, rows: list[Row]) -> list[subprocess.CompletedProcess]:
         variables = shlex.join(f"{name}={value}" for name, value in row.variables.items())
         line = f"cd {shlex.quote(str(row.cwd))}; exec env {variables} bash {shlex.join(map(str, row.words))}"
         lines.append(f"{{ ({line}) >{number}.out 2>{number}.err; echo $? >{number}.code; }} &")
-    done = subprocess.run(["bash", "-c", "\n".join([*lines, "wait"])], env=environment(), cwd=folder, timeout=180,
-                          stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", "\n".join([*lines, "wait"])],
+        env=environment(),
+        cwd=folder,
+        timeout=180,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
-    texts = [[(folder / f"{number}.{kind}").read_text() for kind in ("code", "out", "err")]
-             for number in range(len(rows))]
+    texts = [
+        [(folder / f"{number}.{kind}").read_text() for kind in ("code", "out", "err")] for number in range(len(rows))
+    ]
     return [subprocess.CompletedProcess(row.words, int(code), out, err) for row, (code, out, err) in zip(rows, texts)]
 
 
@@ -118,8 +131,13 @@ def test_every_variable_that_is_set_is_known():
 
 
 def test_a_variable_that_is_misspelt_is_found():
-    for line in ("export MPICH_GPU_SUPORT=1", "PMM3D_TIMOUT=5 srun pmm3d bench", "  OMPI_MCA_plm=ucx",
-                 "[ -n x ] && export SRUN_CPU_PER_TASK=4", "[ -z x ] || FI_MR_CACHE_MONITR=memhooks"):
+    for line in (
+        "export MPICH_GPU_SUPORT=1",
+        "PMM3D_TIMOUT=5 srun pmm3d bench",
+        "  OMPI_MCA_plm=ucx",
+        "[ -n x ] && export SRUN_CPU_PER_TASK=4",
+        "[ -z x ] || FI_MR_CACHE_MONITR=memhooks",
+    ):
         with given(line=line):
             assert variables_set((JOBS / "sites" / "lumi.sh").read_text() + line + "\n") - KNOWN.keys()
 
@@ -136,8 +154,11 @@ def test_each_line_of_a_site_names_its_source():
 
 
 def test_a_site_says_that_it_was_not_tried_there():
-    assert not [site.name for site in SITES if site.stem != "plain"
-                and "Not tried on the machine" not in site.read_text().replace("\n# ", " ")]
+    assert not [
+        site.name
+        for site in SITES
+        if site.stem != "plain" and "Not tried on the machine" not in site.read_text().replace("\n# ", " ")
+    ]
 
 
 def test_outside_a_job_a_script_says_how_to_submit_it(tmp_path):
@@ -151,8 +172,13 @@ def test_outside_a_job_a_script_says_how_to_submit_it(tmp_path):
 def test_a_site_belongs_to_its_machine_only(stand_ins, tmp_path):
     own = {"PATH": stand_ins(python3="echo site"), "VIRTUAL_ENV": ""}
     pairs = [(site, machine) for site in SITES for machine in MACHINES]
-    rows = [Row(("-c", f'module() {{ :; }}; . "{JOBS}/common.sh"; launch=(srun); . "{site}" && echo "${{launch[@]}}"'),
-                MACHINES[machine] | own) for site, machine in pairs]
+    rows = [
+        Row(
+            ("-c", f'module() {{ :; }}; . "{JOBS}/common.sh"; launch=(srun); . "{site}" && echo "${{launch[@]}}"'),
+            MACHINES[machine] | own,
+        )
+        for site, machine in pairs
+    ]
     for (site, machine), done in zip(pairs, bash(tmp_path, rows)):
         with given(site=site.stem, machine=machine):
             if site.stem == machine:
@@ -160,7 +186,7 @@ def test_a_site_belongs_to_its_machine_only(stand_ins, tmp_path):
                 assert "--gpu-bind=none" in done.stdout or machine == "juwels-booster"
             else:
                 assert done.returncode == 2 and not done.stdout
-                (name, value), = MACHINES[machine].items()
+                ((name, value),) = MACHINES[machine].items()
                 assert f"the settings of {site.stem} do not belong here" in done.stderr
                 assert f"{name}={value}" in done.stderr and f"PMM3D_SITE={machine}" in done.stderr
 
@@ -185,17 +211,23 @@ exec PYTHON -m pmm3d.launcher -n $((said[--nodes] * said[--tasks-per-node])) "$@
 SMALL = ("--m", "60", "--n", "50", "--k", "40", "--repeat", "1")
 
 
-@pytest.mark.parametrize("program", [
-    pytest.param("echo rank: $*", id="words"),
-    pytest.param(PMM3D, id="product", marks=pytest.mark.thorough("the product itself on three pairs of ranks"))])
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param("echo rank: $*", id="words"),
+        pytest.param(PMM3D, id="product", marks=pytest.mark.thorough("the product itself on three pairs of ranks")),
+    ],
+)
 def test_the_product_under_a_stand_in_for_other_batch_systems(stand_ins, tmp_path, program):
     """Each script starts 2 ranks of the same command. With --all, these ranks multiply."""
     (tmp_path / "nodes").write_text("localhost\nlocalhost\n")
     own = {"PATH": stand_ins(mpiexec=RUN, pmm3d=program, flux=FLUX), "VIRTUAL_ENV": ""}
     scripts = {
         "product.pbs": (SMALL, {"PBS_JOBID": 1, "PBS_O_WORKDIR": ROOT, "PBS_NODEFILE": tmp_path / "nodes"}),
-        "product.lsf": ((), {"LSB_JOBID": 1, "LS_SUBCWD": ROOT, "LSB_DJOB_NUMPROC": 2,
-                             "PMM3D_OPTIONS": " ".join(SMALL)}),
+        "product.lsf": (
+            (),
+            {"LSB_JOBID": 1, "LS_SUBCWD": ROOT, "LSB_DJOB_NUMPROC": 2, "PMM3D_OPTIONS": " ".join(SMALL)},
+        ),
         "product.flux": (SMALL, {"FLUX_ENCLOSING_ID": "f1", "PMM3D_RANKS_PER_NODE": 1}),
     }
     rows = [Row((JOBS / script, *words), settings | own) for script, (words, settings) in scripts.items()]
@@ -222,8 +254,13 @@ def training(folder, name, programs, **variables) -> tuple[Row, Path]:
     for program, script in ({"python3": "echo site"} | programs).items():
         (front / program).write_text(f"#!/bin/bash\n{script}\n")
         (front / program).chmod(0o755)
-    settings = {"SLURM_JOB_ID": 7, "SLURM_SUBMIT_DIR": submitted, "PMM3D_JOBS": JOBS, "VIRTUAL_ENV": "",
-                "PATH": f"{front}:{os.environ['PATH']}"}
+    settings = {
+        "SLURM_JOB_ID": 7,
+        "SLURM_SUBMIT_DIR": submitted,
+        "PMM3D_JOBS": JOBS,
+        "VIRTUAL_ENV": "",
+        "PATH": f"{front}:{os.environ['PATH']}",
+    }
     return Row((JOBS / "train.sbatch", "a.toml"), settings | variables, submitted), submitted
 
 
@@ -249,9 +286,19 @@ def test_what_becomes_of_a_training_job(tmp_path):
     for number, (status, refuses, array, *_) in enumerate(cases):
         element = dict(zip(("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MAX"), array))
         element |= {"SLURM_ARRAY_JOB_ID": 6} if array else {}
-        rows.append(training(tmp_path, f"{number}", {
-            "srun": SRUN, "pmm3d": f'echo "$*" >&2; exit {status}', "scontrol": f"{LOG}; exit {refuses}",
-            "scancel": LOG}, **element))
+        rows.append(
+            training(
+                tmp_path,
+                f"{number}",
+                {
+                    "srun": SRUN,
+                    "pmm3d": f'echo "$*" >&2; exit {status}',
+                    "scontrol": f"{LOG}; exit {refuses}",
+                    "scancel": LOG,
+                },
+                **element,
+            )
+        )
     for case, done, (_, submitted) in zip(cases, bash(tmp_path, [row for row, _ in rows]), rows):
         status, refuses, array, code, called, text = case
         with given(status=status, refuses=refuses, array=array):
@@ -263,9 +310,20 @@ def test_the_signal_before_the_limit_goes_to_the_ranks(tmp_path):
     """143: the ranks did not handle SIGTERM yet. 0: they had reached the end."""
     cases = [(75, True), (143, True), (137, False), (0, None)]
     signal = 'read -r _ _ _ parent _ </proc/$PPID/stat; kill -USR1 "$parent"; '
-    rows = [training(tmp_path, f"{status}", {
-        "srun": SRUN, "pmm3d": f"{signal}{UNTIL % 'log'}exit {status}", "scontrol": LOG, "scancel": LOG,
-        "squeue": "echo 7.0"}) for status, _ in cases]
+    rows = [
+        training(
+            tmp_path,
+            f"{status}",
+            {
+                "srun": SRUN,
+                "pmm3d": f"{signal}{UNTIL % 'log'}exit {status}",
+                "scontrol": LOG,
+                "scancel": LOG,
+                "squeue": "echo 7.0",
+            },
+        )
+        for status, _ in cases
+    ]
     for (status, called), done, (_, submitted) in zip(cases, bash(tmp_path, [row for row, _ in rows]), rows):
         with given(status=status):
             log = ["scancel --signal=TERM 7.0", *(["scontrol requeue 7"] if called else [])]
@@ -279,10 +337,19 @@ def test_a_signal_before_the_ranks_have_begun_waits_for_them(tmp_path):
     signal = 'read -r _ _ _ parent _ </proc/$$/stat; kill -USR1 "$parent"; '
     begins = f'{UNTIL % "asked"}: > "$SLURM_SUBMIT_DIR/began"; {UNTIL % "log"}exit 75'
     cases = [("later", begins, ["scancel --signal=TERM 7.0"]), ("never", "exit 1", [])]
-    rows = [training(tmp_path, name, {
-        "srun": signal + srun, "scancel": LOG, "pmm3d": "",
-        "squeue": ': > "$SLURM_SUBMIT_DIR/asked"; [ ! -e "$SLURM_SUBMIT_DIR/began" ] || echo 7.0'})
-        for name, srun, _ in cases]
+    rows = [
+        training(
+            tmp_path,
+            name,
+            {
+                "srun": signal + srun,
+                "scancel": LOG,
+                "pmm3d": "",
+                "squeue": ': > "$SLURM_SUBMIT_DIR/asked"; [ ! -e "$SLURM_SUBMIT_DIR/began" ] || echo 7.0',
+            },
+        )
+        for name, srun, _ in cases
+    ]
     for (name, _, log), done, (_, submitted) in zip(cases, bash(tmp_path, [row for row, _ in rows]), rows):
         with given(ranks_begin=name):
             assert "asking for a checkpoint" in done.stderr and "failed with status" in done.stderr
@@ -298,8 +365,10 @@ def test_a_requeued_training_without_a_checkpoint_is_an_error_on_every_rank(on_r
     with h5py.File(tmp_path / "data.h5", "w") as file:
         file["x"], file["y"] = np.ones((40, 3), "float32"), np.arange(40) % 2
     config = tmp_path / "a.toml"
-    config.write_text(f'[data]\nfile = "{tmp_path}/data.h5"\nbatch_size = 8\n[network]\nhidden = [4]\n'
-                      f'[training]\nfolder = "{tmp_path}/run"\nepochs = 1\n')
+    config.write_text(
+        f'[data]\nfile = "{tmp_path}/data.h5"\nbatch_size = 8\n[network]\nhidden = [4]\n'
+        f'[training]\nfolder = "{tmp_path}/run"\nepochs = 1\n'
+    )
 
     def train(restarts):
         return on_ranks(2, "train", config, "--resume", "auto", env={"SLURM_RESTART_COUNT": restarts})
@@ -328,9 +397,18 @@ def scaling(monkeypatch, capsys):
 
 def test_scaling_is_shown_beside_the_limit_and_the_fewest_ranks(scaling, tmp_path):
     for kind, ranks, gflops in (("strong", 8, 300.0), ("strong", 4, 200.0), ("weak", 4, 200.0), ("weak", 8, 380.0)):
-        result = {"m": 96, "n": 97, "k": 98, "ranks": ranks, "grid": [1, 2, ranks // 2], "seconds": [0.3, 0.1, 0.2],
-                  "gflops": gflops, "ratio": gflops / ranks / 60, "verified": True,
-                  "environment": {"hosts": ["a"] * (ranks // 4)}}
+        result = {
+            "m": 96,
+            "n": 97,
+            "k": 98,
+            "ranks": ranks,
+            "grid": [1, 2, ranks // 2],
+            "seconds": [0.3, 0.1, 0.2],
+            "gflops": gflops,
+            "ratio": gflops / ranks / 60,
+            "verified": True,
+            "environment": {"hosts": ["a"] * (ranks // 4)},
+        }
         (tmp_path / f"{kind}-{ranks:05}.json").write_text(json.dumps([result] if kind == "weak" else result))
     code, said, errors = scaling(tmp_path, "--plot", tmp_path / "a.png")
     assert code == 0, errors
@@ -339,7 +417,8 @@ def test_scaling_is_shown_beside_the_limit_and_the_fewest_ranks(scaling, tmp_pat
         ["strong", "4", "1", "96, 97, 98", "1x2x2", "200.00", "200.0", "0.833", "1.000", "yes"],
         ["strong", "8", "2", "96, 97, 98", "1x2x4", "200.00", "300.0", "0.625", "0.750", "yes"],
         ["weak", "4", "1", "96, 97, 98", "1x2x2", "200.00", "200.0", "0.833", "1.000", "yes"],
-        ["weak", "8", "2", "96, 97, 98", "1x2x4", "200.00", "380.0", "0.792", "0.950", "yes"]]
+        ["weak", "8", "2", "96, 97, 98", "1x2x4", "200.00", "380.0", "0.792", "0.950", "yes"],
+    ]
     assert (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
     (tmp_path / "weak-00016.json").write_text('{"m": 9')
     code, said, errors = scaling(tmp_path)

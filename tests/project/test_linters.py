@@ -81,8 +81,11 @@ def test_the_spack_package_has_the_style_of_spack(linters, tmp_path):
 
 
 def test_files_of_services_fit_their_schemas(linters):
-    for schema, file in (("github-workflows", ".github/workflows/ci.yml"), ("readthedocs", ".readthedocs.yaml"),
-                         ("citation-file-format", "CITATION.cff")):
+    for schema, file in (
+        ("github-workflows", ".github/workflows/ci.yml"),
+        ("readthedocs", ".readthedocs.yaml"),
+        ("citation-file-format", "CITATION.cff"),
+    ):
         with given(file=file):
             passes(linters, "check-jsonschema", "--builtin-schema", f"vendor.{schema}", file)
     passes(linters, "zizmor", "--offline", "--no-progress", ".github")

@@ -14,16 +14,22 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("launcher, code", [("false", 2), ("true", 0)])
 def test_a_launcher_of_the_site_that_starts_nothing_is_explained(launcher, code):
     """For example Open MPI's, which refuses root, and more ranks than cores."""
-    done = subprocess.run(["make", "site-launcher", "MPI=site", f"LAUNCH={launcher}"], cwd=ROOT,
-                          env=without_outer_make(), capture_output=True, text=True)
+    done = subprocess.run(
+        ["make", "site-launcher", "MPI=site", f"LAUNCH={launcher}"],
+        cwd=ROOT,
+        env=without_outer_make(),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == code
     for text in ("OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1", "OMPI_MCA_rmaps_base_oversubscribe=1"):
         assert (text in done.stdout) == bool(code)
 
 
 def planned(*words):
-    return subprocess.run(["make", "-n", *words], cwd=ROOT, env=without_outer_make(), capture_output=True, text=True,
-                          check=True).stdout
+    return subprocess.run(
+        ["make", "-n", *words], cwd=ROOT, env=without_outer_make(), capture_output=True, text=True, check=True
+    ).stdout
 
 
 def test_make_test_is_three_runs_of_pytest_and_with_arguments_one():
@@ -45,8 +51,9 @@ def test_make_test_all_leaves_nothing_out():
 
 
 def test_a_compiler_that_is_missing_is_one_line_with_the_remedy():
-    done = subprocess.run(["make", "-j4", "-k", "embed", "MPICC=nomp"], cwd=ROOT, env=without_outer_make(),
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        ["make", "-j4", "-k", "embed", "MPICC=nomp"], cwd=ROOT, env=without_outer_make(), capture_output=True, text=True
+    )
     assert done.returncode == 2 and "Traceback" not in done.stderr and "installing" not in done.stdout
     [line] = [line for line in done.stderr.splitlines() if not line.startswith("make")]
     assert line.startswith("embed: there is no C compiler nomp. ") and "make embed MPICC=/path/to/mpicc" in line
@@ -58,9 +65,16 @@ def test_the_compiler_of_a_python_environment_is_taken_with_a_note(tmp_path):
     mpicc.write_text("#!/bin/sh\n")
     mpicc.chmod(0o755)
     first = {"PATH": f"{mpicc.parent}{os.pathsep}{os.environ['PATH']}"}
-    note = lambda name: subprocess.run(
-        [sys.executable, "-c", f"import build; print(build.check_compiler({name!r}))"], cwd=ROOT / "embed",
-        env=os.environ | first, capture_output=True, text=True, check=True).stdout
+    note = lambda name: (
+        subprocess.run(
+            [sys.executable, "-c", f"import build; print(build.check_compiler({name!r}))"],
+            cwd=ROOT / "embed",
+            env=os.environ | first,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    )
     assert note("mpicc") == "\n"
     (tmp_path / "pyvenv.cfg").touch()
     assert note("mpicc").startswith(f"embed: mpicc is {mpicc}, of a Python environment")

@@ -52,8 +52,12 @@ def conda():
     return yaml.safe_load((RECIPES / CONDA).read_text())
 
 
-OF_CONDA = {"matplotlib": "matplotlib-base", "prometheus-client": "prometheus_client", "torch": "pytorch",
-            "cupy-cuda13x": "cupy"}
+OF_CONDA = {
+    "matplotlib": "matplotlib-base",
+    "prometheus-client": "prometheus_client",
+    "torch": "pytorch",
+    "cupy-cuda13x": "cupy",
+}
 
 
 def for_conda(bounds):
@@ -67,7 +71,8 @@ def test_conda_packages_need_what_pyproject_says():
     assert set(core["requirements"]["run"]) == for_conda(needs()) | {"python >=${{ python_min }}", "__linux"}
     optional = needs("torch", "cupy", "embed")
     assert set(core["requirements"]["run_constraints"]) == for_conda(
-        {name: optional[name] for name in ("torch", "cupy-cuda13x", "cffi")})
+        {name: optional[name] for name in ("torch", "cupy-cuda13x", "cffi")}
+    )
     assert set(whole["requirements"]["run"][1:]) == for_conda(needs("all"))
     [command] = PROJECT["scripts"].items()
     assert core["build"]["python"]["entry_points"] == [" = ".join(command)]
@@ -106,8 +111,11 @@ def test_the_spack_package_needs_what_pyproject_says(monkeypatch):
     assert dependencies.pop(("python", "")) == PROJECT["requires-python"].removeprefix(">=") + ":"
     for extra in ("", *variants):
         with given(extra=extra):
-            found = {name.removeprefix("py-"): bound for (name, condition), bound in dependencies.items()
-                     if condition == (f"+{extra}" if extra else "")}
+            found = {
+                name.removeprefix("py-"): bound
+                for (name, condition), bound in dependencies.items()
+                if condition == (f"+{extra}" if extra else "")
+            }
             own = dict(needs(extra) if extra else needs())
             if extra == "train":  # the variant requires io and cli
                 own = {name: own[name] for name in own if name not in needs("io", "cli")}
@@ -126,8 +134,11 @@ def easyconfig():
     return found
 
 
-BUNDLED = {"numpy": "SciPy-bundle", "scipy": "SciPy-bundle", **dict.fromkeys(
-    ("rich", "threadpoolctl", "tomlkit", "jinja2"), "Python-bundle-PyPI")}
+BUNDLED = {
+    "numpy": "SciPy-bundle",
+    "scipy": "SciPy-bundle",
+    **dict.fromkeys(("rich", "threadpoolctl", "tomlkit", "jinja2"), "Python-bundle-PyPI"),
+}
 
 
 def test_the_easyconfig_has_the_product_and_training():
@@ -184,7 +195,10 @@ def test_the_workflow_runs_the_commands_of_the_makefile():
     script = (ROOT / ".ci" / "run").read_text()
     own = re.findall(r"^(?:exec )?(make .*)$", script, re.M)
     assert commands(jobs["tests"]) + ["make docs"] == own and commands(jobs["build"]) == [
-        "make lint", "make docs", "make dist"]
+        "make lint",
+        "make docs",
+        "make dist",
+    ]
     assert "export PMM3D_CI=1\n" in script and flow["env"] == {"PMM3D_CI": "1"}
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     assert all(command.split()[1] in targets for job in jobs.values() for command in commands(job))

@@ -15,15 +15,23 @@ import pmm3d
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("layout", "arrays", "model", "comm", "product", "io", "nn", "torch", "tools", "embedding")
-PUBLIC = ("pmm3d", *(f"pmm3d.{room}" for room in ROOMS), "pmm3d.nn.optim", "pmm3d.nn.exchange",
-          "pmm3d.nn.training")
+PUBLIC = ("pmm3d", *(f"pmm3d.{room}" for room in ROOMS), "pmm3d.nn.optim", "pmm3d.nn.exchange", "pmm3d.nn.training")
 
 
 def checker(*command, folder=ROOT):
-    return subprocess.run([sys.executable, "-c", "import sys; from importlib.metadata import entry_points as e;"
-                           "sys.argv = sys.argv[1:];"
-                           "sys.exit([s for s in e(group='console_scripts') if s.name == sys.argv[0]][0].load()())",
-                           *map(str, command)], cwd=folder, capture_output=True, text=True)
+    return subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from importlib.metadata import entry_points as e;"
+            "sys.argv = sys.argv[1:];"
+            "sys.exit([s for s in e(group='console_scripts') if s.name == sys.argv[0]][0].load()())",
+            *map(str, command),
+        ],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
 
 
 def test_imports_run_down_the_list_of_rooms():
@@ -50,8 +58,9 @@ def test_an_import_that_runs_up_is_found(tmp_path):
 
 
 def test_the_hook_before_a_commit_has_the_ruff_of_make_lint():
-    [pinned] = [line.split("==")[1] for line in (ROOT / "constraints.txt").read_text().splitlines()
-                if line.startswith("ruff==")]
+    [pinned] = [
+        line.split("==")[1] for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("ruff==")
+    ]
     assert f"rev: v{pinned}\n" in (ROOT / ".pre-commit-config.yaml").read_text()
 
 
@@ -69,8 +78,18 @@ def test_types_are_right_and_a_strict_checker_knows_the_public_names(tmp_path):
     imports = "\n".join(f"from {room.__name__} import {name} as {name}" for room in rooms for name in room.__all__)
     (tmp_path / "program.py").write_text(USERS_PROGRAM.format(imports=imports))
     # in another folder, so that the checker finds the package through the editable install
-    done = checker("mypy", "--config-file", ROOT / "pyproject.toml", "--cache-dir", ROOT / ".mypy_cache", "-p", "pmm3d",
-                   "-m", "program", folder=tmp_path)
+    done = checker(
+        "mypy",
+        "--config-file",
+        ROOT / "pyproject.toml",
+        "--cache-dir",
+        ROOT / ".mypy_cache",
+        "-p",
+        "pmm3d",
+        "-m",
+        "program",
+        folder=tmp_path,
+    )
     assert done.returncode == 0 and '"pmm3d.product.matrix.DistMatrix"' in done.stdout, done.stdout + done.stderr
 
 
@@ -110,14 +129,20 @@ for name in sys.argv[1:]:
 
 
 def with_examples():
-    modules = [found for found in pkgutil.walk_packages(pmm3d.__path__, "pmm3d.")
-               if not found.name.startswith(("pmm3d.tools", "pmm3d.__main__", "pmm3d.launcher"))]
-    return [found.name for found in modules
-            if ">>> " in Path(found.module_finder.find_spec(found.name).origin).read_text()]
+    modules = [
+        found
+        for found in pkgutil.walk_packages(pmm3d.__path__, "pmm3d.")
+        if not found.name.startswith(("pmm3d.tools", "pmm3d.__main__", "pmm3d.launcher"))
+    ]
+    return [
+        found.name for found in modules if ">>> " in Path(found.module_finder.find_spec(found.name).origin).read_text()
+    ]
 
 
-@pytest.mark.parametrize("ranks", [
-    2, *(pytest.param(ranks, marks=pytest.mark.thorough("the same examples as on 2 ranks")) for ranks in (1, 4))])
+@pytest.mark.parametrize(
+    "ranks",
+    [2, *(pytest.param(ranks, marks=pytest.mark.thorough("the same examples as on 2 ranks")) for ranks in (1, 4))],
+)
 def test_the_examples_of_docstrings_are_right(job, ranks):
     modules = with_examples()
     done = job(ranks, EXAMPLES, *modules, timeout=300)

@@ -69,8 +69,9 @@ class Launched:
         assert self.job.wait(300) == 0
 
     def run(self, command: str) -> str:
-        done = subprocess.run(command, shell=True, cwd=self.folder, env=self.environment, capture_output=True,
-                              text=True)
+        done = subprocess.run(
+            command, shell=True, cwd=self.folder, env=self.environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -42,8 +42,21 @@ def verified_product(slurm, tmp_path):
     """verified_product(environment) runs jobs/product.sbatch with eight tasks on two nodes, and returns its result."""
 
     def run(environment) -> dict:
-        job = slurm.submit(f"--output={tmp_path}/out", "jobs/product.sbatch", "--m", "130", "--n", "111", "--k", "120",
-                           "--repeat", "1", "--json", tmp_path / "a.json", env={"VIRTUAL_ENV": str(environment)})
+        job = slurm.submit(
+            f"--output={tmp_path}/out",
+            "jobs/product.sbatch",
+            "--m",
+            "130",
+            "--n",
+            "111",
+            "--k",
+            "120",
+            "--repeat",
+            "1",
+            "--json",
+            tmp_path / "a.json",
+            env={"VIRTUAL_ENV": str(environment)},
+        )
         ended = slurm.wait(job, 100)[0]
         said = (tmp_path / "out").read_text()
         assert (ended.state, ended.exit_code) == ("COMPLETED", 0), said

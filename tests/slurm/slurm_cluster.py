@@ -135,14 +135,26 @@ class Slurm:
         (self.folder / "slurm.conf").write_text(lines)
         (self.folder / "munge.key").write_bytes(os.urandom(1024))
         (self.folder / "munge.key").chmod(0o400)
-        self.environment = {name: value for name, value in os.environ.items()
-                            if not name.startswith(("SLURM", "PMI", "OMPI_", "PRTE_", "PMM3D_", "PBS_", "LSB_"))}
+        self.environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SLURM", "PMI", "OMPI_", "PRTE_", "PMM3D_", "PBS_", "LSB_"))
+        }
         self.environment |= {"SLURM_CONF": f"{self.folder}/slurm.conf", "PATH": _path()}
 
     def _start(self) -> None:
         own = {name: f"{self.folder}/munge.{name}" for name in ("socket", "key", "seed", "log", "pid")}
-        self.do(["munged", "--force", f"--socket={own['socket']}", f"--key-file={own['key']}",
-                 f"--seed-file={own['seed']}", f"--log-file={own['log']}", f"--pid-file={own['pid']}"])
+        self.do(
+            [
+                "munged",
+                "--force",
+                f"--socket={own['socket']}",
+                f"--key-file={own['key']}",
+                f"--seed-file={own['seed']}",
+                f"--log-file={own['log']}",
+                f"--pid-file={own['pid']}",
+            ]
+        )
         self.do(["slurmctld", "-c"])
         for node in range(1, self.nodes + 1):
             self.on(node, f"slurmd -N node{node}")
@@ -150,8 +162,14 @@ class Slurm:
 
     def do(self, command: list[str], *, timeout: float = 60, env: dict | None = None, cwd: Path = ROOT) -> str:
         """Run a command at the switch, and return its output. Raises RuntimeError, with the output, if it fails."""
-        done = subprocess.run(self._cluster.enter(["env", f"--chdir={cwd}", *command]), capture_output=True, text=True,
-                              env=self.environment | (env or {}), stdin=subprocess.DEVNULL, timeout=timeout)
+        done = subprocess.run(
+            self._cluster.enter(["env", f"--chdir={cwd}", *command]),
+            capture_output=True,
+            text=True,
+            env=self.environment | (env or {}),
+            stdin=subprocess.DEVNULL,
+            timeout=timeout,
+        )
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stdout}{done.stderr}")
         return done.stdout
@@ -175,8 +193,9 @@ class Slurm:
 
     def wait(self, number: str, timeout: float) -> list[Job]:
         """Wait until all elements of a job have ended, and return them."""
-        self.until(lambda: all(job.state in ENDED for job in self.elements(number)), timeout,
-                   f"job {number} has not ended")
+        self.until(
+            lambda: all(job.state in ENDED for job in self.elements(number)), timeout, f"job {number} has not ended"
+        )
         return self.elements(number)
 
     def until(self, true, timeout: float, otherwise: str) -> None:

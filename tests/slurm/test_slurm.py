@@ -153,8 +153,21 @@ def test_a_requeued_job_without_a_checkpoint_is_an_error(slurm, runs):
 
 
 def test_scaling_is_measured_and_drawn(slurm, runs, tmp_path):
-    job = slurm.submit("--array=1,2", *TWO_NODES, f"--output={tmp_path}/%a.out", "jobs/scaling.sbatch", "--m", "96",
-                       "--n", "96", "--k", "96", "--repeat", "2", env={"PMM3D_RESULTS": str(tmp_path)})
+    job = slurm.submit(
+        "--array=1,2",
+        *TWO_NODES,
+        f"--output={tmp_path}/%a.out",
+        "jobs/scaling.sbatch",
+        "--m",
+        "96",
+        "--n",
+        "96",
+        "--k",
+        "96",
+        "--repeat",
+        "2",
+        env={"PMM3D_RESULTS": str(tmp_path)},
+    )
     elements = slurm.wait(job, 150)
     assert [element.state for element in elements] == ["COMPLETED"] * 2, (tmp_path / "1.out").read_text()
     slurm.until((tmp_path / "scaling.png").exists, 60, "there is no picture")
@@ -167,16 +180,26 @@ def test_scaling_is_measured_and_drawn(slurm, runs, tmp_path):
     assert "of the limit" in (tmp_path / "plot.out").read_text()
 
 
-@pytest.mark.parametrize("name, environment, where, text", [
-    ("product", {"PMM3D_SITE": "perlmutter"}, ROOT, "the settings of perlmutter do not belong here"),
-    ("product", {"PMM3D_SITE": "atlantis"}, ROOT, "there is no"),
-    ("train", {"PMM3D_SITE": "frontier"}, ROOT, "PMM3D_SITE=plain"),
-    ("product", {}, None, "PMM3D_JOBS"),
-    ("product", {"VIRTUAL_ENV": "/nowhere"}, ROOT, "before submitting"),
-])
+@pytest.mark.parametrize(
+    "name, environment, where, text",
+    [
+        ("product", {"PMM3D_SITE": "perlmutter"}, ROOT, "the settings of perlmutter do not belong here"),
+        ("product", {"PMM3D_SITE": "atlantis"}, ROOT, "there is no"),
+        ("train", {"PMM3D_SITE": "frontier"}, ROOT, "PMM3D_SITE=plain"),
+        ("product", {}, None, "PMM3D_JOBS"),
+        ("product", {"VIRTUAL_ENV": "/nowhere"}, ROOT, "before submitting"),
+    ],
+)
 def test_a_job_that_cannot_run_says_why(slurm, runs, tmp_path, name, environment, where, text):
-    job = slurm.submit("--nodes=1", "--ntasks-per-node=1", f"--output={tmp_path}/out", ROOT / "jobs" / f"{name}.sbatch",
-                       "some.toml", env=environment, cwd=where or tmp_path)
+    job = slurm.submit(
+        "--nodes=1",
+        "--ntasks-per-node=1",
+        f"--output={tmp_path}/out",
+        ROOT / "jobs" / f"{name}.sbatch",
+        "some.toml",
+        env=environment,
+        cwd=where or tmp_path,
+    )
     ended = slurm.wait(job, 60)[0]
     assert (ended.state, ended.exit_code) == ("FAILED", 2)
     assert text in (tmp_path / "out").read_text()
@@ -228,8 +251,9 @@ class Jobs:
         self.slurm, self.folder = slurm, folder
 
     def submit(self, nodes: int, tasks: int) -> str:
-        self.job = self.slurm.submit(f"--nodes={nodes}", f"--ntasks-per-node={tasks}", "jobs/train.sbatch",
-                                     "digits.toml", cwd=self.folder)
+        self.job = self.slurm.submit(
+            f"--nodes={nodes}", f"--ntasks-per-node={tasks}", "jobs/train.sbatch", "digits.toml", cwd=self.folder
+        )
         return self.job
 
     def stop(self) -> None:

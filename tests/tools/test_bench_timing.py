@@ -1,5 +1,5 @@
-"""pmm3d bench on stand-in devices: many products in a timing, the limit of the devices, and another library's matmul.
-"""
+"""pmm3d bench on stand-in devices: many products in a timing, the limit of the devices, and another library's
+matmul."""
 
 import io
 from statistics import median
@@ -74,8 +74,11 @@ def test_memory_of_work_arrays_counts_if_the_product_has_them(monkeypatch):
 def test_a_reference_runs_in_turns_with_the_product(comm, monkeypatch):
     monkeypatch.setattr(measure, "SQUARE", 64)
     turns, seconds = [], timing.Timer.seconds
-    monkeypatch.setattr(timing.Timer, "seconds", lambda self, work, times=0: (
-        turns.append(work.__name__), seconds(self, work, times))[1])
+    monkeypatch.setattr(
+        timing.Timer,
+        "seconds",
+        lambda self, work, times=0: (turns.append(work.__name__), seconds(self, work, times))[1],
+    )
     case = Case.named(48, 32, 40, "float32", "numpy", repeat=4, reference="torch")
     result = measure.run(case, comm)
     assert turns == ["multiply", "<lambda>", "<lambda>", "multiply"] * 2
@@ -90,8 +93,13 @@ def test_a_reference_runs_in_turns_with_the_product(comm, monkeypatch):
 
 
 @pytest.mark.parallel([1])
-@pytest.mark.parametrize("dtype, text", [("bfloat16", "numpy matrices have the types float16, float32"),
-                                         ("tf32", "--reference numpy: only torch:cuda rounds to tf32")])
+@pytest.mark.parametrize(
+    "dtype, text",
+    [
+        ("bfloat16", "numpy matrices have the types float16, float32"),
+        ("tf32", "--reference numpy: only torch:cuda rounds to tf32"),
+    ],
+)
 def test_a_reference_that_has_not_the_type_is_refused(dtype, text):
     with pytest.raises(DTypeError, match=text):
         measure.reference_of(Case.named(8, 8, 8, dtype, "torch", reference="numpy"))

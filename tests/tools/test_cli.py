@@ -23,8 +23,23 @@ PROGRAM = """
 """
 SMALL = ("--m", "96", "--n", "64", "--k", "80", "--repeat", "3")
 KEYS = {
-    "m", "n", "k", "dtype", "array", "ranks", "grid", "seconds", "gflops", "core_gflops", "ratio", "verified",
-    "bytes_sent", "bytes_model", "lower_bound_bytes", "waited_seconds", "at_once_gflops",
+    "m",
+    "n",
+    "k",
+    "dtype",
+    "array",
+    "ranks",
+    "grid",
+    "seconds",
+    "gflops",
+    "core_gflops",
+    "ratio",
+    "verified",
+    "bytes_sent",
+    "bytes_model",
+    "lower_bound_bytes",
+    "waited_seconds",
+    "at_once_gflops",
 }
 
 
@@ -48,12 +63,15 @@ def test_version_and_completion_by_tab(tmp_path):
     command = tmp_path / "pmm3d"
     command.write_text(f"#!{sys.executable}\n{textwrap.dedent(PROGRAM)}")
     command.chmod(0o755)
-    lines = ("pmm3d --version; pmm3d --install-completion bash > installed; . ~/.bashrc; "
-             "COMP_WORDS=(pmm3d ben); COMP_CWORD=1; _pmm3d_completion pmm3d; echo ${COMPREPLY[@]}; "
-             "COMP_WORDS=(pmm3d bench --gr); COMP_CWORD=2; _pmm3d_completion pmm3d; echo ${COMPREPLY[@]}")
+    lines = (
+        "pmm3d --version; pmm3d --install-completion bash > installed; . ~/.bashrc; "
+        "COMP_WORDS=(pmm3d ben); COMP_CWORD=1; _pmm3d_completion pmm3d; echo ${COMPREPLY[@]}; "
+        "COMP_WORDS=(pmm3d bench --gr); COMP_CWORD=2; _pmm3d_completion pmm3d; echo ${COMPREPLY[@]}"
+    )
     environ = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "HOME": str(tmp_path)}
-    done = subprocess.run(["bash", "--norc", "-c", lines], env=environ, cwd=tmp_path, capture_output=True, text=True,
-                          timeout=120)
+    done = subprocess.run(
+        ["bash", "--norc", "-c", lines], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.splitlines() == [f"pmm3d {__version__}", "bench", "--grid"], done.stdout + done.stderr
     assert "bash completion installed in" in (tmp_path / "installed").read_text()
 
@@ -104,8 +122,13 @@ sys.modules["mpi4py"] = types.ModuleType("mpi4py")
 sys.modules["mpi4py"].__getattr__ = lambda name: time.sleep(600)
 """
     environment = os.environ | {"PMM3D_TIMEOUT": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", waits + textwrap.dedent(PROGRAM), "bench", *SMALL], env=environment,
-                          capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", waits + textwrap.dedent(PROGRAM), "bench", *SMALL],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 1 and done.stderr.count("Timeout (0:00:01)!") == 1, done.stderr
     assert "in all_ranks" in done.stderr and "GFLOP/s" not in done.stdout
 
@@ -142,15 +165,28 @@ def test_a_rank_that_stops_when_all_is_done_is_named(job):
 
 def adds_up(said):
     """Whether the parts in the table of times add up to the whole product, except for the rounding of each."""
-    lines = said[said.index("part  "):said.index("Bytes of one")].splitlines()
+    lines = said[said.index("part  ") : said.index("Bytes of one")].splitlines()
     rows = [re.match(r" ?(\S.*?) {2,}([\d,]+\.\d\d)\b", line) for line in lines]
     *parts, whole = [float(row[2].replace(",", "")) for row in rows if row]
     return len(parts) > 2 and abs(sum(parts) - whole) < 0.01 * len(parts)
 
 
 def test_a_run_writes_report_figures_picture_and_trace(pmm3d, tmp_path):
-    done = pmm3d(4, "bench", *SMALL, "--grid", "2x2x1", "--overlap", "decomposed", "--json", tmp_path / "a.json",
-                 "--plot", tmp_path / "a.png", "--trace", tmp_path / "trace.json")
+    done = pmm3d(
+        4,
+        "bench",
+        *SMALL,
+        "--grid",
+        "2x2x1",
+        "--overlap",
+        "decomposed",
+        "--json",
+        tmp_path / "a.json",
+        "--plot",
+        tmp_path / "a.png",
+        "--trace",
+        tmp_path / "trace.json",
+    )
     assert done.returncode == 0, done.stderr
     for word in ("ratio", "verified       yes", "lower bound", "wait: gather A", "GEMM", "rest", "BLAS"):
         assert word in done.stdout
@@ -171,12 +207,33 @@ def test_a_run_writes_report_figures_picture_and_trace(pmm3d, tmp_path):
 
 
 def test_a_sweep_gives_every_grid(pmm3d, tmp_path):
-    done = pmm3d(4, "bench", *SMALL, "--grid", "all", "--dtype", "float32", "--transpose", "tn", "--array", "torch",
-                 "--json", tmp_path / "all.json", "--plot", tmp_path / "all.png")
+    done = pmm3d(
+        4,
+        "bench",
+        *SMALL,
+        "--grid",
+        "all",
+        "--dtype",
+        "float32",
+        "--transpose",
+        "tn",
+        "--array",
+        "torch",
+        "--json",
+        tmp_path / "all.json",
+        "--plot",
+        tmp_path / "all.png",
+    )
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "all.json").read_text())
     assert sorted(result["grid"] for result in results) == [
-        [1, 1, 1], [1, 1, 4], [1, 2, 2], [1, 4, 1], [2, 1, 2], [2, 2, 1], [4, 1, 1],
+        [1, 1, 1],
+        [1, 1, 4],
+        [1, 2, 2],
+        [1, 4, 1],
+        [2, 1, 2],
+        [2, 2, 1],
+        [4, 1, 1],
     ]
     assert all(result["verified"] and result["dtype"] == "float32" and result["array"] == "torch" for result in results)
     assert all(result["bytes_sent"] == result["bytes_model"] for result in results)
@@ -207,8 +264,9 @@ def test_matrices_in_shared_memory_are_read_in_place(pmm3d, tmp_path):
     for grid, in_place in parts.items():
         with given(grid=grid):
             figures = tmp_path / f"{grid}.json"
-            done = pmm3d(prod(map(int, grid.split("x"))), "bench", *SMALL, "--grid", grid, "--shared", "--json",
-                         figures)
+            done = pmm3d(
+                prod(map(int, grid.split("x"))), "bench", *SMALL, "--grid", grid, "--shared", "--json", figures
+            )
             assert done.returncode == 0, done.stderr
             result = json.loads(figures.read_text())
             assert result["verified"] and result["shared"] and result["in_place"] == in_place

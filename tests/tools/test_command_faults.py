@@ -1,5 +1,5 @@
-"""Commands with failures: errors of any kind on any rank, impossible outputs and inputs, the launcher of another MPI.
-"""
+"""Commands with failures: errors of any kind on any rank, impossible outputs and inputs, the launcher of another
+MPI."""
 
 import os
 import subprocess
@@ -40,9 +40,14 @@ def raises(job):
     return run
 
 
-@pytest.mark.parametrize("cases", [
-    [((2,), False), ((0, 1, 2), False)],
-    pytest.param([((2,), True), ((0,), True), ((0,), False), ((0, 1, 2), True)], marks=FIRST)], ids=["few", "more"])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [((2,), False), ((0, 1, 2), False)],
+        pytest.param([((2,), True), ((0,), True), ((0,), False), ((0, 1, 2), True)], marks=FIRST),
+    ],
+    ids=["few", "more"],
+)
 def test_an_error_of_any_kind_ends_the_job_and_is_said_once(raises, cases):
     for ranks, after in cases:
         with given(ranks=ranks, after=after):
@@ -129,8 +134,10 @@ IMPOSSIBLE = [
     (("predict", "folder", "empty", "--out", "empty"), "empty is the file of the samples, and would be overwritten"),
     (("predict", "folder", "empty", "--out", "table.csv"), "table.csv exists; --overwrite replaces it"),
     (("predict", "folder", "empty", "--out", "fifo", "--overwrite"), "fifo cannot be replaced: it is a named pipe"),
-    (("predict", "folder", "empty", "--out", "/dev/full", "--overwrite"),
-     "/dev/full cannot be replaced: it is a device"),
+    (
+        ("predict", "folder", "empty", "--out", "/dev/full", "--overwrite"),
+        "/dev/full cannot be replaced: it is a device",
+    ),
     (("export", "folder", "/dev/full"), "cannot export to /dev/full"),
     (("predict", "none", "empty", "--out", "x.h5"), "there is no checkpoint in none: pass the folder of a checkpoint"),
 ]
@@ -148,14 +155,19 @@ def test_what_cannot_be_is_said_once_before_the_work(command_worlds, place):
             assert sorted(path.name for path in place.iterdir()) == before
 
 
-@pytest.mark.parametrize("commands", [
-    [("--version",), ("--help",), ("plan", "product", "--m", "8", "--n", "8", "--k", "8", "--ranks", "2")],
-    pytest.param([("bench", *SMALL)], marks=pytest.mark.thorough("a command that starts MPI"))])
+@pytest.mark.parametrize(
+    "commands",
+    [
+        [("--version",), ("--help",), ("plan", "product", "--m", "8", "--n", "8", "--k", "8", "--ranks", "2")],
+        pytest.param([("bench", *SMALL)], marks=pytest.mark.thorough("a command that starts MPI")),
+    ],
+)
 def test_a_full_disk_under_standard_output_is_said_in_a_line(commands):
     for command in commands:
         with given(command=command), open("/dev/full", "w") as full:
-            done = subprocess.run([sys.executable, "-m", "pmm3d", *command], stdout=full, stderr=subprocess.PIPE,
-                                  text=True)
+            done = subprocess.run(
+                [sys.executable, "-m", "pmm3d", *command], stdout=full, stderr=subprocess.PIPE, text=True
+            )
             assert done.returncode == 2
             assert done.stderr.count("standard output cannot be written: No space left") == 1, done.stderr
             assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
@@ -163,12 +175,19 @@ def test_a_full_disk_under_standard_output_is_said_in_a_line(commands):
 
 def test_a_working_folder_that_was_removed_is_said_in_a_line(tmp_path):
     gone = tmp_path / "gone"
-    for command in (("pmm3d", "plan", "product", "--m", "8", "--n", "8", "--k", "8", "--ranks", "2", "--json", "x"),
-                    ("pmm3d", "bench", *SMALL), ("pmm3d.launcher", "-n", "2", "true")):
+    for command in (
+        ("pmm3d", "plan", "product", "--m", "8", "--n", "8", "--k", "8", "--ranks", "2", "--json", "x"),
+        ("pmm3d", "bench", *SMALL),
+        ("pmm3d.launcher", "-n", "2", "true"),
+    ):
         with given(command=command):
             gone.mkdir()
-            done = subprocess.run(["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", sys.executable, "-m", *command],
-                                  cwd=gone, capture_output=True, text=True)
+            done = subprocess.run(
+                ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", sys.executable, "-m", *command],
+                cwd=gone,
+                capture_output=True,
+                text=True,
+            )
             [line] = [line for line in done.stderr.splitlines() if "pmm3d" in line]
             assert done.returncode == 2 and "the working folder cannot be used" in line and not done.stdout
 
@@ -183,8 +202,12 @@ def test_misspelt_variables_are_noted_once_and_those_of_the_site_are_not(command
             assert done.stderr.count("PMM3D_TIMOUT has no effect (did you mean PMM3D_TIMEOUT?)") == 1, done.stderr
             assert done.stderr.count("PMM3D_BLASS has no effect (did you mean PMM3D_BLAS?)") == 1
             assert "PMM3D_ROOT" not in done.stderr and "PMM3D_JOBS" not in done.stderr
-    done = subprocess.run([sys.executable, "-m", "pmm3d.launcher", "-n", "2", sys.executable, "-c", "pass"], text=True,
-                          env=os.environ | MISSPELT, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "pmm3d.launcher", "-n", "2", sys.executable, "-c", "pass"],
+        text=True,
+        env=os.environ | MISSPELT,
+        capture_output=True,
+    )
     assert done.returncode == 0 and done.stderr.count("PMM3D_TIMOUT") == done.stderr.count("PMM3D_BLASS") == 1
 
 
@@ -204,8 +227,9 @@ def test_a_file_that_cannot_take_the_figures_is_told_after_them(on_ranks):
     assert done.stderr.count("cannot write /dev/full: No space left on device") == 1
 
 
-@pytest.mark.parametrize("command", [
-    "bench", pytest.param("train", marks=pytest.mark.thorough("another command through the same function"))])
+@pytest.mark.parametrize(
+    "command", ["bench", pytest.param("train", marks=pytest.mark.thorough("another command through the same function"))]
+)
 def test_a_launcher_of_another_mpi_is_named_once_before_mpi_is_started(job, tmp_path, command):
     """Open MPI's mpiexec starts ranks of MPICH, whose MPI_Init ends them with its own stack, or the other way round."""
     script = textwrap.dedent("""

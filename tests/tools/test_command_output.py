@@ -41,8 +41,10 @@ measure.core_rate = core_rate
 measure.SQUARE = 256
 """
 SMALL = ("bench", "--m", "16", "--n", "16", "--k", "16", "--repeat", "1")
-SOON = ("from pmm3d.tools import output\nfrom pmm3d.tools.bench import measure\n"
-        "output.QUIET_SECONDS, measure.SQUARE = 1e6, 256\n")
+SOON = (
+    "from pmm3d.tools import output\nfrom pmm3d.tools.bench import measure\n"
+    "output.QUIET_SECONDS, measure.SQUARE = 1e6, 256\n"
+)
 """Code that makes the measurement of a core's rate take less than a second, without lines of progress."""
 
 
@@ -50,21 +52,36 @@ def command(*arguments):
     return [sys.executable, "-m", "pmm3d", *arguments]
 
 
-@pytest.mark.parametrize("cases", [
-    [(">&-", ("bench", "--help")), (">&- 2>&-", ("bench", "--help")), ("<&- >&- 2>&-", SMALL)],
-    pytest.param([(">&- 2>&-", SMALL), (">&-", SMALL), ("<&- >&- 2>&-", ("bench", "--help"))],
-                 marks=pytest.mark.thorough("other streams of the same commands"))], ids=["few", "more"])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [(">&-", ("bench", "--help")), (">&- 2>&-", ("bench", "--help")), ("<&- >&- 2>&-", SMALL)],
+        pytest.param(
+            [(">&- 2>&-", SMALL), (">&-", SMALL), ("<&- >&- 2>&-", ("bench", "--help"))],
+            marks=pytest.mark.thorough("other streams of the same commands"),
+        ),
+    ],
+    ids=["few", "more"],
+)
 def test_closed_streams_are_no_error(cases):
     for closed, arguments in cases:
         with given(closed=closed, arguments=arguments):
-            done = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *command(*arguments)], capture_output=True,
-                                  text=True, timeout=120)
+            done = subprocess.run(
+                ["sh", "-c", f'exec "$@" {closed}', "sh", *command(*arguments)],
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
             assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_command_works_on_when_the_reader_of_its_output_has_gone(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", SOON + PROGRAM, *SMALL, "--json", str(tmp_path / "x.json")],
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SOON + PROGRAM, *SMALL, "--json", str(tmp_path / "x.json")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     process.stdout.close()
     assert process.stderr.read() == "" and process.wait(120) == 0
     assert (tmp_path / "x.json").stat().st_size > 100
@@ -136,8 +153,14 @@ def in_a_terminal(folder, commands):
     leader, terminal = pty.openpty()
     termios.tcsetwinsize(terminal, (50, 80))
     environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
-    process = subprocess.Popen([sys.executable, "-c", "import json" + TERMINAL, json.dumps(commands)], stdin=terminal,
-                               stdout=terminal, stderr=terminal, cwd=folder, env=environ | {"TERM": "xterm"})
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import json" + TERMINAL, json.dumps(commands)],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        cwd=folder,
+        env=environ | {"TERM": "xterm"},
+    )
     os.close(terminal)
     pieces = []
     with suppress(OSError):  # the end of the process
@@ -153,18 +176,25 @@ def test_help_and_tables_in_a_terminal_of_80_columns(tmp_path):
     """With colours. A sentence with the name of a file may be longer: the terminal wraps it."""
     (tmp_path / "table.csv").write_text("a,b,label\n" + "1,2,cat\n3,4,dog\n" * 8)
     (tmp_path / "train.toml").write_text(
-        "[data]\nfile = 'table.h5'\nbatch_size = 8\n[network]\nhidden = [4]\n[training]\nfolder = 'run'\nepochs = 2\n")
+        "[data]\nfile = 'table.h5'\nbatch_size = 8\n[network]\nhidden = [4]\n[training]\nfolder = 'run'\nepochs = 2\n"
+    )
     helps = [[*words, "--help"] for words, _ in every_command()]
-    runs = [["convert", "table.csv", "table.h5", "--classes"], ["train", "train.toml"], ["report", "run"],
-            ["export", "run", "run.safetensors"], ["predict", "run", "table.h5", "--out", "outputs.h5"],
-            ["plan", "pipeline", "--ranks", "2", "--micro-batches", "2"], [*SMALL, "--grid", "1x1x1"]]
+    runs = [
+        ["convert", "table.csv", "table.h5", "--classes"],
+        ["train", "train.toml"],
+        ["report", "run"],
+        ["export", "run", "run.safetensors"],
+        ["predict", "run", "table.h5", "--out", "outputs.h5"],
+        ["plan", "pipeline", "--ranks", "2", "--micro-batches", "2"],
+        [*SMALL, "--grid", "1x1x1"],
+    ]
     said = in_a_terminal(tmp_path, helps + runs)
     assert len(said) == len(helps) + len(runs)
     for text, (words, each) in zip(said, every_command()):
         with given(command=words):
             assert "\x1b[" in text
             assert_help(without_colours(text).partition("\n")[2], each)
-    for text, words in zip(said[len(helps):], runs):
+    for text, words in zip(said[len(helps) :], runs):
         with given(command=words):
             lines = without_colours(text).splitlines()[1:]
             assert lines and "Traceback" not in text and "…" not in text, text
@@ -177,15 +207,46 @@ def result(shape, seconds=(1234.56789,), phases=None):
     huge = {"reduce C": {"computed": 1234.56789, "off_core": 123.456789, "waited": 2345.6789, "waited_max": 3456.789}}
     size, moved = 2**20, {axis: 2**40 + 2**37 for axis in "xyz"}
     return results.Result(
-        m=size, n=size, k=size, dtype="float64", tf32=False, array="numpy", transpose="nn", order="C", shared=False,
-        ranks=2**15, grid=shape, idle_ranks=0, blocks={"A": [1, 2]}, panels=4, overlap="none", orders="CCC",
-        in_place="", limit=results.Limit(98.7, (2048,) * 3, 99.9, 2048, 0.0), seconds=list(seconds),
-        gflops=1234567.8, cores=2**15, unit="cores", ratio=0.987, computed_seconds=1234.56789,
-        off_core_seconds=123.4567, waited_seconds=2345.6789, phases=phases or huge, bytes_sent=moved,
-        bytes_received=moved, bytes_model=moved, lower_bound_bytes=2.0**39, model_memory=2**40,
-        workspace_bytes=2**39, peak_memory=2**38, resident_growth=2**37, node_memory=2**39, verified=True,
-        verification="Freivalds", environment=results.Environment(
-            "MPI", "CPU", "openblas", "SkylakeX", 1, ["a"], [2**15], [2**15], None))
+        m=size,
+        n=size,
+        k=size,
+        dtype="float64",
+        tf32=False,
+        array="numpy",
+        transpose="nn",
+        order="C",
+        shared=False,
+        ranks=2**15,
+        grid=shape,
+        idle_ranks=0,
+        blocks={"A": [1, 2]},
+        panels=4,
+        overlap="none",
+        orders="CCC",
+        in_place="",
+        limit=results.Limit(98.7, (2048,) * 3, 99.9, 2048, 0.0),
+        seconds=list(seconds),
+        gflops=1234567.8,
+        cores=2**15,
+        unit="cores",
+        ratio=0.987,
+        computed_seconds=1234.56789,
+        off_core_seconds=123.4567,
+        waited_seconds=2345.6789,
+        phases=phases or huge,
+        bytes_sent=moved,
+        bytes_received=moved,
+        bytes_model=moved,
+        lower_bound_bytes=2.0**39,
+        model_memory=2**40,
+        workspace_bytes=2**39,
+        peak_memory=2**38,
+        resident_growth=2**37,
+        node_memory=2**39,
+        verified=True,
+        verification="Freivalds",
+        environment=results.Environment("MPI", "CPU", "openblas", "SkylakeX", 1, ["a"], [2**15], [2**15], None),
+    )
 
 
 def test_tables_fit_80_columns_and_no_figure_is_cut():
@@ -201,18 +262,35 @@ def test_tables_fit_80_columns_and_no_figure_is_cut():
 
 
 def test_a_product_that_was_not_checked_is_not_called_wrong():
-    for verification, cell, fact in (("Freivalds", "NO", "[red]NO[/] (Freivalds)"),
-                                     ("not asked for", "-", "[yellow]not asked for[/]")):
+    for verification, cell, fact in (
+        ("Freivalds", "NO", "[red]NO[/] (Freivalds)"),
+        ("not asked for", "-", "[yellow]not asked for[/]"),
+    ):
         one = replace(result([2, 2, 2]), verified=False, verification=verification)
         assert tables.sweep([one]).rows[0][0][-1] == cell and tables.product(one)["verified"] == fact
 
 
 SQUARE = ("--m", "64", "--n", "64", "--k", "64", "--ranks", "2")
 JSON = {
-    ("bench",): SMALL[1:], ("doctor",): (), ("tune", "blas"): (*SQUARE, "--blas", "scipy", "--no-keep"),
-    ("plan", "product"): SQUARE, ("plan", "train"): ("train.toml", "--ranks", "2", "--features", "4", "--outputs", "2"),
-    ("plan", "gpt"): ("--layers", "1", "--hidden", "128", "--heads", "2", "--sequence", "64", "--batch", "4", "--ranks",
-                      "2"),
+    ("bench",): SMALL[1:],
+    ("doctor",): (),
+    ("tune", "blas"): (*SQUARE, "--blas", "scipy", "--no-keep"),
+    ("plan", "product"): SQUARE,
+    ("plan", "train"): ("train.toml", "--ranks", "2", "--features", "4", "--outputs", "2"),
+    ("plan", "gpt"): (
+        "--layers",
+        "1",
+        "--hidden",
+        "128",
+        "--heads",
+        "2",
+        "--sequence",
+        "64",
+        "--batch",
+        "4",
+        "--ranks",
+        "2",
+    ),
     ("plan", "pipeline"): ("--schedule", "1f1b", "--ranks", "2", "--micro-batches", "2"),
 }
 """Arguments of every command with --json."""
@@ -243,11 +321,18 @@ def test_what_is_no_text_does_not_go_to_standard_output(on_ranks, tmp_path):
 
 def test_the_parts_of_a_product_add_up_to_the_mean_of_the_repetitions():
     """For repetitions whose mean is not their median. Each part has a name."""
-    phases = {"gather A": {"computed": 0.25, "off_core": 0.0, "waited": 0.5, "waited_max": 0.7},
-              "multiply": {"computed": 1.0, "off_core": 0.25, "waited": 0.0, "waited_max": 0.0}}
+    phases = {
+        "gather A": {"computed": 0.25, "off_core": 0.0, "waited": 0.5, "waited_max": 0.7},
+        "multiply": {"computed": 1.0, "off_core": 0.25, "waited": 0.0, "waited_max": 0.0},
+    }
     parts = results.time_parts(result([1, 1, 1], [1.0, 1.0, 4.0], phases))
     assert {part.name: part.seconds for part in parts} == {
-        "computing: gather A": 0.25, "wait: gather A": 0.5, "GEMM": 0.75, "GEMM, no core": 0.25, "rest": 0.25}
+        "computing: gather A": 0.25,
+        "wait: gather A": 0.5,
+        "GEMM": 0.75,
+        "GEMM, no core": 0.25,
+        "rest": 0.25,
+    }
     assert all(part.meaning for part in parts)
 
 
@@ -291,8 +376,13 @@ def test_a_training_says_that_it_starts(tmp_path):
     (tmp_path / "x.toml").write_text("[data]\nfile = 'x.h5'\n[grid]\nshape = 'auto'\n[training]\nsteps = 1\n")
     early = "from pmm3d.tools import output\noutput.QUIET_SECONDS = 0.01\n"
     subprocess.run(command("convert", "x.csv", "x.h5"), cwd=tmp_path, check=True)
-    done = subprocess.run([sys.executable, "-c", early + PROGRAM, "train", "x.toml"], cwd=tmp_path, capture_output=True,
-                          text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", early + PROGRAM, "train", "x.toml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stderr.count("pmm3d train: working, ") == 1
 
 
@@ -313,12 +403,23 @@ def test_a_command_gives_standard_output_back():
 
 @pytest.mark.parametrize("width", [80, 60, 45])
 def test_a_table_breaks_no_figure_and_no_word_of_a_heading(width):
-    """Columns that do not fit are printed below, with the names of the rows again. Sentences are wrapped between words.
-    """
+    """Columns that do not fit are printed below, with the names of the rows again. Sentences are wrapped between
+    words."""
     names = ("", "grid", "ms", "bytes over bound", "configured", "efficiency", "waiting, worst rank", "what it is")
     table = FigureTable("title", names, keys=2, sentences=("what it is",))
-    rows = [(str(place), f"{2**place}x16x4 (data 1024)", "1,345,678.0", f"{place}.213", "2,915.25", "100%",
-             "9876543.21", "a library of several words") for place in range(3)]
+    rows = [
+        (
+            str(place),
+            f"{2**place}x16x4 (data 1024)",
+            "1,345,678.0",
+            f"{place}.213",
+            "2,915.25",
+            "100%",
+            "9876543.21",
+            "a library of several words",
+        )
+        for place in range(3)
+    ]
     for row in rows:
         table.add_row(*row)
     out = io.StringIO()
@@ -330,12 +431,32 @@ def test_a_table_breaks_no_figure_and_no_word_of_a_heading(width):
     assert said.count("1x16x4 (data 1024)") == said.count("4x16x4 (data 1024)") == {80: 2, 60: 3, 45: 4}[width]
 
 
-@pytest.mark.parametrize("what", [("product", "--m", "65536", "--n", "65536", "--k", "65536", "--ranks", "4096"),
-                                  ("gpt", "--layers", "2", "--hidden", "2048", "--heads", "16", "--sequence", "2048",
-                                   "--batch", "512", "--ranks", "4")])
+@pytest.mark.parametrize(
+    "what",
+    [
+        ("product", "--m", "65536", "--n", "65536", "--k", "65536", "--ranks", "4096"),
+        (
+            "gpt",
+            "--layers",
+            "2",
+            "--hidden",
+            "2048",
+            "--heads",
+            "16",
+            "--sequence",
+            "2048",
+            "--batch",
+            "512",
+            "--ranks",
+            "4",
+        ),
+    ],
+)
 def test_plan_has_every_figure_whole_in_80_columns(what):
-    wide, narrow = (CliRunner().invoke(app, ["plan", *what], env={"COLUMNS": columns, "PMM3D_MACHINE": "nominal"})
-                    .output for columns in ("300", "80"))
+    wide, narrow = (
+        CliRunner().invoke(app, ["plan", *what], env={"COLUMNS": columns, "PMM3D_MACHINE": "nominal"}).output
+        for columns in ("300", "80")
+    )
     assert set(re.sub("─+", "", wide).split()) <= set(narrow.split()), narrow
 
 

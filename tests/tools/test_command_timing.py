@@ -77,7 +77,10 @@ def test_a_point_that_is_needed_is_measured_although_the_time_is_up(comm):
     sampler = sampler_of(comm, clock, budget=1e-9)
     with sampler.section(1.0):
         assert [sampler.measure(clock.work, always=always) for always in (False, True, False)] == [
-            None, pytest.approx(1e-3), None]
+            None,
+            pytest.approx(1e-3),
+            None,
+        ]
     assert sampler.left_out == 2 and next(clock.calls) == 2 + 2 + 3
 
 

@@ -28,12 +28,29 @@ def unwritten(monkeypatch):
     monkeypatch.setattr("pmm3d.tools.page.drawings.picture", picture)
 
 
-@pytest.mark.parametrize("change, said", [
-    ({"grid": {"x": 0}}, "(grid.x: Input should be"), ({"starts": []}, "(starts: "),
-    ({"network": "MLP"}, "(network: "), ({"format": 2}, "(format: Input should be 1"),
-    ({"moved": [{"axis": "x", "phase": "", "operation": "shift", **dict.fromkeys(("calls", "sent", "received"), [1]),
-                 "waited": [0.5]}]}, "ranks, moved and memory have different numbers of ranks"),
-])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"grid": {"x": 0}}, "(grid.x: Input should be"),
+        ({"starts": []}, "(starts: "),
+        ({"network": "MLP"}, "(network: "),
+        ({"format": 2}, "(format: Input should be 1"),
+        (
+            {
+                "moved": [
+                    {
+                        "axis": "x",
+                        "phase": "",
+                        "operation": "shift",
+                        **dict.fromkeys(("calls", "sent", "received"), [1]),
+                        "waited": [0.5],
+                    }
+                ]
+            },
+            "ranks, moved and memory have different numbers of ranks",
+        ),
+    ],
+)
 def test_a_record_that_does_not_fit_is_left_out_and_its_first_problem_is_named(run, change, said):
     (run / "run.json").write_text(json.dumps(record_of(run) | change))
     text = words(write_page(run).read_text())
@@ -43,8 +60,14 @@ def test_a_record_that_does_not_fit_is_left_out_and_its_first_problem_is_named(r
 
 def test_lines_that_do_not_fit_are_left_out_and_counted(run):
     lines = (run / "metrics.jsonl").read_bytes().splitlines()[:12]
-    wrong = [b'{"step": "6", "loss": 1.0}', b'{"step": 6, "validation": {"loss": "x"}}', b"[1, 2]", b'{"loss": 1.0}',
-             b'{"step": 6, "l\xff', b"[" * 100_000]
+    wrong = [
+        b'{"step": "6", "loss": 1.0}',
+        b'{"step": 6, "validation": {"loss": "x"}}',
+        b"[1, 2]",
+        b'{"loss": 1.0}',
+        b'{"step": 6, "l\xff',
+        b"[" * 100_000,
+    ]
     (run / "metrics.jsonl").write_bytes(b"\n".join([*lines, *wrong, lines[0]]))
     text = words(write_page(run).read_text())
     assert "metrics.jsonl: 6 of 19 lines cannot be read and are left out" in text and "Loss" in text
@@ -60,17 +83,23 @@ def test_what_users_wrote_is_escaped(run, tmp_path):
     run.rename(evil)
     page = write_page(evil).read_text()
     assert not {"script", "img"} & set(Text(page).tags)
-    assert page.count("alert(") >= 5 and 'a<b>&"\'run' in words(page)
+    assert page.count("alert(") >= 5 and "a<b>&\"'run" in words(page)
 
 
-@pytest.mark.parametrize("make, text", [
-    (lambda folder: folder / "nowhere", "is not there"),
-    (lambda folder: folder, "is not the folder of a run: it contains neither metrics.jsonl nor run.json"),
-    (lambda folder: _written(folder / "x.json", "{"), "is not JSON"),
-    (lambda folder: _written(folder / "x.json", '{"gflops": 1}'), "x.json contains no figures of pmm3d bench --json"),
-    (lambda folder: _written(folder / "x.json", "[1, 2]"), "x.json contains no figures of pmm3d bench --json"),
-    (lambda folder: _written(folder / "x.json", "[]"), "x.json contains no figures of pmm3d bench --json"),
-])
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (lambda folder: folder / "nowhere", "is not there"),
+        (lambda folder: folder, "is not the folder of a run: it contains neither metrics.jsonl nor run.json"),
+        (lambda folder: _written(folder / "x.json", "{"), "is not JSON"),
+        (
+            lambda folder: _written(folder / "x.json", '{"gflops": 1}'),
+            "x.json contains no figures of pmm3d bench --json",
+        ),
+        (lambda folder: _written(folder / "x.json", "[1, 2]"), "x.json contains no figures of pmm3d bench --json"),
+        (lambda folder: _written(folder / "x.json", "[]"), "x.json contains no figures of pmm3d bench --json"),
+    ],
+)
 def test_what_is_no_run_is_refused(tmp_path, make, text):
     with pytest.raises(Pmm3dError, match=re.escape(text)):
         write_page(make(tmp_path))

@@ -18,8 +18,12 @@ def test_the_worst_problem_is_the_verdict_and_gives_the_exit_code():
     assert codes == [0, 0, 2, 2]
     assert Examination([], [Finding("x", "y", [problems[2]]), Finding("z", "y")]).verdict.exit_code == 1
     assert Finding("x", "y", [problems[2]]).as_json() == {
-        "check": "x", "verdict": "warning", "found": "y", "figures": {},
-        "problems": [{"verdict": "warning", "text": "e", "remedy": "f"}]}
+        "check": "x",
+        "verdict": "warning",
+        "found": "y",
+        "figures": {},
+        "problems": [{"verdict": "warning", "text": "e", "remedy": "f"}],
+    }
 
 
 def test_spreads_and_ranks_in_words():
@@ -43,8 +47,12 @@ def test_facts_are_judged_in_rank_order():
 
 
 def test_a_check_that_raises_is_a_failure_with_its_text():
-    answers = {0: Answer(1), 1: Answer(None, "OSError: no"), 3: Answer(None, "OSError: no"),
-               2: Answer(None, "NoAnswer: waited for rank 1", waited=True)}
+    answers = {
+        0: Answer(1),
+        1: Answer(None, "OSError: no"),
+        3: Answer(None, "OSError: no"),
+        2: Answer(None, "NoAnswer: waited for rank 1", waited=True),
+    }
     finding = checks.conclude(check(), answers, FOUR)
     assert_says(finding, FAILURE, "ranks 1, 3: OSError: no")
     assert "waited" not in finding.problems[0].text
@@ -66,8 +74,12 @@ def test_of_many_problems_the_worst_are_listed():
 
 
 def test_ranks_that_do_not_answer_are_named_with_their_hosts():
-    assert_says(checks.conclude(check(), {0: Answer(1), 1: Answer(1)}, TWO_HOSTS), FAILURE,
-                "no answer from ranks 2-3 on n2", "srun --exclude")
+    assert_says(
+        checks.conclude(check(), {0: Answer(1), 1: Answer(1)}, TWO_HOSTS),
+        FAILURE,
+        "no answer from ranks 2-3 on n2",
+        "srun --exclude",
+    )
 
 
 # Software
@@ -115,8 +127,11 @@ def test_mpi(facts, verdict, parts):
         (software.Launcher(4, "PMI_SIZE", 4, "MPICH", 0), OK, ["4 tasks (PMI_SIZE), 4 ranks"]),
         (software.Launcher(None, "", 1, "MPICH", 0), NOTE, ["one rank", "srun --mpi=pmi2", "pmm3d.launcher"]),
         (software.Launcher(None, "", 1, "Open MPI", 64), NOTE, ["this job has 64 tasks", "srun --mpi=pmix -n 64"]),
-        (software.Launcher(4, "SLURM_STEP_NUM_TASKS", 1, "Open MPI", 4), FAILURE,
-         ["each task is a world of its own", "SLURM_STEP_NUM_TASKS=4", "srun --mpi=pmix"]),
+        (
+            software.Launcher(4, "SLURM_STEP_NUM_TASKS", 1, "Open MPI", 4),
+            FAILURE,
+            ["each task is a world of its own", "SLURM_STEP_NUM_TASKS=4", "srun --mpi=pmix"],
+        ),
         (software.Launcher(8, "PMI_SIZE", 2, "Unknown", 0), FAILURE, ["do not agree", "srun --mpi=list"]),
     ],
 )
@@ -140,8 +155,9 @@ def test_hosts(hosts, verdict, parts):
     assert_says(judged("hosts", [None] * len(hosts), hosts), verdict, *parts)
 
 
-def node(cores=(0,), of_host=8, quota=None, threads=1, available=64 * GIB, limit=None, shm=8 * GIB, locked=-1,
-         rdma=False):
+def node(
+    cores=(0,), of_host=8, quota=None, threads=1, available=64 * GIB, limit=None, shm=8 * GIB, locked=-1, rdma=False
+):
     return nodes.Node(frozenset(cores), of_host, quota, threads, available, limit, 8 * GIB, shm, locked, rdma)
 
 
@@ -160,8 +176,11 @@ def cores(*allowed, **more):
         ([cores(rank // 2, of_host=2) for rank in range(4)], WARNING, ["4 ranks on 2 cores; they take turns"]),
         ([cores(0, 1, of_host=2)] * 4, WARNING, ["fewer ranks"]),
         ([cores(min(rank, 1), of_host=2) for rank in range(4)], FAILURE, ["ranks 1-3 share core 1"]),
-        ([cores(*range(8), threads=4)] * 4, WARNING, ["16 BLAS threads of 4 ranks on 8 cores", "OPENBLAS_NUM_THREADS",
-                                                      "to 2"]),
+        (
+            [cores(*range(8), threads=4)] * 4,
+            WARNING,
+            ["16 BLAS threads of 4 ranks on 8 cores", "OPENBLAS_NUM_THREADS", "to 2"],
+        ),
         ([cores(*range(8))] * 4, NOTE, ["leave 4 of 8 cores idle", "to 2"]),
         ([cores(*range(4), quota=2.0)] * 4, WARNING, ["may use 2 cores' worth of time", "docker run --cpus"]),
         ([cores(*range(4), quota=4.0)] * 4, OK, []),
@@ -206,14 +225,20 @@ def blas(rank=0, alone=100.0, together=95.0, kernel="SkylakeX", processor=INTEL,
     "facts, verdict, parts",
     [
         ([blas(rank) for rank in range(4)], OK, ["openblas 0.3.30, kernel SkylakeX, on Xeon", "alone 100.0", "95.0"]),
-        ([blas(rank, processor=AMD, kernel="Haswell") for rank in range(4)], WARNING,
-         ["its Haswell kernel", "set OPENBLAS_CORETYPE=SkylakeX"]),
+        (
+            [blas(rank, processor=AMD, kernel="Haswell") for rank in range(4)],
+            WARNING,
+            ["its Haswell kernel", "set OPENBLAS_CORETYPE=SkylakeX"],
+        ),
         ([blas(rank, processor=AMD) for rank in range(4)], NOTE, ["export OPENBLAS_CORETYPE=SkylakeX"]),
         ([blas(rank, processor=AMD, exported=True) for rank in range(4)], OK, ["kernel SkylakeX"]),
         ([blas(rank, name="unknown", kernel="") for rank in range(4)], WARNING, ["no known BLAS"]),
         ([blas(rank, kernel="Zen" if rank else "Haswell") for rank in range(4)], WARNING, ["differ"]),
-        ([blas(rank, together=30.0 if rank == 2 else 95.0) for rank in range(4)], WARNING,
-         ["rank 2 on n1: less than 60% of the median", "srun --exclude=n1"]),
+        (
+            [blas(rank, together=30.0 if rank == 2 else 95.0) for rank in range(4)],
+            WARNING,
+            ["rank 2 on n1: less than 60% of the median", "srun --exclude=n1"],
+        ),
         ([blas(rank, together=50.0) for rank in range(4)], WARNING, ["reaches 50% of the rate", "nomultithread"]),
         ([blas(0, together=20.0) for _ in range(4)], OK, []),
     ],

@@ -22,8 +22,9 @@ NAMES = ["software", "MPI", "launcher", "hosts", "cores", "BLAS", "memory", "GPU
 @pytest.fixture
 def doctor(job):
     """doctor(ranks, *arguments, **environment): the result of the command on this number of ranks."""
-    return lambda ranks, *arguments, **env: job(ranks, PROGRAM, "doctor", *map(str, arguments),
-                                                env={"TERM": "dumb", "COLUMNS": "120"} | env)
+    return lambda ranks, *arguments, **env: job(
+        ranks, PROGRAM, "doctor", *map(str, arguments), env={"TERM": "dumb", "COLUMNS": "120"} | env
+    )
 
 
 def read(path):
@@ -82,8 +83,14 @@ def test_a_folder_that_cannot_be_written_and_a_grid_that_needs_more_ranks_than_o
 
 def test_too_many_threads_and_too_low_a_thread_level(doctor, tmp_path):
     unbound = {"PRTE_MCA_hwloc_default_binding_policy": "none", "HYDRA_BINDING": "none"}
-    done = doctor(2, "--json", tmp_path / "a.json", OPENBLAS_NUM_THREADS=len(os.sched_getaffinity(0)),
-                  MPI4PY_RC_THREAD_LEVEL="funneled", **unbound)
+    done = doctor(
+        2,
+        "--json",
+        tmp_path / "a.json",
+        OPENBLAS_NUM_THREADS=len(os.sched_getaffinity(0)),
+        MPI4PY_RC_THREAD_LEVEL="funneled",
+        **unbound,
+    )
     _, found = read(tmp_path / "a.json")
     assert found["cores"]["verdict"] in ("warning", "failure") and done.returncode > 0
     assert found["MPI"]["verdict"] == "warning" and found["MPI"]["figures"]["thread_level"] == "FUNNELED"
@@ -93,8 +100,14 @@ def alone(task, cwd, *arguments, path=(), **variables):
     """doctor as one of several tasks, each of which has an MPI world of one rank."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI_COMM"))}
     environ |= variables | {"SLURM_PROCID": str(task), "PYTHONPATH": os.pathsep.join(filter(None, (*path, *sys.path)))}
-    return subprocess.run([sys.executable, "-m", "pmm3d", "doctor", *arguments], env=environ | {"COLUMNS": "120"},
-                          text=True, capture_output=True, timeout=60, cwd=cwd)
+    return subprocess.run(
+        [sys.executable, "-m", "pmm3d", "doctor", *arguments],
+        env=environ | {"COLUMNS": "120"},
+        text=True,
+        capture_output=True,
+        timeout=60,
+        cwd=cwd,
+    )
 
 
 def test_the_launcher_of_another_mpi_is_named_once(tmp_path):
@@ -114,8 +127,9 @@ def test_an_mpi_that_cannot_start_is_reported_by_the_first_task(tmp_path):
     (tmp_path / "mpi4py" / "MPI.py").write_text("raise RuntimeError('cannot load MPI library')")
     foreign = {"PMIX_RANK": "0"} if installed_wheel() == "mpich" else {"PMI_FD": "9", "PMI_SIZE": "4"}
     for path, variables, parts in (
-            ([], foreign, ["is the wheel", "started it", "srun --mpi="]),
-            ([str(tmp_path)], {}, ["mpi4py cannot load an MPI library: cannot load MPI library", "Load the site's"])):
+        ([], foreign, ["is the wheel", "started it", "srun --mpi="]),
+        ([str(tmp_path)], {}, ["mpi4py cannot load an MPI library: cannot load MPI library", "Load the site's"]),
+    ):
         for task in (0, 2):
             with given(variables=variables, task=task):
                 done = alone(task, None, path=path, **variables)
@@ -126,21 +140,26 @@ def test_an_mpi_that_cannot_start_is_reported_by_the_first_task(tmp_path):
 
 def test_what_does_not_return_is_given_up(job):
     """A check that blocks forever, in a call that no time limit can interrupt."""
-    done = job(1, """
+    done = job(
+        1,
+        """
         import sys, time
         from pmm3d.tools.doctor import checks, command
         checks.CHECKS = (*checks.CHECKS[:2], checks.Check("block", lambda session: time.sleep(600), None))
         sys.argv = ["pmm3d", "doctor", "--timeout", "4"]
         from pmm3d.tools.cli import main
         main()
-    """)
+    """,
+    )
     assert done.returncode == 2
     assert "rank 0 is stuck here; given up after 4 s" in done.stdout
     assert "software" in done.stdout and "block" in done.stdout and "3 checks in" in done.stdout
 
 
 def test_a_rank_that_gives_no_answer_ends_the_examination(job):
-    done = job(3, """
+    done = job(
+        3,
+        """
         import sys, time
         from pmm3d.tools.doctor import checks
         slow = lambda session: time.sleep(600 if session.rank == 1 else 0)
@@ -149,6 +168,7 @@ def test_a_rank_that_gives_no_answer_ends_the_examination(job):
         sys.argv = ["pmm3d", "doctor"]
         from pmm3d.tools.cli import main
         main()
-    """)
+    """,
+    )
     assert done.returncode != 0
     assert "no answer from rank 1 on" in done.stdout and "3 checks in" in done.stdout

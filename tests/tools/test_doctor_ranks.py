@@ -94,8 +94,11 @@ def test_ping_pong_counts_its_trips_and_keeps_its_time(comm, monkeypatch):
 
 @several
 def test_every_pair_of_an_axis_is_measured(comm):
-    for shape, expected in (("4x1x1", {(0, 1), (1, 2), (2, 3)}), ("2x1x2", {(0, 1), (2, 3), (0, 2), (1, 3)}),
-                            ("1x4x1", {(0, 1), (1, 2), (2, 3)})):
+    for shape, expected in (
+        ("4x1x1", {(0, 1), (1, 2), (2, 3)}),
+        ("2x1x2", {(0, 1), (2, 3), (0, 2), (1, 3)}),
+        ("1x4x1", {(0, 1), (1, 2), (2, 3)}),
+    ):
         with given(shape=shape):
             session = Session(comm, grid=shape)
             facts = network.gather_axes(session)

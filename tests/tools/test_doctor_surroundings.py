@@ -32,29 +32,55 @@ NO_LIBRARY = devices.Devices(4, "", (), {})
     "facts, verdict, parts",
     [
         ([NO_GPU] * 2, OK, ["none; installed: cupy"]),
-        ([without_gpu("CUDARuntimeError: no device")] * 2, WARNING,
-         ["cupy did not compute on a GPU on ranks 0-1 (n1): CUDARuntimeError: no device", "--gpus-per-node",
-          "cupy-cuda12x"]),
-        ([gpu(*"abcd"), gpu(*"abcd", why="")], OK,
-         ["4 on rank 0 of 4", "cupy 14.0", "transport of cupy arrays: direct (MPI takes device pointers)"]),
-        ([gpu("a"), without_gpu("RuntimeError: no GPU")], WARNING,
-         ["cupy did not compute on a GPU on rank 1 (n1): Runtime"]),
-        ([gpu("a", bound="CUDA_VISIBLE_DEVICES=0"), gpu("b", bound="CUDA_VISIBLE_DEVICES=1")], WARNING,
-         ["each rank sees one GPU of 4 (CUDA_VISIBLE_DEVICES=0)", "--gpu-bind=none"]),
+        (
+            [without_gpu("CUDARuntimeError: no device")] * 2,
+            WARNING,
+            [
+                "cupy did not compute on a GPU on ranks 0-1 (n1): CUDARuntimeError: no device",
+                "--gpus-per-node",
+                "cupy-cuda12x",
+            ],
+        ),
+        (
+            [gpu(*"abcd"), gpu(*"abcd", why="")],
+            OK,
+            ["4 on rank 0 of 4", "cupy 14.0", "transport of cupy arrays: direct (MPI takes device pointers)"],
+        ),
+        (
+            [gpu("a"), without_gpu("RuntimeError: no GPU")],
+            WARNING,
+            ["cupy did not compute on a GPU on rank 1 (n1): Runtime"],
+        ),
+        (
+            [gpu("a", bound="CUDA_VISIBLE_DEVICES=0"), gpu("b", bound="CUDA_VISIBLE_DEVICES=1")],
+            WARNING,
+            ["each rank sees one GPU of 4 (CUDA_VISIBLE_DEVICES=0)", "--gpu-bind=none"],
+        ),
         ([gpu("a", of_host=1), gpu("a", of_host=1)], WARNING, ["2 ranks use 1 GPU", "MPS"]),
         ([NO_LIBRARY] * 2, WARNING, ["neither cupy nor torch"]),
-        ([without_gpu("did not end within 60 s"), gpu(*"ab")], WARNING,
-         ["cupy did not compute on a GPU on rank 0 (n1): did not end within 60 s", "run doctor again"]),
-        ([gpu(*"ab", direct=False, why="nobody knows"), gpu(*"ab", why="")], NOTE,
-         ["cupy: nobody knows (on n1): messages go through pinned", "transport of cupy arrays: staged (nobody knows)"]),
+        (
+            [without_gpu("did not end within 60 s"), gpu(*"ab")],
+            WARNING,
+            ["cupy did not compute on a GPU on rank 0 (n1): did not end within 60 s", "run doctor again"],
+        ),
+        (
+            [gpu(*"ab", direct=False, why="nobody knows"), gpu(*"ab", why="")],
+            NOTE,
+            [
+                "cupy: nobody knows (on n1): messages go through pinned",
+                "transport of cupy arrays: staged (nobody knows)",
+            ],
+        ),
     ],
 )
 def test_gpus(facts, verdict, parts):
     assert_says(judged("GPU", facts, ["n1"] * 2), verdict, *parts)
 
 
-@pytest.mark.parametrize("asked, verdict, text", [("direct", FAILURE, "PMM3D_TRANSPORT=direct, and nobody knows"),
-                                                  ("staged", OK, "staged (nobody knows)")])
+@pytest.mark.parametrize(
+    "asked, verdict, text",
+    [("direct", FAILURE, "PMM3D_TRANSPORT=direct, and nobody knows"), ("staged", OK, "staged (nobody knows)")],
+)
 def test_a_transport_that_is_asked_for(monkeypatch, asked, verdict, text):
     monkeypatch.setenv("PMM3D_TRANSPORT", asked)
     assert_says(judged("GPU", [gpu(*"ab", direct=False, why="nobody knows")] * 2, ["n1"] * 2), verdict, text)
@@ -128,10 +154,18 @@ SLOW_Z = [pair("z", 0, 2, 5e-5, 1e9), pair("z", 1, 3, 5e-5, 1e9)]
         (axes(*X, *Z), FOUR, OK, ["grid 2x1x2", "x (within hosts) 2.0 us, 10.00 GB/s"]),
         (axes(*X, *SLOW_Z), TWO_HOSTS, OK, ["z (between hosts) 50.0 us, 1.00 GB/s"]),
         (axes(*X, *SLOW_Z, rdma=True), TWO_HOSTS, WARNING, ["a byte takes 50 us, as over TCP", "OMPI_MCA_pml=ucx"]),
-        (axes(X[0], pair("x", 2, 3, rate=3e9), *Z), FOUR, WARNING, ["1 of 4 pairs within a host", "ranks 2-3 on n1",
-                                                                    "3.00 GB/s, the best 10.00"]),
-        (axes(*X, SLOW_Z[0], pair("z", 1, 3, rate=1e8)), TWO_HOSTS, WARNING,
-         ["pairs between hosts", "ranks 1, 3 on n1 and n2", "--switches=1"]),
+        (
+            axes(X[0], pair("x", 2, 3, rate=3e9), *Z),
+            FOUR,
+            WARNING,
+            ["1 of 4 pairs within a host", "ranks 2-3 on n1", "3.00 GB/s, the best 10.00"],
+        ),
+        (
+            axes(*X, SLOW_Z[0], pair("z", 1, 3, rate=1e8)),
+            TWO_HOSTS,
+            WARNING,
+            ["pairs between hosts", "ranks 1, 3 on n1 and n2", "--switches=1"],
+        ),
         (axes(X[0], pair("x", 2, 3, rate=3e9), *Z, allowed=[0]), FOUR, OK, []),
         (axes(*(pair("x", low, low + 1, rate=5e8) for low in (0, 2))), FOUR, WARNING, ["may not use shared memory"]),
         (axes(), FOUR, OK, ["grid 2x1x2: no axis with several ranks to measure"]),
@@ -151,13 +185,19 @@ def folder(seen=0.0, kind="lustre", free=100 * GIB, exists=True, unwritable="", 
 @pytest.mark.parametrize(
     "facts, verdict, parts",
     [
-        ([folder(), folder(0.05)], OK, ["/scratch/me, lustre, 100 GiB free, a replaced file seen everywhere after 50 "
-                                        "ms"]),
+        (
+            [folder(), folder(0.05)],
+            OK,
+            ["/scratch/me, lustre, 100 GiB free, a replaced file seen everywhere after 50 ms"],
+        ),
         ([folder(), folder(2.5)], WARNING, ["took 2.5 s until every host saw", "actimeo=1"]),
         ([folder(kind="ext2/ext3"), folder(None)], FAILURE, ["n2 did not see", "a file system of each node's own"]),
         ([folder(), folder(None, exists=False)], FAILURE, ["/scratch/me is not a folder on n2"]),
-        ([folder(None, unwritable="Permission denied"), folder(None)], FAILURE, ["rank 0 cannot write there: "
-                                                                                 "Permission"]),
+        (
+            [folder(None, unwritable="Permission denied"), folder(None)],
+            FAILURE,
+            ["rank 0 cannot write there: Permission"],
+        ),
         ([folder(free=2**20), folder()], WARNING, ["1 MiB free"]),
         ([folder(hdf5="unable to lock file, errno = 38"), folder()], FAILURE, ["38", "HDF5_USE_FILE_LOCKING=FALSE"]),
     ],

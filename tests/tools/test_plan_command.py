@@ -26,11 +26,26 @@ from pmm3d.tools.plan.ranking import choice, draw, dropped_lines, shown_of
 
 ROOT = Path(__file__).parents[2]
 WIDE = {"COLUMNS": "160"}
-SMALL = ("gpt", "--layers", "2", "--hidden", "64", "--sequence", "32", "--batch", "32", "--heads", "4",
-         "--vocabulary", "128")
+SMALL = (
+    "gpt",
+    "--layers",
+    "2",
+    "--hidden",
+    "64",
+    "--sequence",
+    "32",
+    "--batch",
+    "32",
+    "--heads",
+    "4",
+    "--vocabulary",
+    "128",
+)
 CUBE = ("product", "--m", 8, "--n", 8, "--k", 8)
-OF_ISSUE = ("gpt --layers 42 --hidden 12288 --sequence 2048 --batch 256 --ranks 1024 --min-tensor 64 --machine "
-            "perlmutter --terms axonn --order y,x,z,data --powers-of-two").split()
+OF_ISSUE = (
+    "gpt --layers 42 --hidden 12288 --sequence 2048 --batch 256 --ranks 1024 --min-tensor 64 --machine "
+    "perlmutter --terms axonn --order y,x,z,data --powers-of-two"
+).split()
 
 
 @pytest.fixture(autouse=True)
@@ -48,11 +63,16 @@ def plan(*arguments):
 
 def test_no_title_of_a_picture_is_cut(tmp_path, monkeypatch):
     drawn, save = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *names, **options: (
-        drawn.append(self), save(self, *names, **options)))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *names, **options: (drawn.append(self), save(self, *names, **options))
+    )
     long_name = "a step of " + "a long name " * 10 + "on a machine"
-    draw(Ranking(long_name, 8, [Candidate(GridShape(2, 2, 2), 1.0, {"gemm": 1.0})], [], 1.0, "float32", 1), 3,
-         "frontier", tmp_path / "plan.png")
+    draw(
+        Ranking(long_name, 8, [Candidate(GridShape(2, 2, 2), 1.0, {"gemm": 1.0})], [], 1.0, "float32", 1),
+        3,
+        "frontier",
+        tmp_path / "plan.png",
+    )
     draw_curves([Curve("strong", [])], long_name, tmp_path / "curves.png")
     assert len(drawn) == 2
     for figure in drawn:
@@ -70,7 +90,10 @@ def test_lines_that_coincide_are_drawn_as_one_and_named_after_all(tmp_path, monk
     draw_curves([Curve("strong", [Point(1, 8, GridShape(1, 1, 1), seconds)])], "a step", tmp_path / "curves.png")
     [panel] = drawn[0].axes
     assert [(line.get_label(), list(line.get_ydata())) for line in panel.lines] == [
-        ("as configured, no oar, no buckets", [100.0]), ("no ors", [50.0]), ("no oag, none", [25.0])]
+        ("as configured, no oar, no buckets", [100.0]),
+        ("no ors", [50.0]),
+        ("no oag, none", [25.0]),
+    ]
 
 
 def refused(*arguments):
@@ -84,10 +107,12 @@ def test_the_command_of_the_paper(tmp_path):
     path = tmp_path / "plan.json"
     said = plan(*OF_ISSUE, "--json", path)
     written = json.loads(path.read_text())
-    ranking = rank_by_axonn(GPT(42, 12288, 2048, 256), 1024, load("perlmutter").axonn, powers_of_two=True,
-                            min_tensor=64)
+    ranking = rank_by_axonn(
+        GPT(42, 12288, 2048, 256), 1024, load("perlmutter").axonn, powers_of_two=True, min_tensor=64
+    )
     assert [(each["grid"], each["seconds"]) for each in written] == [
-        (candidate.grid._asdict(), candidate.seconds) for candidate in ranking.candidates]
+        (candidate.grid._asdict(), candidate.seconds) for candidate in ranking.candidates
+    ]
     assert len(written) == 215 and list(written[0]["grid"]) == ["x", "y", "z", "data"]
     assert written == sorted(written, key=lambda each: each["seconds"])
     assert list(written[0]) == ["grid", "seconds", "terms", "preset", "schedule", "settings"], "no memory is predicted"
@@ -107,8 +132,23 @@ def test_another_order_of_the_ranks_is_another_ranking(tmp_path):
 
 def test_a_gpt_by_simulation(tmp_path):
     path, picture = tmp_path / "plan.json", tmp_path / "plan.png"
-    said = plan(*SMALL, "--ranks", 8, "--machine", "frontier", "--json", path, "--picture", picture, "--top", 3,
-                "--mtbf", 24, "--write-seconds", 5)
+    said = plan(
+        *SMALL,
+        "--ranks",
+        8,
+        "--machine",
+        "frontier",
+        "--json",
+        path,
+        "--picture",
+        picture,
+        "--top",
+        3,
+        "--mtbf",
+        24,
+        "--write-seconds",
+        5,
+    )
     written = json.loads(path.read_text())
     assert len(written) >= 3
     for each in written:
@@ -122,8 +162,23 @@ def test_a_gpt_by_simulation(tmp_path):
 
 def test_a_product_with_its_bytes_over_the_bound(tmp_path):
     path = tmp_path / "plan.json"
-    said = plan("product", "--m", 4096, "--n", 4096, "--k", 4096, "--ranks", 64, "--dtype", "float32", "--machine",
-                "perlmutter", "--json", path)
+    said = plan(
+        "product",
+        "--m",
+        4096,
+        "--n",
+        4096,
+        "--k",
+        4096,
+        "--ranks",
+        64,
+        "--dtype",
+        "float32",
+        "--machine",
+        "perlmutter",
+        "--json",
+        path,
+    )
     best = json.loads(path.read_text())[0]
     assert best["grid"] == {"x": 4, "y": 4, "z": 4, "data": 1}
     assert re.search(r"4x4x4 .* 1\.00 ", said) and "4096 x 4096 x 4096 float32" in said
@@ -166,8 +221,10 @@ UNANSWERABLE = [
     (("gpt", "--layers", 2, "--hidden", 48, "--sequence", 8, "--batch", 8), "give --heads: the default, hidden /"),
     ((*SMALL, "--terms", "axonn", "--micro-batches", 2), "--micro-batches has no effect with --terms axonn"),
     ((*SMALL, "--terms", "axonn", "--order", "y,x", "--machine", "frontier"), "name each axis once"),
-    ((*SMALL, "--terms", "axonn", "--mtbf", 3, "--write-seconds", 1, "--machine", "frontier"),
-     "--mtbf has no effect with --terms axonn"),
+    (
+        (*SMALL, "--terms", "axonn", "--mtbf", 3, "--write-seconds", 1, "--machine", "frontier"),
+        "--mtbf has no effect with --terms axonn",
+    ),
     ((*SMALL, "--terms", "axonn", "--memory", 9, "--machine", "frontier"), "--memory has no effect with --terms axonn"),
     ((*SMALL, "--terms", "axonn", "--machine", "alps"), "machine alps has no table [axonn]"),
     ((*SMALL, "--write-seconds", 3), "--mtbf and --write-seconds belong together"),
@@ -211,8 +268,9 @@ def test_a_plan_speaks_of_a_job_and_its_options():
     """No communicator, no limit of 2^63 bytes that nobody gave."""
     said = refused("product", "--m", 10**12, "--n", 10**12, "--k", 10**12, "--ranks", 4)
     assert "9,223,372,036" not in said and "matmul" not in said and "more ranks" in said
-    assert "and there are 4" in refused("train", ROOT / "apps" / "digits.toml", "--features", 64, "--classes", 10,
-                                        "--ranks", 4, "--grid", "3x3x3")
+    assert "and there are 4" in refused(
+        "train", ROOT / "apps" / "digits.toml", "--features", 64, "--classes", 10, "--ranks", 4, "--grid", "3x3x3"
+    )
 
 
 def test_progress_counts_the_grids(monkeypatch):
@@ -224,8 +282,12 @@ def test_progress_counts_the_grids(monkeypatch):
 
 
 def test_each_command_refuses_the_options_of_the_others():
-    for arguments, option in ((CUBE, "--layers"), (SMALL, "--dtype"), (SMALL, "--features"), (("train", "x.toml"),
-                                                                                              "--heads")):
+    for arguments, option in (
+        (CUBE, "--layers"),
+        (SMALL, "--dtype"),
+        (SMALL, "--features"),
+        (("train", "x.toml"), "--heads"),
+    ):
         done = CliRunner().invoke(app, ["plan", *map(str, arguments), "--ranks", "4", option, "3"], env=WIDE)
         assert done.exit_code == 2 and f"No such option: {option}" in done.output
 
@@ -240,11 +302,16 @@ def test_presets_are_shown_wherever_they_stand():
     def candidate(x, data, seconds, preset=""):
         return Candidate(GridShape(x, 1, 1, data), seconds, preset=preset)
 
-    best = [candidate(2, 4, 1.0), candidate(4, 2, 1.2, "megatron"), candidate(8, 1, 3.0, "megatron"),
-            candidate(1, 8, 3.5, "ddp")]
+    best = [
+        candidate(2, 4, 1.0),
+        candidate(4, 2, 1.2, "megatron"),
+        candidate(8, 1, 3.0, "megatron"),
+        candidate(1, 8, 3.5, "ddp"),
+    ]
     why_not = [Candidate(GridShape(1, 1, 4), 0.0, preset="fsdp", why_not="idle")] + [
         Candidate(GridShape(1, 1, 8), 0.0, memory={"work": nbytes}, preset="fsdp", why_not=reason)
-        for nbytes, reason in ((9, "larger"), (8, "too large"))]
+        for nbytes, reason in ((9, "larger"), (8, "too large"))
+    ]
     ranking = Ranking("it", 8, best, why_not, 1.0, "float32", 5)
     shown = shown_of(ranking, 1)
     assert shown.best == best[:1] and shown.presets == [best[3], best[1]]
@@ -252,8 +319,9 @@ def test_presets_are_shown_wherever_they_stand():
     assert list(dropped_lines(ranking)) == ["3 of 5 grids dropped:", "  1x1x8 fsdp: too large"]
     one = Ranking("it", 8, best, [replace(best[3], why_not="too large")], 1.0, "float32", 5)
     assert list(dropped_lines(one)) == ["1 of 5 grids dropped:", "  1x1x1 (data 8) ddp: too large"]
-    assert choice(ranking, "a step") == ("Choice: 2x1x1 (data 4), 1 s a step; the runner-up, 4x1x1 (data 2), takes "
-                                         "20% longer")
+    assert choice(ranking, "a step") == (
+        "Choice: 2x1x1 (data 4), 1 s a step; the runner-up, 4x1x1 (data 2), takes 20% longer"
+    )
 
 
 def counted(monkeypatch, owner, name):
@@ -272,8 +340,23 @@ def counted(monkeypatch, owner, name):
 def test_of_32768_ranks_few_grids_of_a_gpt_are_run(monkeypatch):
     """The time of a plan is bounded by their number. Each run is of a few blocks."""
     run = counted(monkeypatch, DrySteps, "of")
-    said = plan("gpt", "--layers", 96, "--hidden", 16384, "--heads", 128, "--sequence", 2048, "--batch", 8192,
-                "--ranks", 32768, "--machine", "frontier")
+    said = plan(
+        "gpt",
+        "--layers",
+        96,
+        "--hidden",
+        16384,
+        "--heads",
+        128,
+        "--sequence",
+        2048,
+        "--batch",
+        8192,
+        "--ranks",
+        32768,
+        "--machine",
+        "frontier",
+    )
     assert "Choice: " in said and 20 <= len(run) <= 200
 
 

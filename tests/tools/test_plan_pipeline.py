@@ -48,23 +48,52 @@ def refused(*arguments):
 def test_figures_of_ideal_simulation(figures):
     for row in json.loads((DATA / "ideal.json").read_text()):
         with given(row=row):
-            found = figures("--schedule", row["schedule"], "--ranks", row["ranks"], "--micro-batches",
-                            row["microbatches"], "--chunks", row["chunks"], "--forward", row["t_forward"], "--backward",
-                            row["t_backward_input"], "--weight", row["t_backward_weight"], "--communication", 0)
+            found = figures(
+                "--schedule",
+                row["schedule"],
+                "--ranks",
+                row["ranks"],
+                "--micro-batches",
+                row["microbatches"],
+                "--chunks",
+                row["chunks"],
+                "--forward",
+                row["t_forward"],
+                "--backward",
+                row["t_backward_input"],
+                "--weight",
+                row["t_backward_weight"],
+                "--communication",
+                0,
+            )
             assert found["makespan"] == pytest.approx(row["makespan"])
             assert found["cost_largest_stage"] == pytest.approx(row["cost_largest_stage"])
             assert found["bubble_rate"] == pytest.approx(row["bubble_rate"], abs=1e-6)
             assert found["peak_live"] == pytest.approx(
-                [chunks / row["chunks"] for chunks in row["peak_chunks_held_until_weight"]])
+                [chunks / row["chunks"] for chunks in row["peak_chunks_held_until_weight"]]
+            )
 
 
 def test_bubbles_of_measured_times_are_the_published_ones(figures):
     for row in json.loads((DATA / "zero_bubble_table5.json").read_text())["rows"]:
         for name in ("1f1b", "zb-h1", "zb-h2"):
             with given(name=name, row=row):
-                found = figures("--schedule", name, "--ranks", row["stages"], "--micro-batches", row["microbatches"],
-                                "--forward", row["t_forward"], "--backward", row["t_backward_input"], "--weight",
-                                row["t_backward_weight"], "--communication", row["t_comm"])
+                found = figures(
+                    "--schedule",
+                    name,
+                    "--ranks",
+                    row["stages"],
+                    "--micro-batches",
+                    row["microbatches"],
+                    "--forward",
+                    row["t_forward"],
+                    "--backward",
+                    row["t_backward_input"],
+                    "--weight",
+                    row["t_backward_weight"],
+                    "--communication",
+                    row["t_comm"],
+                )
                 assert round(found["bubble_rate"], 4) == row["published"][name]
 
 
@@ -91,14 +120,20 @@ def test_times_of_each_stage_are_those_of_the_table(tmp_path, figures):
     path = tmp_path / "own.csv"
     path.write_text(str(one_f_one_b(2, 1)))
     found = figures("--schedule", path, "--forward", "1,2", "--backward", "3", "--weight", "4,5", "--communication", 10)
-    assert found == {"makespan": 38.0, "cost_largest_stage": 38.0, "bubble_rate": pytest.approx(1 - 10 / 38),
-                     "peak_live": [1.0, 1.0]}
+    assert found == {
+        "makespan": 38.0,
+        "cost_largest_stage": 38.0,
+        "bubble_rate": pytest.approx(1 - 10 / 38),
+        "peak_live": [1.0, 1.0],
+    }
 
 
 def test_the_time_line_of_each_rank_is_drawn_as_text():
     lines = printed("--schedule", "1f1b", *SMALL).splitlines()
-    assert lines[:2] == ["1f1b: 2 ranks, 2 stages, 2 micro-batches, 4 messages",
-                         "makespan 9, cost of the largest stage 9, bubble 33.33%"]
+    assert lines[:2] == [
+        "1f1b: 2 ranks, 2 stages, 2 micro-batches, 4 messages",
+        "makespan 9, cost of the largest stage 9, bubble 33.33%",
+    ]
     rows = {line[1]: line[3:] for line in lines if line[3:4] in ("F", ".")}
     assert rows["0"] == "F0------F1-------.................B0---------------........B1---------------"
     assert rows["1"] == "........F0-------B0---------------F1------B1---------------................."
@@ -128,8 +163,9 @@ def test_progress_names_the_schedule(monkeypatch):
     monkeypatch.setattr(output, "LINE_SECONDS", 0.01)
     done = invoked("--ranks", 8, "--micro-batches", 16)
     assert done.exit_code == 0 and "of 14 schedules: zb-" in done.stderr and "of 14" not in done.stdout
-    assert "pmm3d plan pipeline: working, " in invoked("--ranks", 8, "--micro-batches", 16, "--schedule",
-                                                       "zb-2p").stderr
+    assert (
+        "pmm3d plan pipeline: working, " in invoked("--ranks", 8, "--micro-batches", 16, "--schedule", "zb-2p").stderr
+    )
 
 
 def test_the_help_names_every_schedule():
@@ -166,12 +202,15 @@ def test_what_cannot_be_answered_is_said_in_a_line(tmp_path, monkeypatch):
             assert words in refused(*arguments)
 
 
-@looped("text, words", [
-    ("0F0,0B0\n1F0,1X0", "rank 1 (line 2), cell 2: '1X0' is not an action"),
-    ("0F0,0F1,0B1,0B0", "Rank 0, action 4 of 4: 0F0, 0F1, 0B1, >> 0B0 <<"),
-    ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1", "deadlock: 0B0 waits for"),
-    ("", "there are no actions"),
-])
+@looped(
+    "text, words",
+    [
+        ("0F0,0B0\n1F0,1X0", "rank 1 (line 2), cell 2: '1X0' is not an action"),
+        ("0F0,0F1,0B1,0B0", "Rank 0, action 4 of 4: 0F0, 0F1, 0B1, >> 0B0 <<"),
+        ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1", "deadlock: 0B0 waits for"),
+        ("", "there are no actions"),
+    ],
+)
 def test_the_place_of_a_mistake_in_a_table_is_shown(text, words, tmp_path):
     path = tmp_path / "own.csv"
     path.write_text(text)

@@ -42,8 +42,9 @@ kind = "gpt"
 
 
 def training(batch=4096, hidden=(512, 256, 512), machine="frontier", noise=0.0, rows=0, **sections):
-    config = checked({"data": {"file": "nowhere.h5", "batch_size": batch}, "network": {"hidden": list(hidden)},
-                      **sections})
+    config = checked(
+        {"data": {"file": "nowhere.h5", "batch_size": batch}, "network": {"hidden": list(hidden)}, **sections}
+    )
     return Training.of(config, load(machine), samples=SampleSizes(64, 32, rows=rows), noise=noise)
 
 
@@ -111,7 +112,8 @@ def test_grids_with_all_axes_are_ranked_and_described(tmp_path):
     assert "Choice: 1x1x1 (pipe 2) 1f1b" in said and "messages of a pipeline's first rank are not listed" in said
     path.write_text(path.read_text() + "pipe = 2\n")
     assert "is a pipeline, and a single rank of it is not simulated" in refused(
-        path, "--ranks", 2, *SAMPLES, "--machine", "nominal", "--grid", "1x1x1", "--trace", tmp_path / "x.trace")
+        path, "--ranks", 2, *SAMPLES, "--machine", "nominal", "--grid", "1x1x1", "--trace", tmp_path / "x.trace"
+    )
     path.write_text(TOKENS.replace("64", "1") + "layers = 1\n")
     planned(path, "--ranks", 2, "--vocabulary", 64, "--grid", "auto", "--json", figures, "--machine", "nominal")
     written = json.loads(figures.read_text())
@@ -135,8 +137,10 @@ def test_the_rate_counts_the_rows_of_the_batch():
 
 def test_a_batch_of_fewer_rows_than_ranks_is_said(config):
     said = planned(config, "--ranks", 8192, *SAMPLES, "--machine", "frontier", "--grid", "ddp")
-    assert ("Grid 1x1x1 (data 8192): the 4,096 rows of a micro-batch are split over data x z = 8,192 ranks, so some "
-            "ranks have no row.") in " ".join(said.split())
+    assert (
+        "Grid 1x1x1 (data 8192): the 4,096 rows of a micro-batch are split over data x z = 8,192 ranks, so some "
+        "ranks have no row."
+    ) in " ".join(said.split())
     assert "have no row" not in planned(config, "--ranks", 8, *SAMPLES, "--machine", "frontier", "--grid", "ddp")
 
 
@@ -169,8 +173,13 @@ def test_what_is_hidden_and_what_is_waited_for_make_up_a_collective():
 
 def test_the_curves():
     told = []
-    strong, weak = curves_of(training(), 64, [16, 64, 256], lambda config, ranks: GridShape(2, 1, 2, ranks // 4),
-                             lambda done, total: told.append((done, total)))
+    strong, weak = curves_of(
+        training(),
+        64,
+        [16, 64, 256],
+        lambda config, ranks: GridShape(2, 1, 2, ranks // 4),
+        lambda done, total: told.append((done, total)),
+    )
     assert [point.batch for point in strong.points] == [4096] * 3
     assert [point.batch for point in weak.points] == [1024, 4096, 16384]
     assert told == [(done, 6) for done in range(1, 7)]
@@ -183,7 +192,8 @@ def test_the_curves():
     first, last = strong.points[0].seconds[AS_IT_IS], strong.points[2].seconds[AS_IT_IS]
     assert strong.efficiency(strong.points[2]) == pytest.approx(first / last * 16 / 256)
     assert weak.efficiency(weak.points[2]) == pytest.approx(
-        weak.points[0].seconds[AS_IT_IS] / weak.points[2].seconds[AS_IT_IS])
+        weak.points[0].seconds[AS_IT_IS] / weak.points[2].seconds[AS_IT_IS]
+    )
 
 
 def ddp(config, ranks):
@@ -197,15 +207,22 @@ def test_a_batch_of_a_curve_is_not_cut_at_the_end_of_the_file():
 
 
 def test_noise_makes_every_step_of_a_curve_longer():
-    quiet, noisy = (curves_of(training(noise=noise), 8, [8], ddp, lambda done, total: None)[0].points[0].seconds
-                    for noise in (0.0, 0.1))
+    quiet, noisy = (
+        curves_of(training(noise=noise), 8, [8], ddp, lambda done, total: None)[0].points[0].seconds
+        for noise in (0.0, 0.1)
+    )
     assert {name: seconds * slowest(0.1, 8) for name, seconds in quiet.items()} == pytest.approx(noisy)
 
 
 def test_what_does_not_fit_is_no_baseline():
     huge = training(batch=64, hidden=(300_000,) * 3)
-    strong, _ = curves_of(huge, 1, [1, 1024], lambda config, ranks: GridShape(1 + ranks // 33, 1 + ranks // 33, 1),
-                          lambda done, total: None)
+    strong, _ = curves_of(
+        huge,
+        1,
+        [1, 1024],
+        lambda config, ranks: GridShape(1 + ranks // 33, 1 + ranks // 33, 1),
+        lambda done, total: None,
+    )
     assert "more than 64,000,000,000" in strong.points[0].why_not and strong.points[0].memory > 64e9
     assert strong.points[1].why_not == "" and strong.efficiency(strong.points[1]) == 1
 
@@ -229,8 +246,11 @@ def test_a_point_without_a_grid_is_said(capsys, monkeypatch):
 
 def test_the_numbers_of_ranks_of_a_curve():
     for ranks, asked, counts in (
-            (8192, "32768", [512, 1024, 2048, 4096, 8192, 16384, 32768]), (48, "16:128", [16, 32, 48, 64, 128]),
-            (3, "8", [1, 2, 3, 4, 8]), (5, "16:16", [16])):
+        (8192, "32768", [512, 1024, 2048, 4096, 8192, 16384, 32768]),
+        (48, "16:128", [16, 32, 48, 64, 128]),
+        (3, "8", [1, 2, 3, 4, 8]),
+        (5, "16:16", [16]),
+    ):
         with given(asked=asked):
             assert rank_counts(ranks, asked) == counts
     for asked in ("64:32", "0:8", "many", "8:", "1:2:3", ""):
@@ -254,25 +274,57 @@ def test_the_best_grids_of_a_curve_are_like_that_of_the_step(monkeypatch):
     assert one.on(grids[2], one.config).seconds <= one.on(like, one.config).seconds * (1 + planning.NOISE)
 
 
-@pytest.mark.parametrize("name, data, grids", [
-    ("megatron", 4, ["8x1x1 (data 4)", "16x1x1 (data 4)"]), ("hsdp", None, ["1x1x8 (data 4)", "1x1x8 (data 8)"]),
-    ("ddp", None, ["1x1x1 (data 32)", "1x1x1 (data 64)"]), ("2x1x2", None, ["2x1x2 (data 8)", "2x1x2 (data 16)"])])
+@pytest.mark.parametrize(
+    "name, data, grids",
+    [
+        ("megatron", 4, ["8x1x1 (data 4)", "16x1x1 (data 4)"]),
+        ("hsdp", None, ["1x1x8 (data 4)", "1x1x8 (data 8)"]),
+        ("ddp", None, ["1x1x1 (data 32)", "1x1x1 (data 64)"]),
+        ("2x1x2", None, ["2x1x2 (data 8)", "2x1x2 (data 16)"]),
+    ],
+)
 def test_named_grids(name, data, grids):
     assert [str(training().named_grid(name, data, ranks)) for ranks in (32, 64)] == grids
 
 
 def test_curves_and_the_step_of_a_named_grid(config, tmp_path):
     figures, picture = tmp_path / "figures.json", tmp_path / "curves.png"
-    said = planned(config, "--ranks", 64, "--machine", "frontier", "--grid", "2x1x2", *SAMPLES, "--curve", "32:128",
-                   "--json", figures, "--picture", picture, "--noise", 0.02)
-    for wanted in ("2x1x2 (data 16)", "Machine frontier (asked for; figures assumed, not measured), 8 ranks a node",
-                   "With a noise of 0.02",
-                   "gather W", "GEMM nn", "ms hidden", "Strong scaling", "Weak scaling", "buckets", "100%"):
+    said = planned(
+        config,
+        "--ranks",
+        64,
+        "--machine",
+        "frontier",
+        "--grid",
+        "2x1x2",
+        *SAMPLES,
+        "--curve",
+        "32:128",
+        "--json",
+        figures,
+        "--picture",
+        picture,
+        "--noise",
+        0.02,
+    )
+    for wanted in (
+        "2x1x2 (data 16)",
+        "Machine frontier (asked for; figures assumed, not measured), 8 ranks a node",
+        "With a noise of 0.02",
+        "gather W",
+        "GEMM nn",
+        "ms hidden",
+        "Strong scaling",
+        "Weak scaling",
+        "buckets",
+        "100%",
+    ):
         assert wanted in said, wanted
     found = json.loads(figures.read_text())
     (one,) = found["grids"]
     assert one["grid"] == {"x": 2, "y": 1, "z": 2, "data": 16} and sum(one["terms"].values()) == pytest.approx(
-        one["seconds"])
+        one["seconds"]
+    )
     assert found["first_rank"]["received"]["z"] > 0 and len(found["first_rank"]["largest"]) == 10
     assert [point["ranks"] for point in found["scaling"]["weak"]] == [32, 64, 128]
     at_64 = found["scaling"]["strong"][1]
@@ -327,45 +379,70 @@ def test_of_4096_ranks_few_steps_are_run(tmp_path, monkeypatch):
     assert 10 <= len(run) <= 200
 
 
-@pytest.mark.parametrize("arguments, said", [
-    (("--grid", "3x1x1", *SAMPLES), "needs 3 ranks, and there are 8"),
-    (("--grid", "auto", "--data", 2, *SAMPLES), "--data needs a named --grid"),
-    (("--data", 2, *SAMPLES), "--data needs a named --grid"),
-    (("--beside", "real.json", *SAMPLES), "give --trace too"),
-    (("--picture", "p.nothing", *SAMPLES), "the name of a picture ends in"),
-    (("--machine", "abacus", *SAMPLES), "abacus"),
-    (("--curve", "8:4", *SAMPLES), "--curve '8:4' is not a range of ranks"),
-    (("--write-seconds", 3, *SAMPLES), "--mtbf and --write-seconds belong together"),
-    (("--features", 3), "--features together with either --outputs or --classes"),
-    (("--classes", 3, *SAMPLES), "--features together with either --outputs or --classes"),
-    (("--vocabulary", 3), "the configuration has no data.sequence"),
-    (("--grid", "fsdp"), "--features"), (("--grid", "wide", *SAMPLES), "wide"),
-    (("--memory", 10**6, "--grid", "ddp", *SAMPLES), "grid 1x1x1 (data 8), which needs least, has")])
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("--grid", "3x1x1", *SAMPLES), "needs 3 ranks, and there are 8"),
+        (("--grid", "auto", "--data", 2, *SAMPLES), "--data needs a named --grid"),
+        (("--data", 2, *SAMPLES), "--data needs a named --grid"),
+        (("--beside", "real.json", *SAMPLES), "give --trace too"),
+        (("--picture", "p.nothing", *SAMPLES), "the name of a picture ends in"),
+        (("--machine", "abacus", *SAMPLES), "abacus"),
+        (("--curve", "8:4", *SAMPLES), "--curve '8:4' is not a range of ranks"),
+        (("--write-seconds", 3, *SAMPLES), "--mtbf and --write-seconds belong together"),
+        (("--features", 3), "--features together with either --outputs or --classes"),
+        (("--classes", 3, *SAMPLES), "--features together with either --outputs or --classes"),
+        (("--vocabulary", 3), "the configuration has no data.sequence"),
+        (("--grid", "fsdp"), "--features"),
+        (("--grid", "wide", *SAMPLES), "wide"),
+        (("--memory", 10**6, "--grid", "ddp", *SAMPLES), "grid 1x1x1 (data 8), which needs least, has"),
+    ],
+)
 def test_bad_input(config, arguments, said):
     assert said in refused(config, "--ranks", 8, *arguments)
 
 
 def test_tokens_have_a_vocabulary(tmp_path):
     (tmp_path / "x.toml").write_text(TOKENS)
-    for arguments, said in ((("--features", 1, "--classes", 9), "give --vocabulary in place of --features"),
-                            ((), "cannot open")):
+    for arguments, said in (
+        (("--features", 1, "--classes", 9), "give --vocabulary in place of --features"),
+        ((), "cannot open"),
+    ):
         assert said in refused(tmp_path / "x.toml", "--ranks", 8, *arguments)
     assert "cannot read the configuration gone.toml" in refused("gone.toml", "--ranks", 8)
 
 
 def real_trace(path, found, steps=3, shift=0.5):
     """A trace as of a run of the simulated program, whose steps take 2 s each."""
-    collectives = [(task, begun) for task, begun in zip(found.timeline.table, found.timeline.begun)
-                   if task.kind == "collective"]
+    collectives = [
+        (task, begun) for task, begun in zip(found.timeline.table, found.timeline.begun) if task.kind == "collective"
+    ]
     events = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "rank 0 (here)"}}]
     for step in range(steps):
         events.append({"name": "gemm", "ph": "X", "pid": 0, "tid": "compute", "ts": 2e6 * step, "dur": 5.0, "args": {}})
         for order, (task, begun) in enumerate(collectives):
-            events.append({"name": "all_gather", "ph": "X", "pid": 0, "tid": f"axis {task.axis}", "dur": 1.0,
-                           "ts": (2 * step + shift) * 1e6 + order,
-                           "args": {"phase": task.name, "sent": 4, "received": 4}})
-        events.append({"name": "all_reduce", "ph": "X", "pid": 0, "tid": "axis y", "ts": 2e6 * step + 1.9e6, "dur": 1.0,
-                       "args": {"phase": "nothing", "sent": 0, "received": 0}})
+            events.append(
+                {
+                    "name": "all_gather",
+                    "ph": "X",
+                    "pid": 0,
+                    "tid": f"axis {task.axis}",
+                    "dur": 1.0,
+                    "ts": (2 * step + shift) * 1e6 + order,
+                    "args": {"phase": task.name, "sent": 4, "received": 4},
+                }
+            )
+        events.append(
+            {
+                "name": "all_reduce",
+                "ph": "X",
+                "pid": 0,
+                "tid": "axis y",
+                "ts": 2e6 * step + 1.9e6,
+                "dur": 1.0,
+                "args": {"phase": "nothing", "sent": 0, "received": 0},
+            }
+        )
     path.write_text(json.dumps({"traceEvents": events}))
     return events
 
@@ -377,7 +454,7 @@ def test_the_trace_beside_a_real_one(tmp_path):
     assert "begins with the last step of rank 0" in said
     both = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
     assert both[: len(events)] == events
-    simulated = both[len(events):]
+    simulated = both[len(events) :]
     assert {event["pid"] for event in simulated} == {1}
     assert simulated[0]["args"]["name"] == "simulated first rank of grid 1x1x4 (data 2)"
     first = next(event for event in simulated if event.get("tid", "").startswith("axis"))
@@ -386,7 +463,8 @@ def test_the_trace_beside_a_real_one(tmp_path):
     assert tracks >= {"compute", "wait", "axis z", "axis data"}
     computed = sum(event["dur"] for event in simulated[1:] if event["tid"] == "compute")
     assert computed == pytest.approx(
-        1e6 * sum(found.timeline.terms.get(kind, 0.0) for kind in ("gemm", "pass", "overhead")))
+        1e6 * sum(found.timeline.terms.get(kind, 0.0) for kind in ("gemm", "pass", "overhead"))
+    )
     waited = sum(event["dur"] for event in simulated[1:] if event["tid"] == "wait")
     assert waited == pytest.approx(1e6 * sum(found.timeline.waits.values()))
 
@@ -418,8 +496,18 @@ def test_the_trace_of_the_run_and_options_are_checked_first(monkeypatch, config,
     assert "--mtbf must be positive" in refused(config, "--ranks", 2, *SAMPLES, "--mtbf", 0, "--write-seconds", 1)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": 3}', '{"traceEvents": [{"ph": "X"}]}',
-                                  '{"traceEvents": [{"ph": "X", "pid": 0, "ts": "now", "dur": 1}]}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"traceEvents": 3}',
+        '{"traceEvents": [{"ph": "X"}]}',
+        '{"traceEvents": [{"ph": "X", "pid": 0, "ts": "now", "dur": 1}]}',
+        "[" * 100_000,
+    ],
+)
 def test_what_is_no_trace_is_refused(tmp_path, text):
     (tmp_path / "real.json").write_text(text)
     with pytest.raises(Pmm3dError, match="is not a Chrome trace. Name a file of pmm3d train --trace"):

@@ -53,7 +53,8 @@ def trained(pmm3d, tmp_path, tmp_path_factory, earlier):
             file["x"] = random.standard_normal((13, features)).astype("float32")
         (tmp_path / "run.toml").write_text(
             f'[data]\nfile = "data.h5"\ntargets = "{targets}"\nbatch_size = 8\n[network]\n{network}\n'
-            f'[training]\nfolder = "run"\nepochs = 2\n{grid}\n')
+            f'[training]\nfolder = "run"\nepochs = 2\n{grid}\n'
+        )
         done = pmm3d("train", "run.toml", ranks=ranks)
         assert done.returncode == 0, done.stderr
 
@@ -80,9 +81,11 @@ def in_torch(path, settings, outputs, x):
     kinds = {"gelu": "GELU", "relu": "ReLU", "tanh": "Tanh", "silu": "SiLU", "sigmoid": "Sigmoid"}
     hidden, layers, inputs = settings.get("hidden", []), [], x.shape[1]
     for width in hidden:
-        layers += [torch.nn.Linear(inputs, width, bias=settings.get("bias", True)),
-                   *[torch.nn.LayerNorm(width)] * settings.get("norm", False),
-                   getattr(torch.nn, kinds[settings["activation"]])()]
+        layers += [
+            torch.nn.Linear(inputs, width, bias=settings.get("bias", True)),
+            *[torch.nn.LayerNorm(width)] * settings.get("norm", False),
+            getattr(torch.nn, kinds[settings["activation"]])(),
+        ]
         inputs = width
     layers.append(torch.nn.Linear(inputs, outputs, bias=settings.get("bias", True)))
     network = torch.nn.Sequential(*layers).to(torch.from_numpy(x).dtype)
@@ -101,9 +104,10 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("kind, targets, features", [
-    ("gelu", "y", 5), ("relu", "v", 5), ("tanh", "y", 1), ("silu", "v", 1), ("sigmoid", "v", 1),
-    ("linear", "v", 1)])
+@pytest.mark.parametrize(
+    "kind, targets, features",
+    [("gelu", "y", 5), ("relu", "v", 5), ("tanh", "y", 1), ("silu", "v", 1), ("sigmoid", "v", 1), ("linear", "v", 1)],
+)
 def test_the_same_layers_in_torch_load_what_export_writes(pmm3d, trained, tmp_path, kind, targets, features):
     trained(NETWORKS[kind], targets, features)
     done = pmm3d("export", "run", "run.safetensors")
@@ -124,29 +128,42 @@ def test_the_same_layers_in_torch_load_what_export_writes(pmm3d, trained, tmp_pa
 
 def test_a_network_of_a_loop_is_exported(job, pmm3d, tmp_path):
     """Its checkpoint contains which parameters are vectors, but not the code of the network."""
-    done = job(2, """
+    done = job(
+        2,
+        """
         from pmm3d import Grid, nn
         from pmm3d.io import Checkpoints
         with Grid(shape="fsdp") as grid:
             Checkpoints(grid, sys.argv[1]).save(3, nn.MLP(grid, [1, 4, 1], norm=True).matrices())
-    """, tmp_path / "own")
+    """,
+        tmp_path / "own",
+    )
     assert done.returncode == 0, done.stderr
     done = pmm3d("export", "own", "own.safetensors", ranks=2)
     assert done.returncode == 0, done.stderr
     from safetensors.numpy import load_file
 
     found = {name: tensor.shape for name, tensor in load_file(tmp_path / "own.safetensors").items()}
-    assert found == {"0.weight": (4, 1), "0.bias": (4,), "1.weight": (4,), "1.bias": (4,), "3.weight": (1, 4),
-                     "3.bias": (1,)}
+    assert found == {
+        "0.weight": (4, 1),
+        "0.bias": (4,),
+        "1.weight": (4,),
+        "1.bias": (4,),
+        "3.weight": (1, 4),
+        "3.bias": (1,),
+    }
     said(pmm3d("predict", "own", "x.h5", "--out", "o.h5"), "does not contain a configuration of its network")
 
 
-@pytest.mark.parametrize("name, arguments, text", [
-    ("run.pt", (), "the name of the file must end in .safetensors"),
-    ("there.safetensors", (), "there.safetensors exists; --overwrite replaces it"),
-    ("link.safetensors", (), "link.safetensors exists; --overwrite replaces it"),
-    ("none/x.safetensors", (), "there is no folder"),
-])
+@pytest.mark.parametrize(
+    "name, arguments, text",
+    [
+        ("run.pt", (), "the name of the file must end in .safetensors"),
+        ("there.safetensors", (), "there.safetensors exists; --overwrite replaces it"),
+        ("link.safetensors", (), "link.safetensors exists; --overwrite replaces it"),
+        ("none/x.safetensors", (), "there is no folder"),
+    ],
+)
 def test_export_refuses(pmm3d, tmp_path, name, arguments, text):
     (tmp_path / "there.safetensors").write_text("mine")
     (tmp_path / "link.safetensors").symlink_to("nowhere")
@@ -310,8 +327,10 @@ def test_samples_and_predictions_may_be_tables(pmm3d, trained, tmp_path):
     said(pmm3d("predict", "run", "no.csv", "--out", "out2.csv"), "there is no file no.csv")
     np.savetxt(tmp_path / "xy.csv", np.c_[x, x[:, 0] > 0], delimiter=",")
     np.savetxt(tmp_path / "turned.csv", x, delimiter=",", header="b,a,c,d,e", comments="")
-    said(pmm3d("predict", "run", "turned.csv", "--out", "out2.csv"), "columns was ['a', 'b', 'c', 'd' and 1 "
-         "more], is ['b', 'a', 'c', 'd' and 1 more]")
+    said(
+        pmm3d("predict", "run", "turned.csv", "--out", "out2.csv"),
+        "columns was ['a', 'b', 'c', 'd' and 1 more], is ['b', 'a', 'c', 'd' and 1 more]",
+    )
     assert pmm3d("predict", "run", "turned.csv", "--out", "turned.h5", "--accept", "columns").returncode == 0
     said(pmm3d("predict", "run", "xy.csv", "--out", "out2.csv"), "one column more than the 5 inputs. If it is")
     said(pmm3d("predict", "run", "x.csv", "--out", "out.npy"), "ends in .npy, which is another format")

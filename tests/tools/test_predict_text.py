@@ -78,8 +78,9 @@ def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
     found = dict[tuple, list]()
     for options in (("--temperature", "0"), ("--top-k", "5", "--seed", "3"), ("--seed", "4")):
         for ranks in (1, 2):
-            done = pmm3d("predict", "run", "--prompt", "the cat", "--length", "20", "--out", "out.txt", *options,
-                         ranks=ranks)
+            done = pmm3d(
+                "predict", "run", "--prompt", "the cat", "--length", "20", "--out", "out.txt", *options, ranks=ranks
+            )
             assert done.returncode == 0, done.stderr
             text = (tmp_path / "out.txt").read_bytes().decode()
             assert "the cat" + text in done.stdout and "20 tokens by run/checkpoints" in done.stdout

@@ -51,24 +51,38 @@ def test_less_than_a_tenth_of_the_time_is_unnamed(trained):
     """A rank computes, waits, or is in a part of the run. The parts are exclusive, so nothing is counted twice."""
     ranks = record_of(trained)["ranks"]
     assert ranks["other"].keys() >= {"forward", "backward", "optimizer", "batches", "validation", "log", "checkpoint"}
-    named = [waited + sum(spent) for waited, *spent in zip(
-        ranks["waited"], *ranks["computed"].values(), *ranks["other"].values(), strict=True)]
+    named = [
+        waited + sum(spent)
+        for waited, *spent in zip(ranks["waited"], *ranks["computed"].values(), *ranks["other"].values(), strict=True)
+    ]
     assert 0.9 * sum(ranks["seconds"]) < sum(named) <= 1.01 * sum(ranks["seconds"])
 
 
 def test_earlier_starts_are_kept(trained):
     record = record_of(trained)
     assert [(start["from_step"], start["to_step"], start["state"]) for start in record["starts"]] == [
-        (0, 6, "finished"), (6, 12, "finished")]
+        (0, 6, "finished"),
+        (6, 12, "finished"),
+    ]
     whats = [event["what"] for event in record["events"]]
     assert whats == ["started", *["checkpoint"] * 2, "finished", "resumed", *["checkpoint"] * 2, "finished"]
 
 
 def assert_tells_the_run(document):
     said = words(document)
-    for wanted in ("finished epoch 2 of 2", "1x2x2 (data 2): 8 ranks on 1 host", "12-16-8-3", "the median of 4",
-                   "reduce dW", "batch_size = 50", "Time of each rank", "rank 7", "resumed", "waiting: the loader",
-                   "pmm3d plan train CONFIG --ranks 8 --mtbf HOURS --write-seconds"):
+    for wanted in (
+        "finished epoch 2 of 2",
+        "1x2x2 (data 2): 8 ranks on 1 host",
+        "12-16-8-3",
+        "the median of 4",
+        "reduce dW",
+        "batch_size = 50",
+        "Time of each rank",
+        "rank 7",
+        "resumed",
+        "waiting: the loader",
+        "pmm3d plan train CONFIG --ranks 8 --mtbf HOURS --write-seconds",
+    ):
         assert wanted in said, wanted
     assert document.count("<svg") >= 7
 
@@ -104,8 +118,18 @@ def test_before_the_first_step_there_is_a_page_too(run):
 def test_the_devices_of_ranks_and_how_their_memory_travels_are_on_the_page(run):
     record = record_of(run)
     assert "devices" not in record and "transport" not in record  # arrays of numpy
-    rows = [{"host": "n1", "rank": rank, "local_rank": rank, "device": rank // 2, "name": "GPU",
-             "pci": f"0:{rank // 2}", "shared_with": [rank ^ 1]} for rank in range(7)]
+    rows = [
+        {
+            "host": "n1",
+            "rank": rank,
+            "local_rank": rank,
+            "device": rank // 2,
+            "name": "GPU",
+            "pci": f"0:{rank // 2}",
+            "shared_with": [rank ^ 1],
+        }
+        for rank in range(7)
+    ]
     idle = {**rows[0], "rank": 7, "device": None, "name": "", "pci": ""}
     facts = device_facts(SimpleNamespace(transport=SimpleNamespace(why="staged: as asked for")), [*rows, idle])
     (run / "run.json").write_text(RunFile.model_validate({**record, **facts}).model_dump_json())
@@ -118,8 +142,9 @@ def test_thousands_of_ranks_make_a_small_page(run):
     record, ranks = record_of(run), 4096
     stretch = lambda column: column * (ranks // 8)
     record["grid"] = {"x": 8, "y": 8, "z": 8, "data": 8}
-    record["hosts"] = [{"name": f"n{index:03d}", "ranks": [[64 * index, 64 * index + 63]], "cores": 64}
-                       for index in range(64)]
+    record["hosts"] = [
+        {"name": f"n{index:03d}", "ranks": [[64 * index, 64 * index + 63]], "cores": 64} for index in range(64)
+    ]
     table = record["ranks"]
     for kind in ("computed", "other"):
         table[kind] = {name: stretch(column) for name, column in table[kind].items()}
@@ -140,8 +165,10 @@ def test_thousands_of_ranks_make_a_small_page(run):
 
 def test_a_step_of_a_pipeline_is_drawn_simulated_beside_real(run):
     """Rank 1 was late in the first step of two micro-batches."""
-    steps = [("0F0", 0.0, 1.0), ("0F1", 1.0, 2.0), ("0B0", 5.5, 7.5), ("0B1", 8.5, 10.5)], [
-        ("1F0", 1.5, 2.5), ("1B0", 2.5, 4.5), ("1F1", 4.5, 5.5), ("1B1", 5.5, 7.5)]
+    steps = (
+        [("0F0", 0.0, 1.0), ("0F1", 1.0, 2.0), ("0B0", 5.5, 7.5), ("0B1", 8.5, 10.5)],
+        [("1F0", 1.5, 2.5), ("1B0", 2.5, 4.5), ("1F1", 4.5, 5.5), ("1B1", 5.5, 7.5)],
+    )
     record = {**record_of(run), "pipeline": described(steps)}
     (run / "run.json").write_text(json.dumps(record))
     text = words(write_page(run).read_text())
@@ -180,8 +207,9 @@ def test_the_page_names_the_network(run):
 
 def test_a_moving_average_of_the_loss(run):
     values = [float(step % 3) for step in range(1, 121)]
-    (run / "metrics.jsonl").write_text("".join(
-        json.dumps({"step": step, "loss": value}) + "\n" for step, value in enumerate(values, 1)))
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, "loss": value}) + "\n" for step, value in enumerate(values, 1))
+    )
     assert "training, mean of 10 values" in words(write_page(run).read_text())
     [(name, mean)] = _smoothed([*enumerate(values, 1)]).items()
     assert len(mean) == 111 and mean[0] == (10, pytest.approx(sum(values[:10]) / 10))
@@ -190,8 +218,9 @@ def test_a_moving_average_of_the_loss(run):
 def test_a_long_run_keeps_its_extremes(run):
     """A curve is simplified, but keeps a value that only one step has."""
     points = [(step, 77.5 if step == 12345 else 1.0 + step % 3) for step in range(1, 30001)]
-    (run / "metrics.jsonl").write_text("".join(
-        json.dumps({"step": step, "epoch": 0, "loss": loss}) + "\n" for step, loss in points))
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, "epoch": 0, "loss": loss}) + "\n" for step, loss in points)
+    )
     assert len(write_page(run).read_text()) < 200_000
     lines = re.findall(r'<path d="([^"]*)" clip-path[^>]*stroke: #4477aa', curves({"loss": points}))
     heights = [float(height) for height in re.findall(r"[ML] \S+ (\S+)", max(lines, key=len))]
@@ -202,8 +231,25 @@ def test_a_long_run_keeps_its_extremes(run):
 def benchmark(command_worlds, tmp_path_factory):
     """Folder of a benchmark of all grids, all.json."""
     folder = tmp_path_factory.mktemp("benchmark")
-    done = command_worlds(4, "bench", "--m", "64", "--n", "48", "--k", "40", "--repeat", "3", "--grid", "all",
-                          "--panels", "2", "--json", "all.json", cwd=folder)
+    done = command_worlds(
+        4,
+        "bench",
+        "--m",
+        "64",
+        "--n",
+        "48",
+        "--k",
+        "40",
+        "--repeat",
+        "3",
+        "--grid",
+        "all",
+        "--panels",
+        "2",
+        "--json",
+        "all.json",
+        cwd=folder,
+    )
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -223,8 +269,10 @@ def test_the_page_of_a_benchmark(benchmark):
 def test_the_configuration_is_toml_that_says_the_same(trained):
     settings = record_of(trained)["settings"]
     settings["data"]["file"] = 'quotes " and \\ and ü\n'
-    given = {section: {key: value for key, value in values.items() if value is not None}
-             for section, values in settings.items()}
+    given = {
+        section: {key: value for key, value in values.items() if value is not None}
+        for section, values in settings.items()
+    }
     assert tomllib.loads(toml(settings)) == given
 
 
@@ -257,8 +305,9 @@ def test_a_run_on_named_axes(run):
     record["grid"] = {"x": 1, "y": 2, "z": 2, "data": 1, "seq": 2}
     first = {"x": 1, "y": 2, "z": 2, "data": 2}
     record["starts"] = [{**record["starts"][0], "grid": grid} for grid in (first, record["grid"])]
-    record["moved"] = [{**entry, "axis": "seq" if entry["axis"] == "data" else entry["axis"]}
-                       for entry in record["moved"]]
+    record["moved"] = [
+        {**entry, "axis": "seq" if entry["axis"] == "data" else entry["axis"]} for entry in record["moved"]
+    ]
     entry = next(entry for entry in record["moved"] if entry["axis"] == "seq")
     entry["waited"] = [1000.0 + wait for wait in entry["waited"]]
     (run / "run.json").write_text(json.dumps(record))

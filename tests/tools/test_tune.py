@@ -31,9 +31,17 @@ def silent(what, done):
 
 
 def rows_of(groups, law=TRUE):
-    return [Measured(operation, group.inside, group.nodes, SIZES,
-                     tuple(law.seconds(operation, group, nbytes) for nbytes in SIZES))
-            for operation in OPERATIONS for group in groups]
+    return [
+        Measured(
+            operation,
+            group.inside,
+            group.nodes,
+            SIZES,
+            tuple(law.seconds(operation, group, nbytes) for nbytes in SIZES),
+        )
+        for operation in OPERATIONS
+        for group in groups
+    ]
 
 
 def by_place(groups):
@@ -91,9 +99,10 @@ def test_a_misfit_is_that_of_the_points():
     assert 0 < law.misfit < 1 and all(figure >= 0 for figure in law)
 
 
-@pytest.mark.parametrize("points, overhead, rate", [
-    ([(1000, 3.0), (3000, 5.0)], 2.0, 1000.0), ([(1000, 5.0), (3000, 5.0)], 5.0, None), ([(1000, 1.0)], 0.0, 1000.0),
-])
+@pytest.mark.parametrize(
+    "points, overhead, rate",
+    [([(1000, 3.0), (3000, 5.0)], 2.0, 1000.0), ([(1000, 5.0), (3000, 5.0)], 5.0, None), ([(1000, 1.0)], 0.0, 1000.0)],
+)
 def test_a_line_has_no_negative_figure(points, overhead, rate):
     found = fitting.line(points)
     assert min(found) >= 0 and found[1] > 0
@@ -142,9 +151,12 @@ def test_a_collective_moves_about_what_it_should(comm):
 def test_what_is_timed_of_a_collective_has_no_pass_that_a_dry_run_counts_besides(operation):
     with Grid.dry((4, 1, 1)) as grid:
         library = grid.library("numpy")
-        buffers = SimpleNamespace(library=library, leaving=library.empty((2**19,), "float32"),
-                                  coming=library.empty((2**19,), "float32"),
-                                  slab=lambda nbytes: Slab(library.empty((nbytes,), "uint8"), library))
+        buffers = SimpleNamespace(
+            library=library,
+            leaving=library.empty((2**19,), "float32"),
+            coming=library.empty((2**19,), "float32"),
+            slab=lambda nbytes: Slab(library.empty((nbytes,), "uint8"), library),
+        )
         for nbytes in (2**12, 2**20):
             collectives.completed(collectives.collective(grid.x, operation, nbytes, buffers))
         assert [action.what for action in grid.dry_run.actions] == ["begin", "wait"] * 2
@@ -177,8 +189,8 @@ def test_a_share_is_hidden_inside_a_node(comm, monkeypatch):
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("together, share", [(2.5, 0.75), (4.0, 0.0), (1.0, 1.0)])
 def test_the_share_is_that_of_the_seconds(comm, monkeypatch, together, share):
-    """A collective of 2 s, a GEMM of 1 s that is repeated for at least 2 s. together: seconds of both at the same time.
-    """
+    """A collective of 2 s, a GEMM of 1 s that is repeated for at least 2 s. together: seconds of both at the same
+    time."""
     monkeypatch.setattr(collectives, "HIDDEN_BYTES", 2**12)
 
     class Faked(Sampler):
@@ -218,13 +230,22 @@ def made_steps(machine, action, byte, inside, across):
     groups = {"x": Group(4, 4, 1, 2), "y": Group(2, 1, 2, 4)}
     found = []
     for (along_x, along_y), nbytes in product(((0, 0), (5, 0), (0, 5), (10, 2)), (10**4, 10**6)):
-        busy = [Action("pass", operation="relu", nbytes=nbytes), Action("gemm", 64, 64, 64, "float32", form="nt"),
-                Action("pass", operation="copy", nbytes=10**5)] * 10
-        own = 10 * (machine.pass_seconds("relu", nbytes) + machine.gemm_seconds(64, 64, 64, "float32", "nt")
-                    + machine.pass_seconds("copy", 10**5))
+        busy = [
+            Action("pass", operation="relu", nbytes=nbytes),
+            Action("gemm", 64, 64, 64, "float32", form="nt"),
+            Action("pass", operation="copy", nbytes=10**5),
+        ] * 10
+        own = 10 * (
+            machine.pass_seconds("relu", nbytes)
+            + machine.gemm_seconds(64, 64, 64, "float32", "nt")
+            + machine.pass_seconds("copy", 10**5)
+        )
         axes = "x" * along_x + "y" * along_y
-        sends = [Action(what, operation="all_reduce", axis=axis, received=10**5, sent=10**5, number=number)
-                 for number, axis in enumerate(axes) for what in ("begin", "wait")]
+        sends = [
+            Action(what, operation="all_reduce", axis=axis, received=10**5, sent=10**5, number=number)
+            for number, axis in enumerate(axes)
+            for what in ("begin", "wait")
+        ]
         sent = sum(machine.collective_seconds("all_reduce", groups[axis], 10**5) for axis in axes)
         seconds = own + 30 * action + 10 * nbytes * byte + sent + along_x * inside + along_y * across
         found.append(steps.MeasuredStep(seconds, busy + sends, groups))
@@ -245,14 +266,22 @@ def printed(machine):
     return line
 
 
-@pytest.mark.parametrize("action, byte, inside, across", [
-    (3e-3, 1e-9, 1e-3, 2e-3), (0.0, 0.0, 0.0, 0.0), (2e-4, 5e-10, 1e-2, 0.0), (-5e-6, 1e-9, 2e-3, 1e-3),
-    (1e-3, 0.0, -1e-5, -1e-5)])
+@pytest.mark.parametrize(
+    "action, byte, inside, across",
+    [
+        (3e-3, 1e-9, 1e-3, 2e-3),
+        (0.0, 0.0, 0.0, 0.0),
+        (2e-4, 5e-10, 1e-2, 0.0),
+        (-5e-6, 1e-9, 2e-3, 1e-3),
+        (1e-3, 0.0, -1e-5, -1e-5),
+    ],
+)
 def test_what_steps_take_longer_is_found_again(action, byte, inside, across):
     """Except that actions take no less in steps, and only the rate of passes without copies is fitted."""
     copy = Pass(1e-6, 1e10)
-    machine = replace(load("nominal"), overhead=0.0, in_steps=InSteps(1.0, 1.0, 1.0),
-                      passes={"default": copy, "copy": copy})
+    machine = replace(
+        load("nominal"), overhead=0.0, in_steps=InSteps(1.0, 1.0, 1.0), passes={"default": copy, "copy": copy}
+    )
     found = steps.calibrated(made_steps(machine, action, byte, inside, across), machine)
     assert found.in_steps == pytest.approx((max(0.0, action), inside, across), rel=0.06, abs=5e-5)
     assert action < 0 or 1 / found.passes["default"].rate == pytest.approx(1e-10 + byte, rel=0.06, abs=2e-11)
@@ -285,16 +314,23 @@ def test_steps_whose_times_differ_between_turns_are_told_of():
 
 
 def test_what_steps_take_is_printed_without_a_sign():
-    machine = replace(load("nominal"), in_steps=InSteps(1.47e-4, -1.2e-5, 0.0),
-                      sources=dict.fromkeys(load("nominal").sources, "") | {"in_steps": "fitted"})
+    machine = replace(
+        load("nominal"),
+        in_steps=InSteps(1.47e-4, -1.2e-5, 0.0),
+        sources=dict.fromkeys(load("nominal").sources, "") | {"in_steps": "fitted"},
+    )
     said = printed(machine)
-    assert ("a GEMM or pass takes 147.0 us longer, a collective inside a node 12.0 us less, a collective across nodes "
-            "0.0 us longer") in said
+    assert (
+        "a GEMM or pass takes 147.0 us longer, a collective inside a node 12.0 us less, a collective across nodes "
+        "0.0 us longer"
+    ) in said
 
 
 def test_what_the_machine_hides_is_not_taken_for_less():
-    machine, begun = replace(load("nominal"), overhead=0.0, hidden={"inside": 1.0}), Action(
-        "begin", operation="all_reduce", axis="x", received=10**5, sent=10**5, number=1)
+    machine, begun = (
+        replace(load("nominal"), overhead=0.0, hidden={"inside": 1.0}),
+        Action("begin", operation="all_reduce", axis="x", received=10**5, sent=10**5, number=1),
+    )
     gemm, groups = Action("gemm", 2048, 2048, 2048, "float32", form="nn"), {"x": Group(4, 4, 1, 1)}
     under = machine.gemm_seconds(2048, 2048, 2048, "float32", "nn")
     assert under > machine.collective_seconds("all_reduce", groups["x"], 10**5) > 0
@@ -326,8 +362,9 @@ def tune(on_ranks, tmp_path):
     return lambda ranks, *arguments: on_ranks(ranks, "tune", "machine", *arguments, env=environment, timeout=280)
 
 
-@pytest.mark.parametrize("ranks", [
-    pytest.param(1, marks=pytest.mark.thorough("a machine of one rank, measured as one of two")), 2])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.thorough("a machine of one rank, measured as one of two")), 2]
+)
 def test_a_machine_is_measured_and_stored(tune, tmp_path, ranks):
     output = tmp_path / "here.toml"
     done = tune(ranks, "--budget", 0.1, "--dtype", "float32", "--output", output)

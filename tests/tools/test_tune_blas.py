@@ -116,9 +116,34 @@ def cache(tmp_path, monkeypatch):
 
 def test_measured_chosen_printed_kept_and_taken(cache, tmp_path, job, monkeypatch):
     out = tmp_path / "all.json"
-    done = CliRunner().invoke(app, ["tune", "blas", "--m", "96", "--n", "64", "--k", "32", "--ranks", "2", "--dtype",
-                                    "complex64", "--blas", str(NUMPYS), "--blas", "nonesuch", "--blas", "libm.so.6",
-                                    "--json", str(out), "--ranks-per-node", "2"], env={"COLUMNS": "80"})
+    done = CliRunner().invoke(
+        app,
+        [
+            "tune",
+            "blas",
+            "--m",
+            "96",
+            "--n",
+            "64",
+            "--k",
+            "32",
+            "--ranks",
+            "2",
+            "--dtype",
+            "complex64",
+            "--blas",
+            str(NUMPYS),
+            "--blas",
+            "nonesuch",
+            "--blas",
+            "libm.so.6",
+            "--json",
+            str(out),
+            "--ranks-per-node",
+            "2",
+        ],
+        env={"COLUMNS": "80"},
+    )
     assert done.exit_code == 0, done.output
     said = " ".join(done.output.split())
     assert "has no sgemm, dgemm, cgemm, zgemm" in said and "nonesuch: PMM3D_BLAS=nonesuch: no such BLAS" in said
@@ -155,8 +180,9 @@ def test_processes_have_cores_of_this_process(monkeypatch):
     started = []
     monkeypatch.setattr(measuring, "cores", lambda: frozenset({0, 2, 5, 7}))
     monkeypatch.setattr(measuring.WorkerPool, "_all", lambda pool, *call: [{}] * 2)
-    monkeypatch.setattr(measuring, "ProcessPoolExecutor",
-                        lambda *arguments: started.append(arguments[3]) or ExitStack())
+    monkeypatch.setattr(
+        measuring, "ProcessPoolExecutor", lambda *arguments: started.append(arguments[3]) or ExitStack()
+    )
     with ExitStack() as stack:
         WorkerPool(stack, Candidate("scipy", "Haswell"), 2, 2, [GEMM])
     chosen = dict.fromkeys(THREAD_COUNTS, "2") | {"PMM3D_BLAS": "scipy", "OPENBLAS_CORETYPE": "Haswell"}
@@ -186,8 +212,9 @@ def test_a_choice_of_another_machine_or_damaged_is_not_used(cache, changes):
 LATE = "os.environ['OPENBLAS_CORETYPE'] = 'Nehalem'; import scipy.linalg.cython_blas"
 
 
-@pytest.mark.parametrize("words", [("plan", "product", "--m", "64", "--n", "64", "--k", "64", "--ranks", "2"),
-                                   ("doctor",)])
+@pytest.mark.parametrize(
+    "words", [("plan", "product", "--m", "64", "--n", "64", "--k", "64", "--ranks", "2"), ("doctor",)]
+)
 def test_commands_that_ask_before_a_grid_is_made_know_auto(cache, job, monkeypatch, words):
     blas_choice.remember(blas_choice.Choice({"PMM3D_BLAS": "scipy", "OPENBLAS_CORETYPE": "Haswell"}, ""), 1, "float32")
     monkeypatch.setenv("PMM3D_BLAS", "auto:float32")
@@ -229,8 +256,9 @@ def test_auto_for_a_type_after_the_blas_was_loaded_is_refused_each_time_and_said
     monkeypatch.setenv("PMM3D_BLAS", "auto:float32")
     monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
     again = "\n    with Grid(MPI.COMM_WORLD):\n        pass\n"
-    done = job(2, TWICE.format(LATE).replace("nullcontext() if MPI.COMM_WORLD.rank else Grid(MPI.COMM_SELF), ", "")
-               + again)
+    done = job(
+        2, TWICE.format(LATE).replace("nullcontext() if MPI.COMM_WORLD.rank else Grid(MPI.COMM_SELF), ", "") + again
+    )
     assert done.stdout == 4 * "refused\n", done.stdout + done.stderr
     said = "PMM3D_BLAS=auto:float32: its kernel Haswell was chosen, and this process had loaded it before, with kernel"
     assert done.returncode != 0 and done.stderr.count(said) == 1, done.stderr

@@ -106,8 +106,11 @@ def test_what_does_not_fit_is_refused_by_name(comm, fails):
 @pytest.mark.parallel([2])
 def test_an_embedding_that_looks_at_all_tokens_is_refused(comm, fails):
     """If each rank has its own rows. Otherwise it learns as in plain torch."""
-    makes = [lambda kind=kind, options=options: kind(8, 4, **options) for kind in (nn.Embedding, nn.EmbeddingBag)
-             for options in ({"max_norm": 1.0}, {"scale_grad_by_freq": True})]
+    makes = [
+        lambda kind=kind, options=options: kind(8, 4, **options)
+        for kind in (nn.Embedding, nn.EmbeddingBag)
+        for options in ({"max_norm": 1.0}, {"scale_grad_by_freq": True})
+    ]
     for shape, data in (((1, 1, 1), 2), ((1, 1, 2), 1), ((2, 1, 1), 1)):
         with Grid(comm, shape, data) as grid:
             for make in makes:
@@ -138,8 +141,11 @@ def test_a_weight_of_two_modules_is_refused_in_the_second(comm, fails):
 def test_what_a_module_on_a_grid_refuses(comm, fails):
     with Grid(comm, (2, 1, 1)) as grid:
         net = parallelize(mlp(), grid)
-        fails(LayoutError, r"input of shape \(3, 7\); its columns are this rank's 8, or all 8",
-              lambda: net(torch.ones(3, 7)))
+        fails(
+            LayoutError,
+            r"input of shape \(3, 7\); its columns are this rank's 8, or all 8",
+            lambda: net(torch.ones(3, 7)),
+        )
         fails(DTypeError, "the input is torch.float64 on cpu", lambda: net(torch.ones(3, 8).double()))
         fails(Pmm3dError, "neither copied nor pickled", lambda: copy.deepcopy(net))
         fails(Pmm3dError, "does not belong to a module", lambda: clip_grad_norm_(filled(nn.Linear(2, 2)), 1.0))
@@ -237,8 +243,11 @@ def test_state_dicts_go_to_the_plain_module_and_come_back(comm, fails):
         again = parallelize(make(), grid)
         again.load_state_dict(shards)
         assert torch.equal(again(rows), net(rows))
-        fails(CheckpointError, "missing, too many.*: 1.bias, 1.weight", lambda: load_full_state_dict(
-            net, {name: value for name, value in state.items() if name[0] != "1"}))
+        fails(
+            CheckpointError,
+            "missing, too many.*: 1.bias, 1.weight",
+            lambda: load_full_state_dict(net, {name: value for name, value in state.items() if name[0] != "1"}),
+        )
         return shards
 
     [first, *others] = GRIDS[4]
@@ -324,8 +333,10 @@ def python(program, cwd=ROOT):
 
 
 def test_pmm3d_does_not_import_its_bridge_nor_torch():
-    done = python("import sys, pmm3d, pmm3d.nn.layers\n"
-                  "print([name for name in sys.modules if name.startswith(('torch', 'pmm3d.torch'))])")
+    done = python(
+        "import sys, pmm3d, pmm3d.nn.layers\n"
+        "print([name for name in sys.modules if name.startswith(('torch', 'pmm3d.torch'))])"
+    )
     assert done.stdout == "[]\n", done.stderr
 
 

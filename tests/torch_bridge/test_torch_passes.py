@@ -10,16 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pmm3d import DisagreementError, DTypeError, Grid, LayoutError, Pmm3dError
 from pmm3d.nn import Overlap, defer_weights
-from pmm3d.torch import (
-    Dropout3D,
-    LayerNorm3D,
-    Linear3D,
-    Split,
-    full_state_dict,
-    input_rows,
-    mean,
-    parallelize,
-)
+from pmm3d.torch import Dropout3D, LayerNorm3D, Linear3D, Split, full_state_dict, input_rows, mean, parallelize
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.deadline(200)
@@ -50,8 +41,8 @@ class Mixed(nn.Module):
 
 
 class Gated(nn.Module):
-    """The layer that is made last takes the input: this rank's columns, whose number is the width of the other layer.
-    """
+    """The layer that is made last takes the input: this rank's columns, whose number is the width of the other
+    layer."""
 
     def __init__(self):
         super().__init__()
@@ -89,6 +80,7 @@ def test_ranks_that_go_back_through_other_layers_are_told(comm, fails):
 @pytest.mark.parallel([2], thorough=[1])
 def test_only_what_a_pass_is_for_gets_a_gradient(comm, fails):
     """autograd.grad by an activation; backward(inputs=) for an activation, a shard, and a replicated parameter."""
+
     def check(grid):
         net = made(Mixed, grid, MIXED)
         x = torch.arange(8.0).reshape(2, 4).requires_grad_()
@@ -107,8 +99,11 @@ def test_only_what_a_pass_is_for_gets_a_gradient(comm, fails):
         loss().backward()
         assert names() == [name for name, _ in net.named_parameters()] and torch.equal(net.last.weight.grad, of_last)
         if grid.shape.data * grid.shape.z > 1:
-            fails(Pmm3dError, "scale: torch.autograd.grad would bring this rank's part",
-                  lambda: torch.autograd.grad(loss(), [net.scale]))
+            fails(
+                Pmm3dError,
+                "scale: torch.autograd.grad would bring this rank's part",
+                lambda: torch.autograd.grad(loss(), [net.scale]),
+            )
 
     on_each_grid(comm, check)
 
@@ -128,8 +123,8 @@ def test_gradients_of_weights_are_not_left_for_later(comm, fails):
 
 @pytest.mark.parallel([2])
 def test_a_frozen_layer_in_the_middle_keeps_nothing_and_gets_no_gradient(comm):
-    """Frozen before the forward pass, or between it and the backward pass; a layer on the grid, and a replicated one.
-    """
+    """Frozen before the forward pass, or between it and the backward pass; a layer on the grid, and a replicated
+    one."""
     parts = lambda: (nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 3))
     plan = {"0": "column", "1": "x", "2": "row", "4": Split("column", gather=True)}
     for shape in ((2, 1, 1), (1, 1, 2)):
@@ -163,11 +158,12 @@ def test_a_frozen_layer_in_the_middle_keeps_nothing_and_gets_no_gradient(comm):
 
 @pytest.mark.parallel([1])
 def test_torchs_fast_path_does_not_read_the_shards(comm):
-    """In eval mode without gradients, TransformerEncoderLayer reads the weights of its layers and computes by itself.
-    """
+    """In eval mode without gradients, TransformerEncoderLayer reads the weights of its layers and computes by
+    itself."""
     plan = {"0.linear1": "column", "0.linear2": Split("row", gather=True), "0.dropout": "x", "0.dropout[12]": "off"}
-    make = lambda: (torch.manual_seed(0),
-                    nn.Sequential(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)).eval())[1]
+    make = lambda: (torch.manual_seed(0), nn.Sequential(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)).eval())[
+        1
+    ]
     plain, x = make(), torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(0))
 
     def check(grid):
@@ -360,6 +356,7 @@ class Keeping:
 @pytest.mark.parametrize("forward_first", [False, True])
 def test_a_pass_that_failed_is_over_on_all_ranks_whoever_keeps_what_is_left_of_it(comm, monkeypatch, forward_first):
     """The error and torch's callback still exist on one rank. The next pass has an earlier graph, or a new one."""
+
     def broken(gradient):
         raise RuntimeError("a hook")
 

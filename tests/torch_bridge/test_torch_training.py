@@ -26,15 +26,22 @@ MSE = nn.functional.mse_loss
 
 def mlp(dtype=torch.float32):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(7, 16), nn.ReLU(inplace=True), nn.LayerNorm(16),
-                         nn.Sequential(nn.Linear(16, 12), nn.GELU(), nn.Linear(12, 9, bias=False)), nn.Tanh(),
-                         nn.Linear(9, 5)).to(dtype)
+    return nn.Sequential(
+        nn.Linear(7, 16),
+        nn.ReLU(inplace=True),
+        nn.LayerNorm(16),
+        nn.Sequential(nn.Linear(16, 12), nn.GELU(), nn.Linear(12, 9, bias=False)),
+        nn.Tanh(),
+        nn.Linear(9, 5),
+    ).to(dtype)
 
 
 def batch(step, rows=23, features=7, outputs=5, dtype=torch.float32):
     random = torch.Generator().manual_seed(step)
-    return (torch.randn(rows, features, generator=random, dtype=dtype),
-            torch.randn(rows, outputs, generator=random, dtype=dtype))
+    return (
+        torch.randn(rows, features, generator=random, dtype=dtype),
+        torch.randn(rows, outputs, generator=random, dtype=dtype),
+    )
 
 
 def adamw(net):
@@ -122,8 +129,12 @@ class Block(nn.Module):
 
 
 HEADS = Block.HEAD
-PLAN = {"[qkv]": Split("column", unit=HEADS), "out": Split("row", unit=HEADS, gather=True), "up": "column",
-        "down": Split("row", gather=True)}
+PLAN = {
+    "[qkv]": Split("column", unit=HEADS),
+    "out": Split("row", unit=HEADS, gather=True),
+    "up": "column",
+    "down": Split("row", gather=True),
+}
 
 
 @pytest.mark.parallel([2], thorough=[1])
@@ -165,7 +176,8 @@ def test_a_transformer_block_has_the_gradients_of_the_plain_one(comm):
         assert net.embed.weight.grad.shape == (11, 16)
         assert differences(whole_gradients(grid, net, list(expected)), expected) < 1e-12
         assert clip_grad_norm_(net.parameters(), 1e9).item() == pytest.approx(
-            torch.stack([each.norm() for each in expected.values()]).norm().item())
+            torch.stack([each.norm() for each in expected.values()]).norm().item()
+        )
 
     on_each_grid(comm, check)
 
@@ -205,8 +217,11 @@ def test_a_step_sends_what_the_network_of_pmm3d_sends(comm):
         step()
         grid.ledger.reset()
         step()
-        return {(axis, phase): grid.ledger.total(axis=axis, phase=phase).received for axis in ("x", "y", "z", "data")
-                for phase in ("gather W", "reduce O", "reduce dI", "reduce dW", "reduce vectors", "reduce data")}
+        return {
+            (axis, phase): grid.ledger.total(axis=axis, phase=phase).received
+            for axis in ("x", "y", "z", "data")
+            for phase in ("gather W", "reduce O", "reduce dI", "reduce dW", "reduce vectors", "reduce data")
+        }
 
     def check(grid):
         torch.manual_seed(0)
@@ -229,6 +244,7 @@ def test_a_step_sends_what_the_network_of_pmm3d_sends(comm):
 def test_gradients_are_those_of_the_mean_of_the_losses(comm):
     """Plain means over equal numbers of rows, a loss of all rows, and the mean of the whole batch; also the gradient of
     the input."""
+
     def gradients(grid, loss_of):
         net = parallelize(mlp(torch.float64), grid)
         x, y = batch(0, 24, dtype=torch.float64)
@@ -243,8 +259,11 @@ def test_gradients_are_those_of_the_mean_of_the_losses(comm):
 
     def check(grid):
         rows = lambda y: input_rows(grid, y)
-        for loss in (lambda out, y: MSE(out, rows(y)), lambda out, y: MSE(gather_output(grid, out), y),
-                     lambda out, y: mean(grid, MSE(out, rows(y), reduction="none"))):
+        for loss in (
+            lambda out, y: MSE(out, rows(y)),
+            lambda out, y: MSE(gather_output(grid, out), y),
+            lambda out, y: mean(grid, MSE(out, rows(y), reduction="none")),
+        ):
             assert differences(gradients(grid, loss), expected) < 1e-14
 
     on_each_grid(comm, check)
@@ -253,6 +272,7 @@ def test_gradients_are_those_of_the_mean_of_the_losses(comm):
 @pytest.mark.parallel([2])
 def test_gradients_come_and_go_as_torchs_do(comm):
     """Set to zero in both ways, kept or replaced by the caller; no_sync; frozen weights; another type."""
+
     def check(grid):
         net = parallelize(mlp(), grid)
         x, y = (input_rows(grid, part) for part in batch(0, 24))
@@ -290,8 +310,18 @@ def test_gradients_come_and_go_as_torchs_do(comm):
 def test_dropout_is_the_same_on_every_grid(comm):
     def losses(grid, net=None):
         torch.manual_seed(0)
-        net = net or parallelize(nn.Sequential(nn.Dropout(0.2), nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.5),
-                                               nn.Linear(16, 8), nn.Dropout(0.3), nn.Linear(8, 8)).double(), grid)
+        net = net or parallelize(
+            nn.Sequential(
+                nn.Dropout(0.2),
+                nn.Linear(8, 16),
+                nn.ReLU(),
+                nn.Dropout(0.5),
+                nn.Linear(16, 8),
+                nn.Dropout(0.3),
+                nn.Linear(8, 8),
+            ).double(),
+            grid,
+        )
         x = input_rows(grid, batch(0, 24, 8, dtype=torch.float64)[0])
         found = [mean(grid, net(x).square()).item() for _ in range(3)]
         net.eval()
@@ -350,6 +380,7 @@ def test_a_backward_pass_that_fails_leaves_no_half_gradients(comm):
 @pytest.mark.parallel([2])
 def test_what_autograd_cannot_do_is_refused(comm):
     """A second derivative, an input that was changed before its backward pass, and a graph that is used twice."""
+
     def check(grid):
         net, (x, _) = parallelize(mlp(), grid), batch(0, 24)
         rows = input_rows(grid, x).requires_grad_()
@@ -385,15 +416,18 @@ class Penalized(nn.Module):
 
 
 PENALIZED = {"up": "column", "norm": "x", "down": Split("row", gather=True)}
-PENALTIES = {"L2": lambda net: 0.1 * sum((p**2).sum() for p in net.parameters()),
-             "L1": lambda net: 0.1 * sum(p.abs().sum() for p in net.parameters()),
-             "both": lambda net: sum(0.1 * torch.linalg.vector_norm(p, 1) + (p * p).sum() for p in net.parameters())}
+PENALTIES = {
+    "L2": lambda net: 0.1 * sum((p**2).sum() for p in net.parameters()),
+    "L1": lambda net: 0.1 * sum(p.abs().sum() for p in net.parameters()),
+    "both": lambda net: sum(0.1 * torch.linalg.vector_norm(p, 1) + (p * p).sum() for p in net.parameters()),
+}
 
 
 @pytest.mark.parallel([1, 4], thorough=[2, 8])
 def test_a_penalty_on_weights_learns_as_in_plain_torch(comm):
     """In the loss, in a backward pass of its own, and returned by the model; with SGD, and with AdamW, whose gradients
     accumulate. Replicas stay the same."""
+
     def trained(net, penalty, kind, mean_of, rows):
         optimizer = kind(net.parameters(), lr=1e-2)
         for step in range(3):
@@ -424,6 +458,7 @@ def test_a_penalty_on_weights_learns_as_in_plain_torch(comm):
 @pytest.mark.parallel([2])
 def test_a_penalty_is_summed_over_data_once(comm):
     """From the second step on, the sum of a gradient over data waits for the penalty."""
+
     def check(grid):
         torch.manual_seed(0)
         net, seen = parallelize(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), grid), []
@@ -473,8 +508,13 @@ def test_a_mean_divides_by_what_torch_divides_by(comm, fails, caplog):
     plain, x, y = nn.Linear(4, 3).double(), torch.randn(8, 4).double(), torch.randint(3, (8,))
     y[:6] = -100
     of_class = torch.tensor([1.0, 2.0, 5.0]).double()
-    cases = {"ignored": {}, "classes": {"weight": of_class}, "one": {"ignore_index": 1},
-             "all": {"ignore_index": int(y[6])}, "smooth": {"label_smoothing": 0.1}}
+    cases = {
+        "ignored": {},
+        "classes": {"weight": of_class},
+        "one": {"ignore_index": 1},
+        "all": {"ignore_index": int(y[6])},
+        "smooth": {"label_smoothing": 0.1},
+    }
     targets = {"one": y.clamp(0), "all": torch.full_like(y, int(y[6]))}
 
     def check(grid):
@@ -483,8 +523,9 @@ def test_a_mean_divides_by_what_torch_divides_by(comm, fails, caplog):
         with torch.no_grad():
             for _ in range(2):
                 mean(grid, CROSS(net(rows(x)), rows(y), reduction="none"))
-        assert [record.args for record in caplog.records if "mean(grid, losses, weights)" in record.message] == [
-            ()] * (grid.rank == 0)
+        assert [record.args for record in caplog.records if "mean(grid, losses, weights)" in record.message] == [()] * (
+            grid.rank == 0
+        )
         for other in (rows(x)[:, 0][:1], rows(x)[:, :1]):
             own, is_last = rows(x)[:, 0], grid.data.index == grid.data.size - 1
             fails(LayoutError, "another shape", lambda: mean(grid, own, other if is_last else own))
@@ -496,9 +537,11 @@ def test_a_mean_divides_by_what_torch_divides_by(comm, fails, caplog):
             right = CROSS(plain(x), labels, **options)
             right.backward()
             expected = {name: tensor.grad for name, tensor in plain.named_parameters()}
-            ways = {"itself": lambda: mean(grid, each(net, rows)),
-                    "a shape": lambda: mean(grid, each(net, rows).view(-1, 1)),
-                    "weights": lambda: mean(grid, each(net, rows), rows(counts))}
+            ways = {
+                "itself": lambda: mean(grid, each(net, rows)),
+                "a shape": lambda: mean(grid, each(net, rows).view(-1, 1)),
+                "weights": lambda: mean(grid, each(net, rows), rows(counts)),
+            }
             for way in ["weights"] if title == "smooth" else ["itself", "a shape"] if title == "classes" else ways:
                 net.zero_grad()
                 found = ways[way]()

@@ -21,12 +21,23 @@ from transformers import (
 )
 
 IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-SHARED = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
-          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16, **IDS}
+SHARED = {
+    "vocab_size": 37,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+    **IDS,
+}
 MADE = {
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=37, n_positions=16, n_embd=24, n_layer=2, n_head=3, **IDS)),
-    "gpt2-untied": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=37, n_positions=16, n_embd=24, n_layer=2, n_head=3,
-                                                      n_inner=40, tie_word_embeddings=False, **IDS)),
+    "gpt2-untied": lambda: GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=37, n_positions=16, n_embd=24, n_layer=2, n_head=3, n_inner=40, tie_word_embeddings=False, **IDS
+        )
+    ),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHARED)),
     "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**SHARED, tie_word_embeddings=True, rope_theta=500.0)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SHARED, sliding_window=5)),

@@ -22,15 +22,30 @@ pytestmark = [pytest.mark.parallel([4]), pytest.mark.deadline(600)]
 
 PROGRAM = Path(__file__).with_name("published.py")
 NETWORKS = {"gpt2": nn.GPT, "gpt2-untied": nn.GPT, "llama": nn.Llama, "llama-tied": nn.Llama, "mistral": nn.Llama}
-GRIDS = [((1, 1, 1), 4, {}), ((4, 1, 1), 1, {}), ((1, 2, 2), 1, {}), ((2, 1, 1), 1, {"seq": 2}),
-         ((2, 1, 1), 1, {"pipe": 2})]
+GRIDS = [
+    ((1, 1, 1), 4, {}),
+    ((4, 1, 1), 1, {}),
+    ((1, 2, 2), 1, {}),
+    ((2, 1, 1), 1, {"seq": 2}),
+    ((2, 1, 1), 1, {"pipe": 2}),
+]
 
 
 def run(comm, word, folder):
     """Run the program, on rank 0. The folder of the tests has another module with the name of the package."""
     path = os.pathsep.join(folder for folder in sys.path if folder and Path(folder) not in PROGRAM.parents)
-    by_rank_0(comm, lambda: subprocess.run([sys.executable, PROGRAM, word, folder], check=True, timeout=200, env={
-        **os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}) and None)
+    by_rank_0(
+        comm,
+        lambda: (
+            subprocess.run(
+                [sys.executable, PROGRAM, word, folder],
+                check=True,
+                timeout=200,
+                env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path},
+            )
+            and None
+        ),
+    )
 
 
 def logits_of(net, tokens):
@@ -47,8 +62,9 @@ def test_logits_and_generated_tokens_are_those_of_the_package(comm, shared_path)
         folder.mkdir(exist_ok=True)
     run(comm, "make", there)
     tokens = np.load(there / "tokens.npy")
-    for (name, kind), (number, (shape, data, axes)) in ((one, two) for one in NETWORKS.items()
-                                                        for two in enumerate(GRIDS)):
+    for (name, kind), (number, (shape, data, axes)) in (
+        (one, two) for one in NETWORKS.items() for two in enumerate(GRIDS)
+    ):
         with given(network=name, grid=shape, data=data, axes=axes), Grid(comm, shape, data, **axes) as grid:
             net = kind.load(grid, there / name)
             assert np.abs(logits_of(net, tokens) - np.load(there / f"{name}.npy")).max() < 1e-5

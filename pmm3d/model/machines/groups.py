@@ -54,8 +54,8 @@ def groups_of(shape: GridShape, ranks_per_node: int, run: int | None = None) -> 
 class _Groups(dict[str, Group]):
     """Groups by name. Groups of joint axes are computed on request.
 
-        >>> groups_of(GridShape(2, 2, 1, 2, seq=2), 4)["data+seq"]
-        Group(size=4, inside=1, nodes=4, sharers=4, stride=1)
+    >>> groups_of(GridShape(2, 2, 1, 2, seq=2), 4)["data+seq"]
+    Group(size=4, inside=1, nodes=4, sharers=4, stride=1)
     """
 
     def __init__(self, shape: GridShape, ranks_per_node: int, run: int, found: dict[str, Group]):

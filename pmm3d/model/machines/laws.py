@@ -18,11 +18,52 @@ OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift
 """Collectives with a price, by their names in the ledger."""
 BY_NODES = ("all_gather", "reduce_scatter", "all_reduce")
 """Collectives that may run by nodes (`pmm3d.model.node_map`)."""
-PASSES = ("add", "subtract", "multiply", "divide", "scale", "cast", "copy", "fill", "elementwise", "bias",
-          "columns", "split", "relu", "gelu", "gelu_tanh", "silu", "tanh", "sigmoid", "dropout", "dropout mask",
-          "sum", "mean", "norm", "take", "put", "log", "softmax", "log_softmax", "layer_norm", "rms_norm", "rotary",
-          "embedding", "add columns", "attention", "mse", "mae", "cross_entropy", "accuracy", "r2", "sgd", "adam",
-          "adamw", "muon", "clip")
+PASSES = (
+    "add",
+    "subtract",
+    "multiply",
+    "divide",
+    "scale",
+    "cast",
+    "copy",
+    "fill",
+    "elementwise",
+    "bias",
+    "columns",
+    "split",
+    "relu",
+    "gelu",
+    "gelu_tanh",
+    "silu",
+    "tanh",
+    "sigmoid",
+    "dropout",
+    "dropout mask",
+    "sum",
+    "mean",
+    "norm",
+    "take",
+    "put",
+    "log",
+    "softmax",
+    "log_softmax",
+    "layer_norm",
+    "rms_norm",
+    "rotary",
+    "embedding",
+    "add columns",
+    "attention",
+    "mse",
+    "mae",
+    "cross_entropy",
+    "accuracy",
+    "r2",
+    "sgd",
+    "adam",
+    "adamw",
+    "muon",
+    "clip",
+)
 """Passes of the library by their names in dry runs. Most of them also exist as "... backward"."""
 
 
@@ -113,8 +154,9 @@ def terms_by_nodes(operation: str, group: Group, nbytes: float) -> Terms:
             share, counts = (nodes - 1) / both, [count // 2 for count in counts]
     else:
         counts[0] *= nodes
-    return Terms(2.0, float(counts[0]), float(counts[1]), nbytes - nbytes * share,
-                 nbytes * share * inside * group.sharers)
+    return Terms(
+        2.0, float(counts[0]), float(counts[1]), nbytes - nbytes * share, nbytes * share * inside * group.sharers
+    )
 
 
 def messages(operation: str, size: int, nbytes: float = float("inf")) -> int:

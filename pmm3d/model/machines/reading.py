@@ -22,8 +22,19 @@ from .figures import FORMS, GemmLaw, GemmPoints, Gemms, InSteps, Measured, Pass
 from .laws import BY_NODES, DEFAULT, OPERATIONS, PASSES, Law
 
 ASSUMED = Path(__file__).parent / "assumed"
-SECTIONS = ("peak", "hidden", "gemm", "passes", "collectives", "laws", "axonn", "memory", "noise", "overhead",
-            "in_steps")
+SECTIONS = (
+    "peak",
+    "hidden",
+    "gemm",
+    "passes",
+    "collectives",
+    "laws",
+    "axonn",
+    "memory",
+    "noise",
+    "overhead",
+    "in_steps",
+)
 """Sections whose sources the table `sources` may name."""
 logger = logging.getLogger("pmm3d.model")
 
@@ -46,8 +57,10 @@ def load(machine: str | os.PathLike[str]) -> Machine:
     if name in assumed_machines():
         return _assumed(name)
     if not name.endswith(".toml") and not os.path.exists(name):
-        raise Pmm3dError(f"no machine is named {name!r}: assumed machines are {', '.join(assumed_machines())}. Or give "
-                         "the path of a file, which ends in .toml")
+        raise Pmm3dError(
+            f"no machine is named {name!r}: assumed machines are {', '.join(assumed_machines())}. Or give "
+            "the path of a file, which ends in .toml"
+        )
     return machine_from(_read(name), name)
 
 
@@ -88,8 +101,10 @@ def machine_from(text: str, source: str) -> Machine:
 @lru_cache(maxsize=64)
 def _tell_own_pass(source: str, name: str) -> None:
     """Log, once in a process, that a pass is unknown. It is no error, because programs have passes of their own."""
-    logger.warning(f"{source}: passes.{name} is not a pass of the library{hint(name, PASSES)}. It is used only if your "
-                   "program names a pass like this")
+    logger.warning(
+        f"{source}: passes.{name} is not a pass of the library{hint(name, PASSES)}. It is used only if your "
+        "program names a pass like this"
+    )
 
 
 def _same_lengths(found: dict[str, Any]) -> Iterator[str]:
@@ -131,8 +146,10 @@ def _gemms(value: Any, place: str, problems: list[str]) -> Any:
 
 def _numbered(reader: Reader) -> dict[str, Any]:
     """Return arguments of `Section` for keys that are numbers of ranks: "4", or "8+" for 8 and more."""
-    return {"others": lambda key: reader if key.removesuffix("+").isdecimal() else None,
-            "known": ("4", "8+ for 8 and more")}
+    return {
+        "others": lambda key: reader if key.removesuffix("+").isdecimal() else None,
+        "known": ("4", "8+ for 8 and more"),
+    }
 
 
 def _machine(found: dict[str, Any]) -> Iterator[str]:
@@ -185,22 +202,40 @@ LAW_OF = Section({"rate": POSITIVE, "overhead": NOT_NEGATIVE}, known=FORMS, made
 POINTS = Section({"m": COUNTS, "n": COUNTS, "k": COUNTS, "flops": POSITIVES}, made=GemmPoints, check=_points)
 FORMS_OF = Section({}, dict.fromkeys(FORMS, POINTS), made=lambda **forms: Gemms(None, forms))
 PASS = Section({"overhead": NOT_NEGATIVE, "rate": POSITIVE}, made=Pass)
-LAW = Section({name: NOT_NEGATIVE for name in Law._fields if name not in Law._field_defaults},
-              dict.fromkeys(Law._field_defaults, NOT_NEGATIVE), made=Law)
-ROW = Section({"operation": OPERATION, "inside": COUNT, "nodes": COUNT, "bytes": COUNTS, "seconds": POSITIVES},
-              {"stride": COUNT}, check=_row, made=lambda bytes, **row: Measured(nbytes=bytes, **row))
+LAW = Section(
+    {name: NOT_NEGATIVE for name in Law._fields if name not in Law._field_defaults},
+    dict.fromkeys(Law._field_defaults, NOT_NEGATIVE),
+    made=Law,
+)
+ROW = Section(
+    {"operation": OPERATION, "inside": COUNT, "nodes": COUNT, "bytes": COUNTS, "seconds": POSITIVES},
+    {"stride": COUNT},
+    check=_row,
+    made=lambda bytes, **row: Measured(nbytes=bytes, **row),
+)
 FILE = Section(
-    {"name": TEXT, "ranks_per_node": COUNT, "memory": WHOLE,
-     "peak": Section({}, dict.fromkeys(MATRIX_DTYPES, POSITIVE)),
-     "gemm": Section({}, dict.fromkeys(MATRIX_DTYPES, _gemms)),
-     "passes": Section({DEFAULT: PASS}, others=lambda key: PASS),
-     "laws": Section({DEFAULT: LAW}, dict.fromkeys(OPERATIONS, LAW))},
-    {"noise": NOT_NEGATIVE, "overhead": NOT_NEGATIVE, "hidden": Section({}, {"inside": SHARE, "across": SHARE}),
-     "sources": Section(others=lambda key: TEXT if key.partition(".")[0] in SECTIONS else None, known=SECTIONS),
-     "key": Section(others=lambda key: TEXT), "collectives": _rows,
-     "axonn": Section(**_numbered(Section(**_numbered(POSITIVE)))),
-     "in_steps": Section({}, {"action": NOT_NEGATIVE, "inside": FINITE, "across": FINITE}, made=InSteps)},
-    made=_made, check=_machine)
+    {
+        "name": TEXT,
+        "ranks_per_node": COUNT,
+        "memory": WHOLE,
+        "peak": Section({}, dict.fromkeys(MATRIX_DTYPES, POSITIVE)),
+        "gemm": Section({}, dict.fromkeys(MATRIX_DTYPES, _gemms)),
+        "passes": Section({DEFAULT: PASS}, others=lambda key: PASS),
+        "laws": Section({DEFAULT: LAW}, dict.fromkeys(OPERATIONS, LAW)),
+    },
+    {
+        "noise": NOT_NEGATIVE,
+        "overhead": NOT_NEGATIVE,
+        "hidden": Section({}, {"inside": SHARE, "across": SHARE}),
+        "sources": Section(others=lambda key: TEXT if key.partition(".")[0] in SECTIONS else None, known=SECTIONS),
+        "key": Section(others=lambda key: TEXT),
+        "collectives": _rows,
+        "axonn": Section(**_numbered(Section(**_numbered(POSITIVE)))),
+        "in_steps": Section({}, {"action": NOT_NEGATIVE, "inside": FINITE, "across": FINITE}, made=InSteps),
+    },
+    made=_made,
+    check=_machine,
+)
 
 
 def as_toml(machine: Machine) -> str:
@@ -211,24 +246,43 @@ def as_toml(machine: Machine) -> str:
     with needs("train", "writing a machine file"):
         import tomlkit
     gemms = {dtype: _gemms_as_values(gemms) for dtype, gemms in machine.gemms.items()}
-    rows = [{"operation": row.operation, "inside": row.inside, "nodes": row.nodes, "bytes": list(row.nbytes),
-             "seconds": list(row.seconds), **({"stride": row.stride} if row.stride else {})}
-            for row in machine.collectives]
+    rows = [
+        {
+            "operation": row.operation,
+            "inside": row.inside,
+            "nodes": row.nodes,
+            "bytes": list(row.nbytes),
+            "seconds": list(row.seconds),
+            **({"stride": row.stride} if row.stride else {}),
+        }
+        for row in machine.collectives
+    ]
     sections = {
-        "key": dict(machine.key), "sources": dict(machine.sources), "peak": dict(machine.peak),
-        "hidden": dict(machine.hidden), "gemm": gemms,
+        "key": dict(machine.key),
+        "sources": dict(machine.sources),
+        "peak": dict(machine.peak),
+        "hidden": dict(machine.hidden),
+        "gemm": gemms,
         "passes": {name: one._asdict() for name, one in machine.passes.items()},
-        "collectives": rows, "laws": {name: law._asdict() for name, law in machine.laws.items()},
+        "collectives": rows,
+        "laws": {name: law._asdict() for name, law in machine.laws.items()},
         "axonn": {inner: dict(row) for inner, row in machine.axonn.items()},
         "in_steps": machine.in_steps._asdict() if any(machine.in_steps) else {},
     }
-    figures = {"name": machine.name, "ranks_per_node": machine.ranks_per_node, "memory": machine.memory,
-               "noise": machine.noise, "overhead": machine.overhead}
+    figures = {
+        "name": machine.name,
+        "ranks_per_node": machine.ranks_per_node,
+        "memory": machine.memory,
+        "noise": machine.noise,
+        "overhead": machine.overhead,
+    }
     return tomlkit.dumps(figures | {name: values for name, values in sections.items() if values or name == "peak"})
 
 
 def _gemms_as_values(gemms: Gemms) -> dict[str, Any]:
     if gemms.law is not None:
         return gemms.law._asdict()
-    return {form: {"m": list(points.m), "n": list(points.n), "k": list(points.k), "flops": list(points.flops)}
-            for form, points in gemms.forms.items()}
+    return {
+        form: {"m": list(points.m), "n": list(points.n), "k": list(points.k), "flops": list(points.flops)}
+        for form, points in gemms.forms.items()
+    }

@@ -99,8 +99,9 @@ class _Table:
         before = tuple(number for number in action.after if number in self.begun)
         after = tuple(self.begun[number].task for number in before)
         self.begun[action.number] = _Begun(len(self.made), (1 - hidden) * seconds, before)
-        self.made.append(Task("collective", INSIDE if group.nodes == 1 else ACROSS, hidden * seconds, after,
-                              action.axis, name))
+        self.made.append(
+            Task("collective", INSIDE if group.nodes == 1 else ACROSS, hidden * seconds, after, action.axis, name)
+        )
 
     def wait(self, number: int) -> None:
         """Add waits for a collective and for the collectives that it continues. When the last one has ended, the

@@ -129,8 +129,10 @@ def simulate(table: Sequence[Task]) -> Timeline:
     begun, ended, before = list[float](), list[float](), list[int | None]()
     for number, task in enumerate(table):
         if not 0.0 <= task.seconds < inf or not all(0 <= other < number for other in task.after):
-            raise Pmm3dError(f"task {number} ({task.name or task.kind}) takes {task.seconds} seconds, after tasks "
-                             f"{list(task.after)}: give it a finite time, at least 0, and tasks before it in the table")
+            raise Pmm3dError(
+                f"task {number} ({task.name or task.kind}) takes {task.seconds} seconds, after tasks "
+                f"{list(task.after)}: give it a finite time, at least 0, and tasks before it in the table"
+            )
         earlier = last.get(task.resource)
         begin = max([now, *(ended[other] for other in task.after), *([] if earlier is None else [ended[earlier]])])
         begun.append(begin)

@@ -23,8 +23,9 @@ class Cost(NamedTuple):
     kept: int
 
 
-def cut_by_cost(costs: Sequence[Cost], ranks: Sequence[Sequence[int]], live: Sequence[int],
-                memory: float | None) -> list[int]:
+def cut_by_cost(
+    costs: Sequence[Cost], ranks: Sequence[Sequence[int]], live: Sequence[int], memory: float | None
+) -> list[int]:
     """Number of layers of each stage. Raises PipelineError if no cut fits.
 
     `ranks` contains, for each stage, the ranks with a copy of the stage. `live` contains, for each rank, the number of
@@ -34,26 +35,35 @@ def cut_by_cost(costs: Sequence[Cost], ranks: Sequence[Sequence[int]], live: Seq
         >>> cut_by_cost(costs, [[0], [1]], [2, 1], None), cut_by_cost(costs, [[0], [1]], [2, 1], 35)
         ([3, 2], [2, 3])
     """
+
     def stage_bytes(stage: int, begin: int, end: int) -> float:
         return sum(each.weights for each in costs[begin:end]) + max(live[rank] for rank in ranks[stage]) * sum(
-            each.kept for each in costs[begin:end])
+            each.kept for each in costs[begin:end]
+        )
 
     def of_ranks(counts: Sequence[int]) -> list[float]:
         """Bytes of each rank: weights of all its stages, and activations of its stage with the most activations."""
         held = [0.0] * len(live)
         for rank in range(len(live)):
-            own = [costs[begin:end] for stage, (begin, end) in enumerate(pairwise([0, *accumulate(counts)]))
-                   if rank in ranks[stage]]
+            own = [
+                costs[begin:end]
+                for stage, (begin, end) in enumerate(pairwise([0, *accumulate(counts)]))
+                if rank in ranks[stage]
+            ]
             held[rank] = sum(each.weights for stage in own for each in stage) + live[rank] * max(
-                sum(each.kept for each in stage) for stage in own)
+                sum(each.kept for each in stage) for stage in own
+            )
         return held
 
     flop = [0, *accumulate(each.flop for each in costs)]
     several = sum(map(len, ranks)) > len(live)
     for part in range(TRIES if several and memory is not None else 1):
         limit = inf if memory is None else memory * (1 - part / TRIES)
-        counts = _least(len(costs), len(ranks), lambda stage, begin, end: flop[end] - flop[begin]
-                        if stage_bytes(stage, begin, end) <= limit else inf)
+        counts = _least(
+            len(costs),
+            len(ranks),
+            lambda stage, begin, end: flop[end] - flop[begin] if stage_bytes(stage, begin, end) <= limit else inf,
+        )
         if counts and (memory is None or max(of_ranks(counts)) <= memory):
             return counts
     smallest = _least(len(costs), len(ranks), stage_bytes)
@@ -61,9 +71,11 @@ def cut_by_cost(costs: Sequence[Cost], ranks: Sequence[Sequence[int]], live: Seq
     held = of_ranks(smallest)
     if max(held) <= memory:
         return smallest
-    raise PipelineError(f"Pipeline: no cut fits in memory={in_bytes(memory)} a rank. The cut {smallest} needs the "
-                        f"least, {in_bytes(max(held))} on rank {held.index(max(held))} along pipe. Use more ranks, "
-                        "smaller micro-batches, or recompute=True")
+    raise PipelineError(
+        f"Pipeline: no cut fits in memory={in_bytes(memory)} a rank. The cut {smallest} needs the "
+        f"least, {in_bytes(max(held))} on rank {held.index(max(held))} along pipe. Use more ranks, "
+        "smaller micro-batches, or recompute=True"
+    )
 
 
 def _least(layers: int, stages: int, cost: Callable[[int, int, int], float]) -> list[int] | None:

@@ -74,8 +74,10 @@ class Executor:
         self._grid, self._inputs, self._scale = network.grid, inputs, scale
         self._table: PipelineSchedule = self._network.table(len(inputs))
         if self._network.under_way:
-            raise PipelineError("an earlier step of this pipeline ended with an error on this rank, so messages "
-                                "between stages are still in flight. Make a new grid and a new Pipeline")
+            raise PipelineError(
+                "an earlier step of this pipeline ended with an error on this rank, so messages "
+                "between stages are still in flight. Make a new grid and a new Pipeline"
+            )
         if self._table.ranks > 1:
             self._pipe: Axis = self._grid.whole.axis(PIPE)
             self._pipe.choose_transport(inputs[0].library)
@@ -132,9 +134,11 @@ class Executor:
                 for pending in self._posted.pop(action):
                     pending.wait()
             except Pmm3dError as error:
-                raise PipelineError(f"{action.in_words}: {error}. All ranks along pipe must pass micro-batches of the "
-                                    "same shapes. The micro-batches of this rank have "
-                                    f"{[x.shape[0] for x in self._inputs]} rows") from error
+                raise PipelineError(
+                    f"{action.in_words}: {error}. All ranks along pipe must pass micro-batches of the "
+                    "same shapes. The micro-batches of this rank have "
+                    f"{[x.shape[0] for x in self._inputs]} rows"
+                ) from error
         elif kind.startswith("SEND"):
             self._send(action)
         else:
@@ -148,8 +152,11 @@ class Executor:
 
     def _forward(self, stage: int, micro: int, loss: LossOf | None) -> None:
         chain, x = self._table.chain_of[micro], self._inputs[micro]
-        inputs = [as_tensor(x)] if stage == chain.start else [
-            Tensor(value, requires_grad=True) for value in self._values.pop(("F", stage, micro))]
+        inputs = (
+            [as_tensor(x)]
+            if stage == chain.start
+            else [Tensor(value, requires_grad=True) for value in self._values.pop(("F", stage, micro))]
+        )
         outputs = self._network.run(stage, micro, *inputs)
         if stage == chain.stop - 1:
             assert loss is not None
@@ -158,9 +165,11 @@ class Executor:
         else:
             values, expected = [output.value for output in outputs], self._network.incoming(stage + 1, x)
             if (found := tuple(map(Facts.of, values))) != expected:
-                raise PipelineError(f"stage {stage} returned {_in_words(found)} for micro-batch {micro}, but stage "
-                                    f"{stage + 1} expects {_in_words(expected)}, the result of a dry run. The shape of "
-                                    "a layer's result must not depend on values or on the number of the call")
+                raise PipelineError(
+                    f"stage {stage} returned {_in_words(found)} for micro-batch {micro}, but stage "
+                    f"{stage + 1} expects {_in_words(expected)}, the result of a dry run. The shape of "
+                    "a layer's result must not depend on values or on the number of the call"
+                )
             self._values["F", stage + 1, micro] = values
         self._passes[stage, micro] = inputs, [output.edge for output in outputs]
 
@@ -187,8 +196,10 @@ class Executor:
             message = self._table.messages[action]
             incoming = self._network.incoming(stage + (kind == "RECV_B"), self._inputs[micro])
             self._values[kind[-1], stage, micro] = values = [self._buffer(facts) for facts in incoming]
-            self._posted[action] = [self._pipe.receive(value.local, message.source, tag=message.number, agreed=True,
-                                                       message=str(message)) for value in values]
+            self._posted[action] = [
+                self._pipe.receive(value.local, message.source, tag=message.number, agreed=True, message=str(message))
+                for value in values
+            ]
 
     def _buffer(self, facts: Facts) -> DistMatrix:
         """Matrix in work memory into which a message is received."""
@@ -200,14 +211,19 @@ class Executor:
         message = self._table.messages[action]
         kind, stage, micro, _ = message.receive
         for value in self._values.pop((kind[-1], stage, micro)):
-            self._sends.append(self._pipe.send(value.local, message.target, tag=message.number, agreed=True,
-                                               message=str(message)))
+            self._sends.append(
+                self._pipe.send(value.local, message.target, tag=message.number, agreed=True, message=str(message))
+            )
 
 
 def _buffers(module: Module) -> Iterator[GradientBuffer]:
     """Gradient buffers of a stage's parameters. `named_parameters` is not used because it sets the names anew."""
-    return (child.accumulated for _, part in module.named_modules() for _, child in part.children()
-            if isinstance(child, Parameter))
+    return (
+        child.accumulated
+        for _, part in module.named_modules()
+        for _, child in part.children()
+        if isinstance(child, Parameter)
+    )
 
 
 def _in_words(facts: Sequence[Facts]) -> str:

@@ -42,8 +42,9 @@ def time_lines(actions: Sequence[Sequence[Acted]]) -> tuple[TimeLine, TimeLine]:
     (7.0, 6.0)
     """
     first = min((start for line in actions for _, start, _ in line), default=0.0)
-    lines = [[Timed(start - first, end - first, PipelineAction.read(text)) for text, start, end in line]
-             for line in actions]
+    lines = [
+        [Timed(start - first, end - first, PipelineAction.read(text)) for text, start, end in line] for line in actions
+    ]
     table = PipelineSchedule.of("the step", ([timed.action for timed in line] for line in lines))
     return TimeLine.of(lines), simulate(table, mean_times(lines))
 
@@ -56,8 +57,10 @@ def mean_times(lines: Sequence[Sequence[Timed]]) -> Times:
 
     def means(*kinds: str) -> list[float]:
         """Mean time for each stage, of the first of these kinds that occurs on the stage."""
-        return [next((fmean(found[kind, stage]) for kind in kinds if (kind, stage) in found), 0.0)
-                for stage in range(1 + max((stage for _, stage in found), default=-1))]
+        return [
+            next((fmean(found[kind, stage]) for kind in kinds if (kind, stage) in found), 0.0)
+            for stage in range(1 + max((stage for _, stage in found), default=-1))
+        ]
 
     return Times(means("F"), means("I", "B"), means("W"))
 
@@ -68,10 +71,21 @@ def described(actions: Sequence[Sequence[Acted]]) -> dict[str, Any]:
         both = time_lines(actions)
     except PipelineError:
         return {}
-    return {name: {"makespan": round(line.makespan, DIGITS), "bubble": round(line.bubble, DIGITS), "ranks": [
-        {"actions": [str(timed.action) for timed in own], "start": [round(timed.start, DIGITS) for timed in own],
-         "end": [round(timed.end, DIGITS) for timed in own]} for own in line.ranks]}
-        for name, line in zip(("real", "simulated"), both)}
+    return {
+        name: {
+            "makespan": round(line.makespan, DIGITS),
+            "bubble": round(line.bubble, DIGITS),
+            "ranks": [
+                {
+                    "actions": [str(timed.action) for timed in own],
+                    "start": [round(timed.start, DIGITS) for timed in own],
+                    "end": [round(timed.end, DIGITS) for timed in own],
+                }
+                for own in line.ranks
+            ],
+        }
+        for name, line in zip(("real", "simulated"), both)
+    }
 
 
 def simulated_events(grid: Grid) -> list[dict[str, Any]]:
@@ -96,6 +110,15 @@ def simulated_events(grid: Grid) -> list[dict[str, Any]]:
     except PipelineError:
         return []
     first = min(start for line in lines for _, start, _ in line) - grid.ledger.began
-    return [{"name": str(timed.action), "ph": "X", "pid": grid.ledger.rank, "tid": TRACK, "args": {},
-             "ts": 1e6 * (first + timed.start), "dur": 1e6 * (timed.end - timed.start)}
-            for timed in simulated.ranks[grid.axis(PIPE).index]]
+    return [
+        {
+            "name": str(timed.action),
+            "ph": "X",
+            "pid": grid.ledger.rank,
+            "tid": TRACK,
+            "args": {},
+            "ts": 1e6 * (first + timed.start),
+            "dur": 1e6 * (timed.end - timed.start),
+        }
+        for timed in simulated.ranks[grid.axis(PIPE).index]
+    ]

@@ -16,8 +16,15 @@ from .table import PipelineError, PipelineSchedule, check
 Schedule = str | PathLike[str] | PipelineSchedule | Callable[[int, int], PipelineSchedule]
 
 
-def schedule_of(source: str | PathLike[str], ranks: int | None, micro_batches: int | None, *,
-                chunks: int | None = None, times: Times | None = None, limit: float | None = None) -> PipelineSchedule:
+def schedule_of(
+    source: str | PathLike[str],
+    ranks: int | None,
+    micro_batches: int | None,
+    *,
+    chunks: int | None = None,
+    times: Times | None = None,
+    limit: float | None = None,
+) -> PipelineSchedule:
     """Checked table of a schedule.
 
     Parameters
@@ -57,8 +64,11 @@ def schedule_of(source: str | PathLike[str], ranks: int | None, micro_batches: i
         raise PipelineError(f"the schedule {name} needs the number of ranks and the number of micro-batches: give both")
     else:
         table = _by_name(name, ranks, micro_batches, chunks, times, limit)
-    for what, found, asked in (("ranks", table.ranks, ranks), ("micro-batches", table.micro_batches, micro_batches),
-                               ("stages", len(table.stages), chunks and chunks * table.ranks)):
+    for what, found, asked in (
+        ("ranks", table.ranks, ranks),
+        ("micro-batches", table.micro_batches, micro_batches),
+        ("stages", len(table.stages), chunks and chunks * table.ranks),
+    ):
         if asked is not None and found != asked:
             each = f" ({chunks} chunks on each rank)" if what == "stages" else ""
             raise PipelineError(f"{name} is a table of {found} {what}, but {asked}{each} were requested")
@@ -77,20 +87,28 @@ def table_of(source: Schedule, ranks: int, micro_batches: int | None, chunks: in
         table = source if isinstance(source, PipelineSchedule) else source(ranks, number)
         check(table)
         if chunks is not None:
-            raise PipelineError(f"Pipeline: chunks= needs a schedule that is given by its name. Omit chunks=: "
-                                f"{table.name} determines the number of stages")
+            raise PipelineError(
+                f"Pipeline: chunks= needs a schedule that is given by its name. Omit chunks=: "
+                f"{table.name} determines the number of stages"
+            )
     idle = sorted({*range(ranks)} - {*table.stages.values()})
     lengths = [len(chain) for chain in table.chains]
     if table.ranks != ranks:
-        raise PipelineError(f"{table.name} is a table of {counted(table.ranks, 'rank')}, but the axis {PIPE} of the "
-                            f"grid has {ranks}. Make the grid with pipe={table.ranks}")
+        raise PipelineError(
+            f"{table.name} is a table of {counted(table.ranks, 'rank')}, but the axis {PIPE} of the "
+            f"grid has {ranks}. Make the grid with pipe={table.ranks}"
+        )
     if idle or len({*lengths}) > 1:
         problem = f"rank {idle[0]} has no stage" if idle else f"micro-batches pass through {lengths} stages"
-        raise PipelineError(f"{table.name}: {problem}. Each rank needs a stage, and all copies of the network need the "
-                            "same number of stages")
+        raise PipelineError(
+            f"{table.name}: {problem}. Each rank needs a stage, and all copies of the network need the "
+            "same number of stages"
+        )
     if micro_batches not in (None, table.micro_batches):
-        raise PipelineError(f"{table.name} is a table of {counted(table.micro_batches, 'micro-batch')}, but the step "
-                            f"has {micro_batches}")
+        raise PipelineError(
+            f"{table.name} is a table of {counted(table.micro_batches, 'micro-batch')}, but the step "
+            f"has {micro_batches}"
+        )
     return table
 
 
@@ -122,22 +140,29 @@ def read_table(path: str) -> PipelineSchedule:
             table = PipelineSchedule.read(file.read(), path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise PipelineError(f"cannot read the schedule {path}: {reason}. Name a CSV file, or one of "
-                            f"{', '.join(BY_NAME)}") from None
+        raise PipelineError(
+            f"cannot read the schedule {path}: {reason}. Name a CSV file, or one of {', '.join(BY_NAME)}"
+        ) from None
     check(table)
     return table
 
 
-def _by_name(name: str, ranks: int, micro_batches: int, chunks: int | None, times: Times | None, limit: float | None
-             ) -> PipelineSchedule:
+def _by_name(
+    name: str, ranks: int, micro_batches: int, chunks: int | None, times: Times | None, limit: float | None
+) -> PipelineSchedule:
     family, _, number = name.rpartition("-")
     if name not in BY_NAME and family in BY_NAME and number.isdecimal():
         if chunks not in (None, int(number)):
             raise PipelineError(f"{name} has {number} chunks, but {chunks} were requested")
         name, chunks = family, int(number)
     if name not in BY_NAME:
-        raise PipelineError(f"no schedule is named {name!r}{hint(name, BY_NAME)}. For a table of your own, give a path "
-                            "that ends in .csv")
+        raise PipelineError(
+            f"no schedule is named {name!r}{hint(name, BY_NAME)}. For a table of your own, give a path "
+            "that ends in .csv"
+        )
     options, given = signature(BY_NAME[name]).parameters, {"chunks": chunks, "times": times, "limit": limit}
-    return BY_NAME[name](ranks, micro_batches, **{option: value for option, value in given.items()
-                                                  if option in options and value is not None})
+    return BY_NAME[name](
+        ranks,
+        micro_batches,
+        **{option: value for option, value in given.items() if option in options and value is not None},
+    )

@@ -111,8 +111,17 @@ class Pipeline(Module):
 
     under_way = False
 
-    def __init__(self, grid: Grid, make: Make, *, schedule: Schedule = "1f1b", chunks: int | None = None,
-                 cut: Cut = None, like: DistMatrix | None = None, memory: float | None = None):
+    def __init__(
+        self,
+        grid: Grid,
+        make: Make,
+        *,
+        schedule: Schedule = "1f1b",
+        chunks: int | None = None,
+        cut: Cut = None,
+        like: DistMatrix | None = None,
+        memory: float | None = None,
+    ):
         check_grid("Pipeline", grid)
         self._whole, self.grid, self._schedule, self._chunks = grid, grid.stage, schedule, chunks
         self._tables, self._passes = dict[int, PipelineSchedule](), dict[tuple[Facts, ...], list[Arrived]]()
@@ -123,8 +132,10 @@ class Pipeline(Module):
             self.rank_of, self.depth = table.stages, len(table.chains[0])
             self.dry, made = made_by(make, dry_grid(self.grid), None)
             if (cut == "cost") != (like is not None) or memory is not None and cut != "cost":
-                raise PipelineError('Pipeline: cut="cost" needs like=, the inputs of a micro-batch. Other cuts take '
-                                    f"neither like nor memory; got cut={cut!r}")
+                raise PipelineError(
+                    'Pipeline: cut="cost" needs like=, the inputs of a micro-batch. Other cuts take '
+                    f"neither like nor memory; got cut={cut!r}"
+                )
             self._ends = self._cut(cut, table, inputs, memory)
         self._ends = grid.comm.bcast(self._ends) if cut == "cost" else self._ends  # rank 0 has the largest shards
         own = [stage for stage, rank in self.rank_of.items() if rank == self.index]
@@ -136,14 +147,20 @@ class Pipeline(Module):
             pass
         network, again = made_by(make, self.grid, [parameter in held for parameter in made])
         if [each.shape for each in again] != [each.shape for each in made]:
-            raise Pmm3dError("Pipeline: the second call of make returned a network with other parameters. Each call "
-                             "must make the same network")
+            raise Pmm3dError(
+                "Pipeline: the second call of make returned a network with other parameters. Each call "
+                "must make the same network"
+            )
         numbered = [*network.numbered()]
         self._layers = [numbered[place] for place in places]
-        self.stages = {stage: Sequential(self.grid, *(numbered[place][1] for place in self._places(stage)))
-                       for stage in own}
-        same: list[Any] = [(self.dry.layers[place], network.layers[place]) for place in places
-                           if isinstance(network.layers[place], Module)]
+        self.stages = {
+            stage: Sequential(self.grid, *(numbered[place][1] for place in self._places(stage))) for stage in own
+        }
+        same: list[Any] = [
+            (self.dry.layers[place], network.layers[place])
+            for place in places
+            if isinstance(network.layers[place], Module)
+        ]
         self._names = {parameter: names[dry] for dry, parameter in zip(*map(parameters_of, zip(*same)))}
         self.all_names = tuple(names.values())
         self.tied = self._tied()
@@ -155,8 +172,12 @@ class Pipeline(Module):
             parameter.counts = not stages or self.rank_of[stages[0]] == self.index
             for stage in [each for each in stages if each in self.stages][1:]:
                 self._again[stage].add(parameter)
-        self._random = {module: dry for one, other in same for (_, dry), (_, module)
-                        in zip(one.named_modules(), other.named_modules()) if hasattr(module, "calls")}
+        self._random = {
+            module: dry
+            for one, other in same
+            for (_, dry), (_, module) in zip(one.named_modules(), other.named_modules())
+            if hasattr(module, "calls")
+        }
 
     @property
     def whole(self) -> Grid:
@@ -219,13 +240,17 @@ class Pipeline(Module):
         if micro_batches not in self._tables:
             table = self._table(micro_batches)
             if table.stages != self.rank_of or len(table.chains[0]) != self.depth:
-                raise PipelineError(f"{table.name}: with {micro_batches} micro-batches, stages are on the ranks "
-                                    f"{table.stages}, but in this network on {self.rank_of}. Make another Pipeline for "
-                                    "this number of micro-batches")
+                raise PipelineError(
+                    f"{table.name}: with {micro_batches} micro-batches, stages are on the ranks "
+                    f"{table.stages}, but in this network on {self.rank_of}. Make another Pipeline for "
+                    "this number of micro-batches"
+                )
             table = with_messages(table)
             if max((each.number for each in table.messages.values()), default=0) >= TAGS:
-                raise PipelineError(f"{table.name}: a rank sends another rank more than {TAGS:,} messages in a step. "
-                                    "Use fewer micro-batches, or fewer chunks")
+                raise PipelineError(
+                    f"{table.name}: a rank sends another rank more than {TAGS:,} messages in a step. "
+                    "Use fewer micro-batches, or fewer chunks"
+                )
             self._tables[micro_batches] = table
         return self._tables[micro_batches]
 
@@ -243,35 +268,57 @@ class Pipeline(Module):
     def kinds_of_ranks(self) -> list[Any]:
         """For each rank along pipe, a description that is equal for ranks with the same computation."""
         layers = [description(layer, {}) for layer in self.dry.layers]
-        return [[(stage % self.depth == 0, stage % self.depth == self.depth - 1,
-                  [layers[place] for place in self._places(stage)])
-                 for stage, holder in sorted(self.rank_of.items()) if holder == rank] for rank in range(self.ranks)]
+        return [
+            [
+                (
+                    stage % self.depth == 0,
+                    stage % self.depth == self.depth - 1,
+                    [layers[place] for place in self._places(stage)],
+                )
+                for stage, holder in sorted(self.rank_of.items())
+                if holder == rank
+            ]
+            for rank in range(self.ranks)
+        ]
 
     def _cut(self, cut: Cut, table: PipelineSchedule, inputs: Facts | None, memory: float | None) -> list[int]:
         """Number of the first layer of each stage, and the end of the last stage."""
         layers, stages = self.dry.layers, self.depth
         begins = [place for place, layer in enumerate(layers) if parameters_of([layer])]
         if len(begins) < stages:
-            raise PipelineError(f"Pipeline: the network has {len(begins)} layers with parameters, too few for {stages} "
-                                "stages. Use a deeper network, fewer ranks along pipe, or fewer chunks")
+            raise PipelineError(
+                f"Pipeline: the network has {len(begins)} layers with parameters, too few for {stages} "
+                "stages. Use a deeper network, fewer ranks along pipe, or fewer chunks"
+            )
         even = part_sizes(len(begins), stages)
         counts: Any = even if cut is None else cut
         if inputs is not None:
             arrived, ends = self._arriving((inputs,)), [0, *begins[1:], len(layers)]
-            costs = [Cost(arrived[end].flop - arrived[begin].flop, adamw_bytes(layers[begin:end]),
-                          arrived[end].kept - arrived[begin].kept) for begin, end in pairwise(ends)]
+            costs = [
+                Cost(
+                    arrived[end].flop - arrived[begin].flop,
+                    adamw_bytes(layers[begin:end]),
+                    arrived[end].kept - arrived[begin].kept,
+                )
+                for begin, end in pairwise(ends)
+            ]
             ranks = [[rank for each, rank in self.rank_of.items() if each % stages == stage] for stage in range(stages)]
             counts = cut_by_cost(costs, ranks, simulate(table).peak_live, memory)
         if isinstance(counts, str) or (len(counts), sum(counts)) != (stages, len(begins)) or min(counts) < 1:
-            raise PipelineError(f'Pipeline: the cut {counts!r} is neither "cost" nor {stages} numbers of at least 1 '
-                                f"with the sum {len(begins)}, the number of layers with parameters, such as {even}")
+            raise PipelineError(
+                f'Pipeline: the cut {counts!r} is neither "cost" nor {stages} numbers of at least 1 '
+                f"with the sum {len(begins)}, the number of layers with parameters, such as {even}"
+            )
         return [0, *(begins[first] for first in accumulate(counts[:-1])), len(layers)]
 
     def _tied(self) -> dict[str, tuple[int, ...]]:
-        held = {stage: {*parameters_of(self.dry.layers[place] for place in self._places(stage))}
-                for stage in self.rank_of}
-        found = {name: tuple(stage for stage in self.rank_of if parameter in held[stage])
-                 for name, parameter in self.dry.named_parameters().items()}
+        held = {
+            stage: {*parameters_of(self.dry.layers[place] for place in self._places(stage))} for stage in self.rank_of
+        }
+        found = {
+            name: tuple(stage for stage in self.rank_of if parameter in held[stage])
+            for name, parameter in self.dry.named_parameters().items()
+        }
         return {name: stages for name, stages in found.items() if len(stages) > 1}
 
     @contextmanager
@@ -307,8 +354,12 @@ class Pipeline(Module):
             parameter, ranks = own[name], [self.rank_of[stage] for stage in stages]
             parts = {stage: _finished(self._buffer(stage, parameter)) for stage in stages if stage in self.stages}
             main = parts[min(parts)]
-            waiting = [self.pipe.send(part, rank, agreed=True) for part in parts.values()
-                       for rank in dict.fromkeys(ranks) if rank != self.index]
+            waiting = [
+                self.pipe.send(part, rank, agreed=True)
+                for part in parts.values()
+                for rank in dict.fromkeys(ranks)
+                if rank != self.index
+            ]
             for stage, rank in zip(stages, ranks):
                 if rank != self.index:
                     parts[stage] = parameter.accumulated.form.new(tuple(main.shape))
@@ -374,8 +425,10 @@ class Pipeline(Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         if self.ranks > 1 and inputs[0].tape.recording and not inputs[0].tape.summing:  # in a step of `train_step`
-            raise PipelineError("a Pipeline inside another network is not trained, because its layers would get no "
-                                "gradient. Make all layers in its make, and pass the Pipeline itself to train_step")
+            raise PipelineError(
+                "a Pipeline inside another network is not trained, because its layers would get no "
+                "gradient. Make all layers in its make, and pass the Pipeline itself to train_step"
+            )
         arrived, values = self._arriving(tuple(map(Facts.of, inputs))), inputs
         with nullcontext() if self.ranks == 1 else no_grad(self.grid):
             for stage in range(self.depth):
@@ -388,16 +441,18 @@ class Pipeline(Module):
         values = self._handed_over(tuple(map(whole, values)), arrived[-1].tensors, last, range(self.ranks))
         return values if len(values) > 1 else values[0]
 
-    def _handed_over(self, values: tuple[Tensor, ...], facts: tuple[Facts, ...], source: int, targets: Sequence[int]
-                     ) -> tuple[Tensor, ...]:
+    def _handed_over(
+        self, values: tuple[Tensor, ...], facts: tuple[Facts, ...], source: int, targets: Sequence[int]
+    ) -> tuple[Tensor, ...]:
         """Send the tensors of one rank along the axis to other ranks. Returned tensors may still be in flight."""
         others = [target for target in targets if target != source]
         for kind in dict.fromkeys(each.library for each in facts if self.ranks > 1):
             self.pipe.choose_transport(self.grid.library(kind))
         if self.index in others:
             found = [each.on(self.grid) for each in facts]
-            return tuple(Tensor(matrix, pending=self.pipe.receive(matrix.local, source, agreed=True))
-                         for matrix in found)
+            return tuple(
+                Tensor(matrix, pending=self.pipe.receive(matrix.local, source, agreed=True)) for matrix in found
+            )
         for value in values if self.index == source else ():
             for target in others:
                 self.pipe.send(value.local, target, agreed=True)

@@ -47,17 +47,23 @@ def made_by(make: Make, grid: Grid, own: Sequence[bool] | None) -> tuple[Sequent
     with Making(grid, own) as making:
         network = make(grid)
     if not isinstance(network, Sequential) or type(network).forward is not Sequential.forward:
-        raise Pmm3dError("Pipeline: make must return a Sequential, whose layers can be cut into stages; got a "
-                         f"{type(network).__name__}")
+        raise Pmm3dError(
+            "Pipeline: make must return a Sequential, whose layers can be cut into stages; got a "
+            f"{type(network).__name__}"
+        )
     in_layers = {*parameters_of(network.layers)}
     if others := {name for name, each in network.named_parameters().items() if each not in in_layers}:
-        raise Pmm3dError(f"Pipeline: {', '.join(sorted(others))} of the network that make returned is not in a layer. "
-                         "Put each parameter into a layer of the Sequential, so that it belongs to a stage")
+        raise Pmm3dError(
+            f"Pipeline: {', '.join(sorted(others))} of the network that make returned is not in a layer. "
+            "Put each parameter into a layer of the Sequential, so that it belongs to a stage"
+        )
     return network, making.made
 
 
 def adamw_bytes(layers: Iterable[Any]) -> int:
     """Bytes of this rank's shards of weights, gradients, and AdamW's state."""
     types = [(each.box.size, each.precision) for each in parameters_of(layers)]
-    return sum(size * (itemsize(each.compute) + itemsize(each.gradient) + (2 + each.has_master) * itemsize(each.master))
-               for size, each in types)
+    return sum(
+        size * (itemsize(each.compute) + itemsize(each.gradient) + (2 + each.has_master) * itemsize(each.master))
+        for size, each in types
+    )

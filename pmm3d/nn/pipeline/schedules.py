@@ -38,8 +38,9 @@ def gpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     micros = range(micro_batches)
-    return PipelineSchedule.of("gpipe", [[PipelineAction(kind, rank, micro) for kind in "FB" for micro in micros]
-                                         for rank in range(ranks)])
+    return PipelineSchedule.of(
+        "gpipe", [[PipelineAction(kind, rank, micro) for kind in "FB" for micro in micros] for rank in range(ranks)]
+    )
 
 
 def one_f_one_b(ranks: int, micro_batches: int) -> PipelineSchedule:
@@ -66,9 +67,19 @@ def one_f_one_b(ranks: int, micro_batches: int) -> PipelineSchedule:
     1F0,1B0,1F1,1B1
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
-    return PipelineSchedule.of("1f1b", [
-        _in_turns(rank, [(0, micro) for micro in range(micro_batches)], [(0, micro) for micro in range(micro_batches)],
-                  ranks - 1 - rank, ranks) for rank in range(ranks)])
+    return PipelineSchedule.of(
+        "1f1b",
+        [
+            _in_turns(
+                rank,
+                [(0, micro) for micro in range(micro_batches)],
+                [(0, micro) for micro in range(micro_batches)],
+                ranks - 1 - rank,
+                ranks,
+            )
+            for rank in range(ranks)
+        ],
+    )
 
 
 def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSchedule:
@@ -93,9 +104,19 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSche
     check_sizes(ranks=ranks, micro_batches=micro_batches, chunks=chunks)
     sizes = _group_sizes(ranks, micro_batches)
     ahead = (chunks - 1) * max(sizes)
-    return PipelineSchedule.of(f"interleaved-{chunks}", [
-        _in_turns(rank, _grouped(sizes, range(chunks)), _grouped(sizes, range(chunks)[::-1]),
-                  2 * (ranks - 1 - rank) + ahead if chunks > 1 else ranks - 1 - rank, ranks) for rank in range(ranks)])
+    return PipelineSchedule.of(
+        f"interleaved-{chunks}",
+        [
+            _in_turns(
+                rank,
+                _grouped(sizes, range(chunks)),
+                _grouped(sizes, range(chunks)[::-1]),
+                2 * (ranks - 1 - rank) + ahead if chunks > 1 else ranks - 1 - rank,
+                ranks,
+            )
+            for rank in range(ranks)
+        ],
+    )
 
 
 def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSchedule:
@@ -114,8 +135,9 @@ def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> 
     for rank in range(ranks):
         first = (chunks - 1) * max(sizes) + ranks - 1 - rank
         table, late = list[PipelineAction](), list[PipelineAction]()
-        for action in _in_turns(rank, _grouped(sizes, range(chunks)), _grouped(sizes, range(chunks)[::-1]), first,
-                                ranks):
+        for action in _in_turns(
+            rank, _grouped(sizes, range(chunks)), _grouped(sizes, range(chunks)[::-1]), first, ranks
+        ):
             if action.kind == "B":
                 late.append(action._replace(kind="W"))
                 action = action._replace(kind="I")
@@ -139,8 +161,9 @@ def breadth_first(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSc
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches, chunks=chunks)
     forward, backward = _grouped([micro_batches], range(chunks)), _grouped([micro_batches], range(chunks)[::-1])
-    return PipelineSchedule.of(f"breadth-first-{chunks}", [
-        _in_turns(rank, forward, backward, len(forward), ranks) for rank in range(ranks)])
+    return PipelineSchedule.of(
+        f"breadth-first-{chunks}", [_in_turns(rank, forward, backward, len(forward), ranks) for rank in range(ranks)]
+    )
 
 
 def zb_h1(ranks: int, micro_batches: int) -> PipelineSchedule:
@@ -154,8 +177,9 @@ def zb_h1(ranks: int, micro_batches: int) -> PipelineSchedule:
         As in `one_f_one_b`.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
-    return PipelineSchedule.of("zb-h1", [_with_late_weights(rank, micro_batches, ranks - rank, ranks)
-                                         for rank in range(ranks)])
+    return PipelineSchedule.of(
+        "zb-h1", [_with_late_weights(rank, micro_batches, ranks - rank, ranks) for rank in range(ranks)]
+    )
 
 
 def zb_h2(ranks: int, micro_batches: int) -> PipelineSchedule:
@@ -169,8 +193,10 @@ def zb_h2(ranks: int, micro_batches: int) -> PipelineSchedule:
         As in `one_f_one_b`.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
-    return PipelineSchedule.of("zb-h2", [
-        _with_late_weights(rank, micro_batches, 2 * (ranks - rank) - 1, 2 * ranks - 1) for rank in range(ranks)])
+    return PipelineSchedule.of(
+        "zb-h2",
+        [_with_late_weights(rank, micro_batches, 2 * (ranks - rank) - 1, 2 * ranks - 1) for rank in range(ranks)],
+    )
 
 
 def dualpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
@@ -198,9 +224,11 @@ def dualpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     if ranks % 2 or micro_batches % 2 or micro_batches < 2 * ranks:
-        raise PipelineError("dualpipe needs an even number of ranks, an even number of micro-batches, and at least two "
-                            f"micro-batches for each rank; got {counted(ranks, 'rank')} and "
-                            f"{counted(micro_batches, 'micro-batch')}")
+        raise PipelineError(
+            "dualpipe needs an even number of ranks, an even number of micro-batches, and at least two "
+            f"micro-batches for each rank; got {counted(ranks, 'rank')} and "
+            f"{counted(micro_batches, 'micro-batch')}"
+        )
     tables = []
     for rank in range(ranks):
         stages, firsts = (rank, 2 * ranks - 1 - rank), (0, micro_batches // 2)
@@ -223,10 +251,14 @@ def dualpipe_v(ranks: int, micro_batches: int) -> PipelineSchedule:
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     if micro_batches < 2 * ranks:
-        raise PipelineError(f"dualpipe-v needs at least two micro-batches for each rank; got {counted(ranks, 'rank')} "
-                            f"and {counted(micro_batches, 'micro-batch')}")
-    return PipelineSchedule.of("dualpipe-v", [
-        _both_ways(ranks, rank, micro_batches, (rank, 2 * ranks - 1 - rank), (0, 0)) for rank in range(ranks)])
+        raise PipelineError(
+            f"dualpipe-v needs at least two micro-batches for each rank; got {counted(ranks, 'rank')} "
+            f"and {counted(micro_batches, 'micro-batch')}"
+        )
+    return PipelineSchedule.of(
+        "dualpipe-v",
+        [_both_ways(ranks, rank, micro_batches, (rank, 2 * ranks - 1 - rank), (0, 0)) for rank in range(ranks)],
+    )
 
 
 def _group_sizes(ranks: int, micro_batches: int) -> list[int]:
@@ -237,8 +269,9 @@ def _group_sizes(ranks: int, micro_batches: int) -> list[int]:
 def _grouped(sizes: Sequence[int], chunks: Sequence[int]) -> Order:
     """Order in which each group of micro-batches passes through all chunks before the next group."""
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
-    return [(chunk, micro) for start, size in zip(starts, sizes) for chunk in chunks
-            for micro in range(start, start + size)]
+    return [
+        (chunk, micro) for start, size in zip(starts, sizes) for chunk in chunks for micro in range(start, start + size)
+    ]
 
 
 def _in_turns(rank: int, forward: Order, backward: Order, first: int, ranks: int) -> Iterator[PipelineAction]:
@@ -265,8 +298,9 @@ def _with_late_weights(rank: int, micro_batches: int, first: int, most: int) -> 
     yield from (PipelineAction("W", rank, micro) for micro in range(weights, micro_batches))
 
 
-def _both_ways(ranks: int, rank: int, micro_batches: int, stages: tuple[int, int], firsts: tuple[int, int]
-               ) -> Iterator[PipelineAction]:
+def _both_ways(
+    ranks: int, rank: int, micro_batches: int, stages: tuple[int, int], firsts: tuple[int, int]
+) -> Iterator[PipelineAction]:
     """Yield the actions of DualPipe's eight loops. ranks, rank: number of ranks to the middle of the pipeline, and
     place among them. stages, firsts: stage of this rank and first micro-batch, for each direction."""
     forwards, backwards, late = list(firsts), list(firsts), list[tuple[int, int]]()
@@ -306,8 +340,19 @@ def _both_ways(ranks: int, rank: int, micro_batches: int, stages: tuple[int, int
 
 
 BY_NAME: dict[str, Callable[..., PipelineSchedule]] = {
-    "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "breadth-first": breadth_first,
-    "interleaved-zero-bubble": interleaved_zero_bubble, "zb-h1": zb_h1, "zb-h2": zb_h2, "zb-1p": zb_1p, "zb-2p": zb_2p,
-    "zb-v": zb_v, "v-half": v_half, "v-min": v_min, "dualpipe": dualpipe, "dualpipe-v": dualpipe_v,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "breadth-first": breadth_first,
+    "interleaved-zero-bubble": interleaved_zero_bubble,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-1p": zb_1p,
+    "zb-2p": zb_2p,
+    "zb-v": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
+    "dualpipe": dualpipe,
+    "dualpipe-v": dualpipe_v,
 }
 """Name -> function (ranks, micro_batches, options of the schedule) -> table."""

@@ -75,8 +75,9 @@ class TimeLine:
         """Largest number of (stage, micro-batch) pairs that each rank holds at once, from F to the end of W."""
         return self.peak_bytes(1, 1)
 
-    def peak_bytes(self, activations: int | Sequence[int], kept: int | Sequence[int] = 0,
-                   weights: int | Sequence[int] = 0) -> tuple[int, ...]:
+    def peak_bytes(
+        self, activations: int | Sequence[int], kept: int | Sequence[int] = 0, weights: int | Sequence[int] = 0
+    ) -> tuple[int, ...]:
         """Largest number of bytes that each rank holds at once.
 
         Parameters
@@ -99,6 +100,7 @@ class TimeLine:
         >>> simulate(zb_h1(4, 8)).peak_bytes(100, 40)  # 4, 3, 2 and 1 micro-batches before I, the others after it
         (400, 340, 280, 220)
         """
+
         def peak(line: Sequence[Timed]) -> int:
             parts = [part for timed in line for part in timed.action.each]
             held = most = sum(of_stage(weights, stage) for stage in {part.stage for part in parts})

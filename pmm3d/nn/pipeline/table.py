@@ -13,9 +13,16 @@ from typing import NamedTuple
 
 from ...errors import Pmm3dError
 
-KINDS = {"F": "forward", "I": "backward for the input", "W": "backward for the weights", "B": "whole backward",
-         "SEND_F": "send of an output", "RECV_F": "receive of an input", "SEND_B": "send of an input's gradient",
-         "RECV_B": "receive of an output's gradient"}
+KINDS = {
+    "F": "forward",
+    "I": "backward for the input",
+    "W": "backward for the weights",
+    "B": "whole backward",
+    "SEND_F": "send of an output",
+    "RECV_F": "receive of an input",
+    "SEND_B": "send of an input's gradient",
+    "RECV_B": "receive of an output's gradient",
+}
 TOGETHER = "OVERLAP_F_B"
 COMPUTING = "F", "I", "W", "B", TOGETHER
 """Kinds of actions that compute."""
@@ -96,15 +103,17 @@ class PipelineAction(NamedTuple):
             return cls.both(*map(cls.read, found.groups()))
         if found := _ONE.fullmatch(text):
             return cls(found[2], int(found[1]), int(found[3]))
-        raise PipelineError(f"{text!r} is not an action. Write stage, kind and micro-batch, such as 2F0, 2I0, 2W0, 2B0 "
-                            f"or (0F7;7B3){TOGETHER}")
+        raise PipelineError(
+            f"{text!r} is not an action. Write stage, kind and micro-batch, such as 2F0, 2I0, 2W0, 2B0 "
+            f"or (0F7;7B3){TOGETHER}"
+        )
 
     @property
     def in_words(self) -> str:
         """Description for error messages.
 
-            >>> PipelineAction("I", 1, 2).in_words
-            '1I2 (backward for the input of micro-batch 2 on stage 1)'
+        >>> PipelineAction("I", 1, 2).in_words
+        '1I2 (backward for the input of micro-batch 2 on stage 1)'
         """
         return f"{self} ({KINDS.get(self.kind, 'both')} of micro-batch {self.micro} on stage {self.stage})"
 
@@ -222,8 +231,16 @@ class PipelineSchedule:
                 except PipelineError as error:
                     raise PipelineError(f"{name}, rank {rank} (line {rank + 1}), cell {cell + 1}: {error}") from None
         late = {(action.stage, action.micro) for actions in ranks for action in actions if action.kind == "W"}
-        return cls.of(name, ([action._replace(kind="I") if action.kind == "B" and action[1:3] in late else action
-                              for action in actions] for actions in ranks))
+        return cls.of(
+            name,
+            (
+                [
+                    action._replace(kind="I") if action.kind == "B" and action[1:3] in late else action
+                    for action in actions
+                ]
+                for actions in ranks
+            ),
+        )
 
     def __str__(self) -> str:
         """CSV text of the table."""
@@ -237,8 +254,9 @@ class PipelineSchedule:
     @property
     def without_messages(self) -> PipelineSchedule:
         """Copy of the table without sends and receives."""
-        return self.of(self.name, ([action for action in actions if action.kind in COMPUTING]
-                                   for actions in self.actions))
+        return self.of(
+            self.name, ([action for action in actions if action.kind in COMPUTING] for actions in self.actions)
+        )
 
     def each(self) -> Iterator[tuple[int, int, PipelineAction]]:
         """Yield (rank, place in the rank's list, action). Overlapped passes are yielded one after the other."""
@@ -296,10 +314,14 @@ class PipelineSchedule:
     def complain(self, rank: int, place: int, why: str) -> PipelineError:
         """Error that shows the place of an action."""
         actions, first = self.actions[rank], max(0, place - SHOWN)
-        words = [f">> {action} <<" if number == place else str(action)
-                 for number, action in enumerate(actions[first : place + SHOWN + 1], first)]
-        return PipelineError(f"{self.name}: {why}. Rank {rank}, action {place + 1} of {len(actions)}: "
-                             f"{'... ' * (first > 0)}{', '.join(words)}{' ...' * (place + SHOWN + 1 < len(actions))}")
+        words = [
+            f">> {action} <<" if number == place else str(action)
+            for number, action in enumerate(actions[first : place + SHOWN + 1], first)
+        ]
+        return PipelineError(
+            f"{self.name}: {why}. Rank {rank}, action {place + 1} of {len(actions)}: "
+            f"{'... ' * (first > 0)}{', '.join(words)}{' ...' * (place + SHOWN + 1 < len(actions))}"
+        )
 
 
 def key_of(action: PipelineAction) -> Key:
@@ -338,16 +360,22 @@ def check(table: PipelineSchedule) -> None:
                 raise table.complain(rank, place, f"{action} comes before {_in_words(needed)}")
         if action.kind in ("B", "W"):
             if action.micro < latest.get(action.stage, 0):
-                raise table.complain(rank, place, f"the weight gradient of micro-batch {action.micro} comes after the "
-                                     f"gradient of micro-batch {latest[action.stage]}. Ascending order is needed, so "
-                                     "that sums have the same bits as in other schedules")
+                raise table.complain(
+                    rank,
+                    place,
+                    f"the weight gradient of micro-batch {action.micro} comes after the "
+                    f"gradient of micro-batch {latest[action.stage]}. Ascending order is needed, so "
+                    "that sums have the same bits as in other schedules",
+                )
             latest[action.stage] = action.micro
     for micro, chain in table.chain_of.items():
         for stage in chain:
             for kind in "FIW":
                 if (kind, stage, micro) not in done:
-                    raise PipelineError(f"{table.name}: {KINDS[kind]} of micro-batch {micro} on stage {stage}, on rank "
-                                        f"{table.stages[stage]}, is missing ({stage}{kind}{micro})")
+                    raise PipelineError(
+                        f"{table.name}: {KINDS[kind]} of micro-batch {micro} on stage {stage}, on rank "
+                        f"{table.stages[stage]}, is missing ({stage}{kind}{micro})"
+                    )
     for rank, waiting in _stuck(table):
         needed = [key for part in table.actions[rank][waiting].each for key in table.needed(part)][-1]
         raise table.complain(rank, waiting, f"deadlock: {table.actions[rank][waiting]} waits for {_in_words(needed)}")
@@ -357,14 +385,23 @@ def _check_stages(table: PipelineSchedule) -> None:
     ranks = dict[int, int]()
     for rank, place, action in table.each():
         if ranks.setdefault(action.stage, rank) != rank:
-            raise table.complain(rank, place, f"stage {action.stage} is on rank {ranks[action.stage]} and on rank "
-                                 f"{rank}. Put each stage on one rank")
+            raise table.complain(
+                rank,
+                place,
+                f"stage {action.stage} is on rank {ranks[action.stage]} and on rank {rank}. Put each stage on one rank",
+            )
     stages = [stage for chain in table.chains for stage in chain]
     if sorted(stages) != list(range(len(ranks))):
         missing = sorted({*range(max(ranks) + 1)} - set(ranks))
         passed = ", ".join(f"{chain.start} to {chain.stop - 1}" for chain in table.chains)
-        raise PipelineError(f"{table.name}: the stages are {sorted(ranks)}" + (
-            f"; {missing} are on no rank" if missing else f", and micro-batches pass through {passed}, which overlap"))
+        raise PipelineError(
+            f"{table.name}: the stages are {sorted(ranks)}"
+            + (
+                f"; {missing} are on no rank"
+                if missing
+                else f", and micro-batches pass through {passed}, which overlap"
+            )
+        )
     if missing := sorted({*range(table.micro_batches)} - set(table.chain_of)):
         raise PipelineError(f"{table.name}: micro-batch {missing[0]} has no forward pass")
 
@@ -375,8 +412,9 @@ def _stuck(table: PipelineSchedule) -> list[tuple[int, int]]:
     while moved:
         moved = False
         for rank, actions in enumerate(table.actions):
-            while places[rank] < len(actions) and all(key in done for part in actions[places[rank]].each
-                                                      for key in table.needed(part)):
+            while places[rank] < len(actions) and all(
+                key in done for part in actions[places[rank]].each for key in table.needed(part)
+            ):
                 done |= {key_of(part) for part in actions[places[rank]].each}
                 places[rank], moved = places[rank] + 1, True
     return [(rank, place) for rank, place in enumerate(places) if place < len(table.actions[rank])]
@@ -408,6 +446,7 @@ def with_messages(table: PipelineSchedule) -> PipelineSchedule:
     0F0,0SEND_F0,0RECV_B0,0B0
     1RECV_F0,1F0,1B0,1SEND_B0
     """
+
     def messages(action: PipelineAction, rank: int) -> tuple[list[PipelineAction], list[PipelineAction]]:
         kind, stage, micro = action[:3]
         chain, letter = table.chain_of[micro], "F" if kind == "F" else "B"
@@ -415,15 +454,19 @@ def with_messages(table: PipelineSchedule) -> PipelineSchedule:
             return [], []
         source, target = (stage - 1, stage + 1) if kind == "F" else (stage + 1, stage - 1)
         received, sent = (other in chain and table.stages[other] != rank for other in (source, target))
-        return ([PipelineAction(f"RECV_{letter}", stage, micro)] * received,
-                [PipelineAction(f"SEND_{letter}", stage, micro)] * sent)
+        return (
+            [PipelineAction(f"RECV_{letter}", stage, micro)] * received,
+            [PipelineAction(f"SEND_{letter}", stage, micro)] * sent,
+        )
 
     table, ranks = table.without_messages, list[list[PipelineAction]]()
     for rank, actions in enumerate(table.actions):
         ranks.append([])
         for action in actions:
             sides = [messages(part, rank) for part in action.each]
-            ranks[rank] += [*(one for before, _ in sides for one in before), action,
-                            *(one for _, after in sides for one in after)]
+            ranks[rank] += [
+                *(one for before, _ in sides for one in before),
+                action,
+                *(one for _, after in sides for one in after),
+            ]
     return PipelineSchedule.of(table.name, ranks)
-

@@ -72,8 +72,11 @@ def v_half(ranks: int, micro_batches: int, times: Times = Times(), limit: float 
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     stages = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
     most = int(2 * checked_limit("v-half", ranks / 2 + 1 if limit is None else limit))
-    policies = [Policy(most, 1, [max(1, int(number - step * rank)) for rank in range(ranks)])
-                for number in (most - 1, most - 2) for step in (0, 0.2, 0.3, 0.4, 0.5)]
+    policies = [
+        Policy(most, 1, [max(1, int(number - step * rank)) for rank in range(ranks)])
+        for number in (most - 1, most - 2)
+        for step in (0, 0.2, 0.3, 0.4, 0.5)
+    ]
     return best_of("v-half", (fill_bubbles("v-half", stages, micro_batches, times, each) for each in policies), times)
 
 
@@ -92,13 +95,25 @@ def v_min(ranks: int, micro_batches: int) -> PipelineSchedule:
     tables, later = [], 2 * (ranks % 3 == 0)  # delays I, whose place would otherwise be the place of F
     for rank in range(ranks):
         first, second = rank, 2 * ranks - 1 - rank
-        places = {("F", first): rank, ("F", second): 2 * ranks - 1 - rank,
-                  ("I", second): 2 * ranks + rank + later, ("I", first): 4 * ranks - 1 - rank + later}
+        places = {
+            ("F", first): rank,
+            ("F", second): 2 * ranks - 1 - rank,
+            ("I", second): 2 * ranks + rank + later,
+            ("I", first): 4 * ranks - 1 - rank + later,
+        }
         for stage in (second, first):
             taken = {place % 6 for place in places.values()}
-            places["W", stage] = next(place for place in range(places["I", stage] + 1, places["I", stage] + 7)
-                                      if place % 6 not in taken)
-        tables.append([action for _, action in sorted(
-            (place + 6 * micro, PipelineAction(kind, stage, micro)) for (kind, stage), place in places.items()
-            for micro in range(micro_batches))])
+            places["W", stage] = next(
+                place for place in range(places["I", stage] + 1, places["I", stage] + 7) if place % 6 not in taken
+            )
+        tables.append(
+            [
+                action
+                for _, action in sorted(
+                    (place + 6 * micro, PipelineAction(kind, stage, micro))
+                    for (kind, stage), place in places.items()
+                    for micro in range(micro_batches)
+                )
+            ]
+        )
     return PipelineSchedule.of("v-min", tables)

@@ -28,8 +28,9 @@ class Policy(NamedTuple):
     patience: float = 0.0
 
 
-def fill_bubbles(name: str, stages: Sequence[Sequence[int]], micro_batches: int, times: Times, policy: Policy
-                 ) -> PipelineSchedule | None:
+def fill_bubbles(
+    name: str, stages: Sequence[Sequence[int]], micro_batches: int, times: Times, policy: Policy
+) -> PipelineSchedule | None:
     """Choose the actions of all ranks in the order of time, with I before F before W. Return None for a deadlock."""
     rank_of = {stage: rank for rank, own in enumerate(stages) for stage in own}
     last, ends, free = len(rank_of) - 1, dict[tuple[str, int, int], float](), [0.0] * len(stages)
@@ -58,8 +59,10 @@ def fill_bubbles(name: str, stages: Sequence[Sequence[int]], micro_batches: int,
                     yield max(free[rank], needed), 1, -stage, "F"
 
     def held(rank: int) -> float:
-        return sum(counts["F", stage] - (1 - policy.weight) * counts["I", stage] - policy.weight * counts["W", stage]
-                   for stage in stages[rank])
+        return sum(
+            counts["F", stage] - (1 - policy.weight) * counts["I", stage] - policy.weight * counts["W", stage]
+            for stage in stages[rank]
+        )
 
     def next_of(rank: int) -> tuple[float, int, int, str] | None:
         soonest = min(candidates(rank), default=None)
@@ -98,8 +101,9 @@ def best_of(name: str, tables: Iterable[PipelineSchedule | None], times: Times) 
     """The first table with the smallest `cost`."""
     found = [table for table in tables if table is not None]
     if not found:
-        raise PipelineError(f"{name}: no schedule was found within this limit of memory. Allow more memory, or use "
-                            "fewer ranks")
+        raise PipelineError(
+            f"{name}: no schedule was found within this limit of memory. Allow more memory, or use fewer ranks"
+        )
     return min(found, key=lambda table: simulate(table, times).cost)
 
 
@@ -141,7 +145,11 @@ def zb_2p(ranks: int, micro_batches: int, times: Times = Times(), limit: float |
 def _zero_bubble(name: str, ranks: int, micro_batches: int, times: Times, limit: float) -> PipelineSchedule:
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     most = int(checked_limit(name, limit))
-    policies = [Policy(limit, WEIGHT_MEMORY, [max(1, number - step * rank) for rank in range(ranks)], part)
-                for number in (most, most - 1) for step in (1, 2) for part in (0.0, 0.3, 0.5, 0.98)]
+    policies = [
+        Policy(limit, WEIGHT_MEMORY, [max(1, number - step * rank) for rank in range(ranks)], part)
+        for number in (most, most - 1)
+        for step in (1, 2)
+        for part in (0.0, 0.3, 0.5, 0.98)
+    ]
     stages = [(rank,) for rank in range(ranks)]
     return best_of(name, (fill_bubbles(name, stages, micro_batches, times, policy) for policy in policies), times)

@@ -41,10 +41,16 @@ class Choice:
         """Return the choice as a line of text. Both times include `slower`."""
         next_one = f"; next {self._timed(self.runner_up)}" if self.runner_up is not None else ""
         shared = f"; ranks share cores, so they compute {self.slower:.3g} times as long" if self.slower > 1 else ""
-        remedy = ("pmm3d tune machine measures this one" if self.on_host
-                  else "without these devices; PMM3D_MACHINE selects another")
-        known = (f"of a {self.machine} machine ({remedy})" if self.machine == UNMEASURED
-                 else f"of {self.machine}" + " (not measured by pmm3d tune machine)" * (not self.measured))
+        remedy = (
+            "pmm3d tune machine measures this one"
+            if self.on_host
+            else "without these devices; PMM3D_MACHINE selects another"
+        )
+        known = (
+            f"of a {self.machine} machine ({remedy})"
+            if self.machine == UNMEASURED
+            else f"of {self.machine}" + " (not measured by pmm3d tune machine)" * (not self.measured)
+        )
         return f"grid.shape = auto: {self._timed(self.chosen)} a step by the model {known}{next_one}{shared}"
 
     def _timed(self, candidate: Candidate) -> str:
@@ -54,8 +60,12 @@ class Choice:
 
     def document(self) -> dict[str, Any]:
         """Return the choice for JSON."""
-        return {"machine": self.machine, "measured": self.measured, "chosen": _document(self.chosen),
-                "next": None if self.runner_up is None else _document(self.runner_up)}
+        return {
+            "machine": self.machine,
+            "measured": self.measured,
+            "chosen": _document(self.chosen),
+            "next": None if self.runner_up is None else _document(self.runner_up),
+        }
 
 
 def chosen_grid(config: Config, comm: MPI.Intracomm) -> Choice:
@@ -66,8 +76,10 @@ def chosen_grid(config: Config, comm: MPI.Intracomm) -> Choice:
     network does not run without data.
     """
     if config.grid.data > 1:
-        raise GridError(f"grid.data = {config.grid.data}, but grid.shape = \"auto\" chooses the ranks along data too: "
-                        "leave it out, or name the shape")
+        raise GridError(
+            f'grid.data = {config.grid.data}, but grid.shape = "auto" chooses the ranks along data too: '
+            "leave it out, or name the shape"
+        )
     with Grid(comm, "ddp") as grid:
         processes = grid.transport.processes
         assert processes is not None
@@ -88,13 +100,26 @@ def _choice(config: Config, processes: Processes, known: Machine | None, limit: 
 
     per_node = processes.per_node()
     machine = (known or nominal(per_node)).with_ranks_per_node(per_node)
-    best, *others = rank_training(config, len(processes), machine, limit=limit, samples=sizes_in_file(config),
-                                  run=processes.run(), pipes=(config.grid.pipe,),
-                                  seqs=(config.grid.seq * config.grid.ulysses,)).candidates
+    best, *others = rank_training(
+        config,
+        len(processes),
+        machine,
+        limit=limit,
+        samples=sizes_in_file(config),
+        run=processes.run(),
+        pipes=(config.grid.pipe,),
+        seqs=(config.grid.seq * config.grid.ulysses,),
+    ).candidates
     slower = max(1.0, per_node / host.usable_cores()) if on_host and not machine.key else 1.0
     return Choice(best, others[0] if others else None, machine.name, bool(machine.key), on_host, slower)
 
 
 def _document(candidate: Candidate) -> dict[str, Any]:
-    return {"grid": candidate.grid._asdict(), "seconds": candidate.seconds, "terms": dict(candidate.terms),
-            "memory": dict(candidate.memory), "preset": candidate.preset, "schedule": candidate.schedule}
+    return {
+        "grid": candidate.grid._asdict(),
+        "seconds": candidate.seconds,
+        "terms": dict(candidate.terms),
+        "memory": dict(candidate.memory),
+        "preset": candidate.preset,
+        "schedule": candidate.schedule,
+    }

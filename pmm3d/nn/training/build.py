@@ -35,8 +35,9 @@ from .state import TrainState
 
 
 @contextmanager
-def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None, accept: Collection[str] = (),
-            **options: Any) -> Iterator[Trainer]:
+def trainer(
+    config: Config, comm: MPI.Intracomm, signals: Signals | None = None, accept: Collection[str] = (), **options: Any
+) -> Iterator[Trainer]:
     """Context of the trainer, on a grid over comm. signals: received so far; accept: facts of the validation file that
     may differ; options: further arguments of Grid. Raises Pmm3dError, on every rank, if data and configuration do not
     fit together."""
@@ -57,11 +58,16 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
         with opened(config, grid, accept) as ((data, rows), held_out):
             loss = loss_of(config, data.classes is not None)
             classes = data.classes if loss == "cross_entropy" else None
-            batches: dict[str, Any] = {"batch_size": config.data.batch_size, "prefetch": config.data.prefetch,
-                                       "micro_batches": config.grid.micro_batches}
+            batches: dict[str, Any] = {
+                "batch_size": config.data.batch_size,
+                "prefetch": config.data.prefetch,
+                "micro_batches": config.grid.micro_batches,
+            }
             if config.precision.compute == "float16" and config.network.library == "numpy" and grid.rank == 0:
-                logger.warning('float16 arrays of numpy are slow: they are widened to float32 for each product. '
-                               'network.library = "torch" is faster, and has bfloat16')
+                logger.warning(
+                    "float16 arrays of numpy are slow: they are widened to float32 for each product. "
+                    'network.library = "torch" is faster, and has bfloat16'
+                )
             samples = samples_of(data, loss)
             found = SampleSizes(samples.features, samples.outputs, classes is not None, len(rows))
             with grid.collective_call("training"):
@@ -140,21 +146,44 @@ def _check_tables(network: Pipeline, loader: Loader) -> None:
         try:
             network.table(len(last))
         except PipelineError as error:
-            raise PipelineError(f"{error}. The last batch of an epoch has {sum(last)} rows, one for each micro-batch: "
-                                "choose a data.batch_size that leaves more rows, or none") from None
+            raise PipelineError(
+                f"{error}. The last batch of an epoch has {sum(last)} rows, one for each micro-batch: "
+                "choose a data.batch_size that leaves more rows, or none"
+            ) from None
 
 
-def _trainer(config: Config, network: Module, loader: Loader, validation: Loader | None, loss: str,
-             signals: Signals, samples: Samples, auto: Choice | None) -> Trainer:
+def _trainer(
+    config: Config,
+    network: Module,
+    loader: Loader,
+    validation: Loader | None,
+    loss: str,
+    signals: Signals,
+    samples: Samples,
+    auto: Choice | None,
+) -> Trainer:
     section, grid = config.training, network.whole
     optimizer = make_optimizer(config, network)
     epochs = section.epochs or -(-(section.steps or 1) // len(loader))
     steps = min(epochs * len(loader), section.steps or epochs * len(loader))
-    recipe = Recipe(loss, epochs, steps=section.steps, clip=config.optimizer.clip, log_every=section.log_every,
-                    evaluate_every=section.evaluate_every, checkpoint_every=section.checkpoint_every)
+    recipe = Recipe(
+        loss,
+        epochs,
+        steps=section.steps,
+        clip=config.optimizer.clip,
+        log_every=section.log_every,
+        evaluate_every=section.evaluate_every,
+        checkpoint_every=section.checkpoint_every,
+    )
     return Trainer(
-        TrainState(network, optimizer, make_schedule(config, optimizer, steps), loader), recipe, validation,
-        Checkpoints(grid, section.folder / "checkpoints", keep=section.keep,
-                    background=section.checkpoint_in_background),
+        TrainState(network, optimizer, make_schedule(config, optimizer, steps), loader),
+        recipe,
+        validation,
+        Checkpoints(
+            grid, section.folder / "checkpoints", keep=section.keep, background=section.checkpoint_in_background
+        ),
         RunLog(section.folder, grid.rank, prometheus=section.prometheus),
-        settings={**config.settings(), SAMPLES: samples.model_dump()}, signals=signals, auto=auto)
+        settings={**config.settings(), SAMPLES: samples.model_dump()},
+        signals=signals,
+        auto=auto,
+    )

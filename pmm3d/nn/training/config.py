@@ -84,17 +84,28 @@ class Config(Section):
         needing = [f"grid.{axis}" for axis in (SEQ, ULYSSES) if axis in self.grid.axes]
         needing += [] if data.documents is None else ["data.documents"]
         for wrong, text in (
-                (not length and network.of_tokens, f'network.kind = "{network.kind}" is a network of tokens: set '
-                 "data.sequence, the number of tokens of a sequence"),
-                (not length and needing, f"{''.join(needing[:1])} is for tokens: set data.sequence, or leave it out"),
-                (length and not network.of_tokens and network.build is None, "data.sequence makes the data tokens, "
-                 'which fully connected layers do not take: set network.kind = "gpt" or "llama", or leave '
-                 "data.sequence out"),
-                (length and given, f"{''.join(given[:1])} is not for tokens (data.sequence): leave it out"),
-                (length and loss not in ("auto", "cross_entropy"), f'training.loss = "{loss}": the loss of tokens is '
-                 "cross_entropy; leave it out"),
-                (length > (network.positions or length), f"data.sequence = {length} is longer than network.positions = "
-                 f"{network.positions}")):
+            (
+                not length and network.of_tokens,
+                f'network.kind = "{network.kind}" is a network of tokens: set '
+                "data.sequence, the number of tokens of a sequence",
+            ),
+            (not length and needing, f"{''.join(needing[:1])} is for tokens: set data.sequence, or leave it out"),
+            (
+                length and not network.of_tokens and network.build is None,
+                "data.sequence makes the data tokens, "
+                'which fully connected layers do not take: set network.kind = "gpt" or "llama", or leave '
+                "data.sequence out",
+            ),
+            (length and given, f"{''.join(given[:1])} is not for tokens (data.sequence): leave it out"),
+            (
+                length and loss not in ("auto", "cross_entropy"),
+                f'training.loss = "{loss}": the loss of tokens is cross_entropy; leave it out',
+            ),
+            (
+                length > (network.positions or length),
+                f"data.sequence = {length} is longer than network.positions = {network.positions}",
+            ),
+        ):
             if wrong:
                 raise ValueError(text)
         return self
@@ -103,15 +114,21 @@ class Config(Section):
     def _precision_fits(self) -> Config:
         dtype, precision, library = self.network.dtype, self.training.precision, self.network.library
         if dtype != "float32" and precision != "float32":
-            raise ValueError(f"training.precision = \"{precision}\" needs network.dtype = \"float32\", which is "
-                             f"\"{dtype}\": leave one of them out")
+            raise ValueError(
+                f'training.precision = "{precision}" needs network.dtype = "float32", which is '
+                f'"{dtype}": leave one of them out'
+            )
         if precision == "bfloat16" and library.partition(":")[0] != "torch":
-            raise ValueError(f"training.precision = \"bfloat16\" needs torch arrays, and network.library is {library}: "
-                             "set network.library = \"torch\" (or \"torch:cuda\")")
+            raise ValueError(
+                f'training.precision = "bfloat16" needs torch arrays, and network.library is {library}: '
+                'set network.library = "torch" (or "torch:cuda")'
+            )
         if precision == "tf32" and self.network.on_host:
-            raise ValueError("training.precision = \"tf32\" needs a GPU, and the arrays of network.library = "
-                             f"\"{library}\" are in host memory: set it to \"torch:cuda\" or \"cupy\", or the "
-                             "precision to \"float32\"")
+            raise ValueError(
+                'training.precision = "tf32" needs a GPU, and the arrays of network.library = '
+                f'"{library}" are in host memory: set it to "torch:cuda" or "cupy", or the '
+                'precision to "float32"'
+            )
         return self
 
 

@@ -21,8 +21,10 @@ MOST_SHOWN = 60
 """Characters of a wrong value in an error."""
 WIDTH = 118
 """Characters of a comment's line."""
-HEAD = ("Configuration of pmm3d train with every key: its meaning, its possible values, and its value. A key without a "
-        "value is a comment. Relative paths start at the current folder; ~ and $NAME are expanded.")
+HEAD = (
+    "Configuration of pmm3d train with every key: its meaning, its possible values, and its value. A key without a "
+    "value is a comment. Relative paths start at the current folder; ~ and $NAME are expanded."
+)
 
 
 def as_toml(config: BaseModel) -> str:
@@ -50,8 +52,9 @@ def _line(section: BaseModel, key: str) -> str:
 
 def explained(error: ValidationError, model: type[BaseModel], values: Mapping[str, Any]) -> str:
     """Return the errors in these values: each unknown key with the nearest known one, and each wrong value."""
-    return "; ".join(dict.fromkeys(_explained(problem, model, values) for problem in error.errors()
-                                   if problem["type"] != CASCADE))
+    return "; ".join(
+        dict.fromkeys(_explained(problem, model, values) for problem in error.errors() if problem["type"] != CASCADE)
+    )
 
 
 def _explained(problem: Any, model: type[BaseModel], values: Mapping[str, Any]) -> str:

@@ -28,8 +28,10 @@ from .step import train_step
 
 STEPS = 2
 """The first step prefetches no weights and has no optimizer state. The second one is like all others."""
-REMEDY = ("If the data file does not exist yet, give the sizes of its samples: --features and --outputs of pmm3d plan "
-          "(samples= in a program), and --classes for labels")
+REMEDY = (
+    "If the data file does not exist yet, give the sizes of its samples: --features and --outputs of pmm3d plan "
+    "(samples= in a program), and --classes for labels"
+)
 
 
 class Step(NamedTuple):
@@ -65,8 +67,13 @@ class DrySteps:
     Raises Pmm3dError for a data file that does not exist and a network.build that does not run.
     """
 
-    def __init__(self, config: Config, samples: tuple[int, ...] | SampleSizes | None = None, keep: int = 0,
-                 own: OwnNetwork | None = None):
+    def __init__(
+        self,
+        config: Config,
+        samples: tuple[int, ...] | SampleSizes | None = None,
+        keep: int = 0,
+        own: OwnNetwork | None = None,
+    ):
         self.config, self.keep, self._own = config, keep, own
         if samples is None and not Path(config.data.file).exists():
             raise DataError(f"cannot open {config.data.file}: there is no such file. {REMEDY}")
@@ -116,8 +123,14 @@ class DrySteps:
         """Return steps with the stages and the micro-batches of a table. They use grid.cut if grid.pipe is the number
         of ranks of the table, otherwise an even cut."""
         section = self.config.grid
-        grid = section.model_copy(update={"pipe": table.ranks, "schedule": table, "chunks": None,
-                                          "cut": section.cut if section.pipe == table.ranks else None})
+        grid = section.model_copy(
+            update={
+                "pipe": table.ranks,
+                "schedule": table,
+                "chunks": None,
+                "cut": section.cut if section.pipe == table.ranks else None,
+            }
+        )
         return self._with(micro_batches=table.micro_batches, config=self.config.model_copy(update={"grid": grid}))
 
     def of(self, shape: GridShape, ranks_per_node: int, rank: int = 0) -> Step:
@@ -144,13 +157,13 @@ class DrySteps:
             x, y = (facts.on(stage) for facts in batch)
             if config.data.sequence is not None:
                 x.labels_below = y.labels_below = samples.outputs
-            train_step(network, optimizer, loss_named(self.loss), [(x, y)] * count, config.optimizer.clip,
-                       scale=scale)
+            train_step(network, optimizer, loss_named(self.loss), [(x, y)] * count, config.optimizer.clip, scale=scale)
             finish_all(dry)
         flop = sum(2.0 * action.m * action.n * action.k for action in run.actions if action.what == "gemm")
         received = sum(action.received for action in run.actions if action.what == "begin")
-        nbytes = sum(each.layout.box(each.shape, stage.shape, stage.coords).size * itemsize(each.dtype)
-                     for each in batch)
+        nbytes = sum(
+            each.layout.box(each.shape, stage.shape, stage.coords).size * itemsize(each.dtype) for each in batch
+        )
         held = {**memory(dry), "batches": (config.data.prefetch + 2) * count * nbytes}
         if config.training.checkpoint_in_background and config.network.on_host:
             matrices = {**network.matrices(), **optimizer.matrices(network.named_parameters())}
@@ -178,8 +191,10 @@ class DrySteps:
         except Exception as error:
             if self._own is None:
                 raise
-            raise Pmm3dError(f"network.build = {self._own.name} does not run without data, as planning does: "
-                             f"{type(error).__name__}: {error}. Name the grid") from error
+            raise Pmm3dError(
+                f"network.build = {self._own.name} does not run without data, as planning does: "
+                f"{type(error).__name__}: {error}. Name the grid"
+            ) from error
 
 
 class _Taken(LossScale):
@@ -189,8 +204,14 @@ class _Taken(LossScale):
         return True
 
 
-def step_of(config: Config, shape: GridShape, ranks_per_node: int, rank: int = 0,
-            samples: tuple[int, ...] | SampleSizes | None = None, keep: int = 0) -> Step:
+def step_of(
+    config: Config,
+    shape: GridShape,
+    ranks_per_node: int,
+    rank: int = 0,
+    samples: tuple[int, ...] | SampleSizes | None = None,
+    keep: int = 0,
+) -> Step:
     """Return the step of a rank of a grid of that shape; ranks fill node after node. Arguments and errors as of
     `DrySteps`.
 
@@ -205,6 +226,8 @@ def step_of(config: Config, shape: GridShape, ranks_per_node: int, rank: int = 0
 
 def _checked(samples: SampleSizes) -> SampleSizes:
     if min(samples.features, samples.outputs) < 1 or samples.classes and samples.outputs < 2:
-        raise Pmm3dError(f"samples: a network needs at least 1 feature and 1 output (2 for classes); got "
-                         f"{samples.features} and {samples.outputs}")
+        raise Pmm3dError(
+            f"samples: a network needs at least 1 feature and 1 output (2 for classes); got "
+            f"{samples.features} and {samples.outputs}"
+        )
     return samples

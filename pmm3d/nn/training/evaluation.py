@@ -77,9 +77,11 @@ class Evaluation:
         number = step.terms(result, rows)
         self._mixed |= number is None
         if self._mixed and self._rows:
-            raise Pmm3dError("evaluate: the loss is a sum, or it changes a mean with ignore_index, so its mean over "
-                             "several batches is not known. Return the mean of nn.cross_entropy itself, or evaluate "
-                             "one batch")
+            raise Pmm3dError(
+                "evaluate: the loss is a sum, or it changes a mean with ignore_index, so its mean over "
+                "several batches is not known. Return the mean of nn.cross_entropy itself, or evaluate "
+                "one batch"
+            )
         terms = rows if number is None else number
         self._sums[0] += local_loss(result) * terms if terms else 0.0
         self._terms += terms
@@ -96,8 +98,10 @@ class Evaluation:
         with labels there is neither accuracy nor r2."""
         grid, rows = self._network.grid, self._rows
         if not rows:
-            raise Pmm3dError("an evaluation needs batches, and there were none. An exhausted iterator returns no more: "
-                             "pass a list or a Loader, which starts again by itself")
+            raise Pmm3dError(
+                "an evaluation needs batches, and there were none. An exhausted iterator returns no more: "
+                "pass a list or a Loader, which starts again by itself"
+            )
         with grid.ledger.phase("agreement"):
             loss, right = grid.everyone.all_reduce(self._sums, agreed=True).wait().tolist()
         score = {"accuracy": right / rows} if self._classes else {"r2": self._score.value()} if self._vectors else {}

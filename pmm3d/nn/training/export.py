@@ -41,9 +41,11 @@ def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path, names
         of_torch = known is None or known.config.network.build  # a file of network.build may be missing now
         with grid.collective_call("export", names, always=True):
             if of_torch and names not in (None, TORCH):
-                raise CheckpointError(f"{found.path} does not determine its network, so the export cannot use the "
-                                      f"names {names!r}. Make the network in a program, load it with "
-                                      "nn.exchange.load_weights, and call its export")
+                raise CheckpointError(
+                    f"{found.path} does not determine its network, so the export cannot use the "
+                    f"names {names!r}. Make the network in a program, load it with "
+                    "nn.exchange.load_weights, and call its export"
+                )
         if known is None or of_torch:
             _export_matrices(grid, keeper, found, target)
         else:
@@ -51,8 +53,9 @@ def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path, names
         return found.path
 
 
-def _export_network(grid: Grid, keeper: Checkpoints, found: Checkpoint, known: Recalled, target: Path,
-                    names: str | None) -> None:
+def _export_network(
+    grid: Grid, keeper: Checkpoints, found: Checkpoint, known: Recalled, target: Path, names: str | None
+) -> None:
     """Export the parameters of the network, which distinguishes vectors from matrices."""
     section = known.config.network.model_copy(update={"library": "numpy"})
     config = known.config.model_copy(update={"network": section})
@@ -66,10 +69,18 @@ def _export_matrices(grid: Grid, keeper: Checkpoints, found: Checkpoint, target:
     """Export the matrices of the checkpoint, whose manifest distinguishes vectors from matrices."""
     entries = {name: entry for name, entry in found.manifest["matrices"].items() if not is_state(name)}
     library = "torch" if "bfloat16" in {entry["dtype"] for entry in entries.values()} else "numpy"
-    matrices = {name: DistMatrix.empty(grid, tuple(entry["shape"]), dtype=entry["dtype"], layout=Layout("z"),
-                                       library=library) for name, entry in entries.items()}
+    matrices = {
+        name: DistMatrix.empty(grid, tuple(entry["shape"]), dtype=entry["dtype"], layout=Layout("z"), library=library)
+        for name, entry in entries.items()
+    }
     vectors = {torch_name(name) for name, entry in entries.items() if entry.get("vector")}
     fill(keeper, found, matrices, partial=True)
     weights = {torch_name(name): matrix for name, matrix in matrices.items()}
-    export_safetensors(grid, target, weights, transpose=weights.keys() - vectors, vectors=vectors,
-                       metadata={OWN: json.dumps({FACTS: facts_in(found.meta)})})
+    export_safetensors(
+        grid,
+        target,
+        weights,
+        transpose=weights.keys() - vectors,
+        vectors=vectors,
+        metadata={OWN: json.dumps({FACTS: facts_in(found.meta)})},
+    )

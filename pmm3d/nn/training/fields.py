@@ -45,17 +45,29 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 Name = Annotated[str, Field(min_length=1)]
 Place = Annotated[Path, BeforeValidator(_expanded)]
-Shape = Annotated[str, Field(pattern=r"^(\d+x\d+x\d+|ddp|fsdp|hsdp|megatron|auto)$"), _in_words(
-    'three numbers, such as "2x2x1", or "ddp", "fsdp", "hsdp", "megatron", or "auto"')]
-Table = Annotated[Name, _in_words(
-    '"1f1b", "zb-h1", another schedule of pmm3d plan pipeline, or a CSV file of actions, such as "mine.csv"')]
+Shape = Annotated[
+    str,
+    Field(pattern=r"^(\d+x\d+x\d+|ddp|fsdp|hsdp|megatron|auto)$"),
+    _in_words('three numbers, such as "2x2x1", or "ddp", "fsdp", "hsdp", "megatron", or "auto"'),
+]
+Table = Annotated[
+    Name,
+    _in_words('"1f1b", "zb-h1", another schedule of pmm3d plan pipeline, or a CSV file of actions, such as "mine.csv"'),
+]
 Cut = Annotated[list[Count] | Literal["cost"], _in_words('a list of whole numbers of at least 1, or "cost"')]
-Function = Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$"), _in_words(
-    'a Python file, relative to the current folder, and a function in it, such as "model.py:build"')]
-Hidden = Annotated[list[Width] | Width, _in_words(
-    "a list of whole numbers of at least 1; for a transformer, one such number")]
-Recompute = Annotated[Count | Literal["none", "selective", "full"], BeforeValidator(_as_policy), _in_words(
-    '"none", "selective", "full", or a whole number of at least 1')]
+Function = Annotated[
+    str,
+    Field(pattern=r"^.+\.py:[A-Za-z_]\w*$"),
+    _in_words('a Python file, relative to the current folder, and a function in it, such as "model.py:build"'),
+]
+Hidden = Annotated[
+    list[Width] | Width, _in_words("a list of whole numbers of at least 1; for a transformer, one such number")
+]
+Recompute = Annotated[
+    Count | Literal["none", "selective", "full"],
+    BeforeValidator(_as_policy),
+    _in_words('"none", "selective", "full", or a whole number of at least 1'),
+]
 
 
 def default_of(**values: Any) -> Any:
@@ -70,8 +82,9 @@ def of_tokens(default: Any) -> Any:
 class Section(BaseModel):
     """Table of a configuration file. Unknown keys, values of another type and keys of another `kind` are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False,
-                              use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     @model_validator(mode="after")
     def _of_this_kind(self) -> Section:
@@ -79,6 +92,8 @@ class Section(BaseModel):
             extra, kind = field.json_schema_extra, getattr(self, "kind", None)
             kinds = extra.get("kinds") if isinstance(extra, dict) else None
             if isinstance(kinds, list) and kind not in kinds and getattr(self, name) is not None:
-                raise ValueError(f'kind = "{kind}" has no key {name}, which is for {", ".join(map(str, kinds))}: leave '
-                                 "it out, or set another kind")
+                raise ValueError(
+                    f'kind = "{kind}" has no key {name}, which is for {", ".join(map(str, kinds))}: leave '
+                    "it out, or set another kind"
+                )
         return self

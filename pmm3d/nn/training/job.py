@@ -18,9 +18,15 @@ if TYPE_CHECKING:
     from .loop import Trainer
 
 
-def train_job(config: Config, comm: MPI.Intracomm, resume: str, trace: Path | None,
-              accept: frozenset[str] = frozenset(), again: str = "",
-              starting: AbstractContextManager[object] = nullcontext()) -> bool:
+def train_job(
+    config: Config,
+    comm: MPI.Intracomm,
+    resume: str,
+    trace: Path | None,
+    accept: frozenset[str] = frozenset(),
+    again: str = "",
+    starting: AbstractContextManager[object] = nullcontext(),
+) -> bool:
     """Train by a Config on the ranks of comm. Return False if a signal ended the run early.
 
     resume: "auto", "never" or the path of a checkpoint; trace: path of a Chrome trace, or None; accept: as in
@@ -40,30 +46,41 @@ def train_job(config: Config, comm: MPI.Intracomm, resume: str, trace: Path | No
         return finished
 
 
-def _train_on(run: Trainer, config: Config, resume: str, trace: Path | None, accept: frozenset[str],
-              again: str) -> bool:
+def _train_on(
+    run: Trainer, config: Config, resume: str, trace: Path | None, accept: frozenset[str], again: str
+) -> bool:
     from ..pipeline import simulated_events
     from .log import attempt
 
     resumed = resume != "never" and run.resume(None if resume == "auto" else Path(resume), accept)
     if not resumed:
         _check_new(run, resume)
-    lines = [] if run.auto is None else [
-        run.auto.line() + (f". The run continues on this grid from step {run.step}" if run.step else "")]
+    lines = (
+        []
+        if run.auto is None
+        else [run.auto.line() + (f". The run continues on this grid from step {run.step}" if run.step else "")]
+    )
     lines += _end_schedule_with_run(run)
     if weights := config.training.weights:
-        lines.append(f"training.weights = {weights}: " + (
-            f"not used, because the run continues from step {run.step}" if run.step else
-            _load_weights(run, Path(weights), accept)))
+        lines.append(
+            f"training.weights = {weights}: "
+            + (
+                f"not used, because the run continues from step {run.step}"
+                if run.step
+                else _load_weights(run, Path(weights), accept)
+            )
+        )
     if run.log is not None:
         for line in (*lines, _targets(run, config), run.describe()):
             run.log.say(printable(line))
     finished = run.run()
     with run.grid.collective_call("training", always=True):  # without an error, the job would be requeued for ever
         if not finished and not run.counts["steps"] and job_restarts():
-            raise Pmm3dError(f"restart {job_restarts()} of this job received the signal to end before its first step: "
-                             "the time limit is too short for start-up and training. Raise it, or send the signal "
-                             "later (sbatch --signal). Nothing is lost")
+            raise Pmm3dError(
+                f"restart {job_restarts()} of this job received the signal to end before its first step: "
+                "the time limit is too short for start-up and training. Raise it, or send the signal "
+                "later (sbatch --signal). Nothing is lost"
+            )
     if run.grid.rank == 0:
         attempt("the summary could not be printed", lambda: print(printable(run.summary(again)), flush=True))
     if trace:
@@ -86,16 +103,21 @@ def _check_new(run: Trainer, resume: str) -> None:
     retired = run.grid.comm.bcast(retired)
     with run.grid.collective_call("training", always=True):
         if resume == "never" and latest:
-            raise Pmm3dError(f"an earlier run wrote {latest}: continue it with --resume auto, or choose another "
-                             "training.folder")
+            raise Pmm3dError(
+                f"an earlier run wrote {latest}: continue it with --resume auto, or choose another training.folder"
+            )
         if resume == "auto" and job_restarts():
-            raise CheckpointError(f"this job was requeued (restart {job_restarts()}) and there is no checkpoint in "
-                                  f"{folder}: the previous start ended before it wrote one, or training.folder has "
-                                  "changed. Submit a new job to start from scratch. For more frequent checkpoints, "
-                                  "lower training.checkpoint_every")
+            raise CheckpointError(
+                f"this job was requeued (restart {job_restarts()}) and there is no checkpoint in "
+                f"{folder}: the previous start ended before it wrote one, or training.folder has "
+                "changed. Submit a new job to start from scratch. For more frequent checkpoints, "
+                "lower training.checkpoint_every"
+            )
         if resume == "auto" and retired:
-            raise CheckpointError(f"{folder} contains only retired checkpoints: {names_in_words(retired)}. Continue "
-                                  "from one with --resume PATH, or choose another training.folder")
+            raise CheckpointError(
+                f"{folder} contains only retired checkpoints: {names_in_words(retired)}. Continue "
+                "from one with --resume PATH, or choose another training.folder"
+            )
 
 
 def _targets(run: Trainer, config: Config) -> str:
@@ -110,8 +132,11 @@ def _targets(run: Trainer, config: Config) -> str:
     classes = f"targets {config.data.targets!r}: labels of {counted(found['outputs'], 'class')}"
     if found["class_names"]:
         return f"{classes} ({names_in_words(found['class_names'])})"
-    return classes + ("" if config.training.loss == "cross_entropy" or config.data.classes else
-                      ", because they are integers; if they are values, set training.loss = \"mse\"")
+    return classes + (
+        ""
+        if config.training.loss == "cross_entropy" or config.data.classes
+        else ', because they are integers; if they are values, set training.loss = "mse"'
+    )
 
 
 def _end_schedule_with_run(run: Trainer) -> list[str]:
@@ -122,8 +147,14 @@ def _end_schedule_with_run(run: Trainer) -> list[str]:
         return []
     before, end = optimizer.lr, run.step + run.steps_left()
     schedule.end_at(end)
-    return [] if optimizer.lr == before else [f"the schedule ends with the run, at step {end}: the learning rate of "
-                                              f"step {run.step + 1} is {optimizer.lr:.6g}"]
+    return (
+        []
+        if optimizer.lr == before
+        else [
+            f"the schedule ends with the run, at step {end}: the learning rate of "
+            f"step {run.step + 1} is {optimizer.lr:.6g}"
+        ]
+    )
 
 
 def _load_weights(run: Trainer, path: Path, accept: frozenset[str]) -> str:

@@ -84,8 +84,10 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         elif number < len(texts):
             wrong.append(number)
     if wrong:
-        logger.warning(f"{path}: {len(wrong)} lines are left out, because they are not JSON of a step (the first is "
-                       f"line {wrong[0]})")
+        logger.warning(
+            f"{path}: {len(wrong)} lines are left out, because they are not JSON of a step (the first is "
+            f"line {wrong[0]})"
+        )
     return lines
 
 
@@ -126,8 +128,14 @@ class RunLog:
     0.5
     """
 
-    def __init__(self, folder: str | os.PathLike[str], rank: int, *, bar: bool = True,
-                 prometheus: str | os.PathLike[str] | None = None):
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        rank: int,
+        *,
+        bar: bool = True,
+        prometheus: str | os.PathLike[str] | None = None,
+    ):
         self.folder, self.writes = Path(folder), rank == 0
         self._bar, self._prometheus, self._warned = bar, prometheus, set[str]()
         self._file: TextIO | None = None
@@ -178,8 +186,11 @@ class RunLog:
             step, loss = int(metrics["step"]), metrics.get("loss", float("nan"))
             left = timedelta(seconds=int(seconds / max(1, step - self._first) * (self._total - step)))
             rate, waiting = metrics["samples_per_second"], metrics["waiting"]
-            self._print(f"\r\033[Ktraining {step}/{self._total}, loss {loss:.4g}, {rate:,.0f} samples/s, "
-                        f"waiting {waiting:.0%}, {left} left", end="")
+            self._print(
+                f"\r\033[Ktraining {step}/{self._total}, loss {loss:.4g}, {rate:,.0f} samples/s, "
+                f"waiting {waiting:.0%}, {left} left",
+                end="",
+            )
 
     def validation(self, step: int, epoch: int, figures: dict[str, float]) -> None:
         """Write a line about an evaluation.
@@ -312,13 +323,16 @@ class Textfile:
         registry, self._labels = CollectorRegistry(), (str(run.absolute()), job_id() or "")
         self._store: Callable[[], None] = lambda: write_to_textfile(str(path), registry)
         self._gauges = {name: Gauge(f"pmm3d_{name}", text, LABELS, registry=registry) for name, text in GAUGES.items()}
-        self._scores = Gauge("pmm3d_validation", "Figures of the last validation", [*LABELS, "figure"],
-                             registry=registry)
+        self._scores = Gauge(
+            "pmm3d_validation", "Figures of the last validation", [*LABELS, "figure"], registry=registry
+        )
         try:
             self.write({})
         except OSError as error:
-            raise Pmm3dError(f"training.prometheus = {str(path)!r} cannot be written: {error.strerror}. Name a file in "
-                             "an existing folder that this user may write to") from None
+            raise Pmm3dError(
+                f"training.prometheus = {str(path)!r} cannot be written: {error.strerror}. Name a file in "
+                "an existing folder that this user may write to"
+            ) from None
 
     def write(self, figures: Mapping[str, float], validation: Mapping[str, float] | None = None) -> None:
         """Set these gauges, and write all gauges that were set so far."""

@@ -247,10 +247,16 @@ class Trainer:
         skipped = 0 if state.scale is None else state.scale.skipped
         batches = self._take(self.loader)
         try:
-            value, norm = train_step(state.network, state.optimizer, self._loss, batches, self.recipe.clip,
-                                     agree=partial(self._agree, self.loader), scale=state.scale,
-                                     check=lambda inputs, what, value: self._check(
-                                         inputs, f"step {self.step + 1}: {what}", value))
+            value, norm = train_step(
+                state.network,
+                state.optimizer,
+                self._loss,
+                batches,
+                self.recipe.clip,
+                agree=partial(self._agree, self.loader),
+                scale=state.scale,
+                check=lambda inputs, what, value: self._check(inputs, f"step {self.step + 1}: {what}", value),
+            )
         finally:
             self.counts["steps"] += self.step - steps
             self.counts["skipped"] += 0 if state.scale is None else state.scale.skipped - skipped
@@ -264,8 +270,14 @@ class Trainer:
         with self.grid.ledger.part("agreement"):
             problem = loader.fetch()
             agreed = self._agreed = step_agreement(
-                self.state.network.grid, loss, square, whole=self.grid, request=self.signals.taken(),
-                look=self._reporter.straggler_due(), failed=problem is not None)
+                self.state.network.grid,
+                loss,
+                square,
+                whole=self.grid,
+                request=self.signals.taken(),
+                look=self._reporter.straggler_due(),
+                failed=problem is not None,
+            )
         self._failed.pop(loader, None)
         if agreed.failed:
             self._failed[loader] = problem
@@ -320,8 +332,10 @@ class Trainer:
         with self.grid.collective_call("training"):
             newest = self.checkpoints.latest() if self.checkpoints is not None else None
             kept = f"The newest checkpoint, {newest}, is from before. " if newest is not None else ""
-            raise NonFiniteLossError(f"{what} {value}. {where} The weights are those of step {self.step}. {kept}Try a "
-                                     "smaller learning rate, a warm-up, or clipping")
+            raise NonFiniteLossError(
+                f"{what} {value}. {where} The weights are those of step {self.step}. {kept}Try a "
+                "smaller learning rate, a warm-up, or clipping"
+            )
 
     def save(self, wait: bool = False) -> None:
         """Write a checkpoint, at most one a step. Collective.
@@ -380,9 +394,11 @@ class Trainer:
             done = counted(self.step, "step") if self.spent or end is None else counted(end, "epoch")
             return f"nothing left to train: {done} done"
         until = f"epochs {self.loader.epoch + 1} to {end}" if end is not None else f"from epoch {self.loader.epoch + 1}"
-        return (f"training {counted(self.state.network.size, 'parameter')} on grid {self.grid.shape}, "
-                f"{counted(self.grid.size, 'rank')}: {counted(len(self.loader), 'batch')} an epoch, {until}, "
-                f"{counted(left, 'step')} to go")
+        return (
+            f"training {counted(self.state.network.size, 'parameter')} on grid {self.grid.shape}, "
+            f"{counted(self.grid.size, 'rank')}: {counted(len(self.loader), 'batch')} an epoch, {until}, "
+            f"{counted(left, 'step')} to go"
+        )
 
     def summary(self, again: str = "") -> str:
         """Text about the result of the run.
@@ -405,8 +421,12 @@ class Trainer:
             lines.append(f"checkpoint of step {self.saved} in {self.checkpoints.folder}")
         if self.request >= END and again:
             ranks = self.grid.size
-            lines.append(f"to resume: {again}" if ranks == 1 else "to resume, on this or another number of ranks: "
-                         f"python -m pmm3d.launcher -n {ranks} -m {again} (or the site's launcher)")
+            lines.append(
+                f"to resume: {again}"
+                if ranks == 1
+                else "to resume, on this or another number of ranks: "
+                f"python -m pmm3d.launcher -n {ranks} -m {again} (or the site's launcher)"
+            )
         if self.request < END and self.log is not None:
             from ...io import TokenDataSet
 
@@ -414,6 +434,8 @@ class Trainer:
             lines.append(f"figures in {folder / METRICS}; a page of all: {shell_command('pmm3d', 'report', folder)}")
             files = "FILE.h5 (or .csv) --out OUT.h5 (or .csv)"
             asked = "--prompt TEXT" if isinstance(self.loader.data, TokenDataSet) else files
-            lines.append(f"predictions: {shell_command('pmm3d', 'predict', folder)} {asked}; weights for torch: "
-                         f"{shell_command('pmm3d', 'export', folder, 'FILE.safetensors')}")
+            lines.append(
+                f"predictions: {shell_command('pmm3d', 'predict', folder)} {asked}; weights for torch: "
+                f"{shell_command('pmm3d', 'export', folder, 'FILE.safetensors')}"
+            )
         return "\n".join(lines)

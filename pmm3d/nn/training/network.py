@@ -41,8 +41,10 @@ class OwnNetwork:
 
     def __init__(self, grid: Grid, section: NetworkSection, precision: Precision, seed: int):
         if others := section.own_keys:
-            raise Pmm3dError(f"network.build = {section.build} makes its own layers: leave network.{others[0]} out, "
-                             "and set it in the function")
+            raise Pmm3dError(
+                f"network.build = {section.build} makes its own layers: leave network.{others[0]} out, "
+                "and set it in the function"
+            )
         self._section, self._precision, self._seed, self.name = section, precision, seed, str(section.build)
         path, _, function = self.name.rpartition(":")
         self._path, source = Path(path), _read(grid, Path(path))
@@ -54,13 +56,17 @@ class OwnNetwork:
                 exec(compile(source, str(self._path), "exec"), vars(module))
             self._function: Callable[[Grid, int, int], Any] = getattr(module, function, None)  # type: ignore
             if not callable(self._function):
-                known = [name for name, value in vars(module).items()
-                         if callable(value) and getattr(value, "__module__", "") == MODULE]
-                raise Pmm3dError(f"network.build = {self.name}: {self._path} has no function {function}; it has "
-                                 f"{', '.join(known) or 'none'}")
+                known = [
+                    name
+                    for name, value in vars(module).items()
+                    if callable(value) and getattr(value, "__module__", "") == MODULE
+                ]
+                raise Pmm3dError(
+                    f"network.build = {self.name}: {self._path} has no function {function}; it has "
+                    f"{', '.join(known) or 'none'}"
+                )
 
-    def made(self, grid: Grid, features: int, outputs: int,
-             config: Config | None = None) -> tuple[Module, Layout]:
+    def made(self, grid: Grid, features: int, outputs: int, config: Config | None = None) -> tuple[Module, Layout]:
         """Return (the network, the layout of its output) on this grid. Collective. config: for `pipelined`. Raises
         Pmm3dError, on every rank, if the function raises or returns no network for these sizes."""
         network, problem, layout = None, None, Layout()
@@ -79,8 +85,10 @@ class OwnNetwork:
                     output = network.settle(features, self._section.dtype, self._section.library)
                     layout = output.layout
                     if output.shape[1] != outputs:
-                        raise Pmm3dError(f"network.build = {self.name}: the network has {output.shape[1]} outputs; the "
-                                         f"data needs {outputs}: the function is called with (grid, features, outputs)")
+                        raise Pmm3dError(
+                            f"network.build = {self.name}: the network has {output.shape[1]} outputs; the "
+                            f"data needs {outputs}: the function is called with (grid, features, outputs)"
+                        )
         except Exception as raised:
             if getattr(raised, "everywhere", False):
                 raise
@@ -92,23 +100,32 @@ class OwnNetwork:
 
     def _check(self, network: Any, grid: Grid) -> None:
         if not isinstance(network, Module):
-            raise Pmm3dError(f"network.build = {self.name} returned {type(network).__name__}; it must return a "
-                             "pmm3d.nn.Module")
+            raise Pmm3dError(
+                f"network.build = {self.name} returned {type(network).__name__}; it must return a pmm3d.nn.Module"
+            )
         if network.grid is not grid:
-            raise Pmm3dError(f"network.build = {self.name}: the network is on another Grid; make its layers on the "
-                             "grid that the function receives")
+            raise Pmm3dError(
+                f"network.build = {self.name}: the network is on another Grid; make its layers on the "
+                "grid that the function receives"
+            )
         section, kind, compute = self._section, library_named(self._section.library).kind, self._precision.compute
         for name, parameter in network.named_parameters().items():
             found = parameter.dtype, parameter.library.kind
-            has, wanted = ("tf32" if each.tf32 and not parameter.is_vector else each.compute
-                           for each in (parameter.precision, self._precision))
+            has, wanted = (
+                "tf32" if each.tf32 and not parameter.is_vector else each.compute
+                for each in (parameter.precision, self._precision)
+            )
             if found[1] == kind and has != wanted and (compute != section.dtype or "tf32" in (has, wanted)):
-                raise Pmm3dError(f"network.build = {self.name}: {name} has precision {has}, and training.precision is "
-                                 f"{wanted}: make the layers with precision=\"{wanted}\"")
+                raise Pmm3dError(
+                    f"network.build = {self.name}: {name} has precision {has}, and training.precision is "
+                    f'{wanted}: make the layers with precision="{wanted}"'
+                )
             if found != (compute, kind):
-                raise Pmm3dError(f"network.build = {self.name}: {name} is {found[0]} in {found[1]}, and batches are "
-                                 f"{section.dtype} in {kind}: set network.dtype and network.library, or make the "
-                                 "layers with the dtype and the library of the batches")
+                raise Pmm3dError(
+                    f"network.build = {self.name}: {name} is {found[0]} in {found[1]}, and batches are "
+                    f"{section.dtype} in {kind}: set network.dtype and network.library, or make the "
+                    "layers with the dtype and the library of the batches"
+                )
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
@@ -134,8 +151,9 @@ def _read(grid: Grid, path: Path) -> str:
     text, problem = grid.comm.bcast((text, problem))
     with grid.collective_call("network.build", str(path), always=True):
         if problem:
-            raise Pmm3dError(f"network.build: cannot read {path.absolute()}: {problem}. The path is relative to the "
-                             "current folder")
+            raise Pmm3dError(
+                f"network.build: cannot read {path.absolute()}: {problem}. The path is relative to the current folder"
+            )
     return text
 
 
@@ -155,19 +173,21 @@ def layer_sizes(config: Config, features: int, outputs: int) -> list[int]:
     network.vocabulary is smaller than that of the data."""
     hidden, vocabulary = config.network.hidden, config.network.vocabulary or outputs
     if vocabulary < outputs:
-        raise Pmm3dError(f"network.vocabulary = {vocabulary}, but the data have a vocabulary of {outputs}: leave "
-                         "network.vocabulary out, or set at least this number")
+        raise Pmm3dError(
+            f"network.vocabulary = {vocabulary}, but the data have a vocabulary of {outputs}: leave "
+            "network.vocabulary out, or set at least this number"
+        )
     return [features, *(hidden if isinstance(hidden, list) and not config.network.build else []), vocabulary]
 
 
 def described(config: Config, features: int, outputs: int) -> str:
     """Return a few words about the network.
 
-        >>> from .config import checked
-        >>> described(checked({"data": {"file": "x.h5"}}), 8, 2)
-        '8-512-512-2'
-        >>> described(checked({"data": {"file": "x.h5", "sequence": 8}, "network": {"kind": "gpt"}}), 1, 99)
-        'gpt of 4 blocks of 256, vocabulary 99'
+    >>> from .config import checked
+    >>> described(checked({"data": {"file": "x.h5"}}), 8, 2)
+    '8-512-512-2'
+    >>> described(checked({"data": {"file": "x.h5", "sequence": 8}, "network": {"kind": "gpt"}}), 1, 99)
+    'gpt of 4 blocks of 256, vocabulary 99'
     """
     section = config.network
     if section.build:
@@ -188,8 +208,9 @@ def inputs_of(config: Config, grid: Grid, rows: int, features: int) -> Facts:
     return Facts((rows, features), batch_layout("y"), section.dtype, kind)
 
 
-def make_network(config: Config, grid: Grid, sizes: list[int], own: OwnNetwork | None,
-                 precision: Precision | None = None) -> tuple[Module, Layout]:
+def make_network(
+    config: Config, grid: Grid, sizes: list[int], own: OwnNetwork | None, precision: Precision | None = None
+) -> tuple[Module, Layout]:
     """Return (the network, the layout of its output). Collective. precision: default as configured."""
     if own is not None:
         return own.made(grid, sizes[0], sizes[-1], config)
@@ -198,8 +219,13 @@ def make_network(config: Config, grid: Grid, sizes: list[int], own: OwnNetwork |
 
     def make(stage: Grid) -> Module:
         if not section.of_tokens:
-            layers = MLP(stage, sizes, str(section.activation), **options, **section.model_dump(
-                exclude={"hidden", "activation", *build}, exclude_none=True))
+            layers = MLP(
+                stage,
+                sizes,
+                str(section.activation),
+                **options,
+                **section.model_dump(exclude={"hidden", "activation", *build}, exclude_none=True),
+            )
             layouts.append(layers.output_layout)
             return layers
         given = section.model_dump(exclude=build, exclude_none=True)
@@ -243,13 +269,17 @@ def _muon_groups(network: Module) -> list[dict[str, Any]]:
     and the last layer."""
     whole = whole_of(network)
     modules = [module for _, module in whole.named_modules()]
-    layers = [*(each for each in modules if isinstance(each, Embedding)),
-              *[each for each in modules if isinstance(each, Linear)][-1:]]
+    layers = [
+        *(each for each in modules if isinstance(each, Embedding)),
+        *[each for each in modules if isinstance(each, Linear)][-1:],
+    ]
     spared = {parameter for layer in layers for parameter in layer.parameters()}
     names = {name for name, parameter in whole.named_parameters().items() if parameter in spared}
     own = network.named_parameters()
-    return [{"params": [each for name, each in own.items() if (name in names) == outer], "use_muon": not outer}
-            for outer in (False, True)]
+    return [
+        {"params": [each for name, each in own.items() if (name in names) == outer], "use_muon": not outer}
+        for outer in (False, True)
+    ]
 
 
 def make_schedule(config: Config, optimizer: optim.Optimizer, steps: int) -> optim.Schedule:

@@ -46,13 +46,17 @@ class RankCosts:
     def of_stages(self, stages: Sequence[int]) -> RankCosts:
         """Return the same costs for other stages, in ascending order."""
         number = dict(zip(sorted(self.activations), stages))
-        return replace(self, passes={(kind, number[stage]): terms for (kind, stage), terms in self.passes.items()},
-                       activations={number[stage]: nbytes for stage, nbytes in self.activations.items()},
-                       kept={number[stage]: nbytes for stage, nbytes in self.kept.items()})
+        return replace(
+            self,
+            passes={(kind, number[stage]): terms for (kind, stage), terms in self.passes.items()},
+            activations={number[stage]: nbytes for stage, nbytes in self.activations.items()},
+            kept={number[stage]: nbytes for stage, nbytes in self.kept.items()},
+        )
 
     @classmethod
     def of(cls, step: Step, machine: Machine, groups: Mapping[str, Group]) -> RankCosts:
         """Return the costs of a dry step of `SHOWN` micro-batches."""
+
         def priced(actions: Sequence[Action]) -> Terms:
             return terms_of(replay(tasks(_inside(actions), machine, groups)))
 
@@ -65,15 +69,27 @@ class RankCosts:
         activations = {stage: max(0, passes[f"{stage}F0"][1]) for stage in stages}
         kept = {stage: max(0, min(held, held + passes[f"{stage}I0"][1])) for stage, held in activations.items()}
         messages = [action.sent for action in step.actions if action.what == "begin" and action.axis == PIPE]
-        first = sum(action.received for each in step.passes if each.name.endswith("0")
-                    for action in step.actions[each.first : each.stop])
+        first = sum(
+            action.received
+            for each in step.passes
+            if each.name.endswith("0")
+            for action in step.actions[each.first : each.stop]
+        )
         first += sum(action.received for action in step.actions if action.axis == PIPE) // SHOWN
-        return cls({(kind, stage): passes[f"{stage}{kind}0"][0] for stage in stages for kind in "FIW"}, rest,
-                   activations, kept, (first, step.received - SHOWN * first), step.memory, max(messages, default=0))
+        return cls(
+            {(kind, stage): passes[f"{stage}{kind}0"][0] for stage in stages for kind in "FIW"},
+            rest,
+            activations,
+            kept,
+            (first, step.received - SHOWN * first),
+            step.memory,
+            max(messages, default=0),
+        )
 
 
-def staged_candidates(steps: DrySteps, grid: GridShape, machine: Machine, groups: Mapping[str, Group]
-                      ) -> Iterator[Candidate]:
+def staged_candidates(
+    steps: DrySteps, grid: GridShape, machine: Machine, groups: Mapping[str, Group]
+) -> Iterator[Candidate]:
     """Yield the step on a grid with several stages by the schedule of the configuration, or by each of `SCHEDULES`.
     Raises Pmm3dError if the grid is refused, or if the network has too few layers for the next schedule."""
     section, known = steps.config.grid, dict[tuple[int, ...], tuple[PipelineSchedule, list[RankCosts]]]()
@@ -81,8 +97,10 @@ def staged_candidates(steps: DrySteps, grid: GridShape, machine: Machine, groups
     for name in SCHEDULES if named is None else [named]:
         table = schedule_of(name, grid.stages, steps.micro_batches, chunks=section.chunks)
         if len(table.chains) > 1:
-            raise PipelineError(f"{name} cannot be planned, because it has two copies of the network: set grid.shape, "
-                                "or another grid.schedule")
+            raise PipelineError(
+                f"{name} cannot be planned, because it has two copies of the network: set grid.shape, "
+                "or another grid.schedule"
+            )
         places = tuple(table.stages.values())
         if places not in known:
             shown = _shown(places)
@@ -90,8 +108,9 @@ def staged_candidates(steps: DrySteps, grid: GridShape, machine: Machine, groups
         yield _candidate(name, table, *known[places], grid, machine, groups)
 
 
-def _costs(steps: DrySteps, shown: PipelineSchedule, grid: GridShape, machine: Machine, groups: Mapping[str, Group]
-           ) -> list[RankCosts]:
+def _costs(
+    steps: DrySteps, shown: PipelineSchedule, grid: GridShape, machine: Machine, groups: Mapping[str, Group]
+) -> list[RankCosts]:
     """Return the costs of each rank along pipe. Of ranks with equal stages, such as equal blocks, one is run dry."""
     found, kinds = list[RankCosts](), list[Any]()
     for index in range(grid.stages):
@@ -115,27 +134,47 @@ def _shown(places: Sequence[int]) -> PipelineSchedule:
     return PipelineSchedule.read("\n".join(map(",".join, lines)))
 
 
-def _candidate(name: str, table: PipelineSchedule, shown: PipelineSchedule, ranks: Sequence[RankCosts],
-               grid: GridShape, machine: Machine, groups: Mapping[str, Group]) -> Candidate:
+def _candidate(
+    name: str,
+    table: PipelineSchedule,
+    shown: PipelineSchedule,
+    ranks: Sequence[RankCosts],
+    grid: GridShape,
+    machine: Machine,
+    groups: Mapping[str, Group],
+) -> Candidate:
     rank_of, stages = shown.stages, sorted(shown.stages)
-    forward, backward, weight = ([sum(ranks[rank_of[stage]].passes[kind, stage].values()) for stage in stages]
-                                 for kind in "FIW")
+    forward, backward, weight = (
+        [sum(ranks[rank_of[stage]].passes[kind, stage].values()) for stage in stages] for kind in "FIW"
+    )
     message = machine.collective_in_step("shift", groups[PIPE], max(rank.message for rank in ranks))
     times = Times(forward, backward, weight, message)
     line, micro_batches = simulate(table, times), table.micro_batches
     slowest = max(range(len(ranks)), key=lambda rank: line.work[rank])
     seconds = line.makespan + max(sum(rank.rest.values()) for rank in ranks)
     costs = ranks[slowest]
-    terms = _sum([costs.rest, *({key: micro_batches * value for key, value in spent.items()}
-                                for spent in costs.passes.values())])
+    terms = _sum(
+        [costs.rest, *({key: micro_batches * value for key, value in spent.items()} for spent in costs.passes.values())]
+    )
     held = [[getattr(ranks[rank_of[stage]], kind)[stage] for stage in stages] for kind in ("activations", "kept")]
     before, after = simulate(shown).peak_bytes(*held), line.peak_bytes(*held)
-    memory = [{**rank.memory, "work": rank.memory["work"] - less + more,
-               "batches": rank.memory["batches"] * micro_batches // SHOWN}
-              for rank, less, more in zip(ranks, before, after)]
+    memory = [
+        {
+            **rank.memory,
+            "work": rank.memory["work"] - less + more,
+            "batches": rank.memory["batches"] * micro_batches // SHOWN,
+        }
+        for rank, less, more in zip(ranks, before, after)
+    ]
     received = max(rank.received[0] * micro_batches + rank.received[1] for rank in ranks)
-    return Candidate(grid, seconds, {**terms, PIPE: max(0.0, seconds - sum(terms.values()))},
-                     max(memory, key=lambda kinds: sum(kinds.values())), received, schedule=name)
+    return Candidate(
+        grid,
+        seconds,
+        {**terms, PIPE: max(0.0, seconds - sum(terms.values()))},
+        max(memory, key=lambda kinds: sum(kinds.values())),
+        received,
+        schedule=name,
+    )
 
 
 def _inside(actions: Sequence[Action]) -> list[Action]:

@@ -41,19 +41,32 @@ LEAST_SEQ = 4
 """Ranks along "seq" that are planned for any number of sequences."""
 DOUBLINGS = 8
 """Doublings of the number of ranks, in search of a number that is enough."""
-SMALL = tuple(GridShape(*sizes) for sizes in (
-    (2, 2, 2, 2), (2, 2, 1, 2), (1, 1, 2, 2), (2, 2, 1), (1, 1, 1, 2), (1, 1, 1)))
+SMALL = tuple(
+    GridShape(*sizes) for sizes in ((2, 2, 2, 2), (2, 2, 1, 2), (1, 1, 2, 2), (2, 2, 1), (1, 1, 1, 2), (1, 1, 1))
+)
 """Grids for the rough simulation, which uses the first one on which the network runs."""
 UNLIMITED = 2**62
 Tell = Callable[[int, int, str], None]
 
 
-def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | None = None,
-                  samples: tuple[int, ...] | SampleSizes | None = None, top: int = TOP, actions: int = ACTIONS,
-                  run: int | None = None, pipes: Collection[int] = (1,), seqs: Collection[int] = (1,),
-                  activations: Sequence[str] = (), recompute: Sequence[str | int] = (),
-                  grids: Sequence[GridShape] = (), also: Sequence[GridShape] = (), tell: Tell = lambda *told: None
-                  ) -> Ranking:
+def rank_training(
+    config: Config,
+    ranks: int,
+    machine: Machine,
+    *,
+    limit: int | None = None,
+    samples: tuple[int, ...] | SampleSizes | None = None,
+    top: int = TOP,
+    actions: int = ACTIONS,
+    run: int | None = None,
+    pipes: Collection[int] = (1,),
+    seqs: Collection[int] = (1,),
+    activations: Sequence[str] = (),
+    recompute: Sequence[str | int] = (),
+    grids: Sequence[GridShape] = (),
+    also: Sequence[GridShape] = (),
+    tell: Tell = lambda *told: None,
+) -> Ranking:
     """Rank grids of exactly that number of ranks by the simulated seconds of a step on the first rank, which has the
     largest part of everything. The step is a dry run of the code that trains.
 
@@ -82,20 +95,26 @@ def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | 
     if ranks < 1:
         raise GridError(f"a plan is for at least 1 rank; got {ranks!r}")
     if config.network.build and (activations or recompute):
-        raise GridError(f"network.build = {config.network.build} makes its own layers: plan it without activations and "
-                        "recompute, and set them in the function")
+        raise GridError(
+            f"network.build = {config.network.build} makes its own layers: plan it without activations and "
+            "recompute, and set them in the function"
+        )
     longer = [(pipe, seq) for pipe in pipes for seq in seqs if ranks % (pipe * seq) == 0]
     if not longer:
         products = sorted({pipe * seq for pipe in pipes for seq in seqs})
-        raise GridError(f"{ranks} ranks are no multiple of grid.pipe x grid.seq x grid.ulysses = "
-                        f"{' or '.join(map(str, products))}: use a multiple of it")
-    planner = _Planner(dry_steps(config, machine, limit, samples), ranks, machine, limit, run, longer, activations,
-                       recompute)
+        raise GridError(
+            f"{ranks} ranks are no multiple of grid.pipe x grid.seq x grid.ulysses = "
+            f"{' or '.join(map(str, products))}: use a multiple of it"
+        )
+    planner = _Planner(
+        dry_steps(config, machine, limit, samples), ranks, machine, limit, run, longer, activations, recompute
+    )
     return planner.ranking(top, actions, grids, also, tell)
 
 
-def dry_steps(config: Config, machine: Machine, limit: int | None = None,
-              samples: tuple[int, ...] | SampleSizes | None = None) -> DrySteps:
+def dry_steps(
+    config: Config, machine: Machine, limit: int | None = None, samples: tuple[int, ...] | SampleSizes | None = None
+) -> DrySteps:
     """Return the dry steps of a plan. A rank keeps gathered weights in up to a quarter of its memory."""
     limit = _limit(machine, limit)
     return DrySteps(config, samples, keep=UNLIMITED if limit == UNLIMITED else limit // 4)
@@ -105,8 +124,14 @@ def _limit(machine: Machine, limit: int | None) -> int:
     return (machine.memory if limit is None else limit) or UNLIMITED
 
 
-def step_on(grid: GridShape, config: Config, machine: Machine, *, limit: int | None = None,
-            samples: tuple[int, ...] | SampleSizes | None = None) -> Candidate:
+def step_on(
+    grid: GridShape,
+    config: Config,
+    machine: Machine,
+    *,
+    limit: int | None = None,
+    samples: tuple[int, ...] | SampleSizes | None = None,
+) -> Candidate:
     """Return one grid as a candidate of `rank_training`, with `why_not` if it exceeds the limit. Raises GridError if
     the library refuses the grid."""
     (found,) = _Planner(dry_steps(config, machine, limit, samples), grid.size, machine, limit).tried(grid)
@@ -118,9 +143,9 @@ def step_on(grid: GridShape, config: Config, machine: Machine, *, limit: int | N
 def pipes_of(config: Config, ranks: int) -> list[int]:
     """Return the numbers of ranks along "pipe": divisors of the number of ranks, at most the micro-batches.
 
-        >>> from .config import checked
-        >>> pipes_of(checked({"data": {"file": "x.h5"}, "grid": {"micro_batches": 8}}), 12)
-        [1, 2, 3, 4, 6]
+    >>> from .config import checked
+    >>> pipes_of(checked({"data": {"file": "x.h5"}, "grid": {"micro_batches": 8}}), 12)
+    [1, 2, 3, 4, 6]
     """
     return [pipe for pipe in range(1, min(ranks, config.grid.micro_batches) + 1) if ranks % pipe == 0]
 
@@ -151,20 +176,32 @@ class Costs(NamedTuple):
 
     def further(self, earlier: Costs, times: float) -> Costs:
         """Return these costs plus `times` their difference from the earlier ones."""
+
         def grown(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
             return {name: max(0.0, value + times * (value - before.get(name, 0.0))) for name, value in now.items()}
 
-        return Costs(grown(self.terms, earlier.terms), grown(self.memory, earlier.memory),
-                     self.received + times * (self.received - earlier.received),
-                     self.flop + times * (self.flop - earlier.flop))
+        return Costs(
+            grown(self.terms, earlier.terms),
+            grown(self.memory, earlier.memory),
+            self.received + times * (self.received - earlier.received),
+            self.flop + times * (self.flop - earlier.flop),
+        )
 
 
 class _Planner:
     """Ranking of the grids of one number of ranks."""
 
-    def __init__(self, steps: DrySteps, ranks: int, machine: Machine, limit: int | None, run: int | None = None,
-                 longer: Sequence[tuple[int, int]] = ((1, 1),), activations: Sequence[str] = (),
-                 recompute: Sequence[str | int] = ()):
+    def __init__(
+        self,
+        steps: DrySteps,
+        ranks: int,
+        machine: Machine,
+        limit: int | None,
+        run: int | None = None,
+        longer: Sequence[tuple[int, int]] = ((1, 1),),
+        activations: Sequence[str] = (),
+        recompute: Sequence[str | int] = (),
+    ):
         self.ranks, self.machine, self.limit, self.run = ranks, machine, _limit(machine, limit), run
         self.whole = steps
         self.longer, self.activations, self.recompute = longer, activations, recompute
@@ -181,8 +218,9 @@ class _Planner:
     def _alone(self) -> DrySteps:
         return self.whole.unscheduled.of_network({"recompute": self.recompute[0]} if self.recompute else {})
 
-    def ranking(self, top: int, actions: int, grids: Sequence[GridShape], also: Sequence[GridShape], tell: Tell
-                ) -> Ranking:
+    def ranking(
+        self, top: int, actions: int, grids: Sequence[GridShape], also: Sequence[GridShape], tell: Tell
+    ) -> Ranking:
         possible = [*grids] or [*self._grids(self.ranks)]
         idle = {grid: reason for grid in possible for reason in [self._idle(grid)] if reason}
         every = [grid for grid in possible if grid not in idle]
@@ -200,15 +238,17 @@ class _Planner:
             tell(number, len(chosen), "grids")
             tried += self.tried(grid)
         if all(each.why_not for each in tried):
-            tried += [each for grid in sorted(order, key=self._held)[:top] if grid not in chosen
-                      for each in self.tried(grid)]
+            tried += [
+                each for grid in sorted(order, key=self._held)[:top] if grid not in chosen for each in self.tried(grid)
+            ]
         dropped = [each for each in tried if each.why_not]
         dropped += [Candidate(grid, 0.0, preset=preset_of(grid), why_not=reason) for grid, reason in idle.items()]
         if all(each.why_not for each in tried):
             raise GridError(self._nothing_fits(dropped))
         ordered = _preferring_presets(sorted((each for each in tried if not each.why_not), key=_best_first))
-        return Ranking(self._what(), self.ranks, ordered, dropped, self.one.flop, self.config.precision.compute,
-                       len(possible))
+        return Ranking(
+            self._what(), self.ranks, ordered, dropped, self.one.flop, self.config.precision.compute, len(possible)
+        )
 
     def _idle(self, grid: GridShape) -> str:
         """Return the reason why ranks of the grid have no work; "" if all have work."""
@@ -216,9 +256,10 @@ class _Planner:
         if length is None:
             return ""
         for what, parts, axes, ranks in (
-                ("sequences of a micro-batch", self.whole.rows, "data x z", grid.data * grid.z),
-                ("tokens of a sequence", length, SEQ, _sharing(grid)),
-                ("heads", network.heads, "x" if near == 1 else "x x ulysses", grid.x * near)):
+            ("sequences of a micro-batch", self.whole.rows, "data x z", grid.data * grid.z),
+            ("tokens of a sequence", length, SEQ, _sharing(grid)),
+            ("heads", network.heads, "x" if near == 1 else "x x ulysses", grid.x * near),
+        ):
             if parts and parts < ranks:
                 return f"{parts:,} {what} are fewer than {axes} = {ranks:,}"
         return ""
@@ -261,9 +302,20 @@ class _Planner:
         element, outer = itemsize(self.config.precision.compute), grid.y * (grid.x if sharded == "sharded" else 1)
         length = ceil((self.config.data.sequence or 1) / _sharing(grid))
         rows, hidden = ceil(steps.rows / (grid.data * grid.z)) * length, int(str(network.hidden))
-        whole, again = (block_bytes(rows, hidden, network.heads or 1, outer=outer, inner=grid.x, element=element,
-                                    kv_heads=network.kv_heads, mlp=network.mlp, recompute=name)
-                        for name in ("none", "full"))
+        whole, again = (
+            block_bytes(
+                rows,
+                hidden,
+                network.heads or 1,
+                outer=outer,
+                inner=grid.x,
+                element=element,
+                kv_heads=network.kv_heads,
+                mlp=network.mlp,
+                recompute=name,
+            )
+            for name in ("none", "full")
+        )
         every = 1 if recompute == "full" else recompute if isinstance(recompute, int) else 0
         kept = steps.blocks * whole if not every else whole + steps.blocks * (whole * (every - 1) + again) / every
         gathered = self.rough.weights(grid) if grid.z > 1 else 0.0
@@ -287,11 +339,17 @@ class _Planner:
                 more = some.of_blocks(min(steps.blocks, 2 * FEW)).of(small, node)
                 few = some.of_blocks(FEW).of(small, node) if steps.blocks > 2 * FEW else more
                 times = max(0.0, steps.blocks / FEW - 2)
-                whole = {kind: round(nbytes + times * (nbytes - few.memory[kind]))
-                         for kind, nbytes in more.memory.items()}
+                whole = {
+                    kind: round(nbytes + times * (nbytes - few.memory[kind])) for kind, nbytes in more.memory.items()
+                }
                 twice = 0 if steps.blocks else some.of_rows(2 * some.rows).of(small, node).memory["work"]
-                return ScaledStep(small, more._replace(memory=whole), min(max(0, twice - whole["work"]), whole["work"]),
-                                  self.machine, self.run)
+                return ScaledStep(
+                    small,
+                    more._replace(memory=whole),
+                    min(max(0, twice - whole["work"]), whole["work"]),
+                    self.machine,
+                    self.run,
+                )
             except Pmm3dError as error:
                 refused = error
         raise refused
@@ -325,6 +383,7 @@ class _Planner:
 
     def _costs(self, steps: DrySteps, grid: GridShape, groups: Mapping[str, Group]) -> Costs:
         """Return the costs of a step, extrapolated from steps of few micro-batches and networks of few blocks."""
+
         def of_shown(micro_batches: int, blocks: int) -> Costs:
             some = steps.of_micro_batches(micro_batches).of_blocks(blocks)
             step = some.of(grid, self.machine.ranks_per_node)
@@ -377,10 +436,12 @@ class _Planner:
             return f"no grid of {counted(self.ranks, 'rank')} is left: {dropped[0].why_not}"
         least = min(tried, key=lambda each: (sum(each.memory.values()), _order(each.grid)))
         kinds = ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in least.memory.items())
-        return (f"no grid of {counted(self.ranks, 'rank')} holds {self._what()} within {self.limit:,} bytes a rank: "
-                f"grid {least.grid}, which needs least, has {sum(least.memory.values()):,} on its first rank "
-                f"({kinds}). {self._enough()}. Or take smaller batches or more grid.micro_batches, "
-                "network.recompute, overlap.reshard_after_forward or overlap.shared_weights, optimizer.shard_over_data")
+        return (
+            f"no grid of {counted(self.ranks, 'rank')} holds {self._what()} within {self.limit:,} bytes a rank: "
+            f"grid {least.grid}, which needs least, has {sum(least.memory.values()):,} on its first rank "
+            f"({kinds}). {self._enough()}. Or take smaller batches or more grid.micro_batches, "
+            "network.recompute, overlap.reshard_after_forward or overlap.shared_weights, optimizer.shard_over_data"
+        )
 
     def _enough(self) -> str:
         """Return a sentence with the first number of ranks that is enough, of twice as many, four times as many, ..."""

@@ -75,8 +75,10 @@ class Predicted(NamedTuple):
 def check_files(asked: Asked) -> None:
     """Raises DataError if the target is the source, and CheckpointError if it must not be replaced."""
     if os.path.exists(asked.target) and os.path.exists(asked.source) and os.path.samefile(asked.source, asked.target):
-        raise DataError(f"{asked.target} is the file of the samples, and would be overwritten: name another file for "
-                        "the predictions")
+        raise DataError(
+            f"{asked.target} is the file of the samples, and would be overwritten: name another file for "
+            "the predictions"
+        )
     check_replaceable(asked.target, asked.overwrite)
 
 
@@ -109,9 +111,18 @@ class Continued(NamedTuple):
     grid: str
 
 
-def continue_text(comm: MPI.Intracomm, run: Path, prompt: str, length: int, *, temperature: float = 1.0,
-                  top_k: int | None = None, seed: int = 0, tokenizer: Path | None = None,
-                  accept: Collection[str] = ()) -> Continued:
+def continue_text(
+    comm: MPI.Intracomm,
+    run: Path,
+    prompt: str,
+    length: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    tokenizer: Path | None = None,
+    accept: Collection[str] = (),
+) -> Continued:
     """Generate a text after a prompt by the network of a run; see `nn.generate`. Collective over comm.
 
     run: folder of a run or of a checkpoint; length: number of tokens; tokenizer: HDF5 file of `pmm3d convert text`,
@@ -123,8 +134,10 @@ def continue_text(comm: MPI.Intracomm, run: Path, prompt: str, length: int, *, t
         file, asked = tokenizer or Path(known.config.data.file), None
         with grid.collective_call("predict", str(run), prompt, always=True):
             if known.config.data.sequence is None:
-                raise DataError(f"the network of {run} takes samples, not tokens: name the FILE of the samples, and "
-                                "--out, in place of --prompt")
+                raise DataError(
+                    f"the network of {run} takes samples, not tokens: name the FILE of the samples, and "
+                    "--out, in place of --prompt"
+                )
             take_device(known.config.network.library, grid.local_rank)
         with grid.collective_call("predict: tokenizer", str(file), always=True):
             if grid.rank == 0:
@@ -136,8 +149,9 @@ def continue_text(comm: MPI.Intracomm, run: Path, prompt: str, length: int, *, t
         network = network_of(known.config, grid, known.samples)
         fill_weights(network, found, Checkpoints(grid, keeper.folder), accept=accept)
         tokens, vocabulary = grid.comm.bcast(asked)
-        made = generate(network, np.array(tokens), length, temperature=temperature, top_k=top_k, seed=seed,
-                        vocabulary=vocabulary)
+        made = generate(
+            network, np.array(tokens), length, temperature=temperature, top_k=top_k, seed=seed, vocabulary=vocabulary
+        )
         with grid.collective_call("predict: text", always=True):
             text = text_after(coder, tokens, made.tolist()) if grid.rank == 0 else None
         return Continued(grid.comm.bcast(text), found.path, str(grid.shape))
@@ -217,8 +231,10 @@ class Inputs:
             part[...] = self.dataset[first : first + rows].reshape(rows, -1)[:, column : column + columns]
         if not np.isfinite(part).all():
             row, off = np.argwhere(~np.isfinite(part))[0]
-            raise DataError(f"{self.file.path}: row {first + row} of data set {self.dataset.name[1:]!r} holds "
-                            f"{part[row, off]} in column {column + off}, as {self.dtype}")
+            raise DataError(
+                f"{self.file.path}: row {first + row} of data set {self.dataset.name[1:]!r} holds "
+                f"{part[row, off]} in column {column + off}, as {self.dtype}"
+            )
 
 
 @contextmanager
@@ -226,18 +242,24 @@ def _inputs(grid: Grid, asked: Asked, known: Recalled) -> Iterator[Inputs]:
     """Context of the samples, after checks against the network. Collective."""
     with grid.collective_call("predict", str(asked.source), asked.inputs, asked.batch_size, always=True):
         if known.config.data.sequence is not None:
-            raise DataError(f"the network of {asked.run} takes tokens and continues a text: "
-                            + shell_command("pmm3d", "predict", asked.run, "--prompt", "TEXT"))
+            raise DataError(
+                f"the network of {asked.run} takes tokens and continues a text: "
+                + shell_command("pmm3d", "predict", asked.run, "--prompt", "TEXT")
+            )
         take_device(known.config.network.library, grid.local_rank)
         inputs = Inputs(grid, asked, known)
         if asked.origin is not None and inputs.features == known.samples.features + 1:
             command = shell_command("pmm3d", "convert", asked.named, "FILE.h5")
-            raise DataError(f"{asked.named} has one column more than the {known.samples.features} inputs. If it is the "
-                            f"target, run {command} (--classes for labels), and predict from FILE.h5")
+            raise DataError(
+                f"{asked.named} has one column more than the {known.samples.features} inputs. If it is the "
+                f"target, run {command} (--classes for labels), and predict from FILE.h5"
+            )
         if inputs.features != known.samples.features:
-            raise DataError(f"{asked.named}: data set {inputs.dataset.name[1:]!r} has {inputs.features} features a "
-                            f"row, the network of {asked.run} takes {known.samples.features}. Give the columns of the "
-                            "training data in their order, or name another data set (--inputs)")
+            raise DataError(
+                f"{asked.named}: data set {inputs.dataset.name[1:]!r} has {inputs.features} features a "
+                f"row, the network of {asked.run} takes {known.samples.features}. Give the columns of the "
+                "training data in their order, or name another data set (--inputs)"
+            )
         columns = columns_of(inputs.dataset)
         here: Facts = {"columns": columns} if columns else {}
         compare(known.facts, here, asked.accept, str(asked.named), rank=grid.rank, error=DataError)
@@ -253,8 +275,10 @@ def _check_batch(inputs: Inputs, outputs: int) -> None:
     if inputs.size < 1:
         raise DataError(f"a batch has at least 1 row; got {inputs.size}. Name another --batch-size")
     if min(inputs.size, inputs.samples) * widest > LARGEST_BATCH:
-        raise DataError(f"batches of {inputs.size:,} rows of {widest:,} columns are too large: name a --batch-size of "
-                        f"at most {max(1, LARGEST_BATCH // widest):,}")
+        raise DataError(
+            f"batches of {inputs.size:,} rows of {widest:,} columns are too large: name a --batch-size of "
+            f"at most {max(1, LARGEST_BATCH // widest):,}"
+        )
 
 
 def _run(grid: Grid, made: Module, inputs: Inputs, new: NewHdf5 | None, target: Path, tell: Tell) -> None:
@@ -288,8 +312,9 @@ def _write(new: NewHdf5, start: int, values: np.ndarray) -> None:
 
 
 @contextmanager
-def _target(grid: Grid, target: Path, shapes: dict[str, tuple[int, ...]], known: Recalled,
-            facts: dict[str, str]) -> Iterator[NewHdf5 | None]:
+def _target(
+    grid: Grid, target: Path, shapes: dict[str, tuple[int, ...]], known: Recalled, facts: dict[str, str]
+) -> Iterator[NewHdf5 | None]:
     """Context of the file, on rank 0 only. The file has another name until it is complete. Collective."""
     temporary, new = target.with_name(target.name + ".writing"), None
     try:

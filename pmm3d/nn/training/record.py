@@ -79,17 +79,39 @@ class RunRecord:
         self._begun, self._saving = time.perf_counter(), 0.0
         if grid.rank == 0:
             starts, events = _earlier(self._path) if run.step else ([], [])
-            start = Start(began=_now(), state="running", resumed=self.resumed_from, from_step=run.step, ranks=grid.size,
-                          hosts=len(nodes), grid=grid.shape._asdict(), job=job_id(),
-                          auto=None if run.auto is None else run.auto.document())
+            start = Start(
+                began=_now(),
+                state="running",
+                resumed=self.resumed_from,
+                from_step=run.step,
+                ranks=grid.size,
+                hosts=len(nodes),
+                grid=grid.shape._asdict(),
+                job=job_id(),
+                auto=None if run.auto is None else run.auto.document(),
+            )
             program = schema.Program(
-                pmm3d=__version__, python=sys.version.split()[0], mpi=mpi_name(), kernel=blas.kernel,
-                blas=f"{blas.name} {blas.version}", threads=blas.threads, cpu=machine.cpu().name)
+                pmm3d=__version__,
+                python=sys.version.split()[0],
+                mpi=mpi_name(),
+                kernel=blas.kernel,
+                blas=f"{blas.name} {blas.version}",
+                threads=blas.threads,
+                cpu=machine.cpu().name,
+            )
             self._file = RunFile(
-                folder=str(self._path.parent.absolute()), job=start.job, command=sys.argv, program=program,
-                grid=start.grid, network=_network(run.state.network), starts=[*starts, start], events=events,
-                settings=json.loads(json.dumps(run.settings, default=str)), **device_facts(grid, devices),
-                hosts=[schema.Host(name=host.name, ranks=spans(host.ranks), cores=host.cores) for host in nodes])
+                folder=str(self._path.parent.absolute()),
+                job=start.job,
+                command=sys.argv,
+                program=program,
+                grid=start.grid,
+                network=_network(run.state.network),
+                starts=[*starts, start],
+                events=events,
+                settings=json.loads(json.dumps(run.settings, default=str)),
+                **device_facts(grid, devices),
+                hosts=[schema.Host(name=host.name, ranks=spans(host.ranks), cores=host.cores) for host in nodes],
+            )
             what = "resumed" if self.resumed_from else "started"
             self._event(what, f"{self.resumed_from or 'anew'}, on {counted(grid.size, 'rank')}, grid {grid.shape}")
             if self.retired:
@@ -106,8 +128,9 @@ class RunRecord:
     def _event(self, what: str, text: str, step: int | None = None, seconds: float | None = None) -> None:
         """Add an event. step: default the current one."""
         if self._file.events is not None:
-            self._file.events.append(Event(when=_now(), step=self._run.step if step is None else step, what=what,
-                                           text=text, seconds=seconds))
+            self._file.events.append(
+                Event(when=_now(), step=self._run.step if step is None else step, what=what, text=text, seconds=seconds)
+            )
 
     def _write(self, state: str) -> None:
         """Gather the figures of all ranks, and write them. Collective."""
@@ -129,24 +152,49 @@ class RunRecord:
             figures = [getattr(entry, name) - getattr(old, name) for name in FIGURES]
             if (key.axis or figures[-1]) and any(figures):
                 moved[tuple(key)] = figures
-        other = {name: max(0.0, spent - self._parts_before.get(name, 0.0))
-                 for name, spent in self._grid.ledger.parts.items()}
-        return {"seconds": time.perf_counter() - self._begun, "saving": self._saving, "computed": computed,
-                "other": other, "off_core": off_core, "peak_memory": machine.peak_memory(), "held": _held(self._run),
-                "moved": moved, "actions": _actions(self._grid)}
+        other = {
+            name: max(0.0, spent - self._parts_before.get(name, 0.0)) for name, spent in self._grid.ledger.parts.items()
+        }
+        return {
+            "seconds": time.perf_counter() - self._begun,
+            "saving": self._saving,
+            "computed": computed,
+            "other": other,
+            "off_core": off_core,
+            "peak_memory": machine.peak_memory(),
+            "held": _held(self._run),
+            "moved": moved,
+            "actions": _actions(self._grid),
+        }
 
     def _merge(self, ranks: list[Document]) -> None:
         """Update the file from the parts of the ranks."""
         run, file, none = self._run, self._file, [0, 0, 0, 0.0]
-        file.moved = [schema.Moved.model_validate({**dict(zip(("axis", "phase", "operation"), key)), **{
-            name: [rank["moved"].get(key, none)[index] for rank in ranks] for index, name in enumerate(FIGURES)}})
-            for key in dict.fromkeys(key for rank in ranks for key in rank["moved"])]
-        file.ranks = columns = schema.Columns.model_validate({
-            "waited": [sum(figures[3] for figures in rank["moved"].values()) for rank in ranks],
-            **{name: [rank[name] for rank in ranks] for name in COLUMNS},
-            **{kind: {name: [rank[kind].get(name, 0.0) for rank in ranks]
-                      for name in dict.fromkeys(name for rank in ranks for name in rank[kind])}
-               for kind in ("computed", "other")}})
+        file.moved = [
+            schema.Moved.model_validate(
+                {
+                    **dict(zip(("axis", "phase", "operation"), key)),
+                    **{
+                        name: [rank["moved"].get(key, none)[index] for rank in ranks]
+                        for index, name in enumerate(FIGURES)
+                    },
+                }
+            )
+            for key in dict.fromkeys(key for rank in ranks for key in rank["moved"])
+        ]
+        file.ranks = columns = schema.Columns.model_validate(
+            {
+                "waited": [sum(figures[3] for figures in rank["moved"].values()) for rank in ranks],
+                **{name: [rank[name] for rank in ranks] for name in COLUMNS},
+                **{
+                    kind: {
+                        name: [rank[kind].get(name, 0.0) for rank in ranks]
+                        for name in dict.fromkeys(name for rank in ranks for name in rank[kind])
+                    }
+                    for kind in ("computed", "other")
+                },
+            }
+        )
         file.memory = schema.Memory(**{name: [rank["held"][name] for rank in ranks] for name in ranks[0]["held"]})
         lines = [rank["actions"] for rank in ranks if rank["actions"]]
         if len(lines) > 1 and (pipeline := described(lines)):
@@ -159,8 +207,9 @@ class RunRecord:
             start.written, start.to_step, start.steps = file.written, run.step, file.passes.steps
             start.seconds, start.waited = max(columns.seconds), sum(columns.waited)
             start.computed = sum(map(sum, columns.computed.values()), 0.0)
-            start.sent, start.received = (sum(sum(getattr(entry, name)) for entry in file.moved)
-                                          for name in ("sent", "received"))
+            start.sent, start.received = (
+                sum(sum(getattr(entry, name)) for entry in file.moved) for name in ("sent", "received")
+            )
 
     def _store(self, state: str) -> None:
         if not self._file.starts:  # not rank 0
@@ -197,8 +246,9 @@ def _earlier(path: Path) -> tuple[list[Start], list[Event]]:
         check_regular(path)
         document = json.loads(path.read_text())
         starts, events = map(Start.model_validate, document["starts"]), map(Event.model_validate, document["events"])
-        return [start.model_copy(update={"state": "broke off"}) if start.state == "running" else start
-                for start in starts], [*events]
+        return [
+            start.model_copy(update={"state": "broke off"}) if start.state == "running" else start for start in starts
+        ], [*events]
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -216,9 +266,15 @@ def device_facts(grid: Grid, devices: list[Document]) -> dict[str, Any]:
 def _network(network: Module) -> schema.Network:
     first, whole = network.parameters()[0], network.dry if isinstance(network, Pipeline) else network
     shapes = [parameter.shape for parameter in whole.parameters() if not parameter.is_vector]
-    return schema.Network(kind=type(whole).__name__, parameters=whole.size, dtype=first.dtype, tree=repr(whole),
-                   precision=asdict(first.precision), library=first.library.name,
-                   sizes=[shapes[0][0], *(cols for _, cols in shapes)] if type(whole) is MLP else [])
+    return schema.Network(
+        kind=type(whole).__name__,
+        parameters=whole.size,
+        dtype=first.dtype,
+        tree=repr(whole),
+        precision=asdict(first.precision),
+        library=first.library.name,
+        sizes=[shapes[0][0], *(cols for _, cols in shapes)] if type(whole) is MLP else [],
+    )
 
 
 def _held(run: Any) -> dict[str, int]:
@@ -226,8 +282,12 @@ def _held(run: Any) -> dict[str, int]:
     weights, took = run.state.network.parameters(), run.counts["steps"] > run.counts["skipped"]
     states = [*run.state.optimizer.matrices(run.state.network.named_parameters()).values()] if took else []
     gradients = sum(int(weight.accumulated.array.nbytes) for weight in weights if weight.accumulated.array is not None)
-    return {"weights": _nbytes(weights), "gradients": gradients, "state": _nbytes(states),
-            "work": run.grid.workspace.allocated}
+    return {
+        "weights": _nbytes(weights),
+        "gradients": gradients,
+        "state": _nbytes(states),
+        "work": run.grid.workspace.allocated,
+    }
 
 
 def _nbytes(matrices: Iterable[Tensor | DistMatrix]) -> int:

@@ -63,10 +63,18 @@ class Reporter:
         self._since, self._waited = time.perf_counter(), run.grid.ledger.total().waited
         elapsed, scale = max(1e-9, self._since - since), run.state.scale
         figures = {"loss": done.loss, **run.loader.data.of_loss(done.loss), "gradient_norm": done.norm} | (
-            {} if scale is None else {"loss_scale": scale.value, "skipped": scale.skipped})
-        self._log.step({"step": step, "epoch": run.loader.epoch, "lr": done.lr, "samples_per_second": rows / elapsed,
-                        "waiting": max(0.0, self._waited - waited) / elapsed,
-                        **{name: value for name, value in figures.items() if isfinite(value)}})
+            {} if scale is None else {"loss_scale": scale.value, "skipped": scale.skipped}
+        )
+        self._log.step(
+            {
+                "step": step,
+                "epoch": run.loader.epoch,
+                "lr": done.lr,
+                "samples_per_second": rows / elapsed,
+                "waiting": max(0.0, self._waited - waited) / elapsed,
+                **{name: value for name, value in figures.items() if isfinite(value)},
+            }
+        )
 
     def validated(self) -> None:
         """Report an evaluation."""
@@ -100,8 +108,10 @@ class Reporter:
         rank, ratio, longer = slowest(seconds, everyones)
         if rank not in self._told and ratio >= SLOW and longer >= WAITED * seconds:
             self._told.add(rank)
-            logger.warning(f"rank {grid.everyone.ranks[rank]} (host {grid.host_of(rank)}) is {ratio:.1f} times slower "
-                           f"than the median: others waited {longer:.0f} of the last {seconds:.0f} s for it")
+            logger.warning(
+                f"rank {grid.everyone.ranks[rank]} (host {grid.host_of(rank)}) is {ratio:.1f} times slower "
+                f"than the median: others waited {longer:.0f} of the last {seconds:.0f} s for it"
+            )
 
     def _waited_for_messages(self) -> float:
         """Return the seconds of waiting for other ranks, without the loader."""

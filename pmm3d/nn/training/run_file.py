@@ -234,8 +234,11 @@ class RunFile(Part):
 
     @model_validator(mode="after")
     def _of_its_ranks(self) -> Any:
-        columns = [self.ranks and self.ranks.seconds, self.memory and self.memory.work,
-                   *(entry.calls for entry in self.moved or ())]
+        columns = [
+            self.ranks and self.ranks.seconds,
+            self.memory and self.memory.work,
+            *(entry.calls for entry in self.moved or ()),
+        ]
         if len({len(column) for column in columns if column}) > 1:
             raise ValueError("ranks, moved and memory have different numbers of ranks")
         return self

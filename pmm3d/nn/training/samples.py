@@ -79,11 +79,20 @@ def _data_set(config: Config, grid: Grid, other: Data | None = None) -> Data:
     file = section.file if other is None else section.validation_file
     assert file is not None
     if section.sequence is not None:
-        return TokenDataSet(grid, file, section.sequence, tokens=section.inputs,
-                            documents=section.documents, library=network.library)
+        return TokenDataSet(
+            grid, file, section.sequence, tokens=section.inputs, documents=section.documents, library=network.library
+        )
     classes = section.classes if not isinstance(other, DataSet) else names_of(other) or None
-    return DataSet(grid, file, section.inputs, str(section.targets), dtype=network.dtype, library=network.library,
-                   classes=classes, labels=labels_of(config))
+    return DataSet(
+        grid,
+        file,
+        section.inputs,
+        str(section.targets),
+        dtype=network.dtype,
+        library=network.library,
+        classes=classes,
+        labels=labels_of(config),
+    )
 
 
 @contextmanager
@@ -113,15 +122,21 @@ def _compare(config: Config, data: Data, other: Data, accept: Collection[str]) -
         compare(data.facts, other.facts, accept, str(section.validation_file), rank=grid.rank, error=DataError)
         if isinstance(data, TokenDataSet) or isinstance(other, TokenDataSet):
             if other.classes != data.classes:
-                raise Pmm3dError(f"{section.validation_file} has a vocabulary of {other.classes} tokens, "
-                                 f"{section.file} one of {data.classes}: convert both with the same tokenizer")
+                raise Pmm3dError(
+                    f"{section.validation_file} has a vocabulary of {other.classes} tokens, "
+                    f"{section.file} one of {data.classes}: convert both with the same tokenizer"
+                )
             return
         if (other.features, other.outputs) != (data.features, data.outputs):
-            raise Pmm3dError(f"{section.validation_file} has {other.features} features and {other.outputs} "
-                             f"targets a row, {section.file} {data.features} and {data.outputs}")
+            raise Pmm3dError(
+                f"{section.validation_file} has {other.features} features and {other.outputs} "
+                f"targets a row, {section.file} {data.features} and {data.outputs}"
+            )
     if data.class_names and not other.class_names and grid.rank == 0:
-        logger.warning(f"{section.validation_file} does not name its classes, so its labels are taken as the "
-                       f"numbers of {names_in_words(data.class_names)}. pmm3d convert --class-names adds the names")
+        logger.warning(
+            f"{section.validation_file} does not name its classes, so its labels are taken as the "
+            f"numbers of {names_in_words(data.class_names)}. pmm3d convert --class-names adds the names"
+        )
 
 
 def parts_of(config: Config, data: Data) -> tuple[Part, Part]:
@@ -129,20 +144,30 @@ def parts_of(config: Config, data: Data) -> tuple[Part, Part]:
     or for validation, and for targets of one class."""
     section, grid = config.data, data.grid
     share = 0.0 if section.validation_file is not None else section.validation
-    kept, held = data.split(share, seed=config.training.seed, groups=section.groups if share else None,
-                            last=section.hold_out == "last" or not share)
+    kept, held = data.split(
+        share,
+        seed=config.training.seed,
+        groups=section.groups if share else None,
+        last=section.hold_out == "last" or not share,
+    )
     with grid.collective_call("training"):
         if not len(kept):
             raise Pmm3dError(f"data.validation = {share} leaves no row of {data.samples} to train on")
         if share and not len(held):
-            raise Pmm3dError(f"data.validation = {share} holds out no row of {data.samples}: raise it, name a "
-                             "data.validation_file, or set it to 0.0 for no validation")
+            raise Pmm3dError(
+                f"data.validation = {share} holds out no row of {data.samples}: raise it, name a "
+                "data.validation_file, or set it to 0.0 for no validation"
+            )
         if data.classes == 1:
-            raise Pmm3dError(f"the targets {section.targets!r} of {section.file} have only one class. Name other "
-                             "targets, or convert with all classes")
+            raise Pmm3dError(
+                f"the targets {section.targets!r} of {section.file} have only one class. Name other "
+                "targets, or convert with all classes"
+            )
     if section.batch_size > len(kept) and grid.rank == 0 and grid.dry_run is None:
-        logger.warning(f"data.batch_size = {section.batch_size}: there are only {len(kept)} rows to train on, so an "
-                       "epoch has one step. Lower data.batch_size for more steps")
+        logger.warning(
+            f"data.batch_size = {section.batch_size}: there are only {len(kept)} rows to train on, so an "
+            "epoch has one step. Lower data.batch_size for more steps"
+        )
     return kept, held
 
 
@@ -152,8 +177,10 @@ def loss_of(config: Config, classes: bool) -> str:
     if loss == "auto":
         return "cross_entropy" if classes else "mse"
     if (loss == "cross_entropy") != classes:
-        raise Pmm3dError(f"training.loss is {loss}, but the targets {config.data.targets!r} of {config.data.file} are "
-                         f"{'classes (integers)' if classes else 'vectors (floating point)'}")
+        raise Pmm3dError(
+            f"training.loss is {loss}, but the targets {config.data.targets!r} of {config.data.file} are "
+            f"{'classes (integers)' if classes else 'vectors (floating point)'}"
+        )
     return loss
 
 
@@ -167,11 +194,15 @@ def check_targets(config: Config, data: DataSet) -> None:
     targets, loss, where = data.targets, config.training.loss, f"the targets {config.data.targets!r} of {data.path}"
     with data.grid.collective_call("training"):
         if loss == "auto" and targets.dtype.kind in "iu" and not data.labelled:
-            raise Pmm3dError(f"{where} are integers in {data.outputs} columns, which may be labels or values. Set "
-                             "training.loss = \"mse\" (or \"mae\") for values; labels must have one column")
+            raise Pmm3dError(
+                f"{where} are integers in {data.outputs} columns, which may be labels or values. Set "
+                'training.loss = "mse" (or "mae") for values; labels must have one column'
+            )
         if not data.labelled and "class_names" in targets.attrs:
-            raise Pmm3dError(f"training.loss is {loss}, but {where} are labels with class names: leave training.loss "
-                             "out, or name other targets")
+            raise Pmm3dError(
+                f"training.loss is {loss}, but {where} are labels with class names: leave training.loss "
+                "out, or name other targets"
+            )
 
 
 def names_of(data: DataSet) -> list[str]:
@@ -201,13 +232,17 @@ def recalled(found: Checkpoint) -> Recalled:
     it."""
     settings = found.meta.get("settings") if isinstance(found.meta, dict) else None
     if not isinstance(settings, dict) or SAMPLES not in settings:
-        raise CheckpointError(f"{found.path} does not contain a configuration of its network, because pmm3d train did "
-                              "not write it: make the network in a program and load it with nn.exchange.load_weights")
+        raise CheckpointError(
+            f"{found.path} does not contain a configuration of its network, because pmm3d train did "
+            "not write it: make the network in a program and load it with nn.exchange.load_weights"
+        )
     try:
         sections = {name: values for name, values in settings.items() if name != SAMPLES}
         samples = {name: value for name, value in settings[SAMPLES].items() if name in Samples.model_fields}
         return Recalled(checked(sections, str(found.path)), Samples(**samples), facts_in(found.meta))
     except (ValidationError, TypeError, AttributeError, KeyError, Pmm3dError) as error:
-        raise CheckpointError(f"{found.path} contains settings of another version of pmm3d, which this version cannot "
-                              f"read: {error}. Make the network in a program and load it with "
-                              "nn.exchange.load_weights") from None
+        raise CheckpointError(
+            f"{found.path} contains settings of another version of pmm3d, which this version cannot "
+            f"read: {error}. Make the network in a program and load it with "
+            "nn.exchange.load_weights"
+        ) from None

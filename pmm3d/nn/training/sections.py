@@ -102,7 +102,8 @@ class DataSection(Section):
     shuffle: bool = True
     """whether the rows have another order in each epoch, by `training.seed`"""
     hold_out: Literal["random", "last"] = Field(
-        default_factory=lambda given: "random" if given.get("shuffle", True) and not given.get("sequence") else "last")
+        default_factory=lambda given: "random" if given.get("shuffle", True) and not given.get("sequence") else "last"
+    )
     """which rows are held out: random rows, by `training.seed`, or the last rows, for example of a time series; left
     out: last for tokens or if shuffle is false, otherwise random. With random and shuffle = false, the rows to train on
     have the same random order in each epoch"""
@@ -185,14 +186,20 @@ class NetworkSection(Section):
     def own_keys(self) -> list[str]:
         """Names of the keys for layers whose values are not the defaults."""
         given, fields = self.model_dump(), type(self).model_fields
-        return [name for name, value in given.items() if name not in ("build", "dtype", "library")
-                and value != fields[name].get_default(call_default_factory=True, validated_data=given)]
+        return [
+            name
+            for name, value in given.items()
+            if name not in ("build", "dtype", "library")
+            and value != fields[name].get_default(call_default_factory=True, validated_data=given)
+        ]
 
     @model_validator(mode="after")
     def _hidden_fits(self) -> NetworkSection:
         if self.of_tokens == isinstance(self.hidden, list) and self.build is None:
-            raise ValueError(f"hidden = {self.hidden} does not fit kind = \"{self.kind}\", which needs "
-                             f"{'a number' if self.of_tokens else 'a list of numbers'}")
+            raise ValueError(
+                f'hidden = {self.hidden} does not fit kind = "{self.kind}", which needs '
+                f"{'a number' if self.of_tokens else 'a list of numbers'}"
+            )
         return self
 
 
@@ -218,7 +225,8 @@ class OptimizerSection(Section):
     """factor of lr for a weight of k inputs and n outputs (muon: match_rms_adamw if left out). original: sqrt(max(1,
     n / k)); match_rms_adamw: 0.2 sqrt(max(k, n)), for the lr and weight_decay of adamw"""
     betas: Annotated[list[Share], Field(min_length=2, max_length=2)] | None = default_of(
-        **dict.fromkeys(("adam", "adamw", "muon"), [0.9, 0.999]))
+        **dict.fromkeys(("adam", "adamw", "muon"), [0.9, 0.999])
+    )
     """shares of the running means of gradients and of their squares that a step keeps (adam, adamw, muon: [0.9, 0.999]
     if left out)"""
     eps: Positive | None = default_of(**dict.fromkeys(("adam", "adamw", "muon"), 1e-8))

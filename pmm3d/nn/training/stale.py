@@ -104,8 +104,9 @@ class HetPipe(Rule):
         return max(0, micro - stages + 1)
 
 
-def train_stale(network: Pipeline, optimizer: Optimizer, loss: Loss, batches: Sequence[Batch], rule: Rule
-                ) -> list[float]:
+def train_stale(
+    network: Pipeline, optimizer: Optimizer, loss: Loss, batches: Sequence[Batch], rule: Rule
+) -> list[float]:
     """Train by stale gradients. Collective.
 
     Parameters
@@ -134,25 +135,33 @@ def train_stale(network: Pipeline, optimizer: Optimizer, loss: Loss, batches: Se
         rule are not ready in time, and for a grid of workers of another shape.
     """
     if rule.every < 1 or isinstance(rule, HetPipe) and rule.distance < 0:
-        raise PipelineError("stale weights: a batch has at least 1 micro-batch, and a distance is at least 0; got "
-                            f"{rule}")
+        raise PipelineError(
+            f"stale weights: a batch has at least 1 micro-batch, and a distance is at least 0; got {rule}"
+        )
     grid, table, depth = network.grid, network.table(len(batches)), network.depth
     unit = depth if isinstance(rule, HetPipe) else rule.every
     if len(batches) % unit or len(table.stages) != table.ranks or network.tied:
-        raise PipelineError(f"stale weights: {len(batches)} micro-batches, {len(table.stages)} stages on {table.ranks} "
-                            f"ranks, shared weights: {', '.join(network.tied) or 'none'}. The number of micro-batches "
-                            f"must be a multiple of {unit}, each rank must have one stage, and stages must share no "
-                            "weight")
+        raise PipelineError(
+            f"stale weights: {len(batches)} micro-batches, {len(table.stages)} stages on {table.ranks} "
+            f"ranks, shared weights: {', '.join(network.tied) or 'none'}. The number of micro-batches "
+            f"must be a multiple of {unit}, each rank must have one stage, and stages must share no "
+            "weight"
+        )
     _check_versions(table, rule, depth)
     if isinstance(rule, HetPipe):
         workers = rule.workers
         with workers.collective_call("HetPipe", len(batches), rule.distance):
             if workers.shape.data != workers.size:  # the changes of the others would not arrive
-                raise PipelineError(f"HetPipe: the grid of the workers has {workers.shape.data} of {workers.size} "
-                                    'ranks along data: make it with shape="ddp", of one rank of each worker')
+                raise PipelineError(
+                    f"HetPipe: the grid of the workers has {workers.shape.data} of {workers.size} "
+                    'ranks along data: make it with shape="ddp", of one rank of each worker'
+                )
     executor = _StaleExecutor(network, optimizer, [x for x, _ in batches], rule)
-    groups = [weighted(grid, loss, batches[first : first + rule.every]) for first in
-              range(0, len(batches), rule.every)] if executor.ends else []
+    groups = (
+        [weighted(grid, loss, batches[first : first + rule.every]) for first in range(0, len(batches), rule.every)]
+        if executor.ends
+        else []
+    )
     with Tape.of(grid).set(summing=False), override(Tape.of(grid).parallel, trusting=True):
         found = executor.run(lambda micro, output: groups[micro // rule.every](micro % rule.every, output))
     own = np.zeros(len(batches))
@@ -167,14 +176,22 @@ def _check_versions(table: PipelineSchedule, rule: Rule, stages: int) -> None:
     for rank, place, action in table.each():
         stage, needed = action.stage, rule.version(action.micro, action.stage, stages)
         if action.kind == "F" and needed > done[stage] // rule.every:
-            raise table.complain(rank, place, f"{type(rule).__name__} needs weights after {needed} changes, and "
-                                 f"{done[stage] // rule.every} are done. With the schedule 1f1b, and with batches of "
-                                 f"at least {stages - 1} micro-batches, the weights are ready in time")
+            raise table.complain(
+                rank,
+                place,
+                f"{type(rule).__name__} needs weights after {needed} changes, and "
+                f"{done[stage] // rule.every} are done. With the schedule 1f1b, and with batches of "
+                f"at least {stages - 1} micro-batches, the weights are ready in time",
+            )
         done[stage] += action.kind in ("B", "W")
         begun[stage] += action.kind in ("B", "I")
         if action.kind == "W" and done[stage] % rule.every == 0 and begun[stage] > done[stage]:
-            raise table.complain(rank, place, f"stage {stage} changes its weights here, while weight gradients of the "
-                                 "next batch are pending. Use the schedule 1f1b")
+            raise table.complain(
+                rank,
+                place,
+                f"stage {stage} changes its weights here, while weight gradients of the "
+                "next batch are pending. Use the schedule 1f1b",
+            )
 
 
 class _StaleExecutor(Executor):

@@ -83,9 +83,11 @@ class TrainState:
     def __post_init__(self) -> None:
         held = set(self.network.parameters())
         if others := [each.name or "a parameter" for each in self.optimizer.parameters if each not in held]:
-            raise Pmm3dError("TrainState: the optimizer changes parameters that are not in the network, so checkpoints "
-                             f"would not contain them: {names_in_words(others)}. Make all networks attributes of one "
-                             "Module, and pass that Module")
+            raise Pmm3dError(
+                "TrainState: the optimizer changes parameters that are not in the network, so checkpoints "
+                f"would not contain them: {names_in_words(others)}. Make all networks attributes of one "
+                "Module, and pass that Module"
+            )
         whole = self.network.dry if isinstance(self.network, Pipeline) else self.network  # all stages scale the loss
         if self.scale is None and any(each.precision.compute == "float16" for each in whole.parameters()):
             self.scale = LossScale()
@@ -120,10 +122,18 @@ class TrainState:
         """
         optimizer = self.optimizer.state(self.network.named_parameters())
         missed = dict(ChainMap(*of_stages(self.network, optimizer["missed"])))
-        return {"step": self.step, "lr": self.optimizer.lr, "optimizer": {**optimizer, "missed": missed},
-                "schedule": _state(self.schedule), "loader": _state(self.loader), "scale": _state(self.scale),
-                "random": self.network.random_state(), "grid": self.network.whole.shape._asdict(),
-                "blas": self._blas(), FACTS: self._compared()}
+        return {
+            "step": self.step,
+            "lr": self.optimizer.lr,
+            "optimizer": {**optimizer, "missed": missed},
+            "schedule": _state(self.schedule),
+            "loader": _state(self.loader),
+            "scale": _state(self.scale),
+            "random": self.network.random_state(),
+            "grid": self.network.whole.shape._asdict(),
+            "blas": self._blas(),
+            FACTS: self._compared(),
+        }
 
     def save(self, checkpoints: Checkpoints, **extra: Any) -> Path:
         """Write a checkpoint of this step.
@@ -148,9 +158,11 @@ class TrainState:
         whole, grid = self.network.whole, checkpoints.grid
         with whole.collective_call("TrainState", always=True):
             if not grid.same_processes(whole):
-                raise CheckpointError(f"TrainState: the checkpoints are not on the {whole.size} ranks of the network; "
-                                      f"their grid has size {grid.size}. Make Checkpoints(network.whole, folder), on "
-                                      "all ranks of the network")
+                raise CheckpointError(
+                    f"TrainState: the checkpoints are not on the {whole.size} ranks of the network; "
+                    f"their grid has size {grid.size}. Make Checkpoints(network.whole, folder), on "
+                    "all ranks of the network"
+                )
 
     def check(self, facts: Any, accept: Collection[str] = (), settings: Facts | None = None) -> None:
         """Raises Pmm3dError, on every rank, if the facts of a checkpoint do not fit this training. accept, settings: as
@@ -158,19 +170,25 @@ class TrainState:
         with self.network.whole.collective_call("resume", sorted(accept), always=True):
             known = facts if isinstance(facts, dict) else {}
             if lacking := [key for key in ("step", "optimizer", "random") if key not in known]:
-                raise Pmm3dError(f"the checkpoint does not contain the state of a training: {', '.join(lacking)} "
-                                 "missing. Save it with TrainState.save")
+                raise Pmm3dError(
+                    f"the checkpoint does not contain the state of a training: {', '.join(lacking)} "
+                    "missing. Save it with TrainState.save"
+                )
             before, now = known["optimizer"].get("kind"), type(self.optimizer).__name__
             if before != now:
-                raise Pmm3dError(f"the checkpoint's optimizer is {before}, and the optimizer of this run is {now}, "
-                                 f"which cannot use the state of {before}; nothing was changed. Use {before}, or start "
-                                 "a new run from the weights alone (training.weights, nn.exchange.load_weights)")
+                raise Pmm3dError(
+                    f"the checkpoint's optimizer is {before}, and the optimizer of this run is {now}, "
+                    f"which cannot use the state of {before}; nothing was changed. Use {before}, or start "
+                    "a new run from the weights alone (training.weights, nn.exchange.load_weights)"
+                )
             kept, wanted = known["optimizer"].get("states"), list(self.optimizer.states())
             if kept not in (None, wanted):
-                raise Pmm3dError(f"the checkpoint's optimizer keeps {names_in_words(kept) or 'nothing'} of each "
-                                 f"weight, the optimizer of this run keeps {names_in_words(wanted) or 'nothing'}; "
-                                 "nothing was changed. Restore the optimizer's options (momentum), or start a new run "
-                                 "from the weights alone (training.weights, nn.exchange.load_weights)")
+                raise Pmm3dError(
+                    f"the checkpoint's optimizer keeps {names_in_words(kept) or 'nothing'} of each "
+                    f"weight, the optimizer of this run keeps {names_in_words(wanted) or 'nothing'}; "
+                    "nothing was changed. Restore the optimizer's options (momentum), or start a new run "
+                    "from the weights alone (training.weights, nn.exchange.load_weights)"
+                )
             refuse(self._changes(known, settings), accept, "the checkpoint", "start a new run in another folder; or ")
 
     def load(self, facts: Facts, stored: Collection[str] | None = None) -> None:
@@ -188,8 +206,14 @@ class TrainState:
             if self.scale is not None and facts.get("scale"):
                 self.scale.load_state(facts["scale"])
 
-    def resume(self, checkpoints: Checkpoints, path: str | os.PathLike[str] | None = None, *,
-               accept: Collection[str] = (), settings: Facts | None = None) -> Facts | None:
+    def resume(
+        self,
+        checkpoints: Checkpoints,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        accept: Collection[str] = (),
+        settings: Facts | None = None,
+    ) -> Facts | None:
         """Continue from a checkpoint.
 
         Parameters
@@ -235,8 +259,11 @@ class TrainState:
 
     def _changes(self, known: Facts, settings: Facts | None) -> list[Difference]:
         """Return the differences from the meta of a checkpoint, each once: facts repeat some settings."""
-        found = [*differences(known.get("settings") or {}, settings or {}),
-                 *differences(facts_in(known), self._compared()), *self._batches(known)]
+        found = [
+            *differences(known.get("settings") or {}, settings or {}),
+            *differences(facts_in(known), self._compared()),
+            *self._batches(known),
+        ]
         return [*{each.key: each for each in found}.values()]
 
     def _batches(self, facts: Facts) -> list[Difference]:
@@ -248,8 +275,11 @@ class TrainState:
         before, now = facts.get("lr", facts["optimizer"].get("lr")), self.optimizer.lr
         changes = []
         if "schedule" in facts and bool(facts["schedule"]) != bool(self.schedule):
-            changes.append(f"the checkpoint has no schedule; the schedule of this run continues from its step "
-                           f"{self.step}" if self.schedule else "the checkpoint has a schedule, and this run has none")
+            changes.append(
+                f"the checkpoint has no schedule; the schedule of this run continues from its step {self.step}"
+                if self.schedule
+                else "the checkpoint has a schedule, and this run has none"
+            )
         if before is not None and not isclose(before, now, rel_tol=1e-9):
             changes.append(f"the learning rate of step {self.step + 1} is {now:.6g} instead of {before:.6g}")
         return changes
@@ -259,8 +289,10 @@ class TrainState:
 
     def _rounding(self, facts: Facts) -> list[str]:
         """Return a sentence about a change of the BLAS, its release or its kernel, which changes the last bits."""
-        before, after = (blas_in_words(f"{blas['name']} {blas['version']}".strip(), blas["kernel"], 0)
-                         for blas in (self._blas() | facts.get("blas", {}), self._blas()))
+        before, after = (
+            blas_in_words(f"{blas['name']} {blas['version']}".strip(), blas["kernel"], 0)
+            for blas in (self._blas() | facts.get("blas", {}), self._blas())
+        )
         return [f"the BLAS was {before}, is {after}, which rounds differently"] if before != after else []
 
     def _tell(self, changes: list[str], retired: list[Path]) -> None:
@@ -269,8 +301,10 @@ class TrainState:
         for change in changes:
             logger.warning(f"resumed with a change: {change}. The new configuration applies")
         if retired:
-            logger.warning(f"the run continues from step {self.step}, so later checkpoints are retired: "
-                           f"{', '.join(path.name for path in retired)}")
+            logger.warning(
+                f"the run continues from step {self.step}, so later checkpoints are retired: "
+                f"{', '.join(path.name for path in retired)}"
+            )
 
 
 def _state(part: Schedule | Loader | LossScale | None) -> Facts | None:

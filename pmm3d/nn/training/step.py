@@ -48,8 +48,16 @@ class Agreed(NamedTuple):
     failed: bool
 
 
-def step_agreement(grid: Grid, loss: float = 0.0, square: Square = 0.0, *, whole: Grid | None = None,
-                   request: int = 0, look: bool = False, failed: bool = False) -> Agreed:
+def step_agreement(
+    grid: Grid,
+    loss: float = 0.0,
+    square: Square = 0.0,
+    *,
+    whole: Grid | None = None,
+    request: int = 0,
+    look: bool = False,
+    failed: bool = False,
+) -> Agreed:
     """Combine loss, square of the gradient's norm, and requests of all ranks. Collective: one all-reduce of a few
     numbers. In a dry run the result is arbitrary.
 
@@ -66,8 +74,9 @@ def step_agreement(grid: Grid, loss: float = 0.0, square: Square = 0.0, *, whole
     digests[:, stage] = parallel.digest, parallel.digest**2
     ends = 0 if request < END else 1 if request == END else everyone.size + 1
     with grid.ledger.phase("agreement"):
-        total = everyone.all_reduce(np.array([loss, request == SAVE, ends, look, failed, *digests.flat, *own]),
-                                    agreed=True).wait()
+        total = everyone.all_reduce(
+            np.array([loss, request == SAVE, ends, look, failed, *digests.flat, *own]), agreed=True
+        ).wait()
     loss, saves, ends, looks, failures, *rest = total.tolist()
     squares = rest[2 * stages :]
     differ = [int(one) ** 2 != grid.size * int(two) for one, two in zip(rest[:stages], rest[stages:])]
@@ -100,10 +109,17 @@ def local_norm_squared(network: Module, optimizer: Optimizer) -> Square:
     return np.array([float(squares.get(named[name], 0.0)) if name in named else 0.0 for name in network.all_names])
 
 
-def train_step(network: Module, optimizer: Optimizer, loss: Loss, batches: Sequence[Batch], clip: float | None = None,
-               *, agree: Callable[[float, Square], Agreed] | None = None,
-               check: Callable[[Sequence[DistMatrix], str, float], None] | None = None,
-               scale: LossScale | None = None) -> tuple[float, float]:
+def train_step(
+    network: Module,
+    optimizer: Optimizer,
+    loss: Loss,
+    batches: Sequence[Batch],
+    clip: float | None = None,
+    *,
+    agree: Callable[[float, Square], Agreed] | None = None,
+    check: Callable[[Sequence[DistMatrix], str, float], None] | None = None,
+    scale: LossScale | None = None,
+) -> tuple[float, float]:
     """Change the weights by the gradient of the mean loss of all micro-batches. Collective, with one agreement.
 
     Parameters

@@ -32,9 +32,22 @@ TYPES = ("float16", "bfloat16", "float32", "float64")
 AS_IT_IS = Elementwise(lambda _, x: x)
 
 
-def attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, size: int, causal: bool = True,
-              window: int | None = None, documents: Tensor | None = None, dropout: float = 0.0, seed: int = 0,
-              stream: int = 0, scale: float | None = None, block: int = BLOCK, parallel: str = "auto") -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    size: int,
+    causal: bool = True,
+    window: int | None = None,
+    documents: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    stream: int = 0,
+    scale: float | None = None,
+    block: int = BLOCK,
+    parallel: str = "auto",
+) -> Tensor:
     """softmax(scale q k^T) v for each head of each sequence. The full matrix of scores is never stored.
 
     Parameters
@@ -116,14 +129,26 @@ def attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, si
     if Cache.of(first.grid) is None:  # with a cache, each rank has whole sequences
         if ULYSSES in stored.on(shape).rows:
             operands = _spread_heads(operands, size, ULYSSES)
-        method = chosen(parallel, operands[0].layout, first.shape[0], shape,
-                        _heads_on_ranks(operands[0], operands[-1], size), causal and order_of(stored.units[0]) is None,
-                        nodes_along_seq(first.grid))
+        method = chosen(
+            parallel,
+            operands[0].layout,
+            first.shape[0],
+            shape,
+            _heads_on_ranks(operands[0], operands[-1], size),
+            causal and order_of(stored.units[0]) is None,
+            nodes_along_seq(first.grid),
+        )
     if method == "ulysses":
         operands = _spread_heads(operands, size, SEQ)
     drops = Dropout(dropout, seed, stream, 0, 0, _forms(operands)[0].shape[1] // size, length) if dropout else None
-    local = _Local(operands, size, Visible(causal, window, drops, block), size**-0.5 if scale is None else scale,
-                   _documents(operands[0], documents), method == "gather")
+    local = _Local(
+        operands,
+        size,
+        Visible(causal, window, drops, block),
+        size**-0.5 if scale is None else scale,
+        _documents(operands[0], documents),
+        method == "gather",
+    )
     return relayout(local.output(operands), stored)
 
 
@@ -153,32 +178,42 @@ def _documents(q: Tensor, documents: Tensor | None) -> np.ndarray | None:
         return None
     documents = whole(as_tensor(documents))
     if documents.shape != (q.shape[0], 1) or "int" not in documents.dtype:
-        raise LayoutError(f"attention: documents must be integers, {q.shape[0]} x 1, a number for each row; got "
-                          f"{documents!r}")
+        raise LayoutError(
+            f"attention: documents must be integers, {q.shape[0]} x 1, a number for each row; got {documents!r}"
+        )
     rows = tuple(axis for axis in q.layout.rows if axis not in INSIDE)
     documents = relayout(documents, layout_of(rows, (), (), (q.layout.units[0], 1)))
     return documents.library.to_numpy(documents.shard)[:, 0] if documents.library.has_data else None
 
 
-def _check(operands: Sequence[Tensor], size: int, window: int | None, dropout: float, block: int,
-           scale: float | None) -> None:
+def _check(
+    operands: Sequence[Tensor], size: int, window: int | None, dropout: float, block: int, scale: float | None
+) -> None:
     q, k, v = operands
     if q.grid is not k.grid or q.grid is not v.grid:
         raise GridError(f"attention: q, k and v must be on the same Grid; got q {q!r}, k and v {[k, v]!r}")
     if q.dtype not in TYPES or {(each.dtype, each.library) for each in (k, v)} != {(q.dtype, q.library)}:
-        raise DTypeError(f"attention: q, k and v must have the same library and the same type, one of "
-                         f"{', '.join(TYPES)}; got {[q, k, v]!r}")
+        raise DTypeError(
+            f"attention: q, k and v must have the same library and the same type, one of "
+            f"{', '.join(TYPES)}; got {[q, k, v]!r}"
+        )
     if isinstance(q.shape[0], RaggedRows):
         q.shape[0].refuse()
     if k.shape != v.shape or q.shape[0] != k.shape[0]:
-        raise LayoutError(f"attention: q is {q.shape[0]} x {q.shape[1]}, k is {k.shape[0]} x {k.shape[1]}, v is "
-                          f"{v.shape[0]} x {v.shape[1]}. All need the same rows, and k and v the same columns")
+        raise LayoutError(
+            f"attention: q is {q.shape[0]} x {q.shape[1]}, k is {k.shape[0]} x {k.shape[1]}, v is "
+            f"{v.shape[0]} x {v.shape[1]}. All need the same rows, and k and v the same columns"
+        )
     if size < 1 or q.shape[1] % size or k.shape[1] % size:
-        raise LayoutError(f"attention: {q.shape[1]} columns of q and {k.shape[1]} columns of k are not a multiple of "
-                          f"{size} columns, the size of a head. Choose a size that divides the columns")
+        raise LayoutError(
+            f"attention: {q.shape[1]} columns of q and {k.shape[1]} columns of k are not a multiple of "
+            f"{size} columns, the size of a head. Choose a size that divides the columns"
+        )
     if bool(q.shape[1]) != bool(k.shape[1]) or k.shape[1] and q.shape[1] % k.shape[1]:
-        raise LayoutError(f"attention: {q.shape[1] // size} heads of q cannot share {k.shape[1] // size} heads of k "
-                          "and v: the first number must be a multiple of the second")
+        raise LayoutError(
+            f"attention: {q.shape[1] // size} heads of q cannot share {k.shape[1] // size} heads of k "
+            "and v: the first number must be a multiple of the second"
+        )
     for name, number in ("block", block), ("window", block if window is None else window):
         natural(number, f"attention: {name} is a number of rows, at least 1", 1, Pmm3dError)
     check_probability("attention: dropout", dropout)
@@ -189,8 +224,11 @@ def _check(operands: Sequence[Tensor], size: int, window: int | None, dropout: f
 def _in_units(q: Tensor, x: Tensor, length: int, size: int) -> Layout:
     """Layout of q, k or v in which only seq and ulysses cut inside a sequence, and no axis cuts inside a head."""
     shape, (row_unit, unit) = q.grid.shape, (q.layout.units[0], x.layout.units[1])
-    rows = tuple(axis for axis in q.layout.rows
-                 if axis in INSIDE or getattr(shape, axis) == 1 or unit_of(row_unit, axis) % length == 0)
+    rows = tuple(
+        axis
+        for axis in q.layout.rows
+        if axis in INSIDE or getattr(shape, axis) == 1 or unit_of(row_unit, axis) % length == 0
+    )
     whole_heads = all(unit_of(unit, axis) % size == 0 for axis in x.layout.cols if getattr(shape, axis) > 1)
     return layout_of(rows, x.layout.cols, (), (row_unit, unit if whole_heads else size))
 
@@ -243,12 +281,13 @@ class Run(NamedTuple):
 def runs(heads: tuple[int, int], held: int, group: int) -> list[Run]:
     """Cut the local heads of q into runs with equally many heads of q for each head of k. held: first local head of k.
 
-        >>> [(run.of_q.start, run.of_q.stop, run.of_k.start, run.of_k.stop) for run in runs((3, 9), 0, 4)]
-        [(0, 1, 0, 1), (1, 5, 1, 2), (5, 6, 2, 3)]
+    >>> [(run.of_q.start, run.of_q.stop, run.of_k.start, run.of_k.stop) for run in runs((3, 9), 0, 4)]
+    [(0, 1, 0, 1), (1, 5, 1, 2), (5, 6, 2, 3)]
     """
     first, stop = heads
-    edges = sorted({first, stop, *(edge for edge in (-(-first // group) * group, stop // group * group)
-                                   if first < edge < stop)})
+    edges = sorted(
+        {first, stop, *(edge for edge in (-(-first // group) * group, stop // group * group) if first < edge < stop)}
+    )
     found = list[Run]()
     for start, end in pairwise(edges):
         low, high = _shared(start, end, group)
@@ -264,14 +303,26 @@ class _Local:
     kernel call for each share sets all gradients. `documents` begins at the row `first` of the whole batch.
     """
 
-    def __init__(self, operands: Sequence[Tensor], size: int, visible: Visible, scale: float,
-                 documents: np.ndarray | None, gathers: bool):
+    def __init__(
+        self,
+        operands: Sequence[Tensor],
+        size: int,
+        visible: Visible,
+        scale: float,
+        documents: np.ndarray | None,
+        gathers: bool,
+    ):
         self.size, self.visible, self.scale, self.documents, self.gathers = size, visible, scale, documents, gathers
         q, k, v = _forms(operands)
         grid = q.grid
         lacks = any(_lacks(q.layout, each.layout, q.shape[1], k.shape[1], size, grid.shape) for each in (k, v))
-        self.q, (self.k, self.v) = q, (each.like(each.shape, Layout(each.layout.rows, (), units=each.layout.units))
-                                       if lacks else each for each in (k, v))
+        self.q, (self.k, self.v) = (
+            q,
+            (
+                each.like(each.shape, Layout(each.layout.rows, (), units=each.layout.units)) if lacks else each
+                for each in (k, v)
+            ),
+        )
         self.forms = [q, self.k, self.v] if len(operands) == 3 else [operands[0].form]
         box, held = (each.layout.box(each.shape, grid.shape, grid.coords) for each in (q, self.k))
         self.runs = runs((box.c0 // size, box.c1 // size), held.c0 // size, max(1, q.shape[1] // max(1, k.shape[1])))
@@ -282,8 +333,11 @@ class _Local:
             self.shares = shares(q.layout, q.shape[0], grid.shape, grid.coords, visible.causal, visible.window)
         else:
             self.shares = whole_sequences(box, self.cache.positions(length))
-        self.fresh = (not gathers and all(len(each.members) == 1 for each in self.shares)
-                      and [run.of_k for run in self.runs] == [slice(0, (held.c1 - held.c0) // size)])
+        self.fresh = (
+            not gathers
+            and all(len(each.members) == 1 for each in self.shares)
+            and [run.of_k for run in self.runs] == [slice(0, (held.c1 - held.c0) // size)]
+        )
 
     def parts(self, arrays: Sequence[Array]) -> list[Array]:
         """Arrays of q, k and v: (rows, heads x size), or views (rows, heads, size) of the one array."""
@@ -296,8 +350,11 @@ class _Local:
         """View (sequences, heads, rows of a sequence, size) of rows of q, k or v. number: of sequences."""
         library, rows, heads = self.q.library, array.shape[0], prod(array.shape[1:]) // self.size
         stride, of_head, length = *library.strides(array)[:2], rows // number
-        return library.as_strided(array, (number, heads, length, self.size),
-                                  (length * stride, of_head if array.ndim == 3 else self.size, stride, 1))
+        return library.as_strided(
+            array,
+            (number, heads, length, self.size),
+            (length * stride, of_head if array.ndim == 3 else self.size, stride, 1),
+        )
 
     def lse(self, array: Array, own: Segment) -> Array:
         """View (sequences, heads, rows of a sequence) of a segment's part of the array (rows x heads)."""
@@ -351,15 +408,34 @@ class _Local:
                     keys = Rows(np.arange(key.shape[2]))
                 with computing(grid, "attention", self.work(2, own, visit), "attention"):
                     for run in self.runs:
-                        attend(form.library, grid.workspace, queries[:, run.of_q], key[:, run.of_k], value[:, run.of_k],
-                               here, keys, self.sees(run, own), self.scale,
-                               Partial(out[:, run.of_q], sums[:, run.of_q]), fresh, part)
+                        attend(
+                            form.library,
+                            grid.workspace,
+                            queries[:, run.of_q],
+                            key[:, run.of_k],
+                            value[:, run.of_k],
+                            here,
+                            keys,
+                            self.sees(run, own),
+                            self.scale,
+                            Partial(out[:, run.of_q], sums[:, run.of_q]),
+                            fresh,
+                            part,
+                        )
                 fresh = False
         local = self.rounded(form, wide)
-        keep = {f"attention.{name}": each if array is each.shard else array
-                for name, each, array in zip("qkv" if len(held) == 3 else ["qkv"], operands, held)}
-        return operands[0].made(local, operands, self.gradients, shape=form.shape, layout=form.layout,
-                                keep={**keep, "attention.output": local, "attention.lse": lse})
+        keep = {
+            f"attention.{name}": each if array is each.shard else array
+            for name, each, array in zip("qkv" if len(held) == 3 else ["qkv"], operands, held)
+        }
+        return operands[0].made(
+            local,
+            operands,
+            self.gradients,
+            shape=form.shape,
+            layout=form.layout,
+            keep={**keep, "attention.output": local, "attention.lse": lse},
+        )
 
     def gradients(self, gradient: Array, *kept: Array) -> list[Gradient]:
         *held, out, lse = kept
@@ -379,9 +455,25 @@ class _Local:
                 with computing(grid, "attention", self.work(5, own, visit), "attention backward"):
                     for run in self.runs:
                         of_q, of_k = run.of_q, run.of_k
-                        attend_backward(self.q.library, grid.workspace, queries[:, of_q], key[:, of_k], value[:, of_k],
-                                        result[:, of_q], sums[:, of_q], dout[:, of_q], here, keys, self.sees(run, own),
-                                        self.scale, slope[:, of_q], dk[:, of_k], dv[:, of_k], self.fresh, part)
+                        attend_backward(
+                            self.q.library,
+                            grid.workspace,
+                            queries[:, of_q],
+                            key[:, of_k],
+                            value[:, of_k],
+                            result[:, of_q],
+                            sums[:, of_q],
+                            dout[:, of_q],
+                            here,
+                            keys,
+                            self.sees(run, own),
+                            self.scale,
+                            slope[:, of_q],
+                            dk[:, of_k],
+                            dv[:, of_k],
+                            self.fresh,
+                            part,
+                        )
         found += source.end_backward()
         return [Gradient(self.rounded(form, each), self.of_gradient(form)) for form, each in zip(self.forms, found)]
 

@@ -37,8 +37,17 @@ class CoreAttention(Module):
     """Part of `Attention` between the projections, without parameters. turns: as from `qkv_turns`. rule: arguments of
     `attention`."""
 
-    def __init__(self, grid: Grid, size: int, turns: Sequence[int], *, rotary_base: float | None, dropout: float,
-                 seed: int, **rule: Any):
+    def __init__(
+        self,
+        grid: Grid,
+        size: int,
+        turns: Sequence[int],
+        *,
+        rotary_base: float | None,
+        dropout: float,
+        seed: int,
+        **rule: Any,
+    ):
         self.grid, self.columns, self.turns, self.rotary_base, self.rule = grid, size, turns, rotary_base, rule
         self.dropout, self.seed, self.calls = dropout, seed, 0
 
@@ -52,8 +61,9 @@ class CoreAttention(Module):
             operands = [q, k, v]
         dropout = self.dropout if self.training else 0.0
         self.calls += dropout > 0
-        return attention(*operands, size=size, documents=documents, dropout=dropout, seed=self.seed,
-                         stream=self.calls, **self.rule)
+        return attention(
+            *operands, size=size, documents=documents, dropout=dropout, seed=self.seed, stream=self.calls, **self.rule
+        )
 
 
 class Attention(Module):
@@ -119,24 +129,44 @@ class Attention(Module):
     ((4, 8), ['qkv.weight', 'qkv.bias', 'out.weight', 'out.bias'])
     """
 
-    def __init__(self, grid: Grid, hidden: int, heads: int, *, kv_heads: int | None = None, causal: bool = True,
-                 window: int | None = None, rotary_base: float | None = None, bias: bool = True, dropout: float = 0.0,
-                 recompute: bool = False, activations: str = "replicated", parallel: str = "auto",
-                 deviation: float | None = None, residual: float = 1.0, seed: int | None = None,
-                 **options: Any):
+    def __init__(
+        self,
+        grid: Grid,
+        hidden: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        rotary_base: float | None = None,
+        bias: bool = True,
+        dropout: float = 0.0,
+        recompute: bool = False,
+        activations: str = "replicated",
+        parallel: str = "auto",
+        deviation: float | None = None,
+        residual: float = 1.0,
+        seed: int | None = None,
+        **options: Any,
+    ):
         check_grid("Attention", grid)
         kv_heads = heads if kv_heads is None else kv_heads
         check_sizes("Attention", hidden=hidden, heads=heads, kv_heads=kv_heads)
         if hidden % heads or heads % kv_heads:
-            raise LayoutError("Attention: hidden must be a multiple of heads, and heads of kv_heads; got "
-                              f"hidden={hidden}, heads={heads}, kv_heads={kv_heads}")
+            raise LayoutError(
+                "Attention: hidden must be a multiple of heads, and heads of kv_heads; got "
+                f"hidden={hidden}, heads={heads}, kv_heads={kv_heads}"
+            )
         size = hidden // heads
         if rotary_base is not None and size % 2:
-            raise LayoutError(f"Attention: rotary positions need heads of an even size; {hidden} columns in {heads} "
-                              f"heads are {size} each")
+            raise LayoutError(
+                f"Attention: rotary positions need heads of an even size; {hidden} columns in {heads} "
+                f"heads are {size} each"
+            )
         if rotary_base is not None:
-            rotary_base = real(rotary_base, "Attention: rotary_base must be a positive number, such as 10000", POSITIVE,
-                               LayoutError)
+            rotary_base = real(
+                rotary_base, "Attention: rotary_base must be a positive number, such as 10000", POSITIVE, LayoutError
+            )
         if window is not None:
             window = natural(window, "Attention: window is a number of rows, at least 1", 1, Pmm3dError)
         dropout = functional.check_probability("Attention: dropout", dropout)
@@ -144,13 +174,40 @@ class Attention(Module):
         self.grid, self.turns = grid, qkv_turns(heads, kv_heads, size)
         self.heads, self.causal, self.window, self.rotary_base = heads, causal, window, rotary_base
         seed = seed_of(grid, seed)
-        self.qkv = Linear(grid, hidden, hidden + 2 * kv_heads * size, bias, unit=sum(self.turns),
-                          activations=activations, deviation=deviation, seed=derived(seed, 0), **options)
-        core = CoreAttention(grid, size, self.turns, rotary_base=rotary_base, dropout=dropout, seed=derived(seed, 1),
-                             causal=causal, window=window, parallel=parallel)
+        self.qkv = Linear(
+            grid,
+            hidden,
+            hidden + 2 * kv_heads * size,
+            bias,
+            unit=sum(self.turns),
+            activations=activations,
+            deviation=deviation,
+            seed=derived(seed, 0),
+            **options,
+        )
+        core = CoreAttention(
+            grid,
+            size,
+            self.turns,
+            rotary_base=rotary_base,
+            dropout=dropout,
+            seed=derived(seed, 1),
+            causal=causal,
+            window=window,
+            parallel=parallel,
+        )
         self.core = Recompute(core) if recompute else core
-        self.out = Linear(grid, hidden, hidden, bias, activations=activations, cols="x", seed=derived(seed, 2),
-                          deviation=_scaled("Attention", deviation, residual), **options)
+        self.out = Linear(
+            grid,
+            hidden,
+            hidden,
+            bias,
+            activations=activations,
+            cols="x",
+            seed=derived(seed, 2),
+            deviation=_scaled("Attention", deviation, residual),
+            **options,
+        )
 
     def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         between = self.qkv.place(columns, placed)
@@ -223,19 +280,49 @@ class FeedForward(Module):
     (552, 768)
     """
 
-    def __init__(self, grid: Grid, hidden: int, inner: int, activation: Layer | str = "gelu_tanh", *,
-                 gated: bool = False, bias: bool = True, activations: str = "replicated",
-                 deviation: float | None = None, residual: float = 1.0, seed: int | None = None, **options: Any):
+    def __init__(
+        self,
+        grid: Grid,
+        hidden: int,
+        inner: int,
+        activation: Layer | str = "gelu_tanh",
+        *,
+        gated: bool = False,
+        bias: bool = True,
+        activations: str = "replicated",
+        deviation: float | None = None,
+        residual: float = 1.0,
+        seed: int | None = None,
+        **options: Any,
+    ):
         check_grid("FeedForward", grid)
         check_sizes("FeedForward", hidden=hidden, inner=inner)
         self.grid = grid
         self.activation = functional.activation_named(activation) if isinstance(activation, str) else activation
         self.unit = gate_unit(inner) if gated else 0
         seed = seed_of(grid, seed)
-        self.up = Linear(grid, hidden, inner * (1 + gated), bias, unit=2 * self.unit or 1, activations=activations,
-                         deviation=deviation, seed=derived(seed, 0), **options)
-        self.down = Linear(grid, inner, hidden, bias, activations=activations, cols="x", seed=derived(seed, 1),
-                           deviation=_scaled("FeedForward", deviation, residual), **options)
+        self.up = Linear(
+            grid,
+            hidden,
+            inner * (1 + gated),
+            bias,
+            unit=2 * self.unit or 1,
+            activations=activations,
+            deviation=deviation,
+            seed=derived(seed, 0),
+            **options,
+        )
+        self.down = Linear(
+            grid,
+            inner,
+            hidden,
+            bias,
+            activations=activations,
+            cols="x",
+            seed=derived(seed, 1),
+            deviation=_scaled("FeedForward", deviation, residual),
+            **options,
+        )
 
     def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         between = self.up.place(columns, placed)
@@ -254,8 +341,8 @@ class FeedForward(Module):
 def gate_unit(inner: int) -> int:
     """Number of adjacent columns of the gate, the largest divisor of `inner` up to 64.
 
-        >>> gate_unit(1376), gate_unit(24)
-        (43, 24)
+    >>> gate_unit(1376), gate_unit(24)
+    (43, 24)
     """
     return max(unit for unit in range(1, min(GATE_UNIT, inner) + 1) if inner % unit == 0)
 
@@ -301,24 +388,47 @@ class TransformerBlock(Module):
     ['norm1.gain', 'attention.qkv.weight', 'attention.out.weight', 'norm2.gain', 'mlp.up.weight', 'mlp.down.weight']
     """
 
-    def __init__(self, grid: Grid, hidden: int, heads: int, *, mlp: int | None = None,
-                 activation: Layer | str = "gelu_tanh", gated: bool = False, norm: str = "layer", eps: float = 1e-5,
-                 bias: bool = True, dropout: float = 0.0, activations: str = "replicated",
-                 deviation: float | None = None, residual: float = 1.0, seed: int | None = None, dtype: str = "float32",
-                 library: Library | None = None, precision: Precision | str | None = None, **attention: Any):
+    def __init__(
+        self,
+        grid: Grid,
+        hidden: int,
+        heads: int,
+        *,
+        mlp: int | None = None,
+        activation: Layer | str = "gelu_tanh",
+        gated: bool = False,
+        norm: str = "layer",
+        eps: float = 1e-5,
+        bias: bool = True,
+        dropout: float = 0.0,
+        activations: str = "replicated",
+        deviation: float | None = None,
+        residual: float = 1.0,
+        seed: int | None = None,
+        dtype: str = "float32",
+        library: Library | None = None,
+        precision: Precision | str | None = None,
+        **attention: Any,
+    ):
         check_grid("TransformerBlock", grid)
         if norm not in NORMS:
             raise Pmm3dError(f'TransformerBlock: norm must be "layer" or "rms", got {norm!r}')
         self.grid = grid
         seed = seed_of(grid, seed)
         options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}
-        layers: dict[str, Any] = {"bias": bias, "activations": activations, "deviation": deviation,
-                                  "residual": residual, **options}
+        layers: dict[str, Any] = {
+            "bias": bias,
+            "activations": activations,
+            "deviation": deviation,
+            "residual": residual,
+            **options,
+        }
         self.norm1 = NORMS[norm](grid, hidden, eps, **options)
         self.attention = Attention(grid, hidden, heads, dropout=dropout, seed=derived(seed, 0), **layers, **attention)
         self.norm2 = NORMS[norm](grid, hidden, eps, **options)
-        self.mlp = FeedForward(grid, hidden, 4 * hidden if mlp is None else mlp, activation, gated=gated,
-                               seed=derived(seed, 1), **layers)
+        self.mlp = FeedForward(
+            grid, hidden, 4 * hidden if mlp is None else mlp, activation, gated=gated, seed=derived(seed, 1), **layers
+        )
         self.drop1, self.drop2 = (Dropout(grid, dropout, derived(seed, 2 + index)) for index in range(2))
 
     def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:

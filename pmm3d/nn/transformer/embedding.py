@@ -142,18 +142,24 @@ def check_tokens(tokens: DistMatrix, vocabulary: int) -> None:
     known = tokens.labels_below is not None and tokens.labels_below <= vocabulary and not tokens.library.on_host
     with nullcontext() if known else tokens.grid.collective_call("embedding"):
         if tokens.shape[1] != 1:
-            raise LayoutError("embedding: tokens must be a matrix of one column, (batch x sequence, 1); got "
-                              f"{tokens.shape[0]} x {tokens.shape[1]}")
+            raise LayoutError(
+                "embedding: tokens must be a matrix of one column, (batch x sequence, 1); got "
+                f"{tokens.shape[0]} x {tokens.shape[1]}"
+            )
         if not tokens.dtype.startswith(("int", "uint")):
-            raise DTypeError(f"embedding: tokens must be integers; got {tokens.dtype}. Convert them, for example by "
-                             "DistMatrix.from_global(grid, array.astype('int64'), layout=...)")
+            raise DTypeError(
+                f"embedding: tokens must be integers; got {tokens.dtype}. Convert them, for example by "
+                "DistMatrix.from_global(grid, array.astype('int64'), layout=...)"
+            )
         if known or not tokens.library.has_data:
             return
         host = tokens.library.to_numpy(tokens.local).reshape(-1)
         wrong = np.flatnonzero((host < 0) | (host >= vocabulary))
         if len(wrong):
-            raise Pmm3dError(f"embedding: row {tokens.box.r0 + wrong[0]} has the token {host[wrong[0]]}; the "
-                             f"vocabulary is {vocabulary}, so tokens are 0 to {vocabulary - 1}")
+            raise Pmm3dError(
+                f"embedding: row {tokens.box.r0 + wrong[0]} has the token {host[wrong[0]]}; the "
+                f"vocabulary is {vocabulary}, so tokens are 0 to {vocabulary - 1}"
+            )
 
 
 def positions_of(x: Tensor) -> Array:
@@ -208,10 +214,23 @@ class Embedding(Module):
     (2, 4)
     """
 
-    def __init__(self, grid: Grid, vocabulary: int, features: int, *, positions: int | None = None,
-                 learned: bool = True, dropout: float = 0.0, seed: int | None = None, cols: str = "y",
-                 activations: str = "replicated", order: str = "plain", dtype: str = "float32",
-                 library: Library | None = None, precision: Precision | str | None = None):
+    def __init__(
+        self,
+        grid: Grid,
+        vocabulary: int,
+        features: int,
+        *,
+        positions: int | None = None,
+        learned: bool = True,
+        dropout: float = 0.0,
+        seed: int | None = None,
+        cols: str = "y",
+        activations: str = "replicated",
+        order: str = "plain",
+        dtype: str = "float32",
+        library: Library | None = None,
+        precision: Precision | str | None = None,
+    ):
         check_grid("Embedding", grid)
         longest = {} if positions is None else {"positions": positions}
         check_sizes("Embedding", vocabulary=vocabulary, features=features, **longest)
@@ -222,8 +241,11 @@ class Embedding(Module):
         seed = seed_of(grid, seed)
         options: dict[str, Any] = {"deviation": DEVIATION, "dtype": dtype, "library": library, "precision": precision}
         self.table = parameter(grid, (features, vocabulary), weight_layout(cols), seed=derived(seed, 0), **options)
-        self.positions = None if positions is None or not learned else parameter(
-            grid, (features, positions), weight_layout(cols), seed=derived(seed, 1), **options)
+        self.positions = (
+            None
+            if positions is None or not learned
+            else parameter(grid, (features, positions), weight_layout(cols), seed=derived(seed, 1), **options)
+        )
         self.dropout = Dropout(grid, dropout, derived(seed, 2))
 
     def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
@@ -235,15 +257,20 @@ class Embedding(Module):
             others = (documents,)
         grid, sequence, longest = self.grid, rows_of_sequence(tokens), self.longest
         if longest is not None and sequence > longest:
-            raise LayoutError(f"Embedding: a sequence has {sequence} tokens, but the network {longest} positions. Make "
-                              f"the network with positions={sequence}, or pass shorter sequences: Layout(('data', "
-                              f"'z'), units=({longest}, 1))")
+            raise LayoutError(
+                f"Embedding: a sequence has {sequence} tokens, but the network {longest} positions. Make "
+                f"the network with positions={sequence}, or pass shorter sequences: Layout(('data', "
+                f"'z'), units=({longest}, 1))"
+            )
         if sequence and tokens.shape[0] % sequence:
-            raise LayoutError(f"Embedding: {tokens.shape[0]} tokens are not a multiple of {sequence}, the length of a "
-                              "sequence (the unit of rows). Pass complete sequences")
+            raise LayoutError(
+                f"Embedding: {tokens.shape[0]} tokens are not a multiple of {sequence}, the length of a "
+                "sequence (the unit of rows). Pass complete sequences"
+            )
         wanted = self._layout(tokens, max(1, sequence))
-        tokens, *more = (each if each.layout == wanted else Tensor(_redistributed(each.value, wanted))
-                         for each in (tokens, *others))
+        tokens, *more = (
+            each if each.layout == wanted else Tensor(_redistributed(each.value, wanted)) for each in (tokens, *others)
+        )
         x = embedding(tokens, self.table)
         if self.positions is not None:
             places = DistMatrix(grid, positions_of(tokens)[:, None], tokens.shape, tokens.layout)
@@ -266,8 +293,10 @@ def _columns(tokens: DistMatrix) -> list[Tensor]:
     """Tokens and document numbers as two matrices."""
     if tokens.layout.cols or tokens.layout.sums:
         tokens = _redistributed(tokens, layout_of(tokens.layout.rows, (), (), (tokens.layout.units[0], 1)))
-    made = [DistMatrix(tokens.grid, tokens.local[:, column : column + 1], (tokens.shape[0], 1), tokens.layout)
-            for column in range(2)]
+    made = [
+        DistMatrix(tokens.grid, tokens.local[:, column : column + 1], (tokens.shape[0], 1), tokens.layout)
+        for column in range(2)
+    ]
     made[0].labels_below = tokens.labels_below
     return [Tensor(each) for each in made]
 

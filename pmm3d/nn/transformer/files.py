@@ -102,8 +102,10 @@ class Published(Sequential):
         of = read_architecture(grid, path)
         with grid.collective_call("load", str(path)):
             if of.kind != cls.kind:
-                raise CheckpointError(f"{path} contains a network of model_type {of.kind!r}, not an nn.{cls.__name__}. "
-                                      f"Use nn.{KINDS[of.kind]}.load")
+                raise CheckpointError(
+                    f"{path} contains a network of model_type {of.kind!r}, not an nn.{cls.__name__}. "
+                    f"Use nn.{KINDS[of.kind]}.load"
+                )
         make: Callable[..., Any] = partial(cls, **of.options, **options)
         network: Module = Pipeline(grid, make) if grid.has_stages else make(grid)
         import_torch(network, path, names=names)
@@ -124,6 +126,8 @@ def _config(path: Path) -> dict[str, Any]:
     beside = (path if path.is_dir() else path.parent) / CONFIG
     text = None if path.is_dir() else contents_of(path)[1].get(CONFIG)
     if text is None and not beside.exists():
-        raise CheckpointError(f"{path} does not contain the sizes of the network. Put its {CONFIG} into the same "
-                              "folder, or make the network and call nn.exchange.load_weights(net, path)")
+        raise CheckpointError(
+            f"{path} does not contain the sizes of the network. Put its {CONFIG} into the same "
+            "folder, or make the network and call nn.exchange.load_weights(net, path)"
+        )
     return json_object(beside if text is None else path, text)

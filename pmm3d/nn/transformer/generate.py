@@ -22,8 +22,16 @@ from .embedding import Embedding
 from .sequence import INSIDE
 
 
-def generate(network: Module, prompt: Any, length: int, *, temperature: float = 1.0, top_k: int | None = None,
-             seed: int = 0, vocabulary: int | None = None) -> Any:
+def generate(
+    network: Module,
+    prompt: Any,
+    length: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    vocabulary: int | None = None,
+) -> Any:
     """Continue each sequence of a prompt by generated tokens. Collective.
 
     Parameters
@@ -81,16 +89,25 @@ def generate(network: Module, prompt: Any, length: int, *, temperature: float = 
     rows = [*map(_array, tokens)] if ragged else [tokens]
     asked = digest(repr([row.tolist() for row in rows])), length, temperature, top_k, seed, vocabulary
     with whole.collective_call("generate", *asked, always=True):
-        natural(1 if vocabulary is None else vocabulary, "generate: vocabulary is a whole number, at least 1", 1,
-                Pmm3dError)
+        natural(
+            1 if vocabulary is None else vocabulary, "generate: vocabulary is a whole number, at least 1", 1, Pmm3dError
+        )
         for row in rows:
             _check(whole_of(network), row, 1 if ragged else 2, length, temperature, top_k, seed)
     sequences = rows if ragged else [*np.atleast_2d(tokens)]
     made: list[Any] = [None] * len(sequences)
     for size in dict.fromkeys(map(len, sequences)):
         numbers = [number for number, row in enumerate(sequences) if len(row) == size]
-        found = _continued(network, np.stack([sequences[number] for number in numbers]), numbers, length, temperature,
-                           top_k, seed, vocabulary)
+        found = _continued(
+            network,
+            np.stack([sequences[number] for number in numbers]),
+            numbers,
+            length,
+            temperature,
+            top_k,
+            seed,
+            vocabulary,
+        )
         for number, row in zip(numbers, found):
             made[number] = row
     return [row.tolist() for row in made] if ragged else np.stack(made).reshape(*tokens.shape[:-1], -1)
@@ -104,8 +121,16 @@ def _array(prompt: Any) -> np.ndarray:
         return np.array(prompt, object)
 
 
-def _continued(network: Module, sequences: np.ndarray, numbers: list[int], length: int, temperature: float,
-               top_k: int | None, seed: int, vocabulary: int | None) -> np.ndarray:
+def _continued(
+    network: Module,
+    sequences: np.ndarray,
+    numbers: list[int],
+    length: int,
+    temperature: float,
+    top_k: int | None,
+    seed: int,
+    vocabulary: int | None,
+) -> np.ndarray:
     """Continue sequences of equal length. Collective. numbers: their numbers in the prompt, for the draws."""
     whole, (count, begin) = network.whole, sequences.shape
     made = np.concatenate([sequences, np.zeros((count, length), np.int64)], axis=1, dtype=np.int64)
@@ -150,26 +175,33 @@ def choose(logits: np.ndarray, draws: np.ndarray, temperature: float, top_k: int
     return np.take_along_axis(order, place.clip(max=order.shape[1] - 1)[:, None], axis=1)[:, 0]
 
 
-def _check(network: Module, tokens: np.ndarray, dims: int, length: int, temperature: float, top_k: int | None,
-           seed: int) -> None:
+def _check(
+    network: Module, tokens: np.ndarray, dims: int, length: int, temperature: float, top_k: int | None, seed: int
+) -> None:
     """Raises LayoutError or Pmm3dError. dims: largest number of dims of the tokens."""
     if tokens.dtype.kind not in "iu" or not 1 <= tokens.ndim <= dims or not tokens.size:
-        raise LayoutError("generate: the prompt must be an array of integers, (sequences, tokens) with at least one "
-                          "token, or (tokens,), or a list of sequences of different lengths; got "
-                          f"{tokens.dtype} of shape {tokens.shape}")
+        raise LayoutError(
+            "generate: the prompt must be an array of integers, (sequences, tokens) with at least one "
+            "token, or (tokens,), or a list of sequences of different lengths; got "
+            f"{tokens.dtype} of shape {tokens.shape}"
+        )
     for name, number, least in ("length", length, 0), ("seed", seed, 0), ("top_k", 1 if top_k is None else top_k, 1):
         natural(number, f"generate: {name} is a whole number, at least {least}", least, Pmm3dError)
     if not 0 <= temperature < float("inf"):
         raise Pmm3dError(f"generate: temperature must be a finite number, at least 0, got {temperature}")
     for name, part in network.named_modules():
         if isinstance(part, CoreAttention) and not part.rule["causal"]:
-            raise Pmm3dError(f"generate: rows of {name} attend to later rows, so the next token cannot be predicted "
-                             "alone. Use a network with causal attention: a GPT or a Llama")
+            raise Pmm3dError(
+                f"generate: rows of {name} attend to later rows, so the next token cannot be predicted "
+                "alone. Use a network with causal attention: a GPT or a Llama"
+            )
         longest = part.longest if isinstance(part, Embedding) else None
         if longest is not None and tokens.shape[-1] + length > longest:
-            raise LayoutError(f"generate: {tokens.shape[-1]} tokens and {length} more exceed the {longest} positions "
-                              f"of the network. Generate at most {max(0, longest - tokens.shape[-1])}, or shorten the "
-                              "prompt")
+            raise LayoutError(
+                f"generate: {tokens.shape[-1]} tokens and {length} more exceed the {longest} positions "
+                f"of the network. Generate at most {max(0, longest - tokens.shape[-1])}, or shorten the "
+                "prompt"
+            )
 
 
 def _sequences(grid: Grid, rows: int) -> Layout:
@@ -195,5 +227,6 @@ def _of_last(logits: Tensor, rows: int) -> DistMatrix:
     here, cols = x.shard.shape
     last = x.library.empty((here // rows, cols), x.dtype)
     last[...] = x.shard.reshape(here // rows, rows, cols)[:, -1]
-    return DistMatrix(x.grid, last, (x.shape[0] // rows, x.shape[1]), layout_of(axes, held.cols, (), (
-        1, held.units[1])))
+    return DistMatrix(
+        x.grid, last, (x.shape[0] // rows, x.shape[1]), layout_of(axes, held.cols, (), (1, held.units[1]))
+    )

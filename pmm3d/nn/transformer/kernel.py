@@ -65,8 +65,20 @@ class _Block(NamedTuple):
         return self.library.astype(kept, dtype)
 
 
-def attend(library: NumpyLibrary, work: Workspace, q: Array, k: Array, v: Array, queries: Rows, keys: Rows,
-           visible: Visible, scale: float, into: Partial, fresh: bool = True, part: str = "") -> None:
+def attend(
+    library: NumpyLibrary,
+    work: Workspace,
+    q: Array,
+    k: Array,
+    v: Array,
+    queries: Rows,
+    keys: Rows,
+    visible: Visible,
+    scale: float,
+    into: Partial,
+    fresh: bool = True,
+    part: str = "",
+) -> None:
     """Compute the attention of queries to keys.
 
     q is (b, a, rows, size), with a stride of 1 along size. k and v are (b, a_kv, rows of keys, size). a is a multiple
@@ -97,15 +109,33 @@ def attend(library: NumpyLibrary, work: Workspace, q: Array, k: Array, v: Array,
             if fresh and not number:
                 compute(block, *operands, target)
                 continue
-            with (work.borrow(tuple(target.out.shape), dtype, library) as out,
-                  work.borrow(tuple(target.lse.shape), dtype, library) as lse):
+            with (
+                work.borrow(tuple(target.out.shape), dtype, library) as out,
+                work.borrow(tuple(target.lse.shape), dtype, library) as lse,
+            ):
                 compute(block, *operands, Partial(out, lse))
                 _merge(library, target, Partial(out, lse))
 
 
-def attend_backward(library: NumpyLibrary, work: Workspace, q: Array, k: Array, v: Array, out: Array, lse: Array,
-                    dout: Array, queries: Rows, keys: Rows, visible: Visible, scale: float, dq: Array, dk: Array,
-                    dv: Array, fresh: bool = False, part: str = "") -> None:
+def attend_backward(
+    library: NumpyLibrary,
+    work: Workspace,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    queries: Rows,
+    keys: Rows,
+    visible: Visible,
+    scale: float,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    fresh: bool = False,
+    part: str = "",
+) -> None:
     """Add the gradients by q, k and v to dq, dk and dv, in float32 or wider. Scores are computed again.
 
     `out` and `lse` are the attention of the queries to all of their keys, also on other ranks. `dout` is the gradient
@@ -123,8 +153,19 @@ def attend_backward(library: NumpyLibrary, work: Workspace, q: Array, k: Array, 
     for pair in pairs:
         rows, some, block = pair.queries, pair.keys, _Block(library, work, queries, keys, visible, scale, pair)
         betas = [0 if fresh and each.pop(part.start, None) else 1 for each, part in zip(unset, pair[:2])]
-        compute(block, q[:, :, rows], k[:, :, some], v[:, :, some], out[:, :, rows], lse[:, :, rows],
-                dout[:, :, rows], dq[:, :, rows], dk[:, :, some], dv[:, :, some], betas)
+        compute(
+            block,
+            q[:, :, rows],
+            k[:, :, some],
+            v[:, :, some],
+            out[:, :, rows],
+            lse[:, :, rows],
+            dout[:, :, rows],
+            dq[:, :, rows],
+            dk[:, :, some],
+            dv[:, :, some],
+            betas,
+        )
 
 
 def _widened(library: NumpyLibrary, *arrays: Array) -> list[Array]:
@@ -169,8 +210,19 @@ def _flash(block: _Block, q: Array, k: Array, v: Array, target: Partial) -> None
     target.out[...], target.lse[...] = out, lse
 
 
-def _flash_backward(block: _Block, q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, dq: Array,
-                    dk: Array, dv: Array, betas: Sequence[int]) -> None:
+def _flash_backward(
+    block: _Block,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    betas: Sequence[int],
+) -> None:
     """dq = betas[0] dq + gradient by q. dk and dv likewise, with betas[1]."""
     library, causal = block.library, block.pair.seen == "causal"
     if not library.has_data:
@@ -178,8 +230,18 @@ def _flash_backward(block: _Block, q: Array, k: Array, v: Array, out: Array, lse
         return
     bias = None if causal else block.bias(library.dtype(q))
     kernel = library.xp.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    found = kernel(dout, q, k, v, out, lse.masked_fill(lse == NONE, 0), 0.0, causal,
-                   attn_mask=None if bias is None else bias[:, None], scale=block.scale)
+    found = kernel(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse.masked_fill(lse == NONE, 0),
+        0.0,
+        causal,
+        attn_mask=None if bias is None else bias[:, None],
+        scale=block.scale,
+    )
     for total, part, beta in zip((dq, dk, dv), found, (betas[0], *2 * [betas[1]])):
         if beta:
             total += part
@@ -263,8 +325,19 @@ def _by_queries(library: NumpyLibrary, compute: Callable[[slice], None], scores:
     parallel_rows(library, compute, (rows, heads * keys))
 
 
-def _blockwise_backward(block: _Block, q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, dq: Array,
-                        dk: Array, dv: Array, betas: Sequence[int]) -> None:
+def _blockwise_backward(
+    block: _Block,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    betas: Sequence[int],
+) -> None:
     library, work, dtype = block.library, block.work, block.library.dtype(q)
     biases = block.bias(dtype) if library.has_data else None
     for sequence, heads in _items(q, k):
@@ -273,15 +346,33 @@ def _blockwise_backward(block: _Block, q: Array, k: Array, v: Array, out: Array,
         with work.borrow(shape, dtype, library) as weights, work.borrow(shape, dtype, library) as slopes:
             library.gemm_batched(queries, _transposed(library, key), weights, block.scale, 0, work)
             library.gemm_batched(slope, _transposed(library, v[sequence]), slopes, 1, 0, work)
-            _slopes(block, weights, slopes, _of(biases, sequence), sequence, heads, lse[sequence, heads],
-                    out[sequence, heads], slope)
+            _slopes(
+                block,
+                weights,
+                slopes,
+                _of(biases, sequence),
+                sequence,
+                heads,
+                lse[sequence, heads],
+                out[sequence, heads],
+                slope,
+            )
             library.gemm_batched(slopes, key, dq[sequence, heads], block.scale, betas[0], work)
             library.gemm_batched(_transposed(library, slopes), queries, dk[sequence], block.scale, of_keys, work)
             library.gemm_batched(_transposed(library, weights), slope, dv[sequence], 1, of_keys, work)
 
 
-def _slopes(block: _Block, weights: Array, slopes: Array, bias: Array | None, sequence: int, heads: slice, lse: Array,
-            out: Array, dout: Array) -> None:
+def _slopes(
+    block: _Block,
+    weights: Array,
+    slopes: Array,
+    bias: Array | None,
+    sequence: int,
+    heads: slice,
+    lse: Array,
+    out: Array,
+    dout: Array,
+) -> None:
     """Replace scores by softmax weights, and gradients of weights by gradients of scores."""
     library, dropout = block.library, block.visible.dropout
     if not library.has_data:

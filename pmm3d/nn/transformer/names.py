@@ -43,8 +43,9 @@ class Architecture(NamedTuple):
     window: int | None = None
 
     @classmethod
-    def checked(cls, what: str, names: Mapping[str, str] = {}, error: type[Exception] = LayoutError, **given: Any
-                ) -> Architecture:
+    def checked(
+        cls, what: str, names: Mapping[str, str] = {}, error: type[Exception] = LayoutError, **given: Any
+    ) -> Architecture:
         """Architecture with these fields, in types of Python. None for kv_heads or mlp is replaced by the default.
 
         Raises `error` for values of other types and out of range. what: the network, or the file; names: field -> its
@@ -139,8 +140,10 @@ def _llama(of: Architecture) -> dict[str, Stored]:
         for name, own in (("input_layernorm", "norm1"), ("post_attention_layernorm", "norm2")):
             found[f"{there}.{name}.weight"] = _whole(f"{here}.{own}.gain")
         unit = gate_unit(of.mlp)
-        for names, parts in ((("q", "k", "v"), _qkv(of, f"{here}.attention.qkv.weight")),
-                             (("gate", "up"), _in_turns(f"{here}.mlp.up.weight", unit, unit))):
+        for names, parts in (
+            (("q", "k", "v"), _qkv(of, f"{here}.attention.qkv.weight")),
+            (("gate", "up"), _in_turns(f"{here}.mlp.up.weight", unit, unit)),
+        ):
             for name, part in zip(names, parts):
                 room = "self_attn" if len(parts) == 3 else "mlp"
                 found[f"{there}.{room}.{name}_proj.weight"] = Stored((part,), True)
@@ -154,38 +157,82 @@ def config_of(of: Architecture) -> dict[str, Any]:
     common = {"bos_token_id": None, "eos_token_id": None}
     sizes = {key: value for field, key in KEYS[of.kind].items() if (value := getattr(of, field)) is not None}
     if of.kind == "gpt2":
-        return {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **common, **sizes,
-                "activation_function": "gelu_new"}
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            **common,
+            **sizes,
+            "activation_function": "gelu_new",
+        }
     model = "Mistral" if of.window else "Llama"
-    return {"architectures": [f"{model}ForCausalLM"], "model_type": model.lower(), **common, **sizes,
-            "hidden_act": "silu"}
+    return {
+        "architectures": [f"{model}ForCausalLM"],
+        "model_type": model.lower(),
+        **common,
+        **sizes,
+        "hidden_act": "silu",
+    }
 
 
 KEYS = {
-    "gpt2": {"vocabulary": "vocab_size", "positions": "n_positions", "layers": "n_layer", "hidden": "n_embd",
-             "heads": "n_head", "mlp": "n_inner", "tied": "tie_word_embeddings", "eps": "layer_norm_epsilon"},
-    "llama": {"vocabulary": "vocab_size", "positions": "max_position_embeddings", "layers": "num_hidden_layers",
-              "hidden": "hidden_size", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
-              "mlp": "intermediate_size", "tied": "tie_word_embeddings", "eps": "rms_norm_eps",
-              "rotary_base": "rope_theta", "window": "sliding_window"},
+    "gpt2": {
+        "vocabulary": "vocab_size",
+        "positions": "n_positions",
+        "layers": "n_layer",
+        "hidden": "n_embd",
+        "heads": "n_head",
+        "mlp": "n_inner",
+        "tied": "tie_word_embeddings",
+        "eps": "layer_norm_epsilon",
+    },
+    "llama": {
+        "vocabulary": "vocab_size",
+        "positions": "max_position_embeddings",
+        "layers": "num_hidden_layers",
+        "hidden": "hidden_size",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "mlp": "intermediate_size",
+        "tied": "tie_word_embeddings",
+        "eps": "rms_norm_eps",
+        "rotary_base": "rope_theta",
+        "window": "sliding_window",
+    },
 }
 """Kind -> field of `Architecture` -> key of config.json."""
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt2": {"kv_heads": None, "mlp": None, "tied": True, "eps": EPS},
-    "llama": {"positions": None, "kv_heads": None, "tied": False, "eps": 1e-6, "rotary_base": ROTARY_BASE,
-              "window": None},
+    "llama": {
+        "positions": None,
+        "kv_heads": None,
+        "tied": False,
+        "eps": 1e-6,
+        "rotary_base": ROTARY_BASE,
+        "window": None,
+    },
 }
 """Kind -> values of keys that a config.json may leave out, or set to null."""
 SAME: dict[str, tuple[Any, ...]] = {
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "hidden_act": ("silu", "swish"),
-    "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
-    "attention_bias": (False,), "mlp_bias": (False,), "is_encoder_decoder": (False,), "pruned_heads": ({},),
-    "partial_rotary_factor": (1,), "rope_interleaved": (False,),
-    **{f"{name}.{key}": values for name in ROTARY for key, values in (
-        ("rope_type", ("default",)), ("type", ("default",)), ("partial_rotary_factor", (1,)))},
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "hidden_act": ("silu", "swish"),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "is_encoder_decoder": (False,),
+    "pruned_heads": ({},),
+    "partial_rotary_factor": (1,),
+    "rope_interleaved": (False,),
+    **{
+        f"{name}.{key}": values
+        for name in ROTARY
+        for key, values in (("rope_type", ("default",)), ("type", ("default",)), ("partial_rotary_factor", (1,)))
+    },
 }
 """Further keys of config.json -> values that pmm3d supports."""
-HARMLESS = frozenset("""
+HARMLESS = frozenset(
+    """
     architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens chunk_size_feed_forward do_sample
     dtype early_stopping finetuning_task gradient_checkpointing id2label initializer_range is_decoder
     is_llama_config label2id max_length max_new_tokens max_sequence_length min_length model_max_length model_type
@@ -193,7 +240,8 @@ HARMLESS = frozenset("""
     predict_special_tokens prefix pretraining_tp problem_type remove_invalid_values reorder_and_upcast_attn
     return_dict return_dict_in_generate suppress_tokens task_specific_params temperature tf_legacy_loss
     tie_encoder_decoder top_k top_p torch_dtype torchscript typical_p use_bfloat16 use_cache use_return_dict
-    """.split())
+    """.split()
+)
 HARMLESS_STARTS = ("_", "summary_", "output_", "tokenizer_", "transformers", "unsloth_")
 HARMLESS_ENDS = ("_token_id", "dropout", "_pdrop", "_penalty", "_ngram_size")
 """Keys of config.json that change no logit: names, tokens of a tokenizer, types in memory, options of training and of
@@ -218,17 +266,25 @@ def architecture_of(config: Mapping[str, Any], path: str) -> Architecture:
         if value is None or harmless or key in (*KEYS[kind].values(), "head_dim"):
             continue
         if key not in SAME:
-            raise CheckpointError(f"{path}: {key} is {value!r}, and pmm3d does not know whether this setting changes "
-                                  f"the results of {network}. If it does not, remove the key from config.json")
+            raise CheckpointError(
+                f"{path}: {key} is {value!r}, and pmm3d does not know whether this setting changes "
+                f"the results of {network}. If it does not, remove the key from config.json"
+            )
         if value not in SAME[key]:
-            raise CheckpointError(f"{path}: {key} is {value!r}, but {network} supports only {SAME[key][0]!r}. Choose a "
-                                  "network that was trained with this setting")
+            raise CheckpointError(
+                f"{path}: {key} is {value!r}, but {network} supports only {SAME[key][0]!r}. Choose a "
+                "network that was trained with this setting"
+            )
     found = DEFAULTS[kind] | {field: given[key] for field, key in keys.items() if given.get(key) is not None}
     if lacking := [key for field, key in keys.items() if field not in found]:
-        raise CheckpointError(f"{path}: the configuration lacks {names_in_words(lacking)}. Copy the file again from "
-                              "where the network was published")
+        raise CheckpointError(
+            f"{path}: the configuration lacks {names_in_words(lacking)}. Copy the file again from "
+            "where the network was published"
+        )
     of = Architecture.checked(path, KEYS[kind], CheckpointError, kind=kind, **found)
     if given.get("head_dim") not in (None, of.hidden // of.heads):
-        raise CheckpointError(f"{path}: head_dim is {given['head_dim']!r}, but {network} supports only "
-                              f"{of.hidden // of.heads}, hidden_size / num_attention_heads")
+        raise CheckpointError(
+            f"{path}: head_dim is {given['head_dim']!r}, but {network} supports only "
+            f"{of.hidden // of.heads}, hidden_size / num_attention_heads"
+        )
     return of

@@ -24,13 +24,33 @@ from .names import EPS, ROTARY_BASE, Architecture
 class Head(Module):
     """Last norm, and layer from features to logits. table: the embedding's table, as the weight of a tied head."""
 
-    def __init__(self, grid: Grid, hidden: int, vocabulary: int, *, norm: str = "layer", eps: float = 1e-5,
-                 table: Parameter | None = None, activations: str = "replicated", deviation: float | None = None,
-                 seed: int | None = None, **options: Any):
+    def __init__(
+        self,
+        grid: Grid,
+        hidden: int,
+        vocabulary: int,
+        *,
+        norm: str = "layer",
+        eps: float = 1e-5,
+        table: Parameter | None = None,
+        activations: str = "replicated",
+        deviation: float | None = None,
+        seed: int | None = None,
+        **options: Any,
+    ):
         self.grid = grid
         self.norm = NORMS[norm](grid, hidden, eps, **options)
-        self.linear = Linear(grid, hidden, vocabulary, False, activations=activations, seed=seed, weight=table,
-                             deviation=deviation if table is None else None, **options)
+        self.linear = Linear(
+            grid,
+            hidden,
+            vocabulary,
+            False,
+            activations=activations,
+            seed=seed,
+            weight=table,
+            deviation=deviation if table is None else None,
+            **options,
+        )
 
     def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         self.norm.place(columns, placed)
@@ -50,32 +70,93 @@ class Transformer(Published):
     block: Mapping[str, Any] = {}
     """Further arguments of the blocks."""
 
-    def __init__(self, grid: Grid, *, vocabulary: int, layers: int, hidden: int, heads: int,
-                 positions: int | None = None, mlp: int | None = None, seed: int | None = None,
-                 kv_heads: int | None = None, eps: float = EPS, dropout: float = 0.0, tied: bool | None = None,
-                 activations: str = "replicated", recompute: str | int = "none", window: int | None = None,
-                 order: str = "plain", parallel: str = "auto", dtype: str = "float32", library: Library | None = None,
-                 precision: Precision | str | None = None):
+    def __init__(
+        self,
+        grid: Grid,
+        *,
+        vocabulary: int,
+        layers: int,
+        hidden: int,
+        heads: int,
+        positions: int | None = None,
+        mlp: int | None = None,
+        seed: int | None = None,
+        kv_heads: int | None = None,
+        eps: float = EPS,
+        dropout: float = 0.0,
+        tied: bool | None = None,
+        activations: str = "replicated",
+        recompute: str | int = "none",
+        window: int | None = None,
+        order: str = "plain",
+        parallel: str = "auto",
+        dtype: str = "float32",
+        library: Library | None = None,
+        precision: Precision | str | None = None,
+    ):
         check_grid(type(self).__name__, grid)
         if self.learned:
             check_sizes(type(self).__name__, positions=positions)
         self.architecture = of = Architecture.checked(
-            type(self).__name__, kind=self.kind, vocabulary=vocabulary, positions=positions, layers=layers,
-            hidden=hidden, heads=heads, kv_heads=kv_heads, mlp=mlp, tied=self.tied if tied is None else tied, eps=eps,
-            rotary_base=self.rotary_base, window=window)
+            type(self).__name__,
+            kind=self.kind,
+            vocabulary=vocabulary,
+            positions=positions,
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            mlp=mlp,
+            tied=self.tied if tied is None else tied,
+            eps=eps,
+            rotary_base=self.rotary_base,
+            window=window,
+        )
         seed, again = seed_of(grid, seed), Recomputed.named(recompute)
-        options: dict[str, Any] = {"activations": activations, "dtype": dtype, "library": library,
-                                   "precision": precision}
-        first = Embedding(grid, of.vocabulary, of.hidden, positions=of.positions, order=order, dropout=dropout,
-                          learned=self.learned, seed=derived(seed, 0), **options)
+        options: dict[str, Any] = {
+            "activations": activations,
+            "dtype": dtype,
+            "library": library,
+            "precision": precision,
+        }
+        first = Embedding(
+            grid,
+            of.vocabulary,
+            of.hidden,
+            positions=of.positions,
+            order=order,
+            dropout=dropout,
+            learned=self.learned,
+            seed=derived(seed, 0),
+            **options,
+        )
         options |= {"norm": self.norm, "eps": of.eps, "deviation": DEVIATION}
-        made = [TransformerBlock(grid, of.hidden, of.heads, kv_heads=of.kv_heads, mlp=of.mlp, dropout=dropout,
-                                 window=of.window, parallel=parallel, recompute=again.attention,
-                                 residual=(2 * of.layers) ** -0.5, seed=derived(seed, 1 + index), **options,
-                                 **{"rotary_base": None if self.learned else of.rotary_base, **self.block})
-                for index in range(of.layers)]
-        last = Head(grid, of.hidden, of.vocabulary, table=first.table if of.tied else None,
-                    seed=derived(seed, 1 + of.layers), **options)
+        made = [
+            TransformerBlock(
+                grid,
+                of.hidden,
+                of.heads,
+                kv_heads=of.kv_heads,
+                mlp=of.mlp,
+                dropout=dropout,
+                window=of.window,
+                parallel=parallel,
+                recompute=again.attention,
+                residual=(2 * of.layers) ** -0.5,
+                seed=derived(seed, 1 + index),
+                **options,
+                **{"rotary_base": None if self.learned else of.rotary_base, **self.block},
+            )
+            for index in range(of.layers)
+        ]
+        last = Head(
+            grid,
+            of.hidden,
+            of.vocabulary,
+            table=first.table if of.tied else None,
+            seed=derived(seed, 1 + of.layers),
+            **options,
+        )
         super().__init__(grid, first, *(again.block(index, each) for index, each in enumerate(made)), last)
 
 

@@ -25,8 +25,13 @@ from .sequence import row_positions, sequence_length
 
 KEYS, GRADIENTS, HOME = 0, 2, 6
 """First tags of keys and values, of their gradients in two pieces, and of the gradients on the last hop."""
-WHAT = {KEYS: "keys and values", GRADIENTS: "gradients of keys", GRADIENTS + 2: "gradients of keys",
-        HOME: "gradients of keys, home", HOME + 2: "gradients of keys, home"}
+WHAT = {
+    KEYS: "keys and values",
+    GRADIENTS: "gradients of keys",
+    GRADIENTS + 2: "gradients of keys",
+    HOME: "gradients of keys, home",
+    HOME + 2: "gradients of keys, home",
+}
 
 
 class Segment(NamedTuple):
@@ -69,27 +74,32 @@ class Share(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def shares(layout: Layout, rows: int, grid: GridShape, coords: Coords, causal: bool, window: int | None
-           ) -> tuple[Share, ...]:
+def shares(
+    layout: Layout, rows: int, grid: GridShape, coords: Coords, causal: bool, window: int | None
+) -> tuple[Share, ...]:
     """Shares of the rank at `coords`, for a matrix of tokens.
 
-        >>> layout, grid = Layout("seq"), GridShape(1, 1, 1, seq=4)
-        >>> share, = shares(layout, 8, grid, grid.coords(2), True, None)
-        >>> share.own.position.tolist(), share.visits(), share.reach
-        ([4, 5], [1, 0], (3, 2, 1, 0))
+    >>> layout, grid = Layout("seq"), GridShape(1, 1, 1, seq=4)
+    >>> share, = shares(layout, 8, grid, grid.coords(2), True, None)
+    >>> share.own.position.tolist(), share.visits(), share.reach
+    ([4, 5], [1, 0], (3, 2, 1, 0))
     """
     ranks = range(getattr(grid, SEQ)) if SEQ in layout.rows else range(1)
     of_ranks = [_segments(layout, rows, grid, coords, rank) for rank in ranks]
     here = getattr(coords, SEQ) if SEQ in layout.rows else 0
     found = []
     for own in of_ranks[here]:
-        members = tuple(each for rank in of_ranks for each in rank
-                        if each.sequence <= own.sequence < each.sequence + each.number)
-        used = tuple(tuple(_sees(queries.position, keys.position, causal, window) for keys in members)
-                     for queries in members)
+        members = tuple(
+            each for rank in of_ranks for each in rank if each.sequence <= own.sequence < each.sequence + each.number
+        )
+        used = tuple(
+            tuple(_sees(queries.position, keys.position, causal, window) for keys in members) for queries in members
+        )
         size = len(members)
-        reach = tuple(max([hop for hop in range(1, size) if used[(index + hop) % size][index]], default=0)
-                      for index in range(size))
+        reach = tuple(
+            max([hop for hop in range(1, size) if used[(index + hop) % size][index]], default=0)
+            for index in range(size)
+        )
         found.append(Share(own, members, members.index(own), used, reach))
     return tuple(found)
 
@@ -112,8 +122,16 @@ def _segments(layout: Layout, rows: int, grid: GridShape, coords: Coords, rank: 
     found = []
     for start, stop in pairwise(edges):
         number = max(1, (stop - start) // length)
-        found.append(Segment(rank, start // length, number, slice(start - box.r0, stop - box.r0), start,
-                             position[start - box.r0 : stop - box.r0][: length]))
+        found.append(
+            Segment(
+                rank,
+                start // length,
+                number,
+                slice(start - box.r0, stop - box.r0),
+                start,
+                position[start - box.r0 : stop - box.r0][:length],
+            )
+        )
     return found
 
 
@@ -177,8 +195,9 @@ class Ring:
         following = iter(share.visits())
         return following, self._post(share, next(following, None), gradients)
 
-    def _visits(self, share: Share, gradients: Sequence[Array], following: Iterator[int], posted: Posted | None
-                ) -> Iterator[Visit]:
+    def _visits(
+        self, share: Share, gradients: Sequence[Array], following: Iterator[int], posted: Posted | None
+    ) -> Iterator[Visit]:
         home = self._leave(share, gradients) if gradients and share.reach[share.here] else []
         while posted is not None:
             member, arrays, totals, pending = posted
@@ -241,13 +260,17 @@ class Ring:
     def _send(self, arrays: Sequence[Array], to: int, tag: int) -> None:
         self._sent = [each for each in self._sent if not each.done]
         with self.grid.ledger.phase("ring attention"):
-            self._sent += [self.grid.axis(SEQ).send(each, to, tag=tag + number, agreed=True, message=WHAT[tag])
-                           for number, each in enumerate(arrays)]
+            self._sent += [
+                self.grid.axis(SEQ).send(each, to, tag=tag + number, agreed=True, message=WHAT[tag])
+                for number, each in enumerate(arrays)
+            ]
 
     def _receive(self, arrays: Sequence[Array], source: int, tag: int) -> list[Pending]:
         with self.grid.ledger.phase("ring attention"):
-            return [self.grid.axis(SEQ).receive(each, source, tag=tag + number, agreed=True, message=WHAT[tag])
-                    for number, each in enumerate(arrays)]
+            return [
+                self.grid.axis(SEQ).receive(each, source, tag=tag + number, agreed=True, message=WHAT[tag])
+                for number, each in enumerate(arrays)
+            ]
 
 
 def _wait(pending: Sequence[Pending]) -> None:
@@ -299,12 +322,14 @@ class Gathered:
                 keys = share.members[member]
                 start = self._starts[keys.rank]
                 rows = slice(start + keys.rows.start, start + keys.rows.stop)
-                yield Visit(keys, EVERYTHING,
-                            *(tuple(each[rows] for each in group) for group in (self._arrays, totals)))
+                yield Visit(
+                    keys, EVERYTHING, *(tuple(each[rows] for each in group) for group in (self._arrays, totals))
+                )
 
 
-def in_turn(share: Share, arrays: Sequence[Array], gradients: Sequence[Array], others: Iterator[Visit]
-            ) -> Iterator[tuple[Visit, str]]:
+def in_turn(
+    share: Share, arrays: Sequence[Array], gradients: Sequence[Array], others: Iterator[Visit]
+) -> Iterator[tuple[Visit, str]]:
     """Yield (visit, `part` of `kernel.attend`) for all keys that queries of a segment see, in the order of the sums.
     others: visits of other members."""
     rows = share.own.rows

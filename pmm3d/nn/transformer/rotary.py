@@ -56,8 +56,12 @@ def rotary(x: Tensor, size: int, *, base: float = 10000.0) -> Tensor:
     tables = _tables(x.grid)(form.library, length if cache is None else cache.total, size, base, form.wide.dtype)
     places = positions_of(x)
     out = _rotated(form, x.shard, places, tables, "rotary", 1)
-    return x.made(out, (x,), lambda gradient, places: (
-        _rotated(form, gradient, places, tables, "rotary backward", -1),), keep={"rotary.positions": places})
+    return x.made(
+        out,
+        (x,),
+        lambda gradient, places: (_rotated(form, gradient, places, tables, "rotary backward", -1),),
+        keep={"rotary.positions": places},
+    )
 
 
 def _tables(grid: Grid) -> Callable[..., tuple[Array, Array]]:

@@ -19,8 +19,9 @@ PARALLEL = ("auto", "ring", "ulysses", "gather", "2d")
 """Methods by which ranks that share a sequence compute its attention."""
 
 
-def token_layout(grid: Grid, length: int, cols: str | tuple[str, ...] = (), *, unit: int = 1, block: int = 1,
-                 order: str = "plain") -> Layout:
+def token_layout(
+    grid: Grid, length: int, cols: str | tuple[str, ...] = (), *, unit: int = 1, block: int = 1, order: str = "plain"
+) -> Layout:
     """Layout of a matrix of tokens or features, (sequences x length, features).
 
     Parameters
@@ -67,13 +68,16 @@ def token_layout(grid: Grid, length: int, cols: str | tuple[str, ...] = (), *, u
     natural(length, "token_layout: the length of a sequence is a number of rows, at least 2", 2, LayoutError)
     natural(block, "token_layout: block is a number of rows, at least 1", 1, LayoutError)
     if length % block:
-        raise LayoutError(f"token_layout: blocks of {block} rows do not divide a sequence of {length}. Choose a block "
-                          "that divides the length, or block=1")
+        raise LayoutError(
+            f"token_layout: blocks of {block} rows do not divide a sequence of {length}. Choose a block "
+            "that divides the length, or block=1"
+        )
     return layout_of_tokens(grid, length, cols, unit, block, order)
 
 
-def layout_of_tokens(grid: Grid, length: int, cols: str | tuple[str, ...] = (), unit: int = 1, block: int = 1,
-                     order: str = "plain") -> Layout:
+def layout_of_tokens(
+    grid: Grid, length: int, cols: str | tuple[str, ...] = (), unit: int = 1, block: int = 1, order: str = "plain"
+) -> Layout:
     """`token_layout` without checks of numbers. In a `Cache`, a pass can have one row of each sequence."""
     inside = tuple(axis for axis in INSIDE if axis in grid.shape.names)
     stored = RowOrder.of(order, length, grid.shape.along(inside), block)
@@ -211,8 +215,9 @@ def row_positions(layout: Layout, rows: int, box: Box) -> np.ndarray:
     return _positions(order_of(layout.units[0]), length)[np.arange(box.r0, box.r1) % max(1, length)]
 
 
-def chosen(parallel: str, layout: Layout, rows: int, grid: GridShape, heads: tuple[int, int], skewed: bool,
-           nodes: int = 1) -> str:
+def chosen(
+    parallel: str, layout: Layout, rows: int, grid: GridShape, heads: tuple[int, int], skewed: bool, nodes: int = 1
+) -> str:
     """Method of ranks along seq for the attention of shared sequences: "ring", "ulysses" or "gather".
 
     heads: numbers of heads of queries and of keys on the ranks along seq, which are on `nodes` nodes. skewed: whether a
@@ -234,8 +239,10 @@ def chosen(parallel: str, layout: Layout, rows: int, grid: GridShape, heads: tup
         raise Pmm3dError(f"parallel must be one of {', '.join(PARALLEL)}; got {parallel!r}{hint(parallel, PARALLEL)}")
     if parallel == "2d":
         if not {SEQ, ULYSSES} <= {*grid.names}:
-            raise Pmm3dError(f'attention: parallel="2d" needs a grid with the axes ulysses and seq; got {grid}. For '
-                             'example, pass axes={"ulysses": 4, "seq": 2} to Grid if a node has 4 ranks')
+            raise Pmm3dError(
+                f'attention: parallel="2d" needs a grid with the axes ulysses and seq; got {grid}. For '
+                'example, pass axes={"ulysses": 4, "seq": 2} to Grid if a node has 4 ranks'
+            )
         return "ring"
     ranks = ranks_per_sequence(layout, rows, grid)
     if parallel != "auto":
@@ -243,17 +250,20 @@ def chosen(parallel: str, layout: Layout, rows: int, grid: GridShape, heads: tup
     a, shared = heads
     if ranks < 2 or ranks != getattr(grid, SEQ) or not shared or shared % ranks:
         return "ring"
-    less = a + shared < shared * ranks if nodes == 1 else (
-        (a + shared) * (nodes - 1) / nodes**2 < shared * (ranks - 1) / ranks)
+    less = (
+        a + shared < shared * ranks
+        if nodes == 1
+        else ((a + shared) * (nodes - 1) / nodes**2 < shared * (ranks - 1) / ranks)
+    )
     return "ulysses" if skewed or less else "ring"
 
 
 def nodes_along_seq(grid: Grid) -> int:
     """Number of nodes of the ranks along the axis seq, if ranks fill node after node. Equal on all ranks.
 
-        >>> with Grid.dry((2, 1, 1), axes={"seq": 4}, hosts=2) as grid:
-        ...     nodes_along_seq(grid)
-        2
+    >>> with Grid.dry((2, 1, 1), axes={"seq": 4}, hosts=2) as grid:
+    ...     nodes_along_seq(grid)
+    2
     """
     if grid.hosts == 1 or SEQ not in grid.shape.names:
         return 1

@@ -32,46 +32,99 @@ def bench_command(
     m: Annotated[int, size(0, "Rows of A and C.")] = 4096,
     n: Annotated[int, size(0, "Columns of B and C.")] = 4096,
     k: Annotated[int, size(0, "Columns of A, rows of B.")] = 4096,
-    grid: Annotated[str, typer.Option(help="auto: the grid with the lowest modelled time; GxxGyxGz, as in 2x2x2; "
-                                           "all: compare every grid of all ranks and the grid of auto, which may "
-                                           "leave ranks idle.")] = "auto",
-    dtype: Annotated[str, typer.Option(callback=one_of(*DTYPES),
-                                       help=f"{', '.join(MATRIX_DTYPES)}; tf32: float32 with factors that the GPU "
-                                            "rounds.")] = "float64",
+    grid: Annotated[
+        str,
+        typer.Option(
+            help="auto: the grid with the lowest modelled time; GxxGyxGz, as in 2x2x2; "
+            "all: compare every grid of all ranks and the grid of auto, which may "
+            "leave ranks idle."
+        ),
+    ] = "auto",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            callback=one_of(*DTYPES),
+            help=f"{', '.join(MATRIX_DTYPES)}; tf32: float32 with factors that the GPU rounds.",
+        ),
+    ] = "float64",
     array: Annotated[str, typer.Option(help="Array library: numpy, torch, torch:DEVICE or cupy.")] = "numpy",
-    transpose: Annotated[str, typer.Option(callback=one_of("nn", "tn", "nt", "tt"),
-                                           help="Storage of A and B, as in BLAS: n normal, t transposed.")] = "nn",
-    order: Annotated[str, typer.Option(callback=one_of("C", "F"),
-                                       help="Storage order of the shards of A, B and C: C by rows, F by columns. "
-                                            "On some BLAS F is faster.")] = "C",
-    shared: Annotated[bool, typer.Option("--shared", help="Store A and B in memory that the ranks of a node share. "
-                                                          "Products read them in place, and nothing is "
-                                                          "gathered.")] = False,
-    repeat: Annotated[int, size(1, "Number of timings. The median counts. On a GPU one timing "
-                                   "covers many products.")] = 7,
-    reference: Annotated[str, typer.Option(help="Array library (as for --array) whose matmul is timed in turns with "
-                                                "the product. One rank only.")] = "",
-    verify: Annotated[str, typer.Option(callback=one_of("auto", "freivalds", "exact", "none"),
-                                        help="freivalds: a randomized check; exact: also compare a product of integers "
-                                             "exactly; auto: exact for a small product, otherwise freivalds; "
-                                             "none.")] = "auto",
-    panels: Annotated[int | None, size(1, "Number of panels along k. The messages of one panel run during the GEMM of "
-                                          "another. --max-workspace may raise the number. Default: 1.")] = None,
-    overlap: Annotated[str, typer.Option(callback=one_of(*OVERLAPS),
-                                         help="none; decomposed: rows of A are multiplied as they arrive, and rows of "
-                                              "C are sent when they are computed; auto: none on one node, decomposed "
-                                              "across nodes if that is possible.")] = "auto",
-    max_workspace: Annotated[int | None, size(0, "Limit of a rank's work arrays, in bytes. Default: "
-                                                 "no limit.", MOST_BYTES)] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the figures to this file, as a list for --grid all; - is "
-                                                   "standard output.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the parts of the time into this file (.png, .pdf, "
-                                                   ".svg).")] = None,
+    transpose: Annotated[
+        str,
+        typer.Option(
+            callback=one_of("nn", "tn", "nt", "tt"), help="Storage of A and B, as in BLAS: n normal, t transposed."
+        ),
+    ] = "nn",
+    order: Annotated[
+        str,
+        typer.Option(
+            callback=one_of("C", "F"),
+            help="Storage order of the shards of A, B and C: C by rows, F by columns. On some BLAS F is faster.",
+        ),
+    ] = "C",
+    shared: Annotated[
+        bool,
+        typer.Option(
+            "--shared",
+            help="Store A and B in memory that the ranks of a node share. "
+            "Products read them in place, and nothing is "
+            "gathered.",
+        ),
+    ] = False,
+    repeat: Annotated[
+        int, size(1, "Number of timings. The median counts. On a GPU one timing covers many products.")
+    ] = 7,
+    reference: Annotated[
+        str,
+        typer.Option(
+            help="Array library (as for --array) whose matmul is timed in turns with the product. One rank only."
+        ),
+    ] = "",
+    verify: Annotated[
+        str,
+        typer.Option(
+            callback=one_of("auto", "freivalds", "exact", "none"),
+            help="freivalds: a randomized check; exact: also compare a product of integers "
+            "exactly; auto: exact for a small product, otherwise freivalds; "
+            "none.",
+        ),
+    ] = "auto",
+    panels: Annotated[
+        int | None,
+        size(
+            1,
+            "Number of panels along k. The messages of one panel run during the GEMM of "
+            "another. --max-workspace may raise the number. Default: 1.",
+        ),
+    ] = None,
+    overlap: Annotated[
+        str,
+        typer.Option(
+            callback=one_of(*OVERLAPS),
+            help="none; decomposed: rows of A are multiplied as they arrive, and rows of "
+            "C are sent when they are computed; auto: none on one node, decomposed "
+            "across nodes if that is possible.",
+        ),
+    ] = "auto",
+    max_workspace: Annotated[
+        int | None, size(0, "Limit of a rank's work arrays, in bytes. Default: no limit.", MOST_BYTES)
+    ] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(help="Write the figures to this file, as a list for --grid all; - is standard output."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the parts of the time into this file (.png, .pdf, .svg).")
+    ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the run (ui.perfetto.dev).")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Time limit of a collective in seconds; 0: none. A note "
-                                                       "explains a longer wait. The job ends if a rank is dead or "
-                                                       "has not answered for this time, or if ranks wait for each "
-                                                       "other. Default: PMM3D_TIMEOUT, or 600.")] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="Time limit of a collective in seconds; 0: none. A note "
+            "explains a longer wait. The job ends if a rank is dead or "
+            "has not answered for this time, or if ranks wait for each "
+            "other. Default: PMM3D_TIMEOUT, or 600."
+        ),
+    ] = None,
 ) -> None:
     """Time C = A B on all ranks, verify the result, and compare the rate with the limit.
 
@@ -101,15 +154,32 @@ def bench_command(
         from .tables import draw, print_results
 
         on_first(comm, lambda: _check_output(json, plot, trace))
-        case = Case.named(m, n, k, dtype, array, transpose=transpose, repeat=repeat, verification=verify, panels=panels,
-                          max_workspace=max_workspace, reference=reference, overlap=overlap, order=order, shared=shared)
+        case = Case.named(
+            m,
+            n,
+            k,
+            dtype,
+            array,
+            transpose=transpose,
+            repeat=repeat,
+            verification=verify,
+            panels=panels,
+            max_workspace=max_workspace,
+            reference=reference,
+            overlap=overlap,
+            order=order,
+            shared=shared,
+        )
         results = _run_all(case, comm, grid, trace, timeout)
         if comm.rank == 0:
             print_results(results, console(sys.stdout))
-            if fewer := [f"{counted(each.panels, 'panel')} on {each.shape}" for each in results
-                         if each.panels < (panels or 1)]:
-                say(f"--panels {panels:,}: only {names_in_words(fewer)}. A rank has at most a panel for each of its "
-                    "columns of A, and one panel if it gathers nothing")
+            if fewer := [
+                f"{counted(each.panels, 'panel')} on {each.shape}" for each in results if each.panels < (panels or 1)
+            ]:
+                say(
+                    f"--panels {panels:,}: only {names_in_words(fewer)}. A rank has at most a panel for each of its "
+                    "columns of A, and one panel if it gathers nothing"
+                )
             if json:
                 records = [result.as_json() for result in results]
                 write_json(json, records if grid == "all" else records[0])
@@ -145,7 +215,15 @@ def _run_all(case: Case, comm: MPI.Intracomm, grid: str, trace: Path | None, tim
         for number, shape in enumerate(shapes, 1):
             name = shape if isinstance(shape, str) else "x".join(map(str, shape))
             tell(f"grid {number} of {len(shapes)}: {name}" if len(shapes) > 1 else "", 0)
-            results.append(run(case, comm, shape, tell=lambda stage: tell(stage, 1), trace=trace, timeout=timeout,
-                               limit=results[0].limit if results else None))
+            results.append(
+                run(
+                    case,
+                    comm,
+                    shape,
+                    tell=lambda stage: tell(stage, 1),
+                    trace=trace,
+                    timeout=timeout,
+                    limit=results[0].limit if results else None,
+                )
+            )
     return [replace(result, auto=grid == "auto" or tuple(result.grid) == chosen) for result in results]
-

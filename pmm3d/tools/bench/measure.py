@@ -38,8 +38,16 @@ AXES = ("x", "y", "z")
 Tell = Callable[[str], None]
 
 
-def run(case: Case, comm: MPI.Intracomm, shape: Any = "auto", *, tell: Tell = lambda text: None,
-        trace: Path | None = None, limit: Limit | None = None, **options: Any) -> Result:
+def run(
+    case: Case,
+    comm: MPI.Intracomm,
+    shape: Any = "auto",
+    *,
+    tell: Tell = lambda text: None,
+    trace: Path | None = None,
+    limit: Limit | None = None,
+    **options: Any,
+) -> Result:
     """Measure a case on one grid. Collective.
 
     tell      a function that rank 0 calls with the name of each stage
@@ -73,12 +81,22 @@ def _check_memory(case: Case, grid: Grid) -> None:
 def operands(grid: Grid, case: Case) -> tuple[DistMatrix, DistMatrix]:
     """Return random A (m, k) and B (k, n) in the layouts that the product uses without a relayout."""
     made = []
-    for name, flag, shape, layout, seed in (("A", case.transpose[0], (case.m, case.k), Layout.A, 1),
-                                            ("B", case.transpose[1], (case.k, case.n), Layout.B, 2)):
+    for name, flag, shape, layout, seed in (
+        ("A", case.transpose[0], (case.m, case.k), Layout.A, 1),
+        ("B", case.transpose[1], (case.k, case.n), Layout.B, 2),
+    ):
         turned = flag == "t"
         stored, layout = (shape[::-1], TRANSPOSED[name]) if turned else (shape, layout)
-        matrix = DistMatrix.random(grid, stored, seed=seed, dtype=case.dtype, layout=layout, library=case.array,
-                                   order=case.order, shared=case.shared)
+        matrix = DistMatrix.random(
+            grid,
+            stored,
+            seed=seed,
+            dtype=case.dtype,
+            layout=layout,
+            library=case.array,
+            order=case.order,
+            shared=case.shared,
+        )
         made.append(matrix.T if turned else matrix)
     return made[0], made[1]
 
@@ -99,8 +117,11 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell, kn
     say("the GEMM alone")
     if not known:
         core = max(limit.core_gflops, core_rate(grid, case, limit.core_shape))
-        limit = limit._replace(core_gflops=core, square_core_gflops=core if limit.is_cube else limit.square_core_gflops,
-                               at_once_gflops=max(limit.at_once_gflops, rate_at_once(grid, case, limit.core_shape)))
+        limit = limit._replace(
+            core_gflops=core,
+            square_core_gflops=core if limit.is_cube else limit.square_core_gflops,
+            at_once_gflops=max(limit.at_once_gflops, rate_at_once(grid, case, limit.core_shape)),
+        )
     say("verification")
     verified, verification = _verified(case, a, b, c)
     plan, blas = plan_for(a, b, c, case.panels, case.max_workspace, case.overlap), machine.blas_of(a.library)
@@ -108,19 +129,41 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell, kn
     devices = _devices(grid, a.library)
     cores = len(devices) or sum(host.cores for host in nodes)
     rate, core = case.flop / median(seconds) / 1e9, limit.core_gflops
-    computed, off_core, waited = (sum(phase[what] for phase in phases.values())
-                                  for what in ("computed", "off_core", "waited"))
+    computed, off_core, waited = (
+        sum(phase[what] for phase in phases.values()) for what in ("computed", "off_core", "waited")
+    )
     return Result(
-        **{name: getattr(case, name) for name in PRODUCT}, limit=limit, reference=reference, ranks=grid.size,
-        grid=list(grid.shape[:3]), idle_ranks=grid.size - grid.shape.size, panels=plan.panels, overlap=plan.overlap,
-        **_stored(plan, a.order + b.order + c.order), seconds=seconds, gflops=rate, cores=cores,
-        unit="devices" if devices else "cores", ratio=rate / (cores * core) if core else 0.0, computed_seconds=computed,
-        off_core_seconds=off_core, waited_seconds=waited, phases=phases, bytes_sent=sent, bytes_received=received,
+        **{name: getattr(case, name) for name in PRODUCT},
+        limit=limit,
+        reference=reference,
+        ranks=grid.size,
+        grid=list(grid.shape[:3]),
+        idle_ranks=grid.size - grid.shape.size,
+        panels=plan.panels,
+        overlap=plan.overlap,
+        **_stored(plan, a.order + b.order + c.order),
+        seconds=seconds,
+        gflops=rate,
+        cores=cores,
+        unit="devices" if devices else "cores",
+        ratio=rate / (cores * core) if core else 0.0,
+        computed_seconds=computed,
+        off_core_seconds=off_core,
+        waited_seconds=waited,
+        phases=phases,
+        bytes_sent=sent,
+        bytes_received=received,
         bytes_model={axis: max(rank.bytes_sent[axis] for rank in plan.fullest) for axis in AXES},
-        lower_bound_bytes=lower_bound(case.product, grid.shape.size, case.dtype), model_memory=plan.memory,
-        workspace_bytes=plan.workspace, peak_memory=int(grid.comm.largest(machine.peak_memory())),
-        resident_growth=int(grid.comm.largest(growth)), node_memory=_of_the_fullest_node(grid), verified=verified,
-        verification=verification, environment=_environment(blas, nodes, devices))
+        lower_bound_bytes=lower_bound(case.product, grid.shape.size, case.dtype),
+        model_memory=plan.memory,
+        workspace_bytes=plan.workspace,
+        peak_memory=int(grid.comm.largest(machine.peak_memory())),
+        resident_growth=int(grid.comm.largest(growth)),
+        node_memory=_of_the_fullest_node(grid),
+        verified=verified,
+        verification=verification,
+        environment=_environment(blas, nodes, devices),
+    )
 
 
 def _of_the_fullest_node(grid: Grid) -> int:
@@ -130,8 +173,7 @@ def _of_the_fullest_node(grid: Grid) -> int:
 
 
 def _options(case: Case) -> dict[str, Any]:
-    return {"panels": case.panels, "max_workspace": case.max_workspace, "tf32": case.tf32,
-            "overlap": case.overlap}
+    return {"panels": case.panels, "max_workspace": case.max_workspace, "tf32": case.tf32, "overlap": case.overlap}
 
 
 def _limit(grid: Grid, case: Case) -> Limit:
@@ -139,8 +181,9 @@ def _limit(grid: Grid, case: Case) -> Limit:
     cube = square, square, square
     shape = shrunk(*case.product, flop_of(*cube, "float64"))
     rate = core_rate(grid, case, shape)
-    return Limit(rate, shape, rate if shape == cube else core_rate(grid, case, cube), square,
-                 rate_at_once(grid, case, shape))
+    return Limit(
+        rate, shape, rate if shape == cube else core_rate(grid, case, cube), square, rate_at_once(grid, case, shape)
+    )
 
 
 def _devices(grid: Grid, library: NumpyLibrary) -> list[str]:
@@ -149,8 +192,9 @@ def _devices(grid: Grid, library: NumpyLibrary) -> list[str]:
     return [] if library.on_host else grid.comm.bcast(list(names.values()))
 
 
-def _timed(grid: Grid, case: Case, timer: Timer, work: Callable[[], Any],
-           say: Tell) -> tuple[list[float], Reference | None]:
+def _timed(
+    grid: Grid, case: Case, timer: Timer, work: Callable[[], Any], say: Tell
+) -> tuple[list[float], Reference | None]:
     """Return the seconds of each timing of the product, and the reference, timed in turns, or None. Collective."""
     kinds, found = [(timer, work)], [list[float](), list[float]()]
     if case.reference:
@@ -159,7 +203,7 @@ def _timed(grid: Grid, case: Case, timer: Timer, work: Callable[[], Any],
         kinds[1][0].warm_up(plain)
     for index in range(case.repeat):
         say(f"product {index + 1} of {case.repeat}")
-        for kind in (range(len(kinds)) if index % 2 else reversed(range(len(kinds)))):
+        for kind in range(len(kinds)) if index % 2 else reversed(range(len(kinds))):
             found[kind].append(kinds[kind][0].seconds(kinds[kind][1]))
     if not case.reference:
         return found[0], None
@@ -254,13 +298,18 @@ def _asleep(grid: Grid) -> None:
 def _of_one_product(grid: Grid, repeat: int) -> tuple[dict[str, int], dict[str, int], dict[str, dict[str, float]]]:
     """Return bytes sent and received by axis, and seconds by phase, of one product. Collective."""
     ledger = grid.ledger
-    everyones = grid.comm.gather(({axis: ledger.total(axis=axis) for axis in AXES},
-                                  {phase or "agreement": ledger.total(phase=phase) for phase in ledger.phases()}))
+    everyones = grid.comm.gather(
+        (
+            {axis: ledger.total(axis=axis) for axis in AXES},
+            {phase or "agreement": ledger.total(phase=phase) for phase in ledger.phases()},
+        )
+    )
     return grid.comm.bcast(_together(everyones, grid.shape.size, repeat) if everyones else None)
 
 
-def _together(everyones: list[Any], at_work: int,
-              repeat: int) -> tuple[dict[str, int], dict[str, int], dict[str, dict[str, float]]]:
+def _together(
+    everyones: list[Any], at_work: int, repeat: int
+) -> tuple[dict[str, int], dict[str, int], dict[str, dict[str, float]]]:
     """Return the result of `_of_one_product` from the (totals by axis, totals by phase) of all ranks. The seconds leave
     out idle ranks, which are last."""
     axes, ranks_phases = zip(*everyones)
@@ -270,10 +319,12 @@ def _together(everyones: list[Any], at_work: int,
     phases = {}
     for name in dict.fromkeys(name for rank in ranks_phases for name in rank):
         entries = [rank[name] for rank in ranks_phases if name in rank]
-        phases[name] = {"computed": sum(entry.computed for entry in entries) / repeat / at_work,
-                        "off_core": sum(entry.off_core for entry in entries) / repeat / at_work,
-                        "waited": sum(entry.waited for entry in entries) / repeat / at_work,
-                        "waited_max": max(entry.waited for entry in entries) / repeat}
+        phases[name] = {
+            "computed": sum(entry.computed for entry in entries) / repeat / at_work,
+            "off_core": sum(entry.off_core for entry in entries) / repeat / at_work,
+            "waited": sum(entry.waited for entry in entries) / repeat / at_work,
+            "waited_max": max(entry.waited for entry in entries) / repeat,
+        }
     return sent, received, phases
 
 
@@ -304,9 +355,18 @@ def _stored(plan: ProductPlan, orders: str) -> dict[str, Any]:
 
 def _environment(blas: machine.Blas, nodes: list[Host], devices: list[str]) -> Environment:
     processor = machine.cpu()
-    return Environment(mpi_name(), processor.name, f"{blas.name} {blas.version}", blas.kernel, blas.threads,
-                       [host.name for host in nodes], [len(host.ranks) for host in nodes],
-                       [host.cores for host in nodes], _advice(blas, processor, nodes), devices)
+    return Environment(
+        mpi_name(),
+        processor.name,
+        f"{blas.name} {blas.version}",
+        blas.kernel,
+        blas.threads,
+        [host.name for host in nodes],
+        [len(host.ranks) for host in nodes],
+        [host.cores for host in nodes],
+        _advice(blas, processor, nodes),
+        devices,
+    )
 
 
 def _advice(blas: machine.Blas, processor: machine.Cpu, nodes: list[Host]) -> str | None:
@@ -315,6 +375,8 @@ def _advice(blas: machine.Blas, processor: machine.Cpu, nodes: list[Host]) -> st
     crowded = [host for host in nodes if blas.threads > 1 and len(host.ranks) * blas.threads > host.cores]
     for host in crowded[:1]:
         threads, ranks = len(host.ranks) * blas.threads, len(host.ranks)
-        told.append(f"{threads} BLAS threads of {counted(ranks, 'rank')} take turns on {counted(host.cores, 'core')} "
-                    f"({host.name}): set {', '.join(machine.THREAD_COUNTS)} to {max(1, host.cores // ranks)}")
+        told.append(
+            f"{threads} BLAS threads of {counted(ranks, 'rank')} take turns on {counted(host.cores, 'core')} "
+            f"({host.name}): set {', '.join(machine.THREAD_COUNTS)} to {max(1, host.cores // ranks)}"
+        )
     return "\n".join(filter(None, told)) or None

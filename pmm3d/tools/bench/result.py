@@ -12,13 +12,24 @@ from ...model.machines import flop_of
 PRODUCT = ("m", "n", "k", "dtype", "tf32", "array", "transpose", "order", "shared")
 """Fields that a case and its result have in common."""
 COMPUTED = {"multiply": "GEMM"}
-WAITED = {"agreement": "until all ranks have compared their arguments", "redistribute": "relayouts of A, B or C",
-          "gather A": "all-gather of A along x", "gather B": "all-gather of B along z",
-          "reduce C": "reduce-scatter of C along y"}
+WAITED = {
+    "agreement": "until all ranks have compared their arguments",
+    "redistribute": "relayouts of A, B or C",
+    "gather A": "all-gather of A along x",
+    "gather B": "all-gather of B along z",
+    "reduce C": "reduce-scatter of C along y",
+}
 """Phase of the ledger -> name of its computation; meaning of its wait."""
 REST = "rest"
-COLOURS = {"GEMM": "#4477aa", "GEMM, no core": "#aaccee", "wait: gather A": "#ee6677", "wait: gather B": "#ccbb44",
-           "wait: reduce C": "#aa3377", "wait: redistribute": "#66ccee", "wait: agreement": "#228833"}
+COLOURS = {
+    "GEMM": "#4477aa",
+    "GEMM, no core": "#aaccee",
+    "wait: gather A": "#ee6677",
+    "wait: gather B": "#ccbb44",
+    "wait: reduce C": "#aa3377",
+    "wait: redistribute": "#66ccee",
+    "wait: agreement": "#228833",
+}
 """Colours of the parts of the time in pictures. Other parts are grey."""
 NOT_ASKED_FOR = "not asked for"
 """Verification of a result that was not verified."""
@@ -192,15 +203,19 @@ class Result:
     def as_json(self) -> dict[str, Any]:
         """Return the fields, including the fields of the limit. Environment and reference are objects."""
         found = {name: value for name, value in vars(self).items() if name != "limit"} | self.limit._asdict()
-        return found | {"environment": self.environment._asdict(),
-                        "reference": self.reference and self.reference._asdict()}
+        return found | {
+            "environment": self.environment._asdict(),
+            "reference": self.reference and self.reference._asdict(),
+        }
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Result:
         """Return the result that `as_json` made this object from. Raises KeyError or TypeError for other objects."""
-        records = {"limit": Limit(*(found[name] for name in Limit._fields)),
-                   "environment": Environment(**found["environment"]),
-                   "reference": found["reference"] and Reference(**found["reference"])}
+        records = {
+            "limit": Limit(*(found[name] for name in Limit._fields)),
+            "environment": Environment(**found["environment"]),
+            "reference": found["reference"] and Reference(**found["reference"]),
+        }
         return cls(**{name: value for name, value in found.items() if name not in Limit._fields} | records)
 
 
@@ -223,12 +238,21 @@ def time_parts(result: Result) -> list[TimePart]:
     parts = []
     for phase, found in result.phases.items():
         name, off_core = COMPUTED.get(phase, f"computing: {phase}"), found["off_core"]
-        for part, seconds, meaning in ((name, found["computed"] - off_core, "with a core"),
-                                       (f"{name}, no core", off_core, "another process has the core")):
+        for part, seconds, meaning in (
+            (name, found["computed"] - off_core, "with a core"),
+            (f"{name}, no core", off_core, "another process has the core"),
+        ):
             if seconds:
                 parts.append(TimePart(part, seconds, None, meaning))
         if phase in WAITED or found["waited"]:
             parts.append(TimePart(f"wait: {phase}", found["waited"], found["waited_max"], WAITED.get(phase, "")))
     rest = fmean(result.seconds) - sum(part.seconds for part in parts)
-    return [*parts, TimePart(REST, rest, None, "copies, sums of C, starting messages; and how much slower the slowest "
-                                               "rank is than the mean")]
+    return [
+        *parts,
+        TimePart(
+            REST,
+            rest,
+            None,
+            "copies, sums of C, starting messages; and how much slower the slowest rank is than the mean",
+        ),
+    ]

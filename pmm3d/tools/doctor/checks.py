@@ -17,8 +17,10 @@ MOST_PROBLEMS = 8
 """Largest number of problems of one check that are shown, the worst first. Many hosts may have the same problem."""
 LATE_SECONDS = 60.0
 """Time limit of the barrier before a check, because some ranks may still run the previous check."""
-END_OF_THE_JOB = ("these ranks are stuck in this check (a dead file system, a driver, a network that lost messages) or "
-                  "have died: ask the site to look at these nodes, or leave them out (srun --exclude=NODE)")
+END_OF_THE_JOB = (
+    "these ranks are stuck in this check (a dead file system, a driver, a network that lost messages) or "
+    "have died: ask the site to look at these nodes, or leave them out (srun --exclude=NODE)"
+)
 
 
 class Check(NamedTuple):
@@ -88,8 +90,9 @@ def conclude(check: Check, answers: dict[int, Answer], hosts: list[str]) -> Find
     elif errors:
         caused = any(not answer.waited for answer in errors)
         shown = ranks_by("" if caused and answer.waited else answer.error for _, answer in sorted(answers.items()))
-        failure.fail("; ".join(f"{ranks_in_words(ranks)}: {text}" for text, ranks in shown.items() if text),
-                     check.remedy)
+        failure.fail(
+            "; ".join(f"{ranks_in_words(ranks)}: {text}" for text, ranks in shown.items() if text), check.remedy
+        )
     else:
         try:
             check.judge(finding, [answers[rank].facts for rank in range(len(hosts))], hosts)

@@ -32,13 +32,19 @@ COLOURS = {Verdict.OK: "green", Verdict.NOTE: "cyan", Verdict.WARNING: "yellow",
 
 
 def doctor_command(
-    grid: Annotated[str, typer.Option(help="Grid whose axes are measured: GxxGyxGz, as in 2x2x2; auto: the grid of a "
-                                           "product on these ranks.")] = "auto",
+    grid: Annotated[
+        str,
+        typer.Option(
+            help="Grid whose axes are measured: GxxGyxGz, as in 2x2x2; auto: the grid of a product on these ranks."
+        ),
+    ] = "auto",
     folder: Annotated[Path, typer.Option(help="Folder that runs will write to.")] = Path("."),
-    json: Annotated[Path | None, typer.Option(help="Write all findings as JSON to this file; - is standard "
-                                                   "output.")] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Time limit in seconds. After it, doctor names the check that "
-                                                       "did not end.")] = 240,
+    json: Annotated[
+        Path | None, typer.Option(help="Write all findings as JSON to this file; - is standard output.")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Time limit in seconds. After it, doctor names the check that did not end.")
+    ] = 240,
 ) -> None:
     """Examine the system that pmm3d runs on. Print a verdict on each part, and a remedy for each problem.
 
@@ -119,8 +125,15 @@ def _show(examination: Examination, json: Path | None) -> None:
 
 def print_examination(examination: Examination) -> None:
     """Print one row per check. Problems and remedies follow below the row."""
-    table = Table(Column(no_wrap=True), Column(no_wrap=True, style="bold"), Column(overflow="fold"), show_header=False,
-                  box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(
+        Column(no_wrap=True),
+        Column(no_wrap=True, style="bold"),
+        Column(overflow="fold"),
+        show_header=False,
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+    )
     for finding in examination.findings:
         table.add_row(_coloured(finding.verdict, finding.verdict.word), finding.check, _plain(finding.found))
         several = len({problem.verdict for problem in finding.problems}) > 1
@@ -131,11 +144,15 @@ def print_examination(examination: Examination) -> None:
     out = console(sys.stdout)
     out.print(Trimmed(table))
     verdicts = [finding.verdict for finding in examination.findings]
-    counts = ", ".join(_coloured(verdict, f"{verdicts.count(verdict)} {verdict.word}") for verdict in Verdict
-                       if verdict in verdicts)
-    out.print(f"\n{len(verdicts)} checks in {examination.seconds:.1f} s: {counts}. "
-              f"Exit code {examination.verdict.exit_code} (0 fine, 1 warnings, 2 failures)"
-              + ". The launcher may report this code; that is no crash" * bool(examination.verdict.exit_code))
+    counts = ", ".join(
+        _coloured(verdict, f"{verdicts.count(verdict)} {verdict.word}") for verdict in Verdict if verdict in verdicts
+    )
+    out.print(
+        f"\n{len(verdicts)} checks in {examination.seconds:.1f} s: {counts}. "
+        f"Exit code {examination.verdict.exit_code} (0 fine, 1 warnings, 2 failures)"
+        + ". The launcher may report this code; that is no crash"
+        * bool(examination.verdict.exit_code)
+    )
 
 
 def _coloured(verdict: Verdict, text: str) -> str:

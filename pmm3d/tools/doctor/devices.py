@@ -36,10 +36,12 @@ print(torch.__version__, *(cuda.get_device_properties(i).uuid for i in range(cud
 """Programs that compute on a device. They print the version, and the UUIDs of the devices that the process may use."""
 CHILD_SECONDS = TRIAL_SECONDS
 """Time limit of a child process. Loading cupy or torch from a parallel file system takes long."""
-NO_GPU = ("request GPUs: srun --gpus-per-node=N --gpu-bind=none; check CUDA_VISIBLE_DEVICES; in a container: docker "
-          "run --gpus all, apptainer exec --nv. If the driver is too old for the library, install the build for its "
-          "CUDA (nvidia-smi shows the version): cupy-cuda12x, cupy-cuda13x, or torch's index of that CUDA. If it did "
-          "not end in time, run doctor again, because the files may be cached then")
+NO_GPU = (
+    "request GPUs: srun --gpus-per-node=N --gpu-bind=none; check CUDA_VISIBLE_DEVICES; in a container: docker "
+    "run --gpus all, apptainer exec --nv. If the driver is too old for the library, install the build for its "
+    "CUDA (nvidia-smi shows the version): cupy-cuda12x, cupy-cuda13x, or torch's index of that CUDA. If it did "
+    "not end in time, run doctor again, because the files may be cached then"
+)
 BINDING = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -116,17 +118,23 @@ def judge(finding: Finding, facts: list[Devices], hosts: list[str]) -> None:
     for host, ranks in ranks_by(hosts).items():
         _judge_host(finding, host, [facts[rank] for rank in ranks])
     if not first.installed:
-        finding.warn("there is a GPU, but neither cupy nor torch",
-                     f"{install_command('cupy')}, or {install_command('torch')}")
+        finding.warn(
+            "there is a GPU, but neither cupy nor torch", f"{install_command('cupy')}, or {install_command('torch')}"
+        )
     for name in LIBRARIES:
-        _judge_library(finding, name, {rank: fact.trials[name] for rank, fact in enumerate(facts)
-                                       if name in fact.trials}, hosts)
+        _judge_library(
+            finding, name, {rank: fact.trials[name] for rank, fact in enumerate(facts) if name in fact.trials}, hosts
+        )
     computing = {name: trial for name, trial in first.trials.items() if trial.computes}
-    finding.figures |= {"usable": {name: trial.text for name, trial in first.trials.items()},
-                        "direct": {name: trial.direct for name, trial in computing.items()}}
+    finding.figures |= {
+        "usable": {name: trial.text for name, trial in first.trials.items()},
+        "direct": {name: trial.direct for name, trial in computing.items()},
+    }
     loaded = ", ".join(f"{name} {trial.text}" for name, trial in computing.items())
-    pointers = ", ".join(f"transport of {name} arrays: {'direct' if trial.direct else 'staged'} ({trial.why})"
-                         for name, trial in computing.items())
+    pointers = ", ".join(
+        f"transport of {name} arrays: {'direct' if trial.direct else 'staged'} ({trial.why})"
+        for name, trial in computing.items()
+    )
     visible = f"{len(first.visible)} on rank 0 of {first.of_host} on its host"
     finding.found = "; ".join(filter(None, (visible, loaded, pointers)))
 
@@ -134,29 +142,40 @@ def judge(finding: Finding, facts: list[Devices], hosts: list[str]) -> None:
 def _judge_host(finding: Finding, host: str, here: list[Devices]) -> None:
     seen = {device for fact in here for device in fact.visible}
     if seen and len(here) > len(seen):
-        finding.warn(f"{host}: {len(here)} ranks use {counted(len(seen), 'GPU')}",
-                     "one rank per GPU: srun --ntasks-per-node=GPUS; more ranks each: start NVIDIA's MPS")
+        finding.warn(
+            f"{host}: {len(here)} ranks use {counted(len(seen), 'GPU')}",
+            "one rank per GPU: srun --ntasks-per-node=GPUS; more ranks each: start NVIDIA's MPS",
+        )
     of_host = max(len(seen), here[0].of_host)
     if len(here) > 1 and of_host > 1 and all(len(fact.visible) == 1 for fact in here):
         how = next((fact.bound for fact in here if fact.bound), "the launcher")
-        finding.warn(f"{host}: each rank sees one GPU of {of_host} ({how}); MPI cannot open the memory of GPUs that "
-                     "are not visible, so messages go through the host, or fail",
-                     "srun --gpu-bind=none, and let each rank choose: cupy.cuda.Device(local_rank).use() or "
-                     "torch:cuda:LOCAL_RANK")
+        finding.warn(
+            f"{host}: each rank sees one GPU of {of_host} ({how}); MPI cannot open the memory of GPUs that "
+            "are not visible, so messages go through the host, or fail",
+            "srun --gpu-bind=none, and let each rank choose: cupy.cuda.Device(local_rank).use() or "
+            "torch:cuda:LOCAL_RANK",
+        )
 
 
 def _judge_library(finding: Finding, name: str, trials: dict[int, Trial], hosts: list[str]) -> None:
     broken = [rank for rank, trial in trials.items() if not trial.computes]
     if broken:
-        finding.warn(f"{name} did not compute on a GPU on {ranks_in_words(broken)} "
-                     f"({names_in_words(hosts[rank] for rank in broken)}): {trials[broken[0]].text}", NO_GPU)
+        finding.warn(
+            f"{name} did not compute on a GPU on {ranks_in_words(broken)} "
+            f"({names_in_words(hosts[rank] for rank in broken)}): {trials[broken[0]].text}",
+            NO_GPU,
+        )
     staged = [rank for rank, trial in trials.items() if trial.why and not trial.direct]
     asked = Settings().device_transport
     if staged and asked == "direct":
-        finding.fail(f"PMM3D_TRANSPORT=direct, and {trials[staged[0]].why}", "PMM3D_TRANSPORT=auto or staged, or an "
-                     "MPI with CUDA")
+        finding.fail(
+            f"PMM3D_TRANSPORT=direct, and {trials[staged[0]].why}",
+            "PMM3D_TRANSPORT=auto or staged, or an MPI with CUDA",
+        )
     elif staged and asked == "auto":
-        finding.note(f"{name}: {trials[staged[0]].why} (on {names_in_words(hosts[rank] for rank in staged)}): messages "
-                     "go through pinned host memory",
-                     "an MPI with CUDA (ask the site; Open MPI with UCX: ompi_info | grep cuda; MPICH of Cray: "
-                     "MPICH_GPU_SUPPORT_ENABLED=1) moves them directly; no other change is needed")
+        finding.note(
+            f"{name}: {trials[staged[0]].why} (on {names_in_words(hosts[rank] for rank in staged)}): messages "
+            "go through pinned host memory",
+            "an MPI with CUDA (ask the site; Open MPI with UCX: ompi_info | grep cuda; MPICH of Cray: "
+            "MPICH_GPU_SUPPORT_ENABLED=1) moves them directly; no other change is needed",
+        )

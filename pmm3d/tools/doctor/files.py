@@ -109,21 +109,29 @@ def judge_folder(finding: Finding, facts: list[Folder | None], hosts: list[str])
         finding.fail(f"rank 0 cannot write there: {first.unwritable}", choose)
     elif first.exists and blind:
         own = " (a file system of each node's own)" if kind in UNSHARED else ""
-        finding.fail(f"{names_in_words(blind)} did not see a new file of rank 0 within {SEEN_SECONDS:g} s: the folder "
-                     f"is not shared between hosts{own}, or is cached too long",
-                     f"{choose}; NFS: mount it with actimeo=1")
+        finding.fail(
+            f"{names_in_words(blind)} did not see a new file of rank 0 within {SEEN_SECONDS:g} s: the folder "
+            f"is not shared between hosts{own}, or is cached too long",
+            f"{choose}; NFS: mount it with actimeo=1",
+        )
     elif late > SLOW_SIGHT:
-        finding.warn(f"it took {late:.1f} s until every host saw a file that rank 0 had replaced",
-                     "NFS caches attributes: mount with actimeo=1, or use the parallel file system ($SCRATCH, $WORK)")
+        finding.warn(
+            f"it took {late:.1f} s until every host saw a file that rank 0 had replaced",
+            "NFS caches attributes: mount with actimeo=1, or use the parallel file system ($SCRATCH, $WORK)",
+        )
     if first.hdf5:
-        finding.fail(f"HDF5 cannot use files in the folder: {first.hdf5}",
-                     "if the text is about locks: export HDF5_USE_FILE_LOCKING=FALSE (Lustre: mount it with flock). "
-                     "Otherwise choose another folder (--folder)")
+        finding.fail(
+            f"HDF5 cannot use files in the folder: {first.hdf5}",
+            "if the text is about locks: export HDF5_USE_FILE_LOCKING=FALSE (Lustre: mount it with flock). "
+            "Otherwise choose another folder (--folder)",
+        )
     if first.exists and not first.unwritable and first.free < LEAST_FREE:
         finding.warn(f"{in_bytes(first.free)} free", "remove old runs, or choose another folder (--folder)")
     seen = len(here) > 1 and not finding.problems
-    finding.found = (f"{first.path}, {kind}, {in_bytes(first.free)} free"
-                     + f", a replaced file seen everywhere after {1e3 * late:.0f} ms" * seen)
+    finding.found = (
+        f"{first.path}, {kind}, {in_bytes(first.free)} free"
+        + f", a replaced file seen everywhere after {1e3 * late:.0f} ms" * seen
+    )
     finding.figures = first._asdict() | {"seen_seconds": {host: fact.seen for host, fact in here.items()}}
 
 

@@ -63,8 +63,13 @@ class Finding:
 
     def as_json(self) -> dict[str, Any]:
         problems = [problem._asdict() | {"verdict": problem.verdict.word} for problem in self.problems]
-        return {"check": self.check, "verdict": self.verdict.word, "found": self.found, "problems": problems,
-                "figures": self.figures}
+        return {
+            "check": self.check,
+            "verdict": self.verdict.word,
+            "found": self.found,
+            "problems": problems,
+            "figures": self.figures,
+        }
 
 
 @dataclass
@@ -87,9 +92,14 @@ class Examination:
         return max((finding.verdict for finding in self.findings), default=Verdict.OK)
 
     def as_json(self) -> dict[str, Any]:
-        return {"verdict": self.verdict.word, "exit_code": self.verdict.exit_code, "seconds": self.seconds,
-                "ranks": len(self.hosts), "ranks_per_host": dict(Counter(self.hosts)),
-                "checks": [finding.as_json() for finding in self.findings]}
+        return {
+            "verdict": self.verdict.word,
+            "exit_code": self.verdict.exit_code,
+            "seconds": self.seconds,
+            "ranks": len(self.hosts),
+            "ranks_per_host": dict(Counter(self.hosts)),
+            "checks": [finding.as_json() for finding in self.findings],
+        }
 
 
 def spread(values: Collection[float], form: str = "{:.1f}") -> str:

@@ -93,14 +93,24 @@ def judge_axes(finding: Finding, facts: list[Axes], hosts: list[str]) -> None:
         crossing = sum(_crosses(pair, hosts) for pair in along)
         latency, bandwidth = [pair.seconds for pair in along], [pair.bytes_per_second for pair in along]
         kind = "within hosts" if not crossing else "between hosts" if crossing == len(along) else "both"
-        words.append(f"{name} ({kind}) {spread([1e6 * value for value in latency])} us, "
-                     f"{spread([value / 1e9 for value in bandwidth], '{:.2f}')} GB/s")
-        axes[name] = {"pairs": len(along), "crossing_hosts": crossing, "latency_seconds": median(latency),
-                      "latency_seconds_max": max(latency), "bytes_per_second": median(bandwidth),
-                      "bytes_per_second_min": min(bandwidth)}
+        words.append(
+            f"{name} ({kind}) {spread([1e6 * value for value in latency])} us, "
+            f"{spread([value / 1e9 for value in bandwidth], '{:.2f}')} GB/s"
+        )
+        axes[name] = {
+            "pairs": len(along),
+            "crossing_hosts": crossing,
+            "latency_seconds": median(latency),
+            "latency_seconds_max": max(latency),
+            "bytes_per_second": median(bandwidth),
+            "bytes_per_second_min": min(bandwidth),
+        }
     grid = "x".join(map(str, facts[0].shape))
-    finding.found = (f"grid {grid}, all pairs of an axis at once, {in_bytes(LARGE)}: {'; '.join(words)}" if pairs else
-                     f"grid {grid}: no axis with several ranks to measure")
+    finding.found = (
+        f"grid {grid}, all pairs of an axis at once, {in_bytes(LARGE)}: {'; '.join(words)}"
+        if pairs
+        else f"grid {grid}: no axis with several ranks to measure"
+    )
     finding.figures = {"grid": facts[0].shape, "message_bytes": LARGE, "axes": axes}
     if not crowded_hosts([fact.node.cores for fact in facts], hosts):
         _judge_speed(finding, pairs, hosts, any(fact.node.rdma for fact in facts))
@@ -119,18 +129,23 @@ def _judge_speed(finding: Finding, pairs: list[Pair], hosts: list[str], rdma: bo
         if slow:
             worst = alike[rates.index(min(rates))].ranks
             names = " and ".join(dict.fromkeys(hosts[rank] for rank in worst))
-            finding.warn(f"{len(slow)} of {len(alike)} pairs {where} are more than {UNEVEN:g} times slower than the "
-                         f"best; the slowest, {ranks_in_words(worst)} on {names}, moves {min(rates) / 1e9:.2f} GB/s, "
-                         f"the best {max(rates) / 1e9:.2f}",
-                         "try without that node (srun --exclude), or with all nodes under one switch (srun "
-                         "--switches=1); within a host: bind ranks to cores (srun --cpu-bind=cores)")
+            finding.warn(
+                f"{len(slow)} of {len(alike)} pairs {where} are more than {UNEVEN:g} times slower than the "
+                f"best; the slowest, {ranks_in_words(worst)} on {names}, moves {min(rates) / 1e9:.2f} GB/s, "
+                f"the best {max(rates) / 1e9:.2f}",
+                "try without that node (srun --exclude), or with all nodes under one switch (srun "
+                "--switches=1); within a host: bind ranks to cores (srun --cpu-bind=cores)",
+            )
     if inside and median(pair.bytes_per_second for pair in inside) < SLOW_MEMORY:
-        finding.warn("messages within a host are much slower than memory: MPI may not use shared memory",
-                     "Open MPI: unset OMPI_MCA_btl and OMPI_MCA_pml, or OMPI_MCA_btl=self,sm,...; MPICH: unset "
-                     "MPIR_CVAR_NOLOCAL; in containers: one container a node, or a shared /dev/shm (--ipc=host)")
+        finding.warn(
+            "messages within a host are much slower than memory: MPI may not use shared memory",
+            "Open MPI: unset OMPI_MCA_btl and OMPI_MCA_pml, or OMPI_MCA_btl=self,sm,...; MPICH: unset "
+            "MPIR_CVAR_NOLOCAL; in containers: one container a node, or a shared /dev/shm (--ipc=host)",
+        )
     latency = median(pair.seconds for pair in between) if between else 0.0
     if rdma and latency > TCP_SECONDS:
-        finding.warn(f"between hosts a byte takes {1e6 * latency:.0f} us, as over TCP, though the nodes have an RDMA "
-                     "network",
-                     "use the site's MPI rather than a wheel (make MPI=site); Open MPI: OMPI_MCA_pml=ucx; MPICH: "
-                     "FI_PROVIDER=verbs; see ucx_info -d")
+        finding.warn(
+            f"between hosts a byte takes {1e6 * latency:.0f} us, as over TCP, though the nodes have an RDMA network",
+            "use the site's MPI rather than a wheel (make MPI=site); Open MPI: OMPI_MCA_pml=ucx; MPICH: "
+            "FI_PROVIDER=verbs; see ucx_info -d",
+        )

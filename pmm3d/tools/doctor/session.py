@@ -48,8 +48,9 @@ class Session:
     loading         seconds that Python took to load the packages
     """
 
-    def __init__(self, comm: MPI.Intracomm, checks: int = 1, folder: Path = Path("."), grid: str = "auto",
-                 loading: float = 0.0):
+    def __init__(
+        self, comm: MPI.Intracomm, checks: int = 1, folder: Path = Path("."), grid: str = "auto", loading: float = 0.0
+    ):
         self.folder, self.grid, self.loading = folder, grid, loading
         self.rank, self.size = comm.rank, comm.size
         self.comm, *self._comms = [comm.Dup() for _ in range(checks + 1)]
@@ -102,8 +103,9 @@ class Session:
 def child_output(seconds: float, *arguments: str) -> str:
     """Run Python with these arguments. Return the last line of its stdout, or of its stderr if it failed."""
     try:
-        child = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=seconds,
-                               stdin=subprocess.DEVNULL)
+        child = subprocess.run(
+            [sys.executable, *arguments], capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL
+        )
     except subprocess.TimeoutExpired:
         return f"did not end within {seconds:g} s"
     lines = (child.stderr if child.returncode else child.stdout).strip().splitlines()

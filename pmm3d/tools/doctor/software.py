@@ -56,16 +56,23 @@ def judge_versions(finding: Finding, facts: list[Versions], hosts: list[str]) ->
     first, seconds = facts[0].versions, [fact.seconds for fact in facts]
     others = unlike_first([fact.versions for fact in facts])
     if others:
-        which = ", ".join(f"{name} {text} and {first[name]}" for name, text in facts[others[0]].versions.items()
-                          if text != first[name])
-        finding.fail(f"the versions differ between {ranks_in_words(others)} and rank 0: {which}",
-                     "start every rank with the same Python: give its full path, and one environment on all nodes")
+        which = ", ".join(
+            f"{name} {text} and {first[name]}"
+            for name, text in facts[others[0]].versions.items()
+            if text != first[name]
+        )
+        finding.fail(
+            f"the versions differ between {ranks_in_words(others)} and rank 0: {which}",
+            "start every rank with the same Python: give its full path, and one environment on all nodes",
+        )
     if first["h5py"] == "none":
         finding.note("h5py is not installed: no data sets, no checkpoints", install_command("io"))
     if max(seconds) > SLOW_LOADING:
-        finding.note(f"the packages took {max(seconds):.0f} s to load on the slowest rank",
-                     "put the environment on each node's own disk (a container image, or sbcast and untar) rather than "
-                     "on a shared file system that every rank searches")
+        finding.note(
+            f"the packages took {max(seconds):.0f} s to load on the slowest rank",
+            "put the environment on each node's own disk (a container image, or sbcast and untar) rather than "
+            "on a shared file system that every rank searches",
+        )
     versions = ", ".join(f"{name} {text}" for name, text in first.items())
     finding.found = f"{versions}; loaded in {spread(seconds)} s"
     packages = {name: text for name, text in first.items() if name != "Python"}
@@ -89,17 +96,23 @@ def judge_mpi(finding: Finding, facts: list[Mpi], hosts: list[str]) -> None:
     first = facts[0]
     others = unlike_first([fact.library for fact in facts])
     if others:
-        finding.fail(f"{facts[others[0]].library} on {ranks_in_words(others)}, but {first.library} on rank 0",
-                     "load the same MPI module on all nodes, and give one LD_LIBRARY_PATH to all ranks")
+        finding.fail(
+            f"{facts[others[0]].library} on {ranks_in_words(others)}, but {first.library} on rank 0",
+            "load the same MPI module on all nodes, and give one LD_LIBRARY_PATH to all ranks",
+        )
     level = THREAD_LEVELS[min(fact.thread_level for fact in facts)]
     if level in ("SINGLE", "FUNNELED"):
-        finding.warn(f"thread level {level}: no helper thread can drive communication while a rank computes, so "
-                     "nothing overlaps",
-                     "unset MPI4PY_RC_THREADS and MPI4PY_RC_THREAD_LEVEL (mpi4py asks for MULTIPLE); a program that "
-                     "calls MPI_Init itself: MPI_Init_thread with MPI_THREAD_SERIALIZED or more")
+        finding.warn(
+            f"thread level {level}: no helper thread can drive communication while a rank computes, so "
+            "nothing overlaps",
+            "unset MPI4PY_RC_THREADS and MPI4PY_RC_THREAD_LEVEL (mpi4py asks for MULTIPLE); a program that "
+            "calls MPI_Init itself: MPI_Init_thread with MPI_THREAD_SERIALIZED or more",
+        )
     elif level == "SERIALIZED":
-        finding.note(f"thread level {level}: if a job hangs, ranks that compute cannot report their position",
-                     "an MPI with MPI_THREAD_MULTIPLE, if the site has one")
+        finding.note(
+            f"thread level {level}: if a job hangs, ranks that compute cannot report their position",
+            "an MPI with MPI_THREAD_MULTIPLE, if the site has one",
+        )
     finding.found = f"{first.library}, MPI {'.'.join(map(str, first.standard))}; threads {level}"
     finding.figures = first._asdict() | {"thread_level": level}
 
@@ -117,8 +130,9 @@ class Launcher(NamedTuple):
 def gather_launcher(session: Session) -> Launcher:
     tasks, variable = tasks_in_environment(os.environ) or (None, "")
     announced = os.environ.get("SLURM_NTASKS", "")
-    return Launcher(tasks, variable, MPI.COMM_WORLD.size, MPI.get_vendor()[0],
-                    int(announced) if announced.isdecimal() else 0)
+    return Launcher(
+        tasks, variable, MPI.COMM_WORLD.size, MPI.get_vendor()[0], int(announced) if announced.isdecimal() else 0
+    )
 
 
 def judge_launcher(finding: Finding, facts: list[Launcher], hosts: list[str]) -> None:
@@ -130,15 +144,23 @@ def judge_launcher(finding: Finding, facts: list[Launcher], hosts: list[str]) ->
     if fact.tasks is None:
         finding.found = f"none: {counted(fact.world, 'rank')}, and no launcher announced a number of tasks"
         if fact.world == 1 and fact.job_tasks > 1:
-            finding.note(f"this job has {counted(fact.job_tasks, 'task')}, but the command runs outside of them",
-                         f"{plugin} -n {fact.job_tasks} pmm3d doctor")
+            finding.note(
+                f"this job has {counted(fact.job_tasks, 'task')}, but the command runs outside of them",
+                f"{plugin} -n {fact.job_tasks} pmm3d doctor",
+            )
         elif fact.world == 1:
             finding.note("one rank: nothing between ranks was measured", f"{plugin} -n N pmm3d doctor; or {ours}")
     elif fact.tasks == fact.world:
         finding.found = f"{counted(fact.tasks, 'task')} ({fact.variable}), {counted(fact.world, 'rank')} in MPI's world"
     else:
         finding.found = f"{fact.tasks} tasks ({fact.variable}={fact.tasks}), but MPI's world has {fact.world}"
-        text = (f"the launcher belongs to another MPI than mpi4py's ({fact.vendor}): each task is a world of its own"
-                if fact.world == 1 else "launcher and MPI do not agree on how many ranks there are")
-        finding.fail(text, f"under Slurm: {plugin}; elsewhere: {ours}; in a container: start mpiexec outside of it "
-                           "with the same MPI, or inside of it")
+        text = (
+            f"the launcher belongs to another MPI than mpi4py's ({fact.vendor}): each task is a world of its own"
+            if fact.world == 1
+            else "launcher and MPI do not agree on how many ranks there are"
+        )
+        finding.fail(
+            text,
+            f"under Slurm: {plugin}; elsewhere: {ours}; in a container: start mpiexec outside of it "
+            "with the same MPI, or inside of it",
+        )

@@ -38,8 +38,9 @@ def write_page(source: str | os.PathLike[str], output: str | os.PathLike[str] | 
         try:
             page, target = bench_page(path, [*map(Result.from_json, found)]), path.with_suffix(".html")
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise Pmm3dError(f"{path} contains no figures of pmm3d bench --json ({type(error).__name__}: {error}): "
-                             f"name {OF_A_RUN}") from None
+            raise Pmm3dError(
+                f"{path} contains no figures of pmm3d bench --json ({type(error).__name__}: {error}): name {OF_A_RUN}"
+            ) from None
     target = target if output is None else Path(output)
     try:
         replace_file(target, render(page).encode("utf-8", "replace"))

@@ -21,10 +21,20 @@ from .elements import Figure, Page, Section, Table, Tile
 def bench_page(path: Path, results: Sequence[Result]) -> Page:
     """Return the page of the results in a file."""
     best, advice = tables.fastest_first(results)[0], results[0].environment.advice
-    facts = [("file", str(path.absolute())), ("numbers", tables.kind(best)), *tables.environment(best).items(),
-             *((name, Text.from_markup(text).plain) for name, text in tables.product(best).items())]
-    return Page(tables.title(best), "benchmark of a product", facts, _tiles(best, len(results)),
-                [*_sections(results, best)], [advice] if advice else [])
+    facts = [
+        ("file", str(path.absolute())),
+        ("numbers", tables.kind(best)),
+        *tables.environment(best).items(),
+        *((name, Text.from_markup(text).plain) for name, text in tables.product(best).items()),
+    ]
+    return Page(
+        tables.title(best),
+        "benchmark of a product",
+        facts,
+        _tiles(best, len(results)),
+        [*_sections(results, best)],
+        [advice] if advice else [],
+    )
 
 
 def _sections(results: Sequence[Result], best: Result) -> list[Section]:
@@ -32,23 +42,36 @@ def _sections(results: Sequence[Result], best: Result) -> list[Section]:
     names = best.environment.hosts
     grid = grid_map(GridShape(*best.grid), [(names[0], [[0, best.ranks - 1]])] * (len(names) == 1))
     every_grid = [Section("Every grid", tables=[_table(tables.sweep(results))])] if len(results) > 1 else []
-    return [Section("Time of a product", f"The table is of the grid {best.shape}.", [Figure(svg_text(drawn))],
-                    [_table(tables.times(best))]), *every_grid,
-            Section("Bytes", tables=[_table(tables.traffic(best))]),
-            Section("Grid", figures=[Figure(grid)] if grid else [])]
+    return [
+        Section(
+            "Time of a product",
+            f"The table is of the grid {best.shape}.",
+            [Figure(svg_text(drawn))],
+            [_table(tables.times(best))],
+        ),
+        *every_grid,
+        Section("Bytes", tables=[_table(tables.traffic(best))]),
+        Section("Grid", figures=[Figure(grid)] if grid else []),
+    ]
 
 
 def _tiles(best: Result, grids: int) -> list[Tile]:
     equal = best.bytes_sent == best.bytes_model
-    right = ("right", "good") if best.verified else \
-        ("not verified", "") if best.verification == NOT_ASKED_FOR else ("wrong", "bad")
-    return [Tile("rate", in_flops(1e9 * best.gflops), f"{in_time(best.median)} a product"),
-            Tile("of the limit", percent(best.ratio), f"the GEMM alone on {best.cores} {best.unit}"),
-            Tile("grid", best.shape, f"the fastest of {grids}" if grids > 1 else counted(best.ranks, "rank")),
-            Tile("result", right[0], state=right[1]),
-            Tile("bytes", "as modelled" if equal else "off the model", "sent, largest rank",
-                 "good" if equal else "bad"),
-            Tile("memory", in_bytes(best.peak_memory), "resident, most of any rank")]
+    right = (
+        ("right", "good")
+        if best.verified
+        else ("not verified", "")
+        if best.verification == NOT_ASKED_FOR
+        else ("wrong", "bad")
+    )
+    return [
+        Tile("rate", in_flops(1e9 * best.gflops), f"{in_time(best.median)} a product"),
+        Tile("of the limit", percent(best.ratio), f"the GEMM alone on {best.cores} {best.unit}"),
+        Tile("grid", best.shape, f"the fastest of {grids}" if grids > 1 else counted(best.ranks, "rank")),
+        Tile("result", right[0], state=right[1]),
+        Tile("bytes", "as modelled" if equal else "off the model", "sent, largest rank", "good" if equal else "bad"),
+        Tile("memory", in_bytes(best.peak_memory), "resident, most of any rank"),
+    ]
 
 
 def _table(table: FigureTable) -> Table:

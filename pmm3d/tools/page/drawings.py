@@ -75,8 +75,12 @@ def grid_map(shape: GridShape, hosts: Sequence[HostRanks]) -> str:
         return ""
     from matplotlib.patches import Patch
 
-    host_of = {rank: index for index, (_, spans) in enumerate(hosts)
-               for first, last in spans for rank in range(first, last + 1)}
+    host_of = {
+        rank: index
+        for index, (_, spans) in enumerate(hosts)
+        for first, last in spans
+        for rank in range(first, last + 1)
+    }
     x, y, z = shape[:3]
     wide, high = z * (x + 1), replicas * (y + 1)
     ranks = range(replicas * x * y * z)
@@ -84,20 +88,38 @@ def grid_map(shape: GridShape, hosts: Sequence[HostRanks]) -> str:
     tops = [rank // x % y + rank // (x * y * z) * (y + 1) for rank in ranks]
     with picture(drawn := BytesIO(), min(10.0, 1.5 + 0.4 * wide), 0.8 + 0.3 * high) as figure:
         axes = figure.subplots()
-        axes.barh(tops, 1, 1, lefts, edgecolor="white", linewidth=0.8,
-                  color=[HOSTS[host_of[rank] % len(HOSTS)] if rank in host_of else NO_HOST for rank in ranks])
+        axes.barh(
+            tops,
+            1,
+            1,
+            lefts,
+            edgecolor="white",
+            linewidth=0.8,
+            color=[HOSTS[host_of[rank] % len(HOSTS)] if rank in host_of else NO_HOST for rank in ranks],
+        )
         for rank, left, top in zip(ranks, lefts, tops):
             axes.text(left + 0.5, top, str(rank), ha="center", va="center", fontsize=8, color="black")
         beyond = [shape.position(replica * x * y * z) for replica in range(replicas)]
-        axes.set_yticks([replica * (y + 1) + (y - 1) / 2 for replica in range(replicas)],
-                        [", ".join(f"{name} {coords[axis]}" for axis, name in enumerate(shape.names)
-                                   if axis > 2 and shape[axis] > 1) for coords in beyond])
+        axes.set_yticks(
+            [replica * (y + 1) + (y - 1) / 2 for replica in range(replicas)],
+            [
+                ", ".join(
+                    f"{name} {coords[axis]}" for axis, name in enumerate(shape.names) if axis > 2 and shape[axis] > 1
+                )
+                for coords in beyond
+            ],
+        )
         axes.set_xticks([block * (x + 1) + x / 2 for block in range(z)], [f"z {block}" for block in range(z)])
         axes.set(xlim=(0, wide - 1), ylim=(high - 1.5, -0.5))
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         if host_of:
-            axes.figure.legend(handles=[Patch(color=HOSTS[index % len(HOSTS)], label=name)
-                                        for index, (name, _) in enumerate(hosts[:2 * len(HOSTS)])],
-                               loc="outside lower center", ncols=4)
+            axes.figure.legend(
+                handles=[
+                    Patch(color=HOSTS[index % len(HOSTS)], label=name)
+                    for index, (name, _) in enumerate(hosts[: 2 * len(HOSTS)])
+                ],
+                loc="outside lower center",
+                ncols=4,
+            )
     return svg_text(drawn)

@@ -65,7 +65,13 @@ def render(page: Page) -> str:
     """Return the HTML of a page. Everything except the drawings is escaped."""
     with needs("report", "the page of a run"):
         from jinja2 import Environment, PackageLoader, StrictUndefined
-    environment = Environment(loader=PackageLoader("pmm3d.tools.page", "."), autoescape=True, undefined=StrictUndefined,
-                              trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=PackageLoader("pmm3d.tools.page", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     return environment.get_template("page.html").render(
-        page=page, cell=lambda value: value if isinstance(value, Cell) else Cell(value))
+        page=page, cell=lambda value: value if isinstance(value, Cell) else Cell(value)
+    )

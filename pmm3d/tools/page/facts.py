@@ -36,9 +36,12 @@ def run_facts(record: RunFile) -> list[Fact]:
         layers = "-".join(map(str, network.sizes)) if 0 < len(network.sizes) <= MOST_LAYERS else network.kind
         facts.append(("network", f"{layers}, {network.parameters:,} parameters, {network.dtype}, {network.library}"))
     if program := record.program:
-        facts += [("BLAS", blas_in_words(program.blas, program.kernel, program.threads)),
-                  ("MPI", program.mpi), ("CPU", program.cpu),
-                  ("program", f"pmm3d {program.pmm3d}, Python {program.python}: {' '.join(record.command or ())}")]
+        facts += [
+            ("BLAS", blas_in_words(program.blas, program.kernel, program.threads)),
+            ("MPI", program.mpi),
+            ("CPU", program.cpu),
+            ("program", f"pmm3d {program.pmm3d}, Python {program.python}: {' '.join(record.command or ())}"),
+        ]
     return facts
 
 
@@ -47,13 +50,23 @@ def _place(record: RunFile) -> list[Fact]:
     hosts, facts = record.hosts or (), []
     if record.grid:
         grid = GridShape(**record.grid)
-        facts.append(("grid", f"{grid}: {counted(grid.size, 'rank')}"
-                      + (f" on {counted(len(hosts), 'host')}" if hosts else "")))
+        facts.append(
+            ("grid", f"{grid}: {counted(grid.size, 'rank')}" + (f" on {counted(len(hosts), 'host')}" if hosts else ""))
+        )
     if hosts:
         ranks = {host.name: [rank for first, last in host.ranks for rank in range(first, last + 1)] for host in hosts}
-        facts.append(("hosts", names_in_words(
-            (f"{host.name} ({ranks_in_words(ranks[host.name])} on {counted(host.cores, 'core')})" for host in hosts),
-            MOST_HOSTS)))
+        facts.append(
+            (
+                "hosts",
+                names_in_words(
+                    (
+                        f"{host.name} ({ranks_in_words(ranks[host.name])} on {counted(host.cores, 'core')})"
+                        for host in hosts
+                    ),
+                    MOST_HOSTS,
+                ),
+            )
+        )
     if record.devices:
         facts.append(("devices", names_in_words(_devices(record.devices), MOST_HOSTS)))
     if record.transport:

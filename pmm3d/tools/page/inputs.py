@@ -67,8 +67,9 @@ def read_source(path: Path) -> RunFiles | list[Json]:
 def _read_run(folder: Path) -> RunFiles:
     metrics, record = folder / "metrics.jsonl", folder / "run.json"
     if not metrics.exists() and not record.exists():
-        raise Pmm3dError(f"{folder} is not the folder of a run: it contains neither metrics.jsonl nor run.json. Name "
-                         f"{OF_A_RUN}")
+        raise Pmm3dError(
+            f"{folder} is not the folder of a run: it contains neither metrics.jsonl nor run.json. Name {OF_A_RUN}"
+        )
     notes: list[str] = []
     return RunFiles(folder, _metrics(metrics, notes), _record(record, notes), owner_of(folder), notes)
 
@@ -76,16 +77,20 @@ def _read_run(folder: Path) -> RunFiles:
 def _metrics(path: Path, notes: list[str]) -> list[Line]:
     """Return the valid lines."""
     if not path.exists():
-        notes.append("metrics.jsonl is missing, so there are no curves. The run ended before its first step, or the "
-                     "file was removed.")
+        notes.append(
+            "metrics.jsonl is missing, so there are no curves. The run ended before its first step, or the "
+            "file was removed."
+        )
         return []
     written, lines = path.read_bytes().splitlines(), list[Line]()
     for text in written:
         with suppress(ValidationError):
             lines.append(Line.model_validate_json(text))
     if wrong := len(written) - len(lines):
-        notes.append(f"metrics.jsonl: {wrong} of {counted(len(written), 'line')} cannot be read and are left out. The "
-                     "last line may be incomplete after a crash, or while the run continues.")
+        notes.append(
+            f"metrics.jsonl: {wrong} of {counted(len(written), 'line')} cannot be read and are left out. The "
+            "last line may be incomplete after a crash, or while the run continues."
+        )
     if not lines:
         notes.append("metrics.jsonl contains no step yet.")
     return lines
@@ -96,15 +101,19 @@ def _record(path: Path, notes: list[str]) -> RunFile | None:
     try:
         return RunFile.model_validate_json(path.read_bytes())
     except FileNotFoundError:
-        notes.append("run.json is missing, so hosts, times, bytes and memory of the ranks are not known. pmm3d train "
-                     "writes it at the start of a run and with each checkpoint.")
+        notes.append(
+            "run.json is missing, so hosts, times, bytes and memory of the ranks are not known. pmm3d train "
+            "writes it at the start of a run and with each checkpoint."
+        )
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        notes.append(f"{path.absolute()} cannot be used ({place}{': ' * bool(place)}{first['msg']}), so hosts, times, "
-                     "bytes and memory of the ranks are not known. The file is damaged, or from another version of "
-                     "pmm3d: make the page with that version, or continue the run, which writes the file anew (pmm3d "
-                     "train CONFIG --resume auto).")
+        notes.append(
+            f"{path.absolute()} cannot be used ({place}{': ' * bool(place)}{first['msg']}), so hosts, times, "
+            "bytes and memory of the ranks are not known. The file is damaged, or from another version of "
+            "pmm3d: make the page with that version, or continue the run, which writes the file anew (pmm3d "
+            "train CONFIG --resume auto)."
+        )
     return None
 
 

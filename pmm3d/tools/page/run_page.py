@@ -16,12 +16,14 @@ from .facts import run_facts, settings_section, when
 from .inputs import Line, RunFiles
 from .rank_sections import collectives_section, memory_section, pipeline_section, rank_tiles, time_section
 
-CURVES = (("samples_per_second", "Rows trained per second", "rows/s", False, True),
-          ("waiting", "Share of the time that rank 0 waited", "", False, True),
-          ("lr", "Learning rate", "", False, True),
-          ("gradient_norm", "2-norm of the gradient before clipping", "", True, False),
-          ("loss_scale", "Scale of the loss (float16)", "", True, False),
-          ("skipped", "Steps skipped so far, whose gradient was not finite", "", False, True))
+CURVES = (
+    ("samples_per_second", "Rows trained per second", "rows/s", False, True),
+    ("waiting", "Share of the time that rank 0 waited", "", False, True),
+    ("lr", "Learning rate", "", False, True),
+    ("gradient_norm", "2-norm of the gradient before clipping", "", True, False),
+    ("loss_scale", "Scale of the loss (float16)", "", True, False),
+    ("skipped", "Steps skipped so far, whose gradient was not finite", "", False, True),
+)
 """Figures of a step: name in metrics.jsonl, caption, unit, `log` and `zero` of `curves`."""
 STATES = {"finished": "good", "failed": "bad", "broke off": "bad"}
 DISTRIBUTION = "Weights: rows over y, then z; columns over x. Rows of a batch: over data, then z."
@@ -35,8 +37,14 @@ def run_page(run: RunFiles) -> Page:
     """Return the page of the known parts of a run. Notes name the missing parts."""
     record = run.record or RunFile()
     sections = [_curves(run.metrics), *_sections(record)]
-    return Page(run.path.absolute().name, "training run", [("folder", str(run.path.absolute())), *run_facts(record)],
-                _tiles(run), [section for section in sections if section is not None], run.notes)
+    return Page(
+        run.path.absolute().name,
+        "training run",
+        [("folder", str(run.path.absolute())), *run_facts(record)],
+        _tiles(run),
+        [section for section in sections if section is not None],
+        run.notes,
+    )
 
 
 def _sections(record: RunFile) -> Iterator[Section | None]:
@@ -72,13 +80,20 @@ def _tiles(run: RunFiles) -> list[Tile]:
         note += "" if record.epoch is None or record.epochs is None else f" of {record.epochs}"
         if record.state == "running" and run.owner:
             note += f"; the lock names process {run.owner.get('pid')} on {run.owner.get('host')}"
-        tiles.append(Tile("state", "not finished" if record.state == "running" else record.state, note,
-                          STATES.get(record.state, "")))
+        tiles.append(
+            Tile(
+                "state",
+                "not finished" if record.state == "running" else record.state,
+                note,
+                STATES.get(record.state, ""),
+            )
+        )
     steps = _steps(metrics)
     if steps:
         first, last = _finite(steps[0].loss), _finite(steps[-1].loss)
-        tiles.append(Tile("loss", number(last), f"{number(first)} at step {steps[0].step}",
-                          "" if isfinite(last) else "bad"))
+        tiles.append(
+            Tile("loss", number(last), f"{number(first)} at step {steps[0].step}", "" if isfinite(last) else "bad")
+        )
         tiles.append(Tile("steps", number(steps[-1].step)))
     if record and (scale := record.loss_scale) and {"skipped", "value"} <= scale.keys():
         tiles.append(Tile("skipped steps", number(scale["skipped"]), f"loss scale {number(scale['value'])}"))
@@ -105,11 +120,24 @@ def _curves(metrics: list[Line]) -> Section | None:
         for name, value in values.items():
             measures.setdefault(name, []).append((step, _finite(value)))
     losses = {"training": loss} | ({"validation": measures.pop("loss")} if "loss" in measures else {}) | _smoothed(loss)
-    figures = [_figure("Loss", losses, log=True),
-               *(_figure(f"Validation: {name}", {name: points}) for name, points in measures.items()),
-               *(_figure(caption, {caption: [(line.step, _finite(getattr(line, name))) for line in steps
-                                             if name in line.model_fields_set]}, unit, log, zero)
-                 for name, caption, unit, log, zero in CURVES)]
+    figures = [
+        _figure("Loss", losses, log=True),
+        *(_figure(f"Validation: {name}", {name: points}) for name, points in measures.items()),
+        *(
+            _figure(
+                caption,
+                {
+                    caption: [
+                        (line.step, _finite(getattr(line, name))) for line in steps if name in line.model_fields_set
+                    ]
+                },
+                unit,
+                log,
+                zero,
+            )
+            for name, caption, unit, log, zero in CURVES
+        ),
+    ]
     drawn = [figure for figure in figures if figure.drawing]
     return Section("Curves", figures=drawn) if drawn else None
 
@@ -121,16 +149,21 @@ def _smoothed(points: list[Point]) -> dict[str, list[Point]]:
         return {}
     finite = [(step, value) for step, value in points if isfinite(value)]
     sums = [0.0, *accumulate(value for _, value in finite)]
-    means = [(step, (sums[index + 1] - sums[index + 1 - width]) / width)
-             for index, (step, _) in enumerate(finite) if index + 1 >= width]
+    means = [
+        (step, (sums[index + 1] - sums[index + 1 - width]) / width)
+        for index, (step, _) in enumerate(finite)
+        if index + 1 >= width
+    ]
     return {f"training, mean of {width} values": means} if means else {}
 
 
-def _figure(caption: str, series: Mapping[str, list[Point]], unit: str = "", log: bool = False, zero: bool = False
-            ) -> Figure:
+def _figure(
+    caption: str, series: Mapping[str, list[Point]], unit: str = "", log: bool = False, zero: bool = False
+) -> Figure:
     lost = sum(not isfinite(value) for points in series.values() for _, value in points)
-    return Figure(curves(series, unit, log, zero),
-                  caption + (f" ({lost} values are not finite and not drawn)" if lost else ""))
+    return Figure(
+        curves(series, unit, log, zero), caption + (f" ({lost} values are not finite and not drawn)" if lost else "")
+    )
 
 
 def _finite(value: float | None) -> float:
@@ -140,21 +173,46 @@ def _finite(value: float | None) -> float:
 def _history(record: RunFile) -> Section:
     """Return tables of the starts and events of the run."""
     starts, events = record.starts or [], record.events or []
-    of_starts = [(when(start.began), Cell(start.state, STATES.get(start.state, "")),
-                  number(start.steps), number(start.from_step), number(start.to_step), number(start.ranks),
-                  str(GridShape(**start.grid)), in_time(start.seconds),
-                  percent(start.waited / max(1e-9, start.seconds * start.ranks)),
-                  in_bytes(start.received), start.job or "–") for start in starts]
-    of_events = [(when(event.when), number(event.step), event.what,
-                  event.text + (f" ({in_time(event.seconds)})" if event.seconds is not None else ""))
-                 for event in events]
+    of_starts = [
+        (
+            when(start.began),
+            Cell(start.state, STATES.get(start.state, "")),
+            number(start.steps),
+            number(start.from_step),
+            number(start.to_step),
+            number(start.ranks),
+            str(GridShape(**start.grid)),
+            in_time(start.seconds),
+            percent(start.waited / max(1e-9, start.seconds * start.ranks)),
+            in_bytes(start.received),
+            start.job or "–",
+        )
+        for start in starts
+    ]
+    of_events = [
+        (
+            when(event.when),
+            number(event.step),
+            event.what,
+            event.text + (f" ({in_time(event.seconds)})" if event.seconds is not None else ""),
+        )
+        for event in events
+    ]
     lead = "The figures of ranks on this page cover the last start only. " if len(starts) > 1 else ""
     if written := [event.seconds for event in events if event.what == "checkpoint" and event.seconds is not None]:
         ranks = starts[-1].ranks if starts else "RANKS"
-        lead += (f"The run waited {in_time(median(written))} for a checkpoint, the median of {len(written)}. To print "
-                 f"how often to write a checkpoint: pmm3d plan train CONFIG --ranks {ranks} --mtbf HOURS "
-                 f"--write-seconds {median(written):.3g}")
+        lead += (
+            f"The run waited {in_time(median(written))} for a checkpoint, the median of {len(written)}. To print "
+            f"how often to write a checkpoint: pmm3d plan train CONFIG --ranks {ranks} --mtbf HOURS "
+            f"--write-seconds {median(written):.3g}"
+        )
     caption = f"The last {MOST_EVENTS} of {len(events)} events" if len(events) > MOST_EVENTS else "Events"
     head = ("began", "state", ">steps", ">from", ">to", ">ranks", "grid", ">time", ">waited", ">moved by all", "job")
-    return Section("Events", lead, tables=[Table(head, of_starts, "Starts"),
-                                           Table(("when", ">step", "what", ""), of_events[-MOST_EVENTS:], caption)])
+    return Section(
+        "Events",
+        lead,
+        tables=[
+            Table(head, of_starts, "Starts"),
+            Table(("when", ">step", "what", ""), of_events[-MOST_EVENTS:], caption),
+        ],
+    )

@@ -27,8 +27,14 @@ AS_IT_IS = "as configured"
 SWITCHES = ("oar", "ors", "oag", "buckets")
 VARIANTS = (AS_IT_IS, *(f"no {switch}" for switch in SWITCHES), "none")
 """Choices of overlaps: as configured, without one of them, without any."""
-STYLES = {AS_IT_IS: ("#4477aa", "-"), "no oar": ("#ee6677", "--"), "no ors": ("#ccbb44", "--"),
-          "no oag": ("#228833", "--"), "no buckets": ("#aa3377", "--"), "none": ("#555555", ":")}
+STYLES = {
+    AS_IT_IS: ("#4477aa", "-"),
+    "no oar": ("#ee6677", "--"),
+    "no ors": ("#ccbb44", "--"),
+    "no oag": ("#228833", "--"),
+    "no buckets": ("#aa3377", "--"),
+    "none": ("#555555", ":"),
+}
 ALIKE = 0.5
 """Largest difference, in percent, between lines that coincide."""
 Line = list[tuple[int, float]]
@@ -73,10 +79,18 @@ class Curve:
         return ideal / point.seconds[variant] if point.seconds[variant] else None
 
     def as_json(self) -> list[dict[str, Any]]:
-        return [{"ranks": point.ranks, "batch": point.batch, "grid": point.grid._asdict() if point.grid else None,
-                 "seconds": point.seconds, "memory": point.memory, "why_not": point.why_not,
-                 "efficiency": {variant: self.efficiency(point, variant) for variant in point.seconds}}
-                for point in self.points]
+        return [
+            {
+                "ranks": point.ranks,
+                "batch": point.batch,
+                "grid": point.grid._asdict() if point.grid else None,
+                "seconds": point.seconds,
+                "memory": point.memory,
+                "why_not": point.why_not,
+                "efficiency": {variant: self.efficiency(point, variant) for variant in point.seconds},
+            }
+            for point in self.points
+        ]
 
 
 def rank_counts(ranks: int, asked: str) -> list[int]:
@@ -93,8 +107,10 @@ def rank_counts(ranks: int, asked: str) -> list[int]:
         first, last = [], 0
     begin = first[0] if first else max(1, min(ranks, last // SPAN))
     if not 1 <= begin <= last <= MOST_RANKS:
-        raise Pmm3dError(f"--curve {asked!r} is not a range of ranks: give the largest number, as in 4096, or FROM:TO, "
-                         f"as in 64:4096; at most {MOST_RANKS:,}")
+        raise Pmm3dError(
+            f"--curve {asked!r} is not a range of ranks: give the largest number, as in 4096, or FROM:TO, "
+            f"as in 64:4096; at most {MOST_RANKS:,}"
+        )
     powers = [2**power for power in range(last.bit_length()) if begin <= 2**power <= last]
     return sorted({*powers, *([ranks] if begin <= ranks <= last else [])})
 
@@ -108,8 +124,13 @@ def best_grids(training: Training, ranks: int, best: GridShape) -> GridOf:
         key = config.data.batch_size, count
         if key not in known:
             last = [*known.values()][-1]
-            known[key] = training.ranking(count, config, top=FEW, actions=0, also=[
-                *_like(best, count, 1), *_like(last, count, 2)]).candidates[0].grid
+            known[key] = (
+                training.ranking(
+                    count, config, top=FEW, actions=0, also=[*_like(best, count, 1), *_like(last, count, 2)]
+                )
+                .candidates[0]
+                .grid
+            )
         return known[key]
 
     return found
@@ -123,8 +144,9 @@ def _like(grid: GridShape, ranks: int, times: int) -> Iterator[GridShape]:
             yield other._replace(data=ranks // other.size)
 
 
-def curves_of(training: Training, ranks: int, counts: Sequence[int], grid_of: GridOf, told: Callable[[int, int], None]
-              ) -> list[Curve]:
+def curves_of(
+    training: Training, ranks: int, counts: Sequence[int], grid_of: GridOf, told: Callable[[int, int], None]
+) -> list[Curve]:
     """Return the strong and the weak curve. The configuration's batch is for `ranks`. told(points done, all points)."""
     found = list[Curve]()
     for kind in ("strong", "weak"):
@@ -164,19 +186,28 @@ def _variants(config: Config) -> Iterator[tuple[str, Config]]:
 def print_curve(curve: Curve, training: Training) -> None:
     """Print a row for each number of ranks, and the reasons why grids cannot be used."""
     how = "the same batch" if curve.kind == "strong" else "a batch that grows with the ranks"
-    table = FigureTable(f"[bold]{curve.kind.capitalize()} scaling[/]: {how}; ms a step, by the overlaps that are on",
-                        ("ranks", "grid", "batch", *VARIANTS, "efficiency"), keys=2)
+    table = FigureTable(
+        f"[bold]{curve.kind.capitalize()} scaling[/]: {how}; ms a step, by the overlaps that are on",
+        ("ranks", "grid", "batch", *VARIANTS, "efficiency"),
+        keys=2,
+    )
     for point in curve.points:
         efficiency = curve.efficiency(point)
-        table.add_row(f"{point.ranks:,}", str(point.grid or "-"), f"{point.batch:,}",
-                      *(_milliseconds(point, variant) for variant in VARIANTS),
-                      "-" if efficiency is None else percent(efficiency))
+        table.add_row(
+            f"{point.ranks:,}",
+            str(point.grid or "-"),
+            f"{point.batch:,}",
+            *(_milliseconds(point, variant) for variant in VARIANTS),
+            "-" if efficiency is None else percent(efficiency),
+        )
     screen = console(sys.stdout)
     screen.print()
     screen.print(table)
     warnings = [training.warning(point.grid, point.batch) for point in curve.points if point.grid]
-    tell(*[warning for warning in warnings if warning][:1],
-         *(f"{counted(point.ranks, 'rank')}: {point.why_not}" for point in curve.points if point.why_not))
+    tell(
+        *[warning for warning in warnings if warning][:1],
+        *(f"{counted(point.ranks, 'rank')}: {point.why_not}" for point in curve.points if point.why_not),
+    )
 
 
 def _milliseconds(point: Point, variant: str) -> str:
@@ -201,8 +232,14 @@ def draw_curves(curves: Sequence[Curve], what: str, path: Path) -> None:
             ranks = [point.ranks for point in curve.points]
             for drawn, variants in lines:
                 colour, line = STYLES[variants[0]]
-                axes.plot(*zip(*drawn[number]) if drawn[number] else ([], []), label=", ".join(variants), color=colour,
-                          linestyle=line, marker="o", markersize=3)
+                axes.plot(
+                    *zip(*drawn[number]) if drawn[number] else ([], []),
+                    label=", ".join(variants),
+                    color=colour,
+                    linestyle=line,
+                    marker="o",
+                    markersize=3,
+                )
             axes.set_xscale("log", base=2)
             axes.set_xticks(ranks, [f"{count:,}" for count in ranks], rotation=45)
             axes.minorticks_off()
@@ -215,11 +252,13 @@ def draw_curves(curves: Sequence[Curve], what: str, path: Path) -> None:
 
 
 def _line(curve: Curve, variant: str) -> Line:
-    return [(point.ranks, 100 * share) for point in curve.points
-            if (share := curve.efficiency(point, variant)) is not None]
+    return [
+        (point.ranks, 100 * share) for point in curve.points if (share := curve.efficiency(point, variant)) is not None
+    ]
 
 
 def _coincide(one: Line, other: Line) -> bool:
     """Return whether two lines look the same in a picture."""
     return len(one) == len(other) and all(
-        ranks == others and abs(share - another) < ALIKE for (ranks, share), (others, another) in zip(one, other))
+        ranks == others and abs(share - another) < ALIKE for (ranks, share), (others, another) in zip(one, other)
+    )

@@ -35,20 +35,33 @@ def gpt_command(
     sequence: Annotated[int, size(1, "Tokens of a sequence.")],
     batch: Annotated[int, size(1, "Sequences of a step.")],
     ranks: options.Ranks,
-    heads: Annotated[int | None, size(1, "Number of heads. Default: hidden / 64; with --terms axonn, "
-                                         "any number.")] = None,
-    vocabulary: Annotated[int, size(0, "Number of different tokens. 0, for --terms axonn: without "
-                                       "embedding and logits.")] = 51200,
-    micro_batches: Annotated[int | None, size(1, "Micro-batches of a step. With several, grids with "
-                                                 "pipelines are ranked too. Default: 1.")] = None,
+    heads: Annotated[
+        int | None, size(1, "Number of heads. Default: hidden / 64; with --terms axonn, any number.")
+    ] = None,
+    vocabulary: Annotated[
+        int, size(0, "Number of different tokens. 0, for --terms axonn: without embedding and logits.")
+    ] = 51200,
+    micro_batches: Annotated[
+        int | None, size(1, "Micro-batches of a step. With several, grids with pipelines are ranked too. Default: 1.")
+    ] = None,
     machine: options.MachineName = None,
     ranks_per_node: options.RanksPerNode = None,
-    terms: Annotated[Terms, typer.Option(help="full: a simulated training step. axonn: only the collectives, by "
-                                              "AxoNN's published model of five terms.")] = Terms.FULL,
-    order: Annotated[str | None, typer.Option(help="For --terms axonn: axes in the order of the rank numbers, the "
-                                                   "innermost first. Default: y,x,z,data.")] = None,
-    powers_of_two: Annotated[bool, typer.Option("--powers-of-two", help="For --terms axonn: only grids whose sizes are "
-                                                                        "powers of two.")] = False,
+    terms: Annotated[
+        Terms,
+        typer.Option(
+            help="full: a simulated training step. axonn: only the collectives, by "
+            "AxoNN's published model of five terms."
+        ),
+    ] = Terms.FULL,
+    order: Annotated[
+        str | None,
+        typer.Option(
+            help="For --terms axonn: axes in the order of the rank numbers, the innermost first. Default: y,x,z,data."
+        ),
+    ] = None,
+    powers_of_two: Annotated[
+        bool, typer.Option("--powers-of-two", help="For --terms axonn: only grids whose sizes are powers of two.")
+    ] = False,
     min_tensor: Annotated[int | None, size(1, "For --terms axonn: smallest x times y times z. Default: 1.")] = None,
     memory: options.Memory = None,
     mtbf: options.Mtbf = None,
@@ -75,21 +88,28 @@ def gpt_command(
     check_outputs(json, picture)
     check_mtbf(mtbf, write_seconds)
     axonn = terms is Terms.AXONN
-    _check_terms(axonn, {"--micro-batches": micro_batches, "--ranks-per-node": ranks_per_node, "--memory": memory,
-                         "--mtbf": mtbf},
-                 {"--order": order, "--powers-of-two": powers_of_two, "--min-tensor": min_tensor})
+    _check_terms(
+        axonn,
+        {"--micro-batches": micro_batches, "--ranks-per-node": ranks_per_node, "--memory": memory, "--mtbf": mtbf},
+        {"--order": order, "--powers-of-two": powers_of_two, "--min-tensor": min_tensor},
+    )
     model = GPT(layers, hidden, sequence, batch, heads, vocabulary)
     chosen = options.chosen_machine(machine, ranks, ranks_per_node)
     if axonn:
         axes = ORDER if order is None else parse_order(order)
         if not chosen.machine.axonn:
-            raise Pmm3dError(f"machine {chosen.machine.name} has no table [axonn] of bandwidths, which --terms "
-                             "axonn needs: take --machine perlmutter or frontier, or leave out --terms")
-        ranking = rank_by_axonn(model, ranks, chosen.machine.axonn, powers_of_two=powers_of_two,
-                                min_tensor=min_tensor or 1, order=axes)
+            raise Pmm3dError(
+                f"machine {chosen.machine.name} has no table [axonn] of bandwidths, which --terms "
+                "axonn needs: take --machine perlmutter or frontier, or leave out --terms"
+            )
+        ranking = rank_by_axonn(
+            model, ranks, chosen.machine.axonn, powers_of_two=powers_of_two, min_tensor=min_tensor or 1, order=axes
+        )
         print_plan(chosen, ranking, top, "of collectives in a step", sections=("axonn",), whole=False)
-        tell(f"The five terms of AxoNN's authors, ranks along {', '.join(axes)}: collectives of the fully "
-             "connected layers alone, without computation, latency and overlap")
+        tell(
+            f"The five terms of AxoNN's authors, ranks along {', '.join(axes)}: collectives of the fully "
+            "connected layers alone, without computation, latency and overlap"
+        )
     else:
         from ...nn.training.planning import TOP
         from ...nn.training.samples import SampleSizes
@@ -98,8 +118,9 @@ def gpt_command(
         samples = SampleSizes(1, vocabulary, True)
         with bar("plan gpt") as told:
             training = Training.of(_config(model, micro_batches or 1), chosen.machine, memory, samples)
-            ranking = training.ranking(ranks, top=max(top, TOP), activations=("replicated", "sharded"),
-                                       recompute=("none", "full"), tell=told)
+            ranking = training.ranking(
+                ranks, top=max(top, TOP), activations=("replicated", "sharded"), recompute=("none", "full"), tell=told
+            )
         print_plan(chosen, ranking, top, "a step")
         tell(*how_often(mtbf, write_seconds, ranking.candidates[0].seconds))
     write_plan(chosen, ranking, top, json, picture)
@@ -109,8 +130,10 @@ def _check_terms(axonn: bool, of_full: dict[str, Any], of_axonn: dict[str, Any])
     """Raise Pmm3dError for an option that has no effect with these terms."""
     used, unused = ("axonn", of_full) if axonn else ("full", of_axonn)
     if given := [name for name, value in unused.items() if value]:
-        raise Pmm3dError(f"{given[0]} has no effect with --terms {used}: leave it out, or take --terms "
-                         f"{'full' if axonn else 'axonn'}")
+        raise Pmm3dError(
+            f"{given[0]} has no effect with --terms {used}: leave it out, or take --terms "
+            f"{'full' if axonn else 'axonn'}"
+        )
 
 
 def _config(gpt: GPT, micro_batches: int) -> Config:
@@ -118,16 +141,27 @@ def _config(gpt: GPT, micro_batches: int) -> Config:
     from ...nn.training.config import checked
 
     if not gpt.vocabulary:
-        raise Pmm3dError("--vocabulary 0 leaves out embedding and logits, and needs --terms axonn: give the number of "
-                         "different tokens")
+        raise Pmm3dError(
+            "--vocabulary 0 leaves out embedding and logits, and needs --terms axonn: give the number of "
+            "different tokens"
+        )
     if gpt.batch % micro_batches:
         raise Pmm3dError(f"batch = {gpt.batch} must be a multiple of --micro-batches; got {micro_batches}")
     if gpt.heads is None and gpt.hidden % HEAD:
-        raise Pmm3dError(f"give --heads: the default, hidden / {HEAD}, needs a multiple of {HEAD}, but hidden = "
-                         f"{gpt.hidden}")
-    return checked({
-        "data": {"file": "none", "sequence": gpt.sequence, "batch_size": gpt.batch},
-        "network": {"kind": "gpt", "layers": gpt.layers, "hidden": gpt.hidden, "library": "torch",
-                    "heads": gpt.heads or gpt.hidden // HEAD},
-        "training": {"precision": "bfloat16", "checkpoint_in_background": False},
-        "grid": {"micro_batches": micro_batches}})
+        raise Pmm3dError(
+            f"give --heads: the default, hidden / {HEAD}, needs a multiple of {HEAD}, but hidden = {gpt.hidden}"
+        )
+    return checked(
+        {
+            "data": {"file": "none", "sequence": gpt.sequence, "batch_size": gpt.batch},
+            "network": {
+                "kind": "gpt",
+                "layers": gpt.layers,
+                "hidden": gpt.hidden,
+                "library": "torch",
+                "heads": gpt.heads or gpt.hidden // HEAD,
+            },
+            "training": {"precision": "bfloat16", "checkpoint_in_background": False},
+            "grid": {"micro_batches": micro_batches},
+        }
+    )

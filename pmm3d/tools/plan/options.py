@@ -13,14 +13,24 @@ from ...text import counted
 from ..ranks import MOST_BYTES, MOST_RANKS, size
 
 Ranks = Annotated[int, size(1, "Number of ranks of the job.", MOST_RANKS)]
-MachineName = Annotated[str | None, typer.Option(
-    "--machine", help="perlmutter, frontier, alps, nominal, or a TOML file of pmm3d tune machine --output. Default: "
-                      "PMM3D_MACHINE, the machine measured here, or nominal.")]
+MachineName = Annotated[
+    str | None,
+    typer.Option(
+        "--machine",
+        help="perlmutter, frontier, alps, nominal, or a TOML file of pmm3d tune machine --output. Default: "
+        "PMM3D_MACHINE, the machine measured here, or nominal.",
+    ),
+]
 RanksPerNode = Annotated[int | None, size(1, "Ranks on each node. Default: those of the machine.", MOST_RANKS)]
 Memory = Annotated[int | None, size(1, "Memory limit of a rank, in bytes. Default: the machine's.", MOST_BYTES)]
 Top = Annotated[int, size(1, "Number of grids to show.")]
-Mtbf = Annotated[float | None, typer.Option(help="Mean hours between failures of the whole job. With --write-seconds, "
-                                                 "print how often to write a checkpoint.")]
+Mtbf = Annotated[
+    float | None,
+    typer.Option(
+        help="Mean hours between failures of the whole job. With --write-seconds, "
+        "print how often to write a checkpoint."
+    ),
+]
 WriteSeconds = Annotated[float | None, typer.Option(help="Seconds to write a checkpoint, for --mtbf.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write all ranked grids to this file; - is standard output.")]
 Picture = Annotated[Path | None, typer.Option(help="Draw the terms of the time into this file (.png, .pdf, .svg).")]
@@ -42,8 +52,9 @@ class Chosen(NamedTuple):
         lines = [f"Machine {machine.name} ({self.why}), {counted(machine.ranks_per_node, 'rank')} a node"]
         if dtype and (other := machine.stands_for(dtype)) != dtype:
             lines.append(f"  {dtype}: not known, priced as {other}")
-        return lines + [f"  {section}: {machine.sources[section]}" for section in sections
-                        if section in machine.sources]
+        return lines + [
+            f"  {section}: {machine.sources[section]}" for section in sections if section in machine.sources
+        ]
 
 
 def chosen_machine(asked: str | None, ranks: int, ranks_per_node: int | None) -> Chosen:
@@ -71,6 +82,9 @@ def _measured(ranks: int, ranks_per_node: int | None) -> Chosen:
         return Chosen(one, "measured here")
     if (several := measured_here(ranks_per_node, 2)) is not None:
         return Chosen(several, "measured here")
-    why = "nothing was measured here" if one is None else (
-        f"the measured machine is one node with {counted(one.ranks_per_node, 'rank')}")
+    why = (
+        "nothing was measured here"
+        if one is None
+        else (f"the measured machine is one node with {counted(one.ranks_per_node, 'rank')}")
+    )
     return Chosen(load(NOMINAL), f"assumed: {why}; pmm3d tune machine measures, --machine names another")

@@ -12,8 +12,10 @@ from ...errors import Pmm3dError
 from ..output import bar, say_written, write_json, write_text
 from ..ranks import MOST_RANKS, one_process, size
 
-NAMES = ("gpipe, 1f1b, interleaved, breadth-first, interleaved-zero-bubble, zb-h1, zb-h2, zb-1p, zb-2p, zb-v, v-half, "
-         "v-min, dualpipe, dualpipe-v")
+NAMES = (
+    "gpipe, 1f1b, interleaved, breadth-first, interleaved-zero-bubble, zb-h1, zb-h2, zb-1p, zb-2p, zb-v, v-half, "
+    "v-min, dualpipe, dualpipe-v"
+)
 MOST_PASSES = 2**18
 """Largest number of forward passes of a table."""
 OF_A_RANK = "one number for a rank, split equally among its stages; or one for each stage, separated by commas"
@@ -23,26 +25,39 @@ OF_A_RANK = "one number for a rank, split equally among its stages; or one for e
 def pipeline_command(
     ranks: Annotated[int | None, size(1, "Ranks of the pipeline. Default: those of FILE.csv.", MOST_RANKS)] = None,
     micro_batches: Annotated[int | None, size(1, "Micro-batches of a step. Default: those of FILE.csv.")] = None,
-    schedule: Annotated[str | None, typer.Option(help=f"A name: {NAMES}; or FILE.csv, a table in "
-                                                      "PyTorch's notation. Default: compare all names.")] = None,
-    chunks: Annotated[int | None, size(1, "Stages of a rank. Default: as many as the schedule has; 2 "
-                                          "if it can have any number.")] = None,
-    forward: Annotated[str, typer.Option(metavar="T", help=f"Time of the forward pass of a micro-batch: {OF_A_RANK}.")
-                       ] = "1",
-    backward: Annotated[str, typer.Option(metavar="T", help="Time of the backward pass for the input, given like "
-                                                            "--forward.")] = "1",
-    weight: Annotated[str, typer.Option(metavar="T", help="Time of the backward pass for the weights, given like "
-                                                          "--forward.")] = "1",
-    communication: Annotated[str, typer.Option(metavar="T", help="Time of a message between stages, one "
-                                                                 "number.")] = "0",
-    memory_limit: Annotated[float | None, typer.Option(help="Largest number of micro-batches that a rank may hold. "
-                                                            "zb-1p, zb-2p and v-half keep within it; other schedules "
-                                                            "that exceed it are refused.")] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(help=f"A name: {NAMES}; or FILE.csv, a table in PyTorch's notation. Default: compare all names."),
+    ] = None,
+    chunks: Annotated[
+        int | None, size(1, "Stages of a rank. Default: as many as the schedule has; 2 if it can have any number.")
+    ] = None,
+    forward: Annotated[
+        str, typer.Option(metavar="T", help=f"Time of the forward pass of a micro-batch: {OF_A_RANK}.")
+    ] = "1",
+    backward: Annotated[
+        str, typer.Option(metavar="T", help="Time of the backward pass for the input, given like --forward.")
+    ] = "1",
+    weight: Annotated[
+        str, typer.Option(metavar="T", help="Time of the backward pass for the weights, given like --forward.")
+    ] = "1",
+    communication: Annotated[
+        str, typer.Option(metavar="T", help="Time of a message between stages, one number.")
+    ] = "0",
+    memory_limit: Annotated[
+        float | None,
+        typer.Option(
+            help="Largest number of micro-batches that a rank may hold. "
+            "zb-1p, zb-2p and v-half keep within it; other schedules "
+            "that exceed it are refused."
+        ),
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file; - is standard output.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw the time line into this file (.png, .pdf, .svg).")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the table to this file, in PyTorch's notation.")] = None,
-    messages: Annotated[bool, typer.Option("--messages", help="Include sends and receives in the table of "
-                                                              "--csv.")] = False,
+    messages: Annotated[
+        bool, typer.Option("--messages", help="Include sends and receives in the table of --csv.")
+    ] = False,
 ) -> None:
     """Simulate schedules of a pipeline: the time of a step, the waits of its ranks, and the micro-batches they hold.
 
@@ -74,15 +89,19 @@ def pipeline_command(
     if memory_limit is not None and not 0 < memory_limit < inf:
         raise Pmm3dError(f"--memory-limit must be a positive number of micro-batches, got {memory_limit}")
     if (passes := (ranks or 1) * (chunks or 1) * (micro_batches or 1)) > MOST_PASSES:
-        raise Pmm3dError(f"--ranks x --chunks x --micro-batches is {passes:,}, and a table has at most {MOST_PASSES:,} "
-                         "such passes: take fewer micro-batches; the middle of a schedule repeats itself")
+        raise Pmm3dError(
+            f"--ranks x --chunks x --micro-batches is {passes:,}, and a table has at most {MOST_PASSES:,} "
+            "such passes: take fewer micro-batches; the middle of a schedule repeats itself"
+        )
     if schedule is None and (picture or csv):
         raise Pmm3dError("--picture and --csv need one schedule: name it with --schedule")
     texts = {"forward": forward, "backward": backward, "weight": weight, "communication": communication}
     times = {name: times_of(name, text) for name, text in texts.items()}
     if not any(map(any, times.values())):
-        raise Pmm3dError("all times are 0, so no schedule is faster than another: give a positive time to --forward, "
-                         "--backward or --weight")
+        raise Pmm3dError(
+            "all times are 0, so no schedule is faster than another: give a positive time to --forward, "
+            "--backward or --weight"
+        )
     asked = Asked(ranks, micro_batches, chunks, times, memory_limit)
     if schedule is None:
         with bar("plan pipeline") as told:

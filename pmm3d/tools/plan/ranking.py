@@ -62,8 +62,16 @@ def tell(*lines: str) -> None:
         say(text.replace(JOINT, " "))
 
 
-def print_plan(chosen: Chosen, ranking: Ranking, top: int, unit: str, *, product: tuple[int, int, int] | None = None,
-               sections: tuple[str, ...] = SECTIONS, whole: bool = True) -> None:
+def print_plan(
+    chosen: Chosen,
+    ranking: Ranking,
+    top: int,
+    unit: str,
+    *,
+    product: tuple[int, int, int] | None = None,
+    sections: tuple[str, ...] = SECTIONS,
+    whole: bool = True,
+) -> None:
     """Print the machine, the tables, the dropped grids and the choice.
 
     unit      noun after the seconds, such as "a step"
@@ -92,10 +100,18 @@ def write_plan(chosen: Chosen, ranking: Ranking, top: int, json: Path | None, dr
 
 def as_json(ranking: Ranking) -> list[dict[str, Any]]:
     """Return the ranked grids, the best first. `bytes` is left out if `memory` is not predicted."""
-    return [{"grid": candidate.grid._asdict(), "seconds": candidate.seconds, "terms": dict(candidate.terms),
-             **({"memory": dict(candidate.memory), "bytes": candidate.bytes} if candidate.memory else {}),
-             "preset": candidate.preset, "schedule": candidate.schedule, "settings": dict(candidate.settings)}
-            for candidate in ranking.candidates]
+    return [
+        {
+            "grid": candidate.grid._asdict(),
+            "seconds": candidate.seconds,
+            "terms": dict(candidate.terms),
+            **({"memory": dict(candidate.memory), "bytes": candidate.bytes} if candidate.memory else {}),
+            "preset": candidate.preset,
+            "schedule": candidate.schedule,
+            "settings": dict(candidate.settings),
+        }
+        for candidate in ranking.candidates
+    ]
 
 
 def dropped_lines(ranking: Ranking) -> Iterator[str]:
@@ -147,14 +163,16 @@ def _times(ranking: Ranking, shown: Shown, peak: float, product: tuple[int, int,
     scale, unit = next((each for each in UNITS if best >= ENOUGH * each[0]), UNITS[-1])
     decimals = decimals_of(best / scale)
     columns: dict[str, Callable[[Candidate], str]] = {
-        unit: lambda candidate: figure(candidate.seconds / scale, decimals)}
+        unit: lambda candidate: figure(candidate.seconds / scale, decimals)
+    }
     if peak:
         columns["peak %"] = lambda candidate: _share(100 * ranking.share_of_peak(candidate, peak))
     if product is not None and (bound := lower_bound(product, ranking.ranks, ranking.dtype)):
         columns["bytes over bound"] = lambda candidate: f"{candidate.bytes / bound:.2f}"
     for term in names((candidate.terms for candidate in shown.all), TERMS):
         columns[term] = lambda candidate, term=term: (  # type: ignore[misc]
-            figure(candidate.terms.get(term, 0.0) / scale, decimals))
+            figure(candidate.terms.get(term, 0.0) / scale, decimals)
+        )
     what = ranking.what[0].upper() + ranking.what[1:]
     return _table(f"[bold]{what} on {counted(ranking.ranks, 'rank')}, time in {unit}[/]", columns, shown)
 
@@ -168,10 +186,12 @@ def _memory(shown: Shown) -> Iterator[FigureTable]:
     scale = 1024 ** BYTE_UNITS.index(unit)
     decimals = decimals_of(most / scale)
     columns: dict[str, Callable[[Candidate], str]] = {
-        "all": lambda candidate: _amount(sum(candidate.memory.values()) / scale, decimals)}
+        "all": lambda candidate: _amount(sum(candidate.memory.values()) / scale, decimals)
+    }
     for kind in names(candidate.memory for candidate in shown.all):
         columns[kind] = lambda candidate, kind=kind: (  # type: ignore[misc]
-            _amount(candidate.memory.get(kind, 0) / scale, decimals))
+            _amount(candidate.memory.get(kind, 0) / scale, decimals)
+        )
     yield _table(f"[bold]Memory of the fullest rank, in {unit}[/]", columns, shown)
 
 
@@ -202,8 +222,8 @@ def _share(share: float) -> str:
 def _amount(value: float, decimals: int) -> str:
     """Return the value with this number of decimals, but with at least two significant digits.
 
-        >>> _amount(0.7, 2), _amount(0.0312, 1), _amount(0, 1)
-        ('0.70', '0.031', '0.0')
+    >>> _amount(0.7, 2), _amount(0.0312, 1), _amount(0, 1)
+    ('0.70', '0.031', '0.0')
     """
     return f"{value:#.2g}" if 0 < value < 10 ** (1 - decimals) else f"{value:,.{decimals}f}"
 
@@ -211,8 +231,8 @@ def _amount(value: float, decimals: int) -> str:
 def decimals_of(most: float) -> int:
     """Return the number of decimals with which the largest figure has three digits.
 
-        >>> decimals_of(1.727), decimals_of(88.5), decimals_of(12345.6)
-        (2, 1, 0)
+    >>> decimals_of(1.727), decimals_of(88.5), decimals_of(12345.6)
+    (2, 1, 0)
     """
     return max(0, 3 - len(f"{most:.0f}"))
 
@@ -220,12 +240,20 @@ def decimals_of(most: float) -> int:
 def draw(ranking: Ranking, top: int, machine: str, path: Path) -> None:
     """Draw a bar of the terms of each grid, the best at the top, presets at the bottom."""
     shown = shown_of(ranking, top)
-    rows = [(f"{candidate} {candidate.preset}".rstrip(), [
-        Part(term, candidate.terms[term]) for term in names([candidate.terms], TERMS)]) for candidate in shown.all]
+    rows = [
+        (
+            f"{candidate} {candidate.preset}".rstrip(),
+            [Part(term, candidate.terms[term]) for term in names([candidate.terms], TERMS)],
+        )
+        for candidate in shown.all
+    ]
     with picture(path, 9, 1.8 + 0.4 * len(rows)) as figure:
         axes = figure.subplots()
-        bars(axes, rows, {term: COLOURS.get({"passes": "elementwise", "overhead": "rest"}.get(term, term), GREY)
-                          for term in TERMS})
+        bars(
+            axes,
+            rows,
+            {term: COLOURS.get({"passes": "elementwise", "overhead": "rest"}.get(term, term), GREY) for term in TERMS},
+        )
         if shown.best and shown.presets:
             axes.axhline(len(shown.best) - 0.5, color="black", linewidth=0.5)
         axes.set_xlabel("seconds; x, y, ...: waits for messages along that axis; all: of all ranks")

@@ -29,8 +29,13 @@ from ..plots import Part, bars, picture
 from ..terminal import console, say
 from .ranking import tell
 
-NAMES = {"F": "forward", "B": "backward", "I": "backward: input", "W": "backward: weights",
-         "OVERLAP_F_B": "forward and backward"}
+NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward: input",
+    "W": "backward: weights",
+    "OVERLAP_F_B": "forward and backward",
+}
 COLOURS = dict(zip(NAMES.values(), ("#77aadd", "#66bb77", "#66ccee", "#ddcc66", "#dd88bb")))
 LETTERS = 6
 """Width of a letter, in thousandths of the width of the picture."""
@@ -43,8 +48,9 @@ def times_of(name: str, text: str) -> list[float]:
     except ValueError:
         found = []
     if not found or not all(isfinite(time) and time >= 0 for time in found):
-        raise Pmm3dError(f"--{name} {text!r} is not a time: give a number of at least 0, or one for each stage, "
-                         "separated by commas")
+        raise Pmm3dError(
+            f"--{name} {text!r} is not a time: give a number of at least 0, or one for each stage, separated by commas"
+        )
     if name == "communication" and len(found) > 1:
         raise Pmm3dError(f"--communication takes one number, the time of a message between any two ranks; got {text!r}")
     return found
@@ -67,9 +73,11 @@ class Asked:
         line = simulate(table, self.of_stages(table))
         if self.limit is not None and not is_searched(schedule) and max(held := peak_live(table, line)) > self.limit:
             rank = held.index(max(held))
-            raise PipelineError(f"{table.name}: rank {rank} holds {held[rank]:g} micro-batches, more than "
-                                f"--memory-limit {self.limit:g}. Name a schedule that holds less, or one that keeps "
-                                "within the limit: zb-1p, zb-2p or v-half")
+            raise PipelineError(
+                f"{table.name}: rank {rank} holds {held[rank]:g} micro-batches, more than "
+                f"--memory-limit {self.limit:g}. Name a schedule that holds less, or one that keeps "
+                "within the limit: zb-1p, zb-2p or v-half"
+            )
         return table, line
 
     def of_stages(self, table: PipelineSchedule) -> Times:
@@ -82,8 +90,10 @@ class Asked:
             if len(found) == 1:
                 return [found[0] / passed[table.stages[stage]] for stage in table.stages]
             if len(found) != len(table.stages):
-                raise PipelineError(f"--{name} has {len(found)} times, and {table.name} has {len(table.stages)} "
-                                    "stages: give one number, or one for each stage")
+                raise PipelineError(
+                    f"--{name} has {len(found)} times, and {table.name} has {len(table.stages)} "
+                    "stages: give one number, or one for each stage"
+                )
             return list(found)
 
         return Times(each("forward"), each("backward"), each("weight"), self.times["communication"][0])
@@ -91,8 +101,10 @@ class Asked:
 
 def stages_passed(table: PipelineSchedule) -> list[int]:
     """Return, for each rank, the number of its stages that one micro-batch passes through."""
-    return [max(sum(table.stages[stage] == rank for stage in chain) for chain in table.chains) or 1
-            for rank in range(table.ranks)]
+    return [
+        max(sum(table.stages[stage] == rank for stage in chain) for chain in table.chains) or 1
+        for rank in range(table.ranks)
+    ]
 
 
 def peak_live(table: PipelineSchedule, line: TimeLine) -> list[float]:
@@ -107,8 +119,12 @@ def messages_of(table: PipelineSchedule) -> int:
 
 def figures_of(table: PipelineSchedule, line: TimeLine) -> dict[str, Any]:
     """Return the figures of a schedule for --json."""
-    return {"makespan": line.makespan, "cost_largest_stage": line.cost, "bubble_rate": line.bubble,
-            "peak_live": peak_live(table, line)}
+    return {
+        "makespan": line.makespan,
+        "cost_largest_stage": line.cost,
+        "bubble_rate": line.bubble,
+        "peak_live": peak_live(table, line),
+    }
 
 
 def table_text(table: PipelineSchedule, messages: bool) -> str:
@@ -136,19 +152,28 @@ def simulated(asked: Asked, told: Callable[..., None]) -> tuple[Simulated, list[
 def compare(found: Simulated, left_out: list[str]) -> dict[str, Any]:
     """Print a line for each schedule. Return the figures of each schedule by name."""
     first = found[0][0]
-    table = FigureTable(f"[bold]{counted(first.ranks, 'rank')}, {counted(first.micro_batches, 'micro-batch')}[/]",
-                        ["schedule", "makespan", "bubble %", "peak live", "messages"])
+    table = FigureTable(
+        f"[bold]{counted(first.ranks, 'rank')}, {counted(first.micro_batches, 'micro-batch')}[/]",
+        ["schedule", "makespan", "bubble %", "peak live", "messages"],
+    )
     for each, line in found:
-        table.add_row(each.name, f"{line.makespan:.5g}", f"{100 * line.bubble:.1f}",
-                      f"{max(peak_live(each, line)):.3g}", str(messages_of(each)))
+        table.add_row(
+            each.name,
+            f"{line.makespan:.5g}",
+            f"{100 * line.bubble:.1f}",
+            f"{max(peak_live(each, line)):.3g}",
+            str(messages_of(each)),
+        )
     console(sys.stdout).print(table)
     tell(*(f"left out: {reason}" for reason in left_out))
     return {each.name: figures_of(each, line) for each, line in found}
 
 
 def print_schedule(table: PipelineSchedule, line: TimeLine) -> None:
-    say(f"{Path(table.name).name}: {counted(table.ranks, 'rank')}, {counted(len(table.stages), 'stage')}, "
-        f"{counted(table.micro_batches, 'micro-batch')}, {counted(messages_of(table), 'message')}")
+    say(
+        f"{Path(table.name).name}: {counted(table.ranks, 'rank')}, {counted(len(table.stages), 'stage')}, "
+        f"{counted(table.micro_batches, 'micro-batch')}, {counted(messages_of(table), 'message')}"
+    )
     say(f"makespan {line.makespan:.6g}, cost of the largest stage {line.cost:.6g}, bubble {100 * line.bubble:.2f}%")
     if len(table.chains) > 1:
         say(f"{len(table.chains)} copies of the network: a rank holds the weights of both its stages")
@@ -175,8 +200,10 @@ def text_lines(table: PipelineSchedule, line: TimeLine, width: int) -> list[str]
             cells[first:last] = label(table, action, last - first)
         lines.append(name + "".join(cells))
     several = ". Small letters: further stages of a rank" * (len(table.stages) > table.ranks)
-    legend = (f"A column is {1 / scale:.3g}. F3: forward of micro-batch 3. B: backward; I and W: its parts, for the "
-              f"input and for the weights. Dots: the rank waits{several}")
+    legend = (
+        f"A column is {1 / scale:.3g}. F3: forward of micro-batch 3. B: backward; I and W: its parts, for the "
+        f"input and for the weights. Dots: the rank waits{several}"
+    )
     return [*lines, *wrap(legend, width - 1, initial_indent=" ", subsequent_indent=" ")]
 
 
@@ -210,5 +237,7 @@ def draw(table: PipelineSchedule, line: TimeLine, path: Path) -> None:
         bars(axes, rows, colours)
         axes.set_xlim(0, line.makespan)
         axes.set_xlabel("time, in the unit of the times given")
-        axes.set_title(f"{Path(table.name).name}: {counted(table.micro_batches, 'micro-batch')}, makespan "
-                       f"{line.makespan:.5g}, bubble {100 * line.bubble:.1f}%")
+        axes.set_title(
+            f"{Path(table.name).name}: {counted(table.micro_batches, 'micro-batch')}, makespan "
+            f"{line.makespan:.5g}, bubble {100 * line.bubble:.1f}%"
+        )

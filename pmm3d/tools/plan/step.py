@@ -46,8 +46,14 @@ class Training:
     noise: float
 
     @classmethod
-    def of(cls, config: Config, machine: Machine, limit: int | None = None, samples: SampleSizes | None = None,
-           noise: float | None = None) -> Training:
+    def of(
+        cls,
+        config: Config,
+        machine: Machine,
+        limit: int | None = None,
+        samples: SampleSizes | None = None,
+        noise: float | None = None,
+    ) -> Training:
         """Return a training. Defaults: samples of the data file, noise of the machine. Raises Pmm3dError."""
         steps = dry_steps(config, machine, limit, samples)
         batch = {"batch_size": min(config.data.batch_size, steps.samples.rows or config.data.batch_size)}
@@ -57,8 +63,16 @@ class Training:
     def ranking(self, ranks: int, config: Config | None = None, **options: Any) -> Ranking:
         """Return the ranking of the grids of these ranks by `rank_training`. config: with another batch."""
         config = config or self.config
-        return rank_training(config, ranks, self.machine, limit=self.limit, samples=self.samples,
-                             pipes=pipes_of(config, ranks), seqs=seqs_of(config, ranks), **options)
+        return rank_training(
+            config,
+            ranks,
+            self.machine,
+            limit=self.limit,
+            samples=self.samples,
+            pipes=pipes_of(config, ranks),
+            seqs=seqs_of(config, ranks),
+            **options,
+        )
 
     def on(self, grid: GridShape, config: Config) -> Candidate:
         """Return the candidate of one grid, by `step_on`."""
@@ -85,17 +99,24 @@ class Training:
         rate = batch * (tokens or 1) / (self.seconds(step) or 1.0)
         text = f"{rate:,.0f} {'tokens' if tokens else 'rows'} a second"
         if self.noise:
-            text += (f". With a noise of {self.noise:.3g} the slowest of {step.grid.size:,} ranks ends a step after "
-                     f"{1e3 * self.seconds(step):,.4g} ms")
+            text += (
+                f". With a noise of {self.noise:.3g} the slowest of {step.grid.size:,} ranks ends a step after "
+                f"{1e3 * self.seconds(step):,.4g} ms"
+            )
         return [each for each in (text, self.warning(step.grid)) if each]
 
     def warning(self, grid: GridShape, batch: int | None = None) -> str:
         """Return a sentence if some ranks have no row of a batch, otherwise ""."""
         rows = (batch or self.config.data.batch_size) // self.config.grid.micro_batches
         split = grid.data * grid.z
-        return "" if rows >= split else (
-            f"Grid {grid}: the {rows:,} rows of a micro-batch are split over data x z = {split:,} ranks, so some "
-            "ranks have no row. Take a larger batch or fewer ranks along data and z")
+        return (
+            ""
+            if rows >= split
+            else (
+                f"Grid {grid}: the {rows:,} rows of a micro-batch are split over data x z = {split:,} ranks, so some "
+                "ranks have no row. Take a larger batch or fewer ranks along data and z"
+            )
+        )
 
 
 class Share(NamedTuple):
@@ -126,8 +147,10 @@ class FirstRank:
         """Return the actions on a grid. Raises Pmm3dError for a grid with the axis pipe."""
         machine = training.machine
         if grid.stages > 1:
-            raise Pmm3dError(f"grid {grid} is a pipeline, and a single rank of it is not simulated: name a --grid "
-                             "without the axis pipe, or see the schedule with pmm3d plan pipeline")
+            raise Pmm3dError(
+                f"grid {grid} is a pipeline, and a single rank of it is not simulated: name a --grid "
+                "without the axis pipe, or see the schedule with pmm3d plan pipeline"
+            )
         steps = dry_steps(training.config, machine, training.limit, training.samples).unscheduled
         actions = steps.of(grid, machine.ranks_per_node).actions
         groups = groups_of(grid, machine.ranks_per_node)
@@ -141,8 +164,13 @@ class FirstRank:
                 what = _in_words(action)
                 old = shares.get(what, Share(what, 0, 0.0))
                 shares[what] = Share(what, old.times + 1, old.seconds + seconds)
-        return cls(grid, simulate(tasks(actions, machine, groups)), alone, received,
-                   sorted(shares.values(), key=lambda share: -share.seconds))
+        return cls(
+            grid,
+            simulate(tasks(actions, machine, groups)),
+            alone,
+            received,
+            sorted(shares.values(), key=lambda share: -share.seconds),
+        )
 
     @property
     def waits(self) -> dict[str, float]:
@@ -157,14 +185,21 @@ class FirstRank:
         return {axis: max(0.0, seconds - waits[axis]) for axis, seconds in self.alone.items()}
 
     def as_json(self) -> dict[str, Any]:
-        return {"grid": self.grid._asdict(), "alone": dict(self.alone), "hidden": self.hidden, "waited": self.waits,
-                "received": dict(self.received), "largest": [share._asdict() for share in self.largest[:LARGEST]]}
+        return {
+            "grid": self.grid._asdict(),
+            "alone": dict(self.alone),
+            "hidden": self.hidden,
+            "waited": self.waits,
+            "received": dict(self.received),
+            "largest": [share._asdict() for share in self.largest[:LARGEST]],
+        }
 
 
 def print_first_rank(found: FirstRank) -> None:
     """Print the communication along each axis, and the longest actions."""
-    axes = FigureTable("[bold]Communication of the first rank[/]",
-                       ("axis", "received", "ms by itself", "ms hidden", "ms waited"))
+    axes = FigureTable(
+        "[bold]Communication of the first rank[/]", ("axis", "received", "ms by itself", "ms hidden", "ms waited")
+    )
     waits, hidden = found.waits, found.hidden
     for axis, seconds in found.alone.items():
         axes.add_row(axis, in_bytes(found.received[axis]), *map(milliseconds, (seconds, hidden[axis], waits[axis])))

@@ -45,15 +45,32 @@ def trace_events(timeline: Timeline, name: str, process: int = 0, begin: float =
         wait wait for z 1000000.0 2500000.0
     """
     named: Event = {"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}}
-    return [named, *({"name": what, "ph": "X", "pid": process, "tid": track, "ts": (begin + begun) * 1e6,
-                      "dur": (ended - begun) * 1e6, "args": {}} for what, track, begun, ended in _spans(timeline))]
+    return [
+        named,
+        *(
+            {
+                "name": what,
+                "ph": "X",
+                "pid": process,
+                "tid": track,
+                "ts": (begin + begun) * 1e6,
+                "dur": (ended - begun) * 1e6,
+                "args": {},
+            }
+            for what, track, begun, ended in _spans(timeline)
+        ),
+    ]
 
 
 def _spans(timeline: Timeline) -> Iterator[tuple[str, str, float, float]]:
     """Yield name, track, beginning and end of each task that takes time. A collective ends when its wait ends."""
     table, begun, ended, _ = timeline
-    until = {earlier: ended[number] for number, task in reversed(list(enumerate(table))) if task.kind == WAIT
-             for earlier in task.after[:1]}
+    until = {
+        earlier: ended[number]
+        for number, task in reversed(list(enumerate(table)))
+        if task.kind == WAIT
+        for earlier in task.after[:1]
+    }
     now = 0.0
     for number, task in enumerate(table):
         name = task.name or task.kind
@@ -94,8 +111,11 @@ def read_trace(path: Path) -> list[Event]:
 
 
 def _is_event(event: Any) -> bool:
-    return isinstance(event, dict) and isinstance(event.get("pid"), int) and (
-        event.get("ph") != "X" or all(isinstance(event.get(name), (int, float)) for name in ("ts", "dur")))
+    return (
+        isinstance(event, dict)
+        and isinstance(event.get("pid"), int)
+        and (event.get("ph") != "X" or all(isinstance(event.get(name), (int, float)) for name in ("ts", "dur")))
+    )
 
 
 def _place(real: Sequence[Event], timeline: Timeline) -> tuple[float, str]:
@@ -113,7 +133,8 @@ def _place(real: Sequence[Event], timeline: Timeline) -> tuple[float, str]:
         return 0.0, ": the simulated step begins with the trace, because the collectives of the run differ"
     begin = max(0.0, done[start]["ts"] / 1e6 - wanted[0][1])
     return begin, f": the simulated step begins with the last step of rank {rank}" + (
-        ", whose collectives differ" if others else "")
+        ", whose collectives differ" if others else ""
+    )
 
 
 def _last_step(keys: list[Key], order: list[Key]) -> tuple[int | None, bool]:
@@ -133,5 +154,8 @@ def _last_step(keys: list[Key], order: list[Key]) -> tuple[int | None, bool]:
 def _moves(event: Event) -> bool:
     """Return whether an event is a collective that moves bytes."""
     details = event.get("args")
-    return (str(event.get("tid", "")).startswith("axis ") and isinstance(details, dict)
-            and bool(details.get("sent") or details.get("received")))
+    return (
+        str(event.get("tid", "")).startswith("axis ")
+        and isinstance(details, dict)
+        and bool(details.get("sent") or details.get("received"))
+    )

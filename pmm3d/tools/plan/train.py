@@ -29,26 +29,52 @@ def train_command(
     machine: options.MachineName = None,
     ranks_per_node: options.RanksPerNode = None,
     memory: options.Memory = None,
-    grid: Annotated[str | None, typer.Option(help="Plan only this grid: GxxGyxGz as in 2x2x4, ddp, fsdp, hsdp or "
-                                                  "megatron. auto: plan all grids. Both print the communication, "
-                                                  "waits and computation of the first rank.")] = None,
-    data: Annotated[int | None, size(1, "Ranks along data of a named --grid. Default: the ranks that "
-                                        "x, y and z leave; for hsdp, the number of nodes.")] = None,
-    curve: Annotated[str | None, typer.Option(metavar="RANKS", help="Simulate strong and weak scaling up to this "
-                                              "number of ranks, or FROM:TO, with and without each overlap. --picture "
-                                              "draws it.")] = None,
-    noise: Annotated[float | None, typer.Option(min=0.0, help="Standard deviation of a rank's time for a step, as a "
-                                                              "share of it. Default: that of the machine.")] = None,
-    features: Annotated[int | None, size(1, "Columns of a sample. With --outputs or --classes, no "
-                                            "data file is read.")] = None,
+    grid: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan only this grid: GxxGyxGz as in 2x2x4, ddp, fsdp, hsdp or "
+            "megatron. auto: plan all grids. Both print the communication, "
+            "waits and computation of the first rank."
+        ),
+    ] = None,
+    data: Annotated[
+        int | None,
+        size(
+            1,
+            "Ranks along data of a named --grid. Default: the ranks that "
+            "x, y and z leave; for hsdp, the number of nodes.",
+        ),
+    ] = None,
+    curve: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RANKS",
+            help="Simulate strong and weak scaling up to this "
+            "number of ranks, or FROM:TO, with and without each overlap. --picture "
+            "draws it.",
+        ),
+    ] = None,
+    noise: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Standard deviation of a rank's time for a step, as a share of it. Default: that of the machine.",
+        ),
+    ] = None,
+    features: Annotated[
+        int | None, size(1, "Columns of a sample. With --outputs or --classes, no data file is read.")
+    ] = None,
     outputs: Annotated[int | None, size(1, "Columns of a target, with --features.")] = None,
     classes: Annotated[int | None, size(2, "Number of classes, with --features.")] = None,
-    vocabulary: Annotated[int | None, size(2, "Number of different tokens. With it, no file of tokens "
-                                              "is read.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write the simulated step as a Chrome trace (ui.perfetto.dev).")
-                     ] = None,
-    beside: Annotated[Path | None, typer.Option(help="A file of pmm3d train --trace. Its events are added to "
-                                                     "--trace.")] = None,
+    vocabulary: Annotated[
+        int | None, size(2, "Number of different tokens. With it, no file of tokens is read.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the simulated step as a Chrome trace (ui.perfetto.dev).")
+    ] = None,
+    beside: Annotated[
+        Path | None, typer.Option(help="A file of pmm3d train --trace. Its events are added to --trace.")
+    ] = None,
     mtbf: options.Mtbf = None,
     write_seconds: options.WriteSeconds = None,
     top: options.Top = 10,
@@ -90,8 +116,9 @@ def train_command(
     real, counts = read_trace(beside) if beside else [], rank_counts(ranks, curve) if curve else []
     loaded, chosen = load(config), options.chosen_machine(machine, max([ranks, *counts]), ranks_per_node)
     with bar("plan train") as told:
-        training = Training.of(loaded, chosen.machine, memory, _samples(loaded, features, outputs, classes, vocabulary),
-                               noise)
+        training = Training.of(
+            loaded, chosen.machine, memory, _samples(loaded, features, outputs, classes, vocabulary), noise
+        )
         named = None if grid in (None, AUTO) else training.named_grid(str(grid), data, ranks)
         ranking = training.ranking(ranks, top=max(top, TOP), grids=[named] if named else [], tell=told)
         best = ranking.candidates[0]
@@ -107,8 +134,11 @@ def train_command(
         tell("The messages of a pipeline's first rank are not listed. pmm3d plan pipeline shows its schedule")
     if counts:
         copies = data if grid in ("hsdp", "megatron") else None
-        found = best_grids(training, ranks, best.grid) if named is None else (
-            lambda config, count: training.named_grid(str(grid), copies, count))
+        found = (
+            best_grids(training, ranks, best.grid)
+            if named is None
+            else (lambda config, count: training.named_grid(str(grid), copies, count))
+        )
         with bar("plan train --curve") as told:
             curves = curves_of(training, ranks, counts, found, told)
         for each in curves:
@@ -125,8 +155,9 @@ def train_command(
     say_written(json, picture)
 
 
-def _samples(config: Config, features: int | None, outputs: int | None, classes: int | None, vocabulary: int | None
-             ) -> SampleSizes | None:
+def _samples(
+    config: Config, features: int | None, outputs: int | None, classes: int | None, vocabulary: int | None
+) -> SampleSizes | None:
     """Return the sizes of samples that the options give; None: those of the data file. Raises Pmm3dError."""
     from ...nn.training.samples import SampleSizes
 

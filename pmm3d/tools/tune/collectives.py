@@ -53,15 +53,18 @@ class Buffers:
         self.work = np.zeros(2 * most_bytes * 2 + 256 * (ranks + 1), np.uint8)
 
     def slab(self, nbytes: int) -> Slab:
-        return Slab(self.work[:nbytes], self.library) if nbytes <= self.work.shape[0] else \
-            Slab(np.zeros(nbytes, np.uint8), self.library)
+        return (
+            Slab(self.work[:nbytes], self.library)
+            if nbytes <= self.work.shape[0]
+            else Slab(np.zeros(nbytes, np.uint8), self.library)
+        )
 
 
 def shapes(ranks: int) -> list[tuple[int, int]]:
     """Return (ranks along x, ranks along y) of the grids whose axes are the groups. Groups along x are neighbours.
 
-        >>> shapes(6)
-        [(6, 1), (3, 2), (2, 3)]
+    >>> shapes(6)
+    [(6, 1), (3, 2), (2, 3)]
     """
     return [(size, ranks // size) for size in range(ranks, 1, -1) if ranks % size == 0]
 
@@ -122,8 +125,9 @@ class Timing:
         self._gemm: Work | None = None
         if sampler.share.crowd > 1:
             self._gemm = GemmOperands(library_for("float32"), "float32", [BETWEEN]).gemm(BETWEEN)
-            self._alone = sampler.measure(self._gemm, samples=MORE_SAMPLES, sample_seconds=ALONE_SECONDS,
-                                          always=True) or 0.0
+            self._alone = (
+                sampler.measure(self._gemm, samples=MORE_SAMPLES, sample_seconds=ALONE_SECONDS, always=True) or 0.0
+            )
 
     def seconds(self, begin: Begin, always: bool) -> float | None:
         """Return the seconds of one call, or None, as `Sampler.measure` does. Collective."""
@@ -139,15 +143,16 @@ class Timing:
         return None if found is None else max(found - self._alone, found * LEAST_SHARE)
 
 
-def _points(timing: Timing, sampler: Sampler, axis: Axis, operation: str, buffers: Buffers, always: bool
-            ) -> list[tuple[int, float]]:
+def _points(
+    timing: Timing, sampler: Sampler, axis: Axis, operation: str, buffers: Buffers, always: bool
+) -> list[tuple[int, float]]:
     """Return (bytes, seconds) of each size, ascending; [] if there was no time for all sizes, because the time of more
     bytes is computed from the last point."""
     found = list[tuple[int, float]]()
     for size in SIZES:
         begin = collective(axis, operation, size, buffers)
         record = completed(begin)
-        nbytes, = map(int, sampler.largest(max(record.received, record.sent)))
+        (nbytes,) = map(int, sampler.largest(max(record.received, record.sent)))
         if found and nbytes <= found[-1][0]:
             continue
         seconds = timing.seconds(begin, always)
@@ -226,9 +231,12 @@ def _share_hidden(sampler: Sampler, grid: Grid, begin: Begin, gemm: Work) -> flo
         gemms()
         pending.wait()
 
-    turns = [[sampler.measure(work, samples=1, always=turn == 0) for work in (call, gemms, both)]
-             for turn in range(REPEATS)]
-    shares = [min(1.0, max(0.0, (collective + computed - together) / collective))
-              for collective, computed, together in turns
-              if collective is not None and computed is not None and together is not None]
+    turns = [
+        [sampler.measure(work, samples=1, always=turn == 0) for work in (call, gemms, both)] for turn in range(REPEATS)
+    ]
+    shares = [
+        min(1.0, max(0.0, (collective + computed - together) / collective))
+        for collective, computed, together in turns
+        if collective is not None and computed is not None and together is not None
+    ]
     return round(median(shares), 4) if shares else None

@@ -23,13 +23,24 @@ MEASURED = ("float32", "float64")
 
 
 def machine_command(
-    dtype: Annotated[list[str] | None, typer.Option(help=f"Type of GEMMs: {', '.join(MATRIX_DTYPES)}. Repeatable. "
-                                                         "Default: float32 and float64.",
-                                                    callback=one_of(*MATRIX_DTYPES))] = None,
-    budget: Annotated[float, typer.Option(min=0.01, help="Share of the time limit of each section. A smaller share "
-                                                         "measures fewer points.")] = 1.0,
-    output: Annotated[Path | None, typer.Option(help="Also write the machine to this TOML file, for PMM3D_MACHINE and "
-                                                     "pmm3d plan ... --machine; - is standard output.")] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Type of GEMMs: {', '.join(MATRIX_DTYPES)}. Repeatable. Default: float32 and float64.",
+            callback=one_of(*MATRIX_DTYPES),
+        ),
+    ] = None,
+    budget: Annotated[
+        float,
+        typer.Option(min=0.01, help="Share of the time limit of each section. A smaller share measures fewer points."),
+    ] = 1.0,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also write the machine to this TOML file, for PMM3D_MACHINE and "
+            "pmm3d plan ... --machine; - is standard output."
+        ),
+    ] = None,
 ) -> None:
     """Measure this machine: GEMMs, copies, collectives, and whole steps of training.
 

@@ -28,12 +28,15 @@ def fitted(rows: Sequence[Measured], groups: Mapping[tuple[int, int], Group]) ->
     """
     by_operation: dict[str, list[tuple[str, Group, int, float]]] = {DEFAULT: []}
     for row in rows:
-        points = [(row.operation, groups[row.inside, row.nodes], nbytes, seconds)
-                  for nbytes, seconds in zip(row.nbytes, row.seconds)]
+        points = [
+            (row.operation, groups[row.inside, row.nodes], nbytes, seconds)
+            for nbytes, seconds in zip(row.nbytes, row.seconds)
+        ]
         for name in (row.operation, DEFAULT):
             by_operation.setdefault(name, []).extend(points)
     return {name: _fit(points) for name, points in by_operation.items() if points} or {
-        DEFAULT: load("nominal").laws[DEFAULT]}
+        DEFAULT: load("nominal").laws[DEFAULT]
+    }
 
 
 def _fit(points: Sequence[tuple[str, Group, int, float]]) -> Law:
@@ -51,8 +54,8 @@ def _fit(points: Sequence[tuple[str, Group, int, float]]) -> Law:
 def relative_fit(matrix: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Return the non-negative x that minimizes the relative errors of `matrix @ x` from `seconds`.
 
-        >>> relative_fit(np.array([[1.0, 10], [1, 1000]]), np.array([3.0, 201.0])).round(6).tolist()
-        [1.0, 0.2]
+    >>> relative_fit(np.array([[1.0, 10], [1, 1000]]), np.array([3.0, 201.0])).round(6).tolist()
+    [1.0, 0.2]
     """
     weighted = matrix / seconds[:, None]
     scale = np.maximum(weighted.max(axis=0), np.finfo(float).tiny)
@@ -63,9 +66,9 @@ def relative_fit(matrix: np.ndarray, seconds: np.ndarray) -> np.ndarray:
 def line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """Return (overhead, rate) of the line seconds = overhead + bytes / rate, fitted to points (bytes, seconds).
 
-        >>> overhead, rate = line([(100, 1.5), (200, 2.5)])
-        >>> round(overhead, 6), round(rate, 6)
-        (0.5, 100.0)
+    >>> overhead, rate = line([(100, 1.5), (200, 2.5)])
+    >>> round(overhead, 6), round(rate, 6)
+    (0.5, 100.0)
     """
     nbytes, seconds = np.array(points, float).T
     if len(points) == 1:

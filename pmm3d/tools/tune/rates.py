@@ -63,8 +63,10 @@ def measured_gemms(sampler: Sampler, dtypes: list[str], tell: Callable[[str, int
                 tell(f"gemm {dtype} {form}", 1)
                 if seconds is not None:
                     found[dtype][form][shape] = flop_of(*shape, dtype) / seconds
-    return {dtype: Gemms(None, {form: filled(FORMS[form], rates) for form, rates in forms.items()})
-            for dtype, forms in found.items()}
+    return {
+        dtype: Gemms(None, {form: filled(FORMS[form], rates) for form, rates in forms.items()})
+        for dtype, forms in found.items()
+    }
 
 
 def filled(sizes: tuple[int, ...], rates: dict[Shape, float]) -> GemmPoints:

@@ -34,8 +34,10 @@ TURNS, SAMPLES = 2, 5
 SECONDS = 24.0
 NOTHING_KNOWN = 0.05
 """Weight of corrections against the errors of steps, as shares of a step. The fit prefers small corrections."""
-USELESS = ("no figures: by the measured steps, collectives would take less than no time. Other programs used the "
-           "cores, or ranks share cores. Measure again on a quiet machine")
+USELESS = (
+    "no figures: by the measured steps, collectives would take less than no time. Other programs used the "
+    "cores, or ranks share cores. Measure again on a quiet machine"
+)
 """Source of `in_steps` if the steps cannot be used."""
 NOT_MEASURED = "no figures: there was no time to measure a step. A larger --budget measures more"
 """Source of `in_steps` without a measured step."""
@@ -54,9 +56,12 @@ class MeasuredStep(NamedTuple):
         """Return the numbers of GEMMs and passes, pass bytes except copies, collectives in a node, and across nodes."""
         passes = [action for action in self.actions if action.what == "pass"]
         begun = [self.groups[action.axis].nodes > 1 for action in self.actions if action.what == "begin"]
-        return (len(passes) + sum(action.what == "gemm" for action in self.actions),
-                sum(action.nbytes for action in passes if action.operation != COPY), begun.count(False),
-                begun.count(True))
+        return (
+            len(passes) + sum(action.what == "gemm" for action in self.actions),
+            sum(action.nbytes for action in passes if action.operation != COPY),
+            begun.count(False),
+            begun.count(True),
+        )
 
 
 def grids(ranks: int) -> list[GridShape]:
@@ -105,8 +110,10 @@ def _actions(shape: GridShape, rows: int) -> list[Action]:
 def _step(grid: Grid, rows: int) -> Callable[[], object]:
     network = nn.MLP(grid, LAYERS, nn.gelu, norm=True)
     optimizer = optim.AdamW(network.parameters(), lr=1e-3)
-    x, y = (DistMatrix.random(grid, (max(rows, grid.size), LAYERS[0]), seed=seed, dtype="float32",
-                              layout=batch_layout("y")) for seed in (1, 2))
+    x, y = (
+        DistMatrix.random(grid, (max(rows, grid.size), LAYERS[0]), seed=seed, dtype="float32", layout=batch_layout("y"))
+        for seed in (1, 2)
+    )
     return lambda: train_step(network, optimizer, loss.mse, [(x, y)])
 
 
@@ -126,8 +133,9 @@ def calibrated(steps: Sequence[MeasuredStep], machine: Machine) -> Machine:
     scale[scale == 0] = 1.0
     matrix = np.vstack([counts / scale, NOTHING_KNOWN * np.eye(len(scale))])
     least = [0.0, 0.0, -np.inf, -np.inf]
-    action, byte, inside, across = map(float, lsq_linear(matrix, np.append(error, np.zeros(len(scale))),
-                                                         (least, np.inf)).x / scale)
+    action, byte, inside, across = map(
+        float, lsq_linear(matrix, np.append(error, np.zeros(len(scale))), (least, np.inf)).x / scale
+    )
     numbers = np.sum([step.counts()[2:] for step in steps], axis=0)
     if (_collectives_alone(steps, alone) + numbers * (inside, across) < 0).any():
         return _without_fit(alone, USELESS)

@@ -23,8 +23,15 @@ UNEVEN = Times([1.0, 2.0, 1.5, 1.0], [1.0, 2.5, 1.5, 1.25], [0.5, 2.0, 1.0, 0.5]
 def acted(line, later=0.0, late=()):
     """Time line of a table, as of a step that began `later` seconds. late: (rank, seconds): delay of its actions."""
     shift = dict(late)
-    return [[Acted(str(timed.action), later + timed.start + shift.get(rank, 0.0),
-                   later + timed.end + shift.get(rank, 0.0)) for timed in own] for rank, own in enumerate(line.ranks)]
+    return [
+        [
+            Acted(
+                str(timed.action), later + timed.start + shift.get(rank, 0.0), later + timed.end + shift.get(rank, 0.0)
+            )
+            for timed in own
+        ]
+        for rank, own in enumerate(line.ranks)
+    ]
 
 
 def test_a_step_with_the_times_of_the_simulation_is_the_simulation():
@@ -34,7 +41,8 @@ def test_a_step_with_the_times_of_the_simulation_is_the_simulation():
             real, simulated = time_lines(acted(line, later=1024.0))
             assert real == line
             assert [[timed.action for timed in own] for own in simulated.ranks] == [
-                [timed.action for timed in own] for own in line.ranks]
+                [timed.action for timed in own] for own in line.ranks
+            ]
             assert simulated.makespan == pytest.approx(line.makespan) and simulated.bubble == pytest.approx(line.bubble)
 
 
@@ -42,8 +50,9 @@ def test_what_messages_take_is_the_difference():
     """Forward, each later rank is late by one message. The simulation does not contain this delay."""
     line = simulate(schedule_of("gpipe", 2, 3), Times(1, 1, 1))
     there = acted(line, late=[(1, 0.25)])
-    there[0] = [each if "F" in each.action else each._replace(start=each.start + 0.5, end=each.end + 0.5)
-                for each in there[0]]
+    there[0] = [
+        each if "F" in each.action else each._replace(start=each.start + 0.5, end=each.end + 0.5) for each in there[0]
+    ]
     real, simulated = time_lines(there)
     assert (real.makespan, simulated.makespan) == (line.makespan + 0.5, line.makespan)
     assert simulated.bubble == line.bubble < real.bubble
@@ -53,8 +62,11 @@ def test_the_record_of_a_step_is_of_whole_steps_only():
     line = simulate(schedule_of("1f1b", 2, 2), Times(1, 2))
     found = described(acted(line))
     assert json.loads(json.dumps(found)) == found and found["real"] == found["simulated"]
-    assert found["real"]["ranks"][1] == {"actions": ["1F0", "1B0", "1F1", "1B1"], "start": [1, 2, 5, 6],
-                                         "end": [2, 5, 6, 9]}
+    assert found["real"]["ranks"][1] == {
+        "actions": ["1F0", "1B0", "1F1", "1B1"],
+        "start": [1, 2, 5, 6],
+        "end": [2, 5, 6, 9],
+    }
     assert described([own[:-1] for own in acted(line)]) == described([[], []]) == {}
 
 
@@ -74,7 +86,8 @@ def test_a_step_leaves_its_actions_in_the_order_of_the_table(comm):
         real, simulated = time_lines(comm.allgather(grid.ledger.actions))
         for line in (real, simulated):
             assert [[timed.action for timed in own] for own in line.ranks] == [
-                *map(list, schedule_of("zb-h1", 2, 3).actions)]
+                *map(list, schedule_of("zb-h1", 2, 3).actions)
+            ]
         assert 0 <= simulated.bubble < 1 and simulated.makespan < real.makespan
         ends = {str(timed.action): timed for own in real.ranks for timed in own}
         assert ends["0F0"].end < ends["1F0"].start and ends["1I2"].end < ends["0I2"].start
@@ -90,8 +103,9 @@ def test_the_trace_has_the_simulated_step_beside_the_real_one(comm, tmp_path):
         line = simulate(schedule_of("zb-h1", 2, 3), Times(1, 2, 1))
         grid.ledger.actions.extend(acted(line, began + 2.0, late=[(1, 0.5)])[grid.rank])
         grid.write_trace(folder / "trace.json", simulated_events(grid))
-    events = [event for event in json.loads((folder / "trace.json").read_text())["traceEvents"]
-              if event.get("tid") == TRACK]
+    events = [
+        event for event in json.loads((folder / "trace.json").read_text())["traceEvents"] if event.get("tid") == TRACK
+    ]
     for rank, own in enumerate(line.ranks):
         with given(rank=rank):
             drawn = [(event["name"], event["ts"], event["dur"]) for event in events if event["pid"] == rank]
@@ -111,8 +125,12 @@ def test_a_run_on_stages_has_its_last_step_in_its_record_its_page_and_its_trace(
     for name in ("real", "simulated"):
         assert [own["actions"] for own in found[name]["ranks"]] == table and 0 <= found[name]["bubble"] < 1
     events = json.loads((here.folder / "trace.json").read_text())["traceEvents"]
-    drawn = {track: [[event["name"] for event in events if event.get("tid") == track and event["pid"] == rank]
-                     for rank in (0, 1)] for track in ("pipeline", TRACK)}
-    assert drawn[TRACK] == table and [own[-len(table[0]):] for own in drawn["pipeline"]] == table
+    drawn = {
+        track: [
+            [event["name"] for event in events if event.get("tid") == track and event["pid"] == rank] for rank in (0, 1)
+        ]
+        for track in ("pipeline", TRACK)
+    }
+    assert drawn[TRACK] == table and [own[-len(table[0]) :] for own in drawn["pipeline"]] == table
     if comm.rank == 0:
         assert "Pipeline of 2 ranks" in words(write_page(here.folder / "run").read_text())

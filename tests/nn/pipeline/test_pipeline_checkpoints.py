@@ -32,8 +32,9 @@ def cut(comm, number):
 
 
 def network_of(grid, sizes=(6, 8, 9, 8, 4), precision="float32"):
-    return nn.Pipeline(grid, lambda stage: nn.MLP(stage, sizes, nn.gelu, norm=True, dropout=0.2, seed=3,
-                                                  precision=precision))
+    return nn.Pipeline(
+        grid, lambda stage: nn.MLP(stage, sizes, nn.gelu, norm=True, dropout=0.2, seed=3, precision=precision)
+    )
 
 
 def begun(grid, **options):
@@ -114,8 +115,11 @@ def test_tied_weights_and_copies_are_stored_once(comm, shared_path, fails):
                 copy = state.network.named_parameters().get("0.weight")
                 if grid.coords.pipe == grid.shape.pipe - 1:
                     copy.assign(copy.value * 1.5)
-                fails(CheckpointError, "save: two stages have other values under one name: '0.weight'",
-                      lambda: state.save(keeper))
+                fails(
+                    CheckpointError,
+                    "save: two stages have other values under one name: '0.weight'",
+                    lambda: state.save(keeper),
+                )
             assert os.listdir(folder) == [path.name]
         written, facts = contents(path)
         stored = dict.fromkeys(written, 0)
@@ -142,8 +146,11 @@ def test_master_weights_are_loaded_in_another_precision(comm, shared_path):
         with cut(comm, number) as grid:
             full = begun(grid)
             full.resume(Checkpoints(grid, shared_path))
-            assert all(np.array_equal(full.network.gather(name), written[name]) for name in written
-                       if not name.startswith("optimizer/"))
+            assert all(
+                np.array_equal(full.network.gather(name), written[name])
+                for name in written
+                if not name.startswith("optimizer/")
+            )
             again = begun(grid, precision="float16")
             again.resume(Checkpoints(grid, shared_path))
             assert same(contents(again.save(Checkpoints(grid, shared_path / f"{number}")))[0], written)
@@ -189,23 +196,34 @@ def test_states_by_name(comm, fails):
             assert missing == ["9.bias"] * ("9.bias" in other.state_dict()) and unknown == ["more"]
             assert all(np.array_equal(other.gather(name), whole[name]) == (name in few) for name in names)
             fails(LayoutError, "of another network. It lacks '9.bias'", lambda: other.load_state_dict(few))
-            fails(LayoutError, "of another network. It also has 'more'",
-                  lambda: other.load_state_dict({**whole, "more": whole["9.bias"]}))
-            fails(Pmm3dError, r"gather: no parameter is named '9.bia' \(did you mean 9.bias\?\)",
-                  lambda: net.gather("9.bia"))
+            fails(
+                LayoutError,
+                "of another network. It also has 'more'",
+                lambda: other.load_state_dict({**whole, "more": whole["9.bias"]}),
+            )
+            fails(
+                Pmm3dError,
+                r"gather: no parameter is named '9.bia' \(did you mean 9.bias\?\)",
+                lambda: net.gather("9.bia"),
+            )
             with Grid(comm, "ddp") as elsewhere:
                 if grid.has_stages:
                     away = nn.MLP(elsewhere, (6, 8, 9, 8, 4), nn.gelu, norm=True, dropout=0.2)
-                    fails(LayoutError, r"other processes, or in another order: save a checkpoint of it, and load that",
-                          lambda: other.load_state_dict(away.state_dict()))
+                    fails(
+                        LayoutError,
+                        r"other processes, or in another order: save a checkpoint of it, and load that",
+                        lambda: other.load_state_dict(away.state_dict()),
+                    )
 
 
 def test_another_network_or_grid_is_refused_by_all_ranks(comm, shared_path, fails):
     with cut(comm, 0) as grid:
         keeper, state = Checkpoints(grid, shared_path), begun(grid)
         path = state.save(keeper)
-        for sizes, text in (((6, 8, 9, 8, 8, 4), "It lacks '10.bias'.* It differs in '9.bias'"),
-                            ((6, 8, 9, 8, 3), "It differs in '9.bias' .1 x 4 float32 there, 1 x 3 float32 here")):
+        for sizes, text in (
+            ((6, 8, 9, 8, 8, 4), "It lacks '10.bias'.* It differs in '9.bias'"),
+            ((6, 8, 9, 8, 3), "It differs in '9.bias' .1 x 4 float32 there, 1 x 3 float32 here"),
+        ):
             other = begun(grid, sizes=sizes)
             before = {name: other.network.gather(name) for name in other.network.dry.named_parameters()}
             for load, into in ((other.resume, keeper), (partial(load_weights, other.network), path)):
@@ -213,15 +231,25 @@ def test_another_network_or_grid_is_refused_by_all_ranks(comm, shared_path, fail
             assert all(np.array_equal(other.network.gather(name), before[name]) for name in before)
         stage = Checkpoints(grid.stage, shared_path)
         for call in (lambda: state.save(stage), lambda: state.resume(stage)):
-            fails(CheckpointError, "not on the 4 ranks of the network; their grid has size 1. Make "
-                                   r"Checkpoints\(network.whole, folder\)", call)
+            fails(
+                CheckpointError,
+                "not on the 4 ranks of the network; their grid has size 1. Make "
+                r"Checkpoints\(network.whole, folder\)",
+                call,
+            )
         assert os.listdir(shared_path) == [path.name]
 
 
 def test_all_stages_scale_the_loss_if_one_is_in_half_precision(comm):
     with Grid(comm, (1, 1, 1), data=2, pipe=2) as grid:
-        net = nn.Pipeline(grid, lambda stage: nn.Sequential(
-            stage, nn.Linear(stage, 3, 3, seed=1, precision="float16"), partial(nn.cast, dtype="float32"),
-            nn.Linear(stage, 3, 2, seed=2)))
+        net = nn.Pipeline(
+            grid,
+            lambda stage: nn.Sequential(
+                stage,
+                nn.Linear(stage, 3, 3, seed=1, precision="float16"),
+                partial(nn.cast, dtype="float32"),
+                nn.Linear(stage, 3, 2, seed=2),
+            ),
+        )
         state = TrainState(net, optim.SGD(net.parameters(), lr=0.1))
         assert comm.allgather(state.scale is not None) == [True] * 4

@@ -73,8 +73,10 @@ def same_as(expected, found, comm):
 @pytest.mark.parallel([2])
 def test_a_pipeline_learns_the_same_from_labels_that_do_not_count(comm):
     """In a function, with more and fewer micro-batches; and a sum."""
-    for loss in (lambda out, y: 0.5 * nn.cross_entropy(out, y, ignore_index=1),
-                 partial(nn.cross_entropy, reduction="sum")):
+    for loss in (
+        lambda out, y: 0.5 * nn.cross_entropy(out, y, ignore_index=1),
+        partial(nn.cross_entropy, reduction="sum"),
+    ):
         expected = None
         for number in (1, 2, 5):
             with staged(comm, 2) as grid:
@@ -164,8 +166,13 @@ def test_no_table_that_check_accepts_deadlocks(comm, monkeypatch):
 
     def step(net):
         random = np.random.default_rng(0)
-        batches = [(spread(net.grid, random.standard_normal((256, 5))),
-                    spread(net.grid, random.standard_normal((256, 3)), batch_layout(None))) for _ in range(4)]
+        batches = [
+            (
+                spread(net.grid, random.standard_normal((256, 5))),
+                spread(net.grid, random.standard_normal((256, 3)), batch_layout(None)),
+            )
+            for _ in range(4)
+        ]
         figures = train_step(net, optim.SGD(net.parameters(), lr=0.1), nn.mse, batches, 0.1)
         return figures, {name: bits_of(each.gather()) for name, each in net.named_parameters().items()}
 
@@ -183,10 +190,14 @@ def test_no_table_that_check_accepts_deadlocks(comm, monkeypatch):
 def test_sums_over_data_begin_with_the_last_weight_gradient_of_a_stage(comm, monkeypatch):
     """Not earlier, and not at the end of the step. A rank has two stages."""
     events, carry_out, start = [], executor.Executor._carry_out, data_parallel.GradientSums.start_data_all_reduce
-    monkeypatch.setattr(executor.Executor, "_carry_out",
-                        lambda own, action, loss: (events.append(action), carry_out(own, action, loss)))
-    monkeypatch.setattr(data_parallel.GradientSums, "start_data_all_reduce",
-                        lambda own, bucket: (events.append(len(bucket)), start(own, bucket)))
+    monkeypatch.setattr(
+        executor.Executor, "_carry_out", lambda own, action, loss: (events.append(action), carry_out(own, action, loss))
+    )
+    monkeypatch.setattr(
+        data_parallel.GradientSums,
+        "start_data_all_reduce",
+        lambda own, bucket: (events.append(len(bucket)), start(own, bucket)),
+    )
     with staged(comm, 2, data=2) as grid:
         for name in ("interleaved", "interleaved-zero-bubble", "dualpipe-v"):
             with given(schedule=name):
@@ -196,8 +207,9 @@ def test_sums_over_data_begin_with_the_last_weight_gradient_of_a_stage(comm, mon
                 passes = [each for each in events if isinstance(each, PipelineAction)]
                 last = {each.stage: each for each in passes if each.kind in ("B", "W")}
                 before = [events[place - 1] for place, each in enumerate(events) if isinstance(each, int)]
-                assert ([each for each in before if isinstance(each, PipelineAction)]
-                        == sorted(last.values(), key=passes.index))
+                assert [each for each in before if isinstance(each, PipelineAction)] == sorted(
+                    last.values(), key=passes.index
+                )
                 counts = {stage: len(module.parameters()) for stage, module in net.stages.items()}
                 assert sum(each for each in events if isinstance(each, int)) == sum(counts.values())
 

@@ -92,15 +92,21 @@ def test_a_stopped_stage_is_named_and_the_action_that_waits_for_it(goes_wrong):
     done = goes_wrong("forward(stops)", 1, timeout=0.5)
     assert done.returncode in ((HUNG, 9) if installed_wheel() == "mpich" else (HUNG,)), done.stderr
     said = done.stderr.partition(HANGS)[2]
-    assert re.search(r"rank 0 waits in RECV_B of micro-batch 2 on stage 0 from stage 1 #\d+ on axis pipe from rank 1 "
-                     r"to rank 0 ", said), said
+    assert re.search(
+        r"rank 0 waits in RECV_B of micro-batch 2 on stage 0 from stage 1 #\d+ on axis pipe from rank 1 "
+        r"to rank 0 ",
+        said,
+    ), said
     assert re.search(r"rank 1 \(host \S+, pid \d+\) never came: stopped by a signal", said), said
 
 
-@pytest.mark.parametrize("fault, schedule, action", [
-    ("forward(raises)", "1f1b", r"1F2 \(forward of micro-batch 2 on stage 1\)"),
-    ("backward(raises)", "zb-h1", r"1I2 \(backward for the input of micro-batch 2 on stage 1\)"),
-])
+@pytest.mark.parametrize(
+    "fault, schedule, action",
+    [
+        ("forward(raises)", "1f1b", r"1F2 \(forward of micro-batch 2 on stage 1\)"),
+        ("backward(raises)", "zb-h1", r"1I2 \(backward for the input of micro-batch 2 on stage 1\)"),
+    ],
+)
 def test_a_stage_that_raises_is_named_with_its_action(goes_wrong, fault, schedule, action):
     done = goes_wrong(fault, 1, schedule)
     assert re.search(rf"pmm3d: rank 1 raised in {action}; ending the job\.\n.*ValueError: bad luck", done.stderr, re.S)
@@ -109,8 +115,12 @@ def test_a_stage_that_raises_is_named_with_its_action(goes_wrong, fault, schedul
 
 def test_a_stage_without_memory_is_named_with_its_action(goes_wrong):
     done = goes_wrong("forward(has_no_memory)", 0)
-    assert re.search(r"pmm3d: rank 0 raised in 0F2 \(forward of micro-batch 2 on stage 0\); ending the job\.\n"
-                     r".*OutOfMemoryError: rank 0 \(host \S+\) is out of memory: Unable to allocate", done.stderr, re.S)
+    assert re.search(
+        r"pmm3d: rank 0 raised in 0F2 \(forward of micro-batch 2 on stage 0\); ending the job\.\n"
+        r".*OutOfMemoryError: rank 0 \(host \S+\) is out of memory: Unable to allocate",
+        done.stderr,
+        re.S,
+    )
 
 
 def test_a_boundary_of_another_shape_is_refused_where_it_was_made(goes_wrong):
@@ -119,13 +129,16 @@ def test_a_boundary_of_another_shape_is_refused_where_it_was_made(goes_wrong):
     assert re.search(r"PipelineError: stage 0 returned 5 x 7 float64.*stage 1 expects 6 x 7 float32", done.stderr)
 
 
-@pytest.mark.parametrize("rows, rank, action", [(4, 1, r"1RECV_F2 \(receive of an input"),
-                                                (9, 0, r"0RECV_B2 \(receive of an output's gradient")])
+@pytest.mark.parametrize(
+    "rows, rank, action",
+    [(4, 1, r"1RECV_F2 \(receive of an input"), (9, 0, r"0RECV_B2 \(receive of an output's gradient")],
+)
 def test_a_micro_batch_of_other_rows_on_another_stage_is_named(goes_wrong, rows, rank, action):
     done = goes_wrong("lambda x: x", 1, rows=rows)
     said = rf"same shapes. The micro-batches of this rank have \[6, 6, {rows if rank else 6}, 6\] rows"
-    assert re.search(rf"rank {rank} raised.*PipelineError: {action} of micro-batch 2 on stage {rank}\): .*{said}",
-                     done.stderr, re.S), done.stderr
+    assert re.search(
+        rf"rank {rank} raised.*PipelineError: {action} of micro-batch 2 on stage {rank}\): .*{said}", done.stderr, re.S
+    ), done.stderr
     assert HANGS not in done.stderr
 
 
@@ -148,8 +161,10 @@ def test_what_no_pipeline_can_run_is_refused_on_every_rank(comm, tmp_path):
     x, y = (np.random.default_rng(0).standard_normal((4, columns)) for columns in (5, 3))
     with Grid(comm, (1, 1, 1), axes={"pipe": 2}) as grid:
         for schedule, options, text in (
-            (four, {}, "four.csv is a table of 4 ranks"), ("interleaved", {"chunks": 2}, "3 layers with parameters"),
-            ("1f1b", {"cut": [3, 1]}, "the cut"), ("1f1b", {"chunks": 2}, "2 stages"),
+            (four, {}, "four.csv is a table of 4 ranks"),
+            ("interleaved", {"chunks": 2}, "3 layers with parameters"),
+            ("1f1b", {"cut": [3, 1]}, "the cut"),
+            ("1f1b", {"chunks": 2}, "2 stages"),
         ):
             with given(schedule=str(schedule), text=text), pytest.raises(PipelineError, match=text):
                 nn.Pipeline(grid, deep, schedule=schedule, **options)

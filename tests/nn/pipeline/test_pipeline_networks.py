@@ -21,9 +21,13 @@ from pmm3d.nn.training.step import train_step
 pytestmark = pytest.mark.deadline(240)
 SIZES = 6, 11, 9, 7, 10, 5
 """Five layers with parameters."""
-GRIDS = {1: [((1, 1, 1), 1, 1)], 2: [((1, 1, 1), 1, 2), ((2, 1, 1), 1, 1)],
-         3: [((1, 1, 1), 1, 3)], 4: [((1, 1, 1), 1, 4), ((1, 1, 2), 1, 2), ((1, 2, 1), 1, 2), ((1, 1, 1), 2, 2)],
-         8: [((1, 1, 1), 1, 8), ((2, 1, 1), 1, 4), ((1, 2, 2), 1, 2), ((2, 1, 1), 2, 2)]}
+GRIDS = {
+    1: [((1, 1, 1), 1, 1)],
+    2: [((1, 1, 1), 1, 2), ((2, 1, 1), 1, 1)],
+    3: [((1, 1, 1), 1, 3)],
+    4: [((1, 1, 1), 1, 4), ((1, 1, 2), 1, 2), ((1, 2, 1), 1, 2), ((1, 1, 1), 2, 2)],
+    8: [((1, 1, 1), 1, 8), ((2, 1, 1), 1, 4), ((1, 2, 2), 1, 2), ((2, 1, 1), 2, 2)],
+}
 """Number of ranks -> (shape, data, pipe)."""
 
 
@@ -64,7 +68,8 @@ def test_weights_and_names_are_those_of_the_whole_network_for_every_cut(comm):
                     assert set().union(*names) == {*whole}
                     assert net.size == sum(each.shape[0] * each.shape[1] for each in whole.values())
                     assert sorted({stage for each in comm.allgather([*net.stages]) for stage in each}) == [
-                        *range(stages)]
+                        *range(stages)
+                    ]
 
 
 @pytest.mark.parallel([1])
@@ -94,6 +99,7 @@ def test_a_forward_pass_through_the_stages_is_that_of_one_process(comm):
 @pytest.mark.parallel([2, 4])
 def test_batches_of_an_evaluation_are_on_their_way_at_once(comm):
     """One for each rank along pipe. Their figures are those of one process, in the same order."""
+
     def counted(x):
         begun.extend([x] * (x.grid.dry_run is None))
         return x
@@ -103,15 +109,20 @@ def test_batches_of_an_evaluation_are_on_their_way_at_once(comm):
         make = lambda grid: nn.Sequential(grid, counted, *mlp(grid).layers)
         found, seen, begun = [], [], []
         layouts = INPUT, make(grid.stage)(spread(grid.stage, np.ones((13, SIZES[0])), INPUT)).layout
-        batches = [[spread(grid.stage, drawn.standard_normal((13, columns)), layout)
-                    for columns, layout in zip((SIZES[0], SIZES[-1]), layouts)] for _ in range(5)]
+        batches = [
+            [
+                spread(grid.stage, drawn.standard_normal((13, columns)), layout)
+                for columns, layout in zip((SIZES[0], SIZES[-1]), layouts)
+            ]
+            for _ in range(5)
+        ]
         for net in (make(grid.stage), nn.Pipeline(grid, make)):
             begun.clear()
             metric = lambda out, y: seen.append(len(begun)) or nn.mse(out, y).item()
             found.append(evaluate(net, batches, nn.mse, {"own": metric}))
         assert found[0] == found[1]
         if net.index == 0:
-            assert seen[len(batches):] == [min(number + net.ranks, 5) for number in range(5)]
+            assert seen[len(batches) :] == [min(number + net.ranks, 5) for number in range(5)]
 
 
 @pytest.mark.parallel([2, 4])
@@ -167,21 +178,31 @@ def test_a_cut_by_cost_leaves_the_largest_stage_least_within_a_limit_of_memory(c
     make = lambda grid: nn.MLP(grid, [64, 256, 256, 8, 8], seed=1)
     with Grid(comm, (1, 1, 1), axes={"pipe": 2}) as grid:
         like = spread(grid.stage, np.zeros((32, 64)), INPUT, dtype="float32")
-        stages = lambda **options: comm.allgather([*nn.Pipeline(grid, make, cut="cost", like=like, **options)
-                                                   .named_parameters()])
-        first, second = ["0.weight", "0.bias"], [f"{number}.{kind}" for number in (2, 4, 6)
-                                                 for kind in ("weight", "bias")]
+        stages = lambda **options: comm.allgather(
+            [*nn.Pipeline(grid, make, cut="cost", like=like, **options).named_parameters()]
+        )
+        first, second = (
+            ["0.weight", "0.bias"],
+            [f"{number}.{kind}" for number in (2, 4, 6) for kind in ("weight", "bias")],
+        )
         assert stages() == stages(memory=2e6) == [first, second]
-        fails(PipelineError, r"no cut fits in memory=97.7 KiB a rank. .* needs the least, .* MiB on rank 1",
-              lambda: stages(memory=1e5))
+        fails(
+            PipelineError,
+            r"no cut fits in memory=97.7 KiB a rank. .* needs the least, .* MiB on rank 1",
+            lambda: stages(memory=1e5),
+        )
         for options in ({"cut": "cost"}, {"memory": 1e9}, {"like": like}, {"cut": [2, 2], "like": like}):
             with given(options=options):
                 fails(PipelineError, 'cut="cost" needs like', lambda chosen=options: nn.Pipeline(grid, make, **chosen))
 
 
 @settings(max_examples=60)
-@hypothesis.given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=7),
-                  st.integers(1, 4), st.integers(1, 60), st.booleans())
+@hypothesis.given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=7),
+    st.integers(1, 4),
+    st.integers(1, 60),
+    st.booleans(),
+)
 def test_a_cut_by_cost_is_the_best_of_all_cuts_that_fit(layers, stages, memory, folded):
     hypothesis.assume(stages <= len(layers))
     costs = [Cost(*each) for each in layers]
@@ -194,7 +215,9 @@ def test_a_cut_by_cost_is_the_best_of_all_cuts_that_fit(layers, stages, memory, 
         own = [[part for part, [holder] in zip(parts, ranks) if holder == rank] for rank in range(len(live))]
         return max(sum(each.flop for each in part) for part in parts), max(
             sum(each.weights for part in held for each in part)
-            + live[rank] * max(sum(each.kept for each in part) for part in held) for rank, held in enumerate(own))
+            + live[rank] * max(sum(each.kept for each in part) for part in held)
+            for rank, held in enumerate(own)
+        )
 
     every = [counts for counts in product(range(1, len(costs) + 1), repeat=stages) if sum(counts) == len(costs)]
     fitting = [of(counts)[0] for counts in every if of(counts)[1] <= memory]
@@ -247,10 +270,16 @@ def test_what_does_not_fit_is_refused_on_all_ranks(comm, fails, shared_path):
         fails(PipelineError, "a step has at least 1 micro-batch; got 0", lambda: made()().table(0))
         fails(PipelineError, "a table of 1 micro-batch, but the step has 3", lambda: made(schedule=path)().table(3))
         fails(PipelineError, "at least two micro-batches for each rank", lambda: made(schedule="dualpipe-v")().table(3))
-        turned = lambda ranks, micro_batches: gpipe(ranks, micro_batches) if micro_batches > 1 else (
-            PipelineSchedule.of("turned", gpipe(ranks, micro_batches).actions[::-1]))
-        fails(PipelineError, "turned: with 1 micro-batches, stages are on the ranks", lambda: made(
-            schedule=turned)().table(1))
+        turned = lambda ranks, micro_batches: (
+            gpipe(ranks, micro_batches)
+            if micro_batches > 1
+            else (PipelineSchedule.of("turned", gpipe(ranks, micro_batches).actions[::-1]))
+        )
+        fails(
+            PipelineError,
+            "turned: with 1 micro-batches, stages are on the ranks",
+            lambda: made(schedule=turned)().table(1),
+        )
         net = made(schedule=path)()
         comm.Barrier()
         if comm.rank == 0:
@@ -265,7 +294,10 @@ def test_a_pipeline_inside_another_network_is_refused_by_a_step(comm, fails):
         net = nn.Residual(nn.Pipeline(grid, lambda stage: nn.MLP(stage, [4, 4, 4], seed=1)))
         x = DistMatrix.random(grid.stage, (3, 4), seed=1, dtype="float32")
         optimizer = optim.SGD(net.parameters(), lr=0.1)
-        fails(PipelineError, "a Pipeline inside another network is not trained", lambda: train_step(
-            net, optimizer, nn.mse, [(x, x)]))
+        fails(
+            PipelineError,
+            "a Pipeline inside another network is not trained",
+            lambda: train_step(net, optimizer, nn.mse, [(x, x)]),
+        )
         with net.evaluating():
             assert net(x).shape == (3, 4)

@@ -24,16 +24,25 @@ NOMINAL, SAMPLES = load("nominal"), (48, 32)
 
 
 def config(**grid):
-    return checked({"data": {"file": "none.h5", "batch_size": 96}, "network": {"hidden": [64] * 6},
-                    "grid": {"micro_batches": 6, **grid}})
+    return checked(
+        {
+            "data": {"file": "none.h5", "batch_size": 96},
+            "network": {"hidden": [64] * 6},
+            "grid": {"micro_batches": 6, **grid},
+        }
+    )
 
 
 @lru_cache
 def candidates(*sizes):
     """Schedule -> candidates."""
     grid = GridShape(*sizes[:4], pipe=sizes[4])
-    return grid, {each.schedule: each for each in staged_candidates(
-        DrySteps(config(), SAMPLES), grid, NOMINAL, groups_of(grid, NOMINAL.ranks_per_node))}
+    return grid, {
+        each.schedule: each
+        for each in staged_candidates(
+            DrySteps(config(), SAMPLES), grid, NOMINAL, groups_of(grid, NOMINAL.ranks_per_node)
+        )
+    }
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 3), (1, 2, 2, 1, 2), (1, 1, 1, 2, 2)])
@@ -46,8 +55,9 @@ def test_bytes_and_memory_are_those_of_the_whole_step(sizes):
             assert min(candidate.terms.values()) >= 0
             assert ("data" in candidate.terms) == (grid.data > 1)
             steps = DrySteps(config(pipe=grid.stages, schedule=name), SAMPLES)
-            whole = [steps.of(grid, NOMINAL.ranks_per_node, grid.rank(Coords(pipe=stage)))
-                     for stage in range(grid.stages)]
+            whole = [
+                steps.of(grid, NOMINAL.ranks_per_node, grid.rank(Coords(pipe=stage))) for stage in range(grid.stages)
+            ]
             received, gathered = max(step.received for step in whole), grid.z > 1  # gathers may serve several passes
             assert candidate.bytes == pytest.approx(received, rel=0.1 if gathered else 0)
             fullest = max(whole, key=lambda step: sum(step.memory.values())).memory
@@ -64,8 +74,13 @@ def test_schedules_differ_as_their_tables_do():
 
 def test_of_ranks_whose_stages_are_alike_one_is_run(monkeypatch):
     """Of five stages with two equal layers: the first, a middle one and the last. The candidates are the same."""
-    deep = checked({"data": {"file": "none.h5", "batch_size": 96}, "network": {"hidden": [64] * 9},
-                    "grid": {"micro_batches": 6, "schedule": "1f1b"}})
+    deep = checked(
+        {
+            "data": {"file": "none.h5", "batch_size": 96},
+            "network": {"hidden": [64] * 9},
+            "grid": {"micro_batches": 6, "schedule": "1f1b"},
+        }
+    )
     grid, run, runs = GridShape(1, 1, 1, pipe=5), DrySteps.of, []
 
     def counting(self, *arguments):
@@ -85,11 +100,15 @@ def test_of_ranks_whose_stages_are_alike_one_is_run(monkeypatch):
 
 def test_stages_are_alike_only_if_they_compute_the_same():
     """Windows, heads and rates of dropout are not in the tree of a network, but change its cost."""
+
     def kinds(**of_third):
         with Grid.dry((1, 1, 1), pipe=5) as grid:
+
             def make(stage):
-                blocks = [nn.TransformerBlock(stage, 8, **{"heads": 2, "window": 4, **(of_third if index == 2 else {})})
-                          for index in range(4)]
+                blocks = [
+                    nn.TransformerBlock(stage, 8, **{"heads": 2, "window": 4, **(of_third if index == 2 else {})})
+                    for index in range(4)
+                ]
                 return nn.Sequential(stage, nn.Embedding(stage, 5, 8), *blocks, nn.Linear(stage, 8, 5))
 
             found = nn.Pipeline(grid, make, cut=[1, 1, 1, 1, 2]).kinds_of_ranks()
@@ -114,9 +133,14 @@ def test_of_a_grid_with_stages_the_best_schedule_that_fits_is_a_candidate():
         rank_training(config(), 3, NOMINAL, samples=SAMPLES, pipes=(3,), limit=min(held.values()) - 1)
 
 
-@pytest.mark.parametrize("named, found", [
-    ({"schedule": "gpipe"}, "gpipe"), ({"schedule": "zb-2p"}, "zb-2p"), ({"schedule": "interleaved", "chunks": 3},
-                                                                         "interleaved")])
+@pytest.mark.parametrize(
+    "named, found",
+    [
+        ({"schedule": "gpipe"}, "gpipe"),
+        ({"schedule": "zb-2p"}, "zb-2p"),
+        ({"schedule": "interleaved", "chunks": 3}, "interleaved"),
+    ],
+)
 def test_a_schedule_that_is_named_is_the_one_that_is_planned(named, found):
     asked, grid = config(pipe=2, **named), GridShape(1, 1, 1, pipe=2)
     (planned,) = rank_training(asked, 2, NOMINAL, samples=SAMPLES, pipes=(2,)).candidates
@@ -130,8 +154,13 @@ def test_the_plan_of_a_searched_schedule_is_that_of_the_table_that_trains(tmp_pa
     seconds, path = [], tmp_path / "own.csv"
     path.write_text(str(schedule_of("zb-1p", 3, 6)))
     for schedule in ("zb-1p", str(path)):
-        asked = checked({"data": {"file": "none.h5", "batch_size": 96}, "network": {"hidden": [512, 8, 8, 300, 64, 8]},
-                         "grid": {"micro_batches": 6, "pipe": 3, "schedule": schedule}})
+        asked = checked(
+            {
+                "data": {"file": "none.h5", "batch_size": 96},
+                "network": {"hidden": [512, 8, 8, 300, 64, 8]},
+                "grid": {"micro_batches": 6, "pipe": 3, "schedule": schedule},
+            }
+        )
         (planned,) = rank_training(asked, 3, NOMINAL, samples=SAMPLES, pipes=(3,)).candidates
         seconds.append(planned.seconds)
     assert seconds[0] == seconds[1]
@@ -143,16 +172,25 @@ def test_grids_of_one_stage_are_planned_beside_a_schedule_that_refuses_them():
 
 
 def test_a_schedule_that_cannot_be_planned_is_refused():
-    for named, text in (({"schedule": "dualpipe"}, "dualpipe cannot be planned, because it has two copies"),
-                        ({"chunks": 2}, r"1f1b is a table of 2 stages, but 4 \(2 chunks on each rank\)")):
+    for named, text in (
+        ({"schedule": "dualpipe"}, "dualpipe cannot be planned, because it has two copies"),
+        ({"chunks": 2}, r"1f1b is a table of 2 stages, but 4 \(2 chunks on each rank\)"),
+    ):
         with given(named=named), pytest.raises(GridError, match=text):
             rank_training(config(pipe=2, **named), 2, NOMINAL, samples=SAMPLES, pipes=(2,))
 
 
 def test_pipes_need_micro_batches_and_layers():
     assert pipes_of(config(), 8) == [1, 2, 4] and pipes_of(config(micro_batches=1), 8) == [1]
-    ranking = rank_training(checked({"data": {"file": "none.h5", "batch_size": 96}, "network": {"hidden": [64]},
-                                     "grid": {"micro_batches": 6}}), 6, NOMINAL, samples=SAMPLES, pipes=(2, 6))
+    ranking = rank_training(
+        checked(
+            {"data": {"file": "none.h5", "batch_size": 96}, "network": {"hidden": [64]}, "grid": {"micro_batches": 6}}
+        ),
+        6,
+        NOMINAL,
+        samples=SAMPLES,
+        pipes=(2, 6),
+    )
     assert {each.grid.stages for each in ranking.candidates} == {2}  # 1f1b; interleaved-2 needs 4 layers
     assert {each.schedule for each in ranking.candidates} <= {"1f1b", "zb-h1", "zb-h2"}
     assert any("too few for 6 stages" in each.why_not for each in ranking.dropped)
@@ -165,11 +203,31 @@ def test_ranks_that_the_stages_do_not_divide_are_refused():
 
 def test_plan_train_shows_and_writes_the_schedules(tmp_path):
     path, picture = tmp_path / "x.toml", tmp_path / "plan.png"
-    path.write_text('[data]\nfile = "none.h5"\nbatch_size = 4096\n[network]\nhidden = [64, 64, 64, 64]\n'
-                    '[grid]\nmicro_batches = 8\n[training]\nfolder = "run"\n')
-    done = CliRunner().invoke(app, ["plan", "train", str(path), "--ranks", "2", "--features", "64", "--outputs", "32",
-                                    "--machine", "nominal", "--json", str(tmp_path / "plan.json"), "--picture",
-                                    str(picture)], env={"COLUMNS": "80", "TERM": "dumb"})
+    path.write_text(
+        '[data]\nfile = "none.h5"\nbatch_size = 4096\n[network]\nhidden = [64, 64, 64, 64]\n'
+        '[grid]\nmicro_batches = 8\n[training]\nfolder = "run"\n'
+    )
+    done = CliRunner().invoke(
+        app,
+        [
+            "plan",
+            "train",
+            str(path),
+            "--ranks",
+            "2",
+            "--features",
+            "64",
+            "--outputs",
+            "32",
+            "--machine",
+            "nominal",
+            "--json",
+            str(tmp_path / "plan.json"),
+            "--picture",
+            str(picture),
+        ],
+        env={"COLUMNS": "80", "TERM": "dumb"},
+    )
     assert done.exit_code == 0, done.output
     written = json.loads((tmp_path / "plan.json").read_text())["grids"]
     staged = [each for each in written if each["schedule"]]

@@ -63,8 +63,10 @@ def test_tables_of_torch_action_by_action():
 SEARCHED = "zb-1p", "zb-2p", "v-half"
 WHOLE = [(ranks, micros) for ranks in range(1, 17) for micros in range(1, 41)]
 SOME = [(ranks, micros) for ranks in (1, 2, 3, 5, 8) for micros in (1, 2, 3, 4, 7, 16)]
-every_size = pytest.mark.parametrize("sizes", [
-    pytest.param(SOME, id="some"), pytest.param(WHOLE, id="all", marks=pytest.mark.thorough("all sizes: minutes"))])
+every_size = pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(SOME, id="some"), pytest.param(WHOLE, id="all", marks=pytest.mark.thorough("all sizes: minutes"))],
+)
 
 
 def tables(ranks, micro_batches, times):
@@ -74,8 +76,11 @@ def tables(ranks, micro_batches, times):
             continue
         for chunks in (1, 2, 3) if "chunks" in signature(make).parameters else (None,):
             options = {"chunks": chunks} if chunks else {"times": times} if name in SEARCHED else {}
-            if not name.startswith("dualpipe") or micro_batches >= 2 * ranks and (
-                    name == "dualpipe-v" or ranks % 2 == micro_batches % 2 == 0):
+            if (
+                not name.startswith("dualpipe")
+                or micro_batches >= 2 * ranks
+                and (name == "dualpipe-v" or ranks % 2 == micro_batches % 2 == 0)
+            ):
                 yield name, chunks, make(ranks, micro_batches, **options)
 
 
@@ -88,8 +93,11 @@ def test_any_schedule_can_be_carried_out_whatever_the_stages_take(sizes):
         for name, chunks, table in tables(ranks, micros, times):
             with named(name=name, ranks=ranks, micros=micros, chunks=chunks):
                 line = simulate(table, times)
-                ends = {("I" if part.kind == "B" else part.kind, part.stage, part.micro): timed.end
-                        for timed in chain(*line.ranks) for part in timed.action.each}
+                ends = {
+                    ("I" if part.kind == "B" else part.kind, part.stage, part.micro): timed.end
+                    for timed in chain(*line.ranks)
+                    for part in timed.action.each
+                }
                 assert len(ends) == sum(1 for _ in table.each())
                 passed, weights = Counter(), dict[int, int]()
                 for rank, place, action in table.each():
@@ -107,13 +115,16 @@ def peaks(name, p, m, v):
     at = lambda of: tuple(of(rank) for rank in range(p))
     if name == "interleaved" and v > 1 and m % p == 0:
         return at(lambda r: min(2 * (p - 1 - r) + (v - 1) * p + 1, m * v)), None
-    return {"gpipe": (at(lambda r: m), None), "1f1b": (at(lambda r: min(p - r, m)),) * 2,
-            "breadth-first": (at(lambda r: m * (v or 1)), None),
-            "zb-h1": (at(lambda r: min(p, m)), at(lambda r: min(p - r, m))),
-            "zb-h2": (at(lambda r: min(2 * p - 1, m)), at(lambda r: min(2 * (p - r) - 1, m))),
-            "zb-v": (at(lambda r: 2 * p) if m >= 2 * p - 1 else None, None),
-            "dualpipe": (at(lambda r: p + 1), None), "dualpipe-v": (at(lambda r: 2 * p + 1), None),
-            }.get(name, (None, None))
+    return {
+        "gpipe": (at(lambda r: m), None),
+        "1f1b": (at(lambda r: min(p - r, m)),) * 2,
+        "breadth-first": (at(lambda r: m * (v or 1)), None),
+        "zb-h1": (at(lambda r: min(p, m)), at(lambda r: min(p - r, m))),
+        "zb-h2": (at(lambda r: min(2 * p - 1, m)), at(lambda r: min(2 * (p - r) - 1, m))),
+        "zb-v": (at(lambda r: 2 * p) if m >= 2 * p - 1 else None, None),
+        "dualpipe": (at(lambda r: p + 1), None),
+        "dualpipe-v": (at(lambda r: 2 * p + 1), None),
+    }.get(name, (None, None))
 
 
 @every_size
@@ -188,15 +199,22 @@ def test_a_limit_of_memory_that_is_no_number_is_refused(name):
             BY_NAME[name](2, 4, limit=limit)
 
 
-@looped("text, message", [
-    ("0F0,0B0\n1F0,1B1", "micro-batch 1 has no forward pass"), ("0F0,0F0,0B0", "0F0 repeats action 1"),
-    ("0B0,0F0", "0B0 comes before the forward of micro-batch 0 on stage 0"), ("0F0,0I0", r"is missing \(0W0\)"),
-    ("0F0,0W0,0I0", "0W0 comes before the backward for the input"),
-    ("0F0,1F0,1B0,0B0\n1F1", "stage 1 is on rank 0 and on rank 1"),
-    ("0F0,0B0\n2F0,2B0", r"\[1\] are on no rank"), ("0F0,0F1,0B1,0B0", "weight gradient of micro-batch 0 comes after"),
-    ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1", "deadlock: "), ("", "no actions"),
-    ("0F0,0B0\n1X0", "line 2.*cell 1: '1X0' is not an action"),
-])
+@looped(
+    "text, message",
+    [
+        ("0F0,0B0\n1F0,1B1", "micro-batch 1 has no forward pass"),
+        ("0F0,0F0,0B0", "0F0 repeats action 1"),
+        ("0B0,0F0", "0B0 comes before the forward of micro-batch 0 on stage 0"),
+        ("0F0,0I0", r"is missing \(0W0\)"),
+        ("0F0,0W0,0I0", "0W0 comes before the backward for the input"),
+        ("0F0,1F0,1B0,0B0\n1F1", "stage 1 is on rank 0 and on rank 1"),
+        ("0F0,0B0\n2F0,2B0", r"\[1\] are on no rank"),
+        ("0F0,0F1,0B1,0B0", "weight gradient of micro-batch 0 comes after"),
+        ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1", "deadlock: "),
+        ("", "no actions"),
+        ("0F0,0B0\n1X0", "line 2.*cell 1: '1X0' is not an action"),
+    ],
+)
 def test_a_wrong_table_is_refused_with_its_place(text, message):
     with pytest.raises(PipelineError, match=message):
         check(PipelineSchedule.read(text))

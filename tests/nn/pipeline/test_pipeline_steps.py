@@ -20,11 +20,13 @@ from pmm3d.nn.training.step import train_step
 
 pytestmark = pytest.mark.deadline(300)
 SIZES, ROWS, STEPS = (6, 11, 9, 7, 10, 5), 22, 2
-GRIDS = {1: [((1, 1, 1), 1, 1)],
-         2: [((1, 1, 1), 1, 2)],
-         3: [((1, 1, 1), 1, 3)],
-         4: [((1, 1, 1), 1, 4), ((1, 1, 2), 1, 2), ((1, 1, 1), 2, 2)],
-         8: [((1, 1, 1), 1, 8), ((2, 1, 1), 1, 4), ((1, 2, 1), 2, 2), ((2, 1, 2), 1, 2)]}
+GRIDS = {
+    1: [((1, 1, 1), 1, 1)],
+    2: [((1, 1, 1), 1, 2)],
+    3: [((1, 1, 1), 1, 3)],
+    4: [((1, 1, 1), 1, 4), ((1, 1, 2), 1, 2), ((1, 1, 1), 2, 2)],
+    8: [((1, 1, 1), 1, 8), ((2, 1, 1), 1, 4), ((1, 2, 1), 2, 2), ((2, 1, 2), 1, 2)],
+}
 """Number of ranks -> (shape, data, pipe)."""
 
 
@@ -45,8 +47,9 @@ class Embedding(nn.Module):
         layout = Layout(x.layout.rows, "y")
         box = layout.box((rows, columns), x.grid.shape, x.grid.coords)
         labels = x.library.to_numpy(x.local)
-        local = x.library.made(box.shape, self.weight.dtype, lambda: (
-            labels == np.arange(box.c0, box.c1)).astype(self.weight.dtype))
+        local = x.library.made(
+            box.shape, self.weight.dtype, lambda: (labels == np.arange(box.c0, box.c1)).astype(self.weight.dtype)
+        )
         one_hot = x.made(local, (), lambda gradient: (), shape=(rows, columns), layout=layout)
         return nn.linear(one_hot, self.weight, None)
 
@@ -74,15 +77,26 @@ def tied(grid, first=Tied):
 
 
 def forked(grid):
-    return nn.Sequential(grid, *(layer for _ in range(2) for layer in (
-        Fork(grid, 6), Join(grid, 6), nn.tanh, linear(grid, 1), linear(grid, 3))))
+    return nn.Sequential(
+        grid,
+        *(
+            layer
+            for _ in range(2)
+            for layer in (Fork(grid, 6), Join(grid, 6), nn.tanh, linear(grid, 1), linear(grid, 3))
+        ),
+    )
 
 
 def labelled(grid):
-    embeddings = [Embedding(parameter(grid, (6, 6), weight_layout("y"), seed=seed, bound=0.5, dtype="float64"))
-                  for seed in (7, 8)]
-    return nn.Sequential(grid, Labelled(embeddings[0]), *(Labelled(linear(grid, seed)) for seed in range(7)),
-                         Labelled(linear(grid, 9), embeddings[1]))
+    embeddings = [
+        Embedding(parameter(grid, (6, 6), weight_layout("y"), seed=seed, bound=0.5, dtype="float64")) for seed in (7, 8)
+    ]
+    return nn.Sequential(
+        grid,
+        Labelled(embeddings[0]),
+        *(Labelled(linear(grid, seed)) for seed in range(7)),
+        Labelled(linear(grid, 9), embeddings[1]),
+    )
 
 
 def deep(grid, **options):
@@ -116,8 +130,10 @@ def trained(net, name, micro_batches, steps=STEPS, dtype="float64", library=TEST
     layout = batch_layout(None) if name in INTEGERS else INPUT
     for step in range(steps):
         parts = [np.array_split(each, micro_batches) for each in batch_of(name, step)]
-        batches = [(spread(grid, x, layout, library, dtype), spread(grid, y, batch_layout(None), library, dtype))
-                   for x, y in zip(*parts)]
+        batches = [
+            (spread(grid, x, layout, library, dtype), spread(grid, y, batch_layout(None), library, dtype))
+            for x, y in zip(*parts)
+        ]
         figures += train_step(net, optimizer, nn.mse, batches, 0.5, scale=scale)
     return np.array(figures), weights_of(net)
 
@@ -200,8 +216,11 @@ def test_tied_weights_and_copies_stay_equal_and_count_once(comm):
 
 @pytest.mark.parallel([2, 4])
 def test_mixed_precision_with_one_loss_scale_is_that_of_one_process(comm):
-    for precision, library, first in (("float16", "numpy", 2.0**8), ("float16", "numpy", 2.0**40),
-                                      ("bfloat16", "torch", 1.0)):  # 2^40 overflows: all stages skip the step
+    for precision, library, first in (
+        ("float16", "numpy", 2.0**8),
+        ("float16", "numpy", 2.0**40),
+        ("bfloat16", "torch", 1.0),
+    ):  # 2^40 overflows: all stages skip the step
         make = lambda grid: nn.MLP(grid, SIZES, "gelu", seed=3, precision=precision, library=library)
         scales = [optim.LossScale(first, most=2.0**41) for _ in range(2)]
         options = {"dtype": "float32", "library": library}

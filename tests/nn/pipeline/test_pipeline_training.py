@@ -23,8 +23,13 @@ from pmm3d.nn.training.samples import SampleSizes
 pytestmark = pytest.mark.deadline(240)
 four = pytest.mark.parallel([4])
 
-OPTIONS = {"hidden": (16, 12, 10, 8), "batch_size": 100, "training": "epochs = 2",
-           "network": "dtype = 'float64'\nnorm = true", "optimizer": "clip = 1.0"}
+OPTIONS = {
+    "hidden": (16, 12, 10, 8),
+    "batch_size": 100,
+    "training": "epochs = 2",
+    "network": "dtype = 'float64'\nnorm = true",
+    "optimizer": "clip = 1.0",
+}
 ONE = 'shape = "1x1x1"\nmicro_batches = 4\n'
 CUTS = {
     "1f1b on 2": (2, ONE + "pipe = 2"),
@@ -193,8 +198,10 @@ def test_auto_shares_out_the_ranks_that_pipe_leaves(here):
             assert schedule == "gpipe" if name == "named" else schedule.removesuffix("-2") in schedule_names()
             assert f" {schedule}, " in done.stderr and found["starts"][0]["auto"]["chosen"]["schedule"] == schedule
             assert nearly(lines(here, name), lines(here, "plain"))
-    fails(here.train(here.config("three", grid=auto + "3", **OPTIONS)),
-          "4 ranks are no multiple of grid.pipe x grid.seq x grid.ulysses = 3: use a multiple of it")
+    fails(
+        here.train(here.config("three", grid=auto + "3", **OPTIONS)),
+        "4 ranks are no multiple of grid.pipe x grid.seq x grid.ulysses = 3: use a multiple of it",
+    )
 
 
 MODEL = """
@@ -239,7 +246,7 @@ def test_a_network_of_ones_own_in_stages(here, comm):
 MISTAKES = [
     ('pipe = 4\nschedule = "zb-h"', "no schedule is named 'zb-h' (did you mean "),
     ("pipe = 3", "3"),
-    ("pipe = 4\ncut = [2, 2, 1]", "the cut [2, 2, 1] is neither \"cost\" nor 4 numbers of at least 1 with the sum 9"),
+    ("pipe = 4\ncut = [2, 2, 1]", 'the cut [2, 2, 1] is neither "cost" nor 4 numbers of at least 1 with the sum 9'),
     ("pipe = 4\ncut = [2, 2, 1, 0]", "grid.cut = [2, 2, 1, 0]: needed is a list of whole numbers of at least 1, or "),
     ('pipe = 4\nschedule = "interleaved"\nchunks = 3', "9 layers with parameters, too few for 12 stages"),
     ('pipe = 4\nschedule = "1f1b"\nchunks = 3', "(3 chunks on each rank) were requested"),
@@ -313,6 +320,7 @@ def test_memory_is_predicted_for_each_stage(here, comm):
     config = load(here.config(grid=ONE + "data = 2\npipe = 2\ncut = [5, 4]", **OPTIONS | {"hidden": (8, 8, 512, 512)}))
     with Grid(comm, "1x1x1", 2, axes={"pipe": 2}) as grid:
         own = build.predicted_memory(config, grid, SampleSizes(12, 3, True, 297))
-        first, second = ({each for pipe, each in comm.allgather((grid.coords.pipe, own)) if pipe == stage}
-                         for stage in range(2))
+        first, second = (
+            {each for pipe, each in comm.allgather((grid.coords.pipe, own)) if pipe == stage} for stage in range(2)
+        )
     assert len(first) == len(second) == 1 and min(second) - min(first) > 4 * 8 * 512 * 512

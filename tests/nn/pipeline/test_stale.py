@@ -23,8 +23,9 @@ WIDTH, ROWS, LR = 5, 6, 0.3
 
 
 def layers(stages):
-    return lambda grid: nn.Sequential(grid, *(nn.Linear(grid, WIDTH, WIDTH, bias=False, seed=number, dtype="float64")
-                                        for number in range(stages)))
+    return lambda grid: nn.Sequential(
+        grid, *(nn.Linear(grid, WIDTH, WIDTH, bias=False, seed=number, dtype="float64") for number in range(stages))
+    )
 
 
 def data(number, seed):
@@ -64,8 +65,10 @@ def recurrence(begin, arrays, every, version):
     t uses."""
     found = [begin]
     for first in range(0, len(arrays), every):
-        parts = [gradients([found[version(t, s)][s] for s in range(len(begin))], *arrays[t])
-                 for t in range(first, first + every)]
+        parts = [
+            gradients([found[version(t, s)][s] for s in range(len(begin))], *arrays[t])
+            for t in range(first, first + every)
+        ]
         found.append([weight - LR * sum(part[s] for part in parts) / every for s, weight in enumerate(found[-1])])
     return found
 
@@ -75,8 +78,9 @@ def test_weights_are_those_of_the_recurrence(comm):
     grids = [((1, 1, 1), 1, comm.size), *[((1, 1, 2), 1, 2), ((1, 1, 1), 2, 2)] * (comm.size == 4)]
     for (shape, copies, p), name in product(grids, ("PipeDream", "2BW")):
         rule, every = (PipeDream(), 1) if name == "PipeDream" else (DoubleBuffered(4), 4)
-        version = ((lambda t, s, p=p: max(0, t - (p - 1 - s))) if name == "PipeDream" else
-                   lambda t, s: max(0, t // 4 - 1))
+        version = (
+            (lambda t, s, p=p: max(0, t - (p - 1 - s))) if name == "PipeDream" else lambda t, s: max(0, t // 4 - 1)
+        )
         with given(name=name, shape=shape, data=copies), Grid(comm, shape, copies, axes={"pipe": p}) as grid:
             net, optimizer = network(grid, p)
             begin, arrays = weights(net, comm), data(12, seed=7)
@@ -84,8 +88,10 @@ def test_weights_are_those_of_the_recurrence(comm):
             expected = recurrence(begin, arrays, every, version)
             assert len(losses) == 12 // every and optimizer.steps == 12 // every
             assert np.abs(np.array(weights(net, comm)) - expected[-1]).max() <= 1e-12
-            assert np.abs(np.array(expected[-1]) - recurrence(begin, arrays, every, lambda t, s: t // every)[-1]
-                          ).max() > 1e-4  # the difference from gradients that are not stale
+            assert (
+                np.abs(np.array(expected[-1]) - recurrence(begin, arrays, every, lambda t, s: t // every)[-1]).max()
+                > 1e-4
+            )  # the difference from gradients that are not stale
 
 
 @pytest.mark.parallel([4])
@@ -93,8 +99,11 @@ def test_virtual_workers_have_the_weights_of_the_recurrence(comm):
     worker, place = divmod(comm.rank, 2)
     own, across = comm.Split(worker), comm.Split(place)
     for distance in (0, 1, 3):
-        with (given(distance=distance), Grid(own, (1, 1, 1), axes={"pipe": 2}) as grid,
-              Grid(across, shape="ddp") as workers):
+        with (
+            given(distance=distance),
+            Grid(own, (1, 1, 1), axes={"pipe": 2}) as grid,
+            Grid(across, shape="ddp") as workers,
+        ):
             net, optimizer = network(grid, 2)
             begin, arrays = weights(net, own), [data(8, seed=seed) for seed in (1, 2)]
             train_stale(net, optimizer, nn.mse, batches(net, arrays[worker]), HetPipe(workers, distance))
@@ -117,8 +126,10 @@ def waves(begin, arrays, distance, size=2):
         if (t + 1) % size == 0 and came >= 0:
             for worker in range(len(arrays)):
                 versions[worker][-1] = versions[worker][-1] + sum(
-                    sum(changes[other][came * size : (came + 1) * size]) for other in range(len(arrays))
-                    if other != worker)
+                    sum(changes[other][came * size : (came + 1) * size])
+                    for other in range(len(arrays))
+                    if other != worker
+                )
     return begin + sum(map(sum, changes))
 
 
@@ -138,8 +149,11 @@ def test_clocks_of_workers_differ_by_at_most_the_distance_and_one(comm, monkeypa
     monkeypatch.setattr(stale._Waves, "end", noted)
     make = lambda grid: nn.Sequential(grid, slow, *layers(2)(grid).layers)
     for distance in (0, 2):
-        with (given(distance=distance), Grid(own, (1, 1, 1), axes={"pipe": 2}) as grid,
-              Grid(across, shape="ddp") as workers):
+        with (
+            given(distance=distance),
+            Grid(own, (1, 1, 1), axes={"pipe": 2}) as grid,
+            Grid(across, shape="ddp") as workers,
+        ):
             net, optimizer = network(grid, 2, make)
             events.clear()
             train_stale(net, optimizer, nn.mse, batches(net, data(16, seed=3)), HetPipe(workers, distance))
@@ -156,14 +170,15 @@ def test_clocks_of_workers_differ_by_at_most_the_distance_and_one(comm, monkeypa
 def test_what_cannot_be_trained_is_refused_on_every_rank(comm):
     with Grid(comm, (1, 1, 1), axes={"pipe": 2}) as grid:
         for schedule, number, rule, message in [
-                ("gpipe", 4, PipeDream(), "PipeDream needs weights after 1 changes, and 0 are done"),
-                ("1f1b", 6, DoubleBuffered(4), "must be a multiple of 4"),
-                ("1f1b", 4, DoubleBuffered(0), "a batch has at least 1 micro-batch"),
-                ("1f1b", 4, HetPipe(grid, -1), "a distance is at least 0"),
-                ("1f1b", 4, HetPipe(grid), "the grid of the workers has 1 of 2 ranks along data: make it with"),
-                ("zb-h1", 8, DoubleBuffered(4), "changes its weights here, while weight gradients of"),
-                ("interleaved", 4, PipeDream(), "4 stages on 2 ranks"),
-                (PipelineSchedule.read("0F0,1F0,1B0,0B0\n2F0,2B0"), 1, PipeDream(), "3 stages on 2 ranks")]:
+            ("gpipe", 4, PipeDream(), "PipeDream needs weights after 1 changes, and 0 are done"),
+            ("1f1b", 6, DoubleBuffered(4), "must be a multiple of 4"),
+            ("1f1b", 4, DoubleBuffered(0), "a batch has at least 1 micro-batch"),
+            ("1f1b", 4, HetPipe(grid, -1), "a distance is at least 0"),
+            ("1f1b", 4, HetPipe(grid), "the grid of the workers has 1 of 2 ranks along data: make it with"),
+            ("zb-h1", 8, DoubleBuffered(4), "changes its weights here, while weight gradients of"),
+            ("interleaved", 4, PipeDream(), "4 stages on 2 ranks"),
+            (PipelineSchedule.read("0F0,1F0,1B0,0B0\n2F0,2B0"), 1, PipeDream(), "3 stages on 2 ranks"),
+        ]:
             with given(schedule=schedule, number=number):
                 net, optimizer = network(grid, 4, schedule=schedule)
                 with pytest.raises(PipelineError, match=message):
@@ -177,12 +192,21 @@ def test_one_stage_trains_as_without_a_pipeline(comm):
         found = []
         for train in ("stale", "steps"):
             with given(dtype=dtype), Grid(comm, (1, 1, 1)) as grid:
-                net = Pipeline(grid, lambda grid, dtype=dtype: nn.Sequential(
-                    grid, nn.Linear(grid, WIDTH, WIDTH, seed=1, dtype=dtype), nn.relu,
-                    nn.Linear(grid, WIDTH, WIDTH, seed=2, dtype=dtype)))
+                net = Pipeline(
+                    grid,
+                    lambda grid, dtype=dtype: nn.Sequential(
+                        grid,
+                        nn.Linear(grid, WIDTH, WIDTH, seed=1, dtype=dtype),
+                        nn.relu,
+                        nn.Linear(grid, WIDTH, WIDTH, seed=2, dtype=dtype),
+                    ),
+                )
                 optimizer = optim.AdamW(net.parameters(), lr=0.01)
                 taken = batches(net, [(x.astype(dtype), y.astype(dtype)) for x, y in data(5, seed=2)])
-                losses = (train_stale(net, optimizer, nn.mse, taken, PipeDream()) if train == "stale" else
-                          [train_step(net, optimizer, nn.mse, [batch])[0] for batch in taken])
+                losses = (
+                    train_stale(net, optimizer, nn.mse, taken, PipeDream())
+                    if train == "stale"
+                    else [train_step(net, optimizer, nn.mse, [batch])[0] for batch in taken]
+                )
                 found.append((losses, *(bits_of(each.in_checkpoint.gather()) for each in net.parameters())))
         assert found[0] == found[1]

@@ -1,5 +1,5 @@
-"""Attention on every grid, compared with torch in one process: masks, packed sequences, grouped heads, blocks, types.
-"""
+"""Attention on every grid, compared with torch in one process: masks, packed sequences, grouped heads, blocks,
+types."""
 
 from itertools import cycle, islice, product
 from math import prod
@@ -22,9 +22,14 @@ pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadlin
 SEQUENCES, LENGTH, SIZE = 4, 10, 3
 DOCUMENTS = np.searchsorted([0, 3, 10, 14, 15, 31], np.arange(SEQUENCES * LENGTH), "right")
 CASES = {
-    "causal": {}, "full": {"causal": False}, "window": {"window": 4}, "wide window": {"window": 99},
-    "full window": {"causal": False, "window": 3}, "packed": {"documents": DOCUMENTS},
-    "packed, full": {"documents": DOCUMENTS, "causal": False}, "packed, window": {"documents": DOCUMENTS, "window": 2},
+    "causal": {},
+    "full": {"causal": False},
+    "window": {"window": 4},
+    "wide window": {"window": 99},
+    "full window": {"causal": False, "window": 3},
+    "packed": {"documents": DOCUMENTS},
+    "packed, full": {"documents": DOCUMENTS, "causal": False},
+    "packed, window": {"documents": DOCUMENTS, "window": 2},
     "scale": {"scale": 0.3},
 }
 HEADS = [(4, 4), (6, 2), (5, 1), (3, 3), (1, 1)]
@@ -59,20 +64,33 @@ def of_torch():
             document = options["documents"].reshape(SEQUENCES, LENGTH)
             seen = seen & torch.from_numpy(document[:, :, None] == document[:, None])
         out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen[:, None], scale=options.get("scale"), enable_gqa=True)
+            q, k, v, attn_mask=seen[:, None], scale=options.get("scale"), enable_gqa=True
+        )
         out = out.transpose(1, 2).reshape(SEQUENCES * LENGTH, -1)
         (out * slope).sum().backward()
         found[title, heads] = [out.detach().numpy(), *(each.grad.numpy() for each in leaves)]
     return found
 
 
-def of_grid(grid, heads, shared, layouts=("x", "x"), library=TESTED, rows=WHOLE, unit=SIZE, dtype="float64",
-            documents=None, **options):
+def of_grid(
+    grid,
+    heads,
+    shared,
+    layouts=("x", "x"),
+    library=TESTED,
+    rows=WHOLE,
+    unit=SIZE,
+    dtype="float64",
+    documents=None,
+    **options,
+):
     """The result and the gradients, gathered."""
     of_q, of_k = (Layout(("data", "z"), cols, units=(rows, unit)) for cols in layouts)
     *operands, slope = given_arrays(heads, shared)
-    leaves = [nn.Tensor(spread(grid, each, layout, library, dtype), requires_grad=True)
-              for each, layout in zip(operands, (of_q, of_k, of_k))]
+    leaves = [
+        nn.Tensor(spread(grid, each, layout, library, dtype), requires_grad=True)
+        for each, layout in zip(operands, (of_q, of_k, of_k))
+    ]
     if documents is not None:
         options["documents"] = spread(grid, documents[:, None], Layout("z", units=(LENGTH, 1)), library)
     out = attention(*leaves, size=SIZE, **options)
@@ -108,8 +126,10 @@ def test_attention_is_torchs_on_every_grid(comm, expected, library):
 def test_one_tensor_of_queries_keys_and_values_gives_the_same(comm, expected, library):
     """Columns are stored head by head. Heads are split over ranks, cut by them, or replicated, and ranks may share
     sequences."""
-    cases, layouts_of = cycle(product(CASES, [heads for heads in HEADS if heads[0] == heads[1]], BLOCKS)), cycle(
-        product(("x", ("x", "y"), (), "y"), (3 * SIZE, 1)))
+    cases, layouts_of = (
+        cycle(product(CASES, [heads for heads in HEADS if heads[0] == heads[1]], BLOCKS)),
+        cycle(product(("x", ("x", "y"), (), "y"), (3 * SIZE, 1))),
+    )
 
     def together(*parts):
         return np.stack([each.reshape(SEQUENCES * LENGTH, -1, SIZE) for each in parts], 2).reshape(len(parts[0]), -1)
@@ -138,9 +158,10 @@ def test_one_tensor_of_queries_keys_and_values_gives_the_same(comm, expected, li
                 check(grid)
 
 
-@pytest.mark.parametrize("options", [
-    {"rows": {"data": LENGTH}}, {"unit": 1}, {"rows": {"data": LENGTH}, "unit": 1, "layouts": (("y", "x"), "x")},
-])
+@pytest.mark.parametrize(
+    "options",
+    [{"rows": {"data": LENGTH}}, {"unit": 1}, {"rows": {"data": LENGTH}, "unit": 1, "layouts": (("y", "x"), "x")}],
+)
 def test_sequences_and_heads_that_are_cut_are_brought_together(comm, expected, options):
     def check(grid):
         assert largest_error(of_grid(grid, 6, 2, **options, **CASES["packed"]), expected["packed", (6, 2)]) < 1e-12
@@ -190,6 +211,10 @@ def test_no_sequences_no_heads_and_fewer_heads_than_ranks(comm):
 def test_gradients_are_differences(some_grid):
     layout = Layout(("data", "z"), "x", units=(4, 2))
     inputs = {"x": ((8, 8), layout), "w": ((8, 4), layout), "v": ((8, 4), layout)}
-    assert_gradients_are_differences(some_grid, {title: (inputs, lambda t, options=options: attention(
-        t["x"], t["w"], t["v"], size=2, block=2, **options)) for title, options in {
-            "dropout": {"dropout": 0.3, "seed": 4}, "window": {"window": 2}}.items()})
+    assert_gradients_are_differences(
+        some_grid,
+        {
+            title: (inputs, lambda t, options=options: attention(t["x"], t["w"], t["v"], size=2, block=2, **options))
+            for title, options in {"dropout": {"dropout": 0.3, "seed": 4}, "window": {"window": 2}}.items()
+        },
+    )

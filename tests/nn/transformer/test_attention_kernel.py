@@ -13,15 +13,25 @@ from pmm3d.nn.transformer.kernel import Dropout, Partial, Rows, Visible, attend,
 
 B, A, SHARED, LENGTH, SIZE, BLOCK = 2, 4, 2, 12, 12, 4
 ZIGZAG = np.array([0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7])
-MASKS = {"causal": Visible(block=BLOCK), "full": Visible(False, block=BLOCK), "window": Visible(True, 6, block=BLOCK),
-         "full window": Visible(False, 3, block=BLOCK)}
+MASKS = {
+    "causal": Visible(block=BLOCK),
+    "full": Visible(False, block=BLOCK),
+    "window": Visible(True, 6, block=BLOCK),
+    "full window": Visible(False, 3, block=BLOCK),
+}
 DROPS = Visible(True, None, Dropout(0.4, 3, 2, 0, 0, A, LENGTH), BLOCK)
 
 
 def arrays(library="numpy", dtype="float64"):
     """q, k, v and the gradient of the result."""
-    return [to_library(np.random.default_rng(seed).standard_normal((B, heads, LENGTH, SIZE)).astype(host_dtype(dtype)),
-                       library, dtype) for seed, heads in enumerate((A, SHARED, SHARED, A))]
+    return [
+        to_library(
+            np.random.default_rng(seed).standard_normal((B, heads, LENGTH, SIZE)).astype(host_dtype(dtype)),
+            library,
+            dtype,
+        )
+        for seed, heads in enumerate((A, SHARED, SHARED, A))
+    ]
 
 
 def wide(array, shape, contents=0):
@@ -35,8 +45,9 @@ def attended(q, k, v, queries, parts, visible, scale=0.4, which=()):
     """The result for keys that arrive in parts, each as (rows of the arrays, Rows)."""
     library, into = library_of(q), Partial(wide(q, tuple(q.shape)), wide(q, tuple(q.shape[:3])))
     for number, ((rows, keys), part) in enumerate(zip(parts, which or [""] * len(parts))):
-        attend(library, Workspace(), q, k[:, :, rows], v[:, :, rows], queries, keys, visible, scale, into, not number,
-               part)
+        attend(
+            library, Workspace(), q, k[:, :, rows], v[:, :, rows], queries, keys, visible, scale, into, not number, part
+        )
     return into
 
 
@@ -45,9 +56,25 @@ def gradients(q, k, v, dout, result, parts, visible, scale=0.4, which=(), fresh=
     library = library_of(q)
     found = [wide(q, tuple(each.shape), np.nan if fresh else 0) for each in (q, k, v)]
     for ((rows, queries), (part, keys)), name in zip(parts, which or [""] * len(parts)):
-        attend_backward(library, Workspace(), q[:, :, rows], k[:, :, part], v[:, :, part], result.out[:, :, rows],
-                        result.lse[:, :, rows], dout[:, :, rows], queries, keys, visible, scale, found[0][:, :, rows],
-                        found[1][:, :, part], found[2][:, :, part], fresh, name)
+        attend_backward(
+            library,
+            Workspace(),
+            q[:, :, rows],
+            k[:, :, part],
+            v[:, :, part],
+            result.out[:, :, rows],
+            result.lse[:, :, rows],
+            dout[:, :, rows],
+            queries,
+            keys,
+            visible,
+            scale,
+            found[0][:, :, rows],
+            found[1][:, :, part],
+            found[2][:, :, part],
+            fresh,
+            name,
+        )
     return found
 
 
@@ -88,21 +115,43 @@ def test_bits_do_not_depend_on_how_rows_are_spread(library, visible):
         slopes = gradients(q, k, v, dout, whole, [(everything, everything)], visible)
         parts = [(slice(start, stop), Rows(order[start:stop])) for start, stop in ((0, 4), (4, 8), (8, LENGTH))]
         for number, (rows, queries) in enumerate(parts):
-            turns = [(parts[number], "before"), (parts[number - 1], ""), (parts[number - 2], ""),
-                     (parts[number], "after")]
-            found = attended(q[:, :, rows], k, v, queries, [each for each, _ in turns], visible,
-                             which=[which for _, which in turns])
+            turns = [
+                (parts[number], "before"),
+                (parts[number - 1], ""),
+                (parts[number - 2], ""),
+                (parts[number], "after"),
+            ]
+            found = attended(
+                q[:, :, rows], k, v, queries, [each for each, _ in turns], visible, which=[which for _, which in turns]
+            )
             assert bits(found) == bits(whole, rows)
-        turns = [(number, (number - hop) % 3, which) for hop, which in enumerate(("before", "", "", "after"))
-                 for number in range(3)]
-        found = gradients(q, k, v, dout, whole, [(parts[one], parts[other]) for one, other, _ in turns], visible,
-                          which=[which for *_, which in turns])
+        turns = [
+            (number, (number - hop) % 3, which)
+            for hop, which in enumerate(("before", "", "", "after"))
+            for number in range(3)
+        ]
+        found = gradients(
+            q,
+            k,
+            v,
+            dout,
+            whole,
+            [(parts[one], parts[other]) for one, other, _ in turns],
+            visible,
+            which=[which for *_, which in turns],
+        )
         assert bits(found) == bits(slopes)
 
 
-@pytest.mark.parametrize(("library", "dtype"), [
-    (library, dtype) for library in LIBRARIES for dtype in ("float64", "float32", "float16", "bfloat16")
-    if dtype != "bfloat16" or library == "torch"])
+@pytest.mark.parametrize(
+    ("library", "dtype"),
+    [
+        (library, dtype)
+        for library in LIBRARIES
+        for dtype in ("float64", "float32", "float16", "bfloat16")
+        if dtype != "bfloat16" or library == "torch"
+    ],
+)
 def test_masks_and_types_are_those_of_all_scores(library, dtype):
     error = {"float64": 1e-12, "float32": 2e-5}.get(dtype, 2e-5)
     operands, rows = arrays(library, dtype), (slice(None), Rows(np.arange(LENGTH)))
@@ -136,8 +185,9 @@ def test_fresh_gradients_are_those_that_are_added_to_zeros(library, visible):
     """With one block, with several, and with fully masked blocks of queries and keys."""
     operands, position = arrays(library), np.arange(LENGTH)
     everything = slice(None), Rows(position)
-    packed = [(slice(None), Rows(position, np.repeat([numbers], B, 0))) for numbers in (8 * [0] + 4 * [1],
-                                                                                       4 * [0] + 8 * [2])]
+    packed = [
+        (slice(None), Rows(position, np.repeat([numbers], B, 0))) for numbers in (8 * [0] + 4 * [1], 4 * [0] + 8 * [2])
+    ]
     for queries, keys, block in ((everything, everything, BLOCK), (everything, everything, LENGTH), (*packed, BLOCK)):
         sees = visible._replace(block=block)
         result = attended(*operands[:3], queries[1], [keys], sees)
@@ -148,8 +198,9 @@ def test_fresh_gradients_are_those_that_are_added_to_zeros(library, visible):
 
 def test_blocks_that_no_query_sees_are_not_computed():
     rows = Rows(np.arange(24))
-    numbers = lambda queries, keys, visible: [len(before + after) for _, before, after in block_pairs(
-        queries, keys, visible)]
+    numbers = lambda queries, keys, visible: [
+        len(before + after) for _, before, after in block_pairs(queries, keys, visible)
+    ]
     assert numbers(rows, rows, MASKS["causal"]) == [1, 2, 3, 4, 5, 6]
     assert numbers(rows, rows, MASKS["window"]) == [1, 2, 3, 3, 3, 3]
     packed = Rows(rows.position, np.repeat([[0, 1, 2]], 8, axis=1))
@@ -164,8 +215,9 @@ def test_dropout_depends_on_the_place_in_the_batch_only(library):
     q, k, v, dout = arrays(library)
     rows = slice(None), Rows(np.arange(LENGTH))
     one = to_library(np.broadcast_to(np.eye(LENGTH), v.shape).copy(), library)  # so that the result is the weights
-    weights, plain = (to_numpy(attended(q, k, one, rows[1], [rows], each).out) for each in (
-        DROPS, DROPS._replace(dropout=None)))
+    weights, plain = (
+        to_numpy(attended(q, k, one, rows[1], [rows], each).out) for each in (DROPS, DROPS._replace(dropout=None))
+    )
     seen = np.tril(np.ones((LENGTH, LENGTH), bool))
     kept = np.where(seen, weights / np.where(seen, plain, 1), 0)
     assert np.isin(kept.round(9), np.round([0, 1 / 0.6], 9)).all()
@@ -184,8 +236,15 @@ def test_dropout_depends_on_the_place_in_the_batch_only(library):
 @pytest.mark.parametrize("options", [{}, {"dropout": 0.1}, {"block": 8}, {"block": 8, "dropout": 0.1}])
 def test_a_dry_run_takes_the_memory_of_a_run(comm, library, options):
     def memory(grid):
-        x = nn.Tensor(DistMatrix(grid, grid.library(library).made((128, 64), "float32", lambda: np.ones((128, 64))),
-                                 (128, 64), Layout("data", units=(64, 1))), requires_grad=True)
+        x = nn.Tensor(
+            DistMatrix(
+                grid,
+                grid.library(library).made((128, 64), "float32", lambda: np.ones((128, 64))),
+                (128, 64),
+                Layout("data", units=(64, 1)),
+            ),
+            requires_grad=True,
+        )
         for _ in range(2):
             out = attention(x, x, x, size=16, **options)
             out.backward(out)

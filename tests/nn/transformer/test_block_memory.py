@@ -43,8 +43,9 @@ def network(grid, layers=2, **options):
 
 def batch(grid):
     layout = token_layout(grid, SEQUENCE)
-    return DistMatrix.from_function(grid, (BATCH * SEQUENCE, 1), lambda i, j: (7 * i + j) % 24, dtype="int64",
-                                    layout=layout)
+    return DistMatrix.from_function(
+        grid, (BATCH * SEQUENCE, 1), lambda i, j: (7 * i + j) % 24, dtype="int64", layout=layout
+    )
 
 
 def kept(grid, part, *inputs):
@@ -74,6 +75,7 @@ def of_a_block(grid, recompute="none", layout=None, rows=BATCH * SEQUENCE, **opt
 def test_a_block_keeps_what_the_formula_says(comm):
     """To the byte, in a run and in a dry run. The formula does not contain the statistics of two norms, which are
     added."""
+
     def check(grid):
         shape = grid.shape
         rows = BATCH * SEQUENCE // (shape.data * shape.z)
@@ -83,9 +85,18 @@ def test_a_block_keeps_what_the_formula_says(comm):
             with given(name=name):
                 sharded = options.get("activations") == "sharded"
                 outer = shape.y * (shape.x if sharded else 1)
-                expected = block_bytes(rows, HIDDEN, HEADS, outer=outer, inner=shape.x, element=4,
-                                       kv_heads=options.get("kv_heads"), mlp=options.get("mlp"),
-                                       recompute=options.get("recompute", "none"), dropout="dropout" in options)
+                expected = block_bytes(
+                    rows,
+                    HIDDEN,
+                    HEADS,
+                    outer=outer,
+                    inner=shape.x,
+                    element=4,
+                    kv_heads=options.get("kv_heads"),
+                    mlp=options.get("mlp"),
+                    recompute=options.get("recompute", "none"),
+                    dropout="dropout" in options,
+                )
                 if options.get("recompute") != "full":
                     expected += 2 * STATISTICS * rows // (shape.x if sharded else 1)
                 with dry_grid(grid) as dry:
@@ -98,8 +109,12 @@ def test_a_block_keeps_what_the_formula_says(comm):
 def test_ranks_along_seq_share_what_a_block_keeps(comm):
     """For one sequence. Ulysses keeps the result of attention twice, unless it is recomputed."""
     with Grid(comm, (1, 1, 1), seq=2) as grid, dry_grid(grid) as dry:
-        for parallel, recompute, results in (("ring", "none", 0), ("gather", "none", 0), ("ulysses", "none", 1),
-                                             ("ulysses", "selective", 0)):
+        for parallel, recompute, results in (
+            ("ring", "none", 0),
+            ("gather", "none", 0),
+            ("ulysses", "none", 1),
+            ("ulysses", "selective", 0),
+        ):
             with given(parallel=parallel, recompute=recompute):
                 rows = SEQUENCE // 2
                 expected = block_bytes(rows, HIDDEN, HEADS, element=4, recompute=recompute) + 2 * STATISTICS * rows
@@ -112,6 +127,7 @@ def test_ranks_along_seq_share_what_a_block_keeps(comm):
 @pytest.mark.parallel([2])
 def test_of_blocks_every_kth_keeps_its_input_only(comm):
     """The loss and all gradients have equal bits for every policy."""
+
     def check(grid):
         found = {}
         for recompute in ("none", "selective", "full", 2, 3):
@@ -135,9 +151,11 @@ def trained(grid, recompute, activations):
     optimizer, tokens = optim.AdamW(net.parameters()), batch(grid)
     for _ in range(4):
         train_step(net, optimizer, nn.cross_entropy, [(tokens, tokens)], 1.0)
-    kinds = {"weights": [parameter.stored.local for parameter in net.parameters()],
-             "gradients": [parameter.accumulated.array for parameter in net.parameters()],
-             "state": [matrix.local for matrix in optimizer.matrices().values()]}
+    kinds = {
+        "weights": [parameter.stored.local for parameter in net.parameters()],
+        "gradients": [parameter.accumulated.array for parameter in net.parameters()],
+        "state": [matrix.local for matrix in optimizer.matrices().values()],
+    }
     held = {kind: sum(array.nbytes for array in arrays) for kind, arrays in kinds.items()}
     return {**held, "work": grid.workspace.allocated}, grid.workspace.most_lent
 
@@ -148,6 +166,7 @@ def test_a_rank_holds_what_a_dry_run_says(comm):
     policies = [("none", "replicated"), (2, "replicated"), ("selective", "sharded"), ("full", "sharded")]
     for number, (recompute, activations) in enumerate(policies):
         with given(recompute=recompute):
+
             def check(grid):
                 move_what_is_waited_for(grid.engine)
                 held, lent = trained(grid, recompute, activations)
@@ -155,7 +174,8 @@ def test_a_rank_holds_what_a_dry_run_says(comm):
                     said, most = trained(dry, recompute, activations)
                     assert said == memory(dry)
                 assert {kind: held[kind] for kind in held if kind != "work"} == {
-                    kind: said[kind] for kind in said if kind != "work"}
+                    kind: said[kind] for kind in said if kind != "work"
+                }
                 assert most == lent
                 assert abs(sum(said.values()) - sum(held.values())) <= 0.02 * sum(held.values()), (said, held)
 

@@ -15,10 +15,20 @@ pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadlin
 GRIDS = {
     1: [((1, 1, 1), 1, {})],
     2: [((2, 1, 1), 1, {}), ((1, 1, 1), 1, {"seq": 2}), ((1, 1, 1), 1, {"pipe": 2})],
-    4: [((4, 1, 1), 1, {}), ((2, 2, 1), 1, {}), ((1, 1, 2), 2, {}), ((1, 2, 1), 1, {"seq": 2}),
-        ((2, 1, 1), 1, {"pipe": 2}), ((1, 1, 1), 1, {"ulysses": 2, "seq": 2})],
-    8: [((2, 2, 2), 1, {}), ((1, 2, 1), 2, {"seq": 2}), ((2, 1, 1), 1, {"seq": 2, "pipe": 2}),
-        ((1, 1, 2), 2, {"pipe": 2})],
+    4: [
+        ((4, 1, 1), 1, {}),
+        ((2, 2, 1), 1, {}),
+        ((1, 1, 2), 2, {}),
+        ((1, 2, 1), 1, {"seq": 2}),
+        ((2, 1, 1), 1, {"pipe": 2}),
+        ((1, 1, 1), 1, {"ulysses": 2, "seq": 2}),
+    ],
+    8: [
+        ((2, 2, 2), 1, {}),
+        ((1, 2, 1), 2, {"seq": 2}),
+        ((2, 1, 1), 1, {"seq": 2, "pipe": 2}),
+        ((1, 1, 2), 2, {"pipe": 2}),
+    ],
 }
 SIZES = {"vocabulary": 11, "layers": 2, "hidden": 12, "heads": 3, "seed": 5, "dtype": "float64"}
 NETWORKS = {
@@ -64,8 +74,15 @@ def drawn(logits, draw, options):
 
 def test_tokens_are_those_without_a_cache(comm):
     """Each network on each grid, with the ways to choose a token in turns."""
-    expected = comm.bcast({(name, how): without_cache(make, options) for name, make in NETWORKS.items()
-                           for how, options in OPTIONS.items()} if comm.rank == 0 else None)
+    expected = comm.bcast(
+        {
+            (name, how): without_cache(make, options)
+            for name, make in NETWORKS.items()
+            for how, options in OPTIONS.items()
+        }
+        if comm.rank == 0
+        else None
+    )
     assert all(len({*found[:, 3:].reshape(-1)}) > 2 for found in expected.values())
     for turn, (shape, data, axes) in enumerate(GRIDS[comm.size]):
         with Grid(comm, shape, data, axes=axes) as grid:
@@ -100,8 +117,8 @@ def test_a_cache_ends_with_the_call(comm, fails):
 
 
 def test_one_sequence_and_prefixes(comm):
-    """A sequence has the same tokens alone and in a batch. A shorter generation has the first tokens of a longer one.
-    """
+    """A sequence has the same tokens alone and in a batch. A shorter generation has the first tokens of a longer
+    one."""
     shape, data, axes = GRIDS[comm.size][-1]
     with Grid(comm, shape, data, axes=axes) as grid:
         make = NETWORKS["Llama"]
@@ -132,17 +149,24 @@ def test_a_temperature_near_zero_takes_the_most_probable_token():
 
 def test_what_cannot_be_generated_is_refused(some_grid, fails):
     net = NETWORKS["GPT"](some_grid)
-    fails(LayoutError, "3 tokens and 8 more exceed the 10 positions.*Generate at most 7",
-          lambda: nn.generate(net, PROMPT, 8))
+    fails(
+        LayoutError,
+        "3 tokens and 8 more exceed the 10 positions.*Generate at most 7",
+        lambda: nn.generate(net, PROMPT, 8),
+    )
     fails(LayoutError, "at least one token", lambda: nn.generate(net, np.zeros((2, 0), int), 3))
     fails(LayoutError, "at least one token", lambda: nn.generate(net, [[0.5]], 3))
     for wrong in ([[1, 2], []], [[1, 2], [0.5]], [[1, 2], 3], [[[1], [2]], [3]], [[1, [2]], [3]]):
-        fails(LayoutError, "a list of sequences of different lengths; got", lambda wrong=wrong: nn.generate(
-            net, wrong, 3))
+        fails(
+            LayoutError, "a list of sequences of different lengths; got", lambda wrong=wrong: nn.generate(net, wrong, 3)
+        )
     fails(LayoutError, "3 tokens and 8 more exceed the 10", lambda: nn.generate(net, [[1], PROMPT[0]], 8))
     for temperature in (-1, np.nan, np.inf):
-        fails(Pmm3dError, "temperature must be a finite number, at least 0, got",
-              lambda temperature=temperature: nn.generate(net, PROMPT, 3, temperature=temperature))
+        fails(
+            Pmm3dError,
+            "temperature must be a finite number, at least 0, got",
+            lambda temperature=temperature: nn.generate(net, PROMPT, 3, temperature=temperature),
+        )
     fails(Pmm3dError, "top_k", lambda: nn.generate(net, PROMPT, 3, top_k=0))
     fails(Pmm3dError, "seed is a whole number, at least 0; got -1", lambda: nn.generate(net, PROMPT, 3, seed=-1))
     fails(Pmm3dError, "length is a whole number, at least 0; got 1.5", lambda: nn.generate(net, PROMPT, 1.5))

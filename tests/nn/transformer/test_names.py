@@ -19,13 +19,27 @@ pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadlin
 GRIDS = {
     1: [((1, 1, 1), 1, {})],
     2: [((2, 1, 1), 1, {}), ((1, 1, 2), 1, {}), ((1, 1, 1), 1, {"pipe": 2})],
-    4: [((4, 1, 1), 1, {}), ((2, 1, 2), 1, {}), ((1, 2, 1), 2, {}), ((1, 1, 1), 1, {"seq": 4}),
-        ((2, 1, 1), 1, {"pipe": 2})],
+    4: [
+        ((4, 1, 1), 1, {}),
+        ((2, 1, 2), 1, {}),
+        ((1, 2, 1), 2, {}),
+        ((1, 1, 1), 1, {"seq": 4}),
+        ((2, 1, 1), 1, {"pipe": 2}),
+    ],
     8: [((2, 2, 2), 1, {}), ((1, 1, 2), 2, {"pipe": 2})],
 }
 GPT = {"vocabulary": 11, "positions": 7, "layers": 2, "hidden": 12, "heads": 3, "mlp": 10, "dtype": "float64"}
-LLAMA = {"vocabulary": 11, "positions": 7, "layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "mlp": 130,
-         "eps": 1e-6, "dtype": "float64"}
+LLAMA = {
+    "vocabulary": 11,
+    "positions": 7,
+    "layers": 2,
+    "hidden": 16,
+    "heads": 4,
+    "kv_heads": 2,
+    "mlp": 130,
+    "eps": 1e-6,
+    "dtype": "float64",
+}
 KINDS = {"gpt2": (nn.GPT, GPT), "llama": (nn.Llama, LLAMA)}
 
 
@@ -42,12 +56,22 @@ def gpt2_tensors(weights):
     h, heads = GPT["hidden"], GPT["heads"]
     size = h // heads
     order = [(3 * head + part) * size + column for part in range(3) for head in range(heads) for column in range(size)]
-    found = {"transformer.wte.weight": weights["0.table"].T, "transformer.wpe.weight": weights["0.positions"].T,
-             "transformer.ln_f.weight": weights["3.norm.gain"][0], "transformer.ln_f.bias": weights["3.norm.bias"][0]}
+    found = {
+        "transformer.wte.weight": weights["0.table"].T,
+        "transformer.wpe.weight": weights["0.positions"].T,
+        "transformer.ln_f.weight": weights["3.norm.gain"][0],
+        "transformer.ln_f.bias": weights["3.norm.bias"][0],
+    }
     for there, here in (("transformer.h.0.", "1."), ("transformer.h.1.", "2.")):
-        for name, own in (("ln_1.weight", "norm1.gain"), ("ln_1.bias", "norm1.bias"), ("ln_2.weight", "norm2.gain"),
-                          ("ln_2.bias", "norm2.bias"), ("attn.c_proj.bias", "attention.out.bias"),
-                          ("mlp.c_fc.bias", "mlp.up.bias"), ("mlp.c_proj.bias", "mlp.down.bias")):
+        for name, own in (
+            ("ln_1.weight", "norm1.gain"),
+            ("ln_1.bias", "norm1.bias"),
+            ("ln_2.weight", "norm2.gain"),
+            ("ln_2.bias", "norm2.bias"),
+            ("attn.c_proj.bias", "attention.out.bias"),
+            ("mlp.c_fc.bias", "mlp.up.bias"),
+            ("mlp.c_proj.bias", "mlp.down.bias"),
+        ):
             found[there + name] = weights[here + own][0]
         for name, own in (("attn.c_proj", "attention.out"), ("mlp.c_fc", "mlp.up"), ("mlp.c_proj", "mlp.down")):
             found[f"{there}{name}.weight"] = weights[f"{here}{own}.weight"]
@@ -88,8 +112,9 @@ def test_what_one_grid_exports_every_other_loads(comm, shared_path):
         with alone() as grid:
             expected = logits_of(filled(make(grid, **sizes)), grid)
         for number, (shape, data, axes) in enumerate(GRIDS[comm.size]):
-            source, target = (shared_path / (f"{names}{each}" + ".safetensors" * (each % 2))
-                              for each in (number - 1, number))
+            source, target = (
+                shared_path / (f"{names}{each}" + ".safetensors" * (each % 2)) for each in (number - 1, number)
+            )
             with given(names=names, grid=shape, data=data, axes=axes), Grid(comm, shape, data, **axes) as grid:
                 if number == 0:
                     filled(make(grid, **sizes)).export(target)
@@ -122,13 +147,19 @@ def test_several_files_and_other_names(comm, shared_path, some_grid):
 def test_files_that_do_not_fit_are_refused(comm, shared_path, some_grid, fails):
     net = nn.GPT(some_grid, **GPT)
     net.export(shared_path / "gpt")
-    fails(CheckpointError, "'transformer.h.2", lambda: load_weights(nn.GPT(some_grid, **{**GPT, "layers": 3}),
-                                                                    shared_path / "gpt"))
+    fails(
+        CheckpointError,
+        "'transformer.h.2",
+        lambda: load_weights(nn.GPT(some_grid, **{**GPT, "layers": 3}), shared_path / "gpt"),
+    )
     fails(CheckpointError, "model_type.*gpt2.*nn.GPT.load", lambda: nn.Llama.load(some_grid, shared_path / "gpt"))
     fails(CheckpointError, "no names 'llama'", lambda: net.export(shared_path / "no", names="llama"))
     grouped = nn.GPT(some_grid, **GPT, kv_heads=1)
-    fails(CheckpointError, "folder .*'torch'.*This GPT has the names torch. Give a file that ends in .safetensors",
-          lambda: grouped.export(shared_path / "no"))
+    fails(
+        CheckpointError,
+        "folder .*'torch'.*This GPT has the names torch. Give a file that ends in .safetensors",
+        lambda: grouped.export(shared_path / "no"),
+    )
     if comm.rank == 0:
         config = json.loads((shared_path / "gpt" / "config.json").read_text())
         for folder, change in (("relu", {"activation_function": "relu"}), ("bert", {"model_type": "bert"})):
@@ -143,23 +174,71 @@ def test_files_that_do_not_fit_are_refused(comm, shared_path, some_grid, fails):
 
 
 one, two = pytest.mark.parallel([1]), pytest.mark.parallel([2])
-OPENAI = {"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
-          "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
-          "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12,
-          "n_positions": 1024, "n_special": 0, "predict_special_tokens": True, "resid_pdrop": 0.1,
-          "summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True,
-          "summary_type": "cls_index", "summary_use_proj": True, "vocab_size": 50257,
-          "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}}
-TINY = {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 1, "eos_token_id": 2,
-        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 5632,
-        "max_position_embeddings": 2048, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 22,
-        "num_key_value_heads": 4, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None,
-        "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-        "transformers_version": "4.35.0", "use_cache": True, "vocab_size": 32000}
-NEWER = {"_name_or_path": "x", "attention_dropout": 0.0, "dtype": "float32", "head_dim": 64, "is_llama_config": True,
-         "max_sequence_length": 2048, "mlp_bias": False, "pad_token_id": 0, "rope_interleaved": False,
-         "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}, "sliding_window": 7,
-         "transformers.js_config": {"kv_cache_dtype": {}}, "id2label": {"0": "LABEL_0"}}
+OPENAI = {
+    "activation_function": "gelu_new",
+    "architectures": ["GPT2LMHeadModel"],
+    "attn_pdrop": 0.1,
+    "bos_token_id": 50256,
+    "embd_pdrop": 0.1,
+    "eos_token_id": 50256,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2",
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "n_special": 0,
+    "predict_special_tokens": True,
+    "resid_pdrop": 0.1,
+    "summary_activation": None,
+    "summary_first_dropout": 0.1,
+    "summary_proj_to_labels": True,
+    "summary_type": "cls_index",
+    "summary_use_proj": True,
+    "vocab_size": 50257,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+}
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 5632,
+    "max_position_embeddings": 2048,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 22,
+    "num_key_value_heads": 4,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.35.0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+NEWER = {
+    "_name_or_path": "x",
+    "attention_dropout": 0.0,
+    "dtype": "float32",
+    "head_dim": 64,
+    "is_llama_config": True,
+    "max_sequence_length": 2048,
+    "mlp_bias": False,
+    "pad_token_id": 0,
+    "rope_interleaved": False,
+    "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
+    "sliding_window": 7,
+    "transformers.js_config": {"kv_cache_dtype": {}},
+    "id2label": {"0": "LABEL_0"},
+}
 
 
 @one
@@ -172,8 +251,10 @@ def test_settings_that_change_no_logit_are_accepted():
     of = architecture_of({**TINY, **NEWER, "max_position_embeddings": None}, "config.json")
     assert (of.rotary_base, of.window, of.positions) == (5e5, None, None)
     mistral = {**TINY, "model_type": "mistral"}
-    windows = [architecture_of({**mistral, **some}, "config.json").window
-               for some in ({"sliding_window": 7}, {"sliding_window": None}, {})]
+    windows = [
+        architecture_of({**mistral, **some}, "config.json").window
+        for some in ({"sliding_window": 7}, {"sliding_window": None}, {})
+    ]
     assert windows == [7, None, 4096]
 
 
@@ -221,8 +302,11 @@ def test_files_of_json_with_another_content_are_refused(comm, shared_path, some_
                 if comm.rank == 0:
                     (shared_path / name).write_bytes(text.encode(errors="surrogateescape"))
                 comm.barrier()
-                fails(CheckpointError, name if name != "config.json" or "weight" not in text else "model_type",
-                      lambda: nn.Llama.load(some_grid, shared_path))
+                fails(
+                    CheckpointError,
+                    name if name != "config.json" or "weight" not in text else "model_type",
+                    lambda: nn.Llama.load(some_grid, shared_path),
+                )
                 if comm.rank == 0:
                     (shared_path / name).write_text(before) if before else (shared_path / name).unlink()
                 comm.barrier()
@@ -282,7 +366,8 @@ def in_parts(folder, count):
 def same_weights(net, other):
     found = other.matrices()
     return net.matrices().keys() == found.keys() and all(
-        np.array_equal(matrix.gather(), found[name].gather()) for name, matrix in net.matrices().items())
+        np.array_equal(matrix.gather(), found[name].gather()) for name, matrix in net.matrices().items()
+    )
 
 
 @two
@@ -307,14 +392,21 @@ def test_weights_that_fail_to_load_change_nothing(comm, shared_path, some_grid, 
         comm.barrier()
 
     for title, contents in {
-            "missing": None, "cut off": whole[:-8], "longer": whole + bytes(8), "no header": whole[:4],
-            "a tensor less": {each: tensors[each] for each in tensors if each != name},
-            "another shape": {**tensors, name: tensors[name][:-1].copy()},
-            "another type": {**tensors, name: tensors[name].astype("int8")}}.items():
+        "missing": None,
+        "cut off": whole[:-8],
+        "longer": whole + bytes(8),
+        "no header": whole[:4],
+        "a tensor less": {each: tensors[each] for each in tensors if each != name},
+        "another shape": {**tensors, name: tensors[name][:-1].copy()},
+        "another type": {**tensors, name: tensors[name].astype("int8")},
+    }.items():
         with given(title=title):
             change(last, contents)
-            fails(CheckpointError, name if isinstance(contents, dict) else last.name,
-                  lambda: load_weights(other, shared_path))
+            fails(
+                CheckpointError,
+                name if isinstance(contents, dict) else last.name,
+                lambda: load_weights(other, shared_path),
+            )
             assert same_weights(other, before)
             if comm.rank == 0:
                 last.touch()
@@ -338,8 +430,11 @@ def test_the_names_are_the_same_on_every_grid_and_by_every_function(comm, shared
                 assert json.loads((path / "config.json").read_text())["model_type"] == "gpt2"
                 for file in (path / "model.safetensors", path.with_suffix(".safetensors")):
                     found.append(set(load_file(file)))
-            fails(CheckpointError, "folder .*'torch'.*torch, gpt2.*.safetensors",
-                  lambda: net.export(shared_path / "no", names="torch"))
+            fails(
+                CheckpointError,
+                "folder .*'torch'.*torch, gpt2.*.safetensors",
+                lambda: net.export(shared_path / "no", names="torch"),
+            )
             net.export(shared_path / "torch.safetensors", names="torch")
             assert "0.table" in load_file(shared_path / "torch.safetensors")
             import_torch(net, shared_path / "torch.safetensors")
@@ -354,15 +449,36 @@ def test_the_names_are_the_same_on_every_grid_and_by_every_function(comm, shared
 
 @two
 def test_sizes_that_are_numbers_of_numpy_are_exported(comm, shared_path, some_grid):
-    sizes = {"vocabulary": np.array([3, 10]).max() + 1, "layers": np.int64(1), "hidden": np.int32(8),
-             "heads": np.int64(2), "kv_heads": np.int8(1), "mlp": np.int64(6), "positions": np.int64(4)}
-    others = {"eps": np.float32(0.5), "dropout": np.float32(0.25), "tied": np.bool_(True), "window": np.int64(3),
-              "rotary_base": np.float32(500), "recompute": np.int64(1)}
+    sizes = {
+        "vocabulary": np.array([3, 10]).max() + 1,
+        "layers": np.int64(1),
+        "hidden": np.int32(8),
+        "heads": np.int64(2),
+        "kv_heads": np.int8(1),
+        "mlp": np.int64(6),
+        "positions": np.int64(4),
+    }
+    others = {
+        "eps": np.float32(0.5),
+        "dropout": np.float32(0.25),
+        "tied": np.bool_(True),
+        "window": np.int64(3),
+        "rotary_base": np.float32(500),
+        "recompute": np.int64(1),
+    }
     net = nn.Llama(some_grid, **sizes, **others)
     net.export(shared_path)
-    expected = {"vocab_size": 11, "num_hidden_layers": 1, "hidden_size": 8, "num_key_value_heads": 1,
-                "max_position_embeddings": 4, "rms_norm_eps": 0.5, "tie_word_embeddings": True, "sliding_window": 3,
-                "rope_theta": 500.0}
+    expected = {
+        "vocab_size": 11,
+        "num_hidden_layers": 1,
+        "hidden_size": 8,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 4,
+        "rms_norm_eps": 0.5,
+        "tie_word_embeddings": True,
+        "sliding_window": 3,
+        "rope_theta": 500.0,
+    }
     config = json.loads((shared_path / "config.json").read_text())
     assert {key: config[key] for key in expected} == expected
     assert nn.Llama.load(some_grid, shared_path).architecture == net.architecture

@@ -17,7 +17,10 @@ from pmm3d.nn.transformer.kernel import block_pairs
 pytestmark = [pytest.mark.parallel([8]), pytest.mark.deadline(240)]
 SIZE, HEADS, SHARED = 4, 4, 2
 MASKS = {
-    "causal": {}, "full": {"causal": False}, "window": {"window": 9}, "full window": {"causal": False, "window": 7},
+    "causal": {},
+    "full": {"causal": False},
+    "window": {"window": 9},
+    "full window": {"causal": False, "window": 7},
     "packed": {"documents": np.searchsorted([0, 5, 30, 31, 64, 80], np.arange(128), "right")},
     "dropout": {"dropout": 0.3, "seed": 5, "stream": 2},
 }
@@ -51,8 +54,19 @@ def drawn(rows):
     return [draw((rows, heads * SIZE)) for heads in (HEADS, SHARED, SHARED, HEADS)]
 
 
-def of_grid(grid, sequences, length, *, unit=1, order="plain", library=TESTED, dtype="float64", documents=None,
-            cols=(), **options):
+def of_grid(
+    grid,
+    sequences,
+    length,
+    *,
+    unit=1,
+    order="plain",
+    library=TESTED,
+    dtype="float64",
+    documents=None,
+    cols=(),
+    **options,
+):
     """The result and the gradients, gathered."""
     layout, rows = token_layout(grid, length, cols, unit=SIZE, block=unit, order=order), sequences * length
     *operands, slope = drawn(rows)
@@ -84,9 +98,15 @@ def on_ranks(comm, numbers, run):
 @pytest.mark.parametrize("parallel", ["ring", "gather", "ulysses"])
 def test_ranks_that_share_sequences_compute_dense_attention(comm, parallel):
     """Lengths that do not divide, several sequences on some ranks, all masks and orders."""
-    cases = [("causal", 1, 37, "plain"), ("full", 3, 14, "striped"), ("window", 2, 25, "zigzag"),
-             ("full window", 1, 30, "zigzag"), ("full", 1, 5, "zigzag"), ("packed", 2, 41, "plain"),
-             ("packed", 3, 20, "striped")]
+    cases = [
+        ("causal", 1, 37, "plain"),
+        ("full", 3, 14, "striped"),
+        ("window", 2, 25, "zigzag"),
+        ("full window", 1, 30, "zigzag"),
+        ("full", 1, 5, "zigzag"),
+        ("packed", 2, 41, "plain"),
+        ("packed", 3, 20, "striped"),
+    ]
 
     def check(grid):
         for mask, sequences, length, order in cases:
@@ -102,13 +122,32 @@ def test_ranks_that_share_sequences_compute_dense_attention(comm, parallel):
 @pytest.mark.parametrize("order", ["plain", "zigzag"])
 def test_the_bits_do_not_depend_on_the_number_of_ranks(comm, order):
     """All bits of ring and Ulysses; of gather, the bits of the result and of the gradient of queries."""
-    for mask, dtype, library in (("causal", "bfloat16", "torch"), ("full", "float64", "numpy"),
-                                 ("dropout", "float32", "numpy")):
+    for mask, dtype, library in (
+        ("causal", "bfloat16", "torch"),
+        ("full", "float64", "numpy"),
+        ("dropout", "float32", "numpy"),
+    ):
+
         def run(grid, mask=mask, dtype=dtype, library=library):
             ways = ("ring", "gather", "ulysses") if grid.shape.seq <= SHARED else ("ring", "gather")
-            return {parallel: [each.tobytes() for each in of_grid(
-                grid, 1, 64, unit=4, order=order, block=4, parallel=parallel, dtype=dtype, library=library,
-                **MASKS[mask])] for parallel in ways}
+            return {
+                parallel: [
+                    each.tobytes()
+                    for each in of_grid(
+                        grid,
+                        1,
+                        64,
+                        unit=4,
+                        order=order,
+                        block=4,
+                        parallel=parallel,
+                        dtype=dtype,
+                        library=library,
+                        **MASKS[mask],
+                    )
+                ]
+                for parallel in ways
+            }
 
         with given(mask=mask, dtype=dtype):
             found = on_ranks(comm, (1, 2, 4, 8), run)
@@ -123,16 +162,22 @@ def test_bytes_are_those_of_the_formulas(comm):
     2/P for gradients. Gather: 2 and 4 (P-1)/P. Ulysses: (2 + 2 a_kv/a)(P-1)/P of queries / P in each pass."""
     rows, ranks = 64, comm.size
     keys, queries = rows * SHARED * SIZE * 8, rows * HEADS * SIZE * 8
-    expected = {"ring": (2 * (ranks - 1) * keys // ranks, 4 * (ranks - 1) * keys // ranks + 2 * keys // ranks),
-                "gather": (2 * (ranks - 1) * keys // ranks, 4 * (ranks - 1) * keys // ranks)}
+    expected = {
+        "ring": (2 * (ranks - 1) * keys // ranks, 4 * (ranks - 1) * keys // ranks + 2 * keys // ranks),
+        "gather": (2 * (ranks - 1) * keys // ranks, 4 * (ranks - 1) * keys // ranks),
+    }
     for parallel, (forward, backward) in expected.items():
         with given(parallel=parallel):
-            for make in (lambda: Grid(comm, (1, 1, 1), seq=ranks),
-                         lambda: Grid.dry((1, 1, 1), seq=ranks, rank=comm.rank)):
+            for make in (
+                lambda: Grid(comm, (1, 1, 1), seq=ranks),
+                lambda: Grid.dry((1, 1, 1), seq=ranks, rank=comm.rank),
+            ):
                 with make() as grid:
                     layout = token_layout(grid, rows, unit=SIZE, block=2, order="zigzag")
-                    q, k, v = (nn.Tensor(DistMatrix.random(grid, (rows, heads * SIZE), layout=layout),
-                                         requires_grad=True) for heads in (HEADS, SHARED, SHARED))
+                    q, k, v = (
+                        nn.Tensor(DistMatrix.random(grid, (rows, heads * SIZE), layout=layout), requires_grad=True)
+                        for heads in (HEADS, SHARED, SHARED)
+                    )
                     grid.ledger.reset()
                     out = attention(q, k, v, size=SIZE, parallel=parallel, block=2)
                     assert grid.ledger.total(axis="seq").received == forward
@@ -145,8 +190,10 @@ def test_bytes_are_those_of_the_formulas(comm):
 
 def volume_of_ulysses(grid, rows):
     layout = token_layout(grid, rows, unit=SIZE)
-    q, k, v = (nn.Tensor(DistMatrix.random(grid, (rows, heads * SIZE), layout=layout), requires_grad=True)
-               for heads in (HEADS, SHARED, SHARED))
+    q, k, v = (
+        nn.Tensor(DistMatrix.random(grid, (rows, heads * SIZE), layout=layout), requires_grad=True)
+        for heads in (HEADS, SHARED, SHARED)
+    )
     grid.ledger.reset()
     out = attention(q, k, v, size=SIZE, parallel="ulysses")
     forward = grid.ledger.total(axis="seq").received
@@ -191,9 +238,14 @@ def test_masked_blocks_are_neither_computed_nor_received(comm, monkeypatch):
 def test_grids_with_further_axes(comm):
     """seq together with x, z and data. Heads are split over x, so that a rank has fewer heads of keys than ranks share
     them. Both dimensions: a ring and Ulysses."""
-    for shape, data, axes in (((2, 1, 1), 1, {"seq": 4}), ((1, 1, 2), 2, {"seq": 2}), ((4, 1, 1), 1, {"seq": 2}),
-                              ((1, 1, 1), 1, {"ulysses": 2, "seq": 4}), ((1, 1, 1), 1, {"seq": 2, "ulysses": 4}),
-                              ((2, 1, 2), 1, {"ulysses": 2})):
+    for shape, data, axes in (
+        ((2, 1, 1), 1, {"seq": 4}),
+        ((1, 1, 2), 2, {"seq": 2}),
+        ((4, 1, 1), 1, {"seq": 2}),
+        ((1, 1, 1), 1, {"ulysses": 2, "seq": 4}),
+        ((1, 1, 1), 1, {"seq": 2, "ulysses": 4}),
+        ((2, 1, 2), 1, {"ulysses": 2}),
+    ):
         with Grid(comm, shape, data, axes=axes) as grid:
             for parallel in ("auto", "ring", "gather", "ulysses"):
                 with given(shape=shape, data=data, axes=axes, parallel=parallel):
@@ -214,13 +266,17 @@ def test_two_dimensions_have_the_bits_of_one_and_the_bytes_of_both(comm):
         queries, keys = rows * HEADS * SIZE * 8, rows * SHARED * SIZE * 8
         assert grid.ledger.total(axis="ulysses").received == (2 * queries + 2 * keys) // 2 // 8
         assert grid.ledger.total(axis="seq").received == 2 * 3 * keys // 8
-    for one in on_ranks(comm, (1,), lambda grid: of_grid(grid, 1, rows, unit=4, order="zigzag", block=4,
-                                                         dtype="float32", causal=False)).values():
+    for one in on_ranks(
+        comm, (1,), lambda grid: of_grid(grid, 1, rows, unit=4, order="zigzag", block=4, dtype="float32", causal=False)
+    ).values():
         assert [each.tobytes() for each in one] == [each.tobytes() for each in found]
 
 
 def test_ways_that_do_not_exist(comm, fails):
     with Grid(comm, (1, 1, 1), seq=comm.size) as grid:
         x = DistMatrix.random(grid, (16, SIZE), layout=token_layout(grid, 16))
-        fails(Pmm3dError, "parallel must be one of auto, ring, ulysses, gather, 2d; got 'rings'.*ring",
-              lambda: attention(x, x, x, size=SIZE, parallel="rings"))
+        fails(
+            Pmm3dError,
+            "parallel must be one of auto, ring, ulysses, gather, 2d; got 'rings'.*ring",
+            lambda: attention(x, x, x, size=SIZE, parallel="rings"),
+        )

@@ -30,6 +30,7 @@ def test_orders_are_permutations_of_any_length():
 
 def test_causal_work_of_each_rank():
     """Pairs of (query block, key block) under a causal mask, counted for the rows of each rank."""
+
     def work(order, ranks, length=64, block=2):
         layout = token_layout(Grid.dry((1, 1, 1), seq=ranks), length, block=block, order=order)
         grid, parts = boxes(lambda made: layout, (length, 1), seq=ranks)
@@ -74,8 +75,11 @@ def test_ranks_with_several_sequences_share_fewer_of_them():
 def test_what_is_no_layout_of_tokens(fails):
     with Grid.dry((1, 1, 1), seq=2) as grid:
         for length in (0, 1):
-            fails(LayoutError, "the length of a sequence is a number of rows, at least 2",
-                  lambda length=length: token_layout(grid, length))
+            fails(
+                LayoutError,
+                "the length of a sequence is a number of rows, at least 2",
+                lambda length=length: token_layout(grid, length),
+            )
         fails(LayoutError, "blocks of 3 rows do not divide a sequence of 8", lambda: token_layout(grid, 8, block=3))
         fails(LayoutError, r"of plain, zigzag, striped; got 'zig-zag'.*zigzag\?", lambda: positions("zig-zag", 8, 2))
 
@@ -83,8 +87,11 @@ def test_what_is_no_layout_of_tokens(fails):
 def test_how_ranks_share_a_sequence_follows_from_their_nodes():
     """Eight ranks on one node, on two and on eight. A node receives (a + a_kv) (N - 1) / N^2 with Ulysses, and a_kv 7 /
     8 with a ring. Two dimensions need both axes."""
-    for heads, ways in (((8, 8), ("ulysses", "ulysses", "ulysses")), ((32, 8), ("ulysses", "ring", "ulysses")),
-                        ((64, 8), ("ring", "ring", "ring"))):
+    for heads, ways in (
+        ((8, 8), ("ulysses", "ulysses", "ulysses")),
+        ((32, 8), ("ulysses", "ring", "ulysses")),
+        ((64, 8), ("ring", "ring", "ring")),
+    ):
         for hosts, way in zip((1, 2, 8), ways):
             with given(heads=heads, hosts=hosts), Grid.dry((1, 1, 1), seq=8, hosts=hosts) as grid:
                 assert nodes_along_seq(grid) == hosts
@@ -112,13 +119,15 @@ def test_a_layout_with_an_order_stores_rows_in_it_and_gathers_them_in_ascending_
         drawn = DistMatrix.random(grid, (36, 2), seed=1, layout=layout, library=TESTED)
         doors = {
             "from_global(root)": DistMatrix.from_global(grid, to_library(whole), layout=layout, root=0),
-            "from_function": DistMatrix.from_function(grid, whole.shape, lambda i, j: 2 * i + j, layout=layout,
-                                                      library=TESTED),
+            "from_function": DistMatrix.from_function(
+                grid, whole.shape, lambda i, j: 2 * i + j, layout=layout, library=TESTED
+            ),
             "from_file": DistMatrix.from_file(grid, path, layout=layout, library=TESTED),
             "from_local": DistMatrix.from_local(grid, made.local, whole.shape, layout=layout),
             "redistribute": DistMatrix.from_global(grid, to_library(whole)).redistribute(layout),
-            "nn.relayout": nn.relayout(nn.Tensor(DistMatrix.from_global(grid, to_library(whole), layout=plain)),
-                                       layout).value,
+            "nn.relayout": nn.relayout(
+                nn.Tensor(DistMatrix.from_global(grid, to_library(whole), layout=plain)), layout
+            ).value,
         }
         for name, matrix in doors.items():
             with given(name=name):
@@ -146,12 +155,18 @@ def test_tokens_documents_and_labels_in_any_order_have_the_same_logits_and_loss(
     tokens, documents = draw.integers(0, 8, (32, 1)), np.repeat(np.arange(4), 8)[:, None]
     found, sizes = [], {"vocabulary": 8, "positions": 16, "layers": 1, "hidden": 8, "heads": 2, "seed": 1}
     with Grid(comm, (1, 1, 1), seq=2) as grid:
-        for own, *orders in (("plain", "plain", "plain", "plain"), (order, "plain", "plain", "plain"),
-                             ("plain", order, "plain", "plain"), ("plain", order, order, order),
-                             (order, "striped", "plain", "zigzag")):
+        for own, *orders in (
+            ("plain", "plain", "plain", "plain"),
+            (order, "plain", "plain", "plain"),
+            ("plain", order, "plain", "plain"),
+            ("plain", order, order, order),
+            (order, "striped", "plain", "zigzag"),
+        ):
             net = nn.GPT(grid, order=own, dtype="float64", library=TESTED, **sizes)
-            x, packed, labels = (spread(grid, each, token_layout(grid, 16, order=name))
-                                 for each, name in zip((tokens, documents, (tokens + 1) % 8), orders))
+            x, packed, labels = (
+                spread(grid, each, token_layout(grid, 16, order=name))
+                for each, name in zip((tokens, documents, (tokens + 1) % 8), orders)
+            )
             out = net(x, packed)
             other = tokens.copy()
             other[-1] = (other[-1] + 1) % 8

@@ -27,8 +27,7 @@ def dry_step(shape=(1, 1, 1), data=1, kind="GPT", layers=1, axes=None, overlap=O
     with Grid.dry(shape, data, axes=axes) as grid:
         nn.Tape.of(grid).parallel.overlap = overlap
         net = getattr(nn, kind)(grid, **options)
-        tokens, labels = (Facts((B * S, 1), token_layout(grid, S), "int64", "numpy").on(grid)
-                          for _ in range(2))
+        tokens, labels = (Facts((B * S, 1), token_layout(grid, S), "int64", "numpy").on(grid) for _ in range(2))
         LOSS(net(tokens), labels).backward()
         finish_all(grid)
         received = {tuple(key): entry.received for key, entry in grid.ledger.entries.items() if entry.received}
@@ -77,8 +76,8 @@ def test_volume_of_the_norms_on_y():
 
 
 def test_volume_of_the_embedding_and_of_the_loss():
-    """The embedding: an all-reduce of b s h. The loss on a split vocabulary: 3 numbers per token from each other rank.
-    """
+    """The embedding: an all-reduce of b s h. The loss on a split vocabulary: 3 numbers per token from each other
+    rank."""
     for t, kind in product((2, 4), ("GPT", "Llama")):
         with given(t=t, kind=kind):
             found = dry_step((t, 1, 1), kind=kind, **({"mlp": 128} if kind == "Llama" else {}))[0]
@@ -119,8 +118,11 @@ def test_published_sizes():
         (124_439_808, "GPT", {"vocabulary": 50257, "positions": 1024, "layers": 12, "hidden": 768, "heads": 12}),
         (1_557_611_200, "GPT", {"vocabulary": 50257, "positions": 1024, "layers": 48, "hidden": 1600, "heads": 25}),
         (6_738_415_616, "Llama", {"vocabulary": 32000, "layers": 32, "hidden": 4096, "heads": 32, "mlp": 11008}),
-        (8_030_261_248, "Llama", {"vocabulary": 128256, "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8,
-                                  "mlp": 14336}),
+        (
+            8_030_261_248,
+            "Llama",
+            {"vocabulary": 128256, "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "mlp": 14336},
+        ),
     ]:
         with given(size=size), Grid.dry((8, 1, 1)) as grid:
             assert getattr(nn, kind)(grid, **options).size == size

@@ -1,5 +1,5 @@
-"""Transformers on every grid of x, y, z, data, seq and pipe, compared with torch in one process with the same weights.
-"""
+"""Transformers on every grid of x, y, z, data, seq and pipe, compared with torch in one process with the same
+weights."""
 
 from functools import partial
 

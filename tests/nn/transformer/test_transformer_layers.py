@@ -80,8 +80,11 @@ def test_rotary_positions_are_rotations_of_any_cut(comm):
     units = {"data": sequence, "z": sequence}
 
     def check(grid):
-        for layout in [Layout(("data", "z"), "x", units=(sequence, size)),
-                       Layout(("data", "z", "y"), "x", units=(units, size)), token_layout(grid, sequence, "y")]:
+        for layout in [
+            Layout(("data", "z"), "x", units=(sequence, size)),
+            Layout(("data", "z", "y"), "x", units=(units, size)),
+            token_layout(grid, sequence, "y"),
+        ]:
             given_x = nn.Tensor(spread(grid, x, layout), requires_grad=True)
             out = rotary(given_x, size, base=100.0)
             assert out.layout.units[1] == size and np.abs(out.gather() - whole).max() < 1e-12
@@ -98,8 +101,13 @@ def test_rotary_positions_are_rotations_of_any_cut(comm):
 
 def test_a_norm_by_the_root_of_the_mean_of_squares(comm):
     """Compared with differences, for any split of the columns."""
-    cases = {str(cols): ({"x": ((6, 7), Layout(("data", "z"), cols)), "g": ((1, 7), Layout((), cols))},
-                         lambda t: nn.rms_norm(t["x"], t["g"])) for cols in ("y", ("x", "y"), ())}
+    cases = {
+        str(cols): (
+            {"x": ((6, 7), Layout(("data", "z"), cols)), "g": ((1, 7), Layout((), cols))},
+            lambda t: nn.rms_norm(t["x"], t["g"]),
+        )
+        for cols in ("y", ("x", "y"), ())
+    }
 
     def check(grid):
         assert_gradients_are_differences(grid, cases)
@@ -123,10 +131,15 @@ def gradients(grid, make, documents=None, sequence=6):
 def test_networks_are_the_same_on_every_grid(comm):
     """With three heads, or one shared head, on four ranks; with activations sharded by whole sequences, and inside
     them."""
-    makes = [partial(GPT, dropout=0.2, activations="sharded"), LLAMA, partial(LLAMA, activations="sharded"),
-             partial(nn.Encoder, positions=6, tied=False, recompute="full", **SIZES),
-             partial(LLAMA, tied=True, window=2, recompute="selective"),
-             partial(nn.Llama, mlp=10, **{**SIZES, "hidden": 32, "heads": 8}, kv_heads=2), partial(GPT, recompute=2)]
+    makes = [
+        partial(GPT, dropout=0.2, activations="sharded"),
+        LLAMA,
+        partial(LLAMA, activations="sharded"),
+        partial(nn.Encoder, positions=6, tied=False, recompute="full", **SIZES),
+        partial(LLAMA, tied=True, window=2, recompute="selective"),
+        partial(nn.Llama, mlp=10, **{**SIZES, "hidden": 32, "heads": 8}, kv_heads=2),
+        partial(GPT, recompute=2),
+    ]
     for number, make in enumerate(makes):
         sequence = 24 if number == 2 else 6
         with alone() as grid:
@@ -146,8 +159,10 @@ def test_packed_documents_are_as_documents_alone(comm):
     tokens = tokens_of(11, 24)
     with alone() as grid:
         net = LLAMA(grid)
-        alone_each = [net(spread(grid, part, token_layout(grid, len(part)))).gather()
-                      for part in np.split(tokens, np.cumsum(lengths)[:-1])]
+        alone_each = [
+            net(spread(grid, part, token_layout(grid, len(part)))).gather()
+            for part in np.split(tokens, np.cumsum(lengths)[:-1])
+        ]
 
     def check(grid):
         layout = token_layout(grid, 24)
@@ -183,8 +198,9 @@ def test_networks_learn_in_low_precision(comm):
                 net = make(grid, dtype="float32", library=library, precision=precision)
                 optimizer, layout, losses = optim.AdamW(net.parameters(), lr=1e-2), token_layout(grid, 6), []
                 for _ in range(6):
-                    loss = nn.cross_entropy(net(spread(grid, tokens_of(11, 24), layout)),
-                                            spread(grid, tokens_of(11, 24, 1), layout))
+                    loss = nn.cross_entropy(
+                        net(spread(grid, tokens_of(11, 24), layout)), spread(grid, tokens_of(11, 24, 1), layout)
+                    )
                     loss.backward()
                     optimizer.step()
                     optimizer.zero_grad()
@@ -194,16 +210,25 @@ def test_networks_learn_in_low_precision(comm):
             assert max(np.abs(each - found["float32"]).max() for each in found.values()) < 0.05
 
 
-PIPES = {1: [{}], 2: [{"pipe": 2}], 4: [{"pipe": 4}, {"pipe": 2, "shape": (2, 1, 1)}, {"pipe": 2, "data": 2}],
-         8: [{"pipe": 2, "shape": (2, 2, 1)}, {"pipe": 4, "shape": (1, 1, 2)}]}
+PIPES = {
+    1: [{}],
+    2: [{"pipe": 2}],
+    4: [{"pipe": 4}, {"pipe": 2, "shape": (2, 1, 1)}, {"pipe": 2, "data": 2}],
+    8: [{"pipe": 2, "shape": (2, 2, 1)}, {"pipe": 4, "shape": (1, 1, 2)}],
+}
 
 
 def steps(net, count=2):
     """(losses and norms, weights) after some steps of two micro-batches."""
     optimizer, figures = optim.AdamW(net.parameters(), lr=1e-2), []
     for step in range(count):
-        batches = [tuple(spread(net.grid, tokens_of(11, 12, 10 * step + 2 * micro + label), token_layout(net.grid, 3))
-                         for label in range(2)) for micro in range(2)]
+        batches = [
+            tuple(
+                spread(net.grid, tokens_of(11, 12, 10 * step + 2 * micro + label), token_layout(net.grid, 3))
+                for label in range(2)
+            )
+            for micro in range(2)
+        ]
         figures += train_step(net, optimizer, nn.cross_entropy, batches, 0.5)
     return np.array(figures), weights_of(net)
 
@@ -215,8 +240,10 @@ def test_networks_in_stages_share_the_table_of_embeddings(comm):
             figures, weights = steps(make(grid))
         for options in PIPES[comm.size]:
             axes = {"pipe": options["pipe"]} if "pipe" in options else {}
-            with given(options=options), Grid(comm, options.get("shape", (1, 1, 1)), options.get("data", 1),
-                                              axes=axes) as grid:
+            with (
+                given(options=options),
+                Grid(comm, options.get("shape", (1, 1, 1)), options.get("data", 1), axes=axes) as grid,
+            ):
                 net = nn.Pipeline(grid, make)
                 assert net.tied == ({"0.table": (0, net.depth - 1)} if tied and net.depth > 1 else {})
                 found, own = steps(net)
@@ -246,10 +273,16 @@ def test_what_does_not_fit_is_refused(comm, fails):
         table = nn.Embedding(grid, 11, 12).table
         odd = nn.Tensor(spread(grid, np.ones((6, 3)), token_layout(grid, 3)))
         fails(LayoutError, "an even number of columns", lambda: rotary(odd, 3))
-        fails(LayoutError, "the shared weight is 12 x 11, cols='y', unit=1. It does not fit 12 inputs, 10 outputs",
-              lambda: nn.Linear(grid, 12, 10, weight=table))
-        fails(LayoutError, "It does not fit 12 inputs, 11 outputs, cols='y', unit=11",
-              lambda: nn.Linear(grid, 12, 11, unit=11, weight=table))
+        fails(
+            LayoutError,
+            "the shared weight is 12 x 11, cols='y', unit=1. It does not fit 12 inputs, 10 outputs",
+            lambda: nn.Linear(grid, 12, 10, weight=table),
+        )
+        fails(
+            LayoutError,
+            "It does not fit 12 inputs, 11 outputs, cols='y', unit=11",
+            lambda: nn.Linear(grid, 12, 11, unit=11, weight=table),
+        )
 
 
 @pytest.mark.parallel([1])
@@ -257,8 +290,11 @@ def test_initial_values_are_those_of_gpt2(comm):
     """Normal with deviation 0.02, divided by sqrt(2 layers) if the result is added to the residual stream."""
     sizes = {"vocabulary": 300, "layers": 8, "hidden": 64, "heads": 4, "seed": 1}
     with Grid(comm, "ddp") as grid:
-        for net in (nn.GPT(grid, positions=300, **sizes), nn.Llama(grid, **sizes), nn.Encoder(
-                grid, positions=300, tied=False, **sizes)):
+        for net in (
+            nn.GPT(grid, positions=300, **sizes),
+            nn.Llama(grid, **sizes),
+            nn.Encoder(grid, positions=300, tied=False, **sizes),
+        ):
             for name, parameter in net.named_parameters().items():
                 values, adds = to_numpy(parameter.gather()), name.endswith(("out.weight", "down.weight"))
                 with given(name=name):

@@ -67,20 +67,28 @@ def test_tokens_and_labels_that_cannot_be(comm, fails):
         for wrong in (11, -1, 2**40):
             tokens = right.copy()
             tokens[7] = wrong
-            fails(Pmm3dError, f"row 7 has the token {wrong}; the vocabulary is 11, so tokens are 0 to 10",
-                  lambda: net(tokens_of(grid, tokens)))
+            fails(
+                Pmm3dError,
+                f"row 7 has the token {wrong}; the vocabulary is 11, so tokens are 0 to 10",
+                lambda: net(tokens_of(grid, tokens)),
+            )
             logits = net(tokens_of(grid, right))
-            fails(Pmm3dError, f"row 7 .* label {wrong}; .* 0 to 10, or -100",
-                  lambda: nn.cross_entropy(logits, tokens_of(grid, tokens), ignore_index=IGNORED))
+            fails(
+                Pmm3dError,
+                f"row 7 .* label {wrong}; .* 0 to 10, or -100",
+                lambda: nn.cross_entropy(logits, tokens_of(grid, tokens), ignore_index=IGNORED),
+            )
         fails(DTypeError, "integers.*float64", lambda: net(tokens_of(grid, right.astype("float64"))))
         fails(LayoutError, "12 x 3", lambda: net(tokens_of(grid, np.hstack([right, right, right]))))
         for wrong in (right * 1.0, np.hstack([right, right]), right[:6]):
-            fails(LayoutError, "documents must be integers, 12 x 1", lambda: net(tokens_of(grid, right),
-                                                                                  tokens_of(grid, wrong)))
+            fails(
+                LayoutError,
+                "documents must be integers, 12 x 1",
+                lambda: net(tokens_of(grid, right), tokens_of(grid, wrong)),
+            )
         long = np.zeros((20, 1), int)
         fails(LayoutError, "has 10 tokens, but the network 8 positions", lambda: net(tokens_of(grid, long, 10)))
-        fails(LayoutError, "12 tokens are not a multiple of 5|multiple",
-              lambda: net(tokens_of(grid, right, 5)))
+        fails(LayoutError, "12 tokens are not a multiple of 5|multiple", lambda: net(tokens_of(grid, right, 5)))
 
     on_grids(comm, check, GRIDS[comm.size])
 
@@ -118,8 +126,13 @@ RIGHT = {
 def test_small_sizes_are_right(comm, name):
     expected = by_rank_0(comm, lambda: of_torch(RIGHT[name]))
     grids = [{"x": comm.size}, {"y": comm.size}, {"z": comm.size}, {"seq": comm.size}, *GRIDS[comm.size]]
-    on_grids(comm, lambda number, grid: assert_as_torch(
-        grid, RIGHT[name], expected, activations=("replicated", "sharded")[number % 2]), grids)
+    on_grids(
+        comm,
+        lambda number, grid: assert_as_torch(
+            grid, RIGHT[name], expected, activations=("replicated", "sharded")[number % 2]
+        ),
+        grids,
+    )
 
 
 def test_no_sequences(comm):

@@ -1,5 +1,5 @@
-"""Settings that must not change the result of a transformer: orders and algorithms along seq, recomputation, libraries.
-"""
+"""Settings that must not change the result of a transformer: orders and algorithms along seq, recomputation,
+libraries."""
 
 import numpy as np
 import pytest
@@ -14,8 +14,10 @@ from pmm3d.nn.transformer import token_layout
 
 pytestmark = [pytest.mark.parallel([4], thorough=[8]), pytest.mark.deadline(240)]
 GRIDS = {4: [{"seq": 4}, {"x": 2, "seq": 2}], 8: [{"seq": 8}, {"y": 2, "seq": 4}, {"z": 2, "data": 2, "seq": 2}]}
-LONG = {"gpt": Case(sequence=16, positions=16, batch=2, heads=6, kv_heads=2, window=7),
-        "llama": Case("Llama", sequence=13, batch=4, hidden=16, heads=4, kv_heads=2, tied=False)}
+LONG = {
+    "gpt": Case(sequence=16, positions=16, batch=2, heads=6, kv_heads=2, window=7),
+    "llama": Case("Llama", sequence=13, batch=4, hidden=16, heads=4, kv_heads=2, tied=False),
+}
 
 
 def backward(grid, case, net, documents=None, orders=("plain", "plain")):
@@ -24,8 +26,10 @@ def backward(grid, case, net, documents=None, orders=("plain", "plain")):
     (tokens, labels), cols = case.batch_of(), ()
     if isinstance(documents, np.ndarray):
         tokens, documents, cols = np.hstack([tokens, documents]), None, "y"
-    tokens, labels = (spread(grid, whole, token_layout(grid, case.sequence, columns, order=order))
-                      for whole, columns, order in zip((tokens, labels), (cols, ()), orders))
+    tokens, labels = (
+        spread(grid, whole, token_layout(grid, case.sequence, columns, order=order))
+        for whole, columns, order in zip((tokens, labels), (cols, ()), orders)
+    )
     out = net(tokens) if documents is None else net(tokens, documents)
     loss = LOSS(out, labels)
     loss.backward()
@@ -112,8 +116,13 @@ def test_torch_arrays_are_those_of_torch(comm):
     for name in ("gpt", "llama, tied, window"):
         case = CASES[name]._replace(layers=max(CASES[name].layers, comm.size // 2 - 2))
         expected = by_rank_0(comm, lambda: of_torch(case))
-        on_grids(comm, lambda number, grid: assert_as_torch(
-            grid, case, expected, "torch", activations=("replicated", "sharded")[number % 2]), grids)
+        on_grids(
+            comm,
+            lambda number, grid: assert_as_torch(
+                grid, case, expected, "torch", activations=("replicated", "sharded")[number % 2]
+            ),
+            grids,
+        )
 
 
 def test_single_precision_is_near(comm):

@@ -25,20 +25,33 @@ DTYPES = ("float32", "float64", "complex64", "complex128")
 
 @one_process
 def blas_command(
-    config: Annotated[Path | None, typer.Argument(help="TOML file of a training. The GEMMs of a step are timed. "
-                                                       "Default: the GEMMs of a product.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Argument(help="TOML file of a training. The GEMMs of a step are timed. Default: the GEMMs of a product."),
+    ] = None,
     m: Annotated[int | None, size(1, "Rows of A and C of the product. Default: 2048.")] = None,
     n: Annotated[int | None, size(1, "Columns of B and C of the product. Default: 2048.")] = None,
     k: Annotated[int | None, size(1, "Columns of A, rows of B of the product. Default: 2048.")] = None,
-    ranks: Annotated[int | None, size(1, "Ranks of the job, which determine the sizes of its local "
-                                         "GEMMs. Default: --ranks-per-node.", MOST_RANKS)] = None,
-    ranks_per_node: Annotated[int | None, size(1, "Processes that measure at once on this node. "
-                                                  "Default: one for each core.")] = None,
-    dtype: Annotated[list[str] | None, typer.Option(callback=one_of(*DTYPES),
-                                                    help=f"Type of the product: {', '.join(DTYPES)}. Repeatable. "
-                                                         "Default: float32 and float64.")] = None,
-    blas: Annotated[list[str] | None, typer.Option(help="Only this BLAS: scipy, mkl or a path. Repeatable. Default: "
-                                                        "all that are found.")] = None,
+    ranks: Annotated[
+        int | None,
+        size(
+            1, "Ranks of the job, which determine the sizes of its local GEMMs. Default: --ranks-per-node.", MOST_RANKS
+        ),
+    ] = None,
+    ranks_per_node: Annotated[
+        int | None, size(1, "Processes that measure at once on this node. Default: one for each core.")
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(
+            callback=one_of(*DTYPES),
+            help=f"Type of the product: {', '.join(DTYPES)}. Repeatable. Default: float32 and float64.",
+        ),
+    ] = None,
+    blas: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this BLAS: scipy, mkl or a path. Repeatable. Default: all that are found."),
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write all figures here; - is standard output.")] = None,
     keep: Annotated[bool, typer.Option(help="Store the choice for PMM3D_BLAS=auto on machines of this kind.")] = True,
 ) -> None:
@@ -64,19 +77,37 @@ def blas_command(
     if config and (given := [name for name, value in zip(("--m", "--n", "--k", "--dtype"), (m, n, k, dtype)) if value]):
         raise Pmm3dError(f"{given[0]} describes a product, but {config} is a training: leave one of them out")
     check_writable(text=json)
-    _tune(config, (m or 2048, n or 2048, k or 2048), ranks, ranks_per_node, [*dict.fromkeys(dtype or DTYPES[:2])],
-          blas or [], json, keep)
+    _tune(
+        config,
+        (m or 2048, n or 2048, k or 2048),
+        ranks,
+        ranks_per_node,
+        [*dict.fromkeys(dtype or DTYPES[:2])],
+        blas or [],
+        json,
+        keep,
+    )
 
 
-def _tune(config: Path | None, sizes: tuple[int, int, int], ranks: int | None, per_node: int | None,
-          dtypes: list[str], asked: list[str], json: Path | None, keep: bool) -> None:
+def _tune(
+    config: Path | None,
+    sizes: tuple[int, int, int],
+    ranks: int | None,
+    per_node: int | None,
+    dtypes: list[str],
+    asked: list[str],
+    json: Path | None,
+    keep: bool,
+) -> None:
     from ....model.machine import cores, cpu
     from .measuring import ROUNDS, candidates, choice, measure, of_product, of_training
 
     per_node = per_node or len(cores())
     if per_node > len(cores()):
-        raise Pmm3dError(f"--ranks-per-node {per_node} is more than the {counted(len(cores()), 'core')} of this node "
-                         "that this process may use: give at most this number")
+        raise Pmm3dError(
+            f"--ranks-per-node {per_node} is more than the {counted(len(cores()), 'core')} of this node "
+            "that this process may use: give at most this number"
+        )
     threads = len(cores()) // per_node
     job = ranks or per_node
     gemms = of_training(config, job) if config else [gemm for dtype in dtypes for gemm in of_product(sizes, dtype, job)]
@@ -90,8 +121,10 @@ def _tune(config: Path | None, sizes: tuple[int, int, int], ranks: int | None, p
     chosen = {dtype: choice(timed, dtype) for dtype in ("", *dict.fromkeys(gemm.dtype for gemm in gemms))}
     for dtype, best in chosen.items():
         if not dtype or best != chosen[""]:
-            say(f"chosen{dtype and f' for {dtype} alone'}: {in_words(best)}{best.file and f', {best.file}'}. "
-                "For a batch script:")
+            say(
+                f"chosen{dtype and f' for {dtype} alone'}: {in_words(best)}{best.file and f', {best.file}'}. "
+                "For a batch script:"
+            )
             for name, text in (best.variables | {"OMP_NUM_THREADS": str(best.threads)}).items():
                 say(f"  export {name}={shell_command(text)}")
     if keep:
@@ -118,19 +151,27 @@ def print_timed(timed: list[Timed], absent: dict[Candidate, str], ranks: int, co
     from .measuring import choice
 
     best = choice(timed)
-    table = FigureTable(f"[bold]BLASes here[/], {counted(ranks, 'rank')} at once, each with "
-                        f"{counted(best.threads, 'thread')}",
-                        ("BLAS", "version", "kernel", "time / best"), left=("version", "kernel"))
+    table = FigureTable(
+        f"[bold]BLASes here[/], {counted(ranks, 'rank')} at once, each with {counted(best.threads, 'thread')}",
+        ("BLAS", "version", "kernel", "time / best"),
+        left=("version", "kernel"),
+    )
     for each in sorted(timed, key=lambda each: each.seconds()):
-        table.add_row(each.candidate.name, f"{each.name} {each.version}", each.kernel,
-                      f"{each.seconds() / best.seconds():.3f}", style="bold" if each == best else "")
+        table.add_row(
+            each.candidate.name,
+            f"{each.name} {each.version}",
+            each.kernel,
+            f"{each.seconds() / best.seconds():.3f}",
+            style="bold" if each == best else "",
+        )
     console.print(table)
     for candidate, why in absent.items():
         console.print(f"[yellow]{escape(f'{candidate}: {why}')}[/]")
     table = FigureTable(f"[bold]GEMMs[/] with {best.candidate}", ("m x n x k", "dtype", "form", "times", "GFLOP/s"))
     for gemm, seconds in best.times.items():
-        table.add_row("x".join(map(str, gemm.shape)), gemm.dtype, gemm.form, str(gemm.times),
-                      f"{gemm.flop / seconds / 1e9:.1f}")
+        table.add_row(
+            "x".join(map(str, gemm.shape)), gemm.dtype, gemm.form, str(gemm.times), f"{gemm.flop / seconds / 1e9:.1f}"
+        )
     console.print(table)
 
 
@@ -139,8 +180,18 @@ def in_words(timed: Timed) -> str:
 
 
 def as_json(timed: list[Timed], best: Timed, ranks: int) -> list[dict[str, Any]]:
-    return [{"variables": each.variables, "file": each.file, "name": each.name, "version": each.version,
-             "kernel": each.kernel, "threads": each.threads, "ranks": ranks, "seconds": each.seconds(),
-             "chosen": each == best,
-             "gemms": [{**gemm._asdict(), "seconds": seconds} for gemm, seconds in each.times.items()]}
-            for each in sorted(timed, key=lambda each: each.seconds())]
+    return [
+        {
+            "variables": each.variables,
+            "file": each.file,
+            "name": each.name,
+            "version": each.version,
+            "kernel": each.kernel,
+            "threads": each.threads,
+            "ranks": ranks,
+            "seconds": each.seconds(),
+            "chosen": each == best,
+            "gemms": [{**gemm._asdict(), "seconds": seconds} for gemm, seconds in each.times.items()],
+        }
+        for each in sorted(timed, key=lambda each: each.seconds())
+    ]

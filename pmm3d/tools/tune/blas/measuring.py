@@ -27,8 +27,12 @@ from ....model.ranking import best_grid
 from ....product import DistMatrix, matmul
 from . import worker
 
-KERNELS = (("Haswell", {"avx2", "fma"}), ("SkylakeX", {"avx512f", "avx512dq", "avx512cd", "avx512bw", "avx512vl"}),
-           ("Cooperlake", {"avx512f", "avx512vl", "avx512_bf16"}), ("SapphireRapids", {"amx_bf16", "amx_tile"}))
+KERNELS = (
+    ("Haswell", {"avx2", "fma"}),
+    ("SkylakeX", {"avx512f", "avx512dq", "avx512cd", "avx512bw", "avx512vl"}),
+    ("Cooperlake", {"avx512f", "avx512vl", "avx512_bf16"}),
+    ("SapphireRapids", {"amx_bf16", "amx_tile"}),
+)
 """Values of OPENBLAS_CORETYPE, and the CPU flags that each needs. On CPUs other than x86, OpenBLAS chooses."""
 OF_SYSTEM = ("mkl_rt", "openblas", "blis", "flexiblas", "sci_gnu_mp", "nvpl_blas_lp64_gomp", "armpl_lp64_mp")
 """Libraries that the loader may find, from the system or, by LD_LIBRARY_PATH, from environment modules."""
@@ -58,8 +62,8 @@ class Candidate(NamedTuple):
 def kernels(cpu: Cpu) -> list[str]:
     """Return the kernels of OpenBLAS that a CPU can run.
 
-        >>> kernels(Cpu("AuthenticAMD", "a CPU", frozenset({"avx2", "fma"})))
-        ['Haswell']
+    >>> kernels(Cpu("AuthenticAMD", "a CPU", frozenset({"avx2", "fma"})))
+    ['Haswell']
     """
     return [name for name, needed in KERNELS if needed <= cpu.flags]
 
@@ -76,8 +80,9 @@ def candidates(asked: Iterable[str], cpu: Cpu) -> list[Candidate]:
     of_system = filter(None, map(find_library, OF_SYSTEM))
     names = [*asked] or [SCIPY, *[MKL] * bool(mkl_file()), *of_system, *bundled]
     of_openblas = {SCIPY, *(name for name in names if OPENBLAS in name)} - {*bundled}
-    return [Candidate(name, kernel) for name in names
-            for kernel in ("", *(kernels(cpu) if name in of_openblas else ()))]
+    return [
+        Candidate(name, kernel) for name in names for kernel in ("", *(kernels(cpu) if name in of_openblas else ()))
+    ]
 
 
 class Gemm(NamedTuple):
@@ -124,8 +129,9 @@ def of_training(path: Path, ranks: int) -> list[Gemm]:
 
 def _counted(actions: list[Any]) -> list[Gemm]:
     """Return the GEMMs among the actions, counted, in descending order of their operations."""
-    found = Counter((action.m, action.n, action.k, action.dtype, action.form or "nn")
-                    for action in actions if action.what == "gemm")
+    found = Counter(
+        (action.m, action.n, action.k, action.dtype, action.form or "nn") for action in actions if action.what == "gemm"
+    )
     gemms = [Gemm(*what, times) for what, times in found.items()]
     return sorted(gemms, key=lambda gemm: -gemm.flop * gemm.times)[:MOST_GEMMS]
 
@@ -145,7 +151,8 @@ class Timed(NamedTuple):
     def variables(self) -> dict[str, str]:
         """Environment variables that select this BLAS and kernel."""
         return {VARIABLE: self.candidate.blas} | (
-            {KERNEL_VARIABLE: self.kernel} if self.name == OPENBLAS and self.kernel else {})
+            {KERNEL_VARIABLE: self.kernel} if self.name == OPENBLAS and self.kernel else {}
+        )
 
     def seconds(self, dtype: str = "") -> float:
         """Return the seconds of all GEMMs of the job, or of the GEMMs of one type."""
@@ -167,11 +174,19 @@ class WorkerPool:
 
     def __init__(self, stack: ExitStack, candidate: Candidate, ranks: int, threads: int, gemms: Sequence[Gemm]):
         available = sorted(cores())
-        variables = dict.fromkeys(THREAD_COUNTS, str(threads)) | {VARIABLE: candidate.blas} | (
-            {KERNEL_VARIABLE: candidate.kernel} if candidate.kernel else {})
-        self._workers = [stack.enter_context(ProcessPoolExecutor(
-            1, get_context("spawn"), worker.start, (variables, available[rank * threads : (rank + 1) * threads])))
-            for rank in range(ranks)]
+        variables = (
+            dict.fromkeys(THREAD_COUNTS, str(threads))
+            | {VARIABLE: candidate.blas}
+            | ({KERNEL_VARIABLE: candidate.kernel} if candidate.kernel else {})
+        )
+        self._workers = [
+            stack.enter_context(
+                ProcessPoolExecutor(
+                    1, get_context("spawn"), worker.start, (variables, available[rank * threads : (rank + 1) * threads])
+                )
+            )
+            for rank in range(ranks)
+        ]
         self.candidate, self.problem = candidate, ""
         self.loaded: dict[str, Any] = {}
         shapes = {gemm.dtype: [each.shape for each in gemms if each.dtype == gemm.dtype] for gemm in gemms}
@@ -193,8 +208,9 @@ class WorkerPool:
             raise Pmm3dError(f"{self.candidate}: its process ended") from None
 
 
-def measure(found: Sequence[Candidate], gemms: Sequence[Gemm], ranks: int, threads: int,
-            tell: Callable[[str, int], None]) -> tuple[list[Timed], dict[Candidate, str]]:
+def measure(
+    found: Sequence[Candidate], gemms: Sequence[Gemm], ranks: int, threads: int, tell: Callable[[str, int], None]
+) -> tuple[list[Timed], dict[Candidate, str]]:
     """Time each GEMM with every candidate in turn, and take the medians of the rounds. Return the candidates that can
     be used, in their order, and the reasons why the others cannot.
 
@@ -208,8 +224,9 @@ def measure(found: Sequence[Candidate], gemms: Sequence[Gemm], ranks: int, threa
         operands[dtype] = max(operands.get(dtype, 0), itemsize(dtype) * (m * k + k * n + m * n))
     free = available_memory() // (ranks * len(found))
     if lack := lack_of_memory("a BLAS with its operands", sum(operands.values()), free, gethostname()):
-        raise OutOfMemoryError(f"{lack} and {len(found)} BLASes. Name fewer with --blas, or give smaller sizes or more "
-                               "--ranks")
+        raise OutOfMemoryError(
+            f"{lack} and {len(found)} BLASes. Name fewer with --blas, or give smaller sizes or more --ranks"
+        )
     tell("looking for BLASes", 0)
     with ExitStack() as stack:
         pools = [WorkerPool(stack, candidate, ranks, threads, gemms) for candidate in found]
@@ -224,5 +241,7 @@ def measure(found: Sequence[Candidate], gemms: Sequence[Gemm], ranks: int, threa
             tell(f"{pool.candidate}: {'x'.join(map(str, gemm.shape))} {gemm.dtype}", 1)
             pool.measure(gemm)  # wakes the cores, which waited for other processes
             samples.setdefault((pool.candidate, gemm), []).append(pool.measure(gemm))
-        return [Timed(pool.candidate, **pool.loaded, times={
-            gemm: median(samples[pool.candidate, gemm]) for gemm in gemms}) for pool in used], absent
+        return [
+            Timed(pool.candidate, **pool.loaded, times={gemm: median(samples[pool.candidate, gemm]) for gemm in gemms})
+            for pool in used
+        ], absent
