@@ -60,7 +60,7 @@ SPACE := $(EMPTY) $(EMPTY)
 PIP := $(VENV)/bin/python -m pip
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup site-launcher run test test-all test-other-mpi test-versions test-unit test-mpi test-torch test-few-torch test-slurm test-embed \
+.PHONY: help setup site-launcher run test test-all test-other-mpi test-versions lines test-unit test-mpi test-torch test-few-torch test-slurm test-embed \
   durations coverage lint embed embed-compiler install system-packages bench gpu-check docs dist clean distclean
 
 run: setup site-launcher ## default: verify a product on 8 ranks, then train on digits
@@ -103,6 +103,9 @@ test-versions: setup # the lowest and the newest versions that pyproject.toml al
 lint: setup ## check the style with ruff; `ruff format` mends the format
 	@$(VENV)/bin/python -m ruff check
 	@$(VENV)/bin/python -m ruff format --check --quiet || { echo 'Run `$(VENV)/bin/python -m ruff format`.'; exit 1; }
+
+lines: setup ## code lines of each room
+	@$(VENV)/bin/python tests/code_lines.py
 
 test-unit: setup ## tests without MPI ranks, in parallel workers
 	$(PYTEST) -o cache_dir=.pytest_cache/unit $(IN_WORKERS) $(ARGS)

@@ -36,7 +36,7 @@ with Grid(MPI.COMM_WORLD, options.grid, options.data) as grid:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     digits = load_digits()
     images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
-    for step in range(100):
+    for _step in range(100):
         batch = torch.randint(1400, (256,))
         x, y = input_rows(grid, images[batch]), input_rows(grid, labels[batch])
         loss = mean(grid, nn.functional.cross_entropy(model(x), y, reduction="none"))

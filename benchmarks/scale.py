@@ -9,6 +9,7 @@ CPU seconds of the mean rank, with waits, and wall-clock time of the slowest.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -130,7 +131,7 @@ def on_this_rank() -> None:
     step()
     grid.close()
     step()
-    spent = [[after - before for before, after in zip(*pair)] for pair in zip(clocks, clocks[1:])]
+    spent = [[after - before for before, after in zip(*pair)] for pair in itertools.pairwise(clocks)]
     everyones = comm.gather(spent)
     if everyones:
         print(

@@ -8,8 +8,8 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402
-from matplotlib.patches import Polygon  # noqa: E402
+from matplotlib import pyplot
+from matplotlib.patches import Polygon
 
 RIGHT, DOWN, BACK = (1.0, -0.28), (0.0, -1.0), (0.62, 0.42)
 """Directions of x, z and y on paper."""

@@ -8,7 +8,7 @@ from standin_names import names
 from standin_streams import DEVICES, HERE, Device, Stream, get_current_stream  # noqa: F401
 
 
-class ndarray(DeviceArray):  # noqa: N801, as in cupy
+class ndarray(DeviceArray):
     pass
 
 

@@ -35,7 +35,7 @@ class Memory:
             known = list(Memory.known)
         for memory in known:
             offset = pointer - memory.pointer
-            if 0 <= offset and offset + nbytes <= len(memory.bytes):
+            if offset >= 0 and offset + nbytes <= len(memory.bytes):
                 assert memory.queue.device == get_current_stream().queue.device, "a pointer of another device"
                 return memory.bytes, offset
         raise AssertionError("an address outside of the device's memory")

@@ -17,25 +17,7 @@ OPERATIONS = {"CUBLAS_OP_N": 0, "CUBLAS_OP_T": 1, "CUBLAS_OP_C": 2}
 
 
 def gemmEx(
-    handle,
-    transa,
-    transb,
-    m,
-    n,
-    k,
-    alpha,
-    a,
-    a_type,
-    lda,
-    b,
-    b_type,
-    ldb,
-    beta,
-    c,
-    c_type,
-    ldc,  # noqa: N802
-    compute,
-    algorithm,
+    handle, transa, transb, m, n, k, alpha, a, a_type, lda, b, b_type, ldb, beta, c, c_type, ldc, compute, algorithm
 ):
     """cupy_backends.cuda.libs.cublas.gemmEx. Low precision is summed in float32."""
     assert handle == HANDLE and algorithm == -1 and a_type == b_type
@@ -75,7 +57,7 @@ def gemmStridedBatchedEx(
     a_step,
     b,
     b_type,
-    ldb,  # noqa: N802
+    ldb,
     b_step,
     beta,
     c,

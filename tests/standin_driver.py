@@ -8,7 +8,7 @@ from standin_arrays import DeviceArray
 from standin_names import names
 
 
-class ndarray(DeviceArray):  # noqa: N801, as in cupy
+class ndarray(DeviceArray):
     memory_kind = DriverMemory
 
 

@@ -15,7 +15,7 @@ class FarMemory(Memory):
         return super().found(nbytes)[0], self._pages.ctypes.data
 
 
-class ndarray(DeviceArray):  # noqa: N801, as in cupy
+class ndarray(DeviceArray):
     memory_kind = FarMemory
 
 

@@ -115,7 +115,7 @@ def by_rows(library: Any, function: Callable[..., Any], out: Any, *operands: Any
         return
     numbers = [isinstance(each, (int, float)) for each in operands]
     if library.is_contiguous(out) and all(
-        is_number or each.shape == out.shape and library.is_contiguous(each)
+        is_number or (each.shape == out.shape and library.is_contiguous(each))
         for each, is_number in zip(operands, numbers)
     ):
         out = out.reshape(-1)

@@ -126,7 +126,7 @@ def _object(value: Any) -> str:
 
 def _element_type(value: Any) -> str | None:
     """Return the name of an element type of numpy, torch or Python, such as "float64"; None for other values."""
-    if isinstance(value, np.dtype) or isinstance(value, type) and issubclass(value, (np.generic, bool, int, complex)):
+    if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, (np.generic, bool, int, complex))):
         return np.dtype(value).name
     if value is float:
         return "float64"

@@ -12,6 +12,7 @@ must not share memory with the input, unless the docstring allows it. Each funct
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from math import prod
 from typing import Any
@@ -320,4 +321,4 @@ def _recv_array(
 
 def _parts(array: Array, counts: Counts) -> list[Array]:
     starts = offsets(counts)
-    return [array[start:stop] for start, stop in zip(starts, starts[1:])]
+    return [array[start:stop] for start, stop in itertools.pairwise(starts)]

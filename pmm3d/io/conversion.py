@@ -397,7 +397,7 @@ def _numbered(
 
     given = [] if isinstance(classes, bool) else list(dict.fromkeys(name.strip() for name in classes))
     for at, label in enumerate(labels):
-        if not given and label.lower() in MISSING or given and label not in given:
+        if (not given and label.lower() in MISSING) or (given and label not in given):
             known = f"is none of the classes {', '.join(given)}" if given else "is no label"
             raise DataError(
                 f"{source}, row {np.argmax(places == at)}: {label!r} {known}. Remove the row, or list all "

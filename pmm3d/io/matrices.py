@@ -163,7 +163,7 @@ def check_matrices(grid: Grid, matrices: Matrices, filled: bool = False) -> None
     for name, matrix in matrices.items():
         if not isinstance(name, str) or not isinstance(matrix, DistMatrix):
             raise CheckpointError(f"{name!r}: matrices are DistMatrix by name; got a {type(matrix).__name__}")
-        if not (matrix.grid.same_processes(grid) or grid.has_stages and matrix.grid.same_processes(grid.stage)):
+        if not (matrix.grid.same_processes(grid) or (grid.has_stages and matrix.grid.same_processes(grid.stage))):
             raise CheckpointError(f"{name!r} lives on a grid over other processes, or in another order")
         if filled and not matrix.writable:
             raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -70,7 +71,7 @@ class Plan:
         fewer rows than micro-batches has one for each row."""
         first, size = batch * self.batch_size, self.size(batch)
         edges = offsets(part_sizes(size, min(micro_batches, max(1, size))))
-        return [range(first + start, first + stop) for start, stop in zip(edges, edges[1:])]
+        return [range(first + start, first + stop) for start, stop in itertools.pairwise(edges)]
 
 
 class Samples(Protocol):

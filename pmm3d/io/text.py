@@ -186,7 +186,7 @@ class Tokenizer:
             with open(path, "rb") as opened:
                 made = None if opened.peek(len(HDF5)).startswith(HDF5) else cls(opened.read().decode())
             if made is not None:
-                made._made  # noqa: B018 raises if the tokenizer cannot be read
+                made._made
                 return made
         except OSError as error:
             raise DataError(f"cannot open {path}: {error.strerror or error}") from None

@@ -338,10 +338,7 @@ class Layout:
         bool
             True if its index is 0 along each axis that replicates.
         """
-        for axis, index in zip(coords.names, coords):
-            if index and axis not in self.named:
-                return False
-        return True
+        return all(index == 0 or axis in self.named for axis, index in zip(coords.names, coords))
 
     def replicas(self, grid: GridShape) -> int:
         """Number of ranks that store each element, or the same partial sum.

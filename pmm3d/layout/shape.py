@@ -286,7 +286,7 @@ def is_axis_name(name: object) -> bool:
     >>> is_axis_name("seq"), is_axis_name("two words"), is_axis_name("size")
     (True, False, False)
     """
-    return name in AXES or isinstance(name, str) and name.isidentifier() and not hasattr(GridShape, name)
+    return name in AXES or (isinstance(name, str) and name.isidentifier() and not hasattr(GridShape, name))
 
 
 def parse_shape(text: str) -> GridShape:

@@ -34,7 +34,7 @@ def array_namespace(array: Array) -> ModuleType:
     return array_api_compat.array_namespace(array)
 
 
-class override:  # noqa: N801
+class override:
     """Context that replaces attributes of an object."""
 
     __slots__ = ("_before", "_thing", "_values")
@@ -133,7 +133,7 @@ def _form(grid: Grid, shape: tuple[int, int], *others: Any) -> Form:
     return made
 
 
-class computing:  # noqa: N801
+class computing:
     """Context whose time is recorded as computation. A dry run records its passes over memory under `name`.
 
     Collectives progress in the background if the context has at least `LEAST_WORK` operations. It is a class because a

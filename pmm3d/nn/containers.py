@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -202,7 +203,7 @@ class MLP(Block):
             raise Pmm3dError('MLP: recompute="selective" recomputes attention, which an MLP lacks: use "full"')
         seed = seed_of(grid, seed)
         options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}
-        for index, (inputs, outputs) in enumerate(zip(sizes, sizes[1:])):
+        for index, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
             layers: list[Layer] = [
                 Linear(
                     grid,

@@ -241,7 +241,7 @@ def _headers(network: Module, path: Path, any_network: bool) -> tuple[dict[Path,
             if not table:
                 found[single], metadata = contents_of(single)
                 known = facts_in(json_object(single, metadata.get(OWN, "{}")))
-            if _published(network) and ((single.parent / CONFIG).exists() or single == path and CONFIG in metadata):
+            if _published(network) and ((single.parent / CONFIG).exists() or (single == path and CONFIG in metadata)):
                 with suppress(*(CheckpointError,) if any_network else ()):
                     known |= whole_of(network).facts_in_config(path)
     return whole.comm.bcast((found, known))

@@ -58,10 +58,10 @@ class Gradients:
         else:
             self._relayout(to, found, layout, beta, adds)
         self._left[buffer] -= 1
-        if self._overlap.buckets and not self._left[buffer] and self._sums_now(buffer):
-            if not {*PRODUCT_AXES} & {*to.sums}:
-                self._sums.put(buffer)
-                del self._open[buffer]
+        complete = not self._left[buffer] and self._sums_now(buffer) and not {*PRODUCT_AXES} & {*to.sums}
+        if self._overlap.buckets and complete:
+            self._sums.put(buffer)
+            del self._open[buffer]
 
     def _sums_now(self, buffer: GradientBuffer) -> bool:
         """Whether the sums of a gradient begin in this pass. For a scattered gradient (ZeRO-2), in every pass."""

@@ -200,7 +200,7 @@ def _elementwise_loss(
 def _weight(like: Tensor, terms: Sequence[int], reduction: str) -> float:
     """Factor of the sum of the terms of a loss, without ignored labels. Their number is the product of `terms`. In a
     step of several batches, a batch without rows has the loss 0."""
-    if reduction == "sum" or like.tape.step is not None and not prod(terms):
+    if reduction == "sum" or (like.tape.step is not None and not prod(terms)):
         return 1.0
     return share(prod(terms))
 

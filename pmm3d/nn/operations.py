@@ -267,7 +267,7 @@ def split(x: Matrix, sizes: Sequence[int]) -> list[Tensor]:
 
 def check_unit(name: str, x: Tensor, unit: int) -> None:
     cols = x.shape[1]
-    if unit < 1 and cols or unit and cols % unit:
+    if (unit < 1 and cols) or (unit and cols % unit):
         raise LayoutError(f"{name}: {cols} columns are no whole number of units of {unit}")
 
 

@@ -41,7 +41,7 @@ class Recomputed(NamedTuple):
         "selective": attention keeps only queries, keys and values (Korthikanti et al. 2022). Raises Pmm3dError.
         """
         recompute = recompute.item() if isinstance(recompute, np.generic) else recompute
-        if isinstance(recompute, bool) or isinstance(recompute, int) and recompute > 0:
+        if isinstance(recompute, bool) or (isinstance(recompute, int) and recompute > 0):
             return cls(int(recompute), False)
         if recompute not in POLICIES:
             raise Pmm3dError(

@@ -93,7 +93,7 @@ class ProductRun(Generic[Matrix]):
         """Whether A, B and C still have the memory that `bind` found. A caller can replace it by
         `matrix.local = array`, or in torch by `matrix.local.data = tensor`."""
         for base, array, place in self._memory:
-            if base.memory is not array or place and place != self._place_of(array):
+            if base.memory is not array or (place and place != self._place_of(array)):
                 return False
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -78,7 +79,7 @@ class OperandGather:
             return array[low:high] if along == 0 else array[:, low:high]
 
         pieces = [cut(self._shard, low, high) for low, high in slices]
-        if buffer is None or len(pieces) == 1 and not part.gathered and not self._packs:
+        if buffer is None or (len(pieces) == 1 and not part.gathered and not self._packs):
             whole = pieces[0] if pieces else cut(self._shard, 0, 0)
             return Panel([], whole, counts, whole, whole.T if transposed else whole)
         rows, cols = (depth, part.other) if along == 0 else (part.other, depth)
@@ -89,7 +90,7 @@ class OperandGather:
         if part.gathered and len(pieces) == 1 and self.library.is_contiguous(pieces[0]):
             return Panel([], pieces[0], counts, whole, factor)
         edges = offsets([high - low for low, high in slices])
-        places = [cut(own, low, high) for low, high in zip(edges, edges[1:])]
+        places = [cut(own, low, high) for low, high in itertools.pairwise(edges)]
         return Panel(list(zip(pieces, places)), own, counts, whole, factor)
 
     def persist(self, number: int, requests: ExitStack) -> None:

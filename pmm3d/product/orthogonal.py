@@ -264,7 +264,7 @@ def _iterated(what: str, a: DistMatrix, first: Sequence[Coefficients], most: int
             _times(x, bound**-0.5, out=x)
             _times(squared, 1 / bound, out=squared)
         errors.append(_plus(-1, _times(squared, 1)).norm())
-        if not isfinite(errors[-1]) or step and errors[-2] < enough:
+        if not isfinite(errors[-1]) or (step and errors[-2] < enough):
             break
         if step < most:
             x = _applied(x, squared, first[step] if step < len(first) else CUBIC)

@@ -196,7 +196,9 @@ class Reductions(StoredMatrix):
             return own(self, self if b is None else b) if _counts(self) else 0.0
 
         def moves() -> bool:
-            return bool(sums and self.layout.sums) or b is not None and b is not self and not has_layout(b, self.layout)
+            return bool(sums and self.layout.sums) or (
+                b is not None and b is not self and not has_layout(b, self.layout)
+            )
 
         found = self.grid.number_of_all(what, number, dtype, self.signature, *others)
         if not moves():
@@ -263,7 +265,7 @@ def _over_rows(library: NumpyLibrary, function: Callable[..., Any], *arrays: Arr
 
 def _norm_of(library: NumpyLibrary, stored: Array, dtype: str) -> float:
     total = float(sum(map(float, _over_rows(library, library.square_sum, stored))))
-    if not library.has_data or isfinite(total) and total > SMALLEST.get(dtype, SMALLEST_OF_OTHERS) or total != total:
+    if not library.has_data or (isfinite(total) and total > SMALLEST.get(dtype, SMALLEST_OF_OTHERS)) or total != total:
         return sqrt(total) if isfinite(total) else total
     largest = max(
         (float(each) for each in _over_rows(library, lambda part: library.xp.abs(part).max(), stored)), default=0.0

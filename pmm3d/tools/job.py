@@ -141,10 +141,8 @@ class Job:
     def _is_over(self) -> bool:
         """Return whether a rank has ended the job, or no rank runs here and one has failed or all have ended."""
         nobody = self._ranks.ended and not self._ranks.running
-        return (
-            (self._folder / "code").exists()
-            or bool(nobody)
-            and (self._failed() > 0 or len(self._ranks.ended) == self._count)
+        return (self._folder / "code").exists() or (
+            bool(nobody) and (self._failed() > 0 or len(self._ranks.ended) == self._count)
         )
 
     def _failed(self) -> int:
@@ -174,7 +172,7 @@ class Job:
         Otherwise they are killed after GRACE_SECONDS, or at a second signal."""
         deadline, asked = time.monotonic() + GRACE_SECONDS, self._asked
         while left := [rank.pid for rank in self._ranks.running.values()]:
-            if self._asked > asked or time.monotonic() > deadline and not asked:
+            if self._asked > asked or (time.monotonic() > deadline and not asked):
                 print(
                     f"pmm3d.launcher: {counted(len(left), 'rank')} had not ended {GRACE_SECONDS:g} s after mpiexec. "
                     "The launcher kills them",

@@ -180,7 +180,7 @@ def mean(grid: Grid, losses: torch.Tensor, weights: torch.Tensor | None = None) 
             "mean: the weights of a rank have another shape than its losses, or are NaN. Pass a weight for each loss"
         )
     ignores = weights is None and found is not None and bool(count != number)
-    if ignores and not direct or passes.ignores and unknown:
+    if (ignores and not direct) or (passes.ignores and unknown):
         raise LayoutError(
             "mean: cross_entropy ignores labels or weighs classes, and the number by which torch divides "
             "is not known here. Pass mean(grid, losses, weights), with weights such as labels != -100"

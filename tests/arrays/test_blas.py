@@ -99,7 +99,7 @@ def test_dims_beyond_the_integers_of_blas_are_told():
 
 
 def test_other_types_are_not_known():
-    assert blas.DTYPES == {"float32", "float64", "complex64", "complex128"}
+    assert {"float32", "float64", "complex64", "complex128"} == blas.DTYPES
     a = integers((2, 2), "float16")
     with pytest.raises(KeyError):
         gemm(a, a, a.copy())

@@ -1,5 +1,8 @@
 """Workspace: work arrays are reused, so that repeated steps allocate nothing."""
 
+import contextlib
+import itertools
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,7 +76,7 @@ def test_arrays_in_use_do_not_overlap_and_are_counted(events):
         else:
             workspace.give(held.pop(number)[1])
         spans = sorted((array.ctypes.data, array.nbytes) for array, _ in held if array.nbytes)
-        assert all(start + nbytes <= other for (start, nbytes), (other, _) in zip(spans, spans[1:]))
+        assert all(start + nbytes <= other for (start, nbytes), (other, _) in itertools.pairwise(spans))
         assert workspace.allocated >= sum(nbytes for _, nbytes in spans)
     for _, ticket in held:
         workspace.give(ticket)
@@ -155,10 +158,8 @@ def test_memory_that_cannot_be_had_is_not_counted():
 
     workspace = Workspace()
     for take in (workspace.array, workspace.take):
-        try:
+        with contextlib.suppress(MemoryError):
             take((MEGABYTE,), "uint8", Exhausted())
-        except MemoryError:
-            pass
     assert workspace.allocated == workspace.in_use() == 0
 
 

@@ -37,7 +37,7 @@ def test_every_result_says_where_it_was_measured():
             record = json.loads(path.read_text())
             assert {"cpu", "cores", "mpi"} <= {*record["machine"]} and record["machine"]["cpu"]
             assert record["date"].startswith("20") and record["command"] and record["tables"]
-            assert record.get("transcribed") or record["commit"] and record["machine"]["software"]
+            assert record.get("transcribed") or (record["commit"] and record["machine"]["software"])
             for table in record["tables"]:
                 assert len({len(row) for row in table["rows"]}) == 1 and len(table["rows"]) > 1
 

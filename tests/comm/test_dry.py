@@ -196,7 +196,7 @@ def test_what_a_dry_run_cannot_give_is_refused():
         with pytest.raises(Pmm3dError, match="unknown array library"):
             grid.library("nonsense")
         with pytest.raises(AttributeError, match="have no 'einsum'"):
-            array.__array_namespace__().einsum  # noqa: B018
+            array.__array_namespace__().einsum
 
 
 @pytest.mark.parallel([2], thorough=[1])

@@ -1,7 +1,7 @@
 """The executor in one process, with a fake link: results, rounds, messages, bytes, order of sums."""
 
 from functools import reduce
-from itertools import product
+from itertools import pairwise, product
 from math import log2
 
 import numpy as np
@@ -60,7 +60,7 @@ def moved(links):
 def sum_in_cuts(arrays, cuts, node_map=FLAT, each=None):
     """The sum of the ranks' arrays, computed piece by piece between the cuts. Asserts that all ranks have equal
     results."""
-    size, dtype, pieces = len(arrays), str(arrays[0].dtype), list(zip(cuts, cuts[1:]))
+    size, dtype, pieces = len(arrays), str(arrays[0].dtype), list(pairwise(cuts))
 
     def sums(link):
         out = np.zeros(cuts[-1], dtype)

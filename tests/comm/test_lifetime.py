@@ -113,7 +113,7 @@ def test_messages_that_nobody_receives_come_to_nobody(comm):
     again."""
     for size in [10, 10**6]:
         with given(size=size):
-            for number in range(ROUNDS):
+            for _number in range(ROUNDS):
                 with pytest.raises(Mishap), Grid(comm, (comm.size, 1, 1)) as grid:
                     made = [axis._comm for axis in (grid.everyone, grid.x, grid.y, grid.z, grid.data)]
                     came = grid.x.shift(np.full(size, comm.rank)).wait()

@@ -226,7 +226,7 @@ def test_shapes_and_coordinates_by_name():
     assert str(shape) == "2x2x1 (seq 2)" and str(shape._replace(data=2)) == "2x2x1 (data 2, seq 2)"
     assert repr(shape) == "GridShape(x=2, y=2, z=1, data=1, seq=2)" == repr(eval(repr(shape)))
     assert shape != GridShape(2, 2, 1, 1, pipe=2) and shape == GridShape(2, 2, 1, 1, seq=2) != GridShape(2, 2, 1, 2)
-    assert not shape != GridShape(2, 2, 1, 1, seq=2) and shape == (2, 2, 1, 1, 2)
+    assert shape == GridShape(2, 2, 1, 1, seq=2) and shape == (2, 2, 1, 1, 2)
     assert len({shape, GridShape(2, 2, 1, 1, pipe=2), GridShape(2, 2, 1, 1, seq=2)}) == 2
     coords = shape.coords(5)
     assert coords == Coords(1, 0, 0, 0, seq=1) and coords.seq == 1 and shape.rank(coords) == 5

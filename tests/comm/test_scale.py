@@ -17,7 +17,7 @@ from pmm3d.comm.nodes import Process, Processes, hosts, row
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from one_of_many import OneOfMany, grid_of, setup  # noqa: E402
+from one_of_many import OneOfMany, grid_of, setup
 
 RANKS = 32768
 MOST_BYTES = 20 * 10**6

@@ -122,7 +122,8 @@ def contents(path: Path) -> dict[str, bytes]:
         file.visit(names.append)
         for name, item in ((name, file[name]) for name in names):
             if isinstance(item, h5py.Dataset) and item.dtype.kind == "f":
-                assert np.isfinite(values := item[...]).all(), f"{path}: {name} is not whole"
+                values = item[...]
+                assert np.isfinite(values).all(), f"{path}: {name} is not whole"
                 matrices[name] = values.tobytes()
     assert matrices, f"{path} contains no matrix"
     return matrices

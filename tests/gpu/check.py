@@ -32,7 +32,7 @@ from typing import Any
 if not __package__:  # python tests/gpu/check.py
     sys.path[0] = str(Path(__file__).parents[1])
 
-from gpu import report  # noqa: E402
+from gpu import report
 
 ROOT = Path(__file__).parents[2]
 BUDGET = 460.0

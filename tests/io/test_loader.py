@@ -109,7 +109,7 @@ def test_a_state_goes_on_in_the_middle_of_an_epoch_on_another_grid(comm, path):
     with Grid(comm, (comm.size, 1, 1)) as grid, DataSet(grid, path) as data:
         loader = data.loader(8, seed=3)
         epoch_of(loader)
-        for x, _ in loader:
+        for _x, _ in loader:
             if loader.batch == 2:
                 break
         state = json.loads(json.dumps(loader.state()))
@@ -191,7 +191,7 @@ def test_each_rank_reads_only_its_rows_and_columns(grid, path, monkeypatch):
 
     monkeypatch.setattr(h5py.Dataset, "read_direct", record)
     with DataSet(grid, path, cache_bytes=0) as data, data.loader(16, seed=1) as loader:
-        x, y = next(iter(loader))
+        x, _y = next(iter(loader))
         loader.close()
     mine = x.box.shape
     assert not x.local.size or (asked[0] == ("/x", mine) and asked[1] == ("/y", (mine[0],)))

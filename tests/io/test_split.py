@@ -23,7 +23,7 @@ def test_a_permutation_of_many_numbers_takes_the_memory_of_those_asked_for():
     size = 10**15
     numbers = np.array([0, 1, size // 2, size - 1])
     images = Permutation(size, 5)(numbers)
-    assert ((0 <= images) & (images < size)).all() and len(set(images)) == 4
+    assert ((images >= 0) & (images < size)).all() and len(set(images)) == 4
     assert np.array_equal(Permutation(size, 5).inverse(images), numbers)
     assert not np.array_equal(images, Permutation(size, 6)(numbers))
 
@@ -39,7 +39,7 @@ def test_all_permutations_are_about_equally_frequent(size):
     keys, found = 200 * factorial(size), Counter()
     for key in range(keys):
         found[tuple(Permutation(size, key)(np.arange(size)))] += 1
-    assert len(found) == factorial(size) and 120 < min(found.values()) and max(found.values()) < 300
+    assert len(found) == factorial(size) and min(found.values()) > 120 and max(found.values()) < 300
 
 
 def test_where_numbers_go_does_not_depend_on_where_they_are():

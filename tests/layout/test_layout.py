@@ -218,7 +218,7 @@ def test_units_that_are_none_are_refused(units):
 
 def test_partial_sums_are_no_replicas():
     layout, grid = Layout("x", units=(2, 3), sums=("data", "z")), GridShape(2, 2, 2, 2)
-    assert layout.T == Layout((), "x", ("data", "z"), (3, 2)) and layout.T.T == layout
+    assert Layout((), "x", ("data", "z"), (3, 2)) == layout.T and layout == layout.T.T
     assert (summed := layout.summed) == Layout("x", units=(2, 3)) != layout and summed.summed is summed
     assert layout.on(grid) == Layout("x", sums=("z", "data"), units=(2, 1))
     assert layout.on(GridShape(1, 2, 1)) == Layout()
@@ -323,7 +323,7 @@ def test_layouts_that_distribute_equally_are_equal_on_the_grid():
     flat = GridShape(1, 4, 1)
     assert Layout.A.on(flat) == Layout(cols="y")
     assert Layout.A.on(GridShape(2, 2, 2)) == Layout.A
-    assert Layout.B.T == Layout(rows="x", cols=("y", "z"))
+    assert Layout(rows="x", cols=("y", "z")) == Layout.B.T
     assert Layout(rows="x") == Layout(rows=("x",)) == Layout(rows=["x"])
     assert Layout.C.parts(GridShape(2, 3, 4)) == (12, 2)
 

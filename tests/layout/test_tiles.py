@@ -74,7 +74,7 @@ def test_bounds_of_parts_are_kept(mine, data):
     most, span, shortest = mine.spacing
     of_parts = [indices(mine, part) for part in range(mine.parts)]
     assert all(len(each) <= most and (not each or each[-1] + 1 - each[0] <= span) for each in of_parts)
-    inner = [run for run in mine.within(0, mine.size) if 0 < run.start and run.stop < mine.size]
+    inner = [run for run in mine.within(0, mine.size) if run.start > 0 and run.stop < mine.size]
     assert all(run.stop - run.start >= shortest for run in inner)
     others = data.draw(
         st.builds(lambda block, parts: Cyclic(mine.size, block, parts), numbers, numbers)

@@ -139,7 +139,7 @@ def test_the_steps_end_in_the_target_from_any_layout(case, told):
 
 @given(cases())
 def test_an_axis_in_the_same_place_is_left_alone_and_a_move_comes_once(case):
-    grid, shape, source, target = case
+    grid, _shape, source, target = case
     steps = transitions(source, target, grid)
     assert [step.kind for step in steps].count("move") <= 1
     before, after = states(source.on(grid)), states(target.on(grid))

@@ -1,5 +1,6 @@
 """pmm3d.model.machines: times of GEMMs, passes and collectives on a machine, and ranks that share a node."""
 
+import itertools
 import math
 import pickle
 from dataclasses import replace
@@ -215,14 +216,14 @@ def test_a_row_that_was_disturbed_counts_no_more_than_a_larger_one():
 def test_more_bytes_never_take_less_by_measured_rows(row, several):
     prices = [row.price(size) for size in sorted(several)]
     assert prices[0] > 0
-    assert all(first <= second * (1 + 1e-12) for first, second in zip(prices, prices[1:]))
+    assert all(first <= second * (1 + 1e-12) for first, second in itertools.pairwise(prices))
 
 
 @given(st.sampled_from(OPERATIONS), groups(), st.tuples(*[figures] * 5), st.lists(nbytes, min_size=2, max_size=6))
 def test_more_bytes_never_take_less_by_a_law(operation, group, law, several):
     made = machine(laws={"default": Law(*law)})
     prices = [made.collective_seconds(operation, group, size) for size in [0, *sorted(several)]]
-    assert all(first <= second * (1 + 1e-12) for first, second in zip(prices, prices[1:]))
+    assert all(first <= second * (1 + 1e-12) for first, second in itertools.pairwise(prices))
 
 
 @given(

@@ -2,7 +2,7 @@
 
 import math
 import random
-from itertools import permutations
+from itertools import pairwise, permutations
 
 import pytest
 from flat_machines import BYTES_ONLY, cluster, machine
@@ -130,7 +130,7 @@ def test_every_grid_is_priced_and_the_list_is_in_order(name, size):
         shapes = [candidate.grid[:3] for candidate in found.candidates]
         assert sorted(shapes) == sorted(shapes_of(ranks)) and found.considered == len(shapes)
         seconds = [candidate.seconds for candidate in found.candidates]
-        assert all(one <= other * (1 + 1e-8) for one, other in zip(seconds, seconds[1:]))
+        assert all(one <= other * (1 + 1e-8) for one, other in pairwise(seconds))
         for candidate in found.candidates:
             assert sum(candidate.terms.values()) == pytest.approx(candidate.seconds)
             assert set(candidate.terms) <= {"gemm", "passes", "overhead", "x", "y", "z", "all"}

@@ -301,10 +301,10 @@ def test_messages_of_thousands_of_ranks_find_their_partners():
     for size, per_node in [(256, 8), (4096, 1)]:
         counts = tuple(part_sizes(size + 3, size))
         for make in (
-            lambda rank: tables.all_gather(counts, rank, per_node),  # noqa: B023
-            lambda rank: tables.reduce_scatter(counts, rank, per_node),  # noqa: B023
+            lambda rank: tables.all_gather(counts, rank, per_node),
+            lambda rank: tables.reduce_scatter(counts, rank, per_node),
             lambda rank: tables.all_reduce(size, size, rank, per_node),
-        ):  # noqa: B023
+        ):
             for rank in (1, size - 1):
                 own = make(rank)
                 for peer in {peer for each in own.rounds for peer, _ in (*each.sends, *each.receives)}:

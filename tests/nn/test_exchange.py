@@ -1,5 +1,6 @@
 """Networks to torch and back: the same outputs there, the same weights here, on another grid."""
 
+import itertools
 import json
 
 import numpy as np
@@ -29,7 +30,7 @@ def in_torch(path, x):
     from safetensors.torch import load_file
 
     layers = []
-    for inputs, outputs in zip(SIZES[:-1], SIZES[1:-1]):
+    for inputs, outputs in itertools.pairwise(SIZES):
         layers += [torch.nn.Linear(inputs, outputs), torch.nn.LayerNorm(outputs), torch.nn.GELU()]
     network = torch.nn.Sequential(*layers, torch.nn.Linear(*SIZES[-2:])).double()
     network.load_state_dict(load_file(path))

@@ -2,6 +2,7 @@
 used."""
 
 import gc
+import itertools
 from weakref import ref
 
 import numpy as np
@@ -30,7 +31,7 @@ def layers(grid, *sizes):
     """Linear layers in sequence, without biases."""
     made = [
         nn.Linear(grid, *size, bias=False, seed=seed, cols="yx"[seed % 2], dtype="float64")
-        for seed, size in enumerate(zip(sizes, sizes[1:]))
+        for seed, size in enumerate(itertools.pairwise(sizes))
     ]
     return nn.Sequential(grid, *made)
 

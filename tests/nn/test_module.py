@@ -262,7 +262,7 @@ def test_two_networks_of_one_optimizer_need_a_module_that_holds_both(comm, fails
         assert len(opt.matrices(both.named_parameters())) == 2 * len(opt.parameters)
         both.named_parameters()
         step(opt, a, b)
-        assert list(a.named_parameters())[0] == "0.weight" and a.layers[0].weight.name == "backbone.0.weight"
+        assert next(iter(a.named_parameters())) == "0.weight" and a.layers[0].weight.name == "backbone.0.weight"
         kept = opt.matrices()
         assert len(kept) == 2 * len(opt.parameters) and "optimizer/head.2.bias/square" in kept
         keeper = Checkpoints(grid, shared_path)

@@ -341,7 +341,7 @@ def test_weights_written_to_count_once_the_network_knows(comm):
                 matrix.local[...] *= 2
             net.loaded()
             after = net(x).gather()
-            for name, parameter in net.named_parameters().items():
+            for parameter in net.named_parameters().values():
                 parameter.assign(spread(grid, to_numpy(parameter.gather()) / 2, Layout(cols="z")))
             again = net(x).gather()
         assert not np.allclose(before, after) and np.array_equal(before, again)

@@ -64,7 +64,7 @@ def test_the_memory_of_two_optimizers_adds_up(comm):
         halves = net.parameters()[:2], net.parameters()[2:]
         optimizers = [optim.AdamW(half) for half in halves]
         x = DistMatrix.random(grid, (4, 4), dtype="float32")
-        for step in range(2):
+        for _step in range(2):
             nn.mse(net(x), DistMatrix.random(grid, (4, 2), dtype="float32")).backward()
             for optimizer in optimizers:
                 optimizer.step()

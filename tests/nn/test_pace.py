@@ -16,7 +16,7 @@ from pmm3d.nn.training import Recipe, Trainer, TrainState, reporter
 
 def test_the_slowest_rank_is_the_one_that_waits_least():
     assert reporter.slowest(28.0, [24.0, 0.0, 24.0, 24.0]) == (1, 7.0, 24.0)
-    rank, ratio, waited = reporter.slowest(10.0, [2.0, 2.0, 2.0])
+    _rank, ratio, waited = reporter.slowest(10.0, [2.0, 2.0, 2.0])
     assert (ratio, waited) == (1.0, 0.0)
 
 

@@ -132,7 +132,7 @@ def test_what_is_predicted_and_exported_is_all_that_was_learned(comm, data, shar
         assert (half.named_parameters()[WEIGHT].gather() == weight.astype("float16")).all()
         assert (half.state_dict()[WEIGHT].gather() == weight).all()
     export_checkpoint(comm, run, target)
-    assert (load_file(target)[WEIGHT].T == weight).all()
+    assert (weight == load_file(target)[WEIGHT].T).all()
 
 
 @pytest.mark.parallel([2])
@@ -275,7 +275,7 @@ def test_a_network_of_ones_own_predicts_in_its_precision(comm, data, shared_path
                 assert weight.dtype == "float16" and (weight.gather() == low[name].astype("float16")).all()
             assert net(DistMatrix.random(grid, (4, 12), dtype="float32")).dtype == "float16"
         export_checkpoint(comm, shared_path / function, shared_path / "net.safetensors")
-        assert (load_file(shared_path / "net.safetensors")["first.weight"].T == low["first.weight"]).all()
+        assert (low["first.weight"] == load_file(shared_path / "net.safetensors")["first.weight"].T).all()
     with Grid(comm, "ddp") as grid:
         own = OwnNetwork(grid, made.network, Precision(tf32=True), 0)
         fails(
@@ -305,8 +305,8 @@ def test_a_warm_start_has_all_digits(comm, shared_path):
         alone = nn.Linear(grid, 8, 6, precision="float16").requires_grad_(False)
         alone.load_state_dict(low.state_dict())
         assert Checkpoints(grid, shared_path / "alone").save(1, alone.matrices())
-        for network, optimizer in (low, optimizer), (full, None):
-            load_weights(network, shared_path / "alone", optimizer)
+        for network, masters in (low, optimizer), (full, None):
+            load_weights(network, shared_path / "alone", masters)
             assert network.matrices()["weight"].dtype == "float32"
             assert (network.matrices()["weight"].gather() == wanted.astype("float16")).all()
 

@@ -140,7 +140,7 @@ def assert_arrays_are_multiplied(comm, library):
         a.local, b.local, c.local = (to_library(part.local.T, library).T for part in (a, b, c))
         pgemm("T", "N", 9, 9, 9, 1, *a.passed, *b.passed, 1, *c.passed)
         c.part[...] += a.part.T @ b.part
-        assert (to_numpy(c.local.T, library).T == c.arrays()[0]).all()
+        assert (c.arrays()[0] == to_numpy(c.local.T, library).T).all()
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 6, 8])

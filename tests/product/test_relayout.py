@@ -102,10 +102,10 @@ def test_there_and_back_begun_at_once(some_grid):
             ways.append((first, second, there, back, whole, source, target))
     if grid.rank:
         grid.comm.barrier()
-    for first, second, there, back, whole, source, target in ways:
+    for first, second, there, back, _, source, target in ways:
         with given(source=source, target=target):
             assert second.wait() is back and first.wait() is there
-    for first, second, there, back, whole, source, target in ways:
+    for _, _, there, back, whole, source, target in ways:
         check(grid, back, whole, source)
         check(grid, there, whole, target)
 

@@ -16,7 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "extensions"))
 
-from docstrings import ALL_MEMBERS, as_rst  # noqa: E402
+from docstrings import ALL_MEMBERS, as_rst
 
 SECTIONS = ("Parameters", "Attributes", "Returns", "Yields", "Raises", "Notes", "Examples")
 """Headings of sections, in their order."""
@@ -116,14 +116,14 @@ def faults_of(name, text, parameters=None):
     (_, before), *sections = sections_of(text.splitlines())
     headings, summary = [heading for heading, _ in sections], before[0]
     faults = []
-    if not summary.endswith((".", "?")) or len(before) > 1 and before[1]:
+    if not summary.endswith((".", "?")) or (len(before) > 1 and before[1]):
         faults.append(f"the first paragraph is not one line that ends with a point: {summary}")
     if headings != sorted(headings, key=SECTIONS.index) or len({*headings}) < len(headings):
         faults.append(f"sections in the order {headings}; needed is that of {SECTIONS}")
     for heading, lines in [("", before), *sections]:
         if [line for line in lines if line.strip() and not line.strip("-")]:
             faults.append(f"a heading that is none of {SECTIONS}")
-        if not any(map(str.strip, lines)) or heading in LISTS and lines[0].startswith(" "):
+        if not any(map(str.strip, lines)) or (heading in LISTS and lines[0].startswith(" ")):
             faults.append(f"an empty section: {heading}")
     if parameters:
         wanted = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]

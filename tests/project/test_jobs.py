@@ -145,7 +145,7 @@ def test_a_variable_that_is_misspelt_is_found():
 def test_each_line_of_a_site_names_its_source():
     """On the same line, or in a comment of the same paragraph."""
     source = re.compile(r"# .*(https://|guide|as above)")
-    for site, paragraph in [(site, part) for site in SITES for part in site.read_text().split("\n\n")]:
+    for site, paragraph in [(file, part) for file in SITES for part in file.read_text().split("\n\n")]:
         lines = paragraph.splitlines()
         above = any(line.lstrip().startswith("#") and source.search(line) for line in lines)
         for line in lines:

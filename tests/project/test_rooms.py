@@ -105,7 +105,7 @@ def test_every_public_name_is_explained():
             if getattr(thing, "__module__", "").startswith("pmm3d") and callable(thing):
                 text = inspect.getdoc(thing) or ""
                 is_error = inspect.isclass(thing) and issubclass(thing, Exception)
-                if not text or not is_error and ">>> " not in text:
+                if not text or (not is_error and ">>> " not in text):
                     missing.append(f"{room}.{name}: no {'example' if text else 'docstring'}")
     assert not missing
 

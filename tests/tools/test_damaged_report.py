@@ -42,7 +42,9 @@ def unwritten(monkeypatch):
                         "axis": "x",
                         "phase": "",
                         "operation": "shift",
-                        **dict.fromkeys(("calls", "sent", "received"), [1]),
+                        "calls": [1],
+                        "sent": [1],
+                        "received": [1],
                         "waited": [0.5],
                     }
                 ]

@@ -80,7 +80,7 @@ def test_no_title_of_a_picture_is_cut(tmp_path, monkeypatch):
         assert any(text.get_text() for text in texts)
         for text in texts:
             box = text.get_window_extent(FigureCanvasAgg(figure).get_renderer())
-            assert 0 <= box.x0 and box.x1 <= figure.bbox.width and box.y1 <= figure.bbox.height, text.get_text()
+            assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y1 <= figure.bbox.height, text.get_text()
 
 
 def test_lines_that_coincide_are_drawn_as_one_and_named_after_all(tmp_path, monkeypatch):

@@ -420,7 +420,7 @@ def real_trace(path, found, steps=3, shift=0.5):
     events = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "rank 0 (here)"}}]
     for step in range(steps):
         events.append({"name": "gemm", "ph": "X", "pid": 0, "tid": "compute", "ts": 2e6 * step, "dur": 5.0, "args": {}})
-        for order, (task, begun) in enumerate(collectives):
+        for order, (task, _begun) in enumerate(collectives):
             events.append(
                 {
                     "name": "all_gather",

@@ -211,7 +211,7 @@ def test_a_moving_average_of_the_loss(run):
         "".join(json.dumps({"step": step, "loss": value}) + "\n" for step, value in enumerate(values, 1))
     )
     assert "training, mean of 10 values" in words(write_page(run).read_text())
-    [(name, mean)] = _smoothed([*enumerate(values, 1)]).items()
+    [(_name, mean)] = _smoothed([*enumerate(values, 1)]).items()
     assert len(mean) == 111 and mean[0] == (10, pytest.approx(sum(values[:10]) / 10))
 
 

@@ -221,7 +221,7 @@ def test_commands_that_ask_before_a_grid_is_made_know_auto(cache, job, monkeypat
     done = job(1, "from pmm3d.tools.cli import main\nmain()", *words)
     said = done.stdout + done.stderr
     assert "no such BLAS" not in said and "could not be" not in said and "OPENBLAS_CORETYPE" not in said, said
-    assert words[0] == "plan" and done.returncode == 0 or "kernel Haswell" in done.stdout, said
+    assert (words[0] == "plan" and done.returncode == 0) or "kernel Haswell" in done.stdout, said
 
 
 TWICE = """

@@ -163,14 +163,14 @@ def test_a_transformer_block_has_the_gradients_of_the_plain_one(comm):
     and gradients accumulate twice."""
     make = lambda: (torch.manual_seed(0), Block().double())[1]
     plain, tokens = make(), torch.randint(11, (6, 5), generator=torch.Generator().manual_seed(1))
-    for times in range(2):
+    for _times in range(2):
         nn.functional.cross_entropy(plain(tokens).flatten(0, 1), tokens.flatten()).backward()
     expected = {name: tensor.grad for name, tensor in plain.named_parameters()}
 
     def check(grid):
         net = parallelize(make(), grid, PLAN)
         mine = input_rows(grid, tokens)
-        for times in range(2):
+        for _times in range(2):
             each = nn.functional.cross_entropy(net(mine).flatten(0, 1), mine.flatten(), reduction="none")
             mean(grid, each).backward()
         assert net.embed.weight.grad.shape == (11, 16)

@@ -131,7 +131,7 @@ class Pipeline(Module):
             table = self._table(None)
             self.rank_of, self.depth = table.stages, len(table.chains[0])
             self.dry, made = made_by(make, dry_grid(self.grid), None)
-            if (cut == "cost") != (like is not None) or memory is not None and cut != "cost":
+            if (cut == "cost") != (like is not None) or (memory is not None and cut != "cost"):
                 raise PipelineError(
                     'Pipeline: cut="cost" needs like=, the inputs of a micro-batch. Other cuts take '
                     f"neither like nor memory; got cut={cut!r}"

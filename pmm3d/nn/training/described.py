@@ -30,7 +30,7 @@ HEAD = (
 def as_toml(config: BaseModel) -> str:
     """Return the configuration as a TOML file. Comments give the meaning and the possible values of each key."""
     lines, keys = _comment(HEAD), list(keys_of(type(config)))
-    for name, field in type(config).model_fields.items():
+    for name in type(config).model_fields.keys():
         section: Any = getattr(config, name)
         about = " ".join((type(section).__doc__ or "").split())
         lines += ["", *_comment(about), f"[{name}]"]

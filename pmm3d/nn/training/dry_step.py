@@ -225,7 +225,7 @@ def step_of(
 
 
 def _checked(samples: SampleSizes) -> SampleSizes:
-    if min(samples.features, samples.outputs) < 1 or samples.classes and samples.outputs < 2:
+    if min(samples.features, samples.outputs) < 1 or (samples.classes and samples.outputs < 2):
         raise Pmm3dError(
             f"samples: a network needs at least 1 feature and 1 output (2 for classes); got "
             f"{samples.features} and {samples.outputs}"

@@ -138,7 +138,7 @@ class Trainer:
     @property
     def done(self) -> bool:
         """Whether all steps or all epochs of the recipe are done."""
-        return self.spent or self.recipe.epochs is not None and self.loader.epoch >= self.recipe.epochs
+        return self.spent or (self.recipe.epochs is not None and self.loader.epoch >= self.recipe.epochs)
 
     @contextmanager
     def owning(self) -> Iterator[None]:

@@ -225,7 +225,7 @@ class OptimizerSection(Section):
     """factor of lr for a weight of k inputs and n outputs (muon: match_rms_adamw if left out). original: sqrt(max(1,
     n / k)); match_rms_adamw: 0.2 sqrt(max(k, n)), for the lr and weight_decay of adamw"""
     betas: Annotated[list[Share], Field(min_length=2, max_length=2)] | None = default_of(
-        **dict.fromkeys(("adam", "adamw", "muon"), [0.9, 0.999])
+        **{kind: [0.9, 0.999] for kind in ("adam", "adamw", "muon")}
     )
     """shares of the running means of gradients and of their squares that a step keeps (adam, adamw, muon: [0.9, 0.999]
     if left out)"""

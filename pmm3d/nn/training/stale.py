@@ -134,7 +134,7 @@ def train_stale(
         of a wave), for several stages on a rank, for weights that stages share, for a table in which the weights of the
         rule are not ready in time, and for a grid of workers of another shape.
     """
-    if rule.every < 1 or isinstance(rule, HetPipe) and rule.distance < 0:
+    if rule.every < 1 or (isinstance(rule, HetPipe) and rule.distance < 0):
         raise PipelineError(
             f"stale weights: a batch has at least 1 micro-batch, and a distance is at least 0; got {rule}"
         )

@@ -209,7 +209,7 @@ def _check(
             f"attention: {q.shape[1]} columns of q and {k.shape[1]} columns of k are not a multiple of "
             f"{size} columns, the size of a head. Choose a size that divides the columns"
         )
-    if bool(q.shape[1]) != bool(k.shape[1]) or k.shape[1] and q.shape[1] % k.shape[1]:
+    if bool(q.shape[1]) != bool(k.shape[1]) or (k.shape[1] and q.shape[1] % k.shape[1]):
         raise LayoutError(
             f"attention: {q.shape[1] // size} heads of q cannot share {k.shape[1] // size} heads of k "
             "and v: the first number must be a multiple of the second"

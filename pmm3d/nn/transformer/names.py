@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -110,7 +111,7 @@ def _qkv(of: Architecture, layer: str) -> tuple[Columns, ...]:
 def _in_turns(parameter: str, *sizes: int) -> tuple[Columns, ...]:
     """Parts of a parameter whose columns alternate, with these numbers of adjacent columns."""
     ends = offsets(sizes)
-    return tuple(Columns(parameter, start, stop, ends[-1]) for start, stop in zip(ends, ends[1:]))
+    return tuple(Columns(parameter, start, stop, ends[-1]) for start, stop in itertools.pairwise(ends))
 
 
 def _whole(name: str, transpose: bool = False) -> Stored:

@@ -90,7 +90,7 @@ def _seen(queries: Rows, rows: slice, keys: Rows, part: slice, visible: Visible)
     q, k = queries.position[rows], keys.position[part]
     nearest, farthest = int(q.min() - k.max()), int(q.max() - k.min())
     reach = visible.window or np.inf
-    if farthest <= -reach or nearest >= reach or visible.causal and farthest < 0:
+    if farthest <= -reach or nearest >= reach or (visible.causal and farthest < 0):
         return ""
     if queries.document is not None and keys.document is not None:
         own, others = queries.document[:, rows], keys.document[:, part]

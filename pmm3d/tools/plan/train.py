@@ -122,7 +122,7 @@ def train_command(
         named = None if grid in (None, AUTO) else training.named_grid(str(grid), data, ranks)
         ranking = training.ranking(ranks, top=max(top, TOP), grids=[named] if named else [], tell=told)
         best = ranking.candidates[0]
-        first = FirstRank.of(training, best.grid) if trace or grid and best.grid.stages == 1 else None
+        first = FirstRank.of(training, best.grid) if trace or (grid and best.grid.stages == 1) else None
     written: dict[str, Any] = {"grids": as_json(ranking)}
     notes = [*how_often(mtbf, write_seconds, best.seconds), *training.in_words(best)]
     print_plan(chosen, ranking, top, "a step")

@@ -85,7 +85,7 @@ def same(one, other):
 
 def test_a_training_goes_on_in_any_number_of_stages(comm, shared_path):
     """Weights, the optimizer's state split over data, steps, missing gradients and calls of dropout."""
-    for number, (*_, stages) in enumerate(CUTS):
+    for number, (*_, _stages) in enumerate(CUTS):
         with cut(comm, number) as grid:
             state = begun(grid)
             learn(state, 3)

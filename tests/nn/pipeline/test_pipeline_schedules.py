@@ -76,10 +76,8 @@ def tables(ranks, micro_batches, times):
             continue
         for chunks in (1, 2, 3) if "chunks" in signature(make).parameters else (None,):
             options = {"chunks": chunks} if chunks else {"times": times} if name in SEARCHED else {}
-            if (
-                not name.startswith("dualpipe")
-                or micro_batches >= 2 * ranks
-                and (name == "dualpipe-v" or ranks % 2 == micro_batches % 2 == 0)
+            if not name.startswith("dualpipe") or (
+                micro_batches >= 2 * ranks and (name == "dualpipe-v" or ranks % 2 == micro_batches % 2 == 0)
             ):
                 yield name, chunks, make(ranks, micro_batches, **options)
 

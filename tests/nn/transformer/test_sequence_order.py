@@ -33,7 +33,7 @@ def test_causal_work_of_each_rank():
 
     def work(order, ranks, length=64, block=2):
         layout = token_layout(Grid.dry((1, 1, 1), seq=ranks), length, block=block, order=order)
-        grid, parts = boxes(lambda made: layout, (length, 1), seq=ranks)
+        _grid, parts = boxes(lambda made: layout, (length, 1), seq=ranks)
         rows = [row_positions(layout, length, box) for box in parts]
         assert sorted(np.concatenate(rows)) == list(range(length))
         return [sum(position // block + 1 for position in part[::block]) for part in rows]
