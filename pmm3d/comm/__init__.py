@@ -11,7 +11,6 @@ from .agreement import digest, gather_small
 from .argument_digest import Compared
 from .axis import Axis
 from .choose_grid import Auto, chosen_shape
-from .codec import Cast, Codec
 from .communicator import LEAVING, all_leave, check_communicator, own_duplicate
 from .engine import Pending, PlanResources
 from .executor import Awaited, Buffers, following, run_schedule, under_way, wait_for_all, work_bytes
@@ -46,7 +45,7 @@ _FILES = {
     "shared_array": "windows",
 }
 
-__all__ = ["Axis", "Cast", "Codec", "Grid", "Ledger", "Pending"]
+__all__ = ["Axis", "Grid", "Ledger", "Pending"]
 """Public names. Other names are for the subpackages built on this one."""
 
 

@@ -18,7 +18,6 @@ from ..model.node_map import FLAT
 from ..model.rounds import Schedule
 from . import collectives, point_to_point, unchecked
 from .agreement import digest
-from .codec import Codec
 from .communicator import OwnedComm
 from .engine import Engine, Pending
 from .executor import Awaited, Buffers, Counts, following, wait_for_all
@@ -343,7 +342,6 @@ class Axis:
         dim: int = 0,
         after: Sequence[Awaited] = (),
         work: Slab | None = None,
-        codec: Codec | None = None,
     ) -> Pending:
         """Begin to gather every rank's part in `out`, one after the other along `dim`.
 
@@ -353,12 +351,10 @@ class Axis:
 
         `part` may be its place in `out`, and `out` has no gaps. `counts` are the rows (dim 0) or columns (dim 1) of
         each rank's part. `work` has `unchecked.all_gather_work`, `reduce_scatter_work`, `all_reduce_work` or
-        `executor.work_bytes` bytes. Default: memory of the workspace. `codec` encodes the messages
-        (`pmm3d.comm.codec`), and is the same on all members. Encoded rows lose precision, also on the rank that sends
-        them if it keeps them in `out`.
+        `executor.work_bytes` bytes. Default: memory of the workspace.
         """
         library = library_of(out)
-        collective = lambda link: unchecked.all_gather_into(link, library, part, out, counts, dim, work, codec)
+        collective = lambda link: unchecked.all_gather_into(link, library, part, out, counts, dim, work)
         return self.begin_after(after, "all_gather", library, (part, out), collective)
 
     def reduce_scatter_into(
@@ -371,25 +367,15 @@ class Axis:
         dim: int = 0,
         after: Sequence[Awaited] = (),
         work: Slab | None = None,
-        codec: Codec | None = None,
     ) -> Pending:
         """Begin to sum this rank's part along `dim` of all ranks' arrays: out = beta out + the sum. Arrays are 1D or
         2D. Along dim 1 `out` has no gaps. Otherwise as `all_gather_into`."""
         library = library_of(whole)
-        collective = lambda link: unchecked.reduce_scatter_into(
-            link, library, whole, out, counts, beta, dim, work, codec
-        )
+        collective = lambda link: unchecked.reduce_scatter_into(link, library, whole, out, counts, beta, dim, work)
         return self.begin_after(after, "reduce_scatter", library, (whole, out), collective)
 
     def all_reduce_into(
-        self,
-        array: Array,
-        out: Array,
-        beta: complex = 0,
-        *,
-        after: Sequence[Awaited] = (),
-        work: Slab | None = None,
-        codec: Codec | None = None,
+        self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (), work: Slab | None = None
     ) -> Pending:
         """Begin to sum the arrays of all ranks: out = beta out + the sum. `out` may be `array`. If beta is not 0, or if
         `out` has gaps, `array` contains the sum at the end. Otherwise as `all_gather_into`."""
@@ -399,7 +385,7 @@ class Axis:
             "all_reduce",
             library,
             (array, out),
-            lambda link: unchecked.all_reduce_into(link, library, array, out, beta, work, codec),
+            lambda link: unchecked.all_reduce_into(link, library, array, out, beta, work),
         )
 
     def sum_coalesced(
@@ -440,15 +426,12 @@ class Axis:
         dims: tuple[int, int] = (0, 0),
         after: Sequence[Awaited] = (),
         work: Slab | None = None,
-        codec: Codec | None = None,
     ) -> Pending:
         """Begin to send part r of `array` along dims[0] to rank r, and to receive part r of `out` along dims[1] from
         rank r. `sent` and `received` are the rows or columns of each part. Otherwise as `all_gather_into`.
         """
         library = library_of(out)
-        collective = lambda link: unchecked.all_to_all_into(
-            link, library, array, out, sent, received, dims, work, codec
-        )
+        collective = lambda link: unchecked.all_to_all_into(link, library, array, out, sent, received, dims, work)
         return self.begin_after(after, "all_to_all", library, (array, out), collective)
 
     def barrier(self, name: str) -> Pending:

@@ -23,7 +23,6 @@ from ..model.node_map import NodeMap
 from ..model.rounds import Schedule, count
 from .axis import Axis
 from .choose_grid import checked_axes, chosen_shape
-from .codec import Codec
 from .communicator import WatchedComm
 from .engine import Engine, Pending
 from .executor import Awaited
@@ -244,20 +243,13 @@ class DryAxis(Axis):
         return self.begin(name, same_everywhere)
 
     def all_reduce_into(
-        self,
-        array: Array,
-        out: Array,
-        beta: complex = 0,
-        *,
-        after: Sequence[Awaited] = (),
-        work: Slab | None = None,
-        codec: Codec | None = None,
+        self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (), work: Slab | None = None
     ) -> Pending:
         if library_of(array).has_data:
             out[...] = array * self.size + (beta * out if beta else 0)
             dry = DryLibrary(self._engine.run)
             array, out = dry.like(array), dry.like(out)
-        return super().all_reduce_into(array, out, beta, after=after, work=work, codec=codec)
+        return super().all_reduce_into(array, out, beta, after=after, work=work)
 
     def _of_equals(
         self, name: str, array: np.ndarray, counts: Sequence[int] | None, shape: tuple[int, ...]

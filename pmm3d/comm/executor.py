@@ -9,29 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from math import prod
 from typing import Any, Protocol
 
 import numpy as np
 
 from ..arrays import Array, NumpyLibrary, Slab, copy_into, sum_in_order
 from ..layout import aligned, itemsize
-from ..model.rounds import (
-    IN,
-    NOTHING,
-    OUT,
-    Encoded,
-    Round,
-    Schedule,
-    Span,
-    Sum,
-    accumulator,
-    count,
-    encoded_bytes,
-    packing_bytes,
-)
+from ..model.rounds import IN, NOTHING, OUT, Round, Schedule, Span, Sum, accumulator, count, packing_bytes
 from ..model.schedule import barrier
-from .codec import Codec
 from .transport import Collective, Link, attach_active
 
 Counts = Sequence[int]
@@ -130,7 +115,6 @@ def run_schedule(
     beta: complex = 0,
     dims: tuple[int, int] = (0, 0),
     work: Slab | None = None,
-    codec: Codec | None = None,
 ) -> Collective[Array]:
     """Generator: execute a schedule. Returns `out`.
 
@@ -138,21 +122,15 @@ def run_schedule(
     beta         OUT = beta OUT + the sum
     dims         the dim of `given`, and of `out`, along which spans cut
     work         memory of `work_bytes` bytes. Default: from the workspace
-    codec        encodes the messages. A span that this rank sends and also keeps is encoded and decoded here too, so
-                 all ranks have the same bits
     """
     borrowed: AbstractContextManager[Slab | None] = nullcontext(work)
-    if work is None and (schedule.work or codec is not None):
-        borrowed = link.workspace.slab(work_bytes(schedule, library, given, out, dims, codec), library)
+    if work is None and schedule.work:
+        borrowed = link.workspace.slab(work_bytes(schedule, library, given, out, dims), library)
     with borrowed as memory:
         buffers = Buffers(schedule, library, (given, out), dims, memory)
         packs = None if memory is None or not memory.left else memory.rest()
         for each in schedule.rounds:
-            memory_of_round = None if packs is None else packs.again()
-            if codec is not None and memory_of_round is not None and each.sends + each.receives:
-                yield from run_encoded(link, buffers, each, beta, memory_of_round, codec)
-            else:
-                yield from run_round(link, buffers, each, beta, memory_of_round)
+            yield from run_round(link, buffers, each, beta, None if packs is None else packs.again())
     return out
 
 
@@ -172,44 +150,6 @@ def run_round(
     elif copies:
         make_copies(buffers, copies)
     add_sums(buffers, sums, beta)
-
-
-def run_encoded(
-    link: Link, buffers: Buffers, each: Round, beta: complex, memory: Slab, codec: Codec
-) -> Collective[None]:
-    """Generator: execute one round with encoded messages. memory: for the encoded data."""
-    library, view = buffers.library, buffers.view
-
-    def data(span: Span) -> Array:
-        array = view(span)
-        return memory.array((codec.nbytes(prod(array.shape), library.dtype(array)),), "uint8")
-
-    leaving = {span: data(span) for span in dict.fromkeys(span for _, span in each.sends)}
-    coming = [(peer, span, data(span)) for peer, span in each.receives]
-    if library.has_data:
-        for span, encoded in leaving.items():
-            codec.encode(library, view(span), encoded)
-    yield from link.exchange(
-        library, [(peer, leaving[span]) for peer, span in each.sends], [(peer, encoded) for peer, _, encoded in coming]
-    )
-    own = [(target, leaving[parts[0]]) for parts, target in each.copies if parts[0] in leaving]
-    make_copies(buffers, [one for one in each.copies if one.parts[0] not in leaving])
-    if library.has_data:
-        for span, encoded in [*own, *((span, encoded) for _, span, encoded in coming)]:
-            codec.decode(library, encoded, view(span))
-    add_sums(buffers, each.sums, beta)
-
-
-def encoded_by(codec: Codec, dtype: str, others: Sequence[int]) -> Encoded:
-    """Return a function that gives the bytes of an encoded span of arrays of this type. others: as in
-    `planned_bytes`."""
-
-    def nbytes(span: Span, wide: bool) -> int:
-        return codec.nbytes(
-            span.rows * others[span.buffer if span.buffer <= OUT else IN], accumulator(dtype) if wide else dtype
-        )
-
-    return nbytes
 
 
 def add_sums(buffers: Buffers, sums: Sequence[Sum], beta: complex) -> None:
@@ -238,18 +178,13 @@ def count_data(link: Link, schedule: Schedule, row_bytes: int) -> None:
 
 
 def work_bytes(
-    schedule: Schedule,
-    library: NumpyLibrary,
-    given: Array,
-    out: Array,
-    dims: tuple[int, int] = (0, 0),
-    codec: Codec | None = None,
+    schedule: Schedule, library: NumpyLibrary, given: Array, out: Array, dims: tuple[int, int] = (0, 0)
 ) -> int:
-    """Return the bytes of work memory of `run_schedule`: for work buffers, and for encoded messages or packed copies of
-    arrays with gaps."""
+    """Return the bytes of work memory of `run_schedule`: for work buffers, and for packed copies of arrays with
+    gaps."""
     gaps = dims[0] == 1 or not library.is_contiguous(given), dims[1] == 1 or not library.is_contiguous(out)
     return planned_bytes(
-        schedule, library.dtype(given), (given.shape[1 - dims[0]], out.shape[1 - dims[1]]), gaps, dims[0] == 1, codec
+        schedule, library.dtype(given), (given.shape[1 - dims[0]], out.shape[1 - dims[1]]), gaps, dims[0] == 1
     )
 
 
@@ -259,7 +194,6 @@ def planned_bytes(
     others: tuple[int, int],
     gaps: tuple[bool, bool] = (False, False),
     columns: bool = False,
-    codec: Codec | None = None,
 ) -> int:
     """Return `work_bytes` without arrays.
 
@@ -268,8 +202,6 @@ def planned_bytes(
     """
     size = itemsize(dtype)
     work = aligned(schedule.work_rows * others[0] * size)
-    if codec is not None:
-        return work + encoded_bytes(schedule, encoded_by(codec, dtype, others))
     if not any(gaps):
         return work
     return work + packing_bytes(schedule, (others[0] * size, others[1] * size), gaps, columns)

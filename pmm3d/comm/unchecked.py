@@ -19,19 +19,12 @@ from ..model.node_map import FLAT, NodeMap
 from ..model.rounds import accumulator
 from ..model.schedule import all_to_all, gather_schedule, reduce_schedule, sum_schedule
 from ..model.stages import stages
-from .codec import Codec
 from .executor import Counts, planned_bytes, run_schedule
 from .transport import Collective, Link
 
 
 def all_gather_rows(
-    link: Link,
-    library: NumpyLibrary,
-    part: Array,
-    out: Array,
-    counts: Counts,
-    work: Slab | None = None,
-    codec: Codec | None = None,
+    link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts, work: Slab | None = None
 ) -> Collective[Array]:
     """Gather every rank's rows in `out`, which has no gaps. The arrays may have any number of dims. `part` may be the
     view of its rows in `out`. A part with gaps is copied there first."""
@@ -41,32 +34,23 @@ def all_gather_rows(
         copy_into(library, part, own)
         part = own
     schedule = gather_schedule(counts, link.rank, prod(out.shape[1:]) * itemsize(library.dtype(out)), link.node_map)
-    yield from run_schedule(link, library, schedule, in_two_dims(part), in_two_dims(out), work=work, codec=codec)
+    yield from run_schedule(link, library, schedule, in_two_dims(part), in_two_dims(out), work=work)
     return out
 
 
 def all_gather_into(
-    link: Link,
-    library: NumpyLibrary,
-    part: Array,
-    out: Array,
-    counts: Counts,
-    dim: int = 0,
-    work: Slab | None = None,
-    codec: Codec | None = None,
+    link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts, dim: int = 0, work: Slab | None = None
 ) -> Collective[Array]:
     """Gather every rank's part in `out`, concatenated along `dim`. `out` has no gaps. Work: `all_gather_work`."""
     if dim == 0:
-        return (yield from all_gather_rows(link, library, part, out, counts, work, codec))
+        return (yield from all_gather_rows(link, library, part, out, counts, work))
     dtype = library.dtype(out)
     schedule = gather_schedule(counts, link.rank, out.shape[0] * itemsize(dtype), link.node_map)
     with ExitStack() as borrowed:
-        nbytes = lambda: all_gather_work(out.shape, dtype, counts, link.rank, dim, link.node_map, codec)
+        nbytes = lambda: all_gather_work(out.shape, dtype, counts, link.rank, dim, link.node_map)
         memory = work_slab(link, library, work, nbytes, borrowed)
         for rows in _rounds(out.shape, dtype):
-            yield from run_schedule(
-                link, library, schedule, part[rows], out[rows], dims=(1, 1), work=memory.again(), codec=codec
-            )
+            yield from run_schedule(link, library, schedule, part[rows], out[rows], dims=(1, 1), work=memory.again())
     return out
 
 
@@ -79,57 +63,38 @@ def reduce_scatter_into(
     beta: complex = 0,
     dim: int = 0,
     work: Slab | None = None,
-    codec: Codec | None = None,
 ) -> Collective[Array]:
     """Sum this rank's part along `dim` of all ranks' arrays: out = beta out + the sum. Arrays are 1D or 2D. Along dim 1
     `out` has no gaps. Work: `reduce_scatter_work`."""
     dtype = library.dtype(whole)
     schedule = reduce_schedule(counts, link.rank, dtype, link.node_map)
     if dim == 0:
-        yield from run_schedule(
-            link, library, schedule, in_two_dims(whole), in_two_dims(out), beta=beta, work=work, codec=codec
-        )
+        yield from run_schedule(link, library, schedule, in_two_dims(whole), in_two_dims(out), beta=beta, work=work)
         return out
     with ExitStack() as borrowed:
-        nbytes = lambda: reduce_scatter_work(library, whole, counts, link.rank, dim, link.node_map, codec)
+        nbytes = lambda: reduce_scatter_work(library, whole, counts, link.rank, dim, link.node_map)
         memory = work_slab(link, library, work, nbytes, borrowed)
         for rows in _rounds(whole.shape, dtype):
             yield from run_schedule(
-                link,
-                library,
-                schedule,
-                whole[rows],
-                out[rows],
-                beta=beta,
-                dims=(1, 1),
-                work=memory.again(),
-                codec=codec,
+                link, library, schedule, whole[rows], out[rows], beta=beta, dims=(1, 1), work=memory.again()
             )
     return out
 
 
 def all_reduce_flat(
-    link: Link, library: NumpyLibrary, array: Array, out: Array, work: Slab | None = None, codec: Codec | None = None
+    link: Link, library: NumpyLibrary, array: Array, out: Array, work: Slab | None = None
 ) -> Collective[Array]:
     """Sum the arrays of all ranks into `out`, on every rank. The arrays have no gaps. `out` may be `array`. Work:
     `all_reduce_work`."""
     assert library.is_contiguous(array) and library.is_contiguous(out)  # else a reshaped copy would be summed
     size, dtype = prod(array.shape), library.dtype(array)
-    schedule = sum_schedule(size, dtype, link.size, link.rank, link.node_map, codec is not None)
-    yield from run_schedule(
-        link, library, schedule, array.reshape(size, 1), out.reshape(size, 1), work=work, codec=codec
-    )
+    schedule = sum_schedule(size, dtype, link.size, link.rank, link.node_map)
+    yield from run_schedule(link, library, schedule, array.reshape(size, 1), out.reshape(size, 1), work=work)
     return out
 
 
 def all_reduce_into(
-    link: Link,
-    library: NumpyLibrary,
-    array: Array,
-    out: Array,
-    beta: complex = 0,
-    work: Slab | None = None,
-    codec: Codec | None = None,
+    link: Link, library: NumpyLibrary, array: Array, out: Array, beta: complex = 0, work: Slab | None = None
 ) -> Collective[Array]:
     """Sum the arrays of all ranks: out = beta out + the sum. If beta is not 0, or if `out` has gaps, the sum is first
     written to `array`, which must have no gaps. Work: `all_reduce_work`."""
@@ -137,8 +102,8 @@ def all_reduce_into(
         if out is not array and not library.is_contiguous(array):
             copy_into(library, array, out)
             array = out
-        return (yield from all_reduce_flat(link, library, array, out, work, codec))
-    yield from all_reduce_flat(link, library, array, array, work, codec)
+        return (yield from all_reduce_flat(link, library, array, out, work))
+    yield from all_reduce_flat(link, library, array, array, work)
     add_up(library, [array], out, beta)
     return out
 
@@ -168,55 +133,40 @@ def all_to_all_into(
     received: Counts,
     dims: tuple[int, int] = (0, 0),
     work: Slab | None = None,
-    codec: Codec | None = None,
 ) -> Collective[Array]:
     """Send part r of `array` along dims[0] to rank r, and receive part r of `out` along dims[1] from rank r. Work:
     `executor.work_bytes`."""
     schedule = all_to_all(tuple(sent), tuple(received), link.rank)
-    return (yield from run_schedule(link, library, schedule, array, out, dims=dims, work=work, codec=codec))
+    return (yield from run_schedule(link, library, schedule, array, out, dims=dims, work=work))
 
 
 def all_gather_work(
-    shape: Sequence[int],
-    dtype: str,
-    counts: Counts,
-    rank: int,
-    dim: int,
-    node_map: NodeMap = FLAT,
-    codec: Codec | None = None,
+    shape: Sequence[int], dtype: str, counts: Counts, rank: int, dim: int, node_map: NodeMap = FLAT
 ) -> int:
     """Return the bytes of work memory of `all_gather_into`. shape: of `out`."""
-    if dim == 0 and codec is None:
+    if dim == 0:
         return 0
     other = prod(shape[1:]) if dim == 0 else shape[0]
     schedule = gather_schedule(counts, rank, other * itemsize(dtype), node_map)
     step = other if dim == 0 else _rounds(shape, dtype)[0].stop
-    return planned_bytes(schedule, dtype, (step, step), (True, True), True, codec)
+    return planned_bytes(schedule, dtype, (step, step), (True, True), True)
 
 
 def reduce_scatter_work(
-    library: NumpyLibrary,
-    whole: Array,
-    counts: Counts,
-    rank: int,
-    dim: int,
-    node_map: NodeMap = FLAT,
-    codec: Codec | None = None,
+    library: NumpyLibrary, whole: Array, counts: Counts, rank: int, dim: int, node_map: NodeMap = FLAT
 ) -> int:
     """Return the bytes of work memory of `reduce_scatter_into`."""
     dtype = library.dtype(whole)
     schedule = reduce_schedule(counts, rank, dtype, node_map)
     other = prod(whole.shape[1:]) if dim == 0 else _rounds(tuple(whole.shape), dtype)[0].stop
     gaps = dim == 1 or not library.is_contiguous(whole)
-    return planned_bytes(schedule, dtype, (other, other), (gaps, gaps), dim == 1, codec)
+    return planned_bytes(schedule, dtype, (other, other), (gaps, gaps), dim == 1)
 
 
-def all_reduce_work(
-    shape: Sequence[int], dtype: str, ranks: int, rank: int, node_map: NodeMap = FLAT, codec: Codec | None = None
-) -> int:
+def all_reduce_work(shape: Sequence[int], dtype: str, ranks: int, rank: int, node_map: NodeMap = FLAT) -> int:
     """Return the bytes of work memory of `all_reduce_into`."""
-    schedule = sum_schedule(prod(shape), dtype, ranks, rank, node_map, codec is not None)
-    return planned_bytes(schedule, dtype, (1, 1), codec=codec)
+    schedule = sum_schedule(prod(shape), dtype, ranks, rank, node_map)
+    return planned_bytes(schedule, dtype, (1, 1))
 
 
 def work_slab(

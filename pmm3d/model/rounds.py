@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -74,11 +74,6 @@ class Schedule(NamedTuple):
     work_rows: int = 0
 
 
-Encoded = Callable[[Span, bool], int]
-"""encoded(span, wide) returns the bytes of the encoded message of a span. `wide`: whether its type is the
-accumulator."""
-
-
 class Volume(NamedTuple):
     """Bytes that a rank receives and sends in a collective, and bytes of its work memory."""
 
@@ -92,13 +87,10 @@ def accumulator(dtype: str) -> str:
     return "float32" if dtype in LOW_PRECISION else dtype
 
 
-def count(
-    schedule: Schedule, row_bytes: int, off_node: frozenset[int] | None = None, encoded: Encoded | None = None
-) -> Volume:
+def count(schedule: Schedule, row_bytes: int, off_node: frozenset[int] | None = None) -> Volume:
     """Return the bytes of a schedule. A row in the arrays' type has `row_bytes` bytes.
 
     off_node   ranks whose messages are counted. Default: all ranks
-    encoded    bytes of a message, if a codec is used. `Volume.work` does not include encoded messages
 
         >>> from .schedule import reduce_scatter
         >>> count(reduce_scatter((2, 1), 0), 80)
@@ -107,8 +99,6 @@ def count(
 
     def nbytes(messages: Sequence[tuple[int, Span]]) -> int:
         counted = [span for peer, span in messages if off_node is None or peer in off_node]
-        if encoded is not None:
-            return sum(encoded(span, is_wide(schedule.work, span)) for span in counted)
         return row_bytes * sum(span.rows * (2 if is_wide(schedule.work, span) else 1) for span in counted)
 
     received = sum(nbytes(each.receives) for each in schedule.rounds)
@@ -141,20 +131,6 @@ def in_order(first: Round, rows: int) -> list[tuple[int, int]]:
 def is_wide(work: Sequence[WorkBuffer], span: Span) -> bool:
     """Return whether the span's buffer has the accumulator's type. `work` is that of a schedule."""
     return span.buffer > OUT and work[span.buffer - 2].wide
-
-
-def encoded_bytes(schedule: Schedule, encoded: Encoded) -> int:
-    """Return the bytes of encoded messages in the round with most bytes. A span for several ranks is encoded once."""
-    return max(
-        (
-            sum(
-                aligned(encoded(span, is_wide(schedule.work, span)))
-                for span in (*{span for _, span in each.sends}, *(span for _, span in each.receives))
-            )
-            for each in schedule.rounds
-        ),
-        default=0,
-    )
 
 
 def packing_bytes(schedule: Schedule, row_bytes: tuple[int, int], gaps: tuple[bool, bool], columns: bool) -> int:

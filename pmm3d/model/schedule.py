@@ -260,18 +260,10 @@ def reduce_schedule(counts: Sequence[int], rank: int, dtype: str, node_map: Node
     return reduce_scatter(tuple(counts), rank, node_map.per_node if node_map.sums else 1, dtype in LOW_PRECISION)
 
 
-def sum_schedule(
-    size: int, dtype: str, ranks: int, rank: int, node_map: NodeMap = FLAT, in_parts: bool = False
-) -> Schedule:
-    """Return the schedule of an all-reduce of `size` elements.
-
-    in_parts   whether each element is summed on one rank only, even in small arrays. A codec needs this, because it
-               changes the values that are sent
-    """
+def sum_schedule(size: int, dtype: str, ranks: int, rank: int, node_map: NodeMap = FLAT) -> Schedule:
+    """Return the schedule of an all-reduce of `size` elements."""
     per_node = node_map.per_node if node_map.sums else 1
-    return all_reduce(
-        size, ranks, rank, per_node, dtype in LOW_PRECISION, not in_parts and sums_whole(size, dtype, ranks, per_node)
-    )
+    return all_reduce(size, ranks, rank, per_node, dtype in LOW_PRECISION, sums_whole(size, dtype, ranks, per_node))
 
 
 def nodes_at_once(per_node: int) -> int:
