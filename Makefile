@@ -39,7 +39,7 @@ ON_TORCH := PMM3D_TESTED_LIBRARY=torch $(PYTEST) -o cache_dir=.pytest_cache/torc
 # One test of each kind, repeated with torch arrays.
 FEW_ON_TORCH := $(addprefix tests/,\
   product/test_matmul.py::test_the_product_is_exact product/test_matmul.py::test_conjugate_transposes \
-  product/test_product.py::test_bytes_are_those_of_the_plan comm/test_unchecked.py::test_forms_of_tensors \
+  product/test_product.py::test_bytes_are_those_of_the_plan comm/test_strided_collectives.py::test_forms_of_tensors \
   io/test_checkpoint.py::test_saved_on_one_grid_and_loaded_on_every_other \
   nn/test_finite_differences.py::test_gradients_are_central_differences \
   nn/test_nn_gradients.py::test_gradients_of_a_deep_network_are_differences \

@@ -12,8 +12,8 @@ import numpy as np
 from textbook import BY_NODES, DIRECT, RING, SERVER, STAGES, TOGETHER, radices
 
 from pmm3d.arrays import Array, NumpyLibrary
+from pmm3d.comm.strided_collectives import all_gather_into, all_reduce_into, reduce_scatter_into
 from pmm3d.comm.transport import Collective, Link
-from pmm3d.comm.unchecked import all_gather_rows, all_reduce_flat, reduce_scatter_into
 from pmm3d.layout import offsets
 from pmm3d.model.node_map import NodeMap
 from pmm3d.model.stages import stages_of
@@ -186,9 +186,9 @@ def _by_nodes(operation: str, inside: int) -> Way:
         counts = [len(whole) // size] * size
         start, stop = offsets(counts)[link.rank : link.rank + 2]
         if operation == "all_gather":
-            return (yield from all_gather_rows(link, LIBRARY, whole[start:stop], other, counts))
+            return (yield from all_gather_into(link, LIBRARY, whole[start:stop], other, counts))
         if operation == "all_reduce":
-            return (yield from all_reduce_flat(link, LIBRARY, whole, other))
+            return (yield from all_reduce_into(link, LIBRARY, whole, other))
         own = other[start:stop]
         yield from reduce_scatter_into(link, LIBRARY, whole[:, None], own[:, None], counts)
         return own

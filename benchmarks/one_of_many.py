@@ -18,7 +18,7 @@ from pmm3d.arrays import NumpyLibrary, Workspace
 from pmm3d.comm import communicator
 from pmm3d.comm import grid as grid_module
 from pmm3d.comm.nodes import ROW
-from pmm3d.comm.unchecked import all_reduce_flat, reduce_scatter_into
+from pmm3d.comm.strided_collectives import all_reduce_into, reduce_scatter_into
 from pmm3d.layout import Layout
 from pmm3d.model.node_map import FLAT
 from pmm3d.model.plan import Operand, RankPlan
@@ -161,7 +161,7 @@ def reduce_scatter(ranks: int, workspace: Workspace) -> LinkOfMany:
 def all_reduce(ranks: int, workspace: Workspace) -> LinkOfMany:
     """The part of one rank in a sum of one number, as for a norm."""
     link = LinkOfMany(ranks, ranks // 2 + 1, workspace)
-    for _ in all_reduce_flat(link, NumpyLibrary(), np.zeros(1), np.zeros(1)):
+    for _ in all_reduce_into(link, NumpyLibrary(), np.zeros(1), np.zeros(1)):
         pass
     return link
 

@@ -22,8 +22,8 @@ from .persistent import Persistent
 from .pieces import Arrivals, Departures
 from .point_to_point import TAGS
 from .shutdown import all_come, leaves_in_order
+from .strided_collectives import all_gather_work, all_reduce_work, reduce_scatter_work, sum_gathered, work_slab
 from .transport import Collective, Link
-from .unchecked import all_gather_work, all_reduce_work, reduce_scatter_work, sum_gathered, work_slab
 from .watch import abort_job
 
 if TYPE_CHECKING:  # imported at first use by __getattr__

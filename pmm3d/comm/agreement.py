@@ -19,8 +19,8 @@ from ..model.machine import available_memory, resident_memory
 from ..text import counted, in_bytes, ranks_in_words
 from .hang import source_line
 from .ledger import Ledger
+from .strided_collectives import all_gather_into
 from .transport import Collective, Link
-from .unchecked import all_gather_rows
 
 Failure = TypeVar("Failure", bound=Exception)
 MOST_TEXTS = 8
@@ -136,7 +136,7 @@ def gather_small(link: Link, mine: np.ndarray) -> Collective[np.ndarray]:
     """Generator: return the flat arrays of all ranks, which have equal lengths, as rows. The ledger does not count
     them."""
     rows = np.empty((link.size, len(mine)), mine.dtype)
-    yield from link.uncounted(all_gather_rows(link, NumpyLibrary(), mine[None, :], rows, [1] * link.size))
+    yield from link.uncounted(all_gather_into(link, NumpyLibrary(), mine[None, :], rows, [1] * link.size))
     return rows
 
 
@@ -212,7 +212,7 @@ def _exchanged(link: Link, text: str, kind: type[Pmm3dError] = Pmm3dError) -> Co
     counts[sending[chosen]] = rows[sending[chosen], 1]
     starts = [0, *accumulate(counts.tolist())]
     sent, texts = np.frombuffer(packed[: counts[link.rank]], np.uint8), np.empty(starts[-1], np.uint8)
-    yield from link.uncounted(all_gather_rows(link, NumpyLibrary(), sent, texts, counts.tolist()))
+    yield from link.uncounted(all_gather_into(link, NumpyLibrary(), sent, texts, counts.tolist()))
     received = [json.loads(texts[starts[rank] : starts[rank + 1]].tobytes()) for rank in sending[chosen]]
     reports = [
         Report([members[rank] for rank in sending[groups == groups[first]]], text, _kind_named(name))

@@ -16,7 +16,7 @@ from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import whole_number
 from ..model.node_map import FLAT
 from ..model.rounds import Schedule
-from . import collectives, point_to_point, unchecked
+from . import collectives, point_to_point, strided_collectives
 from .agreement import digest
 from .communicator import OwnedComm
 from .engine import Engine, Pending
@@ -241,7 +241,7 @@ class Axis:
             array,
             channel,
             message,
-            lambda link, before: point_to_point.send(link, library, array, to, agreed, before),
+            partial(point_to_point.send, library=library, array=array, target=to, agreed=agreed),
         )
 
     def receive(
@@ -277,7 +277,7 @@ class Axis:
             out,
             channel,
             message,
-            lambda link, before: point_to_point.receive(link, library, out, source, agreed, before),
+            partial(point_to_point.receive, library=library, out=out, source=source, agreed=agreed),
         )
 
     def _message(
@@ -287,9 +287,10 @@ class Axis:
         array: Array,
         channel: tuple[int, int, int, bool],
         message: str,
-        make: Callable[[Link, Pending | None], Collective[Any]],
+        make: Callable[..., Collective[Any]],
     ) -> Pending:
-        """Begin a point-to-point message. It does not count as a call of the axis, because other members make none."""
+        """Begin a point-to-point message with the generator make(link, before=). It does not count as a call of the
+        axis, because other members make none."""
         source, target, tag, agreed = channel
         mode = "" if library.on_host else self._modes.get(library.kind, "")
         if not library.on_host and mode not in ("direct", "staged"):
@@ -310,7 +311,10 @@ class Axis:
             record = self._engine.ledger.begin(self.name, operation, number + 1, members)
             record.channel, record.message = self._channel(channel), message
             kind = point_to_point.AGREED if agreed else point_to_point.CHECKED
-            pending = self._run(lambda link: make(link, before), record, POINT_TAG + 3 * tag + kind, library, mode)
+            link = self._link(record, POINT_TAG + 3 * tag + kind, library, mode)
+            steps = partial(make, before=before)
+            collective = steps(link) if link.stream is None else link.run_on(link.stream, steps)
+            pending = self._engine.start(collective, record)
             ordered = agreed and library.on_host and before is None  # MPI keeps the order of posted messages
             self._messages[channel] = number + 1, None if ordered else weakref.ref(pending)
             return pending
@@ -350,12 +354,14 @@ class Axis:
         before the Pending is done. Arrays with gaps are packed for messages, unless gaps are excluded below.
 
         `part` may be its place in `out`, and `out` has no gaps. `counts` are the rows (dim 0) or columns (dim 1) of
-        each rank's part. `work` has `unchecked.all_gather_work`, `reduce_scatter_work`, `all_reduce_work` or
-        `executor.work_bytes` bytes. Default: memory of the workspace.
+        each rank's part. `work` has `strided_collectives.all_gather_work`, `reduce_scatter_work`,
+        `all_reduce_work` or `executor.work_bytes` bytes. Default: memory of the workspace.
         """
         library = library_of(out)
-        collective = lambda link: unchecked.all_gather_into(link, library, part, out, counts, dim, work)
-        return self.begin_after(after, "all_gather", library, (part, out), collective)
+        steps = partial(
+            strided_collectives.all_gather_into, library=library, part=part, out=out, counts=counts, dim=dim, work=work
+        )
+        return self.begin("all_gather", steps, library=library, arrays=(part, out), after=after)
 
     def reduce_scatter_into(
         self,
@@ -371,8 +377,17 @@ class Axis:
         """Begin to sum this rank's part along `dim` of all ranks' arrays: out = beta out + the sum. Arrays are 1D or
         2D. Along dim 1 `out` has no gaps. Otherwise as `all_gather_into`."""
         library = library_of(whole)
-        collective = lambda link: unchecked.reduce_scatter_into(link, library, whole, out, counts, beta, dim, work)
-        return self.begin_after(after, "reduce_scatter", library, (whole, out), collective)
+        steps = partial(
+            strided_collectives.reduce_scatter_into,
+            library=library,
+            whole=whole,
+            out=out,
+            counts=counts,
+            beta=beta,
+            dim=dim,
+            work=work,
+        )
+        return self.begin("reduce_scatter", steps, library=library, arrays=(whole, out), after=after)
 
     def all_reduce_into(
         self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (), work: Slab | None = None
@@ -380,13 +395,10 @@ class Axis:
         """Begin to sum the arrays of all ranks: out = beta out + the sum. `out` may be `array`. If beta is not 0, or if
         `out` has gaps, `array` contains the sum at the end. Otherwise as `all_gather_into`."""
         library = library_of(array)
-        return self.begin_after(
-            after,
-            "all_reduce",
-            library,
-            (array, out),
-            lambda link: unchecked.all_reduce_into(link, library, array, out, beta, work),
+        steps = partial(
+            strided_collectives.all_reduce_into, library=library, array=array, out=out, beta=beta, work=work
         )
+        return self.begin("all_reduce", steps, library=library, arrays=(array, out), after=after)
 
     def sum_coalesced(
         self,
@@ -408,13 +420,17 @@ class Axis:
         sums, if it differs from the arrays' type.
         """
         library = library_of(arrays[0])
-        return self.begin_after(
-            after,
-            "all_reduce" if counts is None else "reduce_scatter",
-            library,
-            arrays,
-            lambda link: unchecked.sum_coalesced(link, library, arrays, counts, sent, outs, beta),
+        steps = partial(
+            strided_collectives.sum_coalesced,
+            library=library,
+            arrays=arrays,
+            counts=counts,
+            sent=sent,
+            outs=outs,
+            beta=beta,
         )
+        name = "all_reduce" if counts is None else "reduce_scatter"
+        return self.begin(name, steps, library=library, arrays=arrays, after=after)
 
     def all_to_all_into(
         self,
@@ -431,8 +447,17 @@ class Axis:
         rank r. `sent` and `received` are the rows or columns of each part. Otherwise as `all_gather_into`.
         """
         library = library_of(out)
-        collective = lambda link: unchecked.all_to_all_into(link, library, array, out, sent, received, dims, work)
-        return self.begin_after(after, "all_to_all", library, (array, out), collective)
+        steps = partial(
+            strided_collectives.all_to_all_into,
+            library=library,
+            array=array,
+            out=out,
+            sent=sent,
+            received=received,
+            dims=dims,
+            work=work,
+        )
+        return self.begin("all_to_all", steps, library=library, arrays=(array, out), after=after)
 
     def barrier(self, name: str) -> Pending:
         """Begin a barrier. After it, all members see the data that each member wrote before it.
@@ -477,18 +502,6 @@ class Axis:
             row_bytes,
             beta,
         )
-
-    def begin_after(
-        self,
-        after: Sequence[Awaited],
-        name: str,
-        library: NumpyLibrary,
-        arrays: Sequence[Array],
-        collective: Callable[[Link], Collective[Any]],
-    ) -> Pending:
-        """Begin a collective when all of `after` are done. arrays: checked to be on this rank's device."""
-        self._engine.transport.check_place(library, *arrays)
-        return self.begin(name, following(after, collective) if after else collective, "", library)
 
     def _start(self, operation: Callable[..., Collective[Array]], array: Array, **options: Any) -> Pending:
         name, library = operation.__name__, NumpyLibrary()
@@ -562,6 +575,9 @@ class Axis:
         call: str = "",
         library: NumpyLibrary | None = None,
         wrong: Pmm3dError | None = None,
+        *,
+        arrays: Sequence[Array] = (),
+        after: Sequence[Awaited] = (),
     ) -> Pending:
         """Start a collective of your own.
 
@@ -578,6 +594,10 @@ class Axis:
             the work that the caller's current stream has.
         wrong : Pmm3dError or None
             Error of this rank's arguments, which the generator finds in its link.
+        arrays : sequence of array
+            Arrays that must be on this rank's device.
+        after : sequence of Pending
+            The generator begins when all of these are done. It raises the error of the first that failed.
 
         Returns
         -------
@@ -587,39 +607,35 @@ class Axis:
         Raises
         ------
         GridError
-            If the current device is not this rank's.
+            If the current device, or the device of an array, is not this rank's.
         """
-        with self._engine.guard:
-            self._engine.prepare_next()
-            mode = ""
+        engine, mode, stream = self._engine, "", None
+        with engine.guard:
+            engine.prepare_next()
             if library is not None and not library.on_host:
                 mode = self.choose_transport(library)
-                self._engine.transport.check_place(library)
+                engine.transport.check_place(library, *arrays)
             record = self.next_record(name)
-            return self._run(make_collective, record, 1 + record.number % CALL_TAGS, library, mode, wrong, call or name)
+            link = self._link(record, 1 + record.number % CALL_TAGS, library, mode, wrong)
+            stream = link.stream
+            if after:
+                make_collective = following(after, make_collective)
+            collective = make_collective(link) if stream is None else link.run_on(stream, make_collective)
+            if engine.debug and self.size > 1:
+                collective = collectives.compared(link, collective, call or name, source_line(sys._getframe(1)))
+            if stream is not None and self._nccl is not None:
+                collective = engine.transport.in_turn(collective)
+            return engine.start(collective, record)
 
-    def _run(
-        self,
-        make_collective: Callable[[Link], Collective[Any]],
-        record: Record,
-        tag: int,
-        library: NumpyLibrary | None,
-        mode: str,
-        wrong: Pmm3dError | None = None,
-        compared: str = "",
-    ) -> Pending:
-        """Start a generator. compared: text of the call that must be equal on all members; "" if not all members make
-        the call."""
-        transport = self._engine.transport
-        stream = transport.communication_stream(library) if mode and library is not None else None
-        link = Link(self._comm, tag, record, transport, stream, self._engine.check, mode, self._nccl, wrong)
-        link.node_map, link.off_node, link.debug = self.node_map, self.off_node, self._engine.debug
-        collective = make_collective(link) if stream is None else link.run_on(stream, make_collective)
-        if compared and self._engine.debug and self.size > 1:
-            collective = collectives.compared(link, collective, compared, source_line(sys._getframe(2)))
-        if compared and stream is not None and self._nccl is not None:
-            collective = transport.in_turn(collective)
-        return self._engine.start(collective, record)
+    def _link(
+        self, record: Record, tag: int, library: NumpyLibrary | None, mode: str, wrong: Pmm3dError | None = None
+    ) -> Link:
+        """Return the link of a collective, with the streams for arrays of a library on a device."""
+        engine = self._engine
+        stream = engine.transport.communication_stream(library) if mode and library is not None else None
+        link = Link(self._comm, tag, record, engine.transport, stream, engine.check, mode, self._nccl, wrong)
+        link.node_map, link.off_node, link.debug = self.node_map, self.off_node, engine.debug
+        return link
 
     def next_record(self, name: str, phase: str | None = None) -> Record:
         """Return the record of the next call on this axis. phase: default the current phase of the ledger."""

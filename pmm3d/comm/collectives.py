@@ -28,8 +28,15 @@ from ..model.schedule import gather_schedule, reduce_schedule, sum_schedule
 from .agreement import Terms, agree
 from .executor import Counts, count_data
 from .first_round import first_round, unless_wrong
+from .strided_collectives import (
+    all_gather_into,
+    all_reduce_into,
+    all_to_all_into,
+    in_two_dims,
+    reduce_scatter_into,
+    sum_gathered,
+)
 from .transport import Collective, Link
-from .unchecked import all_gather_rows, all_reduce_flat, all_to_all_into, in_two_dims, reduce_scatter_into, sum_gathered
 
 
 def all_gather(
@@ -58,7 +65,7 @@ def all_gather(
     known = first.rows if counts is None else counts
     whole = yield from first.recv_buffer(link, None if sure else sum(known), lambda: recv_buffer(known))
     if first.data is None:
-        return (yield from all_gather_rows(link, library, part, whole, known))
+        return (yield from all_gather_into(link, library, part, whole, known))
     row_bytes = prod(whole.shape[1:]) * itemsize(library.dtype(whole))
     count_data(link, gather_schedule(known, link.rank, row_bytes, link.node_map), row_bytes)
     for place, each in zip(_parts(whole, known), first.arrays(library, part)):
@@ -91,8 +98,7 @@ def reduce_scatter(
     first = yield from first_round(link, library, whole, call, recv_buffer, needed=counts is None)
     part = first.memory
     if first.data is None:
-        yield from reduce_scatter_into(link, library, in_two_dims(whole), in_two_dims(part), known, beta)
-        return part
+        return (yield from reduce_scatter_into(link, library, whole, part, known, beta))
     dtype, edges = library.dtype(whole), offsets(known)[link.rank : link.rank + 2]
     cols = prod(whole.shape[1:])
     count_data(link, reduce_schedule(known, link.rank, dtype, link.node_map), cols * itemsize(dtype))
@@ -115,11 +121,11 @@ def all_reduce(
         return _recv_array(link, library, out, tuple(array.shape), array, own=0)
 
     if agreed:
-        return (yield from all_reduce_flat(link, library, array, unless_wrong(link, recv_buffer)))
+        return (yield from all_reduce_into(link, library, array, unless_wrong(link, recv_buffer)))
     call = call_in_words(all_reduce, library, array, {"agreed": False})
     first = yield from first_round(link, library, array, call, recv_buffer)
     if first.data is None:
-        return (yield from all_reduce_flat(link, library, array, first.memory))
+        return (yield from all_reduce_into(link, library, array, first.memory))
     size, dtype = prod(array.shape), library.dtype(array)
     count_data(link, sum_schedule(size, dtype, link.size, link.rank, link.node_map), itemsize(dtype))
     sum_gathered(library, first.flat(library, array), first.memory.reshape(size, 1), link.node_map)
@@ -207,8 +213,7 @@ def all_to_all(
     )
     whole = yield from first.recv_buffer(link, arriving, lambda: recv_buffer(sum(incoming)))
     if first.data is None or first.sent is None:
-        yield from all_to_all_into(link, library, in_two_dims(array), in_two_dims(whole), sizes, incoming)
-        return whole
+        return (yield from all_to_all_into(link, library, array, whole, sizes, incoming))
     count_data(
         link,
         plan_all_to_all(tuple(sizes), tuple(incoming), link.rank),

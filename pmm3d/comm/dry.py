@@ -105,15 +105,13 @@ class DryLink(Link):
 
     dry = True
 
-    def _exchange(
+    def post_all(
         self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]]
-    ) -> Collective[None]:
+    ) -> list[Any]:
         sent, received = sum([array.nbytes for _, array in sends]), sum([array.nbytes for _, array in receives])
         self.record.sent += sent
         self.record.received += received
-        if self.off_node:
-            self.record.across += sum([array.nbytes for peer, array in receives if peer in self.off_node])
-        yield [Messages()] if sent or received else []
+        return [Messages()] if sent or received else []
 
 
 class DryPending(Pending):
@@ -201,30 +199,10 @@ class DryAxis(Axis):
             )
         return ""
 
-    def begin(
-        self,
-        name: str,
-        make_collective: Callable[[Link], Collective[Any]],
-        call: str = "",
-        library: NumpyLibrary | None = None,
-        wrong: Pmm3dError | None = None,
-    ) -> Pending:
-        with self._engine.guard:
-            return self._run(make_collective, self.next_record(name), 0, library, "")
-
-    def _run(
-        self,
-        make_collective: Callable[[Link], Collective[Any]],
-        record: Record,
-        tag: int,
-        library: NumpyLibrary | None,
-        mode: str,
-        wrong: Pmm3dError | None = None,
-        compared: str = "",
-    ) -> Pending:
+    def _link(self, record: Record, tag: int, library: NumpyLibrary | None, mode: str, wrong: Any = None) -> Link:
         link = DryLink(self._comm, 0, record, self._engine.transport, None, False)
         link.node_map, link.off_node = self.node_map, self.off_node
-        return self._engine.start(make_collective(link), record)
+        return link
 
     def _start(self, operation: Callable[..., Collective[Array]], array: Array, **options: Any) -> Pending:
         library, name = library_of(array), operation.__name__

@@ -115,8 +115,9 @@ def run_schedule(
     beta: complex = 0,
     dims: tuple[int, int] = (0, 0),
     work: Slab | None = None,
+    result: Array | None = None,
 ) -> Collective[Array]:
-    """Generator: execute a schedule. Returns `out`.
+    """Generator: execute a schedule. Returns `result`, by default `out`.
 
     given, out   the buffers IN and OUT, 2D. Arrays with gaps are packed for their messages
     beta         OUT = beta OUT + the sum
@@ -131,7 +132,7 @@ def run_schedule(
         packs = None if memory is None or not memory.left else memory.rest()
         for each in schedule.rounds:
             yield from run_round(link, buffers, each, beta, None if packs is None else packs.again())
-    return out
+    return out if result is None else result
 
 
 def run_round(

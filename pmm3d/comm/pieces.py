@@ -86,7 +86,7 @@ class Departures:
 
     partial   this rank's partial sums of all rows;   counts   number of rows of each rank
     out       this rank's rows of the result: out = beta out + the sum
-    work      memory of the schedule's work buffers (`unchecked.reduce_scatter_work`)
+    work      memory of the schedule's work buffers (`strided_collectives.reduce_scatter_work`)
     blocks    (start, stop) of rows, in the order in which the caller must compute them: first the rows for other
               ranks, one block per message, then the remaining rows. The order of messages is the same on all ranks
     """
@@ -147,7 +147,7 @@ class _Messages:
         return self.begun(steps, after)
 
     def begun(self, steps: Callable[[Link], Collective[None]], after: Sequence[Pending]) -> Pending:
-        pending = self._axis.begin_after(after, self._operation, self._buffers.library, (), steps)
+        pending = self._axis.begin(self._operation, steps, library=self._buffers.library, after=after)
         self._number += 1
         pending.message_of(self._schedule, self._row_bytes, self._number)
         return pending

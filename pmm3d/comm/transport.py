@@ -254,39 +254,13 @@ class Link:
                           peers. Both sides must know the sizes; empty arrays are not sent
         work              memory for the packed arrays. Default: from the workspace
         """
-        gaps = [array for _, array in (*sends, *receives) if not library.is_contiguous(array)]
-        if not gaps:
-            yield from self._exchange(library, sends, receives)
-            return
-        if work is None:
-            nbytes = sum(aligned(nbytes_of(library, array)) for array in {id(array): array for array in gaps}.values())
-            with self.workspace.slab(nbytes, library) as work:
-                yield from self.exchange(library, sends, receives, work)
-            return
-        packed: dict[int, Array] = {}
-
-        def without_gaps(array: Array) -> Array:
-            if library.is_contiguous(array):
-                return array
-            if id(array) not in packed:
-                packed[id(array)] = work.array(tuple(array.shape), library.dtype(array))
-            return packed[id(array)]
-
-        leaving = [(peer, without_gaps(array)) for peer, array in sends]
-        for array in {id(array): array for _, array in sends if id(array) in packed}.values():
-            copy_into(library, array, packed[id(array)])
-        yield from self._exchange(library, leaving, [(peer, without_gaps(array)) for peer, array in receives])
-        for _, array in receives:
-            if id(array) in packed:
-                copy_into(library, packed[id(array)], array)
-
-    def _exchange(
-        self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]]
-    ) -> Collective[None]:
-        """Generator: `exchange` of arrays without gaps."""
+        for _, array in (*sends, *receives):
+            if not library.is_contiguous(array):
+                yield from self._packed(library, sends, receives, work)
+                return
         if self.off_node:
             self.record.across += sum(nbytes_of(library, array) for peer, array in receives if peer in self.off_node)
-        if library.on_host:
+        if library.on_host or self.dry:
             yield self.post_all(library, sends, receives)
             return
         if self.stream is None:
@@ -314,6 +288,33 @@ class Link:
         self.nccl.exchange(library, self.stream.own, sends, receives)
         yield []
 
+    def _packed(
+        self,
+        library: NumpyLibrary,
+        sends: Sequence[tuple[int, Array]],
+        receives: Sequence[tuple[int, Array]],
+        work: Slab | None,
+    ) -> Collective[None]:
+        """Generator: `exchange` with packed copies of the arrays that have gaps."""
+        arrays = {id(array): array for _, array in (*sends, *receives) if not library.is_contiguous(array)}
+        borrowed: AbstractContextManager[Slab] = (
+            self.workspace.slab(sum(aligned(nbytes_of(library, array)) for array in arrays.values()), library)
+            if work is None
+            else nullcontext(work)
+        )
+        with borrowed as memory:
+            packs = {key: memory.array(tuple(each.shape), library.dtype(each)) for key, each in arrays.items()}
+            for key in dict.fromkeys(id(array) for _, array in sends):
+                if key in packs:
+                    copy_into(library, arrays[key], packs[key])
+            leaving, coming = (
+                [(peer, packs.get(id(array), array)) for peer, array in side] for side in (sends, receives)
+            )
+            yield from self.exchange(library, leaving, coming)
+            for _, array in receives:
+                if id(array) in packs:
+                    copy_into(library, packs[id(array)], array)
+
     def tokens(self, sources: Sequence[int], targets: Sequence[int]) -> list[MPI.Request]:
         """Post empty messages, which are not counted in the ledger. Returns their requests."""
         nothing = np.empty(0, np.uint8)
@@ -337,37 +338,29 @@ class Link:
 
     def post_all(
         self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]]
-    ) -> list[MPI.Request]:
+    ) -> list[Any]:
         """Post messages of arrays without gaps, and count their bytes. Returns the requests."""
         requests: list[MPI.Request] = []
         try:
-            for peer, array in receives:
-                self.record.received += self._post(requests, self.comm.Irecv, peer, library, array)
-            for peer, array in sends:
-                self.record.sent += self._post(requests, self.comm.Isend, peer, library, array)
+            for post, messages in ((self.comm.Irecv, receives), (self.comm.Isend, sends)):
+                moved = 0
+                for peer, array in messages:
+                    nbytes = array.nbytes if type(array) is np.ndarray else nbytes_of(library, array)
+                    if type(array) is np.ndarray and 0 < nbytes <= LARGEST_MESSAGE:
+                        requests.append(post([array, nbytes, MPI.BYTE], peer, self.tag))
+                    else:
+                        for offset, length in chunks(nbytes):
+                            part = MPI.buffer.fromaddress(library.address(array) + offset, length)
+                            requests.append(post([part, length, MPI.BYTE], peer, self.tag))
+                    moved += nbytes
+                if messages is receives:
+                    self.record.received += moved
+                else:
+                    self.record.sent += moved
         except Exception as error:
             attach_active(error, requests)
             raise
         return requests
-
-    def _post(
-        self,
-        requests: list[MPI.Request],
-        call: Callable[..., MPI.Request],
-        peer: int,
-        library: NumpyLibrary,
-        array: Array,
-    ) -> int:
-        """Post the messages of one array, and append their requests. Returns the number of bytes."""
-        plain = type(array) is np.ndarray
-        nbytes = array.nbytes if plain else nbytes_of(library, array)
-        if plain and 0 < nbytes <= LARGEST_MESSAGE:
-            requests.append(call([array, nbytes, MPI.BYTE], peer, self.tag))
-            return nbytes
-        for offset, length in chunks(nbytes):
-            part = MPI.buffer.fromaddress(library.address(array) + offset, length)
-            requests.append(call([part, length, MPI.BYTE], peer, self.tag))
-        return nbytes
 
 
 def nbytes_of(library: NumpyLibrary, array: Array) -> int:

@@ -21,7 +21,7 @@ class FakeLink:
     each       number of ranks on a node
     """
 
-    check, dry = True, False
+    check, dry, off_node = True, False, frozenset()
 
     def __init__(self, rank, size, mail, node_map=FLAT, each=None):
         self.rank, self.size, self._mail, self.node_map = rank, size, mail, node_map
@@ -36,24 +36,41 @@ class FakeLink:
         return Link.exchange_in_windows(self, library, sends, receives)
 
     def exchange(self, library, sends, receives, work=None):
-        return Link.exchange(self, library, sends, receives, work)
+        for requests in Link.exchange(self, library, sends, receives, work):
+            yield requests
+            while not all(request.done for request in requests):
+                yield []
 
-    def _exchange(self, library, sends, receives):
+    def _packed(self, library, sends, receives, work):
+        return Link._packed(self, library, sends, receives, work)
+
+    def post_all(self, library, sends, receives):
         for peer, array in sends:
             assert library.is_contiguous(array)
             self.record.sent += array.nbytes
             self._mail.setdefault((self.rank, peer), []).append(np.array(array))
         self.steps += bool(sends or receives)
         self.messages = max(self.messages, len(sends), len(receives))
-        yield []
-        for peer, array in receives:
-            while not self._mail.get((peer, self.rank)):
-                yield []
-            message = self._mail[peer, self.rank].pop(0)
+        return [FakeRequest(self, peer, array) for peer, array in receives]
+
+
+class FakeRequest:
+    """A receive, which ends when it is asked whether it has ended, once the message is there."""
+
+    def __init__(self, link, peer, array):
+        self._link, self._peer, self._array, self._ended = link, peer, array, False
+
+    @property
+    def done(self):
+        link, peer, array = self._link, self._peer, self._array
+        if not self._ended and link._mail.get((peer, link.rank)):
+            message = link._mail[peer, link.rank].pop(0)
             assert message.shape == array.shape and message.dtype == array.dtype
             array[...] = message
-            self.record.received += array.nbytes
-            self.record.across += array.nbytes * (peer // self._each != self.rank // self._each)
+            link.record.received += array.nbytes
+            link.record.across += array.nbytes * (peer // link._each != link.rank // link._each)
+            self._ended = True
+        return self._ended
 
 
 def run(size, collective, node_map=FLAT, each=None):

@@ -21,14 +21,14 @@ class ManyRanks:
         self.rows = np.array([(agreement.digest(text), len(packed)) for text, packed in zip(texts, self.packed)])
         self.received, self.mine = 0, texts[0]
         monkeypatch.setattr(agreement, "gather_small", self.gather_small)
-        monkeypatch.setattr(agreement, "all_gather_rows", self.all_gather_rows)
+        monkeypatch.setattr(agreement, "all_gather_into", self.all_gather_into)
 
     def gather_small(self, link, mine):
         assert np.array_equal(mine, self.rows[0])
         return self.rows
         yield
 
-    def all_gather_rows(self, link, library, mine, texts, counts):
+    def all_gather_into(self, link, library, mine, texts, counts):
         assert len(mine) == counts[0]
         starts = offsets(counts)
         for rank in np.flatnonzero(counts):

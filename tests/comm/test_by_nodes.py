@@ -9,7 +9,7 @@ from fake_link import LIBRARY, run
 from loops import given
 from test_executor import floats, moved, rows_of, sum_in_cuts, summed
 
-from pmm3d.comm.unchecked import all_gather_rows, all_reduce_flat, reduce_scatter_into
+from pmm3d.comm.strided_collectives import all_gather_into, all_reduce_into, reduce_scatter_into
 from pmm3d.layout import part_sizes
 from pmm3d.model.node_map import FLAT, GATHERS_FROM, NodeMap, node_map_over, ranks_each
 from pmm3d.model.schedule import WINDOW, gather_volume, nodes_at_once, reduce_volume
@@ -55,7 +55,7 @@ def test_gathers(shapes):
             size = nodes * each
             counts = rows_of(size)
             parts = [np.full((rows, 3), rank + 1.0) for rank, rows in enumerate(counts)]
-            gather = lambda link: all_gather_rows(link, LIBRARY, parts[link.rank], np.zeros((sum(counts), 3)), counts)
+            gather = lambda link: all_gather_into(link, LIBRARY, parts[link.rank], np.zeros((sum(counts), 3)), counts)
             outs, links = run(size, gather, node_map(each), each)
             assert all(np.array_equal(out, np.concatenate(parts)) for out in outs)
             assert moved(links) == [gather_volume(counts, rank, 24, node_map(each))[:2] for rank in range(size)]
@@ -125,7 +125,7 @@ def test_in_place():
                 arrays = [np.full(elements, rank, np.float64) for rank in range(size)]
                 outs, _ = run(
                     size,
-                    lambda link: all_reduce_flat(link, LIBRARY, arrays[link.rank], arrays[link.rank]),
+                    lambda link: all_reduce_into(link, LIBRARY, arrays[link.rank], arrays[link.rank]),
                     node_map(each),
                     each,
                 )
@@ -141,13 +141,13 @@ def test_a_link_carries_what_it_must():
             counts, nbytes = [elements // size] * size, 8 * elements
 
             def gather(link):
-                return all_gather_rows(link, LIBRARY, np.zeros(counts[0]), np.zeros(elements), counts)
+                return all_gather_into(link, LIBRARY, np.zeros(counts[0]), np.zeros(elements), counts)
 
             def scatter(link):
                 return reduce_scatter_into(link, LIBRARY, np.zeros((elements, 1)), np.zeros((counts[0], 1)), counts)
 
             def reduce(link):
-                return all_reduce_flat(link, LIBRARY, np.zeros(elements), np.zeros(elements))
+                return all_reduce_into(link, LIBRARY, np.zeros(elements), np.zeros(elements))
 
             for collective, times in ((gather, 1), (scatter, 1), (reduce, 2)):
                 (_, flat), (_, better) = (run(size, collective, way, each) for way in (FLAT, node_map(each)))
@@ -158,7 +158,7 @@ def test_a_link_carries_what_it_must():
 def test_many_nodes_are_taken_some_at_a_time():
     size, each = 64, 4
     counts = [1] * size
-    gather = lambda link: all_gather_rows(link, LIBRARY, np.full(1, link.rank), np.zeros(size, int), counts)
+    gather = lambda link: all_gather_into(link, LIBRARY, np.full(1, link.rank), np.zeros(size, int), counts)
     outs, _links = run(size, gather, node_map(each), each)
     assert all(np.array_equal(out, np.arange(size)) for out in outs)
     assert nodes_at_once(each) * (each - 1) <= WINDOW and nodes_at_once(100) == 1
@@ -172,7 +172,7 @@ def test_small_gathers_are_flat():
         parts = [np.full(rows, rank, np.uint8) for rank, rows in enumerate(counts)]
         _, links = run(
             4,
-            lambda link: all_gather_rows(link, LIBRARY, parts[link.rank], np.zeros(sum(counts), np.uint8), counts),
+            lambda link: all_gather_into(link, LIBRARY, parts[link.rank], np.zeros(sum(counts), np.uint8), counts),
             known,
             2,
         )

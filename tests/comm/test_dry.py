@@ -10,7 +10,7 @@ from samples import integers
 
 from pmm3d import Grid, GridError, Pmm3dError
 from pmm3d.arrays import NumpyLibrary
-from pmm3d.comm.unchecked import all_reduce_flat
+from pmm3d.comm.strided_collectives import all_reduce_into
 from pmm3d.layout import part_sizes
 
 AXES = ("x", "y", "z", "data", "everyone")
@@ -113,7 +113,7 @@ def test_what_is_waited_for_ends_what_it_waits_for():
 
         def after(link):
             yield [first]
-            return (yield from all_reduce_flat(link, array.library, array, array))
+            return (yield from all_reduce_into(link, array.library, array, array))
 
         second = grid.y.begin("all_reduce", after)
         assert not first.done

@@ -9,8 +9,8 @@ import pytest
 from fake_link import LIBRARY, run
 from loops import given
 
+from pmm3d.comm.strided_collectives import all_gather_into, all_reduce_into, reduce_scatter_into
 from pmm3d.comm.transport import Link
-from pmm3d.comm.unchecked import all_gather_rows, all_reduce_flat, reduce_scatter_into
 from pmm3d.layout import offsets, part_sizes
 from pmm3d.model.node_map import FLAT
 from pmm3d.model.schedule import all_reduce_volume, gather_volume, reduce_volume
@@ -65,7 +65,7 @@ def sum_in_cuts(arrays, cuts, node_map=FLAT, each=None):
     def sums(link):
         out = np.zeros(cuts[-1], dtype)
         for low, high in pieces:
-            yield from all_reduce_flat(link, LIBRARY, arrays[link.rank][low:high], out[low:high])
+            yield from all_reduce_into(link, LIBRARY, arrays[link.rank][low:high], out[low:high])
         return out
 
     outs, links = run(size, sums, node_map, each)
@@ -91,7 +91,7 @@ def test_gathers(all_stages, sizes):
             counts = rows_of(size)
             parts = [np.full((rows, 3), rank + 1.0) for rank, rows in enumerate(counts)]
             outs, links = run(
-                size, lambda link: all_gather_rows(link, LIBRARY, parts[link.rank], np.zeros((sum(counts), 3)), counts)
+                size, lambda link: all_gather_into(link, LIBRARY, parts[link.rank], np.zeros((sum(counts), 3)), counts)
             )
             assert all(np.array_equal(out, np.concatenate(parts)) for out in outs)
             assert moved(links) == [gather_volume(counts, rank, 24)[:2] for rank in range(size)]
@@ -107,7 +107,7 @@ def test_a_part_may_lie_in_the_whole_already(sizes):
                 out = np.zeros(size + 3)
                 part = out[starts[link.rank] : starts[link.rank + 1]]
                 part[...] = link.rank
-                return all_gather_rows(link, LIBRARY, part, out, counts)
+                return all_gather_into(link, LIBRARY, part, out, counts)
 
             expected = np.repeat(np.arange(size), counts)
             assert all(np.array_equal(out, expected) for out in run(size, gather)[0])
@@ -164,7 +164,7 @@ def test_in_place(few):
         with given(size=size):
             for elements in (5, 20_000):
                 arrays = [np.full(elements, rank, np.float64) for rank in range(size)]
-                outs, _ = run(size, lambda link: all_reduce_flat(link, LIBRARY, arrays[link.rank], arrays[link.rank]))
+                outs, _ = run(size, lambda link: all_reduce_into(link, LIBRARY, arrays[link.rank], arrays[link.rank]))
                 assert all(out is array and np.all(out == sum(range(size))) for out, array in zip(outs, arrays))
 
 
@@ -180,7 +180,7 @@ def costs(links):
 def gathered(size, elements):
     counts = [elements // size] * size
     return costs(
-        run(size, lambda link: all_gather_rows(link, LIBRARY, np.zeros(counts[0]), np.zeros(elements), counts))[1]
+        run(size, lambda link: all_gather_into(link, LIBRARY, np.zeros(counts[0]), np.zeros(elements), counts))[1]
     )
 
 
@@ -195,7 +195,7 @@ def scattered(size, elements):
 
 
 def all_reduced(size, elements):
-    return costs(run(size, lambda link: all_reduce_flat(link, LIBRARY, np.zeros(elements), np.zeros(elements)))[1])
+    return costs(run(size, lambda link: all_reduce_into(link, LIBRARY, np.zeros(elements), np.zeros(elements)))[1])
 
 
 LARGE, SMALL = 2**7 * 3**2 * 5 * 7, 1

@@ -16,7 +16,7 @@ from samples import integers, to_library, to_numpy
 from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, Pmm3dError, matmul
 from pmm3d.arrays import library_named, take_device
 from pmm3d.comm import communicator, device_trial
-from pmm3d.comm.unchecked import all_reduce_flat
+from pmm3d.comm.strided_collectives import all_reduce_into
 from pmm3d.comm.watch import Watch
 from pmm3d.layout import EMPTY
 from pmm3d.model.schedule import all_reduce_volume
@@ -161,7 +161,7 @@ def test_work_arrays_of_a_computation_and_of_a_sum_are_not_the_same(comm):
 
         def later(link):
             yield [go_on]
-            yield from all_reduce_flat(link, library, sums, sums)
+            yield from all_reduce_into(link, library, sums, sums)
 
         pending = grid.x.begin("sum", later, library=library)
         with grid.workspace.borrow((60, 60), "float64", library) as twice:
@@ -190,7 +190,7 @@ def test_a_collective_that_does_not_say_what_its_arrays_are_is_refused(comm):
     with Grid(comm, (comm.size, 1, 1)) as grid:
         library, array = library_named("standin"), to_library(np.ones((5, 1)), "standin")
         with pytest.raises(Pmm3dError, match="Axis.begin needs library= for cupy arrays"):
-            grid.x.begin("sum", lambda link: all_reduce_flat(link, library, array, array)).wait()
+            grid.x.begin("sum", lambda link: all_reduce_into(link, library, array, array)).wait()
 
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift")

@@ -17,7 +17,7 @@ from pmm3d.arrays.streams import CupyStream
 from pmm3d.comm import choose_transport, device_trial, staging
 from pmm3d.comm.agreement import as_out_of_memory, is_out_of_memory
 from pmm3d.comm.ledger import Ledger
-from pmm3d.comm.unchecked import all_reduce_flat
+from pmm3d.comm.strided_collectives import all_reduce_into
 
 pytestmark = pytest.mark.parallel([2], thorough=[4])
 
@@ -103,7 +103,7 @@ def test_what_is_under_way_goes_on_in_the_way_in_which_it_began(comm, monkeypatc
         def later(link):
             links.append(link)
             yield [go_on]
-            yield from all_reduce_flat(link, library_named("standin"), sums, sums)
+            yield from all_reduce_into(link, library_named("standin"), sums, sums)
 
         pending = grid.y.begin("sum", later, library=library_named("standin"))
         neighbours.wrong = "not among all"

@@ -16,42 +16,30 @@ from ..arrays import Array, NumpyLibrary, Slab, add_up, copy_into, sum_in_order
 from ..layout import itemsize, offsets
 from ..model.move import ROUND_BYTES
 from ..model.node_map import FLAT, NodeMap
-from ..model.rounds import accumulator
+from ..model.rounds import Schedule, accumulator
 from ..model.schedule import all_to_all, gather_schedule, reduce_schedule, sum_schedule
 from ..model.stages import stages
 from .executor import Counts, planned_bytes, run_schedule
 from .transport import Collective, Link
 
 
-def all_gather_rows(
-    link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts, work: Slab | None = None
-) -> Collective[Array]:
-    """Gather every rank's rows in `out`, which has no gaps. The arrays may have any number of dims. `part` may be the
-    view of its rows in `out`. A part with gaps is copied there first."""
-    if not library.is_contiguous(part):
-        start = offsets(counts)[link.rank]
-        own = out[start : start + part.shape[0]]
-        copy_into(library, part, own)
-        part = own
-    schedule = gather_schedule(counts, link.rank, prod(out.shape[1:]) * itemsize(library.dtype(out)), link.node_map)
-    yield from run_schedule(link, library, schedule, in_two_dims(part), in_two_dims(out), work=work)
-    return out
-
-
 def all_gather_into(
     link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts, dim: int = 0, work: Slab | None = None
 ) -> Collective[Array]:
-    """Gather every rank's part in `out`, concatenated along `dim`. `out` has no gaps. Work: `all_gather_work`."""
-    if dim == 0:
-        return (yield from all_gather_rows(link, library, part, out, counts, work))
+    """Gather every rank's part in `out`, concatenated along `dim`. `out` has no gaps. Along dim 0 the arrays may have
+    any number of dims; `part` may be the view of its rows in `out`, and a part with gaps is copied there first. Work:
+    `all_gather_work`."""
     dtype = library.dtype(out)
-    schedule = gather_schedule(counts, link.rank, out.shape[0] * itemsize(dtype), link.node_map)
-    with ExitStack() as borrowed:
+    if dim == 1:
+        schedule = gather_schedule(counts, link.rank, out.shape[0] * itemsize(dtype), link.node_map)
         nbytes = lambda: all_gather_work(out.shape, dtype, counts, link.rank, dim, link.node_map)
-        memory = work_slab(link, library, work, nbytes, borrowed)
-        for rows in _rounds(out.shape, dtype):
-            yield from run_schedule(link, library, schedule, part[rows], out[rows], dims=(1, 1), work=memory.again())
-    return out
+        return _by_columns(link, library, schedule, part, out, nbytes, work)
+    schedule = gather_schedule(counts, link.rank, prod(out.shape[1:]) * itemsize(dtype), link.node_map)
+    if not library.is_contiguous(part):
+        start = offsets(counts)[link.rank]
+        place = out[start : start + part.shape[0]]
+        return _copied_first(link, library, schedule, part, place, in_two_dims(place), in_two_dims(out), work, out)
+    return run_schedule(link, library, schedule, in_two_dims(part), in_two_dims(out), work=work, result=out)
 
 
 def reduce_scatter_into(
@@ -66,51 +54,78 @@ def reduce_scatter_into(
 ) -> Collective[Array]:
     """Sum this rank's part along `dim` of all ranks' arrays: out = beta out + the sum. Arrays are 1D or 2D. Along dim 1
     `out` has no gaps. Work: `reduce_scatter_work`."""
-    dtype = library.dtype(whole)
-    schedule = reduce_schedule(counts, link.rank, dtype, link.node_map)
+    schedule = reduce_schedule(counts, link.rank, library.dtype(whole), link.node_map)
     if dim == 0:
-        yield from run_schedule(link, library, schedule, in_two_dims(whole), in_two_dims(out), beta=beta, work=work)
-        return out
-    with ExitStack() as borrowed:
-        nbytes = lambda: reduce_scatter_work(library, whole, counts, link.rank, dim, link.node_map)
-        memory = work_slab(link, library, work, nbytes, borrowed)
-        for rows in _rounds(whole.shape, dtype):
-            yield from run_schedule(
-                link, library, schedule, whole[rows], out[rows], beta=beta, dims=(1, 1), work=memory.again()
-            )
-    return out
-
-
-def all_reduce_flat(
-    link: Link, library: NumpyLibrary, array: Array, out: Array, work: Slab | None = None
-) -> Collective[Array]:
-    """Sum the arrays of all ranks into `out`, on every rank. The arrays have no gaps. `out` may be `array`. Work:
-    `all_reduce_work`."""
-    assert library.is_contiguous(array) and library.is_contiguous(out)  # else a reshaped copy would be summed
-    size, dtype = prod(array.shape), library.dtype(array)
-    schedule = sum_schedule(size, dtype, link.size, link.rank, link.node_map)
-    yield from run_schedule(link, library, schedule, array.reshape(size, 1), out.reshape(size, 1), work=work)
-    return out
+        given, sums = in_two_dims(whole), in_two_dims(out)
+        return run_schedule(link, library, schedule, given, sums, beta=beta, work=work, result=out)
+    nbytes = lambda: reduce_scatter_work(library, whole, counts, link.rank, dim, link.node_map)
+    return _by_columns(link, library, schedule, whole, out, nbytes, work, beta)
 
 
 def all_reduce_into(
     link: Link, library: NumpyLibrary, array: Array, out: Array, beta: complex = 0, work: Slab | None = None
 ) -> Collective[Array]:
-    """Sum the arrays of all ranks: out = beta out + the sum. If beta is not 0, or if `out` has gaps, the sum is first
-    written to `array`, which must have no gaps. Work: `all_reduce_work`."""
-    if beta == 0 and (out is array or library.is_contiguous(out)):
-        if out is not array and not library.is_contiguous(array):
-            copy_into(library, array, out)
-            array = out
-        return (yield from all_reduce_flat(link, library, array, out, work))
-    yield from all_reduce_flat(link, library, array, array, work)
+    """Sum the arrays of all ranks: out = beta out + the sum. `out` may be `array`. If beta is not 0, or if `out` has
+    gaps, the sum is first written to `array`, which must have no gaps. Work: `all_reduce_work`."""
+    size = prod(array.shape)
+    schedule = sum_schedule(size, library.dtype(array), link.size, link.rank, link.node_map)
+    if beta != 0 or not library.is_contiguous(out):
+        return _added_last(link, library, schedule, array, out, beta, work)
+    flat = out.reshape(size, 1)
+    if not library.is_contiguous(array):
+        return _copied_first(link, library, schedule, array, out, flat, flat, work, out)
+    return run_schedule(link, library, schedule, array.reshape(size, 1), flat, work=work, result=out)
+
+
+def _by_columns(
+    link: Link,
+    library: NumpyLibrary,
+    schedule: Schedule,
+    given: Array,
+    out: Array,
+    nbytes: Callable[[], int],
+    work: Slab | None,
+    beta: complex = 0,
+) -> Collective[Array]:
+    with ExitStack() as borrowed:
+        memory = work_slab(link, library, work, nbytes, borrowed)
+        for rows in _rounds(max(tuple(given.shape), tuple(out.shape)), library.dtype(given)):
+            yield from run_schedule(
+                link, library, schedule, given[rows], out[rows], beta=beta, dims=(1, 1), work=memory.again()
+            )
+    return out
+
+
+def _copied_first(
+    link: Link,
+    library: NumpyLibrary,
+    schedule: Schedule,
+    given: Array,
+    place: Array,
+    part: Array,
+    out: Array,
+    work: Slab | None,
+    result: Array,
+) -> Collective[Array]:
+    """Generator: execute a schedule for a copy of `given`, an array with gaps. place: of the copy in the result. `part`
+    and `out` are place and result in 2D."""
+    copy_into(library, given, place)
+    return (yield from run_schedule(link, library, schedule, part, out, work=work, result=result))
+
+
+def _added_last(
+    link: Link, library: NumpyLibrary, schedule: Schedule, array: Array, out: Array, beta: complex, work: Slab | None
+) -> Collective[Array]:
+    """Generator: execute the schedule of a sum in place, in `array`; then out = beta out + the sum."""
+    flat = array.reshape(prod(array.shape), 1)
+    yield from run_schedule(link, library, schedule, flat, flat, work=work)
     add_up(library, [array], out, beta)
     return out
 
 
 def sum_gathered(library: NumpyLibrary, arrays: Array, out: Array, node_map: NodeMap, beta: complex = 0) -> None:
     """Sum the rows of `arrays`: out = beta out + the sum. Row r is the flattened array of rank r; `out` is 2D. The
-    order of the sum is that of `reduce_scatter_into` and `all_reduce_flat`."""
+    order of the sum is that of `reduce_scatter_into` and `all_reduce_into`."""
     per_node, elements, dtype = node_map.per_node if node_map.sums else 1, arrays.shape[1], library.dtype(arrays)
     for ranks in (arrays.shape[0],) if per_node == 1 else (per_node, arrays.shape[0] // per_node):
         for radix in stages(ranks):
@@ -137,7 +152,7 @@ def all_to_all_into(
     """Send part r of `array` along dims[0] to rank r, and receive part r of `out` along dims[1] from rank r. Work:
     `executor.work_bytes`."""
     schedule = all_to_all(tuple(sent), tuple(received), link.rank)
-    return (yield from run_schedule(link, library, schedule, array, out, dims=dims, work=work))
+    return run_schedule(link, library, schedule, in_two_dims(array), in_two_dims(out), dims=dims, work=work, result=out)
 
 
 def all_gather_work(
@@ -206,7 +221,7 @@ def sum_coalesced(
     held = library.dtype(arrays[0])
     packs = len(arrays) > 1 or sent not in (None, held)
     if not packs and counts is None:
-        yield from all_reduce_flat(link, library, arrays[0], arrays[0])
+        yield from all_reduce_into(link, library, arrays[0], arrays[0])
         return
     flats = [array.reshape(-1) for array in arrays]
     with ExitStack() as borrowed:
@@ -219,7 +234,7 @@ def sum_coalesced(
             for part, flat in _beside(packed, flats):
                 copy_into(library, flat, part)
             own, wanted = packed, flats
-            yield from all_reduce_flat(link, library, packed, packed)
+            yield from all_reduce_into(link, library, packed, packed)
         else:
             sizes, starts = [sum(each) for each in zip(*counts)], [offsets(each) for each in counts]
             wanted = [flat[start[link.rank] : start[link.rank + 1]] for flat, start in zip(flats, starts)]

@@ -1,4 +1,4 @@
-"""The unchecked collectives, compared with numpy and with the checked ones: both dims, gaps, order, work memory."""
+"""The strided collectives, compared with numpy and with the checked ones: both dims, gaps, order, work memory."""
 
 from itertools import product
 
@@ -10,7 +10,7 @@ from loops import given
 from samples import RANKS, TESTED, integers, to_library, to_numpy
 
 from pmm3d import DisagreementError, Grid
-from pmm3d.comm import unchecked
+from pmm3d.comm import strided_collectives
 from pmm3d.layout import aligned, offsets, part_sizes
 
 SIZES = (1, 2, 3, 7, 8, 16, 17, 18, 24, 36)
@@ -211,37 +211,39 @@ def test_forms_of_calls_that_differ_are_found_with_debug(comm, monkeypatch, fail
                 if grid.rank
                 else axis.all_reduce_into(array, array)
             ).wait()
-            assert "test_unchecked.py" in fails(DisagreementError, r"call #\d+ on axis all is not the same", call)
+            assert "test_strided_collectives.py" in fails(
+                DisagreementError, r"call #\d+ on axis all is not the same", call
+            )
 
 
 def test_columns_in_groups_of_any_size_and_in_the_work_memory_that_was_planned(monkeypatch):
     """All rows at once, and in rounds of a number of bytes, with at least one row."""
     for size, dtype, round_bytes in product(SIZES, ["float64", "float16"], [2**24, 100]):
         with given(size=size, dtype=dtype, round_bytes=round_bytes):
-            monkeypatch.setattr(unchecked, "ROUND_BYTES", round_bytes)
+            monkeypatch.setattr(strided_collectives, "ROUND_BYTES", round_bytes)
             counts = rows_of(size)
             shape = 3, sum(counts)
             arrays = [integers(shape, dtype, seed=rank) for rank in range(size)]
 
             def gather(link):
-                nbytes = unchecked.all_gather_work(shape, dtype, counts, link.rank, 1)
+                nbytes = strided_collectives.all_gather_work(shape, dtype, counts, link.rank, 1)
                 with link.workspace.slab(nbytes, LIBRARY) as work:
                     part, out = own(arrays[0], counts, link.rank, 1), np.empty(shape, dtype)
-                    return (yield from unchecked.all_gather_into(link, LIBRARY, part, out, counts, 1, work))
+                    return (yield from strided_collectives.all_gather_into(link, LIBRARY, part, out, counts, 1, work))
 
             def reduce(link):
-                nbytes = unchecked.reduce_scatter_work(LIBRARY, arrays[link.rank], counts, link.rank, 1)
+                nbytes = strided_collectives.reduce_scatter_work(LIBRARY, arrays[link.rank], counts, link.rank, 1)
                 with link.workspace.slab(nbytes, LIBRARY) as work:
                     out = np.empty((3, counts[link.rank]), dtype)
                     return (
-                        yield from unchecked.reduce_scatter_into(
+                        yield from strided_collectives.reduce_scatter_into(
                             link, LIBRARY, arrays[link.rank], out, counts, 0, 1, work
                         )
                     )
 
             assert all(np.array_equal(found, arrays[0]) for found in run(size, gather)[0])
             most = max(round_bytes, sum(counts) * arrays[0].itemsize)
-            work = unchecked.all_gather_work(shape, dtype, counts, 0, 1)
+            work = strided_collectives.all_gather_work(shape, dtype, counts, 0, 1)
             assert work <= aligned(min(most, arrays[0].nbytes)) + 64 * size
             total = sum(array.astype("float64") for array in arrays)
             for rank, found in enumerate(run(size, reduce)[0]):
