@@ -47,7 +47,7 @@ def _rows(array: np.ndarray, size: int) -> np.ndarray:
 def direct_gather(link: Link, buffers: Buffers) -> Collective[Array]:
     own, rows = _rows(buffers.whole, link.size)[link.rank], _rows(buffers.other, link.size)
     rows[link.rank] = own
-    yield from link.exchange_in_windows(
+    yield from link.exchange(
         LIBRARY, [(peer, own) for peer in link.peers()], [(peer, rows[peer]) for peer in link.peers()]
     )
     return buffers.other
@@ -81,7 +81,7 @@ def staged_gather(link: Link, buffers: Buffers) -> Collective[Array]:
 
 def direct_scatter(link: Link, buffers: Buffers) -> Collective[Array]:
     rows, landing = _rows(buffers.whole, link.size), _rows(buffers.other, link.size)
-    yield from link.exchange_in_windows(
+    yield from link.exchange(
         LIBRARY, [(peer, rows[peer]) for peer in link.peers()], [(peer, landing[peer]) for peer in link.peers()]
     )
     landing[link.rank] = rows[link.rank]
@@ -136,7 +136,7 @@ def _twice(scatter: Way, gather: Way) -> Way:
 
 
 def gather_and_add(link: Link, buffers: Buffers) -> Collective[Array]:
-    yield from link.exchange_in_windows(
+    yield from link.exchange(
         LIBRARY,
         [(peer, buffers.whole) for peer in link.peers()],
         [(peer, buffers.landing[peer]) for peer in link.peers()],
@@ -161,7 +161,7 @@ def parameter_server(link: Link, buffers: Buffers) -> Collective[Array]:
 
 def direct_exchange(link: Link, buffers: Buffers) -> Collective[Array]:
     pieces, places = _rows(buffers.whole, link.size), _rows(buffers.other, link.size)
-    yield from link.exchange_in_windows(
+    yield from link.exchange(
         LIBRARY, [(peer, pieces[peer]) for peer in link.peers()], [(peer, places[peer]) for peer in link.peers()]
     )
     places[link.rank] = pieces[link.rank]

@@ -28,12 +28,15 @@ from scalapack import Scalapack
 from timing import in_turns, sizes_of, slowest
 
 from pmm3d import BlacsContext, Grid, Layout, PgemmPlan, pgemr2d
-from pmm3d.arrays import NumpyLibrary
+from pmm3d.arrays import NumpyLibrary, Slab
+from pmm3d.comm import Buffers, compute
 from pmm3d.layout import BlockCyclic, Placement
-from pmm3d.layout.distribution import Strided
+from pmm3d.layout.distribution import Strided, Tiled, strided
+from pmm3d.layout.pieces import Piece, recv_blocks, send_blocks
 from pmm3d.model.machine import usable_cores
-from pmm3d.model.move import Message, Table, tile_move
-from pmm3d.product.tiles import TileMove, copy_strided
+from pmm3d.model.move import tile_move
+from pmm3d.model.rounds import Round
+from pmm3d.product.tiles import TileMove
 from pmm3d.tools.bench.measure import core_rate
 from pmm3d.tools.bench.result import Case
 
@@ -150,34 +153,38 @@ def repeated(kind: MPI.Datatype, runs: Sequence[Strided], stride: int) -> MPI.Da
     return MPI.Datatype.Create_struct([1] * len(runs), [run.here * stride for run in runs], each)
 
 
-def datatype(message: Message, arrays: Sequence[np.ndarray]) -> MPI.Datatype:
+def datatype(pieces: Sequence[Piece], array: np.ndarray) -> MPI.Datatype:
     """The datatype of the elements of a message, in order, relative to MPI.BOTTOM."""
     kinds = [
-        repeated(
-            repeated(MPI.DOUBLE, part.cols, arrays[part.array].strides[1]), part.rows, arrays[part.array].strides[0]
-        )
-        for part in message.parts
+        repeated(repeated(MPI.DOUBLE, strided(piece.cols), array.strides[1]), strided(piece.rows), array.strides[0])
+        for piece in pieces
     ]
-    places = [MPI.Get_address(arrays[part.array]) for part in message.parts]
+    places = [MPI.Get_address(array)] * len(kinds)
     return MPI.Datatype.Create_struct([1] * len(kinds), places, kinds).Commit()
 
 
 class DatatypeMove:
     """A move with messages that are not packed: MPI reads and writes the arrays by derived datatypes."""
 
-    def __init__(self, comm: MPI.Intracomm, table: Table, source: np.ndarray, target: np.ndarray):
-        [only] = table.rounds
-        self._comm, self._copies, self._arrays = comm, table.copies, (source, target)
+    def __init__(self, comm: MPI.Intracomm, source: Tiled, target: Tiled, arrays: Sequence[np.ndarray]):
+        self._comm = comm
+        schedule = tile_move(source, target, comm.rank, comm.size)
+        stored = [array.T if source.order == "F" else array for array in arrays]
+        buffers = Buffers(schedule, LIBRARY, stored, (0, 0), Slab(np.empty(8 * schedule.work_rows, np.uint8), LIBRARY))
+        stays = [each.copies for each in schedule.rounds if each.sends or each.receives or len(schedule.rounds) == 1]
+        self._copies = [one for copies in stays for one in buffers.bound(Round(copies=copies)).copies]
         self._sends, self._receives = (
-            [(message.ranks[0], datatype(message, [array])) for message in messages]
-            for messages, array in zip(only, self._arrays)
+            [(ranks[0], datatype(pieces, array)) for ranks, pieces in blocks.items() if ranks != (comm.rank,)]
+            for blocks, array in (
+                (send_blocks(source, target, comm.rank), arrays[0]),
+                (recv_blocks(source, target, comm.rank), arrays[1]),
+            )
         )
 
     def __call__(self) -> None:
         requests = [self._comm.Irecv([MPI.BOTTOM, 1, kind], rank) for rank, kind in self._receives]
         requests += [self._comm.Isend([MPI.BOTTOM, 1, kind], rank) for rank, kind in self._sends]
-        for copy in self._copies:
-            copy_strided(LIBRARY, *self._arrays, copy.rows, copy.cols)
+        compute(LIBRARY, self._copies)
         MPI.Request.Waitall(requests)
 
 
@@ -195,11 +202,9 @@ def datatypes(rounds: int, size: int) -> list[list[str]]:
                 sides: dict[str, Callable[[], object]] = {}
                 for way, source, target in (("forth", cyclic, on_grid), ("back", on_grid, cyclic)):
                     arrays = (held, shard) if source is cyclic else (shard, held)
-                    table = tile_move(source, target, comm.rank)
-                    stored = [array.T if source.order == "F" else array for array in arrays]
                     move = TileMove(grid, source, target, "float64", keep=True)
                     sides[f"{way}, packed"] = partial(packed, move, *arrays)
-                    sides[f"{way}, datatypes"] = DatatypeMove(comm, table, *stored)
+                    sides[f"{way}, datatypes"] = DatatypeMove(comm, source, target, arrays)
                 seconds = medians(sides, rounds)
                 rows.append([str(block), order, *(f"{1e3 * seconds[side]:.0f}" for side in sides)])
     return [["block", "order of the shard", *sides], *rows]

@@ -13,7 +13,7 @@ from .axis import Axis
 from .choose_grid import Auto, chosen_shape
 from .communicator import LEAVING, all_leave, check_communicator, own_duplicate
 from .engine import Pending, PlanResources
-from .executor import Awaited, Buffers, following, run_schedule, under_way, wait_for_all, work_bytes
+from .executor import Awaited, Buffers, compute, following, run_rounds, run_schedule, wait_for_all, work_bytes
 from .grid import Grid, free_memory
 from .guard import at_end, one_thread
 from .ledger import Entry, Key, Ledger, Record, clock

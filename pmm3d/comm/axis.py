@@ -475,14 +475,7 @@ class Axis:
         return self.begin(name, wait_for_all)
 
     def persistent(
-        self,
-        operation: str,
-        phase: str,
-        schedule: Schedule,
-        buffers: Buffers,
-        row_bytes: int,
-        plan: int,
-        beta: complex = 0,
+        self, operation: str, phase: str, schedule: Schedule, buffers: Buffers, row_bytes: int, plan: int
     ) -> Persistent:
         """Return a schedule of host arrays that can be executed repeatedly (`Persistent`). The ledger counts its bytes
         for `operation`. Nothing is checked.
@@ -500,7 +493,6 @@ class Axis:
             schedule,
             buffers,
             row_bytes,
-            beta,
         )
 
     def _start(self, operation: Callable[..., Collective[Array]], array: Array, **options: Any) -> Pending:

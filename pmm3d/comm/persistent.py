@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 from mpi4py import MPI
 
-from ..arrays import Array, copy_into
-from ..model.rounds import Round, Schedule, count
+from ..model.rounds import Schedule, count
 from .engine import Engine
-from .executor import Buffers, add_sums, copied
+from .executor import Arithmetic, BoundRound, Buffers, compute
 from .ledger import Record
 from .transport import chunks, nbytes_of
 
@@ -42,18 +41,18 @@ class Persistent:
         schedule: Schedule,
         buffers: Buffers,
         row_bytes: int,
-        beta: complex,
     ):
         self._next_record, self._engine, self._members, self._tag = next_record, engine, members, tag
-        self._buffers, self._beta = buffers, beta
-        self._rounds = [(self._made(each), copied(buffers, each.copies), each.sums) for each in schedule.rounds]
+        self._library = buffers.library
+        bound = [buffers.bound(each) for each in schedule.rounds]
+        self._rounds = [(self._made(each), each.copies, each.sums) for each in bound]
         self._moved = count(schedule, row_bytes)
         self._across = count(schedule, row_bytes, frozenset(members.off_node)).received
 
-    def _made(self, each: Round) -> list[MPI.Prequest]:
-        made, library, comm = list[MPI.Prequest](), self._buffers.library, self._members.comm
+    def _made(self, each: BoundRound) -> list[MPI.Prequest]:
+        made, library, comm = list[MPI.Prequest](), self._library, self._members.comm
         for init, messages in ((comm.Recv_init, each.receives), (comm.Send_init, each.sends)):
-            for peer, array in self._buffers.messages(messages):
+            for peer, array in messages:
                 for offset, length in chunks(nbytes_of(library, array)):
                     part = MPI.buffer.fromaddress(library.address(array) + offset, length)
                     made.append(init([part, length, MPI.BYTE], peer, self._tag))
@@ -69,10 +68,9 @@ class Persistent:
         self._post(*self._rounds[0][:2])
         return self
 
-    def _post(self, requests: list[MPI.Prequest], copies: list[tuple[Array, Array]]) -> None:
+    def _post(self, requests: list[MPI.Prequest], copies: list[Arithmetic]) -> None:
         self._engine.post(self, requests)
-        for part, place in copies:
-            copy_into(self._buffers.library, part, place)
+        compute(self._library, copies)
 
     def wait(self) -> None:
         """Wait for the messages of each round and carry out its sums. After an error of a signal handler, another call
@@ -81,8 +79,7 @@ class Persistent:
         while True:
             requests, _, sums = self._rounds[self._round]
             self._engine.wait_persistent(requests, self.record)
-            if sums:
-                add_sums(self._buffers, sums, self._beta)
+            compute(self._library, sums)
             if self._round == len(self._rounds) - 1:
                 break
             self._round += 1

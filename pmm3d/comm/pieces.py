@@ -16,7 +16,7 @@ from ..model.rounds import Round, Schedule, in_order, one_by_one
 from ..model.schedule import gather_schedule, reduce_schedule
 from .axis import Axis
 from .engine import Pending
-from .executor import Buffers, Counts, add_sums, make_copies, run_round
+from .executor import Buffers, Counts, compute, run_rounds
 from .transport import Collective, Link
 
 
@@ -44,7 +44,7 @@ class Arrivals:
         messages = _Messages(axis, "all_gather", buffers, schedule, row_bytes)
         self._coming = list[Piece]()
         for each in schedule.rounds:  # before the first message, because a later round also sends this rank's rows
-            make_copies(buffers, each.copies)
+            compute(library, buffers.bound(each).copies)
         for each in schedule.rounds:
             pairs = one_by_one(each)
             begun = [messages.begin(pair, before) for pair in pairs]
@@ -93,9 +93,9 @@ class Departures:
 
     def __init__(self, axis: Axis, partial: Array, counts: Counts, work: Slab, out: Array, beta: complex = 0):
         self.partial, self.out = partial, out
-        self._axis, self._beta, self._library = axis, beta, library_of(out)
+        self._library = library_of(out)
         schedule = reduce_schedule(counts, axis.index, self._library.dtype(partial), axis.node_map)
-        self._buffers = Buffers(schedule, self._library, (partial, out), (0, 0), work)
+        self._buffers = Buffers(schedule, self._library, (partial, out), (0, 0), work, beta)
         self._first, *self._rest = schedule.rounds
         row_bytes = partial.shape[1] * itemsize(self._library.dtype(partial))
         self._messages = _Messages(axis, "reduce_scatter", self._buffers, schedule, row_bytes)
@@ -119,15 +119,14 @@ class Departures:
         elif not self._added:
             for pending in self._begun:
                 pending.wait()
-            add_sums(self._buffers, self._first.sums, self._beta)
+            compute(self._library, self._buffers.bound(self._first).sums)
         self._added = True
         return self.out
 
     def _finish(self, link: Link) -> Collective[None]:
         """Generator: carry out the sums of the first round, and the later rounds."""
-        add_sums(self._buffers, self._first.sums, self._beta)
-        for each in self._rest:
-            yield from run_round(link, self._buffers, each, self._beta)
+        compute(self._library, self._buffers.bound(self._first).sums)
+        yield from run_rounds(link, self._buffers, self._rest)
 
 
 class _Messages:
@@ -141,8 +140,7 @@ class _Messages:
         """Begin the sends and receives of a round, when all of `after` are done."""
 
         def steps(link: Link) -> Collective[None]:
-            buffers = self._buffers
-            yield from link.exchange(buffers.library, buffers.messages(pair.sends), buffers.messages(pair.receives))
+            yield from run_rounds(link, self._buffers, [pair])
 
         return self.begun(steps, after)
 

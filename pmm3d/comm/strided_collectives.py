@@ -2,7 +2,7 @@
 the callers know their shapes.
 
 The argument `work` is a Slab; each docstring names the function that returns its size in bytes. Default: memory of the
-workspace. Along dim 1 the messages are packed, in rounds of some rows. `all_to_all_into` packs all rows at once.
+workspace. Along dim 1 the messages are packed, some rows at a time. `all_to_all_into` packs all rows at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..arrays import Array, NumpyLibrary, Slab, add_up, copy_into, sum_in_order
 from ..layout import itemsize, offsets
 from ..model.move import ROUND_BYTES
 from ..model.node_map import FLAT, NodeMap
-from ..model.rounds import Schedule, accumulator
+from ..model.rounds import Schedule, accumulator, in_slices
 from ..model.schedule import all_to_all, gather_schedule, reduce_schedule, sum_schedule
 from ..model.stages import stages
 from .executor import Counts, planned_bytes, run_schedule
@@ -29,12 +29,9 @@ def all_gather_into(
     """Gather every rank's part in `out`, concatenated along `dim`. `out` has no gaps. Along dim 0 the arrays may have
     any number of dims; `part` may be the view of its rows in `out`, and a part with gaps is copied there first. Work:
     `all_gather_work`."""
-    dtype = library.dtype(out)
+    schedule = _gather_table(out.shape, library.dtype(out), counts, link.rank, dim, link.node_map)
     if dim == 1:
-        schedule = gather_schedule(counts, link.rank, out.shape[0] * itemsize(dtype), link.node_map)
-        nbytes = lambda: all_gather_work(out.shape, dtype, counts, link.rank, dim, link.node_map)
-        return _by_columns(link, library, schedule, part, out, nbytes, work)
-    schedule = gather_schedule(counts, link.rank, prod(out.shape[1:]) * itemsize(dtype), link.node_map)
+        return run_schedule(link, library, schedule, part, out, dims=(1, 1), work=work)
     if not library.is_contiguous(part):
         start = offsets(counts)[link.rank]
         place = out[start : start + part.shape[0]]
@@ -54,12 +51,9 @@ def reduce_scatter_into(
 ) -> Collective[Array]:
     """Sum this rank's part along `dim` of all ranks' arrays: out = beta out + the sum. Arrays are 1D or 2D. Along dim 1
     `out` has no gaps. Work: `reduce_scatter_work`."""
-    schedule = reduce_schedule(counts, link.rank, library.dtype(whole), link.node_map)
-    if dim == 0:
-        given, sums = in_two_dims(whole), in_two_dims(out)
-        return run_schedule(link, library, schedule, given, sums, beta=beta, work=work, result=out)
-    nbytes = lambda: reduce_scatter_work(library, whole, counts, link.rank, dim, link.node_map)
-    return _by_columns(link, library, schedule, whole, out, nbytes, work, beta)
+    schedule = _reduce_table(whole.shape, library.dtype(whole), counts, link.rank, dim, link.node_map)
+    given, sums = in_two_dims(whole), in_two_dims(out)
+    return run_schedule(link, library, schedule, given, sums, beta=beta, dims=(dim, dim), work=work, result=out)
 
 
 def all_reduce_into(
@@ -75,25 +69,6 @@ def all_reduce_into(
     if not library.is_contiguous(array):
         return _copied_first(link, library, schedule, array, out, flat, flat, work, out)
     return run_schedule(link, library, schedule, array.reshape(size, 1), flat, work=work, result=out)
-
-
-def _by_columns(
-    link: Link,
-    library: NumpyLibrary,
-    schedule: Schedule,
-    given: Array,
-    out: Array,
-    nbytes: Callable[[], int],
-    work: Slab | None,
-    beta: complex = 0,
-) -> Collective[Array]:
-    with ExitStack() as borrowed:
-        memory = work_slab(link, library, work, nbytes, borrowed)
-        for rows in _rounds(max(tuple(given.shape), tuple(out.shape)), library.dtype(given)):
-            yield from run_schedule(
-                link, library, schedule, given[rows], out[rows], beta=beta, dims=(1, 1), work=memory.again()
-            )
-    return out
 
 
 def _copied_first(
@@ -161,10 +136,8 @@ def all_gather_work(
     """Return the bytes of work memory of `all_gather_into`. shape: of `out`."""
     if dim == 0:
         return 0
-    other = prod(shape[1:]) if dim == 0 else shape[0]
-    schedule = gather_schedule(counts, rank, other * itemsize(dtype), node_map)
-    step = other if dim == 0 else _rounds(shape, dtype)[0].stop
-    return planned_bytes(schedule, dtype, (step, step), (True, True), True)
+    schedule = _gather_table(shape, dtype, counts, rank, dim, node_map)
+    return planned_bytes(schedule, dtype, (shape[0], shape[0]), (True, True), True)
 
 
 def reduce_scatter_work(
@@ -172,10 +145,28 @@ def reduce_scatter_work(
 ) -> int:
     """Return the bytes of work memory of `reduce_scatter_into`."""
     dtype = library.dtype(whole)
-    schedule = reduce_schedule(counts, rank, dtype, node_map)
-    other = prod(whole.shape[1:]) if dim == 0 else _rounds(tuple(whole.shape), dtype)[0].stop
+    schedule = _reduce_table(whole.shape, dtype, counts, rank, dim, node_map)
+    other = prod(whole.shape[1:]) if dim == 0 else whole.shape[0]
     gaps = dim == 1 or not library.is_contiguous(whole)
     return planned_bytes(schedule, dtype, (other, other), (gaps, gaps), dim == 1)
+
+
+def _gather_table(shape: Sequence[int], dtype: str, counts: Counts, rank: int, dim: int, node_map: NodeMap) -> Schedule:
+    """Return the schedule of `all_gather_into`. shape: of `out`."""
+    other = prod(shape[1:]) if dim == 0 else shape[0]
+    schedule = gather_schedule(counts, rank, other * itemsize(dtype), node_map)
+    return schedule if dim == 0 else in_slices(schedule, other, _slice_rows(shape, dtype))
+
+
+def _reduce_table(shape: Sequence[int], dtype: str, counts: Counts, rank: int, dim: int, node_map: NodeMap) -> Schedule:
+    """Return the schedule of `reduce_scatter_into`. shape: of the array that is summed."""
+    schedule = reduce_schedule(counts, rank, dtype, node_map)
+    return schedule if dim == 0 else in_slices(schedule, shape[0], _slice_rows(shape, dtype))
+
+
+def _slice_rows(shape: Sequence[int], dtype: str) -> int:
+    """Return the number of rows that are packed at once along dim 1, so that packed copies stay small."""
+    return max(1, ROUND_BYTES // max(1, shape[1] * itemsize(dtype)))
 
 
 def all_reduce_work(shape: Sequence[int], dtype: str, ranks: int, rank: int, node_map: NodeMap = FLAT) -> int:
@@ -194,12 +185,6 @@ def work_slab(
 def in_two_dims(array: Array) -> Array:
     """Return the array in 2D, with all dims after the first merged."""
     return array if array.ndim == 2 else array.reshape(array.shape[0], prod(array.shape[1:]))
-
-
-def _rounds(shape: Sequence[int], dtype: str) -> list[slice]:
-    """Return slices of rows that are packed at once, so that packed copies stay small. The first slice is longest."""
-    step = max(1, ROUND_BYTES // max(1, shape[1] * itemsize(dtype)))
-    return [slice(start, min(start + step, shape[0])) for start in range(0, max(1, shape[0]), step)]
 
 
 def sum_coalesced(

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Generator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -18,7 +17,6 @@ from ..errors import GridError, Pmm3dError
 from ..layout import aligned, itemsize
 from ..model.environment import TRANSPORTS, TRANSPORTS_IN_WORDS
 from ..model.node_map import FLAT, NodeMap
-from ..model.schedule import WINDOW
 from .device_streams import CommunicationStream, DeviceStreams
 from .ledger import Record
 from .nodes import Processes
@@ -322,19 +320,6 @@ class Link:
             *(self.comm.Irecv(nothing, source, self.tag) for source in sources),
             *(self.comm.Isend(nothing, target, self.tag) for target in targets),
         ]
-
-    def exchange_in_windows(
-        self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]]
-    ) -> Collective[None]:
-        """Generator: `exchange` with any number of ranks, `WINDOW` at a time. A window contains the peers at the same
-        distances along the ring. So both ends of a message are in the same window, and windows do not deadlock."""
-        windows: dict[int, tuple[list[tuple[int, Array]], list[tuple[int, Array]]]] = {0: ([], [])}
-        for peer, array in sends:
-            windows.setdefault((peer - self.rank) % self.size // WINDOW, ([], []))[0].append((peer, array))
-        for peer, array in receives:
-            windows.setdefault((self.rank - peer) % self.size // WINDOW, ([], []))[1].append((peer, array))
-        for _, (leaving, coming) in sorted(windows.items(), key=itemgetter(0)):
-            yield from self.exchange(library, leaving, coming)
 
     def post_all(
         self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]]

@@ -1,91 +1,143 @@
-"""Redistribution of a matrix from one tiling to another: a table of messages for each rank. Rounds bound the memory of
-packed copies. The functions are pure and use no MPI."""
+"""Redistribution of a matrix from one tiling to another: the schedule of each rank. Rounds bound the memory of packed
+copies. The functions are pure and use no MPI."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
-from typing import NamedTuple
 
 from ..layout import Tiled, aligned, itemsize, part_range
 from ..layout.distribution import Strided, packed, parts_met, strided
 from ..layout.pieces import Messages, Piece, recv_blocks, send_blocks
+from .rounds import Indices, Round, Schedule, Span, Sum, WorkBuffer
+from .schedule import Members, windows
 
 ROUND_BYTES = 2**24
 """Default limit of the bytes of packed copies on a rank. Messages of this size reach the bandwidth of any network."""
 
 
-class Part(NamedTuple):
-    """A part of a message, packed by rows: a block of this shape in the rank's array number `array`. In each `Strided`,
-    `here` is a position in the array and `there` a position in the message."""
+def tile_move(source: Tiled, target: Tiled, rank: int, ranks: int, rounds: int = 1) -> Schedule:
+    """Return the schedule of one of `ranks` ranks. Its buffers are the rank's arrays of the source, then those of the
+    target. Its work memory is in elements.
 
-    array: int
-    rows: tuple[Strided, ...]
-    cols: tuple[Strided, ...]
-    shape: tuple[int, int]
-
-
-class Message(NamedTuple):
-    """A message that one rank sends to all of `ranks`, or that it receives from the only rank in `ranks`."""
-
-    ranks: tuple[int, ...]
-    parts: tuple[Part, ...]
-
-    @property
-    def elements(self) -> int:
-        return sum(prod(part.shape) for part in self.parts)
-
-
-class Round(NamedTuple):
-    """Messages that are in flight together."""
-
-    sends: list[Message]
-    receives: list[Message]
-
-
-class Copy(NamedTuple):
-    """Elements that stay on the rank. They are copied from its array number `source` to its array number `target`."""
-
-    source: int
-    target: int
-    rows: tuple[Strided, ...]
-    cols: tuple[Strided, ...]
-
-
-class Table(NamedTuple):
-    """The copies and rounds of one rank in a move."""
-
-    copies: list[Copy]
-    rounds: Iterable[Round]
-
-
-def tile_move(source: Tiled, target: Tiled, rank: int, rounds: int = 1) -> Table:
-    """Return the table of one rank. In each round a rank sends and receives the next rows of each of its pieces. If the
-    source is stored by columns, the table is that of the transposes. The rounds are a generator.
+    In each of the rounds a rank packs the next rows of each of its pieces, exchanges one message with each peer, and
+    unpacks. If the source is stored by columns, the schedule is that of the transposes.
 
         >>> from pmm3d.layout import GridShape, Layout, Placement
         >>> rows, cols = (Placement((4, 4), layout, GridShape(1, 1, 2)) for layout in (Layout("z"), Layout((), "z")))
-        >>> [(message.ranks, message.elements) for each in tile_move(rows, cols, 0, 2).rounds for message in each.sends]
-        [((1,), 2), ((1,), 2)]
+        >>> schedule = tile_move(rows, cols, 0, 2, rounds=2)
+        >>> [(peer, span[:3]) for each in schedule.rounds for peer, span in each.sends]
+        [(1, (2, 0, 1)), (1, (4, 0, 1))]
+        >>> schedule.packed[0][1].across
+        Indices(start=2, stop=4, times=1, step=0)
     """
     going, coming = send_blocks(source, target, rank), recv_blocks(source, target, rank)
     if source.order == "F":
         going, coming = _transposed(going), _transposed(coming)
-    copies = [
-        Copy(piece.array, piece.other, tuple(strided(piece.rows)), tuple(strided(piece.cols)))
+    inputs, outputs, everyone = len(source.tiles(rank)), len(target.tiles(rank)), Members(range(ranks), rank)
+    stays = tuple(
+        Sum((_span(piece.array, rows, cols),), _span(inputs + piece.other, _back(rows), _back(cols)))
         for piece in going.pop((rank,), [])
-    ]
-    sides = [
+        for rows in strided(piece.rows)
+        for cols in strided(piece.cols)
+    )
+    leaving, arriving = (
         [
-            (ranks, [(piece, tuple(strided(packed(piece.cols, 0, piece.shape[1])))) for piece in pieces])
-            for ranks, pieces in messages.items()
+            (peers, [(piece, strided(packed(piece.cols, 0, piece.shape[1]))) for piece in pieces])
+            for peers, pieces in messages.items()
         ]
         for messages in (going, coming)
-    ]
-    return Table(copies, (Round(*([*_messages(side, number, rounds)] for side in sides)) for number in range(rounds)))
+    )
+    table = _Packing(inputs + outputs)
+    made = [Round(copies=stays)] if stays and not leaving and not arriving else []
+    for number in range(rounds if leaving or arriving else 0):
+        table.used = 0
+        sends, packs = table.messages(leaving, 0, number, rounds)
+        receives, unpacks = table.messages(arriving, inputs, number, rounds)
+        if packs:
+            made.append(Round(copies=tuple(Sum((span,), place) for place, span in packs)))
+        made += windows(everyone, sends, receives, () if number else stays)
+        if unpacks:
+            made.append(Round(sums=tuple(Sum((place,), span) for place, span in unpacks)))
+    return Schedule(tuple(filter(any, made)), tuple(table.work), table.most, inputs, outputs, tuple(table.packed))
+
+
+class _Packing:
+    """Work buffers of the packed messages of a schedule under construction."""
+
+    def __init__(self, first: int):
+        self.used = self.most = 0
+        self.work, self.packed = list[WorkBuffer](), list[tuple[Span, Span]]()
+        self._first = first
+
+    def _buffer(self, start: int, rows: int, cols: int) -> int:
+        """Return the number of a new buffer."""
+        self.work.append(WorkBuffer(start, rows, False, cols))
+        self.used = start + rows * cols
+        self.most = max(self.most, self.used)
+        return self._first + len(self.work) - 1
+
+    def messages(
+        self,
+        side: Sequence[tuple[tuple[int, ...], list[tuple[Piece, list[Strided]]]]],
+        array: int,
+        number: int,
+        of: int,
+    ) -> tuple[list[tuple[int, Span]], list[tuple[Span, Span]]]:
+        """Return (rank, span) of the messages of round `number` of `of`, and pairs of spans: in a message, and in an
+        array. Arrays are numbered from `array`. `side` has the pieces and their columns, by ranks."""
+        messages, pairs = list[tuple[int, Span]](), list[tuple[Span, Span]]()
+        for peers, pieces in side:
+            start, parts = self.used, list[Span]()
+            for piece, cols in pieces:
+                height, width = piece.shape
+                low, high = part_range(height, of, number)
+                if low < high:
+                    parts.append(Span(self._buffer(self.used, high - low, width), 0, high - low))
+                    rows = strided(packed(piece.rows, low, high))
+                    one = len(rows) == len(cols) == rows[0].times == cols[0].times == 1
+                    found = [
+                        (
+                            parts[-1] if one else _span(parts[-1].buffer, _back(down), _back(right)),
+                            _span(array + piece.array, down, right),
+                        )
+                        for down in rows
+                        for right in cols
+                    ]
+                    pairs += found
+            if parts:
+                message = (
+                    parts[0]
+                    if len(parts) == 1
+                    else Span(self._buffer(start, self.used - start, 1), 0, self.used - start)
+                )
+                if len(parts) == 1 and one:
+                    self.packed += found
+                messages += [(peer, message) for peer in peers]
+        return messages, pairs
+
+
+def _span(buffer: int, rows: Strided, cols: Strided) -> Span:
+    """Return the elements at the indices `here`."""
+    across = Indices(cols.here, cols.here + cols.length, cols.times, cols.step_here)
+    return Span(buffer, rows.here, rows.here + rows.length, rows.times, rows.step_here, across)
+
+
+def _back(runs: Strided) -> Strided:
+    """Return the runs with `here` and `there` exchanged."""
+    return Strided(runs.there, runs.here, runs.length, runs.times, runs.step_there, runs.step_here)
+
+
+def stays_in_place(schedule: Schedule) -> bool:
+    """Return whether no element moves if source and target are the same arrays."""
+    return all(
+        part[1:] == target[1:] and part.start == 0 and part.times == 1 and part.across[::2] == (0, 1)
+        for each in schedule.rounds
+        for (part,), target in each.copies
+        if part.across is not None
+    )
 
 
 def _transposed(messages: Messages) -> Messages:
@@ -93,23 +145,6 @@ def _transposed(messages: Messages) -> Messages:
         ranks: [piece._replace(rows=piece.cols, cols=piece.rows) for piece in pieces]
         for ranks, pieces in messages.items()
     }
-
-
-def _messages(
-    side: list[tuple[tuple[int, ...], list[tuple[Piece, tuple[Strided, ...]]]]], number: int, rounds: int
-) -> Iterator[Message]:
-    """Yield the messages of a round. `side` has the pieces and their columns, by ranks."""
-    for ranks, pieces in side:
-        parts = []
-        for piece, cols in pieces:
-            height, width = piece.shape
-            low, high = part_range(height, rounds, number)
-            if low < high:
-                parts.append(
-                    Part(piece.array, tuple(strided(packed(piece.rows, low, high))), cols, (high - low, width))
-                )
-        if parts:
-            yield Message(ranks, tuple(parts))
 
 
 @dataclass(frozen=True)

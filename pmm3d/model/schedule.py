@@ -49,7 +49,7 @@ class _Table:
         return Schedule(tuple(rounds), tuple(self.work), self.most)
 
 
-class _Members(NamedTuple):
+class Members(NamedTuple):
     """Some ranks of a group in their order, and the index of this rank among them."""
 
     ranks: Sequence[int]
@@ -69,12 +69,12 @@ def all_gather(counts: tuple[int, ...], rank: int, per_node: int = 1) -> Schedul
     per_node   number of ranks of each node if the gather runs by nodes, else 1. By nodes, each part is sent to one rank
                of every other node, which sends it to the other ranks of its node
 
-        >>> all_gather((2, 1), 1).rounds[0].receives
-        ((0, Span(buffer=1, start=0, stop=2)),)
+        >>> [(peer, span[:3]) for peer, span in all_gather((2, 1), 1).rounds[0].receives]
+        [(0, (1, 0, 2))]
     """
     part = Span(IN, 0, counts[rank])
     if per_node == 1:
-        return _Table().done(_gather(_Members(range(len(counts)), rank), counts, part, OUT))
+        return _Table().done(_gather(Members(range(len(counts)), rank), counts, part, OUT))
     starts, (node, own), local, across = offsets(counts), divmod(rank, per_node), *_levels(len(counts), rank, per_node)
 
     def place(other: int) -> Span:
@@ -83,12 +83,12 @@ def all_gather(counts: tuple[int, ...], rank: int, per_node: int = 1) -> Schedul
 
     def in_node(other: int, brought: Span) -> list[Round]:
         first, last = other * per_node, (other + 1) * per_node
-        members = _Members(local.ranks, own)
+        members = Members(local.ranks, own)
         return _gather(members, counts[first:last], brought, OUT, starts[first])
 
     sends = [(peer, part) for peer in across.ranks]
     receives = [(peer, place(other)) for other, peer in enumerate(across.ranks)]
-    rounds = _beside([_windows(across, sends, receives), in_node(node, part)])
+    rounds = _beside([windows(across, sends, receives), in_node(node, part)])
     others = [other for other in range(across.size) if other != node]
     step = nodes_at_once(per_node)
     for first in range(0, len(others), step):
@@ -104,12 +104,12 @@ def reduce_scatter(counts: tuple[int, ...], rank: int, per_node: int = 1, low: b
     per_node   number of ranks of each node if sums run by nodes (first within each node, then across), else 1
     low        whether the type has low precision. Partial sums are then in the accumulator's type, and rounded once
 
-        >>> reduce_scatter((2, 1), 1).rounds[0].sums[0].parts
-        (Span(buffer=2, start=0, stop=1), Span(buffer=0, start=2, stop=3))
+        >>> [part[:3] for part in reduce_scatter((2, 1), 1).rounds[0].sums[0].parts]
+        [(2, 0, 1), (0, 2, 3)]
     """
     table, whole, out = _Table(low), Span(IN, 0, sum(counts)), Span(OUT, 0, counts[rank])
     if per_node == 1:
-        return table.done(_reduce(table, _Members(range(len(counts)), rank), whole, out, counts))
+        return table.done(_reduce(table, Members(range(len(counts)), rank), whole, out, counts))
     starts, (_, own), local, across = offsets(counts), divmod(rank, per_node), *_levels(len(counts), rank, per_node)
     column = counts[own::per_node]
     sums, edges = table.buffer(sum(column), wide=True), offsets(column)
@@ -145,7 +145,7 @@ def all_reduce(size: int, ranks: int, rank: int, per_node: int = 1, low: bool = 
         (2, 1)
     """
     table, array, out = _Table(low), Span(IN, 0, size), Span(OUT, 0, size)
-    everyone = _Members(range(ranks), rank)
+    everyone = Members(range(ranks), rank)
     if per_node == 1:
         if whole:
             return table.done(_reduce(table, everyone, array, out))
@@ -179,12 +179,12 @@ def all_to_all(sent: tuple[int, ...], received: tuple[int, ...], rank: int) -> S
 
     `sent` and `received` are the rows for and from each rank. OUT and IN share no memory.
     """
-    everyone = _Members(range(len(sent)), rank)
+    everyone = Members(range(len(sent)), rank)
     going, coming = (
         [Span(buffer, start, stop) for start, stop in pairwise(offsets(rows))]
         for buffer, rows in ((IN, sent), (OUT, received))
     )
-    rounds = _windows(everyone, list(enumerate(going)), list(enumerate(coming)), (Sum((going[rank],), coming[rank]),))
+    rounds = windows(everyone, list(enumerate(going)), list(enumerate(coming)), (Sum((going[rank],), coming[rank]),))
     return _Table().done(rounds)
 
 
@@ -210,7 +210,7 @@ def shared_all_gather(counts: tuple[int, ...], rank: int, per_node: int) -> Sche
     edges, (local, across) = offsets(counts), _levels(len(counts), rank, per_node)
     part = Span(OUT, edges[rank], edges[rank + 1])
     receives = [(peer, Span(OUT, edges[peer], edges[peer + 1])) for peer in across.ranks]
-    return _Table().done(_windows(across, [(peer, part) for peer in across.ranks], receives) + _barrier(local))
+    return _Table().done(windows(across, [(peer, part) for peer in across.ranks], receives) + _barrier(local))
 
 
 def sums_whole(size: int, dtype: str, ranks: int, per_node: int = 1) -> bool:
@@ -271,14 +271,14 @@ def nodes_at_once(per_node: int) -> int:
     return max(1, WINDOW // max(1, per_node - 1))
 
 
-def _levels(ranks: int, rank: int, per_node: int) -> tuple[_Members, _Members]:
+def _levels(ranks: int, rank: int, per_node: int) -> tuple[Members, Members]:
     """Return the ranks of this rank's node, and the ranks with the same number in their nodes."""
     node, own = divmod(rank, per_node)
-    return (_Members(range(node * per_node, (node + 1) * per_node), own), _Members(range(own, ranks, per_node), node))
+    return (Members(range(node * per_node, (node + 1) * per_node), own), Members(range(own, ranks, per_node), node))
 
 
-def _windows(
-    members: _Members,
+def windows(
+    members: Members,
     sends: Sequence[tuple[int, Span]],
     receives: Sequence[tuple[int, Span]],
     copies: tuple[Sum, ...] = (),
@@ -289,11 +289,11 @@ def _windows(
 
     def by_window(messages: Sequence[tuple[int, Span]], sign: int) -> dict[int, list[tuple[int, Span]]]:
         ordered = sorted(((sign * (place[peer] - members.own)) % members.size, peer, span) for peer, span in messages)
-        windows: dict[int, list[tuple[int, Span]]] = {}
+        found: dict[int, list[tuple[int, Span]]] = {}
         for distance, peer, span in ordered:
             if distance:
-                windows.setdefault((distance - 1) // WINDOW, []).append((peer, span))
-        return windows
+                found.setdefault((distance - 1) // WINDOW, []).append((peer, span))
+        return found
 
     going, coming = by_window(sends, 1), by_window(receives, -1)
     return [
@@ -302,21 +302,21 @@ def _windows(
     ]
 
 
-def _gather(members: _Members, counts: Sequence[int], part: Span, out: int, first: int = 0) -> list[Round]:
+def _gather(members: Members, counts: Sequence[int], part: Span, out: int, first: int = 0) -> list[Round]:
     """Return the rounds that gather all parts in the rows of `out` from `first` on. `part` may be its place there."""
     edges = [first + edge for edge in offsets(counts)]
-    place, rounds = Span(out, *edges[members.own : members.own + 2]), list[Round]()
+    place, rounds = Span(out, edges[members.own], edges[members.own + 1]), list[Round]()
     for stage in reversed(stages_of(members.size, members.own)):
-        regions = [Span(out, *rows) for rows in stage.rows(edges)]
+        regions = [Span(out, start, stop) for start, stop in stage.rows(edges)]
         mine = regions[stage.digit] if rounds else part
-        group = _Members([members.ranks[peer] for peer in stage.peers], stage.digit)
+        group = Members([members.ranks[peer] for peer in stage.peers], stage.digit)
         copies = (Sum((part,), place),) if not rounds and part != place else ()
-        rounds += _windows(group, [(peer, mine) for peer in group.ranks], list(zip(group.ranks, regions)), copies)
+        rounds += windows(group, [(peer, mine) for peer in group.ranks], list(zip(group.ranks, regions)), copies)
     return rounds
 
 
 def _reduce(
-    table: _Table, members: _Members, whole: Span, out: Span, counts: Sequence[int] | None = None
+    table: _Table, members: Members, whole: Span, out: Span, counts: Sequence[int] | None = None
 ) -> list[Round]:
     """Return the rounds of out = the sum of the ranks' `whole`. With `counts`, `out` is this rank's part of the sum.
     Without `counts`, each rank receives and adds whole arrays, and OUT may be IN."""
@@ -347,7 +347,7 @@ def _exchange(
     own = regions[digit]
     wide = is_wide(table.work, own)
     parts = [own if number == digit else table.buffer(own.rows, wide) for number in range(len(ranks))]
-    return _windows(_Members(ranks, digit), list(zip(ranks, regions)), list(zip(ranks, parts))), parts
+    return windows(Members(ranks, digit), list(zip(ranks, regions)), list(zip(ranks, parts))), parts
 
 
 def _target(table: _Table, parts: Sequence[Span], digit: int) -> Span:
@@ -366,7 +366,7 @@ def _beside(tables: Sequence[Sequence[Round]]) -> list[Round]:
     return merged
 
 
-def _barrier(members: _Members) -> list[Round]:
+def _barrier(members: Members) -> list[Round]:
     rounds, distance, nothing = list[Round](), 1, Span(NOTHING, 0, 0)
     while distance < members.size:
         target, source = (members.ranks[(members.own + sign * distance) % members.size] for sign in (1, -1))

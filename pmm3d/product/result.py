@@ -52,11 +52,9 @@ class Result:
         if not self._messages or rank.plan.decomposed or rank.plan.c != 0:
             return
         schedule = reduce_schedule(rank.c_counts, axis.index, rank.plan.dtype, axis.node_map)
-        buffers = Buffers(schedule, self._library, (self._partial, self._out), (0, 0), self._work.again())
+        buffers = Buffers(schedule, self._library, (self._partial, self._out), (0, 0), self._work.again(), self._beta)
         row_bytes = rank.cols * itemsize(rank.plan.dtype)
-        self._persistent = axis.persistent(
-            "reduce_scatter", "reduce C", schedule, buffers, row_bytes, number, self._beta
-        )
+        self._persistent = axis.persistent("reduce_scatter", "reduce C", schedule, buffers, row_bytes, number)
         requests.callback(self._persistent.free)
 
     def begin(self, shared: Sequence[Array]) -> None:

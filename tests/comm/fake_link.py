@@ -32,9 +32,6 @@ class FakeLink:
     def peers(self):
         return Link.peers(self)
 
-    def exchange_in_windows(self, library, sends, receives):
-        return Link.exchange_in_windows(self, library, sends, receives)
-
     def exchange(self, library, sends, receives, work=None):
         for requests in Link.exchange(self, library, sends, receives, work):
             yield requests

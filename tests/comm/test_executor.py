@@ -9,10 +9,12 @@ import pytest
 from fake_link import LIBRARY, run
 from loops import given
 
+from pmm3d.comm.executor import run_schedule
 from pmm3d.comm.strided_collectives import all_gather_into, all_reduce_into, reduce_scatter_into
-from pmm3d.comm.transport import Link
 from pmm3d.layout import offsets, part_sizes
+from pmm3d.model import schedule
 from pmm3d.model.node_map import FLAT
+from pmm3d.model.rounds import IN, OUT, Schedule, Span
 from pmm3d.model.schedule import all_reduce_volume, gather_volume, reduce_volume
 from pmm3d.model.stages import DIRECT, LARGEST_STAGE, stages
 
@@ -248,15 +250,17 @@ def test_windows_meet(monkeypatch):
     """Both ends of a message place it in the same window, in any order of the ranks. Otherwise the job would hang."""
     for size in [1, 2, 5, 16, 23]:
         with given(size=size):
-            monkeypatch.setattr("pmm3d.comm.transport.WINDOW", 3)
-            drawn = np.random.default_rng(size).integers(0, 3, (size, size))
+            monkeypatch.setattr(schedule, "WINDOW", 3)
+            drawn = np.random.default_rng(size).integers(0, 2, (size, size))
 
             def exchange(link):
-                message = lambda peer: np.full(3, 100 * link.rank + peer)
-                sends = [(peer, message(peer)) for peer in range(size) for _ in range(drawn[link.rank, peer])]
-                receives = [(peer, np.zeros(3, int)) for peer in range(size) for _ in range(drawn[peer, link.rank])]
-                yield from Link.exchange_in_windows(link, LIBRARY, sends, receives)
-                return all(np.all(array == 100 * peer + link.rank) for peer, array in receives)
+                out = np.zeros(size, int)[:, None]
+                sends = [(peer, Span(IN, peer, peer + 1)) for peer in range(size) if drawn[link.rank, peer]]
+                receives = [(peer, Span(OUT, peer, peer + 1)) for peer in range(size) if drawn[peer, link.rank]]
+                rounds = schedule.windows(schedule.Members(range(size), link.rank), sends, receives)
+                given_ = 100 * link.rank + np.arange(size)[:, None]
+                yield from run_schedule(link, LIBRARY, Schedule(tuple(rounds)), given_, out)
+                return all(out[peer] == 100 * peer + link.rank for peer, _ in receives if peer != link.rank)
 
             right, links = run(size, exchange)
-            assert all(right) and max(link.messages for link in links) <= 6
+            assert all(right) and max(link.messages for link in links) <= 3

@@ -2,16 +2,15 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from loops import looped
-from tiles import IDLE_TOO, held, indices, placements, places, shapes, tilings
+from tiles import IDLE_TOO, held, indices, placements, places, shapes
 
 from pmm3d import BlockCyclic, Blocks, GridShape, Layout, LayoutError
 from pmm3d.layout import Box, Placement
 from pmm3d.layout.distribution import Common, Cyclic, Intervals, Split, in_common, packed, parts_met, strided
 from pmm3d.layout.pieces import send_blocks
-from pmm3d.model.move import Move, tile_move
 
 numbers = st.integers(1, 6)
 cyclics = st.builds(
@@ -205,81 +204,6 @@ def test_bad_placements_are_refused():
             Placement(shape, Layout.A, grid)
     with pytest.raises(LayoutError, match="rows 1:4 and columns 0:1 are not within a matrix of 3 x 2"):
         Placement((3, 2), Layout.A, grid).sub(1, 0, 3, 1)
-
-
-@st.composite
-def moves(draw):
-    """(source, target, ranks, rounds)."""
-    ranks, shape = draw(st.integers(1, 64) | st.just(IDLE_TOO)), draw(shapes)
-    sizes = [draw(st.integers(1, 4)) for _ in range(5)]
-    while np.prod(sizes) > ranks:
-        sizes[np.argmax(sizes)] //= 2
-    of_ranks = st.just(GridShape(*sizes[:4], seq=sizes[4]))
-    return *(draw(tilings(shape, ranks, of_ranks)) for _ in range(2)), ranks, draw(st.integers(1, 5))
-
-
-@settings(max_examples=60, deadline=None)
-@given(moves())
-def test_the_tables_of_a_move_bring_each_element_once(move):
-    """On all ranks: both ends of a message list the same parts in the same round, each missing element comes from one
-    rank, each place is written once, and a round keeps its bound."""
-    source, target, ranks, rounds = move
-    whole = np.arange(source.shape[0] * source.shape[1]).reshape(source.shape)
-    turn = (lambda arrays: [array.T for array in arrays]) if source.order == "F" else (lambda arrays: arrays)
-    have = [turn(held(source, rank, whole)) for rank in range(ranks)]
-    made = [turn(held(target, rank, np.full_like(whole, -1))) for rank in range(ranks)]
-    written = [[np.zeros(array.shape, int) for array in arrays] for arrays in made]
-    tables = [tile_move(source, target, rank, rounds) for rank in range(ranks)]
-
-    def write(rank, array, rows, cols, values):
-        made[rank][array][np.ix_(rows, cols)] = values
-        written[rank][array][np.ix_(rows, cols)] += 1
-
-    for rank, (copies, _) in enumerate(tables):
-        for copy in copies:
-            values = have[rank][copy.source][np.ix_(here(copy.rows), here(copy.cols))]
-            write(rank, copy.target, there(copy.rows), there(copy.cols), values)
-    sides = Move(source, target, "float64").sides
-    for each in zip(*(table.rounds for table in tables)):
-        mails = {}
-        for rank, (sends, receives) in enumerate(each):
-            for messages, side in zip((sends, receives), sides):
-                assert sum(message.elements for message in messages) <= side.in_round(rounds)
-            for message in sends:
-                parts = [have[rank][part.array][np.ix_(here(part.rows), here(part.cols))] for part in message.parts]
-                for reader in message.ranks:
-                    assert reader != rank and (rank, reader) not in mails
-                    mails[rank, reader] = parts
-                    assert not any(np.isin(values, array).all() for values in parts for array in have[reader])
-        for rank, (_, receives) in enumerate(each):
-            for message in receives:
-                [sender] = message.ranks
-                parts = mails.pop((sender, rank))
-                assert [part.shape for part in message.parts] == [values.shape for values in parts]
-                for part, values in zip(message.parts, parts):
-                    write(rank, part.array, here(part.rows), here(part.cols), values)
-        assert not mails
-    for rank in range(ranks):
-        for array, wanted, times in zip(made[rank], turn(held(target, rank, whole)), written[rank]):
-            assert (array == wanted).all() and (times == (wanted >= 0)).all()
-
-
-def here(runs):
-    return [
-        run.here + turn * run.step_here + step
-        for run in runs
-        for turn in range(run.times)
-        for step in range(run.length)
-    ]
-
-
-def there(runs):
-    return [
-        run.there + turn * run.step_there + step
-        for run in runs
-        for turn in range(run.times)
-        for step in range(run.length)
-    ]
 
 
 def test_a_part_of_a_part_lies_in_the_same_arrays():

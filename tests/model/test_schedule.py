@@ -31,7 +31,7 @@ class Rank:
             return self.given, range(span.start, span.stop)
         if span.buffer == OUT:
             return self.out, range(span.start, span.stop)
-        start, rows, wide = self.schedule.work[span.buffer - 2]
+        start, rows, wide, _ = self.schedule.work[span.buffer - 2]
         assert span.stop <= rows
         step = 2 if wide else 1
         return self.memory, range(start + step * span.start, start + step * span.stop, step)
@@ -170,7 +170,7 @@ def check_counts(ranks):
         assert (volume.received, volume.sent) == (8 * rank.received, 8 * rank.sent)
         assert all(
             start + rows * (2 if wide else 1) <= rank.schedule.work_rows and (not wide or start % 2 == 0)
-            for start, rows, wide in rank.schedule.work
+            for start, rows, wide, _ in rank.schedule.work
         )
 
 

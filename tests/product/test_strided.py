@@ -10,8 +10,10 @@ from loops import looped
 from samples import LIBRARIES, integers, to_library, to_numpy
 
 from pmm3d.arrays import library_named
+from pmm3d.arrays.threads import ACROSS
+from pmm3d.comm import Buffers, compute
 from pmm3d.layout.distribution import Strided
-from pmm3d.product.tiles import ACROSS, copy_strided
+from pmm3d.model.rounds import IN, OUT, Indices, Round, Schedule, Span, Sum
 
 groups = st.builds(
     lambda here, there, length, times, gap, other: Strided(here, there, length, times, length + gap, length + other),
@@ -23,6 +25,22 @@ groups = st.builds(
     st.integers(0, 2),
 )
 SIZE = 3 + 3 * 7
+
+
+def copy_strided(library, source, target, rows, cols, beta=0):
+    """target = beta target + source for these rows and columns: `here` in the source, `there` in the target."""
+    copies = tuple(Sum((span(IN, row, col),), span(OUT, turned(row), turned(col))) for row in rows for col in cols)
+    each = Round(copies=copies)
+    compute(library, Buffers(Schedule((each,)), library, (source, target), (0, 0), None, beta).bound(each).copies)
+
+
+def span(buffer, rows, cols):
+    across = Indices(cols.here, cols.here + cols.length, cols.times, cols.step_here)
+    return Span(buffer, rows.here, rows.here + rows.length, rows.times, rows.step_here, across)
+
+
+def turned(runs):
+    return Strided(runs.there, runs.here, runs.length, runs.times, runs.step_there, runs.step_here)
 
 
 def at(group, there):
