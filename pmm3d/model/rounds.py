@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -93,7 +93,7 @@ def accumulator(dtype: str) -> str:
 
 
 def count(
-    schedule: Schedule, row_bytes: int, off_node: frozenset[int] | None = None, encoded: Encoded | None = None
+    schedule: Schedule, row_bytes: int, off_node: Container[int] | None = None, encoded: Encoded | None = None
 ) -> Volume:
     """Return the bytes of a schedule. A row in the arrays' type has `row_bytes` bytes.
 

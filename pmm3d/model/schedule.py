@@ -86,9 +86,8 @@ def all_gather(counts: tuple[int, ...], rank: int, per_node: int = 1) -> Schedul
         members = _Members(local.ranks, own)
         return _gather(members, counts[first:last], brought, OUT, starts[first])
 
-    sends = [(peer, part) for peer in across.ranks]
-    receives = [(peer, place(other)) for other, peer in enumerate(across.ranks)]
-    rounds = _beside([_windows(across, sends, receives), in_node(node, part)])
+    receives = [place(other) for other in range(across.size)]
+    rounds = _beside([_windows(across, [part] * across.size, receives), in_node(node, part)])
     others = [other for other in range(across.size) if other != node]
     step = nodes_at_once(per_node)
     for first in range(0, len(others), step):
@@ -184,7 +183,7 @@ def all_to_all(sent: tuple[int, ...], received: tuple[int, ...], rank: int) -> S
         [Span(buffer, start, stop) for start, stop in pairwise(offsets(rows))]
         for buffer, rows in ((IN, sent), (OUT, received))
     )
-    rounds = _windows(everyone, list(enumerate(going)), list(enumerate(coming)), (Sum((going[rank],), coming[rank]),))
+    rounds = _windows(everyone, going, coming, (Sum((going[rank],), coming[rank]),))
     return _Table().done(rounds)
 
 
@@ -209,17 +208,21 @@ def shared_all_gather(counts: tuple[int, ...], rank: int, per_node: int) -> Sche
     """
     edges, (local, across) = offsets(counts), _levels(len(counts), rank, per_node)
     part = Span(OUT, edges[rank], edges[rank + 1])
-    receives = [(peer, Span(OUT, edges[peer], edges[peer + 1])) for peer in across.ranks]
-    return _Table().done(_windows(across, [(peer, part) for peer in across.ranks], receives) + _barrier(local))
+    receives = [Span(OUT, edges[peer], edges[peer + 1]) for peer in across.ranks]
+    return _Table().done(_windows(across, [part] * across.size, receives) + _barrier(local))
 
 
 def sums_whole(size: int, dtype: str, ranks: int, per_node: int = 1) -> bool:
     """Return whether an all-reduce of `size` elements sends whole arrays, because they are small. By nodes, both levels
     must be small."""
-    if per_node == 1:
-        return size * itemsize(dtype) * sum(stages(ranks)) <= SMALL_BYTES
-    total = accumulator(dtype)
-    return sums_whole(size, total, per_node) and sums_whole(size, total, ranks // per_node)
+    return is_small(size * itemsize(dtype if per_node == 1 else accumulator(dtype)), ranks, per_node)
+
+
+def is_small(nbytes: float, ranks: int, per_node: int = 1) -> bool:
+    """Return `sums_whole` of an array of `nbytes`."""
+    if per_node > 1:
+        return is_small(nbytes, per_node) and is_small(nbytes, ranks // per_node)
+    return nbytes * sum(stages(ranks)) <= SMALL_BYTES
 
 
 def gather_volume(counts: Sequence[int], rank: int, row_bytes: int, node_map: NodeMap = FLAT) -> Volume:
@@ -286,27 +289,16 @@ def _levels(ranks: int, rank: int, per_node: int) -> tuple[_Members, _Members]:
 
 
 def _windows(
-    members: _Members,
-    sends: Sequence[tuple[int, Span]],
-    receives: Sequence[tuple[int, Span]],
-    copies: tuple[Sum, ...] = (),
+    members: _Members, sends: Sequence[Span], receives: Sequence[Span], copies: tuple[Sum, ...] = ()
 ) -> list[Round]:
     """Return messages between any number of ranks, in rounds by distance along the ring: sender and receiver have a
-    message in the same round. Messages to the rank itself are left out."""
-    place = {peer: number for number, peer in enumerate(members.ranks)}
-
-    def by_window(messages: Sequence[tuple[int, Span]], sign: int) -> dict[int, list[tuple[int, Span]]]:
-        ordered = sorted(((sign * (place[peer] - members.own)) % members.size, peer, span) for peer, span in messages)
-        windows: dict[int, list[tuple[int, Span]]] = {}
-        for distance, peer, span in ordered:
-            if distance:
-                windows.setdefault((distance - 1) // WINDOW, []).append((peer, span))
-        return windows
-
-    going, coming = by_window(sends, 1), by_window(receives, -1)
+    message in the same round. `sends` and `receives` are the spans to and from each member in order; those of the rank
+    itself are left out."""
+    going, coming, own = list(zip(members.ranks, sends)), list(zip(members.ranks, receives)), members.own
+    going, coming = going[own + 1 :] + going[:own], coming[:own][::-1] + coming[:own:-1]
     return [
-        Round(tuple(going.get(number, ())), tuple(coming.get(number, ())), () if number else copies)
-        for number in range(max(1, -(-(members.size - 1) // WINDOW)))
+        Round(tuple(going[first : first + WINDOW]), tuple(coming[first : first + WINDOW]), () if first else copies)
+        for first in range(0, max(1, members.size - 1), WINDOW)
     ]
 
 
@@ -319,7 +311,7 @@ def _gather(members: _Members, counts: Sequence[int], part: Span, out: int, firs
         mine = regions[stage.digit] if rounds else part
         group = _Members([members.ranks[peer] for peer in stage.peers], stage.digit)
         copies = (Sum((part,), place),) if not rounds and part != place else ()
-        rounds += _windows(group, [(peer, mine) for peer in group.ranks], list(zip(group.ranks, regions)), copies)
+        rounds += _windows(group, [mine] * group.size, regions, copies)
     return rounds
 
 
@@ -355,7 +347,7 @@ def _exchange(
     own = regions[digit]
     wide = is_wide(table.work, own)
     parts = [own if number == digit else table.buffer(own.rows, wide) for number in range(len(ranks))]
-    return _windows(_Members(ranks, digit), list(zip(ranks, regions)), list(zip(ranks, parts))), parts
+    return _windows(_Members(ranks, digit), regions, parts), parts
 
 
 def _target(table: _Table, parts: Sequence[Span], digit: int) -> Span:
