@@ -35,8 +35,6 @@ def check(schedules: Sequence[Schedule], buffers: Sequence[tuple[Memory, Memory]
 
     Parameters
     ----------
-    schedules : sequence
-        Schedule of each rank.
     buffers : sequence, optional
         (IN, OUT) of each rank: lists of symbols, with None for rows to be written. Ranks may share a list, and OUT may
         be IN. Default: elements in as much of IN as the tables read, and an OUT of as many rows as they write.
