@@ -92,7 +92,7 @@ static void by_scalapack(const Call *call, const char *why) {
         return;
     }
     if (!said && row == 0 && column == 0)
-        fprintf(stderr, "pmm3d: ScaLAPACK does this %s, and says so no more: %s\n", call->name, why);
+        fprintf(stderr, "pmm3d: %s is left to ScaLAPACK (further calls are not reported): %s\n", call->name, why);
     said |= row >= 0;
     snprintf(by, sizeof by, "scalapack, %.1900s", why);
     log_call(call, by);

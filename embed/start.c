@@ -63,7 +63,7 @@ CFFI_DLLEXPORT int pmm3d_python_runs(void) { return Py_IsInitialized(); }
 CFFI_DLLEXPORT int pmm3d_python_start(const char *executable, char *text, int size) {
     static int broken = 0;
     if (!Py_IsInitialized()) {
-        if (broken) return not_started(text, size, executable, "it was tried before, in vain");
+        if (broken) return not_started(text, size, executable, "an earlier attempt failed");
         if (access(executable, X_OK)) return not_started(text, size, executable, strerror(errno));
         PyStatus status = start(executable);
         if (PyStatus_Exception(status)) {

@@ -53,8 +53,7 @@ class Workspace:
     """Pools of buffers; a steady state allocates nothing.
 
     A request takes the smallest free buffer that is large enough, unless it is far too large. If there is none, a
-    buffer is allocated. If no buffer in use has a suitable size either, requests have grown: the new buffer replaces
-    the largest of the smaller free buffers. Otherwise the smaller buffers remain, because they will be requested again.
+    buffer is allocated. If no buffer in use has a suitable size either, the largest smaller free buffer is freed first.
 
     Attributes
     ----------

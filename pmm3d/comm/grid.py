@@ -116,10 +116,10 @@ class Grid(Ranks):
     Raises
     ------
     GridError
-        On every rank, if the shape does not fit the communicator (the message lists grids that do), or for wrong names
+        If the shape does not fit the communicator (the message lists grids that do), or for wrong names
         of axes or options.
     DisagreementError
-        On every rank, if ranks ask for different grids.
+        If ranks ask for different grids.
     LauncherError
         Under the launcher of another MPI.
 
@@ -133,10 +133,9 @@ class Grid(Ranks):
     and none catches it, one rank prints it.
 
     "auto" uses the machine that `pmm3d tune machine` measured, or else a nominal one. It can leave ranks idle if that
-    is faster: for 7 or 13 ranks, or for a small product. Idle ranks take part in every call and store nothing. The
-    model treats messages inside blocks of consecutive ranks as node-local. All blocks have one length, which divides
-    the number of ranks of every node but the last. If a node has fewer ranks, list it last: nodes of 8, 8 and 7 ranks
-    have blocks of 8, and nodes of 7, 8 and 8 have blocks of 1.
+    is faster: for 7 or 13 ranks, or for a small product. Idle ranks take part in every call and store nothing. For
+    the model, a node is the greatest common divisor of the nodes' numbers of ranks. The last node may have fewer
+    ranks, so list the smallest node last.
 
     The watchdog explains a collective that does not end. If a rank is lost or does not answer, or if ranks wait for
     each other, the job ends with code 70.
@@ -239,11 +238,6 @@ class Grid(Ranks):
             (m, n, k) of the product.
         dtype : str
             Element type of the product.
-
-        Returns
-        -------
-        GridShape
-            The shape.
 
         Raises
         ------
@@ -456,11 +450,6 @@ class Grid(Ranks):
             Name of an axis, or "everyone". With several names, such as ("data", "seq"), the ranks along all these axes
             form one group, in the order of the grid's ranks. The first call for a group is collective among its ranks.
 
-        Returns
-        -------
-        Axis
-            The axis.
-
         Raises
         ------
         GridError
@@ -501,11 +490,6 @@ class Grid(Ranks):
         name : str or None
             "numpy", "torch", "torch:DEVICE" or "cupy". Default: the grid's own library.
 
-        Returns
-        -------
-        array library
-            The library; its `xp` is the namespace.
-
         Raises
         ------
         Pmm3dError
@@ -517,18 +501,7 @@ class Grid(Ranks):
         return library
 
     def same_processes(self, other: Grid) -> bool:
-        """Whether another grid is over the same processes, in the same order.
-
-        Parameters
-        ----------
-        other : Grid
-            The other grid.
-
-        Returns
-        -------
-        bool
-            The answer, the same on all ranks.
-        """
+        """Whether another grid is over the same processes, in the same order."""
         return other.dry_run is None and MPI.Comm.Compare(self.comm, other.comm) in (MPI.IDENT, MPI.CONGRUENT)
 
     def devices(self, library: NumpyLibrary | None = None) -> list[dict[str, Any]]:

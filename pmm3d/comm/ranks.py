@@ -126,9 +126,9 @@ class Ranks:
         Raises
         ------
         DisagreementError
-            On every rank, if the arguments differ.
+            If the arguments differ.
         Exception
-            On every rank, the error of the body.
+            The error of the body.
 
         Notes
         -----
@@ -241,9 +241,9 @@ class Ranks:
         Raises
         ------
         GridError
-            On every rank, if members of an axis never began a collective that is under way. The grid stays open.
+            If members of an axis never began a collective that is under way. The grid stays open.
         DisagreementError
-            On every rank, if other ranks call something else. The grid stays open.
+            If other ranks call something else. The grid stays open.
         """
         if self.engine.guard.closed:
             return

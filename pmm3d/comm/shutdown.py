@@ -109,7 +109,7 @@ def complete(
     """Wait for the collectives and messages in progress. Collective.
 
     axes      axes of this rank; the first is the axis of all ranks
-    joint     joint axes of this rank. Other ranks may have other ones, so all joint axes share one sum
+    joint     joint axes of this rank. Ranks differ in their joint axes, so one checksum covers all of them
     waiting   returns the context for a blocking call of MPI
 
     Raises GridError if members of an axis never began a collective, or if a point-to-point message has no partner. The

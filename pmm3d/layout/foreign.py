@@ -19,8 +19,6 @@ class BlockCyclic:
 
     Parameters
     ----------
-    shape : tuple of int
-        Number of rows and of columns of the matrix.
     blocks : tuple of int
         (mb, nb).
     process_grid : tuple of int
@@ -87,13 +85,6 @@ class BlockCyclic:
         ----------
         row, col : int
             First row and column, counted from 0.
-        rows, cols : int
-            Number of rows and of columns.
-
-        Returns
-        -------
-        BlockCyclic
-            The layout of the part.
 
         Raises
         ------
@@ -116,18 +107,7 @@ class BlockCyclic:
         return rows * cols, rows, cols
 
     def tiles(self, rank: int) -> Sequence[Tile]:
-        """Tiles of a rank: its process row and column, as one tile; none if it stores nothing.
-
-        Parameters
-        ----------
-        rank : int
-            The rank.
-
-        Returns
-        -------
-        sequence of Tile
-            The tiles.
-        """
+        """Tiles of a rank: its process row and column, as one tile; none if it stores nothing."""
         if self.ranks is None:
             number = rank
         elif rank in self.ranks:
@@ -149,11 +129,6 @@ class BlockCyclic:
 
     def local_shapes(self, rank: int) -> list[tuple[int, int]]:
         """Number of rows and of columns that a rank stores, for each of its tiles.
-
-        Parameters
-        ----------
-        rank : int
-            The rank.
 
         Returns
         -------
@@ -241,15 +216,8 @@ class Blocks:
         ----------
         counts : sequence of int
             Number of rows of each rank.
-        cols : int
-            Number of columns.
         order : str
             "C" or "F": order of the arrays.
-
-        Returns
-        -------
-        Blocks
-            The slabs.
 
         Raises
         ------
@@ -275,8 +243,6 @@ class Blocks:
         boxes : sequence of (int, int, int, int)
             For each rank (first row, end of rows, first column, end of columns), counted from 0; the ends are not
             included.
-        shape : tuple of int
-            Number of rows and of columns of the matrix.
         order : str
             "C" or "F": order of the arrays.
 
@@ -347,18 +313,7 @@ class Blocks:
         )
 
     def tiles(self, rank: int) -> Sequence[Tile]:
-        """Blocks of a rank, in row-major order.
-
-        Parameters
-        ----------
-        rank : int
-            The rank.
-
-        Returns
-        -------
-        sequence of Tile
-            (row, col) of each block.
-        """
+        """Blocks of a rank, in row-major order."""
         return self._tiles.get(rank, [])
 
     def owners_of(self, tile: Tile) -> Sequence[int]:
@@ -369,11 +324,6 @@ class Blocks:
 
     def local_shapes(self, rank: int) -> list[tuple[int, int]]:
         """Number of rows and of columns of each block of a rank.
-
-        Parameters
-        ----------
-        rank : int
-            The rank.
 
         Returns
         -------

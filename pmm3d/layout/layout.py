@@ -67,18 +67,7 @@ class Box(NamedTuple):
         return Box(r0, max(r0, min(self.r1, other.r1)), c0, max(c0, min(self.c1, other.c1)))
 
     def moved(self, rows: int, cols: int) -> Box:
-        """The box, moved down and to the right.
-
-        Parameters
-        ----------
-        rows, cols : int
-            Distances.
-
-        Returns
-        -------
-        Box
-            The moved box.
-        """
+        """The box, moved down and to the right."""
         return Box(self.r0 + rows, self.r1 + rows, self.c0 + cols, self.c1 + cols)
 
     def within(self, outer: Box) -> tuple[slice, slice]:
@@ -88,11 +77,6 @@ class Box(NamedTuple):
         ----------
         outer : Box
             Box of the array.
-
-        Returns
-        -------
-        tuple of slice
-            Slices of rows and of columns.
 
         Examples
         --------
@@ -260,33 +244,11 @@ class Layout:
         return Layout(self.cols, self.rows, self.sums, self.units[::-1])
 
     def on(self, grid: GridShape) -> Layout:
-        """The layout without axes of one rank and without units that have no effect. Equal distributions compare equal.
-
-        Parameters
-        ----------
-        grid : GridShape
-            Shape of the grid.
-
-        Returns
-        -------
-        Layout
-            The reduced layout.
-        """
+        """The layout without axes of one rank and units without effect. Equal distributions compare equal."""
         return _reduced(self, grid)
 
     def parts(self, grid: GridShape) -> tuple[int, int]:
-        """Number of parts into which rows and columns are cut.
-
-        Parameters
-        ----------
-        grid : GridShape
-            Shape of the grid.
-
-        Returns
-        -------
-        tuple of int
-            Number of parts of the rows and of the columns.
-        """
+        """Number of parts into which rows and columns are cut."""
         self.check_axes(grid)
         return grid.along(self.rows), grid.along(self.cols)
 
@@ -295,10 +257,6 @@ class Layout:
 
         Parameters
         ----------
-        shape : tuple of int
-            Number of rows and of columns of the matrix.
-        grid : GridShape
-            Shape of the grid.
         coords : Coords or None
             Place of the rank. Axes that are left out have index 0. None: an idle rank.
 
@@ -314,24 +272,13 @@ class Layout:
         return _box(self, shape, grid, coords)
 
     def check_axes(self, grid: GridShape) -> None:
-        """Raise LayoutError if the grid lacks one of the axes.
-
-        Parameters
-        ----------
-        grid : GridShape
-            Shape of the grid.
-        """
+        """Raise LayoutError if the grid lacks one of the axes."""
         for axis in self.named:
             if axis not in grid.names:
                 raise LayoutError(f"{self} names the axis {axis!r}; the axes of this grid are {', '.join(grid.names)}")
 
     def is_first(self, coords: Coords) -> bool:
         """Whether a rank is the first of those that store the same elements.
-
-        Parameters
-        ----------
-        coords : Coords
-            Place of the rank.
 
         Returns
         -------
@@ -341,18 +288,7 @@ class Layout:
         return all(index == 0 or axis in self.named for axis, index in zip(coords.names, coords))
 
     def replicas(self, grid: GridShape) -> int:
-        """Number of ranks that store each element, or the same partial sum.
-
-        Parameters
-        ----------
-        grid : GridShape
-            Shape of the grid.
-
-        Returns
-        -------
-        int
-            The number.
-        """
+        """Number of ranks that store each element, or the same partial sum."""
         self.check_axes(grid)
         return grid.size // grid.along(self.named)
 

@@ -166,11 +166,6 @@ class GridShape(_ByAxis):
     def coords(self, rank: int) -> Coords | None:
         """Index of a rank along each axis.
 
-        Parameters
-        ----------
-        rank : int
-            The rank.
-
         Returns
         -------
         Coords or None
@@ -179,48 +174,15 @@ class GridShape(_ByAxis):
         return self.position(rank) if rank < self.size else None
 
     def position(self, rank: int) -> Coords:
-        """Index along each axis of a rank that is not idle.
-
-        Parameters
-        ----------
-        rank : int
-            The rank.
-
-        Returns
-        -------
-        Coords
-            The indices.
-        """
+        """Index along each axis of a rank that is not idle."""
         return Coords.of(self.names, [rank // stride % size for size, stride in zip(self, self.strides)])
 
     def rank(self, coords: Iterable[int]) -> int:
-        """The rank at these indices.
-
-        Parameters
-        ----------
-        coords : Coords or sequence of int
-            Index along each axis.
-
-        Returns
-        -------
-        int
-            The rank.
-        """
+        """The rank at these indices."""
         return sum(map(mul, coords, self.strides))
 
     def along(self, axes: Iterable[str]) -> int:
-        """Number of ranks along several axes together.
-
-        Parameters
-        ----------
-        axes : iterable of str
-            Names of the axes.
-
-        Returns
-        -------
-        int
-            Product of their sizes.
-        """
+        """Number of ranks along several axes together."""
         return prod(getattr(self, axis) for axis in axes)
 
     def axes_of(self, group: str) -> tuple[str, ...]:
@@ -230,11 +192,6 @@ class GridShape(_ByAxis):
         ----------
         group : str
             An axis, joint axes ("data+pipe"), "stage" or "all".
-
-        Returns
-        -------
-        tuple of str
-            Names of the axes.
 
         Examples
         --------
@@ -248,13 +205,6 @@ class GridShape(_ByAxis):
 
     def group(self, axes: Collection[str], coords: Coords) -> range | tuple[int, ...]:
         """Ranks whose indices differ from those of one rank only along the named axes.
-
-        Parameters
-        ----------
-        axes : collection of str
-            Names of the axes.
-        coords : Coords
-            Place of the rank.
 
         Returns
         -------

@@ -8,7 +8,7 @@ from math import isqrt
 
 from ..layout import LOW_PRECISION, GridShape, itemsize
 from .machines import Group
-from .machines.laws import messages
+from .machines.laws import counted
 from .planning import AUTO
 from .product_costs import Product, ProductCosts, Sizes3
 
@@ -112,7 +112,7 @@ class Estimate:
                 max(0.0, short - slope * few),
                 slope,
                 machine.hidden_share(group),
-                messages(operation, ranks),
+                counted(operation, ranks, ranks).messages,
             )
         return self._lines[key]
 

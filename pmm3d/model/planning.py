@@ -121,8 +121,8 @@ def _check_decomposed(plan: ProductPlan, panels: int, limit: int | None) -> None
         raise LayoutError(f'overlap="decomposed" and panels={panels} do not go together: leave one out')
     if _all_reduces(plan):
         raise LayoutError(
-            'overlap="decomposed": C is whole on all ranks that add it up, which is an all-reduce: pass '
-            "an out in Layout.C, or leave overlap out"
+            'overlap="decomposed" needs a C that is sharded over the axis of its partial sums, and this out is '
+            "replicated over it: pass an out in Layout.C, or leave overlap out"
         )
     if limit is not None and plan.workspace > limit:
         raise MemoryLimitError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -132,7 +132,7 @@ def accumulator(dtype: str) -> str:
     return "float32" if dtype in LOW_PRECISION else dtype
 
 
-def count(schedule: Schedule, row_bytes: int, off_node: frozenset[int] | None = None) -> Volume:
+def count(schedule: Schedule, row_bytes: int, off_node: Container[int] | None = None) -> Volume:
     """Return the bytes of a schedule. A row in the arrays' type has `row_bytes` bytes, and so has an element of a
     schedule of blocks (`across`).
 

@@ -216,10 +216,14 @@ def shared_all_gather(counts: tuple[int, ...], rank: int, per_node: int) -> Sche
 def sums_whole(size: int, dtype: str, ranks: int, per_node: int = 1) -> bool:
     """Return whether an all-reduce of `size` elements sends whole arrays, because they are small. By nodes, both levels
     must be small."""
-    if per_node == 1:
-        return size * itemsize(dtype) * sum(stages(ranks)) <= SMALL_BYTES
-    total = accumulator(dtype)
-    return sums_whole(size, total, per_node) and sums_whole(size, total, ranks // per_node)
+    return is_small(size * itemsize(dtype if per_node == 1 else accumulator(dtype)), ranks, per_node)
+
+
+def is_small(nbytes: float, ranks: int, per_node: int = 1) -> bool:
+    """Return `sums_whole` of an array of `nbytes`."""
+    if per_node > 1:
+        return is_small(nbytes, per_node) and is_small(nbytes, ranks // per_node)
+    return nbytes * sum(stages(ranks)) <= SMALL_BYTES
 
 
 def gather_volume(counts: Sequence[int], rank: int, row_bytes: int, node_map: NodeMap = FLAT) -> Volume:
@@ -297,8 +301,8 @@ def windows(
 
     going, coming = by_window(sends, 1), by_window(receives, -1)
     return [
-        Round(tuple(going.get(number, ())), tuple(coming.get(number, ())), () if number else copies)
-        for number in range(max(1, -(-(members.size - 1) // WINDOW)))
+        Round(tuple(going[first : first + WINDOW]), tuple(coming[first : first + WINDOW]), () if first else copies)
+        for first in range(0, max(1, members.size - 1), WINDOW)
     ]
 
 

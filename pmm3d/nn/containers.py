@@ -9,7 +9,7 @@ from typing import Any
 from ..comm import Grid
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Layout
-from ..product.construct import Library
+from ..product.constructors import Library
 from . import functional
 from .arithmetic import add
 from .dense import OTHER

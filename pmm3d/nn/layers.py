@@ -15,7 +15,7 @@ from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import Layout, natural, real
 from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
-from ..product.construct import Library, Shape
+from ..product.constructors import Library, Shape
 from . import functional
 from .arithmetic import cast
 from .dense import ACTIVATIONS, OTHER, linear, weight_layout

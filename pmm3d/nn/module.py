@@ -15,7 +15,7 @@ from ..errors import NoGridError, Pmm3dError
 from ..layout import Layout, batch_layout, transitions
 from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
-from ..product.construct import Library
+from ..product.constructors import Library
 from .contexts import no_grad
 from .dry import Facts, dry_grid
 from .module_values import check_state, gathered, matrix_for

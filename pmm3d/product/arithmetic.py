@@ -89,9 +89,9 @@ class Arithmetic(Reductions, Submatrices):
         Raises
         ------
         LayoutError
-            On every rank, if the shapes differ, or if A is read-only or a conjugated view.
+            If the shapes differ, or if A is read-only or a conjugated view.
         DTypeError, GridError
-            On every rank, if types or grids differ.
+            If types or grids differ.
 
         Notes
         -----
@@ -112,11 +112,6 @@ class Arithmetic(Reductions, Submatrices):
     def scale(self, factor: complex) -> Self:
         """A *= factor, in place. Nothing is sent.
 
-        Parameters
-        ----------
-        factor : number
-            The factor.
-
         Returns
         -------
         DistMatrix
@@ -132,11 +127,6 @@ class Arithmetic(Reductions, Submatrices):
     @one_thread
     def add_identity(self, factor: complex = 1) -> Self:
         """A += factor I, in place, for a square matrix. Nothing is sent.
-
-        Parameters
-        ----------
-        factor : number
-            The factor.
 
         Returns
         -------
@@ -190,9 +180,9 @@ class Arithmetic(Reductions, Submatrices):
         Raises
         ------
         LayoutError
-            On every rank, if the function changes the shape, or if `out` does not fit.
+            If the function changes the shape, or if `out` does not fit.
         DTypeError
-            On every rank, if the types differ, or if the result's type is not one of matrices.
+            If the types differ, or if the result's type is not one of matrices.
 
         Notes
         -----

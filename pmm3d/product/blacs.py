@@ -67,7 +67,7 @@ class BlacsContext:
     Raises
     ------
     GridError, LayoutError
-        On every rank, if the process grid does not fit the communicator.
+        If the process grid does not fit the communicator.
 
     Notes
     -----
@@ -128,19 +128,12 @@ class BlacsContext:
 
         Parameters
         ----------
-        m, n : int
-            Number of rows and of columns of the matrix.
         mb, nb : int
             Number of rows and of columns of a block.
         rsrc, csrc : int
             Process row and column of the first block.
         lld : int or None
             Leading dimension of this rank's array; each rank has its own. Default: the number of rows that it stores.
-
-        Returns
-        -------
-        Descriptor
-            The descriptor.
 
         Raises
         ------
@@ -156,11 +149,6 @@ class BlacsContext:
         ----------
         numbers : sequence of int
             (1, context, m, n, mb, nb, rsrc, csrc, lld). The context number, of another BLACS, is not used.
-
-        Returns
-        -------
-        Descriptor
-            The descriptor.
 
         Raises
         ------
@@ -279,8 +267,6 @@ class Descriptor:
 
     Parameters
     ----------
-    context : BlacsContext
-        The context.
     m, n, mb, nb, rsrc, csrc, lld
         See `BlacsContext.descriptor`.
 
@@ -352,11 +338,6 @@ class Descriptor:
 
     def empty(self, dtype: Any = "float64") -> Any:
         """A new array for this rank's part: lld rows, in Fortran order, with arbitrary elements.
-
-        Parameters
-        ----------
-        dtype : str or dtype
-            Element type.
 
         Returns
         -------

@@ -56,28 +56,23 @@ def matmul(
     order : str or None
         Order of the shards of a new C: "C" (default) or "F". With "F", C is sharded along its columns.
 
-    Returns
-    -------
-    DistMatrix, (m, n)
-        C.
-
     Raises
     ------
     LayoutError
-        On every rank, if the sizes do not match, or if `out` is read-only, an operand, or one of partial sums.
+        If the sizes do not match, or if `out` is read-only, an operand, or one of partial sums.
     GridError
-        On every rank, if the operands are on different grids.
+        If the operands are on different grids.
     DTypeError
-        On every rank, for mixed types, for labels, and for `tf32` on the host or for other types.
+        For mixed types, for labels, and for `tf32` on the host or for other types.
     MemoryLimitError
-        On every rank, if the product cannot be done within `max_workspace` bytes.
+        If the product cannot be done within `max_workspace` bytes.
     DisagreementError
-        On every rank, if ranks passed different arguments.
+        If ranks passed different arguments.
 
     Notes
     -----
-    Each rank receives (Gx-1)/Gx of its block of A, (Gz-1)/Gz of its block of B, and (Gy-1)/Gy of its block of C. On the
-    best grid, if it divides the sizes, no algorithm can receive fewer bytes.
+    Each rank receives (Gx-1)/Gx of its block of A, (Gz-1)/Gz of its block of B, and (Gy-1)/Gy of its block of C. On
+    the best grid, and if it divides the sizes, this equals the lower bound of all algorithms.
 
     The axes take other roles if the layouts require this: `a.T @ b` redistributes nothing. An operand that fits no role
     is redistributed first (phase "redistribute" of the ledger). Partial sums are summed before that, in memory of their
@@ -170,7 +165,7 @@ class MatmulPlan:
     Raises
     ------
     LayoutError
-        On every rank, for an operand of partial sums. Other errors: see `matmul`. A call raises LayoutError, on that
+        For an operand of partial sums. Other errors: see `matmul`. A call raises LayoutError, on that
         rank alone, if a new shard has another shape or type, or if C is then read-only or shares memory with A or B.
 
     Notes

@@ -10,19 +10,20 @@ from ..comm import Grid, one_thread
 from ..errors import DTypeError
 from ..layout import Layout
 from .arithmetic import Arithmetic
+from .array_io import ArrayIO
 from .checks import check_target, compared_dtype, signature_of
 from .constructors import Constructors
-from .foreign_matrix import ForeignMatrix
-from .interchange import Interchange
+from .conversion import Conversion
 from .multiply import multiplied
 from .relayout import redistribution
 from .shared import shared_room
 
 
-class DistMatrix(Constructors, Interchange, ForeignMatrix, Arithmetic):
+class DistMatrix(Constructors, ArrayIO, Conversion, Arithmetic):
     """A matrix that is distributed over the ranks of a grid. Each rank stores one shard.
 
-    The class methods make matrices. They are collective over the grid.
+    The class methods make matrices. They and the methods that send are collective over the grid. Errors are raised on
+    every rank, unless documented otherwise.
 
     Attributes
     ----------
@@ -87,7 +88,7 @@ class DistMatrix(Constructors, Interchange, ForeignMatrix, Arithmetic):
         Raises
         ------
         DTypeError
-            On every rank, if the array library has no such type, or for complex elements in a real type.
+            If the array library has no such type, or for complex elements in a real type.
 
         Examples
         --------
@@ -117,8 +118,6 @@ class DistMatrix(Constructors, Interchange, ForeignMatrix, Arithmetic):
 
         Parameters
         ----------
-        layout : Layout
-            The new layout.
         grid : Grid or None
             Another grid over the same processes, in the same order. Default: the grid of the matrix.
         out : DistMatrix or None
@@ -135,9 +134,9 @@ class DistMatrix(Constructors, Interchange, ForeignMatrix, Arithmetic):
         Raises
         ------
         GridError
-            On every rank, for a grid over other processes, and for an `out` on another grid.
+            For a grid over other processes, and for an `out` on another grid.
         LayoutError
-            On every rank, if `out` does not fit.
+            If `out` does not fit.
 
         Notes
         -----

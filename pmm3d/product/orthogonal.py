@@ -88,9 +88,9 @@ def newton_schulz(a: DistMatrix, coefficients: Sequence[Coefficients], *, out: D
     Raises
     ------
     DTypeError
-        On every rank, for float16 and bfloat16, in which X^H X has too few digits.
+        For float16 and bfloat16, in which X^H X has too few digits.
     Pmm3dError
-        On every rank, for coefficients that are not triples of numbers. Other errors: see `matmul`.
+        For coefficients that are not triples of numbers. Other errors: see `matmul`.
 
     Notes
     -----
@@ -151,10 +151,10 @@ def polar(a: DistMatrix, *, first: Sequence[Coefficients] = (), most: int = 120)
     Raises
     ------
     Pmm3dError
-        On every rank, if the steps do not converge, because A is singular or not finite. Also in a dry run, which has
+        If the steps do not converge, because A is singular or not finite. Also in a dry run, which has
         no values.
     DTypeError
-        On every rank, for float16 and bfloat16.
+        For float16 and bfloat16.
 
     Notes
     -----
@@ -186,8 +186,6 @@ def matrix_sign(a: DistMatrix, *, first: Sequence[Coefficients] = (), most: int 
 
     Parameters
     ----------
-    a : DistMatrix, (n, n)
-        A, in any layout.
     first, most
         See `polar`.
 

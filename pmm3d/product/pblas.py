@@ -75,13 +75,13 @@ def pgemm(
     Raises
     ------
     LayoutError
-        On every rank, if a part is not inside its matrix, or an array does not fit its descriptor.
+        If a part is not inside its matrix, or an array does not fit its descriptor.
     DTypeError
-        On every rank, for mixed types, and for other types than float32, float64, complex64 and complex128.
+        For mixed types, and for other types than float32, float64, complex64 and complex128.
     GridError
-        On every rank, for descriptors of several contexts.
+        For descriptors of several contexts.
     DisagreementError
-        On every rank, if ranks passed different arguments.
+        If ranks passed different arguments.
 
     Notes
     -----
@@ -274,8 +274,6 @@ class PgemmPlan:
         ----------
         a, b, c : array
             Arrays of this rank, as of `pgemm`. They must not change until the product ends.
-        alpha, beta : number
-            Factors.
 
         Returns
         -------
@@ -285,7 +283,7 @@ class PgemmPlan:
         Raises
         ------
         GridError
-            On every rank, if the plan is closed, or if the last product was not waited for. Other errors: see `pgemm`.
+            If the plan is closed, or if the last product was not waited for. Other errors: see `pgemm`.
         """
         with self._base.collective_call("pgemm", alpha, beta):
             call = self.checked((a, b, c), self._descriptors, alpha, beta)

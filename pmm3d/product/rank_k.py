@@ -34,8 +34,6 @@ def syrk(
 
     Parameters
     ----------
-    a : DistMatrix, (m, k)
-        A, in any layout.
     alpha, beta : number
         Factors, as in `matmul`.
     out : DistMatrix, (m, m), or None
@@ -43,17 +41,12 @@ def syrk(
     uplo : str
         "L" or "U": the triangle of C that is read if beta is not 0, as in BLAS. Both triangles are written.
 
-    Returns
-    -------
-    DistMatrix, (m, m)
-        C.
-
     Raises
     ------
     LayoutError
-        On every rank, if C does not fit.
+        If C does not fit.
     DTypeError, DisagreementError
-        On every rank, as `matmul`.
+        As `matmul`.
 
     Notes
     -----
@@ -83,17 +76,10 @@ def herk(
 
     Parameters
     ----------
-    a : DistMatrix, (m, k)
-        A, in any layout.
     alpha, beta : float
         Factors, which are real.
     out, uplo
         See `syrk`.
-
-    Returns
-    -------
-    DistMatrix, (m, m)
-        C.
 
     Raises
     ------

@@ -39,7 +39,7 @@ class Reductions(StoredMatrix):
         Raises
         ------
         DTypeError
-            On every rank, for labels.
+            For labels.
 
         Notes
         -----
@@ -75,7 +75,7 @@ class Reductions(StoredMatrix):
         Raises
         ------
         LayoutError, DTypeError, GridError
-            On every rank, if the matrices do not fit.
+            If the matrices do not fit.
 
         Notes
         -----
@@ -108,7 +108,7 @@ class Reductions(StoredMatrix):
         Raises
         ------
         LayoutError, DTypeError
-            On every rank, if the matrix is not square, or contains labels.
+            If the matrix is not square, or contains labels.
 
         Notes
         -----
@@ -137,15 +137,10 @@ class Reductions(StoredMatrix):
     def diagonal(self) -> Array:
         """The diagonal elements a_ii, on every rank.
 
-        Returns
-        -------
-        array, (min(m, n),)
-            An array of the matrix's library.
-
         Raises
         ------
         DTypeError
-            On every rank, for labels.
+            For labels.
 
         Notes
         -----

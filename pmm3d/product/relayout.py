@@ -60,8 +60,6 @@ def relayout(
 
     Parameters
     ----------
-    grid : Grid
-        The grid.
     local : array
         Shard of this rank in the source layout; of partial sums its own one.
     shape : tuple of int
@@ -69,7 +67,7 @@ def relayout(
     source, target : Layout
         The layouts, the same on every rank.
     after : sequence of Pending
-        Calls that must end before `local` may be read: on all ranks, or on none.
+        Wait for these first. Pass them on all ranks or on none.
     out : array or None
         The result, C-contiguous and apart from `local`. Default: a new array, or a view of `local` if nothing is sent.
 
@@ -376,15 +374,10 @@ class Submatrices(StoredMatrix):
         layout : Layout or None
             Layout of the copy. Default: that of this matrix.
 
-        Returns
-        -------
-        DistMatrix
-            The copy.
-
         Raises
         ------
         LayoutError
-            On every rank, for other slices.
+            For other slices.
 
         Notes
         -----
@@ -438,10 +431,10 @@ class Submatrices(StoredMatrix):
         Raises
         ------
         LayoutError
-            On every rank, for other slices or shapes; if this matrix is read-only, a conjugated view, or one of partial
+            For other slices or shapes; if this matrix is read-only, a conjugated view, or one of partial
             sums; and if it shares memory with A.
         DTypeError, GridError
-            On every rank, if types or grids differ.
+            If types or grids differ.
 
         Notes
         -----

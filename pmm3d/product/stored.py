@@ -52,7 +52,7 @@ class StoredMatrix(Uncompared):
     grid, layout, shape, dtype, memory, order, conjugated   see DistMatrix
     base      matrix whose memory this view reads; the matrix itself if it is not a view
     window    memory in which the ranks of an axis read each other's shards, if `memory` is part of it; else None
-    fills     number of times that the matrix was an `out`, because array libraries do not count these changes
+    fills     number of writes in place; caches compare it
     """
 
     fills = 0

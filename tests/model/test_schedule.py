@@ -1,5 +1,4 @@
-"""Every schedule, for all ranks of a group, without MPI: the tables are executed on symbols. A row of IN is a symbol
-with its rank and number. A sum is a tuple of symbols in order."""
+"""Every schedule, for all ranks of a group, without MPI: `check` executes the tables on symbols."""
 
 from itertools import product
 
@@ -7,131 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pmm3d import Pmm3dError
 from pmm3d.layout import offsets, part_sizes
 from pmm3d.model import schedule as tables
-from pmm3d.model.rounds import IN, NOTHING, OUT, count, packing_bytes
+from pmm3d.model.check import Element, check
+from pmm3d.model.rounds import IN, OUT, Round, Schedule, Span, Sum, WorkBuffer, count, packing_bytes
 from pmm3d.model.schedule import WINDOW
 from pmm3d.model.stages import stages
 
 EMPTY = None
-
-
-class Rank:
-    """The buffers of one rank. Work buffers share memory as planned, so a value that is overwritten too early changes
-    the result."""
-
-    def __init__(self, schedule, given, out):
-        self.schedule, self.given, self.out = schedule, given, out
-        self.memory = [EMPTY] * schedule.work_rows
-        self.received = self.sent = 0
-
-    def places(self, span):
-        """The list that contains a span, and the numbers of its elements there."""
-        if span.buffer == IN:
-            return self.given, range(span.start, span.stop)
-        if span.buffer == OUT:
-            return self.out, range(span.start, span.stop)
-        start, rows, wide, _ = self.schedule.work[span.buffer - 2]
-        assert span.stop <= rows
-        step = 2 if wide else 1
-        return self.memory, range(start + step * span.start, start + step * span.stop, step)
-
-    def read(self, span):
-        memory, places = self.places(span)
-        assert all(memory[place] is not EMPTY for place in places)
-        return [memory[place] for place in places]
-
-    def write(self, span, values):
-        memory, places = self.places(span)
-        assert len(values) == len(places)
-        for place, value in zip(places, values):
-            memory[place] = value
-            if self.is_wide(span):
-                memory[place + 1] = value
-
-    def is_wide(self, span):
-        return span.buffer > OUT and self.schedule.work[span.buffer - 2].wide
-
-    def add(self, total):
-        parts = [self.read(part) for part in total.parts]
-        for number, part in enumerate(total.parts):
-            memory, places = self.places(part)
-            target, others = self.places(total.target)
-            assert number < 2 or memory is not target or not set(places) & set(others), "an alias beyond the second"
-        self.write(total.target, parts[0] if len(parts) == 1 else [tuple(row) for row in zip(*parts)])
-
-
-def execute(ranks):
-    """Execute all tables to their end. Messages are matched in order, and each has a partner."""
-    mail = {}
-    under_way = {number: walk(number, rank, mail) for number, rank in enumerate(ranks)}
-    while under_way:
-        moved = False
-        for number, steps in list(under_way.items()):
-            try:
-                moved |= next(steps)
-            except StopIteration:
-                del under_way[number]
-                moved = True
-        assert moved, "all ranks wait for messages that nobody sends"
-    assert not any(mail.values()), "messages that nobody receives"
-
-
-def walk(number, rank, mail):
-    for each in rank.schedule.rounds:
-        assert len(each.sends) <= 2 * WINDOW and len({peer for peer, _ in each.sends} & {number}) == 0
-        check_hazards(rank, each)
-        for peer, span in each.sends:
-            values = ["token"] if span.buffer == NOTHING else rank.read(span)
-            if values:
-                mail.setdefault((number, peer), []).append((values, rank.is_wide(span)))
-            rank.sent += 0 if span.buffer == NOTHING else len(values) * (2 if rank.is_wide(span) else 1)
-        for copy in each.copies:
-            rank.add(copy)
-        for peer, span in each.receives:
-            if span.buffer != NOTHING and span.rows == 0:
-                continue
-            while not mail.get((peer, number)):
-                yield False
-            values, wide = mail[peer, number].pop(0)
-            if span.buffer != NOTHING:
-                assert wide == rank.is_wide(span)
-                rank.write(span, values)
-                rank.received += len(values) * (2 if wide else 1)
-        for total in each.sums:
-            rank.add(total)
-        yield True
-
-
-def check_hazards(rank, each):
-    """Assert that during the messages of a round each place is written at most once, and not while it is sent or
-    copied."""
-
-    def elements(span):
-        memory, places = rank.places(span)
-        return {(id(memory), place + more) for place in places for more in range(2 if rank.is_wide(span) else 1)}
-
-    read = {
-        one
-        for span in [*(span for _, span in each.sends), *(part for copy in each.copies for part in copy.parts)]
-        if span.buffer != NOTHING
-        for one in elements(span)
-    }
-    written = [
-        elements(span)
-        for span in [*(span for _, span in each.receives), *(copy.target for copy in each.copies)]
-        if span.buffer != NOTHING
-    ]
-    assert not any(read & places for places in written) and sum(map(len, written)) == len(set().union(*written))
-
-
-def leaves(value):
-    """The symbols of a sum, in their order."""
-    return (
-        [value]
-        if not isinstance(value, tuple) or value[0] == "in"
-        else [leaf for part in value for leaf in leaves(part)]
-    )
 
 
 def contract(ranks):
@@ -147,7 +30,7 @@ def expected(ranks, per_node, row):
     """The sum of a row over all ranks, in the documented order."""
 
     def named(value):
-        return ("in", value, row) if isinstance(value, int) else tuple(map(named, value))
+        return Element(value, row) if isinstance(value, int) else tuple(map(named, value))
 
     if per_node == 1:
         return named(contract(range(ranks)))
@@ -160,18 +43,15 @@ def expected(ranks, per_node, row):
 
 
 def symbols(rank, rows):
-    return [("in", rank, row) for row in range(rows)]
+    return [Element(rank, row) for row in range(rows)]
 
 
-def check_counts(ranks):
-    """Assert that `count` equals the messages of the tables, and the planned work memory that which is used."""
-    for rank in ranks:
-        volume = count(rank.schedule, 8)
-        assert (volume.received, volume.sent) == (8 * rank.received, 8 * rank.sent)
-        assert all(
-            start + rows * (2 if wide else 1) <= rank.schedule.work_rows and (not wide or start % 2 == 0)
-            for start, rows, wide, _ in rank.schedule.work
-        )
+def volumes(schedules):
+    """Rows that all ranks receive, which are those that they send."""
+    found = [count(schedule, 1) for schedule in schedules]
+    assert sum(each.received for each in found) == sum(each.sent for each in found)
+    assert all(len(each.sends) <= 2 * WINDOW for schedule in schedules for each in schedule.rounds)
+    return sum(each.received for each in found)
 
 
 @st.composite
@@ -192,14 +72,9 @@ def test_a_gather_brings_each_row_once(data, group):
     size, per_node = group
     counts = data.draw(counts_of(size))
     whole = [symbol for rank, rows in enumerate(counts) for symbol in symbols(rank, rows)]
-    ranks = [
-        Rank(tables.all_gather(counts, rank, per_node), symbols(rank, counts[rank]), [EMPTY] * sum(counts))
-        for rank in range(size)
-    ]
-    execute(ranks)
-    assert all(rank.out == whole for rank in ranks)
-    assert sum(rank.received for rank in ranks) == (size - 1) * sum(counts)
-    check_counts(ranks)
+    made = [tables.all_gather(counts, rank, per_node) for rank in range(size)]
+    assert check(made, [(symbols(rank, counts[rank]), [EMPTY] * sum(counts)) for rank in range(size)]) == [whole] * size
+    assert volumes(made) == (size - 1) * sum(counts)
 
 
 @EXAMPLES
@@ -207,16 +82,10 @@ def test_a_gather_brings_each_row_once(data, group):
 def test_a_reduce_scatter_adds_in_the_order_of_the_contract(data, group, low):
     size, per_node = group
     counts = data.draw(counts_of(size))
-    ranks = [
-        Rank(tables.reduce_scatter(counts, rank, per_node, low), symbols(rank, sum(counts)), [EMPTY] * counts[rank])
-        for rank in range(size)
-    ]
-    execute(ranks)
-    found = [row for rank in ranks for row in rank.out]
-    assert found == [expected(size, per_node, row) for row in range(sum(counts))]
-    for number, row in enumerate(found):
-        assert sorted(leaves(row)) == [("in", rank, number) for rank in range(size)]
-    check_counts(ranks)
+    made = [tables.reduce_scatter(counts, rank, per_node, low) for rank in range(size)]
+    out = check(made, [(symbols(rank, sum(counts)), [EMPTY] * counts[rank]) for rank in range(size)])
+    assert [row for rows in out for row in rows] == [expected(size, per_node, row) for row in range(sum(counts))]
+    assert volumes(made) >= (size - 1) * sum(counts)
 
 
 @EXAMPLES
@@ -225,10 +94,9 @@ def test_an_all_reduce_gives_every_rank_the_sum(rows, group, low, whole, in_plac
     size, per_node = group
     made = [tables.all_reduce(rows, size, rank, per_node, low, whole) for rank in range(size)]
     given_ = [symbols(rank, rows) for rank in range(size)]
-    ranks = [Rank(table, mine, mine if in_place else [EMPTY] * rows) for table, mine in zip(made, given_)]
-    execute(ranks)
-    assert all(rank.out == [expected(size, per_node, row) for row in range(rows)] for rank in ranks)
-    check_counts(ranks)
+    out = check(made, [(mine, mine if in_place else [EMPTY] * rows) for mine in given_])
+    assert out == [[expected(size, per_node, row) for row in range(rows)]] * size
+    assert rows == 0 or size == 1 or volumes(made) > 0
 
 
 @EXAMPLES
@@ -237,26 +105,18 @@ def test_an_all_to_all_brings_each_part_to_its_rank(data, size):
     factor = data.draw(st.integers(1, 9))
     sent = [tuple((3 * rank + factor * peer) % 4 for peer in range(size)) for rank in range(size)]
     received = list(zip(*sent))
-    ranks = [
-        Rank(
-            tables.all_to_all(sent[rank], received[rank], rank),
-            symbols(rank, sum(sent[rank])),
-            [EMPTY] * sum(received[rank]),
-        )
-        for rank in range(size)
-    ]
-    execute(ranks)
+    made = [tables.all_to_all(sent[rank], received[rank], rank) for rank in range(size)]
+    buffers = [(symbols(rank, sum(sent[rank])), [EMPTY] * sum(received[rank])) for rank in range(size)]
     starts = [offsets(counts) for counts in sent]
-    assert all(
-        rank.out
-        == [
-            ("in", source, row)
+    assert check(made, buffers) == [
+        [
+            Element(source, row)
             for source in range(size)
             for row in range(starts[source][number], starts[source][number + 1])
         ]
-        for number, rank in enumerate(ranks)
-    )
-    check_counts(ranks)
+        for number in range(size)
+    ]
+    assert volumes(made) == sum(map(sum, sent)) - sum(sent[rank][rank] for rank in range(size))
 
 
 @EXAMPLES
@@ -270,13 +130,47 @@ def test_a_shared_gather_brings_each_row_to_each_node(group, data):
     blocks = [[EMPTY] * sum(counts) for _ in range(size // per_node)]
     for rank, rows in enumerate(counts):
         blocks[rank // per_node][edges[rank] : edges[rank + 1]] = symbols(rank, rows)
-    ranks = [
-        Rank(tables.shared_all_gather(counts, rank, per_node), [], blocks[rank // per_node]) for rank in range(size)
-    ]
-    execute(ranks)
+    made = [tables.shared_all_gather(counts, rank, per_node) for rank in range(size)]
+    check(made, [([], blocks[rank // per_node]) for rank in range(size)])
     whole = [symbol for rank, rows in enumerate(counts) for symbol in symbols(rank, rows)]
     assert all(block == whole for block in blocks)
-    assert sum(rank.received for rank in ranks) == (len(blocks) - 1) * sum(counts)
+    assert volumes(made) == (len(blocks) - 1) * sum(counts)
+
+
+A, B = Span(IN, 0, 1), Span(OUT, 0, 1)
+TO_1, FROM_0 = Round(sends=((1, A),)), Round(receives=((0, B),))
+FAULTS = {
+    "partner": [(TO_1,), ()],
+    "gets 1 rows": [(TO_1,), (Round(receives=((0, Span(OUT, 0, 2)),)),)],
+    "received before": [(TO_1, TO_1), (FROM_0, FROM_0)],
+    "is written while": [(TO_1,), (FROM_0._replace(copies=(Sum((A,), B),)),)],
+    "before it is written": [(), (Round(copies=(Sum((Span(2, 0, 1),), B),)),)],
+    "is outside": [(), (Round(copies=(Sum((Span(2, 4, 5),), B),)),)],
+    "twice": [(), (Round(sums=(Sum((A, A), B),)),)],
+    "never written": [(), (Round(sums=(Sum((A,), Span(OUT, 1, 2)),)),)],
+    "overlaps": [(), (Round(sums=(Sum((A, Span(IN, 1, 2), Span(IN, 2, 3)), Span(IN, 2, 3)),)),)],
+}
+
+
+@pytest.mark.parametrize("words", FAULTS)
+def test_the_check_finds_faults_of_tables(words):
+    made = [Schedule(rounds, (WorkBuffer(0, 8, False),), 1) for rounds in FAULTS[words]]
+    with pytest.raises(Pmm3dError, match=rf"schedule of rank \d, round \d: Span\(.*{words}"):
+        check(made)
+
+
+def test_ranks_add_in_one_order():
+    """Ranks 0 and 1 exchange their rows, and each adds its own row first."""
+    made = [
+        Schedule(
+            (Round(((1 - rank, A),), ((1 - rank, Span(2, 0, 1)),), sums=(Sum((A, Span(2, 0, 1)), B),)),),
+            (WorkBuffer(0, 1, False),),
+            1,
+        )
+        for rank in range(2)
+    ]
+    with pytest.raises(Pmm3dError, match="another order"):
+        check(made)
 
 
 def test_no_rank_leaves_a_barrier_before_all_have_come():

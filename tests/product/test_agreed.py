@@ -34,7 +34,7 @@ def devices(comm, monkeypatch):
     """Each rank has a device of its own, whose number its libraries contain. Returns the list of devices that were
     taken."""
     here = OnDevice(comm.rank)
-    for place in ("stored", "matrix", "checks", "construct"):
+    for place in ("stored", "matrix", "checks", "constructors"):
         monkeypatch.setattr(f"pmm3d.product.{place}.library_of", lambda array: here, raising=False)
     monkeypatch.setattr("pmm3d.arrays.libraries.library_of", lambda array: here)
     monkeypatch.setattr("pmm3d.comm.grid.library_here", lambda name: here, raising=False)

@@ -5,11 +5,12 @@ The law is linear in its figures, so least squares determine them. `terms` retur
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..node_map import GATHERS_FROM
-from ..schedule import SMALL_BYTES
-from ..stages import stages
+from ..rounds import IN, Round, Schedule, Span, count
+from ..schedule import all_gather, all_reduce, all_to_all, is_small, reduce_scatter
 from .groups import Group
 
 DEFAULT = "default"
@@ -104,73 +105,68 @@ class Law(NamedTuple):
             >>> Law(0.5, 0, 0, 1, 2).seconds("all_gather", Group(size=2, inside=1, nodes=2, sharers=4), 1000)
             8000.5
         """
-        return sum(figure * term for figure, term in zip(self, terms_of(operation, group, nbytes, by_nodes)))
+        return sum(figure * term for figure, term in zip(self, terms(operation, group, nbytes, by_nodes)))
 
 
-def terms(operation: str, group: Group, nbytes: float) -> Terms:
-    """Return the terms of a direct collective.
+def terms(operation: str, group: Group, nbytes: float, by_nodes: bool | None = None) -> Terms:
+    """Return the terms of a collective. `by_nodes` is that of `Law.seconds`.
 
-    A rank exchanges messages with size - 1 other ranks, of which size - inside are on other nodes. The same share of
-    its messages and bytes crosses the network. All ranks of a node in all its groups receive at once, so the bytes
-    into the node are inside * sharers times those of a rank. In a shift only one rank of a group on a node receives
-    from another node, and all ranks wait for it.
+    Messages and bytes are counted in the schedule of the group's first rank, for equal parts. All ranks of a node in
+    all its groups receive at once, so the bytes into the node are inside * sharers times those of a rank. In a shift
+    only one rank of a group on a node receives from another node.
 
-        >>> terms("all_gather", Group(size=4, inside=2, nodes=2, sharers=2), 300)
+        >>> terms("all_gather", Group(size=4, inside=2, nodes=2, sharers=2), 300, by_nodes=False)
         Terms(starts=1.0, messages_inside=1.0, messages_across=2.0, bytes_inside=100.0, bytes_across=800.0)
+        >>> terms("all_gather", Group(size=4, inside=2, nodes=2, sharers=2), 300, by_nodes=True)
+        Terms(starts=2.0, messages_inside=2.0, messages_across=1.0, bytes_inside=200.0, bytes_across=400.0)
     """
     if group.size < 2 or nbytes <= 0:
         return Terms(0.0, 0.0, 0.0, 0.0, 0.0)
-    if operation == "shift":
-        inside, across, at_once = float(group.nodes == 1), float(group.nodes > 1), group.sharers
-    else:
-        others, at_once = group.size - 1, group.inside * group.sharers
-        inside, across = (group.inside - 1) / others, (group.size - group.inside) / others
-    count = messages(operation, group.size, nbytes)
-    return Terms(1.0, count * inside, count * across, nbytes * inside, nbytes * across * at_once)
-
-
-def terms_of(operation: str, group: Group, nbytes: float, by_nodes: bool | None = None) -> Terms:
-    """Return the terms of a collective that runs by nodes or not. `by_nodes` is that of `Law.seconds`."""
     if by_nodes is None:
         large = operation != "all_gather" or nbytes * group.size >= GATHERS_FROM * (group.size - 1)
         by_nodes = large and group.even and operation in BY_NODES
-    return terms_by_nodes(operation, group, nbytes) if by_nodes else terms(operation, group, nbytes)
-
-
-def terms_by_nodes(operation: str, group: Group, nbytes: float) -> Terms:
-    """Return the terms of a collective that runs by nodes. Of the group.size - 1 parts that a rank receives, nodes - 1
-    come from other nodes. The collective takes two rounds for each round of a direct one.
-
-        >>> terms_by_nodes("all_gather", Group(size=4, inside=2, nodes=2, sharers=2), 300)
-        Terms(starts=2.0, messages_inside=2.0, messages_across=1.0, bytes_inside=200.0, bytes_across=400.0)
-    """
-    if nbytes <= 0:
-        return Terms(0.0, 0.0, 0.0, 0.0, 0.0)
-    inside, nodes = group.inside, group.nodes
-    share, counts = (nodes - 1) / (group.size - 1), [messages(operation, size) for size in (inside, nodes)]
+    kind = operation, group.size, group.inside, group.inside if by_nodes else 1
+    received = counted(*kind)
     if operation == "all_reduce":
-        both = inside + nodes - 2
-        if nbytes * max(inside, nodes) <= SMALL_BYTES * both:
-            share, counts = (nodes - 1) / both, [count // 2 for count in counts]
-    else:
-        counts[0] *= nodes
-    return Terms(
-        2.0, float(counts[0]), float(counts[1]), nbytes - nbytes * share, nbytes * share * inside * group.sharers
-    )
+        whole = counted(*kind, whole=True)
+        if is_small(nbytes / whole.rows, group.size, kind[-1]):
+            received = whole
+    across = nbytes * received.rows_across / received.rows
+    at_once = group.sharers * (1 if operation == "shift" else group.inside)
+    messages = float(received.messages - received.messages_across), float(received.messages_across)
+    return Terms(2.0 if by_nodes else 1.0, *messages, nbytes - across, across * at_once)
 
 
-def messages(operation: str, size: int, nbytes: float = float("inf")) -> int:
-    """Return the number of messages that a rank receives in a collective: one from each other rank of its stages
-    (`pmm3d.model.stages`), and twice as many in an all-reduce. An all-reduce of a small array sends whole arrays, and
-    takes half as many. `nbytes` is the bytes that the rank receives.
+class Received(NamedTuple):
+    """Messages that a rank receives, their rows, and how many of each come from other nodes."""
 
-        >>> [messages("all_gather", size) for size in (2, 16, 64)], messages("all_reduce", 16), messages("shift", 16)
-        ([1, 15, 14], 30, 1)
+    messages: int
+    rows: int
+    messages_across: int
+    rows_across: int
+
+
+@lru_cache(maxsize=2**14)
+def counted(operation: str, size: int, inside: int, per_node: int = 1, whole: bool = False) -> Received:
+    """Return what rank 0 of `size` ranks receives in a collective of equal parts, if ranks 0:inside are on its node.
+    An operation without a price of its own counts as an all-gather.
+
+    per_node, whole   as in `all_reduce` (`pmm3d.model.schedule`)
+
+        >>> [counted("all_gather", size, size).messages for size in (2, 16, 64)], counted("all_reduce", 16, 16).messages
+        ([1, 15, 14], 30)
     """
+    parts = (1,) * size
     if operation == "shift":
-        return min(size - 1, 1)
-    if operation == "all_to_all":
-        return size - 1
-    peers = sum(stages(size))
-    once = peers - len(stages(size))
-    return 2 * once if operation == "all_reduce" and nbytes * peers > SMALL_BYTES * once else once
+        schedule = Schedule((Round(receives=((size - 1, Span(IN, 0, 1)),)),))
+    elif operation == "all_to_all":
+        schedule = all_to_all.__wrapped__(parts, parts, 0)
+    elif operation == "all_reduce":
+        schedule = all_reduce(1 if whole else size, size, 0, per_node, whole=whole)
+    elif operation == "reduce_scatter":
+        schedule = reduce_scatter.__wrapped__(parts, 0, per_node)
+    else:
+        schedule = all_gather.__wrapped__(parts, 0, per_node)
+    peers = [peer for each in schedule.rounds for peer, _ in each.receives]
+    rows, across = count(schedule, 1).received, count(schedule, 1, range(inside, size)).received
+    return Received(len(peers), rows, sum(peer >= inside for peer in peers), across)

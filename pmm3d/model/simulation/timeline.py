@@ -1,4 +1,4 @@
-"""The simulation of one rank: times of its tasks, and totals of computation and waits."""
+"""The simulation of tasks on resources: times of the tasks, and totals of computation and waits."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class Task:
         "wait" count as a wait for the first task of `after`.
     resource
         Name of the resource that the task occupies. A resource runs one task at a time, in the order of the table.
+        "": no resource, so any number of these tasks run at a time.
     seconds
         Duration of the task.
     after
@@ -113,7 +114,7 @@ class Timeline(NamedTuple):
 
 
 def simulate(table: Sequence[Task]) -> Timeline:
-    """Return the times of the tasks of one rank.
+    """Return the times of tasks.
 
     A task begins when its resource is free, the tasks of `after` have ended, and the processor has ended its earlier
     tasks in the table. Raises Pmm3dError if the seconds of a task are negative or not finite, or if a task of `after`
@@ -138,7 +139,8 @@ def simulate(table: Sequence[Task]) -> Timeline:
         begun.append(begin)
         ended.append(begin + task.seconds)
         before.append(earlier)
-        last[task.resource] = number
+        if task.resource:
+            last[task.resource] = number
         if task.resource == PROCESSOR:
             now = ended[number]
     return Timeline(table, begun, ended, before)

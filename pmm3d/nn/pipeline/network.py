@@ -13,7 +13,7 @@ from ...comm import TAGS, Axis, Grid
 from ...errors import Pmm3dError
 from ...layout import PIPE, part_sizes
 from ...product import DistMatrix
-from ...product.construct import Library
+from ...product.constructors import Library
 from ..compute import override
 from ..containers import Sequential
 from ..contexts import no_grad

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from .table import Key, PipelineAction, PipelineSchedule, check, key_of
+from ...model.simulation import Task
+from ...model.simulation import simulate as replay
+from .table import Key, PipelineAction, PipelineSchedule, check, in_order, key_of
 
 Number = TypeVar("Number", int, float)
 
@@ -155,21 +157,17 @@ def simulate(table: PipelineSchedule, times: Times = Times()) -> TimeLine:
     (33.0, 0.273, (4, 3, 2, 1))
     """
     check(table)
-    table = table.without_messages
-    ends, lines = dict[Key, float](), [list[Timed]() for _ in table.actions]
-    waiting = set(range(table.ranks))
-    while waiting:
-        rank = waiting.pop()
-        line, actions = lines[rank], table.actions[rank]
-        while len(line) < len(actions):
-            action = actions[len(line)]
-            needed = [key for part in action.each for key in table.needed(part)]
-            if any(key not in ends for key in needed):
-                break
-            arrived = [ends[key] + times.communication * (table.stages[key[1]] != rank) for key in needed]
-            start = max([line[-1].end if line else 0.0, *arrived])
-            line.append(Timed(start, start + times.of(action), action))
-            for part in action.each:
-                ends[key_of(part)] = line[-1].end
-                waiting |= {table.stages.get(part.stage + step, rank) for step in (-1, 1)} - {rank}
-    return TimeLine.of(lines)
+    table, tasks, number = table.without_messages, list[Task](), dict[Key, int]()
+    lines = [list[tuple[int, PipelineAction]]() for _ in table.actions]
+    for rank, action in in_order(table):
+        after = list[int]()
+        for key in (key for part in action.each for key in table.needed(part)):
+            after.append(number[key])
+            if table.stages[key[1]] != rank:
+                tasks.append(Task("message", "", times.communication, (number[key],)))
+                after[-1] = len(tasks) - 1
+        number |= dict.fromkeys(map(key_of, action.each), len(tasks))
+        lines[rank].append((len(tasks), action))
+        tasks.append(Task("action", f"rank {rank}", times.of(action), tuple(after)))
+    found = replay(tasks)
+    return TimeLine.of([Timed(found.begun[at], found.ended[at], action) for at, action in line] for line in lines)

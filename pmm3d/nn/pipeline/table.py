@@ -376,9 +376,12 @@ def check(table: PipelineSchedule) -> None:
                         f"{table.name}: {KINDS[kind]} of micro-batch {micro} on stage {stage}, on rank "
                         f"{table.stages[stage]}, is missing ({stage}{kind}{micro})"
                     )
-    for rank, waiting in _stuck(table):
-        needed = [key for part in table.actions[rank][waiting].each for key in table.needed(part)][-1]
-        raise table.complain(rank, waiting, f"deadlock: {table.actions[rank][waiting]} waits for {_in_words(needed)}")
+    places = Counter(rank for rank, _ in in_order(table))
+    for rank, actions in enumerate(table.actions):
+        if places[rank] < len(actions):
+            waiting = actions[places[rank]]
+            needed = [key for part in waiting.each for key in table.needed(part)][-1]
+            raise table.complain(rank, places[rank], f"deadlock: {waiting} waits for {_in_words(needed)}")
 
 
 def _check_stages(table: PipelineSchedule) -> None:
@@ -406,18 +409,25 @@ def _check_stages(table: PipelineSchedule) -> None:
         raise PipelineError(f"{table.name}: micro-batch {missing[0]} has no forward pass")
 
 
-def _stuck(table: PipelineSchedule) -> list[tuple[int, int]]:
-    """(rank, place of the waiting action) of each rank that cannot complete its list."""
-    done, places, moved = set[Key](), [0] * table.ranks, True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(table.actions):
-            while places[rank] < len(actions) and all(
-                key in done for part in actions[places[rank]].each for key in table.needed(part)
-            ):
-                done |= {key_of(part) for part in actions[places[rank]].each}
-                places[rank], moved = places[rank] + 1, True
-    return [(rank, place) for rank, place in enumerate(places) if place < len(table.actions[rank])]
+def in_order(table: PipelineSchedule) -> list[tuple[int, PipelineAction]]:
+    """(rank, action) in an order in which the actions can be executed. Actions that would wait forever are left out."""
+    found, done, places, waiting = (
+        list[tuple[int, PipelineAction]](),
+        set[Key](),
+        [0] * table.ranks,
+        {*range(table.ranks)},
+    )
+    while waiting:
+        rank = waiting.pop()
+        for action in table.actions[rank][places[rank] :]:
+            if any(key not in done for part in action.each for key in table.needed(part)):
+                break
+            found.append((rank, action))
+            places[rank] += 1
+            for part in action.each:
+                done.add(key_of(part))
+                waiting |= {table.stages.get(part.stage + step, rank) for step in (-1, 1)} - {rank}
+    return found
 
 
 def _in_words(key: Key) -> str:

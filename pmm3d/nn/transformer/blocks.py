@@ -10,7 +10,7 @@ from ...comm import Grid
 from ...errors import LayoutError, Pmm3dError
 from ...layout import Layout, natural, real
 from ...layout.layout import layout_of
-from ...product.construct import Library
+from ...product.constructors import Library
 from .. import functional
 from ..arithmetic import add, multiply
 from ..dense import OTHER

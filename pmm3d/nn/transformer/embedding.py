@@ -13,7 +13,7 @@ from ...errors import DTypeError, LayoutError, Pmm3dError
 from ...layout import Layout, order_of
 from ...layout.layout import layout_of, unit_of
 from ...product import DistMatrix
-from ...product.construct import Library
+from ...product.constructors import Library
 from ..compute import array_namespace, computing
 from ..contract import LazyMatrix
 from ..dense import OTHER, weight_layout

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...comm import Grid
 from ...layout import Layout
-from ...product.construct import Library
+from ...product.constructors import Library
 from ..layers import Linear, check_sizes
 from ..module import Module
 from ..parameter import Parameter

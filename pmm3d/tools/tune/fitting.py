@@ -9,7 +9,7 @@ from scipy.optimize import nnls
 
 from ...model.machines import Group, load
 from ...model.machines.figures import Measured
-from ...model.machines.laws import DEFAULT, Law, terms_of
+from ...model.machines.laws import DEFAULT, Law, terms
 
 LEAST_RATE = 1.0
 """Smallest rate, in bytes per second."""
@@ -40,7 +40,7 @@ def fitted(rows: Sequence[Measured], groups: Mapping[tuple[int, int], Group]) ->
 
 
 def _fit(points: Sequence[tuple[str, Group, int, float]]) -> Law:
-    matrix = np.array([terms_of(operation, group, nbytes) for operation, group, nbytes, _ in points], float)
+    matrix = np.array([terms(operation, group, nbytes) for operation, group, nbytes, _ in points], float)
     seconds = np.array([point[-1] for point in points])
     figures = relative_fit(matrix, seconds)
     misfit = np.median(np.abs(matrix @ figures / seconds - 1))

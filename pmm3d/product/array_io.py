@@ -22,7 +22,7 @@ from .checks import (
     digest_of,
     passed_contents,
 )
-from .construct import (
+from .constructors import (
     Library,
     Shape,
     Source,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Interchange(StoredMatrix):
+class ArrayIO(StoredMatrix):
     """Methods that take and return arrays and files."""
 
     @classmethod
@@ -60,13 +60,9 @@ class Interchange(StoredMatrix):
 
         Parameters
         ----------
-        grid : Grid
-            The grid. The call is collective over it.
         array : array, (m, n)
             The whole matrix: an array of numpy, torch or cupy, or any other object with `__dlpack__`, which becomes an
             array of the grid's library. int64 elements are labels: they can be moved and gathered, and not multiplied.
-        layout : Layout
-            Layout of the matrix.
         root : int or None
             Rank that has the array; other ranks pass anything. Default: all ranks pass the same array.
         order, shared
@@ -158,16 +154,12 @@ class Interchange(StoredMatrix):
 
         Parameters
         ----------
-        grid : Grid
-            The grid. The call is collective over it.
         local : array
             Shard of this rank: an array of numpy, torch or cupy, or any other object with `__dlpack__`, which becomes
             an array of the grid's library. int64 elements are labels. Ranks along an axis that does not split the
             matrix must pass the same shard.
         shape : tuple of int
             Number of rows and of columns of the whole matrix.
-        layout : Layout
-            Layout of the matrix.
         order : str
             "C" or "F": see `DistMatrix.empty`.
         copy : bool or None
@@ -254,10 +246,6 @@ class Interchange(StoredMatrix):
 
         Parameters
         ----------
-        grid : Grid
-            The grid. The call is collective over it.
-        path : str or Path
-            The file.
         dataset : str or None
             Name of a data set of two dims; None for a .npy file.
         layout, library, order, shared
@@ -311,8 +299,6 @@ class Interchange(StoredMatrix):
 
         Parameters
         ----------
-        path : str or Path
-            The file.
         dataset : str or None
             Name of the data set in an HDF5 file; None for a .npy file.
         overwrite : bool
@@ -321,9 +307,9 @@ class Interchange(StoredMatrix):
         Raises
         ------
         DataError
-            On every rank, if the file exists or cannot be written, if HDF5 does not take the name, or in a dry run.
+            If the file exists or cannot be written, if HDF5 does not take the name, or in a dry run.
         DTypeError
-            On every rank, for bfloat16.
+            For bfloat16.
 
         Notes
         -----
@@ -362,7 +348,7 @@ class Interchange(StoredMatrix):
         Raises
         ------
         GridError
-            On every rank, if `root` is not a rank of the grid.
+            If `root` is not a rank of the grid.
 
         Notes
         -----
