@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+UPDATE = "update "
+"""Beginning of the names of passes of optimizers: "update adamw"."""
+
 
 @dataclass(slots=True)
 class Action:
@@ -18,7 +21,8 @@ class Action:
     form
         "n" or "t" for A and for B of a GEMM, as in "nt". "t" is a transposed view.
     operation
-        Name of a collective, such as "all_gather", or of a pass over memory: "relu", "adamw", "layer_norm backward".
+        Name of a collective, such as "all_gather", or of a pass over memory: "relu",
+        "layer_norm backward", "update adamw".
     nbytes
         Bytes that a pass, or several passes in one action, read and write.
     axis, phase

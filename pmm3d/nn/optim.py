@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from math import inf, prod, sqrt
 from numbers import Real
 from typing import Any
@@ -17,9 +18,12 @@ from ..product.orthogonal import MUON
 from . import fused
 from .compute import PER_ELEMENT, computing, override
 from .gradient_norm import NonFiniteGradientError
+from .layers import Linear
 from .learning_rate import Cosine, Schedule, Step
 from .loss_scale import LossScale
-from .optimizer import Group, Optimizer, Options, Parameters
+from .module import Module
+from .optimizer import Group, Optimizer, Option, Options, Parameters
+from .optimizer_state import Shard, StateForm
 from .parameter import Parameter
 
 __all__ = [
@@ -30,14 +34,26 @@ __all__ = [
     "LossScale",
     "Muon",
     "NonFiniteGradientError",
+    "Option",
     "Optimizer",
     "Schedule",
+    "Shard",
+    "StateForm",
     "Step",
 ]
 
 SCALES = ("original", "match_rms_adamw")
 MATRIX, VECTOR = ("momentum",), ("mean", "square")
-"""State arrays of parameters that Muon changes, and of those that AdamW changes."""
+"""States of parameters that Muon changes, and of those that AdamW changes."""
+BELOW_1 = "a number of at least 0 and below 1"
+
+
+def _is_share(value: Any) -> bool:
+    return bool(0 <= value < 1)
+
+
+def _is_sequence_of(number: int, fits: Any, value: Any) -> bool:
+    return len(value) == number and all(map(fits, value))
 
 
 class SGD(Optimizer):
@@ -73,19 +89,22 @@ class SGD(Optimizer):
     True
     """
 
-    defaults = {"momentum": 0.0, "nesterov": False}
+    defaults = {
+        "momentum": Option(0.0, BELOW_1, _is_share, "share of the running sum of gradients that a step keeps", 0.9),
+        "nesterov": False,
+    }
 
     def __init__(self, parameters: Parameters, lr: float, momentum: float = 0.0, **options: Any):
         super().__init__(parameters, lr, momentum=momentum, **options)
 
-    def states(self, options: Options | None = None) -> tuple[str, ...]:
+    @property
+    def state_names(self) -> Sequence[str]:  # type: ignore[override]
         return MATRIX if any(group["momentum"] for group in self.groups) else ()
 
     def check_options(self, options: Options) -> None:
         super().check_options(options)
-        momentum = options["momentum"]
-        if not 0 <= momentum < 1 or (options["nesterov"] and not momentum):
-            raise Pmm3dError(f"SGD: momentum is at least 0 and below 1, and above 0 for nesterov; got {momentum!r}")
+        if options["nesterov"] and not options["momentum"]:
+            raise Pmm3dError("SGD: nesterov needs a momentum above 0; got 0")
 
     def update(self, weight: Array, gradient: Array, state: Sequence[Array], options: Options) -> None:
         if fused.sgd(weight, gradient, state, options):
@@ -131,8 +150,21 @@ class Adam(Optimizer):
     ['optimizer/weight/mean', 'optimizer/weight/square']
     """
 
-    state_names: tuple[str, ...] = ("mean", "square")
-    defaults = {"betas": (0.9, 0.999), "eps": 1e-8}
+    state_names: Sequence[str] = VECTOR
+    defaults = {
+        "betas": Option(
+            (0.9, 0.999),
+            "a list of 2, each a number of at least 0 and below 1",
+            partial(_is_sequence_of, 2, _is_share),
+            "shares of the running means of gradients and of their squares that a step keeps",
+        ),
+        "eps": Option(
+            1e-8,
+            "a number of at least 0",
+            lambda eps: 0 <= eps < inf,
+            "added to the root of the mean square, to avoid a division by 0",
+        ),
+    }
     decoupled = False
     """Whether weight decay acts on the weight, or is added to the gradient."""
 
@@ -145,14 +177,6 @@ class Adam(Optimizer):
         **options: Any,
     ):
         super().__init__(parameters, lr, betas=betas, eps=eps, **options)
-
-    def check_options(self, options: Options) -> None:
-        super().check_options(options)
-        betas, eps = options["betas"], options["eps"]
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise Pmm3dError(f"{type(self).__name__}: betas are two numbers of at least 0 and below 1; got {betas!r}")
-        if not 0 <= eps < inf:
-            raise Pmm3dError(f"{type(self).__name__}: eps is a number of at least 0; got {eps!r}")
 
     def update(self, weight: Array, gradient: Array, state: Sequence[Array], options: Options) -> None:
         if fused.adam(weight, gradient, state, options, self.decoupled):
@@ -271,11 +295,25 @@ class Muon(AdamW):
     state_names = (*MATRIX, *VECTOR)
     defaults = {
         **Adam.defaults,
-        "momentum": 0.95,
+        "momentum": Option(0.95, BELOW_1, _is_share, "share of the running mean of gradients that a step keeps"),
         "nesterov": True,
-        "ns_steps": 5,
-        "ns_coefficients": MUON,
-        "adjust_lr_fn": "original",
+        "ns_steps": Option(
+            5,
+            "a whole number of at least 1 and below 100",
+            lambda steps: 1 <= whole_number(steps) < 100,
+            "steps of the Newton-Schulz iteration that orthogonalizes the update",
+        ),
+        "ns_coefficients": Option(
+            MUON, "a list of 3 numbers", partial(_is_sequence_of, 3, lambda each: isinstance(each, Real))
+        ),
+        "adjust_lr_fn": Option(
+            "original",
+            " or ".join(f'"{name}"' for name in SCALES),
+            SCALES.__contains__,
+            "factor of lr for a weight of k inputs and n outputs. original: sqrt(max(1, n / k)); match_rms_adamw: "
+            "0.2 sqrt(max(k, n)), for the lr and weight_decay of adamw",
+            "match_rms_adamw",
+        ),
         "use_muon": True,
     }
 
@@ -290,21 +328,30 @@ class Muon(AdamW):
     ):
         super().__init__(parameters, lr, weight_decay=weight_decay, momentum=momentum, **options)
 
-    def check_options(self, options: Options) -> None:
-        super().check_options(options)
-        if not 0 <= options["momentum"] < 1:
-            raise Pmm3dError(f"Muon: momentum is at least 0 and below 1; got {options['momentum']!r}")
-        try:
-            known = 1 <= whole_number(options["ns_steps"]) < 100
-        except TypeError:
-            known = False
-        if not known:
-            raise Pmm3dError(f"Muon: ns_steps is a number of steps, 1 to 99; got {options['ns_steps']!r}")
-        numbers = options["ns_coefficients"]
-        if len(numbers) != 3 or not all(isinstance(number, Real) for number in numbers):
-            raise Pmm3dError(f"Muon: ns_coefficients are three numbers; got {numbers!r}")
-        if options["adjust_lr_fn"] not in SCALES:
-            raise Pmm3dError(f"Muon: adjust_lr_fn is one of {', '.join(SCALES)}; got {options['adjust_lr_fn']!r}")
+    @classmethod
+    def groups_of(cls, network: Module) -> Parameters:
+        """Groups of a configuration. AdamW changes tables of embeddings and positions, and the last layer.
+
+        Parameters
+        ----------
+        network : Module
+            The network.
+        """
+        from .transformer import Embedding
+
+        every: Any = getattr(network, "dry", network)  # all stages of a pipeline
+        modules = [module for _, module in every.named_modules()]
+        layers = [
+            *(each for each in modules if isinstance(each, Embedding)),
+            *[each for each in modules if isinstance(each, Linear)][-1:],
+        ]
+        spared = {parameter for layer in layers for parameter in layer.parameters()}
+        names = {name for name, parameter in every.named_parameters().items() if parameter in spared}
+        own = network.named_parameters()
+        return [
+            {"params": [each for name, each in own.items() if (name in names) == outer], "use_muon": not outer}
+            for outer in (False, True)
+        ]
 
     def _take_groups(self) -> None:
         super()._take_groups()
@@ -337,7 +384,7 @@ class Muon(AdamW):
             for group in self.groups:
                 lrs.append(float(group["lr"]))
                 plan += [(name, value) for name, value in group.items() if name not in ("params", "lr")]
-            filled += [f"{parameter.name} (parameter {numbers[parameter]})" for parameter in self._filled()]
+            filled += [f"{parameter.name} (parameter {numbers[parameter]})" for parameter in self._with_gradient()]
         now = Compared((plan, filled)).form
         with override(self.grid, _check=False) if now == before else nullcontext():
             super().step(check=check, factor=factor)
@@ -348,8 +395,8 @@ class Muon(AdamW):
         use_muon = bool(group["use_muon"]) and not parameter.is_vector
         return {**super().options_of(parameter, group), "use_muon": use_muon}
 
-    def states(self, options: Options | None = None) -> tuple[str, ...]:
-        return self.state_names if options is None else MATRIX if options["use_muon"] else VECTOR
+    def state_forms(self, parameter: Parameter, options: Options) -> Mapping[str, StateForm]:
+        return dict.fromkeys(MATRIX if options["use_muon"] else VECTOR, StateForm())
 
     def _change(self, parameter: Parameter, options: Options, factor: float) -> None:
         if not options["use_muon"]:
@@ -358,18 +405,18 @@ class Muon(AdamW):
         direction = self._direction(parameter, options, factor)
         split = direction.layout != parameter.layout
         whole = direction.redistribute(parameter.layout) if split else direction
-        with self.grid.ledger.passing("muon"):
+        with self.grid.ledger.passing(self._pass_name):
             newton_schulz(whole, [tuple(options["ns_coefficients"])] * options["ns_steps"], out=whole)
         if split:
             whole.redistribute(direction.layout, out=direction)
         with computing(self.grid, "update", PER_ELEMENT * prod(direction.local.shape)):
             scale = _scale(*parameter.shape, options["adjust_lr_fn"])
-            self._move(parameter, direction.local.reshape(-1), [], options, scale)
+            self._apply(parameter, direction.local.reshape(-1), [], options, scale)
 
     def _direction(self, parameter: Parameter, options: Options, factor: float) -> DistMatrix:
         """Add the gradient to the momentum. Return the direction, in work memory."""
         library, types, keep = parameter.library, parameter.precision, options["momentum"]
-        momentum = self._states(parameter, options)[0]
+        momentum = self._states(parameter, options)["momentum"]
         shape = tuple(momentum.shape)
         gradient = self._gradient(parameter).reshape(shape)
         made = self.grid.workspace.array(shape, types.master, library)
@@ -379,11 +426,11 @@ class Muon(AdamW):
             return keep * kept + fresh * (new if types.gradient == types.master else library.astype(new, types.master))
 
         with computing(self.grid, "update", PER_ELEMENT * prod(shape)):
-            by_rows(library, taken, momentum, momentum, gradient, name="muon")
+            by_rows(library, taken, momentum, momentum, gradient, name=self._pass_name)
             if options["nesterov"]:
-                by_rows(library, taken, made, momentum, gradient, name="muon")
+                by_rows(library, taken, made, momentum, gradient, name=self._pass_name)
             else:
-                by_rows(library, lambda kept: kept, made, momentum, name="muon")
+                by_rows(library, lambda kept: kept, made, momentum, name=self._pass_name)
         return DistMatrix(self.grid, made, parameter.shape, self._layout(parameter))
 
     def update(self, weight: Array, gradient: Array, state: Sequence[Array], options: Options) -> None:
@@ -400,3 +447,7 @@ def _scale(inputs: int, outputs: int, adjust_lr_fn: str) -> float:
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * sqrt(max(inputs, outputs))
     return sqrt(max(1.0, outputs / inputs))
+
+
+KINDS: dict[str, type[Optimizer]] = {each.__name__.lower(): each for each in (SGD, Adam, AdamW, Muon)}
+"""Optimizers by their names in a configuration (`optimizer.kind`), with their options, defaults and checks."""

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf, prod
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
+from ..action import UPDATE
 from ..arrays import Array, parallel_rows
 from ..arrays.numpy_library import DEVICE_ELEMENTS
 from ..comm import Pending
 from ..errors import Pmm3dError, hint
 from ..layout import Layout, offsets
+from ..product import DistMatrix
 from .compute import PER_ELEMENT, computing
 from .gradient_norm import check_clip, check_finite, clipping, non_finite, norm_of
-from .optimizer_state import WithState
+from .module import Module
+from .optimizer_state import Shard, StateForm, state_name
 from .parameter import Parameter
 
 Group = dict[str, Any]
@@ -23,14 +26,76 @@ Group = dict[str, Any]
 Options = Mapping[str, Any]
 """Options of a parameter in a step: the options of its group, and "step", the number of its updates with this one."""
 Parameters = Iterable[Parameter] | Iterable[Mapping[str, Any]]
-COMMON = "lr", "weight_decay", "decay_vectors"
-"""Options of all optimizers."""
 SHARDED = "states", "gradients"
 """Arrays that can be sharded over data: states (ZeRO-1) and gradients (ZeRO-2)."""
 
 
-class Optimizer(WithState):
-    """Base class of optimizers. A subclass names its options and state arrays, and defines `update`.
+class Option(NamedTuple):
+    """Default and values of an option of an optimizer, for `Optimizer.defaults`.
+
+    Parameters
+    ----------
+    default : object
+        Value in a program, if the option is left out.
+    needed : str
+        The possible values, for errors and for the documentation: "a number of at least 0".
+    fits : callable
+        Whether a value is possible. Default: all are.
+    meaning : str
+        Meaning of the option, for the documentation of a configuration.
+    configured : object
+        Value in a configuration, if the option is left out. Default: `default`.
+
+    Examples
+    --------
+    >>> from pmm3d.nn.optim import Option
+    >>> beta = Option(0.9, "a number of at least 0 and below 1", lambda value: 0 <= value < 1)
+    >>> beta.problem("beta", 0.5), beta.problem("beta", 2)
+    ('', 'beta = 2: needed is a number of at least 0 and below 1')
+    """
+
+    default: Any
+    needed: str
+    fits: Callable[[Any], bool] = lambda value: True
+    meaning: str = ""
+    configured: Any = None
+
+    def problem(self, name: str, value: Any) -> str:
+        """Sentence about a value that is not possible, or "".
+
+        Parameters
+        ----------
+        name : str
+            Name of the option.
+        value : object
+            The value.
+        """
+        try:
+            fits = self.fits(value)
+        except (TypeError, ValueError):
+            fits = False
+        return "" if fits else f"{name} = {value!r}: needed is {self.needed}"
+
+    @property
+    def in_configuration(self) -> Any:
+        """Default in a configuration."""
+        return self.default if self.configured is None else self.configured
+
+
+def _not_negative(value: Any) -> bool:
+    return bool(0 <= value < inf)
+
+
+COMMON: dict[str, Any] = {
+    "lr": Option(None, "a number of at least 0", _not_negative),
+    "weight_decay": Option(0.0, "a number of at least 0", _not_negative),
+    "decay_vectors": True,
+}
+"""Options of all optimizers."""
+
+
+class Optimizer:
+    """Base class of optimizers. A subclass names its options and states, and defines `update` or `update_shard`.
 
     Parameters
     ----------
@@ -93,9 +158,12 @@ class Optimizer(WithState):
     (0.1, 0.5, ['optimizer/weight/velocity', 'optimizer/bias/velocity'])
     """
 
-    state_names: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = {}
-    """Name -> default of the options other than lr, weight_decay and decay_vectors."""
+    """Name -> default, or `Option`, of the options other than lr, weight_decay and decay_vectors."""
+    state_names: Sequence[str] = ()
+    """Names of the states. A checkpoint with other names is refused."""
+    passes: float = 1
+    """How often `update` reads and writes its arrays, for predicted times."""
 
     def __init__(
         self,
@@ -110,7 +178,7 @@ class Optimizer(WithState):
         given: list[Any] = list(parameters)
         self._sharded, self._parameters = shard_over_data, list[Parameter]()
         self._options_given = {
-            **self.defaults,
+            **{name: each.default if isinstance(each, Option) else each for name, each in self.defaults.items()},
             "lr": lr,
             "weight_decay": weight_decay,
             "decay_vectors": decay_vectors,
@@ -119,8 +187,8 @@ class Optimizer(WithState):
         self._check_known("", self._options_given, [*COMMON, *self.defaults, "shard_over_data"])
         grouped = given and all(isinstance(each, Mapping) for each in given)
         self.groups: list[Group] = [dict(each) for each in given] if grouped else [{"params": given}]
-        self.steps, self.missed, self._noted = 0, Counter[Parameter](), 0
-        self._state: dict[Parameter, list[Array]] = {}
+        self.steps, self.steps_without_gradient, self._noted = 0, Counter[Parameter](), 0
+        self._state: dict[Parameter, dict[str, Array]] = {}
         if shard_over_data not in (False, True, *SHARDED):
             raise Pmm3dError(
                 f'{type(self).__name__}: shard_over_data is False, "states" (or True) or "gradients"; got '
@@ -180,7 +248,7 @@ class Optimizer(WithState):
         self.shard_over_data = bool(self._sharded) and self.grid.data.size > 1
         for parameter in found:
             if parameter not in had:
-                self.missed[parameter], buffer = self.steps, parameter.accumulated
+                self.steps_without_gradient[parameter], buffer = self.steps, parameter.accumulated
                 buffer.split_over = "data" if self._splits(parameter) else ""
                 buffer.scattered = self._splits(parameter) and self._sharded == "gradients"
 
@@ -222,9 +290,10 @@ class Optimizer(WithState):
         options : mapping
             Name -> value.
         """
-        for name in ("lr", "weight_decay"):
-            if not 0 <= options[name] < inf:
-                raise Pmm3dError(f"{type(self).__name__}: {name} is a number of at least 0; got {options[name]!r}")
+        declared = {**COMMON, **self.defaults}.items()
+        texts = [each.problem(name, options[name]) for name, each in declared if isinstance(each, Option)]
+        if problems := [*filter(None, texts)]:
+            raise Pmm3dError(f"{type(self).__name__}: {'; '.join(problems)}")
 
     def step(self, *, check: bool = False, factor: float = 1.0) -> None:
         """Change every parameter that has a gradient, then drop the gradients. Collective.
@@ -252,14 +321,14 @@ class Optimizer(WithState):
             raise Pmm3dError(f"step: the factor is a positive number; got {factor!r}")
         if check:
             check_finite(self.gradient_norm())
-        filled, gathers = set(self._filled()), []
+        filled, gathers = set(self._with_gradient()), []
         self.steps += 1
-        self.missed.update(parameter for parameter in self.parameters if parameter not in filled)
+        self.steps_without_gradient.update(parameter for parameter in self.parameters if parameter not in filled)
         with self.grid.ledger.phase("optimizer"):
             for parameter, options in self._options().items():
                 if parameter in filled:
                     self._change(parameter, options, factor)
-                    gathers += self._spread(parameter)
+                    gathers += self._all_gather(parameter)
             for gather in gathers:
                 gather.wait()
         for parameter in filled:
@@ -277,19 +346,19 @@ class Optimizer(WithState):
         arrays = {
             "weights": [each.shard for each in own],
             "gradients": [each.accumulated.array for each in own if each.accumulated.array is not None],
-            "state": [array for each in all_there for kept in each._state.values() for array in kept]
+            "state": [array for each in all_there for states in each._state.values() for array in states.values()]
             + [each.master.local for each in own if each.master is not None],
         }
         self.grid.ledger.memory.update((kind, sum(each.nbytes for each in held)) for kind, held in arrays.items())
 
     def skip(self) -> None:
         """Count a step that changes no parameter, and drop the gradients."""
-        self._filled()
+        self._with_gradient()
         self.steps += 1
-        self.missed.update(self.parameters)
+        self.steps_without_gradient.update(self.parameters)
         self.zero_grad()
 
-    def _spread(self, parameter: Parameter) -> list[Pending]:
+    def _all_gather(self, parameter: Parameter) -> list[Pending]:
         """After an update of a parameter, begin to all-gather the parts that the ranks along data updated."""
         parameter.version += 1
         if not self._splits(parameter):
@@ -307,7 +376,7 @@ class Optimizer(WithState):
         return {
             **group,
             "weight_decay": 0.0 if spared else group["weight_decay"],
-            "step": self.steps - self.missed[parameter],
+            "step": self.steps - self.steps_without_gradient[parameter],
         }
 
     def zero_grad(self) -> None:
@@ -332,11 +401,46 @@ class Optimizer(WithState):
         Several threads may call it at once for different slices, so it must change these arrays only. Functions of
         their library are in `array_api_compat.array_namespace(weight)`.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no method update: define it")
+        raise NotImplementedError(f"{type(self).__name__} has no method update: define it, or update_shard")
 
-    def states(self, options: Options | None = None) -> tuple[str, ...]:
-        """Names of the state arrays of a parameter with these options; None: of all parameters."""
-        return self.state_names
+    def update_shard(self, shard: Shard) -> None:
+        """Change the weight and the states of a shard, in place. Define it in place of `update` for sums over ranks, or
+        for states that have another shape than the weight.
+
+        Parameters
+        ----------
+        shard : Shard
+            Rows and columns of a parameter: weight, gradient, states by name, options, and sums over ranks.
+
+        Notes
+        -----
+        All ranks call it for the same parameters in the same order. Predicted times and memory come from a call with
+        arrays without data, so it must not decide by values.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no method update: define it, or update_shard")
+
+    def state_forms(self, parameter: Parameter, options: Options) -> Mapping[str, StateForm]:
+        """Name -> form of the states of a parameter. Default: each of `state_names` has the form of the weight.
+
+        Parameters
+        ----------
+        parameter : Parameter
+            For its `shape` and `is_vector`.
+        options : mapping
+            Options of its group.
+        """
+        return dict.fromkeys(self.state_names, StateForm())
+
+    @classmethod
+    def groups_of(cls, network: Module) -> Parameters:
+        """Parameters, or groups of them, for an optimizer of a configuration.
+
+        Parameters
+        ----------
+        network : Module
+            The network.
+        """
+        return network.parameters()
 
     def local_norm_squared(self) -> float:
         """This rank's part of the square of the 2-norm of all gradients. The sum over all ranks is the square."""
@@ -345,7 +449,7 @@ class Optimizer(WithState):
     def own_squares(self) -> dict[Parameter, Any]:
         """Terms of `local_norm_squared` for each parameter with a gradient. On a device, they stay on the device."""
         here, squares = self.grid.shape.position(self.grid.rank), dict[Parameter, Any]()
-        for parameter in self._filled():
+        for parameter in self._with_gradient():
             own, counts = self._gradient(parameter), parameter.counts and self._layout(parameter).is_first(here)
             squares[parameter] = parameter.library.square_sum(own) if counts else 0.0
         return squares
@@ -379,12 +483,12 @@ class Optimizer(WithState):
         check_clip(norm)
         before = self.gradient_norm()
         factor = clipping(before, norm)
-        for parameter in self._filled() if factor != 1 else ():
+        for parameter in self._with_gradient() if factor != 1 else ():
             with self.grid.ledger.passing("clip"):
                 parameter.accumulated.local[...] *= factor
         return before
 
-    def _filled(self) -> list[Parameter]:
+    def _with_gradient(self) -> list[Parameter]:
         """Wait for the sums of gradients. Return the parameters with a gradient. Raises Pmm3dError for missing sums."""
         for parameter in self.parameters:
             buffer = parameter.accumulated
@@ -405,11 +509,36 @@ class Optimizer(WithState):
 
     def _change(self, parameter: Parameter, options: Options, factor: float) -> None:
         """Update a parameter with its gradient times a factor."""
-        gradient = self._gradient(parameter)
+        gradient, states = self._gradient(parameter), self._states(parameter, options)
+        if type(self).update_shard is not Optimizer.update_shard:
+            self._apply_to_shard(parameter, gradient, states, options, factor)
+            return
         with computing(self.grid, "update", PER_ELEMENT * prod(parameter.form.local_shape)):
-            self._move(parameter, gradient, self._states(parameter, options), options, factor)
+            self._apply(parameter, gradient, [*states.values()], options, factor)
 
-    def _move(
+    def _apply_to_shard(
+        self, parameter: Parameter, gradient: Array, states: dict[str, Array], options: Options, factor: float
+    ) -> None:
+        """Call `update_shard`. Round a master weight to the parameter's type."""
+        library, types, layout = parameter.library, parameter.precision, self._layout(parameter)
+        shape = layout.box(parameter.shape, self.grid.shape, self.grid.coords).shape
+        low = self._own(parameter, parameter.shard)
+        weight = parameter.master_in(layout).local if types.has_master else low.reshape(shape)
+        with self.grid.ledger.passing(self._pass_name):
+            if library.dtype(gradient) != types.master:
+                gradient = library.astype(gradient, types.master)
+            if factor != 1:
+                gradient *= factor
+            self.update_shard(Shard(weight, gradient.reshape(shape), states, options, parameter, layout))
+            if types.has_master:
+                low[...] = weight.reshape(-1)
+
+    @property
+    def _pass_name(self) -> str:
+        """Name of the passes over memory in a dry run."""
+        return UPDATE + type(self).__name__.lower()
+
+    def _apply(
         self, parameter: Parameter, gradient: Array, state: Sequence[Array], options: Options, factor: float
     ) -> None:
         """Call `update` on this rank's part of a parameter. Round a master weight to the parameter's type."""
@@ -418,8 +547,9 @@ class Optimizer(WithState):
         weight = parameter.master_in(self._layout(parameter)).local.reshape(-1) if types.has_master else low
         if not library.has_data:
             changed = [weight, *state, *([gradient] * (factor != 1))]
-            rounded = [low] * types.has_master
-            library.passed(type(self).__name__.lower(), gradient, *changed, *changed, *rounded)
+            nbytes = sum(array.nbytes for array in (gradient, *changed, *changed, *[low] * types.has_master))
+            assert self.grid.dry_run is not None
+            self.grid.dry_run.passed(self._pass_name, round(self.passes * nbytes))
             return
 
         def change(chunk: slice) -> None:
@@ -441,16 +571,122 @@ class Optimizer(WithState):
             return flat
         return flat[slice(*offsets(parameter.accumulated.counts("data"))[index : index + 2])]
 
-    def _states(self, parameter: Parameter, options: Options) -> list[Array]:
-        """Local state arrays of a parameter, with the shape of the part that this rank updates. Initially zero."""
-        held = self._state.setdefault(parameter, [])
-        while len(held) < len(self.states(options)):  # also if an option such as momentum was switched on later
-            shape = self._layout(parameter).box(parameter.shape, self.grid.shape, self.grid.coords).shape
-            with self.grid.ledger.holding("state"):
-                array = parameter.library.empty(shape, parameter.precision.master)
-            array[...], parameter.has_state = 0, True
-            held.append(array)
-        return held
+    def _states(self, parameter: Parameter, options: Options) -> dict[str, Array]:
+        """This rank's parts of the states of a parameter. Initially zero."""
+        held, forms = self._state.setdefault(parameter, {}), self.state_forms(parameter, options)
+        if not forms.keys() <= held.keys():  # also if an option such as momentum was switched on later
+            self._check_forms(forms)
+            for name, form in forms.items():
+                if name not in held:
+                    layout = form.layout(self._layout(parameter))
+                    shape = layout.box(form.shape(parameter.shape), self.grid.shape, self.grid.coords).shape
+                    with self.grid.ledger.holding("state"):
+                        held[name] = parameter.library.empty(shape, form.dtype or parameter.precision.master)
+                    held[name][...], parameter.has_state = 0, True
+        return {name: held[name] for name in forms}
+
+    def _check_forms(self, forms: Mapping[str, StateForm]) -> None:
+        """Raise Pmm3dError if `state_forms` does not fit the class."""
+        name = type(self).__name__
+        if unknown := [each for each in forms if each not in self.state_names]:
+            raise Pmm3dError(f"{name}: state_forms has {', '.join(unknown)}: add the name to state_names")
+        if type(self).update_shard is Optimizer.update_shard:
+            for each, form in forms.items():
+                if (form.rows, form.cols) != (None, None):
+                    raise Pmm3dError(f"{name}: the state {each} has not the shape of the weight: define update_shard")
+
+    def matrices(
+        self, paths: Mapping[str, Parameter] | None = None, stored: Collection[str] = ()
+    ) -> dict[str, DistMatrix]:
+        """States by name, such as "optimizer/0.weight/momentum", for a checkpoint.
+
+        Parameters
+        ----------
+        paths : mapping or None
+            `named_parameters()` of the network. Default: each parameter's `name`.
+        stored : collection of str
+            Names in a checkpoint that is to be loaded.
+
+        Returns
+        -------
+        dict
+            Name -> DistMatrix. Master weights are included under the names of their parameters. Left out: frozen
+            parameters that have a state neither here nor in `stored`.
+
+        Raises
+        ------
+        Pmm3dError
+            Without `paths`, if two parameters have the same name.
+        """
+        found, options = dict[str, DistMatrix](), self._options()
+        for path, parameter in self._by_path(paths).items():
+            forms, layout = self.state_forms(parameter, options[parameter]), self._layout(parameter)
+            if parameter.requires_grad or parameter in self._state or _is_stored(path, forms, stored):
+                for name, array in self._states(parameter, options[parameter]).items():
+                    whole, form = forms[name].shape(parameter.shape), forms[name].layout(layout)
+                    found[state_name(path, name)] = DistMatrix(self.grid, array, whole, form)
+                if parameter.precision.has_master:
+                    found[path] = parameter.master_in(layout)
+        return found
+
+    def state(self, paths: Mapping[str, Parameter] | None = None) -> dict[str, Any]:
+        """Further facts for a checkpoint, for JSON.
+
+        Parameters
+        ----------
+        paths
+            As in `matrices`.
+        """
+        named = self._by_path(paths) if self.steps_without_gradient else {}
+        missed = {path: times for path, each in named.items() if (times := self.steps_without_gradient[each])}
+        return {
+            "kind": type(self).__name__,
+            "steps": self.steps,
+            "lr": self.lr,
+            "states": list(self.state_names),
+            "missed": missed,
+        }
+
+    def load_state(
+        self, state: dict[str, Any], paths: Mapping[str, Parameter] | None = None, stored: Collection[str] | None = None
+    ) -> None:
+        """Load facts of a checkpoint. Options such as `lr` do not change.
+
+        Parameters
+        ----------
+        state : dict
+            Result of `state`.
+        paths, stored
+            As in `matrices`.
+
+        Raises
+        ------
+        Pmm3dError
+            For the state of another kind of optimizer.
+        """
+        if state["kind"] != type(self).__name__:
+            raise Pmm3dError(f"the state is of {state['kind']}; this optimizer is {type(self).__name__}")
+        self.steps, missed, options = state["steps"], state.get("missed", {}), self._options()
+        without = Counter[Parameter]()
+        for path, each in (self._by_path(paths) if missed or stored is not None else {}).items():
+            begins = stored is not None and not _is_stored(path, self.state_forms(each, options[each]), stored)
+            without[each] = self.steps if begins else missed.get(path, 0)
+        self.steps_without_gradient = +without
+
+    def _by_path(self, paths: Mapping[str, Parameter] | None) -> dict[str, Parameter]:
+        """Parameters of this optimizer by path, or by name. Raises Pmm3dError for two parameters with one name."""
+        if paths is not None:
+            own = set(self.parameters)
+            return {path: parameter for path, parameter in paths.items() if parameter in own}
+        named = dict[str, Parameter]()
+        for parameter in self.parameters:
+            if named.setdefault(parameter.name, parameter) is not parameter:
+                raise Pmm3dError(
+                    f"{type(self).__name__}: two parameters are named {parameter.name!r}, so a checkpoint "
+                    "would contain the state of one of them. Make both networks attributes of one Module, "
+                    "and pass its named_parameters() to this call"
+                )
+        return named
 
     def _layout(self, parameter: Parameter) -> Layout:
         return parameter.accumulated.split_layout("data") if self._splits(parameter) else parameter.layout
@@ -458,3 +694,8 @@ class Optimizer(WithState):
     def _splits(self, parameter: Parameter) -> bool:
         """Whether each rank along data updates only a part of the parameter."""
         return self.shard_over_data and "data" not in parameter.layout.splitting
+
+
+def _is_stored(path: str, names: Collection[str], stored: Collection[str]) -> bool:
+    """Whether a checkpoint contains the state of a parameter, or if the optimizer has no states, the parameter."""
+    return any(state_name(path, name) in stored for name in names) if names else path in stored

@@ -1,14 +1,18 @@
-"""The state of an optimizer in a checkpoint: its arrays by name, and further facts."""
+"""The state of an optimizer: names in checkpoints, forms of state arrays, and the shard that a rank updates."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from ..arrays import Array
 from ..errors import Pmm3dError
-from ..product import DistMatrix
+from ..layout import Layout
+from ..layout.layout import layout_of
+from .compute import array_namespace, stacked
 from .parameter import Parameter
+from .statistics import sum_over
 
 STATE = "optimizer/"
 """Beginning of names of state arrays in a checkpoint."""
@@ -24,116 +28,117 @@ def state_name(parameter: str, state: str) -> str:
     return f"{STATE}{parameter}/{state}"
 
 
-class WithState:
-    """The part of an `Optimizer` that writes and reads checkpoints."""
+class StateForm(NamedTuple):
+    """Shape and type of a state array of a parameter. Its first values are zeros.
 
-    def matrices(
-        self: Any, paths: Mapping[str, Parameter] | None = None, stored: Collection[str] = ()
-    ) -> dict[str, DistMatrix]:
-        """State arrays by name, such as "optimizer/0.weight/momentum", for a checkpoint.
+    Parameters
+    ----------
+    rows, cols : int or None
+        None (default): as many as the parameter has, and on the same ranks. A number: all of them on each rank.
+    dtype : str or None
+        Element type, such as "int8". Default: the type of the master weight.
 
-        Parameters
-        ----------
-        paths : mapping or None
-            `named_parameters()` of the network. Default: each parameter's `name`.
-        stored : collection of str
-            Names in a checkpoint that is to be loaded.
+    Examples
+    --------
+    >>> from pmm3d.nn.optim import StateForm
+    >>> row_factor, column_factor, number = StateForm(cols=1), StateForm(rows=1), StateForm(1, 1)
+    >>> row_factor.shape((8, 6)), column_factor.shape((8, 6)), number.shape((8, 6))
+    ((8, 1), (1, 6), (1, 1))
+    """
 
-        Returns
-        -------
-        dict
-            Name -> DistMatrix. Master weights are included under the names of their parameters. A frozen parameter
-            without a state is left out, unless `stored` contains its state.
+    rows: int | None = None
+    cols: int | None = None
+    dtype: str | None = None
 
-        Raises
-        ------
-        Pmm3dError
-            Without `paths`, if two parameters have the same name.
-        """
-        found, options = dict[str, DistMatrix](), self._options()
-        for path, parameter in self._by_path(paths).items():
-            names = self.states(options[parameter])
-            if parameter.requires_grad or parameter in self._state or self._is_stored(path, names, stored):
-                layout = self._layout(parameter)
-                found |= {
-                    state_name(path, name): DistMatrix(self.grid, array, parameter.shape, layout)
-                    for name, array in zip(names, self._states(parameter, options[parameter]))
-                }
-                if parameter.precision.has_master:
-                    found[path] = parameter.master_in(layout)
-        return found
-
-    def state(self: Any, paths: Mapping[str, Parameter] | None = None) -> dict[str, Any]:
-        """Further facts for a checkpoint, for JSON.
+    def shape(self, whole: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of the state of a parameter.
 
         Parameters
         ----------
-        paths
-            As in `matrices`.
-
-        Returns
-        -------
-        dict
+        whole : tuple of int
+            Rows and columns of the parameter.
         """
-        named = self._by_path(paths) if self.missed else {}
-        missed = {path: times for path, each in named.items() if (times := self.missed[each])}
-        return {
-            "kind": type(self).__name__,
-            "steps": self.steps,
-            "lr": self.lr,
-            "states": list(self.states()),
-            "missed": missed,
-        }
+        return whole[0] if self.rows is None else self.rows, whole[1] if self.cols is None else self.cols
 
-    def load_state(
-        self: Any,
-        state: dict[str, Any],
-        paths: Mapping[str, Parameter] | None = None,
-        stored: Collection[str] | None = None,
-    ) -> None:
-        """Load facts of a checkpoint. Options such as `lr` do not change.
+    def layout(self, of: Layout) -> Layout:
+        """Layout of the state, if `of` is the layout of the part of a parameter that ranks update."""
+        rows, cols = of.rows if self.rows is None else (), of.cols if self.cols is None else ()
+        return layout_of(rows, cols, (), (of.units[0] if rows else 1, of.units[1] if cols else 1))
+
+
+@dataclass
+class Shard:
+    """The rows and columns of a parameter that this rank updates, for `Optimizer.update_shard`.
+
+    Attributes
+    ----------
+    weight, gradient : Array
+        Matrices of one shape, in the type of the master weight. The gradient may be changed.
+    state : dict
+        Name -> this rank's part of a state array.
+    options : mapping
+        As in `Optimizer.update`.
+    shape : tuple of int
+        Rows and columns of the whole parameter.
+
+    Notes
+    -----
+    Arrays are of numpy, torch or cupy. Ranks that hold the same part of a parameter must compute the same update.
+    """
+
+    weight: Array
+    gradient: Array
+    state: dict[str, Array]
+    options: Mapping[str, Any]
+    parameter: Parameter
+    layout: Layout
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the whole parameter."""
+        return self.parameter.shape
+
+    def sum(self, array: Array, dim: int | None = None) -> Array:
+        """Sum over all ranks of the parameter, which begin with the sums of their shards. Collective.
 
         Parameters
         ----------
-        state : dict
-            Result of `state`.
-        paths, stored
-            As in `matrices`.
-
-        Raises
-        ------
-        Pmm3dError
-            For the state of another kind of optimizer.
+        array : Array
+            Array of the shape of `weight`; or, with a dim, a factor that has this rank's rows (dim 0) or columns.
+        dim : int or None
+            0: sums of columns, (1, cols). 1: sums of rows, (rows, 1). None (default): the sum of all elements, (1, 1).
         """
-        if state["kind"] != type(self).__name__:
-            raise Pmm3dError(f"the state is of {state['kind']}; this optimizer is {type(self).__name__}")
-        self.steps, missed = state["steps"], state.get("missed", {})
-        named = self._by_path(paths) if missed or stored is not None else {}
-        options = self._options()
-        begin = {
-            path
-            for path, each in named.items()
-            if stored is not None and not self._is_stored(path, self.states(options[each]), stored)
-        }
-        self.missed = +Counter(
-            {each: self.steps if path in begin else missed.get(path, 0) for path, each in named.items()}
-        )
+        own = array_namespace(array).sum(self._checked(array, dim), axis=dim, keepdims=True)
+        return sum_over(self.parameter.grid, own, self._axes(dim))
 
-    def _is_stored(self: Any, path: str, names: Collection[str], stored: Collection[str]) -> bool:
-        """Whether a checkpoint contains the state of a parameter, or if the optimizer has no states, the parameter."""
-        return any(state_name(path, name) in stored for name in names) if names else path in stored
+    def max(self, array: Array, dim: int | None = None) -> Array:
+        """Largest element over all ranks of the parameter. Collective.
 
-    def _by_path(self: Any, paths: Mapping[str, Parameter] | None) -> dict[str, Parameter]:
-        """Parameters of this optimizer by path, or by name. Raises Pmm3dError for two parameters with one name."""
-        if paths is not None:
-            own = set(self.parameters)
-            return {path: parameter for path, parameter in paths.items() if parameter in own}
-        named = dict[str, Parameter]()
-        for parameter in self.parameters:
-            if named.setdefault(parameter.name, parameter) is not parameter:
-                raise Pmm3dError(
-                    f"{type(self).__name__}: two parameters are named {parameter.name!r}, so a checkpoint "
-                    "would contain the state of one of them. Make both networks attributes of one Module, "
-                    "and pass its named_parameters() to this call"
-                )
-        return named
+        Parameters
+        ----------
+        array, dim
+            As in `sum`.
+        """
+        xp, own = array_namespace(array), self._checked(array, dim)
+        dims = (0, 1) if dim is None else (dim,)
+        if all(own.shape[each] for each in dims):
+            for each in dims:
+                own = xp.max(own, axis=each, keepdims=True)
+        else:
+            own = xp.sum(own, axis=dims, keepdims=True) - float("inf")
+        for name in self._axes(dim):
+            along = self.parameter.grid.axis(name)
+            own = xp.max(stacked(along, own), axis=0) if along.size > 1 else own
+        return own
+
+    def _axes(self, dim: int | None) -> tuple[str, ...]:
+        return self.layout.splitting if dim is None else (self.layout.rows, self.layout.cols)[dim]
+
+    def _checked(self, array: Array, dim: int | None) -> Array:
+        if any(array.shape[each] != self.weight.shape[each] for each in ((0, 1) if dim is None else (dim,))):
+            raise Pmm3dError(
+                f"a sum over {'rows and columns' if dim is None else ('rows', 'columns')[dim]} needs an array of "
+                f"this rank's part of them, {tuple(self.weight.shape)}; got {tuple(array.shape)}. The sum of a factor "
+                "needs a dim: 0 for one number a row, 1 for one number a column"
+            )
+        return array

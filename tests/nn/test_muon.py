@@ -33,7 +33,7 @@ from pmm3d.nn import Precision, optim
 from pmm3d.nn.dry import dry_grid
 from pmm3d.nn.training import TrainState
 from pmm3d.nn.training.config import checked
-from pmm3d.nn.training.network import make_optimizer
+from pmm3d.nn.training.network import Own, make_optimizer
 
 pytestmark = pytest.mark.deadline(240)
 STEPS = 4
@@ -221,13 +221,13 @@ def test_a_run_goes_on_from_its_checkpoint(comm, shared_path):
 
 
 NONSENSE = [
-    ({"momentum": 1.0}, "Muon: momentum is at least 0 and below 1; got 1.0"),
-    ({"ns_steps": 0}, "Muon: ns_steps is a number of steps, 1 to 99; got 0"),
-    ({"ns_steps": 2.5}, "ns_steps is a number of steps, 1 to 99; got 2.5"),
-    ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients are three numbers; got \(1.0, 2.0\)"),
-    ({"adjust_lr_fn": "mine"}, "adjust_lr_fn is one of original, match_rms_adamw; got 'mine'"),
-    ({"betas": (1.0, 0.0)}, "Muon: betas are two numbers"),
-    ({"lr": -1}, "Muon: lr is a number of at least 0; got -1"),
+    ({"momentum": 1.0}, "Muon: momentum = 1.0: needed is "),
+    ({"ns_steps": 0}, "Muon: ns_steps = 0: needed is a whole number of at least 1"),
+    ({"ns_steps": 2.5}, "ns_steps = 2.5: needed is "),
+    ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients = \(1.0, 2.0\): needed is a list of 3 numbers"),
+    ({"adjust_lr_fn": "mine"}, 'adjust_lr_fn = \'mine\': needed is "original" or "match_rms_adamw"'),
+    ({"betas": (1.0, 0.0)}, r"Muon: betas = \(1.0, 0.0\): needed is "),
+    ({"lr": -1}, "Muon: lr = -1: needed is a number of at least 0"),
 ]
 
 
@@ -304,14 +304,15 @@ def test_a_configuration_asks_for_it(comm):
     settings = {"data": {"file": "nowhere.h5"}, "optimizer": {"kind": "muon", "lr": 0.003}}
     with Grid(comm, "ddp") as grid:
         net = nn.MLP(grid, [4, 8, 2])
-        made = make_optimizer(checked(settings), net)
+        make = lambda: make_optimizer(checked(settings), net, Own.of(checked(settings), grid))
+        made = make()
         assert type(made) is optim.Muon and made.lr == 0.003
         named = lambda *names: tuple(made.groups[0][name] for name in names)
         assert named("momentum", "ns_steps", "adjust_lr_fn", "weight_decay") == (0.95, 5, "match_rms_adamw", 0.0)
         assert named("decay_vectors") == (False,)  # as in most recipes; in Python True, as in torch
         settings["optimizer"] |= {"momentum": 0.5, "ns_steps": 3, "adjust_lr_fn": "original", "weight_decay": 0.2}
         settings["optimizer"]["decay_vectors"] = True
-        made = make_optimizer(checked(settings), net)
+        made = make()
         assert named("momentum", "ns_steps", "adjust_lr_fn", "weight_decay") == (0.5, 3, "original", 0.2)
         assert named("decay_vectors") == (True,) and optim.AdamW(net.parameters()).groups[0]["decay_vectors"]
 
@@ -331,7 +332,8 @@ def test_a_configuration_spares_embeddings_positions_the_last_layer_and_vectors(
             (nn.Pipeline(pipe, make), blocks),
             (nn.MLP(grid, [4, 8, 8, 2]), {"0.weight", "2.weight"}),
         ):
-            made, named = make_optimizer(checked(settings), net), net.named_parameters()
+            config, named = checked(settings), net.named_parameters()
+            made = make_optimizer(config, net, Own.of(config, net.whole))
             options = made._options()
             assert {name for name, each in named.items() if options[each]["use_muon"]} == wanted & {*named}
 

@@ -356,7 +356,7 @@ def test_groups_that_do_not_fit_are_refused(comm, fails):
             ("given 2 times", {"params": [rest[0]]}),
             ("on another Grid", {"params": third.parameters()}),
             ("unknown option rate", {"params": [weight], "rate": 1.0}),
-            ("lr is a number", {"params": [weight], "lr": -1.0}),
+            ("lr = -1.0: needed is a number", {"params": [weight], "lr": -1.0}),
         ):
             with given(said=said):
                 fails(Pmm3dError, said, lambda group=group: optimizer.add_param_group(group))

@@ -13,7 +13,7 @@ from pmm3d.nn import Overlap, Tape
 from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.dry_step import DrySteps
 from pmm3d.nn.training.evaluation import loss_named
-from pmm3d.nn.training.network import layer_sizes, make_network, make_optimizer
+from pmm3d.nn.training.network import Own, layer_sizes, make_network, make_optimizer
 from pmm3d.nn.training.samples import SampleSizes
 from pmm3d.nn.training.state import TrainState
 from pmm3d.nn.training.step import train_step
@@ -87,7 +87,7 @@ def trained(grid, config):
     parallel = Tape.of(grid).parallel
     parallel.overlap, parallel.weights.budget = Overlap(**config.overlap.model_dump()), KEEP
     network, layout = make_network(config, grid, layer_sizes(config, *SAMPLES[:2]), None)
-    optimizer = make_optimizer(config, network)
+    optimizer = make_optimizer(config, network, Own.of(config, grid))
     batches = config.grid.micro_batches
     rows = -(-config.data.batch_size // batches)
     x = DistMatrix.random(grid, (rows, SAMPLES.features), dtype="float32", layout=batch_layout("y"))

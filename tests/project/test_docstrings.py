@@ -50,7 +50,7 @@ FOR_ROOMS_ABOVE = {
     "LossScale": "conclude takes",
     "Module": "forward place",
     "Muon": "options_of",
-    "Optimizer": "local_norm_squared non_finite options_of own_squares skip states",
+    "Optimizer": "local_norm_squared non_finite options_of own_squares skip",
     "Overlap": "decomposes",
     "Parameter": "hold in_checkpoint loaded master_in move receive rounded stored to_fill",
     "Pending": "message_of",

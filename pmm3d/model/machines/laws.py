@@ -59,13 +59,10 @@ PASSES = (
     "cross_entropy",
     "accuracy",
     "r2",
-    "sgd",
-    "adam",
-    "adamw",
-    "muon",
     "clip",
 )
-"""Passes of the library by their names in dry runs. Most of them also exist as "... backward"."""
+"""Passes of the library by their names in dry runs, without those of optimizers, which begin with `UPDATE`. Most of
+them also exist as "... backward"."""
 
 
 class Terms(NamedTuple):

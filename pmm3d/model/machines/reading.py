@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ...action import UPDATE
 from ...errors import Pmm3dError, check_regular, hint, needs
 from ...layout import MATRIX_DTYPES
 from .checking import Reader, Section, Value, Values, number, shown
@@ -93,7 +94,8 @@ def machine_from(text: str, source: str) -> Machine:
     if problems:
         raise Pmm3dError(f"{source}: {'; '.join(problems)}")
     for name in machine.passes:
-        if name not in (DEFAULT, *PASSES) and name.removesuffix(" backward") not in PASSES:
+        known = name in (DEFAULT, *PASSES) or name.removesuffix(" backward") in PASSES or name.startswith(UPDATE)
+        if not known:
             _tell_own_pass(source, name)
     return machine
 

@@ -26,7 +26,7 @@ from .config import Config
 from .dry_step import DrySteps
 from .log import RunLog, logger
 from .loop import Trainer
-from .network import OwnNetwork, described, layer_sizes, make_network, make_optimizer, make_schedule
+from .network import Own, described, layer_sizes, make_network, make_optimizer, make_schedule
 from .recipe import Recipe
 from .samples import SAMPLES, Samples, SampleSizes, loss_of, opened, samples_of
 from .sections import AUTO, GridSection
@@ -52,9 +52,7 @@ def trainer(
         with grid.collective_call("training", config.network.library, always=True):
             take_device(config.network.library, grid.local_rank)
         Tape.of(grid.stage).parallel.overlap = Overlap(**config.overlap.model_dump())
-        own = None
-        if config.network.build:
-            own = OwnNetwork(grid, config.network, config.precision, config.training.seed)
+        own = Own.of(config, grid)
         with opened(config, grid, accept) as ((data, rows), held_out):
             loss = loss_of(config, data.classes is not None)
             classes = data.classes if loss == "cross_entropy" else None
@@ -73,7 +71,7 @@ def trainer(
             with grid.collective_call("training"):
                 sizes = layer_sizes(config, found.features, found.outputs)
             _predict_memory(config, grid, found, own)
-            network, output = make_network(config, grid, sizes, own)
+            network, output = make_network(config, grid, sizes, own.network)
             if isinstance(data, TokenDataSet):
                 batches["layout"] = token_layout(grid.stage, data.sequence, order=config.network.order or "plain")
             else:
@@ -84,10 +82,10 @@ def trainer(
                 validation = held_out[0].loader(shuffle=False, rows=held_out[1], **batches)
             if isinstance(network, Pipeline):
                 _check_tables(network, loader)
-            yield _trainer(config, network, loader, validation, loss, signals or Signals(), samples, auto)
+            yield _trainer(config, own, network, loader, validation, loss, signals or Signals(), samples, auto)
 
 
-def predicted_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnNetwork | None = None) -> int:
+def predicted_memory(config: Config, grid: Grid, samples: SampleSizes, own: Own | None = None) -> int:
     """Return the predicted bytes on the first rank of this stage, which holds most. They include the loader's batches,
     but not gathered weights that are kept only if memory allows."""
     steps = DrySteps(config, samples, own=own)
@@ -118,16 +116,16 @@ def _fullest(grid: GridSection) -> int:
     return grid.micro_batches
 
 
-def _predict_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnNetwork | None) -> None:
+def _predict_memory(config: Config, grid: Grid, samples: SampleSizes, own: Own) -> None:
     """Store the predicted memory for the message of an OutOfMemoryError, and warn if it exceeds the free memory."""
     try:
         total = predicted_memory(config, grid, samples, own)
-    except Exception as error:  # a user's network may raise anything if there are no values
-        if own is None:
+    except Exception as error:  # a user's network or optimizer may raise anything if there are no values
+        if not own.names:
             raise
         total = 0
         if grid.rank == 0:
-            logger.warning(f"memory is not predicted, because the network does not run without data: {error}")
+            logger.warning(f"memory is not predicted, because {own.names} does not run without data: {error}")
     name, batch = described(config, *samples[:2]), min(config.data.batch_size, samples.rows)
     grid.ledger.predict(f"training of {name} with batches of {batch}", total)
     if not library_named(config.network.library).on_host:
@@ -154,6 +152,7 @@ def _check_tables(network: Pipeline, loader: Loader) -> None:
 
 def _trainer(
     config: Config,
+    own: Own,
     network: Module,
     loader: Loader,
     validation: Loader | None,
@@ -163,7 +162,7 @@ def _trainer(
     auto: Choice | None,
 ) -> Trainer:
     section, grid = config.training, network.whole
-    optimizer = make_optimizer(config, network)
+    optimizer = make_optimizer(config, network, own)
     epochs = section.epochs or -(-(section.steps or 1) // len(loader))
     steps = min(epochs * len(loader), section.steps or epochs * len(loader))
     recipe = Recipe(

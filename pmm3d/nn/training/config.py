@@ -72,10 +72,10 @@ class Config(Section):
         """Return all keys by section, for JSON. `checked` makes the same configuration from them."""
         return self.model_dump(mode="json")
 
-    @field_validator("network", mode="before")
+    @field_validator("network", "optimizer", mode="before")
     @classmethod
-    def _short(cls, network: Any) -> Any:
-        return {"build": network} if isinstance(network, str) else network
+    def _short(cls, section: Any) -> Any:
+        return {"build": section} if isinstance(section, str) else section
 
     @model_validator(mode="after")
     def _tokens_fit(self) -> Config:

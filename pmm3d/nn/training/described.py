@@ -47,6 +47,10 @@ def _comment(text: str) -> list[str]:
 def _line(section: BaseModel, key: str) -> str:
     """Return the line of a key; a comment if the key has no value."""
     value = section.model_dump(mode="json")[key]
+    if isinstance(value, dict):
+        table = tomlkit.inline_table()
+        table.update(value)
+        return f"{key} = {table.as_string()}"
     return f"# {key} =" if value is None else f"{key} = {tomlkit.item(value).as_string()}"
 
 
@@ -124,6 +128,8 @@ def _values(facts: dict[str, Any]) -> str:
         return ", ".join(map(json.dumps, facts["enum"]))
     if facts["type"] == "array":
         return f"a list, each {_values(facts['items'])}"
+    if facts["type"] == "object":
+        return "a table"
     kinds = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
     kind = "a path" if facts.get("format") == "path" else kinds[facts["type"]]
     bounds = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "up to", "exclusiveMaximum": "below"}

@@ -22,7 +22,7 @@ from ..pipeline.network import Pipeline
 from ..tape import Tape
 from .config import Config
 from .evaluation import loss_named
-from .network import OwnNetwork, inputs_of, layer_sizes, make_network, make_optimizer
+from .network import Own, inputs_of, layer_sizes, make_network, make_optimizer
 from .samples import SampleSizes, loss_of, sizes_in_file
 from .step import train_step
 
@@ -60,11 +60,11 @@ class DrySteps:
     samples   sizes of the data. Default: read from the data file
     keep      bytes of gathered weights that a rank keeps after the forward pass if overlap.reshard_after_forward is
               left out; a run keeps a quarter of its free memory
-    own       the network of network.build, if it was made already
+    own       what network.build and optimizer.build give, if the files were run already
 
     micro_batches   number of micro-batches of a step;   rows   of the largest micro-batch
 
-    Raises Pmm3dError for a data file that does not exist and a network.build that does not run.
+    Raises Pmm3dError for a data file that does not exist, and for a user's file that does not run.
     """
 
     def __init__(
@@ -72,18 +72,19 @@ class DrySteps:
         config: Config,
         samples: tuple[int, ...] | SampleSizes | None = None,
         keep: int = 0,
-        own: OwnNetwork | None = None,
+        own: Own | None = None,
     ):
-        self.config, self.keep, self._own = config, keep, own
+        self.config, self.keep = config, keep
         if samples is None and not Path(config.data.file).exists():
             raise DataError(f"cannot open {config.data.file}: there is no such file. {REMEDY}")
         self.samples = sizes_in_file(config) if samples is None else _checked(SampleSizes(*samples))  # type: ignore
         self.loss, batch = loss_of(config, self.samples.classes), config.data.batch_size
         self.micro_batches = config.grid.micro_batches
         self.rows = -(-min(batch, self.samples.rows or batch) // self.micro_batches)
-        if config.network.build and own is None:
+        if own is None:
             with Grid.dry((1, 1, 1)) as alone:
-                self._own = OwnNetwork(alone, config.network, config.precision, config.training.seed)
+                own = Own.of(config, alone)
+        self._own = own
 
     def _with(self, **changes: Any) -> DrySteps:
         made = copy(self)
@@ -146,8 +147,12 @@ class DrySteps:
         parallel = Tape.of(stage).parallel
         parallel.overlap, parallel.weights.budget = Overlap(**config.overlap.model_dump()), self.keep
         sizes = layer_sizes(config, samples.features, samples.outputs)
-        network, output = make_network(config, dry, sizes, self._own)
-        optimizer, batch, count = make_optimizer(config, network), self._batch(dry, output), self.micro_batches
+        network, output = make_network(config, dry, sizes, self._own.network)
+        optimizer, batch, count = (
+            make_optimizer(config, network, self._own),
+            self._batch(dry, output),
+            self.micro_batches,
+        )
         scale = _Taken() if any(parameter.dtype == "float16" for parameter in network.parameters()) else None
         run = dry.dry_run
         assert run is not None
@@ -183,16 +188,16 @@ class DrySteps:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Context in which an error of the user's network becomes a Pmm3dError that names the network."""
+        """Context in which an error of the user's files becomes a Pmm3dError that names them."""
         try:
             yield
         except Pmm3dError:
             raise
         except Exception as error:
-            if self._own is None:
+            if not self._own.names:
                 raise
             raise Pmm3dError(
-                f"network.build = {self._own.name} does not run without data, as planning does: "
+                f"{self._own.names} does not run without data, as planning does: "
                 f"{type(error).__name__}: {error}. Name the grid"
             ) from error
 

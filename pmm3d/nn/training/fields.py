@@ -58,7 +58,7 @@ Cut = Annotated[list[Count] | Literal["cost"], _in_words('a list of whole number
 Function = Annotated[
     str,
     Field(pattern=r"^.+\.py:[A-Za-z_]\w*$"),
-    _in_words('a Python file, relative to the current folder, and a function in it, such as "model.py:build"'),
+    _in_words('a Python file, relative to the current folder, and a function or class in it, such as "model.py:build"'),
 ]
 Hidden = Annotated[
     list[Width] | Width, _in_words("a list of whole numbers of at least 1; for a transformer, one such number")
@@ -70,9 +70,12 @@ Recompute = Annotated[
 ]
 
 
-def default_of(**values: Any) -> Any:
-    """Return the field of a key that only these values of `kind` have, with a default for each."""
-    return Field(default_factory=lambda given: values.get(given.get("kind")), json_schema_extra={"kinds": [*values]})
+def default_of(description: str | None = None, values: str = "", **defaults: Any) -> Any:
+    """Return the field of a key that only these values of `kind` have, with a default for each. values: text about the
+    possible values."""
+    extra: dict[str, Any] = {"kinds": [*defaults], **({"values": values} if values else {})}
+    factory = lambda given: defaults.get(given.get("kind"))
+    return Field(default_factory=factory, description=description, json_schema_extra=extra)
 
 
 def of_tokens(default: Any) -> Any:
@@ -92,8 +95,10 @@ class Section(BaseModel):
             extra, kind = field.json_schema_extra, getattr(self, "kind", None)
             kinds = extra.get("kinds") if isinstance(extra, dict) else None
             if isinstance(kinds, list) and kind not in kinds and getattr(self, name) is not None:
+                of = ", ".join(map(str, kinds))
                 raise ValueError(
-                    f'kind = "{kind}" has no key {name}, which is for {", ".join(map(str, kinds))}: leave '
-                    "it out, or set another kind"
+                    f'kind = "{kind}" has no key {name}, which is for {of}: leave it out, or set another kind'
+                    if kind
+                    else f"{name} is for {of}, not for build: write it into the table options"
                 )
         return self

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from traceback import extract_tb
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from ...arrays import library_named
 from ...comm import Grid
@@ -17,26 +12,21 @@ from ...layout import Layout, batch_layout
 from .. import optim
 from ..containers import MLP
 from ..dry import Facts
-from ..exchange import whole_of
-from ..layers import Linear
 from ..module import Module
 from ..pipeline.network import Pipeline
 from ..precision import Precision
 from ..seeds import manual_seed
-from ..transformer import GPT, Embedding, Llama, token_layout
+from ..transformer import GPT, Llama, token_layout
 from .config import Config
 from .samples import Samples
-from .sections import NetworkSection
-
-MODULE = "network_build"
-"""Name of the user's file in `sys.modules`."""
+from .sections import NetworkSection, configured
+from .user_file import UserFile
 
 
 class OwnNetwork:
     """The user's function of `network.build`. Collective.
 
-    Rank 0 reads the file, and all ranks run it. The file can import modules in its folder. Raises Pmm3dError, on every
-    rank, if the section has keys for layers, if the file or the function is missing, or if the file does not run.
+    Raises Pmm3dError, on every rank, as `UserFile`, and if the section has keys for layers.
     """
 
     def __init__(self, grid: Grid, section: NetworkSection, precision: Precision, seed: int):
@@ -46,25 +36,8 @@ class OwnNetwork:
                 "and set it in the function"
             )
         self._section, self._precision, self._seed, self.name = section, precision, seed, str(section.build)
-        path, _, function = self.name.rpartition(":")
-        self._path, source = Path(path), _read(grid, Path(path))
-        with grid.collective_call("network.build", self.name, always=True):
-            with self._explained("does not run"), _importing_beside(self._path):
-                module = ModuleType(MODULE)
-                module.__file__ = str(self._path)
-                sys.modules[MODULE] = module
-                exec(compile(source, str(self._path), "exec"), vars(module))
-            self._function: Callable[[Grid, int, int], Any] = getattr(module, function, None)  # type: ignore
-            if not callable(self._function):
-                known = [
-                    name
-                    for name, value in vars(module).items()
-                    if callable(value) and getattr(value, "__module__", "") == MODULE
-                ]
-                raise Pmm3dError(
-                    f"network.build = {self.name}: {self._path} has no function {function}; it has "
-                    f"{', '.join(known) or 'none'}"
-                )
+        self._file = UserFile(grid, "network.build", self.name)
+        self._function: Callable[[Grid, int, int], Any] = self._file.named("function", callable)
 
     def made(self, grid: Grid, features: int, outputs: int, config: Config | None = None) -> tuple[Module, Layout]:
         """Return (the network, the layout of its output) on this grid. Collective. config: for `pipelined`. Raises
@@ -79,7 +52,7 @@ class OwnNetwork:
             return made
 
         try:
-            with self._explained("raised an error"), _importing_beside(self._path):
+            with self._file.running("raised an error"):
                 network = pipelined(config, grid, make, features)
                 if config is None or config.data.sequence is None:  # layers of tokens have fixed layouts
                     output = network.settle(features, self._section.dtype, self._section.library)
@@ -127,45 +100,38 @@ class OwnNetwork:
                     "layers with the dtype and the library of the batches"
                 )
 
-    @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
-        """Context in which an error of the user's file becomes a Pmm3dError with the line of the file."""
-        try:
-            yield
-        except Pmm3dError:
-            raise
-        except (Exception, SystemExit) as error:
-            lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == str(self._path)]
-            where = f" ({self._path}, line {lines[-1]})" if lines else ""
-            raise Pmm3dError(f"network.build = {self.name} {what}: {type(error).__name__}: {error}{where}") from error
+
+class Own(NamedTuple):
+    """What the user's files give to a configuration. Collective.
+
+    network     of network.build, or None
+    optimizer   class of the optimizer: that of optimizer.build, or of optimizer.kind
+    file        of optimizer.build, or None
+    """
+
+    network: OwnNetwork | None
+    optimizer: type[optim.Optimizer]
+    file: UserFile | None = None
+
+    @classmethod
+    def of(cls, config: Config, grid: Grid) -> Own:
+        network, section = None, config.optimizer
+        if config.network.build:
+            network = OwnNetwork(grid, config.network, config.precision, config.training.seed)
+        if section.build is None:
+            return cls(network, optim.KINDS[str(section.kind)])
+        file = UserFile(grid, "optimizer.build", section.build)
+        return cls(network, file.named("class of pmm3d.nn.optim.Optimizer", _is_optimizer), file)
+
+    @property
+    def names(self) -> str:
+        """The user's functions and classes, for messages."""
+        files = [("network", self.network and self.network.name), ("optimizer", self.file and self.file.name)]
+        return " and ".join(f"{section}.build = {name}" for section, name in files if name)
 
 
-def _read(grid: Grid, path: Path) -> str:
-    """Return the text of a file, read by rank 0. Collective."""
-    text, problem = "", ""
-    if grid.rank == 0:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            problem = getattr(error, "strerror", None) or str(error)
-    text, problem = grid.comm.bcast((text, problem))
-    with grid.collective_call("network.build", str(path), always=True):
-        if problem:
-            raise Pmm3dError(
-                f"network.build: cannot read {path.absolute()}: {problem}. The path is relative to the current folder"
-            )
-    return text
-
-
-@contextmanager
-def _importing_beside(path: Path) -> Iterator[None]:
-    """Context in which modules in the folder of the file can be imported, as by `python FILE`."""
-    folder = str(path.absolute().parent)
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)
+def _is_optimizer(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, optim.Optimizer)
 
 
 def layer_sizes(config: Config, features: int, outputs: int) -> list[int]:
@@ -258,28 +224,23 @@ def network_of(config: Config, grid: Grid, samples: Samples) -> Module:
     return make_network(config, grid, sizes, own, precision)[0].requires_grad_(False)
 
 
-def make_optimizer(config: Config, network: Module) -> optim.Optimizer:
-    kind = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW, "muon": optim.Muon}[config.optimizer.kind]
-    options: dict[str, Any] = config.optimizer.model_dump(exclude={"kind", "clip"}, exclude_none=True)
-    return kind(_muon_groups(network) if kind is optim.Muon else network.parameters(), **options)
-
-
-def _muon_groups(network: Module) -> list[dict[str, Any]]:
-    """Return two groups for Muon: other parameters, and those that AdamW changes: tables of embeddings and positions,
-    and the last layer."""
-    whole = whole_of(network)
-    modules = [module for _, module in whole.named_modules()]
-    layers = [
-        *(each for each in modules if isinstance(each, Embedding)),
-        *[each for each in modules if isinstance(each, Linear)][-1:],
-    ]
-    spared = {parameter for layer in layers for parameter in layer.parameters()}
-    names = {name for name, parameter in whole.named_parameters().items() if parameter in spared}
-    own = network.named_parameters()
-    return [
-        {"params": [each for name, each in own.items() if (name in names) == outer], "use_muon": not outer}
-        for outer in (False, True)
-    ]
+def make_optimizer(config: Config, network: Module, own: Own) -> optim.Optimizer:
+    """Return the optimizer of a configuration. Collective. Raises Pmm3dError, on every rank, for unknown options of a
+    user's class, and values that it refuses."""
+    section, kind, made, problem = config.optimizer, own.optimizer, None, None
+    options: dict[str, Any] = section.model_dump(exclude={"kind", "build", "options", "clip"}, exclude_none=True)
+    if own.file is None:
+        return kind(kind.groups_of(network), **options)
+    try:
+        with own.file.running("raised an error"):
+            made = kind(kind.groups_of(network), **{**configured(kind), **options, **section.options})
+    except Exception as raised:
+        problem = raised
+    with network.whole.collective_call("optimizer.build", own.file.name, always=True):
+        if problem is not None:
+            raise Pmm3dError(f"optimizer.build = {own.file.name}: {problem}") from problem
+    assert made is not None
+    return made
 
 
 def make_schedule(config: Config, optimizer: optim.Optimizer, steps: int) -> optim.Schedule:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil
 
-from ...action import Action
+from ...action import UPDATE, Action
 from ...layout import AXES, GridShape
 from ...model.machines import Machine, groups_of
 from ...model.simulation import simulate
 from ...model.simulation.replay import tasks
 from .dry_step import Step
-
-OF_WEIGHTS = ("norm", "sgd", "adam", "adamw", "muon")
-"""Passes over gradients, weights and states. All other passes are over activations."""
 
 
 class ScaledStep:
@@ -30,7 +27,7 @@ class ScaledStep:
     def seconds(self, grid: GridShape) -> float:
         (x, y, z, data), updates, actions = self._shares(grid), False, list[Action]()
         for action in self.step.actions:
-            updates = updates or action.operation in OF_WEIGHTS
+            updates = updates or action.operation == "norm" or action.operation.startswith(UPDATE)  # all later ones too
             rows = z if updates else z * data
             if action.what == "gemm":
                 m, n, k = (y, x, rows) if action.form == "tn" else (rows, x, y)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ...errors import needs
 from ...layout import PIPE, SEQ, ULYSSES
+from ..optim import KINDS, Optimizer, Option
 from .described import WIDEST
 from .fields import (
     LARGEST,
@@ -30,7 +32,7 @@ from .fields import (
 )
 
 with needs("train", "a configuration"):
-    from pydantic import Field, model_validator
+    from pydantic import AfterValidator, Field, ValidationInfo, create_model, field_validator, model_validator
 
 AUTO = "auto"
 EPOCHS = 10
@@ -203,12 +205,29 @@ class NetworkSection(Section):
         return self
 
 
-class OptimizerSection(Section):
-    """The optimizer."""
+def configured(kind: type[Optimizer]) -> dict[str, Any]:
+    """Return name -> default in a configuration of the options that an optimizer declares."""
+    options = {name: each for name, each in kind.defaults.items() if isinstance(each, Option)}
+    return {name: _as_json(each.in_configuration) for name, each in options.items() if each.meaning}
 
-    kind: Literal["sgd", "adam", "adamw", "muon"] = "adamw"
-    """the optimizer; muon: Muon for hidden matrices, and AdamW for embeddings, positions, the last layer, biases and
-    gains"""
+
+def _as_json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+class CommonOptimizerSection(Section):
+    """Keys of all optimizers."""
+
+    build: Function | None = None
+    """an optimizer of your own: a class of `pmm3d.nn.optim.Optimizer`, in place of `kind`"""
+    kind: str | None = Field(
+        default_factory=lambda given: None if given.get("build") else "adamw",
+        json_schema_extra={"values": ", ".join(f'"{kind}"' for kind in KINDS)},
+    )
+    """the optimizer (adamw if left out together with build); muon: Muon for hidden matrices, and AdamW for embeddings,
+    positions, the last layer, biases and gains"""
+    options: dict[str, Any] = Field(default={}, json_schema_extra={"values": "a table"})
+    """options of the class of `build` by name; the class checks them"""
     lr: Positive = 1e-3
     """learning rate, which [schedule] scales"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -216,26 +235,69 @@ class OptimizerSection(Section):
     subtracted from the weight (adamw, muon)"""
     decay_vectors: bool = False
     """whether weight decay includes biases and gains; most recipes decay matrices only"""
-    momentum: Share | None = default_of(sgd=0.9, muon=0.95)
-    """share of the running sum (sgd: 0.9 if left out) or mean (muon: 0.95 if left out) of gradients that a step
-    keeps"""
-    ns_steps: Annotated[int, Field(ge=1, lt=100)] | None = default_of(muon=5)
-    """steps of the Newton-Schulz iteration that orthogonalizes the update (muon: 5 if left out)"""
-    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = default_of(muon="match_rms_adamw")
-    """factor of lr for a weight of k inputs and n outputs (muon: match_rms_adamw if left out). original: sqrt(max(1,
-    n / k)); match_rms_adamw: 0.2 sqrt(max(k, n)), for the lr and weight_decay of adamw"""
-    betas: Annotated[list[Share], Field(min_length=2, max_length=2)] | None = default_of(
-        **{kind: [0.9, 0.999] for kind in ("adam", "adamw", "muon")}
-    )
-    """shares of the running means of gradients and of their squares that a step keeps (adam, adamw, muon: [0.9, 0.999]
-    if left out)"""
-    eps: Positive | None = default_of(**dict.fromkeys(("adam", "adamw", "muon"), 1e-8))
-    """added to the root of the mean square, to avoid a division by 0 (adam, adamw, muon: 1e-8 if left out)"""
     clip: Positive | None = None
     """largest 2-norm of the gradient of all weights; a longer gradient is scaled down; left out: no limit"""
     shard_over_data: Literal[False, True, "states", "gradients"] = False
     """sharding over data. states or true: of the optimizer's state (ZeRO-1); gradients: also of gradients (ZeRO-2), by
     a reduce-scatter in each of `grid.micro_batches`"""
+
+    @field_validator("kind")
+    @classmethod
+    def _is_known(cls, kind: str | None) -> str | None:
+        if kind is not None and kind not in KINDS:
+            raise ValueError
+        return kind
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> CommonOptimizerSection:
+        if self.build and self.kind:
+            raise ValueError(f'kind = "{self.kind}" beside build = "{self.build}": leave one of them out')
+        if common := [name for name in self.options if name in CommonOptimizerSection.model_fields]:
+            raise ValueError(f"options.{common[0]} is a key of its own: write {common[0]} beside build")
+        if self.options and not self.build:
+            raise ValueError(
+                f"options is a table for build, an optimizer of your own: write {', '.join(self.options)} beside kind"
+            )
+        return self
+
+
+def _option_fields() -> dict[str, Any]:
+    """Return the keys of the options that the optimizers declare, each with a default for each kind."""
+    fields = dict[str, Any]()
+    for name in dict.fromkeys(name for kind in KINDS.values() for name in configured(kind)):
+        options = {kind: each.defaults[name] for kind, each in KINDS.items() if name in configured(each)}
+        defaults = {kind: _as_json(option.in_configuration) for kind, option in options.items()}
+        meanings = dict[tuple[str, Any], list[str]]()
+        for kind, option in options.items():
+            meanings.setdefault((option.meaning, str(defaults[kind])), []).append(kind)
+        text = "; ".join(
+            f"{meaning} ({', '.join(kinds)}: {default} if left out)" for (meaning, default), kinds in meanings.items()
+        )
+        words = next(iter(options.values())).needed
+        fields[name] = (
+            Annotated[Any, AfterValidator(partial(_checked_option, name, options))],
+            default_of(description=text, values=words, **defaults),
+        )
+    return fields
+
+
+def _checked_option(name: str, options: dict[str, Option], value: Any, info: ValidationInfo) -> Any:
+    option = options.get(info.data.get("kind") or "")
+    if option is not None and value is not None and option.problem(name, value):
+        raise ValueError
+    return value
+
+
+if TYPE_CHECKING:
+    OptimizerSection = CommonOptimizerSection
+else:
+    OptimizerSection = create_model(
+        "OptimizerSection",
+        __base__=CommonOptimizerSection,
+        __doc__="The optimizer, with the options that it declares, or one of your own (`build`). "
+        '`optimizer = "lion.py:Lion"`, at the top of the file, is short for `build`.',
+        **_option_fields(),
+    )
 
 
 class ScheduleSection(Section):

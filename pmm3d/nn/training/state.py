@@ -181,7 +181,7 @@ class TrainState:
                     f"which cannot use the state of {before}; nothing was changed. Use {before}, or start "
                     "a new run from the weights alone (training.weights, nn.exchange.load_weights)"
                 )
-            kept, wanted = known["optimizer"].get("states"), list(self.optimizer.states())
+            kept, wanted = known["optimizer"].get("states"), list(self.optimizer.state_names)
             if kept not in (None, wanted):
                 raise Pmm3dError(
                     f"the checkpoint's optimizer keeps {names_in_words(kept) or 'nothing'} of each "
