@@ -237,7 +237,12 @@ def recalled(found: Checkpoint) -> Recalled:
             "not write it: make the network in a program and load it with nn.exchange.load_weights"
         )
     try:
-        sections = {name: values for name, values in settings.items() if name != SAMPLES}
+        sections = {
+            # an unset key may be unknown to this version
+            name: {key: value for key, value in values.items() if value is not None}
+            for name, values in settings.items()
+            if name != SAMPLES
+        }
         samples = {name: value for name, value in settings[SAMPLES].items() if name in Samples.model_fields}
         return Recalled(checked(sections, str(found.path)), Samples(**samples), facts_in(found.meta))
     except (ValidationError, TypeError, AttributeError, KeyError, Pmm3dError) as error:

@@ -257,7 +257,7 @@ class TrainingSection(Section):
     """Length of the run, precision, and files."""
 
     folder: Place = Path("runs/train")
-    """folder of this run, for metrics.jsonl, run.json, curves.png and checkpoints"""
+    """folder of this run, for metrics.jsonl, run.json and checkpoints"""
     loss: Literal["auto", "cross_entropy", "mse", "mae"] = "auto"
     """loss to minimize; auto: cross_entropy for classes, mse for values"""
     steps: Count | None = None
@@ -285,8 +285,6 @@ class TrainingSection(Section):
     seed: Seed = 0
     """seed of the initial weights, of dropout and of the order of the rows; in a network of `build`, of layers without
     a seed"""
-    prometheus: Place | None = None
-    """a .prom file for the latest figures, in the folder of a Prometheus node exporter"""
 
 
 class OverlapSection(Section):
