@@ -344,9 +344,9 @@ def _is_number(text: str) -> bool:
 
 def _is_header(first: list[str], second: Sequence[str] = ()) -> bool:
     """Whether the first record names the columns: no cell is a number, or a text is above a number."""
-    numeric = lambda cell: _is_number(cell) and cell.lower() not in MISSING
     return not any(map(_is_number, first)) or any(
-        not _is_number(above) and above.lower() not in MISSING and numeric(below) for above, below in zip(first, second)
+        not _is_number(above) and _is_number(below) and not {above.lower(), below.lower()} & {*MISSING}
+        for above, below in zip(first, second)
     )
 
 
