@@ -159,7 +159,7 @@ class NetworkSection(Section):
     order: Literal["plain", "zigzag", "striped"] | None = of_tokens("plain")
     """order of the tokens of a sequence that ranks along seq share: zigzag gives them equal work (gpt, llama: plain if
     left out)"""
-    parallel: Literal["auto", "ring", "ulysses", "gather", "2d"] | None = of_tokens("auto")
+    parallel: Literal["auto", "ring", "ulysses"] | None = of_tokens("auto")
     """how ranks along seq attend to each other's tokens (gpt, llama: auto if left out)"""
     dropout: Share = 0.0
     """share of each hidden layer's outputs that is dropped in training; for a transformer see nn.GPT"""
