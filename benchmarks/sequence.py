@@ -26,14 +26,7 @@ from pmm3d.nn.transformer import attention, token_layout
 from pmm3d.nn.transformer.kernel import Rows, Visible, block_pairs
 
 QUICK = {"blocks": 8, "milliseconds": [0.2, 0.4], "rounds": 1}
-WAYS = (
-    ("plain", "ring"),
-    ("striped", "ring"),
-    ("zigzag", "ring"),
-    ("plain", "gather"),
-    ("zigzag", "gather"),
-    ("plain", "ulysses"),
-)
+WAYS = (("plain", "ring"), ("striped", "ring"), ("zigzag", "ring"), ("plain", "ulysses"))
 BLOCK, SIZE = 32, 16
 """Rows of a block; columns of a head."""
 

@@ -1,7 +1,7 @@
 """Make the pictures of docs/gallery.md by the commands that the page shows under them.
 
     python docs/gallery.py                  all pictures; minutes
-    python docs/gallery.py curves.png       only these
+    python docs/gallery.py 1f1b.svg         only these
 
 The commands run in a temporary folder that links to apps/, benchmarks/ and docs/.
 """

@@ -112,26 +112,24 @@ class RunsHere(Runs):
         return done
 
 
-def run_here(comm, *arguments, encoding="utf-8", handlers=None, curves=False) -> JobResult:
+def run_here(comm, *arguments, encoding="utf-8", handlers=None) -> JobResult:
     """Run a command of pmm3d on the ranks of comm, and capture its streams.
 
     encoding   encoding of the standard streams
     handlers   a dict that receives the handlers of signals at the end of the command
-    curves     whether to run the atexit handler that draws the curves (1 s)
     """
     from pmm3d.model.notes import StderrHandler
     from pmm3d.tools import ranks
     from pmm3d.tools.commands import app
 
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding, "backslashreplace") for _ in range(2))
-    ending, at_exit, notes = comm.Dup(), [], logging.getLogger("pmm3d")
+    ending, notes = comm.Dup(), logging.getLogger("pmm3d")
     handler, level = StderrHandler(), notes.level
     with pytest.MonkeyPatch.context() as patch, kept_signals({} if handlers is None else handlers):
         for name, stream in (("stdout", out), ("stderr", err), ("__stderr__", err)):
             patch.setattr(sys, name, stream)
         patch.setattr(ranks, "_started", lambda: (comm, ending))
         patch.setattr(ranks, "no_hang", nullcontext)  # its timer is also that of the test runner
-        patch.setattr("atexit.register", at_exit.append)
         notes.addHandler(handler)
         notes.setLevel(logging.INFO)
         code = 0
@@ -140,8 +138,6 @@ def run_here(comm, *arguments, encoding="utf-8", handlers=None, curves=False) ->
         except SystemExit as end:
             code = end.code or 0
         finally:
-            for act in at_exit if curves else ():
-                act()
             notes.removeHandler(handler)
             notes.setLevel(level)
             if comm.rank:

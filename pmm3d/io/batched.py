@@ -4,28 +4,47 @@ from __future__ import annotations
 
 import weakref
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
+
+from ..arrays import NumpyLibrary
+from ..comm import Grid
 from ..errors import DataError
 from .loader import Loader, check_at_least
-from .reader import Plan, Samples, Side
-from .split import Part, last_rows, random_groups, random_rows
+from .reader import Plan, Rows, Source
+from .source import SourceFile
+from .split import RowSet, last_rows, random_groups, random_rows
 
 Own = TypeVar("Own", bound="Batched")
-Some = tuple[int, int] | slice | Part | None
+Some = tuple[int, int] | slice | RowSet | None
 """Samples to use: (start, stop), a slice, a part of `split`, or all."""
 
 
-class Batched(Samples):
+class Batched:
     """Samples in an open HDF5 file, from which loaders make batches. Its methods are collective over the grid.
 
-    samples   number of samples
+    samples       number of samples;   classes   number of classes of integers, None for other numbers
+    fingerprint   digest of the contents of the data sets, the same on every rank and grid
+    facts         what no shape shows, and weights depend on: names of columns and classes, the tokenizer
     """
 
+    grid: Grid
+    path: str
+    file: SourceFile
     samples: int
+    classes: int | None
+    library: NumpyLibrary
+    cache_bytes: int
+    fingerprint: str
+    facts: dict[str, Any]
 
     def __init__(self) -> None:
         self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
+
+    def renumbered(self, values: np.ndarray, rows: Rows) -> np.ndarray:
+        """Return the classes for the integers of these rows. Raises DataError for an integer that is no class."""
+        raise NotImplementedError
 
     def of_loss(self, loss: float) -> dict[str, float]:
         """Figures that follow from a mean loss over the rows, by name.
@@ -44,7 +63,7 @@ class Batched(Samples):
 
     def _loader(
         self,
-        sides: tuple[Side, Side],
+        sources: tuple[Source, Source],
         batch_size: int,
         shuffle: bool,
         seed: int,
@@ -63,11 +82,11 @@ class Batched(Samples):
             prefetch,
             str(rows),
             micro_batches,
-            *(str(side.layout) for side in sides),
+            *(str(source.layout) for source in sources),
         ):
             check_at_least(1, batch_size=batch_size, prefetch=prefetch, micro_batches=micro_batches)
             check_at_least(0, seed=seed)
-            part = rows if isinstance(rows, Part) else Part(*_row_range(rows, self.samples), self.samples)
+            part = rows if isinstance(rows, RowSet) else RowSet(*_row_range(rows, self.samples), self.samples)
             if part.samples != self.samples:
                 raise DataError(
                     f"the rows are a part of a data set of {part.samples} samples; {self.path} has "
@@ -83,21 +102,14 @@ class Batched(Samples):
                     f"micro_batches = {micro_batches}, but a batch has {batch_size} rows: at most "
                     f"{batch_size}, or raise batch_size"
                 )
-            plan = Plan(
-                self.samples,
-                [part.start, part.stop],
-                int(batch_size),
-                bool(shuffle),
-                int(seed),
-                bool(drop_last),
-                part.split,
-                "feistel" if shuffle else "none",
-            )
-            loader = Loader(self, plan, part, sides, prefetch, int(micro_batches))
+            plan = Plan(part, int(batch_size), bool(shuffle), int(seed), bool(drop_last))
+            loader = Loader(self, plan, sources, prefetch, int(micro_batches))
         self._loaders.add(loader)
         return loader
 
-    def split(self, share: float, *, seed: int = 0, groups: str | None = None, last: bool = False) -> tuple[Part, Part]:
+    def split(
+        self, share: float, *, seed: int = 0, groups: str | None = None, last: bool = False
+    ) -> tuple[RowSet, RowSet]:
         """Divide the samples into rows to train on and held-out rows. Collective. Rows of a TokenDataSet are sequences.
 
         Parameters
@@ -114,7 +126,7 @@ class Batched(Samples):
 
         Returns
         -------
-        tuple of Part
+        tuple of RowSet
             The rows to train on, and the held-out rows, for `loader(rows=)`.
 
         Raises

@@ -7,10 +7,10 @@ import csv
 import os
 import re
 import zipfile
-from collections.abc import Collection, Iterator, Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
@@ -87,8 +87,8 @@ def convert(
         Column of a CSV file with equal entries for rows that belong together, such as the rows of one patient. It
         becomes the data set `groups`, (rows,), of numbers, for `data.groups`. Default: no groups.
     header : bool or None
-        Whether the first line of a CSV file names the columns. Default: it does if no cell is a number, if a text is
-        above a number of the second line, or if its numbers are 0, 1, 2, ... (pandas' default).
+        Whether the first line of a CSV file names the columns. Default: it does if none of its cells is a number, or a
+        text is above a number of the second line.
     delimiter : str or None
         Delimiter of a CSV file. Default: the most frequent of , ; tab | in its first line, or blanks.
     encoding : str
@@ -107,8 +107,8 @@ def convert(
     ------
     DataError
         For cells that are no numbers, and records of different lengths: the text names the line. For numbers that are
-        not finite, and missing labels: the text names the row, counted from 0 below the header. For names that do not
-        exist, and for files that cannot be read or that exist.
+        not finite, and missing labels: the text names the row, counted from 0 below the header. For
+        names that do not exist, and for files that cannot be read or that exist.
 
     Notes
     -----
@@ -149,8 +149,9 @@ def convert(
                     )
                 found, done = _read_arrays(source, names, classes)
             else:
-                table = _Table(source, header, delimiter, encoding)
-                found, done = table.read(names, target_columns, classes, group_column, dtype)
+                with _opened(source, encoding) as text:
+                    table = _Table(source, text, header, delimiter)
+                    found, done = table.read(names, target_columns, classes, group_column, dtype)
             _check_arrays(source, found)
             for name, values in found.items():
                 file[name] = values
@@ -181,34 +182,27 @@ def check_ending(target: Path, endings: Sequence[str]) -> None:
 
 
 class _Table:
-    """A CSV file.
+    """A CSV file, which is read once, record by record.
 
     names    names of the columns; without a header, their indices as text
-    header   whether the first line contains the names
+    header   whether the first record contains the names
     """
 
-    def __init__(self, path: Path, header: bool | None, delimiter: str | None, encoding: str):
-        self.path, self._encoding, self._guessed = path, encoding, header is None
-        with self._opened() as file:
-            first = next((line for line in file if not line.isspace()), "")
-        commonest = max(DELIMITERS, key=first.count)
-        self._delimiter = delimiter or (commonest if commonest in first else " ")
-        if len(self._delimiter) != 1:
-            raise DataError(f"a delimiter is one character; got {delimiter!r}. In a shell a tab is $'\\t'")
-        with self._opened() as file:
-            head = list(islice(self._records(file), 2))
+    def __init__(self, path: Path, file: TextIO, header: bool | None, delimiter: str | None):
+        self._path, self._guessed = path, header is None
+        self._records = _records(file, delimiter)
+        head = list(islice(self._records, 2))
         if not head:
             raise DataError(f"{path} is empty")
-        (self._skipped, cells), *_ = head
+        cells = head[0][1]
         self.header = _is_header(*(cells for _, cells in head)) if header is None else header
         self.names = cells if self.header else list(map(str, range(len(cells))))
-        if self.header and len(head) == 1:
-            raise DataError(f"{path} has no line of data")
         if twice := [name for name in cells if self.header and cells.count(name) > 1]:
             raise DataError(
                 f"{path}: several columns have the name {twice[0]!r}: rename them in the first line, or "
                 "remove those with the same contents"
             )
+        self._records = chain(head[self.header :], self._records)
 
     def read(
         self,
@@ -229,40 +223,25 @@ class _Table:
             self._check_name(names[1], "y", targets, "target_columns (--target-columns) names columns of targets")
         if not inputs or {*targets} & {*groups}:
             raise DataError(
-                f"{self.path}: no columns are left for the inputs, or the group is a target; it has "
+                f"{self._path}: no columns are left for the inputs, or the group is a target; it has "
                 f"{counted(len(self.names), 'column')}"
             )
         if classes is not False and len(targets) != 1:
-            raise DataError(f"{self.path}: labels are one column; got the target columns {target_columns!r}")
+            raise DataError(f"{self._path}: labels are one column; got the target columns {target_columns!r}")
         texts: dict[int, dict[str, int]] = {at: {} for at in groups + (targets if classes is not False else [])}
-        number = lambda seen, text: seen.setdefault(text.strip(), len(seen))
-        with self._opened() as file:
-            try:
-                table = np.loadtxt(
-                    file,
-                    delimiter=None if self._delimiter == " " else self._delimiter,
-                    ndmin=2,
-                    quotechar='"',
-                    comments=None,
-                    encoding=None,
-                    skiprows=self._skipped if self.header else 0,
-                    converters={at: partial(number, seen) for at, seen in texts.items()},
-                )
-            except ValueError as error:
-                self._explain(texts.keys(), targets)
-                raise DataError(f"{self.path}: {error}") from None
+        table = self._cells(texts, targets)
         with np.errstate(over="ignore"):
             values = table.astype(dtype)
         for row, at in np.argwhere(~np.isfinite(values))[:1]:
             raise DataError(
-                f"{self.path}, row {row}, column {self.names[at]}: {table[row, at]} is not a finite {dtype}"
+                f"{self._path}, row {row}, column {self.names[at]}: {table[row, at]} is not a finite {dtype}"
             )
         found, counts = {names[0]: values[:, inputs]}, None
         if len(names) > 1:
             found[names[1]] = values[:, targets]
         for at, seen in texts.items():
             given = classes if at in targets else True
-            numbers, of_classes = _numbered(self.path, list(seen), table[:, at].astype(np.int64), given)
+            numbers, of_classes = _numbered(self._path, list(seen), table[:, at].astype(np.int64), given)
             found[names[1] if at in targets else GROUPS] = numbers
             counts = of_classes if at in targets else counts
         of_inputs, of_targets = (
@@ -270,35 +249,44 @@ class _Table:
         )
         return found, Converted(found[names[0]].shape, None, of_inputs, of_targets, counts)
 
+    def _cells(self, texts: dict[int, dict[str, int]], targets: list[int]) -> np.ndarray:
+        """Return the numbers of all records, (records, columns). The texts of a column in `texts` are numbered in the
+        order of their first use, and become keys of its dict."""
+        import numpy as np
+
+        values = array("d")
+        for line, record in self._records:
+            if len(record) != len(self.names):
+                raise DataError(
+                    f"{self._path}, line {line} has {counted(len(record), 'cell')}; the first has "
+                    f"{len(self.names)}. Name the delimiter (--delimiter), or put cells that contain "
+                    "it in quotes"
+                )
+            numbers: list[str | int] = [*record]
+            for at, seen in texts.items():
+                numbers[at] = seen.setdefault(record[at], len(seen))
+            try:
+                values.extend(map(float, numbers))
+            except ValueError:
+                at = next(at for at, cell in enumerate(record) if at not in texts and not _is_number(cell))
+                hint = "; labels of classes need classes=True (--classes)" if at in targets and record[at] else ""
+                if line == 1 and self._guessed:
+                    hint += ". If the first line names the columns, give header=True (--header)"
+                raise DataError(
+                    f"{self._path}, line {line}, column {self.names[at]}: {record[at]!r} is not a number{hint}"
+                ) from None
+        if not values:
+            raise DataError(f"{self._path} has no line of data")
+        return np.frombuffer(values).reshape(-1, len(self.names))
+
     def _check_name(self, name: str, default: str, columns: list[int], remedy: str) -> None:
         """Raise DataError if the name of a data set names columns of the table that the data set does not contain."""
         others = {self.names[at] for at in range(len(self.names)) if at not in columns} if self.header else set[str]()
         if name != default and any(part.isdecimal() or part in others for part in map(str.strip, name.split(","))):
             raise DataError(
-                f"{self.path}: {name!r} is to be a data set in the HDF5 file, but it is a name or number "
+                f"{self._path}: {name!r} is to be a data set in the HDF5 file, but it is a name or number "
                 f"of columns of this table. Choose another name, or leave it out. {remedy}"
             )
-
-    @contextmanager
-    def _opened(self) -> Iterator[TextIO]:
-        try:
-            with open(self.path, encoding=self._encoding, newline="") as file:
-                yield file
-        except (UnicodeError, LookupError) as error:
-            raise DataError(
-                f"{self.path} cannot be read as {self._encoding} ({error}): name its encoding with "
-                "encoding= (--encoding), as in latin-1 or utf-16"
-            ) from None
-        except csv.Error as error:
-            raise DataError(f"{self.path}: {error}: a quote may be opened and not closed") from None
-
-    def _records(self, file: TextIO) -> Iterator[tuple[int, list[str]]]:
-        """Yield (number of the last line, cells) of each record that is not blank."""
-        lines = (line.strip() + "\n" for line in file) if self._delimiter == " " else file
-        reader = csv.reader(lines, delimiter=self._delimiter, skipinitialspace=True)
-        for cells in reader:
-            if any(map(str.strip, cells)):
-                yield reader.line_num, [cell.strip() for cell in cells]
 
     def _indices(self, columns: Columns) -> list[int]:
         """Return the indices of columns that are given by name or by index. None: the last column."""
@@ -310,29 +298,40 @@ class _Table:
                 found.append(int(column) % len(self.names))
             else:
                 has = f"has the columns {', '.join(self.names)}" if self.header else "has no header"
-                raise DataError(f"{self.path}: no column {column!r}; it {has}; an index is below {len(self.names)}")
+                raise DataError(f"{self._path}: no column {column!r}; it {has}; an index is below {len(self.names)}")
         if not found or len(set(found)) < len(found):
-            raise DataError(f"{self.path}: the columns {columns!r} are none, or name one twice: name each once")
+            raise DataError(f"{self._path}: the columns {columns!r} are none, or name one twice: name each once")
         return found
 
-    def _explain(self, texts: Collection[int], targets: list[int]) -> None:
-        """Raise a DataError with the line and the cell that numpy could not read."""
-        with self._opened() as file:
-            for line, cells in islice(self._records(file), int(self.header), None):
-                if len(cells) != len(self.names):
-                    raise DataError(
-                        f"{self.path}, line {line} has {counted(len(cells), 'cell')}; the first has "
-                        f"{len(self.names)}. Name the delimiter (--delimiter), or put cells that contain "
-                        "it in quotes"
-                    )
-                for at, cell in enumerate(cells):
-                    if at not in texts and not _is_number(cell):
-                        hint = "; labels of classes need classes=True (--classes)" if at in targets and cell else ""
-                        if line == 1 and self._guessed:
-                            hint += ". If the first line names the columns, give header=True (--header)"
-                        raise DataError(
-                            f"{self.path}, line {line}, column {self.names[at]}: {cell!r} is not a number{hint}"
-                        )
+
+@contextmanager
+def _opened(path: Path, encoding: str) -> Iterator[TextIO]:
+    try:
+        with open(path, encoding=encoding, newline="") as file:
+            yield file
+    except (UnicodeError, LookupError) as error:
+        raise DataError(
+            f"{path} cannot be read as {encoding} ({error}): name its encoding with "
+            "encoding= (--encoding), as in latin-1 or utf-16"
+        ) from None
+    except csv.Error as error:
+        raise DataError(f"{path}: {error}: a quote may be opened and not closed") from None
+
+
+def _records(file: TextIO, delimiter: str | None) -> Iterator[tuple[int, list[str]]]:
+    """Yield (number of the last line, cells) of each record that is not blank."""
+    if delimiter is None:
+        first = next((line for line in file if not line.isspace()), "")
+        file.seek(0)
+        commonest = max(DELIMITERS, key=first.count)
+        delimiter = commonest if commonest in first else " "
+    if len(delimiter) != 1:
+        raise DataError(f"a delimiter is one character; got {delimiter!r}. In a shell a tab is $'\\t'")
+    lines = (line.strip() + "\n" for line in file) if delimiter == " " else file
+    reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True)
+    for cells in reader:
+        if any(map(str.strip, cells)):
+            yield reader.line_num, [cell.strip() for cell in cells]
 
 
 def _is_number(text: str) -> bool:
@@ -340,21 +339,14 @@ def _is_number(text: str) -> bool:
         float(text)
     except ValueError:
         return False
-    return "_" not in text  # Python reads 1_0 as 10
+    return True
 
 
 def _is_header(first: list[str], second: Sequence[str] = ()) -> bool:
-    """Whether the first record names the columns."""
-    there = [cell for cell in first if cell.lower() not in MISSING]
-    numbers = list(filter(_is_number, there))
-    counted = len(numbers) > 2 and numbers == list(map(str, range(len(numbers))))
-    return (
-        not numbers
-        or counted
-        or any(
-            above in there and not _is_number(above) and below.lower() not in MISSING and _is_number(below)
-            for above, below in zip(first, second)
-        )
+    """Whether the first record names the columns: no cell is a number, or a text is above a number."""
+    return not any(map(_is_number, first)) or any(
+        not _is_number(above) and _is_number(below) and not {above.lower(), below.lower()} & {*MISSING}
+        for above, below in zip(first, second)
     )
 
 

@@ -16,9 +16,9 @@ from ..layout import batch_layout, part_range
 from ..text import names_in_words
 from .batched import Batched, Some
 from .loader import Loader
-from .reader import Rows, Side
+from .reader import Rows, Source
 from .source import SourceFile
-from .split import Part
+from .split import RowSet
 
 if TYPE_CHECKING:
     import h5py
@@ -205,12 +205,12 @@ class DataSet(Batched):
         self.check_labels(labels, rows)
         return labels if self.numbering is None else self.numbering[labels]
 
-    def class_counts(self, *parts: Part) -> np.ndarray:
+    def class_counts(self, *parts: RowSet) -> np.ndarray:
         """Number of samples of each class. Collective.
 
         Parameters
         ----------
-        *parts : Part
+        *parts : RowSet
             Parts of the samples, as `split` returns them.
 
         Returns
@@ -299,7 +299,7 @@ class DataSet(Batched):
             Leave out the last batch of an epoch if it has fewer rows.
         prefetch : int
             Number of batches that a thread reads ahead.
-        rows : (int, int), slice, Part or None
+        rows : (int, int), slice, RowSet or None
             The samples to use: (start, stop), a slice, or a part of `split`. Default: all.
         micro_batches : int
             Number of parts of a batch, which the loader returns one after the other. A batch of fewer rows has one part
@@ -318,11 +318,11 @@ class DataSet(Batched):
             On every rank, for an axis that does not exist.
         """
         of_targets = "int64" if self.labelled else self.dtype
-        sides = (
-            Side(self.inputs, self.features, batch_layout(split_inputs), self.dtype),
-            Side(self.targets, self.outputs, batch_layout(split_targets), of_targets),
+        sources = (
+            Source(self.inputs, self.features, batch_layout(split_inputs), self.dtype),
+            Source(self.targets, self.outputs, batch_layout(split_targets), of_targets),
         )
-        return self._loader(sides, batch_size, shuffle, seed, drop_last, prefetch, rows, micro_batches)
+        return self._loader(sources, batch_size, shuffle, seed, drop_last, prefetch, rows, micro_batches)
 
 
 def columns_of(inputs: h5py.Dataset) -> list[str] | None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from itertools import count, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,8 +14,10 @@ from ..arrays import Array, Workspace
 from ..comm import at_end
 from ..errors import DataError, Pmm3dError
 from ..product import DistMatrix
-from .reader import Plan, Reader, Samples, Side
-from .split import Part
+from .reader import Plan, Reader, Source, batches_of
+
+if TYPE_CHECKING:
+    from .batched import Batched
 
 Shards = tuple[Array, Array]
 """This rank's shards of the inputs and of the targets of a batch."""
@@ -70,14 +71,14 @@ class Loader(AbstractContextManager["Loader"]):
     """
 
     def __init__(
-        self, data: Samples, plan: Plan, part: Part, sides: tuple[Side, Side], prefetch: int, micro_batches: int = 1
+        self, data: Batched, plan: Plan, sources: tuple[Source, Source], prefetch: int, micro_batches: int = 1
     ):
         self.data, self.epoch, self.batch, self.micro_batches = data, 0, 0, micro_batches
-        self._plan, self._part, self._sides, self._ahead = plan, part, sides, prefetch * micro_batches
-        rows = plan.rows if part.order is None else [0, plan.samples]
-        self._inputs, self._targets = (
-            side.columns(data.grid.stage, rows, self.rows(0)[0], data.cache_bytes) for side in sides
-        )
+        self._plan, self._sources, self._ahead = plan, sources, prefetch * micro_batches
+        chosen = plan.rows
+        rows = [chosen.start, chosen.stop] if chosen.order is None else [0, chosen.samples]
+        for source in sources:
+            source.open(data.grid.stage, rows, self.rows(0)[0], data.cache_bytes)
         self._work, self._handed_out = Workspace(), 0
         self._reader: Reader | None = None
         self._fetched: deque[Shards] = deque()
@@ -145,12 +146,12 @@ class Loader(AbstractContextManager["Loader"]):
         self._handed_out += 1
         if self._handed_out == len(rows):
             self.batch, self._handed_out = self.batch + 1, 0
-        x, y = (self._matrix(shard, side, size) for shard, side in zip(shards, self._sides))
+        x, y = (self._matrix(shard, source, size) for shard, source in zip(shards, self._sources))
         return x, y
 
-    def _matrix(self, shard: Array, side: Side, samples: int) -> DistMatrix:
-        made = DistMatrix(self.data.grid.stage, shard, side.shape(samples), side.layout)
-        if side.dtype == "int64":
+    def _matrix(self, shard: Array, source: Source, samples: int) -> DistMatrix:
+        made = DistMatrix(self.data.grid.stage, shard, source.shape(samples), source.layout)
+        if source.dtype == "int64":
             made.labels_below = self.data.classes
         return made
 
@@ -208,31 +209,24 @@ class Loader(AbstractContextManager["Loader"]):
             batches = (divmod(number, plan.batches) for number in count(self.epoch * plan.batches + self.batch))
             pieces = ((epoch, positions) for epoch, batch in batches for positions in plan.pieces(batch, parts))
             self._reader = Reader(
-                data,
-                plan,
-                self._part,
-                self._inputs,
-                self._targets,
-                islice(pieces, self._handed_out, None),
-                self._ahead,
-                self._work,
+                data, plan, self._sources, islice(pieces, self._handed_out, None), self._ahead, self._work
             )
             self._end = at_end(self, self._reader.stop)
         with data.grid.ledger.waiting("loader"):
             read = self._reader.next()
         self._reader.taken()
-        x, y = (data.library.from_numpy(each, side.dtype) for each, side in zip(read, self._sides))
+        x, y = (data.library.from_numpy(each, source.dtype) for each, source in zip(read, self._sources))
         return x, y
 
     def _shapes(self) -> Shards:
         """Return the shards of the next micro-batch without data. As many are held ahead as with data."""
-        grid, library, number = self.data.grid, self.data.library, self._handed_out + len(self._fetched)
+        library, number = self.data.library, self._handed_out + len(self._fetched)
         most, here = (
-            [side.layout.box(side.shape(samples), grid.shape, grid.coords).shape for side in self._sides]
+            [source.box(samples).shape for source in self._sources]
             for samples in (self.rows(0)[0], self.rows(self.batch)[number])
         )
         while len(self._dry) <= self._ahead:
-            x, y = (library.empty(shape, side.dtype) for shape, side in zip(most, self._sides))
+            x, y = (library.empty(shape, source.dtype) for shape, source in zip(most, self._sources))
             self._dry.append((x, y))
         x, y = self._dry.popleft()
         return x[: here[0][0]], y[: here[1][0]]
@@ -246,7 +240,7 @@ class Loader(AbstractContextManager["Loader"]):
             A dict for JSON, with the description of the batches and the `fingerprint` of the data set. It fits any
             grid, and any number of micro-batches.
         """
-        return {"epoch": self.epoch, "batch": self.batch, **asdict(self._plan), "data": self.data.fingerprint}
+        return {"epoch": self.epoch, "batch": self.batch, **self._plan.state(), "data": self.data.fingerprint}
 
     def load_state(self, state: Mapping[str, Any], *, other_data: bool = False) -> None:
         """Go to the position of a state. Collective.
@@ -286,14 +280,17 @@ class Loader(AbstractContextManager["Loader"]):
             self._stop()
             self.epoch, self.batch, self._handed_out = state["epoch"], state["batch"], 0
             if differ:
-                plan: list[Any] = [state.get(key) for key in asdict(self._plan)]
-                ended = None not in plan and self.batch >= Plan(*plan).batches
-                self.epoch, self.batch = self.epoch + ended, 0
+                known = all(key in state for key in ("rows", "batch_size", "drop_last"))
+                if known:
+                    start, stop = state["rows"]
+                    self.epoch += self.batch >= batches_of(stop - start, state["batch_size"], state["drop_last"])
+                self.batch = 0
 
     def close(self) -> None:
         """End the thread, and free the batches that it read. The position does not change."""
         self._stop()
-        self._inputs.cache = self._targets.cache = None
+        for source in self._sources:
+            source.cache = None
         self._work.clear()
         self._dry.clear()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Protocol
 
 import numpy as np
 
@@ -12,33 +11,25 @@ from ..errors import DataError
 from .permutation import Permutation
 
 
-class Order(Protocol):
-    """A permutation of all rows: position -> row of the file. inverse: row -> position."""
-
-    def __call__(self, numbers: np.ndarray) -> np.ndarray: ...
-
-    def inverse(self, numbers: np.ndarray) -> np.ndarray: ...
-
-
 @dataclass(frozen=True)
-class Part:
+class RowSet:
     """Some rows of a data set: the positions start:stop in an order of all rows.
 
     samples   number of rows of the data set
     split     description of the order, for the state of a loader; "none": the order of the file
-    order     the order; None: the order of the file
+    order     permutation of all rows, position -> row of the file; None: the order of the file
     """
 
     start: int
     stop: int
     samples: int
     split: str = "none"
-    order: Order | None = field(default=None, compare=False, repr=False)
+    order: Permutation | _ByGroups | None = field(default=None, compare=False, repr=False)
 
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def rows(self, positions: np.ndarray) -> np.ndarray:
+    def in_file(self, positions: np.ndarray) -> np.ndarray:
         """Return the rows of the file at these positions."""
         return positions if self.order is None else self.order(positions)
 
@@ -63,20 +54,19 @@ class _ByGroups:
         return self._positions[numbers]
 
 
-def last_rows(samples: int, share: float) -> tuple[Part, Part]:
+def last_rows(samples: int, share: float) -> tuple[RowSet, RowSet]:
     """Return (training rows, held-out rows). The last rows are held out."""
     kept = samples - round(share * samples)
-    return Part(0, kept, samples), Part(kept, samples, samples)
+    return _divided(samples, kept)
 
 
-def random_rows(samples: int, share: float, seed: int) -> tuple[Part, Part]:
+def random_rows(samples: int, share: float, seed: int) -> tuple[RowSet, RowSet]:
     """Return (training rows, held-out rows), chosen at random by the seed, without a table."""
     kept = samples - round(share * samples)
-    split, order = f"by seed {seed}", Permutation(samples, seed, 0, 1)  # keys of epochs are (seed, epoch)
-    return Part(0, kept, samples, split, order), Part(kept, samples, samples, split, order)
+    return _divided(samples, kept, f"by seed {seed}", Permutation(samples, seed, 0, 1))  # keys of epochs: (seed, epoch)
 
 
-def random_groups(groups: np.ndarray, share: float, seed: int, name: str) -> tuple[Part, Part]:
+def random_groups(groups: np.ndarray, share: float, seed: int, name: str) -> tuple[RowSet, RowSet]:
     """Return (training rows, held-out rows). Random groups are held out; their rows are about `share` of all rows.
 
     groups   (samples,): the group of each row;   name   name of this data set
@@ -95,4 +85,10 @@ def random_groups(groups: np.ndarray, share: float, seed: int, name: str) -> tup
     order = _ByGroups(np.isin(of_row.reshape(-1), chosen[:count]))
     samples, split = len(groups), f"by groups {name!r}, seed {seed}, rows {order.digest}"
     kept = samples - int(held[count - 1] if count else 0)
-    return Part(0, kept, samples, split, order), Part(kept, samples, samples, split, order)
+    return _divided(samples, kept, split, order)
+
+
+def _divided(
+    samples: int, kept: int, split: str = "none", order: Permutation | _ByGroups | None = None
+) -> tuple[RowSet, RowSet]:
+    return RowSet(0, kept, samples, split, order), RowSet(kept, samples, samples, split, order)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from math import log
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..arrays import NumpyLibrary, Workspace, library_kind
+from ..arrays import NumpyLibrary, library_kind
 from ..comm import Grid
 from ..errors import DataError
-from ..layout import Box, Layout, batch_layout, order_of
+from ..layout import Layout, batch_layout, order_of
 from .batched import Batched, Some
 from .loader import Loader, check_at_least
-from .reader import SMALL_BYTES, Rows, Side, SideReader
+from .reader import Rows, Source
 from .source import SourceFile
 from .text import BYTES, TOKENS, Tokenizer
 
@@ -240,71 +239,51 @@ class TokenDataSet(Batched):
             As `DataSet.loader`.
         """
         made = Layout(batch_layout(None).rows, (), units=(self.sequence, 1)) if layout is None else layout
-        x = _TokenSide(self.tokens, self.sequence, made, "int64", 0, self._starts)
-        y = _TokenSide(self.tokens, self.sequence, made, "int64", 1)
+        x = _TokenSource(self.tokens, self.sequence, made, 0, self._starts)
+        y = _TokenSource(self.tokens, self.sequence, made, 1)
         return self._loader((x, y), batch_size, shuffle, seed, drop_last, prefetch, rows, micro_batches)
 
 
-@dataclass(frozen=True)
-class _TokenSide(Side):
-    """One side of a loader of tokens. Each token is a row.
+class _TokenSource(Source):
+    """Inputs or targets of a loader of tokens. Each token is a row. Tokens that are consecutive in the file are read
+    together.
 
     shift       0 for the tokens, 1 for the next tokens
     starts      first token of each document. The batch then has a second column: document numbers. None: no second
                 column
     """
 
-    shift: int = 0
-    starts: np.ndarray | None = field(default=None, compare=False)
+    def __init__(self, dataset: h5py.Dataset, width: int, layout: Layout, shift: int, starts: np.ndarray | None = None):
+        super().__init__(dataset, width, layout, "int64")
+        self._shift, self._starts, order = shift, starts, order_of(layout.units[0])
+        self._positions = None if order is None else np.array(order.positions)
 
     def shape(self, samples: int) -> tuple[int, int]:
-        return samples * self.width, 1 if self.starts is None else 2
+        return samples * self.width, 1 if self._starts is None else 2
 
-    def columns(self, grid: Grid, rows: Sequence[int], most: int, cache_bytes: int) -> SideReader:
-        return _TokenColumns(self, grid, rows, most, cache_bytes)
-
-
-class _TokenColumns:
-    """Reads this rank's tokens of micro-batches. Tokens that are consecutive in the file are read together."""
-
-    def __init__(self, side: _TokenSide, grid: Grid, rows: Sequence[int], most: int, cache_bytes: int):
-        self.name, self.low = side.dataset.name.removeprefix("/"), 0
-        self.cache: np.ndarray | None = None
-        self._side, self._grid = side, grid
-        self._most, order = self.rows_here(most), order_of(side.layout.units[0])
-        self._positions = None if order is None else np.array(order.positions)
-        self._first, self._last = (row * side.width + side.shift for row in rows)
-        nbytes = (self._last - self._first) * side.dataset.dtype.itemsize
-        self._caching = nbytes <= (cache_bytes if side.dataset.chunks else min(cache_bytes, SMALL_BYTES))
-
-    def rows_here(self, samples: int) -> int:
-        return self._box(samples).shape[0]
-
-    def _box(self, samples: int) -> Box:
-        return self._side.layout.box(self._side.shape(samples), self._grid.shape, self._grid.coords)
-
-    def buffer(self, work: Workspace) -> np.ndarray:
-        array: np.ndarray = work.array((self._most, self._side.shape(1)[1]), "int64", NumpyLibrary())
-        return array
+    def open(self, grid: Grid, rows: Sequence[int], most: int, cache_bytes: int) -> None:
+        self._grid, (self._first, self._last) = grid, (row * self.width + self._shift for row in rows)
+        r0, r1, self.low, self._high = self.box(most)
+        self._most, self._caching = r1 - r0, self._is_cached(1, cache_bytes)
 
     def read(self, samples: Rows, out: np.ndarray) -> Rows:
-        side, sequences = self._side, np.r_[samples]
-        box = self._box(len(sequences))
+        sequences = np.r_[samples]
+        box = self.box(len(sequences))
         rows = np.arange(box.r0, box.r1)
         if self._positions is not None:
             sequence, stored = np.divmod(rows, len(self._positions))
             rows = sequence * len(self._positions) + self._positions[stored]
-        own, position = np.divmod(rows, side.width)
-        tokens = sequences[own] * side.width + position + side.shift
-        if side.starts is not None:
-            out[:, 1] = np.searchsorted(side.starts, tokens, side="right") - 1
+        own, position = np.divmod(rows, self.width)
+        tokens = sequences[own] * self.width + position + self._shift
+        if self._starts is not None:
+            out[:, 1] = np.searchsorted(self._starts, tokens, side="right") - 1
         if self._caching:
             if self.cache is None:
-                self.cache = side.dataset[self._first : self._last]
+                self.cache = self.dataset[self._first : self._last]
             out[:, 0] = self.cache[tokens - self._first]
             return samples
         edges = [0, *np.flatnonzero(np.diff(tokens) != 1) + 1, len(tokens)]
         for low, high in pairwise(edges):
             if high > low:
-                out[low:high, 0] = side.dataset[tokens[low] : tokens[low] + high - low]
+                out[low:high, 0] = self.dataset[tokens[low] : tokens[low] + high - low]
         return samples

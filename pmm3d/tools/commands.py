@@ -86,7 +86,7 @@ def train_command(
 ) -> None:
     """Train a network on data in HDF5, from a configuration file.
 
-    The command writes metrics.jsonl, run.json, curves.png and checkpoints/ into training.folder. The folder is locked
+    The command writes metrics.jsonl, run.json and checkpoints/ into training.folder. The folder is locked
     until the job ends. `pmm3d report` makes a page of the run. Batches and initial weights do not depend on the
     grid. Trained weights on two grids are equal to rounding. A checkpoint loads on any grid, so you can resume a run on
     another number of ranks.
@@ -97,7 +97,7 @@ def train_command(
 
     [bold]Exit codes[/]
 
-    0: trained to the end, even if curves could not be drawn; 75: ended by a signal after writing a checkpoint, so
+    0: trained to the end; 75: ended by a signal after writing a checkpoint, so
     continue with --resume auto; 2: wrong input or configuration, explained in one line; 1: unexpected error, with its
     traceback; 70: ranks hung, with the position of each rank.
 

@@ -150,17 +150,6 @@ def signalled(number: signal.Signals) -> Strike:
     return lambda folder, job: job is not None and job.strike(number, 1, 0.0)
 
 
-def broken(package: str, text: str) -> tuple[Strike, Mapping[str, str]]:
-    """A package that replaces an installed one."""
-    return (
-        lambda folder, job: (
-            (folder / f"shims/{package}").mkdir(parents=True)
-            or (folder / f"shims/{package}/__init__.py").write_text(text)
-        ),
-        {"PYTHONPATH": "shims"},
-    )
-
-
 def without_master(folder: Path, job: Job | None) -> None:
     """Kill the job and remove the first file of its newest checkpoint."""
     if job is not None and job.strike(signal.SIGKILL, 0, 0.0):
@@ -176,8 +165,6 @@ def spoiled_gradient(folder: Path, job: Job | None) -> None:
     )
 
 
-NO_PICTURES, NO_MATPLOTLIB = broken("matplotlib", 'raise ImportError("no room for it")\n')
-SLOW_PICTURES, SLOW_MATPLOTLIB = broken("matplotlib", 'import time\ntime.sleep(12)\nraise ImportError("too slow")\n')
 FAULTS = [
     Fault("none: the others are compared with this run", lambda folder, job: None, "loss"),
     Fault(
@@ -187,16 +174,7 @@ FAULTS = [
         mend=lambda folder: (folder / "runs/a/metrics.jsonl").rmdir(),
     ),
     Fault("metrics.jsonl gets a line that is not UTF-8", in_run(not_utf8), "metrics.jsonl"),
-    Fault("curves.png is a folder", replaced_by_folder("curves.png"), "curves.png"),
     Fault("run.json is a folder", replaced_by_folder("run.json"), "run.json"),
-    Fault("curves cannot be drawn: an ImportError", NO_PICTURES, "curves.png", during=False, environ=NO_MATPLOTLIB),
-    Fault(
-        "drawing takes longer than the time limit",
-        SLOW_PICTURES,
-        "curves.png",
-        during=False,
-        environ={**SLOW_MATPLOTLIB, "PMM3D_TIMEOUT": "5"},
-    ),
     Fault(
         "an ASCII terminal",
         lambda folder, job: None,

@@ -12,7 +12,7 @@ from loops import given
 
 from pmm3d import DataError, DTypeError, Grid, LayoutError
 from pmm3d.io import DataSet
-from pmm3d.io.reader import Columns, Reader
+from pmm3d.io.reader import Reader, Source
 from pmm3d.io.split import last_rows
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(240)]
@@ -295,8 +295,8 @@ def test_waiting_for_a_slow_file_is_counted(grid, path, monkeypatch):
 
 @pytest.mark.parametrize("stored", ["", "_chunked"])
 def test_the_cache_stays_when_the_position_changes(some_grid, write, monkeypatch, stored):
-    reads, read_file = [], Columns._read_file
-    monkeypatch.setattr(Columns, "_read_file", lambda *arguments: reads.append(1) or read_file(*arguments))
+    reads, read_file = [], Source._read_file
+    monkeypatch.setattr(Source, "_read_file", lambda *arguments: reads.append(1) or read_file(*arguments))
     path = write(**{f"x{stored}": np.ones((40, 12), "float32"), f"y{stored}": np.zeros(40, int)})
     with DataSet(some_grid, path, f"x{stored}", f"y{stored}") as data, data.loader(8) as loader:
         before = len(reads)

@@ -63,7 +63,7 @@ def test_where_numbers_go_does_not_depend_on_where_they_are():
 )
 def test_the_parts_have_each_row_once(split):
     kept, held = split()
-    rows = [part.rows(np.arange(part.start, part.stop)) for part in (kept, held)]
+    rows = [part.in_file(np.arange(part.start, part.stop)) for part in (kept, held)]
     assert np.array_equal(np.sort(np.concatenate(rows)), np.arange(150)) and len(held) == 15
     for part, own, others in ((kept, *rows), (held, *rows[::-1])):
         assert part.has(own).all() and not part.has(others).any()
@@ -71,13 +71,13 @@ def test_the_parts_have_each_row_once(split):
 
 def test_rows_are_not_held_out_by_the_order_of_an_epoch():
     kept, _ = random_rows(100, 0.1, 7)
-    assert not np.array_equal(kept.rows(np.arange(100)), Permutation(100, 7, 1)(np.arange(100)))
+    assert not np.array_equal(kept.in_file(np.arange(100)), Permutation(100, 7, 1)(np.arange(100)))
 
 
 def test_groups_are_on_one_side():
     groups = np.random.default_rng(0).integers(0, 12, 200)
     kept, held = random_groups(groups, 0.25, 1, "g")
-    sides = [set(groups[part.rows(np.arange(part.start, part.stop))]) for part in (kept, held)]
+    sides = [set(groups[part.in_file(np.arange(part.start, part.stop))]) for part in (kept, held)]
     assert not sides[0] & sides[1] and 30 < len(held) < 70
     again, other = random_groups(groups, 0.25, 1, "g")[0], random_groups(groups[::-1], 0.25, 1, "g")[0]
     assert again.split == kept.split and other.split != kept.split

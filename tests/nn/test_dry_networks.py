@@ -76,7 +76,7 @@ def test_a_step_on_four_axes_in_order():
             "begin reduce dW 64",
             "begin reduce data 96",
             "wait reduce data",
-            "begin agreement 960",
+            "begin agreement 840",
             "wait agreement",
         ]
 

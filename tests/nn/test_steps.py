@@ -40,11 +40,11 @@ def test_the_ranks_agree_on_all_at_once(comm):
     with Grid(comm, shape="ddp") as grid:
         last = grid.rank == grid.size - 1
         before = grid.ledger.total(axis="all").calls
-        found = step_agreement(grid, 2.0, 4.0 if last else 0.0, request=SAVE if last else 0, look=last, failed=last)
-        assert found == Agreed(2.0 * grid.size, 2.0, SAVE, True, True)
+        found = step_agreement(grid, 2.0, 4.0 if last else 0.0, request=SAVE if last else 0, failed=last)
+        assert found == Agreed(2.0 * grid.size, 2.0, SAVE, True)
         assert grid.ledger.total(axis="all").calls == before + 1
         assert step_agreement(grid, request=END if last else SAVE).request == END
-        assert step_agreement(grid) == Agreed(0.0, 0.0, 0, False, False)
+        assert step_agreement(grid) == Agreed(0.0, 0.0, 0, False)
         assert np.isnan(step_agreement(grid, float("nan") if last else 1.0).loss)
 
 

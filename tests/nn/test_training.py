@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-import sys
 import time
 
 try:
@@ -48,9 +47,9 @@ def same_weights(runs, name, other, count):
 
 
 @four
-def test_a_run_leaves_metrics_curves_and_checkpoints(here):
+def test_a_run_leaves_metrics_and_checkpoints(here):
     config = here.config(training="epochs = 4\nkeep = 2", grid='shape = "2x1x1"\ndata = 2')
-    done = here.train(config, curves=True)
+    done = here.train(config)
     assert done.returncode == 0, done.stderr
     lines = [line for line in here.metrics() if "loss" in line]
     assert [line["step"] for line in lines] == list(range(1, 25))
@@ -59,7 +58,6 @@ def test_a_run_leaves_metrics_curves_and_checkpoints(here):
     assert len(validations) == 4 and set(validations[0]) == {"loss", "accuracy"}
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert here.checkpoints() == ["step-00000018", "step-00000024"]
-    assert (here.folder / "run/curves.png").read_bytes()[1:4] == b"PNG"
     assert here.weights()["0.weight"].shape == (12, 16)
     assert "validation accuracy" in done.stdout
     again = here.train(config)
@@ -294,62 +292,6 @@ def test_a_requeued_start_that_is_stopped_before_a_step_is_not_started_again(her
     assert "restart 1 of this job received the signal to end before its first step: the time limit is" in again.stderr
     assert here.checkpoints("run") == ["step-00000000"]
     assert here.train(config, "--resume", "auto").returncode == 0
-
-
-def gauges(path) -> dict[str, str]:
-    """Name -> value of the samples in a .prom file."""
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-    return dict(line.rsplit(" ", 1) for line in lines)
-
-
-@two
-def test_the_figures_for_prometheus(here, monkeypatch):
-    path = here.folder / "pmm3d.prom"
-    options = {"training": f"epochs = 1\nprometheus = '{path}'", "optimizer": "clip = 1.0"}
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    done = here.train(here.config(**options))
-    assert done.returncode == 0, done.stderr
-    labels = f'{{job="SLURM_JOB_ID 7",run="{here.folder}/run"}}'
-    found, last = gauges(path), [line for line in here.metrics() if "loss" in line][-1]
-    for name in ("step", "epoch", "loss", "lr", "samples_per_second", "waiting", "gradient_norm"):
-        assert float(found[f"pmm3d_{name}{labels}"]) == pytest.approx(last[name], rel=1e-9)
-    assert found[f"pmm3d_checkpoint_step{labels}"] == "6.0"
-    assert abs(float(found[f"pmm3d_checkpoint_timestamp_seconds{labels}"]) - time.time()) < 120
-    accuracy = found[f'pmm3d_validation{{figure="accuracy",{labels[1:]}']
-    assert float(accuracy) == [line for line in here.metrics() if "validation" in line][-1]["validation"]["accuracy"]
-
-
-@two
-def test_figures_that_cannot_be_written_are_refused_at_the_start(here, monkeypatch):
-    def refused(name, text):
-        config = here.config("run", training=f"epochs = 1\nprometheus = '{here.folder}/{name}'")
-        with given(name=name):
-            fails(here.train(config), text)
-            assert not list((here.folder / "run").iterdir())
-
-    refused("nowhere/x.prom", "cannot be written: No such file or directory")
-    refused("x.txt", "node exporters read only files that end in .prom")
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    refused("x.prom", 'pip install "pmm3d[monitor]"')
-
-
-@two
-def test_figures_that_cannot_be_written_later_end_no_training(here, monkeypatch):
-    import prometheus_client
-
-    write, left = prometheus_client.write_to_textfile, [3]
-
-    def failing(*arguments):
-        left[0] -= 1
-        if left[0] < 0:
-            raise OSError(28, "No space left on device")
-        write(*arguments)
-
-    monkeypatch.setattr(prometheus_client, "write_to_textfile", failing)
-    done = here.train(here.config(training=f"epochs = 1\nprometheus = '{here.folder}/x.prom'"))
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("x.prom cannot be written any more: No space left on device") == 1
-    assert gauges(here.folder / "x.prom")[f'pmm3d_step{{job="",run="{here.folder}/run"}}'] == "2.0"
 
 
 def test_memory_that_cannot_be_had_is_told_beside_what_was_predicted(runs):

@@ -18,7 +18,6 @@ EXTRAS = (
     "array_api_compat",
     "jinja2",
     "matplotlib",
-    "prometheus_client",
     "tokenizers",
     "torch",
 )
@@ -75,7 +74,6 @@ MISSING = [
         "pydantic",
         "train",
     ),
-    ("from pmm3d.nn.training.log import plot; plot([], 'curves.png')", "curves.png: ", "matplotlib", "report"),
 ]
 ALL_OF_THEM = """
 import json
@@ -115,7 +113,7 @@ def test_what_a_product_needs_is_little():
     assert names == {"numpy", "scipy", "mpi4py"}
     brought = " ".join(
         need
-        for extra in ("io", "cli", "train", "text", "report", "monitor", "torch")
+        for extra in ("io", "cli", "train", "text", "report", "torch")
         for need in project["optional-dependencies"][extra]
     )
     assert all(name.replace("_", "-") in brought for name in EXTRAS)

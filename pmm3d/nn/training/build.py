@@ -181,7 +181,7 @@ def _trainer(
         Checkpoints(
             grid, section.folder / "checkpoints", keep=section.keep, background=section.checkpoint_in_background
         ),
-        RunLog(section.folder, grid.rank, prometheus=section.prometheus),
+        RunLog(section.folder, grid.rank),
         settings={**config.settings(), SAMPLES: samples.model_dump()},
         signals=signals,
         auto=auto,

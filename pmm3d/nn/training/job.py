@@ -86,8 +86,6 @@ def _train_on(
     if trace:
         simulated = simulated_events(run.grid)
         attempt(f"the trace {trace} could not be written", lambda: run.grid.write_trace(trace, simulated))
-    if finished and run.log is not None:
-        run.log.draw_at_exit()
     return finished
 
 

@@ -1,40 +1,24 @@
-"""Log of a training run: metrics.jsonl, a progress line, curves.png, and figures for Prometheus. Rank 0 writes it.
+"""Log of a training run: metrics.jsonl and a progress line. Rank 0 writes it.
 After the start of the run, a failure to write is only a warning."""
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from io import BytesIO
 from pathlib import Path
 from typing import Any, TextIO
 
 from ...comm import Grid
-from ...errors import Pmm3dError, check_regular, needs, printable
+from ...errors import Pmm3dError, check_regular
 from ...io.disk import not_following, replace_file
-from ...model.environment import job_id
 
-METRICS, PICTURE = "metrics.jsonl", "curves.png"
-GAUGES = {
-    "step": "Steps of the optimizer done",
-    "epoch": "Passes over the data done",
-    "loss": "Loss of the last step logged",
-    "lr": "Learning rate",
-    "samples_per_second": "Rows trained per second since the previous line",
-    "waiting": "Share of the time since the previous line that rank 0 waited for messages or the loader, 0 to 1",
-    "gradient_norm": "2-norm of the gradient before it was clipped",
-    "checkpoint_step": "Step of the last checkpoint written by this start",
-    "checkpoint_timestamp_seconds": "When the last checkpoint was written, Unix time",
-    "updated_timestamp_seconds": "When these figures were written, Unix time",
-}
-LABELS = ("run", "job")
+METRICS = "metrics.jsonl"
 logger = logging.getLogger("pmm3d.nn")
 
 
@@ -102,8 +86,6 @@ class RunLog:
         Rank of this process.
     bar : bool
         Whether to print progress if stderr is a terminal. Default: True.
-    prometheus : path or None
-        A .prom file for the latest figures, for a node exporter. Default: none.
 
     Notes
     -----
@@ -113,8 +95,6 @@ class RunLog:
     messages or the loader. For tokens there are also "perplexity" and "bits_per_byte", and samples are tokens. For
     float16 there are also "loss_scale", of the next step, and "skipped". Figures that are not finite are left out. A
     resumed run continues the file, without lines of later steps.
-
-    curves.png shows loss and validation by step. It is drawn when the process ends, or by `draw`.
 
     Examples
     --------
@@ -128,18 +108,10 @@ class RunLog:
     0.5
     """
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        rank: int,
-        *,
-        bar: bool = True,
-        prometheus: str | os.PathLike[str] | None = None,
-    ):
+    def __init__(self, folder: str | os.PathLike[str], rank: int, *, bar: bool = True):
         self.folder, self.writes = Path(folder), rank == 0
-        self._bar, self._prometheus, self._warned = bar, prometheus, set[str]()
+        self._bar, self._warned = bar, set[str]()
         self._file: TextIO | None = None
-        self._exporter: Textfile | None = None
         self._first = self._total = 0
         self._begun = time.perf_counter()
 
@@ -155,13 +127,9 @@ class RunLog:
         ------
         OSError
             If the folder cannot be written.
-        Pmm3dError
-            If the file for Prometheus cannot be written.
         """
         if not self.writes:
             return
-        if self._prometheus is not None:
-            self._exporter = Textfile(Path(self._prometheus), self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / METRICS
         kept = [line for line in read_metrics(path) if line["step"] <= step] if step else []
@@ -181,7 +149,6 @@ class RunLog:
             return
         seconds = time.perf_counter() - self._begun
         self._write({**metrics, "seconds": round(seconds, 3)})
-        self._export(metrics)
         if self._shows:
             step, loss = int(metrics["step"]), metrics.get("loss", float("nan"))
             left = timedelta(seconds=int(seconds / max(1, step - self._first) * (self._total - step)))
@@ -204,7 +171,6 @@ class RunLog:
         """
         if self.writes:
             self._write({"step": step, "epoch": epoch, "validation": figures})
-            self._export({"step": step, "epoch": epoch}, figures)
         self.say(f"step {step}: " + ", ".join(f"validation {name} {value:.4f}" for name, value in figures.items()))
 
     def saved(self, step: int, path: Path) -> None:
@@ -218,7 +184,6 @@ class RunLog:
             Its folder.
         """
         self.say(f"step {step}: wrote {path}")
-        self._export({"checkpoint_step": step, "checkpoint_timestamp_seconds": time.time()})
 
     def say(self, text: str) -> None:
         """Print a line above the line of progress.
@@ -251,14 +216,6 @@ class RunLog:
         except OSError as error:
             self._warn(f"{self.folder / METRICS} cannot be written: {error.strerror}. The training continues")
 
-    def _export(self, figures: Mapping[str, float], validation: Mapping[str, float] | None = None) -> None:
-        if self._exporter is not None:
-            try:
-                self._exporter.write(figures, validation)
-            except OSError as error:
-                self._warn(f"{self._prometheus} cannot be written any more: {error.strerror}")
-                self._exporter = None
-
     def _warn(self, text: str) -> None:
         """Warn once."""
         if text not in self._warned:
@@ -272,73 +229,3 @@ class RunLog:
         if self._file is not None:
             attempt(f"{self.folder / METRICS} could not be closed", self._file.close)
         self._file = None
-
-    def draw_at_exit(self) -> None:
-        """Draw the curves at the end of the process, when no other rank waits for this one."""
-        if self.writes:
-            atexit.register(self.draw)
-
-    def draw(self) -> None:
-        """Write curves.png."""
-        atexit.unregister(self.draw)
-        if self.writes and self.folder.is_dir():
-            attempt(f"{self.folder / PICTURE} could not be drawn", self._draw)
-
-    def _draw(self) -> None:
-        plot(read_metrics(self.folder / METRICS), self.folder / PICTURE)
-        print(printable(f"curves in {self.folder / PICTURE}"), flush=True)
-
-
-def plot(lines: Sequence[Mapping[str, Any]], picture: Path) -> None:
-    """Draw loss and validation by step, from lines of metrics.jsonl."""
-    with needs("report", "curves.png"):
-        from matplotlib.figure import Figure
-
-    steps, validated = ([line for line in lines if name in line] for name in ("loss", "validation"))
-    scores = [name for name in (validated[-1]["validation"] if validated else {}) if name != "loss"]
-    figure = Figure(figsize=(5 + 4 * len(scores), 3.6))
-    left, *right = figure.subplots(1, 1 + len(scores), squeeze=False)[0]
-    left.plot([line["step"] for line in steps], [line["loss"] for line in steps], label="training", linewidth=0.8)
-    for axes, name in zip([left, *right], ["loss", *scores] if validated else []):
-        points = [line["step"] for line in validated], [line["validation"].get(name) for line in validated]
-        axes.plot(*points, "o-", label="validation", markersize=3)
-        axes.set(xlabel="step", ylabel=f"validation {name}")
-    left.set(xlabel="step", ylabel="loss", yscale="log")
-    left.legend()
-    figure.tight_layout()
-    drawn = BytesIO()
-    figure.savefig(drawn, dpi=120, format="png")
-    replace_file(picture, drawn.getvalue())
-
-
-class Textfile:
-    """File of gauges pmm3d_* for the textfile collector of Prometheus's node exporter, with the labels run (the folder)
-    and job. The constructor raises Pmm3dError if the file cannot be written; `write` raises OSError."""
-
-    def __init__(self, path: Path, run: Path):
-        with needs("monitor", "training.prometheus"):
-            from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
-        if path.suffix != ".prom":
-            raise Pmm3dError(f"training.prometheus = {str(path)!r}: node exporters read only files that end in .prom")
-        registry, self._labels = CollectorRegistry(), (str(run.absolute()), job_id() or "")
-        self._store: Callable[[], None] = lambda: write_to_textfile(str(path), registry)
-        self._gauges = {name: Gauge(f"pmm3d_{name}", text, LABELS, registry=registry) for name, text in GAUGES.items()}
-        self._scores = Gauge(
-            "pmm3d_validation", "Figures of the last validation", [*LABELS, "figure"], registry=registry
-        )
-        try:
-            self.write({})
-        except OSError as error:
-            raise Pmm3dError(
-                f"training.prometheus = {str(path)!r} cannot be written: {error.strerror}. Name a file in "
-                "an existing folder that this user may write to"
-            ) from None
-
-    def write(self, figures: Mapping[str, float], validation: Mapping[str, float] | None = None) -> None:
-        """Set these gauges, and write all gauges that were set so far."""
-        for name, value in {**figures, "updated_timestamp_seconds": time.time()}.items():
-            if name in self._gauges:
-                self._gauges[name].labels(*self._labels).set(value)
-        for name, value in (validation or {}).items():
-            self._scores.labels(*self._labels, name).set(value)
-        self._store()

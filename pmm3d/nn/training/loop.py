@@ -121,7 +121,7 @@ class Trainer:
         self._held = 0.0
         self._loss = loss_named(self.recipe.loss)
         self._reporter = Reporter(self)
-        self._agreed = Agreed(0.0, 0.0, 0, False, False)
+        self._agreed = Agreed(0.0, 0.0, 0, False)
         self._failed: dict[Loader, Exception | None] = {}
         self._lock: RunLock | None = None
 
@@ -275,14 +275,11 @@ class Trainer:
                 square,
                 whole=self.grid,
                 request=self.signals.taken(),
-                look=self._reporter.straggler_due(),
                 failed=problem is not None,
             )
         self._failed.pop(loader, None)
         if agreed.failed:
             self._failed[loader] = problem
-        if agreed.look:
-            self._reporter.look_for_stragglers()
         return agreed
 
     def _take(self, loader: Loader) -> list[Batch]:

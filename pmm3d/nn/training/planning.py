@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from math import ceil, gcd
+from math import gcd
 from typing import Any, NamedTuple
 
 from ...errors import GridError, Pmm3dError
-from ...layout import PIPE, SEQ, ULYSSES, GridShape, itemsize
+from ...layout import PIPE, SEQ, ULYSSES, GridShape
 from ...model.candidates import FAMILIES, Candidate, Ranking, preset_of
-from ...model.gpt import block_bytes
 from ...model.grid_search import grids_4d
 from ...model.machines import Group, Machine, groups_of
 from ...model.simulation import simulate
@@ -289,39 +288,8 @@ class _Planner:
         return share * self.rough.seconds(self._as_copies(grid))
 
     def _held(self, grid: GridShape) -> float:
-        """Return a rough lower bound of the bytes on a rank."""
-        if self.whole.blocks:
-            return self.rough.parts(self._as_copies(grid)) / grid.stages + self._in_blocks(grid)
+        """Return the rough bytes on a rank."""
         return self.rough.held(self._as_copies(grid)) / grid.stages
-
-    def _in_blocks(self, grid: GridShape) -> float:
-        """Return the bytes of a transformer's activations (by the formula of a block), logits and gathered weights."""
-        network, steps = self.config.network, self.whole
-        sharded = [network.activations, *self.activations][-1]
-        recompute = [network.recompute, *self.recompute][-1]
-        element, outer = itemsize(self.config.precision.compute), grid.y * (grid.x if sharded == "sharded" else 1)
-        length = ceil((self.config.data.sequence or 1) / _sharing(grid))
-        rows, hidden = ceil(steps.rows / (grid.data * grid.z)) * length, int(str(network.hidden))
-        whole, again = (
-            block_bytes(
-                rows,
-                hidden,
-                network.heads or 1,
-                outer=outer,
-                inner=grid.x,
-                element=element,
-                kv_heads=network.kv_heads,
-                mlp=network.mlp,
-                recompute=name,
-            )
-            for name in ("none", "full")
-        )
-        every = 1 if recompute == "full" else recompute if isinstance(recompute, int) else 0
-        kept = steps.blocks * whole if not every else whole + steps.blocks * (whole * (every - 1) + again) / every
-        gathered = self.rough.weights(grid) if grid.z > 1 else 0.0
-        under_way = gathered / 2  # sums of gradients over z, until the end of the pass
-        outputs = network.vocabulary or steps.samples.outputs
-        return kept + 2 * element * rows * outputs / grid.x + min(steps.keep, gathered) + under_way
 
     def _as_copies(self, grid: GridShape) -> GridShape:
         """Return the grid of a stage. Ranks along seq count as data, because they hold the same weights."""
@@ -335,21 +303,15 @@ class _Planner:
         for small in [grid for grid in SMALL if not self._idle(grid)]:
             node = small.size if self.ranks <= self.machine.ranks_per_node else max(1, small.size // 2)
             try:
-                some = steps.of_micro_batches(self.shown[0])
-                more = some.of_blocks(min(steps.blocks, 2 * FEW)).of(small, node)
+                some = steps.of_micro_batches(self.shown[0]).of_blocks(min(steps.blocks, 2 * FEW))
+                more, twice = (each.of(small, node) for each in (some, some.of_rows(2 * some.rows)))
                 few = some.of_blocks(FEW).of(small, node) if steps.blocks > 2 * FEW else more
-                times = max(0.0, steps.blocks / FEW - 2)
-                whole = {
+                times, work = max(0.0, steps.blocks / FEW - 2), more.memory["work"]
+                memory = {
                     kind: round(nbytes + times * (nbytes - few.memory[kind])) for kind, nbytes in more.memory.items()
                 }
-                twice = 0 if steps.blocks else some.of_rows(2 * some.rows).of(small, node).memory["work"]
-                return ScaledStep(
-                    small,
-                    more._replace(memory=whole),
-                    min(max(0, twice - whole["work"]), whole["work"]),
-                    self.machine,
-                    self.run,
-                )
+                share = min(1.0, max(0.0, twice.memory["work"] / work - 1)) if work else 0.0
+                return ScaledStep(small, more._replace(memory=memory), share, self.machine, self.run)
             except Pmm3dError as error:
                 refused = error
         raise refused

@@ -12,7 +12,7 @@ from ...comm import Grid
 from ...errors import CheckpointError, DataError, Pmm3dError, needs
 from ...io import DataSet, TokenDataSet
 from ...io.checkpoint import Checkpoint
-from ...io.split import Part
+from ...io.split import RowSet
 from ...text import names_in_words
 from ..facts import Facts, compare, facts_in
 from .config import Config, checked
@@ -25,7 +25,7 @@ with needs("train", "the settings of a run"):
 SAMPLES = "samples"
 """Key of `Samples` in a run's settings."""
 Data = DataSet | TokenDataSet
-Rows = tuple[Data, Part]
+Rows = tuple[Data, RowSet]
 """A data set, and part of its rows; a row of tokens is a sequence."""
 
 
@@ -108,7 +108,7 @@ def opened(config: Config, grid: Grid, accept: Collection[str] = ()) -> Iterator
         if section.validation_file is not None:
             other = _data_set(config, grid, data)
             stack.enter_context(closing(other))
-            validation = other, Part(0, other.samples, other.samples)
+            validation = other, RowSet(0, other.samples, other.samples)
             _compare(config, data, other, accept)
         if isinstance(data, DataSet):
             check_classes(data, kept, validation)
@@ -139,7 +139,7 @@ def _compare(config: Config, data: Data, other: Data, accept: Collection[str]) -
         )
 
 
-def parts_of(config: Config, data: Data) -> tuple[Part, Part]:
+def parts_of(config: Config, data: Data) -> tuple[RowSet, RowSet]:
     """Return (the rows for training, the held-out rows). Collective. Raises Pmm3dError if no row is left for training
     or for validation, and for targets of one class."""
     section, grid = config.data, data.grid
@@ -210,7 +210,7 @@ def names_of(data: DataSet) -> list[str]:
     return data.class_names or [str(number) for number in range(data.classes or 0)]
 
 
-def check_classes(data: DataSet, kept: Part, held: Rows | None) -> None:
+def check_classes(data: DataSet, kept: RowSet, held: Rows | None) -> None:
     """Warn, on rank 0, about classes without a sample for training or validation. Reads all labels once. Collective."""
     if data.classes is None:
         return
@@ -237,7 +237,12 @@ def recalled(found: Checkpoint) -> Recalled:
             "not write it: make the network in a program and load it with nn.exchange.load_weights"
         )
     try:
-        sections = {name: values for name, values in settings.items() if name != SAMPLES}
+        sections = {
+            # an unset key may be unknown to this version
+            name: {key: value for key, value in values.items() if value is not None}
+            for name, values in settings.items()
+            if name != SAMPLES
+        }
         samples = {name: value for name, value in settings[SAMPLES].items() if name in Samples.model_fields}
         return Recalled(checked(sections, str(found.path)), Samples(**samples), facts_in(found.meta))
     except (ValidationError, TypeError, AttributeError, KeyError, Pmm3dError) as error:

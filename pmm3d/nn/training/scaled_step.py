@@ -18,10 +18,10 @@ class ScaledStep:
     This is much faster than a dry run on each grid.
 
     step          of the small grid, with the memory of all blocks
-    activations   bytes of its work memory that grow with the rows
+    activations   share of its work memory that grows with the rows, 0 to 1
     """
 
-    def __init__(self, small: GridShape, step: Step, activations: int, machine: Machine, run: int | None):
+    def __init__(self, small: GridShape, step: Step, activations: float, machine: Machine, run: int | None):
         self.small, self.step, self.activations, self.machine, self.run = small, step, activations, machine, run
 
     def seconds(self, grid: GridShape) -> float:
@@ -45,20 +45,13 @@ class ScaledStep:
         return simulate(tasks(actions, self.machine, groups)).seconds
 
     def held(self, grid: GridShape) -> float:
-        """Return bytes on a rank: `parts`, activations, and other work memory, which grows with gathered weights."""
+        """Return bytes on a rank: weights, gradients, states of the optimizer and copies for a checkpoint; activations;
+        and other work memory, which grows with gathered weights."""
         x, y, z, data = self._shares(grid)
-        gathered = (self.step.memory["work"] - self.activations) * (1.0 if grid.z > 1 else 0.5)
-        return self.parts(grid) + z * data * (x + y) / 2 * self.activations + x * y * gathered
-
-    def parts(self, grid: GridShape) -> float:
-        """Return bytes of weights, gradients, states of the optimizer, and copies for a checkpoint."""
-        x, y, z, _ = self._shares(grid)
-        return x * y * z * sum(self.step.memory.get(kind, 0) for kind in ("weights", "gradients", "state", "copies"))
-
-    def weights(self, grid: GridShape) -> float:
-        """Return bytes of weights that are gathered over z."""
-        x, y, *_ = self._shares(grid)
-        return x * y * self.small.z * self.step.memory["weights"]
+        parts = sum(self.step.memory.get(kind, 0) for kind in ("weights", "gradients", "state", "copies"))
+        activations = z * data * (x + y) / 2 * self.activations
+        gathered = x * y * (1 - self.activations) * (1.0 if grid.z > 1 else 0.5)
+        return x * y * z * parts + (activations + gathered) * self.step.memory["work"]
 
     def _shares(self, grid: GridShape) -> list[float]:
         """Return, for each axis, the size of a part divided by its size on the small grid."""

@@ -161,7 +161,7 @@ class NetworkSection(Section):
     order: Literal["plain", "zigzag", "striped"] | None = of_tokens("plain")
     """order of the tokens of a sequence that ranks along seq share: zigzag gives them equal work (gpt, llama: plain if
     left out)"""
-    parallel: Literal["auto", "ring", "ulysses", "gather", "2d"] | None = of_tokens("auto")
+    parallel: Literal["auto", "ring", "ulysses"] | None = of_tokens("auto")
     """how ranks along seq attend to each other's tokens (gpt, llama: auto if left out)"""
     dropout: Share = 0.0
     """share of each hidden layer's outputs that is dropped in training; for a transformer see nn.GPT"""
@@ -319,7 +319,7 @@ class TrainingSection(Section):
     """Length of the run, precision, and files."""
 
     folder: Place = Path("runs/train")
-    """folder of this run, for metrics.jsonl, run.json, curves.png and checkpoints"""
+    """folder of this run, for metrics.jsonl, run.json and checkpoints"""
     loss: Literal["auto", "cross_entropy", "mse", "mae"] = "auto"
     """loss to minimize; auto: cross_entropy for classes, mse for values"""
     steps: Count | None = None
@@ -347,8 +347,6 @@ class TrainingSection(Section):
     seed: Seed = 0
     """seed of the initial weights, of dropout and of the order of the rows; in a network of `build`, of layers without
     a seed"""
-    prometheus: Place | None = None
-    """a .prom file for the latest figures, in the folder of a Prometheus node exporter"""
 
 
 class OverlapSection(Section):

@@ -37,14 +37,12 @@ class Agreed(NamedTuple):
 
     loss      of the whole step;   norm   of the whole gradient
     request   the most urgent signal that any rank received, 0 for none
-    look      whether to search for stragglers
     failed    whether a rank could not read its part of the next batch
     """
 
     loss: float
     norm: float
     request: int
-    look: bool
     failed: bool
 
 
@@ -55,7 +53,6 @@ def step_agreement(
     *,
     whole: Grid | None = None,
     request: int = 0,
-    look: bool = False,
     failed: bool = False,
 ) -> Agreed:
     """Combine loss, square of the gradient's norm, and requests of all ranks. Collective: one all-reduce of a few
@@ -66,7 +63,7 @@ def step_agreement(
 
         >>> with Grid() as grid:
         ...     step_agreement(grid, 1 / grid.size, request=SAVE if grid.rank == 0 else 0)
-        Agreed(loss=1.0, norm=0.0, request=1, look=False, failed=False)
+        Agreed(loss=1.0, norm=0.0, request=1, failed=False)
     """
     parallel, everyone = BackwardSync.of(grid), (whole or grid).everyone
     stages, own = everyone.size // grid.size, np.atleast_1d(square)
@@ -75,9 +72,9 @@ def step_agreement(
     ends = 0 if request < END else 1 if request == END else everyone.size + 1
     with grid.ledger.phase("agreement"):
         total = everyone.all_reduce(
-            np.array([loss, request == SAVE, ends, look, failed, *digests.flat, *own]), agreed=True
+            np.array([loss, request == SAVE, ends, failed, *digests.flat, *own]), agreed=True
         ).wait()
-    loss, saves, ends, looks, failures, *rest = total.tolist()
+    loss, saves, ends, failures, *rest = total.tolist()
     squares = rest[2 * stages :]
     differ = [int(one) ** 2 != grid.size * int(two) for one, two in zip(rest[:stages], rest[stages:])]
     if any(differ) and grid.dry_run is None:
@@ -85,7 +82,7 @@ def step_agreement(
             if differ[stage]:
                 parallel.explain()
     asked = INTERRUPT if ends > everyone.size else END if ends else SAVE if saves else 0
-    return Agreed(loss, sqrt(abs(sum(squares))), asked, looks > 0, failures > 0)
+    return Agreed(loss, sqrt(abs(sum(squares))), asked, failures > 0)
 
 
 def weighted(grid: Grid, loss: Loss, batches: Sequence[Batch]) -> LossOf:

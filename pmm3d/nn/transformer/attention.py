@@ -23,7 +23,7 @@ from ..operations import check_unit, split
 from ..tensor import Tensor, as_tensor, relayout, whole
 from .cache import Cache, rows_of_sequence
 from .kernel import Partial, attend, attend_backward
-from .ring import Gathered, Ring, Segment, Visit, in_turn, shares, whole_sequences
+from .ring import Ring, Segment, Visit, in_turn, shares, whole_sequences
 from .sequence import INSIDE, by_heads, chosen, nodes_along_seq
 from .visible import BLOCK, Dropout, Rows, Visible
 
@@ -75,7 +75,7 @@ def attention(
     block : int
         Number of rows of a block of scores. The last bits of the result depend on it. Default: 512.
     parallel : str
-        Method by which ranks along seq share a sequence: "ring", "ulysses", "gather", "2d" or "auto" (default).
+        Method by which ranks along seq share a sequence: "ring", "ulysses" or "auto" (default).
 
     Returns
     -------
@@ -99,7 +99,6 @@ def attention(
     If P ranks along seq share sequences that have K elements of k and Q elements of q, each rank receives at most:
 
         ring      2 (P-1)/P K forward; 4 (P-1)/P K + 2/P K backward, the gradients as float32 or wider
-        gather    2 (P-1)/P K forward; 4 (P-1)/P K backward
         ulysses   (2 Q + 2 K) (P-1)/P^2 in each pass
 
     With a causal mask or a window, a ring sends only the keys that other ranks need. The axis ulysses exchanges heads
@@ -147,7 +146,6 @@ def attention(
         Visible(causal, window, drops, block),
         size**-0.5 if scale is None else scale,
         _documents(operands[0], documents),
-        method == "gather",
     )
     return relayout(local.output(operands), stored)
 
@@ -299,20 +297,14 @@ class _Local:
     """One rank's part of an attention.
 
     `forms` are the forms of q, k and v, or the form of the single tensor with all three. `shares` contains the segments
-    of this rank's rows, each with the ranks that hold the other rows of its sequences. `fresh` is True if a single
-    kernel call for each share sets all gradients. `documents` begins at the row `first` of the whole batch.
+    of this rank's rows, each with the ranks that hold the other rows of its sequences. `fresh`: gradients are
+    written once, so they need not start at zero. `documents` begins at the row `first` of the whole batch.
     """
 
     def __init__(
-        self,
-        operands: Sequence[Tensor],
-        size: int,
-        visible: Visible,
-        scale: float,
-        documents: np.ndarray | None,
-        gathers: bool,
+        self, operands: Sequence[Tensor], size: int, visible: Visible, scale: float, documents: np.ndarray | None
     ):
-        self.size, self.visible, self.scale, self.documents, self.gathers = size, visible, scale, documents, gathers
+        self.size, self.visible, self.scale, self.documents = size, visible, scale, documents
         q, k, v = _forms(operands)
         grid = q.grid
         lacks = any(_lacks(q.layout, each.layout, q.shape[1], k.shape[1], size, grid.shape) for each in (k, v))
@@ -333,11 +325,9 @@ class _Local:
             self.shares = shares(q.layout, q.shape[0], grid.shape, grid.coords, visible.causal, visible.window)
         else:
             self.shares = whole_sequences(box, self.cache.positions(length))
-        self.fresh = (
-            not gathers
-            and all(len(each.members) == 1 for each in self.shares)
-            and [run.of_k for run in self.runs] == [slice(0, (held.c1 - held.c0) // size)]
-        )
+        self.fresh = all(len(each.members) == 1 for each in self.shares) and [run.of_k for run in self.runs] == [
+            slice(0, (held.c1 - held.c0) // size)
+        ]
 
     def parts(self, arrays: Sequence[Array]) -> list[Array]:
         """Arrays of q, k and v: (rows, heads x size), or views (rows, heads, size) of the one array."""
@@ -382,25 +372,19 @@ class _Local:
         with x.grid.ledger.phase("gather heads"):
             return relayout_array(x.grid, x.shard, x.shape, x.layout, form.layout).wait()
 
-    def source(self, *own: Array) -> Ring | Gathered:
-        """Source of the keys and values of other ranks."""
-        if self.gathers:
-            return Gathered(self.q.grid, self.k, own)
-        return Ring(self.q.grid, own, self.visible.block)
-
     def output(self, operands: Sequence[Tensor]) -> Tensor:
         """Result, recorded on the tape."""
         form, grid, held = self.q, self.q.grid, [each.shard for each in operands]
         held[1:] = [self.gathered(*each) for each in zip(operands[1:], (self.k, self.v))]
         q, *keys_and_values = self.parts(held)
-        wide, source = form.wide.new(), self.source(*keys_and_values)
+        wide, ring = form.wide.new(), Ring(grid, keys_and_values, self.visible.block)
         rows, cols = form.local_shape
         lse = grid.workspace.array((rows * cols // self.size,), form.wide.dtype, form.library)
         for share in self.shares:
             own, fresh = share.own, True
             queries, out = (self.heads(each[own.rows], own.number) for each in (q, wide))
             here, sums = self.rows(own), self.lse(lse, own)
-            for visit, part in in_turn(share, keys_and_values, (), source.forward(share)):
+            for visit, part in in_turn(share, keys_and_values, (), ring.forward(share)):
                 keys = self.rows(visit.keys, visit.piece)
                 key, value = (self.heads(each, own.number) for each in visit.arrays)
                 if self.cache is not None:
@@ -440,16 +424,15 @@ class _Local:
     def gradients(self, gradient: Array, *kept: Array) -> list[Gradient]:
         *held, out, lse = kept
         (q, k, v), grid = self.parts(held), self.q.grid
-        source, found = self.source(k, v), [form.wide.new() for form in self.forms[: 1 if self.gathers else 3]]
+        ring, found = Ring(grid, (k, v), self.visible.block), [form.wide.new() for form in self.forms]
         for each in () if self.fresh else found:
             each[...] = 0
-        dq, *own_totals = self.parts(found)
-        totals = source.begin_backward(own_totals)
+        dq, *totals = self.parts(found)
         for share in self.shares:
             own = share.own
             queries, result, dout, slope = (self.heads(each[own.rows], own.number) for each in (q, out, gradient, dq))
             here, sums = self.rows(own), self.lse(lse, own)
-            for visit, part in in_turn(share, (k, v), totals, source.backward(share)):
+            for visit, part in in_turn(share, (k, v), totals, ring.backward(share, totals)):
                 keys = self.rows(visit.keys, visit.piece)
                 key, value, dk, dv = (self.heads(each, own.number) for each in (*visit.arrays, *visit.gradients))
                 with computing(grid, "attention", self.work(5, own, visit), "attention backward"):
@@ -474,7 +457,6 @@ class _Local:
                             self.fresh,
                             part,
                         )
-        found += source.end_backward()
         return [Gradient(self.rounded(form, each), self.of_gradient(form)) for form, each in zip(self.forms, found)]
 
     def of_gradient(self, form: Form) -> Layout:

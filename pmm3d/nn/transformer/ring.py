@@ -17,9 +17,7 @@ import numpy as np
 
 from ...arrays import Array, library_of
 from ...comm import Grid, Pending
-from ...layout import SEQ, Box, Coords, GridShape, Layout, offsets
-from ...product.relayout import relayout
-from ..compute import Form
+from ...layout import SEQ, Box, Coords, GridShape, Layout
 from ..contract import EVERYTHING
 from .sequence import row_positions, sequence_length
 
@@ -173,20 +171,13 @@ class Ring:
         """Start the exchange. Returns an iterator of visits, in order."""
         return self._visits(share, (), *self._begin(share, ()))
 
-    def begin_backward(self, totals: Sequence[Array]) -> Sequence[Array]:
-        """Return the arrays for gradients of this rank's keys and values, here `totals`."""
-        self._totals = totals
-        return totals
-
-    def backward(self, share: Share) -> Iterator[Visit]:
+    def backward(self, share: Share, totals: Sequence[Array]) -> Iterator[Visit]:
         """Start the exchange with gradients, in two pieces each, so that two ranks can add at the same time. Request
-        the first visit after this rank has added the first part of its own contributions."""
-        own = tuple(each[share.own.rows] for each in self._totals)
-        return self._visits(share, own, *self._begin(share, own))
+        the first visit after this rank has added the first part of its own contributions.
 
-    def end_backward(self) -> tuple[Array, ...]:
-        """Return gradients that are not in `totals`, here none."""
-        return ()
+        totals: gradients of this rank's keys and values"""
+        own = tuple(each[share.own.rows] for each in totals)
+        return self._visits(share, own, *self._begin(share, own))
 
     def _begin(self, share: Share, gradients: Sequence[Array]) -> tuple[Iterator[int], Posted | None]:
         """Send this rank's keys and values. Returns the members after the first, and the receives of the first."""
@@ -276,55 +267,6 @@ class Ring:
 def _wait(pending: Sequence[Pending]) -> None:
     for each in pending:
         each.wait()
-
-
-class Gathered:
-    """Exchange by an all-gather of keys and values in each pass (Llama 3: Grattafiori et al. 2024, arXiv 2407.21783,
-    3.3.2). Gradients of keys and values are reduce-scattered, so their last bits depend on the number of ranks. All
-    other sums have the order of `Ring`."""
-
-    def __init__(self, grid: Grid, form: Form, own: Sequence[Array]):
-        self.grid, self.own, self._form = grid, tuple(own), form
-        rows = tuple(axis for axis in form.layout.rows if axis != SEQ)
-        self._whole = form.like(form.shape, Layout(rows, form.layout.cols, units=form.layout.units))
-        self._starts = offsets(form.counts(SEQ))
-        with grid.ledger.phase("gather keys"):
-            begun = [relayout(grid, each, form.shape, form.layout, self._whole.layout) for each in own]
-        self._arrays = tuple(each.wait() for each in begun)
-
-    def forward(self, share: Share) -> Iterator[Visit]:
-        """Return the visits in the order of a ring."""
-        return self._visits(share, ())
-
-    def begin_backward(self, totals: Sequence[Array]) -> Sequence[Array]:
-        """Return arrays of zeros for gradients of this rank's keys and values."""
-        self._totals = tuple(self._whole.wide.new() for _ in self.own)
-        for each in self._totals:
-            each[...] = 0
-        index = self.grid.axis(SEQ).index
-        return tuple(each[self._starts[index] : self._starts[index + 1]] for each in self._totals)
-
-    def backward(self, share: Share) -> Iterator[Visit]:
-        """Return the visits, with gradients."""
-        return self._visits(share, self._totals)
-
-    def end_backward(self) -> tuple[Array, ...]:
-        """Return the gradients of keys and values, summed over the ranks."""
-        sums = Layout(self._whole.layout.rows, self._whole.layout.cols, SEQ, self._whole.layout.units)
-        with self.grid.ledger.phase("reduce keys"):
-            begun = [relayout(self.grid, each, self._form.shape, sums, self._form.layout) for each in self._totals]
-        return tuple(each.wait() for each in begun)
-
-    def _visits(self, share: Share, totals: Sequence[Array]) -> Iterator[Visit]:
-        for hop in range(1, len(share.members)):
-            member = (share.here - hop) % len(share.members)
-            if share.used[share.here][member]:
-                keys = share.members[member]
-                start = self._starts[keys.rank]
-                rows = slice(start + keys.rows.start, start + keys.rows.stop)
-                yield Visit(
-                    keys, EVERYTHING, *(tuple(each[rows] for each in group) for group in (self._arrays, totals))
-                )
 
 
 def in_turn(

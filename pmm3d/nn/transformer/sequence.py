@@ -15,7 +15,7 @@ from ...model.machines import groups_of
 
 INSIDE = (SEQ, ULYSSES)
 """Axes that split the rows of a sequence, from major to minor."""
-PARALLEL = ("auto", "ring", "ulysses", "gather", "2d")
+PARALLEL = ("auto", "ring", "ulysses")
 """Methods by which ranks that share a sequence compute its attention."""
 
 
@@ -218,15 +218,16 @@ def row_positions(layout: Layout, rows: int, box: Box) -> np.ndarray:
 def chosen(
     parallel: str, layout: Layout, rows: int, grid: GridShape, heads: tuple[int, int], skewed: bool, nodes: int = 1
 ) -> str:
-    """Method of ranks along seq for the attention of shared sequences: "ring", "ulysses" or "gather".
+    """Method of ranks along seq for the attention of shared sequences: "ring" or "ulysses".
 
     heads: numbers of heads of queries and of keys on the ranks along seq, which are on `nodes` nodes. skewed: whether a
     causal mask gives the ranks of a ring unequal work.
 
-    "2d" is a ring on a grid that also has the axis ulysses. "auto" chooses Ulysses if the ranks divide the heads of
-    keys, and if Ulysses sends less than a ring or the ring's work is skewed. With a and a_kv heads on P ranks of a
-    node, Ulysses sends a + a_kv parts and a ring a_kv P. On N nodes, (a + a_kv) (N - 1) / N^2 and a_kv (P - 1) / P
-    parts enter a node. Both methods give the same bits. Raises Pmm3dError for an unknown method.
+    "auto" chooses Ulysses if the ranks divide the heads of keys, and if Ulysses sends less than a ring or the ring's
+    work is skewed. With a and a_kv heads on P ranks of a node, Ulysses sends a + a_kv parts and a ring a_kv P. On N
+    nodes, (a + a_kv) (N - 1) / N^2 and a_kv (P - 1) / P parts enter a node.
+
+    Both methods give the same bits. Raises Pmm3dError for an unknown method.
 
         >>> grid, layout = GridShape(1, 1, 1, seq=4), Layout("seq")
         >>> [chosen("auto", layout, 64, grid, heads, False) for heads in ((8, 8), (8, 4), (8, 2))]
@@ -237,13 +238,6 @@ def chosen(
     """
     if parallel not in PARALLEL:
         raise Pmm3dError(f"parallel must be one of {', '.join(PARALLEL)}; got {parallel!r}{hint(parallel, PARALLEL)}")
-    if parallel == "2d":
-        if not {SEQ, ULYSSES} <= {*grid.names}:
-            raise Pmm3dError(
-                f'attention: parallel="2d" needs a grid with the axes ulysses and seq; got {grid}. For '
-                'example, pass axes={"ulysses": 4, "seq": 2} to Grid if a node has 4 ranks'
-            )
-        return "ring"
     ranks = ranks_per_sequence(layout, rows, grid)
     if parallel != "auto":
         return parallel if SEQ in layout.on(grid).rows else "ring"

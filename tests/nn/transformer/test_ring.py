@@ -1,4 +1,4 @@
-"""Attention of sequences that ranks along seq share: ring, gather and Ulysses, compared with dense attention; their
+"""Attention of sequences that ranks along seq share: ring and Ulysses, compared with dense attention; their
 bits, bytes and work for any number of ranks."""
 
 from importlib import import_module
@@ -95,7 +95,7 @@ def on_ranks(comm, numbers, run):
     return found
 
 
-@pytest.mark.parametrize("parallel", ["ring", "gather", "ulysses"])
+@pytest.mark.parametrize("parallel", ["ring", "ulysses"])
 def test_ranks_that_share_sequences_compute_dense_attention(comm, parallel):
     """Lengths that do not divide, several sequences on some ranks, all masks and orders."""
     cases = [
@@ -121,7 +121,6 @@ def test_ranks_that_share_sequences_compute_dense_attention(comm, parallel):
 
 @pytest.mark.parametrize("order", ["plain", "zigzag"])
 def test_the_bits_do_not_depend_on_the_number_of_ranks(comm, order):
-    """All bits of ring and Ulysses; of gather, the bits of the result and of the gradient of queries."""
     for mask, dtype, library in (
         ("causal", "bfloat16", "torch"),
         ("full", "float64", "numpy"),
@@ -129,7 +128,7 @@ def test_the_bits_do_not_depend_on_the_number_of_ranks(comm, order):
     ):
 
         def run(grid, mask=mask, dtype=dtype, library=library):
-            ways = ("ring", "gather", "ulysses") if grid.shape.seq <= SHARED else ("ring", "gather")
+            ways = ("ring", "ulysses") if grid.shape.seq <= SHARED else ("ring",)
             return {
                 parallel: [
                     each.tobytes()
@@ -153,19 +152,15 @@ def test_the_bits_do_not_depend_on_the_number_of_ranks(comm, order):
             found = on_ranks(comm, (1, 2, 4, 8), run)
             if comm.rank == 0:
                 assert len({tuple(each["ring"]) for each in found.values()}) == 1
-                assert len({tuple(each["gather"][:2]) for each in found.values()}) == 1
-                assert found[1]["ring"] == found[1]["ulysses"] == found[2]["ulysses"] == found[1]["gather"]
+                assert found[1]["ring"] == found[1]["ulysses"] == found[2]["ulysses"]
 
 
 def test_bytes_are_those_of_the_formulas(comm):
     """Bytes received by a rank, in rows x columns of keys. Ring: 2 (P-1)/P forward; as much backward, and 2 (P-1)/P +
-    2/P for gradients. Gather: 2 and 4 (P-1)/P. Ulysses: (2 + 2 a_kv/a)(P-1)/P of queries / P in each pass."""
+    2/P for gradients. Ulysses: (2 + 2 a_kv/a)(P-1)/P of queries / P in each pass."""
     rows, ranks = 64, comm.size
     keys, queries = rows * SHARED * SIZE * 8, rows * HEADS * SIZE * 8
-    expected = {
-        "ring": (2 * (ranks - 1) * keys // ranks, 4 * (ranks - 1) * keys // ranks + 2 * keys // ranks),
-        "gather": (2 * (ranks - 1) * keys // ranks, 4 * (ranks - 1) * keys // ranks),
-    }
+    expected = {"ring": (2 * (ranks - 1) * keys // ranks, 4 * (ranks - 1) * keys // ranks + 2 * keys // ranks)}
     for parallel, (forward, backward) in expected.items():
         with given(parallel=parallel):
             for make in (
@@ -247,7 +242,7 @@ def test_grids_with_further_axes(comm):
         ((2, 1, 2), 1, {"ulysses": 2}),
     ):
         with Grid(comm, shape, data, axes=axes) as grid:
-            for parallel in ("auto", "ring", "gather", "ulysses"):
+            for parallel in ("auto", "ring", "ulysses"):
                 with given(shape=shape, data=data, axes=axes, parallel=parallel):
                     found = of_grid(grid, 3, 20, order="zigzag", block=4, parallel=parallel, cols="x")
                     wanted = dense(*drawn(60), 20)
@@ -277,6 +272,6 @@ def test_ways_that_do_not_exist(comm, fails):
         x = DistMatrix.random(grid, (16, SIZE), layout=token_layout(grid, 16))
         fails(
             Pmm3dError,
-            "parallel must be one of auto, ring, ulysses, gather, 2d; got 'rings'.*ring",
+            "parallel must be one of auto, ring, ulysses; got 'rings'.*ring",
             lambda: attention(x, x, x, size=SIZE, parallel="rings"),
         )

@@ -6,7 +6,7 @@ from loops import given
 from networks import spread
 from samples import TESTED, to_library, to_numpy
 
-from pmm3d import DistMatrix, Grid, Layout, LayoutError, Pmm3dError, nn
+from pmm3d import DistMatrix, Grid, Layout, LayoutError, nn
 from pmm3d.layout import ORDERS
 from pmm3d.nn.transformer import positions, ranks_per_sequence, row_positions, token_layout
 from pmm3d.nn.transformer.sequence import chosen, nodes_along_seq
@@ -99,9 +99,6 @@ def test_how_ranks_share_a_sequence_follows_from_their_nodes():
                 assert chosen("auto", Layout("seq"), 64, grid.shape, (64, 8), True, hosts) == "ulysses"
     with Grid.dry((1, 1, 1), axes={"ulysses": 4, "seq": 2}, hosts=2) as grid:
         assert nodes_along_seq(grid) == 2
-        nn.GPT(grid, vocabulary=4, positions=8, layers=1, hidden=8, heads=4, parallel="2d")
-    with Grid.dry((1, 1, 1), seq=8) as grid, pytest.raises(Pmm3dError, match="axes ulysses and seq; got 1x1x1.*seq 8"):
-        nn.GPT(grid, vocabulary=4, positions=8, layers=1, hidden=8, heads=4, parallel="2d")
 
 
 @pytest.mark.parallel([2])

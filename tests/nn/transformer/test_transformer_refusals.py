@@ -42,7 +42,7 @@ REFUSED = {
     "recomputation of each 0th block": ("GPT", {"recompute": 0}, "recompute.*0"),
     "unknown activations": ("GPT", {"activations": "both"}, '"replicated".*"sharded".*\'both\''),
     "an unknown order": ("GPT", {"order": "spiral"}, "plain.*zigzag.*striped.*'spiral'"),
-    "an unknown way along seq": ("GPT", {"parallel": "rings"}, "ring.*ulysses.*gather.*'rings'"),
+    "an unknown way along seq": ("GPT", {"parallel": "rings"}, "ring.*ulysses.*'rings'"),
 }
 
 

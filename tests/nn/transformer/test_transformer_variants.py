@@ -45,7 +45,7 @@ def test_orders_and_ways_along_seq_are_those_of_torch(comm, name):
 
     def check(number, grid):
         for index, order in enumerate(("plain", "zigzag", "striped")):
-            for parallel in ("ring", "gather", "ulysses", "auto")[(index + number) % 2 :: 2]:
+            for parallel in ("ring", "ulysses", "auto")[(index + number) % 2 :: 2]:
                 with given(order=order, parallel=parallel):
                     own = {"order": order} if parallel in ("ring", "ulysses") else {}
                     net = fill(case.make(grid, parallel=parallel, **own))
