@@ -493,7 +493,9 @@ def test_the_trace_of_the_run_and_options_are_checked_first(monkeypatch, config,
     monkeypatch.setattr(DrySteps, "of", lambda *arguments: pytest.fail("simulated before"))
     step = (config, "--ranks", 2, *SAMPLES, "--trace", tmp_path / "both.json", "--beside")
     assert "cannot read the trace" in refused(*step, tmp_path / "gone.json")
-    assert "--mtbf must be positive" in refused(config, "--ranks", 2, *SAMPLES, "--mtbf", 0, "--write-seconds", 1)
+    assert "--mtbf must be positive, got -1 hours" in refused(
+        config, "--ranks", 2, *SAMPLES, "--mtbf", -1, "--write-seconds", 1
+    )
 
 
 @pytest.mark.parametrize(

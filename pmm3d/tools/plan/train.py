@@ -75,8 +75,14 @@ def train_command(
     beside: Annotated[
         Path | None, typer.Option(help="A file of pmm3d train --trace. Its events are added to --trace.")
     ] = None,
-    mtbf: options.Mtbf = None,
-    write_seconds: options.WriteSeconds = None,
+    mtbf: Annotated[
+        float | None,
+        typer.Option(
+            help="Mean hours between failures of the whole job. With --write-seconds, "
+            "print how often to write a checkpoint."
+        ),
+    ] = None,
+    write_seconds: Annotated[float | None, typer.Option(help="Seconds to write a checkpoint, for --mtbf.")] = None,
     top: options.Top = 10,
     json: options.Json = None,
     picture: options.Picture = None,
