@@ -133,7 +133,7 @@ def test_another_order_of_the_ranks_is_another_ranking(tmp_path):
 
 def test_a_gpt_by_simulation(tmp_path):
     path, picture = tmp_path / "plan.json", tmp_path / "plan.png"
-    said = plan(*SMALL, "--ranks", 8, "--machine", "frontier", "--json", path, "--picture", picture, "--top", 3)
+    said = plan(*SMALL, "--ranks", 8, "--machine", "frontier", "--json", path, "--plot", picture, "--top", 3)
     written = json.loads(path.read_text())
     assert len(written) >= 3
     for each in written:
@@ -213,7 +213,7 @@ UNANSWERABLE = [
     ((*SMALL, "--machine", "frontier", "--batch", 65, "--micro-batches", 2), "batch = 65 must be a multiple"),
     ((*CUBE, "--memory", 10), "ranks keeps m, n, k = (8, 8, 8)"),
     ((*SMALL, "--json", "none/x.json"), "cannot write none/x.json"),
-    ((*CUBE, "--picture", "x.mp3"), "the name of a picture ends in one of"),
+    ((*CUBE, "--plot", "x.mp3"), "the name of a picture ends in one of"),
 ]
 
 

@@ -66,7 +66,7 @@ def gpt_command(
     memory: options.Memory = None,
     top: options.Top = 10,
     json: options.Json = None,
-    picture: options.Picture = None,
+    plot: options.Plot = None,
 ) -> None:
     """Rank the grids for training a GPT in bfloat16 with AdamW, before a configuration exists.
 
@@ -82,7 +82,7 @@ def gpt_command(
     """
     from .ranking import check_outputs, print_plan, tell, write_plan
 
-    check_outputs(json, picture)
+    check_outputs(json, plot)
     axonn = terms is Terms.AXONN
     _check_terms(
         axonn,
@@ -118,7 +118,7 @@ def gpt_command(
                 ranks, top=max(top, TOP), activations=("replicated", "sharded"), recompute=("none", "full"), tell=told
             )
         print_plan(chosen, ranking, top, "a step")
-    write_plan(chosen, ranking, top, json, picture)
+    write_plan(chosen, ranking, top, json, plot)
 
 
 def _check_terms(axonn: bool, of_full: dict[str, Any], of_axonn: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ MachineName = Annotated[
     str | None,
     typer.Option(
         "--machine",
-        help="perlmutter, frontier, alps, nominal, or a TOML file of pmm3d tune machine --output. Default: "
+        help="perlmutter, frontier, alps, nominal, or a TOML file of pmm3d tune machine --out. Default: "
         "PMM3D_MACHINE, the machine measured here, or nominal.",
     ),
 ]
@@ -25,7 +25,7 @@ RanksPerNode = Annotated[int | None, size(1, "Ranks on each node. Default: those
 Memory = Annotated[int | None, size(1, "Memory limit of a rank, in bytes. Default: the machine's.", MOST_BYTES)]
 Top = Annotated[int, size(1, "Number of grids to show.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write all ranked grids to this file; - is standard output.")]
-Picture = Annotated[Path | None, typer.Option(help="Draw the terms of the time into this file (.png, .pdf, .svg).")]
+Plot = Annotated[Path | None, typer.Option(help="Draw the terms of the time into this file (.png, .pdf, .svg).")]
 
 NOMINAL = "nominal"
 SECTIONS = "gemm", "passes", "collectives", "laws", "memory"
