@@ -64,8 +64,8 @@ class Config(Section):
 
     @property
     def unscheduled(self) -> Config:
-        """This configuration without grid.schedule, chunks and cut."""
-        section = self.grid.model_copy(update=dict.fromkeys(("schedule", "chunks", "cut")))
+        """This configuration without grid.schedule and grid.cut."""
+        section = self.grid.model_copy(update=dict.fromkeys(("schedule", "cut")))
         return self.model_copy(update={"grid": section})
 
     def settings(self) -> dict[str, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import inf
 from pathlib import Path
 from typing import Annotated
@@ -12,10 +13,6 @@ from ...errors import Pmm3dError
 from ..output import bar, say_written, write_json, write_text
 from ..ranks import MOST_RANKS, one_process, size
 
-NAMES = (
-    "gpipe, 1f1b, interleaved, breadth-first, interleaved-zero-bubble, zb-h1, zb-h2, zb-1p, zb-2p, zb-v, v-half, "
-    "v-min, dualpipe, dualpipe-v"
-)
 MOST_PASSES = 2**18
 """Largest number of forward passes of a table."""
 OF_A_RANK = "one number for a rank, split equally among its stages; or one for each stage, separated by commas"
@@ -27,10 +24,10 @@ def pipeline_command(
     micro_batches: Annotated[int | None, size(1, "Micro-batches of a step. Default: those of FILE.csv.")] = None,
     schedule: Annotated[
         str | None,
-        typer.Option(help=f"A name: {NAMES}; or FILE.csv, a table in PyTorch's notation. Default: compare all names."),
-    ] = None,
-    chunks: Annotated[
-        int | None, size(1, "Stages of a rank. Default: as many as the schedule has; 2 if it can have any number.")
+        typer.Option(
+            help="A name: zb-h1, or interleaved-4 with 4 stages on each rank, or any other of the comparison; or "
+            "FILE.csv, a table in PyTorch's notation. Default: compare all names."
+        ),
     ] = None,
     forward: Annotated[
         str, typer.Option(metavar="T", help=f"Time of the forward pass of a micro-batch: {OF_A_RANK}.")
@@ -88,10 +85,11 @@ def pipeline_command(
         raise Pmm3dError("--messages has no effect without --csv: name the file of the table")
     if memory is not None and not 0 < memory < inf:
         raise Pmm3dError(f"--memory must be a positive number of micro-batches, got {memory}")
-    if (passes := (ranks or 1) * (chunks or 1) * (micro_batches or 1)) > MOST_PASSES:
+    stages = re.search(r"-(\d+)$", schedule or "")
+    if (passes := (ranks or 1) * (micro_batches or 1) * int(stages[1] if stages else 1)) > MOST_PASSES:
         raise Pmm3dError(
-            f"--ranks x --chunks x --micro-batches is {passes:,}, and a table has at most {MOST_PASSES:,} "
-            "such passes: take fewer micro-batches; the middle of a schedule repeats itself"
+            f"ranks x stages of a rank x micro-batches is {passes:,}, and a table has at most {MOST_PASSES:,} such "
+            "passes: take fewer micro-batches; the middle of a schedule repeats itself"
         )
     if schedule is None and (plot or csv):
         raise Pmm3dError("--plot and --csv need one schedule: name it with --schedule")
@@ -102,7 +100,7 @@ def pipeline_command(
             "all times are 0, so no schedule is faster than another: give a positive time to --forward, "
             "--backward or --weight"
         )
-    asked = Asked(ranks, micro_batches, chunks, times, memory)
+    asked = Asked(ranks, micro_batches, times, memory)
     if schedule is None:
         with bar("plan pipeline") as told:
             found, left_out = simulated(asked, told)
