@@ -18,7 +18,7 @@ from .reductions import diagonals
 from .stored import StoredMatrix, new_array
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 
 class Constructors(StoredMatrix):

@@ -10,7 +10,7 @@ from ..layout import Layout
 from .stored import StoredMatrix
 
 if TYPE_CHECKING:  # imported at first use
-    from typing_extensions import Self
+    from typing import Self
 
     from ..layout import BlockCyclic, Blocks
 

@@ -5,11 +5,7 @@ import re
 import signal
 import sys
 import time
-
-try:
-    import tomllib
-except ImportError:
-    import tomli as tomllib
+import tomllib
 
 import numpy as np
 import pytest

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-from importlib import import_module
 from typing import Any
 
 from ...errors import Pmm3dError, check_regular, needs
@@ -135,7 +133,8 @@ class Config(Section):
 def load(path: str | os.PathLike[str]) -> Config:
     """Return the configuration in a TOML file. Its paths are relative to the current folder. Raises Pmm3dError with
     every unknown key, the nearest known one, and every wrong value."""
-    tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    import tomllib
+
     try:
         check_regular(path)
         with open(path, "rb") as file:
