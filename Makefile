@@ -201,8 +201,8 @@ help: ## print this list
 	@touch $@
 
 $(STAMP): pyproject.toml setup.py constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-	  echo 'Python 3.10 or newer is needed. To use another Python: make PYTHON=/path/to/python3'; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo 'Python 3.11 or newer is needed. To use another Python: make PYTHON=/path/to/python3'; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo 'this Python cannot make virtual environments. On Debian or Ubuntu: apt-get install python3-venv'; exit 1; }
 	@echo 'setup: installing PyTorch, the test tools and MPI ($(MPI)) into $(VENV); minutes the first time'

@@ -1,12 +1,12 @@
-"""Time every algorithm of every collective, and compare with MPI, bus bandwidth and the textbook's model.
+"""Time the collectives between nodes and inside them, and MPI's own, by bus bandwidth.
 
     python -m pmm3d.launcher -n 8 benchmarks/collectives.py
     srun -N 4 -n 32 python benchmarks/collectives.py --ranks 32 --sizes 1MiB,64MiB
     python -m pmm3d.launcher -n 8 benchmarks/collectives.py --operation all_reduce --nodes 2 --json here.json
 
-direct: a message to each other rank at the same time. ring: parts move along a ring. stages: few ranks at a time (two:
-recursive halving and doubling). by nodes: sums first inside the nodes, gathers first between them, so that a link
-between nodes carries each byte once. gather and add: every rank receives all arrays. parameter server: one rank adds.
+direct: the library's algorithm without nodes, a message to each other rank at the same time (in stages on more than 16
+ranks). by nodes: sums first inside the nodes, gathers first between them. A link between nodes then carries each byte
+once.
 
 All groups of a size work at the same time, as the axes of a grid do. The algorithms of a size are timed in turns.
 
@@ -15,30 +15,24 @@ busbw    bus bandwidth in GB/s as defined by nccl-tests: bytes / seconds x 2 (p 
          x (p - 1) / p for the others, on p ranks. It can be compared with the bandwidth of the hardware
 library  * marks the algorithm that the library selects. With PMM3D_SUMS=ranks, sums are not hierarchical
 across   bytes that the node of rank 0 receives from other nodes, for all groups together
-model    microseconds by alpha (a step), beta (a byte received) and gamma (a byte added); textbook.py
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from collective_ways import Buffers, way_of
 from mpi4py import MPI
 from records import parser, report
-from textbook import BY_NODES, DIRECT, OPERATIONS, SERVER, STAGES, TOGETHER, cost, ways
 from timing import all_rounds, repetitions, slowest
 
-from pmm3d.comm import Axis, Grid
-from pmm3d.comm.transport import Collective, Link
+from pmm3d.comm import Axis, Grid, Pending
 from pmm3d.model.machines import Group
-from pmm3d.model.schedule import sums_whole
-from pmm3d.model.stages import DIRECT as ALL_AT_ONCE
+from pmm3d.model.node_map import FLAT, NodeMap
 from pmm3d.text import in_bytes
 from pmm3d.tools.tune.collectives import groups
 
@@ -48,10 +42,15 @@ ELEMENT = 4
 """Bytes of a float32."""
 SAMPLE_SECONDS, MOST_CALLS = 4e-3, 1000
 """Approximate seconds of a timing, and the largest number of repetitions in it."""
-MOST_LANDING = 2**28
-"""Largest number of bytes of all ranks' arrays for algorithms in which one rank receives all of them."""
-GAMMA_BYTES = 2**22
-HEADING = ["bytes", "algorithm", "us", "busbw", "library", "across", "model"]
+DIRECT, BY_NODES = "direct", "by nodes"
+OF_MPI = {
+    "all_gather": "allgather",
+    "reduce_scatter": "reduce_scatter_block",
+    "all_reduce": "allreduce",
+    "all_to_all": "alltoall",
+}
+"""Operation -> name of MPI's own collective."""
+HEADING = ["bytes", "algorithm", "us", "busbw", "library", "across"]
 
 
 class Row(NamedTuple):
@@ -88,18 +87,18 @@ def number_of_bytes(text: str) -> int:
 
 
 class Point:
-    """A collective in a group at one size, with all its algorithms on the same memory."""
+    """A collective in a group at one size, with all its algorithms on the same memory.
 
-    def __init__(self, grid: Grid, axis: Axis, group: Group, as_if: Group, operation: str, nbytes: int):
-        self._grid, self._axis, self.operation = grid, axis, operation
-        self._as_it_is, self._group = group, as_if
+    as_if   the group, on the nodes that --nodes pretends
+    own     communicator of the group, for MPI's own collective
+    """
+
+    def __init__(self, grid: Grid, axis: Axis, as_if: Group, own: MPI.Intracomm, operation: str, nbytes: int):
+        self._grid, self._axis, self._group, self._own, self.operation = grid, axis, as_if, own, operation
+        self._selected = axis.node_map
         elements = max(1, nbytes // ELEMENT // axis.size) * axis.size
         self.nbytes = elements * ELEMENT
-        self._too_much = self.nbytes * axis.size > MOST_LANDING
-        landing = axis.size if operation == "all_reduce" and not self._too_much else 1
-        self._buffers = Buffers(
-            np.ones(elements, np.float32), np.zeros(elements, np.float32), np.zeros((landing, elements), np.float32)
-        )
+        self._whole, self._other = np.ones(elements, np.float32), np.zeros(elements, np.float32)
 
     def rows(self, repeat: int) -> list[Row]:
         """Time all algorithms. Collective."""
@@ -107,7 +106,7 @@ class Point:
         across = {way: self._into_node(call() or 0) for way, call in calls.items()}
         times = {way: repetitions(comm, call, SAMPLE_SECONDS, MOST_CALLS) for way, call in calls.items()}
         seconds = all_rounds(calls, lambda way: slowest(comm, calls[way], times[way]), repeat)
-        chosen = self._chosen()
+        self._axis.node_map, chosen = self._selected, self._chosen()
         return [
             Row(self.operation, way, self._group, self.nbytes, found, across[way], way == chosen)
             for way, found in seconds.items()
@@ -120,54 +119,42 @@ class Point:
         return sum(each for rank, each in enumerate(received) if grid.host_of(rank) == grid.host_of(0))
 
     def _calls(self) -> dict[str, Callable[[], int | None]]:
-        made = dict[str, Callable[[], int | None]]()
-        each = self._group.inside if self._group != self._as_it_is else self._axis.node_map.per_node
-        for way in ways(self.operation, each):
-            if not (self._too_much and way in (TOGETHER, SERVER)):
-                made[way] = partial(self._run, way_of(self.operation, way, each))
-        made["MPI"], made["MPI nonblocking"] = mpi_calls(self.operation, self._axis, self._buffers)
+        own, part = self._own, len(self._whole) // self._axis.size
+        made: dict[str, Callable[[], int | None]] = {DIRECT: partial(self._run, FLAT)}
+        if self._group.nodes > 1 and self._group.inside > 1 and self.operation != "all_to_all":
+            made[BY_NODES] = partial(self._run, NodeMap(self._group.inside, True, 0.0))
+        name = OF_MPI[self.operation]
+        sends = self._whole[:part] if self.operation == "all_gather" else self._whole
+        lands = self._other[:part] if self.operation == "reduce_scatter" else self._other
+        made["MPI"] = partial(getattr(own, name.capitalize()), sends, lands)
+        made["MPI nonblocking"] = lambda: getattr(own, f"I{name}")(sends, lands).Wait() and None
         return made
 
-    def _run(self, way: Any) -> int:
-        """Run an algorithm. Return the bytes from other nodes."""
-        pending = self._axis.begin(self.operation, lambda link: way(link, self._buffers))
+    def _run(self, node_map: NodeMap) -> int:
+        """Run the library's algorithm on these nodes. Return the bytes from other nodes."""
+        self._axis.node_map = node_map
+        pending = self._begun()
         pending.wait()
         return pending.record.across
 
+    def _begun(self) -> Pending:
+        axis, whole, other = self._axis, self._whole, self._other
+        part = len(whole) // axis.size
+        counts, own = [part] * axis.size, slice(axis.index * part, (axis.index + 1) * part)
+        if self.operation == "all_gather":
+            return axis.all_gather_into(whole[own], other, counts)
+        if self.operation == "reduce_scatter":
+            return axis.reduce_scatter_into(whole, other[own], counts)
+        if self.operation == "all_reduce":
+            return axis.all_reduce_into(whole, other)
+        return axis.all_to_all_into(whole, other, counts, counts)
+
     def _chosen(self) -> str:
         """The algorithm that the library selects on these nodes."""
-        axis, size, node_map = self._axis, len(self._buffers.whole), self._axis.node_map
-        if self.operation == "all_to_all":
-            return DIRECT
-        by_nodes = self.nbytes >= node_map.gathers_from if self.operation == "all_gather" else node_map.sums
-        if by_nodes and node_map.per_node > 1:
-            return BY_NODES
-        if axis.size > ALL_AT_ONCE:
-            return STAGES
-        return TOGETHER if self.operation == "all_reduce" and sums_whole(size, "float32", axis.size) else DIRECT
-
-
-def mpi_calls(operation: str, axis: Axis, buffers: Buffers) -> tuple[Callable[[], None], Callable[[], None]]:
-    """MPI's own collective: blocking, and nonblocking as the first step of a collective of the library."""
-    name = {
-        "all_gather": "allgather",
-        "reduce_scatter": "reduce_scatter_block",
-        "all_reduce": "allreduce",
-        "all_to_all": "alltoall",
-    }[operation]
-    whole, other, part = buffers.whole, buffers.other, len(buffers.whole) // axis.size
-    sends = whole[:part] if operation == "all_gather" else whole
-    lands = other[:part] if operation == "reduce_scatter" else other
-
-    def steps(link: Link) -> Collective[None]:
-        yield [getattr(link.comm, f"I{name}")(sends, lands)]
-
-    def communicator(link: Link) -> Collective[MPI.Intracomm]:
-        yield []
-        return link.comm
-
-    blocking = getattr(axis.begin("communicator", communicator).wait(), name.capitalize())
-    return partial(blocking, sends, lands), lambda: axis.begin(f"MPI_I{name}", steps).wait()
+        node_map = self._selected
+        gathers = self.operation in ("all_gather", "all_to_all")
+        by_nodes = self.nbytes >= node_map.gathers_from if gathers else node_map.sums
+        return BY_NODES if by_nodes and node_map.per_node > 1 and self.operation != "all_to_all" else DIRECT
 
 
 def measured(comm: MPI.Intracomm, options: argparse.Namespace) -> Iterator[Row]:
@@ -178,53 +165,29 @@ def measured(comm: MPI.Intracomm, options: argparse.Namespace) -> Iterator[Row]:
         as_if = group
         if options.nodes > 1 and axis.size % options.nodes == 0:
             as_if = group._replace(inside=axis.size // options.nodes, nodes=options.nodes)
-        for operation in options.operation or OPERATIONS:
+        own = comm.Split(axis.ranks[0], axis.index)
+        for operation in options.operation or OF_MPI:
             for nbytes in options.sizes:
-                yield from Point(grid, axis, group, as_if, operation, nbytes).rows(options.repeat)
+                yield from Point(grid, axis, as_if, own, operation, nbytes).rows(options.repeat)
+        own.Free()
 
 
-def fitted(rows: list[Row]) -> tuple[float, float, float]:
-    """(alpha, beta, gamma). alpha: seconds of the smallest direct message in the largest group. beta: seconds of each
-    further byte in the largest message. gamma: seconds to add a byte."""
-    direct = [
-        row for row in rows if row.way == DIRECT and row.group == rows[0].group and row.operation == rows[0].operation
-    ]
-    first, last = direct[0], direct[-1]
-    received = (last.nbytes - first.nbytes) * (first.group.size - 1) / first.group.size
-    alpha = median(first.seconds)
-    mine, other = (np.ones(GAMMA_BYTES // ELEMENT, np.float32) for _ in range(2))
-    adding = []
-    for _ in range(5):
-        begun = time.perf_counter()
-        np.add(mine, other, out=mine)
-        adding.append((time.perf_counter() - begun) / GAMMA_BYTES)
-    return alpha, max(0.0, median(last.seconds) - alpha) / received if received else 0.0, median(adding)
-
-
-def table(rows: list[Row], law: tuple[float, float, float]) -> list[list[str]]:
+def table(rows: list[Row]) -> list[list[str]]:
     """The table of one collective in one group."""
     cells = [HEADING]
     for nbytes in dict.fromkeys(row.nbytes for row in rows):
         here = [row for row in rows if row.nbytes == nbytes]
         fastest = min(here, key=lambda row: median(row.seconds))
         for row in here:
-            mid, mpi = median(row.seconds), row.way.startswith("MPI")
-            inside = row.group.inside if row.group.nodes > 1 else 1
-            spread = 50 * (max(row.seconds) - min(row.seconds)) / mid
-            mark = "**" if row is fastest else ""
-            model = ""
-            if not mpi:
-                known = cost(row.operation, row.way, row.group.size, nbytes, inside)
-                model = f"{1e6 * known.seconds(*law):.0f}"
+            mid, mark = median(row.seconds), "**" if row is fastest else ""
             cells.append(
                 [
                     in_bytes(nbytes),
                     row.way,
-                    f"{mark}{1e6 * mid:.0f}{mark} {spread:.0f}%",
+                    f"{mark}{1e6 * mid:.0f}{mark} {50 * (max(row.seconds) - min(row.seconds)) / mid:.0f}%",
                     f"{row.busbw:.3g}",
                     "*" * row.chosen,
-                    "" if mpi or not row.across else in_bytes(row.across),
-                    model,
+                    in_bytes(row.across) if row.across else "",
                 ]
             )
     return cells
@@ -239,7 +202,7 @@ def in_words(group: Group) -> str:
 
 def main() -> None:
     made = parser(__doc__)
-    made.add_argument("--operation", action="append", choices=OPERATIONS, help="can be repeated (all)")
+    made.add_argument("--operation", action="append", choices=[*OF_MPI], help="can be repeated (all)")
     made.add_argument(
         "--sizes",
         type=lambda text: sorted({number_of_bytes(word) for word in text.split(",")}),
@@ -261,13 +224,11 @@ def main() -> None:
     options.repeat = 1 if options.quick else options.repeat
     rows = [*measured(comm, options)]
     if comm.rank == 0:
-        law, tables = fitted(rows), dict[tuple[str, Group], list[Row]]()
+        tables = dict[tuple[str, Group], list[Row]]()
         for row in rows:
             tables.setdefault((row.operation, row.group), []).append(row)
-        print(f"alpha {1e6 * law[0]:.1f} us, beta {1e9 * law[1]:.3f} ns, gamma {1e9 * law[2]:.3f} ns")
         report(
-            options,
-            *((f"{operation}, {in_words(group)}", table(some, law)) for (operation, group), some in tables.items()),
+            options, *((f"{operation}, {in_words(group)}", table(some)) for (operation, group), some in tables.items())
         )
 
 

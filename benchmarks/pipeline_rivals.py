@@ -147,7 +147,7 @@ class OurPipeline:
         make = lambda stage: nn.MLP(
             stage, [sizes.width] * (sizes.layers + 1), nn.relu, bias=False, seed=0, dtype="float32"
         )
-        self._grid, self._net = grid, nn.Pipeline(grid, make, schedule=name, chunks=SCHEDULES[name][1])
+        self._grid, self._net = grid, nn.Pipeline(grid, make, schedule=name)
         stage = self._net.grid
         for path, parameter in self._net.named_parameters().items():
             values = torch.from_numpy(weights(int(path.split(".")[0]) // 2, sizes.width))

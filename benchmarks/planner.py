@@ -1,6 +1,6 @@
 """Test of the planner's predictions: every grid of the ranks is timed in one run, and compared with its predicted time.
 
-    python -m pmm3d.launcher -n 8 -m pmm3d tune machine --output here.toml
+    python -m pmm3d.launcher -n 8 -m pmm3d tune machine --out here.toml
     python -m pmm3d.launcher -n 8 benchmarks/planner.py products --machine here.toml
     python -m pmm3d.launcher -n 8 benchmarks/planner.py steps --machine here.toml
     python -m pmm3d.launcher -n 8 benchmarks/planner.py simulation --machine here.toml

@@ -182,7 +182,7 @@ def table(found: Iterable[Compared], *, presets: bool = False) -> Rows:
 
 
 def totals(found: Sequence[Compared], *, presets: bool = False) -> str:
-    """Numbers of comparisons within the goals, for each set of ranks."""
+    """Numbers of comparisons within the limits, for each set of ranks."""
     lines = []
     for where in dict.fromkeys(one.where for one in found):
         these = [one for one in found if one.where == where]

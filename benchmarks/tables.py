@@ -6,12 +6,11 @@
 A page contains its text, and a pair of comments for each result. Between them, this program writes the date, the
 machine, the commit, the command and the tables of benchmarks/results/NAME.json:
 
-    <!-- result: NAME tables=1 rows=1,3-5 columns=1-4 brief short -->
+    <!-- result: NAME tables=1 rows=1,3-5 columns=1-4 brief -->
     <!-- end -->
 
 tables, rows, columns    those with these numbers, from 1; by default all
 brief                    no command and no titles
-short                    "0.9 (1x1x2; goal 0.8, peer 0.7)" in a cell becomes "0.9 (goal 0.8, peer 0.7)"
 ratios                   the first figure of each cell; no versions of packages
 """
 
@@ -27,7 +26,6 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / name for name in ("README.md", "docs/index.md", "docs/benchmarks.md")]
 MARKED = re.compile(r"<!-- result: (\S+)((?: \S+)*) -->\n.*?<!-- end -->", re.S)
 RATIO = re.compile(r"\*{0,2}(\d+\.\d+)\b.*")
-WITH_GOAL = re.compile(r"(\*{0,2}[\d.]+\*{0,2})[^(]*\(.*?(goal .*)\)")
 
 
 def section(record: dict, words: list[str]) -> str:
@@ -49,8 +47,6 @@ def section(record: dict, words: list[str]) -> str:
         rows = [pick("columns", row) for row in (head, *pick("rows", body))]
         if "ratios" in words:
             rows = [[RATIO.sub(r"\1", cell) for cell in row] for row in rows]
-        if "short" in words:
-            rows = [[WITH_GOAL.sub(r"\1 (\2)", cell) for cell in row] for row in rows]
         parts += [table["title"]] if table["title"] and "brief" not in words else []
         parts.append(markdown(rows))
     return "\n\n".join(parts)

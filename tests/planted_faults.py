@@ -22,9 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
-
 import tomllib
+from pathlib import Path
 
 from pmm3d.tools import launcher
 

@@ -12,8 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
-from ..errors import Pmm3dError
+from ..errors import GridError, Pmm3dError
 from ..layout import AXES, GridShape
+from ..text import counted
+from .candidates import Candidate, Ranking, preset_of
+from .gpt import GPT
+from .grid_search import grids_4d
 
 GIB = 2**30
 ELEMENT = 2
@@ -21,6 +25,11 @@ ELEMENT = 2
 ORDER = ("y", "x", "z", "data")
 """Default order of the axes along which ranks are numbered, innermost first, as in the authors' program."""
 
+FACTORS = ((3, False), (1, True), (4, False), (4, True))
+"""(K, whether it is transposed) of each fully connected layer of a block: queries, keys and values; projection of the
+attention; the two layers of the MLP."""
+DTYPE = "bfloat16"
+"""Type of the GEMMs."""
 Bandwidths = Mapping[str, Mapping[str, float]]
 """Bandwidths[p][G]: GiB/s of a group of G ranks whose neighbours have p ranks of inner axes between them. The key "4"
 is exactly 4, "8+" is 8 and more."""
@@ -117,6 +126,67 @@ def bandwidth(bandwidths: Bandwidths, inside: int, size: int) -> float:
     if found is None:
         raise Pmm3dError(f"the table [axonn] has no bandwidth for p = {inside}, G = {size}")
     return found
+
+
+def gpt_seconds(gpt: GPT, grid: GridShape, bandwidths: Bandwidths, order: Iterable[str] = ORDER) -> dict[str, float]:
+    """Return the seconds of the collectives of a step of a GPT by axis. Raises Pmm3dError as in `bandwidth`."""
+    layers = [Layer(gpt.hidden, factor, transposed) for factor, transposed in FACTORS]
+    terms = [layer_seconds(layer, gpt.batch * gpt.sequence, grid, bandwidths, order) for layer in layers]
+    return {axis: gpt.layers * sum(term[axis] for term in terms) for axis in terms[0]}
+
+
+def why_not(gpt: GPT, grid: GridShape, min_tensor: int = 1) -> str:
+    """Return the reason why a GPT cannot be trained on a grid, in words; "" if it can."""
+    if (tensor := grid.x * grid.y * grid.z) < min_tensor:
+        return f"x y z = {tensor} is less than min-tensor = {min_tensor}"
+    if gpt.batch % (grid.data * grid.z):
+        return f"{counted(gpt.batch, 'sequence')} cannot be divided by data x z = {grid.data * grid.z}"
+    if gpt.heads is not None and gpt.heads % grid.x:
+        return f"{counted(gpt.heads, 'head')} cannot be divided by x = {grid.x}"
+    return ""
+
+
+def rank_by_axonn(
+    gpt: GPT,
+    ranks: int,
+    bandwidths: Bandwidths,
+    *,
+    powers_of_two: bool = False,
+    min_tensor: int = 1,
+    order: tuple[str, ...] = ORDER,
+) -> Ranking:
+    """Rank all grids by the seconds of collectives in the five-term model. Ties are ordered by the sizes of the grids.
+
+    powers_of_two   whether the four sizes must be powers of two
+    min_tensor      least number of ranks along x, y and z together
+    order           axes along which ranks are numbered, innermost first
+
+    Raises GridError if no grid is left.
+    """
+    candidates, dropped = list[Candidate](), list[Candidate]()
+    for grid in grids_4d(ranks):
+        if powers_of_two and any(size & (size - 1) for size in grid):
+            continue
+        reason, terms = why_not(gpt, grid, min_tensor), dict[str, float]()
+        if not reason:
+            try:
+                terms = gpt_seconds(gpt, grid, bandwidths, order)
+            except Pmm3dError as error:
+                reason = str(error)
+        found = Candidate(grid, sum(terms.values()), terms, preset=preset_of(grid), why_not=reason)
+        (dropped if reason else candidates).append(found)
+    if not candidates and not dropped:
+        raise GridError(
+            f"no grid of {counted(ranks, 'rank')} has sizes that are all powers of two: give a power of two, or leave "
+            "out --powers-of-two"
+        )
+    if not candidates:
+        raise GridError(
+            f"no grid of {counted(ranks, 'rank')} is left for {gpt}; for example, {dropped[0].grid}: "
+            f"{dropped[0].why_not}. Change the number of ranks, or the limit"
+        )
+    candidates.sort(key=lambda each: (each.seconds, tuple(each.grid)))
+    return Ranking(str(gpt), ranks, candidates, dropped, 0.0, DTYPE, len(candidates) + len(dropped))
 
 
 def parse_order(text: str) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from .relayout import Submatrices, brought, has_layout
 from .stored import StoredMatrix, flipped
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 Matrix = TypeVar("Matrix", bound=StoredMatrix)
 Kernel = Callable[..., Array]

@@ -39,7 +39,7 @@ from .stored import StoredMatrix, flipped, shards
 from .tiles import TileMove
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 
 class ArrayIO(StoredMatrix):

@@ -20,7 +20,7 @@ from .shared import sharing_axis, window_of
 from .stored import StoredMatrix, flipped, new_array, shards
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 Matrix = TypeVar("Matrix", bound=StoredMatrix)
 Library = str | NumpyLibrary

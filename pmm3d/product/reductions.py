@@ -16,7 +16,7 @@ from .relayout import has_layout, in_layout, summed
 from .stored import StoredMatrix, shards
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 SMALLEST = {"float64": 1e-270, "complex128": 1e-270}
 """Smallest reliable sum of squares of each type. Below it, squares may have underflowed."""

@@ -39,7 +39,7 @@ from .stored import StoredMatrix, new_array, shards
 from .tiles import TileMove
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 Matrix = TypeVar("Matrix", bound=StoredMatrix)
 Leg = Callable[..., Pending]

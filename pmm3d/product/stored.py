@@ -11,7 +11,7 @@ from ..errors import GridError, LayoutError
 from ..layout import Box, Layout, Placement, RaggedRows
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 EVERYTHING = slice(None), slice(None)
 

@@ -50,7 +50,7 @@ def freivalds(
     a, b, c = ascending(a), ascending(b), ascending(c)
     k, n = max(1, b.shape[0]), b.shape[1]
     kind = np.complex128 if a.dtype.startswith("complex") else np.float64
-    unit = unit or _UNIT_ROUNDOFF.get(a.dtype) or np.finfo(a.dtype).eps / 2
+    unit = unit or _UNIT_ROUNDOFF.get(a.dtype) or float(np.finfo(a.dtype).eps) / 2
     scale = 4 * unit * (sqrt(k) if a.dtype not in LOW_PRECISION else sqrt(b.grid.shape.size) + sqrt(k) * 2.0**-13)
     expected = scale / sqrt(max(1, n)) * apply(a, apply(b, np.ones(n), True), True)
     expected += np.finfo(np.float64).eps * sqrt(max(1, n * k)) * np.max(expected, initial=0) / scale

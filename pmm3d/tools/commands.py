@@ -24,7 +24,7 @@ from .plan.gpt import gpt_command
 from .plan.pipeline import pipeline_command
 from .plan.product import product_command
 from .plan.train import train_command as plan_train_command
-from .predict import predict_command
+from .predict import generate_command, predict_command
 from .ranks import Accept, all_ranks, on_first, one_process
 from .terminal import check_surroundings, say
 from .tune.blas.command import blas_command
@@ -36,6 +36,8 @@ app = typer.Typer(
     "mpiexec or srun: python -m pmm3d.launcher -n 8 -m pmm3d bench",
     **STYLE,
 )
+WRONG_USE: Any = typer.BadParameter.__mro__[1]
+"""UsageError of click, or of the copy of click in newer versions of typer."""
 NOT_FINISHED = 75
 """Exit code of a run that a signal ended: EX_TEMPFAIL of sysexits.h."""
 
@@ -140,7 +142,7 @@ def train_command(
 @one_process
 def report_command(
     run: Annotated[Path, typer.Argument(help="Folder of a training run, or a file of pmm3d bench --json.")],
-    output: Annotated[
+    out: Annotated[
         Path | None,
         typer.Option(help="HTML file to write. Default: report.html in the folder; for a file, its name with .html."),
     ] = None,
@@ -155,9 +157,9 @@ def report_command(
     """
     from .page import write_page
 
-    check_writable(output)
+    check_writable(out)
     with bar("report"):
-        written = write_page(run, output)
+        written = write_page(run, out)
     say(f"wrote {written}")
 
 
@@ -208,14 +210,24 @@ def export_command(
 class _FirstIsDefault(TyperGroup):
     """A group in which the name of the first command may be left out: `pmm3d convert x.csv x.h5`.
 
-    Each command needs at least two names of files. So a file with the name of a command is a file if one name follows.
+    A file may have the name of a command, as in `pmm3d convert text x.h5`. Then the first word is the name of the
+    command only if the other words are all that this command needs.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         named = {*args[:1]} <= {*self.commands, "--help"}
         if named and args and Path(args[0]).is_file():
-            named = sum(not word.startswith("-") for word in args) > 2 or "--help" in args
+            named = "--help" in args or self._has_all(type(ctx), *args)
         return super().parse_args(ctx, args if named else [*list(self.commands)[:1], *args])
+
+    def _has_all(self, context: Any, name: str, *words: str) -> bool:
+        """Return whether the words contain all arguments of a command."""
+        command = self.commands[name]
+        try:
+            given = command.make_parser(context(command)).parse_args([*words])[0]
+        except WRONG_USE:
+            return False
+        return all(given.get(each.name) for each in command.params if each.param_type_name == "argument")
 
 
 def _add(group: typer.Typer, **commands: Callable[..., None]) -> None:
@@ -236,6 +248,7 @@ _add(
     bench=bench_command,
     train=train_command,
     predict=predict_command,
+    generate=generate_command,
     doctor=doctor_command,
     report=report_command,
     export=export_command,

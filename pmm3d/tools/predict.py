@@ -1,14 +1,14 @@
-"""The command `pmm3d predict`."""
+"""The commands `pmm3d predict` and `pmm3d generate`."""
 
 from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -20,21 +20,20 @@ from .output import bar, check_writable
 from .ranks import Accept, all_ranks, on_first, size
 from .terminal import say
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
 CONVERTED = (".csv", ".tsv", ".txt", ".npz")
 LINES_AT_ONCE = 2**14
 
 
+Run = Annotated[Path, typer.Argument(help="Folder of a checkpoint, or of a run (its newest undamaged checkpoint).")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")]
+
+
 def predict_command(
-    run: Annotated[Path, typer.Argument(help="Folder of a checkpoint, or of a run (its newest undamaged checkpoint).")],
+    run: Run,
     file: Annotated[
-        Path | None, typer.Argument(help="File of the samples: HDF5, .npz, or .csv, .tsv or .txt without targets.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="File to write: .h5 (HDF5) or .csv; with --prompt, any name.")
-    ] = None,
+        Path, typer.Argument(help="File of the samples: HDF5, .npz, or .csv, .tsv or .txt without targets.")
+    ],
+    out: Annotated[Path, typer.Option(help="File to write: .h5 (HDF5) or .csv.")],
     inputs: Annotated[
         str | None,
         typer.Option(
@@ -46,40 +45,16 @@ def predict_command(
         int | None,
         size(1, "Samples of a forward pass, on all ranks together. Default: rows of a micro-batch of the run."),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
-    prompt: Annotated[
-        str | None, typer.Option(help="Text that a network of tokens continues, in place of FILE.")
-    ] = None,
-    length: Annotated[int | None, size(0, "Tokens to generate after the prompt. Default: 200.")] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="Divisor of the logits before a token is drawn. 0: "
-            "take the most probable token, without a draw. "
-            "Default: 1.",
-        ),
-    ] = None,
-    top_k: Annotated[int | None, size(1, "Number of most probable tokens to draw from. Default: all.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the draws. Default: 0.")] = None,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(
-            help="A file of pmm3d convert text with the tokenizer of the run. Default: the data file of the run."
-        ),
-    ] = None,
+    overwrite: Overwrite = False,
     accept: Accept = None,
 ) -> None:
-    """Compute the outputs of a trained network for samples, or continue a text.
+    """Compute the outputs of a trained network for samples. `pmm3d generate` is for a network of tokens.
 
     The network is made from the configuration in the checkpoint. An HDF5 file OUT contains a data set `outputs` with a
     row for each sample. For classes it also contains `probabilities`, and `classes` with the number of the most
     probable class; the attribute class_names of `classes` contains the names. A CSV file OUT contains a line for each
     sample: the outputs, or the most probable class and the probability of each class. OUT has a temporary name until it
     is complete. You can use any number of ranks. With the run's number of ranks, the grid is that of the run.
-
-    A network of tokens continues the text of --prompt. The generated text is printed, and also written to OUT if you
-    give --out. It is the same on any number of ranks, unless rounding changes the choice of a token.
 
     [bold]Examples[/]
 
@@ -90,45 +65,13 @@ def predict_command(
     pmm3d predict runs/digits new.h5 --out p.h5 --inputs images --batch-size 4096
 
     srun -n 64 pmm3d predict runs/flow/checkpoints/step-00000300 x.h5 --out y.h5
-
-    pmm3d predict runs/gpt --prompt "The list" --length 300 --top-k 40
     """
     with all_ranks() as comm:
-        if prompt is not None:
-            others = {"FILE": file, "--inputs": inputs, "--batch-size": batch_size}
-            on_first(comm, lambda: _check_alone(others, out, overwrite))
-            _continue_text(
-                comm,
-                run,
-                prompt,
-                200 if length is None else length,
-                1.0 if temperature is None else temperature,
-                top_k,
-                seed or 0,
-                tokenizer,
-                accept or (),
-                out,
-            )
-            return
-        of_text = {
-            "--length": length,
-            "--temperature": temperature,
-            "--top-k": top_k,
-            "--seed": seed,
-            "--tokenizer": tokenizer,
-        }
         from ..nn.training.predict import Asked, check_files, predict
 
         with ExitStack() as temporary:
 
             def first() -> Asked:
-                if file is None or out is None:
-                    raise DataError(
-                        "name the FILE of the samples and --out; or --prompt, the text that a network of "
-                        "tokens continues"
-                    )
-                if given := [name for name, value in of_text.items() if value is not None]:
-                    raise DataError(f"{given[0]} is for a text: name the --prompt that it begins with, or leave it out")
                 check_ending(out, (*ENDINGS, ".csv"))
                 to_csv = out.suffix.lower() == ".csv"
                 asked = Asked(run, file, out, inputs, batch_size, overwrite, accept=accept or ())
@@ -144,7 +87,7 @@ def predict_command(
                 asked = on_first(comm, first)
                 done = predict(comm, asked, tell)
             written = dict(done.shapes)
-            if out is not None and asked.target != out:
+            if asked.target != out:
                 on_first(comm, lambda: _write_csv(asked.target, out))
                 if "classes" in written:
                     del written["outputs"]
@@ -153,52 +96,74 @@ def predict_command(
             say(f"wrote {out}: {', '.join(sizes)}; by {done.checkpoint} on grid {done.grid}")
 
 
-def _check_alone(others: Mapping[str, object], out: Path | None, overwrite: bool) -> None:
-    """Raise DataError if an option does not go with --prompt, or if OUT may not be written."""
-    if given := [name for name, value in others.items() if value is not None]:
-        raise DataError(f"{given[0]} does not go with --prompt: leave one of them out")
+def generate_command(
+    run: Run,
+    prompt: Annotated[str, typer.Option(help="Text that the network continues.")],
+    length: Annotated[int, size(0, "Tokens to generate after the prompt.")] = 200,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Divisor of the logits before a token is drawn. 0: take the most probable token, without a draw.",
+        ),
+    ] = 1.0,
+    top_k: Annotated[int | None, size(1, "Number of most probable tokens to draw from. Default: all.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file of pmm3d convert text with the tokenizer of the run. Default: the data file of the run."
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the generated text to this file.")] = None,
+    overwrite: Overwrite = False,
+    accept: Accept = None,
+) -> None:
+    """Continue a text by a trained network of tokens.
+
+    The network is made from the configuration in the checkpoint. The prompt and the generated text are printed. The
+    text is the same on any number of ranks, unless rounding changes the choice of a token. OUT has a temporary name
+    until it is complete. With the run's number of ranks, the grid is that of the run.
+
+    [bold]Examples[/]
+
+    pmm3d generate runs/gpt --prompt "The list" --length 300 --top-k 40
+
+    pmm3d generate runs/gpt --prompt "The list" --temperature 0 --out text.txt
+    """
+    with all_ranks() as comm:
+        from ..nn.training.predict import continue_text
+
+        on_first(comm, lambda: _check_text(out, overwrite))
+        with bar("generate", comm.rank == 0):
+            done = continue_text(
+                comm,
+                run,
+                prompt,
+                length,
+                temperature=temperature,
+                top_k=top_k,
+                seed=seed,
+                tokenizer=tokenizer,
+                accept=accept or (),
+            )
+        if out is not None:
+            on_first(comm, lambda: _write_text(out, done.text))
+        if comm.rank == 0:
+            print(prompt + done.text)
+            say(
+                f"{counted(length, 'token')} by {done.checkpoint} on grid {done.grid}"
+                + (f", written to {out}" if out else "")
+            )
+
+
+def _check_text(out: Path | None, overwrite: bool) -> None:
+    """Raise DataError if OUT may not be written."""
     if out is not None:
         check_replaceable(out, overwrite)
         check_writable(out)
     elif overwrite:
         raise DataError("--overwrite has no effect without --out: leave it out, or name the file with --out")
-
-
-def _continue_text(
-    comm: MPI.Intracomm,
-    run: Path,
-    prompt: str,
-    length: int,
-    temperature: float,
-    top_k: int | None,
-    seed: int,
-    tokenizer: Path | None,
-    accept: Collection[str],
-    out: Path | None,
-) -> None:
-    """Print the text that a network generates after a prompt, and write it to OUT."""
-    from ..nn.training.predict import continue_text
-
-    with bar("predict", comm.rank == 0):
-        done = continue_text(
-            comm,
-            run,
-            prompt,
-            length,
-            temperature=temperature,
-            top_k=top_k,
-            seed=seed,
-            tokenizer=tokenizer,
-            accept=accept,
-        )
-    if out is not None:
-        on_first(comm, lambda: _write_text(out, done.text))
-    if comm.rank == 0:
-        print(prompt + done.text)
-        say(
-            f"{counted(length, 'token')} by {done.checkpoint} on grid {done.grid}"
-            + (f", written to {out}" if out else "")
-        )
 
 
 def _write_text(out: Path, text: str) -> None:

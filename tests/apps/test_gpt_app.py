@@ -45,5 +45,5 @@ def test_held_out_topics_take_less_than_2_4_bits_a_byte(folder):
     lines = [json.loads(line) for line in (folder / "runs/gpt/metrics.jsonl").read_text().splitlines()]
     figures = [line["validation"]["bits_per_byte"] for line in lines if "validation" in line]
     assert figures[-1] < 2.4 and f"validation bits_per_byte: {figures[-1]:.4f}" in done.stdout
-    sample = run("predict", "runs/gpt", "--prompt", "The list", "--length", "100", seconds=100).stdout
+    sample = run("generate", "runs/gpt", "--prompt", "The list", "--length", "100", seconds=100).stdout
     assert "The list" in sample and len(sample) >= 100, sample

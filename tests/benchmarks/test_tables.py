@@ -71,8 +71,8 @@ def test_a_section_is_made_anew_from_its_result(tmp_path, monkeypatch, capsys):
     made = tables.page(text, tmp_path)
     assert ": `python benchmarks/one.py`, `python benchmarks/one.py --grid 2x1x1`\n" in made
     assert "| 1 | 2 |\n| 3 | **4** (x; goal 3, peer 2) |\n\nAnother\n\n| c |" in made
-    chosen = tables.page(text.replace("one -->", "one tables=1 rows=2 columns=1-2 brief short -->"), tmp_path)
-    assert "\n\n| a | b |\n|---|---|\n| 3 | **4** (goal 3, peer 2) |\n\n<!--" in chosen
+    chosen = tables.page(text.replace("one -->", "one tables=1 rows=2 columns=1-2 brief -->"), tmp_path)
+    assert "\n\n| a | b |\n|---|---|\n| 3 | **4** (x; goal 3, peer 2) |\n\n<!--" in chosen
     assert not re.search("title|Another|benchmarks/one", chosen)
     options.add = False
     records.report(options, ("A title", [["m", "r"], ["8", "**1.15**, 1.12 to 1.16 (676.4 and 775.6 ms)"]]))

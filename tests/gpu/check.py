@@ -51,8 +51,6 @@ PACKAGES = {
     "threadpoolctl": "threadpoolctl>=3.5",
 }
 """Modules that the tests import, and their requirements."""
-if sys.version_info < (3, 11):
-    PACKAGES |= {"exceptiongroup": "exceptiongroup", "tomli": "tomli>=2"}
 VERSIONS = ("numpy", "scipy", "mpi4py", "torch", "cupy", "array-api-compat", "h5py", "threadpoolctl")
 CUPYS = ("cupy", "cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x")
 QUERY = "index,name,driver_version,memory.total,pci.bus_id,clocks.max.sm,power.limit"

@@ -10,8 +10,8 @@ from loops import looped
 from pmm3d.errors import Pmm3dError
 from pmm3d.layout import GridShape
 from pmm3d.model import axonn
-from pmm3d.model.axonn import Layer
-from pmm3d.model.gpt import GPT, rank_by_axonn
+from pmm3d.model.axonn import Layer, rank_by_axonn
+from pmm3d.model.gpt import GPT
 
 FIGURES = json.loads((Path(__file__).parent / "axonn_figures.json").read_text())
 TABLES = {

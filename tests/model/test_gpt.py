@@ -7,7 +7,8 @@ from loops import looped
 
 from pmm3d.errors import GridError, Pmm3dError
 from pmm3d.layout import GridShape
-from pmm3d.model.gpt import GPT, block_bytes, rank_by_axonn
+from pmm3d.model.axonn import rank_by_axonn, why_not
+from pmm3d.model.gpt import GPT, block_bytes
 from pmm3d.model.grid_search import grids_4d
 from pmm3d.model.machines.reading import load
 
@@ -43,13 +44,13 @@ def test_activations_of_a_block_are_the_published_ones(hidden, heads, batch, fig
 
 def test_what_speaks_against_a_grid_is_said():
     gpt = GPT(12, 768, 1024, 48, heads=12)
-    assert gpt.why_not(GridShape(8, 1, 1, 1)) == "12 heads are not divisible by x = 8"
-    assert gpt.why_not(GridShape(1, 1, 8, 4)) == "48 sequences are not divisible by data x z = 32"
-    assert gpt.why_not(GridShape(4, 8, 8, 2)) == ""
+    assert why_not(gpt, GridShape(8, 1, 1, 1)) == "12 heads cannot be divided by x = 8"
+    assert why_not(gpt, GridShape(1, 1, 8, 4)) == "48 sequences cannot be divided by data x z = 32"
+    assert why_not(gpt, GridShape(4, 8, 8, 2)) == ""
     ranking = rank_by_axonn(gpt, 8, {"1+": {"2": 1.0, "4": 1.0}}, min_tensor=2)
     reasons = {str(dropped.grid): dropped.why_not for dropped in ranking.dropped}
     assert reasons["1x1x1 (data 8)"] == "x y z = 1 is less than min-tensor = 2"
-    assert reasons["8x1x1"] == "12 heads are not divisible by x = 8"
+    assert reasons["8x1x1"] == "12 heads cannot be divided by x = 8"
     assert reasons["1x1x8"] == "the table [axonn] has no bandwidth for p = 1, G = 8"
 
 

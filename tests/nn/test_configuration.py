@@ -3,13 +3,9 @@
 import logging
 import re
 import sys
+import tomllib
 from importlib import import_module
 from types import SimpleNamespace
-
-try:
-    import tomllib
-except ImportError:
-    import tomli as tomllib
 
 import h5py
 import numpy as np

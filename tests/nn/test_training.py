@@ -4,11 +4,7 @@ import json
 import re
 import signal
 import time
-
-try:
-    import tomllib
-except ImportError:
-    import tomli as tomllib
+import tomllib
 
 import numpy as np
 import pytest

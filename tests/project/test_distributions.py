@@ -6,9 +6,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +17,6 @@ import pytest
 from pmm3d.tools import launcher
 
 ROOT = Path(__file__).parents[2]
-tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAME = f"pmm3d-{PROJECT['version']}"
 ENVIRON = {name: text for name, text in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
@@ -91,7 +90,7 @@ def test_the_wheel_is_the_package_and_the_sdist_can_build_it_and_the_c_library(b
     assert set(contents) == package | about
     assert contents[f"{NAME}.dist-info/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
     metadata = contents[f"{NAME}.dist-info/METADATA"].decode()
-    assert f"\nVersion: {PROJECT['version']}\n" in metadata and "\nRequires-Python: >=3.10\n" in metadata
+    assert f"\nVersion: {PROJECT['version']}\n" in metadata and "\nRequires-Python: >=3.11\n" in metadata
     assert all(f"\nProvides-Extra: {extra}\n" in metadata for extra in PROJECT["optional-dependencies"])
 
     made = {"PKG-INFO", "setup.cfg"} | below(built.sources, "pmm3d.egg-info")

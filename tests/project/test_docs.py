@@ -5,15 +5,11 @@ import dataclasses
 import io
 import re
 import sys
+import tomllib
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
-
-try:
-    import tomllib
-except ImportError:
-    import tomli as tomllib
 
 import h5py
 import numpy as np

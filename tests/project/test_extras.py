@@ -1,8 +1,7 @@
 """An installation without extras: the product works, and an error about a missing package names the extra."""
 
 import json
-import sys
-from importlib import import_module
+import tomllib
 from pathlib import Path
 
 from loops import given
@@ -107,7 +106,6 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_benchmark(job):
 
 
 def test_what_a_product_needs_is_little():
-    tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     project = tomllib.loads(PROJECT.read_text())["project"]
     names = {need.split(">")[0] for need in project["dependencies"] if "python_version" not in need}
     assert names == {"numpy", "scipy", "mpi4py"}

@@ -123,7 +123,7 @@ IMPOSSIBLE = [
     (("train", "good.toml", "--trace", "folder"), "cannot write folder: it is a folder"),
     (("report", "deep.json"), "maximum recursion depth exceeded"),
     (("report", "red\x1b[31m"), r"red\x1b[31m is not there"),
-    (("report", "folder", "--output", "none/x"), "cannot write none/x: there is no folder"),
+    (("report", "folder", "--out", "none/x"), "cannot write none/x: there is no folder"),
     (("convert", "table.csv", "none/x.h5"), "cannot write none/x.h5: there is no folder"),
     (("convert", "x.npz", "x.h5", "--dtype", "float64"), "--dtype is for a CSV file, and x.npz contains arrays"),
     (("convert", "x.npz", "x.h5", "--encoding", "latin-1"), "--encoding is for a CSV file"),
@@ -215,7 +215,7 @@ def test_a_table_with_the_name_of_a_command_is_converted(on_ranks, tmp_path):
     for name in ("text", "table"):
         with given(name=name):
             (tmp_path / name).write_text("1,2\n3,4\n")
-            done = on_ranks(1, "convert", name, f"{name}-y.h5", "--no-targets")
+            done = on_ranks(1, "convert", name, "--delimiter", ",", f"{name}-y.h5", "--no-targets")
             assert done.returncode == 0 and f"wrote {name}-y.h5: x 2 x 2" in done.stdout, done.stderr
             done = on_ranks(1, "convert", "text", name, f"{name}-z.h5")
             assert done.returncode == 0 and f"wrote {name}-z.h5: 8 tokens" in done.stdout, done.stderr

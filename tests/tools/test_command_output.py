@@ -274,7 +274,7 @@ SQUARE = ("--m", "64", "--n", "64", "--k", "64", "--ranks", "2")
 JSON = {
     ("bench",): SMALL[1:],
     ("doctor",): (),
-    ("tune", "blas"): (*SQUARE, "--blas", "scipy", "--no-keep"),
+    ("tune", "blas"): (*SQUARE, "--blas", "scipy", "--no-store"),
     ("plan", "product"): SQUARE,
     ("plan", "train"): ("train.toml", "--ranks", "2", "--features", "4", "--outputs", "2"),
     ("plan", "gpt"): (
@@ -312,7 +312,7 @@ def test_json_goes_to_standard_output_with_nothing_else(on_ranks, tmp_path):
 
 
 def test_what_is_no_text_does_not_go_to_standard_output(on_ranks, tmp_path):
-    for arguments in ((*SMALL, "--plot", "-"), ("report", ".", "--output", "-"), ("convert", "x.csv", "-")):
+    for arguments in ((*SMALL, "--plot", "-"), ("report", ".", "--out", "-"), ("convert", "x.csv", "-")):
         done = on_ranks(1, *arguments)
         said = "cannot write -: this file cannot be standard output. Name a file in a folder that exists"
         assert done.returncode == 2 and said in done.stderr and not list(tmp_path.iterdir()), done.stderr

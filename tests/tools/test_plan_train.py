@@ -302,7 +302,7 @@ def test_curves_and_the_step_of_a_named_grid(config, tmp_path):
         "32:128",
         "--json",
         figures,
-        "--picture",
+        "--plot",
         picture,
         "--noise",
         0.02,
@@ -386,7 +386,7 @@ def test_of_4096_ranks_few_steps_are_run(tmp_path, monkeypatch):
         (("--grid", "auto", "--data", 2, *SAMPLES), "--data needs a named --grid"),
         (("--data", 2, *SAMPLES), "--data needs a named --grid"),
         (("--beside", "real.json", *SAMPLES), "give --trace too"),
-        (("--picture", "p.nothing", *SAMPLES), "the name of a picture ends in"),
+        (("--plot", "p.nothing", *SAMPLES), "the name of a picture ends in"),
         (("--machine", "abacus", *SAMPLES), "abacus"),
         (("--curve", "8:4", *SAMPLES), "--curve '8:4' is not a range of ranks"),
         (("--write-seconds", 3, *SAMPLES), "--mtbf and --write-seconds belong together"),
@@ -493,7 +493,9 @@ def test_the_trace_of_the_run_and_options_are_checked_first(monkeypatch, config,
     monkeypatch.setattr(DrySteps, "of", lambda *arguments: pytest.fail("simulated before"))
     step = (config, "--ranks", 2, *SAMPLES, "--trace", tmp_path / "both.json", "--beside")
     assert "cannot read the trace" in refused(*step, tmp_path / "gone.json")
-    assert "--mtbf must be positive" in refused(config, "--ranks", 2, *SAMPLES, "--mtbf", 0, "--write-seconds", 1)
+    assert "--mtbf must be positive, got -1 hours" in refused(
+        config, "--ranks", 2, *SAMPLES, "--mtbf", -1, "--write-seconds", 1
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`pmm3d predict --prompt` and `pmm3d export --names`: a run of tokens continues a text, and is exported as a GPT-2."""
+"""`pmm3d generate` and `pmm3d export --names`: a run of tokens continues a text, and is exported as a GPT-2."""
 
 import json
 
@@ -79,7 +79,7 @@ def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
     for options in (("--temperature", "0"), ("--top-k", "5", "--seed", "3"), ("--seed", "4")):
         for ranks in (1, 2):
             done = pmm3d(
-                "predict", "run", "--prompt", "the cat", "--length", "20", "--out", "out.txt", *options, ranks=ranks
+                "generate", "run", "--prompt", "the cat", "--length", "20", "--out", "out.txt", *options, ranks=ranks
             )
             assert done.returncode == 0, done.stderr
             text = (tmp_path / "out.txt").read_bytes().decode()
@@ -87,22 +87,19 @@ def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
             found.setdefault(options, []).append(text)
             (tmp_path / "out.txt").unlink()
     assert all(one == other for one, other in found.values()) and len({one for one, _ in found.values()}) == 3
-    said(pmm3d("predict", "run", "--prompt", "the cat", "--length", "40"), "7 tokens and 40 more exceed the")
-    said(pmm3d("predict", "run", "--prompt", ""), "the prompt has no tokens")
-    said(pmm3d("predict", "run"), "name the FILE of the samples and --out; or --prompt")
-    said(pmm3d("predict", "run", "text.h5", "--prompt", "a"), "FILE does not go with --prompt")
-    said(pmm3d("predict", "run", "--prompt", "a", "--overwrite"), "--overwrite has no effect without --out")
-    said(pmm3d("predict", "run", "text.h5", "--out", "o.h5"), "takes tokens and continues a text")
-    said(pmm3d("predict", "run", "text.h5", "--out", "o.h5", "--top-k", "3"), "--top-k is for a text: name the")
+    said(pmm3d("generate", "run", "--prompt", "the cat", "--length", "40"), "7 tokens and 40 more exceed the")
+    said(pmm3d("generate", "run", "--prompt", ""), "the prompt has no tokens")
+    said(pmm3d("generate", "run", "--prompt", "a", "--overwrite"), "--overwrite has no effect without --out")
+    said(pmm3d("predict", "run", "text.h5", "--out", "o.h5"), "pmm3d generate run --prompt TEXT")
     (tmp_path / "text.h5").rename(tmp_path / "moved.h5")
-    assert pmm3d("predict", "run", "--prompt", "the cat", "--length", "3").returncode == 0
-    assert pmm3d("predict", "run", "--prompt", "a", "--length", "3", "--tokenizer", "moved.h5").returncode == 0
+    assert pmm3d("generate", "run", "--prompt", "the cat", "--length", "3").returncode == 0
+    assert pmm3d("generate", "run", "--prompt", "a", "--length", "3", "--tokenizer", "moved.h5").returncode == 0
     words_of("the", "cat").save(str(tmp_path / "words.json"))
     assert pmm3d("convert", "text", "cat.txt", "words.h5", "--tokenizer", "words.json").returncode == 0
-    other = ("predict", "run", "--prompt", "the cat", "--length", "0", "--tokenizer", "words.h5")
+    other = ("generate", "run", "--prompt", "the cat", "--length", "0", "--tokenizer", "words.h5")
     said(pmm3d(*other), "the tokenizer of words.h5 differs, and nothing was changed: tokenizer was 'bytes', is ")
     assert pmm3d(*other, "--accept", "tokenizer").returncode == 0
-    said(pmm3d("predict", "run", "--prompt", "a", "--tokenizer", "text.h5"), "text.h5")
+    said(pmm3d("generate", "run", "--prompt", "a", "--tokenizer", "text.h5"), "text.h5")
     assert pmm3d("export", "run", "gpt.safetensors", ranks=2).returncode == 0
     with safe_open(tmp_path / "gpt.safetensors", "numpy") as file:
         assert file.get_tensor("transformer.h.1.attn.c_attn.weight").shape == (16, 48)
@@ -113,5 +110,5 @@ def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
         file["tokens"].attrs["vocabulary"] = 3000
     (tmp_path / "wide.toml").write_text(RUN.replace("text.h5", "moved.h5").replace('"run"', '"wide"'))
     assert pmm3d("train", "wide.toml", ranks=2).returncode == 0
-    done = pmm3d("predict", "wide", "--prompt", "a", "--length", "30", ranks=2)
+    done = pmm3d("generate", "wide", "--prompt", "a", "--length", "30", ranks=2)
     assert done.returncode == 0, done.stderr

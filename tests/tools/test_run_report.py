@@ -2,13 +2,9 @@
 
 import json
 import re
+import tomllib
 from statistics import median
 from types import SimpleNamespace
-
-try:
-    import tomllib
-except ImportError:
-    import tomli as tomllib
 
 import pytest
 from run_pages import Text, record_of, words

@@ -367,7 +367,7 @@ def tune(on_ranks, tmp_path):
 )
 def test_a_machine_is_measured_and_stored(tune, tmp_path, ranks):
     output = tmp_path / "here.toml"
-    done = tune(ranks, "--budget", 0.1, "--dtype", "float32", "--output", output)
+    done = tune(ranks, "--budget", 0.1, "--dtype", "float32", "--out", output)
     assert done.returncode == 0, done.stderr
     [kept] = (tmp_path / "cache" / "pmm3d" / "machines").iterdir()
     assert f"stored in {kept}" in done.stdout and f"wrote {output}" in done.stdout
@@ -382,13 +382,15 @@ def test_a_cache_that_cannot_be_written_is_told_of(tune, tmp_path):
     (tmp_path / "cache").write_text("a file where a folder should be")
     done = tune(1, "--budget", 0.02, "--dtype", "float32")
     assert done.returncode == 0 and "The machine is not stored" in done.stdout, done.stderr
+    done = tune(1, "--budget", 0.02, "--dtype", "float32", "--no-store")
+    assert done.returncode == 0 and "stored" not in done.stdout, done.stderr
 
 
 def test_wrong_options_are_explained_once(tune):
     for arguments, text in (
         (("--dtype", "float33"), "'float33' is none of float16, bfloat16, float32"),
         (("--budget", "0"), "Invalid value for '--budget'"),
-        (("--output", "/no/such/folder/a.toml"), "cannot write /no/such/folder/a.toml"),
+        (("--out", "/no/such/folder/a.toml"), "cannot write /no/such/folder/a.toml"),
     ):
         with given(arguments=arguments):
             done = tune(2, *arguments)

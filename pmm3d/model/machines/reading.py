@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from importlib import import_module
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -84,7 +82,8 @@ def _read(path: str | Path) -> str:
 def machine_from(text: str, source: str) -> Machine:
     """Return the machine that a TOML text describes. `source` names the text in messages. Errors are those of
     `load`."""
-    tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    import tomllib
+
     try:
         values = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also for numbers of too many digits

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from inspect import signature
 from os import PathLike, fspath
+from typing import Any
 
 from ...errors import hint
 from ...layout import PIPE
@@ -21,7 +22,6 @@ def schedule_of(
     ranks: int | None,
     micro_batches: int | None,
     *,
-    chunks: int | None = None,
     times: Times | None = None,
     limit: float | None = None,
 ) -> PipelineSchedule:
@@ -31,11 +31,10 @@ def schedule_of(
     ----------
     source : str or path
         A name of `schedule_names()`, or the path of a CSV table in PyTorch's notation (`PipelineSchedule.read`).
-        "interleaved-4" is "interleaved" with 4 chunks. A text that ends in .csv or contains a slash is a path.
+        "interleaved-4" has 4 stages on each rank, and "interleaved" has 2. A text that ends in .csv or contains a slash
+        is a path.
     ranks, micro_batches : int or None
         Numbers of ranks and of micro-batches of the pipeline. For a file, None accepts the numbers of the file.
-    chunks : int or None
-        Number of stages of a rank. Default: the number of the schedule, or 2 if the schedule takes any number.
     times : Times or None
         Times of each stage, for a searched schedule. No effect on other schedules. Default: all 1.
     limit : float or None
@@ -48,7 +47,7 @@ def schedule_of(
     Raises
     ------
     PipelineError
-        If the table cannot be executed or has other numbers of ranks, micro-batches or chunks. The error names the
+        If the table cannot be executed or has other numbers of ranks or micro-batches. The error names the
         place. Also if the file cannot be read.
 
     Examples
@@ -63,34 +62,24 @@ def schedule_of(
     elif ranks is None or micro_batches is None:
         raise PipelineError(f"the schedule {name} needs the number of ranks and the number of micro-batches: give both")
     else:
-        table = _by_name(name, ranks, micro_batches, chunks, times, limit)
-    for what, found, asked in (
-        ("ranks", table.ranks, ranks),
-        ("micro-batches", table.micro_batches, micro_batches),
-        ("stages", len(table.stages), chunks and chunks * table.ranks),
-    ):
+        table = _by_name(name, ranks, micro_batches, times, limit)
+    for what, found, asked in (("rank", table.ranks, ranks), ("micro-batch", table.micro_batches, micro_batches)):
         if asked is not None and found != asked:
-            each = f" ({chunks} chunks on each rank)" if what == "stages" else ""
-            raise PipelineError(f"{name} is a table of {found} {what}, but {asked}{each} were requested")
+            raise PipelineError(f"{name} is a table of {counted(found, what)}, but {asked} were requested")
     return table
 
 
-def table_of(source: Schedule, ranks: int, micro_batches: int | None, chunks: int | None) -> PipelineSchedule:
+def table_of(source: Schedule, ranks: int, micro_batches: int | None) -> PipelineSchedule:
     """Checked table of a schedule for a network on these ranks. If micro_batches is None, any number of micro-batches
     is accepted. Raises PipelineError if the table does not fit."""
     if micro_batches is not None and micro_batches < 1:
         raise PipelineError(f"a step has at least 1 micro-batch; got {micro_batches}")
     number = micro_batches or 2 * ranks
     if isinstance(source, (str, PathLike)):
-        table = schedule_of(source, ranks, number, chunks=chunks)
+        table = schedule_of(source, ranks, number)
     else:
         table = source if isinstance(source, PipelineSchedule) else source(ranks, number)
         check(table)
-        if chunks is not None:
-            raise PipelineError(
-                f"Pipeline: chunks= needs a schedule that is given by its name. Omit chunks=: "
-                f"{table.name} determines the number of stages"
-            )
     idle = sorted({*range(ranks)} - {*table.stages.values()})
     lengths = [len(chain) for chain in table.chains]
     if table.ranks != ranks:
@@ -147,20 +136,20 @@ def read_table(path: str) -> PipelineSchedule:
     return table
 
 
-def _by_name(
-    name: str, ranks: int, micro_batches: int, chunks: int | None, times: Times | None, limit: float | None
-) -> PipelineSchedule:
+def _by_name(name: str, ranks: int, micro_batches: int, times: Times | None, limit: float | None) -> PipelineSchedule:
+    given: dict[str, Any] = {"times": times, "limit": limit}
     family, _, number = name.rpartition("-")
     if name not in BY_NAME and family in BY_NAME and number.isdecimal():
-        if chunks not in (None, int(number)):
-            raise PipelineError(f"{name} has {number} chunks, but {chunks} were requested")
-        name, chunks = family, int(number)
+        name, given["chunks"] = family, int(number)
     if name not in BY_NAME:
         raise PipelineError(
             f"no schedule is named {name!r}{hint(name, BY_NAME)}. For a table of your own, give a path "
             "that ends in .csv"
         )
-    options, given = signature(BY_NAME[name]).parameters, {"chunks": chunks, "times": times, "limit": limit}
+    options = signature(BY_NAME[name]).parameters
+    if "chunks" in given and "chunks" not in options:
+        several = [f"{each}-{given['chunks']}" for each in BY_NAME if "chunks" in signature(BY_NAME[each]).parameters]
+        raise PipelineError(f"{name} has a fixed number of stages on each rank; use {name}, or {' or '.join(several)}")
     return BY_NAME[name](
         ranks,
         micro_batches,

@@ -59,8 +59,6 @@ class Pipeline(Module):
     schedule : str, path, PipelineSchedule or callable
         A name of `pipeline.schedule_names()`, the path of a CSV file, a table, or a function (ranks, micro-batches) ->
         table. Default: "1f1b".
-    chunks : int or None
-        Number of stages of a rank, for a schedule that takes any number. Default: as in `pipeline.schedule_of`.
     cut : sequence of int, str, or None
         Number of layers of each stage. "cost" minimizes the operations of the largest stage. Only layers with
         parameters count. Each other layer belongs to the layer before it. Default: as evenly as possible.
@@ -117,17 +115,16 @@ class Pipeline(Module):
         make: Make,
         *,
         schedule: Schedule = "1f1b",
-        chunks: int | None = None,
         cut: Cut = None,
         like: DistMatrix | None = None,
         memory: float | None = None,
     ):
         check_grid("Pipeline", grid)
-        self._whole, self.grid, self._schedule, self._chunks = grid, grid.stage, schedule, chunks
+        self._whole, self.grid, self._schedule = grid, grid.stage, schedule
         self._tables, self._passes = dict[int, PipelineSchedule](), dict[tuple[Facts, ...], list[Arrived]]()
         self.index = self.pipe.index if self.ranks > 1 else 0
         inputs = None if like is None else Facts.of(like)
-        with grid.collective_call("Pipeline", chunks, cut, memory, str(inputs), always=True):
+        with grid.collective_call("Pipeline", cut, memory, str(inputs), always=True):
             table = self._table(None)
             self.rank_of, self.depth = table.stages, len(table.chains[0])
             self.dry, made = made_by(make, dry_grid(self.grid), None)
@@ -249,7 +246,7 @@ class Pipeline(Module):
             if max((each.number for each in table.messages.values()), default=0) >= TAGS:
                 raise PipelineError(
                     f"{table.name}: a rank sends another rank more than {TAGS:,} messages in a step. "
-                    "Use fewer micro-batches, or fewer chunks"
+                    "Use fewer micro-batches, or fewer stages on a rank"
                 )
             self._tables[micro_batches] = table
         return self._tables[micro_batches]
@@ -258,8 +255,8 @@ class Pipeline(Module):
         """Checked table without messages. None accepts any number of micro-batches."""
         source = self._schedule
         if isinstance(source, (str, PathLike)) and is_file(str(source)):  # read once: the file may change during a run
-            self._schedule, self._chunks = schedule_of(source, None, None, chunks=self._chunks), None
-        return table_of(self._schedule, self.ranks, micro_batches, self._chunks)
+            self._schedule = schedule_of(source, None, None)
+        return table_of(self._schedule, self.ranks, micro_batches)
 
     def _places(self, stage: int) -> range:
         """Numbers of a stage's layers in the whole network."""
@@ -288,7 +285,7 @@ class Pipeline(Module):
         if len(begins) < stages:
             raise PipelineError(
                 f"Pipeline: the network has {len(begins)} layers with parameters, too few for {stages} "
-                "stages. Use a deeper network, fewer ranks along pipe, or fewer chunks"
+                "stages. Use a deeper network, fewer ranks along pipe, or fewer stages on a rank"
             )
         even = part_sizes(len(begins), stages)
         counts: Any = even if cut is None else cut

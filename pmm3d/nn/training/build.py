@@ -104,7 +104,7 @@ def _fullest(grid: GridSection) -> int:
         return grid.micro_batches
 
     def held(micro_batches: int) -> tuple[int, ...]:
-        table = schedule_of(grid.schedule or "1f1b", grid.pipe, micro_batches, chunks=grid.chunks)
+        table = schedule_of(grid.schedule or "1f1b", grid.pipe, micro_batches)
         return simulate(table).peak_bytes(10, 4)
 
     whole, number = held(grid.micro_batches), 1

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-from importlib import import_module
 from typing import Any
 
 from ...errors import Pmm3dError, check_regular, needs
@@ -64,8 +62,8 @@ class Config(Section):
 
     @property
     def unscheduled(self) -> Config:
-        """This configuration without grid.schedule, chunks and cut."""
-        section = self.grid.model_copy(update=dict.fromkeys(("schedule", "chunks", "cut")))
+        """This configuration without grid.schedule and grid.cut."""
+        section = self.grid.model_copy(update=dict.fromkeys(("schedule", "cut")))
         return self.model_copy(update={"grid": section})
 
     def settings(self) -> dict[str, dict[str, Any]]:
@@ -135,7 +133,8 @@ class Config(Section):
 def load(path: str | os.PathLike[str]) -> Config:
     """Return the configuration in a TOML file. Its paths are relative to the current folder. Raises Pmm3dError with
     every unknown key, the nearest known one, and every wrong value."""
-    tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    import tomllib
+
     try:
         check_regular(path)
         with open(path, "rb") as file:

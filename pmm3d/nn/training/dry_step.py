@@ -117,7 +117,7 @@ class DrySteps:
 
     @property
     def unscheduled(self) -> DrySteps:
-        """These steps without grid.schedule, chunks and cut."""
+        """These steps without grid.schedule and grid.cut."""
         return self._with(config=self.config.unscheduled)
 
     def staged(self, table: PipelineSchedule) -> DrySteps:
@@ -125,12 +125,7 @@ class DrySteps:
         of ranks of the table, otherwise an even cut."""
         section = self.config.grid
         grid = section.model_copy(
-            update={
-                "pipe": table.ranks,
-                "schedule": table,
-                "chunks": None,
-                "cut": section.cut if section.pipe == table.ranks else None,
-            }
+            update={"pipe": table.ranks, "schedule": table, "cut": section.cut if section.pipe == table.ranks else None}
         )
         return self._with(micro_batches=table.micro_batches, config=self.config.model_copy(update={"grid": grid}))
 

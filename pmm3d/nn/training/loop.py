@@ -429,10 +429,10 @@ class Trainer:
 
             folder = self.log.folder
             lines.append(f"figures in {folder / METRICS}; a page of all: {shell_command('pmm3d', 'report', folder)}")
-            files = "FILE.h5 (or .csv) --out OUT.h5 (or .csv)"
-            asked = "--prompt TEXT" if isinstance(self.loader.data, TokenDataSet) else files
-            lines.append(
-                f"predictions: {shell_command('pmm3d', 'predict', folder)} {asked}; weights for torch: "
-                f"{shell_command('pmm3d', 'export', folder, 'FILE.safetensors')}"
-            )
+            if isinstance(self.loader.data, TokenDataSet):
+                use = f"text: {shell_command('pmm3d', 'generate', folder)} --prompt TEXT"
+            else:
+                files = "FILE.h5 (or .csv) --out OUT.h5 (or .csv)"
+                use = f"predictions: {shell_command('pmm3d', 'predict', folder)} {files}"
+            lines.append(f"{use}; weights for torch: {shell_command('pmm3d', 'export', folder, 'FILE.safetensors')}")
         return "\n".join(lines)

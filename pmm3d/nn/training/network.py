@@ -211,7 +211,7 @@ def pipelined(config: Config | None, grid: Grid, make: Callable[[Grid], Any], fe
     if section.cut == "cost":
         rows = -(-config.data.batch_size // section.micro_batches)
         like = inputs_of(config, grid, rows, features).on(grid.stage)
-    return Pipeline(grid, make, schedule=section.schedule or "1f1b", chunks=section.chunks, cut=section.cut, like=like)
+    return Pipeline(grid, make, schedule=section.schedule or "1f1b", cut=section.cut, like=like)
 
 
 def network_of(config: Config, grid: Grid, samples: Samples) -> Module:

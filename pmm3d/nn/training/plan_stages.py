@@ -93,9 +93,8 @@ def staged_candidates(
     """Yield the step on a grid with several stages by the schedule of the configuration, or by each of `SCHEDULES`.
     Raises Pmm3dError if the grid is refused, or if the network has too few layers for the next schedule."""
     section, known = steps.config.grid, dict[tuple[int, ...], tuple[PipelineSchedule, list[RankCosts]]]()
-    named = section.schedule or ("1f1b" if section.chunks else None)
-    for name in SCHEDULES if named is None else [named]:
-        table = schedule_of(name, grid.stages, steps.micro_batches, chunks=section.chunks)
+    for name in [section.schedule] if section.schedule else SCHEDULES:
+        table = schedule_of(name, grid.stages, steps.micro_batches)
         if len(table.chains) > 1:
             raise PipelineError(
                 f"{name} cannot be planned, because it has two copies of the network: set grid.shape, "

@@ -135,8 +135,9 @@ def continue_text(
         with grid.collective_call("predict", str(run), prompt, always=True):
             if known.config.data.sequence is None:
                 raise DataError(
-                    f"the network of {run} takes samples, not tokens: name the FILE of the samples, and "
-                    "--out, in place of --prompt"
+                    f"the network of {run} takes samples, not tokens: use "
+                    + shell_command("pmm3d", "predict", run, "FILE")
+                    + " --out OUT"
                 )
             take_device(known.config.network.library, grid.local_rank)
         with grid.collective_call("predict: tokenizer", str(file), always=True):
@@ -244,7 +245,7 @@ def _inputs(grid: Grid, asked: Asked, known: Recalled) -> Iterator[Inputs]:
         if known.config.data.sequence is not None:
             raise DataError(
                 f"the network of {asked.run} takes tokens and continues a text: "
-                + shell_command("pmm3d", "predict", asked.run, "--prompt", "TEXT")
+                + shell_command("pmm3d", "generate", asked.run, "--prompt", "TEXT")
             )
         take_device(known.config.network.library, grid.local_rank)
         inputs = Inputs(grid, asked, known)

@@ -57,9 +57,6 @@ class GridSection(Section):
     """ranks along pipe. Each holds a stage, which is a part of the layers. shape and data are the grid of a stage"""
     schedule: Table | None = None
     """order of the passes of a pipeline; left out: 1f1b. All orders except dualpipe give the same bits"""
-    chunks: Count | None = None
-    """stages of each rank along pipe, for a schedule such as interleaved with any number of stages; left out: as many
-    as the schedule has"""
     cut: Cut | None = None
     """number of layers with weights in each stage; cost: stages of about equal flop; left out: stages of about as many
     layers"""
@@ -76,7 +73,7 @@ class GridSection(Section):
     @property
     def staged(self) -> bool:
         """Whether the network is a pipeline, also of one rank."""
-        return self.pipe > 1 or any(each is not None for each in (self.schedule, self.chunks, self.cut))
+        return self.pipe > 1 or self.schedule is not None or self.cut is not None
 
 
 class DataSection(Section):

@@ -116,15 +116,6 @@ def bench_command(
         Path | None, typer.Option(help="Draw the parts of the time into this file (.png, .pdf, .svg).")
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the run (ui.perfetto.dev).")] = None,
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            help="Time limit of a collective in seconds; 0: none. A note "
-            "explains a longer wait. The job ends if a rank is dead or "
-            "has not answered for this time, or if ranks wait for each "
-            "other. Default: PMM3D_TIMEOUT, or 600."
-        ),
-    ] = None,
 ) -> None:
     """Time C = A B on all ranks, verify the result, and compare the rate with the limit.
 
@@ -170,7 +161,7 @@ def bench_command(
             order=order,
             shared=shared,
         )
-        results = _run_all(case, comm, grid, trace, timeout)
+        results = _run_all(case, comm, grid, trace)
         if comm.rank == 0:
             print_results(results, console(sys.stdout))
             if fewer := [
@@ -197,7 +188,7 @@ def _check_output(json: Path | None, plot: Path | None, trace: Path | None) -> N
         check_picture(plot, "--plot")
 
 
-def _run_all(case: Case, comm: MPI.Intracomm, grid: str, trace: Path | None, timeout: float | None) -> list[Result]:
+def _run_all(case: Case, comm: MPI.Intracomm, grid: str, trace: Path | None) -> list[Result]:
     """Measure the case on the grid. For "all", measure every grid of all ranks, and the grid of "auto", which may leave
     ranks idle. The limit is measured with the first grid."""
     from ...comm import Grid
@@ -206,7 +197,7 @@ def _run_all(case: Case, comm: MPI.Intracomm, grid: str, trace: Path | None, tim
     shapes: list[Any] = [grid]
     chosen: tuple[int, ...] = ()
     if grid == "all":
-        with Grid(comm, (1, 1, comm.size), timeout=timeout) as every:
+        with Grid(comm, (1, 1, comm.size)) as every:
             chosen = every.shape_for(case.product, case.dtype)[:3]
         shapes = [shape[:3] for shape in ranked_grids(case.product, comm.size, case.dtype)]
         shapes += [] if chosen in shapes else ["auto"]
@@ -222,7 +213,6 @@ def _run_all(case: Case, comm: MPI.Intracomm, grid: str, trace: Path | None, tim
                     shape,
                     tell=lambda stage: tell(stage, 1),
                     trace=trace,
-                    timeout=timeout,
                     limit=results[0].limit if results else None,
                 )
             )

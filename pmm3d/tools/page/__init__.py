@@ -45,5 +45,5 @@ def write_page(source: str | os.PathLike[str], output: str | os.PathLike[str] | 
     try:
         replace_file(target, render(page).encode("utf-8", "replace"))
     except OSError as error:
-        raise Pmm3dError(f"cannot write {target}: {error.strerror}; --output names another place") from None
+        raise Pmm3dError(f"cannot write {target}: {error.strerror}; --out names another place") from None
     return target

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...errors import Pmm3dError
-from ...model.axonn import ORDER, parse_order
-from ...model.gpt import GPT, rank_by_axonn
+from ...model.axonn import ORDER, parse_order, rank_by_axonn
+from ...model.gpt import GPT
 from ..output import bar
 from ..ranks import one_process, size
 from . import options
@@ -64,11 +64,9 @@ def gpt_command(
     ] = False,
     min_tensor: Annotated[int | None, size(1, "For --terms axonn: smallest x times y times z. Default: 1.")] = None,
     memory: options.Memory = None,
-    mtbf: options.Mtbf = None,
-    write_seconds: options.WriteSeconds = None,
     top: options.Top = 10,
     json: options.Json = None,
-    picture: options.Picture = None,
+    plot: options.Plot = None,
 ) -> None:
     """Rank the grids for training a GPT in bfloat16 with AdamW, before a configuration exists.
 
@@ -80,17 +78,15 @@ def gpt_command(
     pmm3d plan gpt --layers 24 --hidden 1024 --sequence 512 --batch 64 --ranks 8
 
     More options: --machine frontier; --micro-batches 8 for pipelines; --terms axonn --powers-of-two for the published
-    model; --mtbf 24 --write-seconds 30 for the interval of checkpoints.
+    model.
     """
     from .ranking import check_outputs, print_plan, tell, write_plan
-    from .train import check_mtbf, how_often
 
-    check_outputs(json, picture)
-    check_mtbf(mtbf, write_seconds)
+    check_outputs(json, plot)
     axonn = terms is Terms.AXONN
     _check_terms(
         axonn,
-        {"--micro-batches": micro_batches, "--ranks-per-node": ranks_per_node, "--memory": memory, "--mtbf": mtbf},
+        {"--micro-batches": micro_batches, "--ranks-per-node": ranks_per_node, "--memory": memory},
         {"--order": order, "--powers-of-two": powers_of_two, "--min-tensor": min_tensor},
     )
     model = GPT(layers, hidden, sequence, batch, heads, vocabulary)
@@ -122,8 +118,7 @@ def gpt_command(
                 ranks, top=max(top, TOP), activations=("replicated", "sharded"), recompute=("none", "full"), tell=told
             )
         print_plan(chosen, ranking, top, "a step")
-        tell(*how_often(mtbf, write_seconds, ranking.candidates[0].seconds))
-    write_plan(chosen, ranking, top, json, picture)
+    write_plan(chosen, ranking, top, json, plot)
 
 
 def _check_terms(axonn: bool, of_full: dict[str, Any], of_axonn: dict[str, Any]) -> None:

@@ -17,23 +17,15 @@ MachineName = Annotated[
     str | None,
     typer.Option(
         "--machine",
-        help="perlmutter, frontier, alps, nominal, or a TOML file of pmm3d tune machine --output. Default: "
+        help="perlmutter, frontier, alps, nominal, or a TOML file of pmm3d tune machine --out. Default: "
         "PMM3D_MACHINE, the machine measured here, or nominal.",
     ),
 ]
 RanksPerNode = Annotated[int | None, size(1, "Ranks on each node. Default: those of the machine.", MOST_RANKS)]
 Memory = Annotated[int | None, size(1, "Memory limit of a rank, in bytes. Default: the machine's.", MOST_BYTES)]
 Top = Annotated[int, size(1, "Number of grids to show.")]
-Mtbf = Annotated[
-    float | None,
-    typer.Option(
-        help="Mean hours between failures of the whole job. With --write-seconds, "
-        "print how often to write a checkpoint."
-    ),
-]
-WriteSeconds = Annotated[float | None, typer.Option(help="Seconds to write a checkpoint, for --mtbf.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write all ranked grids to this file; - is standard output.")]
-Picture = Annotated[Path | None, typer.Option(help="Draw the terms of the time into this file (.png, .pdf, .svg).")]
+Plot = Annotated[Path | None, typer.Option(help="Draw the terms of the time into this file (.png, .pdf, .svg).")]
 
 NOMINAL = "nominal"
 SECTIONS = "gemm", "passes", "collectives", "laws", "memory"

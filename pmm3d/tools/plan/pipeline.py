@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import inf
 from pathlib import Path
 from typing import Annotated
@@ -12,10 +13,6 @@ from ...errors import Pmm3dError
 from ..output import bar, say_written, write_json, write_text
 from ..ranks import MOST_RANKS, one_process, size
 
-NAMES = (
-    "gpipe, 1f1b, interleaved, breadth-first, interleaved-zero-bubble, zb-h1, zb-h2, zb-1p, zb-2p, zb-v, v-half, "
-    "v-min, dualpipe, dualpipe-v"
-)
 MOST_PASSES = 2**18
 """Largest number of forward passes of a table."""
 OF_A_RANK = "one number for a rank, split equally among its stages; or one for each stage, separated by commas"
@@ -27,10 +24,10 @@ def pipeline_command(
     micro_batches: Annotated[int | None, size(1, "Micro-batches of a step. Default: those of FILE.csv.")] = None,
     schedule: Annotated[
         str | None,
-        typer.Option(help=f"A name: {NAMES}; or FILE.csv, a table in PyTorch's notation. Default: compare all names."),
-    ] = None,
-    chunks: Annotated[
-        int | None, size(1, "Stages of a rank. Default: as many as the schedule has; 2 if it can have any number.")
+        typer.Option(
+            help="A name: zb-h1, or interleaved-4 with 4 stages on each rank, or any other of the comparison; or "
+            "FILE.csv, a table in PyTorch's notation. Default: compare all names."
+        ),
     ] = None,
     forward: Annotated[
         str, typer.Option(metavar="T", help=f"Time of the forward pass of a micro-batch: {OF_A_RANK}.")
@@ -44,7 +41,7 @@ def pipeline_command(
     communication: Annotated[
         str, typer.Option(metavar="T", help="Time of a message between stages, one number.")
     ] = "0",
-    memory_limit: Annotated[
+    memory: Annotated[
         float | None,
         typer.Option(
             help="Largest number of micro-batches that a rank may hold. "
@@ -53,7 +50,7 @@ def pipeline_command(
         ),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file; - is standard output.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw the time line into this file (.png, .pdf, .svg).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the time line into this file (.png, .pdf, .svg).")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the table to this file, in PyTorch's notation.")] = None,
     messages: Annotated[
         bool, typer.Option("--messages", help="Include sends and receives in the table of --csv.")
@@ -77,24 +74,25 @@ def pipeline_command(
 
     pmm3d plan pipeline --schedule zb-2p --ranks 8 --micro-batches 24 --weight 0.5
 
-    More options: --forward 18.5 --backward 18.1 --weight 9.3 --communication 0.6 for measured times in ms; --picture
+    More options: --forward 18.5 --backward 18.1 --weight 9.3 --communication 0.6 for measured times in ms; --plot
     zb-2p.svg; --csv zb-2p.csv --messages for the table with sends and receives.
     """
     from .ranking import check_outputs
     from .schedules import Asked, compare, draw, figures_of, print_schedule, simulated, table_text, times_of
 
-    check_outputs(json, picture, csv)
+    check_outputs(json, plot, csv)
     if messages and csv is None:
         raise Pmm3dError("--messages has no effect without --csv: name the file of the table")
-    if memory_limit is not None and not 0 < memory_limit < inf:
-        raise Pmm3dError(f"--memory-limit must be a positive number of micro-batches, got {memory_limit}")
-    if (passes := (ranks or 1) * (chunks or 1) * (micro_batches or 1)) > MOST_PASSES:
+    if memory is not None and not 0 < memory < inf:
+        raise Pmm3dError(f"--memory must be a positive number of micro-batches, got {memory}")
+    stages = re.search(r"-(\d+)$", schedule or "")
+    if (passes := (ranks or 1) * (micro_batches or 1) * int(stages[1] if stages else 1)) > MOST_PASSES:
         raise Pmm3dError(
-            f"--ranks x --chunks x --micro-batches is {passes:,}, and a table has at most {MOST_PASSES:,} "
-            "such passes: take fewer micro-batches; the middle of a schedule repeats itself"
+            f"ranks x stages of a rank x micro-batches is {passes:,}, and a table has at most {MOST_PASSES:,} such "
+            "passes: take fewer micro-batches; the middle of a schedule repeats itself"
         )
-    if schedule is None and (picture or csv):
-        raise Pmm3dError("--picture and --csv need one schedule: name it with --schedule")
+    if schedule is None and (plot or csv):
+        raise Pmm3dError("--plot and --csv need one schedule: name it with --schedule")
     texts = {"forward": forward, "backward": backward, "weight": weight, "communication": communication}
     times = {name: times_of(name, text) for name, text in texts.items()}
     if not any(map(any, times.values())):
@@ -102,7 +100,7 @@ def pipeline_command(
             "all times are 0, so no schedule is faster than another: give a positive time to --forward, "
             "--backward or --weight"
         )
-    asked = Asked(ranks, micro_batches, chunks, times, memory_limit)
+    asked = Asked(ranks, micro_batches, times, memory)
     if schedule is None:
         with bar("plan pipeline") as told:
             found, left_out = simulated(asked, told)
@@ -112,10 +110,10 @@ def pipeline_command(
             table, line = asked.simulated(schedule)
         print_schedule(table, line)
         figures = figures_of(table, line)
-        if picture:
-            draw(table, line, picture)
+        if plot:
+            draw(table, line, plot)
         if csv:
             write_text(csv, table_text(table, messages))
     if json:
         write_json(json, figures)
-    say_written(json, picture, csv)
+    say_written(json, plot, csv)

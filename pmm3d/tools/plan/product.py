@@ -28,7 +28,7 @@ def product_command(
     memory: options.Memory = None,
     top: options.Top = 10,
     json: options.Json = None,
-    picture: options.Picture = None,
+    plot: options.Plot = None,
 ) -> None:
     """Rank the grids for a product C (m, n) = A (m, k) B by time, before a job is submitted.
 
@@ -44,9 +44,9 @@ def product_command(
     from ...model.ranking import rank_products
     from .ranking import check_outputs, print_plan, write_plan
 
-    check_outputs(json, picture)
+    check_outputs(json, plot)
     chosen = options.chosen_machine(machine, ranks, ranks_per_node)
     with bar("plan product"):
         ranking = rank_products((m, n, k), ranks, dtype.value, chosen.machine, limit=memory, top=top)
     print_plan(chosen, ranking, top, "a product", product=(m, n, k))
-    write_plan(chosen, ranking, top, json, picture)
+    write_plan(chosen, ranking, top, json, plot)

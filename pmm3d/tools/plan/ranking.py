@@ -48,10 +48,10 @@ def shown_of(ranking: Ranking, top: int) -> Shown:
 
 
 def check_outputs(json: Path | None, drawn: Path | None, *files: Path | None) -> None:
-    """Raise Pmm3dError if the file of --json, --picture or another option cannot be written."""
+    """Raise Pmm3dError if the file of --json, --plot or another option cannot be written."""
     check_writable(drawn, *files, text=json)
     if drawn:
-        check_picture(drawn, "--picture")
+        check_picture(drawn, "--plot")
 
 
 def tell(*lines: str) -> None:
@@ -90,7 +90,7 @@ def print_plan(
 
 
 def write_plan(chosen: Chosen, ranking: Ranking, top: int, json: Path | None, drawn: Path | None) -> None:
-    """Write the files of --json and --picture."""
+    """Write the files of --json and --plot."""
     if json:
         write_json(json, as_json(ranking))
     if drawn:

@@ -62,20 +62,19 @@ class Asked:
 
     ranks: int | None
     micro_batches: int | None
-    chunks: int | None
     times: Mapping[str, Sequence[float]]
     limit: float | None
 
     def simulated(self, schedule: str) -> tuple[PipelineSchedule, TimeLine]:
         """Return the table of a schedule and its time line. Raises PipelineError."""
         times = self.of_stages(schedule_of(schedule, self.ranks, 1)) if is_searched(schedule) else None
-        table = schedule_of(schedule, self.ranks, self.micro_batches, chunks=self.chunks, limit=self.limit, times=times)
+        table = schedule_of(schedule, self.ranks, self.micro_batches, limit=self.limit, times=times)
         line = simulate(table, self.of_stages(table))
         if self.limit is not None and not is_searched(schedule) and max(held := peak_live(table, line)) > self.limit:
             rank = held.index(max(held))
             raise PipelineError(
                 f"{table.name}: rank {rank} holds {held[rank]:g} micro-batches, more than "
-                f"--memory-limit {self.limit:g}. Name a schedule that holds less, or one that keeps "
+                f"--memory {self.limit:g}. Name a schedule that holds less, or one that keeps "
                 "within the limit: zb-1p, zb-2p or v-half"
             )
         return table, line

@@ -50,7 +50,7 @@ def train_command(
         typer.Option(
             metavar="RANKS",
             help="Simulate strong and weak scaling up to this "
-            "number of ranks, or FROM:TO, with and without each overlap. --picture "
+            "number of ranks, or FROM:TO, with and without each overlap. --plot "
             "draws it.",
         ),
     ] = None,
@@ -75,11 +75,17 @@ def train_command(
     beside: Annotated[
         Path | None, typer.Option(help="A file of pmm3d train --trace. Its events are added to --trace.")
     ] = None,
-    mtbf: options.Mtbf = None,
-    write_seconds: options.WriteSeconds = None,
+    mtbf: Annotated[
+        float | None,
+        typer.Option(
+            help="Mean hours between failures of the whole job. With --write-seconds, "
+            "print how often to write a checkpoint."
+        ),
+    ] = None,
+    write_seconds: Annotated[float | None, typer.Option(help="Seconds to write a checkpoint, for --mtbf.")] = None,
     top: options.Top = 10,
     json: options.Json = None,
-    picture: options.Picture = None,
+    plot: options.Plot = None,
 ) -> None:
     """Rank the grids for a training by the simulated time of a step, before a job is submitted.
 
@@ -94,7 +100,7 @@ def train_command(
 
     pmm3d plan train surrogate.toml --ranks 8192 --machine frontier --grid auto
 
-    pmm3d plan train surrogate.toml --ranks 512 --curve 4096 --picture curves.png
+    pmm3d plan train surrogate.toml --ranks 512 --curve 4096 --plot curves.png
 
     pmm3d plan train x.toml --ranks 8 --grid fsdp --trace x.json --beside run.json
 
@@ -107,7 +113,7 @@ def train_command(
     from .step import FirstRank, Training, print_first_rank
     from .trace import read_trace, write_trace
 
-    check_outputs(json, picture, trace)
+    check_outputs(json, plot, trace)
     check_mtbf(mtbf, write_seconds)
     if beside is not None and trace is None:
         raise Pmm3dError("--beside adds the events of a run to the file of --trace: give --trace too")
@@ -148,11 +154,11 @@ def train_command(
         say(write_trace(trace, first, real))
     if json:
         write_json(json, written)
-    if picture and counts:
-        draw_curves(curves, f"{config.name} on {chosen.machine.name}", picture)
-    elif picture:
-        draw(ranking, top, chosen.machine.name, picture)
-    say_written(json, picture)
+    if plot and counts:
+        draw_curves(curves, f"{config.name} on {chosen.machine.name}", plot)
+    elif plot:
+        draw(ranking, top, chosen.machine.name, plot)
+    say_written(json, plot)
 
 
 def _samples(

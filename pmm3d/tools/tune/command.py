@@ -34,13 +34,14 @@ def machine_command(
         float,
         typer.Option(min=0.01, help="Share of the time limit of each section. A smaller share measures fewer points."),
     ] = 1.0,
-    output: Annotated[
+    out: Annotated[
         Path | None,
         typer.Option(
             help="Also write the machine to this TOML file, for PMM3D_MACHINE and "
             "pmm3d plan ... --machine; - is standard output."
         ),
     ] = None,
+    store: Annotated[bool, typer.Option(help="Store the machine for jobs on machines of this kind.")] = True,
 ) -> None:
     """Measure this machine: GEMMs, copies, collectives, and whole steps of training.
 
@@ -58,18 +59,18 @@ def machine_command(
 
     python -m pmm3d.launcher -n 8 -m pmm3d tune machine
 
-    srun -N 2 -n 128 pmm3d tune machine --output here.toml
+    srun -N 2 -n 128 pmm3d tune machine --out here.toml
 
     pmm3d tune machine --dtype float32 --budget 0.3
     """
     with all_ranks() as comm:
         with needs("train", "writing a machine file"):
             import tomlkit  # noqa: F401
-        on_first(comm, lambda: check_writable(text=output))
-        _measure(comm, [*dict.fromkeys(dtype or MEASURED)], budget, output)
+        on_first(comm, lambda: check_writable(text=out))
+        _measure(comm, [*dict.fromkeys(dtype or MEASURED)], budget, out, store)
 
 
-def _measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, output: Path | None) -> None:
+def _measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, out: Path | None, store: bool) -> None:
     from .measure import measure, print_report, stages
     from .rates import library_for
 
@@ -77,25 +78,26 @@ def _measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, output: Path
         library_for(dtype)
     with progress("tune machine", comm.rank == 0, stages(comm.size, dtypes)) as tell:
         report = measure(comm, dtypes, budget, tell)
-    written = on_first(comm, lambda: _write(report, output))
+    written = on_first(comm, lambda: _write(report, out, store))
     if comm.rank == 0:
         print_report(report, console(sys.stdout))
         for line in written:
             say(line)
 
 
-def _write(report: Report, output: Path | None) -> list[str]:
-    """Store the machine, and write it to `output`, after a check of the text. Return lines for the user."""
+def _write(report: Report, out: Path | None, store: bool) -> list[str]:
+    """Store the machine, and write it to `out`, after a check of the text. Return lines for the user."""
     from ...comm import remember_machine
     from ...model.machines import as_toml, machine_from
 
     text, lines = as_toml(report.machine), []
     machine_from(text, "what was measured")
     try:
-        lines.append(f"stored in {remember_machine(report.machine.key, text)}")
+        if store:
+            lines.append(f"stored in {remember_machine(report.machine.key, text)}")
     except (OSError, RuntimeError) as error:
-        lines.append(f"The machine is not stored: {error}. Use --output FILE and PMM3D_MACHINE=FILE")
-    if output is not None:
-        write_text(output, text)
-        say_written(output)
+        lines.append(f"The machine is not stored: {error}. Use --out FILE and PMM3D_MACHINE=FILE")
+    if out is not None:
+        write_text(out, text)
+        say_written(out)
     return lines

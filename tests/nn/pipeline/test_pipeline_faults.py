@@ -162,9 +162,9 @@ def test_what_no_pipeline_can_run_is_refused_on_every_rank(comm, tmp_path):
     with Grid(comm, (1, 1, 1), axes={"pipe": 2}) as grid:
         for schedule, options, text in (
             (four, {}, "four.csv is a table of 4 ranks"),
-            ("interleaved", {"chunks": 2}, "3 layers with parameters"),
+            ("interleaved-2", {}, "3 layers with parameters"),
             ("1f1b", {"cut": [3, 1]}, "the cut"),
-            ("1f1b", {"chunks": 2}, "2 stages"),
+            ("1f1b-2", {}, "fixed number of stages"),
         ):
             with given(schedule=str(schedule), text=text), pytest.raises(PipelineError, match=text):
                 nn.Pipeline(grid, deep, schedule=schedule, **options)

@@ -253,14 +253,13 @@ def test_what_does_not_fit_is_refused_on_all_ranks(comm, fails, shared_path):
     with Grid(comm, (1, 1, 1), axes={"pipe": 2}) as grid:
         made = lambda make=mlp, **options: lambda: nn.Pipeline(grid, make, **options)
         fails(PipelineError, "1 layers with parameters, too few for 2 stages", made(lambda grid: nn.MLP(grid, [3, 2])))
-        fails(PipelineError, "9 layers with parameters, too few for 10", made(schedule="interleaved", chunks=5))
+        fails(PipelineError, "9 layers with parameters, too few for 10", made(schedule="interleaved-5"))
         for cut in ([4, 4], [9], [0, 9], [3, 3, 3], "evenly"):
             with given(cut=cut):
                 fails(PipelineError, r'neither "cost" nor 2 numbers .* the sum 9.* such as \[5, 4\]', made(cut=cut))
         fails(PipelineError, "no schedule is named", made(schedule="1f2b"))
         fails(PipelineError, "a table of 3 ranks, but the axis pipe of the grid has 2. .* pipe=3", made(schedule=three))
         fails(PipelineError, "rank 1 has no stage", made(schedule=PipelineSchedule(bare.actions + ((),), "bare")))
-        fails(PipelineError, "chunks= needs a schedule that is given by its name", made(schedule=gpipe, chunks=2))
         fails(Pmm3dError, "make must return a Sequential", made(lambda grid: nn.Linear(grid, 3, 2)))
         with pytest.raises(DisagreementError, match="Pipeline: make"):
             made(lambda stage: nn.MLP(stage, [3, 4 + grid.coords.pipe, 2]))()

@@ -53,7 +53,7 @@ def blas_command(
         typer.Option(help="Only this BLAS: scipy, mkl or a path. Repeatable. Default: all that are found."),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write all figures here; - is standard output.")] = None,
-    keep: Annotated[bool, typer.Option(help="Store the choice for PMM3D_BLAS=auto on machines of this kind.")] = True,
+    store: Annotated[bool, typer.Option(help="Store the choice for PMM3D_BLAS=auto on machines of this kind.")] = True,
 ) -> None:
     """Find the BLAS and kernel that is fastest for a job.
 
@@ -85,7 +85,7 @@ def blas_command(
         [*dict.fromkeys(dtype or DTYPES[:2])],
         blas or [],
         json,
-        keep,
+        store,
     )
 
 
@@ -97,7 +97,7 @@ def _tune(
     dtypes: list[str],
     asked: list[str],
     json: Path | None,
-    keep: bool,
+    store: bool,
 ) -> None:
     from ....model.machine import cores, cpu
     from .measuring import ROUNDS, candidates, choice, measure, of_product, of_training
@@ -127,7 +127,7 @@ def _tune(
             )
             for name, text in (best.variables | {"OMP_NUM_THREADS": str(best.threads)}).items():
                 say(f"  export {name}={shell_command(text)}")
-    if keep:
+    if store:
         _remember(chosen, threads)
     if json is not None:
         write_json(json, as_json(timed, chosen[""], per_node))
