@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import standin
 import standin_far  # noqa: F401, so that library_named knows it
+from grids import canonical_grids
 from loops import given, looped
-from mpi_runner.plugin import canonical_grids
 from samples import integers, to_library, to_numpy
 
 from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, Pmm3dError, matmul

@@ -6,8 +6,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import pytest
 from each_grid import each_grid
+from grids import canonical_grids
 from loops import given as named
-from mpi_runner.plugin import canonical_grids
 from samples import RANKS, TESTED, UP_TO_4, integers, to_library, to_numpy
 
 from pmm3d import DataError, DisagreementError, DistMatrix, DTypeError, Grid, Layout, LayoutError, matmul

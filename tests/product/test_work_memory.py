@@ -5,8 +5,8 @@ from itertools import product
 import numpy as np
 import pytest
 from each_grid import each_grid
+from grids import process_grids
 from loops import given
-from mpi_runner.plugin import process_grids
 from samples import integers, to_library
 
 from pmm3d import DistMatrix, Grid, Layout, MemoryLimitError, OutOfMemoryError, matmul

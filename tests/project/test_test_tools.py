@@ -1,9 +1,10 @@
-"""The faults of planted_faults.toml fit the package."""
+"""Tools of the tests: the faults of planted_faults.toml fit the package, and all process grids are listed."""
 
 import ast
 from pathlib import Path
 
 import tomllib
+from grids import process_grids
 from loops import given
 from planted_faults import ROOT, essential, places_of, replaced
 
@@ -34,3 +35,9 @@ def test_a_place_is_found_however_it_is_formatted():
     assert places_of("f", "off") == [(1, 2), (2, 3)] and places_of("f(b)", "f(b, c)") == []
     assert essential("(a, ),") == ("(a),", [0, 1, 4, 5])
     assert replaced("    one\n    two\n", (4, 7), "\nif x:\n    pass\n") == "    if x:\n        pass\n    two\n"
+
+
+def test_process_grids_are_complete():
+    for n in (1, 2, 6, 8, 12):
+        cube = range(1, n + 1)
+        assert process_grids(n) == [(x, y, z) for x in cube for y in cube for z in cube if x * y * z == n]
