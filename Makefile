@@ -110,6 +110,7 @@ lines: setup ## code lines of each room
 
 test-nightly: setup site-launcher ## tests that are too long for each change; a part of CI
 	$(PYTEST) -o cache_dir=.pytest_cache/nightly -m "nightly and not parallel" $(WORKERS) $(ARGS)
+	$(PYTEST) -o cache_dir=.pytest_cache/nightly -m "nightly and parallel" $(ARGS)
 
 test-unit: setup ## tests without MPI ranks, in parallel workers
 	$(PYTEST) -o cache_dir=.pytest_cache/unit $(IN_WORKERS) $(ARGS)

@@ -16,7 +16,7 @@ from pmm3d.arrays import library_named
 from pmm3d.nn import functional, optim
 from pmm3d.nn.optimizer_state import is_state
 
-pytestmark = gpu
+pytestmark = [pytest.mark.nightly("trainings on arrays of the stand-in"), *gpu]
 STEPS, BATCH, WIDTHS = 5, 96, (37, 64, 51, 12)
 INPUT = Layout(("data", "z"), "y")
 NETWORKS = {
