@@ -7,6 +7,7 @@ from functools import partial
 from itertools import cycle, product
 
 import numpy as np
+import pytest
 from loops import given
 
 from gpu.cases import DEVICES, TORCHS, TRAINED, TRANSPORTS, cases, check_error, common, gpu, ranks, relative_error, wide
