@@ -111,6 +111,7 @@ def test_own_rows_are_sent_on_if_a_rank_comes_late(comm, stages_of_two):
 CASES = ("transposed", "conjugated", "out transposed", "beta", "redistributed", "plan")
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_whatever_matmul_takes(grids):
     for grid, case in product(grids, CASES):
         with given(grid=grid.shape, case=case):

@@ -118,7 +118,7 @@ def assert_arrays_come_back(some_grid, library):
     assert matrix.library.kind == library_named(library).kind and (to_numpy(out, library) == to_numpy(arrays[0])).all()
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([2], thorough=[4])
 def test_a_rank_without_blocks_takes_type_and_library_from_the_owners(some_grid, fails):
     whole, last = integers((5, 3), "float32"), some_grid.size - 1
     owned = Blocks((0, 2, 5), (0, 3), [[last], [last]])
@@ -186,6 +186,7 @@ def test_a_plan_is_used_again_and_adds(some_grid):
         check_same(out, held(source, some_grid.rank, whole))
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6, 8])
 def test_pgemr2d_between_contexts(comm):
     size, whole, kept = comm.size, integers((12, 14)), integers((9, 20), seed=5)
     with BlacsContext(comm, (1, size)) as one, BlacsContext(one.grid, (size, 1), "C") as other:

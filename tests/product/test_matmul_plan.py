@@ -62,6 +62,7 @@ def assert_is_matmul(grid, dtype):
         assert added() is c[1] and np.array_equal(c[1].gather(), c[0].gather())
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_whatever_matmul_takes(comm):
     for grid in grids(comm):
         for case in ("column-major", "transposed", "redistributed", "panels"):
