@@ -78,6 +78,7 @@ RunLog.draw = drawing
 """Rank 0 begins to draw after the process of rank 1 has ended."""
 
 
+@pytest.mark.nightly("a job of its own")
 def test_no_rank_waits_for_the_curves(runs):
     done = runs.train(runs.config(training="epochs = 1"), before=DRAWN_ALONE)
     assert done.returncode == 0, done.stderr

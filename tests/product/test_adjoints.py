@@ -78,7 +78,7 @@ def test_shift_is_undone_by_the_shift_back(grid):
             assert_adjoint(axis, lambda x: axis.shift(x, by), lambda y: axis.shift(y, -by), 3, 3)
 
 
-@pytest.mark.parallel([4, 8], thorough=[2, 6])
+@pytest.mark.parallel([4], thorough=[2, 6, 8])
 @each_grid
 def test_sums_are_bitwise_the_same_on_all_ranks_and_in_every_run(grid):
     """For float32 whose sums are rounded, in small and large arrays."""

@@ -175,7 +175,7 @@ def test_an_empty_panel_is_not_conjugated(comm):
         assert np.array_equal(matmul(a.H.T, b).gather(), np.zeros((4, 4)))
 
 
-@pytest.mark.parallel([4, 8], thorough=RANKS)
+@pytest.mark.parallel([2], thorough=RANKS)
 def test_every_form_of_conjugation(some_grid):
     assert_forms(some_grid, TESTED, product(product(FORMS, repeat=2), STORED))
 
@@ -203,7 +203,7 @@ def assert_scales(grid, library, dtype, outs=OUTS):
             assert holds(out, alpha * (whole_a @ whole_b) + beta * before)
 
 
-@pytest.mark.parallel([4, 8], thorough=RANKS)
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_alpha_beta_and_out(grid):
     assert_scales(grid, TESTED, "float64")
@@ -247,7 +247,7 @@ def test_beta_zero_overwrites_what_is_not_finite(grid):
             assert holds(matmul(a, b, out=out, panels=panels), whole_a @ whole_b)
 
 
-@pytest.mark.parallel([4, 8], thorough=RANKS)
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_operands_in_other_layouts(grid):
     whole_a, whole_b = integers((9, 14), seed=1), integers((14, 8), seed=2)

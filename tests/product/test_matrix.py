@@ -71,7 +71,7 @@ def assert_types_come_back(grid, library):
             assert grid.rank != grid.size - 1 or np.array_equal(to_numpy(at_root, library), whole)
 
 
-@pytest.mark.parallel([2, 8], thorough=RANKS)
+@pytest.mark.parallel([2], thorough=RANKS)
 def test_every_type_comes_back(some_grid):
     for library in HERE:
         with named(library=library):
@@ -83,7 +83,7 @@ def test_every_type_comes_back_in_torch(some_grid):
     assert_types_come_back(some_grid, "torch")
 
 
-@pytest.mark.parallel([4, 8], thorough=RANKS)
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_from_the_whole_on_one_rank(grid):
     for root in {0, grid.size - 1}:
@@ -250,7 +250,7 @@ def test_the_transpose_is_a_view(grid):
     assert np.shares_memory(matrix.H.local, matrix.local) or not matrix.local.size
 
 
-@pytest.mark.parallel([2, 8], thorough=RANKS)
+@pytest.mark.parallel([2], thorough=RANKS)
 def test_the_conjugate_transpose_is_a_view(some_grid, fails):
     for library in HERE:
         with named(library=library):

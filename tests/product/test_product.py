@@ -107,7 +107,7 @@ def test_panels_do_not_change_a_bit_where_nothing_is_gathered(comm, nranks):
                 assert bits_of(matmul(a, b, panels=panels).gather()) == bits_of(plain)
 
 
-@pytest.mark.parallel([4, 8], thorough=RANKS)
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_every_run_gives_the_same_bits(comm, grid):
     a, b = operands(grid, (70, 50, 90))
@@ -130,7 +130,7 @@ def inner(first, second):
     return first.grid.everyone.all_reduce(total).wait()[0]
 
 
-@pytest.mark.parallel([4, 8], thorough=RANKS)
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_the_adjoints_move_no_operand(grid):
     """<A B, G> = <A, G B^H> = <B, A^H G>, with A, B and G in the layouts of the product."""

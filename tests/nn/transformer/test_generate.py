@@ -10,7 +10,7 @@ from pmm3d import Grid, LayoutError, Pmm3dError, nn
 from pmm3d.layout import Layout
 from pmm3d.nn.transformer.generate import choose
 
-pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
+pytestmark = [pytest.mark.parallel([2], thorough=[1, 4, 8]), pytest.mark.deadline(240)]
 
 GRIDS = {
     1: [((1, 1, 1), 1, {})],

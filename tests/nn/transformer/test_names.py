@@ -14,7 +14,7 @@ from pmm3d.layout import Layout
 from pmm3d.nn.exchange import export_torch, import_torch, load_weights
 from pmm3d.nn.transformer.names import architecture_of
 
-pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
+pytestmark = [pytest.mark.parallel([2], thorough=[1, 4, 8]), pytest.mark.deadline(240)]
 
 GRIDS = {
     1: [((1, 1, 1), 1, {})],
