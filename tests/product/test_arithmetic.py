@@ -184,10 +184,11 @@ def test_low_precision_is_rounded_once(some_grid):
     assert a.norm() == np.sqrt(9 * 2050.0**2) and a.trace() == 6150 and a.inner(b) == 9 * 2050 * 683
 
 
-@pytest.mark.parallel([1, 2, 4], thorough=[6])
+@pytest.mark.parallel([1, 4], thorough=[2, 6])
 @each_grid
 def test_numbers_of_all_layouts(grid):
-    for shape, layout, other in product(SHAPES, LAYOUTS, (Layout.A, Layout(), LAYOUTS[-1])):
+    others = (Layout.A, Layout(), LAYOUTS[-1])
+    for shape, layout, other in (*product(SHAPES[:1], LAYOUTS, others), *product(SHAPES[1:], LAYOUTS, others[2:])):
         (a, whole), (b, whole_b) = made(grid, shape, layout), made(grid, shape, other, seed=1)
         assert a.inner(b) == np.vdot(whole, whole_b)
         assert np.isclose(a.norm(), np.linalg.norm(whole), rtol=1e-15)

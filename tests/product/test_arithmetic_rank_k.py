@@ -29,7 +29,7 @@ def products(whole):
     return (syrk, whole @ whole.T), (herk, whole @ whole.conj().T)
 
 
-@pytest.mark.parallel([1, 2, 4], thorough=[6])
+@pytest.mark.parallel([1, 4], thorough=[2, 6])
 @each_grid
 def test_all_layouts(grid):
     for shape, layout in product(SHAPES, (Layout.A, Layout("x", sums=("y", "z")))):

@@ -37,7 +37,7 @@ def test_parts_of_matrices_in_all_layouts(grid):
         assert_is(a, whole)
 
 
-@pytest.mark.parallel([1, 2, 4], thorough=[6])
+@pytest.mark.parallel([1, 4], thorough=[2, 6])
 @each_grid
 def test_and_back(grid):
     for number, (layout, target) in enumerate(product(LAYOUTS[:-1], LAYOUTS)):

@@ -50,7 +50,7 @@ def check_same(arrays, wanted):
     assert len(arrays) == len(wanted) and all(np.array_equal(*both) for both in zip(arrays, wanted))
 
 
-@pytest.mark.parallel([1, 2, 4], thorough=[6])
+@pytest.mark.parallel([1, 4], thorough=[2, 6])
 @each_grid
 def test_from_any_layout_to_a_grid_and_back(grid):
     for dtype in ("float64", "complex64"):

@@ -26,7 +26,7 @@ def grids(comm):
             yield grid
 
 
-@pytest.mark.parallel([1, 2, 4, 8])
+@pytest.mark.parallel([1, 4, 8], thorough=[2])
 def test_bits_and_bytes_are_those_of_matmul(comm):
     for grid in grids(comm):
         for dtype in ("float32", "complex128"):

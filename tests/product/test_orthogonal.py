@@ -49,7 +49,7 @@ def stepped(whole, coefficients):
     return x
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([1, 4], thorough=[2])
 @each_grid
 def test_polar_factors_are_those_of_scipy(grid, pytestconfig):
     all_tests = pytestconfig.getoption("all_tests")

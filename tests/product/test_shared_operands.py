@@ -55,7 +55,7 @@ def grids(comm):
         grid.close()
 
 
-@pytest.mark.parallel([1, 2, 4, 8])
+@pytest.mark.parallel([1, 4, 8], thorough=[2])
 def test_bits_are_those_of_messages_and_no_bytes_are_received_for_operands(grids, pytestconfig):
     cases = [
         ((23, 17, 19), "float16"),

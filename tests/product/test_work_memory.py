@@ -86,7 +86,7 @@ def test_moves_in_rounds_stay_within_their_bound(comm, grid, monkeypatch):
 def assert_bounded(grid, shape):
     layouts = [Layout.A, Layout.B, Layout("z", ("x", "y")), Layout((), "y"), Layout("data"), Layout()]
     whole = integers(shape)
-    for source in layouts:
+    for source in layouts if shape == (64, 48) else layouts[::2]:
         matrix = DistMatrix.from_global(grid, to_library(whole), layout=source)
         for target in layouts:
             for moved, expected in ((matrix, whole), (matrix.T, whole.T)):
