@@ -45,7 +45,8 @@ FEW_ON_TORCH := $(addprefix tests/,\
   nn/test_nn_gradients.py::test_gradients_of_a_deep_network_are_differences \
   nn/test_operations.py::test_values_and_gradients_are_those_of_torch nn/test_nn_torch.py::test_each_optimizer_takes_the_steps_of_torch)
 # Tests without MPI ranks: one worker for each core.
-IN_WORKERS := -m "not parallel" -n logical --maxprocesses 8 --dist loadfile
+WORKERS := -n logical --maxprocesses 8 --dist loadfile
+IN_WORKERS := -m "not parallel" $(WORKERS)
 
 # Debian packages for the tests. Slurm: a cluster of virtual nodes. libpmix-dev contains libpmix.so, which Slurm's plugin
 # opens. An Open MPI for GPUs needs libnl. C and Fortran: compilers, an MPI, ScaLAPACK. shellcheck reads jobs/.
@@ -60,7 +61,7 @@ SPACE := $(EMPTY) $(EMPTY)
 PIP := $(VENV)/bin/python -m pip
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup site-launcher run test test-all test-other-mpi test-versions lines test-unit test-mpi test-torch test-few-torch test-slurm test-embed \
+.PHONY: help setup site-launcher run test test-all test-other-mpi test-versions lines test-nightly test-unit test-mpi test-torch test-few-torch test-slurm test-embed \
   durations coverage lint embed embed-compiler install system-packages bench gpu-check docs dist clean distclean
 
 run: setup site-launcher ## default: verify a product on 8 ranks, then train on digits
@@ -107,6 +108,10 @@ lint: setup ## check the style with ruff; `ruff format` mends the format
 lines: setup ## code lines of each room
 	@$(VENV)/bin/python tests/code_lines.py
 
+test-nightly: setup site-launcher ## tests that are too long for each change; a part of CI
+	$(PYTEST) -o cache_dir=.pytest_cache/nightly -m "nightly and not parallel" $(WORKERS) $(ARGS)
+	$(PYTEST) -o cache_dir=.pytest_cache/nightly -m "nightly and parallel" $(ARGS)
+
 test-unit: setup ## tests without MPI ranks, in parallel workers
 	$(PYTEST) -o cache_dir=.pytest_cache/unit $(IN_WORKERS) $(ARGS)
 
@@ -125,11 +130,14 @@ test-slurm: system-packages setup $(OTHER_ENVIRONMENTS:%=%/.installed) ## tests 
 test-embed: system-packages setup embed ## tests of the C and Fortran library; root
 	$(PYTEST) --all tests/embed $(ARGS)
 
-durations: setup site-launcher ## run the tests, write their times to build/durations.md
-	mkdir -p build && rm -f build/unit.json build/parallel.json
+DURATIONS := build/unit.json build/mpi.json build/few-torch.json
+durations: setup site-launcher ## run the tests, write their times to tests/durations.md, which is committed
+	mkdir -p build && rm -f $(DURATIONS)
 	-$(PYTEST) $(IN_WORKERS) --record-durations=build/unit.json
-	-$(PYTEST) -m parallel --record-durations=build/parallel.json
-	$(VENV)/bin/python tests/durations.py build/unit.json build/parallel.json > build/durations.md
+	-$(PYTEST) -m parallel --record-durations=build/mpi.json
+	-$(ON_TORCH) --ranks 2,4 $(FEW_ON_TORCH) --record-durations=build/few-torch.json
+	PYTHONPATH=tests/mpi_runner/src $(VENV)/bin/python -m mpi_runner.durations $(DURATIONS) > build/durations.md
+	mv build/durations.md tests/durations.md
 
 coverage: setup site-launcher ## run the tests, print the lines that no test executes
 	rm -f .coverage .coverage.*

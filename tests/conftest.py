@@ -1,4 +1,4 @@
-"""Load the MPI test plugin (mpi_runner/__init__.py explains how to use it) and the common fixtures.
+"""Load the MPI test plugin (mpi_runner/README.md) and the common fixtures.
 
 Each room of pmm3d has a folder. The others: apps/, benchmarks/, embed/, slurm/ (for jobs/), faults/ (injected faults
 and hostile inputs), gpu/ (`make gpu-check`), cluster/ (virtual nodes), and project/ (the repository itself).
@@ -29,6 +29,12 @@ def quiet(monkeypatch):
     """No lines of progress in this process: they would depend on the load."""
     if output := sys.modules.get("pmm3d.tools.output"):
         monkeypatch.setattr(output, "QUIET_SECONDS", 1e6)
+
+
+def pytest_mpi_launcher():
+    from launching import LAUNCHER
+
+    return LAUNCHER
 
 
 def pytest_collection_modifyitems(config, items):

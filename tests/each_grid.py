@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable
 
 import pytest
+from grids import canonical_grids, process_grids
 from loops import given
-from mpi_runner.plugin import canonical_grids, process_grids
 
 
 def each_grid(test: Callable) -> Callable:

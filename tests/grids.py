@@ -1,8 +1,41 @@
-"""Fixtures: the grids that tests run on, and errors that all ranks raise. Loaded before MPI may start."""
+"""Process grids that tests run on, and errors that all ranks raise. Loaded before MPI may start."""
 
 import pytest
 
 DEEPEST = {1: (1, 1, 1), 2: (1, 2, 1), 3: (3, 1, 1), 4: (2, 1, 2), 6: (1, 2, 3), 8: (2, 2, 2)}
+
+
+CANONICAL_GRIDS = {4: [(1, 4, 1), (2, 1, 2), (1, 2, 2)], 6: [(1, 2, 3)], 8: [(2, 2, 2), (4, 1, 2)]}
+"""On 4 ranks: axes of 4 ranks, and of 2 ranks with stride 1 or 2. On 6 and 8 ranks: all axes of several ranks, axes of
+different sizes, and an axis of 4."""
+
+
+def process_grids(nranks: int) -> list[tuple[int, int, int]]:
+    """All (gx, gy, gz) with gx * gy * gz == nranks."""
+    divisors = [d for d in range(1, nranks + 1) if nranks % d == 0]
+    return [(x, y, nranks // (x * y)) for x in divisors for y in divisors if nranks % (x * y) == 0]
+
+
+def canonical_grids(nranks: int) -> list[tuple[int, int, int]]:
+    """The process grids of a test without --all."""
+    return CANONICAL_GRIDS.get(nranks) or process_grids(nranks)
+
+
+def pytest_mpi_parametrize(metafunc, counts):
+    """Make a case for each process grid, if the test has the fixture grid_shape."""
+    if "grid_shape" not in metafunc.fixturenames:
+        return None
+    grids = process_grids if metafunc.config.getoption("all_tests") else canonical_grids
+    values = [(n, shape) for n in counts for shape in grids(n)]
+    ids = ["n{}-{}x{}x{}".format(n, *shape) for n, shape in values]
+    metafunc.parametrize("nranks,grid_shape", values, ids=ids, indirect=True, scope="session")
+    return True
+
+
+@pytest.fixture(scope="session")
+def grid_shape(request):
+    """(gx, gy, gz) with gx * gy * gz == nranks."""
+    return request.param
 
 
 @pytest.fixture

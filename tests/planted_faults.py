@@ -21,6 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import tomllib
 from pathlib import Path
@@ -101,10 +102,11 @@ def planted(tree: Path, fault: dict, named: list[str], options: list[str]) -> st
     """The first test that fails with the fault; "" if no test fails."""
     path = tree / fault["file"]
     right = path.read_text()
-    if right.count(fault["old"]) != 1:
-        raise SystemExit(f"{fault['name']}: {fault['file']} has its text {right.count(fault['old'])} times, not once")
+    places = places_of(fault["old"], right)
+    if len(places) != 1:
+        raise SystemExit(f"{fault['name']}: {fault['file']} has its text {len(places)} times, not once")
     room = f"tests/{Path(fault['file']).parts[1]}"
-    write(path, right.replace(fault["old"], fault["new"]))
+    write(path, replaced(right, places[0], fault["new"]))
     try:
         for tests in (named, [room] if (tree / room).is_dir() and room not in named else []):
             if tests and (by := first_failure(tree, [*tests, *options])):
@@ -112,6 +114,29 @@ def planted(tree: Path, fault: dict, named: list[str], options: list[str]) -> st
         return ""
     finally:
         write(path, right)
+
+
+def essential(text: str) -> tuple[str, list[int]]:
+    """The characters that a formatter keeps, and their positions: without whitespace, and commas before a bracket."""
+    at = [index for index, char in enumerate(text) if not char.isspace()]
+    ends = zip(at, at[1:] + [-1])
+    kept = [index for index, following in ends if text[index] != "," or following < 0 or text[following] not in ")]}"]
+    return "".join(text[index] for index in kept).replace("'", '"'), kept
+
+
+def places_of(old: str, text: str) -> list[tuple[int, int]]:
+    """Each place (begin, end) of the text that a formatter may have made of `old`."""
+    (wanted, _), (searched, kept) = essential(old), essential(text)
+    found = [match.start() for match in re.finditer(f"(?={re.escape(wanted)})", searched)]
+    return [(kept[begin], kept[begin + len(wanted) - 1] + 1) for begin in found]
+
+
+def replaced(text: str, place: tuple[int, int], new: str) -> str:
+    """The text with `new` at the place, as deeply indented as the line of the place."""
+    begin, end = place
+    line = text[text.rfind("\n", 0, begin) + 1 :]
+    indent = line[: len(line) - len(line.lstrip())]
+    return text[:begin] + textwrap.indent(textwrap.dedent(new), indent).strip() + text[end:]
 
 
 def write(path: Path, text: str) -> None:

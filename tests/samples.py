@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 import standin  # noqa: F401, so that library_named knows it
-from mpi_runner.plugin import process_grids
+from grids import process_grids
 
 from pmm3d import DistMatrix, Grid
 from pmm3d.arrays import library_named, library_of

@@ -16,7 +16,7 @@ from .stored import StoredMatrix, flipped, new_array, shards
 from .tiles import checked_arrays
 
 if TYPE_CHECKING:  # imported at first use
-    from typing_extensions import Self
+    from typing import Self
 
     from ..layout import BlockCyclic, Blocks
 

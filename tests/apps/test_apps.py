@@ -108,6 +108,7 @@ def hamiltonian(size, occupied):
     return (h + h.T) / 2, vectors[:, :occupied] @ vectors[:, :occupied].T, levels[:occupied].sum()
 
 
+@pytest.mark.nightly("an app as a user starts it")
 def test_purify(run, tmp_path):
     h, projector, energy = hamiltonian(37, 11)
     hdf5(tmp_path / "h.h5", H=h)
@@ -144,6 +145,7 @@ def of_condition(rows, cols, condition):
     return (left * np.geomspace(1, 1 / condition, cols)) @ right.T
 
 
+@pytest.mark.nightly("an app as a user starts it")
 def test_cholesky_qr(run, tmp_path):
     a = of_condition(403, 17, 1e12)
     hdf5(tmp_path / "a.h5", A=a)
@@ -168,6 +170,7 @@ def test_cholesky_qr_of_random_matrices(run):
             assert said.startswith(how) and said.endswith("right: True\n")
 
 
+@pytest.mark.nightly("an app as a user starts it")
 def test_newton_schulz(run, tmp_path):
     from scipy.linalg import polar
 
@@ -193,6 +196,7 @@ def test_newton_schulz_of_random_matrices(run):
             assert run("newton_schulz.py", 4, "--rows", 30, "--check", *options).endswith("right: True\n")
 
 
+@pytest.mark.nightly("an app as a user starts it")
 def test_rpa_like(run):
     said = run("rpa_like.py", 2, "--aux", 12, "--pairs", 101, "--block", 5, "--check")
     assert said.endswith("right: True\n")
@@ -219,6 +223,7 @@ def weights(checkpoint):
     return found
 
 
+@pytest.mark.nightly("an app as a user starts it")
 def test_train_fc_resumes_to_the_same_bits(run, tmp_path):
     random = np.random.default_rng(0)
     hdf5(tmp_path / "data.h5", x=random.standard_normal((160, 6)).astype("float32"), y=np.arange(160) % 3)
@@ -238,6 +243,7 @@ def test_train_fc_resumes_to_the_same_bits(run, tmp_path):
     assert start("resumed", 3)[0] == [3]
 
 
+@pytest.mark.nightly("an app as a user starts it")
 def test_digits(run, tmp_path):
     assert "wrote digits.h5: 1797 samples" in run("digits.py", 0, "digits.h5")
     text = (APPS / "digits.toml").read_text()
@@ -256,7 +262,11 @@ def test_digits(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "grid", ["1x2x1", pytest.param("2x1x1", marks=pytest.mark.thorough("the same program on another grid"))]
+    "grid",
+    [
+        pytest.param("1x2x1", marks=pytest.mark.nightly("an app as a user starts it")),
+        pytest.param("2x1x1", marks=pytest.mark.thorough("the same program on another grid")),
+    ],
 )
 def test_torch_bridge(run, grid):
     said = run("torch_bridge.py", 2, "--grid", grid)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+import pytest
 
 README = Path(__file__).resolve().parent.parent.parent / "README.md"
 SPECIES = ["setosa", "versicolor", "virginica"]
@@ -23,6 +24,7 @@ def shown():
     return configuration, data, commands
 
 
+@pytest.mark.nightly("the commands as a user starts them: half a minute")
 def test_the_five_commands_of_the_readme(tmp_path):
     configuration, data, commands = shown()
     assert [next(word for word in command.split() if word in COMMANDS) for command in commands] == COMMANDS

@@ -131,6 +131,7 @@ def test_parameters_fill_their_ranges_and_do_not_depend_on_the_split(app):
     assert np.allclose(own.mean(axis=0), (low + high) / 2, atol=2e-3 * (high - low))
 
 
+@pytest.mark.nightly("an app as a user starts it")
 def test_two_ranks_write_what_one_writes(app, runs, tmp_path):
     """51 samples, so that the shares differ. The file is read with h5py alone, after the folder was moved."""
     (tmp_path / "two").mkdir()
@@ -199,6 +200,7 @@ def test_baselines(app):
     )
 
 
+@pytest.mark.nightly("an app as a user starts it")
 def test_training_prints_and_draws(runs, tmp_path):
     file, figure = tmp_path / "set.h5", tmp_path / "figure.png"
     train = "train", file, "--hidden", 24, "--epochs", 10, "--batch", 24, "--figure", figure, "--held-out"

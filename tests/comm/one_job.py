@@ -2,6 +2,7 @@
 
 import json
 
+from launching import LAUNCHER
 from mpi_runner.script_job import ScriptJobs
 
 SAY = """
@@ -16,7 +17,7 @@ SAY = """
 
 def said_by_ranks(folder, ranks, script, *args):
     """Run a script in which every rank calls say(name, ...). Return (name -> values of each rank, the job's stderr)."""
-    jobs = ScriptJobs(folder)
+    jobs = ScriptJobs(folder, LAUNCHER)
     try:
         done = jobs.run(ranks, SAY + script, *args)
     finally:

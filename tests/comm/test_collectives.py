@@ -9,7 +9,7 @@ from samples import TESTED, integers, to_library, to_numpy
 from pmm3d import DisagreementError, Grid
 from pmm3d.layout import itemsize, offsets, part_sizes
 
-pytestmark = pytest.mark.parallel([1, 4, 6, 8], thorough=[2])
+pytestmark = pytest.mark.parallel([4, 6], thorough=[1, 2, 8])
 AXES = ("x", "y", "z", "data", "everyone")
 KINDS = [(TESTED, "float64", trail) for trail in ((), (3,), (2, 3))] + [("standin", "complex64", (2,))]
 """Array library, type, and trailing dims: the arrays have one dim more."""

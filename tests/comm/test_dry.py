@@ -61,7 +61,7 @@ def assert_the_same(grid):
         assert dry.workspace.in_use() == 0 and dry.dry_run.held["workspace"] == 0
 
 
-@pytest.mark.parallel([1, 4, 6, 8], thorough=[2])
+@pytest.mark.parallel([4, 6], thorough=[1, 2, 8])
 @each_grid
 def test_every_collective_counts_what_it_counts_with_data(grid):
     assert_the_same(grid)

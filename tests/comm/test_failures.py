@@ -45,6 +45,7 @@ SHARED = """
     import faulthandler, logging, os, resource, sys, threading, time
     import numpy as np
     from pmm3d import DisagreementError, DistMatrix, Grid, Layout
+    from pmm3d.comm import watch
 
     class Notes(logging.Handler):
         "The watchdog's notes on this rank. then(text): called with each."
@@ -121,14 +122,46 @@ SHARED = """
             time.sleep(0.02)
         say("timer", open(stacks.name).read())
 
-    with Grid(comm, timeout=0.5) as grid:
+    watch.PATIENCE_SECONDS, watch.LEADER_SECONDS, watch.DEBUG_INQUIRY_SECONDS = 0.4, 0.5, 0.3
+    with Grid(comm, timeout=0.3) as grid:
         a, b = operands(grid)
         c = a @ b
         notes = Notes(lambda text: comm.send(None, 3, tag=5))
-        if grid.rank == 3: comm.recv(tag=5), time.sleep(5)
+        if grid.rank == 3: comm.recv(tag=5), time.sleep(2)
         again = a @ b
         notes.remove()
         say("a rank answers", notes.texts, same(again, c))
+
+    def in_python(seconds):
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            pass
+
+    def in_c(seconds):
+        "Without a bytecode, so that no other thread gets the interpreter lock."
+        end = time.perf_counter() + seconds
+        any(map(end.__lt__, iter(time.perf_counter, None)))
+
+    with Grid(comm, timeout=0.3) as grid:
+        a, b = operands(grid)
+        c = a @ b
+        notes = Notes(lambda text: None)
+        if grid.rank == 0: in_c(4), in_python(1)
+        again = a @ b
+        notes.remove()
+        say("a rank computes", notes.texts, same(again, c))
+
+    def noted(text):
+        open(sys.argv[1] + ("/second" if "rank 1 never came" in text else "/first"), "w").close()
+
+    notes, other = Notes(noted), comm.Dup()
+    for name in ("first", "second"):
+        while comm.rank == 1 and not os.path.exists(f"{sys.argv[1]}/{name}"):
+            time.sleep(0.02)
+        with Grid(other, timeout=0.3):
+            pass
+    notes.remove()
+    say("a late grid", notes.texts)
 """
 
 
@@ -211,7 +244,7 @@ def test_a_rank_that_answers_is_noted_with_its_stack_and_the_job_goes_on(shared)
     assert [len(texts) for texts, _ in shared["a rank answers"]] == [1, 0, 0, 0]
     said = shared["a rank answers"][0][0][0]
     number = int(re.search(r"ranks 0-2 wait in agreement on matmul #(\d+) on axis all for ", said)[1])
-    assert "ranks 0-2 have waited for more than 0.5 s. The job goes on." in said
+    assert "ranks 0-2 have waited for more than 0.3 s. The job goes on." in said
     assert lines_named(said)[0] == "again = a @ b"
     assert re.search(
         r"rank 3 \(host \S+, pid \d+\) never came: its last collective on axis all is agreement on matmul "
@@ -221,44 +254,13 @@ def test_a_rank_that_answers_is_noted_with_its_stack_and_the_job_goes_on(shared)
     ), said
 
 
-COMPUTES = """
-    import logging, sys, time
-    import numpy as np
-    from pmm3d import DistMatrix, Grid, Layout
-    from pmm3d.comm import watch
-
-    watch.PATIENCE_SECONDS = 0.5
-    logging.getLogger("pmm3d.comm").addHandler(logging.StreamHandler(sys.stdout))
-
-    def in_python(seconds):
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end:
-            pass
-
-    def in_c(seconds):
-        "Without a bytecode, so that no other thread gets the interpreter lock."
-        end = time.perf_counter() + seconds
-        any(map(end.__lt__, iter(time.perf_counter, None)))
-
-    with Grid() as grid:
-        ones = np.ones((6, 6))
-        a, b = DistMatrix.from_global(grid, ones), DistMatrix.from_global(grid, ones, layout=Layout.B)
-        if grid.rank == 0:
-            in_c(6.5)
-            in_python(1.5)
-        c = (a @ b).gather()
-        print("right:", np.array_equal(c, 6 * ones))
-"""
-
-
-def test_a_rank_that_computes_for_longer_than_the_limit_is_waited_for(job):
+def test_a_rank_that_computes_for_longer_than_the_limit_is_waited_for(shared):
     """In Python, and in C with the interpreter lock, during which the rank cannot answer. One note is logged per
     wait."""
-    done = job(3, COMPUTES, env={"PMM3D_TIMEOUT": "0.5"})
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("right: True") == 3
-    assert done.stdout.count("The job goes on") == 1, done.stdout
-    assert re.search(r"rank 0 \(host \S+, pid \d+\) never came: it computes without letting", done.stdout), done.stdout
+    assert [same for _, same in shared["a rank computes"]] == [True] * 4
+    (note,) = [text for texts, _ in shared["a rank computes"] for text in texts]
+    assert "The job goes on" in note
+    assert re.search(r"rank 0 \(host \S+, pid \d+\) never came: it computes without letting", note), note
 
 
 STOPS = "if grid.rank == {victim}: os.kill(os.getpid(), signal.SIGSTOP)\n{others}"
@@ -274,6 +276,7 @@ def test_a_stopped_rank_is_named(goes_wrong, victim, others):
     assert re.search(rf"rank {victim} \(host \S+, pid \d+\) never came: stopped by a signal \(SIGSTOP", said), said
 
 
+@pytest.mark.nightly("a job of its own; test_hang has the diagnosis")
 def test_without_threads_in_mpi_those_that_wait_find_the_missing_one(job):
     """With MPI_THREAD_SERIALIZED, a rank that computes cannot answer, and the diagnosis contains this."""
     script = START.replace(
@@ -284,6 +287,7 @@ def test_without_threads_in_mpi_those_that_wait_find_the_missing_one(job):
     assert re.search(r"rank 1 \(.*\) never came: it does not answer", said) and "below MPI_THREAD_MULTIPLE" in said
 
 
+@pytest.mark.nightly("a job of its own; test_hang has the diagnosis")
 def test_a_rank_that_stops_where_others_call_mpi_itself_is_named(goes_wrong):
     """The grid's communicator reports its blocking calls to the watchdog."""
     said = report_of(goes_wrong(3, STOPS.format(victim=1, others="grid.comm.allgather(1)")))
@@ -319,6 +323,7 @@ def test_a_rank_that_leaves_the_block_early_is_named_at_once(shared):
         assert lines_named(said)[0] == "if grid.rank != 1: a @ b"
 
 
+@pytest.mark.nightly("a job of its own; test_hang has the diagnosis")
 def test_a_rank_that_leaves_the_block_while_others_wait_on_an_axis(goes_wrong):
     """In a collective without an agreement: a deadlock."""
     said = report_of(goes_wrong(3, "if grid.rank != 1: grid.everyone.shift(np.ones(2)).wait()"))
@@ -326,38 +331,19 @@ def test_a_rank_that_leaves_the_block_while_others_wait_on_an_axis(goes_wrong):
     assert f"ranks 0, 2 wait in shift #{number} " in said and "This is a deadlock" in said
 
 
-def test_a_rank_that_makes_a_grid_late_is_waited_for(job):
+def test_a_rank_that_makes_a_grid_late_is_waited_for(shared):
     """The first grid of a communicator, and a later one. Rank 1 continues when a note reports it as missing."""
-    done = job(
-        3,
-        """
-        import logging, os, sys, time
-        from mpi4py import MPI
-        from pmm3d import Grid
-
-        class Notes(logging.StreamHandler):
-            def emit(self, record):
-                super().emit(record)
-                open("second" if "rank 1 never came" in record.getMessage() else "first", "w").close()
-
-        logging.getLogger("pmm3d.comm").addHandler(Notes(sys.stdout))
-        for note in ("first", "second"):
-            while MPI.COMM_WORLD.rank == 1 and not os.path.exists(note):
-                time.sleep(0.02)
-            with Grid(timeout=0.5): pass
-    """,
-    )
-    assert done.returncode == 0, done.stderr
+    notes = "\n".join(text for (texts,) in shared["a late grid"] for text in texts)
     assert re.search(
-        r"rank 0 \(host \S+, pid \d+\) has waited \d+ s in making a Grid, at \S+job1.py:18 in <module>. "
-        "The job goes on. Some of the 3 ranks",
-        done.stdout,
-    ), done.stdout
+        r"rank 0 \(host \S+, pid \d+\) has waited \d+ s in making a Grid, at \S+job1.py:\d+ in <module>. "
+        "The job goes on. Some of the 4 ranks",
+        notes,
+    ), notes
     assert re.search(
-        r"ranks 0, 2 wait in making a Grid #\d+ on axis all .*\n.*rank 1 never came: it has not come: it "
+        r"ranks 0, 2-3 wait in making a Grid #\d+ on axis all .*\n.*rank 1 never came: it has not come: it "
         "is stopped",
-        done.stdout,
-    ), done.stdout
+        notes,
+    ), notes
 
 
 def test_a_rank_that_leaves_the_program_is_named(job):
@@ -446,6 +432,7 @@ def test_the_timer_of_faulthandler_is_the_programs_own(shared):
     assert all(said.startswith("Timeout (0:00:01)!") for (said,) in shared["timer"]), shared["timer"]
 
 
+@pytest.mark.nightly("a job of its own; test_hang has the diagnosis")
 def test_an_error_outside_the_block_ends_the_job_too(job):
     done = job(
         3,
@@ -474,6 +461,7 @@ def test_a_rank_that_is_killed_ends_the_job(goes_wrong):
     assert HANGS not in done.stderr
 
 
+@pytest.mark.nightly("a job of its own; test_hang has the diagnosis")
 def test_a_rank_that_is_killed_ends_the_job_where_the_launcher_lets_it_go_on(goes_wrong):
     """As srun may do. Open MPI's mpiexec has an option for this; other launchers end the job."""
     wheel = installed_wheel()

@@ -177,7 +177,7 @@ def test_errors_that_are_caught_do_not_add_hooks(shared):
     assert all("KeyError: 'each for itself'" in stderr for stderr, _ in shared["each_for_itself"])
 
 
-@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.nightly("a job of its own"))])
 def test_after_ctrl_c_there_is_one_line(job, alone):
     done = job(
         3,

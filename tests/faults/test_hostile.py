@@ -60,6 +60,7 @@ def test_options_of_the_other_catalogue_are_refused(monkeypatch, capsys):
             assert ended.value.code == 2 and f"unrecognized arguments: {option} 3" in capsys.readouterr().err
 
 
+@pytest.mark.nightly("a training and commands")
 def test_an_input_of_each_kind(tmp_path):
     """A bad argument, an output that would overwrite its input, and a folder that does not exist."""
     for name in "lr = inf", "the table is its own target", "a folder that is not there":

@@ -72,6 +72,7 @@ def right(outcome):
     return outcome
 
 
+@pytest.mark.nightly("trainings that are disturbed")
 def test_a_killed_rank(lab):
     outcome = right(
         signalled(
@@ -86,6 +87,7 @@ def test_a_killed_rank(lab):
     assert [outcome.checks[check] for check in ("rank", "result", "files")] == [True] * 3
 
 
+@pytest.mark.nightly("trainings that are disturbed")
 def test_a_stopped_stage_of_a_pipeline(lab):
     """Nothing of the last checkpoint is lost: the resumed run ends with the bits of an undisturbed one."""
     outcome = right(stopped(lab, pipe=2))
@@ -98,10 +100,12 @@ def test_a_rank_that_skips_a_collective(lab):
     assert right(no_collective(lab, quick=True)).checks["rank"]
 
 
+@pytest.mark.nightly("trainings that are disturbed")
 def test_a_full_disk(lab):
     assert "ulimit" in right(storage.files_limited(lab)).variant
 
 
+@pytest.mark.nightly("trainings that are disturbed")
 def test_a_damaged_checkpoint_is_passed_over(lab):
     assert right(storage.damaged_checkpoint(lab)).exit_code == 0
 
@@ -111,6 +115,7 @@ def test_a_run_resumes_on_another_grid(lab):
     assert right(other_grid(lab)).checks["result"]
 
 
+@pytest.mark.nightly("trainings that are disturbed")
 def test_a_checkpoint_that_is_lost_or_damaged_is_found(lab, tmp_path):
     """The check itself: complete checkpoints pass; a changed byte or a missing folder does not."""
     undisturbed = lab.reference(Run(lab, "", "2x1x1", 1, own_loop=True))

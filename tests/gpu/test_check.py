@@ -41,6 +41,7 @@ def test_normal_numbers_may_differ_from_the_hosts_by_rounding(comm, monkeypatch)
             assert different_random_matrices(comm, "standin") == different
 
 
+@pytest.mark.nightly("trains")
 @pytest.mark.parallel([1])
 def test_an_optimizer_whose_kernel_is_wrong_on_a_device_is_found(comm, monkeypatch):
     """The wrong kernel does nothing."""
@@ -106,6 +107,7 @@ def run_check(tmp_path, *options):
     return {entry["name"]: entry for entry in document["cases"]}, (tmp_path / "report" / "report.md").read_text()
 
 
+@pytest.mark.nightly("runs make gpu-check")
 def test_on_a_stand_in_device_a_refused_transport_is_absent(tmp_path):
     """The exit code is 0."""
     found, text = run_check(
@@ -161,6 +163,7 @@ def test_the_rest_of_a_library_whose_tests_end_their_ranks_is_not_run(tmp_path):
     assert document["cases"][-1]["said"] == "not run: 3 tests of deadly ended their ranks or hung"
 
 
+@pytest.mark.nightly("runs make gpu-check")
 def test_without_a_launcher_one_rank_runs_and_the_exit_code_is_1(tmp_path):
     done, document = started(
         tmp_path, "--library", "standin", "--ranks", "2", "--only", "dropout", "--mpiexec", "no-such-launcher -n"
@@ -176,6 +179,7 @@ def test_a_launcher_that_would_start_itself_is_refused(capsys):
     assert "pmm3d.launcher would start itself" in capsys.readouterr().err
 
 
+@pytest.mark.nightly("runs make gpu-check")
 def test_a_budget_that_is_used_up_leaves_a_report(tmp_path):
     """Also if the command itself ignores SIGINT, which ends the tests, as in the background of a shell."""
     done, document = started(

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import cycle, product
 
 import numpy as np
+import pytest
 from loops import given
 
 from gpu.cases import DEVICES, TORCHS, TRAINED, TRANSPORTS, cases, check_error, common, gpu, ranks, relative_error, wide
@@ -16,7 +17,7 @@ from pmm3d.arrays import library_named
 from pmm3d.nn import functional, optim
 from pmm3d.nn.optimizer_state import is_state
 
-pytestmark = gpu
+pytestmark = [pytest.mark.nightly("trainings on arrays of the stand-in"), *gpu]
 STEPS, BATCH, WIDTHS = 5, 96, (37, 64, 51, 12)
 INPUT = Layout(("data", "z"), "y")
 NETWORKS = {

@@ -7,8 +7,8 @@ import shutil
 import h5py
 import numpy as np
 import pytest
+from grids import process_grids
 from loops import given
-from mpi_runner.plugin import process_grids
 from on_disk import OTHER, every_size, full_disk, on_rank_0, two_ranks
 from samples import TESTED, integers, to_library, to_numpy
 

@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 import pytest
-from mpi_runner.plugin import process_grids
+from grids import process_grids
 from on_disk import OTHER, every_size, full_disk, on_rank_0, two_ranks
 from samples import TESTED, integers, to_library, to_numpy
 

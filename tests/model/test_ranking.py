@@ -112,10 +112,10 @@ def test_where_only_bytes_count_no_grid_moves_fewer():
 
 
 def test_where_dims_do_not_divide_no_grid_moves_fewer_either():
-    """60 products of any sizes, by the bytes without padding of the busiest rank: along each axis the received bytes,
+    """30 products of any sizes, by the bytes without padding of the busiest rank: along each axis the received bytes,
     or the sent bytes if they are more, as for ranks without a part."""
     drawn = random.Random(14)
-    for _ in range(60):
+    for _ in range(30):
         ranks = drawn.choice((2, 4, 6, 8, 12, 16, 36, 64, 100))
         size = tuple(round(2 ** drawn.uniform(0, 13)) for _ in range(3))
         best = rank_products(size, ranks, "float64", BYTES_ONLY, top=1).candidates[0]
@@ -173,6 +173,19 @@ def test_of_up_to_64_ranks_the_best_grid_is_the_best_of_all(name, pytestconfig):
             assert ranks // 2 < best.grid.size <= ranks
 
 
+def assert_within_3_percent(size, ranks, name):
+    costs, looked_at = ProductCosts(size, ranks, "float64", MACHINES[name]), shapes_up_to(ranks)
+    assert set(shapes_of(ranks)) <= set(looked_at) <= set(up_to(ranks)) and len(looked_at) == len(set(looked_at))
+    best = rank_products(size, ranks, "float64", MACHINES[name], exact=False, limit=NO_LIMIT).candidates[0].seconds
+    assert best <= 1.03 * least_seconds(costs, up_to(ranks), best)
+
+
+@looped("size, ranks, name", [(CUBE, 96, "cluster"), ((1000, 50, 16384), 79, "bytes")])
+def test_of_many_ranks_the_best_grid_is_within_3_percent_of_the_best_of_all(size, ranks, name):
+    assert_within_3_percent(size, ranks, name)
+
+
+@pytest.mark.nightly("prices every grid of up to 192 ranks")
 @looped(
     "size, ranks, name",
     [
@@ -183,11 +196,8 @@ def test_of_up_to_64_ranks_the_best_grid_is_the_best_of_all(name, pytestconfig):
         ((4096, 300, 1000), 173, "nominal"),
     ],
 )
-def test_of_many_ranks_the_best_grid_is_within_3_percent_of_the_best_of_all(size, ranks, name):
-    costs, looked_at = ProductCosts(size, ranks, "float64", MACHINES[name]), shapes_up_to(ranks)
-    assert set(shapes_of(ranks)) <= set(looked_at) <= set(up_to(ranks)) and len(looked_at) == len(set(looked_at))
-    best = rank_products(size, ranks, "float64", MACHINES[name], exact=False, limit=NO_LIMIT).candidates[0].seconds
-    assert best <= 1.03 * least_seconds(costs, up_to(ranks), best)
+def test_of_up_to_192_ranks_the_best_grid_is_within_3_percent_of_the_best_of_all(size, ranks, name):
+    assert_within_3_percent(size, ranks, name)
 
 
 @pytest.mark.parametrize("ranks", [7, 13])
@@ -198,7 +208,7 @@ def test_a_prime_number_of_ranks_may_leave_some_idle(ranks):
     assert long.grid == GridShape(1, 1, ranks)
 
 
-@looped("ranks", [8191, 8192, 32749, 30240])
+@looped("ranks", [8191, 30240])
 def test_few_of_the_grids_of_many_ranks_are_priced(ranks):
     found = rank_products(CUBE, ranks, "float64", cluster(8), exact=False)
     assert len(found.candidates) <= 60 and 0.9 * ranks < found.candidates[0].grid.size <= ranks
@@ -223,10 +233,10 @@ def test_what_does_not_fit_is_dropped_with_the_reason():
 
 def test_nothing_fits():
     """The error contains the missing memory, and the smallest number of ranks with a grid that fits."""
-    limit = 30_000_000
+    limit = 60_000_000
     with pytest.raises(
         GridError,
-        match=r"no grid of 8 ranks keeps m, n, k = .* within 30,000,000 bytes a rank; the "
+        match=r"no grid of 8 ranks keeps m, n, k = .* within 60,000,000 bytes a rank; the "
         r"least is [\d,]+. Use at least (\d+) ranks",
     ) as raised:
         rank_products(CUBE, 8, "float64", BYTES_ONLY, limit=limit)
@@ -273,7 +283,7 @@ def test_on_8192_ranks_of_1024_nodes_no_axis_straddles_nodes_unevenly():
 
 def test_a_faster_network_makes_the_best_no_slower():
     for size in (CUBE, (65536, 512, 512), (300, 300, 20000)):
-        for ranks in (13, 64, 512):
+        for ranks in (13, 64, 128):
             seconds = [
                 rank_products(size, ranks, "float64", cluster(8, bandwidth_across=speed), exact=ranks != 13)
                 .candidates[0]

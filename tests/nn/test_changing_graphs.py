@@ -185,7 +185,7 @@ DIFFERENCES = {
 """By number of ranks: layers, bytes of a bucket, the step that differs, uses on rank 1, uses on the others."""
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([2], thorough=[4])
 def test_a_rank_that_uses_a_layer_otherwise_is_named(comm):
     """In the first step or a later one, with one bucket or many. No rank hangs, and all raise the same text."""
     for layers, bucket_bytes, when, uses, others in DIFFERENCES[comm.size]:

@@ -36,7 +36,7 @@ from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.network import Own, make_optimizer
 
 pytestmark = pytest.mark.deadline(240)
-STEPS = 4
+STEPS = 3
 OPTIONS = {
     "original": {"lr": 0.02, "weight_decay": 0.1},
     "match_rms_adamw": {"lr": 0.01, "adjust_lr_fn": "match_rms_adamw", "momentum": 0.8, "weight_decay": 0.0},
@@ -155,7 +155,7 @@ def test_a_weight_of_each_precision(grid):
 def test_bits_are_the_same_each_time_on_all_replicas_and_with_the_state_split(comm):
     def check(grid):
         (losses, net), (again, other), (split, third) = (
-            train(grid, CLASSES, 3, partial(optim.Muon, lr=0.02, shard_over_data=shard))
+            train(grid, CLASSES, 2, partial(optim.Muon, lr=0.02, shard_over_data=shard))
             for shard in (False, False, True)
         )
         assert losses.tobytes() == again.tobytes() == split.tobytes()
@@ -163,7 +163,7 @@ def test_bits_are_the_same_each_time_on_all_replicas_and_with_the_state_split(co
         for each in (net, third):
             assert_replicas_agree(grid, {name: value.value for name, value in each.named_parameters().items()})
 
-    on_each_grid(comm, check, ALL_GRIDS[comm.size][:: 2 if comm.size < 8 else 5])
+    on_each_grid(comm, check, ALL_GRIDS[comm.size][1 :: 2 if comm.size < 8 else 5])
 
 
 @pytest.mark.parallel([4], thorough=[1])
@@ -231,7 +231,7 @@ NONSENSE = [
 ]
 
 
-@pytest.mark.parallel([4], thorough=[1, 2])
+@pytest.mark.parallel([2], thorough=[1, 2, 4])
 def test_options_that_make_no_sense_are_refused(some_grid, fails):
     for options, text in NONSENSE:
         with given(options=options, text=text):
@@ -296,7 +296,8 @@ def test_a_dry_run_does_what_a_step_does(comm):
                     wanted = sum(5 * 2 * small * small * (2 * large + small) for small, large in ((16, 32), (24, 32)))
                     assert abs(flop * grid.size / grid.data.size - wanted) < 0.3 * wanted
 
-            on_each_grid(comm, check)
+            few = comm.size == 4 and not all_tests  # one with a data axis, and without the split state another
+            on_each_grid(comm, check, GRIDS[4][1:2] if few and shard else GRIDS[4][::3] if few else None)
 
 
 @pytest.mark.parallel([2], thorough=[1])

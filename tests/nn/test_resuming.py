@@ -65,6 +65,7 @@ def blas_that_multiplies():
     return subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
 
 
+@pytest.mark.nightly("a job of its own")
 def test_another_blas_is_said(tmp_path, job, monkeypatch):
     """Its sums are rounded in another order. The run continues, and its bits differ."""
     runs = Runs(tmp_path, job)

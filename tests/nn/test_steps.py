@@ -20,7 +20,7 @@ from pmm3d.nn.training.step import Agreed, step_agreement, train_step
 
 pytestmark = pytest.mark.deadline(240)
 
-some = pytest.mark.parallel([4], thorough=[1, 2])
+some = pytest.mark.parallel([2], thorough=[1, 4])
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pmm3d.nn import optim
 from pmm3d.nn.facts import differences, refuse
 from pmm3d.nn.training import TrainState
 
-pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(240)]
+pytestmark = [pytest.mark.parallel([2], thorough=[1, 4]), pytest.mark.deadline(240)]
 
 
 @pytest.fixture

@@ -215,6 +215,7 @@ def test_a_second_job_refuses_and_the_first_is_as_if_alone(here, comm, monkeypat
     assert not (folder / "lock").exists()
 
 
+@pytest.mark.nightly("a job of its own")
 def test_after_kill_9_the_next_job_gets_the_folder_at_once(runs):
     """There is a page of the killed run, although no checkpoint was written."""
     config = runs.config(training="epochs = 300\ncheckpoint_every = 10000")

@@ -74,7 +74,7 @@ def test_the_device_in_a_librarys_name_is_each_ranks_own(grid, monkeypatch):
     DistMatrix.empty(grid, (2, 2), library=f"torch:cuda:{grid.rank}")
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([4], thorough=[2])
 def test_kinds_of_libraries_that_differ_are_told(grid, fails):
     name = "torch" if grid.rank else "numpy"
     fails(DisagreementError, "rank 0: .*'numpy'.*; rank.*'torch'", lambda: DistMatrix.empty(grid, (2, 2), library=name))
@@ -95,7 +95,7 @@ def test_equal_arguments_of_other_types_agree(grid):
     DistMatrix.empty(grid, (2, 2), dtype="f4" if first else "float32")
 
 
-@pytest.mark.parallel([2, 4], thorough=[1])
+@pytest.mark.parallel([4], thorough=[1, 2])
 def test_a_matrix_to_write_into_is_on_the_grid_that_is_asked_for(comm, grid, fails):
     """On a grid with another order of ranks, its shards would belong to other ranks."""
     square = DistMatrix.from_global(grid, to_library(integers((6, 6))))
@@ -111,7 +111,7 @@ def test_a_matrix_to_write_into_is_on_the_grid_that_is_asked_for(comm, grid, fai
     turned.Free()
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([2], thorough=[4])
 def test_arrays_that_differ_are_seen_with_debug(comm, fails, monkeypatch):
     """If any element differs, and not if only the bytes differ."""
     monkeypatch.setattr(checks, "DIGESTED_BYTES", 64)

@@ -43,6 +43,7 @@ def factor_of(dtype):
     return 2 - 3j if dtype.startswith("complex") else -3
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 6])
 @each_grid
 def test_sums_in_all_layouts(grid):
     for shape, one, other in (*product(SHAPES[:1], LAYOUTS, LAYOUTS), *product(SHAPES[1:], LAYOUTS[:1], LAYOUTS[-1:])):
@@ -84,6 +85,7 @@ def test_in_place_operators_change_what_others_see(some_grid):
     assert_is(view, 2 * (whole - 2 * whole_b).T)
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6])
 def test_transposes_and_conjugates_are_views_that_products_read_in_place(some_grid):
     """The BLAS transposes, and conjugates while it transposes. Nothing is copied, and no operand is sent."""
     for dtype in TYPES:
@@ -144,6 +146,7 @@ def assert_types(grid, library, dtypes):
         assert_is(diagonal, np.diag(np.diagonal(to_numpy(a.gather(), library))))
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6])
 def test_every_type(some_grid):
     for library in HERE:
         assert_types(some_grid, library, ("float16", *TYPES))
@@ -181,10 +184,11 @@ def test_low_precision_is_rounded_once(some_grid):
     assert a.norm() == np.sqrt(9 * 2050.0**2) and a.trace() == 6150 and a.inner(b) == 9 * 2050 * 683
 
 
-@pytest.mark.parallel([1, 2, 4], thorough=[6])
+@pytest.mark.parallel([1, 4], thorough=[2, 6])
 @each_grid
 def test_numbers_of_all_layouts(grid):
-    for shape, layout, other in product(SHAPES, LAYOUTS, (Layout.A, Layout(), LAYOUTS[-1])):
+    others = (Layout.A, Layout(), LAYOUTS[-1])
+    for shape, layout, other in (*product(SHAPES[:1], LAYOUTS, others), *product(SHAPES[1:], LAYOUTS, others[2:])):
         (a, whole), (b, whole_b) = made(grid, shape, layout), made(grid, shape, other, seed=1)
         assert a.inner(b) == np.vdot(whole, whole_b)
         assert np.isclose(a.norm(), np.linalg.norm(whole), rtol=1e-15)
@@ -205,7 +209,7 @@ def test_numbers_are_the_same_on_every_rank(grid, comm):
     assert len(set(comm.allgather((a.norm(), a.inner(b))))) == 1
 
 
-@pytest.mark.parallel([4], thorough=[1, 2, 6])
+@pytest.mark.parallel([2], thorough=[1, 2, 4, 6])
 def test_the_norm_does_not_overflow(some_grid):
     for dtype, large, small in (
         ("float64", 1e300, 1e-300),
@@ -227,6 +231,7 @@ def test_the_norm_does_not_overflow(some_grid):
         assert np.array_equal(a.norm(), abs(number), equal_nan=True)
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6])
 def test_orders_and_views_of_one_memory(some_grid):
     """The added matrix may use the memory of the changed matrix."""
     for layout, order in product((Layout(), Layout("x", "y")), "CF"):
@@ -299,6 +304,7 @@ def test_elementwise_types_views_and_out(some_grid, fails):
     assert_is(square, values.T - values)
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 6])
 @each_grid
 def test_diagonal_matrices(grid, fails):
     for layout, values in product(LAYOUTS, (np.arange(7.0), np.arange(3) + 1j, np.zeros(0))):
@@ -323,6 +329,7 @@ def test_diagonal_matrices(grid, fails):
     fails(DTypeError, "int64", lambda: DistMatrix.identity(grid, 2, dtype="int64"))
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6])
 def test_nothing_moves_but_operands_in_other_layouts(some_grid):
     grid = some_grid
     (a, _), (b, _), (c, _) = made(grid, (8, 8)), made(grid, (8, 8), seed=1), made(grid, (8, 8), Layout.B)
@@ -337,7 +344,7 @@ def test_nothing_moves_but_operands_in_other_layouts(some_grid):
     assert grid.ledger.total(phase="norm").received == 8 * (grid.size - 1)
 
 
-@pytest.mark.parallel([4], thorough=[1, 2, 6])
+@pytest.mark.parallel([2], thorough=[1, 2, 4, 6])
 def test_shared_memory(some_grid):
     a = DistMatrix.empty(some_grid, (8, 6), layout=Layout.A, shared=True)
     a.local[...] = 2
@@ -426,6 +433,7 @@ def test_a_norm_with_nan_is_nan(grid):
     assert np.isnan(a.norm())
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6])
 def test_operands_that_move_are_agreed_on_with_the_arguments(some_grid, monkeypatch):
     """A sum costs one agreement. An elementwise function costs one more, on the type of the result, and another one if
     data is sent."""

@@ -24,6 +24,7 @@ WINDOWS = [
 SHAPE = (13, 7)
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 6])
 @each_grid
 def test_parts_of_matrices_in_all_layouts(grid):
     for number, (layout, target) in enumerate(product(LAYOUTS, LAYOUTS)):
@@ -36,7 +37,7 @@ def test_parts_of_matrices_in_all_layouts(grid):
         assert_is(a, whole)
 
 
-@pytest.mark.parallel([1, 2, 4], thorough=[6])
+@pytest.mark.parallel([1, 4], thorough=[2, 6])
 @each_grid
 def test_and_back(grid):
     for number, (layout, target) in enumerate(product(LAYOUTS[:-1], LAYOUTS)):
@@ -69,6 +70,7 @@ def assert_types(grid, library):
         assert_is(b, values)
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6])
 def test_types(some_grid):
     for library in (TESTED, "standin"):
         assert_types(some_grid, library)
@@ -98,7 +100,7 @@ def test_each_rank_receives_what_it_did_not_hold(grid):
         assert grid.ledger.total(phase="submatrix").received == 8 * len(mine - wanted)
 
 
-@pytest.mark.parallel([4], thorough=[1, 2, 6])
+@pytest.mark.parallel([2], thorough=[1, 2, 4, 6])
 def test_in_rounds_where_pieces_are_large(some_grid, monkeypatch):
     from pmm3d.product import tiles
 

@@ -43,7 +43,7 @@ def moved(grid):
     return [(grid.ledger.total(phase=phase).sent, grid.ledger.total(phase=phase).received) for phase in phases]
 
 
-@pytest.mark.parallel([1, 2, 4, 8])
+@pytest.mark.parallel([1, 4, 8], thorough=[2])
 def test_bytes_are_those_of_one_panel_and_so_are_whole_numbers(grids, pytestconfig):
     cases = [
         *((size, "float64") for size in SIZES),
@@ -111,6 +111,7 @@ def test_own_rows_are_sent_on_if_a_rank_comes_late(comm, stages_of_two):
 CASES = ("transposed", "conjugated", "out transposed", "beta", "redistributed", "plan")
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_whatever_matmul_takes(grids):
     for grid, case in product(grids, CASES):
         with given(grid=grid.shape, case=case):

@@ -23,7 +23,7 @@ from pmm3d import (
 )
 
 pytestmark = pytest.mark.parallel([2], thorough=[1, 4])
-several = pytest.mark.parallel([2, 4])
+several = pytest.mark.parallel([4], thorough=[2])
 
 
 @pytest.fixture

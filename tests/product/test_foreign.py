@@ -50,7 +50,7 @@ def check_same(arrays, wanted):
     assert len(arrays) == len(wanted) and all(np.array_equal(*both) for both in zip(arrays, wanted))
 
 
-@pytest.mark.parallel([1, 2, 4], thorough=[6])
+@pytest.mark.parallel([1, 4], thorough=[2, 6])
 @each_grid
 def test_from_any_layout_to_a_grid_and_back(grid):
     for dtype in ("float64", "complex64"):
@@ -72,7 +72,7 @@ def assert_there_and_back(grid, dtype):
         check_same(arrays, held(other, grid.rank, whole, more=2))
 
 
-@pytest.mark.parallel([2, 8], thorough=[1, 4, 6])
+@pytest.mark.parallel([2], thorough=[1, 4, 6, 8])
 def test_views_and_partial_sums_go_to_blocks_as_they_are_meant(some_grid, comm):
     whole = integers((9, 7), "complex128")
     slabs = Blocks.rows_of([7 - min(comm.size - 1, 6)] + [1] * min(comm.size - 1, 6) + [0] * (comm.size - 7), 9)
@@ -118,7 +118,7 @@ def assert_arrays_come_back(some_grid, library):
     assert matrix.library.kind == library_named(library).kind and (to_numpy(out, library) == to_numpy(arrays[0])).all()
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([2], thorough=[4])
 def test_a_rank_without_blocks_takes_type_and_library_from_the_owners(some_grid, fails):
     whole, last = integers((5, 3), "float32"), some_grid.size - 1
     owned = Blocks((0, 2, 5), (0, 3), [[last], [last]])
@@ -164,7 +164,7 @@ def test_many_rounds_are_as_one(comm, monkeypatch):
             assert comm.size == 1 or max(comm.allgather(move.work)) < 4000
 
 
-@pytest.mark.parallel([2, 8], thorough=[1, 4, 6])
+@pytest.mark.parallel([2], thorough=[1, 4, 6, 8])
 def test_a_plan_is_used_again_and_adds(some_grid):
     whole, random = integers((17, 19)), np.random.default_rng(3)
     source, target = (drawn(random, some_grid.size, whole.shape) for _ in range(2))
@@ -186,6 +186,7 @@ def test_a_plan_is_used_again_and_adds(some_grid):
         check_same(out, held(source, some_grid.rank, whole))
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6, 8])
 def test_pgemr2d_between_contexts(comm):
     size, whole, kept = comm.size, integers((12, 14)), integers((9, 20), seed=5)
     with BlacsContext(comm, (1, size)) as one, BlacsContext(one.grid, (size, 1), "C") as other:

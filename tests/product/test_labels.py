@@ -16,7 +16,7 @@ LABELS = (np.arange(ROWS) * 7 % 3 + 2**40)[:, None]
 LAYOUTS = (batch_layout(None), Layout.A, Layout(rows=("x",), cols=()), Layout())
 
 
-@pytest.mark.parallel([2, 4], thorough=[1])
+@pytest.mark.parallel([4], thorough=[1, 2])
 @looped("library", [name for name in LIBRARIES if name != "torch"])
 @each_grid
 def test_labels_are_moved_and_gathered(grid, library):
@@ -53,7 +53,7 @@ def test_labels_are_not_multiplied(grid, fails):
         fails(DTypeError, "int64; got .*Convert first", lambda: DistMatrix.from_global(grid, LABELS.astype(dtype)))
 
 
-@pytest.mark.parallel([2, 4], thorough=[1])
+@pytest.mark.parallel([4], thorough=[1, 2])
 @each_grid
 def test_a_training_loop_on_labels_in_memory(grid):
     """Without a file. A class is the sign of the sample, so all classes can be learned."""

@@ -78,7 +78,7 @@ def test_a_new_matrix_is_in_layout_c(comm):
                 assert (a @ b).layout == Layout.C
 
 
-@pytest.mark.parallel([2, 4, 8], thorough=RANKS)
+@pytest.mark.parallel([4, 8], thorough=RANKS)
 @each_grid
 @settings(max_examples=25)
 @given(
@@ -107,12 +107,13 @@ def assert_types(grid, library, dtypes):
                 assert holds(c, whole_a @ whole_b)
 
 
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_every_type(grid):
     assert_types(grid, TESTED, HOST_DTYPES)
 
 
-@pytest.mark.parallel([2, 4], thorough=RANKS)
+@pytest.mark.parallel([2], thorough=RANKS)
 def test_every_type_on_a_device(some_grid):
     assert_types(some_grid, "standin", HOST_DTYPES)
 
@@ -151,6 +152,7 @@ def assert_forms(grid, library, cases):
                 assert np.array_equal(to_numpy(kept.memory, library), memory)
 
 
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_conjugate_transposes(grid):
     for dtype in ("complex64", "float32"):
@@ -173,12 +175,12 @@ def test_an_empty_panel_is_not_conjugated(comm):
         assert np.array_equal(matmul(a.H.T, b).gather(), np.zeros((4, 4)))
 
 
-@pytest.mark.parallel([4, 8], thorough=RANKS)
+@pytest.mark.parallel([2], thorough=RANKS)
 def test_every_form_of_conjugation(some_grid):
     assert_forms(some_grid, TESTED, product(product(FORMS, repeat=2), STORED))
 
 
-@pytest.mark.parallel([4], thorough=RANKS)
+@pytest.mark.parallel([2], thorough=RANKS)
 def test_every_form_of_conjugation_on_a_device(some_grid):
     assert_forms(some_grid, "standin", zip(product(FORMS, repeat=2), cycle(STORED)))
 
@@ -201,13 +203,13 @@ def assert_scales(grid, library, dtype, outs=OUTS):
             assert holds(out, alpha * (whole_a @ whole_b) + beta * before)
 
 
-@pytest.mark.parallel([2, 4, 8], thorough=RANKS)
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_alpha_beta_and_out(grid):
     assert_scales(grid, TESTED, "float64")
 
 
-@pytest.mark.parallel([4], thorough=RANKS)
+@pytest.mark.parallel([2], thorough=RANKS)
 def test_alpha_beta_and_out_on_a_device(some_grid):
     for dtype in ("float64", "float16"):
         with named(dtype=dtype):
@@ -235,6 +237,7 @@ def test_complex_scalars(some_grid):
     assert holds(out, (1 - 2j) * (whole_a @ whole_b) + 1j * before)
 
 
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_beta_zero_overwrites_what_is_not_finite(grid):
     a, b, whole_a, whole_b = operands(grid, (8, 9, 10))
@@ -244,7 +247,7 @@ def test_beta_zero_overwrites_what_is_not_finite(grid):
             assert holds(matmul(a, b, out=out, panels=panels), whole_a @ whole_b)
 
 
-@pytest.mark.parallel([2, 4, 8], thorough=RANKS)
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_operands_in_other_layouts(grid):
     whole_a, whole_b = integers((9, 14), seed=1), integers((14, 8), seed=2)
@@ -259,6 +262,7 @@ def test_operands_in_other_layouts(grid):
             assert holds(c, whole_a @ whole_b)
 
 
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_a_matrix_with_itself(grid):
     whole = integers((9, 9))

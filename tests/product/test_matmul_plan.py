@@ -26,7 +26,7 @@ def grids(comm):
             yield grid
 
 
-@pytest.mark.parallel([1, 2, 4, 8])
+@pytest.mark.parallel([1, 4, 8], thorough=[2])
 def test_bits_and_bytes_are_those_of_matmul(comm):
     for grid in grids(comm):
         for dtype in ("float32", "complex128"):
@@ -62,6 +62,7 @@ def assert_is_matmul(grid, dtype):
         assert added() is c[1] and np.array_equal(c[1].gather(), c[0].gather())
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_whatever_matmul_takes(comm):
     for grid in grids(comm):
         for case in ("column-major", "transposed", "redistributed", "panels"):

@@ -6,8 +6,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import pytest
 from each_grid import each_grid
+from grids import canonical_grids
 from loops import given as named
-from mpi_runner.plugin import canonical_grids
 from samples import RANKS, TESTED, UP_TO_4, integers, to_library, to_numpy
 
 from pmm3d import DataError, DisagreementError, DistMatrix, DTypeError, Grid, Layout, LayoutError, matmul
@@ -48,6 +48,7 @@ def distributed(grid, shape, layout=Layout.A, dtype="float64", library=TESTED, s
     return DistMatrix.from_global(grid, to_library(whole, library, dtype), layout=layout), whole
 
 
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_from_the_whole_on_every_rank(grid):
     for shape, layout in product(SHAPES, LAYOUTS):
@@ -70,7 +71,7 @@ def assert_types_come_back(grid, library):
             assert grid.rank != grid.size - 1 or np.array_equal(to_numpy(at_root, library), whole)
 
 
-@pytest.mark.parallel([2, 8], thorough=RANKS)
+@pytest.mark.parallel([2], thorough=RANKS)
 def test_every_type_comes_back(some_grid):
     for library in HERE:
         with named(library=library):
@@ -82,7 +83,7 @@ def test_every_type_comes_back_in_torch(some_grid):
     assert_types_come_back(some_grid, "torch")
 
 
-@pytest.mark.parallel([2, 4, 8], thorough=RANKS)
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_from_the_whole_on_one_rank(grid):
     for root in {0, grid.size - 1}:
@@ -102,6 +103,7 @@ def test_from_a_whole_that_is_not_contiguous(some_grid):
         assert_holds(DistMatrix.from_global(grid, part if grid.rank == 0 else None, root=0), part)
 
 
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_from_a_function_of_global_indices(grid):
     for shape, layout, library in product(SHAPES, (Layout.A, Layout.C, Layout()), HERE):
@@ -112,6 +114,7 @@ def test_from_a_function_of_global_indices(grid):
     assert_holds(constant, np.full((3, 4), 1j, "complex64"))
 
 
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_from_blocks_in_place_where_they_are_contiguous(grid):
     whole = integers((9, 10))
@@ -162,6 +165,7 @@ def test_arrays_of_the_other_byte_order(some_grid):
     assert np.array_equal((matrix @ matrix.T).gather(), whole @ whole.T)
 
 
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_from_files_each_rank_reads_its_part(grid, shared_path):
     import h5py
@@ -191,6 +195,7 @@ def test_from_files_each_rank_reads_its_part(grid, shared_path):
     assert_holds(DistMatrix.from_file(grid, shared_path / "swapped.npy", library="standin"), wholes["float32"])
 
 
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_random_matrices_are_the_same_on_every_grid(comm, grid):
     with Grid(comm.Split(comm.rank), (1, 1, 1)) as alone:
@@ -215,6 +220,7 @@ def test_random_matrices_have_their_distribution(some_grid):
     assert abs(np.corrcoef(both.real.ravel(), both.imag.ravel())[0, 1]) < 0.02
 
 
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_empty_matrices_have_the_shape_of_the_block(grid):
     for shape, layout, library in product(SHAPES, LAYOUTS, HERE):
@@ -233,6 +239,7 @@ def test_types_may_be_named_in_the_words_of_the_library(some_grid):
     assert DistMatrix.random(some_grid, (3, 3), dtype=torch.bfloat16, library="torch").dtype == "bfloat16"
 
 
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_the_transpose_is_a_view(grid):
     matrix, whole = distributed(grid, (5, 8))
@@ -243,7 +250,7 @@ def test_the_transpose_is_a_view(grid):
     assert np.shares_memory(matrix.H.local, matrix.local) or not matrix.local.size
 
 
-@pytest.mark.parallel([2, 8], thorough=RANKS)
+@pytest.mark.parallel([2], thorough=RANKS)
 def test_the_conjugate_transpose_is_a_view(some_grid, fails):
     for library in HERE:
         with named(library=library):
@@ -321,6 +328,7 @@ def assert_views_move(grid, library):
             assert_holds(out, whole)
 
 
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_redistribution_of_views_and_into_out(grid):
     assert_views_move(grid, TESTED)
@@ -336,6 +344,7 @@ def test_redistribution_of_tensors(some_grid):
     assert_views_move(some_grid, "torch")
 
 
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_redistribution_to_every_other_grid(comm, grid):
     matrix, whole = distributed(grid, (7, 11))
@@ -350,6 +359,7 @@ def test_redistribution_to_every_other_grid(comm, grid):
     assert_holds(matrix, whole)
 
 
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_what_is_there_already_does_not_travel(grid):
     matrix, _ = distributed(grid, (8, 12), Layout())
@@ -360,6 +370,7 @@ def test_what_is_there_already_does_not_travel(grid):
     assert moved.calls == moved.sent == moved.received == 0
 
 
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_gathering_receives_each_element_once(grid):
     matrix, whole = distributed(grid, (8, 12))

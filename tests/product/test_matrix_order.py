@@ -40,6 +40,7 @@ def made(grid, order, layout, path):
     }
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 6])
 @pytest.mark.numpy_only("the shards of this test are made by numpy")
 @each_grid
 def test_every_maker_has_both_orders(grid, comm, tmp_path):
@@ -69,6 +70,7 @@ def test_a_shard_that_lies_right_is_used_in_place(grid):
     assert (matrix.local == 5).all() and np.shares_memory(matrix.local, mine)
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 6])
 @each_grid
 def test_products_are_the_same_in_any_order(grid):
     for orders in ("CCC", "CFC", "FCC", "FFC", "CCF", "FFF"):
@@ -92,7 +94,7 @@ def assert_order_changes_nothing(grid, first, second, third):
     assert np.array_equal((left.T @ left).gather(), a.T @ a)
 
 
-@pytest.mark.parallel([2, 4], thorough=[1, 6])
+@pytest.mark.parallel([2], thorough=[1, 4, 6])
 @pytest.mark.numpy_only("tensors of this test are of numpy")
 def test_a_product_copies_no_operand_for_its_order(some_grid):
     """Operands in the right layout are multiplied in place: the work memory is that of operands by rows."""

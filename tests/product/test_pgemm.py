@@ -53,7 +53,7 @@ def contexts(comm):
             yield context
 
 
-@pytest.mark.parallel([1, 2, 4], thorough=[6, 8])
+@pytest.mark.parallel([1, 4], thorough=[2, 6, 8])
 @pytest.mark.deadline(180)
 def test_products_of_parts(comm):
     for dtype in DTYPES:

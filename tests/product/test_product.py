@@ -68,7 +68,7 @@ def least_workspace(plan):
     return replace(plan, panels=max(1, plan.on_rank(FIRST).depth)).workspace
 
 
-@pytest.mark.parallel([2, 4], thorough=RANKS)
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_max_workspace_is_kept(comm, grid):
     size = (61, 47, 59)
@@ -107,7 +107,7 @@ def test_panels_do_not_change_a_bit_where_nothing_is_gathered(comm, nranks):
                 assert bits_of(matmul(a, b, panels=panels).gather()) == bits_of(plain)
 
 
-@pytest.mark.parallel([2, 4, 8], thorough=RANKS)
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_every_run_gives_the_same_bits(comm, grid):
     a, b = operands(grid, (70, 50, 90))
@@ -130,7 +130,7 @@ def inner(first, second):
     return first.grid.everyone.all_reduce(total).wait()[0]
 
 
-@pytest.mark.parallel([2, 4, 8], thorough=RANKS)
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_the_adjoints_move_no_operand(grid):
     """<A B, G> = <A, G B^H> = <B, A^H G>, with A, B and G in the layouts of the product."""
@@ -147,7 +147,7 @@ def test_the_adjoints_move_no_operand(grid):
             assert inner(c, g) == inner(a, to_a) == inner(b, to_b) != 0
 
 
-@pytest.mark.parallel([2, 4], thorough=RANKS)
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_replicated_activations_are_products_without_redistribution(grid):
     """O = I W as in networks: I and O are replicated over the axis that does not split them, W is sharded over z."""
@@ -167,7 +167,7 @@ def test_replicated_activations_are_products_without_redistribution(grid):
     assert np.array_equal(to_i.gather(), whole_i @ whole_w @ whole_w.T)
 
 
-@pytest.mark.parallel([2, 4], thorough=RANKS)
+@pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_the_steady_state_allocates_nothing_large(grid):
     a, b = operands(grid, (600, 500, 400))

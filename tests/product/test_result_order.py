@@ -12,7 +12,7 @@ M, N, K = 24, 12, 16
 SHAPES = {1: [(1, 1, 1)], 2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)], 4: [(2, 2, 1), (1, 1, 4)]}
 
 
-@pytest.mark.parallel([2, 4], thorough=[1])
+@pytest.mark.parallel([2], thorough=[1, 4])
 @looped("size", [(24, 12, 16), (7, 9, 5), (1, 6, 3)])
 def test_a_new_c_by_columns(comm, size):
     m, n, k = size

@@ -55,7 +55,7 @@ def grids(comm):
         grid.close()
 
 
-@pytest.mark.parallel([1, 2, 4, 8])
+@pytest.mark.parallel([1, 4, 8], thorough=[2])
 def test_bits_are_those_of_messages_and_no_bytes_are_received_for_operands(grids, pytestconfig):
     cases = [
         ((23, 17, 19), "float16"),
@@ -119,6 +119,7 @@ def test_torch_tensors_are_read_in_place_too(grids):
         assert made.local.equal(a.local) and made.library.name == "torch" and made.writable
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_whatever_matmul_takes(grids):
     for grid, case in product(
         grids, ("transposed", "conjugated", "out transposed", "panels", "one in panels", "beta", "max_workspace")
@@ -150,6 +151,7 @@ def assert_takes(grid, case):
         assert bits_of(outs[1].local) == bits_of(outs[0].local)
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_shards_are_written_between_products_and_never_while_they_are_read(grids):
     """Without barriers, a fast rank would overwrite elements that a slow one still multiplies."""
     for grid in grids:
@@ -302,6 +304,7 @@ def test_nothing_is_left_in_the_file_system_and_no_descriptor_open(comm):
 LAYOUTS = Layout.A, Layout.B, Layout.C
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_partial_sums_are_read_in_place_with_the_bits_of_messages(grids):
     cases = product(("float16", "float32", "complex128"), ({}, {"panels": 3}))
     for grid, (dtype, options) in product(grids, cases):
@@ -341,6 +344,7 @@ def test_partial_sums_of_one_product_are_not_those_of_the_next(grids):
                 assert (c.local == turn * a.shape[1]).all()
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_the_plan_counts_partial_sums_that_others_read_and_nothing_that_arrives(grids):
     for grid in grids:
         a, b = operands(grid, (64, 64, 64))
@@ -479,6 +483,7 @@ MADE = {
 }
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_whatever_makes_a_matrix_makes_it_in_shared_memory(grids):
     for grid, name, layout in product(grids, MADE, (Layout.A, Layout.B, Layout.C)):
         with given(grid=grid.shape, maker=name, layout=layout):

@@ -5,8 +5,8 @@ from itertools import product
 import numpy as np
 import pytest
 from each_grid import each_grid
+from grids import process_grids
 from loops import given
-from mpi_runner.plugin import process_grids
 from samples import integers, to_library
 
 from pmm3d import DistMatrix, Grid, Layout, MemoryLimitError, OutOfMemoryError, matmul
@@ -15,7 +15,7 @@ from pmm3d.layout import Placement, parse_shape
 from pmm3d.model import move as move_module
 from pmm3d.product.multiply import plan_for
 
-several = pytest.mark.parallel([2, 4], thorough=[8])
+several = pytest.mark.parallel([4], thorough=[2, 8])
 ELSEWHERE = (Layout((), ("z", "x", "y")), Layout(("y", "z", "x"), ()), Layout("x", ("y", "z")))
 """Layouts of A, B and C that no product uses without redistribution."""
 
@@ -86,7 +86,7 @@ def test_moves_in_rounds_stay_within_their_bound(comm, grid, monkeypatch):
 def assert_bounded(grid, shape):
     layouts = [Layout.A, Layout.B, Layout("z", ("x", "y")), Layout((), "y"), Layout("data"), Layout()]
     whole = integers(shape)
-    for source in layouts:
+    for source in layouts if shape == (64, 48) else layouts[::2]:
         matrix = DistMatrix.from_global(grid, to_library(whole), layout=source)
         for target in layouts:
             for moved, expected in ((matrix, whole), (matrix.T, whole.T)):

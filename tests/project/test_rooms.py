@@ -73,6 +73,7 @@ with pmm3d.Grid() as grid:
 """
 
 
+@pytest.mark.nightly("mypy: a minute")
 def test_types_are_right_and_a_strict_checker_knows_the_public_names(tmp_path):
     rooms = [importlib.import_module(room) for room in ("pmm3d", "pmm3d.io", "pmm3d.nn", "pmm3d.nn.training")]
     imports = "\n".join(f"from {room.__name__} import {name} as {name}" for room in rooms for name in room.__all__)
@@ -141,7 +142,11 @@ def with_examples():
 
 @pytest.mark.parametrize(
     "ranks",
-    [2, *(pytest.param(ranks, marks=pytest.mark.thorough("the same examples as on 2 ranks")) for ranks in (1, 4))],
+    [
+        1,
+        pytest.param(2, marks=pytest.mark.nightly("the same examples on more ranks")),
+        pytest.param(4, marks=pytest.mark.thorough("the same examples on more ranks")),
+    ],
 )
 def test_the_examples_of_docstrings_are_right(job, ranks):
     modules = with_examples()

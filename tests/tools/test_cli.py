@@ -153,6 +153,7 @@ def stops(owner, name):
 """
 
 
+@pytest.mark.nightly("a job of its own")
 def test_a_rank_that_stops_when_all_is_done_is_named(job):
     """After the last grid is closed, or after all ranks have the exit code. MPI itself would wait forever."""
     for place in ('Grid, "close"', 'pmm3d.comm, "all_leave"'):
@@ -206,6 +207,7 @@ def test_a_run_writes_report_figures_picture_and_trace(pmm3d, tmp_path):
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in timed)
 
 
+@pytest.mark.nightly("a job of its own")
 def test_a_sweep_gives_every_grid(pmm3d, tmp_path):
     done = pmm3d(
         4,

@@ -71,6 +71,7 @@ def test_ctrl_c_is_no_unexpected_error(raises, ranks):
     assert "Traceback" not in done.stderr and "unexpected" not in done.stderr
 
 
+@pytest.mark.nightly("a job of its own")
 def test_different_errors_are_told_with_their_ranks(raises):
     done = raises((0, 1, 2), "(lambda text: __import__('pmm3d').GridError(f'{text} {comm.rank % 2}'))", True)
     assert done.returncode == 2, done.stderr

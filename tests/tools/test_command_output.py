@@ -63,6 +63,7 @@ def command(*arguments):
     ],
     ids=["few", "more"],
 )
+@pytest.mark.nightly("many commands")
 def test_closed_streams_are_no_error(cases):
     for closed, arguments in cases:
         with given(closed=closed, arguments=arguments):

@@ -138,6 +138,7 @@ def test_an_mpi_that_cannot_start_is_reported_by_the_first_task(tmp_path):
                 assert "Traceback" not in done.stderr
 
 
+@pytest.mark.nightly("a job of its own")
 def test_what_does_not_return_is_given_up(job):
     """A check that blocks forever, in a call that no time limit can interrupt."""
     done = job(
@@ -156,6 +157,7 @@ def test_what_does_not_return_is_given_up(job):
     assert "software" in done.stdout and "block" in done.stdout and "3 checks in" in done.stdout
 
 
+@pytest.mark.nightly("a job of its own")
 def test_a_rank_that_gives_no_answer_ends_the_examination(job):
     done = job(
         3,

@@ -369,6 +369,7 @@ def test_the_samples_may_come_from_the_file(tmp_path):
     assert "6-8-5 on a batch of 16 rows" in said and "scaling" not in said
 
 
+@pytest.mark.nightly("plans for 4,096 ranks")
 def test_of_4096_ranks_few_steps_are_run(tmp_path, monkeypatch):
     """At most about 8,000 actions in all."""
     run, of = [], DrySteps.of

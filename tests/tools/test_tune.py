@@ -378,6 +378,7 @@ def test_a_machine_is_measured_and_stored(tune, tmp_path, ranks):
     assert bool(machine.collectives) == (ranks > 1)
 
 
+@pytest.mark.nightly("a job of its own")
 def test_a_cache_that_cannot_be_written_is_told_of(tune, tmp_path):
     (tmp_path / "cache").write_text("a file where a folder should be")
     done = tune(1, "--budget", 0.02, "--dtype", "float32")

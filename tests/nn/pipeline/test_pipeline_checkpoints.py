@@ -8,6 +8,7 @@ import h5py
 import numpy as np
 import pytest
 from loops import given
+from mpi_runner.plugin import all_tests
 from networks import Tied, spread
 from safetensors.numpy import load_file
 
@@ -94,7 +95,7 @@ def test_a_training_goes_on_in_any_number_of_stages(comm, shared_path):
         assert facts["step"] == 3 and set(facts["random"].values()) == {3} and len(facts["random"]) == 3
         assert {"0.weight", "optimizer/0.weight/mean", "9.bias"} <= written.keys() and len(written) == 3 * 14
         assert "9.bias" in facts["optimizer"]["missed"] and set(facts["optimizer"]["missed"].values()) == {2}
-        for other in ((number + 1) % 5, (number + 3) % 5):
+        for other in ((number + 1) % 5, (number + 3) % 5)[: 2 if all_tests else 1]:
             with given(number=number, other=other), cut(comm, other) as grid:
                 again = begun(grid)
                 assert again.resume(Checkpoints(grid, shared_path / f"{number}"))["note"] == "here"

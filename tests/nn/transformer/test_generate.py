@@ -10,7 +10,7 @@ from pmm3d import Grid, LayoutError, Pmm3dError, nn
 from pmm3d.layout import Layout
 from pmm3d.nn.transformer.generate import choose
 
-pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
+pytestmark = [pytest.mark.parallel([2], thorough=[1, 4, 8]), pytest.mark.deadline(240)]
 
 GRIDS = {
     1: [((1, 1, 1), 1, {})],
@@ -147,6 +147,7 @@ def test_a_temperature_near_zero_takes_the_most_probable_token():
         assert choose(logits, draws, 1e-320, None).tolist() == [1, 0]
 
 
+@pytest.mark.parallel([2], thorough=[1, 2, 4, 8])
 def test_what_cannot_be_generated_is_refused(some_grid, fails):
     net = NETWORKS["GPT"](some_grid)
     fails(

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from mpi_runner.launcher import TIMED_OUT, Launcher, end_job
 from mpi_runner.leftovers import remove_leftovers
-from pmm3d.tools import launcher
 
 # Inserted before each script. Output is written by lines, so that lines of different ranks are not mixed. At SIGUSR1 a
 # rank prints its stacks. While it finalizes MPI, the signal has no effect.
@@ -38,11 +38,11 @@ class ScriptJobs:
     """Run scripts in a folder, one after the other. If the test ends, the running script is ended."""
 
     PATIENCE = 3  # factor of time limits, because they are for jobs that hang, and a busy machine is slower
-    SPARE = 10.0  # seconds beyond the limit that pmm3d.launcher, which enforces it, may take
+    SPARE = 10.0  # seconds beyond the limit that a launcher which enforces it may take
     STACKS = 3.0  # seconds before the limit at which ranks print their stacks
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, launcher: Launcher):
+        self.folder, self.launcher = folder, launcher
         self.number = 0
         self.process = None
         self.started = time.time()
@@ -50,25 +50,21 @@ class ScriptJobs:
     def run(self, ranks: int, script: str, *args, timeout: float = 120, env=None) -> JobResult:
         """Run the script on this number of ranks. If it does not end within PATIENCE times timeout, the test fails with
         the stacks of the ranks.
-
-        pmm3d.launcher enforces the time limit in a separate process, also if this process is killed.
         """
         self.number += 1
         timeout *= self.PATIENCE
         name = f"job{self.number}"
         path = self.folder / f"{name}.py"
         path.write_text(WHOLE_LINES + textwrap.dedent(script))
-        command = [sys.executable, "-m", "pmm3d.launcher", "-n", str(ranks), "--timeout", str(timeout)]
+        command, environ = self.launcher.job(ranks, [str(path), *map(str, args)], _environment(env), timeout)
         with (
             open(path.with_suffix(".out"), "w+", errors="replace") as out,
             open(path.with_suffix(".err"), "w+", errors="replace") as err,
         ):
-            self.process = subprocess.Popen(
-                [*command, str(path), *map(str, args)], stdout=out, stderr=err, env=_environment(env), cwd=self.folder
-            )
+            self.process = subprocess.Popen(command, stdout=out, stderr=err, env=environ, cwd=self.folder)
             returncode = self._wait(timeout)
             result = JobResult(returncode, _text(out), _text(err))
-        if returncode == launcher.TIMED_OUT:
+        if returncode == TIMED_OUT:
             pytest.fail(f"{name} did not end within {timeout:g} s.\nstdout:\n{result.stdout}\nstderr:\n{result.stderr}")
         return result
 
@@ -79,12 +75,12 @@ class ScriptJobs:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(self.STACKS + self.SPARE)
         self.end()
-        return launcher.TIMED_OUT
+        return TIMED_OUT
 
     def end(self) -> None:
         """End the running job."""
         if self.process is not None:
-            launcher.end_job(self.process, grace=5.0)
+            end_job(self.process, grace=5.0)
             remove_leftovers(self.started)
 
 

@@ -1,20 +1,13 @@
-"""The MPI test plugin, in an inner pytest on small test folders."""
+"""The plugin in an inner pytest, on folders of tests that pass, fail, hang and crash."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
-from xml.etree import ElementTree
 
-import durations
 import pytest
-from mpi_runner import merge
-from mpi_runner.phases import blocks, phases
-from mpi_runner.plugin import process_grids, rank_counts
+from inner import run_pytest
+from mpi_runner import durations
 
-CONFTEST = 'pytest_plugins = ("mpi_runner.plugin",)'
+pytestmark = pytest.mark.nightly("each starts a pytest that starts ranks")
 
 GOOD = """
 import os
@@ -32,9 +25,8 @@ pytestmark = pytest.mark.parallel([1, 3])
 def test_sum(comm, nranks):
     assert comm.allreduce(1) == nranks == comm.size
 
-def test_every_grid(comm, grid_shape):
-    gx, gy, gz = grid_shape
-    assert gx * gy * gz == comm.size
+def test_more_than_the_ranks(comm, half):
+    assert 2 * half == comm.size
 
 def test_shared_path_is_shared_and_tmp_path_is_not(comm, shared_path, tmp_path):
     (shared_path / str(comm.rank)).touch()
@@ -187,6 +179,50 @@ def test_breaks_the_end_of_the_job(comm):
         atexit.register(os._exit, 5)
 """
 
+MARKS = """
+import pytest
+
+@pytest.mark.parallel(2)
+@pytest.mark.nightly("long")
+def test_long(comm):
+    pass
+
+@pytest.mark.thorough("longer")
+def test_longer():
+    pass
+
+def test_short():
+    pass
+"""
+
+JOBS = """
+SCRIPT = '''
+    import sys
+    from mpi4py import MPI
+    rank = MPI.COMM_WORLD.rank
+    print("rank", rank, *sys.argv[1:])
+    print("error", rank, file=sys.stderr)
+    sys.exit(3)
+'''
+HANGS = '''
+    from mpi4py import MPI
+    print("before")
+    if MPI.COMM_WORLD.rank == 0:
+        MPI.COMM_WORLD.recv(source=1)
+'''
+
+def test_a_script_runs_on_every_rank(job):
+    result = job(2, SCRIPT, "argument", env={"SOME": 1})
+    assert sorted(line for line in result.stdout.splitlines() if line.startswith("rank"))[:2] == [
+        "rank 0 argument", "rank 1 argument"
+    ]
+    assert "error 0" in result.stderr and "error 1" in result.stderr
+    assert result.returncode != 0
+
+def test_hangs(job):
+    job(2, HANGS, timeout=3)
+"""
+
 CRASHES_ONCE = """
 import os
 import time
@@ -216,41 +252,6 @@ def test_not_reached(comm):
 """
 
 
-class Outcomes:
-    """Results of an inner pytest run, from its junit file."""
-
-    def __init__(self, folder: Path, process: subprocess.CompletedProcess):
-        self.durations = folder / "durations.json"
-        self.returncode = process.returncode
-        self.output = process.stdout
-        self.of = {}
-        self.text = {}
-        if (folder / "junit.xml").exists():
-            for case in ElementTree.parse(folder / "junit.xml").iter("testcase"):
-                children = [child for child in case if child.tag in ("failure", "error", "skipped")]
-                self.of[case.get("name")] = children[0].tag if children else "passed"
-                self.text[case.get("name")] = "\n".join(child.text or "" for child in case)
-
-
-def run_pytest(folder: Path, *arguments: str, env=None, **files: str) -> Outcomes:
-    """Run pytest with the plugin on these test modules, in a new folder."""
-    (folder / "conftest.py").write_text(CONFTEST)
-    for name, text in files.items():
-        (folder / f"{name}.py").write_text(text)
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    process = subprocess.run(
-        [sys.executable, "-m", "pytest", "--junitxml=junit.xml", "-o", "junit_logging=all", "--color=no", *arguments],
-        cwd=folder,
-        env=environ | (env or {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
-    return Outcomes(folder, process)
-
-
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
     return run_pytest(
@@ -273,16 +274,10 @@ def test_a_test_runs_once_per_rank_count(good):
     assert {good.of[name] for name in names} == {"passed"}
 
 
-def test_a_test_runs_once_per_process_grid(good):
-    names = [name for name in good.of if name.startswith("test_every_grid")]
-    assert sorted(names) == [f"test_every_grid[{grid}]" for grid in ("n1-1x1x1", "n3-1x1x3", "n3-1x3x1", "n3-3x1x1")]
+def test_a_hook_parametrizes_over_more_than_the_ranks(good):
+    names = [name for name in good.of if name.startswith("test_more")]
+    assert sorted(names) == ["test_more_than_the_ranks[1-0.5]", "test_more_than_the_ranks[3-1.5]"]
     assert {good.of[name] for name in names} == {"passed"}
-
-
-def test_process_grids_are_complete():
-    for n in (1, 2, 6, 8, 12):
-        cube = range(1, n + 1)
-        assert process_grids(n) == [(x, y, z) for x in cube for y in cube for z in cube if x * y * z == n]
 
 
 def test_folders_and_drawn_examples(good):
@@ -388,10 +383,20 @@ def test_x_ends_at_the_first_failure_and_node_ids_select(tmp_path):
 
 
 def test_selection_works_as_usual_and_no_mpiexec_is_one_clear_error_per_test(tmp_path):
-    arguments = "-k", "grid and (3x1 or 1x1x1)", "--ranks=2,3"
-    outcomes = run_pytest(tmp_path, *arguments, env={"PMM3D_MPIEXEC": "no-such-mpiexec"}, test_good=GOOD)
-    assert outcomes.of == {"test_every_grid[n3-1x3x1]": "failure", "test_every_grid[n3-3x1x1]": "failure"}
-    assert "no-such-mpiexec" in outcomes.text["test_every_grid[n3-3x1x1]"]
+    arguments = "-k", "sum or more", "--ranks=2,3", "-o", "mpiexec=no-such-mpiexec"
+    outcomes = run_pytest(tmp_path, *arguments, test_good=GOOD)
+    assert outcomes.of == {"test_sum[n3]": "failure", "test_more_than_the_ranks[3-1.5]": "failure"}
+    assert "no-such-mpiexec" in outcomes.text["test_sum[n3]"]
+
+
+def test_nightly_and_thorough_tests_run_when_asked(tmp_path):
+    for arguments, ran in (((), 1), (("-m", "nightly"), 1), (("-m", "not nightly"), 1), (("--all",), 3)):
+        folder = tmp_path / f"{len(arguments)}-{'-'.join(arguments).replace(' ', '-')}"
+        folder.mkdir()
+        outcomes = run_pytest(folder, *arguments, test_marks=MARKS)
+        assert len(outcomes.of) == ran, (arguments, outcomes.of)
+        assert {*outcomes.of.values()} == {"passed"}
+        assert ("test_long[n2]" in outcomes.of) == (arguments in (("-m", "nightly"), ("--all",)))
 
 
 def test_durations_are_recorded_and_become_a_page(good):
@@ -418,50 +423,7 @@ def test_xdist_is_refused_for_parallel_tests(tmp_path):
     assert 'Leave -n out, or add -m "not parallel"' in outcomes.output and outcomes.of == {}
 
 
-def test_malformed_mark_is_refused():
-    parallel = pytest.mark.parallel
-    for wrong in (parallel(1, 2), parallel([]), parallel([0]), parallel([2], all=[4]), parallel([2], thorough=["4"])):
-        with pytest.raises(pytest.UsageError, match=r"test_a: write @pytest.mark.parallel\(\[1, 2, 6\]\)"):
-            rank_counts(wrong.mark, "test_a")
-    assert rank_counts(parallel(2, thorough=[1]).mark, "test_a") == [2]
-    assert rank_counts(parallel(2, thorough=[1]).mark, "test_a", all_tests=True) == [1, 2]
-
-
-def test_blocks_are_at_least_two_and_as_many_ranks_as_cores():
-    assert [blocks(ranks, 8, cores=2) for ranks in (1, 2, 3, 4, 5, 8)] == [2, 2, 2, 2, 1, 1]
-    assert [blocks(ranks, 8, cores=16) for ranks in (1, 2, 3, 4, 5, 8)] == [8, 4, 2, 2, 1, 1]
-    assert phases([4, 1, 4], size=8, cores=2) == [
-        {"ranks": 1, "blocks": 2, "tests": [1]}, {"ranks": 4, "blocks": 2, "tests": [0, 2]}
-    ]  # fmt: skip
-
-
-def test_job_runs_a_script_on_every_rank(job):
-    script = """
-        import sys
-        from mpi4py import MPI
-        rank = MPI.COMM_WORLD.rank
-        print("rank", rank, *sys.argv[1:])
-        print("error", rank, file=sys.stderr)
-        sys.exit(3)
-    """
-    result = job(2, script, "argument", env={"SOME": 1})
-    assert sorted(result.stdout.splitlines())[:2] == ["rank 0 argument", "rank 1 argument"]
-    assert "error 0" in result.stderr and "error 1" in result.stderr
-    assert result.returncode != 0
-
-
-def test_job_that_hangs_fails_the_test_with_what_it_said(job):
-    script = """
-        from mpi4py import MPI
-        print("before")
-        if MPI.COMM_WORLD.rank == 0:
-            MPI.COMM_WORLD.recv(source=1)
-    """
-    said = "(?s)did not end within 9 s.*before.*line 8 in <module>.*ended after 9 s"
-    with pytest.raises(pytest.fail.Exception, match=said):
-        job(2, script, timeout=3)
-
-
-def test_equal_texts_are_grouped_whatever_their_addresses():
-    texts = {0: "at 0x12ab", 1: "FailedElsewhere", 2: "at 0xff"}
-    assert merge.group(texts, 3) == [("ranks 0, 2 of 3", "at 0x12ab"), ("rank 1 of 3", "FailedElsewhere")]
+def test_jobs_run_scripts_and_one_that_hangs_fails_with_what_it_said(tmp_path):
+    outcomes = run_pytest(tmp_path, test_jobs=JOBS)
+    assert outcomes.of == {"test_a_script_runs_on_every_rank": "passed", "test_hangs": "failure"}
+    assert re.search("(?s)did not end within 9 s.*before.*line 8 in <module>", outcomes.text["test_hangs"])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-
-from pmm3d.model import machine
 
 
 def phases(counts: Sequence[int], size: int, cores: int | None = None) -> list[dict]:
@@ -14,7 +13,7 @@ def phases(counts: Sequence[int], size: int, cores: int | None = None) -> list[d
     continue with a later phase.
     """
     return [
-        {"ranks": ranks, "blocks": blocks(ranks, size, cores or len(machine.cores())), "tests": tests}
+        {"ranks": ranks, "blocks": blocks(ranks, size, cores or len(os.sched_getaffinity(0))), "tests": tests}
         for ranks in sorted({*counts})
         if (tests := [index for index, count in enumerate(counts) if count == ranks])
     ]

@@ -14,9 +14,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mpi_runner.launcher import Launcher, end_job
 from mpi_runner.leftovers import remove_leftovers
 from mpi_runner.merge import name_ranks
-from pmm3d.tools import launcher
 
 STARTUP = 600.0  # seconds until every rank has imported and collected the tests
 IDLE = 60.0  # seconds without a test in progress, while tests remain
@@ -59,11 +59,13 @@ class Trouble:
 class World:
     """A running mpiexec. `wait()` returns the next test that all its ranks have reported, or a Trouble."""
 
-    def __init__(self, size: int, tests: list[Planned], phases: list[dict], arguments: list[str], show: bool):
+    def __init__(
+        self, launcher: Launcher, size: int, tests: list[Planned], phases: list[dict], arguments: list[str], show: bool
+    ):
         mpiexec = launcher.command(size, ["-m", "mpi_runner.inside"])  # raises if there is no mpiexec
         self.size = size
         self.tests = tests
-        self.folder = Path(tempfile.mkdtemp(prefix=f"pmm3d-tests-{size}-"))
+        self.folder = Path(tempfile.mkdtemp(prefix=f"mpi-tests-{size}-"))
         self.files = [RankFile(self.folder / f"rank-{rank}.jsonl") for rank in range(size)]
         self.pids: dict[int, int] = {}
         self.ready: set[int] = set()
@@ -205,7 +207,7 @@ class World:
 
     def end(self) -> None:
         """End the job, and remove its files."""
-        launcher.end_job(self.process)
+        end_job(self.process)
         for file in (self.output, *self.files):
             file.close()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 import time
 from collections import deque
@@ -13,10 +12,10 @@ import pytest
 from _pytest.reports import TestReport
 
 from mpi_runner import merge, post_mortem
+from mpi_runner.launcher import Launcher
 from mpi_runner.phases import one_by_one, phases
 from mpi_runner.post_mortem import failure
 from mpi_runner.world import Planned, Trouble, World
-from pmm3d.tools import launcher
 
 
 def rank_count(item) -> int:
@@ -41,11 +40,17 @@ def failures(items, text: str) -> Iterator[tuple[pytest.Item, list[TestReport]]]
         yield item, failure(item, time.time(), merge.RankFailures(text, []))
 
 
+def launcher_of(config: pytest.Config) -> Launcher:
+    """The launcher of the project, or else of this plugin."""
+    return config.hook.pytest_mpi_launcher(config=config) or Launcher(config.getini("mpiexec"))
+
+
 class OuterPlugin:
     """Run the parallel tests in worlds of ranks, and report each test when it has ended."""
 
     def __init__(self, config):
         self.config = config
+        self.launcher: Launcher = launcher_of(config)
         self.world: World | None = None
         self.results: Iterator[tuple[pytest.Item, list[TestReport]]] | None = None
 
@@ -56,8 +61,8 @@ class OuterPlugin:
 
     def pytest_report_header(self):
         try:
-            return f"mpi: {shlex.join(launcher.mpiexec_command())} ({launcher.installed_wheel() or 'not from a wheel'})"
-        except launcher.LauncherError as error:
+            return f"mpi: {self.launcher.describe()}"
+        except Exception as error:
             return f"mpi: {error}"
 
     def pytest_unconfigure(self):
@@ -152,6 +157,7 @@ class OuterPlugin:
         counts = [rank_count(item) for item in batch.items]
         size = max(counts)
         return World(
+            self.launcher,
             size,
             tests=[self.planned(item) for item in batch.items],
             phases=one_by_one(counts) if batch.alone else phases(counts, size),

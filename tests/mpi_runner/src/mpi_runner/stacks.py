@@ -19,7 +19,7 @@ def write_to(path: Path) -> None:
 
 
 def listen() -> None:
-    """Write the stacks at SIGUSR1 again, after a command that handles this signal itself, for example `pmm3d train`."""
+    """Write the stacks at SIGUSR1 again, after a command that handles this signal itself."""
     faulthandler.unregister(signal.SIGUSR1)
     faulthandler.register(signal.SIGUSR1, _file, all_threads=True)
 

@@ -1,8 +1,8 @@
 """Print where the time of the tests goes, as a page in Markdown.
 
-    python tests/durations.py RUN.json [RUN.json ...]
+    python -m mpi_runner.durations RUN.json [RUN.json ...]
 
-Each RUN is a file of `pytest --record-durations RUN.json`. `make durations` writes the page to build/durations.md.
+Each RUN is a file of `pytest --record-durations RUN.json`.
 """
 
 from __future__ import annotations

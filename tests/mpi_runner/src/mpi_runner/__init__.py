@@ -3,17 +3,15 @@
     @pytest.mark.parallel([1, 2, 6])             on a test, a class, or a module (pytestmark)
     def test_sum(comm): ...                      runs on 1, on 2 and on 6 ranks
 
-    @pytest.mark.parallel([6, 8])
-    def test_grid(comm, grid_shape): ...         once per process grid: (1, 1, 6), (1, 2, 3), ...
-
     @pytest.mark.own_world("reason")             COMM_WORLD has exactly the size of the test; few tests need this
+    @pytest.mark.nightly("reason")               too long for each change: runs with -m nightly, and with --all
+    @pytest.mark.thorough("reason")              runs with --all only
 
 Fixtures of a parallel test:
 
     comm         a new communicator of the ranks of the test: consecutive ranks of a larger COMM_WORLD. It is
                  freed after the test if the test passed on every rank
     nranks       its size
-    grid_shape   (gx, gy, gz) with gx * gy * gz == nranks
     shared_path  a folder, the same on every rank (tmp_path differs from rank to rank)
 
 Fixture of a test of failures, in one process:
@@ -36,6 +34,6 @@ the failure of one rank, the others have 5 s. --ranks 2,4 runs the parallel test
 
 Each run prints its rank-executions (the sum of the ranks of all parallel cases), the number of cases that
 start processes, and the number of processes (tally.py). A run of all folders without --all fails above
-rank_executions_budget or starting_cases_budget in pyproject.toml. --record-durations=FILE writes the time of
-each case, for durations.py. Under pytest-xdist, only tests in one process run.
+rank_executions_budget or starting_cases_budget in pytest's configuration file. --record-durations=FILE writes
+the time of each case, for mpi_runner.durations. Under pytest-xdist, only tests in one process run.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -10,8 +11,6 @@ import time
 from contextlib import suppress
 
 import pytest
-
-from pmm3d.model import machine
 
 STARTS = {"subprocess.Popen", "os.fork", "os.posix_spawn", "os.system"}
 BUDGETS = {"rank_executions_budget": "rank-executions", "starting_cases_budget": "cases that start processes"}
@@ -87,7 +86,7 @@ class Tally:
             "command": " ".join(["pytest", *self.arguments()]),
             "date": time.strftime("%Y-%m-%d", time.gmtime(self.start)),
             "commit": _commit(self.config.rootpath),
-            "machine": f"{len(machine.cores())} cores of {_processor()}",
+            "machine": f"{len(os.sched_getaffinity(0))} cores of {_processor()}",
             "seconds": round(time.time() - self.start, 1),
             "processes": self.processes(),
             "cases": self.cases,
@@ -102,7 +101,7 @@ class Tally:
         )
         text += f"; {self.processes():,} processes started"
         if over:
-            text += ": above the budget in pyproject.toml. Make tests cheaper, mark them thorough, or raise it there."
+            text += ": above the budget. Make tests cheaper, mark them nightly, or raise it in the configuration file."
         terminalreporter.write_line(text, red=over)
 
 

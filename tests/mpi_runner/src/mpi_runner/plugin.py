@@ -8,12 +8,16 @@ import pytest
 # Test modules import mpi4py.MPI also in the outer pytest, which must not start MPI. On a rank, MPI is started already.
 mpi4py.rc(initialize=False, finalize=False)
 
-from mpi_runner import outer  # noqa: E402
+from mpi_runner import hooks, outer  # noqa: E402
 from mpi_runner.script_job import ScriptJobs  # noqa: E402
 from mpi_runner.tally import Tally  # noqa: E402
 
 RANK_PLUGIN = "mpi-rank"  # inside.RankPlugin.__name__
 NO_RANKS = "the fixture {!r} needs @pytest.mark.parallel([1, 2, ...]) on the test, its class or its module"
+
+
+def pytest_addhooks(pluginmanager):
+    pluginmanager.add_hookspecs(hooks)
 
 
 def pytest_addoption(parser):
@@ -23,12 +27,13 @@ def pytest_addoption(parser):
     )
     group.addoption(
         "--all", action="store_true", dest="all_tests",
-        help="every process grid, the thorough rank counts, and the tests marked thorough",
+        help="the thorough rank counts, the tests marked thorough or nightly, and longer loops",
     )  # fmt: skip
     group.addoption("--ranks", type=_counts, metavar="N,M", help="run only the parallel tests, and only on N, M ranks")
     group.addoption(
         "--record-durations", metavar="FILE", help="write seconds, ranks and processes of each case as JSON"
     )
+    parser.addini("mpiexec", "launcher of the ranks and its arguments", default="mpiexec")
     parser.addini("rank_executions_budget", "sum of the ranks of all parallel cases above which a run fails")
     parser.addini("starting_cases_budget", "number of cases that start processes above which a run fails")
 
@@ -49,7 +54,8 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "own_world(reason): in an mpiexec of its own, whose COMM_WORLD has the size of the test"
     )
-    config.addinivalue_line("markers", "thorough(reason): only with --all, as in make test-all")
+    config.addinivalue_line("markers", "thorough(reason): only with --all")
+    config.addinivalue_line("markers", "nightly(reason): only with --all, or with -m nightly")
     _configure_hypothesis(inside=_rank_plugin(config) is not None)
     if config.getoption("numprocesses", None) and "not parallel" not in config.option.markexpr:
         raise pytest.UsageError(
@@ -91,36 +97,15 @@ def _configure_hypothesis(inside):
     settings.load_profile("ranks" if inside else "one-process")
 
 
-def process_grids(nranks: int) -> list[tuple[int, int, int]]:
-    """All (gx, gy, gz) with gx * gy * gz == nranks."""
-    divisors = [d for d in range(1, nranks + 1) if nranks % d == 0]
-    return [(x, y, nranks // (x * y)) for x in divisors for y in divisors if nranks % (x * y) == 0]
-
-
-CANONICAL_GRIDS = {4: [(1, 4, 1), (2, 1, 2), (1, 2, 2)], 6: [(1, 2, 3)], 8: [(2, 2, 2), (4, 1, 2)]}
-"""On 4 ranks: axes of 4 ranks, and of 2 ranks with stride 1 or 2. On 6 and 8 ranks: all axes of several ranks, axes of
-different sizes, and an axis of 4."""
-
-
-def canonical_grids(nranks: int) -> list[tuple[int, int, int]]:
-    """The process grids of a test without --all."""
-    return CANONICAL_GRIDS.get(nranks) or process_grids(nranks)
-
-
 def pytest_generate_tests(metafunc):
-    """Make one item for each number of ranks and, if the test has the fixture grid_shape, for each process grid."""
+    """Make one item for each number of ranks."""
     mark = metafunc.definition.get_closest_marker("parallel")
     if mark is None:
         return
-    all_tests = metafunc.config.getoption("all_tests")
-    counts = rank_counts(mark, metafunc.definition.nodeid, all_tests)
+    counts = rank_counts(mark, metafunc.definition.nodeid, metafunc.config.getoption("all_tests"))
     if "nranks" not in metafunc.fixturenames:
         metafunc.fixturenames.append("nranks")
-    if "grid_shape" in metafunc.fixturenames:
-        values = [(n, shape) for n in counts for shape in (process_grids if all_tests else canonical_grids)(n)]
-        ids = ["n{}-{}x{}x{}".format(n, *shape) for n, shape in values]
-        metafunc.parametrize("nranks,grid_shape", values, ids=ids, indirect=True, scope="session")
-    else:
+    if not metafunc.config.hook.pytest_mpi_parametrize(metafunc=metafunc, counts=counts):
         metafunc.parametrize("nranks", counts, ids=[f"n{n}" for n in counts], indirect=True, scope="session")
 
 
@@ -140,10 +125,11 @@ def rank_counts(mark: pytest.Mark, test: str, all_tests: bool = False) -> list[i
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Sort the tests by number of ranks, first the tests in one process, and otherwise in the order of the files."""
-    if not config.getoption("all_tests"):
-        thorough = [item for item in items if item.get_closest_marker("thorough")]
-        config.hook.pytest_deselected(items=thorough)
-        items[:] = [item for item in items if item.get_closest_marker("thorough") is None]
+    if not config.getoption("all_tests") and _rank_plugin(config) is None:
+        later = ["thorough"] + ["nightly"] * ("nightly" not in config.option.markexpr)
+        left = [item for item in items if any(map(item.get_closest_marker, later))]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
     only = config.getoption("ranks")
     if only is not None:
         config.hook.pytest_deselected(items=[item for item in items if outer.rank_count(item) not in only])
@@ -156,14 +142,6 @@ def nranks(request):
     """Number of ranks of the test."""
     if not hasattr(request, "param"):
         raise pytest.UsageError(NO_RANKS.format("nranks"))
-    return request.param
-
-
-@pytest.fixture(scope="session")
-def grid_shape(request):
-    """(gx, gy, gz) with gx * gy * gz == nranks."""
-    if not hasattr(request, "param"):
-        raise pytest.UsageError(NO_RANKS.format("grid_shape"))
     return request.param
 
 
@@ -186,8 +164,8 @@ def shared_path(request):
 
 
 @pytest.fixture
-def job(tmp_path):
+def job(tmp_path, pytestconfig):
     """job(4, text, "argument", timeout=120, env={}) runs the text of a script on four ranks."""
-    jobs = ScriptJobs(tmp_path)
+    jobs = ScriptJobs(tmp_path, outer.launcher_of(pytestconfig))
     yield jobs.run
     jobs.end()
