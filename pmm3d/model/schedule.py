@@ -301,8 +301,8 @@ def windows(
 
     going, coming = by_window(sends, 1), by_window(receives, -1)
     return [
-        Round(tuple(going[first : first + WINDOW]), tuple(coming[first : first + WINDOW]), () if first else copies)
-        for first in range(0, max(1, members.size - 1), WINDOW)
+        Round(tuple(going.get(number, ())), tuple(coming.get(number, ())), () if number else copies)
+        for number in range(max(1, -(-(members.size - 1) // WINDOW)))
     ]
 
 

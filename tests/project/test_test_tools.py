@@ -1,9 +1,9 @@
 """Tools of the tests: the faults of planted_faults.toml fit the package, and all process grids are listed."""
 
 import ast
+import tomllib
 from pathlib import Path
 
-import tomllib
 from grids import process_grids
 from loops import given
 from planted_faults import ROOT, essential, places_of, replaced
