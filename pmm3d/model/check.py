@@ -7,37 +7,45 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, MutableSequence, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ..errors import Pmm3dError
-from .rounds import IN, NOTHING, OUT, Round, Schedule, Span, Sum, is_wide
+from ..layout import offsets
+from .rounds import NOTHING, Indices, Round, Schedule, Span, Sum
 
 Memory = MutableSequence[Any]
-"""Symbols of the rows of a buffer: elements, tuples of a sum's parts, or None if nothing was written."""
+"""Symbols of the rows of a buffer: elements, tuples of a sum's parts, or None if nothing was written. If spans cut both
+dims, symbols of its elements, row by row."""
 
 
 class Element(NamedTuple):
-    """Row `row` of the IN of a rank."""
+    """Row `row` of the inputs of a rank, counted through all of them. If spans cut both dims, element `row`."""
 
     rank: int
     row: int
 
 
-def check(schedules: Sequence[Schedule], buffers: Sequence[tuple[Memory, Memory]] | None = None) -> list[Memory]:
-    """Check the schedules of all ranks of a group, and return what OUT contains on each rank at the end.
+def check(
+    schedules: Sequence[Schedule], buffers: Sequence[Sequence[Memory]] | None = None, cols: Sequence[Sequence[int]] = ()
+) -> list[Memory]:
+    """Check the schedules of all ranks of a group, and return what the last output of each rank contains at the end.
 
     - Each message has a partner with as many rows of the same type, and the group ends. A round ends when its messages
       have been received, as with messages too large for MPI's own buffers.
     - During the messages of a round no row is written twice, and no row is written that is sent or copied.
     - Only rows that were written are read. Work buffers share memory as planned.
-    - Each row of OUT is received at most once, and is written at the end.
+    - Each row of an output is received at most once, and is written at the end.
     - No element is added twice. Ranks that hold a sum of the same elements have added them in the same order.
 
     Parameters
     ----------
     buffers : sequence, optional
-        (IN, OUT) of each rank: lists of symbols, with None for rows to be written. Ranks may share a list, and OUT may
-        be IN. Default: elements in as much of IN as the tables read, and an OUT of as many rows as they write.
+        Inputs and outputs of each rank: lists of symbols, with None for rows to be written. Ranks may share a list, and
+        an output may be an input. Default: elements in as many rows of the inputs as the tables read, and outputs of as
+        many rows as they write.
+    cols : sequence of sequences of int
+        Columns of each rank's inputs and outputs, if spans cut both dims. Default: as many as the tables use.
 
     Raises
     ------
@@ -56,9 +64,16 @@ def check(schedules: Sequence[Schedule], buffers: Sequence[tuple[Memory, Memory]
     Traceback (most recent call last):
     pmm3d.errors.Pmm3dError: schedule of rank 0, round 0: Span(buffer=1, start=2, stop=3) gets 2 rows from rank 1
     """
-    if buffers is None:
-        buffers = [_default_buffers(rank, schedule) for rank, schedule in enumerate(schedules)]
-    ranks = [_Rank(rank, schedule, *buffers[rank]) for rank, schedule in enumerate(schedules)]
+    extents = [_extents(schedule) for schedule in schedules]
+    ranks = [
+        _Rank(
+            number,
+            schedule,
+            buffers[number] if buffers is not None else _default_buffers(number, schedule, *extents[number]),
+            cols[number] if cols else extents[number][1],
+        )
+        for number, schedule in enumerate(schedules)
+    ]
     posted = defaultdict[tuple[int, int], tuple[deque[_Message], deque[_Message]]](lambda: (deque(), deque()))
     ready = list(ranks)
     while ready:
@@ -79,7 +94,7 @@ def check(schedules: Sequence[Schedule], buffers: Sequence[tuple[Memory, Memory]
     for message in (message for queues in posted.values() for queue in queues for message in queue):
         raise message.error(f"its message {'to' if message.sent else 'from'} rank {message.peer} has no partner")
     _check_results(ranks)
-    return [rank.out for rank in ranks]
+    return [rank.given[-1] if rank.given else [] for rank in ranks]
 
 
 class _Message(NamedTuple):
@@ -100,10 +115,10 @@ class _Rank:
     """The buffers of one rank, and the state of its execution. Work buffers share memory as planned, so a value that is
     overwritten too early changes the result."""
 
-    def __init__(self, number: int, schedule: Schedule, given: Memory, out: Memory):
-        self.number, self.schedule, self.given, self.out = number, schedule, given, out
+    def __init__(self, number: int, schedule: Schedule, given: Sequence[Memory], cols: Sequence[int]):
+        self.number, self.schedule, self.given, self.cols = number, schedule, given, cols
         self.work: Memory = [None] * schedule.work_rows
-        self.round, self.pending, self.received = -1, 0, set[int]()
+        self.round, self.pending, self.received = -1, 0, set[tuple[int, int]]()
 
     @property
     def ended(self) -> bool:
@@ -125,38 +140,49 @@ class _Rank:
             self.add(each)
         return [message for message in sends + receives if message.span.buffer == NOTHING or message.span.rows]
 
-    def places(self, span: Span) -> tuple[Memory, range]:
-        """Return the memory that contains a span, and the numbers of its rows there."""
-        if span.buffer in (NOTHING, IN, OUT):
-            memory, rows = {NOTHING: [], IN: self.given, OUT: self.out}[span.buffer], range(span.start, span.stop)
+    def places(self, span: Span) -> tuple[Memory, list[int], int]:
+        """Return the memory that contains a span, the numbers of its symbols there, and the places that each takes."""
+        if span.buffer == NOTHING:
+            return [], [], 1
+        buffer = self.schedule.work_of(span)
+        if buffer is None:
+            memory, first, width, wide = self.given[span.buffer], 0, self.cols[span.buffer], False
+            size = len(memory)
         else:
-            start, size, wide, _ = self.schedule.work[span.buffer - 2]
-            step = 2 if wide else 1
-            memory, rows = self.work, range(start + step * span.start, start + step * span.stop, step)
-            if span.stop > size or (wide and start % 2):
-                raise self.error(span, "is not inside of its work buffer, or the buffer is not aligned")
-        if rows and not 0 <= rows[0] <= rows[-1] < len(memory):
-            raise self.error(span, f"is outside of a buffer of {len(memory)} rows")
-        return memory, rows
+            first, rows, wide, cols = buffer
+            memory, width = self.work, cols or 1
+            size = rows * width
+            if wide and first % 2:
+                raise self.error(span, "is in a buffer that is not aligned")
+        cut = span.across or Indices(0, width)
+        across = _indices(cut)
+        found = _indices(span)
+        if not width == len(across) == 1:
+            found = [row * width + col for row in found for col in across]
+        step = 2 if wide else 1
+        places = [first + step * number for number in found]
+        if found and not (min(found) >= 0 and max(found) < size and max(places) + step <= len(memory)):
+            raise self.error(span, f"is outside of a buffer of {size // width} rows")
+        return memory, places, step
 
     def elements(self, span: Span) -> set[tuple[int, int]]:
-        """Return the memory that a span occupies, as (identity of the memory, row)."""
-        memory, rows = self.places(span)
-        return {(id(memory), row + more) for row in rows for more in range(rows.step)}
+        """Return the memory that a span occupies, as (identity of the memory, place)."""
+        memory, places, step = self.places(span)
+        return {(id(memory), place + more) for place in places for more in range(step)}
 
     def read(self, span: Span) -> list[Any]:
-        memory, rows = self.places(span)
-        values = [memory[row] for row in rows]
+        memory, places, _ = self.places(span)
+        values = [memory[place] for place in places]
         if None in values:
             raise self.error(span, "is read before it is written")
         return values
 
     def write(self, span: Span, values: Sequence[Any]) -> None:
-        memory, rows = self.places(span)
-        if len(values) != len(rows):
+        memory, places, step = self.places(span)
+        if len(values) != len(places):
             raise self.error(span, f"gets {len(values)} rows")
-        for row, value in zip(rows, values):
-            memory[row : row + rows.step] = [value] * rows.step
+        for place, value in zip(places, values):
+            memory[place : place + step] = [value] * step
 
     def add(self, total: Sum) -> None:
         parts, target = [self.read(part) for part in total.parts], self.elements(total.target)
@@ -171,14 +197,14 @@ class _Rank:
         self.write(total.target, values)
 
     def receive(self, own: _Message, other: _Message) -> None:
-        wide, others = is_wide(self.schedule.work, own.span), is_wide(other.rank.schedule.work, other.span)
-        if wide != others or own.span.rows != other.span.rows:
-            raise own.error(f"gets {other.span.rows}{' wide' * others} rows from rank {other.rank.number}")
-        if own.span.buffer == OUT:
-            rows = {*range(own.span.start, own.span.stop)}
-            if rows & self.received:
+        wide, others = (len(each.rank.places(each.span)[1]) and each.rank.places(each.span)[2] for each in (own, other))
+        if wide != others or (own.span.buffer != NOTHING and len(self.places(own.span)[1]) != len(other.values)):
+            raise own.error(f"gets {len(other.values)}{' wide' * (others == 2)} rows from rank {other.rank.number}")
+        if own.span.buffer != NOTHING and self.schedule.work_of(own.span) is None:
+            places = self.elements(own.span)
+            if places & self.received:
                 raise own.error("has been received before")
-            self.received |= rows
+            self.received |= places
         self.write(own.span, other.values)
 
     def check_hazards(self, current: Round) -> None:
@@ -207,8 +233,11 @@ def _elements_of(value: Any) -> Iterator[Element]:
 def _check_results(ranks: Sequence[_Rank]) -> None:
     checked, sums = set[int](), dict[frozenset[Element], Any]()
     for rank in ranks:
-        for row, value in enumerate(rank.out):
-            span = Span(OUT, row, row + 1)
+        for span, value in (
+            (Span(buffer, row, row + 1), value)
+            for buffer in range(rank.schedule.inputs, len(rank.given))
+            for row, value in enumerate(rank.given[buffer])
+        ):
             if value is None:
                 raise rank.error(span, "was never written")
             if id(value) not in checked and sums.setdefault(frozenset(_elements_of(value)), value) != value:
@@ -216,18 +245,32 @@ def _check_results(ranks: Sequence[_Rank]) -> None:
             checked.add(id(value))
 
 
-def _default_buffers(rank: int, schedule: Schedule) -> tuple[Memory, Memory]:
-    spans = [
-        span
-        for each in schedule.rounds
-        for spans in (
-            [span for _, span in (*each.sends, *each.receives)],
-            [span for total in (*each.copies, *each.sums) for span in (*total.parts, total.target)],
-        )
-        for span in spans
-    ]
-    sizes = [max((span.stop for span in spans if span.buffer == buffer), default=0) for buffer in (IN, OUT)]
-    return [Element(rank, row) for row in range(sizes[0])], [None] * sizes[1]
+def _indices(cut: Span | Indices) -> Sequence[int]:
+    """Return the rows of a span, or the indices across."""
+    if cut.times == 1:
+        return range(cut.start, cut.stop)
+    return [cut.start + block * cut.step + one for block in range(cut.times) for one in range(cut.stop - cut.start)]
+
+
+def _extents(schedule: Schedule) -> tuple[list[int], list[int]]:
+    """Return the numbers of rows and of columns of the caller's buffers that a schedule reads or writes."""
+    number = schedule.inputs + schedule.outputs
+    rows, cols = [0] * number, [1] * number
+    for each in schedule.rounds:
+        spans = [span for _, span in (*each.sends, *each.receives)]
+        spans += [span for total in (*each.copies, *each.sums) for span in (*total.parts, total.target)]
+        for span in spans:
+            if 0 <= span.buffer < number and span.rows:
+                rows[span.buffer] = max(rows[span.buffer], _indices(span)[-1] + 1)
+                if span.across is not None:
+                    cols[span.buffer] = max(cols[span.buffer], *(index + 1 for index in _indices(span.across)))
+    return rows, cols
+
+
+def _default_buffers(rank: int, schedule: Schedule, rows: Sequence[int], cols: Sequence[int]) -> list[Memory]:
+    edges = offsets([height * width for height, width in zip(rows, cols)])
+    buffers: list[Memory] = [[Element(rank, row) for row in range(*cut)] for cut in pairwise(edges)]
+    return [*buffers[: schedule.inputs], *([None] * len(buffer) for buffer in buffers[schedule.inputs :])]
 
 
 def _error(rank: int, number: int, span: Span, problem: str) -> Pmm3dError:

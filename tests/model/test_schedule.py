@@ -1,20 +1,26 @@
 """Every schedule, for all ranks of a group, without MPI: `check` executes the tables on symbols."""
 
 from itertools import product
+from math import prod
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import grids_of
+from tiles import held, shapes, tilings
 
-from pmm3d import Pmm3dError
+from pmm3d import GridShape, Pmm3dError
 from pmm3d.layout import offsets, part_sizes
 from pmm3d.model import schedule as tables
 from pmm3d.model.check import Element, check
+from pmm3d.model.move import tile_move
 from pmm3d.model.rounds import IN, OUT, Round, Schedule, Span, Sum, WorkBuffer, count, packing_bytes
 from pmm3d.model.schedule import WINDOW
 from pmm3d.model.stages import stages
 
 EMPTY = None
+FEW = st.sampled_from([GridShape(*shape, data) for n in (1, 3, 4) for shape, data in grids_of(n, (1, 2))])
 
 
 def contract(ranks):
@@ -229,3 +235,23 @@ def test_copies_of_messages_are_counted_once_an_array(columns):
 def test_each_stage_of_every_size_is_a_table():
     for size, low in product((1, 2, 17, 24), (False, True)):
         assert len(tables.reduce_scatter(tuple([1] * size), 0, 1, low).rounds) == len(stages(size))
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_a_tile_move_brings_each_element_to_its_place(data):
+    """Layouts, block-cyclic matrices and other cuts, in some rounds. Places without an element stay as they are."""
+    shape, ranks = data.draw(shapes), 4
+    source, target = (data.draw(tilings(shape, ranks, FEW)) for _ in range(2))
+    whole = np.arange(prod(shape)).reshape(shape)
+    by_rows = lambda arrays: [array.T if source.order == "F" else array for array in arrays]
+    symbols = lambda array: [Element(0, int(value)) if value >= 0 else None for value in array.ravel()]
+    given_arrays, wanted = ([by_rows(held(side, rank, whole)) for rank in range(ranks)] for side in (source, target))
+    unused = lambda array: [None if value >= 0 else Element(1, number) for number, value in enumerate(array.ravel())]
+    buffers = [[*map(symbols, given_arrays[rank]), *map(unused, wanted[rank])] for rank in range(ranks)]
+    cols = [[array.shape[1] for array in given_arrays[rank] + wanted[rank]] for rank in range(ranks)]
+    rounds = data.draw(st.integers(1, 3))
+    check([tile_move(source, target, rank, ranks, rounds) for rank in range(ranks)], buffers, cols)
+    for rank in range(ranks):
+        for array, found in zip(wanted[rank], buffers[rank][len(given_arrays[rank]) :]):
+            assert all(one == each for one, each in zip(symbols(array), found) if one is not None)
