@@ -13,13 +13,23 @@ from .axis import Axis
 from .choose_grid import Auto, chosen_shape
 from .communicator import LEAVING, all_leave, check_communicator, own_duplicate
 from .engine import Pending, PlanResources
-from .executor import Awaited, Buffers, compute, following, run_rounds, run_schedule, wait_for_all, work_bytes
+from .executor import (
+    Arrivals,
+    Awaited,
+    Buffers,
+    Departures,
+    Persistent,
+    compute,
+    following,
+    run_rounds,
+    run_schedule,
+    wait_for_all,
+    work_bytes,
+)
 from .grid import Grid, free_memory
 from .guard import at_end, one_thread
 from .ledger import Entry, Key, Ledger, Record, clock
 from .nodes import Host, Processes, hosts, mpi_name, set_node_maps
-from .persistent import Persistent
-from .pieces import Arrivals, Departures
 from .point_to_point import TAGS
 from .shutdown import all_come, leaves_in_order
 from .strided_collectives import all_gather_work, all_reduce_work, reduce_scatter_work, sum_gathered, work_slab

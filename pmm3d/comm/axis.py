@@ -20,10 +20,9 @@ from . import collectives, point_to_point, strided_collectives
 from .agreement import digest
 from .communicator import OwnedComm
 from .engine import Engine, Pending
-from .executor import Awaited, Buffers, Counts, following, wait_for_all
+from .executor import Awaited, Buffers, Counts, Persistent, following, wait_for_all
 from .hang import source_line
 from .ledger import Record
-from .persistent import Members, Persistent
 from .transport import Collective, Link
 
 if TYPE_CHECKING:
@@ -488,7 +487,8 @@ class Axis:
         return Persistent(
             partial(self.next_record, operation, phase),
             self._engine,
-            Members(self._comm, self.off_node),
+            self._comm,
+            self.off_node,
             tag,
             schedule,
             buffers,

@@ -45,7 +45,7 @@ and the GIL from the thread that computes."""
 
 
 class PersistentRequests(Protocol):
-    """Persistent requests that may be active (`pmm3d.comm.persistent.Persistent`).
+    """Persistent requests that may be active (`pmm3d.comm.executor.Persistent`).
 
     record   record of the call in progress, or None"""
 

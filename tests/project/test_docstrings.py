@@ -36,7 +36,7 @@ MADE_BY_OTHERS = {"Axis", "DistMatrix", "Loader", "Pending", "Tape"}
 """Classes whose constructor users do not call."""
 OF_SHARDED = "box forward held load_whole own_width plain_shape run set_extra_state splits whole"
 FOR_ROOMS_ABOVE = {
-    "Axis": "all_gather_into all_reduce_into all_to_all_into balance begin_after close count_on_from even next_record "
+    "Axis": "all_gather_into all_reduce_into all_to_all_into balance close count_on_from even next_record "
     "number persistent reduce_scatter_into retain retained sum_coalesced",
     "BlacsContext": "check_open keep made make_room product_grid",
     "BlockCyclic": "check_ranks cols most owners_of rows sender_for",
