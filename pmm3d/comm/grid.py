@@ -28,14 +28,14 @@ from .communicator import WatchedComm, check_communicator
 from .engine import Pending
 from .ledger import node_events, trace_file, write_chrome_trace
 from .nodes import groups_along, node_map_of, node_maps_of, note_uneven, set_node_maps
-from .ranks import Ranks
+from .process_group import ProcessGroup
 from .watch import note_stage
 
 if TYPE_CHECKING:
     from ..arrays import DryRun
 
 
-class Grid(Ranks):
+class Grid(ProcessGroup):
     """Process grid: Gx x Gy x Gz x Gdata ranks of an MPI communicator, and further axes.
 
     Parameters
