@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ..model.choose_grid import Auto, chosen_shape
 from ..model.launch import check_launcher
 
 check_launcher()
@@ -10,7 +11,6 @@ check_launcher()
 from .agreement import digest, gather_small
 from .argument_digest import Compared
 from .axis import Axis
-from .choose_grid import Auto, chosen_shape
 from .communicator import LEAVING, all_leave, check_communicator, own_duplicate
 from .engine import Pending, PlanResources
 from .executor import (

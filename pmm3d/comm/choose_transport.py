@@ -127,25 +127,15 @@ def nccl_of(link: Link, library: NumpyLibrary) -> Collective[Nccl | None]:
 def _tried(link: Link, library: NumpyLibrary, known: Outcome | None) -> Collective[Outcome]:
     """Generator: return the outcome of the trial of device pointers, the same on every rank.
 
-    The first rank of each host runs the trial in a child process, unless `known` has its outcome. If all succeed, each
-    rank exchanges messages with its neighbours along the link.
+    The first rank of each host runs the trial in a child process, unless `known` has its outcome. A trial takes at most
+    half of the time limit, because after the limit the watchdog would log a note about the other ranks.
     """
-    members, processes = link.record.members, link.transport.processes
+    members, processes, timeout = link.record.members, link.transport.processes, link.transport.timeout
     own = members[link.rank]
     if known is None and (processes is None or processes.first_near(own, members) == own):
-        known = device_trial.try_device(library, _patience(link.transport.timeout))
-    found = yield from _worst(link, known or Outcome(True, ""))
-    if not found.direct:
-        return found
-    wrong = yield from _neighbours(link, library)
-    among = yield from _worst(link, Outcome(not wrong, wrong))
-    return found if among.direct else among
-
-
-def _patience(timeout: float) -> float:
-    """Return the seconds for a trial: at most half of the time limit, because after the limit the watchdog would log a
-    note about the other ranks."""
-    return min(device_trial.TRIAL_SECONDS, timeout / 2) if timeout else device_trial.TRIAL_SECONDS
+        most = device_trial.TRIAL_SECONDS
+        known = device_trial.try_device(library, min(most, timeout / 2) if timeout else most)
+    return (yield from _worst(link, known or Outcome(True, "")))
 
 
 def _worst(link: Link, outcome: Outcome) -> Collective[Outcome]:
@@ -157,29 +147,6 @@ def _worst(link: Link, outcome: Outcome) -> Collective[Outcome]:
     text = np.frombuffer(why, np.uint8).copy()
     yield [link.comm.Ibcast([text, MPI.BYTE], rank)]
     return Outcome(bool(direct), text.tobytes().rstrip(b"\0").decode(errors="replace"))
-
-
-def _neighbours(link: Link, library: NumpyLibrary) -> Collective[str]:
-    """Generator: exchange device arrays with both neighbours. Returns a text about wrong data from the rank before this
-    one; empty if the data is right."""
-    after, before, wrong = (link.rank + 1) % link.size, (link.rank - 1) % link.size, ""
-    members, made = link.record.members, list[Any]()
-    error = _caught(lambda: made.extend(device_trial.messages(library)))
-    yield from agree(link, "trial of device memory", "", Terms("", error=error))
-    for values, source, target in made:
-        requests, host = [], np.zeros_like(values)
-        for call, peer, array in ((link.comm.Irecv, before, target), (link.comm.Isend, after, source)):
-            try:
-                requests.append(call(device_trial.region(library, array), peer, link.tag))
-            except MPI.Exception:  # the other rank waits for a message
-                requests.append(call([host, MPI.BYTE], peer, link.tag))
-        yield requests
-        if not wrong and not np.array_equal(library.to_numpy(target), values):
-            wrong = (
-                f"device memory did not come right by MPI from rank {members[before]} to {members[link.rank]} "
-                f"({values.nbytes:,} bytes)"
-            )
-    return wrong
 
 
 def _check_devices(link: Link, library: NumpyLibrary, of_all: bool) -> Collective[None]:

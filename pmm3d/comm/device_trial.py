@@ -2,8 +2,7 @@
 the pointer on the host and the process dies.
 
 The child is one process that sends to itself. Two ranks would need a launcher, and a job may have none that it can use.
-So the trial shows only that MPI recognizes device memory. Afterwards the ranks exchange the same messages with each
-other (`choose_transport`).
+So the trial shows only that MPI recognizes device memory.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import socket
 import subprocess
 import sys
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -47,22 +46,6 @@ def try_device(library: NumpyLibrary, timeout: float = TRIAL_SECONDS) -> Outcome
     name = library.module if isinstance(library, DeviceLibrary) else f"{library.name}:{getattr(library, 'device', '')}"
     outcome = _tried(name, timeout)
     return outcome._replace(why=f"{outcome.why} ({mpi_name()}, {library.name}, host {socket.gethostname()})")
-
-
-def messages(library: NumpyLibrary) -> list[tuple[np.ndarray, Any, Any]]:
-    """Return (host values, device array with these values, device array to receive them) for each of SIZES."""
-    values = [np.arange(size // 4, dtype=np.float32) for size in SIZES]
-    made = [
-        (each, library.from_numpy(each, "float32"), library.from_numpy(np.zeros_like(each), "float32"))
-        for each in values
-    ]
-    library.synchronize()
-    return made
-
-
-def region(library: NumpyLibrary, array: Any) -> list[Any]:
-    """Return the MPI buffer specification of a flat float32 array."""
-    return [MPI.buffer.fromaddress(library.address(array), 4 * array.shape[0]), MPI.BYTE]
 
 
 @cache
@@ -104,12 +87,15 @@ def judged(code: int, output: str, errors: str) -> Outcome:
 def _child(name: str) -> None:
     __import__(name.partition(":")[0])
     library = library_named(name)
-    made = messages(library)
     print(BEGUN, flush=True)
     right = True
-    for values, source, target in made:
-        MPI.COMM_SELF.Sendrecv(region(library, source), 0, 0, region(library, target), 0, 0)
-        right &= np.array_equal(library.to_numpy(target), values)
+    for size in SIZES:
+        values = np.arange(size // 4, dtype=np.float32)
+        arrays = [library.from_numpy(each, "float32") for each in (values, np.zeros_like(values))]
+        library.synchronize()
+        source, target = ([MPI.buffer.fromaddress(library.address(each), size), MPI.BYTE] for each in arrays)
+        MPI.COMM_SELF.Sendrecv(source, 0, 0, target, 0, 0)
+        right &= np.array_equal(library.to_numpy(arrays[1]), values)
     print(RIGHT if right else WRONG, flush=True)
 
 

@@ -18,11 +18,11 @@ from ..arrays.dry_workspace import DryWorkspace
 from ..arrays.workspace import Slab
 from ..errors import GridError, Pmm3dError
 from ..layout import STAGE, GridShape, natural, offsets, parse_shape, part_sizes
+from ..model.choose_grid import checked_axes, chosen_shape
 from ..model.environment import Settings
 from ..model.node_map import NodeMap
 from ..model.rounds import Schedule, count
 from .axis import Axis
-from .choose_grid import checked_axes, chosen_shape
 from .communicator import WatchedComm
 from .engine import Engine, Pending
 from .executor import Awaited

@@ -12,30 +12,30 @@ from weakref import WeakMethod
 
 from mpi4py import MPI
 
-from ..arrays import NumpyLibrary, library_here, library_kind
+from ..arrays import NumpyLibrary, dtype_named, library_here, library_kind
 from ..arrays.blas_choice import take_blas
 from ..errors import GridError, Pmm3dError
 from ..layout import AXES, PIPE, STAGE, GridShape
 from ..model import machine
+from ..model.choose_grid import Auto, checked_axes, chosen_shape
 from ..model.environment import Settings
 from ..model.node_map import FLAT, NodeMap
 from ..model.ranking import Product
 from ..text import counted
 from . import shutdown
 from .axis import Axis
-from .choose_grid import Auto, checked_axes, chosen_shape
 from .communicator import WatchedComm, check_communicator
 from .engine import Pending
 from .ledger import node_events, trace_file, write_chrome_trace
 from .nodes import groups_along, node_map_of, node_maps_of, note_uneven, set_node_maps
-from .ranks import Ranks
+from .process_group import ProcessGroup
 from .watch import note_stage
 
 if TYPE_CHECKING:
     from ..arrays import DryRun
 
 
-class Grid(Ranks):
+class Grid(ProcessGroup):
     """Process grid: Gx x Gy x Gz x Gdata ranks of an MPI communicator, and further axes.
 
     Parameters
@@ -211,7 +211,7 @@ class Grid(Ranks):
                 blas = take_blas(tell=self.rank == 0)
                 self._watch.start()
                 others = checked_axes(axes, seq, pipe, {"all", "shape", *dir(self)})
-                chosen = chosen_shape(shape, data, others, self.size, product, dtype, memory)
+                chosen = chosen_shape(shape, data, others, self.size, product, dtype_named(dtype), memory)
             self.default_library = library
             self.shape = self._best(chosen) if isinstance(chosen, Auto) else chosen
             if isinstance(chosen, Auto) and self._tells_idle_ranks and self.rank == 0:
@@ -254,7 +254,7 @@ class Grid(Ranks):
         if self.dry_run is not None:
             raise GridError("a dry run has the shape that it was made with; pmm3d plan ranks grids for a product")
         with self.collective_call("Grid.shape_for", product, dtype):
-            asked: Any = chosen_shape("auto", 1, {}, self.size, product, dtype, None)
+            asked: Any = chosen_shape("auto", 1, {}, self.size, product, dtype_named(dtype), None)
         return self._best(asked)
 
     def _best(self, asked: Auto) -> GridShape:
@@ -267,7 +267,8 @@ class Grid(Ranks):
             machine = self._machine_here()
             cores = self._comm.bcast(usable_cores())
         with self.collective_call("Grid", always=True):
-            return asked.chosen(machine, cores, self._processes, self.rank == 0, self.overlap)
+            per_node, run = self._processes.per_node(), self._processes.run()
+            return asked.chosen(machine, cores, per_node, run, self.rank == 0, self.overlap)
 
     def _made_axes(self, made: ExitStack) -> dict[str, Axis]:
         """Return the axes by name. Collective. An idle rank is alone on each axis. made: frees their communicators.

@@ -60,7 +60,8 @@ class Guard:
         if self._closed or os.getpid() != self._process or MPI.Is_finalized():
             self.check_open()
         if not self._inside.acquire(blocking=False):
-            here, user = threading.current_thread().name, _name_of(self._user)
+            here, names = threading.current_thread().name, {each.ident: each.name for each in threading.enumerate()}
+            user = names.get(self._user, str(self._user))
             raise GridError(
                 f"thread {here} uses this grid while thread {user} does. One thread at a time uses a "
                 "grid: let them take turns, or give each thread a Grid over a communicator of its own"
@@ -69,10 +70,6 @@ class Guard:
 
     def __exit__(self, *_: object) -> None:
         self._inside.release()
-
-
-def _name_of(thread: int) -> str:
-    return next((known.name for known in threading.enumerate() if known.ident == thread), str(thread))
 
 
 def at_end(owner: object, release: Callable[..., object], *arguments: Any) -> weakref.finalize[..., object]:

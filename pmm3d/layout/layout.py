@@ -209,13 +209,6 @@ class Layout:
             f"{self} names the axis {', '.join(twice)} twice; an axis can split one dim, once, or hold partial sums"
         )
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.rows, self.cols, self.sums, self.units))
-
     def __str__(self) -> str:
         sums = f", sums={self.sums}" if self.sums else ""
         units = "" if self.units == SINGLE else f", units={self.units}"

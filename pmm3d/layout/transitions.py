@@ -31,9 +31,9 @@ class Step:
     kind : str
         "slice": each rank along the axis takes its part. "gather": each rank receives all parts. "reduce_scatter": each
         rank receives its part of the sum. "all_reduce": each rank receives the sum. "all_to_all": parts of one dim
-        become parts of the other. "keep": the first rank along the axis keeps its values, and the others get zeros.
-        "move": between all ranks, from the owners in the layout before to the owners in the layout after. A move sends
-        partial sums, whose axes do not change, like replicas.
+        become parts of the other. "zero_others": all ranks along the axis but the first get zeros. "move": between all
+        ranks, from the owners in the layout before to the owners in the layout after. A move sends partial sums, whose
+        axes do not change, like replicas.
     axis : str
         The axis; "" for a move.
     dim : int
@@ -97,7 +97,7 @@ def _coming(layout: Layout, target: Layout, grid: GridShape) -> Iterator[Step]:
     """Steps that make one more axis split a dim as in the target."""
     for dim, (now, then) in enumerate(_dims(layout, target)):
         other = _dims(layout, target)[1 - dim][0]
-        if len(now) == len(then) or not _is_begun(layout, target, dim):
+        if len(now) == len(then) or not _same_cuts(layout, target, dim, now):
             continue
         axis = then[len(now)]
         if axis in layout.sums:
@@ -118,7 +118,7 @@ def _going(layout: Layout, target: Layout, grid: GridShape) -> Iterator[Step]:
             yield Step("gather", now[-1], dim, _without(layout, grid, now[-1]))
     for axis in target.sums:
         if axis not in layout.named:
-            yield _keep(layout, grid, axis)
+            yield _zero_others(layout, grid, axis)
 
 
 def _with_a_move(layout: Layout, target: Layout, grid: GridShape) -> tuple[Step, ...]:
@@ -133,24 +133,19 @@ def _with_a_move(layout: Layout, target: Layout, grid: GridShape) -> tuple[Step,
     steps.append(Step("move", "", 0, layout))
     for axis in target.sums:
         if axis not in layout.sums:
-            steps.append(_keep(layout, grid, axis))
+            steps.append(_zero_others(layout, grid, axis))
             layout = steps[-1].layout
     return tuple(steps)
 
 
 def _received(step: Step, before: Layout, grid: GridShape) -> int:
     """Number of elements that a rank receives in a step, for a matrix with as many elements as the grid has ranks."""
-    if step.kind in ("slice", "keep"):
+    if step.kind in ("slice", "zero_others"):
         return 0
     whole, ranks = grid.size // grid.along(before.splitting), getattr(grid, step.axis)
     if step.kind == "gather":
         return whole * (ranks - 1)
     return whole * (ranks - 1) // ranks * (2 if step.kind == "all_reduce" else 1)
-
-
-def _is_begun(layout: Layout, target: Layout, dim: int) -> bool:
-    """Whether the target has all present cuts of a dim, possibly with more axes."""
-    return _same_cuts(layout, target, dim, _dims(layout, target)[dim][0])
 
 
 def _same_cuts(layout: Layout, target: Layout, dim: int, axes: tuple[str, ...]) -> bool:
@@ -185,8 +180,8 @@ def _without(layout: Layout, grid: GridShape, axis: str) -> Layout:
     return Layout(rows, cols, sums, layout.units).on(grid)
 
 
-def _keep(layout: Layout, grid: GridShape, axis: str) -> Step:
-    return Step("keep", axis, 0, Layout(layout.rows, layout.cols, (*layout.sums, axis), layout.units).on(grid))
+def _zero_others(layout: Layout, grid: GridShape, axis: str) -> Step:
+    return Step("zero_others", axis, 0, Layout(layout.rows, layout.cols, (*layout.sums, axis), layout.units).on(grid))
 
 
 def _in_units_of(target: Layout, source: Layout, grid: GridShape, shape: tuple[int, int]) -> Layout:

@@ -39,7 +39,8 @@ def from_tiles(
     found = (
         array_signature(listed[0])[1:] if listed else (compared_dtype("float64" if dtype is None else dtype), "numpy")
     )
-    all_own = not _has_ranks_without_blocks(tiled, grid)
+    # a rank without blocks has no array that determines the type and the library
+    all_own = not hasattr(tiled, "owners") or len({*chain(*tiled.owners)}) >= getattr(grid, "size", 0)
     with collective_call(grid, what, tiled, layout, order, *(found if all_own else ())):
         _check_kind(f"{what}: the layout", tiled, kind)
         check_order(order)
@@ -84,13 +85,6 @@ def to_tiles(matrix: StoredMatrix, what: str, tiled: Any, kind: type[Any], array
     with grid.ledger.phase("redistribute"):
         move.start(library, held, given).wait()
     return given
-
-
-def _has_ranks_without_blocks(tiled: Any, grid: Any) -> bool:
-    """Whether ranks of the grid own no block. They have no array that determines the type and the library."""
-    from ..layout import Blocks
-
-    return isinstance(tiled, Blocks) and len({*chain(*tiled.owners)}) < getattr(grid, "size", 0)
 
 
 def _check_dtype(what: str, found: str, library: NumpyLibrary, dtype: Any) -> None:

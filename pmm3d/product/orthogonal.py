@@ -117,7 +117,7 @@ def newton_schulz(a: DistMatrix, coefficients: Sequence[Coefficients], *, out: D
         if not coefficients:
             raise Pmm3dError("newton_schulz: no coefficients, so no step: pass a triple (p, q, r) for each")
         if out is None:
-            out = _like(a)
+            out = type(a)(a.grid, a.library.empty(a.box.shape, a.dtype), a.shape, a.layout.summed)
         elif not isinstance(out, DistMatrix) or out.shape != a.shape:
             raise Pmm3dError(f"newton_schulz: out is {out!r}; it must be a DistMatrix of {a.shape[0]} x {a.shape[1]}")
         check_out("newton_schulz", out)
@@ -326,8 +326,3 @@ def _room(like: DistMatrix, shape: tuple[int, int], layout: Layout) -> DistMatri
     grid = like.grid
     local = grid.workspace.array(layout.box(shape, grid.shape, grid.coords).shape, like.dtype, like.library)
     return type(like)(grid, local, shape, layout)
-
-
-def _like(a: DistMatrix) -> DistMatrix:
-    local = a.library.empty(a.box.shape, a.dtype)
-    return type(a)(a.grid, local, a.shape, a.layout.summed)

@@ -91,7 +91,8 @@ def relayout(
 
         gather          (G-1)/G of the larger block          all_reduce      2 (G-1)/G of the block
         reduce_scatter  (G-1)/G of the larger block          all_to_all      (G-1)/G of the block
-        slice, keep     nothing                              move            elements that it did not store
+        slice           nothing                              move            elements that it did not store
+        zero_others     nothing
 
     `pmm3d.model.schedule` contains the exact numbers. Each step sums low precision in float32 and rounds once. All
     steps begin here, in the same order on all ranks, and run in the background. Nothing is compared among the ranks,
@@ -183,7 +184,7 @@ class Relayout:
         here, there = (layout.box(self._shape, self._grid.shape, coords) for layout in (before, step.layout))
         if step.kind == "slice":
             self._result = self._result[there.within(here)]
-        elif step.kind == "keep":
+        elif step.kind == "zero_others":
             if getattr(coords, step.axis):
                 self._result = self._new(there)
                 self._result[...] = 0
@@ -394,7 +395,7 @@ class Submatrices(StoredMatrix):
                [22., 23.]])
         """
         grid = self.grid
-        with grid.collective_call("submatrix", self.signature, _told(rows), _told(cols), layout):
+        with grid.collective_call("submatrix", self.signature, _slice_signature(rows), _slice_signature(cols), layout):
             window = _window("submatrix", self, rows, cols)
             layout = self.layout if layout is None else layout
             target = shards(window.shape, layout, grid, self.order)
@@ -451,7 +452,8 @@ class Submatrices(StoredMatrix):
                [0., 0.]])
         """
         grid, library = self.grid, self.library
-        with grid.collective_call("set_submatrix", self.signature, signature_of(a), _told(rows), _told(cols)):
+        slices = _slice_signature(rows), _slice_signature(cols)
+        with grid.collective_call("set_submatrix", self.signature, signature_of(a), *slices):
             window = _window("set_submatrix", self, rows, cols)
             check_alike("set_submatrix", self, a, window.shape, "A")
             check_out("set_submatrix", self, a, name="the matrix")
@@ -477,7 +479,7 @@ def _part(matrix: StoredMatrix, window: Box) -> Placement:
     return matrix.placement().sub(window.r0, window.c0, *window.shape)
 
 
-def _told(part: Any) -> Any:
+def _slice_signature(part: Any) -> Any:
     return (part.start, part.stop, part.step) if isinstance(part, slice) else f"a {type(part).__name__}"
 
 

@@ -11,8 +11,8 @@ from loops import given
 
 from pmm3d import BlacsContext, DistMatrix, Grid, GridError, GridShape, Layout, matmul, pgemm
 from pmm3d.comm import machine_cache
-from pmm3d.comm.choose_grid import chosen_shape, fills_nodes
 from pmm3d.comm.nodes import Process, Processes, row
+from pmm3d.model.choose_grid import chosen_shape, fills_nodes
 from pmm3d.model.machines import as_toml, groups_of, load
 from pmm3d.model.product_costs import ProductCosts
 from pmm3d.model.ranking import best_grid, memory
@@ -23,7 +23,10 @@ NOMINAL = load("nominal")
 
 
 def on_hosts(hosts):
-    return Processes(np.concatenate([row(Process(host, 1), False) for host in hosts]), list(dict.fromkeys(hosts)))
+    """Largest number of ranks on a node, and number of consecutive ranks that share a node."""
+    rows = np.concatenate([row(Process(host, 1), False) for host in hosts])
+    processes = Processes(rows, list(dict.fromkeys(hosts)))
+    return processes.per_node(), processes.run()
 
 
 def replayed(shape, size, dtype, machine, data=1, overlap="none"):
@@ -114,8 +117,7 @@ def test_where_ranks_run_says_what_stays_inside():
     """Each aligned group of `run` ranks is on one node."""
     for hosts, per_node, run in RANKS_ON_HOSTS:
         with given(hosts=hosts, per_node=per_node, run=run):
-            processes = on_hosts(hosts)
-            assert (processes.per_node(), processes.run()) == (per_node, run)
+            assert on_hosts(hosts) == (per_node, run)
             for first in range(0, len(hosts), run):
                 assert len(set(hosts[first : first + run])) == 1
 
@@ -128,7 +130,7 @@ def test_the_same_ranks_in_another_order_are_given_another_grid():
     """If ranks fill nodes of 4 in order, an axis of 4 is inside a node; if they are assigned in turns, it is not."""
     asked = auto(16, (16384, 16384, 16384))
     in_order, in_turn = (
-        asked.chosen(NOMINAL, 16, on_hosts(hosts), False) for hosts in ("aaaabbbbccccdddd", "abcd" * 4)
+        asked.chosen(NOMINAL, 16, *on_hosts(hosts), False) for hosts in ("aaaabbbbccccdddd", "abcd" * 4)
     )
     assert groups_of(in_order, 4)["x"].nodes == 1 and in_order.size == in_turn.size == 16
 
@@ -139,19 +141,19 @@ def test_a_measured_machine_decides():
     law = NOMINAL.laws["default"]
     slow = replace(NOMINAL, ranks_per_node=4, laws={"default": law._replace(byte_across=20 * law.byte_across)})
     fast = replace(NOMINAL, ranks_per_node=4, laws={"default": law._replace(byte_across=0.0, message_across=0.0)})
-    assert asked.chosen(slow, 16, hosts, False)[:3] in ((4, 2, 2), (2, 4, 2))
-    assert asked.chosen(slow, 16, hosts, False) != asked.chosen(fast, 16, hosts, False)
+    assert asked.chosen(slow, 16, *hosts, False)[:3] in ((4, 2, 2), (2, 4, 2))
+    assert asked.chosen(slow, 16, *hosts, False) != asked.chosen(fast, 16, *hosts, False)
 
 
 def test_axes_and_data_take_their_ranks_first():
-    chosen = auto(16, data=2, seq=2).chosen(None, 16, on_hosts("a" * 16), False)
+    chosen = auto(16, data=2, seq=2).chosen(None, 16, *on_hosts("a" * 16), False)
     assert (chosen.data, chosen.seq) == (2, 2) and chosen.size <= 16 and chosen[0] * chosen[1] * chosen[2] > 2
 
 
 def test_the_ranks_beside_a_grid_are_on_the_machine_too():
     """With 12 ranks on nodes of 4 and data=4, a product has 3 consecutive ranks; the second three are on two nodes."""
     slow = replace(NOMINAL, laws={"default": NOMINAL.laws["default"]._replace(byte_across=1e-7)})
-    chosen = auto(12, (4096, 4096, 4096), data=4).chosen(slow, 16, on_hosts("aaaabbbbcccc"), False)
+    chosen = auto(12, (4096, 4096, 4096), data=4).chosen(slow, 16, *on_hosts("aaaabbbbcccc"), False)
     groups = groups_of(chosen, 4)
     assert chosen.data == 4 and all(groups[axis].nodes == 1 for axis in "xyz")
 
@@ -160,7 +162,7 @@ def test_of_grids_that_are_as_good_one_that_fills_nodes_is_taken():
     """On 25 nodes of 8 ranks, although 5x5x8 is 1.3% faster."""
     law = NOMINAL.laws["default"]
     machine = replace(NOMINAL, overhead=0.0, laws={"default": law._replace(byte_across=0.1 * law.byte_across)})
-    chosen = auto(200, (4096,) * 3).chosen(machine, 16, on_hosts([f"{rank // 8}" for rank in range(200)]), False)
+    chosen = auto(200, (4096,) * 3).chosen(machine, 16, *on_hosts([f"{rank // 8}" for rank in range(200)]), False)
     fastest = best_grid((4096,) * 3, 200, machine=machine)
     assert chosen.size == 200 and fills_nodes(chosen, 8) and not fills_nodes(fastest, 8), (chosen, fastest)
 
@@ -169,14 +171,14 @@ def test_one_rank_has_no_choice():
     assert auto(1).no_choice and auto(4, data=4).no_choice and not auto(2).no_choice
     assert auto(4, data=4).alone() == GridShape(1, 1, 1, 4)
     with pytest.raises(GridError, match="no grid of 1 rank keeps"):
-        auto(1, memory=1000).chosen(None, 16, on_hosts("a"), False)
+        auto(1, memory=1000).chosen(None, 16, *on_hosts("a"), False)
 
 
 def test_both_times_of_the_note_count_the_cores(caplog):
     """Otherwise the price of the runner-up would assume a core for each rank, and would be lower."""
     with caplog.at_level(logging.INFO, "pmm3d.comm"):
-        auto(8, (1024, 1024, 1024)).chosen(None, 2, on_hosts("a" * 8), True)
-        auto(8, (4096, 4096, 4096)).chosen(None, 2, on_hosts("a" * 8), True)
+        auto(8, (1024, 1024, 1024)).chosen(None, 2, *on_hosts("a" * 8), True)
+        auto(8, (4096, 4096, 4096)).chosen(None, 2, *on_hosts("a" * 8), True)
     notes = [record.getMessage() for record in caplog.records]
     few, all_ranks = (
         re.fullmatch(
@@ -258,7 +260,7 @@ def test_auto_goes_by_what_rank_0_knows_of_this_machine(comm, monkeypatch, tmp_p
         replace(NOMINAL, key=key, ranks_per_node=3, laws={"default": law, operation: dear})
         for operation in ("all_gather", "reduce_scatter")
     )
-    wanted, *others = (auto(3, size).chosen(machine, 16, on_hosts("aaa"), False) for machine in (known, other, None))
+    wanted, *others = (auto(3, size).chosen(machine, 16, *on_hosts("aaa"), False) for machine in (known, other, None))
     assert wanted not in others
     machine_cache.remember_machine(key, as_toml(other if comm.rank else known))
     with Grid(comm, product=size) as grid:
@@ -274,24 +276,24 @@ def test_nothing_fits_on_any_rank(comm):
 def test_a_small_product_has_few_ranks():
     """A product of 64 x 64 x 64 takes microseconds, less than a message; 2048 x 2048 x 2048 uses all ranks."""
     hosts = on_hosts("a" * 8)
-    assert auto(8, (64, 64, 64)).chosen(None, 8, hosts, False) == GridShape(1, 1, 1)
-    assert auto(8, (2048, 2048, 2048)).chosen(None, 8, hosts, False).size == 8
+    assert auto(8, (64, 64, 64)).chosen(None, 8, *hosts, False) == GridShape(1, 1, 1)
+    assert auto(8, (2048, 2048, 2048)).chosen(None, 8, *hosts, False).size == 8
 
 
 def test_ranks_that_take_turns_on_a_core_are_left_idle_by_a_product_of_milliseconds():
     hosts = on_hosts("a" * 8)
-    assert auto(8, (512, 512, 512)).chosen(None, 8, hosts, False).size == 8
-    assert auto(8, (512, 512, 512)).chosen(None, 2, hosts, False).size == 2
-    assert auto(8, (4096, 4096, 4096)).chosen(None, 2, hosts, False).size == 8
+    assert auto(8, (512, 512, 512)).chosen(None, 8, *hosts, False).size == 8
+    assert auto(8, (512, 512, 512)).chosen(None, 2, *hosts, False).size == 2
+    assert auto(8, (4096, 4096, 4096)).chosen(None, 2, *hosts, False).size == 8
 
 
 def test_few_ranks_keep_the_memory():
     """One rank alone would exceed the memory limit."""
     hosts, limit = on_hosts("a" * 8), 64 * 64 * 8 * 2
-    chosen = auto(8, (64, 64, 64), memory=limit).chosen(None, 8, hosts, False)
+    chosen = auto(8, (64, 64, 64), memory=limit).chosen(None, 8, *hosts, False)
     assert chosen.size > 1 and memory((64, 64, 64), chosen, "float64") <= limit
 
 
 def test_copies_of_a_grid_leave_no_rank_idle():
     """With a data axis, all ranks are used, because there are several products."""
-    assert auto(8, (64, 64, 64), data=2).chosen(None, 8, on_hosts("a" * 8), False).size > 4
+    assert auto(8, (64, 64, 64), data=2).chosen(None, 8, *on_hosts("a" * 8), False).size > 4

@@ -17,7 +17,7 @@ from mpi4py import MPI
 import pmm3d.comm.grid as module
 from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, MatmulPlan, Pmm3dError, matmul
 from pmm3d.arrays import NumpyLibrary
-from pmm3d.comm import ranks
+from pmm3d.comm import process_group
 from pmm3d.comm.executor import under_way
 
 pytestmark = pytest.mark.parallel([3])
@@ -136,7 +136,7 @@ def test_a_constructor_that_fails_gives_back_all_it_made(comm, leaves_nothing, m
             def fails_at_first(*arguments, **options):
                 raise kind("out of luck")
 
-            patch.setattr(module if stage in ("chosen_shape", "Axis") else ranks, stage, fails_at_first)
+            patch.setattr(module if stage in ("chosen_shape", "Axis") else process_group, stage, fails_at_first)
 
             def mishap():
                 with pytest.raises(kind, match="out of luck"):
@@ -173,8 +173,8 @@ def test_communicators_that_mpi_does_not_make(comm, leaves_nothing, monkeypatch,
                 wrapped = FailingComm(watched)
                 return wrapped, *others
 
-            whole = ranks.duplicates
-            patch.setattr(ranks, "duplicates", duplicates)
+            whole = process_group.duplicates
+            patch.setattr(process_group, "duplicates", duplicates)
             patch.setattr(FailingComm, "failing", failing)
             text = "MPI made no communicators for the axes: .*close grids"
             leaves_nothing(lambda: fails(GridError, text, lambda: Grid(comm)))

@@ -9,7 +9,7 @@ import pytest
 from loops import given
 from samples import to_library
 
-import pmm3d.comm.ranks as module
+import pmm3d.comm.process_group as module
 from pmm3d import DisagreementError, DistMatrix, Grid, GridError, GridShape, Layout, LayoutError, matmul
 from pmm3d.comm.communicator import OwnedComm
 from pmm3d.layout import Coords

@@ -80,13 +80,12 @@ JUDGED = pytest.mark.thorough("judged() has it as an example")
     [
         ("sys.exit('no device here')", "could not be found out: no device here", False),
         pytest.param(
-            "main.region = lambda *_: os.kill(os.getpid(), signal.SIGSEGV)", "died of signal 11", False, marks=JUDGED
-        ),
-        (
-            "made = main.messages; main.messages = lambda lib: [(v + 1, *arrays) for v, *arrays in made(lib)]",
-            "other values than it sent",
+            "main.np.zeros_like = lambda *_: os.kill(os.getpid(), signal.SIGSEGV)",
+            "died of signal 11",
             False,
+            marks=JUDGED,
         ),
+        ("main.np.array_equal = lambda *_: False", "other values than it sent", False),
         ("atexit.register(os.abort)", "sent itself some", True),
     ],
 )

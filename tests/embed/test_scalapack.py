@@ -107,12 +107,7 @@ def test_without_a_python_it_is_scalapack_and_says_so_once(program, tmp_path):
     linked = program("benchmarks/pgemm.c", flags=("-lpmm3d_scalapack", *SCALAPACK))
     done = linked(4, 100, 90, 80, "d", 2, 2, 7, 3, 1, PMM3D_EMBED_LOG=str(log), PMM3D_PYTHON="/no/such/python")
     assert done.returncode == 0 and "wrong" not in done.stdout, done.stdout + done.stderr
-    assert (
-        done.stderr.count(
-            "pmm3d: pdgemm is left to ScaLAPACK (further calls are not reported): Python cannot be started"
-        )
-        == 1
-    )
+    assert done.stderr.count("pmm3d: pdgemm is left to ScaLAPACK") == 1 and "Python cannot be started" in done.stderr
     assert done_by(log, "pdgemm") == {"scalapack": 24}
 
 

@@ -95,7 +95,7 @@ def done(step, before, arrays, shape, grid):
             after[rank] = sum(arrays[member] for member in members)[box.within(old)]
         elif step.kind == "all_reduce":
             after[rank] = sum(arrays[member] for member in members)
-        elif step.kind == "keep":
+        elif step.kind == "zero_others":
             after[rank] = array * (rank == members[0])
         else:
             assert step.kind == "all_to_all"
@@ -153,7 +153,7 @@ def received(kind, size, ranks):
     """Elements that a rank with `size` elements receives, in units of a rank's share of a whole matrix."""
     return {
         "slice": 0,
-        "keep": 0,
+        "zero_others": 0,
         "gather": size * (ranks - 1),
         "all_reduce": 2 * size * (ranks - 1) / ranks,
         "reduce_scatter": size * (ranks - 1) / ranks,
@@ -174,7 +174,7 @@ def neighbours(layout, target, axes):
         if axis in layout.sums:
             yield "all_reduce", axis, Layout(rows, cols, sums)
         if axis not in layout.named:
-            yield "keep", axis, Layout(rows, cols, (*sums, axis))
+            yield "zero_others", axis, Layout(rows, cols, (*sums, axis))
         for dim, wanted in enumerate((target.rows, target.cols)):
             if axis in wanted:
                 longer = Layout((*rows, axis), cols, sums) if dim == 0 else Layout(rows, (*cols, axis), sums)
@@ -251,7 +251,7 @@ EXAMPLES = {
     "columns to rows": (Layout("z", ("y", "x")), Layout(("z", "x"), "y"), "all_to_all x 1"),
     "cut before it is summed": (Layout(sums="z"), Layout("x", "y"), "slice x 0, slice y 1, all_reduce z"),
     "summed before it is gathered": (Layout("x", sums="z"), Layout(), "all_reduce z, gather x 0"),
-    "one keeps it": (Layout("x"), Layout("x", sums=("z", "data")), "keep z, keep data"),
+    "one keeps it": (Layout("x"), Layout("x", sums=("z", "data")), "zero_others z, zero_others data"),
     "minor first, if both go": (Layout(("x", "y", "z")), Layout("x"), "gather z 0, gather y 0"),
     "minor gathered, major to the other dim": (Layout(("x", "y")), Layout((), "x"), "gather y 0, all_to_all x 0"),
     "the major goes": (Layout(("x", "y")), Layout("y"), "move"),
@@ -260,7 +260,7 @@ EXAMPLES = {
     "dims changed": (Layout("x", "y"), Layout("y", "x"), "move"),
     "summed before it is moved": (Layout("x", sums="z"), Layout("z"), "reduce_scatter z 0, move"),
     "partial sums moved": (Layout("x", sums="z"), Layout("y", sums="z"), "move"),
-    "moved, then kept": (Layout("x"), Layout("y", sums="z"), "move, keep z"),
+    "moved, then kept": (Layout("x"), Layout("y", sums="z"), "move, zero_others z"),
     "other units": (Layout("x", units=(2, 1)), Layout("x", units=(3, 1)), "move"),
     "units of what is cut further": (Layout("x", units=(2, 1)), Layout(("x", "z"), units=(2, 1)), "slice z 0"),
     "units gained": (Layout((), "x"), Layout("x", units=(3, 1)), "all_to_all x 1"),
@@ -280,7 +280,7 @@ def in_words(steps):
         " ".join(
             [step.kind]
             + [step.axis] * bool(step.axis)
-            + [str(step.dim)] * (step.kind not in ("all_reduce", "keep", "move"))
+            + [str(step.dim)] * (step.kind not in ("all_reduce", "zero_others", "move"))
         )
         for step in steps
     )

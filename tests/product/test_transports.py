@@ -14,10 +14,9 @@ from pmm3d import DistMatrix, Grid, GridError, Layout, OutOfMemoryError, Pmm3dEr
 from pmm3d.arrays import Workspace, library_named, library_of_error
 from pmm3d.arrays.device_library import DeviceLibrary
 from pmm3d.arrays.streams import CupyStream
-from pmm3d.comm import choose_transport, device_trial, staging
+from pmm3d.comm import device_trial, staging
 from pmm3d.comm.agreement import as_out_of_memory, is_out_of_memory
 from pmm3d.comm.ledger import Ledger
-from pmm3d.comm.strided_collectives import all_reduce_into
 
 pytestmark = pytest.mark.parallel([2], thorough=[4])
 
@@ -90,52 +89,6 @@ def test_each_kind_of_library_is_tried_and_travels_in_its_own_way(comm, monkeypa
             for axis in (grid.x, grid.everyone):
                 assert np.array_equal(to_numpy(axis.all_reduce(array).wait(), library), np.full((4, 3), comm.size))
                 assert axis.choose_transport(library_named(library)) == mode
-
-
-@pytest.mark.parallel([4])
-def test_what_is_under_way_goes_on_in_the_way_in_which_it_began(comm, monkeypatch):
-    """A later trial of all ranks fails. An axis whose trial succeeded keeps its mode."""
-    monkeypatch.setattr(choose_transport, "_neighbours", neighbours := FakeNeighbours())
-    go_on, links = SimpleNamespace(done=False), []
-    with Grid(comm, (comm.size // 2, 2, 1)) as grid:
-        sums = to_library(np.ones((40, 30)), "standin")
-
-        def later(link):
-            links.append(link)
-            yield [go_on]
-            yield from all_reduce_into(link, library_named("standin"), sums, sums)
-
-        pending = grid.y.begin("sum", later, library=library_named("standin"))
-        neighbours.wrong = "not among all"
-        grid.everyone.all_reduce(standin.asarray(np.ones(3))).wait()
-        found = grid.transport.why, links[0].mode
-        go_on.done = True
-        pending.wait()
-        assert found[0].startswith("staged: not among all") and found[1] == "direct"
-        assert np.array_equal(to_numpy(sums, "standin"), np.full((40, 30), 2.0))
-
-
-class FakeNeighbours:
-    wrong = ""
-
-    def __call__(self, link, library):
-        yield []
-        return self.wrong
-
-
-def test_what_comes_wrong_between_ranks_goes_through_the_host(comm, monkeypatch):
-    """Each process can send to itself, but one receives wrong data from its neighbour."""
-    made = device_trial.messages
-
-    def spoilt(library):
-        return [(values + (comm.rank == 1), source, target) for values, source, target in made(library)]
-
-    monkeypatch.setattr(device_trial, "messages", spoilt)
-    with Grid(comm, (comm.size, 1, 1)) as grid:
-        matrix = DistMatrix.from_global(grid, to_library(integers((5, 7)), "standin"))
-        assert np.array_equal(to_numpy(matrix.redistribute(Layout.C).gather(), "standin"), integers((5, 7)))
-        said = "staged: device memory did not come right by MPI from rank 0 to 1 (512 bytes)"
-        assert grid.transport.why == said
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from training_runs import run_here
 from typer.main import get_command
 
 from pmm3d import GridError
-from pmm3d.comm.choose_grid import chosen_shape
 from pmm3d.comm.watch import HUNG
+from pmm3d.model.choose_grid import chosen_shape
 from pmm3d.model.environment import Settings
 from pmm3d.nn.training.config import checked
 from pmm3d.tools.commands import NOT_FINISHED, app

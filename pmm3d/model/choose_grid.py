@@ -10,15 +10,13 @@ from math import prod
 from numbers import Real
 from typing import Any
 
-from ..arrays import dtype_named
 from ..errors import DTypeError, GridError, hint
 from ..layout import AXES, MATRIX_DTYPES, PIPE, SEQ, GridShape, is_axis_name, natural, naturals, parse_shape
-from ..model.candidates import PRESETS, Candidate
-from ..model.grid_search import NO_LIMIT
-from ..model.machines import Machine
-from ..model.ranking import Product, best_of_few, nominal, rank_products, seconds_on_cores
 from ..text import counted
-from .nodes import Processes
+from .candidates import PRESETS, Candidate
+from .grid_search import NO_LIMIT
+from .machines import Machine
+from .ranking import Product, best_of_few, nominal, rank_products, seconds_on_cores
 
 logger = logging.getLogger("pmm3d.comm")
 
@@ -73,7 +71,7 @@ class Auto:
         return GridShape(1, 1, 1, self.data, **self.axes)
 
     def chosen(
-        self, machine: Machine | None, cores: int, processes: Processes, note: bool, overlap: str = "auto"
+        self, machine: Machine | None, cores: int, per_node: int, run: int, note: bool, overlap: str = "auto"
     ) -> GridShape:
         """Return the chosen grid. Raises GridError if no grid fits the memory limit.
 
@@ -85,10 +83,11 @@ class Auto:
 
         machine   the measured machine; None: the nominal one
         cores     number of cores that the ranks of a node share
+        per_node  largest number of ranks on a node
+        run       number of consecutive ranks that share a node
         note      whether to log the choice and the runner-up
         overlap   overlap mode of the products (PMM3D_OVERLAP)
         """
-        per_node, run = processes.per_node(), processes.run()
         machine = (machine or nominal(per_node)).with_ranks_per_node(per_node)
         limit = NO_LIMIT if self.memory is None else self.memory
         ranking = rank_products(
@@ -161,7 +160,7 @@ def chosen_shape(
     axes: Mapping[str, int],
     ranks: int,
     product: Product | None,
-    dtype: Any,
+    dtype: str,
     memory: float | None,
 ) -> GridShape | Auto:
     """Return the grid shape for the arguments of a Grid, or an Auto for "auto". Raises GridError, DTypeError.
@@ -170,8 +169,9 @@ def chosen_shape(
     ranks   number of ranks of the communicator; 0: the product of the sizes
     """
     data = _ranks_along("data", data)
-    product, dtype = _checked_product(product), _checked_dtype(dtype)
-    memory = _checked_memory(memory)
+    product, memory = _checked_product(product), _checked_memory(memory)
+    if dtype not in MATRIX_DTYPES:
+        raise DTypeError(f"matrices have the types {', '.join(MATRIX_DTYPES)}; a grid was asked for {dtype}")
     if not isinstance(shape, str):
         return _fitting(shape, data, axes, ranks, product, dtype)
     if shape == "auto":
@@ -282,13 +282,6 @@ def _checked_product(product: Any) -> Product:
         product, "product is the sizes (m, n, k) that the grid is for, three numbers of at least 0", 0, GridError, 3
     )
     return m, n, k
-
-
-def _checked_dtype(dtype: Any) -> str:
-    name = dtype_named(dtype)
-    if name not in MATRIX_DTYPES:
-        raise DTypeError(f"matrices have the types {', '.join(MATRIX_DTYPES)}; a grid was asked for {name}")
-    return name
 
 
 def _checked_memory(memory: Any) -> int | None:

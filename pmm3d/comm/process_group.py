@@ -34,10 +34,10 @@ from .watch import Watch
 if TYPE_CHECKING:
     from ..model.machines import Machine
 
-Entered = TypeVar("Entered", bound="Ranks")
+Entered = TypeVar("Entered", bound="ProcessGroup")
 
 
-class Ranks:
+class ProcessGroup:
     """All ranks of a communicator, with the engine, the ledger and the watchdog of a Grid. They agree on errors, and
     end together. Attributes: see Grid.
 
