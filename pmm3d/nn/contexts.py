@@ -90,11 +90,18 @@ class WeightProducts:
             if parameter.accumulated is not None:
                 parameter.accumulated.queues.discard(self._mark)
         del taken
-        with tape.parallel.drain(tape.syncing, uses):
-            while wanted:
-                parameter, part = wanted.pop(0)
-                parameter.receive(part)
-                del part
+        parallel = tape.parallel
+        with override(parallel, deferred=None):
+            parallel.begin_drain(tape.syncing, uses)
+            try:
+                while wanted:
+                    parameter, part = wanted.pop(0)
+                    parameter.receive(part)
+                    del part
+                parallel.finish()
+            except BaseException:
+                parallel.abandon()
+                raise
 
 
 def _times_forgotten(leaf: Leaf) -> int:

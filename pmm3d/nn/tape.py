@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from heapq import heappop, heappush
 from itertools import count
+from math import inf
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -348,8 +349,19 @@ def backward_from(starts: Sequence[tuple[Edge, Array]], scale: float | None) -> 
     `scale` is the factor of the loss, or None if it is unknown.
     """
     tape, (counted, problem) = Tape.of(starts[0][0].form.grid), uses(*(edge.node for edge, _ in starts))
-    with _overflowing(counted, scale or 1), tape.parallel.backward(tape.syncing, counted, scale, problem):
-        propagate(starts)
+    if scale is not None and not 0 < scale < inf:
+        problem = problem or f"backward: the scale is a positive number; got {scale!r}"
+    tape.parallel.begin(tape.syncing, counted, scale, problem)
+    try:
+        with _overflowing(counted, scale or 1):
+            if not problem:
+                propagate(starts)
+            tape.parallel.finish()
+    except BaseException:
+        tape.parallel.abandon()
+        raise
+    if problem:
+        raise Pmm3dError(problem)
 
 
 def _overflowing(leaves: Counter[Leaf], scale: float) -> AbstractContextManager[Any]:
