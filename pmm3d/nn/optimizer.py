@@ -43,7 +43,7 @@ class Option(NamedTuple):
         Whether a value is possible. Default: all are.
     meaning : str
         Meaning of the option, for the documentation of a configuration.
-    configured : object
+    configured : object or None
         Value in a configuration, if the option is left out. Default: `default`.
 
     Examples
@@ -61,15 +61,7 @@ class Option(NamedTuple):
     configured: Any = None
 
     def problem(self, name: str, value: Any) -> str:
-        """Sentence about a value that is not possible, or "".
-
-        Parameters
-        ----------
-        name : str
-            Name of the option.
-        value : object
-            The value.
-        """
+        """Sentence about a value that is not possible, or ""."""
         try:
             fits = self.fits(value)
         except (TypeError, ValueError):
@@ -283,13 +275,7 @@ class Optimizer:
             )
 
     def check_options(self, options: Options) -> None:
-        """Raise Pmm3dError for options of a group that are out of range.
-
-        Parameters
-        ----------
-        options : mapping
-            Name -> value.
-        """
+        """Raise Pmm3dError for options of a group that are out of range."""
         declared = {**COMMON, **self.defaults}.items()
         texts = [each.problem(name, options[name]) for name, each in declared if isinstance(each, Option)]
         if problems := [*filter(None, texts)]:
@@ -404,8 +390,9 @@ class Optimizer:
         raise NotImplementedError(f"{type(self).__name__} has no method update: define it, or update_shard")
 
     def update_shard(self, shard: Shard) -> None:
-        """Change the weight and the states of a shard, in place. Define it in place of `update` for sums over ranks, or
-        for states that have another shape than the weight.
+        """Change the weight and the states of a shard, in place.
+
+        Define it in place of `update` for sums over ranks, or for states that have another shape than the weight.
 
         Parameters
         ----------
@@ -433,13 +420,7 @@ class Optimizer:
 
     @classmethod
     def groups_of(cls, network: Module) -> Parameters:
-        """Parameters, or groups of them, for an optimizer of a configuration.
-
-        Parameters
-        ----------
-        network : Module
-            The network.
-        """
+        """Parameters, or groups of them, for an optimizer of a configuration."""
         return network.parameters()
 
     def local_norm_squared(self) -> float:
@@ -654,8 +635,6 @@ class Optimizer:
 
         Parameters
         ----------
-        state : dict
-            Result of `state`.
         paths, stored
             As in `matrices`.
 

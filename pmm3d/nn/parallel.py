@@ -8,7 +8,7 @@ from zlib import crc32
 
 from ..comm import Grid
 from ..errors import DisagreementError, Pmm3dError
-from .contract import Part
+from .contract import Contribution
 from .gathered import Weights
 from .gradient_buffer import GradientBuffer, Leaf
 from .gradients import Gradients
@@ -36,7 +36,7 @@ class BackwardSync:
 
     def __init__(self, grid: Grid):
         self.grid, self.weights, self.gradients = grid, Weights(grid), Gradients(grid)
-        self.deferred: Callable[[Leaf, Part], None] | None = None
+        self.deferred: Callable[[Leaf, Contribution], None] | None = None
         self.trusting = False
         self.digest = self.passes = 0
         self._recent = deque[tuple[Uses, float | None, str]](maxlen=REMEMBERED)

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..comm import Grid
 from ..errors import DTypeError, Pmm3dError
 from ..layout import Layout
-from ..nn.contract import Part
+from ..nn.contract import Contribution
 from ..nn.gradient_buffer import Leaf
 from ..nn.overlapped_gemm import relayout_gradient
 from ..nn.parallel import BackwardSync
@@ -142,7 +142,7 @@ class BackwardPasses:
             self._is_open = True
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end(number))
 
-    def receive(self, held: GridParameter, part: Part) -> None:
+    def receive(self, held: GridParameter, part: Contribution) -> None:
         """Add a contribution to the gradient of a parameter."""
         self.begin()
         if held not in self._taken:
