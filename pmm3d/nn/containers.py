@@ -27,8 +27,6 @@ class Sequential(Module):
 
     Parameters
     ----------
-    grid : Grid
-        The grid of the layers.
     *layers : Module or callable
         Each layer takes the result of the layer before. A tuple becomes several arguments.
 
@@ -128,8 +126,6 @@ class MLP(Block):
 
     Parameters
     ----------
-    grid : Grid
-        The grid of the layers.
     sizes : sequence of int
         Columns of the input, of each hidden layer, and of the output.
     activation : callable or str

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from ..comm import Grid
 from .compute import override
-from .contract import Part
+from .contract import Contribution
 from .gradient_buffer import Leaf
 from .tape import Tape
 
@@ -16,11 +16,6 @@ from .tape import Tape
 @contextmanager
 def no_grad(grid: Grid) -> Iterator[None]:
     """Context in which operations are not recorded for a backward pass, for evaluation.
-
-    Parameters
-    ----------
-    grid : Grid
-        The grid of the network.
 
     Examples
     --------
@@ -39,11 +34,6 @@ def no_grad(grid: Grid) -> Iterator[None]:
 
 def no_sync(grid: Grid) -> AbstractContextManager[None]:
     """Context in which backward passes defer the sums of gradients over data to the next pass outside the context.
-
-    Parameters
-    ----------
-    grid : Grid
-        The grid of the network.
 
     Notes
     -----
@@ -69,12 +59,12 @@ class WeightProducts:
 
     def __init__(self, grid: Grid):
         self._grid, self._mark = grid, object()
-        self._waiting: list[tuple[Leaf, Part, int]] = []
+        self._waiting: list[tuple[Leaf, Contribution, int]] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, parameter: Leaf, part: Part) -> None:
+    def put(self, parameter: Leaf, part: Contribution) -> None:
         self._waiting.append((parameter, part, _times_forgotten(parameter)))
         if parameter.accumulated is not None:
             parameter.accumulated.queues.add(self._mark)
@@ -90,11 +80,18 @@ class WeightProducts:
             if parameter.accumulated is not None:
                 parameter.accumulated.queues.discard(self._mark)
         del taken
-        with tape.parallel.drain(tape.syncing, uses):
-            while wanted:
-                parameter, part = wanted.pop(0)
-                parameter.receive(part)
-                del part
+        parallel = tape.parallel
+        with override(parallel, deferred=None):
+            parallel.begin_drain(tape.syncing, uses)
+            try:
+                while wanted:
+                    parameter, part = wanted.pop(0)
+                    parameter.receive(part)
+                    del part
+                parallel.finish()
+            except BaseException:
+                parallel.abandon()
+                raise
 
 
 def _times_forgotten(leaf: Leaf) -> int:
@@ -103,11 +100,6 @@ def _times_forgotten(leaf: Leaf) -> int:
 
 def unchanged(grid: Grid) -> AbstractContextManager[None]:
     """Context in which no weight changes, so all its forward passes can use the same gathered weights.
-
-    Parameters
-    ----------
-    grid : Grid
-        The grid of the network.
 
     Notes
     -----
@@ -128,11 +120,6 @@ def unchanged(grid: Grid) -> AbstractContextManager[None]:
 @contextmanager
 def defer_weights(grid: Grid) -> Iterator[WeightProducts]:
     """Context in which backward passes compute gradients of activations only.
-
-    Parameters
-    ----------
-    grid : Grid
-        The grid of the network.
 
     Returns
     -------

@@ -71,11 +71,11 @@ class LazyMatrix:
     phase: str
 
 
-Part = Any
+Contribution = Any
 """Return value of a rule for a parent: None, a local array in the parent's layout, a Gradient, or a LazyMatrix."""
 
 
-def natural(form: Form, part: Part) -> Gradient | LazyMatrix:
+def natural(form: Form, part: Contribution) -> Gradient | LazyMatrix:
     """Add the layout to a rule's return value. Raises LayoutError for a wrong shape, DTypeError for a wrong type."""
     if isinstance(part, LazyMatrix):
         return part

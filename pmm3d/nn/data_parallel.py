@@ -25,9 +25,9 @@ class GradientSums:
         self._bytes = 0
 
     def put(self, buffer: GradientBuffer) -> None:
-        """Add a gradient to the bucket, after all its contributions and the start of its sums over x, y, z.
+        """Put a finished gradient into the bucket. Its sums over x, y and z have already been started.
 
-        Send the bucket if it is full.
+        A full bucket is sent.
         """
         if not buffer.open.sums:
             buffer.note_last_sum()
@@ -43,9 +43,9 @@ class GradientSums:
         """Send the bucket. If `buffer` is given, only if the bucket contains it."""
         if self._bucket and (buffer is None or buffer in self._bucket):
             self.start_data_all_reduce(self._bucket)
-            self.take()
+            self.empty()
 
-    def take(self) -> list[GradientBuffer]:
+    def empty(self) -> list[GradientBuffer]:
         """Return the gradients in the bucket, and empty it."""
         bucket, self._bucket, self._bytes = self._bucket, [], 0
         return bucket

@@ -91,40 +91,40 @@ def linear(
         check_tf32(tf32, x, "linear")
     _check(x, weight, bias)
     unit, kind = x.layout.units[0], (x.layout, weight.layout, isinstance(weight, Parameter), activations)
-    places = _places(*kind)
-    if activations == "sharded" and isinstance(unit, int) and x.shape[0] // unit < x.grid.shape.along(places.out.rows):
-        places = _places(*kind, inside=True)
-    x = relayout(x, places.came)
-    if not places.gathers:
-        weight = relayout(weight, places.weight)
+    layouts = _layouts_of(*kind)
+    if activations == "sharded" and isinstance(unit, int) and x.shape[0] // unit < x.grid.shape.along(layouts.out.rows):
+        layouts = _layouts_of(*kind, inside=True)
+    x = relayout(x, layouts.came)
+    if not layouts.gathers:
+        weight = relayout(weight, layouts.weight)
     if bias is not None:
-        bias = relayout(bias, places.bias)
+        bias = relayout(bias, layouts.bias)
     schedule = _Schedule(
         x.form,
-        x.form.like((x.shape[0], weight.shape[1]), places.out),
-        places,
+        x.form.like((x.shape[0], weight.shape[1]), layouts.out),
+        layouts,
         x.requires_grad,
         weight.requires_grad,
         x.tape.parallel.overlap.regather_inputs,
         bias is not None,
         tf32,
     )
-    inputs = schedule.rows_of(x.form, x.shard, x.layout, places.input, "gather I")
+    inputs = schedule.rows_of(x.form, x.shard, x.layout, layouts.input, "gather I")
     full = schedule.full(weight, [weight.shard], x.tape.phase)
     out = schedule.output(inputs, full, bias)
     keep: dict[str, Any] = {}
     if schedule.learns:
-        keep["linear.input"] = x if schedule.regathers or places.came == places.input else inputs.wait()
-    if schedule.wanted and not places.gathers:
+        keep["linear.input"] = x if schedule.regathers or layouts.came == layouts.input else inputs.wait()
+    if schedule.wanted and not layouts.gathers:
         keep["linear.weight"] = weight
-    parameter: Any = weight if places.gathers else None
+    parameter: Any = weight if layouts.gathers else None
     return x.made(
         out,
         (x, weight) if bias is None else (x, weight, bias),
         partial(schedule.gradients, parameter),
         keep=keep,
         shape=schedule.out.shape,
-        layout=places.out,
+        layout=layouts.out,
     )
 
 
@@ -147,12 +147,13 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         )
 
 
-class _Places(NamedTuple):
+class _Layouts(NamedTuple):
     """Layouts of one use of a layer, and the axes that split the columns of I (k) and of O (n).
 
     `came` is the layout of I before its rows are gathered over n, and `input` after. `natural` is the layout of O with
-    partial sums over k, `result` after the sum, and `out` of the returned tensor. `of_...` are layouts of gradients
-    with partial sums. `gathers` is True if the weight is gathered.
+    partial sums over k, `result` after the sum, and `out` of the returned tensor. `of_input`, `of_weight` and
+    `of_bias` are the layouts with partial sums in which the rule returns dI, dW and db. `gathers` is True if the weight
+    is gathered.
     """
 
     k: str
@@ -171,7 +172,7 @@ class _Places(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _places(x: Layout, weight: Layout, is_parameter: bool, activations: str, inside: bool = False) -> _Places:
+def _layouts_of(x: Layout, weight: Layout, is_parameter: bool, activations: str, inside: bool = False) -> _Layouts:
     """Layouts of a layer with an input and a weight in these layouts. inside: k may cut units of the rows of O."""
     k = _column_axis(x, weight)
     n, gathers = OTHER[k], is_parameter and _is_sharded(weight, k)
@@ -182,7 +183,7 @@ def _places(x: Layout, weight: Layout, is_parameter: bool, activations: str, ins
         rows = ("data", "z", *(axis for axis in rows if axis not in ("data", "z")))
     out_unit = tuple((axis, row_unit) for axis in rows) if inside else row_unit
     came = layout_of((*rows, n) if x.rows == (*rows, n) else rows, (k,), (), units)
-    return _Places(
+    return _Layouts(
         k,
         n,
         gathers,
@@ -210,7 +211,7 @@ class _Schedule(NamedTuple):
 
     came: Form
     out: Form
-    places: _Places
+    layouts: _Layouts
     wanted: bool
     learns: bool
     regathers: bool
@@ -219,7 +220,7 @@ class _Schedule(NamedTuple):
 
     def full(self, weight: Any, kept: Sequence[Array], phase: str) -> Array:
         """Return the block of the weight: gathered if the weight is sharded, else saved."""
-        return BackwardSync.of(self.came.grid).weights.take(weight, phase) if self.places.gathers else kept[0]
+        return BackwardSync.of(self.came.grid).weights.take(weight, phase) if self.layouts.gathers else kept[0]
 
     def rows_of(self, form: Form, array: Array, held: Layout, layout: Layout, phase: str) -> Arrivals:
         """Gather the rows of an array from the layout `held` to `layout`. A decomposed gather is still in progress."""
@@ -240,7 +241,7 @@ class _Schedule(NamedTuple):
 
     def output(self, inputs: Arrivals, full: Array, bias: Tensor | None) -> Array:
         """Compute O in the layout `out`. Collective."""
-        begins = None if bias is None or self.out.grid.axis(self.places.k).index else bias.shard
+        begins = None if bias is None or self.out.grid.axis(self.layouts.k).index else bias.shard
 
         def fill(out: Array, beta: int, part: slice) -> None:
             if begins is not None:
@@ -248,7 +249,7 @@ class _Schedule(NamedTuple):
                     out[...], beta = begins, 1
             self._multiply(self.out, inputs, part, full, out, beta)
 
-        product = LazyMatrix(self.places.natural, (inputs.whole.shape[0], full.shape[1]), fill, "reduce O")
+        product = LazyMatrix(self.layouts.natural, (inputs.whole.shape[0], full.shape[1]), fill, "reduce O")
         return gemm_then_relayout(self.out, product, self.out.layout).wait()
 
     def _multiply(self, form: Form, rows: Arrivals, part: slice, factor: Array, out: Array, beta: float) -> None:
@@ -260,22 +261,22 @@ class _Schedule(NamedTuple):
     def gradients(self, weight: Parameter | None, gradient: Array, *kept: Array) -> list[LazyMatrix | None]:
         """Gradients dI = dO W^T, with partial sums over n, and dW = I^T dO and db, as sums over this rank's rows."""
         inputs, full = kept[: self.learns], kept[self.learns :]
-        places, form, of_input, of_weight = self.places, self.came, None, None
-        coming = self.rows_of(self.out, gradient, self.out.layout, places.result, "gather dO")
-        came = form.layout if self.regathers else places.input
-        rows = self.rows_of(form, inputs[0], came, places.input, "gather I") if self.learns else None
+        layouts, form, of_input, of_weight = self.layouts, self.came, None, None
+        coming = self.rows_of(self.out, gradient, self.out.layout, layouts.result, "gather dO")
+        came = form.layout if self.regathers else layouts.input
+        rows = self.rows_of(form, inputs[0], came, layouts.input, "gather I") if self.learns else None
         m, n = coming.whole.shape[0], gradient.shape[1]
         if self.wanted:
             whole = self.full(weight, full, "backward")
             of_input = LazyMatrix(
-                places.of_input,
+                layouts.of_input,
                 (m, whole.shape[0]),
                 lambda out, beta, part: self._multiply(form, coming, part, whole.T, out, beta),
                 "reduce dI",
             )
         if rows is not None:
             of_weight = LazyMatrix(
-                places.of_weight,
+                layouts.of_weight,
                 (rows.whole.shape[1], n),
                 lambda out, beta, _: gemm(form, rows.wait().T, coming.wait(), out, beta, tf32=self.tf32),
                 "reduce dW",
@@ -283,7 +284,7 @@ class _Schedule(NamedTuple):
         if not self.biased:
             return [of_input, of_weight]
         of_bias = LazyMatrix(
-            places.of_bias, (1, n), lambda out, beta, _: column_sums(form, coming.wait(), out, beta), "reduce dW"
+            layouts.of_bias, (1, n), lambda out, beta, _: column_sums(form, coming.wait(), out, beta), "reduce dW"
         )
         return [of_input, of_weight, of_bias]
 

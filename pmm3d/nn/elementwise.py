@@ -101,10 +101,6 @@ def map_elementwise(
     out : Array or None
         Array for the result, which may be one of the operands. Default: a new array.
 
-    Returns
-    -------
-    Array
-
     Notes
     -----
     On the host, the function is called for slices that fit into a core's cache, in as many threads as the BLAS has. A

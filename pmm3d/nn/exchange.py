@@ -157,8 +157,6 @@ def import_torch(
 
     Parameters
     ----------
-    network : Module
-        The network.
     path : path
         The file, or a folder that save_pretrained of the transformers package wrote.
     optimizer : Optimizer or None
@@ -210,7 +208,7 @@ def import_torch(
         ignored={name for name in there if name.endswith(known.ignored)},
         **_forms(own, table),
     )
-    _spread(own, table, matrices)
+    _scatter_columns(own, table, matrices)
     network.loaded()
 
 
@@ -332,7 +330,7 @@ def _width(parameter: Parameter, part: Columns) -> int:
 
 
 def _to_fill(parameters: list[Parameter], stored: Stored) -> DistMatrix:
-    """Matrix for a tensor of a file: the parameter, or a new matrix, which `_spread` writes to the parameters."""
+    """Matrix for a tensor of a file: the parameter, or a new matrix for `_scatter_columns`."""
     held, layout = parameters[0].in_checkpoint, parameters[0].layout
     if not stored.parts[0].unit:
         return held
@@ -340,7 +338,9 @@ def _to_fill(parameters: list[Parameter], stored: Stored) -> DistMatrix:
     return _new(held, width, Layout(layout.rows, layout.cols))
 
 
-def _spread(own: Mapping[str, Parameter], table: Mapping[str, Stored], matrices: Mapping[str, DistMatrix]) -> None:
+def _scatter_columns(
+    own: Mapping[str, Parameter], table: Mapping[str, Stored], matrices: Mapping[str, DistMatrix]
+) -> None:
     """Write tensors that are columns of parameters to these, through a copy of each parameter. Collective."""
     made = dict[str, DistMatrix]()
     for name, stored in table.items():

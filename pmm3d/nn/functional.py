@@ -6,13 +6,9 @@ To write another one, compute the local result, name the operands, and return th
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from operator import mul
-from typing import Any
 
-import numpy as np
-
-from ..arrays import Array, NumpyLibrary, library_of, random
+from ..arrays import Array, random
 from ..errors import DTypeError, LayoutError, Pmm3dError, hint
 from ..layout import LOW_PRECISION, Box, Layout, RaggedRows, real
 from .compute import Form, array_namespace, column_sums, computing, sums_along
@@ -27,11 +23,6 @@ MASKED = Elementwise(lambda _, x, kept, scale: x * kept * scale, lambda _, x, ke
 STANDARDIZED = Elementwise(lambda _, x, mean, inverse: (x - mean) * inverse)
 STANDARDIZED_SLOPE = Elementwise(lambda _, g, normal, mean, slope, inverse: (g - mean - normal * slope) * inverse)
 AFFINE = Elementwise(lambda _, x, gain, bias: x * gain + bias)
-KEPT = (
-    "X z = (row * columns + col + X(1)) * golden + start; z = (z ^ (z >> X(30))) * one; "
-    "z = (z ^ (z >> X(27))) * other; z = z ^ (z >> X(31)); kept = z >= limit;"
-)
-"""`random.bits` of an element, compared with the limit, in C++."""
 
 
 def relu(x: Tensor) -> Tensor:
@@ -235,19 +226,8 @@ def fill_kept(out: Array, box: Box, columns: int, p: float, seed: int, stream: i
 
     The mask is the same on every grid and in every array library.
     """
-    library, limit = library_of(out), int(p * 2**64)
-    if library.name == "cupy":
-        rows, cols = library.words(box.r0, box.r1)[:, None], library.words(box.c0, box.c1)[None, :]
-        numbers = columns, random.GOLDEN, random.start_of(seed, stream), *random.FACTORS, limit
-        _mask_kernel(library)(rows, cols, *map(np.uint64, numbers), out)
-    else:
-        random.fill_by(lambda index: random.at_least(random.bits(index, seed, stream), limit), out, box, columns)
-
-
-@cache
-def _mask_kernel(library: NumpyLibrary) -> Any:
-    names = "row", "col", "columns", "golden", "start", "one", "other", "limit"
-    return library.xp.ElementwiseKernel(", ".join(f"X {name}" for name in names), "K kept", KEPT, "pmm3d_kept")
+    limit = int(p * 2**64)
+    random.fill_by(lambda index: random.at_least(random.bits(index, seed, stream), limit), out, box, columns)
 
 
 def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:

@@ -31,7 +31,7 @@ class Gathered:
     """The gathered block of one version of a weight.
 
     used        number of pauses at the last use
-    promise     the `unchanged` context in which the block was gathered
+    context     the `unchanged` context that was active when the block was gathered, or None
     following   phase of the pass -> (weight that was used next in the last such pass, its phase)
 
     References in `following` are strong, because all ranks must prefetch the same weight, even if one rank has
@@ -45,15 +45,15 @@ class Gathered:
     pending: Pending | None = None
     copy: NodeSharedBlock | None = None
     block: Array = None
-    promise: object = None
+    context: object = None
     following: dict[str, tuple[Weight, str]] = field(default_factory=dict)
 
 
 class Weights:
     """Gathers weights along the axis over which they are sharded (z).
 
-    When a weight is used, the weight that followed it in the previous pass is prefetched. In `unchanged`, the first
-    weight of the next forward pass is prefetched after the last weight of a backward pass, if `more` passes follow.
+    When a weight is used, the weight that followed it in the previous pass is prefetched. If another pass of this step
+    follows (`more`), the end of a backward pass in `unchanged` prefetches the first weight of the next forward pass.
 
     `budget` is the number of bytes of gathered weights that a rank keeps if `Overlap.keep_bytes` is None. It is None
     until the ranks have agreed on it. Without a budget, a dry run keeps all weights, because it has no machine.
@@ -68,7 +68,7 @@ class Weights:
         self._numbers, self._pauses = count(), 0
         self._last: tuple[Gathered, str] | None = None
         self.budget: int | None = None
-        self._promise: object = None
+        self._context: object = None
         grid.at_close(self._gathered.clear)
 
     def take(self, weight: Weight, phase: str) -> Array:
@@ -86,7 +86,7 @@ class Weights:
         self._drop_unusable(gathered, phase)
         block = gathered.block
         if block is None:
-            gathered.promise = self._promise
+            gathered.context = self._context
             pending, gathered.pending = gathered.pending or self._start(weight, gathered), None
             block = pending.wait()
         self._kept.pop(gathered.number, None)
@@ -100,9 +100,9 @@ class Weights:
 
     def pause(self) -> None:
         """Note the end of a pass. Outside of `unchanged`, drop prefetched gathers and the blocks of unused weights."""
-        if self._promise is None or not self.more:
+        if self._context is None or not self.more:
             self._last = None
-        if self._promise is not None:
+        if self._context is not None:
             return
         for gathered in self._gathered.values():
             gathered.pending = None
@@ -119,14 +119,14 @@ class Weights:
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Context in which no weight changes. All forward passes in the context can use a kept block."""
-        if self._promise is not None:
+        if self._context is not None:
             yield
             return
-        self._promise = object()
+        self._context = object()
         try:
             yield
         finally:
-            self._promise = None
+            self._context = None
             self.pause()
 
     def _axis(self, weight: Weight) -> Axis:
@@ -144,14 +144,14 @@ class Weights:
 
     def _drop_unusable(self, gathered: Gathered, phase: str) -> None:
         """Drop a kept block in a forward pass, unless it was gathered in the same `unchanged` context."""
-        if phase == "forward" and (self._promise is None or gathered.promise is not self._promise):
+        if phase == "forward" and (self._context is None or gathered.context is not self._context):
             gathered.block = None
 
     def _prefetch(self, weight: Weight, gathered: Gathered, phase: str) -> None:
         following, next_phase = gathered.following.get(phase, (weight, phase))
         ahead = self._of(following)
         if next_phase == "forward" and (phase != "forward" or ahead.number <= gathered.number):  # in the next pass
-            if self._promise is None or (phase != "forward" and not self.more):
+            if self._context is None or (phase != "forward" and not self.more):
                 return
         elif following is weight:
             return

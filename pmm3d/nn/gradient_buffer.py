@@ -30,12 +30,12 @@ class GradientBuffer:
 
     of          form of the parameter
     array       memory of the gradient; `local` is the valid part
-    layout      layout of `local`, or None without a gradient; sums over its partial-sum axes have not begun
+    layout      None: there is no gradient. Else the layout of `local`; the sums over the axes in `sums` have not begun
     pending     the last collective that writes to the array
     split_over  axis over which the optimizer splits the gradient (ZeRO-1, ZeRO-2), or ""
     scattered   whether each backward pass reduce-scatters over `split_over` (ZeRO-2)
     incoming    for a scattered gradient, buffer of the contributions of the current backward pass
-    is_open     whether the sums of some contributions have not begun, also on grids without sums
+    is_open     whether `step` must refuse: a contribution was added under `no_sync`, and not summed since
     queues      queues of `defer_weights` that hold contributions
     scales      factors of the losses
     """
@@ -148,13 +148,13 @@ class GradientBuffer:
         self.queues.clear()
         self.scales.clear()
 
-    def whole_array(self) -> Array:
+    def full_array(self) -> Array:
         """Return memory for a gradient in the parameter's layout. It is reused in each step."""
         if self.array is None or tuple(self.array.shape) != self.form.local_shape:
-            self.array = self.kept_array(self.form.local_shape)
+            self.array = self.new_array(self.form.local_shape)
         return self.array
 
-    def kept_array(self, shape: tuple[int, int]) -> Array:
+    def new_array(self, shape: tuple[int, int]) -> Array:
         """Return new memory of the gradient's type."""
         with self.form.grid.ledger.holding("gradients"):
             return self.form.library.empty(shape, self.form.dtype)
@@ -166,7 +166,7 @@ class GradientBuffer:
         and the contribution does not, only the first rank along this axis adds it.
         """
         if self.layout is None:
-            self.whole_array()
+            self.full_array()
             self.layout, beta = self._with(sums), 0
         else:
             self._reopen(sums)
@@ -187,7 +187,7 @@ class GradientBuffer:
         if not more and (before.sums or not split):
             return
         self.wait()
-        own, array = self.local.reshape(-1), self.whole_array()
+        own, array = self.local.reshape(-1), self.full_array()
         start = sum(self.counts(split[0])[: grid.axis(split[0]).index]) if split else 0
         stop, flat = start + own.shape[0], array.reshape(-1)
         if flat.shape[0] > own.shape[0]:
@@ -224,7 +224,7 @@ class GradientBuffer:
         if beta and self.layout != target:
             self.array = self.form.library.copy(self.in_layout(target))
         elif self.array is None or tuple(self.array.shape) != shape:
-            self.array = self.kept_array(shape)
+            self.array = self.new_array(shape)
         self.layout = target
         return self.array, beta
 

@@ -11,7 +11,7 @@ from ..comm import Axis, Grid, Pending
 from ..layout import Layout, itemsize
 from ..product.relayout import relayout
 from .compute import Form
-from .contract import EVERYTHING, Gradient, LazyMatrix, Part, accumulation, natural
+from .contract import EVERYTHING, Contribution, Gradient, LazyMatrix, accumulation, natural
 from .data_parallel import IN_FLIGHT, PRODUCT_AXES, GradientSums
 from .gradient_buffer import GradientBuffer
 from .overlap import Overlap
@@ -41,7 +41,7 @@ class Gradients:
         self._sync, self._overlap, self._sums.overlap, self._left = sync, overlap, overlap, Counter(uses)
         self._grid.engine.before_next = agreed
 
-    def add(self, buffer: GradientBuffer, part: Part) -> None:
+    def add(self, buffer: GradientBuffer, part: Contribution) -> None:
         """Add a contribution to a gradient."""
         buffer.check()
         found = natural(buffer.of, part)
@@ -71,7 +71,7 @@ class Gradients:
         self, to: GradientBuffer, part: Gradient | LazyMatrix, axis: Axis, out: Array, beta: int
     ) -> None:
         cols, counts = out.shape[1], to.form.counts(axis.name)
-        partial = self._partials.take(to.message, (sum(counts), cols))
+        partial = self._partials.next_array(to.message, (sum(counts), cols))
         _fill(part, partial, 0)
         with self._grid.ledger.phase("reduce dW"):
             to.pending = axis.reduce_scatter_into(
@@ -114,7 +114,7 @@ class Gradients:
 
     def abandon(self) -> None:
         """End a pass after an error. Mark all gradients to which it added, or would have added, as failed."""
-        for buffer in (*self._left, *self._open, *self._sums.take()):
+        for buffer in (*self._left, *self._open, *self._sums.empty()):
             buffer.fail()
         self._open = {}
         self.begin(self._sync, self._overlap, Counter(), None)
@@ -141,7 +141,7 @@ class Partials:
         self._tickets: list[Ticket | None] = [None] * IN_FLIGHT
         self._sums: list[Pending | None] = [None] * IN_FLIGHT
 
-    def take(self, form: Form, shape: tuple[int, int]) -> Array:
+    def next_array(self, form: Form, shape: tuple[int, int]) -> Array:
         """Return an array with arbitrary contents. It is reused after the collective that is passed to `busy`."""
         self._turn = (self._turn + 1) % IN_FLIGHT
         ticket, pending = self._tickets[self._turn], self._sums[self._turn]
@@ -156,5 +156,5 @@ class Partials:
         return library.view(ticket.flat, shape, form.dtype)
 
     def busy(self, pending: Pending) -> None:
-        """Reserve the last array of `take` until this collective is complete."""
+        """Reserve the last array of `next_array` until this collective is complete."""
         self._sums[self._turn] = pending

@@ -45,8 +45,6 @@ def parameter(
 
     Parameters
     ----------
-    grid : Grid
-        The grid that stores the parameter.
     shape, layout : (int, int), Layout
         Shape and layout of the parameter.
     seed : int or None
@@ -59,10 +57,6 @@ def parameter(
         Mean of the values. Default: 0.
     dtype, library, precision
         As in `Linear`.
-
-    Returns
-    -------
-    Parameter
 
     Raises
     ------
@@ -119,8 +113,6 @@ class Linear(Module):
 
     Parameters
     ----------
-    grid : Grid
-        The grid of the parameters.
     inputs, outputs : int
         Columns of x and of the result.
     bias : bool
@@ -287,8 +279,6 @@ class RMSNorm(Module):
 
     Parameters
     ----------
-    grid : Grid
-        The grid of the parameters.
     features : int
         Columns of x.
     eps : float
@@ -383,8 +373,6 @@ class Dropout(Module):
 
     Parameters
     ----------
-    grid : Grid
-        The grid of the tensors.
     p : float
         Probability, at least 0 and below 1. Default: 0.5.
     seed : int or None

@@ -81,13 +81,7 @@ class Schedule:
         return {"count": self.count}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Set the number of steps. The rates that the optimizer was given do not change.
-
-        Parameters
-        ----------
-        state : dict
-            Result of `state`.
-        """
+        """Set the number of steps. The rates that the optimizer was given do not change."""
         self.count = state["count"]
         self._set()
 

@@ -113,11 +113,6 @@ def mse(prediction: Tensor, target: Matrix, reduction: str = "mean") -> Tensor:
     reduction : str
         "mean" (default) or "sum" of the terms of the whole batch.
 
-    Returns
-    -------
-    Tensor
-        1 x 1.
-
     Raises
     ------
     LayoutError, DTypeError

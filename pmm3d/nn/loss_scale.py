@@ -87,11 +87,6 @@ class LossScale:
         clip : float or None
             Largest 2-norm of the gradient of all their parameters. Default: no limit.
 
-        Returns
-        -------
-        bool
-            Whether the step was taken.
-
         Raises
         ------
         Pmm3dError
@@ -149,12 +144,6 @@ class LossScale:
         return {"value": self.value, "good": self.good, "skipped": self.skipped, "in_a_row": self.in_a_row}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Set the scale and the numbers of steps. `every` and the bounds do not change.
-
-        Parameters
-        ----------
-        state : dict
-            Result of `state`.
-        """
+        """Set the scale and the numbers of steps. `every` and the bounds do not change."""
         self.value = min(self.most, max(self.least, float(state["value"])))
         self.good, self.skipped, self.in_a_row = (int(state[name]) for name in ("good", "skipped", "in_a_row"))

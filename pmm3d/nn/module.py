@@ -248,15 +248,6 @@ class Module:
     def gather(self, name: str) -> Array:
         """Whole array of a parameter, on every rank of all stages. Collective.
 
-        Parameters
-        ----------
-        name : str
-            Path of the parameter.
-
-        Returns
-        -------
-        array
-
         Raises
         ------
         Pmm3dError
@@ -373,13 +364,7 @@ class Module:
         return {name: module.calls for name, module in self.named_modules() if hasattr(module, "calls")}
 
     def set_random_state(self, state: dict[str, int]) -> None:
-        """Set the numbers of calls of layers with random numbers.
-
-        Parameters
-        ----------
-        state : dict
-            Result of `random_state`.
-        """
+        """Set the numbers of calls of layers with random numbers."""
         for name, module in self.named_modules():
             if name in state:
                 module.calls = state[name]

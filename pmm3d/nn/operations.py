@@ -235,11 +235,6 @@ def split(x: Matrix, sizes: Sequence[int]) -> list[Tensor]:
     sizes : sequence of int
         Number of columns of each part.
 
-    Returns
-    -------
-    list of Tensor
-        The same as from `columns`.
-
     Raises
     ------
     LayoutError

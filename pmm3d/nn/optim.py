@@ -330,13 +330,7 @@ class Muon(AdamW):
 
     @classmethod
     def groups_of(cls, network: Module) -> Parameters:
-        """Groups of a configuration. AdamW changes tables of embeddings and positions, and the last layer.
-
-        Parameters
-        ----------
-        network : Module
-            The network.
-        """
+        """Groups of a configuration. AdamW changes tables of embeddings and positions, and the last layer."""
         from .transformer import Embedding
 
         every: Any = getattr(network, "dry", network)  # all stages of a pipeline

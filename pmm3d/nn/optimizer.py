@@ -43,7 +43,7 @@ class Option(NamedTuple):
         Whether a value is possible. Default: all are.
     meaning : str
         Meaning of the option, for the documentation of a configuration.
-    configured : object
+    configured : object or None
         Value in a configuration, if the option is left out. Default: `default`.
 
     Examples
@@ -61,15 +61,7 @@ class Option(NamedTuple):
     configured: Any = None
 
     def problem(self, name: str, value: Any) -> str:
-        """Sentence about a value that is not possible, or "".
-
-        Parameters
-        ----------
-        name : str
-            Name of the option.
-        value : object
-            The value.
-        """
+        """Sentence about a value that is not possible, or ""."""
         try:
             fits = self.fits(value)
         except (TypeError, ValueError):
@@ -187,7 +179,7 @@ class Optimizer:
         self._check_known("", self._options_given, [*COMMON, *self.defaults, "shard_over_data"])
         grouped = given and all(isinstance(each, Mapping) for each in given)
         self.groups: list[Group] = [dict(each) for each in given] if grouped else [{"params": given}]
-        self.steps, self.steps_without_gradient, self._noted = 0, Counter[Parameter](), 0
+        self.steps, self.steps_without_grad, self._noted = 0, Counter[Parameter](), 0
         self._state: dict[Parameter, dict[str, Array]] = {}
         if shard_over_data not in (False, True, *SHARDED):
             raise Pmm3dError(
@@ -248,7 +240,7 @@ class Optimizer:
         self.shard_over_data = bool(self._sharded) and self.grid.data.size > 1
         for parameter in found:
             if parameter not in had:
-                self.steps_without_gradient[parameter], buffer = self.steps, parameter.accumulated
+                self.steps_without_grad[parameter], buffer = self.steps, parameter.accumulated
                 buffer.split_over = "data" if self._splits(parameter) else ""
                 buffer.scattered = self._splits(parameter) and self._sharded == "gradients"
 
@@ -283,13 +275,7 @@ class Optimizer:
             )
 
     def check_options(self, options: Options) -> None:
-        """Raise Pmm3dError for options of a group that are out of range.
-
-        Parameters
-        ----------
-        options : mapping
-            Name -> value.
-        """
+        """Raise Pmm3dError for options of a group that are out of range."""
         declared = {**COMMON, **self.defaults}.items()
         texts = [each.problem(name, options[name]) for name, each in declared if isinstance(each, Option)]
         if problems := [*filter(None, texts)]:
@@ -323,7 +309,7 @@ class Optimizer:
             check_finite(self.gradient_norm())
         filled, gathers = set(self._with_gradient()), []
         self.steps += 1
-        self.steps_without_gradient.update(parameter for parameter in self.parameters if parameter not in filled)
+        self.steps_without_grad.update(parameter for parameter in self.parameters if parameter not in filled)
         with self.grid.ledger.phase("optimizer"):
             for parameter, options in self._options().items():
                 if parameter in filled:
@@ -355,7 +341,7 @@ class Optimizer:
         """Count a step that changes no parameter, and drop the gradients."""
         self._with_gradient()
         self.steps += 1
-        self.steps_without_gradient.update(self.parameters)
+        self.steps_without_grad.update(self.parameters)
         self.zero_grad()
 
     def _all_gather(self, parameter: Parameter) -> list[Pending]:
@@ -376,7 +362,7 @@ class Optimizer:
         return {
             **group,
             "weight_decay": 0.0 if spared else group["weight_decay"],
-            "step": self.steps - self.steps_without_gradient[parameter],
+            "step": self.steps - self.steps_without_grad[parameter],
         }
 
     def zero_grad(self) -> None:
@@ -404,8 +390,9 @@ class Optimizer:
         raise NotImplementedError(f"{type(self).__name__} has no method update: define it, or update_shard")
 
     def update_shard(self, shard: Shard) -> None:
-        """Change the weight and the states of a shard, in place. Define it in place of `update` for sums over ranks, or
-        for states that have another shape than the weight.
+        """Change the weight and the states of a shard, in place.
+
+        Define it in place of `update` for sums over ranks, or for states that have another shape than the weight.
 
         Parameters
         ----------
@@ -433,13 +420,7 @@ class Optimizer:
 
     @classmethod
     def groups_of(cls, network: Module) -> Parameters:
-        """Parameters, or groups of them, for an optimizer of a configuration.
-
-        Parameters
-        ----------
-        network : Module
-            The network.
-        """
+        """Parameters, or groups of them, for an optimizer of a configuration."""
         return network.parameters()
 
     def local_norm_squared(self) -> float:
@@ -637,8 +618,8 @@ class Optimizer:
         paths
             As in `matrices`.
         """
-        named = self._by_path(paths) if self.steps_without_gradient else {}
-        missed = {path: times for path, each in named.items() if (times := self.steps_without_gradient[each])}
+        named = self._by_path(paths) if self.steps_without_grad else {}
+        missed = {path: times for path, each in named.items() if (times := self.steps_without_grad[each])}
         return {
             "kind": type(self).__name__,
             "steps": self.steps,
@@ -654,8 +635,6 @@ class Optimizer:
 
         Parameters
         ----------
-        state : dict
-            Result of `state`.
         paths, stored
             As in `matrices`.
 
@@ -671,7 +650,7 @@ class Optimizer:
         for path, each in (self._by_path(paths) if missed or stored is not None else {}).items():
             begins = stored is not None and not _is_stored(path, self.state_forms(each, options[each]), stored)
             without[each] = self.steps if begins else missed.get(path, 0)
-        self.steps_without_gradient = +without
+        self.steps_without_grad = +without
 
     def _by_path(self, paths: Mapping[str, Parameter] | None) -> dict[str, Parameter]:
         """Parameters of this optimizer by path, or by name. Raises Pmm3dError for two parameters with one name."""

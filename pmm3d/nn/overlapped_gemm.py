@@ -12,7 +12,7 @@ from ..layout.layout import unit_of
 from ..model.schedule import reduce_volume
 from ..product.relayout import relayout
 from .compute import Form
-from .contract import EVERYTHING, LazyMatrix, Part, natural, route
+from .contract import EVERYTHING, Contribution, LazyMatrix, natural, route
 from .elementwise import map_elementwise
 from .parallel import BackwardSync
 
@@ -30,13 +30,13 @@ class PendingGradient:
                 self._array = found
         return self._array
 
-    def add(self, form: Form, part: Part) -> None:
+    def add(self, form: Form, part: Contribution) -> None:
         """Add another gradient of the same tensor."""
         other = relayout_gradient(form, part).wait()
         self._array = map_elementwise(form, "add", plus, self.wait(), other)
 
 
-def relayout_gradient(form: Form, part: Part) -> PendingGradient:
+def relayout_gradient(form: Form, part: Contribution) -> PendingGradient:
     """Begin the relayout of a part that a rule returned, into the layout of the tensor without partial sums."""
     found, wanted = natural(form, part), form.layout.summed
     if isinstance(found, LazyMatrix):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from math import inf
+from collections.abc import Callable
 from zlib import crc32
 
 from ..comm import Grid
 from ..errors import DisagreementError, Pmm3dError
-from .compute import override
-from .contract import Part
+from .contract import Contribution
 from .gathered import Weights
 from .gradient_buffer import GradientBuffer, Leaf
 from .gradients import Gradients
@@ -28,8 +25,8 @@ class BackwardSync:
     """The collectives of one grid's networks. `BackwardSync.of(grid)`.
 
     Before its first message, a backward pass that sums gradients over data compares the used parameters among the
-    ranks, also those of the passes since the last comparison. A pass in `no_sync`, and any pass while `trusting`, sends
-    no comparison if it uses the same parameters as an earlier pass.
+    ranks, also those of the passes since the last comparison. A pass with the parameters of an earlier pass sends no
+    comparison in two cases: in `no_sync`, and if the caller compares `digest` later (`trusting`).
 
     overlap    all ranks may replace it between steps
     deferred   None, or the function that receives contributions instead of `gradients` (see `defer_weights`)
@@ -39,7 +36,7 @@ class BackwardSync:
 
     def __init__(self, grid: Grid):
         self.grid, self.weights, self.gradients = grid, Weights(grid), Gradients(grid)
-        self.deferred: Callable[[Leaf, Part], None] | None = None
+        self.deferred: Callable[[Leaf, Contribution], None] | None = None
         self.trusting = False
         self.digest = self.passes = 0
         self._recent = deque[tuple[Uses, float | None, str]](maxlen=REMEMBERED)
@@ -59,55 +56,47 @@ class BackwardSync:
             grid.attached[cls] = cls(grid)
         return grid.attached[cls]
 
-    @contextmanager
-    def backward(
-        self, sync: bool, uses: Counter[Leaf], scale: float | None = None, problem: str = ""
-    ) -> Iterator[None]:
-        """Context of a backward pass. At its end, all sums of gradients that are due have begun.
+    def begin(self, sync: bool, uses: Counter[Leaf], scale: float | None = None, problem: str = "") -> None:
+        """Begin a backward pass. `finish` or `abandon` ends it.
 
         uses: number of contributions to each leaf; scale: None if the gradient was given; problem: reason why this rank
-        cannot begin. On every rank, raises DisagreementError if ranks differ, and Pmm3dError if a rank has a problem.
+        computes no gradients. The first collective of the pass, or `finish`, raises DisagreementError on every rank if
+        ranks differ.
         """
-        grid, memory = self.grid, self.grid.ledger.memory
-        agreed = self._agreement(sync, uses, scale, problem)
-        if scale is not None and not 0 < scale < inf:
-            problem = problem or f"backward: the scale is a positive number; got {scale!r}"
-        buffers = Counter({leaf.accumulated: times for leaf, times in uses.items() if leaf.accumulated is not None})
-        memory["recompute saves"] = 0
-        with self._pass(sync and self.deferred is None, buffers, agreed, more=not sync):
-            if problem:
-                grid.engine.prepare_next()
-            else:
-                self.passes += 1
-                for buffer in buffers:
-                    buffer.scales |= set() if scale is None else {scale}
-                yield
-        if problem:
-            raise Pmm3dError(problem)
-        memory["arrays, most at once"] = grid.workspace.most_lent
+        agreed, buffers = self._agreement(sync, uses, scale, problem), _buffers(uses)
+        self.grid.ledger.memory["recompute saves"] = 0
+        self.passes += not problem
+        for buffer in buffers:
+            buffer.scales |= set() if problem or scale is None else {scale}
+        self._begin(sync and self.deferred is None, buffers, agreed, more=not sync)
 
-    @contextmanager
-    def drain(self, sync: bool, uses: Counter[Leaf]) -> Iterator[None]:
-        """Context in which contributions of an earlier backward pass are added. Ranks compare nothing."""
-        buffers = Counter({leaf.accumulated: times for leaf, times in uses.items() if leaf.accumulated is not None})
-        with override(self, deferred=None), self._pass(sync, buffers, None, more=True):
-            yield
+    def begin_drain(self, sync: bool, uses: Counter[Leaf]) -> None:
+        """Begin to add contributions of an earlier backward pass. Ranks compare nothing."""
+        self._begin(sync, _buffers(uses), None, more=True)
 
-    @contextmanager
-    def _pass(
+    def _begin(
         self, sync: bool, buffers: Counter[GradientBuffer], agreed: Callable[[], None] | None, more: bool
-    ) -> Iterator[None]:
+    ) -> None:
         """more: whether another pass follows in the same step."""
-        with self.grid.ledger.phase("backward"), override(self.weights, more=more):
-            self.gradients.begin(sync, self.overlap, buffers, agreed)
-            try:
-                yield
-                self.gradients.finish()
-            except BaseException:
-                self.gradients.abandon()
-                raise
-            finally:
-                self.weights.pause()
+        self._phase, self.weights.more = self.grid.ledger.phase("backward"), more
+        self._phase.__enter__()
+        self.gradients.begin(sync, self.overlap, buffers, agreed)
+
+    def finish(self) -> None:
+        """End a pass: start all sums of gradients that are due (`Gradients.finish`), without waiting for them."""
+        self.gradients.finish()
+        self._end()
+        self.grid.ledger.memory["arrays, most at once"] = self.grid.workspace.most_lent
+
+    def abandon(self) -> None:
+        """End a pass after an error. Its gradients are marked as failed."""
+        self.gradients.abandon()
+        self._end()
+
+    def _end(self) -> None:
+        self.weights.pause()
+        self.weights.more = False
+        self._phase.__exit__()
 
     def _agreement(
         self, sync: bool, uses: Counter[Leaf], scale: float | None, problem: str
@@ -166,6 +155,11 @@ class BackwardSync:
             f"backward: the ranks made different backward passes; on rank {own} {len(mine)} "
             f"since the last comparison, on rank {first} {len(others)}"
         )
+
+
+def _buffers(uses: Counter[Leaf]) -> Counter[GradientBuffer]:
+    """Number of contributions to each gradient. A leaf that is no parameter has no gradient."""
+    return Counter({leaf.accumulated: times for leaf, times in uses.items() if leaf.accumulated is not None})
 
 
 def _added(uses: Uses) -> Counter[str]:

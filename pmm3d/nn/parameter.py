@@ -12,7 +12,7 @@ from ..errors import DTypeError, LayoutError
 from ..layout import Layout, transitions
 from ..product import DistMatrix
 from .compute import Form
-from .contract import Part
+from .contract import Contribution
 from .gradient_buffer import GradientBuffer
 from .precision import Precision
 from .tape import Node
@@ -150,7 +150,7 @@ class Parameter(Tensor):
             raise LayoutError("a parameter's grad can be set to None only, which discards it")
         self.tape.parallel.gradients.forget(self.accumulated)
 
-    def receive(self, part: Part) -> None:
+    def receive(self, part: Contribution) -> None:
         """Add a part of the gradient, or put it into the queue of `defer_weights`."""
         parallel = self.tape.parallel
         if not self.requires_grad:

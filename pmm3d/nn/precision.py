@@ -87,10 +87,6 @@ class Precision:
         name : str
             "float32", "tf32", "bfloat16", "float16", "float64", or a complex type.
 
-        Returns
-        -------
-        Precision
-
         Raises
         ------
         DTypeError

@@ -25,8 +25,6 @@ def ragged(
 
     Parameters
     ----------
-    grid : Grid
-        The grid.
     local : Array
         This rank's rows, with its part of the columns.
     columns : int

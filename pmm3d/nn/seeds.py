@@ -38,8 +38,6 @@ def manual_seed(grid: Grid, seed: int) -> None:
 
     Parameters
     ----------
-    grid : Grid
-        The grid of the layers.
     seed : int
         From 0 to 2^64 - 1, the same on all ranks. Without this call, the seed is 0.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from heapq import heappop, heappush
 from itertools import count
+from math import inf
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -17,12 +18,12 @@ from ..comm import Grid
 from ..errors import Pmm3dError
 from ..product.checks import contents
 from .compute import Form, override
-from .contract import Part
+from .contract import Contribution
 from .gradient_buffer import Leaf
 from .overlapped_gemm import PendingGradient, relayout_gradient
 from .parallel import BackwardSync
 
-Rule = Callable[..., Sequence[Part]]
+Rule = Callable[..., Sequence[Contribution]]
 """Gradient rule of an operation, rule(*gradients, *kept); see `Tensor.made`."""
 Noted = tuple[Leaf, tuple[object, ...]]
 """A leaf, and the value of its `written` at the time of use."""
@@ -30,11 +31,6 @@ Noted = tuple[Leaf, tuple[object, ...]]
 
 class Tape:
     """State that all tensors of a grid share. `Tape.of(grid)` returns it.
-
-    Parameters
-    ----------
-    grid : Grid
-        The grid of the tensors.
 
     Attributes
     ----------
@@ -86,11 +82,6 @@ class Tape:
     @classmethod
     def of(cls, grid: Grid) -> Tape:
         """Tape of a grid. The first call makes it.
-
-        Parameters
-        ----------
-        grid : Grid
-            The grid.
 
         Returns
         -------
@@ -202,7 +193,7 @@ class Node:
         if self._fetched is None:
             self._fetched = [saved.unpack(saved.packed) for saved in self.kept]
 
-    def take(self) -> tuple[Sequence[Edge | None], Callable[..., Sequence[Part]]]:
+    def release(self) -> tuple[Sequence[Edge | None], Callable[..., Sequence[Contribution]]]:
         """Return the parents, and the rule bound to the saved arrays. Release the node's references to them.
 
         Raises Pmm3dError in a second call.
@@ -250,7 +241,7 @@ def reachable(*last: Node) -> Iterator[Node]:
 def outside(results: Iterable[Edge | None], first: int) -> tuple[list[Edge], list[Noted]]:
     """Return the external operands of the part of the tape from node number `first` on, and its `Node.leaves`.
 
-    External operands are results of older nodes, each one once, and leaves, as often as they were used.
+    External operands are results of older nodes and leaves. Each result is listed once, a leaf once for each use.
     """
     found, noted, seen = list[Edge](), list[Noted](), set[int]()
     waiting: list[Edge | None] = list(results)
@@ -292,7 +283,7 @@ def propagate(starts: Iterable[tuple[Edge, Array]], first: int = 0) -> dict[Edge
     while nodes and nodes[0][1].number >= first:
         node = heappop(nodes)[1]
         gradients = [_waited(coming.pop(Edge(node, index), None)) for index in range(len(node.forms))]
-        parents, rule = node.take()
+        parents, rule = node.release()
         _fetch_next(parents, nodes, first)
         parts = _one_each(rule(*gradients), parents)
         del rule, gradients
@@ -313,7 +304,7 @@ def _fetch_next(parents: Iterable[Edge | None], nodes: Sequence[tuple[int, Node]
         following.fetch()
 
 
-def _one_each(parts: Sequence[Part], parents: Sequence[Edge | None]) -> list[Part]:
+def _one_each(parts: Sequence[Contribution], parents: Sequence[Edge | None]) -> list[Contribution]:
     """List of the parts that a rule returned. Raises Pmm3dError if their number differs from that of the parents."""
     if not isinstance(parts, (tuple, list)) or len(parts) != len(parents):
         got = f"{len(parts)} gradients" if isinstance(parts, (tuple, list)) else f"a {type(parts).__name__}"
@@ -325,7 +316,7 @@ def _one_each(parts: Sequence[Part], parents: Sequence[Edge | None]) -> list[Par
 
 
 def _pass_on(
-    part: Part, parent: Edge | None, coming: dict[Edge, PendingGradient], nodes: list[tuple[int, Node]]
+    part: Contribution, parent: Edge | None, coming: dict[Edge, PendingGradient], nodes: list[tuple[int, Node]]
 ) -> None:
     """Pass a part to a leaf, or add it to the gradient of a node that runs later."""
     if part is None or parent is None:
@@ -348,8 +339,19 @@ def backward_from(starts: Sequence[tuple[Edge, Array]], scale: float | None) -> 
     `scale` is the factor of the loss, or None if it is unknown.
     """
     tape, (counted, problem) = Tape.of(starts[0][0].form.grid), uses(*(edge.node for edge, _ in starts))
-    with _overflowing(counted, scale or 1), tape.parallel.backward(tape.syncing, counted, scale, problem):
-        propagate(starts)
+    if scale is not None and not 0 < scale < inf:
+        problem = problem or f"backward: the scale is a positive number; got {scale!r}"
+    tape.parallel.begin(tape.syncing, counted, scale, problem)
+    try:
+        with _overflowing(counted, scale or 1):
+            if not problem:
+                propagate(starts)
+            tape.parallel.finish()
+    except BaseException:
+        tape.parallel.abandon()
+        raise
+    if problem:
+        raise Pmm3dError(problem)
 
 
 def _overflowing(leaves: Counter[Leaf], scale: float) -> AbstractContextManager[Any]:

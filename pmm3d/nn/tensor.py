@@ -17,7 +17,7 @@ from ..product import DistMatrix
 from ..product.relayout import relayout as relayout_array
 from ..product.stored import Uncompared
 from .compute import Form
-from .contract import Gradient, Part
+from .contract import Contribution, Gradient
 from .elementwise import map_elementwise
 from .gradient_buffer import GradientBuffer
 from .overlapped_gemm import relayout_gradient
@@ -191,10 +191,6 @@ class Tensor(Uncompared):
         pending : Pending or None
             Collective that writes the values.
 
-        Returns
-        -------
-        Tensor
-
         Raises
         ------
         GridError
@@ -282,7 +278,7 @@ class Tensor(Uncompared):
         kept = [saved.packed for node in (reachable(self.node) if self.node else ()) for saved in node.kept]
         return list({id(packed): packed for packed in kept}.values())
 
-    def receive(self, part: Part) -> None:
+    def receive(self, part: Contribution) -> None:
         """Add a part of the gradient."""
         gradient = relayout_gradient(self.form, part).wait()
         if self.grad is None:
@@ -362,10 +358,6 @@ def results_of(
         of `Tensor.made`.
     keep
         As in `Tensor.made`.
-
-    Returns
-    -------
-    list of Tensor
 
     Examples
     --------

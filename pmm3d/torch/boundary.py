@@ -40,8 +40,6 @@ def input_rows(grid: Grid, x: torch.Tensor) -> torch.Tensor:
 
     Parameters
     ----------
-    grid : Grid
-        The grid.
     x : torch.Tensor, (m, ...)
         The batch, of any type, the same on all ranks.
 
@@ -88,8 +86,6 @@ def gather_output(grid: Grid, x: torch.Tensor) -> torch.Tensor:
 
     Parameters
     ----------
-    grid : Grid
-        The grid.
     x : torch.Tensor, (rows, ...)
         Rows of this rank, any number of them; floating point numbers.
 
@@ -122,8 +118,6 @@ def mean(grid: Grid, losses: torch.Tensor, weights: torch.Tensor | None = None) 
 
     Parameters
     ----------
-    grid : Grid
-        The grid.
     losses : torch.Tensor
         Losses of this rank's rows, of any shape, such as those of `cross_entropy(..., reduction="none")`. They are the
         same on all ranks along x and y.

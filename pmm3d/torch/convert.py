@@ -33,19 +33,12 @@ def parallelize(module: Kind, grid: Grid, plan: Plan | None = None, *, overlap: 
     ----------
     module : torch.nn.Module
         The module, with equal parameters on all ranks (torch.manual_seed before it is made). It is not changed.
-    grid : Grid
-        The grid.
     plan : dict or None
         For names or patterns: "column", "row" or a Split for a Linear, "x" or "y" for a LayerNorm or Dropout between
         them, or "off". Other modules are replicated. Default, for a Sequential or a Linear: column and row in turns,
         and all columns at the end.
     overlap : pmm3d.nn.Overlap or None
         Communication that runs under computation, for all networks on the grid.
-
-    Returns
-    -------
-    torch.nn.Module
-        The copy.
 
     Raises
     ------

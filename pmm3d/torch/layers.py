@@ -194,8 +194,6 @@ class Linear3D(ShardedModule):
 
     Parameters
     ----------
-    grid : Grid
-        The grid.
     in_features, out_features : int
         Features of all ranks, as in torch.nn.Linear.
     bias : bool
@@ -314,8 +312,6 @@ class LayerNorm3D(ShardedModule):
 
     Parameters
     ----------
-    grid : Grid
-        The grid.
     features : int
         Number of columns over all ranks.
     axis : str
@@ -383,8 +379,6 @@ class Dropout3D(OnGrid):
 
     Parameters
     ----------
-    grid : Grid
-        The grid.
     p : float
         Probability that an element becomes 0, below 1.
     axis : str or None

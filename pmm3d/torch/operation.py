@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from itertools import count
 from math import prod
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..comm import Grid
 from ..errors import DTypeError, Pmm3dError
 from ..layout import Layout
-from ..nn.contract import Part
+from ..nn.contract import Contribution
 from ..nn.gradient_buffer import Leaf
 from ..nn.overlapped_gemm import relayout_gradient
 from ..nn.parallel import BackwardSync
@@ -61,7 +60,7 @@ class BackwardPasses:
         self.partners = grid.shape.along(ROWS)
         self.numbers = count(1)
         self._uses: Counter[GridParameter] = Counter()
-        self._open: AbstractContextManager[None] | None = None
+        self._is_open = False
         self._id = NO_PASS
         """torch's number of the current or last pass. Numbers increase."""
         self._taken: Counter[GridParameter] = Counter()
@@ -134,17 +133,16 @@ class BackwardPasses:
             self._id = number
         if self.parallel.deferred is not None:
             raise Pmm3dError(DEFERRED)
-        if self._open is None:
+        if not self._is_open:
             used, self._uses = self._uses, Counter()
             uses = Counter[Leaf](
                 {held.weight: times + held.has_more for held, times in used.items() if held.is_reached()}
             )
-            opened = self.parallel.backward(Tape.of(self.grid).syncing, uses)
-            opened.__enter__()
-            self._open = opened
+            self.parallel.begin(Tape.of(self.grid).syncing, uses)
+            self._is_open = True
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end(number))
 
-    def receive(self, held: GridParameter, part: Part) -> None:
+    def receive(self, held: GridParameter, part: Contribution) -> None:
         """Add a contribution to the gradient of a parameter."""
         self.begin()
         if held not in self._taken:
@@ -195,15 +193,15 @@ class BackwardPasses:
         """
         if number != self._id:
             raise Pmm3dError(REENTRANT)
-        opened, taken = self._open, self._taken
-        if opened is None:
+        taken = self._taken
+        if not self._is_open:
             return
         try:
             if self.grid.size > 1:
                 found = ", ".join(f"{each.weight.name} {times}" for each, times in taken.items())
                 self.grid.compared("backward", found)()
-            self._open, self._taken = None, Counter()
-            opened.__exit__(None, None, None)
+            self.parallel.finish()
+            self._is_open, self._taken = False, Counter()
             for held in taken:
                 held.give()
         except BaseException:
@@ -214,10 +212,9 @@ class BackwardPasses:
 
     def abandon(self) -> None:
         """Close the open pass, if there is one, as failed. Local. The error may be elsewhere in torch's graph."""
-        error = Pmm3dError("a backward pass of torch ended with an error")
-        opened, taken, self._open, self._taken = self._open, self._taken, None, Counter()
-        if opened is not None:
-            opened.__exit__(Pmm3dError, error, None)
+        is_open, taken, self._is_open, self._taken = self._is_open, self._taken, False, Counter()
+        if is_open:
+            self.parallel.abandon()
         for held in taken:
             held.drop()
 

@@ -28,11 +28,6 @@ def full_state_dict(module: nn.Module, root: int | None = None) -> dict[str, Any
     root : int or None
         Rank that gets the state; other ranks get an empty dict. Default: all ranks get it.
 
-    Returns
-    -------
-    dict of str to torch.Tensor
-        The state.
-
     Notes
     -----
     Each receiving rank receives the shards that it does not store. On large models, `module.state_dict()` of each rank

@@ -188,45 +188,8 @@ def test_torch_takes_the_same_steps_on_a_device(comm):
 
 
 @pytest.mark.parallel([1])
-@pytest.mark.parametrize("dtype, number", [("float16", 3), ("float32", 2)])
-def test_a_step_on_a_device_is_few_calls(comm, monkeypatch, dtype, number):
-    """One call scales the gradient, one kernel updates, and one call rounds the master weight."""
-    import standin_streams
-
-    calls, add = [], standin_streams.Queue.add
-    with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
-        layer = nn.Linear(grid, 4, 4, bias=False, library="standin", precision=dtype)
-        optimizer, ones = (
-            optim.AdamW(layer.parameters()),
-            DistMatrix.random(grid, (4, 4), dtype=dtype, library="standin"),
-        )
-        for _ in range(2):  # the first one makes the state
-            layer(ones).backward(ones)
-            monkeypatch.setattr(
-                standin_streams.Queue,
-                "add",
-                lambda queue, work, *rest, **more: (calls.append(work), add(queue, work, *rest, **more))[1],
-            )
-            del calls[:]
-            optimizer.step(factor=0.5)
-            made = [work for work in calls if "__del__" not in getattr(work, "__qualname__", "")]
-            monkeypatch.undo()
-    assert len(made) == number
-
-
-@pytest.mark.parallel([1])
 def test_an_update_of_ones_own_is_done_on_a_device_too(comm):
     with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
         for dtype, kind in product(("float16", "float32"), (Still, Mixed)):
             start, end = (stepped(grid, "standin", dtype, kind, {}, steps=steps)[0] for steps in (0, 2))
             assert np.array_equal(start, end)
-
-
-def test_numbers_of_a_kernel_are_rounded_once(monkeypatch):
-    """1 - 0.999 computed in float32 is wrong in the fifth digit."""
-    taken = []
-    monkeypatch.setattr(fused, "_kernels_of", lambda weight: (None, "cupy"))
-    monkeypatch.setattr(fused, "_run", lambda *given: taken.append(given))
-    assert fused.adam(None, None, (None, None), options(0.1, 1), True)
-    ((_, formula, _, _, _, numbers),) = taken
-    assert numbers["fresh_second"] == 1 - 0.99 and "1 -" not in formula

@@ -132,7 +132,7 @@ def test_adam_counts_the_steps_of_each_parameter(comm):
             optimizer = optim.Adam(net.parameters(), RATE, shard_over_data=True)
             if halves:
                 optimizer.load_state(json.loads(json.dumps(halves[0].state())))
-                assert optimizer.missed == halves[0].missed
+                assert optimizer.steps_without_grad == halves[0].steps_without_grad
                 for name, value in optimizer.matrices().items():
                     value.local[...] = halves[0].matrices()[name].local
             for path in half:
@@ -151,7 +151,7 @@ def test_a_state_of_before_steps_were_counted_for_each_parameter(comm):
     with Grid(comm) as grid:
         optimizer = optim.Adam(Paths(grid).parameters())
         optimizer.load_state({"kind": "Adam", "steps": 4, "lr": 0.5})
-        assert (optimizer.steps, optimizer.lr, dict(optimizer.missed)) == (4, 1e-3, {})
+        assert (optimizer.steps, optimizer.lr, dict(optimizer.steps_without_grad)) == (4, 1e-3, {})
 
 
 def different(grid, layers, bucket_bytes, when, uses, others):

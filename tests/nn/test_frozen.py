@@ -140,7 +140,7 @@ def test_a_run_goes_on_whether_it_freezes_before_or_after_it_is_loaded(comm, sha
             again.network.layers[0].requires_grad_(not frozen)
             again.resume(keeper, path)
             assert trained(grid, range(4, 7), 9, again)[1] == wanted
-            assert again.optimizer.steps_without_gradient == {
+            assert again.optimizer.steps_without_grad == {
                 each: 4 - first for each in again.network.layers[0].parameters()
             }
         full, _ = trained(grid, (), 0, library="torch")

@@ -166,15 +166,17 @@ def test_the_loop_of_training_runs(comm, shared_path):
 
 
 @pytest.mark.parallel([2])
-def test_the_network_of_ones_own_is_trained_by_the_command(comm, shared_path):
-    _, model = programs("docs/training.md")
+def test_the_network_and_the_optimizer_of_ones_own_are_trained_by_the_command(comm, shared_path):
+    _, optimizer, model = programs("docs/training.md")
     if comm.rank == 0:
         (shared_path / "model.py").write_text(model)
+        (shared_path / "lion.py").write_text(optimizer)
         random = np.random.default_rng(1)
         with h5py.File(shared_path / "data.h5", "w") as file:
             file["x"], file["y"] = random.random((64, 5), np.float32), random.random((64, 2), np.float32)
         (shared_path / "x.toml").write_text(
-            f'network = "{shared_path}/model.py:build"\n[data]\nfile = "{shared_path}/data.h5"\nbatch_size = 32\n'
+            f'network = "{shared_path}/model.py:build"\noptimizer = "{shared_path}/lion.py:Lion"\n'
+            f'[data]\nfile = "{shared_path}/data.h5"\nbatch_size = 32\n'
             f'[training]\nfolder = "{shared_path}/run"\nsteps = 3\nlog_every = 1\n'
         )
     comm.barrier()
