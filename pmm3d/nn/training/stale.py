@@ -77,8 +77,9 @@ class DoubleBuffered(Rule):
 @dataclass(frozen=True)
 class HetPipe(Rule):
     """HetPipe's wave synchronous parallelism (Park et al., ATC 2020). A worker is a pipeline with its own copy of the
-    network. Workers may differ in speed. All stages of a worker use weights of the same version. A wave is p micro-batches. The clock of a worker is the number of its finished waves.
-    U_i(c) is the sum of the changes of worker i in wave c, from 0.
+    network. Workers may differ in speed. All stages of a worker use weights of the same version. A wave is p
+    micro-batches. The clock of a worker is the number of its finished waves. U_i(c) is the sum of the changes of worker
+    i in wave c, from 0.
 
         W_i(t+1) = W_i(t) - lr G_i(t; W_i(v)),   v = max(0, t - p + 1)
         and, if t + 1 = c p and c > D:   + the sum of U_j(c-1-D) over all workers j other than i
