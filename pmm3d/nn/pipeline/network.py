@@ -221,21 +221,10 @@ class Pipeline(Module):
         return found
 
     def table(self, micro_batches: int) -> PipelineSchedule:
-        """Table of a step, with messages.
+        """Return the table of a step of this many micro-batches, with messages.
 
-        Parameters
-        ----------
-        micro_batches : int
-            Number of micro-batches of the step.
-
-        Returns
-        -------
-        PipelineSchedule
-
-        Raises
-        ------
-        PipelineError
-            If the schedule does not support this number, needs stages on other ranks, or has more messages than tags.
+        Raises PipelineError if the schedule does not support this number, needs stages on other ranks, or has more
+        messages than tags.
         """
         if micro_batches not in self._tables:
             table = self._table(micro_batches)
@@ -396,13 +385,7 @@ class Pipeline(Module):
         return self._passes[inputs]
 
     def export(self, path: StrPath, names: str | None = None) -> None:
-        """Write the weights of all stages. Collective.
-
-        Parameters
-        ----------
-        path, names
-            As in `nn.exchange.export_torch`.
-        """
+        """Write the weights of all stages; arguments as in `nn.exchange.export_torch`. Collective."""
         export_torch(self, path, names=names)
 
     def run(self, stage: int, micro: int, *inputs: Tensor) -> tuple[Tensor, ...]:
