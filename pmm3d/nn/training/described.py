@@ -74,7 +74,7 @@ def _explained(problem: Any, model: type[BaseModel], values: Mapping[str, Any]) 
             f"{key} = {_shown(values[key])}: it is a section, [{key}], with the keys {', '.join(k.name for k in known)}"
         )
     found = next(each for each in known if each.name == path[1])
-    needed = own if kind == "value_error" else f"needed is {found.values}"
+    needed = (kind == "value_error" and own) or f"needed is {found.values}"
     return f"{path[0]}.{path[1]} = {_shown(values[path[0]], path[1])}: {needed}"
 
 
@@ -116,7 +116,7 @@ def _values(facts: dict[str, Any]) -> str:
     if "enum" in facts:
         return ", ".join(map(json.dumps, facts["enum"]))
     if facts["type"] == "array":
-        return f"a list of {facts['minItems']}, each {_values(facts['items'])}"
+        return f"a list, each {_values(facts['items'])}"
     kinds = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
     kind = "a path" if facts.get("format") == "path" else kinds[facts["type"]]
     bounds = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "up to", "exclusiveMaximum": "below"}
