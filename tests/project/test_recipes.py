@@ -52,7 +52,12 @@ def conda():
     return yaml.safe_load((RECIPES / CONDA).read_text())
 
 
-OF_CONDA = {"matplotlib": "matplotlib-base", "torch": "pytorch", "cupy-cuda13x": "cupy"}
+OF_CONDA = {
+    "matplotlib": "matplotlib-base",
+    "prometheus-client": "prometheus_client",
+    "torch": "pytorch",
+    "cupy-cuda13x": "cupy",
+}
 
 
 def for_conda(bounds):
@@ -102,7 +107,7 @@ def spack(monkeypatch):
 
 def test_the_spack_package_needs_what_pyproject_says(monkeypatch):
     variants, dependencies = spack(monkeypatch)
-    assert set(variants) == {"io", "cli", "train", "report", "text", "torch"}
+    assert set(variants) == {"io", "cli", "train", "report", "text", "monitor", "torch"}
     assert dependencies.pop(("python", "")) == PROJECT["requires-python"].removeprefix(">=") + ":"
     for extra in ("", *variants):
         with given(extra=extra):

@@ -24,6 +24,7 @@ class PyPmm3d(PythonPackage, CudaPackage):
     variant("train", default=True, description="Training runs with a configuration file")
     variant("report", default=True, description="Pages and pictures of runs")
     variant("text", default=False, description="Tokenizers for text")
+    variant("monitor", default=False, description="Metrics for Prometheus")
     variant("torch", default=False, description="Torch arrays, and torch modules on the grid")
 
     depends_on("python@3.10:", type=("build", "run"))
@@ -56,6 +57,9 @@ class PyPmm3d(PythonPackage, CudaPackage):
 
     with when("+text"):
         depends_on("py-tokenizers@0.20:", type="run")
+
+    with when("+monitor"):
+        depends_on("py-prometheus-client@0.20:", type="run")
 
     with when("+torch"):
         depends_on("py-torch@2.10:", type="run")
