@@ -62,8 +62,8 @@ class Executor:
     Receives are posted early, each with its own tag. A rank waits for a receive before the pass that needs the message,
     and for its sends at the end of the step. So no order of messages can deadlock. Stages on the same rank exchange no
     messages. The all-reduce of a stage's gradients over data begins during the last W of the stage. Contributions to a
-    gradient are added in ascending order of micro-batches, so all schedules give the same bits. `has_last_stage` is True if this
-    rank holds a last stage.
+    gradient are added in ascending order of micro-batches, so all schedules give the same bits. `has_last_stage` is
+    True if this rank holds a last stage.
 
     Raises PipelineError, on every rank, if the schedule does not support this number of micro-batches. Also raises it
     if an earlier step ended with an error on this rank.
