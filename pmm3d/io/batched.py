@@ -47,18 +47,7 @@ class Batched:
         raise NotImplementedError
 
     def of_loss(self, loss: float) -> dict[str, float]:
-        """Figures that follow from a mean loss over the rows, by name.
-
-        Parameters
-        ----------
-        loss : float
-            The mean loss.
-
-        Returns
-        -------
-        dict of str to float
-            The figures.
-        """
+        """Return figures that follow from a mean loss over the rows, by name."""
         return {}
 
     def _loader(

@@ -177,15 +177,8 @@ class Checkpoints:
     def poll(self) -> Path | None:
         """Continue a checkpoint in the background: complete it when all ranks have written their shards.
 
-        Returns
-        -------
-        Path or None
-            Folder of a checkpoint that this call completed.
-
-        Raises
-        ------
-        CheckpointError
-            On every rank, if a rank could not write. Earlier checkpoints are unchanged.
+        Return the folder of a checkpoint that this call completed, or None. Raises CheckpointError, on every rank, if a
+        rank could not write; earlier checkpoints are unchanged.
 
         Notes
         -----
@@ -201,18 +194,7 @@ class Checkpoints:
         return None
 
     def finish(self) -> Path | None:
-        """Wait until the checkpoint in the background is complete.
-
-        Returns
-        -------
-        Path or None
-            Its folder; None if none is written.
-
-        Raises
-        ------
-        CheckpointError
-            As `poll`.
-        """
+        """Wait for the checkpoint in the background, and return its folder, or None. Errors as in `poll`."""
         path, asked, self._asked = None, self._asked, None
         if asked is not None:
             asked.wait()
@@ -263,17 +245,7 @@ class Checkpoints:
     def retire(self, step: int, spared: str | os.PathLike[str] | None = None) -> list[Path]:
         """Rename the checkpoints of later steps to retired-step-..., for a run that continues from this step.
 
-        Parameters
-        ----------
-        step : int
-            The step.
-        spared : str or Path or None
-            A checkpoint that is not removed. Otherwise the `keep` checkpoints that were retired last remain.
-
-        Returns
-        -------
-        list of Path
-            The new names.
+        Return the new names. The `keep` checkpoints that were retired last remain, and the checkpoint `spared`.
         """
         self.finish()
         kept = None if spared is None else Path(spared)
@@ -283,56 +255,22 @@ class Checkpoints:
         return self.grid.comm.bcast(retired)
 
     def candidates(self) -> list[Path]:
-        """The complete checkpoints, newest step first. Only `load` finds out whether they are damaged.
-
-        Returns
-        -------
-        list of Path
-            Their folders.
-        """
+        """Folders of the complete checkpoints, newest step first. Only `load` finds out whether they are damaged."""
         self.finish()
         with self.grid.collective_call("candidates", str(self.folder), always=True), file_errors(self.folder, "listed"):
             paths = [path for _, _, path in self._folders.listed()] if self.grid.rank == 0 else []
         return self.grid.comm.bcast(paths)
 
     def latest(self) -> Path | None:
-        """The complete checkpoint of the newest step.
-
-        Returns
-        -------
-        Path or None
-            Its folder; None if there is none.
-        """
+        """Folder of the complete checkpoint of the newest step; None if there is none."""
         return next(iter(self.candidates()), None)
 
     def meta(self, path: str | os.PathLike[str]) -> Any:
-        """The data that was saved with a checkpoint.
-
-        Parameters
-        ----------
-        path : str or Path
-            Folder of the checkpoint.
-
-        Returns
-        -------
-        object
-            The data, from JSON: tuples are lists, and keys are strings.
-        """
+        """Return the data that was saved with a checkpoint, from JSON: tuples are lists, and keys are strings."""
         return self._read(Path(path)).meta
 
     def contents(self, path: str | os.PathLike[str]) -> dict[str, tuple[tuple[int, int], str]]:
-        """Shapes and types of the matrices of a checkpoint.
-
-        Parameters
-        ----------
-        path : str or Path
-            Folder of the checkpoint.
-
-        Returns
-        -------
-        dict of str to ((int, int), str)
-            (shape, dtype) by name.
-        """
+        """Return (shape, dtype) of each matrix of a checkpoint, by name."""
         return self._read(Path(path)).contents
 
     def load(
@@ -371,57 +309,24 @@ class Checkpoints:
     def load_latest(
         self, matrices: Matrices, *, check: Check | None = None, partial: Partial = False
     ) -> tuple[Path, Any] | None:
-        """Fill matrices from the newest undamaged checkpoint.
+        """Fill matrices from the newest undamaged checkpoint. Arguments as in `load`.
 
-        Parameters
-        ----------
-        matrices, check, partial
-            See `load`. After an error of `check`, no older checkpoint is tried.
-
-        Returns
-        -------
-        (Path, object) or None
-            Folder and data of the checkpoint; None if there are no checkpoints.
-
-        Raises
-        ------
-        CheckpointError
-            On every rank, if all checkpoints are damaged. Otherwise warnings name the damaged ones.
+        Return its folder and data, or None if there are no checkpoints. After an error of `check`, no older checkpoint
+        is tried. Raises CheckpointError, on every rank, if all checkpoints are damaged; otherwise warnings name the
+        damaged ones.
         """
         found = self.newest_undamaged()
         return None if found is None else (found.path, self.fill(found, matrices, check=check, partial=partial))
 
     def undamaged(self, path: str | os.PathLike[str]) -> Checkpoint:
-        """A checkpoint whose checksums are verified.
-
-        Parameters
-        ----------
-        path : str or Path
-            Folder of the checkpoint.
-
-        Returns
-        -------
-        Checkpoint
-            The checkpoint, for `fill`.
-
-        Raises
-        ------
-        CheckpointError
-            On every rank, if it is damaged.
-        """
+        """Return a checkpoint for `fill`. Raises CheckpointError, on every rank, if its checksums are wrong."""
         found = self._read(Path(path))
         with self.grid.collective_call("load: verifying", str(path), always=True):
             verify(found.path, found.manifest["files"], self.grid.rank, self.grid.size)
         return found
 
     def newest_undamaged(self) -> Checkpoint | None:
-        """The newest undamaged checkpoint.
-
-        Returns
-        -------
-        Checkpoint or None
-            The checkpoint, for `fill`; None if there is none.
-        """
+        """Return the newest undamaged checkpoint, for `fill`; None if there is none."""
         failed = []
         for path in self.candidates():
             try:
@@ -441,20 +346,7 @@ class Checkpoints:
     def fill(
         self, found: Checkpoint, matrices: Matrices, *, check: Check | None = None, partial: Partial = False
     ) -> Any:
-        """Fill matrices from a verified checkpoint.
-
-        Parameters
-        ----------
-        found : Checkpoint
-            The checkpoint.
-        matrices, check, partial
-            See `load`.
-
-        Returns
-        -------
-        object
-            The data that was saved with the checkpoint.
-        """
+        """Fill matrices from a verified checkpoint, and return its data. Arguments as in `load`."""
         path = str(found.path)
         if check is not None:
             with self.grid.collective_call("load: checking", path, always=True):

@@ -188,36 +188,12 @@ class DataSet(Batched):
             self.numbering = np.array([numbers[name] for name in own], np.int64)
 
     def renumbered(self, labels: np.ndarray, rows: Rows) -> np.ndarray:
-        """Classes of the labels of these rows. Raises DataError for a label that is no class.
-
-        Parameters
-        ----------
-        labels : numpy.ndarray
-            The labels.
-        rows : slice or numpy.ndarray
-            Their rows, for messages.
-
-        Returns
-        -------
-        numpy.ndarray
-            The classes.
-        """
+        """Return the classes of the labels of these rows. Raises DataError for a label that is no class."""
         self.check_labels(labels, rows)
         return labels if self.numbering is None else self.numbering[labels]
 
     def class_counts(self, *parts: RowSet) -> np.ndarray:
-        """Number of samples of each class. Collective.
-
-        Parameters
-        ----------
-        *parts : RowSet
-            Parts of the samples, as `split` returns them.
-
-        Returns
-        -------
-        numpy.ndarray, (parts, classes)
-            The numbers, int64, the same on every rank.
-        """
+        """Return the number of samples of each class, (parts, classes), in parts of `split`. Collective."""
         counts = np.zeros((len(parts), self.classes or 0), np.int64)
         low, high = part_range(self.samples, self.grid.size, self.grid.rank)
         with self.grid.collective_call("DataSet.class_counts", *map(str, parts), always=True):
@@ -252,13 +228,7 @@ class DataSet(Batched):
         return largest
 
     def check_labels(self, labels: np.ndarray, rows: Rows) -> None:
-        """Raise DataError for a label in these rows that is no class.
-
-        Parameters
-        ----------
-        labels, rows
-            See `renumbered`.
-        """
+        """Raise DataError for a label in these rows that is no class."""
         labels = labels.reshape(-1)
         most = self.classes if self.numbering is None else len(self.numbering)
         wrong = (labels < 0) | (most is not None and labels >= most)

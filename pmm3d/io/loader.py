@@ -108,10 +108,7 @@ class Loader(AbstractContextManager["Loader"]):
     def fetch(self) -> Exception | None:
         """Wait until this rank's part of all micro-batches of the next batch has been read. Sends nothing.
 
-        Returns
-        -------
-        Exception or None
-            The error of this rank. After an error, call `fetch` again to retry.
+        Return the error of this rank, or None. After an error, call `fetch` again to retry.
         """
         try:
             while len(self._fetched) < self.left:
@@ -122,19 +119,10 @@ class Loader(AbstractContextManager["Loader"]):
         return None
 
     def take(self) -> tuple[DistMatrix, DistMatrix]:
-        """The next micro-batch of the fetched batch. Sends nothing.
+        """Return the next micro-batch (x, y) of the fetched batch. Sends nothing.
 
-        All ranks call it, when each knows that no `fetch` failed.
-
-        Returns
-        -------
-        tuple of DistMatrix
-            (x, y).
-
-        Raises
-        ------
-        Pmm3dError
-            On this rank, if no batch was fetched.
+        All ranks call it, when each knows that no `fetch` failed. Raises Pmm3dError, on this rank, if no batch was
+        fetched.
         """
         if not self._fetched:
             raise Pmm3dError(
@@ -156,18 +144,7 @@ class Loader(AbstractContextManager["Loader"]):
         return made
 
     def rows(self, batch: int) -> list[int]:
-        """Number of rows of each micro-batch of a batch, over all ranks.
-
-        Parameters
-        ----------
-        batch : int
-            Number of the batch.
-
-        Returns
-        -------
-        list of int
-            The numbers.
-        """
+        """Number of rows of each micro-batch of a batch, over all ranks."""
         return [len(positions) for positions in self._plan.pieces(batch, self.micro_batches)]
 
     def begin_epoch(self) -> None:
@@ -181,12 +158,9 @@ class Loader(AbstractContextManager["Loader"]):
         self.epoch, self.batch, self._handed_out = self.epoch + 1, 0, 0
 
     def whole_epoch(self) -> Iterator[tuple[DistMatrix, DistMatrix]]:
-        """All micro-batches of an epoch, for an evaluation.
+        """Yield all micro-batches (x, y) of an epoch, for an evaluation.
 
-        Yields
-        ------
-        tuple of DistMatrix
-            (x, y). A loader that was inside an epoch then goes back to its position there.
+        A loader that was inside an epoch then goes back to its position there.
         """
         before = self.epoch, self.batch, self._handed_out
         self.begin_epoch()
@@ -232,30 +206,18 @@ class Loader(AbstractContextManager["Loader"]):
         return x[: here[0][0]], y[: here[1][0]]
 
     def state(self) -> dict[str, Any]:
-        """The position after the last batch that was returned completely.
+        """Return the position after the last batch that was returned completely, for JSON.
 
-        Returns
-        -------
-        dict
-            A dict for JSON, with the description of the batches and the `fingerprint` of the data set. It fits any
-            grid, and any number of micro-batches.
+        The state describes the batches, and has the `fingerprint` of the data set. It fits any grid, and any number of
+        micro-batches.
         """
         return {"epoch": self.epoch, "batch": self.batch, **self._plan.state(), "data": self.data.fingerprint}
 
     def load_state(self, state: Mapping[str, Any], *, other_data: bool = False) -> None:
         """Go to the position of a state. Collective.
 
-        Parameters
-        ----------
-        state : dict
-            A state, as `state` returns it.
-        other_data : bool
-            Accept a state of other batches or other data: the epoch then begins anew.
-
-        Raises
-        ------
-        DataError
-            On every rank, if the state belongs to other batches or other data, or is no state.
+        With `other_data`, a state of other batches or other data is accepted, and the epoch then begins anew. Raises
+        DataError, on every rank, if the state belongs to other batches or other data, or is no state.
         """
         with self.data.grid.collective_call("Loader.load_state", state, other_data):
             needed = ("epoch", "batch") if other_data else self.state()

@@ -111,7 +111,7 @@ class SourceFile:
             classes = np.asarray(dataset.attrs.get("class_names", ())).tolist()
             facts = dataset.name, dataset.shape, dataset.dtype.name, classes
             digest.update(json.dumps(facts, default=str).encode())
-            for rows in _spread(dataset):
+            for rows in _sampled_rows(dataset):
                 with self.unchanged():
                     values = dataset[rows]
                 digest.update(np.ascontiguousarray(values, values.dtype.newbyteorder("<")).data)
@@ -128,7 +128,7 @@ def _files_of(dataset: h5py.Dataset) -> Iterator[str]:
     """
     yield dataset.file.filename
     for name, _, _ in dataset.external or ():
-        yield from _places(dataset, name)
+        yield from _existing_paths(dataset, name)
     sources: dict[str, dict[str, None]] = {}
     for source in dataset.virtual_sources() if dataset.is_virtual else ():
         if "%" not in source.file_name + source.dset_name:  # % in a series of unlimited length
@@ -137,7 +137,7 @@ def _files_of(dataset: h5py.Dataset) -> Iterator[str]:
         if name == ".":
             yield from _files_of_sources(dataset.file, datasets)
             continue
-        first, *others = _places(dataset, name)
+        first, *others = _existing_paths(dataset, name)
         yield from (first, *others)
         with h5py.File(first, "r", locking="best-effort") as file:
             yield from _files_of_sources(file, datasets)
@@ -151,7 +151,7 @@ def _files_of_sources(file: h5py.File, datasets: Iterable[str]) -> Iterator[str]
         yield from _files_of(source)
 
 
-def _places(dataset: h5py.Dataset, name: str) -> list[str]:
+def _existing_paths(dataset: h5py.Dataset, name: str) -> list[str]:
     """Return the existing paths for a file name in a data set, in the search order of HDF5."""
     places = (os.path.join(os.path.dirname(dataset.file.filename), name), name)
     if not (there := list(filter(os.path.exists, dict.fromkeys(places)))):
@@ -166,7 +166,7 @@ def _identity(path: str) -> Identity:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _spread(dataset: h5py.Dataset) -> Iterator[slice]:
+def _sampled_rows(dataset: h5py.Dataset) -> Iterator[slice]:
     """Yield the rows whose values are in the fingerprint."""
     rows, size = dataset.shape[0], dataset.dtype.itemsize
     if prod(dataset.shape) * size <= WHOLE_BYTES:

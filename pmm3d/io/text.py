@@ -102,23 +102,7 @@ class Tokenizer:
         return sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """The tokens of a text.
-
-        Parameters
-        ----------
-        text : str or bytes
-            The text.
-
-        Returns
-        -------
-        numpy.ndarray
-            The tokens.
-
-        Raises
-        ------
-        DataError
-            For a text that is not UTF-8, if there is a tokenizer.
-        """
+        """Return the tokens of a text, int64. Raises DataError if a tokenizer gets bytes that are not UTF-8."""
         import numpy as np
 
         try:
@@ -132,22 +116,9 @@ class Tokenizer:
             ) from None
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens.
+        """Return the text of tokens; bytes that are not UTF-8 become U+FFFD.
 
-        Parameters
-        ----------
-        tokens : iterable of int
-            The tokens.
-
-        Returns
-        -------
-        str
-            The text. Bytes that are not UTF-8 become U+FFFD.
-
-        Raises
-        ------
-        DataError
-            For a token outside the vocabulary.
+        Raises DataError for a token outside the vocabulary.
         """
         numbers = list(map(int, tokens))
         if wrong := [token for token in numbers if not 0 <= token < self.vocabulary]:
@@ -162,22 +133,9 @@ class Tokenizer:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> Tokenizer:
-        """The tokenizer in a file tokenizer.json of the package `tokenizers`, or in an HDF5 file of `convert_text`.
+        """Tokenizer in a tokenizer.json of the package `tokenizers`, or in an HDF5 file of `convert_text`.
 
-        Parameters
-        ----------
-        path : str or Path
-            The file.
-
-        Returns
-        -------
-        Tokenizer
-            The tokenizer.
-
-        Raises
-        ------
-        DataError
-            If the file or its tokenizer cannot be read.
+        Raises DataError if the file or its tokenizer cannot be read.
         """
         from .source import SourceFile
 

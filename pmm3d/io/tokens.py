@@ -163,18 +163,7 @@ class TokenDataSet(Batched):
         return starts
 
     def renumbered(self, values: np.ndarray, rows: Rows) -> np.ndarray:
-        """The tokens and the numbers of their documents. Raises DataError for a token outside the vocabulary.
-
-        Parameters
-        ----------
-        values, rows
-            See `DataSet.renumbered`.
-
-        Returns
-        -------
-        numpy.ndarray
-            The values.
-        """
+        """Return tokens and numbers of documents unchanged. Raises DataError for a token outside the vocabulary."""
         tokens = values[:, 0]
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocabulary:
             wrong = tokens[(tokens < 0) | (tokens >= self.vocabulary)][0]
@@ -185,18 +174,7 @@ class TokenDataSet(Batched):
         return values
 
     def of_loss(self, loss: float) -> dict[str, float]:
-        """Figures that follow from a mean cross-entropy.
-
-        Parameters
-        ----------
-        loss : float
-            The mean cross-entropy.
-
-        Returns
-        -------
-        dict of str to float
-            "perplexity", and "bits_per_byte" of the text if `bytes_per_token` is known.
-        """
+        """Return "perplexity" of a mean cross-entropy, and "bits_per_byte" if `bytes_per_token` is known."""
         found = {"perplexity": float(np.exp(loss))}
         if self.bytes_per_token:
             found["bits_per_byte"] = loss / (log(2) * self.bytes_per_token)

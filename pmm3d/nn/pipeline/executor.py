@@ -44,7 +44,7 @@ class OneStage:
         made = self._network(*inputs)
         return made if isinstance(made, tuple) else (made,)
 
-    def apart(self, stage: int) -> AbstractContextManager[None]:
+    def separate_tied_gradients(self, stage: int) -> AbstractContextManager[None]:
         return nullcontext()
 
     def count_passes(self, micro_batches: int) -> None:
@@ -62,8 +62,8 @@ class Executor:
     Receives are posted early, each with its own tag. A rank waits for a receive before the pass that needs the message,
     and for its sends at the end of the step. So no order of messages can deadlock. Stages on the same rank exchange no
     messages. The all-reduce of a stage's gradients over data begins during the last W of the stage. Contributions to a
-    gradient are added in ascending order of micro-batches, so all schedules give the same bits. `ends` is True if this
-    rank holds a last stage.
+    gradient are added in ascending order of micro-batches, so all schedules give the same bits. `has_last_stage` is
+    True if this rank holds a last stage.
 
     Raises PipelineError, on every rank, if the schedule does not support this number of micro-batches. Also raises it
     if an earlier step ended with an error on this rank.
@@ -90,7 +90,7 @@ class Executor:
         """(stage, micro-batch) -> inputs, and edges of the outputs on the tape, kept for the backward pass."""
         self._queues, self._losses = dict[tuple[int, int], WeightProducts](), dict[int, Tensor]()
         self._last = {each.stage: each for action in self._line for each in action.each if each.kind in ("B", "W")}
-        self.ends = any(chain.stop - 1 in self._network.stages for chain in self._table.chains)
+        self.has_last_stage = any(chain.stop - 1 in self._network.stages for chain in self._table.chains)
 
     def run(self, loss: LossOf | None) -> list[Tensor]:
         """Execute the actions of this rank. Return the losses of micro-batches whose last stage is on this rank. If
@@ -99,7 +99,7 @@ class Executor:
         ledger.actions.clear()
         self._network.under_way = self._table.ranks > 1
         for stage, module in self._network.stages.items():
-            with self._network.apart(stage):
+            with self._network.separate_tied_gradients(stage):
                 open_sums[stage] = [*_buffers(module)]
             for buffer in open_sums[stage]:
                 tape.parallel.gradients.forget(buffer)  # an earlier step may have ended with an error
@@ -108,10 +108,10 @@ class Executor:
             for place, action in enumerate(self._line):
                 self._post(place)
                 for each in action.each:
-                    ends = self._ends_sum(each)
+                    starts = self._starts_all_reduce(each)
                     for buffer in open_sums[each.stage] if each.kind in ("B", "W") else ():
-                        (buffer.queues.discard if ends else buffer.queues.add)(each.stage)
-                    with tape.set(syncing=ends):
+                        (buffer.queues.discard if starts else buffer.queues.add)(each.stage)
+                    with tape.set(syncing=starts):
                         self._carry_out(each, loss)
             for send in self._sends:
                 send.wait()
@@ -123,7 +123,7 @@ class Executor:
         self._network.count_passes(len(self._inputs))
         return [self._losses[micro] for micro in sorted(self._losses)]
 
-    def _ends_sum(self, action: PipelineAction) -> bool:
+    def _starts_all_reduce(self, action: PipelineAction) -> bool:
         """Whether the all-reduce of a stage's gradients over data begins during this action."""
         return action == self._last[action.stage]
 
@@ -147,7 +147,7 @@ class Executor:
                 if kind == "F":
                     self._forward(stage, micro, loss)
                 else:
-                    with self._network.apart(stage):
+                    with self._network.separate_tied_gradients(stage):
                         self._queues.pop((stage, micro)).drain() if kind == "W" else self._backward(kind, stage, micro)
 
     def _forward(self, stage: int, micro: int, loss: LossOf | None) -> None:

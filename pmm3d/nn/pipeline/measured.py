@@ -89,17 +89,9 @@ def described(actions: Sequence[Sequence[Acted]]) -> dict[str, Any]:
 
 
 def simulated_events(grid: Grid) -> list[dict[str, Any]]:
-    """Events for `Grid.write_trace`: the simulation of the last step of this rank's pipeline. Collective.
+    """Return events for `Grid.write_trace`: the simulation of the last step of this rank's pipeline. Collective.
 
-    Parameters
-    ----------
-    grid : Grid
-        The whole grid.
-
-    Returns
-    -------
-    list of dict
-        Events that begin with the measured step. The list is empty without an axis "pipe", or before the first step.
+    The events begin with the measured step. There are none without an axis "pipe", and before the first step.
     """
     if grid.shape.stages == 1:
         return []

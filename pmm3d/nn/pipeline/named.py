@@ -107,13 +107,7 @@ def schedule_names() -> list[str]:
 
 
 def is_searched(source: str) -> bool:
-    """Whether the schedule of this name is found by a search for given times.
-
-    Parameters
-    ----------
-    source : str
-        Name of a schedule.
-    """
+    """Whether the schedule of this name is found by a search for given times."""
     return source in BY_NAME and "times" in signature(BY_NAME[source]).parameters
 
 

@@ -133,14 +133,14 @@ class Pipeline(Module):
                     'Pipeline: cut="cost" needs like=, the inputs of a micro-batch. Other cuts take '
                     f"neither like nor memory; got cut={cut!r}"
                 )
-            self._ends = self._cut(cut, table, inputs, memory)
-        self._ends = grid.comm.bcast(self._ends) if cut == "cost" else self._ends  # rank 0 has the largest shards
+            self._bounds = self._cut(cut, table, inputs, memory)
+        self._bounds = grid.comm.bcast(self._bounds) if cut == "cost" else self._bounds  # rank 0 has the largest shards
         own = [stage for stage, rank in self.rank_of.items() if rank == self.index]
         places = sorted({place for stage in own for place in self._places(stage)})
         held = {*parameters_of(self.dry.layers[place] for place in places)}
         names = {parameter: name for name, parameter in self.dry.named_parameters().items()}
         described = [(name, parameter.shape, parameter.dtype) for parameter, name in names.items()]
-        with grid.collective_call("Pipeline: make", str(Seeds.of(grid)), str(table), self._ends, str(described)):
+        with grid.collective_call("Pipeline: make", str(Seeds.of(grid)), str(table), self._bounds, str(described)):
             pass
         network, again = made_by(make, self.grid, [parameter in held for parameter in made])
         if [each.shape for each in again] != [each.shape for each in made]:
@@ -218,21 +218,10 @@ class Pipeline(Module):
         return found
 
     def table(self, micro_batches: int) -> PipelineSchedule:
-        """Table of a step, with messages.
+        """Return the table of a step of this many micro-batches, with messages.
 
-        Parameters
-        ----------
-        micro_batches : int
-            Number of micro-batches of the step.
-
-        Returns
-        -------
-        PipelineSchedule
-
-        Raises
-        ------
-        PipelineError
-            If the schedule does not support this number, needs stages on other ranks, or has more messages than tags.
+        Raises PipelineError if the schedule does not support this number, needs stages on other ranks, or has more
+        messages than tags.
         """
         if micro_batches not in self._tables:
             table = self._table(micro_batches)
@@ -260,7 +249,7 @@ class Pipeline(Module):
 
     def _places(self, stage: int) -> range:
         """Numbers of a stage's layers in the whole network."""
-        return range(self._ends[stage % self.depth], self._ends[stage % self.depth + 1])
+        return range(self._bounds[stage % self.depth], self._bounds[stage % self.depth + 1])
 
     def kinds_of_ranks(self) -> list[Any]:
         """For each rank along pipe, a description that is equal for ranks with the same computation."""
@@ -319,7 +308,7 @@ class Pipeline(Module):
         return {name: stages for name, stages in found.items() if len(stages) > 1}
 
     @contextmanager
-    def apart(self, stage: int) -> Iterator[None]:
+    def separate_tied_gradients(self, stage: int) -> Iterator[None]:
         """Context of a stage's backward passes. A weight that an earlier stage of this rank also holds gets a separate
         gradient buffer until `sum_tied`. So the order of sums does not depend on how stages are placed on ranks."""
         with ExitStack() as stack:
@@ -393,13 +382,7 @@ class Pipeline(Module):
         return self._passes[inputs]
 
     def export(self, path: StrPath, names: str | None = None) -> None:
-        """Write the weights of all stages. Collective.
-
-        Parameters
-        ----------
-        path, names
-            As in `nn.exchange.export_torch`.
-        """
+        """Write the weights of all stages; arguments as in `nn.exchange.export_torch`. Collective."""
         export_torch(self, path, names=names)
 
     def run(self, stage: int, micro: int, *inputs: Tensor) -> tuple[Tensor, ...]:

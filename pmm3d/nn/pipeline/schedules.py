@@ -23,18 +23,7 @@ Order = list[tuple[int, int]]
 def gpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
     """GPipe: all forward passes, then all backward passes (Huang et al., arXiv 1811.06965).
 
-    Parameters
-    ----------
-    ranks, micro_batches : int
-        Numbers of ranks and of micro-batches.
-
-    Returns
-    -------
-    PipelineSchedule
-
-    Notes
-    -----
-    Bubble (p-1)(F+B+W), peak m.
+    Bubble (p-1)(F+B+W), peak m. Arguments as in `one_f_one_b`.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     micros = range(micro_batches)
@@ -123,11 +112,6 @@ def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> 
     """`interleaved` with delayed W, as in PyTorch's ScheduleInterleavedZeroBubble.
 
     A rank begins with fewer forward passes than in `interleaved`. On rank r, each W is r backward passes late.
-
-    Parameters
-    ----------
-    ranks, micro_batches, chunks
-        As in `interleaved`.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches, chunks=chunks)
     sizes = _group_sizes(ranks, micro_batches)
@@ -152,12 +136,7 @@ def breadth_first(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSc
     """Breadth-first: all micro-batches pass through a chunk before the next chunk (Lamy-Poirier, arXiv 2211.05953).
 
     The backward passes are in reverse order. Sharded weights of a chunk are gathered once a pass, because all
-    micro-batches use them in a row. Bubble (p-1)(F+B+W)/v, peak m.
-
-    Parameters
-    ----------
-    ranks, micro_batches, chunks
-        As in `interleaved`.
+    micro-batches use them in a row. Bubble (p-1)(F+B+W)/v, peak m. Arguments as in `interleaved`.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches, chunks=chunks)
     forward, backward = _grouped([micro_batches], range(chunks)), _grouped([micro_batches], range(chunks)[::-1])
@@ -170,11 +149,6 @@ def zb_h1(ranks: int, micro_batches: int) -> PipelineSchedule:
     """ZB-H1: 1F1B with W delayed into the bubble (Qi et al., arXiv 2401.10241).
 
     Bubble (p-1)(F+B-W). Peak p on each rank to the end of W, and min(p-r, m) to the end of I.
-
-    Parameters
-    ----------
-    ranks, micro_batches
-        As in `one_f_one_b`.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     return PipelineSchedule.of(
@@ -186,11 +160,6 @@ def zb_h2(ranks: int, micro_batches: int) -> PipelineSchedule:
     """ZB-H2: `zb_h1` that begins with 2(p-r) - 1 forward passes on rank r (Qi et al., arXiv 2401.10241).
 
     Bubble (p-1)(F+B-2W), which is 0 if F = B = W. Peak 2p - 1.
-
-    Parameters
-    ----------
-    ranks, micro_batches
-        As in `one_f_one_b`.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     return PipelineSchedule.of(
@@ -202,25 +171,14 @@ def zb_h2(ranks: int, micro_batches: int) -> PipelineSchedule:
 def dualpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
     """DualPipe: micro-batches enter at both ends of two copies of the network (DeepSeek-V3, arXiv 2412.19437).
 
-    Parameters
-    ----------
-    ranks, micro_batches : int
-        Numbers of ranks and of micro-batches, both even, with at least two micro-batches for each rank.
-
-    Returns
-    -------
-    PipelineSchedule
-
-    Raises
-    ------
-    PipelineError
-        For other numbers.
+    Ranks and micro-batches are even numbers, with at least two micro-batches for each rank. Raises PipelineError for
+    other numbers.
 
     Notes
     -----
-    Stages 0 to p-1 are one copy, and stages p to 2p-1 the other copy. The forward pass of one direction overlaps with
+    Stages 0 to p-1 are one copy, and stages p to 2p-1 the other copy. The forward pass of one direction is paired with
     the backward pass of the other direction, which hides messages. The bubble is (p/2 - 1)(F&B + B - 2W). Here F&B is
-    the time of two overlapped passes, and B the time of a whole backward pass. Peak p + 1.
+    the time of a pair of passes, and B the time of a whole backward pass. Peak p + 1.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     if ranks % 2 or micro_batches % 2 or micro_batches < 2 * ranks:
@@ -243,11 +201,6 @@ def dualpipe_v(ranks: int, micro_batches: int) -> PipelineSchedule:
 
     At least two micro-batches for each rank are needed. Raises PipelineError for fewer. Peak 2p + 1 passes through a
     stage.
-
-    Parameters
-    ----------
-    ranks, micro_batches
-        As in `one_f_one_b`.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     if micro_batches < 2 * ranks:

@@ -68,37 +68,12 @@ class PipelineAction(NamedTuple):
 
     @classmethod
     def both(cls, forward: PipelineAction, backward: PipelineAction) -> PipelineAction:
-        """Action that overlaps a forward and a backward pass.
-
-        Parameters
-        ----------
-        forward, backward : PipelineAction
-            The two passes.
-
-        Returns
-        -------
-        PipelineAction
-        """
+        """Pair of a forward and a backward pass."""
         return cls(TOGETHER, forward.stage, forward.micro, (forward, backward))
 
     @classmethod
     def read(cls, text: str) -> PipelineAction:
-        """Action of a text.
-
-        Parameters
-        ----------
-        text : str
-            Text such as "2F0" or "(0F7;7B3)OVERLAP_F_B".
-
-        Returns
-        -------
-        PipelineAction
-
-        Raises
-        ------
-        PipelineError
-            If the text is not an action.
-        """
+        """Action of a text such as "2F0" or "(0F7;7B3)OVERLAP_F_B". Raises PipelineError for other texts."""
         if found := _PAIR.fullmatch(text):
             return cls.both(*map(cls.read, found.groups()))
         if found := _ONE.fullmatch(text):
@@ -178,24 +153,7 @@ class PipelineSchedule:
 
     @classmethod
     def of(cls, name: str, actions: Iterable[Iterable[PipelineAction]]) -> PipelineSchedule:
-        """Table of actions.
-
-        Parameters
-        ----------
-        name : str
-            Name of the table.
-        actions : iterable
-            The actions of each rank.
-
-        Returns
-        -------
-        PipelineSchedule
-
-        Raises
-        ------
-        PipelineError
-            If there are no actions.
-        """
+        """Table of the actions of each rank. Raises PipelineError if there are no actions."""
         table = cls(tuple(map(tuple, actions)), name)
         if not any(table.actions):
             raise PipelineError(f"{name}: there are no actions")
@@ -203,24 +161,10 @@ class PipelineSchedule:
 
     @classmethod
     def read(cls, text: str, name: str = "a table") -> PipelineSchedule:
-        """Table of a CSV text.
+        """Table of a CSV text: a line for each rank, with an action or nothing in each cell.
 
-        Parameters
-        ----------
-        text : str
-            A line for each rank, with an action or nothing in each cell. As in older tables of PyTorch, a B is read as
-            I if the same stage and micro-batch has a W.
-        name : str
-            Name of the table. Default: "a table".
-
-        Returns
-        -------
-        PipelineSchedule
-
-        Raises
-        ------
-        PipelineError
-            If a cell is not an action. The error names the line and the cell.
+        As in older tables of PyTorch, a B is read as I if the same stage and micro-batch has a W. Raises PipelineError,
+        with line and cell, if a cell is not an action.
         """
         ranks = list[list[PipelineAction]]()
         for rank, line in enumerate(csv.reader(io.StringIO(text.strip("\n")))):

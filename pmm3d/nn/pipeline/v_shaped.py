@@ -17,11 +17,6 @@ def zb_v(ranks: int, micro_batches: int) -> PipelineSchedule:
     """ZB-V (Qi et al., arXiv 2401.10241).
 
     Bubble 0 if F = B = W and m >= 2p - 1. Peak 2p, which is the memory of the first rank in 1F1B.
-
-    Parameters
-    ----------
-    ranks, micro_batches
-        As in `one_f_one_b`.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     number = max(micro_batches, 2 * ranks - 1)  # `add` skips passes of micro-batches that do not exist
@@ -85,11 +80,6 @@ def v_min(ranks: int, micro_batches: int) -> PipelineSchedule:
 
     A micro-batch has six passes on a rank, at fixed places in a period of six passes. If F = B = W and p > 1, the
     bubble is at most (2p - 5/2)(F+B+W)/3, or (2p - 3/2)(F+B+W)/3 if 3 divides p. Peak at most 2 floor((p+1)/3) + 2.
-
-    Parameters
-    ----------
-    ranks, micro_batches
-        As in `one_f_one_b`.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     tables, later = [], 2 * (ranks % 3 == 0)  # delays I, whose place would otherwise be the place of F

@@ -132,13 +132,7 @@ def zb_1p(ranks: int, micro_batches: int, times: Times = Times(), limit: float |
 
 
 def zb_2p(ranks: int, micro_batches: int, times: Times = Times(), limit: float | None = None) -> PipelineSchedule:
-    """ZB-2p: `zb_1p` with the default limit 2p, for a bubble of almost 0 if W takes no longer than F and I.
-
-    Parameters
-    ----------
-    ranks, micro_batches, times, limit
-        As in `zb_1p`. Default of `limit`: 2p.
-    """
+    """ZB-2p: `zb_1p` with the default limit 2p, for a bubble of almost 0 if W takes no longer than F and I."""
     return _zero_bubble("zb-2p", ranks, micro_batches, times, 2 * ranks if limit is None else limit)
 
 

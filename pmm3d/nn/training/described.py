@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from textwrap import wrap
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ...errors import hint, needs
 
@@ -62,41 +62,39 @@ def explained(error: ValidationError, model: type[BaseModel], values: Mapping[st
 
 
 def _explained(problem: Any, model: type[BaseModel], values: Mapping[str, Any]) -> str:
-    path = [str(part) for part in problem["loc"]]
-    key, kind = ".".join(path), problem["type"]
+    path, kind = [str(part) for part in problem["loc"]], problem["type"]
+    key, own, section = ".".join(path), problem["msg"].removeprefix("Value error, "), model
+    for part in path[:-1] if kind == "extra_forbidden" else ():
+        section = cast(Any, section.model_fields[part].annotation)
     if kind == "extra_forbidden":
-        known = list(fields_of(model, path[:-1]))
-        return f"unknown key {key}{hint(path[-1], known)}"
+        return f"unknown key {key}{hint(path[-1], section.model_fields)}"
     if kind == "missing":
         return f"{key} is missing"
-    if not path:  # a check of several sections
-        return str(problem["msg"]).removeprefix("Value error, ")
-    words = next((found.words for found in keys_of(model) if [found.section, found.name] == path[:2]), "")
-    section = values[path[0]]
-    shown = repr(section[path[1]] if words and isinstance(section, Mapping) else problem["input"])
-    shown = shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."
-    if words:
-        return f"{path[0]}.{path[1]} = {shown}: needed is {words}"
+    if kind == "value_error" and len(path) < 2:  # a check of one or several sections
+        return f"{key}: {own}" if path else own
+    known = [each for each in keys_of(model) if each.section == path[0]]
     if kind == "model_type":
-        return f"{key} = {shown}: it is a section, [{key}], with the keys {', '.join(fields_of(model, path))}"
-    return f"{key} = {shown}: {problem['msg'].removeprefix('Value error, ').lower()}"
+        return (
+            f"{key} = {_shown(values[key])}: it is a section, [{key}], with the keys {', '.join(k.name for k in known)}"
+        )
+    found = next(each for each in known if each.name == path[1])
+    needed = (kind == "value_error" and own) or f"needed is {found.values}"
+    return f"{path[0]}.{path[1]} = {_shown(values[path[0]], path[1])}: {needed}"
 
 
-def fields_of(model: Any, path: list[str]) -> dict[str, Any]:
-    """Return the keys of the section at a path."""
-    for part in path:
-        model = model.model_fields[part].annotation
-    return dict(model.model_fields)
+def _shown(section: Any, key: str = "") -> str:
+    """Return the value of a section or of its key, as far as a message has room."""
+    text = repr(section[key] if key and isinstance(section, Mapping) else section)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 class Key(NamedTuple):
-    """Texts of a key. values: its possible values; words: the same if the field has a text about them, else empty."""
+    """Texts of a key. values: its possible values."""
 
     section: str
     name: str
     meaning: str
     values: str
-    words: str
     default: Any
     needed: bool
 
@@ -109,20 +107,15 @@ def keys_of(model: type[BaseModel]) -> Iterator[Key]:
         facts = schema["$defs"][part.__name__]
         for name, each in part.model_fields.items():
             default = None if each.is_required() else each.get_default(call_default_factory=True, validated_data={})
-            values, words = _values(facts["properties"][name]), _words(facts["properties"][name])
             meaning = " ".join((each.description or "").split())
-            yield Key(section, name, meaning, values, words, default, each.is_required())
-
-
-def _words(facts: dict[str, Any]) -> str:
-    """Return the text about possible values in the JSON schema of a key; empty if there is none."""
-    return next((str(one["values"]) for one in (facts, *facts.get("anyOf", ())) if "values" in one), "")
+            yield Key(section, name, meaning, _values(facts["properties"][name]), default, each.is_required())
 
 
 def _values(facts: dict[str, Any]) -> str:
     """Return the possible values of a key as text, from its JSON schema."""
-    if words := _words(facts):
-        return words
+    for one in (facts, *facts.get("anyOf", ())):
+        if "values" in one:
+            return str(one["values"])
     facts = next((one for one in facts.get("anyOf", ()) if one["type"] != "null"), facts)
     if "enum" in facts:
         return ", ".join(map(json.dumps, facts["enum"]))

@@ -116,18 +116,7 @@ class RunLog:
         self._begun = time.perf_counter()
 
     def open(self, step: int, total: int) -> None:
-        """Begin the log, or continue it after a step.
-
-        Parameters
-        ----------
-        step, total : int
-            Number of steps so far, and in all.
-
-        Raises
-        ------
-        OSError
-            If the folder cannot be written.
-        """
+        """Begin the log, or continue it after a step; `total` is the last step. Raises OSError."""
         if not self.writes:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -138,13 +127,7 @@ class RunLog:
         self._first, self._total = step, total
 
     def step(self, metrics: dict[str, float]) -> None:
-        """Write a line about a step.
-
-        Parameters
-        ----------
-        metrics : dict
-            Figure -> value, with at least "step".
-        """
+        """Write a line of the figures of a step, with at least "step"."""
         if not self.writes:
             return
         seconds = time.perf_counter() - self._begun
@@ -160,39 +143,17 @@ class RunLog:
             )
 
     def validation(self, step: int, epoch: int, figures: dict[str, float]) -> None:
-        """Write a line about an evaluation.
-
-        Parameters
-        ----------
-        step, epoch : int
-            Numbers of steps and of epochs so far.
-        figures : dict
-            Figure -> value.
-        """
+        """Write a line of the figures of an evaluation after this many steps and epochs."""
         if self.writes:
             self._write({"step": step, "epoch": epoch, "validation": figures})
         self.say(f"step {step}: " + ", ".join(f"validation {name} {value:.4f}" for name, value in figures.items()))
 
     def saved(self, step: int, path: Path) -> None:
-        """Report a checkpoint that is on the disk.
-
-        Parameters
-        ----------
-        step : int
-            Step of the checkpoint.
-        path : Path
-            Its folder.
-        """
+        """Report a checkpoint that is on the disk."""
         self.say(f"step {step}: wrote {path}")
 
     def say(self, text: str) -> None:
-        """Print a line above the line of progress.
-
-        Parameters
-        ----------
-        text : str
-            The line.
-        """
+        """Print a line above the line of progress."""
         if self.writes:
             self._print(("\r\033[K" if self._shows else "") + text)
 

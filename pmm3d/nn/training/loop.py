@@ -161,19 +161,9 @@ class Trainer:
                 self._lock = None
 
     def resume(self, path: str | os.PathLike[str] | None = None, accept: Collection[str] = ()) -> bool:
-        """Continue from a checkpoint. Collective. See `TrainState.resume`.
+        """Continue from a checkpoint, by default the newest undamaged one. Collective.
 
-        Parameters
-        ----------
-        path : path or None
-            A checkpoint. Default: the newest undamaged one.
-        accept : collection of str
-            As in `TrainState.resume`.
-
-        Returns
-        -------
-        bool
-            False if there is no checkpoint.
+        Return False if there is no checkpoint. `accept` as in `TrainState.resume`.
         """
         if self.checkpoints is None:
             raise Pmm3dError("resume: the trainer has no checkpoints to resume from")
@@ -337,10 +327,7 @@ class Trainer:
     def save(self, wait: bool = False) -> None:
         """Write a checkpoint, at most one a step. Collective.
 
-        Parameters
-        ----------
-        wait : bool
-            Whether to wait until the checkpoint is on the disk. Default: False.
+        With `wait`, the checkpoint is on the disk when the call returns.
         """
         if self.checkpoints is None:
             return
@@ -400,14 +387,7 @@ class Trainer:
     def summary(self, again: str = "") -> str:
         """Text about the result of the run.
 
-        Parameters
-        ----------
-        again : str
-            Command that resumes the run, which the text names if a signal ended the run. Default: none.
-
-        Returns
-        -------
-        str
+        `again` is the command that resumes the run, which the text names if a signal ended the run.
         """
         lines = [f"{counted(self.step, 'step')}, {counted(self.loader.epoch, 'epoch')}"]
         if self.request >= END:

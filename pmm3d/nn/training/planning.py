@@ -85,7 +85,7 @@ def rank_training(
     also         grids to simulate besides the others
     tell         a function that is called with (number of grids done, number of grids, "grids")
 
-    A rough simulation (`ScaledStep`) selects the grids. Other grids are neither candidates nor dropped. A preset is
+    A rough simulation (`ScaledStep`) selects the grids. All other grids are not mentioned in the result. A preset is
     preferred to a grid that is faster by 2% or less. Ties: less memory, then fewer ranks along x, y, z.
 
     Raises GridError if the step fits on no grid; the message contains the memory and a number of ranks that is enough.

@@ -104,8 +104,8 @@ class DataSection(Section):
         default_factory=lambda given: "random" if given.get("shuffle", True) and not given.get("sequence") else "last"
     )
     """which rows are held out: random rows, by `training.seed`, or the last rows, for example of a time series; left
-    out: last for tokens or if shuffle is false, otherwise random. With random and shuffle = false, the rows to train on
-    have the same random order in each epoch"""
+    out: last for tokens or if shuffle is false, otherwise random. hold_out = random with shuffle = false: one random
+    order, the same in each epoch"""
     groups: Name | None = None
     """name of a data set with a number for each row: rows with the same number are held out together; with hold_out =
     random"""

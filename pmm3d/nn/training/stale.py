@@ -76,10 +76,10 @@ class DoubleBuffered(Rule):
 
 @dataclass(frozen=True)
 class HetPipe(Rule):
-    """HetPipe's wave synchronous parallelism (Park et al., ATC 2020). Several pipelines train copies of one network on
-    different micro-batches, and may differ in speed. Such a pipeline is called a worker. All stages of a worker use
-    weights of the same version. A wave is p micro-batches. The clock of a worker is the number of its finished waves.
-    U_i(c) is the sum of the changes of worker i in wave c, from 0.
+    """HetPipe's wave synchronous parallelism (Park et al., ATC 2020). A worker is a pipeline with its own copy of the
+    network. Workers may differ in speed. All stages of a worker use weights of the same version. A wave is p
+    micro-batches. The clock of a worker is the number of its finished waves. U_i(c) is the sum of the changes of worker
+    i in wave c, from 0.
 
         W_i(t+1) = W_i(t) - lr G_i(t; W_i(v)),   v = max(0, t - p + 1)
         and, if t + 1 = c p and c > D:   + the sum of U_j(c-1-D) over all workers j other than i
@@ -159,7 +159,7 @@ def train_stale(
     executor = _StaleExecutor(network, optimizer, [x for x, _ in batches], rule)
     groups = (
         [weighted(grid, loss, batches[first : first + rule.every]) for first in range(0, len(batches), rule.every)]
-        if executor.ends
+        if executor.has_last_stage
         else []
     )
     with Tape.of(grid).set(summing=False), override(Tape.of(grid).parallel, trusting=True):
@@ -205,14 +205,14 @@ class _StaleExecutor(Executor):
         self._versions = {0: [(each.stored, each.version) for each in self._parameters]}
         self._waves = _Waves(rule, self._parameters) if isinstance(rule, HetPipe) else None
 
-    def _ends_sum(self, action: PipelineAction) -> bool:
+    def _starts_all_reduce(self, action: PipelineAction) -> bool:
         return action.kind in ("B", "W") and (action.micro + 1) % self._rule.every == 0
 
     def _carry_out(self, action: PipelineAction, loss: LossOf | None) -> None:
         if action.kind in ("F", "I", "B"):
             self._use(self._rule.version(action.micro, self._stage, self._depth))
         super()._carry_out(action, loss)
-        if self._ends_sum(action):
+        if self._starts_all_reduce(action):
             self._change(action.micro + 1)
 
     def _use(self, version: int) -> None:

@@ -98,27 +98,14 @@ class TrainState:
         return self.optimizer.steps
 
     def matrices(self, stored: Collection[str] = ()) -> dict[str, DistMatrix]:
-        """Name -> matrix of weights and of the optimizer's state.
-
-        Parameters
-        ----------
-        stored
-            As in `Optimizer.matrices`.
-
-        Returns
-        -------
-        dict
-        """
+        """Weights and the optimizer's state, by name. `stored` as in `Optimizer.matrices`."""
         return {**self.network.matrices(), **self.optimizer.matrices(self.network.named_parameters(), stored)}
 
     def facts(self) -> Facts:
         """Further facts for a checkpoint, for JSON.
 
-        Returns
-        -------
-        dict
-            "step", "lr" (of the next step), "optimizer", "schedule", "loader", "scale", "random", "grid", "blas", and
-            "facts" of network and data.
+        "step", "lr" (of the next step), "optimizer", "schedule", "loader", "scale", "random", "grid", "blas", and
+        "facts" of network and data.
         """
         optimizer = self.optimizer.state(self.network.named_parameters())
         missed = dict(ChainMap(*of_stages(self.network, optimizer["missed"])))
@@ -136,19 +123,9 @@ class TrainState:
         }
 
     def save(self, checkpoints: Checkpoints, **extra: Any) -> Path:
-        """Write a checkpoint of this step.
+        """Write a checkpoint of this step, and return its folder.
 
-        Parameters
-        ----------
-        checkpoints : Checkpoints
-            On the grid of all ranks of the network.
-        **extra
-            Further facts, for JSON.
-
-        Returns
-        -------
-        Path
-            The folder of the checkpoint.
+        The `checkpoints` are on the grid of all ranks of the network. `extra` are further facts, for JSON.
         """
         self._check_grid(checkpoints)
         return checkpoints.save(self.step, self.matrices(), {**self.facts(), **extra})

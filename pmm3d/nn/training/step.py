@@ -158,7 +158,7 @@ def train_step(
     tape, factor = Tape.of(grid), 1.0 if scale is None else scale.value
     executor = Executor(network, inputs, factor)
     with unchanged(grid), tape.set(summing=False), override(tape.parallel, trusting=True):
-        losses = executor.run(weighted(grid, loss, batches) if executor.ends else None)
+        losses = executor.run(weighted(grid, loss, batches) if executor.has_last_stage else None)
         if isinstance(network, Pipeline):
             network.sum_tied()
         agree = agree or partial(step_agreement, grid, whole=network.whole)

@@ -33,20 +33,8 @@ class Published(Sequential):
     def facts_in_config(path: Path) -> dict[str, Any]:
         """Settings of a stored network that no shape shows, for `nn.exchange.load_weights`. Sends nothing.
 
-        Parameters
-        ----------
-        path : Path
-            A file or folder with a configuration.
-
-        Returns
-        -------
-        dict
-            Facts, such as "network.heads".
-
-        Raises
-        ------
-        CheckpointError
-            For the configuration of an unsupported network.
+        The path is a file or a folder with a configuration. The facts have names such as "network.heads". Raises
+        CheckpointError for an unsupported network.
         """
         return architecture_of(_config(path), str(path)).facts
 

@@ -55,8 +55,8 @@ def block_pairs(queries: Rows, keys: Rows, visible: Visible) -> list[tuple[slice
     """Blocks of queries in the order of storage, each with two lists of pairs in the order of computation.
 
     The first list contains the blocks of keys from the queries' own block down to the first block. The second list
-    contains the blocks from the last down to the block after their own. If the keys lack the queries' own block, the
-    first list contains all blocks. Pairs whose scores are all masked are omitted.
+    contains the blocks from the last down to the block after their own. Where the keys do not contain the queries'
+    block, all blocks are in the first list. Pairs whose scores are all masked are omitted.
 
         >>> rows = Rows(np.arange(6))
         >>> [len(before) for _, before, after in block_pairs(rows, rows, Visible(block=2))]

@@ -252,7 +252,7 @@ def test_a_gradient_that_is_not_finite_in_one_stage_is_told_to_all(comm):
         optimizer, scale = optim.SGD(net.parameters(), lr=1e-2), optim.LossScale()
         x, y = (spread(net.grid, each, batch_layout(None), dtype="float32") for each in batch_of("plain", 0))
         executor = Executor(net, [x], scale.value)
-        executor.run((lambda micro, output: nn.mse(output, y)) if executor.ends else None)
+        executor.run((lambda micro, output: nn.mse(output, y)) if executor.has_last_stage else None)
         if net.index == 1:
             optimizer.parameters[0].accumulated.local[...] = np.inf
         assert optimizer.non_finite() == "the gradient of 6.weight is not finite"
