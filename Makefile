@@ -44,6 +44,9 @@ FEW_ON_TORCH := $(addprefix tests/,\
   nn/test_finite_differences.py::test_gradients_are_central_differences \
   nn/test_nn_gradients.py::test_gradients_of_a_deep_network_are_differences \
   nn/test_operations.py::test_values_and_gradients_are_those_of_torch nn/test_nn_torch.py::test_each_optimizer_takes_the_steps_of_torch)
+# On CI, the tests without ranks also count the lines that they execute, and fail below this percentage.
+LEAST_COVERAGE := 50
+COVERAGE := $(VENV)/bin/python -m coverage
 # Tests without MPI ranks: one worker for each core.
 IN_WORKERS := -m "not parallel" -n logical --maxprocesses 8 --dist loadfile
 
@@ -108,7 +111,15 @@ lines: setup ## code lines of each room
 	@$(VENV)/bin/python tests/code_lines.py
 
 test-unit: setup ## tests without MPI ranks, in parallel workers
+ifdef PMM3D_CI
+	@rm -f .coverage .coverage.*
+	$(COVERAGE) run -m pytest -o cache_dir=.pytest_cache/unit $(IN_WORKERS) $(ARGS)
+	@$(COVERAGE) combine -q
+	@echo "coverage of the tests without ranks: $$($(COVERAGE) report --format=total)% of the lines of pmm3d"
+	@$(COVERAGE) report --fail-under=$(LEAST_COVERAGE) >/dev/null
+else
 	$(PYTEST) -o cache_dir=.pytest_cache/unit $(IN_WORKERS) $(ARGS)
+endif
 
 test-mpi: setup site-launcher ## tests on several MPI ranks; N=4: only those on 4 ranks
 	$(PYTEST) -o cache_dir=.pytest_cache/mpi -m parallel $(if $(N),--ranks $(N)) $(ARGS)
@@ -133,10 +144,10 @@ durations: setup site-launcher ## run the tests, write their times to build/dura
 
 coverage: setup site-launcher ## run the tests, print the lines that no test executes
 	rm -f .coverage .coverage.*
-	-$(VENV)/bin/python -m coverage run -m pytest $(IN_WORKERS)
-	-$(VENV)/bin/python -m coverage run -m pytest -m parallel
-	$(VENV)/bin/python -m coverage combine -q
-	$(VENV)/bin/python -m coverage report
+	-$(COVERAGE) run -m pytest $(IN_WORKERS)
+	-$(COVERAGE) run -m pytest -m parallel
+	$(COVERAGE) combine -q
+	$(COVERAGE) report
 
 embed: .venv-embed/.installed ## build the C and Fortran library in build/embed
 	.venv-embed/bin/python embed/build.py --into build/embed --mpicc '$(MPICC)'
