@@ -198,17 +198,15 @@ help: ## print this list
 	@sed -n 's/^\([A-Z_]*\) ?=[^#]*## *\(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 	@echo "  LAUNCH      with MPI=site: the launcher (mpiexec -n), or 'srun --mpi=pmix -n'"
 
-# The environment of the C and Fortran library. It contains no MPI: the library uses the MPI of the calling program.
-.venv-embed/.installed: pyproject.toml setup.py constraints.txt | embed-compiler
-	@echo 'embed: installing the packages of the C and Fortran library into .venv-embed'
-	@test -x .venv-embed/bin/pip || $(PYTHON) -m venv --clear .venv-embed
-	@.venv-embed/bin/python -m pip install -q -e '.[embed,io,cli]' -c constraints.txt
-	@touch $@
+# The environment of the C and Fortran library contains no MPI: the library uses the MPI of the calling program.
+.venv-embed/.installed: CONTENTS = '.[embed,io,cli]'
+.venv-embed/.installed: | embed-compiler
+.venv-slurm-%/.installed: CONTENTS = '.[all]' $(@:.venv-slurm-%/.installed=%)
 
-.venv-slurm-%/.installed: pyproject.toml setup.py constraints.txt
-	@echo 'test-slurm: installing $* into .venv-slurm-$*'
-	@test -x .venv-slurm-$*/bin/pip || $(PYTHON) -m venv --clear .venv-slurm-$*
-	@.venv-slurm-$*/bin/python -m pip install -q -e '.[all]' $* -c constraints.txt
+.venv-%/.installed: pyproject.toml setup.py constraints.txt
+	@echo "installing $(CONTENTS) into $(@D)"
+	@test -x $(@D)/bin/pip || $(PYTHON) -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install -q -e $(CONTENTS) -c constraints.txt
 	@touch $@
 
 $(STAMP): pyproject.toml setup.py constraints.txt
