@@ -44,6 +44,9 @@ FEW_ON_TORCH := $(addprefix tests/,\
   nn/test_finite_differences.py::test_gradients_are_central_differences \
   nn/test_nn_gradients.py::test_gradients_of_a_deep_network_are_differences \
   nn/test_operations.py::test_values_and_gradients_are_those_of_torch nn/test_nn_torch.py::test_each_optimizer_takes_the_steps_of_torch)
+# On CI, the tests without ranks also count the lines that they execute, and fail below this percentage.
+LEAST_COVERAGE := 50
+COVERAGE := $(VENV)/bin/python -m coverage
 # Tests without MPI ranks: one worker for each core.
 WORKERS := -n logical --maxprocesses 8 --dist loadfile
 IN_WORKERS := -m "not parallel" $(WORKERS)
@@ -113,7 +116,15 @@ test-nightly: setup site-launcher ## tests that are too long for each change; a 
 	$(PYTEST) -o cache_dir=.pytest_cache/nightly -m "nightly and parallel" $(ARGS)
 
 test-unit: setup ## tests without MPI ranks, in parallel workers
+ifdef PMM3D_CI
+	@rm -f .coverage .coverage.*
+	$(COVERAGE) run -m pytest -o cache_dir=.pytest_cache/unit $(IN_WORKERS) $(ARGS)
+	@$(COVERAGE) combine -q
+	@echo "coverage of the tests without ranks: $$($(COVERAGE) report --format=total)% of the lines of pmm3d"
+	@$(COVERAGE) report --fail-under=$(LEAST_COVERAGE) >/dev/null
+else
 	$(PYTEST) -o cache_dir=.pytest_cache/unit $(IN_WORKERS) $(ARGS)
+endif
 
 test-mpi: setup site-launcher ## tests on several MPI ranks; N=4: only those on 4 ranks
 	$(PYTEST) -o cache_dir=.pytest_cache/mpi -m parallel $(if $(N),--ranks $(N)) $(ARGS)
@@ -141,10 +152,10 @@ durations: setup site-launcher ## run the tests, write their times to tests/dura
 
 coverage: setup site-launcher ## run the tests, print the lines that no test executes
 	rm -f .coverage .coverage.*
-	-$(VENV)/bin/python -m coverage run -m pytest $(IN_WORKERS)
-	-$(VENV)/bin/python -m coverage run -m pytest -m parallel
-	$(VENV)/bin/python -m coverage combine -q
-	$(VENV)/bin/python -m coverage report
+	-$(COVERAGE) run -m pytest $(IN_WORKERS)
+	-$(COVERAGE) run -m pytest -m parallel
+	$(COVERAGE) combine -q
+	$(COVERAGE) report
 
 embed: .venv-embed/.installed ## build the C and Fortran library in build/embed
 	.venv-embed/bin/python embed/build.py --into build/embed --mpicc '$(MPICC)'
@@ -195,17 +206,15 @@ help: ## print this list
 	@sed -n 's/^\([A-Z_]*\) ?=[^#]*## *\(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 	@echo "  LAUNCH      with MPI=site: the launcher (mpiexec -n), or 'srun --mpi=pmix -n'"
 
-# The environment of the C and Fortran library. It contains no MPI: the library uses the MPI of the calling program.
-.venv-embed/.installed: pyproject.toml setup.py constraints.txt | embed-compiler
-	@echo 'embed: installing the packages of the C and Fortran library into .venv-embed'
-	@test -x .venv-embed/bin/pip || $(PYTHON) -m venv --clear .venv-embed
-	@.venv-embed/bin/python -m pip install -q -e '.[embed,io,cli]' -c constraints.txt
-	@touch $@
+# The environment of the C and Fortran library contains no MPI: the library uses the MPI of the calling program.
+.venv-embed/.installed: CONTENTS = '.[embed,io,cli]'
+.venv-embed/.installed: | embed-compiler
+.venv-slurm-%/.installed: CONTENTS = '.[all]' $(@:.venv-slurm-%/.installed=%)
 
-.venv-slurm-%/.installed: pyproject.toml setup.py constraints.txt
-	@echo 'test-slurm: installing $* into .venv-slurm-$*'
-	@test -x .venv-slurm-$*/bin/pip || $(PYTHON) -m venv --clear .venv-slurm-$*
-	@.venv-slurm-$*/bin/python -m pip install -q -e '.[all]' $* -c constraints.txt
+.venv-%/.installed: pyproject.toml setup.py constraints.txt
+	@echo "installing $(CONTENTS) into $(@D)"
+	@test -x $(@D)/bin/pip || $(PYTHON) -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install -q -e $(CONTENTS) -c constraints.txt
 	@touch $@
 
 $(STAMP): pyproject.toml setup.py constraints.txt

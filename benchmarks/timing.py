@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pmm3d.text import counted
 from pmm3d.tools import launcher
 
 if TYPE_CHECKING:
@@ -151,8 +152,7 @@ def in_minutes(seconds: float) -> str:
     >>> in_minutes(30), in_minutes(61)
     ('1 minute', '2 minutes')
     """
-    minutes = max(1, math.ceil(seconds / 60))
-    return f"{minutes} minute{'s' * (minutes > 1)}"
+    return counted(max(1, math.ceil(seconds / 60)), "minute")
 
 
 def beside(name: str, runs: Mapping[str, Sequence[Result]], rivals: Sequence[str]) -> list[str]:

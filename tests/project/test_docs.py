@@ -1,14 +1,11 @@
 """The pages: their programs run, links and file names exist, and the reference is complete."""
 
 import contextlib
-import dataclasses
 import io
 import re
-import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import h5py
@@ -18,12 +15,8 @@ from loops import given
 from training_runs import run_here
 from typer.main import get_command
 
-from pmm3d import GridError
-from pmm3d.comm.watch import HUNG
-from pmm3d.model.choose_grid import chosen_shape
-from pmm3d.model.environment import Settings
 from pmm3d.nn.training.config import checked
-from pmm3d.tools.commands import NOT_FINISHED, app
+from pmm3d.tools.commands import app
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOCS = ROOT / "docs"
@@ -32,7 +25,6 @@ LINK = re.compile(r"\]\(([^()\s]+)\)")
 PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
 OWN_FILE = re.compile(r"(?<![\w./-])(?:apps|benchmarks|docs|jobs|tests)/[\w./-]*\w")
-VARIABLE = re.compile(r"PMM3D_[A-Z_]*[A-Z]")
 COMMAND = re.compile(r"(?<![\w-])pmm3d ((?:tune |bench |plan |convert )?[a-z]+)([^`\n#]*)")
 OPTION = re.compile(r"(?<!\S)--[a-z][a-z-]*")
 
@@ -99,28 +91,6 @@ def test_programs_of_embedding_are_right(comm):
             assert told in (3, 4) and "False" not in said, said
 
 
-def test_every_row_of_a_table_is_in_a_table():
-    """A table has a line of dashes below its head, and ends at an empty line. A row after that would be shown as
-    text."""
-    for page in PAGES:
-        for block in re.split(r"\n\s*\n", FENCED.sub("", page.read_text())):
-            rows = [line.strip() for line in block.splitlines() if re.fullmatch(r"\s*\|.*\|\s*", line)]
-            assert not rows or re.fullmatch(r"\|(\s*:?-+:?\s*\|)+", (rows + [""])[1]), (page.name, rows[0])
-
-
-def test_defaults_of_the_reference_are_what_a_user_writes(monkeypatch):
-    for name in ("docutils", "sphinx", "sphinx.util", "sphinx.util.docutils"):  # only make docs installs them
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(nodes=None, SphinxDirective=object))
-    monkeypatch.syspath_prepend(DOCS / "extensions")
-    generated = import_module("generated")
-    defaults = [
-        generated._parameter(parameter)[2]
-        for _, command in generated._commands(get_command(app))
-        for parameter in command.params
-    ]
-    assert "full" in defaults and not [default for default in defaults if re.match(r"[A-Z]\w*\.[A-Z]", default)]
-
-
 @four
 def test_the_ten_lines_of_the_readme_run(comm):
     [text] = programs("README.md")
@@ -132,20 +102,6 @@ def test_the_configuration_of_the_readme_is_one():
     [text] = re.findall(r"^```toml\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
     config = checked(tomllib.loads(text)).grid
     assert (config.shape, config.data) == ("2x1x1", 2)
-    [line] = [line for line in text.splitlines() if line.startswith("grid.shape")]
-    fitting, without_data = line.split(". For ")
-    assert [
-        chosen_shape(name, 2, {}, 4, None, "float64", None).data for name in ("hsdp", "megatron") if name in fitting
-    ] == [2, 2]
-    for name in ("ddp", "fsdp"):
-        with pytest.raises(GridError, match="data 2"):
-            chosen_shape(name, 2, {}, 4, None, "float64", None)
-        assert name in without_data
-
-
-def test_the_citation_has_the_version_of_the_package():
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_the_page_of_every_key_is_what_the_configuration_says(monkeypatch):
@@ -253,17 +209,6 @@ def test_every_file_that_the_walks_through_the_code_name_exists():
     assert len(named) > 30 and not [name for name in named if not (ROOT / "pmm3d" / name).exists()]
 
 
-def test_every_variable_that_a_page_names_is_read_by_the_code():
-    code = [
-        path
-        for room in ("pmm3d", "embed", "jobs", "apps")
-        for path in (ROOT / room).rglob("*")
-        if path.is_file() and path.suffix != ".pyc"
-    ]
-    known = set(VARIABLE.findall("".join(path.read_text() for path in code)))
-    assert not wrong(VARIABLE, lambda page, name: page.name == "CHANGES.md" or name in known)
-
-
 def test_every_option_of_a_command_that_a_page_names_exists():
     whole = get_command(app)
 
@@ -309,35 +254,3 @@ def test_the_reference_has_every_public_name():
     )
     public = {qualified(getattr(room, name)) for room in rooms for name in room.__all__ if not name.startswith("__")}
     assert not public - shown
-
-
-def test_lists_of_members_in_the_reference_name_what_exists():
-    unknown = []
-    for kind, path, options in directives():
-        module, _, name = (path, "", "") if kind == "module" else path.rpartition(".")
-        thing = getattr(import_module(module), name) if name else import_module(module)
-        classes = [each for each in vars(thing).values() if isinstance(each, type)] if kind == "module" else []
-        if kind == "module":
-            classes += [getattr(thing, each) for each in getattr(thing, "__all__", ())]
-        for listed in ("members", "exclude-members"):
-            unknown += [
-                f"{path}: {each}"
-                for each in options.get(listed, "").split(", ")
-                if each
-                and not any(
-                    hasattr(where, each) or each in getattr(where, "__annotations__", ()) for where in (thing, *classes)
-                )
-            ]
-    assert not unknown
-
-
-def test_the_sharp_bits_list_every_environment_variable():
-    table = re.findall(r"^\| `(PMM3D_\w+)` \|", (DOCS / "sharp-bits.md").read_text(), re.M)
-    assert {field.metadata["variable"] for field in dataclasses.fields(Settings)} <= set(table)
-
-
-def test_the_exit_codes_are_those_of_the_program():
-    text = (DOCS / "site.md").read_text()
-    assert f"{NOT_FINISHED} not finished, {HUNG} a hang" in text
-    text = (DOCS / "troubleshooting" / "jobs.md").read_text()
-    assert f"| {NOT_FINISHED} |" in text and f"| {HUNG} |" in text

@@ -16,7 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "extensions"))
 
-from docstrings import ALL_MEMBERS, as_rst
+from docstrings import as_rst
 
 SECTIONS = ("Parameters", "Attributes", "Returns", "Yields", "Raises", "Notes", "Examples")
 """Headings of sections, in their order."""
@@ -192,12 +192,6 @@ def test_faults_of_docstrings_are_found():
     ):
         assert faults_of("f", wrong, parameters), wrong
     assert faults_of("f", right, parameters[:2]), "c is not in the signature"
-
-
-def test_a_list_of_members_is_not_replaced():
-    page = ".. automodule:: a\n   :exclude-members: b\n\n.. autoclass:: c\n   :exclude-members: d\n   :members: e\n"
-    page += "\n.. automodule:: f\n   :no-members:\n.. autofunction:: g\n"
-    assert ALL_MEMBERS.sub(r"\1   :members:\n", page) == page.replace(":: a\n", ":: a\n   :members:\n")
 
 
 def test_the_reference_keeps_sections_and_shows_examples_as_code():

@@ -109,9 +109,3 @@ def test_what_a_product_needs_is_little():
     project = tomllib.loads(PROJECT.read_text())["project"]
     names = {need.split(">")[0] for need in project["dependencies"] if "python_version" not in need}
     assert names == {"numpy", "scipy", "mpi4py"}
-    brought = " ".join(
-        need
-        for extra in ("io", "cli", "train", "text", "report", "torch")
-        for need in project["optional-dependencies"][extra]
-    )
-    assert all(name.replace("_", "-") in brought for name in EXTRAS)

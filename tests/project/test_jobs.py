@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +18,6 @@ import numpy as np
 import pytest
 from loops import given
 from missing import skip_or_fail
-
-from pmm3d.model.environment import Settings
 
 ROOT = Path(__file__).parents[2]
 JOBS = ROOT / "jobs"
@@ -35,33 +32,7 @@ MACHINES = {
     "juwels-booster": {"SYSTEMNAME": "juwelsbooster"},
     "plain": {"SLURM_CLUSTER_NAME": "ours"},
 }
-INTRO_MPI = "https://cpe.ext.hpe.com/docs/latest/mpt/mpich/intro_mpi.html"
-SLURM = "https://slurm.schedmd.com/"
-KNOWN = {  # variables, and where they are documented
-    "OPENBLAS_NUM_THREADS": "https://github.com/OpenMathLib/OpenBLAS#setting-the-number-of-threads-using-environment-variables",
-    "OMP_NUM_THREADS": "https://www.openmp.org/spec-html/5.0/openmpse50.html",
-    "MKL_NUM_THREADS": "https://www.intel.com/content/www/us/en/docs/onemkl/developer-guide-linux/",
-    "MPICH_GPU_SUPPORT_ENABLED": INTRO_MPI,
-    "MPICH_OFI_NIC_POLICY": INTRO_MPI,
-    "FI_MR_CACHE_MONITOR": "https://ofiwg.github.io/libfabric/main/man/fi_mr.3.html",
-    "OMPI_MCA_pml": "https://docs.open-mpi.org/en/v5.0.x/mca.html",
-    "OPAL_PREFIX": "https://docs.open-mpi.org/en/v5.0.x/installing-open-mpi/installation-location.html",
-    "PMIX_MCA_psec": "https://docs.openpmix.org/",
-    "I_MPI_PMI_LIBRARY": SLURM + "mpi_guide.html#intel_mpi",
-    "CUDA_VISIBLE_DEVICES": "https://docs.nvidia.com/cuda/cuda-c-programming-guide/#env-vars",
-    "SRUN_CPUS_PER_TASK": SLURM + "srun.html",
-    "PATH": "the shell's",
-    **{f"PMM3D_{name}": "jobs/README.md" for name in ("JOBS", "SITE", "RESULTS", "OPTIONS", "RANKS_PER_NODE")},
-    "PMM3D_MACHINE_NAMES": "jobs/common.sh",
-    **{field.metadata["variable"]: "pmm3d/settings.py" for field in fields(Settings)},
-}
 BATCH = ("SLURM", "PBS_", "LSB_", "LS_SUBCWD", "FLUX_", "PMM3D_", *(name for one in MACHINES.values() for name in one))
-
-
-def variables_set(script: str) -> set[str]:
-    """Names in capitals that a shell script assigns or exports."""
-    code = re.sub(r"(^|\s)#.*", "", script)
-    return set(re.findall(r"(?:^|[\s;&|(])(?:export\s+)?([A-Z][A-Za-z0-9]*_[A-Za-z0-9_]*|PATH)=", code))
 
 
 def environment(**changes) -> dict[str, str]:
@@ -123,42 +94,6 @@ def test_shellcheck_finds_nothing():
     scripts = [script.relative_to(ROOT) for script in ALL]
     done = subprocess.run(["shellcheck", "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_every_variable_that_is_set_is_known():
-    unknown = {script.name: variables_set(script.read_text()) - KNOWN.keys() for script in ALL}
-    assert len(ALL) > 10 and not {name: found for name, found in unknown.items() if found}
-
-
-def test_a_variable_that_is_misspelt_is_found():
-    for line in (
-        "export MPICH_GPU_SUPORT=1",
-        "PMM3D_TIMOUT=5 srun pmm3d bench",
-        "  OMPI_MCA_plm=ucx",
-        "[ -n x ] && export SRUN_CPU_PER_TASK=4",
-        "[ -z x ] || FI_MR_CACHE_MONITR=memhooks",
-    ):
-        with given(line=line):
-            assert variables_set((JOBS / "sites" / "lumi.sh").read_text() + line + "\n") - KNOWN.keys()
-
-
-def test_each_line_of_a_site_names_its_source():
-    """On the same line, or in a comment of the same paragraph."""
-    source = re.compile(r"# .*(https://|guide|as above)")
-    for site, paragraph in [(file, part) for file in SITES for part in file.read_text().split("\n\n")]:
-        lines = paragraph.splitlines()
-        above = any(line.lstrip().startswith("#") and source.search(line) for line in lines)
-        for line in lines:
-            if re.match(r"\s*(export \w+=|module load|launch\+=)", line):
-                assert above or source.search(line), f"{site.name}: {line}"
-
-
-def test_a_site_says_that_it_was_not_tried_there():
-    assert not [
-        site.name
-        for site in SITES
-        if site.stem != "plain" and "Not tried on the machine" not in site.read_text().replace("\n# ", " ")
-    ]
 
 
 def test_outside_a_job_a_script_says_how_to_submit_it(tmp_path):

@@ -1,29 +1,11 @@
 """The Makefile: targets that need no environment."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
-import pytest
 from outer_make import without_outer_make
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.mark.parametrize("launcher, code", [("false", 2), ("true", 0)])
-def test_a_launcher_of_the_site_that_starts_nothing_is_explained(launcher, code):
-    """For example Open MPI's, which refuses root, and more ranks than cores."""
-    done = subprocess.run(
-        ["make", "site-launcher", "MPI=site", f"LAUNCH={launcher}"],
-        cwd=ROOT,
-        env=without_outer_make(),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == code
-    for text in ("OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1", "OMPI_MCA_rmaps_base_oversubscribe=1"):
-        assert (text in done.stdout) == bool(code)
 
 
 def planned(*words):
@@ -57,25 +39,3 @@ def test_a_compiler_that_is_missing_is_one_line_with_the_remedy():
     assert done.returncode == 2 and "Traceback" not in done.stderr and "installing" not in done.stdout
     [line] = [line for line in done.stderr.splitlines() if not line.startswith("make")]
     assert line.startswith("embed: there is no C compiler nomp. ") and "make embed MPICC=/path/to/mpicc" in line
-
-
-def test_the_compiler_of_a_python_environment_is_taken_with_a_note(tmp_path):
-    mpicc = tmp_path / "bin" / "mpicc"
-    mpicc.parent.mkdir()
-    mpicc.write_text("#!/bin/sh\n")
-    mpicc.chmod(0o755)
-    first = {"PATH": f"{mpicc.parent}{os.pathsep}{os.environ['PATH']}"}
-    note = lambda name: (
-        subprocess.run(
-            [sys.executable, "-c", f"import build; print(build.check_compiler({name!r}))"],
-            cwd=ROOT / "embed",
-            env=os.environ | first,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-    )
-    assert note("mpicc") == "\n"
-    (tmp_path / "pyvenv.cfg").touch()
-    assert note("mpicc").startswith(f"embed: mpicc is {mpicc}, of a Python environment")
-    assert "(deactivate)" in note("mpicc") and note(str(mpicc)) == "\n"

@@ -132,13 +132,13 @@ def test_the_rate_counts_the_rows_of_the_batch():
     """6 rows in 4 micro-batches: two of them have 1 row."""
     one = training(batch=6, grid={"micro_batches": 4})
     said = one.in_words(Candidate(GridShape(1, 1, 2), 0.5))
-    assert said[0] == "12 rows a second" and said[1].startswith("Grid 1x1x2: the 1 rows of a micro-batch are split")
+    assert said[0] == "12 rows a second" and said[1].startswith("Grid 1x1x2: a micro-batch of 1 row is split")
 
 
 def test_a_batch_of_fewer_rows_than_ranks_is_said(config):
     said = planned(config, "--ranks", 8192, *SAMPLES, "--machine", "frontier", "--grid", "ddp")
     assert (
-        "Grid 1x1x1 (data 8192): the 4,096 rows of a micro-batch are split over data x z = 8,192 ranks, so some "
+        "Grid 1x1x1 (data 8192): a micro-batch of 4,096 rows is split over data x z = 8,192 ranks, so some "
         "ranks have no row."
     ) in " ".join(said.split())
     assert "have no row" not in planned(config, "--ranks", 8, *SAMPLES, "--machine", "frontier", "--grid", "ddp")

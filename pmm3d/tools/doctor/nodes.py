@@ -153,14 +153,16 @@ def _judge_load(finding: Finding, host: str, here: list[Node], usable: int) -> N
             "fewer ranks (-n), or more cores from the batch system",
         )
     elif threads > usable:
-        finding.warn(f"{host}: {threads} BLAS threads of {ranks} ranks on {usable} cores", fit)
+        threads_of_ranks = f"{counted(threads, 'BLAS thread')} of {counted(ranks, 'rank')}"
+        finding.warn(f"{host}: {threads_of_ranks} on {counted(usable, 'core')}", fit)
     elif 2 * threads <= usable and ranks > 1:
         finding.note(
-            f"{host}: {threads} BLAS threads leave {usable - threads} of {usable} cores idle", f"more ranks, or {fit}"
+            f"{host}: with {counted(threads, 'BLAS thread')}, {usable - threads} of {usable} cores are idle",
+            f"more ranks, or {fit}",
         )
     if quota is not None and quota < min(threads, usable) - 0.5:
         finding.warn(
-            f"{host}: the container or job may use {quota:g} cores' worth of time, for {threads} threads",
+            f"{host}: the container or job may use {quota:g} cores' worth of time, for {counted(threads, 'thread')}",
             f"raise the limit (docker run --cpus, Slurm -c), or start {int(quota) or 1}",
         )
 

@@ -236,7 +236,7 @@ def pipeline_section(step: PipelineStep) -> Section:
         [(name, in_time(line.makespan), percent(line.bubble)) for name, line in lines.items()],
     )
     return Section(
-        f"Pipeline of {number(ranks)} ranks", lead, [Figure(time_bars(rows, dict(ACTIONS.values())))], [table]
+        f"Pipeline of {counted(ranks, 'rank')}", lead, [Figure(time_bars(rows, dict(ACTIONS.values())))], [table]
     )
 
 

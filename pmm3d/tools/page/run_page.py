@@ -9,7 +9,7 @@ from statistics import median
 
 from ...layout import GridShape
 from ...nn.training.run_file import RunFile
-from ...text import in_bytes, in_time, number, percent
+from ...text import counted, in_bytes, in_time, number, percent
 from .drawings import Point, curves, grid_map, replicas_drawn
 from .elements import Cell, Figure, Page, Section, Table, Tile
 from .facts import run_facts, settings_section, when
@@ -161,9 +161,8 @@ def _figure(
     caption: str, series: Mapping[str, list[Point]], unit: str = "", log: bool = False, zero: bool = False
 ) -> Figure:
     lost = sum(not isfinite(value) for points in series.values() for _, value in points)
-    return Figure(
-        curves(series, unit, log, zero), caption + (f" ({lost} values are not finite and not drawn)" if lost else "")
-    )
+    note = f" ({counted(lost, 'value')} not drawn, because not finite)" if lost else ""
+    return Figure(curves(series, unit, log, zero), caption + note)
 
 
 def _finite(value: float | None) -> float:

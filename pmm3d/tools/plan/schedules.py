@@ -90,8 +90,8 @@ class Asked:
                 return [found[0] / passed[table.stages[stage]] for stage in table.stages]
             if len(found) != len(table.stages):
                 raise PipelineError(
-                    f"--{name} has {len(found)} times, and {table.name} has {len(table.stages)} "
-                    "stages: give one number, or one for each stage"
+                    f"--{name} has {len(found)} times, and {table.name} has {counted(len(table.stages), 'stage')}: "
+                    "give one number, or one for each stage"
                 )
             return list(found)
 

@@ -22,7 +22,7 @@ from ...model.simulation.replay import seconds_of, tasks
 from ...nn.training.config import Config
 from ...nn.training.planning import dry_steps, pipes_of, rank_training, seqs_of, step_on
 from ...nn.training.samples import SampleSizes
-from ...text import in_bytes, milliseconds
+from ...text import counted, in_bytes, milliseconds
 from ..output import FigureTable
 from ..terminal import console
 
@@ -100,8 +100,8 @@ class Training:
         text = f"{rate:,.0f} {'tokens' if tokens else 'rows'} a second"
         if self.noise:
             text += (
-                f". With a noise of {self.noise:.3g} the slowest of {step.grid.size:,} ranks ends a step after "
-                f"{1e3 * self.seconds(step):,.4g} ms"
+                f". With a noise of {self.noise:.3g} the slowest of {counted(step.grid.size, 'rank')} ends a step "
+                f"after {1e3 * self.seconds(step):,.4g} ms"
             )
         return [each for each in (text, self.warning(step.grid)) if each]
 
@@ -113,8 +113,8 @@ class Training:
             ""
             if rows >= split
             else (
-                f"Grid {grid}: the {rows:,} rows of a micro-batch are split over data x z = {split:,} ranks, so some "
-                "ranks have no row. Take a larger batch or fewer ranks along data and z"
+                f"Grid {grid}: a micro-batch of {counted(rows, 'row')} is split over data x z = {split:,} ranks, so "
+                "some ranks have no row. Take a larger batch or fewer ranks along data and z"
             )
         )
 
