@@ -15,7 +15,8 @@ from pmm3d.io import DataSet
 from pmm3d.io.reader import Reader, Source
 from pmm3d.io.split import last_rows
 
-pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(240)]
+pytestmark = [pytest.mark.parallel([2], thorough=[1, 4]), pytest.mark.deadline(240)]
+four = pytest.mark.parallel([4], thorough=[1, 2])
 
 
 def test_the_classes_are_counted_named_or_given(some_grid, path, write, fails):
@@ -136,6 +137,7 @@ def test_numbers_that_make_no_batches(some_grid, path, fails):
         fails(LayoutError, "names the axis z twice", lambda: data.loader(8, split_targets="z"))
 
 
+@four
 def test_a_fingerprint_is_that_of_what_is_in_the_file(comm, write):
     large = np.zeros((40_000, 10), "float32")
     changed, spread = VECTORS.copy(), large.copy()
@@ -283,6 +285,7 @@ def test_ranks_at_different_batches_hear_of_it(some_grid, path):
             next(iter(loader))
 
 
+@four
 def test_waiting_for_a_slow_file_is_counted(grid, path, monkeypatch):
     read = Reader._read
     monkeypatch.setattr(Reader, "_read", lambda *arguments: time.sleep(0.02) or read(*arguments))

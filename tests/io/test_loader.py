@@ -21,9 +21,11 @@ from pmm3d import DataError, Grid, LayoutError, Pmm3dError
 from pmm3d.io import DataSet
 from pmm3d.layout import GridShape, batch_layout
 
-pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(240)]
+pytestmark = [pytest.mark.parallel([2], thorough=[1, 4]), pytest.mark.deadline(240)]
+four = pytest.mark.parallel([4], thorough=[1, 2])
 
 
+@four
 def test_each_sample_once_per_epoch_on_every_grid(comm, nranks, path):
     for shape, size in ALL_GRIDS[nranks]:
         with Grid(comm, shape, data=size) as grid, DataSet(grid, path, inputs="deep") as data:
@@ -35,6 +37,7 @@ def test_each_sample_once_per_epoch_on_every_grid(comm, nranks, path):
                     assert sorted(flat(batches)) == list(range(SAMPLES)) and loader.epoch == 1
 
 
+@four
 def test_inputs_of_any_dims_split_over_any_axis(grid, path):
     for inputs in ["x", "deep", "chunked", "single"]:
         with given(inputs=inputs):
@@ -47,6 +50,7 @@ def test_inputs_of_any_dims_split_over_any_axis(grid, path):
                     assert sorted(rows_of(x) + flat(epoch_of(loader))) == list(range(SAMPLES))
 
 
+@four
 def test_each_stage_gets_all_batches_and_none_is_split_over_stages(comm, path, fails):
     with Grid(comm, "1x1x1", comm.size // 2, pipe=2) as grid, DataSet(grid, path) as data:
         loader = data.loader(8, micro_batches=2)
@@ -59,6 +63,7 @@ def test_each_stage_gets_all_batches_and_none_is_split_over_stages(comm, path, f
 TARGETS = ["vectors", "vectors_chunked", "column", "deep", "one"]
 
 
+@four
 def test_targets_are_labels_or_vectors(grid, path):
     for targets in TARGETS:
         with given(targets=targets):
@@ -92,6 +97,7 @@ def assert_batches_in(some_grid, path, library):
         assert {types[2:] for types in kept} == {(dtype, "int64")}
 
 
+@four
 def test_the_order_depends_on_seed_and_epoch_alone(comm, path):
     orders = []
     for shape in ((comm.size, 1, 1), (1, 1, comm.size)):
@@ -105,6 +111,7 @@ def test_the_order_depends_on_seed_and_epoch_alone(comm, path):
     assert all(batch == sorted(batch) for batch in first)
 
 
+@four
 def test_a_state_goes_on_in_the_middle_of_an_epoch_on_another_grid(comm, path):
     with Grid(comm, (comm.size, 1, 1)) as grid, DataSet(grid, path) as data:
         loader = data.loader(8, seed=3)
@@ -149,6 +156,7 @@ def test_a_part_of_the_samples_in_order(some_grid, path):
             assert len(kept) == len(part) - len(part) % min(10, len(part)) and set(kept) <= set(part)
 
 
+@four
 def test_held_out_rows_are_the_same_on_every_grid_and_complete_those_that_are_trained_on(comm, path):
     found = []
     for shape in ((comm.size, 1, 1), (1, 1, comm.size)):
@@ -181,6 +189,7 @@ def test_a_state_from_before_a_change_of_the_order_is_refused(some_grid, path):
             held_out.load_state({**held_out.state(), "split": "none"})
 
 
+@four
 def test_each_rank_reads_only_its_rows_and_columns(grid, path, monkeypatch):
     asked = []
     read_direct = h5py.Dataset.read_direct

@@ -231,7 +231,7 @@ NONSENSE = [
 ]
 
 
-@pytest.mark.parallel([2], thorough=[1, 2, 4])
+@pytest.mark.parallel([2], thorough=[1, 4])
 def test_options_that_make_no_sense_are_refused(some_grid, fails):
     for options, text in NONSENSE:
         with given(options=options, text=text):

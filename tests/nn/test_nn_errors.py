@@ -25,7 +25,7 @@ from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.scores import R2
 
-some = pytest.mark.parallel([4], thorough=[1])
+some = pytest.mark.parallel([2], thorough=[1, 4])
 
 
 @pytest.fixture

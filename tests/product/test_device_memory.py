@@ -37,7 +37,6 @@ def assert_products_are_right(grid, library):
     assert np.array_equal(to_numpy(turned.gather(0), library), whole_a.T) if grid.rank == 0 else not turned.gather(0)
 
 
-@pytest.mark.parallel([2], thorough=[4])
 @looped("library", ["standin", "standin_far"])
 def test_staged_through_host_memory(comm, library):
     for shape in canonical_grids(comm.size):
@@ -45,7 +44,6 @@ def test_staged_through_host_memory(comm, library):
             assert_products_are_right(grid, library)
 
 
-@pytest.mark.parallel([2], thorough=[4])
 def test_each_rank_of_a_node_takes_a_device_of_its_own(comm):
     """Two devices, which the ranks of a node take in turns."""
     with Grid(comm) as grid, standin.Device():
@@ -54,7 +52,6 @@ def test_each_rank_of_a_node_takes_a_device_of_its_own(comm):
         assert take_device("numpy", grid.local_rank) is take_device("torch", grid.local_rank) is None
 
 
-@pytest.mark.parallel([2], thorough=[4])
 def test_sent_directly(comm):
     for shape in canonical_grids(comm.size):
         with given(grid=shape), Grid(comm, shape, device_transport="direct") as grid:
@@ -68,7 +65,6 @@ def elsewhere(rank):
         yield stream
 
 
-@pytest.mark.parallel([2], thorough=[4])
 @looped("transport", ["direct", "staged"])
 def test_products_on_a_device_and_a_stream_of_the_callers_own(comm, transport):
     """Each rank has its arrays on a device of its own. The helper thread uses the same device, in the same order."""
@@ -87,7 +83,6 @@ def by_the_helper_alone(grid, pending):
     return pending.wait()
 
 
-@pytest.mark.parallel([2], thorough=[4])
 @looped("transport", ["direct", "staged"])
 def test_the_helper_thread_alone_drives_a_sum(comm, transport):
     """The sum contains earlier work on the array, and does not wait for later work. Both arrays can be overwritten and
@@ -196,7 +191,6 @@ def test_a_collective_that_does_not_say_what_its_arrays_are_is_refused(comm):
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift")
 
 
-@pytest.mark.parallel([2], thorough=[4])
 @looped("transport", ["direct", "staged"])
 def test_what_was_asked_of_the_device_is_done_before_bytes_leave(comm, transport):
     """The array is written just before each collective starts, and the stand-in has not executed this work by then."""
@@ -325,7 +319,6 @@ def test_ranks_that_share_an_axis_alone_try_once_for_each_node(comm, trials, cap
     assert caplog.text.count("goes through pinned host memory") <= (comm.rank == 0)
 
 
-@pytest.mark.parallel([2], thorough=[4])
 def test_ranks_that_are_told_differently_are_refused(comm, monkeypatch, fails):
     """The messages of different transports do not fit together."""
     if comm.rank == 1:

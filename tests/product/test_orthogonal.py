@@ -117,7 +117,6 @@ def test_bits_do_not_change_from_call_to_call(grid):
     assert bits_of(polar(a).u.local) == bits_of(polar(a).u.local)
 
 
-@pytest.mark.parallel([4], thorough=[1, 2])
 @each_grid
 def test_partial_sums_and_conjugated_views(grid):
     whole = drawn((6, 4), "complex128")
@@ -175,7 +174,7 @@ def test_muons_coefficients_first_save_steps(some_grid):
     assert np.abs(slow.u.gather() - fast.u.gather()).max() < 1e-9
 
 
-@pytest.mark.parallel([2], thorough=[1, 2, 4])
+@pytest.mark.parallel([2], thorough=[1, 4])
 def test_what_moves_is_of_products_and_a_norm(some_grid):
     """If rows are split over all ranks, only the Gram matrix is summed."""
     if some_grid.size == 1:

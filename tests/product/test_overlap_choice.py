@@ -27,7 +27,6 @@ def own_nodes(comm, monkeypatch):
     monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: f"node{comm.rank}")
 
 
-@pytest.mark.parallel([2], thorough=[4])
 @looped("size", SIZES)
 def test_products_across_nodes_are_decomposed_if_pieces_travel(comm, own_nodes, size):
     for shape in SHAPES[comm.size]:

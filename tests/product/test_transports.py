@@ -36,7 +36,6 @@ def steps(monkeypatch):
     return seen
 
 
-@pytest.mark.parallel([2], thorough=[4])
 def test_copies_and_messages_of_a_staged_exchange_overlap(comm, steps):
     """Each direction has two buffers. The second is copied from the device before the first is sent, and receives
     before the first is copied to the device."""
@@ -96,7 +95,6 @@ def nccl(monkeypatch):
     monkeypatch.setattr(standin.cuda, "nccl", standin_nccl, raising=False)
 
 
-@pytest.mark.parallel([2], thorough=[4])
 def test_nccl_moves_what_mpi_would(comm, nccl):
     with Grid(comm, (comm.size, 1, 1), device_transport="nccl") as grid:
         whole = [integers((40, 3), seed=rank) for rank in range(comm.size)]
@@ -210,7 +208,6 @@ def test_arrays_of_another_device_than_the_current_one_are_refused_by_all(comm, 
         assert np.array_equal(to_numpy(grid.x.all_reduce(here).wait(), "standin"), np.full((2, 3), comm.size))
 
 
-@pytest.mark.parallel([2], thorough=[4])
 def test_who_has_which_device(comm, monkeypatch):
     monkeypatch.setattr(standin.cuda.runtime, "deviceGetPCIBusId", lambda number: f"0000:0{number}:00.0")
     with Grid(comm, (comm.size, 1, 1)) as grid, standin.Device(comm.rank % 2):

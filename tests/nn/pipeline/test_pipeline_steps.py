@@ -227,7 +227,7 @@ def test_tied_weights_and_copies_stay_equal_and_count_once(comm):
                     assert schedule == "dualpipe" or net.tied == {"0.weight": (0, max(net.rank_of))}
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([2], thorough=[4])
 def test_mixed_precision_with_one_loss_scale_is_that_of_one_process(comm):
     for precision, library, first in (
         ("float16", "numpy", 2.0**8),

@@ -1,7 +1,7 @@
 """Attention on every grid, compared with torch in one process: masks, packed sequences, grouped heads, blocks,
 types."""
 
-from itertools import cycle, islice, product
+from itertools import count, cycle, islice, product
 from math import prod
 
 import numpy as np
@@ -103,6 +103,12 @@ def largest_error(found, wanted):
     return max(np.abs(one - other).max() for one, other in zip(found, wanted, strict=True))
 
 
+def in_turn(cases):
+    """The cases in steps of 7, for ever: a few in a row differ in everything."""
+    every = list(cases)
+    return (every[7 * number % len(every)] for number in count())
+
+
 @pytest.fixture
 def expected(comm):
     return by_rank_0(comm, of_torch)
@@ -110,7 +116,7 @@ def expected(comm):
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_attention_is_torchs_on_every_grid(comm, expected, library):
-    cases, layouts_of = cycle(product(CASES, HEADS, BLOCKS)), cycle(LAYOUTS)
+    cases, layouts_of = in_turn(product(CASES, HEADS, BLOCKS)), cycle(LAYOUTS)
 
     def check(grid):
         for title, heads, block in islice(cases, len(HEADS) * len(CASES) if all_tests else 7):
@@ -127,7 +133,7 @@ def test_one_tensor_of_queries_keys_and_values_gives_the_same(comm, expected, li
     """Columns are stored head by head. Heads are split over ranks, cut by them, or replicated, and ranks may share
     sequences."""
     cases, layouts_of = (
-        cycle(product(CASES, [heads for heads in HEADS if heads[0] == heads[1]], BLOCKS)),
+        in_turn(product(CASES, [heads for heads in HEADS if heads[0] == heads[1]], BLOCKS)),
         cycle(product(("x", ("x", "y"), (), "y"), (3 * SIZE, 1))),
     )
 
@@ -169,7 +175,7 @@ def test_sequences_and_heads_that_are_cut_are_brought_together(comm, expected, o
     on_each_grid(comm, check, MANY_GRIDS[comm.size])
 
 
-@pytest.mark.parallel([2], thorough=[1, 2, 4, 8])
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_operands_that_do_not_fit_together_are_refused(some_grid, fails):
     def refused(kind, text, *shapes, dtype="float64", layout=Layout(units=(LENGTH, 1)), **options):
         tensors = [spread(some_grid, np.ones(shape), layout, "numpy", dtype) for shape in shapes]
@@ -209,7 +215,7 @@ def test_no_sequences_no_heads_and_fewer_heads_than_ranks(comm):
     on_each_grid(comm, check)
 
 
-@pytest.mark.parallel([2], thorough=[1, 2, 4, 8])
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_gradients_are_differences(some_grid):
     layout = Layout(("data", "z"), "x", units=(4, 2))
     inputs = {"x": ((8, 8), layout), "w": ((8, 4), layout), "v": ((8, 4), layout)}

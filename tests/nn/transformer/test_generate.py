@@ -147,7 +147,6 @@ def test_a_temperature_near_zero_takes_the_most_probable_token():
         assert choose(logits, draws, 1e-320, None).tolist() == [1, 0]
 
 
-@pytest.mark.parallel([2], thorough=[1, 2, 4, 8])
 def test_what_cannot_be_generated_is_refused(some_grid, fails):
     net = NETWORKS["GPT"](some_grid)
     fails(

@@ -124,7 +124,6 @@ def test_what_one_grid_exports_every_other_loads(comm, shared_path):
                     net.export(target, names=names)
 
 
-@pytest.mark.parallel([2], thorough=[1, 2, 4, 8])
 def test_several_files_and_other_names(comm, shared_path, some_grid):
     """A folder with an index of files; names without the prefix, and with masks, as in the first files of GPT-2."""
     folder = shared_path / "parts"
@@ -145,7 +144,6 @@ def test_several_files_and_other_names(comm, shared_path, some_grid):
         assert np.array_equal(matrix.gather(), other.matrices()[name].gather())
 
 
-@pytest.mark.parallel([2], thorough=[1, 2, 4, 8])
 def test_files_that_do_not_fit_are_refused(comm, shared_path, some_grid, fails):
     net = nn.GPT(some_grid, **GPT)
     net.export(shared_path / "gpt")
@@ -293,7 +291,6 @@ def test_settings_that_change_the_logits_or_are_unknown_are_refused_by_name():
             architecture_of({**config, **change}, "config.json")
 
 
-@pytest.mark.parallel([2], thorough=[1, 2, 4, 8])
 @two
 def test_files_of_json_with_another_content_are_refused(comm, shared_path, some_grid, fails):
     nn.Llama(some_grid, **LLAMA).export(shared_path)
@@ -315,7 +312,6 @@ def test_files_of_json_with_another_content_are_refused(comm, shared_path, some_
                 comm.barrier()
 
 
-@pytest.mark.parallel([2], thorough=[1, 2, 4, 8])
 @two
 def test_an_export_replaces_the_weight_files_of_the_folder(comm, shared_path, some_grid, fails):
     """Several files and their index are removed. Links are replaced, and their targets stay. Files of other kinds
@@ -374,7 +370,6 @@ def same_weights(net, other):
     )
 
 
-@pytest.mark.parallel([2], thorough=[1, 2, 4, 8])
 @two
 def test_weights_that_fail_to_load_change_nothing(comm, shared_path, some_grid, fails):
     """The last of two files is missing, cut off, or has other tensors."""
@@ -452,7 +447,6 @@ def test_the_names_are_the_same_on_every_grid_and_by_every_function(comm, shared
     assert not (shared_path / "no").exists()
 
 
-@pytest.mark.parallel([2], thorough=[1, 2, 4, 8])
 @two
 def test_sizes_that_are_numbers_of_numpy_are_exported(comm, shared_path, some_grid):
     sizes = {
