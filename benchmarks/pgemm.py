@@ -35,7 +35,6 @@ from pmm3d.layout.distribution import Strided, Tiled, strided
 from pmm3d.layout.pieces import Piece, recv_blocks, send_blocks
 from pmm3d.model.machine import usable_cores
 from pmm3d.model.move import tile_move
-from pmm3d.model.rounds import Round
 from pmm3d.product.tiles import TileMove
 from pmm3d.tools.bench.measure import core_rate
 from pmm3d.tools.bench.result import Case
@@ -172,7 +171,7 @@ class DatatypeMove:
         stored = [array.T if source.order == "F" else array for array in arrays]
         buffers = Buffers(schedule, LIBRARY, stored, (0, 0), Slab(np.empty(8 * schedule.work_rows, np.uint8), LIBRARY))
         stays = [each.copies for each in schedule.rounds if each.sends or each.receives or len(schedule.rounds) == 1]
-        self._copies = [one for copies in stays for one in buffers.bound(Round(copies=copies)).copies]
+        self._copies = [one for copies in stays for one in buffers.arithmetic(copies)]
         self._sends, self._receives = (
             [(ranks[0], datatype(pieces, array)) for ranks, pieces in blocks.items() if ranks != (comm.rank,)]
             for blocks, array in (

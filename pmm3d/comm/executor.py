@@ -82,22 +82,8 @@ def under_way(exchange: Collective[None], library: NumpyLibrary, copies: Sequenc
         yield from exchange
 
 
-class Arithmetic(NamedTuple):
-    """out = beta out + parts[0] + parts[1] + ..., in this order."""
-
-    parts: list[Array]
-    out: Array
-    beta: complex
-
-
-class BoundRound(NamedTuple):
-    """A round with arrays in place of spans. tokens: whether its messages are empty."""
-
-    sends: list[tuple[int, Array]]
-    receives: list[tuple[int, Array]]
-    copies: list[Arithmetic]
-    sums: list[Arithmetic]
-    tokens: bool
+Arithmetic = tuple[list[Array], Array, complex]
+"""(parts, out, beta): out = beta out + parts[0] + parts[1] + ..., in this order."""
 
 
 class Buffers:
@@ -121,11 +107,12 @@ class Buffers:
     ):
         self.library, self._schedule, self._beta = library, schedule, beta
         self._arrays, self._dims, self._views = arrays, dims, dict[Span, Array]()
+        self._columns = bool(dims) and dims[0] == 1
         if schedule.work:
             assert work is not None
             self._dtype = dtype or library.dtype(arrays[0])
             self._cols = 1 if schedule.work[0].cols else arrays[0].shape[1 - dims[0]]
-            self._memory = work.array((schedule.work_rows * self._cols,), self._dtype)
+            self._memory = work.array((schedule.work_rows, self._cols), self._dtype)
         for place, span in schedule.packed:
             if beta == 0 or span.buffer < schedule.inputs:
                 block = self.view(span)
@@ -136,52 +123,43 @@ class Buffers:
         """Return the rows or columns of a span: the same object for equal spans."""
         found = self._views.get(span)
         if found is None:
-            buffer = span.buffer - len(self._arrays)
-            array, dim = (
-                (self._arrays[span.buffer], self._dims[span.buffer])
-                if buffer < 0
-                else (self._in_work(self._schedule.work[buffer]), self._dims[0] if self._dims else 0)
-            )
-            if dim == 0 and span.across is None and span.times == 1:
-                found = array[span.start : span.stop]
+            buffer, start, stop, times, _, across = span
+            if buffer < len(self._arrays):
+                array, dim = self._arrays[buffer], self._dims[buffer]
             else:
-                found = _cut(self.library, array, span, dim)
-            self._views[span] = found
+                first, _, wide, cols = work = self._schedule.work[buffer - len(self._arrays)]
+                if wide or cols or self._columns:
+                    array, dim = self._in_work(work), int(self._columns)
+                else:
+                    array, dim, start, stop = self._memory, 0, first + start, first + stop
+            whole = dim == 0 and across is None and times == 1
+            self._views[span] = found = array[start:stop] if whole else _cut(self.library, array, span, dim)
         return found
 
     def _in_work(self, buffer: WorkBuffer) -> Array:
         """Return the array of a work buffer."""
         first, rows, wide, cols = buffer
-        cols, row = cols or self._cols, self._cols
-        memory = self._memory[first * row : first * row + rows * cols * (2 if wide else 1)]
-        shape = (cols, rows) if self._dims and self._dims[0] == 1 else (rows, cols)
+        memory = self._memory[first : first + rows * (cols or 1) * (2 if wide else 1)].reshape(-1)
+        cols = cols or self._cols
+        shape = (cols, rows) if self._columns else (rows, cols)
         return self.library.view(memory, shape, accumulator(self._dtype)) if wide else memory.reshape(*shape)
 
-    def bound(self, each: Round) -> BoundRound:
-        """Return a round with the arrays of its spans, without copies of a span to its own address."""
-        sends, receives, copies, sums = each
-        if sends and sends[0][1].buffer == NOTHING:
-            nothing: Any = None
-            return BoundRound(
-                [(peer, nothing) for peer, _ in sends], [(peer, nothing) for peer, _ in receives], [], [], True
-            )
-        return BoundRound(
-            [(peer, self.view(span)) for peer, span in sends],
-            [(peer, self.view(span)) for peer, span in receives],
-            self._arithmetic(copies) if copies else [],
-            self._arithmetic(sums) if sums else [],
-            False,
-        )
+    def messages(self, messages: Sequence[tuple[int, Span]]) -> list[tuple[int, Array]]:
+        return [(peer, self.view(span)) for peer, span in messages]
 
-    def _arithmetic(self, sums: Sequence[Sum]) -> list[Arithmetic]:
-        library, inputs, found = self.library, self._schedule.inputs, list[Arithmetic]()
-        if not library.has_data:
-            return found
-        for parts, target in sums:
-            beta = self._beta if inputs <= target.buffer < len(self._arrays) else 0
+    def arithmetic(self, sums: Sequence[Sum], copies: bool = False) -> list[Arithmetic]:
+        """Return sums with arrays in place of spans. copies: whether copies of a span to its own address are left
+        out."""
+        library, found = self.library, list[Arithmetic]()
+        first, last = (self._schedule.inputs, len(self._arrays)) if self._beta else (0, 0)
+        for parts, target in sums if library.has_data else ():
             arrays, out = [self.view(part) for part in parts], self.view(target)
-            if len(arrays) > 1 or beta != 0 or not (0 in out.shape or same_elements(library, arrays[0], out)):
-                found.append(Arithmetic(arrays, out, beta))
+            if first <= target.buffer < last:
+                found.append((arrays, out, self._beta))
+            elif not (arrays[0] is out and len(arrays) == 1) and not (
+                copies and same_elements(library, arrays[0], out)
+            ):
+                found.append((arrays, out, 0))
         return found
 
 
@@ -204,8 +182,8 @@ def _cut(library: NumpyLibrary, array: Array, span: Span, dim: int) -> Array:
 
 
 def same_elements(library: NumpyLibrary, one: Array, other: Array) -> bool:
-    """Return whether two arrays of one shape are the same elements of memory."""
-    return one is other or (
+    """Return whether two arrays of one shape are the same elements of memory, or empty."""
+    return 0 in one.shape or (
         library.address(one) == library.address(other) and library.strides(one) == library.strides(other)
     )
 
@@ -253,18 +231,18 @@ def run_rounds(link: Link, buffers: Buffers, rounds: Sequence[Round], work: Slab
     workspace."""
     library = buffers.library
     packs = None if work is None or not work.left else work.rest()
-    for each in rounds:
-        sends, receives, copies, sums, tokens = buffers.bound(each)
-        if tokens:
+    for sends, receives, copies, sums in rounds:
+        if sends and sends[0][1].buffer == NOTHING:
             if not link.dry:
                 yield link.tokens([peer for peer, _ in receives], [peer for peer, _ in sends])
         elif sends or receives:
-            exchange = link.exchange(library, sends, receives, None if packs is None else packs.again())
-            yield from under_way(exchange, library, copies) if copies else exchange
-        else:
-            compute(library, copies)
+            pack = None if packs is None else packs.again()
+            exchange = link.exchange(library, buffers.messages(sends), buffers.messages(receives), pack)
+            yield from under_way(exchange, library, buffers.arithmetic(copies, True)) if copies else exchange
+        elif copies:
+            compute(library, buffers.arithmetic(copies, True))
         if sums:
-            compute(library, sums)
+            compute(library, buffers.arithmetic(sums))
 
 
 def wait_for_all(link: Link, per_node: int = 0) -> Collective[None]:
@@ -341,14 +319,20 @@ class Persistent:
     ):
         self._next_record, self._engine, self._comm, self._tag = next_record, engine, comm, tag
         self._library = buffers.library
-        bound = [buffers.bound(each) for each in schedule.rounds]
-        self._rounds = [(self._made(each), each.copies, each.sums) for each in bound]
+        self._rounds = [
+            (
+                self._made(buffers.messages(sends), buffers.messages(receives)),
+                buffers.arithmetic(copies, True),
+                buffers.arithmetic(sums),
+            )
+            for sends, receives, copies, sums in schedule.rounds
+        ]
         self._moved = count(schedule, row_bytes)
         self._across = count(schedule, row_bytes, frozenset(off_node)).received
 
-    def _made(self, each: BoundRound) -> list[MPI.Prequest]:
+    def _made(self, sends: list[tuple[int, Array]], receives: list[tuple[int, Array]]) -> list[MPI.Prequest]:
         made, library, comm = list[MPI.Prequest](), self._library, self._comm
-        for init, messages in ((comm.Recv_init, each.receives), (comm.Send_init, each.sends)):
+        for init, messages in ((comm.Recv_init, receives), (comm.Send_init, sends)):
             for peer, array in messages:
                 for offset, length in chunks(nbytes_of(library, array)):
                     part = MPI.buffer.fromaddress(library.address(array) + offset, length)
@@ -367,7 +351,8 @@ class Persistent:
 
     def _post(self, requests: list[MPI.Prequest], copies: list[Arithmetic]) -> None:
         self._engine.post(self, requests)
-        compute(self._library, copies)
+        if copies:
+            compute(self._library, copies)
 
     def wait(self) -> None:
         """Wait for the messages of each round and carry out its sums. After an error of a signal handler, another call
@@ -376,7 +361,8 @@ class Persistent:
         while True:
             requests, _, sums = self._rounds[self._round]
             self._engine.wait_persistent(requests, self.record)
-            compute(self._library, sums)
+            if sums:
+                compute(self._library, sums)
             if self._round == len(self._rounds) - 1:
                 break
             self._round += 1
@@ -419,7 +405,7 @@ class Arrivals:
         messages = _Messages(axis, "all_gather", buffers, schedule, row_bytes)
         self._coming = list[Piece]()
         for each in schedule.rounds:  # before the first message, because a later round also sends this rank's rows
-            compute(library, buffers.bound(each).copies)
+            compute(library, buffers.arithmetic(each.copies, True))
         for each in schedule.rounds:
             pairs = one_by_one(each)
             begun = [messages.begin([pair], before) for pair in pairs]
@@ -500,7 +486,7 @@ class Departures:
 
     def _add(self) -> None:
         """Carry out the sums of the first round."""
-        compute(self._library, self._buffers.bound(self._first).sums)
+        compute(self._library, self._buffers.arithmetic(self._first.sums))
 
 
 class _Messages:

@@ -29,9 +29,11 @@ def all_gather_into(
     """Gather every rank's part in `out`, concatenated along `dim`. `out` has no gaps. Along dim 0 the arrays may have
     any number of dims; `part` may be the view of its rows in `out`, and a part with gaps is copied there first. Work:
     `all_gather_work`."""
-    schedule = _gather_table(out.shape, library.dtype(out), counts, link.rank, dim, link.node_map)
+    dtype = library.dtype(out)
     if dim == 1:
+        schedule = _gather_columns(out.shape, dtype, counts, link.rank, link.node_map)
         return run_schedule(link, library, schedule, part, out, dims=(1, 1), work=work)
+    schedule = gather_schedule(counts, link.rank, prod(out.shape[1:]) * itemsize(dtype), link.node_map)
     if not library.is_contiguous(part):
         start = offsets(counts)[link.rank]
         place = out[start : start + part.shape[0]]
@@ -51,7 +53,10 @@ def reduce_scatter_into(
 ) -> Collective[Array]:
     """Sum this rank's part along `dim` of all ranks' arrays: out = beta out + the sum. Arrays are 1D or 2D. Along dim 1
     `out` has no gaps. Work: `reduce_scatter_work`."""
-    schedule = _reduce_table(whole.shape, library.dtype(whole), counts, link.rank, dim, link.node_map)
+    dtype = library.dtype(whole)
+    schedule = reduce_schedule(counts, link.rank, dtype, link.node_map)
+    if dim == 1:
+        schedule = in_slices(schedule, whole.shape[0], _slice_rows(whole.shape, dtype))
     given, sums = in_two_dims(whole), in_two_dims(out)
     return run_schedule(link, library, schedule, given, sums, beta=beta, dims=(dim, dim), work=work, result=out)
 
@@ -136,7 +141,7 @@ def all_gather_work(
     """Return the bytes of work memory of `all_gather_into`. shape: of `out`."""
     if dim == 0:
         return 0
-    schedule = _gather_table(shape, dtype, counts, rank, dim, node_map)
+    schedule = _gather_columns(shape, dtype, counts, rank, node_map)
     return planned_bytes(schedule, dtype, (shape[0], shape[0]), (True, True), True)
 
 
@@ -145,23 +150,18 @@ def reduce_scatter_work(
 ) -> int:
     """Return the bytes of work memory of `reduce_scatter_into`."""
     dtype = library.dtype(whole)
-    schedule = _reduce_table(whole.shape, dtype, counts, rank, dim, node_map)
+    schedule = reduce_schedule(counts, rank, dtype, node_map)
+    if dim == 1:
+        schedule = in_slices(schedule, whole.shape[0], _slice_rows(whole.shape, dtype))
     other = prod(whole.shape[1:]) if dim == 0 else whole.shape[0]
     gaps = dim == 1 or not library.is_contiguous(whole)
     return planned_bytes(schedule, dtype, (other, other), (gaps, gaps), dim == 1)
 
 
-def _gather_table(shape: Sequence[int], dtype: str, counts: Counts, rank: int, dim: int, node_map: NodeMap) -> Schedule:
-    """Return the schedule of `all_gather_into`. shape: of `out`."""
-    other = prod(shape[1:]) if dim == 0 else shape[0]
-    schedule = gather_schedule(counts, rank, other * itemsize(dtype), node_map)
-    return schedule if dim == 0 else in_slices(schedule, other, _slice_rows(shape, dtype))
-
-
-def _reduce_table(shape: Sequence[int], dtype: str, counts: Counts, rank: int, dim: int, node_map: NodeMap) -> Schedule:
-    """Return the schedule of `reduce_scatter_into`. shape: of the array that is summed."""
-    schedule = reduce_schedule(counts, rank, dtype, node_map)
-    return schedule if dim == 0 else in_slices(schedule, shape[0], _slice_rows(shape, dtype))
+def _gather_columns(shape: Sequence[int], dtype: str, counts: Counts, rank: int, node_map: NodeMap) -> Schedule:
+    """Return the schedule of `all_gather_into` along dim 1. shape: of `out`."""
+    schedule = gather_schedule(counts, rank, shape[0] * itemsize(dtype), node_map)
+    return in_slices(schedule, shape[0], _slice_rows(shape, dtype))
 
 
 def _slice_rows(shape: Sequence[int], dtype: str) -> int:

@@ -31,7 +31,7 @@ def copy_strided(library, source, target, rows, cols, beta=0):
     """target = beta target + source for these rows and columns: `here` in the source, `there` in the target."""
     copies = tuple(Sum((span(IN, row, col),), span(OUT, turned(row), turned(col))) for row in rows for col in cols)
     each = Round(copies=copies)
-    compute(library, Buffers(Schedule((each,)), library, (source, target), (0, 0), None, beta).bound(each).copies)
+    compute(library, Buffers(Schedule((each,)), library, (source, target), (0, 0), None, beta).arithmetic(copies))
 
 
 def span(buffer, rows, cols):
