@@ -4,6 +4,7 @@ devices."""
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -125,7 +126,7 @@ def nccl_of(link: Link, library: NumpyLibrary) -> Collective[Nccl | None]:
 
 
 def _tried(link: Link, library: NumpyLibrary, known: Outcome | None) -> Collective[Outcome]:
-    """Generator: return the outcome of the trial of device pointers, the same on every rank.
+    """Generator: return the outcome of the trial on the first rank where it failed, or else on rank 0.
 
     The first rank of each host runs the trial in a child process, unless `known` has its outcome. A trial takes at most
     half of the time limit, because after the limit the watchdog would log a note about the other ranks.
@@ -135,11 +136,7 @@ def _tried(link: Link, library: NumpyLibrary, known: Outcome | None) -> Collecti
     if known is None and (processes is None or processes.first_near(own, members) == own):
         most = device_trial.TRIAL_SECONDS
         known = device_trial.try_device(library, min(most, timeout / 2) if timeout else most)
-    return (yield from _worst(link, known or Outcome(True, "")))
-
-
-def _worst(link: Link, outcome: Outcome) -> Collective[Outcome]:
-    """Generator: return the outcome of the first rank whose trial failed, or else that of rank 0."""
+    outcome = known or Outcome(True, "")
     mine, least = np.array([outcome.direct * link.size + link.rank], np.int64), np.empty(1, np.int64)
     yield [link.comm.Iallreduce(mine, least, MPI.MIN)]
     direct, rank = divmod(int(least[0]), link.size)
@@ -245,25 +242,13 @@ def devices_of_ranks(comm: WatchedComm, processes: Processes, library: NumpyLibr
     problem = comm.bcast(next(filter(None, (text for _, text in found)), "") if found is not None else "")
     if problem:
         raise everywhere(Pmm3dError(problem))
-    ranks_of: dict[tuple[int, str], list[int]] = {}
-    rows: list[dict[str, Any]] = []
-    on_host: dict[int, int] = {}
+    ranks_of, rows = defaultdict[tuple[int, str], list[int]](list), list[dict[str, Any]]()
     for rank, (device, _) in enumerate(found or ()):
-        node = processes.node_of(rank)
-        on_host[node] = on_host.get(node, -1) + 1
-        row = {
-            "host": processes.host_of(rank),
-            "rank": rank,
-            "local_rank": on_host[node],
-            "device": None,
-            "name": "",
-            "pci": "",
-        }
         if device is not None:
-            row |= {"device": device.number, "name": device.name, "pci": device.pci}
-            ranks_of.setdefault((node, device.pci), []).append(rank)
-        rows.append(row)
-    for ranks in ranks_of.values():
-        for rank in ranks:
-            rows[rank]["shared_with"] = [other for other in ranks if other != rank]
-    return [{"shared_with": [], **row} for row in rows]
+            ranks_of[processes.node_of(rank), device.pci].append(rank)
+    for rank, (device, _) in enumerate(found or ()):
+        number, name, pci = (None, "", "") if device is None else (device.number, device.name, device.pci)
+        others = [other for other in ranks_of.get((processes.node_of(rank), pci), []) if other != rank]
+        place = {"host": processes.host_of(rank), "rank": rank, "local_rank": processes.local_rank(rank)}
+        rows.append(place | {"device": number, "name": name, "pci": pci, "shared_with": others if device else []})
+    return rows

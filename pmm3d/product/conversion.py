@@ -10,7 +10,6 @@ from ..comm import Grid, one_thread
 from ..errors import DTypeError, LayoutError
 from ..layout import Layout, Placement, Tile
 from .checks import array_signature, check_order, collective_call, compared_dtype
-from .redistribution import check_fits, planned
 from .relayout import summed
 from .stored import StoredMatrix, flipped, new_array, shards
 from .tiles import checked_arrays
@@ -35,6 +34,8 @@ def from_tiles(
     dtype: Any,
 ) -> Matrix:
     """Make a matrix of a class from tiles that a BlockCyclic or Blocks describes. Collective."""
+    from .redistribution import check_fits, planned  # loads descriptors of ScaLAPACK
+
     listed = list(arrays) if isinstance(arrays, (list, tuple)) else [arrays]
     found = (
         array_signature(listed[0])[1:] if listed else (compared_dtype("float64" if dtype is None else dtype), "numpy")
@@ -71,6 +72,8 @@ def from_tiles(
 @one_thread
 def to_tiles(matrix: StoredMatrix, what: str, tiled: Any, kind: type[Any], arrays: Any) -> list[Array]:
     """Copy a matrix into tiles; return this rank's arrays. Collective."""
+    from .redistribution import check_fits, planned
+
     matrix = summed(matrix).resolved
     grid, library = matrix.grid, matrix.library
     on_grid = matrix.placement()
