@@ -62,7 +62,7 @@ NONSENSE = [
     ({"optimizer": {"weight_decay": float("inf")}}, "optimizer.weight_decay"),
     ({"optimizer": {"clip": float("inf")}}, "optimizer.clip"),
     ({"optimizer": {"betas": [0.9]}}, "optimizer.betas"),
-    ({"optimizer": {"betas": [0.9, 1.0]}}, "optimizer.betas = [0.9, 1.0]: needed is a list of 2"),
+    ({"optimizer": {"betas": [0.9, 1.0]}}, "optimizer.betas = [0.9, 1.0]: needed is a list"),
     ({"optimizer": {"eps": -1}}, "optimizer.eps = -1"),
     ({"optimizer": {"shard_over_data": "all"}}, "optimizer.shard_over_data = 'all': input should be false, true, 'sta"),
     ({"data": FILE | {"validation": float("nan")}}, "data.validation = nan"),
