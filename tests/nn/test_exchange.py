@@ -30,7 +30,7 @@ def in_torch(path, x):
     from safetensors.torch import load_file
 
     layers = []
-    for inputs, outputs in itertools.pairwise(SIZES):
+    for inputs, outputs in itertools.pairwise(SIZES[:-1]):
         layers += [torch.nn.Linear(inputs, outputs), torch.nn.LayerNorm(outputs), torch.nn.GELU()]
     network = torch.nn.Sequential(*layers, torch.nn.Linear(*SIZES[-2:])).double()
     network.load_state_dict(load_file(path))
