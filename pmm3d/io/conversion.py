@@ -106,9 +106,9 @@ def convert(
     Raises
     ------
     DataError
-        For cells that are no numbers, and records of different lengths: the text names the line. For numbers that are
-        not finite, and missing labels: the text names the row, counted from 0 below the header. For
-        names that do not exist, and for files that cannot be read or that exist.
+        For cells that are no finite numbers, and records of different lengths: the text names the line. For missing
+        labels, and for a .npz file: the text names the row, counted from 0 below the header. For names that do not
+        exist, and for files that cannot be read or that exist.
 
     Notes
     -----
@@ -229,12 +229,12 @@ class _Table:
         if classes is not False and len(targets) != 1:
             raise DataError(f"{self._path}: labels are one column; got the target columns {target_columns!r}")
         texts: dict[int, dict[str, int]] = {at: {} for at in groups + (targets if classes is not False else [])}
-        table = self._cells(texts, targets)
+        table, lines = self._cells(texts, targets)
         with np.errstate(over="ignore"):
             values = table.astype(dtype)
         for row, at in np.argwhere(~np.isfinite(values))[:1]:
             raise DataError(
-                f"{self._path}, row {row}, column {self.names[at]}: {table[row, at]} is not a finite {dtype}"
+                f"{self._path}, line {lines[row]}, column {self.names[at]}: {table[row, at]} is not a finite {dtype}"
             )
         found, counts = {names[0]: values[:, inputs]}, None
         if len(names) > 1:
@@ -249,12 +249,12 @@ class _Table:
         )
         return found, Converted(found[names[0]].shape, None, of_inputs, of_targets, counts)
 
-    def _cells(self, texts: dict[int, dict[str, int]], targets: list[int]) -> np.ndarray:
-        """Return the numbers of all records, (records, columns). The texts of a column in `texts` are numbered in the
-        order of their first use, and become keys of its dict."""
+    def _cells(self, texts: dict[int, dict[str, int]], targets: list[int]) -> tuple[np.ndarray, array[int]]:
+        """Return the numbers of all records, (records, columns), and the lines of the records. The texts of a column in
+        `texts` are numbered in the order of their first use, and become keys of its dict."""
         import numpy as np
 
-        values = array("d")
+        values, lines = array("d"), array("q")
         for line, record in self._records:
             if len(record) != len(self.names):
                 raise DataError(
@@ -267,6 +267,7 @@ class _Table:
                 numbers[at] = seen.setdefault(record[at], len(seen))
             try:
                 values.extend(map(float, numbers))
+                lines.append(line)
             except ValueError:
                 at = next(at for at, cell in enumerate(record) if at not in texts and not _is_number(cell))
                 hint = "; labels of classes need classes=True (--classes)" if at in targets and record[at] else ""
@@ -277,7 +278,7 @@ class _Table:
                 ) from None
         if not values:
             raise DataError(f"{self._path} has no line of data")
-        return np.frombuffer(values).reshape(-1, len(self.names))
+        return np.frombuffer(values).reshape(-1, len(self.names)), lines
 
     def _check_name(self, name: str, default: str, columns: list[int], remedy: str) -> None:
         """Raise DataError if the name of a data set names columns of the table that the data set does not contain."""

@@ -275,11 +275,6 @@ class DataSet(Batched):
             Number of parts of a batch, which the loader returns one after the other. A batch of fewer rows has one part
             for each row.
 
-        Returns
-        -------
-        Loader
-            The loader.
-
         Raises
         ------
         DataError

@@ -145,8 +145,8 @@ def test_more_names_than_an_old_attribute_holds(table, target):
 BAD_CELLS = [
     ("a,b\n1,2\n\n3,x\n", "line 4, column b: 'x' is not a number"),
     ("1,2\n3,\n", "line 2, column 1: '' is not a number"),
-    ("1,2\nnan,4\n", "row 1, column 0: nan is not a finite float32"),
-    ("1,2\n3,-inf\n", "row 1, column 1: -inf is not a finite float32"),
+    ("1,2\nnan,4\n", "line 2, column 0: nan is not a finite float32"),
+    ("1,2\n3,-inf\n", "line 2, column 1: -inf is not a finite float32"),
     ("1,2\n3,4,5\n", "line 2 has 3 cells; the first has 2"),
     ("1,2\n3\n", "line 2 has 1 cell; the first has 2"),
     ("", "is empty"),
@@ -329,9 +329,9 @@ def test_text_targets_without_classes(table, target):
 
 
 def test_numbers_too_large_for_the_type(table, target):
-    with pytest.raises(DataError, match="row 0, column 0: inf is not a finite float32"):
+    with pytest.raises(DataError, match="line 1, column 0: inf is not a finite float32"):
         convert(table("1" * 400 + ",2\n"), target)
-    with pytest.raises(DataError, match=r"row 1, column 0: -1e\+39 is not a finite float32"):
+    with pytest.raises(DataError, match=r"line 2, column 0: -1e\+39 is not a finite float32"):
         convert(table("1,2\n-1e39,3\n"), target)
     convert(table("1,2\n-1e39,3\n"), target, dtype="float64")
     assert written(target)["x"].tolist() == [[1], [-1e39]]
@@ -341,7 +341,7 @@ def test_an_existing_target_is_left_alone(table, target):
     target.write_text("precious")
     with pytest.raises(DataError, match="exists; overwrite=True"):
         convert(table("1,2\n"), target)
-    with pytest.raises(DataError, match="row 0"):
+    with pytest.raises(DataError, match="line 1"):
         convert(table("1,nan\n"), target, overwrite=True)
     assert target.read_text() == "precious"
     convert(table("1,2\n"), target, overwrite=True)

@@ -55,7 +55,7 @@ FOR_ROOMS_ABOVE = {
     "Parameter": "hold in_checkpoint loaded master_in move receive rounded stored to_fill",
     "Pending": "message_of",
     "PgemmPlan": "begin checked free_memory has_memory",
-    "Pipeline": "apart count_passes incoming kinds_of_ranks run sum_tied",
+    "Pipeline": "count_passes incoming kinds_of_ranks run separate_tied_gradients sum_tied",
     "PipelineSchedule": "chain_of complain messages needed",
     "Precision": "check of",
     "Tensor": "edge receive saved written",

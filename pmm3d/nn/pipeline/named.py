@@ -40,10 +40,6 @@ def schedule_of(
     limit : float or None
         Memory limit in micro-batches of a rank, with the same restriction. Default: the limit of the schedule.
 
-    Returns
-    -------
-    PipelineSchedule
-
     Raises
     ------
     PipelineError

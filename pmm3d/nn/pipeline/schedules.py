@@ -40,10 +40,6 @@ def one_f_one_b(ranks: int, micro_batches: int) -> PipelineSchedule:
     ranks, micro_batches : int
         Numbers of ranks and of micro-batches.
 
-    Returns
-    -------
-    PipelineSchedule
-
     Notes
     -----
     Rank r begins with p - 1 - r forward passes. Bubble (p-1)(F+B+W), peak min(p-r, m).
@@ -80,10 +76,6 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSche
         Numbers of ranks and of micro-batches.
     chunks : int
         Number of stages of a rank. Rank r holds the stages r, r + p, ... Default: 2.
-
-    Returns
-    -------
-    PipelineSchedule
 
     Notes
     -----

@@ -92,10 +92,6 @@ class TimeLine:
         weights : int or sequence
             Bytes that a stage always holds. Default: 0.
 
-        Returns
-        -------
-        tuple of int
-
         Examples
         --------
         >>> from pmm3d.nn.pipeline import simulate, zb_h1
@@ -139,10 +135,6 @@ def simulate(table: PipelineSchedule, times: Times = Times()) -> TimeLine:
         The table. Sends and receives in the table are ignored.
     times : Times
         Times of actions and of messages. Default: 1 for each action, and 0 for a message.
-
-    Returns
-    -------
-    TimeLine
 
     Raises
     ------

@@ -51,10 +51,6 @@ def v_half(ranks: int, micro_batches: int, times: Times = Times(), limit: float 
     limit : float or None
         Micro-batches that a rank may hold. A micro-batch counts 1/2 in each stage, from F to W. Default: p/2 + 1.
 
-    Returns
-    -------
-    PipelineSchedule
-
     Raises
     ------
     PipelineError

@@ -119,10 +119,6 @@ def zb_1p(ranks: int, micro_batches: int, times: Times = Times(), limit: float |
     limit : float or None
         Micro-batches that a rank may hold. A micro-batch counts 1 from F to I, and 0.4 from I to W. Default: p.
 
-    Returns
-    -------
-    PipelineSchedule
-
     Raises
     ------
     PipelineError

@@ -89,19 +89,9 @@ def layout_of_tokens(
 
 
 def sequence_length(layout: Layout, rows: int) -> int:
-    """Number of rows of each sequence of a matrix of tokens.
+    """Number of rows of each sequence of a matrix of tokens with this layout and this number of rows.
 
-    Parameters
-    ----------
-    layout : Layout
-        Layout of the matrix.
-    rows : int
-        Number of rows of the matrix.
-
-    Returns
-    -------
-    int
-        Unit in which the axis data cuts the rows. If the unit is 1, the number of all rows.
+    It is the unit in which the axis data cuts the rows. If the unit is 1, it is the number of all rows.
 
     Examples
     --------
@@ -115,19 +105,7 @@ def sequence_length(layout: Layout, rows: int) -> int:
 
 
 def ranks_per_sequence(layout: Layout, rows: int, grid: GridShape) -> int:
-    """Number of ranks along seq and ulysses that share a sequence.
-
-    Parameters
-    ----------
-    layout, rows
-        As in `sequence_length`.
-    grid : GridShape
-        Shape of the grid.
-
-    Returns
-    -------
-    int
-        Number of ranks along these axes, divided by the number of sequences on these ranks.
+    """Number of ranks along seq and ulysses that share a sequence. Arguments as in `sequence_length`.
 
     Examples
     --------
@@ -189,19 +167,10 @@ def _positions(order: RowOrder | None, length: int) -> np.ndarray:
 
 
 def row_positions(layout: Layout, rows: int, box: Box) -> np.ndarray:
-    """Position in its sequence of each row of a box of a matrix of tokens.
+    """Position in its sequence of each row of a box (`Tensor.box`) of a matrix of tokens.
 
-    Parameters
-    ----------
-    layout, rows
-        As in `sequence_length`. The layout contains the order of the rows (`token_layout`).
-    box : Box
-        `Tensor.box`, or the box of another rank.
-
-    Returns
-    -------
-    numpy.ndarray
-        Position of each row. Layers that depend on positions call this function, so they work with any cut of rows.
+    Layers that depend on positions call this function, so they work with any cut of rows. The layout contains the order
+    of the rows (`token_layout`).
 
     Examples
     --------
