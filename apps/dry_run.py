@@ -16,7 +16,6 @@ from pmm3d import Grid, nn
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.dry import Facts, bytes_a_parameter, memory
-from pmm3d.text import counted
 
 REPEATS = 5
 
@@ -72,8 +71,7 @@ def main() -> None:
 
 
 def report(grid: Grid, net: nn.Module, options: argparse.Namespace, milliseconds: float) -> None:
-    layers = counted(options.layers, "layer")
-    print(f"{grid}, on {counted(grid.hosts, 'host')}: a step of {layers} of {options.width}\n")
+    print(f"{grid}, on {grid.hosts} hosts: a step of {options.layers} layers of {options.width}\n")
     print(f"| {'axis':4} | {'phase':14} | {'operation':14} | calls | {'sent':>14} | {'received':>14} |")
     for key, entry in grid.ledger.entries.items():
         if entry.sent or entry.received:
@@ -116,8 +114,8 @@ def kinds(actions: list) -> list[str]:
             passes[action.operation] += action.nbytes
     flop, received = sum(2 * each.m * each.n * each.k for each in gemms), sum(each.received for each in messages)
     return [
-        f"{counted(len(gemms), 'GEMM')} of {flop / 1e9:,.2f} Gflop",
-        f"{counted(len(messages), 'collective')} of {in_bytes(received)}",
+        f"{len(gemms)} GEMMs of {flop / 1e9:,.2f} Gflop",
+        f"{len(messages)} collectives of {in_bytes(received)}",
         f"passes over {in_bytes(passes.total())}: "
         + ", ".join(f"{name} {in_bytes(size)}" for name, size in passes.most_common()),
     ]

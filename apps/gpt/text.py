@@ -11,7 +11,6 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from pmm3d.io import convert_text
-from pmm3d.text import counted
 
 
 def paragraphs(held_out: bool) -> dict[str, None]:
@@ -27,7 +26,7 @@ def main(folder: str) -> None:
         path = Path(folder, f"{name}.txt")
         path.write_text("\n\n".join(found), encoding="utf-8")
         done = convert_text([path], path.with_suffix(".h5"), overwrite=True)
-        print(f"wrote {path.with_suffix('.h5')}: {counted(done.tokens, 'byte')}")
+        print(f"wrote {path.with_suffix('.h5')}: {done.tokens:,} bytes")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from mpi4py import MPI
 from scipy.linalg import cholesky, solve_triangular
 
 from pmm3d import DistMatrix, Grid, Layout, Pmm3dError, herk
-from pmm3d.text import counted
 
 ROWS = Layout("z")  # rows over all ranks
 MOST = 12  # shifted passes
@@ -103,10 +102,9 @@ def main():
         grid.ledger.reset()
         begun = time.perf_counter()
         q, r, shifts = cholesky_qr(a)
-        name = f"shifted-cholesky-qr{shifts + 2}" if shifts else "cholesky-qr2"
         say(
-            f"{name} on {counted(grid.size, 'rank')}: A {m} x {n} {a.dtype}, "
-            f"{time.perf_counter() - begun:.2f} s, {grid.ledger.total().received / 1e6:.2f} MB received"
+            f"{f'shifted-cholesky-qr{shifts + 2}' if shifts else 'cholesky-qr2'} on {grid.size} ranks: A {m} x {n} "
+            f"{a.dtype}, {time.perf_counter() - begun:.2f} s, {grid.ledger.total().received / 1e6:.2f} MB received"
         )
         whole = DistMatrix.from_global(grid, r.astype(a.dtype), layout=Layout())
         proofs = [

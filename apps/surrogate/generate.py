@@ -29,7 +29,6 @@ from scipy.stats import qmc
 
 from pmm3d import Grid, Pmm3dError
 from pmm3d.layout import part_range
-from pmm3d.text import counted
 
 
 def parameters(first: int, last: int) -> np.ndarray:
@@ -144,8 +143,8 @@ def main() -> None:
         if comm.rank == 0:
             seconds = perf_counter() - begun
             print(
-                f"wrote {options.out}: {counted(options.samples, 'sample')} of {options.points} x {options.points} "
-                f"points in {seconds:.1f} s on {counted(comm.size, 'rank')}",
+                f"wrote {options.out}: {options.samples} samples of {options.points} x {options.points} points "
+                f"in {seconds:.1f} s on {comm.size} rank{'s' * (comm.size > 1)}",
                 flush=True,
             )
 

@@ -28,7 +28,6 @@ from pmm3d import Grid, Pmm3dError, nn
 from pmm3d.io import DataSet, Loader
 from pmm3d.layout import parse_shape
 from pmm3d.nn import optim
-from pmm3d.text import counted
 
 
 def train(
@@ -89,7 +88,7 @@ def show_results(
     seconds = (perf_counter() - begun) / few
     print(
         f"a field takes the solver {1e3 * seconds:.2f} ms on one rank, the network {1e3 * seconds_of_net:.3f} ms on "
-        f"{counted(grid.size, 'rank')}, in batches of {options.batch}"
+        f"{grid.size} rank{'s' * (grid.size > 1)}, in batches of {options.batch}"
     )
     fields = (mean + std * each.reshape(-1, points, points) for each in (y, predicted))
     draw(options.figure, losses, *fields, errors["this network"])
@@ -102,8 +101,7 @@ def run(grid: Grid, data: DataSet, options: argparse.Namespace) -> None:
     with grid.collective_call("train", vars(options)):
         noted = attributes(options.data)
         if known < 1:
-            has = f"{options.data} has {counted(data.samples, 'sample')}"
-            raise Pmm3dError(f"{has}; --held-out {options.held_out} leaves none")
+            raise Pmm3dError(f"{options.data} has {data.samples} samples; --held-out {options.held_out} leaves none")
         if not options.figure.resolve().parent.is_dir():
             raise Pmm3dError(f"cannot write {options.figure}: {options.figure.resolve().parent} is no folder")
     batches = data.loader(options.batch, seed=options.seed, rows=(0, known))

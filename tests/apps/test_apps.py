@@ -30,7 +30,7 @@ PUBLIC = (
 )
 """Modules whose names are listed in docs/reference."""
 OTHERS = {"h5py", "matplotlib", "mpi4py", "numpy", "scipy", "sklearn", "torch", "typer"}
-MOST_LINES = 145
+MOST_LINES = 155
 
 
 def imports(path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from statistics import median
@@ -12,6 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from pmm3d.arrays import library_named
+from pmm3d.tools.timing import in_a_row
 
 WARM_UP = 5
 """Timings before the first that counts: clocks rise, kernels are chosen, memory is allocated."""
@@ -34,11 +34,7 @@ class Clock:
         """Seconds of one repetition on the slowest rank, of several in a row."""
         self.library.synchronize()
         self.comm.Barrier()
-        begun = time.perf_counter()
-        for _ in range(times):
-            work()
-        self.library.synchronize()
-        return self.comm.allreduce(time.perf_counter() - begun, MPI.MAX) / times
+        return self.comm.allreduce(in_a_row(work, self.library, times), MPI.MAX)
 
     def in_turns(self, works: Mapping[str, Work], rounds: int) -> dict[str, float]:
         """Median seconds of each work. Every round times all of them, and starts with another one."""

@@ -241,7 +241,7 @@ def test_a_point_without_a_grid_is_said(capsys, monkeypatch):
     print_curve(strong, few)
     said = capsys.readouterr().out
     assert "32 ranks: no grid here" in said and said.count("have no row") == 1
-    assert "Grid 1x1x1 (data 16): the 8 rows of a micro-batch" in said
+    assert "Grid 1x1x1 (data 16): a micro-batch of 8 rows" in said
 
 
 def test_the_numbers_of_ranks_of_a_curve():

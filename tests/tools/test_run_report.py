@@ -99,7 +99,7 @@ def test_a_run_that_goes_on_or_crashed(run):
     (run / "run.json").unlink()
     said = words(write_page(run).read_text())
     assert "1 of 6 lines cannot be read and are left out" in said and "run.json is missing" in said
-    assert "1 values are not finite" in said and "Curves" in said and "Collectives" not in said
+    assert "(1 value not drawn" in said and "Curves" in said and "Collectives" not in said
 
 
 def test_before_the_first_step_there_is_a_page_too(run):

@@ -46,16 +46,14 @@ def run(
     tell: Tell = lambda text: None,
     trace: Path | None = None,
     limit: Limit | None = None,
-    **options: Any,
 ) -> Result:
     """Measure a case on one grid. Collective.
 
-    tell      a function that rank 0 calls with the name of each stage
-    limit     the limit, if it was measured before
-    options   options of Grid
+    tell    a function that rank 0 calls with the name of each stage
+    limit   the limit, if it was measured before
     """
     check_reference(case, comm.size)
-    with Grid(comm, shape, product=case.product, dtype=case.dtype, trace=bool(trace), **options) as grid:
+    with Grid(comm, shape, product=case.product, dtype=case.dtype, trace=bool(trace)) as grid:
         say = tell if grid.rank == 0 else (lambda text: None)
         take_device(case.array, grid.local_rank)
         _check_memory(case, grid)

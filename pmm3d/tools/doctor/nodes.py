@@ -157,8 +157,7 @@ def _judge_load(finding: Finding, host: str, here: list[Node], usable: int) -> N
         finding.warn(f"{host}: {threads_of_ranks} on {counted(usable, 'core')}", fit)
     elif 2 * threads <= usable and ranks > 1:
         finding.note(
-            f"{host}: with {counted(threads, 'BLAS thread')}, {usable - threads} of {usable} cores are idle",
-            f"more ranks, or {fit}",
+            f"{host}: {threads} BLAS threads leave {usable - threads} of {usable} cores idle", f"more ranks, or {fit}"
         )
     if quota is not None and quota < min(threads, usable) - 0.5:
         finding.warn(
