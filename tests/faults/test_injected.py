@@ -11,7 +11,7 @@ from loops import given
 
 from faults import storage
 from faults.__main__ import injected
-from faults.injected import KILLED, KINDS, no_collective, other_grid, signalled, stopped
+from faults.injected import KILLED, KINDS, signalled, stopped
 from faults.jobs import Ending
 from faults.judgement import Expected, Outcome, judged, ranks_in, table, to_json
 from faults.lab import Lab, Run, check_checkpoints
@@ -94,12 +94,6 @@ def test_a_stopped_stage_of_a_pipeline(lab):
     assert [outcome.checks[check] for check in ("rank", "cause", "result", "files")] == [True] * 4
 
 
-@pytest.mark.thorough("comm/test_failures has the hang, and the killed rank has the judgement")
-def test_a_rank_that_skips_a_collective(lab):
-    """The others hang, and the job ends after PMM3D_TIMEOUT."""
-    assert right(no_collective(lab, quick=True)).checks["rank"]
-
-
 @pytest.mark.nightly("trainings that are disturbed")
 def test_a_full_disk(lab):
     assert "ulimit" in right(storage.files_limited(lab)).variant
@@ -108,11 +102,6 @@ def test_a_full_disk(lab):
 @pytest.mark.nightly("trainings that are disturbed")
 def test_a_damaged_checkpoint_is_passed_over(lab):
     assert right(storage.damaged_checkpoint(lab)).exit_code == 0
-
-
-@pytest.mark.thorough("nn/test_training resumes on other ranks")
-def test_a_run_resumes_on_another_grid(lab):
-    assert right(other_grid(lab)).checks["result"]
 
 
 @pytest.mark.nightly("trainings that are disturbed")
