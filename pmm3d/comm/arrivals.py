@@ -1,4 +1,4 @@
-"""Schedules with a call of the axis for each message, to overlap messages and computation (Wang et al., ASPLOS 2023). The
+"""Schedules with a call of the axis for each message: messages overlap with computation (Wang et al., ASPLOS 2023). The
 rows of an all-gather are used as they arrive, and the rows of a reduce-scatter are sent as they are computed.
 
 Bytes, messages and the order of sums are those of the schedules, which the executor walks.
@@ -43,7 +43,7 @@ class Arrivals:
         messages = _Messages(axis, "all_gather", buffers, schedule, row_bytes)
         self._coming = list[Piece]()
         for each in schedule.rounds:  # before the first message, because a later round also sends this rank's rows
-            compute(library, buffers.arithmetic(each.copies, True))
+            buffers.copy(each.copies)
         for each in schedule.rounds:
             pairs = one_by_one(each)
             begun = [messages.begin([pair], before) for pair in pairs]

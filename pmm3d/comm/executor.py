@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -51,11 +52,11 @@ def following(
     return steps
 
 
-def under_way(exchange: Collective[None], library: NumpyLibrary, copies: Sequence[Arithmetic]) -> Collective[None]:
-    """Generator: run an exchange, and carry out copies when its first messages are posted."""
+def under_way(exchange: Collective[None], work: Callable[[], None]) -> Collective[None]:
+    """Generator: run an exchange, and call `work` when its first messages are posted."""
     requests = next(exchange, None)
     try:
-        compute(library, copies)
+        work()
     except Exception as error:
         attach_active(error, requests or [])
         raise
@@ -144,6 +145,10 @@ class Buffers:
                 found.append((arrays, out, 0))
         return found
 
+    def copy(self, copies: Sequence[Sum]) -> None:
+        """Carry out copies, but not those of a span to its own address."""
+        compute(self.library, self.arithmetic(copies, True))
+
 
 def _cut(library: NumpyLibrary, array: Array, span: Span, dim: int) -> Array:
     """Return the elements of a span, in 2D. If blocks repeat along a dim, a dim for the blocks comes before it."""
@@ -220,9 +225,9 @@ def run_rounds(link: Link, buffers: Buffers, rounds: Sequence[Round], work: Slab
         elif sends or receives:
             pack = None if packs is None else packs.again()
             exchange = link.exchange(library, buffers.messages(sends), buffers.messages(receives), pack)
-            yield from under_way(exchange, library, buffers.arithmetic(copies, True)) if copies else exchange
+            yield from under_way(exchange, partial(buffers.copy, copies)) if copies else exchange
         elif copies:
-            compute(library, buffers.arithmetic(copies, True))
+            buffers.copy(copies)
         if sums:
             compute(library, buffers.arithmetic(sums))
 
