@@ -10,14 +10,13 @@ check_launcher()
 
 from .agreement import digest, gather_small
 from .argument_digest import Compared
+from .arrivals import Arrivals, Departures
 from .axis import Axis
 from .communicator import LEAVING, all_leave, check_communicator, own_duplicate
 from .engine import Pending, PlanResources
 from .executor import (
-    Arrivals,
     Awaited,
     Buffers,
-    Departures,
     Persistent,
     compute,
     following,

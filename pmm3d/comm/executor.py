@@ -1,9 +1,7 @@
 """The executor of schedules (`pmm3d.model.schedule`): messages and sums of one rank, as a generator that the engine
 drives. Arguments are neither checked nor compared with other ranks.
 
-A schedule can also be executed repeatedly (`Persistent`), or with a call of the axis for each message, so that rows are
-used as they arrive and sent as they are computed (`Arrivals`, `Departures`; Wang et al., ASPLOS 2023). Bytes, messages
-and the order of sums are the same.
+`run_schedule` executes a schedule once, and `Persistent` repeatedly.
 
 MPI moves bytes and the array library adds. So every element type works, and low precision is summed in float32 and
 rounded once.
@@ -11,36 +9,21 @@ rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import Array, NumpyLibrary, Slab, copy_into, library_of, sum_in_order
-from ..layout import aligned, itemsize, offsets
-from ..model.rounds import (
-    NOTHING,
-    Indices,
-    Round,
-    Schedule,
-    Span,
-    Sum,
-    WorkBuffer,
-    accumulator,
-    count,
-    in_order,
-    one_by_one,
-    packing_bytes,
-)
-from ..model.schedule import barrier, gather_schedule, reduce_schedule
-from .engine import Engine, Pending
+from ..arrays import Array, NumpyLibrary, Slab, copy_into, sum_in_order
+from ..layout import aligned, itemsize
+from ..model.rounds import NOTHING, Indices, Round, Schedule, Span, Sum, WorkBuffer, accumulator, count, packing_bytes
+from ..model.schedule import barrier
+from .engine import Engine
 from .ledger import Record
 from .transport import Collective, Link, attach_active, chunks, nbytes_of
-
-if TYPE_CHECKING:
-    from .axis import Axis
 
 Counts = Sequence[int]
 """Number of rows of each rank's part."""
@@ -69,11 +52,11 @@ def following(
     return steps
 
 
-def under_way(exchange: Collective[None], library: NumpyLibrary, copies: Sequence[Arithmetic]) -> Collective[None]:
-    """Generator: run an exchange, and carry out copies when its first messages are posted."""
+def under_way(exchange: Collective[None], work: Callable[[], None]) -> Collective[None]:
+    """Generator: run an exchange, and call `work` when its first messages are posted."""
     requests = next(exchange, None)
     try:
-        compute(library, copies)
+        work()
     except Exception as error:
         attach_active(error, requests or [])
         raise
@@ -162,6 +145,10 @@ class Buffers:
                 found.append((arrays, out, 0))
         return found
 
+    def copy(self, copies: Sequence[Sum]) -> None:
+        """Carry out copies, but not those of a span to its own address."""
+        compute(self.library, self.arithmetic(copies, True))
+
 
 def _cut(library: NumpyLibrary, array: Array, span: Span, dim: int) -> Array:
     """Return the elements of a span, in 2D. If blocks repeat along a dim, a dim for the blocks comes before it."""
@@ -238,9 +225,9 @@ def run_rounds(link: Link, buffers: Buffers, rounds: Sequence[Round], work: Slab
         elif sends or receives:
             pack = None if packs is None else packs.again()
             exchange = link.exchange(library, buffers.messages(sends), buffers.messages(receives), pack)
-            yield from under_way(exchange, library, buffers.arithmetic(copies, True)) if copies else exchange
+            yield from under_way(exchange, partial(buffers.copy, copies)) if copies else exchange
         elif copies:
-            compute(library, buffers.arithmetic(copies, True))
+            buffers.copy(copies)
         if sums:
             compute(library, buffers.arithmetic(sums))
 
@@ -379,133 +366,3 @@ class Persistent:
             for request in requests:
                 request.Free()
             self._rounds = []
-
-
-class Piece(NamedTuple):
-    """Rows start:stop of a gathered block, and the Pending of the message that contains them."""
-
-    start: int
-    stop: int
-    pending: Pending
-
-
-class Arrivals:
-    """An all-gather of rows in progress. `whole` contains rows once `within` has yielded them.
-
-    part   this rank's rows;   counts   number of rows of each rank
-    """
-
-    def __init__(self, axis: Axis, part: Array, whole: Array, counts: Counts):
-        self.whole = whole
-        library, first = library_of(whole), offsets(counts)[axis.index]
-        self._own = first, first + counts[axis.index]
-        row_bytes = whole.shape[1] * itemsize(library.dtype(whole))
-        schedule = gather_schedule(counts, axis.index, row_bytes, axis.node_map)
-        buffers, before = Buffers(schedule, library, (part, whole), (0, 0), None), list[Pending]()
-        messages = _Messages(axis, "all_gather", buffers, schedule, row_bytes)
-        self._coming = list[Piece]()
-        for each in schedule.rounds:  # before the first message, because a later round also sends this rank's rows
-            compute(library, buffers.arithmetic(each.copies, True))
-        for each in schedule.rounds:
-            pairs = one_by_one(each)
-            begun = [messages.begin([pair], before) for pair in pairs]
-            self._coming += [
-                Piece(span.start, span.stop, pending)
-                for pending, pair in zip(begun, pairs)
-                for _, span in pair.receives
-            ]
-            before = begun
-
-    @classmethod
-    def here(cls, whole: Array) -> Arrivals:
-        """Return the Arrivals of a block whose rows are all present."""
-        rows = cls.__new__(cls)
-        rows.whole, rows._own, rows._coming = whole, (0, whole.shape[0]), []
-        return rows
-
-    def within(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of the pieces of these rows, each after its arrival. This rank's rows come first."""
-        low, high = max(start, self._own[0]), min(stop, self._own[1])
-        if low < high:
-            yield low, high
-        for piece in self._coming:
-            low, high = max(start, piece.start), min(stop, piece.stop)
-            if low < high:
-                piece.pending.wait()
-                yield low, high
-
-    def wait(self) -> Array:
-        """Wait for all rows, and return `whole`."""
-        for piece in self._coming:
-            piece.pending.wait()
-        return self.whole
-
-
-class Departures:
-    """A reduce-scatter of rows that are computed block by block. Rows for other ranks are sent as soon as they are
-    computed.
-
-    partial   this rank's partial sums of all rows;   counts   number of rows of each rank
-    out       this rank's rows of the result: out = beta out + the sum
-    work      memory of the schedule's work buffers (`strided_collectives.reduce_scatter_work`)
-    blocks    (start, stop) of rows, in the order in which the caller must compute them: first the rows for other
-              ranks, one block per message, then the remaining rows. The order of messages is the same on all ranks
-    """
-
-    def __init__(self, axis: Axis, partial: Array, counts: Counts, work: Slab, out: Array, beta: complex = 0):
-        self.partial, self.out = partial, out
-        self._library = library_of(out)
-        schedule = reduce_schedule(counts, axis.index, self._library.dtype(partial), axis.node_map)
-        self._buffers = Buffers(schedule, self._library, (partial, out), (0, 0), work, beta)
-        self._first, *self._rest = schedule.rounds
-        row_bytes = partial.shape[1] * itemsize(self._library.dtype(partial))
-        self._messages = _Messages(axis, "reduce_scatter", self._buffers, schedule, row_bytes)
-        self._leaving = one_by_one(self._first)
-        self._done, self._begun, self.blocks = 0, list[Pending](), in_order(self._first, partial.shape[0])
-        self._last: Pending | None = None
-        self._added = False
-
-    def done(self) -> None:
-        """Note that the next of the blocks is computed, and begin its message."""
-        if len(self._begun) < len(self._leaving):
-            self._begun.append(self._messages.begin([self._leaving[len(self._begun)]]))
-        self._done += 1
-        if self._rest and self._done == len(self.blocks):
-            self._last = self._messages.begin(self._rest, self._begun, self._add)
-
-    def wait(self) -> Array:
-        """Wait for all messages, and return the result."""
-        if self._last is not None:
-            self._last.wait()
-        elif not self._added:
-            for pending in self._begun:
-                pending.wait()
-            self._add()
-        self._added = True
-        return self.out
-
-    def _add(self) -> None:
-        """Carry out the sums of the first round."""
-        compute(self._library, self._buffers.arithmetic(self._first.sums))
-
-
-class _Messages:
-    """Messages of a schedule, each a separate call on the axis."""
-
-    def __init__(self, axis: Axis, operation: str, buffers: Buffers, schedule: Schedule, row_bytes: int):
-        self._axis, self._operation, self._buffers = axis, operation, buffers
-        self._schedule, self._row_bytes, self._number = schedule, row_bytes, 0
-
-    def begin(
-        self, rounds: Sequence[Round], after: Sequence[Pending] = (), first: Callable[[], None] = lambda: None
-    ) -> Pending:
-        """Begin rounds as one call, when all of `after` are done and first() is called."""
-
-        def steps(link: Link) -> Collective[None]:
-            first()
-            yield from run_rounds(link, self._buffers, rounds)
-
-        pending = self._axis.begin(self._operation, steps, library=self._buffers.library, after=after)
-        self._number += 1
-        pending.message_of(self._schedule, self._row_bytes, self._number)
-        return pending

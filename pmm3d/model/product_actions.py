@@ -126,7 +126,7 @@ class _Messages:
 
 
 def _decomposed(rank: RankPlan, done: _Actions) -> None:
-    """Add the actions of a decomposed product (`Arrivals` and `Departures` of `comm/executor.py`)."""
+    """Add the actions of a decomposed product (`comm/arrivals.py`)."""
     (m_axis, k_axis, n_axis), size = rank.plan.axis_roles, itemsize(rank.plan.dtype)
     gather_b = done.begin(m_axis, "all_gather", "gather B", rank.volumes[m_axis])
     arriving, before = [(0, rank.rows, 0)], list[int]()

@@ -14,14 +14,16 @@ from networks import bits, weights_of
 from samples import TESTED
 
 from pmm3d import DistMatrix, Grid, Pmm3dError, nn
-from pmm3d.action import UPDATE
+from pmm3d.action import UPDATE, Action
 from pmm3d.io import Checkpoints
 from pmm3d.layout import GridShape, batch_layout
+from pmm3d.model.ranking import nominal
 from pmm3d.nn import Precision, optim
 from pmm3d.nn.dry import dry_grid
 from pmm3d.nn.training import TrainState, build
 from pmm3d.nn.training.config import checked
-from pmm3d.nn.training.dry_step import DrySteps
+from pmm3d.nn.training.dry_step import DrySteps, Step
+from pmm3d.nn.training.scaled_step import ScaledStep
 from pmm3d.nn.training.step import train_step
 
 pytestmark = pytest.mark.deadline(240)
@@ -264,6 +266,16 @@ def test_a_plan_prices_its_update_as_passes_over_weights(folder):
         updates = [each for each in actions if each.what == "pass" and each.operation == UPDATE + kind]
         weights = 4 * (512 * 8 + 8 + 8 * 3 + 3)
         assert sum(each.nbytes for each in updates) >= 0.9 * arrays * weights
+
+
+def test_a_rough_plan_scales_its_passes_as_those_of_weights():
+    """More ranks along data have fewer rows each, and equal weights."""
+    seconds = {}
+    for name in (UPDATE + "lion", "relu"):
+        step = Step([Action("pass", operation=name, nbytes=2**30)], {}, 0.0, 0)
+        scaled = ScaledStep(GridShape(1, 1, 1, 1), step, 0, nominal(1), None)
+        seconds[name] = scaled.seconds(GridShape(1, 1, 1, 1)) / scaled.seconds(GridShape(1, 1, 1, 4))
+    assert seconds[UPDATE + "lion"] == 1 and 3.5 < seconds["relu"] <= 4
 
 
 @pytest.mark.parallel([2])
