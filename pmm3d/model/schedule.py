@@ -289,20 +289,23 @@ def windows(
 ) -> list[Round]:
     """Return messages between any number of ranks, in rounds by distance along the ring: sender and receiver have a
     message in the same round. Messages to the rank itself are left out."""
-    place = {peer: number for number, peer in enumerate(members.ranks)}
+    place, own, size = members.ranks.index, members.own, members.size
 
-    def by_window(messages: Sequence[tuple[int, Span]], sign: int) -> dict[int, list[tuple[int, Span]]]:
-        ordered = sorted(((sign * (place[peer] - members.own)) % members.size, peer, span) for peer, span in messages)
-        found: dict[int, list[tuple[int, Span]]] = {}
-        for distance, peer, span in ordered:
+    def by_window(messages: Sequence[tuple[int, Span]], sign: int) -> list[list[tuple[int, Span]]]:
+        if size <= WINDOW + 1 and len(messages) == size:
+            others = [*messages[own + 1 :], *messages[:own]]
+            return [others if sign > 0 else others[::-1]]
+        found: list[list[tuple[int, Span]]] = [[] for _ in range(max(1, -(-(size - 1) // WINDOW)))]
+        ordered = sorted(((sign * (place(message[0]) - own)) % size, message) for message in messages)
+        for distance, message in ordered:
             if distance:
-                found.setdefault((distance - 1) // WINDOW, []).append((peer, span))
+                found[(distance - 1) // WINDOW].append(message)
         return found
 
     going, coming = by_window(sends, 1), by_window(receives, -1)
     return [
-        Round(tuple(going.get(number, ())), tuple(coming.get(number, ())), () if number else copies)
-        for number in range(max(1, -(-(members.size - 1) // WINDOW)))
+        Round(tuple(each), tuple(others), () if number else copies)
+        for number, (each, others) in enumerate(zip(going, coming))
     ]
 
 

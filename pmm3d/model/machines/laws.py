@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..node_map import GATHERS_FROM
-from ..rounds import IN, Round, Schedule, Span, count
+from ..rounds import IN, Round, Schedule, Span
 from ..schedule import all_gather, all_reduce, all_to_all, is_small, reduce_scatter
 from .groups import Group
 
@@ -164,6 +164,6 @@ def counted(operation: str, size: int, inside: int, per_node: int = 1, whole: bo
         schedule = reduce_scatter.__wrapped__(parts, 0, per_node)
     else:
         schedule = all_gather.__wrapped__(parts, 0, per_node)
-    peers = [peer for each in schedule.rounds for peer, _ in each.receives]
-    rows, across = count(schedule, 1).received, count(schedule, 1, range(inside, size)).received
-    return Received(len(peers), rows, sum(peer >= inside for peer in peers), across)
+    found = [(peer, schedule.nbytes(span, 1, 1)) for each in schedule.rounds for peer, span in each.receives]
+    across = [rows for peer, rows in found if peer >= inside]
+    return Received(len(found), sum(rows for _, rows in found), len(across), sum(across))
