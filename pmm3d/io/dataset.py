@@ -14,8 +14,7 @@ from ..comm import Grid
 from ..errors import DataError, DTypeError
 from ..layout import batch_layout, part_range
 from ..text import names_in_words
-from .batched import Batched, Some
-from .loader import Loader
+from .loader import Batched, Loader, Some
 from .reader import Rows, Source
 from .source import SourceFile
 from .split import RowSet

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from queue import SimpleQueue
 from threading import Semaphore, Thread, current_thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,10 +17,8 @@ from ..comm import Grid
 from ..errors import DataError, needs
 from ..layout import Box, Layout, offsets, part_sizes
 from .permutation import Permutation
+from .source import SourceFile
 from .split import RowSet
-
-if TYPE_CHECKING:
-    from .batched import Batched
 
 with needs("io", "data sets"):
     import h5py
@@ -197,6 +195,7 @@ class Source:
 class Reader:
     """Reads this rank's part of micro-batches ahead, in a thread without MPI, and checks their values.
 
+    renumbered   returns the classes for the integers of these rows
     pieces   (epoch, positions) of the micro-batches, in the order of consumption
     ahead    largest number of micro-batches that are read and not yet taken
     work     lends the arrays
@@ -206,14 +205,15 @@ class Reader:
 
     def __init__(
         self,
-        data: Batched,
+        file: SourceFile,
+        renumbered: Callable[[np.ndarray, Rows], np.ndarray],
         plan: Plan,
         sources: tuple[Source, Source],
         pieces: Iterator[tuple[int, range]],
         ahead: int,
         work: Workspace,
     ):
-        self._data, self._plan, self._sources = data, plan, sources
+        self._file, self._renumbered, self._plan, self._sources = file, renumbered, plan, sources
         self._ready: SimpleQueue[Arrays | Exception] = SimpleQueue()
         self._slots, self._work, self._stopped = Semaphore(ahead), work, False
         self._thread = Thread(target=self._run, args=(pieces,), name="pmm3d loader", daemon=True)
@@ -245,14 +245,14 @@ class Reader:
             self._thread.join()
 
     def _read(self, epoch: int, positions: range) -> Arrays:
-        samples, data, both = self._plan.samples(epoch, positions), self._data, self._sources
+        samples, both = self._plan.samples(epoch, positions), self._sources
         x, y = (source.buffer(self._work)[: source.box(len(positions)).shape[0]] for source in both)
         if x.size or y.size:
-            with data.file.unchanged():
+            with self._file.unchanged():
                 read = [source.read(samples, out) for source, out in zip(both, (x, y))]
             for source, values, rows in zip(both, (x, y), read):
                 if values.dtype.kind == "i":
-                    values[...] = data.renumbered(values, rows)
+                    values[...] = self._renumbered(values, rows)
                 else:
                     self._check_finite(values, source, rows)
         return x, y
@@ -262,6 +262,6 @@ class Reader:
             return
         row, column = np.argwhere(~np.isfinite(values))[0]
         raise DataError(
-            f"{self._data.path}: row {np.r_[rows][row]} of data set {source.name!r} holds "
+            f"{self._file.path}: row {np.r_[rows][row]} of data set {source.name!r} holds "
             f"{values[row, column]} in column {source.low + column}, as {values.dtype}"
         )

@@ -14,8 +14,7 @@ from ..arrays import NumpyLibrary, library_kind
 from ..comm import Grid
 from ..errors import DataError
 from ..layout import Layout, batch_layout, order_of
-from .batched import Batched, Some
-from .loader import Loader, check_at_least
+from .loader import Batched, Loader, Some, check_at_least
 from .reader import Rows, Source
 from .source import SourceFile
 from .text import BYTES, TOKENS, Tokenizer
