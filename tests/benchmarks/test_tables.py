@@ -10,7 +10,7 @@ from loops import given
 
 from pmm3d.model.environment import TASK_COUNTS
 
-VERSIONS = {"3.10", "3.11", "1.17"}  # of Python and SciPy
+VERSIONS = {"3.11", "1.17"}  # of Python and SciPy
 FIGURE = re.compile(r"(?<![\w.])\d+\.\d{2,}")
 
 
