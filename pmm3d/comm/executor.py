@@ -135,7 +135,9 @@ class Buffers:
         out."""
         library, found = self.library, list[Arithmetic]()
         first, last = (self._schedule.inputs, len(self._arrays)) if self._beta else (0, 0)
-        for parts, target in sums if library.has_data else ():
+        for parts, target in sums:
+            if not (library.has_data or target.across or parts[0].across):
+                continue  # a dry run counts copies of blocks only
             arrays, out = [self.view(part) for part in parts], self.view(target)
             if first <= target.buffer < last:
                 found.append((arrays, out, self._beta))
