@@ -344,10 +344,17 @@ def _is_number(text: str) -> bool:
 
 
 def _is_header(first: list[str], second: Sequence[str] = ()) -> bool:
-    """Whether the first record names the columns: no cell is a number, or a text is above a number."""
-    return not any(map(_is_number, first)) or any(
-        not _is_number(above) and _is_number(below) and not {above.lower(), below.lower()} & {*MISSING}
-        for above, below in zip(first, second)
+    """Whether the first record names the columns: its numbers are 0, 1, 2, ..., the names that pandas gives, or it has
+    none, or a text is above a number."""
+    numbers = list(filter(_is_number, first))
+    counted = len(numbers) > 2 and numbers == list(map(str, range(len(numbers))))
+    return (
+        counted
+        or not numbers
+        or any(
+            not _is_number(above) and _is_number(below) and not {above.lower(), below.lower()} & {*MISSING}
+            for above, below in zip(first, second)
+        )
     )
 
 

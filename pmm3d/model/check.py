@@ -62,7 +62,7 @@ def check(
     [[(Element(rank=0, row=0), Element(rank=1, row=0))], [(Element(rank=0, row=1), Element(rank=1, row=1))]]
     >>> check([all_gather((2, 1), 0), all_gather((2, 2), 1)])
     Traceback (most recent call last):
-    pmm3d.errors.Pmm3dError: schedule of rank 0, round 0: Span(buffer=1, start=2, stop=3) gets 2 rows from rank 1
+    pmm3d.errors.Pmm3dError: schedule of rank 0, round 0: rows 2:3 of buffer 1 gets 2 rows from rank 1
     """
     extents = [_extents(schedule) for schedule in schedules]
     ranks = [
@@ -188,7 +188,7 @@ class _Rank:
         parts, target = [self.read(part) for part in total.parts], self.elements(total.target)
         for part in total.parts[2:]:
             if target & self.elements(part):
-                raise self.error(total.target, f"is the target of a sum whose part {part} it overlaps")
+                raise self.error(total.target, f"is the target of a sum whose part, {_words(part)}, it overlaps")
         values = parts[0] if len(parts) == 1 else list(zip(*parts))
         for value in values:
             found = list(_elements_of(value))
@@ -274,4 +274,9 @@ def _default_buffers(rank: int, schedule: Schedule, rows: Sequence[int], cols: S
 
 
 def _error(rank: int, number: int, span: Span, problem: str) -> Pmm3dError:
-    return Pmm3dError(f"schedule of rank {rank}, round {number}: {span} {problem}")
+    return Pmm3dError(f"schedule of rank {rank}, round {number}: {_words(span)} {problem}")
+
+
+def _words(span: Span) -> str:
+    blocks = f" and {span.times - 1} more blocks" if span.times > 1 else ""
+    return f"rows {span.start}:{span.stop}{blocks} of buffer {span.buffer}"

@@ -84,6 +84,27 @@ class Shard:
     Notes
     -----
     Arrays are of numpy, torch or cupy. Ranks that hold the same part of a parameter must compute the same update.
+
+    Examples
+    --------
+    Gradient descent that divides by the root mean square of the gradient of a parameter:
+
+    >>> import numpy as np, pmm3d
+    >>> from pmm3d import nn
+    >>> from pmm3d.layout import batch_layout
+    >>> class Normalized(nn.optim.Optimizer):
+    ...     defaults = {}
+    ...     def update_shard(self, shard):
+    ...         mean = shard.sum(shard.gradient**2) / (shard.shape[0] * shard.shape[1])
+    ...         shard.weight[...] -= shard.options["lr"] * shard.gradient / mean**0.5
+    >>> with pmm3d.Grid() as grid:
+    ...     net = nn.Linear(grid, 3, 2, seed=0, bias=False)
+    ...     before = net.weight.gather()
+    ...     ones = pmm3d.DistMatrix.from_global(grid, np.ones((8, 3), "float32"), layout=batch_layout())
+    ...     nn.sum(nn.sum(net(ones), 0), 1).backward()
+    ...     Normalized(net.parameters(), 0.1).step()
+    ...     bool(np.allclose(before - net.weight.gather(), 0.1))
+    True
     """
 
     weight: Array

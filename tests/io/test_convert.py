@@ -219,9 +219,9 @@ HEADERS = [  # first line, second line, whether the first one is a header
     ("0,5", "1,6", False),
     ("1,2,cow", "3,4,ant", False),
     ("0,cow", "1,ant", False),
-    ("0,1,2,kind", "5,3,1,cow", False),
+    ("0,1,2,kind", "5,3,1,cow", True),
     ("0,1,y,2", "1.5,3,0,2", True),
-    ("0,1,2", "5,6,7", False),
+    ("0,1,2", "5,6,7", True),
     ("5,NA,3", "1,2,3", False),
 ]
 
