@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import Array, NumpyLibrary, Slab, copy_into, sum_in_order
+from ..arrays import Array, NumpyLibrary, Slab, add_up, copy_into, sum_in_order
 from ..layout import aligned, itemsize
 from ..model.rounds import NOTHING, Indices, Round, Schedule, Span, Sum, WorkBuffer, accumulator, count, packing_bytes
 from ..model.schedule import barrier
@@ -72,10 +72,11 @@ Arithmetic = tuple[list[Array], Array, complex]
 class Buffers:
     """The arrays of the buffers of a schedule, and views of their spans.
 
-    arrays   the caller's arrays, 2D;   dims   for each array, the dim along which spans cut
-    work     memory of `work_bytes` bytes. Spans cut work buffers along dims[0]
-    beta     factor of an output before a sum, or a copy, is added to it
-    dtype    type of the work buffers. Default: that of the first array
+    arrays     the caller's arrays, 2D;   dims   for each array, the dim along which spans cut
+    work       memory of `work_bytes` bytes. Spans cut work buffers along dims[0]
+    beta       factor of an output before a sum, or a copy, is added to it
+    dtype      type of the work buffers. Default: that of the first array
+    recorded   whether a dry run records copies and sums as passes. The prices of most operations contain theirs
     """
 
     def __init__(
@@ -87,7 +88,9 @@ class Buffers:
         work: Slab | None,
         beta: complex = 0,
         dtype: str = "",
+        recorded: bool = False,
     ):
+        self._computes = library.has_data or recorded
         self.library, self._schedule, self._beta = library, schedule, beta
         self._arrays, self._dims, self._views = arrays, dims, dict[Span, Array]()
         self._columns = bool(dims) and dims[0] == 1
@@ -135,7 +138,7 @@ class Buffers:
         out."""
         library, found = self.library, list[Arithmetic]()
         first, last = (self._schedule.inputs, len(self._arrays)) if self._beta else (0, 0)
-        for parts, target in sums if library.has_data else ():
+        for parts, target in sums if self._computes else ():
             arrays, out = [self.view(part) for part in parts], self.view(target)
             if first <= target.buffer < last:
                 found.append((arrays, out, self._beta))
@@ -181,7 +184,7 @@ def compute(library: NumpyLibrary, sums: Sequence[Arithmetic]) -> None:
         if len(parts) == 1 and beta == 0:
             copy_into(library, parts[0], out)
         else:
-            sum_in_order(library, parts, out, beta)
+            (sum_in_order if library.has_data else add_up)(library, parts, out, beta)
 
 
 def run_schedule(
@@ -305,7 +308,7 @@ class Persistent:
         row_bytes: int,
     ):
         self._next_record, self._engine, self._comm, self._tag = next_record, engine, comm, tag
-        self._library = buffers.library
+        self._library, self._buffers = buffers.library, [buffers]  # the requests hold no arrays
         self._rounds = [
             (
                 self._made(buffers.messages(sends), buffers.messages(receives)),
@@ -365,4 +368,4 @@ class Persistent:
             self._engine.persistent.pop(self, None)
             for request in requests:
                 request.Free()
-            self._rounds = []
+            self._rounds, self._buffers = [], []

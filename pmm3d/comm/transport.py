@@ -200,10 +200,6 @@ class Link:
     def workspace(self) -> Workspace:
         return self.transport.workspace
 
-    def peers(self) -> list[int]:
-        """Return the other ranks, the next one first. So the ranks do not all send to the same one at once."""
-        return [(self.rank + distance) % self.size for distance in range(1, self.size)]
-
     def uncounted(self, collective: Collective[Result]) -> Collective[Result]:
         """Generator: run a collective without counting its bytes in the ledger, because they are not payload."""
         before = self.record.sent, self.record.received, self.record.across
