@@ -23,7 +23,7 @@ from ..model.rounds import NOTHING, Indices, Round, Schedule, Span, Sum, WorkBuf
 from ..model.schedule import barrier
 from .engine import Engine
 from .ledger import Record
-from .transport import Collective, Link, attach_active, chunks, nbytes_of
+from .transport import Collective, Link, attach_active, mpi_buffers
 
 Counts = Sequence[int]
 """Number of rows of each rank's part."""
@@ -321,13 +321,12 @@ class Persistent:
         self._across = count(schedule, row_bytes, frozenset(off_node)).received
 
     def _made(self, sends: list[tuple[int, Array]], receives: list[tuple[int, Array]]) -> list[MPI.Prequest]:
-        made, library, comm = list[MPI.Prequest](), self._library, self._comm
-        for init, messages in ((comm.Recv_init, receives), (comm.Send_init, sends)):
-            for peer, array in messages:
-                for offset, length in chunks(nbytes_of(library, array)):
-                    part = MPI.buffer.fromaddress(library.address(array) + offset, length)
-                    made.append(init([part, length, MPI.BYTE], peer, self._tag))
-        return made
+        return [
+            init(part, peer, self._tag)
+            for init, messages in ((self._comm.Recv_init, receives), (self._comm.Send_init, sends))
+            for peer, array in messages
+            for part in mpi_buffers(self._library, array)
+        ]
 
     def begin(self) -> Persistent:
         """Start the messages of the first round, as one call of the axis. Returns this object, for `wait`."""

@@ -330,9 +330,8 @@ class Link:
                     if type(array) is np.ndarray and 0 < nbytes <= LARGEST_MESSAGE:
                         requests.append(post([array, nbytes, MPI.BYTE], peer, self.tag))
                     else:
-                        for offset, length in chunks(nbytes):
-                            part = MPI.buffer.fromaddress(library.address(array) + offset, length)
-                            requests.append(post([part, length, MPI.BYTE], peer, self.tag))
+                        for part in mpi_buffers(library, array):
+                            requests.append(post(part, peer, self.tag))
                     moved += nbytes
                 if messages is receives:
                     self.record.received += moved
@@ -342,6 +341,14 @@ class Link:
             attach_active(error, requests)
             raise
         return requests
+
+
+def mpi_buffers(library: NumpyLibrary, array: Array) -> list[list[Any]]:
+    """Return MPI's specification of each message that carries an array without gaps. It does not hold the array."""
+    return [
+        [MPI.buffer.fromaddress(library.address(array) + offset, length), length, MPI.BYTE]
+        for offset, length in chunks(nbytes_of(library, array))
+    ]
 
 
 def nbytes_of(library: NumpyLibrary, array: Array) -> int:
