@@ -276,4 +276,5 @@ def _default_buffers(rank: int, schedule: Schedule, rows: Sequence[int], cols: S
 
 
 def _error(rank: int, number: int, span: Span, problem: str) -> Pmm3dError:
-    return Pmm3dError(f"schedule of rank {rank}, round {number}: {span} {problem}")
+    fields = [f"{name}={value}" for name, value in span._asdict().items() if value != Span._field_defaults.get(name)]
+    return Pmm3dError(f"schedule of rank {rank}, round {number}: Span({', '.join(fields)}) {problem}")
