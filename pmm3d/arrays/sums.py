@@ -70,7 +70,7 @@ def scale(library: Any, c: Any, beta: complex) -> None:
 def sum_in_order(library: Any, parts: Sequence[Any], out: Any, beta: complex = 0) -> None:
     """Compute out = beta out + parts[0] + parts[1] + ..., in this order. Low precision is summed in float32.
 
-    All arrays are 2D and of one shape; `out` may be strided, and may be one of the first two parts. Parts of low
+    All arrays have one shape; `out` may be strided, and may be one of the first two parts. Parts of low
     precision may have an `out` of float32, and vice versa.
 
         >>> import numpy as np

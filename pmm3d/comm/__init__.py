@@ -31,7 +31,7 @@ from .ledger import Entry, Key, Ledger, Record, clock
 from .nodes import Host, Processes, hosts, mpi_name, set_node_maps
 from .point_to_point import TAGS
 from .shutdown import all_come, leaves_in_order
-from .strided_collectives import all_gather_work, all_reduce_work, reduce_scatter_work, sum_gathered, work_slab
+from .strided_collectives import all_gather_work, all_reduce_work, reduce_scatter_work, sum_gathered
 from .transport import Collective, Link
 from .watch import abort_job
 

@@ -202,7 +202,7 @@ def all_to_all(
         ]
         error = LayoutError("; ".join(wrong)) if wrong else None
         yield from agree(link, str(link.record), "", Terms("", error=error), [])
-    arriving = (
+    arriving = (  # -2: no rank has as many rows, so all prepare memory for the rows that arrive
         None
         if sure
         else first.sent.sum(axis=0).tolist()

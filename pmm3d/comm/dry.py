@@ -200,7 +200,7 @@ class DryAxis(Axis):
         return ""
 
     def _link(self, record: Record, tag: int, library: NumpyLibrary | None, mode: str, wrong: Any = None) -> Link:
-        link = DryLink(self._comm, 0, record, self._engine.transport, None, False)
+        link = DryLink(self._comm, 0, record, self._engine.transport, check=False, wrong=wrong)
         link.node_map, link.off_node = self.node_map, self.off_node
         return link
 

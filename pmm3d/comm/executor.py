@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import Array, NumpyLibrary, Slab, copy_into, sum_in_order
+from ..arrays import Array, NumpyLibrary, Slab, add_up, copy_into, sum_in_order
 from ..layout import aligned, itemsize
 from ..model.rounds import NOTHING, Indices, Round, Schedule, Span, Sum, WorkBuffer, accumulator, count, packing_bytes
 from ..model.schedule import barrier
 from .engine import Engine
 from .ledger import Record
-from .transport import Collective, Link, attach_active, chunks, nbytes_of
+from .transport import Collective, Link, attach_active, mpi_buffers
 
 Counts = Sequence[int]
 """Number of rows of each rank's part."""
@@ -72,10 +72,11 @@ Arithmetic = tuple[list[Array], Array, complex]
 class Buffers:
     """The arrays of the buffers of a schedule, and views of their spans.
 
-    arrays   the caller's arrays, 2D;   dims   for each array, the dim along which spans cut
-    work     memory of `work_bytes` bytes. Spans cut work buffers along dims[0]
-    beta     factor of an output before a sum, or a copy, is added to it
-    dtype    type of the work buffers. Default: that of the first array
+    arrays     the caller's arrays, 2D;   dims   for each array, the dim along which spans cut
+    work       memory of `work_bytes` bytes. Spans cut work buffers along dims[0]
+    beta       factor of an output before a sum, or a copy, is added to it
+    dtype      type of the work buffers. Default: that of the first array
+    recorded   whether a dry run records copies and sums as passes. The prices of most operations contain theirs
     """
 
     def __init__(
@@ -87,7 +88,9 @@ class Buffers:
         work: Slab | None,
         beta: complex = 0,
         dtype: str = "",
+        recorded: bool = False,
     ):
+        self._computes = library.has_data or recorded
         self.library, self._schedule, self._beta = library, schedule, beta
         self._arrays, self._dims, self._views = arrays, dims, dict[Span, Array]()
         self._columns = bool(dims) and dims[0] == 1
@@ -135,9 +138,7 @@ class Buffers:
         out."""
         library, found = self.library, list[Arithmetic]()
         first, last = (self._schedule.inputs, len(self._arrays)) if self._beta else (0, 0)
-        for parts, target in sums:
-            if not (library.has_data or target.across or parts[0].across):
-                continue  # a dry run counts copies of blocks only
+        for parts, target in sums if self._computes else ():
             arrays, out = [self.view(part) for part in parts], self.view(target)
             if first <= target.buffer < last:
                 found.append((arrays, out, self._beta))
@@ -183,7 +184,7 @@ def compute(library: NumpyLibrary, sums: Sequence[Arithmetic]) -> None:
         if len(parts) == 1 and beta == 0:
             copy_into(library, parts[0], out)
         else:
-            sum_in_order(library, parts, out, beta)
+            (sum_in_order if library.has_data else add_up)(library, parts, out, beta)
 
 
 def run_schedule(
@@ -307,7 +308,7 @@ class Persistent:
         row_bytes: int,
     ):
         self._next_record, self._engine, self._comm, self._tag = next_record, engine, comm, tag
-        self._library = buffers.library
+        self._library, self._buffers = buffers.library, [buffers]  # the requests hold no arrays
         self._rounds = [
             (
                 self._made(buffers.messages(sends), buffers.messages(receives)),
@@ -320,13 +321,12 @@ class Persistent:
         self._across = count(schedule, row_bytes, frozenset(off_node)).received
 
     def _made(self, sends: list[tuple[int, Array]], receives: list[tuple[int, Array]]) -> list[MPI.Prequest]:
-        made, library, comm = list[MPI.Prequest](), self._library, self._comm
-        for init, messages in ((comm.Recv_init, receives), (comm.Send_init, sends)):
-            for peer, array in messages:
-                for offset, length in chunks(nbytes_of(library, array)):
-                    part = MPI.buffer.fromaddress(library.address(array) + offset, length)
-                    made.append(init([part, length, MPI.BYTE], peer, self._tag))
-        return made
+        return [
+            init(part, peer, self._tag)
+            for init, messages in ((self._comm.Recv_init, receives), (self._comm.Send_init, sends))
+            for peer, array in messages
+            for part in mpi_buffers(self._library, array)
+        ]
 
     def begin(self) -> Persistent:
         """Start the messages of the first round, as one call of the axis. Returns this object, for `wait`."""
@@ -367,4 +367,4 @@ class Persistent:
             self._engine.persistent.pop(self, None)
             for request in requests:
                 request.Free()
-            self._rounds = []
+            self._rounds, self._buffers = [], []

@@ -7,7 +7,7 @@ workspace. Along dim 1 the messages are packed, some rows at a time. `all_to_all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 from math import prod
@@ -97,6 +97,7 @@ def _added_last(
     link: Link, library: NumpyLibrary, schedule: Schedule, array: Array, out: Array, beta: complex, work: Slab | None
 ) -> Collective[Array]:
     """Generator: execute the schedule of a sum in place, in `array`; then out = beta out + the sum."""
+    assert library.is_contiguous(array)  # else a reshaped copy would be summed
     flat = array.reshape(prod(array.shape), 1)
     yield from run_schedule(link, library, schedule, flat, flat, work=work)
     add_up(library, [array], out, beta)
@@ -173,13 +174,6 @@ def all_reduce_work(shape: Sequence[int], dtype: str, ranks: int, rank: int, nod
     """Return the bytes of work memory of `all_reduce_into`."""
     schedule = sum_schedule(prod(shape), dtype, ranks, rank, node_map)
     return planned_bytes(schedule, dtype, (1, 1))
-
-
-def work_slab(
-    link: Link, library: NumpyLibrary, work: Slab | None, nbytes: Callable[[], int], borrowed: ExitStack
-) -> Slab:
-    """Return `work`. If it is None, borrow nbytes() bytes from the workspace; `borrowed` returns them at its end."""
-    return work if work is not None else borrowed.enter_context(link.workspace.slab(nbytes(), library))
 
 
 def in_two_dims(array: Array) -> Array:

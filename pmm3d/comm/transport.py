@@ -200,10 +200,6 @@ class Link:
     def workspace(self) -> Workspace:
         return self.transport.workspace
 
-    def peers(self) -> list[int]:
-        """Return the other ranks, the next one first. So the ranks do not all send to the same one at once."""
-        return [(self.rank + distance) % self.size for distance in range(1, self.size)]
-
     def uncounted(self, collective: Collective[Result]) -> Collective[Result]:
         """Generator: run a collective without counting its bytes in the ledger, because they are not payload."""
         before = self.record.sent, self.record.received, self.record.across
@@ -334,9 +330,8 @@ class Link:
                     if type(array) is np.ndarray and 0 < nbytes <= LARGEST_MESSAGE:
                         requests.append(post([array, nbytes, MPI.BYTE], peer, self.tag))
                     else:
-                        for offset, length in chunks(nbytes):
-                            part = MPI.buffer.fromaddress(library.address(array) + offset, length)
-                            requests.append(post([part, length, MPI.BYTE], peer, self.tag))
+                        for part in mpi_buffers(library, array):
+                            requests.append(post(part, peer, self.tag))
                     moved += nbytes
                 if messages is receives:
                     self.record.received += moved
@@ -346,6 +341,14 @@ class Link:
             attach_active(error, requests)
             raise
         return requests
+
+
+def mpi_buffers(library: NumpyLibrary, array: Array) -> list[list[Any]]:
+    """Return MPI's specification of each message that carries an array without gaps. It does not hold the array."""
+    return [
+        [MPI.buffer.fromaddress(library.address(array) + offset, length), length, MPI.BYTE]
+        for offset, length in chunks(nbytes_of(library, array))
+    ]
 
 
 def nbytes_of(library: NumpyLibrary, array: Array) -> int:

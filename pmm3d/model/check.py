@@ -189,6 +189,8 @@ class _Rank:
         for part in total.parts[2:]:
             if target & self.elements(part):
                 raise self.error(total.target, f"is the target of a sum whose part, {_words(part)}, it overlaps")
+        if len(set(map(len, parts))) > 1:
+            raise self.error(total.target, "is the target of a sum of different numbers of rows")
         values = parts[0] if len(parts) == 1 else list(zip(*parts))
         for value in values:
             found = list(_elements_of(value))

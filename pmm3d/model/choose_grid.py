@@ -22,8 +22,6 @@ logger = logging.getLogger("pmm3d.comm")
 
 CUBE = (4096, 4096, 4096)
 """Default product (m, n, k) of "auto", and of the grids that an error message suggests."""
-
-
 NAMES = ("auto", *PRESETS)
 """Names that select a grid."""
 NOMINAL = "nominal"

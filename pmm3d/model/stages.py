@@ -41,16 +41,14 @@ class Stage(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def stages_of(ranks: int, rank: int, radices: tuple[int, ...] = ()) -> tuple[Stage, ...]:
+def stages_of(ranks: int, rank: int) -> tuple[Stage, ...]:
     """Return the stages of a rank in the order of a sum. A gather executes them in reverse order.
 
-    radices   number of ranks in each stage. Default: `stages(ranks)`
-
-        >>> [stage.peers for stage in stages_of(24, 1)]
-        [(1, 5, 9, 13, 17, 21), (0, 1, 2, 3)]
+    >>> [stage.peers for stage in stages_of(24, 1)]
+    [(1, 5, 9, 13, 17, 21), (0, 1, 2, 3)]
     """
     found, first, size = [], 0, ranks
-    for radix in radices or stages(ranks):
+    for radix in stages(ranks):
         stride = size // radix
         digit = (rank - first) // stride
         peers = tuple(rank + (other - digit) * stride for other in range(radix))

@@ -88,7 +88,7 @@ class TileMove:
         if self._transposed:
             arrays = [array.T for array in arrays]
         with link.workspace.slab(self.work, library) if work is None else nullcontext(work.again()) as memory:
-            buffers = Buffers(schedule, library, arrays, [0] * len(arrays), memory, beta, self._dtype)
+            buffers = Buffers(schedule, library, arrays, [0] * len(arrays), memory, beta, self._dtype, recorded=True)
             yield from run_rounds(link, buffers, schedule.rounds)
 
 

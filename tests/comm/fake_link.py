@@ -29,9 +29,6 @@ class FakeLink:
         self.record, self.workspace = FakeRecord(), Workspace()
         self.steps = self.messages = 0
 
-    def peers(self):
-        return Link.peers(self)
-
     def exchange(self, library, sends, receives, work=None):
         for requests in Link.exchange(self, library, sends, receives, work):
             yield requests

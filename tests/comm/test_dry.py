@@ -8,7 +8,7 @@ from each_grid import each_grid
 from loops import given
 from samples import integers
 
-from pmm3d import Grid, GridError, Pmm3dError
+from pmm3d import Grid, GridError, LayoutError, Pmm3dError
 from pmm3d.arrays import NumpyLibrary
 from pmm3d.comm.strided_collectives import all_reduce_into
 from pmm3d.layout import part_sizes
@@ -197,6 +197,15 @@ def test_what_a_dry_run_cannot_give_is_refused():
             grid.library("nonsense")
         with pytest.raises(AttributeError, match="have no 'einsum'"):
             array.__array_namespace__().einsum
+
+
+def test_wrong_arguments_of_a_collective_are_refused():
+    with Grid.dry((2, 1, 1)) as grid:
+        arrays = grid.library("numpy")
+        with pytest.raises(LayoutError, match="an array without dims"):
+            grid.x.all_reduce(arrays.empty((), "float64")).wait()
+        with pytest.raises(LayoutError, match="counts is a list of whole numbers"):
+            grid.x.all_gather(arrays.empty((2, 2), "float64"), counts=[1.5, 2]).wait()
 
 
 @pytest.mark.parallel([2], thorough=[1])

@@ -18,7 +18,8 @@ import pmm3d.comm.grid as module
 from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, MatmulPlan, Pmm3dError, matmul
 from pmm3d.arrays import NumpyLibrary
 from pmm3d.comm import process_group
-from pmm3d.comm.executor import under_way
+from pmm3d.comm.executor import Buffers, under_way
+from pmm3d.model.schedule import all_gather
 
 pytestmark = pytest.mark.parallel([3])
 one_too = pytest.mark.parallel([1, 3])
@@ -288,6 +289,26 @@ def test_what_failed_while_messages_were_under_way_keeps_its_memory(comm):
     assert (own == MPI.COMM_NULL, other == MPI.COMM_NULL) == (False, True) and known[0]() is not None
     own.Send(np.ones(1), 0, 1 + grid.x.number)
     assert known[0]() == 1
+
+
+def test_persistent_requests_keep_their_memory_while_they_are_active(comm):
+    """Rank 0 begins last. No copy or sum refers to the array, because each rank's part is in its place."""
+    with Grid(comm, (comm.size, 1, 1)) as grid:
+        whole = np.full((comm.size, 1), comm.rank)
+        known, arrays = weakref.ref(whole), (whole[comm.rank : comm.rank + 1], whole)
+        schedule = all_gather((1,) * comm.size, comm.rank)
+        buffers = Buffers(schedule, NumpyLibrary(), arrays, (0, 0), None)
+        persistent = grid.x.persistent("all_gather", "", schedule, buffers, 8, 0)
+        if comm.rank:
+            persistent.begin().free()
+        del whole, arrays, buffers
+        assert comm.allreduce(known() is not None, MPI.LAND)
+        if comm.rank == 0:
+            persistent.begin()
+        persistent.wait()
+        assert known()[:, 0].tolist() == [0, 1, 2]
+        persistent.free()
+        assert known() is None and not grid.engine.persistent
 
 
 def test_what_failed_between_its_messages_keeps_them(comm, monkeypatch):

@@ -250,6 +250,12 @@ def test_columns_in_groups_of_any_size_and_in_the_work_memory_that_was_planned(m
                 assert np.array_equal(found, own(total, counts, rank, 1))
 
 
+def test_a_sum_in_place_of_an_array_with_gaps_is_no_sum_of_a_copy():
+    array = np.ones((2, 4))[:, ::2]
+    with pytest.raises(AssertionError):
+        run(2, lambda link: strided_collectives.all_reduce_into(link, LIBRARY, array, array))
+
+
 @pytest.mark.parallel([2, 3], thorough=[1, 4, 6])
 def test_several_arrays_are_summed_in_one_message(comm):
     """Whole arrays, or of each array only the part of this rank. The rest does not change."""

@@ -154,6 +154,7 @@ FAULTS = {
     "is outside": [(), (Round(copies=(Sum((Span(2, 4, 5),), B),)),)],
     "twice": [(), (Round(sums=(Sum((A, A), B),)),)],
     "never written": [(), (Round(sums=(Sum((A,), Span(OUT, 1, 2)),)),)],
+    "different numbers": [(), (Round(sums=(Sum((A, Span(IN, 1, 3)), B),)),)],
     "overlaps": [(), (Round(sums=(Sum((A, Span(IN, 1, 2), Span(IN, 2, 3)), Span(IN, 2, 3)),)),)],
 }
 

@@ -147,6 +147,18 @@ def test_float16_is_multiplied_in_float32():
         assert [str(action) for action in grid.dry_run.actions] == ["gemm 4 x 4 x 4 bfloat16"]
 
 
+def test_the_copies_of_a_move_are_passes():
+    """The elements that stay, and those that are packed or unpacked. The price of the messages does not contain
+    them."""
+    with Grid.dry((3, 2, 1)) as grid:
+        a = DistMatrix.empty(grid, (96, 120), layout=Layout("x", "y"))
+        whole = a.local.nbytes
+        a.redistribute(Layout("y", "x"))
+        [copies, begin, _] = grid.dry_run.actions
+        assert (copies.what, copies.operation, begin.operation) == ("pass", "copy", "redistribute")
+        assert copies.nbytes == 2 * whole  # each element of the shard is packed or stays; nothing is unpacked
+
+
 def test_what_is_done_is_written_down_in_order():
     """The second panel is in progress while the first one is multiplied."""
     with Grid.dry((2, 2, 2), rank=5, hosts=2) as grid:
