@@ -288,7 +288,7 @@ def test_a_configuration_trains_and_resumes_with_it(folder, comm):
 
 WRONG = [
     ("none.py:Lion", {}, r"optimizer.build: cannot read .*none.py"),
-    ("lion.py:Lyon", {}, r"has no class of pmm3d.nn.optim.Optimizer Lyon \(did you mean Lion\?\); it has Lion"),
+    ("lion.py:Lyon", {}, r"has no class of pmm3d.nn.optim.Optimizer Lyon; it has Lion"),
     ("lion.py:array_namespace", {}, "has no class of pmm3d.nn.optim.Optimizer"),
     ("lion.py:Lion", {"beta": 1}, r"lion.py:Lion: Lion: unknown option beta \(did you mean betas\?\)"),
     ("lion.py:Lion", {"betas": [2, 3]}, r"Lion: betas = \[2, 3\]: needed is two numbers of at least 0 and below 1"),
