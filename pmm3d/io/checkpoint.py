@@ -376,7 +376,10 @@ class Checkpoints:
             if name in described or not (partial(name) if callable(partial) else partial)
         }
         if text := differences(here, there):
-            raise CheckpointError(f"{found.path} is the checkpoint of another network. {text}")
+            raise CheckpointError(
+                f"{found.path} is the checkpoint of another network. {text}. Load it with the network and "
+                "the optimizer that it was saved with"
+            )
 
 
 def _json_of(meta: Any) -> str:

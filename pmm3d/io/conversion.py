@@ -26,6 +26,8 @@ DELIMITERS = ",;\t|"
 DTYPES = ("float32", "float64")
 MISSING = ("", "na", "n/a", "#n/a", "<na>", "nan", "-nan", "nat", "null", "none", "?")
 """Cells without a value, in lower case."""
+END = "\0end"
+"""Record after the last one. Quotes that are open at the end of the file contain it."""
 GROUPS = "groups"
 """Name of the data set of groups."""
 ENDINGS = (".h5", ".hdf5", ".hdf", "")
@@ -329,8 +331,12 @@ def _records(file: TextIO, delimiter: str | None) -> Iterator[tuple[int, list[st
     if len(delimiter) != 1:
         raise DataError(f"a delimiter is one character; got {delimiter!r}. In a shell a tab is $'\\t'")
     lines = (line.strip() + "\n" for line in file) if delimiter == " " else file
-    reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True)
+    reader = csv.reader(chain(lines, [END]), delimiter=delimiter, skipinitialspace=True)
     for cells in reader:
+        if cells == [END]:
+            return
+        if cells and cells[-1].endswith(END):
+            raise csv.Error("the file ends within quotes")
         if any(map(str.strip, cells)):
             yield reader.line_num, [cell.strip() for cell in cells]
 

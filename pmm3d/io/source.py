@@ -68,7 +68,9 @@ class SourceFile:
         """Return a data set, and watch its files from now on; None if there is none. Raises DataError for missing
         files."""
         try:
-            dataset = self.h5.get(name)
+            dataset, link = self.h5.get(name), self.h5.get(name, getlink=True)
+            if dataset is None and isinstance(link, h5py.ExternalLink):
+                raise FileNotFoundError(f"it is {link.path} of {link.filename}, which cannot be opened")
             if isinstance(dataset, h5py.Dataset):
                 for file in _files_of(dataset):
                     check_regular(file)

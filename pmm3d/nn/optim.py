@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from math import inf, prod, sqrt
+from math import inf, isfinite, prod, sqrt
 from numbers import Real
 from typing import Any
 
@@ -22,7 +22,7 @@ from .layers import Linear
 from .learning_rate import Cosine, Schedule, Step
 from .loss_scale import LossScale
 from .module import Module
-from .optimizer import Group, Optimizer, Option, Options, Parameters
+from .optimizer import FLAG, Group, Optimizer, Option, Options, Parameters
 from .optimizer_state import Shard, StateForm
 from .parameter import Parameter
 
@@ -91,7 +91,7 @@ class SGD(Optimizer):
 
     defaults = {
         "momentum": Option(0.0, BELOW_1, _is_share, "share of the running sum of gradients that a step keeps", 0.9),
-        "nesterov": False,
+        "nesterov": FLAG,
     }
 
     def __init__(self, parameters: Parameters, lr: float, momentum: float = 0.0, **options: Any):
@@ -296,7 +296,7 @@ class Muon(AdamW):
     defaults = {
         **Adam.defaults,
         "momentum": Option(0.95, BELOW_1, _is_share, "share of the running mean of gradients that a step keeps"),
-        "nesterov": True,
+        "nesterov": FLAG._replace(default=True),
         "ns_steps": Option(
             5,
             "a whole number of at least 1 and below 100",
@@ -304,7 +304,9 @@ class Muon(AdamW):
             "steps of the Newton-Schulz iteration that orthogonalizes the update",
         ),
         "ns_coefficients": Option(
-            MUON, "a list of 3 numbers", partial(_is_sequence_of, 3, lambda each: isinstance(each, Real))
+            MUON,
+            "a list of 3 finite numbers",
+            partial(_is_sequence_of, 3, lambda each: isinstance(each, Real) and isfinite(each)),
         ),
         "adjust_lr_fn": Option(
             "original",
@@ -314,7 +316,7 @@ class Muon(AdamW):
             "0.2 sqrt(max(k, n)), for the lr and weight_decay of adamw",
             "match_rms_adamw",
         ),
-        "use_muon": True,
+        "use_muon": FLAG._replace(default=True),
     }
 
     def __init__(

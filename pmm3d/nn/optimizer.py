@@ -78,10 +78,11 @@ def _not_negative(value: Any) -> bool:
     return bool(0 <= value < inf)
 
 
+FLAG = Option(False, "True or False", (False, True).__contains__)
 COMMON: dict[str, Any] = {
     "lr": Option(None, "a number of at least 0", _not_negative),
     "weight_decay": Option(0.0, "a number of at least 0", _not_negative),
-    "decay_vectors": True,
+    "decay_vectors": FLAG._replace(default=True),
 }
 """Options of all optimizers."""
 
@@ -167,7 +168,9 @@ class Optimizer:
         shard_over_data: bool | str = False,
         **options: Any,
     ):
-        given: list[Any] = list(parameters)
+        given, base = list[Any](parameters), Optimizer
+        if (type(self).update, type(self).update_shard) == (base.update, base.update_shard):
+            raise Pmm3dError(f"{type(self).__name__} has no method update: define it, or update_shard")
         self._sharded, self._parameters = shard_over_data, list[Parameter]()
         self._options_given = {
             **{name: each.default if isinstance(each, Option) else each for name, each in self.defaults.items()},
@@ -387,7 +390,6 @@ class Optimizer:
         Several threads may call it at once for different slices, so it must change these arrays only. Functions of
         their library are in `array_api_compat.array_namespace(weight)`.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no method update: define it, or update_shard")
 
     def update_shard(self, shard: Shard) -> None:
         """Change the weight and the states of a shard, in place.
@@ -404,7 +406,6 @@ class Optimizer:
         All ranks call it for the same parameters in the same order. Predicted times and memory come from a call with
         arrays without data, so it must not decide by values.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no method update: define it, or update_shard")
 
     def state_forms(self, parameter: Parameter, options: Options) -> Mapping[str, StateForm]:
         """Name -> form of the states of a parameter. Default: each of `state_names` has the form of the weight.
@@ -510,7 +511,14 @@ class Optimizer:
                 gradient = library.astype(gradient, types.master)
             if factor != 1:
                 gradient *= factor
-            self.update_shard(Shard(weight, gradient.reshape(shape), states, options, parameter, layout))
+            shard = Shard(weight, gradient.reshape(shape), {**states}, options, parameter, layout)
+            self.update_shard(shard)
+            kept = {"weight": shard.weight, **shard.state}
+            if replaced := [name for name, each in {"weight": weight, **states}.items() if kept.get(name) is not each]:
+                raise Pmm3dError(
+                    f"{type(self).__name__}.update_shard: the array {replaced[0]} was replaced, so its change would be "
+                    "lost: change it in place, as in array[...] = values"
+                )
             if types.has_master:
                 low[...] = weight.reshape(-1)
 

@@ -156,10 +156,12 @@ class Shard:
         return self.layout.splitting if dim is None else (self.layout.rows, self.layout.cols)[dim]
 
     def _checked(self, array: Array, dim: int | None) -> Array:
-        if any(array.shape[each] != self.weight.shape[each] for each in ((0, 1) if dim is None else (dim,))):
-            raise Pmm3dError(
-                f"a sum over {'rows and columns' if dim is None else ('rows', 'columns')[dim]} needs an array of "
-                f"this rank's part of them, {tuple(self.weight.shape)}; got {tuple(array.shape)}. The sum of a factor "
-                "needs a dim: 0 for one number a row, 1 for one number a column"
-            )
+        # A wrong shape may fit on ranks with one column.
+        with self.parameter.grid.collective_call("a sum or maximum of a Shard", dim):
+            if any(array.shape[each] != self.weight.shape[each] for each in ((0, 1) if dim is None else (dim,))):
+                raise Pmm3dError(
+                    f"a sum over {'rows and columns' if dim is None else ('rows', 'columns')[dim]} needs an array of "
+                    f"this rank's part of them, {tuple(self.weight.shape)}; got {tuple(array.shape)}. The sum of a "
+                    "factor needs a dim: 0 for one number a row, 1 for one number a column"
+                )
         return array

@@ -85,11 +85,12 @@ def without_file(name: str, says: str, first: Callable[[Path], object], *config:
 def data(name: str, says: str, change: Callable[[h5py.File], object], code: int = REFUSED) -> Case:
     """A training whose data file was changed."""
 
-    def spoil(folder: Path) -> None:
-        with h5py.File(folder / "data.h5", "r+") as file:
-            change(file)
+    return train(name, says, first=lambda folder: spoiled(folder, change), code=code)
 
-    return train(name, says, first=spoil, code=code)
+
+def spoiled(folder: Path, change: Callable[[h5py.File], object]) -> None:
+    with h5py.File(folder / "data.h5", "r+") as file:
+        change(file)
 
 
 def replaced(name: str, values: object) -> Callable[[h5py.File], None]:
@@ -109,7 +110,7 @@ def put(name: str, row: int, value: float) -> Callable[[h5py.File], None]:
 
 def external(file: h5py.File) -> None:
     del file["x"]
-    file.create_dataset("x", (400, 1), "u1", external=[("/etc/passwd", 0, 400)])
+    file.create_dataset("x", (400, 1), "u1", external=[("/etc/other.raw", 0, 400)])
 
 
 def linked(file: h5py.File) -> None:
@@ -162,7 +163,12 @@ TRAIN = [
     train("batch_size = 0", r"data\.batch_size", {"data": {"batch_size": "0"}}),
     train("batch_size = 10^12", r"batch_size", {"data": {"batch_size": "1000000000000"}}, code=FINISHED),
     train("validation leaves no row to train on", "leaves no row", {"data": {"validation": "0.9999"}}),
-    train("a loss that does not fit the targets", "mse", {"training": {"loss": '"mse"'}}),
+    train(
+        "a loss that does not fit the targets",
+        "cross_entropy.*floating point",
+        {"training": {"loss": '"cross_entropy"'}},
+        first=lambda folder: spoiled(folder, replaced("y", np.zeros((400, 1)))),
+    ),
     train("an array library that is not there", "jax", {"network": {"library": '"jax"'}}),
     train("a grid of other ranks", "3x1x1", {"grid": {"shape": '"3x1x1"'}}),
     train("no grid at all", "banana", {"grid": {"shape": '"banana"'}}),
@@ -180,8 +186,8 @@ TRAIN = [
     data("only one class", "class", replaced("y", np.zeros(400, int))),
     data("targets of another length", "rows", replaced("y", np.zeros(300, int))),
     data("samples that are texts", "strings", replaced("x", ["a"] * 400)),
-    data("HDF5 external storage", "/etc/passwd", external),
-    data("an HDF5 external link", "/etc/other.h5", linked),
+    data("HDF5 external storage that is not there", "/etc/other.raw", external),
+    data("an HDF5 external link to a file that is not there", "/etc/other.h5", linked),
     data("2^50 rows that are not there", "rows|memory|storage", claimed),
     train("three rows", "2 rows to train on", first=lambda folder: samples(folder / "data.h5", rows=3), code=FINISHED),
     train("the data are missing", "data.h5", first=lambda folder: (folder / "data.h5").unlink()),

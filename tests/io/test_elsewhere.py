@@ -75,7 +75,8 @@ def test_the_files_of_a_data_set_have_to_be_there(some_grid, folder, fails):
     fails(DataError, "'renamed': its data are in data set 'none' of .*other.h5, which is not", opened("renamed"))
     fails(DataError, "'own': its data are in data set 'none' of .*data.h5, which is not there", opened("own"))
     fails(DataError, "other.h5: data set 'few' declares the shape .* 4 chunks, and 1 of them", opened("unwritten"))
-    for name in ("dangling", "gone", "loop"):
+    fails(DataError, "'gone': it is /x of none.h5, which cannot be opened", opened("gone"))
+    for name in ("dangling", "loop"):
         fails(DataError, f"data set '{name}'", opened(name))
 
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from loops import given
 
-from pmm3d import MissingPackageError, Pmm3dError, nn
+from pmm3d import CheckpointError, MissingPackageError, Pmm3dError, nn
 from pmm3d.nn.training import build
 from pmm3d.nn.training.config import Config, checked
 from pmm3d.nn.training.described import as_toml, keys_of
+from pmm3d.nn.training.samples import recalled
 
 pytestmark = pytest.mark.deadline(240)
 
@@ -230,3 +231,24 @@ def test_only_a_configuration_and_a_log_need_pydantic(monkeypatch):
         import_module("pmm3d.nn.training.config")
     for name in [name for name in sys.modules if name.startswith("pmm3d.nn.training")]:
         del sys.modules[name]
+
+
+def test_settings_of_another_version_are_read_unless_a_key_that_is_gone_was_set():
+    """A key that is gone and was left out is None in the settings of a checkpoint."""
+    for sections in (
+        {},
+        {"data": FILE | {"sequence": 8}, "network": {"kind": "gpt"}},
+        {"optimizer": {"build": "lion.py:Lion", "options": {"beta": 0.5}}},
+        {"optimizer": {"kind": "muon"}, "schedule": {"kind": "step"}, "training": {"steps": 5}},
+    ):
+        with given(sections=sections):
+            config = checked({"data": FILE, **sections})
+            settings = config.settings() | {"samples": {"features": 3, "outputs": 2, "loss": "mse", "gone": 1}}
+            settings["grid"]["gone"] = None
+            found = SimpleNamespace(path="run", meta={"settings": settings})
+            assert recalled(found).config == config and recalled(found).samples.features == 3
+            settings["grid"]["gone"] = 2
+            with pytest.raises(
+                CheckpointError, match="settings of another version .* unknown key grid.gone .* Make the"
+            ):
+                recalled(found)

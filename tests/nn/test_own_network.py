@@ -125,7 +125,7 @@ def test_it_trains_and_the_checkpoint_names_it(configured, folder, comm):
 
 WRONG = [
     ("none.py:build", r"network.build: cannot read .*none.py: No such file or directory. The path is relative"),
-    ("model.py:bild", r"has no function bild \(did you mean build\?\); it has Net, build, double, wide"),
+    ("model.py:bild", r"has no function bild; it has Net, build, double, wide"),
     ("model.py:elsewhere", r"has no function elsewhere"),
     ("broken.py:build", r"broken.py:build does not run: SyntaxError: .*broken.py, line 1"),
     ("leaving.py:build", r"leaving.py:build does not run: SystemExit: bye \(.*leaving.py, line 3\)"),

@@ -157,11 +157,11 @@ def test_a_class_that_does_not_fit_its_states_is_refused(comm, fails):
         def state_forms(self, parameter, options):
             return {"rows": optim.StateForm(cols=1)}
 
-    class Flat(NoName):
-        state_names = ("rows",)
-
         def update(self, weight, gradient, state, options):
             pass
+
+    class Flat(NoName):
+        state_names = ("rows",)
 
     class Wrong(EightBit):
         def update_shard(self, shard):
@@ -177,6 +177,57 @@ def test_a_class_that_does_not_fit_its_states_is_refused(comm, fails):
         x, y = (DistMatrix.from_global(grid, np.ones((2, cols)), layout=batch_layout(None)) for cols in (3, 2))
         nn.mse(net(x), y).backward()
         fails(Pmm3dError, "needs a dim: 0", Wrong([net.weight], 0.1).step)
+
+
+@pytest.mark.parallel([2])
+def test_a_wrong_sum_of_one_rank_is_an_error_on_all(comm, fails):
+    """The rank with one column of the weight cannot see that a column is no matrix."""
+
+    class Wrong(EightBit):
+        def update_shard(self, shard):
+            shard.sum(shard.state["rows"])
+
+    for shape in ((2, 1, 1), (1, 2, 1)):
+        with given(shape=shape), Grid(comm, shape) as grid:
+            net = nn.Linear(grid, 3, 3, dtype="float64", bias=False)
+            x = DistMatrix.from_global(grid, np.ones((2, 3)), layout=batch_layout(None))
+            nn.mse(net(x), x).backward()
+            fails(Pmm3dError, "needs a dim: 0", Wrong([net.weight], 0.1).step)
+
+
+@pytest.mark.parallel([1])
+def test_a_change_that_would_be_lost_is_refused(comm, fails):
+    class NewWeight(EightBit):
+        def update_shard(self, shard):
+            shard.weight = shard.weight - shard.gradient
+
+    class NewState(EightBit):
+        def update_shard(self, shard):
+            shard.state["rows"] = shard.state["rows"] + 1
+
+    with Grid(comm) as grid:
+        for kind, text in ((NewWeight, "array weight was replaced"), (NewState, "array rows was replaced")):
+            net = nn.Linear(grid, 3, 3, dtype="float64", bias=False)
+            x = DistMatrix.from_global(grid, np.ones((2, 3)), layout=batch_layout(None))
+            nn.mse(net(x), x).backward()
+            fails(Pmm3dError, f"{kind.__name__}.update_shard: the {text}, .* in place", kind([net.weight], 0.1).step)
+
+
+@pytest.mark.parallel([1])
+def test_a_class_without_an_update_and_flags_that_are_none_are_refused(comm, fails):
+    class Nothing(optim.Optimizer):
+        pass
+
+    with Grid(comm) as grid:
+        parameters = nn.Linear(grid, 3, 3).parameters()
+        for make, text in (
+            (lambda: Nothing(parameters, 0.1), "Nothing has no method update: define it, or update_shard"),
+            (lambda: optim.SGD(parameters, 0.1, 0.9, nesterov="no"), "nesterov = 'no': needed is True or False"),
+            (lambda: optim.SGD(parameters, 0.1, decay_vectors="no"), "decay_vectors = 'no': needed is True or False"),
+            (lambda: optim.Muon(parameters, use_muon=None), "use_muon = None: needed is True or False"),
+            (lambda: optim.Muon(parameters, ns_coefficients=(1, 2, np.nan)), "needed is a list of 3 finite numbers"),
+        ):
+            fails(Pmm3dError, text, make)
 
 
 RAISING = """
@@ -237,12 +288,12 @@ def test_a_configuration_trains_and_resumes_with_it(folder, comm):
 
 WRONG = [
     ("none.py:Lion", {}, r"optimizer.build: cannot read .*none.py"),
-    ("lion.py:Lyon", {}, r"has no class of pmm3d.nn.optim.Optimizer Lyon \(did you mean Lion\?\); it has Lion"),
+    ("lion.py:Lyon", {}, r"has no class of pmm3d.nn.optim.Optimizer Lyon; it has Lion"),
     ("lion.py:array_namespace", {}, "has no class of pmm3d.nn.optim.Optimizer"),
     ("lion.py:Lion", {"beta": 1}, r"lion.py:Lion: Lion: unknown option beta \(did you mean betas\?\)"),
     ("lion.py:Lion", {"betas": [2, 3]}, r"Lion: betas = \[2, 3\]: needed is two numbers of at least 0 and below 1"),
     ("lion.py:Lion", {"lr": 1}, "options.lr is a key of its own: write lr"),
-    ("factored.py:Raising", {}, r"raised an error: KeyError: 1 \(.*factored.py, line 2\d\)"),
+    ("factored.py:Raising", {}, r"^optimizer.build = \S* raised an error: KeyError: 1 \(.*factored.py, line 2\d\)"),
 ]
 
 

@@ -153,7 +153,7 @@ def small(shared_path, comm):
 
             def make(recipe, schedule=None, **options):
                 options = {
-                    "log": RunLog(shared_path / "run", grid.rank, bar=False),
+                    "log": RunLog(shared_path / "run", grid.rank),
                     "checkpoints": Checkpoints(grid, shared_path / "run/checkpoints"),
                 } | options
                 state = TrainState(net, optimizer, schedule and schedule(optimizer), data.loader(10))

@@ -167,6 +167,7 @@ def test_progress_names_the_schedule(monkeypatch):
 
 
 UNANSWERABLE = [
+    (("--schedule", "interleaved-0", *SMALL), "no schedule is named 'interleaved-0' (did you mean interleaved?)"),
     (("--schedule", "1f2b", *SMALL), "no schedule is named '1f2b' (did you mean 1f1b?)"),
     (("--schedule", "1f1b", "--ranks", 2), "give both"),
     (("--schedule", "none.csv"), "cannot read the schedule none.csv: No such file"),

@@ -129,7 +129,7 @@ def read_table(path: str) -> PipelineSchedule:
 def _by_name(name: str, ranks: int, micro_batches: int, times: Times | None, limit: float | None) -> PipelineSchedule:
     given: dict[str, Any] = {"times": times, "limit": limit}
     family, _, number = name.rpartition("-")
-    if name not in BY_NAME and family in BY_NAME and number.isdecimal():
+    if name not in BY_NAME and family in BY_NAME and number.isdecimal() and int(number):
         name, given["chunks"] = family, int(number)
     if name not in BY_NAME:
         raise PipelineError(

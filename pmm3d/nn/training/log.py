@@ -84,8 +84,6 @@ class RunLog:
         Folder of the run.
     rank : int
         Rank of this process.
-    bar : bool
-        Whether to print progress if stderr is a terminal. Default: True.
 
     Notes
     -----
@@ -94,23 +92,23 @@ class RunLog:
     the 2-norm before clipping. "waiting" is the share of the time since the previous line in which rank 0 waited for
     messages or the loader. For tokens there are also "perplexity" and "bits_per_byte", and samples are tokens. For
     float16 there are also "loss_scale", of the next step, and "skipped". Figures that are not finite are left out. A
-    resumed run continues the file, without lines of later steps.
+    resumed run continues the file, without lines of later steps. Progress is printed if stderr is a terminal.
 
     Examples
     --------
     >>> import json, tempfile
     >>> from pmm3d.nn.training import RunLog
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     log = RunLog(folder, rank=0, bar=False)
+    ...     log = RunLog(folder, rank=0)
     ...     log.open(0, 1)
     ...     log.step({"step": 1, "loss": 0.5})
     ...     json.loads((log.folder / "metrics.jsonl").read_text())["loss"]
     0.5
     """
 
-    def __init__(self, folder: str | os.PathLike[str], rank: int, *, bar: bool = True):
+    def __init__(self, folder: str | os.PathLike[str], rank: int):
         self.folder, self.writes = Path(folder), rank == 0
-        self._bar, self._warned = bar, set[str]()
+        self._warned = set[str]()
         self._file: TextIO | None = None
         self._first = self._total = 0
         self._begun = time.perf_counter()
@@ -159,7 +157,7 @@ class RunLog:
 
     @property
     def _shows(self) -> bool:
-        return self._bar and self._file is not None and sys.stderr.isatty()
+        return self._file is not None and sys.stderr.isatty()
 
     def _print(self, text: str, end: str = "\n") -> None:
         try:

@@ -227,19 +227,16 @@ def network_of(config: Config, grid: Grid, samples: Samples) -> Module:
 def make_optimizer(config: Config, network: Module, own: Own) -> optim.Optimizer:
     """Return the optimizer of a configuration. Collective. Raises Pmm3dError, on every rank, for unknown options of a
     user's class, and values that it refuses."""
-    section, kind, made, problem = config.optimizer, own.optimizer, None, None
+    section, kind = config.optimizer, own.optimizer
     options: dict[str, Any] = section.model_dump(exclude={"kind", "build", "options", "clip"}, exclude_none=True)
     if own.file is None:
         return kind(kind.groups_of(network), **options)
-    try:
-        with own.file.running("raised an error"):
+    name = own.file.name
+    with network.whole.collective_call("optimizer.build", name, always=True), own.file.running("raised an error"):
+        try:
             made = kind(kind.groups_of(network), **{**configured(kind), **options, **section.options})
-    except Exception as raised:
-        problem = raised
-    with network.whole.collective_call("optimizer.build", own.file.name, always=True):
-        if problem is not None:
-            raise Pmm3dError(f"optimizer.build = {own.file.name}: {problem}") from problem
-    assert made is not None
+        except Pmm3dError as error:
+            raise Pmm3dError(f"optimizer.build = {name}: {error}") from error
     return made
 
 

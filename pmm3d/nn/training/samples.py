@@ -179,7 +179,8 @@ def loss_of(config: Config, classes: bool) -> str:
     if (loss == "cross_entropy") != classes:
         raise Pmm3dError(
             f"training.loss is {loss}, but the targets {config.data.targets!r} of {config.data.file} are "
-            f"{'classes (integers)' if classes else 'vectors (floating point)'}"
+            f"{'classes (integers)' if classes else 'vectors (floating point)'}: leave training.loss "
+            "out, or name other targets (data.targets)"
         )
     return loss
 

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from ...comm import Grid
-from ...errors import Pmm3dError, hint
+from ...errors import Pmm3dError
 
 
 class UserFile:
@@ -47,8 +47,8 @@ class UserFile:
                     if fits(value) and getattr(value, "__module__", "") == module.__name__
                 ]
                 raise Pmm3dError(
-                    f"{self.key} = {self.name}: {self._path} has no {what} {self._wanted}{hint(self._wanted, known)}; "
-                    f"it has {', '.join(known) or 'none'}"
+                    f"{self.key} = {self.name}: {self._path} has no {what} {self._wanted}; it has "
+                    f"{', '.join(known) or 'none'}"
                 )
         return found
 
