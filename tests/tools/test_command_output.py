@@ -119,22 +119,6 @@ def assert_help(said, command):
     assert examples or hasattr(command, "commands")
 
 
-def test_help_fits_80_columns_and_keeps_options_and_examples_whole():
-    for words, each in every_command():
-        with given(command=words):
-            done = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80", "TERM": "dumb"})
-            assert "\x1b" not in done.output
-            assert_help(done.output, each)
-
-
-def test_each_command_with_json_tells_of_standard_output():
-    for words, each in every_command():
-        with given(command=words):
-            for parameter in each.params:
-                if "--json" in parameter.opts:
-                    assert "- is standard output" in parameter.help
-
-
 TERMINAL = """
 import sys
 import mpi4py.MPI
@@ -432,35 +416,6 @@ def test_a_table_breaks_no_figure_and_no_word_of_a_heading(width):
     assert said.count("1x16x4 (data 1024)") == said.count("4x16x4 (data 1024)") == {80: 2, 60: 3, 45: 4}[width]
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        ("product", "--m", "65536", "--n", "65536", "--k", "65536", "--ranks", "4096"),
-        (
-            "gpt",
-            "--layers",
-            "2",
-            "--hidden",
-            "2048",
-            "--heads",
-            "16",
-            "--sequence",
-            "2048",
-            "--batch",
-            "512",
-            "--ranks",
-            "4",
-        ),
-    ],
-)
-def test_plan_has_every_figure_whole_in_80_columns(what):
-    wide, narrow = (
-        CliRunner().invoke(app, ["plan", *what], env={"COLUMNS": columns, "PMM3D_MACHINE": "nominal"}).output
-        for columns in ("300", "80")
-    )
-    assert set(re.sub("─+", "", wide).split()) <= set(narrow.split()), narrow
-
-
 def test_a_sweep_measures_the_cores_once_and_tells_how_far_it_is(job):
     done = job(2, COUNTED + PROGRAM, *SMALL, "--grid", "all")
     assert done.returncode == 0, done.stderr
@@ -482,8 +437,3 @@ def test_threads_that_take_turns_are_told(job):
     done = job(2 * cores, SOON + PROGRAM, *SMALL, env=chosen | unbound | {"COLUMNS": "300"})
     text = f"{4 * cores} BLAS threads of {2 * cores} ranks take turns on {cores} cores"
     assert done.returncode == 0 and text in done.stdout, done.stdout
-
-
-def test_one_thread_a_rank_takes_no_turns(on_ranks):
-    done = on_ranks(4, *SMALL, env={"COLUMNS": "300"})
-    assert done.returncode == 0 and "take turns" not in done.stdout, done.stdout

@@ -259,17 +259,6 @@ def test_progress_counts_the_grids(monkeypatch):
     assert "pmm3d plan" not in done.stdout
 
 
-def test_each_command_refuses_the_options_of_the_others():
-    for arguments, option in (
-        (CUBE, "--layers"),
-        (SMALL, "--dtype"),
-        (SMALL, "--features"),
-        (("train", "x.toml"), "--heads"),
-    ):
-        done = CliRunner().invoke(app, ["plan", *map(str, arguments), "--ranks", "4", option, "3"], env=WIDE)
-        assert done.exit_code == 2 and f"No such option: {option}" in done.output
-
-
 def test_other_ranks_are_silent():
     rank = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
     done = CliRunner().invoke(app, ["plan", *SMALL, "--ranks", "8"], env=WIDE | rank)
