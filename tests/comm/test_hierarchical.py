@@ -9,7 +9,7 @@ import pytest
 from loops import given
 from samples import TESTED, bits_of, integers, to_library, to_numpy
 
-from pmm3d import DisagreementError, DistMatrix, Grid, Layout, MatmulPlan, Pmm3dError, matmul
+from pmm3d import DistMatrix, Grid, Layout, MatmulPlan, matmul
 from pmm3d.comm import communicator
 from pmm3d.layout import offsets, part_sizes
 from pmm3d.model.machines import Group, load
@@ -172,18 +172,6 @@ def test_sums_by_ranks_where_that_is_asked_for(comm, two_nodes, sums):
         assert grid.x.node_map == NodeMap(comm.size // 2, sums == "nodes", GATHERS_FROM)
         found = to_numpy(grid.x.all_reduce(to_library(arrays[comm.rank])).wait())
     assert bits_of(found) == bits_of(in_order(arrays, comm.size // 2 if sums == "nodes" else comm.size))
-
-
-@pytest.mark.parallel([4], thorough=[8])
-def test_all_ranks_ask_for_the_same_order(comm, two_nodes, monkeypatch, fails):
-    monkeypatch.setenv("PMM3D_SUMS", "ranks" if comm.rank == 1 else "nodes")
-    fails(DisagreementError, "different arguments", lambda: Grid(comm, (comm.size, 1, 1)))
-
-
-@pytest.mark.parallel([4], thorough=[8])
-def test_an_order_that_is_none_is_refused(comm, monkeypatch, fails):
-    monkeypatch.setenv("PMM3D_SUMS", "fast")
-    fails(Pmm3dError, "PMM3D_SUMS='fast' is invalid. It must be nodes or ranks", lambda: Grid(comm, (1, 1, 1)))
 
 
 @pytest.mark.parallel([4], thorough=[8])

@@ -303,18 +303,6 @@ def test_a_view_that_is_conjugated_on_one_rank_alone_is_refused(some_grid, fails
     fails(DisagreementError, "matmul: the ranks passed different arguments", lambda: view @ matrix)
 
 
-@pytest.mark.parallel([1, 2, 4, 6, 8])
-@each_grid
-def test_redistribution_between_all_pairs_of_layouts(grid):
-    for shape in ((7, 11), (2, 3)):
-        with named(shape=shape):
-            whole = integers(shape)
-            for source, target in product(LAYOUTS, LAYOUTS):
-                moved = DistMatrix.from_global(grid, to_library(whole), layout=source).redistribute(target)
-                assert moved.layout == target
-                assert np.array_equal(moved.local, whole[moved.box.within(EMPTY)])
-
-
 def assert_views_move(grid, library):
     matrix, whole = distributed(grid, (7, 6), library=library)
     for target in LAYOUTS:
@@ -332,16 +320,6 @@ def assert_views_move(grid, library):
 @each_grid
 def test_redistribution_of_views_and_into_out(grid):
     assert_views_move(grid, TESTED)
-
-
-@pytest.mark.parallel([8], thorough=RANKS)
-def test_redistribution_on_a_device(some_grid):
-    assert_views_move(some_grid, "standin")
-
-
-@up_to_4
-def test_redistribution_of_tensors(some_grid):
-    assert_views_move(some_grid, "torch")
 
 
 @pytest.mark.parallel([4], thorough=RANKS)

@@ -349,27 +349,6 @@ def test_a_context_over_a_grid_is_closed_by_an_error_of_all_ranks(comm):
         assert context.closed
 
 
-@pytest.mark.parallel([2], thorough=[1, 4, 6, 8])
-def test_a_product_that_failed_can_be_tried_again(comm, monkeypatch):
-    from pmm3d.product import pblas
-
-    with BlacsContext(comm, (1, comm.size)) as context:
-        square = context.descriptor(8, 8, 2, 2)
-        a, c = square.empty(), square.empty()
-        a[...] = 1
-        call = lambda: pgemm("N", "N", 8, 8, 8, 1, a, 1, 1, square, a, 1, 1, square, 0, c, 1, 1, square)
-
-        def fails_once(*_, **__):
-            monkeypatch.undo()
-            raise MemoryError
-
-        monkeypatch.setattr(pblas, "matmul", fails_once)
-        with pytest.raises(MemoryError):
-            call()
-        call()
-        assert (c == 8).all()
-
-
 @pytest.mark.parallel([2])
 def test_plans_are_the_same_on_all_ranks_after_an_error_of_all(comm):
     """The last used plan depends only on calls that all ranks made, and not on a failed call of one rank."""
@@ -406,37 +385,6 @@ def test_the_products_grid_has_the_settings_of_the_contexts(comm):
         square = context.descriptor(8, 8, 2, 2)
         plan = PgemmPlan("N", "N", 8, 8, 8, 1, 1, square, 1, 1, square, 1, 1, square)
         assert plan.grid.transport.timeout == 77 and plan.grid.ledger.trace
-
-
-@pytest.mark.parallel([2])
-def test_ranks_that_pass_different_things_all_hear_of_it(comm):
-    with BlacsContext(comm, (1, 2)) as context:
-        square = context.descriptor(8, 8, 2, 2)
-        a, c = square.empty(), square.empty()
-        for options in ({"n": 8 - comm.rank}, {"alpha": 1 + comm.rank}):
-            with pytest.raises(Exception, match="different arguments") as caught:
-                pgemm(
-                    "N",
-                    "N",
-                    8,
-                    options.get("n", 8),
-                    8,
-                    options.get("alpha", 1),
-                    a,
-                    1,
-                    1,
-                    square,
-                    a,
-                    1,
-                    1,
-                    square,
-                    0,
-                    c,
-                    1,
-                    1,
-                    square,
-                )
-            assert caught.value.everywhere
 
 
 @pytest.mark.parallel([1])

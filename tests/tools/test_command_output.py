@@ -16,13 +16,12 @@ import pytest
 from loops import given
 from rich.console import Console
 from typer.main import get_command
-from typer.testing import CliRunner
 
 from pmm3d.tools import output
 from pmm3d.tools.bench import result as results
 from pmm3d.tools.bench import tables
 from pmm3d.tools.commands import app
-from pmm3d.tools.output import FigureTable, facts
+from pmm3d.tools.output import FigureTable
 
 PROGRAM = """
 import sys
@@ -325,19 +324,6 @@ def test_a_result_is_the_same_from_its_json():
     for reference in (None, results.Reference("torch.matmul", [1.0], 2.0, 0.5)):
         one = replace(result((2, 2, 2)), reference=reference)
         assert results.Result.from_json(one.as_json()) == one
-
-
-def test_no_line_of_a_table_ends_in_blanks_and_no_number_is_without_its_unit(on_ranks):
-    done = on_ranks(1, *SMALL, env={"COLUMNS": "120"})
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0 and len(lines) > 20 and not any(line.endswith(" ") for line in lines), done.stdout
-    planned = CliRunner().invoke(app, ["plan", "product", *SQUARE], env={"COLUMNS": "80"}).stdout.splitlines()
-    assert len(planned) > 10 and not any(line.endswith(" ") for line in planned)
-    for width in range(30, 60):
-        out = io.StringIO()
-        Console(file=out, width=width).print(facts("", {"memory": "12.5 GiB of matrices in 1.7 s, with 300 MiB left"}))
-        joined = out.getvalue()
-        assert all(pair in joined for pair in ("12.5 GiB", "1.7 s", "300 MiB")) and "\ue000" not in joined, joined
 
 
 def test_a_bar_appears_on_a_terminal_after_a_while_and_leaves_nothing(monkeypatch):

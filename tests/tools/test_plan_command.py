@@ -242,15 +242,6 @@ def test_sizes_have_limits():
             assert not isinstance(done.exception, MemoryError)
 
 
-def test_a_plan_speaks_of_a_job_and_its_options():
-    """No communicator, no limit of 2^63 bytes that nobody gave."""
-    said = refused("product", "--m", 10**12, "--n", 10**12, "--k", 10**12, "--ranks", 4)
-    assert "9,223,372,036" not in said and "matmul" not in said and "more ranks" in said
-    assert "and there are 4" in refused(
-        "train", ROOT / "apps" / "digits.toml", "--features", 64, "--classes", 10, "--ranks", 4, "--grid", "3x3x3"
-    )
-
-
 def test_progress_counts_the_grids(monkeypatch):
     monkeypatch.setattr(output, "QUIET_SECONDS", 0.01)
     monkeypatch.setattr(output, "LINE_SECONDS", 0.01)

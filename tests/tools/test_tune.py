@@ -364,15 +364,3 @@ def test_a_cache_that_cannot_be_written_is_told_of(tune, tmp_path):
     assert done.returncode == 0 and "The machine is not stored" in done.stdout, done.stderr
     done = tune(1, "--budget", 0.02, "--dtype", "float32", "--no-store")
     assert done.returncode == 0 and "stored" not in done.stdout, done.stderr
-
-
-def test_wrong_options_are_explained_once(tune):
-    for arguments, text in (
-        (("--dtype", "float33"), "'float33' is none of float16, bfloat16, float32"),
-        (("--budget", "0"), "Invalid value for '--budget'"),
-        (("--out", "/no/such/folder/a.toml"), "cannot write /no/such/folder/a.toml"),
-    ):
-        with given(arguments=arguments):
-            done = tune(2, *arguments)
-            said = " ".join((done.stdout + done.stderr).replace("│", " ").split())
-            assert done.returncode == 2 and said.count(text) == 1 and "Traceback" not in said, said
