@@ -403,12 +403,6 @@ def test_an_error_outside_the_block_ends_the_job_too(job):
     assert "pmm3d: rank 1 left the program with ValueError: bad luck; ending the job." in done.stderr
 
 
-@pytest.mark.thorough("as a rank that raises")
-def test_a_rank_that_leaves_ends_the_job(goes_wrong):
-    done = goes_wrong(2, "if grid.rank == 1: sys.exit('enough')\na @ b", timeout=600)
-    assert "rank 1 raised" in done.stderr and "SystemExit: enough" in done.stderr
-
-
 @pytest.mark.nightly("a job of its own; test_hang has the diagnosis")
 def test_a_rank_that_is_killed_ends_the_job_where_the_launcher_lets_it_go_on(goes_wrong):
     """As srun may do. Open MPI's mpiexec has an option for this; other launchers end the job."""

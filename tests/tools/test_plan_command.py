@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from loops import given
@@ -25,7 +24,6 @@ from pmm3d.tools.plan.curves import AS_IT_IS, Curve, Point, draw_curves
 from pmm3d.tools.plan.options import chosen_machine
 from pmm3d.tools.plan.ranking import choice, draw, dropped_lines, shown_of
 
-ROOT = Path(__file__).parents[2]
 WIDE = {"COLUMNS": "160"}
 SMALL = (
     "gpt",
