@@ -267,8 +267,6 @@ def test_auto_goes_by_what_rank_0_knows_of_this_machine(comm, monkeypatch, tmp_p
         assert grid.shape == wanted
 
 
-
-
 def test_a_small_product_has_few_ranks():
     """A product of 64 x 64 x 64 takes microseconds, less than a message; 2048 x 2048 x 2048 uses all ranks."""
     hosts = on_hosts("a" * 8)

@@ -235,16 +235,6 @@ def test_a_node_without_so_much_memory_is_told_by_all_before_anyone_writes(comm,
         assert DistMatrix.empty(grid, (64, 64), shared=True).window is not None
 
 
-@pytest.mark.parallel([4], thorough=[1, 2, 8])
-def test_a_matrix_of_another_grid_or_of_a_closed_one_is_refused(comm, fails):
-    with Grid(comm) as grid, Grid(comm) as other:
-        a, b = operands(grid)
-        fails(GridError, "on another Grid", lambda: matmul(shared(a), shared(operands(other)[1])))
-        one, two = shared(a), shared(b)
-    with pytest.raises(GridError, match="closed"):
-        matmul(one, two)
-
-
 @pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_nothing_is_left_in_the_file_system_and_no_descriptor_open(comm):
     def descriptors():
