@@ -112,8 +112,8 @@ lines: setup ## code lines of each room
 	@$(VENV)/bin/python tests/code_lines.py
 
 test-nightly: setup site-launcher ## tests that are too long for each change; a part of CI
-	$(PYTEST) -o cache_dir=.pytest_cache/nightly -m "nightly and not parallel" $(WORKERS) $(ARGS)
-	$(PYTEST) -o cache_dir=.pytest_cache/nightly -m "nightly and parallel" $(ARGS)
+	$(PYTEST) -o cache_dir=.pytest_cache/nightly -m "nightly and not parallel" $(WORKERS) $(ARGS); unit=$$?; \
+	$(PYTEST) -o cache_dir=.pytest_cache/nightly -m "nightly and parallel" $(ARGS) && exit $$unit
 
 test-unit: setup ## tests without MPI ranks, in parallel workers
 ifdef PMM3D_CI

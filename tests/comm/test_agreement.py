@@ -86,13 +86,6 @@ def grid(comm):
         yield grid
 
 
-@pytest.mark.parallel([2], thorough=[1, 4])
-def test_equal_arguments_agree(grid):
-    passed = (2, (4, 3), "float32") if grid.rank == 0 else (2.0, np.array([4, 3]), np.float32)
-    with grid.collective_call("call", *passed):
-        pass
-
-
 @pytest.mark.parallel([2], thorough=[4])
 def test_different_calls_are_told_with_their_lines(grid, fails):
     def one_call():

@@ -267,12 +267,6 @@ def test_auto_goes_by_what_rank_0_knows_of_this_machine(comm, monkeypatch, tmp_p
         assert grid.shape == wanted
 
 
-@pytest.mark.parallel([2])
-def test_nothing_fits_on_any_rank(comm):
-    with pytest.raises(GridError, match=r"within 1,000 bytes a rank; the least is .*[Uu]se more ranks"):
-        Grid(comm, product=(4096, 4096, 4096), memory=1000)
-
-
 def test_a_small_product_has_few_ranks():
     """A product of 64 x 64 x 64 takes microseconds, less than a message; 2048 x 2048 x 2048 uses all ranks."""
     hosts = on_hosts("a" * 8)

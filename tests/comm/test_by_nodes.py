@@ -1,16 +1,14 @@
 """Hierarchical collectives, by a fake link: results, order of sums, bytes, bytes between nodes, work memory."""
 
 from functools import partial
-from itertools import product
 
 import numpy as np
 import pytest
 from fake_link import LIBRARY, run
 from loops import given
-from test_executor import floats, moved, rows_of, sum_in_cuts, summed
+from test_executor import floats, moved, rows_of, summed
 
 from pmm3d.comm.strided_collectives import all_gather_into, all_reduce_into, reduce_scatter_into
-from pmm3d.layout import part_sizes
 from pmm3d.model.node_map import FLAT, GATHERS_FROM, NodeMap, node_map_over, ranks_each
 from pmm3d.model.schedule import WINDOW, gather_volume, nodes_at_once, reduce_volume
 
@@ -21,8 +19,6 @@ FEWER_SHAPES = [
     if max(nodes, each) <= 5 or {nodes, each} & {16, 17, 23} or nodes * each == 64
 ]
 """(nodes, ranks on each) with one or several stages on each level, with and without pairs."""
-SOME = [(2, 2), (2, 4), (4, 2), (3, 3), (2, 17), (17, 2), (2, 23), (4, 16), (8, 8)]
-FEW = [(2, 2), (3, 3), (2, 17), (17, 2), (4, 16)]
 node_map = partial(NodeMap, sums=True, gathers_from=0.0)
 
 
@@ -30,12 +26,6 @@ node_map = partial(NodeMap, sums=True, gathers_from=0.0)
 def shapes(pytestconfig):
     """(nodes, ranks on each). With --all: each shape up to 64 ranks."""
     return SHAPES if pytestconfig.getoption("all_tests") else FEWER_SHAPES
-
-
-@pytest.fixture
-def few(pytestconfig):
-    """Some (nodes, ranks on each). With --all: `SOME`."""
-    return SOME if pytestconfig.getoption("all_tests") else FEW
 
 
 def by_nodes(arrays, each):
@@ -81,57 +71,6 @@ def test_scatters_sums_in_the_order_of_the_contract(shapes):
             ]
 
 
-def test_beta_and_types(few):
-    for (nodes, each), dtype in product(few, ["float16", "float32", "complex128", "int64"]):
-        with given(nodes=nodes, each=each, dtype=dtype):
-            size = nodes * each
-            wholes = [np.full((size + 1, 2), rank % 5).astype(dtype) for rank in range(size)]
-            counts = part_sizes(size + 1, size)
-            scatter = lambda link: reduce_scatter_into(
-                link, LIBRARY, wholes[link.rank], np.ones((2, counts[link.rank]), dtype).T, counts, beta=3
-            )
-            outs, links = run(size, scatter, node_map(each), each)
-            expected = 3 + sum(rank % 5 for rank in range(size))
-            assert all(np.array_equal(out, np.full_like(out, expected)) for out in outs)
-            assert moved(links) == [reduce_volume(counts, rank, 2, dtype, node_map(each))[:2] for rank in range(size)]
-
-
-def test_a_sum_does_not_depend_on_its_size_or_its_cuts(few):
-    """Bits are equal for small and large arrays, whole or in pieces, all-reduced or scattered. Sums are rounded
-    once."""
-    for (nodes, each), dtype in product(few, ["float16", "float64"]):
-        with given(nodes=nodes, each=each, dtype=dtype):
-            size, large = nodes * each, 10_000
-            arrays, known = floats(size, large, dtype), node_map(each)
-            whole, counts = sum_in_cuts(arrays, [0, large], known, each), part_sizes(large, size)
-            assert np.array_equal(whole, sum_in_cuts(arrays, [0, 7, 20, 3001, large], known, each))
-            scatter = lambda link: reduce_scatter_into(
-                link, LIBRARY, arrays[link.rank][:, None], np.zeros((counts[link.rank], 1), dtype), counts
-            )
-            scattered, _ = run(size, scatter, known, each)
-            assert np.array_equal(whole, np.concatenate(scattered)[:, 0])
-            if dtype == "float16":
-                wide = by_nodes([array.astype("float32") for array in arrays], each)
-                assert np.array_equal(whole, wide.astype("float16"))
-            else:
-                assert np.array_equal(whole, by_nodes(arrays, each))
-
-
-def test_in_place():
-    for nodes, each in SOME:
-        with given(nodes=nodes, each=each):
-            size = nodes * each
-            for elements in (0, 1, 5, 20_000):
-                arrays = [np.full(elements, rank, np.float64) for rank in range(size)]
-                outs, _ = run(
-                    size,
-                    lambda link: all_reduce_into(link, LIBRARY, arrays[link.rank], arrays[link.rank]),
-                    node_map(each),
-                    each,
-                )
-                assert all(out is array and np.all(out == sum(range(size))) for out, array in zip(outs, arrays))
-
-
 def test_a_link_carries_what_it_must():
     """Of n bytes, an all-reduce brings 2 n (N-1)/N into a node, and a flat one this much for each rank of the node.
     Gathers and reduce-scatters bring n (N-1)/N. For 2 nodes of 4 ranks this is a quarter."""
@@ -156,11 +95,8 @@ def test_a_link_carries_what_it_must():
 
 
 def test_many_nodes_are_taken_some_at_a_time():
-    size, each = 64, 4
-    counts = [1] * size
-    gather = lambda link: all_gather_into(link, LIBRARY, np.full(1, link.rank), np.zeros(size, int), counts)
-    outs, _links = run(size, gather, node_map(each), each)
-    assert all(np.array_equal(out, np.arange(size)) for out in outs)
+    """`test_gathers` has 16 nodes of 4 ranks."""
+    each = 4
     assert nodes_at_once(each) * (each - 1) <= WINDOW and nodes_at_once(100) == 1
 
 

@@ -87,15 +87,6 @@ def test_all_to_all(grid):
 
 
 @each_grid
-def test_all_to_all_without_counts_cuts_evenly(grid):
-    for axis in axes(grid):
-        arrays = brought(axis, "float64", (2,))
-        found = axis.all_to_all(arrays[axis.index]).wait()
-        cut = [offsets(part_sizes(len(array), axis.size))[axis.index :][:2] for array in arrays]
-        assert np.array_equal(found, np.concatenate([array[low:high] for array, (low, high) in zip(arrays, cut)]))
-
-
-@each_grid
 def test_shift(grid):
     for library, dtype, trail in KINDS:
         with given(library=library, dtype=dtype, trail=trail):
@@ -132,49 +123,6 @@ def test_out_is_filled_and_returned(grid):
                 check(whole, lambda out: axis.all_reduce(whole, out=out), total)
                 before = parts[axis.index - 1]
                 check(empty(len(before)), lambda out: axis.shift(part, out=out), before)
-
-
-@each_grid
-def test_part_may_lie_in_out_already(grid):
-    for axis in axes(grid):
-        parts = brought(axis, "float64", (2,))
-        counts = [len(part) for part in parts]
-        out = np.zeros((sum(counts), 2))
-        place = out[slice(*offsets(counts)[axis.index :][:2])]
-        place[...] = parts[axis.index]
-        axis.all_gather(place, out=out, counts=counts).wait()
-        assert np.array_equal(out, np.concatenate(parts))
-
-
-@each_grid
-def test_reduce_scatter_into_any_counts_and_a_strided_out(grid):
-    for library in (TESTED, "standin"):
-        with given(library=library):
-            for axis in axes(grid):
-                counts = [rows_of(rank) for rank in range(axis.size)]
-                wholes = [one(sum(counts), rank, "float64", (2,)) for rank in axis.ranks]
-                around = to_library(np.full((counts[axis.index], 4), 9.0), library)
-                mine = to_library(wholes[axis.index], library)
-                axis.reduce_scatter(mine, out=around[:, 1:3], counts=counts, beta=1).wait()
-                expected = np.full((counts[axis.index], 4), 9.0)
-                expected[:, 1:3] += sum(wholes)[slice(*offsets(counts)[axis.index :][:2])]
-                assert_equal(around, expected, library)
-
-
-@each_grid
-def test_arrays_that_are_not_contiguous_are_copied(grid):
-    for library in (TESTED, "standin"):
-        with given(library=library):
-            for axis in axes(grid):
-                arrays = [integers((6, 5), seed=rank) for rank in axis.ranks]
-                turned, sliced = (
-                    to_library(arrays[axis.index], library).T,
-                    to_library(arrays[axis.index], library)[:, 1:4],
-                )
-                gathered = axis.all_gather(turned).wait()
-                assert_equal(gathered, np.concatenate([array.T for array in arrays]), library)
-                assert_equal(axis.all_reduce(sliced).wait(), sum(arrays)[:, 1:4], library)
-                assert_equal(axis.shift(turned).wait(), arrays[axis.index - 1].T, library)
 
 
 @each_grid

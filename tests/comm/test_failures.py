@@ -9,10 +9,9 @@ import sys
 import textwrap
 
 import pytest
-import standin
 from one_job import said_by_ranks
 
-from pmm3d import Grid, GridError, Pmm3dError
+from pmm3d import Grid, GridError
 from pmm3d.comm.watch import HUNG
 from pmm3d.tools import launcher
 from pmm3d.tools.launcher import installed_wheel
@@ -199,22 +198,6 @@ def report_of(done):
     assert done.returncode in ((HUNG, 9) if installed_wheel() == "mpich" else (HUNG,)), done.stderr
     assert done.stderr.count(HANGS) == 1, done.stderr
     return done.stderr.partition(HANGS)[2]
-
-
-@pytest.mark.parallel([2])
-def test_an_array_of_another_device_on_one_rank_is_refused_there(comm):
-    """Also in calls that compare nothing, while the other ranks wait already."""
-    with Grid(comm, (2, 1, 1), device_transport="staged") as grid:
-        here = standin.zeros((8, 2))
-        with standin.Device(1):
-            there = standin.zeros((8, 2))
-        grid.x.all_reduce_into(here, here).wait()
-        pending = grid.x.all_reduce_into(here, here) if grid.rank == 0 else None
-        if grid.rank == 1:
-            with pytest.raises(GridError, match="an array of device 1 is used while device 0 is current"):
-                grid.x.all_reduce_into(here, there)
-            pending = grid.x.all_reduce_into(here, here)
-        assert pending.wait() is here
 
 
 def test_a_rank_that_answers_is_noted_with_its_stack_and_the_job_goes_on(shared):
@@ -420,12 +403,6 @@ def test_an_error_outside_the_block_ends_the_job_too(job):
     assert "pmm3d: rank 1 left the program with ValueError: bad luck; ending the job." in done.stderr
 
 
-@pytest.mark.thorough("as a rank that raises")
-def test_a_rank_that_leaves_ends_the_job(goes_wrong):
-    done = goes_wrong(2, "if grid.rank == 1: sys.exit('enough')\na @ b", timeout=600)
-    assert "rank 1 raised" in done.stderr and "SystemExit: enough" in done.stderr
-
-
 @pytest.mark.nightly("a job of its own; test_hang has the diagnosis")
 def test_a_rank_that_is_killed_ends_the_job_where_the_launcher_lets_it_go_on(goes_wrong):
     """As srun may do. Open MPI's mpiexec has an option for this; other launchers end the job."""
@@ -457,13 +434,6 @@ def test_every_grid_that_does_not_fit_is_answered_with_some_that_do(comm, fails)
         (4, "Start 12 ranks, or change data 4: 4 does not divide 6"),
     ):
         fails(GridError, text, lambda data=data: Grid(comm, (3, 1, 1), data))
-
-
-@pytest.mark.parallel([2])
-def test_a_variable_that_is_not_understood_is_named(comm, monkeypatch, fails):
-    for value in ("soon", "-1", "nan", "inf"):
-        monkeypatch.setenv("PMM3D_TIMEOUT", value)
-        fails(Pmm3dError, f"PMM3D_TIMEOUT={value!r} is invalid", lambda: Grid(comm))
 
 
 def test_without_mpi_and_in_separate_worlds_there_is_an_error_that_can_be_caught():

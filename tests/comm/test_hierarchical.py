@@ -9,7 +9,7 @@ import pytest
 from loops import given
 from samples import TESTED, bits_of, integers, to_library, to_numpy
 
-from pmm3d import DisagreementError, DistMatrix, Grid, Layout, LayoutError, MatmulPlan, Pmm3dError, matmul
+from pmm3d import DistMatrix, Grid, Layout, MatmulPlan, matmul
 from pmm3d.comm import communicator
 from pmm3d.layout import offsets, part_sizes
 from pmm3d.model.machines import Group, load
@@ -134,19 +134,6 @@ def test_scatters_of_uneven_parts_with_beta(line):
             assert np.array_equal(to_numpy(out), 2 + sum(wholes))
 
 
-@pytest.mark.parallel([4], thorough=[8])
-def test_a_gather_is_the_adjoint_of_a_reduce_scatter(line):
-    """<gather x, y> = <x, reduce-scatter y>, summed over all ranks."""
-    counts = uneven(line.size)
-    x = integers((counts[line.rank],), seed=line.rank)
-    y = integers((sum(counts),), seed=100 + line.rank)
-    gathered = to_numpy(line.x.all_gather(to_library(x), counts=counts).wait())
-    scattered = to_numpy(line.x.reduce_scatter(to_library(y), counts=counts).wait())
-    both = np.array([gathered @ y, x @ scattered])
-    found = to_numpy(line.everyone.all_reduce(to_library(both)).wait())
-    assert found[0] == found[1]
-
-
 def bytes_into_a_node(grid, operation, work):
     """(bytes that a node receives from other nodes, largest number of bytes that a rank receives) during work()."""
     grid.ledger.reset()
@@ -185,31 +172,6 @@ def test_sums_by_ranks_where_that_is_asked_for(comm, two_nodes, sums):
         assert grid.x.node_map == NodeMap(comm.size // 2, sums == "nodes", GATHERS_FROM)
         found = to_numpy(grid.x.all_reduce(to_library(arrays[comm.rank])).wait())
     assert bits_of(found) == bits_of(in_order(arrays, comm.size // 2 if sums == "nodes" else comm.size))
-
-
-@pytest.mark.parallel([4], thorough=[8])
-def test_all_ranks_ask_for_the_same_order(comm, two_nodes, monkeypatch, fails):
-    monkeypatch.setenv("PMM3D_SUMS", "ranks" if comm.rank == 1 else "nodes")
-    fails(DisagreementError, "different arguments", lambda: Grid(comm, (comm.size, 1, 1)))
-
-
-@pytest.mark.parallel([4], thorough=[8])
-def test_an_order_that_is_none_is_refused(comm, monkeypatch, fails):
-    monkeypatch.setenv("PMM3D_SUMS", "fast")
-    fails(Pmm3dError, "PMM3D_SUMS='fast' is invalid. It must be nodes or ranks", lambda: Grid(comm, (1, 1, 1)))
-
-
-@pytest.mark.parallel([4], thorough=[8])
-def test_arrays_that_do_not_fit_are_refused_on_every_rank(line, fails):
-    rows = 9 if line.rank == 1 else 8
-    fails(LayoutError, "do not fit together", lambda: line.x.all_reduce(to_library(np.ones(rows))).wait())
-    counts = [3] * line.size
-    fails(
-        LayoutError,
-        "counts .* do not fit",
-        lambda: line.x.all_gather(to_library(np.ones(4 if line.rank == 0 else 3)), counts=counts).wait(),
-    )
-    assert to_numpy(line.x.all_reduce(to_library(np.ones(3))).wait()).tolist() == [line.size] * 3
 
 
 @pytest.mark.parallel([4], thorough=[8])

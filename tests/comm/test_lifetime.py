@@ -453,12 +453,13 @@ def test_nothing_of_a_grid_can_be_copied(comm):
 
 
 WRONG_VARIABLES = [
-    ("PMM3D_TIMEOUT", "soon"),
+    *(("PMM3D_TIMEOUT", value) for value in ("soon", "-1", "nan", "inf")),
     ("PMM3D_DEBUG", "perhaps"),
     ("PMM3D_LOG", "2"),
     ("PMM3D_TRACE", "x"),
     ("PMM3D_CHECK", "maybe"),
     ("PMM3D_TRANSPORT", "fast"),
+    ("PMM3D_SUMS", "fast"),
 ]
 WRONG_OPTIONS = [
     ("timeout", -1, "a number of seconds, 0 for no limit"),
@@ -493,10 +494,12 @@ def test_an_option_that_makes_no_sense_on_one_rank_is_raised_on_all(comm, fails)
             )
 
 
-def test_ranks_that_differ_on_checking_are_told(comm, monkeypatch, fails):
-    if comm.rank == 1:
-        monkeypatch.setenv("PMM3D_CHECK", "0")
-    fails(DisagreementError, "Grid: the ranks passed different arguments", lambda: Grid(comm))
+def test_ranks_that_differ_on_a_setting_are_told(comm, monkeypatch, fails):
+    for name, value in (("CHECK", "0"), ("SUMS", "ranks"), ("OVERLAP", "none")):
+        with given(name=name), monkeypatch.context() as patch:
+            if comm.rank == 1:
+                patch.setenv(f"PMM3D_{name}", value)
+            fails(DisagreementError, "Grid: the ranks passed different arguments", lambda: Grid(comm))
 
 
 @pytest.mark.parallel([3], thorough=[1])

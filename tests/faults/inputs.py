@@ -124,10 +124,6 @@ def claimed(file: h5py.File) -> None:
         file.create_dataset(name, (2**50, 1), "i8", chunks=(1024, 1))
 
 
-def build_file(text: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / "model.py").write_text(text)
-
-
 def loop_of_links(folder: Path) -> None:
     (folder / "data.h5").unlink()
     (folder / "data.h5").symlink_to("data.h5")

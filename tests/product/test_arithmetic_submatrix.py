@@ -101,19 +101,6 @@ def test_each_rank_receives_what_it_did_not_hold(grid):
 
 
 @pytest.mark.parallel([2], thorough=[1, 4, 6])
-def test_in_rounds_where_pieces_are_large(some_grid, monkeypatch):
-    from pmm3d.product import tiles
-
-    a, whole = made(some_grid, (50, 30))
-    monkeypatch.setattr(tiles, "ROUND_BYTES", 1000)
-    part = a.submatrix(slice(3, 44), slice(2, 29), Layout.B)
-    assert_is(part, whole[3:44, 2:29])
-    b, values = made(some_grid, (50, 30), Layout("x", "z"), seed=2)
-    values[3:44, 2:29] = whole[3:44, 2:29]
-    assert_is(b.set_submatrix(slice(3, 44), slice(2, 29), part), values)
-
-
-@pytest.mark.parallel([2], thorough=[1, 4, 6])
 def test_what_is_refused(some_grid, fails):
     a, whole = made(some_grid, SHAPE)
     every = slice(None)
@@ -152,15 +139,6 @@ def test_what_is_refused(some_grid, fails):
         lambda: conjugates.conj().set_submatrix(slice(0, 0), every, conjugates.submatrix(slice(0, 0), every)),
     )
     assert_is(a, whole)
-
-
-@pytest.mark.parallel([7])
-def test_idle_ranks(comm):
-    with Grid(comm, product=(512, 512, 512), memory=3e6) as grid:
-        a, whole = made(grid, SHAPE)
-        part = a.submatrix(*WINDOWS[0])
-        assert_is(part, whole[WINDOWS[0]])
-        assert_is(a.set_submatrix(*WINDOWS[0], -part), whole - 2 * masked(whole))
 
 
 def masked(whole):

@@ -18,7 +18,6 @@ from pmm3d.arrays import library_named, take_device
 from pmm3d.comm import communicator, device_trial
 from pmm3d.comm.strided_collectives import all_reduce_into
 from pmm3d.comm.watch import Watch
-from pmm3d.layout import EMPTY
 from pmm3d.model.schedule import all_reduce_volume
 
 pytestmark = pytest.mark.parallel([2], thorough=[4])
@@ -37,25 +36,12 @@ def assert_products_are_right(grid, library):
     assert np.array_equal(to_numpy(turned.gather(0), library), whole_a.T) if grid.rank == 0 else not turned.gather(0)
 
 
-@looped("library", ["standin", "standin_far"])
-def test_staged_through_host_memory(comm, library):
-    for shape in canonical_grids(comm.size):
-        with given(grid=shape), Grid(comm, shape, device_transport="staged") as grid:
-            assert_products_are_right(grid, library)
-
-
 def test_each_rank_of_a_node_takes_a_device_of_its_own(comm):
     """Two devices, which the ranks of a node take in turns."""
     with Grid(comm) as grid, standin.Device():
         assert grid.local_rank == comm.rank
         assert take_device("standin", grid.local_rank) == comm.rank % standin.DEVICES == standin.HERE.taken[-1]
         assert take_device("numpy", grid.local_rank) is take_device("torch", grid.local_rank) is None
-
-
-def test_sent_directly(comm):
-    for shape in canonical_grids(comm.size):
-        with given(grid=shape), Grid(comm, shape, device_transport="direct") as grid:
-            assert_products_are_right(grid, "standin")
 
 
 @contextmanager
@@ -186,47 +172,6 @@ def test_a_collective_that_does_not_say_what_its_arrays_are_is_refused(comm):
         library, array = library_named("standin"), to_library(np.ones((5, 1)), "standin")
         with pytest.raises(Pmm3dError, match="Axis.begin needs library= for cupy arrays"):
             grid.x.begin("sum", lambda link: all_reduce_into(link, library, array, array)).wait()
-
-
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift")
-
-
-@looped("transport", ["direct", "staged"])
-def test_what_was_asked_of_the_device_is_done_before_bytes_leave(comm, transport):
-    """The array is written just before each collective starts, and the stand-in has not executed this work by then."""
-    with Grid(comm, (1, comm.size, 1), device_transport=transport) as grid:
-        whole = integers((4, 3), seed=grid.rank)
-        expected = [getattr(grid.y, name)(whole).wait() for name in COLLECTIVES]
-        for _ in range(3):
-            found = []
-            for collective in COLLECTIVES:
-                array = standin.empty((4, 3))
-                array[...] = to_library(whole, "standin")
-                result = getattr(grid.y, collective)(array).wait()
-                found.append(to_numpy(result, "standin"))
-            assert all(np.array_equal(one, other) for one, other in zip(found, expected))
-
-
-@pytest.mark.parallel([1, 2], thorough=[4])
-def test_the_host_does_not_wait_for_a_product(comm):
-    """It waits only for the partial sums of C. Later work on the stream follows it, also another product with the same
-    work memory."""
-    with Grid(comm, (1, 1, comm.size), device_transport="direct") as grid, elsewhere(grid.rank) as stream:
-        whole_a, whole_b = integers((6, 8), seed=1), integers((8, 5), seed=2)
-        a = DistMatrix.from_global(grid, to_library(whole_a, "standin"))
-        b = DistMatrix.from_global(grid, to_library(whole_b, "standin"), layout=Layout.B)
-        c = matmul(a, b)
-        stream.synchronize()
-        waits, allocated = standin.Stream.waits, grid.workspace.allocated
-        matmul(a, b, alpha=2, beta=1, out=c)
-        matmul(a, b, beta=-1, out=c)
-        twice = c.local + c.local
-        assert standin.Stream.waits == waits and grid.workspace.allocated == allocated
-        assert stream.queue.ended < stream.queue.asked()
-        del a
-        expected = (whole_a @ whole_b)[c.box.within(EMPTY)]
-        assert np.array_equal(to_numpy(twice, "standin"), -4 * expected)
-        assert np.array_equal(to_numpy(c.local, "standin"), -2 * expected)
 
 
 @pytest.mark.parallel([2])

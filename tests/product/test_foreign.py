@@ -103,22 +103,6 @@ def test_what_lies_so_already_is_used_in_place(comm):
 
 
 @pytest.mark.parallel([2], thorough=[4])
-def test_arrays_of_every_library(some_grid):
-    for library in LIBRARIES:
-        with given(library=library):
-            assert_arrays_come_back(some_grid, library)
-
-
-def assert_arrays_come_back(some_grid, library):
-    whole, cyclic = integers((13, 11), "float32"), BlockCyclic((13, 11), (2, 3), (some_grid.size, 1))
-    arrays = [to_library(array.T, library).T for array in held(cyclic, some_grid.rank, whole)]
-    matrix = DistMatrix.from_block_cyclic(some_grid, arrays[0], cyclic)
-    assert (to_numpy(matrix.gather(), library) == whole).all()
-    out = matrix.to_block_cyclic(cyclic)
-    assert matrix.library.kind == library_named(library).kind and (to_numpy(out, library) == to_numpy(arrays[0])).all()
-
-
-@pytest.mark.parallel([2], thorough=[4])
 def test_a_rank_without_blocks_takes_type_and_library_from_the_owners(some_grid, fails):
     whole, last = integers((5, 3), "float32"), some_grid.size - 1
     owned = Blocks((0, 2, 5), (0, 3), [[last], [last]])

@@ -57,6 +57,14 @@ OF_A_GRID = [
     ("texts", made(shape=("1", "1", "1")), GridError, "three numbers"),
     ("an array", made(shape=np.ones((2, 2), int)), GridError, "three numbers"),
     ("negative", made(shape=(-1, -1, 1)), GridError, "three numbers"),
+    ("two numbers", made(shape=(2, 2)), GridError, "three numbers"),
+    ("a float", made(shape=(1, 1, 1.0)), GridError, "three numbers"),
+    ("zero", made(shape=(0, 1, 1)), GridError, "at least 1"),
+    ("two of three", made(shape="2x2"), GridError, "GxxGyxGz"),
+    ("no preset", made(shape="cube"), GridError, "GxxGyxGz"),
+    ("data 0", made(shape="auto", data=0), GridError, "data is a number"),
+    ("data 7", made(shape="auto", data=7), GridError, "data 7 does not divide"),
+    ("data float", made(data=1.5), GridError, "data is a number"),
     ("data text", made(data="1"), GridError, "data is a number"),
     ("data bool", made(data=True), GridError, "data is a number"),
     ("short product", made(product=(1, 2)), GridError, r"product is the sizes \(m, n, k\)"),
@@ -66,9 +74,13 @@ OF_A_GRID = [
     ("memory text", made(memory="1G"), GridError, "memory is a number of bytes"),
     ("memory nan", made(memory=float("nan")), GridError, "memory is a number of bytes"),
     ("memory negative", made(memory=-1), GridError, "memory is a number of bytes"),
+    ("memory too little", made(product=(512, 512, 512), memory=1000), GridError, "no grid of .* within 1,000 bytes"),
+    *((f"timeout {timeout!r}", made(timeout=timeout), GridError, "timeout must be a number of seconds, 0 for no limit")
+      for timeout in (-1, float("nan"), float("inf"), "10")),
+    ("transport", made(device_transport="gpu"), Pmm3dError, "auto, direct, staged or nccl; got 'gpu'"),
     ("dtype", made(dtype="float31"), DTypeError, "'float31' names no element type"),
     ("dtype of integers", made(dtype="int64"), DTypeError, "a grid was asked for int64"),
-]
+]  # fmt: skip
 OF_SHAPES = [
     (str(shape), empty(shape), LayoutError, "a matrix has two dims of at least 0, whole numbers; got")
     for shape in (2.5, None, "23", (2.0, 3), (2, 3, 4), (2,), (), (2, -1), (True, 2), ("2", 3), (None, 2), (2, 1j))
@@ -79,11 +91,17 @@ OF_MATRICES = [
     ("dtype number", empty((2, 2), dtype=8), DTypeError, "8 names no element type"),
     ("dtype record", empty((2, 2), dtype="f4,f4"), DTypeError, f"{TESTED} matrices have the types"),
     ("dtype object", empty((2, 2), dtype=object), DTypeError, f"{TESTED} matrices have the types"),
+    *((f"dtype {dtype}", empty((2, 2), dtype=dtype), DTypeError, f"{TESTED} matrices have the types")
+      for dtype in ("int32", "bool", "longdouble")),  # int64 holds labels
+    ("integers", whole(np.ones((2, 2), "int32")), DTypeError, "Convert first"),
+    ("one dim", whole(np.ones(3)), LayoutError, "a matrix has two dims"),
+    ("one dim at root", whole(np.ones(3), root=0), LayoutError, "a matrix has two dims"),
     ("library number", empty((2, 2), library=3), Pmm3dError, "unknown array library 3"),
     ("library module", empty((2, 2), library="os"), Pmm3dError, "unknown array library 'os'"),
     ("library device", empty((2, 2), library="torch:gpu"), Pmm3dError, "torch has no device of that name"),
     ("library far", empty((2, 2), library="torch:cuda:99"), Pmm3dError, r"torch finds \d CUDA devices"),
     ("layout nothing", empty((2, 2), layout=None), LayoutError, "a layout is a pmm3d.Layout; got None"),
+    ("layout text", empty((2, 2), layout="A"), LayoutError, "a layout is a pmm3d.Layout; got 'A'"),
     ("layout of numbers", lambda grid: Layout(rows=3), LayoutError, "the rows of a layout are an axis"),
     ("beyond numbers", empty((2**62, 2**62)), OutOfMemoryError, "Unable to allocate"),
     ("masked", whole(np.ma.masked_equal(np.ones((2, 2)), 1)), DTypeError, r"use array.filled\(value\)"),
@@ -94,6 +112,8 @@ OF_MATRICES = [
     ("records", whole(np.zeros((2, 2), "f4,f4")), DTypeError, "got void64"),
     ("text", whole(np.array([["a"]])), DTypeError, "got str32"),
     ("a number", whole(3.0), DTypeError, "float is none of numpy.ndarray"),
+    ("root 9", whole(np.ones((2, 2)), root=9), GridError, "root 9 is not a rank"),
+    ("root -1", whole(np.ones((2, 2)), root=-1), GridError, "root -1 is not a rank"),
     ("root text", whole(np.ones((2, 2)), root="0"), GridError, "root '0' is not a rank"),
     ("root float", whole(np.ones((2, 2)), root=0.0), GridError, "root 0.0 is not a rank"),
     ("root bool", whole(np.ones((2, 2)), root=False), GridError, "root False is not a rank"),
@@ -119,11 +139,14 @@ OF_MATRICES = [
     ("asarray", matrix(np.asarray), Pmm3dError, r"A.gather\(\) for the whole matrix"),
     ("norm", matrix(np.linalg.norm), Pmm3dError, r"A.gather\(\) for the whole matrix"),
     ("gather root", matrix(lambda a: a.gather(0.0)), GridError, "gather: root 0.0 is not a rank"),
+    ("gather 9", matrix(lambda a: a.gather(9)), GridError, "root 9 is not a rank"),
     ("no layout", matrix(lambda a: a.redistribute(None)), LayoutError, "a layout is a pmm3d.Layout"),
     ("to no grid", matrix(lambda a: a.redistribute(Layout.A, (1, 1, 1))), GridError, "the grid is a pmm3d.Grid"),
     ("into no matrix", matrix(lambda a: a.redistribute(Layout.A, out=a.local)), Pmm3dError, "out is a ndarray"),
-]
+]  # fmt: skip
 OF_PRODUCTS = [
+    ("out", product(out=np.ones((2, 2))), Pmm3dError, "out is a ndarray; it must be a DistMatrix"),
+    ("beta alone", product(beta=1), LayoutError, "beta needs out="),
     *((f"panels {panels!r}", product(panels=panels), LayoutError, "panels must be a whole number of at least 1; got")
       for panels in ("2", 0, -1, 2.0, True, (2,), 1j)),
     *((f"max_workspace {limit!r}", product(max_workspace=limit), LayoutError, "max_workspace is a number of bytes")
@@ -142,6 +165,7 @@ OF_AXES = [
     ("counts floats", on_axis("reduce_scatter", np.ones(2), counts=[1.0, 1.0]), LayoutError, "counts is a list"),
     ("received text", on_axis("all_to_all", np.ones(2), received="ab"), LayoutError, "received is a list"),
     ("by float", on_axis("shift", np.ones(2), by=0.5), LayoutError, "by is a whole number; got 0.5"),
+    ("beta alone", on_axis("reduce_scatter", np.ones(2), beta=1), LayoutError, "beta needs out"),
     ("beta text", on_axis("reduce_scatter", np.ones(2), beta="1"), DTypeError, "scales float64; got '1'"),
 ]
 
@@ -176,6 +200,8 @@ def test_bad_arguments_of_collectives_are_refused(grid, fails):
 
 def test_numbers_of_numpy_are_numbers(comm, grid):
     Grid(comm, np.array([1, comm.size, 1]), np.int64(1), product=np.array([8, 8, 8]), memory=1e9).close()
+    for seed in (np.int64(3), np.uint8(3), -3, 2**70):
+        DistMatrix.random(grid, (2, 2), seed=seed)
     square = DistMatrix.from_function(grid, np.array([2, 2]), lambda i, j: i + j)
     assert square.shape == (2, 2) and type(square.shape[0]) is int
     twice = matmul(square, square, alpha=np.float32(2), panels=np.int64(1), max_workspace=1e9)
@@ -193,15 +219,20 @@ def test_a_function_may_give_one_number_a_row_or_a_column(grid):
     assert np.array_equal(of(lambda i, j: j), np.zeros((3, 1)) + np.arange(4.0))
 
 
-def test_files_of_numpy_that_hold_no_numbers_are_named(grid, shared_path, fails):
+def test_files_that_hold_no_matrix_are_named(grid, shared_path, fails):
     import h5py
 
     if grid.rank == 0:
         (shared_path / "text.npy").write_text("no array")
         with h5py.File(shared_path / "some.h5", "w") as file:
-            file["folder/matrix"] = np.ones((2, 2))
+            file["folder/matrix"], file["vector"] = np.ones((2, 2)), np.ones(3)
+        np.save(shared_path / "integers.npy", np.ones((2, 2), "int32"))
     grid.comm.barrier()
     read = lambda name, *dataset: lambda: DistMatrix.from_file(grid, shared_path / name, *dataset)
+    fails(FileNotFoundError, "none.npy", read("none.npy"))
+    fails(LayoutError, "two dims", read("some.h5", "vector"))
+    fails(DTypeError, "got int32", read("integers.npy"))
+    fails(Pmm3dError, "name one of its data sets: 'folder', 'vector'", read("some.h5"))
     fails(Pmm3dError, "text.npy is no .npy file of numbers", read("text.npy"))
     fails(Pmm3dError, "name one of its data sets", read("some.h5", "folder"))
     fails(Pmm3dError, "name one of its data sets", read("some.h5", 5))

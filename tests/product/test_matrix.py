@@ -127,44 +127,6 @@ def test_from_blocks_in_place_where_they_are_contiguous(grid):
             assert_holds(matrix, whole)
 
 
-@pytest.mark.parallel([2], thorough=RANKS)
-def test_from_blocks_that_are_not_contiguous(some_grid):
-    whole = integers((9, 10))
-    box = Layout.A.box(whole.shape, some_grid.shape, some_grid.coords)
-    wide = np.repeat(whole[box.within(EMPTY)], 2, axis=1)
-    for given in (np.asfortranarray(wide[:, ::2]), wide[:, ::2]):
-        matrix = DistMatrix.from_local(some_grid, given, whole.shape)
-        assert matrix.local.flags.c_contiguous
-        assert_holds(matrix, whole)
-
-
-@up_to_4
-def test_tensors_of_every_kind(some_grid):
-    """Strided tensors, with gradients, and lazily conjugated. A contiguous tensor is used in place."""
-    import torch
-
-    whole = integers((9, 10), "complex128")
-    box = Layout.A.box(whole.shape, some_grid.shape, some_grid.coords)
-    part = torch.from_numpy(whole[box.within(EMPTY)].copy())
-    wide = torch.repeat_interleave(part, 2, dim=1)[:, ::2]
-    assert_holds(DistMatrix.from_local(some_grid, wide, whole.shape), whole)
-    assert_holds(DistMatrix.from_local(some_grid, part.conj(), whole.shape), whole.conj())
-    assert_holds(DistMatrix.from_global(some_grid, torch.from_numpy(whole).conj()), whole.conj())
-    assert_holds(DistMatrix.from_local(some_grid, part.clone().requires_grad_(), whole.shape), whole)
-    placed = DistMatrix.from_local(some_grid, part, whole.shape)
-    assert placed.local.data_ptr() == part.data_ptr()
-    product = DistMatrix.from_local(some_grid, part.conj(), whole.shape) @ placed.T
-    assert np.array_equal(to_numpy(product.gather(), "torch"), whole.conj() @ whole.T)
-
-
-@pytest.mark.parallel([2], thorough=RANKS)
-def test_arrays_of_the_other_byte_order(some_grid):
-    grid = some_grid
-    whole = integers((5, 6)).astype(">f8")
-    matrix = DistMatrix.from_global(grid, to_library(whole))
-    assert np.array_equal((matrix @ matrix.T).gather(), whole @ whole.T)
-
-
 @pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
 def test_from_files_each_rank_reads_its_part(grid, shared_path):
@@ -303,18 +265,6 @@ def test_a_view_that_is_conjugated_on_one_rank_alone_is_refused(some_grid, fails
     fails(DisagreementError, "matmul: the ranks passed different arguments", lambda: view @ matrix)
 
 
-@pytest.mark.parallel([1, 2, 4, 6, 8])
-@each_grid
-def test_redistribution_between_all_pairs_of_layouts(grid):
-    for shape in ((7, 11), (2, 3)):
-        with named(shape=shape):
-            whole = integers(shape)
-            for source, target in product(LAYOUTS, LAYOUTS):
-                moved = DistMatrix.from_global(grid, to_library(whole), layout=source).redistribute(target)
-                assert moved.layout == target
-                assert np.array_equal(moved.local, whole[moved.box.within(EMPTY)])
-
-
 def assert_views_move(grid, library):
     matrix, whole = distributed(grid, (7, 6), library=library)
     for target in LAYOUTS:
@@ -332,16 +282,6 @@ def assert_views_move(grid, library):
 @each_grid
 def test_redistribution_of_views_and_into_out(grid):
     assert_views_move(grid, TESTED)
-
-
-@pytest.mark.parallel([8], thorough=RANKS)
-def test_redistribution_on_a_device(some_grid):
-    assert_views_move(some_grid, "standin")
-
-
-@up_to_4
-def test_redistribution_of_tensors(some_grid):
-    assert_views_move(some_grid, "torch")
 
 
 @pytest.mark.parallel([4], thorough=RANKS)

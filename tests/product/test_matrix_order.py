@@ -7,7 +7,7 @@ from each_grid import each_grid
 from loops import given
 from samples import integers
 
-from pmm3d import DisagreementError, DistMatrix, Grid, Layout, LayoutError, MatmulPlan, matmul
+from pmm3d import DistMatrix, Layout, LayoutError, MatmulPlan, matmul
 from pmm3d.arrays import library_of
 
 pytestmark = pytest.mark.parallel([2, 4], thorough=[1, 6])
@@ -57,17 +57,6 @@ def test_every_maker_has_both_orders(grid, comm, tmp_path):
                     assert np.array_equal(matrix.gather(), integers((ROWS, COLS)))
         drawn = [DistMatrix.random(grid, (ROWS, COLS), seed=3, layout=layout, order=order) for order in "CF"]
         assert by_columns(drawn[1]) and np.array_equal(drawn[0].gather(), drawn[1].gather())
-
-
-@pytest.mark.parallel([2], thorough=[1, 4, 6])
-@pytest.mark.numpy_only("the shards of this test are made by numpy")
-@each_grid
-def test_a_shard_that_lies_right_is_used_in_place(grid):
-    like = DistMatrix.random(grid, (ROWS, COLS), layout=Layout.C)
-    mine = np.asfortranarray(like.local)
-    matrix = DistMatrix.from_local(grid, mine, (ROWS, COLS), layout=Layout.C, order="F")
-    mine[...] = 5
-    assert (matrix.local == 5).all() and np.shares_memory(matrix.local, mine)
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 6])
@@ -120,9 +109,3 @@ def test_other_orders_and_shared_ones_are_refused(some_grid, fails):
         "shards in shared memory are stored by rows",
         lambda: DistMatrix.random(some_grid, (4, 4), order="F", shared=True),
     )
-
-
-@pytest.mark.parallel([2], thorough=[8])
-def test_all_ranks_ask_for_the_same_order(comm, fails):
-    with Grid(comm, (2, 1, 1)) as grid:
-        fails(DisagreementError, "order|different", lambda: DistMatrix.random(grid, (4, 4), order="CF"[comm.rank]))

@@ -10,7 +10,7 @@ import samples
 from loops import looped
 from samples import bits_of
 
-from pmm3d import DisagreementError, DistMatrix, Grid, Layout, MatmulPlan, Pmm3dError, matmul
+from pmm3d import DistMatrix, Grid, Layout, MatmulPlan, Pmm3dError, matmul
 from pmm3d.comm import communicator
 from pmm3d.model.ranking import nominal, rank_products
 from pmm3d.product.multiply import plan_for
@@ -140,11 +140,6 @@ def test_what_is_no_mode_of_all_products_is_refused_by_all(comm, monkeypatch, fa
         f"PMM3D_OVERLAP='{asked}' is invalid. It must be auto or none: .* argument: panels=4",
         lambda: Grid(comm, (1, 1, 1)),
     )
-
-
-def test_all_ranks_ask_for_the_same_mode(comm, monkeypatch, fails):
-    monkeypatch.setenv("PMM3D_OVERLAP", "none" if comm.rank == 1 else "auto")
-    fails(DisagreementError, "different arguments", lambda: Grid(comm, (comm.size, 1, 1)))
 
 
 @pytest.mark.parallel([1])

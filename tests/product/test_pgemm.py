@@ -270,20 +270,6 @@ def test_bad_input_is_refused_on_every_rank(comm, fails):
 
 
 @pytest.mark.parallel([2], thorough=[1, 4, 6, 8])
-def test_a_plan_that_is_closed_finishes_what_it_began(comm, fails):
-    with BlacsContext(comm, (1, comm.size)) as context:
-        square = context.descriptor(8, 8, 2, 2)
-        a, c = square.empty(), square.empty()
-        a[...] = 1
-        plan = PgemmPlan("N", "N", 8, 8, 8, 1, 1, square, 1, 1, square, 1, 1, square)
-        pending = plan.start(a, a, c)
-        plan.close()
-        pending.wait()
-        assert pending.done and (c == 8).all()
-        fails(GridError, "this plan is closed", lambda: plan(a, a, c))
-
-
-@pytest.mark.parallel([2], thorough=[1, 4, 6, 8])
 def test_a_plan_as_a_context_manager_and_an_error_that_comes_again(comm, monkeypatch):
     from pmm3d.product import pblas
 
@@ -305,23 +291,6 @@ def test_a_plan_as_a_context_manager_and_an_error_that_comes_again(comm, monkeyp
             plan(a, a, c)
             assert pending.done and (c == 8).all()
         assert plan.closed
-
-
-@pytest.mark.parallel([2], thorough=[4])
-def test_without_checks_and_with_all_of_them(comm):
-    for options in ({"check": False}, {"debug": True}):
-        with given(options=options):
-            assert_products_add_up(comm, options)
-
-
-def assert_products_add_up(comm, options):
-    random = np.random.default_rng(11)
-    with Grid(comm, (1, 1, comm.size), **options) as grid, BlacsContext(grid, (1, comm.size)) as context:
-        a, b, c = (Part(context, random, *shape, "float64") for shape in ((9, 7), (7, 8), (9, 8)))
-        for _ in range(3):
-            pgemm("N", "N", 9, 8, 7, 1, *a.passed, *b.passed, 1, *c.passed)
-            c.part[...] += a.part @ b.part
-        assert (c.local == c.arrays()[0]).all()
 
 
 @pytest.mark.parallel([2], thorough=[1, 4, 6, 8])
@@ -347,27 +316,6 @@ def test_a_context_over_a_grid_is_closed_by_an_error_of_all_ranks(comm):
             square = context.descriptor(8, 8, 4, 4)
             pgemm("N", "N", 9, 8, 8, 1, *(square.empty(), 1, 1, square) * 2, 0, square.empty(), 1, 1, square)
         assert context.closed
-
-
-@pytest.mark.parallel([2], thorough=[1, 4, 6, 8])
-def test_a_product_that_failed_can_be_tried_again(comm, monkeypatch):
-    from pmm3d.product import pblas
-
-    with BlacsContext(comm, (1, comm.size)) as context:
-        square = context.descriptor(8, 8, 2, 2)
-        a, c = square.empty(), square.empty()
-        a[...] = 1
-        call = lambda: pgemm("N", "N", 8, 8, 8, 1, a, 1, 1, square, a, 1, 1, square, 0, c, 1, 1, square)
-
-        def fails_once(*_, **__):
-            monkeypatch.undo()
-            raise MemoryError
-
-        monkeypatch.setattr(pblas, "matmul", fails_once)
-        with pytest.raises(MemoryError):
-            call()
-        call()
-        assert (c == 8).all()
 
 
 @pytest.mark.parallel([2])
@@ -406,37 +354,6 @@ def test_the_products_grid_has_the_settings_of_the_contexts(comm):
         square = context.descriptor(8, 8, 2, 2)
         plan = PgemmPlan("N", "N", 8, 8, 8, 1, 1, square, 1, 1, square, 1, 1, square)
         assert plan.grid.transport.timeout == 77 and plan.grid.ledger.trace
-
-
-@pytest.mark.parallel([2])
-def test_ranks_that_pass_different_things_all_hear_of_it(comm):
-    with BlacsContext(comm, (1, 2)) as context:
-        square = context.descriptor(8, 8, 2, 2)
-        a, c = square.empty(), square.empty()
-        for options in ({"n": 8 - comm.rank}, {"alpha": 1 + comm.rank}):
-            with pytest.raises(Exception, match="different arguments") as caught:
-                pgemm(
-                    "N",
-                    "N",
-                    8,
-                    options.get("n", 8),
-                    8,
-                    options.get("alpha", 1),
-                    a,
-                    1,
-                    1,
-                    square,
-                    a,
-                    1,
-                    1,
-                    square,
-                    0,
-                    c,
-                    1,
-                    1,
-                    square,
-                )
-            assert caught.value.everywhere
 
 
 @pytest.mark.parallel([1])

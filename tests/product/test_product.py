@@ -50,12 +50,6 @@ def test_bytes_are_those_of_the_plan(grid):
             assert_moves_what_the_plan_says(grid, size, panels, dtype, Layout.C)
 
 
-@pytest.mark.parallel([4], thorough=RANKS)
-@each_grid
-def test_bytes_of_a_replicated_product_are_those_of_the_plan_where_rows_divide(grid):
-    assert_moves_what_the_plan_says(grid, (192, 384, 96), 1, "float64", Layout(rows="z", cols="x"))
-
-
 @pytest.mark.parallel([8])
 def test_bytes_of_a_replicated_product_are_those_of_the_plan(comm, nranks):
     with Grid(comm, (1, nranks, 1)) as grid:
@@ -149,26 +143,6 @@ def test_the_adjoints_move_no_operand(grid):
 
 @pytest.mark.parallel([4], thorough=RANKS)
 @each_grid
-def test_replicated_activations_are_products_without_redistribution(grid):
-    """O = I W as in networks: I and O are replicated over the axis that does not split them, W is sharded over z."""
-    whole_i, whole_w = integers((12, 10), seed=1), integers((10, 9), seed=2)
-    i = DistMatrix.from_global(grid, to_library(whole_i), layout=Layout(rows="z", cols="y"))
-    w = DistMatrix.from_global(grid, to_library(whole_w), layout=Layout.B)
-    o = DistMatrix.empty(grid, (12, 9), layout=Layout(rows="z", cols="x"))
-    to_w = DistMatrix.empty(grid, (10, 9), layout=Layout.B)
-    to_i = DistMatrix.empty(grid, (12, 10), layout=Layout(rows="z", cols="y"))
-    grid.ledger.reset()
-    matmul(i, w, out=o)
-    matmul(i.T, o, out=to_w)
-    matmul(o, w.T, out=to_i)
-    assert grid.ledger.total(phase="redistribute").calls == 0
-    assert np.array_equal(o.gather(), whole_i @ whole_w)
-    assert np.array_equal(to_w.gather(), whole_i.T @ whole_i @ whole_w)
-    assert np.array_equal(to_i.gather(), whole_i @ whole_w @ whole_w.T)
-
-
-@pytest.mark.parallel([4], thorough=RANKS)
-@each_grid
 def test_the_steady_state_allocates_nothing_large(grid):
     a, b = operands(grid, (600, 500, 400))
     for layout in (Layout.C, Layout.A, Layout(rows="z", cols="x")):
@@ -185,17 +159,6 @@ def test_the_steady_state_allocates_nothing_large(grid):
             tracemalloc.stop()
             assert peak - before < MEBIBYTE, layout
             assert grid.workspace.allocated == held, layout
-
-
-@pytest.mark.parallel([4], thorough=RANKS)
-@each_grid
-def test_panels_never_hold_more_than_the_plan_says(grid):
-    """The number of reductions in progress depends on time, so only an upper bound is tested."""
-    a, b = operands(grid, (600, 500, 400))
-    out = DistMatrix.empty(grid, (600, 500), layout=Layout.C)
-    for _ in range(3):
-        matmul(a, b, out=out, panels=3)
-        assert grid.workspace.allocated <= plan_for(a, b, out, 3, None).workspace
 
 
 @pytest.mark.parallel([4], thorough=[2, 8])

@@ -151,21 +151,6 @@ def assert_takes(grid, case):
         assert bits_of(outs[1].local) == bits_of(outs[0].local)
 
 
-@pytest.mark.parallel([2], thorough=[1, 4, 8])
-def test_shards_are_written_between_products_and_never_while_they_are_read(grids):
-    """Without barriers, a fast rank would overwrite elements that a slow one still multiplies."""
-    for grid in grids:
-        a, b = (shared(matrix) for matrix in operands(grid, (40, 30, 50)))
-        with MatmulPlan(a, b) as plan:
-            for turn in range(12):
-                a.local[...] = turn
-                b.local[...] = 2
-                if (turn + grid.rank) % 3 == 0:
-                    sum(range(20_000))
-                c = plan() if turn % 2 else matmul(a, b)
-                assert (c.local == 100 * turn).all()
-
-
 def products_with_one_rank_late(comm, before_writing, before_multiplying):
     """Products without checks, so that no other message synchronizes the ranks. Each rank is late once."""
     whole_panels = [((comm.size, 1, 1), 1), ((1, comm.size, 1), 1), ((1, 1, comm.size), 1)]
@@ -199,16 +184,6 @@ def test_shards_are_not_written_while_a_late_rank_multiplies(comm, monkeypatch):
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
-def test_without_checks_too(comm):
-    for shape in SHAPES[comm.size]:
-        with Grid(comm, shape, check=False) as grid:
-            a, b = (shared(matrix) for matrix in operands(grid, (40, 30, 50)))
-            for turn in range(9):
-                a.local[...], b.local[...] = turn, 1
-                assert (matmul(a, b).local == 50 * turn).all()
-
-
-@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_work_memory_is_that_of_the_plan_and_holds_no_block(comm, grids):
     for grid in grids:
         a, b = operands(grid, (512, 512, 512))
@@ -221,18 +196,6 @@ def test_work_memory_is_that_of_the_plan_and_holds_no_block(comm, grids):
         if grid.shape.y == 1 and comm.size > 1:
             assert held < 512 * 512 * 8 // 8  # control messages, and no block
         grid.workspace.clear()
-
-
-@pytest.mark.parallel([4], thorough=[1, 2, 8])
-def test_the_neighbours_shards_are_seen(comm):
-    with Grid(comm, (comm.size, 1, 1)) as grid:
-        a = DistMatrix.empty(grid, (4 * comm.size, 3), shared=True)
-        a.local[...] = grid.rank
-        grid.comm.Barrier()
-        if comm.size > 1:
-            assert a.window.block[:, 0].tolist() == [rank for rank in range(comm.size) for _ in range(4)]
-            assert np.shares_memory(a.local, a.window.block)
-        grid.comm.Barrier()
 
 
 @pytest.mark.parallel([2], thorough=[1, 4, 8])
@@ -270,16 +233,6 @@ def test_a_node_without_so_much_memory_is_told_by_all_before_anyone_writes(comm,
             patched.setattr(windows.os, "posix_fallocate", full)
             fails(OutOfMemoryError, "No space left", lambda: DistMatrix.empty(grid, (64, 64), shared=True))
         assert DistMatrix.empty(grid, (64, 64), shared=True).window is not None
-
-
-@pytest.mark.parallel([4], thorough=[1, 2, 8])
-def test_a_matrix_of_another_grid_or_of_a_closed_one_is_refused(comm, fails):
-    with Grid(comm) as grid, Grid(comm) as other:
-        a, b = operands(grid)
-        fails(GridError, "on another Grid", lambda: matmul(shared(a), shared(operands(other)[1])))
-        one, two = shared(a), shared(b)
-    with pytest.raises(GridError, match="closed"):
-        matmul(one, two)
 
 
 @pytest.mark.parallel([2], thorough=[1, 4, 8])
@@ -444,19 +397,6 @@ def test_with_an_idle_rank(comm):
         assert grid.shape.size == (6 if part.size == 7 else 1)
         products_are_right(grid)
     part.Free()
-
-
-@pytest.mark.parallel([4], thorough=[1, 2, 8])
-def test_partial_sums_that_grow_are_right(comm, grids):
-    for grid in grids:
-        for size in ((20, 30, 10), (90, 70, 40), (20, 30, 10)):
-            a, b = operands(grid, size)
-            wanted = matmul(a, b, panels=2)
-            one, other = shared(a), shared(b)
-            assert bits_of(matmul(one, other, panels=2).local) == bits_of(wanted.local)
-            with MatmulPlan(one, other) as plan:
-                for _ in range(2):
-                    assert bits_of(plan().local) == bits_of(matmul(a, b).local)
 
 
 @pytest.mark.parallel([2], thorough=[1, 4, 8])

@@ -173,17 +173,6 @@ def test_ranks_that_crowd_on_a_device_are_refused_and_those_that_must_share_are_
     assert caplog.text.count("share 1 device of host") == (comm.rank == 0)
 
 
-def test_a_rank_has_one_device_on_a_grid(comm, fails):
-    with Grid(comm, (comm.size, 1, 1)) as grid:
-        grid.x.shift(to_library(np.ones((2, 2)), "standin")).wait()
-        with standin.Device(1):
-            fails(
-                GridError,
-                "the current device is 1, and the arrays of this rank are on device 0, stand-in",
-                lambda: grid.x.shift(to_library(np.ones((2, 2)), "standin")).wait(),
-            )
-
-
 def test_arrays_of_another_device_than_the_current_one_are_refused_by_all(comm, fails):
     """One rank has these arrays, as input or as `out`. The first agreement tells all ranks."""
     with Grid(comm, (comm.size, 1, 1)) as grid:

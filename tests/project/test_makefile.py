@@ -8,6 +8,14 @@ from outer_make import without_outer_make
 ROOT = Path(__file__).parents[2]
 
 
+def test_a_launcher_of_the_site_that_starts_nothing_is_refused_with_the_remedy():
+    """For example Open MPI's, which refuses root, and more ranks than cores."""
+    for launcher, code in (("false", 2), ("true", 0)):
+        command = ["make", "site-launcher", "MPI=site", f"LAUNCH={launcher}"]
+        done = subprocess.run(command, cwd=ROOT, env=without_outer_make(), capture_output=True, text=True)
+        assert done.returncode == code and ("OMPI_ALLOW_RUN_AS_ROOT=1" in done.stdout) == bool(code)
+
+
 def planned(*words):
     return subprocess.run(
         ["make", "-n", *words], cwd=ROOT, env=without_outer_make(), capture_output=True, text=True, check=True

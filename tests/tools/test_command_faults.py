@@ -26,7 +26,6 @@ def broken(case, comm, *others):
     return results or whole(case, comm, *others)
 command._run_all = broken
 """
-FIRST = pytest.mark.thorough("other ranks and kinds of the same error")
 
 
 @pytest.fixture
@@ -40,16 +39,8 @@ def raises(job):
     return run
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [
-        [((2,), False), ((0, 1, 2), False)],
-        pytest.param([((2,), True), ((0,), True), ((0,), False), ((0, 1, 2), True)], marks=FIRST),
-    ],
-    ids=["few", "more"],
-)
-def test_an_error_of_any_kind_ends_the_job_and_is_said_once(raises, cases):
-    for ranks, after in cases:
+def test_an_error_of_any_kind_ends_the_job_and_is_said_once(raises):
+    for ranks, after in (((2,), False), ((0, 1, 2), False)):
         with given(ranks=ranks, after=after):
             done = raises(ranks, "ValueError", after)
             assert done.returncode == 1
@@ -63,11 +54,9 @@ def test_what_is_no_exception_ends_the_job_too(raises):
     assert done.returncode == 1 and done.stderr.count(": bad luck (on rank 1)") == 1, done.stderr
 
 
-@pytest.mark.parametrize("ranks", [(0, 1, 2), pytest.param((1,), marks=FIRST)], ids=["all", "one"])
-def test_ctrl_c_is_no_unexpected_error(raises, ranks):
-    done = raises(ranks, "KeyboardInterrupt", True)
-    where = "" if len(ranks) == 3 else " (on rank 1)"
-    assert done.returncode == 130 and f"pmm3d: interrupted (Ctrl-C){where}\n" in done.stderr, done.stderr
+def test_ctrl_c_is_no_unexpected_error(raises):
+    done = raises((0, 1, 2), "KeyboardInterrupt", True)
+    assert done.returncode == 130 and "pmm3d: interrupted (Ctrl-C)\n" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and "unexpected" not in done.stderr
 
 

@@ -16,13 +16,12 @@ import pytest
 from loops import given
 from rich.console import Console
 from typer.main import get_command
-from typer.testing import CliRunner
 
 from pmm3d.tools import output
 from pmm3d.tools.bench import result as results
 from pmm3d.tools.bench import tables
 from pmm3d.tools.commands import app
-from pmm3d.tools.output import FigureTable, facts
+from pmm3d.tools.output import FigureTable
 
 PROGRAM = """
 import sys
@@ -117,22 +116,6 @@ def assert_help(said, command):
     examples = re.findall(r"^    ((?:srun|python -m pmm3d|pmm3d) .*)$", command.callback.__doc__ or "", re.M)
     assert all(f" {example}" in lines for example in examples), said
     assert examples or hasattr(command, "commands")
-
-
-def test_help_fits_80_columns_and_keeps_options_and_examples_whole():
-    for words, each in every_command():
-        with given(command=words):
-            done = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80", "TERM": "dumb"})
-            assert "\x1b" not in done.output
-            assert_help(done.output, each)
-
-
-def test_each_command_with_json_tells_of_standard_output():
-    for words, each in every_command():
-        with given(command=words):
-            for parameter in each.params:
-                if "--json" in parameter.opts:
-                    assert "- is standard output" in parameter.help
 
 
 TERMINAL = """
@@ -343,19 +326,6 @@ def test_a_result_is_the_same_from_its_json():
         assert results.Result.from_json(one.as_json()) == one
 
 
-def test_no_line_of_a_table_ends_in_blanks_and_no_number_is_without_its_unit(on_ranks):
-    done = on_ranks(1, *SMALL, env={"COLUMNS": "120"})
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0 and len(lines) > 20 and not any(line.endswith(" ") for line in lines), done.stdout
-    planned = CliRunner().invoke(app, ["plan", "product", *SQUARE], env={"COLUMNS": "80"}).stdout.splitlines()
-    assert len(planned) > 10 and not any(line.endswith(" ") for line in planned)
-    for width in range(30, 60):
-        out = io.StringIO()
-        Console(file=out, width=width).print(facts("", {"memory": "12.5 GiB of matrices in 1.7 s, with 300 MiB left"}))
-        joined = out.getvalue()
-        assert all(pair in joined for pair in ("12.5 GiB", "1.7 s", "300 MiB")) and "\ue000" not in joined, joined
-
-
 def test_a_bar_appears_on_a_terminal_after_a_while_and_leaves_nothing(monkeypatch):
     monkeypatch.setattr(output, "REFRESH_SECONDS", 0.01)
     for quiet, shown in ((0.01, True), (1e6, False)):
@@ -432,35 +402,6 @@ def test_a_table_breaks_no_figure_and_no_word_of_a_heading(width):
     assert said.count("1x16x4 (data 1024)") == said.count("4x16x4 (data 1024)") == {80: 2, 60: 3, 45: 4}[width]
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        ("product", "--m", "65536", "--n", "65536", "--k", "65536", "--ranks", "4096"),
-        (
-            "gpt",
-            "--layers",
-            "2",
-            "--hidden",
-            "2048",
-            "--heads",
-            "16",
-            "--sequence",
-            "2048",
-            "--batch",
-            "512",
-            "--ranks",
-            "4",
-        ),
-    ],
-)
-def test_plan_has_every_figure_whole_in_80_columns(what):
-    wide, narrow = (
-        CliRunner().invoke(app, ["plan", *what], env={"COLUMNS": columns, "PMM3D_MACHINE": "nominal"}).output
-        for columns in ("300", "80")
-    )
-    assert set(re.sub("─+", "", wide).split()) <= set(narrow.split()), narrow
-
-
 def test_a_sweep_measures_the_cores_once_and_tells_how_far_it_is(job):
     done = job(2, COUNTED + PROGRAM, *SMALL, "--grid", "all")
     assert done.returncode == 0, done.stderr
@@ -482,8 +423,3 @@ def test_threads_that_take_turns_are_told(job):
     done = job(2 * cores, SOON + PROGRAM, *SMALL, env=chosen | unbound | {"COLUMNS": "300"})
     text = f"{4 * cores} BLAS threads of {2 * cores} ranks take turns on {cores} cores"
     assert done.returncode == 0 and text in done.stdout, done.stdout
-
-
-def test_one_thread_a_rank_takes_no_turns(on_ranks):
-    done = on_ranks(4, *SMALL, env={"COLUMNS": "300"})
-    assert done.returncode == 0 and "take turns" not in done.stdout, done.stdout

@@ -32,13 +32,6 @@ def read(path):
     return told, {entry["check"]: entry for entry in told["checks"]}
 
 
-def test_help_teaches(on_ranks):
-    done = on_ranks(2, "doctor", "--help", env={"TERM": "dumb", "COLUMNS": "120"})
-    assert done.returncode == 0 and done.stdout.count("Usage:") == 1
-    for part in ("--grid", "--folder", "--json", "srun -n 64 pmm3d doctor --grid 4x4x4", "Exit code: 0 for ok"):
-        assert part in " ".join(done.stdout.split())
-
-
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough("few of the checks of 4 ranks")), 4])
 def test_every_check_is_made(doctor, tmp_path, ranks):
     done = doctor(ranks, "--json", tmp_path / "a.json", "--folder", tmp_path)

@@ -283,14 +283,6 @@ def test_programs_that_the_machine_has_are_run(tmp_path, monkeypatch):
         assert launcher.main(["-n", "2", *program]) == 0
 
 
-def test_show_quotes_for_the_shell(monkeypatch, capsys):
-    monkeypatch.setattr(launcher, "environment", lambda *_: {"NEW": "two words"})
-    monkeypatch.setenv("PMM3D_MPIEXEC", "false")
-    assert launcher.main(["-n", "2", "--show", "my program.py"]) == 0
-    said = capsys.readouterr().out
-    assert "NEW='two words'" in said and "'my program.py'" in said
-
-
 def test_import_needs_the_standard_library_only():
     code = "import pmm3d.tools.launcher, sys; assert not {'numpy', 'mpi4py'} & set(sys.modules)"
     path = os.pathsep.join(filter(None, sys.path))

@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from loops import given
@@ -25,7 +24,6 @@ from pmm3d.tools.plan.curves import AS_IT_IS, Curve, Point, draw_curves
 from pmm3d.tools.plan.options import chosen_machine
 from pmm3d.tools.plan.ranking import choice, draw, dropped_lines, shown_of
 
-ROOT = Path(__file__).parents[2]
 WIDE = {"COLUMNS": "160"}
 SMALL = (
     "gpt",
@@ -242,32 +240,12 @@ def test_sizes_have_limits():
             assert not isinstance(done.exception, MemoryError)
 
 
-def test_a_plan_speaks_of_a_job_and_its_options():
-    """No communicator, no limit of 2^63 bytes that nobody gave."""
-    said = refused("product", "--m", 10**12, "--n", 10**12, "--k", 10**12, "--ranks", 4)
-    assert "9,223,372,036" not in said and "matmul" not in said and "more ranks" in said
-    assert "and there are 4" in refused(
-        "train", ROOT / "apps" / "digits.toml", "--features", 64, "--classes", 10, "--ranks", 4, "--grid", "3x3x3"
-    )
-
-
 def test_progress_counts_the_grids(monkeypatch):
     monkeypatch.setattr(output, "QUIET_SECONDS", 0.01)
     monkeypatch.setattr(output, "LINE_SECONDS", 0.01)
     done = CliRunner().invoke(app, ["plan", *map(str, SMALL), "--ranks", "4", "--machine", "frontier"], env=WIDE)
     assert done.exit_code == 0 and re.search(r"^pmm3d plan gpt: [0-9]+ of [0-9]+ grids, ", done.stderr, re.M)
     assert "pmm3d plan" not in done.stdout
-
-
-def test_each_command_refuses_the_options_of_the_others():
-    for arguments, option in (
-        (CUBE, "--layers"),
-        (SMALL, "--dtype"),
-        (SMALL, "--features"),
-        (("train", "x.toml"), "--heads"),
-    ):
-        done = CliRunner().invoke(app, ["plan", *map(str, arguments), "--ranks", "4", option, "3"], env=WIDE)
-        assert done.exit_code == 2 and f"No such option: {option}" in done.output
 
 
 def test_other_ranks_are_silent():

@@ -8,7 +8,6 @@ from loops import given, looped
 from typer.testing import CliRunner
 
 from pmm3d.nn.pipeline import PipelineSchedule, one_f_one_b, schedule_names, with_messages
-from pmm3d.tools import output
 from pmm3d.tools.commands import app
 
 DATA = Path(__file__).parents[1] / "nn" / "pipeline" / "data"
@@ -154,16 +153,6 @@ def test_a_picture_of_any_kind(tmp_path):
     for name, begins in (("x.png", b"\x89PNG"), ("x.svg", b"<?xml")):
         said = printed("--schedule", "dualpipe-v", "--ranks", 2, "--micro-batches", 4, "--plot", tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(begins) and f"{name}" in said
-
-
-def test_progress_names_the_schedule(monkeypatch):
-    monkeypatch.setattr(output, "QUIET_SECONDS", 0.01)
-    monkeypatch.setattr(output, "LINE_SECONDS", 0.01)
-    done = invoked("--ranks", 8, "--micro-batches", 16)
-    assert done.exit_code == 0 and "of 14 schedules: zb-" in done.stderr and "of 14" not in done.stdout
-    assert (
-        "pmm3d plan pipeline: working, " in invoked("--ranks", 8, "--micro-batches", 16, "--schedule", "zb-2p").stderr
-    )
 
 
 UNANSWERABLE = [

@@ -1,6 +1,5 @@
 """Measurements of `pmm3d tune machine`: laws recovered from invented rows, shapes, groups, names; and the command."""
 
-import re
 from dataclasses import replace
 from io import StringIO
 from itertools import product
@@ -9,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 from loops import given
 from rich.console import Console
-from typer.testing import CliRunner
 
 from pmm3d.action import Action
 from pmm3d.arrays import Slab
@@ -17,10 +15,8 @@ from pmm3d.comm import Grid
 from pmm3d.model.machines import Group, load, machine_from
 from pmm3d.model.machines.figures import InSteps, Measured, Pass
 from pmm3d.model.machines.laws import OPERATIONS, Law
-from pmm3d.tools.commands import app
 from pmm3d.tools.timing import CoreShare, Sampler
 from pmm3d.tools.tune import collectives, fitting, measure, rates, steps
-from pmm3d.tools.tune.command import machine_command
 
 TRUE = Law(2e-5, 1e-6, 4e-6, 2e-10, 5e-11)
 SIZES = (64, 4096, 2**18, 2**22)
@@ -299,10 +295,6 @@ def test_steps_whose_collectives_take_negative_time_are_not_used(inside, across)
     assert "less than no time" in said and "Measure again" in said and "us less" not in said and "-" not in said
 
 
-def test_without_a_measured_step_there_are_no_figures():
-    assert "no figures: there was no time to measure a step" in printed(steps.calibrated([], load("nominal")))
-
-
 def test_steps_whose_times_differ_between_turns_are_told_of():
     machine = load("nominal")
     found = made_steps(machine, 1e-3, 1e-9, 0.0, 0.0)
@@ -311,19 +303,6 @@ def test_steps_whose_times_differ_between_turns_are_told_of():
     machine = steps.calibrated([], machine)
     assert any("The same step took 4.0 times as long in another turn" in line for line in report_of(machine, 4.0))
     assert not any("The same step took" in line for line in report_of(machine, 1.4))
-
-
-def test_what_steps_take_is_printed_without_a_sign():
-    machine = replace(
-        load("nominal"),
-        in_steps=InSteps(1.47e-4, -1.2e-5, 0.0),
-        sources=dict.fromkeys(load("nominal").sources, "") | {"in_steps": "fitted"},
-    )
-    said = printed(machine)
-    assert (
-        "a GEMM or pass takes 147.0 us longer, a collective inside a node 12.0 us less, a collective across nodes "
-        "0.0 us longer"
-    ) in said
 
 
 def test_what_the_machine_hides_is_not_taken_for_less():
@@ -385,23 +364,3 @@ def test_a_cache_that_cannot_be_written_is_told_of(tune, tmp_path):
     assert done.returncode == 0 and "The machine is not stored" in done.stdout, done.stderr
     done = tune(1, "--budget", 0.02, "--dtype", "float32", "--no-store")
     assert done.returncode == 0 and "stored" not in done.stdout, done.stderr
-
-
-def test_wrong_options_are_explained_once(tune):
-    for arguments, text in (
-        (("--dtype", "float33"), "'float33' is none of float16, bfloat16, float32"),
-        (("--budget", "0"), "Invalid value for '--budget'"),
-        (("--out", "/no/such/folder/a.toml"), "cannot write /no/such/folder/a.toml"),
-    ):
-        with given(arguments=arguments):
-            done = tune(2, *arguments)
-            said = " ".join((done.stdout + done.stderr).replace("│", " ").split())
-            assert done.returncode == 2 and said.count(text) == 1 and "Traceback" not in said, said
-
-
-def test_help_fits_80_columns_and_keeps_its_examples_whole():
-    said = CliRunner().invoke(app, ["tune", "machine", "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
-    lines = [line.rstrip() for line in said.splitlines()]
-    assert max(map(len, lines)) <= 80 and "…" not in said
-    examples = re.findall(r"^    ((?:srun|python -m pmm3d\S*|pmm3d) .*)$", machine_command.__doc__, re.M)
-    assert len(examples) == 3 and all(f" {example}" in lines for example in examples), said
