@@ -3,8 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .cuts import matrix_shape, natural, naturals, offsets, overlapping, part_range, part_sizes, real, whole_number
-from .distribution import Split, Tile, Tiled
+from .cuts import natural, naturals, offsets, overlapping, part_range, part_sizes, real, whole_number
+from .distribution import Tile, Tiled
 from .dtypes import LABEL_DTYPE, LOW_PRECISION, MATRIX_DTYPES, aligned, check_same_dtype, itemsize
 from .layout import EMPTY, Box, Layout, RaggedRows, batch_layout, order_of, without_order
 from .placement import Placement
@@ -20,8 +20,8 @@ _LATER = {"BlockCyclic": ".foreign", "Blocks": ".foreign", "ORDERS": ".order", "
 __all__ = [
     "ALL", "AXES", "EMPTY", "FIRST", "LABEL_DTYPE", "LOW_PRECISION", "MATRIX_DTYPES", "ORDERS", "PIPE", "SEQ", "STAGE",
     "ULYSSES", "BlockCyclic", "Blocks", "Box", "Coords", "GridShape", "Layout", "Placement", "RaggedRows", "RowOrder",
-    "Split", "Step", "Tile", "Tiled", "aligned", "batch_layout", "check_same_dtype", "is_axis_name", "itemsize",
-    "matrix_shape", "natural", "naturals", "offsets", "order_of", "overlapping", "parse_shape", "part_range",
+    "Step", "Tile", "Tiled", "aligned", "batch_layout", "check_same_dtype", "is_axis_name", "itemsize",
+    "natural", "naturals", "offsets", "order_of", "overlapping", "parse_shape", "part_range",
     "part_sizes", "real", "transitions", "whole_number", "without_order",
 ]  # fmt: skip
 
