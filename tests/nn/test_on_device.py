@@ -166,23 +166,6 @@ def test_kernels_of_the_libraries_are_the_functions():
 
 
 @pytest.mark.parallel([1])
-def test_a_mask_is_drawn_in_one_kernel(comm, calls):
-    """Another kernel applies it. The stand-in executes its operations one by one: two casts and two products."""
-    with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
-        x = nn.Tensor(DistMatrix.random(grid, (50, 40), dtype="float16", library="standin"))
-        del calls[:]
-        nn.dropout(x, 0.3, seed=5)
-        kernels = [work for work in calls if "ElementwiseKernel" in getattr(work, "__qualname__", "")]
-        others = [
-            work
-            for work in calls
-            if "ElementwiseKernel" not in getattr(work, "__qualname__", "")
-            and "__del__" not in getattr(work, "__qualname__", "")
-        ]
-        assert len(kernels) == 1 and len(others) <= 2 + 4  # the numbers of rows and of columns
-
-
-@pytest.mark.parallel([1])
 def test_a_loss_is_the_hosts(comm):
     """Its slope has equal bits."""
     for dtype in ["float16", "float32"]:

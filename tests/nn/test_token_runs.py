@@ -75,7 +75,7 @@ def test_a_text_is_learned_and_the_log_has_bits_per_byte(here):
                     assert isclose(line["perplexity"], exp(line["loss"]), rel_tol=1e-6)
                     assert isclose(line["bits_per_byte"], line["loss"] / log(2) / 2, rel_tol=1e-6)
             assert losses(here, kind)[-1] < 0.9 * log(32) and "validation bits_per_byte: " in done.stdout
-            assert f"pmm3d predict {here.folder}/{kind} --prompt TEXT" in done.stdout
+            assert f"pmm3d generate {here.folder}/{kind} --prompt TEXT" in done.stdout
             record = json.loads((here.folder / kind / "run.json").read_text())
             assert record["network"]["kind"] == {"gpt": "GPT", "llama": "Llama"}[kind]
 

@@ -181,7 +181,7 @@ def test_what_cannot_be_is_refused_on_every_rank(comm, fails):
         a, b = operands(grid, (40, 40, 40))
         whole = DistMatrix.empty(grid, (40, 40), layout=Layout(rows=("z",), cols=("x",)))
         if comm.size > 1:
-            fails(LayoutError, "all-reduce", lambda: matmul(a, b, out=whole, overlap="decomposed"))
+            fails(LayoutError, "pass an out in Layout.C", lambda: matmul(a, b, out=whole, overlap="decomposed"))
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])

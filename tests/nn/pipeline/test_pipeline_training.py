@@ -1,11 +1,7 @@
 """`pmm3d train` with a pipeline in its configuration, compared with the same configuration without one."""
 
 import json
-import logging
-import re
 import signal
-import time
-from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -16,7 +12,7 @@ from training_runs import RunsHere, fails, signal_at
 from pmm3d import Grid, Pmm3dError
 from pmm3d.layout import GridShape
 from pmm3d.nn.pipeline import one_f_one_b, schedule_names
-from pmm3d.nn.training import Trainer, build, reporter
+from pmm3d.nn.training import Trainer, build
 from pmm3d.nn.training.config import checked, load
 from pmm3d.nn.training.samples import SampleSizes
 
@@ -34,7 +30,7 @@ ONE = 'shape = "1x1x1"\nmicro_batches = 4\n'
 CUTS = {
     "1f1b on 2": (2, ONE + "pipe = 2"),
     "zb-h1 on 4": (4, ONE + 'pipe = 4\nschedule = "zb-h1"'),
-    "interleaved on 2": (2, ONE + 'pipe = 2\nschedule = "interleaved"\nchunks = 2'),
+    "interleaved on 2": (2, ONE + 'pipe = 2\nschedule = "interleaved-2"'),
     "uneven on 2, and data": (4, 'micro_batches = 4\npipe = 2\ncut = [2, 7]\nschedule = "gpipe"'),
     "with z and more micro-batches": (4, 'shape = "1x1x2"\npipe = 2\nmicro_batches = 7'),
     "one rank": (1, ONE + 'schedule = "zb-h1"'),
@@ -278,26 +274,6 @@ def test_a_run_on_stages_begins_with_weights_of_another_one(here):
         assert done.returncode == 0 and done.stderr.count(f"training.weights = {weights}: loaded") == 1, done.stderr
         found.append(here.weights(name))
     assert nearly(*found) and lines(here, "file")[0] < lines(here, "first")[0]
-
-
-@four
-def test_the_slow_rank_of_a_stage_is_named_by_its_rank_in_the_job(here, comm, monkeypatch, caplog):
-    """All ranks but one of the second stage wait for 80 of 100 seconds of a clock."""
-    clock = [0.0]
-    monkeypatch.setattr(reporter, "time", SimpleNamespace(**vars(time) | {"perf_counter": lambda: clock[0]}))
-    stepped = reporter.Reporter.stepped
-
-    def slowly(self, *arguments):
-        clock[0] += 100.0
-        if comm.rank != 3:
-            next(entry for key, entry in self._run.grid.ledger.entries.items() if key.axis).waited += 80.0
-        stepped(self, *arguments)
-
-    monkeypatch.setattr(reporter.Reporter, "stepped", slowly)
-    config = load(here.config(grid='shape = "2x1x1"\npipe = 2\nmicro_batches = 3', **OPTIONS))
-    with caplog.at_level(logging.WARNING), build.trainer(config, comm) as run:
-        run.run()
-    assert re.findall(r"rank (\d) \(host \S+\) is [\d.]+ times slower", caplog.text) == ["3"] * (comm.rank == 0)
 
 
 @pytest.mark.parallel([2])
