@@ -628,13 +628,7 @@ class Optimizer:
         """
         named = self._by_path(paths) if self.steps_without_grad else {}
         missed = {path: times for path, each in named.items() if (times := self.steps_without_grad[each])}
-        return {
-            "kind": type(self).__name__,
-            "steps": self.steps,
-            "lr": self.lr,
-            "states": list(self.state_names),
-            "missed": missed,
-        }
+        return {"kind": type(self).__name__, "steps": self.steps, "states": list(self.state_names), "missed": missed}
 
     def load_state(
         self, state: dict[str, Any], paths: Mapping[str, Parameter] | None = None, stored: Collection[str] | None = None
