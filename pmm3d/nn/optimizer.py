@@ -577,6 +577,8 @@ class Optimizer:
     def _check_forms(self, forms: Mapping[str, StateForm]) -> None:
         """Raise Pmm3dError if `state_forms` does not fit the class."""
         name = type(self).__name__
+        if isinstance(self.state_names, str):
+            raise Pmm3dError(f'{name}: state_names is one text: write a tuple, ("{self.state_names}",)')
         if unknown := [each for each in forms if each not in self.state_names]:
             raise Pmm3dError(f"{name}: state_forms has {', '.join(unknown)}: add the name to state_names")
         if type(self).update_shard is Optimizer.update_shard:
@@ -628,13 +630,7 @@ class Optimizer:
         """
         named = self._by_path(paths) if self.steps_without_grad else {}
         missed = {path: times for path, each in named.items() if (times := self.steps_without_grad[each])}
-        return {
-            "kind": type(self).__name__,
-            "steps": self.steps,
-            "lr": self.lr,
-            "states": list(self.state_names),
-            "missed": missed,
-        }
+        return {"kind": type(self).__name__, "steps": self.steps, "states": list(self.state_names), "missed": missed}
 
     def load_state(
         self, state: dict[str, Any], paths: Mapping[str, Parameter] | None = None, stored: Collection[str] | None = None

@@ -163,6 +163,9 @@ def test_a_class_that_does_not_fit_its_states_is_refused(comm, fails):
     class Flat(NoName):
         state_names = ("rows",)
 
+    class Text(NoName):
+        state_names = "rows"
+
     class Wrong(EightBit):
         def update_shard(self, shard):
             shard.sum(shard.state["rows"])
@@ -171,6 +174,7 @@ def test_a_class_that_does_not_fit_its_states_is_refused(comm, fails):
         net = nn.Linear(grid, 3, 2, dtype="float64")
         for kind, text in (
             (NoName, "state_forms has rows: add the name to state_names"),
+            (Text, r'state_names is one text: write a tuple, \("rows",\)'),
             (Flat, "the state rows has not the shape of the weight: define update_shard"),
         ):
             fails(Pmm3dError, text, kind(net.parameters(), 0.1).matrices)

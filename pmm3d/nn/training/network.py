@@ -39,6 +39,12 @@ class OwnNetwork:
         self._file = UserFile(grid, "network.build", self.name)
         self._function: Callable[[Grid, int, int], Any] = self._file.named("function", callable)
 
+    @classmethod
+    def of(cls, config: Config, grid: Grid) -> OwnNetwork | None:
+        """The function of a configuration, or None. Collective."""
+        section = config.network
+        return cls(grid, section, config.precision, config.training.seed) if section.build else None
+
     def made(self, grid: Grid, features: int, outputs: int, config: Config | None = None) -> tuple[Module, Layout]:
         """Return (the network, the layout of its output) on this grid. Collective. config: for `pipelined`. Raises
         Pmm3dError, on every rank, if the function raises or returns no network for these sizes."""
@@ -115,9 +121,7 @@ class Own(NamedTuple):
 
     @classmethod
     def of(cls, config: Config, grid: Grid) -> Own:
-        network, section = None, config.optimizer
-        if config.network.build:
-            network = OwnNetwork(grid, config.network, config.precision, config.training.seed)
+        network, section = OwnNetwork.of(config, grid), config.optimizer
         if section.build is None:
             return cls(network, optim.KINDS[str(section.kind)])
         file = UserFile(grid, "optimizer.build", section.build)
@@ -217,11 +221,9 @@ def pipelined(config: Config | None, grid: Grid, make: Callable[[Grid], Any], fe
 def network_of(config: Config, grid: Grid, samples: Samples) -> Module:
     """Return the network of a configuration, frozen, for inference. Collective. It has the precision of the master
     weights (except a network of `build`), and even stages, because the file of a schedule may be missing."""
-    config, own, precision = config.unscheduled, None, Precision(config.precision.master)
-    if config.network.build:
-        own = OwnNetwork(grid, config.network, config.precision, config.training.seed)
+    config, precision = config.unscheduled, Precision(config.precision.master)
     sizes = layer_sizes(config, samples.features, samples.outputs)
-    return make_network(config, grid, sizes, own, precision)[0].requires_grad_(False)
+    return make_network(config, grid, sizes, OwnNetwork.of(config, grid), precision)[0].requires_grad_(False)
 
 
 def make_optimizer(config: Config, network: Module, own: Own) -> optim.Optimizer:

@@ -249,7 +249,7 @@ class TrainState:
 
     def _rate(self, facts: Facts) -> list[str]:
         """Return sentences about changes of the schedule and of the learning rate."""
-        before, now = facts.get("lr", facts["optimizer"].get("lr")), self.optimizer.lr
+        before, now = facts.get("lr"), self.optimizer.lr
         changes = []
         if "schedule" in facts and bool(facts["schedule"]) != bool(self.schedule):
             changes.append(
