@@ -96,7 +96,7 @@ def test_bubbles_of_measured_times_are_the_published_ones(figures):
 
 def test_a_searched_schedule_keeps_the_limit_of_memory_and_heeds_the_times(figures):
     options = ("--ranks", 4, "--micro-batches", 12, "--forward", 2, "--backward", 2, "--weight", 1)
-    bubbles = [figures("--schedule", "zb-2p", *options, "--memory", limit)["bubble_rate"] for limit in (4, 6, 8)]
+    bubbles = [figures("--schedule", "zb-2p", *options, "--peak-live", limit)["bubble_rate"] for limit in (4, 6, 8)]
     assert bubbles[0] > bubbles[1] > bubbles[2]
     assert bubbles[2] == figures("--schedule", "zb-2p", *options)["bubble_rate"]
 
@@ -145,7 +145,7 @@ def test_schedules_are_compared(figures):
     times = [each["makespan"] for each in found.values()]
     assert times == sorted(times) and len(found) >= len(schedule_names()) - 1
     assert found["1f1b"] == figures("--schedule", "1f1b", "--ranks", 4, "--micro-batches", 9)
-    within = figures("--ranks", 4, "--micro-batches", 9, "--memory", 4)
+    within = figures("--ranks", 4, "--micro-batches", 9, "--peak-live", 4)
     assert "zb-h1" in within and "zb-h2" not in within and "gpipe" not in within
 
 
@@ -166,9 +166,9 @@ UNANSWERABLE = [
     (("--schedule", "1f1b", *SMALL, "--weight", "nan"), "--weight 'nan' is not a time"),
     (("--schedule", "1f1b", *SMALL, "--weight=-1"), "--weight '-1' is not a time"),
     (("--schedule", "1f1b", *SMALL, "--communication", "1,2"), "--communication takes one number"),
-    (("--schedule", "gpipe", *SMALL, "--memory", 1), "rank 0 holds 2 micro-batches, more than --memory 1"),
-    (("--schedule", "zb-1p", *SMALL, "--memory", "nan"), "--memory must be a positive number"),
-    (("--schedule", "zb-1p", *SMALL, "--memory", 0.5), "within this limit of memory"),
+    (("--schedule", "gpipe", *SMALL, "--peak-live", 1), "rank 0 holds 2 micro-batches, more than --peak-live 1"),
+    (("--schedule", "zb-1p", *SMALL, "--peak-live", "nan"), "--peak-live must be a positive number"),
+    (("--schedule", "zb-1p", *SMALL, "--peak-live", 0.5), "within this limit of memory"),
     (("--schedule", "1f1b", *SMALL, "--messages"), "--messages has no effect without --csv"),
     ((*SMALL, "--plot", "x.png"), "name it with --schedule"),
     (("--schedule", "1f1b", *SMALL, "--plot", "x.mp3"), "the name of a picture ends in one of"),

@@ -41,7 +41,7 @@ def pipeline_command(
     communication: Annotated[
         str, typer.Option(metavar="T", help="Time of a message between stages, one number.")
     ] = "0",
-    memory: Annotated[
+    peak_live: Annotated[
         float | None,
         typer.Option(
             help="Largest number of micro-batches that a rank may hold. "
@@ -83,8 +83,8 @@ def pipeline_command(
     check_outputs(json, plot, csv)
     if messages and csv is None:
         raise Pmm3dError("--messages has no effect without --csv: name the file of the table")
-    if memory is not None and not 0 < memory < inf:
-        raise Pmm3dError(f"--memory must be a positive number of micro-batches, got {memory}")
+    if peak_live is not None and not 0 < peak_live < inf:
+        raise Pmm3dError(f"--peak-live must be a positive number of micro-batches, got {peak_live}")
     stages = re.search(r"-(\d+)$", schedule or "")
     if (passes := (ranks or 1) * (micro_batches or 1) * int(stages[1] if stages else 1)) > MOST_PASSES:
         raise Pmm3dError(
@@ -100,7 +100,7 @@ def pipeline_command(
             "all times are 0, so no schedule is faster than another: give a positive time to --forward, "
             "--backward or --weight"
         )
-    asked = Asked(ranks, micro_batches, times, memory)
+    asked = Asked(ranks, micro_batches, times, peak_live)
     if schedule is None:
         with bar("plan pipeline") as told:
             found, left_out = simulated(asked, told)

@@ -74,7 +74,7 @@ class Asked:
             rank = held.index(max(held))
             raise PipelineError(
                 f"{table.name}: rank {rank} holds {held[rank]:g} micro-batches, more than "
-                f"--memory {self.limit:g}. Name a schedule that holds less, or one that keeps "
+                f"--peak-live {self.limit:g}. Name a schedule that holds less, or one that keeps "
                 "within the limit: zb-1p, zb-2p or v-half"
             )
         return table, line
