@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import signal
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -311,4 +312,4 @@ def test_a_process_that_ends_is_named():
         pool = WorkerPool(stack, Candidate("scipy"), 1, 1, [GEMM])
         assert pool.loaded["name"] and pool.measure(GEMM) > 0
         with pytest.raises(Pmm3dError, match="scipy: its process ended"):
-            pool._all(os._exit, 3)
+            pool._all(signal.raise_signal, signal.SIGKILL)
