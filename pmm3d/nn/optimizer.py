@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from ..action import UPDATE
-from ..arrays import Array, parallel_rows
+from ..arrays import Array, dtype_named, parallel_rows
 from ..arrays.numpy_library import DEVICE_ELEMENTS
 from ..comm import Pending
 from ..errors import Pmm3dError, hint
@@ -569,8 +569,9 @@ class Optimizer:
                 if name not in held:
                     layout = form.layout(self._layout(parameter))
                     shape = layout.box(form.shape(parameter.shape), self.grid.shape, self.grid.coords).shape
+                    dtype = dtype_named(form.dtype) if form.dtype else parameter.precision.master
                     with self.grid.ledger.holding("state"):
-                        held[name] = parameter.library.empty(shape, form.dtype or parameter.precision.master)
+                        held[name] = parameter.library.empty(shape, dtype)
                     held[name][...], parameter.has_state = 0, True
         return {name: held[name] for name in forms}
 

@@ -13,7 +13,7 @@ from loops import given
 from networks import bits, weights_of
 from samples import TESTED
 
-from pmm3d import DistMatrix, Grid, Pmm3dError, nn
+from pmm3d import DistMatrix, DTypeError, Grid, Pmm3dError, nn
 from pmm3d.action import UPDATE, Action
 from pmm3d.io import Checkpoints
 from pmm3d.layout import GridShape, batch_layout
@@ -166,6 +166,10 @@ def test_a_class_that_does_not_fit_its_states_is_refused(comm, fails):
     class Text(NoName):
         state_names = "rows"
 
+    class NoType(Flat):
+        def state_forms(self, parameter, options):
+            return {"rows": optim.StateForm(dtype="int3")}
+
     class Wrong(EightBit):
         def update_shard(self, shard):
             shard.sum(shard.state["rows"])
@@ -178,6 +182,7 @@ def test_a_class_that_does_not_fit_its_states_is_refused(comm, fails):
             (Flat, "the state rows has not the shape of the weight: define update_shard"),
         ):
             fails(Pmm3dError, text, kind(net.parameters(), 0.1).matrices)
+        fails(DTypeError, "'int3' names no element type", NoType(net.parameters(), 0.1).matrices)
         x, y = (DistMatrix.from_global(grid, np.ones((2, cols)), layout=batch_layout(None)) for cols in (3, 2))
         nn.mse(net(x), y).backward()
         fails(Pmm3dError, "needs a dim: 0", Wrong([net.weight], 0.1).step)
