@@ -114,7 +114,7 @@ def test_names_are_compared_with_those_of_all_stages(comm, shared_path, fails):
         blank = matrices_of(grid, blank=True)
         small = {name: matrix for name, matrix in blank.items() if name != "2.weight"}
         other = {"3.weight" if name == "0.bias" else name: matrix for name, matrix in blank.items()}
-        for changed, text in ((small, "It also has '2.weight'$"), (other, "It lacks '3.*It also has '0.bias'$")):
+        for changed, text in ((small, r"It also has '2.weight'\."), (other, r"It lacks '3.*It also has '0.bias'\.")):
             said = fails(CheckpointError, text, lambda changed=changed: keeper.load(path, changed))
             assert said.startswith(f"{path} is the checkpoint of another network. It ")
         keeper.load(path, small, partial=lambda name: name == "2.weight")

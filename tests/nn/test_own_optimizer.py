@@ -11,7 +11,7 @@ import pytest
 from array_api_compat import array_namespace
 from loops import given
 from networks import bits, weights_of
-from samples import TESTED
+from samples import TESTED, to_library, to_numpy
 
 from pmm3d import DistMatrix, DTypeError, Grid, Pmm3dError, nn
 from pmm3d.action import UPDATE, Action
@@ -147,7 +147,8 @@ def test_states_of_a_pipeline_load_without_stages(comm, shared_path):
         steps(state, range(2, 4))
         expected.resume(Checkpoints(grid, shared_path / "expected"))
         for name, matrix in state.matrices().items():
-            difference = np.abs(matrix.local.astype("float64") - expected.matrices()[name].local).max(initial=0)
+            one, other = (to_numpy(each.local).astype("float64") for each in (matrix, expected.matrices()[name]))
+            difference = np.abs(one - other).max(initial=0)
             assert difference <= (1 if matrix.dtype == "int8" else 1e-9), name
 
 
@@ -183,7 +184,9 @@ def test_a_class_that_does_not_fit_its_states_is_refused(comm, fails):
         ):
             fails(Pmm3dError, text, kind(net.parameters(), 0.1).matrices)
         fails(DTypeError, "'int3' names no element type", NoType(net.parameters(), 0.1).matrices)
-        x, y = (DistMatrix.from_global(grid, np.ones((2, cols)), layout=batch_layout(None)) for cols in (3, 2))
+        x, y = (
+            DistMatrix.from_global(grid, to_library(np.ones((2, cols))), layout=batch_layout(None)) for cols in (3, 2)
+        )
         nn.mse(net(x), y).backward()
         fails(Pmm3dError, "needs a dim: 0", Wrong([net.weight], 0.1).step)
 
@@ -199,7 +202,7 @@ def test_a_wrong_sum_of_one_rank_is_an_error_on_all(comm, fails):
     for shape in ((2, 1, 1), (1, 2, 1)):
         with given(shape=shape), Grid(comm, shape) as grid:
             net = nn.Linear(grid, 3, 3, dtype="float64", bias=False)
-            x = DistMatrix.from_global(grid, np.ones((2, 3)), layout=batch_layout(None))
+            x = DistMatrix.from_global(grid, to_library(np.ones((2, 3))), layout=batch_layout(None))
             nn.mse(net(x), x).backward()
             fails(Pmm3dError, "needs a dim: 0", Wrong([net.weight], 0.1).step)
 
@@ -217,7 +220,7 @@ def test_a_change_that_would_be_lost_is_refused(comm, fails):
     with Grid(comm) as grid:
         for kind, text in ((NewWeight, "array weight was replaced"), (NewState, "array rows was replaced")):
             net = nn.Linear(grid, 3, 3, dtype="float64", bias=False)
-            x = DistMatrix.from_global(grid, np.ones((2, 3)), layout=batch_layout(None))
+            x = DistMatrix.from_global(grid, to_library(np.ones((2, 3))), layout=batch_layout(None))
             nn.mse(net(x), x).backward()
             fails(Pmm3dError, f"{kind.__name__}.update_shard: the {text}, .* in place", kind([net.weight], 0.1).step)
 
