@@ -108,7 +108,7 @@ class OwnNetwork:
 
 
 class Own(NamedTuple):
-    """What the user's files give to a configuration. Collective.
+    """Load the user's files that a configuration names. Collective.
 
     network     of network.build, or None
     optimizer   class of the optimizer: that of optimizer.build, or of optimizer.kind
