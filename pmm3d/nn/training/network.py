@@ -108,7 +108,7 @@ class OwnNetwork:
 
 
 class Own(NamedTuple):
-    """Load the user's files that a configuration names. Collective.
+    """The objects of the user's files that a configuration names. Loading them is collective.
 
     network     of network.build, or None
     optimizer   class of the optimizer: that of optimizer.build, or of optimizer.kind
