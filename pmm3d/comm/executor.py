@@ -109,7 +109,7 @@ class Buffers:
         """Return the rows or columns of a span: the same object for equal spans."""
         found = self._views.get(span)
         if found is None:
-            buffer, start, stop, times, _, across = span
+            buffer, start, stop, strides = span
             if buffer < len(self._arrays):
                 array, dim = self._arrays[buffer], self._dims[buffer]
             else:
@@ -118,8 +118,8 @@ class Buffers:
                     array, dim = self._in_work(work), int(self._columns)
                 else:
                     array, dim, start, stop = self._memory, 0, first + start, first + stop
-            whole = dim == 0 and across is None and times == 1
-            self._views[span] = found = array[start:stop] if whole else _cut(self.library, array, span, dim)
+            plain = dim == 0 and strides is None
+            self._views[span] = found = array[start:stop] if plain else _cut(self.library, array, span, dim)
         return found
 
     def _in_work(self, buffer: WorkBuffer) -> Array:
@@ -155,11 +155,11 @@ class Buffers:
 
 def _cut(library: NumpyLibrary, array: Array, span: Span, dim: int) -> Array:
     """Return the elements of a span, in 2D. If blocks repeat along a dim, a dim for the blocks comes before it."""
-    _, start, stop, times, step, across = span
-    if across is None:
-        if times == 1:
-            return array[start:stop] if dim == 0 else array[:, start:stop]
-        across = Indices(0, array.shape[1 - dim])
+    _, start, stop, strides = span
+    if strides is None:
+        return array[start:stop] if dim == 0 else array[:, start:stop]
+    times, step, across = strides
+    across = across or Indices(0, array.shape[1 - dim])
     if times == across.times == 1:
         rows, cols = slice(start, stop), slice(across.start, across.stop)
         return array[rows, cols] if dim == 0 else array[cols, rows]
@@ -167,8 +167,8 @@ def _cut(library: NumpyLibrary, array: Array, span: Span, dim: int) -> Array:
     down, right = library.strides(array)
     dims = [(times, step * down), (stop - start, down), (across.times, across.step * right)]
     dims = [dims[number] for number in range(3) if number == 1 or dims[number][0] != 1]
-    shape, strides = zip(*dims, (across.stop - across.start, right))
-    return library.as_strided(array[start:, across.start :], shape, strides)
+    shape, steps = zip(*dims, (across.stop - across.start, right))
+    return library.as_strided(array[start:, across.start :], shape, steps)
 
 
 def same_elements(library: NumpyLibrary, one: Array, other: Array) -> bool:

@@ -11,7 +11,7 @@ from functools import cached_property
 from ..layout import Tiled, aligned, itemsize, part_range
 from ..layout.distribution import Strided, packed, parts_met, strided
 from ..layout.pieces import Messages, Piece, recv_blocks, send_blocks
-from .rounds import Indices, Round, Schedule, Span, Sum, WorkBuffer
+from .rounds import Indices, Round, Schedule, Span, Strides, Sum, WorkBuffer
 from .schedule import Members, windows
 
 ROUND_BYTES = 2**24
@@ -122,7 +122,7 @@ class _Packing:
 def _span(buffer: int, rows: Strided, cols: Strided) -> Span:
     """Return the elements at the indices `here`."""
     across = Indices(cols.here, cols.here + cols.length, cols.times, cols.step_here)
-    return Span(buffer, rows.here, rows.here + rows.length, rows.times, rows.step_here, across)
+    return Span(buffer, rows.here, rows.here + rows.length, Strides(rows.times, rows.step_here, across))
 
 
 def _back(runs: Strided) -> Strided:

@@ -31,19 +31,39 @@ class Indices(NamedTuple):
         return (self.stop - self.start) * self.times
 
 
-class Span(NamedTuple):
-    """Rows of a buffer, or columns if the executor divides dim 1: `times` blocks of rows, one every `step` rows. The
-    first block is start:stop.
+class Strides(NamedTuple):
+    """Which elements a span has beside its first block of rows: `times` blocks, one every `step` rows.
 
     across   indices along the other dim. Default: all
+    """
+
+    times: int = 1
+    step: int = 0
+    across: Indices | None = None
+
+
+class Span(NamedTuple):
+    """Rows of a buffer, or columns if the executor divides dim 1: start:stop, and further blocks of `strides`.
+
+    `strides` is one field, because executors look spans up: most have three numbers to hash.
     """
 
     buffer: int
     start: int
     stop: int
-    times: int = 1
-    step: int = 0
-    across: Indices | None = None
+    strides: Strides | None = None
+
+    @property
+    def times(self) -> int:
+        return 1 if self.strides is None else self.strides.times
+
+    @property
+    def step(self) -> int:
+        return 0 if self.strides is None else self.strides.step
+
+    @property
+    def across(self) -> Indices | None:
+        return None if self.strides is None else self.strides.across
 
     @property
     def rows(self) -> int:
@@ -169,7 +189,7 @@ def in_slices(schedule: Schedule, size: int, step: int) -> Schedule:
     def cut(each: Round, low: int, high: int) -> Round:
         def within(span: Span) -> Span:
             start = low if schedule.work_of(span) is None else 0
-            return span._replace(across=Indices(start, start + high - low))
+            return span._replace(strides=Strides(across=Indices(start, start + high - low)))
 
         sends, receives = (tuple((peer, within(span)) for peer, span in side) for side in (each.sends, each.receives))
         copies, sums = (

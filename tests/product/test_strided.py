@@ -13,7 +13,7 @@ from pmm3d.arrays import library_named
 from pmm3d.arrays.threads import ACROSS
 from pmm3d.comm import Buffers, compute
 from pmm3d.layout.distribution import Strided
-from pmm3d.model.rounds import IN, OUT, Indices, Round, Schedule, Span, Sum
+from pmm3d.model.rounds import IN, OUT, Indices, Round, Schedule, Span, Strides, Sum
 
 groups = st.builds(
     lambda here, there, length, times, gap, other: Strided(here, there, length, times, length + gap, length + other),
@@ -36,7 +36,7 @@ def copy_strided(library, source, target, rows, cols, beta=0):
 
 def span(buffer, rows, cols):
     across = Indices(cols.here, cols.here + cols.length, cols.times, cols.step_here)
-    return Span(buffer, rows.here, rows.here + rows.length, rows.times, rows.step_here, across)
+    return Span(buffer, rows.here, rows.here + rows.length, Strides(rows.times, rows.step_here, across))
 
 
 def turned(runs):
