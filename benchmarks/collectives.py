@@ -116,7 +116,7 @@ class Point:
         """Bytes that the node of rank 0 receives, if each rank receives `nbytes` from other nodes. Collective."""
         grid = self._grid
         received = grid.comm.allgather(nbytes)
-        return sum(each for rank, each in enumerate(received) if grid.host_of(rank) == grid.host_of(0))
+        return sum(each for rank, each in enumerate(received) if grid._host_of(rank) == grid._host_of(0))
 
     def _calls(self) -> dict[str, Callable[[], int | None]]:
         own, part = self._own, len(self._whole) // self._axis.size
@@ -142,12 +142,12 @@ class Point:
         part = len(whole) // axis.size
         counts, own = [part] * axis.size, slice(axis.index * part, (axis.index + 1) * part)
         if self.operation == "all_gather":
-            return axis.all_gather_into(whole[own], other, counts)
+            return axis._all_gather_into(whole[own], other, counts)
         if self.operation == "reduce_scatter":
-            return axis.reduce_scatter_into(whole, other[own], counts)
+            return axis._reduce_scatter_into(whole, other[own], counts)
         if self.operation == "all_reduce":
-            return axis.all_reduce_into(whole, other)
-        return axis.all_to_all_into(whole, other, counts, counts)
+            return axis._all_reduce_into(whole, other)
+        return axis._all_to_all_into(whole, other, counts, counts)
 
     def _chosen(self) -> str:
         """The algorithm that the library selects on these nodes."""

@@ -189,7 +189,7 @@ def planned(grid: Grid, size: int) -> RankPlan:
 def with_ledger(grid: Grid, collectives: int) -> None:
     """Count this number of collectives."""
     for _ in range(collectives):
-        grid.ledger.end(grid.everyone.next_record("all_reduce"))
+        grid.ledger.end(grid.everyone._next_record("all_reduce"))
 
 
 def setup(ranks: int, shape: str, measured: Callable[[str, Callable[[], Any]], Any]) -> OneOfMany:

@@ -316,7 +316,7 @@ def held_by(made: Trainer) -> dict[str, int]:
     """Kind -> bytes on this rank."""
     parameters = made.state.network.parameters()
     arrays = {
-        "weights": [parameter.stored.local for parameter in parameters],
+        "weights": [parameter._stored.local for parameter in parameters],
         "gradients": [parameter.accumulated.array for parameter in parameters],
         "state": [matrix.local for matrix in made.state.optimizer.matrices().values()],
     }

@@ -104,7 +104,7 @@ def spread(grid, whole, layout=INPUT, library=TESTED, dtype=None) -> DistMatrix:
         return DistMatrix.from_global(grid, array, layout=layout)
     r0, r1, c0, c1 = layout.summed.box(whole.shape, grid.shape, grid.coords)
     local = to_library(whole[r0:r1, c0:c1], library, dtype if whole.dtype.kind == "f" else None)
-    return DistMatrix(grid, local, whole.shape, layout).keep_one()
+    return DistMatrix(grid, local, whole.shape, layout)._keep_one()
 
 
 def loss_of(net, case: Case, x, y, library=TESTED, dtype="float64"):
@@ -150,7 +150,7 @@ def train(
 def weights_of(net) -> dict[str, np.ndarray]:
     """Name -> the whole parameter, on every rank. One all-gather for all parameters, because `gather` takes one
     each."""
-    stored = {name: parameter.stored for name, parameter in net.named_parameters().items()}
+    stored = {name: parameter._stored for name, parameter in net.named_parameters().items()}
     shards = {name: (value.box, to_numpy(value.local, value.library)) for name, value in stored.items()}
     wholes = {name: np.empty(value.shape, shards[name][1].dtype) for name, value in stored.items()}
     for parts in net.grid.comm.allgather(shards):

@@ -7,6 +7,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
@@ -77,16 +78,17 @@ class Reports(NamedTuple):
 
 def agree(
     link: Link,
-    what: str,
-    headline: str,
+    what: object,
+    headline: str | Callable[[], str],
     terms: Terms,
     numbers: Sequence[int] | np.ndarray | None = None,
     kind: type[Pmm3dError] = DisagreementError,
 ) -> Collective[Any]:
     """Generator: compare the terms of the ranks. If they differ, or if a rank failed, every rank raises the same error.
 
-    what       name of the operation
-    headline   beginning of the message if terms differ;   kind   type of that error
+    what       the operation; its str is in messages
+    headline   beginning of the message if terms differ; a function is called only for a message
+    kind       type of the error if terms differ
     numbers    further numbers of this rank. Values may differ between ranks; the number of values must be equal
 
     Returns the numbers, one row per rank, or None without numbers.
@@ -140,8 +142,9 @@ def gather_small(link: Link, mine: np.ndarray) -> Collective[np.ndarray]:
     return rows
 
 
+@lru_cache(maxsize=256)
 def digest(text: str) -> int:
-    """Return a digest of a text, 56 bits; the same on all ranks."""
+    """Return a digest of a text, 56 bits; the same on all ranks. Repeated calls have the texts of the calls before."""
     return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=7).digest(), "big")
 
 
@@ -156,7 +159,7 @@ def _compared(link: Link, own: int, failed: bool) -> Collective[tuple[bool, bool
 
 
 def _disagreement(
-    link: Link, headline: str, terms: Terms, kind: type[Pmm3dError], failed: str
+    link: Link, headline: str | Callable[[], str], terms: Terms, kind: type[Pmm3dError], failed: str
 ) -> Collective[Exception]:
     """Generator: return the error with the arguments of the ranks, or with their calls if the calls differ."""
     mine = np.array([digest(terms.call)], np.int64)
@@ -164,12 +167,12 @@ def _disagreement(
     if np.all(calls == mine):
         shown = terms.shown() if callable(terms.shown) else terms.shown or terms.compared
         passed = yield from _exchanged(link, shown)
-        return kind(f"{headline} {passed}{failed}")
+        return kind(f"{headline() if callable(headline) else headline} {passed}{failed}")
     made = yield from _exchanged(link, f"{terms.call} at {source_line(sys._getframe())}")
     return DisagreementError(f"the ranks made different calls. {made}{failed}")
 
 
-def _failure(link: Link, what: str, mine: Exception | None, failures: Reports, fullest: str) -> Exception:
+def _failure(link: Link, what: object, mine: Exception | None, failures: Reports, fullest: str) -> Exception:
     """Return the common error of ranks whose terms agree and of which some failed. If all ranks failed in the same way,
     it is the error of this rank."""
     alike = len(failures.first) == 1 and failures.ranks == link.size and not (fullest and link.size > 1)

@@ -145,5 +145,5 @@ class _Messages:
 
         pending = self._axis.begin(self._operation, steps, library=self._buffers.library, after=after)
         self._number += 1
-        pending.message_of(self._schedule, self._row_bytes, self._number)
+        pending._message_of(self._schedule, self._row_bytes, self._number)
         return pending

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 LARGEST_TAG = 2**15 - 1
 """Largest tag that every MPI accepts."""
 BALANCE = 2**40
-"""Modulus of `Axis.balance`: its sum over 2^22 ranks stays below 2^62."""
+"""Modulus of `Axis._balance`: its sum over 2^22 ranks stays below 2^62."""
 COUNT_TAG = 0
-"""Tag that only `Axis.even` uses."""
+"""Tag that only `Axis._even` uses."""
 PLAN_TAGS = 2**10
 """Number of tags that plans share: messages of two plans can mix only if their numbers differ by a multiple of it."""
 CALL_TAGS = LARGEST_TAG - PLAN_TAGS - 3 * point_to_point.TAGS
@@ -328,7 +328,7 @@ class Axis:
         )
 
     @property
-    def balance(self) -> int:
+    def _balance(self) -> int:
         """Checksum of the point-to-point messages. Its sum over all ranks is 0, modulo BALANCE, if each message that
         was sent was received."""
         signs = (
@@ -336,7 +336,7 @@ class Axis:
         )
         return sum(sign * number * digest(self._channel(channel)) for sign, number, channel in signs) % BALANCE
 
-    def all_gather_into(
+    def _all_gather_into(
         self,
         part: Array,
         out: Array,
@@ -362,7 +362,7 @@ class Axis:
         )
         return self.begin("all_gather", steps, library=library, arrays=(part, out), after=after)
 
-    def reduce_scatter_into(
+    def _reduce_scatter_into(
         self,
         whole: Array,
         out: Array,
@@ -374,7 +374,7 @@ class Axis:
         work: Slab | None = None,
     ) -> Pending:
         """Begin to sum this rank's part along `dim` of all ranks' arrays: out = beta out + the sum. Arrays are 1D or
-        2D. Along dim 1 `out` has no gaps. Otherwise as `all_gather_into`."""
+        2D. Along dim 1 `out` has no gaps. Otherwise as `_all_gather_into`."""
         library = library_of(whole)
         steps = partial(
             strided_collectives.reduce_scatter_into,
@@ -388,18 +388,18 @@ class Axis:
         )
         return self.begin("reduce_scatter", steps, library=library, arrays=(whole, out), after=after)
 
-    def all_reduce_into(
+    def _all_reduce_into(
         self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (), work: Slab | None = None
     ) -> Pending:
         """Begin to sum the arrays of all ranks: out = beta out + the sum. `out` may be `array`. If beta is not 0, or if
-        `out` has gaps, `array` contains the sum at the end. Otherwise as `all_gather_into`."""
+        `out` has gaps, `array` contains the sum at the end. Otherwise as `_all_gather_into`."""
         library = library_of(array)
         steps = partial(
             strided_collectives.all_reduce_into, library=library, array=array, out=out, beta=beta, work=work
         )
         return self.begin("all_reduce", steps, library=library, arrays=(array, out), after=after)
 
-    def sum_coalesced(
+    def _sum_coalesced(
         self,
         arrays: Sequence[Array],
         counts: Sequence[Counts] | None = None,
@@ -411,7 +411,7 @@ class Axis:
     ) -> Pending:
         """Begin to sum several arrays of one type over the ranks, in place, in one message a peer (all-reduce).
 
-        The arrays have no gaps. Otherwise as `all_gather_into`.
+        The arrays have no gaps. Otherwise as `_all_gather_into`.
 
         `counts` are, for each array, the elements of every rank's part. With counts, only this rank's part of each
         array is summed (reduce-scatter), and the rest does not change. `outs` are arrays of these parts, for
@@ -431,7 +431,7 @@ class Axis:
         name = "all_reduce" if counts is None else "reduce_scatter"
         return self.begin(name, steps, library=library, arrays=arrays, after=after)
 
-    def all_to_all_into(
+    def _all_to_all_into(
         self,
         array: Array,
         out: Array,
@@ -443,7 +443,7 @@ class Axis:
         work: Slab | None = None,
     ) -> Pending:
         """Begin to send part r of `array` along dims[0] to rank r, and to receive part r of `out` along dims[1] from
-        rank r. `sent` and `received` are the rows or columns of each part. Otherwise as `all_gather_into`.
+        rank r. `sent` and `received` are the rows or columns of each part. Otherwise as `_all_gather_into`.
         """
         library = library_of(out)
         steps = partial(
@@ -473,7 +473,7 @@ class Axis:
         """
         return self.begin(name, wait_for_all)
 
-    def persistent(
+    def _persistent(
         self, operation: str, phase: str, schedule: Schedule, buffers: Buffers, row_bytes: int, plan: int
     ) -> Persistent:
         """Return a schedule of host arrays that can be executed repeatedly (`Persistent`). The ledger counts its bytes
@@ -485,7 +485,7 @@ class Axis:
 
         tag = CALL_TAGS + 1 + plan % PLAN_TAGS
         return Persistent(
-            partial(self.next_record, operation, phase),
+            partial(self._next_record, operation, phase),
             self._engine,
             self._comm,
             self.off_node,
@@ -607,7 +607,7 @@ class Axis:
             if library is not None and not library.on_host:
                 mode = self.choose_transport(library)
                 engine.transport.check_place(library, *arrays)
-            record = self.next_record(name)
+            record = self._next_record(name)
             link = self._link(record, 1 + record.number % CALL_TAGS, library, mode, wrong)
             stream = link.stream
             if after:
@@ -629,20 +629,20 @@ class Axis:
         link.node_map, link.off_node, link.debug = self.node_map, self.off_node, engine.debug
         return link
 
-    def next_record(self, name: str, phase: str | None = None) -> Record:
+    def _next_record(self, name: str, phase: str | None = None) -> Record:
         """Return the record of the next call on this axis. phase: default the current phase of the ledger."""
         self._calls += 1
         return self._engine.ledger.begin(self.name, name, self._calls + self._skipped, self.ranks, phase)
 
     @property
-    def number(self) -> int:
+    def _number(self) -> int:
         """Number of the last call. It is the same on all members if they have made the same number of calls."""
         return self._calls + self._skipped
 
-    def count_on_from(self, number: int) -> None:
+    def _count_on_from(self, number: int) -> None:
         self._skipped = number - self._calls
 
-    def even(self) -> Pending:
+    def _even(self) -> Pending:
         """Begin to compare the numbers of calls of this member and the previous one. The Pending returns whether they
         are equal.
 
@@ -650,18 +650,18 @@ class Axis:
         call. It uses point-to-point messages, because an unmatched collective of MPI may be in progress.
         """
         with self._engine.guard:
-            record = self._engine.ledger.begin(self.name, "count of calls", self.number, self.ranks)
+            record = self._engine.ledger.begin(self.name, "count of calls", self._number, self.ranks)
             return self._engine.start(self._counted(), record)
 
     @property
-    def retained(self) -> bool:
+    def _retained(self) -> bool:
         """Whether the communicator is not freed when the grid is closed (`OwnedComm.retained`)."""
         return self._comm.retained
 
-    def retain(self, retained: bool) -> None:
+    def _retain(self, retained: bool) -> None:
         self._comm.retained = retained
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Free NCCL's communicator."""
         if self._nccl is not None:
             self._nccl.close()

@@ -201,7 +201,7 @@ def all_to_all(
             if rows != expected
         ]
         error = LayoutError("; ".join(wrong)) if wrong else None
-        yield from agree(link, str(link.record), "", Terms("", error=error), [])
+        yield from agree(link, link.record, "", Terms("", error=error), [])
     arriving = (  # -2: no rank has as many rows, so all prepare memory for the rows that arrive
         None
         if sure
@@ -281,7 +281,7 @@ def compared(link: Link, collective: Collective[Any], call: str, line: str) -> C
     """
     record = link.record
     headline = f"call #{record.number} on axis {record.key.axis} is not the same on its ranks."
-    yield from agree(link, str(record), headline, Terms(call, f"{call} at {line}"), [])
+    yield from agree(link, record, headline, Terms(call, f"{call} at {line}"), [])
     return (yield from collective)
 
 

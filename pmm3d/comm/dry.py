@@ -124,7 +124,7 @@ class DryPending(Pending):
         axis, phase, operation = record.key
         self.action = Action("begin", axis=axis, operation=operation, phase=phase)
 
-    def message_of(self, schedule: Schedule, row_bytes: int, number: int) -> None:
+    def _message_of(self, schedule: Schedule, row_bytes: int, number: int) -> None:
         self.action.whole, self.action.message = max(count(schedule, row_bytes)[:2]), number
 
     def test(self) -> bool:
@@ -179,7 +179,7 @@ class DryEngine(Engine):
     def computes(self) -> bool:
         return False
 
-    def close(self) -> None:
+    def _close(self) -> None:
         for pending in self.under_way():
             pending.wait()
         self.guard.closed = True
@@ -220,14 +220,14 @@ class DryAxis(Axis):
 
         return self.begin(name, same_everywhere)
 
-    def all_reduce_into(
+    def _all_reduce_into(
         self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (), work: Slab | None = None
     ) -> Pending:
         if library_of(array).has_data:
             out[...] = array * self.size + (beta * out if beta else 0)
             dry = DryLibrary(self._engine.run)
             array, out = dry.like(array), dry.like(out)
-        return super().all_reduce_into(array, out, beta, after=after, work=work)
+        return super()._all_reduce_into(array, out, beta, after=after, work=work)
 
     def _of_equals(
         self, name: str, array: np.ndarray, counts: Sequence[int] | None, shape: tuple[int, ...]
@@ -267,7 +267,7 @@ class DryGrid(Grid):
         for name in self.shape.names:
             self._axes[name] = self._group(name, [name])
             setattr(self, name, self._axes[name])
-        if self.has_stages:
+        if self._has_stages:
             self._axes[STAGE] = self._group(STAGE, self.shape.axes_of(STAGE))
         settings = Settings.chosen()[0]
         self.overlap, self._sums = settings.overlap, settings.sums
@@ -284,7 +284,7 @@ class DryGrid(Grid):
         return DryStage(self)
 
     def _group(self, name: str, axes: Sequence[str]) -> Axis:
-        ranks = self.ranks_along(axes)
+        ranks = self._ranks_along(axes)
         return DryAxis(self.engine, name, DryComm(len(ranks), ranks.index(self.rank)), ranks)
 
     def _dry_shape(
@@ -310,10 +310,10 @@ class DryGrid(Grid):
         with self.engine.guard:
             yield
 
-    def at_close(self, give_back: Callable[[], None]) -> None:
+    def _at_close(self, give_back: Callable[[], None]) -> None:
         """Do nothing: a dry grid holds no resources."""
 
-    def compared(self, what: str, *arguments: Any) -> Callable[[], object]:
+    def _compared(self, what: str, *arguments: Any) -> Callable[[], object]:
         return lambda: None
 
     def same_processes(self, other: Grid) -> bool:
@@ -327,7 +327,7 @@ class DryGrid(Grid):
         """Raise GridError: a dry run has no times."""
         raise GridError("write_trace: a dry run has no times; grid.dry_run.actions contains its actions in order")
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Complete the collectives in progress, and close the grid."""
         if not self.engine.guard.closed:
             self.engine.close()

@@ -83,7 +83,7 @@ class Pending:
         self._result: Any = None
         self._error: Exception | None = None
 
-    def message_of(self, schedule: Schedule, row_bytes: int, number: int) -> None:
+    def _message_of(self, schedule: Schedule, row_bytes: int, number: int) -> None:
         """Record, in a dry run, that this is message `number` of a schedule. Messages are numbered from 1."""
 
     def test(self) -> bool:

@@ -283,7 +283,7 @@ class Grid(ProcessGroup):
             cart = active.Create_cart([getattr(shape, name) if self.active else 1 for name in long], reorder=False)
             made.callback(cart.Free)
             groups: dict[str, tuple[str, ...]] = {name: (name,) for name in shape.names}
-            if self.has_stages:
+            if self._has_stages:
                 groups[STAGE] = shape.axes_of(STAGE)
             for name, axes in groups.items():
                 own = cart.Sub([each in axes for each in long]) if {*axes} & {*long} else MPI.COMM_SELF.Dup()
@@ -294,13 +294,13 @@ class Grid(ProcessGroup):
 
     def _axis_over(self, comm: WatchedComm, name: str, axes: Sequence[str], made: ExitStack) -> Axis:
         made.callback(comm.Free)
-        axis = Axis(self.engine, name, comm, self.ranks_along(axes))
-        made.callback(axis.close)
+        axis = Axis(self.engine, name, comm, self._ranks_along(axes))
+        made.callback(axis._close)
         return axis
 
     def _group(self, name: str, axes: Sequence[str]) -> Axis:
         """Return a new axis of the ranks along several axes. Collective among these ranks."""
-        record = self.ledger.begin(name, f"making axis {name}", 0, self.ranks_along(axes))
+        record = self.ledger.begin(name, f"making axis {name}", 0, self._ranks_along(axes))
         with self._waiting("", record), ExitStack() as groups:
             groups.callback((everyone := self._comm.Get_group()).Free)
             groups.callback((members := everyone.Incl(record.members)).Free)
@@ -410,7 +410,7 @@ class Grid(ProcessGroup):
         """
         if self.shape.stages == 1:
             return self
-        if not self.has_stages:
+        if not self._has_stages:
             raise GridError(
                 f"grid {self.shape} leaves ranks of {self.size} idle; stages need a grid of all ranks: "
                 f"choose a shape of {self.size} ranks, or make the Grid on a communicator of "
@@ -421,7 +421,7 @@ class Grid(ProcessGroup):
         return self._stage
 
     @property
-    def has_stages(self) -> bool:
+    def _has_stages(self) -> bool:
         """Whether `stage` is a grid of its own."""
         return self.shape.stages > 1 and self.size == self.shape.size
 
@@ -433,12 +433,12 @@ class Grid(ProcessGroup):
         """The Grid that contains this stage; any other grid itself."""
         return self
 
-    def ranks_along(self, axes: Collection[str]) -> range | tuple[int, ...]:
+    def _ranks_along(self, axes: Collection[str]) -> range | tuple[int, ...]:
         """Return the ranks of the group along these axes that contains this rank, in ascending order. An idle rank is
         alone."""
         return range(self.rank, self.rank + 1) if self.coords is None else self.shape.group(axes, self.coords)
 
-    def node_map_of(self, name: str) -> NodeMap:
+    def _node_map_of(self, name: str) -> NodeMap:
         """Return the placement of an axis on nodes. The result is the same on every rank, also on idle ones."""
         return self.node_maps.get(name, FLAT)
 
@@ -601,9 +601,9 @@ class Stage(Grid):
     def local_size(self) -> int:
         return self._whole.local_size
 
-    def at_close(self, give_back: Callable[[], None]) -> None:
+    def _at_close(self, give_back: Callable[[], None]) -> None:
         """Call a function when the whole grid is closed."""
-        self._whole.at_close(give_back)
+        self._whole._at_close(give_back)
 
     def close(self) -> None:
         """Do nothing: the stage is closed with the whole grid."""
@@ -622,6 +622,6 @@ class Stage(Grid):
 def free_memory(grid: Grid) -> tuple[int, str]:
     """Return (free bytes for each rank of the grid, name of the host) of the host that has least; (0, "") if unknown.
     Ranks that the grid leaves idle need none. Collective."""
-    host, busy = grid.host_of(grid.rank), [grid.host_of(rank) for rank in range(grid.shape.size)]
+    host, busy = grid._host_of(grid.rank), [grid._host_of(rank) for rank in range(grid.shape.size)]
     answers = grid.comm.allgather((machine.available_memory() // max(1, busy.count(host)), host))
     return min([answer for answer in answers if answer[0]], default=(0, ""))

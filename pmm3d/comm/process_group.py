@@ -76,7 +76,7 @@ class ProcessGroup:
         self.everyone = Axis(self.engine, "all", self._comm, range(self.size))
         self._axes = {"everyone": self.everyone}
         self._joint: dict[tuple[str, ...], Axis] = {}
-        made.callback(self.everyone.close)
+        made.callback(self.everyone._close)
         engine = self.engine
         under_way = engine.active, engine.abandoned, engine.persistent
         made.callback(at_end(self, shutdown.dropped, self._watch_comm, self._watch, under_way).detach)
@@ -102,11 +102,11 @@ class ProcessGroup:
         """Number of processes on this node."""
         return self._processes.beside(self.rank)
 
-    def places(self) -> np.ndarray:
+    def _places(self) -> np.ndarray:
         """Return a number for each rank. Ranks with equal numbers can access each other's processes."""
         return self._processes.places()
 
-    def host_of(self, rank: int) -> str:
+    def _host_of(self, rank: int) -> str:
         """Return the name of the node of a rank."""
         return self._processes[rank].host
 
@@ -151,7 +151,7 @@ class ProcessGroup:
                 error = self._explained(raised)
             self._concluded(self._agreement(what, arguments, error), error)
 
-    def compared(self, what: str, *arguments: Any) -> Callable[[], object]:
+    def _compared(self, what: str, *arguments: Any) -> Callable[[], object]:
         """Begin to compare arguments among all ranks, without waiting. Returns a function that waits for the result,
         and raises the errors of `collective_call`. All ranks must call the function.
         """
@@ -159,7 +159,7 @@ class ProcessGroup:
             pending = self._agreement(what, arguments, None) if self._check else None
         return lambda: None if pending is None else self._concluded(pending, None)
 
-    def number_of_all(self, what: str, own: Callable[[], complex], dtype: str, *arguments: Any) -> np.ndarray:
+    def _number_of_all(self, what: str, own: Callable[[], complex], dtype: str, *arguments: Any) -> np.ndarray:
         """Return the number own() of each rank, of type `dtype`: float64 or complex128. Collective.
 
         The numbers are sent in the message that compares the arguments, in the phase `what` of the ledger. If own()
@@ -214,7 +214,7 @@ class ProcessGroup:
         record   record of the call, if only some of the ranks make it
         """
         with self.engine.guard:
-            record = record or self.everyone.next_record(what)
+            record = record or self.everyone._next_record(what)
             self._watch.begun[record.key.axis] = record
             self._watch.waits(record, time.perf_counter())
             try:
@@ -252,7 +252,7 @@ class ProcessGroup:
         self._complete()
         self._made.close()
 
-    def at_close(self, give_back: Callable[[], None]) -> None:
+    def _at_close(self, give_back: Callable[[], None]) -> None:
         """Call a function when the grid is closed, before the grid frees its own resources."""
         self._made.callback(give_back)
 
@@ -287,7 +287,7 @@ class ProcessGroup:
             shutdown.print_once(error, self._own, self.size, True)
             if isinstance(error, KeyboardInterrupt):  # the ranks may be in different calls, which cannot be completed
                 for axis in (*self._axes.values(), *self._joint.values()):
-                    axis.retain(True)
+                    axis._retain(True)
             else:
                 with suppress(Exception):
                     self._complete()

@@ -117,21 +117,21 @@ def complete(
     """
     everyone, counted = axes[0], [*([axis] for axis in axes), joint]
     waited: list[Pending | PersistentRequests] = [*engine.under_way(), *engine.persistent]
-    counts = [(axis.name, axis.even()) for axis in (*axes, *joint)]
+    counts = [(axis.name, axis._even()) for axis in (*axes, *joint)]
     uneven = [name for name, even in counts if not even.wait()]
     failed = [pending.record.key.axis for pending in engine.abandoned]
-    balances = np.array([sum(axis.balance for axis in group) % BALANCE for group in counted], np.int64)
+    balances = np.array([sum(axis._balance for axis in group) % BALANCE for group in counted], np.int64)
     with waiting("count of calls"):
         comm.Allreduce(MPI.IN_PLACE, balances, MPI.SUM)
     unmatched = [axis.name for group, balance in zip(counted, balances.tolist()) if balance % BALANCE for axis in group]
-    retained = [any(axis.name in [*uneven, *failed, *unmatched] or axis.retained for axis in each) for each in counted]
+    retained = [any(axis.name in [*uneven, *failed, *unmatched] or axis._retained for axis in each) for each in counted]
     with waiting("count of calls"):
-        figures = np.array([everyone.number, *retained], np.int64)
+        figures = np.array([everyone._number, *retained], np.int64)
         comm.Allreduce(MPI.IN_PLACE, figures, MPI.MAX)
-    everyone.count_on_from(int(figures[0]))
+    everyone._count_on_from(int(figures[0]))
     for group, somewhere in zip(counted, figures[1:].tolist()):
         for axis in group:
-            axis.retain(bool(somewhere))
+            axis._retain(bool(somewhere))
     if uneven:
         records = [each.record for each in waited]
         names = ", ".join(str(record) for record in records if record is not None and record.key.axis in uneven)

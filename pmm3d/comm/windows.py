@@ -35,12 +35,12 @@ def ranks_that_share(grid: Grid, name: str) -> int:
     The number is the size of the axis if the axis stays inside nodes, and the ranks of a node if it covers several
     nodes evenly. Otherwise it is 0.
     """
-    size, each = getattr(grid.shape, name), grid.node_map_of(name).per_node
+    size, each = getattr(grid.shape, name), grid._node_map_of(name).per_node
     per_node = each if each > 1 else size
     stride = grid.shape.strides[grid.shape.names.index(name)]
     ranks = np.arange(grid.shape.size)
     index = ranks // stride % size
-    places = grid.places()
+    places = grid._places()
     return per_node if np.all(places[ranks] == places[ranks - index % per_node * stride]) else 0
 
 

@@ -262,7 +262,7 @@ class Host:
         """The matrix, where the blocks of all ranks are in it, and the parts of this rank's. Collective."""
         held: DistMatrix = self._found(matrix, Held).matrix
         grid = held.grid
-        with grid.collective_call(what, order, held.signature, always=True):
+        with grid.collective_call(what, order, held._signature, always=True):
             lies, found = order_named(order), box_at(box)
             shape = max(0, found[1] - found[0]), max(0, found[3] - found[2])
             local = array_at("block", block, shape, held.dtype, lies)

@@ -52,7 +52,7 @@ def row_slices(shape: tuple[int, int], itemsize: int) -> list[tuple[int, int]]:
 def stored_rows(matrix: DistMatrix) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (first row within the shard, C-contiguous rows in the stored type) of each slice."""
     for start, stop in row_slices(matrix.box.shape, stored_dtype(matrix.dtype).itemsize):
-        yield start, np.ascontiguousarray(to_stored(matrix.library, matrix.part((slice(start, stop), slice(None)))))
+        yield start, np.ascontiguousarray(to_stored(matrix.library, matrix._part((slice(start, stop), slice(None)))))
 
 
 class Described(NamedTuple):
@@ -97,11 +97,11 @@ def described_by_all(
     if shapes is not None:
         described = {name: one._replace(shape=shapes[name]) for name, one in described.items()}
     with ExitStack() as agreements:
-        for members in (grid, grid.stage) if grid.has_stages else (grid,):
+        for members in (grid, grid.stage) if grid._has_stages else (grid,):
             here = {name: matrix for name, matrix in sorted(matrices.items()) if matrix.grid.same_processes(members)}
-            details = digest(repr([(*matrix.signature[:4], described[name]) for name, matrix in here.items()]))
+            details = digest(repr([(*matrix._signature[:4], described[name]) for name, matrix in here.items()]))
             agreements.enter_context(members.collective_call(what, *here, details, always=True))
-    if grid.has_stages:
+    if grid._has_stages:
         own, described = described, {}
         passed = grid.comm.allgather({name: one for name, one in own.items() if matrices[name].grid.rank == 0})
         with grid.collective_call(what, always=True):
@@ -163,7 +163,7 @@ def check_matrices(grid: Grid, matrices: Matrices, filled: bool = False) -> None
     for name, matrix in matrices.items():
         if not isinstance(name, str) or not isinstance(matrix, DistMatrix):
             raise CheckpointError(f"{name!r}: matrices are DistMatrix by name; got a {type(matrix).__name__}")
-        if not (matrix.grid.same_processes(grid) or (grid.has_stages and matrix.grid.same_processes(grid.stage))):
+        if not (matrix.grid.same_processes(grid) or (grid._has_stages and matrix.grid.same_processes(grid.stage))):
             raise CheckpointError(f"{name!r} lives on a grid over other processes, or in another order")
         if filled and not matrix.writable:
             raise CheckpointError(

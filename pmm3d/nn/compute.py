@@ -192,4 +192,4 @@ def stacked(axis: Axis, array: Array) -> Array:
     """Gather equal-shaped arrays of all ranks of an axis: (G, *shape). Each rank receives G-1 arrays. Collective."""
     library, rows = library_of(array), array.shape[0]
     out = library.empty((axis.size * rows, *array.shape[1:]), library.dtype(array))
-    return axis.all_gather_into(array, out, [rows] * axis.size).wait().reshape((axis.size, *array.shape))
+    return axis._all_gather_into(array, out, [rows] * axis.size).wait().reshape((axis.size, *array.shape))

@@ -64,20 +64,20 @@ class Sequential(Module):
             for _, child in module.children()
             if isinstance(child, Parameter) and child.has_state
         }
-        self.place(None, learned)
+        self._place(None, learned)
 
-    def numbered(self) -> Iterator[tuple[str, Layer]]:
+    def _numbered(self) -> Iterator[tuple[str, Layer]]:
         """Yield (name, layer) of all layers and functions."""
         return ((str(index), layer) for index, layer in enumerate(self.layers))
 
-    def attributes(self) -> Iterator[tuple[str, Any]]:
-        yield from self.numbered()
-        yield from ((name, value) for name, value in super().attributes() if name != "layers")
+    def _attributes(self) -> Iterator[tuple[str, Any]]:
+        yield from self._numbered()
+        yield from ((name, value) for name, value in super()._attributes() if name != "layers")
 
-    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+    def _place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         for layer in self.layers:
             if isinstance(layer, Module):
-                columns = layer.place(columns, placed)
+                columns = layer._place(columns, placed)
             elif columns is not None and layer not in functional.ACTIVATIONS.values():
                 columns = Layout((), columns.cols)  # a function may change the number of columns
         return columns
@@ -103,7 +103,7 @@ class Block(Sequential):
         self.first = first
         super().__init__(grid, *layers)
 
-    def numbered(self) -> Iterator[tuple[str, Layer]]:
+    def _numbered(self) -> Iterator[tuple[str, Layer]]:
         number = self.first
         for layer in self.layers:
             if isinstance(layer, Recompute) and isinstance(layer.module, Block):
@@ -248,8 +248,8 @@ class Residual(Module):
     def __init__(self, module: Module):
         self.grid, self.module = module.grid, module
 
-    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
-        found = self.module.place(columns, placed)
+    def _place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+        found = self.module._place(columns, placed)
         return found if columns is None else columns
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ class WeightProducts:
             try:
                 while wanted:
                     parameter, part = wanted.pop(0)
-                    parameter.receive(part)
+                    parameter._receive(part)
                     del part
                 parallel.finish()
             except BaseException:

@@ -89,7 +89,7 @@ class GradientSums:
         if len(flight) == IN_FLIGHT:
             flight.pop(0).wait()
         with self._grid.ledger.phase(phase):
-            pending = axis.sum_coalesced(
+            pending = axis._sum_coalesced(
                 [buffer.array for buffer in opened], counts, sent, outs, beta, after=list(dict.fromkeys(before))
             )
         for buffer in written:

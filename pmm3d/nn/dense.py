@@ -233,7 +233,7 @@ class _Schedule(NamedTuple):
                 axis is None
                 or len(steps) > 1
                 or (steps[0].kind, steps[0].dim) != ("gather", 0)
-                or not overlap.decomposes(axis, grid.hosts)
+                or not overlap._decomposes(axis, grid.hosts)
             ):
                 return Arrivals.here(relayout_array(grid, array, form.shape, held, layout).wait())
             counts = form.like(form.shape, held).counts(axis.name)

@@ -140,7 +140,7 @@ def export_torch(
 
 def _config(network: Module) -> dict[str, Any]:
     """Contents of config.json; empty for a network without published names."""
-    dtype = network.parameters()[0].in_checkpoint.dtype
+    dtype = network.parameters()[0]._in_checkpoint.dtype
     return next(({**names.config, "dtype": dtype} for names in _published(network).values()), {})
 
 
@@ -302,7 +302,7 @@ def _forms(own: Mapping[str, Parameter], table: Mapping[str, Stored]) -> dict[st
 
 
 def _part_of(parameter: Parameter, part: Columns) -> DistMatrix:
-    held = parameter.in_checkpoint
+    held = parameter._in_checkpoint
     return columns(held, part.start, part.stop, part.unit).value if part.unit else held
 
 
@@ -331,7 +331,7 @@ def _width(parameter: Parameter, part: Columns) -> int:
 
 def _to_fill(parameters: list[Parameter], stored: Stored) -> DistMatrix:
     """Matrix for a tensor of a file: the parameter, or a new matrix for `_scatter_columns`."""
-    held, layout = parameters[0].in_checkpoint, parameters[0].layout
+    held, layout = parameters[0]._in_checkpoint, parameters[0].layout
     if not stored.parts[0].unit:
         return held
     width = sum(_width(parameter, part) for parameter, part in zip(parameters, stored.parts))
@@ -348,7 +348,7 @@ def _scatter_columns(
         for part in stored.parts if stored.parts[0].unit else ():
             parameter, unit, size = own[part.parameter], part.unit, part.stop - part.start
             if part.parameter not in made:
-                made[part.parameter] = _new(parameter.in_checkpoint, parameter.shape[1], parameter.layout)
+                made[part.parameter] = _new(parameter._in_checkpoint, parameter.shape[1], parameter.layout)
             whole, width = made[part.parameter], _width(parameter, part)
             held, (row_unit, _) = parameter.layout, parameter.layout.units
             per_part = unit_of(held.units[1], held.cols[0]) // unit if held.cols else 1
@@ -358,7 +358,7 @@ def _scatter_columns(
             whole.local.reshape(*heads, unit)[:, :, part.start : part.stop] = found.local.reshape(*heads, size)
             start += width
     for name, whole in made.items():
-        target = own[name].in_checkpoint
+        target = own[name]._in_checkpoint
         whole.redistribute(target.layout, out=target)
 
 

@@ -63,7 +63,7 @@ def keep_digits(network: Module, stored: Mapping[str, str]) -> None:
     """Make the master weights that keep the digits of stored values. stored: type of each parameter's values."""
     for name, parameter in network.named_parameters().items():
         if name in stored:
-            parameter.to_fill(stored[name])
+            parameter._to_fill(stored[name])
 
 
 def fill(

@@ -69,7 +69,7 @@ class Weights:
         self._last: tuple[Gathered, str] | None = None
         self.budget: int | None = None
         self._context: object = None
-        grid.at_close(self._gathered.clear)
+        grid._at_close(self._gathered.clear)
 
     def take(self, weight: Weight, phase: str) -> Array:
         """Return the gathered block of a weight. Collective along its axis, unless the block was kept.
@@ -167,7 +167,7 @@ class Weights:
         gathered.copy, counts = None, weight.form.counts(axis.name)
         block = weight.form.new((sum(counts), shard.shape[1]))
         with grid.ledger.phase("gather W"):
-            return axis.all_gather_into(shard, block, counts)
+            return axis._all_gather_into(shard, block, counts)
 
     def _keeps(self, nbytes: int) -> bool:
         """Whether a block of this size may be kept in addition to the kept blocks. Collective if there is no budget."""

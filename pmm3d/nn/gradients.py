@@ -74,7 +74,7 @@ class Gradients:
         partial = self._partials.next_array(to.message, (sum(counts), cols))
         _fill(part, partial, 0)
         with self._grid.ledger.phase("reduce dW"):
-            to.pending = axis.reduce_scatter_into(
+            to.pending = axis._reduce_scatter_into(
                 partial, out, counts, beta, after=[] if to.pending is None else [to.pending]
             )
         self._partials.busy(to.pending)

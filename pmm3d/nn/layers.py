@@ -73,7 +73,7 @@ def parameter(
         raise Pmm3dError(
             f"parameter: deviation or bound must be finite and at least 0, and value finite; got {spread} and {value}"
         )
-    precision.check(grid.library(library))
+    precision._check(grid.library(library))
     check_grid("parameter", grid)
     if seed is None:
         seed = Seeds.of(grid).next() if bound or deviation else 0
@@ -105,7 +105,7 @@ def entering(x: Tensor, weight: Parameter) -> Tensor:
 
 def _move(moved: Parameter, layout: Layout) -> None:
     if moved.layout != layout:
-        moved.move(layout)
+        moved._move(layout)
 
 
 class Linear(Module):
@@ -214,7 +214,7 @@ class Linear(Module):
                 grid, (1, outputs), across, seed=derived(seed, 1), bound=bound if deviation is None else 0.0, **options
             )
 
-    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+    def _place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         unit = self.weight.layout.units[1]
         if self not in placed and columns is not None and columns.cols in (("x",), ("y",)):
             [axis] = columns.cols
@@ -314,7 +314,7 @@ class RMSNorm(Module):
             grid, (1, features), Layout((), cols), value=1.0, dtype=dtype, library=library, precision=precision
         )
 
-    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+    def _place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         if self not in placed and columns is not None and columns.cols:
             if self.gain.shape[1] % unit_of(columns.units[1], columns.cols[0]):
                 columns = Layout((), columns.cols)
@@ -401,7 +401,7 @@ class Dropout(Module):
         self.grid, self.p, self.calls = grid, functional.check_probability("Dropout: p", p), 0
         self.seed = seed_of(grid, seed)
 
-    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+    def _place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         return columns
 
     def forward(self, x: Tensor) -> Tensor:

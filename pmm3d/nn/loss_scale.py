@@ -66,7 +66,7 @@ class LossScale:
         self.value, self.every, self.most, self.least = float(start), every, most, least
         self.good = self.skipped = self.in_a_row = self._passes = 0
 
-    def takes(self, norm: float) -> bool:
+    def _takes(self, norm: float) -> bool:
         """Set the scale of the next step. Return whether a step whose gradient has this 2-norm is taken."""
         if isfinite(norm):
             self.good, self.in_a_row = self.good + 1, 0
@@ -96,8 +96,8 @@ class LossScale:
         """
         check_clip(clip)
         self._check(optimizers)
-        norm = norm_of(optimizers[0].whole, sum(optimizer.local_norm_squared() for optimizer in optimizers))
-        return self.conclude(optimizers, norm / self.value, clip)
+        norm = norm_of(optimizers[0].whole, sum(optimizer._local_norm_squared() for optimizer in optimizers))
+        return self._conclude(optimizers, norm / self.value, clip)
 
     def _check(self, optimizers: Sequence[Optimizer]) -> None:
         if not optimizers:
@@ -120,17 +120,17 @@ class LossScale:
             )
         self._passes = passes
 
-    def conclude(self, optimizers: Sequence[Optimizer], norm: float, clip: float | None = None) -> bool:
+    def _conclude(self, optimizers: Sequence[Optimizer], norm: float, clip: float | None = None) -> bool:
         """Take or skip the step as `step`, if the 2-norm of the gradients without the scale is known."""
         scale = self.value
-        if self.takes(norm):
+        if self._takes(norm):
             for optimizer in optimizers:
                 optimizer.step(factor=clipping(norm, clip) / scale)
             return True
         fatal = self.in_a_row >= MOST_IN_A_ROW
-        where = "; ".join(optimizer.non_finite() for optimizer in optimizers if fatal)
+        where = "; ".join(optimizer._non_finite() for optimizer in optimizers if fatal)
         for optimizer in optimizers:
-            optimizer.skip()
+            optimizer._skip()
         if fatal:
             raise NonFiniteGradientError(
                 f"{self.in_a_row} steps in a row were skipped, because float16 gradients were not finite, the last "

@@ -90,7 +90,7 @@ class Module:
 
     def _tree(self, indent: str, above: tuple[Module, ...]) -> Iterator[str]:
         """Yield a line for each parameter, module and function of this module. above: the modules that contain it."""
-        for name, part in (item for attribute in self.attributes() for item in _items(*attribute)):
+        for name, part in (item for attribute in self._attributes() for item in _items(*attribute)):
             title = f"{indent}{name}: " if name else indent
             if isinstance(part, Parameter):
                 yield title + ", ".join([f"{part.shape[0]} x {part.shape[1]}", *_in_words(part.layout)])
@@ -119,7 +119,7 @@ class Module:
         """Return the result of the module. A subclass defines this method; users call the module."""
         raise NotImplementedError(f"{type(self).__name__} has no method forward: define forward(self, x)")
 
-    def attributes(self) -> Iterator[tuple[str, Any]]:
+    def _attributes(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, value) of each attribute."""
         return iter(vars(self).items())
 
@@ -127,7 +127,7 @@ class Module:
         """Yield (name, module or parameter) of the attributes. Names in lists and dicts have indices and keys."""
         return (
             (path, item)
-            for name, value in self.attributes()
+            for name, value in self._attributes()
             for path, item in _items(name, value)
             if isinstance(item, (Module, Parameter))
         )
@@ -189,12 +189,12 @@ class Module:
 
         For a `Pipeline`, these are the parameters of this rank's stages. After you write to a matrix, call `loaded`.
         """
-        return {name: parameter.in_checkpoint for name, parameter in self.named_parameters().items()}
+        return {name: parameter._in_checkpoint for name, parameter in self.named_parameters().items()}
 
     def loaded(self) -> None:
         """Update the parameters after values were written to `matrices`. Collective."""
         for parameter in self.parameters():
-            parameter.loaded()
+            parameter._loaded()
 
     def state_dict(self) -> dict[str, DistMatrix]:
         """Return the same as `matrices`."""
@@ -270,7 +270,7 @@ class Module:
             parameter._learn(on)
         return self
 
-    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+    def _place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         """Move parameters so that an input with columns in this layout needs no relayout. Collective.
 
         columns: layout of the columns of the input, None if unknown; placed: layers that must not move again. Returns
@@ -344,7 +344,7 @@ class Module:
         layouts = {name: parameter.layout for name, parameter in twin.named_parameters().items()}
         for name, parameter in self.named_parameters().items():
             if parameter.layout != layouts[name]:
-                parameter.move(layouts[name])
+                parameter._move(layouts[name])
 
     def _without_data(self, dry: Grid) -> Module:
         """Copy the modules to a grid without data. Attributes that are no matrices are shared."""
@@ -390,7 +390,7 @@ def entered(layer: Module, x: Tensor, columns: Layout) -> None:
     tape, grid = x.tape, x.grid
     held = layout_of((), x.layout.cols, (), (1, x.layout.units[1]))
     if tape.placed is not None:
-        layer.place(held, tape.placed)
+        layer._place(held, tape.placed)
     elif held != columns and not tape.has_warned and grid.dry_run is None:
         steps = transitions(held, columns, grid.shape, (1, x.shape[1]))
         tape.has_warned = any(step.kind != "slice" for step in steps)
@@ -424,7 +424,7 @@ def _items(name: str, value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple
 
 def functions_in(module: Module) -> list[str]:
     """Names of the functions in the attributes of a module, such as activations; not of modules in it."""
-    parts = [part for attribute in module.attributes() for _, part in _items(*attribute)]
+    parts = [part for attribute in module._attributes() for _, part in _items(*attribute)]
     return [
         getattr(part, "__name__", type(part).__name__)
         for part in parts
@@ -435,7 +435,7 @@ def functions_in(module: Module) -> list[str]:
 def _check_nothing_hides(module: Module) -> None:
     """Raise Pmm3dError for a parameter or module in an object that is not searched."""
     kinds = Module, Parameter
-    for name, value in (item for attribute in module.attributes() for item in _items(*attribute)):
+    for name, value in (item for attribute in module._attributes() for item in _items(*attribute)):
         held = value if isinstance(value, (set, frozenset, deque)) else getattr(value, "__dict__", {}).values()
         if not isinstance(value, kinds) and any(isinstance(each, kinds) for each in held):
             raise Pmm3dError(

@@ -58,11 +58,11 @@ def _given(parameter: Parameter, value: Any) -> str:
 
 
 def matrix_for(parameter: Parameter, value: Any) -> DistMatrix:
-    """Copy the values to the parameter's library, and to the type of its matrix `to_fill`."""
+    """Copy the values to the parameter's library, and to the type of its matrix `_to_fill`."""
     given, box = value if isinstance(value, DistMatrix) else parameter, parameter.box
     array = value.local if given is value else value.reshape(*given.shape)[box.r0 : box.r1, box.c0 : box.c1]
     library = library_of(array)
-    dtype = parameter.to_fill(library.dtype(array)).dtype
+    dtype = parameter._to_fill(library.dtype(array)).dtype
     if library == parameter.library:
         local = library.copy(library.astype(array, dtype))
     else:

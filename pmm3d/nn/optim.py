@@ -386,10 +386,10 @@ class Muon(AdamW):
             super().step(check=check, factor=factor)
         self._before = now
 
-    def options_of(self, parameter: Parameter, group: Group) -> Options:
+    def _options_of(self, parameter: Parameter, group: Group) -> Options:
         """Options as in the base class, with "use_muon" False for vectors."""
         use_muon = bool(group["use_muon"]) and not parameter.is_vector
-        return {**super().options_of(parameter, group), "use_muon": use_muon}
+        return {**super()._options_of(parameter, group), "use_muon": use_muon}
 
     def state_forms(self, parameter: Parameter, options: Options) -> Mapping[str, StateForm]:
         return dict.fromkeys(MATRIX if options["use_muon"] else VECTOR, StateForm())

@@ -322,7 +322,7 @@ class Optimizer:
                 gather.wait()
         for parameter in filled:
             if parameter.master is not None:
-                parameter.rounded()
+                parameter._note_rounded()
         self._note_memory()
         self.zero_grad()
 
@@ -340,7 +340,7 @@ class Optimizer:
         }
         self.grid.ledger.memory.update((kind, sum(each.nbytes for each in held)) for kind, held in arrays.items())
 
-    def skip(self) -> None:
+    def _skip(self) -> None:
         """Count a step that changes no parameter, and drop the gradients."""
         self._with_gradient()
         self.steps += 1
@@ -353,13 +353,13 @@ class Optimizer:
         if not self._splits(parameter):
             return []
         own, whole = self._own(parameter, parameter.shard), parameter.shard.reshape(-1)
-        return [self.grid.data.all_gather_into(own, whole, parameter.accumulated.counts("data"))]
+        return [self.grid.data._all_gather_into(own, whole, parameter.accumulated.counts("data"))]
 
     def _options(self) -> dict[Parameter, Options]:
         """Options of each parameter in the current step."""
-        return {parameter: self.options_of(parameter, group) for group in self.groups for parameter in group["params"]}
+        return {parameter: self._options_of(parameter, group) for group in self.groups for parameter in group["params"]}
 
-    def options_of(self, parameter: Parameter, group: Group) -> Options:
+    def _options_of(self, parameter: Parameter, group: Group) -> Options:
         """Return the options of a parameter of this group in the current step."""
         spared = parameter.is_vector and not group["decay_vectors"]
         return {
@@ -424,25 +424,25 @@ class Optimizer:
         """Parameters, or groups of them, for an optimizer of a configuration."""
         return network.parameters()
 
-    def local_norm_squared(self) -> float:
+    def _local_norm_squared(self) -> float:
         """This rank's part of the square of the 2-norm of all gradients. The sum over all ranks is the square."""
-        return float(sum(self.own_squares().values(), 0.0))
+        return float(sum(self._own_squares().values(), 0.0))
 
-    def own_squares(self) -> dict[Parameter, Any]:
-        """Terms of `local_norm_squared` for each parameter with a gradient. On a device, they stay on the device."""
+    def _own_squares(self) -> dict[Parameter, Any]:
+        """Terms of `_local_norm_squared` for each parameter with a gradient. On a device, they stay on the device."""
         here, squares = self.grid.shape.position(self.grid.rank), dict[Parameter, Any]()
         for parameter in self._with_gradient():
             own, counts = self._gradient(parameter), parameter.counts and self._layout(parameter).is_first(here)
             squares[parameter] = parameter.library.square_sum(own) if counts else 0.0
         return squares
 
-    def non_finite(self) -> str:
+    def _non_finite(self) -> str:
         """Description of the gradients of the whole network that are not finite. Collective."""
-        return non_finite(self, self.own_squares())
+        return non_finite(self, self._own_squares())
 
     def gradient_norm(self) -> float:
         """2-norm of all gradients of the whole network. Collective: one number from each rank."""
-        return norm_of(self.whole, self.local_norm_squared())
+        return norm_of(self.whole, self._local_norm_squared())
 
     def clip(self, norm: float) -> float:
         """Scale all gradients so that their 2-norm is at most `norm`. Collective: one number from each rank.
@@ -505,7 +505,7 @@ class Optimizer:
         library, types, layout = parameter.library, parameter.precision, self._layout(parameter)
         shape = layout.box(parameter.shape, self.grid.shape, self.grid.coords).shape
         low = self._own(parameter, parameter.shard)
-        weight = parameter.master_in(layout).local if types.has_master else low.reshape(shape)
+        weight = parameter._master_in(layout).local if types.has_master else low.reshape(shape)
         with self.grid.ledger.passing(self._pass_name):
             if library.dtype(gradient) != types.master:
                 gradient = library.astype(gradient, types.master)
@@ -533,7 +533,7 @@ class Optimizer:
         """Call `update` on this rank's part of a parameter. Round a master weight to the parameter's type."""
         library, types, state = parameter.library, parameter.precision, [array.reshape(-1) for array in state]
         low = self._own(parameter, parameter.shard)
-        weight = parameter.master_in(self._layout(parameter)).local.reshape(-1) if types.has_master else low
+        weight = parameter._master_in(self._layout(parameter)).local.reshape(-1) if types.has_master else low
         if not library.has_data:
             changed = [weight, *state, *([gradient] * (factor != 1))]
             nbytes = sum(array.nbytes for array in (gradient, *changed, *changed, *[low] * types.has_master))
@@ -618,7 +618,7 @@ class Optimizer:
                     whole, form = forms[name].shape(parameter.shape), forms[name].layout(layout)
                     found[state_name(path, name)] = DistMatrix(self.grid, array, whole, form)
                 if parameter.precision.has_master:
-                    found[path] = parameter.master_in(layout)
+                    found[path] = parameter._master_in(layout)
         return found
 
     def state(self, paths: Mapping[str, Parameter] | None = None) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class Overlap:
         """
         return cls(**{"oar": False, "ors": False, "oag": False, "buckets": False, "decomposed": False, **others})
 
-    def decomposes(self, axis: Axis, hosts: int) -> bool:
+    def _decomposes(self, axis: Axis, hosts: int) -> bool:
         """Whether rows are multiplied when they arrive along an axis."""
         wanted = hosts > 1 and axis.node_map.per_node == 1 if self.decomposed is None else self.decomposed
         return wanted and axis.size > 1

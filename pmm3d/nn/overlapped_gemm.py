@@ -50,11 +50,11 @@ def relayout_gradient(form: Form, part: Contribution) -> PendingGradient:
 def gemm_then_relayout(form: Form, product: LazyMatrix, wanted: Layout) -> PendingGradient:
     """Compute a product, and begin its relayout. Without `Overlap.oar`, wait for the relayout.
 
-    If `Overlap.decomposes`, a reduce-scatter begins for each rank's rows. Any other relayout begins after the product.
+    If `Overlap._decomposes`, a reduce-scatter begins for each rank's rows. Any other relayout begins after the product.
     """
     grid, overlap = form.grid, BackwardSync.of(form.grid).overlap
     kind, name = route(product.layout, wanted, grid.shape)
-    if kind == "reduce_scatter" and overlap.decomposes(grid.axis(name), grid.hosts):
+    if kind == "reduce_scatter" and overlap._decomposes(grid.axis(name), grid.hosts):
         coming = _scattered_by_ranks(form, product, name, wanted)
     else:
         out = form.new(product.shape)
@@ -63,7 +63,7 @@ def gemm_then_relayout(form: Form, product: LazyMatrix, wanted: Layout) -> Pendi
             if kind == "stay":
                 coming = PendingGradient(out)
             elif kind == "all_reduce":
-                coming = PendingGradient(out, grid.axis(name).all_reduce_into(out, out))
+                coming = PendingGradient(out, grid.axis(name)._all_reduce_into(out, out))
             else:
                 coming = PendingGradient(None, relayout(grid, out, form.shape, product.layout, wanted))
     if not overlap.oar:

@@ -113,7 +113,7 @@ class BackwardSync:
         self.digest = crc32(f"{self.digest} {scale} {text}".encode()) & 0xFFFF
         if text in self._known and not problem and (self.trusting or not sync):
             return None
-        compared = self.grid.compared("backward", text, scale, self.digest)
+        compared = self.grid._compared("backward", text, scale, self.digest)
 
         def conclude() -> None:
             try:

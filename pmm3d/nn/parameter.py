@@ -73,7 +73,7 @@ class Parameter(Tensor):
     has_state, counts = False, True
     master: DistMatrix | None = None
     _rounded: tuple[object, ...] = ()
-    """`written` at the time when the value was last equal to the rounded master weight."""
+    """`_written` at the time when the value was last equal to the rounded master weight."""
     accumulated: GradientBuffer
     whole: Grid
 
@@ -84,7 +84,7 @@ class Parameter(Tensor):
                 "Parameter(value.redistribute(value.layout.summed))"
             )
         self.precision = precision or Precision.named(value.dtype)
-        self.precision.check(value.library)
+        self.precision._check(value.library)
         if self.precision.compute != value.dtype:
             raise DTypeError(
                 f"a Parameter of {value.dtype} does not fit a precision that computes in {self.precision.compute}"
@@ -122,7 +122,7 @@ class Parameter(Tensor):
             self.node = Node(self.form, leaf=self)
 
     @property
-    def stored(self) -> DistMatrix:
+    def _stored(self) -> DistMatrix:
         """The value. A caller that writes to it increases `version`."""
         return self._value
 
@@ -150,7 +150,7 @@ class Parameter(Tensor):
             raise LayoutError("a parameter's grad can be set to None only, which discards it")
         self.tape.parallel.gradients.forget(self.accumulated)
 
-    def receive(self, part: Contribution) -> None:
+    def _receive(self, part: Contribution) -> None:
         """Add a part of the gradient, or put it into the queue of `defer_weights`."""
         parallel = self.tape.parallel
         if not self.requires_grad:
@@ -179,30 +179,30 @@ class Parameter(Tensor):
                 raise LayoutError(
                     f"{self.name or 'the parameter'} is {self.shape} {self.dtype}; got {value.shape} {value.dtype}"
                 )
-        held = self.to_fill(value.dtype)
+        held = self._to_fill(value.dtype)
         value = value if value.dtype == held.dtype else value.astype(held.dtype)
         value.redistribute(held.layout, self.grid, out=held)
-        self.loaded()
+        self._loaded()
 
-    def to_fill(self, dtype: str) -> DistMatrix:
-        """Matrix into which values of a type are loaded: `in_checkpoint`. Values with more digits than the parameter's
-        type make the master weight, if the parameter learns and operations are recorded. Call `loaded` afterwards."""
+    def _to_fill(self, dtype: str) -> DistMatrix:
+        """Matrix into which values of a type are loaded: `_in_checkpoint`. Values with more digits than the parameter's
+        type make the master weight, if the parameter learns and operations are recorded. Call `_loaded` afterwards."""
         has_more = self.master is None and self.precision.has_master and dtype != self.dtype
         return (
-            self.master_in(self.layout)
+            self._master_in(self.layout)
             if has_more and self.requires_grad and self.tape.recording
-            else (self.in_checkpoint)
+            else (self._in_checkpoint)
         )
 
     @property
-    def in_checkpoint(self) -> DistMatrix:
-        """Matrix for a checkpoint: the master weight, or else the value. Call `loaded` after a write to the matrix."""
-        return self._value if self.master is None else self.master_in(self.master.layout)
+    def _in_checkpoint(self) -> DistMatrix:
+        """Matrix for a checkpoint: the master weight, or else the value. Call `_loaded` after a write to the matrix."""
+        return self._value if self.master is None else self._master_in(self.master.layout)
 
-    def master_in(self, layout: Layout) -> DistMatrix:
+    def _master_in(self, layout: Layout) -> DistMatrix:
         """Return the master weight in a layout. The first call makes it from the value.
 
-        If the value was written to since the master weight was rounded (`Tensor.written`), update the master weight.
+        If the value was written to since the master weight was rounded (`Tensor._written`), update the master weight.
         """
         if self.master is None:
             box = layout.box(self.shape, self.grid.shape, self.grid.coords)
@@ -211,30 +211,30 @@ class Parameter(Tensor):
             self.master = DistMatrix(self.grid, local, self.shape, layout)
         elif self.master.layout != layout:
             self.master = self.master.redistribute(layout)
-        if self._rounded != self.written:
+        if self._rounded != self._written:
             self.master.local[...] = self.shard[self.master.box.within(self.box)]
-            self.rounded()
+            self._note_rounded()
         return self.master
 
-    def rounded(self) -> None:
+    def _note_rounded(self) -> None:
         """Note that the value is now equal to the rounded master weight."""
-        self._rounded = self.written
+        self._rounded = self._written
 
-    def loaded(self) -> None:
-        """Round the master weight to the value, after values were written to `in_checkpoint`. Collective."""
+    def _loaded(self) -> None:
+        """Round the master weight to the value, after values were written to `_in_checkpoint`. Collective."""
         if self.master is not None:
             local = self.library.astype(self.master.local, self.dtype)
             rounded = DistMatrix(self.grid, local, self.shape, self.master.layout)
             rounded.redistribute(self.layout, self.grid, out=self._value)
         self.version += 1
         if self.master is not None:
-            self.rounded()
+            self._note_rounded()
 
-    def hold(self, value: DistMatrix, version: int) -> None:
+    def _hold(self, value: DistMatrix, version: int) -> None:
         """Replace the value and its version, for stale weights."""
         self._value, self.version = value, version
 
-    def move(self, layout: Layout) -> None:
+    def _move(self, layout: Layout) -> None:
         """Move the parameter to another layout. Collective.
 
         Raises LayoutError, on every rank, if there was a gradient or if an optimizer has a state of the parameter.
@@ -247,7 +247,7 @@ class Parameter(Tensor):
                     "the network is made, before a checkpoint is loaded, or give each layer the axis of "
                     "its input's columns (cols=)"
                 )
-        master = None if self.master is None else self.in_checkpoint.redistribute(layout)
+        master = None if self.master is None else self._in_checkpoint.redistribute(layout)
         if not transitions(self.layout, layout, self.grid.shape, self.shape):  # the parts of the ranks are the same
             self._become(DistMatrix(self.grid, self._value.local, self.shape, layout))
         else:
@@ -255,7 +255,7 @@ class Parameter(Tensor):
                 self._become(self._value.redistribute(layout))
         if master is not None:
             self.master = master
-            self.rounded()
+            self._note_rounded()
 
     def _become(self, value: DistMatrix) -> None:
         self._take(value)
@@ -275,7 +275,7 @@ class StandIn(Parameter):
     def assign(self, value: DistMatrix) -> None:
         pass
 
-    def move(self, layout: Layout) -> None:
+    def _move(self, layout: Layout) -> None:
         self._become(_without_memory(self.grid, self.shape, layout, self.dtype, self.library))
 
 

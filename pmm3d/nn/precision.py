@@ -114,7 +114,7 @@ class Precision:
         """Whether optimizers change a master weight."""
         return self.master != self.compute
 
-    def check(self, library: NumpyLibrary) -> None:
+    def _check(self, library: NumpyLibrary) -> None:
         """Raise DTypeError if arrays of the library cannot have these types."""
         if "bfloat16" in (self.compute, self.communication, self.gradient) and library.name != "torch":
             raise DTypeError(

@@ -83,12 +83,12 @@ class Recompute(Module):
     def __init__(self, module: Module):
         self.grid, self.module = module.grid, module
 
-    def attributes(self) -> Iterator[tuple[str, Any]]:
+    def _attributes(self) -> Iterator[tuple[str, Any]]:
         """Yield the part, without a name."""
         yield "", self.module
 
-    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
-        return self.module.place(columns, placed)
+    def _place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+        return self.module._place(columns, placed)
 
     def forward(self, *inputs: Tensor, **options: Any) -> Any:
         tape = Tape.of(self.grid)
@@ -99,8 +99,8 @@ class Recompute(Module):
         with tape.set(keeping=False):
             made = self.module(*inputs, **options)
         outs = made if isinstance(made, tuple) else (made,)
-        came, count = [(x.form, x.edge) for x in inputs], len(outs)
-        outer, noted = outside([out.edge for out in outs], first)
+        came, count = [(x.form, x._edge) for x in inputs], len(outs)
+        outer, noted = outside([out._edge for out in outs], first)
 
         def rule(*passed: Array) -> list[Array]:
             values = [Tensor(form.matrix(value), edge=edge) for (form, edge), value in zip(came, passed[count:])]
@@ -146,9 +146,9 @@ class Recompute(Module):
             self._set_mode(now)
         outs = made if isinstance(made, tuple) else (made,)
         starts = [
-            (out.edge, gradient)
+            (out._edge, gradient)
             for out, gradient in zip(outs, gradients)
-            if out.edge is not None and gradient is not None
+            if out._edge is not None and gradient is not None
         ]
         output = sum(workspace.counted(out.form.local_shape, out.dtype, out.library) for out in outs)
         memory["recompute saves"] = memory.get("recompute saves", 0) + workspace.in_use() - held - output

@@ -25,7 +25,7 @@ def begin_sum(grid: Grid, array: Array, axes: Iterable[str]) -> list[Pending]:
     before = list[Pending]()
     for axis in map(grid.axis, axes):
         if axis.size > 1:
-            before = [axis.all_reduce_into(array, array, after=before)]
+            before = [axis._all_reduce_into(array, array, after=before)]
     return before
 
 

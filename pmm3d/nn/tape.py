@@ -26,7 +26,7 @@ from .parallel import BackwardSync
 Rule = Callable[..., Sequence[Contribution]]
 """Gradient rule of an operation, rule(*gradients, *kept); see `Tensor.made`."""
 Noted = tuple[Leaf, tuple[object, ...]]
-"""A leaf, and the value of its `written` at the time of use."""
+"""A leaf, and the value of its `_written` at the time of use."""
 
 
 class Tape:
@@ -172,14 +172,14 @@ class Node:
         self.leaf, self.number = None if leaf is None else ref(leaf), next(Tape.of(forms[0].grid).numbers)
         self._fetched: list[Any] | None = None
         leaves = [*(edge.leaf for edge in parents if edge is not None), *frozen]
-        self.leaves = [(leaf, leaf.written) for leaf in leaves if leaf is not None]
+        self.leaves = [(leaf, leaf._written) for leaf in leaves if leaf is not None]
 
     @property
     def problem(self) -> str:
         """Reason why a backward pass through this node is impossible, or "" if it is possible."""
         if self.used:
             return USED
-        if any(leaf.written != written for leaf, written in self.leaves):
+        if any(leaf._written != written for leaf, written in self.leaves):
             return CHANGED
         return next(filter(None, (saved.problem for saved in self.kept)), "")
 
@@ -325,7 +325,7 @@ def _pass_on(
     if node.leaf is not None:
         leaf = parent.leaf
         if leaf is not None:
-            leaf.receive(part)
+            leaf._receive(part)
     elif parent in coming:
         coming[parent].add(parent.form, part)
     else:

@@ -113,7 +113,7 @@ class Tensor(Uncompared):
         return self.node is not None
 
     @property
-    def edge(self) -> Edge | None:
+    def _edge(self) -> Edge | None:
         """Place on the tape: the operation that made the tensor, and the index of the result."""
         return None if self.node is None else Edge(self.node, self.output)
 
@@ -141,7 +141,7 @@ class Tensor(Uncompared):
         return self._value.box
 
     @property
-    def written(self) -> tuple[object, ...]:
+    def _written(self) -> tuple[object, ...]:
         """Tuple that changes if the values are written to.
 
         It contains `version`, the number of products and redistributions into the matrix, torch's version of the shard,
@@ -150,9 +150,9 @@ class Tensor(Uncompared):
         shard = self.shard
         return (self.version, self._value.fills, self.form.library.address(shard), *state_of(shard, self.tape.debug))
 
-    def saved(self, name: str) -> Saved:
+    def _pack(self, name: str) -> Saved:
         """Return the packed shard (`Tape.pack`). All operations that keep the shard get the same object."""
-        written = self.written
+        written = self._written
         found = self._saved[0]() if self._saved is not None and self._saved[1] == written else None
         if found is None:
             found = Saved(self.tape, name, self.shard)
@@ -224,7 +224,7 @@ class Tensor(Uncompared):
         rows, and does not wait for them. `Parameter.grad`, and an optimizer's `step` and `clip`, wait. In `no_sync`, a
         later pass starts the sums over data.
         """
-        node, edge = self.node, self.edge
+        node, edge = self.node, self._edge
         if node is None or edge is None or node.used:
             raise Pmm3dError("backward: no operand of this tensor needs a gradient, or its tape was used already")
         backward_from([(edge, self._start(gradient, scale))], None if gradient is not None else float(scale))
@@ -278,7 +278,7 @@ class Tensor(Uncompared):
         kept = [saved.packed for node in (reachable(self.node) if self.node else ()) for saved in node.kept]
         return list({id(packed): packed for packed in kept}.values())
 
-    def receive(self, part: Contribution) -> None:
+    def _receive(self, part: Contribution) -> None:
         """Add a part of the gradient."""
         gradient = relayout_gradient(self.form, part).wait()
         if self.grad is None:
@@ -377,7 +377,7 @@ def _noted(
 ) -> list[Tensor]:
     """Put the results on the tape if a gradient is needed."""
     tape, grid = results[0].tape, results[0].grid
-    edges = [parent.edge if isinstance(parent, Tensor) else parent for parent in parents]
+    edges = [parent._edge if isinstance(parent, Tensor) else parent for parent in parents]
     for edge in edges:
         if edge is not None and edge.form.grid is not grid:
             raise GridError(
@@ -406,7 +406,7 @@ def _noted(
 def _saved(name: str, kept: Tensor | Array, results: Sequence[Tensor]) -> Saved:
     """Pack an array that the tape keeps. The shard of a tensor is packed once."""
     owners = [kept] if isinstance(kept, Tensor) else [each for each in results if each._value.local is kept]
-    return owners[0].saved(name) if owners else Saved(results[0].tape, name, kept)
+    return owners[0]._pack(name) if owners else Saved(results[0].tape, name, kept)
 
 
 def as_tensor(value: Tensor | DistMatrix) -> Tensor:

@@ -145,7 +145,7 @@ class Arithmetic(Reductions, Submatrices):
         ...     DistMatrix.zeros(grid, (3, 3)).add_identity(2).trace()
         6.0
         """
-        with self.grid.collective_call("add_identity", self.signature, factor):
+        with self.grid.collective_call("add_identity", self._signature, factor):
             check_numbers("add_identity", self)
             check_square("add_identity", self)
             check_out("add_identity", self, name="the matrix")
@@ -198,7 +198,7 @@ class Arithmetic(Reductions, Submatrices):
         array([[0., 1.],
                [1., 4.]])
         """
-        passed = self.signature, *map(signature_of, others), signature_of(out)
+        passed = self._signature, *map(signature_of, others), signature_of(out)
         made, layout = None, self.layout.summed
         with ExitStack() as borrowed:
             with self.grid.collective_call("elementwise", *passed, always=out is None):
@@ -237,14 +237,14 @@ class Arithmetic(Reductions, Submatrices):
     def _sum(self, what: str, b: Any, alpha: complex = 1, in_place: bool = False) -> Self:
         """Return A + alpha B, in A or in a new matrix in the layout of A. Collective."""
         with ExitStack() as borrowed:
-            with self.grid.collective_call(what, self.signature, signature_of(b), alpha):
+            with self.grid.collective_call(what, self._signature, signature_of(b), alpha):
                 _check_sum(what, self, b)
                 factor, out = scalar("alpha", alpha, self.dtype, what), self
                 if in_place:
                     check_out(what, self, name="the matrix")
                     b = _apart(b, self) if has_layout(b, self.layout) else b
                 else:
-                    out = self.empty_in(self.layout, self.grid)
+                    out = self._empty_in(self.layout, self.grid)
                 bring = brought(b, self.layout if factor else b.layout, borrowed)
             if factor:
                 _add_into(out, self, bring(), factor)
@@ -254,7 +254,7 @@ class Arithmetic(Reductions, Submatrices):
     def _multiple(self, what: str, factor: Any, in_place: bool = False) -> Self:
         """Return A times or divided by a number, in A or in a new matrix. Collective."""
         with self.grid.collective_call(
-            what, self.signature, factor if isinstance(factor, Number) else signature_of(factor)
+            what, self._signature, factor if isinstance(factor, Number) else signature_of(factor)
         ):
             check_numbers(what, self)
             if isinstance(factor, StoredMatrix):
@@ -265,7 +265,7 @@ class Arithmetic(Reductions, Submatrices):
             factor = scalar("the factor", factor, self.dtype, what)
             if in_place:
                 check_out(what, self, name="the matrix")
-            out = self if in_place else self.empty_in(self.layout, self.grid)
+            out = self if in_place else self._empty_in(self.layout, self.grid)
         _scale_into(what, out, self, factor)
         out.fills += in_place
         return out
@@ -306,7 +306,7 @@ def _check_out(a: StoredMatrix, out: Any) -> None:
 
 def _as_in(matrix: StoredMatrix, like: StoredMatrix) -> Array:
     """Stored shard of a matrix, for reading. It is transposed if the other matrix is stored in the other order."""
-    stored = matrix.library.as_input(matrix.stored)
+    stored = matrix.library.as_input(matrix._stored)
     return stored if matrix.order == like.order else stored.T
 
 
@@ -319,7 +319,7 @@ def _apart(b: StoredMatrix, a: StoredMatrix) -> StoredMatrix:
     """B, or a copy of B if adding it to A would change it."""
     if _one_place(a, b) or not a.library.share_memory(a.memory, b.memory):
         return b
-    return b.over(b.library.copy(b.stored), b.layout, b.grid)
+    return b._over(b.library.copy(b._stored), b.layout, b.grid)
 
 
 def _read(matrix: StoredMatrix) -> Kernel:
@@ -341,13 +341,13 @@ def _add_into(out: StoredMatrix, a: StoredMatrix, b: StoredMatrix, alpha: comple
     read_a, read_b = _read(a), _read(b)
     kernels: dict[complex, Kernel] = {1: lambda x, y: read_a(x) + read_b(y), -1: lambda x, y: read_a(x) - read_b(y)}
     kernel = kernels.get(alpha, lambda x, y: read_a(x) + alpha * read_b(y))
-    by_rows(a.library, kernel, out.stored, _as_in(a, out), _as_in(b, out), name="add")
+    by_rows(a.library, kernel, out._stored, _as_in(a, out), _as_in(b, out), name="add")
 
 
 def _scale_into(what: str, out: StoredMatrix, a: StoredMatrix, factor: complex) -> None:
     read = _read(a)
     kernel = (lambda x: read(x) / factor) if what == "divide" else lambda x: read(x) * factor
-    by_rows(a.library, kernel, out.stored, _as_in(a, out), name="scale")
+    by_rows(a.library, kernel, out._stored, _as_in(a, out), name="scale")
 
 
 def _evaluated(
@@ -361,8 +361,8 @@ def _evaluated(
             _one_place(out, matrix) or not library.share_memory(out.memory, array)
             for matrix, array in zip(matrices, arrays)
         ):
-            made = first.empty_in(first.layout, first.grid, kind) if out is None else out
-            by_rows(library, function, made.stored, *(flipped(array, made.order) for array in arrays))
+            made = first._empty_in(first.layout, first.grid, kind) if out is None else out
+            by_rows(library, function, made._stored, *(flipped(array, made.order) for array in arrays))
             return made
     found = function(*arrays)
     kind = _checked_type(library, found, out)

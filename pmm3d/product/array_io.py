@@ -103,7 +103,7 @@ class ArrayIO(StoredMatrix):
 
         passed = *array_signature(array), *passed_contents(grid, array)
         source = lambda: array_source(grid, array, values)
-        return construct(cls, "DistMatrix.from_global", grid, source, layout, order, shared, *passed).keep_one()
+        return construct(cls, "DistMatrix.from_global", grid, source, layout, order, shared, *passed)._keep_one()
 
     @classmethod
     def _scattered(cls, grid: Grid, array: Array, layout: Layout, root: int, order: str, shared: bool) -> Self:
@@ -137,7 +137,7 @@ class ArrayIO(StoredMatrix):
                 move.start(matrix.library, arrays, [matrix.memory], work=work).wait()
         if order == "F":
             matrix = cls(grid, in_order(library, matrix.memory, order), shape, layout, order)
-        return matrix.keep_one()
+        return matrix._keep_one()
 
     @classmethod
     def from_local(
@@ -292,7 +292,7 @@ class ArrayIO(StoredMatrix):
                 dataset,
                 library_kind(library),
                 is_found=True,
-            ).keep_one()
+            )._keep_one()
 
     def to_file(self, path: str | os.PathLike[str], dataset: str | None = None, *, overwrite: bool = False) -> None:
         """Write the matrix to a .npy file or to a new HDF5 file. Collective.
@@ -366,7 +366,7 @@ class ArrayIO(StoredMatrix):
         if self.layout.sums:
             return summed(self).gather(root)
         with ExitStack() as borrowed:
-            with self.grid.collective_call("gather", self.signature, root):
+            with self.grid.collective_call("gather", self._signature, root):
                 self.grid.transport.check_place(self.library, self.memory)
                 if root is not None:
                     check_root("gather", root, self.grid)

@@ -102,7 +102,7 @@ class BlacsContext:
         self._largest, self._made = 0, list[weakref.ref[Any]]()
         self._grids: dict[tuple[GridShape, tuple[int, ...]], Grid] = {}
         self._at_close = [self._give_back]
-        self.grid.at_close(partial(_once, self._at_close))
+        self.grid._at_close(partial(_once, self._at_close))
         try:
             with self.grid.collective_call("BlacsContext", shape, numbering, ranks, relabel):
                 self._cyclic = BlockCyclic((0, 0), (1, 1), shape, numbering, ranks=ranks)
@@ -166,20 +166,20 @@ class BlacsContext:
             )
         return Descriptor(self, *(values[place] for place in (M_, N_, MB_, NB_, RSRC_, CSRC_, LLD_)))
 
-    def check_open(self) -> None:
+    def _check_open(self) -> None:
         """Raise GridError if the context is closed."""
         self.grid.engine.guard.check_open()
         if self.closed:
             raise GridError("this BLACS context is closed: make another one")
 
-    def keep(self, key: Hashable, make: Callable[[], Any]) -> Any:
+    def _keep(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Make and cache a plan. If the cache is full, close the least recently used plan first. Collective."""
         if len(self.plans) >= CACHED_PLANS:
             self.plans.popitem(last=False)[1].close()
         self.plans[key] = plan = make()
         return plan
 
-    def make_room(self, nbytes: int) -> None:
+    def _make_room(self, nbytes: int) -> None:
         """Free work arrays of cached plans, before the work arrays of a product of `nbytes` bytes are allocated.
 
         All products that then have work arrays have at most twice the bytes of the largest product so far. The most
@@ -187,16 +187,16 @@ class BlacsContext:
         """
         self._largest = max(self._largest, nbytes)
         room = 2 * self._largest - nbytes
-        for plan in [plan for plan in reversed(self.plans.values()) if plan.has_memory]:
+        for plan in [plan for plan in reversed(self.plans.values()) if plan._has_memory]:
             room -= plan.nbytes
             if room < 0:
-                plan.free_memory()
+                plan._free_memory()
 
-    def made(self, plan: Any) -> None:
+    def _register(self, plan: Any) -> None:
         """Register a plan that is closed with the context."""
         self._made = [known for known in self._made if known() is not None] + [weakref.ref(plan)]
 
-    def product_grid(
+    def _product_grid(
         self, product: tuple[int, int, int], dtype: str, moves: Callable[[GridShape], Sequence[tuple[Tiled, Placement]]]
     ) -> tuple[Grid, tuple[int, ...]]:
         """Return the fastest grid for a product, and the rank in this context of each of its ranks. Collective.
@@ -208,12 +208,10 @@ class BlacsContext:
         if (shape, ranks) not in self._grids and len(self._grids) >= MOST_GRIDS:
             ranks = next((known for of, known in self._grids if of == shape), ranks)
         if (shape, ranks) not in self._grids:
-            self._grids[shape, ranks] = self._product_grid(shape, ranks, product, dtype)
+            self._grids[shape, ranks] = self._make_grid(shape, ranks, product, dtype)
         return self._grids[shape, ranks], ranks
 
-    def _product_grid(
-        self, shape: GridShape, ranks: tuple[int, ...], product: tuple[int, int, int], dtype: str
-    ) -> Grid:
+    def _make_grid(self, shape: GridShape, ranks: tuple[int, ...], product: tuple[int, int, int], dtype: str) -> Grid:
         base = self.grid
         with base.comm.waiting("making the grid of a product"):
             comm = MPI.Intracomm(MPI.Intracomm(base.comm).Split(0, ranks.index(base.rank)))
@@ -365,7 +363,7 @@ def _least_moved(grid: Grid, moves: Sequence[tuple[Tiled, Placement]]) -> tuple[
             mine[list(roles)] += elements(pieces)
     stays = np.empty((grid.size, grid.size), np.int64)
     grid.everyone.all_gather(mine.reshape(1, -1), out=stays).wait()
-    places = grid.places()
+    places = grid._places()
     allowed = np.where(places[:, None] == places[None, :], stays, -1 - stays.sum())
     ranks, roles = linear_sum_assignment(allowed, maximize=True)
     if allowed[ranks, roles].sum() <= np.trace(stays):

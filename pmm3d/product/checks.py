@@ -35,7 +35,7 @@ def signature_of(matrix: Any) -> Any:
         return None
     if not isinstance(matrix, StoredMatrix):
         return f"a {type(matrix).__name__}"
-    return (matrix.signature, f"shared over {matrix.shared}") if matrix.shared else matrix.signature
+    return (matrix._signature, f"shared over {matrix.shared}") if matrix.shared else matrix._signature
 
 
 def array_signature(array: Any) -> tuple[Any, ...]:
@@ -189,7 +189,7 @@ def check_out(what: str, out: StoredMatrix, *sources: StoredMatrix, name: str = 
             f"{what}: {name} is a conjugated view (.H), which is not written to; write to the matrix "
             "that it is a view of, or to redistribute(layout), which is a copy"
         )
-    check_output(out.library, what, out.stored, *(source.memory for source in sources), name=name, strided=True)
+    check_output(out.library, what, out._stored, *(source.memory for source in sources), name=name, strided=True)
 
 
 def check_target(matrix: StoredMatrix, layout: Layout, grid: Any, out: Any) -> None:
@@ -208,7 +208,7 @@ def check_target(matrix: StoredMatrix, layout: Layout, grid: Any, out: Any) -> N
             f"({grid.shape}); pass grid=out.grid"
         )
     needed = matrix.shape, matrix.dtype, str(layout), grid.shape, matrix.order, out.conjugated, matrix.library.kind
-    if out.signature != needed or out.library != matrix.library:
+    if out._signature != needed or out.library != matrix.library:
         raise LayoutError(f"redistribute: out is {out}; needed is {matrix} in {layout} on {grid.shape}")
     check_out("redistribute", out, matrix)
 

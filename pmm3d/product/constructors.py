@@ -310,7 +310,7 @@ class Constructors(StoredMatrix):
                [ 1.,  0.]])
         """
         source = Source(shape, dtype, library, values_of(function))
-        return construct(cls, "DistMatrix.from_function", grid, source, layout, order, shared).keep_one()
+        return construct(cls, "DistMatrix.from_function", grid, source, layout, order, shared)._keep_one()
 
     @classmethod
     def full(
@@ -349,7 +349,7 @@ class Constructors(StoredMatrix):
 
         return construct(
             cls, "DistMatrix.full", grid, Source(shape, dtype, library, values), layout, order, shared, value
-        ).keep_one()
+        )._keep_one()
 
     @classmethod
     def zeros(
@@ -430,7 +430,7 @@ class Constructors(StoredMatrix):
         """
         values = lambda library, box, dtype: random.drawn(library, box, dtype, int(shape[1]), seed, distribution)
         source = Source(shape, dtype, library, values, labels=False)
-        return construct(cls, "DistMatrix.random", grid, source, layout, order, shared, seed, distribution).keep_one()
+        return construct(cls, "DistMatrix.random", grid, source, layout, order, shared, seed, distribution)._keep_one()
 
     @classmethod
     def identity(
@@ -447,7 +447,7 @@ class Constructors(StoredMatrix):
         made = construct(cls, "DistMatrix.identity", grid, source, layout, "C", False)
         for diagonal, _ in diagonals(made):
             diagonal[...] = 1
-        return made.keep_one()
+        return made._keep_one()
 
     @classmethod
     def diag(
@@ -500,4 +500,4 @@ class Constructors(StoredMatrix):
         numbers = library_of(values).to_numpy(values)
         for diagonal, first in diagonals(made):
             diagonal[...] = made.library.from_numpy(numbers[first : first + diagonal.shape[0]], made.dtype)
-        return made.keep_one()
+        return made._keep_one()

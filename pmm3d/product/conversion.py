@@ -61,12 +61,12 @@ def from_tiles(
     move = planned(grid, tiled, on_grid, dtype, library)
     here = _in_place(given, on_grid, grid.rank, library, dtype) if move.in_place else None
     if move.in_place and not grid.comm.largest(here is None) and here is not None:
-        return cls(grid, flipped(here, order), tiled.shape, layout, order).keep_one()
+        return cls(grid, flipped(here, order), tiled.shape, layout, order)._keep_one()
     with grid.collective_call(what, always=True):
         local = new_array(library, on_grid.box(grid.rank).shape, dtype, order)
     with grid.ledger.phase("redistribute"):
         move.start(library, given, [local] * len(on_grid.tiles(grid.rank))).wait()
-    return cls(grid, local, tiled.shape, layout, order).keep_one()
+    return cls(grid, local, tiled.shape, layout, order)._keep_one()
 
 
 @one_thread
@@ -76,8 +76,8 @@ def to_tiles(matrix: StoredMatrix, what: str, tiled: Any, kind: type[Any], array
 
     matrix = summed(matrix).resolved
     grid, library = matrix.grid, matrix.library
-    on_grid = matrix.placement()
-    with grid.collective_call(what, matrix.signature, tiled):
+    on_grid = matrix._placement()
+    with grid.collective_call(what, matrix._signature, tiled):
         _check_kind(f"{what}: the layout", tiled, kind)
         check_fits(grid, on_grid, tiled)
         if arrays is None:

@@ -83,7 +83,7 @@ def write_matrix(matrix: Any, path: str | os.PathLike[str], dataset: str | None,
     """Implementation of `DistMatrix.to_file`. Collective."""
     grid, write = matrix.grid, None
     with ExitStack() as new_file:
-        with grid.collective_call("to_file", matrix.signature, path, dataset, overwrite, always=True):
+        with grid.collective_call("to_file", matrix._signature, path, dataset, overwrite, always=True):
             _check_path("to_file", path)
             target = Path(path)
             if (target.suffix == ".npy") == (dataset is not None):

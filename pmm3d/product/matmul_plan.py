@@ -217,7 +217,7 @@ class MatmulPlan:
                 self._product = ProductRun(a, b, out, options, held)
             self._product.share()
             with self._grid.collective_call("MatmulPlan", self._product.persists):
-                self._number, self._requests = self._grid.everyone.number, held.enter_context(ExitStack())
+                self._number, self._requests = self._grid.everyone._number, held.enter_context(ExitStack())
                 self._product.persist(self._number, self._requests)
             self._held = held.pop_all()
             self._grid.engine.hold(self, self._held)

@@ -98,16 +98,16 @@ class DistMatrix(Constructors, ArrayIO, Conversion, Arithmetic):
         array([[1, 1],
                [1, 1]])
         """
-        with self.grid.collective_call("astype", self.signature, compared_dtype(dtype)):
+        with self.grid.collective_call("astype", self._signature, compared_dtype(dtype)):
             kind = check_matrix_dtype(dtype_named(dtype), self.library, labels=True)
             if self.dtype.startswith("complex") and not kind.startswith("complex"):
                 raise DTypeError(
                     f"astype: {kind} cannot hold the imaginary parts of {self.dtype}. Take a part of each "
                     "element first: a.elementwise(numpy.real)"
                 )
-            stored = self.library.empty(tuple(self.stored.shape), kind)
-        made = self.over(stored, self.layout, self.grid)
-        copy_into(self.library, self.stored, stored)
+            stored = self.library.empty(tuple(self._stored.shape), kind)
+        made = self._over(stored, self.layout, self.grid)
+        copy_into(self.library, self._stored, stored)
         return made
 
     @one_thread
@@ -157,10 +157,10 @@ class DistMatrix(Constructors, ArrayIO, Conversion, Arithmetic):
         if shared:
             out = shared_room(self, layout, grid, out)
         with ExitStack() as borrowed:
-            with self.grid.collective_call("redistribute", self.signature, layout, described, signature_of(out)):
+            with self.grid.collective_call("redistribute", self._signature, layout, described, signature_of(out)):
                 check_target(self, layout, grid, out)
                 grid.transport.check_place(self.library, *(each.memory for each in (self, out) if each is not None))
-                out = self.empty_in(layout, grid) if out is None else out
+                out = self._empty_in(layout, grid) if out is None else out
                 fill = redistribution(self, out, borrowed)
             fill()
         out.fills += 1

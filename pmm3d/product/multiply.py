@@ -68,7 +68,7 @@ class ProductRun(Generic[Matrix]):
         (a, b), work = self.operands, self._slab.again()
         for matrix in (a, b, self.out):
             if self.out.library.name == "torch":  # only torch can replace the storage of an array
-                matrix.check_shard()
+                matrix._check_shard()
         bases = [matrix.base for matrix in (a, b, self.out)]  # for a view, the matrix whose shard it reads
         self._memory = [(base, base.memory, self._place_of(base.memory)) for base in bases]
         self._matrices = _by_rows(a, b, self.out)
@@ -99,7 +99,7 @@ class ProductRun(Generic[Matrix]):
 
     def _place_of(self, array: Array) -> tuple[Any, ...]:
         """Address of a shard. Empty for numpy, which never moves an array, and whose address takes 1 us to get."""
-        return () if self.out.library.name == "numpy" else self.out.place_of(array)
+        return () if self.out.library.name == "numpy" else self.out._place_of(array)
 
     def share(self) -> None:
         """Allocate the shared memory for partial sums, if the plan needs more than there is. Collective over the
@@ -162,7 +162,7 @@ class ProductRun(Generic[Matrix]):
         """
         if self.alpha == 0:
             with self.out.grid.ledger.phase("multiply"):
-                scale(self.out.library, self.out.stored, self.beta)
+                scale(self.out.library, self.out._stored, self.beta)
         else:
             if self.mine is not None:
                 self._multiply(self.plan.panels - 1)
@@ -269,7 +269,7 @@ def _planner(grid: Grid) -> Callable[..., Planned]:
             panels=None if panels is None else int(panels),
             max_workspace=max_workspace,
             gemm_copies=gemm_copies,
-            node_maps=tuple(map(grid.node_map_of, "xyz")),
+            node_maps=tuple(map(grid._node_map_of, "xyz")),
             in_node=axes_in_node(grid) if a.shared or b.shared else frozenset(),
             overlap=grid.overlap if overlap in (None, AUTO) else str(overlap),
             nodes=grid.hosts,
@@ -301,4 +301,4 @@ def _in_layout(matrix: StoredMatrix, layout: Layout, work: Slab) -> StoredMatrix
     """The matrix if it has this layout, else an unfilled matrix of the same shape and order, in work memory."""
     if has_layout(matrix, layout):
         return matrix
-    return matrix.over(work.array(matrix.stored_shape(layout, matrix.grid), matrix.dtype), layout, matrix.grid)
+    return matrix._over(work.array(matrix._stored_shape(layout, matrix.grid), matrix.dtype), layout, matrix.grid)

@@ -105,7 +105,7 @@ class OperandGather:
         row_bytes = whole.shape[1] * itemsize(self.library.dtype(whole))
         schedule = gather_schedule(counts, self._axis.index, row_bytes, self._axis.node_map)
         buffers = Buffers(schedule, self.library, (part, whole), (0, 0), None)
-        self._persistent = self._axis.persistent("all_gather", self._phase, schedule, buffers, row_bytes, number)
+        self._persistent = self._axis._persistent("all_gather", self._phase, schedule, buffers, row_bytes, number)
         requests.callback(self._persistent.free)
 
     @property
@@ -126,7 +126,7 @@ class OperandGather:
                 if self.in_pieces:
                     self._arrivals = Arrivals(self._axis, part, whole, counts)
                 else:
-                    self._awaited = self._axis.all_gather_into(part, whole, counts)
+                    self._awaited = self._axis._all_gather_into(part, whole, counts)
         elif self._part.in_place and panel == 0:
             self._awaited = self._barrier(brings=True)
 

@@ -111,15 +111,15 @@ def pgemm(
         library_of(a)
         form = _form(context, given, dtype, kind)
         plan = context.plans.get(form)
-        call = None if plan is None else plan.checked(arrays, descriptors, alpha, beta)
-    if plan is None or not plan.has_memory:
-        context.make_room(form.nbytes)
+        call = None if plan is None else plan._checked(arrays, descriptors, alpha, beta)
+    if plan is None or not plan._has_memory:
+        context._make_room(form.nbytes)
     if plan is None:
-        plan = context.keep(form, lambda: PgemmPlan(*given, dtype=dtype, library=kind))
+        plan = context._keep(form, lambda: PgemmPlan(*given, dtype=dtype, library=kind))
         with context.grid.collective_call("pgemm", alpha, beta):
-            call = plan.checked(arrays, descriptors, alpha, beta)
+            call = plan._checked(arrays, descriptors, alpha, beta)
     context.plans.move_to_end(form)  # the order of use is the same on all ranks
-    plan.begin(call).wait()
+    plan._begin(call).wait()
 
 
 class Form(NamedTuple):
@@ -228,7 +228,7 @@ class PgemmPlan:
         self._alpha: complex = 0
         placed = partial(_placed, self._form.parts, self._form.operations)
         moves = lambda shape: [*zip(self._form.parts, placed(shape))]
-        self.grid, ranks = context.product_grid((n, m, k), dtype, moves)
+        self.grid, ranks = context._product_grid((n, m, k), dtype, moves)
         self._on_grid = on_grid = placed(self.grid.shape, ranks)
         self._allocate()
         from_to = [*zip(self._form.parts[:2], on_grid)], (on_grid[2], self._form.parts[2])
@@ -237,7 +237,7 @@ class PgemmPlan:
         with self._base.collective_call("pgemm", always=True):  # the moves of A and B may overlap
             self._base.workspace.rehearse([move.work for move in self._coming], self._library)
             self._base.workspace.rehearse([self._back.work], self._library)
-        context.made(self)
+        context._register(self)
 
     def _allocate(self) -> None:
         """Allocate the work arrays. Collective."""
@@ -253,11 +253,11 @@ class PgemmPlan:
         ]
 
     @property
-    def has_memory(self) -> bool:
+    def _has_memory(self) -> bool:
         """Whether the plan has work arrays."""
         return bool(self._matrices)
 
-    def free_memory(self) -> None:
+    def _free_memory(self) -> None:
         """Free the work arrays. The next call allocates them again."""
         self._close_product()
         self._matrices, self._held = [], []
@@ -286,10 +286,10 @@ class PgemmPlan:
             If the plan is closed, or if the last product was not waited for. Other errors: see `pgemm`.
         """
         with self._base.collective_call("pgemm", alpha, beta):
-            call = self.checked((a, b, c), self._descriptors, alpha, beta)
-        return self.begin(call)
+            call = self._checked((a, b, c), self._descriptors, alpha, beta)
+        return self._begin(call)
 
-    def checked(self, given: Sequence[Any], descriptors: Sequence[Descriptor], alpha: Any, beta: Any) -> Call:
+    def _checked(self, given: Sequence[Any], descriptors: Sequence[Descriptor], alpha: Any, beta: Any) -> Call:
         """Check the arguments of a call, with the leading dimensions of its descriptors. May raise on one rank only."""
         self._base.engine.guard.check_open()
         if self.closed:
@@ -299,9 +299,9 @@ class PgemmPlan:
         a, b, c = (self._array(*each) for each in zip("ABC", given, self._form.parts, descriptors))
         return Call(a, b, c, scalar("alpha", alpha, self._form.dtype), scalar("beta", beta, self._form.dtype))
 
-    def begin(self, call: Call) -> PendingProduct[None]:
+    def _begin(self, call: Call) -> PendingProduct[None]:
         """Begin a product, after the ranks have compared its arguments: see `start`. Collective."""
-        if not self.has_memory:
+        if not self._has_memory:
             self._allocate()
         multiplies = self._multiplies and call.alpha != 0
         with self._base.ledger.phase("redistribute"):
@@ -358,7 +358,7 @@ class PgemmPlan:
         if self._pending is not None:
             self._pending.wait()
         self.closed = True
-        self.free_memory()
+        self._free_memory()
 
     def __enter__(self) -> PgemmPlan:
         return self
@@ -397,7 +397,7 @@ def _compared(argument: Any) -> Any:
 def _form(context: BlacsContext, given: Sequence[Any], dtype: Any, kind: str) -> Form:
     """`Form` of the arguments of p?gemm. May raise on this rank only."""
     transa, transb, m, n, k, ia, ja, desca, ib, jb, descb, ic, jc, descc = given
-    context.check_open()
+    context._check_open()
     for descriptor in (desca, descb, descc):
         if check_descriptor("pgemm", descriptor).context is not context:
             raise GridError(

@@ -107,7 +107,7 @@ def _rank_k(what: str, a: DistMatrix, alpha: complex, beta: complex, out: DistMa
         raise Pmm3dError(no_matrix("a", a, what))
     grid, hermitian = a.grid, what == "herk"
     with grid.engine.guard:
-        with grid.collective_call(what, a.signature, signature_of(out), alpha, beta, uplo):
+        with grid.collective_call(what, a._signature, signature_of(out), alpha, beta, uplo):
             for name, value in (("alpha", alpha), ("beta", beta)):
                 scalar(name, value, a.dtype, what)
                 if hermitian and not isinstance(value, Real):
@@ -190,7 +190,7 @@ def _mirror(c: DistMatrix, lower: bool, hermitian: bool) -> None:
     if library.has_data:
         parallel_rows(library, copy, (rows,), tile)
     else:
-        library.passed("mirror", c.stored, transposed.stored)
+        library.passed("mirror", c._stored, transposed._stored)
     if hermitian and c.dtype.startswith("complex"):
         for diagonal, _ in diagonals(c):
             diagonal[...] = diagonal.real * 1  # torch refuses to write one complex element from its own real part

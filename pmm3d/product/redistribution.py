@@ -168,7 +168,7 @@ def pgemr2d(
     compared = [each.cyclic if isinstance(each, Descriptor) else each for each in (desca, descb)]
     with grid.collective_call("pgemr2d", m, n, ia, ja, ib, jb, *compared, dtype, kind):
         for each in (desca, descb):
-            check_descriptor("pgemr2d", each).context.check_open()
+            check_descriptor("pgemr2d", each).context._check_open()
         if not grid.same_processes(descb.context.grid):
             raise GridError(
                 "pgemr2d: the two contexts are over different ranks, or these in another order: make both "

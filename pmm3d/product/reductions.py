@@ -153,7 +153,7 @@ class Reductions(StoredMatrix):
         ...     DistMatrix.identity(grid, 3).diagonal()
         array([1., 1., 1.])
         """
-        with self.grid.collective_call("diagonal", self.signature):
+        with self.grid.collective_call("diagonal", self._signature):
             check_numbers("diagonal", self)
             found = self.library.empty((min(self.shape),), self.dtype)
             found[...] = 0
@@ -195,12 +195,12 @@ class Reductions(StoredMatrix):
                 b is not None and b is not self and not has_layout(b, self.layout)
             )
 
-        found = self.grid.number_of_all(what, number, dtype, self.signature, *others)
+        found = self.grid._number_of_all(what, number, dtype, self._signature, *others)
         if not moves():
             return found
         a = summed(self) if sums else self
         other = a if b is None or b is self else in_layout(b, a.layout, what)
-        return self.grid.number_of_all(what, lambda: own(a, other) if _counts(a) else 0.0, dtype)
+        return self.grid._number_of_all(what, lambda: own(a, other) if _counts(a) else 0.0, dtype)
 
     def _added_up(
         self,
@@ -226,7 +226,7 @@ class Reductions(StoredMatrix):
 def diagonals(matrix: StoredMatrix) -> Iterator[tuple[Array, int]]:
     """Yield this rank's parts of the diagonal, each with the row of its first element. A part is a 1D view before
     conjugation."""
-    step = sum(matrix.library.strides(matrix.stored))
+    step = sum(matrix.library.strides(matrix._stored))
     for box, within in shards(matrix.shape, matrix.layout, matrix.grid).runs(matrix.grid.rank):
         first, last = max(box.r0, box.c0), min(box.r1, box.c1)
         if first < last:
@@ -282,6 +282,6 @@ def _inner_of(a: StoredMatrix, b: StoredMatrix) -> complex:
             y = library.conjugate(y) if b.conjugated else y
         return (x * y).sum()
 
-    stored, other = library.as_input(a.stored), library.as_input(b.stored)
+    stored, other = library.as_input(a._stored), library.as_input(b._stored)
     other = other if a.order == b.order else other.T
     return sum((each.item() for each in _over_rows(library, product, stored, other)), 0.0)

@@ -173,7 +173,7 @@ class Relayout:
         if self._awaited and self._grid.coords is not None:
             axis = self._grid.axis(self._steps[-1].axis if self._steps else "x")
             rows = [len(out) if rank == axis.index else 0 for rank in range(axis.size)]
-            self._awaited = [axis.all_to_all_into(self._result, out, rows, rows, after=self._awaited)]
+            self._awaited = [axis._all_to_all_into(self._result, out, rows, rows, after=self._awaited)]
         else:
             out[...] = self._result
         self._result = out
@@ -205,22 +205,22 @@ class Relayout:
             return self._move(before, step.layout, array, out)
         axis = grid.axis(step.axis)
         if step.kind == "all_reduce":
-            return partial(axis.all_reduce_into, array, out), all_reduce_work(
+            return partial(axis._all_reduce_into, array, out), all_reduce_work(
                 array.shape, dtype, axis.size, axis.index, axis.node_map
             )
         regions = _regions(step, before, self._shape, grid.shape, grid.coords)
         if step.kind == "gather":
             counts = _extents(regions, dim)
             work = all_gather_work(out.shape, dtype, counts, axis.index, dim, axis.node_map)
-            return partial(axis.all_gather_into, array, out, counts, dim=dim), work
+            return partial(axis._all_gather_into, array, out, counts, dim=dim), work
         if step.kind == "reduce_scatter":
             counts = _extents(regions, dim)
             work = reduce_scatter_work(library, array, counts, axis.index, dim, axis.node_map)
-            return partial(axis.reduce_scatter_into, array, out, counts, dim=dim), work
+            return partial(axis._reduce_scatter_into, array, out, counts, dim=dim), work
         theirs = _regions(step, before, self._shape, grid.shape, grid.coords, receives=True)
         sent, received, dims = _extents(regions, 1 - dim), _extents(theirs, dim), (1 - dim, dim)
         work = work_bytes(all_to_all(tuple(sent), tuple(received), axis.index), library, array, out, dims)
-        return partial(axis.all_to_all_into, array, out, sent, received, dims=dims), work
+        return partial(axis._all_to_all_into, array, out, sent, received, dims=dims), work
 
     def _move(self, before: Layout, after: Layout, array: Array, out: Array) -> tuple[Leg, int]:
         """`_leg` of a move between all ranks. Along the axes of remaining partial sums, ranks receive from ranks with
@@ -263,7 +263,7 @@ def redistribution(matrix: StoredMatrix, out: StoredMatrix, borrowed: ExitStack)
     target = out.layout if same else matrix.layout.summed
     layouts = (matrix.layout, target) if matrix.order == "C" else (matrix.layout.T, target.T)
     shape = matrix.shape if matrix.order == "C" else matrix.shape[::-1]
-    relayout = Relayout(grid, matrix.stored, shape, *layouts, out.stored if same else None)
+    relayout = Relayout(grid, matrix._stored, shape, *layouts, out._stored if same else None)
     work = borrowed.enter_context(grid.workspace.slab(relayout.work, library))
     if not same:
         sides = [shards(matrix.shape, *side, matrix.order) for side in ((target, grid), (out.layout, out.grid))]
@@ -277,9 +277,9 @@ def redistribution(matrix: StoredMatrix, out: StoredMatrix, borrowed: ExitStack)
             local = here if matrix.order == "C" else here.T
             with grid.ledger.phase("redistribute"):
                 move.start(library, [local], [out.memory], work=memory).wait()
-            out.keep_one()
+            out._keep_one()
         if matrix.conjugated != out.conjugated:
-            library.conjugate_in_place(out.stored)
+            library.conjugate_in_place(out._stored)
 
     return fill
 
@@ -287,7 +287,7 @@ def redistribution(matrix: StoredMatrix, out: StoredMatrix, borrowed: ExitStack)
 def refill(matrix: StoredMatrix, out: StoredMatrix, work: Slab, rounds: int) -> None:
     """Fill `out`, of the same shape, type and order, in another layout on the same grid, in `rounds` rounds.
     Collective."""
-    move = TileMove(matrix.grid, matrix.placement(), out.placement(), matrix.dtype, rounds=rounds)
+    move = TileMove(matrix.grid, matrix._placement(), out._placement(), matrix.dtype, rounds=rounds)
     with matrix.grid.ledger.phase("redistribute"):
         move.start(matrix.library, [matrix.memory], [out.memory], work=work).wait()
 
@@ -300,7 +300,7 @@ def summed(matrix: Matrix, alpha: Any = 1) -> Matrix:
     if not isinstance(matrix, StoredMatrix) or not matrix.layout.sums:
         return matrix
     if isinstance(alpha, Complex) and alpha == 0:
-        return matrix.over(matrix.stored, matrix.layout.summed, matrix.grid)
+        return matrix._over(matrix._stored, matrix.layout.summed, matrix.grid)
     return in_layout(matrix, matrix.layout.summed, "the sum of partial sums")
 
 
@@ -323,9 +323,9 @@ def in_layout(matrix: Matrix, layout: Layout, what: str) -> Matrix:
     what   name of the operation in error messages
     """
     if has_layout(matrix, layout):
-        return matrix.over(matrix.stored, layout, matrix.grid)
+        return matrix._over(matrix._stored, layout, matrix.grid)
     with ExitStack() as borrowed:
-        with matrix.grid.collective_call(what, matrix.signature, layout):
+        with matrix.grid.collective_call(what, matrix._signature, layout):
             bring = brought(matrix, layout, borrowed)
         return bring()
 
@@ -334,10 +334,10 @@ def brought(matrix: Matrix, layout: Layout, borrowed: ExitStack) -> Callable[[],
     """`in_layout` as a function, which sends when it is called. `borrowed` frees its work memory."""
     grid = matrix.grid
     if has_layout(matrix, layout):
-        return lambda: matrix.over(matrix.stored, layout, grid)
+        return lambda: matrix._over(matrix._stored, layout, grid)
     grid.transport.check_place(matrix.library, matrix.memory)
-    memory = matrix.library.empty(matrix.stored_shape(layout, grid), matrix.dtype)
-    there = matrix.over(memory, layout, grid)
+    memory = matrix.library.empty(matrix._stored_shape(layout, grid), matrix.dtype)
+    there = matrix._over(memory, layout, grid)
     fill = redistribution(matrix, there, borrowed)
 
     def bring() -> Matrix:
@@ -395,7 +395,7 @@ class Submatrices(StoredMatrix):
                [22., 23.]])
         """
         grid = self.grid
-        with grid.collective_call("submatrix", self.signature, _slice_signature(rows), _slice_signature(cols), layout):
+        with grid.collective_call("submatrix", self._signature, _slice_signature(rows), _slice_signature(cols), layout):
             window = _window("submatrix", self, rows, cols)
             layout = self.layout if layout is None else layout
             target = shards(window.shape, layout, grid, self.order)
@@ -410,8 +410,8 @@ class Submatrices(StoredMatrix):
             with grid.ledger.phase("submatrix"):
                 move.start(a.library, [a.memory], [made.memory], work=work).wait()
         if a.conjugated:
-            a.library.conjugate_in_place(made.stored)
-        return made.keep_one()
+            a.library.conjugate_in_place(made._stored)
+        return made._keep_one()
 
     @one_thread
     def set_submatrix(self, rows: slice, cols: slice, a: Self) -> Self:
@@ -453,7 +453,7 @@ class Submatrices(StoredMatrix):
         """
         grid, library = self.grid, self.library
         slices = _slice_signature(rows), _slice_signature(cols)
-        with grid.collective_call("set_submatrix", self.signature, signature_of(a), *slices):
+        with grid.collective_call("set_submatrix", self._signature, signature_of(a), *slices):
             window = _window("set_submatrix", self, rows, cols)
             check_alike("set_submatrix", self, a, window.shape, "A")
             check_out("set_submatrix", self, a, name="the matrix")
@@ -465,7 +465,7 @@ class Submatrices(StoredMatrix):
         a = summed(a)
         with ExitStack() as borrowed:
             with grid.collective_call("set_submatrix", always=True):
-                move = TileMove(grid, a.placement(), _part(self, window), a.dtype, operation="submatrix")
+                move = TileMove(grid, a._placement(), _part(self, window), a.dtype, operation="submatrix")
                 work = borrowed.enter_context(grid.workspace.slab(move.work, library))
             with grid.ledger.phase("submatrix"):
                 move.start(library, [a.memory], [self.memory], work=work).wait()
@@ -476,7 +476,7 @@ class Submatrices(StoredMatrix):
 
 
 def _part(matrix: StoredMatrix, window: Box) -> Placement:
-    return matrix.placement().sub(window.r0, window.c0, *window.shape)
+    return matrix._placement().sub(window.r0, window.c0, *window.shape)
 
 
 def _slice_signature(part: Any) -> Any:

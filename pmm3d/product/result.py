@@ -54,7 +54,7 @@ class Result:
         schedule = reduce_schedule(rank.c_counts, axis.index, rank.plan.dtype, axis.node_map)
         buffers = Buffers(schedule, self._library, (self._partial, self._out), (0, 0), self._work.again(), self._beta)
         row_bytes = rank.cols * itemsize(rank.plan.dtype)
-        self._persistent = axis.persistent("reduce_scatter", "reduce C", schedule, buffers, row_bytes, number)
+        self._persistent = axis._persistent("reduce_scatter", "reduce C", schedule, buffers, row_bytes, number)
         requests.callback(self._persistent.free)
 
     def begin(self, shared: Sequence[Array]) -> None:
@@ -94,10 +94,10 @@ class Result:
         if not self._messages:
             return axis.begin(READ_IN_PLACE, self._sum_in_place)
         if rank.plan.c == 0:
-            return axis.reduce_scatter_into(
+            return axis._reduce_scatter_into(
                 self._partial, self._out, rank.c_counts, self._beta, work=self._work.again()
             )
-        return axis.all_reduce_into(self._partial, self._out, self._beta, work=self._work.again())
+        return axis._all_reduce_into(self._partial, self._out, self._beta, work=self._work.again())
 
     def _sum_in_place(self, link: Link) -> Collective[None]:
         """Sum this rank's rows of C from the memory of all ranks, in rank order, between two barriers."""

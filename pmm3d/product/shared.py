@@ -32,7 +32,7 @@ def shared_sums(grid: Grid, axis: str, nbytes: int) -> list[Array]:
     """
     if shared_sums not in grid.attached:
         grid.attached[shared_sums] = dict[str, list[Array]]()
-        grid.at_close(grid.attached[shared_sums].clear)
+        grid._at_close(grid.attached[shared_sums].clear)
     memory: dict[str, list[Array]] = grid.attached[shared_sums]
     held = memory[axis][0].shape[0] if axis in memory else 0
     if held < nbytes:
@@ -77,7 +77,7 @@ def window_of(grid: Grid, axis: str, placement: Placement, dtype: str, library: 
     """Window of a matrix, and this rank's shard in it. Each node of the axis has a block. Collective along the axis."""
     from ..comm import one_for_each_node, ranks_that_share, shared_array
 
-    members, size = grid.ranks_along([axis]), itemsize(dtype)
+    members, size = grid._ranks_along([axis]), itemsize(dtype)
     shapes = [placement.box(rank).shape for rank in members]
     if len(shapes) == 1:
         local = library.empty(shapes[0], dtype)
@@ -96,7 +96,7 @@ def window_of(grid: Grid, axis: str, placement: Placement, dtype: str, library: 
 
 def shared_room(matrix: Any, layout: Layout, grid: Any, out: Any) -> Any:
     """New DistMatrix of the shape and order of `matrix`, in shared memory. Collective."""
-    with matrix.grid.collective_call("redistribute", matrix.signature, layout, signature_of(out), True):
+    with matrix.grid.collective_call("redistribute", matrix._signature, layout, signature_of(out), True):
         if out is not None:
             raise LayoutError("redistribute: out= has its memory, and shared= asks for new: leave one of them out")
     options: Any = {"dtype": matrix.dtype, "library": matrix.library, "shared": True}

@@ -90,7 +90,7 @@ class StoredMatrix(Uncompared):
     @property
     def local(self) -> Array:
         """Shard of this rank. For a conjugated view, a new array at each access, which must not be written to."""
-        return self.part(EVERYTHING) if self.conjugated else self.memory
+        return self._part(EVERYTHING) if self.conjugated else self.memory
 
     @local.setter
     def local(self, array: Array) -> None:
@@ -106,17 +106,17 @@ class StoredMatrix(Uncompared):
                 f"matrix needs {tuple(self.memory.shape)} {self.dtype} of {self.library.name}. Convert "
                 "it, or make a new matrix: DistMatrix.from_local"
             )
-        if self.window is not None and self.place_of(array) != self.place_of(self.memory):
+        if self.window is not None and self._place_of(array) != self._place_of(self.memory):
             raise LayoutError(
                 "the shard of a matrix in shared memory stays where it is: write into it, matrix.local[...] = array"
             )
         self.base._memory = flipped(library.as_input(flipped(array, self.order)), self.base.order)
 
-    def place_of(self, array: Array) -> tuple[Any, ...]:
+    def _place_of(self, array: Array) -> tuple[Any, ...]:
         """Address, shape and strides of an array of this library."""
         return self.library.address(array), tuple(array.shape), tuple(self.library.strides(array))
 
-    def check_shard(self) -> None:
+    def _check_shard(self) -> None:
         """Raise LayoutError if torch (`.data`) replaced the storage of the shard by storage that a shard cannot
         have."""
         memory, shape = self.memory, self.box.shape
@@ -129,7 +129,7 @@ class StoredMatrix(Uncompared):
                 "DistMatrix.from_local"
             )
 
-    def part(self, within: tuple[slice, slice]) -> Array:
+    def _part(self, within: tuple[slice, slice]) -> Array:
         """Part of the shard, by slices of its rows and columns: a view, or a copy for a conjugated view."""
         part = self.memory[within]
         if not self.conjugated:
@@ -167,40 +167,40 @@ class StoredMatrix(Uncompared):
         """This matrix, or a copy if it is a conjugated view. Nothing is sent."""
         return type(self)(self.grid, self.local, self.shape, self.layout, self.order) if self.conjugated else self
 
-    def placement(self) -> Placement:
+    def _placement(self) -> Placement:
         """Owners of each element. Raises LayoutError for partial sums, because no rank stores their elements."""
         return Placement(self.shape, self.layout.on(self.grid.shape), self.grid.shape, self.order)
 
     @property
-    def stored(self) -> Array:
+    def _stored(self) -> Array:
         """The shard as a C-contiguous array, before conjugation."""
         return flipped(self.memory, self.order)
 
-    def keep_one(self) -> Self:
+    def _keep_one(self) -> Self:
         """Fill the shard with zeros, unless this rank is the first along each axis of partial sums."""
         if self.grid.coords is not None and any(getattr(self.grid.coords, axis) for axis in self.layout.sums):
             self.memory[...] = 0
         return self
 
-    def stored_shape(self, layout: Layout, grid: Grid) -> tuple[int, int]:
+    def _stored_shape(self, layout: Layout, grid: Grid) -> tuple[int, int]:
         """Shape of the C-contiguous array that stores this rank's shard in another layout."""
         rows, cols = shards(self.shape, layout, grid).box(grid.rank).shape
         return (rows, cols) if self.order == "C" else (cols, rows)
 
-    def over(self, memory: Array, layout: Layout, grid: Grid) -> Self:
+    def _over(self, memory: Array, layout: Layout, grid: Grid) -> Self:
         """A matrix in another layout whose shard is in that memory, with the shape, type, order and conjugation of this
         one.
         """
         return type(self)(grid, flipped(memory, self.order), self.shape, layout, self.order, self.conjugated)
 
-    def empty_in(self, layout: Layout, grid: Grid, dtype: str | None = None) -> Self:
+    def _empty_in(self, layout: Layout, grid: Grid, dtype: str | None = None) -> Self:
         """A new matrix of this shape and order, and of this type by default; its elements are arbitrary."""
         shape = shards(self.shape, layout, grid).box(grid.rank).shape
         memory = new_array(self.library, shape, dtype or self.dtype, self.order)
         return type(self)(grid, memory, self.shape, layout, self.order)
 
     @cached_property
-    def signature(self) -> Compared:
+    def _signature(self) -> Compared:
         """Properties that must be equal on all ranks. Ranks have devices of their own."""
         return Compared(
             (self.shape, self.dtype, str(self.layout), self.grid.shape, self.order, self.conjugated, self.library.kind)

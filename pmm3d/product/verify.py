@@ -32,7 +32,7 @@ def apply(matrix: DistMatrix, vector: np.ndarray, absolute: bool = False) -> np.
         part = vector[box.c0 : box.c1]
         step = max(1, 2**16 // max(1, box.c1 - box.c0))
         for start in range(0, box.r1 - box.r0, step):
-            rows = library.to_numpy(matrix.part((slice(start, start + step), slice(None))))
+            rows = library.to_numpy(matrix._part((slice(start, start + step), slice(None))))
             rows = np.abs(rows) if absolute else rows
             result[box.r0 + start : box.r0 + start + rows.shape[0]] = rows.astype(vector.dtype) @ part
     return grid.everyone.all_reduce(result, agreed=True).wait()
@@ -98,4 +98,4 @@ def _integers(like: DistMatrix, seed: int) -> DistMatrix:
         library=stored.library,
         distribution="integers",
     )
-    return like.over(made.memory, like.layout, like.grid)
+    return like._over(made.memory, like.layout, like.grid)

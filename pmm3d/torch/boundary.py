@@ -260,7 +260,7 @@ def _all_rows(grid: Grid, x: torch.Tensor) -> tuple[torch.Tensor, int]:
             counts = stacked(axis, torch.tensor([[found.shape[0]]])).flatten().tolist()
             out = found.new_empty((sum(counts), found.shape[1]))
             with grid.ledger.phase("gather rows"):
-                found = axis.all_gather_into(found, out, counts).wait()
+                found = axis._all_gather_into(found, out, counts).wait()
             start += sum(counts[: axis.index])
     return found.view(found.shape[0], *x.shape[1:]), start
 

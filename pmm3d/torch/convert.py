@@ -216,7 +216,7 @@ def _sharded(name: str, part: Any, split: Split, grid: Grid) -> ShardedModule:
         )
     made.path, made.partners = name, BackwardPasses.of(grid).partners
     for own in made.home:
-        made.load_whole(own, getattr(part, own))
+        made._load_whole(own, getattr(part, own))
         made.get_parameter(own).requires_grad_(getattr(part, own).requires_grad)
     return made
 
@@ -234,7 +234,7 @@ def _attach(module: nn.Module, grid: Grid, label: str) -> None:
             passes.parallel.weights.pause()
         if draws and module.training:
             state = crc32(torch.get_rng_state().numpy().data)
-            grid.compared("dropout's random numbers (torch.manual_seed)", state)()
+            grid._compared("dropout's random numbers (torch.manual_seed)", state)()
         if shares_rows and first:
             _compare_inputs(module, passes, f"{label}input", (args, kwargs))
 
@@ -256,7 +256,7 @@ def _compare_inputs(module: nn.Module, passes: BackwardPasses, what: str, given:
     first = next(module.children(), module) if type(module) is nn.Sequential else module
     layers = [first] if isinstance(first, ShardedModule) else module.modules()
     splits = set[str]().union(
-        *(layer.splits(tensor) for layer in layers if isinstance(layer, ShardedModule) for tensor in found)
+        *(layer._splits(tensor) for layer in layers if isinstance(layer, ShardedModule) for tensor in found)
     )
     passes.compare("the model's input", [digest(found)], trains=trains, cols=splits)
 

@@ -80,15 +80,15 @@ class ShardedModule(OnGrid):
         self.path = f"{type(self).__name__} {next(BackwardPasses.of(grid).numbers)}"
         self.register_forward_pre_hook(_is_called)
         for name in home:
-            size = self.box(name).shape if name in self.matrices else self.box(name).shape[1:]
+            size = self._box(name).shape if name in self.matrices else self._box(name).shape[1:]
             self.register_parameter(name, torch.nn.Parameter(torch.empty(size, dtype=dtype, device=device)))
 
-    def box(self, name: str) -> Box:
+    def _box(self, name: str) -> Box:
         """Rows and columns of a parameter's matrix that this rank stores."""
         shape, layout = self.home[name]
         return layout.box(shape, self.grid.shape, self.grid.coords)
 
-    def held(self, name: str) -> GridParameter:
+    def _held(self, name: str) -> GridParameter:
         """Return the GridParameter over the present memory of a parameter, with its present precision."""
         tensor = getattr(self, name)
         found = BackwardPasses.of(self.grid).hold(
@@ -97,18 +97,18 @@ class ShardedModule(OnGrid):
         found.weight.precision = precision_of(tensor)
         return found
 
-    def whole(self, name: str, root: int | None = None) -> torch.Tensor | None:
+    def _whole(self, name: str, root: int | None = None) -> torch.Tensor | None:
         """Gather a parameter of the plain module on every rank, or on `root`: None on other ranks. Collective."""
-        gathered = self.held(name).weight.value.gather(root)
+        gathered = self._held(name).weight.value.gather(root)
         return None if gathered is None else self._turned(name, gathered).clone(memory_format=torch.contiguous_format)
 
-    def load_whole(self, name: str, value: torch.Tensor) -> None:
+    def _load_whole(self, name: str, value: torch.Tensor) -> None:
         """Copy this rank's part of a parameter of the plain module. Local."""
-        own = self._turned(name, value)[self.box(name).within(Box(0, 0, 0, 0))]
+        own = self._turned(name, value)[self._box(name).within(Box(0, 0, 0, 0))]
         with torch.no_grad():
             getattr(self, name).copy_(own.reshape(getattr(self, name).shape))
 
-    def plain_shape(self, name: str) -> tuple[int, ...]:
+    def _plain_shape(self, name: str) -> tuple[int, ...]:
         """Shape of the plain module's parameter."""
         rows, cols = self.home[name][0]
         return (cols, rows) if name in self.matrices else (cols,)
@@ -119,9 +119,9 @@ class ShardedModule(OnGrid):
             return value.T
         return value[0] if value.dim() == 2 else value[None]
 
-    def run(self, function: Callable[..., Tensor], x: torch.Tensor) -> torch.Tensor:
+    def _run(self, function: Callable[..., Tensor], x: torch.Tensor) -> torch.Tensor:
         """Run function(x, *parameters), an operation of `pmm3d.nn`. x has this rank's columns, or all columns."""
-        held = [self.held(name) for name in self.home]
+        held = [self._held(name) for name in self.home]
         self._check_type(x)
         return run(
             self.grid,
@@ -148,27 +148,27 @@ class ShardedModule(OnGrid):
 
     def _own_part(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's columns of the input, which has these or all columns. Raises LayoutError for other widths."""
-        own, width = self.own_width(), x.shape[-1] if x.dim() else -1
+        own, width = self._own_width(), x.shape[-1] if x.dim() else -1
         if width not in (own, self.columns):
             raise LayoutError(
                 f"{self}: an input of shape {tuple(x.shape)}; its columns are this rank's {own}, or all {self.columns}"
             )
         alone = self.grid.axis(self.input.cols[0]).size == 1
-        is_own = alone or (width == own and self.own_width(FIRST) < self.columns)
+        is_own = alone or (width == own and self._own_width(FIRST) < self.columns)
         return x if is_own else own_columns(self.grid, x, self.columns, self.input)
 
-    def own_width(self, coords: Coords | None = None) -> int:
+    def _own_width(self, coords: Coords | None = None) -> int:
         """Number of input columns of this rank, or of the rank at these coordinates."""
         return self.input.box((1, self.columns), self.grid.shape, coords or self.grid.coords).shape[1]
 
-    def splits(self, x: torch.Tensor) -> set[str]:
+    def _splits(self, x: torch.Tensor) -> set[str]:
         """Axis that splits the columns of x if x can be this rank's part of this module's input; else no axis."""
         width = x.shape[-1] if x.dim() and x.is_floating_point() else -1
-        return {*self.input.cols} if width == self.own_width() != self.columns else set()
+        return {*self.input.cols} if width == self._own_width() != self.columns else set()
 
     def get_extra_state(self) -> dict[str, Any]:
         """Shapes of the matrices, and boxes of this rank's shards. `load_state_dict` raises an error for others."""
-        return {name: [*shape, *self.box(name)] for name, (shape, _) in self.home.items()}
+        return {name: [*shape, *self._box(name)] for name, (shape, _) in self.home.items()}
 
     def set_extra_state(self, state: Any) -> None:
         """Do nothing, because `_load_from_state_dict` has compared the state."""
@@ -285,7 +285,7 @@ class Linear3D(ShardedModule):
     def _draw(self, seed: int) -> None:
         """Set random initial values, the same for any grid."""
         for stream, (name, (shape, layout)) in enumerate(self.home.items()):
-            local = self.held(name).weight.local
+            local = self._held(name).weight.local
             made = DistMatrix.random(
                 self.grid,
                 shape,
@@ -297,7 +297,7 @@ class Linear3D(ShardedModule):
             local[...] = made.local * self.in_features**-0.5
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.run(linear, x)
+        out = self._run(linear, x)
         return whole_columns(self.grid, out, self.out_features, self._output) if self.gather else out
 
     def extra_repr(self) -> str:
@@ -368,7 +368,7 @@ class LayerNorm3D(ShardedModule):
             gain, bias = [*learned, *(_constant(form, value) for value in (1.0, 0.0)[len(learned) :])]
             return layer_norm(operand, gain, bias, self.eps)
 
-        return self.run(norm, x)
+        return self._run(norm, x)
 
     def extra_repr(self) -> str:
         return f"{self.columns}, axis={self.input.cols[0]!r}, eps={self.eps}, grid={self.grid.shape}"

@@ -142,13 +142,13 @@ class BackwardPasses:
             self._is_open = True
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end(number))
 
-    def receive(self, held: GridParameter, part: Contribution) -> None:
+    def _receive(self, held: GridParameter, part: Contribution) -> None:
         """Add a contribution to the gradient of a parameter."""
         self.begin()
         if held not in self._taken:
             held.resume()
         self._taken[held] += 1
-        held.weight.receive(part)
+        held.weight._receive(part)
 
     def hold(
         self,
@@ -182,7 +182,7 @@ class BackwardPasses:
                 "embedding with sparse=False"
             )
         held.has_more = True
-        self.receive(held, held.part(gradient))
+        self._receive(held, held.part(gradient))
         tensor.grad = None
 
     def end(self, number: int) -> None:
@@ -199,7 +199,7 @@ class BackwardPasses:
         try:
             if self.grid.size > 1:
                 found = ", ".join(f"{each.weight.name} {times}" for each, times in taken.items())
-                self.grid.compared("backward", found)()
+                self.grid._compared("backward", found)()
             self.parallel.finish()
             self._is_open, self._taken = False, Counter()
             for held in taken:
@@ -289,6 +289,6 @@ class _Operation(torch.autograd.Function):
         coming = relayout_gradient(ctx.form, of_input) if reached(before) is not False else None
         for held, part, end in zip(call.held, others, ends):
             if end is not None and held.is_reached():
-                call.passes.receive(held, part)
+                call.passes._receive(held, part)
         dx = None if coming is None else coming.wait().view(ctx.shape)
         return None, dx, *[None] * len(call.held)

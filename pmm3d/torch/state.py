@@ -46,7 +46,7 @@ def full_state_dict(module: nn.Module, root: int | None = None) -> dict[str, Any
     for key, value in _plain_state(module).items():
         if key in spread:
             layer, name = spread[key]
-            whole = layer.whole(name, root)
+            whole = layer._whole(name, root)
             if whole is not None:
                 found[key] = whole
         elif here:
@@ -82,7 +82,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any]) -> None:
     """
     spread, own, grid = dict(_sharded(module)), _plain_state(module), grid_of(module)
     shapes = {
-        key: spread[key][0].plain_shape(spread[key][1]) if key in spread else _shape(key, value)
+        key: spread[key][0]._plain_shape(spread[key][1]) if key in spread else _shape(key, value)
         for key, value in own.items()
     }
     with grid.collective_call("load_full_state_dict", always=True):
@@ -92,7 +92,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any]) -> None:
         pass
     for key in shapes:
         if key in spread:
-            spread[key][0].load_whole(spread[key][1], state[key])
+            spread[key][0]._load_whole(spread[key][1], state[key])
         elif key.endswith(EXTRA):
             module.get_submodule(key[: -len(EXTRA)].rstrip(".")).set_extra_state(state[key])
         else:

@@ -156,7 +156,7 @@ def test_where_the_rank_is():
         assert grid.shape == (4, 3, 2, 5) and grid.coords == grid.shape.coords(100) and grid.size == 120
         assert [grid.axis(name).index for name in AXES[:4]] == list(grid.coords)
         assert list(grid.data.ranks) == [4, 28, 52, 76, 100] and grid.hosts == 20
-        assert grid.local_rank == 4 and grid.host_of(100) == "host 16" and grid.active
+        assert grid.local_rank == 4 and grid._host_of(100) == "host 16" and grid.active
         assert "rank 100" in repr(grid) and grid.attached == {}
 
 

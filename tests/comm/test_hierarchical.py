@@ -91,7 +91,7 @@ def test_gathers_bring_every_part(line):
                 found = line.x.all_gather(to_library(parts[line.rank]), counts=known).wait()
                 assert np.array_equal(to_numpy(found), whole)
             turned = to_library(np.zeros((3, sum(counts)), dtype))
-            line.x.all_gather_into(to_library(np.ascontiguousarray(parts[line.rank].T)), turned, counts, dim=1).wait()
+            line.x._all_gather_into(to_library(np.ascontiguousarray(parts[line.rank].T)), turned, counts, dim=1).wait()
             assert np.array_equal(to_numpy(turned), whole.T)
             each = line.size // 2
             brought = sum(
@@ -114,7 +114,7 @@ def test_sums_are_exact_and_in_their_order(line):
             part = line.x.reduce_scatter(to_library(arrays[line.rank])).wait()
             assert bits_of(to_numpy(part)) == bits_of(part_of(expected, part_sizes(rows, line.size), line.rank))
             here = to_library(arrays[line.rank])
-            line.x.sum_coalesced([here, to_library(arrays[line.rank])]).wait()
+            line.x._sum_coalesced([here, to_library(arrays[line.rank])]).wait()
             assert bits_of(to_numpy(here)) == bits_of(expected)
 
 
@@ -127,10 +127,10 @@ def test_scatters_of_uneven_parts_with_beta(line):
             wholes = [integers(shape, seed=rank) for rank in range(line.size)]
             own = part_of(sum(wholes), counts, line.rank, dim)
             out = to_library(np.ones(own.shape))
-            line.x.reduce_scatter_into(to_library(wholes[line.rank]), out, counts, 3, dim=dim).wait()
+            line.x._reduce_scatter_into(to_library(wholes[line.rank]), out, counts, 3, dim=dim).wait()
             assert np.array_equal(to_numpy(out), 3 + own)
             array, out = to_library(wholes[line.rank]), to_library(np.ones(shape))
-            line.x.all_reduce_into(array, out, 2).wait()
+            line.x._all_reduce_into(array, out, 2).wait()
             assert np.array_equal(to_numpy(out), 2 + sum(wholes))
 
 

@@ -287,7 +287,7 @@ def test_what_failed_while_messages_were_under_way_keeps_its_memory(comm):
         assert known[0]() is not None
         own, other = grid.x._comm, grid.y._comm
     assert (own == MPI.COMM_NULL, other == MPI.COMM_NULL) == (False, True) and known[0]() is not None
-    own.Send(np.ones(1), 0, 1 + grid.x.number)
+    own.Send(np.ones(1), 0, 1 + grid.x._number)
     assert known[0]() == 1
 
 
@@ -298,7 +298,7 @@ def test_persistent_requests_keep_their_memory_while_they_are_active(comm):
         known, arrays = weakref.ref(whole), (whole[comm.rank : comm.rank + 1], whole)
         schedule = all_gather((1,) * comm.size, comm.rank)
         buffers = Buffers(schedule, NumpyLibrary(), arrays, (0, 0), None)
-        persistent = grid.x.persistent("all_gather", "", schedule, buffers, 8, 0)
+        persistent = grid.x._persistent("all_gather", "", schedule, buffers, 8, 0)
         if comm.rank:
             persistent.begin().free()
         del whole, arrays, buffers

@@ -46,8 +46,8 @@ def test_collectives_of_all_axes_take_turns(comm, grid):
     with standin.Stream(non_blocking=True) as busy:
         mine[0] += 1
         busy.queue.held = True
-        first = grid.y.all_reduce_into(mine[0], mine[0])
-    second = grid.everyone.all_reduce_into(mine[1], mine[1])
+        first = grid.y._all_reduce_into(mine[0], mine[0])
+    second = grid.everyone._all_reduce_into(mine[1], mine[1])
     assert not any(second.test() for _ in range(50))
     busy.queue.held = False
     assert np.array_equal(to_numpy(second.wait(), "standin"), comm.size * integers((8, 3), seed=1))
@@ -61,7 +61,7 @@ def test_with_debug_calls_are_compared_in_any_order(comm, monkeypatch):
     with Grid(comm, (1, comm.size, 1), device_transport="nccl", debug=True) as grid:
         for axis in (grid.y, grid.everyone):
             axis.choose_transport(library_named("standin"))
-        first, second = grid.y.all_reduce_into(mine[0], mine[0]), grid.everyone.all_reduce_into(mine[1], mine[1])
+        first, second = grid.y._all_reduce_into(mine[0], mine[0]), grid.everyone._all_reduce_into(mine[1], mine[1])
         while comm.rank and not first.test():
             pass
         third = grid.everyone.all_reduce(np.ones((8, 3)))
@@ -87,7 +87,7 @@ def test_what_may_never_end_is_aborted(comm, grid, monkeypatch):
     whole, library = standin.empty((8 * comm.size, 3)), library_named("standin")
     grid.y.choose_transport(library)
     queue = grid.transport.communication_stream(library).own.stream.queue
-    pending = grid.y.all_gather_into(to_library(integers((8, 3)), "standin"), whole, [8] * comm.size)
+    pending = grid.y._all_gather_into(to_library(integers((8, 3)), "standin"), whole, [8] * comm.size)
     queue.held, connected = True, grid.y._nccl._last
     while grid.y._nccl._last is connected:
         pending.test()

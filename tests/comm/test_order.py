@@ -22,13 +22,13 @@ def collectives(grid):
     for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"):
         getattr(grid.everyone, name)(whole + 1).wait()
     into = standin.empty((8 * grid.size, 3))
-    pending = grid.everyone.all_gather_into(whole * 2, into, [8] * grid.size)
-    sums = grid.everyone.all_reduce_into(whole, whole, after=[pending])
+    pending = grid.everyone._all_gather_into(whole * 2, into, [8] * grid.size)
+    sums = grid.everyone._all_reduce_into(whole, whole, after=[pending])
     counts, landing = [8 // grid.size] * grid.size, standin.empty(whole.shape)
     pending.wait(), sums.wait()
-    grid.everyone.all_to_all_into(whole, landing, counts, counts).wait()
-    grid.everyone.reduce_scatter_into(into, whole, [8] * grid.size).wait()
-    grid.everyone.sum_coalesced([whole, into]).wait()
+    grid.everyone._all_to_all_into(whole, landing, counts, counts).wait()
+    grid.everyone._reduce_scatter_into(into, whole, [8] * grid.size).wait()
+    grid.everyone._sum_coalesced([whole, into]).wait()
 
 
 def products(grid):
@@ -90,12 +90,12 @@ def test_a_collective_waits_for_nothing_that_was_asked_for_after_it(comm, transp
     """Nor for work on which later collectives wait: a GEMM between two sums does not delay the first sum."""
     with Grid(comm, (1, comm.size, 1), device_transport=transport) as grid, standin.Stream(non_blocking=True) as stream:
         first, second = (to_library(integers((40, 3), seed=grid.rank), "standin") for _ in range(2))
-        grid.y.all_reduce_into(first, first).wait()  # chooses the transport
+        grid.y._all_reduce_into(first, first).wait()  # chooses the transport
         stream.synchronize()
-        sums = [grid.y.all_reduce_into(first, first)]
+        sums = [grid.y._all_reduce_into(first, first)]
         second += 1
         stream.queue.held = True
-        sums.append(grid.y.all_reduce_into(second, second))
+        sums.append(grid.y._all_reduce_into(second, second))
         sums[0].wait()
         assert not sums[1].test()
         stream.queue.held = False

@@ -68,12 +68,12 @@ def test_an_array_of_another_shape_or_type_is_refused_by_its_receiver_and_the_ne
 def test_only_the_two_ranks_take_part(comm):
     """Other ranks make no call, and all axes count the same calls as before, so closing the grid raises nothing."""
     with Grid(comm, (2, 2, 1)) as grid:
-        calls = [grid.axis(name).number for name in ("x", "y", "everyone")]
+        calls = [grid.axis(name)._number for name in ("x", "y", "everyone")]
         if grid.rank == 1:
             grid.everyone.send(np.arange(4.0), 3).wait()
         if grid.rank == 3:
             assert grid.everyone.receive(np.empty(4), 1).wait().tolist() == [0, 1, 2, 3]
-        assert calls == [grid.axis(name).number for name in ("x", "y", "everyone")]
+        assert calls == [grid.axis(name)._number for name in ("x", "y", "everyone")]
         sent, received = (grid.ledger.total(operation=name) for name in ("send", "receive"))
         assert (sent.calls, sent.sent) == ((1, 32) if grid.rank == 1 else (0, 0))
         assert (received.calls, received.received) == ((1, 32) if grid.rank == 3 else (0, 0))

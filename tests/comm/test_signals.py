@@ -161,7 +161,7 @@ def test_a_persistent_exchange_can_be_awaited_again(comm, handled, monkeypatch):
         schedule = Schedule(rounds)
         library = DistMatrix.ones(grid, (2, 2), library="numpy").library
         buffers = Buffers(schedule, library, (given_, out), (0, 0), None)
-        persistent = grid.x.persistent("exchange", "", schedule, buffers, 8, 1)
+        persistent = grid.x._persistent("exchange", "", schedule, buffers, 8, 1)
         whole = grid.engine.wait_persistent
         for number in range(3):
             given_[...] = [[10 * number + 1], [10 * number + 2]]

@@ -85,7 +85,7 @@ def test_a_disagreement_in_one_stage_does_not_involve_the_other(grid):
     with pytest.raises(ValueError, match=f"of stage {grid.coords.pipe}"):
         with stage.collective_call("work", always=True):
             raise ValueError(f"of stage {grid.coords.pipe}")
-    numbers = stage.number_of_all("numbers", lambda: grid.rank, "float64")
+    numbers = stage._number_of_all("numbers", lambda: grid.rank, "float64")
     assert numbers.tolist() == list(stage.everyone.ranks)
     assert grid.everyone.all_reduce(np.ones(1)).wait()[0] == grid.size
 
@@ -117,7 +117,7 @@ def test_a_stage_is_closed_with_its_grid(comm, nranks):
     given_back = []
     with Grid(comm, shape, data, axes=axes) as grid:
         stage = grid.stage
-        stage.at_close(lambda: given_back.append(grid.engine.guard.closed))
+        stage._at_close(lambda: given_back.append(grid.engine.guard.closed))
         with stage:
             stage.close()
         if grid.coords.pipe == 1:
@@ -222,10 +222,10 @@ def test_stages_and_joint_axes_know_their_nodes(comm, monkeypatch):
         Grid.dry((2, 1, 1), 2, comm.rank, {"pipe": 2}, hosts=4) as dry,
     ):
         stage, first = grid.stage, grid.coords.pipe
-        assert (stage.hosts, stage.host_of(0), stage.host_of(3)) == (2, f"node{first}", f"node{first + 2}")
+        assert (stage.hosts, stage._host_of(0), stage._host_of(3)) == (2, f"node{first}", f"node{first + 2}")
         assert (grid.hosts, stage.local_rank, stage.local_size) == (4, comm.rank % 2, 2)
-        assert len(set(stage.places())) == 2
-        assert (dry.stage.hosts, dry.stage.host_of(3)) == (2, f"host {first + 2}")
+        assert len(set(stage._places())) == 2
+        assert (dry.stage.hosts, dry.stage._host_of(3)) == (2, f"host {first + 2}")
         for made in (grid, dry):
             everyone, joint = made.stage.everyone, made.stage.axis(("x", "data"))
             assert everyone.node_map.per_node == joint.node_map.per_node == 2

@@ -62,21 +62,21 @@ def check_forms(grid, library, dtype):
             whole, total = arrays[0], sum(arrays)
             part = gapped(own(whole, counts, rank, dim), library, dtype)
             out = empty(shape, library, dtype)
-            assert axis.all_gather_into(part, out, counts, dim=dim).wait() is out
+            assert axis._all_gather_into(part, out, counts, dim=dim).wait() is out
             same(out, whole, library)
             mine = (gapped if rank % 2 else to_library)(arrays[rank], library, dtype)
             landing = to_library(np.ones_like(own(total, counts, rank, dim)), library, dtype)
-            assert axis.reduce_scatter_into(mine, landing, counts, 2, dim=dim).wait() is landing
+            assert axis._reduce_scatter_into(mine, landing, counts, 2, dim=dim).wait() is landing
             same(landing, own(total, counts, rank, dim) + 2, library)
             out = empty(shape, library, dtype)
-            assert axis.all_reduce_into(mine, out).wait() is out
+            assert axis._all_reduce_into(mine, out).wait() is out
             same(out, total, library)
             same(mine, arrays[rank], library)
             mine = to_library(arrays[rank], library, dtype)
             strided = gapped(np.ones(shape, arrays[0].dtype), library, dtype)
-            axis.all_reduce_into(mine, strided, 3).wait()
+            axis._all_reduce_into(mine, strided, 3).wait()
             same(strided, total + 3, library)
-            assert axis.all_reduce_into(out, out).wait() is out
+            assert axis._all_reduce_into(out, out).wait() is out
             same(out, axis.size * total, library)
 
 
@@ -98,7 +98,7 @@ def check_exchange(grid, library, dtype):
             expected = np.concatenate([values(source, rank) for source in ranks], axis=dims[1])
             laid = gapped if rank % 2 else to_library
             out = laid(0 * expected, library, dtype)
-            assert axis.all_to_all_into(laid(array, library, dtype), out, sent, received, dims=dims).wait() is out
+            assert axis._all_to_all_into(laid(array, library, dtype), out, sent, received, dims=dims).wait() is out
             same(out, expected, library)
 
 
@@ -133,9 +133,9 @@ def test_forms_move_and_say_what_the_checked_collectives_do(some_grid):
         axis.all_reduce(whole),
     ]
     cheap = lambda: [
-        axis.all_gather_into(part, out, counts),
-        axis.reduce_scatter_into(whole, one, counts),
-        axis.all_reduce_into(sums, in_place),
+        axis._all_gather_into(part, out, counts),
+        axis._reduce_scatter_into(whole, one, counts),
+        axis._all_reduce_into(sums, in_place),
     ]
     moved, results = [], []
     for begin in (checked, cheap):
@@ -157,8 +157,8 @@ def test_rows_of_one_dim(some_grid):
     counts = rows_of(axis.size)
     parts = [integers((count,), seed=rank) for rank, count in enumerate(counts)]
     out, total = np.empty(sum(counts)), np.empty(counts[axis.index])
-    whole = axis.all_gather_into(parts[axis.index], out, counts).wait()
-    axis.reduce_scatter_into(whole, total, counts).wait()
+    whole = axis._all_gather_into(parts[axis.index], out, counts).wait()
+    axis._reduce_scatter_into(whole, total, counts).wait()
     assert np.array_equal(whole, np.concatenate(parts)) and np.array_equal(total, axis.size * parts[axis.index])
 
 
@@ -171,9 +171,9 @@ def test_a_form_waits_for_what_comes_before_it(comm):
         array, out, last = np.full((2, 40000), 1.0 + axis.index), np.zeros((2 * axis.size, 40000)), np.zeros((2, 40000))
         if axis.index == 0:
             comm.barrier()
-        first = axis.all_reduce_into(array, array)
-        second = axis.all_gather_into(array, out, [2] * axis.size, after=[first])
-        third = axis.reduce_scatter_into(out, last, [2] * axis.size, after=[first, second])
+        first = axis._all_reduce_into(array, array)
+        second = axis._all_gather_into(array, out, [2] * axis.size, after=[first])
+        third = axis._reduce_scatter_into(out, last, [2] * axis.size, after=[first, second])
         if axis.index:
             assert not third.done
             comm.barrier()
@@ -193,7 +193,7 @@ def test_a_form_fails_with_what_it_waits_for(some_grid):
 
     axis = some_grid.everyone
     before = axis.begin("broken", broken)
-    pending = axis.all_reduce_into(np.ones(1), np.ones(1), after=[before])
+    pending = axis._all_reduce_into(np.ones(1), np.ones(1), after=[before])
     for failed in (before, pending):
         with pytest.raises(ValueError, match="no values"):
             failed.wait()
@@ -204,12 +204,12 @@ def test_forms_of_calls_that_differ_are_found_with_debug(comm, monkeypatch, fail
     monkeypatch.setenv("PMM3D_DEBUG", "1")
     with Grid(comm, "ddp") as grid:
         axis, array = grid.everyone, np.ones(grid.size)
-        assert axis.all_reduce_into(array, array).wait()[0] == grid.size
+        assert axis._all_reduce_into(array, array).wait()[0] == grid.size
         if grid.size > 1:
             call = lambda: (
-                axis.all_gather_into(array[:1], array, [1] * grid.size)
+                axis._all_gather_into(array[:1], array, [1] * grid.size)
                 if grid.rank
-                else axis.all_reduce_into(array, array)
+                else axis._all_reduce_into(array, array)
             ).wait()
             assert "test_strided_collectives.py" in fails(
                 DisagreementError, r"call #\d+ on axis all is not the same", call
@@ -271,8 +271,8 @@ def test_several_arrays_are_summed_in_one_message(comm):
                 for parts in (None, counts):
                     grid.ledger.reset()
                     arrays = [to_library(array, library, "float32") for array in wholes_of(axis.index)[:number]]
-                    before = axis.all_reduce_into(arrays[0], arrays[0] + 0)
-                    axis.sum_coalesced(arrays, parts, after=[before]).wait()
+                    before = axis._all_reduce_into(arrays[0], arrays[0] + 0)
+                    axis._sum_coalesced(arrays, parts, after=[before]).wait()
                     for index, array in enumerate(arrays):
                         expected = wholes_of(axis.index)[index].reshape(-1)
                         start, stop = (0, None) if parts is None else offsets(counts[index])[axis.index :][:2]

@@ -19,7 +19,7 @@ TRAIN = """
         return np.arange(shape[0] * shape[1], dtype="float32").reshape(shape) % 97 + step
 
     def at(grid, step, layouts=layouts):  # matrices of this rank's stage; all stages share the last one
-        stages, index = grid.shape.stages, grid.coords.pipe if grid.has_stages else 0
+        stages, index = grid.shape.stages, grid.coords.pipe if grid._has_stages else 0
         return {name: DistMatrix.from_global(grid.stage, values(step, shape), layout=layout)
                 for number, ((name, shape), layout) in enumerate(zip(shapes.items(), layouts))
                 if number % stages == index or number == 2}

@@ -36,7 +36,7 @@ def values(name, seed=0):
 
 def of_stage(grid):
     """Names of the matrices of this stage. The last stage also has the table of the first."""
-    stages, index = grid.shape.stages, grid.coords.pipe if grid.has_stages else 0
+    stages, index = grid.shape.stages, grid.coords.pipe if grid._has_stages else 0
     own = NAMES[slice(*part_range(len(NAMES), stages, index))]
     return [*own, *["table"] * (index == stages - 1 and index > 0)]
 

@@ -159,5 +159,5 @@ def test_ranks_meet_in_the_same_collectives(monkeypatch):
 def test_the_own_piece_of_an_all_to_all_is_a_part_of_it():
     with Grid.dry((1, 1, 4)) as grid:
         pieces, landing = (grid.library("numpy").empty((256, 64), "float64") for _ in "ab")
-        grid.axis("z").all_to_all_into(pieces, landing, [64] * 4, [64] * 4)
+        grid.axis("z")._all_to_all_into(pieces, landing, [64] * 4, [64] * 4)
         assert [action.what for action in grid.dry_run.actions] == ["begin"]

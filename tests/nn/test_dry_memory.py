@@ -59,7 +59,7 @@ def trained(grid, network, overlap=RESHARD, shard_over_data=False):
         train_step(net, optimizer, nn.mse, [(x, y)], 1.0)
     parameters = net.parameters()
     kinds = {
-        "weights": [parameter.stored.local for parameter in parameters],
+        "weights": [parameter._stored.local for parameter in parameters],
         "gradients": [parameter.accumulated.array for parameter in parameters],
         "state": [matrix.local for matrix in optimizer.matrices().values()],
     }

@@ -120,8 +120,8 @@ def test_a_step_of_micro_batches_sends_one_agreement(comm, monkeypatch):
     """For any number of micro-batches. Ranks agree at once on the parameters of a new graph."""
     for shape in ("ddp", "fsdp"):
         with Grid(comm, shape) as grid:
-            asked, compared = [], grid.compared
-            monkeypatch.setattr(grid, "compared", lambda what, *given: asked.append(what) or compared(what, *given))
+            asked, compared = [], grid._compared
+            monkeypatch.setattr(grid, "_compared", lambda what, *given: asked.append(what) or compared(what, *given))
             net, (x, y) = network_of(grid, CLASSES), batch_of(CLASSES, 0)
             optimizer = optim.SGD(net.parameters(), 0.1)
             for m, expected in ((8, 2), (8, 1), (1, 1), (3, 1)):
@@ -182,7 +182,7 @@ def test_a_rank_holds_its_part_of_a_gradient_only():
             nn.mse(net(x), y).backward()
             held = sum(parameter.accumulated.array.nbytes for parameter in net.parameters())
             assert held == memory(grid)["gradients"]
-            assert held * parts == sum(parameter.stored.local.nbytes for parameter in net.parameters())
+            assert held * parts == sum(parameter._stored.local.nbytes for parameter in net.parameters())
             optimizer.step()
 
 
@@ -344,7 +344,7 @@ def test_products_are_drained_one_by_one(comm, monkeypatch):
             with nn.defer_weights(grid) as queue:
                 loss_of(net, CLASSES, *batch_of(CLASSES, index)).backward()
             queues.append(queue)
-        monkeypatch.setattr(grid, "compared", None)
+        monkeypatch.setattr(grid, "_compared", None)
         number = len(queues[0])
         for queue in queues:
             for left in reversed(range(number)):

@@ -209,7 +209,7 @@ def write_by_torch(weight):
 
 def write_by_redistribute(weight):
     one = spread(weight.grid, np.eye(4), Layout.B, weight.library.kind)
-    (weight.value @ one).redistribute(weight.layout, out=weight.stored)
+    (weight.value @ one).redistribute(weight.layout, out=weight._stored)
 
 
 def write_by_numpy(weight):

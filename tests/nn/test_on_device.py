@@ -81,7 +81,7 @@ def test_a_loss_brings_nothing_to_the_host(comm):
             ).backward()
             waits.append(standin.Stream.waits - before)
             before = standin.Stream.waits
-            assert optimizer.local_norm_squared() > 0 and standin.Stream.waits == before + 1
+            assert optimizer._local_norm_squared() > 0 and standin.Stream.waits == before + 1
             optimizer.step()
         assert waits == [1, 0, 0, 0]  # new labels are checked once
 

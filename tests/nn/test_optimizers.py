@@ -289,7 +289,7 @@ def test_a_step_asks_what_was_written_only_if_there_is_a_master(comm, monkeypatc
         net = nn.Linear(grid, 3, 2, dtype=dtype, library="torch")
         opt = optim.AdamW(net.parameters(), lr=0.1)
         nn.sum(nn.sum(net(DistMatrix.ones(grid, (4, 3), dtype=dtype, library="torch")), 0), 1).backward()
-        monkeypatch.setattr(nn.Parameter, "written", property(asked.append))
+        monkeypatch.setattr(nn.Parameter, "_written", property(asked.append))
         opt.step()
     assert bool(asked) == (dtype == "bfloat16")
 

@@ -123,7 +123,7 @@ def test_states_of_any_shape_and_type_continue_on_any_grid(comm, shared_path, lo
 def test_states_of_a_pipeline_load_without_stages(comm, shared_path):
     def begun(grid):
         make = lambda grid: nn.MLP(grid, [6, 8, 4], seed=1, dtype="float64")
-        net = nn.Pipeline(grid, make) if grid.has_stages else make(grid)
+        net = nn.Pipeline(grid, make) if grid._has_stages else make(grid)
         return TrainState(net, EightBit(net.parameters(), lr=0.01))
 
     def steps(state, numbers):

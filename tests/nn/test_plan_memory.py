@@ -96,7 +96,7 @@ def trained(grid, config):
         train_step(network, optimizer, loss_named("mse"), [(x, y)] * batches, config.optimizer.clip)
     parameters = network.parameters()
     kinds = {
-        "weights": [parameter.stored.local for parameter in parameters],
+        "weights": [parameter._stored.local for parameter in parameters],
         "gradients": [parameter.accumulated.array for parameter in parameters],
         "state": [matrix.local for matrix in optimizer.matrices().values()],
     }

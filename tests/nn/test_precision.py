@@ -103,7 +103,7 @@ def test_what_is_written_to_a_weight_is_taken_over(comm):
                 zeros = spread(grid, np.zeros((4, 4)), batch_layout(None), library, "float32")
                 for value in (1, 3):
                     if value == 1:
-                        layer.weight.stored.local[...] = value
+                        layer.weight._stored.local[...] = value
                         layer.weight.version += library == "numpy"
                     else:
                         layer.load_state_dict({"weight": to_library(np.full((8, 4), 3.0), library)})
@@ -185,11 +185,11 @@ def test_messages_into_a_weight_are_counted(comm):
     """So an optimizer detects the write."""
     with Grid(comm, "fsdp") as grid:
         weight = nn.Linear(grid, 8, 4, bias=False).weight
-        seen, other = {weight.written}, DistMatrix.random(grid, (8, 4), dtype="float32", layout=Layout("x"))
+        seen, other = {weight._written}, DistMatrix.random(grid, (8, 4), dtype="float32", layout=Layout("x"))
         other.redistribute(weight.layout, out=weight.value)
-        seen.add(weight.written)
+        seen.add(weight._written)
         matmul(DistMatrix.random(grid, (8, 8), dtype="float32"), other, out=weight.value)
-        assert len(seen | {weight.written}) == 3
+        assert len(seen | {weight._written}) == 3
 
 
 @pytest.mark.parallel([4], thorough=[1, 2])

@@ -195,7 +195,7 @@ def test_a_scale_goes_on_where_it_was(comm, shared_path):
         layer = nn.Linear(grid, 4, 6, precision="float16")
         made = lambda: TrainState(layer, optim.SGD(layer.parameters(), lr=0.1))
         first, keeper = made(), Checkpoints(grid, shared_path)
-        first.scale.takes(np.inf)
+        first.scale._takes(np.inf)
         first.save(keeper)
         again = made()
         again.resume(keeper)

@@ -223,7 +223,7 @@ def test_what_cannot_share_is_refused_on_every_rank(comm, fails, monkeypatch):
         fails(LayoutError, "arrays on the host", lambda: net(x))
         net, x = nn.Linear(grid, 12, 8, dtype="float64"), spread(grid, np.ones((16, 12)))
         with monkeypatch.context() as patched:
-            patched.setattr(type(grid), "places", lambda self: np.arange(self.size))
+            patched.setattr(type(grid), "_places", lambda self: np.arange(self.size))
             fails(GridError, "are on several nodes", lambda: net(x))
         assert net(x).shape == (16, 8)
 

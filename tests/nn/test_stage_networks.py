@@ -117,4 +117,4 @@ def test_a_matrix_of_another_stage_or_of_the_whole_grid_is_no_matrix_of_the_stag
     with Grid(comm, shape, data, axes={"pipe": 2}) as grid:
         weight = network_of(grid, VECTORS).parameters()[0]
         with pytest.raises(CheckpointError, match="lives on a grid over other processes"):
-            Checkpoints(grid.stage, shared_path).save(1, {"weight": weight.stored})
+            Checkpoints(grid.stage, shared_path).save(1, {"weight": weight._stored})

@@ -401,11 +401,11 @@ def test_products_of_many_sizes_keep_the_memory_of_the_largest_once_more(comm):
         for n in sizes:
             multiply(context, n)
             assert kept_by(context) <= 2 * largest
-        assert len(context.plans) == 7 and sum(plan.has_memory for plan in context.plans.values()) == 2
+        assert len(context.plans) == 7 and sum(plan._has_memory for plan in context.plans.values()) == 2
         plans = list(context.plans.values())
         for n in [20, 30, 40]:  # small products do not take the memory of the large ones
             multiply(context, n)
-        assert plans[-1].has_memory
+        assert plans[-1]._has_memory
     with BlacsContext(comm, (1, 2)) as context:
         multiply(context, 124)
         first = kept_by(context)

@@ -16,7 +16,7 @@ SIZE = (23, 17, 40)
 
 def from_other_nodes(matrix):
     """Bytes of the matrix that nodes must receive: each node needs all elements that its ranks multiply."""
-    node_map, size = matrix.grid.node_map_of(matrix.window.axis), getattr(matrix.grid.shape, matrix.window.axis)
+    node_map, size = matrix.grid._node_map_of(matrix.window.axis), getattr(matrix.grid.shape, matrix.window.axis)
     nodes = size // node_map.per_node if node_map.per_node > 1 else 1
     return matrix.shape[0] * matrix.shape[1] * itemsize(matrix.dtype) * (nodes - 1)
 

@@ -216,7 +216,7 @@ def test_what_cannot_be_shared_is_refused_on_every_rank(comm, fails, monkeypatch
     if comm.size == 1:
         return
     with Grid(comm, (comm.size, 1, 1)) as grid:
-        monkeypatch.setattr(type(grid), "places", lambda self: np.arange(self.size))
+        monkeypatch.setattr(type(grid), "_places", lambda self: np.arange(self.size))
         fails(GridError, "on several nodes", lambda: DistMatrix.empty(grid, (8, 8), shared=True))
 
 
@@ -439,7 +439,7 @@ def assert_is_shared(grid, name, layout):
     assert found.shared == along
     whole, size = found.window.block, getattr(grid.shape, along)
     grid.comm.Barrier()
-    assert sum(grid.axis(along).all_gather(found.stored).wait().ravel()) == pytest.approx(whole.sum())
+    assert sum(grid.axis(along).all_gather(found._stored).wait().ravel()) == pytest.approx(whole.sum())
     assert np.shares_memory(found.memory, whole) or 0 in found.memory.shape
     assert size == 1 or prod(whole.shape) >= prod(found.memory.shape)
 

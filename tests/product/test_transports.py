@@ -189,9 +189,9 @@ def test_arrays_of_another_device_than_the_current_one_are_refused_by_all(comm, 
         ):
             fails(GridError, refused, lambda: call().wait())
         for call in (
-            lambda: grid.x.all_reduce_into(there, here),
-            lambda: grid.x.all_reduce_into(here, there),
-            lambda: grid.x.all_to_all_into(here, there, [2] * comm.size, [2] * comm.size),
+            lambda: grid.x._all_reduce_into(there, here),
+            lambda: grid.x._all_reduce_into(here, there),
+            lambda: grid.x._all_to_all_into(here, there, [2] * comm.size, [2] * comm.size),
         ):
             fails(GridError, "^an array of device 1 is used while device 0 is current", call)
         assert np.array_equal(to_numpy(grid.x.all_reduce(here).wait(), "standin"), np.full((2, 3), comm.size))

@@ -18,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "extensions"))
 
 from docstrings import as_rst
 
+from pmm3d.layout import Tiled
+
 SECTIONS = ("Parameters", "Attributes", "Returns", "Yields", "Raises", "Notes", "Examples")
 """Headings of sections, in their order."""
 LISTS = SECTIONS[:5]
@@ -34,36 +36,7 @@ ROOMS = (
 )
 MADE_BY_OTHERS = {"Axis", "DistMatrix", "Loader", "Pending", "Tape"}
 """Classes whose constructor users do not call."""
-OF_SHARDED = "box forward held load_whole own_width plain_shape run set_extra_state splits whole"
-FOR_ROOMS_ABOVE = {
-    "Axis": "all_gather_into all_reduce_into all_to_all_into balance close count_on_from even next_record "
-    "number persistent reduce_scatter_into retain retained sum_coalesced",
-    "BlacsContext": "check_open keep made make_room product_grid",
-    "BlockCyclic": "check_ranks cols most owners_of rows sender_for",
-    "Blocks": "check_ranks cols most owners_of rows sender_for",
-    "DistMatrix": "check_shard empty_in keep_one over part place_of placement signature stored stored_shape",
-    "Dropout3D": "forward",
-    "Grid": "at_close compared has_stages host_of node_map_of number_of_all places ranks_along",
-    "GridShape": "of without",
-    "LayerNorm3D": OF_SHARDED,
-    "Linear3D": OF_SHARDED,
-    "LossScale": "conclude takes",
-    "Module": "forward place",
-    "Muon": "options_of",
-    "Optimizer": "local_norm_squared non_finite options_of own_squares skip",
-    "Overlap": "decomposes",
-    "Parameter": "hold in_checkpoint loaded master_in move receive rounded stored to_fill",
-    "Pending": "message_of",
-    "PgemmPlan": "begin checked free_memory has_memory",
-    "Pipeline": "count_passes incoming kinds_of_ranks run separate_tied_gradients sum_tied",
-    "PipelineSchedule": "chain_of complain messages needed",
-    "Precision": "check of",
-    "Tensor": "edge receive saved written",
-    "TimeLine": "of",
-    "Times": "of",
-    "TrainState": "check load",
-}
-"""Methods that users do not call, by class."""
+CALLED_BY_TORCH = {"forward", "set_extra_state"}
 
 
 def names_of(room):
@@ -79,17 +52,15 @@ def public_names():
 
 def methods_of(name, kind):
     """Public attributes of a class with code: (qualified name, function or property, signature or None)."""
-    hidden = FOR_ROOMS_ABOVE.get(name, "").split()
-    assert not [each for each in hidden if not hasattr(kind, each)]
     bases = [base for base in kind.__mro__ if base.__module__.startswith("pmm3d")]
     above = [base for base in bases[1:] if base.__name__ in public_names()]
     own = [base for base in bases if not any(issubclass(other, base) for other in above)]
     for attribute in sorted({each for base in own for each in vars(base)}):
         found = inspect.getattr_static(kind, attribute)
-        if attribute.startswith("_") or attribute in hidden:
+        if attribute.startswith("_") or attribute in CALLED_BY_TORCH:
             continue
-        if not found.__doc__ and any(hasattr(base, attribute) for base in above):
-            continue  # the docstring of the public base class
+        if not found.__doc__ and any(hasattr(base, attribute) for base in [*above, Tiled]):
+            continue  # the docstring of the public base class, or of the protocol
         if isinstance(found, (classmethod, staticmethod)) or inspect.isfunction(found):
             signature = inspect.signature(getattr(kind, attribute))
             parameters = [*signature.parameters.values()][inspect.isfunction(found) :]

@@ -162,7 +162,7 @@ def test_what_lies_apart_is_packed_in_a_pass_of_its_own():
     with Grid.dry((2, 1, 1)) as grid:
         leaving, coming = (grid.library("numpy").empty((1024, 1024), "float32") for _ in range(2))
         halves = [512, 512]
-        grid.x.all_to_all_into(leaving, coming, halves, halves, dims=(1, 1)).wait()
+        grid.x._all_to_all_into(leaving, coming, halves, halves, dims=(1, 1)).wait()
         found = [(action.operation, action.nbytes) for action in grid.dry_run.actions if action.what == "pass"]
         assert found and sum(nbytes for _, nbytes in found) == 2 * 2 * coming[:, 512:].nbytes
 

@@ -40,14 +40,14 @@ class OneStage:
     def table(self, micro_batches: int) -> PipelineSchedule:
         return _of_one_stage(micro_batches)
 
-    def run(self, stage: int, micro: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def _run(self, stage: int, micro: int, *inputs: Tensor) -> tuple[Tensor, ...]:
         made = self._network(*inputs)
         return made if isinstance(made, tuple) else (made,)
 
-    def separate_tied_gradients(self, stage: int) -> AbstractContextManager[None]:
+    def _separate_tied_gradients(self, stage: int) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def count_passes(self, micro_batches: int) -> None:
+    def _count_passes(self, micro_batches: int) -> None:
         """Do nothing, because the network itself counts its passes."""
 
 
@@ -99,7 +99,7 @@ class Executor:
         ledger.actions.clear()
         self._network.under_way = self._table.ranks > 1
         for stage, module in self._network.stages.items():
-            with self._network.separate_tied_gradients(stage):
+            with self._network._separate_tied_gradients(stage):
                 open_sums[stage] = [*_buffers(module)]
             for buffer in open_sums[stage]:
                 tape.parallel.gradients.forget(buffer)  # an earlier step may have ended with an error
@@ -120,7 +120,7 @@ class Executor:
                 for buffer in buffers:
                     buffer.queues.discard(stage)
         self._network.under_way = False
-        self._network.count_passes(len(self._inputs))
+        self._network._count_passes(len(self._inputs))
         return [self._losses[micro] for micro in sorted(self._losses)]
 
     def _starts_all_reduce(self, action: PipelineAction) -> bool:
@@ -147,23 +147,23 @@ class Executor:
                 if kind == "F":
                     self._forward(stage, micro, loss)
                 else:
-                    with self._network.separate_tied_gradients(stage):
+                    with self._network._separate_tied_gradients(stage):
                         self._queues.pop((stage, micro)).drain() if kind == "W" else self._backward(kind, stage, micro)
 
     def _forward(self, stage: int, micro: int, loss: LossOf | None) -> None:
-        chain, x = self._table.chain_of[micro], self._inputs[micro]
+        chain, x = self._table._chain_of[micro], self._inputs[micro]
         inputs = (
             [as_tensor(x)]
             if stage == chain.start
             else [Tensor(value, requires_grad=True) for value in self._values.pop(("F", stage, micro))]
         )
-        outputs = self._network.run(stage, micro, *inputs)
+        outputs = self._network._run(stage, micro, *inputs)
         if stage == chain.stop - 1:
             assert loss is not None
             self._losses[micro] = result = loss(micro, outputs if len(outputs) > 1 else outputs[0])
             outputs = (result,)
         else:
-            values, expected = [output.value for output in outputs], self._network.incoming(stage + 1, x)
+            values, expected = [output.value for output in outputs], self._network._incoming(stage + 1, x)
             if (found := tuple(map(Facts.of, values))) != expected:
                 raise PipelineError(
                     f"stage {stage} returned {_in_words(found)} for micro-batch {micro}, but stage "
@@ -171,12 +171,12 @@ class Executor:
                     "a layer's result must not depend on values or on the number of the call"
                 )
             self._values["F", stage + 1, micro] = values
-        self._passes[stage, micro] = inputs, [output.edge for output in outputs]
+        self._passes[stage, micro] = inputs, [output._edge for output in outputs]
 
     def _backward(self, kind: str, stage: int, micro: int) -> None:
         inputs, edges = self._passes.pop((stage, micro))
         with defer_weights(self._grid) if kind == "I" else nullcontext() as queue:
-            if stage == self._table.chain_of[micro].stop - 1:
+            if stage == self._table._chain_of[micro].stop - 1:
                 self._losses[micro].backward(scale=self._scale)
             else:
                 gradients = self._values.pop(("B", stage, micro))
@@ -185,7 +185,7 @@ class Executor:
                     backward_from(starts, self._scale)
         if queue is not None:
             self._queues[stage, micro] = queue
-        if stage > self._table.chain_of[micro].start:
+        if stage > self._table._chain_of[micro].start:
             self._values["B", stage - 1, micro] = [x.grad if x.grad is not None else _zeros(x) for x in inputs]
 
     def _post(self, place: int) -> None:
@@ -193,8 +193,8 @@ class Executor:
         while self._receives and self._receives[0][0] < place + AHEAD:
             action = self._receives.popleft()[1]
             kind, stage, micro, _ = action
-            message = self._table.messages[action]
-            incoming = self._network.incoming(stage + (kind == "RECV_B"), self._inputs[micro])
+            message = self._table._messages[action]
+            incoming = self._network._incoming(stage + (kind == "RECV_B"), self._inputs[micro])
             self._values[kind[-1], stage, micro] = values = [self._buffer(facts) for facts in incoming]
             self._posted[action] = [
                 self._pipe.receive(value.local, message.source, tag=message.number, agreed=True, message=str(message))
@@ -208,7 +208,7 @@ class Executor:
         return DistMatrix(self._grid, local, facts.shape, facts.layout)
 
     def _send(self, action: PipelineAction) -> None:
-        message = self._table.messages[action]
+        message = self._table._messages[action]
         kind, stage, micro, _ = message.receive
         for value in self._values.pop((kind[-1], stage, micro)):
             self._sends.append(

@@ -148,7 +148,7 @@ class Pipeline(Module):
                 "Pipeline: the second call of make returned a network with other parameters. Each call "
                 "must make the same network"
             )
-        numbered = [*network.numbered()]
+        numbered = [*network._numbered()]
         self._layers = [numbered[place] for place in places]
         self.stages = {
             stage: Sequential(self.grid, *(numbered[place][1] for place in self._places(stage))) for stage in own
@@ -195,7 +195,7 @@ class Pipeline(Module):
         """Number of parameters of the whole network."""
         return self.dry.size
 
-    def attributes(self) -> Iterator[tuple[str, Any]]:
+    def _attributes(self) -> Iterator[tuple[str, Any]]:
         """(name in the whole network, layer) of each layer of this rank."""
         return iter(self._layers)
 
@@ -232,7 +232,7 @@ class Pipeline(Module):
                     "this number of micro-batches"
                 )
             table = with_messages(table)
-            if max((each.number for each in table.messages.values()), default=0) >= TAGS:
+            if max((each.number for each in table._messages.values()), default=0) >= TAGS:
                 raise PipelineError(
                     f"{table.name}: a rank sends another rank more than {TAGS:,} messages in a step. "
                     "Use fewer micro-batches, or fewer stages on a rank"
@@ -251,7 +251,7 @@ class Pipeline(Module):
         """Numbers of a stage's layers in the whole network."""
         return range(self._bounds[stage % self.depth], self._bounds[stage % self.depth + 1])
 
-    def kinds_of_ranks(self) -> list[Any]:
+    def _kinds_of_ranks(self) -> list[Any]:
         """For each rank along pipe, a description that is equal for ranks with the same computation."""
         layers = [description(layer, {}) for layer in self.dry.layers]
         return [
@@ -308,9 +308,9 @@ class Pipeline(Module):
         return {name: stages for name, stages in found.items() if len(stages) > 1}
 
     @contextmanager
-    def separate_tied_gradients(self, stage: int) -> Iterator[None]:
+    def _separate_tied_gradients(self, stage: int) -> Iterator[None]:
         """Context of a stage's backward passes. A weight that an earlier stage of this rank also holds gets a separate
-        gradient buffer until `sum_tied`. So the order of sums does not depend on how stages are placed on ranks."""
+        gradient buffer until `_sum_tied`. So the order of sums does not depend on how stages are placed on ranks."""
         with ExitStack() as stack:
             for parameter in self._again[stage]:
                 stack.enter_context(override(parameter, accumulated=self._buffer(stage, parameter)))
@@ -330,7 +330,7 @@ class Pipeline(Module):
         self._apart[stage, parameter] = buffer, main.times_forgotten
         return buffer
 
-    def sum_tied(self) -> None:
+    def _sum_tied(self) -> None:
         """Sum the gradients of tied weights over their stages, in ascending order, after all passes of a step.
         Collective."""
         own = self.named_parameters() if self.tied else {}
@@ -356,7 +356,7 @@ class Pipeline(Module):
             add_up(parameter.library, [parts[stage] for stage in stages], total)
             main[...] = total
 
-    def incoming(self, stage: int, x: DistMatrix | Tensor) -> tuple[Facts, ...]:
+    def _incoming(self, stage: int, x: DistMatrix | Tensor) -> tuple[Facts, ...]:
         """Facts of a stage's inputs, for a micro-batch like x."""
         return self._arriving((Facts.of(x),))[self._places(stage).start].tensors
 
@@ -385,9 +385,9 @@ class Pipeline(Module):
         """Write the weights of all stages; arguments as in `nn.exchange.export_torch`. Collective."""
         export_torch(self, path, names=names)
 
-    def run(self, stage: int, micro: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def _run(self, stage: int, micro: int, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Outputs of a micro-batch's forward pass through a stage of this rank. Only outputs of the last stage can have
-        partial sums. Random numbers depend on the micro-batch and on the passes counted by `count_passes`."""
+        partial sums. Random numbers depend on the micro-batch and on the passes counted by `_count_passes`."""
         if self._random:
             *_, end = arrived = next(iter(self._passes.values()), None) or self._arriving(tuple(map(Facts.of, inputs)))
             begin = arrived[self._places(stage).start].calls
@@ -397,7 +397,7 @@ class Pipeline(Module):
         made = as_tuple(self.stages[stage](*inputs))
         return made if stage % self.depth == self.depth - 1 else tuple(map(whole, made))
 
-    def count_passes(self, micro_batches: int) -> None:
+    def _count_passes(self, micro_batches: int) -> None:
         """Advance the call counters of layers with random numbers by this number of micro-batches."""
         if self.training and self._passes:
             for module, times in next(iter(self._passes.values()))[-1].calls.items():
@@ -415,8 +415,8 @@ class Pipeline(Module):
                 before, here = self.rank_of.get(stage - 1, self.rank_of[stage]), self.rank_of[stage]
                 values = self._handed_over(values, arrived[self._places(stage).start].tensors, before, [here])
                 if here == self.index:
-                    values = self.run(stage, 0, *values)
-        self.count_passes(1)
+                    values = self._run(stage, 0, *values)
+        self._count_passes(1)
         last = self.rank_of[self.depth - 1]
         values = self._handed_over(tuple(map(whole, values)), arrived[-1].tensors, last, range(self.ranks))
         return values if len(values) > 1 else values[0]

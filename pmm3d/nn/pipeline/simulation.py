@@ -153,7 +153,7 @@ def simulate(table: PipelineSchedule, times: Times = Times()) -> TimeLine:
     lines = [list[tuple[int, PipelineAction]]() for _ in table.actions]
     for rank, action in in_order(table):
         after = list[int]()
-        for key in (key for part in action.each for key in table.needed(part)):
+        for key in (key for part in action.each for key in table._needed(part)):
             after.append(number[key])
             if table.stages[key[1]] != rank:
                 tasks.append(Task("message", "", times.communication, (number[key],)))

@@ -220,7 +220,7 @@ class PipelineSchedule:
         return 1 + max((action.micro for _, _, action in self.each()), default=-1)
 
     @cached_property
-    def chain_of(self) -> dict[int, range]:
+    def _chain_of(self) -> dict[int, range]:
         """Micro-batch -> stages that the micro-batch passes through."""
         passed = defaultdict[int, set[int]](set)
         for _, _, action in self.each():
@@ -231,10 +231,10 @@ class PipelineSchedule:
     @property
     def chains(self) -> tuple[range, ...]:
         """Stages that a micro-batch passes through, for each copy of the network."""
-        return tuple(dict.fromkeys(self.chain_of.values()))
+        return tuple(dict.fromkeys(self._chain_of.values()))
 
     @cached_property
-    def messages(self) -> dict[PipelineAction, Message]:
+    def _messages(self) -> dict[PipelineAction, Message]:
         """Send or receive -> message."""
         found, numbers = dict[PipelineAction, Message](), Counter[tuple[int, int]]()
         for source, _, action in self.each():
@@ -245,17 +245,17 @@ class PipelineSchedule:
                 numbers[source, target] += 1
         return found
 
-    def needed(self, action: PipelineAction) -> list[Key]:
+    def _needed(self, action: PipelineAction) -> list[Key]:
         """Keys of the actions, on any rank, whose results an action needs."""
         kind, stage, micro = action[:3]
-        chain = self.chain_of.get(micro, range(stage, stage + 1))
+        chain = self._chain_of.get(micro, range(stage, stage + 1))
         if kind == "F":
             return [("F", stage - 1, micro)] if stage > chain.start else []
         if kind == "W":
             return [("I", stage, micro)]
         return [("F", stage, micro)] + [("I", stage + 1, micro)] * (stage < chain.stop - 1)
 
-    def complain(self, rank: int, place: int, why: str) -> PipelineError:
+    def _complain(self, rank: int, place: int, why: str) -> PipelineError:
         """Error that shows the place of an action."""
         actions, first = self.actions[rank], max(0, place - SHOWN)
         words = [
@@ -297,14 +297,14 @@ def check(table: PipelineSchedule) -> None:
     for rank, place, action in table.each():
         for key in (key_of(action), *([("W", action.stage, action.micro)] if action.kind == "B" else [])):
             if key in done:
-                raise table.complain(rank, place, f"{action} repeats action {done[key][1] + 1}")
+                raise table._complain(rank, place, f"{action} repeats action {done[key][1] + 1}")
             done[key] = rank, place
-        for needed in table.needed(action):
+        for needed in table._needed(action):
             if table.stages.get(needed[1]) == rank and needed not in done:
-                raise table.complain(rank, place, f"{action} comes before {_in_words(needed)}")
+                raise table._complain(rank, place, f"{action} comes before {_in_words(needed)}")
         if action.kind in ("B", "W"):
             if action.micro < latest.get(action.stage, 0):
-                raise table.complain(
+                raise table._complain(
                     rank,
                     place,
                     f"the weight gradient of micro-batch {action.micro} comes after the "
@@ -312,7 +312,7 @@ def check(table: PipelineSchedule) -> None:
                     "that sums have the same bits as in other schedules",
                 )
             latest[action.stage] = action.micro
-    for micro, chain in table.chain_of.items():
+    for micro, chain in table._chain_of.items():
         for stage in chain:
             for kind in "FIW":
                 if (kind, stage, micro) not in done:
@@ -324,15 +324,15 @@ def check(table: PipelineSchedule) -> None:
     for rank, actions in enumerate(table.actions):
         if places[rank] < len(actions):
             waiting = actions[places[rank]]
-            needed = [key for part in waiting.each for key in table.needed(part)][-1]
-            raise table.complain(rank, places[rank], f"deadlock: {waiting} waits for {_in_words(needed)}")
+            needed = [key for part in waiting.each for key in table._needed(part)][-1]
+            raise table._complain(rank, places[rank], f"deadlock: {waiting} waits for {_in_words(needed)}")
 
 
 def _check_stages(table: PipelineSchedule) -> None:
     ranks = dict[int, int]()
     for rank, place, action in table.each():
         if ranks.setdefault(action.stage, rank) != rank:
-            raise table.complain(
+            raise table._complain(
                 rank,
                 place,
                 f"stage {action.stage} is on rank {ranks[action.stage]} and on rank {rank}. Put each stage on one rank",
@@ -349,7 +349,7 @@ def _check_stages(table: PipelineSchedule) -> None:
                 else f", and micro-batches pass through {passed}, which overlap"
             )
         )
-    if missing := sorted({*range(table.micro_batches)} - set(table.chain_of)):
+    if missing := sorted({*range(table.micro_batches)} - set(table._chain_of)):
         raise PipelineError(f"{table.name}: micro-batch {missing[0]} has no forward pass")
 
 
@@ -364,7 +364,7 @@ def in_order(table: PipelineSchedule) -> list[tuple[int, PipelineAction]]:
     while waiting:
         rank = waiting.pop()
         for action in table.actions[rank][places[rank] :]:
-            if any(key not in done for part in action.each for key in table.needed(part)):
+            if any(key not in done for part in action.each for key in table._needed(part)):
                 break
             found.append((rank, action))
             places[rank] += 1
@@ -403,7 +403,7 @@ def with_messages(table: PipelineSchedule) -> PipelineSchedule:
 
     def messages(action: PipelineAction, rank: int) -> tuple[list[PipelineAction], list[PipelineAction]]:
         kind, stage, micro = action[:3]
-        chain, letter = table.chain_of[micro], "F" if kind == "F" else "B"
+        chain, letter = table._chain_of[micro], "F" if kind == "F" else "B"
         if kind == "W":
             return [], []
         source, target = (stage - 1, stage + 1) if kind == "F" else (stage + 1, stage - 1)

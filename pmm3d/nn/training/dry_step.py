@@ -43,7 +43,7 @@ class Step(NamedTuple):
                background (only of arrays in host memory)
     flop       of the GEMMs
     received   bytes, in all collectives
-    passes     of a pipeline's table;   kinds: its `Pipeline.kinds_of_ranks`
+    passes     of a pipeline's table;   kinds: its `Pipeline._kinds_of_ranks`
     """
 
     actions: list[Action]
@@ -168,7 +168,7 @@ class DrySteps:
         if config.training.checkpoint_in_background and config.network.on_host:
             matrices = {**network.matrices(), **optimizer.matrices(network.named_parameters())}
             held["copies"] = sum(shard.box.size * itemsize(shard.dtype) for shard in own_shards(matrices))
-        kinds = network.kinds_of_ranks() if isinstance(network, Pipeline) else ()
+        kinds = network._kinds_of_ranks() if isinstance(network, Pipeline) else ()
         return Step(run.actions, held, flop, received, run.passes, kinds)
 
     def _batch(self, dry: Grid, output: Layout) -> tuple[Facts, Facts]:
@@ -200,7 +200,7 @@ class DrySteps:
 class _Taken(LossScale):
     """Loss scale that skips no step, because the norm of a gradient without data is arbitrary."""
 
-    def takes(self, norm: float) -> bool:
+    def _takes(self, norm: float) -> bool:
         return True
 
 

@@ -73,7 +73,7 @@ class RunRecord:
     def _begin(self) -> None:
         run, grid = self._run, self._grid
         blas = machine.blas_of(run.state.network.parameters()[0].library)
-        nodes, devices = hosts(grid.comm, map(grid.host_of, range(grid.size)), blas.threads), grid.devices()
+        nodes, devices = hosts(grid.comm, map(grid._host_of, range(grid.size)), blas.threads), grid.devices()
         self._before = {key: Entry(**asdict(entry)) for key, entry in grid.ledger.entries.items()}
         self._parts_before = dict(grid.ledger.parts)
         self._begun, self._saving = time.perf_counter(), 0.0

@@ -176,7 +176,7 @@ def _check_versions(table: PipelineSchedule, rule: Rule, stages: int) -> None:
     for rank, place, action in table.each():
         stage, needed = action.stage, rule.version(action.micro, action.stage, stages)
         if action.kind == "F" and needed > done[stage] // rule.every:
-            raise table.complain(
+            raise table._complain(
                 rank,
                 place,
                 f"{type(rule).__name__} needs weights after {needed} changes, and "
@@ -186,7 +186,7 @@ def _check_versions(table: PipelineSchedule, rule: Rule, stages: int) -> None:
         done[stage] += action.kind in ("B", "W")
         begun[stage] += action.kind in ("B", "I")
         if action.kind == "W" and done[stage] % rule.every == 0 and begun[stage] > done[stage]:
-            raise table.complain(
+            raise table._complain(
                 rank,
                 place,
                 f"stage {stage} changes its weights here, while weight gradients of the "
@@ -202,7 +202,7 @@ class _StaleExecutor(Executor):
         self._optimizer, self._rule, self._depth, self._done = optimizer, rule, network.depth, 0
         ((self._stage, module),) = network.stages.items()
         self._parameters = [each for each in module.parameters() if each.requires_grad]
-        self._versions = {0: [(each.stored, each.version) for each in self._parameters]}
+        self._versions = {0: [(each._stored, each.version) for each in self._parameters]}
         self._waves = _Waves(rule, self._parameters) if isinstance(rule, HetPipe) else None
 
     def _starts_all_reduce(self, action: PipelineAction) -> bool:
@@ -217,20 +217,20 @@ class _StaleExecutor(Executor):
 
     def _use(self, version: int) -> None:
         for parameter, held in zip(self._parameters, self._versions[version]):
-            parameter.hold(*held)
+            parameter._hold(*held)
 
     def _change(self, micros: int) -> None:
         """Make the next version of the weights. micros: number of finished micro-batches."""
         self._use(self._done)
         for parameter in self._parameters:
-            parameter.hold(parameter.form.matrix(parameter.library.copy(parameter.shard)), parameter.version)
+            parameter._hold(parameter.form.matrix(parameter.library.copy(parameter.shard)), parameter.version)
             if parameter.master is not None:
-                parameter.rounded()
+                parameter._note_rounded()
         self._optimizer.step()
         if self._waves is not None and micros % self._depth == 0:
             self._waves.end(micros == len(self._inputs))
         self._done += 1
-        self._versions[self._done] = [(each.stored, each.version) for each in self._parameters]
+        self._versions[self._done] = [(each._stored, each.version) for each in self._parameters]
         oldest = min(self._done, self._rule.version(micros, self._stage, self._depth))
         self._versions = {number: held for number, held in self._versions.items() if number >= oldest}
 
@@ -248,12 +248,12 @@ class _Waves:
         self._own, self._sums = deque[list[Array]](), deque[list[Pending]]()
 
     def _copies(self) -> list[Array]:
-        return [each.library.copy(each.in_checkpoint.local) for each in self._parameters]
+        return [each.library.copy(each._in_checkpoint.local) for each in self._parameters]
 
     def end(self, last: bool) -> None:
         """Send the changes of a wave, and add the changes of waves older than the distance; of all waves if it is the
         last one."""
-        arrays = [each.in_checkpoint.local for each in self._parameters]
+        arrays = [each._in_checkpoint.local for each in self._parameters]
         self._own.append([after - before for after, before in zip(arrays, self._begin)])
         self._sums.append([self._rule.workers.data.all_reduce(each) for each in self._own[-1]])
         while len(self._sums) > (0 if last else self._rule.distance):
@@ -264,5 +264,5 @@ class _Waves:
             array[...] = self._total[number]
             for own in self._own:
                 array += own[number]
-            parameter.loaded()
+            parameter._loaded()
         self._begin = self._copies()

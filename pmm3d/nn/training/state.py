@@ -141,7 +141,7 @@ class TrainState:
                     "all ranks of the network"
                 )
 
-    def check(self, facts: Any, accept: Collection[str] = (), settings: Facts | None = None) -> None:
+    def _check(self, facts: Any, accept: Collection[str] = (), settings: Facts | None = None) -> None:
         """Raises Pmm3dError, on every rank, if the facts of a checkpoint do not fit this training. accept, settings: as
         in `resume`."""
         with self.network.whole.collective_call("resume", sorted(accept), always=True):
@@ -168,7 +168,7 @@ class TrainState:
                 )
             refuse(self._changes(known, settings), accept, "the checkpoint", "start a new run in another folder; or ")
 
-    def load(self, facts: Facts, stored: Collection[str] | None = None) -> None:
+    def _load(self, facts: Facts, stored: Collection[str] | None = None) -> None:
         """Load the facts of a checkpoint, after `check` and after the matrices were filled. stored: names of the
         checkpoint's matrices; a parameter without a state in them begins as in its first step."""
         self.network.loaded()
@@ -220,12 +220,12 @@ class TrainState:
         Rank 0 logs the differences that are accepted. Checkpoints of later steps are retired.
         """
         self._check_grid(checkpoints)
-        check = partial(self.check, accept=accept, settings=settings)
+        check = partial(self._check, accept=accept, settings=settings)
         found = checkpoints.newest_undamaged() if path is None else checkpoints.undamaged(path)
         if found is None:
             return None
         folder, facts = found.path, fill(checkpoints, found, self.matrices(found.contents), check=check)
-        self.load(facts, found.contents)
+        self._load(facts, found.contents)
         retired = checkpoints.retire(self.step, spared=folder)
         self._tell([*map(str, self._changes(facts, settings)), *self._rate(facts), *self._rounding(facts)], retired)
         return {**facts, "path": str(folder), "retired": list(map(str, retired))}

@@ -101,8 +101,8 @@ def local_norm_squared(network: Module, optimizer: Optimizer) -> Square:
     """Return this rank's part of the square of the norm. For a Pipeline, return an array with the square for each
     parameter of the whole network: then the order of the sum does not depend on the cut."""
     if not isinstance(network, Pipeline):
-        return optimizer.local_norm_squared()
-    named, squares = network.named_parameters(), optimizer.own_squares()
+        return optimizer._local_norm_squared()
+    named, squares = network.named_parameters(), optimizer._own_squares()
     return np.array([float(squares.get(named[name], 0.0)) if name in named else 0.0 for name in network.all_names])
 
 
@@ -160,7 +160,7 @@ def train_step(
     with unchanged(grid), tape.set(summing=False), override(tape.parallel, trusting=True):
         losses = executor.run(weighted(grid, loss, batches) if executor.has_last_stage else None)
         if isinstance(network, Pipeline):
-            network.sum_tied()
+            network._sum_tied()
         agree = agree or partial(step_agreement, grid, whole=network.whole)
         agreed = agree(sum(map(local_loss, losses)), local_norm_squared(network, optimizer))
     value, norm = agreed.loss, agreed.norm / factor
@@ -173,7 +173,7 @@ def train_step(
         return value, norm
     try:
         with grid.ledger.part("optimizer"):
-            scale.conclude([optimizer], norm if isfinite(value) else value, clip)
+            scale._conclude([optimizer], norm if isfinite(value) else value, clip)
     except NonFiniteGradientError as error:
         where = first_non_finite(network, inputs)
         raise NonFiniteGradientError(f"{error}. In the forward pass: {where}") from None

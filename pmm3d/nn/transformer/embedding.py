@@ -248,7 +248,7 @@ class Embedding(Module):
         )
         self.dropout = Dropout(grid, dropout, derived(seed, 2))
 
-    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+    def _place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         return Layout((), self.table.layout.rows[0])
 
     def forward(self, tokens: Tensor, *others: Tensor) -> Any:

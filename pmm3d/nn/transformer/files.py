@@ -95,7 +95,7 @@ class Published(Sequential):
                     f"Use nn.{KINDS[of.kind]}.load"
                 )
         make: Callable[..., Any] = partial(cls, **of.options, **options)
-        network: Module = Pipeline(grid, make) if grid.has_stages else make(grid)
+        network: Module = Pipeline(grid, make) if grid._has_stages else make(grid)
         import_torch(network, path, names=names)
         return network
 

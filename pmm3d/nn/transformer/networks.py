@@ -52,9 +52,9 @@ class Head(Module):
             **options,
         )
 
-    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
-        self.norm.place(columns, placed)
-        return self.linear.place(columns, placed)
+    def _place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+        self.norm._place(columns, placed)
+        return self.linear._place(columns, placed)
 
     def forward(self, x: Tensor, *_: Tensor) -> Tensor:
         return self.linear(self.norm(x))

@@ -123,7 +123,7 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell, kn
     say("verification")
     verified, verification = _verified(case, a, b, c)
     plan, blas = plan_for(a, b, c, case.panels, case.max_workspace, case.overlap), machine.blas_of(a.library)
-    nodes = hosts(grid.comm, map(grid.host_of, range(grid.size)), blas.threads)
+    nodes = hosts(grid.comm, map(grid._host_of, range(grid.size)), blas.threads)
     devices = _devices(grid, a.library)
     cores = len(devices) or sum(host.cores for host in nodes)
     rate, core = case.flop / median(seconds) / 1e9, limit.core_gflops
@@ -166,7 +166,7 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell, kn
 
 def _of_the_fullest_node(grid: Grid) -> int:
     """Return the bytes of peak memory of the node with the most. Collective."""
-    _, node_of = np.unique([grid.host_of(rank) for rank in range(grid.size)], return_inverse=True)
+    _, node_of = np.unique([grid._host_of(rank) for rank in range(grid.size)], return_inverse=True)
     return int(np.bincount(node_of, weights=grid.comm.allgather(machine.peak_share())).max())
 
 

@@ -89,7 +89,7 @@ def groups(comm: MPI.Intracomm) -> Iterator[tuple[Group, Grid, Axis]]:
 
 def group_of(grid: Grid, axis: Axis) -> Group:
     """Return the largest group of an axis by its ranks on hosts. Collective."""
-    hosts = [grid.host_of(rank) for rank in axis.ranks]
+    hosts = [grid._host_of(rank) for rank in axis.ranks]
     inside = max(map(hosts.count, set(hosts)))
     figures = np.array([inside, len(set(hosts)), max(1, grid.local_size // inside)], np.int64)
     grid.comm.Allreduce(MPI.IN_PLACE, figures, MPI.MAX)
@@ -181,17 +181,17 @@ def collective(axis: Axis, operation: str, nbytes: int, buffers: Buffers) -> Beg
     part = max(1, nbytes // ELEMENT // (1 if operation == "shift" else ranks - 1))
     counts, whole = [part] * ranks, leaving[: part * ranks]
     if operation == "all_gather":
-        return partial(axis.all_gather_into, leaving[:part], coming[: part * ranks], counts)
+        return partial(axis._all_gather_into, leaving[:part], coming[: part * ranks], counts)
     if operation == "reduce_scatter":
         memory = reduce_scatter_work(library, whole, counts, axis.index, 0, axis.node_map)
-        return lambda: axis.reduce_scatter_into(whole, coming[:part], counts, work=buffers.slab(memory))
+        return lambda: axis._reduce_scatter_into(whole, coming[:part], counts, work=buffers.slab(memory))
     if operation == "all_reduce":
         size = max(1, part * ranks // 2)
         memory = all_reduce_work((size,), "float32", ranks, axis.index, axis.node_map)
-        return lambda: axis.all_reduce_into(leaving[:size], coming[:size], work=buffers.slab(memory))
+        return lambda: axis._all_reduce_into(leaving[:size], coming[:size], work=buffers.slab(memory))
     if operation == "all_to_all":
         pieces, places = (flat[: part * ranks].reshape(-1, 1) for flat in (leaving, coming))
-        return partial(axis.all_to_all_into, pieces, places, counts, counts)
+        return partial(axis._all_to_all_into, pieces, places, counts, counts)
     return partial(axis.shift, leaving[:part], out=coming[:part], agreed=True)
 
 

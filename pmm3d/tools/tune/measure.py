@@ -62,7 +62,7 @@ def stages(ranks: int, dtypes: list[str]) -> int:
 def nodes_of(comm: MPI.Intracomm) -> Nodes:
     """Return the placement of the ranks. Collective."""
     with Grid(comm, (comm.size, 1, 1)) as grid:
-        hosts = [grid.host_of(rank) for rank in range(comm.size)]
+        hosts = [grid._host_of(rank) for rank in range(comm.size)]
     memory = min(comm.allgather(available_memory() // hosts.count(hosts[comm.rank])))
     return Nodes(len(set(hosts)), max(map(hosts.count, set(hosts))), hosts, memory)
 

@@ -112,7 +112,7 @@ def test_tied_weights_and_copies_are_stored_once(comm, shared_path, fails):
         with given(schedule=schedule), cut(comm, number) as grid:
             state, keeper = trained(grid, schedule, 2), Checkpoints(grid, folder)
             path = state.save(keeper)
-            if grid.has_stages:
+            if grid._has_stages:
                 copy = state.network.named_parameters().get("0.weight")
                 if grid.coords.pipe == grid.shape.pipe - 1:
                     copy.assign(copy.value * 1.5)
@@ -208,7 +208,7 @@ def test_states_by_name(comm, fails):
                 lambda: net.gather("9.bia"),
             )
             with Grid(comm, "ddp") as elsewhere:
-                if grid.has_stages:
+                if grid._has_stages:
                     away = nn.MLP(elsewhere, (6, 8, 9, 8, 4), nn.gelu, norm=True, dropout=0.2)
                     fails(
                         LayoutError,

@@ -93,7 +93,7 @@ def test_of_ranks_whose_stages_are_alike_one_is_run(monkeypatch):
 
     monkeypatch.setattr(DrySteps, "of", counting)
     of_kinds, few = found()
-    monkeypatch.setattr(Pipeline, "kinds_of_ranks", lambda self: [*range(5)])
+    monkeypatch.setattr(Pipeline, "_kinds_of_ranks", lambda self: [*range(5)])
     of_all, every = found()
     assert (few, every) == (3, 5) and of_kinds == of_all
 
@@ -111,7 +111,7 @@ def test_stages_are_alike_only_if_they_compute_the_same():
                 ]
                 return nn.Sequential(stage, nn.Embedding(stage, 5, 8), *blocks, nn.Linear(stage, 8, 5))
 
-            found = nn.Pipeline(grid, make, cut=[1, 1, 1, 1, 2]).kinds_of_ranks()
+            found = nn.Pipeline(grid, make, cut=[1, 1, 1, 1, 2])._kinds_of_ranks()
         return [found.index(each) for each in found]
 
     assert kinds() == [0, 1, 1, 1, 4]

@@ -99,7 +99,7 @@ def test_any_schedule_can_be_carried_out_whatever_the_stages_take(sizes):
                 assert len(ends) == sum(1 for _ in table.each())
                 passed, weights = Counter(), dict[int, int]()
                 for rank, place, action in table.each():
-                    assert all(ends[needed] <= line.ranks[rank][place].start for needed in table.needed(action))
+                    assert all(ends[needed] <= line.ranks[rank][place].start for needed in table._needed(action))
                     passed[action.stage] += {"F": 1, "I": 1, "W": 1, "B": 2}[action.kind]
                     if action.kind in ("B", "W"):
                         assert weights.get(action.stage, -1) < action.micro

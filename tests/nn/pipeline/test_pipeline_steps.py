@@ -255,6 +255,6 @@ def test_a_gradient_that_is_not_finite_in_one_stage_is_told_to_all(comm):
         executor.run((lambda micro, output: nn.mse(output, y)) if executor.has_last_stage else None)
         if net.index == 1:
             optimizer.parameters[0].accumulated.local[...] = np.inf
-        assert optimizer.non_finite() == "the gradient of 6.weight is not finite"
+        assert optimizer._non_finite() == "the gradient of 6.weight is not finite"
         before = bits(weights_of(net))
         assert not scale.step(optimizer) and scale.skipped == 1 and bits(weights_of(net)) == before

@@ -208,5 +208,5 @@ def test_one_stage_trains_as_without_a_pipeline(comm):
                     if train == "stale"
                     else [train_step(net, optimizer, nn.mse, [batch])[0] for batch in taken]
                 )
-                found.append((losses, *(bits_of(each.in_checkpoint.gather()) for each in net.parameters())))
+                found.append((losses, *(bits_of(each._in_checkpoint.gather()) for each in net.parameters())))
         assert found[0] == found[1]

@@ -147,7 +147,7 @@ def trained(grid, recompute, activations):
     for _ in range(4):
         train_step(net, optimizer, nn.cross_entropy, [(tokens, tokens)], 1.0)
     kinds = {
-        "weights": [parameter.stored.local for parameter in net.parameters()],
+        "weights": [parameter._stored.local for parameter in net.parameters()],
         "gradients": [parameter.accumulated.array for parameter in net.parameters()],
         "state": [matrix.local for matrix in optimizer.matrices().values()],
     }
