@@ -14,7 +14,7 @@ from typing import Any
 from records import parser, report
 
 from pmm3d import DistMatrix, Grid
-from pmm3d.nn.compute import Form
+from pmm3d.nn.compute import TensorSpec
 from pmm3d.nn.elementwise import GELU, RELU, SIGMOID, SILU, TANH, TIMES, Elementwise, map_elementwise
 
 DTYPES = ("float32", "bfloat16")
@@ -44,7 +44,7 @@ def main() -> None:
             row = [name]
             for dtype in DTYPES:
                 matrices = [DistMatrix.random(grid, shape, dtype=dtype, seed=seed, library="torch") for seed in (1, 2)]
-                form, operands = Form.of(matrices[0]), [each.local for each in matrices[:number]]
+                form, operands = TensorSpec.of(matrices[0]), [each.local for each in matrices[:number]]
                 operands += [0.3] if function is TIMES else []
                 kernel, expression = (
                     milliseconds(partial(map_elementwise, form, None, each, *operands), calls)

@@ -33,7 +33,7 @@ def train(grid: Grid, options: argparse.Namespace) -> list:
         nn.mse(net(x), y).backward()
         optimizer.step()
     arrays = [matrix.local for matrix in (x, y, *net.matrices().values(), *optimizer.matrices().values())]
-    return arrays + [parameter.accumulated.array for parameter in net.parameters()]
+    return arrays + [parameter.grad_buffer.array for parameter in net.parameters()]
 
 
 def measured(grid: Grid, options: argparse.Namespace) -> tuple[int, int]:

@@ -89,7 +89,7 @@ class Sleeping(nn.Module):
 
             return gradient, nn.LazyMatrix(Layout(), (1, 1), fill, "reduce dW")
 
-        return x.made(library.copy(x.shard), (x, self.weight), rule, keep={"sleeping.x": kept})
+        return x.from_op(library.copy(x.shard), (x, self.weight), rule, keep={"sleeping.x": kept})
 
 
 def network(grid: Grid, table: PipelineSchedule, seconds: Seconds, live: Live) -> nn.Pipeline:

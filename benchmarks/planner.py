@@ -317,7 +317,7 @@ def held_by(made: Trainer) -> dict[str, int]:
     parameters = made.state.network.parameters()
     arrays = {
         "weights": [parameter._stored.local for parameter in parameters],
-        "gradients": [parameter.accumulated.array for parameter in parameters],
+        "gradients": [parameter.grad_buffer.array for parameter in parameters],
         "state": [matrix.local for matrix in made.state.optimizer.matrices().values()],
     }
     return {kind: sum(array.nbytes for array in some) for kind, some in arrays.items()} | {

@@ -181,7 +181,7 @@ def inner(x, weights: np.ndarray):
     products = x.library.to_numpy(x.local) * x.library.to_numpy(weights.local)
     mine = np.array([products.sum() / x.layout.replicas(x.grid.shape)])
     total = x.library.from_numpy(x.grid.everyone.all_reduce(mine, agreed=True).wait().reshape(1, 1), x.dtype)
-    return x.made(total, (x,), lambda gradient: (weights.local * gradient[0, 0],), shape=(1, 1), layout=Layout())
+    return x.from_op(total, (x,), lambda gradient: (weights.local * gradient[0, 0],), shape=(1, 1), layout=Layout())
 
 
 def assert_replicas_agree(grid, values) -> None:

@@ -18,11 +18,11 @@ from ..errors import DTypeError, GridError, LayoutError
 from ..layout import Layout
 from ..product import DistMatrix
 from ..product.checks import check_one_device
-from .compute import Form, check_type, sums_along
+from .compute import TensorSpec, check_type, sums_along
 from .contract import Gradient
 from .elementwise import TIMES, Elementwise, map_elementwise
 from .ragged_rows import same_rows
-from .tensor import Tensor, as_tensor, relayout, whole
+from .tensor import Tensor, as_tensor, relayout, summed
 
 Operand = Any
 """A Tensor, a DistMatrix or a number."""
@@ -161,9 +161,9 @@ def scale(x: Tensor | DistMatrix, factor: float) -> Tensor:
     array([[0. , 0.5, 1. ]])
     """
     x, factor = as_tensor(x), float(factor)
-    check_type("scale", x.form)
-    form, scaled = x.form, map_elementwise(x.form, "scale", TIMES, x.shard, factor)
-    return x.made(scaled, (x,), lambda gradient: (map_elementwise(form, "scale backward", TIMES, gradient, factor),))
+    check_type("scale", x.spec)
+    spec, scaled = x.spec, map_elementwise(x.spec, "scale", TIMES, x.shard, factor)
+    return x.from_op(scaled, (x,), lambda gradient: (map_elementwise(spec, "scale backward", TIMES, gradient, factor),))
 
 
 def cast(x: Tensor | DistMatrix, dtype: str) -> Tensor:
@@ -193,14 +193,14 @@ def cast(x: Tensor | DistMatrix, dtype: str) -> Tensor:
     ...     nn.cast(DistMatrix.from_function(grid, (1, 2), lambda i, j: j + 1e-4), "float16").gather()
     array([[1.e-04, 1.e+00]], dtype=float16)
     """
-    x = whole(as_tensor(x))
-    form, other = x.form, x.form.typed(check_matrix_dtype(dtype_named(dtype), x.library))
-    if form.dtype == other.dtype:
+    x = summed(as_tensor(x))
+    spec, other = x.spec, x.spec.typed(check_matrix_dtype(dtype_named(dtype), x.library))
+    if spec.dtype == other.dtype:
         return x
-    return x.made(
+    return x.from_op(
         map_elementwise(other, "cast", _as_it_is, x.shard),
         (x,),
-        lambda gradient: (map_elementwise(form, "cast backward", _as_it_is, gradient),),
+        lambda gradient: (map_elementwise(spec, "cast backward", _as_it_is, gradient),),
     )
 
 
@@ -210,14 +210,14 @@ def _as_it_is(part: Array) -> Array:
 
 def _operation(name: str, a: Operand, b: Operand, function: Callable[..., Array], *slopes: Slope) -> Tensor:
     linear = not any(needs for _, needs in slopes)
-    pair = [each if linear else whole(each) for each in _tensors(a, b)]
+    pair = [each if linear else summed(each) for each in _tensors(a, b)]
     _check(name, *pair)
     rows, cols = (q if p == 1 != q else p for p, q in zip(pair[0].shape, pair[1].shape))
     shape = rows, cols
     layout, places = _together(pair[0].shape, pair[0].layout, pair[1].shape, pair[1].layout)
     pair = [relayout(each, place) for each, place in zip(pair, places)]
-    form, shards = pair[0].form.like(shape, layout), [each.shard for each in pair]
-    out, wanted = map_elementwise(form, name, function, *shards), [each.requires_grad for each in pair]
+    spec, shards = pair[0].spec.like(shape, layout), [each.shard for each in pair]
+    out, wanted = map_elementwise(spec, name, function, *shards), [each.requires_grad for each in pair]
     needed = sorted({index for (_, needs), wants in zip(slopes, wanted) if wants for index in needs})
     shapes = [each.shape for each in pair]
 
@@ -228,21 +228,21 @@ def _operation(name: str, a: Operand, b: Operand, function: Callable[..., Array]
             return (
                 gradient
                 if of is None
-                else map_elementwise(form, name + " backward", of, gradient, *map(operands.get, needs))
+                else map_elementwise(spec, name + " backward", of, gradient, *map(operands.get, needs))
             )
 
         return [
-            summed_to(size, form, by(*slope)) if wants else None for size, slope, wants in zip(shapes, slopes, wanted)
+            summed_to(size, spec, by(*slope)) if wants else None for size, slope, wants in zip(shapes, slopes, wanted)
         ]
 
     keep = {f"{name}.{'ab'[index]}": pair[index] for index in needed}
-    return pair[0].made(out, pair, rule, keep=keep, shape=shape, layout=layout)
+    return pair[0].from_op(out, pair, rule, keep=keep, shape=shape, layout=layout)
 
 
 def _tensors(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
     """Convert both operands to tensors, a number to a 1 x 1 tensor."""
     like = as_tensor(b if isinstance(a, Real) else a)
-    one, other = (as_tensor(like.form.filled(float(each)) if isinstance(each, Real) else each) for each in (a, b))
+    one, other = (as_tensor(like.spec.filled(float(each)) if isinstance(each, Real) else each) for each in (a, b))
     return one, other
 
 
@@ -258,7 +258,7 @@ def _check(name: str, a: Tensor, b: Tensor) -> None:
             f"{name}: the operands are {a.dtype} of {a.library.kind} and {b.dtype} of {b.library.kind}; "
             "they must be of one type and library"
         )
-    check_type(name, a.form)
+    check_type(name, a.spec)
     if not all(same_rows(p, q) or 1 in (p, q) for p, q in zip(a.shape, b.shape)):
         raise LayoutError(
             f"{name}: {a.shape[0]} x {a.shape[1]} and {b.shape[0]} x {b.shape[1]} do not match: numbers "
@@ -285,19 +285,19 @@ def _within(shape: Shape, whole: Shape, layout: Layout) -> Layout:
     return layout if shape == whole else Layout(rows, cols, layout.sums, units)
 
 
-def summed_to(shape: Shape, form: Form, gradient: Array) -> Gradient:
+def summed_to(shape: Shape, spec: TensorSpec, gradient: Array) -> Gradient:
     """Gradient of a broadcast operand of this shape, from the gradient of the result."""
-    found = sums_to(shape, form, gradient)
-    if form.library.dtype(found.array) == form.dtype:
+    found = sums_to(shape, spec, gradient)
+    if spec.library.dtype(found.array) == spec.dtype:
         return found
-    return Gradient(form.library.astype(found.array, form.dtype), found.layout)
+    return Gradient(spec.library.astype(found.array, spec.dtype), found.layout)
 
 
-def sums_to(shape: Shape, form: Form, gradient: Array) -> Gradient:
+def sums_to(shape: Shape, spec: TensorSpec, gradient: Array) -> Gradient:
     """Return the same as `summed_to`, but sums of float16 and bfloat16 stay in float32."""
-    (rows, cols), sums, units = (form.layout.rows, form.layout.cols), tuple[str, ...](), list(form.layout.units)
-    if shape[0] != form.shape[0]:
+    (rows, cols), sums, units = (spec.layout.rows, spec.layout.cols), tuple[str, ...](), list(spec.layout.units)
+    if shape[0] != spec.shape[0]:
         gradient, rows, sums, units[0] = sums_along(gradient, 0)[None, :], (), rows, 1
-    if shape[1] != form.shape[1]:
+    if shape[1] != spec.shape[1]:
         gradient, cols, sums, units[1] = sums_along(gradient, 1)[:, None], (), (*sums, *cols), 1
     return Gradient(gradient, Layout(rows, cols, sums, units))

@@ -1,4 +1,4 @@
-"""Building blocks of operations: forms of tensors, timed sections of computation, GEMMs, and sums of local arrays."""
+"""Building blocks of operations: specs of tensors, timed sections of computation, GEMMs, and sums of local arrays."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class override:
 
 
 @dataclass(frozen=True)
-class Form:
-    """Properties of a tensor without its values. A gradient rule keeps a Form instead of the tensor, to free memory."""
+class TensorSpec:
+    """Properties of a tensor without its values. A gradient rule keeps a TensorSpec instead of the tensor, to free memory."""
 
     grid: Grid
     shape: tuple[int, int]
@@ -62,9 +62,9 @@ class Form:
     local_shape: tuple[int, int]
 
     @classmethod
-    def of(cls, value: DistMatrix) -> Form:
-        """Return the form of a matrix."""
-        return _form(value.grid, value.shape, value.layout, value.dtype, value.library, tuple(value.local.shape))
+    def of(cls, value: DistMatrix) -> TensorSpec:
+        """Return the spec of a matrix."""
+        return _spec(value.grid, value.shape, value.layout, value.dtype, value.library, tuple(value.local.shape))
 
     @property
     def is_vector(self) -> bool:
@@ -95,21 +95,21 @@ class Form:
         return outer.box(self.shape, self.grid.shape, FIRST).size * itemsize(self.dtype)
 
     def new(self, local_shape: tuple[int, int] | None = None) -> Array:
-        """New local array of this form, or of another shape, in work memory. Its contents are arbitrary."""
+        """New local array of this spec, or of another shape, in work memory. Its contents are arbitrary."""
         return self.grid.workspace.array(local_shape or self.local_shape, self.dtype, self.library)
 
-    def like(self, shape: tuple[int, int], layout: Layout) -> Form:
-        """Form of another matrix of the same type."""
+    def like(self, shape: tuple[int, int], layout: Layout) -> TensorSpec:
+        """Spec of another matrix of the same type."""
         box = layout.box(shape, self.grid.shape, self.grid.coords)
-        return _form(self.grid, shape, layout, self.dtype, self.library, box.shape)
+        return _spec(self.grid, shape, layout, self.dtype, self.library, box.shape)
 
-    def typed(self, dtype: str) -> Form:
-        """The same form with another element type."""
-        return _form(self.grid, self.shape, self.layout, dtype, self.library, self.local_shape)
+    def typed(self, dtype: str) -> TensorSpec:
+        """The same spec with another element type."""
+        return _spec(self.grid, self.shape, self.layout, dtype, self.library, self.local_shape)
 
     @property
-    def wide(self) -> Form:
-        """The same form with the type in which elements are summed: float32 for float16 and bfloat16."""
+    def accumulation(self) -> TensorSpec:
+        """The same spec with the type in which elements are summed: float32 for float16 and bfloat16."""
         return self.typed(accumulator(self.dtype))
 
     def filled(self, number: float) -> DistMatrix:
@@ -119,17 +119,17 @@ class Form:
         return DistMatrix(self.grid, local, (1, 1), Layout())
 
     def matrix(self, local: Array) -> DistMatrix:
-        """Matrix of this form with the shard `local`."""
+        """Matrix of this spec with the shard `local`."""
         return DistMatrix(self.grid, local, self.shape, self.layout)
 
 
-def _form(grid: Grid, shape: tuple[int, int], *others: Any) -> Form:
-    """Make a form. Forms are cached, except those with ragged rows, which differ in each step."""
+def _spec(grid: Grid, shape: tuple[int, int], *others: Any) -> TensorSpec:
+    """Make a spec. Specs are cached, except those with ragged rows, which differ in each step."""
     if isinstance(shape[0], RaggedRows):
-        return Form(grid, shape, *others)
-    if Form not in grid.attached:
-        grid.attached[Form] = lru_cache(maxsize=1024)(partial(Form, grid))
-    made: Form = grid.attached[Form](shape, *others)
+        return TensorSpec(grid, shape, *others)
+    if TensorSpec not in grid.attached:
+        grid.attached[TensorSpec] = lru_cache(maxsize=1024)(partial(TensorSpec, grid))
+    made: TensorSpec = grid.attached[TensorSpec](shape, *others)
     return made
 
 
@@ -159,19 +159,19 @@ class computing:
         self._grid.ledger.computed(self._what, self._begun)
 
 
-def gemm(form: Form, a: Array, b: Array, c: Array, beta: float = 0, *, tf32: bool = False) -> None:
+def gemm(spec: TensorSpec, a: Array, b: Array, c: Array, beta: float = 0, *, tf32: bool = False) -> None:
     """Compute C = A B + beta C on this rank by `NumpyLibrary.gemm`. If A and B are 16-bit, C may be float32."""
-    with computing(form.grid, "gemm", 2 * a.shape[0] * a.shape[1] * b.shape[1]):
+    with computing(spec.grid, "gemm", 2 * a.shape[0] * a.shape[1] * b.shape[1]):
         if a.shape[1] and 0 not in c.shape:
-            form.library.gemm(a, b, c, 1, beta, form.grid.workspace, tf32=tf32)
+            spec.library.gemm(a, b, c, 1, beta, spec.grid.workspace, tf32=tf32)
         elif beta == 0:
             c[...] = 0
 
 
-def check_type(name: str, form: Form) -> None:
+def check_type(name: str, spec: TensorSpec) -> None:
     """Raise DTypeError for integers, because they cannot represent the result of an operation."""
-    if form.dtype not in MATRIX_DTYPES:
-        raise DTypeError(f"{name}: a tensor of floating point numbers is needed, got {form.dtype}")
+    if spec.dtype not in MATRIX_DTYPES:
+        raise DTypeError(f"{name}: a tensor of floating point numbers is needed, got {spec.dtype}")
 
 
 def sums_along(array: Array, dim: int | None = None) -> Array:
@@ -181,11 +181,11 @@ def sums_along(array: Array, dim: int | None = None) -> Array:
     return xp.sum(array, axis=dim, **options)
 
 
-def column_sums(form: Form, array: Array, out: Array, beta: float = 0) -> None:
+def column_sums(spec: TensorSpec, array: Array, out: Array, beta: float = 0) -> None:
     """Compute out = beta out + the sum of the rows of a local array. The shape of out is (1, n)."""
-    ones = form.new((1, array.shape[0]))
+    ones = spec.new((1, array.shape[0]))
     ones[...] = 1
-    gemm(form, ones, array, out, beta)
+    gemm(spec, ones, array, out, beta)
 
 
 def stacked(axis: Axis, array: Array) -> Array:

@@ -64,7 +64,7 @@ class Sequential(Module):
             for _, child in module.children()
             if isinstance(child, Parameter) and child.has_state
         }
-        self._place(None, learned)
+        self._assign_layout(None, learned)
 
     def _numbered(self) -> Iterator[tuple[str, Layer]]:
         """Yield (name, layer) of all layers and functions."""
@@ -74,10 +74,10 @@ class Sequential(Module):
         yield from self._numbered()
         yield from ((name, value) for name, value in super()._attributes() if name != "layers")
 
-    def _place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+    def _assign_layout(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         for layer in self.layers:
             if isinstance(layer, Module):
-                columns = layer._place(columns, placed)
+                columns = layer._assign_layout(columns, placed)
             elif columns is not None and layer not in functional.ACTIVATIONS.values():
                 columns = Layout((), columns.cols)  # a function may change the number of columns
         return columns
@@ -248,8 +248,8 @@ class Residual(Module):
     def __init__(self, module: Module):
         self.grid, self.module = module.grid, module
 
-    def _place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
-        found = self.module._place(columns, placed)
+    def _assign_layout(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+        found = self.module._assign_layout(columns, placed)
         return found if columns is None else columns
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:

@@ -66,8 +66,8 @@ class WeightProducts:
 
     def put(self, parameter: Leaf, part: Contribution) -> None:
         self._waiting.append((parameter, part, _times_forgotten(parameter)))
-        if parameter.accumulated is not None:
-            parameter.accumulated.queues.add(self._mark)
+        if parameter.grad_buffer is not None:
+            parameter.grad_buffer.queues.add(self._mark)
 
     def drain(self, count: int | None = None) -> None:
         """Compute the first `count` products (None: all), and add them to the gradients. Collective."""
@@ -77,8 +77,8 @@ class WeightProducts:
         left = {parameter for parameter, _, times in self._waiting if times == _times_forgotten(parameter)}
         uses = Counter(parameter for parameter, _ in wanted)
         for parameter in uses.keys() - left:
-            if parameter.accumulated is not None:
-                parameter.accumulated.queues.discard(self._mark)
+            if parameter.grad_buffer is not None:
+                parameter.grad_buffer.queues.discard(self._mark)
         del taken
         parallel = tape.parallel
         with override(parallel, deferred=None):
@@ -95,7 +95,7 @@ class WeightProducts:
 
 
 def _times_forgotten(leaf: Leaf) -> int:
-    return 0 if leaf.accumulated is None else leaf.accumulated.times_forgotten
+    return 0 if leaf.grad_buffer is None else leaf.grad_buffer.times_forgotten
 
 
 def unchanged(grid: Grid) -> AbstractContextManager[None]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..arrays import Array
 from ..errors import DTypeError, LayoutError
 from ..layout import GridShape, Layout, transitions
-from .compute import Form
+from .compute import TensorSpec
 
 EVERYTHING = slice(None)
 
@@ -75,19 +75,19 @@ Contribution = Any
 """Return value of a rule for a parent: None, a local array in the parent's layout, a Gradient, or a LazyMatrix."""
 
 
-def natural(form: Form, part: Contribution) -> Gradient | LazyMatrix:
+def natural(spec: TensorSpec, part: Contribution) -> Gradient | LazyMatrix:
     """Add the layout to a rule's return value. Raises LayoutError for a wrong shape, DTypeError for a wrong type."""
     if isinstance(part, LazyMatrix):
         return part
-    gradient = part if isinstance(part, Gradient) else Gradient(part, form.layout.summed)
-    dtype = form.library.dtype(gradient.array)
-    if dtype != form.dtype:
-        raise DTypeError(f"a rule returned {dtype} as the gradient of a tensor of {form.dtype}")
-    box = gradient.layout.box(form.shape, form.grid.shape, form.grid.coords)
+    gradient = part if isinstance(part, Gradient) else Gradient(part, spec.layout.summed)
+    dtype = spec.library.dtype(gradient.array)
+    if dtype != spec.dtype:
+        raise DTypeError(f"a rule returned {dtype} as the gradient of a tensor of {spec.dtype}")
+    box = gradient.layout.box(spec.shape, spec.grid.shape, spec.grid.coords)
     if tuple(gradient.array.shape) != box.shape:
         raise LayoutError(
             f"a rule returned an array of shape {tuple(gradient.array.shape)} as the gradient of a "
-            f"tensor {form.shape[0]} x {form.shape[1]}: in {gradient.layout} this rank's is "
+            f"tensor {spec.shape[0]} x {spec.shape[1]}: in {gradient.layout} this rank's is "
             f"{box.shape[0]} x {box.shape[1]}. To return a gradient in another layout, return "
             "nn.Gradient(array, layout)"
         )

@@ -71,7 +71,7 @@ class GradientSums:
             if name in buffer.open.sums:
                 groups.setdefault(_kind(buffer), []).append(buffer)
         for group in groups.values():
-            self._start(self._grid.axis(name), group, "reduce vectors", group[0].form.dtype)
+            self._start(self._grid.axis(name), group, "reduce vectors", group[0].spec.dtype)
             for buffer in group:
                 buffer.open.note_sum(name)
 
@@ -102,9 +102,9 @@ class GradientSums:
 def _kind(buffer: GradientBuffer) -> tuple[object, ...]:
     """Key that is equal for gradients that can share a message."""
     return (
-        buffer.form.dtype,
+        buffer.spec.dtype,
         buffer.message.dtype,
-        buffer.form.library,
+        buffer.spec.library,
         buffer.open.sums,
         buffer.split_over,
         buffer.scattered,

@@ -13,7 +13,7 @@ from ..layout import Layout, transitions
 from ..layout.layout import SINGLE, Units, layout_of
 from ..product.checks import check_one_device, check_tf32
 from ..product.relayout import relayout as relayout_array
-from .compute import Form, column_sums, gemm
+from .compute import TensorSpec, column_sums, gemm
 from .contract import LazyMatrix
 from .overlapped_gemm import gemm_then_relayout
 from .parallel import BackwardSync
@@ -100,8 +100,8 @@ def linear(
     if bias is not None:
         bias = relayout(bias, layouts.bias)
     schedule = _Schedule(
-        x.form,
-        x.form.like((x.shape[0], weight.shape[1]), layouts.out),
+        x.spec,
+        x.spec.like((x.shape[0], weight.shape[1]), layouts.out),
         layouts,
         x.requires_grad,
         weight.requires_grad,
@@ -109,7 +109,7 @@ def linear(
         bias is not None,
         tf32,
     )
-    inputs = schedule.rows_of(x.form, x.shard, x.layout, layouts.input, "gather I")
+    inputs = schedule.rows_of(x.spec, x.shard, x.layout, layouts.input, "gather I")
     full = schedule.full(weight, [weight.shard], x.tape.phase)
     out = schedule.output(inputs, full, bias)
     keep: dict[str, Any] = {}
@@ -118,7 +118,7 @@ def linear(
     if schedule.wanted and not layouts.gathers:
         keep["linear.weight"] = weight
     parameter: Any = weight if layouts.gathers else None
-    return x.made(
+    return x.from_op(
         out,
         (x, weight) if bias is None else (x, weight, bias),
         partial(schedule.gradients, parameter),
@@ -203,14 +203,14 @@ def _layouts_of(x: Layout, weight: Layout, is_parameter: bool, activations: str,
 class _Schedule(NamedTuple):
     """Forward and backward pass of `linear`.
 
-    came, out   forms of I before the gather of its rows, and of O
+    came, out   specs of I before the gather of its rows, and of O
     wanted      whether the gradient of I is needed
     learns      whether the gradient of W is needed
     regathers   whether I is saved before the gather of its rows
     """
 
-    came: Form
-    out: Form
+    came: TensorSpec
+    out: TensorSpec
     layouts: _Layouts
     wanted: bool
     learns: bool
@@ -220,13 +220,13 @@ class _Schedule(NamedTuple):
 
     def full(self, weight: Any, kept: Sequence[Array], phase: str) -> Array:
         """Return the block of the weight: gathered if the weight is sharded, else saved."""
-        return BackwardSync.of(self.came.grid).weights.take(weight, phase) if self.layouts.gathers else kept[0]
+        return BackwardSync.of(self.came.grid).weights.gathered(weight, phase) if self.layouts.gathers else kept[0]
 
-    def rows_of(self, form: Form, array: Array, held: Layout, layout: Layout, phase: str) -> Arrivals:
+    def rows_of(self, spec: TensorSpec, array: Array, held: Layout, layout: Layout, phase: str) -> Arrivals:
         """Gather the rows of an array from the layout `held` to `layout`. A decomposed gather is still in progress."""
         if held == layout:
             return Arrivals.here(array)
-        grid, steps = form.grid, transitions(held, layout, form.grid.shape, form.shape)
+        grid, steps = spec.grid, transitions(held, layout, spec.grid.shape, spec.shape)
         overlap, axis = BackwardSync.of(grid).overlap, grid.axis(steps[0].axis or "x") if steps else None
         with grid.ledger.phase(phase):
             if (
@@ -235,9 +235,9 @@ class _Schedule(NamedTuple):
                 or (steps[0].kind, steps[0].dim) != ("gather", 0)
                 or not overlap._decomposes(axis, grid.hosts)
             ):
-                return Arrivals.here(relayout_array(grid, array, form.shape, held, layout).wait())
-            counts = form.like(form.shape, held).counts(axis.name)
-            return Arrivals(axis, array, form.new((sum(counts), array.shape[1])), counts)
+                return Arrivals.here(relayout_array(grid, array, spec.shape, held, layout).wait())
+            counts = spec.like(spec.shape, held).counts(axis.name)
+            return Arrivals(axis, array, spec.new((sum(counts), array.shape[1])), counts)
 
     def output(self, inputs: Arrivals, full: Array, bias: Tensor | None) -> Array:
         """Compute O in the layout `out`. Collective."""
@@ -252,39 +252,39 @@ class _Schedule(NamedTuple):
         product = LazyMatrix(self.layouts.natural, (inputs.whole.shape[0], full.shape[1]), fill, "reduce O")
         return gemm_then_relayout(self.out, product, self.out.layout).wait()
 
-    def _multiply(self, form: Form, rows: Arrivals, part: slice, factor: Array, out: Array, beta: float) -> None:
+    def _multiply(self, spec: TensorSpec, rows: Arrivals, part: slice, factor: Array, out: Array, beta: float) -> None:
         """Compute out = beta out + rows[part] factor. Each GEMM begins when its rows have arrived."""
         start, stop, _ = part.indices(rows.whole.shape[0])
         for low, high in rows.within(start, stop):
-            gemm(form, rows.whole[low:high], factor, out[low - start : high - start], beta, tf32=self.tf32)
+            gemm(spec, rows.whole[low:high], factor, out[low - start : high - start], beta, tf32=self.tf32)
 
     def gradients(self, weight: Parameter | None, gradient: Array, *kept: Array) -> list[LazyMatrix | None]:
         """Gradients dI = dO W^T, with partial sums over n, and dW = I^T dO and db, as sums over this rank's rows."""
         inputs, full = kept[: self.learns], kept[self.learns :]
-        layouts, form, of_input, of_weight = self.layouts, self.came, None, None
+        layouts, spec, of_input, of_weight = self.layouts, self.came, None, None
         coming = self.rows_of(self.out, gradient, self.out.layout, layouts.result, "gather dO")
-        came = form.layout if self.regathers else layouts.input
-        rows = self.rows_of(form, inputs[0], came, layouts.input, "gather I") if self.learns else None
+        came = spec.layout if self.regathers else layouts.input
+        rows = self.rows_of(spec, inputs[0], came, layouts.input, "gather I") if self.learns else None
         m, n = coming.whole.shape[0], gradient.shape[1]
         if self.wanted:
             whole = self.full(weight, full, "backward")
             of_input = LazyMatrix(
                 layouts.of_input,
                 (m, whole.shape[0]),
-                lambda out, beta, part: self._multiply(form, coming, part, whole.T, out, beta),
+                lambda out, beta, part: self._multiply(spec, coming, part, whole.T, out, beta),
                 "reduce dI",
             )
         if rows is not None:
             of_weight = LazyMatrix(
                 layouts.of_weight,
                 (rows.whole.shape[1], n),
-                lambda out, beta, _: gemm(form, rows.wait().T, coming.wait(), out, beta, tf32=self.tf32),
+                lambda out, beta, _: gemm(spec, rows.wait().T, coming.wait(), out, beta, tf32=self.tf32),
                 "reduce dW",
             )
         if not self.biased:
             return [of_input, of_weight]
         of_bias = LazyMatrix(
-            layouts.of_bias, (1, n), lambda out, beta, _: column_sums(form, coming.wait(), out, beta), "reduce dW"
+            layouts.of_bias, (1, n), lambda out, beta, _: column_sums(spec, coming.wait(), out, beta), "reduce dW"
         )
         return [of_input, of_weight, of_bias]
 

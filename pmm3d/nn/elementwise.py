@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..arrays import Array, NumpyLibrary, by_rows
 from ..layout import LOW_PRECISION
-from .compute import PER_ELEMENT, Form, computing
+from .compute import PER_ELEMENT, TensorSpec, computing
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,14 +83,14 @@ KERNELS = {
 
 
 def map_elementwise(
-    form: Form, name: str | None, function: Callable[..., Array] | Elementwise, *operands: Any, out: Array = None
+    spec: TensorSpec, name: str | None, function: Callable[..., Array] | Elementwise, *operands: Any, out: Array = None
 ) -> Array:
-    """function(*operands), element by element, as a local array of the given form.
+    """function(*operands), element by element, as a local array of the given spec.
 
     Parameters
     ----------
-    form : Form
-        Form of the result: its grid, library, element type and local shape.
+    spec : TensorSpec
+        Spec of the result: its grid, library, element type and local shape.
     name : str or None
         Name of the pass in a dry run. The time counts as "elementwise", and collectives progress in the background.
         None: the call is part of a `computing` section.
@@ -112,27 +112,27 @@ def map_elementwise(
     >>> from pmm3d import DistMatrix, Grid, nn
     >>> with Grid(shape="ddp") as grid:
     ...     x = nn.Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j))
-    ...     nn.map_elementwise(x.form, "add", add, x.local, 1)
+    ...     nn.map_elementwise(x.spec, "add", add, x.local, 1)
     array([[1., 2., 3.]])
     """
     if name is not None:
-        with computing(form.grid, "elementwise", PER_ELEMENT * prod(form.local_shape), name):
-            return map_elementwise(form, None, function, *operands, out=out)
-    library = form.library
+        with computing(spec.grid, "elementwise", PER_ELEMENT * prod(spec.local_shape), name):
+            return map_elementwise(spec, None, function, *operands, out=out)
+    library = spec.library
     kernel = function.torch if isinstance(function, Elementwise) else KERNELS.get(function)
     if (
         isinstance(kernel, Aten)
         and library.kind == "torch"
         and library.has_data
-        and all([hasattr(each, "dtype") and library.dtype(each) == form.dtype for each in operands])
+        and all([hasattr(each, "dtype") and library.dtype(each) == spec.dtype for each in operands])
     ):
-        return kernel.into(library.xp, form.new() if out is None else out, *operands)
+        return kernel.into(library.xp, spec.new() if out is None else out, *operands)
     if isinstance(function, Elementwise):
-        function = function.compiled(library, form.dtype, *operands) if library.has_data else function.expression
+        function = function.compiled(library, spec.dtype, *operands) if library.has_data else function.expression
     if out is None and library.slice_elements is None:
         made = function(*operands)
-        return made if library.dtype(made) == form.dtype else library.astype(made, form.dtype)
-    out = form.new() if out is None else out
+        return made if library.dtype(made) == spec.dtype else library.astype(made, spec.dtype)
+    out = spec.new() if out is None else out
     by_rows(library, function, out, *operands)
     return out
 

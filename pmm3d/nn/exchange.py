@@ -99,7 +99,7 @@ def export_torch(
     -----
     The metadata of the file contain the facts that `load_weights` compares. The configuration of a network with
     published names is written to the metadata, and to config.json in a folder. Each rank receives and writes its share
-    of the rows. Columns of a parameter that form a tensor, such as the queries of all heads, are copied first.
+    of the rows. Columns of a parameter that spec a tensor, such as the queries of all heads, are copied first.
 
     Examples
     --------
@@ -129,7 +129,7 @@ def export_torch(
         **({CONFIG: json.dumps(config)} if config else {}),
     }
     export_safetensors(
-        network.whole, path / WEIGHTS if folder else path, matrices, metadata=metadata, **_forms(own, table)
+        network.whole, path / WEIGHTS if folder else path, matrices, metadata=metadata, **_specs(own, table)
     )
     with network.whole.collective_call("export", str(path), always=True), file_errors(path, "written"):
         if folder and network.whole.rank == 0:
@@ -206,7 +206,7 @@ def import_torch(
         files,
         matrices,
         ignored={name for name in there if name.endswith(known.ignored)},
-        **_forms(own, table),
+        **_specs(own, table),
     )
     _scatter_columns(own, table, matrices)
     network.loaded()
@@ -293,7 +293,7 @@ def _own_tensors(network: Module, names: str) -> dict[str, Stored]:
         }
 
 
-def _forms(own: Mapping[str, Parameter], table: Mapping[str, Stored]) -> dict[str, set[str]]:
+def _specs(own: Mapping[str, Parameter], table: Mapping[str, Stored]) -> dict[str, set[str]]:
     """Names of the tensors that are transposed, and of vectors."""
     return {
         "transpose": {name for name, stored in table.items() if stored.transpose},

@@ -11,11 +11,11 @@ from operator import mul
 from ..arrays import Array, random
 from ..errors import DTypeError, LayoutError, Pmm3dError, hint
 from ..layout import LOW_PRECISION, Box, Layout, RaggedRows, real
-from .compute import Form, array_namespace, column_sums, computing, sums_along
+from .compute import TensorSpec, array_namespace, column_sums, computing, sums_along
 from .contract import Gradient, LazyMatrix
 from .elementwise import GELU, GELU_TANH, RELU, SIGMOID, SILU, TANH, Activation, Elementwise, map_elementwise
 from .statistics import mean_squares, moments, sum_over
-from .tensor import Tensor, relayout, whole
+from .tensor import Tensor, relayout, summed
 
 __all__ = ["dropout", "gelu", "gelu_tanh", "layer_norm", "relu", "rms_norm", "sigmoid", "silu", "tanh"]
 
@@ -149,13 +149,13 @@ def activation_named(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def _elementwise(x: Tensor, function: Activation) -> Tensor:
-    x = whole(x)
-    form, local = x.form, x.shard
-    out = map_elementwise(form, function.name, function.value, local)
+    x = summed(x)
+    spec, local = x.spec, x.shard
+    out = map_elementwise(spec, function.name, function.value, local)
     backward = function.name + " backward"
     keep = {f"{function.name}.output": out} if function.of_output else {f"{function.name}.input": x}
-    return x.made(
-        out, (x,), lambda gradient, kept: (map_elementwise(form, backward, function.slope, gradient, kept),), keep=keep
+    return x.from_op(
+        out, (x,), lambda gradient, kept: (map_elementwise(spec, backward, function.slope, gradient, kept),), keep=keep
     )
 
 
@@ -193,15 +193,15 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
     p = check_probability("dropout: p", p)
     if p == 0:
         return x
-    x = whole(x)
-    form = x.form
-    if isinstance(form.shape[0], RaggedRows):
-        form.shape[0].refuse()
-    mask, scale = _kept(form, x.box, p, seed, stream), 1 / (1 - p)
-    return x.made(
-        map_elementwise(form, "dropout", MASKED, x.shard, mask, scale),
+    x = summed(x)
+    spec = x.spec
+    if isinstance(spec.shape[0], RaggedRows):
+        spec.shape[0].refuse()
+    mask, scale = _kept(spec, x.box, p, seed, stream), 1 / (1 - p)
+    return x.from_op(
+        map_elementwise(spec, "dropout", MASKED, x.shard, mask, scale),
         (x,),
-        lambda gradient, mask: (map_elementwise(form, "dropout backward", MASKED, gradient, mask, scale),),
+        lambda gradient, mask: (map_elementwise(spec, "dropout backward", MASKED, gradient, mask, scale),),
         keep={"dropout.mask": mask},
     )
 
@@ -210,12 +210,12 @@ def check_probability(name: str, p: float) -> float:
     return real(p, f"{name} must be at least 0 and below 1", 0, Pmm3dError, 1)
 
 
-def _kept(form: Form, box: Box, p: float, seed: int, stream: int) -> Array:
+def _kept(spec: TensorSpec, box: Box, p: float, seed: int, stream: int) -> Array:
     """Mask of dropout of a shard, uint8."""
-    library = form.library
-    kept = form.grid.workspace.array(box.shape, "uint8", library)
+    library = spec.library
+    kept = spec.grid.workspace.array(box.shape, "uint8", library)
     if library.has_data:
-        fill_kept(kept, box, form.shape[1], p, seed, stream)
+        fill_kept(kept, box, spec.shape[1], p, seed, stream)
     else:
         library.passed("dropout mask", kept)
     return kept
@@ -299,36 +299,36 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float = 1e-6) -> Tensor:
 def _normalized(name: str, x: Tensor, gain: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Normalize by mean and variance; without bias, by the mean square."""
     x, vectors = _aligned(name, x, [gain] if bias is None else [gain, bias])
-    form, local, cols, backward = x.form, x.shard, gain.layout.cols, name + " backward"
+    spec, local, cols, backward = x.spec, x.shard, gain.layout.cols, name + " backward"
     xp = array_namespace(local)
-    with form.grid.ledger.phase(name.replace("_", " ")):
-        mean, variance = moments(form, local) if bias is not None else (0, mean_squares(form, local))
-    with computing(form.grid, "elementwise", name=name):
+    with spec.grid.ledger.phase(name.replace("_", " ")):
+        mean, variance = moments(spec, local) if bias is not None else (0, mean_squares(spec, local))
+    with computing(spec.grid, "elementwise", name=name):
         inverse = 1 / xp.sqrt(variance + eps)
         if bias is None:
-            normal = map_elementwise(form, None, mul, local, inverse)
-            out = map_elementwise(form, None, mul, normal, gain.shard)
+            normal = map_elementwise(spec, None, mul, local, inverse)
+            out = map_elementwise(spec, None, mul, normal, gain.shard)
         else:
-            normal = map_elementwise(form, None, STANDARDIZED, local, mean, inverse)
-            out = map_elementwise(form, None, AFFINE, normal, *(each.shard for each in vectors))
+            normal = map_elementwise(spec, None, STANDARDIZED, local, mean, inverse)
+            out = map_elementwise(spec, None, AFFINE, normal, *(each.shard for each in vectors))
 
     wanted, learns, shifts = x.requires_grad, gain.requires_grad, bias is not None
 
     def rule(gradient: Array, normal: Array, inverse: Array, factor: Array) -> list[Array | LazyMatrix | None]:
-        with computing(form.grid, "elementwise", name=backward):
-            product = map_elementwise(form, None, mul, gradient, normal) if learns else None
-        of_rows = [None if product is None else _sum_of_rows(form, product)]
-        of_rows += [_sum_of_rows(form, gradient)] * shifts
+        with computing(spec.grid, "elementwise", name=backward):
+            product = map_elementwise(spec, None, mul, gradient, normal) if learns else None
+        of_rows = [None if product is None else _sum_of_rows(spec, product)]
+        of_rows += [_sum_of_rows(spec, gradient)] * shifts
         if not wanted:
             return [None, *of_rows]
-        with computing(form.grid, "elementwise", name=backward):
-            scaled = map_elementwise(form, None, mul, gradient, factor)
+        with computing(spec.grid, "elementwise", name=backward):
+            scaled = map_elementwise(spec, None, mul, gradient, factor)
             slopes = [sums_along(scaled, 1)] * shifts
-            sums = xp.stack([*slopes, sums_along(map_elementwise(form, None, mul, scaled, normal), 1)])
-        with form.grid.ledger.phase(name.replace("_", " ")):
-            sums = sum_over(form.grid, sums, cols) / form.shape[1]
+            sums = xp.stack([*slopes, sums_along(map_elementwise(spec, None, mul, scaled, normal), 1)])
+        with spec.grid.ledger.phase(name.replace("_", " ")):
+            sums = sum_over(spec.grid, sums, cols) / spec.shape[1]
         dx = map_elementwise(
-            form,
+            spec,
             backward,
             STANDARDIZED_SLOPE,
             scaled,
@@ -340,7 +340,7 @@ def _normalized(name: str, x: Tensor, gain: Tensor, bias: Tensor | None, eps: fl
         return [dx, *of_rows]
 
     keep = {f"{name}.normal": normal, f"{name}.inverse": inverse, f"{name}.gain": gain}
-    return x.made(out, (x, *vectors), rule, keep=keep)
+    return x.from_op(out, (x, *vectors), rule, keep=keep)
 
 
 def _aligned(name: str, x: Tensor, vectors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -362,23 +362,23 @@ def _aligned(name: str, x: Tensor, vectors: list[Tensor]) -> tuple[Tensor, list[
 def _layer_norm_of_torch(x: Tensor, gain: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Compute `layer_norm` of whole rows by torch's kernels, which take a third of the time."""
     x, [gain, bias] = _aligned("layer_norm", x, [gain, bias])
-    form, library, local, size = x.form, x.library, x.shard, [x.shape[1]]
-    out, aten = form.new(), library.xp.ops.aten if library.has_data else None
-    with computing(form.grid, "elementwise", name="layer_norm"):
+    spec, library, local, size = x.spec, x.library, x.shard, [x.shape[1]]
+    out, aten = spec.new(), library.xp.ops.aten if library.has_data else None
+    with computing(spec.grid, "elementwise", name="layer_norm"):
         if aten is None:
             library.passed("layer_norm", out, local)
-            mean, inverse = (library.empty((form.local_shape[0], 1), form.wide.dtype) for _ in range(2))
+            mean, inverse = (library.empty((spec.local_shape[0], 1), spec.accumulation.dtype) for _ in range(2))
         else:
             out[...], mean, inverse = aten.native_layer_norm(local, size, gain.shard[0], bias.shard[0], eps)
     needed = [x.requires_grad, gain.requires_grad, bias.requires_grad]
-    of_rows = Layout((), form.layout.cols, form.layout.rows, (1, form.layout.units[1]))
+    of_rows = Layout((), spec.layout.cols, spec.layout.rows, (1, spec.layout.units[1]))
 
     def rule(gradient: Array, *kept: Array) -> list[Array | Gradient | None]:
-        dx = form.new() if needed[0] else None
-        with computing(form.grid, "elementwise", name="layer_norm backward"):
+        dx = spec.new() if needed[0] else None
+        with computing(spec.grid, "elementwise", name="layer_norm backward"):
             if aten is None:
                 library.passed("layer_norm backward", *2 * [gradient, kept[0]], *([] if dx is None else [dx]))
-                vectors = [library.empty((1, size[0]), form.dtype) for _ in range(2)]
+                vectors = [library.empty((1, size[0]), spec.dtype) for _ in range(2)]
             else:
                 local, mean, inverse, gain, bias = kept
                 found, *vectors = aten.native_layer_norm_backward(
@@ -398,14 +398,14 @@ def _layer_norm_of_torch(x: Tensor, gain: Tensor, bias: Tensor, eps: float) -> T
         "layer_norm.gain": gain,
         "layer_norm.bias": bias,
     }
-    return x.made(out, (x, gain, bias), rule, keep=keep)
+    return x.from_op(out, (x, gain, bias), rule, keep=keep)
 
 
-def _sum_of_rows(form: Form, array: Array) -> LazyMatrix:
+def _sum_of_rows(spec: TensorSpec, array: Array) -> LazyMatrix:
     """Gradient of a row that all rows of a batch share."""
     return LazyMatrix(
-        Layout((), form.layout.cols, form.layout.rows, (1, form.layout.units[1])),
+        Layout((), spec.layout.cols, spec.layout.rows, (1, spec.layout.units[1])),
         (1, array.shape[1]),
-        lambda out, beta, _: column_sums(form, array, out, beta),
+        lambda out, beta, _: column_sums(spec, array, out, beta),
         "reduce dW",
     )

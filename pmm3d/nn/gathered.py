@@ -16,7 +16,7 @@ from ..errors import GridError, LayoutError
 from ..layout import itemsize, offsets, part_sizes
 from ..model.machine import available_memory
 from ..model.schedule import shared_all_gather
-from .compute import Form
+from .compute import TensorSpec
 from .overlap import Overlap
 
 IDLE_PAUSES = 8
@@ -71,7 +71,7 @@ class Weights:
         self._context: object = None
         grid._at_close(self._gathered.clear)
 
-    def take(self, weight: Weight, phase: str) -> Array:
+    def gathered(self, weight: Weight, phase: str) -> Array:
         """Return the gathered block of a weight. Collective along its axis, unless the block was kept.
 
         Each of the G ranks along the axis receives (G-1)/G of the block.
@@ -130,7 +130,7 @@ class Weights:
             self.pause()
 
     def _axis(self, weight: Weight) -> Axis:
-        return self._grid.axis(weight.form.layout.rows[-1])
+        return self._grid.axis(weight.spec.layout.rows[-1])
 
     def _of(self, weight: Weight) -> Gathered:
         """Return the record of a weight. A block of an older version is dropped."""
@@ -139,7 +139,7 @@ class Weights:
         gathered = self._gathered[weight]
         if gathered.version != weight.version:
             gathered.version, gathered.pending, gathered.block = weight.version, None, None
-            gathered.nbytes = weight.form.largest_without(self._axis(weight).name)
+            gathered.nbytes = weight.spec.largest_without(self._axis(weight).name)
         return gathered
 
     def _drop_unusable(self, gathered: Gathered, phase: str) -> None:
@@ -162,10 +162,10 @@ class Weights:
     def _start(self, weight: Weight, gathered: Gathered) -> Pending:
         grid, axis, shard = self._grid, self._axis(weight), weight.shard
         if self.overlap.shared_weights:
-            gathered.copy = gathered.copy or NodeSharedBlock(grid, weight.form)
+            gathered.copy = gathered.copy or NodeSharedBlock(grid, weight.spec)
             return gathered.copy.fill(shard)
-        gathered.copy, counts = None, weight.form.counts(axis.name)
-        block = weight.form.new((sum(counts), shard.shape[1]))
+        gathered.copy, counts = None, weight.spec.counts(axis.name)
+        block = weight.spec.new((sum(counts), shard.shape[1]))
         with grid.ledger.phase("gather W"):
             return axis._all_gather_into(shard, block, counts)
 
@@ -191,19 +191,19 @@ class NodeSharedBlock:
     OutOfMemoryError on every rank.
     """
 
-    def __init__(self, grid: Grid, form: Form):
+    def __init__(self, grid: Grid, spec: TensorSpec):
         from ..comm import ranks_that_share
 
         with grid.collective_call(SHARED):
-            _check_can_share(grid, form)
-        self._grid, self._axis = grid, grid.axis(form.layout.rows[-1])
-        self._library: Any = form.library
-        self._counts, self._per_node = form.counts(self._axis.name), ranks_that_share(grid, self._axis.name)
+            _check_can_share(grid, spec)
+        self._grid, self._axis = grid, grid.axis(spec.layout.rows[-1])
+        self._library: Any = spec.library
+        self._counts, self._per_node = spec.counts(self._axis.name), ranks_that_share(grid, self._axis.name)
         self._filling: Pending | None = None
-        shape = sum(self._counts), form.local_shape[1]
+        shape = sum(self._counts), spec.local_shape[1]
         with grid.collective_call(SHARED, always=True):
-            whole = self._room(itemsize(form.dtype) * shape[0] * shape[1])
-        self.block: Array = form.library.view(whole, shape, form.dtype)
+            whole = self._room(itemsize(spec.dtype) * shape[0] * shape[1])
+        self.block: Array = spec.library.view(whole, shape, spec.dtype)
 
     def _room(self, nbytes: int) -> Array:
         """Allocate `nbytes` shared bytes on each node. Collective."""
@@ -239,14 +239,14 @@ class NodeSharedBlock:
         return self._filling
 
 
-def _check_can_share(grid: Grid, form: Form) -> None:
+def _check_can_share(grid: Grid, spec: TensorSpec) -> None:
     """Raise GridError or LayoutError if the ranks along the axis that shards such a weight cannot share its block."""
     from ..comm import ranks_that_share
 
-    remedy, axis = "Leave Overlap(shared_weights=True) out, or", form.layout.rows[-1]
-    if form.library.kind not in ("numpy", "torch"):
+    remedy, axis = "Leave Overlap(shared_weights=True) out, or", spec.layout.rows[-1]
+    if spec.library.kind not in ("numpy", "torch"):
         raise LayoutError(
-            f"shared weights must be arrays on the host, got arrays of {form.library.kind}. "
+            f"shared weights must be arrays on the host, got arrays of {spec.library.kind}. "
             f'{remedy} make the network with library="numpy" or "torch"'
         )
     if not ranks_that_share(grid, axis):

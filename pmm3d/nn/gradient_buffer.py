@@ -12,11 +12,11 @@ from ..errors import Pmm3dError
 from ..layout import FIRST, Layout, itemsize
 from ..layout.layout import layout_of
 from ..product.relayout import relayout
-from .compute import Form
+from .compute import TensorSpec
 from .precision import Precision
 
 Leaf = Any
-"""A tensor that is not the result of an operation. For a Parameter, `accumulated` is a `GradientBuffer`."""
+"""A tensor that is not the result of an operation. For a Parameter, `grad_buffer` is a `GradientBuffer`."""
 
 FAILED = (
     "backward: an earlier backward pass ended with an error and left incomplete gradients: discard them first "
@@ -28,7 +28,7 @@ FAILED = (
 class GradientBuffer:
     """The gradient of a parameter. It is kept from step to step.
 
-    of          form of the parameter
+    of          spec of the parameter
     array       memory of the gradient; `local` is the valid part
     layout      None: there is no gradient. Else the layout of `local`; the sums over the axes in `sums` have not begun
     pending     the last collective that writes to the array
@@ -40,7 +40,7 @@ class GradientBuffer:
     scales      factors of the losses
     """
 
-    of: Form
+    of: TensorSpec
     precision: Precision
     array: Array = None
     layout: Layout | None = None
@@ -55,19 +55,19 @@ class GradientBuffer:
     times_forgotten: int = 0
 
     @cached_property
-    def form(self) -> Form:
-        """Form of the gradient: the type of the gradient, and the parameter's layout."""
+    def spec(self) -> TensorSpec:
+        """Spec of the gradient: the type of the gradient, and the parameter's layout."""
         return self.of.typed(self.precision.gradient)
 
     @cached_property
-    def message(self) -> Form:
-        """Form of a contribution: the type of messages, and the parameter's layout."""
+    def message(self) -> TensorSpec:
+        """Spec of a contribution: the type of messages, and the parameter's layout."""
         return self.of.typed(self.precision.communication)
 
     @property
     def target(self) -> Layout:
         """Layout of the gradient that the optimizer needs."""
-        return self.split_layout(self.split_over) if self.split_over else self.form.layout
+        return self.split_layout(self.split_over) if self.split_over else self.spec.layout
 
     @property
     def open(self) -> GradientBuffer:
@@ -75,7 +75,7 @@ class GradientBuffer:
         if not self.scattered:
             return self
         if self.incoming is None:
-            self.incoming = GradientBuffer(self.of, self.precision, self.form.new())
+            self.incoming = GradientBuffer(self.of, self.precision, self.spec.new())
         return self.incoming
 
     @property
@@ -87,25 +87,25 @@ class GradientBuffer:
     def local(self) -> Array:
         """The part of `array` that is this rank's part in `layout`."""
         assert self.layout is not None
-        grid, home = self.form.grid, self.form.layout
-        box = self.layout.box(self.form.shape, grid.shape, grid.coords)
+        grid, home = self.spec.grid, self.spec.layout
+        box = self.layout.box(self.spec.shape, grid.shape, grid.coords)
         if tuple(self.array.shape) == box.shape:
             return self.array
-        return self.array[box.within(home.box(self.form.shape, grid.shape, grid.coords))]
+        return self.array[box.within(home.box(self.spec.shape, grid.shape, grid.coords))]
 
     def split_layout(self, axis: str) -> Layout:
         """The parameter's layout, with the rows of a matrix or the columns of a vector also split over an axis."""
-        rows, cols, units = self.form.layout.rows, self.form.layout.cols, self.form.layout.units
-        if self.form.is_vector:
+        rows, cols, units = self.spec.layout.rows, self.spec.layout.cols, self.spec.layout.units
+        if self.spec.is_vector:
             return layout_of(rows, (*cols, axis), (), units)
         return layout_of((*rows, axis), cols, (), units)
 
     def counts(self, axis: str) -> list[int]:
         """Number of elements of each part into which the axis splits the shard. Parts are consecutive."""
         if axis not in self._counts:
-            dim, form = int(self.form.is_vector), self.form
-            width = 1 if dim else form.local_shape[1]
-            split = form.like(form.shape, self.split_layout(axis))
+            dim, spec = int(self.spec.is_vector), self.spec
+            width = 1 if dim else spec.local_shape[1]
+            split = spec.like(spec.shape, self.split_layout(axis))
             self._counts[axis] = [part * width for part in split.counts(axis, dim)]
         return self._counts[axis]
 
@@ -116,7 +116,7 @@ class GradientBuffer:
     @cached_property
     def largest(self) -> int:
         """Bytes of the largest shard of any rank."""
-        return self.form.layout.box(self.form.shape, self.form.grid.shape, FIRST).size * itemsize(self.form.dtype)
+        return self.spec.layout.box(self.spec.shape, self.spec.grid.shape, FIRST).size * itemsize(self.spec.dtype)
 
     def wait(self) -> None:
         """Wait for the sums in progress. Raises Pmm3dError after a backward pass that ended with an error."""
@@ -150,14 +150,14 @@ class GradientBuffer:
 
     def full_array(self) -> Array:
         """Return memory for a gradient in the parameter's layout. It is reused in each step."""
-        if self.array is None or tuple(self.array.shape) != self.form.local_shape:
-            self.array = self.new_array(self.form.local_shape)
+        if self.array is None or tuple(self.array.shape) != self.spec.local_shape:
+            self.array = self.new_array(self.spec.local_shape)
         return self.array
 
     def new_array(self, shape: tuple[int, int]) -> Array:
         """Return new memory of the gradient's type."""
-        with self.form.grid.ledger.holding("gradients"):
-            return self.form.library.empty(shape, self.form.dtype)
+        with self.spec.grid.ledger.holding("gradients"):
+            return self.spec.library.empty(shape, self.spec.dtype)
 
     def accumulate(self, sums: tuple[str, ...]) -> tuple[Array, int, bool]:
         """Prepare to add a contribution with partial sums over the axes `sums`. Return (array, beta, adds).
@@ -171,17 +171,17 @@ class GradientBuffer:
         else:
             self._reopen(sums)
             beta = 1
-        coords = self.form.grid.coords
+        coords = self.spec.grid.coords
         return self.array, beta, not any(getattr(coords, axis) for axis in self.layout.sums if axis not in sums)
 
     def _with(self, sums: tuple[str, ...]) -> Layout:
         """The parameter's layout, with partial sums."""
-        return layout_of(self.form.layout.rows, self.form.layout.cols, sums, self.form.layout.units)
+        return layout_of(self.spec.layout.rows, self.spec.layout.cols, sums, self.spec.layout.units)
 
     def _reopen(self, sums: tuple[str, ...]) -> None:
         """Add axes of partial sums to the gradient. The first rank keeps the values, and the others set zeros."""
         assert self.layout is not None
-        grid, before, home = self.form.grid, self.layout, self.form.layout
+        grid, before, home = self.spec.grid, self.layout, self.spec.layout
         split = [axis for axis in before.splitting if axis not in home.splitting]
         more = [axis for axis in sums if axis not in (*before.sums, *split)]
         if not more and (before.sums or not split):
@@ -205,7 +205,7 @@ class GradientBuffer:
     def note_last_sum(self, scatter: str = "") -> None:
         """Note that all sums have begun. If `scatter` is an axis, the last one is a reduce-scatter over it."""
         if not self.scattered:
-            self.layout = self.split_layout(scatter) if scatter else self.form.layout
+            self.layout = self.split_layout(scatter) if scatter else self.spec.layout
         elif self.incoming is not None:
             incoming, self.incoming = self.incoming, None
             if not scatter and incoming.layout is not None:
@@ -213,16 +213,16 @@ class GradientBuffer:
                 part = incoming.in_layout(self.target)
                 array, beta = self.scattered_array()
                 self.wait()  # because the sum of the previous pass writes to the array
-                add_up(self.form.library, [part], array, beta)
+                add_up(self.spec.library, [part], array, beta)
         self.is_open = bool(self.sums)
 
     def scattered_array(self) -> tuple[Array, int]:
         """Return (array, beta) for a reduce-scatter into the target layout: array = beta array + sum."""
-        grid, target = self.form.grid, self.target
+        grid, target = self.spec.grid, self.target
         beta = 0 if self.layout is None else 1
-        shape = target.box(self.form.shape, grid.shape, grid.coords).shape
+        shape = target.box(self.spec.shape, grid.shape, grid.coords).shape
         if beta and self.layout != target:
-            self.array = self.form.library.copy(self.in_layout(target))
+            self.array = self.spec.library.copy(self.in_layout(target))
         elif self.array is None or tuple(self.array.shape) != shape:
             self.array = self.new_array(shape)
         self.layout = target
@@ -234,7 +234,7 @@ class GradientBuffer:
         assert self.layout is not None
         if layout == self.layout:
             return self.local
-        array = relayout(self.form.grid, self.local, self.form.shape, self.layout, layout).wait()
-        if layout == self.form.layout:
+        array = relayout(self.spec.grid, self.local, self.spec.shape, self.layout, layout).wait()
+        if layout == self.spec.layout:
             self.array, self.layout = array, layout
         return array

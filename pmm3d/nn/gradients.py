@@ -10,7 +10,7 @@ from ..arrays.workspace import Ticket
 from ..comm import Axis, Grid, Pending
 from ..layout import Layout, itemsize
 from ..product.relayout import relayout
-from .compute import Form
+from .compute import TensorSpec
 from .contract import EVERYTHING, Contribution, Gradient, LazyMatrix, accumulation, natural
 from .data_parallel import IN_FLIGHT, PRODUCT_AXES, GradientSums
 from .gradient_buffer import GradientBuffer
@@ -45,7 +45,7 @@ class Gradients:
         """Add a contribution to a gradient."""
         buffer.check()
         found = natural(buffer.of, part)
-        layout, kind, axis = accumulation(found.layout, buffer.form.layout, self._grid.shape)
+        layout, kind, axis = accumulation(found.layout, buffer.spec.layout, self._grid.shape)
         self._sums.flush(buffer)
         self._open[buffer], buffer.is_open = None, True
         to = buffer.open
@@ -70,7 +70,7 @@ class Gradients:
     def _reduce_scatter(
         self, to: GradientBuffer, part: Gradient | LazyMatrix, axis: Axis, out: Array, beta: int
     ) -> None:
-        cols, counts = out.shape[1], to.form.counts(axis.name)
+        cols, counts = out.shape[1], to.spec.counts(axis.name)
         partial = self._partials.next_array(to.message, (sum(counts), cols))
         _fill(part, partial, 0)
         with self._grid.ledger.phase("reduce dW"):
@@ -83,13 +83,13 @@ class Gradients:
 
     def _relayout(self, to: GradientBuffer, part: Gradient | LazyMatrix, layout: Layout, beta: int, adds: bool) -> None:
         """Relay out a contribution into a new array, and add it to the gradient if `adds`."""
-        form = to.message
+        spec = to.message
         array = None if isinstance(part, LazyMatrix) else part.array
-        if array is None or form.dtype != to.of.dtype:
-            array = form.new(part.shape if isinstance(part, LazyMatrix) else tuple(part.array.shape))
+        if array is None or spec.dtype != to.of.dtype:
+            array = spec.new(part.shape if isinstance(part, LazyMatrix) else tuple(part.array.shape))
             _fill(part, array, 0)
         with self._grid.ledger.phase("relayout"):
-            moved = relayout(self._grid, array, form.shape, part.layout, layout).wait()
+            moved = relayout(self._grid, array, spec.shape, part.layout, layout).wait()
         to.wait()
         if adds:
             _fill(Gradient(moved, layout), to.array, beta)
@@ -141,19 +141,19 @@ class Partials:
         self._tickets: list[Ticket | None] = [None] * IN_FLIGHT
         self._sums: list[Pending | None] = [None] * IN_FLIGHT
 
-    def next_array(self, form: Form, shape: tuple[int, int]) -> Array:
+    def next_array(self, spec: TensorSpec, shape: tuple[int, int]) -> Array:
         """Return an array with arbitrary contents. It is reused after the collective that is passed to `busy`."""
         self._turn = (self._turn + 1) % IN_FLIGHT
         ticket, pending = self._tickets[self._turn], self._sums[self._turn]
         if pending is not None:
             pending.wait()
-        nbytes, library = shape[0] * shape[1] * itemsize(form.dtype), form.library
+        nbytes, library = shape[0] * shape[1] * itemsize(spec.dtype), spec.library
         if ticket is None or ticket.pool.memory != library.memory or ticket.flat.shape[0] < nbytes:
             if ticket is not None:
                 self._grid.workspace.give(ticket)
             _, ticket = self._grid.workspace.take((nbytes,), "uint8", library)
         self._tickets[self._turn], self._sums[self._turn] = ticket, None
-        return library.view(ticket.flat, shape, form.dtype)
+        return library.view(ticket.flat, shape, spec.dtype)
 
     def busy(self, pending: Pending) -> None:
         """Reserve the last array of `next_array` until this collective is complete."""

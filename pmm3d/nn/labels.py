@@ -47,7 +47,7 @@ def local_labels(logits: Tensor, labels: Matrix, ignored: int | None) -> OwnLabe
         return _labels_there(logits, labels, ignored)
     host = labels_of(logits, labels, ignored)
     if host is None:
-        index = library.empty((logits.form.local_shape[0],), "int64")
+        index = library.empty((logits.spec.local_shape[0],), "int64")
         return OwnLabels(index, index, counted=None if ignored is None else index == 0)
     here = (host >= box.c0) & (host < box.c1)
     own = np.flatnonzero(here if ignored is None else here & (host != ignored))
@@ -74,7 +74,7 @@ def _labels_there(logits: Tensor, labels: Matrix, ignored: int | None) -> OwnLab
         inside, right = inside & counted, right | (held == ignored)
     columns = (held - box.c0).clip(0, max(0, box.shape[1] - 1))
     rows = library.astype(library.words(0, box.shape[0]), "int64")
-    wide = logits.form.wide.dtype
+    wide = logits.spec.accumulation.dtype
     return OwnLabels(rows, columns, xp.log(library.astype(right, wide)), library.astype(inside, wide), counted)
 
 

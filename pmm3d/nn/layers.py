@@ -20,7 +20,7 @@ from . import functional
 from .arithmetic import cast
 from .dense import ACTIVATIONS, OTHER, linear, weight_layout
 from .module import Module, entered
-from .parameter import Making, Parameter, StandIn
+from .parameter import Parameter, ParameterCollector, StandIn
 from .precision import Precision
 from .seeds import Seeds, check_grid, derived, seed_of
 from .tensor import Tensor
@@ -77,8 +77,8 @@ def parameter(
     check_grid("parameter", grid)
     if seed is None:
         seed = Seeds.of(grid).next() if bound or deviation else 0
-    making: Making = grid.attached.get(Making) or Making(grid)
-    if making.stands_in:
+    collector: ParameterCollector = grid.attached.get(ParameterCollector) or ParameterCollector(grid)
+    if collector.stands_in:
         made: Parameter = StandIn(grid, shape, layout, precision, grid.library(library))
     else:
         with grid.ledger.holding("weights"):
@@ -93,7 +93,7 @@ def parameter(
             )
         value_of.local[...] = value_of.local * spread + value
         made = Parameter(value_of, precision)
-    making.made.append(made)
+    collector.parameters.append(made)
     return made
 
 
@@ -214,7 +214,7 @@ class Linear(Module):
                 grid, (1, outputs), across, seed=derived(seed, 1), bound=bound if deviation is None else 0.0, **options
             )
 
-    def _place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+    def _assign_layout(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         unit = self.weight.layout.units[1]
         if self not in placed and columns is not None and columns.cols in (("x",), ("y",)):
             [axis] = columns.cols
@@ -314,7 +314,7 @@ class RMSNorm(Module):
             grid, (1, features), Layout((), cols), value=1.0, dtype=dtype, library=library, precision=precision
         )
 
-    def _place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+    def _assign_layout(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         if self not in placed and columns is not None and columns.cols:
             if self.gain.shape[1] % unit_of(columns.units[1], columns.cols[0]):
                 columns = Layout((), columns.cols)
@@ -401,7 +401,7 @@ class Dropout(Module):
         self.grid, self.p, self.calls = grid, functional.check_probability("Dropout: p", p), 0
         self.seed = seed_of(grid, seed)
 
-    def _place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+    def _assign_layout(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         return columns
 
     def forward(self, x: Tensor) -> Tensor:

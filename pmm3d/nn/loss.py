@@ -19,13 +19,13 @@ from ..comm import Grid, Pending
 from ..errors import DTypeError, LayoutError, Pmm3dError
 from ..layout import Layout
 from ..product import DistMatrix
-from .compute import PER_ELEMENT, Form, array_namespace, computing
+from .compute import PER_ELEMENT, TensorSpec, array_namespace, computing
 from .elementwise import Elementwise, map_elementwise
 from .labels import Matrix, OwnLabels, local_labels
 from .ragged_rows import same_rows
 from .statistics import begin_sum, log_sum_exp, share, sum_over
 from .tape import Rule, Tape
-from .tensor import Tensor, as_tensor, relayout, whole
+from .tensor import Tensor, as_tensor, relayout, summed
 
 SCALAR = Layout()
 REDUCTIONS = ("mean", "sum")
@@ -169,17 +169,17 @@ def _elementwise_loss(
 ) -> Tensor:
     """Sum or mean of term(difference). slope(difference, gradient of a term) is the gradient by the difference."""
     _check_reduction(name, reduction)
-    prediction = whole(prediction)
-    form, local, aligned = prediction.form, prediction.shard, aligned_target(prediction, target)
-    of_target, wide = aligned.form if aligned.requires_grad else None, form.wide
-    with computing(form.grid, "loss", name=name):
+    prediction = summed(prediction)
+    spec, local, aligned = prediction.spec, prediction.shard, aligned_target(prediction, target)
+    of_target, wide = aligned.spec if aligned.requires_grad else None, spec.accumulation
+    with computing(spec.grid, "loss", name=name):
         difference = map_elementwise(wide, None, DIFFERENCE, local, aligned.shard)
         own = array_namespace(difference).sum(map_elementwise(wide, None, term, difference))
-    weight = _weight(prediction, form.shape, reduction)
+    weight = _weight(prediction, spec.shape, reduction)
 
     def rule(gradient: Array, difference: Array) -> tuple[Array, Array | None]:
-        with computing(form.grid, "loss", name=name + " backward"):
-            dx = map_elementwise(form, None, slope, difference, _factor(form, gradient, weight))
+        with computing(spec.grid, "loss", name=name + " backward"):
+            dx = map_elementwise(spec, None, slope, difference, _factor(spec, gradient, weight))
             return dx, map_elementwise(of_target, None, operator.neg, dx) if of_target else None
 
     return _summed(
@@ -268,8 +268,8 @@ def cross_entropy(
             _number_of_labels(logits.grid, [labels], ignore_index),
         )
     _check_reduction("cross_entropy", reduction, ', or "sum_count"')
-    logits = whole(logits)
-    form, local = logits.form, logits.shard
+    logits = summed(logits)
+    spec, local = logits.spec, logits.shard
     xp = array_namespace(local)
     labelled = local_labels(logits, labels, ignore_index)
     largest, logarithm, chosen = _log_sum_exp(logits, labelled)
@@ -279,13 +279,13 @@ def cross_entropy(
         losses, normalizer = xp.where(counted, losses, 0), xp.where(counted, normalizer, inf)
     own, mean, step = xp.sum(losses), None, logits.tape.step
     keep = {"cross_entropy.logits": logits, "cross_entropy.normalizer": normalizer[:, None], **labelled.kept}
-    weight, number = _weight(logits, form.shape[:1], reduction), None
+    weight, number = _weight(logits, spec.shape[:1], reduction), None
     if reduction == "mean" and counted is not None and step is not None:
         number, weight = step.terms_of_mean(labels, ignore_index)
         own = own if number else own * nan
     elif reduction == "mean" and counted is not None:
-        mean, share_of_row = _mean_of_counted(form, own, counted)
-        if form.library.on_host:
+        mean, share_of_row = _mean_of_counted(spec, own, counted)
+        if spec.library.on_host:
             weight = float(share_of_row[0, 0])
         else:
             keep["cross_entropy.number"] = share_of_row
@@ -294,39 +294,41 @@ def cross_entropy(
         gradient: Array, local: Array, normalizer: Array, rows: Array, columns: Array, *of_device: Array
     ) -> tuple[Array]:
         inside, *number = of_device or (1,)
-        factor = _factor(form, gradient, *number or (weight,))
-        with computing(form.grid, "loss", PER_ELEMENT * prod(form.local_shape), "cross_entropy backward"):
-            dx = map_elementwise(form, None, SLOPE_OF_CROSS_ENTROPY, local, normalizer, factor)
+        factor = _factor(spec, gradient, *number or (weight,))
+        with computing(spec.grid, "loss", PER_ELEMENT * prod(spec.local_shape), "cross_entropy backward"):
+            dx = map_elementwise(spec, None, SLOPE_OF_CROSS_ENTROPY, local, normalizer, factor)
             if local.shape[1]:
-                picked = xp.exp(form.library.astype(local[rows, columns], form.wide.dtype) - normalizer[rows, 0])
+                picked = xp.exp(
+                    spec.library.astype(local[rows, columns], spec.accumulation.dtype) - normalizer[rows, 0]
+                )
                 slope = (factor * (picked - inside)).reshape(-1)
-                dx[rows, columns] = form.library.astype(slope, form.dtype)
+                dx[rows, columns] = spec.library.astype(slope, spec.dtype)
         return (dx,)
 
     if mean is not None:
-        return logits.made(mean, (logits,), rule, keep=keep, shape=(1, 1), layout=SCALAR)
+        return logits.from_op(mean, (logits,), rule, keep=keep, shape=(1, 1), layout=SCALAR)
     return _summed((logits,), own * weight, rule, keep, (), reduction == "mean" and counted is None, number)
 
 
-def _mean_of_counted(form: Form, own: Array, counted: Array) -> tuple[Array, Array]:
+def _mean_of_counted(spec: TensorSpec, own: Array, counted: Array) -> tuple[Array, Array]:
     """Mean over the rows that count, and 1 / their number, 1 x 1 each; NaN and 1 if no row counts. Collective."""
-    xp, sums = array_namespace(own), form.wide.new((1, 2))
+    xp, sums = array_namespace(own), spec.accumulation.new((1, 2))
     sums[0, 0], sums[0, 1] = own, xp.sum(counted)
-    with form.grid.ledger.phase("loss"):
-        sum_over(form.grid, sums, form.layout.rows)
+    with spec.grid.ledger.phase("loss"):
+        sum_over(spec.grid, sums, spec.layout.rows)
     weight = 1 / sums[:, 1:].clip(1)
     return xp.where(sums[:, 1:] > 0, sums[:, :1] * weight, nan), weight
 
 
-def _factor(form: Form, gradient: Array, weight: Any) -> float | Array:
+def _factor(spec: TensorSpec, gradient: Array, weight: Any) -> float | Array:
     """Gradient of a loss times a number; on a device an array, so that the host does not wait."""
-    return float(gradient[0, 0]) * weight if form.library.on_host else gradient * weight
+    return float(gradient[0, 0]) * weight if spec.library.on_host else gradient * weight
 
 
 def _log_sum_exp(logits: Tensor, own: OwnLabels) -> tuple[Array, Array, Array]:
     """Return, for each row, the largest logit, the logarithm of the sum of exp(logit - largest), the label's logit."""
-    form, local = logits.form, logits.shard
-    library, wide = form.library, form.wide
+    spec, local = logits.spec, logits.shard
+    library, wide = spec.library, spec.accumulation
     chosen = wide.new((1, local.shape[0]))[0]
     picked = library.astype(local[own.rows, own.columns], wide.dtype) if local.shape[1] else None
     if own.inside is None or picked is None:
@@ -336,8 +338,8 @@ def _log_sum_exp(logits: Tensor, own: OwnLabels) -> tuple[Array, Array, Array]:
             chosen[own.rows] = picked
         else:
             chosen[...] = array_namespace(local).where(own.inside > 0, picked, own.missed)
-    with form.grid.ledger.phase("loss"):
-        return log_sum_exp(form, local, 1, "cross_entropy", chosen)
+    with spec.grid.ledger.phase("loss"):
+        return log_sum_exp(spec, local, 1, "cross_entropy", chosen)
 
 
 def _summed(
@@ -354,14 +356,14 @@ def _summed(
     of_rows: whether it is a mean over all rows; otherwise a mean of `number` terms, or a sum.
     """
     like = parents[0]
-    value, tape = like.form.wide.filled(0).local, like.tape
+    value, tape = like.spec.accumulation.filled(0).local, like.tape
     value[...] = own
     sums, pending = (*like.layout.rows, *axes), list[Pending]()
     if tape.summing:
         with like.grid.ledger.phase("loss"):
             pending = begin_sum(like.grid, value, sums)
     layout = SCALAR if tape.summing else Layout(sums=sums)
-    made = like.made(
+    made = like.from_op(
         value, parents, rule, keep=keep, shape=(1, 1), layout=layout, pending=pending[-1] if pending else None
     )
     if tape.step is not None and not of_rows:

@@ -66,7 +66,7 @@ class LossScale:
         self.value, self.every, self.most, self.least = float(start), every, most, least
         self.good = self.skipped = self.in_a_row = self._passes = 0
 
-    def _takes(self, norm: float) -> bool:
+    def _update(self, norm: float) -> bool:
         """Set the scale of the next step. Return whether a step whose gradient has this 2-norm is taken."""
         if isfinite(norm):
             self.good, self.in_a_row = self.good + 1, 0
@@ -112,7 +112,7 @@ class LossScale:
                 "LossScale.step: a second step after one backward pass is refused, because the first step "
                 "may have changed the scale: call scale.step(first, second) for several optimizers"
             )
-        records = [parameter.accumulated for optimizer in optimizers for parameter in optimizer.parameters]
+        records = [parameter.grad_buffer for optimizer in optimizers for parameter in optimizer.parameters]
         for other in {scale for record in records for scale in record.scales} - {self.value}:
             raise Pmm3dError(
                 f"LossScale.step: the gradients have the scale {other:g}, and this scale is "
@@ -123,7 +123,7 @@ class LossScale:
     def _conclude(self, optimizers: Sequence[Optimizer], norm: float, clip: float | None = None) -> bool:
         """Take or skip the step as `step`, if the 2-norm of the gradients without the scale is known."""
         scale = self.value
-        if self._takes(norm):
+        if self._update(norm):
             for optimizer in optimizers:
                 optimizer.step(factor=clipping(norm, clip) / scale)
             return True

@@ -270,7 +270,7 @@ class Module:
             parameter._learn(on)
         return self
 
-    def _place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+    def _assign_layout(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         """Move parameters so that an input with columns in this layout needs no relayout. Collective.
 
         columns: layout of the columns of the input, None if unknown; placed: layers that must not move again. Returns
@@ -390,7 +390,7 @@ def entered(layer: Module, x: Tensor, columns: Layout) -> None:
     tape, grid = x.tape, x.grid
     held = layout_of((), x.layout.cols, (), (1, x.layout.units[1]))
     if tape.placed is not None:
-        layer._place(held, tape.placed)
+        layer._assign_layout(held, tape.placed)
     elif held != columns and not tape.has_warned and grid.dry_run is None:
         steps = transitions(held, columns, grid.shape, (1, x.shape[1]))
         tape.has_warned = any(step.kind != "slice" for step in steps)

@@ -15,7 +15,7 @@ from .arithmetic import sums_to
 from .compute import check_type, computing, sums_along
 from .elementwise import TIMES, Elementwise, map_elementwise
 from .statistics import as_column_or_row, begin_sum, log_sum_exp, share, sum_over
-from .tensor import Tensor, as_tensor, relayout, results_of, whole
+from .tensor import Tensor, as_tensor, relayout, results_of, summed
 
 __all__ = ["columns", "log_softmax", "mean", "softmax", "split", "sum"]
 
@@ -83,21 +83,21 @@ def mean(x: Matrix, dim: int) -> Tensor:
 
 def _summed(name: str, x: Tensor, dim: int, factor: float) -> Tensor:
     _check(name, x, dim)
-    form, shape = x.form, (1, x.shape[1]) if dim == 0 else (x.shape[0], 1)
-    with computing(form.grid, "statistics", name=name):
-        own = sums_to(shape, form, x.shard)
-        result = form.like(shape, own.layout.summed)
+    spec, shape = x.spec, (1, x.shape[1]) if dim == 0 else (x.shape[0], 1)
+    with computing(spec.grid, "statistics", name=name):
+        own = sums_to(shape, spec, x.shard)
+        result = spec.like(shape, own.layout.summed)
         out = map_elementwise(result, None, TIMES, own.array, factor)
-    with form.grid.ledger.phase(name):
-        pending = begin_sum(form.grid, out, (*x.layout.sums, *own.layout.sums))
+    with spec.grid.ledger.phase(name):
+        pending = begin_sum(spec.grid, out, (*x.layout.sums, *own.layout.sums))
 
     def rule(gradient: Array) -> tuple[Array]:
-        dx = form.new()
-        with form.grid.ledger.passing(name + " backward"):
+        dx = spec.new()
+        with spec.grid.ledger.passing(name + " backward"):
             dx[...] = map_elementwise(result, None, TIMES, gradient, factor)
         return (dx,)
 
-    return x.made(out, (x,), rule, shape=shape, layout=result.layout, pending=pending[-1] if pending else None)
+    return x.from_op(out, (x,), rule, shape=shape, layout=result.layout, pending=pending[-1] if pending else None)
 
 
 def softmax(x: Matrix, dim: int = 1) -> Tensor:
@@ -165,22 +165,22 @@ def _normalized(
     name: str, x: Matrix, dim: int, value: Elementwise, term: Callable[..., Array] | None, slope: Elementwise
 ) -> Tensor:
     """value(x, largest, logarithm of the sum of exp(x - largest)), with slope(gradient, result, sum of the terms)."""
-    x = whole(as_tensor(x))
+    x = summed(as_tensor(x))
     _check(name, x, dim)
-    form, local = x.form, x.shard
-    with form.grid.ledger.phase(name):
-        largest, logarithm, _ = log_sum_exp(form, local, dim, name)
-    out = map_elementwise(form, name, value, local, as_column_or_row(largest, dim), as_column_or_row(logarithm, dim))
+    spec, local = x.spec, x.shard
+    with spec.grid.ledger.phase(name):
+        largest, logarithm, _ = log_sum_exp(spec, local, dim, name)
+    out = map_elementwise(spec, name, value, local, as_column_or_row(largest, dim), as_column_or_row(logarithm, dim))
 
     def rule(gradient: Array, out: Array) -> tuple[Array]:
         backward = name + " backward"
-        with computing(form.grid, "elementwise", name=backward):
-            sums = sums_along(gradient if term is None else map_elementwise(form, None, term, gradient, out), dim)
-        with form.grid.ledger.phase(name):
-            sums = as_column_or_row(sum_over(form.grid, sums, (form.layout.rows, form.layout.cols)[dim]), dim)
-        return (map_elementwise(form, backward, slope, gradient, out, sums),)
+        with computing(spec.grid, "elementwise", name=backward):
+            sums = sums_along(gradient if term is None else map_elementwise(spec, None, term, gradient, out), dim)
+        with spec.grid.ledger.phase(name):
+            sums = as_column_or_row(sum_over(spec.grid, sums, (spec.layout.rows, spec.layout.cols)[dim]), dim)
+        return (map_elementwise(spec, backward, slope, gradient, out, sums),)
 
-    return x.made(out, (x,), rule, keep={f"{name}.output": out})
+    return x.from_op(out, (x,), rule, keep={f"{name}.output": out})
 
 
 def columns(x: Matrix, start: int, stop: int, unit: int | None = None) -> Tensor:
@@ -270,22 +270,22 @@ def _cut(name: str, x: Tensor, unit: int, ranges: Sequence[tuple[int, int]]) -> 
     """The columns (start, stop) of each unit, a tensor for each range."""
     unit = max(1, unit)
     x = in_units(x, unit)
-    form, (rows, cols), (row_unit, held) = x.form, x.shape, x.layout.units
+    spec, (rows, cols), (row_unit, held) = x.spec, x.shape, x.layout.units
     count = held // unit if isinstance(held, int) else 1
-    here = form.local_shape[0], form.local_shape[1] // unit
+    here = spec.local_shape[0], spec.local_shape[1] // unit
     parts, made = x.shard.reshape(*here, unit), list[DistMatrix]()
-    with form.grid.ledger.passing(name):
+    with spec.grid.ledger.passing(name):
         for start, stop in ranges:
             units = row_unit, max(1, count * (stop - start))
-            layout = Layout(form.layout.rows, form.layout.cols, form.layout.sums, units)
-            part = form.like((rows, cols // unit * (stop - start)), layout)
+            layout = Layout(spec.layout.rows, spec.layout.cols, spec.layout.sums, units)
+            part = spec.like((rows, cols // unit * (stop - start)), layout)
             made.append(part.matrix(part.new()))
             made[-1].local.reshape(*here, stop - start)[...] = parts[:, :, start:stop]
     covered = sum_of(stop - start for start, stop in ranges)
 
     def rule(*gradients: Array | None) -> tuple[Array]:
-        dx = form.new()
-        with form.grid.ledger.passing(name + " backward"):
+        dx = spec.new()
+        with spec.grid.ledger.passing(name + " backward"):
             if covered < unit or any(gradient is None for gradient in gradients):
                 dx[...] = 0
             for (start, stop), gradient in zip(ranges, gradients):
@@ -307,6 +307,6 @@ def in_units(x: Tensor, unit: int) -> Tensor:
 
 
 def _check(name: str, x: Tensor, dim: int) -> None:
-    check_type(name, x.form)
+    check_type(name, x.spec)
     if dim not in (0, 1):
         raise LayoutError(f"{name}: dim is 0, over the rows, or 1, over the columns; got {dim!r}")

@@ -243,7 +243,7 @@ class Optimizer:
         self.shard_over_data = bool(self._sharded) and self.grid.data.size > 1
         for parameter in found:
             if parameter not in had:
-                self.steps_without_grad[parameter], buffer = self.steps, parameter.accumulated
+                self.steps_without_grad[parameter], buffer = self.steps, parameter.grad_buffer
                 buffer.split_over = "data" if self._splits(parameter) else ""
                 buffer.scattered = self._splits(parameter) and self._sharded == "gradients"
 
@@ -334,7 +334,7 @@ class Optimizer:
         own = {each for optimizer in all_there for each in optimizer.parameters}
         arrays = {
             "weights": [each.shard for each in own],
-            "gradients": [each.accumulated.array for each in own if each.accumulated.array is not None],
+            "gradients": [each.grad_buffer.array for each in own if each.grad_buffer.array is not None],
             "state": [array for each in all_there for states in each._state.values() for array in states.values()]
             + [each.master.local for each in own if each.master is not None],
         }
@@ -353,7 +353,7 @@ class Optimizer:
         if not self._splits(parameter):
             return []
         own, whole = self._own(parameter, parameter.shard), parameter.shard.reshape(-1)
-        return [self.grid.data._all_gather_into(own, whole, parameter.accumulated.counts("data"))]
+        return [self.grid.data._all_gather_into(own, whole, parameter.grad_buffer.counts("data"))]
 
     def _options(self) -> dict[Parameter, Options]:
         """Options of each parameter in the current step."""
@@ -408,7 +408,7 @@ class Optimizer:
         """
 
     def state_forms(self, parameter: Parameter, options: Options) -> Mapping[str, StateForm]:
-        """Name -> form of the states of a parameter. Default: each of `state_names` has the form of the weight.
+        """Name -> spec of the states of a parameter. Default: each of `state_names` has the spec of the weight.
 
         Parameters
         ----------
@@ -432,7 +432,7 @@ class Optimizer:
         """Terms of `_local_norm_squared` for each parameter with a gradient. On a device, they stay on the device."""
         here, squares = self.grid.shape.position(self.grid.rank), dict[Parameter, Any]()
         for parameter in self._with_gradient():
-            own, counts = self._gradient(parameter), parameter.counts and self._layout(parameter).is_first(here)
+            own, counts = self._gradient(parameter), parameter.in_norm and self._layout(parameter).is_first(here)
             squares[parameter] = parameter.library.square_sum(own) if counts else 0.0
         return squares
 
@@ -467,13 +467,13 @@ class Optimizer:
         factor = clipping(before, norm)
         for parameter in self._with_gradient() if factor != 1 else ():
             with self.grid.ledger.passing("clip"):
-                parameter.accumulated.local[...] *= factor
+                parameter.grad_buffer.local[...] *= factor
         return before
 
     def _with_gradient(self) -> list[Parameter]:
         """Wait for the sums of gradients. Return the parameters with a gradient. Raises Pmm3dError for missing sums."""
         for parameter in self.parameters:
-            buffer = parameter.accumulated
+            buffer = parameter.grad_buffer
             if buffer.failed or buffer.is_open or buffer.queues:
                 raise Pmm3dError(
                     f"{type(self).__name__}: the gradient of {parameter.name or 'a parameter'} is not "
@@ -482,12 +482,12 @@ class Optimizer:
                     "ended with an error, call zero_grad()"
                 )
         for parameter in self.parameters:
-            parameter.accumulated.wait()
-        return [parameter for parameter in self.parameters if parameter.accumulated.layout is not None]
+            parameter.grad_buffer.wait()
+        return [parameter for parameter in self.parameters if parameter.grad_buffer.layout is not None]
 
     def _gradient(self, parameter: Parameter) -> Array:
         """This rank's part of the summed gradient in the layout of the state, as a flat array."""
-        return parameter.accumulated.in_layout(self._layout(parameter)).reshape(-1)
+        return parameter.grad_buffer.in_layout(self._layout(parameter)).reshape(-1)
 
     def _change(self, parameter: Parameter, options: Options, factor: float) -> None:
         """Update a parameter with its gradient times a factor."""
@@ -495,7 +495,7 @@ class Optimizer:
         if type(self).update_shard is not Optimizer.update_shard:
             self._apply_to_shard(parameter, gradient, states, options, factor)
             return
-        with computing(self.grid, "update", PER_ELEMENT * prod(parameter.form.local_shape)):
+        with computing(self.grid, "update", PER_ELEMENT * prod(parameter.spec.local_shape)):
             self._apply(parameter, gradient, [*states.values()], options, factor)
 
     def _apply_to_shard(
@@ -558,33 +558,33 @@ class Optimizer:
         flat, index = array.reshape(-1), self.grid.data.index
         if not self._splits(parameter):
             return flat
-        return flat[slice(*offsets(parameter.accumulated.counts("data"))[index : index + 2])]
+        return flat[slice(*offsets(parameter.grad_buffer.counts("data"))[index : index + 2])]
 
     def _states(self, parameter: Parameter, options: Options) -> dict[str, Array]:
         """This rank's parts of the states of a parameter. Initially zero."""
-        held, forms = self._state.setdefault(parameter, {}), self.state_forms(parameter, options)
-        if not forms.keys() <= held.keys():  # also if an option such as momentum was switched on later
-            self._check_forms(forms)
-            for name, form in forms.items():
+        held, specs = self._state.setdefault(parameter, {}), self.state_forms(parameter, options)
+        if not specs.keys() <= held.keys():  # also if an option such as momentum was switched on later
+            self._check_forms(specs)
+            for name, spec in specs.items():
                 if name not in held:
-                    layout = form.layout(self._layout(parameter))
-                    shape = layout.box(form.shape(parameter.shape), self.grid.shape, self.grid.coords).shape
-                    dtype = dtype_named(form.dtype) if form.dtype else parameter.precision.master
+                    layout = spec.layout(self._layout(parameter))
+                    shape = layout.box(spec.shape(parameter.shape), self.grid.shape, self.grid.coords).shape
+                    dtype = dtype_named(spec.dtype) if spec.dtype else parameter.precision.master
                     with self.grid.ledger.holding("state"):
                         held[name] = parameter.library.empty(shape, dtype)
                     held[name][...], parameter.has_state = 0, True
-        return {name: held[name] for name in forms}
+        return {name: held[name] for name in specs}
 
-    def _check_forms(self, forms: Mapping[str, StateForm]) -> None:
+    def _check_forms(self, specs: Mapping[str, StateForm]) -> None:
         """Raise Pmm3dError if `state_forms` does not fit the class."""
         name = type(self).__name__
         if isinstance(self.state_names, str):
             raise Pmm3dError(f'{name}: state_names is one text: write a tuple, ("{self.state_names}",)')
-        if unknown := [each for each in forms if each not in self.state_names]:
+        if unknown := [each for each in specs if each not in self.state_names]:
             raise Pmm3dError(f"{name}: state_forms has {', '.join(unknown)}: add the name to state_names")
         if type(self).update_shard is Optimizer.update_shard:
-            for each, form in forms.items():
-                if (form.rows, form.cols) != (None, None):
+            for each, spec in specs.items():
+                if (spec.rows, spec.cols) != (None, None):
                     raise Pmm3dError(f"{name}: the state {each} has not the shape of the weight: define update_shard")
 
     def matrices(
@@ -612,11 +612,11 @@ class Optimizer:
         """
         found, options = dict[str, DistMatrix](), self._options()
         for path, parameter in self._by_path(paths).items():
-            forms, layout = self.state_forms(parameter, options[parameter]), self._layout(parameter)
-            if parameter.requires_grad or parameter in self._state or _is_stored(path, forms, stored):
+            specs, layout = self.state_forms(parameter, options[parameter]), self._layout(parameter)
+            if parameter.requires_grad or parameter in self._state or _is_stored(path, specs, stored):
                 for name, array in self._states(parameter, options[parameter]).items():
-                    whole, form = forms[name].shape(parameter.shape), forms[name].layout(layout)
-                    found[state_name(path, name)] = DistMatrix(self.grid, array, whole, form)
+                    whole, spec = specs[name].shape(parameter.shape), specs[name].layout(layout)
+                    found[state_name(path, name)] = DistMatrix(self.grid, array, whole, spec)
                 if parameter.precision.has_master:
                     found[path] = parameter._master_in(layout)
         return found
@@ -673,7 +673,7 @@ class Optimizer:
         return named
 
     def _layout(self, parameter: Parameter) -> Layout:
-        return parameter.accumulated.split_layout("data") if self._splits(parameter) else parameter.layout
+        return parameter.grad_buffer.split_layout("data") if self._splits(parameter) else parameter.layout
 
     def _splits(self, parameter: Parameter) -> bool:
         """Whether each rank along data updates only a part of the parameter."""

@@ -11,7 +11,7 @@ from ..layout import Layout, part_sizes
 from ..layout.layout import unit_of
 from ..model.schedule import reduce_volume
 from ..product.relayout import relayout
-from .compute import Form
+from .compute import TensorSpec
 from .contract import EVERYTHING, Contribution, LazyMatrix, natural, route
 from .elementwise import map_elementwise
 from .parallel import BackwardSync
@@ -30,34 +30,34 @@ class PendingGradient:
                 self._array = found
         return self._array
 
-    def add(self, form: Form, part: Contribution) -> None:
+    def add(self, spec: TensorSpec, part: Contribution) -> None:
         """Add another gradient of the same tensor."""
-        other = relayout_gradient(form, part).wait()
-        self._array = map_elementwise(form, "add", plus, self.wait(), other)
+        other = relayout_gradient(spec, part).wait()
+        self._array = map_elementwise(spec, "add", plus, self.wait(), other)
 
 
-def relayout_gradient(form: Form, part: Contribution) -> PendingGradient:
+def relayout_gradient(spec: TensorSpec, part: Contribution) -> PendingGradient:
     """Begin the relayout of a part that a rule returned, into the layout of the tensor without partial sums."""
-    found, wanted = natural(form, part), form.layout.summed
+    found, wanted = natural(spec, part), spec.layout.summed
     if isinstance(found, LazyMatrix):
-        return gemm_then_relayout(form, found, wanted)
+        return gemm_then_relayout(spec, found, wanted)
     if found.layout == wanted:
         return PendingGradient(found.array)
-    with form.grid.ledger.phase("relayout"):
-        return PendingGradient(None, relayout(form.grid, found.array, form.shape, found.layout, wanted))
+    with spec.grid.ledger.phase("relayout"):
+        return PendingGradient(None, relayout(spec.grid, found.array, spec.shape, found.layout, wanted))
 
 
-def gemm_then_relayout(form: Form, product: LazyMatrix, wanted: Layout) -> PendingGradient:
+def gemm_then_relayout(spec: TensorSpec, product: LazyMatrix, wanted: Layout) -> PendingGradient:
     """Compute a product, and begin its relayout. Without `Overlap.oar`, wait for the relayout.
 
     If `Overlap._decomposes`, a reduce-scatter begins for each rank's rows. Any other relayout begins after the product.
     """
-    grid, overlap = form.grid, BackwardSync.of(form.grid).overlap
+    grid, overlap = spec.grid, BackwardSync.of(spec.grid).overlap
     kind, name = route(product.layout, wanted, grid.shape)
     if kind == "reduce_scatter" and overlap._decomposes(grid.axis(name), grid.hosts):
-        coming = _scattered_by_ranks(form, product, name, wanted)
+        coming = _scattered_by_ranks(spec, product, name, wanted)
     else:
-        out = form.new(product.shape)
+        out = spec.new(product.shape)
         product.fill(out, 0, EVERYTHING)
         with grid.ledger.phase(product.phase):
             if kind == "stay":
@@ -65,20 +65,20 @@ def gemm_then_relayout(form: Form, product: LazyMatrix, wanted: Layout) -> Pendi
             elif kind == "all_reduce":
                 coming = PendingGradient(out, grid.axis(name)._all_reduce_into(out, out))
             else:
-                coming = PendingGradient(None, relayout(grid, out, form.shape, product.layout, wanted))
+                coming = PendingGradient(None, relayout(grid, out, spec.shape, product.layout, wanted))
     if not overlap.oar:
         coming.wait()
     return coming
 
 
-def _scattered_by_ranks(form: Form, product: LazyMatrix, name: str, wanted: Layout) -> PendingGradient:
+def _scattered_by_ranks(spec: TensorSpec, product: LazyMatrix, name: str, wanted: Layout) -> PendingGradient:
     """Multiply the rows of other ranks first, and send the rows of each rank as soon as they have been computed."""
-    grid, axis, (rows, cols) = form.grid, form.grid.axis(name), product.shape
+    grid, axis, (rows, cols) = spec.grid, spec.grid.axis(name), product.shape
     unit = unit_of(wanted.units[0], name)
     owned = [unit * units for units in part_sizes(rows // unit, axis.size)]
-    nbytes = reduce_volume(owned, axis.index, cols, form.dtype, axis.node_map).work
-    work = Slab(grid.workspace.array((nbytes,), "uint8", form.library), form.library)
-    leaving = Departures(axis, form.new(product.shape), owned, work, form.new((owned[axis.index], cols)))
+    nbytes = reduce_volume(owned, axis.index, cols, spec.dtype, axis.node_map).work
+    work = Slab(grid.workspace.array((nbytes,), "uint8", spec.library), spec.library)
+    leaving = Departures(axis, spec.new(product.shape), owned, work, spec.new((owned[axis.index], cols)))
     for start, stop in leaving.blocks:
         product.fill(leaving.partial[start:stop], 0, slice(start, stop))
         with grid.ledger.phase(product.phase):

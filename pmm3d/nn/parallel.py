@@ -26,18 +26,18 @@ class BackwardSync:
 
     Before its first message, a backward pass that sums gradients over data compares the used parameters among the
     ranks, also those of the passes since the last comparison. A pass with the parameters of an earlier pass sends no
-    comparison in two cases: in `no_sync`, and if the caller compares `digest` later (`trusting`).
+    comparison in two cases: in `no_sync`, and if the caller compares `digest` later (`defers_agreement`).
 
     overlap    all ranks may replace it between steps
     deferred   None, or the function that receives contributions instead of `gradients` (see `defer_weights`)
-    trusting   whether the caller compares `digest` before the gradients are used, and calls `explain` if it differs
+    defers_agreement   whether the caller compares `digest` before the gradients are used, and calls `explain` if it differs
     digest     16-bit checksum of the parameters that all backward passes used, and of the scales of their losses
     """
 
     def __init__(self, grid: Grid):
         self.grid, self.weights, self.gradients = grid, Weights(grid), Gradients(grid)
         self.deferred: Callable[[Leaf, Contribution], None] | None = None
-        self.trusting = False
+        self.defers_agreement = False
         self.digest = self.passes = 0
         self._recent = deque[tuple[Uses, float | None, str]](maxlen=REMEMBERED)
         self._known = set[str]()
@@ -111,7 +111,7 @@ class BackwardSync:
         text = f"{problem}{used}"
         self._recent.append((used, scale, problem))
         self.digest = crc32(f"{self.digest} {scale} {text}".encode()) & 0xFFFF
-        if text in self._known and not problem and (self.trusting or not sync):
+        if text in self._known and not problem and (self.defers_agreement or not sync):
             return None
         compared = self.grid._compared("backward", text, scale, self.digest)
 
@@ -159,7 +159,7 @@ class BackwardSync:
 
 def _buffers(uses: Counter[Leaf]) -> Counter[GradientBuffer]:
     """Number of contributions to each gradient. A leaf that is no parameter has no gradient."""
-    return Counter({leaf.accumulated: times for leaf, times in uses.items() if leaf.accumulated is not None})
+    return Counter({leaf.grad_buffer: times for leaf, times in uses.items() if leaf.grad_buffer is not None})
 
 
 def _added(uses: Uses) -> Counter[str]:

@@ -11,7 +11,7 @@ from ..comm import Grid
 from ..errors import DTypeError, LayoutError
 from ..layout import Layout, transitions
 from ..product import DistMatrix
-from .compute import Form
+from .compute import TensorSpec
 from .contract import Contribution
 from .gradient_buffer import GradientBuffer
 from .precision import Precision
@@ -70,11 +70,11 @@ class Parameter(Tensor):
     True
     """
 
-    has_state, counts = False, True
+    has_state, in_norm = False, True
     master: DistMatrix | None = None
     _rounded: tuple[object, ...] = ()
     """`_written` at the time when the value was last equal to the rounded master weight."""
-    accumulated: GradientBuffer
+    grad_buffer: GradientBuffer
     whole: Grid
 
     def __init__(self, value: DistMatrix, precision: Precision | None = None):
@@ -89,7 +89,7 @@ class Parameter(Tensor):
             raise DTypeError(
                 f"a Parameter of {value.dtype} does not fit a precision that computes in {self.precision.compute}"
             )
-        self.accumulated, self.whole = GradientBuffer(Form.of(value), self.precision), value.grid
+        self.grad_buffer, self.whole = GradientBuffer(TensorSpec.of(value), self.precision), value.grid
         super().__init__(value, requires_grad=True)
 
     @property
@@ -117,9 +117,9 @@ class Parameter(Tensor):
 
     def _learn(self, on: bool) -> None:
         if not on:
-            self.grad = self.accumulated.array = self.node = None
+            self.grad = self.grad_buffer.array = self.node = None
         elif self.node is None:
-            self.node = Node(self.form, leaf=self)
+            self.node = Node(self.spec, leaf=self)
 
     @property
     def _stored(self) -> DistMatrix:
@@ -129,7 +129,7 @@ class Parameter(Tensor):
     @property
     def is_vector(self) -> bool:
         """Whether the parameter is one row that all rows of a batch share, such as a bias."""
-        return self.form.is_vector
+        return self.spec.is_vector
 
     @property
     def grad(self) -> DistMatrix | None:
@@ -138,7 +138,7 @@ class Parameter(Tensor):
         It has the parameter's layout. If an optimizer shards its state, the gradient is also split over data. After a
         pass in `no_sync` it has partial sums. After a pass that failed it is None.
         """
-        buffer = self.accumulated
+        buffer = self.grad_buffer
         if buffer.failed or buffer.layout is None:
             return None
         buffer.wait()
@@ -148,7 +148,7 @@ class Parameter(Tensor):
     def grad(self, value: DistMatrix | None) -> None:
         if value is not None:
             raise LayoutError("a parameter's grad can be set to None only, which discards it")
-        self.tape.parallel.gradients.forget(self.accumulated)
+        self.tape.parallel.gradients.forget(self.grad_buffer)
 
     def _receive(self, part: Contribution) -> None:
         """Add a part of the gradient, or put it into the queue of `defer_weights`."""
@@ -156,7 +156,7 @@ class Parameter(Tensor):
         if not self.requires_grad:
             return
         if parallel.deferred is None:
-            parallel.gradients.add(self.accumulated, part)
+            parallel.gradients.add(self.grad_buffer, part)
         else:
             parallel.deferred(self, part)
 
@@ -240,7 +240,7 @@ class Parameter(Tensor):
         Raises LayoutError, on every rank, if there was a gradient or if an optimizer has a state of the parameter.
         """
         with self.grid.collective_call("move", self.name, layout):
-            if self.accumulated.array is not None or self.accumulated.queues or self.has_state:
+            if self.grad_buffer.array is not None or self.grad_buffer.queues or self.has_state:
                 raise LayoutError(
                     f"{self.name or 'a parameter'} has a gradient or an optimizer's state in "
                     f"{self.layout} and cannot move to {layout} any more. Call net.settle(features) once "
@@ -259,9 +259,9 @@ class Parameter(Tensor):
 
     def _become(self, value: DistMatrix) -> None:
         self._take(value)
-        self.node, before = Node(self.form, leaf=self) if self.requires_grad else None, self.accumulated
-        self.accumulated = GradientBuffer(
-            self.form, self.precision, split_over=before.split_over, scattered=before.scattered
+        self.node, before = Node(self.spec, leaf=self) if self.requires_grad else None, self.grad_buffer
+        self.grad_buffer = GradientBuffer(
+            self.spec, self.precision, split_over=before.split_over, scattered=before.scattered
         )
         self.version += 1
 
@@ -286,27 +286,27 @@ def _without_memory(
     return DistMatrix(grid, local, shape, layout)
 
 
-class Making(AbstractContextManager["Making"]):
+class ParameterCollector(AbstractContextManager["ParameterCollector"]):
     """Context that collects the parameters that `nn.layers.parameter` makes on a grid.
 
     own: whether each of them gets memory; a parameter without memory is a `StandIn`.
     """
 
     def __init__(self, grid: Grid, own: Sequence[bool] | None = None):
-        self._grid, self._own, self.made = grid, own, list[Parameter]()
+        self._grid, self._own, self.parameters = grid, own, list[Parameter]()
 
     @property
     def stands_in(self) -> bool:
         """Whether the next parameter is a StandIn."""
-        number = len(self.made)
+        number = len(self.parameters)
         return self._own is not None and number < len(self._own) and not self._own[number]
 
-    def __enter__(self) -> Making:
-        self._grid.attached[Making] = self
+    def __enter__(self) -> ParameterCollector:
+        self._grid.attached[ParameterCollector] = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self._grid.attached[Making]
+        del self._grid.attached[ParameterCollector]
 
 
 def of_stages(part: Any, own: Own) -> list[Own]:

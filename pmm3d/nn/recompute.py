@@ -87,8 +87,8 @@ class Recompute(Module):
         """Yield the part, without a name."""
         yield "", self.module
 
-    def _place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
-        return self.module._place(columns, placed)
+    def _assign_layout(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+        return self.module._assign_layout(columns, placed)
 
     def forward(self, *inputs: Tensor, **options: Any) -> Any:
         tape = Tape.of(self.grid)
@@ -99,11 +99,11 @@ class Recompute(Module):
         with tape.set(keeping=False):
             made = self.module(*inputs, **options)
         outs = made if isinstance(made, tuple) else (made,)
-        came, count = [(x.form, x._edge) for x in inputs], len(outs)
+        came, count = [(x.spec, x._edge) for x in inputs], len(outs)
         outer, noted = outside([out._edge for out in outs], first)
 
         def rule(*passed: Array) -> list[Array]:
-            values = [Tensor(form.matrix(value), edge=edge) for (form, edge), value in zip(came, passed[count:])]
+            values = [Tensor(spec.matrix(value), edge=edge) for (spec, edge), value in zip(came, passed[count:])]
             again = self._again(values, options, mode, frozen, passed[:count])
             return [again.get(edge) for edge in outer]
 
@@ -150,7 +150,7 @@ class Recompute(Module):
             for out, gradient in zip(outs, gradients)
             if out._edge is not None and gradient is not None
         ]
-        output = sum(workspace.counted(out.form.local_shape, out.dtype, out.library) for out in outs)
+        output = sum(workspace.counted(out.spec.local_shape, out.dtype, out.library) for out in outs)
         memory["recompute saves"] = memory.get("recompute saves", 0) + workspace.in_use() - held - output
         del made, outs, inputs
         return {edge: coming.wait() for edge, coming in propagate(starts, first).items()}

@@ -7,11 +7,11 @@ from math import nan
 
 import numpy as np
 
-from .compute import Form, array_namespace
+from .compute import TensorSpec, array_namespace
 from .labels import Matrix, labels_of
 from .loss import aligned_target
 from .statistics import combine_over, merged, sum_over
-from .tensor import Tensor, whole
+from .tensor import Tensor, summed
 
 
 def accuracy(logits: Tensor, labels: Matrix) -> float:
@@ -43,7 +43,7 @@ def accuracy(logits: Tensor, labels: Matrix) -> float:
     ...     nn.accuracy(logits, labels), nn.accuracy(logits * 0, labels)
     (1.0, 0.25)
     """
-    logits = whole(logits)
+    logits = summed(logits)
     right = np.array([right_rows(logits, labels)], np.float64)
     return float(sum_over(logits.grid, right, logits.layout.rows)[0]) / (logits.shape[0] or nan)
 
@@ -56,7 +56,7 @@ def right_rows(logits: Tensor, labels: Matrix) -> int:
 
 def _first_largest(logits: Tensor) -> np.ndarray:
     """Column of the first largest logit, among the columns of all ranks, for each of this rank's rows."""
-    local, library, (rows, cols) = logits.shard, logits.library, logits.form.local_shape
+    local, library, (rows, cols) = logits.shard, logits.library, logits.spec.local_shape
     own = library.empty((2, rows), "float64") if not library.has_data else np.empty((2, rows))
     if not library.has_data:
         library.passed("accuracy", local, local)
@@ -74,7 +74,7 @@ def _first_largest(logits: Tensor) -> np.ndarray:
         return np.take_along_axis(gathered, rank[None, None, :], axis=0)[0]
 
     with logits.grid.ledger.phase("loss"):
-        return combine_over(logits.form, own, 1, first)[1]
+        return combine_over(logits.spec, own, 1, first)[1]
 
 
 def r2(prediction: Tensor, target: Matrix) -> float:
@@ -111,7 +111,7 @@ class R2:
         self._rows, self._error = 0, 0.0
         self._own = np.zeros((3, 1))
         """Number of rows, mean, and sum of squared deviations, for each column of this rank's targets."""
-        self._like: Form | None = None
+        self._like: TensorSpec | None = None
 
     def add(self, prediction: Tensor, target: Matrix) -> R2:
         library, aligned = prediction.library, aligned_target(prediction, target).shard
@@ -127,17 +127,17 @@ class R2:
             library.passed("r2", aligned, prediction.shard)
             self._own = np.ones((3, aligned.shape[1]))
         self._rows += prediction.shape[0]
-        self._like = prediction.form
+        self._like = prediction.spec
         return self
 
     def value(self) -> float:
         """Value for all batches; NaN without rows. Collective."""
         if self._like is None or not self._rows:
             return float("nan")
-        form, grid, has_data = self._like, self._like.grid, self._like.library.has_data
-        own = combine_over(form, self._own, 0, lambda parts, _: _merged(parts) if has_data else self._own)
-        [error] = sum_over(grid, np.array([self._error]), form.layout.rows)
-        error, spread = sum_over(grid, np.array([error, own[2].sum()]), form.layout.cols)
+        spec, grid, has_data = self._like, self._like.grid, self._like.library.has_data
+        own = combine_over(spec, self._own, 0, lambda parts, _: _merged(parts) if has_data else self._own)
+        [error] = sum_over(grid, np.array([self._error]), spec.layout.rows)
+        error, spread = sum_over(grid, np.array([error, own[2].sum()]), spec.layout.cols)
         return float(1 - error / spread) if spread else float("nan")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..comm import Grid, Pending
-from .compute import PER_ELEMENT, Form, array_namespace, computing, stacked, sums_along
+from .compute import PER_ELEMENT, TensorSpec, array_namespace, computing, stacked, sums_along
 from .elementwise import Elementwise, map_elementwise
 
 Combine = Callable[[Array, Sequence[int]], Array]
@@ -36,27 +36,27 @@ def sum_over(grid: Grid, array: Array, axes: Iterable[str]) -> Array:
     return array
 
 
-def combine_over(form: Form, own: Array, dim: int, combine: Combine) -> Array:
+def combine_over(spec: TensorSpec, own: Array, dim: int, combine: Combine) -> Array:
     """Combine the statistics (kinds, rows) of parts of rows (dim 1) or columns (0), for the whole rows or columns.
 
     Along each axis of G ranks that splits the dim, a rank receives (G-1) times their size.
     """
-    for name in reversed((form.layout.rows, form.layout.cols)[dim]):
-        axis = form.grid.axis(name)
+    for name in reversed((spec.layout.rows, spec.layout.cols)[dim]):
+        axis = spec.grid.axis(name)
         if axis.size > 1:
-            own = combine(stacked(axis, own), form.counts(name, dim))
+            own = combine(stacked(axis, own), spec.counts(name, dim))
     return own
 
 
-def log_sum_exp(form: Form, local: Array, dim: int, name: str, more: Array = None) -> tuple[Array, Array, Array]:
+def log_sum_exp(spec: TensorSpec, local: Array, dim: int, name: str, more: Array = None) -> tuple[Array, Array, Array]:
     """Return, for each row (dim 1) or column (0), the largest element, log(sum of exp(element - largest)), and the sum
     of `more` over all ranks. For 16-bit tensors they are float32."""
     xp = array_namespace(local)
-    own = form.wide.new((2 + (more is not None), local.shape[1 - dim]))
-    with computing(form.grid, "statistics", PER_ELEMENT * prod(form.local_shape), name):
+    own = spec.accumulation.new((2 + (more is not None), local.shape[1 - dim]))
+    with computing(spec.grid, "statistics", PER_ELEMENT * prod(spec.local_shape), name):
         own[0] = xp.max(local, axis=dim) if local.shape[dim] else -float("inf")
         shift = as_column_or_row(_finite(own[0]), dim)
-        own[1] = xp.sum(map_elementwise(form.wide, None, SHIFTED_EXP, local, shift), axis=dim)
+        own[1] = xp.sum(map_elementwise(spec.accumulation, None, SHIFTED_EXP, local, shift), axis=dim)
         if more is not None:
             own[2] = more
 
@@ -67,8 +67,8 @@ def log_sum_exp(form: Form, local: Array, dim: int, name: str, more: Array = Non
         sums[0] = largest
         return sums
 
-    with form.grid.ledger.passing(name):
-        own = combine_over(form, own, dim, combine)
+    with spec.grid.ledger.passing(name):
+        own = combine_over(spec, own, dim, combine)
     return own[0], xp.log(own[1]), own[-1]
 
 
@@ -77,27 +77,27 @@ def _finite(largest: Array) -> Array:
     return array_namespace(largest).where(largest == -float("inf"), 0, largest)
 
 
-def moments(form: Form, local: Array) -> tuple[Array, Array]:
+def moments(spec: TensorSpec, local: Array) -> tuple[Array, Array]:
     """Return mean and variance of each row, as columns; float32 for 16-bit tensors."""
-    xp, columns, form = array_namespace(local), local.shape[1], form.wide
-    with computing(form.grid, "statistics", name="layer_norm"):
+    xp, columns, spec = array_namespace(local), local.shape[1], spec.accumulation
+    with computing(spec.grid, "statistics", name="layer_norm"):
         mean = sums_along(local, 1) / max(1, columns)
-        deviation = map_elementwise(form, None, SQUARED_DEVIATION, local, mean[:, None])
+        deviation = map_elementwise(spec, None, SQUARED_DEVIATION, local, mean[:, None])
         own = xp.stack([mean, xp.sum(deviation, axis=1)])
 
     def combine(gathered: Array, counts: Sequence[int]) -> Array:
-        return xp.stack(merged(xp, _column(form, tuple(counts)), sum(counts), gathered[:, 0], gathered[:, 1]))
+        return xp.stack(merged(xp, _column(spec, tuple(counts)), sum(counts), gathered[:, 0], gathered[:, 1]))
 
-    with form.grid.ledger.passing("layer_norm"):
-        mean, squares = combine_over(form, own, 1, combine)
-        return mean[:, None], (squares / form.shape[1])[:, None]
+    with spec.grid.ledger.passing("layer_norm"):
+        mean, squares = combine_over(spec, own, 1, combine)
+        return mean[:, None], (squares / spec.shape[1])[:, None]
 
 
-def mean_squares(form: Form, local: Array) -> Array:
+def mean_squares(spec: TensorSpec, local: Array) -> Array:
     """Mean of the squares of each row, as a column; float32 for 16-bit tensors."""
-    with computing(form.grid, "statistics", name="rms_norm"):
-        squares = sums_along(map_elementwise(form.wide, None, SQUARED_DEVIATION, local, 0), 1)
-    return (sum_over(form.grid, squares, form.layout.cols) / form.shape[1])[:, None]
+    with computing(spec.grid, "statistics", name="rms_norm"):
+        squares = sums_along(map_elementwise(spec.accumulation, None, SQUARED_DEVIATION, local, 0), 1)
+    return (sum_over(spec.grid, squares, spec.layout.cols) / spec.shape[1])[:, None]
 
 
 def merged(xp: ModuleType, sizes: Array, total: float, means: Array, squares: Array) -> tuple[Array, Array]:
@@ -110,12 +110,12 @@ def merged(xp: ModuleType, sizes: Array, total: float, means: Array, squares: Ar
     return mean, xp.sum(squares + sizes * (means - mean) ** 2, axis=0)
 
 
-def _column(form: Form, counts: tuple[int, ...]) -> Array:
+def _column(spec: TensorSpec, counts: tuple[int, ...]) -> Array:
     """Convert numbers to a column. It is cached, because a copy to a device waits for the device."""
-    kept = form.grid.attached.setdefault(_column, {})
-    key = form.library, form.dtype, counts
+    kept = spec.grid.attached.setdefault(_column, {})
+    key = spec.library, spec.dtype, counts
     if key not in kept:
-        kept[key] = form.library.from_numpy(np.asarray(counts)[:, None], form.dtype)
+        kept[key] = spec.library.from_numpy(np.asarray(counts)[:, None], spec.dtype)
     return kept[key]
 
 

@@ -17,14 +17,14 @@ from ..arrays import Array
 from ..comm import Grid
 from ..errors import Pmm3dError
 from ..product.checks import contents
-from .compute import Form, override
+from .compute import TensorSpec, override
 from .contract import Contribution
 from .gradient_buffer import Leaf
 from .overlapped_gemm import PendingGradient, relayout_gradient
 from .parallel import BackwardSync
 
 Rule = Callable[..., Sequence[Contribution]]
-"""Gradient rule of an operation, rule(*gradients, *kept); see `Tensor.made`."""
+"""Gradient rule of an operation, rule(*gradients, *kept); see `Tensor.from_op`."""
 Noted = tuple[Leaf, tuple[object, ...]]
 """A leaf, and the value of its `_written` at the time of use."""
 
@@ -141,8 +141,8 @@ class Edge(NamedTuple):
     output: int
 
     @property
-    def form(self) -> Form:
-        return self.node.forms[self.output]
+    def spec(self) -> TensorSpec:
+        return self.node.specs[self.output]
 
     @property
     def leaf(self) -> Leaf | None:
@@ -157,19 +157,19 @@ class Node:
     operands, because garbage collection on one rank must not change which gradients are summed.
     """
 
-    __slots__ = ("__weakref__", "_fetched", "forms", "kept", "leaf", "leaves", "number", "parents", "rule")
+    __slots__ = ("__weakref__", "_fetched", "kept", "leaf", "leaves", "number", "parents", "rule", "specs")
 
     def __init__(
         self,
-        *forms: Form,
+        *specs: TensorSpec,
         parents: Sequence[Edge | None] = (),
         rule: Rule | None = None,
         kept: Sequence[Saved] = (),
         leaf: Leaf | None = None,
         frozen: Sequence[Leaf] = (),
     ):
-        self.forms, self.parents, self.rule, self.kept = forms, parents, rule, kept
-        self.leaf, self.number = None if leaf is None else ref(leaf), next(Tape.of(forms[0].grid).numbers)
+        self.specs, self.parents, self.rule, self.kept = specs, parents, rule, kept
+        self.leaf, self.number = None if leaf is None else ref(leaf), next(Tape.of(specs[0].grid).numbers)
         self._fetched: list[Any] | None = None
         leaves = [*(edge.leaf for edge in parents if edge is not None), *frozen]
         self.leaves = [(leaf, leaf._written) for leaf in leaves if leaf is not None]
@@ -282,7 +282,7 @@ def propagate(starts: Iterable[tuple[Edge, Array]], first: int = 0) -> dict[Edge
         _pass_on(gradient, edge, coming, nodes)
     while nodes and nodes[0][1].number >= first:
         node = heappop(nodes)[1]
-        gradients = [_waited(coming.pop(Edge(node, index), None)) for index in range(len(node.forms))]
+        gradients = [_waited(coming.pop(Edge(node, index), None)) for index in range(len(node.specs))]
         parents, rule = node.release()
         _fetch_next(parents, nodes, first)
         parts = _one_each(rule(*gradients), parents)
@@ -327,18 +327,18 @@ def _pass_on(
         if leaf is not None:
             leaf._receive(part)
     elif parent in coming:
-        coming[parent].add(parent.form, part)
+        coming[parent].add(parent.spec, part)
     else:
-        if not any(Edge(node, index) in coming for index in range(len(node.forms))):
+        if not any(Edge(node, index) in coming for index in range(len(node.specs))):
             heappush(nodes, (-node.number, node))
-        coming[parent] = relayout_gradient(parent.form, part)
+        coming[parent] = relayout_gradient(parent.spec, part)
 
 
 def backward_from(starts: Sequence[tuple[Edge, Array]], scale: float | None) -> None:
     """Run the backward pass from results on one tape and this rank's parts of their gradients. Collective.
     `scale` is the factor of the loss, or None if it is unknown.
     """
-    tape, (counted, problem) = Tape.of(starts[0][0].form.grid), uses(*(edge.node for edge, _ in starts))
+    tape, (counted, problem) = Tape.of(starts[0][0].spec.grid), uses(*(edge.node for edge, _ in starts))
     if scale is not None and not 0 < scale < inf:
         problem = problem or f"backward: the scale is a positive number; got {scale!r}"
     tape.parallel.begin(tape.syncing, counted, scale, problem)
@@ -356,7 +356,7 @@ def backward_from(starts: Sequence[tuple[Edge, Array]], scale: float | None) -> 
 
 def _overflowing(leaves: Counter[Leaf], scale: float) -> AbstractContextManager[Any]:
     """Context without numpy's overflow warnings for float16 or scaled gradients, whose values are checked later."""
-    records = [leaf.accumulated for leaf in leaves if leaf.accumulated is not None]
+    records = [leaf.grad_buffer for leaf in leaves if leaf.grad_buffer is not None]
     if scale == 1 and not any(record.precision.compute == "float16" for record in records):
         return nullcontext()
     return np.errstate(over="ignore", invalid="ignore")

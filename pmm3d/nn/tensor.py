@@ -16,7 +16,7 @@ from ..layout import LOW_PRECISION, Box, Layout
 from ..product import DistMatrix
 from ..product.relayout import relayout as relayout_array
 from ..product.stored import Uncompared
-from .compute import Form
+from .compute import TensorSpec
 from .contract import Contribution, Gradient
 from .elementwise import map_elementwise
 from .gradient_buffer import GradientBuffer
@@ -53,7 +53,7 @@ class Tensor(Uncompared):
     ----------
     grid, layout, shape, dtype, library, box, local
         Attributes of the matrix. `local` is this rank's shard.
-    form : Form
+    spec : TensorSpec
         Everything except the values, for gradient rules.
     grad : DistMatrix or None
         Gradient after a backward pass, if no operation made the tensor. It has this tensor's layout without partial
@@ -76,7 +76,7 @@ class Tensor(Uncompared):
     grad: DistMatrix | None
     name = ""
     version = 0
-    accumulated: GradientBuffer | None = None
+    grad_buffer: GradientBuffer | None = None
     node: Node | None
     output = 0
     _saved: tuple[ReferenceType[Saved], tuple[object, ...]] | None = None
@@ -97,13 +97,13 @@ class Tensor(Uncompared):
             )
         self._take(value)
         self._pending, self.grad = pending, None
-        self.node = Node(self.form, leaf=self) if requires_grad else None
+        self.node = Node(self.spec, leaf=self) if requires_grad else None
         if edge is not None:
             self.node, self.output = edge
 
     def _take(self, value: DistMatrix) -> None:
         value = value.resolved
-        self._value, self.form = value, Form.of(value)
+        self._value, self.spec = value, TensorSpec.of(value)
         self.grid, self.layout, self.shape = value.grid, value.layout, value.shape
         self.dtype, self.library, self.tape = value.dtype, value.library, Tape.of(value.grid)
 
@@ -148,7 +148,7 @@ class Tensor(Uncompared):
         and its address. Writes to numpy and cupy arrays do not change these. PMM3D_DEBUG=1 adds a digest of the shard.
         """
         shard = self.shard
-        return (self.version, self._value.fills, self.form.library.address(shard), *state_of(shard, self.tape.debug))
+        return (self.version, self._value.fills, self.spec.library.address(shard), *state_of(shard, self.tape.debug))
 
     def _pack(self, name: str) -> Saved:
         """Return the packed shard (`Tape.pack`). All operations that keep the shard get the same object."""
@@ -159,7 +159,7 @@ class Tensor(Uncompared):
             self._saved = ref(found), written
         return found
 
-    def made(
+    def from_op(
         self,
         local: Array,
         parents: Sequence[Tensor | Edge | None],
@@ -238,7 +238,7 @@ class Tensor(Uncompared):
                 self._check_start(given)
             if given.layout != self.layout.summed:
                 return given.redistribute(self.layout.summed).local
-            start = self.form.new()
+            start = self.spec.new()
             start[...] = as_tensor(given).shard
             return start
         if self.shape != (1, 1):
@@ -251,7 +251,7 @@ class Tensor(Uncompared):
                 f"backward: a {self.dtype} loss with the scale {scale:g} may overflow: compute the loss "
                 'from nn.cast(x, "float32")'
             )
-        one = self.form.new()
+        one = self.spec.new()
         one[...] = scale
         return one
 
@@ -280,11 +280,11 @@ class Tensor(Uncompared):
 
     def _receive(self, part: Contribution) -> None:
         """Add a part of the gradient."""
-        gradient = relayout_gradient(self.form, part).wait()
+        gradient = relayout_gradient(self.spec, part).wait()
         if self.grad is None:
             gradient = self.library.copy(gradient)
         else:
-            gradient = map_elementwise(self.form, "add", plus, self.grad.local, gradient)
+            gradient = map_elementwise(self.spec, "add", plus, self.grad.local, gradient)
         self.grad = DistMatrix(self.grid, gradient, self.shape, self.layout.summed)
 
     def item(self) -> float:
@@ -300,7 +300,7 @@ class Tensor(Uncompared):
                 f"item: the tensor must have one element; this one is {self.shape[0]} x {self.shape[1]}. "
                 "tensor.value.gather() returns all elements"
             )
-        host = self.library.to_numpy(whole(self).shard)
+        host = self.library.to_numpy(summed(self).shard)
         return float(host[0, 0]) if host.size else float("nan")
 
     def gather(self, root: int | None = None) -> Array:
@@ -352,12 +352,12 @@ def results_of(
     values : sequence of DistMatrix
         The values of the results.
     parents
-        As in `Tensor.made`.
+        As in `Tensor.from_op`.
     rule : callable
         rule(*gradients, *kept), with a gradient for each result, or None if it has none. It returns the same as a rule
-        of `Tensor.made`.
+        of `Tensor.from_op`.
     keep
-        As in `Tensor.made`.
+        As in `Tensor.from_op`.
 
     Examples
     --------
@@ -365,7 +365,7 @@ def results_of(
     >>> with Grid(shape="ddp") as grid:
     ...     x = nn.Tensor(DistMatrix.random(grid, (2, 2), layout=Layout()), requires_grad=True)
     ...     rule = lambda of_one, of_other: (of_one if of_other is None else of_one - of_other,)
-    ...     one, other = nn.results_of([x.value, x.form.matrix(-x.local)], (x,), rule)
+    ...     one, other = nn.results_of([x.value, x.spec.matrix(-x.local)], (x,), rule)
     ...     (one + other).gather().any()
     np.False_
     """
@@ -379,20 +379,20 @@ def _noted(
     tape, grid = results[0].tape, results[0].grid
     edges = [parent._edge if isinstance(parent, Tensor) else parent for parent in parents]
     for edge in edges:
-        if edge is not None and edge.form.grid is not grid:
+        if edge is not None and edge.spec.grid is not grid:
             raise GridError(
                 f"an operation on tensors of two Grids: the result is on {grid.shape}, an operand on "
-                f"{edge.form.grid.shape}"
+                f"{edge.spec.grid.shape}"
             )
     if tape.recording and any(edges):
         frozen = [
             parent
             for parent in parents
-            if isinstance(parent, Tensor) and parent.node is None and parent.accumulated is not None
+            if isinstance(parent, Tensor) and parent.node is None and parent.grad_buffer is not None
         ]
         kept = [_saved(name, each, results) for name, each in keep.items()] if tape.keeping else ()
         node = Node(
-            *[result.form for result in results],
+            *[result.spec for result in results],
             parents=edges,
             rule=rule if tape.keeping else None,
             kept=kept,
@@ -445,10 +445,12 @@ def relayout(x: Tensor, layout: Layout) -> Tensor:
         return x
     with x.grid.ledger.phase("relayout"):
         local = relayout_array(x.grid, x.shard, x.shape, x.layout, layout).wait()
-    return x.made(x.library.as_input(local), (x,), lambda gradient: (Gradient(gradient, layout.summed),), layout=layout)
+    return x.from_op(
+        x.library.as_input(local), (x,), lambda gradient: (Gradient(gradient, layout.summed),), layout=layout
+    )
 
 
-def whole(x: Tensor) -> Tensor:
+def summed(x: Tensor) -> Tensor:
     """Sum the partial sums of a tensor."""
     return relayout(x, x.layout.summed) if x.layout.sums else x
 

@@ -96,21 +96,21 @@ class GridParameter:
         tensor, weight = self.tensor(), self.weight
         learns = tensor is not None and tensor.requires_grad
         if weight.requires_grad != learns:
-            weight.node = Node(weight.form, leaf=weight) if learns else None
+            weight.node = Node(weight.spec, leaf=weight) if learns else None
 
     def resume(self) -> None:
         """Prepare for a backward pass that adds to the gradient, starting from the present `.grad`.
 
         `.grad` is None until the end of the pass. So an error in the pass leaves no partial sum in `.grad`."""
         self.follow()
-        tensor, buffer = self.tensor(), self.weight.accumulated
+        tensor, buffer = self.tensor(), self.weight.grad_buffer
         grad = None if tensor is None else tensor.grad
         if tensor is not None:
             tensor.grad = None
         if grad is None or grad is not self._given or buffer.layout is None:
             BackwardSync.of(self.weight.grid).gradients.forget(buffer)
             buffer.array = self._given = None  # release the old memory before the allocation
-            buffer.array = buffer.form.new()
+            buffer.array = buffer.spec.new()
             if grad is not None:
                 buffer.array[...] = grad.reshape(buffer.array.shape)
                 buffer.layout = buffer.target
@@ -121,18 +121,18 @@ class GridParameter:
         """Return the contribution of a gradient of this rank's loss that comes without an operation on the grid.
 
         It is the mean over the ranks that hold the same elements and other rows. So a term of weights counts once."""
-        form = self.weight.form
-        sums = tuple(axis for axis in ROWS if axis not in form.layout.splitting)
-        factor = self.partners / form.grid.shape.along(sums)
-        array = gradient.detach().reshape(form.local_shape).contiguous()
+        spec = self.weight.spec
+        sums = tuple(axis for axis in ROWS if axis not in spec.layout.splitting)
+        factor = self.partners / spec.grid.shape.along(sums)
+        array = gradient.detach().reshape(spec.local_shape).contiguous()
         return Gradient(
             array if factor == 1 else array * factor,
-            layout_of(form.layout.rows, form.layout.cols, sums, form.layout.units),
+            layout_of(spec.layout.rows, spec.layout.cols, sums, spec.layout.units),
         )
 
     def give(self) -> None:
         """Set `.grad` to the accumulated gradient, at the end of a backward pass. Waits for its sums."""
-        tensor, buffer = self.tensor(), self.weight.accumulated
+        tensor, buffer = self.tensor(), self.weight.grad_buffer
         buffer.wait()
         if self.partners > 1:
             buffer.array /= self.partners
@@ -143,7 +143,7 @@ class GridParameter:
     def drop(self) -> None:
         """Discard the gradient, after a backward pass that ended with an error."""
         tensor = self.tensor()
-        BackwardSync.of(self.weight.grid).gradients.forget(self.weight.accumulated)
+        BackwardSync.of(self.weight.grid).gradients.forget(self.weight.grad_buffer)
         if tensor is not None:
             tensor.grad = None
 

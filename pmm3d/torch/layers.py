@@ -12,7 +12,7 @@ from ..comm import Grid
 from ..errors import CheckpointError, DTypeError, LayoutError, Pmm3dError
 from ..layout import FIRST, Box, Coords, Layout
 from ..layout.layout import layout_of
-from ..nn.compute import Form
+from ..nn.compute import TensorSpec
 from ..nn.dense import OTHER, linear, weight_layout
 from ..nn.functional import fill_kept, layer_norm
 from ..nn.seeds import Seeds, check_grid, derived
@@ -364,8 +364,8 @@ class LayerNorm3D(ShardedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         def norm(operand: Tensor, *learned: Tensor) -> Tensor:
-            form = operand.form.like((1, self.columns), Layout((), self.input.cols))
-            gain, bias = [*learned, *(_constant(form, value) for value in (1.0, 0.0)[len(learned) :])]
+            spec = operand.spec.like((1, self.columns), Layout((), self.input.cols))
+            gain, bias = [*learned, *(_constant(spec, value) for value in (1.0, 0.0)[len(learned) :])]
             return layer_norm(operand, gain, bias, self.eps)
 
         return self._run(norm, x)
@@ -426,7 +426,7 @@ class Dropout3D(OnGrid):
         return f"p={self.p}, axis={self.axis!r}"
 
 
-def _constant(form: Form, value: float) -> Tensor:
-    local = form.new()
+def _constant(spec: TensorSpec, value: float) -> Tensor:
+    local = spec.new()
     local[...] = value
-    return Tensor(form.matrix(local))
+    return Tensor(spec.matrix(local))

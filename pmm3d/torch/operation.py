@@ -272,7 +272,7 @@ class _Operation(torch.autograd.Function):
             out = call.function(operand)
         node = out.node
         if node is not None:
-            ctx.call, ctx.rule, ctx.form, ctx.shape = call, node.rule, operand.form, x.shape
+            ctx.call, ctx.rule, ctx.spec, ctx.shape = call, node.rule, operand.spec, x.shape
             ctx.save_for_backward(*tensors, *(saved.packed for saved in node.kept))
         made: torch.Tensor = out.shard
         return made.view(*x.shape[:-1], made.shape[1]).detach()  # no view: callers may change it in place
@@ -286,7 +286,7 @@ class _Operation(torch.autograd.Function):
         before, *ends = (node for node, _ in ctx.next_functions)
         rows = gradient.contiguous().view(prod(gradient.shape[:-1]), gradient.shape[-1])
         of_input, *others = ctx.rule(rows, *kept)
-        coming = relayout_gradient(ctx.form, of_input) if reached(before) is not False else None
+        coming = relayout_gradient(ctx.spec, of_input) if reached(before) is not False else None
         for held, part, end in zip(call.held, others, ends):
             if end is not None and held.is_reached():
                 call.passes._receive(held, part)

@@ -190,7 +190,7 @@ def _held(tensor: torch.Tensor) -> GridParameter:
             "clip_grad_norm_: a parameter does not belong to a module on a grid: pass parameters() of the "
             "result of parallelize"
         )
-    if found.weight.accumulated.is_open:
+    if found.weight.grad_buffer.is_open:
         raise Pmm3dError(
             f"clip_grad_norm_: the gradient of {found.weight.name} is not summed over the ranks: the last "
             "backward pass before it must be outside of no_sync"

@@ -32,7 +32,7 @@ class Spoiled(nn.Module):
             self.passes += 1
             return (gradient * (np.nan if self.passes >= 30 else 1),)
 
-        return x.made(x.shard.copy(), (x,), rule) if self.training else x
+        return x.from_op(x.shard.copy(), (x,), rule) if self.training else x
 
 
 def build(grid, features, outputs):

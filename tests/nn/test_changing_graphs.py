@@ -229,7 +229,7 @@ def test_a_rule_with_a_plan_of_its_own_sends_nothing_before_the_ranks_agree(comm
         x = spread(grid, integers((4, 8)))
         out = layers[grid.rank](x)
         if grid.rank == 0:
-            out = out.made(out.shard, (out,), lambda gradient: (plan(), [gradient])[1])
+            out = out.from_op(out.shard, (out,), lambda gradient: (plan(), [gradient])[1])
         fails(DisagreementError, "use different parameters", nn.mse(out, out.value).backward)
 
 

@@ -60,7 +60,7 @@ def trained(grid, network, overlap=RESHARD, shard_over_data=False):
     parameters = net.parameters()
     kinds = {
         "weights": [parameter._stored.local for parameter in parameters],
-        "gradients": [parameter.accumulated.array for parameter in parameters],
+        "gradients": [parameter.grad_buffer.array for parameter in parameters],
         "state": [matrix.local for matrix in optimizer.matrices().values()],
     }
     held = {kind: sum(array.nbytes for array in arrays) for kind, arrays in kinds.items()}

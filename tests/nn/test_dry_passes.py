@@ -27,13 +27,13 @@ class Own(nn.Module):
         def square(part):
             return part * part
 
-        form, out = x.form, nn.map_elementwise(x.form, "square", square, x.shard)
+        form, out = x.spec, nn.map_elementwise(x.spec, "square", square, x.shard)
 
         def rule(gradient, kept):
             return (nn.map_elementwise(form, "square backward", lambda g, part: 2 * g * part, gradient, kept),)
 
-        y = x.made(out, (x,), rule, keep={"square.input": x})
-        return y.made(3 * y.shard + 1, (y,), lambda gradient: (gradient * 3,))
+        y = x.from_op(out, (x,), rule, keep={"square.input": x})
+        return y.from_op(3 * y.shard + 1, (y,), lambda gradient: (gradient * 3,))
 
 
 def loss_of(function):

@@ -10,7 +10,7 @@ from scipy import special
 
 from pmm3d import DistMatrix, Grid
 from pmm3d.arrays import library_named
-from pmm3d.nn.compute import Form
+from pmm3d.nn.compute import TensorSpec
 from pmm3d.nn.elementwise import GELU, GELU_TANH, RELU, SIGMOID, SILU, TANH, Elementwise, map_elementwise
 
 FUNCTIONS = {"relu": RELU, "tanh": TANH, "sigmoid": SIGMOID, "silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH}
@@ -142,7 +142,7 @@ def test_low_precision_is_computed_in_float32_and_rounded_once(comm):
         whole, row, column = (random.uniform(0.5, 2, shape) for shape in ((700, 300), (1, 300), (700, 1)))
         for library, dtype in [*TYPES, ("standin", "float16"), ("standin", "float32")]:
             with given(library=library, dtype=dtype):
-                form = Form.of(DistMatrix.empty(grid, whole.shape, dtype=dtype, library=library))
+                form = TensorSpec.of(DistMatrix.empty(grid, whole.shape, dtype=dtype, library=library))
                 operands = [to_library(each.astype("float64"), library, dtype) for each in (whole, row, column)]
                 wide = "float64" if dtype == "float64" else "float32"
                 x, r, c = (to_numpy(each, library).astype(wide) for each in operands)
@@ -163,7 +163,7 @@ def test_slices_do_not_change_a_bit_and_a_result_may_go_where_an_operand_was(com
             for library in LIBRARIES:
                 with given(shape=shape, library=library):
                     values = np.random.default_rng(1).standard_normal(shape).astype("float32")
-                    form = Form.of(DistMatrix.empty(grid, shape, dtype="float32", library=library))
+                    form = TensorSpec.of(DistMatrix.empty(grid, shape, dtype="float32", library=library))
                     x, turned = to_library(values, library), to_library(np.ascontiguousarray(values.T), library).T
                     expected = values * values + np.float32(2)
                     for one, other in ((x, x), (x, turned)):

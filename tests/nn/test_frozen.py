@@ -44,7 +44,7 @@ def test_the_other_gradients_are_the_same(comm):
                     found = grads(net)
                     assert found.keys() == every.keys() - frozen
                     assert bits(found) == bits({name: every[name] for name in found})
-                    assert all(named[name].accumulated.array is None for name in frozen)
+                    assert all(named[name].grad_buffer.array is None for name in frozen)
                     assert net.requires_grad_() is net and all(each.requires_grad for each in net.parameters())
 
             on_each_grid(comm, check, GRIDS[comm.size][: 4 if all_tests else 2])

@@ -148,7 +148,7 @@ def stepped(grid, kind, synced, clip=None):
         norms.append(optimizer.clip(clip) if clip else optimizer.gradient_norm())
         if kind == "gradients":
             for parameter in net.parameters():
-                assert parameter.grad.local.size == parameter.accumulated.array.size
+                assert parameter.grad.local.size == parameter.grad_buffer.array.size
         optimizer.step()
     return weights_of(net), norms
 
@@ -180,7 +180,7 @@ def test_a_rank_holds_its_part_of_a_gradient_only():
                 with nn.no_sync(grid):
                     nn.mse(net(x), y).backward()
             nn.mse(net(x), y).backward()
-            held = sum(parameter.accumulated.array.nbytes for parameter in net.parameters())
+            held = sum(parameter.grad_buffer.array.nbytes for parameter in net.parameters())
             assert held == memory(grid)["gradients"]
             assert held * parts == sum(parameter._stored.local.nbytes for parameter in net.parameters())
             optimizer.step()
@@ -296,7 +296,7 @@ def test_a_micro_batch_that_fails_while_sums_are_under_way(comm, fails):
             expected = gradients_of(net)
             loss = loss_of(net, CLASSES, x, y)
             with pytest.raises(ZeroDivisionError):
-                (loss.made(loss.shard, (loss,), failing) + loss).backward()
+                (loss.from_op(loss.shard, (loss,), failing) + loss).backward()
             fails(Pmm3dError, "zero_grad", optimizer.step)
             assert all(parameter.grad is None for parameter in net.parameters())
             optimizer.zero_grad()
@@ -381,7 +381,7 @@ def test_products_of_a_gradient_that_is_forgotten_are_not_added(comm):
             optimizer.zero_grad()
             batch = nn.Tensor(spread(grid, x))
             hidden = net.layers[0](batch)
-            hidden = hidden.made(hidden.shard, (hidden,), failing)
+            hidden = hidden.from_op(hidden.shard, (hidden,), failing)
             for layer in net.layers[1:]:
                 hidden = layer(hidden)
             with pytest.raises(ZeroDivisionError):

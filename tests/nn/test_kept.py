@@ -15,7 +15,7 @@ from samples import to_library, to_numpy
 from pmm3d import Grid, nn
 from pmm3d.comm import Axis
 from pmm3d.layout import batch_layout
-from pmm3d.nn.compute import Form
+from pmm3d.nn.compute import TensorSpec
 from pmm3d.nn.tape import Tape, reachable
 
 pytestmark = pytest.mark.deadline(240)
@@ -30,7 +30,9 @@ OPTIONS = {
 
 def arrays_within(value, seen):
     """The arrays to which an object refers, except parameters."""
-    if id(value) in seen or isinstance(value, (Grid, Axis, Form, nn.Parameter, nn.Module, nn.Tape, type, ModuleType)):
+    if id(value) in seen or isinstance(
+        value, (Grid, Axis, TensorSpec, nn.Parameter, nn.Module, nn.Tape, type, ModuleType)
+    ):
         return []
     seen.add(id(value))
     if isinstance(value, np.ndarray):
@@ -147,7 +149,7 @@ def test_what_the_next_rule_needs_is_fetched_before_the_present_one_runs(comm):
         x = nn.Tensor(spread(grid, batch_of(CLASSES, 0)[0][:, :6], INPUT), requires_grad=True)
 
         def run(**hooks):
-            noted = lambda y: y.made(y.shard, (y,), lambda gradient: (events.append("rule"), (gradient,))[1])
+            noted = lambda y: y.from_op(y.shard, (y,), lambda gradient: (events.append("rule"), (gradient,))[1])
             with Tape.of(grid).set(**hooks):
                 out = third(nn.tanh(noted(first(x) * second(x))))
                 out.backward(out.value)

@@ -95,7 +95,7 @@ def test_a_rule_that_does_not_return_a_part_for_each_parent(comm, fails):
         with given(returned=returned):
             with Grid(comm, (2, 1, 2)) as grid:
                 x = leaf(grid, X)
-                out = x.made(x.shard, (x,), returned)
+                out = x.from_op(x.shard, (x,), returned)
                 fails(Pmm3dError, "for 1 parents", lambda: out.backward(spread(grid, X, Layout())))
 
 
@@ -137,7 +137,7 @@ def test_a_pass_that_fails_before_its_first_gradient_makes_a_step_refused(comm, 
         net = layers(grid, 6, 4)
         opt, out = optim.SGD(net.parameters(), lr=1.0), net(spread(grid, X))
         with pytest.raises(ZeroDivisionError):
-            out.made(out.shard, (out,), failing).backward(spread(grid, G, Layout()))
+            out.from_op(out.shard, (out,), failing).backward(spread(grid, G, Layout()))
         fails(Pmm3dError, "zero_grad", opt.step)
 
 
@@ -145,7 +145,7 @@ def failing_rule(x):
     def rule(gradient):
         raise ZeroDivisionError
 
-    return x.made(x.shard, (x,), rule)
+    return x.from_op(x.shard, (x,), rule)
 
 
 def failing(x):

@@ -222,13 +222,13 @@ def test_a_state_made_before_the_layers_moved_is_not_lost_in_silence(comm):
 
 def weighted(x, gain):
     """gain x, by columns, as a user writes it. The rule also returns the gradient of the parameter."""
-    out, of_gain = x.form.new(), Layout((), x.layout.cols, sums=x.layout.rows)
+    out, of_gain = x.spec.new(), Layout((), x.layout.cols, sums=x.layout.rows)
     out[...] = x.local * gain.local
 
     def rule(gradient, local, own):
         return gradient * own, nn.Gradient((gradient * local).sum(axis=0, keepdims=True), of_gain)
 
-    return x.made(out, (x, gain), rule, keep={"weighted.input": x, "weighted.gain": gain})
+    return x.from_op(out, (x, gain), rule, keep={"weighted.input": x, "weighted.gain": gain})
 
 
 @pytest.mark.parallel([4], thorough=[1, 8])

@@ -400,7 +400,7 @@ def test_a_norm_that_is_not_finite_is_clipped_by_nobody(comm, fails):
 
         def spoiled(out, y, wrong=wrong):
             loss = nn.mse(out, y)
-            return loss.made(loss.shard, (loss,), lambda gradient: (gradient * wrong,), layout=loss.layout)
+            return loss.from_op(loss.shard, (loss,), lambda gradient: (gradient * wrong,), layout=loss.layout)
 
         def check(grid, spoiled=spoiled):
             net = nn.Linear(grid, 3, 2)

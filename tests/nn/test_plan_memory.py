@@ -97,7 +97,7 @@ def trained(grid, config):
     parameters = network.parameters()
     kinds = {
         "weights": [parameter._stored.local for parameter in parameters],
-        "gradients": [parameter.accumulated.array for parameter in parameters],
+        "gradients": [parameter.grad_buffer.array for parameter in parameters],
         "state": [matrix.local for matrix in optimizer.matrices().values()],
     }
     copies = HostCopies()

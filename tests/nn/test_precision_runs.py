@@ -82,7 +82,7 @@ def test_a_run_of_which_each_rank_keeps_a_part_of_the_gradients(comm, data):
             optimizer={"shard_over_data": kind},
         )
         _, matrices, state = trained(comm, made, resume=False)
-        assert {each.accumulated.scattered for each in state.network.parameters()} == {kind == "gradients"}
+        assert {each.grad_buffer.scattered for each in state.network.parameters()} == {kind == "gradients"}
         found.append(matrices)
     assert all(np.allclose(found[1][name], value, rtol=0, atol=1e-3) for name, value in found[0].items())
 
@@ -195,7 +195,7 @@ def test_a_scale_goes_on_where_it_was(comm, shared_path):
         layer = nn.Linear(grid, 4, 6, precision="float16")
         made = lambda: TrainState(layer, optim.SGD(layer.parameters(), lr=0.1))
         first, keeper = made(), Checkpoints(grid, shared_path)
-        first.scale._takes(np.inf)
+        first.scale._update(np.inf)
         first.save(keeper)
         again = made()
         again.resume(keeper)

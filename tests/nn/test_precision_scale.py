@@ -149,7 +149,7 @@ def test_a_scale_is_a_number_and_the_same_on_all_ranks(comm, fails):
                 for parameter in net.parameters():
                     parameter.grad = None
             nn.mse(net(x), y).backward()
-            BackwardSync.of(grid).trusting = True
+            BackwardSync.of(grid).defers_agreement = True
             nn.mse(net(x), y).backward(scale=2.0 ** (8 - grid.rank))
             fails(DisagreementError, "the loss is scaled by", lambda: step_agreement(grid))
         assert all(before[name].tobytes() == after.tobytes() for name, after in weights_of(net).items())

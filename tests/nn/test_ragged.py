@@ -7,7 +7,7 @@ from samples import integers, to_library, to_numpy
 
 from pmm3d import DistMatrix, LayoutError, nn
 from pmm3d.layout import Layout, RaggedRows
-from pmm3d.nn.compute import Form
+from pmm3d.nn.compute import TensorSpec
 from pmm3d.nn.tensor import Tensor
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
@@ -85,7 +85,7 @@ def test_other_counts_in_each_step_take_no_room(comm):
         for step in range(6):
             x, _, _ = batch(grid, step)
             nn.sum(nn.sum(layer(x), 1), 0).backward()
-            kept.append(grid.attached[Form].cache_info().currsize)
+            kept.append(grid.attached[TensorSpec].cache_info().currsize)
         assert kept[2:] == [kept[2]] * 4
 
     on_each_grid(comm, check)

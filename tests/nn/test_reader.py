@@ -94,7 +94,7 @@ def test_types_that_differ_are_refused_or_right(comm):
                     x = leaf(grid, X, dtype=types["input"])
                     y = nn.linear(x, weight, bias)
                     if which == "rule":
-                        y = y.made(y.shard, (y,), lambda g: (y.library.astype(g, "float32"),))
+                        y = y.from_op(y.shard, (y,), lambda g: (y.library.astype(g, "float32"),))
                     y.backward(spread(grid, G, Layout(), dtype=types["gradient"]))
                     return np.concatenate(
                         [y.gather(), weight.grad.gather(), x.grad.gather().reshape(-1, 4), bias.grad.gather()]
@@ -270,7 +270,7 @@ def test_a_step_after_a_backward_pass_that_failed_is_refused(comm):
         first, last = nn.Linear(grid, 6, 6, dtype="float64"), nn.Linear(grid, 6, 4, dtype="float64", cols="x")
         opt = optim.SGD([*first.parameters(), *last.parameters()], lr=1.0)
         hidden = first(spread(grid, X))
-        out = last(hidden.made(hidden.shard, (hidden,), fails))
+        out = last(hidden.from_op(hidden.shard, (hidden,), fails))
         with pytest.raises(ZeroDivisionError):
             out.backward(spread(grid, G, Layout()))
         with pytest.raises(Pmm3dError):
@@ -295,7 +295,7 @@ def test_a_gradient_left_by_no_sync_goes_with_its_network(comm):
         with nn.no_sync(grid):
             nn.mse(net(spread(grid, X)), spread(grid, G)).backward()
         net.weight.grad = None
-        held = ref(net.weight.accumulated)
+        held = ref(net.weight.grad_buffer)
         del net
         assert held() is None
 

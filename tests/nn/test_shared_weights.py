@@ -70,9 +70,9 @@ def test_ranks_have_one_copy(comm):
         net(spread(grid, np.ones((16, 12))))
         weights = nn.Tape.of(grid).parallel.weights
         if grid.shape.z == 1:
-            assert np.shares_memory(weights.take(net.weight, "backward"), net.weight.local)
+            assert np.shares_memory(weights.gathered(net.weight, "backward"), net.weight.local)
             return
-        block = weights.take(net.weight, "backward")
+        block = weights.gathered(net.weight, "backward")
         before = block * 1
         grid.comm.Barrier()
         if grid.z.index == 0:
@@ -140,7 +140,7 @@ def test_ranks_of_a_node_have_one_copy_and_those_of_others_another(comm, two_nod
         nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
         net = nn.Linear(grid, 13, 8, bias=False, dtype="float64")
         net(spread(grid, np.ones((16, 13))))
-        block = nn.Tape.of(grid).parallel.weights.take(net.weight, "backward")
+        block = nn.Tape.of(grid).parallel.weights.gathered(net.weight, "backward")
         assert np.array_equal(block, net.weight.gather())
         grid.comm.Barrier()
         if grid.z.index % 2 == 0:

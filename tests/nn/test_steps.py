@@ -88,7 +88,7 @@ def test_a_gradient_that_is_not_finite_ends_a_run_and_changes_nothing(comm, samp
     def spoiled(out, y):
         loss = nn.cross_entropy(out, y)
         if trainer.step == 3:
-            return loss.made(loss.shard, (loss,), lambda gradient: (gradient * wrong,), layout=loss.layout)
+            return loss.from_op(loss.shard, (loss,), lambda gradient: (gradient * wrong,), layout=loss.layout)
         return loss
 
     with Grid(comm, shape="ddp") as grid, DataSet(grid, samples) as data:

@@ -219,7 +219,7 @@ class Executor:
 def _buffers(module: Module) -> Iterator[GradientBuffer]:
     """Gradient buffers of a stage's parameters. `named_parameters` is not used because it sets the names anew."""
     return (
-        child.accumulated
+        child.grad_buffer
         for _, part in module.named_modules()
         for _, child in part.children()
         if isinstance(child, Parameter)
@@ -232,6 +232,6 @@ def _in_words(facts: Sequence[Facts]) -> str:
 
 def _zeros(x: Tensor) -> DistMatrix:
     """Zeros, the gradient of an input on which the output does not depend."""
-    local = x.form.new()
+    local = x.spec.new()
     local[...] = 0
-    return x.form.matrix(local)
+    return x.spec.matrix(local)

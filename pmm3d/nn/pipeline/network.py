@@ -23,7 +23,7 @@ from ..gradient_buffer import GradientBuffer
 from ..module import Module
 from ..parameter import Parameter
 from ..seeds import Seeds, check_grid
-from ..tensor import Tensor, as_tensor, whole
+from ..tensor import Tensor, as_tensor, summed
 from .cut import Cost, cut_by_cost
 from .named import Schedule, is_file, schedule_of, table_of
 from .parts import Make, adamw_bytes, as_tuple, description, made_by, parameters_of
@@ -166,7 +166,7 @@ class Pipeline(Module):
         """Stage -> tied weights that an earlier stage of this rank also holds."""
         for name, parameter in self.named_parameters().items():
             stages, parameter.whole = self.tied.get(name, ()), grid
-            parameter.counts = not stages or self.rank_of[stages[0]] == self.index
+            parameter.in_norm = not stages or self.rank_of[stages[0]] == self.index
             for stage in [each for each in stages if each in self.stages][1:]:
                 self._again[stage].add(parameter)
         self._random = {
@@ -313,12 +313,12 @@ class Pipeline(Module):
         gradient buffer until `_sum_tied`. So the order of sums does not depend on how stages are placed on ranks."""
         with ExitStack() as stack:
             for parameter in self._again[stage]:
-                stack.enter_context(override(parameter, accumulated=self._buffer(stage, parameter)))
+                stack.enter_context(override(parameter, grad_buffer=self._buffer(stage, parameter)))
             yield
 
     def _buffer(self, stage: int, parameter: Parameter) -> GradientBuffer:
         """Gradient buffer of a tied weight for a stage of this rank."""
-        main = parameter.accumulated
+        main = parameter.grad_buffer
         if parameter not in self._again[stage]:
             return main
         buffer, times = self._apart.get((stage, parameter), (None, 0))
@@ -348,11 +348,11 @@ class Pipeline(Module):
             ]
             for stage, rank in zip(stages, ranks):
                 if rank != self.index:
-                    parts[stage] = parameter.accumulated.form.new(tuple(main.shape))
+                    parts[stage] = parameter.grad_buffer.spec.new(tuple(main.shape))
                     waiting.append(self.pipe.receive(parts[stage], rank, agreed=True))
             for pending in waiting:
                 pending.wait()
-            total = parameter.accumulated.form.new(tuple(main.shape))
+            total = parameter.grad_buffer.spec.new(tuple(main.shape))
             add_up(parameter.library, [parts[stage] for stage in stages], total)
             main[...] = total
 
@@ -371,7 +371,7 @@ class Pipeline(Module):
             for layer in (*self.dry.layers, None):
                 calls = {module: module.calls - first for module, first in random.items()}
                 flop = sum(2.0 * each.m * each.n * each.k for each in run.actions if each.what == "gemm")
-                facts = tuple(Facts.of(whole(value)) for value in values)
+                facts = tuple(Facts.of(summed(value)) for value in values)
                 found.append(Arrived(facts, calls, flop, run.held.get("activations", 0)))
                 values = values if layer is None else as_tuple(layer(*values))
             self.set_random_state(before)
@@ -445,6 +445,6 @@ def _finished(buffer: GradientBuffer) -> Array:
     if buffer.layout is None:
         buffer.scattered_array()[0][...] = 0
     elif buffer.layout != buffer.target:
-        buffer.array = buffer.form.library.copy(buffer.in_layout(buffer.target))
+        buffer.array = buffer.spec.library.copy(buffer.in_layout(buffer.target))
         buffer.layout = buffer.target
     return buffer.local

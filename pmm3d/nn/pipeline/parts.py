@@ -10,7 +10,7 @@ from ...errors import Pmm3dError
 from ...layout import itemsize
 from ..containers import Sequential
 from ..module import Module
-from ..parameter import Making, Parameter
+from ..parameter import Parameter, ParameterCollector
 from ..tensor import Tensor
 
 Make = Callable[[Grid], Sequential]
@@ -44,7 +44,7 @@ def parameters_of(layers: Iterable[Any]) -> list[Parameter]:
 
 def made_by(make: Make, grid: Grid, own: Sequence[bool] | None) -> tuple[Sequential, list[Parameter]]:
     """The network, and its parameters in the order of their construction."""
-    with Making(grid, own) as making:
+    with ParameterCollector(grid, own) as collector:
         network = make(grid)
     if not isinstance(network, Sequential) or type(network).forward is not Sequential.forward:
         raise Pmm3dError(
@@ -57,7 +57,7 @@ def made_by(make: Make, grid: Grid, own: Sequence[bool] | None) -> tuple[Sequent
             f"Pipeline: {', '.join(sorted(others))} of the network that make returned is not in a layer. "
             "Put each parameter into a layer of the Sequential, so that it belongs to a stage"
         )
-    return network, making.made
+    return network, collector.parameters
 
 
 def adamw_bytes(layers: Iterable[Any]) -> int:

@@ -200,7 +200,7 @@ class DrySteps:
 class _Taken(LossScale):
     """Loss scale that skips no step, because the norm of a gradient without data is arbitrary."""
 
-    def _takes(self, norm: float) -> bool:
+    def _update(self, norm: float) -> bool:
         return True
 
 

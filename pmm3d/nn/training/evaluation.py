@@ -18,7 +18,7 @@ from ..contexts import unchanged
 from ..module import Module
 from ..pipeline.network import Pipeline
 from ..tape import Tape
-from ..tensor import Tensor, whole
+from ..tensor import Tensor, summed
 
 Batch = tuple[DistMatrix, DistMatrix]
 Loss = Callable[..., Tensor]
@@ -68,7 +68,7 @@ class Evaluation:
 
     def _count(self, out: Tensor, y: DistMatrix) -> None:
         """Add a batch, from the output of the network."""
-        grid, rows, out = self._network.grid, out.shape[0], whole(out)
+        grid, rows, out = self._network.grid, out.shape[0], summed(out)
         for name, metric in self._metrics.items():
             self._means[name] += float(metric(out, y)) * rows
         with Tape.of(grid).set(summing=False):

@@ -281,7 +281,7 @@ def _held(run: Any) -> dict[str, int]:
     """Return the bytes of the arrays on this rank, without the loader's."""
     weights, took = run.state.network.parameters(), run.counts["steps"] > run.counts["skipped"]
     states = [*run.state.optimizer.matrices(run.state.network.named_parameters()).values()] if took else []
-    gradients = sum(int(weight.accumulated.array.nbytes) for weight in weights if weight.accumulated.array is not None)
+    gradients = sum(int(weight.grad_buffer.array.nbytes) for weight in weights if weight.grad_buffer.array is not None)
     return {
         "weights": _nbytes(weights),
         "gradients": gradients,

@@ -162,7 +162,7 @@ def train_stale(
         if executor.has_last_stage
         else []
     )
-    with Tape.of(grid).set(summing=False), override(Tape.of(grid).parallel, trusting=True):
+    with Tape.of(grid).set(summing=False), override(Tape.of(grid).parallel, defers_agreement=True):
         found = executor.run(lambda micro, output: groups[micro // rule.every](micro % rule.every, output))
     own = np.zeros(len(batches))
     own[: len(found)] = list(map(local_loss, found))
@@ -223,7 +223,7 @@ class _StaleExecutor(Executor):
         """Make the next version of the weights. micros: number of finished micro-batches."""
         self._use(self._done)
         for parameter in self._parameters:
-            parameter._hold(parameter.form.matrix(parameter.library.copy(parameter.shard)), parameter.version)
+            parameter._hold(parameter.spec.matrix(parameter.library.copy(parameter.shard)), parameter.version)
             if parameter.master is not None:
                 parameter._note_rounded()
         self._optimizer.step()

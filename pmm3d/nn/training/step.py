@@ -157,7 +157,7 @@ def train_step(
     grid, inputs = network.grid, [x for x, _ in batches]
     tape, factor = Tape.of(grid), 1.0 if scale is None else scale.value
     executor = Executor(network, inputs, factor)
-    with unchanged(grid), tape.set(summing=False), override(tape.parallel, trusting=True):
+    with unchanged(grid), tape.set(summing=False), override(tape.parallel, defers_agreement=True):
         losses = executor.run(weighted(grid, loss, batches) if executor.has_last_stage else None)
         if isinstance(network, Pipeline):
             network._sum_tied()

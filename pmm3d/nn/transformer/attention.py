@@ -15,12 +15,12 @@ from ...errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ...layout import SEQ, ULYSSES, GridShape, Layout, RaggedRows, natural, order_of
 from ...layout.layout import layout_of, unit_of
 from ...product.relayout import relayout as relayout_array
-from ..compute import Form, computing
+from ..compute import TensorSpec, computing
 from ..contract import EVERYTHING, Gradient
 from ..elementwise import Elementwise, map_elementwise
 from ..functional import check_probability
 from ..operations import check_unit, split
-from ..tensor import Tensor, as_tensor, relayout, whole
+from ..tensor import Tensor, as_tensor, relayout, summed
 from .cache import Cache, rows_of_sequence
 from .kernel import Partial, attend, attend_backward
 from .ring import Ring, Segment, Visit, in_turn, shares, whole_sequences
@@ -117,14 +117,14 @@ def attention(
     """
     if (k is None) != (v is None):
         raise LayoutError("attention: k or v is missing. Pass both, or pass one tensor with queries, keys and values")
-    operands = [whole(as_tensor(each)) for each in (q, k, v) if each is not None]
+    operands = [summed(as_tensor(each)) for each in (q, k, v) if each is not None]
     _check((3 * operands)[:3], size, window, dropout, block, scale)
     first, length, shape = operands[0], rows_of_sequence(operands[0]), operands[0].grid.shape
     if len(operands) == 1:
         operands = _fused(first, length, size)
     if len(operands) == 3:
         operands = [relayout(each, _in_units(first, each, length, size)) for each in operands]
-    stored, method = _forms(operands)[0].layout, "ring"
+    stored, method = _specs(operands)[0].layout, "ring"
     if Cache.of(first.grid) is None:  # with a cache, each rank has whole sequences
         if ULYSSES in stored.on(shape).rows:
             operands = _spread_heads(operands, size, ULYSSES)
@@ -139,7 +139,7 @@ def attention(
         )
     if method == "ulysses":
         operands = _spread_heads(operands, size, SEQ)
-    drops = Dropout(dropout, seed, stream, 0, 0, _forms(operands)[0].shape[1] // size, length) if dropout else None
+    drops = Dropout(dropout, seed, stream, 0, 0, _specs(operands)[0].shape[1] // size, length) if dropout else None
     local = _Local(
         operands,
         size,
@@ -160,21 +160,21 @@ def _fused(x: Tensor, length: int, size: int) -> list[Tensor]:
     return split(x, 3 * [size]) if {*INSIDE} & {*x.layout.on(x.grid.shape).rows} else [x]
 
 
-def _forms(operands: Sequence[Tensor]) -> list[Form]:
+def _specs(operands: Sequence[Tensor]) -> list[TensorSpec]:
     """Forms of q, k and v, which may be stored in one tensor."""
     if len(operands) == 3:
-        return [each.form for each in operands]
+        return [each.spec for each in operands]
     (rows, columns), layout, (of_rows, unit) = operands[0].shape, operands[0].layout, operands[0].layout.units
     assert isinstance(unit, int)  # of `_fused`
     third = Layout(layout.rows, layout.cols, units=(of_rows, unit // 3))
-    return 3 * [operands[0].form.like((rows, columns // 3), third)]
+    return 3 * [operands[0].spec.like((rows, columns // 3), third)]
 
 
 def _documents(q: Tensor, documents: Tensor | None) -> np.ndarray | None:
     """Document numbers of the rows on all ranks along seq."""
     if documents is None:
         return None
-    documents = whole(as_tensor(documents))
+    documents = summed(as_tensor(documents))
     if documents.shape != (q.shape[0], 1) or "int" not in documents.dtype:
         raise LayoutError(
             f"attention: documents must be integers, {q.shape[0]} x 1, a number for each row; got {documents!r}"
@@ -296,7 +296,7 @@ def runs(heads: tuple[int, int], held: int, group: int) -> list[Run]:
 class _Local:
     """One rank's part of an attention.
 
-    `forms` are the forms of q, k and v, or the form of the single tensor with all three. `shares` contains the segments
+    `specs` are the specs of q, k and v, or the spec of the single tensor with all three. `shares` contains the segments
     of this rank's rows, each with the ranks that hold the other rows of its sequences. `fresh`: gradients are
     written once, so they need not start at zero. `documents` begins at the row `first` of the whole batch.
     """
@@ -305,7 +305,7 @@ class _Local:
         self, operands: Sequence[Tensor], size: int, visible: Visible, scale: float, documents: np.ndarray | None
     ):
         self.size, self.visible, self.scale, self.documents = size, visible, scale, documents
-        q, k, v = _forms(operands)
+        q, k, v = _specs(operands)
         grid = q.grid
         lacks = any(_lacks(q.layout, each.layout, q.shape[1], k.shape[1], size, grid.shape) for each in (k, v))
         self.q, (self.k, self.v) = (
@@ -315,7 +315,7 @@ class _Local:
                 for each in (k, v)
             ),
         )
-        self.forms = [q, self.k, self.v] if len(operands) == 3 else [operands[0].form]
+        self.specs = [q, self.k, self.v] if len(operands) == 3 else [operands[0].spec]
         box, held = (each.layout.box(each.shape, grid.shape, grid.coords) for each in (q, self.k))
         self.runs = runs((box.c0 // size, box.c1 // size), held.c0 // size, max(1, q.shape[1] // max(1, k.shape[1])))
         rows = tuple(axis for axis in q.layout.rows if axis != SEQ)
@@ -331,7 +331,7 @@ class _Local:
 
     def parts(self, arrays: Sequence[Array]) -> list[Array]:
         """Arrays of q, k and v: (rows, heads x size), or views (rows, heads, size) of the one array."""
-        if len(self.forms) == 3:
+        if len(self.specs) == 3:
             return [*arrays]
         (rows, cols), size = self.q.local_shape, self.size
         return [arrays[0].reshape(rows, cols // size, 3, size)[:, :, part] for part in range(3)]
@@ -365,21 +365,21 @@ class _Local:
             return self.visible
         return self.visible._replace(dropout=dropout._replace(sequence=own.sequence, head=run.first))
 
-    def gathered(self, x: Tensor, form: Form) -> Array:
+    def gathered(self, x: Tensor, spec: TensorSpec) -> Array:
         """k or v, with all heads that this rank needs."""
-        if form == x.form:
+        if spec == x.spec:
             return x.shard
         with x.grid.ledger.phase("gather heads"):
-            return relayout_array(x.grid, x.shard, x.shape, x.layout, form.layout).wait()
+            return relayout_array(x.grid, x.shard, x.shape, x.layout, spec.layout).wait()
 
     def output(self, operands: Sequence[Tensor]) -> Tensor:
         """Result, recorded on the tape."""
-        form, grid, held = self.q, self.q.grid, [each.shard for each in operands]
+        spec, grid, held = self.q, self.q.grid, [each.shard for each in operands]
         held[1:] = [self.gathered(*each) for each in zip(operands[1:], (self.k, self.v))]
         q, *keys_and_values = self.parts(held)
-        wide, ring = form.wide.new(), Ring(grid, keys_and_values, self.visible.block)
-        rows, cols = form.local_shape
-        lse = grid.workspace.array((rows * cols // self.size,), form.wide.dtype, form.library)
+        wide, ring = spec.accumulation.new(), Ring(grid, keys_and_values, self.visible.block)
+        rows, cols = spec.local_shape
+        lse = grid.workspace.array((rows * cols // self.size,), spec.accumulation.dtype, spec.library)
         for share in self.shares:
             own, fresh = share.own, True
             queries, out = (self.heads(each[own.rows], own.number) for each in (q, wide))
@@ -393,7 +393,7 @@ class _Local:
                 with computing(grid, "attention", self.work(2, own, visit), "attention"):
                     for run in self.runs:
                         attend(
-                            form.library,
+                            spec.library,
                             grid.workspace,
                             queries[:, run.of_q],
                             key[:, run.of_k],
@@ -407,24 +407,24 @@ class _Local:
                             part,
                         )
                 fresh = False
-        local = self.rounded(form, wide)
+        local = self.rounded(spec, wide)
         keep = {
             f"attention.{name}": each if array is each.shard else array
             for name, each, array in zip("qkv" if len(held) == 3 else ["qkv"], operands, held)
         }
-        return operands[0].made(
+        return operands[0].from_op(
             local,
             operands,
             self.gradients,
-            shape=form.shape,
-            layout=form.layout,
+            shape=spec.shape,
+            layout=spec.layout,
             keep={**keep, "attention.output": local, "attention.lse": lse},
         )
 
     def gradients(self, gradient: Array, *kept: Array) -> list[Gradient]:
         *held, out, lse = kept
         (q, k, v), grid = self.parts(held), self.q.grid
-        ring, found = Ring(grid, (k, v), self.visible.block), [form.wide.new() for form in self.forms]
+        ring, found = Ring(grid, (k, v), self.visible.block), [spec.accumulation.new() for spec in self.specs]
         for each in () if self.fresh else found:
             each[...] = 0
         dq, *totals = self.parts(found)
@@ -457,17 +457,17 @@ class _Local:
                             self.fresh,
                             part,
                         )
-        return [Gradient(self.rounded(form, each), self.of_gradient(form)) for form, each in zip(self.forms, found)]
+        return [Gradient(self.rounded(spec, each), self.of_gradient(spec)) for spec, each in zip(self.specs, found)]
 
-    def of_gradient(self, form: Form) -> Layout:
+    def of_gradient(self, spec: TensorSpec) -> Layout:
         """Layout of a gradient, with partial sums over the axes that split only the heads of q."""
-        layout, shape = form.layout, form.grid.shape
+        layout, shape = spec.layout, spec.grid.shape
         sums = [axis for axis in self.q.layout.cols if axis not in layout.splitting and getattr(shape, axis) > 1]
         return Layout(layout.rows, layout.cols, sums, layout.units)
 
-    def rounded(self, form: Form, wide: Array) -> Array:
-        """The array, rounded to the type of the form."""
-        return wide if form == form.wide else map_elementwise(form, None, AS_IT_IS, wide)
+    def rounded(self, spec: TensorSpec, wide: Array) -> Array:
+        """The array, rounded to the type of the spec."""
+        return wide if spec == spec.accumulation else map_elementwise(spec, None, AS_IT_IS, wide)
 
     def work(self, gemms: int, own: Segment, visit: Visit) -> int:
         """Number of operations for the keys of a visit, by this number of GEMMs."""

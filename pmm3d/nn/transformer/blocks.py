@@ -209,11 +209,11 @@ class Attention(Module):
             **options,
         )
 
-    def _place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
-        between = self.qkv._place(columns, placed)
+    def _assign_layout(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+        between = self.qkv._assign_layout(columns, placed)
         if between is not None:
             between = Layout((), between.cols, units=(1, self.turns[0]))
-        return self.out._place(between, placed)
+        return self.out._assign_layout(between, placed)
 
     def forward(self, x: Tensor, *documents: Tensor) -> Tensor:
         return self.out(self.core(self.qkv(x, activations=self._whole_sequences(x)), *documents))
@@ -324,11 +324,11 @@ class FeedForward(Module):
             **options,
         )
 
-    def _place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
-        between = self.up._place(columns, placed)
+    def _assign_layout(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+        between = self.up._assign_layout(columns, placed)
         if between is not None and self.unit:
             between = Layout((), between.cols, units=(1, self.unit))
-        return self.down._place(between, placed)
+        return self.down._assign_layout(between, placed)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)
@@ -431,10 +431,10 @@ class TransformerBlock(Module):
         )
         self.drop1, self.drop2 = (Dropout(grid, dropout, derived(seed, 2 + index)) for index in range(2))
 
-    def _place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+    def _assign_layout(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         for norm, part in ((self.norm1, self.attention), (self.norm2, self.mlp)):
-            norm._place(columns, placed)
-            found = part._place(columns, placed)
+            norm._assign_layout(columns, placed)
+            found = part._assign_layout(columns, placed)
         return found if columns is None else columns
 
     def forward(self, x: Tensor, *documents: Tensor) -> Any:

@@ -90,30 +90,30 @@ def _looked_up(matrix: DistMatrix, table: Tensor) -> Tensor:
         table = relayout(table, layout_of((k,), (OTHER[k],)))
     units = table.layout.units
     natural = layout_of(rows, (k,), (OTHER[k],), (matrix.layout.units[0], units[0]))
-    form = table.form.like((matrix.shape[0], table.shape[0]), natural)
-    full = BackwardSync.of(table.grid).weights.take(table, table.tape.phase) if gathers else table.shard
+    spec = table.spec.like((matrix.shape[0], table.shape[0]), natural)
+    full = BackwardSync.of(table.grid).weights.gathered(table, table.tape.phase) if gathers else table.shard
     index, inside = _own_tokens(table, matrix)
-    xp, shape, out = array_namespace(full), tuple(full.shape), form.new()
-    with computing(form.grid, "embedding", name="embedding"):
+    xp, shape, out = array_namespace(full), tuple(full.shape), spec.new()
+    with computing(spec.grid, "embedding", name="embedding"):
         if shape[1]:
-            out[...] = form.library.columns(full, index).T
+            out[...] = spec.library.columns(full, index).T
         if inside is not None:
             out[...] = xp.where(inside, out, 0)
 
     def rule(gradient: Array, index: Array, *inside: Array) -> tuple[LazyMatrix]:
         def fill(out: Array, beta: int, _: slice) -> None:
-            with computing(form.grid, "embedding", name="embedding backward"):
+            with computing(spec.grid, "embedding", name="embedding backward"):
                 if not beta:
                     out[...] = 0
                 if shape[1]:
                     own = xp.where(inside[0], gradient, 0) if inside else gradient
-                    own = form.library.astype(own, form.library.dtype(out))
-                    form.library.add_columns(out, index, own, form.grid.workspace)
+                    own = spec.library.astype(own, spec.library.dtype(out))
+                    spec.library.add_columns(out, index, own, spec.grid.workspace)
 
         return (LazyMatrix(layout_of((k,), (OTHER[k],), rows, units), shape, fill, "reduce dW"),)
 
     keep = {"embedding.index": index} | ({} if inside is None else {"embedding.inside": inside})
-    return table.made(out, (table,), rule, keep=keep, shape=form.shape, layout=natural)
+    return table.from_op(out, (table,), rule, keep=keep, shape=spec.shape, layout=natural)
 
 
 def _redistributed(tokens: DistMatrix, layout: Layout) -> DistMatrix:
@@ -248,7 +248,7 @@ class Embedding(Module):
         )
         self.dropout = Dropout(grid, dropout, derived(seed, 2))
 
-    def _place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+    def _assign_layout(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         return Layout((), self.table.layout.rows[0])
 
     def forward(self, tokens: Tensor, *others: Tensor) -> Any:

@@ -52,9 +52,9 @@ class Head(Module):
             **options,
         )
 
-    def _place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
-        self.norm._place(columns, placed)
-        return self.linear._place(columns, placed)
+    def _assign_layout(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+        self.norm._assign_layout(columns, placed)
+        return self.linear._assign_layout(columns, placed)
 
     def forward(self, x: Tensor, *_: Tensor) -> Tensor:
         return self.linear(self.norm(x))

@@ -10,9 +10,9 @@ import numpy as np
 from ...arrays import Array, NumpyLibrary
 from ...comm import Grid
 from ...errors import LayoutError
-from ..compute import Form, computing
+from ..compute import TensorSpec, computing
 from ..operations import in_units
-from ..tensor import Tensor, whole
+from ..tensor import Tensor, summed
 from .cache import Cache, rows_of_sequence
 from .embedding import positions_of
 
@@ -50,16 +50,18 @@ def rotary(x: Tensor, size: int, *, base: float = 10000.0) -> Tensor:
     """
     if size < 2 or size % 2:
         raise LayoutError(f"rotary: a head must have an even number of columns, which are rotated in pairs, got {size}")
-    x = in_units(whole(x), size)
-    form = x.form
+    x = in_units(summed(x), size)
+    spec = x.spec
     cache, length = Cache.of(x.grid), max(1, rows_of_sequence(x))
-    tables = _tables(x.grid)(form.library, length if cache is None else cache.total, size, base, form.wide.dtype)
+    tables = _tables(x.grid)(
+        spec.library, length if cache is None else cache.total, size, base, spec.accumulation.dtype
+    )
     places = positions_of(x)
-    out = _rotated(form, x.shard, places, tables, "rotary", 1)
-    return x.made(
+    out = _rotated(spec, x.shard, places, tables, "rotary", 1)
+    return x.from_op(
         out,
         (x,),
-        lambda gradient, places: (_rotated(form, gradient, places, tables, "rotary backward", -1),),
+        lambda gradient, places: (_rotated(spec, gradient, places, tables, "rotary backward", -1),),
         keep={"rotary.positions": places},
     )
 
@@ -76,11 +78,11 @@ def _angles(library: NumpyLibrary, sequence: int, size: int, base: float, dtype:
     return library.from_numpy(np.cos(angles), dtype), library.from_numpy(np.sin(angles), dtype)
 
 
-def _rotated(form: Form, array: Array, places: Array, tables: tuple[Array, Array], name: str, sign: int) -> Array:
+def _rotated(spec: TensorSpec, array: Array, places: Array, tables: tuple[Array, Array], name: str, sign: int) -> Array:
     """Array with its pairs rotated forward (sign 1) or back (sign -1). Low precision is computed in float32."""
-    half, library, out = tables[0].shape[1], form.library, form.new()
-    shape = form.local_shape[0], form.local_shape[1] // (2 * half), 2, half
-    with computing(form.grid, "elementwise", name=name):
+    half, library, out = tables[0].shape[1], spec.library, spec.new()
+    shape = spec.local_shape[0], spec.local_shape[1] // (2 * half), 2, half
+    with computing(spec.grid, "elementwise", name=name):
         cos, sin = (table[places][:, None] for table in tables)
         pairs = library.astype(array, library.dtype(cos)).reshape(*shape)
         one, other, made = pairs[:, :, 0], pairs[:, :, 1], out.reshape(*shape)

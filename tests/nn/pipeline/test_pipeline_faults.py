@@ -53,7 +53,7 @@ SCRIPT = """
 
     def backward(what):
         disturbed = third(what)
-        return lambda x: x.made(x.value.local, (x,), lambda gradient: (disturbed(None) or gradient,))
+        return lambda x: x.from_op(x.value.local, (x,), lambda gradient: (disturbed(None) or gradient,))
 
     def network(grid):
         faulty = {fault}

@@ -51,7 +51,7 @@ class Embedding(nn.Module):
         local = x.library.made(
             box.shape, self.weight.dtype, lambda: (labels == np.arange(box.c0, box.c1)).astype(self.weight.dtype)
         )
-        one_hot = x.made(local, (), lambda gradient: (), shape=(rows, columns), layout=layout)
+        one_hot = x.from_op(local, (), lambda gradient: (), shape=(rows, columns), layout=layout)
         return nn.linear(one_hot, self.weight, None)
 
 
@@ -254,7 +254,7 @@ def test_a_gradient_that_is_not_finite_in_one_stage_is_told_to_all(comm):
         executor = Executor(net, [x], scale.value)
         executor.run((lambda micro, output: nn.mse(output, y)) if executor.has_last_stage else None)
         if net.index == 1:
-            optimizer.parameters[0].accumulated.local[...] = np.inf
+            optimizer.parameters[0].grad_buffer.local[...] = np.inf
         assert optimizer._non_finite() == "the gradient of 6.weight is not finite"
         before = bits(weights_of(net))
         assert not scale.step(optimizer) and scale.skipped == 1 and bits(weights_of(net)) == before

@@ -148,7 +148,7 @@ def trained(grid, recompute, activations):
         train_step(net, optimizer, nn.cross_entropy, [(tokens, tokens)], 1.0)
     kinds = {
         "weights": [parameter._stored.local for parameter in net.parameters()],
-        "gradients": [parameter.accumulated.array for parameter in net.parameters()],
+        "gradients": [parameter.grad_buffer.array for parameter in net.parameters()],
         "state": [matrix.local for matrix in optimizer.matrices().values()],
     }
     held = {kind: sum(array.nbytes for array in arrays) for kind, arrays in kinds.items()}

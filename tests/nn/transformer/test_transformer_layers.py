@@ -56,7 +56,7 @@ def test_an_embedding_gathers_its_table_as_a_weight_does(comm):
         net = nn.Embedding(grid, 64, 16)
         out = net(spread(grid, tokens_of(64), token_layout(grid, 3)))
         out.backward(spread(grid, np.ones(out.shape), out.layout, dtype="float32"))
-        net.table.accumulated.wait()
+        net.table.grad_buffer.wait()
         moved = (comm.size - 1) * 64 * 16 * 4 // comm.size
         assert grid.ledger.total(axis="z", phase="forward").received in (0, moved)
         assert grid.ledger.total(axis="z", phase="reduce dW").received == moved
