@@ -52,7 +52,7 @@ class override:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Properties of a tensor without its values. A gradient rule keeps a TensorSpec instead of the tensor, to free memory."""
+    """Properties of a tensor without its values. A gradient rule keeps it instead of the tensor, to free memory."""
 
     grid: Grid
     shape: tuple[int, int]

@@ -30,8 +30,10 @@ class BackwardSync:
 
     overlap    all ranks may replace it between steps
     deferred   None, or the function that receives contributions instead of `gradients` (see `defer_weights`)
-    defers_agreement   whether the caller compares `digest` before the gradients are used, and calls `explain` if it differs
     digest     16-bit checksum of the parameters that all backward passes used, and of the scales of their losses
+
+    defers_agreement   whether the caller compares `digest` before the gradients are used, and calls `explain` if it
+                       differs
     """
 
     def __init__(self, grid: Grid):

@@ -455,4 +455,4 @@ def summed(x: Tensor) -> Tensor:
     return relayout(x, x.layout.summed) if x.layout.sums else x
 
 
-__all__ = ["Tensor", "as_tensor", "relayout", "results_of", "whole"]
+__all__ = ["Tensor", "as_tensor", "relayout", "results_of", "summed"]

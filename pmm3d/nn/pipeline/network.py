@@ -395,7 +395,7 @@ class Pipeline(Module):
                 if dry := self._random.get(module):
                     module.calls = dry.calls + micro * end.calls[dry] + begin[dry]
         made = as_tuple(self.stages[stage](*inputs))
-        return made if stage % self.depth == self.depth - 1 else tuple(map(whole, made))
+        return made if stage % self.depth == self.depth - 1 else tuple(map(summed, made))
 
     def _count_passes(self, micro_batches: int) -> None:
         """Advance the call counters of layers with random numbers by this number of micro-batches."""
@@ -418,7 +418,7 @@ class Pipeline(Module):
                     values = self._run(stage, 0, *values)
         self._count_passes(1)
         last = self.rank_of[self.depth - 1]
-        values = self._handed_over(tuple(map(whole, values)), arrived[-1].tensors, last, range(self.ranks))
+        values = self._handed_over(tuple(map(summed, values)), arrived[-1].tensors, last, range(self.ranks))
         return values if len(values) > 1 else values[0]
 
     def _handed_over(
