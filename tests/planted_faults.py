@@ -6,17 +6,21 @@
     python tests/planted_faults.py --revision v0.1.0    the package and the tests of that revision
     python tests/planted_faults.py --unplanted          run the named tests without faults first; stop if one fails
     python tests/planted_faults.py --json found.json    the table as JSON too
+    python tests/planted_faults.py --draw 20 --seed 48  print faults at random places, for planted_faults.toml
 
 Each fault names tests. They run until the first failure. A fault that they do not find is tried with the tests of its
 room. If those do not find it either, it counts as missed. The exit status is 1 if a fault was missed. The repository
-is not changed.
+is not changed. A drawn fault changes a comparison, an operator, a condition or a number; some change nothing that
+matters.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -24,6 +28,7 @@ import tempfile
 import textwrap
 import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 from pmm3d.tools import launcher
@@ -43,7 +48,16 @@ def main() -> int:
     parser.add_argument("--unplanted", action="store_true", help="run the named tests without faults first")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there too")
     parser.add_argument("--list", action="store_true", help="print the names of the faults")
+    parser.add_argument("--draw", type=int, metavar="N", help="print N faults at random places")
+    parser.add_argument("--seed", type=int, default=0, help="of --draw (0)")
     options = parser.parse_args()
+    if options.draw:
+        for path, node, new in random.Random(options.seed).sample(list(possible()), options.draw):
+            lines = path.read_text().split("\n")[node.lineno - 1 : node.end_lineno]
+            changed = lines[0][: node.col_offset] + ast.unparse(new) + lines[-1][node.end_col_offset :]
+            print(f'[[fault]]\nname = ""\nfile = "{path.relative_to(ROOT)}"  # line {node.lineno}')
+            print("old = '''" + "\n".join(lines).strip() + "'''\nnew = '''" + changed.strip() + "'''\ntests = []\n")
+        return 0
     table = tomllib.loads((ROOT / "tests" / "planted_faults.toml").read_text())["fault"]
     faults = [fault for fault in table if options.only in fault["name"]]
     if options.list:
@@ -73,6 +87,44 @@ def main() -> int:
     missed = [each["fault"] for each in found if not each["found by"]]
     print(f"{len(found) - len(missed)} of {len(found)} faults were found.")
     return bool(missed)
+
+
+OTHER = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
+}  # fmt: skip
+"""Operator -> the one that replaces it."""
+
+
+def possible() -> Iterator[tuple[Path, ast.expr, ast.expr]]:
+    """All faults that can be drawn: (module, expression, what replaces it). None is in a message or an annotation."""
+    for path in sorted((ROOT / "pmm3d").rglob("*.py")):
+        stack: list[ast.AST] = [ast.parse(path.read_text())]
+        while stack:
+            node = stack.pop()
+            if isinstance(node, (ast.Raise, ast.JoinedStr, ast.arguments)):
+                continue
+            stack += [
+                part for name, part in ast.iter_fields(node) if isinstance(part, ast.AST) and name != "annotation"
+            ]
+            stack += [
+                each
+                for _, part in ast.iter_fields(node)
+                if isinstance(part, list)
+                for each in part
+                if isinstance(each, ast.AST)
+            ]
+            if isinstance(node, ast.Compare) and type(node.ops[0]) in OTHER:
+                yield path, node, ast.Compare(node.left, [OTHER[type(node.ops[0])](), *node.ops[1:]], node.comparators)
+            elif isinstance(node, ast.BinOp) and type(node.op) in OTHER:
+                yield path, node, ast.BinOp(node.left, OTHER[type(node.op)](), node.right)
+            elif isinstance(node, ast.BoolOp):
+                yield path, node, ast.BoolOp(OTHER[type(node.op)](), node.values)
+            elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+                yield path, node, node.operand
+            elif isinstance(node, ast.Constant) and type(node.value) is int:
+                yield path, node, ast.Constant(node.value + 1)
 
 
 def copy(folder: Path, revision: str | None) -> Path:
