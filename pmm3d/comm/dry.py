@@ -179,7 +179,7 @@ class DryEngine(Engine):
     def computes(self) -> bool:
         return False
 
-    def _close(self) -> None:
+    def close(self) -> None:
         for pending in self.under_way():
             pending.wait()
         self.guard.closed = True
@@ -327,7 +327,7 @@ class DryGrid(Grid):
         """Raise GridError: a dry run has no times."""
         raise GridError("write_trace: a dry run has no times; grid.dry_run.actions contains its actions in order")
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """Complete the collectives in progress, and close the grid."""
         if not self.engine.guard.closed:
             self.engine.close()

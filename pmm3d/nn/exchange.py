@@ -99,7 +99,7 @@ def export_torch(
     -----
     The metadata of the file contain the facts that `load_weights` compares. The configuration of a network with
     published names is written to the metadata, and to config.json in a folder. Each rank receives and writes its share
-    of the rows. Columns of a parameter that spec a tensor, such as the queries of all heads, are copied first.
+    of the rows. Columns of a parameter that form a tensor, such as the queries of all heads, are copied first.
 
     Examples
     --------

@@ -408,7 +408,7 @@ class Optimizer:
         """
 
     def state_forms(self, parameter: Parameter, options: Options) -> Mapping[str, StateForm]:
-        """Name -> spec of the states of a parameter. Default: each of `state_names` has the spec of the weight.
+        """Name -> form of the states of a parameter. Default: each of `state_names` has the form of the weight.
 
         Parameters
         ----------
@@ -562,29 +562,29 @@ class Optimizer:
 
     def _states(self, parameter: Parameter, options: Options) -> dict[str, Array]:
         """This rank's parts of the states of a parameter. Initially zero."""
-        held, specs = self._state.setdefault(parameter, {}), self.state_forms(parameter, options)
-        if not specs.keys() <= held.keys():  # also if an option such as momentum was switched on later
-            self._check_forms(specs)
-            for name, spec in specs.items():
+        held, forms = self._state.setdefault(parameter, {}), self.state_forms(parameter, options)
+        if not forms.keys() <= held.keys():  # also if an option such as momentum was switched on later
+            self._check_forms(forms)
+            for name, form in forms.items():
                 if name not in held:
-                    layout = spec.layout(self._layout(parameter))
-                    shape = layout.box(spec.shape(parameter.shape), self.grid.shape, self.grid.coords).shape
-                    dtype = dtype_named(spec.dtype) if spec.dtype else parameter.precision.master
+                    layout = form.layout(self._layout(parameter))
+                    shape = layout.box(form.shape(parameter.shape), self.grid.shape, self.grid.coords).shape
+                    dtype = dtype_named(form.dtype) if form.dtype else parameter.precision.master
                     with self.grid.ledger.holding("state"):
                         held[name] = parameter.library.empty(shape, dtype)
                     held[name][...], parameter.has_state = 0, True
-        return {name: held[name] for name in specs}
+        return {name: held[name] for name in forms}
 
-    def _check_forms(self, specs: Mapping[str, StateForm]) -> None:
+    def _check_forms(self, forms: Mapping[str, StateForm]) -> None:
         """Raise Pmm3dError if `state_forms` does not fit the class."""
         name = type(self).__name__
         if isinstance(self.state_names, str):
             raise Pmm3dError(f'{name}: state_names is one text: write a tuple, ("{self.state_names}",)')
-        if unknown := [each for each in specs if each not in self.state_names]:
+        if unknown := [each for each in forms if each not in self.state_names]:
             raise Pmm3dError(f"{name}: state_forms has {', '.join(unknown)}: add the name to state_names")
         if type(self).update_shard is Optimizer.update_shard:
-            for each, spec in specs.items():
-                if (spec.rows, spec.cols) != (None, None):
+            for each, form in forms.items():
+                if (form.rows, form.cols) != (None, None):
                     raise Pmm3dError(f"{name}: the state {each} has not the shape of the weight: define update_shard")
 
     def matrices(
@@ -612,11 +612,11 @@ class Optimizer:
         """
         found, options = dict[str, DistMatrix](), self._options()
         for path, parameter in self._by_path(paths).items():
-            specs, layout = self.state_forms(parameter, options[parameter]), self._layout(parameter)
-            if parameter.requires_grad or parameter in self._state or _is_stored(path, specs, stored):
+            forms, layout = self.state_forms(parameter, options[parameter]), self._layout(parameter)
+            if parameter.requires_grad or parameter in self._state or _is_stored(path, forms, stored):
                 for name, array in self._states(parameter, options[parameter]).items():
-                    whole, spec = specs[name].shape(parameter.shape), specs[name].layout(layout)
-                    found[state_name(path, name)] = DistMatrix(self.grid, array, whole, spec)
+                    whole, form = forms[name].shape(parameter.shape), forms[name].layout(layout)
+                    found[state_name(path, name)] = DistMatrix(self.grid, array, whole, form)
                 if parameter.precision.has_master:
                     found[path] = parameter._master_in(layout)
         return found

@@ -1,4 +1,4 @@
-"""The state of an optimizer: names in checkpoints, specs of state arrays, and the shard that a rank updates."""
+"""The state of an optimizer: names in checkpoints, forms of state arrays, and the shard that a rank updates."""
 
 from __future__ import annotations
 

@@ -296,7 +296,7 @@ def runs(heads: tuple[int, int], held: int, group: int) -> list[Run]:
 class _Local:
     """One rank's part of an attention.
 
-    `specs` are the specs of q, k and v, or the spec of the single tensor with all three. `shares` contains the segments
+    `specs` describe q, k and v, or the single tensor with all three. `shares` contains the segments
     of this rank's rows, each with the ranks that hold the other rows of its sequences. `fresh`: gradients are
     written once, so they need not start at zero. `documents` begins at the row `first` of the whole batch.
     """
