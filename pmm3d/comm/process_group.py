@@ -47,6 +47,7 @@ class ProcessGroup:
     """
 
     machine: Machine | None = None
+    _has_looked = False
     _made: ExitStack
 
     def __init__(self, comm: MPI.Intracomm, settings: Settings, made: ExitStack):
@@ -226,13 +227,14 @@ class ProcessGroup:
         return as_out_of_memory(error, self.ledger.rank, self._processes[self.rank].host, self.ledger, self.workspace)
 
     def _machine_here(self) -> Machine | None:
-        """Return the measured or named machine, which is loaded once. Collective."""
-        if self.machine is None:
+        """Return the measured or named machine, or None. The grid looks for it once. Collective."""
+        if self.machine is None and not self._has_looked:
             from .machine_cache import machine_here  # imported late: most grids need no machine
 
             per_node = self._processes.per_node()
             found = machine_here(self._comm, per_node, self.hosts)
             self.machine = None if found is None else found.with_ranks_per_node(per_node)
+            self._has_looked = True
         return self.machine
 
     def close(self) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from ..comm import Grid, check_communicator, leaves_in_order
+from ..arrays import Array, NumpyLibrary
+from ..comm import Auto, Grid, check_communicator, leaves_in_order
 from ..errors import GridError, LayoutError
 from ..layout import BlockCyclic, GridShape, Placement, Tiled, naturals, whole_number
 from ..layout.pieces import elements, send_blocks
@@ -22,8 +23,11 @@ DENSE = 1
 """DTYPE_ of a dense matrix: the first entry of its descriptor. The second entry is the BLACS context."""
 M_, N_, MB_, NB_, RSRC_, CSRC_, LLD_ = range(2, 9)
 """Indices of the other entries of a descriptor."""
-CACHED_PLANS = 8
-"""Largest number of plans that a context caches."""
+CACHED_PLANS = 1024
+"""Largest number of plans that a context caches. A plan takes some 20 KiB."""
+SMALL_BYTES = 2**25
+"""Total bytes of A, B and C up to which products of similar sizes share the choice of a grid, and a repeated product
+keeps a MatmulPlan. The setup of larger products takes no time beside them."""
 MOST_RELABELED = 1024
 """Largest number of ranks P for which ranks exchange roles: the table of volumes is O(P^2), the assignment O(P^3)."""
 MOST_GRIDS = 8
@@ -32,9 +36,17 @@ MOST_GRIDS = 8
 
 
 class ProductGrid(Grid):
-    """A grid of a BlacsContext. It does not log idle ranks, because the user did not request the grid."""
+    """A grid of a BlacsContext, of a shape that is known and may leave ranks idle. It does not log them, because the
+    user did not request the grid."""
 
     _tells_idle_ranks = False
+
+    def __init__(self, comm: MPI.Intracomm, shape: GridShape, **options: Any):
+        self._known = shape
+        super().__init__(comm, "auto", **options)
+
+    def _best(self, asked: Auto) -> GridShape:
+        return self._known
 
 
 class BlacsContext:
@@ -99,7 +111,10 @@ class BlacsContext:
         self.grid: Grid = comm if isinstance(comm, Grid) else _over(comm)
         self.relabel, self.closed = relabel, False
         self.plans: OrderedDict[Hashable, Any] = OrderedDict()
-        self._largest, self._made = 0, list[weakref.ref[Any]]()
+        self._made = list[weakref.ref[Any]]()
+        self._memory: dict[str, Array] = {}
+        self._under_way = list[Any]()
+        self._choices: dict[Hashable, tuple[GridShape, tuple[int, ...]]] = {}
         self._grids: dict[tuple[GridShape, tuple[int, ...]], Grid] = {}
         self._at_close = [self._give_back]
         self.grid._at_close(partial(_once, self._at_close))
@@ -179,48 +194,62 @@ class BlacsContext:
         self.plans[key] = plan = make()
         return plan
 
-    def _make_room(self, nbytes: int) -> None:
-        """Free work arrays of cached plans, before the work arrays of a product of `nbytes` bytes are allocated.
-
-        All products that then have work arrays have at most twice the bytes of the largest product so far. The most
-        recently used plans keep their work arrays. The bytes are the same on all ranks, so all ranks free the same.
-        """
-        self._largest = max(self._largest, nbytes)
-        room = 2 * self._largest - nbytes
-        for plan in [plan for plan in reversed(self.plans.values()) if plan._has_memory]:
-            room -= plan.nbytes
-            if room < 0:
-                plan._free_memory()
-
     def _register(self, plan: Any) -> None:
         """Register a plan that is closed with the context."""
-        self._made = [known for known in self._made if known() is not None] + [weakref.ref(plan)]
+        self._made.append(weakref.ref(plan, self._made.remove))
+
+    def _alive(self) -> list[Any]:
+        return [plan for known in self._made if (plan := known()) is not None]
+
+    def _work_memory(self, nbytes: int, library: NumpyLibrary) -> Array:
+        """Return memory for the blocks of a product. All plans use the same memory, which grows to the largest product
+        so far; then the blocks of the other plans are gone. While a product is under way, another one gets memory of
+        its own. `nbytes` is the same on all ranks. May raise on this rank only."""
+        if self._under_way:
+            return library.empty((nbytes,), "uint8")
+        memory = self._memory.get(library.kind)
+        if memory is None or memory.shape[0] < nbytes:
+            for plan in self._alive():
+                plan._unbind()
+            self._memory.pop(library.kind, None)
+            del memory
+            self._memory[library.kind] = memory = library.empty((nbytes,), "uint8")
+        return memory
 
     def _product_grid(
-        self, product: tuple[int, int, int], dtype: str, moves: Callable[[GridShape], Sequence[tuple[Tiled, Placement]]]
+        self,
+        kind: Hashable,
+        product: tuple[int, int, int],
+        dtype: str,
+        moves: Callable[[GridShape], Sequence[tuple[Tiled, Placement]]],
     ) -> tuple[Grid, tuple[int, ...]]:
         """Return the fastest grid for a product, and the rank in this context of each of its ranks. Collective.
 
-        moves(shape) lists the (source, target) layouts of the moves for a grid shape. The context caches the grid.
+        kind    properties that products with the same grid have in common. The context caches the choice, and the grid
+        moves   moves(shape) lists the (source, target) layouts of the moves for a grid shape
         """
-        shape = self.grid.shape_for(product, dtype)
-        ranks = _least_moved(self.grid, moves(shape)) if self.relabel else tuple(range(self.grid.size))
-        if (shape, ranks) not in self._grids and len(self._grids) >= MOST_GRIDS:
-            ranks = next((known for of, known in self._grids if of == shape), ranks)
-        if (shape, ranks) not in self._grids:
-            self._grids[shape, ranks] = self._make_grid(shape, ranks, product, dtype)
-        return self._grids[shape, ranks], ranks
+        if kind not in self._choices:
+            shape = self.grid.shape_for(product, dtype)
+            ranks = _least_moved(self.grid, moves(shape)) if self.relabel else tuple(range(self.grid.size))
+            if (shape, ranks) not in self._grids and len(self._grids) >= MOST_GRIDS:
+                ranks = next((known for of, known in self._grids if of == shape), ranks)
+            if len(self._choices) >= CACHED_PLANS:
+                self._choices.clear()
+            self._choices[kind] = shape, ranks
+        shape, ranks = chosen = self._choices[kind]
+        if chosen not in self._grids:
+            self._grids[chosen] = self._make_grid(shape, ranks)
+        return self._grids[chosen], ranks
 
-    def _make_grid(self, shape: GridShape, ranks: tuple[int, ...], product: tuple[int, int, int], dtype: str) -> Grid:
+    def _make_grid(self, shape: GridShape, ranks: tuple[int, ...]) -> Grid:
         base = self.grid
         with base.comm.waiting("making the grid of a product"):
             comm = MPI.Intracomm(MPI.Intracomm(base.comm).Split(0, ranks.index(base.rank)))
         try:
             return ProductGrid(
                 comm,
-                tuple(shape[:3]) if shape.size == base.size else "auto",
-                product=product,
-                dtype=dtype,
+                shape,
+                product=(1, 1, 1),
                 timeout=base.transport.timeout,
                 check=base.engine.check,
                 debug=base.debug,
@@ -240,10 +269,10 @@ class BlacsContext:
 
     def _give_back(self) -> None:
         self.closed = True
-        for plan in [known() for known in self._made]:
-            if plan is not None:
-                plan.close()
+        for plan in self._alive():
+            plan.close()
         self.plans.clear()
+        self._memory.clear()
         while self._grids:
             self._grids.popitem()[1].close()
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from ..arrays import Array, library_of
+from ..arrays import Array, Slab, library_of
 from ..comm import leaves_in_order
 from ..errors import DTypeError, GridError, LayoutError
-from ..layout import BlockCyclic, GridShape, Placement, itemsize, natural
+from ..layout import BlockCyclic, GridShape, Placement, aligned, itemsize, natural
 from ..model.plan import native
-from .blacs import BlacsContext, Descriptor, check_descriptor
-from .checks import array_signature, compared_dtype, scalar
-from .matmul_plan import MatmulPlan, PendingProduct, matmul
+from .blacs import SMALL_BYTES, BlacsContext, Descriptor, check_descriptor
+from .checks import Options, array_signature, compared_dtype, scalar
+from .matmul_plan import MatmulPlan, PendingProduct
 from .matrix import DistMatrix
+from .multiply import ProductRun
 from .redistribution import check_leading, part_of
 from .tiles import TileMove, checked_arrays
 
-SMALL_BYTES = 2**25
-"""Largest total of the bytes of A, B and C for which a repeated product keeps a MatmulPlan and its buffers. The setup
-time of larger products is negligible."""
 DTYPES = "float32", "float64", "complex64", "complex128"
 OPERATIONS: dict[str, Callable[[DistMatrix], DistMatrix]] = {
     "N": lambda matrix: matrix, "T": lambda matrix: matrix.T, "C": lambda matrix: matrix.H}  # fmt: skip
@@ -112,11 +111,9 @@ def pgemm(
         form = _form(context, given, dtype, kind)
         plan = context.plans.get(form)
         call = None if plan is None else plan._checked(arrays, descriptors, alpha, beta)
-    if plan is None or not plan._has_memory:
-        context._make_room(form.nbytes)
     if plan is None:
-        plan = context._keep(form, lambda: PgemmPlan(*given, dtype=dtype, library=kind))
-        with context.grid.collective_call("pgemm", alpha, beta):
+        plan = context._keep(form, lambda: PgemmPlan._of(context, form, descriptors))
+        with context.grid.collective_call("pgemm", always=True):
             call = plan._checked(arrays, descriptors, alpha, beta)
     context.plans.move_to_end(form)  # the order of use is the same on all ranks
     plan._begin(call).wait()
@@ -136,6 +133,16 @@ class Form(NamedTuple):
         """Bytes of A, B and C on all ranks."""
         m, n, k = self.sizes
         return (m * k + k * n + m * n) * itemsize(self.dtype)
+
+    @property
+    def grid_kind(self) -> Hashable:
+        """Properties that determine the grid of the product. Small products of similar sizes have the same: sizes count
+        with two binary digits, and of the parts only the blocks."""
+        if self.nbytes > SMALL_BYTES:
+            return self
+        sizes = tuple(size >> max(0, size.bit_length() - 2) << max(0, size.bit_length() - 2) for size in self.sizes)
+        parts = tuple((part.blocks, part.process_grid, part.numbering, part.ranks) for part in self.parts)
+        return self.operations, sizes, parts, self.dtype
 
 
 class Call(NamedTuple):
@@ -214,36 +221,61 @@ class PgemmPlan:
         library: str = "numpy",
     ):
         given = transa, transb, m, n, k, ia, ja, desca, ib, jb, descb, ic, jc, descc
-        self._descriptors = desca, descb, descc
-        context = _context_of(*self._descriptors)
-        self._base, self.closed = context.grid, False
+        context = _context_of(desca, descb, descc)
+        with context.grid.collective_call("pgemm", *map(_compared, given), compared_dtype(dtype), library):
+            form = _form(context, given, dtype, library)
+            context.grid.library(library)
+        self._prepare(context, form, (desca, descb, descc))
+
+    @classmethod
+    def _of(cls, context: BlacsContext, form: Form, descriptors: Sequence[Descriptor]) -> PgemmPlan:
+        """Plan of arguments that the ranks have compared. Collective."""
+        plan = cls.__new__(cls)
+        plan._prepare(context, form, descriptors)
+        return plan
+
+    def _prepare(self, context: BlacsContext, form: Form, descriptors: Sequence[Descriptor]) -> None:
+        self._context, self._form, self._descriptors = context, form, descriptors
+        self._base, self._library, self.nbytes = context.grid, context.grid.library(form.kind), form.nbytes
+        self.closed = False
         self._pending: PendingProduct[None] | None = None
-        with self._base.collective_call("pgemm", *map(_compared, given), compared_dtype(dtype), library):
-            self._form = _form(context, given, dtype, library)
-            self._library = self._base.library(library)
-        (m, n, k), dtype = self._form.sizes, self._form.dtype
-        self._multiplies = min(m, n, k) > 0
-        self.nbytes = self._form.nbytes
         self._product: MatmulPlan | None = None
         self._alpha: complex = 0
-        placed = partial(_placed, self._form.parts, self._form.operations)
-        moves = lambda shape: [*zip(self._form.parts, placed(shape))]
-        self.grid, ranks = context._product_grid((n, m, k), dtype, moves)
-        self._on_grid = on_grid = placed(self.grid.shape, ranks)
-        self._allocate()
-        from_to = [*zip(self._form.parts[:2], on_grid)], (on_grid[2], self._form.parts[2])
-        self._coming = [TileMove(self._base, *way, dtype, keep=True) for way in from_to[0]]
-        self._back = TileMove(self._base, *from_to[1], dtype, keep=True)
-        with self._base.collective_call("pgemm", always=True):  # the moves of A and B may overlap
-            self._base.workspace.rehearse([move.work for move in self._coming], self._library)
-            self._base.workspace.rehearse([self._back.work], self._library)
+        self._run: ProductRun[DistMatrix] | None = None
+        self._work = ExitStack()
+        self._memory: Array | None = None
+        (m, n, k), dtype = form.sizes, form.dtype
+        self._multiplies = min(m, n, k) > 0
+        placed = partial(_placed, form.parts, form.operations)
+        moves = lambda shape: [*zip(form.parts, placed(shape))]
+        self.grid, ranks = context._product_grid(form.grid_kind, (n, m, k), dtype, moves)
+        self._on_grid = placed(self.grid.shape, ranks)
+        self._coming = [TileMove(self._base, *way, dtype) for way in zip(form.parts[:2], self._on_grid)]
+        self._back = TileMove(self._base, self._on_grid[2], form.parts[2], dtype)
+        for move in (*self._coming, self._back):
+            if move.rounds > 1:
+                move.agree()
         context._register(self)
 
-    def _allocate(self) -> None:
-        """Allocate the work arrays. Collective."""
+    def _bind(self) -> None:
+        """Make the matrices on the product's grid, in memory that the plans of the context share. If another product is
+        under way, they get memory of their own. May raise on this rank only."""
+        size = itemsize(self._form.dtype)
+        nbytes = sum(aligned(there.most()[0] * size) for there in self._on_grid)  # the same on all ranks
+        memory = self._context._work_memory(nbytes, self._library)
+        if memory is self._memory:
+            return
+        self._unbind()
+        slab = Slab(memory, self._library)
         self._matrices = [
-            DistMatrix.empty(
-                self.grid, there.shape, dtype=self._form.dtype, layout=there.layout, library=self._library, order="F"
+            DistMatrix(
+                self.grid,
+                slab.array(
+                    there.layout.box(there.shape, self.grid.shape, self.grid.coords).shape[::-1], self._form.dtype
+                ).T,
+                there.shape,
+                there.layout,
+                "F",
             )
             for there in self._on_grid
         ]
@@ -251,17 +283,16 @@ class PgemmPlan:
             [matrix.memory for _ in there.tiles(self._base.rank)]
             for matrix, there in zip(self._matrices, self._on_grid)
         ]
+        self._memory = memory
 
-    @property
-    def _has_memory(self) -> bool:
-        """Whether the plan has work arrays."""
-        return bool(self._matrices)
-
-    def _free_memory(self) -> None:
-        """Free the work arrays. The next call allocates them again."""
-        self._close_product()
+    def _unbind(self) -> None:
+        """Give up the matrices on the product's grid. The next call makes them again."""
+        self._work.close()
+        self._run, self._memory = None, None
+        if self._product is not None:
+            self._product.close()
+            self._product = None
         self._matrices, self._held = [], []
-        self.grid.workspace.clear()
 
     def __call__(self, a: Array, b: Array, c: Array, *, alpha: complex = 1, beta: complex = 0) -> None:
         """Compute C = alpha op(A) op(B) + beta C; see `pgemm`. Collective."""
@@ -297,49 +328,54 @@ class PgemmPlan:
         if self._pending is not None:
             raise GridError("this plan has a product under way: wait for that first, or make another plan")
         a, b, c = (self._array(*each) for each in zip("ABC", given, self._form.parts, descriptors))
-        return Call(a, b, c, scalar("alpha", alpha, self._form.dtype), scalar("beta", beta, self._form.dtype))
+        call = Call(a, b, c, scalar("alpha", alpha, self._form.dtype), scalar("beta", beta, self._form.dtype))
+        self._bind()
+        self._work.close()
+        self._run, again = None, self.nbytes <= SMALL_BYTES and call.alpha == self._alpha
+        if self._multiplies and call.alpha != 0 and not again:
+            self._run = ProductRun(*self._operands(), self._matrices[2], Options(call.alpha), self._work)
+        self._alpha = call.alpha
+        return call
 
     def _begin(self, call: Call) -> PendingProduct[None]:
         """Begin a product, after the ranks have compared its arguments: see `start`. Collective."""
-        if not self._has_memory:
-            self._allocate()
-        multiplies = self._multiplies and call.alpha != 0
+        self._context._under_way.append(self)
         with self._base.ledger.phase("redistribute"):
             coming = [
                 move.start(self._library, arrays, held)
                 for move, arrays, held in zip(self._coming, (call.a, call.b), self._held)
-                if multiplies
+                if self._multiplies and call.alpha != 0
             ]
-        finish = partial(self._finish, call._replace(alpha=call.alpha if multiplies else 0))
-        self._pending = PendingProduct(coming, finish)
+        self._pending = PendingProduct(coming, partial(self._finish, call))
         return self._pending
 
     def _finish(self, call: Call) -> None:
         self._pending = None
-        if call.alpha == 0:
+        self._context._under_way.remove(self)
+        if not self._multiplies or call.alpha == 0:
             self._matrices[2].memory[...] = 0
         else:
-            a, b = (OPERATIONS[form](matrix) for form, matrix in zip(self._form.operations, self._matrices))
-            self._multiply(a, b, call.alpha)
+            self._multiply(call.alpha)
         with self._base.ledger.phase("redistribute"):
             self._back.start(self._library, self._held[2], call.c, call.beta).wait()
 
-    def _multiply(self, a: DistMatrix, b: DistMatrix, alpha: complex) -> None:
-        """Compute C = alpha A B on the product's grid. Use a MatmulPlan if the product is small and alpha is
-        unchanged."""
-        again, self._alpha = self.nbytes <= SMALL_BYTES and alpha == self._alpha, alpha
-        if not again:
-            self._close_product()
-            matmul(a, b, alpha=alpha, out=self._matrices[2])
+    def _multiply(self, alpha: complex) -> None:
+        """Compute C = alpha op(A) op(B) on the product's grid. Use a MatmulPlan if the product is small and alpha was
+        the same in the last call."""
+        if self._run is not None:
+            with self.grid.engine.guard, self._work:
+                self._run.begin()
+                self._run.finish()
+            self._run = None
             return
         if self._product is None:
-            self._product = MatmulPlan(a, b, alpha=alpha, out=self._matrices[2])
+            self._product = MatmulPlan(*self._operands(), alpha=alpha, out=self._matrices[2])
         self._product()
 
-    def _close_product(self) -> None:
-        if self._product is not None:
-            self._product.close()
-            self._product = None
+    def _operands(self) -> tuple[DistMatrix, DistMatrix]:
+        """op(A) and op(B) on the product's grid."""
+        (of_a, of_b), (a, b, _) = self._form.operations, self._matrices
+        return OPERATIONS[of_a](a), OPERATIONS[of_b](b)
 
     def _array(self, name: str, array: Any, cyclic: BlockCyclic, descriptor: Descriptor) -> list[Array]:
         what = f"pgemm: {name}"
@@ -358,7 +394,7 @@ class PgemmPlan:
         if self._pending is not None:
             self._pending.wait()
         self.closed = True
-        self._free_memory()
+        self._unbind()
 
     def __enter__(self) -> PgemmPlan:
         return self

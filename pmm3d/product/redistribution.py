@@ -195,7 +195,8 @@ def planned(grid: Grid, source: Tiled, target: Tiled, dtype: str, library: Numpy
     kept: MoveCache = grid.attached.setdefault(MoveCache, MoveCache())
     key = source, target, dtype, library.kind
     if key not in kept:
-        move = TileMove(proxy(grid), source, target, dtype, keep=True)  # the grid refers to its cache
+        move = TileMove(proxy(grid), source, target, dtype, rounds=1)  # the grid refers to its cache
+        move.agree()
         with grid.collective_call("redistribute", always=True):
             grid.workspace.rehearse([move.work], library)
         kept[key] = move

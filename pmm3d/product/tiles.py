@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -25,11 +26,9 @@ class TileMove:
 
     rounds      number of rounds (default: the smallest that keeps the work memory within ROUND_BYTES)
     operation   name of the collective
-    keep        whether the move is repeated; then the ranks agree on the number of rounds, and the constructor is
-                collective over the grid
 
     work        bytes of work memory; the grid's workspace provides it if `start` gets none
-    in_place    whether the move is kept, and no element moves on any rank if source and target arrays are the same
+    in_place    whether no element moves on any rank if source and target arrays are the same; False before `agree`
     """
 
     def __init__(
@@ -41,18 +40,21 @@ class TileMove:
         *,
         rounds: int | None = None,
         operation: str = "redistribute",
-        keep: bool = False,
     ):
         self._grid, self._dtype, self._operation, self.in_place = grid, dtype, operation, False
         self._transposed = source.order == "F"
-        if rounds is None:
-            rounds = 1 if keep else Move(source, target, dtype).rounds(ROUND_BYTES)
-        self._schedule = tile_move(source, target, grid.rank, grid.size, rounds)
-        if keep:  # the bound of `Move` also counts elements that stay on a rank
-            most = int(grid.comm.largest(ceil(self.work / ROUND_BYTES) or not stays_in_place(self._schedule)))
-            self.in_place = most == 0
-            if most > 1:
-                self._schedule = tile_move(source, target, grid.rank, grid.size, most)
+        self._in_rounds = partial(tile_move, source, target, grid.rank, grid.size)
+        self.rounds = Move(source, target, dtype).rounds(ROUND_BYTES) if rounds is None else rounds
+        self._schedule = self._in_rounds(self.rounds)
+
+    def agree(self) -> None:
+        """Find `in_place`, and the smallest number of rounds: the bound of `Move` also counts elements that stay on a
+        rank. For moves that are repeated. Collective over the grid."""
+        schedule = self._schedule if self.rounds == 1 else self._in_rounds(1)
+        work = schedule.work_rows * itemsize(self._dtype)
+        most = int(self._grid.comm.largest(ceil(work / ROUND_BYTES) or not stays_in_place(schedule)))
+        self.in_place, self.rounds = most == 0, max(1, most)
+        self._schedule = schedule if most <= 1 else self._in_rounds(most)
 
     @property
     def work(self) -> int:
