@@ -246,6 +246,35 @@ class Cyclic:
             for block in range((low + self.offset) // self.block, (high - 1 + self.offset) // self.block + 1):
                 yield _clipped(self._run(block), low, high)
 
+    def shared(self, part: int, run: Run) -> list[Strided]:
+        """Indices of a run of another division that a part has; `here` in the part, `there` in the other one's part.
+
+        At most three entries, however many blocks there are: the end of a block, whole blocks, the start of a block.
+
+            >>> Cyclic(20, 3, 2).shared(0, Run(0, 1, 20, 5))
+            [Strided(here=1, there=5, length=2, times=1, step_here=0, step_there=0), \
+Strided(here=3, there=10, length=3, times=2, step_here=3, step_there=6), \
+Strided(here=9, there=22, length=2, times=1, step_here=0, step_there=0)]
+        """
+        low, high, size = run.start + self.offset, run.stop + self.offset, self.block
+        if self.parts == 1:
+            return [Strided(low, run.local, high - low)]
+        found, step = list[Strided](), size * self.parts
+        block = low // size + (part - self.first - low // size) % self.parts
+        start, local = block * size, block // self.parts * size
+        there = run.local + start - low
+        if start < low and start + size > low:
+            stop = min(start + size, high)
+            found.append(Strided(local + low - start, run.local, stop - low))
+            start, local, there = start + step, local + size, there + step
+        times = max(0, (high - start + step - size) // step) if start < high else 0
+        if times:
+            found.append(Strided(local, there, size, times, *((size, step) if times > 1 else (0, 0))))
+            start, local, there = start + times * step, local + times * size, there + times * step
+        if start < high:
+            found.append(Strided(local, there, high - start))
+        return found
+
     def extent(self, part: int) -> int:
         """Number of indices of a part in the dim from its start to the end of this window: ScaLAPACK's NUMROC."""
         whole, rest = divmod(self.offset + self.size, self.block)
@@ -300,26 +329,55 @@ def _clipped(run: Run, low: int, high: int) -> Run:
     return Run(run.part, run.start + skipped, min(run.stop, high), run.local + skipped)
 
 
-class Common(NamedTuple):
-    """`length` indices that two parts share, stored from `here` on in one part and from `there` on in the other."""
+class Strided(NamedTuple):
+    """`times` runs of `length` indices that two parts share: from `here` on with stride `step_here` in one part, and
+    likewise in the other."""
 
     here: int
     there: int
     length: int
+    times: int = 1
+    step_here: int = 0
+    step_there: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.length * self.times
 
 
-def in_common(mine: Distribution1D, part: int, others: Distribution1D) -> dict[int, list[Common]]:
+Shared = dict[int, list[Strided]]
+"""Part of the other division -> the indices that it shares, in order."""
+
+
+def in_common(mine: Distribution1D, part: int, others: Distribution1D) -> Shared:
     """Map each part of `others` to the indices that it shares with a part of `mine`, in order.
 
     >>> in_common(Cyclic(8, 2, 2), 0, Intervals((0, 3, 8)))
-    {0: [Common(here=0, there=0, length=2)], 1: [Common(here=2, there=1, length=2)]}
+    {0: [Strided(here=0, there=0, length=2, times=1, step_here=0, step_there=0)], \
+1: [Strided(here=2, there=1, length=2, times=1, step_here=0, step_there=0)]}
     """
-    found: dict[int, list[Common]] = {}
-    for run in mine.runs(part):
-        for other in others.within(run.start, run.stop):
-            here = run.local + other.start - run.start
-            found.setdefault(other.part, []).append(Common(here, other.local, other.stop - other.start))
+    found: Shared = {}
+    if isinstance(mine, Cyclic) and not isinstance(others, Cyclic):
+        for run in others.within(0, mine.size):
+            if shared := mine.shared(part, run):
+                found.setdefault(run.part, []).extend(shared)
+    elif isinstance(others, Cyclic) and not isinstance(mine, Cyclic):
+        for run in mine.runs(part):
+            for number in range(others.parts):
+                if shared := others.shared(number, run):
+                    found.setdefault(number, []).extend(map(turned, shared))
+    else:
+        for run in mine.runs(part):
+            for other in others.within(run.start, run.stop):
+                one = Strided(run.local + other.start - run.start, other.local, other.stop - other.start)
+                found.setdefault(other.part, []).append(one)
+        found = {other: strided(shared) for other, shared in found.items()}
     return found
+
+
+def turned(runs: Strided) -> Strided:
+    """Return the runs with `here` and `there` exchanged."""
+    return Strided(runs.there, runs.here, runs.length, runs.times, runs.step_there, runs.step_here)
 
 
 def parts_met(mine: Distribution1D, others: Distribution1D) -> int:
@@ -332,26 +390,14 @@ def parts_met(mine: Distribution1D, others: Distribution1D) -> int:
     return min(most, others.parts, 2 + max(0, span - 2) // others.spacing.shortest)
 
 
-class Strided(NamedTuple):
-    """`times` runs of `length` indices: from `here` on with stride `step_here` in one part, and likewise in the
-    other."""
+def strided(shared: Iterable[Strided]) -> list[Strided]:
+    """Combine single runs into the fewest runs with constant strides.
 
-    here: int
-    there: int
-    length: int
-    times: int = 1
-    step_here: int = 0
-    step_there: int = 0
-
-
-def strided(shared: Iterable[Common]) -> list[Strided]:
-    """Combine shared indices into the fewest runs with constant strides.
-
-    >>> strided([Common(0, 0, 2), Common(2, 4, 2), Common(4, 8, 2)])
+    >>> strided([Strided(0, 0, 2), Strided(2, 4, 2), Strided(4, 8, 2)])
     [Strided(here=0, there=0, length=2, times=3, step_here=2, step_there=4)]
     """
     found: list[Strided] = []
-    for here, there, length in _merged(shared):
+    for here, there, length, *_ in _merged(shared):
         if found:
             last = found[-1]
             steps = here - last.here, there - last.there
@@ -364,10 +410,10 @@ def strided(shared: Iterable[Common]) -> list[Strided]:
     return found
 
 
-def _merged(shared: Iterable[Common]) -> list[Common]:
-    found: list[Common] = []
+def _merged(shared: Iterable[Strided]) -> list[Strided]:
+    found: list[Strided] = []
     for piece in shared:
-        last = found[-1] if found else Common(-1, -1, 0)
+        last = found[-1] if found else Strided(-1, -1, 0)
         if last.length and (piece.here - last.here, piece.there - last.there) == (last.length, last.length):
             found[-1] = last._replace(length=last.length + piece.length)
         else:
@@ -375,17 +421,33 @@ def _merged(shared: Iterable[Common]) -> list[Common]:
     return found
 
 
-def packed(shared: Iterable[Common], low: int, high: int) -> list[Common]:
+def packed(shared: Iterable[Strided], low: int, high: int) -> list[Strided]:
     """Part low:high of the shared indices, numbered consecutively. `there` are positions in a packed buffer.
 
-    >>> packed([Common(4, 0, 2), Common(8, 2, 2)], 1, 3)
-    [Common(here=5, there=0, length=1), Common(here=8, there=1, length=1)]
+    >>> packed([Strided(4, 0, 2), Strided(8, 2, 2)], 1, 3)
+    [Strided(here=5, there=0, length=1, times=1, step_here=0, step_there=0), \
+Strided(here=8, there=1, length=1, times=1, step_here=0, step_there=0)]
     """
-    found, counted, position = [], 0, 0
-    for here, _, length in shared:
-        first, last = max(low, counted), min(high, counted + length)
-        if first < last:
-            found.append(Common(here + first - counted, position, last - first))
-            position += last - first
-        counted += length
-    return found
+    found, counted = list[Strided](), -low
+    for runs in shared:
+        here, _, length, times, step, _ = runs
+        if step == length:  # one run
+            length, times = length * times, 1
+        first, last = max(0, -counted), min(length * times, high - low - counted)
+        if (first, last) == (0, length * times) or times == 1:
+            found.append(
+                Strided(here + first, counted + first, last - first)
+                if times == 1
+                else Strided(here, counted, length, times, step, length)
+            )
+        elif first < last:
+            found += strided(_part(here, step, length, first, last, counted))
+        counted += runs.size
+    return [*_merged(each for each in found if each.length > 0)]
+
+
+def _part(here: int, step: int, length: int, first: int, last: int, counted: int) -> Iterator[Strided]:
+    """Yield the elements first:last of runs of `length` elements."""
+    for turn in range(first // length, -(-last // length)):
+        low, high = max(first, turn * length), min(last, (turn + 1) * length)
+        yield Strided(here + turn * step + low - turn * length, counted + low, high - low)

@@ -7,9 +7,7 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-from .distribution import Common, Distribution1D, Tile, Tiled, in_common
-
-Overlaps = dict[int, list[Common]]
+from .distribution import Distribution1D, Shared, Strided, Tile, Tiled, in_common
 
 
 class Piece(NamedTuple):
@@ -21,13 +19,13 @@ class Piece(NamedTuple):
     """
 
     array: int
-    rows: list[Common]
-    cols: list[Common]
+    rows: list[Strided]
+    cols: list[Strided]
     other: int = -1
 
     @property
     def shape(self) -> tuple[int, int]:
-        return sum(run.length for run in self.rows), sum(run.length for run in self.cols)
+        return sum(runs.size for runs in self.rows), sum(runs.size for runs in self.cols)
 
 
 Messages = dict[tuple[int, ...], list[Piece]]
@@ -69,7 +67,7 @@ _Found = dict[tuple[int, ...], list[tuple[Tile, Tile, Piece]]]
 """Ranks -> (tile of the source, tile of the target, piece) for each piece."""
 
 
-def _overlaps(mine: Tiled, others: Tiled, rank: int) -> Iterator[tuple[int, Tile, Tile, list[Common], list[Common]]]:
+def _overlaps(mine: Tiled, others: Tiled, rank: int) -> Iterator[tuple[int, Tile, Tile, list[Strided], list[Strided]]]:
     """Yield each overlap of this rank's tiles with tiles of `others`: index of the array, both tiles, and the rows and
     columns that they share."""
     rows, cols = _Kept(mine.rows, others.rows), _Kept(mine.cols, others.cols)
@@ -79,13 +77,13 @@ def _overlaps(mine: Tiled, others: Tiled, rank: int) -> Iterator[tuple[int, Tile
                 yield number, tile, Tile(row, col), of_rows, of_cols
 
 
-class _Kept(dict[int, Overlaps]):
+class _Kept(dict[int, Shared]):
     """Cache of `in_common` for each part, because neighbouring tiles share rows or columns."""
 
     def __init__(self, mine: Distribution1D, others: Distribution1D):
         self._both = mine, others
 
-    def __missing__(self, part: int) -> Overlaps:
+    def __missing__(self, part: int) -> Shared:
         self[part] = found = in_common(self._both[0], part, self._both[1])
         return found
 

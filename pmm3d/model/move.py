@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..layout import Tiled, aligned, itemsize, part_range
-from ..layout.distribution import Strided, packed, parts_met, strided
+from ..layout.distribution import Strided, packed, parts_met, turned
 from ..layout.pieces import Messages, Piece, recv_blocks, send_blocks
 from .rounds import Indices, Round, Schedule, Span, Strides, Sum, WorkBuffer
 from .schedule import Members, windows
@@ -38,14 +38,14 @@ def tile_move(source: Tiled, target: Tiled, rank: int, ranks: int, rounds: int =
         going, coming = _transposed(going), _transposed(coming)
     inputs, outputs, everyone = len(source.tiles(rank)), len(target.tiles(rank)), Members(range(ranks), rank)
     stays = tuple(
-        Sum((_span(piece.array, rows, cols),), _span(inputs + piece.other, _back(rows), _back(cols)))
+        Sum((_span(piece.array, rows, cols),), _span(inputs + piece.other, turned(rows), turned(cols)))
         for piece in going.pop((rank,), [])
-        for rows in strided(piece.rows)
-        for cols in strided(piece.cols)
+        for rows in piece.rows
+        for cols in piece.cols
     )
     leaving, arriving = (
         [
-            (peers, [(piece, strided(packed(piece.cols, 0, piece.shape[1]))) for piece in pieces])
+            (peers, [(piece, packed(piece.cols, 0, piece.shape[1])) for piece in pieces])
             for peers, pieces in messages.items()
         ]
         for messages in (going, coming)
@@ -96,11 +96,11 @@ class _Packing:
                 low, high = part_range(height, of, number)
                 if low < high:
                     parts.append(Span(self._buffer(self.used, high - low, width), 0, high - low))
-                    rows = strided(packed(piece.rows, low, high))
+                    rows = packed(piece.rows, low, high)
                     one = len(rows) == len(cols) == rows[0].times == cols[0].times == 1
                     found = [
                         (
-                            parts[-1] if one else _span(parts[-1].buffer, _back(down), _back(right)),
+                            parts[-1] if one else _span(parts[-1].buffer, turned(down), turned(right)),
                             _span(array + piece.array, down, right),
                         )
                         for down in rows
@@ -123,11 +123,6 @@ def _span(buffer: int, rows: Strided, cols: Strided) -> Span:
     """Return the elements at the indices `here`."""
     across = Indices(cols.here, cols.here + cols.length, cols.times, cols.step_here)
     return Span(buffer, rows.here, rows.here + rows.length, Strides(rows.times, rows.step_here, across))
-
-
-def _back(runs: Strided) -> Strided:
-    """Return the runs with `here` and `there` exchanged."""
-    return Strided(runs.there, runs.here, runs.length, runs.times, runs.step_there, runs.step_here)
 
 
 def stays_in_place(schedule: Schedule) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import replace
+from functools import lru_cache
 
 from ..errors import LayoutError, MemoryLimitError
 from ..layout import FIRST, GridShape, Layout, Placement
@@ -167,6 +168,7 @@ def _with_roles(
     return moved, ProductPlan(a.shape[0], b.shape[1], a.shape[1], dtype, grid, roles, a_dim, b_dim, c_dim or 0)
 
 
+@lru_cache(maxsize=1024)
 def _sharded_dim(layout: Layout, grid: GridShape, rows: str, cols: str, extra: str) -> int | None:
     """Return the dim, 0 or 1, that axis `extra` shards in a block that `rows` and `cols` split. -1: the block is whole.
     None: the layout is not native to these axes."""
