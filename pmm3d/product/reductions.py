@@ -53,7 +53,7 @@ class Reductions(StoredMatrix):
         5.0
         """
         check = lambda: check_numbers("norm", self)
-        own = lambda a, _: _norm_of(a.library, self.library.as_input(a.stored), self.dtype)
+        own = lambda a, _: _norm_of(a.library, self.library.as_input(a._stored), self.dtype)
         found = self._own_of_all("norm", check, own, "float64").tolist()
         return nan if any(map(isnan, found)) else hypot(*found)
 

@@ -100,7 +100,7 @@ def test_a_run_goes_on_in_another_precision(comm, data):
     for precision, shape, to in (("bfloat16", "1x2x1", as_bfloat16), ("float16", "ddp", np.float16)):
         _, again, state = trained(comm, made(precision, shape, 2))
         assert all(np.array_equal(again[name], more[name]) for name in more)
-        weight = state.network.named_parameters()[WEIGHT].stored
+        weight = state.network.named_parameters()[WEIGHT]._stored
         r0, r1, c0, c1 = weight.box
         assert np.array_equal(weight.library.to_numpy(weight.local), to(more[WEIGHT])[r0:r1, c0:c1])
     _, last, _ = trained(comm, made("float16", "fsdp", 3))
