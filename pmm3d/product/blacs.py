@@ -25,6 +25,9 @@ M_, N_, MB_, NB_, RSRC_, CSRC_, LLD_ = range(2, 9)
 """Indices of the other entries of a descriptor."""
 CACHED_PLANS = 1024
 """Largest number of plans that a context caches. A plan takes some 20 KiB."""
+BOUND_BYTES = 2**28
+"""Total bytes of A, B and C, on all ranks, of the cached plans that are bound to a MatmulPlan, which has work memory; or
+twice the bytes of the largest product, if that is more."""
 SMALL_BYTES = 2**25
 """Total bytes of A, B and C up to which products of similar sizes share the choice of a grid, and a repeated product
 keeps a MatmulPlan. The setup of larger products takes no time beside them."""
@@ -113,7 +116,7 @@ class BlacsContext:
         self.plans: OrderedDict[Hashable, Any] = OrderedDict()
         self._made = list[weakref.ref[Any]]()
         self._memory: dict[str, Array] = {}
-        self._under_way = list[Any]()
+        self._under_way, self._largest = list[Any](), 0
         self._choices: dict[Hashable, tuple[GridShape, tuple[int, ...]]] = {}
         self._grids: dict[tuple[GridShape, tuple[int, ...]], Grid] = {}
         self._at_close = [self._give_back]
@@ -215,6 +218,15 @@ class BlacsContext:
             del memory
             self._memory[library.kind] = memory = library.empty((nbytes,), "uint8")
         return memory
+
+    def _make_room(self, nbytes: int) -> None:
+        """Close the MatmulPlans of the least recently used plans, before one of `nbytes` bytes is made."""
+        self._largest = max(self._largest, nbytes)
+        room = max(BOUND_BYTES, 2 * self._largest) - nbytes
+        for plan in reversed(self.plans.values()):
+            room -= plan._bound_bytes
+            if room < 0:
+                plan._close_product()
 
     def _product_grid(
         self,

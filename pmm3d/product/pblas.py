@@ -288,11 +288,19 @@ class PgemmPlan:
     def _unbind(self) -> None:
         """Give up the matrices on the product's grid. The next call makes them again."""
         self._work.close()
+        self._close_product()
         self._run, self._memory = None, None
+        self._matrices, self._held = [], []
+
+    def _close_product(self) -> None:
         if self._product is not None:
             self._product.close()
             self._product = None
-        self._matrices, self._held = [], []
+
+    @property
+    def _bound_bytes(self) -> int:
+        """Bytes of A, B and C, if the plan has a MatmulPlan."""
+        return 0 if self._product is None else self.nbytes
 
     def __call__(self, a: Array, b: Array, c: Array, *, alpha: complex = 1, beta: complex = 0) -> None:
         """Compute C = alpha op(A) op(B) + beta C; see `pgemm`. Collective."""
@@ -369,6 +377,7 @@ class PgemmPlan:
             self._run = None
             return
         if self._product is None:
+            self._context._make_room(self.nbytes)
             self._product = MatmulPlan(*self._operands(), alpha=alpha, out=self._matrices[2])
         self._product()
 

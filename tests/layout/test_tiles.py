@@ -9,7 +9,7 @@ from tiles import IDLE_TOO, held, indices, placements, places, shapes
 
 from pmm3d import BlockCyclic, Blocks, GridShape, Layout, LayoutError
 from pmm3d.layout import Box, Placement
-from pmm3d.layout.distribution import Common, Cyclic, Intervals, Split, in_common, packed, parts_met, strided
+from pmm3d.layout.distribution import Cyclic, Intervals, Split, Strided, in_common, packed, parts_met, strided
 from pmm3d.layout.pieces import send_blocks
 
 numbers = st.integers(1, 6)
@@ -124,7 +124,7 @@ def test_even_steps_and_packing_leave_every_index_where_it_is(gaps, low, more):
     here = there = 0
     runs = []
     for gap_here, gap_there, length in gaps:
-        runs.append(Common(here + gap_here, there + gap_there, length))
+        runs.append(Strided(here + gap_here, there + gap_there, length))
         here, there = here + gap_here + length, there + gap_there + length
     one_by_one = [(run.here + step, run.there + step) for run in runs for step in range(run.length)]
     assert [
