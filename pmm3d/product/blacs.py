@@ -26,8 +26,8 @@ M_, N_, MB_, NB_, RSRC_, CSRC_, LLD_ = range(2, 9)
 CACHED_PLANS = 1024
 """Largest number of plans that a context caches. A plan takes some 20 KiB."""
 BOUND_BYTES = 2**28
-"""Total bytes of A, B and C, on all ranks, of the cached plans that are bound to a MatmulPlan, which has work memory; or
-twice the bytes of the largest product, if that is more."""
+"""Total bytes of A, B and C, on all ranks, of the cached plans that have a MatmulPlan. If twice the bytes of the largest
+product are more, they are the limit."""
 SMALL_BYTES = 2**25
 """Total bytes of A, B and C up to which products of similar sizes share the choice of a grid, and a repeated product
 keeps a MatmulPlan. The setup of larger products takes no time beside them."""
@@ -212,12 +212,17 @@ class BlacsContext:
             return library.empty((nbytes,), "uint8")
         memory = self._memory.get(library.kind)
         if memory is None or memory.shape[0] < nbytes:
-            for plan in self._alive():
-                plan._unbind()
-            self._memory.pop(library.kind, None)
             del memory
+            self._forget_memory()
             self._memory[library.kind] = memory = library.empty((nbytes,), "uint8")
         return memory
+
+    def _forget_memory(self) -> None:
+        """Free the memory of the blocks of all plans that have no product under way."""
+        self._memory.clear()
+        for plan in self._alive():
+            if plan not in self._under_way:
+                plan._unbind()
 
     def _make_room(self, nbytes: int) -> None:
         """Close the MatmulPlans of the least recently used plans, before one of `nbytes` bytes is made."""

@@ -87,9 +87,9 @@ def pgemm(
     Collective over the context. A and B are redistributed to the fastest grid and multiplied there, and C is sent back.
     Each rank receives, once, the elements that it needs and does not store.
 
-    The context caches the plans of the last eight different products. Each plan has work arrays of the size of A, B and
-    C. Together the products whose plans have work arrays are at most twice as large as the largest product. The least
-    recently used plans allocate their work arrays again.
+    The context caches the plans of the last 1024 different products. All products use the same memory for A, B and C on
+    the product's grid, which is as large as the largest product so far needs. Small products of similar sizes use the
+    grid that was chosen for the first of them.
 
     Examples
     --------
@@ -109,12 +109,11 @@ def pgemm(
     with context.grid.collective_call("pgemm", *map(_compared, given), dtype, kind, alpha, beta):
         library_of(a)
         form = _form(context, given, dtype, kind)
-        plan = context.plans.get(form)
-        call = None if plan is None else plan._checked(arrays, descriptors, alpha, beta)
+        call = _call(context, form, arrays, descriptors, alpha, beta)
+        if (plan := context.plans.get(form)) is not None:
+            plan._check_idle()
     if plan is None:
         plan = context._keep(form, lambda: PgemmPlan._of(context, form, descriptors))
-        with context.grid.collective_call("pgemm", always=True):
-            call = plan._checked(arrays, descriptors, alpha, beta)
     context.plans.move_to_end(form)  # the order of use is the same on all ranks
     plan._begin(call).wait()
 
@@ -257,38 +256,32 @@ class PgemmPlan:
                 move.agree()
         context._register(self)
 
-    def _bind(self) -> None:
-        """Make the matrices on the product's grid, in memory that the plans of the context share. If another product is
-        under way, they get memory of their own. May raise on this rank only."""
-        size = itemsize(self._form.dtype)
-        nbytes = sum(aligned(there.most()[0] * size) for there in self._on_grid)  # the same on all ranks
-        memory = self._context._work_memory(nbytes, self._library)
-        if memory is self._memory:
-            return
-        self._unbind()
-        slab = Slab(memory, self._library)
-        self._matrices = [
-            DistMatrix(
-                self.grid,
-                slab.array(
-                    there.layout.box(there.shape, self.grid.shape, self.grid.coords).shape[::-1], self._form.dtype
-                ).T,
-                there.shape,
-                there.layout,
-                "F",
-            )
-            for there in self._on_grid
-        ]
-        self._held = [
-            [matrix.memory for _ in there.tiles(self._base.rank)]
-            for matrix, there in zip(self._matrices, self._on_grid)
-        ]
-        self._memory = memory
+    def _bind(self, alpha: complex | None) -> None:
+        """Make the matrices on the product's grid, in memory that the plans of the context share, and a product with
+        this alpha, if it is not None. May raise on this rank only."""
+        dtype, grid = self._form.dtype, self.grid
+        if self._memory is None or self._context._under_way:
+            sizes = [aligned(there.most()[0] * itemsize(dtype)) for there in self._on_grid]  # the same on all ranks
+            self._unbind()
+            self._memory = self._context._work_memory(sum(sizes), self._library)
+            slab = Slab(self._memory, self._library)
+            shapes = [there.layout.box(there.shape, grid.shape, grid.coords).shape for there in self._on_grid]
+            self._matrices = [
+                DistMatrix(grid, slab.array(shape[::-1], dtype).T, there.shape, there.layout, "F")
+                for shape, there in zip(shapes, self._on_grid)
+            ]
+            self._held = [
+                [matrix.memory for _ in there.tiles(self._base.rank)]
+                for matrix, there in zip(self._matrices, self._on_grid)
+            ]
+        if alpha is not None:
+            self._close_product()  # its alpha may be another one
+            self._run = ProductRun(*self._operands(), self._matrices[2], Options(alpha), self._work)
 
     def _unbind(self) -> None:
         """Give up the matrices on the product's grid. The next call makes them again."""
-        self._work.close()
         self._close_product()
+        self._work.close()
         self._run, self._memory = None, None
         self._matrices, self._held = [], []
 
@@ -325,42 +318,43 @@ class PgemmPlan:
             If the plan is closed, or if the last product was not waited for. Other errors: see `pgemm`.
         """
         with self._base.collective_call("pgemm", alpha, beta):
-            call = self._checked((a, b, c), self._descriptors, alpha, beta)
+            self._check_idle()
+            call = _call(self._context, self._form, (a, b, c), self._descriptors, alpha, beta)
         return self._begin(call)
 
-    def _checked(self, given: Sequence[Any], descriptors: Sequence[Descriptor], alpha: Any, beta: Any) -> Call:
-        """Check the arguments of a call, with the leading dimensions of its descriptors. May raise on one rank only."""
-        self._base.engine.guard.check_open()
+    def _check_idle(self) -> None:
+        """Raise GridError if the plan is closed, or has a product under way."""
         if self.closed:
             raise GridError("this plan is closed: make another one, or use pgemm")
         if self._pending is not None:
             raise GridError("this plan has a product under way: wait for that first, or make another plan")
-        a, b, c = (self._array(*each) for each in zip("ABC", given, self._form.parts, descriptors))
-        call = Call(a, b, c, scalar("alpha", alpha, self._form.dtype), scalar("beta", beta, self._form.dtype))
-        self._bind()
-        self._work.close()
-        self._run, again = None, self.nbytes <= SMALL_BYTES and call.alpha == self._alpha
-        if self._multiplies and call.alpha != 0 and not again:
-            self._run = ProductRun(*self._operands(), self._matrices[2], Options(call.alpha), self._work)
-        self._alpha = call.alpha
-        return call
 
     def _begin(self, call: Call) -> PendingProduct[None]:
         """Begin a product, after the ranks have compared its arguments: see `start`. Collective."""
+        multiplies = self._multiplies and call.alpha != 0
+        again, self._alpha = self.nbytes <= SMALL_BYTES and call.alpha == self._alpha, call.alpha
+        runs = multiplies and not again
+        if self._memory is None or self._context._under_way or runs:
+            try:
+                with self._base.collective_call("pgemm", always=True):
+                    self._bind(call.alpha if runs else None)
+            except Exception:  # on every rank
+                self._context._forget_memory()
+                raise
         self._context._under_way.append(self)
         with self._base.ledger.phase("redistribute"):
             coming = [
                 move.start(self._library, arrays, held)
                 for move, arrays, held in zip(self._coming, (call.a, call.b), self._held)
-                if self._multiplies and call.alpha != 0
+                if multiplies
             ]
-        self._pending = PendingProduct(coming, partial(self._finish, call))
+        self._pending = PendingProduct(coming, partial(self._finish, call._replace(alpha=call.alpha * multiplies)))
         return self._pending
 
     def _finish(self, call: Call) -> None:
         self._pending = None
         self._context._under_way.remove(self)
-        if not self._multiplies or call.alpha == 0:
+        if call.alpha == 0:
             self._matrices[2].memory[...] = 0
         else:
             self._multiply(call.alpha)
@@ -386,13 +380,6 @@ class PgemmPlan:
         (of_a, of_b), (a, b, _) = self._form.operations, self._matrices
         return OPERATIONS[of_a](a), OPERATIONS[of_b](b)
 
-    def _array(self, name: str, array: Any, cyclic: BlockCyclic, descriptor: Descriptor) -> list[Array]:
-        what = f"pgemm: {name}"
-        sources: list[Array] | None = [] if name == "C" else None
-        checked = checked_arrays(what, array, cyclic, self._base, self._library, self._form.dtype, sources)
-        check_leading("pgemm", name, checked, descriptor)
-        return checked
-
     def close(self) -> None:
         """Wait for the product in progress, and free the work arrays. The wait is collective.
 
@@ -404,6 +391,7 @@ class PgemmPlan:
             self._pending.wait()
         self.closed = True
         self._unbind()
+        self.grid.workspace.clear()
 
     def __enter__(self) -> PgemmPlan:
         return self
@@ -413,6 +401,20 @@ class PgemmPlan:
     ) -> None:
         if self._pending is None or leaves_in_order(error):  # otherwise the grid's block closes it
             self.close()
+
+
+def _call(
+    context: BlacsContext, form: Form, given: Sequence[Any], descriptors: Sequence[Descriptor], alpha: Any, beta: Any
+) -> Call:
+    """Checked arguments of a call, with the leading dimensions of its descriptors. May raise on this rank only."""
+    context.grid.engine.guard.check_open()
+    library, arrays = context.grid.library(form.kind), list[list[Array]]()
+    for name, array, cyclic, descriptor in zip("ABC", given, form.parts, descriptors):
+        sources: list[Array] | None = [] if name == "C" else None
+        arrays.append(checked_arrays(f"pgemm: {name}", array, cyclic, context.grid, library, form.dtype, sources))
+        check_leading("pgemm", name, arrays[-1], descriptor)
+    a, b, c = arrays
+    return Call(a, b, c, scalar("alpha", alpha, form.dtype), scalar("beta", beta, form.dtype))
 
 
 def _placed(
