@@ -26,8 +26,8 @@ M_, N_, MB_, NB_, RSRC_, CSRC_, LLD_ = range(2, 9)
 CACHED_PLANS = 1024
 """Largest number of plans that a context caches. A plan takes some 20 KiB."""
 BOUND_BYTES = 2**28
-"""Total bytes of A, B and C, on all ranks, of the cached plans that have a MatmulPlan. If twice the bytes of the largest
-product are more, they are the limit."""
+"""Limit of the total bytes of A, B and C, on all ranks, of the cached plans that have a MatmulPlan. The limit is never
+below twice the bytes of the largest product."""
 SMALL_BYTES = 2**25
 """Total bytes of A, B and C up to which products of similar sizes share the choice of a grid, and a repeated product
 keeps a MatmulPlan. The setup of larger products takes no time beside them."""
