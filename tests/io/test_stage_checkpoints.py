@@ -146,7 +146,7 @@ def test_what_is_wrong_in_one_stage_is_told_to_all(comm, shared_path, fails, mon
         whole = DistMatrix.empty(grid, (2, 2))
         told = f"passed different arguments. rank.*'table'.*rank {grid.size - 1}: "
         fails(DisagreementError, told, lambda: keeper.load(path, own))
-        for kind, text, of, matrices in (
+        for kind, text, of, some in (
             (DisagreementError, told, keeper, own),
             (DisagreementError, "the ranks passed different arguments", keeper, turned),
             (
@@ -158,7 +158,7 @@ def test_what_is_wrong_in_one_stage_is_told_to_all(comm, shared_path, fails, mon
             (CheckpointError, "got a str", keeper, {"a": "text"} if last else {}),
             (CheckpointError, "on a grid over other processes", Checkpoints(grid.stage, shared_path), {"w": whole}),
         ):
-            fails(kind, text, lambda of=of, matrices=matrices: of.save(2, matrices))
+            fails(kind, text, lambda of=of, some=some: of.save(2, some))
         large = {f"{grid.coords.pipe}": DistMatrix.empty(grid.stage, (1200, 300), layout=Layout("data"))}
         with full_disk(last):
             fails(CheckpointError, "rank-0000.*h5 cannot be written: File too large", lambda: keeper.save(2, large))
