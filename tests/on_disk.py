@@ -1,8 +1,11 @@
 """Helpers of tests that write files: layouts, numbers of ranks, and a full disk."""
 
+import os
 import resource
+from collections import Counter
 from contextlib import contextmanager
 
+import h5py
 import pytest
 
 from pmm3d import Layout
@@ -18,6 +21,27 @@ def on_rank_0(grid, act):
     if grid.rank == 0:
         act()
     grid.comm.barrier()
+
+
+def names(keeper):
+    """Names in the folder of checkpoints, while no rank changes it."""
+    keeper.grid.comm.barrier()
+    found = sorted(os.listdir(keeper.folder))
+    keeper.grid.comm.barrier()
+    return found
+
+
+def stored_elements(path):
+    """Name of a matrix -> number of its elements in the files of all ranks of a checkpoint."""
+    stored = Counter()
+
+    def count(name, item):
+        stored[name] += item.size if isinstance(item, h5py.Dataset) else 0
+
+    for each in path.glob("rank-*.h5"):
+        with h5py.File(each) as file:
+            file.visititems(count)
+    return +stored
 
 
 @contextmanager

@@ -75,18 +75,16 @@ SHORTER = {"12000": "360", "10000": "300", "1000": "60"}
 
 
 def follow_under_slurm(folder: Path, jobs: Any) -> None:
-    """Follow the tutorial on Slurm with a shorter training. Output of the batch script is compared only under Slurm.
+    """Follow the tutorial on Slurm with a shorter training.
 
     jobs   an object with submit(nodes, tasks), which returns the number of the job; stop(), after which the job is
-           requeued; wait() for its end; run(command); and batch: whether it is a Slurm
+           requeued; wait() for its end; and run(command)
     """
     for name in ("apps", "jobs"):
         (folder / name).symlink_to(ROOT / name)
     page, shown, job = [], 0, "1"
     for step in steps("slurm"):
         text = step.text
-        if step.kind == "output" and not jobs.batch:
-            text = re.sub(r"^pmm3d: job .*\n", "", text, flags=re.M)
         for long, short in SHORTER.items() if step.kind != "output" else ():
             text = text.replace(long, short)
         page.append(step._replace(text=text))

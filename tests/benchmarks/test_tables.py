@@ -6,7 +6,7 @@ import re
 import pytest
 import records
 import tables
-from loops import given
+from loops import given, looped
 
 from pmm3d.model.environment import TASK_COUNTS
 
@@ -14,10 +14,10 @@ VERSIONS = {"3.11", "1.17"}  # of Python and SciPy
 FIGURE = re.compile(r"(?<![\w.])\d+\.\d{2,}")
 
 
-def test_the_pages_have_the_tables_of_the_results():
-    for page in tables.PAGES:
-        text = page.read_text()
-        assert tables.MARKED.search(text) and tables.page(text) == text, "python benchmarks/tables.py --write"
+@looped("page", tables.PAGES)
+def test_the_pages_have_the_tables_of_the_results(page):
+    text = page.read_text()
+    assert tables.MARKED.search(text) and tables.page(text) == text, "python benchmarks/tables.py --write"
 
 
 def test_figures_in_the_text_are_those_of_the_results_that_a_section_names():
@@ -31,15 +31,14 @@ def test_figures_in_the_text_are_those_of_the_results_that_a_section_names():
                 assert {*FIGURE.findall(text)} <= known | VERSIONS
 
 
-def test_every_result_says_where_it_was_measured():
-    for path in records.RESULTS.glob("*.json"):
-        with given(path=path.name):
-            record = json.loads(path.read_text())
-            assert {"cpu", "cores", "mpi"} <= {*record["machine"]} and record["machine"]["cpu"]
-            assert record["date"].startswith("20") and record["command"] and record["tables"]
-            assert record.get("transcribed") or (record["commit"] and record["machine"]["software"])
-            for table in record["tables"]:
-                assert len({len(row) for row in table["rows"]}) == 1 and len(table["rows"]) > 1
+@looped("path", records.RESULTS.glob("*.json"))
+def test_every_result_says_where_it_was_measured(path):
+    record = json.loads(path.read_text())
+    assert {"cpu", "cores", "mpi"} <= {*record["machine"]} and record["machine"]["cpu"]
+    assert record["date"].startswith("20") and record["command"] and record["tables"]
+    assert record.get("transcribed") or (record["commit"] and record["machine"]["software"])
+    for table in record["tables"]:
+        assert len({len(row) for row in table["rows"]}) == 1 and len(table["rows"]) > 1
 
 
 def test_all_results_are_printed(capsys, monkeypatch):
@@ -97,16 +96,15 @@ def test_what_cannot_be_recorded_is_refused_before_the_measurement(tmp_path, cap
     (tmp_path / "old.json").write_text('{"commit": ""}')
     made = records.parser("")
     made.add_argument("--size", type=int, default=4)
-    for words, text in (
-        (["--json", f"{tmp_path}/no/one.json"], "there is no folder"),
-        (["--add"], "needs --json"),
-        (["--add", "--json", f"{tmp_path}/new.json"], "Leave --add out in the first run"),
-        (["--add", "--json", f"{tmp_path}/old.json"], "is of commit unknown"),
+    moves = lambda words: made.refuse(made.parse_args(words), "--size", "--moves")
+    moves(["--size", "4"])
+    for call, words, text in (
+        (made.parse_args, ["--json", f"{tmp_path}/no/one.json"], "there is no folder"),
+        (made.parse_args, ["--add"], "needs --json"),
+        (made.parse_args, ["--add", "--json", f"{tmp_path}/new.json"], "Leave --add out in the first run"),
+        (made.parse_args, ["--add", "--json", f"{tmp_path}/old.json"], "is of commit unknown"),
+        (moves, ["--size", "5"], "--size has no effect on --moves. Leave it out"),
     ):
         with given(words=words), pytest.raises(SystemExit):
-            made.parse_args(words)
+            call(words)
         assert text in capsys.readouterr().err
-    made.refuse(made.parse_args(["--size", "4"]), "--size", "--moves")
-    with pytest.raises(SystemExit):
-        made.refuse(made.parse_args(["--size", "5"]), "--size", "--moves")
-    assert "--size has no effect on --moves. Leave it out" in capsys.readouterr().err

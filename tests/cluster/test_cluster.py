@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from loops import given
+from loops import looped
 
 from cluster import cluster
 from pmm3d.tools import launcher
@@ -49,16 +50,15 @@ def nodes_can_be_made():
 needs_nodes = pytest.mark.thorough("creates virtual nodes, as root")
 
 
-def test_rates():
-    for rate, bits in ("4gbit", 4e9), ("2.5Gbit", 2.5e9), ("500mbit", 5e8), ("9kbit", 9e3):
-        with given(rate=rate):
-            assert cluster.bits_per_second(rate) == bits
+@looped("rate, bits", [("4gbit", 4e9), ("2.5Gbit", 2.5e9), ("500mbit", 5e8), ("9kbit", 9e3)])
+def test_rates(rate, bits):
+    assert cluster.bits_per_second(rate) == bits
 
 
-def test_a_rate_that_is_not_understood():
-    for rate in "4", "fast", "0gbit", "4 gbit", "4gbps", "-1gbit", "":
-        with given(rate=rate), pytest.raises(cluster.ClusterError, match="such as 4gbit"):
-            cluster.bits_per_second(rate)
+@looped("rate", ["4", "fast", "0gbit", "4 gbit", "4gbps", "-1gbit", ""])
+def test_a_rate_that_is_not_understood(rate):
+    with pytest.raises(cluster.ClusterError, match="such as 4gbit"):
+        cluster.bits_per_second(rate)
 
 
 def test_a_link_is_limited_at_both_ends():
@@ -75,45 +75,25 @@ def test_names_have_addresses():
     assert "nsenter --target 77 --net ip address add 10.77.0.2/24 dev eth0" in cluster.node_commands(2, 77, None)
 
 
-def test_mpiexec_of_mpich():
-    found = cluster.mpi_command("mpich", 2, 3, ["train.py", "--steps", "4"])
-    assert found[0] == str(Path(sys.executable).parent / "mpiexec")
-    assert found[1:] == [
-        "-launcher",
-        "ssh",
-        "-launcher-exec",
-        cluster.SSH,
-        "-hosts",
-        "node1,node2",
-        "-ppn",
-        "3",
-        "-n",
-        "6",
-        sys.executable,
-        "train.py",
-        "--steps",
-        "4",
-    ]
-
-
-def test_mpiexec_of_open_mpi():
-    found = cluster.mpi_command("openmpi", 2, 3, ["./program"])
-    assert found[1:] == [
-        "--host",
-        "node1:3,node2:3",
-        "--map-by",
-        "ppr:3:node:oversubscribe",
-        "--bind-to",
-        "none",
-        "-n",
-        "6",
-        "./program",
-    ]
-
-
-def test_without_an_mpi_it_says_what_to_install():
-    with pytest.raises(cluster.ClusterError, match="pip install"):
-        cluster.mpi_command(None, 2, 1, ["train.py"])
+@looped(
+    "wheel, program, words",
+    [
+        (
+            "mpich",
+            ["train.py", "--steps", "4"],
+            f"-launcher ssh -launcher-exec {cluster.SSH} -hosts node1,node2 -ppn 3 -n 6 "
+            f"{sys.executable} train.py --steps 4",
+        ),
+        (
+            "openmpi",
+            ["./program"],
+            "--host node1:3,node2:3 --map-by ppr:3:node:oversubscribe --bind-to none -n 6 ./program",
+        ),
+    ],
+)
+def test_the_mpiexec_of_each_mpi(wheel, program, words):
+    mpiexec = str(Path(sys.executable).parent / "mpiexec")
+    assert cluster.mpi_command(wheel, 2, 3, program) == [mpiexec, *words.split()]
 
 
 def test_environment(monkeypatch):
@@ -126,28 +106,26 @@ def test_environment(monkeypatch):
     assert cluster.mpi_environment("openmpi", 2, {"OMPI_MCA_btl": "tcp,self"})["OMPI_MCA_btl"] == "tcp,self"
 
 
-def test_not_root(monkeypatch, capsys):
-    """The command prints one sentence and returns 2."""
-    monkeypatch.setattr(cluster.sys, "platform", "linux")
-    monkeypatch.setattr(cluster.os, "geteuid", lambda: 1000)
+@looped(
+    "platform, user, lacking, words",
+    [
+        ("linux", 1000, (), "needs root"),
+        ("linux", 0, ("ip", "tc"), "ip, tc not found.*apt-get install iproute2$"),
+        ("darwin", 0, (), "darwin"),
+    ],
+)
+def test_a_machine_without_virtual_nodes_is_told_in_a_line(monkeypatch, capsys, platform, user, lacking, words):
+    monkeypatch.setattr(cluster.sys, "platform", platform)
+    monkeypatch.setattr(cluster.os, "geteuid", lambda: user)
+    monkeypatch.setattr(cluster.shutil, "which", lambda tool: None if tool in lacking else tool)
     monkeypatch.setattr(sys, "argv", ["cluster.py", "up"])
     assert cluster.main() == 2
-    said = capsys.readouterr().err
-    assert said.startswith("cluster: ") and "needs root" in said
+    assert re.fullmatch(f"cluster: .*{words}.*\n", capsys.readouterr().err, re.M)
 
 
-def test_missing_tools(monkeypatch):
-    monkeypatch.setattr(cluster.sys, "platform", "linux")
-    monkeypatch.setattr(cluster.os, "geteuid", lambda: 0)
-    monkeypatch.setattr(cluster.shutil, "which", lambda tool: None if tool in ("ip", "tc") else tool)
-    with pytest.raises(cluster.ClusterError, match="ip, tc not found.*apt-get install iproute2$"):
-        cluster.check_machine()
-
-
-def test_no_linux(monkeypatch):
-    monkeypatch.setattr(cluster.sys, "platform", "darwin")
-    with pytest.raises(cluster.ClusterError, match="darwin"):
-        cluster.check_machine()
+def test_without_an_mpi_it_says_what_to_install():
+    with pytest.raises(cluster.ClusterError, match="pip install"):
+        cluster.mpi_command(None, 2, 1, ["train.py"])
 
 
 def test_a_number_used_again_is_no_cluster(monkeypatch, tmp_path):

@@ -9,14 +9,16 @@ from batches import DIMS, LABELS, SAMPLES, VECTORS, X
 @pytest.fixture
 def write(comm, shared_path):
     """write(name=array, ...) writes an HDF5 file of these data sets for all ranks, and returns its path. A data set is
-    stored in compressed chunks if its name contains "chunked"."""
+    stored in compressed chunks if its name contains "chunked". class_names: of the data set y."""
 
-    def write(name="data.h5", **arrays):
+    def write(name="data.h5", class_names=None, **arrays):
         if comm.rank == 0:
             with h5py.File(shared_path / name, "w") as file:
                 for key, array in arrays.items():
                     chunks = {"chunks": (5, *array.shape[1:]), "compression": "gzip"} if "chunked" in key else {}
                     file.create_dataset(key, data=array, **chunks)
+                if class_names is not None:
+                    file["y"].attrs["class_names"] = class_names
         comm.barrier()
         return shared_path / name
 

@@ -6,7 +6,7 @@ from threading import Event
 
 import numpy as np
 import pytest
-from on_disk import OTHER, every_size, full_disk
+from on_disk import OTHER, every_size, full_disk, names
 from samples import integers, to_library
 
 from pmm3d import CheckpointError, DistMatrix, Layout
@@ -58,13 +58,6 @@ def holds(path, keeper, seed):
         np.array_equal(found[name].gather(), integers(shape, "float32", seed + at))
         for at, (name, shape) in enumerate(SHAPES.items())
     )
-
-
-def names(keeper):
-    keeper.grid.comm.barrier()
-    found = sorted(os.listdir(keeper.folder))
-    keeper.grid.comm.barrier()
-    return found
 
 
 def polls(keeper):

@@ -8,8 +8,8 @@ import h5py
 import numpy as np
 import pytest
 from grids import process_grids
-from loops import given
-from on_disk import OTHER, every_size, full_disk, on_rank_0, two_ranks
+from loops import given, looped
+from on_disk import OTHER, every_size, full_disk, on_rank_0, stored_elements, two_ranks
 from samples import TESTED, integers, to_library, to_numpy
 
 from pmm3d import CheckpointError, DisagreementError, DistMatrix, Grid, Layout
@@ -120,13 +120,7 @@ def test_a_missing_shard_reads_as_nan(grid, keeper):
 @every_size
 def test_each_element_is_stored_once(grid, keeper):
     path = keeper.save(7, network(grid))
-    stored = dict.fromkeys(NETWORK, 0)
-    for file_name in os.listdir(path):
-        if file_name.startswith("rank"):
-            with h5py.File(path / file_name) as file:
-                for name in NETWORK:
-                    stored[name] += file[name].size if name in file else 0
-    assert stored == {name: int(np.prod(shape)) for name, (shape, _, _) in NETWORK.items()}
+    assert stored_elements(path) == {name: np.prod(shape) for name, (shape, _, _) in NETWORK.items() if np.prod(shape)}
 
 
 def test_views_and_other_libraries(grid, keeper):
@@ -229,33 +223,24 @@ DAMAGE = {
 }
 
 
-def test_damage_is_named_and_the_one_before_is_taken(grid, shared_path, fails, caplog):
-    for kind in DAMAGE:
-        with given(kind=kind):
-            caplog.clear()
-            keeper = Checkpoints(grid, shared_path / kind)
-            keeper.save(1, network(grid, 1), "one")
-            path = keeper.save(2, network(grid, 2), "two")
-            harm, text = DAMAGE[kind]
-            on_rank_0(grid, lambda: harm(path))
-            matrices = blank(grid)
-            fails(text, lambda: keeper.load(path, matrices))
-            assert_untouched(matrices)
-            assert keeper.load_latest(matrices) == (keeper.folder / "step-00000001", "one")
-            assert_hold(matrices, 1)
-            warned = [
-                record.getMessage()
-                for record in caplog.records
-                if (record.name, record.levelname) == ("pmm3d.io", "WARNING")
-            ]
-            assert len(warned) == (grid.rank == 0 and kind != "no-master")
-            assert all(message.startswith(f"{path} is passed over: ") for message in warned)
+@looped("kind", DAMAGE)
+def test_damage_is_named_and_the_one_before_is_taken(grid, shared_path, fails, caplog, kind):
+    keeper, (harm, text) = Checkpoints(grid, shared_path / kind), DAMAGE[kind]
+    keeper.save(1, network(grid, 1), "one")
+    path, matrices = keeper.save(2, network(grid, 2), "two"), blank(grid)
+    on_rank_0(grid, lambda: harm(path))
+    fails(text, lambda: keeper.load(path, matrices))
+    assert_untouched(matrices)
+    assert keeper.load_latest(matrices) == (keeper.folder / "step-00000001", "one")
+    assert_hold(matrices, 1)
+    warned = [record.getMessage() for record in caplog.records if record.name == "pmm3d.io"]
+    assert len(warned) == (grid.rank == 0 and kind != "no-master")
+    assert all(message.startswith(f"{path} is passed over: ") for message in warned)
 
 
 def test_nothing_left_that_can_be_read(grid, keeper, fails):
-    path = keeper.save(1, network(grid))
+    path, matrices = keeper.save(1, network(grid)), blank(grid)
     on_rank_0(grid, lambda: damage_file(last_file(path)))
-    matrices = blank(grid)
     fails("no checkpoint in .* can be read. .* is damaged", lambda: keeper.load_latest(matrices))
     assert_untouched(matrices)
 
@@ -279,15 +264,15 @@ def test_matrices_that_cannot_be_saved_or_filled(grid, keeper, fails):
     path = keeper.save(1, {"w": good})
     good.local.flags.writeable = False
     fails("'w' cannot be filled: its shard is read-only", lambda: keeper.load(path, {"w": good}))
-    for name in ("", "/a", "a//b", "a/../b", "pmm3d/meta", "."):
-        fails("cannot name a matrix", lambda: keeper.save(2, {name: good}))
-    fails("'a' and 'a/b' cannot both name", lambda: keeper.save(2, {"a": good, "a/b": good}))
-    fails("matrices are DistMatrix by name; got a ndarray", lambda: keeper.save(2, {"a": np.ones((2, 2))}))
-    fails("a step is a number of at least 0; got -1", lambda: keeper.save(-1, {"a": good}))
-    fails(
-        "meta must contain only values that JSON has: got an object of type object",
-        lambda: keeper.save(2, {"a": good}, {"x": object()}),
-    )
+    for text, step, *arguments in (
+        *(("cannot name a matrix", 2, {name: good}) for name in ("", "/a", "a//b", "a/../b", "pmm3d/meta", ".")),
+        ("'a' and 'a/b' cannot both name", 2, {"a": good, "a/b": good}),
+        ("matrices are DistMatrix by name; got a ndarray", 2, {"a": np.ones((2, 2))}),
+        ("a step is a number of at least 0; got -1", -1, {"a": good}),
+        ("meta must contain only values that JSON has: got an object of type object", 2, {"a": good}, {"x": object()}),
+    ):
+        with given(text=text):
+            fails(text, lambda step=step, arguments=arguments: keeper.save(step, *arguments))
     fails("keep is a number of checkpoints, at least 1; got 0", lambda: Checkpoints(grid, keeper.folder, keep=0))
     assert keeper.candidates() == [path] and os.listdir(keeper.folder) == [path.name]
 
@@ -314,21 +299,6 @@ def test_a_full_disk_on_one_rank_leaves_the_last_good_one(grid, keeper, fails, v
     assert keeper.load_latest(matrices) == (path, None)
     assert_hold(matrices, 1)
     keeper.save(2, {"large": large})
-
-
-@pytest.mark.parametrize("call", ["fsync", "rename"])
-def test_a_disk_that_fails_late(grid, keeper, fails, call, monkeypatch):
-    """On the last rank during the write, or on rank 0 at the very end."""
-    path = keeper.save(1, network(grid, 1))
-
-    def fail(*args):
-        raise OSError(5, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        if grid.rank == (grid.size - 1 if call == "fsync" else 0):
-            patch.setattr(os, call, fail)
-        fails("Input/output error", lambda: keeper.save(2, network(grid)))
-    assert os.listdir(keeper.folder) == [path.name]
 
 
 def test_a_folder_that_cannot_be_made(grid, shared_path, fails):

@@ -4,7 +4,7 @@ import h5py
 import numpy as np
 import pytest
 import typer
-from loops import given
+from loops import given, looped
 from samples import integers
 from typer.testing import CliRunner
 
@@ -38,18 +38,15 @@ def written(target) -> dict:
         }
 
 
-def test_a_table_of_numbers(table, target):
-    for delimiter in [",", ";", "\t", "|", " "]:
-        for header in [True, False]:
-            with given(delimiter=delimiter, header=header):
-                target.unlink(missing_ok=True)
-                whole = integers((23, 5))
-                lines = [delimiter.join("abcde")] * header + [delimiter.join(map(str, row)) for row in whole]
-                shapes = convert(table("\n".join(lines)), target)
-                found = written(target)
-                assert shapes[:2] == ((23, 4), (23, 1))
-                assert np.array_equal(found["x"], whole[:, :4]) and np.array_equal(found["y"], whole[:, 4:])
-                assert found["x"].dtype == "float32"
+@looped("delimiter", [",", ";", "\t", "|", " "])
+@looped("header", [True, False])
+def test_a_table_of_numbers(table, target, delimiter, header):
+    whole = integers((23, 5))
+    lines = [delimiter.join("abcde")] * header + [delimiter.join(map(str, row)) for row in whole]
+    shapes = convert(table("\n".join(lines)), target, overwrite=True)
+    found = written(target)
+    assert shapes[:2] == ((23, 4), (23, 1)) and found["x"].dtype == "float32"
+    assert np.array_equal(found["x"], whole[:, :4]) and np.array_equal(found["y"], whole[:, 4:])
 
 
 NAMES = [
@@ -82,16 +79,14 @@ def test_a_column_is_no_name_of_a_data_set_of_others(table, target):
 COLUMNS = [("a", [0]), (-2, [3]), (["d", 1], [3, 1]), (["e", "a", "b"], [4, 0, 1])]
 
 
-def test_target_columns(table, target):
-    for columns, indices in COLUMNS:
-        with given(columns=columns, indices=indices):
-            target.unlink(missing_ok=True)
-            whole = integers((9, 5))
-            text = "a,b,c,d,e\n" + "\n".join(",".join(map(str, row)) for row in whole)
-            convert(table(text), target, target_columns=columns, inputs="in", targets="out", dtype="float64")
-            found = written(target)
-            assert np.array_equal(found["out"], whole[:, indices])
-            assert np.array_equal(found["in"], np.delete(whole, indices, axis=1)) and found["in"].dtype == "float64"
+@looped("columns, indices", COLUMNS)
+def test_target_columns(table, target, columns, indices):
+    whole = integers((9, 5))
+    source = table("a,b,c,d,e\n" + "\n".join(",".join(map(str, row)) for row in whole))
+    convert(source, target, target_columns=columns, inputs="in", targets="out", dtype="float64", overwrite=True)
+    found = written(target)
+    assert np.array_equal(found["out"], whole[:, indices])
+    assert np.array_equal(found["in"], np.delete(whole, indices, axis=1)) and found["in"].dtype == "float64"
 
 
 def test_blank_lines_quotes_blanks_and_a_byte_order_mark(table, target):
@@ -116,18 +111,14 @@ NUMBERS = [
 ]
 
 
-def test_labels_that_are_numbers_are_ordered_as_numbers(table, target, tmp_path):
-    for labels, numbers, names in NUMBERS:
-        with given(labels=labels, numbers=numbers, names=names):
-            target.unlink(missing_ok=True)
-            text = "".join(f"1,{label}\n" for label in labels.split())
-            done = convert(table(text), target, classes=True, header=False)
-            found = written(target)
-            assert found["y"].tolist() == numbers and found["names"] == names == list(done.classes)
-            assert list(done.classes.values()) == np.bincount(numbers).tolist()
-            np.savez(tmp_path / "a.npz", x=np.ones((len(numbers), 1)), y=np.array(labels.split(), "S"))  # bytes
-            convert(tmp_path / "a.npz", target, classes=True, overwrite=True)
-            assert written(target)["y"].tolist() == numbers and written(target)["names"] == names
+@looped("labels, numbers, names", NUMBERS)
+def test_labels_that_are_numbers_are_ordered_as_numbers(table, target, tmp_path, labels, numbers, names):
+    source, arrays = table("".join(f"1,{label}\n" for label in labels.split())), tmp_path / "a.npz"
+    np.savez(arrays, x=np.ones((len(numbers), 1)), y=np.array(labels.split(), "S"))  # bytes
+    for path, options in ((source, {"header": False}), (arrays, {})):
+        done = convert(path, target, classes=True, overwrite=True, **options)
+        assert written(target)["y"].tolist() == numbers and written(target)["names"] == names == list(done.classes)
+        assert list(done.classes.values()) == np.bincount(numbers).tolist()
 
 
 def test_labels_numbered_as_the_caller_says(table, target):
@@ -154,19 +145,24 @@ BAD_CELLS = [
     ("a,b\n", "has no line of data"),
     ("a,b\n\n\n", "has no line of data"),
     ("1\n2\n", "no columns are left for the inputs"),
+    ("1" * 400 + ",2\n", "line 1, column 0: inf is not a finite float32"),
+    ("1,2\n-1e39,3\n", r"line 2, column 0: -1e\+39 is not a finite float32"),
+    ("size,kind\n1,cow\n", "'cow' is not a number; labels of classes need .*--classes"),
+    ('1,"2\n3,4\n', "the file ends within quotes: a quote may be opened and not closed"),
+    ("1," + "2" * 200_000, "field larger than .*a quote may be opened"),
 ]
 
 
-def test_bad_tables(table, target):
-    for text, said in BAD_CELLS:
-        with given(text=text, said=said):
-            with pytest.raises(DataError, match=said):
-                convert(table(text), target)
-            assert [path.name for path in target.parent.iterdir()] == ["table.csv"]
+@looped("text, said", BAD_CELLS)
+def test_bad_tables(table, target, text, said):
+    with pytest.raises(DataError, match=said):
+        convert(table(text), target)
+    assert [path.name for path in target.parent.iterdir()] == ["table.csv"]
 
 
 BAD_OPTIONS = [
     ({"target_columns": "c"}, "no column 'c'; it has the columns a, b"),
+    ({"targets": None, "target_columns": "a"}, "there are no targets"),
     ({"target_columns": 2}, "index is below 2"),
     ({"target_columns": ["a", "b"]}, "no columns are left"),
     ({"target_columns": ["b", 1]}, "or name one twice"),
@@ -178,28 +174,26 @@ BAD_OPTIONS = [
     ({"target_columns": ()}, r"the columns \(\) are none"),
     ({"classes": ["1"], "target_columns": 0}, "row 0: 'q' is none of the classes 1"),
     ({"classes": True, "target_columns": ["a", "b"]}, "no columns are left"),
+    ({"target_columns": 1}, r"line 2, column a: 'q' is not a number$"),
 ]
 
 
-def test_bad_options(table, target):
-    for options, said in BAD_OPTIONS:
-        with given(options=options, said=said):
-            with pytest.raises(DataError, match=said):
-                convert(table("a,b\nq,2\n"), target, **options)
-            assert not target.exists()
+@looped("options, said", BAD_OPTIONS)
+def test_bad_options(table, target, options, said):
+    with pytest.raises(DataError, match=said):
+        convert(table("a,b\nq,2\n"), target, **options)
+    assert not target.exists()
 
 
 MISSING = ["", "NaN", "NA", "n/a", "None", "#N/A", "-nan"]
 
 
-def test_a_missing_label(table, target):
-    for cell in MISSING:
-        with given(cell=cell):
-            target.unlink(missing_ok=True)
-            with pytest.raises(DataError, match=f"row 1: '{cell}' is no label"):
-                convert(table(f"1,cat\n2,{cell}\n"), target, classes=True)
-            convert(table("1,cat\n2,NA\n"), target, classes=["NA", "cat"])
-            assert written(target)["y"].tolist() == [1, 0]
+@looped("cell", MISSING)
+def test_a_missing_label(table, target, cell):
+    with pytest.raises(DataError, match=f"row 1: '{cell}' is no label"):
+        convert(table(f"1,cat\n2,{cell}\n"), target, classes=True, overwrite=True)
+    convert(table("1,cat\n2,NA\n"), target, classes=["NA", "cat"], overwrite=True)
+    assert written(target)["y"].tolist() == [1, 0]
 
 
 def test_a_missing_label_of_a_npz_file(tmp_path, target):
@@ -226,18 +220,16 @@ HEADERS = [  # first line, second line, whether the first one is a header
 ]
 
 
-def test_whether_the_first_line_is_a_header(table, target):
-    for first, second, header in HEADERS:
-        with given(first=first, second=second, header=header):
-            target.unlink(missing_ok=True)
-            source, options = table(f"{first}\n{second}\n{second}\n"), {"classes": True, "overwrite": True}
-            if "NA" in first:
-                with pytest.raises(DataError, match="line 1, column 1: 'NA' is not a number. If the first line names"):
-                    convert(source, target, **options)
-            else:
-                assert convert(source, target, **options).inputs[0] == 3 - header
-            assert convert(source, target, header=True, **options).columns == first.split(",")[:-1]
-            assert convert(table("1,2\n3,4\n"), target, header=False, overwrite=True).inputs[0] == 2
+@looped("first, second, header", HEADERS)
+def test_whether_the_first_line_is_a_header(table, target, first, second, header):
+    source, options = table(f"{first}\n{second}\n{second}\n"), {"classes": True, "overwrite": True}
+    if "NA" in first:
+        with pytest.raises(DataError, match="line 1, column 1: 'NA' is not a number. If the first line names"):
+            convert(source, target, **options)
+    else:
+        assert convert(source, target, **options).inputs[0] == 3 - header
+    assert convert(source, target, header=True, **options).columns == first.split(",")[:-1]
+    assert convert(table("1,2\n3,4\n"), target, header=False, overwrite=True).inputs[0] == 2
 
 
 def test_groups_are_numbered(table, target, tmp_path):
@@ -246,15 +238,16 @@ def test_groups_are_numbered(table, target, tmp_path):
     found = written(target)
     assert found["groups"].tolist() == [0, 1, 0] and found["x"].tolist() == [[1], [3], [5]]
     assert found["groups"].dtype == "int64" and done.columns == ["a"] and done.target_columns == ["b"]
-    with pytest.raises(DataError, match="or the group is a target"):
-        convert(source, target, group_column="b", overwrite=True)
-    with pytest.raises(DataError, match="row 1: '' is no label"):
-        convert(table("who,a,b\nann,1,2\n,3,4\n"), target, group_column="who", overwrite=True)
+    (tmp_path / "unnamed.csv").write_text("who,a,b\nann,1,2\n,3,4\n")
     np.savez(tmp_path / "a.npz", x=np.ones((3, 1)), y=np.ones(3))
-    with pytest.raises(DataError, match="a .npz file has arrays, not columns"):
-        convert(tmp_path / "a.npz", target, group_column=0, overwrite=True)
-    with pytest.raises(DataError, match="two names, and not 'groups'"):
-        convert(source, target, targets="groups", group_column="who")
+    for path, options, said in (
+        (source, {"group_column": "b"}, "or the group is a target"),
+        (tmp_path / "unnamed.csv", {"group_column": "who"}, "row 1: '' is no label"),
+        (tmp_path / "a.npz", {"group_column": 0}, "a .npz file has arrays, not columns"),
+        (source, {"group_column": "who", "targets": "groups"}, "two names, and not 'groups'"),
+    ):
+        with given(options=options), pytest.raises(DataError, match=said):
+            convert(path, target, overwrite=True, **options)
 
 
 def test_samples_without_targets(table, target, tmp_path):
@@ -262,21 +255,19 @@ def test_samples_without_targets(table, target, tmp_path):
     assert done.inputs == (2, 2) and done.targets is None and written(target)["names"] is None
     np.savez(tmp_path / "a.npz", x=np.ones((3, 2)))
     assert convert(tmp_path / "a.npz", target, targets=None, overwrite=True).inputs == (3, 2)
-    for options in ({"classes": True}, {"target_columns": "a"}):
-        with pytest.raises(DataError, match="there are no targets"):
-            convert(table("1,2\n"), target, targets=None, **options)
+    with pytest.raises(DataError, match="there are no targets"):
+        convert(table("1,2\n"), target, targets=None, classes=True)
 
 
 def test_files_that_cannot_be_read_or_written(table, target, tmp_path):
-    with pytest.raises(DataError, match="none.csv"):
-        convert(tmp_path / "none.csv", target)
-    with pytest.raises(DataError, match="cannot convert .*table.h5: .*No such file"):
-        convert(table("1,2\n"), tmp_path / "no/such/table.h5")
-    for text in ('1,"2\n3,4\n', '1,"a\n2,b\n3,c\n'):
-        with pytest.raises(DataError, match="the file ends within quotes: a quote may be opened and not closed"):
-            convert(table(text), target, classes="a" in text)
-    with pytest.raises(DataError, match="field larger than .*a quote may be opened"):
-        convert(table("1," + "2" * 200_000), target)
+    (tmp_path / "a.npz").write_text("1,2\n")
+    for source, to, options, said in (
+        (tmp_path / "none.csv", target, {}, "none.csv"),
+        (tmp_path / "a.npz", target, {}, "is no .npz file"),
+        (table("1,2\n"), tmp_path / "no/such/table.h5", {}, "cannot convert .*table.h5: .*No such file"),
+    ):
+        with given(said=said), pytest.raises(DataError, match=said):
+            convert(source, to, **options)
     assert not target.exists()
 
 
@@ -316,24 +307,13 @@ def test_the_target_is_not_the_source(table, tmp_path, monkeypatch, name):
     assert source.read_text() == "1,2\n3,4\n" and (tmp_path / "soft.h5").is_symlink()
 
 
-def test_columns_of_one_name(table, target):
-    for header, said in (("a,b,a", "several columns have the name 'a'"), ("a,,", "several columns have the name ''")):
-        with pytest.raises(DataError, match=said):
-            convert(table(header + "\n1,2,3\n"), target, target_columns="a")
+@looped("header, name", [("a,b,a", "a"), ("a,,", "")])
+def test_columns_of_one_name(table, target, header, name):
+    with pytest.raises(DataError, match=f"several columns have the name '{name}'"):
+        convert(table(header + "\n1,2,3\n"), target, target_columns="a")
 
 
-def test_text_targets_without_classes(table, target):
-    with pytest.raises(DataError, match="'cow' is not a number; labels of classes need .*--classes"):
-        convert(table("size,kind\n1,cow\n"), target)
-    with pytest.raises(DataError, match=r"line 2, column kind: 'cow' is not a number$"):
-        convert(table("size,kind\n1,cow\n"), target, target_columns="size")
-
-
-def test_numbers_too_large_for_the_type(table, target):
-    with pytest.raises(DataError, match="line 1, column 0: inf is not a finite float32"):
-        convert(table("1" * 400 + ",2\n"), target)
-    with pytest.raises(DataError, match=r"line 2, column 0: -1e\+39 is not a finite float32"):
-        convert(table("1,2\n-1e39,3\n"), target)
+def test_numbers_too_large_for_float32_are_numbers_of_float64(table, target):
     convert(table("1,2\n-1e39,3\n"), target, dtype="float64")
     assert written(target)["x"].tolist() == [[1], [-1e39]]
 
@@ -374,19 +354,12 @@ BAD_ARRAYS = [
 ]
 
 
-def test_bad_npz_files(tmp_path, target):
-    for arrays, said in BAD_ARRAYS:
-        with given(arrays=arrays, said=said):
-            np.savez(tmp_path / "a.npz", **arrays)
-            with pytest.raises(DataError, match=said):
-                convert(tmp_path / "a.npz", target)
-            assert not target.exists()
-
-
-def test_a_npz_file_that_is_none(tmp_path, target):
-    (tmp_path / "a.npz").write_text("1,2\n")
-    with pytest.raises(DataError, match="is no .npz file"):
+@looped("arrays, said", BAD_ARRAYS)
+def test_bad_npz_files(tmp_path, target, arrays, said):
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(DataError, match=said):
         convert(tmp_path / "a.npz", target)
+    assert not target.exists()
 
 
 @pytest.fixture
@@ -404,37 +377,28 @@ def test_the_command(command, table, target):
         f"wrote {target}: x 2 x 2 ('a', 'b'); y 2 ('kind'); 2 classes: ant (1), cow (1); the first line is a header"
         in done.output
     )
-    assert written(target)["y"].tolist() == [1, 0]
-    with h5py.File(target) as file:
-        assert file["x"].attrs["columns"].tolist() == ["a", "b"]
-    assert f"{target} exists" in command(source, target).output
-    done = command(source, target, "--overwrite", "--class-names", "cow,ant", "--target-columns", "-1")
-    assert done.exit_code == 0 and written(target)["y"].tolist() == [0, 1]
+    done = command(source, target, "--overwrite", "--class-names", 'cow, "ant"', "--target-columns", "-1")
+    assert (
+        done.exit_code == 0 and written(target)["names"] == ["cow", "ant"] and written(target)["y"].tolist() == [0, 1]
+    )
+    for to, options, said in (
+        (target, (), f"{target} exists"),
+        (target.with_suffix(".csv2"), ("--classes",), "which is another format"),
+        (source, ("--overwrite", "--classes"), "is the source itself"),
+        (target, ("--overwrite", "--class-names", ""), "classes are names, none of them empty"),
+        (target, ("--overwrite", "--target-columns", ""), "column"),
+        (target, ("--overwrite", "--no-targets", "--no-header"), "line 1, column 0: 'a' is not a number"),
+        (target, ("--overwrite", "--target-columns=--1,a"), "no column"),
+        (target, ("--overwrite", "--target-columns=²,a"), "no column"),
+        (target, ("--overwrite", "--target-columns=,a"), "no column"),
+        (target, ("--overwrite", "--target-columns", "a,1"), "line 2, column kind: 'cow' is not a number"),
+    ):
+        with given(options=options):
+            done = command(source, to, *options)
+            assert done.exit_code == 2 and said in done.output, done.output
     done = command(table("1,2\n3,4\n"), target, "--overwrite")
     assert "; no header: the first line is a sample" in done.output
-    source = table("a,b,kind\n1,2,cow\n3,4,ant\n")
-    done = command(source, target, "--overwrite", "--class-names", 'cow, "ant"')
-    assert done.exit_code == 0 and written(target)["names"] == ["cow", "ant"]
-    for options in (["--class-names", ""], ["--target-columns", ""]):
-        assert command(source, target, "--overwrite", *options).exit_code == 2
-    done = command(source, target.with_suffix(".csv2"), "--classes")
-    assert done.exit_code == 2 and "which is another format" in done.output
-    done = command(source, target, "--overwrite", "--no-targets", "--no-header")
-    assert done.exit_code == 2 and "line 1, column 0: 'a' is not a number" in done.output
-    for columns in ("--1", "²", ""):
-        assert "no column" in command(source, target, "--overwrite", f"--target-columns={columns},a").output
-    done = command(source, target, "--overwrite", "--target-columns", "a,1")
-    assert done.exit_code == 2 and "line 2, column kind: 'cow' is not a number" in done.output
-    before = source.read_bytes()
-    done = command(source, source, "--overwrite", "--classes")
-    assert done.exit_code == 2 and "is the source itself" in done.output and source.read_bytes() == before
     source.write_bytes("größe,kind\n1,cow\n".encode("latin-1"))
     assert "--encoding" in command(source, target, "--overwrite", "--classes").output
     done = command(source, target, "--overwrite", "--classes", "--encoding", "latin-1")
     assert done.exit_code == 0, done.output
-
-
-def test_the_help_teaches(command):
-    said = command("--help").output
-    for piece in ("--target-columns", "--class-names", "--overwrite", "pmm3d convert houses.csv houses.h5"):
-        assert piece in said

@@ -5,7 +5,7 @@ import json
 import h5py
 import numpy as np
 import pytest
-from loops import given
+from loops import given, looped
 from typer.testing import CliRunner
 
 from pmm3d import DataError
@@ -73,29 +73,9 @@ def test_the_tokens_of_a_tokenizer(tmp_path, target, tokenizer):
     assert np.array_equal(made.encode(f"abc abc{END}ä"), found)
     with pytest.raises(DataError, match="the token 260 has no text: the tokens of this tokenizer are 0 to 259"):
         made.decode([257, 260])
-    assert Tokenizer().encode("c\udcc3").tolist() == [99, 195], "bytes of a command line that are not UTF-8"
-    with pytest.raises(DataError, match="not UTF-8"):
-        made.encode("c\udcc3")
     with pytest.raises(DataError, match="the token 256 has no text: .* 0 to 255. Decode with the tokenizer"):
         Tokenizer().decode([97, 256])
     assert done == (5, 260, 7 + len(END) + 2) and about == {"vocabulary": 260, "bytes": done.bytes}
-
-
-def test_the_vocabulary_is_asked_for_once(tokenizer):
-    """Not for each token or text that is decoded."""
-    coder = Tokenizer(tokenizer.read_text())
-    made, asked = coder._made, []
-
-    class Counted:
-        def get_vocab(self):
-            asked.append(1)
-            return made.get_vocab()
-
-        def __getattr__(self, name):
-            return getattr(made, name)
-
-    coder._made = Counted()
-    assert coder.decode([257] * 20) + coder.decode([257, 258]) == "abc" * 21 + " abc" and len(asked) == 1
 
 
 def test_tokenizers_differ_by_what_changes_tokens(tokenizer):
@@ -118,52 +98,43 @@ def test_tokenizers_differ_by_what_changes_tokens(tokenizer):
 
 
 def test_what_is_refused(tmp_path, target, tokenizer):
-    text, latin, empty = (tmp_path / name for name in ("a.txt", "latin.txt", "empty.txt"))
+    text, latin, empty, old = (tmp_path / name for name in ("a.txt", "latin.txt", "empty.txt", "old.h5"))
     text.write_text("abc")
     latin.write_bytes("abcö".encode("latin-1"))
-    empty.write_text("")
-    other = tmp_path / "other.json"
-    other.write_text("{}")
-    for said, sources, options in (
-        ("cannot convert .*none.txt", [tmp_path / "none.txt"], {}),
-        ("there is no text: 0 tokens in 1 file", [empty], {}),
-        ("latin.txt: the text is not UTF-8, from byte 3 on", [text, latin], {"tokenizer": tokenizer}),
-        ("is none that the package tokenizers can read", [text], {"tokenizer": other}),
+    for path in (empty, old):
+        path.touch()
+    for said, sources, to, options in (
+        ("cannot convert .*none.txt", [tmp_path / "none.txt"], target, {}),
+        ("there is no text: 0 tokens in 1 file", [empty], target, {}),
+        ("latin.txt: the text is not UTF-8, from byte 3 on", [text, latin], target, {"tokenizer": tokenizer}),
+        ("let it end in .h5", [text], tmp_path / "text.npz", {}),
+        ("exists; overwrite=True", [text], old, {}),
     ):
         with given(said=said), pytest.raises(DataError, match=said):
-            convert_text(sources, target, **options)
+            convert_text(sources, to, **options)
         assert not target.exists()
-    with pytest.raises(DataError, match="let it end in .h5"):
-        convert_text([text], tmp_path / "text.npz")
-    convert_text([text], target)
-    with pytest.raises(DataError, match="exists; overwrite=True"):
-        convert_text([text], target)
 
 
 def test_the_command(tmp_path, target, tokenizer):
     """`pmm3d convert text`, and tables, for which the word "table" is optional."""
     run = lambda *arguments: CliRunner(env={"COLUMNS": "140"}).invoke(app, ["convert", *map(str, arguments)])
-    (tmp_path / "a.txt").write_text("abc")
-    done = run("text", tmp_path / "a.txt", tmp_path / "a.txt", target)
-    assert f"wrote {target}: 7 tokens of a vocabulary of 256, 7 bytes of text" in done.output
-    assert run("text", tmp_path / "a.txt", target).exit_code == 2
-    done = run(
-        "text",
-        tmp_path / "a.txt",
-        tmp_path / "a.txt",
-        target,
-        "--tokenizer",
-        tokenizer,
-        "--between",
-        END,
-        "--overwrite",
-    )
-    assert "3 tokens of a vocabulary of 260, 19 bytes of text" in done.output, done.output
-    (tmp_path / "table.csv").write_text("a,b\n1,2\n3,4\n")
-    for words in ((), ("table",)):
-        done = run(*words, tmp_path / "table.csv", tmp_path / "table.h5", "--overwrite")
-        assert done.exit_code == 0 and "the first line is a header" in done.output
-    assert "text" in run("--help").output
+    text, table = tmp_path / "a.txt", tmp_path / "table.csv"
+    text.write_text("abc")
+    table.write_text("a,b\n1,2\n3,4\n")
+    for words, code, said in (
+        (("text", text, text, target), 0, f"wrote {target}: 7 tokens of a vocabulary of 256, 7 bytes of text"),
+        (("text", text, target), 2, "exists"),
+        (
+            ("text", text, text, target, "--tokenizer", tokenizer, "--between", END, "--overwrite"),
+            0,
+            "3 tokens of a vocabulary of 260, 19 bytes of text",
+        ),
+        ((table, tmp_path / "table.h5"), 0, "the first line is a header"),
+        (("table", table, tmp_path / "table.h5", "--overwrite"), 0, "the first line is a header"),
+    ):
+        with given(words=words):
+            done = run(*words)
+            assert done.exit_code == code and said in done.output, done.output
 
 
 def words(number=4):
@@ -206,27 +177,27 @@ def test_a_tokenizer_is_a_json_file_or_a_converted_file(tmp_path, target, tokeni
     convert_text([text], again, tokenizer=target)
     assert np.array_equal(written(again)[0], written(target)[0])
     assert Tokenizer.of(again).json == Tokenizer.of(tokenizer).json == tokenizer.read_text()
-    for contents in (b"\n\x0e\n\x05<unk>\x15\x00\x00\xff\xfe", b"[]", b"", b"\x89HDF\r\n\x1a\n", None):
+    other = tmp_path / "other"
+    for contents in (None, b"\n\x0e\n\x05<unk>\x15\x00\x00\xff\xfe", b"[]", b"{}", b"", b"\x89HDF\r\n\x1a\n"):
         with given(contents=contents), pytest.raises(DataError, match="other"):
-            other = tmp_path / "other"
-            other.unlink(missing_ok=True)
             if contents is not None:
                 other.write_bytes(contents)
             convert_text([text], again, tokenizer=other, overwrite=True)
 
 
-def test_a_text_that_is_not_utf_8_is_refused(tokenizer):
+@looped("text", ("ab\udcff", b"ab\xff", "\ud800"))
+def test_a_text_that_is_not_utf_8_is_refused(tokenizer, text):
     """Such as the argument of a command, in which Python replaces bytes by surrogates. Without a tokenizer, these bytes
     are tokens."""
     assert Tokenizer().encode("ab\udcff").tolist() == [97, 98, 255]
-    for text in ("ab\udcff", b"ab\xff", "\ud800"):
-        with given(text=text), pytest.raises(DataError, match="not UTF-8, from byte"):
-            Tokenizer.of(tokenizer).encode(text)
+    with given(text=text), pytest.raises(DataError, match="not UTF-8, from byte"):
+        Tokenizer.of(tokenizer).encode(text)
 
 
-def test_a_token_between_texts_that_the_tokenizer_lacks_is_warned_of(tmp_path, target, tokenizer, caplog):
+@looped("between, count", ((END, 0), ("\n\n", 0), ("<s>", 1)))
+def test_a_token_between_texts_that_the_tokenizer_lacks_is_warned_of(
+    tmp_path, target, tokenizer, caplog, between, count
+):
     (tmp_path / "a.txt").write_text("abc")
-    for between, count in ((END, 0), ("\n\n", 0), ("<s>", 1)):
-        caplog.clear()
-        convert_text(2 * [tmp_path / "a.txt"], target, tokenizer=tokenizer, between=between, overwrite=True)
-        assert len(caplog.records) == count and all(between in each.getMessage() for each in caplog.records)
+    convert_text(2 * [tmp_path / "a.txt"], target, tokenizer=tokenizer, between=between, overwrite=True)
+    assert len(caplog.records) == count and all(between in each.getMessage() for each in caplog.records)

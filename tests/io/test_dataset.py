@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 import pytest
 from batches import LABELS, SAMPLES, VECTORS, X, epoch_of, rows_of
-from loops import given
+from loops import given, looped
 
 from pmm3d import DataError, DTypeError, Grid, LayoutError
 from pmm3d.io import DataSet
@@ -21,52 +21,28 @@ four = pytest.mark.parallel([4], thorough=[1, 2])
 
 def test_the_classes_are_counted_named_or_given(some_grid, path, write, fails):
     assert DataSet(some_grid, path, classes=9).classes == 9
-    named = write("named.h5", x=X, y=LABELS)
-    if some_grid.rank == 0:
-        with h5py.File(named, "a") as file:
-            file["y"].attrs["class_names"] = list("abcdefg")
-    some_grid.comm.barrier()
+    named = write("named.h5", list("abcdefg"), x=X, y=LABELS)
     assert DataSet(some_grid, named).classes == 7 == DataSet(some_grid, named, classes=7).classes
     for number in (6, 9):
-        fails(
-            DataError,
-            f"classes is {number}, but class_names lists 7: leave classes",
-            lambda: DataSet(some_grid, named, classes=number),
-        )
+        said = f"classes is {number}, but class_names lists 7: leave classes"
+        fails(DataError, said, lambda number=number: DataSet(some_grid, named, classes=number))
     for number, names in enumerate((7, "abc", np.zeros((2, 2)), [])):
-        odd = write(f"odd{number}.h5", x=X, y=LABELS)
-        if some_grid.rank == 0:
-            with h5py.File(odd, "a") as file:
-                file["y"].attrs["class_names"] = names
-        some_grid.comm.barrier()
-        fails(DataError, "class_names of data set 'y' is no list of names", lambda: DataSet(some_grid, odd))
+        odd = write(f"odd{number}.h5", names, x=X, y=LABELS)
+        said = "class_names of data set 'y' is no list of names"
+        fails(DataError, said, lambda odd=odd: DataSet(some_grid, odd))
 
 
 def test_labels_are_renumbered_by_name(some_grid, write, fails):
-    names = {
-        "train": ["cat", "dog", "eel", "owl", "yak"],
-        "other": ["yak", "cat", "eel", "dog", "owl"],
-        "strange": ["yak", "cat", "eel", "dog", "wolf"],
-        "plain": None,
-    }
-    paths = {name: write(f"{name}.h5", x=X, y=LABELS) for name in names}
-    if some_grid.rank == 0:
-        for name, classes in names.items():
-            with h5py.File(paths[name], "a") as file:
-                if classes:
-                    file["y"].attrs["class_names"] = classes
-    some_grid.comm.barrier()
-    with DataSet(some_grid, paths["other"], classes=names["train"]) as data:
-        right = np.array([names["train"].index(name) for name in names["other"]])[LABELS]
+    known, other = ["cat", "dog", "eel", "owl", "yak"], ["yak", "cat", "eel", "dog", "owl"]
+    with DataSet(some_grid, write("other.h5", other, x=X, y=LABELS), classes=known) as data:
+        right = np.array([known.index(name) for name in other])[LABELS]
         assert data.classes == 5
         epoch_of(data.loader(8), right[:, None])
-    with DataSet(some_grid, paths["plain"], classes=names["train"]) as data:
+    with DataSet(some_grid, write("plain.h5", x=X, y=LABELS), classes=known) as data:
         epoch_of(data.loader(8))
-    fails(
-        DataError,
-        "the class 'wolf' is none of cat, dog, eel, owl and 1 more",
-        lambda: DataSet(some_grid, paths["strange"], classes=names["train"]),
-    )
+    strange = write("strange.h5", [*other[:4], "wolf"], x=X, y=LABELS)
+    said = "the class 'wolf' is none of cat, dog, eel, owl and 1 more"
+    fails(DataError, said, lambda: DataSet(some_grid, strange, classes=known))
 
 
 def test_integers_are_values_if_asked_and_classes_are_not_far_more_than_samples(some_grid, write, path, fails):
@@ -79,7 +55,7 @@ def test_integers_are_values_if_asked_and_classes_are_not_far_more_than_samples(
     fails(DataError, "the label 1000000, which makes 1000001 classes of 37 samples", lambda: DataSet(some_grid, far))
 
 
-def test_files_and_data_sets_that_cannot_be_used(some_grid, write, shared_path, fails):
+def test_data_sets_that_cannot_be_used(some_grid, write, fails):
     arrays = {
         "x": X,
         "y": LABELS,
@@ -93,21 +69,25 @@ def test_files_and_data_sets_that_cannot_be_used(some_grid, write, shared_path, 
         "text": np.array(["a"] * SAMPLES, h5py.string_dtype()),
     }
     good = write(**arrays)
-    open_as = lambda *names, **options: lambda: DataSet(some_grid, good, *names, **options)
-    fails(DataError, "cannot open .*none.h5: No such file", lambda: DataSet(some_grid, shared_path / "none.h5"))
-    fails(DataError, "has no data set 'z'; it has 'columnless', 'complex', 'long'", open_as("z"))
-    fails(DataError, "has no data set 3", open_as("x", 3))
-    fails(DataError, "data set 'number' has no dims", open_as("number"))
-    fails(DataError, "'x' has 37 rows, 'long' has 99", open_as("x", "long"))
-    for name, kind in (("words", r"\|S1|strings"), ("text", "strings"), ("complex", "complex128"), ("pair", "f0")):
-        fails(DataError, f"data set '{name}' holds .*({kind})", open_as(name))
-    for name in ("rowless", "columnless"):
-        fails(DataError, f"data set '{name}' is empty", open_as(name))
-    fails(DataError, "classes is 3, but the targets are no labels", open_as("x", "x", classes=3))
-    for classes in (0, "two"):
-        fails(DataError, "classes is a number of at least 1", open_as(classes=classes))
-    fails(DTypeError, "samples are real; got complex64", open_as(dtype="complex64"))
-    fails(DTypeError, "got int32", open_as(dtype="int32"))
+    for kind, text, names, options in (
+        (DataError, "has no data set 'z'; it has 'columnless', 'complex', 'long'", ["z"], {}),
+        (DataError, "has no data set 3", ["x", 3], {}),
+        (DataError, "data set 'number' has no dims", ["number"], {}),
+        (DataError, "'x' has 37 rows, 'long' has 99", ["x", "long"], {}),
+        (DataError, r"data set 'words' holds .*(\|S1|strings)", ["words"], {}),
+        (DataError, "data set 'text' holds .*strings", ["text"], {}),
+        (DataError, "data set 'complex' holds .*complex128", ["complex"], {}),
+        (DataError, "data set 'pair' holds .*f0", ["pair"], {}),
+        (DataError, "data set 'rowless' is empty", ["rowless"], {}),
+        (DataError, "data set 'columnless' is empty", ["columnless"], {}),
+        (DataError, "classes is 3, but the targets are no labels", ["x", "x"], {"classes": 3}),
+        (DataError, "classes is a number of at least 1", [], {"classes": 0}),
+        (DataError, "classes is a number of at least 1", [], {"classes": "two"}),
+        (DTypeError, "samples are real; got complex64", [], {"dtype": "complex64"}),
+        (DTypeError, "got int32", [], {"dtype": "int32"}),
+    ):
+        with given(names=names, options=options):
+            fails(kind, text, lambda some=names, options=options: DataSet(some_grid, good, *some, **options))
 
 
 def test_files_that_are_no_hdf5(some_grid, path, shared_path, fails):
@@ -115,26 +95,38 @@ def test_files_that_are_no_hdf5(some_grid, path, shared_path, fails):
         (shared_path / "text.h5").write_text("1,2\n" * 1000)
         (shared_path / "cut.h5").write_bytes(path.read_bytes()[:5000])
     some_grid.comm.barrier()
-    for name, said in (("text.h5", "it is no HDF5 file; pmm3d convert makes one"), ("cut.h5", ".*truncated")):
-        fails(DataError, f"cannot open .*{name}: {said}", lambda: DataSet(some_grid, shared_path / name))
+    for name, said in (
+        ("none.h5", "No such file"),
+        ("text.h5", "it is no HDF5 file; pmm3d convert makes one"),
+        ("cut.h5", ".*truncated"),
+    ):
+        fails(DataError, f"cannot open .*{name}: {said}", lambda name=name: DataSet(some_grid, shared_path / name))
 
 
-def test_numbers_that_make_no_batches(some_grid, path, fails):
-    with DataSet(some_grid, path) as data:
-        for bad in (0, -3, 2.5, "8", True):
-            fails(DataError, "batch_size is a whole number of at least 1", lambda: data.loader(bad))
-        fails(DataError, "prefetch is a whole number of at least 1", lambda: data.loader(8, prefetch=0))
-        fails(DataError, "seed is a whole number of at least 0", lambda: data.loader(8, seed=-1))
-        for rows in ((0, 38), (-50, 3), (5, 5), (9, 3), 7, (1, 2, 3), slice(0, 9, 2), ("a", "b"), (0.5, 3)):
-            fails(DataError, "rows is .* of at least one of the 37 samples", lambda: data.loader(8, rows=rows))
-        fails(DataError, "drop_last leaves no batch: 37 rows", lambda: data.loader(38, drop_last=True))
-        fails(
+@looped(
+    "kind, text, batch_size, options",
+    [
+        *((DataError, "batch_size is a whole number of at least 1", bad, {}) for bad in (0, -3, 2.5, "8", True)),
+        (DataError, "prefetch is a whole number of at least 1", 8, {"prefetch": 0}),
+        (DataError, "seed is a whole number of at least 0", 8, {"seed": -1}),
+        *(
+            (DataError, "rows is .* of at least one of the 37 samples", 8, {"rows": rows})
+            for rows in ((0, 38), (-50, 3), (5, 5), (9, 3), 7, (1, 2, 3), slice(0, 9, 2), ("a", "b"), (0.5, 3))
+        ),
+        (DataError, "drop_last leaves no batch: 37 rows", 38, {"drop_last": True}),
+        (
             DataError,
             "the rows are a part of a data set of 9 samples; .* has 37: split this one",
-            lambda: data.loader(2, rows=last_rows(9, 0.5)[0]),
-        )
-        fails(LayoutError, "names the axis 'q'", lambda: data.loader(8, split_inputs="q"))
-        fails(LayoutError, "names the axis z twice", lambda: data.loader(8, split_targets="z"))
+            2,
+            {"rows": last_rows(9, 0.5)[0]},
+        ),
+        (LayoutError, "names the axis 'q'", 8, {"split_inputs": "q"}),
+        (LayoutError, "names the axis z twice", 8, {"split_targets": "z"}),
+    ],
+)
+def test_numbers_that_make_no_batches(some_grid, path, fails, kind, text, batch_size, options):
+    with DataSet(some_grid, path) as data:
+        fails(kind, text, lambda: data.loader(batch_size, **options))
 
 
 @four
@@ -144,13 +136,8 @@ def test_a_fingerprint_is_that_of_what_is_in_the_file(comm, write):
     changed[17, 3] += 1
     spread[-1] = 1
     path = write(x=X, same=X, y=LABELS, vectors=VECTORS, changed=changed, ints=X.astype("int32"), large=large)
-    copied, other, later = (
-        write(name, x=X, y=LABELS, large=rows) for name, rows in (("b.h5", large), ("c.h5", spread), ("d.h5", large))
-    )
-    if comm.rank == 0:
-        with h5py.File(later, "a") as file:
-            file["y"].attrs["class_names"] = list("abcde")
-    comm.barrier()
+    copied, other = (write(name, x=X, y=LABELS, large=rows) for name, rows in (("b.h5", large), ("c.h5", spread)))
+    later = write("d.h5", list("abcde"), x=X, y=LABELS, large=large)
 
     def fingerprint(shape, *names):
         with Grid(comm, shape) as grid, DataSet(grid, *names) as data:
@@ -182,49 +169,46 @@ def test_a_state_of_other_data(some_grid, path, write, fails):
         assert (later.epoch, later.batch) == (3, 0)
         later.load_state({**state, "batch": 5}, other_data=True)
         assert (later.epoch, later.batch) == (4, 0)
-        data.loader(8).load_state(state, other_data=True)
+        loader = data.loader(8)
+        loader.load_state({"epoch": 1, "batch": 2}, other_data=True)
+        assert (loader.epoch, loader.batch) == (1, 0)
 
 
 def test_states_of_other_batches(some_grid, path, fails):
     with DataSet(some_grid, path) as data:
-        loader = data.loader(8)
+        loader = data.loader(8, shuffle=True, rows=data.split(0.3)[0])
         state = loader.state()
-        for key, other in (("batch_size", 9), ("seed", 1), ("samples", 40), ("shuffle", False), ("rows", [0, 5])):
-            fails(
-                DataError,
-                f"other batches: {key} was {other}".replace("[", r"\["),
-                lambda: loader.load_state({**state, key: other}),
-            )
-        plan = {key: value for key, value in state.items() if key not in ("epoch", "batch")}
-        fails(DataError, "lacks epoch, batch", lambda: loader.load_state(plan))
-        fails(DataError, "at batch 6; an epoch has 5", lambda: loader.load_state({**state, "batch": 6}))
-        fails(DataError, "epoch is a whole number", lambda: loader.load_state({**state, "epoch": "1"}))
+        others = {"batch_size": 9, "seed": 1, "samples": 40, "shuffle": False, "shuffling": "numpy", "split": "none"}
+        cases = [(f"other batches: {key} was {other}", {**state, key: other}) for key, other in others.items()]
+        cases += [
+            (r"other batches: rows was \[0, 5", {**state, "rows": [0, 5]}),
+            ("lacks epoch, batch", {key: value for key, value in state.items() if key not in ("epoch", "batch")}),
+            ("at batch 6; an epoch has 4", {**state, "batch": 6}),
+            ("epoch is a whole number", {**state, "epoch": "1"}),
+        ]
+        for text, other in cases:
+            fails(DataError, text, lambda other=other: loader.load_state(other))
 
 
-def test_samples_that_are_not_finite(some_grid, write, fails):
-    for bad in [np.nan, np.inf, -np.inf, 1e300]:
-        with given(bad=bad):
-            broken, vectors = X.copy(), VECTORS.astype("float64")
-            broken[29, 7] = vectors[11, 3] = bad
-            path = write(f"{bad}.h5", x=X, y=LABELS, broken=broken, vectors=vectors, broken_chunked=broken)
-            said = {"1e+300": "inf"}.get(str(bad), str(bad))
-            with DataSet(some_grid, path, "broken") as data, DataSet(some_grid, path, "x", "vectors") as other:
-                batches = iter(loader := data.loader(10, shuffle=False))
-                assert [rows_of(next(batches)[0])[0] for _ in range(2)] == [0, 10]
-                fails(
-                    DataError,
-                    f"row 29 of data set 'broken' holds {said} in column 7, as float32",
-                    lambda: next(batches),
-                )
-                fails(DataError, "row 29 of data set 'broken'", lambda: next(iter(loader)))
-                assert loader.batch == 2
-                fails(
-                    DataError,
-                    f"row 11 of data set 'vectors' holds {said} in column 3",
-                    lambda: epoch_of(other.loader(37)),
-                )
-            with DataSet(some_grid, path, "broken_chunked") as data:
-                fails(DataError, "row 29 of data set 'broken_chunked'", lambda: epoch_of(data.loader(37)))
+@looped("bad", [np.nan, np.inf, -np.inf, 1e300])
+def test_samples_that_are_not_finite(some_grid, write, fails, bad):
+    broken, vectors = X.copy(), VECTORS.astype("float64")
+    broken[29, 7] = vectors[11, 3] = bad
+    path = write(f"{bad}.h5", x=X, y=LABELS, broken=broken, vectors=vectors, broken_chunked=broken)
+    said = {"1e+300": "inf"}.get(str(bad), str(bad))
+    with DataSet(some_grid, path, "broken") as data:
+        batches = iter(loader := data.loader(10, shuffle=False))
+        assert [rows_of(next(batches)[0])[0] for _ in range(2)] == [0, 10]
+        told = f"row 29 of data set 'broken' holds {said} in column 7, as float32"
+        fails(DataError, told, lambda: next(batches))
+        fails(DataError, "row 29 of data set 'broken'", lambda: next(iter(loader)))
+        assert loader.batch == 2
+    for names, told in (
+        (("x", "vectors"), f"row 11 of data set 'vectors' holds {said} in column 3"),
+        (("broken_chunked",), "row 29 of data set 'broken_chunked'"),
+    ):
+        with DataSet(some_grid, path, *names) as data:
+            fails(DataError, told, lambda data=data: epoch_of(data.loader(37)))
 
 
 def test_labels_without_a_class(some_grid, write, fails):
@@ -239,23 +223,28 @@ def test_labels_without_a_class(some_grid, write, fails):
         fails(DataError, "row 30 .* label 12; labels are 0 to 11", lambda: epoch_of(data.loader(8), high[:, None]))
 
 
+def overwrite(path):
+    with open(path, "r+b") as file:
+        file.write(path.read_bytes())
+
+
+HARM = {
+    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "removed": os.unlink,
+    "replaced": lambda path: os.replace(shutil.copy(path, "other.h5"), path),
+    "overwritten": overwrite,
+}
+
+
 @pytest.mark.parametrize("inputs", ["x", "chunked"])
-@pytest.mark.parametrize("harm", ["cut", "removed", "replaced", "overwritten"])
+@pytest.mark.parametrize("harm", HARM)
 def test_a_rank_that_loses_its_file(some_grid, own, fails, inputs, harm):
     grid = some_grid
     with DataSet(grid, "own.h5", inputs) as data, data.loader(4) as loader:
         batches = iter(loader)
         first = rows_of(next(batches)[0])
         if grid.rank == grid.size - 1:
-            if harm == "cut":
-                os.truncate(own, own.stat().st_size // 2)
-            elif harm == "removed":
-                own.unlink()
-            elif harm == "overwritten":
-                with open(own, "r+b") as file:
-                    file.write(own.read_bytes())
-            else:
-                os.replace(shutil.copy(own, "other.h5"), own)
+            HARM[harm](own)
         text = "lost own.h5 while reading: No such file" if harm == "removed" else "own.h5 has been replaced or has ch"
         said = fails(DataError, text, lambda: list(batches))
         assert grid.size == 1 or f"Loader failed on 1 of {grid.size} ranks. rank {grid.size - 1}" in said

@@ -5,7 +5,7 @@ import os
 import h5py
 import numpy as np
 import pytest
-from loops import given
+from loops import given, looped
 
 from pmm3d import DataError
 from pmm3d.io import DataSet
@@ -61,23 +61,27 @@ def rows_of(grid, path, name, **options):
         return np.concatenate([x.gather() for x, _ in loader])
 
 
-def test_data_sets_that_read_other_files(some_grid, folder):
-    for name in ("stored", "soft", "folder/x", "linked", "over", "beside", "within", "through", "group/x"):
-        with given(name=name):
-            assert np.array_equal(rows_of(some_grid, folder / "data.h5", name), X)
+@looped("name", ["stored", "soft", "folder/x", "linked", "over", "beside", "within", "through", "group/x"])
+def test_data_sets_that_read_other_files(some_grid, folder, name):
+    assert np.array_equal(rows_of(some_grid, folder / "data.h5", name), X)
 
 
-def test_the_files_of_a_data_set_have_to_be_there(some_grid, folder, fails):
-    opened = lambda name: lambda: DataSet(some_grid, folder / "data.h5", name)
-    fails(DataError, "'short' declares the shape .* takes 640 bytes, and 320 of them were written", opened("short"))
-    fails(DataError, "'half' declares the shape .* takes 80 elements, and 40 of them", opened("half"))
-    fails(DataError, "'missing': its data are in .*none.h5, which is not there", opened("missing"))
-    fails(DataError, "'renamed': its data are in data set 'none' of .*other.h5, which is not", opened("renamed"))
-    fails(DataError, "'own': its data are in data set 'none' of .*data.h5, which is not there", opened("own"))
-    fails(DataError, "other.h5: data set 'few' declares the shape .* 4 chunks, and 1 of them", opened("unwritten"))
-    fails(DataError, "'gone': it is /x of none.h5, which cannot be opened", opened("gone"))
-    for name in ("dangling", "loop"):
-        fails(DataError, f"data set '{name}'", opened(name))
+@looped(
+    "name, text",
+    [
+        ("short", "'short' declares the shape .* takes 640 bytes, and 320 of them were written"),
+        ("half", "'half' declares the shape .* takes 80 elements, and 40 of them"),
+        ("missing", "'missing': its data are in .*none.h5, which is not there"),
+        ("renamed", "'renamed': its data are in data set 'none' of .*other.h5, which is not"),
+        ("own", "'own': its data are in data set 'none' of .*data.h5, which is not there"),
+        ("unwritten", "other.h5: data set 'few' declares the shape .* 4 chunks, and 1 of them"),
+        ("gone", "'gone': it is /x of none.h5, which cannot be opened"),
+        ("dangling", "data set 'dangling'"),
+        ("loop", "data set 'loop'"),
+    ],
+)
+def test_the_files_of_a_data_set_have_to_be_there(some_grid, folder, fails, name, text):
+    fails(DataError, text, lambda: DataSet(some_grid, folder / "data.h5", name))
 
 
 @pytest.mark.parametrize("name, file", [("stored", "raw.bin"), ("over", "other.h5"), ("linked", "other.h5")])
@@ -102,35 +106,25 @@ def test_rows_that_were_declared_and_never_written(some_grid, shared_path, fails
                 file.create_dataset(f"contiguous_{name}", (rows, 4), "f4")
                 file.create_dataset(f"labels_{name}", (rows,), "i8", chunks=(5,))
     some_grid.comm.barrier()
+    cases = [("x", "labels_few", "'labels_few' declares .* 4 chunks, and 0")]
     for name in ("few", "many"):
-        for targets in (f"contiguous_{name}", f"labels_{name}"):
-            fails(
-                DataError,
-                f"'chunked_{name}' declares .* chunks, and 1 of them were written: write all rows",
-                lambda: DataSet(some_grid, path, f"chunked_{name}", targets),
-            )
-        fails(
-            DataError,
-            f"'contiguous_{name}' declares .* bytes, and 0 of them",
-            lambda: DataSet(some_grid, path, f"contiguous_{name}", f"labels_{name}"),
-        )
-    fails(DataError, "'labels_few' declares .* 4 chunks, and 0", lambda: DataSet(some_grid, path, "x", "labels_few"))
+        chunks = f"'chunked_{name}' declares .* chunks, and 1 of them were written: write all rows"
+        cases += [(f"chunked_{name}", f"{targets}_{name}", chunks) for targets in ("contiguous", "labels")]
+        cases.append((f"contiguous_{name}", f"labels_{name}", f"'contiguous_{name}' declares .* bytes, and 0 of them"))
+    for inputs, targets, text in cases:
+        with given(inputs=inputs, targets=targets):
+            fails(DataError, text, lambda names=(inputs, targets): DataSet(some_grid, path, *names))
 
 
-def test_labels_that_are_no_numbers_of_classes(some_grid, shared_path, fails):
-    for label in [2**62, 2**63 + 5, 2**20]:
-        with given(label=label):
-            path = shared_path / f"{label}.h5"
-            if some_grid.rank == 0:
-                labels = LABELS.astype("uint64")
-                labels[7] = label
-                with h5py.File(path, "w") as file:
-                    file["x"], file["y"] = X, labels
-            some_grid.comm.barrier()
-            said = f"has the label {label}, which makes {label + 1} classes of 20 samples"
-            fails(DataError, said, lambda: DataSet(some_grid, path))
-            with DataSet(some_grid, path, classes=3) as data:
-                fails(DataError, "row 7 .* labels are 0 to 2", lambda: list(data.loader(20)))
+@looped("label", [2**62, 2**63 + 5, 2**20])
+def test_labels_that_are_no_numbers_of_classes(some_grid, write, fails, label):
+    labels = LABELS.astype("uint64")
+    labels[7] = label
+    path = write(f"{label}.h5", x=X, y=labels)
+    said = f"has the label {label}, which makes {label + 1} classes of 20 samples"
+    fails(DataError, said, lambda: DataSet(some_grid, path))
+    with DataSet(some_grid, path, classes=3) as data:
+        fails(DataError, "row 7 .* labels are 0 to 2", lambda: list(data.loader(20)))
 
 
 def test_other_names_permissions_and_times_of_access_are_no_change(some_grid, folder):
@@ -147,18 +141,12 @@ def test_other_names_permissions_and_times_of_access_are_no_change(some_grid, fo
         assert len(list(batches)) == 4 and len(list(loader)) == 5
 
 
-def test_fewer_rows_than_a_batch_or_than_ranks(some_grid, shared_path):
-    for rows in [1, 2]:
-        for batch_size in [1, 10**12, 10**30]:
-            with given(rows=rows, batch_size=batch_size):
-                path = shared_path / f"{rows}-{batch_size}.h5"
-                if some_grid.rank == 0:
-                    with h5py.File(path, "w") as file:
-                        file["x"], file["y"] = X[:rows], LABELS[:rows]
-                some_grid.comm.barrier()
-                with DataSet(some_grid, path) as data:
-                    loader = data.loader(batch_size, shuffle=False)
-                    batches = list(loader)
-                    assert len(batches) == len(loader) == -(-rows // min(batch_size, rows))
-                    assert np.array_equal(np.concatenate([x.gather() for x, _ in batches]), X[:rows])
-                    assert loader._work.allocated == 0
+@looped("rows", [1, 2])
+@looped("batch_size", [1, 10**12, 10**30])
+def test_fewer_rows_than_a_batch_or_than_ranks(some_grid, write, rows, batch_size):
+    with DataSet(some_grid, write(f"{rows}-{batch_size}.h5", x=X[:rows], y=LABELS[:rows])) as data:
+        loader = data.loader(batch_size, shuffle=False)
+        batches = list(loader)
+        assert len(batches) == len(loader) == -(-rows // min(batch_size, rows))
+        assert np.array_equal(np.concatenate([x.gather() for x, _ in batches]), X[:rows])
+        assert loader._work.allocated == 0

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from batches import FEATURES, LABELS, SAMPLES, VECTORS, X, epoch_of, flat, rows_of
 from forked import ends_process, exit_code
-from loops import given
+from loops import given, looped
 from mpi_runner.plugin import all_tests
 from networks import ALL_GRIDS
 from samples import TESTED, to_numpy
@@ -39,15 +39,18 @@ def test_each_sample_once_per_epoch_on_every_grid(comm, nranks, path):
 
 @four
 def test_inputs_of_any_dims_split_over_any_axis(grid, path):
-    for inputs in ["x", "deep", "chunked", "single"]:
-        with given(inputs=inputs):
-            every = [*product(("y", "x", None), (100, 2**20))]
-            for split, cache_bytes in every if all_tests else [*every[:3], every[-1]]:
-                with DataSet(grid, path, inputs, dtype="float64", cache_bytes=cache_bytes) as data:
-                    loader = data.loader(10, split_inputs=split)
-                    x, y = next(iter(loader))
-                    assert x.layout == batch_layout(split) and x.dtype == "float64" and y.dtype == "int64"
-                    assert sorted(rows_of(x) + flat(epoch_of(loader))) == list(range(SAMPLES))
+    every = [*product(("y", "x", None), (100, 2**20))]
+    for inputs, (split, cache_bytes) in product(
+        ("x", "deep", "chunked", "single"), every if all_tests else [*every[:3], every[-1]]
+    ):
+        with (
+            given(inputs=inputs, split=split, cache_bytes=cache_bytes),
+            DataSet(grid, path, inputs, dtype="float64", cache_bytes=cache_bytes) as data,
+        ):
+            loader = data.loader(10, split_inputs=split)
+            x, y = next(iter(loader))
+            assert x.layout == batch_layout(split) and x.dtype == "float64" and y.dtype == "int64"
+            assert sorted(rows_of(x) + flat(epoch_of(loader))) == list(range(SAMPLES))
 
 
 @four
@@ -60,41 +63,30 @@ def test_each_stage_gets_all_batches_and_none_is_split_over_stages(comm, path, f
             fails(LayoutError, "pipe", lambda options=options: data.loader(8, **options))
 
 
-TARGETS = ["vectors", "vectors_chunked", "column", "deep", "one"]
-
-
 @four
-def test_targets_are_labels_or_vectors(grid, path):
-    for targets in TARGETS:
-        with given(targets=targets):
-            whole = {"column": VECTORS[:, :1], "deep": X, "one": LABELS[:, None]}.get(targets, VECTORS)
-            for split in ("x", None) if targets != "one" else (None,):
-                with DataSet(grid, path, targets=targets) as data, data.loader(9, split_targets=split) as loader:
-                    assert (data.outputs, data.classes) == (whole.shape[1], 5 if targets == "one" else None)
-                    assert sorted(flat(epoch_of(loader, whole))) == list(range(SAMPLES))
+@looped("targets", ["vectors", "vectors_chunked", "column", "deep", "one"])
+def test_targets_are_labels_or_vectors(grid, path, targets):
+    whole = {"column": VECTORS[:, :1], "deep": X, "one": LABELS[:, None]}.get(targets, VECTORS)
+    for split in ("x", None) if targets != "one" else (None,):
+        with DataSet(grid, path, targets=targets) as data, data.loader(9, split_targets=split) as loader:
+            assert (data.outputs, data.classes) == (whole.shape[1], 5 if targets == "one" else None)
+            assert sorted(flat(epoch_of(loader, whole))) == list(range(SAMPLES))
 
 
-@pytest.mark.parametrize("library", [TESTED, "standin"])
+each_library = pytest.mark.parametrize("library", [*dict.fromkeys([TESTED, "standin", "torch"])])
+
+
+@each_library
 def test_batches_in_every_library(some_grid, path, library):
-    assert_batches_in(some_grid, path, library)
-
-
-@pytest.mark.parallel(2)
-def test_batches_in_torch(some_grid, path):
-    assert_batches_in(some_grid, path, "torch")
-
-
-def assert_batches_in(some_grid, path, library):
     for dtype in ("float32", "float64") + (("bfloat16",) if library == "torch" else ()):
-        whole = VECTORS if dtype == "bfloat16" else X
-        with DataSet(some_grid, path, "vectors" if dtype == "bfloat16" else "x", dtype=dtype, library=library) as data:
-            with data.loader(16, shuffle=False) as loader:
-                kept = [
-                    (to_numpy(x.gather(), library), to_numpy(y.local, library).copy(), x.dtype, y.dtype)
-                    for x, y in loader
-                ]
-        assert np.array_equal(np.concatenate([x for x, *_ in kept]), whole)
-        assert {types[2:] for types in kept} == {(dtype, "int64")}
+        inputs, whole = ("vectors", VECTORS) if dtype == "bfloat16" else ("x", X)
+        with (
+            DataSet(some_grid, path, inputs, dtype=dtype, library=library) as data,
+            data.loader(16, shuffle=False) as loader,
+        ):
+            found = [(to_numpy(x.gather(), library), x.dtype, y.dtype) for x, y in loader]
+        assert np.array_equal(np.concatenate([x for x, *_ in found]), whole)
+        assert {types[1:] for types in found} == {(dtype, "int64")}
 
 
 @four
@@ -174,21 +166,6 @@ def test_held_out_rows_are_the_same_on_every_grid_and_complete_those_that_are_tr
     assert found[0] == found[1]
 
 
-def test_a_state_from_before_a_change_of_the_order_is_refused(some_grid, path):
-    with DataSet(some_grid, path) as data:
-        state = data.loader(8).state() | {"shuffling": "numpy"}
-        loader = data.loader(8)
-        with pytest.raises(DataError, match="shuffling was numpy, is feistel"):
-            loader.load_state({**state, "batch": 2})
-        loader.load_state({**state, "epoch": 1, "batch": 2}, other_data=True)
-        assert (loader.epoch, loader.batch) == (1, 0)
-        loader.load_state({"epoch": 1, "batch": 2}, other_data=True)
-        assert (loader.epoch, loader.batch) == (1, 0)
-        held_out = data.loader(8, shuffle=False, rows=data.split(0.5)[1])
-        with pytest.raises(DataError, match="split was none, is by seed 0"):
-            held_out.load_state({**held_out.state(), "split": "none"})
-
-
 @four
 def test_each_rank_reads_only_its_rows_and_columns(grid, path, monkeypatch):
     asked = []
@@ -207,26 +184,16 @@ def test_each_rank_reads_only_its_rows_and_columns(grid, path, monkeypatch):
     assert all(shape[0] <= mine[0] for _, shape in asked)
 
 
-@pytest.mark.parametrize("library", [TESTED, "standin"])
-def test_all_batches_of_an_epoch_at_once(some_grid, path, library):
-    assert_batches_stay(some_grid, path, library)
-
-
-@pytest.mark.parallel(2)
-def test_all_batches_of_an_epoch_at_once_in_torch(some_grid, path):
-    assert_batches_stay(some_grid, path, "torch")
-
-
-def assert_batches_stay(grid, path, library):
+@each_library
+@looped("inputs, whole, batch_size", (("x", X, 3), ("wide", np.tile(X, 200), 7)))
+def test_all_batches_of_an_epoch_at_once(some_grid, path, library, inputs, whole, batch_size):
     """Small samples, and samples that are large enough for the pool."""
-    for inputs, batch_size in (("x", 3), ("wide", 7)):
-        whole = X if inputs == "x" else np.tile(X, 200)
-        with DataSet(grid, path, inputs, library=library) as data:
-            loader = data.loader(batch_size, shuffle=False, prefetch=1)
-            batches = list(loader)
-            assert np.array_equal(np.concatenate([to_numpy(x.gather(), library) for x, _ in batches]), whole)
-            assert np.array_equal(np.concatenate([to_numpy(y.gather(), library) for _, y in batches])[:, 0], LABELS)
-            assert len(batches) == len(loader) == -(-SAMPLES // batch_size)
+    with DataSet(some_grid, path, inputs, library=library) as data:
+        loader = data.loader(batch_size, shuffle=False, prefetch=1)
+        batches = list(loader)
+        assert np.array_equal(np.concatenate([to_numpy(x.gather(), library) for x, _ in batches]), whole)
+        assert np.array_equal(np.concatenate([to_numpy(y.gather(), library) for _, y in batches])[:, 0], LABELS)
+        assert len(batches) == len(loader) == -(-SAMPLES // batch_size)
 
 
 def test_a_view_keeps_its_batch(some_grid, path):
@@ -309,26 +276,17 @@ def test_what_goes_wrong_while_fetching_is_told_here_alone(some_grid, own):
             assert told is None and loader.batch == len(loader)
 
 
-def test_a_steady_state_allocates_little(some_grid, write):
-    path = write(x=np.zeros((2000, 1000), "float32"), y=np.zeros(2000, int))
-    with DataSet(some_grid, path) as data, data.loader(500) as loader:
+@looped("shape, batch_size, most", [((2000, 1000), 500, 2**20), ((400_000, 1), 20_000, 400_000 * 8 / 2)])
+def test_an_epoch_allocates_little(some_grid, write, shape, batch_size, most):
+    """Large batches come from a pool. The rows are shuffled in the memory that is there."""
+    path = write(f"{batch_size}.h5", x=np.zeros(shape, "float32"), y=np.zeros(shape[0], "uint8"))
+    with DataSet(some_grid, path) as data, data.loader(batch_size) as loader:
         list(loader)
         tracemalloc.start()
-        assert sum(len(x.local) > 0 for x, _ in loader) == 4
+        assert sum(len(x.local) > 0 for x, _ in loader) == shape[0] // batch_size
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    assert peak < 2**20
-
-
-def test_a_change_of_epoch_shuffles_in_the_memory_that_is_there(some_grid, write):
-    path = write(x=np.zeros((400_000, 1), "float32"), y=np.zeros(400_000, "uint8"))
-    with DataSet(some_grid, path) as data, data.loader(20_000) as loader:
-        list(loader)
-        tracemalloc.start()
-        list(loader)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    assert peak < 400_000 * 8 / 2
+    assert peak < most
 
 
 def test_closing_ends_the_threads_and_keeps_the_position(some_grid, path):

@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 from grids import process_grids
+from loops import given
 from on_disk import OTHER, every_size, full_disk, on_rank_0, two_ranks
 from samples import TESTED, integers, to_library, to_numpy
 
@@ -98,30 +99,27 @@ def test_torch_loads_what_was_exported(grid, shared_path):
 
 
 def test_tensor_files_that_do_not_fit(grid, shared_path, fails):
-    path = shared_path / "model.safetensors"
+    path, odd = shared_path / "model.safetensors", shared_path / "complex.safetensors"
     export_safetensors(grid, path, tensors(grid), **FORMS)
-    load = lambda matrices, **forms: lambda: import_safetensors(grid, path, matrices, **forms)
-    fails(
-        r"It differs in 'layers.0.weight' \(\(5, 7\) F32 there, \(7, 5\) F32 here\)",
-        load(tensors(grid), vectors=FORMS["vectors"]),
-    )
-    fewer = {name: matrix for name, matrix in tensors(grid).items() if name != "none"} | {"more": tensors(grid)["none"]}
-    fails("It lacks 'more'. It also has 'none'", load(fewer, **FORMS))
-    fails("not names of matrices: 'weight'", load(tensors(grid), transpose={"weight"}))
-    fails("a vector has one row or one column", load(tensors(grid), vectors={"layers.1.weight"}))
     real = tensors(grid) | {"none": DistMatrix.empty(grid, (0, 3), dtype="complex64")}
-    export_safetensors(grid, shared_path / "complex.safetensors", real, **FORMS)
-    fails(
-        r"It differs in 'none' \(\(0, 3\) C64 there, \(0, 3\) float32 here\)",
-        lambda: import_safetensors(grid, shared_path / "complex.safetensors", tensors(grid), **FORMS),
-    )
+    export_safetensors(grid, odd, real, **FORMS)
+    fewer = {name: matrix for name, matrix in tensors(grid).items() if name != "none"} | {"more": tensors(grid)["none"]}
+    for text, source, matrices, forms in (
+        (r"'layers.0.weight' \(\(5, 7\) F32 there, \(7, 5\) F32 here\)", path, tensors(grid), {"vectors": {"column"}}),
+        ("It lacks 'more'. It also has 'none'", path, fewer, FORMS),
+        ("not names of matrices: 'weight'", path, tensors(grid), {"transpose": {"weight"}}),
+        ("a vector has one row or one column", path, tensors(grid), {"vectors": {"layers.1.weight"}}),
+        (r"It differs in 'none' \(\(0, 3\) C64 there, \(0, 3\) float32 here\)", odd, tensors(grid), FORMS),
+        ("none.safetensors is missing", shared_path / "none.safetensors", tensors(grid), FORMS),
+    ):
+        with given(text=text):
+            fails(text, lambda some=(source, matrices), forms=forms: import_safetensors(grid, *some, **forms))
     wide = {"w": DistMatrix.empty(grid, (2, 2), dtype="complex128")}
     fails("'w' is complex128; safetensors files have", lambda: export_safetensors(grid, path, wide))
-    matrices = tensors(grid)
-    import_safetensors(grid, path, matrices, **FORMS)
     on_rank_0(grid, lambda: os.truncate(path, 200))
-    fails("model.safetensors cannot be read", load(matrices, **FORMS))
-    fails("none.safetensors is missing", lambda: import_safetensors(grid, shared_path / "none.safetensors", matrices))
+    fails("model.safetensors cannot be read", lambda: import_safetensors(grid, path, tensors(grid), **FORMS))
+    below = path / "model.safetensors"
+    fails("cannot be written", lambda: export_safetensors(grid, below, tensors(grid), **FORMS))
 
 
 def test_a_full_disk_leaves_the_tensor_file_as_it_was(grid, shared_path, fails):
@@ -132,11 +130,3 @@ def test_a_full_disk_leaves_the_tensor_file_as_it_was(grid, shared_path, fails):
         fails("cannot be written: File too large", lambda: export_safetensors(grid, path, large))
     assert os.listdir(shared_path) == [path.name]
     import_safetensors(grid, path, tensors(grid), **FORMS)
-
-
-def test_a_target_in_a_folder_that_is_a_file_is_refused_on_every_rank(grid, shared_path, fails):
-    on_rank_0(grid, lambda: (shared_path / "file").write_text("text"))
-    fails(
-        "cannot be written",
-        lambda: export_safetensors(grid, shared_path / "file" / "model.safetensors", tensors(grid), **FORMS),
-    )

@@ -5,18 +5,19 @@ from math import factorial
 
 import numpy as np
 import pytest
+from loops import looped
 
 from pmm3d import DataError
 from pmm3d.io.permutation import Permutation
 from pmm3d.io.split import last_rows, random_groups, random_rows
 
 
-def test_each_number_comes_once_and_goes_back():
-    for size in [*range(70), 255, 256, 257, 1000, 99_991]:
-        numbers = np.arange(size)
-        images = Permutation(size, 3, size)(numbers)
-        assert np.array_equal(np.sort(images), numbers) and images.dtype == "int64"
-        assert np.array_equal(Permutation(size, 3, size).inverse(images), numbers)
+@looped("size", [*range(70), 255, 256, 257, 1000, 99_991])
+def test_each_number_comes_once_and_goes_back(size):
+    numbers = np.arange(size)
+    images = Permutation(size, 3, size)(numbers)
+    assert np.array_equal(np.sort(images), numbers) and images.dtype == "int64"
+    assert np.array_equal(Permutation(size, 3, size).inverse(images), numbers)
 
 
 def test_a_permutation_of_many_numbers_takes_the_memory_of_those_asked_for():

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 import h5py
 import numpy as np
 import pytest
-from loops import given
-from on_disk import OTHER, full_disk
+from loops import given, looped
+from on_disk import OTHER, full_disk, stored_elements
 from safetensors.numpy import load_file
 from samples import integers, to_library
 
 from pmm3d import CheckpointError, DisagreementError, DistMatrix, Grid, Layout
-from pmm3d.io import Checkpoints, checkpoint, export_safetensors, import_safetensors
+from pmm3d.io import Checkpoints, export_safetensors, import_safetensors
 from pmm3d.layout import part_range
 
 pytestmark = [pytest.mark.parallel([4], thorough=[8]), pytest.mark.deadline(240)]
@@ -56,34 +56,29 @@ def hold(matrices, seed=0):
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["at once", "background"])
-def test_saved_in_stages_and_loaded_in_any_number_of_them(comm, shared_path, background):
-    for stages in (4, 2, 1, 0):
-        with cut(comm, stages) as grid:
-            keeper = Checkpoints(grid, shared_path / str(stages), background=background)
-            matrices = matrices_of(grid, seed=stages)
-            path = keeper.save(3, matrices, {"stages": stages})
-            assert len(set(grid.comm.allgather(path))) == 1
-            for matrix in matrices.values():
-                matrix.local[...] = -1  # a checkpoint in the background has the values at the call
-            keeper.finish()
-            assert keeper.contents(path) == {name: (SHAPES[name], "float32") for name in NAMES}
-        for others in (4, 2, 1, 0):
-            with given(stages=stages, others=others), cut(comm, others) as other:
-                into = matrices_of(other, shift=1, blank=True)
-                assert Checkpoints(other, shared_path / str(stages)).load_latest(into) == (path, {"stages": stages})
-                assert hold(into, stages)
+@looped("stages", (4, 2, 1, 0))
+def test_saved_in_stages_and_loaded_in_any_number_of_them(comm, shared_path, background, stages):
+    with cut(comm, stages) as grid:
+        keeper = Checkpoints(grid, shared_path / str(stages), background=background)
+        matrices = matrices_of(grid, seed=stages)
+        path = keeper.save(3, matrices, {"stages": stages})
+        assert len(set(grid.comm.allgather(path))) == 1
+        for matrix in matrices.values():
+            matrix.local[...] = -1  # a checkpoint in the background has the values at the call
+        keeper.finish()
+        assert keeper.contents(path) == {name: (SHAPES[name], "float32") for name in NAMES}
+    for others in (4, 2, 1, 0):
+        with given(stages=stages, others=others), cut(comm, others) as other:
+            into = matrices_of(other, shift=1, blank=True)
+            assert Checkpoints(other, shared_path / str(stages)).load_latest(into) == (path, {"stages": stages})
+            assert hold(into, stages)
 
 
 def test_each_element_is_stored_once(comm, shared_path):
     """Also of the table, which two stages have."""
     with cut(comm, 4) as grid:
         path = Checkpoints(grid, shared_path).save(1, matrices_of(grid))
-    stored = dict.fromkeys(NAMES, 0)
-    for file_name in path.glob("rank-*.h5"):
-        with h5py.File(file_name) as file:
-            for name in NAMES:
-                stored[name] += file[name].size if name in file else 0
-    assert stored == {name: np.prod(shape) for name, shape in SHAPES.items()}
+    assert stored_elements(path) == {name: np.prod(shape) for name, shape in SHAPES.items() if np.prod(shape)}
     with h5py.File(path / "checkpoint.h5") as file:
         assert all(np.array_equal(file[name][...], values(name)) for name in NAMES)
 
@@ -114,30 +109,28 @@ def test_names_are_compared_with_those_of_all_stages(comm, shared_path, fails):
         blank = matrices_of(grid, blank=True)
         small = {name: matrix for name, matrix in blank.items() if name != "2.weight"}
         other = {"3.weight" if name == "0.bias" else name: matrix for name, matrix in blank.items()}
-        for changed, text in ((small, r"It also has '2.weight'\."), (other, r"It lacks '3.*It also has '0.bias'\.")):
-            said = fails(CheckpointError, text, lambda changed=changed: keeper.load(path, changed))
-            assert said.startswith(f"{path} is the checkpoint of another network. It ")
-        keeper.load(path, small, partial=lambda name: name == "2.weight")
-        fails(
-            CheckpointError,
-            "It also has '2.weight'",
-            lambda: keeper.load(path, small, partial=lambda name: name == "0.bias"),
-        )
-
         wide = {**blank, "table": DistMatrix.empty(grid.stage, (9, 4 + last), dtype="float32")}
-        for call in (lambda: keeper.save(2, wide), lambda: keeper.load(path, wide)):
-            fails(CheckpointError, r"'table' is 9 x 4 float32 in one stage and 9 x 5 float32 in another", call)
+        sizes = "'table' is 9 x 4 float32 in one stage and 9 x 5 float32 in another"
+        keeper.load(path, small, partial=lambda name: name == "2.weight")
+        begin = f"^{path} is the checkpoint of another network. It "
+        for text, matrices, partial in (
+            (rf"{begin}also has '2.weight'\.", small, False),
+            (rf"{begin}lacks '3.*It also has '0.bias'\.", other, False),
+            ("It also has '2.weight'", small, lambda name: name == "0.bias"),
+            (sizes, wide, False),
+        ):
+            fails(
+                CheckpointError, text, lambda some=matrices, partial=partial: keeper.load(path, some, partial=partial)
+            )
+        cases = [(sizes, wide)]
         for row in (0, 3, 8):
             table = values("table")
             table[[row, -2]] = table[[-2, row]] if last else table[[row, -2]]
-            tied = {"table": DistMatrix.from_global(grid.stage, to_library(table), layout=Layout.A)}
-            fails(
-                CheckpointError,
-                "save: two stages have other values under one name: 'table'",
-                lambda tied=tied: keeper.save(2, tied),
-            )
-        names = {"a": blank["table"]} if last else {"a/b": blank["table"]}
-        fails(CheckpointError, "'a' and 'a/b' cannot both name a matrix", lambda: keeper.save(2, names))
+            tied = DistMatrix.from_global(grid.stage, to_library(table), layout=Layout.A)
+            cases.append(("save: two stages have other values under one name: 'table'", {"table": tied}))
+        cases.append(("'a' and 'a/b' cannot both name a matrix", {"a" if last else "a/b": blank["table"]}))
+        for text, matrices in cases:
+            fails(CheckpointError, text, lambda some=matrices: keeper.save(2, some))
         assert keeper.candidates() == [path] and os.listdir(shared_path) == [path.name]
 
 
@@ -147,24 +140,25 @@ def test_what_is_wrong_in_one_stage_is_told_to_all(comm, shared_path, fails, mon
         keeper, last = Checkpoints(grid, shared_path), grid.rank == grid.size - 1
         path, matrices = keeper.save(1, matrices_of(grid)), matrices_of(grid, blank=True)
         own = {name: matrix for name, matrix in matrices.items() if not last or name != "table"}
-        for call in (lambda: keeper.save(2, own), lambda: keeper.load(path, own)):
-            fails(DisagreementError, f"passed different arguments. rank.*'table'.*rank {grid.size - 1}: ", call)
         layout = Layout(cols="data") if last else Layout()
         local = np.zeros(layout.box((9, 4), grid.stage.shape, grid.stage.coords).shape)
         turned = {"table": DistMatrix(grid.stage, to_library(local), (9, 4), layout)}
-        fails(DisagreementError, "the ranks passed different arguments", lambda: keeper.save(2, turned))
         whole = DistMatrix.empty(grid, (2, 2))
-        fails(
-            DisagreementError,
-            "save: the ranks passed different arguments",
-            lambda: keeper.save(2, {"whole": whole} if grid.coords.pipe else {}),
-        )
-        fails(CheckpointError, "got a str", lambda: keeper.save(2, {"a": "text"} if last else {}))
-        fails(
-            CheckpointError,
-            "on a grid over other processes",
-            lambda: Checkpoints(grid.stage, shared_path).save(2, {"w": DistMatrix.empty(grid, (2, 2))}),
-        )
+        told = f"passed different arguments. rank.*'table'.*rank {grid.size - 1}: "
+        fails(DisagreementError, told, lambda: keeper.load(path, own))
+        for kind, text, of, some in (
+            (DisagreementError, told, keeper, own),
+            (DisagreementError, "the ranks passed different arguments", keeper, turned),
+            (
+                DisagreementError,
+                "the ranks passed different arguments",
+                keeper,
+                {"whole": whole} if grid.coords.pipe else {},
+            ),
+            (CheckpointError, "got a str", keeper, {"a": "text"} if last else {}),
+            (CheckpointError, "on a grid over other processes", Checkpoints(grid.stage, shared_path), {"w": whole}),
+        ):
+            fails(kind, text, lambda of=of, some=some: of.save(2, some))
         large = {f"{grid.coords.pipe}": DistMatrix.empty(grid.stage, (1200, 300), layout=Layout("data"))}
         with full_disk(last):
             fails(CheckpointError, "rank-0000.*h5 cannot be written: File too large", lambda: keeper.save(2, large))
@@ -175,25 +169,6 @@ def test_what_is_wrong_in_one_stage_is_told_to_all(comm, shared_path, fails, mon
             )
         assert os.listdir(shared_path) == [path.name]
         assert keeper.load_latest(matrices) == (path, None) and hold(matrices)
-
-
-def test_nobody_waits_for_a_slow_stage(comm, shared_path, monkeypatch):
-    """In the background, a checkpoint is complete when each stage has written its shards."""
-    from threading import Event
-
-    opened, write = Event(), checkpoint.on_disk.write_shards
-    monkeypatch.setattr(checkpoint.on_disk, "write_shards", lambda *args: (opened.wait(60), write(*args))[1])
-    with cut(comm, 2) as grid:
-        keeper = Checkpoints(grid, shared_path, background=True)
-        if grid.coords.pipe == 0:
-            opened.set()
-        path = keeper.save(1, matrices_of(grid, 1))
-        assert [keeper.poll() for _ in range(20)] == [None] * 20
-        opened.set()
-        assert keeper.finish() == path
-        matrices = matrices_of(grid, blank=True)
-        keeper.load(path, matrices)
-        assert hold(matrices, 1)
 
 
 def test_a_safetensors_file_is_the_same_from_any_number_of_stages(comm, shared_path, fails):

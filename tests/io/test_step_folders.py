@@ -5,8 +5,8 @@ import shutil
 
 import numpy as np
 import pytest
-from loops import given
-from on_disk import every_size, on_rank_0
+from loops import looped
+from on_disk import every_size, names, on_rank_0
 from samples import integers, to_library
 
 from pmm3d import CheckpointError, DistMatrix, Pmm3dError
@@ -51,13 +51,6 @@ def holds(matrices, seed):
     return np.array_equal(matrices["w"].gather(), integers((5, 6), "float32", seed))
 
 
-def names(keeper):
-    keeper.grid.comm.barrier()
-    found = sorted(os.listdir(keeper.folder))
-    keeper.grid.comm.barrier()
-    return found
-
-
 def warned(grid, caplog):
     """Warnings on rank 0 since the last call."""
     told = [
@@ -100,27 +93,25 @@ def test_the_one_that_a_run_goes_on_from_stays_though_it_was_retired_before(grid
 
 def test_saving_an_earlier_step_retires_the_later_ones_too(grid, keeper, caplog):
     """A training loop of the user that continued from an earlier step without `retire`."""
-    for step in (4, 8):
-        keeper.save(step, weights(grid, step))
-    for step in (5, 6):
+    for step in (4, 8, 5, 6):
         keeper.save(step, weights(grid, step))
     assert names(keeper) == ["retired-step-00000008", "step-00000005", "step-00000006"]
     said = warned(grid, caplog)
     assert len(said) == 1 and "step-00000005 is of an earlier step than retired-step-00000008, which are" in said[0]
 
 
-def test_as_many_retired_ones_stay_as_are_kept(grid, keeper):
+@looped("again", range(3))
+def test_as_many_retired_ones_stay_as_are_kept(grid, keeper, again):
     """The last retired ones."""
-    for again in range(3):
-        for step in (2, 3):
-            keeper.save(step, weights(grid, 10 * again + step))
-        retired = keeper.retire(1)
-        assert names(keeper) == sorted(path.name for path in retired) and keeper.latest() is None
-        matrices = weights(grid)
-        for step, path in zip((2, 3), retired):
-            assert path.name.startswith(f"retired-step-0000000{step}")
-            keeper.load(path, matrices)
-            assert holds(matrices, 10 * again + step)
+    for step in (2, 3):
+        keeper.save(step, weights(grid, 10 * again + step))
+    retired = keeper.retire(1)
+    assert names(keeper) == sorted(path.name for path in retired) and keeper.latest() is None
+    matrices = weights(grid)
+    for step, path in zip((2, 3), retired):
+        assert path.name.startswith(f"retired-step-0000000{step}")
+        keeper.load(path, matrices)
+        assert holds(matrices, 10 * again + step)
 
 
 def test_a_part_that_was_removed_blocks_no_save(grid, keeper, caplog):
@@ -136,46 +127,29 @@ def test_a_part_that_was_removed_blocks_no_save(grid, keeper, caplog):
     assert holds(matrices, 3)
 
 
-FILES = ["step-00000002", "writing-step-00000002", "removing-step-00000001.1"]
+@looped("name", ["step-00000002", "writing-step-00000002", "removing-step-00000001.1"])
+def test_a_file_in_the_place_of_a_folder_blocks_no_save(grid, fresh, name):
+    keeper = fresh()
+    keeper.save(1, weights(grid, 1))
+    on_rank_0(grid, lambda: (keeper.folder / name).write_text("a note"))
+    path = keeper.save(2, weights(grid, 2))
+    assert set(names(keeper)) - {name} == {"step-00000001", path.name} and keeper.latest() == path
 
 
-def test_a_file_in_the_place_of_a_folder_blocks_no_save(grid, fresh):
-    for name in FILES:
-        with given(name=name):
-            keeper = fresh()
-            keeper.save(1, weights(grid, 1))
-            on_rank_0(grid, lambda: (keeper.folder / name).write_text("a note"))
-            path = keeper.save(2, weights(grid, 2))
-            assert set(names(keeper)) - {name} == {"step-00000001", path.name} and keeper.latest() == path
+@looped("remove", [shutil.rmtree, lambda folder: folder.rename(f"{folder}-old")])
+def test_a_folder_that_is_gone_is_made_anew(grid, fresh, remove):
+    keeper = fresh()
+    keeper.save(1, weights(grid, 1))
+    on_rank_0(grid, lambda: remove(keeper.folder))
+    path = keeper.save(2, weights(grid, 2))
+    assert keeper.candidates() == [path]
 
 
-def test_a_folder_that_is_gone_is_made_anew(grid, fresh, shared_path):
-    for how in ["removed", "renamed"]:
-        with given(how=how):
-            keeper = fresh()
-            keeper.save(1, weights(grid, 1))
-            on_rank_0(
-                grid,
-                lambda: (
-                    shutil.rmtree(keeper.folder)
-                    if how == "removed"
-                    else keeper.folder.rename(shared_path / f"old-{how}")
-                ),
-            )
-            path = keeper.save(2, weights(grid, 2))
-            assert keeper.candidates() == [path]
-
-
-NO_CHECKSUMS = ["[]", "3", "{}", "\udc80", "{"]
-
-
-def test_checksums_that_are_none(grid, fresh, fails):
-    for text in NO_CHECKSUMS:
-        with given(text=text):
-            keeper = fresh()
-            path = keeper.save(1, weights(grid, 1))
-            on_rank_0(grid, lambda: (path / "checkpoint.crc").write_bytes(text.encode(errors="surrogateescape")))
-            fails("checkpoint.crc cannot be read", lambda: keeper.load(path, weights(grid)))
+@looped("text", ["[]", "3", "{}", "\udc80", "{"])
+def test_checksums_that_are_none(grid, fresh, fails, text):
+    path = fresh().save(1, weights(grid, 1))
+    on_rank_0(grid, lambda: (path / "checkpoint.crc").write_bytes(text.encode(errors="surrogateescape")))
+    fails("checkpoint.crc cannot be read", lambda: Checkpoints(grid, path.parent).load(path, weights(grid)))
 
 
 def test_a_check_sees_the_meta_before_anything_changes(grid, keeper, fails):
@@ -216,21 +190,20 @@ REMEDIES = [
 ]
 
 
-def test_an_error_of_the_disk_has_a_remedy_and_loses_nothing(grid, fresh, fails, monkeypatch):
-    for call, number, remedy in REMEDIES:
-        with given(call=call, number=number, remedy=remedy):
-            keeper = fresh()
-            path = keeper.save(1, weights(grid, 1))
+@looped("call, number, remedy", REMEDIES)
+def test_an_error_of_the_disk_has_a_remedy_and_loses_nothing(grid, fresh, fails, call, number, remedy):
+    keeper = fresh()
+    path = keeper.save(1, weights(grid, 1))
 
-            def fail(*_, **__):
-                raise OSError(number, os.strerror(number))
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
 
-            with monkeypatch.context() as patch:
-                if grid.rank == 0:
-                    patch.setattr(os, call, fail)
-                fails(remedy, lambda: keeper.save(2, weights(grid, 2)))
-            assert names(keeper) == [path.name] and keeper.latest() == path
-            keeper.save(2, weights(grid, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        if grid.rank == 0:
+            patch.setattr(os, call, fail)
+        fails(remedy, lambda: keeper.save(2, weights(grid, 2)))
+    assert names(keeper) == [path.name] and keeper.latest() == path
+    keeper.save(2, weights(grid, 2))
 
 
 def test_a_folder_removed_while_it_is_written(grid, keeper, fails, monkeypatch):

@@ -106,19 +106,8 @@ def test_the_wheel_works_in_an_empty_environment(built):
     venv.create(environment, symlinks=True)
     python, pmm3d = environment / "bin" / "python", environment / "bin" / "pmm3d"
     [packages] = environment.glob("lib/python*/site-packages")
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "-q",
-        "--no-index",
-        "--no-deps",
-        built.wheel,
-        cwd=built.folder,
-    )
+    pip = (sys.executable, "-m", "pip", "--python", python)
+    run(*pip, "install", "-q", "--no-index", "--no-deps", built.wheel, cwd=built.folder)
     (packages / "others.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
     (built.folder / "product.py").write_text(PRODUCT)
     environ = launcher.environment(2, ENVIRON) | {"PMM3D_MPIEXEC": " ".join(launcher.mpiexec_command())}
@@ -127,29 +116,3 @@ def test_the_wheel_works_in_an_empty_environment(built):
     assert run(pmm3d, "--version", cwd=built.folder, environ=environ) == f"pmm3d {PROJECT['version']}\n"
     said = run(python, "-m", "pmm3d.launcher", "-n", 2, "product.py", cwd=built.folder, environ=environ)
     assert said.splitlines() == 2 * [f"True 2 True {packages / 'pmm3d' / '__init__.py'}"]
-
-
-def test_type_checkers_see_an_editable_install(tmp_path):
-    """An editable install as by `make setup`. mypy and editors follow paths, and not import hooks."""
-    source, environment = tmp_path / "source", tmp_path / "environment"
-    source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "pmm3d"):
-        (source / name).symlink_to(ROOT / name)
-    run(sys.executable, "-c", BUILD, "editable", "..", cwd=source)
-    venv.create(environment, symlinks=True)
-    [wheel], [packages] = tmp_path.glob("*.whl"), environment.glob("lib/python*/site-packages")
-    zipfile.ZipFile(wheel).extractall(packages)
-    program = tmp_path / "user.py"
-    program.write_text("from pmm3d.layout import Layout\nreveal_type(Layout.A)\n")
-    said = run(
-        sys.executable,
-        "-m",
-        "mypy",
-        "--python-executable",
-        environment / "bin" / "python",
-        "--cache-dir",
-        tmp_path / "cache",
-        program,
-        cwd=tmp_path,
-    )
-    assert 'Revealed type is "pmm3d.layout.layout.Layout"' in said

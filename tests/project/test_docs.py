@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import h5py
 import numpy as np
 import pytest
-from loops import given
+from loops import looped
 from training_runs import run_here
 from typer.main import get_command
 
@@ -82,13 +82,12 @@ def test_a_program_of_transformers_learns(comm, shared_path):
 
 
 @four
-def test_programs_of_embedding_are_right(comm):
-    for number, text in enumerate(programs("docs/embedding.md")):
-        with given(program=number):
-            assert "MPI.COMM_WORLD" in text
-            said = printed(comm, text)
-            told = sum(comm.allgather(said.startswith("right:")))
-            assert told in (3, 4) and "False" not in said, said
+@looped("number, text", enumerate(programs("docs/embedding.md")))
+def test_programs_of_embedding_are_right(comm, number, text):
+    assert "MPI.COMM_WORLD" in text
+    said = printed(comm, text)
+    told = sum(comm.allgather(said.startswith("right:")))
+    assert told in (3, 4) and "False" not in said, said
 
 
 @four
@@ -200,32 +199,21 @@ def test_every_file_that_a_page_names_exists():
 
 
 def test_every_file_that_the_walks_through_the_code_name_exists():
-    named = {
-        *re.findall(
-            r"(?<![\w/])(?:tools|embedding|torch|nn|io|product|comm|model|arrays|layout)/[\w/]+\.py",
-            (DOCS / "rooms.md").read_text(),
-        )
-    }
+    rooms = "tools|embedding|torch|nn|io|product|comm|model|arrays|layout"
+    named = {*re.findall(rf"(?<![\w/])(?:{rooms})/[\w/]+\.py", (DOCS / "rooms.md").read_text())}
     assert len(named) > 30 and not [name for name in named if not (ROOT / "pmm3d" / name).exists()]
 
 
 def test_every_option_of_a_command_that_a_page_names_exists():
-    whole = get_command(app)
-
-    def children(command):
-        return getattr(command, "commands", {})
-
     def exists(page, found):
         words, rest = found
-        command = whole
-        for word in words.split():
-            command = children(command).get(word, command)
-        if command.name == "convert":  # its first word is optional
-            command = children(command)["table"]
+        command = get_command(app)
+        for word in [*words.split(), *["table"] * words.startswith("convert")]:  # the word "table" is optional
+            command = getattr(command, "commands", {}).get(word, command)
         known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-        return {*OPTION.findall(rest)} <= known | {"--help"}
+        return page.name == "CHANGES.md" or {*OPTION.findall(rest)} <= known | {"--help"}
 
-    assert not wrong(COMMAND, lambda page, found: page.name == "CHANGES.md" or exists(page, found))
+    assert not wrong(COMMAND, exists)
 
 
 def test_the_reference_has_every_public_name():
@@ -239,18 +227,7 @@ def test_the_reference_has_every_public_name():
             shown |= {qualified(each) for each in found if getattr(each, "__module__", "").startswith(own)}
         else:
             shown.add(path)
-    rooms = map(
-        import_module,
-        (
-            "pmm3d",
-            "pmm3d.nn",
-            "pmm3d.nn.optim",
-            "pmm3d.nn.pipeline",
-            "pmm3d.nn.training",
-            "pmm3d.nn.transformer",
-            "pmm3d.io",
-            "pmm3d.torch",
-        ),
-    )
+    inner = ("nn", "nn.optim", "nn.pipeline", "nn.training", "nn.transformer", "io", "torch")
+    rooms = map(import_module, ("pmm3d", *(f"pmm3d.{name}" for name in inner)))
     public = {qualified(getattr(room, name)) for room in rooms for name in room.__all__ if not name.startswith("__")}
     assert not public - shown

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from loops import given
+from loops import looped
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -12,38 +12,34 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import costs  # noqa: E402
 
 
-def test_few_files_are_opened():
-    for case, most in (("all public names", 170), ("a first product", 176)):
-        with given(case=case):
-            _, files = costs.of_one_process(costs.CASES[case])
-            assert 30 < files <= most
+@looped("case, most", (("all public names", 170), ("a first product", 176)))
+def test_few_files_are_opened(case, most):
+    _, files = costs.of_one_process(costs.CASES[case])
+    assert 30 < files <= most
 
 
-def loaded_by(imports):
+@looped(
+    "imports, loaded, absent",
+    [
+        (
+            "pmm3d.nn; from pmm3d.nn import Tape, MLP, mse, optim, exchange, dry",
+            "pmm3d.nn.dry",
+            ("pmm3d.nn.training", "pydantic", "rich", "matplotlib"),
+        ),
+        (  # signals of a training count before its long imports
+            "mpi4py.MPI, pmm3d.tools.ranks, pmm3d.model.notes, pmm3d.nn.training.job",
+            "pmm3d.nn.training.signals",
+            ("numpy", "pmm3d.comm", "pmm3d.nn.training.loop"),
+        ),
+        ("pmm3d.io.lock, pmm3d.io", "pmm3d.io.lock", ("h5py",)),
+    ],
+)
+def test_an_import_does_not_load_what_it_does_not_need(imports, loaded, absent):
     program = f"import sys, {imports}; print(*sys.modules)"
-    return subprocess.check_output([sys.executable, "-c", program], text=True).split()
-
-
-def test_networks_load_nothing_of_training_runs():
-    loaded = loaded_by("pmm3d.nn; from pmm3d.nn import Tape, MLP, mse, optim, exchange, dry")
-    assert "pmm3d.nn.dry" in loaded
-    assert not [name for name in loaded if name.startswith(("pmm3d.nn.training", "pydantic", "rich", "matplotlib"))]
-
-
-def test_signals_count_before_the_long_imports_of_a_training():
-    loaded = loaded_by("mpi4py.MPI, pmm3d.tools.ranks, pmm3d.model.notes, pmm3d.nn.training.job")
-    assert "pmm3d.nn.training.signals" in loaded
-    assert not {"numpy", "pmm3d.comm", "pmm3d.nn.training.loop"} & set(loaded)
-
-
-def test_the_names_of_io_load_no_h5py():
-    loaded = loaded_by("pmm3d.io.lock, pmm3d.io")
-    assert "pmm3d.io.lock" in loaded and "h5py" not in loaded
-
-
-def test_what_is_counted_counts():
-    """The count contains the files of a large package."""
-    assert costs.of_one_process("import scipy.linalg")[1] > 150
+    modules = subprocess.check_output([sys.executable, "-c", program], text=True).split()
+    assert loaded in modules and not [
+        name for name in modules if f"{name}.".startswith(tuple(f"{no}." for no in absent))
+    ]
 
 
 def test_modules_that_other_threads_import_stay():
@@ -69,10 +65,10 @@ print(found[0] is scipy.sparse is sys.modules["scipy.sparse"], "scipy.linalg.cyt
     assert done.stdout == "True False\n", done.stderr + done.stdout
 
 
-def test_the_blas_that_is_loaded_alone_is_scipys():
+@looped("before", ["import scipy.linalg", ""])
+def test_the_blas_that_is_loaded_alone_is_scipys(before):
     """Before or after scipy.linalg as a whole: the same routines, and both work."""
-    for before in ("import scipy.linalg", ""):
-        program = f"""
+    program = f"""
 {before}
 from pmm3d.arrays import blas_library as blas
 import ctypes, numpy as np
@@ -85,6 +81,5 @@ blas._cython_blas.cache_clear()
 assert pointer == address()
 print("same")
 """
-        with given(before=before):
-            done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-            assert done.stdout == "same\n", done.stderr
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "same\n", done.stderr

@@ -73,19 +73,13 @@ def bash(folder: Path, rows: list[Row]) -> list[subprocess.CompletedProcess]:
     return [subprocess.CompletedProcess(row.words, int(code), out, err) for row, (code, out, err) in zip(rows, texts)]
 
 
-@pytest.fixture
-def stand_ins(tmp_path):
-    """A folder for the front of PATH. stand_ins(name=script) writes programs into it."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-
-    def make(**programs) -> str:
-        for name, script in programs.items():
-            (folder / name).write_text(f"#!/bin/bash\n{script}\n")
-            (folder / name).chmod(0o755)
-        return f"{folder}:{os.environ['PATH']}"
-
-    return make
+def stand_ins(folder: Path, **programs: str) -> str:
+    """Write programs into a folder. Returns a PATH that begins with the folder."""
+    folder.mkdir(parents=True)
+    for name, script in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+        (folder / name).chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
 
 
 def test_shellcheck_finds_nothing():
@@ -104,8 +98,8 @@ def test_outside_a_job_a_script_says_how_to_submit_it(tmp_path):
             assert f"{commands[script.suffix]}jobs/{script.name}" in done.stderr
 
 
-def test_a_site_belongs_to_its_machine_only(stand_ins, tmp_path):
-    own = {"PATH": stand_ins(python3="echo site"), "VIRTUAL_ENV": ""}
+def test_a_site_belongs_to_its_machine_only(tmp_path):
+    own = {"PATH": stand_ins(tmp_path / "bin", python3="echo site"), "VIRTUAL_ENV": ""}
     pairs = [(site, machine) for site in SITES for machine in MACHINES]
     rows = [
         Row(
@@ -153,10 +147,10 @@ SMALL = ("--m", "60", "--n", "50", "--k", "40", "--repeat", "1")
         pytest.param(PMM3D, id="product", marks=pytest.mark.thorough("the product itself on three pairs of ranks")),
     ],
 )
-def test_the_product_under_a_stand_in_for_other_batch_systems(stand_ins, tmp_path, program):
+def test_the_product_under_a_stand_in_for_other_batch_systems(tmp_path, program):
     """Each script starts 2 ranks of the same command. With --all, these ranks multiply."""
     (tmp_path / "nodes").write_text("localhost\nlocalhost\n")
-    own = {"PATH": stand_ins(mpiexec=RUN, pmm3d=program, flux=FLUX), "VIRTUAL_ENV": ""}
+    own = {"PATH": stand_ins(tmp_path / "bin", mpiexec=RUN, pmm3d=program, flux=FLUX), "VIRTUAL_ENV": ""}
     scripts = {
         "product.pbs": (SMALL, {"PBS_JOBID": 1, "PBS_O_WORKDIR": ROOT, "PBS_NODEFILE": tmp_path / "nodes"}),
         "product.lsf": (
@@ -181,32 +175,29 @@ UNTIL = 'for _ in {1..600}; do [ ! -e "$SLURM_SUBMIT_DIR/%s" ] || break; sleep 0
 """Wait for a file in the folder of the job, with a time limit."""
 
 
-def training(folder, name, programs, **variables) -> tuple[Row, Path]:
-    """(jobs/train.sbatch with programs in place of Slurm's, the folder from which it was submitted)."""
-    submitted = folder / name
-    front = submitted / "bin"
-    front.mkdir(parents=True)
-    for program, script in ({"python3": "echo site"} | programs).items():
-        (front / program).write_text(f"#!/bin/bash\n{script}\n")
-        (front / program).chmod(0o755)
-    settings = {
-        "SLURM_JOB_ID": 7,
-        "SLURM_SUBMIT_DIR": submitted,
-        "PMM3D_JOBS": JOBS,
-        "VIRTUAL_ENV": "",
-        "PATH": f"{front}:{os.environ['PATH']}",
-    }
-    return Row((JOBS / "train.sbatch", "a.toml"), settings | variables, submitted), submitted
-
-
-def log_of(submitted: Path) -> list[str]:
-    """Calls of Slurm's programs. Asserts that the script leaves no file of its own."""
-    assert not list(submitted.glob(".pmm3d-unfinished-*"))
-    return (submitted / "log").read_text().splitlines() if (submitted / "log").exists() else []
+def trainings(folder: Path, cases: list[tuple[dict, dict]]) -> list[tuple[subprocess.CompletedProcess, list[str]]]:
+    """Run jobs/train.sbatch once for each (programs in place of Slurm's, variables). Returns its end, and the calls of
+    programs that log."""
+    rows = []
+    for number, (programs, variables) in enumerate(cases):
+        submitted = folder / f"job{number}"
+        path = stand_ins(submitted / "bin", python3="echo site", **programs)
+        settings = {
+            "SLURM_JOB_ID": 7,
+            "SLURM_SUBMIT_DIR": submitted,
+            "PMM3D_JOBS": JOBS,
+            "VIRTUAL_ENV": "",
+            "PATH": path,
+        }
+        rows.append(Row((JOBS / "train.sbatch", "a.toml"), settings | variables, submitted))
+    ends = bash(folder, rows)
+    assert not list(folder.glob("job*/.pmm3d-unfinished-*")), "the script leaves no file of its own"
+    logs = [row.cwd / "log" for row in rows]
+    return [(done, log.read_text().splitlines() if log.exists() else []) for done, log in zip(ends, logs)]
 
 
 def test_what_becomes_of_a_training_job(tmp_path):
-    cases = [
+    cases = [  # exit status of the training, of scontrol; element and last element of an array; what follows
         (0, 0, (), 0, [], ": finished"),
         (75, 0, (), 0, ["scontrol requeue 7"], "not finished: requeueing"),
         (75, 1, (), 75, ["scontrol requeue 7"], "submit the job again to continue"),
@@ -217,78 +208,48 @@ def test_what_becomes_of_a_training_job(tmp_path):
         (75, 0, (4, 4), 75, [], "submit the job again to continue"),
         (2, 0, (2, 4), 2, ["scancel --state=PENDING 6"], "failed with status 2"),
     ]
-    rows = []
-    for number, (status, refuses, array, *_) in enumerate(cases):
-        element = dict(zip(("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MAX"), array))
-        element |= {"SLURM_ARRAY_JOB_ID": 6} if array else {}
-        rows.append(
-            training(
-                tmp_path,
-                f"{number}",
-                {
-                    "srun": SRUN,
-                    "pmm3d": f'echo "$*" >&2; exit {status}',
-                    "scontrol": f"{LOG}; exit {refuses}",
-                    "scancel": LOG,
-                },
-                **element,
-            )
+    element = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MAX", "SLURM_ARRAY_JOB_ID")
+    jobs = [
+        (
+            {
+                "srun": SRUN,
+                "pmm3d": f'echo "$*" >&2; exit {status}',
+                "scontrol": f"{LOG}; exit {refuses}",
+                "scancel": LOG,
+            },
+            dict(zip(element, (*array, 6))) if array else {},
         )
-    for case, done, (_, submitted) in zip(cases, bash(tmp_path, [row for row, _ in rows]), rows):
+        for status, refuses, array, *_ in cases
+    ]
+    for case, (done, log) in zip(cases, trainings(tmp_path, jobs)):
         status, refuses, array, code, called, text = case
         with given(status=status, refuses=refuses, array=array):
             assert done.returncode == code and text in done.stderr, done.stderr
-            assert "train a.toml --resume auto" in done.stderr and log_of(submitted) == called
+            assert "train a.toml --resume auto" in done.stderr and log == called
 
 
 def test_the_signal_before_the_limit_goes_to_the_ranks(tmp_path):
     """143: the ranks did not handle SIGTERM yet. 0: they had reached the end."""
-    cases = [(75, True), (143, True), (137, False), (0, None)]
+    cases = [(75, 0, True), (143, 0, True), (137, 137, False), (0, 0, False)]
     signal = 'read -r _ _ _ parent _ </proc/$PPID/stat; kill -USR1 "$parent"; '
-    rows = [
-        training(
-            tmp_path,
-            f"{status}",
-            {
-                "srun": SRUN,
-                "pmm3d": f"{signal}{UNTIL % 'log'}exit {status}",
-                "scontrol": LOG,
-                "scancel": LOG,
-                "squeue": "echo 7.0",
-            },
-        )
-        for status, _ in cases
-    ]
-    for (status, called), done, (_, submitted) in zip(cases, bash(tmp_path, [row for row, _ in rows]), rows):
+    programs = {"srun": SRUN, "scontrol": LOG, "scancel": LOG, "squeue": "echo 7.0"}
+    jobs = [(programs | {"pmm3d": f"{signal}{UNTIL % 'log'}exit {status}"}, {}) for status, *_ in cases]
+    for (status, code, requeued), (done, log) in zip(cases, trainings(tmp_path, jobs)):
         with given(status=status):
-            log = ["scancel --signal=TERM 7.0", *(["scontrol requeue 7"] if called else [])]
-            assert log_of(submitted) == log, done.stderr
-            assert done.returncode == (0 if called or called is None else status)
-            assert "the time limit is near: asking for a checkpoint" in done.stderr
+            assert log == ["scancel --signal=TERM 7.0", *["scontrol requeue 7"] * requeued], done.stderr
+            assert done.returncode == code and "the time limit is near: asking for a checkpoint" in done.stderr
 
 
 def test_a_signal_before_the_ranks_have_begun_waits_for_them(tmp_path):
     """The ranks begin after the first squeue, and end after the signal; or they never begin."""
     signal = 'read -r _ _ _ parent _ </proc/$$/stat; kill -USR1 "$parent"; '
     begins = f'{UNTIL % "asked"}: > "$SLURM_SUBMIT_DIR/began"; {UNTIL % "log"}exit 75'
-    cases = [("later", begins, ["scancel --signal=TERM 7.0"]), ("never", "exit 1", [])]
-    rows = [
-        training(
-            tmp_path,
-            name,
-            {
-                "srun": signal + srun,
-                "scancel": LOG,
-                "pmm3d": "",
-                "squeue": ': > "$SLURM_SUBMIT_DIR/asked"; [ ! -e "$SLURM_SUBMIT_DIR/began" ] || echo 7.0',
-            },
-        )
-        for name, srun, _ in cases
-    ]
-    for (name, _, log), done, (_, submitted) in zip(cases, bash(tmp_path, [row for row, _ in rows]), rows):
-        with given(ranks_begin=name):
-            assert "asking for a checkpoint" in done.stderr and "failed with status" in done.stderr
-            assert log_of(submitted) == log
+    squeue = ': > "$SLURM_SUBMIT_DIR/asked"; [ ! -e "$SLURM_SUBMIT_DIR/began" ] || echo 7.0'
+    programs = {"scancel": LOG, "pmm3d": "", "squeue": squeue}
+    ends = trainings(tmp_path, [(programs | {"srun": signal + srun}, {}) for srun in (begins, "exit 1")])
+    assert [log for _, log in ends] == [["scancel --signal=TERM 7.0"], []]
+    for done, _ in ends:
+        assert "asking for a checkpoint" in done.stderr and "failed with status" in done.stderr
 
 
 def test_train_without_a_configuration_says_so(tmp_path):
@@ -332,18 +293,9 @@ def scaling(monkeypatch, capsys):
 
 def test_scaling_is_shown_beside_the_limit_and_the_fewest_ranks(scaling, tmp_path):
     for kind, ranks, gflops in (("strong", 8, 300.0), ("strong", 4, 200.0), ("weak", 4, 200.0), ("weak", 8, 380.0)):
-        result = {
-            "m": 96,
-            "n": 97,
-            "k": 98,
-            "ranks": ranks,
-            "grid": [1, 2, ranks // 2],
-            "seconds": [0.3, 0.1, 0.2],
-            "gflops": gflops,
-            "ratio": gflops / ranks / 60,
-            "verified": True,
-            "environment": {"hosts": ["a"] * (ranks // 4)},
-        }
+        sizes = {"m": 96, "n": 97, "k": 98, "ranks": ranks, "grid": [1, 2, ranks // 2], "seconds": [0.3, 0.1, 0.2]}
+        rates = {"gflops": gflops, "ratio": gflops / ranks / 60, "verified": True}
+        result = sizes | rates | {"environment": {"hosts": ["a"] * (ranks // 4)}}
         (tmp_path / f"{kind}-{ranks:05}.json").write_text(json.dumps([result] if kind == "weak" else result))
     code, said, errors = scaling(tmp_path, "--plot", tmp_path / "a.png")
     assert code == 0, errors
@@ -357,8 +309,7 @@ def test_scaling_is_shown_beside_the_limit_and_the_fewest_ranks(scaling, tmp_pat
     assert (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
     (tmp_path / "weak-00016.json").write_text('{"m": 9')
     code, said, errors = scaling(tmp_path)
-    assert code == 1 and "weak-00016.json is not a result of pmm3d bench" in errors
-    assert said.count("96, 97, 98") == 4
+    assert code == 1 and "weak-00016.json is not a result of pmm3d bench" in errors and said.count("96, 97, 98") == 4
 
 
 def test_no_figures_of_scaling(scaling, tmp_path):

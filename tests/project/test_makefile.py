@@ -1,19 +1,24 @@
-"""The Makefile: targets that need no environment."""
+"""The Makefile, the workflow of CI and the version: they agree; targets that need no environment."""
 
+import re
 import subprocess
+import tomllib
 from pathlib import Path
 
+from loops import looped
 from outer_make import without_outer_make
+
+import pmm3d
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_launcher_of_the_site_that_starts_nothing_is_refused_with_the_remedy():
+@looped("launcher, code", (("false", 2), ("true", 0)))
+def test_a_launcher_of_the_site_that_starts_nothing_is_refused_with_the_remedy(launcher, code):
     """For example Open MPI's, which refuses root, and more ranks than cores."""
-    for launcher, code in (("false", 2), ("true", 0)):
-        command = ["make", "site-launcher", "MPI=site", f"LAUNCH={launcher}"]
-        done = subprocess.run(command, cwd=ROOT, env=without_outer_make(), capture_output=True, text=True)
-        assert done.returncode == code and ("OMPI_ALLOW_RUN_AS_ROOT=1" in done.stdout) == bool(code)
+    command = ["make", "site-launcher", "MPI=site", f"LAUNCH={launcher}"]
+    done = subprocess.run(command, cwd=ROOT, env=without_outer_make(), capture_output=True, text=True)
+    assert done.returncode == code and ("OMPI_ALLOW_RUN_AS_ROOT=1" in done.stdout) == bool(code)
 
 
 def planned(*words):
@@ -22,10 +27,8 @@ def planned(*words):
     ).stdout
 
 
-def test_make_test_is_three_runs_of_pytest_and_with_arguments_one():
+def test_make_test_names_tests_that_exist_and_runs_chosen_ones_alone():
     whole, one = planned("test", "N=4"), planned("test", "ARGS=-x")
-    assert whole.count("-m pytest") == 3 and '-m "not parallel"' in whole and "-m parallel" in whole
-    assert "ruff check" in whole and "--ranks 4" not in whole and "--all" not in whole
     named = [word.partition("::") for word in whole.split() if word.startswith("tests/")]
     assert "PMM3D_TESTED_LIBRARY=torch" in whole and len(named) > 5
     assert all(f"def {test}(" in (ROOT / file).read_text() for file, _, test in named)
@@ -47,3 +50,17 @@ def test_a_compiler_that_is_missing_is_one_line_with_the_remedy():
     assert done.returncode == 2 and "Traceback" not in done.stderr and "installing" not in done.stdout
     [line] = [line for line in done.stderr.splitlines() if not line.startswith("make")]
     assert line.startswith("embed: there is no C compiler nomp. ") and "make embed MPICC=/path/to/mpicc" in line
+
+
+def test_the_version_is_the_same_everywhere():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert pmm3d.__version__ == version
+    assert re.search(r"^## (\S+)", (ROOT / "CHANGES.md").read_text(), re.M)[1] == version
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_workflow_runs_what_ci_runs():
+    command = re.compile(r"^(?:exec | *- run: )?(make .*)$", re.M)
+    own, commands = (command.findall((ROOT / path).read_text()) for path in (".ci/run", ".github/workflows/ci.yml"))
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert len(own) > 3 and {*own} <= {*commands} and all(line.split()[1] in targets for line in commands)

@@ -1,6 +1,6 @@
 """Figures in words."""
 
-from loops import given
+from loops import looped
 
 from pmm3d.text import in_bytes, in_time, names_in_words
 
@@ -19,10 +19,9 @@ SIZES = [
 ]
 
 
-def test_bytes_have_three_digits():
-    for nbytes, words in SIZES:
-        with given(nbytes=nbytes, words=words):
-            assert in_bytes(nbytes) == words
+@looped("nbytes, words", SIZES)
+def test_bytes_have_three_digits(nbytes, words):
+    assert in_bytes(nbytes) == words
 
 
 def test_a_few_names_stand_for_many():
@@ -30,8 +29,9 @@ def test_a_few_names_stand_for_many():
     assert names_in_words("aabc") == "a, b, c" and names_in_words([]) == ""
 
 
-def test_times_have_three_digits_or_two_units():
-    for seconds, words in (
+@looped(
+    "seconds, words",
+    [
         (0.0, "0 s"),
         (2.5e-6, "2.5 µs"),
         (0.9996e-3, "1 ms"),
@@ -45,6 +45,7 @@ def test_times_have_three_digits_or_two_units():
         (9000.0, "2 h 30 min"),
         (2 * 86400.0, "2 days"),
         (1e9, "1.16e+04 days"),
-    ):
-        with given(seconds=seconds):
-            assert in_time(seconds) == words
+    ],
+)
+def test_times_have_three_digits_or_two_units(seconds, words):
+    assert in_time(seconds) == words

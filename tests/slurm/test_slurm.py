@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,15 +38,6 @@ shard_over_data = true
 folder = "{folder}/{name}"
 epochs = {epochs}
 log_every = 1
-"""
-SECOND = """
-import sys, time
-sys.path.insert(0, {here!r})
-from pathlib import Path
-from slurm_cluster import Slurm
-with Slurm(Path({folder!r}), nodes=1) as slurm:
-    print(slurm.do(["srun", "hostname"]), end="", flush=True)
-    time.sleep(60)
 """
 
 
@@ -154,21 +143,9 @@ def test_a_requeued_job_without_a_checkpoint_is_an_error(slurm, runs):
 
 
 def test_scaling_is_measured_and_drawn(slurm, runs, tmp_path):
-    job = slurm.submit(
-        "--array=1,2",
-        *TWO_NODES,
-        f"--output={tmp_path}/%a.out",
-        "jobs/scaling.sbatch",
-        "--m",
-        "96",
-        "--n",
-        "96",
-        "--k",
-        "96",
-        "--repeat",
-        "2",
-        env={"PMM3D_RESULTS": str(tmp_path)},
-    )
+    sizes = "--m 96 --n 96 --k 96 --repeat 2".split()
+    output, results = f"--output={tmp_path}/%a.out", {"PMM3D_RESULTS": str(tmp_path)}
+    job = slurm.submit("--array=1,2", *TWO_NODES, output, "jobs/scaling.sbatch", *sizes, env=results)
     elements = slurm.wait(job, 150)
     assert [element.state for element in elements] == ["COMPLETED"] * 2, (tmp_path / "1.out").read_text()
     slurm.until((tmp_path / "scaling.png").exists, 60, "there is no picture")
@@ -221,32 +198,8 @@ def test_a_run_that_meets_its_time_limit_ends_with_the_same_bits(slurm, runs):
     assert not list(ROOT.glob(".pmm3d-unfinished-*"))
 
 
-def test_a_second_cluster_ends_with_its_process_however_that_ends(slurm, tmp_path):
-    """At the same time as the first one, which has the same daemons, address and node names."""
-    program = tmp_path / "second.py"
-    program.write_text(SECOND.format(here=str(Path(__file__).parent), folder=str(tmp_path)))
-    maker = subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, text=True)
-    assert maker.stdout.readline() == "node1\n"
-    daemons = [process for process in psutil.process_iter() if _belongs_to(process, tmp_path)]
-    assert {process.name() for process in daemons} >= {"munged", "slurmctld", "slurmd"}
-    maker.kill()
-    maker.wait()
-    _, alive = psutil.wait_procs(daemons, 10)
-    assert not alive
-    assert slurm.do(["sinfo", "-h", "-o", "%D"]).split() == ["4"]
-
-
-def _belongs_to(process: psutil.Process, folder: Path) -> bool:
-    try:
-        return process.environ().get("SLURM_CONF") == f"{folder}/slurm.conf"
-    except psutil.Error:
-        return False
-
-
 class Jobs:
     """Jobs of the tutorial under Slurm."""
-
-    batch = True
 
     def __init__(self, slurm, folder: Path):
         self.slurm, self.folder = slurm, folder

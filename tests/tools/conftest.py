@@ -29,3 +29,9 @@ def run(trained, tmp_path):
     for name in ("metrics.jsonl", "run.json"):
         (folder / name).write_bytes((trained / name).read_bytes())
     return folder
+
+
+@pytest.fixture
+def nothing_measured(tmp_path, monkeypatch):
+    """No machine was measured here."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

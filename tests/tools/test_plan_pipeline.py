@@ -1,97 +1,51 @@
 """pmm3d plan pipeline: figures of published schedules, tables of the user, output, pictures, and errors."""
 
 import json
+from functools import partial
 from pathlib import Path
 
+import planned
 import pytest
-from loops import given, looped
-from typer.testing import CliRunner
+from loops import looped
 
 from pmm3d.nn.pipeline import PipelineSchedule, one_f_one_b, schedule_names, with_messages
-from pmm3d.tools.commands import app
 
 DATA = Path(__file__).parents[1] / "nn" / "pipeline" / "data"
-TERMINAL = {"COLUMNS": "80", "TERM": "dumb"}
 SMALL = ("--ranks", 2, "--micro-batches", 2)
-
-
-def invoked(*arguments):
-    return CliRunner().invoke(app, ["plan", "pipeline", *map(str, arguments)], env=TERMINAL)
-
-
-def printed(*arguments):
-    done = invoked(*arguments)
-    assert done.exit_code == 0, done.output
-    assert all(len(line) <= 80 or line.startswith("wrote ") for line in done.stdout.splitlines()), done.stdout
-    return done.stdout
+printed = partial(planned.planned, "pipeline", columns=80)
+refused = partial(planned.refused, "pipeline")
 
 
 @pytest.fixture
 def figures(tmp_path):
-    def figures(*arguments):
-        """The figures that --json writes."""
-        path = tmp_path / "figures.json"
-        printed(*arguments, "--json", path)
-        return json.loads(path.read_text())
-
-    return figures
+    """figures(*arguments): the figures that --json writes."""
+    return partial(planned.figures_of, tmp_path / "figures.json", "pipeline", columns=80)
 
 
-def refused(*arguments):
-    """The line with the reason."""
-    done = invoked(*arguments)
-    assert (done.exit_code, done.stdout) == (2, "") and done.stderr.count("\n") == 1, done.output
-    return done.stderr
+TIMES = {"forward": "forward", "backward": "backward_input", "weight": "backward_weight"}
 
 
-def test_figures_of_ideal_simulation(figures):
-    for row in json.loads((DATA / "ideal.json").read_text()):
-        with given(row=row):
-            found = figures(
-                "--schedule",
-                row["schedule"],
-                "--ranks",
-                row["ranks"],
-                "--micro-batches",
-                row["microbatches"],
-                "--forward",
-                row["t_forward"],
-                "--backward",
-                row["t_backward_input"],
-                "--weight",
-                row["t_backward_weight"],
-                "--communication",
-                0,
-            )
-            assert found["makespan"] == pytest.approx(row["makespan"])
-            assert found["cost_largest_stage"] == pytest.approx(row["cost_largest_stage"])
-            assert found["bubble_rate"] == pytest.approx(row["bubble_rate"], abs=1e-6)
-            assert found["peak_live"] == pytest.approx(
-                [chunks / row["chunks"] for chunks in row["peak_chunks_held_until_weight"]]
-            )
+def sizes_of(row, ranks, communication):
+    """Options with the sizes and the times of a published row."""
+    times = [word for name, key in TIMES.items() for word in (f"--{name}", row[f"t_{key}"])]
+    return ["--ranks", ranks, "--micro-batches", row["microbatches"], *times, "--communication", communication]
 
 
-def test_bubbles_of_measured_times_are_the_published_ones(figures):
-    for row in json.loads((DATA / "zero_bubble_table5.json").read_text())["rows"]:
-        for name in ("1f1b", "zb-h1", "zb-h2"):
-            with given(name=name, row=row):
-                found = figures(
-                    "--schedule",
-                    name,
-                    "--ranks",
-                    row["stages"],
-                    "--micro-batches",
-                    row["microbatches"],
-                    "--forward",
-                    row["t_forward"],
-                    "--backward",
-                    row["t_backward_input"],
-                    "--weight",
-                    row["t_backward_weight"],
-                    "--communication",
-                    row["t_comm"],
-                )
-                assert round(found["bubble_rate"], 4) == row["published"][name]
+@looped("row", json.loads((DATA / "ideal.json").read_text()))
+def test_figures_of_ideal_simulation(figures, row):
+    found = figures("--schedule", row["schedule"], *sizes_of(row, row["ranks"], 0))
+    assert found["makespan"] == pytest.approx(row["makespan"])
+    assert found["cost_largest_stage"] == pytest.approx(row["cost_largest_stage"])
+    assert found["bubble_rate"] == pytest.approx(row["bubble_rate"], abs=1e-6)
+    live = [chunks / row["chunks"] for chunks in row["peak_chunks_held_until_weight"]]
+    assert found["peak_live"] == pytest.approx(live)
+
+
+@looped("name", ["1f1b", "zb-h1", "zb-h2"])
+@looped("row", json.loads((DATA / "zero_bubble_table5.json").read_text())["rows"])
+def test_bubbles_of_measured_times_are_the_published_ones(figures, name, row):
+    found = figures("--schedule", name, *sizes_of(row, row["stages"], row["t_comm"]))
+    assert round(found["bubble_rate"], 4) == row["published"][name]
 
 
 def test_a_searched_schedule_keeps_the_limit_of_memory_and_heeds_the_times(figures):
@@ -149,10 +103,10 @@ def test_schedules_are_compared(figures):
     assert "zb-h1" in within and "zb-h2" not in within and "gpipe" not in within
 
 
-def test_a_picture_of_any_kind(tmp_path):
-    for name, begins in (("x.png", b"\x89PNG"), ("x.svg", b"<?xml")):
-        said = printed("--schedule", "dualpipe-v", "--ranks", 2, "--micro-batches", 4, "--plot", tmp_path / name)
-        assert (tmp_path / name).read_bytes().startswith(begins) and f"{name}" in said
+@looped("name, begins", (("x.png", b"\x89PNG"), ("x.svg", b"<?xml")))
+def test_a_picture_of_any_kind(tmp_path, name, begins):
+    said = printed("--schedule", "dualpipe-v", "--ranks", 2, "--micro-batches", 4, "--plot", tmp_path / name)
+    assert (tmp_path / name).read_bytes().startswith(begins) and f"{name}" in said
 
 
 UNANSWERABLE = [
@@ -178,11 +132,10 @@ UNANSWERABLE = [
 ]
 
 
-def test_what_cannot_be_answered_is_said_in_a_line(tmp_path, monkeypatch):
+@looped("arguments, words", UNANSWERABLE)
+def test_what_cannot_be_answered_is_said_in_a_line(tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
-    for arguments, words in UNANSWERABLE:
-        with given(arguments=arguments):
-            assert words in refused(*arguments)
+    assert words in refused(*arguments)
 
 
 @looped(

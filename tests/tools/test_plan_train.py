@@ -2,12 +2,13 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import h5py
 import numpy as np
+import planned as plans
 import pytest
 from loops import given
-from typer.testing import CliRunner
 
 from pmm3d import Pmm3dError
 from pmm3d.layout import GridShape
@@ -18,11 +19,11 @@ from pmm3d.nn.training import planning
 from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.dry_step import DrySteps
 from pmm3d.nn.training.samples import SampleSizes
-from pmm3d.tools.commands import app
 from pmm3d.tools.plan.curves import AS_IT_IS, VARIANTS, best_grids, curves_of, print_curve, rank_counts
 from pmm3d.tools.plan.step import FirstRank, Training
 from pmm3d.tools.plan.trace import read_trace, write_trace
 
+pytestmark = pytest.mark.usefixtures("nothing_measured")
 CONFIG = """
 [data]
 file = "nowhere.h5"
@@ -48,9 +49,8 @@ def training(batch=4096, hidden=(512, 256, 512), machine="frontier", noise=0.0, 
     return Training.of(config, load(machine), samples=SampleSizes(64, 32, rows=rows), noise=noise)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_measured(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+planned = partial(plans.planned, "train")
+refused = partial(plans.refused, "train")
 
 
 @pytest.fixture
@@ -58,24 +58,6 @@ def config(tmp_path):
     path = tmp_path / "net.toml"
     path.write_text(CONFIG.format(batch=4096, hidden="512, 256, 512"))
     return path
-
-
-def invoked(*arguments, **environment):
-    return CliRunner().invoke(app, ["plan", "train", *map(str, arguments)], env={"COLUMNS": "160", **environment})
-
-
-def planned(*arguments, **environment):
-    """The output."""
-    done = invoked(*arguments, **environment)
-    assert done.exit_code == 0, done.output
-    return done.stdout
-
-
-def refused(*arguments):
-    """The line with the reason."""
-    done = invoked(*arguments)
-    assert (done.exit_code, done.stdout) == (2, "") and done.stderr.count("\n") == 1, done.output
-    return done.stderr
 
 
 def test_the_configuration_is_planned_with_the_options(tmp_path, monkeypatch):
@@ -184,16 +166,12 @@ def test_the_curves():
     assert [point.batch for point in weak.points] == [1024, 4096, 16384]
     assert told == [(done, 6) for done in range(1, 7)]
     assert strong.points[1].seconds == weak.points[1].seconds
-    for curve in (strong, weak):
-        assert curve.efficiency(curve.points[0]) == 1
+    for curve, more in ((strong, 16), (weak, 1)):
         for point in curve.points:
-            assert set(point.seconds) == set(VARIANTS)
-            assert point.seconds["none"] >= point.seconds[AS_IT_IS]
-    first, last = strong.points[0].seconds[AS_IT_IS], strong.points[2].seconds[AS_IT_IS]
-    assert strong.efficiency(strong.points[2]) == pytest.approx(first / last * 16 / 256)
-    assert weak.efficiency(weak.points[2]) == pytest.approx(
-        weak.points[0].seconds[AS_IT_IS] / weak.points[2].seconds[AS_IT_IS]
-    )
+            assert set(point.seconds) == set(VARIANTS) and point.seconds["none"] >= point.seconds[AS_IT_IS]
+        first, *_, last = (point.seconds[AS_IT_IS] for point in curve.points)
+        assert curve.efficiency(curve.points[0]) == 1
+        assert curve.efficiency(curve.points[2]) == pytest.approx(first / last / more)
 
 
 def ddp(config, ranks):
@@ -369,17 +347,6 @@ def test_the_samples_may_come_from_the_file(tmp_path):
     assert "6-8-5 on a batch of 16 rows" in said and "scaling" not in said
 
 
-@pytest.mark.nightly("plans for 4,096 ranks")
-def test_of_4096_ranks_few_steps_are_run(tmp_path, monkeypatch):
-    """At most about 8,000 actions in all."""
-    run, of = [], DrySteps.of
-    monkeypatch.setattr(DrySteps, "of", lambda self, *arguments: (run.append(1), of(self, *arguments))[1])
-    path = tmp_path / "x.toml"
-    path.write_text(CONFIG.format(batch=262144, hidden="4096, 4096, 4096, 4096"))
-    planned(path, "--ranks", 4096, "--features", 4096, "--classes", 10, "--machine", "frontier")
-    assert 10 <= len(run) <= 200
-
-
 @pytest.mark.parametrize(
     "arguments, said",
     [
@@ -391,6 +358,8 @@ def test_of_4096_ranks_few_steps_are_run(tmp_path, monkeypatch):
         (("--machine", "abacus", *SAMPLES), "abacus"),
         (("--curve", "8:4", *SAMPLES), "--curve '8:4' is not a range of ranks"),
         (("--write-seconds", 3, *SAMPLES), "--mtbf and --write-seconds belong together"),
+        (("--mtbf", -1, "--write-seconds", 1, *SAMPLES), "--mtbf must be positive, got -1 hours"),
+        (("--trace", "both.json", "--beside", "gone.json", *SAMPLES), "cannot read the trace"),
         (("--features", 3), "--features together with either --outputs or --classes"),
         (("--classes", 3, *SAMPLES), "--features together with either --outputs or --classes"),
         (("--vocabulary", 3), "the configuration has no data.sequence"),
@@ -399,7 +368,10 @@ def test_of_4096_ranks_few_steps_are_run(tmp_path, monkeypatch):
         (("--memory", 10**6, "--grid", "ddp", *SAMPLES), "grid 1x1x1 (data 8), which needs least, has"),
     ],
 )
-def test_bad_input(config, arguments, said):
+def test_bad_input_is_refused_before_a_step_is_simulated(config, tmp_path, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    if "--memory" not in arguments:
+        monkeypatch.setattr(DrySteps, "of", lambda *_: pytest.fail("simulated before"))
     assert said in refused(config, "--ranks", 8, *arguments)
 
 
@@ -415,88 +387,65 @@ def test_tokens_have_a_vocabulary(tmp_path):
 
 def real_trace(path, found, steps=3, shift=0.5):
     """A trace as of a run of the simulated program, whose steps take 2 s each."""
-    collectives = [
-        (task, begun) for task, begun in zip(found.timeline.table, found.timeline.begun) if task.kind == "collective"
-    ]
+    phases = [(task.axis, task.name) for task in found.timeline.table if task.kind == "collective"]
     events = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "rank 0 (here)"}}]
+
+    def add(name, tid, begun, moved=0, **args):
+        args |= {"sent": moved, "received": moved} if args else {}
+        events.append({"name": name, "ph": "X", "pid": 0, "tid": tid, "ts": begun, "dur": 1.0, "args": args})
+
     for step in range(steps):
-        events.append({"name": "gemm", "ph": "X", "pid": 0, "tid": "compute", "ts": 2e6 * step, "dur": 5.0, "args": {}})
-        for order, (task, _begun) in enumerate(collectives):
-            events.append(
-                {
-                    "name": "all_gather",
-                    "ph": "X",
-                    "pid": 0,
-                    "tid": f"axis {task.axis}",
-                    "dur": 1.0,
-                    "ts": (2 * step + shift) * 1e6 + order,
-                    "args": {"phase": task.name, "sent": 4, "received": 4},
-                }
-            )
-        events.append(
-            {
-                "name": "all_reduce",
-                "ph": "X",
-                "pid": 0,
-                "tid": "axis y",
-                "ts": 2e6 * step + 1.9e6,
-                "dur": 1.0,
-                "args": {"phase": "nothing", "sent": 0, "received": 0},
-            }
-        )
+        add("gemm", "compute", 2e6 * step)
+        for order, (axis, phase) in enumerate(phases):
+            add("all_gather", f"axis {axis}", (2 * step + shift) * 1e6 + order, 4, phase=phase)
+        add("all_reduce", "axis y", 2e6 * step + 1.9e6, phase="nothing")
     path.write_text(json.dumps({"traceEvents": events}))
     return events
 
 
-def test_the_trace_beside_a_real_one(tmp_path):
+@pytest.fixture
+def beside(tmp_path):
+    """beside(simulated, real): (what is said, events of a real trace, events of the simulated one behind these)."""
+
+    def write(simulated, real):
+        events = real_trace(tmp_path / "real.json", real)
+        said = write_trace(tmp_path / "both.json", simulated, read_trace(tmp_path / "real.json"))
+        both = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
+        assert both[: len(events)] == events
+        return said, both[len(events) :]
+
+    return write
+
+
+def first_collective(simulated):
+    return next(event["ts"] for event in simulated if event.get("tid", "").startswith("axis"))
+
+
+def test_the_trace_beside_a_real_one(beside):
     found = FirstRank.of(training(), GridShape(1, 1, 4, 2))
-    events = real_trace(tmp_path / "real.json", found)
-    said = write_trace(tmp_path / "both.json", found, read_trace(tmp_path / "real.json"))
+    said, (named, *simulated) = beside(found, found)
     assert "begins with the last step of rank 0" in said
-    both = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
-    assert both[: len(events)] == events
-    simulated = both[len(events) :]
-    assert {event["pid"] for event in simulated} == {1}
-    assert simulated[0]["args"]["name"] == "simulated first rank of grid 1x1x4 (data 2)"
-    first = next(event for event in simulated if event.get("tid", "").startswith("axis"))
-    assert first["ts"] == pytest.approx(4.5e6)
-    tracks = {event["tid"] for event in simulated[1:]}
-    assert tracks >= {"compute", "wait", "axis z", "axis data"}
-    computed = sum(event["dur"] for event in simulated[1:] if event["tid"] == "compute")
-    assert computed == pytest.approx(
-        1e6 * sum(found.timeline.terms.get(kind, 0.0) for kind in ("gemm", "pass", "overhead"))
-    )
-    waited = sum(event["dur"] for event in simulated[1:] if event["tid"] == "wait")
-    assert waited == pytest.approx(1e6 * sum(found.timeline.waits.values()))
+    assert named["args"]["name"] == "simulated first rank of grid 1x1x4 (data 2)"
+    assert first_collective(simulated) == pytest.approx(4.5e6) and {event["pid"] for event in simulated} == {1}
+    assert {event["tid"] for event in simulated} >= {"compute", "wait", "axis z", "axis data"}
+    spent = {tid: sum(event["dur"] for event in simulated if event["tid"] == tid) for tid in ("compute", "wait")}
+    computed = sum(found.timeline.terms.get(kind, 0.0) for kind in ("gemm", "pass", "overhead"))
+    assert spent == pytest.approx({"compute": 1e6 * computed, "wait": 1e6 * sum(found.timeline.waits.values())})
 
 
-def test_a_run_that_gathers_its_weights_again_beside_one_that_keeps_them(tmp_path):
+def test_a_run_that_gathers_its_weights_again_beside_one_that_keeps_them(beside):
     """Steps are distinguished by the end of one and the begin of the next."""
     sections = {"overlap": {"reshard_after_forward": True}}
-    found, again = (FirstRank.of(training(**each), GridShape(1, 1, 4, 2)) for each in ({}, sections))
-    real_trace(tmp_path / "real.json", again)
-    said = write_trace(tmp_path / "both.json", found, read_trace(tmp_path / "real.json"))
+    said, simulated = beside(*(FirstRank.of(training(**each), GridShape(1, 1, 4, 2)) for each in ({}, sections)))
     assert "begins with the last step of rank 0, whose collectives differ" in said
-    both = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
-    first = next(event for event in both if event["pid"] == 1 and event.get("tid", "").startswith("axis"))
-    assert first["ts"] == pytest.approx(2.5e6)
+    assert first_collective(simulated) == pytest.approx(2.5e6)
 
 
-def test_another_program_beside_it_begins_with_the_trace(tmp_path):
-    found = FirstRank.of(training(), GridShape(1, 1, 4, 2))
-    real_trace(tmp_path / "real.json", FirstRank.of(training(hidden=(512,)), GridShape(2, 1, 1)))
-    assert "begins with the trace" in write_trace(tmp_path / "both.json", found, read_trace(tmp_path / "real.json"))
-    both = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
-    assert min(event["ts"] for event in both if event["pid"] == 1 and "ts" in event) == 0
-
-
-def test_the_trace_of_the_run_and_options_are_checked_first(monkeypatch, config, tmp_path):
-    monkeypatch.setattr(DrySteps, "of", lambda *arguments: pytest.fail("simulated before"))
-    step = (config, "--ranks", 2, *SAMPLES, "--trace", tmp_path / "both.json", "--beside")
-    assert "cannot read the trace" in refused(*step, tmp_path / "gone.json")
-    assert "--mtbf must be positive, got -1 hours" in refused(
-        config, "--ranks", 2, *SAMPLES, "--mtbf", -1, "--write-seconds", 1
-    )
+def test_another_program_beside_it_begins_with_the_trace(beside):
+    other = FirstRank.of(training(hidden=(512,)), GridShape(2, 1, 1))
+    said, simulated = beside(FirstRank.of(training(), GridShape(1, 1, 4, 2)), other)
+    assert "begins with the trace" in said
+    assert min(event["ts"] for event in simulated if "ts" in event) == 0
 
 
 @pytest.mark.parametrize(
@@ -515,5 +464,3 @@ def test_what_is_no_trace_is_refused(tmp_path, text):
     (tmp_path / "real.json").write_text(text)
     with pytest.raises(Pmm3dError, match="is not a Chrome trace. Name a file of pmm3d train --trace"):
         read_trace(tmp_path / "real.json")
-    with pytest.raises(Pmm3dError, match="cannot read the trace"):
-        read_trace(tmp_path / "gone.json")

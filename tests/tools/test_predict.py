@@ -1,4 +1,4 @@
-"""`pmm3d predict` and `pmm3d export`: results of a run's network, on any ranks and in torch."""
+"""`pmm3d predict`, `export` and `generate`: results of a run's network, on any ranks, in torch and as a text."""
 
 import csv
 import json
@@ -10,8 +10,11 @@ import h5py
 import numpy as np
 import pytest
 import typer
+from safetensors import safe_open
 
+from pmm3d.io import Tokenizer
 from pmm3d.nn.facts import ACCEPTED
+from pmm3d.nn.training.predict import text_after
 from pmm3d.tools.ranks import Accept
 
 NAMES = ["cat", "dog", "eel"]
@@ -99,14 +102,13 @@ NETWORKS = {
     "relu": 'hidden = [8, 6]\nactivation = "relu"\nnorm = true\ndropout = 0.3',
     "tanh": 'hidden = [4, 3]\nactivation = "tanh"\nbias = false\nrecompute = true\nnorm = true\ndropout = 0.2',
     "silu": 'hidden = [4]\nactivation = "silu"\ndtype = "float64"',
-    "sigmoid": 'hidden = [3]\nactivation = "sigmoid"',
     "linear": "hidden = []",
 }
 
 
 @pytest.mark.parametrize(
     "kind, targets, features",
-    [("gelu", "y", 5), ("relu", "v", 5), ("tanh", "y", 1), ("silu", "v", 1), ("sigmoid", "v", 1), ("linear", "v", 1)],
+    [("gelu", "y", 5), ("relu", "v", 5), ("tanh", "y", 1), ("silu", "v", 1), ("linear", "v", 1)],
 )
 def test_the_same_layers_in_torch_load_what_export_writes(pmm3d, trained, tmp_path, kind, targets, features):
     trained(NETWORKS[kind], targets, features)
@@ -116,8 +118,6 @@ def test_the_same_layers_in_torch_load_what_export_writes(pmm3d, trained, tmp_pa
     x = predicted(tmp_path / "x.h5")["x"].astype("float64" if kind == "silu" else "float32")
     outputs = predicted(tmp_path / "out.h5")["outputs"]
     assert outputs.shape == (13, 1 if targets == "v" else 3)
-    from safetensors import safe_open
-
     with safe_open(tmp_path / "run.safetensors", "numpy") as file:
         settings = json.loads(file.metadata()["pmm3d"])
         assert file.get_slice("0.weight").get_shape()[1] == features == settings["samples"]["features"]
@@ -153,24 +153,6 @@ def test_a_network_of_a_loop_is_exported(job, pmm3d, tmp_path):
         "3.bias": (1,),
     }
     said(pmm3d("predict", "own", "x.h5", "--out", "o.h5"), "does not contain a configuration of its network")
-
-
-@pytest.mark.parametrize(
-    "name, arguments, text",
-    [
-        ("run.pt", (), "the name of the file must end in .safetensors"),
-        ("there.safetensors", (), "there.safetensors exists; --overwrite replaces it"),
-        ("link.safetensors", (), "link.safetensors exists; --overwrite replaces it"),
-        ("none/x.safetensors", (), "there is no folder"),
-    ],
-)
-def test_export_refuses(pmm3d, tmp_path, name, arguments, text):
-    (tmp_path / "there.safetensors").write_text("mine")
-    (tmp_path / "link.safetensors").symlink_to("nowhere")
-    before = sorted(os.listdir(tmp_path))
-    said(pmm3d("export", "run", name, *arguments, ranks=2), text)
-    assert sorted(os.listdir(tmp_path)) == before
-    assert (tmp_path / "there.safetensors").read_text() == "mine"
 
 
 def test_export_replaces_what_it_is_told_to_and_follows_no_link(pmm3d, trained, tmp_path):
@@ -303,43 +285,160 @@ def test_the_option_accept_has_the_names_of_all_facts():
         option.callback(["weights"])
 
 
+def write_csv(path, columns, header=""):
+    np.savetxt(path, columns, delimiter=",", header=header, comments="", fmt="%.9g")
+
+
 def test_samples_and_predictions_may_be_tables(pmm3d, trained, tmp_path):
     trained()
     x = predicted(tmp_path / "x.h5")["x"]
-    np.savetxt(tmp_path / "x.csv", x, delimiter=",", header="a,b,c,d,e", comments="", fmt="%.9g")
-    assert pmm3d("predict", "run", "x.h5", "--out", "right.h5").returncode == 0
-    done = pmm3d("predict", "run", "x.csv", "--out", "out.csv", ranks=2)
-    assert done.returncode == 0 and "wrote out.csv: probabilities" in done.stdout, done.stderr
+    write_csv(tmp_path / "x.csv", x, "a,b,c,d,e")
+    write_csv(tmp_path / "turned.csv", x, "b,a,c,d,e")
+    np.savez(tmp_path / "x.NPZ", x=x)
+    for arguments in (
+        ("x.h5", "--out", "right.h5"),
+        ("x.csv", "--out", "OUT.CSV"),
+        ("x.NPZ", "--out", "out.h5"),
+        ("turned.csv", "--out", "turned.h5", "--accept", "columns"),
+    ):
+        done = pmm3d("predict", "run", *arguments, ranks=2)
+        assert done.returncode == 0 and f"wrote {arguments[2]}: " in done.stdout, done.stderr
     right = predicted(tmp_path / "right.h5")
-    with open(tmp_path / "out.csv") as file:
+    with open(tmp_path / "OUT.CSV") as file:
         first, *lines = csv.reader(file)
     assert first == ["class", *NAMES] and [line[0] for line in lines] == [NAMES[at] for at in right["classes"]]
     assert np.allclose(np.array([line[1:] for line in lines], float), right["probabilities"], atol=1e-6)
-    np.savez(tmp_path / "x.npz", x=x)
-    assert pmm3d("predict", "run", "x.npz", "--out", "out.h5").returncode == 0
     with h5py.File(tmp_path / "out.h5") as file:
-        assert np.allclose(file["outputs"][...], right["outputs"], atol=1e-6) and file.attrs["source"] == "x.npz"
+        assert np.allclose(file["outputs"][...], right["outputs"], atol=1e-6) and file.attrs["source"] == "x.NPZ"
     assert not list(tmp_path.glob(".*"))
-    (tmp_path / "x.npz").rename(tmp_path / "x.NPZ")
-    assert pmm3d("predict", "run", "x.NPZ", "--out", "OUT.CSV").returncode == 0
-    assert (tmp_path / "OUT.CSV").read_text().startswith("class,cat,dog,eel\n")
-    said(pmm3d("predict", "run", "x.NPZ", "--out", "out2.csv", "--inputs", "z"), "it has 'x'. --inputs names the array")
-    said(pmm3d("predict", "run", "x.csv", "--out", "out2.csv", "--inputs", "z"), "--inputs is z, but x.csv is a table")
-    said(pmm3d("predict", "run", "no.csv", "--out", "out2.csv"), "there is no file no.csv")
-    np.savetxt(tmp_path / "xy.csv", np.c_[x, x[:, 0] > 0], delimiter=",")
-    np.savetxt(tmp_path / "turned.csv", x, delimiter=",", header="b,a,c,d,e", comments="")
-    said(
-        pmm3d("predict", "run", "turned.csv", "--out", "out2.csv"),
-        "columns was ['a', 'b', 'c', 'd' and 1 more], is ['b', 'a', 'c', 'd' and 1 more]",
-    )
-    assert pmm3d("predict", "run", "turned.csv", "--out", "turned.h5", "--accept", "columns").returncode == 0
-    said(pmm3d("predict", "run", "xy.csv", "--out", "out2.csv"), "one column more than the 5 inputs. If it is")
-    said(pmm3d("predict", "run", "x.csv", "--out", "out.npy"), "ends in .npy, which is another format")
-    said(pmm3d("predict", "run", "x.csv", "--out", "out.csv"), "out.csv exists; --overwrite replaces it")
-    (tmp_path / "x.csv").write_text("0,1,2,3,4\n1,2,3,4,5\n")
-    said(pmm3d("predict", "run", "x.csv", "--out", "out2.csv"), "the columns of x.csv differ")
-    (tmp_path / "x.csv").write_text("0,1,2,3,4\n1,2,3,4,a\n")
-    said(pmm3d("predict", "run", "x.csv", "--out", "out2.csv"), "pmm3d convert x.csv FILE.h5 has options for that: --")
-    np.savetxt(tmp_path / "x.csv", x[:, :4], delimiter=",")
-    said(pmm3d("predict", "run", "x.csv", "--out", "out2.csv"), "x.csv: data set 'x' has 4 features a row")
-    assert not list(tmp_path.glob(".*"))
+
+
+def test_tables_that_do_not_fit_are_refused(pmm3d, trained, tmp_path):
+    trained()
+    x = predicted(tmp_path / "x.h5")["x"]
+    np.savez(tmp_path / "x.npz", x=x)
+    write_csv(tmp_path / "x.csv", x)
+    write_csv(tmp_path / "xy.csv", np.c_[x, x[:, 0] > 0])
+    write_csv(tmp_path / "turned.csv", x, "b,a,c,d,e")
+    write_csv(tmp_path / "narrow.csv", x[:, :4])
+    (tmp_path / "others.csv").write_text("0,1,2,3,4\n1,2,3,4,5\n")
+    (tmp_path / "words.csv").write_text("0,1,2,3,4\n1,2,3,4,a\n")
+    before = sorted(os.listdir(tmp_path))
+    for arguments, text in (
+        (("x.npz", "--out", "out.csv", "--inputs", "z"), "it has 'x'. --inputs names the array"),
+        (("x.csv", "--out", "out.csv", "--inputs", "z"), "--inputs is z, but x.csv is a table"),
+        (("no.csv", "--out", "out.csv"), "there is no file no.csv"),
+        (
+            ("turned.csv", "--out", "out.csv"),
+            "columns was ['a', 'b', 'c', 'd' and 1 more], is ['b', 'a', 'c', 'd' and 1 more]",
+        ),
+        (("xy.csv", "--out", "out.csv"), "one column more than the 5 inputs. If it is"),
+        (("x.csv", "--out", "out.npy"), "ends in .npy, which is another format"),
+        (("x.csv", "--out", "xy.csv"), "xy.csv exists; --overwrite replaces it"),
+        (("others.csv", "--out", "out.csv"), "the columns of others.csv differ"),
+        (("words.csv", "--out", "out.csv"), "pmm3d convert words.csv FILE.h5 has options for that: --"),
+        (("narrow.csv", "--out", "out.csv"), "narrow.csv: data set 'x' has 4 features a row"),
+    ):
+        said(pmm3d("predict", "run", *arguments), text)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+# Text
+
+TEXT = "the cat sat on the mat. the dog sat on the cat. "
+RUN = """
+[data]
+file = "text.h5"
+sequence = 12
+batch_size = 8
+[network]
+kind = "gpt"
+layers = 2
+hidden = 16
+heads = 2
+positions = 40
+[optimizer]
+lr = 0.02
+[training]
+folder = "run"
+steps = 6
+"""
+
+
+def words_of(*words):
+    """A tokenizer of whole words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(["?", *words])}, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return made
+
+
+def metaspace():
+    """A tokenizer whose tokens begin with a blank, as of Llama 2 and Mistral."""
+    from tokenizers import decoders, pre_tokenizers
+
+    made = words_of("▁the", "▁cat", "▁sat")
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return made
+
+
+def test_the_text_after_a_prompt_has_its_blank():
+    """And a character that the prompt begins is that of the text."""
+    for made in (words_of("the", "cat", "sat"), metaspace()):
+        coder = Tokenizer(made.to_str())
+        tokens = coder.encode("the cat sat").tolist()
+        assert len(tokens) == 3 and text_after(coder, tokens[:2], tokens) == " sat"
+    tokens = Tokenizer().encode("né a").tolist()
+    assert [text_after(Tokenizer(), tokens[:cut], tokens) for cut in (1, 2, 3, 5)] == ["é a", "é a", " a", ""]
+
+
+def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
+    """The same text on one rank, and on two ranks with the grid of the run; greedy, and with a seed."""
+
+    def right(*words, ranks=1):
+        done = pmm3d(*words, ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def generate(*options, run="run", ranks=1):
+        return right("generate", run, "--prompt", "the cat", "--out", "out.txt", "--overwrite", *options, ranks=ranks)
+
+    (tmp_path / "cat.txt").write_text(TEXT * 20)
+    (tmp_path / "run.toml").write_text(RUN)
+    right("convert", "text", "cat.txt", "text.h5")
+    right("train", "run.toml", ranks=2)
+    found = []
+    for options in (("--temperature", "0"), ("--top-k", "5", "--seed", "3"), ("--seed", "4")):
+        for ranks in (1, 2):
+            told = generate("--length", "20", *options, ranks=ranks)
+            found.append((tmp_path / "out.txt").read_bytes().decode())
+            assert "the cat" + found[-1] in told and "20 tokens by run/checkpoints" in told
+    assert found[::2] == found[1::2] and len(set(found)) == 3
+    words_of("the", "cat").save(str(tmp_path / "words.json"))
+    right("convert", "text", "cat.txt", "words.h5", "--tokenizer", "words.json")
+    other = ("generate", "run", "--prompt", "the cat", "--length", "0", "--tokenizer", "words.h5")
+    for words, text in (
+        (("generate", "run", "--prompt", "the cat", "--length", "40"), "7 tokens and 40 more exceed the"),
+        (("generate", "run", "--prompt", ""), "the prompt has no tokens"),
+        (("generate", "run", "--prompt", "a", "--overwrite"), "--overwrite has no effect without --out"),
+        (("generate", "run", "--prompt", "a", "--tokenizer", "none.h5"), "none.h5"),
+        (other, "the tokenizer of words.h5 differs, and nothing was changed: tokenizer was 'bytes', is "),
+        (("predict", "run", "text.h5", "--out", "o.h5"), "pmm3d generate run --prompt TEXT"),
+        (("export", "run", "no.safetensors", "--names", "llama"), "no names 'llama'. This GPT has the names torch"),
+    ):
+        said(pmm3d(*words), text)
+    right(*other, "--accept", "tokenizer")
+    (tmp_path / "text.h5").rename(tmp_path / "moved.h5")
+    generate("--length", "3")
+    generate("--length", "3", "--tokenizer", "moved.h5")
+    right("export", "run", "gpt.safetensors", ranks=2)
+    with safe_open(tmp_path / "gpt.safetensors", "numpy") as file:
+        assert file.get_tensor("transformer.h.1.attn.c_attn.weight").shape == (16, 48)
+        assert json.loads(file.metadata()["config.json"])["n_positions"] == 40
+        assert np.isfinite(file.get_tensor("transformer.wte.weight")).all()
+    with h5py.File(tmp_path / "moved.h5", "r+") as file:  # with tokens that the tokenizer does not have
+        file["tokens"].attrs["vocabulary"] = 3000
+    (tmp_path / "wide.toml").write_text(RUN.replace("text.h5", "moved.h5").replace('"run"', '"wide"'))
+    right("train", "wide.toml", ranks=2)
+    generate("--length", "30", run="wide", ranks=2)

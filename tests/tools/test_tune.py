@@ -6,7 +6,7 @@ from itertools import product
 from types import SimpleNamespace
 
 import pytest
-from loops import given
+from loops import given, looped
 from rich.console import Console
 
 from pmm3d.action import Action
@@ -59,19 +59,18 @@ def test_a_law_is_found_again():
         assert law.misfit < 1e-6
 
 
-def test_on_one_node_what_is_across_is_the_nominal_machines():
-    groups = [Group(2, 2, 1, 2), Group(4, 4, 1, 1)]
-    found, nominal = fitting.fitted(rows_of(groups), by_place(groups)), load("nominal").laws["default"]
-    for law in found.values():
-        assert (law.message_across, law.byte_across) == (nominal.message_across, nominal.byte_across)
-    assert fitting.fitted([], {}) == {"default": nominal}
-
-
-def test_where_each_node_has_one_rank_what_is_inside_is_the_nominal_machines():
-    groups = [Group(2, 1, 2, 1), Group(4, 1, 4, 1)]
+@pytest.mark.parametrize(
+    "groups, unmeasured",
+    [
+        ([Group(2, 2, 1, 2), Group(4, 4, 1, 1)], ["message_across", "byte_across"]),  # one node
+        ([Group(2, 1, 2, 1), Group(4, 1, 4, 1)], ["message_inside", "byte_inside"]),  # nodes of one rank
+    ],
+)
+def test_what_was_not_measured_is_the_nominal_machines(groups, unmeasured):
     nominal = load("nominal").laws["default"]
-    for law in fitting.fitted(rows_of(groups), by_place(groups)).values():
-        assert (law.message_inside, law.byte_inside) == (nominal.message_inside, nominal.byte_inside) != (0, 0)
+    for law, name in product(fitting.fitted(rows_of(groups), by_place(groups)).values(), unmeasured):
+        assert getattr(law, name) == getattr(nominal, name) != 0
+    assert fitting.fitted([], {}) == {"default": nominal}
 
 
 def test_the_law_of_uneven_nodes_is_of_the_ranks_that_there_were_and_their_row_is_not_kept():
@@ -131,16 +130,16 @@ def test_groups_on_two_nodes(comm, two_nodes):
 
 
 @pytest.mark.parallel([3, 4], thorough=[2])
-def test_a_collective_moves_about_what_it_should(comm):
+@looped("operation, nbytes", product(OPERATIONS, (64, 2**12, 2**16)))
+def test_a_collective_moves_about_what_it_should(comm, operation, nbytes):
     buffers = collectives.Buffers(2**16, comm.size)
-    for operation, nbytes in product(OPERATIONS, (64, 2**12, 2**16)):
-        with given(operation=operation, nbytes=nbytes), Grid(comm, (comm.size, 1, 1)) as grid:
-            call = collectives.collective(grid.x, operation, nbytes, buffers)
-            record = collectives.completed(call)
-            assert record.key.operation == operation
-            times = max(record.received, record.sent) / nbytes
-            whole = operation == "all_reduce" and nbytes < 2**16  # small arrays are sent whole
-            assert times == pytest.approx(comm.size / 2 if whole else 1, rel=0.3)
+    with given(operation=operation, nbytes=nbytes), Grid(comm, (comm.size, 1, 1)) as grid:
+        call = collectives.collective(grid.x, operation, nbytes, buffers)
+        record = collectives.completed(call)
+        assert record.key.operation == operation
+        times = max(record.received, record.sent) / nbytes
+        whole = operation == "all_reduce" and nbytes < 2**16  # small arrays are sent whole
+        assert times == pytest.approx(comm.size / 2 if whole else 1, rel=0.3)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -156,23 +155,6 @@ def test_what_is_timed_of_a_collective_has_no_pass_that_a_dry_run_counts_besides
         for nbytes in (2**12, 2**20):
             collectives.completed(collectives.collective(grid.x, operation, nbytes, buffers))
         assert [action.what for action in grid.dry_run.actions] == ["begin", "wait"] * 2
-
-
-def test_what_lies_apart_is_packed_in_a_pass_of_its_own():
-    with Grid.dry((2, 1, 1)) as grid:
-        leaving, coming = (grid.library("numpy").empty((1024, 1024), "float32") for _ in range(2))
-        halves = [512, 512]
-        grid.x._all_to_all_into(leaving, coming, halves, halves, dims=(1, 1)).wait()
-        found = [(action.operation, action.nbytes) for action in grid.dry_run.actions if action.what == "pass"]
-        assert found and sum(nbytes for _, nbytes in found) == 2 * 2 * coming[:, 512:].nbytes
-
-
-@pytest.mark.parallel([2])
-def test_rows_ascend_and_can_be_written(comm, monkeypatch):
-    monkeypatch.setattr(collectives, "SIZES", (64, 512, 4096))
-    rows, found = collectives.measured_collectives(Sampler(comm), silent)
-    assert [row.operation for row in rows] == list(OPERATIONS) and found == {(2, 1): Group(2, 2, 1, 1)}
-    assert all(list(row.nbytes) == sorted(set(row.nbytes)) and min(row.seconds) > 0 for row in rows)
 
 
 @pytest.mark.parallel([1, 2])
@@ -200,19 +182,14 @@ def test_the_share_is_that_of_the_seconds(comm, monkeypatch, together, share):
 
 
 @pytest.mark.parallel([2])
-def test_a_copy_has_a_rate(comm):
-    copy = rates.measured_copy(Sampler(comm), silent)
-    assert copy.overhead >= 0 and 1e7 < copy.rate < 1e13
-
-
-@pytest.mark.parallel([2])
 def test_without_time_each_section_measures_its_first_operation(comm, monkeypatch):
     monkeypatch.setattr(collectives, "SIZES", (64, 512, 4096))
     monkeypatch.setattr(collectives, "HIDDEN_BYTES", 2**12)
     monkeypatch.setattr(collectives, "REPEATS", 2)
     sampler = Sampler(comm, 1e-9, CoreShare(2.0, comm.rank == 0))
-    rows, _ = collectives.measured_collectives(sampler, silent)
-    assert [row.operation for row in rows] == ["all_gather"] and len(rows[0].nbytes) > 1
+    rows, found = collectives.measured_collectives(sampler, silent)
+    assert [row.operation for row in rows] == ["all_gather"] and found == {(2, 1): Group(2, 2, 1, 1)}
+    assert list(rows[0].nbytes) == sorted(set(rows[0].nbytes)) and len(rows[0].nbytes) > 1 and min(rows[0].seconds) > 0
     assert set(collectives.measured_hidden(sampler, "float32", silent)) == {"inside"}
     gemms = rates.measured_gemms(sampler, ["float32"], silent)
     assert list(gemms) == ["float32"] and min(gemms["float32"].forms["tn"].flops) > 0

@@ -1,6 +1,5 @@
 """`pmm3d tune blas`: libraries found, timed, chosen, refused and stored; PMM3D_BLAS=auto."""
 
-import io
 import json
 import os
 import re
@@ -10,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from loops import given
-from rich.console import Console
+from loops import looped
 from typer.testing import CliRunner
 
 from pmm3d import Pmm3dError
@@ -20,7 +18,6 @@ from pmm3d.model.machine import Cpu
 from pmm3d.thread_counts import THREAD_COUNTS
 from pmm3d.tools.commands import app
 from pmm3d.tools.tune.blas import measuring
-from pmm3d.tools.tune.blas.command import print_timed
 from pmm3d.tools.tune.blas.measuring import (
     Candidate,
     Gemm,
@@ -85,26 +82,16 @@ def timed(blas, kernel, *seconds):
     return Timed(Candidate(blas, kernel), f"/lib/{blas}.so", blas, "1.0", kernel, 2, times)
 
 
-def test_the_fastest_is_chosen_and_of_equals_the_first():
-    for seconds, name in (((1.0, 0.9, 0.8), "blis"), ((1.0, 0.995, 0.993), "scipy"), ((1.0, 0.985, 0.98), "mkl")):
-        found = [timed(blas, "", each, each) for blas, each in zip(("scipy", "mkl", "blis"), seconds)]
-        assert choice(found).name == name
+@looped("seconds, name", (((1.0, 0.9, 0.8), "blis"), ((1.0, 0.995, 0.993), "scipy"), ((1.0, 0.985, 0.98), "mkl")))
+def test_the_fastest_is_chosen_and_of_equals_the_first(seconds, name):
+    found = [timed(blas, "", each, each) for blas, each in zip(("scipy", "mkl", "blis"), seconds)]
+    assert choice(found).name == name
 
 
 def test_each_type_has_its_choice():
     first, second = found = [timed("scipy", "", 1.0, 2.0), timed("scipy", "Haswell", 0.9, 2.4)]
     assert choice(found) == choice(found, "float64") == first and choice(found, "float32") == second
     assert first.seconds() == GEMM.times * 3.0
-
-
-def test_the_tables_fit_80_columns():
-    found, out = [timed(str(NUMPYS), "SapphireRapids", 1.0, 2.0), timed("scipy", "Haswell", 2.0, 4.0)], io.StringIO()
-    found = [each._replace(name="openblas", version="0.3.31.188.0") for each in found]
-    print_timed(found, {}, 4, Console(file=out, width=80))
-    lines = out.getvalue().splitlines()
-    assert max(map(len, lines)) <= 80 and "continued" not in out.getvalue()
-    assert any(NUMPYS.name in line and "SapphireRapids" in line and "1.000" in line for line in lines)
-    assert any(line.split()[-2:] == ["Haswell", "2.000"] for line in lines)
 
 
 @pytest.fixture
@@ -117,34 +104,9 @@ def cache(tmp_path, monkeypatch):
 
 def test_measured_chosen_printed_kept_and_taken(cache, tmp_path, job, monkeypatch):
     out = tmp_path / "all.json"
-    done = CliRunner().invoke(
-        app,
-        [
-            "tune",
-            "blas",
-            "--m",
-            "96",
-            "--n",
-            "64",
-            "--k",
-            "32",
-            "--ranks",
-            "2",
-            "--dtype",
-            "complex64",
-            "--blas",
-            str(NUMPYS),
-            "--blas",
-            "nonesuch",
-            "--blas",
-            "libm.so.6",
-            "--json",
-            str(out),
-            "--ranks-per-node",
-            "2",
-        ],
-        env={"COLUMNS": "80"},
-    )
+    options = "--m 96 --n 64 --k 32 --ranks 2 --dtype complex64 --blas nonesuch --blas libm.so.6 --ranks-per-node 2"
+    files = ["--blas", str(NUMPYS), "--json", str(out)]
+    done = CliRunner().invoke(app, ["tune", "blas", *options.split(), *files], env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.output
     said = " ".join(done.output.split())
     assert "has no sgemm, dgemm, cgemm, zgemm" in said and "nonesuch: PMM3D_BLAS=nonesuch: no such BLAS" in said
@@ -159,21 +121,19 @@ def test_measured_chosen_printed_kept_and_taken(cache, tmp_path, job, monkeypatc
     assert done.returncode == 0 and done.stdout == 4 * f"{NUMPYS.resolve()}\n", done.stdout + done.stderr
 
 
-def test_nothing_that_is_asked_for_is_here(cache):
-    done = CliRunner().invoke(app, ["tune", "blas", "--blas", "/no/such.so", "--m", "8", "--n", "8", "--k", "8"])
-    assert done.exit_code == 2 and not cache.exists()
-
-
-def test_more_processes_than_cores_are_refused(cache):
-    done = CliRunner().invoke(app, ["tune", "blas", "--ranks-per-node", "9999"])
-    assert done.exit_code == 2 and "--ranks-per-node 9999 is more than the" in done.output and not cache.exists()
-
-
-def test_options_of_a_product_are_refused_with_a_training(cache):
-    for option, value in (("--m", "8"), ("--k", "8"), ("--dtype", "float32")):
-        with given(option=option):
-            done = CliRunner().invoke(app, ["tune", "blas", "a.toml", option, value])
-            assert done.exit_code == 2 and f"{option} describes a product, but a.toml is a training" in done.output
+@looped(
+    "options, words",
+    [
+        ("--blas /no/such.so --m 8 --n 8 --k 8", "/no/such.so"),
+        ("--ranks-per-node 9999", "--ranks-per-node 9999 is more than the"),
+        ("a.toml --m 8", "--m describes a product, but a.toml is a training"),
+        ("a.toml --k 8", "--k describes a product, but a.toml is a training"),
+        ("a.toml --dtype float32", "--dtype describes a product, but a.toml is a training"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(cache, options, words):
+    done = CliRunner().invoke(app, ["tune", "blas", *options.split()])
+    assert done.exit_code == 2 and words in done.output and not cache.exists()
 
 
 def test_processes_have_cores_of_this_process(monkeypatch):
@@ -196,11 +156,22 @@ def kept(**changes):
     return path
 
 
+@pytest.fixture
+def haswell(cache, monkeypatch):
+    """A kernel that was chosen for float32: one of every x86 on which these tests run."""
+    blas_choice.remember(blas_choice.Choice({"PMM3D_BLAS": "scipy", "OPENBLAS_CORETYPE": "Haswell"}, ""), 1, "float32")
+    monkeypatch.setenv("PMM3D_BLAS", "auto:float32")
+    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
+
+
 def test_a_choice_is_of_a_kind_of_machine_and_a_number_of_threads(cache):
-    kept()
+    path = kept()
     assert blas_choice.recalled(1).variables == {"PMM3D_BLAS": str(NUMPYS)}
     with pytest.raises(Pmm3dError, match="nothing was chosen for .* with 2 threads a rank: run pmm3d tune blas"):
         blas_choice.recalled(2)
+    path.write_text(path.read_text()[:40])
+    with pytest.raises(Pmm3dError, match="the chosen BLAS cannot be used"):
+        blas_choice.recalled(1)
 
 
 @pytest.mark.parametrize("changes", [{"key": {"cpu": "another"}}, {"variables": {}}, {"variables": 3}])
@@ -216,9 +187,7 @@ LATE = "os.environ['OPENBLAS_CORETYPE'] = 'Nehalem'; import scipy.linalg.cython_
 @pytest.mark.parametrize(
     "words", [("plan", "product", "--m", "64", "--n", "64", "--k", "64", "--ranks", "2"), ("doctor",)]
 )
-def test_commands_that_ask_before_a_grid_is_made_know_auto(cache, job, monkeypatch, words):
-    blas_choice.remember(blas_choice.Choice({"PMM3D_BLAS": "scipy", "OPENBLAS_CORETYPE": "Haswell"}, ""), 1, "float32")
-    monkeypatch.setenv("PMM3D_BLAS", "auto:float32")
+def test_commands_that_ask_before_a_grid_is_made_know_auto(haswell, job, words):
     done = job(1, "from pmm3d.tools.cli import main\nmain()", *words)
     said = done.stdout + done.stderr
     assert "no such BLAS" not in said and "could not be" not in said and "OPENBLAS_CORETYPE" not in said, said
@@ -241,21 +210,14 @@ TWICE = """
 """
 
 
-def test_auto_for_a_type_takes_its_kernel_for_each_grid_and_leaves_the_environment(cache, job, monkeypatch):
-    """Haswell is a kernel of every x86 on which these tests run. Ranks that have made a grid agree with those that have
-    not."""
+def test_auto_for_a_type_takes_its_kernel_for_each_grid_and_leaves_the_environment(haswell, job):
+    """Ranks that have made a grid agree with those that have not."""
     kept()
-    blas_choice.remember(blas_choice.Choice({"PMM3D_BLAS": "scipy", "OPENBLAS_CORETYPE": "Haswell"}, ""), 1, "float32")
-    monkeypatch.setenv("PMM3D_BLAS", "auto:float32")
-    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
     done = job(2, TWICE.format(""))
     assert done.returncode == 0 and done.stdout == 4 * "auto:float32 None Haswell\n", done.stdout + done.stderr
 
 
-def test_auto_for_a_type_after_the_blas_was_loaded_is_refused_each_time_and_said_once(cache, job, monkeypatch):
-    blas_choice.remember(blas_choice.Choice({"PMM3D_BLAS": "scipy", "OPENBLAS_CORETYPE": "Haswell"}, ""), 1, "float32")
-    monkeypatch.setenv("PMM3D_BLAS", "auto:float32")
-    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
+def test_auto_for_a_type_after_the_blas_was_loaded_is_refused_each_time_and_said_once(haswell, job):
     again = "\n    with Grid(MPI.COMM_WORLD):\n        pass\n"
     done = job(
         2, TWICE.format(LATE).replace("nullcontext() if MPI.COMM_WORLD.rank else Grid(MPI.COMM_SELF), ", "") + again
@@ -271,34 +233,24 @@ def test_a_choice_names_its_kernel_though_it_was_the_blas_that_took_it():
     assert timed("mkl", "AVX2").variables == {"PMM3D_BLAS": "mkl"}
 
 
-def test_auto_for_what_is_no_type_or_was_not_tuned(cache, monkeypatch):
-    monkeypatch.setenv("PMM3D_BLAS", "auto:bfloat16")
-    with pytest.raises(Pmm3dError, match="PMM3D_BLAS=auto:bfloat16: behind the colon is one of float32, float64, "):
-        blas_choice.take_blas()
-    kept()
-    monkeypatch.setenv("PMM3D_BLAS", "auto:float32")
-    with pytest.raises(Pmm3dError, match="auto:float32: nothing was chosen for .*: run pmm3d tune blas --dtype fl"):
-        blas_choice.take_blas()
-
-
-def test_auto_without_a_number_of_threads_counts_the_cores(cache, monkeypatch):
-    """As the BLAS does, which then has a thread on each core of the process."""
-    monkeypatch.setenv("PMM3D_BLAS", "auto")
+@looped(
+    "asked, threads, words",
+    [
+        ("auto:bfloat16", "1", "auto:bfloat16: behind the colon is one of float32, float64, "),
+        ("auto:float32", "1", "auto:float32: nothing was chosen for .*: run pmm3d tune blas --dtype fl"),
+        ("auto", None, "auto: nothing was chosen for .* with 6 thread"),  # as a BLAS counts the cores of the process
+        ("auto", "3", "auto: nothing was chosen for .* with 3 thread"),
+    ],
+)
+def test_auto_for_what_is_no_type_or_was_not_tuned(cache, monkeypatch, asked, threads, words):
     for name in THREAD_COUNTS:
         monkeypatch.delenv(name, raising=False)
+    if threads:
+        monkeypatch.setenv("MKL_NUM_THREADS", threads)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(6))
-    with pytest.raises(Pmm3dError, match="auto: nothing was chosen for .* with 6 thread"):
+    monkeypatch.setenv("PMM3D_BLAS", asked)
+    with pytest.raises(Pmm3dError, match=words):
         blas_choice.take_blas()
-    monkeypatch.setenv("MKL_NUM_THREADS", "3")
-    with pytest.raises(Pmm3dError, match="auto: nothing was chosen for .* with 3 thread"):
-        blas_choice.take_blas()
-
-
-def test_a_truncated_choice_is_not_used(cache):
-    path = kept()
-    path.write_text(path.read_text()[:40])
-    with pytest.raises(Pmm3dError, match="the chosen BLAS cannot be used"):
-        blas_choice.recalled(1)
 
 
 def test_auto_without_a_choice_is_refused_by_all_and_said_once(cache, job, monkeypatch):
