@@ -120,17 +120,41 @@ def test_cuts_name_the_owners_of_each_part(case, low, high):
     assert all({*placement.owners_of(Tile(part, 0))} == owners_of[first] for first, part in found.items())
 
 
-def test_units_by_axis_are_compared_by_what_they_say():
-    one, grid = Layout(("z", "y"), units=({"z": 4}, 1)), GridShape(1, 2, 2)
-    assert one == Layout(("z", "y"), units=({"y": 1, "z": 4, "x": 3}, 1)) != Layout(("z", "y"), units=(4, 1))
-    assert Layout("z", units=({"z": 4}, 1)) == Layout("z", units=(4, 1))
-    of_numpy = Layout(("z", "y"), units=({"z": np.int64(4), "y": np.int32(4)}, 1))
-    assert type(of_numpy.units[0]) is int and of_numpy == Layout(("z", "y"), units=(4, 1))
-    assert one.on(GridShape(1, 1, 2)) == Layout("z", units=(4, 1)) and one.on(grid) == one
-    assert Layout(one.rows, one.cols, one.sums, one.units) == one and eval(repr(one)) == one
+FLAT, CUBE, ALL_TWO = GridShape(1, 4, 1), GridShape(2, 2, 2), GridShape(2, 2, 2, 2)
+BY_AXIS, OF_NUMPY = Layout(("z", "y"), units=({"z": 4}, 1)), {"z": np.int64(4), "y": np.int32(4)}
+SUMS = Layout("x", units=(2, 3), sums=("data", "z"))
+EQUAL = [
+    (Layout(rows="x"), Layout(rows=("x",))),
+    (Layout(rows="x"), Layout(rows=["x"])),
+    (Layout(rows="x", cols=("y", "z")), Layout.B.T),
+    (Layout.A.on(FLAT), Layout(cols="y")),
+    (Layout.A.on(CUBE), Layout.A),
+    (BY_AXIS, Layout(("z", "y"), units=({"y": 1, "z": 4, "x": 3}, 1))),
+    (BY_AXIS.on(CUBE), BY_AXIS),
+    (BY_AXIS.on(GridShape(1, 1, 2)), Layout("z", units=(4, 1))),
+    (Layout(BY_AXIS.rows, BY_AXIS.cols, BY_AXIS.sums, BY_AXIS.units), BY_AXIS),
+    (Layout("z", units=({"z": 4}, 1)), Layout("z", units=(4, 1))),
+    (Layout(("z", "y"), units=(OF_NUMPY, 1)), Layout(("z", "y"), units=(4, 1))),
+    (Layout("z", "y", units=(4, 1)).on(FLAT), Layout((), "y")),
+    (Layout(units=(3, 2)).on(CUBE), Layout()),
+    (SUMS.T, Layout((), "x", ("data", "z"), (3, 2))),
+    (SUMS.T.T, SUMS),
+    (SUMS.summed, Layout("x", units=(2, 3))),
+    (SUMS.on(ALL_TWO), Layout("x", sums=("z", "data"), units=(2, 1))),
+    (SUMS.on(FLAT), Layout()),
+]
+
+
+@looped("one, other", EQUAL)
+def test_layouts_that_say_the_same_are_equal(one, other):
+    assert one == other and eval(repr(one)) == eval(str(other)) == one
+
+
+def test_units_count_only_where_an_axis_cuts():
+    assert type(Layout("z", units=(OF_NUMPY, 1)).units[0]) is int and Layout(("z", "y"), units=(4, 1)) != BY_AXIS
     whole, layout = GridShape(1, 2, 1), Layout("z", "y", units=(4, 1))
     assert layout.box((10, 4), whole, whole.coords(1)) == Placement((10, 4), layout, whole).box(1) == (0, 10, 2, 4)
-    assert layout.on(whole) == Layout((), "y") and Layout(units=(3, 2)).on(grid) == Layout()
+    assert Layout.C.parts(GridShape(2, 3, 4)) == (12, 2)
 
 
 def test_the_first_rank_is_first_on_named_axes_too():
@@ -141,18 +165,13 @@ def test_the_first_rank_is_first_on_named_axes_too():
 
 
 def test_partial_sums_are_no_replicas():
-    layout, grid = Layout("x", units=(2, 3), sums=("data", "z")), GridShape(2, 2, 2, 2)
-    assert Layout((), "x", ("data", "z"), (3, 2)) == layout.T and layout == layout.T.T
-    assert (summed := layout.summed) == Layout("x", units=(2, 3)) != layout and summed.summed is summed
-    assert layout.on(grid) == Layout("x", sums=("z", "data"), units=(2, 1))
-    assert layout.on(GridShape(1, 2, 1)) == Layout()
-    assert layout.splitting == ("x",) and layout.named == ("x", "data", "z")
-    assert (layout.replicas(grid), layout.summed.replicas(grid)) == (2, 8)
-    firsts = [rank for rank in range(grid.size) if layout.is_first(grid.coords(rank))]
-    assert firsts == [rank for rank in range(grid.size) if grid.coords(rank).y == 0]
-    assert [rank for rank in range(16) if layout.summed.is_first(grid.coords(rank))] == [0, 1]
-    assert layout.box((8, 8), grid, grid.coords(1)) == layout.summed.box((8, 8), grid, grid.coords(1))
-    assert eval(str(layout)) == layout and str(Layout("x")) == "Layout(rows=('x',), cols=())"
+    summed, ranks = SUMS.summed, range(ALL_TWO.size)
+    assert summed != SUMS and summed.summed is summed
+    assert SUMS.splitting == ("x",) and SUMS.named == ("x", "data", "z")
+    assert (SUMS.replicas(ALL_TWO), summed.replicas(ALL_TWO)) == (2, 8)
+    firsts = [[rank for rank in ranks if each.is_first(ALL_TWO.coords(rank))] for each in (SUMS, summed)]
+    assert firsts == [[rank for rank in ranks if ALL_TWO.coords(rank).y == 0], [0, 1]]
+    assert SUMS.box((8, 8), ALL_TWO, ALL_TWO.coords(1)) == summed.box((8, 8), ALL_TWO, ALL_TWO.coords(1))
 
 
 @given(st.integers(0, 10**15), st.integers(1, 5000))
@@ -202,15 +221,6 @@ def test_ranks_run_fastest_along_x_and_the_rest_is_idle():
     assert all(grid.rank(grid.coords(rank)) == rank for rank in range(grid.size))
     assert grid.coords(grid.size) is None
     assert Layout.A.box((5, 5), grid, None).size == 0
-
-
-def test_layouts_that_distribute_equally_are_equal_on_the_grid():
-    flat = GridShape(1, 4, 1)
-    assert Layout.A.on(flat) == Layout(cols="y")
-    assert Layout.A.on(GridShape(2, 2, 2)) == Layout.A
-    assert Layout(rows="x", cols=("y", "z")) == Layout.B.T
-    assert Layout(rows="x") == Layout(rows=("x",)) == Layout(rows=["x"])
-    assert Layout.C.parts(GridShape(2, 3, 4)) == (12, 2)
 
 
 GRID = GridShape(1, 2, 2)

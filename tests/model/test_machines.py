@@ -144,34 +144,38 @@ def test_messages_are_those_of_the_stages(operation, size, nbytes, messages):
     assert terms(operation, Group(size, size, 1, 1), nbytes).messages_inside == messages
 
 
-def test_a_law_is_used_where_nothing_was_measured_and_the_default_where_there_is_no_law():
+@looped(
+    "operation, group, nbytes, seconds",
+    [
+        ("all_gather", Group(4, 4, 1, 1), 100, 42),
+        ("reduce_scatter", Group(4, 4, 1, 1), 100, 2 + 3 * 3 + 100 * 7),
+        ("all_to_all", Group(4, 4, 1, 1), 100, 3 * 3 + 100 * 7),
+        ("elsewhere", Group(4, 2, 2, 2), 300, 2 + 3 + 10 + 100 * 7 + 200 * 4 * 11),
+        ("all_gather", Group(4, 2, 2, 2), 300, 4 + 6 + 5 + 200 * 7 + 100 * 4 * 11),
+        ("something else", Group(4, 4, 1, 1), 100, 2 + 3 * 3 + 100 * 7),
+        ("all_gather", Group(4, 4, 1, 4), 0, 0),
+        ("all_gather", Group(1, 1, 1, 4), 100, 0),
+    ],
+)
+def test_a_law_is_used_where_nothing_was_measured_and_the_default_where_there_is_no_law(
+    operation, group, nbytes, seconds
+):
     row = Measured("all_gather", 4, 1, (100,), (42.0,))
     made = machine(laws={"default": LAW, "all_to_all": LAW._replace(start=0.0)}, collectives=(row,))
-    inside, across = Group(4, 4, 1, 1), Group(4, 2, 2, 2)
-    assert made.collective_seconds("all_gather", inside, 100) == 42
-    assert made.collective_seconds("reduce_scatter", inside, 100) == 2 + 3 * 3 + 100 * 7
-    assert made.collective_seconds("all_to_all", inside, 100) == 3 * 3 + 100 * 7
-    assert made.collective_seconds("elsewhere", across, 300) == 2 + 3 + 10 + 100 * 7 + 200 * 4 * 11
-    assert made.collective_seconds("all_gather", across, 300) == 4 + 6 + 5 + 200 * 7 + 100 * 4 * 11
-    assert made.collective_seconds("something else", inside, 100) == 2 + 3 * 3 + 100 * 7
-    for size, moved in ((4, 0), (1, 100)):
-        assert made.collective_seconds("all_gather", Group(size, size, 1, 4), moved) == 0
+    assert made.collective_seconds(operation, group, nbytes) == seconds
 
 
-def test_a_row_holds_for_groups_of_its_stride_and_one_without_a_stride_for_all():
+def test_a_row_holds_for_groups_of_its_stride_and_with_as_many_ranks_on_each_node():
+    """A row without a stride holds for all strides."""
     rows = [Measured("all_gather", 2, 1, (100,), (seconds,), stride) for stride, seconds in ((1, 7.0), (4, 9.0))]
-    made = machine(laws={"default": LAW}, collectives=(*rows, Measured("shift", 2, 1, (100,), (42.0,))))
-    groups = groups_of(GridShape(2, 2, 2), 8)
+    rows += [Measured("shift", 2, 1, (100,), (42.0,)), Measured("all_to_all", 2, 2, (100,), (43.0,))]
+    made, groups = machine(laws={"default": LAW}, collectives=tuple(rows)), groups_of(GridShape(2, 2, 2), 8)
     by_law = LAW.seconds("all_gather", groups["y"], 100)
     assert [made.collective_seconds("all_gather", groups[axis], 100) for axis in "xyz"] == [7, by_law, 9]
     assert [made.collective_seconds("shift", groups[axis], 100) for axis in "xyz"] == [42] * 3
-
-
-def test_a_row_holds_for_groups_with_as_many_ranks_on_each_node():
-    made = machine(laws={"default": LAW}, collectives=(Measured("all_gather", 2, 2, (300,), (42.0,)),))
     even, uneven = Group(4, 2, 2, 1), Group(3, 2, 2, 1)
-    assert made.collective_seconds("all_gather", even, 300) == 42
-    assert made.collective_seconds("all_gather", uneven, 300) == LAW.seconds("all_gather", uneven, 300)
+    by_law = LAW.seconds("all_to_all", uneven, 100)
+    assert [made.collective_seconds("all_to_all", group, 100) for group in (even, uneven)] == [43, by_law]
 
 
 @pytest.mark.parametrize("name", ["perlmutter", "frontier"])
@@ -241,12 +245,29 @@ def test_assumed_machines_price_everything(name):
     assert made.pass_seconds("relu", 2**30) > 2**30 / 5e12
 
 
-def test_a_node_is_filled_before_the_next_one():
-    found = groups_of(GridShape(2, 4, 3, 2), 8)
-    assert found["x"] == Group(2, 2, 1, 4) and found["y"] == Group(4, 4, 1, 2, 2)
-    assert found["z"] == Group(3, 1, 3, 8, 8) and found["data"] == Group(2, 1, 2, 8, 24)
-    assert found["all"] == Group(48, 8, 6, 1)
-    assert groups_of(GridShape(2, 2, 1), 8)["all"] == Group(4, 4, 1, 1)
+NODE_BY_NODE = {
+    "x": Group(2, 2, 1, 4),
+    "y": Group(4, 4, 1, 2, 2),
+    "z": Group(3, 1, 3, 8, 8),
+    "data": Group(2, 1, 2, 8, 24),
+    "all": Group(48, 8, 6, 1),
+}
+JOINT = {"stage": Group(8, 4, 2, 1), "x+y": Group(4, 4, 1, 1), "data+pipe": Group(4, 1, 4, 4)}
+
+
+@looped(
+    "shape, per_node, expected",
+    [
+        (GridShape(2, 4, 3, 2), 8, NODE_BY_NODE),
+        (GridShape(2, 2, 1), 8, {"all": Group(4, 4, 1, 1)}),
+        (GridShape(2, 2, 1, 2, pipe=2), 4, JOINT),
+    ],
+)
+def test_a_node_is_filled_before_the_next_one_also_of_joint_axes_and_stages(shape, per_node, expected):
+    found = groups_of(shape, per_node)
+    assert {name: found[name] for name in expected} == expected
+    with pytest.raises(KeyError):
+        found["x+seq"]
 
 
 @given(st.tuples(*[st.integers(1, 6)] * 4), st.integers(1, 12))
@@ -267,11 +288,3 @@ def test_with_other_ranks_on_a_node_no_measured_row_counts():
     other = machine.with_ranks_per_node(2)
     assert (other.ranks_per_node, other.collectives) == (2, ())
     assert "4 ranks a node" in other.sources["collectives"]
-
-
-def test_joint_axes_and_stages_are_groups_too():
-    found = groups_of(GridShape(2, 2, 1, 2, pipe=2), 4)
-    assert found["stage"] == Group(8, 4, 2, 1) and found["x+y"] == Group(4, 4, 1, 1)
-    assert found["data+pipe"] == Group(4, 1, 4, 4) and found["y+data"][:3] == (4, 2, 2)
-    with pytest.raises(KeyError):
-        found["x+seq"]
