@@ -1,9 +1,9 @@
-"""A transformer block, and modules on a grid with the same weights on every rank."""
+"""A transformer block, modules on a grid with the same weights on every rank, and their gradients."""
 
 import torch
 from torch import nn
 
-from pmm3d.torch import parallelize
+from pmm3d.torch import full_state_dict, parallelize
 
 
 def made(kind, *plan, **options):
@@ -34,3 +34,16 @@ class Block(nn.Module):
     def attend(self, x):
         q, k, v = (part(x).unflatten(-1, (-1, self.HEAD)).transpose(1, 2) for part in (self.q, self.k, self.v))
         return self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def differences(state, other):
+    assert list(state) == list(other)
+    return max((state[name] - other[name]).abs().max().item() for name in state)
+
+
+def whole_gradients(grid, net, names):
+    """name -> gradient, as in the plain module, from a step of SGD."""
+    before = full_state_dict(net)
+    torch.optim.SGD(net.parameters(), lr=1.0).step()
+    after = full_state_dict(net)
+    return {name: before[name] - after[name] for name in names}

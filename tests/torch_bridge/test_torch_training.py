@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from networks import ALL_GRIDS, MANY_GRIDS, alone, on_each_grid
-from seeded import Block, made
+from seeded import Block, differences, made, whole_gradients
 from torch import nn
 
 from pmm3d import LayoutError
@@ -58,19 +58,6 @@ def losses_of(net, steps, clip=None, grid=None):
         optimizer.step()
         optimizer.zero_grad()
     return np.array([loss.item() for loss in losses])
-
-
-def differences(state, other):
-    assert list(state) == list(other)
-    return max((state[name] - other[name]).abs().max().item() for name in state)
-
-
-def whole_gradients(grid, net, names):
-    """name -> gradient, as in the plain module, from a step of SGD."""
-    before = full_state_dict(net)
-    torch.optim.SGD(net.parameters(), lr=1.0).step()
-    after = full_state_dict(net)
-    return {name: before[name] - after[name] for name in names}
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
