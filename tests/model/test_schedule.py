@@ -59,7 +59,7 @@ def groups(draw):
 
 
 counts_of = lambda ranks: st.lists(st.integers(0, 4), min_size=ranks, max_size=ranks).map(tuple)
-EXAMPLES = settings(max_examples=60, deadline=None)
+EXAMPLES = settings(max_examples=40, deadline=None)
 
 
 @EXAMPLES
