@@ -43,8 +43,11 @@ def symbols(rank, rows):
 
 
 def volumes(schedules):
-    """Rows that all ranks receive, which are those that they send."""
+    """Rows that all ranks receive, which are those that they send. What a rank sends is counted as what it receives."""
     found = [count(schedule, 1) for schedule in schedules]
+    for schedule, (received, sent, _) in zip(schedules, found):
+        turned = tuple(each._replace(sends=each.receives, receives=each.sends) for each in schedule.rounds)
+        assert count(schedule._replace(rounds=turned), 1)[:2] == (sent, received)
     assert sum(each.received for each in found) == sum(each.sent for each in found)
     assert all(len(each.sends) <= 2 * WINDOW for schedule in schedules for each in schedule.rounds)
     return sum(each.received for each in found)
