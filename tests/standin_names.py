@@ -1,12 +1,11 @@
 """cupy's names for the arrays of a stand-in: numpy's functions, executed lazily on a stream."""
 
 import os
-import re
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
-from standin_arrays import DeviceArray, asnumpy, empty, enqueue, lazily
+from standin_arrays import DeviceArray, asnumpy, empty, lazily
 from standin_blas import TYPES as CUDA_TYPES
 from standin_blas import cublas, device
 from standin_streams import DEVICES, HERE, Device, Event, Stream, get_current_stream, set_device
@@ -135,41 +134,6 @@ def _reduction(function):
 _give_operators()
 
 
-class ElementwiseKernel:
-    """cupy.ElementwiseKernel, for kernels whose text is also valid Python. As in cupy, a letter is a type: that of the
-    arrays passed for it. Numbers are rounded to it."""
-
-    def __init__(self, inputs: str, outputs: str, operation: str, name: str):
-        taken, given = ([each.split() for each in text.split(",")] for text in (inputs, outputs))
-        self.inputs, self.outputs = [name for _, name in taken], [name for _, name in given]
-        self.types = {name: letter for letter, name in (*taken, *given)}
-        self.operation = re.sub(r"\b[A-Z] (?=\w+ = )", "", operation)
-
-    def __call__(self, *arguments):
-        names = [*self.inputs, *self.outputs]
-        given = dict(zip(names, arguments, strict=True))
-        types = {letter: np.dtype(letter) for letter in self.types.values() if len(letter) > 1}
-        for name, each in given.items():
-            if isinstance(each, DeviceArray):
-                assert types.setdefault(self.types[name], each.dtype) == each.dtype, f"{name} is of {each.dtype}"
-        hosts = {
-            name: each._host if isinstance(each, DeviceArray) else types[self.types[name]].type(each)
-            for name, each in given.items()
-        }
-        outputs = [given[name] for name in self.outputs]
-
-        def work():
-            values = {"sqrt": np.sqrt}
-            values |= {letter: partial(_rounded, dtype) for letter, dtype in types.items()}
-            values |= {name: np.copy(each) if name in self.outputs else each for name, each in hosts.items()}
-            with np.errstate(all="ignore"):
-                exec(self.operation, values)
-            for name in self.outputs:
-                hosts[name][...] = values[name]
-
-        enqueue(work, [each for each in arguments if isinstance(each, DeviceArray)], outputs)
-
-
 class ReductionKernel:
     """cupy.ReductionKernel, for sums in float64 of a map whose text is also valid Python."""
 
@@ -183,10 +147,6 @@ class ReductionKernel:
 
     def summed(self, array, axis):
         return np.sum(eval(self.mapped, {"double": np.float64, self.name: array}), axis=axis)
-
-
-def _rounded(dtype, value):
-    return np.asarray(value).astype(dtype)
 
 
 def _as_strided(array, shape, strides):
@@ -237,6 +197,5 @@ def names(kind) -> dict:
         "cuda": cuda,
         "lib": SimpleNamespace(stride_tricks=SimpleNamespace(as_strided=_as_strided)),
         "fuse": lambda function: function,
-        "ElementwiseKernel": ElementwiseKernel,
         "ReductionKernel": ReductionKernel,
     }

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import standin
 import torch
+from gemm_cases import TORCH_DEVICE
 from loops import looped
 from samples import LIBRARIES, integers, to_library, to_numpy
 
@@ -27,45 +28,62 @@ from pmm3d.layout import MATRIX_DTYPES, itemsize
 
 TYPES = [(library, dtype) for library in LIBRARIES for dtype in MATRIX_DTYPES if dtype != "bfloat16"]
 TYPES.append(("torch", "bfloat16"))
-SCALES = [(1, 0), (1, 1), (2, -1), (-3, 0), (1, 2)]
 
 
-class AsOnDevice(TorchLibrary):
-    """torch's code for devices, on host memory."""
+@looped(
+    "name, array, library",
+    [
+        ("numpy", np.ones(3), NumpyLibrary()),
+        ("torch", torch.ones(3), TorchLibrary("cpu")),
+        ("torch:cpu", torch.ones(3), TorchLibrary("cpu")),
+        ("torch:cuda:1", None, TorchLibrary("cuda:1")),
+        (TorchLibrary("cuda"), None, TorchLibrary("cuda")),
+        ("standin", to_library(np.ones(3), "standin"), DeviceLibrary("standin")),
+    ],
+)
+def test_libraries_have_names_and_arrays_know_theirs(name, array, library):
+    assert library_named(name) == library and (array is None or library_of(array) == library)
 
-    on_host = False
 
-
-def test_arrays_know_their_library():
-    assert library_of(np.ones(3)) == NumpyLibrary()
-    assert library_of(torch.ones(3)) == TorchLibrary("cpu")
-    assert library_of(to_library(np.ones(3), "standin")) == DeviceLibrary("standin")
+def test_arrays_of_rocm_are_cupys():
     of_rocm = type("ndarray", (), {"__module__": "cupy._core.core", "data": SimpleNamespace(ptr=7)})()
-    assert library_of(of_rocm).kind == "cupy" and library_of(of_rocm).address(of_rocm) == 7
-    assert library_of(of_rocm).writable(of_rocm)
-    for other in ([1.0], 3.0, None, memoryview(b"a")):
-        with pytest.raises(DTypeError, match="none of numpy.ndarray, torch.Tensor, cupy.ndarray"):
-            library_of(other)
+    face = library_of(of_rocm)
+    assert face.kind == "cupy" and face.address(of_rocm) == 7 and face.writable(of_rocm)
 
 
-def test_libraries_have_names():
-    assert library_named("numpy") == NumpyLibrary()
-    assert library_named("torch") == library_named("torch:cpu") == TorchLibrary("cpu")
-    assert library_named("torch:cuda:1") == TorchLibrary("cuda:1")
-    assert library_named("standin") == DeviceLibrary("standin")
-    assert library_named(TorchLibrary("cuda")) == TorchLibrary("cuda")
-    with pytest.raises(Pmm3dError, match="unknown array library 'nunpy'"):
-        library_named("nunpy")
+def without_driver():
+    raise RuntimeError("cudaErrorInsufficientDriver: CUDA driver version is insufficient")
 
 
-def test_the_stand_in_is_no_host_array():
-    array = to_library(np.ones(3), "standin")
-    with pytest.raises(TypeError):
-        memoryview(array)
-    with pytest.raises(TypeError, match="Implicit conversion"):
-        np.asarray(array)
-    with pytest.raises(TypeError, match="does not mix with host arrays"):
-        array[...] = np.ones(3)
+NO_DEVICE = "standin finds no CUDA device here .{}.*nvidia-smi"
+NO_TYPE = "numpy matrices have the types float16, float32, .*; got {}"
+REFUSED = [
+    (lambda: library_named("nunpy"), Pmm3dError, "unknown array library 'nunpy'"),
+    *((lambda other=other: library_of(other), DTypeError, "none of numpy") for other in ([1.0], 3.0, None, b"a")),
+    *(
+        (lambda dtype=dtype: check_matrix_dtype(dtype, NumpyLibrary()), DTypeError, NO_TYPE.format(dtype))
+        for dtype in ("int64", "bool", "bfloat16", "longdouble", "object")
+    ),
+    (lambda: check_matrix_dtype("bfloat16", DeviceLibrary("standin")), DTypeError, 'take library="torch" or "torch:cu'),
+]
+
+
+@looped("call, kind, words", REFUSED)
+def test_what_is_no_library_no_array_and_no_type_of_matrices_is_refused(call, kind, words):
+    with pytest.raises(kind, match=words):
+        call()
+
+
+@looped("count, words", [(without_driver, "cudaErrorInsufficientDriver"), (lambda: 0, "there are 0")])
+def test_a_library_without_a_device_says_what_it_lacks(monkeypatch, count, words):
+    monkeypatch.setattr(standin.cuda.runtime, "getDeviceCount", count)
+    with pytest.raises(Pmm3dError, match=NO_DEVICE.format(words)):
+        library_here("standin")
+
+
+@looped("library, dtype", [*TYPES, ("torch", "bfloat16")])
+def test_types_of_matrices(library, dtype):
+    assert check_matrix_dtype(dtype, library_named(library)) == dtype
 
 
 @looped("library, dtype", TYPES)
@@ -107,34 +125,6 @@ def test_contiguous_means_c_order_without_gaps(library):
     assert NumpyLibrary().is_contiguous(np.ones((3, 1)).T) and NumpyLibrary().is_contiguous(np.empty((0, 5)).T)
 
 
-@looped("library, dtype", TYPES)
-def test_gemm_is_exact_in_every_library(library, dtype):
-    for index, (m, n, k) in enumerate([(4, 3, 5), (1, 1, 1), (7, 2, 9), (16, 16, 16), (5, 6, 1)]):
-        alpha, beta = SCALES[index % len(SCALES)]
-        a, b, c = (integers(shape, dtype, seed, -2, 2) for seed, shape in enumerate([(m, k), (k, n), (m, n)]))
-        face, work = library_named(library), Workspace()
-        operands = [to_library(array, library, dtype) for array in (a, b.T.copy(), c)]
-        face.gemm(operands[0], operands[1].T, operands[2], alpha, beta, work)
-        assert np.array_equal(to_numpy(operands[2], library), alpha * (a @ b) + beta * c)
-
-
-@looped("library, dtype", [pair for pair in TYPES if pair[1] in ("float16", "bfloat16")])
-def test_low_precision_accumulates_into_float32(library, dtype):
-    a, b = integers((3, 40), dtype, 1), integers((40, 2), dtype, 2)
-    total = np.full((3, 2), 2.0**20, "float32")
-    face, c = library_named(library), to_library(total, library, "float32")
-    face.gemm(to_library(a, library, dtype), to_library(b, library, dtype), c, 1, 1, Workspace())
-    assert np.array_equal(to_numpy(c, library), total + (a.astype("float32") @ b.astype("float32")))
-
-
-def test_float16_is_rounded_once():
-    """A sum in float16 beyond 2048 ignores ones. In float32 it does not."""
-    a, b = np.ones((1, 4096), "float16"), np.ones((4096, 1), "float16")
-    c = np.zeros((1, 1), "float16")
-    NumpyLibrary().gemm(a, b, c, 1, 0, Workspace())
-    assert c == 4096
-
-
 @looped("library, dtype", TYPES + [("numpy", "int64"), ("torch", "int32")])
 def test_sums_are_exact_and_out_may_be_strided(library, dtype):
     for shape in ((3, 5), (1, 1), (0, 4), (4, 0), (70, 600)):
@@ -158,24 +148,28 @@ def test_low_precision_is_added_up_in_float32(library, dtype):
     assert np.array_equal(to_numpy(out, library), np.full((1, 3), large + 4))
 
 
-def test_sums_are_in_order():
-    parts = [np.array([[value]], "float32") for value in (1e8, 1.0, -1e8, 1.0)]
-    out = np.empty((1, 1), "float32")
-    sum_in_order(NumpyLibrary(), parts, out)
-    assert out == ((np.float32(1e8) + np.float32(1)) - np.float32(1e8)) + np.float32(1)
+@looped("library", [*LIBRARIES, TORCH_DEVICE])
+def test_sums_are_in_order_and_squares_are_summed_in_float64(library):
+    """2^12 squares of 2^7, and one square that float32 would lose, in blocks on a device. The last block is shorter."""
+    face = library_named(library)
+    parts = [to_library(np.array([[value]], "float32"), library) for value in (1e8, 1.0, -1e8, 1.0)]
+    sum_in_order(face, parts, out := face.empty((1, 1), "float32"))
+    assert to_numpy(out) == ((np.float32(1e8) + np.float32(1)) - np.float32(1e8)) + np.float32(1)
+    values = np.full((5, 1000), 2.0**7, "float16")
+    values[4, 999] = 1
+    assert library is TORCH_DEVICE or float(face.square_sum(to_library(values, library))) == 4999 * 2.0**14 + 1
+    for dtype in ("float16", "float32", "complex64"):
+        values = np.arange(2 * SUMMED + 100).reshape(4, -1) % 5 * (1 + 1j)
+        values = values.astype(dtype) if dtype == "complex64" else values.real.astype(dtype)
+        exact = np.sum(np.abs(values.astype("complex128")) ** 2)
+        assert abs(float(face.square_sum(to_library(values, library))) / exact - 1) < 1e-6
 
 
-def test_types_of_matrices():
-    for dtype in MATRIX_DTYPES[:1] + MATRIX_DTYPES[2:]:
-        assert check_matrix_dtype(dtype, NumpyLibrary()) == dtype
-    assert check_matrix_dtype("bfloat16", TorchLibrary()) == "bfloat16"
-    for dtype in ("int64", "bool", "bfloat16", "longdouble", "object"):
-        with pytest.raises(DTypeError, match=f"numpy matrices have the types float16, float32, .*; got {dtype}"):
-            check_matrix_dtype(dtype, NumpyLibrary())
-
-
-def test_the_streams_of_the_stand_in_are_lazy_and_know_no_order_among_them():
+def test_the_stand_in_is_lazy_and_mixes_with_no_host_arrays():
     array = to_library(np.ones(3), "standin")
+    for mix in (memoryview, np.asarray, lambda array: array.__setitem__(..., np.ones(3))):
+        with pytest.raises(TypeError):
+            mix(array)
     standin.cuda.get_current_stream().synchronize()
     array[...] = 5
     with standin.Stream(non_blocking=True) as other:
@@ -199,42 +193,6 @@ def test_what_is_current_in_the_stand_in_is_so_in_one_thread():
         array += 1
     with pytest.raises(RuntimeError, match="the stream is of device 1, the current one is 0"):
         mine.use()
-
-
-def test_a_library_without_a_device_says_what_it_lacks(monkeypatch):
-    def refuse():
-        raise RuntimeError("cudaErrorInsufficientDriver: CUDA driver version is insufficient")
-
-    for count, why in ((refuse, "cudaErrorInsufficientDriver"), (lambda: 0, "there are 0")):
-        monkeypatch.setattr(standin.cuda.runtime, "getDeviceCount", count)
-        with pytest.raises(Pmm3dError, match=f"standin finds no CUDA device here .{why}.*nvidia-smi"):
-            library_here("standin")
-
-
-def test_bfloat16_of_cupy_leads_to_torch():
-    with pytest.raises(DTypeError, match='cupy matrices have .*; got bfloat16. take library="torch" or "torch:cuda"'):
-        check_matrix_dtype("bfloat16", DeviceLibrary("standin"))
-
-
-@looped("library", ["standin", AsOnDevice("cpu")])
-@looped("dtype", ["float16", "float32", "complex64"])
-def test_squares_are_summed_in_blocks_on_a_device(library, dtype):
-    """Each block is exact here. The last one is shorter."""
-    face, values = library_named(library), np.arange(2 * SUMMED + 100).reshape(4, -1) % 5 * (1 + 1j)
-    values = values.astype(dtype) if dtype == "complex64" else values.real.astype(dtype)
-    assert (
-        abs(float(face.square_sum(to_library(values, library))) / np.sum(np.abs(values.astype("complex128")) ** 2) - 1)
-        < 1e-6
-    )
-
-
-@looped("library", LIBRARIES)
-def test_squares_are_summed_in_float64(library):
-    """2^12 squares of 2^7, and one square that float32 would lose. float16 can represent none of these sums."""
-    values = np.full((5, 1000), 2.0**7, "float16")
-    values[4, 999] = 1
-    found = library_named(library).square_sum(to_library(values, library))
-    assert float(found) == 4999 * 2.0**14 + 1
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

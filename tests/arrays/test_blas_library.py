@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -43,13 +44,10 @@ def fresh():
     named_blas.cache_clear()
 
 
-def test_a_library_of_64_bit_integers_is_taken():
-    found = named_blas(str(NUMPYS))
-    assert found.file == str(NUMPYS.resolve()) and found.largest == ILP64_LARGEST > LP64_LARGEST
-
-
 def test_integers_are_wide_enough_for_either_kind():
     """A library with the usual names and 64-bit integers reads all 8 bytes."""
+    found = named_blas(str(NUMPYS))
+    assert found.file == str(NUMPYS.resolve()) and found.largest == ILP64_LARGEST > LP64_LARGEST
     value = ctypes.pointer(blas_library.integer(5)._obj)
     assert [ctypes.cast(value, ctypes.POINTER(kind))[0] for kind in (ctypes.c_int64, ctypes.c_int32)] == [5, 5]
 
@@ -77,7 +75,7 @@ def extra(tmp_path, monkeypatch):
     blas_choice._tell.cache_clear()
 
 
-def test_mkl_is_used_by_itself_if_the_extra_is_installed(extra, monkeypatch):
+def test_mkl_is_used_by_itself_if_the_extra_is_installed(extra, tmp_path, monkeypatch):
     assert blas_library.mkl_file() == "" and blas_choice.take_blas() == "scipy"
     extra(NUMPYS)
     assert blas_choice.take_blas().split()[0] == "mkl" and blas_choice.chosen().file == str(NUMPYS.resolve())
@@ -85,12 +83,8 @@ def test_mkl_is_used_by_itself_if_the_extra_is_installed(extra, monkeypatch):
     monkeypatch.setenv("PMM3D_BLAS", "scipy")
     blas_choice.chosen.cache_clear()
     assert blas_choice.take_blas() == blas_choice.chosen().name == "scipy"
-
-
-def test_a_libmkl_of_others_is_not_the_extra(extra, tmp_path):
-    extra(NUMPYS)
     (tmp_path / "site" / "mkl-2026.2.0.dist-info").rename(tmp_path / "site" / "other-1.dist-info")
-    assert blas_library.mkl_file() == ""
+    assert blas_library.mkl_file() == "", "a libmkl of others is not the extra"
 
 
 def test_what_was_measured_comes_before_the_extra(extra):
@@ -112,47 +106,32 @@ def test_an_extra_that_is_refused_is_told_once_and_scipys_is_used(extra, caplog,
         blas_choice.take_blas()
 
 
-class MadeUpMkl:
-    """Records the settings."""
-
-    def __init__(self):
-        self.calls = {}
-
-    def __getattr__(self, name):
-        return lambda value: self.calls.setdefault(name, value)
+THREADS = [call.MKL_Set_Dynamic(0), call.MKL_Set_Num_Threads(2)]
+OWN = {"MKL_THREADING_LAYER": "TBB", "MKL_CBWR": "COMPATIBLE"}
 
 
-@looped("threads, layer", [(1, 1), (2, 3)])
-def test_mkl_has_the_threads_of_the_rank_and_shares_libgomp(monkeypatch, threads, layer):
+@looped(
+    "threads, environ, calls",
+    [
+        (1, {}, [call.MKL_Set_Threading_Layer(1), call.MKL_Set_Dynamic(0), call.MKL_Set_Num_Threads(1)]),
+        (2, {}, [call.MKL_Set_Threading_Layer(3), *THREADS]),
+        (2, OWN, THREADS),
+    ],
+)
+def test_mkl_has_the_threads_of_the_rank_and_shares_libgomp(monkeypatch, threads, environ, calls):
+    """The environment takes precedence. Without libgomp, several threads are refused."""
     for name in ("MKL_THREADING_LAYER", "MKL_CBWR"):
         monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(blas_library, "asked_threads", lambda: threads)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
-    mkl = MadeUpMkl()
-    blas_library._set_mkl(mkl, "mkl")
-    assert mkl.calls == {
-        "MKL_Set_Threading_Layer": layer,
-        "MKL_Set_Dynamic": 0,
-        "MKL_Set_Num_Threads": threads,
-        "MKL_CBWR_Set": 2,
-    }
-
-
-def test_mkl_for_threads_is_refused_without_libgomp_and_left_to_the_environment(monkeypatch):
-    monkeypatch.delenv("MKL_THREADING_LAYER", raising=False)
-    monkeypatch.setattr(blas_library, "asked_threads", lambda: 2)
-
-    def missing(name):
-        raise OSError(name)
-
-    monkeypatch.setattr(ctypes, "CDLL", missing)
-    with pytest.raises(Pmm3dError, match="MKL needs libgomp.so.1 for 2 threads"):
-        blas_library._set_mkl(MadeUpMkl(), "mkl")
-    mkl = MadeUpMkl()
-    monkeypatch.setenv("MKL_THREADING_LAYER", "TBB")
-    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
-    blas_library._set_mkl(mkl, "mkl")
-    assert mkl.calls == {"MKL_Set_Dynamic": 0, "MKL_Set_Num_Threads": 2}
+    monkeypatch.setattr(ctypes, "CDLL", Mock())
+    blas_library._set_mkl(mkl := Mock(), "mkl")
+    assert sorted(mkl.mock_calls) == sorted(calls + [call.MKL_CBWR_Set(2)] * (not environ))
+    monkeypatch.setattr(ctypes, "CDLL", Mock(side_effect=OSError("no libgomp")))
+    if threads > 1 and not environ:
+        with pytest.raises(Pmm3dError, match="MKL needs libgomp.so.1 for 2 threads"):
+            blas_library._set_mkl(Mock(), "mkl")
 
 
 @looped(
@@ -169,23 +148,22 @@ def test_what_is_no_blas_is_refused(asked, said):
         named_blas(asked)
 
 
-@pytest.mark.parametrize("lacking", ["cgemm", "sgemm"])
-def test_one_that_lacks_a_routine_is_refused(monkeypatch, lacking):
-    whole = blas_library._routine
-    monkeypatch.setattr(blas_library, "_routine", lambda handle, name: None if name == lacking else whole(handle, name))
-    with pytest.raises(Pmm3dError, match=f"has no {lacking}, by any"):
-        named_blas(str(NUMPYS))
+ROUTINE = blas_library._routine
+NOTHING = ctypes.CFUNCTYPE(None, *blas_library.ARGUMENTS)(lambda *arguments: None), False
 
 
-@pytest.mark.parametrize("wrong", ["sgemm", "zgemm"])
-def test_one_that_is_wrong_is_refused(monkeypatch, wrong):
+@looped(
+    "name, instead, words",
+    [
+        *((name, None, f"has no {name}, by any") for name in ("cgemm", "sgemm")),
+        *((name, NOTHING, rf"{name} of \S+ gives wrong results \(NN, 37 x 29 x 131\)") for name in ("sgemm", "zgemm")),
+    ],
+)
+def test_one_that_lacks_a_routine_or_is_wrong_is_refused(monkeypatch, name, instead, words):
     """For example, it does not conjugate, or does not write C."""
-    whole = blas_library._routine
-    nothing = ctypes.CFUNCTYPE(None, *blas_library.ARGUMENTS)(lambda *arguments: None)
-    monkeypatch.setattr(
-        blas_library, "_routine", lambda handle, name: (nothing, False) if name == wrong else whole(handle, name)
-    )
-    with pytest.raises(Pmm3dError, match=rf"{wrong} of \S+ gives wrong results \(NN, 37 x 29 x 131\); it is not used"):
+    named = lambda handle, each: instead if each == name else ROUTINE(handle, each)
+    monkeypatch.setattr(blas_library, "_routine", named)
+    with pytest.raises(Pmm3dError, match=words):
         named_blas(str(NUMPYS))
 
 
@@ -193,11 +171,14 @@ def test_one_whose_threads_are_wrong_is_refused(monkeypatch):
     """As MKL with libiomp5 if libgomp is loaded: each thread computes everything."""
     monkeypatch.setattr(blas_library, "asked_threads", lambda: 2)
     right = blas_library.call
-
-    def call(routine, dtype, a_read, b_read, sizes, alpha, a, b, beta, c):
-        right(routine, dtype, a_read, b_read, sizes, alpha * (2 if sizes[0] > 200 else 1), a, b, beta, c)
-
-    monkeypatch.setattr(blas_library, "call", call)
+    wrong = lambda sizes, alpha: alpha * (2 if sizes[0] > 200 else 1)
+    monkeypatch.setattr(
+        blas_library,
+        "call",
+        lambda routine, dtype, a_read, b_read, sizes, alpha, *more: right(
+            routine, dtype, a_read, b_read, sizes, wrong(sizes, alpha), *more
+        ),
+    )
     with pytest.raises(Pmm3dError, match=r"gives wrong results \(NN, 257 x 263 x 259\)"):
         named_blas(str(NUMPYS))
 
@@ -241,7 +222,9 @@ def test_the_environment_is_left_as_it_was(monkeypatch, own):
     assert seen == [own or "16"] and os.environ.get(name) == own
 
 
-def test_the_address_space_is_looked_at_here_too():
+@pytest.mark.parametrize("named", ["scipy", str(NUMPYS)])
+def test_where_no_address_space_is_left_for_it_the_blas_is_an_error(named):
+    """OpenBLAS would retry forever. Run in a child process whose limit is slightly above its address space."""
     code = """
 import resource
 import numpy as np
@@ -256,7 +239,7 @@ except MemoryError as error:
     environ = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "OPENBLAS_NUM_THREADS": "1",
-        "PMM3D_BLAS": str(NUMPYS),
+        "PMM3D_BLAS": named,
     }
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
     assert "the BLAS needs 160 MiB of address space" in done.stdout, done

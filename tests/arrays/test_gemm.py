@@ -3,38 +3,23 @@
 import threading
 import time
 from itertools import product
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import standin_blas
 import torch
+from gemm_cases import CASES, FACES, LOW, NOT_HALF, SCALES, TORCH_DEVICE, with_work
 from loops import looped
 from samples import host_dtype, integers, to_library, to_numpy
 
 from pmm3d import DTypeError
-from pmm3d.arrays import Workspace, blas, cublas, library_named
+from pmm3d.arrays import Workspace, blas, library_named
 from pmm3d.arrays.blas_choice import chosen
 from pmm3d.arrays.torch_library import TorchLibrary
 from pmm3d.arrays.torch_rounding import Rounding
-from pmm3d.layout import LOW_PRECISION, MATRIX_DTYPES
+from pmm3d.layout import LOW_PRECISION
 
-
-class AsOnDevice(TorchLibrary):
-    """torch's code for devices, on host memory."""
-
-    on_host = False
-
-
-TORCH_DEVICE = AsOnDevice("cpu")
-CASES = [
-    (library, dtype)
-    for library in ("numpy", "torch", "standin", TORCH_DEVICE)
-    for dtype in MATRIX_DTYPES
-    if dtype != "bfloat16" or library in ("torch", TORCH_DEVICE)
-]
 SIZES = [(4, 3, 5), (1, 1, 1), (1, 7, 2), (6, 1, 1), (1, 1, 9), (0, 3, 2), (3, 0, 2), (17, 20, 9)]
-SCALES = [(1, 0), (1, 1), (2, -1), (0, 3), (-1, 0), (3, 2)]
 
 # Each returns (a larger array, its part with this shape).
 
@@ -62,20 +47,20 @@ def some_columns_turned(whole, rows, cols):
 FORMS = [in_rows, in_columns, some_columns, some_columns_turned]
 
 
+def drawn(library, dtype, seed=0):
+    """A function of a shape that returns an array of small whole numbers."""
+    return lambda shape: to_library(integers(shape, dtype, seed, -2, 2), library, dtype)
+
+
 @looped("library, dtype", CASES)
 def test_every_form_is_exact_and_nothing_else_is_written(library, dtype):
     """On a device without work arrays."""
-    face = library_named(library)
-    work = Workspace() if face.on_host else None
+    face, work = with_work(library)
     numpy = lambda array: np.array(to_numpy(array, library))
     for index, forms in enumerate(product(FORMS, repeat=3)):
         (m, n, k), (alpha, beta) = SIZES[index % len(SIZES)], SCALES[index % len(SCALES)]
-        make = [
-            lambda shape, seed=seed: to_library(integers(shape, dtype, seed, -2, 2), library, dtype)
-            for seed in range(3)
-        ]
-        a, b = forms[0](make[0], m, k)[1], forms[1](make[1], k, n)[1]
-        whole, c = forms[2](make[2], m, n)
+        a, b = forms[0](drawn(library, dtype), m, k)[1], forms[1](drawn(library, dtype, 1), k, n)[1]
+        whole, c = forms[2](drawn(library, dtype, 2), m, n)
         expected = numpy(whole)
         inside = forms[2](lambda shape: expected, m, n)[1]
         inside[...] = alpha * (numpy(a) @ numpy(b)) + beta * numpy(c)
@@ -83,14 +68,17 @@ def test_every_form_is_exact_and_nothing_else_is_written(library, dtype):
         assert np.array_equal(numpy(whole), expected)
 
 
-@looped("library, dtype", [case for case in CASES if case[1] in LOW_PRECISION and case[0] is not TORCH_DEVICE])
+@looped("library, dtype", LOW)
 def test_sums_of_low_precision_are_kept_in_float32(library, dtype):
-    """2^20 and the sum of 300 ones, which float16 and bfloat16 would lose."""
-    face = library_named(library)
-    ones = [to_library(np.ones(shape, "float32"), library, dtype) for shape in ((3, 300), (300, 2))]
+    """2^20 and the sum of 300 ones, which float16 and bfloat16 would lose. The sum 4096 is rounded once."""
+    face, work = with_work(library)
+    ones = lambda *shape: to_library(np.ones(shape, "float32"), library, dtype)
     c = to_library(np.full((3, 2), 2.0**20, "float32"), library)
-    face.gemm(*ones, c, 2, 1, Workspace() if face.on_host else None)
+    face.gemm(ones(3, 300), ones(300, 2), c, 2, 1, work)
     assert np.array_equal(to_numpy(c, library), np.full((3, 2), 2.0**20 + 600))
+    c = ones(1, 1)
+    face.gemm(ones(1, 4096), ones(4096, 1), c, 1, 0, work)
+    assert to_numpy(c, library) == 4096
 
 
 def test_torch_on_a_device_adds_low_precision_to_float32_in_one_call():
@@ -101,16 +89,17 @@ def test_torch_on_a_device_adds_low_precision_to_float32_in_one_call():
         library.gemm(meta(5, 4, dtype=dtype), meta(3, 4, dtype=dtype).T, c, 2.0, 1.0, None)
 
 
-@looped("library", ["numpy", "torch", "standin", TORCH_DEVICE])
+@looped("library", FACES)
 def test_what_would_have_to_be_copied_is_refused(library):
     face = library_named(library)
     a, b = (to_library(np.ones((8, 8), "float32"), library) for _ in range(2))
-    for operands in ((a[::2, ::2], b[:4, :4], b[4:, :4]), (b[:4, :4], b[:4, 4:], a[::2, ::2])):
-        with pytest.raises(ValueError, match="BLAS needs one dim of stride 1"):
+    uneven, repeated = a[::2, ::2], face.as_strided(a, (4, 4), (0, 0))
+    for operands in ((uneven, b[:4, :4], b[4:, :4]), (repeated, b[:4, :4], b[4:, :4]), (b[:4, :4], b[:4, 4:], uneven)):
+        with pytest.raises(ValueError, match="one dim of stride 1"):
             face.gemm(*operands, 1, 0, Workspace())
 
 
-@looped("library", ["numpy", "torch", "standin", TORCH_DEVICE])
+@looped("library", FACES)
 def test_the_blas_conjugates_what_lies_the_other_way_than_c(library):
     """Nothing is copied. A product that would need a copy is refused."""
     face, turned = library_named(library), (in_columns, some_columns_turned)
@@ -125,6 +114,8 @@ def test_the_blas_conjugates_what_lies_the_other_way_than_c(library):
             each.conj() if flag else each for each, flag in zip((to_numpy(a, library), to_numpy(b, library)), flags)
         )
         assert np.array_equal(to_numpy(c, library), (1 + 2j) * (left @ right))
+        face.gemm(a, b, c, 0, 3j, None, conjugated=flags)
+        assert np.array_equal(to_numpy(c, library), 3j * (1 + 2j) * (left @ right))
         by_columns = face.empty((n, m), dtype).T
         face.gemm(b.T, a.T, by_columns.T, 1, 0, None)
         if min(m, n, k) > 1:
@@ -132,7 +123,7 @@ def test_the_blas_conjugates_what_lies_the_other_way_than_c(library):
                 face.gemm(a, b, by_columns, 1, 0, None, conjugated=flags)
 
 
-@looped("library", ["numpy", "torch", "standin", TORCH_DEVICE])
+@looped("library", FACES)
 @looped(
     "types",
     [
@@ -249,7 +240,7 @@ def test_a_setting_that_cannot_be_put_back_keeps_nobody_waiting():
     assert not other.is_alive()
 
 
-def test_what_torch_and_cublas_are_asked_for(monkeypatch):
+def test_what_torch_is_asked_for(monkeypatch):
     """Calls for a GPU: names, order of arguments, and types of mixed precision."""
     asked = []
     monkeypatch.setattr(torch, "addmm", lambda *args, **options: asked.append((args, options)))
@@ -262,34 +253,6 @@ def test_what_torch_and_cublas_are_asked_for(monkeypatch):
     assert a.is_conj() and not b.is_conj() and a.data_ptr() == b.data_ptr() == z.data_ptr()
     assert others["out"] is c and {**others, "out": None} == {"beta": 0, "alpha": 2j, "out": None}
 
-    names = (
-        "CUBLAS_OP_N",
-        "CUBLAS_OP_T",
-        "CUBLAS_OP_C",
-        "CUBLAS_GEMM_DEFAULT",
-        "CUBLAS_COMPUTE_32F",
-        "CUBLAS_COMPUTE_32F_FAST_TF32",
-        "CUBLAS_COMPUTE_64F",
-    )
-    fake = SimpleNamespace(
-        cublas=SimpleNamespace(gemmEx=lambda *args: asked.append(args), **{name: name for name in names}),
-        runtime=SimpleNamespace(CUDA_R_16F="16F", CUDA_R_32F="32F", CUDA_C_32F="C32F", CUDA_R_64F="64F"),
-        device=SimpleNamespace(get_cublas_handle=lambda: "handle"),
-    )
-    by_rows, by_columns, c = (1, (3, 4), (9, 1)), (2, (4, 5), (1, 8)), (3, (3, 5), (6, 1))
-    for dtypes, tf32 in ((("complex64", "complex64"), True), (("float16", "float32"), True)):
-        asked.clear()
-        cublas.gemm(fake, dtypes, by_rows, by_columns, c, 1, 0, tf32, (False, dtypes[0] == "complex64"))
-        ((handle, *reads, m, n, k, _, b, of_b, ldb, a, of_a, lda, _, into, of_c, ldc, sums, default),) = asked
-        assert (handle, default, m, n, k) == ("handle", "CUBLAS_GEMM_DEFAULT", 5, 3, 4)
-        assert (b, ldb, a, lda, into, ldc) == (2, 8, 1, 9, 3, 6) and of_a == of_b
-        assert reads == ["CUBLAS_OP_C" if dtypes[0] == "complex64" else "CUBLAS_OP_T", "CUBLAS_OP_N"]
-        assert (of_b, of_c, sums) == (
-            ("C32F", "C32F", "CUBLAS_COMPUTE_32F_FAST_TF32")
-            if dtypes[0] == "complex64"
-            else ("16F", "32F", "CUBLAS_COMPUTE_32F")
-        )
-
 
 NOT_NUMBERS = [(0, 3), (1, 0)]
 """(alpha, k) of products without an effect of the factors."""
@@ -299,9 +262,8 @@ NOT_NUMBERS = [(0, 3), (1, 0)]
 @looped("alpha, k", NOT_NUMBERS)
 def test_factors_that_do_not_count_and_a_c_that_does_not(library, dtype, alpha, k):
     """As in BLAS: with alpha = 0 or k = 0, C = beta C. With beta = 0, C is not read."""
-    face = library_named(library)
+    face, work = with_work(library)
     nan = lambda *shape: to_library(np.full(shape, np.nan, "float32").astype(host_dtype(dtype)), library, dtype)
-    work = Workspace() if face.on_host else None
     c = nan(4, 5)
     face.gemm(nan(4, k), nan(k, 5), c, alpha, 0, work)
     assert not to_numpy(c, library).any()
@@ -315,19 +277,16 @@ def test_factors_that_do_not_count_and_a_c_that_does_not(library, dtype, alpha, 
     assert (to_numpy(c, library) == 3).all()
 
 
-@looped("library, dtype", [(library, dtype) for library, dtype in CASES if dtype != "float16"])
+@looped("library, dtype", NOT_HALF)
 def test_sizes_beyond_the_integers_of_a_blas_are_multiplied_in_pieces(library, dtype, monkeypatch):
     """With an invented BLAS whose largest integer is 6, for m, n, k and leading dimensions."""
     monkeypatch.setattr(blas, "LP64_LARGEST", 6)
     monkeypatch.setattr(blas, "chosen", lambda: chosen()._replace(largest=6))
-    face = library_named(library)
-    work = Workspace() if face.on_host else None
+    face, work = with_work(library)
     for forms in product([in_rows, in_columns], repeat=3):
         for m, n, k in ((4, 4, 5), (8, 3, 2), (3, 8, 2), (2, 3, 15), (9, 13, 7)):
             a, b, c = (
-                form(lambda shape, seed=seed: to_library(integers(shape, dtype, seed, -2, 2), library, dtype), *shape)[
-                    1
-                ]
+                form(drawn(library, dtype, seed), *shape)[1]
                 for seed, (form, shape) in enumerate(zip(forms, ((m, k), (k, n), (m, n))))
             )
             expected = 2 * (to_numpy(a, library) @ to_numpy(b, library)) - to_numpy(c, library)

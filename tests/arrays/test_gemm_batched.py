@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import standin_blas
 import torch
+from gemm_cases import CASES, FACES, LOW, NOT_HALF, SCALES, TORCH_DEVICE, with_work
 from loops import looped
 from samples import host_dtype, integers, to_library, to_numpy
 
@@ -14,23 +15,7 @@ from pmm3d.arrays.blas_choice import chosen
 from pmm3d.arrays.dry import DryLibrary
 from pmm3d.arrays.dry_run import DryRun
 from pmm3d.arrays.dry_workspace import DryWorkspace
-from pmm3d.arrays.torch_library import TorchLibrary
-from pmm3d.layout import LOW_PRECISION, MATRIX_DTYPES
 
-
-class AsOnDevice(TorchLibrary):
-    """torch's code for devices, on host memory."""
-
-    on_host = False
-
-
-TORCH_DEVICE = AsOnDevice("cpu")
-CASES = [
-    (library, dtype)
-    for library in ("numpy", "torch", "standin", TORCH_DEVICE)
-    for dtype in MATRIX_DTYPES
-    if dtype != "bfloat16" or library in ("torch", TORCH_DEVICE)
-]
 SIZES = [
     (2, 4, 3, 5),
     (1, 1, 1, 1),
@@ -41,7 +26,6 @@ SIZES = [
     (4, 3, 2, 0),
     (5, 1, 7, 2),
 ]
-SCALES = [(1, 0), (1, 1), (2, -1), (0, 3), (-1, 0), (3, 2)]
 
 # Each returns (a larger array, a view of these items), with the strides of one of the matrices of attention.
 
@@ -83,8 +67,7 @@ def made(forms, size, dtype, library):
 
 @looped("library, dtype", CASES)
 def test_every_form_is_exact_and_nothing_else_is_written(library, dtype):
-    face = library_named(library)
-    work = Workspace() if face.on_host else None
+    face, work = with_work(library)
     numpy = lambda array: np.array(to_numpy(array, library))
     for index, forms in enumerate(product(FORMS, repeat=3)):
         size, (alpha, beta) = SIZES[index % len(SIZES)], SCALES[index // 3 % len(SCALES)]
@@ -96,34 +79,27 @@ def test_every_form_is_exact_and_nothing_else_is_written(library, dtype):
         assert np.array_equal(numpy(whole), expected)
 
 
-@looped("library, dtype", [case for case in CASES if case[1] in LOW_PRECISION and case[0] is not TORCH_DEVICE])
+@looped("library, dtype", LOW)
 def test_sums_of_low_precision_are_kept_in_float32(library, dtype):
-    face = library_named(library)
+    face, work = with_work(library)
     ones = [to_library(np.ones(shape, "float32"), library, dtype) for shape in ((2, 3, 300), (2, 300, 2))]
     c = to_library(np.full((2, 3, 2), 2.0**20, "float32"), library)
-    face.gemm_batched(*ones, c, 2, 1, Workspace() if face.on_host else None)
+    face.gemm_batched(*ones, c, 2, 1, work)
     assert np.array_equal(to_numpy(c, library), np.full((2, 3, 2), 2.0**20 + 600))
 
 
 @looped("library, dtype", CASES)
 def test_an_item_for_all_and_a_c_that_is_not_read(library, dtype):
     """B has stride 0 between items."""
-    face = library_named(library)
+    face, work = with_work(library)
     a, b = integers((3, 4, 5), dtype, 1, -2, 2), integers((5, 6), dtype, 2, -2, 2)
     one = to_library(b, library, dtype)
     nothing = to_library(np.full((3, 4, 6), np.nan, "float32").astype(host_dtype(dtype)), library, dtype)
-    face.gemm_batched(
-        to_library(a, library, dtype),
-        face.as_strided(one, (3, 5, 6), (0, 6, 1)),
-        nothing,
-        1,
-        0,
-        Workspace() if face.on_host else None,
-    )
+    face.gemm_batched(to_library(a, library, dtype), face.as_strided(one, (3, 5, 6), (0, 6, 1)), nothing, 1, 0, work)
     assert np.array_equal(to_numpy(nothing, library), a @ b)
 
 
-@looped("library", ["numpy", "torch", "standin", TORCH_DEVICE])
+@looped("library", FACES)
 def test_what_does_not_fit_is_refused(library):
     face = library_named(library)
     a, b, c = (to_library(np.ones((2, 8, 8), "float32"), library) for _ in range(3))
@@ -134,15 +110,15 @@ def test_what_does_not_fit_is_refused(library):
         face.gemm_batched(a[:, ::2, ::2], b[:, :4, :4], c[:, :4, :4], 1, 0, Workspace())
 
 
-@looped("library, dtype", [(library, dtype) for library, dtype in CASES if dtype != "float16"])
+@looped("library, dtype", NOT_HALF)
 def test_sizes_beyond_the_integers_of_a_blas(library, dtype, monkeypatch):
     monkeypatch.setattr(blas, "LP64_LARGEST", 6)
     monkeypatch.setattr(blas, "chosen", lambda: chosen()._replace(largest=6))
-    face = library_named(library)
+    face, work = with_work(library)
     for size in ((2, 4, 5, 8), (8, 2, 3, 4)):
         a, b, _, c = made((one_after_the_other,) * 3, size, dtype, library)
         expected = 2 * (to_numpy(a, library) @ to_numpy(b, library)) - to_numpy(c, library)
-        face.gemm_batched(a, b, c, 2, -1, Workspace() if face.on_host else None)
+        face.gemm_batched(a, b, c, 2, -1, work)
         assert np.array_equal(to_numpy(c, library), expected)
 
 

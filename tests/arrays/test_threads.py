@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from itertools import product
 
 import numpy as np
 import pytest
@@ -123,23 +124,24 @@ def test_a_fork_has_threads_of_its_own(number):
     assert ended == (child, 0)
 
 
-def test_threads_are_those_of_the_blas(monkeypatch):
+@looped(
+    "environ, count",
+    [
+        ({}, 6),
+        ({"OMP_NUM_THREADS": "4"}, 4),
+        ({"OMP_NUM_THREADS": "4", "OPENBLAS_NUM_THREADS": "2"}, 2),
+        ({"OMP_NUM_THREADS": "4", "OPENBLAS_NUM_THREADS": "64"}, 6),
+        ({"OMP_NUM_THREADS": "4", "OPENBLAS_NUM_THREADS": "none"}, 4),
+    ],
+)
+def test_threads_are_those_of_the_blas(monkeypatch, environ, count):
     for name in THREAD_COUNTS:
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, environ.get(name, ""))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(6))
-    count = threads.blas_threads.__wrapped__
-    assert count() == 6
-    monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    assert count() == 4
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
-    assert count() == 2
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "64")
-    assert count() == 6
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "none")
-    assert count() == 4
+    assert threads.blas_threads.__wrapped__() == count
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
+@looped("library", ["numpy", "torch"])
 def test_bits_do_not_depend_on_the_number(monkeypatch, library):
     found = []
     for number in (1, 2, 5):
@@ -176,17 +178,16 @@ def test_large_copies_are_shared_out(number, monkeypatch, shape, order, types):
 
 @pytest.mark.parallel([1])
 @pytest.mark.numpy_only("torch's kernels have threads of torch's own")
-@pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW])
-def test_an_update_in_threads_is_the_same(comm, monkeypatch, kind):
-    weights = []
-    for number in (1, 3):
+def test_an_update_in_threads_is_the_same(comm, monkeypatch):
+    found = []
+    for number, kind in product((1, 3), (optim.SGD, optim.AdamW)):
         monkeypatch.setattr(threads, "blas_threads", lambda number=number: number)
         with Grid(comm) as grid:
             net = nn.Linear(grid, 1100, 900, seed=1)
             optimizer = kind(net.parameters(), lr=0.1, weight_decay=0.1)
             for step in range(2):
-                x = DistMatrix.random(grid, (8, 1100), seed=step, dtype="float32")
-                nn.mse(net(x), DistMatrix.random(grid, (8, 900), seed=step, dtype="float32")).backward()
+                x, y = (DistMatrix.random(grid, (8, columns), seed=step, dtype="float32") for columns in (1100, 900))
+                nn.mse(net(x), y).backward()
                 optimizer.step()
-            weights.append(net.weight.local.tobytes())
-    assert weights[0] == weights[1]
+            found.append(net.weight.local.tobytes())
+    assert found[:2] == found[2:]

@@ -64,48 +64,38 @@ ALONE = """sh -c 'shift 2; exec "$@"' alone"""
 """Launcher of one rank on a machine without mpiexec: it drops "-n 1"."""
 
 
-def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="gpu-check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--library",
-        nargs="+",
-        metavar="L",
-        help="cupy, torch:cuda; on a host torch, numpy (default: those that find a GPU)",
-    )
-    parser.add_argument(
-        "--ranks",
-        nargs="+",
-        type=int,
-        default=[1, 2, 4, 8],
-        choices=[1, 2, 4, 8],
-        metavar="N",
-        help="numbers of ranks (1 2 4 8)",
-    )
-    parser.add_argument("--small", action="store_true", help="small sizes: only results are checked, not rates")
-    parser.add_argument("--only", metavar="EXPR", help="the tests that `pytest -k EXPR` selects")
-    parser.add_argument(
-        "--mpiexec",
-        default="mpirun -n",
-        metavar="CMD",
-        help="the launcher and its arguments up to the number of ranks (mpirun -n)",
-    )
-    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="folder of wheels for missing packages")
-    parser.add_argument(
-        "--budget",
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--library": dict(
+        nargs="+", metavar="L", help="cupy, torch:cuda; on a host torch, numpy (default: those that find a GPU)"
+    ),
+    "--ranks": dict(
+        nargs="+", type=int, default=[1, 2, 4, 8], choices=[1, 2, 4, 8], metavar="N", help="numbers of ranks (1 2 4 8)"
+    ),
+    "--small": dict(action="store_true", help="small sizes: only results are checked, not rates"),
+    "--only": dict(metavar="EXPR", help="the tests that `pytest -k EXPR` selects"),
+    "--mpiexec": dict(
+        default="mpirun -n", metavar="CMD", help="the launcher and its arguments up to the number of ranks (mpirun -n)"
+    ),
+    "--wheels": dict(type=Path, metavar="FOLDER", help="folder of wheels for missing packages"),
+    "--budget": dict(
         type=float,
         default=BUDGET,
         metavar="S",
         help="seconds after which the tests are ended; the others count as not run (460)",
-    )
-    parser.add_argument(
-        "--report",
+    ),
+    "--report": dict(
         type=Path,
         default=Path("runs/gpu-check"),
         metavar="FOLDER",
         help="folder of report.json and report.md (runs/gpu-check)",
-    )
+    ),
+}
+
+
+def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("gpu-check", None, __doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, option in OPTIONS.items():
+        parser.add_argument(name, **option)
     options = parser.parse_args(arguments)
     if "pmm3d.launcher" in shlex.split(options.mpiexec):
         parser.error(
@@ -196,43 +186,18 @@ def run_tests(options: argparse.Namespace, libraries: list[str], deadline: float
         "PMM3D_MPIEXEC": shlex.join([word for word in mpiexec if word not in ("-n", "-np")]) or ALONE,
     }
     counts = ",".join(map(str, options.ranks)) if mpiexec else "1"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-v",
-        "--tb=short",
-        "--all",
-        "-m",
-        "gpu",
-        "--ranks",
-        counts,
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        "addopts=",
-        "-c",
-        str(ROOT / "pyproject.toml"),
-        "--rootdir",
-        str(ROOT),
-        *(str(ROOT / "tests" / "gpu" / name) for name in TESTS),
-        *(["-k", options.only] if options.only else []),
-    ]
-    process = subprocess.Popen(command, env=environ, preexec_fn=_begin_group)
+    words = f"-m pytest -v --tb=short --all -m gpu --ranks {counts} -p no:cacheprovider -o addopts="
+    command = [sys.executable, *words.split(), "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
+    command += [str(ROOT / "tests" / "gpu" / name) for name in TESTS] + (["-k", options.only] if options.only else [])
+    process = subprocess.Popen(command, env=environ, process_group=0)
     try:
         process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # pytest ends its ranks
+        process.terminate()  # pytest ends its ranks, as after Ctrl-C
         with suppress(subprocess.TimeoutExpired):
             process.wait(PATIENCE)
     finally:
         end_job(process)
-
-
-def _begin_group() -> None:
-    """Of a child: a process group of its own that heeds SIGINT, which a job in the background of a shell ignores."""
-    os.setpgrp()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _facts(devices: list[dict[str, str]], python: dict[str, Any], wheels: list[str]) -> dict[str, Any]:
@@ -278,25 +243,19 @@ def libraries_of_python() -> dict[str, Any]:
 
 
 def look() -> dict[str, Any]:
-    versions = {"python": platform.python_version()}
+    found = {}
     for name in VERSIONS:
         for package in CUPYS if name == "cupy" else (name,):
-            try:
-                versions.setdefault(name, metadata.version(package))
-            except metadata.PackageNotFoundError:
-                continue
-    libraries, why = [], {}
+            with suppress(metadata.PackageNotFoundError):
+                found.setdefault(name, metadata.version(package))
+    versions, why = {"python": platform.python_version(), **found}, {}
     for library, count in (("torch:cuda", _devices_of_torch), ("cupy", _devices_of_cupy)):
         try:
-            devices = count(versions)
+            why[library] = "" if count(versions) else "finds no device"
         except Exception as error:
             why[library] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            continue
-        if devices:
-            libraries.append(library)
-        else:
-            why[library] = "finds no device"
-    return {"versions": versions, "libraries": libraries, "why": why}
+    lacking = {library: reason for library, reason in why.items() if reason}
+    return {"versions": versions, "libraries": [name for name in why if name not in lacking], "why": lacking}
 
 
 def _devices_of_torch(versions: dict[str, str]) -> int:

@@ -102,10 +102,7 @@ def markdown(facts: Mapping[str, Any], entries: Sequence[Entry], seconds: float)
             groups.setdefault((entry["check"], entry["library"], entry["precision"]), []).append(entry)
         else:
             others.append([entry["name"], _cell(entry["said"]), entry["state"]])
-    compared = [
-        [*key, ", ".join(map(str, sorted({entry["ranks"] for entry in group}))), _right(group), _largest_error(group)]
-        for key, group in groups.items()
-    ]
+    compared = [_compared(key, group) for key, group in groups.items()]
     failed = [
         f"{entry['name']}: {entry['said']}\n\n{_indented(entry['output'])}"
         for entry in entries
@@ -126,15 +123,14 @@ def markdown(facts: Mapping[str, Any], entries: Sequence[Entry], seconds: float)
     )
 
 
-def _right(group: Sequence[Entry]) -> str:
+def _compared(key: Sequence[str], group: Sequence[Entry]) -> list[str]:
+    """The row of comparisons by check, library and precision."""
     there = [entry for entry in group if entry["state"] != ABSENT]
     absent = f", {len(group) - len(there)} absent" if len(there) < len(group) else ""
-    return f"{sum(entry['state'] == OK for entry in there)} of {len(there)}{absent}"
-
-
-def _largest_error(group: Sequence[Entry]) -> str:
+    right = f"{sum(entry['state'] == OK for entry in there)} of {len(there)}{absent}"
     errors = [entry["figures"]["error"] for entry in group if "error" in entry["figures"]]
-    return f"{max(errors):.1e}" if errors else "-"
+    ranks = ", ".join(map(str, sorted({entry["ranks"] for entry in group})))
+    return [*key, ranks, right, f"{max(errors):.1e}" if errors else "-"]
 
 
 def _in_words(fact: Any) -> str:

@@ -5,15 +5,13 @@ from itertools import cycle, product
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from loops import given as named
 from loops import looped
-from samples import grids_of
 
 from pmm3d import GridError, LayoutError
 from pmm3d.layout import (
-    AXES,
     EMPTY,
     FIRST,
     Box,
@@ -38,7 +36,6 @@ SHARDED = [
     Layout(rows=("z", "y"), cols=("x", "data")),
 ]
 PARTIAL = [Layout(), Layout(rows="x"), Layout(rows="z", cols="y"), Layout(cols=("data", "x"))]
-SHAPES = [(64, 96), (61, 103), (7, 3), (1, 1), (0, 5), (4, 0), (10**9, 3 * 10**9 + 1)]
 LARGE_GRIDS = [
     GridShape(16, 16, 16),
     GridShape(1, 4096, 1),
@@ -49,22 +46,22 @@ LARGE_GRIDS = [
 small_grids = st.builds(GridShape, *[st.integers(1, 5)] * 4) | st.builds(
     GridShape, *[st.integers(1, 3)] * 4, seq=st.integers(1, 3)
 )
-local_shapes = st.integers(0, 60)
 
 
 @st.composite
-def layouts(draw, axes=AXES, units=((1, 1),)):
-    axes = draw(st.permutations(axes))
-    first, second = sorted(draw(st.lists(st.integers(0, len(axes)), min_size=2, max_size=2)))
-    return Layout(rows=axes[:first], cols=axes[first:second], units=draw(st.sampled_from(units)))
-
-
-@st.composite
-def with_units(draw):
-    """A layout with units, a shape of whole units, a grid with a named axis."""
-    layout = draw(layouts((*AXES, "seq"), [(1, 1), (2, 1), (3, 4), (1, 7)]))
-    rows, cols = (unit * draw(st.integers(0, 12)) for unit in layout.units)
-    return layout, (rows, cols), draw(st.builds(GridShape, *[st.integers(1, 3)] * 4, seq=st.integers(1, 3)))
+def cuts(draw):
+    """(grid, shape, layout, its axes with their units for each dim). A unit divides the unit before it."""
+    grid = draw(small_grids)
+    axes = draw(st.permutations(grid.names))
+    first, second = sorted(draw(st.tuples(*[st.integers(0, len(axes))] * 2)))
+    dims = []
+    for along in (axes[:first], axes[first:second]):
+        units = [draw(st.sampled_from([1, 2, 7, 12]))]
+        for _ in along[1:]:
+            units.append(draw(st.sampled_from([unit for unit in range(1, units[-1] + 1) if units[-1] % unit == 0])))
+        dims.append(dict(zip(along, units)))
+    shape = tuple(max(dim.values(), default=1) * draw(st.integers(0, 12)) for dim in dims)
+    return grid, shape, Layout(*map(tuple, dims), units=[dim or 1 for dim in dims]), dims
 
 
 def assert_consecutive(ranges, size):
@@ -95,85 +92,69 @@ def test_large_grids_own_each_element_as_often_as_they_should():
             assert_tiles(layout, shape, grid)
 
 
-@looped("size", [1, 2, 3, 4, 6, 7, 8, 12])
-def test_every_small_grid_owns_each_element_as_often_as_it_should(size):
-    for shape3, data in grids_of(size, data=(1, 2, 3)):
-        for layout in SHARDED + PARTIAL:
-            for shape in SHAPES:
-                assert_tiles(layout, shape, GridShape(*shape3, data))
-
-
-@given(layouts(), local_shapes, local_shapes, small_grids)
-def test_any_layout_owns_each_element_as_often_as_it_should(layout, rows, cols, grid):
-    assert_tiles(layout, (rows, cols), grid)
-    counted = np.zeros((rows, cols), int)
+@given(cuts())
+def test_each_axis_cuts_the_block_of_the_axes_before_it_in_its_units(case):
+    grid, shape, layout, dims = case
+    placement = Placement(shape, layout, grid)
     for rank in range(grid.size):
-        counted[layout.box((rows, cols), grid, grid.coords(rank)).within(EMPTY)] += 1
-    assert np.all(counted == layout.replicas(grid))
+        coords, edges = grid.coords(rank), []
+        for size, dim in zip(shape, dims):
+            start, stop = 0, size
+            for axis, unit in dim.items():
+                begin, end = part_range((stop - start) // unit, getattr(grid, axis), getattr(coords, axis))
+                start, stop = start + begin * unit, start + end * unit
+            edges += [start, stop]
+        assert layout.box(shape, grid, coords) == placement.box(rank) == tuple(edges)
 
 
-@given(with_units())
-def test_no_cut_parts_a_unit(case):
-    layout, shape, grid = case
-    assert_tiles(layout, shape, grid)
-    of_units = Layout(layout.rows, layout.cols)
-    for rank in range(grid.size):
-        box = layout.box(shape, grid, grid.coords(rank))
-        row_unit, col_unit = layout.units
-        counted = of_units.box((shape[0] // row_unit, shape[1] // col_unit), grid, grid.coords(rank))
-        assert box == (counted.r0 * row_unit, counted.r1 * row_unit, counted.c0 * col_unit, counted.c1 * col_unit)
+@given(cuts(), st.integers(0, 60), st.integers(0, 60))
+def test_cuts_name_the_owners_of_each_part(case, low, high):
+    grid, (size, _), layout, _ = case
+    placement = Placement((size, 1), Layout(layout.rows, units=(layout.units[0], 1)), grid)
+    owners_of = {}
+    for box, rank in ((placement.box(rank), rank) for rank in range(grid.size)):
+        if (box & Box(low, min(high, size), 0, 1)).size:
+            owners_of.setdefault(box.r0, set()).add(rank)
+    found = {run.start - run.local: run.part for run in placement.rows.within(low, high)}
+    assert sorted(found) == sorted(owners_of)
+    assert all({*placement.owners_of(Tile(part, 0))} == owners_of[first] for first, part in found.items())
 
 
-@given(with_units(), local_shapes, local_shapes)
-def test_cuts_in_units_name_the_owner_of_each_part(case, low, high):
-    layout, (size, _), grid = case
-    wanted, column = Box(low, min(high, size), 0, 1), Layout(layout.rows, units=(layout.units[0], 1))
-    expected = {
-        box.r0: box
-        for box in (column.box((size, 1), grid, grid.coords(rank)) for rank in range(grid.size))
-        if (box & wanted).size
-    }
-    assert_owners(Placement((size, 1), column, grid), low, high, expected)
+FLAT, CUBE, ALL_TWO = GridShape(1, 4, 1), GridShape(2, 2, 2), GridShape(2, 2, 2, 2)
+BY_AXIS, OF_NUMPY = Layout(("z", "y"), units=({"z": 4}, 1)), {"z": np.int64(4), "y": np.int32(4)}
+SUMS = Layout("x", units=(2, 3), sums=("data", "z"))
+EQUAL = [
+    (Layout(rows="x"), Layout(rows=("x",))),
+    (Layout(rows="x"), Layout(rows=["x"])),
+    (Layout(rows="x", cols=("y", "z")), Layout.B.T),
+    (Layout.A.on(FLAT), Layout(cols="y")),
+    (Layout.A.on(CUBE), Layout.A),
+    (BY_AXIS, Layout(("z", "y"), units=({"y": 1, "z": 4, "x": 3}, 1))),
+    (BY_AXIS.on(CUBE), BY_AXIS),
+    (BY_AXIS.on(GridShape(1, 1, 2)), Layout("z", units=(4, 1))),
+    (Layout(BY_AXIS.rows, BY_AXIS.cols, BY_AXIS.sums, BY_AXIS.units), BY_AXIS),
+    (Layout("z", units=({"z": 4}, 1)), Layout("z", units=(4, 1))),
+    (Layout(("z", "y"), units=(OF_NUMPY, 1)), Layout(("z", "y"), units=(4, 1))),
+    (Layout("z", "y", units=(4, 1)).on(FLAT), Layout((), "y")),
+    (Layout(units=(3, 2)).on(CUBE), Layout()),
+    (SUMS.T, Layout((), "x", ("data", "z"), (3, 2))),
+    (SUMS.T.T, SUMS),
+    (SUMS.summed, Layout("x", units=(2, 3))),
+    (SUMS.on(ALL_TWO), Layout("x", sums=("z", "data"), units=(2, 1))),
+    (SUMS.on(FLAT), Layout()),
+]
 
 
-@looped(
-    "row_axes, units",
-    [(("z", "seq"), {"z": 4}), (("z", "y", "seq"), {"z": 12, "y": 4, "seq": 2}), (("y", "z"), {"y": 4, "z": 1})],
-)
-def test_an_axis_cuts_inside_the_units_of_the_axes_before_it(row_axes, units):
-    grid, size = GridShape(1, 2, 3, seq=2), 60
-    layout = Layout(row_axes, units=(units, 1))
-    assert_tiles(layout, (size, 3), grid)
-    for rank in range(grid.size):
-        coords, start, stop = grid.coords(rank), 0, size
-        for axis in row_axes:
-            begin, end = part_range((stop - start) // units.get(axis, 1), getattr(grid, axis), getattr(coords, axis))
-            start, stop = start + begin * units.get(axis, 1), start + end * units.get(axis, 1)
-        assert layout.box((size, 3), grid, coords) == (start, stop, 0, 3)
-        assert Placement((size, 3), layout, grid).box(rank) == (start, stop, 0, 3)
+@looped("one, other", EQUAL)
+def test_layouts_that_say_the_same_are_equal(one, other):
+    assert one == other and eval(repr(one)) == eval(str(other)) == one
 
 
-def test_units_by_axis_are_compared_by_what_they_say():
-    one, grid = Layout(("z", "y"), units=({"z": 4}, 1)), GridShape(1, 2, 2)
-    assert one == Layout(("z", "y"), units=({"y": 1, "z": 4, "x": 3}, 1)) != Layout(("z", "y"), units=(4, 1))
-    assert Layout("z", units=({"z": 4}, 1)) == Layout("z", units=(4, 1))
-    of_numpy = Layout(("z", "y"), units=({"z": np.int64(4), "y": np.int32(4)}, 1))
-    assert type(of_numpy.units[0]) is int and of_numpy == Layout(("z", "y"), units=(4, 1))
-    assert one.on(GridShape(1, 1, 2)) == Layout("z", units=(4, 1)) and one.on(grid) == one
-    assert Layout(one.rows, one.cols, one.sums, one.units) == one and eval(repr(one)) == one
-    with pytest.raises(LayoutError, match="axis y cuts in units of 4, and the axis before it in units of 6"):
-        Layout(("z", "y"), units=({"z": 6, "y": 4}, 1))
-    with pytest.raises(LayoutError, match="a dim of 10 is cut in units of 4 by z, y"):
-        one.box((10, 1), grid, grid.coords(0))
-
-
-def assert_owners(placement, low, high, expected):
-    """expected: for each part with rows in low:high, its first row and its box."""
-    found = list(placement.rows.within(low, high))
-    assert [run.start - run.local for run in found] == sorted(expected)
-    for run in found:
-        boxes = {placement.box(rank) for rank in placement.owners_of(Tile(run.part, 0))}
-        assert boxes == {expected[run.start - run.local]}
+def test_units_count_only_where_an_axis_cuts():
+    assert type(Layout("z", units=(OF_NUMPY, 1)).units[0]) is int and Layout(("z", "y"), units=(4, 1)) != BY_AXIS
+    whole, layout = GridShape(1, 2, 1), Layout("z", "y", units=(4, 1))
+    assert layout.box((10, 4), whole, whole.coords(1)) == Placement((10, 4), layout, whole).box(1) == (0, 10, 2, 4)
+    assert Layout.C.parts(GridShape(2, 3, 4)) == (12, 2)
 
 
 def test_the_first_rank_is_first_on_named_axes_too():
@@ -183,79 +164,14 @@ def test_the_first_rank_is_first_on_named_axes_too():
         assert layout.box((9, 5), grid, Coords(x=1)) == layout.box((9, 5), grid, grid.coords(1))
 
 
-def test_a_dim_is_no_multiple_of_its_unit():
-    layout, grid = Layout("z", "y", units=(4, 1)), GridShape(1, 2, 2)
-    for call in (lambda: layout.box((10, 4), grid, grid.coords(0)), lambda: Placement((10, 4), layout, grid)):
-        with pytest.raises(LayoutError, match="a dim of 10 is cut in units of 4 by z: it must be a multiple"):
-            call()
-    whole = GridShape(1, 2, 1)
-    assert layout.box((10, 4), whole, whole.coords(1)) == Placement((10, 4), layout, whole).box(1) == (0, 10, 2, 4)
-    assert layout.on(whole) == Layout((), "y") and Layout(units=(3, 2)).on(grid) == Layout()
-
-
-@looped(
-    "units",
-    [
-        0,
-        (1,),
-        (0, 1),
-        (1, -2),
-        (1, 1.5),
-        "ab",
-        (True, 1),
-        None,
-        (1, 2, 3),
-        ({"x": 0}, 1),
-        ({"x": 1.5}, 1),
-        ((3, 4), 1),
-        (((1, 2, 3),), 1),
-    ],
-)
-def test_units_that_are_none_are_refused(units):
-    with pytest.raises(LayoutError, match="the units of a layout are two whole numbers of at least 1"):
-        Layout("x", units=units)
-
-
 def test_partial_sums_are_no_replicas():
-    layout, grid = Layout("x", units=(2, 3), sums=("data", "z")), GridShape(2, 2, 2, 2)
-    assert Layout((), "x", ("data", "z"), (3, 2)) == layout.T and layout == layout.T.T
-    assert (summed := layout.summed) == Layout("x", units=(2, 3)) != layout and summed.summed is summed
-    assert layout.on(grid) == Layout("x", sums=("z", "data"), units=(2, 1))
-    assert layout.on(GridShape(1, 2, 1)) == Layout()
-    assert layout.splitting == ("x",) and layout.named == ("x", "data", "z")
-    assert (layout.replicas(grid), layout.summed.replicas(grid)) == (2, 8)
-    firsts = [rank for rank in range(grid.size) if layout.is_first(grid.coords(rank))]
-    assert firsts == [rank for rank in range(grid.size) if grid.coords(rank).y == 0]
-    assert [rank for rank in range(16) if layout.summed.is_first(grid.coords(rank))] == [0, 1]
-    assert layout.box((8, 8), grid, grid.coords(1)) == layout.summed.box((8, 8), grid, grid.coords(1))
-    assert str(layout) == repr(layout) == "Layout(rows=('x',), cols=(), sums=('data', 'z'), units=(2, 3))"
-    assert eval(str(layout)) == layout and str(Layout("x")) == "Layout(rows=('x',), cols=())"
-    with pytest.raises(LayoutError, match=r"along data, z the ranks hold partial sums.*redistribute\(layout.summed\)"):
-        Placement((8, 8), layout, grid)
-
-
-def test_fully_sharded_layouts_replicate_nothing():
-    for grid in LARGE_GRIDS:
-        for layout in SHARDED:
-            named = set(layout.rows + layout.cols)
-            assert layout.replicas(grid) == (1 if "data" in named else grid.data)
-        assert Layout().replicas(grid) == grid.size
-
-
-@given(layouts(), local_shapes, local_shapes, small_grids)
-def test_the_parts_of_the_minor_axis_are_the_block_of_the_major(layout, rows, cols, grid):
-    assume(layout.rows)
-    *major, minor = layout.rows
-    outer = Layout(major, layout.cols)
-    for rank in range(grid.size):
-        coords = grid.coords(rank)
-        along = [coords._replace(**{minor: index}) for index in range(getattr(grid, minor))]
-        parts = [layout.box((rows, cols), grid, place) for place in along]
-        whole = outer.box((rows, cols), grid, coords)
-        assert [part.r0 for part in parts] == [whole.r0, *(part.r1 for part in parts)][: len(parts)]
-        assert parts[-1].r1 == whole.r1
-        assert {part[2:] for part in parts} == {whole[2:]}
-        assert [part.r1 - part.r0 for part in parts] == part_sizes(whole.r1 - whole.r0, len(parts))
+    summed, ranks = SUMS.summed, range(ALL_TWO.size)
+    assert summed != SUMS and summed.summed is summed
+    assert SUMS.splitting == ("x",) and SUMS.named == ("x", "data", "z")
+    assert (SUMS.replicas(ALL_TWO), summed.replicas(ALL_TWO)) == (2, 8)
+    firsts = [[rank for rank in ranks if each.is_first(ALL_TWO.coords(rank))] for each in (SUMS, summed)]
+    assert firsts == [[rank for rank in ranks if ALL_TWO.coords(rank).y == 0], [0, 1]]
+    assert SUMS.box((8, 8), ALL_TWO, ALL_TWO.coords(1)) == summed.box((8, 8), ALL_TWO, ALL_TWO.coords(1))
 
 
 @given(st.integers(0, 10**15), st.integers(1, 5000))
@@ -266,18 +182,6 @@ def test_parts_are_ceil_or_floor_larger_first(size, parts):
     starts = offsets(sizes)
     for index in {0, parts // 3, parts - 1}:
         assert part_range(size, parts, index) == (starts[index], starts[index + 1])
-
-
-@given(local_shapes, st.permutations(AXES), st.integers(0, 4), small_grids, local_shapes, local_shapes)
-def test_cuts_name_the_owner_of_each_part(size, axes, used, grid, low, high):
-    axes = tuple(axes[:used])
-    wanted, layout = Box(low, min(high, size), 0, 1), Layout(rows=axes)
-    expected = {
-        box.r0: box
-        for box in (layout.box((size, 1), grid, grid.coords(rank)) for rank in range(grid.size))
-        if (box & wanted).size
-    }
-    assert_owners(Placement((size, 1), layout, grid), low, high, expected)
 
 
 @given(st.integers(0, 50), st.integers(1, 20), st.integers(-5, 60), st.integers(-5, 60))
@@ -319,47 +223,42 @@ def test_ranks_run_fastest_along_x_and_the_rest_is_idle():
     assert Layout.A.box((5, 5), grid, None).size == 0
 
 
-def test_layouts_that_distribute_equally_are_equal_on_the_grid():
-    flat = GridShape(1, 4, 1)
-    assert Layout.A.on(flat) == Layout(cols="y")
-    assert Layout.A.on(GridShape(2, 2, 2)) == Layout.A
-    assert Layout(rows="x", cols=("y", "z")) == Layout.B.T
-    assert Layout(rows="x") == Layout(rows=("x",)) == Layout(rows=["x"])
-    assert Layout.C.parts(GridShape(2, 3, 4)) == (12, 2)
+GRID = GridShape(1, 2, 2)
+NO_UNITS = [0, (1,), (0, 1), (1, -2), (1, 1.5), "ab", (True, 1), None, (1, 2, 3), ({"x": 0}, 1), ({"x": 1.5}, 1)]
+NO_UNITS += [((3, 4), 1), (((1, 2, 3),), 1)]
+NO_AXES = ["", "two words", "1", "size", "names", "coords", "_replace", 3, None, ["x"]]
+REFUSED = [
+    *((lambda units=units: Layout("x", units=units), "units of a layout are two whole numbers") for units in NO_UNITS),
+    *((lambda axis=axis: Layout(rows=(axis,)), "which no grid can have") for axis in NO_AXES),
+    *((lambda axis=axis: GridShape(1, 1, 1, 1, **{axis: 2}), "cannot be named") for axis in NO_AXES[:7]),
+    (lambda: Layout(("x", "x")), "names the axis x twice"),
+    (lambda: Layout("z", ("y", "z")), "names the axis z twice"),
+    (lambda: Layout("x", "z", sums="z"), "names the axis z twice"),
+    (lambda: Layout(("z", "y"), units=({"z": 6, "y": 4}, 1)), "y cuts in units of 4, and the axis before it .* of 6"),
+    (lambda: Layout("z", units=(4, 1)).box((10, 4), GRID, FIRST), "a dim of 10 is cut in units of 4 by z"),
+    (lambda: Layout(("z", "y"), units=({"z": 4}, 1)).box((10, 1), GRID, FIRST), "10 is cut in units of 4 by z, y"),
+    (lambda: Placement((10, 4), Layout("z", units=(4, 1)), GRID), "a dim of 10 is cut in units of 4 by z"),
+    (lambda: Placement((8, 8), Layout(sums=("data", "z")), GRID), "along data, z .*partial sums.*redistribute"),
+    (lambda: Layout("w").on(GridShape(2, 1, 1, seq=1)), "the axes of this grid are x, y, z, data, seq$"),
+    *((lambda text=text: parse_shape(text), "GxxGyxGz") for text in ("2x2", "axbxc", "", "2x2x2x2", "2 2 2")),
+]
 
 
-@looped("rows, cols", [(("x", "x"), ()), ("z", ("y", "z")), (("data", "x", "data"), "y")])
-def test_an_axis_named_twice_is_refused(rows, cols):
-    with pytest.raises(LayoutError, match="twice"):
-        Layout(rows, cols)
-    with pytest.raises(LayoutError, match="names the axis z twice"):
-        Layout("x", "z", sums="z")
+@looped("call, words", REFUSED)
+def test_what_can_be_no_layout_or_grid_is_refused(call, words):
+    with pytest.raises((LayoutError, GridError), match=words):
+        call()
 
 
 @looped("layout", [Layout("w"), Layout(cols="X"), Layout(("z", "rows")), Layout("x", sums="xy")])
 def test_an_axis_that_the_grid_does_not_have_is_refused_there(layout):
-    grid = GridShape(2, 1, 1)
     calls = [layout.on, layout.parts, layout.replicas, lambda grid: Placement((4, 4), layout, grid)]
     calls += [] if layout.sums else [lambda grid: layout.box((4, 4), grid, grid.coords(1))]
     for call in calls:
         with pytest.raises(LayoutError, match="names the axis '(w|X|rows|xy)'; the axes of this grid are x, y, z, da"):
-            call(grid)
-    with pytest.raises(LayoutError, match="the axes of this grid are x, y, z, data, seq$"):
-        layout.on(GridShape(2, 1, 1, seq=1))
-
-
-@looped("axis", ["", "two words", "1", "size", "names", "coords", "_replace", 3, None, ["x"]])
-def test_what_can_be_no_axis_is_refused_at_once(axis):
-    with pytest.raises(LayoutError, match="names the axis .*, which no grid can have"):
-        Layout(rows=(axis,))
-    if isinstance(axis, str):
-        with pytest.raises(GridError, match="an axis of a grid cannot be named"):
-            GridShape(1, 1, 1, 1, **{axis: 2})
+            call(GRID)
 
 
 def test_grids_are_written_with_crosses():
     assert parse_shape("2x3X4") == GridShape(2, 3, 4)
     assert str(GridShape(2, 3, 4)) == "2x3x4" and str(GridShape(1, 1, 1, 2)) == "1x1x1 (data 2)"
-    for text in ("2x2", "axbxc", "", "2x2x2x2", "2 2 2"):
-        with pytest.raises(GridError, match="GxxGyxGz"):
-            parse_shape(text)

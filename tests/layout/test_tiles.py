@@ -195,17 +195,6 @@ def test_a_rank_of_many_finds_its_pieces_in_few_steps():
     assert parts_met(rows.rows, other.rows) == 2
 
 
-def test_bad_placements_are_refused():
-    grid = GridShape(1, 1, 1)
-    with pytest.raises(LayoutError, match="a layout is a pmm3d.Layout; got 'A'"):
-        Placement((2, 2), "A", grid)
-    for shape in ((3,), (1, 2, 3), (-1, 4)):
-        with pytest.raises(LayoutError, match="a matrix has two dims of at least 0"):
-            Placement(shape, Layout.A, grid)
-    with pytest.raises(LayoutError, match="rows 1:4 and columns 0:1 are not within a matrix of 3 x 2"):
-        Placement((3, 2), Layout.A, grid).sub(1, 0, 3, 1)
-
-
 def test_a_part_of_a_part_lies_in_the_same_arrays():
     whole = np.arange(15 * 11).reshape(15, 11)
     cyclic = BlockCyclic((15, 11), (2, 3), (2, 2), "C", (1, 0))
@@ -227,83 +216,66 @@ def test_numberings_of_a_process_grid_and_ranks_of_it():
     assert chosen.owners_of(chosen.tiles(2)[0]) == (2,) and chosen.local_shapes(0) == []
 
 
-@looped(
-    "change, text",
-    [
-        ({"blocks": (0, 2)}, "blocks of a block-cyclic layout: two whole numbers of at least 1; got (0, 2)"),
-        ({"blocks": (2, 2.5)}, "blocks of a block-cyclic layout: two whole numbers of at least 1; got (2, 2.5)"),
-        (
-            {"process_grid": (2, 0)},
-            "process_grid of a block-cyclic layout: two whole numbers of at least 1; got (2, 0)",
-        ),
-        ({"first": (2, 0)}, "the first block is on process (2, 0) of a process grid of 2 x 2: they are counted from 0"),
-        ({"numbering": "F"}, 'the numbering of a process grid is "R", by rows, or "C", by columns; got \'F\''),
-        ({"ranks": (0, 1, 2)}, "a process grid of 2 x 2 has 4 ranks, each once; got (0, 1, 2)"),
-        ({"ranks": (0, 1, 2, 2)}, "a process grid of 2 x 2 has 4 ranks, each once; got (0, 1, 2, 2)"),
-        ({"ranks": (0, 1, 2, -3)}, "ranks are whole numbers, counted from 0; got (0, 1, 2, -3)"),
-        ({"ranks": "four"}, "ranks are whole numbers, counted from 0; got 'four'"),
-        ({"shape": (-1, 2)}, "a matrix has two dims of at least 0, whole numbers; got (-1, 2)"),
-    ],
-)
-def test_what_can_be_no_block_cyclic_layout(change, text):
-    with pytest.raises(LayoutError) as caught:
-        BlockCyclic(**{"shape": (4, 4), "blocks": (2, 2), "process_grid": (2, 2), **change})
-    assert str(caught.value) == text
+def cyclic(**changes):
+    return BlockCyclic(**{"shape": (4, 4), "blocks": (2, 2), "process_grid": (2, 2), **changes})
 
 
-@looped(
-    "arguments, text",
-    [
-        (([0, 2], [0, 3], [[0, 1]]), "there are 1 x 1 blocks between these cuts; got the owners of 1 x 2"),
-        (([0, 2], [0, 3], [[0], [1]]), "there are 1 x 1 blocks between these cuts; got the owners of 2 x 1"),
-        (
-            ([0, 2, 1], [0, 3], [[0], [0]]),
-            "row_cuts: where blocks begin, from 0 on, in order, and the end of the last; got [0, 2, 1]",
-        ),
-        (
-            ([0, 2], [1, 3], [[0]]),
-            "col_cuts: where blocks begin, from 0 on, in order, and the end of the last; got [1, 3]",
-        ),
-        (([0, 2], [0, 3], 5), "owners of blocks are lists of ranks; got 5"),
-        (([0, 2], [0, 3], [["a"]]), "ranks are whole numbers, counted from 0; got ['a']"),
-        (([0, 2], [0, 3], [[0]], "A"), 'the order of arrays is "C", by rows, or "F", by columns; got \'A\''),
-    ],
-)
-def test_what_can_be_no_blocks(arguments, text):
-    with pytest.raises(LayoutError) as caught:
-        Blocks(*arguments)
-    assert str(caught.value) == text
+def boxes(*of_ranks):
+    return Blocks.of_boxes(of_ranks, (5, 4))
 
 
-@looped("counts", [3, [3, -1], [1.5], None])
-def test_slabs_need_the_rows_of_each_rank(counts):
-    with pytest.raises(LayoutError, match="the number of rows of each rank"):
-        Blocks.rows_of(counts, 4)
-
-
-def test_layouts_say_which_communicator_they_need():
-    on_grid = Placement((4, 4), Layout("z"), GridShape(1, 1, 5))
-    for tiled, text in (
-        (BlockCyclic((4, 4), (1, 1), (2, 2)), "2 x 2 on ranks up to 3"),
-        (BlockCyclic((4, 4), (1, 1), (1, 2), ranks=(0, 4)), "1 x 2 on ranks up to 4"),
-        (Blocks((0, 4), (0, 4), [[3]]), "ranks up to 3"),
-        (on_grid, "1x1x5"),
-    ):
-        tiled.check_ranks(5)
-        with pytest.raises(LayoutError, match=text):
-            tiled.check_ranks(3)
-    with pytest.raises(LayoutError, match=r"rows 2:5 and columns 0:1 are not within a matrix of 4 x 4"):
-        BlockCyclic((4, 4), (1, 1), (2, 2)).sub(2, 0, 3, 1)
-
-
-def test_boxes_of_ranks_that_do_not_cover_the_matrix_once():
-    assert Blocks.of_boxes([(0, 3, 0, 4), (3, 3, 0, 0), (3, 5, 0, 4)], (5, 4)) == Blocks((0, 3, 5), (0, 4), [[0], [2]])
+def test_boxes_of_ranks_are_blocks():
+    assert boxes((0, 3, 0, 4), (3, 3, 0, 0), (3, 5, 0, 4)) == Blocks((0, 3, 5), (0, 4), [[0], [2]])
     assert Blocks.of_boxes([(0, 0, 0, 3)], (0, 3)).local_shapes(0) == [(0, 3)]
-    for boxes, text in (
-        ([(0, 4, 0, 4), (3, 5, 0, 4)], r"element \(3, 0\) is in the blocks of rank 0 and of rank 1"),
-        ([(0, 3, 0, 4), (3, 5, 1, 4)], r"element \(3, 0\) is in no rank's block"),
-        ([(0, 6, 0, 4)], "rank 0 has the rows 0 to 6, counted from 0, of 5"),
-        ([(0, 5, 3, 1)], "rank 0 has the columns 3 to 1"),
-    ):
-        with pytest.raises(LayoutError, match=text):
-            Blocks.of_boxes(boxes, (5, 4))
+
+
+ONE, TWO = GridShape(1, 1, 1), ([0, 2], [0, 3])
+ON_RANKS = {
+    "2 x 2 on ranks up to 3": cyclic(),
+    "1 x 2 on ranks up to 4": cyclic(process_grid=(1, 2), ranks=(0, 4)),
+    "ranks up to 3": Blocks((0, 4), (0, 4), [[3]]),
+    "1x1x5": Placement((4, 4), Layout("z"), GridShape(1, 1, 5)),
+}
+"""The ranks that a message names -> tiles that need them."""
+REFUSED = [
+    (lambda: Placement((2, 2), "A", ONE), "a layout is a pmm3d.Layout; got 'A'"),
+    (lambda: Placement((3,), Layout.A, ONE), r"two dims of at least 0.*got \(3,\)"),
+    (lambda: Placement((1, 2, 3), Layout.A, ONE), "two dims of at least 0"),
+    (lambda: Placement((-1, 4), Layout.A, ONE), "two dims of at least 0"),
+    (lambda: Placement((3, 2), Layout.A, ONE).sub(1, 0, 3, 1), "rows 1:4 and columns 0:1 .* matrix of 3 x 2"),
+    (lambda: cyclic().sub(2, 0, 3, 1), "rows 2:5 and columns 0:1 .* matrix of 4 x 4"),
+    (lambda: cyclic(blocks=(0, 2)), r"blocks .*whole numbers of at least 1; got \(0, 2\)"),
+    (lambda: cyclic(blocks=(2, 2.5)), r"blocks .*whole numbers of at least 1; got \(2, 2.5\)"),
+    (lambda: cyclic(process_grid=(2, 0)), r"process_grid .*whole numbers of at least 1; got \(2, 0\)"),
+    (lambda: cyclic(first=(2, 0)), r"process \(2, 0\) of a process grid of 2 x 2"),
+    (lambda: cyclic(numbering="F"), "numbering .*got 'F'"),
+    (lambda: cyclic(ranks=(0, 1, 2)), r"2 x 2 has 4 ranks, each once; got \(0, 1, 2\)"),
+    (lambda: cyclic(ranks=(0, 1, 2, 2)), r"2 x 2 has 4 ranks, each once; got \(0, 1, 2, 2\)"),
+    (lambda: cyclic(ranks=(0, 1, 2, -3)), "ranks are whole numbers, counted from 0"),
+    (lambda: cyclic(ranks="four"), "ranks are whole numbers, counted from 0; got 'four'"),
+    (lambda: cyclic(shape=(-1, 2)), r"two dims of at least 0.*got \(-1, 2\)"),
+    (lambda: Blocks(*TWO, [[0, 1]]), "1 x 1 blocks .* owners of 1 x 2"),
+    (lambda: Blocks(*TWO, [[0], [1]]), "1 x 1 blocks .* owners of 2 x 1"),
+    (lambda: Blocks([0, 2, 1], [0, 3], [[0], [0]]), r"row_cuts: .*got \[0, 2, 1\]"),
+    (lambda: Blocks([0, 2], [1, 3], [[0]]), r"col_cuts: .*got \[1, 3\]"),
+    (lambda: Blocks(*TWO, 5), "owners of blocks are lists of ranks; got 5"),
+    (lambda: Blocks(*TWO, [["a"]]), "ranks are whole numbers, counted from 0"),
+    (lambda: Blocks(*TWO, [[0]], "A"), "order of arrays .*got 'A'"),
+    *((lambda counts=counts: Blocks.rows_of(counts, 4), "rows of each rank") for counts in (3, [3, -1], [1.5], None)),
+    (lambda: boxes((0, 4, 0, 4), (3, 5, 0, 4)), r"element \(3, 0\) is in the blocks of rank 0 and of rank 1"),
+    (lambda: boxes((0, 3, 0, 4), (3, 5, 1, 4)), r"element \(3, 0\) is in no rank's block"),
+    (lambda: boxes((0, 6, 0, 4)), "rank 0 has the rows 0 to 6, counted from 0, of 5"),
+    (lambda: boxes((0, 5, 3, 1)), "rank 0 has the columns 3 to 1"),
+    *((lambda tiled=tiled: tiled.check_ranks(3), words) for words, tiled in ON_RANKS.items()),
+]
+
+
+@looped("call, words", REFUSED)
+def test_what_can_be_no_tiles_is_refused(call, words):
+    with pytest.raises(LayoutError, match=words):
+        call()
+
+
+def test_tiles_fit_a_communicator_with_their_ranks():
+    for tiled in ON_RANKS.values():
+        tiled.check_ranks(5)

@@ -1,7 +1,6 @@
 """pmm3d.model.axonn: figures of AxoNN's authors, and further results of the five terms."""
 
 import json
-from math import inf
 from pathlib import Path
 
 import pytest
@@ -29,11 +28,6 @@ TABLES = {
     },
 }
 """GiB/s by (p, G), as published."""
-FAST = {"1+": {"2+": 1.0}}
-
-
-def name(figure):
-    return f"{figure['machine']}-{GridShape(**figure['grid'])}{'-transposed' * figure['transposed']}"
 
 
 @looped("figure", FIGURES["layers"])
@@ -56,33 +50,6 @@ def test_the_ten_best_grids_are_the_published_ones(figure):
     assert best == [(each["grid"], f"{each['seconds']:.4g}") for each in figure["ranking"]]
 
 
-def test_terms_are_the_equations_on_a_grid_of_all_four_axes():
-    grid, rows = GridShape(2, 4, 8, 16), 4096.0
-    layer, transposed = Layer(1024, 3), Layer(1024, 3, transposed=True)
-    assert axonn.z_bytes(layer, grid) == 2 * 3 * 7 / 8 * 3 * 1024**2 / 8
-    assert axonn.data_bytes(layer, grid) == 2 * 4 * 15 / 16 * 3 * 1024**2 / 64
-    assert axonn.y_bytes(layer, rows, grid) == 2 * 4 * 3 / 4 * rows * 3 * 1024 / 2
-    assert axonn.x_bytes(layer, rows, grid) == 2 * 2 * 1 / 2 * rows * 1024 / 4
-    assert axonn.y_bytes(transposed, rows, grid) == 2 * 2 * 3 / 4 * rows * 1024 / 2
-    assert axonn.x_bytes(transposed, rows, grid) == 2 * 4 * 1 / 2 * rows * 3 * 1024 / 4
-    assert axonn.z_bytes(transposed, grid) == axonn.z_bytes(layer, grid)
-
-
-@looped("axis", ["x", "y", "z", "data"])
-def test_an_axis_of_one_rank_takes_no_time(axis):
-    grid = GridShape(2, 2, 2, 2)._replace(**{axis: 1})
-    seconds = axonn.layer_seconds(Layer(64, 4), 4096, grid, FAST)
-    assert seconds.pop(axis) == 0.0
-    assert all(0 < value < inf for value in seconds.values())
-
-
-def test_twice_the_bandwidth_is_half_the_time():
-    grid = GridShape(4, 2, 2, 8)
-    slow = axonn.layer_seconds(Layer(512, 4), 2**15, grid, FAST)
-    fast = axonn.layer_seconds(Layer(512, 4), 2**15, grid, {"1+": {"2+": 2.0}})
-    assert fast == {axis: seconds / 2 for axis, seconds in slow.items()}
-
-
 def test_the_order_says_which_ranks_are_inside_a_group():
     grid = GridShape(2, 4, 8, 16)
     table = {str(inside): {"2+": float(inside)} for inside in (1, 2, 4, 8, 16, 64, 128, 256, 512)}
@@ -91,16 +58,24 @@ def test_the_order_says_which_ranks_are_inside_a_group():
     assert outside_in == {"data": 1.0, "z": 16.0, "x": 128.0, "y": 256.0}
 
 
-def test_a_bandwidth_is_never_made_up():
-    with pytest.raises(Pmm3dError, match="no bandwidth for p = 1, G = 3"):
-        axonn.bandwidth(TABLES["perlmutter"], 1, 3)
-    with pytest.raises(Pmm3dError, match="no bandwidth for p = 3, G = 2"):
-        axonn.bandwidth(TABLES["perlmutter"], 3, 2)
-    assert axonn.bandwidth(TABLES["frontier"], 1, 8) == 135.0
-    assert axonn.bandwidth(TABLES["frontier"], 1, 16) == 40.0
+PERLMUTTER, FRONTIER = TABLES["perlmutter"], TABLES["frontier"]
 
 
-@looped("text", ["y,x,z", "x,y,z,z", "y x z data", "", "x,y,z,data,seq"])
-def test_an_order_names_each_axis_once(text):
-    with pytest.raises(Pmm3dError, match="innermost first"):
-        axonn.parse_order(text)
+def test_a_bandwidth_holds_for_groups_of_its_size_and_of_larger_ones_if_the_table_says_so():
+    assert [axonn.bandwidth(FRONTIER, 1, size) for size in (8, 16)] == [135.0, 40.0]
+
+
+@looped(
+    "call, words",
+    [
+        (lambda: axonn.bandwidth(PERLMUTTER, 1, 3), "no bandwidth for p = 1, G = 3"),
+        (lambda: axonn.bandwidth(PERLMUTTER, 3, 2), "no bandwidth for p = 3, G = 2"),
+        *(
+            (lambda text=text: axonn.parse_order(text), "innermost first")
+            for text in ("y,x,z", "x,y,z,z", "y x z data", "", "x,y,z,data,seq")
+        ),
+    ],
+)
+def test_a_bandwidth_is_never_made_up_and_an_order_names_each_axis_once(call, words):
+    with pytest.raises(Pmm3dError, match=words):
+        call()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from loops import looped
 
-from pmm3d.errors import GridError, Pmm3dError
+from pmm3d.errors import Pmm3dError
 from pmm3d.layout import GridShape
 from pmm3d.model.axonn import rank_by_axonn, why_not
 from pmm3d.model.gpt import GPT, block_bytes
@@ -54,25 +54,24 @@ def test_what_speaks_against_a_grid_is_said():
     assert reasons["1x1x8"] == "the table [axonn] has no bandwidth for p = 1, G = 8"
 
 
-def test_if_no_grid_is_left_one_is_named_with_its_reason():
-    gpt = GPT(12, 768, 1024, 48, heads=12)
-    with pytest.raises(
-        GridError,
-        match="no grid of 4 ranks is left for a step of a GPT .*; for example, 1x1x1 .data "
-        "4.: x y z = 1 is less than min-tensor = 8. Change",
-    ):
-        rank_by_axonn(gpt, 4, BANDWIDTHS, min_tensor=8)
-
-
-def test_sizes_that_are_none_are_refused():
-    for wrong in ({"heads": 7}, {"heads": 0}):
-        with pytest.raises(Pmm3dError):
-            replace(SMALL, **wrong)
-    with pytest.raises(GridError, match="powers of two"):
-        rank_by_axonn(SMALL, 12, BANDWIDTHS, powers_of_two=True)
-
-
 @looped("ranks", [1, 7, 12, 64, 1024])
 def test_every_grid_comes_once(ranks):
     grids = list(grids_4d(ranks))
     assert len(set(grids)) == len(grids) and all(grid.size == ranks for grid in grids)
+
+
+@looped(
+    "call, words",
+    [
+        (
+            lambda: rank_by_axonn(GPT(12, 768, 1024, 48, heads=12), 4, BANDWIDTHS, min_tensor=8),
+            "no grid of 4 ranks .* 1x1x1 .data 4.: x y z = 1 is less than min-tensor = 8. Change",
+        ),
+        (lambda: rank_by_axonn(SMALL, 12, BANDWIDTHS, powers_of_two=True), "powers of two"),
+        (lambda: replace(SMALL, heads=7), "7"),
+        (lambda: replace(SMALL, heads=0), "0"),
+    ],
+)
+def test_a_model_without_a_grid_and_sizes_that_are_none_are_refused(call, words):
+    with pytest.raises(Pmm3dError, match=words):
+        call()

@@ -84,13 +84,9 @@ def test_a_rank_takes_its_share_of_the_cores(monkeypatch, own, of_job, ranks, th
     said = machine.share_cores(environ)
     assert [environ.get(name) for name in machine.THREAD_COUNTS] == [threads] * 3
     assert bool(said) == bool(threads) and (not said or f"{ranks} ranks share {of_job} cores" in said)
-
-
-@looped("name", machine.THREAD_COUNTS)
-def test_threads_that_somebody_chose_stay(monkeypatch, name):
-    monkeypatch.setattr(machine, "cores", lambda: frozenset(range(8)))
-    environ = {"MPI_LOCALNRANKS": "4", name: "5"}
-    assert machine.share_cores(environ) == "" and environ == {"MPI_LOCALNRANKS": "4", name: "5"}
+    for name in machine.THREAD_COUNTS:  # somebody chose a number
+        chosen = {"OMPI_COMM_WORLD_LOCAL_SIZE": str(ranks), name: "5"}
+        assert machine.share_cores(chosen) == "" and chosen[name] == "5" and len(chosen) == 2
 
 
 def test_the_job_has_the_cores_of_what_started_the_ranks(monkeypatch, tmp_path):

@@ -6,19 +6,17 @@ from itertools import product as combinations
 
 import pytest
 from flat_machines import BYTES_ONLY
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from loops import looped
 
 from pmm3d import LayoutError, MemoryLimitError
 from pmm3d.layout import FIRST, GridShape, Layout, offsets
 from pmm3d.model import ranking
-from pmm3d.model.grid_search import shapes_of
 from pmm3d.model.plan import ROLES, Operand, ProductPlan
 from pmm3d.model.planning import plan_product
 
 DIMS = list(combinations((0, 1, -1), (0, 1, -1), (0, -1)))
-UNEVEN = [(13, 11, 17), (3, 70, 5), (129, 2, 31), (1, 1, 1), (0, 7, 9), (5, 4, 0)]
 
 grids = st.builds(GridShape, *[st.integers(1, 4)] * 3, st.integers(1, 2))
 plans = st.builds(
@@ -36,31 +34,6 @@ def ranks_of(plan):
     return [plan.grid.coords(rank) for rank in range(plan.grid.size)]
 
 
-def total(plan, figure):
-    """Sum over all ranks, by axis."""
-    found = [getattr(plan.on_rank(coords), figure) for coords in ranks_of(plan)]
-    return {axis: sum(rank[axis] for rank in found) for axis in "xyz"}
-
-
-def assert_what_is_sent_arrives(plan):
-    assert total(plan, "bytes_sent") == total(plan, "bytes_received")
-
-
-def test_what_is_sent_arrives_on_every_grid():
-    for ranks in (*range(1, 17), 24, 27, 30, 64):
-        for index, grid in enumerate(GridShape(*shape) for shape in shapes_of(ranks)):
-            turn = ranks + index
-            size, dims = UNEVEN[turn % len(UNEVEN)], DIMS[turn % len(DIMS)]
-            for axis_roles in ROLES if ranks <= 12 else [ROLES[turn % len(ROLES)]]:
-                assert_what_is_sent_arrives(ProductPlan(*size, "float64", grid, axis_roles, *dims))
-
-
-@settings(max_examples=40)
-@given(plans)
-def test_what_is_sent_arrives_whatever_is_sharded(plan):
-    assert_what_is_sent_arrives(plan)
-
-
 def indices(slices):
     return [index for low, high in slices for index in range(low, high)]
 
@@ -74,15 +47,6 @@ def test_the_panels_pass_through_the_contracted_range_once(plan):
         assert [len(panel) for panel in taken] == rank.depths
 
 
-def indices_by_owner(plan, coords, axis, cut):
-    """Rank along an axis -> contracted indices that it contributes to a panel, as numbers in the block. `cut` returns a
-    rank's part of the operand and its slices of the panel."""
-    owners = [coords._replace(**{axis: index}) for index in range(getattr(plan.grid, axis))]
-    cuts = [cut(plan.on_rank(owner)) for owner in owners]
-    starts = offsets(cuts[0][0].owners)
-    return [[start + index for index in indices(own)] for (_, own), start in zip(cuts, starts)]
-
-
 @given(plans, st.sampled_from("ab"))
 def test_owners_bring_what_the_others_expect(plan, operand):
     """The ranks along an axis compute the owners of the indices of a panel from their own coordinates, and agree."""
@@ -90,28 +54,25 @@ def test_owners_bring_what_the_others_expect(plan, operand):
     for coords in ranks_of(plan)[:: max(1, plan.grid.size // 5)]:
         rank = plan.on_rank(coords)
         part = getattr(rank, operand)
+        owners = [plan.on_rank(coords._replace(**{axis: index})) for index in range(getattr(plan.grid, axis))]
         for panel in range(plan.panels):
             slices, (counts, own) = indices(rank.slices(panel)), rank.cut(part, panel)
             if part.along_k:
-                mine = lambda other: (getattr(other, operand), other.cut(getattr(other, operand), panel)[1])
-                found = indices_by_owner(plan, coords, axis, mine)
-                assert sum(found, []) == slices
-                assert [len(indices) for indices in found] == counts
+                brought = [indices(owner.cut(getattr(owner, operand), panel)[1]) for owner in owners]
+                assert [len(each) for each in brought] == counts
+                assert [start + k for start, each in zip(offsets(part.owners), brought) for k in each] == slices
             else:
                 assert indices(own) == slices and sum(counts) == part.other
 
 
 @given(plans)
-def test_the_fullest_rank_is_found_at_the_corners(plan):
-    assert plan.workspace == max(plan.on_rank(coords).workspace for coords in ranks_of(plan))
-
-
-@settings(max_examples=40)
-@given(plans)
-def test_so_is_the_rank_that_sends_most(plan):
+def test_what_is_sent_arrives_and_the_fullest_ranks_are_at_the_corners(plan):
+    ranks = [plan.on_rank(coords) for coords in ranks_of(plan)]
+    assert plan.workspace == max(rank.workspace for rank in ranks)
     for axis in "xyz":
-        everyones = [plan.on_rank(coords).bytes_sent[axis] for coords in ranks_of(plan)]
-        assert max(rank.bytes_sent[axis] for rank in plan.fullest) == max(everyones)
+        sent = [rank.bytes_sent[axis] for rank in ranks]
+        assert sum(sent) == sum(rank.bytes_received[axis] for rank in ranks)
+        assert max(sent) == max(rank.bytes_sent[axis] for rank in plan.fullest)
 
 
 PURE = """
@@ -154,12 +115,9 @@ def test_max_workspace_is_kept_with_the_fewest_panels(grid, size):
     assert kept and kept == sorted(kept, reverse=True) and kept[-1] == 1
 
 
-def test_a_limit_below_what_c_needs_is_an_error_with_the_numbers():
-    grid = GridShape(2, 2, 2)
+def test_a_limit_that_suffices_for_c_alone_gives_the_most_panels():
     partial_sums = 8 * (32 * 32 + 16 * 32)
-    with pytest.raises(MemoryLimitError, match="max_workspace is 100 bytes.*with the largest number of panels"):
-        planned((64, 64, 64), grid, max_workspace=100)
-    assert planned((64, 64, 64), grid, max_workspace=partial_sums + 8 * 2 * 2 * 64).panels == 16
+    assert planned((64, 64, 64), GridShape(2, 2, 2), max_workspace=partial_sums + 8 * 2 * 2 * 64).panels == 16
 
 
 @looped("axis_roles", ROLES)
@@ -171,15 +129,6 @@ def test_operands_in_the_layouts_of_any_roles_stay_where_they_are(axis_roles):
         plan = plan_product(a, b, c, "float32", grid)
         found = [layout.on(grid) for layout in (plan.a_layout, plan.b_layout, plan.c_layout)]
         assert found == [operand.layout.on(grid) for operand in (a, b, c)]
-
-
-def test_adjoints_of_a_product_need_nothing_moved():
-    grid = GridShape(3, 2, 4)
-    a, b, c = Operand((8, 9), Layout.A), Operand((9, 7), Layout.B), Operand((8, 7), Layout.C)
-    for first, second, out in ((c, b.T, a), (a.T, c, b)):
-        plan = plan_product(first, second, out, "float64", grid)
-        assert plan.a_layout == first.layout and plan.b_layout == second.layout
-        assert plan.c_layout == out.layout
 
 
 @looped("grid", [(2, 2, 2), (4, 1, 2), (1, 8, 1), (4, 4, 4), (2, 3, 5)])
@@ -222,14 +171,6 @@ def test_the_best_grid_attains_the_lower_bound(size, ranks):
     assert plan.grid.size == ranks
     for coords in ranks_of(plan):
         assert sum(plan.on_rank(coords).bytes_received.values()) == pytest.approx(ranking.lower_bound(size, ranks))
-
-
-@given(st.tuples(*[st.integers(1, 300)] * 3), grids)
-def test_no_grid_is_below_the_lower_bound(size, grid):
-    plan = planned(size, grid)
-    received = [sum(plan.on_rank(coords).bytes_received.values()) for coords in ranks_of(plan)]
-    divisible = all(extent % grid.size == 0 for extent in size)
-    assert not divisible or max(received) >= ranking.lower_bound(size, grid.size) * (1 - 1e-9)
 
 
 @looped(

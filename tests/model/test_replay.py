@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from loops import given
+from loops import given, looped
 
 from pmm3d import DistMatrix, Grid, GridShape, nn
 from pmm3d.action import Action
@@ -42,13 +42,19 @@ def wait(number):
 GEMM, PASS = Action("gemm", 2, 3, 4, "float32", form="nn"), Action("pass", operation="relu", nbytes=5)
 
 
-def test_computation_is_the_processors():
-    turned = Action("gemm", 2, 3, 4, "float32", form="tn")
-    assert tasks([GEMM, PASS, turned], machine(), GROUPS) == [
-        Task("gemm", "processor", 24.0, name="gemm"),
-        Task("pass", "processor", 10.0, name="relu"),
-        Task("gemm", "processor", 48.0, name="gemm"),
-    ]
+@looped(
+    "actions, expected",
+    [
+        ([GEMM, PASS], [Task("gemm", "processor", 24.0, name="gemm"), Task("pass", "processor", 10.0, name="relu")]),
+        ([Action("gemm", 2, 3, 4, "float32", form="tn")], [Task("gemm", "processor", 48.0, name="gemm")]),
+        ([begin(5), wait(4)], [Task("collective", "across", 30.0, (), "z", "sum")]),
+        ([begin(5, after=(2,))], [Task("collective", "across", 30.0, (), "z", "sum")]),
+    ],
+)
+def test_actions_are_tasks(actions, expected):
+    """Computation is the processor's. A collective that is not awaited, or that goes on from one of an earlier step, is
+    alone."""
+    assert tasks(actions, machine(), GROUPS) == expected
 
 
 def test_a_collective_is_hidden_in_part_and_the_rest_is_where_it_is_awaited():
@@ -67,14 +73,6 @@ def test_what_goes_on_from_others_is_awaited_with_them():
     assert [task.after for task in found] == [(), (0,), (1,), (0, 2), (1, 2), (2,)]
     assert [(task.kind, task.seconds) for task in found[3:]] == [("wait", 15.0), ("wait", 0.0), ("wait", 15.0)]
     assert simulate(found).waits == {"z": 60.0, "x": 30.0}
-
-
-def test_what_is_not_awaited_takes_its_time_by_itself():
-    assert tasks([begin(5), wait(4)], machine(), GROUPS) == [Task("collective", "across", 30.0, (), "z", "sum")]
-
-
-def test_one_that_goes_on_from_one_of_a_step_before_is_alone():
-    assert tasks([begin(5, after=(2,)), wait(5)], machine(), GROUPS)[0].after == ()
 
 
 def test_the_overhead_comes_before_what_is_computed():

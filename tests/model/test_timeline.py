@@ -48,25 +48,6 @@ def test_terms_add_up_to_the_end(table):
     assert sum(found.terms.values()) - sum(found.waits.values()) == pytest.approx(computed)
 
 
-def test_what_runs_beside_the_processor_hides():
-    found = simulate(
-        [Task("collective", "across", 3.0, axis="z"), Task("gemm", PROCESSOR, 4.0), Task("wait", PROCESSOR, 1.0, (0,))]
-    )
-    assert found.seconds == 5 and found.terms == {"gemm": 4.0, "z": 1.0}
-
-
-def test_a_collective_begins_when_the_processor_comes_to_it():
-    found = simulate(
-        [
-            Task("gemm", PROCESSOR, 2.0),
-            Task("collective", "across", 3.0, axis="z"),
-            Task("gemm", PROCESSOR, 1.0),
-            Task("collective", "inside", 1.0, axis="x"),
-        ]
-    )
-    assert found.begun == [0.0, 2.0, 2.0, 3.0] and found.terms == {"gemm": 3.0, "z": 2.0}
-
-
 @looped(
     "table, words",
     [
@@ -88,23 +69,37 @@ def test_what_is_no_table_is_refused(table, words):
         simulate(table)
 
 
-def test_what_is_waited_for_is_parted_by_what_held_it_up():
-    """The processor is idle from 1 to 9: until 5 for z's collective, and then for data's, which had to wait for z's."""
-    table = [
-        Task("collective", "across", 5.0, axis="z"),
-        Task("collective", "across", 4.0, axis="data"),
-        Task("gemm", PROCESSOR, 1.0),
-        Task("wait", PROCESSOR, 0.0, after=(1,)),
-    ]
-    assert simulate(table).terms == {"gemm": 1.0, "z": 4.0, "data": 4.0}
+def gemm(seconds):
+    return Task("gemm", PROCESSOR, seconds)
 
 
-def test_the_seconds_of_a_wait_are_those_of_the_first_that_it_waits_for():
-    table = [
-        Task("collective", "inside", 0.0, axis="z"),
-        Task("collective", "inside", 0.0, (0,), "data"),
-        Task("gemm", PROCESSOR, 9.0),
-        Task("wait", PROCESSOR, 4.0, (0, 1)),
-        Task("wait", PROCESSOR, 1.0, (1,)),
-    ]
-    assert simulate(table).waits == {"z": 4.0, "data": 1.0}
+def collective(seconds, axis, after=(), resource="across"):
+    return Task("collective", resource, seconds, after, axis)
+
+
+def wait(seconds, *after):
+    return Task("wait", PROCESSOR, seconds, after)
+
+
+@looped(
+    "table, terms",
+    [
+        ([collective(3.0, "z"), gemm(4.0), wait(1.0, 0)], {"gemm": 4.0, "z": 1.0}),
+        (
+            [gemm(2.0), collective(3.0, "z"), gemm(1.0), collective(1.0, "x", resource="inside")],
+            {"gemm": 3.0, "z": 2.0},
+        ),
+        (
+            [collective(5.0, "z"), collective(4.0, "data"), gemm(1.0), wait(0.0, 1)],
+            {"gemm": 1.0, "z": 4.0, "data": 4.0},
+        ),
+        (
+            [collective(0.0, "z"), collective(0.0, "data", (0,)), gemm(9.0), wait(4.0, 0, 1), wait(1.0, 1)],
+            {"gemm": 9.0, "z": 4.0, "data": 1.0},
+        ),
+    ],
+)
+def test_time_of_the_processor_is_parted_by_what_it_waits_for(table, terms):
+    """A collective beside the processor is hidden. It begins when the processor comes to it, and when its resource is
+    free. The seconds of a wait are those of the first collective that it waits for."""
+    assert simulate(table).terms == terms

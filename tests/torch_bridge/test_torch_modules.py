@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from loops import given
-from networks import GRIDS, WIDEST, on_each_grid
+from loops import looped
+from networks import GRIDS, on_each_grid
+from seeded import made
 from torch import nn
 
 from pmm3d import CheckpointError, DisagreementError, DTypeError, Grid, LayoutError, Pmm3dError
@@ -28,13 +29,6 @@ from pmm3d.torch import (
 torch.set_num_threads(1)
 pytestmark = pytest.mark.deadline(200)
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def grid(comm):
-    shape, data = WIDEST[comm.size]
-    with Grid(comm, shape, data) as grid:
-        yield grid
 
 
 def mlp():
@@ -62,6 +56,11 @@ def hooked():
     return net
 
 
+def prelu():
+    return nn.Sequential(nn.Linear(4, 4), nn.PReLU(), nn.Linear(4, 4))
+
+
+AROUND = {"0": "column", "2": Split("row", gather=True)}
 ACT = nn.ReLU()
 SAME = nn.Linear(4, 4)
 REFUSED = [
@@ -75,7 +74,7 @@ REFUSED = [
     (tied, {"head": "row"}, LayoutError, "embed and head have one weight in common"),
     (hooked, None, LayoutError, "has hooks"),
     (lambda: nn.Sequential(nn.Linear(4, 4), nn.Softmax(1), nn.Linear(4, 4)), None, LayoutError, "1, a Softmax, comes"),
-    (lambda: nn.Sequential(nn.Linear(4, 4), nn.PReLU(), nn.Linear(4, 4)), None, LayoutError, "1, a PReLU, comes"),
+    (prelu, None, LayoutError, "1, a PReLU, comes"),
     (lambda: nn.Sequential(nn.Linear(4, 4), nn.AlphaDropout()), None, LayoutError, "1, a AlphaDropout, .*nn.Dropout"),
     (lambda: nn.Sequential(SAME, ACT, SAME), None, LayoutError, "0 and 2 are one Linear"),
     (lambda: nn.Sequential(nn.LayerNorm((2, 4)), nn.Linear(4, 4)), {"0": "y"}, LayoutError, "a LayerNorm over 2 dims"),
@@ -83,6 +82,8 @@ REFUSED = [
     (lambda: nn.Linear(4, 4, device="meta"), None, Pmm3dError, "the parameters are on meta; they must be on one"),
     (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout()), {"0": "column"}, LayoutError, "does not name 1, a Dropout"),
     (lambda: nn.Sequential(nn.LayerNorm(4)), {"0": Split("y", gather=True)}, LayoutError, "gather are for a Linear"),
+    (prelu, AROUND, LayoutError, "does not name 1, a PReLU"),
+    (prelu, AROUND | {"1": "x"}, LayoutError, "1 is a PReLU, which can be 'off'"),
     (lambda: nn.Linear(6, 9), {"": Split("column", unit=3)}, LayoutError, "9 columns over x are heads of 3"),
     (lambda: nn.Linear(6, 9), {"": Split("column", unit=2)}, LayoutError, "9 columns over x are heads of 2"),
 ]
@@ -147,12 +148,13 @@ def test_what_a_module_on_a_grid_refuses(comm, fails):
             lambda: net(torch.ones(3, 7)),
         )
         fails(DTypeError, "the input is torch.float64 on cpu", lambda: net(torch.ones(3, 8).double()))
+        with torch.autocast("cpu", torch.bfloat16):
+            fails(DTypeError, "autocast does not reach in here", lambda: net(torch.ones(2, 8)))
         fails(Pmm3dError, "neither copied nor pickled", lambda: copy.deepcopy(net))
         fails(Pmm3dError, "does not belong to a module", lambda: clip_grad_norm_(filled(nn.Linear(2, 2)), 1.0))
         fails(Pmm3dError, "this Linear is not on a grid", lambda: full_state_dict(nn.Linear(2, 2), root=0))
     with Grid(comm, (1, 1, 1), data=2) as grid:
-        torch.manual_seed(0)
-        net = parallelize(nn.Sequential(nn.Embedding(4, 8, sparse=True), *mlp()), grid)
+        net = made(lambda: nn.Sequential(nn.Embedding(4, 8, sparse=True), *mlp()), grid)
         fails(DTypeError, "0.weight: its gradient is sparse", lambda: net(torch.ones(2, dtype=int)).sum().backward())
         net = parallelize(mlp(), grid)
         with no_sync(grid):
@@ -161,8 +163,7 @@ def test_what_a_module_on_a_grid_refuses(comm, fails):
         net.zero_grad()
         net(torch.full((2, 8), torch.nan)).sum().backward()
         fails(Pmm3dError, "the norm of the gradients is nan", lambda: clip_grad_norm_(net.parameters(), 1.0, True))
-        torch.manual_seed(0)
-        net = parallelize(nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4)), grid)
+        net = made(lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4)), grid)
         torch.manual_seed(grid.rank)
         fails(DisagreementError, "torch.manual_seed", lambda: net(torch.ones(2, 4)))
 
@@ -176,12 +177,10 @@ def filled(net):
 def test_initial_values_of_a_layer_have_the_range_of_torch(comm):
     """Uniform up to 1 / sqrt(in_features), also for the bias."""
     with Grid(comm, (2, 1, 1)) as grid:
-        for inputs, outputs in ((16, 400), (400, 300)):
-            for role in ("column", "row"):
-                values = full_state_dict(Linear3D(grid, inputs, outputs, role=role, seed=0))
-                with given(inputs=inputs, role=role):
-                    for name, value in values.items():
-                        assert 0.9 < value.max() * inputs**0.5 <= 1 and -1 <= value.min() * inputs**0.5 < -0.9, name
+        for inputs, outputs, role in ((16, 400, "column"), (400, 300, "row")):
+            for name, value in full_state_dict(Linear3D(grid, inputs, outputs, role=role, seed=0)).items():
+                assert 0.9 < value.max() * inputs**0.5 <= 1, (role, name)
+                assert -1 <= value.min() * inputs**0.5 < -0.9, (role, name)
 
 
 @pytest.mark.parallel([2])
@@ -195,12 +194,10 @@ def test_ranks_that_use_other_parameters_are_told(comm, fails):
             return self.parts[norm](self.parts[linear](x))
 
     with Grid(comm, (1, 1, 1), data=2) as grid:
-        torch.manual_seed(0)
-        net = parallelize(Either(), grid, {"parts.[01]": "column"})
-        fails(DisagreementError, "backward", lambda: net(torch.ones(2, 4), grid.rank, 2).sum().backward())
-        net.zero_grad()
-        fails(DisagreementError, "backward", lambda: net(torch.ones(2, 4), 0, 2 + grid.rank).sum().backward())
-        net.zero_grad()
+        net = made(Either, grid, {"parts.[01]": "column"})
+        for parts in ((grid.rank, 2), (0, 2 + grid.rank)):
+            fails(DisagreementError, "backward", lambda parts=parts: net(torch.ones(2, 4), *parts).sum().backward())
+            net.zero_grad()
         net(torch.ones(2, 4), 0, 3).sum().backward()
         assert net.parts[0].weight.grad is not None and net.parts[2].weight.grad is None
 
@@ -211,10 +208,10 @@ def test_a_module_is_left_as_it_was_and_its_copy_has_its_names(comm):
         plain = mlp().eval()
         plain[3].requires_grad_(False)
         before = {name: value.clone() for name, value in plain.state_dict().items()}
-        net = parallelize(plain, grid)
-        kinds = [type(part) for part in net]
-        norm = LayerNorm3D if grid.x.size > 1 else nn.LayerNorm
-        assert kinds == [Linear3D, nn.GELU, norm, Linear3D, nn.ReLU, Linear3D] and type(net) is nn.Sequential
+        net, norm = parallelize(plain, grid), LayerNorm3D if grid.x.size > 1 else nn.LayerNorm
+        assert [*map(type, net)] == [Linear3D, nn.GELU, norm, Linear3D, nn.ReLU, Linear3D] and type(
+            net
+        ) is nn.Sequential
         assert not net[3].training and not net[3].weight.requires_grad and net[5].weight.requires_grad
         assert [name for name, _ in net.named_parameters()] == [name for name, _ in plain.named_parameters()]
         net[0].weight.data.fill_(7)
@@ -254,8 +251,7 @@ def test_state_dicts_go_to_the_plain_module_and_come_back(comm, fails):
     shards = []
     on_each_grid(comm, lambda grid: shards.append(check(grid)), [("2x1x2", 1)])
     with Grid(comm, (1, 2, 2)) as grid:
-        torch.manual_seed(0)
-        net = parallelize(nn.Sequential(nn.Embedding(5, 8), *mlp()), grid)
+        net = made(lambda: nn.Sequential(nn.Embedding(5, 8), *mlp()), grid)
         with pytest.raises(CheckpointError, match="another rank or another grid"):
             net.load_state_dict(shards[0])
     on_each_grid(comm, check, [first, *others[1:3]])
@@ -281,8 +277,7 @@ class Counts(nn.Linear):
 @pytest.mark.parallel([2])
 def test_the_extra_state_of_a_users_module_is_kept(comm):
     def check(grid):
-        torch.manual_seed(0)
-        net = parallelize(Counts(), grid, {"inner": Split("column", gather=True)})
+        net = made(Counts, grid, {"inner": Split("column", gather=True)})
         net.seen = "ten"
         state = full_state_dict(net)
         assert list(state) == list(Counts().state_dict()) and state["_extra_state"] == {"seen": "ten"}
@@ -291,14 +286,6 @@ def test_the_extra_state_of_a_users_module_is_kept(comm):
         assert net.seen == "ten"
 
     on_each_grid(comm, check)
-
-
-@pytest.mark.parallel([2])
-def test_a_state_dict_that_some_ranks_lack_is_refused_on_all(comm, fails):
-    with Grid(comm, (2, 1, 1)) as grid:
-        net = parallelize(mlp(), grid)
-        state = full_state_dict(net, root=0) or None
-        fails(CheckpointError, "a state dict on every rank; got a NoneType", lambda: load_full_state_dict(net, state))
 
 
 @pytest.mark.parallel([2])
@@ -326,25 +313,25 @@ def test_shards_of_another_rank_are_refused(comm, fails):
             net.load_state_dict(mlp().state_dict(), strict=False)
         state = {name: value + grid.rank for name, value in full_state_dict(net).items()}
         fails(DisagreementError, "load_full_state_dict", lambda: load_full_state_dict(net, state))
+        state = full_state_dict(net, root=0) or None
+        fails(CheckpointError, "a state dict on every rank; got a NoneType", lambda: load_full_state_dict(net, state))
 
 
-def python(program, cwd=ROOT):
-    return subprocess.run([sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True)
+LOADED = "[each for each in sys.modules if each.startswith(('torch', 'pmm3d.torch'))]"
 
 
-def test_pmm3d_does_not_import_its_bridge_nor_torch():
-    done = python(
-        "import sys, pmm3d, pmm3d.nn.layers\n"
-        "print([name for name in sys.modules if name.startswith(('torch', 'pmm3d.torch'))])"
-    )
-    assert done.stdout == "[]\n", done.stderr
-
-
-def test_torch_that_is_missing_is_named_with_its_extra():
-    done = python("import sys; sys.modules['torch'] = None; import pmm3d.torch")
-    assert 'pmm3d.torch: the package torch is missing. pip install "pmm3d[torch]"' in done.stderr
-
-
-def test_a_program_that_runs_inside_the_package_is_told_whose_torch_it_has():
-    done = python("import torch", cwd=ROOT / "pmm3d")
-    assert "runs inside the folder of pmm3d" in done.stderr, done.stderr
+@looped(
+    "program, folder, words",
+    [
+        (f"import sys, pmm3d, pmm3d.nn.layers; sys.exit(str({LOADED}))", "", "[]"),
+        (
+            "import sys; sys.modules['torch'] = None; import pmm3d.torch",
+            "",
+            'torch is missing. pip install "pmm3d[torch]"',
+        ),
+        ("import torch", "pmm3d", "runs inside the folder of pmm3d"),
+    ],
+)
+def test_torch_is_not_imported_and_named_if_it_is_missing_or_hidden(program, folder, words):
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT / folder, capture_output=True, text=True)
+    assert words in done.stderr

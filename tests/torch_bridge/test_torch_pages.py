@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from seeded import Block
 from torch import nn
 
 from pmm3d import Grid
@@ -27,19 +28,10 @@ def test_the_program_of_the_page_trains(comm):
     assert list(names["weights"]) == ["0.weight", "0.bias", "3.weight", "3.bias"] * (comm.rank == 0)
 
 
-class Block(nn.Module):
-    """A block with heads of 64 columns, for the plan on the page."""
+class Wide(Block):
+    """A block with the heads of 64 columns of the page."""
 
-    def __init__(self):
-        super().__init__()
-        self.norm, self.second, self.embed = nn.LayerNorm(128), nn.LayerNorm(128), nn.Embedding(5, 128)
-        self.net = nn.ModuleDict({name: nn.Linear(128, 128) for name in ("q", "k", "v", "out", "up", "down")})
-
-    def forward(self, tokens):
-        x, net = self.embed(tokens), self.net
-        q, k, v = (net[name](self.norm(x)).unflatten(-1, (-1, 64)).transpose(1, 2) for name in "qkv")
-        x = x + net["out"](nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return x + net["down"](torch.relu(net["up"](self.second(x))))
+    HEAD = 64
 
 
 @pytest.mark.parallel([4])
@@ -48,7 +40,7 @@ def test_the_plan_of_the_page_fits_a_transformer(comm):
     [text] = [text for text in PROGRAM.findall(PAGE.read_text()) if "import" not in text]
     names = {"Split": Split}
     exec(text, names)
-    make = lambda: (torch.manual_seed(0), Block().double())[1]
+    make = lambda: (torch.manual_seed(0), nn.Sequential(Wide(128, 2)).double())[1]
     tokens = torch.arange(12).reshape(4, 3) % 5
     with Grid(comm, (2, 2, 1)) as grid:
         net, plain = parallelize(make(), grid, names["plan"]), make()

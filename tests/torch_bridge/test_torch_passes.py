@@ -5,12 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from networks import on_each_grid
+from seeded import differences, made, whole_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pmm3d import DisagreementError, DTypeError, Grid, LayoutError, Pmm3dError
+from pmm3d import DisagreementError, Grid, Pmm3dError
 from pmm3d.nn import Overlap, defer_weights
-from pmm3d.torch import Dropout3D, LayerNorm3D, Linear3D, Split, full_state_dict, input_rows, mean, parallelize
+from pmm3d.torch import Dropout3D, Linear3D, Split, input_rows, mean, parallelize
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.deadline(200)
@@ -53,11 +54,6 @@ class Gated(nn.Module):
 
 
 MIXED = {"first": "column", "norm": "x", "last": Split("row", gather=True)}
-
-
-def made(kind, *plan, **options):
-    torch.manual_seed(0)
-    return parallelize(kind(), *plan, **options)
 
 
 @pytest.mark.parallel([2])
@@ -174,26 +170,12 @@ def test_torchs_fast_path_does_not_read_the_shards(comm):
     on_each_grid(comm, check)
 
 
-@pytest.mark.parallel([2], thorough=[1])
-def test_autocast_is_refused(comm, fails):
-    def check(grid):
-        net = made(Mixed, grid, MIXED)
-        with torch.autocast("cpu", torch.bfloat16):
-            fails(DTypeError, "autocast does not reach in here", lambda: net(torch.ones(2, 4)))
-
-    on_each_grid(comm, check)
-
-
 @pytest.mark.parallel([2])
-def test_a_prelu_is_named_where_all_columns_are_there(comm, fails):
-    """Between a column and a row, its parameter would get the gradient of only a part of the columns."""
-    make = lambda: nn.Sequential(nn.Linear(4, 4), nn.PReLU(), nn.Linear(4, 4))
-    plan = {"0": "column", "2": Split("row", gather=True)}
+def test_a_prelu_off_the_grid_learns_as_the_plain_one(comm):
+    make = lambda: (torch.manual_seed(0), nn.Sequential(nn.Linear(4, 4), nn.PReLU(), nn.Linear(4, 4)))[1]
     with Grid(comm, (2, 1, 1)) as grid:
-        fails(LayoutError, "does not name 1, a PReLU", lambda: parallelize(make(), grid, plan))
-        fails(LayoutError, "1 is a PReLU, which can be 'off'", lambda: parallelize(make(), grid, plan | {"1": "x"}))
         net = made(make, grid, {"0": Split("column", gather=True), "1": "off", "2": Split("row", gather=True)})
-        plain = (torch.manual_seed(0), make())[1]
+        plain = make()
         for each in (net, plain):
             each(-torch.ones(2, 4)).sum().backward()
         assert torch.allclose(net[1].weight.grad, plain[1].weight.grad)
@@ -211,14 +193,26 @@ class Silent(torch.autograd.Function):
 
 @pytest.mark.parallel([2])
 def test_a_parameter_that_gets_no_gradient_has_none(comm):
+    """Also if a rank has used a frozen module, which is no use in a pass."""
+
     class Net(Mixed):
         def forward(self, x):
             return self.last(self.norm(self.first(Silent.apply(x, self.scale))))
 
     with Grid(comm, (1, 1, 1), data=2) as grid:
-        net = made(Net, grid, MIXED)
+        net, frozen = made(Net, grid, MIXED), made(lambda: nn.Linear(4, 4), grid).requires_grad_(False)
+        if grid.rank == 0:
+            frozen(torch.ones(2, 4))
         net(torch.ones(2, 4)).sum().backward()
         assert net.scale.grad is None and net.first.weight.grad is not None
+
+
+@pytest.mark.parallel([1])
+def test_dropout_keeps_a_byte_an_element(comm):
+    kept = []
+    with Grid(comm) as grid, torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x.nbytes), x)[1], id):
+        Dropout3D(grid, 0.5)(torch.ones(8, 4, requires_grad=True))
+    assert 0 < sum(kept) <= 32
 
 
 @pytest.mark.parallel([2])
@@ -227,17 +221,14 @@ def test_one_feature_on_an_axis_of_several(comm):
     make = lambda: (torch.manual_seed(0), nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1), nn.Linear(1, 3)).double())[1]
     plain, x = make(), torch.arange(4.0, dtype=torch.float64)[:, None].requires_grad_()
     plain(x).square().mean().backward()
-    of_x, x.grad = x.grad, None
+    of_x, x.grad, expected = x.grad, None, {name: each.grad for name, each in plain.named_parameters()}
 
     def check(grid):
         net = parallelize(make(), grid)
         net(input_rows(grid, x)).square().mean().backward()
         assert torch.allclose(x.grad, of_x)
         x.grad = None
-        before = full_state_dict(net)
-        torch.optim.SGD(net.parameters(), lr=1.0).step()
-        for name, tensor in full_state_dict(net).items():
-            assert torch.allclose(before[name] - tensor, plain.get_parameter(name).grad), name
+        assert differences(whole_gradients(grid, net, expected), expected) < 1e-12
 
     on_each_grid(comm, check)
 
@@ -260,17 +251,6 @@ def test_sums_over_data_are_begun_under_a_pass_that_computes_again(comm, ends_in
         assert seen[-1] > 0
 
 
-@pytest.mark.parallel([2])
-def test_forward_passes_that_need_no_gradient_are_no_uses(comm):
-    with Grid(comm, (1, 1, 1), data=2) as grid:
-        net, frozen = (made(lambda: nn.Linear(4, 4), grid) for _ in range(2))
-        frozen.requires_grad_(False)
-        if grid.rank == 0:
-            frozen(torch.ones(2, 4))
-        net(torch.ones(2, 4)).sum().backward()
-        assert net.weight.grad is not None
-
-
 def test_tf32_is_torchs_own_setting():
     """Only for float32 on a device."""
     from pmm3d.arrays.torch_rounding import ON_DEVICE
@@ -288,24 +268,6 @@ def test_tf32_is_torchs_own_setting():
         ON_DEVICE.release(matmul)
     finally:
         matmul.fp32_precision = before
-
-
-@pytest.mark.parallel([2], thorough=[1])
-def test_a_norm_whose_columns_are_all_there_stays_torchs(comm):
-    def check(grid):
-        net = made(Mixed, grid, MIXED)
-        assert type(net.norm) is (LayerNorm3D if grid.x.size > 1 else nn.LayerNorm) and type(net.first) is Linear3D
-
-    on_each_grid(comm, check)
-
-
-@pytest.mark.parallel([1])
-def test_dropout_keeps_a_byte_an_element(comm):
-    kept = []
-    with Grid(comm, (1, 1, 1)) as grid:
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.append(tensor.nbytes), tensor)[1], id):
-            Dropout3D(grid, 0.5)(torch.ones(8, 4, requires_grad=True))
-    assert 0 < sum(kept) <= 32
 
 
 @pytest.mark.parallel([2])

@@ -268,103 +268,57 @@ def bad(tmp_path_factory):
     return run_pytest(tmp_path_factory.mktemp("bad"), test_bad=BAD)
 
 
-def test_a_test_runs_once_per_rank_count(good):
-    names = [name for name in good.of if name.startswith(("test_sum", "test_nearest"))]
-    assert sorted(names) == ["test_nearest_mark_wins[n2]", "test_sum[n1]", "test_sum[n3]", "test_sum[n4]"]
-    assert {good.of[name] for name in names} == {"passed"}
-
-
-def test_a_hook_parametrizes_over_more_than_the_ranks(good):
-    names = [name for name in good.of if name.startswith("test_more")]
-    assert sorted(names) == ["test_more_than_the_ranks[1-0.5]", "test_more_than_the_ranks[3-1.5]"]
-    assert {good.of[name] for name in names} == {"passed"}
-
-
-def test_folders_and_drawn_examples(good):
-    assert good.of["test_shared_path_is_shared_and_tmp_path_is_not[n3]"] == "passed"
-    assert good.of["test_ranks_draw_the_same[n3]"] == "passed"
-
-
-def test_tests_of_few_ranks_run_beside_each_other(good):
-    assert {good.of[f"test_two_meet[n2-{number}]"] for number in range(4)} == {"passed"}
-
-
-def test_a_world_of_its_own_and_fixtures_of_modules(good):
-    assert good.of["test_own_world[n2]"] == "passed"
-    assert [good.of[f"test_module_fixture[n2-{number}]"] for number in (1, 2)] == ["passed", "passed"]
-
-
-def test_skip_and_xfail_are_reported_as_such(good):
-    assert good.of["test_skipped[n3]"] == "skipped"
-    assert "SKIPPED (for a reason)" in good.output
-    assert re.search(r"test_known_bug\[n3\] XFAIL", good.output)
-
-
-def test_tests_in_one_process_do_not_start_mpi(good):
-    assert good.of["test_mpi_is_not_started"] == "passed"
+def test_each_test_runs_once_on_each_number_of_ranks_with_its_outcome(good):
+    """Also with more parameters by a hook, with a world and fixtures of its own, and beside others of few ranks."""
+    once_and_thrice = "shared_path_is_shared_and_tmp_path_is_not", "ranks_draw_the_same", "skipped", "known_bug"
+    expected = {f"test_sum[n{ranks}]" for ranks in (1, 3, 4)} | {
+        f"test_{each}[n{n}]" for each in once_and_thrice for n in (1, 3)
+    }
+    expected |= {"test_more_than_the_ranks[1-0.5]", "test_more_than_the_ranks[3-1.5]", "test_nearest_mark_wins[n2]"}
+    expected |= {"test_own_world[n2]", *(f"test_module_fixture[n2-{number}]" for number in (1, 2))}
+    expected |= {f"test_two_meet[n2-{number}]" for number in range(4)}
+    expected |= {"test_mpi_is_not_started", "test_comm_needs_the_mark", "test_starts_two_processes"}
+    others = {"test_skipped": "skipped", "test_known_bug": "skipped", "test_comm_needs_the_mark": "error"}
+    assert good.of == {name: others.get(name.partition("[")[0], "passed") for name in expected}
+    assert "SKIPPED (for a reason)" in good.output and re.search(r"test_known_bug\[n3\] XFAIL", good.output)
     assert "the fixture 'comm' needs @pytest.mark.parallel" in good.text["test_comm_needs_the_mark"]
 
 
-def test_failure_on_one_rank_names_it(bad):
-    text = bad.text["test_one_rank_fails[n3]"]
-    assert "failed on rank 1 of 3" in text and "not me" in text
-    assert text.count('assert comm.rank != 1, "not me"') == 1
-    assert "rank 2 was here" in text
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("test_one_rank_fails[n3]", ["failed on rank 1 of 3", "not me", "rank 2 was here"]),
+        ("test_all_ranks_fail[n3]", ["failed on all 3 ranks"]),
+        ("test_skipped_on_one_rank[n3]", ["skipped on rank 0 of 3 but not on the others"]),
+        ("test_hypothesis_fails_on_one_rank[n3]", ["failed on all 3 ranks", "assert (1 != 1 or"]),
+        (
+            "test_one_rank_raises_while_others_wait[n3]",
+            [
+                "rank 1 of 3 failed, and ranks 0, 2 of 3 did not finish the test within 1 s",
+                *("traceback, rank 1 of 3", "raised on one rank", "stack, ranks 0, 2 of 3", "about to wait"),
+                "in test_one_rank_raises_while_others_wait",
+            ],
+        ),
+        ("test_hangs[n1]", ["rank 0 of 1 did not finish the test within 3 s", "stack, rank 0 of 1", "in test_hangs"]),
+        ("test_all_ranks_hang[n3]", ["all 3 ranks did not finish the test within 1 s", "in test_all_ranks_hang"]),
+        ("test_exits[n1]", ["the job ended with status"]),
+        ("test_killed[n3]", ["the job ended with status"]),
+        ("test_breaks_the_end_of_the_job[n3]", ["after its last test"]),
+    ],
+)
+def test_a_failure_names_its_ranks_and_what_they_did(bad, name, words):
+    assert bad.of[name] in ("failure", "error") and all(each in bad.text[name] for each in words), bad.text[name]
 
 
-def test_same_failure_on_all_ranks_is_shown_once(bad):
-    text = bad.text["test_all_ranks_fail[n3]"]
-    assert "failed on all 3 ranks" in text
-    assert text.count("assert comm.size == 0") == 1
-
-
-def test_skip_on_some_ranks_is_a_failure(bad):
-    assert "skipped on rank 0 of 3 but not on the others" in bad.text["test_skipped_on_one_rank[n3]"]
-
-
-def test_hypothesis_failure_on_one_rank_does_not_hang(bad):
-    text = bad.text["test_hypothesis_fails_on_one_rank[n3]"]
-    assert "failed on all 3 ranks" in text and "assert (1 != 1 or" in text
-
-
-def test_hang_shows_traceback_and_stacks_and_output(bad):
-    text = bad.text["test_one_rank_raises_while_others_wait[n3]"]
-    assert "rank 1 of 3 failed, and ranks 0, 2 of 3 did not finish the test within 1 s" in text
-    assert "traceback, rank 1 of 3" in text and "raised on one rank" in text
-    assert "stack, ranks 0, 2 of 3" in text and "in test_one_rank_raises_while_others_wait" in text
-    assert "about to wait" in text
-
-
-def test_hang_ends_at_the_mark_and_not_its_neighbour(bad):
-    text = bad.text["test_hangs[n1]"]
-    assert "rank 0 of 1 did not finish the test within 3 s" in text
-    assert "stack, rank 0 of 1" in text and "in test_hangs" in text
-    assert {bad.of[f"test_beside_the_hang[n1-{number}]"] for number in range(3)} == {"passed"}
-
-
-def test_hang_of_all_ranks_ends_at_the_mark(bad):
-    text = bad.text["test_all_ranks_hang[n3]"]
-    assert "all 3 ranks did not finish the test within 1 s" in text
-    assert "in test_all_ranks_hang" in text
-
-
-def test_crash_fails_its_test_and_not_its_neighbour(bad):
-    assert "the job ended with status" in bad.text["test_exits[n1]"]
-    assert {bad.of[f"test_beside_the_exit[n1-{number}]"] for number in range(3)} == {"passed"}
-
-
-def test_dead_rank_fails_its_test_only(bad):
-    assert "the job ended with status" in bad.text["test_killed[n3]"]
+def test_equal_tracebacks_are_shown_once_and_a_signal_is_named(bad):
+    assert bad.text["test_one_rank_fails[n3]"].count('assert comm.rank != 1, "not me"') == 1
+    assert bad.text["test_all_ranks_fail[n3]"].count("assert comm.size == 0") == 1
     assert re.search(r"(?i)killed|signal 9", bad.text["test_killed[n3]"])
 
 
-def test_the_rest_runs_after_hang_and_crash(bad):
-    assert bad.of["test_next_after_hang[n3]"] == "passed"
-    assert bad.of["test_next_after_crash[n3]"] == "passed"
-
-
-def test_a_job_that_breaks_after_its_last_test_is_noticed(bad):
-    assert "after its last test" in bad.text["test_breaks_the_end_of_the_job[n3]"]
+def test_the_neighbours_of_a_hang_and_of_a_crash_and_the_next_tests_pass(bad):
+    names = [f"test_beside_the_{kind}[n1-{number}]" for kind in ("exit", "hang") for number in range(3)]
+    assert {bad.of[name] for name in [*names, "test_next_after_hang[n3]", "test_next_after_crash[n3]"]} == {"passed"}
 
 
 def test_a_crash_that_no_test_repeats_alone_is_an_error_and_ends_x(tmp_path):
