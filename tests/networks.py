@@ -1,5 +1,7 @@
 """Small networks, their batches, and the grids that train them."""
 
+import functools
+import inspect
 from contextlib import contextmanager
 from typing import NamedTuple
 from zlib import crc32
@@ -50,6 +52,32 @@ def on_each_grid(comm, body, grids=None, **options):
     for shape, data in grids:
         with given(grid=shape, data=data), Grid(comm, shape, data, device_transport="direct", **options) as grid:
             body(grid)
+
+
+def with_grids(grids=None, **options):
+    """Decorator: `on_each_grid` for a test whose argument `grid` is the open grid.
+
+        @with_grids([("ddp", 1), ("hsdp", 2)])
+        def test_a_step(grid): ...
+
+    grids: a list of (shape, data), or a function of the number of ranks that returns it.
+    """
+
+    def decorate(test):
+        parameters = inspect.signature(test).parameters
+
+        @functools.wraps(test)
+        def loop(comm, **fixtures):
+            own = {"comm": comm} if "comm" in parameters else {}
+            body = functools.wraps(test)(lambda grid: test(grid=grid, **own, **fixtures))
+            on_each_grid(comm, body, grids(comm.size) if callable(grids) else grids, **options)
+
+        further = [parameter for name, parameter in parameters.items() if name not in ("comm", "grid")]
+        comm = inspect.Parameter("comm", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        loop.__signature__ = inspect.Signature([comm, *further])
+        return loop
+
+    return decorate
 
 
 @contextmanager

@@ -77,14 +77,9 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_moves_the_bytes_of_its_dry_run(comm, name):
-    def check(grid):
-        assert_moved_as_dry(grid, name)
-
-    if name == "plain":
-        grids = ALL_GRIDS.get(comm.size)
-    else:  # grids with and without a data axis, in turns
-        grids = GRIDS[comm.size] if all_tests else GRIDS[comm.size][[*CASES].index(name) % 2 :: 2]
-    on_each_grid(comm, check, grids)
+    grids = GRIDS[comm.size] if all_tests else GRIDS[comm.size][[*CASES].index(name) % 2 :: 2]
+    chosen = ALL_GRIDS.get(comm.size) if name == "plain" else grids
+    on_each_grid(comm, lambda grid: assert_moved_as_dry(grid, name), chosen)
 
 
 def assert_moved_as_dry(grid, name):
@@ -111,8 +106,8 @@ def moved(grid, where, sizes, rows, loss, split_over_data, clip, accumulate, ove
     options |= {"seed": 1} if make is nn.MLP else {}
     net = make(where, sizes, dtype="float64", **options)
     optimizer = optim.AdamW(net.parameters(), shard_over_data=split_over_data)
-    out, function = net.settle(sizes[0], "float64").layout, getattr(nn, loss)
-    targets, case = batch_layout(None) if loss == "cross_entropy" else out, Case(sizes, rows[0], loss=loss)
+    out, function, case = net.settle(sizes[0], "float64").layout, getattr(nn, loss), Case(sizes, rows[0], loss=loss)
+    targets = batch_layout(None) if loss == "cross_entropy" else out
     drain(where)
     where.ledger.reset()
 
