@@ -2,7 +2,9 @@
 
 import functools
 import inspect
+from collections.abc import Callable
 from contextlib import contextmanager
+from inspect import Parameter
 from typing import NamedTuple
 from zlib import crc32
 
@@ -54,30 +56,34 @@ def on_each_grid(comm, body, grids=None, **options):
             body(grid)
 
 
-def with_grids(grids=None, **options):
-    """Decorator: `on_each_grid` for a test whose argument `grid` is the open grid.
+def over_grids(grids=lambda ranks: None, **options) -> Callable:
+    """Decorator: `on_each_grid` with the test as the body. The argument `grid` of the test is the open grid.
 
-        @with_grids([("ddp", 1), ("hsdp", 2)])
-        def test_a_step(grid): ...
-
-    grids: a list of (shape, data), or a function of the number of ranks that returns it.
+    grids     number of ranks -> list of (shape, data): a dict or a function; default: as `on_each_grid`
+    options   of each Grid
     """
+    chosen = grids if callable(grids) else grids.__getitem__
 
     def decorate(test):
-        parameters = inspect.signature(test).parameters
+        wanted = inspect.signature(test).parameters
 
         @functools.wraps(test)
-        def loop(comm, **fixtures):
-            own = {"comm": comm} if "comm" in parameters else {}
-            body = functools.wraps(test)(lambda grid: test(grid=grid, **own, **fixtures))
-            on_each_grid(comm, body, grids(comm.size) if callable(grids) else grids, **options)
+        def looped(comm, **fixtures):
+            if "comm" in wanted:
+                fixtures["comm"] = comm
+            body = functools.wraps(test)(lambda grid: test(grid=grid, **fixtures))
+            on_each_grid(comm, body, chosen(comm.size), **options)
 
-        further = [parameter for name, parameter in parameters.items() if name not in ("comm", "grid")]
-        comm = inspect.Parameter("comm", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        loop.__signature__ = inspect.Signature([comm, *further])
-        return loop
+        names = dict.fromkeys(["comm", *(name for name in wanted if name != "grid")])
+        looped.__signature__ = inspect.Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names])
+        return looped
 
     return decorate
+
+
+def on_grid(shape, data=1, **options) -> Callable:
+    """Decorator: the argument `grid` of the test is this grid."""
+    return over_grids(lambda ranks: [(shape, data)], **options)
 
 
 @contextmanager
@@ -210,6 +216,15 @@ def inner(x, weights: np.ndarray):
     mine = np.array([products.sum() / x.layout.replicas(x.grid.shape)])
     total = x.library.from_numpy(x.grid.everyone.all_reduce(mine, agreed=True).wait().reshape(1, 1), x.dtype)
     return x.made(total, (x,), lambda gradient: (weights.local * gradient[0, 0],), shape=(1, 1), layout=Layout())
+
+
+def failing(x):
+    """The tensor x, whose backward rule raises ZeroDivisionError."""
+
+    def rule(gradient):
+        raise ZeroDivisionError
+
+    return x.made(x.shard, (x,), rule)
 
 
 def assert_replicas_agree(grid, values) -> None:

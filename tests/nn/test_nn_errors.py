@@ -16,10 +16,10 @@ from networks import (
     alone,
     largest_difference,
     network_of,
+    over_grids,
     spread,
     train,
     weights_of,
-    with_grids,
 )
 
 from pmm3d import DistMatrix, DTypeError, Grid, GridError, LayoutError, Pmm3dError, nn
@@ -268,7 +268,7 @@ def assert_as_alone(grid, case, **options):
 
 
 @pytest.mark.parallel([6], thorough=[2, 8])
-@with_grids()
+@over_grids()
 def test_layers_smaller_than_the_axes_that_split_them(grid):
     """Some ranks have no weights, activations, layer norms or classes, and no part of the optimizer's state."""
     split = partial(adamw, shard_over_data=True)
@@ -277,7 +277,7 @@ def test_layers_smaller_than_the_axes_that_split_them(grid):
 
 
 @pytest.mark.parallel([4], thorough=[8])
-@with_grids(lambda ranks: [("hsdp", 2), ("1x1x2", ranks // 2), ("fsdp", 1)])
+@over_grids(lambda ranks: [("hsdp", 2), ("1x1x2", ranks // 2), ("fsdp", 1)])
 def test_batches_smaller_than_the_ranks_that_split_them(grid):
     for rows in (1, 2, 3):
         assert_as_alone(grid, CLASSES, rows=rows)
@@ -285,7 +285,7 @@ def test_batches_smaller_than_the_ranks_that_split_them(grid):
 
 
 @pytest.mark.parallel([2])
-@with_grids([("ddp", 1), ("megatron", 1)])
+@over_grids(lambda ranks: [("ddp", 1), ("megatron", 1)])
 def test_every_mean_of_an_empty_batch_is_nan_as_in_torch(grid):
     net = nn.MLP(grid, [3, 4, 5], dtype="float64")
     x, y, none = *(nn.Tensor(spread(grid, np.empty((0, cols)))) for cols in (3, 5)), labels(grid)
@@ -298,7 +298,7 @@ def test_every_mean_of_an_empty_batch_is_nan_as_in_torch(grid):
 
 
 @pytest.mark.parallel([4])
-@with_grids()
+@over_grids()
 def test_r2_of_targets_with_a_large_mean(grid):
     """y = 1e8 + noise, in one batch, and in three of which one has no rows for some ranks. For a constant, R2 is
     undefined."""

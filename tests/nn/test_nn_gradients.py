@@ -18,10 +18,10 @@ from networks import (
     largest_difference,
     loss_of,
     network_of,
+    over_grids,
     spread,
     weights_of,
     whole_numbers,
-    with_grids,
 )
 from samples import integers
 
@@ -96,7 +96,7 @@ OPERATIONS = {
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
-@with_grids(check=False)
+@over_grids(check=False)
 def test_gradients_are_central_differences(grid):
     assert_gradients_are_differences(grid, OPERATIONS)
 
@@ -135,7 +135,7 @@ def assert_adjoint(net, cols):
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 6, 8])
-@with_grids()
+@over_grids()
 def test_layers_and_their_gradients_are_adjoint(grid):
     for net, layouts in linear_layers(grid).values():
         whole_numbers(net)
@@ -152,7 +152,7 @@ def deep(grid):
 
 
 @pytest.mark.parallel([4, 8], thorough=[1, 2, 6])
-@with_grids()
+@over_grids()
 def test_gradients_of_a_deep_network_are_differences(grid):
     """A part is used twice, once with recomputation. The gradient is by all parameters together."""
     net, (x, y) = deep(grid), batch_of(CLASSES._replace(sizes=(COLS, OUT)), 0, ROWS)
@@ -186,7 +186,7 @@ def accumulated(grid, cuts, synced, shard):
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
-@with_grids(lambda ranks: GRIDS[ranks][: 4 if all_tests else 2])
+@over_grids(lambda ranks: GRIDS[ranks][: 4 if all_tests else 2])
 def test_gradients_of_the_batches_of_a_step_add_up(grid):
     """Summed over the ranks once, each time, or sometimes. The result is the gradient of the whole batch."""
     whole = accumulated(grid, [0, 23], [True], False)
@@ -197,7 +197,7 @@ def test_gradients_of_the_batches_of_a_step_add_up(grid):
 
 
 @pytest.mark.parallel([4])
-@with_grids([("2x1x1", 2), ("hsdp", 2)])
+@over_grids(lambda ranks: [("2x1x1", 2), ("hsdp", 2)])
 def test_without_sync_nothing_moves_along_data(grid):
     net = network_of(grid, EVEN)
     for _ in range(2):

@@ -5,7 +5,7 @@ import tracemalloc
 import pytest
 from gates import move_what_is_waited_for
 from loops import looped
-from networks import INPUT, Case, batch_of, network_of, spread, with_grids
+from networks import INPUT, Case, batch_of, network_of, over_grids, spread
 
 from pmm3d import nn
 from pmm3d.arrays import NumpyLibrary
@@ -62,10 +62,10 @@ def small_slices(monkeypatch):
 
 
 RELU = CASE._replace(activation="relu", norm=False, loss="cross_entropy")
-LAST = with_grids(lambda ranks: GRIDS[ranks][-1:])
+LAST = over_grids(lambda ranks: GRIDS[ranks][-1:])
 
 
-@with_grids(lambda ranks: GRIDS[ranks][:2])
+@over_grids(lambda ranks: GRIDS[ranks][:2])
 def test_the_steady_state_of_training_allocates_nothing_large(grid):
     """For vectors, with a state sharded over data, and with clipping."""
     assert_steady(grid, CASE)

@@ -15,9 +15,9 @@ from networks import (
     loss_of,
     network_of,
     on_each_grid,
+    over_grids,
     spread,
     weights_of,
-    with_grids,
 )
 from samples import bits_of, integers, to_numpy
 
@@ -81,7 +81,7 @@ def test_a_network_of_ones_own_is_the_same_on_every_grid(comm):
 
 
 @pytest.mark.parallel([4])
-@with_grids()
+@over_grids()
 def test_layers_of_a_sequence_are_made_where_their_input_is_and_then_nothing_moves(grid):
     """Also in nested sequences, from the first layer on, with units. A function of the user may change the layout."""
     make = lambda inputs, outputs, **options: nn.Linear(grid, inputs, outputs, dtype="float64", seed=1, **options)
@@ -117,7 +117,7 @@ class Two(nn.Module):
 
 
 @pytest.mark.parallel([4])
-@with_grids()
+@over_grids()
 def test_a_forward_pass_moves_the_input_and_never_a_weight(grid, caplog):
     """With and without `settle`: the same numbers, on all grids, and no weight changes its layout. If an input is sent,
     this is logged once, with the remedy."""
@@ -157,7 +157,7 @@ class Shifted(Two):
 
 
 @pytest.mark.parallel([4])
-@with_grids()
+@over_grids()
 def test_a_network_settles_without_a_forward_pass_on_its_grid(grid, fails):
     net, x = Shifted(grid), spread(grid, np.ones((8, 7)))
     expected = [out.gather() for out in net(x)]
@@ -172,7 +172,7 @@ def test_a_network_settles_without_a_forward_pass_on_its_grid(grid, fails):
 
 @pytest.mark.parallel([4])
 @looped("shard", [False, True])
-@with_grids([("megatron", 2), ("2x2x1", 1)])
+@over_grids(lambda ranks: [("megatron", 2), ("2x2x1", 1)])
 def test_a_state_made_before_the_layers_moved_is_not_lost_in_silence(grid, shard):
     """An optimizer may be made before, sharded or not. After it has a state, no layer may change its layout."""
     x, y, found = spread(grid, np.ones((8, 7))), spread(grid, np.ones((8, 4)), batch_layout("x")), []
@@ -204,7 +204,7 @@ def weighted(x, gain):
 
 
 @pytest.mark.parallel([4], thorough=[1, 8])
-@with_grids()
+@over_grids()
 def test_a_rule_may_return_the_gradient_of_a_parameter(grid):
     x, y, gain = integers((11, 6)), integers((11, 6), seed=1), integers((1, 6), seed=2)
     expected = (2 / x.size * (gain * x - y) * x).sum(axis=0, keepdims=True)
@@ -215,7 +215,7 @@ def test_a_rule_may_return_the_gradient_of_a_parameter(grid):
 
 
 @pytest.mark.parallel([2], thorough=[1])
-@with_grids()
+@over_grids()
 def test_names_of_parameters_and_modules(grid):
     net = network_of(grid, CLASSES, recompute=True, dropout=0.1)
     names = "0.weight 0.bias 1.gain 1.bias 3.weight 3.bias 4.gain 4.bias 6.weight 6.bias".split()
@@ -227,7 +227,7 @@ def test_names_of_parameters_and_modules(grid):
 
 
 @pytest.mark.parallel([4], thorough=[1])
-@with_grids()
+@over_grids()
 def test_evaluation_drops_nothing_and_notes_nothing(grid):
     net, x = network_of(grid, CLASSES, dropout=0.5), spread(grid, batch_of(CLASSES, 0)[0])
     dropping = [module for _, module in net.named_modules() if isinstance(module, nn.Dropout)]
@@ -251,7 +251,7 @@ def test_evaluation_drops_nothing_and_notes_nothing(grid):
 
 
 @pytest.mark.parallel([4])
-@with_grids([("fsdp", 1), ("1x2x2", 1)])
+@over_grids(lambda ranks: [("fsdp", 1), ("1x2x2", 1)])
 def test_weights_written_to_count_once_the_network_knows(grid):
     """Gathered weights are kept between passes. `loaded` (or `assign`) makes the next pass gather them again."""
     net, x = network_of(grid, CLASSES), spread(grid, batch_of(CLASSES, 0)[0], INPUT)
@@ -289,7 +289,7 @@ USES = {
 
 @pytest.mark.parallel([4], thorough=[1, 2])
 @looped("used", USES)
-@with_grids()
+@over_grids()
 def test_modules_of_several_tensors(grid, used):
     """With and without recomputation: the same bits, also of the inputs, for any used results. A hook gets each
     result."""

@@ -20,10 +20,11 @@ from networks import (
     loss_of,
     network_of,
     on_each_grid,
+    on_grid,
+    over_grids,
     spread,
     train,
     weights_of,
-    with_grids,
 )
 from samples import bits_of, to_numpy
 
@@ -86,7 +87,7 @@ def assert_all_alike(grid, recompute=True):
 
 
 @pytest.mark.parallel([4], thorough=[2, 8])
-@with_grids(GRIDS_OF_SWITCHES.get)
+@over_grids(GRIDS_OF_SWITCHES)
 def test_any_combination_of_switches_gives_bitwise_the_same_weights(grid):
     assert_all_alike(grid)
 
@@ -99,7 +100,7 @@ def test_what_is_under_way_is_waited_for(comm, monkeypatch):
 
 
 @pytest.mark.parallel([4], thorough=[2])
-@with_grids([("fsdp", 1)])
+@on_grid("fsdp")
 def test_what_is_kept_does_not_depend_on_the_collection_of_garbage(comm, grid):
     """Earlier networks do not count for keep_bytes on any rank, whether their memory was collected or not."""
     nn.Tape.of(grid).parallel.overlap = nn.Overlap(keep_bytes=8 * 40 * 30 * 2)
@@ -143,7 +144,7 @@ def test_a_seed_gives_one_network_and_one_mask_on_every_grid(comm):
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
-@with_grids(lambda ranks: GRIDS[ranks][-3:])
+@over_grids(lambda ranks: GRIDS[ranks][-3:])
 def test_recomputing_changes_no_bit(grid):
     """Neither a gradient, nor the masks of this call and the next."""
     found = []
@@ -172,7 +173,7 @@ def held_after_forward(grid, recompute, activation):
 
 @pytest.mark.parallel([4], thorough=[1])
 @looped("activation", ["gelu", "relu"])
-@with_grids(lambda ranks: [("1x1x1" if ranks == 1 else "2x2x1", 1)])
+@over_grids(lambda ranks: [("1x1x1" if ranks == 1 else "2x2x1", 1)])
 def test_what_recomputing_saves_is_what_is_held_without_it(grid, activation):
     """For each hidden layer, the input of the activation. Its output is the next layer's input, which is kept in both
     cases. relu keeps only its output, so nothing is saved."""
@@ -183,7 +184,7 @@ def test_what_recomputing_saves_is_what_is_held_without_it(grid, activation):
 
 
 @pytest.mark.parallel([2])
-@with_grids([("ddp", 1)])
+@on_grid("ddp")
 def test_no_more_sums_of_gradients_are_under_way_than_memory_was_planned_for(comm, grid, monkeypatch):
     """Rank 0 is late with each sum, so on rank 1 none has ended when the next ones begin."""
     begun, most, begin = [], [0], data_parallel.GradientSums._start

@@ -3,7 +3,7 @@ rank receives in a step. An all-reduce of n bytes over G ranks is 2 (G-1)/G n.""
 
 import pytest
 from loops import looped
-from networks import Case, adamw, batch_of, network_of, spread, with_grids
+from networks import Case, adamw, batch_of, network_of, on_grid, over_grids, spread
 
 from pmm3d import nn
 from pmm3d.layout import AXES, batch_layout, part_sizes
@@ -78,14 +78,14 @@ biased = looped("bias", [False, True])
 
 
 @biased
-@with_grids([("ddp", 1)])
+@on_grid("ddp")
 def test_ddp_is_one_all_reduce_of_all_gradients(grid, bias):
     axis, total, found = grid.data, sum(MATRICES) + bias * sum(VECTORS), recorded(grid, bias)
     assert found == along_data(axis, total)
     assert found["data", "reduce data", "all_reduce"] == (1, 2 * total * (axis.size - 1) // axis.size)
 
 
-@with_grids([("ddp", 1)])
+@on_grid("ddp")
 def test_buckets_of_ddp_move_the_same_bytes(grid):
     """From the last layer to the first, in buckets of the requested size."""
     backwards = MATRICES[::-1]
@@ -96,7 +96,7 @@ def test_buckets_of_ddp_move_the_same_bytes(grid):
 
 
 @biased
-@with_grids([("ddp", 1)])
+@on_grid("ddp")
 def test_zero_1_is_a_reduce_scatter_and_a_gather_of_the_same_volume(grid, bias):
     axis, total = grid.data, sum(MATRICES) + bias * sum(VECTORS)
     own = sum(8 * outputs * part_sizes(inputs, axis.size)[axis.index] for inputs, outputs in LAYERS)
@@ -116,7 +116,7 @@ GATHERS = [({"reshard_after_forward": True}, 2), ({"reshard_after_forward": Fals
 @biased
 @looped("make", [nn.Overlap, nn.Overlap.none])
 @looped("options, gathers", GATHERS)
-@with_grids([("fsdp", 1)])
+@on_grid("fsdp")
 def test_fsdp_gathers_twice_and_scatters_once(grid, bias, make, options, gathers):
     """3 (G-1)/G of the parameters. If gathered weights are kept from the forward to the backward pass: 2 (G-1)/G."""
     assert recorded(grid, bias, make(**options)) == gathered_and_scattered(grid.z, gathers, bias)
@@ -124,7 +124,7 @@ def test_fsdp_gathers_twice_and_scatters_once(grid, bias, make, options, gathers
 
 @pytest.mark.parallel([4], thorough=[8])
 @biased
-@with_grids(lambda ranks: [("hsdp", size) for size in (2, 4) if ranks > size])
+@over_grids(lambda ranks: [("hsdp", size) for size in (2, 4) if ranks > size])
 def test_hsdp_is_fsdp_along_z_and_an_all_reduce_of_the_shards_along_data(grid, bias):
     expected = along_data(grid.data, sum(MATRICES) // grid.z.size + bias * sum(VECTORS))
     if grid.z.size > 1:
@@ -133,7 +133,7 @@ def test_hsdp_is_fsdp_along_z_and_an_all_reduce_of_the_shards_along_data(grid, b
 
 
 @biased
-@with_grids([("megatron", 1)])
+@on_grid("megatron")
 def test_megatron_reduces_once_forward_and_once_backward_for_a_pair_of_layers(grid, bias):
     """Forward, the output of the second layer of a pair. Backward, the gradient of the input of the first, except that
     of the batch if it is not needed. Weights are not sent."""
@@ -147,7 +147,7 @@ def test_megatron_reduces_once_forward_and_once_backward_for_a_pair_of_layers(gr
 
 
 @biased
-@with_grids([("megatron", 2)])
+@on_grid("megatron", 2)
 def test_megatron_with_data_adds_the_all_reduce_of_each_ranks_weights(grid, bias):
     parts = grid.x.size
     vectors = sum(size // parts if index % 2 == 0 else size for index, size in enumerate(VECTORS))

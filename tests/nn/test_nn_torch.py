@@ -14,9 +14,9 @@ from networks import (
     batch_of,
     network_of,
     on_each_grid,
+    on_grid,
     train,
     weights_of,
-    with_grids,
 )
 from torch_reference import by_rank_0, clipped, torch_loss
 
@@ -143,7 +143,7 @@ def test_each_optimizer_takes_the_steps_of_torch(comm, optimizer):
 
 @pytest.mark.parallel([2])
 @looped("schedule", ["cosine", "step"])
-@with_grids([("ddp", 1)])
+@on_grid("ddp")
 def test_each_schedule_sets_the_rates_of_torch(comm, grid, schedule):
     expected = by_rank_0(comm, lambda: torch_losses(VECTORS, 9, "SGD", schedule))
     losses, _ = train(grid, VECTORS, 9, OPTIMIZERS["SGD"][0], SCHEDULES[schedule][0])
@@ -159,7 +159,7 @@ def rates(schedule):
 
 
 @pytest.mark.parallel([1])
-@with_grids([("1x1x1", 1)])
+@on_grid("1x1x1")
 def test_rates_after_a_warm_up(grid):
     optimizer = lambda: adamw(network_of(grid, EVEN).parameters())
     half, root = 0.01 / 2, 0.5**0.5

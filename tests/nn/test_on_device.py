@@ -5,7 +5,7 @@ import pytest
 import standin
 import standin_streams
 from loops import looped
-from networks import with_grids
+from networks import on_grid
 from samples import LIBRARIES, to_library, to_numpy
 
 from pmm3d import DistMatrix, GridError, Pmm3dError, nn
@@ -18,7 +18,7 @@ from pmm3d.nn.training.step import step_agreement, train_step
 pytestmark = pytest.mark.deadline(240)
 
 ROWS, CLASSES = 12, 3
-of_one = with_grids([("1x1x1", 1)])
+of_one = on_grid("1x1x1")
 
 
 @pytest.fixture

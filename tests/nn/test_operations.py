@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from differences import drawn
 from loops import given, looped
-from networks import ALL_GRIDS, GRIDS, INPUT, WIDEST, assert_replicas_agree, inner, on_each_grid, spread, with_grids
+from networks import ALL_GRIDS, GRIDS, INPUT, WIDEST, assert_replicas_agree, inner, on_each_grid, over_grids, spread
 from samples import TESTED, integers, to_library, to_numpy
 from torch_reference import by_rank_0
 
@@ -200,7 +200,7 @@ def moved(grid, operation, *tensors):
     return grid.ledger.total().received
 
 
-@with_grids()
+@over_grids()
 def test_what_moves(grid):
     """As documented: numbers per row, and nothing if the layouts fit."""
     tensor = lambda shape, layout: nn.Tensor(spread(grid, drawn(shape, 2), layout))
@@ -221,7 +221,7 @@ def test_what_moves(grid):
     assert moved(grid, lambda x: x[:, 3:5], x) == (8 * rows * (16 - cols) if along_y > 1 else 0)
 
 
-@with_grids(ALL_GRIDS.get)
+@over_grids(ALL_GRIDS)
 def test_units_of_columns_stay(grid):
     """Five heads of four columns, on all grids. Nothing is sent after the product, and each head is on one rank."""
     x = nn.Tensor(spread(grid, drawn((8, 20), 1), Layout(("data", "z"), "y", units=(1, 4))))
@@ -238,7 +238,7 @@ def test_units_of_columns_stay(grid):
 NO_NUMBERS = "2", None, 1j, np.ones((6, 8))
 
 
-@with_grids(lambda ranks: GRIDS[ranks][-1:])
+@over_grids(lambda ranks: GRIDS[ranks][-1:])
 def test_what_is_refused(comm, grid, fails):
     with Grid(comm, "ddp") as elsewhere:
         x, other = (nn.Tensor(spread(each, drawn((6, 8), 1))) for each in (grid, elsewhere))

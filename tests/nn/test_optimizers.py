@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 from loops import given, looped
-from networks import CLASSES, GRIDS, batch_of, bits, loss_of, network_of, spread, weights_of, with_grids
+from networks import CLASSES, GRIDS, batch_of, bits, loss_of, network_of, on_grid, over_grids, spread, weights_of
 from samples import to_numpy
 
 from pmm3d import DistMatrix, Grid, Layout, Pmm3dError, nn
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.deadline(240)
 
 
 @pytest.mark.parallel([1])
-@with_grids([("1x1x1", 1)])
+@on_grid("1x1x1")
 def test_the_memory_of_two_optimizers_adds_up(grid):
     net, memory = nn.MLP(grid, [4, 6, 2]), grid.ledger.memory
     optimizers = [optim.AdamW(half) for half in (net.parameters()[:2], net.parameters()[2:])]
@@ -34,7 +34,7 @@ def test_the_memory_of_two_optimizers_adds_up(grid):
     assert memory["weights"] == 176 and memory["state"] == 176 + 8 * 14
 
 
-first_two = with_grids(lambda ranks: GRIDS[ranks][:2])
+first_two = over_grids(lambda ranks: GRIDS[ranks][:2])
 
 
 @pytest.mark.parallel([4], thorough=[1])
@@ -91,7 +91,7 @@ def test_a_gradient_that_is_not_finite_enters_no_weight_where_it_is_looked_at(gr
 
 
 @pytest.mark.parallel([1])
-@with_grids([("1x1x1", 1)])
+@on_grid("1x1x1")
 def test_what_was_configured_is_no_part_of_a_state(grid):
     net = nn.Linear(grid, 3, 2)
     first = optim.AdamW(net.parameters(), lr=0.5, weight_decay=0.3)
@@ -108,7 +108,7 @@ def test_what_was_configured_is_no_part_of_a_state(grid):
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
-@with_grids()
+@over_grids()
 def test_accuracy_takes_the_first_of_the_largest_logits(grid):
     """As numpy's argmax, also if columns are split over several axes and some ranks have none."""
     values = np.random.default_rng(0).integers(0, 3, (13, 5)).astype(float)
@@ -122,7 +122,7 @@ def test_accuracy_takes_the_first_of_the_largest_logits(grid):
 
 
 @pytest.mark.parallel([2], thorough=[1])
-@with_grids([("ddp", 1)])
+@on_grid("ddp")
 def test_the_groups_of_an_optimizer_make_another_one(grid):
     first = optim.AdamW([{"params": nn.Linear(grid, 3, 2).parameters(), "decay_vectors": False}], weight_decay=0.5)
     again = optim.AdamW(first.groups)
@@ -130,7 +130,7 @@ def test_the_groups_of_an_optimizer_make_another_one(grid):
 
 
 @pytest.mark.parallel([2])
-@with_grids([("ddp", 1)])
+@on_grid("ddp")
 def test_the_optimizer_that_was_made_last_decides_how_gradients_are_summed(grid):
     """A deleted optimizer does not count. An earlier optimizer that is still used is right, but sends more bytes."""
     net, x, y = nn.Linear(grid, 4, 4), *(nn.Tensor(DistMatrix.random(grid, (4, 4), dtype="float32")) for _ in "xy")
@@ -157,7 +157,7 @@ def test_the_optimizer_that_was_made_last_decides_how_gradients_are_summed(grid)
 
 @pytest.mark.parallel([2])
 @looped("late", [0, 1])
-@with_grids([("ddp", 1)])
+@on_grid("ddp")
 def test_a_step_waits_for_the_weights_that_another_rank_changes(grid, monkeypatch, late):
     """Each rank changes half of the weights. One rank is late, and the other reads the weights without a message."""
     change, net = optim.SGD._change, nn.Linear(grid, 4, 4, dtype="float64")
@@ -199,7 +199,7 @@ def stepped(net, optimizers, steps):
         ("Muon", lambda optimizer, group: optimizer.add_param_group(group)),
     ],
 )
-@with_grids([("ddp", 1)])
+@on_grid("ddp")
 def test_a_group_that_is_added_begins_to_learn(grid, kind, add):
     """Its parameters change as by an optimizer of their own that begins in this step, with a state split over data.
     A schedule scales its rate too."""
@@ -239,7 +239,7 @@ def test_groups_that_do_not_fit_are_refused(comm, fails):
 
 
 @pytest.mark.parallel([2])
-@with_grids([("ddp", 1)])
+@on_grid("ddp")
 def test_momentum_that_is_switched_on_later(grid):
     """As in torch: the first step with momentum begins with a momentum of zero. A checkpoint then contains it."""
     net, x, y = nn.Linear(grid, 3, 2, dtype="float64"), np.ones((4, 3)), np.zeros((4, 2))

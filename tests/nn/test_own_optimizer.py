@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from array_api_compat import array_namespace
 from loops import given, looped
-from networks import bits, with_grids
+from networks import bits, on_grid, over_grids
 from samples import TESTED, to_library
 
 from pmm3d import DistMatrix, DTypeError, Grid, Pmm3dError, nn
@@ -155,7 +155,7 @@ class NewState(EightBit):
 
 
 @pytest.mark.parallel([1])
-@with_grids([("1x1x1", 1)])
+@on_grid("1x1x1")
 def test_a_class_or_an_option_that_does_not_fit_is_refused(grid, fails):
     parameters = nn.Linear(grid, 3, 2, dtype="float64").parameters()
     for kind, text, call in (
@@ -182,7 +182,7 @@ def test_a_class_or_an_option_that_does_not_fit_is_refused(grid, fails):
         (NewState, "NewState.update_shard: the array rows was replaced, .* in place"),
     ],
 )
-@with_grids([("2x1x1", 1), ("1x2x1", 1)])
+@over_grids(lambda ranks: [("2x1x1", 1), ("1x2x1", 1)])
 def test_a_wrong_update_of_one_rank_is_an_error_on_all(grid, fails, kind, text):
     """The rank with one column of the weight cannot see that a column is no matrix."""
     net = nn.Linear(grid, 3, 3, dtype="float64", bias=False)
