@@ -5,7 +5,6 @@ import pytest
 from loops import looped
 from networks import (
     CLASSES,
-    INPUT,
     VECTORS,
     alone,
     batch_of,
@@ -19,7 +18,7 @@ from networks import (
     spread,
     weights_of,
 )
-from samples import bits_of, integers, to_numpy
+from samples import bits_of, integers
 
 from pmm3d import DTypeError, LayoutError, nn
 from pmm3d.layout import Layout, batch_layout
@@ -214,18 +213,6 @@ def test_a_rule_may_return_the_gradient_of_a_parameter(grid):
         assert np.allclose(parameter.grad.gather(), count * expected, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parallel([2], thorough=[1])
-@over_grids()
-def test_names_of_parameters_and_modules(grid):
-    net = network_of(grid, CLASSES, recompute=True, dropout=0.1)
-    names = "0.weight 0.bias 1.gain 1.bias 3.weight 3.bias 4.gain 4.bias 6.weight 6.bias".split()
-    assert list(net.named_parameters()) == [parameter.name for parameter in net.parameters()] == names
-    assert list(net.matrices()) == names and list(net.random_state()) == ["2.dropout", "5.dropout"]
-    plain = network_of(grid, CLASSES, bias=False, norm=False)
-    assert list(plain.named_parameters()) == ["0.weight", "2.weight", "4.weight"]
-    assert plain.size == 7 * 13 + 13 * 11 + 11 * 5 and net.output_layout == batch_layout("x")
-
-
 @pytest.mark.parallel([4], thorough=[1])
 @over_grids()
 def test_evaluation_drops_nothing_and_notes_nothing(grid):
@@ -248,23 +235,6 @@ def test_evaluation_drops_nothing_and_notes_nothing(grid):
     with pytest.raises(ZeroDivisionError), net.evaluating():
         1 / 0
     assert dropping[1].training and net(x).requires_grad
-
-
-@pytest.mark.parallel([4])
-@over_grids(lambda ranks: [("fsdp", 1), ("1x2x2", 1)])
-def test_weights_written_to_count_once_the_network_knows(grid):
-    """Gathered weights are kept between passes. `loaded` (or `assign`) makes the next pass gather them again."""
-    net, x = network_of(grid, CLASSES), spread(grid, batch_of(CLASSES, 0)[0], INPUT)
-    with net.evaluating():
-        before = net(x).gather()
-        for matrix in net.matrices().values():
-            matrix.local[...] *= 2
-        net.loaded()
-        after = net(x).gather()
-        for parameter in net.named_parameters().values():
-            parameter.assign(spread(grid, to_numpy(parameter.gather()) / 2, Layout(cols="z")))
-        again = net(x).gather()
-    assert not np.allclose(before, after) and np.array_equal(before, again)
 
 
 class Pair(nn.Module):

@@ -15,6 +15,7 @@ from networks import (
     network_of,
     on_each_grid,
     on_grid,
+    over_grids,
     train,
     weights_of,
 )
@@ -56,12 +57,24 @@ OPTIMIZERS = {
         {"lr": 3e-2, "weight_decay": 0.2, "betas": (0.5, 0.8)},
     ),
 }
+ROOT = 0.5**0.5
+COSINE = [0.5, 1, 1, (1 + ROOT) / 2, 0.5, (1 - ROOT) / 2, 0, 0, 0, 0]
+STAIRS = [0.5, 1, 1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125]
+"""Factors of the rate after a warm-up of two steps."""
 SCHEDULES = {
     "cosine": (
         lambda optimizer: optim.Cosine(optimizer, 10, floor=0.2),
         lambda rates, optimizer: rates.CosineAnnealingLR(optimizer, 10, optimizer.defaults["lr"] * 0.2),
     ),
     "step": (lambda optimizer: optim.Step(optimizer, 3, 0.5), lambda rates, optimizer: rates.StepLR(optimizer, 3, 0.5)),
+    "cosine after a warm-up": (
+        lambda optimizer: optim.Cosine(optimizer, 6, 2),
+        lambda rates, optimizer: rates.LambdaLR(optimizer, COSINE.__getitem__),
+    ),
+    "step after a warm-up": (
+        lambda optimizer: optim.Step(optimizer, 2, 0.5, 2),
+        lambda rates, optimizer: rates.LambdaLR(optimizer, STAIRS.__getitem__),
+    ),
     "warm-up": (
         lambda optimizer: optim.Schedule(optimizer, 4),
         lambda rates, optimizer: rates.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 4)),
@@ -129,20 +142,16 @@ def test_losses_of_30_steps_are_those_of_torch(comm, case, grids):
 
 @pytest.mark.parallel([4])
 @looped("optimizer", OPTIMIZERS)
-def test_each_optimizer_takes_the_steps_of_torch(comm, optimizer):
-    """After a warm-up, which scales the rate of each group."""
+@over_grids(lambda ranks: [("2x1x1", 2), ("hsdp", 2)])
+def test_each_optimizer_takes_the_steps_of_torch(comm, grid, optimizer):
+    """After a warm-up, which scales the rate of each group. On the second grid, the state is split over data."""
     expected = by_rank_0(comm, lambda: torch_losses(CLASSES, 6, optimizer, "warm-up"))
-    for shard, shape in (False, "2x1x1"), (True, "hsdp"):
-
-        def check(grid):
-            make = lambda weights: OPTIMIZERS[optimizer][0](weights, shard_over_data=shard)
-            assert np.abs(train(grid, CLASSES, 6, make, SCHEDULES["warm-up"][0])[0] - expected).max() < 1e-11
-
-        on_each_grid(comm, check, [(shape, 2)])
+    make = lambda weights: OPTIMIZERS[optimizer][0](weights, shard_over_data=grid.z.size > 1)
+    assert np.abs(train(grid, CLASSES, 6, make, SCHEDULES["warm-up"][0])[0] - expected).max() < 1e-11
 
 
 @pytest.mark.parallel([2])
-@looped("schedule", ["cosine", "step"])
+@looped("schedule", [name for name in SCHEDULES if name != "warm-up"])
 @on_grid("ddp")
 def test_each_schedule_sets_the_rates_of_torch(comm, grid, schedule):
     expected = by_rank_0(comm, lambda: torch_losses(VECTORS, 9, "SGD", schedule))
@@ -150,33 +159,12 @@ def test_each_schedule_sets_the_rates_of_torch(comm, grid, schedule):
     assert np.abs(losses - expected).max() < 1e-11
 
 
-def rates(schedule):
-    found = []
-    for _ in range(8):
-        found.append(schedule.optimizer.lr)
-        schedule.step()
-    return found
-
-
-@pytest.mark.parallel([1])
-@on_grid("1x1x1")
-def test_rates_after_a_warm_up(grid):
-    optimizer = lambda: adamw(network_of(grid, EVEN).parameters())
-    half, root = 0.01 / 2, 0.5**0.5
-    expected = [half, 0.01, 0.01, half * (1 + root), half, half * (1 - root), 0, 0]
-    assert rates(optim.Cosine(optimizer(), 6, 2)) == pytest.approx(expected, abs=1e-15)
-    assert rates(optim.Step(optimizer(), 2, 0.5, 2)) == [0.005, 0.01, 0.01, 0.01, 0.005, 0.005, 0.0025, 0.0025]
-
-
 @pytest.mark.parallel([4], thorough=[1, 8])
-def test_clipping_is_that_of_torch(comm):
+@over_grids()
+def test_clipping_is_that_of_torch(comm, grid):
     """The first norms are above the limit, so that clipping changes the steps. Replicas count once."""
     expected = by_rank_0(comm, lambda: torch_losses(CLASSES, 6, "momentum", clip=0.8))
     assert min(expected[1::2]) < 0.8 < max(expected[1::2])
-
-    def check(grid):
-        for shard in (False, True):
-            make = lambda weights: OPTIMIZERS["momentum"][0](weights, shard_over_data=shard)
-            assert np.abs(train(grid, CLASSES, 6, make, clip=0.8)[0] - expected).max() < 1e-11
-
-    on_each_grid(comm, check)
+    for shard in (False, True):
+        make = lambda weights: OPTIMIZERS["momentum"][0](weights, shard_over_data=shard)
+        assert np.abs(train(grid, CLASSES, 6, make, clip=0.8)[0] - expected).max() < 1e-11

@@ -18,7 +18,6 @@ from pmm3d.io import Checkpoints
 from pmm3d.layout import GridShape, batch_layout
 from pmm3d.model.ranking import nominal
 from pmm3d.nn import optim
-from pmm3d.nn.dry import dry_grid
 from pmm3d.nn.training import TrainState, build
 from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.dry_step import DrySteps, Step
@@ -284,18 +283,3 @@ def test_a_rough_plan_scales_its_passes_as_those_of_weights(name, low, high):
     step = Step([Action("pass", operation=name, nbytes=2**30)], {}, 0.0, 0)
     scaled = ScaledStep(GridShape(1, 1, 1, 1), step, 0, nominal(1), None)
     assert low <= scaled.seconds(GridShape(1, 1, 1, 1)) / scaled.seconds(GridShape(1, 1, 1, 4)) <= high
-
-
-@pytest.mark.parallel([2])
-@looped("shape, data, shard", [((2, 1, 1), 1, False), ((1, 1, 1), 2, True)])
-def test_a_dry_run_holds_the_states_that_a_run_holds(comm, shape, data, shard):
-    held = []
-    with Grid(comm, shape, data) as grid, dry_grid(grid) as dry:
-        for each in (grid, dry):
-            net = nn.Linear(each, 64, 32, seed=1)
-            optimizer = EightBit(net.parameters(), 0.1, shard_over_data=shard)
-            x = DistMatrix.random(each, (16, 64), dtype="float32", seed=1, layout=batch_layout("y"))
-            net(x).backward(DistMatrix.random(each, (16, 32), dtype="float32", seed=1, layout=batch_layout("x")))
-            optimizer.step()
-            held.append(sum(state.local.nbytes for state in optimizer.matrices().values()))
-    assert held[0] == held[1]

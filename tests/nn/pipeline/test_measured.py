@@ -41,18 +41,6 @@ def test_a_step_with_the_times_of_the_simulation_is_the_simulation(name, times):
     assert simulated.makespan == pytest.approx(line.makespan) and simulated.bubble == pytest.approx(line.bubble)
 
 
-def test_what_messages_take_is_the_difference():
-    """Forward, each later rank is late by one message. The simulation does not contain this delay."""
-    line = simulate(schedule_of("gpipe", 2, 3), Times(1, 1, 1))
-    there = acted(line, late=[(1, 0.25)])
-    there[0] = [
-        each if "F" in each.action else each._replace(start=each.start + 0.5, end=each.end + 0.5) for each in there[0]
-    ]
-    real, simulated = time_lines(there)
-    assert (real.makespan, simulated.makespan) == (line.makespan + 0.5, line.makespan)
-    assert simulated.bubble == line.bubble < real.bubble
-
-
 def test_the_record_of_a_step_is_of_whole_steps_only():
     line = simulate(schedule_of("1f1b", 2, 2), Times(1, 2))
     found = described(acted(line))

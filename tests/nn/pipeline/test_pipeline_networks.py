@@ -78,20 +78,6 @@ def test_a_rank_has_memory_for_its_stages_only(comm, rank, own):
         assert nn.dry.memory(grid)["weights"] == 4 * own == 4 * sum(each.box.size for each in net.parameters())
 
 
-@pytest.mark.parallel([1, 2, 4])
-def test_a_forward_pass_through_the_stages_is_that_of_one_process(comm):
-    x = np.random.default_rng(0).standard_normal((13, SIZES[0]))
-    for grid in grids(comm):
-        expected = mlp(grid.stage)(spread(grid.stage, x, INPUT))
-        for schedule in ("1f1b", "interleaved"):
-            with given(schedule=schedule):
-                net = nn.Pipeline(grid, mlp, schedule=schedule)
-                with net.evaluating():
-                    out = net(spread(grid.stage, x, INPUT))
-                assert out.layout == expected.layout and np.array_equal(out.local, expected.local)
-                assert net(spread(grid.stage, x, INPUT)).requires_grad == (grid.shape.stages == 1)
-
-
 @pytest.mark.parallel([2], thorough=[4])
 def test_batches_of_an_evaluation_are_on_their_way_at_once(comm):
     """One for each rank along pipe. Their figures are those of one process, in the same order."""
@@ -119,20 +105,6 @@ def test_batches_of_an_evaluation_are_on_their_way_at_once(comm):
             assert seen[len(batches) :] == [min(number + net.ranks, 5) for number in range(5)]
 
 
-@pytest.mark.parallel([2], thorough=[4])
-def test_dropout_in_a_forward_pass_is_that_of_one_process_pass_by_pass(comm):
-    x = np.random.default_rng(0).standard_normal((13, SIZES[0]))
-    make = lambda grid: nn.MLP(grid, SIZES, dropout=0.5, recompute=True, seed=3, dtype="float64")
-    for grid in grids(comm):
-        whole, net = make(grid.stage), nn.Pipeline(grid, make)
-        alike = lambda: np.array_equal(*(made(spread(grid.stage, x, INPUT)).local for made in (whole, net)))
-        assert alike() and alike()
-        assert net.random_state() == whole.random_state() and set(net.random_state().values()) == {2}
-        net.set_random_state(dict.fromkeys(net.random_state(), 1))
-        whole.set_random_state(net.random_state())
-        assert alike()
-
-
 class Own(nn.Module):
     """A layer that places its inner layer itself."""
 
@@ -147,20 +119,33 @@ def forked(grid):
     return nn.Sequential(grid, Fork(grid, 6), Join(grid, 6), nn.tanh, Fork(grid, 6), Join(grid, 6), Fork(grid, 6))
 
 
-@pytest.mark.parallel([2], thorough=[4])
-@looped("make", [forked, lambda grid: nn.Sequential(grid, *(Own(grid, seed) for seed in range(4)))])
-def test_any_network_in_stages_settles_and_has_the_results_of_one_process(comm, make):
-    """With several tensors over a boundary and out of it."""
-    x = np.random.default_rng(0).standard_normal((13, 6))
+NETWORKS = {
+    "plain": (mlp, SIZES[0], {}),
+    "two chunks": (mlp, SIZES[0], {"schedule": "interleaved"}),
+    "dropout": (lambda grid: nn.MLP(grid, SIZES, dropout=0.5, recompute=True, seed=3, dtype="float64"), SIZES[0], {}),
+    "several tensors": (forked, 6, {}),
+    "own placement": (lambda grid: nn.Sequential(grid, *(Own(grid, seed) for seed in range(8))), 6, {}),
+}
+"""Name -> (network, columns of its input, options of the pipeline)."""
+
+
+@pytest.mark.parallel([1, 2, 4])
+@looped("name", NETWORKS)
+def test_a_forward_pass_through_the_stages_is_that_of_one_process(comm, name):
+    """In several passes, whose masks differ. Also with several tensors over a boundary and out of it."""
+    make, columns, options = NETWORKS[name]
+    x = np.random.default_rng(0).standard_normal((13, columns))
     for grid in grids(comm):
-        for cut in cuts(4, grid.shape.stages) if make is not forked else cuts(5, grid.shape.stages):
-            with given(cut=cut):
-                whole, net = make(grid.stage), nn.Pipeline(grid, make, cut=cut)
-                assert net.settle(6) == whole.settle(6)
-                outs = [made(spread(grid.stage, x, INPUT)) for made in (whole, net)]
-                outs = [each if isinstance(each, tuple) else (each,) for each in outs]
-                assert len(outs[0]) == len(outs[1]) == (2 if make is forked else 1)
-                assert all(np.array_equal(one.local, other.local) for one, other in zip(*outs))
+        whole, net = make(grid.stage), nn.Pipeline(grid, make, **options)
+        assert net.settle(columns) == whole.settle(columns)
+        for _ in range(2):
+            outs = [made(spread(grid.stage, x, INPUT)) for made in (whole, net)]
+            expected, found = (each if isinstance(each, tuple) else (each,) for each in outs)
+            assert len(found) == (2 if make is forked else 1)
+            for one, other in zip(found, expected, strict=True):
+                assert one.layout == other.layout and np.array_equal(one.local, other.local)
+                assert one.requires_grad == (grid.shape.stages == 1)
+        assert net.random_state() == whole.random_state()
 
 
 @pytest.mark.parallel([2])

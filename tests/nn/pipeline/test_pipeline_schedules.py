@@ -92,22 +92,17 @@ def test_any_schedule_can_be_carried_out_whatever_the_stages_take(sizes):
         times = Times(take(3 * ranks), take(3 * ranks), take(3 * ranks), 0.3)
         for name, chunks, table in tables(ranks, micros, times):
             with named(name=name, ranks=ranks, micros=micros, chunks=chunks):
+                check(table)
                 line = simulate(table, times)
                 ends = {
                     ("I" if part.kind == "B" else part.kind, part.stage, part.micro): timed.end
                     for timed in chain(*line.ranks)
                     for part in timed.action.each
                 }
-                assert len(ends) == sum(1 for _ in table.each())
-                passed, weights = Counter(), dict[int, int]()
                 for rank, place, action in table.each():
                     assert all(ends[needed] <= line.ranks[rank][place].start for needed in table.needed(action))
-                    passed[action.stage] += {"F": 1, "I": 1, "W": 1, "B": 2}[action.kind]
-                    if action.kind in ("B", "W"):
-                        assert weights.get(action.stage, -1) < action.micro
-                        weights[action.stage] = action.micro
-                half = micros // 2 if name == "dualpipe" else micros
-                assert set(passed.values()) == {3 * half}
+                forwards = Counter(stage for kind, stage, _ in ends if kind == "F")
+                assert set(forwards.values()) == {micros // 2 if name == "dualpipe" else micros}
 
 
 def peaks(name, p, m, v):

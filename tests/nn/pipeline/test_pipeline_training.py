@@ -82,24 +82,6 @@ def test_a_run_on_stages_is_that_without(here):
 
 
 @four
-def test_a_table_of_the_users_own(here, comm):
-    path = here.folder / "mine.csv"
-    if comm.rank == 0:
-        path.write_text(str(one_f_one_b(2, 4)))
-    comm.barrier()
-    for name, schedule in (("named", "1f1b"), ("own", path)):
-        succeeds(here, name, 2, grid=ONE + f'pipe = 2\nschedule = "{schedule}"')
-    named, own = here.weights("named"), here.weights("own")
-    assert all(np.array_equal(own[each], named[each]) for each in named) and lines(here, "own") == lines(here, "named")
-    if comm.rank == 0:
-        path.unlink()
-    comm.barrier()
-    out = f"{here.folder}/own.h5"
-    done = here.run("predict", f"{here.folder}/own", f"{here.folder}/data.h5", "--out", out, ranks=2)
-    assert done.returncode == 0 and "pipe 2" in done.stdout, done.stderr
-
-
-@four
 def test_a_run_that_a_signal_ended_goes_on_to_the_same_bits_and_on_other_stages(here, comm):
     """With dropout, whose random numbers are those of the whole network."""
     options = {"network": OPTIONS["network"] + "\ndropout = 0.2", "training": "epochs = 3"}
@@ -129,15 +111,6 @@ def test_a_checkpoint_that_is_asked_for_while_a_stage_validates(here, comm):
 
 
 @four
-def test_figures_are_the_same_on_all_ranks(here, comm):
-    config = load(here.config(grid="pipe = 2\nmicro_batches = 3", **OPTIONS))
-    with build.trainer(config, comm) as run:
-        assert run.run() and run.grid.size == 4 and run.state.network.grid.size == 2
-    figures = comm.allgather(run.figures)
-    assert figures == 4 * figures[:1] and figures[0].keys() == {"loss", "accuracy"}
-
-
-@four
 def test_a_batch_that_one_stage_cannot_read_ends_the_run_on_all(here, comm):
     config = load(here.config(grid=ONE + "pipe = 4", **OPTIONS))
     with build.trainer(config, comm) as run:
@@ -161,12 +134,22 @@ def test_what_is_not_finite_is_named_as_in_the_whole_network(here):
 
 
 @four
-def test_predictions_and_exports_of_a_run_on_stages(here):
-    found = {}
-    for name, ranks, grid in (("plain", 1, ONE), ("staged", 4, ONE + "pipe = 4")):
+def test_predictions_and_exports_of_a_run_on_stages(here, comm):
+    """Whose schedule is a table of the user. The file is not needed after the run."""
+    table, found = here.folder / "mine.csv", {}
+    if comm.rank == 0:
+        table.write_text(str(one_f_one_b(4, 4)))
+    comm.barrier()
+    for name, ranks, grid in (("plain", 1, ONE), ("staged", 4, ONE + f'pipe = 4\nschedule = "{table}"')):
         succeeds(here, name, ranks, grid=grid)
-        run, out = f"{here.folder}/{name}", here.folder / f"{name}.h5"
-        done = here.run("predict", run, f"{here.folder}/data.h5", "--out", f"{out}", ranks=ranks)
+    comm.barrier()
+    if comm.rank == 0:
+        table.unlink()
+    comm.barrier()
+    for name, ranks in (("plain", 1), ("staged", 4)):
+        out = here.folder / f"{name}.h5"
+        arguments = f"{here.folder}/{name}", f"{here.folder}/data.h5", "--out", f"{out}"
+        done = here.run("predict", *arguments, ranks=ranks)
         assert done.returncode == 0 and ("pipe 4" in done.stdout) == (ranks == 4), done.stderr
         with h5py.File(out) as file:
             found[name] = {key: item[...] for key, item in file.items()}
@@ -204,13 +187,6 @@ def build(grid, features, outputs):
     return nn.Sequential(grid, *(nn.Residual(nn.Sequential(grid, nn.Linear(grid, features, features, dtype="float64"),
                                                            nn.relu)) for _ in range(4)),
                          nn.Linear(grid, features, outputs, dtype="float64"))
-
-class Net(nn.Module):
-    def __init__(self, grid, features, outputs):
-        self.grid, self.layer = grid, nn.Linear(grid, features, outputs, dtype="float64")
-
-    def forward(self, x):
-        return self.layer(x)
 """
 
 
@@ -220,20 +196,14 @@ def test_a_network_of_ones_own_in_stages(here, comm):
         (here.folder / "model.py").write_text(MODEL)
     comm.barrier()
 
-    def config(name, grid, function="build"):
+    for name, grid in (("plain", "micro_batches = 4"), ("staged", "pipe = 2\nmicro_batches = 4")):
         settings = load(here.config(name, grid=grid, **OPTIONS)).settings()
-        settings["network"] = {"build": f"{here.folder}/model.py:{function}", "dtype": "float64"}
-        return checked(settings)
-
-    weights = []
-    for name, grid in (("plain", "micro_batches = 4"), ("staged", ONE + "pipe = 4")):
-        with build.trainer(config(name, grid), comm) as run:
-            run.run()
-        weights.append(here.weights(name))
-    assert nearly(*weights) and len(weights[0]) > 9
-    with pytest.raises(Pmm3dError, match="make must return a Sequential, whose layers .* into stages; got a Net"):
-        with build.trainer(config("other", ONE + "pipe = 4", "Net"), comm):
-            pass
+        settings["network"] = {"build": f"{here.folder}/model.py:build", "dtype": "float64"}
+        with build.trainer(checked(settings), comm) as run:
+            assert run.run()
+        figures = comm.allgather(run.figures)
+        assert figures == 4 * figures[:1] and figures[0].keys() == {"loss", "accuracy"}
+    assert nearly(here.weights("staged"), here.weights("plain")) and len(here.weights("plain")) > 9
 
 
 MISTAKES = [
