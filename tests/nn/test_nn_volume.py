@@ -19,6 +19,7 @@ LARGE = (48, 96, 64, 80, 32)
 ODD = (7, 13, 11, 5)
 
 
+RESHARD = nn.Overlap(reshard_after_forward=True)
 CASES = {
     "plain": {"sizes": LARGE, "rows": (256, 100)},
     "odd": {"sizes": ODD, "rows": (23, 3), "norm": True, "clip": True},
@@ -61,23 +62,16 @@ def test_a_run_moves_the_bytes_of_its_dry_run(comm, name):
 
 
 def assert_moved_as_dry(grid, name):
-    case = {
-        "loss": "cross_entropy",
-        "split_over_data": False,
-        "clip": False,
-        "accumulate": 1,
-        "evaluates": 2,
-        "overlap": nn.Overlap(reshard_after_forward=True),
-        "make": nn.MLP,
-        **CASES[name],
-    }
     with dry_grid(grid) as dry:
-        found = moved(grid, grid, **case)
-        assert found == moved(grid, dry, **case)
+        found = moved(grid, grid, **CASES[name])
+        assert found == moved(grid, dry, **CASES[name])
     assert grid.size == 1 or found
 
 
-def moved(grid, where, sizes, rows, loss, split_over_data, clip, accumulate, overlap, evaluates, make, **options):
+def moved(
+    grid, where, sizes, rows, loss="cross_entropy", split_over_data=False, clip=False, accumulate=1, evaluates=2,
+    overlap=RESHARD, make=nn.MLP, **options,
+):  # fmt: skip
     """Return (axis, phase, operation) -> (calls, sent, received) of three steps, and of evaluations after the first and
     the third. where: the grid, or a dry one of the same shape."""
     nn.Tape.of(where).parallel.overlap = overlap

@@ -174,15 +174,13 @@ def test_what_cannot_be_trained_is_refused_on_every_rank(comm):
 def test_one_stage_trains_as_without_a_pipeline(comm, dtype):
     """No gradient is stale with one stage: equal bits, also of master weights and of the state of AdamW."""
     linear = lambda grid, seed: nn.Linear(grid, WIDTH, WIDTH, seed=seed, dtype=dtype)
-    found = []
-    for with_stale in (True, False):
+    arrays, found = [(x.astype(dtype), y.astype(dtype)) for x, y in data(5, seed=2)], []
+    for train in (
+        lambda net, optimizer, taken: train_stale(net, optimizer, nn.mse, taken, PipeDream()),
+        lambda net, optimizer, taken: [train_step(net, optimizer, nn.mse, [batch])[0] for batch in taken],
+    ):
         with Grid(comm, (1, 1, 1)) as grid:
             net = Pipeline(grid, lambda grid: nn.Sequential(grid, linear(grid, 1), nn.relu, linear(grid, 2)))
-            optimizer = optim.AdamW(net.parameters(), lr=0.01)
-            taken = batches(net, [(x.astype(dtype), y.astype(dtype)) for x, y in data(5, seed=2)])
-            if with_stale:
-                losses = train_stale(net, optimizer, nn.mse, taken, PipeDream())
-            else:
-                losses = [train_step(net, optimizer, nn.mse, [batch])[0] for batch in taken]
+            losses = train(net, optim.AdamW(net.parameters(), lr=0.01), batches(net, arrays))
             found.append((losses, *(bits_of(each.in_checkpoint.gather()) for each in net.parameters())))
     assert found[0] == found[1]
