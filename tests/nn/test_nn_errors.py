@@ -1,10 +1,11 @@
 """Bad input raises one error with the same text on every rank. Unusual but valid input, such as empty parts, works."""
 
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
-from loops import given
+from loops import given, looped
 from networks import (
     CLASSES,
     EVEN,
@@ -277,11 +278,10 @@ def test_layers_smaller_than_the_axes_that_split_them(grid):
 
 
 @pytest.mark.parallel([4], thorough=[8])
+@looped("rows, case", product((1, 2, 3), (CLASSES, VECTORS)))
 @over_grids(lambda ranks: [("hsdp", 2), ("1x1x2", ranks // 2), ("fsdp", 1)])
-def test_batches_smaller_than_the_ranks_that_split_them(grid):
-    for rows in (1, 2, 3):
-        assert_as_alone(grid, CLASSES, rows=rows)
-        assert_as_alone(grid, VECTORS, rows=rows)
+def test_batches_smaller_than_the_ranks_that_split_them(grid, rows, case):
+    assert_as_alone(grid, case, rows=rows)
 
 
 @pytest.mark.parallel([2])
@@ -294,17 +294,16 @@ def test_every_mean_of_an_empty_batch_is_nan_as_in_torch(grid):
 
 
 @pytest.mark.parallel([4])
+@looped("cols, cuts", [("y", (0, 41)), ("x", (0, 1, 20, 41)), (None, (0, 20, 41))])
 @over_grids()
-def test_r2_of_targets_with_a_large_mean(grid):
+def test_r2_of_targets_with_a_large_mean(grid, cols, cuts):
     """y = 1e8 + noise, in one batch, and in three of which one has no rows for some ranks. For a constant, R2 is
     undefined."""
     random = np.random.default_rng(2)
     target = 1e8 + random.standard_normal((41, 5))
     out = target + 0.5 * random.standard_normal((41, 5))
-    expected = 1 - ((target - out) ** 2).sum() / ((target - target.mean(0)) ** 2).sum()
-    for cols, cuts in (("y", (0, 41)), ("x", (0, 1, 20, 41)), (None, (0, 20, 41))):
-        found = R2()
-        for rows in map(slice, cuts, cuts[1:]):
-            found.add(nn.Tensor(spread(grid, out[rows], batch_layout(cols))), spread(grid, target[rows]))
-        assert abs(found.value() - expected) < 1e-7
+    expected, found = 1 - ((target - out) ** 2).sum() / ((target - target.mean(0)) ** 2).sum(), R2()
+    for rows in map(slice, cuts, cuts[1:]):
+        found.add(nn.Tensor(spread(grid, out[rows], batch_layout(cols))), spread(grid, target[rows]))
+    assert abs(found.value() - expected) < 1e-7
     assert np.isnan(nn.r2(nn.Tensor(spread(grid, out)), spread(grid, 0 * out + 0.1)))

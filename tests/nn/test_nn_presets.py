@@ -85,14 +85,13 @@ def test_ddp_is_one_all_reduce_of_all_gradients(grid, bias):
     assert found["data", "reduce data", "all_reduce"] == (1, 2 * total * (axis.size - 1) // axis.size)
 
 
+@looped("bucket_bytes, buckets", [(1, MATRICES[::-1]), (60_000, [sum(MATRICES[2:]), sum(MATRICES[:2])])])
 @on_grid("ddp")
-def test_buckets_of_ddp_move_the_same_bytes(grid):
+def test_buckets_of_ddp_move_the_same_bytes(grid, bucket_bytes, buckets):
     """From the last layer to the first, in buckets of the requested size."""
-    backwards = MATRICES[::-1]
-    for bucket_bytes, buckets in ((1, backwards), (60_000, [sum(backwards[:2]), sum(backwards[2:])])):
-        moved = recorded(grid, False, nn.Overlap(bucket_bytes=bucket_bytes))
-        volume = sum(all_reduced(nbytes, grid.data.size, grid.data.index) for nbytes in buckets)
-        assert moved["data", "reduce data", "all_reduce"] == (len(buckets), volume)
+    moved = recorded(grid, False, nn.Overlap(bucket_bytes=bucket_bytes))
+    volume = sum(all_reduced(nbytes, grid.data.size, grid.data.index) for nbytes in buckets)
+    assert moved["data", "reduce data", "all_reduce"] == (len(buckets), volume)
 
 
 @biased
@@ -133,17 +132,17 @@ def test_hsdp_is_fsdp_along_z_and_an_all_reduce_of_the_shards_along_data(grid, b
 
 
 @biased
+@looped("wanted", [False, True])
 @on_grid("megatron")
-def test_megatron_reduces_once_forward_and_once_backward_for_a_pair_of_layers(grid, bias):
+def test_megatron_reduces_once_forward_and_once_backward_for_a_pair_of_layers(grid, bias, wanted):
     """Forward, the output of the second layer of a pair. Backward, the gradient of the input of the first, except that
     of the batch if it is not needed. Weights are not sent."""
     outputs, inputs = ([8 * CASE.batch * size for size in sizes] for sizes in ((64, 32), (48, 64)))
     volume = lambda arrays: (len(arrays), 2 * sum(arrays) * (grid.x.size - 1) // grid.x.size)
-    for wanted in (False, True):
-        assert recorded(grid, bias, wanted=wanted) == {
-            ("x", "reduce O", "all_reduce"): volume(outputs),
-            ("x", "reduce dI", "all_reduce"): volume(inputs if wanted else inputs[1:]),
-        }
+    assert recorded(grid, bias, wanted=wanted) == {
+        ("x", "reduce O", "all_reduce"): volume(outputs),
+        ("x", "reduce dI", "all_reduce"): volume(inputs if wanted else inputs[1:]),
+    }
 
 
 @biased

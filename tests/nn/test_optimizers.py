@@ -108,17 +108,17 @@ def test_what_was_configured_is_no_part_of_a_state(grid):
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
+@looped("cols", ["y", "x", ("x", "y"), ("y", "x")])
 @over_grids()
-def test_accuracy_takes_the_first_of_the_largest_logits(grid):
+def test_accuracy_takes_the_first_of_the_largest_logits(grid, cols):
     """As numpy's argmax, also if columns are split over several axes and some ranks have none."""
     values = np.random.default_rng(0).integers(0, 3, (13, 5)).astype(float)
     values[3], values[4] = 0, -np.inf
     labels = np.random.default_rng(1).integers(0, 5, (13, 1))
-    for cols in ("y", "x", ("x", "y"), ("y", "x")):
-        for scores in (values, 0 * np.ones_like(values)):
-            logits = nn.Tensor(spread(grid, scores, Layout(("data", "z"), cols)))
-            wanted = np.mean(scores.argmax(1) == labels[:, 0])
-            assert nn.accuracy(logits, spread(grid, labels, batch_layout(None))) == wanted
+    for scores in (values, 0 * np.ones_like(values)):
+        logits = nn.Tensor(spread(grid, scores, Layout(("data", "z"), cols)))
+        wanted = np.mean(scores.argmax(1) == labels[:, 0])
+        assert nn.accuracy(logits, spread(grid, labels, batch_layout(None))) == wanted
 
 
 @pytest.mark.parallel([2], thorough=[1])
