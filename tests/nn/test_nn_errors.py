@@ -60,7 +60,7 @@ def labels(grid, *values, dtype=int):
     return spread(grid, np.array(values, dtype)[:, None], batch_layout(None))
 
 
-@some
+@pytest.mark.parallel([4], thorough=[1, 2])  # on 4 ranks, rows are split over data
 def test_labels_that_fit_no_class(grid, refused):
     logits, real = tensor(grid), labels(grid, *[1.0] * 6, dtype=float)
     for loss in (nn.cross_entropy, nn.accuracy):
