@@ -117,7 +117,7 @@ class BackwardSync:
             return None
         compared = self.grid._compared("backward", text, scale, self.digest)
 
-        def conclude() -> None:
+        def _conclude() -> None:
             try:
                 compared()
             except DisagreementError:

@@ -1,8 +1,10 @@
 """Networks on a grid with a further axis: it splits the rows of the batch, or replicates them."""
 
+from itertools import product
+
 import numpy as np
 import pytest
-from loops import given
+from loops import given, looped
 from networks import CLASSES, VECTORS, alone, assert_replicas_agree, batch_of, largest_difference, network_of, spread
 from networks import weights_of as weights
 
@@ -13,7 +15,6 @@ from pmm3d.nn import optim
 pytestmark = [pytest.mark.parallel([4], thorough=[2, 8]), pytest.mark.deadline(240)]
 SHAPES = {2: [((1, 1, 1), 1)], 4: [((1, 2, 1), 1), ((1, 1, 2), 1), ((1, 1, 1), 2)], 8: [((2, 1, 1), 2), ((1, 1, 2), 2)]}
 """(x, y, z), data of grids with 2 ranks along seq."""
-CASES = [CLASSES, VECTORS]
 ROWS = [("data", "z", "seq"), ("data", "z")]
 """Axes that split the rows of a batch."""
 
@@ -34,28 +35,19 @@ def trained(grid, case, rows, shard_over_data=False, **options):
 
 
 @pytest.mark.parametrize("activations", nn.dense.ACTIVATIONS)
-def test_training_is_the_same_with_a_further_axis(comm, activations):
+@looped("case", [CLASSES, VECTORS])
+def test_training_is_the_same_with_a_further_axis(comm, activations, case):
     """The sum of gradients over data and seq is one message along their joint axis; with ZeRO-1 and 2, one along
     each."""
-    for case in CASES:
-        with alone() as single:
-            expected, net = trained(single, case, ("data", "z"))
-            wanted = weights(net)
-        for rows in ROWS:
-            for shape, data in SHAPES[comm.size]:
-                for kind in (False, "states", "gradients") if data > 1 else (False,):
-                    with (
-                        given(case=case, rows=rows, shape=shape, kind=kind),
-                        Grid(comm, shape, data, axes={"seq": 2}) as grid,
-                    ):
-                        losses, net = trained(grid, case, rows, kind, activations=activations)
-                        assert np.abs(np.subtract(losses, expected)).max() < 1e-12
-                        assert largest_difference(weights(net), wanted) < 1e-11
-                        joint = data > 1 and "seq" in rows
-                        assert _calls(grid, "data+seq") == 3 * (joint and not kind)
-                        assert (_calls(grid, "seq") > 0) == ("seq" in rows and not (joint and not kind))
-
-
-def _calls(grid, axis):
-    """Number of sums of gradients along an axis."""
-    return grid.ledger.total(axis=axis, phase="reduce data").calls
+    with alone() as single:
+        expected, net = trained(single, case, ("data", "z"))
+        wanted = weights(net)
+    for rows, (shape, data) in product(ROWS, SHAPES[comm.size]):
+        for kind in (False, "states", "gradients") if data > 1 else (False,):
+            with given(rows=rows, shape=shape, kind=kind), Grid(comm, shape, data, axes={"seq": 2}) as grid:
+                losses, net = trained(grid, case, rows, kind, activations=activations)
+                assert np.abs(np.subtract(losses, expected)).max() < 1e-12
+                assert largest_difference(weights(net), wanted) < 1e-11
+                sums = {axis: grid.ledger.total(axis=axis, phase="reduce data").calls for axis in ("data+seq", "seq")}
+                joint = data > 1 and "seq" in rows and not kind
+                assert sums["data+seq"] == 3 * joint and (sums["seq"] > 0) == ("seq" in rows and not joint)

@@ -10,21 +10,19 @@ from networks import (
     EVEN,
     GRIDS,
     INPUT,
-    WIDEST,
     assert_replicas_agree,
     batch_of,
-    bits,
     gradients_of,
     inner,
     largest_difference,
     loss_of,
     network_of,
-    on_each_grid,
+    over_grids,
     spread,
     weights_of,
     whole_numbers,
 )
-from samples import integers, to_numpy
+from samples import integers
 
 from pmm3d import nn
 from pmm3d.layout import Layout, batch_layout
@@ -32,7 +30,7 @@ from pmm3d.nn import optim
 
 ROWS, COLS, OUT = 11, 7, 5
 WEIGHT, TURNED = Layout(("y", "z"), "x"), Layout(("x", "z"), "y")
-ACROSS, WHOLE = batch_layout("x"), batch_layout(None)
+ACROSS, WHOLE, TWO_AXES = batch_layout("x"), batch_layout(None), Layout("data", ("y", "x"))
 LABELS = np.arange(ROWS)[:, None] % OUT
 TARGET = 0.25 + integers((ROWS, COLS), seed=9)
 
@@ -80,6 +78,11 @@ OPERATIONS = {
     "y to whole": of_x(lambda x: nn.relayout(x, WHOLE)),
     "used after": of_x(lambda x: nn.add(nn.relayout(x, WHOLE), nn.tanh(nn.relayout(x, ACROSS)))),
     "layer_norm": norm_of(INPUT, "y"), "layer_norm, x": norm_of(ACROSS, "x"), "layer_norm, moved": norm_of(WHOLE, "x"),
+    "layer_norm, two axes": norm_of(TWO_AXES, ("y", "x")), "layer_norm, from two axes": norm_of(TWO_AXES, "x"),
+    "products": ({"x": ((ROWS, COLS), INPUT), "t": ((ROWS, COLS), WEIGHT), "g": ((1, COLS), vector(("y", "x"))),
+                  "v": ((1, COLS), vector("x"))}, lambda t: t["x"] * t["t"] / (t["g"] * t["g"] + 1) - t["v"]),
+    "penalty": ({"t": ((ROWS, COLS), WEIGHT), "g": ((1, COLS), vector(("y", "x")))},
+                lambda t: nn.sum(nn.mean(t["t"] * t["t"] * t["g"], 1), 0)),
     "linear": linear_of(INPUT, "y"), "linear, turned": linear_of(ACROSS, "x"), "linear, moved": linear_of(ACROSS, "y"),
     "linear, whole": linear_of(WHOLE, "y"),
     "mse": of_x(lambda x: nn.mse(x, target(x.grid, INPUT))),
@@ -87,19 +90,14 @@ OPERATIONS = {
     "mse, whole": of_x(lambda x: nn.mse(x, nn.Tensor(target(x.grid, INPUT))), WHOLE),
     "mae": of_x(lambda x: nn.mae(x, target(x.grid, WHOLE))),
     "cross_entropy": of_logits(INPUT, WHOLE), "cross_entropy, whole": of_logits(WHOLE, Layout("z")),
+    "cross_entropy, two axes": of_logits(TWO_AXES, Layout()),
 }  # fmt: skip
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
-def test_gradients_are_central_differences_in_random_directions(comm):
-    on_each_grid(comm, lambda grid: assert_gradients_are_differences(grid, OPERATIONS), check=False)
-
-
-@pytest.mark.deadline(240)
-@pytest.mark.parallel([2], thorough=[1])
-def test_gradients_are_central_differences_element_by_element(comm):
-    check = lambda grid: assert_gradients_are_differences(grid, OPERATIONS, True)
-    on_each_grid(comm, check, [WIDEST[comm.size]], check=False)
+@over_grids(check=False)
+def test_gradients_are_central_differences(grid):
+    assert_gradients_are_differences(grid, OPERATIONS)
 
 
 def linear_layers(grid):
@@ -136,31 +134,12 @@ def assert_adjoint(net, cols):
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 6, 8])
-def test_layers_and_their_gradients_are_adjoint(comm):
-    def check(grid):
-        for net, layouts in linear_layers(grid).values():
-            whole_numbers(net)
-            for cols in layouts:
-                assert_adjoint(net, cols)
-
-    on_each_grid(comm, check)
-
-
-@pytest.mark.parallel([4, 8], thorough=[1, 2, 6])
-def test_weight_gradients_are_adjoint(comm):
-    """<x dW + db, v> = <dW, x^T v> + <db, 1^T v>, exact, with equal bits in all layouts."""
-
-    def check(grid):
-        for cols in "yx":
-            net = whole_numbers(nn.Linear(grid, COLS, OUT, dtype="float64", cols=cols))
-            x, v = integers((ROWS, COLS), seed=1), integers((ROWS, OUT), seed=2)
-            inner(net(spread(grid, x, batch_layout(cols))), v).backward()
-            found = gradients_of(net)
-            assert np.array_equal(found["weight"], x.T @ v)
-            assert np.array_equal(found["bias"], v.sum(0, keepdims=True))
-            assert_replicas_agree(grid, {name: parameter.grad for name, parameter in net.named_parameters().items()})
-
-    on_each_grid(comm, check)
+@over_grids()
+def test_layers_and_their_gradients_are_adjoint(grid):
+    for net, layouts in linear_layers(grid).values():
+        whole_numbers(net)
+        for cols in layouts:
+            assert_adjoint(net, cols)
 
 
 def deep(grid):
@@ -172,27 +151,23 @@ def deep(grid):
 
 
 @pytest.mark.parallel([4, 8], thorough=[1, 2, 6])
-def test_gradients_of_a_deep_network_are_differences(comm):
+@over_grids()
+def test_gradients_of_a_deep_network_are_differences(grid):
     """A part is used twice, once with recomputation. The gradient is by all parameters together."""
-
-    def check(grid):
-        net, (x, y) = deep(grid), batch_of(CLASSES._replace(sizes=(COLS, OUT)), 0, ROWS)
-        loss = lambda: loss_of(net, CLASSES, x, y)
-        loss().backward()
-        found, start = gradients_of(net), weights_of(net)
-        assert_replicas_agree(grid, {name: parameter.grad for name, parameter in net.named_parameters().items()})
-        random = np.random.default_rng(3)
-        towards = {name: random.standard_normal(value.shape) for name, value in start.items()}
-        ends = []
-        for h in (H, -H):
-            for name, parameter in net.named_parameters().items():
-                parameter.assign(spread(grid, start[name] + h * towards[name], parameter.layout))
-            with nn.no_grad(grid):
-                ends.append(loss().item())
-        slope = sum(np.vdot(found[name], towards[name]) for name in found)
-        assert abs(slope - (ends[0] - ends[1]) / (2 * H)) < 1e-8
-
-    on_each_grid(comm, check)
+    net, (x, y) = deep(grid), batch_of(CLASSES._replace(sizes=(COLS, OUT)), 0, ROWS)
+    loss = lambda: loss_of(net, CLASSES, x, y)
+    loss().backward()
+    found, start, random = gradients_of(net), weights_of(net), np.random.default_rng(3)
+    assert_replicas_agree(grid, {name: parameter.grad for name, parameter in net.named_parameters().items()})
+    towards = {name: random.standard_normal(value.shape) for name, value in start.items()}
+    ends = []
+    for h in (H, -H):
+        for name, parameter in net.named_parameters().items():
+            parameter.assign(spread(grid, start[name] + h * towards[name], parameter.layout))
+        with nn.no_grad(grid):
+            ends.append(loss().item())
+    slope = sum(np.vdot(found[name], towards[name]) for name in found)
+    assert abs(slope - (ends[0] - ends[1]) / (2 * H)) < 1e-8
 
 
 def accumulated(grid, cuts, synced, shard):
@@ -203,62 +178,29 @@ def accumulated(grid, cuts, synced, shard):
         x, y = batch_of(CLASSES, step)
         for start, stop, now in zip(cuts, cuts[1:], synced):
             loss = loss_of(net, CLASSES, x[start:stop], y[start:stop]) * ((stop - start) / len(x))
-            if now:
+            with nn.Tape.of(grid).set(syncing=now):
                 loss.backward()
-            else:
-                with nn.no_sync(grid):
-                    loss.backward()
         optimizer.step()
     return weights_of(net)
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
-def test_gradients_of_the_batches_of_a_step_add_up(comm):
+@over_grids(lambda ranks: GRIDS[ranks][: 4 if all_tests else 2])
+def test_gradients_of_the_batches_of_a_step_add_up(grid):
     """Summed over the ranks once, each time, or sometimes. The result is the gradient of the whole batch."""
-
-    def check(grid):
-        whole = accumulated(grid, [0, 23], [True], False)
-        for shard in (False, True) if grid.data.size > 1 else (False,):
-            for synced in ([False, True], [True, True]):
-                assert largest_difference(accumulated(grid, [0, 9, 23], synced, shard), whole) < 1e-13
-            for synced in ([True, False, True], [False, True, True]):
-                assert largest_difference(accumulated(grid, [0, 11, 13, 23], synced, shard), whole) < 1e-13
-
-    on_each_grid(comm, check, GRIDS[comm.size][: 4 if all_tests else 2])
+    whole = accumulated(grid, [0, 23], [True], False)
+    for shard in (False, True) if grid.data.size > 1 else (False,):
+        for synced in ((False, True), (True, True), (True, False, True), (False, True, True)):
+            cuts = [0, 9, 23] if len(synced) == 2 else [0, 11, 13, 23]
+            assert largest_difference(accumulated(grid, cuts, synced, shard), whole) < 1e-13
 
 
 @pytest.mark.parallel([4])
-def test_without_sync_nothing_moves_along_data(comm):
-    def check(grid):
-        net = network_of(grid, EVEN)
-        for _ in range(2):
-            grid.ledger.reset()
-            with nn.no_sync(grid):
-                loss_of(net, EVEN, *batch_of(EVEN, 0)).backward()
-            assert grid.ledger.total(phase="reduce data").calls == grid.ledger.total(phase="reduce vectors").calls == 0
-        once = gradients_of(net)
-        for parameter in net.parameters():
-            parameter.grad = None
-        assert all(parameter.grad is None for parameter in net.parameters())
-        loss_of(net, EVEN, *batch_of(EVEN, 0)).backward()
-        again = gradients_of(net)
-        assert grid.data.size == 1 or bits(once) != bits(again)
-
-    on_each_grid(comm, check, [("2x1x1", 2), ("hsdp", 2)])
-
-
-@pytest.mark.parallel([4], thorough=[1, 2, 6, 8])
-def test_gradients_add_to_those_of_the_pass_before(comm):
-    """Two backward passes of the same batch without a step: twice the gradient, also of inputs."""
-
-    def check(grid):
-        net, (x, y) = network_of(grid, CLASSES), batch_of(CLASSES, 0)
-        given = nn.Tensor(spread(grid, x), requires_grad=True)
-        found = []
-        for _ in range(2):
-            nn.cross_entropy(net(given), spread(grid, y, WHOLE)).backward()
-            found.append({**gradients_of(net), "x": to_numpy(given.grad.gather())})
-        assert largest_difference({name: 2 * value for name, value in found[0].items()}, found[1]) < 1e-15
-        assert_replicas_agree(grid, {name: parameter.grad for name, parameter in net.named_parameters().items()})
-
-    on_each_grid(comm, check, GRIDS[comm.size][:3])
+@over_grids(lambda ranks: [("2x1x1", 2), ("hsdp", 2)])
+def test_without_sync_nothing_moves_along_data(grid):
+    net = network_of(grid, EVEN)
+    for _ in range(2):
+        grid.ledger.reset()
+        with nn.no_sync(grid):
+            loss_of(net, EVEN, *batch_of(EVEN, 0)).backward()
+        assert grid.ledger.total(phase="reduce data").calls == grid.ledger.total(phase="reduce vectors").calls == 0

@@ -4,8 +4,8 @@ import tracemalloc
 
 import pytest
 from gates import move_what_is_waited_for
-from mpi_runner.plugin import all_tests
-from networks import INPUT, Case, batch_of, network_of, on_each_grid, spread
+from loops import looped
+from networks import INPUT, Case, batch_of, network_of, over_grids, spread
 
 from pmm3d import nn
 from pmm3d.arrays import NumpyLibrary
@@ -40,28 +40,19 @@ def trainer(grid, case, **options):
 
 def assert_steady(grid, case, **options):
     step, net = trainer(grid, case, **options)
-    in_use, losses = set(), []
     move_what_is_waited_for(grid.engine)  # so that work memory for the largest number of collectives is allocated
-    for _ in range(3):
-        losses.append(step())
-        in_use.add(grid.workspace.in_use())
+    found = [(step(), grid.workspace.in_use()) for _ in range(3)]
     held, grid.engine.wrap = grid.workspace.allocated, None
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    for _ in range(3):
-        losses.append(step())
-        in_use.add(grid.workspace.in_use())
+    found += [(step(), grid.workspace.in_use()) for _ in range(3)]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert max(grid.comm.allgather(peak - before)) < MEBIBYTE
     assert set(grid.comm.allgather(grid.workspace.allocated - held)) == {0}
-    assert set(grid.comm.allgather(len(in_use))) == {1}
-    assert losses[-1] < losses[0]
-    assert largest_block(net) > MEBIBYTE
-
-
-def largest_block(net) -> int:
-    return max(parameter.local.nbytes for parameter in net.parameters())
+    assert len({in_use for _, in_use in found}) == 1
+    assert found[-1][0] < found[0][0]
+    assert max(parameter.local.nbytes for parameter in net.parameters()) > MEBIBYTE
 
 
 @pytest.fixture(autouse=True)
@@ -70,54 +61,55 @@ def small_slices(monkeypatch):
     monkeypatch.setattr(NumpyLibrary, "slice_elements", 2**12)
 
 
-def test_the_steady_state_of_training_allocates_nothing_large(comm):
-    """With gelu and layer norm, and with relu; for vectors and classes; with a state sharded over data, and with
-    clipping."""
-    relu = CASE._replace(activation="relu", norm=False, loss="cross_entropy")
-    on_each_grid(comm, lambda grid: assert_steady(grid, CASE))
-    on_each_grid(comm, lambda grid: assert_steady(grid, relu), GRIDS[comm.size][0 if all_tests else -1 :])
+RELU = CASE._replace(activation="relu", norm=False, loss="cross_entropy")
+LAST = over_grids(lambda ranks: GRIDS[ranks][-1:])
 
 
-def test_dropout_and_recomputing_allocate_nothing_large_either(comm):
-    on_each_grid(comm, lambda grid: assert_steady(grid, CASE, dropout=0.1, recompute=True), GRIDS[comm.size][-1:])
+@over_grids(lambda ranks: GRIDS[ranks][:2])
+def test_the_steady_state_of_training_allocates_nothing_large(grid):
+    """For vectors, with a state sharded over data, and with clipping."""
+    assert_steady(grid, CASE)
 
 
-def test_activations_go_while_the_backward_pass_comes(comm):
+@looped("case, options", [(RELU, {}), (CASE, {"dropout": 0.1, "recompute": True})])
+@LAST
+def test_other_networks_allocate_nothing_large_either(grid, case, options):
+    """With relu and classes; with dropout and recomputation."""
+    assert_steady(grid, case, **options)
+
+
+def deep(grid, overlap):
+    """(a network of eight layers, an input, a target, bytes of an activation of all columns)."""
+    nn.Tape.of(grid).parallel.overlap = overlap
+    case = Case((256,) * 9, 512, "gelu", False, "mse")
+    return network_of(grid, case), *(spread(grid, each, INPUT) for each in batch_of(case, 0)), 512 * 256 * 8
+
+
+@LAST
+def test_activations_go_while_the_backward_pass_comes(grid):
     """Memory in use grows by less than three activations over that at the end of the forward pass, although there are
     eight layers."""
-
-    def check(grid):
-        nn.Tape.of(grid).parallel.overlap = nn.Overlap(reshard_after_forward=True, ors=False)
-        case = Case((256,) * 9, 512, "gelu", False, "mse")
-        net = network_of(grid, case)
-        x, y = (spread(grid, array, INPUT) for array in batch_of(case, 0))
-        for _ in range(2):
-            before = grid.workspace.in_use()
-            loss = nn.mse(net(x), y)
-            forward = grid.workspace.in_use() - before
-            grid.workspace.most_lent = grid.workspace.in_use()
-            loss.backward()
-            most = grid.workspace.most_lent - before
-            assert grid.workspace.in_use() == before
-        activation = 512 * 256 * 8 // grid.z.size // min(grid.x.size, grid.y.size)
-        assert forward > 12 * activation / max(grid.x.size, grid.y.size)
-        assert most - forward < 3 * activation + 256 * 256 * 8
-
-    on_each_grid(comm, check, GRIDS[comm.size][-1:])
-
-
-def test_evaluation_holds_two_layers_at_most(comm):
-    def check(grid):
-        nn.Tape.of(grid).parallel.overlap = nn.Overlap(reshard_after_forward=True, oag=False)
-        case = Case((256,) * 9, 512, "gelu", False, "mse")
-        net = network_of(grid, case)
-        x = spread(grid, batch_of(case, 0)[0], INPUT)
-        before = grid.workspace.most_lent = grid.workspace.in_use()
-        with net.evaluating():
-            out = net(x)
-        assert grid.workspace.most_lent - before <= 512 * 256 * 8 // grid.z.size * 3 + 256 * 256 * 8
-        assert not out.requires_grad
-        del out
+    net, x, y, size = deep(grid, nn.Overlap(reshard_after_forward=True, ors=False))
+    for _ in range(2):
+        before = grid.workspace.in_use()
+        loss = nn.mse(net(x), y)
+        forward = grid.workspace.in_use() - before
+        grid.workspace.most_lent = grid.workspace.in_use()
+        loss.backward()
+        most = grid.workspace.most_lent - before
         assert grid.workspace.in_use() == before
+    activation = size // grid.z.size // min(grid.x.size, grid.y.size)
+    assert forward > 12 * activation / max(grid.x.size, grid.y.size)
+    assert most - forward < 3 * activation + 256 * 256 * 8
 
-    on_each_grid(comm, check, GRIDS[comm.size][-1:])
+
+@LAST
+def test_evaluation_holds_two_layers_at_most(grid):
+    net, x, _, size = deep(grid, nn.Overlap(reshard_after_forward=True, oag=False))
+    before = grid.workspace.most_lent = grid.workspace.in_use()
+    with net.evaluating():
+        out = net(x)
+    assert grid.workspace.most_lent - before <= size // grid.z.size * 3 + 256 * 256 * 8
+    assert not out.requires_grad
+    del out
+    assert grid.workspace.in_use() == before

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from loops import looped
 from networks import (
     CLASSES,
-    INPUT,
     VECTORS,
     alone,
     batch_of,
@@ -14,10 +14,11 @@ from networks import (
     loss_of,
     network_of,
     on_each_grid,
+    over_grids,
     spread,
     weights_of,
 )
-from samples import bits_of, integers, to_numpy
+from samples import bits_of, integers
 
 from pmm3d import DTypeError, LayoutError, nn
 from pmm3d.layout import Layout, batch_layout
@@ -45,20 +46,8 @@ class Branches(nn.Module):
         return self.last(self.again(nn.relu(x)) + x)
 
 
-NAMES = [
-    "left.weight",
-    "left.bias",
-    "right.weight",
-    "right.bias",
-    "norm.gain",
-    "norm.bias",
-    "steps.0.weight",
-    "steps.0.bias",
-    "steps.2.weight",
-    "steps.2.bias",
-    "last.1.weight",
-    "last.1.bias",
-]
+NAMES = """left.weight left.bias right.weight right.bias norm.gain norm.bias
+    steps.0.weight steps.0.bias steps.2.weight steps.2.bias last.1.weight last.1.bias""".split()
 
 
 def trained(grid):
@@ -74,7 +63,7 @@ def trained(grid):
     return losses, net
 
 
-@pytest.mark.parallel([4], thorough=[1, 2, 8])
+@pytest.mark.parallel([8], thorough=[1, 2, 4])
 def test_a_network_of_ones_own_is_the_same_on_every_grid(comm):
     with alone() as single:
         losses, net = trained(single)
@@ -91,38 +80,30 @@ def test_a_network_of_ones_own_is_the_same_on_every_grid(comm):
 
 
 @pytest.mark.parallel([4])
-def test_layers_of_a_sequence_are_made_where_their_input_is_and_then_nothing_moves(comm):
+@over_grids()
+def test_layers_of_a_sequence_are_made_where_their_input_is_and_then_nothing_moves(grid):
     """Also in nested sequences, from the first layer on, with units. A function of the user may change the layout."""
-
-    def check(grid):
-        make = lambda inputs, outputs, **options: nn.Linear(grid, inputs, outputs, dtype="float64", seed=1, **options)
-        layers = make(7, 6, unit=2), nn.LayerNorm(grid, 6, dtype="float64"), make(6, 5), nn.relu, make(5, 4)
-        before = [bits(weights_of(layer)) for layer in layers if isinstance(layer, nn.Module)]
-        net = nn.Sequential(grid, layers[0], nn.Recompute(nn.Sequential(grid, *layers[1:4])), layers[4])
-        assert [bits(weights_of(layer)) for layer in layers if isinstance(layer, nn.Module)] == before
-        assert layers[1].gain.layout == layers[1].bias.layout == Layout((), "x", units=(1, 2))
-        assert [layer.weight.layout for layer in layers[::2]] == [
-            weight_layout("y", (1, 2)),
-            weight_layout("x", (2, 1)),
-            weight_layout("y"),
-        ]
-        assert layers[4].bias.layout == Layout((), "x")
-        grid.ledger.reset()
-        out = net.settle(7, "float64")
-        assert out[:3] == ((1, 4), batch_layout("x"), "float64")
-        assert {key.phase for key, entry in grid.ledger.entries.items() if entry.received} <= {""}
-        turned = nn.Sequential(grid, make(7, 6, cols="x"), lambda x: nn.columns(x, 0, 2, 3), make(4, 5))
-        assert [turned.layers[each].weight.layout for each in (0, 2)] == [weight_layout(cols) for cols in "xy"]
-        assert turned.settle(7, "float64").layout == batch_layout("y")
-        net = nn.Sequential(grid, *layers[:3], nn.relu, layers[4])
-        x = spread(grid, np.ones((8, 7)))
-        grid.ledger.reset()
-        nn.mse(net(x), spread(grid, np.ones((8, 4)), batch_layout("x"))).backward()
-        assert grid.ledger.total(phase="redistribute").calls == grid.ledger.total(phase="relayout").calls == 0
-        with pytest.raises(LayoutError, match=r"has a gradient .* cannot move to .* any more"):
-            net.layers[0].weight._move(Layout(("x", "z"), "y"))
-
-    on_each_grid(comm, check)
+    make = lambda inputs, outputs, **options: nn.Linear(grid, inputs, outputs, dtype="float64", seed=1, **options)
+    layers = make(7, 6, unit=2), nn.LayerNorm(grid, 6, dtype="float64"), make(6, 5), nn.relu, make(5, 4)
+    values = lambda: [bits(weights_of(layer)) for layer in layers if isinstance(layer, nn.Module)]
+    before = values()
+    net = nn.Sequential(grid, layers[0], nn.Recompute(nn.Sequential(grid, *layers[1:4])), layers[4])
+    assert values() == before
+    assert layers[1].gain.layout == layers[1].bias.layout == Layout((), "x", units=(1, 2))
+    expected = [weight_layout("y", (1, 2)), weight_layout("x", (2, 1)), weight_layout("y")]
+    assert [layer.weight.layout for layer in layers[::2]] == expected and layers[4].bias.layout == Layout((), "x")
+    grid.ledger.reset()
+    assert net.settle(7, "float64")[:3] == ((1, 4), batch_layout("x"), "float64")
+    assert {key.phase for key, entry in grid.ledger.entries.items() if entry.received} <= {""}
+    turned = nn.Sequential(grid, make(7, 6, cols="x"), lambda x: nn.columns(x, 0, 2, 3), make(4, 5))
+    assert [turned.layers[each].weight.layout for each in (0, 2)] == [weight_layout(cols) for cols in "xy"]
+    assert turned.settle(7, "float64").layout == batch_layout("y")
+    net, x = nn.Sequential(grid, *layers[:3], nn.relu, layers[4]), spread(grid, np.ones((8, 7)))
+    grid.ledger.reset()
+    nn.mse(net(x), spread(grid, np.ones((8, 4)), batch_layout("x"))).backward()
+    assert grid.ledger.total(phase="redistribute").calls == grid.ledger.total(phase="relayout").calls == 0
+    with pytest.raises(LayoutError, match=r"has a gradient .* cannot move to .* any more"):
+        net.layers[0].weight._move(Layout(("x", "z"), "y"))
 
 
 class Two(nn.Module):
@@ -135,29 +116,26 @@ class Two(nn.Module):
 
 
 @pytest.mark.parallel([4])
-def test_a_forward_pass_moves_the_input_and_never_a_weight(comm, caplog):
+@over_grids()
+def test_a_forward_pass_moves_the_input_and_never_a_weight(grid, caplog):
     """With and without `settle`: the same numbers, on all grids, and no weight changes its layout. If an input is sent,
     this is logged once, with the remedy."""
-
-    def check(grid):
-        x, y, found = spread(grid, np.ones((8, 7))), spread(grid, np.ones((8, 4)), batch_layout("x")), []
-        for settled in (True, False):
-            net = Two(grid)
-            if settled:
-                net.settle(7, "float64")
-            before = [each.layout for each in net.parameters()]
-            assert (net.last.weight.layout == weight_layout("x")) == settled
-            caplog.clear()
-            nn.mse(net(x), y).backward()
-            net(x)
-            logged = [record.getMessage() for record in caplog.records if record.name == "pmm3d.nn"]
-            assert len(logged) == (not settled and grid.x.size > 1 and grid.rank == 0)
-            assert all("Linear: each step sends the input" in text and "net.settle" in text for text in logged)
-            assert [each.layout for each in net.parameters()] == before
-            found.append(gradients_of(net))
-        assert largest_difference(*found) < 1e-14
-
-    on_each_grid(comm, check)
+    x, y, found = spread(grid, np.ones((8, 7))), spread(grid, np.ones((8, 4)), batch_layout("x")), []
+    for settled in (True, False):
+        net = Two(grid)
+        if settled:
+            net.settle(7, "float64")
+        before = [each.layout for each in net.parameters()]
+        assert (net.last.weight.layout == weight_layout("x")) == settled
+        caplog.clear()
+        nn.mse(net(x), y).backward()
+        net(x)
+        logged = [record.getMessage() for record in caplog.records if record.name == "pmm3d.nn"]
+        assert len(logged) == (not settled and grid.x.size > 1 and grid.rank == 0)
+        assert all("Linear: each step sends the input" in text and "net.settle" in text for text in logged)
+        assert [each.layout for each in net.parameters()] == before
+        found.append(gradients_of(net))
+    assert largest_difference(*found) < 1e-14
 
 
 class Shifted(Two):
@@ -178,46 +156,39 @@ class Shifted(Two):
 
 
 @pytest.mark.parallel([4])
-def test_a_network_settles_without_a_forward_pass_on_its_grid(comm, fails):
-    def check(grid):
-        net, x = Shifted(grid), spread(grid, np.ones((8, 7)))
-        expected = [out.gather() for out in net(x)]
-        grid.ledger.reset()
-        found = net.settle(7)
-        assert [each[:3] for each in found] == [((1, 4), batch_layout("y"), "float64")] * 2 and net.seen == 1
-        assert not grid.ledger.total(phase="reduce O").calls and net.last.weight.layout == weight_layout("x")
-        assert max(np.abs(out.gather() - other).max() for out, other in zip(net(x), expected)) < 1e-14
-        fails(DTypeError, "'flot32' names no element type", lambda: net.settle(7, "flot32"))
-        fails(LayoutError, r"two dims of at least 0, whole numbers; got \(1, '7'\)", lambda: net.settle("7"))
-
-    on_each_grid(comm, check)
+@over_grids()
+def test_a_network_settles_without_a_forward_pass_on_its_grid(grid, fails):
+    net, x = Shifted(grid), spread(grid, np.ones((8, 7)))
+    expected = [out.gather() for out in net(x)]
+    grid.ledger.reset()
+    found = net.settle(7)
+    assert [each[:3] for each in found] == [((1, 4), batch_layout("y"), "float64")] * 2 and net.seen == 1
+    assert not grid.ledger.total(phase="reduce O").calls and net.last.weight.layout == weight_layout("x")
+    assert max(np.abs(out.gather() - other).max() for out, other in zip(net(x), expected)) < 1e-14
+    fails(DTypeError, "'flot32' names no element type", lambda: net.settle(7, "flot32"))
+    fails(LayoutError, r"two dims of at least 0, whole numbers; got \(1, '7'\)", lambda: net.settle("7"))
 
 
 @pytest.mark.parallel([4])
-def test_a_state_made_before_the_layers_moved_is_not_lost_in_silence(comm):
+@looped("shard", [False, True])
+@over_grids(lambda ranks: [("megatron", 2), ("2x2x1", 1)])
+def test_a_state_made_before_the_layers_moved_is_not_lost_in_silence(grid, shard):
     """An optimizer may be made before, sharded or not. After it has a state, no layer may change its layout."""
-
-    def check(grid):
-        make = lambda: Two(grid)
-        x, y = spread(grid, np.ones((8, 7))), spread(grid, np.ones((8, 4)), batch_layout("x"))
-        for shard in (False, True):
-            found = []
-            for settled in (False, True):
-                net = make()
-                optimizer = optim.AdamW(net.parameters(), 1e-2, shard_over_data=shard)
-                if settled:
-                    net.settle(7, "float64")
-                    optimizer.matrices()
-                nn.mse(net(x), y).backward()
-                optimizer.step()
-                found.append(weights_of(net))
-            assert largest_difference(*found) < 1e-12
-        net = make()
-        optim.AdamW(net.parameters()).matrices()
-        with pytest.raises(LayoutError, match=r"last\.weight has .* Call net\.settle"):
+    x, y, found = spread(grid, np.ones((8, 7))), spread(grid, np.ones((8, 4)), batch_layout("x")), []
+    for settled in (False, True):
+        net = Two(grid)
+        optimizer = optim.AdamW(net.parameters(), 1e-2, shard_over_data=shard)
+        if settled:
             net.settle(7, "float64")
-
-    on_each_grid(comm, check, [("megatron", 2), ("2x2x1", 1)])
+            optimizer.matrices()
+        nn.mse(net(x), y).backward()
+        optimizer.step()
+        found.append(weights_of(net))
+    assert largest_difference(*found) < 1e-12
+    net = Two(grid)
+    optim.AdamW(net.parameters()).matrices()
+    with pytest.raises(LayoutError, match=r"last\.weight has .* Call net\.settle"):
+        net.settle(7, "float64")
 
 
 def weighted(x, gain):
@@ -232,121 +203,38 @@ def weighted(x, gain):
 
 
 @pytest.mark.parallel([4], thorough=[1, 8])
-def test_a_rule_may_return_the_gradient_of_a_parameter(comm):
-    x, y = integers((11, 6)), integers((11, 6), seed=1)
-    gain = integers((1, 6), seed=2)
+@over_grids()
+def test_a_rule_may_return_the_gradient_of_a_parameter(grid):
+    x, y, gain = integers((11, 6)), integers((11, 6), seed=1), integers((1, 6), seed=2)
     expected = (2 / x.size * (gain * x - y) * x).sum(axis=0, keepdims=True)
-
-    def check(grid):
-        parameter = nn.Parameter(spread(grid, gain, Layout(cols="y")))
-        for count in (1, 2):
-            nn.mse(weighted(nn.Tensor(spread(grid, x)), parameter), spread(grid, y)).backward()
-            assert np.allclose(parameter.grad.gather(), count * expected, rtol=1e-13, atol=1e-13)
-
-    on_each_grid(comm, check)
-
-
-@pytest.mark.parallel([8], thorough=[2])
-def test_a_layer_that_is_used_twice(comm):
-    """The second time its input has another layout, and on some grids other parts."""
-
-    def run(grid):
-        layer = nn.Linear(grid, 9, 9, seed=2, dtype="float64")
-        net = nn.Sequential(grid, layer, nn.tanh, layer, nn.Recompute(nn.Sequential(grid, nn.gelu, layer)), layer)
-        optimizer = optim.AdamW(net.parameters(), 1e-2)
-        for step in range(3):
-            x, y = batch_of(VECTORS._replace(sizes=(9, 9)), step)
-            loss = nn.mse(net(spread(grid, x)), spread(grid, y))
-            loss.backward()
-            found = [loss.item(), *gradients_of(net).values()]
-            optimizer.step()
-        assert list(net.named_parameters()) == ["0.weight", "0.bias"]
-        return found
-
-    with alone() as single:
-        expected = run(single)
-
-    def check(grid):
-        assert all(np.abs(one - other).max() < 1e-12 for one, other in zip(run(grid), expected))
-
-    on_each_grid(comm, check)
-    if comm.size == 8:
-        on_each_grid(comm, check, [("4x1x2", 1), ("1x4x2", 1), ("2x1x1", 4)])
-
-
-@pytest.mark.parallel([2], thorough=[1])
-def test_names_of_parameters_and_modules(comm):
-    def check(grid):
-        net = network_of(grid, CLASSES, recompute=True, dropout=0.1)
-        names = [
-            "0.weight",
-            "0.bias",
-            "1.gain",
-            "1.bias",
-            "3.weight",
-            "3.bias",
-            "4.gain",
-            "4.bias",
-            "6.weight",
-            "6.bias",
-        ]
-        assert list(net.named_parameters()) == [parameter.name for parameter in net.parameters()] == names
-        assert list(net.matrices()) == names
-        assert list(net.random_state()) == ["2.dropout", "5.dropout"]
-        assert [name for name, _ in net.named_modules()][:4] == ["", "", "", "0"]
-        plain = network_of(grid, CLASSES, bias=False, norm=False)
-        assert list(plain.named_parameters()) == ["0.weight", "2.weight", "4.weight"]
-        assert plain.size == 7 * 13 + 13 * 11 + 11 * 5
-        assert net.output_layout == batch_layout("x")
-
-    on_each_grid(comm, check)
+    parameter = nn.Parameter(spread(grid, gain, Layout(cols="y")))
+    for count in (1, 2):
+        nn.mse(weighted(nn.Tensor(spread(grid, x)), parameter), spread(grid, y)).backward()
+        assert np.allclose(parameter.grad.gather(), count * expected, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parallel([4], thorough=[1])
-def test_evaluation_drops_nothing_and_notes_nothing(comm):
-    def check(grid):
-        net = network_of(grid, CLASSES, dropout=0.5)
-        x = spread(grid, batch_of(CLASSES, 0)[0])
-        dropping = [module for _, module in net.named_modules() if isinstance(module, nn.Dropout)]
-        dropping[0].train(False)
-        with net.evaluating() as same:
-            first, second = (net(x) for _ in range(2))
-            assert same is net and not first.requires_grad
-        assert np.array_equal(first.gather(), second.gather())
-        assert [module.training for module in dropping] == [False, True] and net.training
-        net.train()
-        state = net.random_state()
-        assert set(state.values()) == {0}
-        noisy = [net(x).gather() for _ in range(2)]
-        assert not np.array_equal(*noisy) and not np.array_equal(noisy[0], first.gather())
-        assert set(net.random_state().values()) == {2}
-        net.set_random_state(state)
-        assert np.array_equal(net(x).gather(), noisy[0])
-        with pytest.raises(ZeroDivisionError), net.evaluating():
-            1 / 0
-        assert dropping[1].training and net(x).requires_grad
-
-    on_each_grid(comm, check)
-
-
-@pytest.mark.parallel([4])
-def test_weights_written_to_count_once_the_network_knows(comm):
-    """Gathered weights are kept between passes. `loaded` (or `assign`) makes the next pass gather them again."""
-
-    def check(grid):
-        net, x = network_of(grid, CLASSES), spread(grid, batch_of(CLASSES, 0)[0], INPUT)
-        with net.evaluating():
-            before = net(x).gather()
-            for matrix in net.matrices().values():
-                matrix.local[...] *= 2
-            net.loaded()
-            after = net(x).gather()
-            for parameter in net.named_parameters().values():
-                parameter.assign(spread(grid, to_numpy(parameter.gather()) / 2, Layout(cols="z")))
-            again = net(x).gather()
-        assert not np.allclose(before, after) and np.array_equal(before, again)
-
-    on_each_grid(comm, check, [("fsdp", 1), ("1x2x2", 1)])
+@over_grids()
+def test_evaluation_drops_nothing_and_notes_nothing(grid):
+    net, x = network_of(grid, CLASSES, dropout=0.5), spread(grid, batch_of(CLASSES, 0)[0])
+    dropping = [module for _, module in net.named_modules() if isinstance(module, nn.Dropout)]
+    assert net.eval() is net and not dropping[0].training and net.train() is net and dropping[0].training
+    dropping[0].train(False)
+    with net.evaluating() as same:
+        first, second = (net(x) for _ in range(2))
+        assert same is net and not first.requires_grad
+    assert np.array_equal(first.gather(), second.gather())
+    assert [module.training for module in dropping] == [False, True] and net.training
+    net.train()
+    state = net.random_state()
+    noisy = [net(x).gather() for _ in range(2)]
+    assert not np.array_equal(*noisy) and not np.array_equal(noisy[0], first.gather())
+    assert set(state.values()) == {0} and set(net.random_state().values()) == {2}
+    net.set_random_state(state)
+    assert np.array_equal(net(x).gather(), noisy[0])
+    with pytest.raises(ZeroDivisionError), net.evaluating():
+        1 / 0
+    assert dropping[1].training and net(x).requires_grad
 
 
 class Pair(nn.Module):
@@ -362,29 +250,28 @@ class Pair(nn.Module):
         return self.drop(mixed), x * y
 
 
+USES = {
+    "both": lambda out, other: nn.mse(out, other),
+    "the first": lambda out, other: nn.mse(out, out.value * 0.5),
+    "the second": lambda out, other: nn.mse(other, other.value * 0.5),
+}
+
+
 @pytest.mark.parallel([4], thorough=[1, 2])
-def test_modules_of_several_tensors(comm):
+@looped("used", USES)
+@over_grids()
+def test_modules_of_several_tensors(grid, used):
     """With and without recomputation: the same bits, also of the inputs, for any used results. A hook gets each
     result."""
-
-    def check(grid):
-        for used in (
-            lambda out, other: nn.mse(out, other),
-            lambda out, other: nn.mse(out, out.value * 0.5),
-            lambda out, other: nn.mse(other, other.value * 0.5),
-        ):
-            found = []
-            for recompute in (False, True):
-                part = Pair(grid)
-                net = nn.Recompute(part) if recompute else part
-                x, y = (nn.Tensor(spread(grid, integers((8, 6), seed=seed)), requires_grad=True) for seed in (1, 2))
-                seen = []
-                with nn.Tape.of(grid).set(inspect=lambda layer, out: seen.append((layer, out.shape))):
-                    results = net(nn.scale(x, 0.5), y, factor=0.25)
-                assert isinstance(results, tuple) and seen[-2:] == [(net, (8, 6))] * 2
-                used(*results).backward()
-                arrays = [each.grad for each in (x, y, *part.parameters())]
-                found.append([None if each is None else bits_of(each.gather()) for each in arrays])
-            assert found[0] == found[1] and any(found[0])
-
-    on_each_grid(comm, check)
+    found = []
+    for wrap in (lambda part: part, nn.Recompute):
+        part, seen = Pair(grid), []
+        net = wrap(part)
+        x, y = (nn.Tensor(spread(grid, integers((8, 6), seed=seed)), requires_grad=True) for seed in (1, 2))
+        with nn.Tape.of(grid).set(inspect=lambda layer, out: seen.append((layer, out.shape))):
+            results = net(nn.scale(x, 0.5), y, factor=0.25)
+        assert isinstance(results, tuple) and seen[-2:] == [(net, (8, 6))] * 2
+        USES[used](*results).backward()
+        arrays = [each.grad for each in (x, y, *part.parameters())]
+        found.append([None if each is None else bits_of(each.gather()) for each in arrays])
+    assert found[0] == found[1] and any(found[0])

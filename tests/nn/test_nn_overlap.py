@@ -7,11 +7,10 @@ from itertools import product
 
 import numpy as np
 import pytest
-from loops import given
+from loops import looped
 from mpi_runner.plugin import all_tests
 from networks import (
     GRIDS,
-    WIDEST,
     Case,
     adamw,
     alone,
@@ -21,6 +20,8 @@ from networks import (
     loss_of,
     network_of,
     on_each_grid,
+    on_grid,
+    over_grids,
     spread,
     train,
     weights_of,
@@ -77,14 +78,6 @@ def trained(grid, overlap, shard=False, recompute=True):
     return list(bits(weights_of(net)).values())
 
 
-def test_every_switch_meets_every_other_choice():
-    tried = [overlap for overlap, _ in choices()]
-    assert len({(one.oar, one.ors, one.oag, one.buckets) for one in tried}) == 16
-    for name in ("oar", "ors", "oag", "buckets"):
-        assert len({(getattr(one, name), one.reshard_after_forward, one.keep_bytes) for one in tried}) == 8
-        assert len({(getattr(one, name), one.bucket_bytes) for one in tried}) == 6
-
-
 def assert_all_alike(grid, recompute=True):
     """Without --all, the even combinations on the first grid, and the odd ones on the other."""
     parities = (0, 1) if all_tests else (int(grid.data.size == 1),)
@@ -94,8 +87,9 @@ def assert_all_alike(grid, recompute=True):
 
 
 @pytest.mark.parallel([4], thorough=[2, 8])
-def test_any_combination_of_switches_gives_bitwise_the_same_weights(comm):
-    on_each_grid(comm, assert_all_alike, GRIDS_OF_SWITCHES[comm.size])
+@over_grids(GRIDS_OF_SWITCHES)
+def test_any_combination_of_switches_gives_bitwise_the_same_weights(grid):
+    assert_all_alike(grid)
 
 
 @pytest.mark.parallel([4], thorough=[2, 8])
@@ -106,22 +100,18 @@ def test_what_is_under_way_is_waited_for(comm, monkeypatch):
 
 
 @pytest.mark.parallel([4], thorough=[2])
-def test_what_is_kept_does_not_depend_on_the_collection_of_garbage(comm):
+@on_grid("fsdp")
+def test_what_is_kept_does_not_depend_on_the_collection_of_garbage(comm, grid):
     """Earlier networks do not count for keep_bytes on any rank, whether their memory was collected or not."""
-
-    def check(grid):
-        nn.Tape.of(grid).parallel.overlap = nn.Overlap(keep_bytes=8 * 40 * 30 * 2)
-        gc.disable()
-        try:
-            for _ in range(3):
-                train(grid, CASE._replace(sizes=(40, 30, 20, 10)), 2)
-                grid.rank or gc.collect()
-                calls = grid.ledger.total(phase="gather W").calls
-                assert len(set(comm.allgather(calls))) == 1
-        finally:
-            gc.enable()
-
-    on_each_grid(comm, check, [("fsdp", 1)])
+    nn.Tape.of(grid).parallel.overlap = nn.Overlap(keep_bytes=8 * 40 * 30 * 2)
+    gc.disable()
+    try:
+        for _ in range(3):
+            train(grid, CASE._replace(sizes=(40, 30, 20, 10)), 2)
+            grid.rank or gc.collect()
+            assert len(set(comm.allgather(grid.ledger.total(phase="gather W").calls))) == 1
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parallel([6], thorough=[2, 4, 8])
@@ -154,70 +144,48 @@ def test_a_seed_gives_one_network_and_one_mask_on_every_grid(comm):
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
-def test_recomputing_changes_no_bit(comm):
+@over_grids(lambda ranks: GRIDS[ranks][-3:])
+def test_recomputing_changes_no_bit(grid):
     """Neither a gradient, nor the masks of this call and the next."""
-
-    def check(grid):
-        found = []
-        for recompute in (False, True):
-            net = network_of(grid, CASE, dropout=0.2, recompute=recompute)
-            for step in range(2):
-                given = nn.Tensor(spread(grid, batch_of(CASE, step)[0]), requires_grad=True)
-                loss = nn.cross_entropy(net(given), spread(grid, batch_of(CASE, step)[1], batch_layout(None)))
-                loss.backward()
-            values = [*gradients_of(net).values(), given.grad.gather(), np.array(loss.item())]
-            found.append(([bits_of(value) for value in values], list(net.random_state().values())))
-        assert found[0] == found[1]
-
-    on_each_grid(comm, check, GRIDS[comm.size][-3:])
+    found = []
+    for recompute in (False, True):
+        net = network_of(grid, CASE, dropout=0.2, recompute=recompute)
+        for step in range(2):
+            x, y = batch_of(CASE, step)
+            given = nn.Tensor(spread(grid, x), requires_grad=True)
+            loss = nn.cross_entropy(net(given), spread(grid, y, batch_layout(None)))
+            loss.backward()
+        values = [*gradients_of(net).values(), given.grad.gather(), np.array(loss.item())]
+        found.append(([bits_of(value) for value in values], list(net.random_state().values())))
+    assert found[0] == found[1]
 
 
 def held_after_forward(grid, recompute, activation):
-    """Bytes that the tape holds after a forward pass, bytes that recomputation saves by the ledger, and bytes that are
-    held after the backward pass."""
+    """Bytes that the tape holds after a forward pass, and bytes that recomputation saves by the ledger."""
     case = CASE._replace(activation=activation, norm=False, sizes=(64, 256, 128, 16), batch=256)
-    net = network_of(grid, case, recompute=recompute)
-    x, y = batch_of(case, 0)
-    before = grid.workspace.in_use()
-    loss = loss_of(net, case, x, y)
+    net, before = network_of(grid, case, recompute=recompute), grid.workspace.in_use()
+    loss = loss_of(net, case, *batch_of(case, 0))
     held = grid.workspace.in_use() - before
     loss.backward()
-    return held, grid.ledger.memory["recompute saves"], grid.workspace.in_use() - before
+    assert grid.workspace.in_use() == before
+    return held, grid.ledger.memory["recompute saves"]
 
 
 @pytest.mark.parallel([4], thorough=[1])
-def test_what_recomputing_saves_is_what_is_held_without_it(comm):
+@looped("activation", ["gelu", "relu"])
+@over_grids(lambda ranks: [("1x1x1" if ranks == 1 else "2x2x1", 1)])
+def test_what_recomputing_saves_is_what_is_held_without_it(grid, activation):
     """For each hidden layer, the input of the activation. Its output is the next layer's input, which is kept in both
     cases. relu keeps only its output, so nothing is saved."""
-    for activation in ["gelu", "relu"]:
-        with given(activation=activation):
-
-            def check(grid):
-                inputs = 256 * 8 * (256 // grid.x.size + 128 // grid.y.size)
-                plain, none, _ = held_after_forward(grid, False, activation)
-                short, saved, left = held_after_forward(grid, True, activation)
-                assert none == 0
-                assert saved == plain - short
-                assert saved == (inputs if activation == "gelu" else 0)
-                assert left == 0
-
-            on_each_grid(comm, check, [WIDEST[1] if comm.size == 1 else ("2x2x1", 1)])
-
-
-@pytest.mark.parallel([4])
-def test_training_again_gives_the_same_bits(comm):
-    """Two runs with one seed, the second on a grid that has trained something else before."""
-
-    def check(grid):
-        first = bits(weights_of(train(grid, CASE, 2)[1]))
-        train(grid, CASE._replace(sizes=(40, 30, 10)), 2, dropout=0.5)
-        assert bits(weights_of(train(grid, CASE, 2)[1])) == first
-
-    on_each_grid(comm, check, [WIDEST[4]])
+    inputs = 256 * 8 * (256 // grid.x.size + 128 // grid.y.size)
+    plain, none = held_after_forward(grid, False, activation)
+    short, saved = held_after_forward(grid, True, activation)
+    assert none == 0 and saved == plain - short == (inputs if activation == "gelu" else 0)
 
 
 @pytest.mark.parallel([2])
-def test_no_more_sums_of_gradients_are_under_way_than_memory_was_planned_for(comm, monkeypatch):
+@on_grid("ddp")
+def test_no_more_sums_of_gradients_are_under_way_than_memory_was_planned_for(comm, grid, monkeypatch):
     """Rank 0 is late with each sum, so on rank 1 none has ended when the next ones begin."""
     begun, most, begin = [], [0], data_parallel.GradientSums._start
 
@@ -228,10 +196,7 @@ def test_no_more_sums_of_gradients_are_under_way_than_memory_was_planned_for(com
         begun.append(bucket[0].pending)
         most[0] = max(most[0], sum(not pending.done for pending in begun))
 
-    def check(grid):
-        monkeypatch.setattr(data_parallel.GradientSums, "_start", late)
-        nn.Tape.of(grid).parallel.overlap = nn.Overlap(bucket_bytes=1)
-        loss_of(network_of(grid, CASE), CASE, *batch_of(CASE, 0)).backward()
-
-    on_each_grid(comm, check, [("ddp", 1)])
+    monkeypatch.setattr(data_parallel.GradientSums, "_start", late)
+    nn.Tape.of(grid).parallel.overlap = nn.Overlap(bucket_bytes=1)
+    loss_of(network_of(grid, CASE), CASE, *batch_of(CASE, 0)).backward()
     assert max(comm.allgather(most[0])) == data_parallel.IN_FLIGHT and len(begun) > 4

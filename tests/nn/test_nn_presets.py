@@ -1,10 +1,9 @@
 """The families of parallel training are grids. The ledger contains their known collectives and volumes: bytes that a
 rank receives in a step. An all-reduce of n bytes over G ranks is 2 (G-1)/G n."""
 
-import numpy as np
 import pytest
-from loops import given
-from networks import Case, adamw, batch_of, bits, loss_of, network_of, on_each_grid, spread, train, weights_of
+from loops import looped
+from networks import Case, adamw, batch_of, network_of, on_grid, over_grids, spread
 
 from pmm3d import nn
 from pmm3d.layout import AXES, batch_layout, part_sizes
@@ -75,133 +74,81 @@ def gathered_and_scattered(axis, gathers, bias):
     return moved
 
 
-def test_ddp_is_one_all_reduce_of_all_gradients(comm):
-    for bias in [False, True]:
-        with given(bias=bias):
-
-            def check(grid):
-                axis, total = grid.data, sum(MATRICES) + bias * sum(VECTORS)
-                found = recorded(grid, bias)
-                assert found == along_data(axis, total)
-                assert found["data", "reduce data", "all_reduce"] == (1, 2 * total * (axis.size - 1) // axis.size)
-
-            on_each_grid(comm, check, [("ddp", 1)])
+biased = looped("bias", [False, True])
 
 
-def test_buckets_of_ddp_move_the_same_bytes(comm):
+@biased
+@on_grid("ddp")
+def test_ddp_is_one_all_reduce_of_all_gradients(grid, bias):
+    axis, total, found = grid.data, sum(MATRICES) + bias * sum(VECTORS), recorded(grid, bias)
+    assert found == along_data(axis, total)
+    assert found["data", "reduce data", "all_reduce"] == (1, 2 * total * (axis.size - 1) // axis.size)
+
+
+@looped("bucket_bytes, buckets", [(1, MATRICES[::-1]), (60_000, [sum(MATRICES[2:]), sum(MATRICES[:2])])])
+@on_grid("ddp")
+def test_buckets_of_ddp_move_the_same_bytes(grid, bucket_bytes, buckets):
     """From the last layer to the first, in buckets of the requested size."""
-
-    def check(grid):
-        axis = grid.data
-        backwards = MATRICES[::-1]
-        for bucket_bytes, buckets in ((1, backwards), (60_000, [sum(backwards[:2]), sum(backwards[2:])])):
-            moved = recorded(grid, False, nn.Overlap(bucket_bytes=bucket_bytes))
-            volume = sum(all_reduced(nbytes, axis.size, axis.index) for nbytes in buckets)
-            assert moved["data", "reduce data", "all_reduce"] == (len(buckets), volume)
-
-    on_each_grid(comm, check, [("ddp", 1)])
+    moved = recorded(grid, False, nn.Overlap(bucket_bytes=bucket_bytes))
+    volume = sum(all_reduced(nbytes, grid.data.size, grid.data.index) for nbytes in buckets)
+    assert moved["data", "reduce data", "all_reduce"] == (len(buckets), volume)
 
 
-def test_zero_1_is_a_reduce_scatter_and_a_gather_of_the_same_volume(comm):
-    for bias in [False, True]:
-        with given(bias=bias):
-
-            def check(grid):
-                axis = grid.data
-                own = sum(8 * outputs * part_sizes(inputs, axis.size)[axis.index] for inputs, outputs in LAYERS)
-                own += bias * sum(8 * part_sizes(outputs, axis.size)[axis.index] for _, outputs in LAYERS)
-                total = sum(MATRICES) + bias * sum(VECTORS)
-                moved = recorded(grid, bias, shard=True)
-                assert moved == {
-                    ("data", "reduce data", "reduce_scatter"): (1, (axis.size - 1) * own),
-                    ("data", "optimizer", "all_gather"): (len(LAYERS) * (1 + bias), total - own),
-                    **loss_along(axis),
-                }
-                assert (axis.size - 1) * own + total - own == 2 * total * (axis.size - 1) // axis.size
-
-            on_each_grid(comm, check, [("ddp", 1)])
+@biased
+@on_grid("ddp")
+def test_zero_1_is_a_reduce_scatter_and_a_gather_of_the_same_volume(grid, bias):
+    axis, total = grid.data, sum(MATRICES) + bias * sum(VECTORS)
+    own = sum(8 * outputs * part_sizes(inputs, axis.size)[axis.index] for inputs, outputs in LAYERS)
+    own += bias * sum(8 * part_sizes(outputs, axis.size)[axis.index] for _, outputs in LAYERS)
+    assert recorded(grid, bias, shard=True) == {
+        ("data", "reduce data", "reduce_scatter"): (1, (axis.size - 1) * own),
+        ("data", "optimizer", "all_gather"): (len(LAYERS) * (1 + bias), total - own),
+        **loss_along(axis),
+    }
+    assert (axis.size - 1) * own + total - own == 2 * total * (axis.size - 1) // axis.size
 
 
-def test_fsdp_gathers_twice_and_scatters_once(comm):
+GATHERS = [({"reshard_after_forward": True}, 2), ({"reshard_after_forward": False}, 1), ({}, 1), ({"keep_bytes": 0}, 2)]
+"""Options of Overlap, and how often each weight is gathered."""
+
+
+@biased
+@looped("make", [nn.Overlap, nn.Overlap.none])
+@looped("options, gathers", GATHERS)
+@on_grid("fsdp")
+def test_fsdp_gathers_twice_and_scatters_once(grid, bias, make, options, gathers):
     """3 (G-1)/G of the parameters. If gathered weights are kept from the forward to the backward pass: 2 (G-1)/G."""
-    for bias in [False, True]:
-        with given(bias=bias):
-
-            def check(grid):
-                for make in (nn.Overlap, nn.Overlap.none):
-                    for options, gathers in (
-                        ({"reshard_after_forward": True}, 2),
-                        ({"reshard_after_forward": False}, 1),
-                        ({}, 1),
-                        ({"keep_bytes": 0}, 2),
-                    ):
-                        assert recorded(grid, bias, make(**options)) == gathered_and_scattered(grid.z, gathers, bias)
-
-            on_each_grid(comm, check, [("fsdp", 1)])
+    assert recorded(grid, bias, make(**options)) == gathered_and_scattered(grid.z, gathers, bias)
 
 
 @pytest.mark.parallel([4], thorough=[8])
-def test_hsdp_is_fsdp_along_z_and_an_all_reduce_of_the_shards_along_data(comm):
-    for bias in [False, True]:
-        with given(bias=bias):
-
-            def check(grid):
-                data = grid.data
-                shards = sum(MATRICES) // grid.z.size + bias * sum(VECTORS)
-                expected = along_data(data, shards)
-                if grid.z.size > 1:
-                    expected |= gathered_and_scattered(grid.z, 2, bias)
-                assert recorded(grid, bias) == expected
-
-            on_each_grid(comm, check, [("hsdp", size) for size in (2, 4) if comm.size > size])
+@biased
+@over_grids(lambda ranks: [("hsdp", size) for size in (2, 4) if ranks > size])
+def test_hsdp_is_fsdp_along_z_and_an_all_reduce_of_the_shards_along_data(grid, bias):
+    expected = along_data(grid.data, sum(MATRICES) // grid.z.size + bias * sum(VECTORS))
+    if grid.z.size > 1:
+        expected |= gathered_and_scattered(grid.z, 2, bias)
+    assert recorded(grid, bias) == expected
 
 
-def test_megatron_reduces_once_forward_and_once_backward_for_a_pair_of_layers(comm):
+@biased
+@looped("wanted", [False, True])
+@on_grid("megatron")
+def test_megatron_reduces_once_forward_and_once_backward_for_a_pair_of_layers(grid, bias, wanted):
     """Forward, the output of the second layer of a pair. Backward, the gradient of the input of the first, except that
     of the batch if it is not needed. Weights are not sent."""
-    for bias in [False, True]:
-        with given(bias=bias):
-
-            def check(grid):
-                axis, rows = grid.x, CASE.batch
-                outputs, inputs = ([8 * rows * size for size in sizes] for sizes in ((64, 32), (48, 64)))
-                for wanted in (False, True):
-                    reduced = inputs if wanted else inputs[1:]
-                    assert recorded(grid, bias, wanted=wanted) == {
-                        ("x", "reduce O", "all_reduce"): (2, 2 * sum(outputs) * (axis.size - 1) // axis.size),
-                        ("x", "reduce dI", "all_reduce"): (
-                            len(reduced),
-                            2 * sum(reduced) * (axis.size - 1) // axis.size,
-                        ),
-                    }
-
-            on_each_grid(comm, check, [("megatron", 1)])
+    outputs, inputs = ([8 * CASE.batch * size for size in sizes] for sizes in ((64, 32), (48, 64)))
+    volume = lambda arrays: (len(arrays), 2 * sum(arrays) * (grid.x.size - 1) // grid.x.size)
+    assert recorded(grid, bias, wanted=wanted) == {
+        ("x", "reduce O", "all_reduce"): volume(outputs),
+        ("x", "reduce dI", "all_reduce"): volume(inputs if wanted else inputs[1:]),
+    }
 
 
-def test_megatron_with_data_adds_the_all_reduce_of_each_ranks_weights(comm):
-    for bias in [False, True]:
-        with given(bias=bias):
-
-            def check(grid):
-                data, parts = grid.data, grid.x.size
-                vectors = sum(size // parts if index % 2 == 0 else size for index, size in enumerate(VECTORS))
-                own = sum(MATRICES) // parts + bias * vectors
-                moved = {key: value for key, value in recorded(grid, bias).items() if key[0] == "data"}
-                assert moved == along_data(data, own)
-
-            on_each_grid(comm, check, [("megatron", 2)])
-
-
-def test_all_families_train_the_same_network(comm):
-    """Initial weights have equal bits. After three steps, weights agree to rounding."""
-    found, starts = {}, set()
-
-    def check(grid):
-        starts.add(tuple(bits(weights_of(network_of(grid, CASE))).values()))
-        losses, net = train(grid, CASE, 3)
-        found[str(grid.shape)] = [losses, *weights_of(net).values(), loss_of(net, CASE, *batch_of(CASE, 9)).item()]
-
-    on_each_grid(comm, check, [("ddp", 1), ("fsdp", 1), ("hsdp", 2), ("megatron", 1), ("megatron", 2)])
-    assert len(starts) == 1
-    first, *others = found.values()
-    assert all(np.abs(one - other).max() < 1e-10 for each in others for one, other in zip(first, each))
+@biased
+@on_grid("megatron", 2)
+def test_megatron_with_data_adds_the_all_reduce_of_each_ranks_weights(grid, bias):
+    parts = grid.x.size
+    vectors = sum(size // parts if index % 2 == 0 else size for index, size in enumerate(VECTORS))
+    moved = {key: value for key, value in recorded(grid, bias).items() if key[0] == "data"}
+    assert moved == along_data(grid.data, sum(MATRICES) // parts + bias * vectors)

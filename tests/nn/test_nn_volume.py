@@ -3,6 +3,7 @@
 import pytest
 from mpi_runner.plugin import all_tests
 from networks import ALL_GRIDS, GRIDS, Case, batch_of, on_each_grid, spread
+from test_nn_modules import Branches
 
 from pmm3d import nn
 from pmm3d.layout import batch_layout
@@ -18,29 +19,7 @@ LARGE = (48, 96, 64, 80, 32)
 ODD = (7, 13, 11, 5)
 
 
-class Branches(nn.Module):
-    """A network with two branches that join, one of them with another split, and a weight that is used twice."""
-
-    def __init__(self, grid, sizes, **options):
-        self.grid, inside = grid, sizes[1]
-        self.first = nn.Linear(grid, sizes[0], inside, seed=1, **options)
-        self.block = nn.Residual(
-            nn.Sequential(
-                grid,
-                nn.LayerNorm(grid, inside, **options),
-                nn.Dropout(grid, 0.5, 3),
-                nn.Linear(grid, inside, inside, seed=2, **options),
-                nn.tanh,
-            )
-        )
-        self.last = nn.Linear(grid, inside, sizes[-1], seed=3, **options)
-        self.again = self.block
-
-    def forward(self, x):
-        x = nn.relu(self.first(x))
-        return self.last(self.again(self.block(x)))
-
-
+RESHARD = nn.Overlap(reshard_after_forward=True)
 CASES = {
     "plain": {"sizes": LARGE, "rows": (256, 100)},
     "odd": {"sizes": ODD, "rows": (23, 3), "norm": True, "clip": True},
@@ -71,48 +50,35 @@ CASES = {
         "loss": "mae",
         "overlap": nn.Overlap(regather_inputs=True, reshard_after_forward=True),
     },
-    "another network": {"sizes": ODD, "rows": (23, 40), "make": Branches, "clip": True, "evaluates": 1},
+    "another network": {"sizes": (7, 3), "rows": (23, 40), "make": Branches, "clip": True, "evaluates": 1},
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_moves_the_bytes_of_its_dry_run(comm, name):
-    def check(grid):
-        assert_moved_as_dry(grid, name)
-
-    if name == "plain":
-        grids = ALL_GRIDS.get(comm.size)
-    else:  # grids with and without a data axis, in turns
-        grids = GRIDS[comm.size] if all_tests else GRIDS[comm.size][[*CASES].index(name) % 2 :: 2]
-    on_each_grid(comm, check, grids)
+    grids = GRIDS[comm.size] if all_tests else GRIDS[comm.size][[*CASES].index(name) % 2 :: 2]
+    chosen = ALL_GRIDS.get(comm.size) if name == "plain" else grids
+    on_each_grid(comm, lambda grid: assert_moved_as_dry(grid, name), chosen)
 
 
 def assert_moved_as_dry(grid, name):
-    case = {
-        "loss": "cross_entropy",
-        "split_over_data": False,
-        "clip": False,
-        "accumulate": 1,
-        "evaluates": 2,
-        "overlap": nn.Overlap(reshard_after_forward=True),
-        "make": nn.MLP,
-        **CASES[name],
-    }
     with dry_grid(grid) as dry:
-        found = moved(grid, grid, **case)
-        assert found == moved(grid, dry, **case)
+        found = moved(grid, grid, **CASES[name])
+        assert found == moved(grid, dry, **CASES[name])
     assert grid.size == 1 or found
 
 
-def moved(grid, where, sizes, rows, loss, split_over_data, clip, accumulate, overlap, evaluates, make, **options):
+def moved(
+    grid, where, sizes, rows, loss="cross_entropy", split_over_data=False, clip=False, accumulate=1, evaluates=2,
+    overlap=RESHARD, make=nn.MLP, **options,
+):  # fmt: skip
     """Return (axis, phase, operation) -> (calls, sent, received) of three steps, and of evaluations after the first and
     the third. where: the grid, or a dry one of the same shape."""
     nn.Tape.of(where).parallel.overlap = overlap
-    options |= {"seed": 1} if make is nn.MLP else {}
-    net = make(where, sizes, dtype="float64", **options)
+    net = make(where) if make is Branches else make(where, sizes, seed=1, dtype="float64", **options)
     optimizer = optim.AdamW(net.parameters(), shard_over_data=split_over_data)
-    out, function = net.settle(sizes[0], "float64").layout, getattr(nn, loss)
-    targets, case = batch_layout(None) if loss == "cross_entropy" else out, Case(sizes, rows[0], loss=loss)
+    out, function, case = net.settle(sizes[0], "float64").layout, getattr(nn, loss), Case(sizes, rows[0], loss=loss)
+    targets = batch_layout(None) if loss == "cross_entropy" else out
     drain(where)
     where.ledger.reset()
 

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import standin
 import standin_streams
-from loops import given
+from loops import looped
+from networks import on_grid
 from samples import LIBRARIES, to_library, to_numpy
 
-from pmm3d import DistMatrix, Grid, GridError, Pmm3dError, nn
+from pmm3d import DistMatrix, GridError, Pmm3dError, nn
 from pmm3d.arrays import library_named
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
@@ -17,6 +18,7 @@ from pmm3d.nn.training.step import step_agreement, train_step
 pytestmark = pytest.mark.deadline(240)
 
 ROWS, CLASSES = 12, 3
+of_one = on_grid("1x1x1")
 
 
 @pytest.fixture
@@ -46,75 +48,63 @@ def network(grid, library, width=9, features=7):
 
 
 @pytest.mark.parallel([1])
-def test_calls_of_a_step_do_not_grow_with_the_arrays(comm, calls):
+@of_one
+def test_calls_of_a_step_do_not_grow_with_the_arrays(grid, calls):
     """From a few hundred elements to several of the slices that the host would use."""
     found = []
-    with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
-        for rows, width in ((32, 8), (2048, 96)):
-            x, y = batch(grid, "standin", rows)
-            net = network(grid, "standin", width)
-            optimizer = optim.AdamW(net.parameters())
-            for _ in range(2):
-                del calls[:]
-                nn.cross_entropy(net(x), y).backward()
-                optimizer.gradient_norm()
-                optimizer.step()
-            found.append(len([work for work in calls if "__del__" not in getattr(work, "__qualname__", "")]))
+    for rows, width in ((32, 8), (2048, 96)):
+        (x, y), net = batch(grid, "standin", rows), network(grid, "standin", width)
+        optimizer = optim.AdamW(net.parameters())
+        for _ in range(2):
+            del calls[:]
+            nn.cross_entropy(net(x), y).backward()
+            optimizer.gradient_norm()
+            optimizer.step()
+        found.append(len([work for work in calls if "__del__" not in getattr(work, "__qualname__", "")]))
     assert rows * width > 2 * library_named("numpy").slice_elements and found[0] == found[1]
 
 
 @pytest.mark.parallel([1])
-def test_a_loss_brings_nothing_to_the_host(comm):
-    with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
-        (x, y), net = batch(grid, "standin"), network(grid, "standin")
-        optimizer = optim.AdamW(net.parameters())
-        waits = []
-        for loss in (nn.cross_entropy, nn.cross_entropy, nn.mse, nn.mae):
-            before = standin.Stream.waits
-            loss(
-                net(x),
-                y
-                if loss is nn.cross_entropy
-                else DistMatrix.random(
-                    grid, (ROWS, CLASSES), dtype="float32", layout=batch_layout(), library="standin"
-                ),
-            ).backward()
-            waits.append(standin.Stream.waits - before)
-            before = standin.Stream.waits
-            assert optimizer._local_norm_squared() > 0 and standin.Stream.waits == before + 1
-            optimizer.step()
-        assert waits == [1, 0, 0, 0]  # new labels are checked once
+@of_one
+def test_a_loss_brings_nothing_to_the_host(grid):
+    (x, labels), net = batch(grid, "standin"), network(grid, "standin")
+    optimizer, waits = optim.AdamW(net.parameters()), []
+    y = DistMatrix.random(grid, (ROWS, CLASSES), dtype="float32", layout=batch_layout(), library="standin")
+    for loss, target in ((nn.cross_entropy, labels), (nn.cross_entropy, labels), (nn.mse, y), (nn.mae, y)):
+        before = standin.Stream.waits
+        loss(net(x), target).backward()
+        waits.append(standin.Stream.waits - before)
+        before = standin.Stream.waits
+        assert optimizer._local_norm_squared() > 0 and standin.Stream.waits == before + 1
+        optimizer.step()
+    assert waits == [1, 0, 0, 0]  # new labels are checked once
 
 
 @pytest.mark.parallel([1])
-def test_the_losses_of_a_step_of_several_batches_are_read_at_its_end(comm):
-    with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
-        found, waits = [], []
-        for library in ("numpy", "standin"):
-            (x, y), net = batch(grid, library), network(grid, library)
-            y.labels_below, before = CLASSES, standin.Stream.waits
+@of_one
+def test_the_losses_of_a_step_of_several_batches_are_read_at_its_end(grid):
+    found, waits = [], []
+    for library in ("numpy", "standin"):
+        (x, y), net = batch(grid, library), network(grid, library)
+        y.labels_below, before = CLASSES, standin.Stream.waits
 
-            def agree(loss, square, before=before):
-                waits.append(standin.Stream.waits - before)
-                return step_agreement(grid, loss, square)
+        def agree(loss, square, before=before):
+            waits.append(standin.Stream.waits - before)
+            return step_agreement(grid, loss, square)
 
-            found.append(
-                train_step(net, optim.SGD(net.parameters(), lr=0.1), nn.cross_entropy, [(x, y)] * 3, agree=agree)
-            )
-        assert waits == [0, 4]  # three losses and a norm
-        assert np.allclose(*found, rtol=1e-5)
+        optimizer = optim.SGD(net.parameters(), lr=0.1)
+        found.append(train_step(net, optimizer, nn.cross_entropy, [(x, y)] * 3, agree=agree))
+    assert waits == [0, 4]  # three losses and a norm
+    assert np.allclose(*found, rtol=1e-5)
 
 
 @pytest.mark.parallel([4], thorough=[1, 2])
-def test_labels_are_compared_where_the_logits_are(comm, grid, fails):
+def test_labels_are_compared_where_the_logits_are(grid, fails):
     """Also if there are more ranks than classes."""
-    whole = np.random.default_rng(1).standard_normal((ROWS, CLASSES))
-    found = []
+    whole, found = np.random.default_rng(1).standard_normal((ROWS, CLASSES)), []
     for library in ("numpy", "standin"):
-        x = nn.Tensor(
-            DistMatrix.from_global(grid, to_library(whole, library), layout=Layout("z", ("y", "x"))), requires_grad=True
-        )
-        y = batch(grid, library)[1]
+        x = DistMatrix.from_global(grid, to_library(whole, library), layout=Layout("z", ("y", "x")))
+        x, y = nn.Tensor(x, requires_grad=True), batch(grid, library)[1]
         for labels in (y, y, batch(grid, "numpy")[1]):
             loss = nn.cross_entropy(x, labels)
             loss.backward()
@@ -122,75 +112,49 @@ def test_labels_are_compared_where_the_logits_are(comm, grid, fails):
         y.local[:1] = CLASSES
         if library == "numpy":
             fails(Pmm3dError, "has the label 3; the network has 3 outputs", lambda: nn.cross_entropy(x, y))
-        else:
-            assert nn.cross_entropy(x, y).item() == np.inf
-            below = to_library(np.full((ROWS, 1), -1), library)
-            wrong = DistMatrix.from_global(grid, below, layout=batch_layout(None))
-            fails(Pmm3dError, "row 0 of the batch has the label -1", lambda: nn.cross_entropy(x, wrong))
+    assert nn.cross_entropy(x, y).item() == np.inf  # labels on a device are checked once
+    below = DistMatrix.from_global(grid, to_library(np.full((ROWS, 1), -1), "standin"), layout=batch_layout(None))
+    fails(Pmm3dError, "row 0 of the batch has the label -1", lambda: nn.cross_entropy(x, below))
     assert found[0][0] == found[1][0] and np.array_equal(found[0][1], found[1][1])
 
 
-@pytest.mark.parallel([1])
-def test_dropout_draws_the_same_in_every_library(comm):
-    with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
-        found = []
-        for library in LIBRARIES:
-            ones = DistMatrix.from_function(
-                grid, (50, 40), lambda i, j: 0 * i + j + 1, dtype="float32", library=library
-            )
-            found.append(to_numpy(nn.dropout(nn.Tensor(ones), 0.3, seed=5).gather(), library))
-        assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
-
-
-FUNCTIONS = [RELU, TANH, SIGMOID, SILU, GELU]
-
-
-def test_kernels_of_the_libraries_are_the_functions():
-    for function in FUNCTIONS:
-        with given(function=function):
-            values, gradient = np.linspace(-4, 4, 101), np.linspace(1, 2, 101)
-            found = []
-            for library in LIBRARIES:
-                face, x, g = library_named(library), to_library(values, library), to_library(gradient, library)
-                value = function.value.compiled(face, "float64", x)
-                assert function.value.compiled(face, "float64", x) is value  # a fused kernel is made once
-                out = value(x)
-                kept = out if function.of_output else x
-                slope = function.slope.compiled(face, "float64", g, kept)(g, kept)
-                found.append((to_numpy(out, library), to_numpy(slope, library)))
-                half = to_library(values.astype("float16"), library)
-                for each, operands in ((function.value, [half]), (function.slope, [half, half])):
-                    assert face.dtype(each.compiled(face, "float16", *operands)(*operands)) == "float16"
-            for other in found[1:]:
-                assert np.allclose(found[0], other, rtol=0, atol=1e-14)
+@looped("function", [RELU, TANH, SIGMOID, SILU, GELU])
+def test_kernels_of_the_libraries_are_the_functions(function):
+    values, gradient, found = np.linspace(-4, 4, 101), np.linspace(1, 2, 101), []
+    for library in LIBRARIES:
+        face, x, g = library_named(library), to_library(values, library), to_library(gradient, library)
+        value = function.value.compiled(face, "float64", x)
+        assert function.value.compiled(face, "float64", x) is value  # a fused kernel is made once
+        out = value(x)
+        kept = out if function.of_output else x
+        slope = function.slope.compiled(face, "float64", g, kept)(g, kept)
+        found.append((to_numpy(out, library), to_numpy(slope, library)))
+    for other in found[1:]:
+        assert np.allclose(found[0], other, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parallel([1])
-def test_a_loss_is_the_hosts(comm):
+@looped("dtype", ["float16", "float32"])
+@of_one
+def test_a_loss_is_the_hosts(grid, dtype):
     """Its slope has equal bits."""
-    for dtype in ["float16", "float32"]:
-        with given(dtype=dtype):
-            with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
-                x = nn.Tensor(DistMatrix.random(grid, (50, 40), dtype=dtype, library="standin"), requires_grad=True)
-                y = DistMatrix.random(grid, (50, 40), dtype="float32", seed=2, library="standin")
-                loss = nn.mse(x, y)
-                loss.backward()
-                host = nn.Tensor(DistMatrix.from_global(grid, to_numpy(x.local, "standin")), requires_grad=True)
-                wanted = nn.mse(host, DistMatrix.from_global(grid, to_numpy(y.local, "standin")))
-                wanted.backward()
-                assert abs(loss.item() - wanted.item()) < 1e-6 and np.array_equal(
-                    to_numpy(x.grad.local, "standin"), host.grad.local
-                )
+    drawn = lambda dtype, seed: DistMatrix.random(grid, (50, 40), dtype=dtype, seed=seed, library="standin")
+    x, y = drawn(dtype, 1), drawn("float32", 2)
+    host, target = (DistMatrix.from_global(grid, to_numpy(each.local, "standin")) for each in (x, y))
+    x, host = (nn.Tensor(each, requires_grad=True) for each in (x, host))
+    loss, wanted = nn.mse(x, y), nn.mse(host, target)
+    loss.backward()
+    wanted.backward()
+    assert abs(loss.item() - wanted.item()) < 1e-6
+    assert np.array_equal(to_numpy(x.grad.local, "standin"), host.grad.local)
 
 
 @pytest.mark.parallel([2], thorough=[1])
-def test_matrices_on_two_devices_are_refused(comm, some_grid, fails):
+def test_matrices_on_two_devices_are_refused(some_grid, fails):
     made = [DistMatrix.empty(some_grid, (4, 4), layout=Layout(), library="standin") for _ in range(2)]
     with standin.Device(1):
         made[1].local = to_library(np.ones((4, 4)), "standin")
-    for call in (
-        lambda: nn.Tensor(made[0]) + nn.Tensor(made[1]),
-        lambda: nn.linear(nn.Tensor(made[0]), nn.Tensor(made[1])),
-    ):
-        fails(GridError, "must be on one device; here they are on the devices 0, 1. Make them on one", call)
+    (one, other), text = map(nn.Tensor, made), "on one device; here they are on the devices 0, 1. Make them on one"
+    fails(GridError, text, lambda: one + other)
+    fails(GridError, text, lambda: nn.linear(one, other))
     fails(GridError, "an array of device 1 is used while device 0 is current", lambda: made[0] @ made[1])

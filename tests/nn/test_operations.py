@@ -2,14 +2,16 @@
 
 from functools import partial
 from itertools import count
+from operator import add, mul, truediv
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from differences import assert_gradients_are_differences, drawn
-from loops import given
-from networks import ALL_GRIDS, GRIDS, INPUT, WIDEST, assert_replicas_agree, inner, on_each_grid, spread
+from differences import drawn
+from loops import given, looped
+from networks import ALL_GRIDS, GRIDS, INPUT, WIDEST, assert_replicas_agree, inner, on_each_grid, over_grids, spread
 from samples import TESTED, integers, to_library, to_numpy
+from scipy.special import log_softmax
 from torch_reference import by_rank_0
 
 from pmm3d import DistMatrix, DTypeError, Grid, GridError, LayoutError, nn
@@ -136,25 +138,19 @@ def test_values_and_gradients_are_those_of_torch(comm, kind, library):
     on_each_grid(comm, check, None if library == TESTED else [WIDEST[comm.size]])
 
 
-def test_parts_may_be_empty(comm):
+NARROW = "x / w", "row / x", "col / x", "one * x", "sum 0", "mean 1", "softmax 0", "softmax 1", "log_softmax 1"
+"""Cases for three columns."""
+
+
+@looped("rows, titles", [(2, NARROW), (0, [title for title in NARROW if title not in ("softmax 0", "sum 0")])])
+@over_grids(lambda ranks: ALL_GRIDS[ranks][::3])
+def test_parts_may_be_empty(comm, grid, rows, titles):
     """Two rows and three columns, on all grids; a matrix without rows."""
-    cases = {
-        title: case
-        for title, case in {**ELEMENTWISE, **ALONG}.items()
-        if title
-        in ("x / w", "row / x", "col / x", "one * x", "sum 0", "mean 1", "softmax 0", "softmax 1", "log_softmax 1")
-    }
-    for rows in (2, 0):
-        shapes = {"x": (rows, 3), "w": (rows, 3), "row": (1, 3), "col": (rows, 1), "one": (1, 1)}
-        chosen = {title: case for title, case in cases.items() if rows or title not in ("softmax 0", "sum 0")}
-        expected = by_rank_0(comm, lambda: of_torch(chosen, shapes))
-
-        def check(grid):
-            for number, (title, case) in enumerate(chosen.items()):
-                layouts = dict.fromkeys(shapes, LAYOUTS[number % 6])
-                assert_as_torch(grid, case, expected[title], shapes, layouts)
-
-        on_each_grid(comm, check, ALL_GRIDS[comm.size][::3])
+    shapes = {"x": (rows, 3), "w": (rows, 3), "row": (1, 3), "col": (rows, 1), "one": (1, 1)}
+    cases = {title: {**ELEMENTWISE, **ALONG}[title] for title in titles}
+    expected = by_rank_0(comm, lambda: of_torch(cases, shapes))
+    for number, (title, case) in enumerate(cases.items()):
+        assert_as_torch(grid, case, expected[title], shapes, dict.fromkeys(shapes, LAYOUTS[number % 6]))
 
 
 LARGE = {
@@ -164,65 +160,20 @@ LARGE = {
 }
 
 
-def test_softmax_of_large_numbers_and_of_masks(comm):
+@looped("title", LARGE)
+@over_grids()
+def test_softmax_of_large_numbers_and_of_masks(grid, title):
     """Also if a rank has only -inf."""
-    for title in LARGE:
-        with given(title=title):
-            x, labels = LARGE[title], np.full((ROWS, 1), 2)
-
-            def by_torch():
-                import torch
-
-                given = torch.from_numpy(x)
-                return [
-                    torch.softmax(given, 1).numpy(),
-                    torch.log_softmax(given, 1).numpy(),
-                    torch.nn.functional.cross_entropy(given, torch.from_numpy(labels[:, 0])).item(),
-                ]
-
-            softmax, logarithm, loss = by_rank_0(comm, by_torch)
-
-            def check(grid):
-                for layout in LAYOUTS[:6]:
-                    given = nn.Tensor(spread(grid, x, layout), requires_grad=True)
-                    out = nn.softmax(given)
-                    assert np.abs(out.gather() - softmax).max() < 1e-12
-                    found = nn.log_softmax(given).gather()
-                    assert np.array_equal(np.isinf(found), np.isinf(logarithm))
-                    finite = np.isfinite(logarithm)
-                    assert np.allclose(found[finite], logarithm[finite], rtol=1e-13, atol=1e-12)
-                    cost = nn.cross_entropy(given, spread(grid, labels, Layout()))
-                    assert cost.item() == pytest.approx(loss, rel=1e-13)
-                    (inner(out, drawn(x.shape, 6)) + cost).backward()
-                    assert np.isfinite(given.grad.gather()).all()
-
-            on_each_grid(comm, check)
-
-
-def test_gradients_are_central_differences(comm):
-    parameters = {
-        "t": ((ROWS, COLS), Layout(("y", "z"), "x")),
-        "g": ((1, COLS), Layout((), ("y", "x"))),
-        "v": ((1, COLS), Layout((), "x")),
-    }
-    x, norm = {"x": ((ROWS, COLS), INPUT)}, {"x": ((ROWS, COLS), Layout("data", ("y", "x")))}
-    operations = {
-        "products": ({**x, **parameters}, lambda t: t["x"] * t["t"] / (t["g"] * t["g"] + 1) - t["v"]),
-        "softmax": ({**x, "v": parameters["v"]}, lambda t: nn.softmax(t["x"] * t["v"], 1) * nn.softmax(t["x"], 0)),
-        "log_softmax": (x, lambda t: nn.log_softmax(t["x"]) * nn.columns(nn.log_softmax(t["x"], 0), 0, 12)),
-        "heads": ({**x, "v": parameters["v"]}, lambda t: nn.columns(t["x"] * t["v"], 1, 3, 4) * t["x"][:, 2:8]),
-        "penalty": ({name: parameters[name] for name in "tg"},
-                    lambda t: nn.sum(nn.mean(t["t"] * t["t"] * t["g"], 1), 0)),
-        "layer_norm, two axes": ({**norm, "g": parameters["g"], "b": ((1, COLS), Layout((), ("y", "x")))},
-                                 lambda t: nn.layer_norm(t["x"], t["g"], t["b"])),
-        "layer_norm, moved": ({**norm, "g": parameters["g"], "b": parameters["v"]},
-                              lambda t: nn.layer_norm(t["x"], t["g"], t["b"])),
-        "cross_entropy, two axes": (norm, lambda t: nn.cross_entropy(
-            t["x"], spread(t["x"].grid, np.arange(ROWS)[:, None], Layout()))),
-    }  # fmt: skip
-    on_each_grid(
-        comm, lambda grid: assert_gradients_are_differences(grid, operations), [WIDEST[comm.size]], check=False
-    )
+    x, labels = LARGE[title], np.full((ROWS, 1), 2)
+    expected, loss = log_softmax(x, 1), -log_softmax(x, 1)[:, 2].mean()
+    for layout in LAYOUTS[:6]:
+        given = nn.Tensor(spread(grid, x, layout), requires_grad=True)
+        out, cost = nn.softmax(given), nn.cross_entropy(given, spread(grid, labels, Layout()))
+        assert np.abs(out.gather() - np.exp(expected)).max() < 1e-12
+        assert np.allclose(nn.log_softmax(given).gather(), expected, rtol=1e-13, atol=1e-12)
+        assert cost.item() == pytest.approx(loss, rel=1e-13)
+        (inner(out, drawn(x.shape, 6)) + cost).backward()
+        assert np.isfinite(given.grad.gather()).all()
 
 
 # Bytes
@@ -235,84 +186,79 @@ def moved(grid, operation, *tensors):
     return grid.ledger.total().received
 
 
-def test_what_moves(comm):
+@over_grids()
+def test_what_moves(grid):
     """As documented: numbers per row, and nothing if the layouts fit."""
-
-    def check(grid):
-        x = nn.Tensor(spread(grid, drawn((16, 16), 1), INPUT))
-        row, col = (
-            nn.Tensor(spread(grid, drawn(shape, 2), layout))
-            for shape, layout in (((1, 16), Layout((), "y")), ((16, 1), Layout(("data", "z"))))
-        )
-        rows, cols = x.box.shape
-        along_y, along_rows = grid.y.size, [grid.data.size, grid.z.size]
-        for operation in (
-            lambda x: x * x,
-            lambda x: x / row,
-            lambda x: col - x,
-            lambda x: x * 2 + 1,
-            lambda x: nn.columns(x, 0, 1, 2),
-            lambda x: nn.columns(x, 1, 2, 16 // along_y),
-        ):
-            assert moved(grid, operation, x) == 0 or along_y == 1
-        assert moved(grid, nn.softmax, x) == 8 * 2 * rows * (along_y - 1)
-        assert moved(grid, lambda x: nn.softmax(x, 0), x) == 8 * 2 * cols * sum(size - 1 for size in along_rows)
-        assert moved(grid, lambda x: nn.sum(x, 1), x) <= 8 * 2 * rows * (along_y - 1)
-        assert moved(grid, lambda x: x[:, 3:5], x) == (8 * rows * (16 - cols) if along_y > 1 else 0)
-        assert np.array_equal(nn.columns(x, 0, 1, 2).layout.units, (1, 1))
-
-    on_each_grid(comm, check)
+    tensor = lambda shape, layout: nn.Tensor(spread(grid, drawn(shape, 2), layout))
+    x, row, col = tensor((16, 16), INPUT), tensor((1, 16), Layout((), "y")), tensor((16, 1), Layout(("data", "z")))
+    (rows, cols), along_y, along_rows = x.box.shape, grid.y.size, [grid.data.size, grid.z.size]
+    for operation in (
+        lambda x: x * x,
+        lambda x: x / row,
+        lambda x: col - x,
+        lambda x: x * 2 + 1,
+        lambda x: nn.columns(x, 0, 1, 2),
+        lambda x: nn.columns(x, 1, 2, 16 // along_y),
+    ):
+        assert moved(grid, operation, x) == 0 or along_y == 1
+    assert moved(grid, nn.softmax, x) == 8 * 2 * rows * (along_y - 1)
+    assert moved(grid, lambda x: nn.softmax(x, 0), x) == 8 * 2 * cols * sum(size - 1 for size in along_rows)
+    assert moved(grid, lambda x: nn.sum(x, 1), x) <= 8 * 2 * rows * (along_y - 1)
+    assert moved(grid, lambda x: x[:, 3:5], x) == (8 * rows * (16 - cols) if along_y > 1 else 0)
 
 
-def test_units_of_columns_stay(comm):
+@over_grids(ALL_GRIDS)
+def test_units_of_columns_stay(grid):
     """Five heads of four columns, on all grids. Nothing is sent after the product, and each head is on one rank."""
-
-    def check(grid):
-        layout = Layout(("data", "z"), "y", units=(1, 4))
-        x = nn.Tensor(spread(grid, drawn((8, 20), 1), layout))
-        grid.ledger.reset()
-        out = nn.columns(x, 1, 4, 4)
-        assert grid.ledger.total().received == 0
-        assert out.layout == Layout(("data", "z"), "y", units=(1, 3))
-        assert out.box.c0 % 3 == 0 and out.box.shape[1] * 4 == x.box.shape[1] * 3
-        assert np.array_equal(out.gather(), x.gather().reshape(8, 5, 4)[:, :, 1:4].reshape(8, 15))
-
-    on_each_grid(comm, check, ALL_GRIDS[comm.size])
+    x = nn.Tensor(spread(grid, drawn((8, 20), 1), Layout(("data", "z"), "y", units=(1, 4))))
+    grid.ledger.reset()
+    out = nn.columns(x, 1, 4, 4)
+    assert grid.ledger.total().received == 0
+    assert out.layout == Layout(("data", "z"), "y", units=(1, 3))
+    assert out.box.c0 % 3 == 0 and out.box.shape[1] * 4 == x.box.shape[1] * 3
+    assert np.array_equal(out.gather(), x.gather().reshape(8, 5, 4)[:, :, 1:4].reshape(8, 15))
 
 
 # Errors
 
+NO_NUMBERS = "2", None, 1j, np.ones((6, 8))
 
-def test_what_is_refused(comm, fails):
-    with Grid(comm, GRIDS[comm.size][-1][0], GRIDS[comm.size][-1][1]) as grid, Grid(comm, "ddp") as other:
-        x = nn.Tensor(spread(grid, drawn((6, 8), 1)))
+
+@over_grids(lambda ranks: GRIDS[ranks][-1:])
+def test_what_is_refused(comm, grid, fails):
+    with Grid(comm, "ddp") as elsewhere:
+        x, other = (nn.Tensor(spread(each, drawn((6, 8), 1))) for each in (grid, elsewhere))
         whole = nn.Tensor(spread(grid, np.arange(48).reshape(6, 8), INPUT))
         narrow = nn.Tensor(spread(grid, drawn((6, 8), 1), dtype="float32"))
-        fails(LayoutError, "6 x 8 and 6 x 2 do not match", lambda: x + x[:, :2])
-        fails(GridError, "two Grids", lambda: x * spread(other, drawn((6, 8), 1)))
-        fails(DTypeError, "of one type and library", lambda: x * narrow)
-        for operation in (
-            lambda: whole * 0.5,
-            lambda: whole / 2,
-            lambda: nn.mean(whole, 0),
-            lambda: nn.softmax(whole),
-            lambda: whole + whole,
+        of_integers = [partial(mul, whole, 0.5), partial(truediv, whole, 2), partial(nn.mean, whole, 0),
+                       partial(nn.softmax, whole), partial(add, whole, whole)]  # fmt: skip
+        by_rows, index = (slice(0, 2), slice(None)), x.__getitem__
+        for kind, text, call in (
+            (LayoutError, "6 x 8 and 6 x 2 do not match", lambda: x + x[:, :2]),
+            (GridError, "two Grids", lambda: x * other),
+            (DTypeError, "of one type and library", lambda: x * narrow),
+            (LayoutError, "no whole number of units of 3", lambda: nn.columns(x, 0, 1, 3)),
+            (LayoutError, "no whole number of units of 3", lambda: nn.split(x, [1, 2])),
+            *((DTypeError, "floating point numbers", call) for call in of_integers),
+            *(
+                (LayoutError, "dim is 0, over the rows, or 1", partial(operation, x, dim))
+                for operation in (nn.sum, nn.mean, nn.softmax, nn.log_softmax)
+                for dim in (-1, 2, None)
+            ),
+            *((LayoutError, "split: sizes are numbers", partial(nn.split, x, sizes)) for sizes in ([], [-1, 9])),
+            *(
+                (LayoutError, "are outside of a unit of 4", partial(nn.columns, x, start, stop, 4))
+                for start, stop in ((-1, 2), (2, 5), (3, 2))
+            ),
+            *(
+                (LayoutError, r"x\[:, start:stop\]", partial(index, key))
+                for key in (0, (0, 1), (slice(None), slice(0, 8, 2)), by_rows, (slice(None), 3))
+            ),
+            *((TypeError, "", partial(of, x, value)) for of in (add, truediv) for value in NO_NUMBERS),
+            *((TypeError, "", partial(add, value, x)) for value in NO_NUMBERS),
         ):
-            fails(DTypeError, "floating point numbers", operation)
-        for dim in (-1, 2, None):
-            for operation in (nn.sum, nn.mean, nn.softmax, nn.log_softmax):
-                fails(LayoutError, "dim is 0, over the rows, or 1", partial(operation, x, dim))
-        fails(LayoutError, "no whole number of units of 3", lambda: nn.columns(x, 0, 1, 3))
-        fails(LayoutError, "no whole number of units of 3", lambda: nn.split(x, [1, 2]))
-        for sizes in ([], [-1, 9]):
-            fails(LayoutError, "split: sizes are numbers of columns, one for each part", partial(nn.split, x, sizes))
-        for start, stop in ((-1, 2), (2, 5), (3, 2)):
-            fails(LayoutError, "are outside of a unit of 4", partial(nn.columns, x, start, stop, 4))
-        for key in (0, (0, 1), (slice(None), slice(0, 8, 2)), (slice(0, 2), slice(None)), (slice(None), 3)):
-            fails(LayoutError, r"x\[:, start:stop\]", partial(x.__getitem__, key))
-        for value in ("2", None, 1j, np.ones((6, 8))):
-            for operation in (lambda: x * value, lambda: value + x, lambda: x / value):
-                fails(TypeError, "", operation)
+            with given(text=text):
+                fails(kind, text, call)
 
 
 @pytest.mark.parallel([2], thorough=[1])

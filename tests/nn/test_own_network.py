@@ -6,7 +6,7 @@ import logging
 import h5py
 import numpy as np
 import pytest
-from loops import given
+from loops import looped
 from samples import TESTED
 
 from pmm3d import Pmm3dError
@@ -107,20 +107,19 @@ def make(config, comm):
 
 
 @pytest.mark.parallel([4], thorough=[1, 2])
-def test_it_trains_and_the_checkpoint_names_it(configured, folder, comm):
-    for shape, targets in (("ddp", "y"), ("megatron", "field"), ("fsdp", "y"), ("ddp", "field")):
-        with given(shape=shape, targets=targets):
-            run_folder = folder / f"{shape}-{targets}"
-            config = configured(
-                "model.py:build", data={"targets": targets}, grid={"shape": shape}, training={"folder": str(run_folder)}
-            )
-            with build.trainer(config, comm) as run:
-                assert run.run()
-                meta = run.checkpoints.meta(run.checkpoints.latest())
-            assert meta["settings"]["network"]["build"] == str(folder / "model.py:build")
-            comm.barrier()
-            lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-            assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
+@looped("shape, targets, function", [("ddp", "field", "double"), ("megatron", "y", "build")])
+def test_it_trains_and_the_checkpoint_names_it(configured, folder, comm, shape, targets, function):
+    """The type of its weights is named in the configuration."""
+    network = {"dtype": "float64"} if function == "double" else {}
+    sections = {"data": {"targets": targets}, "grid": {"shape": shape}, "network": network}
+    config = configured(f"model.py:{function}", training={"folder": str(folder / shape)}, **sections)
+    with build.trainer(config, comm) as run:
+        assert run.run()
+        meta = run.checkpoints.meta(run.checkpoints.latest())
+    assert meta["settings"]["network"]["build"] == str(folder / f"model.py:{function}")
+    comm.barrier()
+    lines = [json.loads(line) for line in (folder / shape / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
 
 
 WRONG = [
@@ -135,26 +134,15 @@ WRONG = [
     ("model.py:wide", r"the network has 4 outputs; the data needs 3: the function is called with"),
     ("model.py:double", rf"first.weight is float64 in {TESTED}, and batches are float32 in {TESTED}: set network."),
     ("model.py:other_grid", r"the network is on another Grid"),
+    ("model.py:on_one", "rank 1 alone"),
+    ("model.py:at_the_end", "rank 1 alone"),
 ]
 
 
-@pytest.mark.parallel([2], thorough=[1])
-def test_what_is_wrong_with_it_is_said(configured, comm, fails):
-    for name, text in WRONG:
-        with given(name=name, text=text):
-            fails(Pmm3dError, text, lambda: make(configured(name), comm))
-
-
-@pytest.mark.parallel([1])
-def test_the_type_of_its_weights_is_named_in_the_configuration(configured, comm):
-    make(configured("model.py:double", network={"dtype": "float64"}), comm)
-
-
-@pytest.mark.parallel([4], thorough=[2])
-def test_what_fails_on_one_rank_is_raised_by_all(configured, comm, fails):
-    for name in ["on_one", "at_the_end"]:
-        with given(name=name):
-            fails(Pmm3dError, "rank 1 alone", lambda: make(configured(f"model.py:{name}"), comm))
+@pytest.mark.parallel([2])
+@looped("name, text", WRONG)
+def test_what_is_wrong_with_it_is_said_on_every_rank(configured, comm, fails, name, text):
+    fails(Pmm3dError, text, lambda: make(configured(name), comm))
 
 
 @pytest.mark.parallel([2], thorough=[1])

@@ -2,29 +2,26 @@
 
 import re
 import shutil
-from functools import partial
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 from array_api_compat import array_namespace
-from loops import given
-from networks import bits, weights_of
-from samples import TESTED, to_library, to_numpy
+from loops import given, looped
+from networks import bits, on_grid, over_grids
+from samples import TESTED, to_library
 
 from pmm3d import DistMatrix, DTypeError, Grid, Pmm3dError, nn
 from pmm3d.action import UPDATE, Action
 from pmm3d.io import Checkpoints
 from pmm3d.layout import GridShape, batch_layout
 from pmm3d.model.ranking import nominal
-from pmm3d.nn import Precision, optim
-from pmm3d.nn.dry import dry_grid
+from pmm3d.nn import optim
 from pmm3d.nn.training import TrainState, build
 from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.dry_step import DrySteps, Step
 from pmm3d.nn.training.scaled_step import ScaledStep
-from pmm3d.nn.training.step import train_step
 
 pytestmark = pytest.mark.deadline(240)
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
@@ -62,184 +59,137 @@ class EightBit(optim.Optimizer):
         shard.weight -= shard.options["lr"] * momentum / (scale + 1)
 
 
-def step_of(net, optimizer, number, precision):
+def step_of(net, optimizer, number):
     """A step whose gradients do not depend on the weights: integers, with a sum over 16 rows."""
-    grid, dtype = net.grid, precision.compute
+    layouts = {6: batch_layout("y"), 5: batch_layout("x")}
     numbers = lambda cols: DistMatrix.from_function(
-        grid,
+        net.grid,
         (16, cols),
         lambda i, j: (3 * i + 5 * j + number) % 7 - 3,
-        dtype=dtype,
-        layout=batch_layout("y" if cols == 6 else "x"),
-        library="torch" if precision.compute == "bfloat16" else TESTED,
+        dtype=net.weight.dtype,
+        layout=layouts[cols],
+        library=net.weight.library.kind,
     )
     net(numbers(6)).backward(numbers(5))
     optimizer.step()
 
 
 GRIDS = [((1, 1, 1), 4), ((2, 1, 2), 1), ((1, 2, 1), 2), ((1, 1, 2), 2), ((4, 1, 1), 1)]
+PRECISIONS = {
+    "float64": {"dtype": "float64", "library": TESTED},
+    "bfloat16": {"dtype": "bfloat16", "precision": "bfloat16", "library": "torch"},
+}
+FORMS = {
+    "weight/rows": (6, 1), "weight/columns": (1, 5), "weight/largest": (1, 1), "weight/momentum": (6, 5),
+    "bias/columns": (1, 5),
+}  # fmt: skip
+"""Name -> shape of some states."""
 
 
 @pytest.mark.parallel([4])
-@pytest.mark.parametrize("low", [False, True], ids=["float64", "bfloat16"])
-def test_states_of_any_shape_and_type_continue_on_any_grid(comm, shared_path, low):
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_states_of_any_shape_and_type_continue_on_any_grid(comm, shared_path, precision):
     pytest.importorskip("torch")
-    precision = Precision.named("bfloat16" if low else "float64")
-
-    def begun(grid, shard):
-        net = nn.Linear(
-            grid, 6, 5, seed=1, precision="bfloat16" if low else None, dtype="bfloat16" if low else "float64",
-            library="torch" if low else TESTED,
-        )  # fmt: skip
-        return TrainState(net, EightBit(net.parameters(), lr=0.25, shard_over_data=shard))
-
     expected = None
     for number, (shape, data) in enumerate(GRIDS):
         shard = [False, "states", "gradients"][number % 3]
         with given(shape=shape, data=data, shard=shard), Grid(comm, shape, data) as grid:
-            state = begun(grid, shard)
+            net = nn.Linear(grid, 6, 5, seed=1, **PRECISIONS[precision])
+            state = TrainState(net, EightBit(net.parameters(), lr=0.25, shard_over_data=shard))
             kept = Checkpoints(grid, shared_path / "runs")
             if not number:
                 for step in range(3):
-                    step_of(state.network, state.optimizer, step, precision)
+                    step_of(net, state.optimizer, step)
                 state.save(kept)
-                shapes = {name: (each.shape, each.dtype) for name, each in state.optimizer.matrices().items()}
-                assert shapes["optimizer/weight/rows"][0] == (6, 1)
-                assert shapes["optimizer/weight/columns"][0] == shapes["optimizer/bias/columns"][0] == (1, 5)
-                assert shapes["optimizer/weight/largest"][0] == (1, 1)
-                assert shapes["optimizer/weight/momentum"] == ((6, 5), "int8")
-                assert "optimizer/bias/rows" not in shapes
+                made = state.optimizer.matrices()
+                forms = {name.removeprefix("optimizer/"): each.shape for name, each in made.items()}
+                assert FORMS.items() <= forms.items() and "bias/rows" not in forms
+                assert made["optimizer/weight/momentum"].dtype == "int8"
             else:
                 assert state.resume(kept)["step"] == 3
             for step in range(3, 6):
-                step_of(state.network, state.optimizer, step, precision)
+                step_of(net, state.optimizer, step)
             found = {name: np.asarray(each.gather()) for name, each in state.matrices().items()}
             expected = expected or found
             assert all(np.abs(each.astype("float64")).max() > 0 for each in found.values())
             assert bits(found) == bits(expected)
 
 
-@pytest.mark.parallel([2])
-def test_states_of_a_pipeline_load_without_stages(comm, shared_path):
-    def begun(grid):
-        make = lambda grid: nn.MLP(grid, [6, 8, 4], seed=1, dtype="float64")
-        net = nn.Pipeline(grid, make) if grid._has_stages else make(grid)
-        return TrainState(net, EightBit(net.parameters(), lr=0.01))
-
-    def steps(state, numbers):
-        for number in numbers:
-            stage = state.network.grid
-            x, y = (
-                DistMatrix.random(stage, (16, cols), dtype="float64", seed=number + cols, layout=batch_layout("y"))
-                for cols in (6, 4)
-            )
-            train_step(state.network, state.optimizer, nn.mse, [(x, y)] * 2)
-
-    with Grid(comm, (1, 1, 1), axes={"pipe": 2}) as grid:
-        state = begun(grid)
-        steps(state, range(2))
-        state.save(Checkpoints(grid, shared_path / "runs"))
-        steps(state, range(2, 4))
-        state.save(Checkpoints(grid, shared_path / "expected"))
-    with Grid(comm, (1, 2, 1)) as grid:
-        state, expected = begun(grid), begun(grid)
-        state.resume(Checkpoints(grid, shared_path / "runs"))
-        steps(state, range(2, 4))
-        expected.resume(Checkpoints(grid, shared_path / "expected"))
-        for name, matrix in state.matrices().items():
-            one, other = (to_numpy(each.local).astype("float64") for each in (matrix, expected.matrices()[name]))
-            difference = np.abs(one - other).max(initial=0)
-            assert difference <= (1 if matrix.dtype == "int8" else 1e-9), name
+class Nothing(optim.Optimizer):
+    pass
 
 
-@pytest.mark.parallel([1])
-def test_a_class_that_does_not_fit_its_states_is_refused(comm, fails):
-    class NoName(optim.Optimizer):
-        def state_forms(self, parameter, options):
-            return {"rows": optim.StateForm(cols=1)}
+class NoName(optim.Optimizer):
+    def state_forms(self, parameter, options):
+        return {"rows": optim.StateForm(cols=1)}
 
-        def update(self, weight, gradient, state, options):
-            pass
-
-    class Flat(NoName):
-        state_names = ("rows",)
-
-    class Text(NoName):
-        state_names = "rows"
-
-    class NoType(Flat):
-        def state_forms(self, parameter, options):
-            return {"rows": optim.StateForm(dtype="int3")}
-
-    class Wrong(EightBit):
-        def update_shard(self, shard):
-            shard.sum(shard.state["rows"])
-
-    with Grid(comm) as grid:
-        net = nn.Linear(grid, 3, 2, dtype="float64")
-        for kind, text in (
-            (NoName, "state_forms has rows: add the name to state_names"),
-            (Text, r'state_names is one text: write a tuple, \("rows",\)'),
-            (Flat, "the state rows has not the shape of the weight: define update_shard"),
-        ):
-            fails(Pmm3dError, text, kind(net.parameters(), 0.1).matrices)
-        fails(DTypeError, "'int3' names no element type", NoType(net.parameters(), 0.1).matrices)
-        x, y = (
-            DistMatrix.from_global(grid, to_library(np.ones((2, cols))), layout=batch_layout(None)) for cols in (3, 2)
-        )
-        nn.mse(net(x), y).backward()
-        fails(Pmm3dError, "needs a dim: 0", Wrong([net.weight], 0.1).step)
-
-
-@pytest.mark.parallel([2])
-def test_a_wrong_sum_of_one_rank_is_an_error_on_all(comm, fails):
-    """The rank with one column of the weight cannot see that a column is no matrix."""
-
-    class Wrong(EightBit):
-        def update_shard(self, shard):
-            shard.sum(shard.state["rows"])
-
-    for shape in ((2, 1, 1), (1, 2, 1)):
-        with given(shape=shape), Grid(comm, shape) as grid:
-            net = nn.Linear(grid, 3, 3, dtype="float64", bias=False)
-            x = DistMatrix.from_global(grid, to_library(np.ones((2, 3))), layout=batch_layout(None))
-            nn.mse(net(x), x).backward()
-            fails(Pmm3dError, "needs a dim: 0", Wrong([net.weight], 0.1).step)
-
-
-@pytest.mark.parallel([1])
-def test_a_change_that_would_be_lost_is_refused(comm, fails):
-    class NewWeight(EightBit):
-        def update_shard(self, shard):
-            shard.weight = shard.weight - shard.gradient
-
-    class NewState(EightBit):
-        def update_shard(self, shard):
-            shard.state["rows"] = shard.state["rows"] + 1
-
-    with Grid(comm) as grid:
-        for kind, text in ((NewWeight, "array weight was replaced"), (NewState, "array rows was replaced")):
-            net = nn.Linear(grid, 3, 3, dtype="float64", bias=False)
-            x = DistMatrix.from_global(grid, to_library(np.ones((2, 3))), layout=batch_layout(None))
-            nn.mse(net(x), x).backward()
-            fails(Pmm3dError, f"{kind.__name__}.update_shard: the {text}, .* in place", kind([net.weight], 0.1).step)
-
-
-@pytest.mark.parallel([1])
-def test_a_class_without_an_update_and_flags_that_are_none_are_refused(comm, fails):
-    class Nothing(optim.Optimizer):
+    def update(self, weight, gradient, state, options):
         pass
 
-    with Grid(comm) as grid:
-        parameters = nn.Linear(grid, 3, 3).parameters()
-        for make, text in (
-            (lambda: Nothing(parameters, 0.1), "Nothing has no method update: define it, or update_shard"),
-            (lambda: optim.SGD(parameters, 0.1, 0.9, nesterov="no"), "nesterov = 'no': needed is True or False"),
-            (lambda: optim.SGD(parameters, 0.1, decay_vectors="no"), "decay_vectors = 'no': needed is True or False"),
-            (lambda: optim.Muon(parameters, use_muon=None), "use_muon = None: needed is True or False"),
-            (lambda: optim.Muon(parameters, ns_coefficients=(1, 2, np.nan)), "needed is a list of 3 finite numbers"),
-        ):
-            fails(Pmm3dError, text, make)
+
+class Flat(NoName):
+    state_names = ("rows",)
+
+
+class Text(NoName):
+    state_names = "rows"
+
+
+class NoType(Flat):
+    def state_forms(self, parameter, options):
+        return {"rows": optim.StateForm(dtype="int3")}
+
+
+class NoDim(EightBit):
+    def update_shard(self, shard):
+        shard.sum(shard.state["rows"])
+
+
+class NewWeight(EightBit):
+    def update_shard(self, shard):
+        shard.weight = shard.weight - shard.gradient
+
+
+class NewState(EightBit):
+    def update_shard(self, shard):
+        shard.state["rows"] = shard.state["rows"] + 1
+
+
+@pytest.mark.parallel([1])
+@on_grid("1x1x1")
+def test_a_class_or_an_option_that_does_not_fit_is_refused(grid, fails):
+    parameters = nn.Linear(grid, 3, 2, dtype="float64").parameters()
+    for kind, text, call in (
+        (Pmm3dError, "state_forms has rows: add the name to state_names", NoName(parameters, 0.1).matrices),
+        (Pmm3dError, r'state_names is one text: write a tuple, \("rows",\)', Text(parameters, 0.1).matrices),
+        (Pmm3dError, "rows has not the shape of the weight: define update_shard", Flat(parameters, 0.1).matrices),
+        (DTypeError, "'int3' names no element type", NoType(parameters, 0.1).matrices),
+        (Pmm3dError, "Nothing has no method update: define it, or update_shard", lambda: Nothing(parameters, 0.1)),
+        (Pmm3dError, "nesterov = 'no': needed is True", lambda: optim.SGD(parameters, 0.1, 0.9, nesterov="no")),
+        (Pmm3dError, "decay_vectors = 'no': needed is", lambda: optim.SGD(parameters, 0.1, decay_vectors="no")),
+        (Pmm3dError, "use_muon = None: needed is True or", lambda: optim.Muon(parameters, use_muon=None)),
+        (Pmm3dError, "list of 3 finite", lambda: optim.Muon(parameters, ns_coefficients=(1, 2, np.nan))),
+    ):
+        with given(text=text):
+            fails(kind, text, call)
+
+
+@pytest.mark.parallel([2])
+@looped(
+    "kind, text",
+    [
+        (NoDim, "needs a dim: 0"),
+        (NewWeight, "NewWeight.update_shard: the array weight was replaced, .* in place"),
+        (NewState, "NewState.update_shard: the array rows was replaced, .* in place"),
+    ],
+)
+@over_grids(lambda ranks: [("2x1x1", 1), ("1x2x1", 1)])
+def test_a_wrong_update_of_one_rank_is_an_error_on_all(grid, fails, kind, text):
+    """The rank with one column of the weight cannot see that a column is no matrix."""
+    net = nn.Linear(grid, 3, 3, dtype="float64", bias=False)
+    x = DistMatrix.from_global(grid, to_library(np.ones((2, 3))), layout=batch_layout(None))
+    nn.mse(net(x), x).backward()
+    fails(Pmm3dError, text, kind([net.weight], 0.1).step)
 
 
 RAISING = """
@@ -257,8 +207,7 @@ def folder(comm, shared_path):
         with h5py.File(shared_path / "data.h5", "w") as file:
             file["x"], file["y"] = x, np.arange(60) % 3
         (shared_path / "lion.py").write_text(LION)
-        factored = "from pmm3d.nn import optim\n\n" + FACTORED
-        (shared_path / "factored.py").write_text(factored + RAISING)
+        (shared_path / "factored.py").write_text("from pmm3d.nn import optim\n\n" + FACTORED + RAISING)
     comm.barrier()
     return shared_path
 
@@ -276,26 +225,26 @@ def configured(folder, name, options=None, epochs=2, **sections):
 
 
 @pytest.mark.parallel([2])
-def test_a_configuration_trains_and_resumes_with_it(folder, comm):
-    for name, options, states in (
-        ("lion.py:Lion", {"betas": [0.5, 0.75]}, ["momentum"]),
-        ("factored.py:Factored", {}, ["rows", "columns"]),
-    ):
-        for shape in ("ddp", "megatron"):
-            config = configured(folder, name, options, epochs=2 + (shape == "megatron"), grid={"shape": shape})
-            with given(name=name, shape=shape), build.trainer(config, comm) as run:
-                if shape == "megatron":  # continues the run on the other grid
-                    assert run.resume() is not None
-                assert run.run()
-                optimizer, meta = run.state.optimizer, run.checkpoints.meta(run.checkpoints.latest())
-                assert type(optimizer).__name__ == name.split(":")[1] and optimizer.lr < 0.01
-                assert all(optimizer.groups[0][key] == value for key, value in options.items())
-                assert meta["optimizer"]["states"] == states
-                assert meta["settings"]["optimizer"]["build"] == f"{folder}/{name}"
-                assert checked({key: meta["settings"][key] for key in config.settings()}) == config
-        if comm.rank == 0:
-            shutil.rmtree(folder / "run")
-        comm.barrier()
+@looped(
+    "name, options, states",
+    [("lion.py:Lion", {"betas": [0.5, 0.75]}, ["momentum"]), ("factored.py:Factored", {}, ["rows", "columns"])],
+)
+def test_a_configuration_trains_and_resumes_with_it(folder, comm, name, options, states):
+    for shape in ("ddp", "megatron"):
+        config = configured(folder, name, options, epochs=2 + (shape == "megatron"), grid={"shape": shape})
+        with given(shape=shape), build.trainer(config, comm) as run:
+            if shape == "megatron":  # continues the run on the other grid
+                assert run.resume() is not None
+            assert run.run()
+            optimizer, meta = run.state.optimizer, run.checkpoints.meta(run.checkpoints.latest())
+            assert type(optimizer).__name__ == name.split(":")[1] and optimizer.lr < 0.01
+            assert all(optimizer.groups[0][key] == value for key, value in options.items())
+            assert meta["optimizer"]["states"] == states
+            assert meta["settings"]["optimizer"]["build"] == f"{folder}/{name}"
+            assert checked({key: meta["settings"][key] for key in config.settings()}) == config
+    if comm.rank == 0:
+        shutil.rmtree(folder / "run")
+    comm.barrier()
 
 
 WRONG = [
@@ -310,48 +259,29 @@ WRONG = [
 
 
 @pytest.mark.parallel([2])
-def test_what_is_wrong_with_it_is_said_on_every_rank(folder, comm, fails):
-    def make(name, options):
+@looped("name, options, text", WRONG)
+def test_what_is_wrong_with_it_is_said_on_every_rank(folder, comm, fails, name, options, text):
+    def make():
         with build.trainer(configured(folder, name, options), comm):
             pass
 
-    for name, options, text in WRONG:
-        with given(name=name, text=text):
-            fails(Pmm3dError, text, partial(make, name, options))
+    fails(Pmm3dError, text, make)
 
 
 @pytest.mark.parallel([1])
-def test_a_plan_prices_its_update_as_passes_over_weights(folder):
-    for name, arrays in (("lion.py:Lion", 5), ("factored.py:Factored", 3)):
-        config = configured(folder, name)
-        actions = DrySteps(config, (512, 3)).of(GridShape(1, 1, 1, 1), 1).actions
-        kind = name.split(":")[1].lower()
-        updates = [each for each in actions if each.what == "pass" and each.operation == UPDATE + kind]
-        weights = 4 * (512 * 8 + 8 + 8 * 3 + 3)
-        assert sum(each.nbytes for each in updates) >= 0.9 * arrays * weights
+@looped("name, arrays", [("lion.py:Lion", 5), ("factored.py:Factored", 3)])
+def test_a_plan_prices_its_update_as_passes_over_weights(folder, name, arrays):
+    actions, kind = (
+        DrySteps(configured(folder, name), (512, 3)).of(GridShape(1, 1, 1, 1), 1).actions,
+        name.split(":")[1],
+    )
+    passes = [each for each in actions if each.what == "pass" and each.operation == UPDATE + kind.lower()]
+    assert sum(each.nbytes for each in passes) >= 0.9 * arrays * 4 * (512 * 8 + 8 + 8 * 3 + 3)
 
 
-def test_a_rough_plan_scales_its_passes_as_those_of_weights():
+@looped("name, low, high", [(UPDATE + "lion", 1, 1), ("relu", 3.5, 4)])
+def test_a_rough_plan_scales_its_passes_as_those_of_weights(name, low, high):
     """More ranks along data have fewer rows each, and equal weights."""
-    seconds = {}
-    for name in (UPDATE + "lion", "relu"):
-        step = Step([Action("pass", operation=name, nbytes=2**30)], {}, 0.0, 0)
-        scaled = ScaledStep(GridShape(1, 1, 1, 1), step, 0, nominal(1), None)
-        seconds[name] = scaled.seconds(GridShape(1, 1, 1, 1)) / scaled.seconds(GridShape(1, 1, 1, 4))
-    assert seconds[UPDATE + "lion"] == 1 and 3.5 < seconds["relu"] <= 4
-
-
-@pytest.mark.parallel([2])
-def test_a_dry_run_holds_the_states_that_a_run_holds(comm):
-    for shape, data, shard in (((2, 1, 1), 1, False), ((1, 1, 1), 2, True)):
-        with given(shape=shape), Grid(comm, shape, data) as grid, dry_grid(grid) as dry:
-            held = []
-            for each in (grid, dry):
-                net = nn.Linear(each, 64, 32, seed=1)
-                optimizer = EightBit(net.parameters(), 0.1, shard_over_data=shard)
-                x = DistMatrix.random(each, (16, 64), dtype="float32", seed=1, layout=batch_layout("y"))
-                net(x).backward(DistMatrix.random(each, (16, 32), dtype="float32", seed=1, layout=batch_layout("x")))
-                optimizer.step()
-                held.append(sum(state.local.nbytes for state in optimizer.matrices().values()))
-            assert held[0] == held[1]
-            assert bits(weights_of(net)) is not None
+    step = Step([Action("pass", operation=name, nbytes=2**30)], {}, 0.0, 0)
+    scaled = ScaledStep(GridShape(1, 1, 1, 1), step, 0, nominal(1), None)
+    assert low <= scaled.seconds(GridShape(1, 1, 1, 1)) / scaled.seconds(GridShape(1, 1, 1, 4)) <= high

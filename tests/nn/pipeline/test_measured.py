@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from loops import given
+from loops import given, looped
 from networks import INPUT, spread
 from run_pages import words
 from training_runs import RunsHere
@@ -22,40 +22,23 @@ UNEVEN = Times([1.0, 2.0, 1.5, 1.0], [1.0, 2.5, 1.5, 1.25], [0.5, 2.0, 1.0, 0.5]
 
 def acted(line, later=0.0, late=()):
     """Time line of a table, as of a step that began `later` seconds. late: (rank, seconds): delay of its actions."""
-    shift = dict(late)
+    shifts = [later + dict(late).get(rank, 0.0) for rank in range(len(line.ranks))]
     return [
-        [
-            Acted(
-                str(timed.action), later + timed.start + shift.get(rank, 0.0), later + timed.end + shift.get(rank, 0.0)
-            )
-            for timed in own
-        ]
-        for rank, own in enumerate(line.ranks)
+        [Acted(str(timed.action), shift + timed.start, shift + timed.end) for timed in own]
+        for shift, own in zip(shifts, line.ranks)
     ]
 
 
-def test_a_step_with_the_times_of_the_simulation_is_the_simulation():
-    for name, times in (("1f1b", Times(1, 2)), ("zb-h1", UNEVEN), ("zb-h2", Times()), ("gpipe", Times(2, 3, 1))):
-        with given(name=name):
-            line = simulate(schedule_of(name, 4, 6), times)
-            real, simulated = time_lines(acted(line, later=1024.0))
-            assert real == line
-            assert [[timed.action for timed in own] for own in simulated.ranks] == [
-                [timed.action for timed in own] for own in line.ranks
-            ]
-            assert simulated.makespan == pytest.approx(line.makespan) and simulated.bubble == pytest.approx(line.bubble)
+def actions(line):
+    return [[timed.action for timed in own] for own in line.ranks]
 
 
-def test_what_messages_take_is_the_difference():
-    """Forward, each later rank is late by one message. The simulation does not contain this delay."""
-    line = simulate(schedule_of("gpipe", 2, 3), Times(1, 1, 1))
-    there = acted(line, late=[(1, 0.25)])
-    there[0] = [
-        each if "F" in each.action else each._replace(start=each.start + 0.5, end=each.end + 0.5) for each in there[0]
-    ]
-    real, simulated = time_lines(there)
-    assert (real.makespan, simulated.makespan) == (line.makespan + 0.5, line.makespan)
-    assert simulated.bubble == line.bubble < real.bubble
+@looped("name, times", [("1f1b", Times(1, 2)), ("zb-h1", UNEVEN), ("zb-h2", Times()), ("gpipe", Times(2, 3, 1))])
+def test_a_step_with_the_times_of_the_simulation_is_the_simulation(name, times):
+    line = simulate(schedule_of(name, 4, 6), times)
+    real, simulated = time_lines(acted(line, later=1024.0))
+    assert real == line and actions(simulated) == actions(line)
+    assert simulated.makespan == pytest.approx(line.makespan) and simulated.bubble == pytest.approx(line.bubble)
 
 
 def test_the_record_of_a_step_is_of_whole_steps_only():
@@ -84,10 +67,7 @@ def test_a_step_leaves_its_actions_in_the_order_of_the_table(comm):
         with net.evaluating():
             net(batches[0][0])
         real, simulated = time_lines(comm.allgather(grid.ledger.actions))
-        for line in (real, simulated):
-            assert [[timed.action for timed in own] for own in line.ranks] == [
-                *map(list, schedule_of("zb-h1", 2, 3).actions)
-            ]
+        assert actions(real) == actions(simulated) == [*map(list, schedule_of("zb-h1", 2, 3).actions)]
         assert 0 <= simulated.bubble < 1 and simulated.makespan < real.makespan
         ends = {str(timed.action): timed for own in real.ranks for timed in own}
         assert ends["0F0"].end < ends["1F0"].start and ends["1I2"].end < ends["0I2"].start
@@ -108,10 +88,11 @@ def test_the_trace_has_the_simulated_step_beside_the_real_one(comm, tmp_path):
     ]
     for rank, own in enumerate(line.ranks):
         with given(rank=rank):
-            drawn = [(event["name"], event["ts"], event["dur"]) for event in events if event["pid"] == rank]
-            assert [name for name, _, _ in drawn] == [str(timed.action) for timed in own]
-            assert [ts / 1e6 for _, ts, _ in drawn] == pytest.approx([2.0 + timed.start for timed in own], abs=1e-3)
-            assert [took / 1e6 for _, _, took in drawn] == pytest.approx([timed.end - timed.start for timed in own])
+            drawn = [event for event in events if event["pid"] == rank]
+            assert [event["name"] for event in drawn] == [str(timed.action) for timed in own]
+            starts, took = ([event[key] / 1e6 for event in drawn] for key in ("ts", "dur"))
+            assert starts == pytest.approx([2.0 + timed.start for timed in own], abs=1e-3)
+            assert took == pytest.approx([timed.end - timed.start for timed in own])
 
 
 @pytest.mark.parallel([2])

@@ -7,7 +7,7 @@ from functools import partial
 import h5py
 import numpy as np
 import pytest
-from loops import given
+from loops import given, looped
 from mpi_runner.plugin import all_tests
 from networks import Tied, spread
 from safetensors.numpy import load_file
@@ -84,173 +84,131 @@ def same(one, other):
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def test_a_training_goes_on_in_any_number_of_stages(comm, shared_path):
-    """Weights, the optimizer's state split over data, steps, missing gradients and calls of dropout."""
-    for number, (*_, _stages) in enumerate(CUTS):
-        with cut(comm, number) as grid:
-            state = begun(grid)
-            learn(state, 3)
-            path = state.save(Checkpoints(grid, shared_path / f"{number}"), note="here")
-        written, facts = contents(path)
-        assert facts["step"] == 3 and set(facts["random"].values()) == {3} and len(facts["random"]) == 3
-        assert {"0.weight", "optimizer/0.weight/mean", "9.bias"} <= written.keys() and len(written) == 3 * 14
-        assert "9.bias" in facts["optimizer"]["missed"] and set(facts["optimizer"]["missed"].values()) == {2}
-        for other in ((number + 1) % 5, (number + 3) % 5)[: 2 if all_tests else 1]:
-            with given(number=number, other=other), cut(comm, other) as grid:
-                again = begun(grid)
-                assert again.resume(Checkpoints(grid, shared_path / f"{number}"))["note"] == "here"
-                assert again.step == 3
-                found = contents(again.save(Checkpoints(grid, shared_path / f"{number}-{other}"), note="here"))
-                assert same(found[0], written) and found[1] == facts
-
-
-def test_tied_weights_and_copies_are_stored_once(comm, shared_path, fails):
-    """DualPipe has a copy of all weights. Copies that differ are not saved."""
-    cases = (0, "1f1b"), (1, "dualpipe"), (1, "zb-h1"), (4, "1f1b")
-    for case, (number, schedule) in enumerate(cases):
-        folder = shared_path / f"{case}"
-        with given(schedule=schedule), cut(comm, number) as grid:
-            state, keeper = trained(grid, schedule, 2), Checkpoints(grid, folder)
-            path = state.save(keeper)
-            if grid._has_stages:
-                copy = state.network.named_parameters().get("0.weight")
-                if grid.coords.pipe == grid.shape.pipe - 1:
-                    copy.assign(copy.value * 1.5)
-                fails(
-                    CheckpointError,
-                    "save: two stages have other values under one name: '0.weight'",
-                    lambda: state.save(keeper),
-                )
-            assert os.listdir(folder) == [path.name]
-        written, facts = contents(path)
-        stored = dict.fromkeys(written, 0)
-        for file_name in path.glob("rank-*.h5"):
-            with h5py.File(file_name) as file:
-                for name in written:
-                    stored[name] += file[name].size if name in file else 0
-        assert stored == {name: array.size for name, array in written.items()} and len(written) == 3 * 9
-        number, schedule = cases[(case + 1) % 4]
-        with given(case=case, other=schedule), cut(comm, number) as grid:
-            again, keeper = trained(grid, schedule, 0), Checkpoints(grid, folder)
-            again.resume(keeper)
-            assert same(contents(again.save(keeper))[0], written)
-            assert trained(grid, schedule, 2).facts()["optimizer"] == facts["optimizer"] == again.facts()["optimizer"]
-
-
-def test_master_weights_are_loaded_in_another_precision(comm, shared_path):
-    with cut(comm, 0) as grid:
-        low = begun(grid, precision="float16")
-        learn(low, 2)
-        written, _ = contents(low.save(Checkpoints(grid, shared_path)))
+@looped("number", range(5))
+def test_a_training_goes_on_in_any_number_of_stages(comm, shared_path, number):
+    """Weights (also master weights), the optimizer's state split over data, steps, missing gradients and calls of
+    dropout."""
+    precision = "float16" if number % 2 else "float32"
+    with cut(comm, number) as grid:
+        state = begun(grid, precision=precision)
+        learn(state, 3)
+        path = state.save(Checkpoints(grid, shared_path / f"{number}"), note="here")
+    written, facts = contents(path)
+    assert facts["step"] == 3 and set(facts["random"].values()) == {3} and len(facts["random"]) == 3
     assert {array.dtype.name for array in written.values()} == {"float32"}
-    for number in (1, 4):
-        with cut(comm, number) as grid:
-            full = begun(grid)
-            full.resume(Checkpoints(grid, shared_path))
-            assert all(
-                np.array_equal(full.network.gather(name), written[name])
-                for name in written
-                if not name.startswith("optimizer/")
-            )
-            again = begun(grid, precision="float16")
-            again.resume(Checkpoints(grid, shared_path))
-            assert same(contents(again.save(Checkpoints(grid, shared_path / f"{number}")))[0], written)
+    assert {"0.weight", "optimizer/0.weight/mean", "9.bias"} <= written.keys() and len(written) == 3 * 14
+    assert "9.bias" in facts["optimizer"]["missed"] and set(facts["optimizer"]["missed"].values()) == {2}
+    for other in ((number + 1) % 5, (number + 3) % 5)[: 2 if all_tests else 1]:
+        with given(other=other), cut(comm, other) as grid:
+            again = begun(grid, precision=precision)
+            assert again.resume(Checkpoints(grid, shared_path / f"{number}"))["note"] == "here" and again.step == 3
+            found = contents(again.save(Checkpoints(grid, shared_path / f"{number}-{other}"), note="here"))
+            assert same(found[0], written) and found[1] == facts
+
+
+CASES = [((0, "1f1b"), (1, "dualpipe")), ((1, "dualpipe"), (4, "1f1b")), ((4, "1f1b"), (0, "1f1b"))]
+"""(number of a cut, schedule) of a training, and of the one that goes on with it."""
+
+
+@looped("case, other", CASES)
+def test_tied_weights_and_copies_are_stored_once(comm, shared_path, fails, case, other):
+    """DualPipe has a copy of all weights. Copies that differ are not saved."""
+    (number, schedule), folder = case, shared_path / f"{case}"
+    with cut(comm, number) as grid:
+        state, keeper = trained(grid, schedule, 2), Checkpoints(grid, folder)
+        path = state.save(keeper)
+        if grid._has_stages:
+            copy = state.network.named_parameters().get("0.weight")
+            if grid.coords.pipe == grid.shape.pipe - 1:
+                copy.assign(copy.value * 1.5)
+            text = "save: two stages have other values under one name: '0.weight'"
+            fails(CheckpointError, text, lambda: state.save(keeper))
+        assert os.listdir(folder) == [path.name]
+    written, facts = contents(path)
+    stored = dict.fromkeys(written, 0)
+    for file_name in path.glob("rank-*.h5"):
+        with h5py.File(file_name) as file:
+            for name in written:
+                stored[name] += file[name].size if name in file else 0
+    assert stored == {name: array.size for name, array in written.items()} and len(written) == 3 * 9
+    with cut(comm, other[0]) as grid:
+        again, keeper = trained(grid, other[1], 0), Checkpoints(grid, folder)
+        again.resume(keeper)
+        assert same(contents(again.save(keeper))[0], written)
+        assert trained(grid, other[1], 2).facts()["optimizer"] == facts["optimizer"] == again.facts()["optimizer"]
 
 
 def test_weights_in_files_are_the_same_in_any_number_of_stages(comm, shared_path):
     files = []
     for number in (0, 1, 4):
         with cut(comm, number) as grid:
-            state = begun(grid)
-            if not files:
+            state, path = begun(grid), shared_path / f"{number}.safetensors"
+            if files:
+                load_weights(state.network, shared_path / "run")
+            else:
                 learn(state, 1)
                 state.save(Checkpoints(grid, shared_path / "run"))
-            else:
-                load_weights(state.network, shared_path / "run")
-            path = shared_path / f"{number}.safetensors"
             export_torch(state.network, path)
             files.append(path.read_bytes())
-            net = network_of(grid)
+            net, whole = network_of(grid), load_file(path)
             load_weights(net, shared_path / "0.safetensors")
-            whole = load_file(path)
             assert np.array_equal(net.gather("0.weight"), whole["0.weight"].T)
             assert np.array_equal(net.gather("9.bias")[0], whole["9.bias"])
     assert files[0] == files[1] == files[2]
 
 
-def test_states_by_name(comm, fails):
+@looped("number", [0, 1, 4])
+def test_states_by_name(comm, fails, number):
     """The state of this rank's parameters, and the state of all stages."""
-    for number in (0, 1, 4):
-        with given(number=number), cut(comm, number) as grid:
-            state = begun(grid)
-            learn(state, 1)
-            net, other = state.network, network_of(grid)
-            assert other.load_state_dict(net.state_dict()) == ([], [])
-            names = [*net.dry.named_parameters()]
-            whole = {name: net.gather(name) for name in names}
-            assert all(np.array_equal(other.gather(name), whole[name]) for name in names)
-            assert network_of(grid).load_state_dict(whole) == ([], [])
-            other.load_state_dict({name: 0 * whole[name] for name in names})
-            assert not any(other.gather(name).any() for name in names)
-            few = {name: whole[name] for name in names if name != "9.bias"}
-            missing, unknown = other.load_state_dict({**few, "more": whole["9.bias"]}, strict=False)
-            assert missing == ["9.bias"] * ("9.bias" in other.state_dict()) and unknown == ["more"]
-            assert all(np.array_equal(other.gather(name), whole[name]) == (name in few) for name in names)
-            fails(LayoutError, "of another network. It lacks '9.bias'", lambda: other.load_state_dict(few))
-            fails(
-                LayoutError,
-                "of another network. It also has 'more'",
-                lambda: other.load_state_dict({**whole, "more": whole["9.bias"]}),
-            )
-            fails(
-                Pmm3dError,
-                r"gather: no parameter is named '9.bia' \(did you mean 9.bias\?\)",
-                lambda: net.gather("9.bia"),
-            )
-            with Grid(comm, "ddp") as elsewhere:
-                if grid._has_stages:
-                    away = nn.MLP(elsewhere, (6, 8, 9, 8, 4), nn.gelu, norm=True, dropout=0.2)
-                    fails(
-                        LayoutError,
-                        r"other processes, or in another order: save a checkpoint of it, and load that",
-                        lambda: other.load_state_dict(away.state_dict()),
-                    )
+    with cut(comm, number) as grid, Grid(comm, "ddp") as elsewhere:
+        net, other = begun(grid).network, network_of(grid)
+        names = [*net.dry.named_parameters()]
+        whole = {name: net.gather(name) + 1 for name in names}
+        few = {name: whole[name] for name in names if name != "9.bias"}
+        assert net.load_state_dict(whole) == ([], [])
+        assert other.load_state_dict(net.state_dict()) == ([], [])
+        assert same({name: other.gather(name) for name in names}, whole)
+        other.load_state_dict({name: 0 * whole[name] for name in names})
+        missing, unknown = other.load_state_dict({**few, "more": whole["9.bias"]}, strict=False)
+        assert missing == ["9.bias"] * ("9.bias" in other.state_dict()) and unknown == ["more"]
+        assert same({name: other.gather(name) for name in names}, {**few, "9.bias": 0 * whole["9.bias"]})
+        away = nn.MLP(elsewhere, (6, 8, 9, 8, 4), nn.gelu, norm=True, dropout=0.2).state_dict()
+        for kind, text, call in (
+            (LayoutError, "It lacks '9.bias'", lambda: other.load_state_dict(few)),
+            (LayoutError, "It also has 'more'", lambda: other.load_state_dict({**whole, "more": whole["9.bias"]})),
+            (Pmm3dError, r"gather: no parameter is named '9.bia' \(did you mean 9.bias", lambda: net.gather("9.bia")),
+            (LayoutError, "save a checkpoint of it, and load that", lambda: other.load_state_dict(away)),
+        )[: 4 if grid._has_stages else 3]:
+            with given(text=text):
+                fails(kind, text, call)
 
 
 def test_another_network_or_grid_is_refused_by_all_ranks(comm, shared_path, fails):
     with cut(comm, 0) as grid:
-        keeper, state = Checkpoints(grid, shared_path), begun(grid)
+        keeper, state, stage = Checkpoints(grid, shared_path), begun(grid), Checkpoints(grid.stage, shared_path)
         path = state.save(keeper)
         for sizes, text in (
             ((6, 8, 9, 8, 8, 4), "It lacks '10.bias'.* It differs in '9.bias'"),
             ((6, 8, 9, 8, 3), "It differs in '9.bias' .1 x 4 float32 there, 1 x 3 float32 here"),
         ):
             other = begun(grid, sizes=sizes)
-            before = {name: other.network.gather(name) for name in other.network.dry.named_parameters()}
+            weights = lambda: {name: other.network.gather(name) for name in other.network.dry.named_parameters()}
+            before = weights()
             for load, into in ((other.resume, keeper), (partial(load_weights, other.network), path)):
                 fails(CheckpointError, f"is the checkpoint of another network. {text}", partial(load, into))
-            assert all(np.array_equal(other.network.gather(name), before[name]) for name in before)
-        stage = Checkpoints(grid.stage, shared_path)
-        for call in (lambda: state.save(stage), lambda: state.resume(stage)):
-            fails(
-                CheckpointError,
-                "not on the 4 ranks of the network; their grid has size 1. Make "
-                r"Checkpoints\(network.whole, folder\)",
-                call,
-            )
+            assert same(weights(), before)
+        text = r"not on the 4 ranks of the network; .* size 1. Make Checkpoints\(network.whole, folder\)"
+        for call in (state.save, state.resume):
+            fails(CheckpointError, text, partial(call, stage))
         assert os.listdir(shared_path) == [path.name]
 
 
 def test_all_stages_scale_the_loss_if_one_is_in_half_precision(comm):
+    half = lambda stage: nn.Linear(stage, 3, 3, seed=1, precision="float16")
+    make = lambda stage: nn.Sequential(
+        stage, half(stage), partial(nn.cast, dtype="float32"), nn.Linear(stage, 3, 2, seed=2)
+    )
     with Grid(comm, (1, 1, 1), data=2, pipe=2) as grid:
-        net = nn.Pipeline(
-            grid,
-            lambda stage: nn.Sequential(
-                stage,
-                nn.Linear(stage, 3, 3, seed=1, precision="float16"),
-                partial(nn.cast, dtype="float32"),
-                nn.Linear(stage, 3, 2, seed=2),
-            ),
-        )
+        net = nn.Pipeline(grid, make)
         state = TrainState(net, optim.SGD(net.parameters(), lr=0.1))
         assert comm.allgather(state.scale is not None) == [True] * 4

@@ -3,16 +3,9 @@ because it ends."""
 
 import re
 
-import numpy as np
 import pytest
-from loops import given
-from networks import INPUT, spread
 
-from pmm3d import Grid, nn
 from pmm3d.comm.watch import HUNG
-from pmm3d.nn import optim
-from pmm3d.nn.pipeline import PipelineError, PipelineSchedule
-from pmm3d.nn.training.step import train_step
 from pmm3d.tools.launcher import installed_wheel
 
 SCRIPT = """
@@ -100,33 +93,29 @@ def test_a_stopped_stage_is_named_and_the_action_that_waits_for_it(goes_wrong):
     assert re.search(r"rank 1 \(host \S+, pid \d+\) never came: stopped by a signal", said), said
 
 
+BAD_LUCK = r".*ValueError: bad luck"
+
+
 @pytest.mark.parametrize(
-    "fault, schedule, action",
+    "fault, stage, schedule, action, error",
     [
-        ("forward(raises)", "1f1b", r"1F2 \(forward of micro-batch 2 on stage 1\)"),
-        ("backward(raises)", "zb-h1", r"1I2 \(backward for the input of micro-batch 2 on stage 1\)"),
+        ("forward(raises)", 1, "1f1b", r"1F2 \(forward of micro-batch 2 on stage 1\)", BAD_LUCK),
+        ("backward(raises)", 1, "zb-h1", r"1I2 \(backward for the input of micro-batch 2 on stage 1\)", BAD_LUCK),
+        (
+            "forward(has_no_memory)", 0, "1f1b", r"0F2 \(forward of micro-batch 2 on stage 0\)",
+            r".*OutOfMemoryError: rank 0 \(host \S+\) is out of memory: Unable to allocate",
+        ),
+        (
+            "forward(gives_another_shape)", 0, "1f1b", r"0F2 \(forward of micro-batch 2 on stage 0\)",
+            "PipelineError: stage 0 returned 5 x 7 float64.*stage 1 expects 6 x 7 float32",
+        ),
     ],
-)
-def test_a_stage_that_raises_is_named_with_its_action(goes_wrong, fault, schedule, action):
-    done = goes_wrong(fault, 1, schedule)
-    assert re.search(rf"pmm3d: rank 1 raised in {action}; ending the job\.\n.*ValueError: bad luck", done.stderr, re.S)
+    ids=["forward", "backward", "memory", "shape"],
+)  # fmt: skip
+def test_a_stage_that_raises_is_named_with_its_action(goes_wrong, fault, stage, schedule, action, error):
+    done = goes_wrong(fault, stage, schedule)
+    assert re.search(rf"pmm3d: rank {stage} raised in {action}; ending the job\.\n.*{error}", done.stderr, re.S), done
     assert HANGS not in done.stderr
-
-
-def test_a_stage_without_memory_is_named_with_its_action(goes_wrong):
-    done = goes_wrong("forward(has_no_memory)", 0)
-    assert re.search(
-        r"pmm3d: rank 0 raised in 0F2 \(forward of micro-batch 2 on stage 0\); ending the job\.\n"
-        r".*OutOfMemoryError: rank 0 \(host \S+\) is out of memory: Unable to allocate",
-        done.stderr,
-        re.S,
-    )
-
-
-def test_a_boundary_of_another_shape_is_refused_where_it_was_made(goes_wrong):
-    done = goes_wrong("forward(gives_another_shape)", 0)
-    assert re.search(r"rank 0 raised in 0F2 \(forward of micro-batch 2 on stage 0\)", done.stderr), done.stderr
-    assert re.search(r"PipelineError: stage 0 returned 5 x 7 float64.*stage 1 expects 6 x 7 float32", done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -147,48 +136,3 @@ def test_a_killed_stage_is_named(goes_wrong):
     of_mpich = "[^\n]*" * (installed_wheel() == "mpich")  # its mpiexec kills rank 0 at once: then both may be named
     killed = rf"rank 1 \(pid \d+, stage 1 of 2\){of_mpich} was killed by SIGKILL"
     assert re.search(killed, done.stderr), done.stderr
-
-
-def deep(grid):
-    return nn.MLP(grid, (5, 7, 6, 3), seed=1, dtype="float64")
-
-
-@pytest.mark.parallel([2])
-def test_what_no_pipeline_can_run_is_refused_on_every_rank(comm, tmp_path):
-    """By the network, or by its first step. The next step succeeds."""
-    four = PipelineSchedule.read("0F0,0B0\n1F0,1B0\n2F0,2B0\n3F0,3B0", "four.csv")
-    of_two = PipelineSchedule.read("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1", "two.csv")
-    x, y = (np.random.default_rng(0).standard_normal((4, columns)) for columns in (5, 3))
-    with Grid(comm, (1, 1, 1), axes={"pipe": 2}) as grid:
-        for schedule, options, text in (
-            (four, {}, "four.csv is a table of 4 ranks"),
-            ("interleaved-2", {}, "3 layers with parameters"),
-            ("1f1b", {"cut": [3, 1]}, "the cut"),
-            ("1f1b-2", {}, "fixed number of stages"),
-        ):
-            with given(schedule=str(schedule), text=text), pytest.raises(PipelineError, match=text):
-                nn.Pipeline(grid, deep, schedule=schedule, **options)
-        batch = spread(grid.stage, x, INPUT), spread(grid.stage, y, INPUT)
-        for schedule, micro_batches, text in ((of_two, 3, "of 2 micro-batches"), (of_two, 1, "of 2 micro-batches")):
-            net = nn.Pipeline(grid, deep, schedule=schedule)
-            optimizer = optim.SGD(net.parameters(), lr=0.1)
-            with given(micro_batches=micro_batches), pytest.raises(PipelineError, match=text):
-                train_step(net, optimizer, nn.mse, [batch] * micro_batches)
-            assert train_step(net, optimizer, nn.mse, [batch] * 2)[0] > 0
-
-
-@pytest.mark.parallel([2, 3])
-def test_fewer_micro_batches_than_ranks_and_of_several_sizes(comm):
-    """As in one process, up to the order of sums within a product."""
-    x, y = (np.random.default_rng(1).standard_normal((9, columns)) for columns in (5, 3))
-    cuts = {"m < p": [slice(0, 9)], "uneven": [slice(0, 4), slice(4, 5), slice(5, 9)]}
-    with Grid(comm, (1, 1, 1), axes={"pipe": comm.size}) as grid:
-        for name, rows in cuts.items():
-            for schedule in ("1f1b", "gpipe", "zb-h1"):
-                with given(name=name, schedule=schedule):
-                    batches = [tuple(spread(grid.stage, whole[part], INPUT) for whole in (x, y)) for part in rows]
-                    found = []
-                    for net in (nn.Pipeline(grid, deep, schedule=schedule), deep(grid.stage)):
-                        optimizer = optim.SGD(net.parameters(), lr=0.1)
-                        found.append([train_step(net, optimizer, nn.mse, batches) for _ in range(3)])
-                    assert np.allclose(*found, rtol=1e-12, atol=0)

@@ -4,14 +4,14 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from loops import given
+from loops import given, looped
 from mpi_runner import plugin
 from networks import INPUT, Fork, Join, Tied, alone, bits, largest_difference, spread, weights_of
 from samples import TESTED
 from torch_reference import by_rank_0
 
 from pmm3d import Grid, nn
-from pmm3d.layout import Layout, batch_layout
+from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.dense import weight_layout
 from pmm3d.nn.layers import parameter
@@ -25,7 +25,7 @@ GRIDS = {
     1: [((1, 1, 1), 1, 1)],
     2: [((1, 1, 1), 1, 2)],
     3: [((1, 1, 1), 1, 3)],
-    4: [((1, 1, 1), 1, 4), ((1, 1, 2), 1, 2), ((1, 1, 1), 2, 2)],
+    4: [((1, 1, 1), 1, 4), ((1, 1, 2), 1, 2), ((1, 1, 1), 2, 2), ((2, 1, 1), 1, 2)],
     8: [((1, 1, 1), 1, 8), ((2, 1, 1), 1, 4), ((1, 2, 1), 2, 2), ((2, 1, 2), 1, 2)],
 }
 """Number of ranks -> (shape, data, pipe)."""
@@ -35,24 +35,6 @@ def grids(comm):
     for shape, data, pipe in GRIDS[comm.size]:
         with given(grid=shape, data=data, pipe=pipe), Grid(comm, shape, data, axes={"pipe": pipe}) as grid:
             yield grid
-
-
-class Embedding(nn.Module):
-    """Rows of a weight, by integers."""
-
-    def __init__(self, weight):
-        self.grid, self.weight = weight.grid, weight
-
-    def forward(self, x):
-        rows, columns = x.shape[0], self.weight.shape[0]
-        layout = Layout(x.layout.rows, "y")
-        box = layout.box((rows, columns), x.grid.shape, x.grid.coords)
-        labels = x.library.to_numpy(x.local)
-        local = x.library.made(
-            box.shape, self.weight.dtype, lambda: (labels == np.arange(box.c0, box.c1)).astype(self.weight.dtype)
-        )
-        one_hot = x.from_op(local, (), lambda gradient: (), shape=(rows, columns), layout=layout)
-        return nn.linear(one_hot, self.weight, None)
 
 
 class Labelled(nn.Module):
@@ -67,37 +49,25 @@ class Labelled(nn.Module):
         return made + nn.relayout(self.last(labels), made.layout) if self.last else (made, labels)
 
 
-def linear(grid, seed, cols="y"):
-    return nn.Linear(grid, 6, 6, seed=seed, cols=cols, dtype="float64")
+def linear(grid, seed):
+    return nn.Linear(grid, 6, 6, seed=seed, dtype="float64")
 
 
-def tied(grid, first=Tied):
+def tied(grid):
     weight = parameter(grid, (6, 6), weight_layout("y"), seed=9, bound=0.5, dtype="float64")
     layers = [linear(grid, 1), nn.tanh, linear(grid, 2), nn.gelu, *(linear(grid, 3 + number) for number in range(5))]
-    return nn.Sequential(grid, first(weight), *layers, Tied(weight))
+    return nn.Sequential(grid, Tied(weight), *layers, Tied(weight))
 
 
 def forked(grid):
-    return nn.Sequential(
-        grid,
-        *(
-            layer
-            for _ in range(2)
-            for layer in (Fork(grid, 6), Join(grid, 6), nn.tanh, linear(grid, 1), linear(grid, 3))
-        ),
-    )
+    part = lambda: (Fork(grid, 6), Join(grid, 6), nn.tanh, linear(grid, 1), linear(grid, 3))
+    return nn.Sequential(grid, *part(), *part())
 
 
 def labelled(grid):
-    embeddings = [
-        Embedding(parameter(grid, (6, 6), weight_layout("y"), seed=seed, bound=0.5, dtype="float64")) for seed in (7, 8)
-    ]
-    return nn.Sequential(
-        grid,
-        Labelled(embeddings[0]),
-        *(Labelled(linear(grid, seed)) for seed in range(7)),
-        Labelled(linear(grid, 9), embeddings[1]),
-    )
+    first, last = (nn.Embedding(grid, 6, 6, seed=seed, dtype="float64") for seed in (7, 8))
+    layers = (Labelled(linear(grid, seed)) for seed in range(7))
+    return nn.Sequential(grid, Labelled(first), *layers, Labelled(linear(grid, 9), last))
 
 
 def deep(grid, **options):
@@ -109,27 +79,22 @@ NETWORKS = {
     "dropout": deep,
     "recompute": lambda grid: deep(grid, recompute=True, norm=True),
     "tied": tied,
-    "integers": lambda grid: tied(grid, Embedding),
     "forked": forked,
     "labelled": labelled,
 }
 
 
-INTEGERS = "integers", "labelled"
-"""Networks whose inputs are integers."""
-
-
 def batch_of(name, step):
     random = np.random.default_rng(step)
-    x = random.integers(0, 6, (ROWS, 1)) if name in INTEGERS else random.standard_normal((ROWS, 6))
+    x = random.integers(0, 6, (ROWS, 1)) if name == "labelled" else random.standard_normal((ROWS, 6))
     return x, random.standard_normal((ROWS, 5 if name == "plain" else 6))
 
 
-def trained(net, name, micro_batches, steps=STEPS, dtype="float64", library=TESTED, scale=None, **options):
+def trained(net, name, micro_batches, dtype="float64", library=TESTED, scale=None, **options):
     """(losses and norms, weights of this rank's stage) after some steps."""
     optimizer, figures, grid = optim.AdamW(net.parameters(), lr=1e-2, **options), [], net.grid
-    layout = batch_layout(None) if name in INTEGERS else INPUT
-    for step in range(steps):
+    layout = batch_layout(None) if name == "labelled" else INPUT
+    for step in range(STEPS):
         parts = [np.array_split(each, micro_batches) for each in batch_of(name, step)]
         batches = [
             (spread(grid, x, layout, library, dtype), spread(grid, y, batch_layout(None), library, dtype))
@@ -166,13 +131,18 @@ def schedules(pipe, micro_batches, layers):
                 yield name
 
 
+def turn(comm, number, values):
+    """The values that are tested on grid `number`: each value on one grid, with --all on each."""
+    return [*values] if plugin.all_tests else [*values][number :: len(GRIDS[comm.size])]
+
+
 @pytest.mark.parallel([1, 2, 4], thorough=[3, 8])
 def test_all_schedules_train_as_one_process_and_give_the_same_bits(comm):
+    """With micro-batches of different sizes, and with fewer micro-batches than ranks."""
     for number, grid in enumerate(grids(comm)):
-        step = 1 if plugin.all_tests else len(GRIDS[comm.size])
-        for micro_batches in (1, 3, 8) if plugin.all_tests else (max(2, 2 * grid.shape.stages),):
+        for micro_batches in (1, 3, 8) if plugin.all_tests else (1, max(2, 2 * grid.shape.stages)):
             expected, found = of_one_process(comm, NETWORKS["plain"], "plain", micro_batches), {}
-            for schedule in [*schedules(grid.shape.stages, micro_batches, 9)][number % step :: step]:
+            for schedule in turn(comm, number, schedules(grid.shape.stages, micro_batches, 9)):
                 with given(micro_batches=micro_batches, schedule=schedule):
                     net = nn.Pipeline(grid, NETWORKS["plain"], schedule=schedule)
                     losses, weights = compare(grid, net, expected, "plain", micro_batches)
@@ -180,42 +150,28 @@ def test_all_schedules_train_as_one_process_and_give_the_same_bits(comm):
                         assert schedule == "dualpipe" or found.setdefault(name, value) == value
 
 
-@pytest.mark.thorough("twenty steps")
-@pytest.mark.parallel([4])
-def test_twenty_steps_are_those_of_one_process(comm):
-    expected = of_one_process(comm, NETWORKS["plain"], "plain", 3, steps=20)
-    with Grid(comm, (1, 1, 1), axes={"pipe": 4}) as grid:
-        nets = [nn.Pipeline(grid, NETWORKS["plain"], schedule=schedule) for schedule in ("1f1b", "zb-v", "interleaved")]
-        assert len({compare(grid, net, expected, "plain", 3, steps=20)[0] for net in nets}) == 1
-
-
 @pytest.mark.parallel([1, 2, 4], thorough=[3, 8])
 def test_networks_of_any_kind_train_in_uneven_stages_as_in_one_process(comm):
     for number, grid in enumerate(grids(comm)):
-        pipe, step = grid.shape.stages, 1 if plugin.all_tests else len(GRIDS[comm.size])
-        for name, make in [*NETWORKS.items()][number % step :: step]:
+        pipe = grid.shape.stages
+        for name in turn(comm, number, NETWORKS):
             with given(name=name):
                 layers = 8 if name == "forked" else 9
-                net = nn.Pipeline(grid, make, cut=[layers - pipe + 1] + [1] * (pipe - 1))
+                options = {"cut": [layers - pipe + 1] + [1] * (pipe - 1)}
                 if name in ("dropout", "recompute", "labelled") and 2 * pipe <= layers:
-                    net = nn.Pipeline(grid, make, schedule="interleaved-zero-bubble")
-                compare(grid, net, of_one_process(comm, make, name, 4), name, 4)
+                    options = {"schedule": "interleaved-zero-bubble"}
+                net = nn.Pipeline(grid, NETWORKS[name], **options)
+                compare(grid, net, of_one_process(comm, NETWORKS[name], name, 4), name, 4)
+
+
+TIED = [("tied", "1f1b"), ("tied", "zb-v"), ("tied", "dualpipe-v"), ("plain", "dualpipe"), ("tied", "dualpipe")]
 
 
 @pytest.mark.parallel([2, 4])
 def test_tied_weights_and_copies_stay_equal_and_count_once(comm):
-    every = [
-        ("tied", "1f1b"),
-        ("tied", "zb-v"),
-        ("integers", "dualpipe-v"),
-        ("plain", "dualpipe"),
-        ("tied", "dualpipe"),
-    ]
     for number, grid in enumerate(grids(comm)):
-        pipe, shards = grid.shape.stages, ("states", "gradients") if grid.data.size > 1 else (False,)
-        step = 1 if plugin.all_tests else len(GRIDS[comm.size])
-        found = {}
-        for name, schedule in every[number % step :: step]:
+        pipe, shards, found = grid.shape.stages, ("states", "gradients") if grid.data.size > 1 else (False,), {}
+        for name, schedule in turn(comm, number, TIED):
             expected = of_one_process(comm, NETWORKS[name], name, 2 * pipe)
             for shard in shards:
                 with given(name=name, schedule=schedule, shard=shard):
@@ -228,21 +184,21 @@ def test_tied_weights_and_copies_stay_equal_and_count_once(comm):
 
 
 @pytest.mark.parallel([2], thorough=[4])
-def test_mixed_precision_with_one_loss_scale_is_that_of_one_process(comm):
-    for precision, library, first in (
-        ("float16", "numpy", 2.0**8),
-        ("float16", "numpy", 2.0**40),
-        ("bfloat16", "torch", 1.0),
-    ):  # 2^40 overflows: all stages skip the step
-        make = lambda grid: nn.MLP(grid, SIZES, "gelu", seed=3, precision=precision, library=library)
-        scales = [optim.LossScale(first, most=2.0**41) for _ in range(2)]
-        options = {"dtype": "float32", "library": library}
-        with alone() as single:
-            expected = trained(make(single), "plain", 3, scale=scales[0], **options)
-        with given(scale=first), Grid(comm, (1, 1, 1), axes={"pipe": comm.size}) as grid:
-            losses, weights = trained(nn.Pipeline(grid, make), "plain", 3, scale=scales[1], **options)
-            assert np.array_equal(losses, expected[0], equal_nan=True) and scales[0].value == scales[1].value
-            assert bits(weights) == bits({key: expected[1][key] for key in weights})
+@looped(
+    "precision, library, first",
+    [("float16", "numpy", 2.0**8), ("float16", "numpy", 2.0**40), ("bfloat16", "torch", 1.0)],
+)
+def test_mixed_precision_with_one_loss_scale_is_that_of_one_process(comm, precision, library, first):
+    """A scale of 2^40 overflows, and all stages skip the step."""
+    make = lambda grid: nn.MLP(grid, SIZES, "gelu", seed=3, precision=precision, library=library)
+    scales = [optim.LossScale(first, most=2.0**41) for _ in range(2)]
+    options = {"dtype": "float32", "library": library}
+    with alone() as single:
+        expected = trained(make(single), "plain", 3, scale=scales[0], **options)
+    with Grid(comm, (1, 1, 1), axes={"pipe": comm.size}) as grid:
+        losses, weights = trained(nn.Pipeline(grid, make), "plain", 3, scale=scales[1], **options)
+        assert np.array_equal(losses, expected[0], equal_nan=True) and scales[0].value == scales[1].value
+        assert bits(weights) == bits({key: expected[1][key] for key in weights})
 
 
 @pytest.mark.parallel([2])

@@ -6,7 +6,7 @@ import signal
 import h5py
 import numpy as np
 import pytest
-from loops import given
+from loops import given, looped
 from training_runs import RunsHere, fails, signal_at
 
 from pmm3d import Grid, Pmm3dError
@@ -55,16 +55,21 @@ def nearly(found, expected):
     return np.allclose(found, expected, rtol=0, atol=1e-10)
 
 
+def succeeds(here, name, ranks=4, arguments=(), **config):
+    """Train. Assert that the run ended without an error."""
+    done = here.train(here.config(name, **{**OPTIONS, **config}), *arguments, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 @four
 def test_a_run_on_stages_is_that_without(here):
     """Losses, weights, figures; one log, one record, one summary."""
-    plain = here.train(here.config("plain", grid='shape = "1x1x1"', **OPTIONS), ranks=1)
-    assert plain.returncode == 0, plain.stderr
+    succeeds(here, "plain", 1, grid='shape = "1x1x1"')
     for number, (name, (ranks, grid)) in enumerate(CUTS.items()):
         with given(name=name):
             run = f"run{number}"
-            done = here.train(here.config(run, grid=grid, **OPTIONS), ranks=ranks)
-            assert done.returncode == 0, done.stderr
+            done = succeeds(here, run, ranks, grid=grid)
             assert lines(here, run, "step") == lines(here, "plain", "step")
             for key in ("loss", "gradient_norm"):
                 assert nearly(lines(here, run, key), lines(here, "plain", key))
@@ -77,63 +82,32 @@ def test_a_run_on_stages_is_that_without(here):
 
 
 @four
-def test_a_table_of_the_users_own(here, comm):
-    path = here.folder / "mine.csv"
-    if comm.rank == 0:
-        path.write_text(str(one_f_one_b(2, 4)))
-    comm.barrier()
-    for name, schedule in (("named", "1f1b"), ("own", path)):
-        grid = ONE + f'pipe = 2\nschedule = "{schedule}"'
-        done = here.train(here.config(name, grid=grid, **OPTIONS), ranks=2)
-        assert done.returncode == 0, done.stderr
-    named, own = here.weights("named"), here.weights("own")
-    assert all(np.array_equal(own[each], named[each]) for each in named) and lines(here, "own") == lines(here, "named")
-    if comm.rank == 0:
-        path.unlink()
-    comm.barrier()
-    out = f"{here.folder}/own.h5"
-    done = here.run("predict", f"{here.folder}/own", f"{here.folder}/data.h5", "--out", out, ranks=2)
-    assert done.returncode == 0 and "pipe 2" in done.stdout, done.stderr
-
-
-@four
 def test_a_run_that_a_signal_ended_goes_on_to_the_same_bits_and_on_other_stages(here, comm):
     """With dropout, whose random numbers are those of the whole network."""
-    options = OPTIONS | {"network": OPTIONS["network"] + "\ndropout = 0.2", "training": "epochs = 3"}
+    options = {"network": OPTIONS["network"] + "\ndropout = 0.2", "training": "epochs = 3"}
     two = {**options, "grid": ONE + 'pipe = 2\nschedule = "zb-h1"'}
-    assert here.train(here.config("whole", **two), ranks=2).returncode == 0
-    for name, stages in (("same", 2), ("four", 4), ("none", 1)):
+    succeeds(here, "whole", 2, **two)
+    for stages, grid in ((2, two["grid"]), (4, ONE + "pipe = 4"), (1, ONE)):
+        name = f"on{stages}"
         with given(stages=stages):
             with signal_at(comm, Trainer, "_step", 5):
-                ended = here.train(here.config(name, **two), ranks=2)
+                ended = here.train(here.config(name, **{**OPTIONS, **two}), ranks=2)
             assert ended.returncode == 75 and "SIGTERM stopped the run at step 5 of 9" in ended.stdout, ended.stderr
-            other = here.config(name, grid=ONE + (f"pipe = {stages}" if stages > 1 else ""), **options)
-            config = here.config(name, **two) if name == "same" else other
-            done = here.train(config, "--resume", "auto", ranks=stages)
-            assert done.returncode == 0 and done.stderr.count("resumed /") == 1, done.stderr
-            assert nearly(lines(here, name), lines(here, "whole")) and nearly(here.weights(name), here.weights("whole"))
-            if name == "same":
+            done = succeeds(here, name, stages, ("--resume", "auto"), **{**options, "grid": grid})
+            assert done.stderr.count("resumed /") == 1
+            weights, others = here.weights(name), here.weights("whole")
+            assert nearly(lines(here, name), lines(here, "whole")) and nearly(weights, others)
+            if stages == 2:
                 assert lines(here, name) == lines(here, "whole")
-                weights, others = here.weights(name), here.weights("whole")
                 assert all(np.array_equal(weights[each], others[each]) for each in others)
 
 
 @four
 def test_a_checkpoint_that_is_asked_for_while_a_stage_validates(here, comm):
-    options = OPTIONS | {"training": "epochs = 1\ncheckpoint_every = 100\nkeep = 9"}
-    config = here.config(grid=ONE + "pipe = 4", **options)
+    training = "epochs = 1\ncheckpoint_every = 100\nkeep = 9"
     with signal_at(comm, Trainer, "_step", 2, signal.SIGUSR1):
-        done = here.train(config)
-    assert done.returncode == 0 and here.checkpoints() == ["step-00000002", "step-00000003"], done.stderr
-
-
-@four
-def test_figures_are_the_same_on_all_ranks(here, comm):
-    config = load(here.config(grid="pipe = 2\nmicro_batches = 3", **OPTIONS))
-    with build.trainer(config, comm) as run:
-        assert run.run() and run.grid.size == 4 and run.state.network.grid.size == 2
-    figures = comm.allgather(run.figures)
-    assert figures == 4 * figures[:1] and figures[0].keys() == {"loss", "accuracy"}
+        succeeds(here, "run", grid=ONE + "pipe = 4", training=training)
+    assert here.checkpoints() == ["step-00000002", "step-00000003"]
 
 
 @four
@@ -161,43 +135,49 @@ def test_what_is_not_finite_is_named_as_in_the_whole_network(here):
 
 @four
 def test_predictions_and_exports_of_a_run_on_stages(here, comm):
-    for name, grid in (("plain", ONE), ("staged", ONE + "pipe = 4")):
-        ranks = 4 if name == "staged" else 1
-        assert here.train(here.config(name, grid=grid, **OPTIONS), ranks=ranks).returncode == 0
+    """Whose schedule is a table of the user. The file is not needed after the run."""
+    table, found = here.folder / "mine.csv", {}
+    if comm.rank == 0:
+        table.write_text(str(one_f_one_b(4, 4)))
+    comm.barrier()
+    for name, ranks, grid in (("plain", 1, ONE), ("staged", 4, ONE + f'pipe = 4\nschedule = "{table}"')):
+        succeeds(here, name, ranks, grid=grid)
+    comm.barrier()
+    if comm.rank == 0:
+        table.unlink()
+    comm.barrier()
+    for name, ranks in (("plain", 1), ("staged", 4)):
         out = here.folder / f"{name}.h5"
-        done = here.run("predict", f"{here.folder}/{name}", f"{here.folder}/data.h5", "--out", f"{out}", ranks=ranks)
+        arguments = f"{here.folder}/{name}", f"{here.folder}/data.h5", "--out", f"{out}"
+        done = here.run("predict", *arguments, ranks=ranks)
         assert done.returncode == 0 and ("pipe 4" in done.stdout) == (ranks == 4), done.stderr
-        for ranks in (1, 3):
-            target = here.folder / f"{name}{ranks}.safetensors"
-            done = here.run("export", str(here.folder / name), str(target), ranks=ranks)
-            assert done.returncode == 0, done.stderr
-    found = {}
-    for name in ("plain", "staged"):
-        with h5py.File(here.folder / f"{name}.h5") as file:
+        with h5py.File(out) as file:
             found[name] = {key: item[...] for key, item in file.items()}
     assert nearly(found["staged"], found["plain"]) and len(found["plain"]["outputs"]) == 330
-    assert (here.folder / "staged1.safetensors").read_bytes() == (here.folder / "staged3.safetensors").read_bytes()
+    exported = [here.folder / f"{ranks}.safetensors" for ranks in (1, 3)]
+    for ranks, path in zip((1, 3), exported):
+        done = here.run("export", f"{here.folder}/staged", str(path), ranks=ranks)
+        assert done.returncode == 0, done.stderr
+    assert exported[0].read_bytes() == exported[1].read_bytes()
 
 
 @four
 def test_auto_shares_out_the_ranks_that_pipe_leaves(here):
     """It also chooses the schedule, if none is named."""
     auto = 'shape = "auto"\nmicro_batches = 4\npipe = '
-    assert here.train(here.config("plain", grid=ONE, **OPTIONS), ranks=1).returncode == 0
+    succeeds(here, "plain", 1, grid=ONE)
     for name, grid in (("any", auto + "2"), ("named", auto + '2\nschedule = "gpipe"')):
         with given(name=name):
-            done = here.train(here.config(name, grid=grid, **OPTIONS))
-            assert done.returncode == 0 and done.stderr.count("grid.shape = auto: ") == 1, done.stderr
+            done = succeeds(here, name, grid=grid)
+            assert done.stderr.count("grid.shape = auto: ") == 1
             found = json.loads((here.folder / name / "run.json").read_text())
             assert GridShape(**found["grid"]).size == 4 and found["grid"]["pipe"] == 2
             schedule = found["settings"]["grid"]["schedule"]
             assert schedule == "gpipe" if name == "named" else schedule.removesuffix("-2") in schedule_names()
             assert f" {schedule}, " in done.stderr and found["starts"][0]["auto"]["chosen"]["schedule"] == schedule
             assert nearly(lines(here, name), lines(here, "plain"))
-    fails(
-        here.train(here.config("three", grid=auto + "3", **OPTIONS)),
-        "4 ranks are no multiple of grid.pipe x grid.seq x grid.ulysses = 3: use a multiple of it",
-    )
+    done = here.train(here.config("three", grid=auto + "3", **OPTIONS))
+    fails(done, "4 ranks are no multiple of grid.pipe x grid.seq x grid.ulysses = 3: use a multiple of it")
 
 
 MODEL = """
@@ -207,13 +187,6 @@ def build(grid, features, outputs):
     return nn.Sequential(grid, *(nn.Residual(nn.Sequential(grid, nn.Linear(grid, features, features, dtype="float64"),
                                                            nn.relu)) for _ in range(4)),
                          nn.Linear(grid, features, outputs, dtype="float64"))
-
-class Net(nn.Module):
-    def __init__(self, grid, features, outputs):
-        self.grid, self.layer = grid, nn.Linear(grid, features, outputs, dtype="float64")
-
-    def forward(self, x):
-        return self.layer(x)
 """
 
 
@@ -223,20 +196,14 @@ def test_a_network_of_ones_own_in_stages(here, comm):
         (here.folder / "model.py").write_text(MODEL)
     comm.barrier()
 
-    def config(name, grid, function="build"):
+    for name, grid in (("plain", "micro_batches = 4"), ("staged", "pipe = 2\nmicro_batches = 4")):
         settings = load(here.config(name, grid=grid, **OPTIONS)).settings()
-        settings["network"] = {"build": f"{here.folder}/model.py:{function}", "dtype": "float64"}
-        return checked(settings)
-
-    weights = []
-    for name, grid in (("plain", "micro_batches = 4"), ("staged", ONE + "pipe = 4")):
-        with build.trainer(config(name, grid), comm) as run:
-            run.run()
-        weights.append(here.weights(name))
-    assert nearly(*weights) and len(weights[0]) > 9
-    with pytest.raises(Pmm3dError, match="make must return a Sequential, whose layers .* into stages; got a Net"):
-        with build.trainer(config("other", ONE + "pipe = 4", "Net"), comm):
-            pass
+        settings["network"] = {"build": f"{here.folder}/model.py:build", "dtype": "float64"}
+        with build.trainer(checked(settings), comm) as run:
+            assert run.run()
+        figures = comm.allgather(run.figures)
+        assert figures == 4 * figures[:1] and figures[0].keys() == {"loss", "accuracy"}
+    assert nearly(here.weights("staged"), here.weights("plain")) and len(here.weights("plain")) > 9
 
 
 MISTAKES = [
@@ -244,8 +211,6 @@ MISTAKES = [
     ("pipe = 3", "3"),
     ("pipe = 4\ncut = [2, 2, 1]", 'the cut [2, 2, 1] is neither "cost" nor 4 numbers of at least 1 with the sum 9'),
     ("pipe = 4\ncut = [2, 2, 1, 0]", "grid.cut = [2, 2, 1, 0]: needed is a list of whole numbers of at least 1, or "),
-    ('pipe = 4\nschedule = "interleaved-3"', "9 layers with parameters, too few for 12 stages"),
-    ('pipe = 4\nschedule = "1f1b-3"', "1f1b has a fixed number of stages"),
     ("pipe = 4\nmicro_batches = 101", "micro_batches = 101, but a batch has 100 rows: at most 100"),
     ('pipe = 4\nschedule = "nowhere.csv"', "cannot read the schedule nowhere.csv"),
     ('pipe = 4\nschedule = "dualpipe-v"\nmicro_batches = 4', "dualpipe-v needs at least two micro-batches for each"),
@@ -253,41 +218,23 @@ MISTAKES = [
 
 
 @four
-def test_mistakes_are_told_once_before_the_first_step(here):
-    for grid, text in MISTAKES:
-        with given(grid=grid):
-            fails(here.train(here.config(grid=grid, **OPTIONS)), text)
-            assert not here.checkpoints()
-
-
-@four
-def test_a_run_on_stages_begins_with_weights_of_another_one(here):
-    """From a checkpoint with other stages, and from a file for torch."""
-    run = {"grid": ONE + "pipe = 4", **OPTIONS}
-    assert here.train(here.config("first", **run)).returncode == 0
-    target = here.folder / "first.safetensors"
-    assert here.run("export", f"{here.folder}/first", f"{target}").returncode == 0
-    found = []
-    for name, weights in (("folder", here.folder / "first"), ("file", target)):
-        options = OPTIONS | {"training": f"epochs = 1\nweights = '{weights}'"}
-        done = here.train(here.config(name, grid=ONE + "pipe = 2", **options), ranks=2)
-        assert done.returncode == 0 and done.stderr.count(f"training.weights = {weights}: loaded") == 1, done.stderr
-        found.append(here.weights(name))
-    assert nearly(*found) and lines(here, "file")[0] < lines(here, "first")[0]
+@looped("grid, text", MISTAKES)
+def test_mistakes_are_told_once_before_the_first_step(here, grid, text):
+    fails(here.train(here.config(grid=grid, **OPTIONS)), text)
+    assert not here.checkpoints()
 
 
 @pytest.mark.parallel([2])
-def test_memory_of_many_micro_batches_is_that_of_as_many_as_a_rank_holds(here, comm, monkeypatch):
-    for schedule in ("1f1b", "zb-h2", "interleaved", "v-min", "gpipe"):
-        options = OPTIONS | {"batch_size": 96, "hidden": (8, 8, 64, 64)}
-        grid = f'shape = "1x1x1"\npipe = 2\nschedule = "{schedule}"\nmicro_batches = 48'
-        config = load(here.config(grid=grid, **options))
-        with given(schedule=schedule), Grid(comm, "1x1x1", 1, axes={"pipe": 2}) as grid:
-            few = build.predicted_memory(config, grid, SampleSizes(12, 3, True, 297))
-            assert (build._fullest(config.grid) == 48) == (schedule == "gpipe")
-            monkeypatch.setattr(build, "_fullest", lambda grid: grid.micro_batches)
-            assert few == build.predicted_memory(config, grid, SampleSizes(12, 3, True, 297))
-            monkeypatch.undo()
+@looped("schedule", ["1f1b", "zb-h2", "interleaved", "v-min", "gpipe"])
+def test_memory_of_many_micro_batches_is_that_of_as_many_as_a_rank_holds(here, comm, monkeypatch, schedule):
+    options = OPTIONS | {"batch_size": 96, "hidden": (8, 8, 64, 64)}
+    grid = f'shape = "1x1x1"\npipe = 2\nschedule = "{schedule}"\nmicro_batches = 48'
+    config = load(here.config(grid=grid, **options))
+    with Grid(comm, "1x1x1", 1, axes={"pipe": 2}) as grid:
+        few = build.predicted_memory(config, grid, SampleSizes(12, 3, True, 297))
+        assert (build._fullest(config.grid) == 48) == (schedule == "gpipe")
+        monkeypatch.setattr(build, "_fullest", lambda grid: grid.micro_batches)
+        assert few == build.predicted_memory(config, grid, SampleSizes(12, 3, True, 297))
 
 
 @four

@@ -5,7 +5,7 @@ from time import monotonic, sleep
 
 import numpy as np
 import pytest
-from loops import given
+from loops import given, looped
 from networks import spread
 from samples import bits_of, to_numpy
 
@@ -77,44 +77,44 @@ def recurrence(begin, arrays, every, version):
 def test_weights_are_those_of_the_recurrence(comm):
     grids = [((1, 1, 1), 1, comm.size), *[((1, 1, 2), 1, 2), ((1, 1, 1), 2, 2)] * (comm.size == 4)]
     for (shape, copies, p), name in product(grids, ("PipeDream", "2BW")):
-        rule, every = (PipeDream(), 1) if name == "PipeDream" else (DoubleBuffered(4), 4)
-        version = (
-            (lambda t, s, p=p: max(0, t - (p - 1 - s))) if name == "PipeDream" else lambda t, s: max(0, t // 4 - 1)
-        )
+        rule, every, version = {
+            "PipeDream": (PipeDream(), 1, lambda t, s, p=p: max(0, t - (p - 1 - s))),
+            "2BW": (DoubleBuffered(4), 4, lambda t, s: max(0, t // 4 - 1)),
+        }[name]
         with given(name=name, shape=shape, data=copies), Grid(comm, shape, copies, axes={"pipe": p}) as grid:
             net, optimizer = network(grid, p)
             begin, arrays = weights(net, comm), data(12, seed=7)
             losses = train_stale(net, optimizer, nn.mse, batches(net, arrays), rule)
-            expected = recurrence(begin, arrays, every, version)
+            expected = recurrence(begin, arrays, every, version)[-1]
+            fresh = recurrence(begin, arrays, every, lambda t, s: t // every)[-1]
             assert len(losses) == 12 // every and optimizer.steps == 12 // every
-            assert np.abs(np.array(weights(net, comm)) - expected[-1]).max() <= 1e-12
-            assert (
-                np.abs(np.array(expected[-1]) - recurrence(begin, arrays, every, lambda t, s: t // every)[-1]).max()
-                > 1e-4
-            )  # the difference from gradients that are not stale
+            assert np.abs(np.array(weights(net, comm)) - expected).max() <= 1e-12
+            assert np.abs(np.array(expected) - fresh).max() > 1e-4  # as gradients are stale
 
 
-@pytest.mark.parallel([4])
-def test_virtual_workers_have_the_weights_of_the_recurrence(comm):
+@pytest.fixture
+def workers(comm):
+    """(number of this virtual worker, grid of its two stages, grid of the ranks of all workers with the same stage)."""
     worker, place = divmod(comm.rank, 2)
     own, across = comm.Split(worker), comm.Split(place)
-    for distance in (0, 1, 3):
-        with (
-            given(distance=distance),
-            Grid(own, (1, 1, 1), axes={"pipe": 2}) as grid,
-            Grid(across, shape="ddp") as workers,
-        ):
-            net, optimizer = network(grid, 2)
-            begin, arrays = weights(net, own), [data(8, seed=seed) for seed in (1, 2)]
-            train_stale(net, optimizer, nn.mse, batches(net, arrays[worker]), HetPipe(workers, distance))
-            expected = waves(begin, arrays, distance)
-            assert np.abs(np.array(weights(net, own)) - expected).max() <= 1e-12
+    with Grid(own, (1, 1, 1), axes={"pipe": 2}) as grid, Grid(across, shape="ddp") as same:
+        yield worker, grid, same
     own.Free()
     across.Free()
 
 
+@pytest.mark.parallel([4])
+@looped("distance", [0, 1, 3])
+def test_virtual_workers_have_the_weights_of_the_recurrence(workers, distance):
+    worker, grid, same = workers
+    net, optimizer = network(grid, 2)
+    begin, arrays = weights(net, grid.comm), [data(8, seed=seed) for seed in (1, 2)]
+    train_stale(net, optimizer, nn.mse, batches(net, arrays[worker]), HetPipe(same, distance))
+    assert np.abs(np.array(weights(net, grid.comm)) - waves(begin, arrays, distance)).max() <= 1e-12
+
+
 def waves(begin, arrays, distance, size=2):
-    """Weights after the last wave, for workers with these micro-batches."""
+    """Weights after the last wave, for two workers with these micro-batches."""
     begin = np.array(begin)
     versions, changes = [[begin] for _ in arrays], [[] for _ in arrays]
     for t in range(len(arrays[0])):
@@ -124,50 +124,35 @@ def waves(begin, arrays, distance, size=2):
             versions[worker].append(versions[worker][-1] + changes[worker][-1])
         came = (t + 1) // size - 1 - distance
         if (t + 1) % size == 0 and came >= 0:
-            for worker in range(len(arrays)):
-                versions[worker][-1] = versions[worker][-1] + sum(
-                    sum(changes[other][came * size : (came + 1) * size])
-                    for other in range(len(arrays))
-                    if other != worker
-                )
+            for worker, other in ((0, 1), (1, 0)):
+                versions[worker][-1] = versions[worker][-1] + sum(changes[other][came * size : (came + 1) * size])
     return begin + sum(map(sum, changes))
 
 
 @pytest.mark.parallel([4])
-def test_clocks_of_workers_differ_by_at_most_the_distance_and_one(comm, monkeypatch):
-    worker, place = divmod(comm.rank, 2)
-    own, across, events, end = comm.Split(worker), comm.Split(place), [], stale._Waves.end
-
-    def noted(waves, last):
-        events.append((monotonic(), worker))
-        end(waves, last)
+@looped("distance", [0, 2])
+def test_clocks_of_workers_differ_by_at_most_the_distance_and_one(workers, monkeypatch, distance):
+    (worker, grid, same), events, end = workers, [], stale._Waves.end
+    monkeypatch.setattr(
+        stale._Waves, "end", lambda waves, last: (events.append((monotonic(), worker)), end(waves, last))
+    )
 
     def slow(x):
         sleep(0.02 * worker)
         return x
 
-    monkeypatch.setattr(stale._Waves, "end", noted)
-    make = lambda grid: nn.Sequential(grid, slow, *layers(2)(grid).layers)
-    for distance in (0, 2):
-        with (
-            given(distance=distance),
-            Grid(own, (1, 1, 1), axes={"pipe": 2}) as grid,
-            Grid(across, shape="ddp") as workers,
-        ):
-            net, optimizer = network(grid, 2, make)
-            events.clear()
-            train_stale(net, optimizer, nn.mse, batches(net, data(16, seed=3)), HetPipe(workers, distance))
-        clocks, apart = [0, 0], []
-        for _, which in sorted(event for found in across.allgather(events) for event in found):
-            clocks[which] += 1
-            apart.append(abs(clocks[0] - clocks[1]))
-        assert clocks == [8, 8] and distance <= max(apart) <= distance + 1
-    own.Free()
-    across.Free()
+    net, optimizer = network(grid, 2, lambda grid: nn.Sequential(grid, slow, *layers(2)(grid).layers))
+    train_stale(net, optimizer, nn.mse, batches(net, data(16, seed=3)), HetPipe(same, distance))
+    clocks, apart = [0, 0], []
+    for _, which in sorted(event for found in same.comm.allgather(events) for event in found):
+        clocks[which] += 1
+        apart.append(abs(clocks[0] - clocks[1]))
+    assert clocks == [8, 8] and distance <= max(apart) <= distance + 1
 
 
 @pytest.mark.parallel([2])
 def test_what_cannot_be_trained_is_refused_on_every_rank(comm):
+    three = PipelineSchedule.read("0F0,1F0,1B0,0B0\n2F0,2B0")
     with Grid(comm, (1, 1, 1), axes={"pipe": 2}) as grid:
         for schedule, number, rule, message in [
             ("gpipe", 4, PipeDream(), "PipeDream needs weights after 1 changes, and 0 are done"),
@@ -177,36 +162,25 @@ def test_what_cannot_be_trained_is_refused_on_every_rank(comm):
             ("1f1b", 4, HetPipe(grid), "the grid of the workers has 1 of 2 ranks along data: make it with"),
             ("zb-h1", 8, DoubleBuffered(4), "changes its weights here, while weight gradients of"),
             ("interleaved", 4, PipeDream(), "4 stages on 2 ranks"),
-            (PipelineSchedule.read("0F0,1F0,1B0,0B0\n2F0,2B0"), 1, PipeDream(), "3 stages on 2 ranks"),
+            (three, 1, PipeDream(), "3 stages on 2 ranks"),
         ]:
-            with given(schedule=schedule, number=number):
-                net, optimizer = network(grid, 4, schedule=schedule)
-                with pytest.raises(PipelineError, match=message):
-                    train_stale(net, optimizer, nn.mse, batches(net, data(number, seed=0)), rule)
+            net, optimizer = network(grid, 4, schedule=schedule)
+            with given(schedule=schedule, number=number), pytest.raises(PipelineError, match=message):
+                train_stale(net, optimizer, nn.mse, batches(net, data(number, seed=0)), rule)
 
 
 @pytest.mark.parallel([1])
-def test_one_stage_trains_as_without_a_pipeline(comm):
+@looped("dtype", ["float32", "float16"])
+def test_one_stage_trains_as_without_a_pipeline(comm, dtype):
     """No gradient is stale with one stage: equal bits, also of master weights and of the state of AdamW."""
-    for dtype in ("float32", "float16"):
-        found = []
-        for train in ("stale", "steps"):
-            with given(dtype=dtype), Grid(comm, (1, 1, 1)) as grid:
-                net = Pipeline(
-                    grid,
-                    lambda grid, dtype=dtype: nn.Sequential(
-                        grid,
-                        nn.Linear(grid, WIDTH, WIDTH, seed=1, dtype=dtype),
-                        nn.relu,
-                        nn.Linear(grid, WIDTH, WIDTH, seed=2, dtype=dtype),
-                    ),
-                )
-                optimizer = optim.AdamW(net.parameters(), lr=0.01)
-                taken = batches(net, [(x.astype(dtype), y.astype(dtype)) for x, y in data(5, seed=2)])
-                losses = (
-                    train_stale(net, optimizer, nn.mse, taken, PipeDream())
-                    if train == "stale"
-                    else [train_step(net, optimizer, nn.mse, [batch])[0] for batch in taken]
-                )
-                found.append((losses, *(bits_of(each._in_checkpoint.gather()) for each in net.parameters())))
-        assert found[0] == found[1]
+    linear = lambda grid, seed: nn.Linear(grid, WIDTH, WIDTH, seed=seed, dtype=dtype)
+    arrays, found = [(x.astype(dtype), y.astype(dtype)) for x, y in data(5, seed=2)], []
+    for train in (
+        lambda net, optimizer, taken: train_stale(net, optimizer, nn.mse, taken, PipeDream()),
+        lambda net, optimizer, taken: [train_step(net, optimizer, nn.mse, [batch])[0] for batch in taken],
+    ):
+        with Grid(comm, (1, 1, 1)) as grid:
+            net = Pipeline(grid, lambda grid: nn.Sequential(grid, linear(grid, 1), nn.relu, linear(grid, 2)))
+            losses = train(net, optim.AdamW(net.parameters(), lr=0.01), batches(net, arrays))
+            found.append((losses, *(bits_of(each._in_checkpoint.gather()) for each in net.parameters())))
+    assert found[0] == found[1]
