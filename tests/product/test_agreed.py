@@ -50,23 +50,20 @@ def grid(comm):
 
 @pytest.mark.parallel([4], thorough=[1, 2])
 def test_ranks_on_devices_of_different_numbers_agree(grid, devices):
-    whole = integers((6, 6))
-    square = DistMatrix.from_global(grid, whole)
-    assert square.library.number == grid.rank
-    assert np.array_equal((square @ square).gather(), whole @ whole)
-    assert np.array_equal(matmul(square, square, out=square.redistribute(Layout.C)).gather(), whole @ whole)
-    moved = square.redistribute(Layout.B, out=DistMatrix.from_global(grid, whole, layout=Layout.B))
-    assert np.array_equal(moved.gather(), whole)
-    DistMatrix.from_local(grid, square.local, (6, 6))
-
-
-def test_a_scattered_matrix_lies_on_each_ranks_own_device(grid, devices):
-    whole = integers((6, 5))
-    root = grid.size - 1
+    """Also a scattered matrix is stored on each rank's own device."""
+    whole, root = integers((6, 6)), grid.size - 1
     scattered = DistMatrix.from_global(grid, whole if grid.rank == root else None, root=root)
     assert devices == {grid.rank}
-    assert scattered.library.number == grid.rank
-    assert np.array_equal(scattered.gather(), whole)
+    square, out = DistMatrix.from_global(grid, whole), DistMatrix.from_global(grid, whole, layout=Layout.B)
+    DistMatrix.from_local(grid, square.local, (6, 6))
+    assert scattered.library.number == square.library.number == grid.rank
+    for found, wanted in (
+        (scattered, whole),
+        (square @ square, whole @ whole),
+        (matmul(square, square, out=square.redistribute(Layout.C)), whole @ whole),
+        (square.redistribute(Layout.B, out=out), whole),
+    ):
+        assert np.array_equal(found.gather(), wanted)
 
 
 def test_the_device_in_a_librarys_name_is_each_ranks_own(grid, monkeypatch):
@@ -90,18 +87,18 @@ def test_equal_arguments_of_other_types_agree(grid):
 
 
 @pytest.mark.parallel([4], thorough=[1, 2])
-def test_a_matrix_to_write_into_is_on_the_grid_that_is_asked_for(comm, grid, fails):
+def test_a_matrix_to_write_into_is_on_the_grid_that_is_asked_for(comm, grid, all_fail):
     """On a grid with another order of ranks, its shards would belong to other ranks."""
     square = DistMatrix.from_global(grid, to_library(integers((6, 6))))
     turned = comm.Split(0, -comm.rank)
     with Grid(turned, (1, comm.size, 1)) as other, Grid(comm, (comm.size, 1, 1)) as third:
         away, near = DistMatrix.empty(other, (6, 6), layout=Layout.B), DistMatrix.empty(third, (6, 6), layout=Layout.B)
-        for out in (away, near):
-            fails(
-                GridError, "out is on another Grid .*pass grid=out.grid", lambda: square.redistribute(Layout.B, out=out)
-            )
-        fails(GridError, "out is on another Grid", lambda: square.redistribute(Layout.B, third, out=away))
-        assert np.array_equal(square.redistribute(Layout.B, third, out=near).gather(), integers((6, 6)))
+        move = lambda out, *to: lambda: square.redistribute(Layout.B, *to, out=out)
+        text = "out is on another Grid .*pass grid=out.grid"
+        all_fail(
+            (GridError, text, move(away)), (GridError, text, move(near)), (GridError, text[:22], move(away, third))
+        )
+        assert np.array_equal(move(near, third)().gather(), integers((6, 6)))
     turned.Free()
 
 
@@ -117,8 +114,8 @@ def test_arrays_that_differ_are_seen_with_debug(comm, fails, monkeypatch):
             fails(DisagreementError, "contents", lambda: DistMatrix.from_global(grid, mine))
         same = whole.astype(">f8") if grid.rank else np.asfortranarray(whole)
         assert np.array_equal(DistMatrix.from_global(grid, to_library(same)).gather(), whole)
-        mine = to_library(np.full((2, 3), grid.rank))
-        given = lambda layout: DistMatrix.from_local(grid, mine, (2, 3), layout=layout)
+        own = to_library(np.full((2, 3), grid.rank))
+        given = lambda layout: DistMatrix.from_local(grid, own, (2, 3), layout=layout)
         fails(DisagreementError, "from_local: ranks 0 and 1 must hold the same data", lambda: given(Layout()))
         given(Layout(sums="z"))
 

@@ -71,8 +71,8 @@ def by_the_helper_alone(grid, pending):
 
 @looped("transport", ["direct", "staged"])
 def test_the_helper_thread_alone_drives_a_sum(comm, transport):
-    """The sum contains earlier work on the array, and does not wait for later work. Both arrays can be overwritten and
-    freed after it has ended."""
+    """The sum contains earlier work on the array, and does not wait for later work. Arrays and results can be
+    overwritten and freed after it has ended: a later allocation of the same stream uses freed memory at once."""
     with Grid(comm, (comm.size, 1, 1), device_transport=transport) as grid, elsewhere(grid.rank) as stream:
         for size in (5, 50_000):
             whole = [integers((size, 1), seed=rank) for rank in range(grid.size)]
@@ -82,11 +82,14 @@ def test_the_helper_thread_alone_drives_a_sum(comm, transport):
             later[...] = 5.0
             by_the_helper_alone(grid, pending)
             assert np.array_equal(total._host, sum(whole)) and later._host[0] != 5
+            fresh = by_the_helper_alone(grid, grid.x.all_reduce(array))
+            twice = fresh + fresh
             array[...] = 0.0
             total += total
-            del array
+            del array, fresh
+            by_the_helper_alone(grid, grid.x.all_reduce(to_library(whole[0], "standin")))
             stream.synchronize()
-            assert np.array_equal(total._host, 2 * sum(whole))
+            assert np.array_equal(total._host, 2 * sum(whole)) and np.array_equal(twice._host, 2 * sum(whole))
 
 
 def test_threads_in_which_mpi_makes_progress_have_the_context_of_the_device(comm, monkeypatch):
@@ -120,18 +123,6 @@ def test_threads_in_which_mpi_makes_progress_have_the_context_of_the_device(comm
         assert contexts == dict.fromkeys(contexts, comm.rank % standin.DEVICES) and "MainThread" in contexts
 
 
-def test_results_and_arrays_may_be_freed_at_once(comm):
-    """A later allocation of the same stream uses freed memory at once, so no other stream may still use it."""
-    with Grid(comm, (comm.size, 1, 1), device_transport="direct") as grid, elsewhere(grid.rank):
-        whole, sums = [integers((50, 3), seed=rank) for rank in range(grid.size)], []
-        for _ in range(3):
-            total = by_the_helper_alone(grid, grid.x.all_reduce(to_library(whole[grid.rank], "standin")))
-            sums.append(total + total)
-            del total
-            by_the_helper_alone(grid, grid.x.all_reduce(to_library(whole[0], "standin")))
-        assert all(np.array_equal(to_numpy(found, "standin"), 2 * sum(whole)) for found in sums)
-
-
 def test_work_arrays_of_a_computation_and_of_a_sum_are_not_the_same(comm):
     """The grid's workspace lends both, and gets them back before the device has used them."""
     with Grid(comm, (comm.size, 1, 1), device_transport="direct") as grid, elsewhere(grid.rank) as stream:
@@ -159,6 +150,7 @@ def test_work_arrays_of_a_computation_and_of_a_sum_are_not_the_same(comm):
 
 
 def test_work_arrays_that_were_rehearsed_serve_the_collectives(comm):
+    """A collective needs to know the library of its arrays."""
     with Grid(comm, (comm.size, 1, 1), device_transport="direct") as grid, elsewhere(grid.rank):
         library, sums = library_named("standin"), to_library(np.ones((300, 300)), "standin")
         with grid.engine.transport.communication_stream(library).own.current():
@@ -166,33 +158,32 @@ def test_work_arrays_that_were_rehearsed_serve_the_collectives(comm):
         had = grid.workspace.allocated
         assert np.array_equal(to_numpy(grid.x.all_reduce(sums).wait(), "standin"), np.full((300, 300), grid.size))
         assert had == grid.workspace.allocated > 0
-
-
-def test_a_collective_that_does_not_say_what_its_arrays_are_is_refused(comm):
-    with Grid(comm, (comm.size, 1, 1)) as grid:
-        library, array = library_named("standin"), to_library(np.ones((5, 1)), "standin")
         with pytest.raises(Pmm3dError, match="Axis.begin needs library= for cupy arrays"):
-            grid.x.begin("sum", lambda link: all_reduce_into(link, library, array, array)).wait()
+            grid.x.begin("sum", lambda link: all_reduce_into(link, library, sums, sums)).wait()
 
 
 @pytest.mark.parallel([2])
-def test_arrays_on_another_device_than_the_grids_are_refused_by_every_rank(comm, fails):
+def test_arrays_on_another_device_than_the_grids_are_refused_by_every_rank(comm, all_fail):
     """On the last rank only, whether this device is current or not."""
     with Grid(comm, (2, 1, 1), device_transport="direct") as grid:
         rows, shape = Layout("x"), (4, 4)
         kept, stray = (DistMatrix.empty(grid, shape, layout=rows, library="standin") for _ in range(2))
         sums = DistMatrix.empty(grid, (2, 4), layout=Layout(sums="x"), library="standin")
+        refused = lambda text, *calls: all_fail(
+            *((GridError, f"1 of 2 ranks.* rank 1: .*{text}", call) for call in calls)
+        )
         with standin.Device(comm.rank):
             stray.local = sums.local = local = to_library(np.ones((2, 4)), "standin")
-            for call in (
+            refused(
+                "current device is 1, .* of this rank are on device 0",
                 lambda: DistMatrix.empty(grid, shape, library="standin"),
                 lambda: DistMatrix.random(grid, shape, library="standin"),
                 lambda: DistMatrix.from_function(grid, shape, lambda i, j: i + j, library="standin"),
                 lambda: DistMatrix.from_global(grid, kept.memory),
                 lambda: DistMatrix.from_global(grid, kept.memory, root=1),
-            ):
-                fails(GridError, "1 of 2 ranks.* rank 1: .*current device is 1, .* of this rank are on device 0", call)
-        for call in (
+            )
+        refused(
+            "array of device 1 is used while device 0 is current",
             lambda: DistMatrix.from_local(grid, local, shape, layout=rows),
             stray.gather,
             sums.gather,
@@ -200,8 +191,7 @@ def test_arrays_on_another_device_than_the_grids_are_refused_by_every_rank(comm,
             lambda: kept.redistribute(rows, out=stray),
             lambda: stray @ stray,
             lambda: kept.H @ stray,
-        ):
-            fails(GridError, "1 of 2 ranks.* rank 1: .*array of device 1 is used while device 0 is current", call)
+        )
 
 
 @pytest.mark.deadline(90)
@@ -226,12 +216,12 @@ def trials(comm, monkeypatch):
 
 
 @pytest.mark.parallel([1])
-def test_one_rank_tries_nothing(comm, trials):
+@looped("transport", ["auto", "direct"])
+def test_one_rank_tries_nothing(comm, trials, transport):
     """Nor on an axis of one rank."""
-    for transport in ("auto", "direct"):
-        with Grid(comm, device_transport=transport) as grid:
-            assert_products_are_right(grid, "standin_far")
-            assert trials == [] and grid.transport.why == f"{transport}: one rank sends nothing"
+    with Grid(comm, device_transport=transport) as grid:
+        assert_products_are_right(grid, "standin_far")
+        assert trials == [] and grid.transport.why == f"{transport}: one rank sends nothing"
 
 
 @pytest.mark.parallel([2, 5])
@@ -243,9 +233,8 @@ def test_one_rank_of_each_node_tries_and_one_says_it(comm, trials, caplog):
             assert_products_are_right(grid, "standin")
             grid.everyone.all_gather(standin.asarray(np.ones(3))).wait()
         assert len(trials) == (comm.rank % 2 == 0)
-        last = (comm.size - 1) // 2
+        assert grid.transport.why.startswith(f"staged: node {(comm.size - 1) // 2} does what it does")
         assert grid.transport.mode == "staged"
-        assert grid.transport.why.startswith(f"staged: node {last} does what it does")
     assert caplog.text.count("goes through pinned host memory") == (comm.rank == 0)
 
 
@@ -253,13 +242,12 @@ def test_one_rank_of_each_node_tries_and_one_says_it(comm, trials, caplog):
 def test_ranks_that_share_an_axis_alone_try_once_for_each_node(comm, trials, caplog):
     """Before any matrix: first along x, in other groups along y, then on all ranks."""
     with Grid(comm, (2, comm.size // 2, 1), device_transport="auto") as grid:
-        ones = standin.asarray(np.ones(3))
-        expected = [2.0, comm.size / 2, float(comm.size)]
+        sums = lambda axis: to_numpy(axis.all_reduce(standin.asarray(np.ones(3))).wait(), "standin").tolist()
         if grid.coords.y == 0:
-            assert to_numpy(grid.x.all_reduce(ones).wait(), "standin")[0] == expected[0]
+            assert sums(grid.x) == [2] * 3
         assert comm.allreduce(len(trials)) == 1
-        assert to_numpy(grid.y.all_reduce(ones).wait(), "standin")[0] == expected[1]
-        assert to_numpy(grid.everyone.all_reduce(ones).wait(), "standin")[0] == expected[2]
+        assert sums(grid.y) == [comm.size / 2] * 3
+        assert sums(grid.everyone) == [comm.size] * 3
         assert len(trials) <= 1 and comm.allreduce(len(trials)) <= comm.size - 1
         assert_products_are_right(grid, "standin")
     assert caplog.text.count("goes through pinned host memory") <= (comm.rank == 0)
@@ -267,19 +255,20 @@ def test_ranks_that_share_an_axis_alone_try_once_for_each_node(comm, trials, cap
 
 def test_ranks_that_are_told_differently_are_refused(comm, monkeypatch, fails):
     """The messages of different transports do not fit together."""
-    if comm.rank == 1:
-        monkeypatch.setenv("PMM3D_TRANSPORT", "staged")
-    fails(DisagreementError, "Grid: the ranks passed different arguments.*staged", lambda: Grid(comm))
-    monkeypatch.setenv("PMM3D_TRANSPORT", "fast" if comm.rank == 1 else "auto")
-    fails(Pmm3dError, "PMM3D_TRANSPORT='fast' is invalid", lambda: Grid(comm))
+    for others, own, kind, text in (
+        ("direct", "staged", DisagreementError, "Grid: the ranks passed different arguments.*staged"),
+        ("auto", "fast", Pmm3dError, "PMM3D_TRANSPORT='fast' is invalid"),
+    ):
+        monkeypatch.setenv("PMM3D_TRANSPORT", own if comm.rank == 1 else others)
+        fails(kind, text, lambda: Grid(comm))
 
 
 def test_arrays_go_on_being_used_by_other_threads(comm):
     """A staged collective ends in the thread that drives it, also while this thread computes."""
     with Grid(comm, (comm.size, 1, 1), device_transport="staged") as grid:
-        pending = grid.x.all_gather(to_library(integers((50, 2), seed=grid.rank), "standin"))
+        parts = [integers((50, 2), seed=rank) for rank in range(grid.size)]
+        pending = grid.x.all_gather(to_library(parts[grid.rank], "standin"))
         driver = threading.Thread(target=pending.wait)
         driver.start()
         driver.join()
-        expected = np.concatenate([integers((50, 2), seed=rank) for rank in range(grid.size)])
-        assert np.array_equal(to_numpy(pending.wait(), "standin"), expected)
+        assert np.array_equal(to_numpy(pending.wait(), "standin"), np.concatenate(parts))

@@ -43,39 +43,28 @@ def test_a_grid_that_does_not_fit_names_some_that_do(comm, fails):
     fails(GridError, r"needs \d+ ranks", lambda: Grid(comm, (comm.size, 1, 1), data=2))
 
 
-def test_inner_sizes_that_differ(grid, fails):
-    a, b = DistMatrix.empty(grid, (4, 5)), DistMatrix.empty(grid, (6, 3), layout=Layout.B)
-    text = fails(LayoutError, "A is 4 x 5 and B is 6 x 3", lambda: a @ b)
-    assert "the columns of A must be as many as the rows of B" in text
-    fails(LayoutError, "out is 4 x 4; A B is 4 x 5", lambda: matmul(a, a.T @ a, out=DistMatrix.empty(grid, (4, 4))))
-
-
-def test_operands_on_different_grids(comm, square, fails):
-    with Grid(comm, (comm.size, 1, 1)) as other:
-        fails(GridError, "b on another Grid", lambda: matmul(square, DistMatrix.empty(other, (6, 6))))
-        fails(GridError, "out on another Grid", lambda: matmul(square, square, out=DistMatrix.empty(other, (6, 6))))
-    with Grid(comm.Dup(), (1, comm.size, 1)) as twin:
-        fails(GridError, "redistribute", lambda: matmul(square, DistMatrix.empty(twin, (6, 6))))
-
-
-def test_types_are_not_mixed(grid, square, fails):
+def test_operands_that_do_not_fit(comm, grid, square, all_fail):
+    """Sizes, grids, types and libraries."""
+    of = lambda shape, on=grid, **options: DistMatrix.empty(on, shape, **options)
+    a, b, small = of((4, 5)), of((6, 3), layout=Layout.B), of((4, 4))
     single = DistMatrix.from_global(grid, to_library(integers((6, 6), "float32")))
-    fails(DTypeError, "A is float64, B is float32", lambda: square @ single)
-    fails(DTypeError, "out is float32: convert them to one type", lambda: matmul(square, square, out=single))
-    other = DistMatrix.from_global(grid, to_library(integers((6, 6)), "standin"))
-    fails(LayoutError, "use one array library", lambda: square @ other)
-
-
-def test_tf32_where_nothing_would_be_rounded(grid, square, fails):
-    fails(DTypeError, "tf32 is True or False; got 'no'", lambda: matmul(square, square, tf32="no"))
-    single = DistMatrix.from_global(grid, to_library(integers((6, 6), "float32")))
-    fails(
-        DTypeError,
-        f"tf32 rounds float32 .* these are float32 matrices of {TESTED}",
-        lambda: matmul(single, single, tf32=True),
-    )
-    double = DistMatrix.from_global(grid, to_library(integers((6, 6)), "standin"))
-    fails(DTypeError, "these are float64 matrices of standin", lambda: matmul(double, double, tf32=True))
+    device = DistMatrix.from_global(grid, to_library(integers((6, 6)), "standin"))
+    with Grid(comm, (comm.size, 1, 1)) as other, Grid(comm.Dup(), (1, comm.size, 1)) as twin:
+        there, again = of((6, 6), other), of((6, 6), twin)
+        text = "A is 4 x 5 and B is 6 x 3.*the columns of A must be as many as the rows of B"
+        all_fail(
+            (LayoutError, text, lambda: a @ b),
+            (LayoutError, "out is 4 x 4; A B is 4 x 5", lambda: matmul(a, a.T @ a, out=small)),
+            (GridError, "b on another Grid", lambda: matmul(square, there)),
+            (GridError, "out on another Grid", lambda: matmul(square, square, out=there)),
+            (GridError, "redistribute", lambda: matmul(square, again)),
+            (DTypeError, "A is float64, B is float32", lambda: square @ single),
+            (DTypeError, "out is float32: convert them to one type", lambda: matmul(square, square, out=single)),
+            (LayoutError, "use one array library", lambda: square @ device),
+            (DTypeError, "tf32 is True or False; got 'no'", lambda: matmul(square, square, tf32="no")),
+            (DTypeError, f"float32 matrices of {TESTED}", lambda: matmul(single, single, tf32=True)),
+            (DTypeError, "float64 matrices of standin", lambda: matmul(device, device, tf32=True)),
+        )
 
 
 @several
@@ -93,53 +82,58 @@ def test_a_limit_of_work_arrays_that_cannot_be_kept(square, fails):
     fails(MemoryLimitError, "max_workspace is 10 bytes; the product needs", call)
 
 
-def test_a_shard_of_another_shape(grid, fails):
+def test_a_shard_of_another_shape(grid, all_fail):
     """On every rank, and on the last rank only."""
     box, large = DistMatrix.empty(grid, (6, 6)).local, to_library(np.ones((9, 9)))
-    fails(LayoutError, "the shard here has shape", lambda: DistMatrix.from_local(grid, large, (6, 6)))
-    mine = large if grid.rank == grid.size - 1 else box
-    text = fails(LayoutError, r"the shard here has shape \(9, 9\)", lambda: DistMatrix.from_local(grid, mine, (6, 6)))
-    assert grid.size == 1 or f"failed on 1 of {grid.size} ranks. rank {grid.size - 1}: " in text
-
-
-def disagreement(fails, call, *passed):
-    text = fails(DisagreementError, "the ranks passed different arguments", call)
-    assert all(piece in text for piece in passed), text
+    text, last = r"the shard here has shape \(9, 9\)", grid.size - 1
+    one = f"failed on 1 of {grid.size} ranks. rank {last}: .*{text}" if last else text
+    mine = large if grid.rank == last else box
+    all_fail(
+        (LayoutError, text, lambda: DistMatrix.from_local(grid, large, (6, 6))),
+        (LayoutError, one, lambda: DistMatrix.from_local(grid, mine, (6, 6))),
+    )
 
 
 @several
-def test_ranks_that_pass_different_things_hear_who_passed_what(grid, square, fails):
-    last = grid.rank == grid.size - 1
+def test_ranks_that_pass_different_things_hear_who_passed_what(grid, square, all_fail):
+    last, one = grid.rank == grid.size - 1, f"rank {grid.size - 1}"
     others = "rank 0" if grid.size == 2 else f"ranks 0-{grid.size - 2}"
-    one = f"rank {grid.size - 1}"
-    make = lambda **options: disagreement(fails, lambda: DistMatrix.empty(grid, **options), others, one)
-    make(shape=(2, 3) if last else (3, 2))
-    make(shape=(2, 2), dtype="float32" if last else "float64")
-    make(shape=(2, 2), layout=Layout.A if last else Layout.B)
-    make(shape=(2, 2), library="torch" if last else "numpy")
-    disagreement(fails, lambda: Grid(grid.comm, (grid.size, 1, 1) if last else (1, 1, grid.size)), others, one)
-    disagreement(fails, lambda: DistMatrix.random(grid, (2, 2), seed=int(last)), others, one)
-    disagreement(fails, lambda: matmul(square.T if last else square, square), one, others)
-    disagreement(fails, lambda: matmul(square, square, alpha=1 + last), one, others)
     out = DistMatrix.empty(grid, (6, 6), layout=Layout.C)
-    disagreement(fails, lambda: matmul(square, square, out=out if last else None), one, others)
-    disagreement(fails, lambda: square.gather(0 if last else None), one, others)
-    disagreement(fails, lambda: square.redistribute(Layout.A if last else Layout.C), one, others)
+    make = lambda shape=(2, 2), **options: lambda: DistMatrix.empty(grid, shape, **options)
+    multiply = lambda a, **options: lambda: matmul(a, square, **options)
+    text = rf"(?s)(?=.*the ranks passed different arguments)(?=.*{one})(?=.*{others})"
+    all_fail(
+        *(
+            (DisagreementError, text, call)
+            for call in (
+                make((2, 3) if last else (3, 2)),
+                make(dtype="float32" if last else "float64"),
+                make(layout=Layout.A if last else Layout.B),
+                make(library="torch" if last else "numpy"),
+                lambda: Grid(grid.comm, (grid.size, 1, 1) if last else (1, 1, grid.size)),
+                lambda: DistMatrix.random(grid, (2, 2), seed=int(last)),
+                multiply(square.T if last else square),
+                multiply(square, alpha=1 + last),
+                multiply(square, out=out if last else None),
+                lambda: square.gather(0 if last else None),
+                lambda: square.redistribute(Layout.A if last else Layout.C),
+            )
+        )
+    )
 
 
 @several
 def test_collectives_of_arrays_that_do_not_fit_together(grid, fails):
     last = grid.rank == grid.size - 1
-    for axis in (grid.y, grid.everyone):
-        wide, long = np.ones((2, 3 + last)), np.ones((2 + last, 3))
-        typed = np.ones((2, 3), "float32" if last else "float64")
-        for start in (axis.all_gather, axis.reduce_scatter, axis.all_reduce, axis.all_to_all, axis.shift):
-            for array in (wide, typed):
-                with pytest.raises(LayoutError, match="arrays do not fit together"):
-                    start(array).wait()
-        for start in (axis.reduce_scatter, axis.all_reduce):
-            with pytest.raises(LayoutError, match="and for sums the rows too"):
-                start(long).wait()
+    typed = np.ones((2, 3), "float32" if last else "float64")
+    wide, long = np.ones((2, 3 + last)), np.ones((2 + last, 3))
+    sums = "reduce_scatter", "all_reduce"
+    for axis, name in product((grid.y, grid.everyone), ("all_gather", *sums, "all_to_all", "shift")):
+        text = "arrays do not fit together"
+        cases = (wide, text), (typed, text), *([(long, "and for sums the rows too")] if name in sums else [])
+        for array, text in cases:
+            with given(name=name, text=text), pytest.raises(LayoutError, match=text):
+                getattr(axis, name)(array).wait()
 
 
 def test_out_of_another_shape_or_type_is_refused(grid):

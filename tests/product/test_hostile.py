@@ -170,32 +170,17 @@ OF_AXES = [
 ]
 
 
-def test_bad_arguments_of_a_grid_are_refused(comm, fails):
-    for name, call, kind, text in OF_A_GRID:
-        with given(argument=name):
-            fails(kind, text, lambda call=call: call(comm))
+def test_bad_arguments_of_a_grid_are_refused(comm, all_fail):
+    all_fail(*((kind, text, lambda call=call: call(comm)) for _, call, kind, text in OF_A_GRID))
 
 
-def assert_refused(grid, fails, cases):
+@pytest.mark.parametrize(
+    "cases", [OF_SHAPES, OF_MATRICES, OF_PRODUCTS, OF_AXES], ids=["shapes", "matrices", "products", "axes"]
+)
+def test_bad_arguments_are_refused(grid, fails, cases):
     for name, call, kind, text in cases:
         with given(argument=name):
             fails(kind, text, lambda call=call: call(grid))
-
-
-def test_bad_shapes_are_refused(grid, fails):
-    assert_refused(grid, fails, OF_SHAPES)
-
-
-def test_bad_arguments_of_matrices_are_refused(grid, fails):
-    assert_refused(grid, fails, OF_MATRICES)
-
-
-def test_bad_options_of_products_are_refused(grid, fails):
-    assert_refused(grid, fails, OF_PRODUCTS)
-
-
-def test_bad_arguments_of_collectives_are_refused(grid, fails):
-    assert_refused(grid, fails, OF_AXES)
 
 
 def test_numbers_of_numpy_are_numbers(comm, grid):
@@ -210,16 +195,16 @@ def test_numbers_of_numpy_are_numbers(comm, grid):
 
 
 def test_a_function_may_give_one_number_a_row_or_a_column(grid):
-    def of(function, **options):
-        return DistMatrix.from_function(grid, (3, 4), function, **options).gather()
+    for function, dtype, wanted in (
+        (lambda i, j: 3, "float64", np.full((3, 4), 3)),
+        (lambda i, j: np.float32(3), "float32", np.full((3, 4), 3)),
+        (lambda i, j: i, "float64", np.arange(3)[:, None] + np.zeros(4)),
+        (lambda i, j: j, "float64", np.zeros((3, 1)) + np.arange(4)),
+    ):
+        assert np.array_equal(DistMatrix.from_function(grid, (3, 4), function, dtype=dtype).gather(), wanted)
 
-    assert np.array_equal(of(lambda i, j: 3), np.full((3, 4), 3.0))
-    assert np.array_equal(of(lambda i, j: np.float32(3), dtype="float32"), np.full((3, 4), 3, "float32"))
-    assert np.array_equal(of(lambda i, j: i), np.arange(3.0)[:, None] + np.zeros(4))
-    assert np.array_equal(of(lambda i, j: j), np.zeros((3, 1)) + np.arange(4.0))
 
-
-def test_files_that_hold_no_matrix_are_named(grid, shared_path, fails):
+def test_files_that_hold_no_matrix_are_named(grid, shared_path, all_fail):
     import h5py
 
     if grid.rank == 0:
@@ -229,10 +214,12 @@ def test_files_that_hold_no_matrix_are_named(grid, shared_path, fails):
         np.save(shared_path / "integers.npy", np.ones((2, 2), "int32"))
     grid.comm.barrier()
     read = lambda name, *dataset: lambda: DistMatrix.from_file(grid, shared_path / name, *dataset)
-    fails(FileNotFoundError, "none.npy", read("none.npy"))
-    fails(LayoutError, "two dims", read("some.h5", "vector"))
-    fails(DTypeError, "got int32", read("integers.npy"))
-    fails(Pmm3dError, "name one of its data sets: 'folder', 'vector'", read("some.h5"))
-    fails(Pmm3dError, "text.npy is no .npy file of numbers", read("text.npy"))
-    fails(Pmm3dError, "name one of its data sets", read("some.h5", "folder"))
-    fails(Pmm3dError, "name one of its data sets", read("some.h5", 5))
+    all_fail(
+        (FileNotFoundError, "none.npy", read("none.npy")),
+        (LayoutError, "two dims", read("some.h5", "vector")),
+        (DTypeError, "got int32", read("integers.npy")),
+        (Pmm3dError, "name one of its data sets: 'folder', 'vector'", read("some.h5")),
+        (Pmm3dError, "text.npy is no .npy file of numbers", read("text.npy")),
+        (Pmm3dError, "name one of its data sets", read("some.h5", "folder")),
+        (Pmm3dError, "name one of its data sets", read("some.h5", 5)),
+    )

@@ -43,14 +43,17 @@ def assert_moved(grid, library):
 
 @pytest.mark.parallel([2], thorough=[1])
 @each_grid
-def test_labels_are_not_multiplied(grid, fails):
+def test_labels_are_not_multiplied(grid, all_fail):
     labels = DistMatrix.from_global(grid, to_library(LABELS))
     network = nn.MLP(grid, [1, 3])
-    fails(DTypeError, "A and B are int64, which holds labels", lambda: matmul(labels.T, labels))
-    fails(DTypeError, "convert them to one type", lambda: labels.T @ DistMatrix.random(grid, (ROWS, 2)))
-    fails(DTypeError, "int64", lambda: network(DistMatrix.from_global(grid, to_library(LABELS), layout=batch_layout())))
-    for dtype in ("int32", "uint8", "bool"):
-        fails(DTypeError, "int64; got .*Convert first", lambda: DistMatrix.from_global(grid, LABELS.astype(dtype)))
+    batch = DistMatrix.from_global(grid, to_library(LABELS), layout=batch_layout())
+    whole = lambda dtype: lambda: DistMatrix.from_global(grid, LABELS.astype(dtype))
+    all_fail(
+        (DTypeError, "A and B are int64, which holds labels", lambda: matmul(labels.T, labels)),
+        (DTypeError, "convert them to one type", lambda: labels.T @ DistMatrix.random(grid, (ROWS, 2))),
+        (DTypeError, "int64", lambda: network(batch)),
+        *((DTypeError, "int64; got .*Convert first", whole(dtype)) for dtype in ("int32", "uint8", "bool")),
+    )
 
 
 @pytest.mark.parallel([4], thorough=[1, 2])
