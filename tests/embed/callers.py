@@ -1,7 +1,5 @@
 """Programs in C and Fortran, compiled with Debian's Open MPI and run under its mpirun."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,8 +1,6 @@
 """C and Fortran programs that call the product: right results, on any number of ranks, repeatedly. `make
 test-embed`."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,8 +1,6 @@
 """A product from C, one from Fortran, and one by ScaLAPACK's drop-in. All others: test_callers.py. The libraries are
 built here. They start this Python, and do not use its MPI wheel."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Mistakes of a C caller: a code and a text on every calling rank, and the caller continues."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Block-cyclic products compared with ScaLAPACK's, and programs of ScaLAPACK with the drop-in for its p?gemm."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

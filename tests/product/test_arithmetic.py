@@ -70,15 +70,6 @@ def test_sums_in_all_layouts(grid):
         assert_is(a, whole_a - 3 * whole_b, b, whole_b, a.add(nans, alpha=0), whole_a - 3 * whole_b)
 
 
-@each_grid
-def test_multiples(grid):
-    for shape, layout in product(SHAPES, LAYOUTS):
-        a, whole = made(grid, shape, layout)
-        assert_is(-a, -whole, 3 * a, 3 * whole, np.float64(3) * a, 3 * whole, a * 2, 2 * whole, a / 4, whole / 4)
-        assert a.scale(-2) is a
-        assert_is(a, -2 * whole)
-
-
 def test_in_place_operators_change_what_others_see(some_grid):
     a, whole = made(some_grid, (7, 6))
     b, whole_b = made(some_grid, (7, 6), Layout.B, seed=1)
@@ -187,16 +178,14 @@ def test_the_norm_of_large_small_and_infinite_numbers(some_grid):
             part = np.full((3, 3), number, dtype)
             norm = DistMatrix.from_global(some_grid, to_library(part, library)).norm()
             assert np.isclose(norm, 3 * float(abs(part[0, 0])), rtol=1e-14, atol=0, equal_nan=True)
-    for one, other, norm in ((1e200, 1e-200, 3e200), (np.inf, 0.0, np.inf), (np.nan, 0.0, np.nan)):
-        values = lambda i, j, one=one, other=other: np.where(i == j, one, other)
+    one_of_each = lambda i, j: np.where(i + j == 0, np.inf, np.where(i + j == 16, np.nan, 1))
+    for values, norm in (
+        (lambda i, j: np.where(i == j, 1e200, 1e-200), 3e200),
+        (lambda i, j: np.where(i + j == 3, np.inf, 0.0), np.inf),
+        (one_of_each, np.nan),
+    ):
         mixed = DistMatrix.from_function(some_grid, (9, 9), values)
         assert np.isclose(mixed.norm(), norm, rtol=1e-15, equal_nan=True)
-
-
-@each_grid
-def test_a_norm_with_nan_is_nan(grid):
-    values = lambda i, j: np.where(i + j == 0, np.inf, np.where(i + j == 6, np.nan, 1))
-    assert np.isnan(DistMatrix.from_function(grid, (4, 4), values).norm())
 
 
 def test_orders_and_views_of_one_memory(some_grid):
@@ -236,13 +225,16 @@ def test_slices_and_threads_change_nothing(some_grid, monkeypatch):
 
 @pytest.mark.parallel([4], thorough=[1, 2, 6])
 @each_grid
-def test_elementwise_functions(grid):
+def test_multiples_and_elementwise_functions(grid):
     for shape, layout in product(SHAPES, LAYOUTS):
         (a, whole), (b, whole_b) = made(grid, shape, layout), made(grid, shape, Layout.C, seed=1)
         assert a.elementwise(np.abs).layout == layout.summed
         assert_is(a.elementwise(np.abs), np.abs(whole), a.T.elementwise(np.abs), np.abs(whole.T))
         assert_is(a.elementwise(lambda x, y: x * y + 1, b), whole * whole_b + 1)
         assert_is(a.elementwise(np.multiply, b), whole * whole_b, a, whole)
+        assert_is(-a, -whole, 3 * a, 3 * whole, np.float64(3) * a, 3 * whole, a * 2, 2 * whole, a / 4, whole / 4)
+        assert a.scale(-2) is a
+        assert_is(a, -2 * whole)
 
 
 @pytest.mark.numpy_only("its functions are numpy's")
@@ -323,25 +315,6 @@ def test_replicas_count_once_and_other_axes_split(comm):
                 assert_numbers(a, whole, b, whole_b)
                 assert_is(a.add(b).add_identity(2), whole + whole_b + 2 * np.eye(9))
                 assert_is(DistMatrix.diag(grid, a.diagonal(), layout=layout), np.diag(np.diagonal(whole + whole_b) + 2))
-
-
-@pytest.mark.parallel([4], thorough=[2])
-@each_grid
-def test_grids_without_data(grid):
-    """The same program counts the same bytes on a grid with data."""
-    counted = []
-    with Grid.dry(grid.shape[:3], rank=grid.rank) as dry:
-        for each in (grid, dry):
-            each.ledger.reset()
-            a, b = (DistMatrix.random(each, (9, 9), layout=of, dtype="complex64") for of in (Layout.A, Layout.B))
-            c = ((a + b.H) * 2 - a / 3).add(b, 2).scale(1j).add_identity(2)
-            c.elementwise(np.multiply, b, out=c)
-            partial = DistMatrix.identity(each, 9, dtype="complex64", layout=Layout("z", sums="y"))
-            assert DistMatrix.diag(each, np.ones(3)).shape == (3, 3) and partial.inner(a) is not None
-            kinds = c.elementwise(np.abs).dtype, c.dtype, c.diagonal().shape
-            numbers = type(c.norm()), type(c.inner(b)), type(c.trace())
-            counted.append((kinds, numbers, moved(each.ledger)))
-    assert counted[0] == counted[1]
 
 
 @pytest.mark.parallel([4], thorough=[1])

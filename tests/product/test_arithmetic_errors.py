@@ -5,7 +5,18 @@ import pytest
 from samples import to_library
 from test_arithmetic import assert_is, made
 
-from pmm3d import DisagreementError, DistMatrix, DTypeError, Grid, GridError, Layout, LayoutError, Pmm3dError
+from pmm3d import (
+    DisagreementError,
+    DistMatrix,
+    DTypeError,
+    Grid,
+    GridError,
+    Layout,
+    LayoutError,
+    Pmm3dError,
+    matmul,
+    nn,
+)
 
 pytestmark = pytest.mark.parallel([2], thorough=[1, 4, 6])
 
@@ -79,6 +90,7 @@ def test_frozen_arrays_are_not_written(some_grid, all_fail):
 def test_labels_have_no_arithmetic(some_grid, all_fail):
     a = DistMatrix.from_global(some_grid, to_library(np.arange(12).reshape(4, 3), dtype="int64"))
     square = DistMatrix.from_global(some_grid, to_library(np.arange(9).reshape(3, 3), dtype="int64"))
+    network = nn.MLP(some_grid, [3, 3])
     calls = {
         "add": lambda: a + a,
         "subtract": lambda: a - a,
@@ -91,7 +103,12 @@ def test_labels_have_no_arithmetic(some_grid, all_fail):
         "elementwise": lambda: a.elementwise(np.square),
         "add_identity": lambda: square.add_identity(1),
     }
-    all_fail(*((DTypeError, f"{name}: the matrix is int64, which holds labels", calls[name]) for name in calls))
+    all_fail(
+        *((DTypeError, f"{name}: the matrix is int64, which holds labels", calls[name]) for name in calls),
+        (DTypeError, "A and B are int64, which holds labels", lambda: matmul(square, square)),
+        (DTypeError, "convert them to one type", lambda: square @ DistMatrix.random(some_grid, (3, 3))),
+        (DTypeError, "int64", lambda: network(square)),
+    )
 
 
 def test_matrices_of_two_grids(comm, some_grid, all_fail):

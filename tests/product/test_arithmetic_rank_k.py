@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from each_grid import each_grid
 from mpi_runner.plugin import all_tests
-from products import moved
 from samples import TESTED, UP_TO_4, integers, to_library, to_numpy
 from test_arithmetic import assert_is, made
 
@@ -128,17 +127,3 @@ def test_half_of_the_operations_on_every_rank(comm, monkeypatch):
         for rank in (0, np.prod(shape) * data - 1):
             whole, half, same = (operations(shape, data, rank, run) for run in (lambda a: matmul(a, a.T), syrk, herk))
             assert 0.5 * whole < half == same < 0.57 * whole, (shape, data, rank)
-
-
-@pytest.mark.parallel([4], thorough=[2])
-@each_grid
-def test_grids_without_data(grid):
-    counted = []
-    with Grid.dry(grid.shape[:3], rank=grid.rank) as dry:
-        for each in (grid, dry):
-            each.ledger.reset()
-            a = DistMatrix.random(each, (26, 7), dtype="complex64")
-            c = herk(a, alpha=2, beta=1, out=DistMatrix.identity(each, 26, dtype="complex64"), uplo="U")
-            counted.append((c.local.shape, moved(each.ledger)))
-    assert counted[0] == counted[1]
-    assert {key.phase for key in counted[0][1]} >= {"submatrix", "redistribute"}

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from each_grid import each_grid
 from loops import looped
-from products import moved
-from samples import TESTED, UP_TO_4, integers, to_library, to_numpy
+from samples import TESTED, UP_TO_4
 from test_arithmetic import LAYOUTS, assert_is, made
 
-from pmm3d import DistMatrix, DTypeError, Grid, Layout, LayoutError, Pmm3dError
+from pmm3d import DistMatrix, DTypeError, Layout, LayoutError, Pmm3dError
 from pmm3d.layout import EMPTY, MATRIX_DTYPES
 
 pytestmark = pytest.mark.parallel([2, 4], thorough=[1, 6])
@@ -122,21 +121,3 @@ def test_what_is_refused(some_grid, all_fail):
         sums = a.redistribute(Layout(sums=("x", "y", "z")))
         all_fail((LayoutError, "set_submatrix: the matrix is of partial sums", put(part, into=sums)))
     assert_is(a, whole)
-
-
-@pytest.mark.parallel([4])
-def test_grids_without_data_and_with_a_data_axis(comm):
-    whole, window = integers(SHAPE), WINDOWS[0]
-    doubled = whole.copy()
-    doubled[window] *= 2
-    for shape, data in (((1, 2, 1), 2), ((2, 1, 2), 1)):
-        counted = []
-        with Grid(comm, shape, data) as grid, Grid.dry(shape, data, grid.rank) as dry:
-            for each in (grid, dry):
-                each.ledger.reset()
-                a = DistMatrix.from_global(each, to_library(whole, "numpy"))
-                part = a.submatrix(*window, Layout("data", "y"))
-                a.set_submatrix(*window, part * 2)
-                counted.append((part.local.shape, moved(each.ledger)))
-                assert each is dry or np.array_equal(to_numpy(a.gather()), doubled)
-        assert counted[0] == counted[1]

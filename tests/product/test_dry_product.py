@@ -9,7 +9,7 @@ from each_grid import each_grid
 from loops import given, looped
 from products import moved
 
-from pmm3d import DistMatrix, DTypeError, Grid, GridError, Layout, LayoutError, Pmm3dError, matmul
+from pmm3d import BlockCyclic, DistMatrix, DTypeError, Grid, GridError, Layout, LayoutError, Pmm3dError, herk, matmul
 from pmm3d.arrays import DryArray, NumpyLibrary
 from pmm3d.product.multiply import plan_for
 
@@ -44,6 +44,24 @@ def product_on(grid, case):
     return matmul(a, b, out=out, beta=beta, **options), plan
 
 
+def arithmetic(grid):
+    """Results of sums, numbers, rank-k products, submatrices and block-cyclic arrays."""
+    a, b = (DistMatrix.random(grid, (9, 9), layout=layout, dtype="complex64") for layout in (Layout.A, Layout.B))
+    c = ((a + b.H) * 2 - a / 3).add(b, 2).scale(1j).add_identity(2)
+    c.elementwise(np.multiply, b, out=c)
+    partial = DistMatrix.identity(grid, 9, dtype="complex64", layout=Layout("z", sums="y"))
+    types = [type(number) for number in (c.norm(), c.trace(), c.inner(b), partial.inner(a))]
+    assert types == [float, complex, complex, complex] and c.diagonal().shape == (9,)
+    part = a.submatrix(slice(2, 9), slice(1, 6), Layout("data", "y"))
+    room = DistMatrix.identity(grid, 26, dtype="complex64")
+    squares = herk(DistMatrix.random(grid, (26, 7), dtype="complex64"), alpha=2, beta=1, out=room, uplo="U")
+    cyclic = BlockCyclic((26, 26), (2, 2), (1, grid.size))
+    there = squares.to_block_cyclic(cyclic)
+    again = DistMatrix.from_block_cyclic(grid, there, cyclic)
+    put = c.set_submatrix(slice(2, 9), slice(1, 6), part * 2)
+    return c.elementwise(np.abs), DistMatrix.diag(grid, np.ones(3)), part, put, squares, again
+
+
 def every_operation(grid):
     """Execute constructors, products, transposes, redistribution and gathers. Return the shapes of shards, and the
     plans."""
@@ -62,6 +80,7 @@ def every_operation(grid):
         DistMatrix.from_global(grid, ones, layout=Layout("z")),
         DistMatrix.from_global(grid, ones, root=grid.size - 1, layout=OTHERS[0]),
         DistMatrix.empty(grid, (6, 5), dtype="complex128"),
+        *arithmetic(grid),
         *(partial.redistribute(layout) for layout in (Layout("z", "x"), Layout(("z", "y")), Layout("x", sums="y"))),
     ]
     seen += [(matrix.local.shape, matrix.dtype, matrix.order) for matrix in matrices]

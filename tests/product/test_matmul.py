@@ -191,6 +191,7 @@ def assert_scales(grid, library, *dtypes):
         with named(dtype=dtype, index=index, layout=layout, turned=turned, panels=panels):
             a, b, whole_a, whole_b = operands(grid, (13, 10, 9), dtype, library)
             alpha, beta = scales[index % len(scales)]
+            alpha, beta = (alpha * (1 - 2j), beta * 1j) if dtype == "complex64" else (alpha, beta)
             before = integers((13, 10), dtype, seed=index)
             written = before if beta else np.full_like(before, np.nan)  # is not read
             out = place(grid, written, layout.T if turned else layout, library, dtype, turned=turned)
@@ -209,22 +210,13 @@ def test_alpha_beta_and_out_on_a_device(some_grid):
 
 
 @pytest.mark.parallel([8], thorough=RANKS)
-def test_alpha_beta_and_out_of_float16(some_grid):
-    assert_scales(some_grid, TESTED, "float16")
+def test_alpha_beta_and_out_of_other_types(some_grid):
+    assert_scales(some_grid, TESTED, "float16", "complex64")
 
 
 @up_to_4
 def test_alpha_beta_and_out_of_torch(some_grid):
     assert_scales(some_grid, "torch", "float32", "float16", "bfloat16")
-
-
-@pytest.mark.parallel([8], thorough=RANKS)
-def test_complex_scalars(some_grid):
-    a, b, whole_a, whole_b = operands(some_grid, (5, 6, 7), "complex64")
-    before = integers((5, 6), "complex64", 3)
-    out = place(some_grid, before, Layout.C)
-    matmul(a, b, alpha=1 - 2j, beta=1j, out=out)
-    assert holds(out, (1 - 2j) * (whole_a @ whole_b) + 1j * before)
 
 
 @each_grid
@@ -251,12 +243,6 @@ def test_the_data_axis(comm, nranks):
             assert holds(matmul(split, b, out=out), whole_a @ whole_b)
             every = grid.data.all_gather(np.ascontiguousarray(local.local)[None]).wait()
             assert np.array_equal(every, np.broadcast_to(local.local, every.shape))
-
-
-def test_without_checks_the_product_is_the_same(comm, nranks):
-    with Grid(comm, (1, 1, nranks), check=False) as grid:
-        a, b, whole_a, whole_b = operands(grid, (13, 11, 17))
-        assert holds(a @ b, whole_a @ whole_b)
 
 
 @on_some_grid

@@ -1,8 +1,9 @@
 """MatmulPlan: the bits and bytes of matmul, the end of a plan, refused arguments."""
 
 import gc
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -44,39 +45,12 @@ def test_bits_and_bytes_are_those_of_matmul(grids, dtype):
                     assert np.array_equal(plan.out.gather(), wanted.gather())
 
 
-def assert_takes(grid, case, **options):
-    layouts = OTHERS if case == "redistributed" else (Layout.A, Layout.B)
-    a, b = operands(grid, (23, 17, 19), layouts=layouts, **options)
-    out = None
-    if case == "transposed":
-        a, b = b.T, a.T
-    if case == "column-major":
-        out = DistMatrix.random(grid, (17, 23), seed=4, layout=Layout(("x", "y"), "z"), library="numpy").T
-    more = {"panels": 3} if case == "panels" else {}
-    wanted = matmul(a, b, out=out, **more).gather()
-    with MatmulPlan(a, b, out=out, **more) as plan:
-        plan()
-        assert (plan().gather() == wanted).all()
-
-
-@looped("case", ["column-major", "transposed", "redistributed", "panels"])
-def test_whatever_matmul_takes(grids, case):
-    for grid in grids:
-        assert_takes(grid, case)
-
-
-@looped("dtype", ["float64", "bfloat16"])
-def test_matrices_of_torch(grids, dtype):
-    for grid in grids:
-        assert_takes(grid, "torch", dtype=dtype, library="torch")
-
-
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
 @looped("layouts", [(Layout.A, Layout.B), OTHERS])
 def test_a_product_that_is_started_and_waited_for(grids, fails, layouts):
-    """It reads what the matrices contain then, and steady calls allocate nothing."""
+    """It reads what the matrices contain then, and steady calls allocate nothing. A plan that is closed finishes it."""
     for grid in grids:
-        a, b = operands(grid, layouts=layouts)
+        a, b = operands(grid, (160, 170, 190), layouts=layouts)
         with MatmulPlan(a, b) as plan:
             for _ in range(3):
                 a.local[...] *= 2
@@ -89,32 +63,17 @@ def test_a_product_that_is_started_and_waited_for(grids, fails, layouts):
             for _ in range(3):
                 plan()
             assert grid.workspace.allocated == before
-
-
-@pytest.mark.parallel([4], thorough=[1, 2, 8])
-def test_a_plan_that_is_closed_finishes_what_it_began(grids):
-    for grid in grids:
-        a, b = operands(grid, (160, 170, 190))
-        plan = MatmulPlan(a, b)
-        pending = plan.start()
-        plan.close()
+            pending = plan.start()
         assert pending.wait() is plan.out and np.array_equal(plan.out.gather(), matmul(a, b).gather())
 
 
 def test_two_threads_are_refused(comm):
     with Grid(comm, (comm.size, 1, 1)) as grid:
-        product, refused = MatmulPlan(*operands(grid)), []
-
-        def elsewhere():
+        product = MatmulPlan(*operands(grid))
+        with grid.engine.guard, ThreadPoolExecutor(1) as elsewhere:
             with pytest.raises(GridError, match="uses this grid while thread MainThread does"):
-                product()
-            refused.append(True)
-
-        with grid.engine.guard:
-            thread = threading.Thread(target=elsewhere)
-            thread.start()
-            thread.join()
-        assert refused and product() is product.out
+                elsewhere.submit(product).result()
+        assert product() is product.out
 
 
 @pytest.mark.parallel([2])
@@ -193,28 +152,20 @@ def test_storage_of_another_form_at_the_same_address(comm):
 @pytest.mark.parallel([2])
 def test_a_call_that_is_interrupted_keeps_its_work_memory(comm, fails, monkeypatch):
     """Messages may still arrive in it. The call stays in progress, so the plan begins no other."""
-
-    def interrupted(_):
-        raise KeyboardInterrupt
-
+    interrupted = Mock(side_effect=KeyboardInterrupt)
     with Grid(comm, (2, 1, 1)) as grid:
-        product = MatmulPlan(*operands(grid, (230, 170, 190)))
+        product, pending = MatmulPlan(*operands(grid, (230, 170, 190))), MatmulPlan(*operands(grid)).start()
         with monkeypatch.context() as patched:
             patched.setattr(ProductRun, "finish", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                product()
+            for call in (pending.wait, pending.wait, product):
+                with pytest.raises(KeyboardInterrupt):
+                    call()
         fails(GridError, "this plan has a product under way", product)
         product.close()
         before = grid.workspace.allocated
         with grid.workspace.slab(product._product.mine.own_work, product.out.library):
             assert grid.workspace.allocated > before
         comm.barrier()
-        pending = MatmulPlan(*operands(grid)).start()
-        with monkeypatch.context() as patched:
-            patched.setattr(ProductRun, "finish", interrupted)
-            for _ in range(2):
-                with pytest.raises(KeyboardInterrupt):
-                    pending.wait()
 
 
 @pytest.mark.parallel([1])

@@ -1,5 +1,7 @@
 """pgemm: results as numpy's, unchanged elements, plans, and errors. Comparisons with ScaLAPACK: tests/embed."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 from loops import given, looped
@@ -255,16 +257,12 @@ def test_a_plan_as_a_context_manager_and_an_error_that_comes_again(comm, monkeyp
     with BlacsContext(comm, (1, comm.size)) as context:
         square, a, c = square_of(context)
         with planned(square) as plan:
-
-            def fails_once(*_, **__):
-                monkeypatch.undo()
-                raise MemoryError
-
-            monkeypatch.setattr(pblas, "matmul", fails_once)
+            monkeypatch.setattr(pblas, "matmul", Mock(side_effect=MemoryError))
             pending = plan.start(a, a, c)
             for _ in range(2):
                 with pytest.raises(MemoryError):
                     pending.wait()
+            monkeypatch.undo()
             plan(a, a, c)
             assert pending.done and (c == 8).all()
         assert plan.closed

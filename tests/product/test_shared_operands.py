@@ -1,4 +1,5 @@
-"""Operands in memory that the ranks of a node share: read in place, with the bits of messages, never while written."""
+"""Operands in memory that the ranks of a node share: read in place, with the bits of messages, never while written.
+Along axes that cover several nodes evenly, each node stores a block once, and a link carries each byte once."""
 
 import gc
 import os
@@ -9,7 +10,7 @@ from itertools import product
 import numpy as np
 import pytest
 import standin  # noqa: F401
-from loops import given
+from loops import given, looped
 from products import SHAPES
 from samples import TESTED, bits_of, operands, shared, to_library
 
@@ -27,13 +28,15 @@ from pmm3d import (
     matmul,
 )
 from pmm3d.arrays import library_named
-from pmm3d.comm import windows
+from pmm3d.comm import communicator, windows
+from pmm3d.layout import itemsize
 from pmm3d.product.multiply import plan_for
 
 pytestmark = pytest.mark.parallel([2], thorough=[1, 4, 8])
 LATE = 0.05
 """Delay of a rank in seconds. A rank that does not wait for it would read elements that are not written yet."""
 LAYOUTS = Layout.A, Layout.B, Layout.C
+SIZE = (23, 17, 40)
 
 
 def segments():
@@ -78,37 +81,6 @@ def test_torch_tensors_are_read_in_place_too(grids):
         assert two.local.equal(one.local)  # torch's own normal numbers have other last bits
         made = DistMatrix.from_global(grid, a.gather().requires_grad_(), shared=True)
         assert made.local.equal(a.local) and made.library.name == "torch" and made.writable
-
-
-def test_whatever_matmul_takes(grids):
-    for grid, (case, form, options) in product(
-        grids,
-        (
-            ("transposed", lambda x: x.T, {}),
-            ("conjugated", lambda x: x.H, {}),
-            ("out transposed", None, {}),
-            ("panels", None, {"panels": 3}),
-            ("one in panels", None, {"panels": 3}),
-            ("beta", None, {"beta": 2}),
-            ("max_workspace", None, {"max_workspace": 30_000}),
-        ),
-    ):
-        with given(grid=grid.shape, case=case):
-            a, b = operands(grid, dtype="complex128", size=(23, 17, 40))
-            one, other = shared(a), b if case == "one in panels" else shared(b)
-            if form:
-                a, b, one, other = map(form, (b, a, other, one))
-            shape, results = (a.shape[0], b.shape[1]), []
-            for pair in ((a, b), (one, other)):
-                turned = case == "out transposed"
-                out = DistMatrix.random(
-                    grid, shape[::-1] if turned else shape, dtype="complex128", seed=7, layout=Layout.C
-                )
-                results.append(matmul(*pair, out=out.T if turned else out, **options))
-            if case == "max_workspace":  # an operand that is read in place needs no panels
-                np.testing.assert_allclose(results[1].local, results[0].local, rtol=1e-12)
-            else:
-                assert bits_of(results[1].local) == bits_of(results[0].local)
 
 
 def products_with_one_rank_late(comm, before_writing, before_multiplying):
@@ -359,3 +331,85 @@ def test_whatever_makes_a_matrix_makes_it_in_shared_memory(comm, grids, tmp_path
             assert grid.axis(along).all_gather(found.stored).wait().sum() == pytest.approx(whole.sum())
             assert np.shares_memory(found.memory, whole) or 0 in found.memory.shape
             assert getattr(grid.shape, along) == 1 or whole.size >= found.memory.size
+
+
+def from_other_nodes(matrix):
+    """Bytes of the matrix that nodes must receive: each node needs all elements that its ranks multiply."""
+    node_map, size = matrix.grid.node_map_of(matrix.window.axis), getattr(matrix.grid.shape, matrix.window.axis)
+    nodes = size // node_map.per_node if node_map.per_node > 1 else 1
+    return matrix.shape[0] * matrix.shape[1] * itemsize(matrix.dtype) * (nodes - 1)
+
+
+@pytest.mark.parallel([4, 8])
+@pytest.mark.deadline(240)
+@looped(
+    "case, dtype",
+    [
+        ("as they are", "float16"),
+        *((case, "complex128") for case in ("as they are", "transposed", "conjugated", "panels", "order")),
+    ],
+)
+def test_a_node_has_a_block_once_and_links_carry_each_byte_once(comm, two_nodes, monkeypatch, dtype, case):
+    monkeypatch.setenv("PMM3D_OVERLAP", "none")
+    options = {"panels": {"panels": 3}, "order": {"order": "F"}}.get(case, {})
+    for shape in {4: [(4, 1, 1), (1, 1, 4)], 8: [(8, 1, 1), (1, 1, 8), (2, 1, 4), (1, 2, 4)]}[comm.size]:
+        with Grid(comm, shape) as grid:
+            a, b = operands(grid, SIZE, dtype)
+            one, other = shared(a), shared(b)
+            if case in ("transposed", "conjugated"):
+                a, b, one, other = ((each.T if case == "transposed" else each.H) for each in (b, a, other, one))
+            for turn in range(3):
+                if turn:
+                    for matrix in (a, b, one, other):
+                        matrix.local[...] *= 2
+                wanted = matmul(a, b, **options)
+                grid.ledger.reset()
+                found = matmul(one, other, **options)
+                assert bits_of(found.local) == bits_of(wanted.local)
+                plan = plan_for(one, other, found, options.get("panels"), None).on_rank(grid.coords)
+                for axis in "xyz":
+                    total = grid.ledger.total(axis=axis)
+                    assert (total.received, total.sent) == (plan.bytes_received[axis], plan.bytes_sent[axis])
+                turned = (other, one) if case == "order" else (one, other)
+                parts = [(part, matrix) for part, matrix in zip((plan.a, plan.b), turned) if part.in_place]
+                assert parts or case != "as they are"
+                for part, matrix in parts:
+                    moved = grid.ledger.total(phase="gather A" if part is plan.a else "gather B")
+                    assert moved.received == moved.across
+                    assert grid.comm.allreduce(moved.received) == from_other_nodes(matrix)
+
+
+@pytest.mark.parallel([4])
+def test_each_node_has_its_own_copy_of_the_block(comm, two_nodes):
+    with Grid(comm, (4, 1, 1)) as grid:
+        a, b = operands(grid, SIZE)
+        one = shared(a)
+        matmul(one, b)
+        grid.comm.Barrier()
+        if grid.x.index % 2 == 0:
+            one.window.block[...] = grid.x.index
+        grid.comm.Barrier()
+        assert (one.window.block == grid.x.index // 2 * 2).all()
+
+
+@pytest.mark.parallel([4])
+def test_nodes_with_more_ranks_than_others_are_refused(comm, fails, monkeypatch):
+    monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: "one" if comm.rank < 3 else "two")
+    with Grid(comm, (4, 1, 1)) as grid:
+        fails(GridError, "not as many on each", lambda: DistMatrix.empty(grid, (8, 8), shared=True))
+
+
+@pytest.mark.parallel([4], thorough=[8])
+@looped("overlap", [None, "auto"])
+def test_what_is_left_open_does_not_make_panels_of_what_is_read_in_place(comm, two_nodes, monkeypatch, overlap):
+    """Panels along k would gather B again by messages. They are used if they are requested."""
+    monkeypatch.delenv("PMM3D_OVERLAP", raising=False)
+    with Grid(comm, (1, 1, comm.size)) as grid:
+        a, b = operands(grid, SIZE)
+        one = shared(b)
+        for limit in (None, 2**20):
+            found = matmul(a, one, overlap=overlap, max_workspace=limit)
+            plan = plan_for(a, one, found, None, limit, overlap)
+            assert plan.on_rank(grid.coords).b.in_place and (plan.panels, plan.overlap) == (1, "none")
+            assert bits_of(found.local) == bits_of(matmul(a, b, overlap="none").local)
+        assert not plan_for(a, one, found, 4, None).on_rank(grid.coords).b.in_place

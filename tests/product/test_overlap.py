@@ -1,24 +1,131 @@
-"""The default overlap mode: none on one node, decomposed across nodes; one setting switches it off."""
+"""Overlap modes. Decomposed: bits and bytes of the plain product; refused options. The default: none on one node,
+decomposed across nodes; one setting switches it off."""
 
+import time
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
 import samples
-from loops import looped
+from loops import given, looped
 from products import SHAPES
 from samples import bits_of
 
-from pmm3d import DistMatrix, Grid, Layout, MatmulPlan, Pmm3dError, matmul
+from pmm3d import (
+    DisagreementError,
+    DistMatrix,
+    DTypeError,
+    Grid,
+    Layout,
+    LayoutError,
+    MatmulPlan,
+    MemoryLimitError,
+    Pmm3dError,
+    matmul,
+)
 from pmm3d.comm import communicator
 from pmm3d.model.ranking import nominal, rank_products
 from pmm3d.product.multiply import plan_for
 
 pytestmark = pytest.mark.parallel([2], thorough=[4])
+SMALL = [(37, 29, 41), (3, 2, 5), (1, 1, 1), (160, 96, 128), (9, 300, 200)]
 SIZES = [(512, 64, 64), (64, 512, 96), (128, 128, 1024), (512, 1024, 8)]
 operands = partial(samples.operands, distribution="integers")
+
+
+def moved(grid):
+    phases = "gather A", "gather B", "reduce C"
+    return [(grid.ledger.total(phase=phase).sent, grid.ledger.total(phase=phase).received) for phase in phases]
+
+
+@pytest.mark.parallel([1, 4, 8], thorough=[2])
+def test_bytes_are_those_of_one_panel_and_so_are_whole_numbers(comm, grids, pytestconfig):
+    """Also those of a dry run."""
+    cases = [
+        *((size, "float64") for size in SMALL),
+        *((SMALL[0], dtype) for dtype in ("float32", "complex128")),
+        *((size, "float16") for size in SMALL[:2]),
+    ]
+    if pytestconfig.getoption("all_tests"):
+        cases = list(product(SMALL, ["float32", "float64", "complex128", "float16"]))
+    for grid, (size, dtype) in product(grids, cases):
+        with given(grid=grid.shape, size=size, dtype=dtype), Grid.dry(grid.shape[:3], rank=comm.rank) as dry:
+            a, b = operands(grid, size, dtype)
+            grid.ledger.reset()  # before the plain product, whose results in work memory could hide an error
+            found = matmul(a, b, alpha=2, overlap="decomposed")
+            decomposed = moved(grid)
+            grid.ledger.reset()
+            wanted = matmul(a, b, alpha=2, panels=1)
+            matmul(*operands(dry, size, dtype), overlap="decomposed")
+            assert moved(grid) == decomposed == moved(dry)
+            assert bits_of(found.local) == bits_of(wanted.local)
+
+
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
+def test_bits_are_those_of_one_panel_where_the_blas_multiplies_rows_alike(comm, grids, fails):
+    """Each element of C is the same sum over k, in rank order. For very few rows, OpenBLAS uses other kernels. Repeated
+    calls allocate nothing, and max_workspace is kept."""
+    for grid in grids:
+        a, b = samples.operands(grid, (512, 96, 128))
+        wanted, c = matmul(a, b, panels=1), matmul(a, b, overlap="decomposed")
+        held = grid.workspace.allocated
+        assert bits_of(matmul(a, b, out=c, overlap="decomposed").local) == bits_of(wanted.local)
+        assert grid.workspace.allocated == held
+        if comm.size > 1:
+            fails(MemoryLimitError, "decomposed", lambda: matmul(a, b, overlap="decomposed", max_workspace=1000))
+
+
+@pytest.mark.parallel([4], thorough=[8])
+def test_collectives_of_several_rounds_are_decomposed_and_kept_in_plans(comm, stages_of_two):
+    """Rows that arrive in one round are sent on in the next round."""
+    for shape in SHAPES[comm.size]:
+        with given(grid=shape), Grid(comm, shape) as grid:
+            a, b = operands(grid, (37, 29, 41))
+            wanted = matmul(a, b, alpha=2, panels=1)
+            assert np.array_equal(wanted.gather(), 2 * a.gather() @ b.gather())
+            assert bits_of(matmul(a, b, alpha=2, overlap="decomposed").local) == bits_of(wanted.local)
+            with MatmulPlan(a, b, alpha=2) as plan:
+                assert plan._product.persists
+                for _ in range(3):
+                    plan.out.local[...] = 7
+                    grid.ledger.reset()
+                    assert bits_of(plan().local) == bits_of(wanted.local)
+                    kept = moved(grid)
+            grid.ledger.reset()
+            matmul(a, b, alpha=2, panels=1)
+            assert moved(grid) == kept
+
+
+@pytest.mark.parallel([4])
+@looped("late", range(4))
+def test_own_rows_are_sent_on_if_a_rank_comes_late(comm, stages_of_two, late):
+    """For the late rank, the messages of the first round have arrived, and it sends its own rows in the second round at
+    once."""
+    with Grid(comm, (4, 1, 1)) as grid:
+        a, b = operands(grid, (64, 8, 16))
+        expected = a.gather() @ b.gather()
+        comm.Barrier()
+        time.sleep(0.05 * (grid.rank == late))
+        assert np.array_equal(matmul(a, b, overlap="decomposed").gather(), expected)
+
+
+@pytest.mark.parallel([2], thorough=[4, 8])
+def test_what_cannot_be_is_refused_on_every_rank(comm, all_fail):
+    with Grid(comm) as grid, Grid(comm, (1, comm.size, 1)) as other:
+        (a, b), (c, d) = operands(grid, (40, 40, 40)), operands(other, (40, 40, 40))
+        whole = DistMatrix.empty(other, (40, 40), layout=Layout(rows=("z",), cols=("x",)))
+        call = lambda overlap, **options: lambda: matmul(a, b, overlap=overlap, **options)
+        all_fail(
+            (LayoutError, "overlap is one of auto, none, decomposed", call("ring")),
+            (LayoutError, "pass the number of panels", call("panels")),
+            (LayoutError, "do not go together", call("none", panels=2)),
+            (DTypeError, "tf32", call("decomposed", tf32=True)),
+            (LayoutError, "and panels=2 do not go", call("decomposed", panels=2)),
+            (DisagreementError, "different", call("decomposed" if comm.rank else None)),
+            (LayoutError, "pass an out in Layout.C", lambda: matmul(c, d, out=whole, overlap="decomposed")),
+        )
 
 
 @pytest.fixture
