@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from each_grid import each_grid
 from loops import looped
-from samples import TESTED, UP_TO_4
+from samples import HOST_DTYPES, TESTED, UP_TO_4
 from test_arithmetic import LAYOUTS, assert_is, made
 
 from pmm3d import DistMatrix, DTypeError, Layout, LayoutError, Pmm3dError
-from pmm3d.layout import EMPTY, MATRIX_DTYPES
+from pmm3d.layout import EMPTY
 
 pytestmark = pytest.mark.parallel([2, 4], thorough=[1, 6])
 WINDOWS = [
@@ -52,31 +52,22 @@ def test_and_back(grid):
         assert np.array_equal(a.local, whole[a.box.within(EMPTY)])
 
 
-def assert_types(grid, library):
-    rows, cols = WINDOWS[0]
-    for dtype in (*MATRIX_DTYPES, "int64"):
-        if dtype == "bfloat16" and library != "torch":
-            continue
-        a, whole = made(grid, SHAPE, dtype=dtype, library=library)
-        part = a.H.submatrix(cols, rows, Layout.B)
-        assert part.dtype == dtype and type(part.local) is type(a.local) and not part.conjugated
-        assert_is(part, whole[rows, cols].conj().T)
-        b, values = made(grid, SHAPE, Layout.C, dtype, library, seed=2)
-        b.set_submatrix(rows, cols, part.T)
-        b.T.set_submatrix(slice(0, 1), slice(None), a.submatrix(slice(None), slice(0, 1)).H)
-        values[rows, cols], values[:, :1] = whole[rows, cols].conj(), whole[:, :1].conj()
-        assert_is(b, values)
-
-
-@pytest.mark.parallel([2], thorough=[1, 4, 6])
-@looped("library", [TESTED, "standin"])
-def test_types(some_grid, library):
-    assert_types(some_grid, library)
-
-
 @pytest.mark.parallel([2], thorough=UP_TO_4)
-def test_types_in_torch(some_grid):
-    assert_types(some_grid, "torch")
+@looped(
+    "library, dtype",
+    [*product([TESTED, "standin"], (*HOST_DTYPES, "int64")), *product(["torch"], ("bfloat16", "float32", "complex64"))],
+)
+def test_types(some_grid, library, dtype):
+    rows, cols = WINDOWS[0]
+    a, whole = made(some_grid, SHAPE, dtype=dtype, library=library)
+    part = a.H.submatrix(cols, rows, Layout.B)
+    assert part.dtype == dtype and type(part.local) is type(a.local) and not part.conjugated
+    assert_is(part, whole[rows, cols].conj().T)
+    b, values = made(some_grid, SHAPE, Layout.C, dtype, library, seed=2)
+    b.set_submatrix(rows, cols, part.T)
+    b.T.set_submatrix(slice(0, 1), slice(None), a.submatrix(slice(None), slice(0, 1)).H)
+    values[rows, cols], values[:, :1] = whole[rows, cols].conj(), whole[:, :1].conj()
+    assert_is(b, values)
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 6])

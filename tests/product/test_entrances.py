@@ -336,21 +336,18 @@ def test_a_plan_refuses_a_new_shard_that_it_cannot_use(comm, library):
         with MatmulPlan(a, b) as plan:
             c = plan()
             first, own = a.local, c.local
-            a.local = c.local
+            a.local = own
             for call in (plan, lambda: matmul(a, b, out=c)):
                 with pytest.raises(LayoutError, match="shares memory"):
                     call()
             a.local = first
             if library == "numpy":
-                frozen = bytes(own.nbytes)
-                c.local = np.frombuffer(frozen, own.dtype).reshape(own.shape)
-                with pytest.raises(LayoutError, match="read-only"):
-                    plan()
-                assert not any(frozen)
+                c.local = np.frombuffer(bytes(own.nbytes), own.dtype).reshape(own.shape)
             else:
                 c.local.data = own.clone().conj()
-                with pytest.raises(LayoutError, match="a lazy conjugate"):
-                    plan()
+            with pytest.raises(LayoutError, match="read-only" if library == "numpy" else "a lazy conjugate"):
+                plan()
+            assert library == "torch" or not c.local.any()
             c.local = own
             assert np.allclose(to_numpy(plan().gather()), to_numpy(a.gather()) @ to_numpy(b.gather()))
 

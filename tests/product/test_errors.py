@@ -346,24 +346,3 @@ def test_a_function_may_give_one_number_a_row_or_a_column(grid):
         (lambda i, j: j, "float64", np.zeros((3, 1)) + np.arange(4)),
     ):
         assert np.array_equal(DistMatrix.from_function(grid, (3, 4), function, dtype=dtype).gather(), wanted)
-
-
-def test_files_that_hold_no_matrix_are_named(grid, shared_path, all_fail):
-    import h5py
-
-    if grid.rank == 0:
-        (shared_path / "text.npy").write_text("no array")
-        with h5py.File(shared_path / "some.h5", "w") as file:
-            file["folder/matrix"], file["vector"] = np.ones((2, 2)), np.ones(3)
-        np.save(shared_path / "integers.npy", np.ones((2, 2), "int32"))
-    grid.comm.barrier()
-    read = lambda name, *dataset: lambda: DistMatrix.from_file(grid, shared_path / name, *dataset)
-    all_fail(
-        (FileNotFoundError, "none.npy", read("none.npy")),
-        (LayoutError, "two dims", read("some.h5", "vector")),
-        (DTypeError, "got int32", read("integers.npy")),
-        (Pmm3dError, "name one of its data sets: 'folder', 'vector'", read("some.h5")),
-        (Pmm3dError, "text.npy is no .npy file of numbers", read("text.npy")),
-        (Pmm3dError, "name one of its data sets", read("some.h5", "folder")),
-        (Pmm3dError, "name one of its data sets", read("some.h5", 5)),
-    )

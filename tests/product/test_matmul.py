@@ -10,17 +10,27 @@ from hypothesis import strategies as st
 from loops import given as named
 from loops import looped
 from mpi_runner.plugin import all_tests
-from samples import RANKS, TESTED, TRANSPOSED_A, TRANSPOSED_B, UP_TO_4, grids_of, holds, integers, to_library, to_numpy
+from samples import (
+    HOST_DTYPES,
+    RANKS,
+    TESTED,
+    TRANSPOSED_A,
+    TRANSPOSED_B,
+    UP_TO_4,
+    grids_of,
+    holds,
+    integers,
+    to_library,
+    to_numpy,
+)
 
 from pmm3d import DistMatrix, Grid, Layout, MatmulPlan, herk, matmul, syrk
 from pmm3d.layout import MATRIX_DTYPES
 
 pytestmark = pytest.mark.parallel([4], thorough=RANKS)
-on_some_grid = pytest.mark.parallel([2], thorough=RANKS)
 up_to_4 = pytest.mark.parallel([2], thorough=UP_TO_4)
 
 SIZES = [(1, 1, 1), (4, 4, 3), (7, 3, 5), (13, 11, 17), (2, 64, 0), (0, 3, 4), (5, 0, 2), (16, 16, 16)]
-HOST_DTYPES = [dtype for dtype in MATRIX_DTYPES if dtype != "bfloat16"]
 HALF_UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Largest relative error of one rounding."""
 TRANSPOSED = ("nn", "tn", "nt", "tt")
@@ -103,14 +113,10 @@ def test_every_type(grid):
     assert_types(grid, TESTED, HOST_DTYPES)
 
 
-@on_some_grid
-def test_every_type_on_a_device(some_grid):
-    assert_types(some_grid, "standin", HOST_DTYPES)
-
-
 @up_to_4
-def test_every_type_of_torch(some_grid):
-    assert_types(some_grid, "torch", MATRIX_DTYPES)
+@looped("library, dtypes", [("standin", HOST_DTYPES), ("torch", MATRIX_DTYPES)])
+def test_every_type_of_other_libraries(some_grid, library, dtypes):
+    assert_types(some_grid, library, dtypes)
 
 
 FORMS = {"as it is": lambda x: x, "T": lambda x: x.T, "H": lambda x: x.H, "conjugated": lambda x: x.H.T}
@@ -147,14 +153,10 @@ def test_every_form_of_conjugation(some_grid):
     assert_forms(some_grid, TESTED, cases if some_grid.size == 2 or all_tests else cases[::4])
 
 
-@on_some_grid
-def test_every_form_of_conjugation_on_a_device(some_grid):
-    assert_forms(some_grid, "standin", zip(product(FORMS, repeat=2), cycle(STORED)))
-
-
 @up_to_4
-def test_every_form_of_conjugation_of_torch(some_grid):
-    assert_forms(some_grid, "torch", zip(product(FORMS, repeat=2), cycle(STORED)))
+@looped("library", ["standin", "torch"])
+def test_every_form_of_conjugation_of_other_libraries(some_grid, library):
+    assert_forms(some_grid, library, zip(product(FORMS, repeat=2), cycle(STORED)))
 
 
 @pytest.mark.parallel([1, 2])
@@ -204,19 +206,15 @@ def test_alpha_beta_and_out(grid):
     assert_scales(grid, TESTED, "float64")
 
 
-@on_some_grid
-def test_alpha_beta_and_out_on_a_device(some_grid):
-    assert_scales(some_grid, "standin", "float64", "float16")
-
-
 @pytest.mark.parallel([8], thorough=RANKS)
 def test_alpha_beta_and_out_of_other_types(some_grid):
     assert_scales(some_grid, TESTED, "float16", "complex64")
 
 
 @up_to_4
-def test_alpha_beta_and_out_of_torch(some_grid):
-    assert_scales(some_grid, "torch", "float32", "float16", "bfloat16")
+@looped("library, dtypes", [("standin", ["float64", "float16"]), ("torch", ["float32", "float16", "bfloat16"])])
+def test_alpha_beta_and_out_of_other_libraries(some_grid, library, dtypes):
+    assert_scales(some_grid, library, *dtypes)
 
 
 @each_grid
@@ -243,15 +241,6 @@ def test_the_data_axis(comm, nranks):
             assert holds(matmul(split, b, out=out), whole_a @ whole_b)
             every = grid.data.all_gather(np.ascontiguousarray(local.local)[None]).wait()
             assert np.array_equal(every, np.broadcast_to(local.local, every.shape))
-
-
-@on_some_grid
-@pytest.mark.numpy_only("tensors are never read-only")
-def test_read_only_operands(some_grid):
-    a, b, whole_a, whole_b = operands(some_grid, (7, 8, 9))
-    for matrix in (a, b):
-        matrix.local.flags.writeable = False
-    assert holds(matmul(a, b, panels=2), whole_a @ whole_b)
 
 
 @pytest.mark.parallel([2])

@@ -10,7 +10,7 @@ import pytest
 import samples
 from loops import given, looped
 from mpi4py import MPI
-from products import moved
+from products import each_shape, moved
 
 from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, LayoutError, MatmulPlan, matmul
 from pmm3d.product.multiply import ProductRun
@@ -29,42 +29,42 @@ def moved_along_axes(grid):
 
 @pytest.mark.parallel([1, 4, 8], thorough=[2])
 @looped("dtype", ["float32", "complex128"])
-def test_bits_and_bytes_are_those_of_matmul(grids, dtype):
-    for grid in grids:
-        a, b = operands(grid, dtype=dtype)
-        random = lambda: DistMatrix.random(grid, (23, 17), seed=3, dtype=dtype, layout=Layout.C, library="numpy")
-        for options, outs in (({}, (None, None)), ({"alpha": 2}, (None, None)), ({"beta": -1}, (random(), random()))):
-            with given(grid=grid.shape, options=options):
+@each_shape
+def test_bits_and_bytes_are_those_of_matmul(grid, dtype):
+    a, b = operands(grid, dtype=dtype)
+    random = lambda: DistMatrix.random(grid, (23, 17), seed=3, dtype=dtype, layout=Layout.C, library="numpy")
+    for options, outs in (({}, (None, None)), ({"alpha": 2}, (None, None)), ({"beta": -1}, (random(), random()))):
+        with given(options=options):
+            grid.ledger.reset()
+            wanted = matmul(a, b, out=outs[0], **options)
+            counted = moved_along_axes(grid)
+            with MatmulPlan(a, b, out=outs[1], **options) as plan:
                 grid.ledger.reset()
-                wanted = matmul(a, b, out=outs[0], **options)
-                counted = moved_along_axes(grid)
-                with MatmulPlan(a, b, out=outs[1], **options) as plan:
-                    grid.ledger.reset()
-                    assert plan() is plan.out and (outs[1] is None or outs[1] is plan.out)
-                    assert moved_along_axes(grid) == counted
-                    assert np.array_equal(plan.out.gather(), wanted.gather())
+                assert plan() is plan.out and (outs[1] is None or outs[1] is plan.out)
+                assert moved_along_axes(grid) == counted
+                assert np.array_equal(plan.out.gather(), wanted.gather())
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
 @looped("layouts", [(Layout.A, Layout.B), OTHERS])
-def test_a_product_that_is_started_and_waited_for(grids, fails, layouts):
+@each_shape
+def test_a_product_that_is_started_and_waited_for(grid, fails, layouts):
     """It reads what the matrices contain then, and steady calls allocate nothing. A plan that is closed finishes it."""
-    for grid in grids:
-        a, b = operands(grid, (160, 170, 190), layouts=layouts)
-        with MatmulPlan(a, b) as plan:
-            for _ in range(3):
-                a.local[...] *= 2
-                pending = plan.start()
-                fails(GridError, "this plan has a product under way: wait for that first", plan.start)
-                assert not pending.test()
-                assert pending.wait() is plan.out is pending.wait() and pending.test()
-                assert np.array_equal(plan.out.gather(), matmul(a, b).gather())
-            before = grid.workspace.allocated
-            for _ in range(3):
-                plan()
-            assert grid.workspace.allocated == before
+    a, b = operands(grid, (160, 170, 190), layouts=layouts)
+    with MatmulPlan(a, b) as plan:
+        for _ in range(3):
+            a.local[...] *= 2
             pending = plan.start()
-        assert pending.wait() is plan.out and np.array_equal(plan.out.gather(), matmul(a, b).gather())
+            fails(GridError, "this plan has a product under way: wait for that first", plan.start)
+            assert not pending.test()
+            assert pending.wait() is plan.out is pending.wait() and pending.test()
+            assert np.array_equal(plan.out.gather(), matmul(a, b).gather())
+        before = grid.workspace.allocated
+        for _ in range(3):
+            plan()
+        assert grid.workspace.allocated == before
+        pending = plan.start()
+    assert pending.wait() is plan.out and np.array_equal(plan.out.gather(), matmul(a, b).gather())
 
 
 def test_two_threads_are_refused(comm):

@@ -7,12 +7,11 @@ import h5py
 import numpy as np
 import pytest
 from each_grid import each_grid
-from grids import canonical_grids
 from loops import given as named
 from loops import looped
-from samples import RANKS, TESTED, UP_TO_4, integers, to_library, to_numpy
+from samples import HOST_DTYPES, RANKS, TESTED, UP_TO_4, integers, to_library, to_numpy
 
-from pmm3d import DataError, DisagreementError, DistMatrix, DTypeError, Grid, Layout, LayoutError, matmul
+from pmm3d import DataError, DisagreementError, DistMatrix, DTypeError, Grid, Layout, LayoutError, Pmm3dError, matmul
 from pmm3d.layout import EMPTY, MATRIX_DTYPES
 from pmm3d.nn import Tensor
 from pmm3d.product import files
@@ -84,37 +83,27 @@ def test_constructors(grid):
                 assert_holds(matrix, whole)
 
 
-def assert_types_come_back(grid, library):
-    for dtype in (*MATRIX_DTYPES, "int64"):
-        with named(dtype=dtype):
-            if dtype == "bfloat16" and library != "torch":
-                continue
-            matrix, whole = distributed(grid, (7, 5), Layout.B, dtype, library)
-            given = to_library(whole, library, dtype) if grid.rank == 0 else None
-            assert matrix.dtype == dtype and type(matrix.local) is type(to_library(whole, library))
-            assert_holds(matrix, whole)
-            assert_holds(matrix.T, whole.T)
-            assert_holds(matrix.H, whole.conj().T)
-            assert_holds(matrix.redistribute(Layout.C), whole)
-            assert_holds(DistMatrix.from_global(grid, given, root=0), whole)
-            at_root = matrix.gather(grid.size - 1)
-            assert grid.rank != grid.size - 1 or np.array_equal(to_numpy(at_root, library), whole)
-
-
-@on_some_grid
-@looped("library", HERE)
-def test_every_type_comes_back(some_grid, library):
-    assert_types_come_back(some_grid, library)
+@pytest.mark.parallel([2], thorough=UP_TO_4)
+@looped("library, dtype", [*product(HERE, (*HOST_DTYPES, "int64")), *product(["torch"], (*MATRIX_DTYPES, "int64"))])
+def test_every_type_comes_back(some_grid, library, dtype):
+    matrix, whole = distributed(some_grid, (7, 5), Layout.B, dtype, library)
+    given = to_library(whole, library, dtype) if some_grid.rank == 0 else None
+    assert matrix.dtype == dtype and type(matrix.local) is type(to_library(whole, library))
+    assert_holds(matrix, whole)
+    assert_holds(matrix.T, whole.T)
+    assert_holds(matrix.H, whole.conj().T)
+    assert_holds(matrix.redistribute(Layout.C), whole)
+    assert_holds(DistMatrix.from_global(some_grid, given, root=0), whole)
+    at_root = matrix.gather(some_grid.size - 1)
+    assert some_grid.rank != some_grid.size - 1 or np.array_equal(to_numpy(at_root, library), whole)
 
 
 @pytest.mark.parallel([2], thorough=UP_TO_4)
-def test_every_type_comes_back_in_torch(some_grid):
+def test_names_of_types(some_grid):
     import torch
 
-    assert_types_come_back(some_grid, "torch")
     for dtype in ("complex64", np.complex64, np.dtype("complex64"), torch.complex64):
-        with named(dtype=dtype):
-            assert DistMatrix.empty(some_grid, (3, 3), dtype=dtype).dtype == "complex64"
+        assert DistMatrix.empty(some_grid, (3, 3), dtype=dtype).dtype == "complex64"
     assert DistMatrix.random(some_grid, (3, 3), dtype=torch.bfloat16, library="torch").dtype == "bfloat16"
 
 
@@ -207,20 +196,6 @@ def test_a_view_that_is_conjugated_on_one_rank_alone_is_refused(some_grid, fails
 
 
 @each_grid
-def test_redistribution_to_every_other_grid(comm, grid):
-    for shape, (source, target) in product(
-        canonical_grids(grid.size), ((Layout.A, Layout.B), (Layout.C, Layout()), (Layout(rows="x"), Layout.A))
-    ):
-        with named(shape=shape, source=source), Grid(comm, shape) as other:
-            matrix, whole = distributed(grid, (7, 11), source)
-            moved = matrix.redistribute(target, other)
-            assert moved.grid is other
-            assert_holds(moved, whole)
-            assert_holds(moved.redistribute(Layout.A, grid), whole)
-            assert_holds(matrix, whole)
-
-
-@each_grid
 def test_only_what_a_rank_lacks_is_received(grid):
     matrix, _ = distributed(grid, (8, 12), Layout())
     grid.ledger.reset()
@@ -286,12 +261,15 @@ def test_files_that_cannot_be_written(comm, shared_path, monkeypatch, fails, all
 def test_files_of_which_elements_would_be_made_up_or_that_hold_no_matrix(comm, shared_path, all_fail):
     if comm.rank == 0:
         np.savez(shared_path / "some.npz", a=np.ones((2, 2)))
-        (shared_path / "text.txt").write_text("no HDF5")
+        for name in ("text.txt", "text.npy"):
+            (shared_path / name).write_text("no array")
+        np.save(shared_path / "integers.npy", np.ones((2, 2), "int32"))
         with h5py.File(shared_path / "some.h5", "w") as file:
             file.create_dataset("never", (4, 4))
             file.create_dataset("partly", (4, 4), chunks=(2, 4))[:2] = 1
             file.create_dataset("filled", (4, 4), chunks=(2, 4), fillvalue=7)[:2] = 1
             file.create_dataset("empty", (0, 4))
+            file["folder/matrix"], file["vector"] = np.ones((2, 2)), np.ones(3)
     with Grid(comm) as grid:
         read = lambda name, *dataset: lambda: DistMatrix.from_file(grid, shared_path / name, *dataset)
         all_fail(
@@ -299,6 +277,12 @@ def test_files_of_which_elements_would_be_made_up_or_that_hold_no_matrix(comm, s
             (DataError, "'partly' declares .* 2 chunks, and 1 of them", read("some.h5", "partly")),
             (DataError, r"some.npz: .* numpy.save\('a.npy', ", read("some.npz", "a")),
             (DataError, "text.txt cannot be read as an HDF5 file", read("text.txt", "a")),
+            (FileNotFoundError, "none.npy", read("none.npy")),
+            (LayoutError, "two dims", read("some.h5", "vector")),
+            (DTypeError, "got int32", read("integers.npy")),
+            (Pmm3dError, "name one of its data sets: .*'folder', .*'vector'", read("some.h5")),
+            (Pmm3dError, "text.npy is no .npy file of numbers", read("text.npy")),
+            *((Pmm3dError, "name one of its data sets", read("some.h5", name)) for name in ("folder", 5)),
         )
         assert_holds(read("some.h5", "filled")(), np.repeat([[1], [7]], 2, axis=0) * np.ones(4))
         assert_holds(read("some.h5", "empty")(), np.empty((0, 4)))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from each_grid import each_grid
 from loops import given, looped
-from products import SHAPES
+from products import each_shape
 from samples import integers, operands
 
 from pmm3d import DisagreementError, DistMatrix, Grid, Layout, LayoutError, MatmulPlan, matmul
@@ -43,19 +43,18 @@ def test_a_product_copies_no_operand_for_its_order(some_grid):
 
 @pytest.mark.parallel([2], thorough=[1, 4])
 @looped("size", [(24, 12, 16), (7, 9, 5), (1, 6, 3)])
-def test_a_new_c_by_columns(comm, size):
+@each_shape
+def test_a_new_c_by_columns(grid, size):
     m, n, k = size
-    for shape in SHAPES[comm.size]:
-        with Grid(comm, shape) as grid:
-            a = DistMatrix.from_global(grid, integers((m, k), seed=1))
-            b = DistMatrix.from_global(grid, integers((k, n), seed=2), layout=Layout.B)
-            wanted, c = a.gather() @ b.gather(), matmul(a, b, order="F")
-            assert c.order == "F" and np.array_equal(c.gather(), wanted)
-            assert c.layout.on(grid.shape) == Layout(rows=("z",), cols=("x", "y")).on(grid.shape)
-            assert not plan_for(b.T, a.T, None, None, None).moves
-            assert matmul(a, b, out=c, beta=1) is c and np.array_equal(c.gather(), 2 * wanted)
-            with MatmulPlan(a, b, order="F") as product:
-                assert product().order == "F" and np.array_equal(product().gather(), wanted)
+    a = DistMatrix.from_global(grid, integers((m, k), seed=1))
+    b = DistMatrix.from_global(grid, integers((k, n), seed=2), layout=Layout.B)
+    wanted, c = a.gather() @ b.gather(), matmul(a, b, order="F")
+    assert c.order == "F" and np.array_equal(c.gather(), wanted)
+    assert c.layout.on(grid.shape) == Layout(rows=("z",), cols=("x", "y")).on(grid.shape)
+    assert not plan_for(b.T, a.T, None, None, None).moves
+    assert matmul(a, b, out=c, beta=1) is c and np.array_equal(c.gather(), 2 * wanted)
+    with MatmulPlan(a, b, order="F") as product:
+        assert product().order == "F" and np.array_equal(product().gather(), wanted)
 
 
 @pytest.mark.parallel([2], thorough=[4])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import samples
 from loops import given, looped
-from products import SHAPES
+from products import each_shape
 from samples import bits_of
 
 from pmm3d import (
@@ -41,7 +41,8 @@ def moved(grid):
 
 
 @pytest.mark.parallel([1, 4, 8], thorough=[2])
-def test_bytes_are_those_of_one_panel_and_so_are_whole_numbers(comm, grids, pytestconfig):
+@each_shape
+def test_bytes_are_those_of_one_panel_and_so_are_whole_numbers(comm, grid, pytestconfig):
     """Also those of a dry run."""
     cases = [
         *((size, "float64") for size in SMALL),
@@ -50,8 +51,8 @@ def test_bytes_are_those_of_one_panel_and_so_are_whole_numbers(comm, grids, pyte
     ]
     if pytestconfig.getoption("all_tests"):
         cases = list(product(SMALL, ["float32", "float64", "complex128", "float16"]))
-    for grid, (size, dtype) in product(grids, cases):
-        with given(grid=grid.shape, size=size, dtype=dtype), Grid.dry(grid.shape[:3], rank=comm.rank) as dry:
+    for size, dtype in cases:
+        with given(size=size, dtype=dtype), Grid.dry(grid.shape[:3], rank=comm.rank) as dry:
             a, b = operands(grid, size, dtype)
             grid.ledger.reset()  # before the plain product, whose results in work memory could hide an error
             found = matmul(a, b, alpha=2, overlap="decomposed")
@@ -64,38 +65,37 @@ def test_bytes_are_those_of_one_panel_and_so_are_whole_numbers(comm, grids, pyte
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
-def test_bits_are_those_of_one_panel_where_the_blas_multiplies_rows_alike(comm, grids, fails):
+@each_shape
+def test_bits_are_those_of_one_panel_where_the_blas_multiplies_rows_alike(comm, grid, fails):
     """Each element of C is the same sum over k, in rank order. For very few rows, OpenBLAS uses other kernels. Repeated
     calls allocate nothing, and max_workspace is kept."""
-    for grid in grids:
-        a, b = samples.operands(grid, (512, 96, 128))
-        wanted, c = matmul(a, b, panels=1), matmul(a, b, overlap="decomposed")
-        held = grid.workspace.allocated
-        assert bits_of(matmul(a, b, out=c, overlap="decomposed").local) == bits_of(wanted.local)
-        assert grid.workspace.allocated == held
-        if comm.size > 1:
-            fails(MemoryLimitError, "decomposed", lambda: matmul(a, b, overlap="decomposed", max_workspace=1000))
+    a, b = samples.operands(grid, (512, 96, 128))
+    wanted, c = matmul(a, b, panels=1), matmul(a, b, overlap="decomposed")
+    held = grid.workspace.allocated
+    assert bits_of(matmul(a, b, out=c, overlap="decomposed").local) == bits_of(wanted.local)
+    assert grid.workspace.allocated == held
+    if comm.size > 1:
+        fails(MemoryLimitError, "decomposed", lambda: matmul(a, b, overlap="decomposed", max_workspace=1000))
 
 
 @pytest.mark.parallel([4], thorough=[8])
-def test_collectives_of_several_rounds_are_decomposed_and_kept_in_plans(comm, stages_of_two):
+@each_shape
+def test_collectives_of_several_rounds_are_decomposed_and_kept_in_plans(grid, stages_of_two):
     """Rows that arrive in one round are sent on in the next round."""
-    for shape in SHAPES[comm.size]:
-        with given(grid=shape), Grid(comm, shape) as grid:
-            a, b = operands(grid, (37, 29, 41))
-            wanted = matmul(a, b, alpha=2, panels=1)
-            assert np.array_equal(wanted.gather(), 2 * a.gather() @ b.gather())
-            assert bits_of(matmul(a, b, alpha=2, overlap="decomposed").local) == bits_of(wanted.local)
-            with MatmulPlan(a, b, alpha=2) as plan:
-                assert plan._product.persists
-                for _ in range(3):
-                    plan.out.local[...] = 7
-                    grid.ledger.reset()
-                    assert bits_of(plan().local) == bits_of(wanted.local)
-                    kept = moved(grid)
+    a, b = operands(grid, (37, 29, 41))
+    wanted = matmul(a, b, alpha=2, panels=1)
+    assert np.array_equal(wanted.gather(), 2 * a.gather() @ b.gather())
+    assert bits_of(matmul(a, b, alpha=2, overlap="decomposed").local) == bits_of(wanted.local)
+    with MatmulPlan(a, b, alpha=2) as plan:
+        assert plan._product.persists
+        for _ in range(3):
+            plan.out.local[...] = 7
             grid.ledger.reset()
-            matmul(a, b, alpha=2, panels=1)
-            assert moved(grid) == kept
+            assert bits_of(plan().local) == bits_of(wanted.local)
+            kept = moved(grid)
+    grid.ledger.reset()
+    matmul(a, b, alpha=2, panels=1)
+    assert moved(grid) == kept
 
 
 @pytest.mark.parallel([4])
@@ -139,36 +139,33 @@ def planned(a, b, out=None, panels=None, limit=None, overlap=None):
 
 
 @looped("size", SIZES)
-def test_products_across_nodes_are_decomposed_if_pieces_travel(comm, own_nodes, size):
-    for shape in SHAPES[comm.size]:
-        with Grid(comm, shape) as grid:
-            a, b = operands(grid, size)
-            c, plan = matmul(a, b), planned(a, b)
-            assert plan.decomposed == (shape[0] > 1 or shape[1] > 1) and plan.panels == 1
-            assert np.array_equal(c.gather(), a.gather() @ b.gather())
-            with MatmulPlan(a, b) as product:
-                assert np.array_equal(product().gather(), c.gather())
+@each_shape
+def test_products_across_nodes_are_decomposed_if_pieces_travel(grid, own_nodes, size):
+    a, b = operands(grid, size)
+    c, plan = matmul(a, b), planned(a, b)
+    assert plan.decomposed == (grid.shape.x > 1 or grid.shape.y > 1) and plan.panels == 1
+    assert np.array_equal(c.gather(), a.gather() @ b.gather())
+    with MatmulPlan(a, b) as product:
+        assert np.array_equal(product().gather(), c.gather())
 
 
 @pytest.mark.parallel([4], thorough=[2])
-def test_adjoints_go_by_the_axes_that_they_take(comm, own_nodes):
+@each_shape
+def test_adjoints_go_by_the_axes_that_they_take(grid, own_nodes):
     """dA = dC B^T and dB = A^T dC move no operand, and exchange along other axes. A^T arrives as a whole."""
-    for shape in SHAPES[comm.size]:
-        with Grid(comm, shape) as grid:
-            a, b = operands(grid, (1024, 256, 512))
-            c = matmul(a, b)
-            for left, right in ((c, b.T), (a.T, c)):
-                plan = planned(left, right)
-                _, k_axis, n_axis = plan.axis_roles
-                arrives = plan.a == 0 and getattr(grid.shape, n_axis) > 1
-                assert not plan.moves and plan.decomposed == (arrives or getattr(grid.shape, k_axis) > 1)
-                assert np.array_equal(matmul(left, right).gather(), left.gather() @ right.gather())
+    a, b = operands(grid, (1024, 256, 512))
+    c = matmul(a, b)
+    for left, right in ((c, b.T), (a.T, c)):
+        plan = planned(left, right)
+        _, k_axis, n_axis = plan.axis_roles
+        arrives = plan.a == 0 and getattr(grid.shape, n_axis) > 1
+        assert not plan.moves and plan.decomposed == (arrives or getattr(grid.shape, k_axis) > 1)
+        assert np.array_equal(matmul(left, right).gather(), left.gather() @ right.gather())
 
 
-def test_on_one_node_no_product_is(comm):
-    for shape in SHAPES[comm.size]:
-        with Grid(comm, shape) as grid:
-            assert planned(*operands(grid, SIZES[0])).overlap == "none"
+@each_shape
+def test_on_one_node_no_product_is(grid):
+    assert planned(*operands(grid, SIZES[0])).overlap == "none"
 
 
 def test_no_measured_machine_decides_but_one_switch(comm, own_nodes, monkeypatch):

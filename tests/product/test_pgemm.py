@@ -137,7 +137,7 @@ def test_a_matrix_with_itself_and_into_another_part_of_it(comm):
 @looped("library", ["torch", "standin"])
 def test_arrays_of_other_libraries(comm, library):
     with BlacsContext(comm, (1, comm.size)) as context:
-        a, b, c = (Part(context, np.random.default_rng(seed), 9, 9, "float32") for seed in range(3))
+        a, b, c = (Part(context, np.random.default_rng(seed), 9, 9, "complex64") for seed in range(3))
         a.local, b.local, c.local = (to_library(part.local.T, library).T for part in (a, b, c))
         pgemm("T", "N", 9, 9, 9, 1, *a.passed, *b.passed, 1, *c.passed)
         c.part[...] += a.part.T @ b.part

@@ -51,13 +51,8 @@ def assert_moves_what_the_plan_says(grid, size, panels, dtype, layout):
 def test_bytes_are_those_of_the_plan(grid):
     for size, panels, dtype in product(SIZES, (1, 3), ("float64", "float16")):
         assert_moves_what_the_plan_says(grid, size, panels, dtype, Layout.C)
-
-
-@pytest.mark.parallel([8])
-def test_bytes_of_a_replicated_product_are_those_of_the_plan(comm, nranks):
-    with Grid(comm, (1, nranks, 1)) as grid:
-        for size in SIZES:
-            assert_moves_what_the_plan_says(grid, size, 1, "float64", REPLICATED)
+    for size in SIZES:
+        assert_moves_what_the_plan_says(grid, size, 1, "float64", REPLICATED)
 
 
 def assert_limit_is_kept(comm, shape, size, dtype, layout, limit):

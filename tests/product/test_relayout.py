@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from each_grid import each_grid
+from grids import canonical_grids
 from loops import given, looped
 from samples import RANKS, TESTED, UP_TO_4, integers, to_library, to_numpy
 
@@ -106,30 +107,20 @@ def test_there_and_back_begun_at_once(some_grid):
             check(grid, there, whole, target)
 
 
-def check_library(grid, library, dtype):
+@pytest.mark.parallel([2], thorough=UP_TO_4)
+@looped("library, dtype", [(TESTED, "float16"), ("standin", "complex64"), ("torch", "float64"), ("torch", "bfloat16")])
+def test_other_types_and_libraries(some_grid, library, dtype):
     typed = lambda array: to_library(array.astype("float32" if dtype == "bfloat16" else dtype), library, dtype)
     for shape, source, target in ways(*CASES[1:]):
         with given(shape=shape, source=source, target=target):
             whole = integers(shape)
-            local = typed(local_of(grid, whole, source))
-            found = relayout(grid, local, shape, source, target).wait()
+            local = typed(local_of(some_grid, whole, source))
+            found = relayout(some_grid, local, shape, source, target).wait()
             out = typed(np.zeros(tuple(found.shape)))
-            assert relayout(grid, local, shape, source, target, out=out).wait() is out
+            assert relayout(some_grid, local, shape, source, target, out=out).wait() is out
             for array in (found, out):
                 array = array.float() if library == "torch" else array
-                check(grid, np.asarray(to_numpy(array, library)).real.astype("float64"), whole, target)
-
-
-@pytest.mark.parallel([2], thorough=RANKS)
-@looped("library, dtype", [(TESTED, "float16"), ("standin", "complex64")])
-def test_other_types_and_a_device(some_grid, library, dtype):
-    check_library(some_grid, library, dtype)
-
-
-@pytest.mark.parallel([2], thorough=UP_TO_4)
-@looped("dtype", ["float64", "bfloat16"])
-def test_tensors(some_grid, dtype):
-    check_library(some_grid, "torch", dtype)
+                check(some_grid, np.asarray(to_numpy(array, library)).real.astype("float64"), whole, target)
 
 
 @pytest.mark.parallel([2], thorough=RANKS)
@@ -248,18 +239,25 @@ def test_a_matrix_of_partial_sums(some_grid):
     assert np.array_equal(*drawn)
 
 
-@pytest.mark.parallel([2], thorough=[1, 4])
-def test_partial_sums_come_from_and_go_to_another_grid(comm):
-    whole = integers((7, 5))
-    with Grid(comm, "ddp") as one, Grid(comm, (1, comm.size, 1)) as other:
-        for source, target in (
-            (Layout(sums="data"), Layout((), "y")),
-            (Layout("data"), Layout(sums="y")),
-            (Layout(sums="data"), Layout(sums="y")),
-        ):
-            matrix = matrix_of(one, whole, source)
-            for found in (matrix.redistribute(target, other), matrix.T.redistribute(target.T, other).T):
-                check(other, found.local, whole, target)
+@pytest.mark.parallel([2, 4], thorough=[1])
+@each_grid
+def test_matrices_come_from_and_go_to_another_grid(comm, grid):
+    whole, everywhere = integers((7, 5)), Layout(sums=("x", "y", "z"))
+    for shape, data in (((1, 1, 1), comm.size), *((shape, 1) for shape in canonical_grids(comm.size))):
+        with Grid(comm, shape, data) as other:
+            for source, target in (
+                (Layout.A, Layout.B),
+                (Layout.C, Layout()),
+                (Layout("x"), Layout.A),
+                (everywhere, Layout((), ("data", "y"))),
+                (Layout("y"), everywhere),
+                (everywhere, Layout(sums=("data", "z"))),
+            ):
+                with given(shape=shape, data=data, source=source, target=target):
+                    matrix = matrix_of(grid, whole, source)
+                    for found in (matrix.redistribute(target, other), matrix.T.redistribute(target.T, other).T):
+                        assert found.grid is other
+                        check(other, found.local, whole, target)
 
 
 @pytest.mark.parallel([2], thorough=[4])

@@ -5,13 +5,15 @@ import gc
 import os
 import re
 import time
+from functools import partial
 from itertools import product
 
 import numpy as np
 import pytest
 import standin  # noqa: F401
+from each_grid import each_grid
 from loops import given, looped
-from products import SHAPES
+from products import SHAPES, each_shape
 from samples import TESTED, bits_of, operands, shared, to_library
 
 from pmm3d import (
@@ -45,13 +47,14 @@ def segments():
 
 
 @pytest.mark.parallel([1, 4, 8], thorough=[2])
-def test_bits_are_those_of_messages_and_no_bytes_are_received_for_operands(grids, pytestconfig):
+@each_shape
+def test_bits_are_those_of_messages_and_no_bytes_are_received_for_operands(grid, pytestconfig):
     sizes, dtypes = ((23, 17, 19), (3, 2, 1), (64, 96, 32)), ("float16", "float32", "complex128")
     every = pytestconfig.getoption("all_tests")
-    for grid, (number, size), dtype in product(grids, enumerate(sizes), dtypes):
+    for (number, size), dtype in product(enumerate(sizes), dtypes):
         if not every and number != 0 and (number == 2) != (dtype == "complex128"):
             continue
-        with given(grid=grid.shape, size=size, dtype=dtype):
+        with given(size=size, dtype=dtype):
             a, b = operands(grid, size, dtype)
             wanted, in_memory = matmul(a, b, alpha=3), (shared(a), shared(b))
             grid.ledger.reset()
@@ -62,8 +65,9 @@ def test_bits_are_those_of_messages_and_no_bytes_are_received_for_operands(grids
                     assert not any(grid.ledger.total(phase=phase).received for phase in phases)
 
 
-def test_torch_tensors_are_read_in_place_too(grids):
-    for grid, dtype in product(grids, ("float32", "bfloat16")):
+@each_shape
+def test_torch_tensors_are_read_in_place_too(grid):
+    for dtype in ("float32", "bfloat16"):
         of = dict(dtype=dtype, library="torch", distribution="integers")
         pair, in_memory = operands(grid, **of), operands(grid, **of, shared=True)
         wanted = matmul(*pair)
@@ -116,16 +120,16 @@ def test_shards_are_not_written_while_a_late_rank_multiplies(comm, monkeypatch):
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
-def test_work_memory_is_that_of_the_plan_and_holds_no_block(comm, grids):
-    for grid in grids:
-        one, other = map(shared, operands(grid, (512, 512, 512)))
-        c = matmul(one, other)
-        before = grid.workspace.allocated
-        matmul(one, other, out=c)
-        assert grid.workspace.allocated == before
-        if grid.shape.y == 1 and comm.size > 1:
-            assert before < 512 * 512 * 8 // 8  # control messages, and no block
-        grid.workspace.clear()
+@each_shape
+def test_work_memory_is_that_of_the_plan_and_holds_no_block(comm, grid):
+    one, other = map(shared, operands(grid, (512, 512, 512)))
+    c = matmul(one, other)
+    before = grid.workspace.allocated
+    matmul(one, other, out=c)
+    assert grid.workspace.allocated == before
+    if grid.shape.y == 1 and comm.size > 1:
+        assert before < 512 * 512 * 8 // 8  # control messages, and no block
+    grid.workspace.clear()
 
 
 def test_what_cannot_be_shared_is_refused_on_every_rank(comm, all_fail, monkeypatch):
@@ -204,9 +208,10 @@ def test_nothing_is_left_in_the_file_system_and_no_descriptor_open(comm):
         assert descriptors() == before
 
 
-def test_partial_sums_are_read_in_place_with_the_bits_of_messages(grids):
-    for grid, dtype, options in product(grids, ("float16", "float32", "complex128"), ({}, {"panels": 3})):
-        with given(grid=grid.shape, dtype=dtype, options=options):
+@each_shape
+def test_partial_sums_are_read_in_place_with_the_bits_of_messages(grid):
+    for dtype, options in product(("float16", "float32", "complex128"), ({}, {"panels": 3})):
+        with given(dtype=dtype, options=options):
             plain = [
                 DistMatrix.random(grid, size, seed=seed, dtype=dtype, layout=layout)
                 for seed, (size, layout) in enumerate(zip([(37, 40), (40, 150), (37, 150)], LAYOUTS))
@@ -223,38 +228,38 @@ def test_partial_sums_are_read_in_place_with_the_bits_of_messages(grids):
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
-def test_partial_sums_of_one_product_are_not_those_of_the_next(grids):
+@each_shape
+def test_partial_sums_of_one_product_are_not_those_of_the_next(grid):
     """Without barriers, a fast rank would write its next partial sums over those that a slow one still adds. Larger
     ones need larger memory."""
-    for grid in grids:
-        small, large = ([shared(matrix) for matrix in operands(grid, size)] for size in ((20, 30, 40), (50, 60, 70)))
-        with MatmulPlan(*small) as plan:
-            for turn in range(12):
-                a, b = small if turn % 3 else large
-                a.local[...], b.local[...] = turn, 1
-                if (turn + grid.rank) % 3 == 0:
-                    sum(range(20_000))
-                c = plan() if turn % 2 and turn % 3 else matmul(a, b)
-                assert (c.local == turn * a.shape[1]).all()
+    small, large = ([shared(matrix) for matrix in operands(grid, size)] for size in ((20, 30, 40), (50, 60, 70)))
+    with MatmulPlan(*small) as plan:
+        for turn in range(12):
+            a, b = small if turn % 3 else large
+            a.local[...], b.local[...] = turn, 1
+            if (turn + grid.rank) % 3 == 0:
+                sum(range(20_000))
+            c = plan() if turn % 2 and turn % 3 else matmul(a, b)
+            assert (c.local == turn * a.shape[1]).all()
 
 
-def test_the_plan_counts_partial_sums_that_others_read_and_nothing_that_arrives(grids):
-    for grid in grids:
-        a, b = operands(grid, (64, 64, 64))
-        ours, theirs = (plan_for(*pair, None, None, None) for pair in ((a, b), (shared(a), shared(b))))
-        reduces = grid.shape.y > 1
-        assert theirs.sums_in_place == reduces and (theirs.shared_work > 0) == reduces and not ours.sums_in_place
-        assert theirs.workspace == theirs.shared_work <= ours.workspace
-        if grid.size > 1:
-            assert theirs.workspace < ours.workspace and theirs.memory < ours.memory
-            assert sum(sum(rank.bytes_received.values()) for rank in theirs.fullest) == 0
-        if reduces:
-            with pytest.raises(MemoryLimitError):
-                matmul(shared(a), shared(b), max_workspace=theirs.shared_work - 1)
-        assert matmul(shared(a), shared(b), max_workspace=theirs.shared_work).shape == (64, 64)
-        one, wanted = shared(a), 2 * a.local
-        one.local *= 2  # in place
-        assert np.array_equal(one.local, wanted)
+@each_shape
+def test_the_plan_counts_partial_sums_that_others_read_and_nothing_that_arrives(grid):
+    a, b = operands(grid, (64, 64, 64))
+    ours, theirs = (plan_for(*pair, None, None, None) for pair in ((a, b), (shared(a), shared(b))))
+    reduces = grid.shape.y > 1
+    assert theirs.sums_in_place == reduces and (theirs.shared_work > 0) == reduces and not ours.sums_in_place
+    assert theirs.workspace == theirs.shared_work <= ours.workspace
+    if grid.size > 1:
+        assert theirs.workspace < ours.workspace and theirs.memory < ours.memory
+        assert sum(sum(rank.bytes_received.values()) for rank in theirs.fullest) == 0
+    if reduces:
+        with pytest.raises(MemoryLimitError):
+            matmul(shared(a), shared(b), max_workspace=theirs.shared_work - 1)
+    assert matmul(shared(a), shared(b), max_workspace=theirs.shared_work).shape == (64, 64)
+    one, wanted = shared(a), 2 * a.local
+    one.local *= 2  # in place
+    assert np.array_equal(one.local, wanted)
 
 
 KILLED = """
@@ -295,16 +300,16 @@ def test_a_rank_that_is_killed_ends_the_job_and_leaves_nothing_in_the_file_syste
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
-def test_with_calls_compared(comm):
-    for shape in SHAPES[comm.size]:
-        with Grid(comm, shape, debug=True) as grid:
-            a, b = map(shared, operands(grid, (40, 200, 50)))
-            for turn in range(3):
-                a.local[...], b.local[...] = turn, 1
-                assert (matmul(a, b, panels=2).local == 50 * turn).all()
+@partial(each_grid, shapes=SHAPES, debug=True)
+def test_with_calls_compared(grid):
+    a, b = map(shared, operands(grid, (40, 200, 50)))
+    for turn in range(3):
+        a.local[...], b.local[...] = turn, 1
+        assert (matmul(a, b, panels=2).local == 50 * turn).all()
 
 
-def test_whatever_makes_a_matrix_makes_it_in_shared_memory(comm, grids, tmp_path):
+@each_shape
+def test_whatever_makes_a_matrix_makes_it_in_shared_memory(comm, grid, tmp_path):
     values, path = np.arange(391.0).reshape(23, 17), comm.bcast(tmp_path) / "a.npy"
     if comm.rank == 0:
         np.save(path, values)
@@ -319,8 +324,8 @@ def test_whatever_makes_a_matrix_makes_it_in_shared_memory(comm, grids, tmp_path
         "redistribute": lambda grid, **how: operands(grid, (23, 5, 17))[0].redistribute(**how),
         "transposed": lambda grid, **how: operands(grid, (17, 5, 23))[0].T.redistribute(**how),
     }
-    for grid, name, layout in product(grids, makers, LAYOUTS):
-        with given(grid=grid.shape, maker=name, layout=layout):
+    for name, layout in product(makers, LAYOUTS):
+        with given(maker=name, layout=layout):
             layout = Layout.A.T if name == "transposed" else layout
             wanted, found = makers[name](grid, layout=layout), makers[name](grid, layout=layout, shared=True)
             assert bits_of(found.local) == bits_of(wanted.local) and found.window is not None

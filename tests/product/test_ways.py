@@ -3,6 +3,7 @@ matmul for all forms of operands, results and options."""
 
 import pytest
 from loops import given, looped
+from products import each_shape
 from samples import operands, shared
 
 from pmm3d import DistMatrix, Layout, MatmulPlan, matmul
@@ -42,17 +43,17 @@ def assert_is_matmul(grid, way, case, dtype="complex128", library="numpy"):
 
 @pytest.mark.parallel([2], thorough=[1, 4, 8])
 @looped("way", WAYS)
-def test_each_way_takes_what_matmul_takes(grids, way):
-    for grid in grids:
-        for case in CASES:
-            if case not in ("panels", "max_workspace") or "decomposed" not in way:
-                with given(grid=grid.shape, case=case):
-                    assert_is_matmul(grid, way, case)
+@each_shape
+def test_each_way_takes_what_matmul_takes(grid, way):
+    for case in CASES:
+        if case not in ("panels", "max_workspace") or "decomposed" not in way:
+            with given(case=case):
+                assert_is_matmul(grid, way, case)
 
 
 @pytest.mark.parallel([2], thorough=[1, 4, 8])
 @looped("way", WAYS)
 @looped("dtype", ["float64", "bfloat16"])
-def test_each_way_takes_matrices_of_torch(grids, way, dtype):
-    for grid in grids:
-        assert_is_matmul(grid, way, "as they are", dtype, "torch")
+@each_shape
+def test_each_way_takes_matrices_of_torch(grid, way, dtype):
+    assert_is_matmul(grid, way, "as they are", dtype, "torch")
