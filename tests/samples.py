@@ -45,7 +45,8 @@ def operands(grid, size=(23, 17, 19), dtype="float64", layouts=(Layout.A, Layout
 
 def shared(matrix):
     """A copy of a matrix in shared memory."""
-    made = DistMatrix.empty(matrix.grid, matrix.shape, dtype=matrix.dtype, layout=matrix.layout, shared=True)
+    like = {"dtype": matrix.dtype, "layout": matrix.layout, "library": matrix.library}
+    made = DistMatrix.empty(matrix.grid, matrix.shape, **like, shared=True)
     made.local[...] = matrix.local
     return made
 
