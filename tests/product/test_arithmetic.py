@@ -22,7 +22,7 @@ from pmm3d import (
     matmul,
     nn,
 )
-from pmm3d.layout import EMPTY
+from pmm3d.layout import EMPTY, batch_layout
 
 pytestmark = pytest.mark.parallel([2], thorough=[1, 4, 6])
 up_to_4 = pytest.mark.parallel([2], thorough=UP_TO_4)
@@ -422,6 +422,7 @@ def test_labels_have_no_arithmetic(some_grid, all_fail):
     a = DistMatrix.from_global(some_grid, to_library(np.arange(12).reshape(4, 3), dtype="int64"))
     square = DistMatrix.from_global(some_grid, to_library(np.arange(9).reshape(3, 3), dtype="int64"))
     network = nn.MLP(some_grid, [3, 3])
+    batch = DistMatrix.from_global(some_grid, square.gather(), layout=batch_layout())
     calls = {
         "add": lambda: a + a,
         "subtract": lambda: a - a,
@@ -438,7 +439,7 @@ def test_labels_have_no_arithmetic(some_grid, all_fail):
         *((DTypeError, f"{name}: the matrix is int64, which holds labels", calls[name]) for name in calls),
         (DTypeError, "A and B are int64, which holds labels", lambda: matmul(square, square)),
         (DTypeError, "convert them to one type", lambda: square @ DistMatrix.random(some_grid, (3, 3))),
-        (DTypeError, "int64", lambda: network(square)),
+        (DTypeError, "int64", lambda: network(batch)),
     )
 
 
