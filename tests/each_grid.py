@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 from grids import canonical_grids, process_grids
 from loops import given
 
 
-def each_grid(test: Callable) -> Callable:
+def each_grid(test: Callable, shapes: Mapping[int, list] | None = None, **options: Any) -> Callable:
     """Decorator: run the test on each canonical grid of its number of ranks; with --all, on each grid.
 
     The argument `grid` of the test is the open grid.
+
+    shapes   for each number of ranks, the grids to run on instead
+    options  further arguments of Grid
     """
 
     @functools.wraps(test)
@@ -22,8 +26,8 @@ def each_grid(test: Callable) -> Callable:
         from pmm3d import Grid
 
         grids = process_grids if request.config.getoption("all_tests") else canonical_grids
-        for shape in grids(comm.size):
-            with given(grid=shape), Grid(comm, shape, device_transport="direct") as grid:
+        for shape in shapes[comm.size] if shapes else grids(comm.size):
+            with given(grid=shape), Grid(comm, shape, device_transport="direct", **options) as grid:
                 test(grid=grid, **fixtures, **({"comm": comm} if "comm" in wanted else {}))
 
     wanted = inspect.signature(test).parameters

@@ -8,7 +8,7 @@ from grids import process_grids
 
 from pmm3d import DistMatrix, Grid
 from pmm3d.arrays import library_named, library_of
-from pmm3d.layout import EMPTY, Layout
+from pmm3d.layout import EMPTY, MATRIX_DTYPES, Layout
 
 RANKS = [1, 2, 4, 6, 8]
 LIBRARIES = ("numpy", "torch", "standin")
@@ -17,6 +17,8 @@ TESTED = os.environ.get("PMM3D_TESTED_LIBRARY", "numpy")
 """Default library of the arrays of tests. `make test-torch` sets it to torch."""
 UP_TO_4 = [1, 2, 3, 4]
 """Numbers of ranks of tests that use torch. Each rank imports it, which takes two seconds of a core."""
+HOST_DTYPES = [dtype for dtype in MATRIX_DTYPES if dtype != "bfloat16"]
+"""Types of all libraries."""
 
 TRANSPOSED_A = Layout(rows=("y", "x"), cols=("z",))
 TRANSPOSED_B = Layout(rows=("x", "z"), cols=("y",))
@@ -43,7 +45,8 @@ def operands(grid, size=(23, 17, 19), dtype="float64", layouts=(Layout.A, Layout
 
 def shared(matrix):
     """A copy of a matrix in shared memory."""
-    made = DistMatrix.empty(matrix.grid, matrix.shape, dtype=matrix.dtype, layout=matrix.layout, shared=True)
+    like = {"dtype": matrix.dtype, "layout": matrix.layout, "library": matrix.library}
+    made = DistMatrix.empty(matrix.grid, matrix.shape, **like, shared=True)
     made.local[...] = matrix.local
     return made
 

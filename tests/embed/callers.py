@@ -1,11 +1,10 @@
 """Programs in C and Fortran, compiled with Debian's Open MPI and run under its mpirun."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / ".venv-embed"
@@ -47,6 +46,12 @@ class Caller:
             timeout=seconds,
             cwd=self.path.parent,
         )
+
+    def written(self, ranks: int, *words: object, **how: Any) -> str:
+        """Standard output of a run that must succeed."""
+        done = self(ranks, *words, **how)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
 
 def compiled(into: Path, *sources: str, flags: tuple[str, ...] = (), libraries: Path = LIBRARIES) -> Caller:

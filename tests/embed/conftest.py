@@ -1,7 +1,5 @@
 """Fixtures: the library that `make embed` builds, and programs that call it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """A product from C, one from Fortran, and one by ScaLAPACK's drop-in. All others: test_callers.py. The libraries are
 built here. They start this Python, and do not use its MPI wheel."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -32,9 +30,8 @@ def libraries(tmp_path_factory):
     "sources", [("apps/embed/product.c",), ("embed/pmm3d.f90", "apps/embed/product.f90")], ids=["C", "Fortran"]
 )
 def test_a_product_is_right(libraries, tmp_path, sources):
-    done = compiled(tmp_path, *sources, libraries=libraries)(2)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.fullmatch(r"2 ranks as \d x \d x \d: right\n", done.stdout)
+    written = compiled(tmp_path, *sources, libraries=libraries).written(2)
+    assert re.fullmatch(r"2 ranks as \d x \d x \d: right\n", written), written
 
 
 def test_the_tutorial_in_c_and_fortran(libraries, tmp_path):

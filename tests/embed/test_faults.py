@@ -1,7 +1,5 @@
 """Mistakes of a C caller: a code and a text on every calling rank, and the caller continues."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -62,26 +60,27 @@ HERE = [  # errors on one rank: the call is not collective, or its grid is unkno
 ]
 
 
-def told(done):
-    """(rank, code, everywhere, text) of each wrong call."""
-    return [(int(rank), int(code), int(everywhere), text) for rank, code, everywhere, text in TOLD.findall(done.stdout)]
+def faults_of(program, ranks, *words, ended="lives on: right", **how):
+    """(its process, (code, everywhere, text) of each of its wrong calls). It must continue to its end."""
+    done = program("tests/embed/faults.c")(ranks, *words, **how)
+    assert done.returncode == 0 and done.stdout.count(ended) == ranks, done.stdout + done.stderr
+    return done, [(int(code), int(everywhere), text) for _, code, everywhere, text in TOLD.findall(done.stdout)]
 
 
-@pytest.mark.parametrize("which, code, text", ON_ALL)
-def test_all_ranks_are_told(program, which, code, text):
-    done = program("tests/embed/faults.c")(2, which)
-    assert done.returncode == 0 and done.stdout.count("lives on: right") == 2, done.stdout + done.stderr
-    found = told(done)
-    assert [fault[1:3] for fault in found] == [(code, 1)] * 2, done.stdout
-    assert len({fault[3] for fault in found}) == 1 and text in found[0][3], done.stdout
+def refused_starts(program, code, ranks=2, **how):
+    """The process of a program that could not start, in both attempts of each rank."""
+    done, found = faults_of(program, ranks, "start", ended="ended", **how)
+    assert [fault[0] for fault in found] == [code] * 2 * ranks, done.stdout
+    return done
 
 
-@pytest.mark.parametrize("which, code, text", HERE)
-def test_the_caller_is_told(program, which, code, text):
-    done = program("tests/embed/faults.c")(2, which)
-    assert done.returncode == 0 and done.stdout.count("lives on: right") == 2, done.stdout + done.stderr
-    found = told(done)
-    assert [fault[1:3] for fault in found] == [(code, 0)] * 2 and all(text in fault[3] for fault in found), done.stdout
+@pytest.mark.parametrize(
+    "which, code, text, everywhere", [*((*fault, 1) for fault in ON_ALL), *((*fault, 0) for fault in HERE)]
+)
+def test_each_caller_is_told(program, which, code, text, everywhere):
+    done, found = faults_of(program, 2, which)
+    assert [fault[:2] for fault in found] == [(code, everywhere)] * 2, done.stdout
+    assert all(text in fault[2] for fault in found) and (not everywhere or found[0] == found[1]), done.stdout
 
 
 @pytest.mark.parametrize(
@@ -94,15 +93,13 @@ def test_the_caller_is_told(program, which, code, text):
     ],
 )
 def test_a_call_at_the_wrong_time(program, which, code, text, times):
-    done = program("tests/embed/faults.c")(2, which)
-    assert done.returncode == 0 and done.stdout.count("ended") == 2, done.stdout + done.stderr
-    assert [fault[1] for fault in told(done)] == [code] * 2 * times and done.stdout.count(text) == 2 * times
+    done, found = faults_of(program, 2, which, ended="ended")
+    assert [fault[0] for fault in found] == [code] * 2 * times and done.stdout.count(text) == 2 * times
 
 
 def test_two_threads_at_once(program):
-    done = program("tests/embed/faults.c")(2, "two threads")
-    assert done.returncode == 0 and done.stdout.count("lives on: right") == 2, done.stdout + done.stderr
-    assert not told(done) and done.stdout.count("met: 1") == 2, done.stdout
+    done, found = faults_of(program, 2, "two threads")
+    assert not found and done.stdout.count("met: 1") == 2, done.stdout
 
 
 @pytest.mark.parametrize(
@@ -113,9 +110,7 @@ def test_two_threads_at_once(program):
     ],
 )
 def test_a_python_that_is_none(program, python, text):
-    done = program("tests/embed/faults.c")(2, "start", PMM3D_PYTHON=python)
-    assert done.returncode == 0 and done.stdout.count("ended") == 2, done.stdout + done.stderr
-    assert [fault[1] for fault in told(done)] == [PYTHON] * 4 and done.stdout.count(text) == 4, done.stdout
+    assert refused_starts(program, PYTHON, PMM3D_PYTHON=python).stdout.count(text) == 4
 
 
 @pytest.mark.parametrize(
@@ -135,78 +130,57 @@ def test_a_python_that_lacks_a_package(program, site_packages, tmp_path, package
         assert found
         for path in found:
             (site / path.name).symlink_to(path)
-    done = program("tests/embed/faults.c")(2, "start", PMM3D_PYTHON=str(tmp_path / "bin" / "python"))
-    assert done.returncode == 0 and done.stdout.count("ended") == 2, done.stdout + done.stderr
-    assert [fault[1] for fault in told(done)] == [PYTHON] * 4, done.stdout
     text = f"lacks a package: No module named '{lacks}'. Install it there: pip install \".[embed]\" in the clone"
-    assert done.stdout.count(text) == 4, done.stdout
+    assert refused_starts(program, PYTHON, PMM3D_PYTHON=str(tmp_path / "bin" / "python")).stdout.count(text) == 4
 
 
 def test_a_library_without_its_part_with_python(program, tmp_path):
     shutil.copy(LIBRARIES / "libpmm3d.so", tmp_path)
-    done = program("tests/embed/faults.c")(1, "start", LD_LIBRARY_PATH=str(tmp_path))
-    assert done.returncode == 0 and [fault[1] for fault in told(done)] == [PYTHON] * 2, done.stdout + done.stderr
+    done = refused_starts(program, PYTHON, ranks=1, LD_LIBRARY_PATH=str(tmp_path))
     assert "the part with Python cannot be loaded: " in done.stdout and "Build it again: make embed" in done.stdout
 
 
 def test_a_python_with_a_damaged_cffi(program, tmp_path):
     (tmp_path / "_cffi_backend.py").write_text("")
-    done = program("tests/embed/faults.c")(1, "start", PYTHONPATH=str(tmp_path))
-    assert done.returncode == 0 and [fault[1] for fault in told(done)] == [PYTHON] * 2, done.stdout + done.stderr
+    done = refused_starts(program, PYTHON, ranks=1, PYTHONPATH=str(tmp_path))
     assert "what Python said is on stderr" in done.stdout and "initialization code failed" in done.stderr
 
 
 def test_a_python_without_a_standard_library(program):
-    done = program("tests/embed/faults.c")(1, "start", PYTHONHOME="/no/such/folder")
-    assert done.returncode == 0 and [fault[1] for fault in told(done)] == [PYTHON] * 2, done.stdout + done.stderr
+    done = refused_starts(program, PYTHON, ranks=1, PYTHONHOME="/no/such/folder")
     assert "failed to get the Python codec" in done.stdout and "an earlier attempt failed" in done.stdout
 
 
 def test_integers_of_8_bytes_are_refused_by_the_compiler(tmp_path):
     """The Fortran module itself compiles, for programs that pass integers of C."""
-
-    def compiled(source):
-        return subprocess.run(
-            ["mpifort.openmpi", "-fdefault-integer-8", "-c", ROOT / source],
-            cwd=tmp_path,
-            text=True,
-            capture_output=True,
-        )
-
-    assert compiled("embed/pmm3d.f90").returncode == 0
-    refused = compiled("apps/embed/product.f90")
+    compiler = ["mpifort.openmpi", "-fdefault-integer-8", "-c"]
+    subprocess.run([*compiler, ROOT / "embed/pmm3d.f90"], cwd=tmp_path, check=True)
+    program = ROOT / "apps/embed/product.f90"
+    refused = subprocess.run([*compiler, program], cwd=tmp_path, text=True, capture_output=True)
     assert refused.returncode != 0 and "passed INTEGER(8) to INTEGER(4)" in refused.stderr
 
 
 def test_one_rank_that_cannot_start_is_not_waited_for(program):
-    done = program("tests/embed/faults.c")(3, "start on one")
-    assert done.returncode == 0 and done.stdout.count("ended") == 3, done.stdout + done.stderr
-    assert [fault[1:3] for fault in told(done)] == [(PYTHON, 1)] * 3, done.stdout
+    done, found = faults_of(program, 3, "start on one", ended="ended")
+    assert [fault[:2] for fault in found] == [(PYTHON, 1)] * 3, done.stdout
     assert done.stdout.count("other ranks of the communicator could not start") == 2
 
 
-def test_an_mpi4py_that_cannot_be_loaded_here(program):
-    done = program("tests/embed/faults.c")(2, "start", MPI4PY_MPIABI="mpich")
-    assert done.returncode == 0 and [fault[1] for fault in told(done)] == [MPI] * 4, done.stdout + done.stderr
-    assert done.stdout.count("Python has another MPI than this process, Open MPI v4") == 4, done.stdout
-
-
-def test_python_with_another_mpi(program, tmp_path):
-    """An mpi4py with its own MPI is imitated: two libraries in one process."""
-    module = "rc = type('rc', (), {})\n"
+@pytest.mark.parametrize("imitated", [False, True])
+def test_an_mpi4py_with_another_mpi(program, tmp_path, imitated):
+    """One that cannot be loaded here, and an imitated one with its own MPI: two libraries in one process."""
     (tmp_path / "mpi4py").mkdir()
-    (tmp_path / "mpi4py" / "__init__.py").write_text(module)
+    (tmp_path / "mpi4py" / "__init__.py").write_text("rc = type('rc', (), {})\n")
     (tmp_path / "mpi4py" / "MPI.py").write_text(
         "Get_library_version = lambda: 'MPICH Version: 9, of a wheel'\nIs_initialized = lambda: False\n"
     )
-    done = program("tests/embed/faults.c")(2, "start", PYTHONPATH=str(tmp_path))
-    assert done.returncode == 0 and [fault[1] for fault in told(done)] == [MPI] * 4, done.stdout + done.stderr
+    how = {"PYTHONPATH": str(tmp_path)} if imitated else {"MPI4PY_MPIABI": "mpich"}
+    done = refused_starts(program, MPI, **how)
     assert done.stdout.count("Python has another MPI than this process, Open MPI v4") == 4, done.stdout
-    assert done.stdout.count("MPICH Version: 9") == 4
+    assert done.stdout.count("MPICH Version: 9") == 4 * imitated
 
 
 def test_a_rank_that_comes_late_does_not_end_the_job(program):
-    done = program("tests/embed/faults.c")(2, "one comes late", PMM3D_TIMEOUT="1", seconds=60)
-    assert done.returncode == 0 and done.stdout.count("lives on: right") == 2, done.stdout + done.stderr
+    done, _ = faults_of(program, 2, "one comes late", PMM3D_TIMEOUT="1", seconds=60)
     assert done.stderr.count("pmm3d: rank 0 has waited") >= 2, done.stderr  # after 1, 2 and 4 s
     assert "for all ranks of the communicator to come to this call. The job goes on." in done.stderr

@@ -1,7 +1,5 @@
 """Block-cyclic products compared with ScaLAPACK's, and programs of ScaLAPACK with the drop-in for its p?gemm."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -55,17 +53,15 @@ def done_by(log: Path, routine: str) -> Counter[str]:
 @pytest.mark.parametrize("kind", "sdcz")
 @pytest.mark.parametrize("ranks, rows, columns", [(1, 1, 1), (4, 2, 2), (3, 1, 3), (6, 3, 2), (5, 2, 2)])
 def test_products_and_moves_are_scalapacks_to_rounding(program, kind, ranks, rows, columns):
-    done = program("tests/embed/cyclic.c", flags=SCALAPACK)(ranks, kind, rows, columns)
-    assert done.returncode == 0, done.stdout + done.stderr
-    [(roundings, moves)] = re.findall(r"^36 products: (\S+) roundings; moves: (\S+)$", done.stdout, re.M)
-    assert float(roundings) < 4 and float(moves) == 0, done.stdout
+    written = program("tests/embed/cyclic.c", flags=SCALAPACK).written(ranks, kind, rows, columns)
+    [(roundings, moves)] = re.findall(r"^36 products: (\S+) roundings; moves: (\S+)$", written, re.M)
+    assert float(roundings) < 4 and float(moves) == 0, written
 
 
 @pytest.mark.parametrize("ranks, grid", [(1, "1 x 1"), (4, "2 x 2"), (6, "2 x 3")])
 def test_the_program_in_fortran_agrees_with_scalapack(program, ranks, grid):
-    done = program("embed/pmm3d.f90", "apps/embed/block_cyclic.f90", flags=SCALAPACK)(ranks)
-    assert done.returncode == 0, done.stdout + done.stderr
-    [difference] = re.findall(rf"^{grid} ranks: differs from pdgemm by at most +(\S+)$", done.stdout, re.M)
+    written = program("embed/pmm3d.f90", "apps/embed/block_cyclic.f90", flags=SCALAPACK).written(ranks)
+    [difference] = re.findall(rf"^{grid} ranks: differs from pdgemm by at most +(\S+)$", written, re.M)
     assert float(difference) < 1e-11
 
 
@@ -73,22 +69,22 @@ def test_the_program_in_fortran_agrees_with_scalapack(program, ranks, grid):
 def test_scalapacks_own_test_of_the_pblas_passes(scalapack_test, tmp_path, kind):
     """On four process grids. It also tests the errors for every wrong argument."""
     log = tmp_path / "log"
-    done = scalapack_test(f"PBLAS/{kind}pb3tst", f"PBLAS/P{kind.upper()}BLAS3TST.dat")(4, **with_drop_in(log))
-    assert done.returncode == 0, done.stdout + done.stderr
-    total, passed, failed = re.findall(rf"P{kind.upper()}GEMM +(\d+) +(\d+) +(\d+) +0$", done.stdout, re.M)[0]
+    written = scalapack_test(f"PBLAS/{kind}pb3tst", f"PBLAS/P{kind.upper()}BLAS3TST.dat").written(
+        4, **with_drop_in(log)
+    )
+    total, passed, failed = re.findall(rf"P{kind.upper()}GEMM +(\d+) +(\d+) +(\d+) +0$", written, re.M)[0]
     assert int(total) == int(passed) == 16 and failed == "0"
-    assert not re.search(r"FAILED +\*", done.stdout)
-    assert len(re.findall(r"check: P.GEMM +PASSED", done.stdout)) == 32  # unchanged inputs, and the result
+    assert not re.search(r"FAILED +\*", written)
+    assert len(re.findall(r"check: P.GEMM +PASSED", written)) == 32  # unchanged inputs, and the result
     assert done_by(log, f"p{kind}gemm")["pmm3d"] == 16 + 8 + 8 + 16  # one line per rank
 
 
 def test_scalapacks_own_test_of_lu_passes(scalapack_test, tmp_path):
     """Its pdgetrf, inside the library, calls pdgemm."""
     log = tmp_path / "log"
-    done = scalapack_test("xdlu", "LU.dat")(4, **with_drop_in(log), seconds=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "240 tests completed and passed residual checks" in done.stdout
-    assert "0 tests completed and failed residual checks" in done.stdout
+    written = scalapack_test("xdlu", "LU.dat").written(4, **with_drop_in(log), seconds=600)
+    assert "240 tests completed and passed residual checks" in written
+    assert "0 tests completed and failed residual checks" in written
     calls = done_by(log, "pdgemm")
     assert calls["pmm3d"] > 500 and not calls["scalapack"]
 

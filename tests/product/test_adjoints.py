@@ -4,6 +4,7 @@ bits."""
 import numpy as np
 import pytest
 from each_grid import each_grid
+from loops import looped
 from samples import RANKS, TESTED, bits_of, integers, to_library, to_numpy
 
 from pmm3d.layout import part_sizes
@@ -92,23 +93,22 @@ def test_sums_do_not_depend_on_the_array_library(some_grid):
 
 
 def assert_rounded_once(grid, library, dtype, large):
-    total = np.full((1,), large + grid.size - 1, "float32")
-    rounded = to_numpy(to_library(total, library, dtype), library)
+    """In float16, 2048 + 1 is 2048; in bfloat16, 256 + 1 is 256. A sum of several ranks is larger."""
+    rounded = to_numpy(to_library(np.full((1,), large + grid.size - 1, "float32"), library, dtype), library)
     assert rounded > large
     for rows in (grid.size, 40000):
         mine = to_library(np.full((rows,), large if grid.rank == 0 else 1, "float32"), library, dtype)
-        assert np.all(to_numpy(grid.everyone.all_reduce(mine).wait(), library) == rounded)
-        assert np.all(to_numpy(grid.everyone.reduce_scatter(mine).wait(), library) == rounded)
+        for total in (grid.everyone.all_reduce(mine), grid.everyone.reduce_scatter(mine)):
+            assert np.all(to_numpy(total.wait(), library) == rounded)
 
 
 @pytest.mark.parallel([3, 4], thorough=[6, 8])
-def test_float16_is_added_up_in_float32(some_grid):
-    """In float16, 2048 + 1 is 2048. A sum of several ranks is larger."""
-    assert_rounded_once(some_grid, TESTED, "float16", 2048)
-    assert_rounded_once(some_grid, "standin", "float16", 2048)
+@looped("library", [TESTED, "standin"])
+def test_float16_is_added_up_in_float32(some_grid, library):
+    assert_rounded_once(some_grid, library, "float16", 2048)
 
 
 @pytest.mark.parallel([3], thorough=[4])
-def test_bfloat16_is_added_up_in_float32(some_grid):
-    assert_rounded_once(some_grid, "torch", "bfloat16", 256)
-    assert_rounded_once(some_grid, "torch", "float16", 2048)
+@looped("dtype, large", [("bfloat16", 256), ("float16", 2048)])
+def test_low_precision_of_torch_is_added_up_in_float32(some_grid, dtype, large):
+    assert_rounded_once(some_grid, "torch", dtype, large)

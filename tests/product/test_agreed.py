@@ -42,66 +42,57 @@ def devices(comm, monkeypatch):
     return OnDevice.allocated
 
 
-@pytest.fixture
-def grid(comm):
-    with Grid(comm, (1, comm.size, 1)) as grid:
-        yield grid
-
-
 @pytest.mark.parallel([4], thorough=[1, 2])
-def test_ranks_on_devices_of_different_numbers_agree(grid, devices):
-    whole = integers((6, 6))
-    square = DistMatrix.from_global(grid, whole)
-    assert square.library.number == grid.rank
-    assert np.array_equal((square @ square).gather(), whole @ whole)
-    assert np.array_equal(matmul(square, square, out=square.redistribute(Layout.C)).gather(), whole @ whole)
-    moved = square.redistribute(Layout.B, out=DistMatrix.from_global(grid, whole, layout=Layout.B))
-    assert np.array_equal(moved.gather(), whole)
-    DistMatrix.from_local(grid, square.local, (6, 6))
+def test_ranks_on_devices_of_different_numbers_agree(some_grid, devices):
+    """Also a scattered matrix is stored on each rank's own device."""
+    whole, root = integers((6, 6)), some_grid.size - 1
+    scattered = DistMatrix.from_global(some_grid, whole if some_grid.rank == root else None, root=root)
+    assert devices == {some_grid.rank}
+    square, out = DistMatrix.from_global(some_grid, whole), DistMatrix.from_global(some_grid, whole, layout=Layout.B)
+    DistMatrix.from_local(some_grid, square.local, (6, 6))
+    assert scattered.library.number == square.library.number == some_grid.rank
+    for found, wanted in (
+        (scattered, whole),
+        (square @ square, whole @ whole),
+        (matmul(square, square, out=square.redistribute(Layout.C)), whole @ whole),
+        (square.redistribute(Layout.B, out=out), whole),
+    ):
+        assert np.array_equal(found.gather(), wanted)
 
 
-def test_a_scattered_matrix_lies_on_each_ranks_own_device(grid, devices):
-    whole = integers((6, 5))
-    root = grid.size - 1
-    scattered = DistMatrix.from_global(grid, whole if grid.rank == root else None, root=root)
-    assert devices == {grid.rank}
-    assert scattered.library.number == grid.rank
-    assert np.array_equal(scattered.gather(), whole)
-
-
-def test_the_device_in_a_librarys_name_is_each_ranks_own(grid, monkeypatch):
+def test_the_device_in_a_librarys_name_is_each_ranks_own(some_grid, monkeypatch):
     monkeypatch.setattr("pmm3d.comm.grid.library_here", lambda name: NumpyLibrary())
-    DistMatrix.empty(grid, (2, 2), library=f"torch:cuda:{grid.rank}")
+    DistMatrix.empty(some_grid, (2, 2), library=f"torch:cuda:{some_grid.rank}")
 
 
-def test_equal_arguments_of_other_types_agree(grid):
-    first = grid.rank == 0
+def test_equal_arguments_of_other_types_agree(some_grid):
+    first = some_grid.rank == 0
     whole = integers((6, 6))
-    square = DistMatrix.from_global(grid, to_library(whole))
+    square = DistMatrix.from_global(some_grid, to_library(whole))
     made = DistMatrix.random(
-        grid,
+        some_grid,
         (4, 3) if first else np.array([4, 3]),
         seed=5 if first else np.int64(5),
         dtype="float32" if first else np.float32,
     )
     assert made.shape == (4, 3) and made.dtype == "float32"
     assert np.array_equal(matmul(square, square, alpha=2 if first else np.float32(2)).gather(), 2 * whole @ whole)
-    DistMatrix.empty(grid, (2, 2), dtype="f4" if first else "float32")
+    DistMatrix.empty(some_grid, (2, 2), dtype="f4" if first else "float32")
 
 
 @pytest.mark.parallel([4], thorough=[1, 2])
-def test_a_matrix_to_write_into_is_on_the_grid_that_is_asked_for(comm, grid, fails):
+def test_a_matrix_to_write_into_is_on_the_grid_that_is_asked_for(comm, some_grid, all_fail):
     """On a grid with another order of ranks, its shards would belong to other ranks."""
-    square = DistMatrix.from_global(grid, to_library(integers((6, 6))))
+    square = DistMatrix.from_global(some_grid, to_library(integers((6, 6))))
     turned = comm.Split(0, -comm.rank)
     with Grid(turned, (1, comm.size, 1)) as other, Grid(comm, (comm.size, 1, 1)) as third:
         away, near = DistMatrix.empty(other, (6, 6), layout=Layout.B), DistMatrix.empty(third, (6, 6), layout=Layout.B)
-        for out in (away, near):
-            fails(
-                GridError, "out is on another Grid .*pass grid=out.grid", lambda: square.redistribute(Layout.B, out=out)
-            )
-        fails(GridError, "out is on another Grid", lambda: square.redistribute(Layout.B, third, out=away))
-        assert np.array_equal(square.redistribute(Layout.B, third, out=near).gather(), integers((6, 6)))
+        move = lambda out, *to: lambda: square.redistribute(Layout.B, *to, out=out)
+        text = "out is on another Grid .*pass grid=out.grid"
+        all_fail(
+            (GridError, text, move(away)), (GridError, text, move(near)), (GridError, text[:22], move(away, third))
+        )
+        assert np.array_equal(move(near, third)().gather(), integers((6, 6)))
     turned.Free()
 
 
@@ -117,8 +108,8 @@ def test_arrays_that_differ_are_seen_with_debug(comm, fails, monkeypatch):
             fails(DisagreementError, "contents", lambda: DistMatrix.from_global(grid, mine))
         same = whole.astype(">f8") if grid.rank else np.asfortranarray(whole)
         assert np.array_equal(DistMatrix.from_global(grid, to_library(same)).gather(), whole)
-        mine = to_library(np.full((2, 3), grid.rank))
-        given = lambda layout: DistMatrix.from_local(grid, mine, (2, 3), layout=layout)
+        own = to_library(np.full((2, 3), grid.rank))
+        given = lambda layout: DistMatrix.from_local(grid, own, (2, 3), layout=layout)
         fails(DisagreementError, "from_local: ranks 0 and 1 must hold the same data", lambda: given(Layout()))
         given(Layout(sums="z"))
 
@@ -130,11 +121,11 @@ def test_arrays_are_not_read_without_debug(comm, monkeypatch):
         DistMatrix.from_global(grid, to_library(integers((4, 4))))
 
 
-def test_the_plans_of_the_last_products_are_kept(grid, monkeypatch):
+def test_the_plans_of_the_last_products_are_kept(some_grid, monkeypatch):
     monkeypatch.setattr(multiply, "CACHED_PLANS", 4)
     for rows in (*range(1, 9), 1, 8):
         a, b = integers((rows, 5)), integers((5, 3))
-        left = DistMatrix.from_global(grid, to_library(a))
-        product = left @ DistMatrix.from_global(grid, to_library(b), layout=Layout.B)
+        left = DistMatrix.from_global(some_grid, to_library(a))
+        product = left @ DistMatrix.from_global(some_grid, to_library(b), layout=Layout.B)
         assert np.array_equal(product.gather(), a @ b)
-    assert grid.attached[ProductPlan].cache_info().currsize == 4
+    assert some_grid.attached[ProductPlan].cache_info().currsize == 4

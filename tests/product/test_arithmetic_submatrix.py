@@ -5,14 +5,14 @@ from itertools import product
 import numpy as np
 import pytest
 from each_grid import each_grid
-from samples import TESTED, UP_TO_4, integers, to_library, to_numpy
-from test_arithmetic import assert_is, made
+from loops import looped
+from samples import HOST_DTYPES, TESTED, UP_TO_4
+from test_arithmetic import LAYOUTS, assert_is, made
 
-from pmm3d import DistMatrix, DTypeError, Grid, Layout, LayoutError, Pmm3dError
-from pmm3d.layout import EMPTY, MATRIX_DTYPES
+from pmm3d import DistMatrix, DTypeError, Layout, LayoutError, Pmm3dError
+from pmm3d.layout import EMPTY
 
 pytestmark = pytest.mark.parallel([2, 4], thorough=[1, 6])
-LAYOUTS = [Layout.A, Layout.B, Layout(), Layout(cols=("z", "y")), Layout("x", sums=("y", "z"))]
 WINDOWS = [
     (slice(2, 9), slice(1, 6)),
     (slice(None), slice(None)),
@@ -30,11 +30,9 @@ def test_parts_of_matrices_in_all_layouts(grid):
     for number, (layout, target) in enumerate(product(LAYOUTS, LAYOUTS)):
         rows, cols = WINDOWS[number % len(WINDOWS)]
         a, whole = made(grid, SHAPE, layout)
-        part = a.submatrix(rows, cols, target)
+        part, turned = a.submatrix(rows, cols, target), a.T.submatrix(cols, rows)
         assert part.layout == target
-        assert_is(part, whole[rows, cols])
-        assert_is(a.T.submatrix(cols, rows), whole[rows, cols].T)
-        assert_is(a, whole)
+        assert_is(part, whole[rows, cols], turned, whole[rows, cols].T, a, whole)
 
 
 @pytest.mark.parallel([1, 4], thorough=[2, 6])
@@ -54,31 +52,22 @@ def test_and_back(grid):
         assert np.array_equal(a.local, whole[a.box.within(EMPTY)])
 
 
-def assert_types(grid, library):
-    rows, cols = WINDOWS[0]
-    for dtype in (*MATRIX_DTYPES, "int64"):
-        if dtype == "bfloat16" and library != "torch":
-            continue
-        a, whole = made(grid, SHAPE, dtype=dtype, library=library)
-        part = a.H.submatrix(cols, rows, Layout.B)
-        assert part.dtype == dtype and type(part.local) is type(a.local) and not part.conjugated
-        assert_is(part, whole[rows, cols].conj().T)
-        b, values = made(grid, SHAPE, Layout.C, dtype, library, seed=2)
-        b.set_submatrix(rows, cols, part.T)
-        b.T.set_submatrix(slice(0, 1), slice(None), a.submatrix(slice(None), slice(0, 1)).H)
-        values[rows, cols], values[:, :1] = whole[rows, cols].conj(), whole[:, :1].conj()
-        assert_is(b, values)
-
-
-@pytest.mark.parallel([2], thorough=[1, 4, 6])
-def test_types(some_grid):
-    for library in (TESTED, "standin"):
-        assert_types(some_grid, library)
-
-
 @pytest.mark.parallel([2], thorough=UP_TO_4)
-def test_types_in_torch(some_grid):
-    assert_types(some_grid, "torch")
+@looped(
+    "library, dtype",
+    [*product([TESTED, "standin"], (*HOST_DTYPES, "int64")), *product(["torch"], ("bfloat16", "float32", "complex64"))],
+)
+def test_types(some_grid, library, dtype):
+    rows, cols = WINDOWS[0]
+    a, whole = made(some_grid, SHAPE, dtype=dtype, library=library)
+    part = a.H.submatrix(cols, rows, Layout.B)
+    assert part.dtype == dtype and type(part.local) is type(a.local) and not part.conjugated
+    assert_is(part, whole[rows, cols].conj().T)
+    b, values = made(some_grid, SHAPE, Layout.C, dtype, library, seed=2)
+    b.set_submatrix(rows, cols, part.T)
+    b.T.set_submatrix(slice(0, 1), slice(None), a.submatrix(slice(None), slice(0, 1)).H)
+    values[rows, cols], values[:, :1] = whole[rows, cols].conj(), whole[:, :1].conj()
+    assert_is(b, values)
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 6])
@@ -101,65 +90,25 @@ def test_each_rank_receives_what_it_did_not_hold(grid):
 
 
 @pytest.mark.parallel([2], thorough=[1, 4, 6])
-def test_what_is_refused(some_grid, fails):
-    a, whole = made(some_grid, SHAPE)
-    every = slice(None)
-    for rows in (slice(0, 14), slice(-2, None), slice(0, 10, 2), slice(5, 4), 3, slice(0, 1.5), None):
-        fails(
-            LayoutError,
-            "submatrix: rows are a slice without step within 0 and 13",
-            lambda rows=rows: a.submatrix(rows, every),
-        )
-    fails(
-        LayoutError, "submatrix: columns are a slice without step within 0 and 7", lambda: a.submatrix(every, slice(8))
-    )
-    fails(LayoutError, "a layout is a pmm3d.Layout", lambda: a.submatrix(every, every, "A"))
-    part = a.submatrix(slice(0, 4), every)
-    fails(LayoutError, "set_submatrix: A is 4 x 7; it must be 3 x 7", lambda: a.set_submatrix(slice(0, 3), every, part))
-    fails(Pmm3dError, "set_submatrix: A is a ndarray", lambda: a.set_submatrix(slice(0, 4), every, whole[:4]))
-    fails(
-        LayoutError, "the matrix shares memory", lambda: a.set_submatrix(every, every, a)
-    ) if a.box.size and some_grid.size == 1 else None
-    fails(
-        DTypeError,
-        "set_submatrix: the matrix is float64 of .*, A float32",
-        lambda: a.set_submatrix(slice(0, 4), every, DistMatrix.empty(some_grid, (4, 7), dtype="float32")),
+def test_what_is_refused(some_grid, all_fail):
+    (a, whole), every = made(some_grid, SHAPE), slice(None)
+    part, single = a.submatrix(slice(0, 4), every), DistMatrix.empty(some_grid, (4, 7), dtype="float32")
+    view = made(some_grid, SHAPE, dtype="complex64")[0].conj()
+    empty = view.submatrix(slice(0, 0), every)
+    put = lambda b, rows=slice(0, 4), into=a: lambda: into.set_submatrix(rows, every, b)
+    all_fail(
+        *(
+            (LayoutError, "rows are a slice without step within 0 and 13", lambda rows=rows: a.submatrix(rows, every))
+            for rows in (slice(0, 14), slice(-2, None), slice(0, 10, 2), slice(5, 4), 3, slice(0, 1.5), None)
+        ),
+        (LayoutError, "columns are a slice without step within 0 and 7", lambda: a.submatrix(every, slice(8))),
+        (LayoutError, "a layout is a pmm3d.Layout", lambda: a.submatrix(every, every, "A")),
+        (LayoutError, "set_submatrix: A is 4 x 7; it must be 3 x 7", put(part, slice(0, 3))),
+        (Pmm3dError, "set_submatrix: A is a ndarray", put(whole[:4])),
+        (DTypeError, "set_submatrix: the matrix is float64 of .*, A float32", put(single)),
+        (LayoutError, "set_submatrix: the matrix is a conjugated view", put(empty, slice(0, 0), view)),
     )
     if some_grid.size > 1:
         sums = a.redistribute(Layout(sums=("x", "y", "z")))
-        fails(
-            LayoutError,
-            "set_submatrix: the matrix is of partial sums",
-            lambda: sums.set_submatrix(slice(0, 4), every, part),
-        )
-    conjugates, _ = made(some_grid, SHAPE, dtype="complex64")
-    fails(
-        LayoutError,
-        "set_submatrix: the matrix is a conjugated view",
-        lambda: conjugates.conj().set_submatrix(slice(0, 0), every, conjugates.submatrix(slice(0, 0), every)),
-    )
+        all_fail((LayoutError, "set_submatrix: the matrix is of partial sums", put(part, into=sums)))
     assert_is(a, whole)
-
-
-def masked(whole):
-    """The elements inside the window."""
-    kept = np.zeros_like(whole)
-    kept[WINDOWS[0]] = whole[WINDOWS[0]]
-    return kept
-
-
-@pytest.mark.parallel([4])
-def test_grids_without_data_and_with_a_data_axis(comm):
-    for shape, data in (((1, 2, 1), 2), ((2, 1, 2), 1)):
-        counted = []
-        with Grid(comm, shape, data) as grid, Grid.dry(shape, data, grid.rank) as dry:
-            whole = integers(SHAPE)
-            for each in (grid, dry):
-                each.ledger.reset()
-                a = DistMatrix.from_global(each, to_library(whole, "numpy"))
-                part = a.submatrix(*WINDOWS[0], Layout("data", "y"))
-                a.set_submatrix(*WINDOWS[0], part * 2)
-                moved = each.ledger.total(phase="submatrix")
-                counted.append((part.local.shape, moved.calls, moved.sent, moved.received))
-                assert each is dry or np.array_equal(to_numpy(a.gather()), whole + masked(whole))
-        assert counted[0] == counted[1]

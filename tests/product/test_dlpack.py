@@ -1,7 +1,5 @@
 """DLPack: arrays of any library become matrices, and shards become arrays, without copies."""
 
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 import torch
@@ -42,33 +40,34 @@ def part(grid):
     return whole[box.r0 : box.r1].copy(), whole
 
 
-def test_a_shard_of_another_library_is_used_in_place(grid):
+def matrix_of(grid, array, shape=SHAPE):
+    return DistMatrix.from_local(grid, array, shape, layout=LAYOUT)
+
+
+def test_a_shard_of_another_library_is_used_in_place_if_it_can_be(grid):
+    """One with gaps is copied. One that is read-only is an operand."""
     mine, whole = part(grid)
-    a = DistMatrix.from_local(grid, Foreign(mine), SHAPE, layout=LAYOUT)
+    a = matrix_of(grid, Foreign(mine))
     assert a.library.name == "numpy" and np.shares_memory(a.local, mine)
     assert np.array_equal(a.gather(), whole)
     a.scale(2)
     assert np.array_equal(mine, a.local)
-
-
-def test_a_shard_with_gaps_is_copied_and_one_that_is_read_only_is_an_operand(grid):
-    mine, whole = part(grid)
     gaps = np.repeat(mine, 2, axis=1)[:, ::2]
-    a = DistMatrix.from_local(grid, Foreign(gaps), SHAPE, layout=LAYOUT)
-    assert not np.shares_memory(a.local, gaps) and np.array_equal(a.gather(), whole)
+    b = matrix_of(grid, Foreign(gaps))
+    assert not np.shares_memory(b.local, gaps) and np.array_equal(b.gather(), 2 * whole)
     mine.flags.writeable = False
-    b = DistMatrix.from_local(grid, Foreign(mine), SHAPE, layout=LAYOUT)
-    assert np.shares_memory(b.local, mine)
-    assert np.array_equal((b.T @ a).gather(), whole.T @ whole)
+    c = matrix_of(grid, Foreign(mine))
+    assert np.shares_memory(c.local, mine)
+    assert np.array_equal((c.T @ b).gather(), 4 * whole.T @ whole)
     with pytest.raises(LayoutError, match="read-only"):
-        b.scale(2)
+        c.scale(2)
 
 
 def test_arrays_of_torch_and_whole_matrices_come_in(grid):
     mine, whole = part(grid)
     with Grid(grid.comm, (1, 1, grid.size), library="torch") as other:
         tensor = torch.from_numpy(mine)
-        a = DistMatrix.from_local(other, Foreign(tensor), SHAPE, layout=LAYOUT)
+        a = matrix_of(other, Foreign(tensor))
         assert a.library.name == "torch" and a.local.data_ptr() == tensor.data_ptr()
     for root in (None, 0):
         given = Foreign(whole) if root in (None, grid.rank) else None
@@ -76,8 +75,9 @@ def test_arrays_of_torch_and_whole_matrices_come_in(grid):
 
 
 def test_a_shard_goes_out_without_a_copy(grid):
+    """That of a conjugated view as a copy."""
     mine, _ = part(grid)
-    a = DistMatrix.from_local(grid, mine, SHAPE, layout=LAYOUT)
+    a = matrix_of(grid, mine)
     by_columns = DistMatrix.from_function(grid, SHAPE, lambda i, j: i - j, layout=LAYOUT, order="F")
     for matrix in (a, a.T, by_columns):
         for shard in (np.from_dlpack(matrix), torch.from_dlpack(matrix).numpy()):
@@ -85,10 +85,7 @@ def test_a_shard_goes_out_without_a_copy(grid):
     assert a.__dlpack_device__() == mine.__dlpack_device__()
     mine.flags.writeable = False
     assert not np.from_dlpack(a).flags.writeable
-
-
-def test_the_shard_of_a_conjugated_view_goes_out_as_a_copy(grid):
-    view = DistMatrix.from_function(grid, SHAPE, lambda i, j: i - 1j * j, dtype="complex128", layout=LAYOUT).H
+    view = matrix_of(grid, 1j * mine).H
     shard = np.from_dlpack(view)
     assert np.array_equal(shard, view.local) and not np.shares_memory(shard, view.memory)
 
@@ -96,45 +93,36 @@ def test_the_shard_of_a_conjugated_view_goes_out_as_a_copy(grid):
 def test_shards_without_elements_come_in_and_go_out(grid):
     shape = 1, 4
     mine = np.ones(LAYOUT.box(shape, grid.shape, grid.coords).shape)
-    a = DistMatrix.from_local(grid, Foreign(mine), shape, layout=LAYOUT)
+    a = matrix_of(grid, Foreign(mine), shape)
     assert np.from_dlpack(a).shape == torch.from_dlpack(a).shape == mine.shape
     assert np.array_equal(a.gather(), np.ones(shape))
 
 
 def test_objects_that_no_library_takes_are_refused(grid):
+    """A matrix is no array: otherwise its shard would be used as the whole matrix."""
     mine, _ = part(grid)
     learned = Foreign(torch.from_numpy(mine).requires_grad_())
-    for given, text in (
-        (Foreign(None), r"numpy cannot take its memory by DLPack \(no memory\)"),
-        (learned, r"DLPack \(.*gradient"),
-        (object(), "object is none of"),
-        (np.ma.masked_array(mine), "masked"),
+    matrix = DistMatrix.from_function(grid, (2 * grid.size, 2), lambda i, j: i - j, layout=LAYOUT)
+    for given, shape, text in (
+        (Foreign(None), SHAPE, r"numpy cannot take its memory by DLPack \(no memory\)"),
+        (learned, SHAPE, r"DLPack \(.*gradient"),
+        (object(), SHAPE, "object is none of"),
+        (np.ma.masked_array(mine), SHAPE, "masked"),
+        (matrix, matrix.shape, "a DistMatrix is spread over the ranks"),
     ):
         for call in (
-            lambda given=given: DistMatrix.from_local(grid, given, SHAPE, layout=LAYOUT),
-            lambda given=given: DistMatrix.from_global(grid, given),
-            lambda given=given: DistMatrix.from_global(grid, given, root=0),
+            lambda: matrix_of(grid, given, shape),
+            lambda: DistMatrix.from_global(grid, given),
+            lambda: DistMatrix.from_global(grid, given, root=0),
         ):
             with pytest.raises(DTypeError, match=text):
                 call()
     with pytest.raises(DTypeError, match="got int32"):
-        DistMatrix.from_local(grid, Foreign(mine.astype("int32")), SHAPE, layout=LAYOUT)
+        matrix_of(grid, Foreign(mine.astype("int32")))
 
 
-def test_a_matrix_is_no_array(grid):
-    """Otherwise its shard would be used as the whole matrix."""
-    a = DistMatrix.from_function(grid, (2 * grid.size, 2), lambda i, j: i - j, layout=LAYOUT)
-    for call in (
-        lambda: DistMatrix.from_local(grid, a, a.shape, layout=LAYOUT),
-        lambda: DistMatrix.from_global(grid, a),
-        lambda: DistMatrix.from_global(grid, a, root=0),
-    ):
-        with pytest.raises(DTypeError, match="a DistMatrix is spread over the ranks"):
-            call()
-
-
+@pytest.mark.parallel([2], thorough=[3])
 def test_ranks_with_objects_of_different_types_get_an_error(grid):
-    mine, _ = part(grid)
-    given = Foreign(mine.astype("float32" if grid.rank else "float64"))
-    with pytest.raises(DisagreementError) if grid.size > 1 else nullcontext():
-        DistMatrix.from_local(grid, given, SHAPE, layout=LAYOUT)
+    given = Foreign(part(grid)[0].astype("float32" if grid.rank else "float64"))
+    with pytest.raises(DisagreementError):
+        matrix_of(grid, given)

@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from each_grid import each_grid
-from loops import looped
+from loops import given, looped
+from products import moved
 
-from pmm3d import DistMatrix, DTypeError, Grid, GridError, Layout, LayoutError, Pmm3dError, matmul
+from pmm3d import BlockCyclic, DistMatrix, DTypeError, Grid, GridError, Layout, LayoutError, Pmm3dError, herk, matmul
 from pmm3d.arrays import DryArray, NumpyLibrary
 from pmm3d.product.multiply import plan_for
 
@@ -27,15 +28,6 @@ CASES = [
 ]
 
 
-def moved(ledger):
-    """key -> (calls, bytes sent, bytes received), without agreements."""
-    return {
-        key: (entry.calls, entry.sent, entry.received)
-        for key, entry in ledger.entries.items()
-        if not key.operation.startswith("agreement")
-    }
-
-
 def dry_like(grid, **options):
     return Grid.dry(grid.shape[:3], grid.shape.data, grid.rank, **options)
 
@@ -52,6 +44,24 @@ def product_on(grid, case):
     return matmul(a, b, out=out, beta=beta, **options), plan
 
 
+def arithmetic(grid):
+    """Results of sums, numbers, rank-k products, submatrices and block-cyclic arrays."""
+    a, b = (DistMatrix.random(grid, (9, 9), layout=layout, dtype="complex64") for layout in (Layout.A, Layout.B))
+    c = ((a + b.H) * 2 - a / 3).add(b, 2).scale(1j).add_identity(2)
+    c.elementwise(np.multiply, b, out=c)
+    partial = DistMatrix.identity(grid, 9, dtype="complex64", layout=Layout("z", sums="y"))
+    types = [type(number) for number in (c.norm(), c.trace(), c.inner(b), partial.inner(a))]
+    assert types == [float, complex, complex, complex] and c.diagonal().shape == (9,)
+    part = a.submatrix(slice(2, 9), slice(1, 6), Layout("data", "y"))
+    room = DistMatrix.identity(grid, 26, dtype="complex64")
+    squares = herk(DistMatrix.random(grid, (26, 7), dtype="complex64"), alpha=2, beta=1, out=room, uplo="U")
+    cyclic = BlockCyclic((26, 26), (2, 2), (1, grid.size))
+    there = squares.to_block_cyclic(cyclic)
+    again = DistMatrix.from_block_cyclic(grid, there, cyclic)
+    put = c.set_submatrix(slice(2, 9), slice(1, 6), part * 2)
+    return c.elementwise(np.abs), DistMatrix.diag(grid, np.ones(3)), part, put, squares, again
+
+
 def every_operation(grid):
     """Execute constructors, products, transposes, redistribution and gathers. Return the shapes of shards, and the
     plans."""
@@ -60,23 +70,21 @@ def every_operation(grid):
         c, plan = product_on(grid, case)
         seen.append((c.local.shape, c.layout, c.dtype, c.order, plan.workspace))
     a = DistMatrix.from_function(grid, (13, 7), lambda i, j: i + j)
-    shapes = [
+    partial = DistMatrix.random(grid, (12, 10), layout=Layout("z", "x", sums=("y", "data")))
+    ones = np.ones((5, 9), "float32")
+    matrices = [
         a.redistribute(Layout("x", "z")),
         a.T.redistribute(OTHERS[1]),
         a.T @ a,
         a.H @ a,
-        DistMatrix.from_global(grid, np.ones((5, 9), "float32"), layout=Layout("z")),
-        DistMatrix.from_global(grid, np.ones((5, 9), "float32"), root=grid.size - 1, layout=OTHERS[0]),
+        DistMatrix.from_global(grid, ones, layout=Layout("z")),
+        DistMatrix.from_global(grid, ones, root=grid.size - 1, layout=OTHERS[0]),
         DistMatrix.empty(grid, (6, 5), dtype="complex128"),
+        *arithmetic(grid),
+        *(partial.redistribute(layout) for layout in (Layout("z", "x"), Layout(("z", "y")), Layout("x", sums="y"))),
     ]
-    partial = DistMatrix.random(grid, (12, 10), layout=Layout("z", "x", sums=("y", "data")))
-    shapes += [partial.redistribute(layout) for layout in (Layout("z", "x"), Layout(("z", "y")), Layout("x", sums="y"))]
-    gathered = [a.gather(), a.gather(0), partial.gather()]
-    return [
-        *seen,
-        *((matrix.local.shape, matrix.dtype, matrix.order) for matrix in shapes),
-        *(whole is not None and whole.shape for whole in gathered),
-    ]
+    seen += [(matrix.local.shape, matrix.dtype, matrix.order) for matrix in matrices]
+    return seen + [whole is not None and whole.shape for whole in (a.gather(), a.gather(0), partial.gather())]
 
 
 @pytest.mark.parallel([2, 6, 8], thorough=[1, 4])
@@ -89,21 +97,14 @@ def test_every_rank_counts_what_it_counts_with_data(grid):
 
 
 @pytest.mark.parallel([4], thorough=[2, 8])
-def test_and_with_a_data_axis(comm, nranks):
+def test_and_with_a_data_axis_and_of_a_file(comm, nranks, shared_path):
+    """A file is asked for its shape only."""
+    if comm.rank == 0:
+        np.save(shared_path / "matrix.npy", np.ones((11, 6), "float32"))
     with Grid(comm, (1, nranks // 2, 1), 2) as grid, dry_like(grid) as dry:
         assert every_operation(dry) == every_operation(grid)
         assert moved(dry.ledger) == moved(grid.ledger)
-
-
-@pytest.mark.parallel([4])
-def test_a_file_is_asked_for_its_shape_only(some_grid, shared_path):
-    path = shared_path / "matrix.npy"
-    if some_grid.rank == 0:
-        np.save(path, np.ones((11, 6), "float32"))
-    some_grid.comm.Barrier()
-    real = DistMatrix.from_file(some_grid, path)
-    with dry_like(some_grid) as dry:
-        matrix = DistMatrix.from_file(dry, path)
+        real, matrix = (DistMatrix.from_file(each, shared_path / "matrix.npy") for each in (grid, dry))
         assert isinstance(matrix.local, DryArray)
         assert (matrix.local.shape, matrix.dtype) == (real.local.shape, "float32")
 
@@ -137,14 +138,15 @@ def test_the_gemms_of_all_ranks_are_the_product(panels):
     assert work == m * n * k
 
 
-def test_float16_is_multiplied_in_float32():
+@looped(
+    "dtype, library, gemm",
+    [("float16", "numpy", "gemm 4 x 4 x 4 float32"), ("bfloat16", "torch:cuda:0", "gemm 4 x 4 x 4 bfloat16")],
+)
+def test_float16_is_multiplied_in_float32(dtype, library, gemm):
     with Grid.dry((1, 1, 1)) as grid:
-        product_on(grid, ((4, 5, 6), (Layout.A, Layout.B, None), "float16", {}))
-        assert [str(action) for action in grid.dry_run.actions] == ["gemm 4 x 5 x 6 float32"]
-    with Grid.dry((1, 1, 1)) as grid:
-        a, b = (DistMatrix.random(grid, (4, 4), dtype="bfloat16", library="torch:cuda:0") for _ in range(2))
-        assert (a @ b).library.kind == "torch:cuda" and a.local.nbytes == 32
-        assert [str(action) for action in grid.dry_run.actions] == ["gemm 4 x 4 x 4 bfloat16"]
+        a, b = (DistMatrix.random(grid, (4, 4), dtype=dtype, library=library) for _ in range(2))
+        assert (a @ b).library.kind == library.removesuffix(":0") and a.local.nbytes == 32
+        assert [str(action) for action in grid.dry_run.actions] == [gemm]
 
 
 def test_the_copies_of_a_move_are_passes():
@@ -152,11 +154,10 @@ def test_the_copies_of_a_move_are_passes():
     them."""
     with Grid.dry((3, 2, 1)) as grid:
         a = DistMatrix.empty(grid, (96, 120), layout=Layout("x", "y"))
-        whole = a.local.nbytes
         a.redistribute(Layout("y", "x"))
         [copies, begin, _] = grid.dry_run.actions
         assert (copies.what, copies.operation, begin.operation) == ("pass", "copy", "redistribute")
-        assert copies.nbytes == 2 * whole  # each element of the shard is packed or stays; nothing is unpacked
+        assert copies.nbytes == 2 * a.local.nbytes  # each element of the shard is packed or stays; nothing is unpacked
 
 
 def test_what_is_done_is_written_down_in_order():
@@ -165,21 +166,11 @@ def test_what_is_done_is_written_down_in_order():
         product_on(grid, ((512, 512, 512), (Layout.A, Layout.B, None), "float64", {"panels": 2}))
         actions = [action for action in grid.dry_run.actions if action.what != "pass"]
     shown = [(action.what, action.phase or action.number or action.k) for action in actions]
-    assert shown[:7] == [
-        ("begin", "gather A"),
-        ("begin", "gather B"),
-        ("wait", 1),
-        ("wait", 2),
-        ("begin", "gather A"),
-        ("begin", "gather B"),
-        ("gemm", 128),
-    ]
+    begins = [("begin", "gather A"), ("begin", "gather B")]
+    assert shown[:7] == [*begins, ("wait", 1), ("wait", 2), *begins, ("gemm", 128)]
     assert shown[-3:] == [("gemm", 128), ("begin", "reduce C"), ("wait", 5)]
-    begun, waited = ([action.number for action in actions if action.what == what] for what in ("begin", "wait"))
-    assert sorted(waited) == begun == list(range(1, 6))
-    for number in begun:
-        order = [action.what for action in actions if action.number == number]
-        assert order == ["begin", "wait"]
+    for number in range(1, 6):
+        assert [action.what for action in actions if action.number == number] == ["begin", "wait"]
     sums = grid.ledger.total()
     assert sum(action.sent for action in actions) == sums.sent and sums.received > 0
 
@@ -199,30 +190,27 @@ def test_any_rank_of_32768_takes_no_memory():
         tracemalloc.stop()
 
 
-def test_matrices_with_and_without_data_are_not_mixed():
-    with Grid.dry((1, 1, 1)) as grid, Grid.dry((1, 1, 1)) as other:
-        a = DistMatrix.random(grid, (3, 3))
-        with pytest.raises(Pmm3dError, match="on the grid of a dry run has no data"):
-            DistMatrix(grid, np.ones((3, 3)), (3, 3), Layout())
-        with pytest.raises(GridError, match="not over the same processes"):
-            a.redistribute(Layout(), other)
-        local = DistMatrix.from_local(grid, np.ones((3, 3), "float32"), (3, 3)).local
-        assert isinstance(local, DryArray) and local.dtype == "float32"
-        with pytest.raises(LayoutError, match="the shard here has shape"):
-            DistMatrix.from_local(grid, np.ones((3, 4)), (3, 3))
-        with pytest.raises(DTypeError, match="matrices have the types"):
-            DistMatrix.random(grid, (3, 3), dtype="bfloat16")
-
-
 @pytest.mark.parallel([2], thorough=[1])
-def test_nor_sent_to_a_grid_with_data(comm):
-    with Grid(comm) as grid, dry_like(grid) as dry:
+def test_matrices_with_and_without_data_are_not_mixed(comm):
+    with Grid(comm) as grid, dry_like(grid) as dry, dry_like(grid) as other:
         a, b = DistMatrix.random(dry, (3, 3)), DistMatrix.random(grid, (3, 3), library=NumpyLibrary())
-        for source, target in ((a, grid), (b, dry)):
-            with pytest.raises(GridError, match="not over the same processes"):
-                source.redistribute(Layout(), target)
-        with pytest.raises(Pmm3dError, match=r"belong to their Grid\.dry"):
-            DistMatrix.from_local(grid, a.local, (3, 3))
+        dry_local = DistMatrix.from_local(other, np.ones((3, 3), "float32"), (3, 3), layout=Layout()).local
+        assert isinstance(dry_local, DryArray) and dry_local.dtype == "float32"
+        for kind, text, call in (
+            (
+                Pmm3dError,
+                "on the grid of a dry run has no data",
+                lambda: DistMatrix(dry, np.ones((3, 3)), (3, 3), Layout()),
+            ),
+            (GridError, "not over the same processes", lambda: a.redistribute(Layout(), other)),
+            (GridError, "not over the same processes", lambda: a.redistribute(Layout(), grid)),
+            (GridError, "not over the same processes", lambda: b.redistribute(Layout(), dry)),
+            (Pmm3dError, r"belong to their Grid\.dry", lambda: DistMatrix.from_local(grid, a.local, (3, 3))),
+            (LayoutError, "the shard here has shape", lambda: DistMatrix.from_local(dry, np.ones((3, 4)), (3, 3))),
+            (DTypeError, "matrices have the types", lambda: DistMatrix.random(dry, (3, 3), dtype="bfloat16")),
+        ):
+            with given(text=text), pytest.raises(kind, match=text):
+                call()
 
 
 def test_the_example_of_the_page_runs(capsys):

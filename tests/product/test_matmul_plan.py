@@ -1,188 +1,93 @@
 """MatmulPlan: the bits and bytes of matmul, the end of a plan, refused arguments."""
 
 import gc
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import samples
-from loops import given
+from loops import given, looped
 from mpi4py import MPI
+from products import each_shape, moved
 
 from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, LayoutError, MatmulPlan, matmul
 from pmm3d.product.multiply import ProductRun
 
-pytestmark = pytest.mark.parallel([2, 4], thorough=[1, 8])
-SHAPES = {1: ["1x1x1"], 2: ["2x1x1", "1x2x1", "1x1x2"], 4: ["2x1x2", "1x4x1", "2x2x1"], 8: ["2x2x2", "1x4x2", "8x1x1"]}
+pytestmark = pytest.mark.parallel([2], thorough=[1, 4, 8])
+OTHERS = Layout.B, Layout.C
+"""Layouts of A and B that are redistributed."""
 
 
 operands = partial(samples.operands, library="numpy")
 
 
-def grids(comm):
-    for shape in SHAPES[comm.size]:
-        with Grid(comm, tuple(map(int, shape.split("x")))) as grid:
-            yield grid
+def moved_along_axes(grid):
+    return {key: value for key, value in moved(grid.ledger).items() if key.axis in "xyz" and key.phase}
 
 
 @pytest.mark.parallel([1, 4, 8], thorough=[2])
-def test_bits_and_bytes_are_those_of_matmul(comm):
-    for grid in grids(comm):
-        for dtype in ("float32", "complex128"):
-            with given(grid=grid.shape, dtype=dtype):
-                assert_is_matmul(grid, dtype)
-
-
-def assert_is_matmul(grid, dtype):
+@looped("dtype", ["float32", "complex128"])
+@each_shape
+def test_bits_and_bytes_are_those_of_matmul(grid, dtype):
     a, b = operands(grid, dtype=dtype)
-    wanted = [matmul(a, b), matmul(a, b, alpha=2)]
-    c = [
-        DistMatrix.random(grid, wanted[0].shape, seed=3, dtype=dtype, layout=Layout.C, library="numpy")
-        for _ in range(2)
-    ]
-    matmul(a, b, out=c[0], beta=-1)
-    grid.ledger.reset()
-    matmul(a, b)
-    moved = {
-        key: (entry.calls, entry.sent, entry.received)
-        for key, entry in grid.ledger.entries.items()
-        if key.axis in "xyz"
-    }
-    with MatmulPlan(a, b) as once, MatmulPlan(a, b, alpha=2) as twice, MatmulPlan(a, b, out=c[1], beta=-1) as added:
-        grid.ledger.reset()
-        assert np.array_equal(once().gather(), wanted[0].gather())
-        assert moved == {
-            key: (entry.calls, entry.sent, entry.received)
-            for key, entry in grid.ledger.entries.items()
-            if key.axis in "xyz" and key.phase
-        }
-        assert once() is once.out and twice() is not once.out
-        assert np.array_equal(twice().gather(), wanted[1].gather())
-        assert added() is c[1] and np.array_equal(c[1].gather(), c[0].gather())
-
-
-@pytest.mark.parallel([2], thorough=[1, 4, 8])
-def test_whatever_matmul_takes(comm):
-    for grid in grids(comm):
-        for case in ("column-major", "transposed", "redistributed", "panels"):
-            with given(grid=grid.shape, case=case):
-                assert_takes(grid, case)
-
-
-@pytest.mark.parallel([2], thorough=[1, 4, 8])
-def test_matrices_of_torch(comm):
-    for grid in grids(comm):
-        for case in ("torch", "bfloat16"):
-            with given(grid=grid.shape, case=case):
-                assert_takes(grid, case)
-
-
-def assert_takes(grid, case):
-    library = "torch" if case in ("torch", "bfloat16") else "numpy"
-    layouts = (Layout.B, Layout.C) if case == "redistributed" else (Layout.A, Layout.B)
-    a, b = operands(grid, (23, 17, 19), "bfloat16" if case == "bfloat16" else "float64", layouts, library=library)
-    out, options = None, {"panels": 3} if case == "panels" else {}
-    if case == "transposed":
-        a, b = b.T, a.T
-    if case == "column-major":
-        layout = Layout(rows=("x", "y"), cols=("z",))
-        out = DistMatrix.random(grid, (17, 23), seed=4, layout=layout, library="numpy").T
-    wanted = matmul(a, b, out=None if out is None else out, **options).gather()
-    with MatmulPlan(a, b, out=out, **options) as product:
-        for _ in range(2):
-            found = product().gather()
-    assert (np.asarray(found) == np.asarray(wanted)).all() if case != "bfloat16" else bool((found == wanted).all())
+    random = lambda: DistMatrix.random(grid, (23, 17), seed=3, dtype=dtype, layout=Layout.C, library="numpy")
+    for options, outs in (({}, (None, None)), ({"alpha": 2}, (None, None)), ({"beta": -1}, (random(), random()))):
+        with given(options=options):
+            grid.ledger.reset()
+            wanted = matmul(a, b, out=outs[0], **options)
+            counted = moved_along_axes(grid)
+            with MatmulPlan(a, b, out=outs[1], **options) as plan:
+                grid.ledger.reset()
+                assert plan() is plan.out and (outs[1] is None or outs[1] is plan.out)
+                assert moved_along_axes(grid) == counted
+                assert np.array_equal(plan.out.gather(), wanted.gather())
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
-def test_a_call_reads_what_the_matrices_hold_then(comm):
-    for grid in grids(comm):
-        a, b = operands(grid)
-        with MatmulPlan(a, b) as product:
-            first = product().gather()
+@looped("layouts", [(Layout.A, Layout.B), OTHERS])
+@each_shape
+def test_a_product_that_is_started_and_waited_for(grid, fails, layouts):
+    """It reads what the matrices contain then, and steady calls allocate nothing. A plan that is closed finishes it."""
+    a, b = operands(grid, (160, 170, 190), layouts=layouts)
+    with MatmulPlan(a, b) as plan:
+        for _ in range(3):
             a.local[...] *= 2
-            assert np.array_equal(product().gather(), 2 * first)
+            pending = plan.start()
+            fails(GridError, "this plan has a product under way: wait for that first", plan.start)
+            assert not pending.test()
+            assert pending.wait() is plan.out is pending.wait() and pending.test()
+            assert np.array_equal(plan.out.gather(), matmul(a, b).gather())
+        before = grid.workspace.allocated
+        for _ in range(3):
+            plan()
+        assert grid.workspace.allocated == before
+        pending = plan.start()
+    assert pending.wait() is plan.out and np.array_equal(plan.out.gather(), matmul(a, b).gather())
 
 
-@pytest.mark.parallel([4], thorough=[1, 2, 8])
-def test_a_product_that_is_started_and_waited_for(comm, fails):
-    for grid in grids(comm):
-        for layouts in ((Layout.A, Layout.B), (Layout.B, Layout.C)):
-            a, b = operands(grid, layouts=layouts)
-            with MatmulPlan(a, b) as product:
-                wanted = matmul(a, b).gather()
-                for _ in range(2):
-                    pending = product.start()
-                    fails(GridError, "this plan has a product under way: wait for that first", product.start)
-                    assert not pending.test()
-                    assert pending.wait() is product.out is pending.wait() and pending.test()
-                    assert np.array_equal(product.out.gather(), wanted)
-
-
-@pytest.mark.parallel([4], thorough=[1, 2, 8])
-def test_a_plan_that_is_closed_finishes_what_it_began(comm):
-    for grid in grids(comm):
-        a, b = operands(grid, (160, 170, 190))
-        product = MatmulPlan(a, b)
-        pending = product.start()
-        product.close()
-        assert pending.wait() is product.out and np.array_equal(product.out.gather(), matmul(a, b).gather())
-
-
-@pytest.mark.parallel([2], thorough=[1, 4, 8])
-def test_a_closed_plan_and_a_closed_grid_are_refused(comm):
-    with Grid(comm, (1, 1, comm.size)) as grid:
-        a, b = operands(grid)
-        product, other = MatmulPlan(a, b), MatmulPlan(a, b)
-        product.close()
-        product.close()
-        with pytest.raises(GridError, match="this plan is closed"):
-            product()
-        other()
-    with pytest.raises(GridError, match="this grid is closed"):
-        other()
-
-
-@pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_two_threads_are_refused(comm):
     with Grid(comm, (comm.size, 1, 1)) as grid:
         product = MatmulPlan(*operands(grid))
-        said = []
-
-        def elsewhere():
+        with grid.engine.guard, ThreadPoolExecutor(1) as elsewhere:
             with pytest.raises(GridError, match="uses this grid while thread MainThread does"):
-                product()
-            said.append(True)
-
-        with grid.engine.guard:
-            thread = threading.Thread(target=elsewhere)
-            thread.start()
-            thread.join()
-        assert said and product() is product.out
+                elsewhere.submit(product).result()
+        assert product() is product.out
 
 
-@pytest.mark.parallel([2], thorough=[1, 4, 8])
-def test_what_matmul_refuses_is_refused_when_it_is_made(comm):
+@pytest.mark.parallel([2])
+def test_what_matmul_refuses_is_refused_when_it_is_made(comm, all_fail):
+    """Partial sums too: a plan would repeat the product with their sum at the time when it was made."""
     with Grid(comm, (1, comm.size, 1)) as grid:
         a, b = operands(grid)
-        with pytest.raises(LayoutError):
-            MatmulPlan(a, a)
-        if comm.size > 1:
-            with pytest.raises(DisagreementError, match="MatmulPlan: the ranks passed different arguments"):
-                MatmulPlan(a, b, alpha=grid.rank)
+        sums = a.redistribute(Layout(sums=("y",)))
+        all_fail(
+            (LayoutError, "", lambda: MatmulPlan(a, a)),
+            (LayoutError, "a is of partial sums", lambda: MatmulPlan(sums, b)),
+            (DisagreementError, "MatmulPlan: the ranks passed different", lambda: MatmulPlan(a, b, alpha=grid.rank)),
+        )
         assert MatmulPlan(a, b)() is not None
-
-
-@pytest.mark.parallel([4], thorough=[1, 2, 8])
-def test_steady_calls_allocate_nothing(comm):
-    for grid in grids(comm):
-        with MatmulPlan(*operands(grid, (230, 170, 190))) as product:
-            product()
-            before = grid.workspace.allocated
-            for _ in range(3):
-                product()
-            assert grid.workspace.allocated == before
 
 
 @pytest.mark.parallel([2])
@@ -191,7 +96,7 @@ def test_storage_that_is_replaced_is_read_and_written(comm, case):
     """On one rank only: of A, B and out, by torch (`.data`), or by another array as the shard."""
     import torch
 
-    layouts = (Layout.B, Layout.C) if case == "redistributed" else (Layout.A, Layout.B)
+    layouts = OTHERS if case == "redistributed" else (Layout.A, Layout.B)
     for shape in ((2, 1, 1), (1, 2, 1)):
         with Grid(comm, shape) as grid:
             a, b = operands(grid, layouts=layouts, library="torch")
@@ -247,28 +152,20 @@ def test_storage_of_another_form_at_the_same_address(comm):
 @pytest.mark.parallel([2])
 def test_a_call_that_is_interrupted_keeps_its_work_memory(comm, fails, monkeypatch):
     """Messages may still arrive in it. The call stays in progress, so the plan begins no other."""
-
-    def interrupted(_):
-        raise KeyboardInterrupt
-
+    interrupted = Mock(side_effect=KeyboardInterrupt)
     with Grid(comm, (2, 1, 1)) as grid:
-        product = MatmulPlan(*operands(grid, (230, 170, 190)))
+        product, pending = MatmulPlan(*operands(grid, (230, 170, 190))), MatmulPlan(*operands(grid)).start()
         with monkeypatch.context() as patched:
             patched.setattr(ProductRun, "finish", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                product()
+            for call in (pending.wait, pending.wait, product):
+                with pytest.raises(KeyboardInterrupt):
+                    call()
         fails(GridError, "this plan has a product under way", product)
         product.close()
         before = grid.workspace.allocated
         with grid.workspace.slab(product._product.mine.own_work, product.out.library):
             assert grid.workspace.allocated > before
         comm.barrier()
-        pending = MatmulPlan(*operands(grid)).start()
-        with monkeypatch.context() as patched:
-            patched.setattr(ProductRun, "finish", interrupted)
-            for _ in range(2):
-                with pytest.raises(KeyboardInterrupt):
-                    pending.wait()
 
 
 @pytest.mark.parallel([1])
@@ -294,14 +191,6 @@ def test_a_plan_is_closed_after_mpi_is_finalized(job):
         """,
     )
     assert (done.returncode, done.stdout.split()) == (0, ["closed", "closed"]), done.stderr
-
-
-@pytest.mark.parallel([2])
-def test_partial_sums_are_refused(comm, fails):
-    """A plan would repeat the product with their sum at the time when it was made."""
-    with Grid(comm, (1, 2, 1)) as grid:
-        a, b = operands(grid)
-        fails(LayoutError, "a is of partial sums", lambda: MatmulPlan(a.redistribute(Layout(sums=("y",))), b))
 
 
 def requests_of(plan):
@@ -353,9 +242,13 @@ def test_a_plan_that_is_dropped_while_messages_are_under_way(comm):
 @pytest.mark.parallel([2])
 def test_the_end_of_a_grid_closes_its_plans(comm, fails):
     with Grid(comm, (2, 1, 1)) as grid:
-        plan = MatmulPlan(*operands(grid, (64, 64, 64)))
+        plan, closed = (MatmulPlan(*operands(grid, (64, 64, 64))) for _ in range(2))
         plan()
         requests = requests_of(plan)
+        closed.close()
+        closed.close()
+        fails(GridError, "this plan is closed", closed)
+        plan()
     assert requests and all(request == MPI.REQUEST_NULL for request in requests)
     assert grid.workspace.allocated == 0
     fails(GridError, "this grid is closed", plan)

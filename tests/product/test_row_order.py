@@ -28,6 +28,10 @@ def grid(comm):
         yield made
 
 
+def ordered(grid, layout_on):
+    return DistMatrix.from_global(grid, to_library(WHOLE)).redistribute(layout_on(grid))
+
+
 def same(matrix, whole):
     return np.array_equal(to_numpy(matrix.gather()), whole)
 
@@ -37,24 +41,20 @@ def same(matrix, whole):
 def test_new_matrices(grid, shared_path, layout_on):
     layout, options = layout_on(grid), {"layout": layout_on(grid), "library": TESTED}
     DistMatrix.from_global(grid, WHOLE).to_file(path := shared_path / "whole.npy")
-    half = Blocks.rows_of([SIZE // 2] * 2, SIZE)
-    own = np.split(WHOLE, 2)[grid.rank]
+    array, own = to_library(WHOLE), to_library(np.split(WHOLE, 2)[grid.rank])
     drawn = to_numpy(DistMatrix.random(grid, WHOLE.shape, seed=1, library=TESTED).gather())
-    made = {
-        "from_global": (DistMatrix.from_global(grid, to_library(WHOLE), layout=layout), WHOLE),
-        "from_global(order)": (DistMatrix.from_global(grid, to_library(WHOLE), layout=layout, order="F"), WHOLE),
-        "from_global(root)": (DistMatrix.from_global(grid, to_library(WHOLE), layout=layout, root=1), WHOLE),
-        "from_function": (
-            DistMatrix.from_function(grid, WHOLE.shape, lambda i, j: SIZE * i + j, **options),
-            np.arange(SIZE**2).reshape(SIZE, SIZE),
-        ),
-        "from_file": (DistMatrix.from_file(grid, path, **options), WHOLE),
-        "from_blocks": (DistMatrix.from_blocks(grid, [to_library(own)], half, layout=layout), WHOLE),
-        "random": (DistMatrix.random(grid, WHOLE.shape, seed=1, **options), drawn),
-        "identity": (DistMatrix.identity(grid, SIZE, **options), np.eye(SIZE)),
-        "diag": (DistMatrix.diag(grid, to_library(WHOLE[0]), layout=layout), np.diag(WHOLE[0])),
-    }
-    for name, (matrix, whole) in made.items():
+    numbers = np.arange(SIZE**2).reshape(SIZE, SIZE)
+    for name, matrix, whole in (
+        ("from_global", DistMatrix.from_global(grid, array, layout=layout), WHOLE),
+        ("from_global(order)", DistMatrix.from_global(grid, array, layout=layout, order="F"), WHOLE),
+        ("from_global(root)", DistMatrix.from_global(grid, array, layout=layout, root=1), WHOLE),
+        ("from_function", DistMatrix.from_function(grid, WHOLE.shape, lambda i, j: SIZE * i + j, **options), numbers),
+        ("from_file", DistMatrix.from_file(grid, path, **options), WHOLE),
+        ("from_blocks", DistMatrix.from_blocks(grid, [own], Blocks.rows_of([8, 8], SIZE), layout=layout), WHOLE),
+        ("random", DistMatrix.random(grid, WHOLE.shape, seed=1, **options), drawn),
+        ("identity", DistMatrix.identity(grid, SIZE, **options), np.eye(SIZE)),
+        ("diag", DistMatrix.diag(grid, to_library(WHOLE[0]), layout=layout), np.diag(WHOLE[0])),
+    ):
         with given(name=name):
             assert same(matrix, whole) and same(matrix.redistribute(Layout()), whole)
 
@@ -63,7 +63,7 @@ def test_new_matrices(grid, shared_path, layout_on):
 @ORDERED
 def test_arithmetic(grid, layout_on):
     layouts = layout_on(grid), Layout.A, token_layout(grid, 8, order="striped")
-    a = DistMatrix.from_global(grid, to_library(WHOLE)).redistribute(layouts[0])
+    a = ordered(grid, layout_on)
     for layout in layouts:
         b = DistMatrix.from_global(grid, to_library(OTHER), layout=layout)
         for left, right, one, two in ((a, b, WHOLE, OTHER), (a.T, b, WHOLE.T, OTHER), (b, a.T, OTHER, WHOLE.T)):
@@ -82,7 +82,7 @@ def test_arithmetic(grid, layout_on):
 @ORDERED
 def test_files(grid, shared_path, layout_on, monkeypatch):
     monkeypatch.setattr("pmm3d.product.files.WRITTEN_BYTES", 1000)  # several writes
-    a = DistMatrix.from_global(grid, to_library(WHOLE)).redistribute(layout_on(grid))
+    a = ordered(grid, layout_on)
     a.to_file(shared_path / "a.npy")
     export_safetensors(grid, tensors := shared_path / "a.safetensors", {"a": a})
     checkpoints = Checkpoints(grid, shared_path / "checkpoints")
@@ -99,15 +99,17 @@ def test_files(grid, shared_path, layout_on, monkeypatch):
 
 @pytest.mark.parallel([2])
 @ORDERED
-def test_what_cannot_be_done_is_refused(grid, shared_path, fails, layout_on):
-    a = DistMatrix.from_global(grid, to_library(WHOLE)).redistribute(layout_on(grid))
+def test_what_cannot_be_done_is_refused(grid, shared_path, all_fail, layout_on):
+    a = ordered(grid, layout_on)
     checkpoints = Checkpoints(grid, shared_path / "checkpoints")
     checkpoints.save(1, {"a": a})
     export_safetensors(grid, tensors := shared_path / "a.safetensors", {"a": a})
     part, plain = slice(2, 7), DistMatrix.from_global(grid, to_library(OTHER))
-    fails(CheckpointError, "redistribute it", lambda: checkpoints.load_latest({"a": a}))
-    fails(CheckpointError, "redistribute it", lambda: import_safetensors(grid, tensors, {"a": a}))
-    fails(LayoutError, "redistribute", lambda: a.submatrix(part, part))
-    fails(LayoutError, "redistribute", lambda: a.set_submatrix(part, part, plain.submatrix(part, part)))
-    fails(LayoutError, "redistribute it", lambda: herk(plain, out=a))
+    all_fail(
+        (CheckpointError, "redistribute it", lambda: checkpoints.load_latest({"a": a})),
+        (CheckpointError, "redistribute it", lambda: import_safetensors(grid, tensors, {"a": a})),
+        (LayoutError, "redistribute", lambda: a.submatrix(part, part)),
+        (LayoutError, "redistribute", lambda: a.set_submatrix(part, part, plain.submatrix(part, part))),
+        (LayoutError, "redistribute it", lambda: herk(plain, out=a)),
+    )
     assert same(a, WHOLE)

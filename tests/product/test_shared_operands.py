@@ -1,16 +1,19 @@
-"""Operands in memory that the ranks of a node share: read in place, with the bits of messages, never while written."""
+"""Operands in memory that the ranks of a node share: read in place, with the bits of messages, never while written.
+Along axes that cover several nodes evenly, each node stores a block once, and a link carries each byte once."""
 
 import gc
 import os
 import re
 import time
+from functools import partial
 from itertools import product
-from math import prod
 
 import numpy as np
 import pytest
 import standin  # noqa: F401
-from loops import given
+from each_grid import each_grid
+from loops import given, looped
+from products import SHAPES, each_shape
 from samples import TESTED, bits_of, operands, shared, to_library
 
 from pmm3d import (
@@ -27,18 +30,15 @@ from pmm3d import (
     matmul,
 )
 from pmm3d.arrays import library_named
-from pmm3d.comm import windows
+from pmm3d.comm import communicator, windows
+from pmm3d.layout import itemsize
 from pmm3d.product.multiply import plan_for
 
-pytestmark = pytest.mark.parallel([2, 4], thorough=[1, 8])
+pytestmark = pytest.mark.parallel([2], thorough=[1, 4, 8])
 LATE = 0.05
 """Delay of a rank in seconds. A rank that does not wait for it would read elements that are not written yet."""
-SHAPES = {
-    1: [(1, 1, 1)],
-    2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)],
-    4: [(2, 2, 1), (4, 1, 1), (2, 1, 2), (1, 1, 4)],
-    8: [(2, 2, 2), (1, 4, 2), (8, 1, 1), (2, 1, 4)],
-}
+LAYOUTS = Layout.A, Layout.B, Layout.C
+SIZE = (23, 17, 40)
 
 
 def segments():
@@ -46,109 +46,40 @@ def segments():
     return [name for name in os.listdir("/dev/shm") if "pmm3d" in name and os.path.isfile(f"/dev/shm/{name}")]
 
 
-@pytest.fixture
-def grids(comm):
-    """Open grids of several shapes. After a failed test, they stay open until the end of the job."""
-    made = [Grid(comm, shape) for shape in SHAPES[comm.size]]
-    yield made
-    for grid in made:
-        grid.close()
-
-
 @pytest.mark.parallel([1, 4, 8], thorough=[2])
-def test_bits_are_those_of_messages_and_no_bytes_are_received_for_operands(grids, pytestconfig):
-    cases = [
-        ((23, 17, 19), "float16"),
-        ((23, 17, 19), "float32"),
-        ((23, 17, 19), "complex128"),
-        ((3, 2, 1), "float16"),
-        ((3, 2, 1), "float32"),
-        ((64, 96, 32), "complex128"),
-    ]
-    if pytestconfig.getoption("all_tests"):
-        cases = list(product([(23, 17, 19), (3, 2, 1), (64, 96, 32)], ["float16", "float32", "complex128"]))
-    for grid, (size, dtype) in product(grids, cases):
-        with given(grid=grid.shape, size=size, dtype=dtype):
+@each_shape
+def test_bits_are_those_of_messages_and_no_bytes_are_received_for_operands(grid, pytestconfig):
+    sizes, dtypes = ((23, 17, 19), (3, 2, 1), (64, 96, 32)), ("float16", "float32", "complex128")
+    every = pytestconfig.getoption("all_tests")
+    for (number, size), dtype in product(enumerate(sizes), dtypes):
+        if not every and number != 0 and (number == 2) != (dtype == "complex128"):
+            continue
+        with given(size=size, dtype=dtype):
             a, b = operands(grid, size, dtype)
             wanted, in_memory = matmul(a, b, alpha=3), (shared(a), shared(b))
             grid.ledger.reset()
-            found = matmul(*in_memory, alpha=3)
-            assert bits_of(found.local) == bits_of(wanted.local)
-            for phase in ("gather A", "gather B", "reduce C"):
-                assert grid.ledger.total(phase=phase).received == 0, phase
-            assert bits_of(matmul(in_memory[0], b, alpha=3).local) == bits_of(wanted.local)
-            assert bits_of(matmul(a, in_memory[1], alpha=3).local) == bits_of(wanted.local)
+            for pair in (in_memory, (in_memory[0], b), (a, in_memory[1])):
+                assert bits_of(matmul(*pair, alpha=3).local) == bits_of(wanted.local)
+                if pair is in_memory:
+                    phases = ("gather A", "gather B", "reduce C")
+                    assert not any(grid.ledger.total(phase=phase).received for phase in phases)
 
 
-@pytest.mark.parallel([2], thorough=[1, 4, 8])
-def test_torch_tensors_are_read_in_place_too(grids):
-    for grid, dtype in product(grids, ("float32", "bfloat16")):
-        a, b = (
-            DistMatrix.random(
-                grid, shape, seed=seed, dtype=dtype, layout=layout, library="torch", distribution="integers"
-            )
-            for seed, (shape, layout) in enumerate((((23, 19), Layout.A), ((19, 17), Layout.B)))
-        )
-        in_memory = [
-            DistMatrix.random(
-                grid,
-                each.shape,
-                seed=seed,
-                dtype=dtype,
-                layout=each.layout,
-                library="torch",
-                distribution="integers",
-                shared=True,
-            )
-            for seed, each in enumerate((a, b))
-        ]
-        wanted = matmul(a, b)
-        grid.ledger.reset()
-        found = matmul(*in_memory)
-        assert type(found.local) is type(wanted.local) and found.local.equal(wanted.local)
-        assert grid.ledger.total(phase="gather A").received == grid.ledger.total(phase="gather B").received == 0
-        assert all(each.window is not None and each.local.equal(other.local) for each, other in zip(in_memory, (a, b)))
+@each_shape
+def test_torch_tensors_are_made_in_shared_memory_too(grid):
+    for dtype in ("float32", "bfloat16"):
+        of = dict(dtype=dtype, library="torch", distribution="integers")
+        pair, in_memory = operands(grid, **of), operands(grid, **of, shared=True)
+        assert all(each.window is not None and each.local.equal(other.local) for each, other in zip(in_memory, pair))
+        a = pair[0]
         assert a.redistribute(Layout.A, shared=True).local.equal(a.local)
         one, two = (
             DistMatrix.random(grid, a.shape, library="torch", distribution="normal", shared=each)
             for each in (False, True)
         )
         assert two.local.equal(one.local)  # torch's own normal numbers have other last bits
-        whole = a.gather().requires_grad_()
-        made = DistMatrix.from_global(grid, whole, shared=True)
+        made = DistMatrix.from_global(grid, a.gather().requires_grad_(), shared=True)
         assert made.local.equal(a.local) and made.library.name == "torch" and made.writable
-
-
-@pytest.mark.parallel([2], thorough=[1, 4, 8])
-def test_whatever_matmul_takes(grids):
-    for grid, case in product(
-        grids, ("transposed", "conjugated", "out transposed", "panels", "one in panels", "beta", "max_workspace")
-    ):
-        with given(grid=grid.shape, case=case):
-            assert_takes(grid, case)
-
-
-def assert_takes(grid, case):
-    options = {"panels": {"panels": 3}, "one in panels": {"panels": 3}, "max_workspace": {"max_workspace": 30_000}}
-    a, b = operands(grid, dtype="complex128", size=(23, 17, 40))
-    one, other = shared(a), b if case == "one in panels" else shared(b)
-    if case == "transposed":
-        a, b, one, other = b.T, a.T, other.T, one.T
-    if case == "conjugated":
-        a, b, one, other = b.H, a.H, other.H, one.H
-    rows, columns = a.shape[0], b.shape[1]
-    outs = [DistMatrix.random(grid, (rows, columns), dtype="complex128", seed=7, layout=Layout.C) for _ in range(2)]
-    if case == "out transposed":
-        outs = [
-            DistMatrix.random(grid, (columns, rows), dtype="complex128", seed=7, layout=Layout.C).T for _ in range(2)
-        ]
-    beta = 2 if case == "beta" else 0
-    matmul(a, b, out=outs[0], beta=beta, **options.get(case, {}))
-    matmul(one, other, out=outs[1], beta=beta, **options.get(case, {}))
-    if case == "max_workspace":  # an operand that is read in place needs no panels
-        np.testing.assert_allclose(outs[1].local, outs[0].local, rtol=1e-12)
-    else:
-        assert bits_of(outs[1].local) == bits_of(outs[0].local)
 
 
 def products_with_one_rank_late(comm, before_writing, before_multiplying):
@@ -184,58 +115,76 @@ def test_shards_are_not_written_while_a_late_rank_multiplies(comm, monkeypatch):
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
-def test_work_memory_is_that_of_the_plan_and_holds_no_block(comm, grids):
-    for grid in grids:
-        a, b = operands(grid, (512, 512, 512))
-        one, other = shared(a), shared(b)
-        c = matmul(one, other)
-        before = grid.workspace.allocated
-        matmul(one, other, out=c)
-        held = grid.workspace.allocated
-        assert held == before
-        if grid.shape.y == 1 and comm.size > 1:
-            assert held < 512 * 512 * 8 // 8  # control messages, and no block
-        grid.workspace.clear()
+@each_shape
+def test_work_memory_is_that_of_the_plan_and_holds_no_block(comm, grid):
+    one, other = map(shared, operands(grid, (512, 512, 512)))
+    c = matmul(one, other)
+    before = grid.workspace.allocated
+    matmul(one, other, out=c)
+    assert grid.workspace.allocated == before
+    if grid.shape.y == 1 and comm.size > 1:
+        assert before < 512 * 512 * 8 // 8  # control messages, and no block
+    grid.workspace.clear()
 
 
-@pytest.mark.parallel([2], thorough=[1, 4, 8])
-def test_what_cannot_be_shared_is_refused_on_every_rank(comm, fails, monkeypatch):
+def test_what_cannot_be_shared_is_refused_on_every_rank(comm, all_fail, monkeypatch):
     with Grid(comm) as grid:
-        fails(LayoutError, "split by one axis", lambda: DistMatrix.empty(grid, (8, 8), layout=Layout(), shared=True))
-        fails(LayoutError, "arrays on the host", lambda: DistMatrix.empty(grid, (8, 8), library="standin", shared=True))
+        a = operands(grid)[0]
+        split = Layout()  # over no axis
+        make = lambda maker, *given, **how: lambda: getattr(DistMatrix, maker)(grid, *given, **how, shared=True)
+        all_fail(
+            (LayoutError, "split by one axis", make("empty", (8, 8), layout=split)),
+            (LayoutError, "split by one axis", make("from_global", np.ones((8, 8)), layout=split)),
+            (LayoutError, "split by one axis", make("from_function", (8, 8), lambda i, j: i + j, layout=split)),
+            (LayoutError, "split by one axis", lambda: a.redistribute(split, shared=True)),
+            (LayoutError, "arrays on the host", make("empty", (8, 8), library="standin")),
+            (LayoutError, "arrays on the host", make("random", (8, 8), library="standin")),
+            (
+                LayoutError,
+                "leave one of them out",
+                lambda: a.redistribute(a.layout, out=operands(grid)[0], shared=True),
+            ),
+        )
+        one = shared(a)
+        if one.window is not None:
+            zeros = np.zeros(one.local.shape)
+            for kind, text, array in (
+                (LayoutError, "stays where it is", to_library(zeros)),
+                (LayoutError, "Convert", to_library(zeros, "standin")),
+                (DTypeError, "numpy.array", zeros.tolist()),
+            ):
+                with pytest.raises(kind, match=text):
+                    one.local = array
         if comm.size > 1:
-            fails(DisagreementError, "different", lambda: DistMatrix.empty(grid, (8, 8), shared=grid.rank == 0))
-        a = DistMatrix.empty(grid, (16, 16), shared=True)
-        if a.window is not None:
-            with pytest.raises(LayoutError, match="stays where it is"):
-                a.local = to_library(np.zeros(a.local.shape))
-            with pytest.raises(LayoutError, match="Convert"):
-                a.local = to_library(np.zeros(a.local.shape), "standin")
-            with pytest.raises(DTypeError, match="numpy.array"):
-                a.local = [[0.0] * a.local.shape[1]] * a.local.shape[0]
-    if comm.size == 1:
-        return
-    with Grid(comm, (comm.size, 1, 1)) as grid:
-        monkeypatch.setattr(type(grid), "_places", lambda self: np.arange(self.size))
-        fails(GridError, "on several nodes", lambda: DistMatrix.empty(grid, (8, 8), shared=True))
+            b = operands(grid)[1]
+            all_fail(
+                (DisagreementError, "different", lambda: DistMatrix.empty(grid, (8, 8), shared=grid.rank == 0)),
+                (DisagreementError, "different", lambda: DistMatrix.random(grid, (8, 8), shared=grid.rank == 0)),
+                (DisagreementError, "shared over", lambda: matmul(one if grid.rank else a, b)),
+            )
+    if comm.size > 1:
+        with Grid(comm, (comm.size, 1, 1)) as grid:
+            monkeypatch.setattr(type(grid), "_places", lambda self: np.arange(self.size))
+            all_fail((GridError, "on several nodes", lambda: DistMatrix.empty(grid, (8, 8), shared=True)))
 
 
-@pytest.mark.parallel([2], thorough=[1, 4, 8])
+@pytest.mark.parallel([2], thorough=[4, 8])
 def test_a_node_without_so_much_memory_is_told_by_all_before_anyone_writes(comm, fails, monkeypatch):
-    if comm.size == 1:
-        return
-
     def full(descriptor, offset, nbytes):
         raise OSError(28, "No space left on device")
 
     with Grid(comm, (comm.size, 1, 1)) as grid:
-        with monkeypatch.context() as patched:
-            patched.setattr(windows.os, "posix_fallocate", full)
-            fails(OutOfMemoryError, "No space left", lambda: DistMatrix.empty(grid, (64, 64), shared=True))
-        assert DistMatrix.empty(grid, (64, 64), shared=True).window is not None
+        large = lambda: DistMatrix.empty(grid, (512 * comm.size, 1), shared=True)
+        for place, name, value, text in (
+            (windows.os, "posix_fallocate", full, "No space left"),
+            (windows, "available_memory", lambda: 4096 * comm.size - 1, "left"),
+        ):
+            with monkeypatch.context() as patched:
+                patched.setattr(place, name, value)
+                fails(OutOfMemoryError, text, large)
+        assert large().window is not None
 
 
-@pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_nothing_is_left_in_the_file_system_and_no_descriptor_open(comm):
     def descriptors():
         """Number of file descriptors of this memory. Before Python 3.13, a mapping keeps one."""
@@ -254,89 +203,58 @@ def test_nothing_is_left_in_the_file_system_and_no_descriptor_open(comm):
         assert descriptors() == before
 
 
-LAYOUTS = Layout.A, Layout.B, Layout.C
-
-
-@pytest.mark.parallel([2], thorough=[1, 4, 8])
-def test_partial_sums_are_read_in_place_with_the_bits_of_messages(grids):
-    cases = product(("float16", "float32", "complex128"), ({}, {"panels": 3}))
-    for grid, (dtype, options) in product(grids, cases):
-        with given(grid=grid.shape, dtype=dtype, options=options):
-            assert_sums_are_read_in_place(grid, dtype, options)
-
-
-def assert_sums_are_read_in_place(grid, dtype, options):
-    plain = [
-        DistMatrix.random(grid, size, seed=seed, dtype=dtype, layout=layout)
-        for seed, (size, layout) in enumerate(zip([(37, 40), (40, 150), (37, 150)], LAYOUTS))
-    ]
-    in_memory = [shared(matrix) for matrix in plain]
-    for a, b, out in (plain, in_memory):
-        grid.ledger.reset()
-        matmul(a, b, out=out, alpha=2, beta=-1, **options)
-    assert bits_of(in_memory[2].local) == bits_of(plain[2].local)
-    moved = grid.ledger.total(phase="reduce C")
-    assert moved.received == moved.sent == 0 and (moved.calls > 0) == (grid.shape.y > 1)
-    wanted = bits_of(matmul(plain[1].H, plain[0].H).local)
-    assert bits_of(matmul(in_memory[1].H, in_memory[0].H).local) == wanted
+@each_shape
+def test_partial_sums_are_read_in_place_with_the_bits_of_messages(grid):
+    for dtype, options in product(("float16", "float32", "complex128"), ({}, {"panels": 3})):
+        with given(dtype=dtype, options=options):
+            plain = [
+                DistMatrix.random(grid, size, seed=seed, dtype=dtype, layout=layout)
+                for seed, (size, layout) in enumerate(zip([(37, 40), (40, 150), (37, 150)], LAYOUTS))
+            ]
+            in_memory = [shared(matrix) for matrix in plain]
+            for a, b, out in (plain, in_memory):
+                grid.ledger.reset()
+                matmul(a, b, out=out, alpha=2, beta=-1, **options)
+            assert bits_of(in_memory[2].local) == bits_of(plain[2].local)
+            moved = grid.ledger.total(phase="reduce C")
+            assert moved.received == moved.sent == 0 and (moved.calls > 0) == (grid.shape.y > 1)
+            turned, wanted = (matmul(b.H, a.H) for a, b, _ in (in_memory, plain))
+            assert bits_of(turned.local) == bits_of(wanted.local)
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
-def test_partial_sums_of_one_product_are_not_those_of_the_next(grids):
+@each_shape
+def test_partial_sums_of_one_product_are_not_those_of_the_next(grid):
     """Without barriers, a fast rank would write its next partial sums over those that a slow one still adds. Larger
     ones need larger memory."""
-    for grid in grids:
-        small, large = ([shared(matrix) for matrix in operands(grid, size)] for size in ((20, 30, 40), (50, 60, 70)))
-        with MatmulPlan(*small) as plan:
-            for turn in range(12):
-                a, b = small if turn % 3 else large
-                a.local[...], b.local[...] = turn, 1
-                if (turn + grid.rank) % 3 == 0:
-                    sum(range(20_000))
-                c = plan() if turn % 2 and turn % 3 else matmul(a, b)
-                assert (c.local == turn * a.shape[1]).all()
+    small, large = ([shared(matrix) for matrix in operands(grid, size)] for size in ((20, 30, 40), (50, 60, 70)))
+    with MatmulPlan(*small) as plan:
+        for turn in range(12):
+            a, b = small if turn % 3 else large
+            a.local[...], b.local[...] = turn, 1
+            if (turn + grid.rank) % 3 == 0:
+                sum(range(20_000))
+            c = plan() if turn % 2 and turn % 3 else matmul(a, b)
+            assert (c.local == turn * a.shape[1]).all()
 
 
-@pytest.mark.parallel([2], thorough=[1, 4, 8])
-def test_the_plan_counts_partial_sums_that_others_read_and_nothing_that_arrives(grids):
-    for grid in grids:
-        a, b = operands(grid, (64, 64, 64))
-        ours, theirs = (plan_for(*pair, None, None, None) for pair in ((a, b), (shared(a), shared(b))))
-        reduces = grid.shape.y > 1
-        assert theirs.sums_in_place == reduces and (theirs.shared_work > 0) == reduces
-        assert theirs.workspace == theirs.shared_work <= ours.workspace
-        if grid.size > 1:
-            assert theirs.workspace < ours.workspace and theirs.memory < ours.memory
-            assert sum(sum(rank.bytes_received.values()) for rank in theirs.fullest) == 0
-        if reduces:
-            with pytest.raises(MemoryLimitError):
-                matmul(shared(a), shared(b), max_workspace=theirs.shared_work - 1)
-        assert matmul(shared(a), shared(b), max_workspace=theirs.shared_work).shape == (64, 64)
-
-
-@pytest.mark.parallel([2], thorough=[1, 4, 8])
-def test_a_shard_is_changed_in_place_by_an_operator(grids):
-    for grid in grids:
-        a = shared(operands(grid)[0])
-        wanted = 2 * a.local
-        a.local *= 2
-        assert np.array_equal(a.local, wanted)
-
-
-@pytest.mark.parallel([2], thorough=[1, 4, 8])
-def test_more_than_the_node_has_left_is_refused_by_all(comm, fails, monkeypatch):
-    monkeypatch.setattr(windows, "available_memory", lambda: 4096 * comm.size - 1)
-    with Grid(comm, (comm.size, 1, 1)) as grid:
-        fails(OutOfMemoryError, "left", lambda: DistMatrix.empty(grid, (512 * comm.size, 1), shared=True))
-
-
-@pytest.mark.parallel([2], thorough=[1, 4, 8])
-def test_ranks_that_pass_a_shared_matrix_and_others_that_do_not_are_told(comm, fails):
-    with Grid(comm) as grid:
-        a, b = operands(grid)
-        one = shared(a)
-        if comm.size > 1:
-            fails(DisagreementError, "shared over", lambda: matmul(one if grid.rank else a, b))
+@each_shape
+def test_the_plan_counts_partial_sums_that_others_read_and_nothing_that_arrives(grid):
+    a, b = operands(grid, (64, 64, 64))
+    ours, theirs = (plan_for(*pair, None, None, None) for pair in ((a, b), (shared(a), shared(b))))
+    reduces = grid.shape.y > 1
+    assert theirs.sums_in_place == reduces and (theirs.shared_work > 0) == reduces and not ours.sums_in_place
+    assert theirs.workspace == theirs.shared_work <= ours.workspace
+    if grid.size > 1:
+        assert theirs.workspace < ours.workspace and theirs.memory < ours.memory
+        assert sum(sum(rank.bytes_received.values()) for rank in theirs.fullest) == 0
+    if reduces:
+        with pytest.raises(MemoryLimitError):
+            matmul(shared(a), shared(b), max_workspace=theirs.shared_work - 1)
+    assert matmul(shared(a), shared(b), max_workspace=theirs.shared_work).shape == (64, 64)
+    one, wanted = shared(a), 2 * a.local
+    one.local *= 2  # in place
+    assert np.array_equal(one.local, wanted)
 
 
 KILLED = """
@@ -376,105 +294,122 @@ def test_a_rank_that_is_killed_ends_the_job_and_leaves_nothing_in_the_file_syste
     assert not any(map(has_memory, pids))  # pmm3d.launcher has waited for these processes
 
 
-def products_are_right(grid):
-    a, b = (shared(matrix) for matrix in operands(grid, (40, 200, 50)))
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
+@partial(each_grid, shapes=SHAPES, debug=True)
+def test_with_calls_compared(grid):
+    a, b = map(shared, operands(grid, (40, 200, 50)))
     for turn in range(3):
         a.local[...], b.local[...] = turn, 1
         assert (matmul(a, b, panels=2).local == 50 * turn).all()
 
 
-@pytest.mark.parallel([4], thorough=[1, 2, 8])
-def test_with_calls_compared(comm):
-    for shape in SHAPES[comm.size]:
-        with Grid(comm, shape, debug=True) as grid:
-            products_are_right(grid)
-
-
-@pytest.mark.parallel([8])
-def test_with_an_idle_rank(comm):
-    part = comm.Split(comm.rank // 7, comm.rank)
-    with Grid(part, product=(512, 512, 512), memory=3e6 if part.size == 7 else None) as grid:
-        assert grid.shape.size == (6 if part.size == 7 else 1)
-        products_are_right(grid)
-    part.Free()
-
-
-@pytest.mark.parallel([2], thorough=[1, 4, 8])
-def test_other_products_leave_shared_sums_to_those_that_asked(comm, grids):
-    for grid in grids:
-        a, b = operands(grid)
-        grid.ledger.reset()
-        matmul(a, b)
-        moved = grid.ledger.total(phase="reduce C").received
-        assert (moved > 0) == (grid.shape.y > 1)
-
-
-MADE = {
-    "from_function": lambda grid, **how: DistMatrix.from_function(grid, (23, 17), lambda i, j: 10 * i + j, **how),
-    "random": lambda grid, **how: DistMatrix.random(grid, (23, 17), seed=3, distribution="normal", **how),
-    "from_global": lambda grid, **how: DistMatrix.from_global(grid, np.arange(391.0).reshape(23, 17), **how),
-    "from_global, root": lambda grid, **how: DistMatrix.from_global(
-        grid, np.arange(391.0).reshape(23, 17) if grid.rank == grid.size - 1 else None, root=grid.size - 1, **how
-    ),
-    "redistribute": lambda grid, layout=Layout.A, **how: operands(grid, (23, 5, 17))[0].redistribute(layout, **how),
-    "redistribute, transposed": lambda grid, layout=Layout.A, **how: operands(grid, (17, 5, 23))[0].T.redistribute(
-        layout, **how
-    ),
-}
-
-
-@pytest.mark.parallel([2], thorough=[1, 4, 8])
-def test_whatever_makes_a_matrix_makes_it_in_shared_memory(grids):
-    for grid, name, layout in product(grids, MADE, (Layout.A, Layout.B, Layout.C)):
-        with given(grid=grid.shape, maker=name, layout=layout):
-            assert_is_shared(grid, name, layout)
-
-
-def assert_is_shared(grid, name, layout):
-    if name == "redistribute, transposed":
-        layout = Layout.A.T
-    wanted, found = MADE[name](grid, layout=layout), MADE[name](grid, layout=layout, shared=True)
-    assert bits_of(found.local) == bits_of(wanted.local) and found.window is not None
-    along = (layout.T if found.order == "F" else layout).rows[1]
-    assert found.shared == along
-    whole, size = found.window.block, getattr(grid.shape, along)
-    grid.comm.Barrier()
-    assert sum(grid.axis(along).all_gather(found._stored).wait().ravel()) == pytest.approx(whole.sum())
-    assert np.shares_memory(found.memory, whole) or 0 in found.memory.shape
-    assert size == 1 or prod(whole.shape) >= prod(found.memory.shape)
-
-
-@pytest.mark.parallel([2], thorough=[1, 4, 8])
-def test_a_file_is_read_into_shared_memory(comm, grids, tmp_path):
-    path = comm.bcast(tmp_path) / "a.npy"
+@each_shape
+def test_whatever_makes_a_matrix_makes_it_in_shared_memory(comm, grid, tmp_path):
+    values, path = np.arange(391.0).reshape(23, 17), comm.bcast(tmp_path) / "a.npy"
     if comm.rank == 0:
-        np.save(path, np.arange(391.0).reshape(23, 17))
+        np.save(path, values)
     comm.Barrier()
-    for grid in grids:
-        found = DistMatrix.from_file(grid, path, shared=True)
-        assert np.array_equal(found.gather(), np.arange(391.0).reshape(23, 17)) and found.shared == "x"
+    last = lambda grid: values if grid.rank == grid.size - 1 else None
+    makers = {
+        "from_function": lambda grid, **how: DistMatrix.from_function(grid, (23, 17), lambda i, j: 10 * i + j, **how),
+        "random": lambda grid, **how: DistMatrix.random(grid, (23, 17), seed=3, distribution="normal", **how),
+        "from_global": lambda grid, **how: DistMatrix.from_global(grid, values, **how),
+        "from root": lambda grid, **how: DistMatrix.from_global(grid, last(grid), root=grid.size - 1, **how),
+        "from_file": lambda grid, **how: DistMatrix.from_file(grid, path, **how),
+        "redistribute": lambda grid, **how: operands(grid, (23, 5, 17))[0].redistribute(**how),
+        "transposed": lambda grid, **how: operands(grid, (17, 5, 23))[0].T.redistribute(**how),
+    }
+    for name, layout in product(makers, LAYOUTS):
+        with given(maker=name, layout=layout):
+            layout = Layout.A.T if name == "transposed" else layout
+            wanted, found = makers[name](grid, layout=layout), makers[name](grid, layout=layout, shared=True)
+            assert bits_of(found.local) == bits_of(wanted.local) and found.window is not None
+            along = (layout.T if found.order == "F" else layout).rows[1]
+            assert found.shared == along
+            whole = found.window.block
+            grid.comm.Barrier()
+            assert grid.axis(along).all_gather(found._stored).wait().sum() == pytest.approx(whole.sum())
+            assert np.shares_memory(found.memory, whole) or 0 in found.memory.shape
+            assert getattr(grid.shape, along) == 1 or whole.size >= found.memory.size
 
 
-@pytest.mark.parallel([2], thorough=[1, 4, 8])
-def test_what_makes_a_matrix_refuses_shared_memory_on_every_rank(comm, fails):
-    with Grid(comm) as grid:
-        a, _ = operands(grid)
-        fails(
-            LayoutError, "arrays on the host", lambda: DistMatrix.random(grid, (8, 8), library="standin", shared=True)
-        )
-        fails(
-            LayoutError,
-            "split by one axis",
-            lambda: DistMatrix.from_global(grid, np.ones((8, 8)), layout=Layout(), shared=True),
-        )
-        fails(
-            LayoutError,
-            "split by one axis",
-            lambda: DistMatrix.from_function(grid, (8, 8), lambda i, j: i + j, layout=Layout(), shared=True),
-        )
-        fails(LayoutError, "split by one axis", lambda: a.redistribute(Layout(), shared=True))
-        fails(
-            LayoutError, "leave one of them out", lambda: a.redistribute(a.layout, out=operands(grid)[0], shared=True)
-        )
-        if comm.size > 1:
-            fails(DisagreementError, "different", lambda: DistMatrix.random(grid, (8, 8), shared=grid.rank == 0))
+def from_other_nodes(matrix):
+    """Bytes of the matrix that nodes must receive: each node needs all elements that its ranks multiply."""
+    node_map, size = matrix.grid._node_map_of(matrix.window.axis), getattr(matrix.grid.shape, matrix.window.axis)
+    nodes = size // node_map.per_node if node_map.per_node > 1 else 1
+    return matrix.shape[0] * matrix.shape[1] * itemsize(matrix.dtype) * (nodes - 1)
+
+
+@pytest.mark.parallel([4, 8])
+@pytest.mark.deadline(240)
+@looped(
+    "case, dtype",
+    [
+        ("as they are", "float16"),
+        *((case, "complex128") for case in ("as they are", "transposed", "conjugated", "panels", "order")),
+    ],
+)
+def test_a_node_has_a_block_once_and_links_carry_each_byte_once(comm, two_nodes, monkeypatch, dtype, case):
+    monkeypatch.setenv("PMM3D_OVERLAP", "none")
+    options = {"panels": {"panels": 3}, "order": {"order": "F"}}.get(case, {})
+    for shape in {4: [(4, 1, 1), (1, 1, 4)], 8: [(8, 1, 1), (1, 1, 8), (2, 1, 4), (1, 2, 4)]}[comm.size]:
+        with Grid(comm, shape) as grid:
+            a, b = operands(grid, SIZE, dtype)
+            one, other = shared(a), shared(b)
+            if case in ("transposed", "conjugated"):
+                a, b, one, other = ((each.T if case == "transposed" else each.H) for each in (b, a, other, one))
+            for turn in range(3):
+                if turn:
+                    for matrix in (a, b, one, other):
+                        matrix.local[...] *= 2
+                wanted = matmul(a, b, **options)
+                grid.ledger.reset()
+                found = matmul(one, other, **options)
+                assert bits_of(found.local) == bits_of(wanted.local)
+                plan = plan_for(one, other, found, options.get("panels"), None).on_rank(grid.coords)
+                for axis in "xyz":
+                    total = grid.ledger.total(axis=axis)
+                    assert (total.received, total.sent) == (plan.bytes_received[axis], plan.bytes_sent[axis])
+                turned = (other, one) if case == "order" else (one, other)
+                parts = [(part, matrix) for part, matrix in zip((plan.a, plan.b), turned) if part.in_place]
+                assert parts or case != "as they are"
+                for part, matrix in parts:
+                    moved = grid.ledger.total(phase="gather A" if part is plan.a else "gather B")
+                    assert moved.received == moved.across
+                    assert grid.comm.allreduce(moved.received) == from_other_nodes(matrix)
+
+
+@pytest.mark.parallel([4])
+def test_each_node_has_its_own_copy_of_the_block(comm, two_nodes):
+    with Grid(comm, (4, 1, 1)) as grid:
+        a, b = operands(grid, SIZE)
+        one = shared(a)
+        matmul(one, b)
+        grid.comm.Barrier()
+        if grid.x.index % 2 == 0:
+            one.window.block[...] = grid.x.index
+        grid.comm.Barrier()
+        assert (one.window.block == grid.x.index // 2 * 2).all()
+
+
+@pytest.mark.parallel([4])
+def test_nodes_with_more_ranks_than_others_are_refused(comm, fails, monkeypatch):
+    monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: "one" if comm.rank < 3 else "two")
+    with Grid(comm, (4, 1, 1)) as grid:
+        fails(GridError, "not as many on each", lambda: DistMatrix.empty(grid, (8, 8), shared=True))
+
+
+@pytest.mark.parallel([4], thorough=[8])
+@looped("overlap", [None, "auto"])
+def test_what_is_left_open_does_not_make_panels_of_what_is_read_in_place(comm, two_nodes, monkeypatch, overlap):
+    """Panels along k would gather B again by messages. They are used if they are requested."""
+    monkeypatch.delenv("PMM3D_OVERLAP", raising=False)
+    with Grid(comm, (1, 1, comm.size)) as grid:
+        a, b = operands(grid, SIZE)
+        one = shared(b)
+        for limit in (None, 2**20):
+            found = matmul(a, one, overlap=overlap, max_workspace=limit)
+            plan = plan_for(a, one, found, None, limit, overlap)
+            assert plan.on_rank(grid.coords).b.in_place and (plan.panels, plan.overlap) == (1, "none")
+            assert bits_of(found.local) == bits_of(matmul(a, b, overlap="none").local)
+        assert not plan_for(a, one, found, 4, None).on_rank(grid.coords).b.in_place

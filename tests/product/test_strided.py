@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from loops import looped
-from samples import LIBRARIES, integers, to_library, to_numpy
+from samples import integers, to_library, to_numpy
 
 from pmm3d.arrays import library_named
 from pmm3d.arrays.threads import ACROSS
@@ -75,26 +75,6 @@ def test_transposed_pieces(shape, orders):
     source, target = lying(integers(shape), orders[0]), lying(np.zeros(shape), orders[1])
     copy_strided(library_named("numpy"), source, target, [Strided(0, 0, shape[0])], [Strided(0, 0, shape[1])])
     assert (target == source).all()
-
-
-def test_nothing_of_the_target_is_read_where_beta_is_0():
-    target = np.full((4, 6), np.nan)
-    copy_strided(library_named("numpy"), np.ones((4, 6)), target, [Strided(0, 0, 4)], [Strided(0, 0, 2, 2, 4, 4)])
-    assert (target[:, [0, 1, 4, 5]] == 1).all() and np.isnan(target[:, 2:4]).all()
-
-
-@looped("library", LIBRARIES)
-@looped("dtype", ["float32", "complex64"])
-def test_every_library(library, dtype):
-    rows, cols = Strided(1, 0, 2, 3, 3, 2), Strided(0, 2, 3, 2, 4, 5)
-    values = integers((SIZE, SIZE), dtype, seed=2)
-    source, target = to_library(values, library), to_library(np.zeros((SIZE, SIZE), dtype), library)
-    wanted = np.zeros((SIZE, SIZE), dtype)
-    for beta in (0, 2):
-        place = np.ix_(at(rows, True), at(cols, True))
-        wanted[place] = values[np.ix_(at(rows, False), at(cols, False))] + beta * wanted[place]
-        copy_strided(library_named(library), source, target, [rows], [cols], beta)
-        assert (to_numpy(target, library) == wanted).all()
 
 
 @looped("library, dtype", [("numpy", "float16"), ("torch", "float16"), ("torch", "bfloat16")])
