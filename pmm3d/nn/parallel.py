@@ -117,7 +117,7 @@ class BackwardSync:
             return None
         compared = self.grid._compared("backward", text, scale, self.digest)
 
-        def _conclude() -> None:
+        def conclude() -> None:
             try:
                 compared()
             except DisagreementError:
