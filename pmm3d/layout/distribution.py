@@ -414,7 +414,8 @@ def _merged(shared: Iterable[Strided]) -> list[Strided]:
     found: list[Strided] = []
     for piece in shared:
         last = found[-1] if found else Strided(-1, -1, 0)
-        if last.length and (piece.here - last.here, piece.there - last.there) == (last.length, last.length):
+        steps = piece.here - last.here, piece.there - last.there
+        if last.length and steps == (last.length, last.length) and last.times == piece.times == 1:
             found[-1] = last._replace(length=last.length + piece.length)
         else:
             found.append(piece)

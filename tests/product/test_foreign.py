@@ -250,5 +250,6 @@ def test_rounds_of_a_repeated_move_are_planned_for_what_travels(comm, monkeypatc
     monkeypatch.setattr(tiles, "ROUND_BYTES", 4096)
     with Grid(comm, (1, 1, comm.size)) as grid:
         cyclic, rows = BlockCyclic((64, 64), (8, 8), (1, comm.size)), Placement((64, 64), Layout("z"), grid.shape)
-        move = tiles.TileMove(grid, cyclic, rows, "float64", keep=True)
+        move = tiles.TileMove(grid, cyclic, rows, "float64", rounds=1)
+        move.agree()
         assert move.work == 4096 and not move.in_place

@@ -9,8 +9,9 @@ from mpi_runner.plugin import all_tests
 from samples import integers, to_library, to_numpy
 from tiles import held
 
-from pmm3d import BlacsContext, DTypeError, Grid, GridError, LayoutError, PgemmPlan, pgemm
+from pmm3d import BlacsContext, DTypeError, Grid, GridError, LayoutError, OutOfMemoryError, PgemmPlan, pgemm
 from pmm3d.product import blacs, pblas
+from pmm3d.product.multiply import ProductRun
 
 pytestmark = pytest.mark.parallel([2], thorough=[1, 4, 6, 8])
 FORMS = {"N": lambda array: array, "T": lambda array: array.T, "C": lambda array: array.conj().T}
@@ -63,8 +64,8 @@ def square_of(context, size=8, block=2):
     return square, ones, c
 
 
-def multiply(square, a, c, m, n, k):
-    pgemm("N", "N", m, n, k, 1, a, 1, 1, square, a, 1, 1, square, 0, c, 1, 1, square)
+def multiply(square, a, c, m, n, k, alpha=1):
+    pgemm("N", "N", m, n, k, alpha, a, 1, 1, square, a, 1, 1, square, 0, c, 1, 1, square)
 
 
 def planned(square):
@@ -257,7 +258,7 @@ def test_a_plan_as_a_context_manager_and_an_error_that_comes_again(comm, monkeyp
     with BlacsContext(comm, (1, comm.size)) as context:
         square, a, c = square_of(context)
         with planned(square) as plan:
-            monkeypatch.setattr(pblas, "matmul", Mock(side_effect=MemoryError))
+            monkeypatch.setattr(ProductRun, "finish", Mock(side_effect=MemoryError))
             pending = plan.start(a, a, c)
             for _ in range(2):
                 with pytest.raises(MemoryError):
@@ -269,8 +270,9 @@ def test_a_plan_as_a_context_manager_and_an_error_that_comes_again(comm, monkeyp
 
 
 @pytest.mark.parallel([2])
-def test_plans_are_the_same_on_all_ranks_after_an_error_of_all(comm):
+def test_plans_are_the_same_on_all_ranks_after_an_error_of_all(comm, monkeypatch):
     """The last used plan depends only on calls that all ranks made, and not on a failed call of one rank."""
+    monkeypatch.setattr(blacs, "CACHED_PLANS", 3)
     with BlacsContext(comm, (1, 2)) as context:
         square, a, c = square_of(context, 10)
         for n in range(1, blacs.CACHED_PLANS + 1):
@@ -319,34 +321,58 @@ def test_descriptors_of_nine_numbers(comm):
 
 
 def kept_by(context):
-    """Bytes of the work arrays of the cached plans, and of the workspaces."""
+    """Bytes of the memory of the products' blocks, and of the workspaces."""
     grids = [context.grid, *context._grids.values()]
-    return sum(matrix.memory.nbytes for plan in context.plans.values() for matrix in plan._matrices) + sum(
-        grid.workspace.allocated for grid in grids
-    )
+    return sum(each.nbytes for each in context._memory.values()) + sum(grid.workspace.allocated for grid in grids)
 
 
 @pytest.mark.parallel([2])
-def test_products_of_many_sizes_keep_the_memory_of_the_largest_once_more(comm):
-    """Also if an earlier size returns: its plan has no memory then, and allocates it again."""
-
-    def kept_after(context, n):
+def test_products_of_many_sizes_share_the_memory_of_the_largest(comm, monkeypatch):
+    def kept_after(context, n, alpha=1):
         square, a, c = square_of(context, n, 16)
-        multiply(square, a, c, n, n, n)
-        assert (c == n).all()
+        multiply(square, a, c, n, n, n, alpha)
+        assert (c == alpha * n).all()
         return kept_by(context)
 
     with BlacsContext(comm, (1, 2)) as context:
-        largest = kept_after(context, 130)
-        assert all(kept_after(context, n) <= 2 * largest for n in [*range(129, 123, -1), 130, 124])
-        assert len(context.plans) == 7 and sum(plan._has_memory for plan in context.plans.values()) == 2
-        plans = list(context.plans.values())
-        for n in [20, 30, 40]:  # small products do not take the memory of the large ones
-            kept_after(context, n)
-        assert plans[-1]._has_memory
+        largest, memory = kept_after(context, 130), context._memory["numpy"]
+        for n in (*range(129, 123, -1), 20, 130, 124, 130):
+            assert kept_after(context, n) <= 2 * largest and context._memory["numpy"] is memory
+        assert len(context.plans) == 8
+        monkeypatch.setattr(blacs, "BOUND_BYTES", 0)
+        assert all(kept_after(context, n) <= 3 * largest for n in (*range(123, 130), *range(123, 130)))
+        assert sum(plan._product is not None for plan in context.plans.values()) == 2
+        assert {kept_after(context, 130, alpha) > 0 for alpha in (2, 2, 3, 3, 0, 3)} == {True}
     with BlacsContext(comm, (1, 2)) as context:
         kept = [kept_after(context, n) for n in range(124, 132)]
         assert max(kept) <= 2 * kept[0] * (131 / 124) ** 2
+
+
+@pytest.mark.parallel([2])
+def test_a_new_size_costs_two_agreements_and_looks_for_no_grid(comm, monkeypatch):
+    with BlacsContext(comm, (1, 2)) as context:
+        square, a, c = square_of(context, 80, 4)
+        multiply(square, a, c, 64, 64, 64)
+        monkeypatch.setattr(Grid, "shape_for", None)
+        before = context.grid.everyone._number
+        multiply(square, a, c, 79, 65, 70)
+        assert context.grid.everyone._number - before == 5  # and three moves
+
+
+@pytest.mark.parallel([2])
+def test_ranks_are_in_step_after_one_of_them_had_no_memory(comm, monkeypatch):
+    with BlacsContext(comm, (1, 2)) as context:
+        square, a, c = square_of(context, 64, 4)
+        for _ in range(2):
+            multiply(square, a, c, 16, 16, 16)
+        if comm.rank == 1:
+            monkeypatch.setattr(pblas, "Slab", Mock(side_effect=MemoryError))
+        with pytest.raises(OutOfMemoryError):
+            multiply(square, a, c, 64, 64, 64)
+        monkeypatch.undo()
+        for n in (16, 64, 16, 64, 16, 64):
+            multiply(square, a, c, n, n, n)
+        assert (c == 64).all()
 
 
 @pytest.mark.parallel([2])
