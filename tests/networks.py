@@ -1,6 +1,10 @@
 """Small networks, their batches, and the grids that train them."""
 
+import functools
+import inspect
+from collections.abc import Callable
 from contextlib import contextmanager
+from inspect import Parameter
 from typing import NamedTuple
 from zlib import crc32
 
@@ -50,6 +54,36 @@ def on_each_grid(comm, body, grids=None, **options):
     for shape, data in grids:
         with given(grid=shape, data=data), Grid(comm, shape, data, device_transport="direct", **options) as grid:
             body(grid)
+
+
+def over_grids(grids=lambda ranks: None, **options) -> Callable:
+    """Decorator: `on_each_grid` with the test as the body. The argument `grid` of the test is the open grid.
+
+    grids     number of ranks -> list of (shape, data): a dict or a function; default: as `on_each_grid`
+    options   of each Grid
+    """
+    chosen = grids if callable(grids) else grids.__getitem__
+
+    def decorate(test):
+        wanted = inspect.signature(test).parameters
+
+        @functools.wraps(test)
+        def looped(comm, **fixtures):
+            if "comm" in wanted:
+                fixtures["comm"] = comm
+            body = functools.wraps(test)(lambda grid: test(grid=grid, **fixtures))
+            on_each_grid(comm, body, chosen(comm.size), **options)
+
+        names = dict.fromkeys(["comm", *(name for name in wanted if name != "grid")])
+        looped.__signature__ = inspect.Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names])
+        return looped
+
+    return decorate
+
+
+def on_grid(shape, data=1, **options) -> Callable:
+    """Decorator: the argument `grid` of the test is this grid."""
+    return over_grids(lambda ranks: [(shape, data)], **options)
 
 
 @contextmanager
@@ -182,6 +216,15 @@ def inner(x, weights: np.ndarray):
     mine = np.array([products.sum() / x.layout.replicas(x.grid.shape)])
     total = x.library.from_numpy(x.grid.everyone.all_reduce(mine, agreed=True).wait().reshape(1, 1), x.dtype)
     return x.made(total, (x,), lambda gradient: (weights.local * gradient[0, 0],), shape=(1, 1), layout=Layout())
+
+
+def failing(x):
+    """The tensor x, whose backward rule raises ZeroDivisionError."""
+
+    def rule(gradient):
+        raise ZeroDivisionError
+
+    return x.made(x.shard, (x,), rule)
 
 
 def assert_replicas_agree(grid, values) -> None:

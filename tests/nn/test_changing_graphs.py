@@ -4,11 +4,10 @@ import json
 import re
 from itertools import count
 
-import numpy as np
 import pytest
-from loops import given
+from loops import given, looped
 from mpi_runner.plugin import all_tests
-from networks import GRIDS, alone, inner, largest_difference, on_each_grid, spread, weights_of
+from networks import GRIDS, alone, inner, largest_difference, on_each_grid, on_grid, spread, weights_of
 from samples import integers
 from torch_reference import by_rank_0
 
@@ -46,20 +45,9 @@ class Paths(nn.Module):
         return x
 
 
-def differentiated(weights, path, x, v):
-    """Name -> gradient of <result, v>, by numpy, for the layers on the path."""
-    kept, found = [], {}
-    for index in path:
-        weight, bias = (weights[f"steps.{index}.module.0.{name}"] for name in ("weight", "bias"))
-        out = np.tanh(x @ weight + bias)
-        kept, x = [*kept, (index, weight, x, out)], x + out
-    for index, weight, taken, out in reversed(kept):
-        inside = v * (1 - out * out)
-        for name, part in (("weight", taken.T @ inside), ("bias", inside.sum(0, keepdims=True))):
-            name = f"steps.{index}.module.0.{name}"
-            found[name] = found.get(name, 0) + part
-        v = v + inside @ weight.T
-    return found
+def paths_of(paths, step):
+    """The paths of the first and of the second batch of a step."""
+    return paths[step], paths[step - 1]
 
 
 def batches(step, count):
@@ -67,55 +55,46 @@ def batches(step, count):
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
-def test_a_graph_may_change_from_step_to_step(comm):
+@looped("number, paths", enumerate(PATHS.values()))
+def test_a_graph_may_change_from_step_to_step(comm, number, paths):
     """With and without overlap, with small buckets, with a state split over data, and with two batches per step on
     different paths. An error in a step changes the weights, which are compared after the last step. Without --all, half
     of the switches are tested on one grid, and the other half on the next."""
-    for number, paths in enumerate(PATHS.values()):
-        with given(paths=paths):
-            turn = count(number)
+    turn = count(number)
+    expected = by_rank_0(comm, lambda: [of_torch("SGD", paths, parts) for parts in (1, 2)])
 
-            def check(grid):
-                tried = [*enumerate(SWITCHES)]
-                for index, overlap in tried if all_tests else tried[next(turn) % 2 :: 2]:
-                    nn.Tape.of(grid).parallel.overlap, parts = overlap, 1 + index // 2 % 2
-                    net = Paths(grid)
-                    optimizer = optim.SGD(net.parameters(), RATE, shard_over_data=index in (1, 2))
-                    weights = weights_of(net)
-                    for step, path in enumerate(paths):
-                        ways = [path, paths[step - 1]][:parts]
-                        for part, (way, (x, v)) in enumerate(zip(ways, batches(step, parts))):
-                            with nn.Tape.of(grid).set(syncing=part == parts - 1):
-                                inner(net.along(nn.Tensor(spread(grid, x)), way), v).backward()
-                        optimizer.step()
-                        weights = stepped(weights, ways, batches(step, parts))
-                    assert largest_difference(weights_of(net), weights) < 1e-12, (grid, overlap)
+    def check(grid):
+        tried = [*enumerate(SWITCHES)]
+        for index, overlap in tried if all_tests else tried[next(turn) % 2 :: 2]:
+            nn.Tape.of(grid).parallel.overlap, parts = overlap, 1 + index // 2 % 2
+            net = Paths(grid)
+            optimizer = optim.SGD(net.parameters(), RATE, shard_over_data=index in (1, 2))
+            for step in range(len(paths)):
+                for part, (path, (x, v)) in enumerate(zip(paths_of(paths, step), batches(step, parts))):
+                    with nn.Tape.of(grid).set(syncing=part == parts - 1):
+                        inner(net.along(nn.Tensor(spread(grid, x)), path), v).backward()
+                optimizer.step()
+            assert largest_difference(weights_of(net), expected[parts - 1]) < 1e-12, (grid, overlap)
 
-            on_each_grid(comm, check, GRIDS[comm.size][2:4] if comm.size == 8 else None)
+    on_each_grid(comm, check, GRIDS[comm.size][2:4] if comm.size == 8 else None)
 
 
-def stepped(weights, ways, given):
-    """Weights after a step of gradient descent."""
-    parts = [differentiated(weights, way, x, v) for way, (x, v) in zip(ways, given)]
-    return {name: value - RATE * sum(part.get(name, 0) for part in parts) for name, value in weights.items()}
-
-
-def of_torch(paths):
-    """Name -> weight after steps of Adam on these paths. A layer that is not used has no gradient."""
+def of_torch(kind, paths, parts=1):
+    """Name -> weight after steps on these paths. A layer that is not used has no gradient. parts: batches of a step."""
     import torch
 
     torch.set_num_threads(1)
     with alone() as grid:
         weights = {name: torch.tensor(value, requires_grad=True) for name, value in weights_of(Paths(grid)).items()}
-    optimizer = torch.optim.Adam(weights.values(), RATE)
-    for step, path in enumerate(paths):
-        ((x, v),) = batches(step, 1)
-        out, towards = torch.from_numpy(x), torch.from_numpy(v)
-        for index in path:
-            weight, bias = (weights[f"steps.{index}.module.0.{name}"] for name in ("weight", "bias"))
-            out = out + torch.tanh(out @ weight + bias)
+    optimizer = getattr(torch.optim, kind)(weights.values(), RATE)
+    for step in range(len(paths)):
         optimizer.zero_grad()
-        (out * towards).sum().backward()
+        for path, (x, v) in zip(paths_of(paths, step), batches(step, parts)):
+            out = torch.from_numpy(x)
+            for index in path:
+                weight, bias = (weights[f"steps.{index}.module.0.{name}"] for name in ("weight", "bias"))
+                out = out + torch.tanh(out @ weight + bias)
+            (out * torch.from_numpy(v)).sum().backward()
         optimizer.step()
     return {name: weight.detach().numpy() for name, weight in weights.items()}
 
@@ -124,7 +103,7 @@ def of_torch(paths):
 def test_adam_counts_the_steps_of_each_parameter(comm):
     """As in torch, for a layer that is not used in each step. A loaded state continues the count."""
     paths = PATHS["stochastic depth"]
-    expected = by_rank_0(comm, lambda: of_torch(paths))
+    expected = by_rank_0(comm, lambda: of_torch("Adam", paths))
 
     def check(grid):
         net, halves = Paths(grid), []
@@ -163,9 +142,8 @@ def different(grid, layers, bucket_bytes, when, uses, others):
     )
     net = nn.Sequential(grid, *[pair(index) for index in range(layers)])
     optimizer = optim.SGD(net.parameters(), 0.1)
-    target = DistMatrix.random(grid, (8, 6), seed=2, dtype="float32")
     for step in range(4):
-        x = nn.Tensor(DistMatrix.random(grid, (8, 6), seed=step, dtype="float32"))
+        x = nn.Tensor(target := DistMatrix.random(grid, (8, 6), seed=step, dtype="float32"))
         for index, part in enumerate(net.layers):
             special = index == layers // 2 and step == when
             for _ in range((uses if grid.rank == 1 else others) if special else 1):
@@ -175,7 +153,6 @@ def different(grid, layers, bucket_bytes, when, uses, others):
             optimizer.step()
         except Pmm3dError as error:
             return step, str(error)
-    return None, ""
 
 
 DIFFERENCES = {
@@ -207,36 +184,23 @@ def test_ranks_on_different_paths_are_told_before_a_rule_sends_anything(comm, fa
         norm = nn.LayerNorm(grid, 6, dtype="float64")
         linears = [nn.Linear(grid, 6, 6, dtype="float64", activations="sharded", cols=cols) for cols in "xy"]
         parameters = nn.Sequential(grid, norm, *linears).parameters()
-
-        def losses():
+        for paths in ((0, 1), (1, 0), (0, 2), (3, 1), (2, 3)):
             given = nn.Tensor(spread(grid, x, nn.tensor.Layout((), "x")), requires_grad=True)
             ends = [norm(given), nn.softmax(norm.gain * 1 + 0 * norm.bias), *(linear(given) for linear in linears)]
-            return [nn.mse(end, end.value) for end in ends]
-
-        for paths in ((0, 1), (1, 0), (0, 2), (3, 1), (2, 3)):
-            loss = losses()[paths[grid.rank]]
-            fails(DisagreementError, "use different parameters", loss.backward)
+            losses = [nn.mse(end, end.value) for end in ends]
+            fails(DisagreementError, "use different parameters", losses[paths[grid.rank]].backward)
             for parameter in parameters:
                 parameter.grad = None
 
 
 @pytest.mark.parallel([2])
-def test_a_rule_with_a_plan_of_its_own_sends_nothing_before_the_ranks_agree(comm, fails):
-    with Grid(comm, (2, 1, 1)) as grid:
-        a, b = (spread(grid, integers((8, 8)), layout) for layout in (nn.tensor.Layout.A, nn.tensor.Layout.B))
-        plan, layers = MatmulPlan(a, b), [nn.Linear(grid, 8, 8, dtype="float64") for _ in range(2)]
-        plan(), plan(), nn.Sequential(grid, *layers).named_parameters()
-        x = spread(grid, integers((4, 8)))
-        out = layers[grid.rank](x)
-        if grid.rank == 0:
-            out = out.made(out.shard, (out,), lambda gradient: (plan(), [gradient])[1])
-        fails(DisagreementError, "use different parameters", nn.mse(out, out.value).backward)
-
-
-@pytest.mark.parallel([2])
-def test_tensors_without_a_name_count_together_in_the_message(comm, fails):
-    with Grid(comm, "ddp") as grid:
-        one, two = (nn.Tensor(spread(grid, integers((4, 4))), requires_grad=True) for _ in range(2))
-        out = nn.sum(nn.sum(one + two if grid.rank else one * 1, 0), 1)
-        text = fails(DisagreementError, "use different parameters", out.backward)
-        assert comm.rank == 0 or "is used 2 times, on rank 0 1 times" in text
+@on_grid((2, 1, 1))
+def test_a_rule_with_a_plan_of_its_own_sends_nothing_before_the_ranks_agree(grid, fails):
+    a, b = (spread(grid, integers((8, 8)), layout) for layout in (nn.tensor.Layout.A, nn.tensor.Layout.B))
+    plan, layers = MatmulPlan(a, b), [nn.Linear(grid, 8, 8, dtype="float64") for _ in range(2)]
+    plan(), plan(), nn.Sequential(grid, *layers).named_parameters()
+    x = spread(grid, integers((4, 8)))
+    out = layers[grid.rank](x)
+    if grid.rank == 0:
+        out = out.made(out.shard, (out,), lambda gradient: (plan(), [gradient])[1])
+    fails(DisagreementError, "use different parameters", nn.mse(out, out.value).backward)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import h5py
 import numpy as np
 import pytest
-from loops import given
+from loops import looped
 
 from pmm3d import CheckpointError, MissingPackageError, Pmm3dError, nn
 from pmm3d.nn.training import build
@@ -83,28 +83,11 @@ NONSENSE = [
 ]
 
 
-def test_values_that_make_no_sense():
-    for sections, text in NONSENSE:
-        with given(sections=sections, text=text):
-            with pytest.raises(Pmm3dError) as caught:
-                checked({"data": FILE} | sections)
-            assert text in str(caught.value) and len(str(caught.value)) < 300
-
-
-ACCEPTED = [
-    {"schedule": {"kind": "constant", "warm_up": 3}, "optimizer": {"decay_vectors": False}},
-    {"data": FILE | {"validation": 0.2, "validation_file": "other.h5", "groups": "runs"}},
-    {"network": {"hidden": [], "norm": True}},
-    {"overlap": {"buckets": False, "bucket_bytes": 3, "regather_inputs": True, "decomposed": True}},
-    {"training": {"evaluate_every": 3}, "data": FILE | {"validation": 0.0}},
-]
-
-
-def test_keys_that_do_nothing_beside_others_are_accepted():
-    for sections in ACCEPTED:
-        with given(sections=sections):
-            config = checked({"data": FILE} | sections)
-            assert checked(config.settings()) == config
+@looped("sections, text", NONSENSE)
+def test_values_that_make_no_sense(sections, text):
+    with pytest.raises(Pmm3dError) as caught:
+        checked({"data": FILE} | sections)
+    assert text in str(caught.value) and len(str(caught.value)) < 300
 
 
 def test_a_budget_in_steps_needs_no_epochs(monkeypatch):
@@ -115,14 +98,14 @@ def test_a_budget_in_steps_needs_no_epochs(monkeypatch):
     assert checked({"data": FILE, "network": "model.py:build"}).network.build == "model.py:build"
 
 
-def test_every_key_has_a_meaning_and_values():
-    keys = list(keys_of(Config))
-    assert len(keys) > 50 and all(key.meaning and key.values for key in keys)
-
-
 SHOWN = [
     {},
     {"network": "model.py:build", "training": {"steps": 7}},
+    {"schedule": {"kind": "constant", "warm_up": 3}, "optimizer": {"decay_vectors": False}},
+    {"data": FILE | {"validation": 0.2, "validation_file": "other.h5", "groups": "runs"}},
+    {"network": {"hidden": [], "norm": True}},
+    {"overlap": {"buckets": False, "bucket_bytes": 3, "regather_inputs": True, "decomposed": True}},
+    {"training": {"evaluate_every": 3}, "data": FILE | {"validation": 0.0}},
     {"network": {"kind": "gpt", "hidden": 8}, "data": FILE | {"sequence": 8}},
     {"network": {"hidden": []}, "data": {"file": 'odd " \\ \n ü.h5', "validation_file": "v.h5", "classes": 3}},
     {"optimizer": {"kind": "sgd", "clip": 1e-9}, "schedule": {"kind": "step"}, "overlap": {"buckets": False}},
@@ -132,20 +115,22 @@ SHOWN = [
 ]
 
 
-def test_what_is_shown_can_be_read_back():
-    for sections in SHOWN:
-        with given(sections=sections):
-            config = checked({"data": FILE} | sections)
-            shown = as_toml(config)
-            assert checked(tomllib.loads(shown)) == config == checked(config.settings())
-            for key in keys_of(Config):
-                assert re.search(rf"^(# )?{key.name} =", shown, re.M) and key.meaning[:40] in shown
+@looped("sections", SHOWN)
+def test_what_is_shown_can_be_read_back(sections):
+    config = checked({"data": FILE} | sections)
+    shown = as_toml(config)
+    assert checked(tomllib.loads(shown)) == config == checked(config.settings())
+    for key in keys_of(Config):
+        assert re.search(rf"^(# )?{key.name} =", shown, re.M)
+        assert key.meaning and key.meaning[:40] in shown and key.values
 
 
 @pytest.fixture
-def files(comm, shared_path):
-    """data.h5 with 330 rows, three.h5 with 3 rows. y has three classes, one has a single class, field has four
-    numbers."""
+def made(comm, shared_path):
+    """made(section={...}) makes a trainer of this configuration, by default with data.h5.
+
+    data.h5 has 330 rows, and three.h5 has 3. y has three classes, one has a single class, field has four numbers.
+    """
     if comm.rank == 0:
         x = np.random.default_rng(0).standard_normal((330, 12)).astype("float32")
         for name, rows in (("data.h5", 330), ("three.h5", 3)):
@@ -153,17 +138,11 @@ def files(comm, shared_path):
                 file["x"], file["y"] = x[:rows], np.arange(rows) % 3
                 file["one"], file["field"] = np.zeros(rows, int), x[:rows, :4]
     comm.barrier()
-    return shared_path
 
-
-@pytest.fixture
-def made(comm, files):
-    """made(section={...}) makes a trainer of this configuration."""
-
-    def make(**sections):
-        data = {"file": str(files / "data.h5"), "batch_size": 50} | sections.pop("data", {})
-        given = {"data": data, "training": {"folder": str(files / "run")} | sections.pop("training", {}), **sections}
-        with build.trainer(checked(given), comm) as run:
+    def make(file="data.h5", **sections):
+        data = {"file": str(shared_path / file), "batch_size": 50} | sections.pop("data", {})
+        training = {"folder": str(shared_path / "run")} | sections.pop("training", {})
+        with build.trainer(checked({"data": data, "training": training, **sections}), comm) as run:
             return run
 
     return make
@@ -187,32 +166,23 @@ MISFITS = [
 
 
 @pytest.mark.parallel([2], thorough=[1])
-def test_what_does_not_fit_the_data_is_said_before_training(made, fails):
-    for sections, text in MISFITS:
-        with given(sections=sections, text=text):
-            fails(Pmm3dError, text, lambda: made(**sections))
+@looped("sections, text", MISFITS)
+def test_what_does_not_fit_the_data_is_said_before_training(made, fails, sections, text):
+    fails(Pmm3dError, text, lambda: made(**sections))
 
 
 @pytest.mark.parallel([2], thorough=[1])
-def test_three_rows_are_too_few_to_hold_some_out(made, files, fails):
-    three = {"file": str(files / "three.h5")}
-    fails(Pmm3dError, "data.validation = 0.1 holds out no row of 3", lambda: made(data=three))
-    assert len(made(data=three | {"validation": 0.0}).loader) == 1
+def test_three_rows_are_too_few_to_hold_some_out(made, fails):
+    fails(Pmm3dError, "data.validation = 0.1 holds out no row of 3", lambda: made("three.h5"))
+    assert len(made("three.h5", data={"validation": 0.0}).loader) == 1
 
 
 @pytest.mark.parallel([2], thorough=[1])
 def test_a_batch_of_all_rows_is_said_once(made, comm, caplog):
     with caplog.at_level(logging.WARNING):
-        made(data={"batch_size": 10**12})
-    told = [record.getMessage() for record in caplog.records]
-    assert sum("data.batch_size = 1000000000000: there are only 297 rows to train on" in text for text in told) == (
-        comm.rank == 0
-    )
-
-
-@pytest.mark.parallel([2])
-def test_a_batch_of_10_to_the_12_is_the_whole_data(made):
-    assert len(made(data={"batch_size": 10**12}).loader) == 1
+        assert len(made(data={"batch_size": 10**12}).loader) == 1
+    told = [record for record in caplog.records if "there are only 297 rows to train on" in record.getMessage()]
+    assert len(told) == (comm.rank == 0)
 
 
 def test_only_a_configuration_and_a_log_need_pydantic(monkeypatch):
@@ -233,22 +203,22 @@ def test_only_a_configuration_and_a_log_need_pydantic(monkeypatch):
         del sys.modules[name]
 
 
-def test_settings_of_another_version_are_read_unless_a_key_that_is_gone_was_set():
-    """A key that is gone and was left out is None in the settings of a checkpoint."""
-    for sections in (
+@looped(
+    "sections",
+    (
         {},
         {"data": FILE | {"sequence": 8}, "network": {"kind": "gpt"}},
         {"optimizer": {"build": "lion.py:Lion", "options": {"beta": 0.5}}},
         {"optimizer": {"kind": "muon"}, "schedule": {"kind": "step"}, "training": {"steps": 5}},
-    ):
-        with given(sections=sections):
-            config = checked({"data": FILE, **sections})
-            settings = config.settings() | {"samples": {"features": 3, "outputs": 2, "loss": "mse", "gone": 1}}
-            settings["grid"]["gone"] = None
-            found = SimpleNamespace(path="run", meta={"settings": settings})
-            assert recalled(found).config == config and recalled(found).samples.features == 3
-            settings["grid"]["gone"] = 2
-            with pytest.raises(
-                CheckpointError, match="settings of another version .* unknown key grid.gone .* Make the"
-            ):
-                recalled(found)
+    ),
+)
+def test_settings_of_another_version_are_read_unless_a_key_that_is_gone_was_set(sections):
+    """A key that is gone and was left out is None in the settings of a checkpoint."""
+    config = checked({"data": FILE, **sections})
+    settings = config.settings() | {"samples": {"features": 3, "outputs": 2, "loss": "mse", "gone": 1}}
+    settings["grid"]["gone"] = None
+    found = SimpleNamespace(path="run", meta={"settings": settings})
+    assert recalled(found).config == config and recalled(found).samples.features == 3
+    settings["grid"]["gone"] = 2
+    with pytest.raises(CheckpointError, match="settings of another version .* unknown key grid.gone .* Make the"):
+        recalled(found)

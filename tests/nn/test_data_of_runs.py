@@ -5,6 +5,7 @@ import logging
 import h5py
 import numpy as np
 import pytest
+from loops import given
 from training_runs import RunsHere, fails
 
 from pmm3d import DataError, Pmm3dError
@@ -59,26 +60,25 @@ def warned(comm, caplog, shared_path):
 
 @two
 def test_a_sorted_file_is_validated_on_all_classes(write, warned):
+    """Classes without a sample to train on, or to validate on, are named."""
     file = write("sorted", np.repeat([0, 1, 2], 50), KINDS)
+    grouped = write("grouped", np.arange(60) % 3, KINDS, g=np.arange(60) % 3)
     assert not warned({"file": file})
-    said = warned({"file": file, "hold_out": "last"})
-    assert "2 of 3 classes have no sample to validate on: cat, dog. Hold out other rows (data.hold_out, " in said
-    said = warned({"file": file, "shuffle": False, "validation": 0.4})
-    assert "have no sample to train on: owl. Hold out other rows" in said
-    assert "have no sample to validate on: cat" in said
-    said = warned({"file": write("grouped", np.arange(60) % 3, KINDS, g=np.arange(60) % 3), "groups": "g"})
-    assert "have no sample to train on: " in said
+    for data, *words in (
+        ({"file": file, "hold_out": "last"}, "2 of 3 classes have no sample to validate on: cat, dog. ", "hold_out"),
+        ({"file": file, "shuffle": False, "validation": 0.4}, "to train on: owl. ", "to validate on: cat"),
+        ({"file": grouped, "groups": "g"}, "have no sample to train on: "),
+        ({"file": write("from1", np.arange(60) % 3 + 1)}, "1 of 4 classes have", "on: 0. Labels from 1", "--classes"),
+        ({"file": write("unused", np.arange(60) % 2, KINDS)}, "1 of 3 classes have no sample to train on: "),
+        ({"file": write("given", np.arange(60) % 2), "classes": 3}, "1 of 3 classes have no sample to train on: "),
+    ):
+        with given(data=data):
+            said = warned(data)
+            assert all(word in said for word in words), said
 
 
 @two
-def test_labels_from_one_and_far_labels_are_said(write, warned):
-    said = warned({"file": write("from1", np.arange(60) % 3 + 1)})
-    assert "1 of 4 classes have no sample to train on: 0. Labels from 1 to K" in said and "--classes" in said
-    for data in (
-        {"file": write("unused", np.arange(60) % 2, KINDS)},
-        {"file": write("given", np.arange(60) % 2), "classes": 3},
-    ):
-        assert "1 of 3 classes have no sample to train on: " in warned(data)
+def test_far_labels_are_refused(write, warned):
     with pytest.raises(Pmm3dError, match="the label 1000002, which makes 1000003 classes of 24 samples"):
         warned({"file": write("far", np.arange(24) % 3 + 10**6)})
 
@@ -97,17 +97,19 @@ def test_integers_are_taken_as_asked(write, warned):
 
 @two
 def test_classes_of_the_validation_file_are_those_of_training_by_name(write, warned):
-    file = write("training", np.arange(60) % 3, KINDS)
-    other = {"file": file, "validation_file": write("other", np.arange(20) % 2, ["dog", "owl"])}
-    assert "have no sample to validate on: cat. Hold out other rows" in warned(other)
-    assert not warned({"file": file, "validation_file": write("turned", np.arange(20) % 3, KINDS[::-1])})
+    """If a file does not name its classes, the names are their numbers."""
+    named, plain = write("training", np.arange(60) % 3, KINDS), write("plain", np.arange(60) % 3)
+    other = lambda file, name, classes, names: warned(
+        {"file": file, "validation_file": write(name, np.arange(20) % classes, names)}
+    )
+    assert "have no sample to validate on: cat. " in other(named, "other", 2, ["dog", "owl"])
+    assert "does not name its classes" in other(named, "nameless", 3, None)
+    assert not other(named, "turned", 3, KINDS[::-1])
+    assert not other(plain, "digits", 3, ["2", "0", "1"])
     with pytest.raises(Pmm3dError, match="the class 'wolf' is none of cat, dog, owl"):
-        warned({"file": file, "validation_file": write("wolf", np.arange(20) % 2, ["dog", "wolf"])})
-    assert "does not name its classes" in warned({"file": file, "validation_file": write("plain", np.arange(20) % 3)})
-    plain = write("plain2", np.arange(60) % 3)
-    assert not warned({"file": plain, "validation_file": write("digits", np.arange(20) % 3, ["2", "0", "1"])})
+        other(named, "wolf", 2, ["dog", "wolf"])
     with pytest.raises(Pmm3dError, match="the class 'dog' is none of 0, 1, 2"):
-        warned({"file": plain, "validation_file": write("names", np.arange(20) % 2, ["dog", "owl"])})
+        other(plain, "names", 2, ["dog", "owl"])
 
 
 @two

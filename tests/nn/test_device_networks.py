@@ -3,26 +3,12 @@
 import numpy as np
 import pytest
 import standin
-from loops import given
+from loops import looped
 from mpi_runner.plugin import all_tests
-from networks import (
-    CLASSES,
-    VECTORS,
-    adamw,
-    batch_of,
-    bits,
-    largest_difference,
-    loss_of,
-    network_of,
-    spread,
-    train,
-    weights_of,
-)
-from samples import to_numpy
+from networks import CLASSES, VECTORS, adamw, batch_of, bits, largest_difference, loss_of, network_of, train, weights_of
 
 from pmm3d import Grid, nn
 from pmm3d.io import Checkpoints
-from pmm3d.layout import batch_layout
 from pmm3d.nn import compute, optim
 from pmm3d.nn.training import TrainState
 
@@ -51,21 +37,18 @@ CASES = [
 
 
 @pytest.mark.parallel([4], thorough=[1, 2])
-def test_training_on_a_device_is_that_on_the_host(comm):
-    grids = PRESETS[comm.size]
-    for number, (case, options) in enumerate(CASES):
-        with given(case=case, options=options):
+@looped("number, case, options", [(number, *each) for number, each in enumerate(CASES)])
+def test_training_on_a_device_is_that_on_the_host(comm, number, case, options):
+    def check(grid):
+        losses, net = train(grid, case, 2, library="standin", **options)
+        expected, same = train(grid, case, 2, **options)
+        assert np.abs(losses - expected).max() < 1e-10
+        assert largest_difference(weights_of(net), weights_of(same)) < 1e-10
 
-            def check(grid):
-                losses, net = train(grid, case, 2, library="standin", **options)
-                expected, same = train(grid, case, 2, **options)
-                assert np.abs(losses - expected).max() < 1e-10
-                assert largest_difference(weights_of(net), weights_of(same)) < 1e-10
-
-            if all_tests or comm.size < 4:
-                on_streams(comm, check)
-            else:
-                on_streams(comm, check, [("direct", "staged")[number // 2]], [grids[number]])
+    if all_tests or comm.size < 4:
+        on_streams(comm, check)
+    else:
+        on_streams(comm, check, [("direct", "staged")[number // 2]], [PRESETS[4][number]])
 
 
 @pytest.mark.parallel([2], thorough=[4])
@@ -86,47 +69,24 @@ def test_what_is_overlapped_changes_no_bit_on_a_device(comm, monkeypatch):
 
 
 @pytest.mark.parallel([4], thorough=[1])
-def test_metrics_on_a_device_are_those_on_the_host(comm):
-    def measured(grid, library):
-        net, (x, y) = network_of(grid, CLASSES, library=library), batch_of(CLASSES, 0)
-        given = spread(grid, x, library=library)
-        with nn.no_grad(grid):
-            out, labels = net(given), spread(grid, y, batch_layout(None), library)
-            return nn.accuracy(out, labels), nn.r2(out, out * 0.5 + 1.0), nn.mean(out, 1).gather()
-
-    def check(grid):
-        (*found, means), (*expected, same) = measured(grid, "standin"), measured(grid, "numpy")
-        assert np.allclose(found, expected, rtol=1e-12, atol=0)
-        assert np.allclose(to_numpy(means, "standin"), same, rtol=1e-12, atol=1e-12)
-
-    on_streams(comm, check)
-
-
-@pytest.mark.parallel([4], thorough=[1])
 def test_a_checkpoint_of_a_device_goes_on_to_the_same_bits(comm, shared_path):
     """On the host, the weights agree to rounding."""
-    losses = lambda net, optimizer, steps: [stepped(net, optimizer, step) for step in steps]
-
-    def stepped(net, optimizer, step):
-        loss = loss_of(net, CLASSES, *batch_of(CLASSES, step), net.parameters()[0].library)
-        loss.backward()
-        optimizer.step()
-        return loss.item()
 
     def check(grid):
-        checkpoints, made = Checkpoints(grid, shared_path / str(grid.shape)), {}
+        checkpoints, made = Checkpoints(grid, shared_path), {}
         for name, library in (("first", "standin"), ("again", "standin"), ("host", "numpy")):
             net = network_of(grid, CLASSES, library=library, dropout=0.1)
             net.settle(CLASSES.sizes[0], "float64", library)
-            optimizer = adamw(net.parameters())
-            state = TrainState(net, optimizer)
-            if name == "first":
-                losses(net, optimizer, range(2))
-                state.save(checkpoints)
-            else:
+            state = TrainState(net, adamw(net.parameters()))
+            if name != "first":
                 state.resume(checkpoints)
-            made[name] = losses(net, optimizer, range(2, 4)), weights_of(net)
-        assert made["first"][0] == made["again"][0] and bits(made["first"][1]) == bits(made["again"][1])
-        assert largest_difference(made["first"][1], made["host"][1]) < 1e-10
+            for step in range(0 if name == "first" else 2, 4):
+                if step == 2 and name == "first":
+                    state.save(checkpoints)
+                loss_of(net, CLASSES, *batch_of(CLASSES, step), library).backward()
+                state.optimizer.step()
+            made[name] = weights_of(net)
+        assert bits(made["first"]) == bits(made["again"])
+        assert largest_difference(made["first"], made["host"]) < 1e-10
 
     on_streams(comm, check, grids=[("1x1x1", 1)] if comm.size == 1 else [("1x2x1", 2)])
