@@ -341,8 +341,7 @@ def test_an_update_is_a_pass_over_weight_gradient_and_state(kind, options, state
     """A machine file knows the names of further passes."""
     with Grid.dry((1, 1, 1)) as grid:
         net, x = nn.Linear(grid, COLS, COLS), DistMatrix.empty(grid, (ROWS, COLS), dtype="float32")
-        optimizer = optim.KINDS[kind](net.parameters(), 0.1, **options)
-        nbytes = sum(parameter.local.nbytes for parameter in net.parameters())
+        optimizer, nbytes = optim.KINDS[kind](net.parameters(), 0.1, **options), net.weight.local.nbytes
         for factor, scaled in ((1.0, 0), (0.5, 2)):
             nn.mse(net(x), x).backward()
             _, found = taken(grid, lambda factor=factor: optimizer.step(factor=factor))

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from loops import looped
 from networks import CLASSES, GRIDS, alone, bits, network_of, on_grid, over_grids, spread, weights_of
-from safetensors.numpy import load_file
 
 from pmm3d import Grid, LayoutError, Pmm3dError, nn
-from pmm3d.io import Checkpoints, export_safetensors, import_safetensors
+from pmm3d.io import Checkpoints
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.training import TrainState
@@ -155,26 +154,6 @@ def test_what_is_loaded_counts_at_once(grid):
         net(spread(grid, x))
         net.load_state_dict({"weight": np.ones((6, 4))})
         np.testing.assert_array_equal(net(spread(grid, x)).gather(), x @ np.ones((6, 4)))
-
-
-@pytest.mark.parallel([4])
-def test_a_state_dict_to_checkpoints_and_to_safetensors(comm, shared_path):
-    file = shared_path / "net.safetensors"
-    with Grid(comm, (2, 1, 1), 2) as grid:
-        net = network_of(grid, CLASSES, seed=1)
-        saved = Checkpoints(grid, shared_path / "checkpoints").save(1, net.state_dict())
-        export_safetensors(grid, file, net.state_dict())
-        wanted = bits(weights_of(net))
-    with Grid(comm, "fsdp") as grid:
-        for read in (
-            lambda net: net.load_state_dict(load_file(file)),
-            lambda net: Checkpoints(grid, saved.parent).load(saved, net.state_dict()),
-            lambda net: import_safetensors(grid, file, net.state_dict()),
-        ):
-            net = network_of(grid, CLASSES, seed=2)
-            read(net)
-            net.loaded()
-            assert bits(weights_of(net)) == wanted
 
 
 @pytest.mark.parallel([2], thorough=[1])

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 from loops import given, looped
-from networks import alone, bits, spread, weights_of
+from networks import alone, bits, on_grid, spread, weights_of
 from on_disk import on_rank_0
 from safetensors.numpy import load_file, save_file
 from samples import to_numpy
@@ -91,7 +91,7 @@ def test_a_file_of_gpt2_has_queries_then_keys_then_values(comm, shared_path):
         with given(grid=shape, data=data, axes=axes), Grid(comm, shape, data, **axes) as grid:
             net = nn.Pipeline(grid, make) if "pipe" in axes else make(grid)
             load_weights(net, path)
-            net.export(shared_path / "gpt.safetensors", names="gpt2")
+            net.export(shared_path / "gpt.safetensors")
             assert bits(load_file(shared_path / "gpt.safetensors")) == bits(expected)
             comm.barrier()
 
@@ -378,27 +378,23 @@ def test_weights_that_fail_to_load_change_nothing(comm, shared_path, some_grid, 
 
 
 @two
-def test_the_names_are_the_same_on_every_grid_and_by_every_function(comm, shared_path, fails):
-    """Published names by default, also on stages. A config.json is written beside no other names."""
-    make, found, no = partial(nn.GPT, **GPT, seed=3), [], shared_path / "no"
-    for axes in ({}, {"pipe": 2}):
-        with given(axes=axes), Grid(comm, (1, 1, 1) if axes else (1, 1, 2), **axes) as grid:
-            net = nn.Pipeline(grid, make) if axes else make(grid)
-            for export, suffix in product((net.export, partial(export_torch, net)), ("", ".safetensors")):
-                export(path := shared_path / f"{len(found)}{suffix}")
-                assert suffix or json.loads((path / "config.json").read_text())["model_type"] == "gpt2"
-                found.append(set(load_file(path if suffix else path / "model.safetensors")))
-            torch = shared_path / "torch.safetensors"
-            fails(CheckpointError, "folder .*'torch'.*gpt2.*.safetensors", lambda: net.export(no, names="torch"))
-            net.export(torch, names="torch")
-            assert "0.table" in load_file(torch)
-            import_torch(net, torch)
-    assert len(found) == 8 and all(names == found[0] for names in found) and "transformer.wte.weight" in found[0]
-    with Grid(comm, "ddp") as grid:
-        net = nn.Encoder(grid, **GPT)
-        net.export(shared_path / "encoder.safetensors")
-        assert "0.table" in load_file(shared_path / "encoder.safetensors")
-        fails(CheckpointError, "folder .*'torch'", lambda: net.export(no))
+@on_grid("fsdp")
+def test_the_names_are_the_same_by_every_function(grid, shared_path, fails):
+    """Published names by default. A config.json is written beside no other names."""
+    net, found, no = nn.GPT(grid, **GPT), [], shared_path / "no"
+    for export, suffix in product((net.export, partial(export_torch, net)), ("", ".safetensors")):
+        export(path := shared_path / f"{len(found)}{suffix}")
+        assert suffix or json.loads((path / "config.json").read_text())["model_type"] == "gpt2"
+        found.append(load_file(path if suffix else path / "model.safetensors").keys())
+    assert all(names == found[0] for names in found) and "transformer.wte.weight" in found[0]
+    fails(CheckpointError, "folder .*'torch'.*gpt2.*.safetensors", lambda: net.export(no, names="torch"))
+    encoder, file = nn.Encoder(grid, **GPT), shared_path / "torch.safetensors"
+    fails(CheckpointError, "folder .*'torch'", lambda: encoder.export(no))
+    for export in (partial(net.export, names="torch"), encoder.export):
+        export(file)
+        assert "0.table" in load_file(file)
+        grid.comm.barrier()
+    import_torch(encoder, file)
     assert not no.exists()
 
 

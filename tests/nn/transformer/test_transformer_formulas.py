@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from loops import given, looped
+from loops import looped
 from networks import over_grids, spread
 from samples import TESTED
 from transformer_reference import IGNORED
@@ -63,15 +63,15 @@ def test_tensor_parallel_volume(t, kind):
     assert found["gather I"] == 4 * unit and sum(found.values()) - found["reduce vectors"] == 10 * unit
 
 
-def test_volume_of_both_axes_of_a_layer():
+@looped("x, y", [(1, 2), (2, 2), (3, 2), (2, 4)])
+@looped("kind", KINDS)
+def test_volume_of_both_axes_of_a_layer(x, y, kind):
     """AxoNN's terms (Singh et al., SC'24): x splits the columns between the layers of a block, and y those between
     blocks. The volume of each axis is divided by the size of the other one. y sums the wider arrays."""
-    for (x, y), kind in product(((1, 2), (2, 2), (3, 2), (2, 4)), KINDS):
-        with given(x=x, y=y, kind=kind):
-            found = a_layer((x, y, 1), activations=kind)
-            found.pop("reduce vectors", None), found.pop("layer norm", None)
-            of_x, of_y = 8 * B * S * H * (x - 1) // (x * y), 2 * (3 + 4 + 1 + 4) * B * S * H * (y - 1) // (x * y)
-            assert sum(found.values()) == BYTES * (of_x + of_y)
+    found = a_layer((x, y, 1), activations=kind)
+    moved = sum(received for phase, received in found.items() if phase not in ("reduce vectors", "layer norm"))
+    of_x, of_y = 8 * B * S * H * (x - 1) // (x * y), 2 * (3 + 4 + 1 + 4) * B * S * H * (y - 1) // (x * y)
+    assert moved == BYTES * (of_x + of_y)
 
 
 @looped("y", (2, 4))
@@ -133,21 +133,21 @@ def test_published_sizes(size, kind, options):
         assert getattr(nn, kind)(grid, **options).size == size
 
 
-def test_flops():
+@looped("recompute, kind", [("none", "replicated"), ("selective", "sharded"), ("full", "replicated")])
+@looped("x, y, z", [(1, 1, 1), (3, 2, 1), (2, 1, 2)])
+def test_flops(recompute, kind, x, y, z):
     """72 B s L h^2 (1 + s/(6 h) + V/(12 L h)) (Narayanan et al., SC'21), and 2 B s^2 h per layer for the scores that
     backward recomputes, as in flash attention. Full recomputation adds the block's forward pass, 96 in place of 72;
     selective recomputation adds that of attention. No rank repeats the work of another one: heads or sequences are
     divided. Sums over rows of gradients, of biases and norms are not counted."""
-    layers, away = 2, {"none": 0, "selective": 1, "full": 1}
+    layers = 2
     blocks, scores, logits = 24 * B * S * layers * H**2, 4 * B * S**2 * H * layers, 6 * B * S * H * V
     formula = 72 * B * S * layers * H**2 * (1 + S / (6 * H) + V / (12 * layers * H))
     assert round(formula) == 3 * (blocks + scores) + logits
-    for number, (recompute, (x, y, z)) in enumerate(product(away, ((1, 1, 1), (3, 2, 1), (2, 1, 2)))):
-        with given(recompute=recompute, x=x, y=y, z=z):
-            actions = dry_step((x, y, z), layers=layers, recompute=recompute, activations=KINDS[number % 2])[2]
-            flop = sum(2 * each.m * each.n * each.k for each in actions if each.what == "gemm" and each.m > 1)
-            attention = scores * (3.5 + away[recompute])
-            assert flop * x * y * z == blocks * (3 + (recompute == "full")) + logits + attention
+    actions = dry_step((x, y, z), layers=layers, recompute=recompute, activations=kind)[2]
+    flop = sum(2 * each.m * each.n * each.k for each in actions if each.what == "gemm" and each.m > 1)
+    attention = scores * (3.5 + (recompute != "none"))
+    assert flop * x * y * z == blocks * (3 + (recompute == "full")) + logits + attention
 
 
 # Memory that the backward pass needs, by policy of recomputation: by formula, in a dry run, in a run

@@ -64,8 +64,7 @@ def assert_as_torch(grid, case, expected, library=TESTED, **options):
     assert abs(found - loss) < CLOSE
     assert set().union(*grid.comm.allgather(set(slopes))) == set(gradients)
     for name, slope in slopes.items():
-        with given(parameter=name):
-            assert slope.shape == gradients[name].shape and close(slope.gather(), gradients[name])
+        assert slope.shape == gradients[name].shape and close(slope.gather(), gradients[name]), name
     assert_replicas_agree(net.grid, slopes)
 
 
@@ -122,8 +121,7 @@ def test_steps_of_adamw_from_the_initial_weights_are_those_of_torch(comm, name):
         found = [train_step(net, optimizer, LOSS, [tuple(batch_on(grid, case, step))])[0] for step in range(5)]
         assert np.abs(np.subtract(found, losses)).max() < CLOSE
         for name, parameter in net.named_parameters().items():
-            with given(parameter=name):
-                assert np.abs(to_numpy(parameter.gather()) - weights[name]).max() < 1e-8
+            assert np.abs(to_numpy(parameter.gather()) - weights[name]).max() < 1e-8, name
 
     on_grids(comm, check, [{"x": comm.size}, {"z": comm.size}, {"data": comm.size}])
 
