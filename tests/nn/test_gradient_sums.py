@@ -127,16 +127,15 @@ def stepped(grid, kind, synced, clip=None):
 
 @pytest.mark.parallel([4], thorough=[8])
 @over_grids(DATA_GRIDS)
-def test_zero_0_1_and_2_are_the_same_training(grid):
+@looped("synced", [(False, False, True), (True, False, True)])
+@looped("clip", [None, 0.1])
+def test_zero_0_1_and_2_are_the_same_training(grid, synced, clip):
     """With one sum per step, or several; clipped or not. ZeRO-1 with one sum has equal bits, except for a norm in
     another order."""
-
-    for synced in ((False, False, True), (True, False, True)):
-        for clip in (None, 0.1):
-            (whole, norm), (one, norm_1), (two, norm_2) = (stepped(grid, kind, synced, clip) for kind in KINDS)
-            assert bits(one) == bits(whole) or clip or synced[0]
-            assert largest_difference(one, whole) < 1e-12 and np.allclose(norm_1, norm, rtol=1e-12)
-            assert largest_difference(two, whole) < 1e-12 and np.allclose(norm_2, norm, rtol=1e-12)
+    (whole, norm), (one, norm_1), (two, norm_2) = (stepped(grid, kind, synced, clip) for kind in KINDS)
+    assert bits(one) == bits(whole) or clip or synced[0]
+    assert largest_difference(one, whole) < 1e-12 and np.allclose(norm_1, norm, rtol=1e-12)
+    assert largest_difference(two, whole) < 1e-12 and np.allclose(norm_2, norm, rtol=1e-12)
 
 
 @looped("kind, parts", [(False, 1), ("states", 1), ("gradients", 4)])

@@ -122,9 +122,12 @@ PRESETS = {
 def on_streams(comm, body, transports=("direct", "staged"), grids=None):
     """body(grid) on a device and a stream of this rank, with each transport in turn."""
     for index, (shape, data) in enumerate(grids or PRESETS[comm.size]):
-        with Grid(comm, shape, data, device_transport=transports[index % len(transports)]) as grid:
-            with standin.Device(comm.rank % standin.DEVICES), standin.Stream(non_blocking=True):
-                body(grid)
+        with (
+            Grid(comm, shape, data, device_transport=transports[index % len(transports)]) as grid,
+            standin.Device(comm.rank % standin.DEVICES),
+            standin.Stream(non_blocking=True),
+        ):
+            body(grid)
 
 
 CASES = [

@@ -124,7 +124,9 @@ def test_what_the_next_rule_needs_is_fetched_before_the_present_one_runs(comm):
     noted = lambda y: y.made(y.shard, (y,), lambda gradient: (events.append("rule"), (gradient,))[1])
 
     def run(grid, **hooks):
-        first, second, third = (nn.Linear(grid, 6, 6, dtype="float64", cols=cols, bias=False) for cols in "yyx")
+        first, second, third = (
+            nn.Linear(grid, 6, 6, dtype="float64", cols=cols, bias=False, seed=seed) for seed, cols in enumerate("yyx")
+        )
         x = nn.Tensor(spread(grid, batch_of(CLASSES, 0)[0][:, :6], INPUT), requires_grad=True)
         with Tape.of(grid).set(**hooks):
             out = third(nn.tanh(noted(first(x) * second(x))))

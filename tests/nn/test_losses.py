@@ -42,12 +42,11 @@ def of_torch():
         losses[title] = partial(
             functions.cross_entropy, target=torch.from_numpy(labels_of(title)[:, 0]), ignore_index=ignored
         )
-    for title, loss in losses.items():
-        for reduction in ("mean", "sum"):
-            x = torch.tensor(drawn((ROWS, COLS), 1), requires_grad=True)
-            value = loss(x, reduction=reduction)
-            value.backward()
-            found[title, reduction] = value.item(), x.grad.numpy()
+    for (title, loss), reduction in product(losses.items(), ("mean", "sum")):
+        x = torch.tensor(drawn((ROWS, COLS), 1), requires_grad=True)
+        value = loss(x, reduction=reduction)
+        value.backward()
+        found[title, reduction] = value.item(), x.grad.numpy()
     return found
 
 

@@ -236,11 +236,8 @@ def test_two_dimensions_have_the_bits_of_one_and_the_bytes_of_both(comm):
 
 
 def test_orders_are_permutations_of_any_length():
-    for order in ORDERS:
-        for length in range(20):
-            for ranks in range(1, 9):
-                for block in (1, 2, 5):
-                    assert sorted(positions(order, length, ranks, block)) == list(range(length))
+    for order, length, ranks, block in product(ORDERS, range(20), range(1, 9), (1, 2, 5)):
+        assert sorted(positions(order, length, ranks, block)) == list(range(length))
     assert all((positions(order, 12, 1) == np.arange(12)).all() for order in ORDERS)
 
 
