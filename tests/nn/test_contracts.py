@@ -188,7 +188,6 @@ def test_a_part_that_is_computed_again_may_use_what_was_made_before(grid, made, 
 @over_grids()
 def test_a_part_that_is_computed_again_may_use_a_weight_that_is_not_its_own(grid):
     """Inside a function, with uses outside too, and a batch that needs no gradient. Exact."""
-
     layer = linear(grid, SIZE, SIZE)
     layer(spread(grid, X))
     again = nn.Recompute(nn.Sequential(grid, lambda x: nn.linear(x, layer.weight, layer.bias)))
@@ -209,7 +208,6 @@ def test_a_part_that_is_computed_again_may_use_a_weight_that_is_not_its_own(grid
 def test_no_step_is_taken_with_gradients_that_are_not_summed(grid, fails):
     """After passes in no_sync only, replicas would become different. Refused on every grid, also of one rank. Weights
     and gradients do not change, and a later pass that sums makes the step possible."""
-
     for shard in (False, True):
         net = network_of(grid, VECTORS)
         optimizer = optim.SGD(net.parameters(), 0.5, shard_over_data=shard)

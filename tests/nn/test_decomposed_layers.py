@@ -75,7 +75,6 @@ def test_each_ranks_rows_have_a_gemm(grid):
     """A product has one GEMM for each rank whose rows it receives or keeps. The first of three layers has a whole
     input, and reduces along y. The forward products of the others, and their dI, gather along one axis and reduce along
     the other."""
-
     case = CASES["even"]
     plain, decomposed = (passed(grid, case, wanted=False, decomposed=wanted)[2] for wanted in (False, True))
     assert decomposed - plain == (grid.y.size - 1) + 4 * (max(grid.x.size, grid.y.size) - 1)

@@ -42,7 +42,6 @@ def test_the_other_gradients_are_the_same(grid, options):
 @over_grids(lambda ranks: [("fsdp", 1), ("megatron", 2)])
 def test_a_frozen_trunk_costs_no_backward_pass(grid):
     """No gradient of its weights or its activations is summed, and its inputs are not kept."""
-
     net = network_of(grid, CLASSES, norm=False)
     costs = []
     for frozen in ([], net.layers[:-1], net.layers[2:3]):

@@ -286,7 +286,6 @@ def test_ranks_that_differ_in_a_pass_without_sync_are_told_before_the_step(grid,
 @over_grids(lambda ranks: [("2x1x1", 2), ("1x1x2", 2)])
 def test_products_are_drained_one_by_one(grid, monkeypatch):
     """The sum over data begins when no queue contains a part of a gradient. Ranks compare nothing."""
-
     net, queues = network_of(grid, CLASSES), []
     for index in range(2):
         with nn.defer_weights(grid) as queue:

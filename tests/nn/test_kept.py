@@ -1,8 +1,8 @@
 """Arrays that operations keep for the backward pass belong to the tape: it counts them, and can move or compress
 them."""
 
-import gc
 import zlib
+from functools import partial
 from types import ModuleType
 
 import numpy as np
@@ -40,14 +40,20 @@ OPTIONS = {
 
 
 def arrays_within(value, seen):
-    """The arrays to which an object refers, except parameters. "__builtins__" is in the globals of a function."""
-    outside = (Grid, Axis, Form, nn.Parameter, nn.Module, nn.Tape, type, ModuleType)
-    if id(value) in seen or isinstance(value, outside) or (isinstance(value, dict) and "__builtins__" in value):
+    """The arrays to which an object refers, except parameters."""
+    if id(value) in seen or isinstance(value, (Grid, Axis, Form, nn.Parameter, nn.Module, nn.Tape, type, ModuleType)):
         return []
     seen.add(id(value))
     if isinstance(value, np.ndarray):
         return [value]
-    return [array for part in gc.get_referents(value) for array in arrays_within(part, seen)]
+    inner = list(getattr(value, "__closure__", None) or ())
+    if isinstance(value, partial):
+        inner += [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, (list, tuple, dict)):
+        inner += value.values() if isinstance(value, dict) else value
+    inner += [getattr(value, name) for name in ("cell_contents", "__self__", "__func__") if hasattr(value, name)]
+    inner += vars(value).values() if hasattr(value, "__dict__") and not callable(value) else ()
+    return [array for part in inner for array in arrays_within(part, seen)]
 
 
 @pytest.mark.parallel([4], thorough=[1])
@@ -66,7 +72,6 @@ def test_rules_refer_to_no_array_but_what_is_kept(grid, options):
 @over_grids(lambda ranks: [("1x1x1", ranks)])
 def test_what_is_kept_is_counted_once_and_let_go(grid):
     """For relu(x W): x, and the result, which relu and the layer after it need."""
-
     first, second = (nn.Linear(grid, 6, 6, dtype="float64", cols=cols) for cols in "yx")
     x = spread(grid, batch_of(CLASSES, 0)[0][:, :6], INPUT)
     out = second(nn.relu(first(x)))
@@ -156,7 +161,6 @@ def test_what_the_next_rule_needs_is_fetched_before_the_present_one_runs(comm):
 @over_grids(lambda ranks: [("1x1x1", ranks)])
 def test_a_tensor_that_was_written_to_is_packed_anew(grid):
     """The earlier pack has other values, although there are still references to it."""
-
     layer, x = nn.Linear(grid, 6, 4, dtype="float64", bias=False), spread(grid, np.ones((4, 6)), INPUT)
     given = nn.Tensor(x)
     with Tape.of(grid).set(pack=lambda name, array: to_library(np.array(to_numpy(array)))):

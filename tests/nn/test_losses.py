@@ -114,7 +114,6 @@ def test_a_batch_without_rows(grid, loss, reduction):
 @over_grids()
 def test_the_number_of_rows_that_count_rides_on_the_sum(grid):
     """A mean with ignore_index sends one more number along each axis of the rows, and no further message."""
-
     x = nn.Tensor(spread(grid, drawn((ROWS, COLS), 1), Layout(("data", "z", "x"))))
     found = []
     for options in ({}, {"ignore_index": 2}, {"ignore_index": 2, "reduction": "sum"}):
