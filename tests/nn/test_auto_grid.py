@@ -63,7 +63,9 @@ def test_a_resumed_run_takes_the_grid_of_its_ranks_and_is_predicted_with(here, c
             file["x"] = np.ones((5, 12), "float32")
     comm.barrier()
     for ranks in (3, 1):
-        done = here.run("predict", str(here.folder / "run"), str(new), "--out", f"{new}.{ranks}", ranks=ranks)
+        done = here.run(
+            "predict", str(here.folder / "run"), str(new), "--out", f"{new.parent}/out{ranks}.h5", ranks=ranks
+        )
         assert done.returncode == 0 and (ranks == 1 or str(chosen[1]) in done.stdout), done.stderr
 
 

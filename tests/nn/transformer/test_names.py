@@ -278,15 +278,17 @@ def test_settings_that_change_the_logits_or_are_unknown_are_refused_by_name(conf
 
 
 @two
-@looped("name", ["config.json", "model.safetensors.index.json"])
-def test_files_of_json_with_another_content_are_refused(shared_path, some_grid, fails, name):
-    file = shared_path / name
-    for text in ("[]", "{", "\udcff", '{"weight_map": ["model.safetensors"]}', '{"weight_map": {"a": 1}}'):
-        with given(text=text):
-            nn.Llama(some_grid, **LLAMA).export(shared_path)  # also removes an index
+def test_files_of_json_with_another_content_are_refused(shared_path, some_grid, fails):
+    nn.Llama(some_grid, **LLAMA).export(shared_path)
+    config = shared_path / "config.json"
+    right = config.read_bytes()
+    texts = "[]", "{", "\udcff", '{"weight_map": ["model.safetensors"]}', '{"weight_map": {"a": 1}}'
+    for file, text in product((config, shared_path / "model.safetensors.index.json"), texts):
+        with given(name=file.name, text=text):
             on_rank_0(some_grid, lambda: file.write_bytes(text.encode(errors="surrogateescape")))
-            named = "model_type" if name == "config.json" and "weight" in text else name
+            named = "model_type" if file == config and "weight" in text else file.name
             fails(CheckpointError, named, lambda: nn.Llama.load(some_grid, shared_path))
+            on_rank_0(some_grid, lambda: (file.unlink(), config.write_bytes(right)))
 
 
 @two
