@@ -127,20 +127,19 @@ def test_what_is_shown_can_be_read_back(sections):
 
 @pytest.fixture
 def made(comm, shared_path):
-    """made(section={...}) makes a trainer of this configuration, by default with data.h5.
+    """made(section={...}) makes a trainer of this configuration, with a file of 330 rows.
 
-    data.h5 has 330 rows, and three.h5 has 3. y has three classes, one has a single class, field has four numbers.
+    y has three classes, one has a single class, field has four numbers.
     """
     if comm.rank == 0:
         x = np.random.default_rng(0).standard_normal((330, 12)).astype("float32")
-        for name, rows in (("data.h5", 330), ("three.h5", 3)):
-            with h5py.File(shared_path / name, "w") as file:
-                file["x"], file["y"] = x[:rows], np.arange(rows) % 3
-                file["one"], file["field"] = np.zeros(rows, int), x[:rows, :4]
+        with h5py.File(shared_path / "data.h5", "w") as file:
+            file["x"], file["y"] = x, np.arange(330) % 3
+            file["one"], file["field"] = np.zeros(330, int), x[:, :4]
     comm.barrier()
 
-    def make(file="data.h5", **sections):
-        data = {"file": str(shared_path / file), "batch_size": 50} | sections.pop("data", {})
+    def make(**sections):
+        data = {"file": str(shared_path / "data.h5"), "batch_size": 50} | sections.pop("data", {})
         training = {"folder": str(shared_path / "run")} | sections.pop("training", {})
         with build.trainer(checked({"data": data, "training": training, **sections}), comm) as run:
             return run
@@ -169,12 +168,6 @@ MISFITS = [
 @looped("sections, text", MISFITS)
 def test_what_does_not_fit_the_data_is_said_before_training(made, fails, sections, text):
     fails(Pmm3dError, text, lambda: made(**sections))
-
-
-@pytest.mark.parallel([2], thorough=[1])
-def test_three_rows_are_too_few_to_hold_some_out(made, fails):
-    fails(Pmm3dError, "data.validation = 0.1 holds out no row of 3", lambda: made("three.h5"))
-    assert len(made("three.h5", data={"validation": 0.0}).loader) == 1
 
 
 @pytest.mark.parallel([2], thorough=[1])

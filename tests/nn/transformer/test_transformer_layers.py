@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from differences import assert_gradients_are_differences
 from loops import given, looped
-from networks import ALL_GRIDS, GRIDS, on_each_grid, on_grid, over_grids, spread
+from networks import ALL_GRIDS, on_each_grid, on_grid, over_grids, spread
 from samples import integers, to_numpy
 
-from pmm3d import DistMatrix, Grid, LayoutError, nn
+from pmm3d import Grid, LayoutError, nn
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn.dense import weight_layout
 from pmm3d.nn.transformer import embedding, rotary, token_layout
@@ -122,16 +122,6 @@ def test_keys_and_values_that_heads_share_are_gathered_if_ranks_do_not_divide_th
         moved = (comm.size - 1) * 6 * 8 * kv_heads * 8 // comm.size if kv_heads % comm.size else 0
         assert grid.ledger.total(phase="relayout").received == moved
         out.backward(spread(grid, np.ones(out.shape), out.layout))
-
-
-@over_grids(GRIDS)
-@looped("make", [GPT, LLAMA])
-def test_a_dry_run_knows_the_layout_of_the_result(grid, make):
-    layout = token_layout(grid, 6)
-    with grid.dry(grid.shape[:3], grid.shape.data) as dry:
-        box = layout.box((24, 1), dry.shape, dry.coords)
-        out = make(dry)(DistMatrix(dry, dry.library("numpy").empty(box.shape, "int64"), (24, 1), layout))
-    assert out.layout == make(grid)(spread(grid, tokens_of(11, 24), layout)).layout
 
 
 @pytest.mark.parallel([2])
