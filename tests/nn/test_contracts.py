@@ -399,16 +399,10 @@ def test_adam_counts_the_steps_of_each_parameter(comm):
             halves.append(optimizer)
         assert optimizer.state()["missed"]["steps.3.module.0.weight"] == 3
         assert largest_difference(weights_of(net), expected) < 1e-12
+        optimizer.load_state({"kind": "Adam", "steps": 4, "lr": 0.5})  # of before the steps of a parameter were counted
+        assert (optimizer.steps, optimizer.lr, dict(optimizer.steps_without_grad)) == (4, RATE, {})
 
     on_each_grid(comm, check, GRIDS[comm.size][:2])
-
-
-@pytest.mark.parallel([1])
-def test_a_state_of_before_steps_were_counted_for_each_parameter(comm):
-    with Grid(comm) as grid:
-        optimizer = optim.Adam(Paths(grid).parameters())
-        optimizer.load_state({"kind": "Adam", "steps": 4, "lr": 0.5})
-        assert (optimizer.steps, optimizer.lr, dict(optimizer.steps_without_grad)) == (4, 1e-3, {})
 
 
 def different(grid, layers, bucket_bytes, when, uses, others):

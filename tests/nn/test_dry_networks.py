@@ -93,7 +93,6 @@ def test_a_trainer_runs_on_the_batches_of_a_dry_loader(tmp_path):
 
 
 GRIDS = {1: [("1x1x1", 1)], 2: [("ddp", 1), ("fsdp", 1), ("1x2x1", 1)], 4: [("1x1x2", 2), ("2x2x1", 1), ("1x2x2", 1)]}
-RESHARD = nn.Overlap(reshard_after_forward=True)
 NETWORKS = {
     "plain": {},
     "norm and dropout": {"norm": True, "dropout": 0.2, "overlap": nn.Overlap(reshard_after_forward=False)},
@@ -152,7 +151,7 @@ def test_a_rank_holds_what_a_dry_run_says(comm, number, name, make, options):
     on_each_grid(comm, check, grids if all_tests else grids[number % 2 :: 2])
 
 
-def trained(grid, make, overlap=RESHARD, shard_over_data=False, **options):
+def trained(grid, make, overlap=nn.Overlap(reshard_after_forward=True), shard_over_data=False, **options):
     """(bytes by kind, largest number of bytes lent by `array` at the same time) after some steps."""
     nn.Tape.of(grid).parallel.overlap = overlap
     net, loss, batch = make(grid, **options)

@@ -29,7 +29,6 @@ KINDS = (False, "states", "gradients")
 CUTS = (0, 9, 14, 23)
 DATA_GRIDS = {4: [("2x1x1", 2), ("1x1x2", 2), ("1x1x1", 4)], 8: [("2x1x2", 2), ("1x2x2", 2)]}
 FIRST_TWO = {4: DATA_GRIDS[4][:2]}
-RESHARD = nn.Overlap(reshard_after_forward=True)
 
 
 # Begins of sums, in a dry run
@@ -96,7 +95,7 @@ def test_micro_batches_wait_for_no_sum_of_the_one_before():
 def test_the_first_weight_of_the_next_micro_batch_is_gathered_ahead(m):
     """The number of gathers is the same. None begins after the last micro-batch, or without `unchanged`."""
     with Grid.dry((1, 1, 2)) as grid:
-        nn.Tape.of(grid).parallel.overlap = RESHARD
+        nn.Tape.of(grid).parallel.overlap = nn.Overlap(reshard_after_forward=True)
         counts = []
         for index, _, actions in dry_step(grid, m, (64, 32, 16)):
             begun, awaited = (len(numbers(actions, what, {"gather W"})) for what in ("begin", "wait"))

@@ -98,8 +98,11 @@ def test_results_are_numpys(some_grid, results):
     for library, dtype in [*product(LIBRARIES, ("float64", "float32", "float16")), ("torch", "bfloat16")]:
         for title, arrays in results(some_grid, library, dtype).items():
             for array, wanted in zip(arrays, expected[title], strict=True):
-                error = TYPES[dtype] * max(1, np.abs(wanted).max())
-                assert np.abs(array - wanted).max() <= error, (library, dtype, title)
+                assert np.abs(array - wanted).max() <= TYPES[dtype] * max(1, np.abs(wanted).max()), (
+                    library,
+                    dtype,
+                    title,
+                )
 
 
 @pytest.mark.parametrize("library, other", [("numpy", "torch"), ("torch", "numpy")])

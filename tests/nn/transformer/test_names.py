@@ -282,12 +282,14 @@ def test_files_of_json_with_another_content_are_refused(shared_path, some_grid, 
     nn.Llama(some_grid, **LLAMA).export(shared_path)
     config = shared_path / "config.json"
     right = config.read_bytes()
-    texts = "[]", "{", "\udcff", '{"weight_map": ["model.safetensors"]}', '{"weight_map": {"a": 1}}'
-    for file, text in product((config, shared_path / "model.safetensors.index.json"), texts):
+    for file, text in product(
+        (config, shared_path / "model.safetensors.index.json"),
+        ("[]", "{", "\udcff", '{"weight_map": ["model.safetensors"]}', '{"weight_map": {"a": 1}}'),
+    ):
         with given(name=file.name, text=text):
             on_rank_0(some_grid, lambda: file.write_bytes(text.encode(errors="surrogateescape")))
-            named = "model_type" if file == config and "weight" in text else file.name
-            fails(CheckpointError, named, lambda: nn.Llama.load(some_grid, shared_path))
+            wrong = "model_type" if file == config and "weight" in text else file.name
+            fails(CheckpointError, wrong, lambda: nn.Llama.load(some_grid, shared_path))
             on_rank_0(some_grid, lambda: (file.unlink(), config.write_bytes(right)))
 
 
@@ -371,8 +373,11 @@ def test_weights_that_fail_to_load_change_nothing(comm, shared_path, some_grid, 
     }.items():
         with given(title=title):
             on_rank_0(some_grid, lambda: change(contents))
-            named = name if isinstance(contents, dict) else last.name
-            fails(CheckpointError, named, lambda: load_weights(other, shared_path))
+            fails(
+                CheckpointError,
+                name if isinstance(contents, dict) else last.name,
+                lambda: load_weights(other, shared_path),
+            )
             assert same_weights(other, before)
     on_rank_0(some_grid, lambda: change({**tensors, "of.no.index": np.ones(3)}))
     load_weights(other, shared_path)
