@@ -227,6 +227,15 @@ def failing(x):
     return x.from_op(x.shard, (x,), rule)
 
 
+def failing(x):
+    """The tensor x, whose backward rule raises ZeroDivisionError."""
+
+    def rule(gradient):
+        raise ZeroDivisionError
+
+    return x.from_op(x.shard, (x,), rule)
+
+
 def assert_replicas_agree(grid, values) -> None:
     """Assert that ranks with the same shard of a matrix have the same bits. values: name -> DistMatrix."""
     mine = {name: (value.box, value.library.to_numpy(value.local).tobytes()) for name, value in values.items()}

@@ -54,6 +54,23 @@ def torch_loss(torch, case, out, y):
     return function(out, y[:, 0] if case.loss == "cross_entropy" else y)
 
 
+def torch_attention(q, k, v, slope, length, size, causal=True, window=None, documents=None, scale=None):
+    """[result, gradients of <result, slope> by q, k and v] for sequences of this length and heads of this size."""
+    import torch
+
+    leaves = [torch.tensor(each, requires_grad=True) for each in (q, k, v)]
+    heads = [each.reshape(-1, length, each.shape[1] // size, size).transpose(1, 2) for each in leaves]
+    away = torch.arange(length)[:, None] - torch.arange(length)
+    seen = ((away >= 0) | (not causal)) & (away.abs() < (window or length))
+    if documents is not None:
+        documents = torch.from_numpy(documents).reshape(-1, 1, length)
+        seen = seen & (documents[..., None] == documents[:, :, None])
+    out = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=seen, scale=scale, enable_gqa=True)
+    out = out.transpose(1, 2).reshape(q.shape)
+    (out * torch.from_numpy(slope)).sum().backward()
+    return [out.detach().numpy(), *(each.grad.numpy() for each in leaves)]
+
+
 def _forward(torch, module, x, weights, calls):
     within = lambda inner: _forward(torch, inner, x, weights, calls)
     match module:

@@ -7,10 +7,10 @@ from math import sqrt
 
 import numpy as np
 import pytest
-from loops import given
+from loops import given, looped
 from samples import to_library, to_numpy
 
-from pmm3d import DistMatrix, Grid, nn
+from pmm3d import DistMatrix, nn
 from pmm3d.arrays import NumpyLibrary, library_named
 from pmm3d.arrays.torch_library import TorchLibrary
 from pmm3d.nn import Precision, fused, optim
@@ -23,7 +23,9 @@ OPTIMIZERS = [
     (optim.SGD, {"momentum": 0.9, "nesterov": True}),
     (optim.Adam, {"betas": (0.9, 0.99)}),
     (optim.AdamW, {"betas": (0.9, 0.99)}),
+    (optim.AdamW, {"betas": (0.9, 0.99), "weight_decay": 0.0}),
 ]
+ERRORS = {"bfloat16": 2e-7, "float16": 2e-7, "float32": 1e-6, "float64": 1e-14}
 
 
 @contextmanager
@@ -43,20 +45,6 @@ def adam(decoupled):
 
 def options(decay, step):
     return {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": decay, "step": step}
-
-
-@pytest.mark.parametrize("dtype, error", [("float32", 1e-6), ("float64", 1e-14)])
-def test_kernels_of_torch_take_adams_steps(dtype, error):
-    drawn = np.random.default_rng(0)
-    for decoupled, decay in ((True, 0.1), (True, 0.0), (False, 0.1)):
-        host = [drawn.standard_normal(1001).astype(dtype) for _ in range(2)] + [np.zeros(1001, dtype) for _ in range(2)]
-        there = [to_library(array, "torch") for array in host]
-        for step in (1, 2, 3):
-            adam(decoupled)(*host[:2], host[2:], options(decay, step))
-            with on_device():
-                assert fused.adam(*there[:2], there[2:], options(decay, step), decoupled)
-        for expected, found in zip(host, there):
-            assert np.abs(to_numpy(found, "torch") - expected).max() <= error * max(1, np.abs(expected).max())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -93,32 +81,30 @@ def adam_as_written(weight, gradient, mean, square, decoupled, options):
     return weight - rate * mean / (np.sqrt(square) / scale + options["eps"]), gradient, mean, square
 
 
-def test_adam_takes_two_arrays_of_a_slice_and_changes_no_bit():
-    for dtype in ["float32", "float64"]:
-        for decoupled, decay in [(True, 0.1), (True, 0.0), (False, 0.1), (False, 0.0)]:
-            with given(dtype=dtype, decoupled=decoupled, decay=decay):
-                drawn = np.random.default_rng(1)
-                weight, gradient = (drawn.standard_normal(2**14).astype(dtype) for _ in range(2))
-                mean, square, before = np.zeros_like(weight), np.zeros_like(weight), gradient.copy()
-                for step in (1, 2, 3):
-                    expected = adam_as_written(weight, gradient, mean, square, decoupled, options(decay, step))
-                    tracemalloc.start()
-                    adam(decoupled)(weight, gradient, [mean, square], options(decay, step))
-                    peak = tracemalloc.get_traced_memory()[1]
-                    tracemalloc.stop()
-                    for found, wanted in (
-                        (weight, expected[0]),
-                        (mean, expected[2]),
-                        (square, expected[3]),
-                        (gradient, before),
-                    ):
-                        assert found.tobytes() == wanted.tobytes()
-                    assert peak < (3.5 if decay and not decoupled else 2.5) * weight.nbytes
+@looped("dtype", ["float32", "float64"])
+@looped("decoupled, decay", [(True, 0.1), (True, 0.0), (False, 0.1), (False, 0.0)])
+def test_adam_takes_two_arrays_of_a_slice_and_changes_no_bit(dtype, decoupled, decay):
+    drawn = np.random.default_rng(1)
+    weight, gradient = (drawn.standard_normal(2**14).astype(dtype) for _ in range(2))
+    mean, square, before = np.zeros_like(weight), np.zeros_like(weight), gradient.copy()
+    for step in (1, 2, 3):
+        expected = adam_as_written(weight, gradient, mean, square, decoupled, options(decay, step))
+        tracemalloc.start()
+        adam(decoupled)(weight, gradient, [mean, square], options(decay, step))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        found = [each.tobytes() for each in (weight, mean, square, gradient)]
+        assert found == [each.tobytes() for each in (expected[0], *expected[2:], before)]
+        assert peak < (3.5 if decay and not decoupled else 2.5) * weight.nbytes
 
 
-class Still(optim.SGD):
+class Still:
     def update(self, weight, gradient, state, options):
         weight -= 0 * gradient
+
+
+class Own(Still, optim.SGD):
+    """An optimizer that changes no weight."""
 
 
 class Clamped(optim.SGD):
@@ -129,12 +115,7 @@ class Clamped(optim.SGD):
         weight[...] = weight.clip(-0.5, 0.5)
 
 
-class NoChange:
-    def update(self, weight, gradient, state, options):
-        weight -= 0 * gradient
-
-
-class Mixed(NoChange, optim.AdamW):
+class Mixed(Still, optim.AdamW):
     """An optimizer whose `update` is inherited from a mixin."""
 
 
@@ -144,52 +125,40 @@ def stepped(grid, library, dtype, kind, options, steps=3, stepping=nullcontext):
     drawn = np.random.default_rng(0)
     matrix = DistMatrix.from_global(grid, made.from_numpy(drawn.standard_normal((9, 7)), dtype))
     weight = nn.Parameter(matrix, Precision.named(dtype))
-    optimizer = kind([weight], lr=0.01, weight_decay=0.1, **options)
+    optimizer = kind([weight], **{"lr": 0.01, "weight_decay": 0.1, **options})
     optimizer.matrices()  # makes the state
     for _ in range(steps):
         gradient = DistMatrix.from_global(grid, made.from_numpy(drawn.standard_normal((9, 7)), dtype))
         (nn.Tensor(gradient) * weight).backward(DistMatrix.from_global(grid, made.from_numpy(np.ones((9, 7)), dtype)))
         with stepping():
             optimizer.step(factor=0.5)
-        if kind not in (Still, Mixed):
+        if not issubclass(kind, Still):
             weight.local[0, 0] = 3
             weight.version += 1
     return [to_numpy(weight.local, library), *(to_numpy(each.local, library) for each in optimizer.matrices().values())]
 
 
 @pytest.mark.parallel([1])
-def test_kernels_take_the_steps_of_each_optimizer(comm):
+@pytest.mark.parametrize(
+    "host, library, dtypes",
+    [("numpy", "standin", ["float16", "float32", "float64"]), ("torch", "torch", ERRORS)],
+    ids=["numpy", "torch"],
+)
+def test_kernels_take_the_steps_of_each_optimizer(some_grid, host, library, dtypes):
     """In low precision, the master weight has the digits of float32."""
-    for kind, options in OPTIMIZERS:
-        for dtype, error in [("float16", 2e-7), ("float32", 1e-6), ("float64", 1e-14)]:
-            with given(kind=kind, options=options, dtype=dtype, error=error):
-                with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
-                    host, there = (stepped(grid, library, dtype, kind, options) for library in ("numpy", "standin"))
-                if dtype == "float16":
-                    host, there = host[1:], there[1:]
-                assert len(host) == len(there)
-                for expected, found in zip(host, there):
-                    assert np.abs(found - expected).max() <= error * max(1, np.abs(expected).max())
+    for (kind, options), dtype in product([*OPTIMIZERS, (Clamped, {})], dtypes):
+        with given(kind=kind, options=options, dtype=dtype):
+            expected = stepped(some_grid, host, dtype, kind, options)
+            found = stepped(
+                some_grid, library, dtype, kind, options, stepping=on_device if host == library else nullcontext
+            )
+            for one, other in list(zip(expected, found, strict=True))[dtype.endswith("16") :]:
+                assert np.abs(other - one).max() <= ERRORS[dtype] * max(1, np.abs(one).max())
 
 
 @pytest.mark.parallel([1])
-def test_torch_takes_the_same_steps_on_a_device(comm):
-    for kind, options in [*OPTIMIZERS, (Clamped, {})]:
-        for dtype, error in [("bfloat16", 2e-7), ("float16", 2e-7), ("float32", 1e-6)]:
-            with given(kind=kind, options=options, dtype=dtype, error=error):
-                with Grid(comm) as grid:
-                    host, there = (
-                        stepped(grid, "torch", dtype, kind, options, stepping=each) for each in (nullcontext, on_device)
-                    )
-                if dtype != "float32":
-                    host, there = host[1:], there[1:]
-                for expected, found in zip(host, there, strict=True):
-                    assert np.abs(found - expected).max() <= error * max(1, np.abs(expected).max())
-
-
-@pytest.mark.parallel([1])
-def test_an_update_of_ones_own_is_done_on_a_device_too(comm):
-    with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
-        for dtype, kind in product(("float16", "float32"), (Still, Mixed)):
-            start, end = (stepped(grid, "standin", dtype, kind, {}, steps=steps)[0] for steps in (0, 2))
-            assert np.array_equal(start, end)
+@looped("dtype", ["float16", "float32"])
+@looped("kind", [Own, Mixed])
+def test_an_update_of_ones_own_is_done_on_a_device_too(some_grid, dtype, kind):
+    start, end = (stepped(some_grid, "standin", dtype, kind, {}, steps=steps)[0] for steps in (0, 2))
+    assert np.array_equal(start, end)

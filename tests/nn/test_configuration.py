@@ -2,18 +2,18 @@
 
 import logging
 import re
-import sys
 import tomllib
-from importlib import import_module
 from types import SimpleNamespace
 
 import h5py
 import numpy as np
 import pytest
-from loops import given
+from loops import given, looped
+from training_runs import RunsHere, fails
 
-from pmm3d import CheckpointError, MissingPackageError, Pmm3dError, nn
+from pmm3d import CheckpointError, DataError, Pmm3dError
 from pmm3d.nn.training import build
+from pmm3d.nn.training.build import trainer
 from pmm3d.nn.training.config import Config, checked
 from pmm3d.nn.training.described import as_toml, keys_of
 from pmm3d.nn.training.samples import recalled
@@ -83,28 +83,11 @@ NONSENSE = [
 ]
 
 
-def test_values_that_make_no_sense():
-    for sections, text in NONSENSE:
-        with given(sections=sections, text=text):
-            with pytest.raises(Pmm3dError) as caught:
-                checked({"data": FILE} | sections)
-            assert text in str(caught.value) and len(str(caught.value)) < 300
-
-
-ACCEPTED = [
-    {"schedule": {"kind": "constant", "warm_up": 3}, "optimizer": {"decay_vectors": False}},
-    {"data": FILE | {"validation": 0.2, "validation_file": "other.h5", "groups": "runs"}},
-    {"network": {"hidden": [], "norm": True}},
-    {"overlap": {"buckets": False, "bucket_bytes": 3, "regather_inputs": True, "decomposed": True}},
-    {"training": {"evaluate_every": 3}, "data": FILE | {"validation": 0.0}},
-]
-
-
-def test_keys_that_do_nothing_beside_others_are_accepted():
-    for sections in ACCEPTED:
-        with given(sections=sections):
-            config = checked({"data": FILE} | sections)
-            assert checked(config.settings()) == config
+@looped("sections, text", NONSENSE)
+def test_values_that_make_no_sense(sections, text):
+    with pytest.raises(Pmm3dError) as caught:
+        checked({"data": FILE} | sections)
+    assert text in str(caught.value) and len(str(caught.value)) < 300
 
 
 def test_a_budget_in_steps_needs_no_epochs(monkeypatch):
@@ -115,14 +98,14 @@ def test_a_budget_in_steps_needs_no_epochs(monkeypatch):
     assert checked({"data": FILE, "network": "model.py:build"}).network.build == "model.py:build"
 
 
-def test_every_key_has_a_meaning_and_values():
-    keys = list(keys_of(Config))
-    assert len(keys) > 50 and all(key.meaning and key.values for key in keys)
-
-
 SHOWN = [
     {},
     {"network": "model.py:build", "training": {"steps": 7}},
+    {"schedule": {"kind": "constant", "warm_up": 3}, "optimizer": {"decay_vectors": False}},
+    {"data": FILE | {"validation": 0.2, "validation_file": "other.h5", "groups": "runs"}},
+    {"network": {"hidden": [], "norm": True}},
+    {"overlap": {"buckets": False, "bucket_bytes": 3, "regather_inputs": True, "decomposed": True}},
+    {"training": {"evaluate_every": 3}, "data": FILE | {"validation": 0.0}},
     {"network": {"kind": "gpt", "hidden": 8}, "data": FILE | {"sequence": 8}},
     {"network": {"hidden": []}, "data": {"file": 'odd " \\ \n ü.h5', "validation_file": "v.h5", "classes": 3}},
     {"optimizer": {"kind": "sgd", "clip": 1e-9}, "schedule": {"kind": "step"}, "overlap": {"buckets": False}},
@@ -132,38 +115,33 @@ SHOWN = [
 ]
 
 
-def test_what_is_shown_can_be_read_back():
-    for sections in SHOWN:
-        with given(sections=sections):
-            config = checked({"data": FILE} | sections)
-            shown = as_toml(config)
-            assert checked(tomllib.loads(shown)) == config == checked(config.settings())
-            for key in keys_of(Config):
-                assert re.search(rf"^(# )?{key.name} =", shown, re.M) and key.meaning[:40] in shown
+@looped("sections", SHOWN)
+def test_what_is_shown_can_be_read_back(sections):
+    config = checked({"data": FILE} | sections)
+    shown = as_toml(config)
+    assert checked(tomllib.loads(shown)) == config == checked(config.settings())
+    for key in keys_of(Config):
+        assert re.search(rf"^(# )?{key.name} =", shown, re.M)
+        assert key.meaning and key.meaning[:40] in shown and key.values
 
 
 @pytest.fixture
-def files(comm, shared_path):
-    """data.h5 with 330 rows, three.h5 with 3 rows. y has three classes, one has a single class, field has four
-    numbers."""
+def made(comm, shared_path):
+    """made(section={...}) makes a trainer of this configuration, with a file of 330 rows.
+
+    y has three classes, one has a single class, field has four numbers.
+    """
     if comm.rank == 0:
         x = np.random.default_rng(0).standard_normal((330, 12)).astype("float32")
-        for name, rows in (("data.h5", 330), ("three.h5", 3)):
-            with h5py.File(shared_path / name, "w") as file:
-                file["x"], file["y"] = x[:rows], np.arange(rows) % 3
-                file["one"], file["field"] = np.zeros(rows, int), x[:rows, :4]
+        with h5py.File(shared_path / "data.h5", "w") as file:
+            file["x"], file["y"] = x, np.arange(330) % 3
+            file["one"], file["field"] = np.zeros(330, int), x[:, :4]
     comm.barrier()
-    return shared_path
-
-
-@pytest.fixture
-def made(comm, files):
-    """made(section={...}) makes a trainer of this configuration."""
 
     def make(**sections):
-        data = {"file": str(files / "data.h5"), "batch_size": 50} | sections.pop("data", {})
-        given = {"data": data, "training": {"folder": str(files / "run")} | sections.pop("training", {}), **sections}
-        with build.trainer(checked(given), comm) as run:
+        data = {"file": str(shared_path / "data.h5"), "batch_size": 50} | sections.pop("data", {})
+        training = {"folder": str(shared_path / "run")} | sections.pop("training", {})
+        with build.trainer(checked({"data": data, "training": training, **sections}), comm) as run:
             return run
 
     return make
@@ -187,68 +165,177 @@ MISFITS = [
 
 
 @pytest.mark.parallel([2], thorough=[1])
-def test_what_does_not_fit_the_data_is_said_before_training(made, fails):
-    for sections, text in MISFITS:
-        with given(sections=sections, text=text):
-            fails(Pmm3dError, text, lambda: made(**sections))
-
-
-@pytest.mark.parallel([2], thorough=[1])
-def test_three_rows_are_too_few_to_hold_some_out(made, files, fails):
-    three = {"file": str(files / "three.h5")}
-    fails(Pmm3dError, "data.validation = 0.1 holds out no row of 3", lambda: made(data=three))
-    assert len(made(data=three | {"validation": 0.0}).loader) == 1
+@looped("sections, text", MISFITS)
+def test_what_does_not_fit_the_data_is_said_before_training(made, fails, sections, text):
+    fails(Pmm3dError, text, lambda: made(**sections))
 
 
 @pytest.mark.parallel([2], thorough=[1])
 def test_a_batch_of_all_rows_is_said_once(made, comm, caplog):
     with caplog.at_level(logging.WARNING):
-        made(data={"batch_size": 10**12})
-    told = [record.getMessage() for record in caplog.records]
-    assert sum("data.batch_size = 1000000000000: there are only 297 rows to train on" in text for text in told) == (
-        comm.rank == 0
-    )
+        assert len(made(data={"batch_size": 10**12}).loader) == 1
+    told = [record for record in caplog.records if "there are only 297 rows to train on" in record.getMessage()]
+    assert len(told) == (comm.rank == 0)
 
 
-@pytest.mark.parallel([2])
-def test_a_batch_of_10_to_the_12_is_the_whole_data(made):
-    assert len(made(data={"batch_size": 10**12}).loader) == 1
-
-
-def test_only_a_configuration_and_a_log_need_pydantic(monkeypatch):
-    """The loop, its step and its state can be imported without it."""
-    monkeypatch.setattr(nn, "training", nn.training)  # the import replaces it
-    for name in [name for name in sys.modules if name.startswith("pmm3d.nn.training")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "pydantic", None)
-    for name in ("loop", "recipe", "reporter", "state", "step", "evaluation", "log"):
-        assert import_module(f"pmm3d.nn.training.{name}")
-    reporter = import_module("pmm3d.nn.training.reporter").Reporter
-    assert reporter(SimpleNamespace(log=None))
-    with pytest.raises(MissingPackageError, match="run.json: the package pydantic is missing"):
-        reporter(SimpleNamespace(log=SimpleNamespace(folder=None)))
-    with pytest.raises(MissingPackageError, match="a configuration: the package pydantic is missing"):
-        import_module("pmm3d.nn.training.config")
-    for name in [name for name in sys.modules if name.startswith("pmm3d.nn.training")]:
-        del sys.modules[name]
-
-
-def test_settings_of_another_version_are_read_unless_a_key_that_is_gone_was_set():
-    """A key that is gone and was left out is None in the settings of a checkpoint."""
-    for sections in (
+@looped(
+    "sections",
+    (
         {},
         {"data": FILE | {"sequence": 8}, "network": {"kind": "gpt"}},
         {"optimizer": {"build": "lion.py:Lion", "options": {"beta": 0.5}}},
         {"optimizer": {"kind": "muon"}, "schedule": {"kind": "step"}, "training": {"steps": 5}},
+    ),
+)
+def test_settings_of_another_version_are_read_unless_a_key_that_is_gone_was_set(sections):
+    """A key that is gone and was left out is None in the settings of a checkpoint."""
+    config = checked({"data": FILE, **sections})
+    settings = config.settings() | {"samples": {"features": 3, "outputs": 2, "loss": "mse", "gone": 1}}
+    settings["grid"]["gone"] = None
+    found = SimpleNamespace(path="run", meta={"settings": settings})
+    assert recalled(found).config == config and recalled(found).samples.features == 3
+    settings["grid"]["gone"] = 2
+    with pytest.raises(CheckpointError, match="settings of another version .* unknown key grid.gone .* Make the"):
+        recalled(found)
+
+
+# Data: held-out rows, classes by name, integers as values
+
+two = pytest.mark.parallel([2])
+KINDS = ["cat", "dog", "owl"]
+
+
+@pytest.fixture
+def write(comm, shared_path):
+    """write(name, y, class_names) writes a file of len(y) samples for all ranks, and returns its path."""
+
+    def write(name, y, names=None, columns=None, **others):
+        path = shared_path / f"{name}.h5"
+        if comm.rank == 0:
+            with h5py.File(path, "w") as file:
+                file["x"], file["y"] = np.random.default_rng(0).random((len(y), 4), "float32"), y
+                for key, array in others.items():
+                    file[key] = array
+                if names:
+                    file["y"].attrs["class_names"] = names
+                if columns:
+                    file["x"].attrs["columns"] = columns
+        comm.barrier()
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def warned(comm, caplog, shared_path):
+    """warned(data, **training): warnings on all ranks when the trainer of this configuration is made."""
+
+    def warned(data, accept=(), **training):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "pmm3d.nn"):
+            config = {
+                "data": data | {"batch_size": 8},
+                "network": {"hidden": [3]},
+                "training": {"folder": str(shared_path / "run"), "steps": 5, **training},
+            }
+            with trainer(checked(config), comm, accept=accept) as run:
+                for _ in run.loader:
+                    pass
+                warned.loss = run.recipe.loss
+        return comm.bcast(caplog.text)
+
+    return warned
+
+
+@two
+def test_a_sorted_file_is_validated_on_all_classes(write, warned):
+    """Classes without a sample to train on, or to validate on, are named."""
+    file = write("sorted", np.repeat([0, 1, 2], 50), KINDS)
+    grouped = write("grouped", np.arange(60) % 3, KINDS, g=np.arange(60) % 3)
+    assert not warned({"file": file})
+    for data, *words in (
+        ({"file": file, "hold_out": "last"}, "2 of 3 classes have no sample to validate on: cat, dog. ", "hold_out"),
+        ({"file": file, "shuffle": False, "validation": 0.4}, "to train on: owl. ", "to validate on: cat"),
+        ({"file": grouped, "groups": "g"}, "have no sample to train on: "),
+        ({"file": write("from1", np.arange(60) % 3 + 1)}, "1 of 4 classes have", "on: 0. Labels from 1", "--classes"),
+        ({"file": write("unused", np.arange(60) % 2, KINDS)}, "1 of 3 classes have no sample to train on: "),
+        ({"file": write("given", np.arange(60) % 2), "classes": 3}, "1 of 3 classes have no sample to train on: "),
     ):
-        with given(sections=sections):
-            config = checked({"data": FILE, **sections})
-            settings = config.settings() | {"samples": {"features": 3, "outputs": 2, "loss": "mse", "gone": 1}}
-            settings["grid"]["gone"] = None
-            found = SimpleNamespace(path="run", meta={"settings": settings})
-            assert recalled(found).config == config and recalled(found).samples.features == 3
-            settings["grid"]["gone"] = 2
-            with pytest.raises(
-                CheckpointError, match="settings of another version .* unknown key grid.gone .* Make the"
-            ):
-                recalled(found)
+        with given(data=data):
+            said = warned(data)
+            assert all(word in said for word in words), said
+
+
+@two
+def test_targets_that_do_not_fit_are_refused(write, warned):
+    named, plain = write("named", np.arange(60) % 3, KINDS), write("plain", np.arange(60) % 3)
+    wolf, dog = (write(name, np.arange(20) % 2, [name, "owl"]) for name in ("wolf", "dog"))
+    columns = write("columns", np.ones((60, 2), "int64"))
+    for data, loss, text in (
+        ({"file": write("far", np.arange(24) % 3 + 10**6)}, "cross_entropy", "1000003 classes of 24 samples"),
+        ({"file": columns}, None, 'are integers in 2 columns, which may be .* Set training.loss = "mse"'),
+        ({"file": named}, "mse", "training.loss is mse, but the targets 'y' .* are labels with class names"),
+        ({"file": named, "validation_file": wolf}, None, "the class 'wolf' is none of cat, dog, owl"),
+        ({"file": plain, "validation_file": dog}, None, "the class 'dog' is none of 0, 1, 2"),
+    ):
+        with pytest.raises(Pmm3dError, match=text):
+            warned(data, **({"loss": loss} if loss else {}))
+
+
+@two
+def test_integers_are_taken_as_asked(write, warned):
+    assert warned({"file": write("ages", np.arange(60) * 7 % 100)}, loss="mse") == "" and warned.loss == "mse"
+    assert warned({"file": write("columns", np.ones((60, 2), "int64"))}, loss="mae") == ""
+
+
+@two
+def test_classes_of_the_validation_file_are_those_of_training_by_name(write, warned):
+    """If a file does not name its classes, the names are their numbers."""
+    named, plain = write("training", np.arange(60) % 3, KINDS), write("plain", np.arange(60) % 3)
+    for file, name, classes, names, text in (
+        (named, "other", 2, ["dog", "owl"], "have no sample to validate on: cat. "),
+        (named, "nameless", 3, None, "does not name its classes"),
+        (named, "turned", 3, KINDS[::-1], ""),
+        (plain, "digits", 3, ["2", "0", "1"], ""),
+    ):
+        said = warned({"file": file, "validation_file": write(name, np.arange(20) % classes, names)})
+        assert text in said and bool(text) == bool(said)
+
+
+@two
+def test_columns_of_the_validation_file_are_those_of_training_in_their_order(write, warned):
+    """Columns that one file does not name are not compared."""
+    y = np.arange(40) % 2
+    file = write("training", y, columns=[*"abcd"])
+    other = {"file": file, "validation_file": write("turned", y, columns=[*"dcba"])}
+    with pytest.raises(DataError, match=r"columns was \['a', 'b', 'c', 'd'\], is \['d', .*--accept columns"):
+        warned(other)
+    assert "is accepted with a difference: columns was ['a', " in warned(other, accept=["columns"])
+    for name, columns in (("same", [*"abcd"]), ("nameless", None)):
+        assert not warned({"file": file, "validation_file": write(name, y, columns=columns)})
+
+
+@two
+@pytest.mark.parametrize(("data", "attribute", "kind"), [("y", "class_names", "classes"), ("x", "columns", "columns")])
+def test_weights_for_other_names_are_refused(shared_path, comm, data, attribute, kind):
+    """From a run, and from its exported file; by a resume too."""
+    here, letters = RunsHere(shared_path, comm), [*"abcdefghijkl"][: 3 if kind == "classes" else 12]
+
+    def named(names):
+        comm.barrier()
+        if comm.rank == 0:
+            with h5py.File(here.folder / "data.h5", "a") as file:
+                file[data].attrs[attribute] = names
+        comm.barrier()
+
+    named(letters)
+    assert here.train(here.config("first", training="steps = 1")).returncode == 0
+    assert here.run("export", str(here.folder / "first"), str(here.folder / "first.safetensors")).returncode == 0
+    named(letters[::-1])
+    text = f"{kind} was ['a', 'b', 'c'" + ("], is ['c', " if kind == "classes" else ", 'd' and 8 more], is ['l', ")
+    for weights in ("first", "first.safetensors"):
+        config = here.config("second", training=f"steps = 1\nweights = '{here.folder}/{weights}'")
+        fails(here.train(config), text)
+    done = here.train(config, "--accept", kind)
+    assert done.returncode == 0 and text in done.stderr, done.stderr
+    fails(here.train(here.config("first", training="steps = 2"), "--resume", "auto", "--accept", "data"), text)

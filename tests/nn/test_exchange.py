@@ -1,38 +1,26 @@
 """Networks to torch and back: the same outputs there, the same weights here, on another grid."""
 
-import itertools
-import json
-
 import numpy as np
 import pytest
 from loops import given
+from networks import CLASSES, bits, network_of, on_grid, spread, weights_of
 from on_disk import on_rank_0
 from safetensors.numpy import load_file, save_file
-from samples import to_library
+from test_nn_torch import torch_network
+from torch_reference import by_rank_0
 
-from pmm3d import CheckpointError, DistMatrix, Grid, nn
+from pmm3d import CheckpointError, Grid, nn
 from pmm3d.io import Checkpoints
-from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.exchange import export_torch, import_torch, load_weights
-from pmm3d.nn.facts import facts_of
 from pmm3d.nn.training import TrainState
 
-SIZES = [7, 13, 11, 5]
 
-
-def made(grid, seed):
-    return nn.MLP(grid, SIZES, nn.gelu, norm=True, seed=seed, dtype="float64")
-
-
-def in_torch(path, x):
+def in_torch(path, weights, x):
     import torch
     from safetensors.torch import load_file
 
-    layers = []
-    for inputs, outputs in itertools.pairwise(SIZES[:-1]):
-        layers += [torch.nn.Linear(inputs, outputs), torch.nn.LayerNorm(outputs), torch.nn.GELU()]
-    network = torch.nn.Sequential(*layers, torch.nn.Linear(*SIZES[-2:])).double()
+    network = torch_network(torch, CLASSES, weights)
     network.load_state_dict(load_file(path))
     return network(torch.from_numpy(x)).detach().numpy()
 
@@ -42,18 +30,16 @@ def test_torch_computes_the_same_and_the_weights_come_back(comm, nranks, shared_
     x = np.random.default_rng(0).standard_normal((9, 7))
     path = shared_path / "network.safetensors"
     with Grid(comm, (1, 1, 1) if nranks == 1 else (2, 1, 2)) as grid:
-        network = made(grid, seed=3)
+        network, others = network_of(grid, CLASSES, seed=3), weights_of(network_of(grid, CLASSES, seed=4))
         export_torch(network, path)
-        here = network(DistMatrix.from_global(grid, to_library(x), layout=batch_layout("y"))).gather()
-        before = {name: matrix.gather() for name, matrix in network.matrices().items()}
-    there = comm.bcast(in_torch(path, x) if comm.rank == 0 else None)
+        here, weights = network(spread(grid, x)).gather(), weights_of(network)
+    there = by_rank_0(comm, lambda: in_torch(path, others, x))
     assert np.allclose(here, there, rtol=1e-12, atol=1e-12)
     with Grid(comm, (1, 1, 1), data=nranks) as grid:
-        other = made(grid, seed=4)
+        other = network_of(grid, CLASSES, seed=4)
         import_torch(other, path)
-        for name, matrix in other.matrices().items():
-            assert np.array_equal(matrix.gather(), before[name])
-        smaller = nn.MLP(grid, SIZES[1:], nn.gelu, norm=True, dtype="float64")
+        assert bits(weights_of(other)) == bits(weights)
+        smaller = network_of(grid, CLASSES._replace(sizes=CLASSES.sizes[1:]))
         with pytest.raises(CheckpointError, match="0.weight"):
             import_torch(smaller, path)
 
@@ -61,43 +47,34 @@ def test_torch_computes_the_same_and_the_weights_come_back(comm, nranks, shared_
 @pytest.mark.parallel([4], thorough=[1, 2])
 def test_a_warm_start_takes_the_weights_and_nothing_else(comm, nranks, shared_path, fails):
     """From a checkpoint, a run's folder, a folder of checkpoints and a file for torch, on another grid."""
+    file = shared_path / "net.safetensors"
     with Grid(comm, "fsdp") as grid:
-        network = made(grid, seed=3)
+        network = network_of(grid, CLASSES, seed=3)
         optimizer = optim.AdamW(network.parameters(), lr=0.1)
         keeper = Checkpoints(grid, shared_path / "run" / "checkpoints")
         path = keeper.save(4, {**network.matrices(), **optimizer.matrices()})
-        export_torch(network, shared_path / "net.safetensors")
-        before = {name: matrix.gather() for name, matrix in network.matrices().items()}
+        export_torch(network, file)
+        before = bits(weights_of(network))
     with Grid(comm, (1, nranks, 1)) as grid:
-        x = DistMatrix.from_global(grid, to_library(np.ones((2, 7))), layout=batch_layout("y"))
-        for start in (path, shared_path / "run", path.parent, str(shared_path / "net.safetensors")):
-            other = made(grid, seed=4)
+        x = spread(grid, np.ones((2, 7)))
+        for start in (path, shared_path / "run", path.parent, str(file)):
+            other = network_of(grid, CLASSES, seed=4)
             other(x)
-            assert str(load_weights(other, start)) == str(start if str(start).endswith("rs") else path)
-            for name, matrix in other.matrices().items():
-                assert np.array_equal(matrix.gather(), before[name])
-        other = made(grid, seed=4)
-        values = {name: matrix.gather() for name, matrix in other.matrices().items()}
-        deeper, narrow = (
-            nn.MLP(grid, sizes, nn.gelu, norm=True, dtype="float64") for sizes in ([*SIZES, 3], [7, 13, 12, 5])
-        )
-        fails(
-            CheckpointError,
-            "is the checkpoint of another network. It lacks '7.bias'",
-            lambda: load_weights(deeper, path),
-        )
-        fails(CheckpointError, "It differs in '3.bias'", lambda: load_weights(narrow, path))
-        smaller = nn.MLP(grid, [7, 13], nn.gelu, dtype="float64")
-        fails(CheckpointError, "It also has '1.bias', '1.gain'", lambda: load_weights(smaller, path))
-        fails(CheckpointError, "there is no checkpoint in .*none", lambda: load_weights(other, shared_path / "none"))
-        fails(
-            CheckpointError,
-            "none.safetensors is missing",
-            lambda: load_weights(other, shared_path / "none.safetensors"),
-        )
-        fails(CheckpointError, "too long", lambda: load_weights(other, "n" * 300))  # only rank 0 looks at the path
-        for name, matrix in other.matrices().items():
-            assert np.array_equal(matrix.gather(), values[name])
+            assert str(load_weights(other, start)) == str(file if start == str(file) else path)
+            assert bits(weights_of(other)) == before
+        for sizes, start, text in (
+            ([*CLASSES.sizes, 3], path, "is the checkpoint of another network. It lacks '7.bias'"),
+            ([7, 13, 12, 5], path, "It differs in '3.bias'"),
+            (CLASSES.sizes[:2], path, "It also has '1.bias', '1.gain'"),
+            (CLASSES.sizes, shared_path / "none", "there is no checkpoint in .*none"),
+            (CLASSES.sizes, shared_path / "none.safetensors", "none.safetensors is missing"),
+            (CLASSES.sizes, "n" * 300, "too long"),  # only rank 0 looks at the path
+        ):
+            with given(sizes=sizes, start=start):
+                other = nn.MLP(grid, sizes, nn.gelu, norm=len(sizes) > 2, dtype="float64")
+                values = bits(weights_of(other))
+                fails(CheckpointError, text, lambda: load_weights(other, start))
+                assert bits(weights_of(other)) == values
 
 
 LLAMA = {
@@ -129,29 +106,28 @@ def foreign(net, folder):
 
 
 @pytest.mark.parallel([2])
-def test_weights_of_a_network_with_other_settings_are_refused_by_name(comm, shared_path, fails, caplog):
+@on_grid("fsdp")
+def test_weights_of_a_network_with_other_settings_are_refused_by_name(grid, comm, shared_path, fails, caplog):
     """From each kind of file, before a weight changes, unless the network may differ. All shapes fit."""
-    with Grid(comm, "fsdp") as grid:
-        net = nn.Llama(grid, seed=1, **LLAMA)
-        doors = {
-            "folder": foreign,
-            "file": lambda net, path: net.export(path.with_suffix(".safetensors"), names="torch"),
-            "checkpoint": lambda net, path: state_of(net).save(Checkpoints(grid, path)),
-        }
-        for door, write in doors.items():
-            write(net, shared_path / door)
-            path = next(shared_path.glob(f"{door}*"))
-            for changes, text in OTHERS:
-                with given(door=door, changes=changes):
-                    other = nn.Llama(grid, seed=2, **{**LLAMA, **changes})
-                    before = {name: matrix.gather() for name, matrix in other.matrices().items()}
-                    fails(CheckpointError, f"{text}.*--accept network", lambda: load_weights(other, path))
-                    assert all(np.array_equal(each.gather(), before[name]) for name, each in other.matrices().items())
-            load_weights(other, path, accept=["network"])
-            for name, matrix in net.matrices().items():
-                assert np.array_equal(matrix.gather(), other.matrices()[name].gather())
-            assert text in caplog.text or comm.rank
-            caplog.clear()
+    net = nn.Llama(grid, seed=1, **LLAMA)
+    doors = {
+        "folder": foreign,
+        "file": lambda net, path: net.export(path.with_suffix(".safetensors"), names="torch"),
+        "checkpoint": lambda net, path: state_of(net).save(Checkpoints(grid, path)),
+    }
+    for door, write in doors.items():
+        write(net, shared_path / door)
+        path = next(shared_path.glob(f"{door}*"))
+        for changes, text in OTHERS:
+            with given(door=door, changes=changes):
+                other = nn.Llama(grid, seed=2, **{**LLAMA, **changes})
+                before = bits(weights_of(other))
+                fails(CheckpointError, f"{text}.*--accept network", lambda: load_weights(other, path))
+                assert bits(weights_of(other)) == before
+        load_weights(other, path, accept=["network"])
+        assert bits(weights_of(other)) == bits(weights_of(net))
+        assert text in caplog.text or comm.rank
+        caplog.clear()
 
 
 @pytest.mark.parallel([2])
@@ -187,27 +163,13 @@ def test_activations_and_masks_are_compared_too(comm, shared_path, fails):
 
 
 @pytest.mark.parallel([2])
-def test_a_refused_file_makes_neither_master_weights_nor_states(comm, shared_path, fails):
-    with Grid(comm, "fsdp") as grid:
-        net = nn.MLP(grid, [3, 4, 2], "relu")
-        state_of(net).save(Checkpoints(grid, shared_path / "run"))
-        export_torch(net, shared_path / "net.safetensors")
-        for path in shared_path / "run", shared_path / "net.safetensors":
-            other = nn.MLP(grid, [3, 4, 2], "gelu", dtype="float16", precision="float16")
-            optimizer = optim.Adam(other.parameters(), lr=0.1)
-            fails(CheckpointError, "activation was 'relu'", lambda: load_weights(other, path, optimizer))
-            assert all(each.master is None and not each.has_state for each in other.parameters())
-
-
-@pytest.mark.parallel([2])
-def test_a_configuration_that_no_network_has_is_refused_unless_accepted(comm, shared_path, fails):
-    with Grid(comm, "fsdp") as grid:
-        net, path = nn.Llama(grid, seed=1, **LLAMA), shared_path / "net"
-        assert net.architecture.facts.items() <= facts_of(net).items()
-        gpt = nn.GPT(grid, vocabulary=5, layers=2, hidden=8, heads=2, positions=4)
-        assert gpt.architecture.facts.items() <= facts_of(gpt).items()
-        net.export(path)
-        config = json.loads((path / "config.json").read_text())
-        on_rank_0(grid, lambda: (path / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"})))
-        fails(CheckpointError, "hidden_act is 'gelu'", lambda: load_weights(net, path))
-        assert load_weights(net, path, accept=["network"]) == path
+@on_grid("fsdp")
+def test_a_refused_file_makes_neither_master_weights_nor_states(grid, shared_path, fails):
+    net = nn.MLP(grid, [3, 4, 2], "relu")
+    state_of(net).save(Checkpoints(grid, shared_path / "run"))
+    export_torch(net, shared_path / "net.safetensors")
+    for path in shared_path / "run", shared_path / "net.safetensors":
+        other = nn.MLP(grid, [3, 4, 2], "gelu", dtype="float16", precision="float16")
+        optimizer = optim.Adam(other.parameters(), lr=0.1)
+        fails(CheckpointError, "activation was 'relu'", lambda: load_weights(other, path, optimizer))
+        assert all(each.master is None and not each.has_state for each in other.parameters())

@@ -1,10 +1,12 @@
 """Gradients compared with differences: tied weights, penalties, positional tables; backward passes that start at any
 tensor, or leave the products of the weights to their caller."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
-from differences import assert_gradients_are_differences, drawn, scalar
-from loops import given
+from differences import assert_gradients_are_differences, scalar
+from loops import looped
 from networks import (
     ALL_GRIDS,
     CLASSES,
@@ -17,6 +19,7 @@ from networks import (
     loss_of,
     network_of,
     on_each_grid,
+    over_grids,
     spread,
     whole_numbers,
 )
@@ -93,99 +96,40 @@ def test_gradients_are_central_differences(comm, tables):
 STARTS = [INPUT, batch_layout("x"), Layout(), Layout("x", "z")]
 
 
-def test_a_backward_pass_from_any_tensor(comm):
+@over_grids(ALL_GRIDS)
+@looped("layout", STARTS)
+def test_a_backward_pass_from_any_tensor(grid, layout):
     """From a gradient in any layout, the gradient of <out, gradient>: of leaves, of weights, and of results of both.
-    Exact."""
-    for layout in STARTS:
-        with given(layout=layout):
-
-            def check(grid):
-                x, g = integers((ROWS, SIZE), seed=1), integers((ROWS, 5), seed=2)
-                found = []
-                for start in (lambda out: out.backward(spread(grid, g, layout)), lambda out: inner(out, g).backward()):
-                    net = whole_numbers(nn.Linear(grid, SIZE, 5, dtype="float64"))
-                    leaf = nn.Tensor(spread(grid, x), requires_grad=True)
-                    start(net(nn.add(nn.scale(leaf, 2), leaf)))
-                    found.append(bits({**gradients_of(net), "x": leaf.grad.gather()}))
-                    assert np.array_equal(gradients_of(net)["weight"], 3 * x.T @ g)
-                    assert np.array_equal(gradients_of(net)["bias"], g.sum(0, keepdims=True))
-                assert found[0] == found[1]
-
-            on_each_grid(comm, check, ALL_GRIDS[comm.size])
-
-
-def test_a_backward_pass_from_a_loss_and_a_factor(comm):
-    """The gradient of a leaf is the gradient that was passed."""
-
-    def check(grid):
-        x = drawn((ROWS, SIZE), 3)
+    A pass that starts at a leaf adds to its gradient. Exact."""
+    x, g = integers((ROWS, SIZE), seed=1), integers((ROWS, 5), seed=2)
+    for start in (lambda out: out.backward(spread(grid, g, layout)), lambda out: inner(out, g).backward()):
+        net = whole_numbers(nn.Linear(grid, SIZE, 5, dtype="float64"))
         leaf = nn.Tensor(spread(grid, x), requires_grad=True)
-        loss = nn.mse(leaf, spread(grid, 0 * x))
-        loss.backward(spread(grid, np.full((1, 1), 3.0), Layout()))
-        assert np.abs(leaf.grad.gather() - 6 * x / x.size).max() < 1e-15
+        start(net(nn.add(nn.scale(leaf, 2), leaf)))
         leaf.backward(spread(grid, x))
-        assert np.abs(leaf.grad.gather() - (6 / x.size + 1) * x).max() < 1e-14
+        assert np.array_equal(leaf.grad.gather(), 3 * g @ np.asarray(net.weight.gather()).T + x)
+        assert np.array_equal(gradients_of(net)["weight"], 3 * x.T @ g)
+        assert np.array_equal(gradients_of(net)["bias"], g.sum(0, keepdims=True))
 
-    on_each_grid(comm, check)
 
-
-def deferred(grid, recompute, batches):
-    """Gradients of batches of which only the last is summed over data. The products of the weights are deferred until
-    the end of each backward pass."""
+def gradients(grid, recompute, batches, deferred):
+    """Gradients of batches of which only the last is summed over data. If deferred, the products of the weights are
+    computed at the end of each backward pass."""
     net = network_of(grid, CLASSES, recompute=recompute)
     matrices = [parameter for parameter in net.parameters() if parameter.shape[0] > 1]
     for index in range(batches):
         loss = loss_of(net, CLASSES, *batch_of(CLASSES, index))
-        with grid_sync(grid, index == batches - 1):
-            with nn.defer_weights(grid) as queue:
+        with nn.Tape.of(grid).set(syncing=index == batches - 1):
+            with nn.defer_weights(grid) if deferred else nullcontext() as queue:
                 loss.backward()
-            if index == 0:
-                assert all(weight.grad is None for weight in matrices)
-            queue.drain()
-        assert all(weight.grad is not None for weight in matrices)
+            if deferred:
+                assert index or all(weight.grad is None for weight in matrices)
+                queue.drain()
     return bits(gradients_of(net))
 
 
-def at_once(grid, recompute, batches):
-    net = network_of(grid, CLASSES, recompute=recompute)
-    for index in range(batches):
-        loss = loss_of(net, CLASSES, *batch_of(CLASSES, index))
-        with grid_sync(grid, index == batches - 1):
-            loss.backward()
-    return bits(gradients_of(net))
-
-
-def grid_sync(grid, now):
-    return nn.Tape.of(grid).set(syncing=now)
-
-
-def test_deferred_weight_products_give_the_same_bits(comm):
-    for batches in [1, 2]:
-        with given(batches=batches):
-
-            def check(grid):
-                for recompute in (False, True):
-                    assert deferred(grid, recompute, batches) == at_once(grid, recompute, batches)
-
-            on_each_grid(comm, check, GRIDS[comm.size])
-
-
-def test_a_queue_is_drained_after_other_passes_too(comm):
-    """As in a pipeline: two backward passes, then the products of the first, then those of the second. Exact."""
-
-    def check(grid):
-        x, v = integers((ROWS, SIZE), seed=1), integers((ROWS, 5), seed=2)
-        net = whole_numbers(nn.Linear(grid, SIZE, 5, dtype="float64"))
-        outs, queues = [net(spread(grid, x)), net(spread(grid, 2 * x))], []
-        for out, now in zip(outs, (False, True)):
-            leaf = spread(grid, v, out.layout)
-            with grid_sync(grid, now), nn.defer_weights(grid) as queue:
-                out.backward(leaf)
-            queues.append(queue)
-        assert net.weight.grad is None
-        for queue in queues:
-            queue.drain()
-        assert np.array_equal(gradients_of(net)["weight"], 3 * x.T @ v)
-        assert np.array_equal(gradients_of(net)["bias"], 2 * v.sum(0, keepdims=True))
-
-    on_each_grid(comm, check, ALL_GRIDS[comm.size])
+@over_grids(GRIDS)
+@looped("batches", [1, 2])
+@looped("recompute", [False, True])
+def test_deferred_weight_products_give_the_same_bits(grid, batches, recompute):
+    assert gradients(grid, recompute, batches, True) == gradients(grid, recompute, batches, False)

@@ -2,43 +2,52 @@
 
 import numpy as np
 import pytest
-from loops import given
+from loops import looped
 from networks import (
     CLASSES,
     batch_of,
     bits,
+    failing,
     gradients_of,
     largest_difference,
     loss_of,
     network_of,
-    on_each_grid,
+    on_grid,
+    over_grids,
     spread,
     weights_of,
 )
 
 from pmm3d import DisagreementError, DistMatrix, Grid, Pmm3dError, nn
-from pmm3d.layout import Layout, batch_layout
+from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.dry import memory
-from pmm3d.nn.training.step import train_step
 
 pytestmark = pytest.mark.deadline(240)
 SUMS = {"reduce dW", "reduce vectors", "reduce data"}
 KINDS = (False, "states", "gradients")
 CUTS = (0, 9, 14, 23)
 DATA_GRIDS = {4: [("2x1x1", 2), ("1x1x2", 2), ("1x1x1", 4)], 8: [("2x1x2", 2), ("1x2x2", 2)]}
-RESHARD = nn.Overlap(reshard_after_forward=True)
+FIRST_TWO = {4: DATA_GRIDS[4][:2]}
 
 
 # Begins of sums, in a dry run
 
 
+def pair_of(net):
+    """(x, y): a batch without data."""
+    sizes = net.layers[0].weight.shape[0], net.layers[-1].weight.shape[1]
+    return tuple(
+        DistMatrix.empty(net.grid, (64, size), dtype="float32", layout=layout)
+        for size, layout in zip(sizes, (batch_layout("y"), net.output_layout))
+    )
+
+
 def dry_step(grid, m, sizes=(64, 64)):
     """(index, x, actions) after each micro-batch of two steps, and (None, x, actions) after each step."""
     net = nn.MLP(grid, sizes, nn.relu)
-    optimizer = optim.AdamW(net.parameters())
-    x = nn.Tensor(DistMatrix.empty(grid, (64, sizes[0]), dtype="float32", layout=batch_layout("y")), requires_grad=True)
-    y = DistMatrix.empty(grid, (64, sizes[-1]), dtype="float32", layout=net.output_layout)
+    optimizer, (x, y) = optim.AdamW(net.parameters()), pair_of(net)
+    x = nn.Tensor(x, requires_grad=True)
     for _ in range(2):
         grid.dry_run.actions.clear()
         with nn.unchanged(grid):
@@ -82,55 +91,17 @@ def test_micro_batches_wait_for_no_sum_of_the_one_before():
                 assert bool(numbers(actions, "begin", {"reduce data"})) == (index == 1)
 
 
-def test_a_training_step_of_micro_batches_agrees_once():
-    """The agreement is also the only sum over all ranks."""
-    for m in (1, 8):
-        with given(m=m), Grid.dry((2, 1, 2), 2) as grid:
-            net = nn.MLP(grid, (64, 32), nn.relu)
-            optimizer = optim.AdamW(net.parameters())
-            x = DistMatrix.empty(grid, (64, 64), dtype="float32", layout=batch_layout("y"))
-            y = DistMatrix.empty(grid, (64, 32), dtype="float32", layout=net.output_layout)
-            for _ in range(2):
-                grid.dry_run.actions.clear()
-                train_step(net, optimizer, nn.mse, [(x, y)] * m, 1.0)
-            actions = grid.dry_run.actions
-            assert len(numbers(actions, "begin", {"agreement"})) == 1
-            assert sum(action.what == "begin" and action.axis == "all" for action in actions) <= 1
-            assert len(numbers(actions, "begin", {"reduce data"})) == 1
-
-
-def test_the_first_weight_of_the_next_micro_batch_is_gathered_ahead():
+@looped("m", [1, 3])
+def test_the_first_weight_of_the_next_micro_batch_is_gathered_ahead(m):
     """The number of gathers is the same. None begins after the last micro-batch, or without `unchanged`."""
-    for m in (1, 3):
-        with given(m=m), Grid.dry((1, 1, 2)) as grid:
-            nn.Tape.of(grid).parallel.overlap = RESHARD
-            for index, _, actions in dry_step(grid, m, (64, 32, 16)):
-                begun, awaited = (len(numbers(actions, what, {"gather W"})) for what in ("begin", "wait"))
-                if index is None:
-                    assert begun == awaited == 4 * m
-            ahead = lambda actions: (
-                len(numbers(actions, "begin", {"gather W"})) - len(numbers(actions, "wait", {"gather W"}))
-            )
-            counts = [(index, ahead(actions)) for index, _, actions in dry_step(grid, m, (64, 32, 16))]
-            assert counts[m + 1 :] == [(index, int(index < m - 1)) for index in range(m)] + [(None, 0)]
-
-
-@pytest.mark.parallel([2], thorough=[4])
-def test_a_step_of_micro_batches_sends_one_agreement(comm, monkeypatch):
-    """For any number of micro-batches. Ranks agree at once on the parameters of a new graph."""
-    for shape in ("ddp", "fsdp"):
-        with Grid(comm, shape) as grid:
-            asked, compared = [], grid._compared
-            monkeypatch.setattr(grid, "_compared", lambda what, *given: asked.append(what) or compared(what, *given))
-            net, (x, y) = network_of(grid, CLASSES), batch_of(CLASSES, 0)
-            optimizer = optim.SGD(net.parameters(), 0.1)
-            for m, expected in ((8, 2), (8, 1), (1, 1), (3, 1)):
-                asked.clear()
-                for index in range(m):
-                    with nn.Tape.of(grid).set(syncing=index == m - 1):
-                        loss_of(net, CLASSES, x, y).backward()
-                optimizer.step()
-                assert asked == ["backward"] * expected, (m, asked)
+    with Grid.dry((1, 1, 2)) as grid:
+        nn.Tape.of(grid).parallel.overlap = nn.Overlap(reshard_after_forward=True)
+        counts = []
+        for index, _, actions in dry_step(grid, m, (64, 32, 16)):
+            begun, awaited = (len(numbers(actions, what, {"gather W"})) for what in ("begin", "wait"))
+            counts.append((index, begun - awaited))
+            assert index is not None or begun == awaited == 4 * m
+        assert counts[m + 1 :] == [(index, int(index < m - 1)) for index in range(m)] + [(None, 0)]
 
 
 # ZeRO
@@ -154,97 +125,76 @@ def stepped(grid, kind, synced, clip=None):
 
 
 @pytest.mark.parallel([4], thorough=[8])
-def test_zero_0_1_and_2_are_the_same_training(comm):
+@over_grids(DATA_GRIDS)
+@looped("synced", [(False, False, True), (True, False, True)])
+@looped("clip", [None, 0.1])
+def test_zero_0_1_and_2_are_the_same_training(grid, synced, clip):
     """With one sum per step, or several; clipped or not. ZeRO-1 with one sum has equal bits, except for a norm in
     another order."""
-
-    def check(grid):
-        for synced in ((False, False, True), (True, False, True)):
-            for clip in (None, 0.1):
-                (whole, norm), (one, norm_1), (two, norm_2) = (stepped(grid, kind, synced, clip) for kind in KINDS)
-                assert bits(one) == bits(whole) or clip or synced[0]
-                assert largest_difference(one, whole) < 1e-12 and np.allclose(norm_1, norm, rtol=1e-12)
-                assert largest_difference(two, whole) < 1e-12 and np.allclose(norm_2, norm, rtol=1e-12)
-
-    on_each_grid(comm, check, DATA_GRIDS[comm.size])
+    (whole, norm), (one, norm_1), (two, norm_2) = (stepped(grid, kind, synced, clip) for kind in KINDS)
+    assert bits(one) == bits(whole) or clip or synced[0]
+    assert largest_difference(one, whole) < 1e-12 and np.allclose(norm_1, norm, rtol=1e-12)
+    assert largest_difference(two, whole) < 1e-12 and np.allclose(norm_2, norm, rtol=1e-12)
 
 
-def test_a_rank_holds_its_part_of_a_gradient_only():
-    for kind, parts in ((False, 1), ("states", 1), ("gradients", 4)):
-        with given(kind=kind), Grid.dry((2, 1, 2), 4) as grid:
-            net = nn.MLP(grid, (256, 128, 64), nn.relu)
-            optimizer = optim.AdamW(net.parameters(), shard_over_data=kind)
-            x = DistMatrix.empty(grid, (64, 256), dtype="float32", layout=batch_layout("y"))
-            y = DistMatrix.empty(grid, (64, 64), dtype="float32", layout=net.output_layout)
-            for _ in range(3):
-                with nn.no_sync(grid):
-                    nn.mse(net(x), y).backward()
-            nn.mse(net(x), y).backward()
-            held = sum(parameter.grad_buffer.array.nbytes for parameter in net.parameters())
-            assert held == memory(grid)["gradients"]
-            assert held * parts == sum(parameter._stored.local.nbytes for parameter in net.parameters())
-            optimizer.step()
+@looped("kind, parts", [(False, 1), ("states", 1), ("gradients", 4)])
+def test_a_rank_holds_its_part_of_a_gradient_only(kind, parts):
+    with Grid.dry((2, 1, 2), 4) as grid:
+        net = nn.MLP(grid, (256, 128, 64), nn.relu)
+        optimizer, (x, y) = optim.AdamW(net.parameters(), shard_over_data=kind), pair_of(net)
+        for index in range(4):
+            with nn.Tape.of(grid).set(syncing=index == 3):
+                nn.mse(net(x), y).backward()
+        held = sum(parameter.grad_buffer.array.nbytes for parameter in net.parameters())
+        assert held == memory(grid)["gradients"]
+        assert held * parts == sum(parameter._stored.local.nbytes for parameter in net.parameters())
+        optimizer.step()
 
 
 @pytest.mark.parallel([2])
-def test_of_what_a_part_is_kept_is_named(comm, fails):
-    with Grid(comm, "ddp") as grid:
-        parameters = nn.Linear(grid, 3, 2).parameters()
-        fails(
-            Pmm3dError,
-            'shard_over_data is False, "states" .* or "gradients"; got \'all\'',
-            lambda: optim.SGD(parameters, 0.1, shard_over_data="all"),
-        )
+def test_of_what_a_part_is_kept_is_named(some_grid, fails):
+    parameters = nn.Linear(some_grid, 3, 2).parameters()
+    fails(Pmm3dError, '"states".*"gradients"; got \'all\'', lambda: optim.SGD(parameters, 0.1, shard_over_data="all"))
 
 
 @pytest.mark.parallel([4])
-def test_an_optimizer_takes_a_gradient_that_another_one_had_scattered(comm):
+@over_grids(FIRST_TWO)
+def test_an_optimizer_takes_a_gradient_that_another_one_had_scattered(grid):
     """If ZeRO-2 was made last, gradients are scattered, and the other optimizer gathers. And the other way round."""
-
-    def check(grid):
-        found = []
-        for kinds in ((False,), (False, "gradients"), ("gradients", False), ("states", "gradients")):
-            net = network_of(grid, CLASSES)
-            first, *_ = [optim.SGD(net.parameters(), 0.5, shard_over_data=kind) for kind in kinds]
-            for step in range(2):
-                loss_of(net, CLASSES, *batch_of(CLASSES, step)).backward()
-                first.clip(0.2)
-                first.step()
-            found.append(weights_of(net))
-        for other in found[1:]:
-            assert largest_difference(other, found[0]) < 1e-13
-
-    on_each_grid(comm, check, DATA_GRIDS[4][:2])
+    found = []
+    for kinds in ((False,), (False, "gradients"), ("gradients", False), ("states", "gradients")):
+        net = network_of(grid, CLASSES)
+        first, *_ = [optim.SGD(net.parameters(), 0.5, shard_over_data=kind) for kind in kinds]
+        for step in range(2):
+            loss_of(net, CLASSES, *batch_of(CLASSES, step)).backward()
+            first.clip(0.2)
+            first.step()
+        found.append(weights_of(net))
+        assert largest_difference(found[-1], found[0]) < 1e-13
 
 
 @pytest.mark.parallel([4])
-def test_a_contribution_that_is_whole_along_data_is_scattered_too(comm):
+@over_grids(FIRST_TWO)
+@looped("alone", [False, True])
+def test_a_contribution_that_is_whole_along_data_is_scattered_too(grid, alone):
     """A penalty on the weights, which is the same on all ranks, with a loss and alone."""
-
-    def check(grid):
-        for alone in (False, True):
-            found = []
-            for kind in KINDS:
-                net, (x, y) = network_of(grid, CLASSES), batch_of(CLASSES, 0)
-                optim.SGD(net.parameters(), 0.5, shard_over_data=kind)
-                for _ in range(2):
-                    loss = sum(
-                        (nn.sum(nn.sum(each * each, 0), 1) for each in net.parameters()),
-                        0 if alone else loss_of(net, CLASSES, x, y),
-                    )
-                    loss.backward()
-                found.append(gradients_of(net))
-            assert largest_difference(found[1], found[0]) < 1e-13 and largest_difference(found[2], found[0]) < 1e-13
-
-    on_each_grid(comm, check, DATA_GRIDS[4][:2])
+    found = []
+    for kind in KINDS:
+        net, (x, y) = network_of(grid, CLASSES), batch_of(CLASSES, 0)
+        optim.SGD(net.parameters(), 0.5, shard_over_data=kind)
+        for _ in range(2):
+            penalties = (nn.sum(nn.sum(each * each, 0), 1) for each in net.parameters())
+            sum(penalties, 0 if alone else loss_of(net, CLASSES, x, y)).backward()
+        found.append(gradients_of(net))
+        assert largest_difference(found[-1], found[0]) < 1e-13
 
 
 @pytest.mark.parallel([4])
 def test_a_whole_contribution_waits_for_the_sum_of_the_pass_before(comm):
     """Of a scattered gradient, because this sum writes to its array."""
     found = []
-    for kind in (False, "gradients"):
-        with given(kind=kind), Grid(comm, (1, 1, 1), 4) as grid:
+    with Grid(comm, (1, 1, 1), 4) as grid:
+        for kind in (False, "gradients"):
             net = nn.Linear(grid, 512, 512, dtype="float64", seed=1)
             optim.SGD(net.parameters(), 0.5, shard_over_data=kind)
             x = DistMatrix.random(grid, (8, 512), seed=1, layout=batch_layout("y"))
@@ -257,148 +207,123 @@ def test_a_whole_contribution_waits_for_the_sum_of_the_pass_before(comm):
 
 
 @pytest.mark.parallel([2])
-def test_an_optimizer_made_between_the_passes_of_a_step(comm, fails):
+@on_grid((1, 1, 1), 2)
+def test_an_optimizer_made_between_the_passes_of_a_step(grid, fails):
     """If some of its passes were not scattered, a gradient is whole, or refused if no later pass adds to it."""
-    with Grid(comm, (1, 1, 1), 2) as grid:
-        net, (x, y) = network_of(grid, CLASSES), batch_of(CLASSES, 0)
-        for _ in range(2):
+    net, (x, y) = network_of(grid, CLASSES), batch_of(CLASSES, 0)
+    for _ in range(2):
+        loss_of(net, CLASSES, x, y).backward()
+    expected = gradients_of(net)
+    optimizer = optim.SGD(net.parameters(), 0.5)
+    for again in (True, False):
+        optimizer.zero_grad()
+        optim.SGD(net.parameters(), 0.5)
+        with nn.no_sync(grid):
             loss_of(net, CLASSES, x, y).backward()
-        expected = gradients_of(net)
-        optimizer = optim.SGD(net.parameters(), 0.5)
-        for again in (True, False):
-            optimizer.zero_grad()
-            optim.SGD(net.parameters(), 0.5)
-            with nn.no_sync(grid):
-                loss_of(net, CLASSES, x, y).backward()
-            optimizer = optim.SGD(net.parameters(), 0.5, shard_over_data="gradients")
-            if again:
-                loss_of(net, CLASSES, x, y).backward()
-                assert largest_difference(gradients_of(net), expected) < 1e-13
-            else:
-                other = nn.Linear(grid, 3, 2, dtype="float64")
-                nn.sum(nn.sum(other.weight, 0), 1).backward()
-                fails(Pmm3dError, "is not summed over the ranks", optimizer.step)
+        optimizer = optim.SGD(net.parameters(), 0.5, shard_over_data="gradients")
+        if again:
+            loss_of(net, CLASSES, x, y).backward()
+            assert largest_difference(gradients_of(net), expected) < 1e-13
+        else:
+            other = nn.Linear(grid, 3, 2, dtype="float64")
+            nn.sum(nn.sum(other.weight, 0), 1).backward()
+            fails(Pmm3dError, "is not summed over the ranks", optimizer.step)
 
 
 # Passes that fail, and ranks that differ
 
 
 @pytest.mark.parallel([4])
-def test_a_micro_batch_that_fails_while_sums_are_under_way(comm, fails):
-    def failing(gradient):
-        raise ZeroDivisionError
-
-    for kind in KINDS:
-        with given(kind=kind), Grid(comm, (1, 1, 2), 2) as grid:
-            net, (x, y) = network_of(grid, CLASSES), batch_of(CLASSES, 0)
-            optimizer = optim.SGD(net.parameters(), 0.5, shard_over_data=kind)
-            loss_of(net, CLASSES, x, y).backward()
-            expected = gradients_of(net)
-            loss = loss_of(net, CLASSES, x, y)
-            with pytest.raises(ZeroDivisionError):
-                (loss.from_op(loss.shard, (loss,), failing) + loss).backward()
-            fails(Pmm3dError, "zero_grad", optimizer.step)
-            assert all(parameter.grad is None for parameter in net.parameters())
-            optimizer.zero_grad()
-            loss_of(net, CLASSES, x, y).backward()
-            assert bits(gradients_of(net)) == bits(expected)
+@looped("kind", KINDS)
+@on_grid((1, 1, 2), 2)
+def test_a_micro_batch_that_fails_while_sums_are_under_way(grid, kind, fails):
+    net, (x, y) = network_of(grid, CLASSES), batch_of(CLASSES, 0)
+    optimizer = optim.SGD(net.parameters(), 0.5, shard_over_data=kind)
+    loss_of(net, CLASSES, x, y).backward()
+    expected = gradients_of(net)
+    loss = loss_of(net, CLASSES, x, y)
+    with pytest.raises(ZeroDivisionError):
+        (failing(loss) + loss).backward()
+    fails(Pmm3dError, "zero_grad", optimizer.step)
+    assert all(parameter.grad is None for parameter in net.parameters())
+    optimizer.zero_grad()
+    loss_of(net, CLASSES, x, y).backward()
+    assert bits(gradients_of(net)) == bits(expected)
 
 
 @pytest.mark.parallel([2])
-def test_ranks_that_differ_in_a_pass_without_sync_are_told_before_the_step(comm, fails):
-    with Grid(comm, "ddp", timeout=20) as grid:
-        net = nn.Sequential(grid, *[nn.Linear(grid, 6, 6, seed=seed) for seed in range(2)])
-        optimizer, x = optim.SGD(net.parameters(), 0.1), DistMatrix.random(grid, (4, 6), dtype="float32")
+@on_grid("ddp", timeout=20)
+def test_ranks_that_differ_in_a_pass_without_sync_are_told_before_the_step(grid, comm, fails):
+    net = nn.Sequential(grid, *[nn.Linear(grid, 6, 6, seed=seed) for seed in range(2)])
+    optimizer, x = optim.SGD(net.parameters(), 0.1), DistMatrix.random(grid, (4, 6), dtype="float32")
 
-        def loss(*path):
-            out = nn.Tensor(x)
-            for index in path:
-                out = net.layers[index](out)
-            return nn.mse(out, x)
+    def loss(*path):
+        out = nn.Tensor(x)
+        for index in path:
+            out = net.layers[index](out)
+        return nn.mse(out, x)
 
-        for path in ((0,), (1,)):
-            loss(*path).backward()
-        optimizer.zero_grad()
-        before = weights_of(net)
-        with nn.no_sync(grid):
-            loss(grid.rank).backward()
-        text = fails(DisagreementError, "use different parameters", loss(0).backward)
-        assert comm.rank == 0 or "1.weight (6 x 6) is used 1 times, on rank 0 0 times" in text
-        fails(Pmm3dError, "zero_grad", optimizer.step)
-        assert bits(weights_of(net)) == bits(before)
-        optimizer.zero_grad()
-        loss(0, 1).backward()
-        optimizer.step()
+    for path in ((0,), (1,)):
+        loss(*path).backward()
+    optimizer.zero_grad()
+    before = weights_of(net)
+    with nn.no_sync(grid):
+        loss(grid.rank).backward()
+    text = fails(DisagreementError, "use different parameters", loss(0).backward)
+    assert comm.rank == 0 or "1.weight (6 x 6) is used 1 times, on rank 0 0 times" in text
+    fails(Pmm3dError, "zero_grad", optimizer.step)
+    assert bits(weights_of(net)) == bits(before)
+    optimizer.zero_grad()
+    loss(0, 1).backward()
+    optimizer.step()
 
 
 # Deferred products
 
 
 @pytest.mark.parallel([4])
-def test_products_are_drained_one_by_one(comm, monkeypatch):
+@over_grids(lambda ranks: [("2x1x1", 2), ("1x1x2", 2)])
+def test_products_are_drained_one_by_one(grid, monkeypatch):
     """The sum over data begins when no queue contains a part of a gradient. Ranks compare nothing."""
-
-    def check(grid):
-        net, queues = network_of(grid, CLASSES), []
-        for index in range(2):
-            with nn.defer_weights(grid) as queue:
-                loss_of(net, CLASSES, *batch_of(CLASSES, index)).backward()
-            queues.append(queue)
-        monkeypatch.setattr(grid, "_compared", None)
-        number = len(queues[0])
+    net, queues = network_of(grid, CLASSES), []
+    for index in range(2):
+        with nn.defer_weights(grid) as queue:
+            loss_of(net, CLASSES, *batch_of(CLASSES, index)).backward()
+        queues.append(queue)
+    with monkeypatch.context() as patched:
+        patched.setattr(grid, "_compared", None)
         for queue in queues:
-            for left in reversed(range(number)):
+            for left in reversed(range(len(queue))):
                 queue.drain(1)
                 assert len(queue) == left
-                first = queue is queues[0]
-                assert not first or grid.ledger.total(phase="reduce data").calls == 0
+                assert queue is queues[1] or grid.ledger.total(phase="reduce data").calls == 0
         found = bits(gradients_of(net))
-        monkeypatch.undo()
-        for parameter in net.parameters():
-            parameter.grad = None
-        for index in range(2):
-            with nn.Tape.of(grid).set(syncing=index == 1):
-                loss_of(net, CLASSES, *batch_of(CLASSES, index)).backward()
-        assert found == bits(gradients_of(net))
-
-    on_each_grid(comm, check, [("2x1x1", 2), ("1x1x2", 2)])
+    for parameter in net.parameters():
+        parameter.grad = None
+    for index in range(2):
+        with nn.Tape.of(grid).set(syncing=index == 1):
+            loss_of(net, CLASSES, *batch_of(CLASSES, index)).backward()
+    assert found == bits(gradients_of(net))
 
 
 @pytest.mark.parallel([4])
-def test_products_of_a_gradient_that_is_forgotten_are_not_added(comm):
+@on_grid((2, 1, 1), 2)
+def test_products_of_a_gradient_that_is_forgotten_are_not_added(grid):
     """Products of an abandoned step, and of a failed pass."""
-
-    def failing(gradient):
-        raise ZeroDivisionError
-
-    with Grid(comm, (2, 1, 1), 2) as grid:
-        net, (x, y) = network_of(grid, CLASSES), batch_of(CLASSES, 0)
+    net, (x, y) = network_of(grid, CLASSES), batch_of(CLASSES, 0)
+    loss_of(net, CLASSES, x, y).backward()
+    expected, optimizer = bits(gradients_of(net)), optim.SGD(net.parameters(), 0.1)
+    optimizer.zero_grad()
+    with nn.defer_weights(grid) as queue:
         loss_of(net, CLASSES, x, y).backward()
-        expected, optimizer = bits(gradients_of(net)), optim.SGD(net.parameters(), 0.1)
         optimizer.zero_grad()
-        with nn.defer_weights(grid) as queue:
-            loss_of(net, CLASSES, x, y).backward()
-            optimizer.zero_grad()
-            batch = nn.Tensor(spread(grid, x))
-            hidden = net.layers[0](batch)
-            hidden = hidden.from_op(hidden.shard, (hidden,), failing)
-            for layer in net.layers[1:]:
-                hidden = layer(hidden)
-            with pytest.raises(ZeroDivisionError):
-                nn.cross_entropy(hidden, spread(grid, y, batch_layout(None))).backward()
-            optimizer.zero_grad()
-            loss_of(net, CLASSES, x, y).backward()
-        queue.drain()
-        assert bits(gradients_of(net)) == expected and len(queue) == 0
-        optimizer.step()
-
-
-@pytest.mark.parallel([4])
-def test_a_gradient_that_is_read_early_is_whole(comm):
-    """Read after each pass, and written to by the reader. A read waits for the sum."""
-    with Grid(comm, (2, 1, 1), 2) as grid:
-        net = nn.Linear(grid, 6, 4, dtype="float64")
-        x, y = np.arange(48.0).reshape(8, 6), np.ones((8, 4))
-        for times in (1, 2):
-            net(spread(grid, x)).backward(spread(grid, y, Layout()))
-            np.testing.assert_allclose(net.weight.grad.gather(), times * x.T @ y)
+        hidden = failing(net.layers[0](nn.Tensor(spread(grid, x))))
+        for layer in net.layers[1:]:
+            hidden = layer(hidden)
+        with pytest.raises(ZeroDivisionError):
+            nn.cross_entropy(hidden, spread(grid, y, batch_layout(None))).backward()
+        optimizer.zero_grad()
+        loss_of(net, CLASSES, x, y).backward()
+    queue.drain()
+    assert bits(gradients_of(net)) == expected and len(queue) == 0
+    optimizer.step()

@@ -1,16 +1,26 @@
-"""Operations, activations, losses and training steps in every array library and type, against numpy in float64."""
+"""Operations, activations, losses and training steps in every array library and type, against numpy in float64.
+
+Networks on the stand-in device, on lazy streams, have the numbers of numpy, and the same bits for all overlaps.
+"""
+
+from itertools import product
 
 import numpy as np
 import pytest
-from networks import alone
+import standin
+from loops import looped
+from mpi_runner.plugin import all_tests
+from networks import CLASSES, VECTORS, adamw, batch_of, bits, largest_difference, loss_of, network_of, train, weights_of
 from samples import LIBRARIES, host_dtype, integers, to_library, to_numpy
 
 from pmm3d import DistMatrix, DTypeError, Grid, nn
+from pmm3d.io import Checkpoints
 from pmm3d.layout import Layout
-from pmm3d.nn import optim
+from pmm3d.nn import compute, optim
+from pmm3d.nn.training import TrainState
 from pmm3d.nn.transformer import embedding, rotary
 
-pytestmark = pytest.mark.parallel([2], thorough=[1])
+pytestmark = [pytest.mark.parallel([2], thorough=[1]), pytest.mark.deadline(240)]
 
 LAYOUT = Layout("z", ("y", "x"))
 TYPES = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 6e-2}
@@ -66,6 +76,7 @@ def results_of_functions(grid, library, dtype):
         value = loss(x, wanted)
         value.backward()
         found[loss.__name__] = [np.array(value.item()), gathered(x.grad, library)]
+    found["metrics"] = [np.array([nn.accuracy(x, labels), nn.r2(x, target)])]
     return found
 
 
@@ -84,38 +95,14 @@ def results_of_training(grid, library, dtype):
 @pytest.mark.parametrize("results", [results_of_functions, results_of_training])
 def test_results_are_numpys(some_grid, results):
     expected = results(some_grid, "numpy", "float64")
-    for library in LIBRARIES:
-        for dtype, error in TYPES.items():
-            if dtype == "bfloat16" and library != "torch":
-                continue
-            for title, arrays in results(some_grid, library, dtype).items():
-                for array, wanted in zip(arrays, expected[title], strict=True):
-                    assert np.abs(array - wanted).max() <= error * max(1, np.abs(wanted).max()), (library, dtype, title)
-
-
-def normalized(x, gain, bias, slope):
-    """layer_norm and its gradients by x, gain and bias."""
-    deviation = x - x.mean(1, keepdims=True)
-    inverse = 1 / np.sqrt((deviation**2).mean(1, keepdims=True) + 1e-5)
-    normal, scaled = deviation * inverse, slope * gain
-    dx = (scaled - scaled.mean(1, keepdims=True) - normal * (scaled * normal).mean(1, keepdims=True)) * inverse
-    return normal * gain + bias, dx, (slope * normal).sum(0, keepdims=True), slope.sum(0, keepdims=True)
-
-
-def test_layer_norm_of_whole_rows_is_its_formula(some_grid):
-    arrays = [WHOLE, integers((1, 5), seed=3) / 4, integers((1, 5), seed=4) / 4, TARGET]
-    expected = normalized(*arrays)
-    for library in LIBRARIES:
-        for dtype, error in TYPES.items():
-            if dtype == "bfloat16" and library != "torch":
-                continue
-            layouts = Layout(("z", "y", "x")), Layout(), Layout(), Layout(("z", "y", "x"))
-            *leaves, slope = (made(some_grid, *each) for each in zip(arrays, 4 * [library], 4 * [dtype], layouts))
-            leaves = [nn.Tensor(each, requires_grad=True) for each in leaves]
-            out = nn.layer_norm(*leaves)
-            out.backward(slope)
-            for each, wanted in zip((out, *(leaf.grad for leaf in leaves)), expected, strict=True):
-                assert np.abs(gathered(each, library) - wanted).max() <= 4 * error * max(1, np.abs(wanted).max())
+    for library, dtype in [*product(LIBRARIES, ("float64", "float32", "float16")), ("torch", "bfloat16")]:
+        for title, arrays in results(some_grid, library, dtype).items():
+            for array, wanted in zip(arrays, expected[title], strict=True):
+                assert np.abs(array - wanted).max() <= TYPES[dtype] * max(1, np.abs(wanted).max()), (
+                    library,
+                    dtype,
+                    title,
+                )
 
 
 @pytest.mark.parametrize("library, other", [("numpy", "torch"), ("torch", "numpy")])
@@ -125,15 +112,85 @@ def test_a_target_or_a_gradient_of_another_library_is_refused(some_grid, fails, 
         fails(DTypeError, "library", lambda doubtful=doubtful: doubtful(nn.Tensor(x, requires_grad=True), y))
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_layer_norm_takes_the_same_memory_in_a_dry_run(comm, library):
-    def memory(grid):
-        local = grid.library(library).made((64, 64), "float32", lambda: np.ones((64, 64)))
-        net = nn.LayerNorm(grid, 64, library=library)
-        for _ in range(2):
-            x = nn.Tensor(DistMatrix(grid, local, (64, 64), Layout()), requires_grad=True)
-            nn.sum(nn.sum(net(x), 0), 1).backward()
-        return grid.workspace.allocated
+# On the stand-in device, on lazy streams
 
-    with alone() as grid, Grid.dry((1, 1, 1)) as dry:
-        assert memory(dry) == memory(grid) > 0
+PRESETS = {
+    1: [("1x1x1", 1)],
+    2: [("ddp", 1), ("fsdp", 1), ("megatron", 1)],
+    4: [("hsdp", 2), ("megatron", 2), ("2x2x1", 1), ("1x2x2", 1)],
+}
+
+
+def on_streams(comm, body, transports=("direct", "staged"), grids=None):
+    """body(grid) on a device and a stream of this rank, with each transport in turn."""
+    for index, (shape, data) in enumerate(grids or PRESETS[comm.size]):
+        with (
+            Grid(comm, shape, data, device_transport=transports[index % len(transports)]) as grid,
+            standin.Device(comm.rank % standin.DEVICES),
+            standin.Stream(non_blocking=True),
+        ):
+            body(grid)
+
+
+CASES = [
+    (CLASSES, {"dropout": 0.2, "clip": 0.5}),
+    (VECTORS, {"activations": "sharded", "recompute": True}),
+    (VECTORS._replace(loss="mae", activation="tanh"), {"make": lambda weights: optim.SGD(weights, 0.05, 0.9)}),
+    (CLASSES._replace(activation="silu"), {"make": lambda weights: adamw(weights, shard_over_data=True)}),
+]
+
+
+@pytest.mark.parallel([4], thorough=[1, 2])
+@looped("number, case, options", [(number, *each) for number, each in enumerate(CASES)])
+def test_training_on_a_device_is_that_on_the_host(comm, number, case, options):
+    def check(grid):
+        losses, net = train(grid, case, 2, library="standin", **options)
+        expected, same = train(grid, case, 2, **options)
+        assert np.abs(losses - expected).max() < 1e-10
+        assert largest_difference(weights_of(net), weights_of(same)) < 1e-10
+
+    if all_tests or comm.size < 4:
+        on_streams(comm, check)
+    else:
+        on_streams(comm, check, [("direct", "staged")[number // 2]], [PRESETS[4][number]])
+
+
+@pytest.mark.parallel([2], thorough=[4])
+def test_what_is_overlapped_changes_no_bit_on_a_device(comm, monkeypatch):
+    """Also if the helper thread runs during each computation, however short."""
+    monkeypatch.setattr(compute, "LEAST_WORK", 0)
+
+    def trained(grid, overlap):
+        nn.Tape.of(grid).parallel.overlap = overlap
+        return list(bits(weights_of(train(grid, CLASSES, 2, library="standin", dropout=0.1)[1])).values())
+
+    def check(grid):
+        expected = trained(grid, nn.Overlap.none())
+        for overlap in (nn.Overlap(bucket_bytes=1), nn.Overlap(reshard_after_forward=False, oag=False)):
+            assert trained(grid, overlap) == expected, overlap
+
+    on_streams(comm, check, grids={2: PRESETS[2], 4: [("megatron", 2), ("1x2x2", 1)]}[comm.size])
+
+
+@pytest.mark.parallel([4], thorough=[1])
+def test_a_checkpoint_of_a_device_goes_on_to_the_same_bits(comm, shared_path):
+    """On the host, the weights agree to rounding."""
+
+    def check(grid):
+        checkpoints, made = Checkpoints(grid, shared_path), {}
+        for name, library in (("first", "standin"), ("again", "standin"), ("host", "numpy")):
+            net = network_of(grid, CLASSES, library=library, dropout=0.1)
+            net.settle(CLASSES.sizes[0], "float64", library)
+            state = TrainState(net, adamw(net.parameters()))
+            if name != "first":
+                state.resume(checkpoints)
+            for step in range(0 if name == "first" else 2, 4):
+                if step == 2 and name == "first":
+                    state.save(checkpoints)
+                loss_of(net, CLASSES, *batch_of(CLASSES, step), library).backward()
+                state.optimizer.step()
+            made[name] = weights_of(net)
+        assert bits(made["first"]) == bits(made["again"])
+        assert largest_difference(made["first"], made["host"]) < 1e-10
+
+    on_streams(comm, check, grids=[("1x1x1", 1)] if comm.size == 1 else [("1x2x1", 2)])

@@ -7,11 +7,11 @@ from math import prod
 import numpy as np
 import pytest
 from differences import assert_gradients_are_differences
-from loops import given
+from loops import given, looped
 from mpi_runner.plugin import all_tests
-from networks import MANY_GRIDS, on_each_grid, spread
+from networks import MANY_GRIDS, on_each_grid, over_grids, spread
 from samples import TESTED, to_numpy
-from torch_reference import by_rank_0
+from torch_reference import by_rank_0, torch_attention
 
 from pmm3d import DTypeError, Grid, LayoutError, Pmm3dError, nn
 from pmm3d.layout import SEQ, ULYSSES, Layout
@@ -50,26 +50,10 @@ def given_arrays(heads, shared):
 
 def of_torch():
     """(case, heads) -> result, gradients of q, k and v."""
-    import torch
-
-    found = {}
-    away = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
-    for (title, options), heads in product(CASES.items(), HEADS):
-        *operands, slope = (torch.from_numpy(each) for each in given_arrays(*heads))
-        leaves = [each.requires_grad_() for each in operands]
-        q, k, v = (each.reshape(SEQUENCES, LENGTH, -1, SIZE).transpose(1, 2) for each in leaves)
-        seen = away >= 0 if options.get("causal", True) else torch.ones_like(away, dtype=torch.bool)
-        seen = (seen & (away.abs() < options.get("window", 99)))[None].expand(SEQUENCES, -1, -1)
-        if "documents" in options:
-            document = options["documents"].reshape(SEQUENCES, LENGTH)
-            seen = seen & torch.from_numpy(document[:, :, None] == document[:, None])
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen[:, None], scale=options.get("scale"), enable_gqa=True
-        )
-        out = out.transpose(1, 2).reshape(SEQUENCES * LENGTH, -1)
-        (out * slope).sum().backward()
-        found[title, heads] = [out.detach().numpy(), *(each.grad.numpy() for each in leaves)]
-    return found
+    return {
+        (title, heads): torch_attention(*given_arrays(*heads), LENGTH, SIZE, **options)
+        for (title, options), heads in product(CASES.items(), HEADS)
+    }
 
 
 def of_grid(
@@ -168,51 +152,52 @@ def test_one_tensor_of_queries_keys_and_values_gives_the_same(comm, expected, li
     "options",
     [{"rows": {"data": LENGTH}}, {"unit": 1}, {"rows": {"data": LENGTH}, "unit": 1, "layouts": (("y", "x"), "x")}],
 )
-def test_sequences_and_heads_that_are_cut_are_brought_together(comm, expected, options):
-    def check(grid):
-        assert largest_error(of_grid(grid, 6, 2, **options, **CASES["packed"]), expected["packed", (6, 2)]) < 1e-12
+@over_grids(MANY_GRIDS)
+def test_sequences_and_heads_that_are_cut_are_brought_together(grid, expected, options):
+    assert largest_error(of_grid(grid, 6, 2, **options, **CASES["packed"]), expected["packed", (6, 2)]) < 1e-12
 
-    on_each_grid(comm, check, MANY_GRIDS[comm.size])
+
+ROWS = 2 * LENGTH
+SAME = 3 * [(ROWS, 6)]
+REFUSED = [
+    (LayoutError, "not a multiple of 5 columns", 3 * [(ROWS, 12)], {"size": 5}),
+    (LayoutError, "cannot share", [(ROWS, 9), (ROWS, 6), (ROWS, 6)], {}),
+    (LayoutError, "need the same rows", [(ROWS, 6), (ROWS, 6), (ROWS, 3)], {}),
+    (LayoutError, "need the same rows", [(ROWS, 6), (LENGTH, 6), (LENGTH, 6)], {}),
+    (LayoutError, "6 columns are no whole number of units of 9", SAME[:1], {}),
+    (LayoutError, "k or v is missing", SAME[:2], {}),
+    (LayoutError, "documents must be integers", SAME, {"documents": np.ones((ROWS, 2))}),
+    (Pmm3dError, "window is a number of rows", SAME, {"window": 0}),
+    (Pmm3dError, "window is a number of rows, at least 1; got 2.5", SAME, {"window": 2.5}),
+    (Pmm3dError, "block is a number of rows", SAME, {"block": 0}),
+    (Pmm3dError, "dropout must be at least 0 and below 1", SAME, {"dropout": 1.0}),
+    (Pmm3dError, "scale must be a finite number, .* got nan", SAME, {"scale": float("nan")}),
+    (Pmm3dError, "scale must be a finite number, .* got inf", SAME, {"scale": float("inf")}),
+    (Pmm3dError, "parallel must be one of auto, ring, ulysses; got 'rings'", SAME, {"parallel": "rings"}),
+    (DTypeError, "the same type, one of float16", SAME, {"dtype": "complex64"}),
+]
 
 
 @pytest.mark.parallel([2], thorough=[1, 4, 8])
-def test_operands_that_do_not_fit_together_are_refused(some_grid, fails):
-    def refused(kind, text, *shapes, dtype="float64", layout=Layout(units=(LENGTH, 1)), **options):
-        tensors = [spread(some_grid, np.ones(shape), layout, "numpy", dtype) for shape in shapes]
-        fails(kind, text, lambda: attention(*tensors, **{"size": SIZE, **options}))
-
-    rows = 2 * LENGTH
-    refused(LayoutError, "not a multiple of 5 columns", (rows, 12), (rows, 12), (rows, 12), size=5)
-    refused(LayoutError, "cannot share", (rows, 9), (rows, 6), (rows, 6))
-    refused(LayoutError, "need the same rows", (rows, 6), (rows, 6), (rows, 3))
-    refused(LayoutError, "need the same rows", (rows, 6), (LENGTH, 6), (LENGTH, 6))
-    same = 3 * [(rows, 6)]
-    refused(Pmm3dError, "window is a number of rows", *same, window=0)
-    refused(Pmm3dError, "window is a number of rows, at least 1; got 2.5", *same, window=2.5)
-    refused(Pmm3dError, "block is a number of rows", *same, block=0)
-    refused(Pmm3dError, "attention: dropout must be at least 0 and below 1", *same, dropout=1.0)
-    for scale in (float("nan"), float("inf")):
-        refused(Pmm3dError, f"scale must be a finite number, .* got {scale}", *same, scale=scale)
-    refused(Pmm3dError, "parallel must be one of", *same, parallel="rings")
-    documents = spread(some_grid, np.ones((rows, 2)), Layout(), "numpy")
-    refused(LayoutError, "documents must be integers", *same, documents=documents)
-    refused(LayoutError, "6 columns are no whole number of units of 9", same[0])
-    refused(LayoutError, "k or v is missing", *same[:2])
-    refused(DTypeError, "the same type, one of float16", *same, dtype="complex64")
+@looped("kind, text, shapes, options", REFUSED)
+def test_operands_that_do_not_fit_together_are_refused(some_grid, fails, kind, text, shapes, options):
+    layout, options = Layout(units=(LENGTH, 1)), {"size": SIZE, **options}
+    dtype = options.pop("dtype", "float64")
+    tensors = [spread(some_grid, np.ones(shape), layout, "numpy", dtype) for shape in shapes]
+    if "documents" in options:
+        options["documents"] = spread(some_grid, options["documents"], Layout(), "numpy")
+    fails(kind, text, lambda: attention(*tensors, **options))
 
 
-def test_no_sequences_no_heads_and_fewer_heads_than_ranks(comm):
-    def check(grid):
-        for rows, columns in ((0, 6), (2 * LENGTH, 0), (2 * LENGTH, SIZE), (LENGTH, SIZE)):
-            layout = Layout(("data", "z"), ("x", "y"), units=(LENGTH, SIZE))
-            x = nn.Tensor(spread(grid, np.ones((rows, columns)), layout), requires_grad=True)
-            out = attention(x, x, x, size=SIZE)
-            out.backward(out)
-            with given(rows=rows, columns=columns):
-                assert np.allclose(to_numpy(out.gather()), 1, atol=1e-12)
-                assert x.grad.shape == (rows, columns)
-
-    on_each_grid(comm, check)
+@over_grids()
+@looped("rows, columns", [(0, 6), (2 * LENGTH, 0), (2 * LENGTH, SIZE), (LENGTH, SIZE)])
+def test_no_sequences_no_heads_and_fewer_heads_than_ranks(grid, rows, columns):
+    layout = Layout(("data", "z"), ("x", "y"), units=(LENGTH, SIZE))
+    x = nn.Tensor(spread(grid, np.ones((rows, columns)), layout), requires_grad=True)
+    out = attention(x, x, x, size=SIZE)
+    out.backward(out)
+    assert np.allclose(to_numpy(out.gather()), 1, atol=1e-12)
+    assert x.grad.shape == (rows, columns)
 
 
 @pytest.mark.parallel([2], thorough=[1, 4, 8])

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from loops import given
-from networks import alone, spread
+from loops import given, looped
+from networks import alone, on_grid, spread
 from samples import to_numpy
 
 from pmm3d import Grid, LayoutError, Pmm3dError, nn
@@ -94,50 +94,29 @@ def test_tokens_are_those_without_a_cache(comm):
 
 
 @pytest.mark.parallel([2])
-def test_tokens_without_a_text_are_not_generated(comm, fails):
-    with Grid(comm, (2, 1, 1)) as grid:
-        net = larger(NETWORKS["GPT"](grid))
-        assert nn.generate(net, PROMPT, 6)[:, 3:].max() >= 3
-        for options in OPTIONS.values():
-            made = nn.generate(net, PROMPT, 6, vocabulary=3, **options)[:, 3:]
-            assert made.max() < 3 and len({*made.flat}) > 1
-        fails(Pmm3dError, "vocabulary is a whole number", lambda: nn.generate(net, PROMPT, 2, vocabulary=0))
-
-
-def test_a_cache_ends_with_the_call(comm, fails):
-    """Later passes do not use the cache, also after a failed generation."""
-    shape, data, axes = GRIDS[comm.size][0]
-    with Grid(comm, shape, data, axes=axes) as grid:
-        net, tokens = NETWORKS["GPT"](grid), spread(grid, PROMPT.reshape(-1, 1), Layout(("data", "z"), units=(3, 1)))
-        before = net.eval()(tokens).gather()
-        nn.generate(net, PROMPT[0], 2)
-        assert np.array_equal(net(tokens).gather(), before)
-        fails(Pmm3dError, "the token 11", lambda: nn.generate(net, [[11]], 2))
-        assert np.array_equal(net(tokens).gather(), before)
+@on_grid((2, 1, 1))
+def test_tokens_without_a_text_are_not_generated(grid):
+    net = larger(NETWORKS["GPT"](grid))
+    assert nn.generate(net, PROMPT, 6)[:, 3:].max() >= 3
+    for options in OPTIONS.values():
+        made = nn.generate(net, PROMPT, 6, vocabulary=3, **options)[:, 3:]
+        assert made.max() < 3 and len({*made.flat}) > 1
 
 
 def test_one_sequence_and_prefixes(comm):
     """A sequence has the same tokens alone and in a batch. A shorter generation has the first tokens of a longer
-    one."""
-    shape, data, axes = GRIDS[comm.size][-1]
-    with Grid(comm, shape, data, axes=axes) as grid:
-        make = NETWORKS["Llama"]
-        net = larger(nn.Pipeline(grid, make) if "pipe" in axes else make(grid))
-        several = nn.generate(net, PROMPT, 4, seed=7)
-        assert np.array_equal(nn.generate(net, PROMPT[0], 4, seed=7), several[0])
-        assert np.array_equal(nn.generate(net, PROMPT, 2, seed=7), several[:, :5])
-        assert np.array_equal(nn.generate(net, PROMPT, 0), PROMPT)
-
-
-def test_sequences_of_different_lengths_are_continued_as_those_of_one_length(comm):
-    """In the order of the prompt, each with the draws of its number."""
+    one. Sequences of different lengths are continued in the order of the prompt, each with the draws of its number."""
     shape, data, axes = GRIDS[comm.size][-1]
     with Grid(comm, shape, data, axes=axes) as grid:
         net = larger(nn.Pipeline(grid, NETWORKS["GPT"]) if "pipe" in axes else NETWORKS["GPT"](grid))
+        prompt = [PROMPT[0].tolist(), PROMPT[1, :2], PROMPT[2].tolist()]
         for options in OPTIONS.values():
-            long, short = (nn.generate(net, PROMPT[:, :size], MORE, **options).tolist() for size in (3, 2))
-            prompt = [PROMPT[0].tolist(), PROMPT[1, :2], PROMPT[2].tolist()]
-            assert nn.generate(net, prompt, MORE, **options) == [long[0], short[1], long[2]]
+            long, short = (nn.generate(net, PROMPT[:, :size], MORE, **options) for size in (3, 2))
+            assert np.array_equal(nn.generate(net, PROMPT[0], MORE, **options), long[0])
+            assert np.array_equal(nn.generate(net, PROMPT, 2, **options), long[:, :5])
+            found = nn.generate(net, prompt, MORE, **options)
+            assert found == [long[0].tolist(), short[1].tolist(), long[2].tolist()]
+        assert np.array_equal(nn.generate(net, PROMPT, 0), PROMPT)
 
 
 def test_a_temperature_near_zero_takes_the_most_probable_token():
@@ -147,30 +126,41 @@ def test_a_temperature_near_zero_takes_the_most_probable_token():
         assert choose(logits, draws, 1e-320, None).tolist() == [1, 0]
 
 
-def test_what_cannot_be_generated_is_refused(some_grid, fails):
+REFUSED = [
+    (LayoutError, "3 tokens and 8 more exceed the 10 positions.*Generate at most 7", (PROMPT, 8), {}),
+    (LayoutError, "3 tokens and 8 more exceed the 10", ([[1], PROMPT[0]], 8), {}),
+    (LayoutError, "at least one token", (np.zeros((2, 0), int), 3), {}),
+    (LayoutError, "at least one token", ([[0.5]], 3), {}),
+    *(
+        (LayoutError, "a list of sequences of different lengths; got", (wrong, 3), {})
+        for wrong in ([[1, 2], []], [[1, 2], [0.5]], [[1, 2], 3], [[[1], [2]], [3]], [[1, [2]], [3]])
+    ),
+    *(
+        (Pmm3dError, "temperature must be a finite number, at least 0, got", (PROMPT, 3), {"temperature": wrong})
+        for wrong in (-1, np.nan, np.inf)
+    ),
+    (Pmm3dError, "top_k", (PROMPT, 3), {"top_k": 0}),
+    (Pmm3dError, "top_k is a whole number, at least 1; got 2.5", (PROMPT, 3), {"top_k": 2.5}),
+    (Pmm3dError, "seed is a whole number, at least 0; got -1", (PROMPT, 3), {"seed": -1}),
+    (Pmm3dError, "length is a whole number, at least 0; got 1.5", (PROMPT, 1.5), {}),
+    (Pmm3dError, "vocabulary is a whole number", (PROMPT, 2), {"vocabulary": 0}),
+    (Pmm3dError, "the token 11", ([[11]], 2), {}),
+]
+
+
+@looped("kind, text, arguments, options", REFUSED)
+def test_what_cannot_be_generated_is_refused(some_grid, fails, kind, text, arguments, options):
+    """Later passes do not use the cache of a generation, also if it failed."""
     net = NETWORKS["GPT"](some_grid)
-    fails(
-        LayoutError,
-        "3 tokens and 8 more exceed the 10 positions.*Generate at most 7",
-        lambda: nn.generate(net, PROMPT, 8),
-    )
-    fails(LayoutError, "at least one token", lambda: nn.generate(net, np.zeros((2, 0), int), 3))
-    fails(LayoutError, "at least one token", lambda: nn.generate(net, [[0.5]], 3))
-    for wrong in ([[1, 2], []], [[1, 2], [0.5]], [[1, 2], 3], [[[1], [2]], [3]], [[1, [2]], [3]]):
-        fails(
-            LayoutError, "a list of sequences of different lengths; got", lambda wrong=wrong: nn.generate(net, wrong, 3)
-        )
-    fails(LayoutError, "3 tokens and 8 more exceed the 10", lambda: nn.generate(net, [[1], PROMPT[0]], 8))
-    for temperature in (-1, np.nan, np.inf):
-        fails(
-            Pmm3dError,
-            "temperature must be a finite number, at least 0, got",
-            lambda temperature=temperature: nn.generate(net, PROMPT, 3, temperature=temperature),
-        )
-    fails(Pmm3dError, "top_k", lambda: nn.generate(net, PROMPT, 3, top_k=0))
-    fails(Pmm3dError, "seed is a whole number, at least 0; got -1", lambda: nn.generate(net, PROMPT, 3, seed=-1))
-    fails(Pmm3dError, "length is a whole number, at least 0; got 1.5", lambda: nn.generate(net, PROMPT, 1.5))
-    fails(Pmm3dError, "top_k is a whole number, at least 1; got 2.5", lambda: nn.generate(net, PROMPT, 3, top_k=2.5))
+    tokens = spread(some_grid, PROMPT.reshape(-1, 1), Layout(("data", "z"), units=(3, 1)))
+    before = net.eval()(tokens).gather()
+    nn.generate(net, PROMPT[0], 1)
+    fails(kind, text, lambda: nn.generate(net, *arguments, **options))
+    assert np.array_equal(net(tokens).gather(), before)
+
+
+def test_a_network_that_cannot_generate_is_refused(some_grid, fails):
+    net = NETWORKS["GPT"](some_grid)
     net.parameters()[0].local[...] = np.nan
     for temperature in (0, 1):
         fails(Pmm3dError, "logits are NaN", lambda: nn.generate(net, PROMPT, 3, temperature=temperature))

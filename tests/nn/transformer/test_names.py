@@ -1,11 +1,14 @@
 """Files with the names of GPT-2 and of Llama: written and read on every grid, with the weights in their order."""
 
 import json
+from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
-from loops import given
-from networks import alone, spread, weights_of
+from loops import given, looped
+from networks import alone, bits, on_grid, spread, weights_of
+from on_disk import on_rank_0
 from safetensors.numpy import load_file, save_file
 from samples import to_numpy
 
@@ -57,45 +60,39 @@ def gpt2_tensors(weights):
     size = h // heads
     order = [(3 * head + part) * size + column for part in range(3) for head in range(heads) for column in range(size)]
     found = {
-        "transformer.wte.weight": weights["0.table"].T,
-        "transformer.wpe.weight": weights["0.positions"].T,
-        "transformer.ln_f.weight": weights["3.norm.gain"][0],
-        "transformer.ln_f.bias": weights["3.norm.bias"][0],
+        "wte.weight": weights["0.table"].T,
+        "wpe.weight": weights["0.positions"].T,
+        "ln_f.weight": weights["3.norm.gain"][0],
+        "ln_f.bias": weights["3.norm.bias"][0],
     }
-    for there, here in (("transformer.h.0.", "1."), ("transformer.h.1.", "2.")):
-        for name, own in (
-            ("ln_1.weight", "norm1.gain"),
-            ("ln_1.bias", "norm1.bias"),
-            ("ln_2.weight", "norm2.gain"),
-            ("ln_2.bias", "norm2.bias"),
-            ("attn.c_proj.bias", "attention.out.bias"),
-            ("mlp.c_fc.bias", "mlp.up.bias"),
-            ("mlp.c_proj.bias", "mlp.down.bias"),
+    for there, here in (("h.0.", "1."), ("h.1.", "2.")):
+        of = {name.removeprefix(here): value for name, value in weights.items() if name.startswith(here)}
+        for name, own in (("ln_1", "norm1"), ("ln_2", "norm2")):
+            found[f"{there}{name}.weight"], found[f"{there}{name}.bias"] = of[f"{own}.gain"][0], of[f"{own}.bias"][0]
+        for name, own, columns in (
+            ("attn.c_attn", "attention.qkv", order),
+            ("attn.c_proj", "attention.out", slice(None)),
+            ("mlp.c_fc", "mlp.up", slice(None)),
+            ("mlp.c_proj", "mlp.down", slice(None)),
         ):
-            found[there + name] = weights[here + own][0]
-        for name, own in (("attn.c_proj", "attention.out"), ("mlp.c_fc", "mlp.up"), ("mlp.c_proj", "mlp.down")):
-            found[f"{there}{name}.weight"] = weights[f"{here}{own}.weight"]
-        found[there + "attn.c_attn.weight"] = weights[here + "attention.qkv.weight"][:, order]
-        found[there + "attn.c_attn.bias"] = weights[here + "attention.qkv.bias"][0, order]
-    return found
+            found[f"{there}{name}.weight"] = of[f"{own}.weight"][:, columns]
+            found[f"{there}{name}.bias"] = of[f"{own}.bias"][0, columns]
+    return {f"transformer.{name}": np.ascontiguousarray(tensor) for name, tensor in found.items()}
 
 
 def test_a_file_of_gpt2_has_queries_then_keys_then_values(comm, shared_path):
     with alone() as grid:
         expected = gpt2_tensors(weights_of(filled(nn.GPT(grid, **GPT))))
+    path, make = shared_path / "expected.safetensors", partial(nn.GPT, **GPT)
+    if comm.rank == 0:
+        save_file(expected, path)
+    comm.barrier()
     for shape, data, axes in GRIDS[comm.size]:
         with given(grid=shape, data=data, axes=axes), Grid(comm, shape, data, **axes) as grid:
-            make = lambda stage: nn.GPT(stage, **GPT)
             net = nn.Pipeline(grid, make) if "pipe" in axes else make(grid)
-            path = shared_path / "expected.safetensors"
-            if comm.rank == 0:
-                save_file({name: np.ascontiguousarray(tensor) for name, tensor in expected.items()}, path)
-            comm.barrier()
             load_weights(net, path)
-            net.export(shared_path / "gpt.safetensors", names="gpt2")
-            found = load_file(shared_path / "gpt.safetensors")
-            assert found.keys() == expected.keys()
-            assert all(np.array_equal(found[name], tensor) for name, tensor in expected.items())
+            net.export(shared_path / "gpt.safetensors")
+            assert bits(load_file(shared_path / "gpt.safetensors")) == bits(expected)
             comm.barrier()
 
 
@@ -126,51 +123,41 @@ def test_what_one_grid_exports_every_other_loads(comm, shared_path):
 
 def test_several_files_and_other_names(comm, shared_path, some_grid):
     """A folder with an index of files; names without the prefix, and with masks, as in the first files of GPT-2."""
-    folder = shared_path / "parts"
     net = filled(nn.GPT(some_grid, **GPT))
-    net.export(folder)
+    net.export(shared_path)
     if comm.rank == 0:
-        tensors = load_file(folder / "model.safetensors")
+        tensors = load_file(shared_path / "model.safetensors")
         short = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
         short["h.0.attn.bias"] = np.ones((1, 1, 7, 7), np.float32)
-        table = {name: f"part{number % 2}.safetensors" for number, name in enumerate(short)}
-        for part in {*table.values()}:
-            save_file({name: tensor for name, tensor in short.items() if table[name] == part}, folder / part)
-        (folder / "model.safetensors").unlink()
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+        save_file(short, shared_path / "model.safetensors")
+        in_parts(shared_path, 2)
     comm.barrier()
-    other = nn.GPT.load(some_grid, folder, dtype="float64")
-    for name, matrix in net.matrices().items():
-        assert np.array_equal(matrix.gather(), other.matrices()[name].gather())
+    assert same_weights(nn.GPT.load(some_grid, shared_path, dtype="float64"), net)
 
 
 def test_files_that_do_not_fit_are_refused(comm, shared_path, some_grid, fails):
-    net = nn.GPT(some_grid, **GPT)
-    net.export(shared_path / "gpt")
-    fails(
-        CheckpointError,
-        "'transformer.h.2",
-        lambda: load_weights(nn.GPT(some_grid, **{**GPT, "layers": 3}), shared_path / "gpt"),
-    )
-    fails(CheckpointError, "model_type.*gpt2.*nn.GPT.load", lambda: nn.Llama.load(some_grid, shared_path / "gpt"))
-    fails(CheckpointError, "no names 'llama'", lambda: net.export(shared_path / "no", names="llama"))
-    grouped = nn.GPT(some_grid, **GPT, kv_heads=1)
-    fails(
-        CheckpointError,
-        "folder .*'torch'.*This GPT has the names torch. Give a file that ends in .safetensors",
-        lambda: grouped.export(shared_path / "no"),
-    )
+    net, folder = nn.GPT(some_grid, **GPT), shared_path / "gpt"
+    net.export(folder)
     if comm.rank == 0:
-        config = json.loads((shared_path / "gpt" / "config.json").read_text())
-        for folder, change in (("relu", {"activation_function": "relu"}), ("bert", {"model_type": "bert"})):
-            (shared_path / folder).mkdir()
-            (shared_path / folder / "config.json").write_text(json.dumps({**config, **change}))
-        save_file(load_file(shared_path / "gpt" / "model.safetensors"), shared_path / "bare.safetensors")
+        config = json.loads((folder / "config.json").read_text())
+        for name, change in (("relu", {"activation_function": "relu"}), ("bert", {"model_type": "bert"})):
+            (shared_path / name).mkdir()
+            (shared_path / name / "config.json").write_text(json.dumps({**config, **change}))
+        save_file(load_file(folder / "model.safetensors"), shared_path / "bare.safetensors")
     comm.barrier()
-    fails(CheckpointError, "activation_function is 'relu'", lambda: nn.GPT.load(some_grid, shared_path / "relu"))
-    fails(CheckpointError, "'bert'", lambda: nn.GPT.load(some_grid, shared_path / "bert"))
-    fails(CheckpointError, "not contain the sizes", lambda: nn.GPT.load(some_grid, shared_path / "bare.safetensors"))
-    fails(CheckpointError, "missing|there is no", lambda: nn.GPT.load(some_grid, shared_path / "nowhere"))
+    grouped, deeper = (nn.GPT(some_grid, **{**GPT, **change}) for change in ({"kv_heads": 1}, {"layers": 3}))
+    load = lambda name, kind=nn.GPT: kind.load(some_grid, shared_path / name)
+    for text, call in (
+        ("'transformer.h.2", lambda: load_weights(deeper, folder)),
+        ("model_type.*gpt2.*nn.GPT.load", lambda: load("gpt", nn.Llama)),
+        ("no names 'llama'", lambda: net.export(shared_path / "no", names="llama")),
+        ("folder .*'torch'.*the names torch. .*.safetensors", lambda: grouped.export(shared_path / "no")),
+        ("activation_function is 'relu'", lambda: load("relu")),
+        ("'bert'", lambda: load("bert")),
+        ("not contain the sizes", lambda: load("bare.safetensors")),
+        ("missing|there is no", lambda: load("nowhere")),
+    ):
+        fails(CheckpointError, text, call)
 
 
 one, two = pytest.mark.parallel([1]), pytest.mark.parallel([2])
@@ -244,18 +231,17 @@ NEWER = {
 @one
 def test_settings_that_change_no_logit_are_accepted():
     """Files of published networks, and keys of newer versions of the transformers package."""
-    of = architecture_of(OPENAI, "config.json")
-    assert (of.vocabulary, of.positions, of.hidden, of.kv_heads, of.mlp, of.tied) == (50257, 1024, 768, 12, 3072, True)
-    of = architecture_of(TINY, "config.json")
-    assert (of.kv_heads, of.mlp, of.eps, of.window, of.tied) == (4, 5632, 1e-5, None, False)
-    of = architecture_of({**TINY, **NEWER, "max_position_embeddings": None}, "config.json")
-    assert (of.rotary_base, of.window, of.positions) == (5e5, None, None)
     mistral = {**TINY, "model_type": "mistral"}
-    windows = [
-        architecture_of({**mistral, **some}, "config.json").window
-        for some in ({"sliding_window": 7}, {"sliding_window": None}, {})
-    ]
-    assert windows == [7, None, 4096]
+    for config, expected in (
+        (OPENAI, {"vocabulary": 50257, "positions": 1024, "hidden": 768, "kv_heads": 12, "mlp": 3072, "tied": True}),
+        (TINY, {"kv_heads": 4, "mlp": 5632, "eps": 1e-5, "window": None, "tied": False}),
+        ({**TINY, **NEWER, "max_position_embeddings": None}, {"rotary_base": 5e5, "window": None, "positions": None}),
+        ({**mistral, "sliding_window": 7}, {"window": 7}),
+        ({**mistral, "sliding_window": None}, {"window": None}),
+        (mistral, {"window": 4096}),
+    ):
+        found = architecture_of(config, "config.json")
+        assert {name: getattr(found, name) for name in expected} == expected
 
 
 REFUSED = [
@@ -285,70 +271,59 @@ REFUSED = [
 
 
 @one
-def test_settings_that_change_the_logits_or_are_unknown_are_refused_by_name():
-    for config, key, change in REFUSED:
-        with given(change=change), pytest.raises(CheckpointError, match=rf"config.json: .*\b{key}\b"):
-            architecture_of({**config, **change}, "config.json")
+@looped("config, key, change", REFUSED)
+def test_settings_that_change_the_logits_or_are_unknown_are_refused_by_name(config, key, change):
+    with pytest.raises(CheckpointError, match=rf"config.json: .*\b{key}\b"):
+        architecture_of({**config, **change}, "config.json")
 
 
 @two
-def test_files_of_json_with_another_content_are_refused(comm, shared_path, some_grid, fails):
+def test_files_of_json_with_another_content_are_refused(shared_path, some_grid, fails):
     nn.Llama(some_grid, **LLAMA).export(shared_path)
-    for name in ("config.json", "model.safetensors.index.json"):
-        for text in ("[]", "{", "\udcff", '{"weight_map": ["model.safetensors"]}', '{"weight_map": {"a": 1}}'):
-            with given(name=name, text=text):
-                before = (shared_path / name).read_text() if name == "config.json" else ""
-                comm.barrier()
-                if comm.rank == 0:
-                    (shared_path / name).write_bytes(text.encode(errors="surrogateescape"))
-                comm.barrier()
-                fails(
-                    CheckpointError,
-                    name if name != "config.json" or "weight" not in text else "model_type",
-                    lambda: nn.Llama.load(some_grid, shared_path),
-                )
-                if comm.rank == 0:
-                    (shared_path / name).write_text(before) if before else (shared_path / name).unlink()
-                comm.barrier()
+    config = shared_path / "config.json"
+    right = config.read_bytes()
+    for file, text in product(
+        (config, shared_path / "model.safetensors.index.json"),
+        ("[]", "{", "\udcff", '{"weight_map": ["model.safetensors"]}', '{"weight_map": {"a": 1}}'),
+    ):
+        with given(name=file.name, text=text):
+            on_rank_0(some_grid, lambda: file.write_bytes(text.encode(errors="surrogateescape")))
+            wrong = "model_type" if file == config and "weight" in text else file.name
+            fails(CheckpointError, wrong, lambda: nn.Llama.load(some_grid, shared_path))
+            on_rank_0(some_grid, lambda: (file.unlink(), config.write_bytes(right)))
 
 
 @two
-def test_an_export_replaces_the_weight_files_of_the_folder(comm, shared_path, some_grid, fails):
+def test_an_export_replaces_the_weight_files_of_the_folder(shared_path, some_grid, fails):
     """Several files and their index are removed. Links are replaced, and their targets stay. Files of other kinds
     stay. A folder with both kinds of weight files, or with parts and no index, is refused."""
-    folder, cache = shared_path / "net", shared_path / "cache"
+    folder, cache, index = shared_path / "net", shared_path / "cache", "model.safetensors.index.json"
     old, new = (filled(nn.Llama(some_grid, **{**LLAMA, "layers": layers})) for layers in (1, 2))
+    load = lambda: nn.Llama.load(some_grid, folder, dtype="float64")
     old.export(folder)
-    if comm.rank == 0:
+
+    def link():  # as in the cache of a hub
         cache.mkdir()
         in_parts(folder, 2)
-        for file in [*folder.glob("*.safetensors"), folder / "config.json"]:  # as in the cache of a hub
+        for file in [*folder.iterdir()]:
             file.rename(cache / file.name)
-            file.symlink_to(cache / file.name)
+            (folder / file.name).symlink_to(cache / file.name)
         (folder / "tokenizer.json").write_text("{}")
-    comm.barrier()
+
+    on_rank_0(some_grid, link)
     kept = {file.name: file.read_bytes() for file in cache.iterdir()}
-    assert same_weights(nn.Llama.load(some_grid, folder, dtype="float64"), old)
+    parts = [name for name in kept if "-of-" in name]
+    assert same_weights(load(), old)
     new.export(folder)
     assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
-    assert {file.name: file.read_bytes() for file in cache.iterdir()} == kept
-    assert same_weights(nn.Llama.load(some_grid, folder, dtype="float64"), new)
-    if comm.rank == 0:
-        for name in kept:
-            (folder / name).write_bytes(kept[name]) if "-of-" in name else None
-    assert same_weights(nn.Llama.load(some_grid, folder, dtype="float64"), new)
-    if comm.rank == 0:
-        index = {"weight_map": {"a": "model-0-of-2.safetensors"}}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    comm.barrier()
-    fails(CheckpointError, "Remove those", lambda: nn.Llama.load(some_grid, folder))
-    comm.barrier()
-    if comm.rank == 0:
-        for name in ("model.safetensors", "model.safetensors.index.json"):
-            (folder / name).unlink()
-    comm.barrier()
-    for load in (lambda: nn.Llama.load(some_grid, folder), lambda: load_weights(new, folder)):
-        fails(CheckpointError, "Copy the table", load)
+    assert {file.name: file.read_bytes() for file in cache.iterdir()} == kept and same_weights(load(), new)
+    on_rank_0(some_grid, lambda: [(folder / name).write_bytes(kept[name]) for name in parts])
+    assert same_weights(load(), new)
+    on_rank_0(some_grid, lambda: (folder / index).write_bytes(kept[index]))
+    fails(CheckpointError, "Remove those", load)
+    on_rank_0(some_grid, lambda: [(folder / name).unlink() for name in ("model.safetensors", index)])
+    for refused in (load, lambda: load_weights(new, folder)):
+        fails(CheckpointError, "Copy the table", refused)
 
 
 def in_parts(folder, count):
@@ -375,21 +350,17 @@ def test_weights_that_fail_to_load_change_nothing(comm, shared_path, some_grid, 
     """The last of two files is missing, cut off, or has other tensors."""
     net = filled(nn.Llama(some_grid, **LLAMA))
     net.export(shared_path)
-    files = in_parts(shared_path, 2) if comm.rank == 0 else None
-    last = comm.bcast(files)[-1]
+    last = comm.bcast(in_parts(shared_path, 2) if comm.rank == 0 else None)[-1]
     tensors, whole = load_file(last), last.read_bytes()
     name = next(iter(tensors))
     other, before = nn.Llama(some_grid, seed=9, **LLAMA), nn.Llama(some_grid, seed=9, **LLAMA)
 
-    def change(file, contents):
-        comm.barrier()
-        if comm.rank == 0:
-            file.unlink()
-            if isinstance(contents, bytes):
-                file.write_bytes(contents)
-            elif contents is not None:
-                save_file(contents, file)
-        comm.barrier()
+    def change(contents):
+        last.unlink(missing_ok=True)
+        if isinstance(contents, bytes):
+            last.write_bytes(contents)
+        elif contents is not None:
+            save_file(contents, last)
 
     for title, contents in {
         "missing": None,
@@ -401,73 +372,51 @@ def test_weights_that_fail_to_load_change_nothing(comm, shared_path, some_grid, 
         "another type": {**tensors, name: tensors[name].astype("int8")},
     }.items():
         with given(title=title):
-            change(last, contents)
+            on_rank_0(some_grid, lambda: change(contents))
             fails(
                 CheckpointError,
                 name if isinstance(contents, dict) else last.name,
                 lambda: load_weights(other, shared_path),
             )
             assert same_weights(other, before)
-            if comm.rank == 0:
-                last.touch()
-    change(last, {**tensors, "of.no.index": np.ones(3)})
+    on_rank_0(some_grid, lambda: change({**tensors, "of.no.index": np.ones(3)}))
     load_weights(other, shared_path)
     assert same_weights(other, net)
 
 
 @two
-def test_the_names_are_the_same_on_every_grid_and_by_every_function(comm, shared_path, fails):
-    """Published names by default, also on stages. A config.json is written beside no other names."""
-    sizes, found = {**GPT, "seed": 3}, []
-    for axes in ({}, {"pipe": 2}):
-        with given(axes=axes), Grid(comm, (1, 1, 1) if axes else (1, 1, 2), **axes) as grid:
-            make = lambda stage: nn.GPT(stage, **sizes)
-            net = nn.Pipeline(grid, make) if axes else make(grid)
-            for export in (net.export, lambda path: export_torch(net, path)):
-                path = shared_path / f"{len(found)}"
-                export(path)
-                export(path.with_suffix(".safetensors"))
-                assert json.loads((path / "config.json").read_text())["model_type"] == "gpt2"
-                for file in (path / "model.safetensors", path.with_suffix(".safetensors")):
-                    found.append(set(load_file(file)))
-            fails(
-                CheckpointError,
-                "folder .*'torch'.*torch, gpt2.*.safetensors",
-                lambda: net.export(shared_path / "no", names="torch"),
-            )
-            net.export(shared_path / "torch.safetensors", names="torch")
-            assert "0.table" in load_file(shared_path / "torch.safetensors")
-            import_torch(net, shared_path / "torch.safetensors")
-    assert len(found) == 8 and all(names == found[0] for names in found) and "transformer.wte.weight" in found[0]
-    with Grid(comm, "ddp") as grid:
-        net = nn.Encoder(grid, **GPT)
-        net.export(shared_path / "encoder.safetensors")
-        assert "0.table" in load_file(shared_path / "encoder.safetensors")
-        fails(CheckpointError, "folder .*'torch'", lambda: net.export(shared_path / "no"))
-    assert not (shared_path / "no").exists()
+@on_grid("fsdp")
+def test_the_names_are_the_same_by_every_function(grid, shared_path, fails):
+    """Published names by default. A config.json is written beside no other names."""
+    net, found, no = nn.GPT(grid, **GPT), [], shared_path / "no"
+    for export, suffix in product((net.export, partial(export_torch, net)), ("", ".safetensors")):
+        export(path := shared_path / f"{len(found)}{suffix}")
+        assert suffix or json.loads((path / "config.json").read_text())["model_type"] == "gpt2"
+        found.append(load_file(path if suffix else path / "model.safetensors").keys())
+    assert all(names == found[0] for names in found) and "transformer.wte.weight" in found[0]
+    fails(CheckpointError, "folder .*'torch'.*gpt2.*.safetensors", lambda: net.export(no, names="torch"))
+    encoder, file = nn.Encoder(grid, **GPT), shared_path / "torch.safetensors"
+    fails(CheckpointError, "folder .*'torch'", lambda: encoder.export(no))
+    for export in (partial(net.export, names="torch"), encoder.export):
+        export(file)
+        assert "0.table" in load_file(file)
+        grid.comm.barrier()
+    import_torch(encoder, file)
+    assert not no.exists()
 
 
 @two
 def test_sizes_that_are_numbers_of_numpy_are_exported(comm, shared_path, some_grid):
-    sizes = {
-        "vocabulary": np.array([3, 10]).max() + 1,
-        "layers": np.int64(1),
-        "hidden": np.int32(8),
-        "heads": np.int64(2),
-        "kv_heads": np.int8(1),
-        "mlp": np.int64(6),
-        "positions": np.int64(4),
-    }
+    """A network without a number of positions is exported without them."""
+    sizes = dict(zip(("vocabulary", "layers", "hidden", "heads", "kv_heads", "mlp"), np.array([11, 1, 8, 2, 1, 6])))
     others = {
         "eps": np.float32(0.5),
         "dropout": np.float32(0.25),
         "tied": np.bool_(True),
-        "window": np.int64(3),
+        "window": np.int8(3),
         "rotary_base": np.float32(500),
         "recompute": np.int64(1),
     }
-    net = nn.Llama(some_grid, **sizes, **others)
-    net.export(shared_path)
     expected = {
         "vocab_size": 11,
         "num_hidden_layers": 1,
@@ -479,10 +428,12 @@ def test_sizes_that_are_numbers_of_numpy_are_exported(comm, shared_path, some_gr
         "sliding_window": 3,
         "rope_theta": 500.0,
     }
-    config = json.loads((shared_path / "config.json").read_text())
-    assert {key: config[key] for key in expected} == expected
-    assert nn.Llama.load(some_grid, shared_path).architecture == net.architecture
-    free = nn.Llama(some_grid, **{**sizes, "positions": None})
-    free.export(shared_path)
-    assert "max_position_embeddings" not in json.loads((shared_path / "config.json").read_text())
-    assert nn.Llama.load(some_grid, shared_path).architecture == free.architecture
+    for positions in (np.int64(4), None):
+        net = nn.Llama(some_grid, **sizes, **others, positions=positions)
+        net.export(shared_path)
+        config = json.loads((shared_path / "config.json").read_text())
+        assert nn.Llama.load(some_grid, shared_path).architecture == net.architecture
+        if positions is None:
+            del expected["max_position_embeddings"]
+            assert "max_position_embeddings" not in config
+        assert {key: config[key] for key in expected} == expected
