@@ -1,5 +1,7 @@
 """Small networks, their batches, and the grids that train them."""
 
+import functools
+import inspect
 from contextlib import contextmanager
 from typing import NamedTuple
 from zlib import crc32
@@ -50,6 +52,28 @@ def on_each_grid(comm, body, grids=None, **options):
     for shape, data in grids:
         with given(grid=shape, data=data), Grid(comm, shape, data, device_transport="direct", **options) as grid:
             body(grid)
+
+
+def on_grids(grids=None, most=None):
+    """Decorator: `on_each_grid` for a test, whose first argument is the open grid.
+
+    grids   number of ranks -> [(shape, data)]; by default GRIDS, as `on_each_grid` uses it
+    most    number of these grids that are used; default all
+    """
+
+    def decorate(test):
+        @functools.wraps(test)
+        def loop(comm, **fixtures):
+            body = functools.update_wrapper(functools.partial(test, **fixtures), test)
+            on_each_grid(comm, body, grids and grids[comm.size][:most])
+
+        _, *others = inspect.signature(test).parameters.values()
+        loop.__signature__ = inspect.Signature(
+            [inspect.Parameter("comm", inspect.Parameter.POSITIONAL_OR_KEYWORD), *others]
+        )
+        return loop
+
+    return decorate
 
 
 @contextmanager
