@@ -134,7 +134,7 @@ def test_what_cannot_be_planned_is_refused_with_the_reason(own):
         (Pmm3dError, "not on any grid", lambda: rank(own("never"))),
         (GridError, "makes its own layers", lambda: rank(own("build"), recompute=("none", "full"))),
         (GridError, "makes its own layers", lambda: rank(own("build"), activations=("replicated", "sharded"))),
-        (GridError, "1,024 ranks are not enough either", lambda: rank(config([256]), limit=100)),
+        (GridError, "512 ranks are not enough either", lambda: rank(config([256]), limit=100)),
         (GridError, "a plan is for at least 1 rank; got 0", lambda: rank(config(), 0)),
     ):
         with given(text=text), pytest.raises(kind, match=text):
@@ -324,13 +324,13 @@ def test_flop_and_parameters_are_those_of_the_published_formulas():
         inside = blocks * (1 + SEQUENCE / (6 * HIDDEN)) * LAYERS * HIDDEN
         return BATCH * SEQUENCE * HIDDEN * (inside + 6 * VOCABULARY)
 
-    gpt = GPT(LAYERS, HIDDEN, SEQUENCE, BATCH, heads=HEADS, vocabulary=VOCABULARY)
+    formulas = GPT(LAYERS, HIDDEN, SEQUENCE, BATCH, heads=HEADS, vocabulary=VOCABULARY)
     ranking = planned(gpt(), 1)
     assert ranking.flop == pytest.approx(flop(72), rel=0.03)
     (only,) = ranking.candidates
     held = sum(only.memory[kind] for kind in ("weights", "gradients", "state"))
     norms = 2 * HIDDEN  # the last norm, which the formula does not contain
-    assert held == 16 * (gpt.parameters + norms)
+    assert held == 16 * (formulas.parameters + norms)
     with pytest.raises(GridError, match=r"4 ranks are no multiple of grid.pipe x grid.seq x grid.ulysses = 3: use"):
         rank_training(gpt(), 4, NOMINAL, samples=SAMPLES, seqs=[3])
     twice = planned(gpt({"recompute": "full"}), 1)
