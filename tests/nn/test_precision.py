@@ -118,15 +118,13 @@ def test_masters_are_split_over_data_and_change_no_bit(grid, dtype, library):
 
 
 @pytest.mark.parallel([2], thorough=[1])
-def test_messages_into_a_weight_are_counted(comm):
+def test_a_product_into_a_weight_is_counted(comm):
     """So an optimizer detects the write."""
     with Grid(comm, "fsdp") as grid:
         weight = nn.Linear(grid, 8, 4, bias=False).weight
-        seen, other = {weight.written}, DistMatrix.random(grid, (8, 4), dtype="float32", layout=Layout("x"))
-        other.redistribute(weight.layout, out=weight.value)
-        seen.add(weight.written)
+        before, other = weight.written, DistMatrix.random(grid, (8, 4), dtype="float32", layout=Layout("x"))
         matmul(DistMatrix.random(grid, (8, 8), dtype="float32"), other, out=weight.value)
-        assert len(seen | {weight.written}) == 3
+        assert weight.written != before
 
 
 @four
