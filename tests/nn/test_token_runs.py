@@ -62,7 +62,7 @@ def test_a_network_begins_with_published_weights_and_can_have_more_tokens_than_t
         net.export(here.folder / "padded", names="gpt2")
         expected = {name: matrix.gather() for name, matrix in net.matrices().items()}
     weights = f"steps = 1\nweights = '{here.folder}/padded'"
-    trained(here, "padded_run", network="vocabulary = 40", training=weights, lr=1e-30)
+    trained(here, "padded_run", network="vocabulary = 40", training=weights, lr=1e-300)
     found = here.weights("padded_run")
     assert all(np.array_equal(found[name], value) for name, value in expected.items())
     done = here.train(config(here, "padded_run", network="vocabulary = 48", training="steps = 2"), "--resume", "auto")
