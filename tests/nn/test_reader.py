@@ -85,10 +85,7 @@ def test_a_weight_that_moves_after_it_was_used(grid):
     layer = nn.Linear(grid, 6, 6, bias=False, dtype="float64")
     layer.weight.assign(spread(grid, SQUARE, Layout()))
     x = leaf(grid, X)
-    try:
-        layer(nn.linear(x, layer.weight)).backward(spread(grid, X, Layout()))
-    except Pmm3dError:
-        return
+    layer(nn.linear(x, layer.weight)).backward(spread(grid, X, Layout()))
     np.testing.assert_allclose(x.grad.gather(), X @ SQUARE.T @ SQUARE.T)
 
 
@@ -171,12 +168,9 @@ def test_a_backward_pass_that_failed_leaves_the_random_state(grid):
     assert net.random_state() == {"0": 2}
 
 
-def test_a_target_that_needs_a_gradient_gets_it_or_is_refused(grid):
+def test_a_target_that_needs_a_gradient_gets_it(grid):
     a, b = leaf(grid, X), leaf(grid, 2 * X)
-    try:
-        nn.mse(a, b).backward()
-    except Pmm3dError:
-        return
+    nn.mse(a, b).backward()
     np.testing.assert_allclose(b.grad.gather(), 2 * X / X.size)
 
 

@@ -60,9 +60,12 @@ def test_a_validation_that_is_not_finite_is_no_success_and_costs_no_checkpoint(h
     """The training succeeds. The validation's targets are so large that their squares overflow."""
     arrays = {"x": np.ones((20, 12), "float32"), "field": np.full((20, 4), 1e30, "float32")}
     on_rank_0(comm, lambda: write_arrays(here.folder / "other.h5", **arrays))
-    options = {"data": f"targets = 'field'\nvalidation_file = '{here.folder}/other.h5'", "grid": "data = 2"}
-    training = "epochs = 2\nevaluate_every = 10\ncheckpoint_every = 5\nkeep = 1"
-    done = here.train(here.config(training=training, **options))
+    options = {
+        "data": f"targets = 'field'\nvalidation_file = '{here.folder}/other.h5'",
+        "grid": "data = 2",
+        "training": "epochs = 2\nevaluate_every = 10\ncheckpoint_every = 5\nkeep = 1",
+    }
+    done = here.train(here.config(**options))
     fails(done, "NonFiniteLossError: step 10: the validation's loss is inf. All layers' outputs are finite")
     assert here.checkpoints() == ["step-00000005"] and here.record()["state"] == "failed"
     assert f"The newest checkpoint, {here.folder}/run/checkpoints/step-00000005, is from before" in done.stderr

@@ -54,6 +54,19 @@ def test_the_ranks_agree_on_all_at_once(comm):
         assert np.isnan(step_agreement(grid, float("nan") if last else 1.0).loss)
 
 
+@pytest.mark.parallel([4], thorough=[1])
+@looped("clip, parts", [(None, [slice(0, 30)]), (1.0, [slice(0, 7), slice(7, 20), slice(20, 30)])])
+@on_grids(GRIDS, most=2)
+def test_a_step_costs_one_agreement(grid, clip, parts):
+    """Also for a step of several micro-batches. In the first step, ranks compare the graph too."""
+    net, (x, y) = network_of(grid, VECTORS), batch_of(VECTORS, 0, 30)
+    optimizer, batches = sgd(net), pieces(grid, x, y, parts)
+    for _ in range(3):
+        before = grid.ledger.total(axis="all").calls
+        train_step(net, optimizer, nn.mse, batches, clip)
+    assert grid.ledger.total(axis="all").calls == before + 1
+
+
 @some
 @looped("wrong", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_ends_a_run_and_changes_nothing(comm, samples, wrong):
