@@ -71,6 +71,22 @@ def fails(comm):
 
 
 @pytest.fixture
+def here(shared_path, comm):
+    """Runs of `pmm3d train` on the ranks of the test."""
+    from training_runs import RunsHere
+
+    return RunsHere(shared_path, comm)
+
+
+@pytest.fixture
+def runs(tmp_path, job):
+    """Runs of `pmm3d train` in separate jobs."""
+    from training_runs import Runs
+
+    return Runs(tmp_path, job)
+
+
+@pytest.fixture
 def storing_grid(comm, nranks):
     """A grid with a data axis on 4 ranks, and with an idle rank on 7."""
     shape, data = {1: ((1, 1, 1), 1), 2: ((1, 2, 1), 1), 4: ((1, 2, 1), 2), 7: ("auto", 1)}[nranks]

@@ -2,9 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
 from contextlib import contextmanager
-from inspect import Parameter
 from typing import NamedTuple
 from zlib import crc32
 
@@ -56,34 +54,26 @@ def on_each_grid(comm, body, grids=None, **options):
             body(grid)
 
 
-def over_grids(grids=lambda ranks: None, **options) -> Callable:
-    """Decorator: `on_each_grid` with the test as the body. The argument `grid` of the test is the open grid.
+def on_grids(grids=None, most=None):
+    """Decorator: `on_each_grid` for a test, whose first argument is the open grid.
 
-    grids     number of ranks -> list of (shape, data): a dict or a function; default: as `on_each_grid`
-    options   of each Grid
+    grids   number of ranks -> [(shape, data)]; by default GRIDS, as `on_each_grid` uses it
+    most    number of these grids that are used; default all
     """
-    chosen = grids if callable(grids) else grids.__getitem__
 
     def decorate(test):
-        wanted = inspect.signature(test).parameters
-
         @functools.wraps(test)
-        def looped(comm, **fixtures):
-            if "comm" in wanted:
-                fixtures["comm"] = comm
-            body = functools.wraps(test)(lambda grid: test(grid=grid, **fixtures))
-            on_each_grid(comm, body, chosen(comm.size), **options)
+        def loop(comm, **fixtures):
+            body = functools.update_wrapper(functools.partial(test, **fixtures), test)
+            on_each_grid(comm, body, grids and grids[comm.size][:most])
 
-        names = dict.fromkeys(["comm", *(name for name in wanted if name != "grid")])
-        looped.__signature__ = inspect.Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names])
-        return looped
+        _, *others = inspect.signature(test).parameters.values()
+        loop.__signature__ = inspect.Signature(
+            [inspect.Parameter("comm", inspect.Parameter.POSITIONAL_OR_KEYWORD), *others]
+        )
+        return loop
 
     return decorate
-
-
-def on_grid(shape, data=1, **options) -> Callable:
-    """Decorator: the argument `grid` of the test is this grid."""
-    return over_grids(lambda ranks: [(shape, data)], **options)
 
 
 @contextmanager
@@ -216,24 +206,6 @@ def inner(x, weights: np.ndarray):
     mine = np.array([products.sum() / x.layout.replicas(x.grid.shape)])
     total = x.library.from_numpy(x.grid.everyone.all_reduce(mine, agreed=True).wait().reshape(1, 1), x.dtype)
     return x.from_op(total, (x,), lambda gradient: (weights.local * gradient[0, 0],), shape=(1, 1), layout=Layout())
-
-
-def failing(x):
-    """The tensor x, whose backward rule raises ZeroDivisionError."""
-
-    def rule(gradient):
-        raise ZeroDivisionError
-
-    return x.from_op(x.shard, (x,), rule)
-
-
-def failing(x):
-    """The tensor x, whose backward rule raises ZeroDivisionError."""
-
-    def rule(gradient):
-        raise ZeroDivisionError
-
-    return x.from_op(x.shard, (x,), rule)
 
 
 def assert_replicas_agree(grid, values) -> None:

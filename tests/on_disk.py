@@ -16,11 +16,20 @@ two_ranks = pytest.mark.parallel([2])
 OTHER = [Layout.B, Layout(), Layout(rows=("x", "y")), Layout(cols=("data", "z", "x"))]
 
 
-def on_rank_0(grid, act):
-    grid.comm.barrier()
-    if grid.rank == 0:
+def on_rank_0(ranks, act):
+    """Call act() on the first rank of a Grid or of a communicator, and wait for the end of the call."""
+    comm = getattr(ranks, "comm", ranks)
+    comm.barrier()
+    if comm.rank == 0:
         act()
-    grid.comm.barrier()
+    comm.barrier()
+
+
+def write_arrays(path, **arrays):
+    """Write an HDF5 file with a data set for each array."""
+    with h5py.File(path, "w") as file:
+        for name, array in arrays.items():
+            file[name] = array
 
 
 def names(keeper):

@@ -21,16 +21,15 @@ from pmm3d.tools.cli import main
 sys.argv = ["pmm3d", "train", *sys.argv[1:]]
 main()
 """
-SIGNAL = """
-def send():
-    metrics = {folder!r} + "/metrics.jsonl"
-    while not os.path.exists(metrics) or sum(1 for line in open(metrics)) < {after}:
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.{name})
-import mpi4py.MPI
-if mpi4py.MPI.COMM_WORLD.rank == 1:
-    threading.Thread(target=send, daemon=True).start()
-"""
+
+
+def floats_in(path) -> dict[str, np.ndarray]:
+    """Name -> array of each data set of floats in an HDF5 file."""
+    found = {}
+    is_float = lambda item: isinstance(item, h5py.Dataset) and item.dtype.kind == "f"
+    with h5py.File(path) as file:
+        file.visititems(lambda key, item: found.update({key: item[...]}) if is_float(item) else None)
+    return found
 
 
 class Runs:
@@ -59,6 +58,12 @@ class Runs:
     def train(self, config, *arguments, ranks=2, before=""):
         return self.job(ranks, COMMAND.format(before=before), config, *arguments, timeout=60)
 
+    def finish(self, config, *arguments, **options) -> JobResult:
+        """Train to the end: the exit code is 0."""
+        done = self.train(config, *arguments, **options)
+        assert done.returncode == 0, done.stderr
+        return done
+
     def metrics(self, name="run") -> list[dict]:
         return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
 
@@ -66,17 +71,16 @@ class Runs:
         return sorted(path.name for path in (self.folder / name / "checkpoints").glob("step-*[0-9]"))
 
     def weights(self, name="run") -> dict[str, np.ndarray]:
-        newest = self.folder / name / "checkpoints" / self.checkpoints(name)[-1] / "checkpoint.h5"
-        found = {}
-        with h5py.File(newest) as file:
-            file.visititems(
-                lambda key, item: (
-                    found.update({key: item[...]})
-                    if isinstance(item, h5py.Dataset) and item.dtype.kind == "f"
-                    else None
-                )
-            )
-        return found
+        return floats_in(self.folder / name / "checkpoints" / self.checkpoints(name)[-1] / "checkpoint.h5")
+
+    def record(self, name="run") -> dict:
+        return json.loads((self.folder / name / "run.json").read_text())
+
+    def assert_same_weights(self, one, other) -> None:
+        """Assert that the newest checkpoints of two runs have equal bits, of weights and of states."""
+        expected, found = self.weights(one), self.weights(other)
+        assert expected.keys() == found.keys() and any("/" in name for name in expected)
+        assert all(np.array_equal(expected[name], found[name]) for name in expected)
 
 
 class RunsHere(Runs):

@@ -13,7 +13,11 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from loops import given
+from loops import given, looped
+from on_disk import write_arrays
+from training_runs import floats_in
+
+from pmm3d.nn.training.config import load
 
 APPS = Path(__file__).parents[2] / "apps"
 PROGRAMS = sorted(APPS.rglob("*.py"))
@@ -30,7 +34,6 @@ PUBLIC = (
 )
 """Modules whose names are listed in docs/reference."""
 OTHERS = {"h5py", "matplotlib", "mpi4py", "numpy", "scipy", "sklearn", "torch", "typer"}
-MOST_LINES = 155
 
 
 def imports(path):
@@ -60,8 +63,13 @@ def test_the_programs_use_public_names_only():
                     assert module in PUBLIC and is_public(module, name)
                 else:
                     assert module.split(".")[0] in OTHERS | own_folder | sys.stdlib_module_names
-        with given(path=path.name):
-            assert len(path.read_text().splitlines()) <= MOST_LINES
+
+
+def output_of(command, folder, code=0, seconds=300, **options):
+    """Standard output of a command that ends with this code; if it is not 0, also stderr."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=seconds, **options)
+    assert done.returncode == code, f"{command}: {done.stdout}{done.stderr}"
+    return done.stdout + done.stderr * bool(code)
 
 
 @pytest.fixture
@@ -76,24 +84,9 @@ def run(tmp_path):
 
     def start(program, ranks, *options, code=0):
         launch = [sys.executable, *(["-m", "pmm3d.launcher", "-n", str(ranks)] if ranks else [])]
-        done = subprocess.run(
-            [*launch, program, *map(str, options)],
-            cwd=tmp_path,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout + done.stderr * bool(code)
+        return output_of([*launch, program, *map(str, options)], tmp_path, code, env=environ)
 
     return start
-
-
-def hdf5(path, **arrays):
-    with h5py.File(path, "w") as file:
-        for name, array in arrays.items():
-            file[name] = array
 
 
 def test_product(run):
@@ -111,32 +104,11 @@ def hamiltonian(size, occupied):
 @pytest.mark.nightly("an app as a user starts it")
 def test_purify(run, tmp_path):
     h, projector, energy = hamiltonian(37, 11)
-    hdf5(tmp_path / "h.h5", H=h)
+    write_arrays(tmp_path / "h.h5", H=h)
     said = run("purify.py", 2, "--file", "h.h5", "H", "--electrons", 11, "--grid", "1x2x1", "--out", "p.npy")
     assert said.endswith("right: True\n") and "on grid 1x2x1: H 37 x 37, 11 electrons" in said
     assert abs(np.load(tmp_path / "p.npy") - projector).max() < 1e-10
     assert float(re.search(r"tr\(P H\) (\S+)", said)[1]) == pytest.approx(energy, abs=1e-8)
-
-
-@pytest.mark.thorough("files that purification refuses")
-def test_purify_refuses_what_it_cannot_project(run, tmp_path):
-    hdf5(tmp_path / "h.h5", H=2 * np.eye(5))
-    assert "--file needs --electrons" in run("purify.py", 1, "--file", "h.h5", "H", code=2)
-    assert "H is 2 times the identity" in run("purify.py", 1, "--file", "h.h5", "H", "--electrons", 2, code=1)
-
-
-@pytest.mark.thorough("purification by the other method and on deeper grids")
-def test_purify_by_both_methods(run):
-    for method, grid in (("sp2", "2x2x2"), ("mcweeny", "2x1x4"), ("mcweeny", "auto")):
-        with given(method=method, grid=grid):
-            said = run("purify.py", 8, "--size", 90, "--method", method, "--grid", grid, "--check")
-            assert said.endswith("right: True\n") and "45 electrons" in said
-
-
-@pytest.mark.thorough("where purification has no gap it does not pass for right")
-def test_purify_without_a_gap(run, tmp_path):
-    hdf5(tmp_path / "h.h5", H=np.diag([0.0, 1.0, 1.0, 2.0]))
-    assert "right: False" in run("purify.py", 2, "--file", "h.h5", "H", "--electrons", 2, code=1)
 
 
 def of_condition(rows, cols, condition):
@@ -148,7 +120,7 @@ def of_condition(rows, cols, condition):
 @pytest.mark.nightly("an app as a user starts it")
 def test_cholesky_qr(run, tmp_path):
     a = of_condition(403, 17, 1e12)
-    hdf5(tmp_path / "a.h5", A=a)
+    write_arrays(tmp_path / "a.h5", A=a)
     said = run("cholesky_qr.py", 2, "--file", "a.h5", "A", "--check", "--out", "a")
     q, r = np.load(tmp_path / "a-q.npy"), np.load(tmp_path / "a-r.npy")
     assert re.match(r"shifted-cholesky-qr\d on 2 ranks: A 403 x 17 float64", said) and said.endswith("right: True\n")
@@ -158,42 +130,17 @@ def test_cholesky_qr(run, tmp_path):
     assert float(re.search(r"condition of A, from R (\S+)", said)[1]) == pytest.approx(1e12, rel=0.05)
 
 
-@pytest.mark.thorough("Cholesky QR in other types and conditions")
-def test_cholesky_qr_of_random_matrices(run):
-    for options, how in (
-        (["--dtype", "float32"], "cholesky-qr2"),
-        (["--cols", 1], "cholesky-qr2"),
-        (["--condition", 1e10, "--dtype", "complex128"], "shifted"),
-    ):
-        with given(options=options):
-            said = run("cholesky_qr.py", 4, "--rows", 300, "--cols", 20, "--check", *options)
-            assert said.startswith(how) and said.endswith("right: True\n")
-
-
 @pytest.mark.nightly("an app as a user starts it")
 def test_newton_schulz(run, tmp_path):
     from scipy.linalg import polar
 
     a = np.random.default_rng(2).standard_normal((31, 20))
-    hdf5(tmp_path / "a.h5", A=a)
+    write_arrays(tmp_path / "a.h5", A=a)
     said = run("newton_schulz.py", 2, "--file", "a.h5", "A", "--grid", "1x2x1", "--check", "--out", "u.npy")
     assert said.endswith("right: True\n") and "polar factor on grid 1x2x1: A 31 x 20" in said
     assert abs(np.load(tmp_path / "u.npy") - polar(a)[0]).max() < 1e-12
     errors = [float(error) for error in re.findall(r"\|X\^H X - I\|_F (\S+)", said)]
     assert errors[-1] < 1e-13 and errors == sorted(errors, reverse=True)
-
-
-@pytest.mark.thorough("Newton-Schulz of wide, ill-conditioned and symmetric matrices")
-def test_newton_schulz_of_random_matrices(run):
-    steps = {}
-    for quintic in (0, 8):
-        said = run("newton_schulz.py", 4, "--rows", 40, "--condition", 1e5, "--quintic", quintic, "--check")
-        assert said.endswith("right: True\n")
-        steps[quintic] = int(re.search(r"^(\d+) iterations", said, re.M)[1])
-    assert steps[8] < steps[0] - 5
-    for options in (["--cols", 44, "--grid", "1x2x2"], ["--sign", "--grid", "2x2x1"], ["--sign", "--condition", 1e4]):
-        with given(options=options):
-            assert run("newton_schulz.py", 4, "--rows", 30, "--check", *options).endswith("right: True\n")
 
 
 @pytest.mark.nightly("an app as a user starts it")
@@ -204,29 +151,49 @@ def test_rpa_like(run):
     assert energy < -0.1 and coarse == pytest.approx(energy, rel=1e-2) and coarse != energy
 
 
-@pytest.mark.thorough("the RPA energy is the same on other numbers of ranks, and wrong with too few frequencies")
-def test_rpa_like_on_any_ranks(run):
-    small = "--aux", 23, "--pairs", 301, "--block", 5, "--check"
-    energies = [float(re.search(r"^E (\S+),", run("rpa_like.py", ranks, *small), re.M)[1]) for ranks in (1, 4, 6)]
-    assert energies == pytest.approx(energies[:1] * 3, rel=1e-11)
-    assert "right: False" in run("rpa_like.py", 2, *small, "--points", 2, code=1)
+SMALL_RPA = ("--aux", 23, "--pairs", 301, "--block", 5, "--check")
 
 
-def weights(checkpoint):
-    found = {}
-    with h5py.File(checkpoint / "checkpoint.h5") as file:
-        file.visititems(
-            lambda key, item: (
-                found.update({key: item[...]}) if isinstance(item, h5py.Dataset) and item.dtype.kind == "f" else None
-            )
-        )
-    return found
+OPTIONS = [
+    ("purify.py", 8, "--size 90 --method sp2 --grid 2x2x2", "45 electrons"),
+    ("purify.py", 8, "--size 90 --method mcweeny --grid 2x1x4", "45 electrons"),
+    ("purify.py", 8, "--size 90 --method mcweeny --grid auto", "45 electrons"),
+    ("cholesky_qr.py", 4, "--rows 300 --cols 20 --dtype float32", "cholesky-qr2 on 4 ranks"),
+    ("cholesky_qr.py", 4, "--rows 300 --cols 1", "cholesky-qr2 on 4 ranks"),
+    ("cholesky_qr.py", 4, "--rows 300 --cols 20 --condition 1e10 --dtype complex128", "shifted"),
+    *(("rpa_like.py", ranks, " ".join(map(str, SMALL_RPA[:-1])), "\nE ") for ranks in (1, 4, 6)),
+    ("newton_schulz.py", 4, "--rows 40 --condition 1e5 --quintic 0", "40 x 40"),
+    ("newton_schulz.py", 4, "--rows 40 --condition 1e5 --quintic 8", "40 x 40"),
+    ("newton_schulz.py", 4, "--rows 30 --cols 44 --grid 1x2x2", "30 x 44"),
+    ("newton_schulz.py", 4, "--rows 30 --sign --grid 2x2x1", "30 x 30"),
+    ("newton_schulz.py", 4, "--rows 30 --sign --condition 1e4", "30 x 30"),
+]
+
+
+@pytest.mark.thorough("other methods, grids, types, shapes and conditions")
+@looped("program, ranks, options, text", OPTIONS)
+def test_results_are_right_with_other_options(run, program, ranks, options, text):
+    said = run(program, ranks, *options.split(), "--check")
+    assert said.endswith("right: True\n") and text in said
+
+
+@pytest.mark.thorough("what the programs refuse, and results that are not right")
+def test_what_cannot_be_computed_is_refused_or_called_wrong(run, tmp_path):
+    """A matrix without gap, and an integral with too few frequencies, are no success."""
+    write_arrays(tmp_path / "h.h5", identity=2 * np.eye(5), no_gap=np.diag([0.0, 1.0, 1.0, 2.0]))
+    for program, ranks, options, code, text in (
+        ("purify.py", 1, ("--file", "h.h5", "identity"), 2, "--file needs --electrons"),
+        ("purify.py", 1, ("--file", "h.h5", "identity", "--electrons", 2), 1, "is 2 times the identity"),
+        ("purify.py", 2, ("--file", "h.h5", "no_gap", "--electrons", 2), 1, "right: False"),
+        ("rpa_like.py", 2, (*SMALL_RPA, "--points", 2), 1, "right: False"),
+    ):
+        assert text in run(program, ranks, *options, code=code)
 
 
 @pytest.mark.nightly("an app as a user starts it")
 def test_train_fc_resumes_to_the_same_bits(run, tmp_path):
     random = np.random.default_rng(0)
-    hdf5(tmp_path / "data.h5", x=random.standard_normal((160, 6)).astype("float32"), y=np.arange(160) % 3)
+    write_arrays(tmp_path / "data.h5", x=random.standard_normal((160, 6)).astype("float32"), y=np.arange(160) % 3)
 
     def start(folder, epochs):
         said = run("train_fc.py", 2, "data.h5", "--data", 2, "--epochs", epochs, "--checkpoints", folder)
@@ -237,7 +204,7 @@ def test_train_fc_resumes_to_the_same_bits(run, tmp_path):
     shutil.copytree(first, tmp_path / "resumed" / first.name)
     epochs, said = start("resumed", 2)
     assert epochs == [2] and f"resumed resumed/{first.name}, after epoch 1" in said
-    expected, found = weights(last), weights(tmp_path / "resumed" / last.name)
+    expected, found = (floats_in(path / "checkpoint.h5") for path in (last, tmp_path / "resumed" / last.name))
     assert len(expected) == 30 and expected.keys() == found.keys()
     assert all(np.array_equal(expected[name], found[name]) for name in expected)
     assert start("resumed", 3)[0] == [3]
@@ -297,3 +264,86 @@ def test_one_process_needs_no_launcher(run, tmp_path):
     said = run("dry_run.py", 0, "--grid", "4x4x4", "--width", 64, "--batch", 64, "--layers", 2, "--actions")
     assert "| z    | reduce dW" in said and "7 GEMMs" in said and "of this rank: weights 4" in said
     assert re.search(r"\d+ actions; the dry step took", said)
+
+
+# apps/gpt: its text, and the training of its GPT
+
+MINUTES = 10
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a copy of the app and its text."""
+    shutil.copytree(APPS / "gpt", tmp_path / "gpt", ignore=shutil.ignore_patterns("__pycache__"))
+    output_of([sys.executable, "gpt/text.py"], tmp_path)
+    return tmp_path
+
+
+def test_the_text_has_no_paragraph_twice(folder):
+    texts = [(folder / f"runs/gpt/{name}.txt").read_text().split("\n\n") for name in ("text", "held")]
+    every = [paragraph for text in texts for paragraph in text]
+    assert len(every) == len(set(every)) > 1000 and len(texts[1]) > 50
+    with h5py.File(folder / "runs/gpt/held.h5") as file:
+        assert file["tokens"][()].tobytes() == (folder / "runs/gpt/held.txt").read_bytes()
+    assert load(folder / "gpt/gpt.toml").network.of_tokens
+
+
+@pytest.mark.thorough("ten minutes of two cores")
+@pytest.mark.deadline(MINUTES * 60 + 200)
+def test_held_out_topics_take_less_than_2_4_bits_a_byte(folder):
+    launch = [sys.executable, "-m", "pmm3d.launcher", "-n", "4", "-m", "pmm3d"]
+    trained = output_of([*launch, "train", "gpt/gpt.toml"], folder, seconds=MINUTES * 60)
+    lines = [json.loads(line) for line in (folder / "runs/gpt/metrics.jsonl").read_text().splitlines()]
+    figures = [line["validation"]["bits_per_byte"] for line in lines if "validation" in line]
+    assert figures[-1] < 2.4 and f"validation bits_per_byte: {figures[-1]:.4f}" in trained
+    sample = output_of([*launch, "generate", "runs/gpt", "--prompt", "The list", "--length", "100"], folder)
+    assert "The list" in sample and len(sample) >= 100, sample
+
+
+# The five commands of the README: from a CSV file to a trained network, a report, predictions and a torch model
+
+README = APPS.parent / "README.md"
+SPECIES = ["setosa", "versicolor", "virginica"]
+COMMANDS = ["convert", "train", "report", "predict", "export"]
+
+
+def shown():
+    """(the configuration, the line that writes flowers.csv, the five commands) of the README, as text for a shell."""
+    text = README.read_text()
+    [(configuration, below)] = re.findall(r"^```toml\n(.*?)^```\n\n((?:    [^\n]*\n)+)", text, re.M | re.S)
+    # A quoted newline belongs to its command.
+    data, *commands = [line.strip() for line in re.findall(r"(?:[^\n']|'[^']*')+", below)]
+    return configuration, data, commands
+
+
+@pytest.mark.nightly("the commands as a user starts them: half a minute")
+def test_the_five_commands_of_the_readme(tmp_path):
+    configuration, data, commands = shown()
+    assert [next(word for word in command.split() if word in COMMANDS) for command in commands] == COMMANDS
+    (tmp_path / "flowers.toml").write_text(configuration)
+    here = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PMM3D_")} | here
+    for command in [data, *commands]:
+        output_of(command, tmp_path, env=environment, shell=True)
+    assert "on 4 ranks" in (tmp_path / "runs/flowers/run.json").read_text()
+    assert "<title>flowers" in (tmp_path / "runs/flowers/report.html").read_text()
+    with h5py.File(tmp_path / "predicted.h5") as file, h5py.File(tmp_path / "flowers.h5") as samples:
+        assert list(file["classes"].attrs["class_names"]) == SPECIES
+        assert np.mean(file["classes"][...].reshape(-1) == np.repeat([0, 1, 2], 50)) > 0.95
+        outputs, x = file["outputs"][...], samples["x"][...]
+    (tmp_path / "in_torch.py").write_text(IN_TORCH)
+    np.savez(tmp_path / "right.npz", x=x, outputs=outputs)
+    assert "equal: True" in output_of([sys.executable, "in_torch.py"], tmp_path)
+
+
+IN_TORCH = """
+import numpy, torch
+from safetensors.torch import load_file
+net = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.GELU(), torch.nn.Linear(32, 32), torch.nn.GELU(),
+                          torch.nn.Linear(32, 3))
+net.load_state_dict(load_file("flowers.safetensors"))
+right = numpy.load("right.npz")
+with torch.no_grad():
+    found = net.eval()(torch.from_numpy(right["x"])).numpy()
+print("equal:", numpy.allclose(found, right["outputs"], rtol=1e-5, atol=1e-5))
+"""

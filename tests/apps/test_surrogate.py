@@ -7,6 +7,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from loops import looped
 
 APP = Path(__file__).parents[2] / "apps" / "surrogate"
 
@@ -50,10 +51,6 @@ def swirling(x, y):
     return 0.8 - 2 * (y - 0.5), -0.5 + 2 * (x - 0.5)
 
 
-def steady(x, y):
-    return 0.7, -1.3
-
-
 def test_second_order_against_a_known_solution(mesh):
     """u = sin(pi x) sin(2 pi y)."""
     kappa, errors = 0.1, []
@@ -75,32 +72,13 @@ def test_second_order_against_a_known_solution(mesh):
     assert errors[-1] < 2e-3 and (orders > 1.9).all(), (errors, orders)
 
 
-def test_boundary_layers_are_exact(mesh):
-    """exp(b . x / kappa) is a solution without a release, which no polynomial scheme resolves. This scheme is exact for
-    it."""
-    equation, kappa = mesh(12), 0.05
-    x, y = equation.nodes[None, :], equation.nodes[:, None]
-    layer = np.exp((0.7 * x - 1.3 * y) / kappa)
-    operator = equation.operator(kappa, steady)
-    left_over = (operator @ layer.ravel()).reshape(layer.shape)[1:-1, 1:-1]
-    assert (abs(left_over) < 1e-12 * operator.diagonal().max() * layer[1:-1, 1:-1]).all()
-
-
-@pytest.mark.parametrize("kappa", [1.0, 1e-2, 1e-6])
+@looped("kappa", [1.0, 1e-2, 1e-6])
 def test_the_operator_is_an_m_matrix_that_loses_nothing_but_at_the_walls(mesh, kappa):
     operator = mesh(9).operator(kappa, swirling).toarray()
     scale = operator.max()
     assert (operator - np.diag(np.diag(operator)) <= 0).all() and (np.linalg.inv(operator) >= 0).all()
-    inside = np.zeros((9, 9), bool)
-    inside[1:-1, 1:-1] = True
-    assert np.allclose(operator.sum(axis=0)[inside.ravel()], 0, atol=1e-12 * scale)  # flux is conserved
-    assert np.allclose(operator.sum(axis=1)[inside.ravel()], 0, atol=1e-12 * scale)  # a constant field does not change
-
-
-def test_the_adjoint_is_the_same_equation_with_the_wind_turned_round(mesh):
-    turned = lambda x, y: tuple(-component for component in swirling(x, y))
-    there, back = (mesh(8).operator(0.03, wind) for wind in (swirling, turned))
-    assert np.allclose(there.T.toarray(), back.toarray(), rtol=0, atol=1e-12 * there.max())
+    for axis in (0, 1):  # flux is conserved, and a constant field does not change
+        assert np.allclose(operator.sum(axis=axis).reshape(9, 9)[1:-1, 1:-1], 0, atol=1e-12 * scale)
 
 
 def test_a_plume_is_positive_highest_near_its_source_and_mirrors(app):
@@ -119,16 +97,6 @@ def test_a_plume_is_positive_highest_near_its_source_and_mirrors(app):
 def test_refinement_keeps_the_same_points(app):
     coarse, fine = (app("pde").Plume(15, refine).field([-1, 0.2, 0.1, 0.3, 0.5, 0.4, 0.15]) for refine in (1, 4))
     assert 0 < abs(coarse - fine).max() < 0.02 * fine.max()
-
-
-def test_parameters_fill_their_ranges_and_do_not_depend_on_the_split(app):
-    pde, parameters = app("pde"), app("generate").parameters
-    x = parameters(0, 1023)
-    assert np.array_equal(x, np.concatenate([parameters(*ends) for ends in [(0, 1), (1, 1), (1, 700), (700, 1023)]]))
-    low, high = np.array([each[1:] for each in pde.PARAMETERS]).T
-    own = pde.in_units(x)
-    assert (low <= own).all() and (own <= high).all()
-    assert np.allclose(own.mean(axis=0), (low + high) / 2, atol=2e-3 * (high - low))
 
 
 @pytest.mark.nightly("an app as a user starts it")
@@ -163,26 +131,21 @@ def test_a_data_set_is_replaced_only_when_asked_and_a_missing_part_is_seen(runs,
         (*SMALL, "--out", tmp_path / "nowhere" / "set.h5"),
     )
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    for text in (
-        f"{file} exists already; --overwrite",
-        "argument --samples: 0 is less than 1",
-        f"cannot write in {tmp_path}/nowhere: No such file",
-    ):
+    for text in (f"{file} exists already; --overwrite", "0 is less than 1", f"cannot write in {tmp_path}/nowhere"):
         assert done.stderr.count(text) == 1, done.stderr
     assert done.stdout.count("ended with 2") == 3
     assert {each.name for each in tmp_path.glob("*set*")} == {"set.h5", "set.parts"}
-    with h5py.File(file) as whole:
-        assert whole["y"].shape == (5, 36) and np.isfinite(whole["y"][:]).all()
-    (tmp_path / "set.parts" / "00001.h5").unlink()
-    with h5py.File(file) as whole:
-        assert np.isnan(whole["y"][3:]).all() and np.isfinite(whole["y"][:3]).all()
+    for missing in (5, 3):
+        with h5py.File(file) as whole:
+            assert np.array_equal(np.isnan(whole["y"][:]).any(axis=1), np.arange(5) >= missing)
+        (tmp_path / "set.parts" / "00001.h5").unlink(missing_ok=True)
 
 
 @pytest.mark.thorough("what the surrogate example refuses")
 def test_a_rank_that_fails_leaves_nothing(runs, tmp_path):
     fails = "import pde; from mpi4py import MPI\nif MPI.COMM_WORLD.rank: pde.Plume.field = lambda *_: 1 / 0\n"
     done = runs(2, (*SMALL, "--samples", 8, "--out", tmp_path / "set.h5"), before=fails)
-    assert "failed on 1 of 2 ranks. rank 1: ZeroDivisionError" in done.stderr and "ended with 2" in done.stdout
+    assert "rank 1: ZeroDivisionError" in done.stderr and "ended with 2" in done.stdout
     assert not list(tmp_path.glob("*set*"))
 
 

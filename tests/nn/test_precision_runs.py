@@ -3,10 +3,10 @@
 import json
 import sys
 
-import h5py
 import numpy as np
 import pytest
-from loops import given
+from loops import looped
+from on_disk import on_rank_0, write_arrays
 from safetensors.numpy import load_file
 
 from pmm3d import CheckpointError, DistMatrix, Grid, Pmm3dError, nn
@@ -25,34 +25,22 @@ WEIGHT, MEAN = "2.weight", "optimizer/2.weight/mean"
 
 @pytest.fixture
 def data(shared_path, comm):
-    path = shared_path / "data.h5"
-    if comm.rank == 0:
-        random = np.random.default_rng(0)
-        x = random.standard_normal((600, 12)).astype("float32")
-        with h5py.File(path, "w") as file:
-            file["x"], file["y"] = x, (x[:, :3].argmax(1)).astype("int64")
-            file["large"] = 200 * x[:, :4]
-    comm.Barrier()
+    path, x = shared_path / "data.h5", np.random.default_rng(0).standard_normal((600, 12)).astype("float32")
+    on_rank_0(comm, lambda: write_arrays(path, x=x, y=x[:, :3].argmax(1), large=200 * x[:, :4]))
     return path
 
 
-def config(data, precision, library="torch", epochs=1, **training):
-    network = training.pop("network", {"hidden": [24]}) | {"library": library}
-    sections = {
-        "data": {"file": str(data), "batch_size": 60, "targets": training.pop("targets", "y")},
-        "network": network,
-        "grid": training.pop("grid", {}),
-        "schedule": training.pop("schedule", {}),
-        "optimizer": {"lr": 1e-2, "shard_over_data": True, "clip": 1.0, **training.pop("optimizer", {})},
-        "training": {
-            "folder": str(data.with_name("run")),
-            "epochs": epochs,
-            "log_every": 1,
-            "precision": precision,
-            **training,
-        },
-    }
-    return checked(sections)
+def config(data, precision, library="torch", epochs=1, targets="y", name="run", network=None, optimizer=(), **sections):
+    training = {"folder": str(data.with_name(name)), "epochs": epochs, "log_every": 1, "precision": precision}
+    return checked(
+        {
+            "data": {"file": str(data), "batch_size": 60, "targets": targets},
+            "network": (network or {"hidden": [24]}) | {"library": library},
+            "optimizer": {"lr": 1e-2, "shard_over_data": True, "clip": 1.0, **dict(optimizer)},
+            "training": training,
+            **sections,
+        }
+    )
 
 
 def trained(comm, made, resume=True):
@@ -62,10 +50,8 @@ def trained(comm, made, resume=True):
             if resume:
                 trainer.resume()
             trainer.run()
-        matrices = {
-            name: np.asarray(matrix.library.to_numpy(matrix.gather())).copy()
-            for name, matrix in trainer.state.matrices().items()
-        }
+        values = trainer.state.matrices().items()
+        matrices = {name: np.array(matrix.library.to_numpy(matrix.gather())) for name, matrix in values}
         return trainer.figures, matrices, trainer.state
 
 
@@ -74,16 +60,11 @@ def test_a_run_of_which_each_rank_keeps_a_part_of_the_gradients(comm, data):
     """ZeRO-2 by the configuration, with two batches per step: the weights of ZeRO-1, except for rounding."""
     found = []
     for kind in ("states", "gradients"):
-        made = config(
-            data,
-            "float32",
-            grid={"micro_batches": 2},
-            folder=str(data.with_name(kind)),
-            optimizer={"shard_over_data": kind},
-        )
-        _, matrices, state = trained(comm, made, resume=False)
+        options = {"grid": {"micro_batches": 2}, "optimizer": {"shard_over_data": kind}}
+        _, matrices, state = trained(comm, config(data, "float32", name=kind, **options), resume=False)
         assert {each.grad_buffer.scattered for each in state.network.parameters()} == {kind == "gradients"}
         found.append(matrices)
+    assert state.scale is None
     assert all(np.allclose(found[1][name], value, rtol=0, atol=1e-3) for name, value in found[0].items())
 
 
@@ -136,38 +117,24 @@ def test_what_is_predicted_and_exported_is_all_that_was_learned(comm, data, shar
 
 
 @pytest.mark.parallel([2])
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_a_run_that_is_interrupted_has_the_same_bits(comm, data, precision):
+def test_a_run_that_is_interrupted_has_the_same_bits(comm, data):
     """Also of the master weights."""
-    constant = {"schedule": {"kind": "constant"}}
-    whole = trained(comm, config(data, precision, epochs=2, folder=str(data.with_name("whole")), **constant))[1]
-    trained(comm, config(data, precision, **constant))
-    parted = trained(comm, config(data, precision, epochs=2, **constant))[1]
+    made = lambda epochs, name: config(data, "float16", epochs=epochs, name=name, schedule={"kind": "constant"})
+    whole = trained(comm, made(2, "whole"))[1]
+    trained(comm, made(1, "parted"))
+    parted = trained(comm, made(2, "parted"))[1]
     assert whole.keys() == parted.keys() and all(np.array_equal(whole[name], parted[name]) for name in whole)
 
 
 @pytest.mark.parallel([2], thorough=[1])
-def test_what_was_written_to_a_weight_is_in_a_checkpoint(comm, shared_path, fails):
-    """In any precision. A checkpoint with remainders is refused."""
+def test_a_checkpoint_with_remainders_is_refused(comm, shared_path, fails):
     with Grid(comm, "fsdp") as grid:
-        low = nn.Linear(grid, 70, 96, bias=False, precision="float16")
-        state = TrainState(low, optim.SGD(low.parameters(), lr=0.1, momentum=0.9, shard_over_data=True))
-        state.matrices()["weight"].local[...] = 2.0**-12 / 3
-        low.weight.local[:, 50:] = 1
-        low.weight.version += 1
-        wanted = np.asarray(low.weight.gather()).astype("float32")
-        Checkpoints(grid, shared_path).save(1, state.matrices())
-        full = nn.Linear(grid, 70, 96, bias=False)
-        load_weights(full, shared_path)
-        assert np.array_equal(full.weight.gather(), wanted) and (wanted[:, 50:] == 1).all()
+        low, full = nn.Linear(grid, 70, 96, bias=False, precision="float16"), nn.Linear(grid, 70, 96, bias=False)
         older = {**full.matrices(), "optimizer/weight/remainder": DistMatrix.empty(grid, (70, 96), dtype="float32")}
-        Checkpoints(grid, shared_path / "older").save(1, older)
+        Checkpoints(grid, shared_path).save(1, older)
         for network in low, full:
-            fails(
-                CheckpointError,
-                "contains 16-bit weights with remainders, from a version of pmm3d without",
-                lambda network=network: load_weights(network, shared_path / "older"),
-            )
+            text = "contains 16-bit weights with remainders"
+            fails(CheckpointError, text, lambda network=network: load_weights(network, shared_path))
 
 
 @pytest.mark.numpy_only("takes torch away from one rank")
@@ -179,29 +146,9 @@ def test_weights_of_bfloat16_without_torch_are_refused_by_all_ranks(comm, shared
         before = full.weight.gather()
         if grid.rank == comm.size - 1:
             monkeypatch.setitem(sys.modules, "torch", None)
-        fails(
-            CheckpointError,
-            "contains bfloat16 weights, and torch is needed to read them: torch arrays need torch: pip install",
-            lambda: load_weights(full, shared_path),
-        )
+        fails(CheckpointError, "bfloat16 .*torch.*pip install", lambda: load_weights(full, shared_path))
         monkeypatch.undo()
         assert np.array_equal(full.weight.gather(), before)
-
-
-@pytest.mark.parallel([2], thorough=[1])
-def test_a_scale_goes_on_where_it_was(comm, shared_path):
-    """Also for a state that is resumed before its Trainer exists."""
-    with Grid(comm, "ddp") as grid:
-        layer = nn.Linear(grid, 4, 6, precision="float16")
-        made = lambda: TrainState(layer, optim.SGD(layer.parameters(), lr=0.1))
-        first, keeper = made(), Checkpoints(grid, shared_path)
-        first.scale._update(np.inf)
-        first.save(keeper)
-        again = made()
-        again.resume(keeper)
-        assert again.scale.state() == first.scale.state() and again.scale.skipped == 1
-        wide = nn.Linear(grid, 4, 6)
-        assert TrainState(wide, optim.SGD(wide.parameters(), lr=0.1)).scale is None
 
 
 @pytest.mark.parallel([2], thorough=[1])
@@ -228,7 +175,7 @@ def test_as_much_is_learned_as_in_float32(comm, data):
     """With the state sharded over data, and weights over z."""
     options = {"epochs": 8, "grid": {"shape": "hsdp", "data": 2}}
     full, *low = (
-        trained(comm, config(data, each, kind, folder=str(data.with_name(each)), **options))[0]
+        trained(comm, config(data, each, kind, name=each, **options))[0]
         for each, kind in (("float32", "numpy"), ("bfloat16", "torch"), ("float16", "numpy"))
     )
     assert full["accuracy"] > 0.9
@@ -261,12 +208,10 @@ def named(grid, features, outputs):
 @pytest.mark.parallel([2], thorough=[1])
 def test_a_network_of_ones_own_predicts_in_its_precision(comm, data, shared_path, fails):
     """Its layers have dtype float16. The exported file has all digits."""
-    if comm.rank == 0:
-        (shared_path / "model.py").write_text(MODEL)
-    comm.Barrier()
+    on_rank_0(comm, lambda: (shared_path / "model.py").write_text(MODEL))
+    samples = Samples(features=12, outputs=3, loss="mse")
     for function in ("named", "build"):
-        build_it = {"network": {"build": f"{shared_path}/model.py:{function}"}, "folder": str(shared_path / function)}
-        made, samples = config(data, "float16", "numpy", **build_it), Samples(features=12, outputs=3, loss="mse")
+        made = config(data, "float16", "numpy", name=function, network={"build": f"{shared_path}/model.py:{function}"})
         _, low, _ = trained(comm, made, resume=False)
         with Grid(comm, "ddp") as grid:
             net = network_of(made, grid, samples)
@@ -278,11 +223,7 @@ def test_a_network_of_ones_own_predicts_in_its_precision(comm, data, shared_path
         assert (low["first.weight"] == load_file(shared_path / "net.safetensors")["first.weight"].T).all()
     with Grid(comm, "ddp") as grid:
         own = OwnNetwork(grid, made.network, Precision(tf32=True), 0)
-        fails(
-            Pmm3dError,
-            "first.weight has precision float16, and training.precision is tf32",
-            lambda: own.made(grid, 12, 3),
-        )
+        fails(Pmm3dError, "first.weight .* float16, and training.precision is tf32", lambda: own.made(grid, 12, 3))
 
 
 @pytest.mark.numpy_only("reads arrays of numpy")
@@ -294,14 +235,12 @@ def test_a_warm_start_has_all_digits(comm, shared_path):
         Checkpoints(grid, shared_path).save(1, full.matrices())
         export_torch(full, shared_path / "net.safetensors")
         wanted = full.weight.gather()
-        for path in (shared_path, shared_path / "net.safetensors", shared_path / "half"):
+        for path in (shared_path, shared_path / "net.safetensors"):
             low = nn.Linear(grid, 8, 6, precision="float16", seed=2)
             optimizer = optim.AdamW(low.parameters(), shard_over_data=True)
             load_weights(low, path, optimizer)
             assert (optimizer.matrices()["weight"].gather() == wanted).all()
             assert (low.weight.gather() == wanted.astype("float16")).all()
-            if path == shared_path:
-                Checkpoints(grid, shared_path / "half").save(1, {**low.matrices(), **optimizer.matrices()})
         alone = nn.Linear(grid, 8, 6, precision="float16").requires_grad_(False)
         alone.load_state_dict(low.state_dict())
         assert Checkpoints(grid, shared_path / "alone").save(1, alone.matrices())
@@ -320,25 +259,20 @@ def test_the_first_layer_that_overflows_is_named(comm, data, fails):
         trainer = Trainer(state, Recipe("cross_entropy", epochs=6))
         state.network.matrices()["2.weight"].local[...] = 6e4
         state.network.loaded()
-        fails(
-            optim.NonFiniteGradientError,
-            r"50 steps in a row .*In the forward pass: The output of layer 2 \(Lin",
-            trainer.run,
-        )
+        fails(optim.NonFiniteGradientError, "50 steps .*The output of layer 2", trainer.run)
         assert (state.scale.skipped, state.step, trainer.counts["steps"]) == (50, 50, 50)
 
 
 REFUSED = [
-    ({}, "bfloat16", 'needs torch arrays, and network.library is numpy: set network.library = "torch"'),
+    ({}, "bfloat16", 'network.library is numpy.*library = "torch"'),
     ({"library": "cupy"}, "bfloat16", "network.library is cupy"),
     ({"library": "torch"}, "tf32", "needs a GPU"),
-    ({"dtype": "float64"}, "float16", 'needs network.dtype = "float32", which is "float64"'),
+    ({"dtype": "float64"}, "float16", 'network.dtype = "float32"'),
     ({}, "fp8", "precision"),
 ]
 
 
-def test_a_precision_that_cannot_be_had_is_refused():
-    for network, precision, text in REFUSED:
-        with given(network=network, precision=precision, text=text):
-            with pytest.raises(Pmm3dError, match=text):
-                checked({"data": {"file": "a.h5"}, "network": network, "training": {"precision": precision}})
+@looped("network, precision, text", REFUSED)
+def test_a_precision_that_cannot_be_had_is_refused(network, precision, text):
+    with pytest.raises(Pmm3dError, match=text):
+        checked({"data": {"file": "a.h5"}, "network": network, "training": {"precision": precision}})

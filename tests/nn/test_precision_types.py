@@ -2,15 +2,13 @@
 
 import warnings
 
-import h5py
 import numpy as np
 import pytest
-from loops import given
-from networks import INPUT, on_each_grid, spread
+from loops import looped
+from networks import INPUT, on_grids, spread
 from samples import bits_of, integers, to_library, to_numpy
 
 from pmm3d import DisagreementError, DistMatrix, DTypeError, Grid, Pmm3dError, nn
-from pmm3d.io import DataSet
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import Precision
 from pmm3d.nn.dry import dry_grid
@@ -30,11 +28,10 @@ REFUSED = [
 ]
 
 
-def test_types_that_do_not_go_together_are_refused():
-    for options, text in REFUSED:
-        with given(options=options, text=text):
-            with pytest.raises(DTypeError, match=text):
-                Precision(**options)
+@looped("options, text", REFUSED)
+def test_types_that_do_not_go_together_are_refused(options, text):
+    with pytest.raises(DTypeError, match=text):
+        Precision(**options)
 
 
 def test_what_is_left_out_follows_compute():
@@ -46,7 +43,7 @@ def test_what_is_left_out_follows_compute():
 
 @pytest.mark.numpy_only("what numpy has not, torch has")
 @pytest.mark.parallel([1])
-def test_a_layer_that_cannot_be_had_is_refused(comm):
+def test_a_layer_that_cannot_be_had_is_refused(comm, fails):
     with Grid(comm) as grid:
         for options, text in [
             ({"precision": "half"}, "precision is float32, tf32"),
@@ -54,74 +51,58 @@ def test_a_layer_that_cannot_be_had_is_refused(comm):
             ({"precision": "tf32", "library": "torch"}, "tf32 needs a GPU"),
             ({"precision": "float16", "dtype": "float64"}, "give one of them"),
         ]:
-            with pytest.raises(DTypeError, match=text):
-                nn.Linear(grid, 2, 2, **options)
+            fails(DTypeError, text, lambda: nn.Linear(grid, 2, 2, **options))
         nn.Linear(grid, 2, 2, precision="float64", dtype="float64")
         half = nn.Linear(grid, 2, 2, precision="float16")
-        with pytest.raises(DTypeError, match="a Parameter of float16"):
-            nn.Parameter(half.weight.value, Precision("float64"))
+        fails(DTypeError, "of float16", lambda: nn.Parameter(half.weight.value, Precision("float64")))
 
 
 @pytest.mark.parallel([2])
-def test_the_grid_names_the_library_once(comm, fails, shared_path):
-    """For layers, batches and matrices, also on a dry copy. `settle` uses the type and the library of the
+def test_the_grid_names_the_library_once(comm, fails):
+    """For layers and matrices, also on a dry copy. `settle` uses the type and the library of the
     parameters."""
-    if comm.rank == 0:
-        with h5py.File(shared_path / "data.h5", "w") as file:
-            file["x"], file["y"] = np.ones((8, 6), "float32"), np.arange(8) % 3
-    comm.barrier()
-    with Grid(comm, "ddp", library="torch") as grid, DataSet(grid, shared_path / "data.h5") as data:
-        net = nn.Sequential(
-            grid,
-            nn.Linear(grid, 6, 4, precision="bfloat16"),
-            nn.LayerNorm(grid, 4, precision="bfloat16"),
-            nn.Dropout(grid, 0.5),
-            nn.Linear(grid, 4, 3, precision="bfloat16"),
-        )
+    with Grid(comm, "ddp", library="torch") as grid:
+        low = {"precision": "bfloat16"}
+        first, norm = nn.Linear(grid, 6, 4, **low), nn.LayerNorm(grid, 4, **low)
+        net = nn.Sequential(grid, first, norm, nn.Dropout(grid, 0.5), nn.Linear(grid, 4, 3, **low))
         assert net.settle(6).dtype == "bfloat16" and nn.Linear(grid, 6, 4, dtype="float64").settle(6).dtype == "float64"
-        for x, y in data.loader(4):
-            nn.cross_entropy(net(x), y).backward()
         made = [
+            net(DistMatrix.random(grid, (8, 6), dtype="float32")),
             DistMatrix.random(grid, (3, 3)),
             DistMatrix.empty(grid, (3, 3)),
             DistMatrix.identity(grid, 3),
             DistMatrix.from_function(grid, (3, 3), lambda i, j: i + j),
         ]
-        assert {each.library.kind for each in (x, *made)} == {"torch"}
+        assert {each.library.kind for each in made} == {"torch"}
         with dry_grid(grid) as dry:
-            assert nn.Linear(dry, 6, 4, precision="bfloat16").weight.library.kind == "torch"
+            assert nn.Linear(dry, 6, 4, **low).weight.library.kind == "torch"
     fails(DisagreementError, "Grid", lambda: Grid(comm, library=("numpy", "torch")[comm.rank]))
     fails(Pmm3dError, "unknown array library 'torsch'", lambda: Grid(comm, library="torsch"))
 
 
 @pytest.mark.parallel([2], thorough=[1])
-def test_a_layer_norm_takes_its_own_type(comm, fails):
+@on_grids({1: [("1x1x1", 1)], 2: [("1x2x1", 1)]})
+def test_a_layer_norm_takes_its_own_type(grid, fails):
     """With gains of another type, gradients were arbitrary numbers from memory. With low precision, gains may be
     float32."""
-
-    def check(grid):
-        values, wanted = integers((6, 4), seed=1, low=-4, high=4), {}
-        for dtype in ("float64", "float16"):
-            layer = nn.LayerNorm(grid, 4, dtype="float64" if dtype == "float64" else "float32")
-            x = spread(grid, values, INPUT, dtype=dtype)
-            layer(x).backward(spread(grid, values, layer(x).layout, dtype=dtype))
-            wanted[dtype] = [to_numpy(each.grad.gather()) for each in layer.parameters()]
-        assert [each.dtype for each in wanted["float16"]] == ["float32", "float32"]
-        assert (wanted["float16"][1] == wanted["float64"][1]).all()
-        assert np.abs(wanted["float16"][0] - wanted["float64"][0]).max() < 2.0**-9 * np.abs(values).sum(0).max()
-        x = spread(grid, values, INPUT, dtype="float64")
-        fails(
-            DTypeError,
-            "layer_norm: the input is .*float64.*they must be of one library and type",
-            lambda: nn.LayerNorm(grid, 4)(x),
-        )
-        layer, other = nn.LayerNorm(grid, 4, dtype="float64"), nn.LayerNorm(grid, 4)
-        fails(DTypeError, "layer_norm: the input", lambda: nn.layer_norm(nn.Tensor(x), layer.gain, other.bias))
-        half = nn.LayerNorm(grid, 4, precision="float16")
-        single = nn.Tensor(spread(grid, values, INPUT, dtype="float32"))
-        fails(DTypeError, "layer_norm: the input", lambda: nn.layer_norm(single, half.gain, half.bias))
-
-    on_each_grid(comm, check, [("1x1x1", 1)] if comm.size == 1 else [("1x2x1", 1)])
+    values, wanted = integers((6, 4), seed=1, low=-4, high=4), {}
+    for dtype, gains in (("float64", "float64"), ("float16", "float32")):
+        layer = nn.LayerNorm(grid, 4, dtype=gains)
+        x = spread(grid, values, INPUT, dtype=dtype)
+        layer(x).backward(spread(grid, values, layer(x).layout, dtype=dtype))
+        wanted[dtype] = [to_numpy(each.grad.gather()) for each in layer.parameters()]
+        assert [each.dtype for each in wanted[dtype]] == [gains] * 2
+    assert (wanted["float16"][1] == wanted["float64"][1]).all()
+    assert np.abs(wanted["float16"][0] - wanted["float64"][0]).max() < 2.0**-9 * np.abs(values).sum(0).max()
+    double, other = (nn.LayerNorm(grid, 4, dtype=dtype) for dtype in ("float64", "float32"))
+    half = nn.LayerNorm(grid, 4, precision="float16")
+    for dtype, gain, bias in (
+        ("float64", other.gain, other.bias),
+        ("float64", double.gain, other.bias),
+        ("float32", half.gain, half.bias),
+    ):
+        x = nn.Tensor(spread(grid, values, INPUT, dtype=dtype))
+        fails(DTypeError, "layer_norm: .*one library and type", lambda: nn.layer_norm(x, gain, bias))
 
 
 @pytest.mark.parallel([1])

@@ -2,13 +2,12 @@
 
 import numpy as np
 import pytest
-from networks import assert_replicas_agree, on_each_grid
+from networks import assert_replicas_agree, on_grids
 from samples import integers, to_library, to_numpy
 
 from pmm3d import DistMatrix, LayoutError, nn
 from pmm3d.layout import Layout, RaggedRows
 from pmm3d.nn.compute import TensorSpec
-from pmm3d.nn.tensor import Tensor
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
 
@@ -22,7 +21,7 @@ def rows_of(grid, place, step=0):
 
 
 def batch(grid, step=0):
-    """(ragged tensor of this rank, the rows of all places in order)."""
+    """(ragged tensor of this rank, the rows of all places in order, the rows of this rank)."""
     places = grid.data.size * grid.z.size
     parts = [integers((rows_of(grid, place, step), COLUMNS), seed=10 * step + place) for place in range(places)]
     own = parts[grid.data.index * grid.z.size + grid.z.index]
@@ -31,130 +30,106 @@ def batch(grid, step=0):
     return nn.ragged(grid, local, COLUMNS, LAYOUT, requires_grad=True), np.concatenate(parts), own
 
 
-def test_values_and_gradients_are_those_of_all_rows(comm):
-    def check(grid):
-        for step in range(3):
-            layer = nn.Linear(grid, COLUMNS, OUT, dtype="float64", seed=1)
-            x, rows, own = batch(grid, step)
-            assert x.shape == (RaggedRows(len(own)), COLUMNS) and x.box.shape == tuple(x.local.shape)
-            out = layer(x) * 2
-            weight, bias = (to_numpy(each.gather()) for each in layer.parameters())
-            expected = (2 * (own @ weight + bias))[:, out.box.c0 : out.box.c1]
-            assert out.box.r1 == len(own) and np.abs(to_numpy(out.local) - expected).max(initial=0) < 1e-13
-            total = nn.sum(nn.sum(out * out, 1), 0)
-            whole = 2 * (rows @ weight + bias)
-            assert abs(total.item() - (whole * whole).sum()) < 1e-9
-            total.backward()
+def layer_of(grid):
+    return nn.Linear(grid, COLUMNS, OUT, dtype="float64", seed=1)
+
+
+def is_near(local, expected, limit):
+    return np.abs(to_numpy(local) - expected).max(initial=0) < limit
+
+
+@on_grids()
+def test_values_and_gradients_are_those_of_all_rows(grid):
+    for step in range(3):
+        layer = layer_of(grid)
+        x, rows, own = batch(grid, step)
+        assert x.shape == (RaggedRows(len(own)), COLUMNS) and x.box.shape == tuple(x.local.shape)
+        out = layer(x) * 2
+        weight, bias = (to_numpy(each.gather()) for each in layer.parameters())
+        mine, whole = 2 * (own @ weight + bias), 2 * (rows @ weight + bias)
+        assert out.box.r1 == len(own) and is_near(out.local, mine[:, out.box.c0 : out.box.c1], 1e-13)
+        total = nn.sum(nn.sum(out * out, 1), 0)
+        assert abs(total.item() - (whole * whole).sum()) < 1e-9
+        of_x = (4 * mine @ weight.T)[:, x.box.c0 : x.box.c1]
+        again = layer(x) * 2
+        for backward in (total.backward, lambda again=again: again.backward(again * 2)):
+            backward()
             assert np.allclose(to_numpy(layer.weight.grad.gather()), 4 * rows.T @ whole, atol=1e-9)
             assert np.allclose(to_numpy(layer.bias.grad.gather()), 4 * whole.sum(0), atol=1e-9)
-            mine = (4 * 2 * (own @ weight + bias) @ weight.T)[:, x.box.c0 : x.box.c1]
-            assert np.abs(to_numpy(x.grad.local) - mine).max(initial=0) < 1e-9
+            assert is_near(x.grad.local, of_x, 1e-9)
             assert_replicas_agree(grid, {"weight": layer.weight.grad})
-            summed = layer.weight.grad.gather()
-            layer.weight.grad = x.grad = None
-            out = layer(x) * 2
-            out.backward(out * 2)
-            assert np.allclose(to_numpy(layer.weight.grad.gather()), to_numpy(summed), atol=1e-9)
-            assert np.abs(to_numpy(x.grad.local) - mine).max(initial=0) < 1e-9
-
-    on_each_grid(comm, check)
+            layer.weight.grad = layer.bias.grad = x.grad = None
 
 
-def test_layer_norm_softmax_and_whole_columns(comm):
+@on_grids()
+def test_layer_norm_softmax_and_whole_columns(grid):
     """Columns may be gathered and split again; rows are not sent. A relayout from y to x would need all ranks."""
-
-    def check(grid):
-        x, _, own = batch(grid)
-        norm = nn.LayerNorm(grid, COLUMNS, dtype="float64")
-        out = nn.softmax(norm(nn.relayout(x, Layout(("data", "z")))), 1)
-        normal = (own - own.mean(1, keepdims=True)) / np.sqrt(own.var(1, keepdims=True) + 1e-5)
-        expected = np.exp(normal) / np.exp(normal).sum(1, keepdims=True)
-        assert out.layout == LAYOUT
-        assert np.abs(to_numpy(out.local) - expected[:, out.box.c0 : out.box.c1]).max(initial=0) < 1e-12
-        nn.sum(nn.sum(out * out, 1), 0).backward()
-        assert x.grad.shape == x.shape and x.grad.local.shape == x.local.shape
-
-    on_each_grid(comm, check)
+    x, _, own = batch(grid)
+    norm = nn.LayerNorm(grid, COLUMNS, dtype="float64")
+    out = nn.softmax(norm(nn.relayout(x, Layout(("data", "z")))), 1)
+    normal = (own - own.mean(1, keepdims=True)) / np.sqrt(own.var(1, keepdims=True) + 1e-5)
+    expected = np.exp(normal) / np.exp(normal).sum(1, keepdims=True)
+    assert out.layout == LAYOUT and is_near(out.local, expected[:, out.box.c0 : out.box.c1], 1e-12)
+    nn.sum(nn.sum(out * out, 1), 0).backward()
+    assert x.grad.shape == x.shape and x.grad.local.shape == x.local.shape
 
 
-def test_other_counts_in_each_step_take_no_room(comm):
+@on_grids()
+def test_other_counts_in_each_step_take_no_room(grid):
     """The number of cached forms is that of the weights, for any number of steps."""
-
-    def check(grid):
-        layer, kept = nn.Linear(grid, COLUMNS, OUT, dtype="float64", seed=1), []
-        for step in range(6):
-            x, _, _ = batch(grid, step)
-            nn.sum(nn.sum(layer(x), 1), 0).backward()
-            kept.append(grid.attached[TensorSpec].cache_info().currsize)
-        assert kept[2:] == [kept[2]] * 4
-
-    on_each_grid(comm, check)
+    layer, kept = layer_of(grid), []
+    for step in range(6):
+        x, _, _ = batch(grid, step)
+        nn.sum(nn.sum(layer(x), 1), 0).backward()
+        kept.append(grid.attached[TensorSpec].cache_info().currsize)
+    assert kept[2:] == [kept[2]] * 4
 
 
-def test_what_needs_all_rows_is_refused(comm, fails):
-    def check(grid):
-        x, _, _ = batch(grid)
-        there = DistMatrix.random(grid, (3, COLUMNS), layout=LAYOUT)
-        for refused in (
-            lambda: nn.mean(x, 0),
-            lambda: nn.mse(x, Tensor(x.value)),
-            lambda: x.gather(),
-            lambda: nn.dropout(x, 0.5, 1),
-            lambda: int(x.shape[0]),
-            lambda: nn.r2(x, x),
-        ):
-            fails(LayoutError, "the rows are ragged", refused)
-        fails(LayoutError, "do not match", lambda: x + there)
-        fails(LayoutError, r"do not match.*rows=x.shape\[0\]", lambda: x + batch(grid)[0])
-        fails(LayoutError, "the target is", lambda: nn.mse(x, batch(grid)[0], reduction="sum"))
-        if grid.x.size > 1 < grid.y.size:
-            norm = nn.LayerNorm(grid, COLUMNS, cols="x", dtype="float64")
-            fails(LayoutError, r"Give a layer the axis .* \(cols=\)", lambda: norm(x))
-        if grid.data.size * grid.z.size > 1:
-            fails(LayoutError, "the rows are ragged", lambda: nn.relayout(x, Layout((), "y")))
-            fails(LayoutError, "the rows are ragged", lambda: nn.softmax(x, 0))
-        layer = nn.Linear(grid, COLUMNS, OUT, dtype="float64", seed=1)
+@on_grids()
+def test_what_needs_all_rows_is_refused(grid, fails):
+    x, layer = batch(grid)[0], layer_of(grid)
+    there = DistMatrix.random(grid, (3, COLUMNS), layout=LAYOUT)
+    refused = [
+        lambda: nn.mean(x, 0),
+        lambda: nn.mse(x, nn.Tensor(x.value)),
+        lambda: x.gather(),
+        lambda: nn.dropout(x, 0.5, 1),
+        lambda: int(x.shape[0]),
+        lambda: nn.r2(x, x),
+    ]
+    if grid.data.size * grid.z.size > 1:
+        refused += [lambda: nn.relayout(x, Layout((), "y")), lambda: nn.softmax(x, 0)]
+    if grid.x.size > 1:
         sharded = nn.ragged(grid, x.local, COLUMNS, Layout(("data", "z", "x"), "y"))
-        for decomposed in (False, True) if grid.x.size > 1 else ():
-            nn.Tape.of(grid).parallel.overlap = nn.Overlap(decomposed=decomposed)
-            fails(LayoutError, "the rows are ragged", lambda: layer(sharded))
+        refused += [lambda: layer(sharded)]
+    for decomposed in (False, True):
+        nn.Tape.of(grid).parallel.overlap = nn.Overlap(decomposed=decomposed)
+        for call in refused:
+            fails(LayoutError, "the rows are ragged", call)
+    fails(LayoutError, "do not match", lambda: x + there)
+    fails(LayoutError, r"do not match.*rows=x.shape\[0\]", lambda: x + batch(grid)[0])
+    fails(LayoutError, "the target is", lambda: nn.mse(x, batch(grid)[0], reduction="sum"))
+    if grid.x.size > 1 < grid.y.size:
+        fails(LayoutError, r"\(cols=\)", lambda: nn.LayerNorm(grid, COLUMNS, cols="x", dtype="float64")(x))
 
-    on_each_grid(comm, check)
 
-
-def test_two_ragged_tensors_go_together_where_one_has_the_rows_of_the_other(comm, fails):
+@on_grids()
+def test_two_ragged_tensors_go_together_where_one_has_the_rows_of_the_other(grid, fails):
     """If one rank has other rows, all ranks raise."""
-
-    def check(grid):
-        x, _, own = batch(grid)
-        made = lambda local: nn.ragged(grid, local, COLUMNS, LAYOUT, rows=x.shape[0])
-        assert np.array_equal(to_numpy((x + made(x.local)).local), 2 * to_numpy(x.local))
-        longer = to_library(np.zeros((len(own) + (grid.rank == 0), x.box.shape[1])))
-        fails(LayoutError, f"the array has {rows_of(grid, 0) + 1} rows on rank 0", lambda: made(longer))
-        fails(
-            LayoutError,
-            "rows is x.shape\\[0\\] of another ragged tensor; got 3",
-            lambda: nn.ragged(grid, x.local, COLUMNS, LAYOUT, rows=3),
-        )
-
-    on_each_grid(comm, check)
+    x, _, own = batch(grid)
+    made = lambda local, rows=x.shape[0]: nn.ragged(grid, local, COLUMNS, LAYOUT, rows=rows)
+    assert np.array_equal(to_numpy((x + made(x.local)).local), 2 * to_numpy(x.local))
+    longer = to_library(np.zeros((len(own) + (grid.rank == 0), x.box.shape[1])))
+    fails(LayoutError, f"the array has {rows_of(grid, 0) + 1} rows on rank 0", lambda: made(longer))
+    fails(LayoutError, "of another ragged tensor; got 3", lambda: made(x.local, 3))
 
 
-def test_a_loss_that_is_a_sum_is_that_of_all_rows(comm):
-    def check(grid):
-        x, rows, own = batch(grid)
-        zeros = nn.Tensor(DistMatrix(grid, 0 * x.local, x.shape, LAYOUT))
-        loss = nn.mse(nn.cast(x, "float64"), zeros, reduction="sum")
-        assert abs(loss.item() - (rows**2).sum()) < 1e-9
-        loss.backward()
-        assert np.abs(to_numpy(x.grad.local) - 2 * own[:, x.box.c0 : x.box.c1]).max(initial=0) < 1e-12
-
-    on_each_grid(comm, check)
-
-
-def test_a_cast_to_the_type_that_it_has_is_no_operation(comm):
-    def check(grid):
-        x, _, _ = batch(grid)
-        assert nn.cast(x, "float64") is x and nn.cast(x, "float32") is not x
-
-    on_each_grid(comm, check)
+@on_grids()
+def test_a_loss_that_is_a_sum_is_that_of_all_rows(grid):
+    x, rows, own = batch(grid)
+    zeros = nn.Tensor(DistMatrix(grid, 0 * x.local, x.shape, LAYOUT))
+    assert nn.cast(x, "float64") is x and nn.cast(x, "float32") is not x
+    loss = nn.mse(x, zeros, reduction="sum")
+    assert abs(loss.item() - (rows**2).sum()) < 1e-9
+    loss.backward()
+    assert is_near(x.grad.local, 2 * own[:, x.box.c0 : x.box.c1], 1e-12)

@@ -5,10 +5,9 @@ from functools import cache, partial
 
 import numpy as np
 import pytest
-from loops import given
+from loops import looped
 from mpi_runner.plugin import all_tests
 from networks import (
-    CLASSES,
     GRIDS,
     MANY_GRIDS,
     Case,
@@ -17,9 +16,8 @@ from networks import (
     batch_of,
     bits,
     largest_difference,
-    loss_of,
     network_of,
-    on_each_grid,
+    on_grids,
     spread,
     train,
     weights_of,
@@ -41,12 +39,15 @@ LARGE = Case((64, 128, 64, 128, 64), 256, "relu", loss="mse")
 """All sizes divide by 8, and all-reduced arrays are large enough for two stages."""
 
 
-def every_grid(comm):
-    """Yield every grid, by the name of its family if it has one."""
-    size, half = comm.size, comm.size // 2
+def every_grid(size):
+    """Every grid, by the name of its family if it has one."""
+    half = size // 2
     named = [((1, 1, 1), size), ((1, 1, size), 1), ((1, 1, half), 2), ((size, 1, 1), 1), ((half, 1, 1), 2)]
     presets = PRESETS if all_tests or size < 4 else PRESETS[2::2]
     return presets + [grid for grid in MANY_GRIDS[size] if grid not in named]
+
+
+EVERY_GRID = {size: every_grid(size) for size in (2, 4, 8)}
 
 
 def deep(grid, kind=WHOLE):
@@ -71,38 +72,25 @@ def of_torch():
     return torch_steps(deep, RAGGED, STEPS, NORM)
 
 
-def test_losses_norms_and_weights_are_those_of_torch(comm):
+@looped("kind", [WHOLE, SHARDED])
+@on_grids(EVERY_GRID)
+def test_losses_norms_and_weights_are_those_of_torch(grid, kind):
     """AdamW with its state split over data. The norms are above the limit, so that clipping has an effect."""
-    for kind in [WHOLE, SHARDED]:
-        with given(kind=kind):
-            losses, weights = by_rank_0(comm, of_torch)
-            assert losses[1::2].max() > NORM
-            found = {}
-
-            def check(grid):
-                values, net = train(
-                    grid, RAGGED, STEPS, partial(adamw, shard_over_data=True), clip=NORM, net=deep(grid, kind)
-                )
-                found[str(grid.shape)] = max(
-                    np.abs(values - losses).max(), largest_difference(weights_of(net), weights)
-                )
-                assert_replicas_agree(grid, {name: each.value for name, each in net.named_parameters().items()})
-
-            on_each_grid(comm, check, every_grid(comm))
-            assert max(found.values()) < 1e-10, found
+    losses, weights = by_rank_0(grid.comm, of_torch)
+    assert losses[1::2].max() > NORM
+    values, net = train(grid, RAGGED, STEPS, partial(adamw, shard_over_data=True), clip=NORM, net=deep(grid, kind))
+    assert np.abs(values - losses).max() < 1e-10 and largest_difference(weights_of(net), weights) < 1e-10
+    assert_replicas_agree(grid, {name: each.value for name, each in net.named_parameters().items()})
 
 
-def test_no_bit_of_the_weights_depends_on_it(comm):
+@looped("recompute", (False, True))
+@on_grids(GRIDS)
+def test_no_bit_of_the_weights_depends_on_it(grid, recompute):
     """With dropout, a recomputed part, and ZeRO-1."""
-
-    def check(grid):
-        for recompute in (False, True):
-            options = {"norm": False, "bias": False, "dropout": 0.2, "recompute": recompute}
-            make = partial(adamw, shard_over_data=recompute)
-            trained = lambda kind: train(grid, PLAIN, 3, make, **options, **kind)[1]
-            assert bits(weights_of(trained(WHOLE))) == bits(weights_of(trained(SHARDED)))
-
-    on_each_grid(comm, check, GRIDS[comm.size])
+    options = {"norm": False, "bias": False, "dropout": 0.2, "recompute": recompute}
+    make = partial(adamw, shard_over_data=recompute)
+    trained = lambda kind: train(grid, PLAIN, 3, make, **options, **kind)[1]
+    assert bits(weights_of(trained(WHOLE))) == bits(weights_of(trained(SHARDED)))
 
 
 def moved(grid, kind, wanted):
@@ -125,20 +113,16 @@ def moved(grid, kind, wanted):
     return received
 
 
-def test_all_reduces_become_reduce_scatters_and_gathers_of_the_same_bytes(comm):
+@looped("wanted", [False, True])
+@on_grids(EVERY_GRID)
+def test_all_reduces_become_reduce_scatters_and_gathers_of_the_same_bytes(grid, wanted):
     """The gradient of a batch is replicated, as is the batch."""
-    for wanted in [False, True]:
-        with given(wanted=wanted):
-
-            def check(grid):
-                whole, sharded = (moved(grid, kind, wanted) for kind in (WHOLE, SHARDED))
-                assert whole["reduce_scatter"] == whole["all_gather"] == 0
-                assert (whole["all_reduce"] > 0) == (grid.x.size * grid.y.size > 1)
-                assert sum(sharded.values()) == whole["all_reduce"]
-                assert (sharded["all_reduce"] > 0) == (wanted and grid.x.size > 1)
-                assert sharded["all_to_all"] == whole["all_to_all"] == 0
-
-            on_each_grid(comm, check, every_grid(comm))
+    whole, sharded = (moved(grid, kind, wanted) for kind in (WHOLE, SHARDED))
+    assert whole["reduce_scatter"] == whole["all_gather"] == 0
+    assert (whole["all_reduce"] > 0) == (grid.x.size * grid.y.size > 1)
+    assert sum(sharded.values()) == whole["all_reduce"]
+    assert (sharded["all_reduce"] > 0) == (wanted and grid.x.size > 1)
+    assert sharded["all_to_all"] == whole["all_to_all"] == 0
 
 
 def between_layers(grid, kind):
@@ -150,56 +134,36 @@ def between_layers(grid, kind):
     return [(size, layout) for layer, size, layout in found if layer is not net][:-1]
 
 
-def test_tensors_between_layers_hold_one_part_for_each_rank_of_the_summed_axis(comm):
-    def check(grid):
-        whole, sharded = between_layers(grid, WHOLE), between_layers(grid, SHARDED)
-        assert len(whole) == len(sharded) == 6
-        for index, ((all_of_it, _), (part, layout)) in enumerate(zip(whole, sharded)):
-            summed = "yx"[index // 2 % 2]
-            assert part * grid.axis(summed).size == all_of_it
-            assert grid.axis(summed).size == 1 or summed in layout.rows
-
-    on_each_grid(comm, check, every_grid(comm))
+@on_grids(EVERY_GRID)
+def test_tensors_between_layers_hold_one_part_for_each_rank_of_the_summed_axis(grid):
+    whole, sharded = between_layers(grid, WHOLE), between_layers(grid, SHARDED)
+    assert len(whole) == len(sharded) == 6
+    for index, ((all_of_it, _), (part, layout)) in enumerate(zip(whole, sharded)):
+        summed = "yx"[index // 2 % 2]
+        assert part * grid.axis(summed).size == all_of_it
+        assert grid.axis(summed).size == 1 or summed in layout.rows
 
 
-def test_evaluation_and_accuracy_are_the_same(comm):
-    def check(grid):
-        x, y = batch_of(CLASSES, 0)
-        found = []
-        for kind in (WHOLE, SHARDED):
-            net = network_of(grid, CLASSES, dropout=0.5, **kind)
-            labels = spread(grid, y, batch_layout(None))
-            with net.evaluating():
-                found.append((loss_of(net, CLASSES, x, y).item(), nn.accuracy(net(spread(grid, x)), labels)))
-        assert found[0] == pytest.approx(found[1], abs=1e-13)
-
-    on_each_grid(comm, check)
-
-
-def test_what_is_kept_and_what_moves_when_inputs_are_gathered_again(comm):
+@on_grids(EVERY_GRID)
+def test_what_is_kept_and_what_moves_when_inputs_are_gathered_again(grid):
     """If it is kept gathered: the bytes of an all-reduce. If it is kept as a shard, which relu keeps in any case: one
     more gather."""
-
-    def check(grid):
-        kept, received = {}, {}
-        for again in (False, True):
-            nn.Tape.of(grid).parallel.overlap = nn.Overlap(regather_inputs=again, reshard_after_forward=False)
-            net = network_of(grid, LARGE, norm=False, bias=False, **SHARDED)
-            x, y = batch_of(LARGE, 0)
-            loss = nn.mse(net(spread(grid, x)), spread(grid, y, batch_layout(None)))
-            loss.item()
-            kept[again] = sum(array.nbytes for array in loss.kept())
-            grid.ledger.reset()
-            loss.backward()
-            received[again] = {kind: grid.ledger.total(phase=kind).received for kind in ("gather I", "gather dO")}
-        gathered = [
-            8 * x.shape[0] * size // (grid.data.size * grid.z.size * axis.size)
-            for size, axis in zip(LARGE.sizes[1:-1], (grid.x, grid.y, grid.x))
-        ]
-        along = list(zip(gathered, (grid.y, grid.x, grid.y)))
-        assert kept[False] - kept[True] == sum(size for size, axis in along if axis.size > 1)
-        assert received[False]["gather I"] == 0
-        assert received[True]["gather I"] == sum(size - size // axis.size for size, axis in along)
-        assert received[False]["gather dO"] == received[True]["gather dO"]
-
-    on_each_grid(comm, check, every_grid(comm))
+    kept, received, (x, y) = {}, {}, batch_of(LARGE, 0)
+    for again in (False, True):
+        nn.Tape.of(grid).parallel.overlap = nn.Overlap(regather_inputs=again, reshard_after_forward=False)
+        net = network_of(grid, LARGE, norm=False, bias=False, **SHARDED)
+        loss = nn.mse(net(spread(grid, x)), spread(grid, y, batch_layout(None)))
+        loss.item()
+        kept[again] = sum(array.nbytes for array in loss.kept())
+        grid.ledger.reset()
+        loss.backward()
+        received[again] = {kind: grid.ledger.total(phase=kind).received for kind in ("gather I", "gather dO")}
+    gathered = [
+        8 * x.shape[0] * size // (grid.data.size * grid.z.size * axis.size)
+        for size, axis in zip(LARGE.sizes[1:-1], (grid.x, grid.y, grid.x))
+    ]
+    along = list(zip(gathered, (grid.y, grid.x, grid.y)))
+    assert kept[False] - kept[True] == sum(size for size, axis in along if axis.size > 1)
+    assert received[False]["gather I"] == 0
+    assert received[True]["gather I"] == sum(size - size // axis.size for size, axis in along)
+    assert received[False]["gather dO"] == received[True]["gather dO"]

@@ -2,15 +2,15 @@
 
 import numpy as np
 import pytest
-from loops import given
-from mpi_runner.plugin import all_tests
-from networks import INPUT, Case, adamw, batch_of, bits, loss_of, network_of, on_each_grid, spread, weights_of
+from loops import looped
+from networks import INPUT, Case, adamw, batch_of, bits, loss_of, network_of, on_each_grid, on_grids, spread, weights_of
 from samples import TESTED, bits_of
 
 from pmm3d import DistMatrix, Grid, GridError, LayoutError, Pmm3dError, nn
 from pmm3d.comm import communicator
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
+on_nodes = pytest.mark.parallel([4], thorough=[8])
 CASE = Case((21, 34, 27, 10), 26)
 GRIDS = {
     1: [("1x1x1", 1)],
@@ -18,6 +18,20 @@ GRIDS = {
     4: [("fsdp", 1), ("hsdp", 2), ("1x2x2", 1)],
     8: [("fsdp", 1), ("2x2x2", 1), ("2x1x2", 2)],
 }
+OF_NODES = {4: [("fsdp", 1)], 8: [("fsdp", 1), ("2x1x4", 1)]}
+
+
+def sharing(grid):
+    """Switch on one copy of the weights of this grid."""
+    nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
+
+
+def linear(grid, inputs=12, **options):
+    return nn.Linear(grid, inputs, 8, **{"bias": False, "dtype": "float64", **options})
+
+
+def ones(grid, columns=12):
+    return spread(grid, np.ones((16, columns)))
 
 
 def trained(grid, recompute=False, library=TESTED, **options):
@@ -37,72 +51,53 @@ def trained(grid, recompute=False, library=TESTED, **options):
     return bits(weights_of(net)), grid.ledger.total(phase="gather W")
 
 
-def test_weights_are_those_of_messages_and_none_are_sent(comm):
-    for recompute in [False, True]:
-        for oag in [True, False]:
-            with given(recompute=recompute, oag=oag):
-
-                def body(grid):
-                    wanted, sent = trained(grid, recompute, oag=oag)
-                    found, moved = trained(grid, recompute, oag=oag, shared_weights=True)
-                    assert found == wanted
-                    assert moved.received == moved.sent == 0
-                    assert (sent.received > 0) == (moved.calls > 0) == (grid.shape.z > 1)
-                    if not recompute:
-                        assert trained(grid, oag=oag)[0] == wanted  # switched off again
-
-                every = all_tests or recompute != oag
-                on_each_grid(comm, body, GRIDS[comm.size][0 if every else -1 :])
+@looped("library, recompute, oag", [(TESTED, False, True), (TESTED, True, False), ("torch", False, True)])
+@on_grids(GRIDS)
+def test_weights_are_those_of_messages_and_none_are_sent(grid, library, recompute, oag):
+    wanted, sent = trained(grid, recompute, library, oag=oag)
+    found, moved = trained(grid, recompute, library, oag=oag, shared_weights=True)
+    assert found == wanted
+    assert moved.received == moved.sent == 0
+    assert (sent.received > 0) == (moved.calls > 0) == (grid.shape.z > 1)
+    assert recompute or trained(grid, library=library, oag=oag)[0] == wanted  # switched off again
 
 
-def test_weights_of_torch_too(comm):
-    def body(grid):
-        found, moved = trained(grid, library="torch", shared_weights=True)
-        assert found == trained(grid, library="torch")[0] and moved.received == moved.sent == 0
-
-    on_each_grid(comm, body, GRIDS[comm.size])
-
-
-def test_ranks_have_one_copy(comm):
-    def body(grid):
-        nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
-        net = nn.Linear(grid, 12, 8, bias=False, dtype="float64")
-        net(spread(grid, np.ones((16, 12))))
-        weights = nn.Tape.of(grid).parallel.weights
-        if grid.shape.z == 1:
-            assert np.shares_memory(weights.gathered(net.weight, "backward"), net.weight.local)
-            return
-        block = weights.gathered(net.weight, "backward")
+@pytest.mark.parallel([4])
+@looped("nodes", (1, 2))
+def test_ranks_of_a_node_have_one_copy(comm, monkeypatch, nodes):
+    monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: f"node{nodes * comm.rank // comm.size}")
+    with Grid(comm, "fsdp") as grid:
+        sharing(grid)
+        net, first = linear(grid, 13), grid.z.index - grid.z.index % (comm.size // nodes)
+        net(ones(grid, 13))
+        block = nn.Tape.of(grid).parallel.weights.gathered(net.weight, "backward")
         before = block * 1
+        assert np.array_equal(before, net.weight.gather())
         grid.comm.Barrier()
-        if grid.z.index == 0:
-            block[...] = 7 * before
+        if grid.z.index == first:
+            block[...] = first
         grid.comm.Barrier()
-        assert np.array_equal(block, 7 * before)
-        net(spread(grid, np.ones((16, 12))))
+        assert (block == first).all()
+        net(ones(grid, 13))
         assert np.array_equal(block, before)  # each forward pass gathers the shards again
 
-    on_each_grid(comm, body, GRIDS[comm.size])
 
-
-def test_values_that_were_written_between_passes_are_seen_by_all(comm):
+@on_grids(GRIDS)
+def test_values_that_were_written_between_passes_are_seen_by_all(grid):
     """Without barriers, a fast rank would write its shard while a slow one still multiplies the old values."""
-
-    def body(grid):
-        nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
-        net = nn.Linear(grid, 12, 8, bias=False, dtype="float64")
-        x = spread(grid, np.ones((16, 12)))
-        for turn in range(12):
-            net.weight.local[...] = turn
-            if (turn + grid.rank) % 3 == 0:
-                sum(range(20_000))
-            assert (net(x).local == 12 * turn).all()
-
-    on_each_grid(comm, body, GRIDS[comm.size])
+    sharing(grid)
+    net, x = linear(grid), ones(grid)
+    for turn in range(12):
+        net.weight.local[...] = turn
+        if (turn + grid.rank) % 3 == 0:
+            sum(range(20_000))
+        assert (net(x).local == 12 * turn).all()
 
 
-def test_a_weight_that_is_used_twice_and_one_that_is_kept(comm):
-    def gradients(grid, shared):
+@on_grids(GRIDS)
+def test_a_weight_that_is_used_twice_and_one_that_is_kept(grid):
+    found = []
+    for shared in (True, False):
         nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=shared)
         first, second = (nn.Linear(grid, 12, 12, bias=False, dtype="float64", seed=seed) for seed in (1, 2))
         x = spread(grid, np.arange(192.0).reshape(16, 12) / 100)
@@ -110,20 +105,16 @@ def test_a_weight_that_is_used_twice_and_one_that_is_kept(comm):
             for _ in range(2):
                 out = first(second(first(second(x))))
         nn.mean(nn.mean(out, 0), 1).backward()
-        return [bits_of(each.weight.grad.gather()) for each in (first, second)]
-
-    def body(grid):
-        assert gradients(grid, True) == gradients(grid, False)
-
-    on_each_grid(comm, body, GRIDS[comm.size])
+        found.append([bits_of(each.weight.grad.gather()) for each in (first, second)])
+    assert found[0] == found[1]
 
 
-@pytest.mark.parallel([4], thorough=[8])
-@pytest.mark.parametrize("sums", ["nodes", "ranks"])
+@on_nodes
+@looped("sums", ("nodes", "ranks"))
 def test_on_several_nodes_each_has_one_copy_and_links_carry_each_byte_once(comm, two_nodes, monkeypatch, sums):
     monkeypatch.setenv("PMM3D_SUMS", sums)
 
-    def body(grid):
+    def check(grid):
         wanted, sent = trained(grid)
         found, moved = trained(grid, shared_weights=True)
         assert found == wanted and moved.across == moved.received
@@ -131,42 +122,12 @@ def test_on_several_nodes_each_has_one_copy_and_links_carry_each_byte_once(comm,
         assert everyones[0] == grid.z.node_map.per_node * everyones[1] and everyones[2] == 0  # small gathers are flat
         assert 0 < moved.received < sent.received
 
-    on_each_grid(comm, body, {4: [("fsdp", 1)], 8: [("fsdp", 1), ("2x1x4", 1)]}[comm.size])
-
-
-@pytest.mark.parallel([4])
-def test_ranks_of_a_node_have_one_copy_and_those_of_others_another(comm, two_nodes):
-    with Grid(comm, "fsdp") as grid:
-        nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
-        net = nn.Linear(grid, 13, 8, bias=False, dtype="float64")
-        net(spread(grid, np.ones((16, 13))))
-        block = nn.Tape.of(grid).parallel.weights.gathered(net.weight, "backward")
-        assert np.array_equal(block, net.weight.gather())
-        grid.comm.Barrier()
-        if grid.z.index % 2 == 0:
-            block[...] = grid.z.index
-        grid.comm.Barrier()
-        assert (block == grid.z.index // 2 * 2).all()
-
-
-@pytest.mark.parallel([4])
-def test_nodes_with_more_ranks_than_others_are_refused(comm, fails, monkeypatch):
-    monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: "one" if comm.rank < 3 else "two")
-    with Grid(comm, "fsdp") as grid:
-        nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
-        net = nn.Linear(grid, 12, 8, dtype="float64")
-        fails(GridError, "not equally many", lambda: net(spread(grid, np.ones((16, 12)))))
-
-
-@pytest.mark.parallel([1])
-def test_what_forbids_it_is_refused_at_once(comm):
-    with pytest.raises(Pmm3dError, match="leave one of them out"):
-        nn.Overlap(shared_weights=True, reshard_after_forward=True)
+    on_each_grid(comm, check, OF_NODES[comm.size])
 
 
 def of_a_step(grid):
     """Communication of weights in this rank's second step: calls, bytes sent, received, and from other nodes."""
-    nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
+    sharing(grid)
     net = nn.MLP(grid, [22, 34, 10], dtype="float64")
     optimizer = nn.optim.SGD(net.parameters(), lr=0.1)
     x = DistMatrix.random(grid, (24, 22), layout=INPUT)
@@ -185,46 +146,44 @@ def moves_as_a_dry_run_says(grid):
         assert said == of_a_step(grid) and (said[0] > 0) == (grid.shape.z > 1) and (said[2] > 0) == (grid.hosts > 1)
 
 
-def test_a_dry_run_moves_the_same(comm):
-    on_each_grid(comm, moves_as_a_dry_run_says, GRIDS[comm.size])
+@on_grids(GRIDS)
+def test_a_dry_run_moves_the_same(grid):
+    moves_as_a_dry_run_says(grid)
 
 
-@pytest.mark.parallel([4], thorough=[8])
-def test_a_dry_run_of_two_nodes_moves_the_same(comm, two_nodes):
-    on_each_grid(comm, moves_as_a_dry_run_says, {4: [("fsdp", 1)], 8: [("fsdp", 1), ("2x1x4", 1)]}[comm.size])
-
-
-@pytest.mark.parallel([1])
-def test_a_dry_run_refuses_nodes_with_more_ranks_than_others(comm):
-    with Grid.dry((1, 1, 5), hosts=2) as grid:  # 3 and 2
-        nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
-        net = nn.Linear(grid, 12, 8, dtype="float64")
-        with pytest.raises(GridError, match="not equally many consecutive ranks on each"):
-            net(DistMatrix.random(grid, (16, 12), layout=INPUT))
+@on_nodes
+@on_grids(OF_NODES)
+def test_a_dry_run_of_two_nodes_moves_the_same(grid, two_nodes):
+    moves_as_a_dry_run_says(grid)
 
 
 @pytest.mark.parallel([1])
-def test_a_dry_run_refuses_arrays_of_a_device(comm):
+def test_what_forbids_it_is_refused_at_once(comm):
+    """Other options, and arrays of a device."""
+    with pytest.raises(Pmm3dError, match="leave one of them out"):
+        nn.Overlap(shared_weights=True, reshard_after_forward=True)
     with Grid.dry((1, 1, 2)) as grid:
-        nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
-        net = nn.Linear(grid, 12, 8, dtype="float64", library="cupy")
+        sharing(grid)
+        x = DistMatrix.random(grid, (16, 12), layout=INPUT, library="cupy")
         with pytest.raises(LayoutError, match="arrays on the host"):
-            net(DistMatrix.random(grid, (16, 12), layout=INPUT, library="cupy"))
+            linear(grid, library="cupy")(x)
+
+
+@pytest.mark.parallel([4])
+def test_nodes_with_more_ranks_than_others_are_refused(comm, fails, monkeypatch):
+    monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: "one" if comm.rank < 3 else "two")
+    with Grid(comm, "fsdp") as grid:
+        sharing(grid)
+        net = linear(grid)
+        fails(GridError, "not equally many", lambda: net(ones(grid)))
 
 
 @pytest.mark.parallel([4], thorough=[2])
-def test_what_cannot_share_is_refused_on_every_rank(comm, fails, monkeypatch):
-    def body(grid):
-        if grid.shape.z == 1:
-            return
-        nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
-        net = nn.Linear(grid, 12, 8, dtype="float32", library="standin")
-        x = DistMatrix.random(grid, (16, 12), dtype="float32", layout=INPUT, library="standin")
-        fails(LayoutError, "arrays on the host", lambda: net(x))
-        net, x = nn.Linear(grid, 12, 8, dtype="float64"), spread(grid, np.ones((16, 12)))
-        with monkeypatch.context() as patched:
-            patched.setattr(type(grid), "_places", lambda self: np.arange(self.size))
-            fails(GridError, "are on several nodes", lambda: net(x))
-        assert net(x).shape == (16, 8)
-
-    on_each_grid(comm, body, GRIDS[comm.size])
+@on_grids({2: [("fsdp", 1)], 4: GRIDS[4]})
+def test_what_cannot_share_is_refused_on_every_rank(grid, fails, monkeypatch):
+    sharing(grid)
+    net, x = linear(grid), ones(grid)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(grid), "_places", lambda self: np.arange(self.size))
+        fails(GridError, "are on several nodes", lambda: net(x))
+    assert net(x).shape == (16, 8)

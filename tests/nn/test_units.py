@@ -3,9 +3,20 @@ it."""
 
 import numpy as np
 import pytest
-from loops import given
-from networks import MANY_GRIDS, adamw, alone, assert_replicas_agree, on_each_grid, spread, weights_of
-from torch_reference import by_rank_0
+from loops import looped
+from networks import (
+    MANY_GRIDS,
+    adamw,
+    alone,
+    assert_replicas_agree,
+    gradients_of,
+    largest_difference,
+    on_grids,
+    spread,
+    weights_of,
+)
+from samples import to_numpy
+from scipy.special import softmax
 
 from pmm3d import Grid, LayoutError, nn
 from pmm3d.layout import Layout, batch_layout
@@ -41,100 +52,55 @@ def batch(step):
     return (np.random.default_rng([step, columns]).standard_normal((ROWS, columns)) for columns in (INPUTS, OUTPUTS))
 
 
-def of_torch():
-    """(outputs and losses of the steps, name -> weight after them)."""
-    import torch
-
-    torch.set_num_threads(1)
-    with alone() as grid:
-        given = {name: torch.tensor(value, requires_grad=True) for name, value in weights_of(Heads(grid)).items()}
-    optimizer, found = torch.optim.AdamW(given.values(), lr=1e-2, weight_decay=0.1), []
+def trained(grid, **options):
+    """(network, losses) of some steps, with a state that is split over data."""
+    net, losses = Heads(grid, **options), []
+    optimizer = adamw(net.parameters(), shard_over_data=True)
     for step in range(STEPS):
-        x, y = map(torch.from_numpy, batch(step))
-        fused = (x @ given["project.weight"] + given["project.bias"]).reshape(ROWS, HEADS, 3, SIZE)
-        q, k, v = (fused[:, :, part].reshape(ROWS, HEADS * SIZE) for part in range(3))
-        mixed = q * torch.softmax(k, 1) * v
-        normal = torch.nn.functional.layer_norm(mixed, (HEADS * SIZE,), given["norm.gain"][0], given["norm.bias"][0])
-        out = normal @ given["back.weight"] + given["back.bias"]
-        loss = torch.nn.functional.mse_loss(out, y)
-        optimizer.zero_grad()
+        x, y = (spread(grid, each, UNITS) for each in batch(step))
+        loss = nn.mse(net(x), y)
         loss.backward()
         optimizer.step()
-        found.append((out.detach().numpy(), loss.item()))
-    return found, {name: value.detach().numpy() for name, value in given.items()}
+        losses.append(loss.item())
+    return net, losses
 
 
-def test_a_ragged_number_of_heads_gives_what_torch_does(comm):
-    """Also with a state that is split over data. Every rank has whole heads of whole sequences."""
-    for options in [{}, {"activations": "sharded"}]:
-        with given(options=options):
-            expected, weights = by_rank_0(comm, of_torch)
-
-            def check(grid):
-                net = Heads(grid, **options)
-                optimizer = adamw(net.parameters(), shard_over_data=True)
-                for step, (out, loss) in enumerate(expected):
-                    x, y = (spread(grid, each, UNITS) for each in batch(step))
-                    cost = nn.mse(net(x), y)
-                    assert np.abs(net.seen[-1].gather() - out).max() < 1e-12
-                    assert abs(cost.item() - loss) < 1e-12
-                    for tensor, unit in zip(net.seen, (FUSED, SIZE, 1)):
-                        assert tensor.layout.units == (LENGTH, unit)
-                        assert all(place % size == 0 for place, size in zip(tensor.box, (LENGTH, LENGTH, unit, unit)))
-                    cost.backward()
-                    optimizer.step()
-                found = weights_of(net)
-                assert max(np.abs(found[name] - weights[name]).max() for name in weights) < 1e-12
-                assert_replicas_agree(grid, {name: each.value for name, each in net.named_parameters().items()})
-
-            on_each_grid(comm, check, MANY_GRIDS[comm.size])
+@looped("options", [{}, {"activations": "sharded"}])
+@on_grids(MANY_GRIDS)
+def test_a_ragged_number_of_heads_gives_what_one_rank_does(grid, options):
+    """Every rank has whole heads of whole sequences."""
+    with alone() as single:
+        expected, costs = trained(single)
+        weights = weights_of(expected)
+    net, losses = trained(grid, **options)
+    assert np.abs(np.subtract(losses, costs)).max() < 1e-12 and largest_difference(weights_of(net), weights) < 1e-12
+    assert_replicas_agree(grid, {name: each.value for name, each in net.named_parameters().items()})
+    for tensor, unit in zip(net.seen, (FUSED, SIZE, 1)):
+        assert tensor.layout.units == (LENGTH, unit)
+        assert all(place % size == 0 for place, size in zip(tensor.box, (LENGTH, LENGTH, unit, unit)))
+    fused, mixed, _ = (to_numpy(each.gather()) for each in net.seen)
+    q, k, v = np.moveaxis(fused.reshape(ROWS, HEADS, 3, SIZE), 2, 0).reshape(3, ROWS, HEADS * SIZE)
+    assert np.abs(q * softmax(k, 1) * v - mixed).max() < 1e-12
 
 
-def test_nothing_moves_between_the_layers_but_what_they_say(comm):
+@on_grids()
+def test_nothing_moves_between_the_layers_but_what_they_say(grid):
     """No relayout is needed, because the next weight's rows are split in the same way as these columns."""
-
-    def check(grid):
-        net = Heads(grid)
-        net.settle(INPUTS)
-        x = spread(grid, next(batch(0)), batch_layout("y"))
-        net(x)
-        grid.ledger.reset()
-        out = net(x)
-        out.backward(spread(grid, next(batch(1))[:, :OUTPUTS], out.layout))
-        assert grid.ledger.total(phase="relayout").received == 0
-        assert grid.ledger.total(phase="redistribute").received == 0
-        assert net.project.weight.layout.units == (1, FUSED) and net.back.weight.layout.units == (SIZE, 1)
-
-    on_each_grid(comm, check)
-
-
-def test_states_keep_units(comm):
-    """A state that is split over data has its documented layout."""
-
-    def check(grid):
-        net = Heads(grid)
-        optimizer = adamw(net.parameters(), shard_over_data=True)
-        x, y = (spread(grid, each, batch_layout("y")) for each in batch(0))
-        nn.mse(net(x), y).backward()
-        expected = {name: each.grad.gather() for name, each in net.named_parameters().items()}
-        optimizer.step()
-        for name, value in optimizer.matrices().items():
-            if name.endswith("mean"):
-                parameter = name.split("/")[1]
-                assert value.layout.units == net.named_parameters()[parameter].layout.units
-                assert np.abs(value.gather() - 0.1 * expected[parameter]).max() < 1e-15
-
-    on_each_grid(comm, check)
+    net = Heads(grid)
+    net.settle(INPUTS)
+    x = spread(grid, next(batch(0)), batch_layout("y"))
+    net(x)
+    grid.ledger.reset()
+    out = net(x)
+    out.backward(spread(grid, next(batch(1))[:, :OUTPUTS], out.layout))
+    assert all(grid.ledger.total(phase=phase).received == 0 for phase in ("relayout", "redistribute"))
+    assert net.project.weight.layout.units == (1, FUSED) and net.back.weight.layout.units == (SIZE, 1)
 
 
 @pytest.mark.parallel([2], thorough=[1])
 def test_what_does_not_fit_is_refused(comm, fails):
     with Grid(comm, (1, comm.size, 1)) as grid:
-        fails(
-            LayoutError,
-            "the 10 outputs are no multiple of the unit, the 4 columns of one head",
-            lambda: nn.Linear(grid, 4, 10, unit=4),
-        )
+        fails(LayoutError, "10 outputs are no multiple of the unit", lambda: nn.Linear(grid, 4, 10, unit=4))
         fails(LayoutError, "unit is a whole number", lambda: nn.Linear(grid, 4, 10, unit=0))
 
 
@@ -149,12 +115,11 @@ def test_one_sequence_is_cut_inside_by_sharded_activations(comm):
         hidden = first(spread(grid, x, Layout(("data", "z"), "y", units=(8, 1))))
         cost = nn.mse(net.layers[2](norm(hidden)), spread(grid, y, Layout(("data", "z"), "y", units=(8, 1))))
         cost.backward()
-        gradients = {name: each.grad.gather() for name, each in net.named_parameters().items()}
-        return hidden.box.shape[0], cost.item(), gradients
+        return hidden.box.shape[0], cost.item(), gradients_of(net)
 
     with alone() as grid:
         _, cost, gradients = trained(grid)
     with Grid(comm, (1, comm.size, 1)) as grid:
         rows, found, others = trained(grid)
     assert rows == 8 // comm.size and abs(found - cost) < 1e-12
-    assert max(np.abs(others[name] - gradients[name]).max() for name in gradients) < 1e-12
+    assert largest_difference(others, gradients) < 1e-12
