@@ -2,7 +2,9 @@
 
 import functools
 import inspect
+from collections.abc import Callable
 from contextlib import contextmanager
+from inspect import Parameter
 from typing import NamedTuple
 from zlib import crc32
 
@@ -54,26 +56,35 @@ def on_each_grid(comm, body, grids=None, **options):
             body(grid)
 
 
-def on_grids(grids=None, most=None):
-    """Decorator: `on_each_grid` for a test, whose first argument is the open grid.
+def over_grids(grids=lambda ranks: None, most=None, **options) -> Callable:
+    """Decorator: `on_each_grid` with the test as the body. The argument `grid` of the test is the open grid.
 
-    grids   number of ranks -> [(shape, data)]; by default GRIDS, as `on_each_grid` uses it
-    most    number of these grids that are used; default all
+    grids     number of ranks -> list of (shape, data): a dict or a function; default: as `on_each_grid`
+    most      number of these grids that are used; default: all
+    options   of each Grid
     """
+    chosen = grids if callable(grids) else grids.__getitem__
 
     def decorate(test):
-        @functools.wraps(test)
-        def loop(comm, **fixtures):
-            body = functools.update_wrapper(functools.partial(test, **fixtures), test)
-            on_each_grid(comm, body, grids and grids[comm.size][:most])
+        wanted = inspect.signature(test).parameters
 
-        _, *others = inspect.signature(test).parameters.values()
-        loop.__signature__ = inspect.Signature(
-            [inspect.Parameter("comm", inspect.Parameter.POSITIONAL_OR_KEYWORD), *others]
-        )
-        return loop
+        @functools.wraps(test)
+        def looped(comm, **fixtures):
+            if "comm" in wanted:
+                fixtures["comm"] = comm
+            body = functools.wraps(test)(lambda grid: test(grid=grid, **fixtures))
+            on_each_grid(comm, body, (found := chosen(comm.size)) and found[:most], **options)
+
+        names = dict.fromkeys(["comm", *(name for name in wanted if name != "grid")])
+        looped.__signature__ = inspect.Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names])
+        return looped
 
     return decorate
+
+
+def on_grid(shape, data=1, **options) -> Callable:
+    """Decorator: the argument `grid` of the test is this grid."""
+    return over_grids(lambda ranks: [(shape, data)], **options)
 
 
 @contextmanager
@@ -206,6 +217,15 @@ def inner(x, weights: np.ndarray):
     mine = np.array([products.sum() / x.layout.replicas(x.grid.shape)])
     total = x.library.from_numpy(x.grid.everyone.all_reduce(mine, agreed=True).wait().reshape(1, 1), x.dtype)
     return x.from_op(total, (x,), lambda gradient: (weights.local * gradient[0, 0],), shape=(1, 1), layout=Layout())
+
+
+def failing(x):
+    """The tensor x, whose backward rule raises ZeroDivisionError."""
+
+    def rule(gradient):
+        raise ZeroDivisionError
+
+    return x.from_op(x.shard, (x,), rule)
 
 
 def assert_replicas_agree(grid, values) -> None:

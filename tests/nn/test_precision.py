@@ -6,7 +6,7 @@ from math import inf, nan
 import numpy as np
 import pytest
 from loops import looped
-from networks import INPUT, bits, on_grids, spread, weights_of
+from networks import INPUT, bits, over_grids, spread, weights_of
 from samples import TESTED, integers, to_library, to_numpy
 
 from pmm3d import DisagreementError, DistMatrix, DTypeError, Grid, Pmm3dError, matmul, nn
@@ -72,7 +72,7 @@ def test_a_weight_of_1_moves(comm, dtype, library):
 
 @four
 @in_both
-@on_grids(GRIDS)
+@over_grids(GRIDS)
 def test_what_is_written_to_a_weight_is_taken_over(grid, dtype, library):
     """By the next step and by a checkpoint. All writes to torch arrays are detected; writes to numpy arrays are
     counted."""
@@ -99,7 +99,7 @@ SPLITS = [(False, False), (True, True), (True, False), ("gradients", "gradients"
 
 @four
 @in_both
-@on_grids(GRIDS)
+@over_grids(GRIDS)
 def test_masters_are_split_over_data_and_change_no_bit(grid, dtype, library):
     """Also if gradients are split. Also with another optimizer, whose state has another layout."""
     found, (x, y) = [], batch(grid, library)
@@ -129,7 +129,7 @@ def test_a_product_into_a_weight_is_counted(comm):
 
 @four
 @in_both
-@on_grids(GRIDS)
+@over_grids(GRIDS)
 def test_gradients_are_added_in_float32(grid, dtype, library):
     """Over rows, batches and ranks, and of a bias, with parts that are sent in float32: no low precision can represent
     2049, or 2048 + 3. On the host, the product of a rank's rows is rounded to bfloat16, to 2048, and nothing else."""
@@ -148,7 +148,7 @@ def test_gradients_are_added_in_float32(grid, dtype, library):
 
 @pytest.mark.parallel([2], thorough=[1])
 @in_both
-@on_grids(GRIDS)
+@over_grids(GRIDS)
 def test_losses_and_statistics_are_of_float32(grid, dtype, library):
     """For numbers whose sums and squares low precision cannot represent."""
     unit = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
@@ -173,7 +173,7 @@ BYTES = {"float32": (4, 4, 8), "bfloat16": (2, 4, 12), "float16": (2, 4, 12), "a
 
 @four
 @looped("name", BYTES)
-@on_grids(WITH_DATA)
+@over_grids(WITH_DATA)
 def test_bytes_a_parameter(grid, name):
     """2 + 4 + 12 with a float32 gradient, 2 + 2 + 12 without; 6 + 12/d if d ranks share the state. On the grid, in its
     record and in a dry run."""
@@ -198,7 +198,7 @@ def held_by(grid, name, shard):
 
 
 @pytest.mark.parallel([4], thorough=[2])
-@on_grids(WITH_DATA)
+@over_grids(WITH_DATA)
 def test_gradients_travel_in_the_communication_type(grid):
     """Half the bytes of float32 over z and over data, and the full number on request."""
 
@@ -247,7 +247,7 @@ def by_safetensors(net, source, folder):
 
 @pytest.mark.parallel([2])
 @looped("load", [by_state_dict, by_assignment, by_checkpoint, by_safetensors])
-@on_grids(GRIDS, most=1)
+@over_grids(GRIDS, most=1)
 def test_values_with_more_digits_are_kept_before_the_first_step(grid, shared_path, load):
     """Also if the network is settled afterwards, and with an optimizer that splits its state. A network that is not
     trained has no master weights."""
@@ -286,7 +286,7 @@ def state_of(net, optimizer):
 
 
 @pytest.mark.parallel([2], thorough=[1])
-@on_grids(GRIDS, most=2)
+@over_grids(GRIDS, most=2)
 def test_a_step_that_overflows_is_skipped_by_all_ranks(grid):
     """One rank's gradient is infinite. No rank changes anything, and the next step is as if this one had not
     existed."""
@@ -306,7 +306,7 @@ def test_a_step_that_overflows_is_skipped_by_all_ranks(grid):
 
 
 @pytest.mark.parallel([2], thorough=[1])
-@on_grids(GRIDS, most=1)
+@over_grids(GRIDS, most=1)
 def test_fifty_skipped_steps_name_the_parameter(grid, fails):
     net = half(grid)
     optimizer, scale = optim.SGD(net.parameters(), lr=0.1), optim.LossScale(least=0.5)
@@ -339,7 +339,7 @@ def test_a_scaled_step_is_the_same(comm):
 
 
 @pytest.mark.parallel([2], thorough=[1])
-@on_grids(GRIDS, most=1)
+@over_grids(GRIDS, most=1)
 def test_one_scale_for_two_optimizers(grid, fails):
     """They have one norm for clipping, and one decision, as one optimizer of all parameters. In separate steps, the
     gradients of the second would be divided by the scale of the next step."""
@@ -376,7 +376,7 @@ def test_one_scale_for_two_optimizers(grid, fails):
 
 
 @pytest.mark.parallel([2], thorough=[1])
-@on_grids(GRIDS, most=2)
+@over_grids(GRIDS, most=2)
 def test_a_scale_is_a_number_and_the_same_on_all_ranks(grid, fails):
     net, (x, y) = nn.MLP(grid, SIZES, nn.relu), batch(grid)
     before, back = bits(weights_of(net)), lambda scale: nn.mse(net(x), y).backward(scale=scale)

@@ -4,7 +4,7 @@ import copy
 import pickle
 
 import pytest
-from networks import CLASSES, network_of, on_grids
+from networks import CLASSES, network_of, over_grids
 
 from pmm3d import Grid, GridError, Pmm3dError, nn
 from pmm3d.nn import optim
@@ -32,7 +32,7 @@ class Forgetful(nn.Module):
 
 
 @pytest.mark.parallel([4], thorough=[1])
-@on_grids()
+@over_grids()
 def test_the_tree_has_names_kinds_sizes_and_layouts(grid):
     """Printing sends nothing and gives no names, so an optimizer's checkpoint does not change."""
     net = network_of(grid, CLASSES, recompute=True)

@@ -17,7 +17,7 @@ from networks import (
     bits,
     largest_difference,
     network_of,
-    on_grids,
+    over_grids,
     spread,
     train,
     weights_of,
@@ -73,7 +73,7 @@ def of_torch():
 
 
 @looped("kind", [WHOLE, SHARDED])
-@on_grids(EVERY_GRID)
+@over_grids(EVERY_GRID)
 def test_losses_norms_and_weights_are_those_of_torch(grid, kind):
     """AdamW with its state split over data. The norms are above the limit, so that clipping has an effect."""
     losses, weights = by_rank_0(grid.comm, of_torch)
@@ -84,7 +84,7 @@ def test_losses_norms_and_weights_are_those_of_torch(grid, kind):
 
 
 @looped("recompute", (False, True))
-@on_grids(GRIDS)
+@over_grids(GRIDS)
 def test_no_bit_of_the_weights_depends_on_it(grid, recompute):
     """With dropout, a recomputed part, and ZeRO-1."""
     options = {"norm": False, "bias": False, "dropout": 0.2, "recompute": recompute}
@@ -114,7 +114,7 @@ def moved(grid, kind, wanted):
 
 
 @looped("wanted", [False, True])
-@on_grids(EVERY_GRID)
+@over_grids(EVERY_GRID)
 def test_all_reduces_become_reduce_scatters_and_gathers_of_the_same_bytes(grid, wanted):
     """The gradient of a batch is replicated, as is the batch."""
     whole, sharded = (moved(grid, kind, wanted) for kind in (WHOLE, SHARDED))
@@ -134,7 +134,7 @@ def between_layers(grid, kind):
     return [(size, layout) for layer, size, layout in found if layer is not net][:-1]
 
 
-@on_grids(EVERY_GRID)
+@over_grids(EVERY_GRID)
 def test_tensors_between_layers_hold_one_part_for_each_rank_of_the_summed_axis(grid):
     whole, sharded = between_layers(grid, WHOLE), between_layers(grid, SHARDED)
     assert len(whole) == len(sharded) == 6
@@ -144,7 +144,7 @@ def test_tensors_between_layers_hold_one_part_for_each_rank_of_the_summed_axis(g
         assert grid.axis(summed).size == 1 or summed in layout.rows
 
 
-@on_grids(EVERY_GRID)
+@over_grids(EVERY_GRID)
 def test_what_is_kept_and_what_moves_when_inputs_are_gathered_again(grid):
     """If it is kept gathered: the bytes of an all-reduce. If it is kept as a shard, which relu keeps in any case: one
     more gather."""

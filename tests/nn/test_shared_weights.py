@@ -3,7 +3,19 @@
 import numpy as np
 import pytest
 from loops import looped
-from networks import INPUT, Case, adamw, batch_of, bits, loss_of, network_of, on_each_grid, on_grids, spread, weights_of
+from networks import (
+    INPUT,
+    Case,
+    adamw,
+    batch_of,
+    bits,
+    loss_of,
+    network_of,
+    on_each_grid,
+    over_grids,
+    spread,
+    weights_of,
+)
 from samples import TESTED, bits_of
 
 from pmm3d import DistMatrix, Grid, GridError, LayoutError, Pmm3dError, nn
@@ -52,7 +64,7 @@ def trained(grid, recompute=False, library=TESTED, **options):
 
 
 @looped("library, recompute, oag", [(TESTED, False, True), (TESTED, True, False), ("torch", False, True)])
-@on_grids(GRIDS)
+@over_grids(GRIDS)
 def test_weights_are_those_of_messages_and_none_are_sent(grid, library, recompute, oag):
     wanted, sent = trained(grid, recompute, library, oag=oag)
     found, moved = trained(grid, recompute, library, oag=oag, shared_weights=True)
@@ -82,7 +94,7 @@ def test_ranks_of_a_node_have_one_copy(comm, monkeypatch, nodes):
         assert np.array_equal(block, before)  # each forward pass gathers the shards again
 
 
-@on_grids(GRIDS)
+@over_grids(GRIDS)
 def test_values_that_were_written_between_passes_are_seen_by_all(grid):
     """Without barriers, a fast rank would write its shard while a slow one still multiplies the old values."""
     sharing(grid)
@@ -94,7 +106,7 @@ def test_values_that_were_written_between_passes_are_seen_by_all(grid):
         assert (net(x).local == 12 * turn).all()
 
 
-@on_grids(GRIDS)
+@over_grids(GRIDS)
 def test_a_weight_that_is_used_twice_and_one_that_is_kept(grid):
     found = []
     for shared in (True, False):
@@ -146,13 +158,13 @@ def moves_as_a_dry_run_says(grid):
         assert said == of_a_step(grid) and (said[0] > 0) == (grid.shape.z > 1) and (said[2] > 0) == (grid.hosts > 1)
 
 
-@on_grids(GRIDS)
+@over_grids(GRIDS)
 def test_a_dry_run_moves_the_same(grid):
     moves_as_a_dry_run_says(grid)
 
 
 @on_nodes
-@on_grids(OF_NODES)
+@over_grids(OF_NODES)
 def test_a_dry_run_of_two_nodes_moves_the_same(grid, two_nodes):
     moves_as_a_dry_run_says(grid)
 
@@ -179,7 +191,7 @@ def test_nodes_with_more_ranks_than_others_are_refused(comm, fails, monkeypatch)
 
 
 @pytest.mark.parallel([4], thorough=[2])
-@on_grids({2: [("fsdp", 1)], 4: GRIDS[4]})
+@over_grids({2: [("fsdp", 1)], 4: GRIDS[4]})
 def test_what_cannot_share_is_refused_on_every_rank(grid, fails, monkeypatch):
     sharing(grid)
     net, x = linear(grid), ones(grid)

@@ -11,7 +11,7 @@ from networks import (
     assert_replicas_agree,
     gradients_of,
     largest_difference,
-    on_grids,
+    over_grids,
     spread,
     weights_of,
 )
@@ -66,7 +66,7 @@ def trained(grid, **options):
 
 
 @looped("options", [{}, {"activations": "sharded"}])
-@on_grids(MANY_GRIDS)
+@over_grids(MANY_GRIDS)
 def test_a_ragged_number_of_heads_gives_what_one_rank_does(grid, options):
     """Every rank has whole heads of whole sequences."""
     with alone() as single:
@@ -83,7 +83,7 @@ def test_a_ragged_number_of_heads_gives_what_one_rank_does(grid, options):
     assert np.abs(q * softmax(k, 1) * v - mixed).max() < 1e-12
 
 
-@on_grids()
+@over_grids()
 def test_nothing_moves_between_the_layers_but_what_they_say(grid):
     """No relayout is needed, because the next weight's rows are split in the same way as these columns."""
     net = Heads(grid)
