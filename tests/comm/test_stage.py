@@ -36,7 +36,7 @@ def used_axes(grid):
     return {key.axis for key in grid.ledger.entries} - {""}
 
 
-@pytest.mark.parallel([2, 4, 8])
+@pytest.mark.parallel([2, 8], thorough=[4])
 def test_a_stage_has_its_own_ranks_and_the_axes_of_the_grid(grid):
     stage, others = grid.stage, [name for name in grid.shape.names if name != "pipe"]
     assert stage is grid.stage is stage.stage and stage.whole is grid is grid.whole
@@ -55,7 +55,7 @@ def test_a_stage_has_its_own_ranks_and_the_axes_of_the_grid(grid):
     assert stage.same_processes(stage) and not stage.same_processes(grid)
 
 
-@pytest.mark.parallel([2, 4, 8])
+@pytest.mark.parallel([2, 8], thorough=[4])
 def test_matrices_on_the_stages_differ_and_send_nothing_to_other_stages(grid):
     stage, number = grid.stage, grid.coords.pipe
     random = np.random.default_rng(number)
@@ -69,7 +69,7 @@ def test_matrices_on_the_stages_differ_and_send_nothing_to_other_stages(grid):
     assert used_axes(grid) <= {"x", "y", "z", "data", "seq", "stage"}
 
 
-@pytest.mark.parallel([2, 4, 8])
+@pytest.mark.parallel([2, 8], thorough=[4])
 def test_a_disagreement_in_one_stage_does_not_involve_the_other(grid):
     stage = grid.stage
     if grid.coords.pipe == 1 and stage.size > 1:
@@ -249,7 +249,7 @@ def moved(grid):
     }
 
 
-@pytest.mark.parallel([2, 4, 8])
+@pytest.mark.parallel([2, 8], thorough=[4])
 def test_a_stage_of_a_dry_grid_counts_what_the_stage_moves(grid, nranks):
     shape, data, axes = STAGES[nranks]
     with Grid.dry(shape, data, grid.rank, axes) as dry:

@@ -5,7 +5,7 @@
     python tests/faults hostile --only report,around
 
 injected: faults in jobs of 4 ranks, each several times, with a random victim, moment and place. Jobs of killed,
-stopped, sigterm and grid may be pipelines
+stopped and sigterm may be pipelines
 
     killed   SIGKILL to a rank, also while it resumes     stopped  SIGSTOP to a rank
     sigterm  SIGTERM to a rank or to mpiexec              raising  an exception on one rank, in a user's loop
@@ -13,10 +13,7 @@ stopped, sigterm and grid may be pipelines
     none     a rank skips a call, or leaves
     disk     a full disk under checkpoints: a small tmpfs (needs root), or ulimit -f
     corrupt  a changed byte in the data or a checkpoint, or a file cut short
-    ranks    fewer ranks than the grid needs, or the launcher of another MPI
     asleep   user code that lasts longer than the timeout; the job must go on
-    pipe     a named pipe as data file
-    grid     no fault: a checkpoint is resumed on another grid
     network  the link between two virtual nodes is cut (needs root)
 
 A job that still runs after 120 s is a silent hang. The job must name the rank and the cause, and end with the
@@ -24,7 +21,7 @@ documented exit code. Its checkpoints must be complete. The job is then resumed 
 weights of an undisturbed run, bit by bit.
 
 hostile: bad files, configurations and arguments for train, convert, export, predict and report; and faults around a
-training (around): of its folder, its data and its terminal
+training (around): of its checkpoints and its data
 
 A command must refuse the input with exit code 2, or report it, in words that name it, once, without a traceback. No
 file may change, and no incomplete file may be left. A disturbed training must end with the weights of an undisturbed

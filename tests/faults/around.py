@@ -1,17 +1,18 @@
-"""Faults around a training: of its folder, its data, its terminal. No result may be lost."""
+"""Faults around a training: of its checkpoints and its data. No result may be lost. tests/nn/test_run_ends.py and
+test_run_links.py have those of its other files, its terminal and its signals."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from .files import configured, samples
 from .jobs import Job, command
-from .judgement import FINISHED, NOT_FINISHED, REFUSED, Outcome, refused
+from .judgement import FINISHED, REFUSED, Outcome, refused
 from .lab import contents
 
 RANKS, EPOCHS = 2, 12
@@ -53,7 +54,6 @@ class Fault:
     says    regular expression that the output must match
     code    expected exit code
     same    the run must end with the bits of the undisturbed run, at once or after a restart
-    mend    repair before the restart
     """
 
     name: str
@@ -62,8 +62,6 @@ class Fault:
     code: int = FINISHED
     during: bool = True
     same: bool = True
-    environ: Mapping[str, str] = field(default_factory=dict)
-    mend: Callable[[Path], object] = lambda folder: None
 
 
 def suffered(fault: Fault, folder: Path, expected: dict[str, bytes] | None) -> tuple[Outcome, dict[str, bytes]]:
@@ -73,24 +71,23 @@ def suffered(fault: Fault, folder: Path, expected: dict[str, bytes] | None) -> t
     configured(folder / "config.toml", CHANGES)
     if not fault.during:
         fault.strike(folder, None)
-    job = started(folder, "first", fault.environ)
+    job = started(folder, "first")
     if fault.during and job.until(lambda: any((folder / "runs/a/checkpoints").glob("step-*/checkpoint.h5"))):
         fault.strike(folder, job)
     outcome = refused("around", fault.name, job.end(), fault.says, fault.code)
     final = {}
     if fault.same:
-        fault.mend(folder)
-        again = started(folder, "again", {}).end()
+        again = started(folder, "again").end()
         outcome.note("result", again.code == FINISHED, f"the restart ended with {again.code}: {again.output[-500:]}")
         final = last_bits(folder)
         outcome.note("result", expected is None or final == expected, "ends with other weights than undisturbed")
     return outcome, final
 
 
-def started(folder: Path, name: str, environ: Mapping[str, str]) -> Job:
+def started(folder: Path, name: str) -> Job:
     """Start a training in the working folder."""
     program = ["-m", "pmm3d", "train", "config.toml", "--resume", "auto"]
-    return Job(command(RANKS, program), folder / f"{name}.log", environ, folder=folder, ranks=RANKS)
+    return Job(command(RANKS, program), folder / f"{name}.log", folder=folder, ranks=RANKS)
 
 
 def last_bits(folder: Path) -> dict[str, bytes]:
@@ -103,51 +100,28 @@ def in_run(change: Callable[[Path], object]) -> Strike:
     return lambda folder, job: change(folder / "runs/a")
 
 
-def replaced_by_folder(name: str) -> Strike:
-    def change(run: Path) -> None:
-        (run / name).unlink(missing_ok=True)
-        (run / name).mkdir(parents=True)
-
-    return in_run(change)
-
-
-def not_utf8(run: Path) -> None:
-    with open(run / "metrics.jsonl", "ab") as file:
-        file.write(b'{"step": 1, "said": "\xff\xfe"}\n')
-
-
-def linked_lock(folder: Path, job: Job | None) -> None:
-    (folder / "runs/a").mkdir(parents=True)
-    (folder / "precious").write_text("precious")
-    (folder / "runs/a/lock").symlink_to(folder / "precious")
-
-
 def linked_checkpoint(run: Path) -> None:
     (run / "checkpoints/step-99999999").symlink_to("/tmp")
     (run / "checkpoints/writing-step-00000018").symlink_to("/tmp")
 
 
-def overwritten(folder: Path, job: Job | None) -> None:
-    """Overwrite the data in place without HDF5's locks. Restore them after the end of the job."""
-    shutil.copy(folder / "data.h5", folder / "good.h5")
-    samples(folder / "other.h5", seed=1)
-    with open(folder / "data.h5", "r+b") as file:
-        file.write((folder / "other.h5").read_bytes())
-    if job is not None:
-        job.process.wait(120)
-    os.replace(folder / "good.h5", folder / "data.h5")
+def spoiled(spoil: Callable[[Path], object]) -> Strike:
+    """Spoil the data in place, without HDF5's locks. Restore them after the end of the job."""
+
+    def strike(folder: Path, job: Job | None) -> None:
+        shutil.copy(folder / "data.h5", folder / "good.h5")
+        spoil(folder / "data.h5")
+        if job is not None:
+            job.process.wait(120)
+        os.replace(folder / "good.h5", folder / "data.h5")
+
+    return strike
 
 
-def cut_short(folder: Path, job: Job | None) -> None:
-    shutil.copy(folder / "data.h5", folder / "good.h5")
-    os.truncate(folder / "data.h5", 4000)
-    if job is not None:
-        job.process.wait(120)
-    os.replace(folder / "good.h5", folder / "data.h5")
-
-
-def signalled(number: signal.Signals) -> Strike:
-    return lambda folder, job: job is not None and job.strike(number, 1, 0.0)
+def overwrite(data: Path) -> None:
+    other = samples(data.with_name("other.h5"), seed=1)
+    with open(data, "r+b") as file:
+        file.write(other.read_bytes())
 
 
 def without_master(folder: Path, job: Job | None) -> None:
@@ -167,32 +141,14 @@ def spoiled_gradient(folder: Path, job: Job | None) -> None:
 
 FAULTS = [
     Fault("none: the others are compared with this run", lambda folder, job: None, "loss"),
-    Fault(
-        "metrics.jsonl becomes a folder",
-        replaced_by_folder("metrics.jsonl"),
-        "metrics.jsonl",
-        mend=lambda folder: (folder / "runs/a/metrics.jsonl").rmdir(),
-    ),
-    Fault("metrics.jsonl gets a line that is not UTF-8", in_run(not_utf8), "metrics.jsonl"),
-    Fault("run.json is a folder", replaced_by_folder("run.json"), "run.json"),
-    Fault(
-        "an ASCII terminal",
-        lambda folder, job: None,
-        "loss",
-        during=False,
-        environ={"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-    ),
     Fault("the folder of checkpoints is removed", in_run(lambda run: shutil.rmtree(run / "checkpoints", True)), "step"),
     Fault(
         "the folder of checkpoints is renamed", in_run(lambda run: (run / "checkpoints").rename(run / "moved")), "step"
     ),
     Fault("killed, and the newest checkpoint loses checkpoint.h5", without_master, "SIGKILL", 128 + signal.SIGKILL),
     Fault("links among the checkpoints", in_run(linked_checkpoint), "step"),
-    Fault("the lock is a link to a file", linked_lock, "does not say which", REFUSED, during=False, same=False),
-    Fault("the data are overwritten in place", overwritten, "data.h5", REFUSED, same=False),
-    Fault("the data are cut short", cut_short, "data.h5", REFUSED, same=False),
-    Fault("SIGINT to a rank", signalled(signal.SIGINT), "step", NOT_FINISHED),
-    Fault("SIGTERM to a rank", signalled(signal.SIGTERM), "step", NOT_FINISHED),
+    Fault("the data are overwritten in place", spoiled(overwrite), "data.h5", REFUSED, same=False),
+    Fault("the data are cut short", spoiled(lambda data: os.truncate(data, 4000)), "data.h5", REFUSED, same=False),
     Fault(
         "the gradient becomes NaN, the loss does not", spoiled_gradient, "gradient", REFUSED, during=False, same=False
     ),

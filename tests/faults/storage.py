@@ -85,18 +85,6 @@ def _filled(lab: Lab, disk: Path) -> Outcome:
         shutil.rmtree(run.folder)
 
 
-def named_pipe(lab: Lab) -> Outcome:
-    """The data file is a named pipe."""
-    run = lab.run()
-    run.file = lab.folder / f"{run.name}.h5"
-    os.mkfifo(run.file)
-    ending = run.start({"PMM3D_TIMEOUT": LONG}).end()
-    run.file.unlink()
-    shutil.copy(lab.file, run.file)
-    causes = (rf"DataError: [^\n]*{run.file.name}: it is a named pipe, not a regular file",)
-    return lab.judge("named pipe", "as the data", run, ending, Expected(causes, None, (2,), everyone=True))
-
-
 def corrupt_block(lab: Lab) -> Outcome:
     """A run is resumed after a byte of its data or of its newest checkpoint has changed."""
     what = lab.random.choice(("block of the data", "data cut short", "checkpoint"))
