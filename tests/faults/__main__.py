@@ -13,7 +13,6 @@ stopped and sigterm may be pipelines
     none     a rank skips a call, or leaves
     disk     a full disk under checkpoints: a small tmpfs (needs root), or ulimit -f
     corrupt  a changed byte in the data or a checkpoint, or a file cut short
-    asleep   user code that lasts longer than the timeout; the job must go on
     network  the link between two virtual nodes is cut (needs root)
 
 A job that still runs after 120 s is a silent hang. The job must name the rank and the cause, and end with the

@@ -205,15 +205,6 @@ def no_collective(lab: Lab) -> Outcome:
     return mistake(lab, "calling none", f"none: {what}", points, causes, (1, *HUNG), lab.short)
 
 
-def asleep(lab: Lab) -> Outcome:
-    """A rank is in the user's code for longer than the timeout. A note names it, and the job goes on."""
-    run, step, point = lab.run(own_loop=True), lab.random.randrange(1, 12), lab.random.choice(("batch", "forward"))
-    fault = {"name": "none: sleeps", "victim": 0, "step": step, "point": point}
-    ending = run.start({"PMM3D_TIMEOUT": lab.short}, fault=fault).end()
-    expected = Expected((r"The job goes on\..*?" + NEVER_CAME + ".*?in call_none",), 0, codes=(0,))
-    return lab.judge("asleep", f"in step {step} at {point}", run, ending, expected)
-
-
 @contextmanager
 def two_nodes(name: str) -> Iterator[cluster.Cluster]:
     subprocess.run([*CLUSTER, "up", "--name", name, "--nodes", str(NODES)], check=True, stdout=subprocess.DEVNULL)
@@ -255,7 +246,6 @@ KINDS = {
     "none": no_collective,
     "disk": storage.disk_full,
     "corrupt": storage.corrupt_block,
-    "asleep": asleep,
     "network": network,
 }
 """Name on the command line -> function that makes one case."""

@@ -128,12 +128,16 @@ def _damaged_data(lab: Lab, run: Run, what: str) -> Outcome:
 
 
 def damaged_checkpoint(lab: Lab) -> Outcome:
-    """A byte of the newest checkpoint has changed. The run must resume from the checkpoint before it."""
+    """A byte of the newest checkpoint has changed, or a file of it is missing. The run must resume from the checkpoint
+    before it."""
     run = _half_done(lab)
     newest = run.checkpoints()[-1]
     file = lab.random.choice(sorted(newest.iterdir()))
     at = lab.random.randrange(file.stat().st_size)
-    change_byte(file, at, lab)
+    if missing := lab.random.random() < 0.25:
+        file.unlink()
+    else:
+        change_byte(file, at, lab)
     ending = run.start({"PMM3D_TIMEOUT": LONG}).end()
     causes = (
         rf"{newest.name} is passed over: [^\n]*(?P<rank>rank \d+): [^\n]*{file.name}",
@@ -142,7 +146,7 @@ def damaged_checkpoint(lab: Lab) -> Outcome:
     shutil.rmtree(newest, ignore_errors=True)
     return lab.judge(
         "corrupt block",
-        f"{file.name} of a checkpoint at byte {at}",
+        f"{file.name} of a checkpoint {'is missing' if missing else f'at byte {at}'}",
         run,
         ending,
         Expected(causes, None, (0,), everyone=" ranks. " not in ending.output),
