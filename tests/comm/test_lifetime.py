@@ -256,7 +256,7 @@ def test_persistent_requests_keep_their_memory_while_they_are_active(comm):
 
 
 def test_what_failed_while_messages_were_under_way_keeps_its_memory(comm):
-    """A test of requests fails, a send after the receives were posted, or the work under the messages. (Open MPI reports
+    """A test of requests fails, a send after the receives were posted, or the work under them. (Open MPI reports
     the error of a message when all of a list have ended; MPI allows it earlier.)"""
 
     def refuses(*_):
