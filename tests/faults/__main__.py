@@ -2,7 +2,7 @@
 
     python tests/faults injected --times 20
     python tests/faults injected --times 3 --only killed,stopped --json outcomes.json
-    python tests/faults hostile --only report,around
+    python tests/faults hostile --only report,train
 
 injected: faults in jobs of 4 ranks, each several times, with a random victim, moment and place. Jobs of killed,
 stopped and sigterm may be pipelines
@@ -19,12 +19,10 @@ A job that still runs after 120 s is a silent hang. The job must name the rank a
 documented exit code. Its checkpoints must be complete. The job is then resumed without the fault: it must end with the
 weights of an undisturbed run, bit by bit.
 
-hostile: bad files, configurations and arguments for train, convert, export, predict and report; and faults around a
-training (around): of its checkpoints and its data
+hostile: bad files, configurations and arguments for train, convert, export, predict and report
 
 A command must refuse the input with exit code 2, or report it, in words that name it, once, without a traceback. No
-file may change, and no incomplete file may be left. A disturbed training must end with the weights of an undisturbed
-one, possibly after a restart.
+file may change, and no incomplete file may be left.
 
 The exit code is 1 if a check fails. "-" in the table: the check does not apply.
 """
@@ -41,7 +39,6 @@ from random import Random
 if not __package__:  # python tests/faults
     sys.path[0] = str(Path(__file__).parents[1])
 
-from faults.around import FAULTS, suffered
 from faults.files import forget_trained
 from faults.injected import KINDS
 from faults.inputs import CASES, tried
@@ -49,7 +46,7 @@ from faults.judgement import Outcome, table, to_json
 from faults.lab import Lab
 
 RANKS = 4
-HOSTILE = [*dict.fromkeys(case.command for case in CASES), "around"]
+HOSTILE = [*dict.fromkeys(case.command for case in CASES)]
 
 
 def injected(folder: Path, only: list[str], times: int = 1, seed: int = 0) -> Iterator[Outcome]:
@@ -62,16 +59,11 @@ def injected(folder: Path, only: list[str], times: int = 1, seed: int = 0) -> It
 
 
 def hostile(folder: Path, only: list[str]) -> Iterator[Outcome]:
-    """Each input to these commands; "around": each fault around a training."""
+    """Each input to these commands."""
     try:
         yield from (tried(case, folder / f"case-{index}") for index, case in enumerate(CASES) if case.command in only)
     finally:
         forget_trained()
-    expected = None
-    for index, fault in enumerate(FAULTS if "around" in only else ()):
-        outcome, bits = suffered(fault, folder / f"fault-{index}", expected if fault.same else None)
-        expected = expected or bits
-        yield outcome
 
 
 def main() -> None:

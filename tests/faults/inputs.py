@@ -108,30 +108,10 @@ def put(name: str, row: int, value: float) -> Callable[[h5py.File], None]:
     return change
 
 
-def external(file: h5py.File) -> None:
-    del file["x"]
-    file.create_dataset("x", (400, 1), "u1", external=[("/etc/other.raw", 0, 400)])
-
-
-def linked(file: h5py.File) -> None:
-    del file["x"]
-    file["x"] = h5py.ExternalLink("/etc/other.h5", "/x")
-
-
 def claimed(file: h5py.File) -> None:
     for name in "xy":
         del file[name]
         file.create_dataset(name, (2**50, 1), "i8", chunks=(1024, 1))
-
-
-def loop_of_links(folder: Path) -> None:
-    (folder / "data.h5").unlink()
-    (folder / "data.h5").symlink_to("data.h5")
-
-
-def a_pipe(folder: Path) -> None:
-    (folder / "data.h5").unlink()
-    os.mkfifo(folder / "data.h5")
 
 
 TRAIN = [
@@ -182,15 +162,11 @@ TRAIN = [
     data("only one class", "class", replaced("y", np.zeros(400, int))),
     data("targets of another length", "rows", replaced("y", np.zeros(300, int))),
     data("samples that are texts", "strings", replaced("x", ["a"] * 400)),
-    data("HDF5 external storage that is not there", "/etc/other.raw", external),
-    data("an HDF5 external link to a file that is not there", "/etc/other.h5", linked),
     data("2^50 rows that are not there", "rows|memory|storage", claimed),
     train("three rows", "2 rows to train on", first=lambda folder: samples(folder / "data.h5", rows=3), code=FINISHED),
     train("the data are missing", "data.h5", first=lambda folder: (folder / "data.h5").unlink()),
     train("the data are no HDF5", "data.h5", first=lambda folder: (folder / "data.h5").write_text("not HDF5")),
     train("the data are cut short", "data.h5", first=lambda folder: os.truncate(folder / "data.h5", 3000)),
-    train("the data are a named pipe", "named pipe", first=a_pipe),
-    train("the data are a loop of links", "data.h5", first=loop_of_links),
     resumed(
         "resumed with another activation",
         r"network\.activation.*--accept network",

@@ -128,8 +128,8 @@ def _damaged_data(lab: Lab, run: Run, what: str) -> Outcome:
 
 
 def damaged_checkpoint(lab: Lab) -> Outcome:
-    """A byte of the newest checkpoint has changed, or a file of it is missing. The run must resume from the checkpoint
-    before it."""
+    """A byte of the newest checkpoint has changed, or a file of it is missing; besides, there is a link to a folder of
+    others. The run must resume from the checkpoint before it."""
     run = _half_done(lab)
     newest = run.checkpoints()[-1]
     file = lab.random.choice(sorted(newest.iterdir()))
@@ -138,7 +138,9 @@ def damaged_checkpoint(lab: Lab) -> Outcome:
         file.unlink()
     else:
         change_byte(file, at, lab)
+    (link := newest.with_name("step-99999999")).symlink_to("/tmp")
     ending = run.start({"PMM3D_TIMEOUT": LONG}).end()
+    link.unlink()
     causes = (
         rf"{newest.name} is passed over: [^\n]*(?P<rank>rank \d+): [^\n]*{file.name}",
         rf"{newest.name} is passed over: [^\n]*{newest.name}",
