@@ -149,7 +149,7 @@ def gather(size, elements):
 
 def scatter(size, elements):
     counts = [elements // size] * size
-    return lambda link: reduce_scatter_into(link, LIBRARY, np.zeros((elements, 1)), np.zeros((counts[0], 1)), counts)
+    return lambda link: reduce_scatter_into(link, LIBRARY, np.zeros(elements), np.zeros(counts[0]), counts)
 
 
 def add(size, elements):

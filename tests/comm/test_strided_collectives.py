@@ -85,36 +85,6 @@ def test_forms_of_tensors(some_grid):
         check_forms(some_grid, "torch", dtype)
 
 
-@pytest.mark.parallel([4], thorough=[1, 2, 6, 8])
-def test_forms_move_and_say_what_the_checked_collectives_do(some_grid):
-    """They give the same bits, bytes and names in the ledger. The arrays have one dim."""
-    axis, rows = some_grid.everyone, 20_001
-    counts = part_sizes(rows, axis.size)
-    whole = np.random.default_rng(axis.index).standard_normal(rows)
-    part = part_of(whole, counts, axis.index, 0)
-    out, one, sums = np.empty_like(whole), np.empty_like(part), np.empty_like(whole)
-    checked = lambda: [
-        axis.all_gather(part, counts=counts),
-        axis.reduce_scatter(whole, counts=counts),
-        axis.all_reduce(whole),
-    ]
-    cheap = lambda: [
-        axis.all_gather_into(part, out, counts),
-        axis.reduce_scatter_into(whole, one, counts),
-        axis.all_reduce_into(whole, sums),
-    ]
-    moved, results = [], []
-    for begin in (checked, cheap):
-        some_grid.ledger.reset()
-        results.append([pending.wait().tobytes() for pending in begin()])
-        totals = [
-            some_grid.ledger.total(axis="all", operation=name)
-            for name in ("all_gather", "reduce_scatter", "all_reduce")
-        ]
-        moved.append([(total.calls, total.sent, total.received) for total in totals])
-    assert results[0] == results[1] and moved[0] == moved[1]
-
-
 @pytest.mark.parallel([2, 4], thorough=[1])
 def test_a_form_waits_for_what_comes_before_it(comm):
     """A sum, a gather of its result, and a sum of that are begun together. Rank 0 begins after the others have begun
