@@ -8,7 +8,6 @@ from samples import integers
 
 from pmm3d import Grid, GridError, LayoutError, Pmm3dError
 from pmm3d.arrays import NumpyLibrary
-from pmm3d.comm.strided_collectives import all_reduce_into
 from pmm3d.layout import part_sizes
 
 AXES = ("x", "y", "z", "data", "everyone")
@@ -98,20 +97,19 @@ def test_a_collective_is_done_when_it_is_waited_for():
         assert "begin #1 all_reduce on axis x: sends 6,000,000" in str(actions[0]) and str(actions[2]) == "wait for #2"
 
 
-def test_what_is_waited_for_ends_what_it_waits_for():
+def test_what_is_waited_for_and_the_end_of_the_grid_end_what_is_under_way():
     with Grid.dry((4, 2, 1), rank=1) as grid:
         array = grid.library("numpy").empty((10, 10), "float64")
         first = grid.x.all_reduce(array)
-
-        def after(link):
-            yield [first]
-            return (yield from all_reduce_into(link, array.library, array, array))
-
-        second = grid.y.begin("all_reduce", after)
+        second = grid.y.all_reduce_into(array, array, after=[first])
         assert not first.done
         assert second.wait() is array and first.done
         assert [action.what for action in grid.dry_run.actions] == ["begin", "begin", "wait"]
         assert all(action.sent for action in grid.dry_run.actions[:2])
+        last = grid.x.all_reduce(array)
+    assert last.done and grid.ledger.total(axis="x").calls == 2
+    with pytest.raises(GridError, match="closed"):
+        grid.x.all_reduce(array)
 
 
 def test_wrong_calls_fail_when_they_are_waited_for():
@@ -124,14 +122,6 @@ def test_wrong_calls_fail_when_they_are_waited_for():
         ):
             with pytest.raises(LayoutError, match=words):
                 begin().wait()
-
-
-def test_what_is_under_way_ends_with_the_grid():
-    with Grid.dry((2, 1, 1)) as grid:
-        pending = grid.x.all_reduce(grid.library("numpy").empty((10,), "float64"))
-    assert pending.done and grid.ledger.total(axis="x").calls == 1
-    with pytest.raises(GridError, match="closed"):
-        grid.x.all_reduce(pending.wait())
 
 
 def test_numbers_are_those_of_ranks_that_all_pass_the_same():
