@@ -1,75 +1,39 @@
 """Errors of ranks that do not agree: which texts they contain, and that there are few at any number of ranks."""
 
-from types import SimpleNamespace
-
-import numpy as np
 import pytest
+from fake_link import run
 
 from pmm3d import DisagreementError, Grid, GridError, OutOfMemoryError, Pmm3dError
 from pmm3d.comm import agreement
 from pmm3d.comm.agreement import MOST_CHARACTERS, MOST_TEXTS, Terms, agree
-from pmm3d.layout import offsets
 
 
-class ManyRanks:
-    """One rank of many, in one process. The data of the other ranks is given; messages are counted."""
-
-    def __init__(self, texts, monkeypatch):
-        self.size, self.rank = len(texts), 0
-        self.record = SimpleNamespace(members=tuple(range(self.size)))
-        self.packed = [agreement._packed(text, Pmm3dError) if text else b"" for text in texts]
-        self.rows = np.array([(agreement.digest(text), len(packed)) for text, packed in zip(texts, self.packed)])
-        self.received, self.mine = 0, texts[0]
-        monkeypatch.setattr(agreement, "gather_small", self.gather_small)
-        monkeypatch.setattr(agreement, "all_gather_into", self.all_gather_into)
-
-    def gather_small(self, link, mine):
-        assert np.array_equal(mine, self.rows[0])
-        return self.rows
-        yield
-
-    def all_gather_into(self, link, library, mine, texts, counts):
-        assert len(mine) == counts[0]
-        starts = offsets(counts)
-        for rank in np.flatnonzero(counts):
-            texts[starts[rank] : starts[rank + 1]] = np.frombuffer(self.packed[rank], np.uint8)
-        self.received += sum(counts)
-        return
-        yield
-
-    def uncounted(self, collective):
-        return collective
-
-    def reports(self):
-        generator = agreement._exchanged(self, self.mine)
-        try:
-            while True:
-                next(generator)
-        except StopIteration as end:
-            return end.value
+def reports_of(texts):
+    """(the texts as every rank learns them, the bytes of texts that each rank receives)."""
+    reports, links = run(len(texts), lambda link: agreement._exchanged(link, texts[link.rank]))
+    assert len(set(map(str, reports))) == 1
+    return reports[0], {link.record.received - 16 * (link.size - 1) for link in links}
 
 
-def test_ten_thousand_ranks_that_all_differ_make_a_short_error(monkeypatch):
-    ranks = ManyRanks([f"call({rank})" for rank in range(10_000)], monkeypatch)
-    reports = ranks.reports()
+def test_many_ranks_that_all_differ_make_a_short_error():
+    reports, received = reports_of([f"call({rank})" for rank in range(300)])
     assert str(reports) == "; ".join(f"rank {rank}: call({rank})" for rank in range(MOST_TEXTS)) + (
-        f"; other texts of {10_000 - MOST_TEXTS:,} more ranks"
+        f"; other texts of {300 - MOST_TEXTS:,} more ranks"
     )
-    assert ranks.received < 1000 and reports.ranks == 10_000
+    assert max(received) < 1000 and reports.ranks == 300
 
 
-def test_a_text_crosses_once_however_many_ranks_say_it(monkeypatch):
-    ranks = ManyRanks(["one" if rank % 2 else "other" for rank in range(10_000)], monkeypatch)
-    reports = ranks.reports()
+def test_a_text_crosses_once_however_many_ranks_say_it():
+    reports, received = reports_of(["one" if rank % 2 else "other" for rank in range(300)])
     assert [one.text for one in reports.first] == ["other", "one"] and reports.others == []
-    assert reports.first[1].ranks == list(range(1, 10_000, 2))
-    assert ranks.received == len(ranks.packed[0]) + len(ranks.packed[1]) and len(str(reports)) < 300
+    assert reports.first[1].ranks == list(range(1, 300, 2))
+    assert max(received) < 100 and len(str(reports)) < 300
 
 
-def test_ranks_without_a_text_send_nothing_and_long_texts_are_cut(monkeypatch):
-    reports = ManyRanks(["", "bad", "", "bad"], monkeypatch).reports()
+def test_ranks_without_a_text_send_nothing_and_long_texts_are_cut():
+    reports, _ = reports_of(["", "bad", "", "bad"])
     assert str(reports) == "ranks 1, 3: bad" and reports.ranks == 2
-    reports = ManyRanks(["x" * 10**6, "y"], monkeypatch).reports()
+    reports, _ = reports_of(["x" * 10**6, "y"])
     assert reports.first[0].text == "x" * MOST_CHARACTERS + "..."
 
 

@@ -135,10 +135,10 @@ def test_a_sum_does_not_depend_on_its_size_or_its_cuts():
     """Bits are equal for small and large messages, for whole arrays and pieces, and for the parts of all ranks."""
     for (size, each), dtype in product(GROUPS, ["float16", "float64"]):
         with given(size=size, each=each, dtype=dtype):
-            large = 40_000 // max(1, size // 8)
+            large = 10_000 // max(1, size // 8)
             arrays = floats(size, large, dtype)
             added = [array.astype("float32") for array in arrays] if dtype == "float16" else arrays
-            for cuts, in_place in (([0, large], False), ([0, 7, 20, 3001, large], True)):
+            for cuts, in_place in (([0, large], False), ([0, 7, 20, 301, large], True)):
                 assert np.array_equal(sum_in_cuts(arrays, cuts, each, in_place), summed(added, each).astype(dtype))
 
 
