@@ -19,7 +19,7 @@ A job that still runs after 120 s is a silent hang. The job must name the rank a
 documented exit code. Its checkpoints must be complete. The job is then resumed without the fault: it must end with the
 weights of an undisturbed run, bit by bit.
 
-hostile: bad files, configurations and arguments for train, convert, export, predict and report
+hostile: bad files, configurations and arguments for train, export, predict and report
 
 A command must refuse the input with exit code 2, or report it, in words that name it, once, without a traceback. No
 file may change, and no incomplete file may be left.

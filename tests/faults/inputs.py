@@ -1,4 +1,5 @@
-"""Hostile inputs to train, convert, export, predict and report. Each must be refused or reported, and harm no file."""
+"""Hostile inputs to train, export, predict and report. Each must be refused or reported, and harm no file.
+tests/io/test_convert.py has those to convert."""
 
 from __future__ import annotations
 
@@ -13,8 +14,6 @@ import numpy as np
 from .files import Arguments, Sections, configured, samples, trained, training
 from .jobs import Job, command
 from .judgement import FINISHED, REFUSED, Outcome, check_files, fingerprints, refused
-
-TABLE = "a,b,kind\n1,2,cat\n3,4,dog\n5,6,cat\n"
 
 
 @dataclass(frozen=True)
@@ -183,53 +182,6 @@ TRAIN = [
 ]
 
 
-def convert(
-    name: str,
-    says: str,
-    content: str | bytes | None,
-    *arguments: str,
-    first: Callable[[Path], object] = lambda folder: None,
-    source: str = "x.csv",
-) -> Case:
-    """Convert x.csv with this content (None: no file) to x.h5."""
-
-    def prepare(folder: Path) -> Arguments:
-        if content is not None:
-            (folder / source).write_bytes(content if isinstance(content, bytes) else content.encode())
-        first(folder)
-        return "convert", source, *(arguments or ("x.h5",))
-
-    return Case("convert", name, prepare, says)
-
-
-NUMBERS = "a,b\n1,2\n3,4\n"
-CONVERT = [
-    convert("the table is missing", r"x\.csv", None),
-    convert("the table is its own target", "same file|itself", NUMBERS, "x.csv", "--overwrite"),
-    convert(
-        "the target is a link to the table",
-        "same file|itself",
-        NUMBERS,
-        "x.h5",
-        "--overwrite",
-        first=lambda folder: (folder / "x.h5").symlink_to("x.csv"),
-    ),
-    convert("columns with the same name", "same name|twice|columns", "a,a,b\n1,2,3\n", "x.h5", "--target-columns", "a"),
-    convert("Latin-1", "UTF-8|Latin-1|encod", "größe,b,kind\n1,2,ä\n".encode("latin-1"), "x.h5", "--classes"),
-    convert("UTF-16", "UTF-8|UTF-16|encod", NUMBERS.encode("utf-16")),
-    convert("text targets without --classes", "--classes", TABLE),
-    convert("a folder that is not there", "folder|directory", NUMBERS, "there/x.h5"),
-    convert("an empty table", "empty", ""),
-    convert("a header and no more", "no line of data|no rows", "a,b\n"),
-    convert("lines of different lengths", "line 3", "a,b\n1,2\n3\n"),
-    convert("a cell that is no number", "line 3.*column b", "a,b\n1,2\n3,nan\n"),
-    convert("a target that exists", "--overwrite", NUMBERS, first=lambda folder: samples(folder / "x.h5")),
-    convert("a column that is not there", "no column 'c'", NUMBERS, "x.h5", "--target-columns", "c"),
-    convert("bytes that are no text", r"x\.csv", bytes(range(256)) * 4),
-    convert("arrays of objects", "x.npz|object|array", b"PK\x03\x04 not an archive", "x.h5", source="x.npz"),
-]
-
-
 def of_a_run(
     command: str,
     name: str,
@@ -305,4 +257,4 @@ REPORT = [
     ),
 ]
 """tests/tools/test_damaged_report.py has more."""
-CASES = TRAIN + CONVERT + EXPORT + REPORT
+CASES = TRAIN + EXPORT + REPORT
