@@ -145,6 +145,7 @@ def damaged_checkpoint(lab: Lab) -> Outcome:
     causes = (
         rf"{newest.name} is passed over: [^\n]*(?P<rank>rank \d+): [^\n]*{file.name}",
         rf"{newest.name} is passed over: [^\n]*{newest.name}",
+        *([r"\A"] if missing and file.name == "checkpoint.h5" else []),  # without it, a checkpoint is not complete
     )
     shutil.rmtree(newest, ignore_errors=True)
     return lab.judge(
