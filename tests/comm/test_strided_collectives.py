@@ -7,8 +7,7 @@ import pytest
 from each_grid import each_grid
 from fake_link import LIBRARY, run
 from loops import given
-from samples import TESTED, integers, to_library
-from test_collectives import assert_equal, axes, rows_of
+from samples import TESTED, integers, to_library, to_numpy
 
 from pmm3d import DisagreementError, Grid
 from pmm3d.comm import strided_collectives
@@ -18,71 +17,136 @@ SIZES = (1, 2, 3, 7, 8, 16, 17, 18, 24, 36)
 """Sizes of groups of one stage and of several."""
 
 
+def rows_of(size):
+    """Numbers of rows of the ranks: different, some 0."""
+    return [(3, 0, 1, 4, 2, 0, 5, 1)[rank % 8] for rank in range(size)]
+
+
+def wholes(axis, rows, cols, dtype):
+    return [integers((rows, cols), dtype, seed=rank) for rank in axis.ranks]
+
+
+def own(array, counts, rank, dim):
+    start, stop = offsets(counts)[rank : rank + 2]
+    return array[start:stop] if dim == 0 else array[:, start:stop]
+
+
+def axes(grid):
+    return [grid.axis(name) for name in ("x", "y", "z", "data", "everyone")]
+
+
 def gapped(array, library, dtype):
     """A copy in a library, with other elements between the rows."""
-    wide = np.full((array.shape[0], array.shape[1] + 2), 77, array.dtype)
-    wide[:, 1:-1] = array
-    return to_library(wide, library, dtype)[:, 1:-1]
+    rows, cols = array.shape
+    wide = np.full((rows, cols + 2), 77, array.dtype)
+    wide[:, 1 : cols + 1] = array
+    return to_library(wide, library, dtype)[:, 1 : cols + 1]
 
 
-def part_of(array, counts, rank, dim):
-    return array.take(range(*offsets(counts)[rank : rank + 2]), axis=dim)
+def empty(shape, library, dtype):
+    return to_library(np.zeros(shape, "float32" if dtype == "bfloat16" else dtype), library, dtype)
 
 
-def forms(axis, library, dtype):
-    """(name, function that begins the collective into an array of ones, expected values of that array). Parts are
-    along both dims, and ranks have arrays with and without gaps."""
-    counts, index = [rows_of(rank) for rank in range(axis.size)], axis.index
-    laid = gapped if index % 2 else to_library
-    for dim in (0, 1):
-        shape = (sum(counts), 3) if dim == 0 else (3, sum(counts))
-        wholes = [integers(shape, dtype, seed=rank) for rank in axis.ranks]
-        part, total = gapped(part_of(wholes[0], counts, index, dim), library, dtype), sum(wholes)
-        mine = laid(wholes[index], library, dtype)
-        yield "gather", lambda out: axis.all_gather_into(part, out, counts, dim=dim), wholes[0]
-        scattered = part_of(total, counts, index, dim)
-        yield "scatter", lambda out: axis.reduce_scatter_into(mine, out, counts, 2, dim=dim), scattered + 2
-        yield "sum", lambda out: axis.all_reduce_into(mine, out), total
-        yield "sum with beta", lambda out: axis.all_reduce_into(mine, out, 3), total + 3
-        assert_equal(mine, wholes[index], library)
-        yield "sum of itself", lambda out: axis.all_reduce_into(out, out), np.full_like(total, axis.size)
-    for dims in ((0, 0), (1, 1), (1, 0), (0, 1)):
-        # Rank s sends rank r an array of s % 3 rows and r % 4 + 1 columns, or of (s + r) % 3 rows and 2 columns.
-        across, ranks = dims[0] != dims[1], range(axis.size)
-        sent = [peer % 4 + 1 if across else (index + peer) % 3 for peer in ranks]
-        received = [peer % 3 if across else (index + peer) % 3 for peer in ranks]
-
-        def values(source, target, dims=dims, across=across):
-            shape = (source % 3, target % 4 + 1) if across else ((source + target) % 3, 2)
-            drawn = integers(shape, dtype, seed=10 * source + target)
-            return drawn if dims[1] == 0 else drawn.T
-
-        array = laid(np.concatenate([values(index, target) for target in ranks], axis=dims[0]), library, dtype)
-        expected = np.concatenate([values(source, index) for source in ranks], axis=dims[1])
-        yield "exchange", lambda out: axis.all_to_all_into(array, out, sent, received, dims=dims), expected
+def same(found, expected, library):
+    found = np.asarray(to_numpy(found.float() if library == "torch" else found, library))
+    assert found.shape == expected.shape and np.array_equal(found, expected)
 
 
 def check_forms(grid, library, dtype):
     for axis in axes(grid):
-        for name, begin, expected in forms(axis, library, dtype):
-            laid = gapped if name in ("sum with beta", "exchange") else to_library
-            with given(axis=axis.name, library=library, dtype=dtype, name=name):
-                out = laid(np.ones_like(expected), library, dtype)
-                assert begin(out).wait() is out
-                assert_equal(out, expected, library)
+        counts = rows_of(axis.size)
+        size, rank = sum(counts), axis.index
+        for dim in (0, 1):
+            shape = (size, 3) if dim == 0 else (3, size)
+            arrays = wholes(axis, *shape, dtype)
+            whole, total = arrays[0], sum(arrays)
+            part = gapped(own(whole, counts, rank, dim), library, dtype)
+            out = empty(shape, library, dtype)
+            assert axis.all_gather_into(part, out, counts, dim=dim).wait() is out
+            same(out, whole, library)
+            mine = (gapped if rank % 2 else to_library)(arrays[rank], library, dtype)
+            landing = to_library(np.ones_like(own(total, counts, rank, dim)), library, dtype)
+            assert axis.reduce_scatter_into(mine, landing, counts, 2, dim=dim).wait() is landing
+            same(landing, own(total, counts, rank, dim) + 2, library)
+            out = empty(shape, library, dtype)
+            assert axis.all_reduce_into(mine, out).wait() is out
+            same(out, total, library)
+            same(mine, arrays[rank], library)
+            mine = to_library(arrays[rank], library, dtype)
+            strided = gapped(np.ones(shape, arrays[0].dtype), library, dtype)
+            axis.all_reduce_into(mine, strided, 3).wait()
+            same(strided, total + 3, library)
+            assert axis.all_reduce_into(out, out).wait() is out
+            same(out, axis.size * total, library)
+
+
+def check_exchange(grid, library, dtype):
+    """Rank s sends rank r an array of s % 3 rows and r % 4 + 1 columns: parts along both dims, with and without
+    gaps."""
+    for axis in axes(grid):
+        for dims in ((0, 0), (1, 1), (1, 0), (0, 1)):
+            rank, ranks = axis.index, range(axis.size)
+            sent = [target % 4 + 1 for target in ranks] if dims[0] != dims[1] else [(rank + peer) % 3 for peer in ranks]
+            received = [source % 3 for source in ranks] if dims[0] != dims[1] else [(rank + peer) % 3 for peer in ranks]
+
+            def values(source, target, dims=dims):
+                rows, cols = (source % 3, target % 4 + 1) if dims[0] != dims[1] else ((source + target) % 3, 2)
+                drawn = integers((rows, cols), dtype, seed=10 * source + target)
+                return drawn if dims in ((1, 0), (0, 0)) else drawn.T
+
+            array = np.concatenate([values(rank, target) for target in ranks], axis=dims[0])
+            expected = np.concatenate([values(source, rank) for source in ranks], axis=dims[1])
+            laid = gapped if rank % 2 else to_library
+            out = laid(0 * expected, library, dtype)
+            assert axis.all_to_all_into(laid(array, library, dtype), out, sent, received, dims=dims).wait() is out
+            same(out, expected, library)
 
 
 @pytest.mark.parallel([4, 6], thorough=[1, 2, 8])
 @each_grid
 def test_forms_are_what_numpy_says(grid):
     for library, dtype in [(TESTED, "float64"), (TESTED, "float16"), ("standin", "complex64")]:
-        check_forms(grid, library, dtype)
+        with given(library=library, dtype=dtype):
+            check_forms(grid, library, dtype)
+            check_exchange(grid, library, dtype)
 
 
 @pytest.mark.parallel([2, 3], thorough=[1, 4])
 def test_forms_of_tensors(some_grid):
     for dtype in ["float32", "bfloat16"]:
-        check_forms(some_grid, "torch", dtype)
+        with given(dtype=dtype):
+            check_forms(some_grid, "torch", dtype)
+            check_exchange(some_grid, "torch", dtype)
+
+
+@pytest.mark.parallel([4], thorough=[1, 2, 6, 8])
+def test_forms_move_and_say_what_the_checked_collectives_do(some_grid):
+    """They give the same bits, bytes and names in the ledger. The arrays have one dim."""
+    axis, rows = some_grid.everyone, 20_001
+    counts = part_sizes(rows, axis.size)
+    whole = np.random.default_rng(axis.index).standard_normal(rows)
+    part = own(whole, counts, axis.index, 0)
+    out, one, sums = np.empty_like(whole), np.empty_like(part), np.empty_like(whole)
+    checked = lambda: [
+        axis.all_gather(part, counts=counts),
+        axis.reduce_scatter(whole, counts=counts),
+        axis.all_reduce(whole),
+    ]
+    cheap = lambda: [
+        axis.all_gather_into(part, out, counts),
+        axis.reduce_scatter_into(whole, one, counts),
+        axis.all_reduce_into(whole, sums),
+    ]
+    moved, results = [], []
+    for begin in (checked, cheap):
+        some_grid.ledger.reset()
+        results.append([pending.wait().tobytes() for pending in begin()])
+        totals = [
+            some_grid.ledger.total(axis="all", operation=name)
+            for name in ("all_gather", "reduce_scatter", "all_reduce")
+        ]
+        moved.append([(total.calls, total.sent, total.received) for total in totals])
+    assert results[0] == results[1] and moved[0] == moved[1]
 
 
 @pytest.mark.parallel([2, 4], thorough=[1])
@@ -140,14 +204,14 @@ def test_columns_in_groups_of_any_size_and_in_the_work_memory_that_was_planned(m
     for size, dtype, round_bytes in product(SIZES, ["float64", "float16"], [2**24, 100]):
         with given(size=size, dtype=dtype, round_bytes=round_bytes):
             monkeypatch.setattr(strided_collectives, "ROUND_BYTES", round_bytes)
-            counts = [rows_of(rank % 8) for rank in range(size)]
+            counts = rows_of(size)
             shape = 3, sum(counts)
             arrays = [integers(shape, dtype, seed=rank) for rank in range(size)]
 
             def gather(link):
                 nbytes = strided_collectives.all_gather_work(shape, dtype, counts, link.rank, 1)
                 with link.workspace.slab(nbytes, LIBRARY) as work:
-                    part, out = part_of(arrays[0], counts, link.rank, 1), np.empty(shape, dtype)
+                    part, out = own(arrays[0], counts, link.rank, 1), np.empty(shape, dtype)
                     return (yield from strided_collectives.all_gather_into(link, LIBRARY, part, out, counts, 1, work))
 
             def reduce(link):
@@ -166,7 +230,7 @@ def test_columns_in_groups_of_any_size_and_in_the_work_memory_that_was_planned(m
             assert work <= aligned(min(most, arrays[0].nbytes)) + 64 * size
             total = sum(array.astype("float64") for array in arrays)
             for rank, found in enumerate(run(size, reduce)[0]):
-                assert np.array_equal(found, part_of(total, counts, rank, 1))
+                assert np.array_equal(found, own(total, counts, rank, 1))
 
 
 def test_a_sum_in_place_of_an_array_with_gaps_is_no_sum_of_a_copy():
@@ -196,6 +260,6 @@ def test_several_arrays_are_summed_in_one_message(comm):
                         expected = wholes_of(axis.index)[index].reshape(-1)
                         start, stop = (0, None) if parts is None else offsets(counts[index])[axis.index :][:2]
                         expected[start:stop] = total[index].reshape(-1)[start:stop]
-                        assert_equal(array.reshape(-1), expected, library)
+                        same(array.reshape(-1), expected, library)
                     name = "all_reduce" if parts is None else "reduce_scatter"
                     assert grid.ledger.total(operation=name).calls == (2 if parts is None else 1)
