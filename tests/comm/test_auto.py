@@ -57,27 +57,27 @@ PRODUCTS = [
 ]
 
 
+def assert_price_is_replayed(costs, size, shape, dtype, overlap):
+    """Return the bytes of the price and of the replayed dry run."""
+    candidate = costs.priced(shape)
+    seconds, received = replayed(shape, size, dtype, costs.machine, overlap=overlap)
+    assert candidate.seconds - candidate.terms.get("all", 0) == pytest.approx(seconds)
+    return candidate.bytes, received
+
+
 def test_a_price_is_that_of_the_replayed_dry_run():
-    for hidden, (size, shape, dtype), name in product([0.0, 0.7, 1.0], PRODUCTS, ["nominal", "perlmutter"]):
-        with given(hidden=hidden, size=size, shape=shape, dtype=dtype, name=name):
-            machine = replace(load(name), hidden={"inside": hidden, "across": hidden})
-            candidate = ProductCosts(size, GridShape(*shape).size, dtype, machine, "none").priced(shape)
-            seconds, received = replayed(shape, size, dtype, machine)
-            assert candidate.seconds - candidate.terms.get("all", 0) == pytest.approx(seconds)
-            assert candidate.bytes >= received
-            if all(extent % GridShape(*shape).size == 0 for extent in size):
-                assert candidate.bytes == received
-
-
-def test_a_price_of_a_decomposed_product_is_that_of_the_replayed_dry_run():
-    machine = load("nominal")
     for hidden, (size, shape, dtype) in product([0.0, 0.7, 1.0], PRODUCTS):
-        costs = ProductCosts(size, GridShape(*shape).size, dtype, replace(machine, hidden={"across": hidden}))
-        if costs.plan(shape).decomposed:
-            with given(hidden=hidden, size=size, shape=shape):
-                candidate = costs.priced(shape)
-                seconds, _ = replayed(shape, size, dtype, costs.machine, overlap="decomposed")
-                assert candidate.seconds - candidate.terms.get("all", 0) == pytest.approx(seconds)
+        ranks = GridShape(*shape).size
+        with given(hidden=hidden, size=size, shape=shape, dtype=dtype):
+            for name in ("nominal", "perlmutter"):
+                machine = replace(load(name), hidden={"inside": hidden, "across": hidden})
+                costs = ProductCosts(size, ranks, dtype, machine, "none")
+                nbytes, received = assert_price_is_replayed(costs, size, shape, dtype, "none")
+                assert nbytes >= received
+                assert nbytes == received or any(extent % ranks for extent in size)
+            costs = ProductCosts(size, ranks, dtype, replace(NOMINAL, hidden={"across": hidden}))
+            if costs.plan(shape).decomposed:
+                assert_price_is_replayed(costs, size, shape, dtype, "decomposed")
 
 
 BESIDE = [
@@ -145,11 +145,6 @@ def test_a_measured_machine_decides():
     assert asked.chosen(slow, 16, *hosts, False) != asked.chosen(fast, 16, *hosts, False)
 
 
-def test_axes_and_data_take_their_ranks_first():
-    chosen = auto(16, data=2, seq=2).chosen(None, 16, *on_hosts("a" * 16), False)
-    assert (chosen.data, chosen.seq) == (2, 2) and chosen.size <= 16 and chosen[0] * chosen[1] * chosen[2] > 2
-
-
 def test_the_ranks_beside_a_grid_are_on_the_machine_too():
     """With 12 ranks on nodes of 4 and data=4, a product has 3 consecutive ranks; the second three are on two nodes."""
     slow = replace(NOMINAL, laws={"default": NOMINAL.laws["default"]._replace(byte_across=1e-7)})
@@ -215,27 +210,8 @@ def test_idle_ranks_are_told_of_once(comm, caplog):
         with asked() as made:
             if isinstance(made, BlacsContext):
                 desc = made.descriptor(8, 8, 8, 8)
-                pgemm(
-                    "N",
-                    "N",
-                    8,
-                    8,
-                    8,
-                    1.0,
-                    desc.empty(),
-                    1,
-                    1,
-                    desc,
-                    desc.empty(),
-                    1,
-                    1,
-                    desc,
-                    0.0,
-                    desc.empty(),
-                    1,
-                    1,
-                    desc,
-                )
+                part = desc.empty(), 1, 1, desc
+                pgemm("N", "N", 8, 8, 8, 1.0, *part, *part, 0.0, desc.empty(), 1, 1, desc)
         told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
         assert len(told) == (warned and comm.rank == 0)
         assert all("auto chose 1x1x1, which has 1 of the 4 ranks. The other 3" in line for line in told)
@@ -267,18 +243,16 @@ def test_auto_goes_by_what_rank_0_knows_of_this_machine(comm, monkeypatch, tmp_p
         assert grid.shape == wanted
 
 
-def test_a_small_product_has_few_ranks():
-    """A product of 64 x 64 x 64 takes microseconds, less than a message; 2048 x 2048 x 2048 uses all ranks."""
+def test_how_many_ranks_a_product_is_given():
+    """A product of 64 x 64 x 64 takes microseconds, less than a message. Ranks that take turns on a core are left idle
+    by a product of milliseconds. With a data axis, all ranks are used, because there are several products."""
     hosts = on_hosts("a" * 8)
-    assert auto(8, (64, 64, 64)).chosen(None, 8, *hosts, False) == GridShape(1, 1, 1)
-    assert auto(8, (2048, 2048, 2048)).chosen(None, 8, *hosts, False).size == 8
-
-
-def test_ranks_that_take_turns_on_a_core_are_left_idle_by_a_product_of_milliseconds():
-    hosts = on_hosts("a" * 8)
-    assert auto(8, (512, 512, 512)).chosen(None, 8, *hosts, False).size == 8
-    assert auto(8, (512, 512, 512)).chosen(None, 2, *hosts, False).size == 2
-    assert auto(8, (4096, 4096, 4096)).chosen(None, 2, *hosts, False).size == 8
+    for extent, cores, ranks in ((64, 8, 1), (512, 8, 8), (2048, 8, 8), (512, 2, 2), (4096, 2, 8)):
+        with given(extent=extent, cores=cores):
+            assert auto(8, (extent,) * 3).chosen(None, cores, *hosts, False).size == ranks
+    assert auto(8, (64, 64, 64), data=2).chosen(None, 8, *hosts, False).size > 4
+    chosen = auto(16, data=2, seq=2).chosen(None, 16, *on_hosts("a" * 16), False)
+    assert (chosen.data, chosen.seq) == (2, 2) and chosen.size <= 16 and chosen[0] * chosen[1] * chosen[2] > 2
 
 
 def test_few_ranks_keep_the_memory():
@@ -286,8 +260,3 @@ def test_few_ranks_keep_the_memory():
     hosts, limit = on_hosts("a" * 8), 64 * 64 * 8 * 2
     chosen = auto(8, (64, 64, 64), memory=limit).chosen(None, 8, *hosts, False)
     assert chosen.size > 1 and memory((64, 64, 64), chosen, "float64") <= limit
-
-
-def test_copies_of_a_grid_leave_no_rank_idle():
-    """With a data axis, all ranks are used, because there are several products."""
-    assert auto(8, (64, 64, 64), data=2).chosen(None, 8, *on_hosts("a" * 8), False).size > 4

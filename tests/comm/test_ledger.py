@@ -6,7 +6,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from loops import given
 
 from pmm3d import Grid, Pmm3dError
 from pmm3d.arrays import Workspace
@@ -47,21 +46,15 @@ def test_totals_by_axis_phase_and_operation():
 def test_a_collective_belongs_to_the_phase_in_which_it_began():
     ledger = Ledger()
     with ledger.phase("outer"):
-        with ledger.phase("inner"):
+        with pytest.raises(ValueError), ledger.phase("inner"):
             inner = ledger.begin("x", "shift", 1, (0,))
+            raise ValueError
         outer = ledger.begin("x", "shift", 2, (0,))
     with ledger.phase("later"):
         ledger.end(inner)
         ledger.end(outer)
     assert ledger.total(phase="inner").calls == ledger.total(phase="outer").calls == 1
     assert str(inner) == "shift #1 on axis x (inner)"
-
-
-def test_a_phase_ends_with_an_exception():
-    ledger = Ledger()
-    with pytest.raises(ValueError), ledger.phase("broken"):
-        raise ValueError
-    assert run(ledger, "x", "shift", 1, 1).key.phase == ""
 
 
 def test_waiting_and_computing_are_seconds():
@@ -193,32 +186,25 @@ def test_only_a_traced_ledger_keeps_events(tmp_path):
     assert timed["shift"]["args"] == {"number": 1, "sent": 7, "received": 8, "across": 0, "phase": "phase"}
 
 
-def test_a_logged_collective_says_its_bytes(caplog):
-    caplog.set_level("INFO", "pmm3d.comm")
-    run(Ledger(rank=2), "x", "shift", 1, 2)
-    assert not caplog.messages
-    run(Ledger(rank=2, log=True), "x", "shift", 1000, 2)
-    assert caplog.messages == ["rank 2: shift #1 on axis x: sent 1,000, received 2 bytes"]
-
-
 def test_the_lines_of_the_first_ranks_are_shown_and_those_of_others_on_demand(caplog):
     caplog.set_level("INFO", "pmm3d.comm")
+    run(Ledger(rank=2), "x", "shift", 1, 2)
     for rank in (LOGGED_RANKS - 1, LOGGED_RANKS, 9999):
-        run(Ledger(rank=rank, log=True), "x", "shift", 1, 2)
-    assert [line.partition(":")[0] for line in caplog.messages] == ["rank 63"]
-    caplog.clear()
+        run(Ledger(rank=rank, log=True), "x", "shift", 1000, 2)
     caplog.set_level("DEBUG", "pmm3d.comm")
     show_notes("pmm3d.comm")
     run(Ledger(rank=9999, log=True), "x", "shift", 1, 2)
-    assert caplog.messages == ["rank 9999: shift #1 on axis x: sent 1, received 2 bytes"]
+    assert caplog.messages == [
+        "rank 63: shift #1 on axis x: sent 1,000, received 2 bytes",
+        "rank 9999: shift #1 on axis x: sent 1, received 2 bytes",
+    ]
 
 
 def test_what_is_not_shown_is_said_once(caplog):
     caplog.set_level("INFO", "pmm3d.comm")
     for rank, ranks in ((0, LOGGED_RANKS), (1, 1000), (0, 1000)):
         Ledger(rank, log=True).say_what_is_logged(ranks)
-    said = "collectives of ranks 0 to 63 of 1000 are logged; those of the others at the level DEBUG"
-    assert caplog.messages == [said]
+    assert len(caplog.messages) == 1 and "ranks 0 to 63 of 1000 are logged" in caplog.text
 
 
 GRIDS = """
@@ -238,45 +224,27 @@ for log in (None, True):
 def test_a_logging_grid_prints_unless_the_program_says_where_notes_go(job):
     """Rank 1 configures logging, rank 0 does not. The note contains each collective with its bytes."""
     done = job(2, GRIDS)
-    assert done.returncode == 0 and done.stderr.count("pmm3d.comm: rank 0: gather #") == 1, done.stderr
-    assert "rank 1: " not in done.stderr and "rank 0: " not in done.stdout
-    assert done.stdout.count("pmm3d.comm says rank 1: gather #") == 1
-    lines = [line for line in done.stderr.splitlines() if "pmm3d.comm: rank 0: " in line]
-    assert any("agreement on matmul #" in line for line in lines)
-    assert any("on axis z (gather B): sent 2,400, received 2,400 bytes" in line for line in lines), lines
+    assert done.returncode == 0 and "rank 1: " not in done.stderr and "rank 0: " not in done.stdout, done.stderr
+    assert done.stderr.count("pmm3d.comm: rank 0: gather #") == done.stdout.count("says rank 1: gather #") == 1
+    assert "pmm3d.comm: rank 0: agreement on matmul #" in done.stderr
+    assert "on axis z (gather B): sent 2,400, received 2,400 bytes" in done.stderr, done.stderr
 
 
-@pytest.fixture
-def environment(monkeypatch):
+def test_settings_come_from_the_environment(monkeypatch):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    return monkeypatch
-
-
-def test_settings_have_defaults(environment):
     expected = Settings()
     assert (expected.timeout, expected.log, expected.trace, expected.check) == (600, False, False, True)
     assert expected.device_transport == "auto"
-    environment.setenv("PMM3D_TIMEOUT", "")
+    monkeypatch.setenv("PMM3D_TIMEOUT", "")
     assert Settings() == expected
-
-
-def test_settings_come_from_the_environment(environment):
     for text, value in (("1", True), ("on", True), ("YES", True), ("0", False), ("Off", False), ("no", False)):
         for name in ("LOG", "TRACE", "CHECK"):
-            environment.setenv(f"PMM3D_{name}", text)
+            monkeypatch.setenv(f"PMM3D_{name}", text)
             assert getattr(Settings(), name.lower()) is value
-    environment.setenv("PMM3D_TIMEOUT", "2.5")
-    environment.setenv("PMM3D_TRANSPORT", "staged")
+    monkeypatch.setenv("PMM3D_TIMEOUT", "2.5")
+    monkeypatch.setenv("PMM3D_TRANSPORT", "staged")
     assert Settings().timeout == 2.5 and Settings().device_transport == "staged"
-
-
-def test_settings_that_are_not_understood_are_named(environment):
-    for name, text in [("PMM3D_TIMEOUT", "soon"), ("PMM3D_LOG", "2"), ("PMM3D_CHECK", "maybe")]:
-        with given(name=name, text=text), environment.context() as patch:
-            patch.setenv(name, text)
-            with pytest.raises(Pmm3dError, match=f"{name}='{text}' is invalid"):
-                Settings()
 
 
 def test_parts_of_a_program_are_exclusive():

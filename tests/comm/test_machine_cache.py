@@ -32,14 +32,6 @@ def keep(ranks_per_node, nodes=1, name="measured", **changes):
     return remember_machine(key, text_of(key, name))
 
 
-@pytest.mark.parallel([1])
-def test_what_was_measured_is_found_by_the_same_kind_of_job_only(comm):
-    keep(4)
-    assert machine_here(comm, 4, 1).name == "measured"
-    assert machine_here(comm, 8, 1) is None
-    assert machine_here(comm, 4, 2) is None
-
-
 def test_the_key_is_the_same_before_and_after_the_first_product():
     """The first product loads the BLAS that multiplies, in addition to that of numpy."""
     program = (
@@ -63,67 +55,66 @@ def test_each_part_of_the_key_tells_machines_apart(comm, tmp_path, monkeypatch):
             assert machine_here(comm, 4, 1).key[part] != "another"
 
 
-@pytest.mark.parametrize(
-    "part, name, found",
-    [
+def test_the_key_has_what_is_found_here(monkeypatch):
+    before = key_of(4, 1)
+    for part, name, found in [
         ("cores", "usable_cores", lambda: 7),
         ("cpu", "cpu", lambda: Cpu("", "another", frozenset())),
         ("threads", "blas_here", lambda: replace(blas_here(), threads=7)),
         ("blas", "blas_here", lambda: replace(blas_here(), version="another")),
-    ],
-)
-def test_the_key_has_what_is_found_here(monkeypatch, part, name, found):
-    before = key_of(4, 1)
-    monkeypatch.setattr(machine_cache, name, found)
-    assert {each for each, value in key_of(4, 1).items() if value != before[each]} == {part}
+    ]:
+        with given(part=part), monkeypatch.context() as patch:
+            patch.setattr(machine_cache, name, found)
+            assert {each for each, value in key_of(4, 1).items() if value != before[each]} == {part}
+    monkeypatch.setenv("OMPI_MCA_btl_sm_backing_directory", "/dev/shm/of-this-job")
+    assert key_of(4, 1) == before
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    assert key_of(4, 1) != before
 
 
 @pytest.mark.parallel([1])
 def test_several_nodes_serve_one_but_their_own_comes_first(comm):
+    assert machine_here(comm, 4, 1) is None
     keep(4, 2, "on several")
+    assert machine_here(comm, 8, 1) is None
     assert (machine_here(comm, 4, 1).name, machine_here(comm, 4, 3).name) == ("on several", "on several")
     keep(4, 1, "on one")
     assert (machine_here(comm, 4, 1).name, machine_here(comm, 4, 3).name) == ("on one", "on several")
 
 
+def changed(change):
+    return lambda path: path.write_text(change(path.read_text()))
+
+
+def as_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
 DAMAGES = {
-    "cut": lambda text: text[: len(text) // 2],
-    "empty": lambda text: "",
-    "unknown key": lambda text: text.replace("memory", "memorv"),
-    "negative": lambda text: text.replace("rate = ", "rate = -"),
-    "zeros": lambda text: "\0" * 100,
+    "cut": changed(lambda text: text[: len(text) // 2]),
+    "empty": changed(lambda text: ""),
+    "unknown key": changed(lambda text: text.replace("memory", "memorv")),
+    "negative": changed(lambda text: text.replace("rate = ", "rate = -")),
+    "zeros": changed(lambda text: "\0" * 100),
+    "bytes that are no text": lambda path: path.write_bytes(b"\xff\xfe\xff"),
+    "a pipe": as_pipe,
+    "of another machine": changed(lambda text: text_of(key_of(4, 1) | {"cpu": "of another host"})),
 }
 
 
 @pytest.mark.parallel([1])
-def test_a_damaged_file_is_not_used_and_told_of(comm, caplog, tmp_path, monkeypatch):
+def test_a_damaged_file_is_not_used_and_told_of_once(comm, caplog, tmp_path, monkeypatch):
     for name, damage in DAMAGES.items():
         with given(damage=name), monkeypatch.context() as patch:
             patch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
-            path = keep(4)
-            path.write_text(damage(path.read_text()))
-            assert machine_here(comm, 4, 1) is None
-            [told] = [record for record in caplog.records if str(path) in record.getMessage()]
-            assert told.name == "pmm3d.comm" and "pmm3d tune machine measures it again" in told.getMessage()
+            damage(keep(4))
+            assert machine_here(comm, 4, 1) is machine_here(comm, 4, 1) is None
+            [told] = caplog.records
+            assert told.name == "pmm3d.comm" and "is not used" in told.getMessage()
+            caplog.clear()
             keep(4)
             assert machine_here(comm, 4, 1) is not None
-
-
-def test_bytes_that_are_no_text_and_pipes_are_not_used(caplog):
-    path = keep(4)
-    path.write_bytes(b"\xff\xfe\xff")
-    assert recalled(key_of(4, 1)) is None
-    path.unlink()
-    os.mkfifo(path)
-    assert recalled(key_of(4, 1)) is None
-    assert len(caplog.records) == 2
-
-
-def test_a_file_that_was_copied_from_another_machine_is_not_used(caplog):
-    key = key_of(4, 1)
-    remember_machine(key, text_of(key | {"cpu": "of another host"}))
-    assert recalled(key) is None
-    assert "was measured on another machine" in caplog.text
 
 
 @pytest.mark.parallel([1, 3])
@@ -169,6 +160,7 @@ def test_who_plans_takes_the_newest_of_this_kind_of_host():
         os.utime(path, (1e9 - age, 1e9 - age))
     os.utime(keep(16, name="another host", cpu="another"), (2e9, 2e9))
     (folder() / "damaged.toml").write_text("= [")
+    (folder() / "gone.toml").symlink_to(folder() / "nowhere.toml")
     assert measured_here().name == "eight"
     assert (measured_here(2).name, measured_here(4).name, measured_here(16)) == ("two", "four", None)
     assert measured_here(nodes=2) is None
@@ -184,20 +176,6 @@ def test_users_without_a_home_and_without_threadpoolctl_have_none(monkeypatch):
         file_of(key_of(4, 1))
 
 
-def test_a_link_to_nothing_hides_no_machine():
-    keep(8, name="eight")
-    (folder() / "gone.toml").symlink_to(folder() / "nowhere.toml")
-    assert measured_here().name == "eight"
-
-
-@pytest.mark.parallel([1])
-def test_a_damaged_file_is_told_of_once(comm, caplog):
-    file_of(key_of(4, 1)).parent.mkdir(parents=True)
-    file_of(key_of(4, 1)).write_text("damaged")
-    assert [machine_here(comm, 4, 1), machine_here(comm, 4, 1)] == [None, None]
-    assert len([one for one in caplog.records if "is not used" in one.message]) == 1
-
-
 @pytest.mark.parallel([1])
 def test_for_a_device_only_a_machine_that_was_named_counts(comm, monkeypatch):
     keep(4)
@@ -205,17 +183,6 @@ def test_for_a_device_only_a_machine_that_was_named_counts(comm, monkeypatch):
     monkeypatch.setenv("PMM3D_MACHINE", "perlmutter")
     assert machine_here(comm, 4, 1, on_host=False).name == "perlmutter"
     assert machine_here(comm, 4, 1, machine_cache.AUTO_MACHINE).name == "measured"
-
-
-def test_settings_of_mpi_and_cores_are_part_of_the_key(monkeypatch):
-    before = key_of(4, 1)
-    monkeypatch.setenv("OMPI_MCA_btl_sm_backing_directory", "/dev/shm/of-this-job")
-    assert key_of(4, 1) == before
-    with monkeypatch.context() as other:
-        other.setattr(machine_cache, "usable_cores", lambda: 1000)
-        assert key_of(4, 1) != before
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    assert key_of(4, 1) != before
 
 
 @pytest.mark.parametrize("whose", ["another user's", "writable by all"])

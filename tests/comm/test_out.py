@@ -19,10 +19,12 @@ def axis(comm):
         assert np.array_equal(grid.everyone.all_reduce(np.ones(1)).wait(), [comm.size])
 
 
-def refused(text, call):
-    with pytest.raises(LayoutError, match=text) as raised:
-        call().wait()
-    assert raised.value.everywhere
+def refused(*calls, kinds=LayoutError):
+    """Each call, (text, function that begins a collective), raises an error with the text on all ranks."""
+    for number, (text, call) in enumerate(calls):
+        with given(number=number), pytest.raises(kinds, match=text) as raised:
+            call().wait()
+        assert raised.value.everywhere
 
 
 def memory(axis, rows):
@@ -34,12 +36,14 @@ def test_out_that_shares_memory_with_what_comes_in(axis):
     """From 3 ranks on, a reduce-scatter into a part of its own array gave 12 in place of 10."""
     shared, whole = "out shares memory with an array that is read", memory(axis, 4)
     own = slice(4 * axis.index, 4 * axis.index + 4)
-    refused(shared, lambda: axis.reduce_scatter(whole, out=whole[own]))
-    refused(shared, lambda: axis.reduce_scatter(whole, out=whole[own], counts=[4] * axis.size, beta=1))
-    refused(shared, lambda: axis.all_reduce(whole[:-1], out=whole[1:]))
-    refused(shared, lambda: axis.all_to_all(whole, out=whole))
-    refused(shared, lambda: axis.shift(whole[:-1], out=whole[1:]))
-    refused(shared, lambda: axis.all_gather(whole[:4] if axis.index else whole[4:8], out=whole))
+    refused(
+        (shared, lambda: axis.reduce_scatter(whole, out=whole[own])),
+        (shared, lambda: axis.reduce_scatter(whole, out=whole[own], counts=[4] * axis.size, beta=1)),
+        (shared, lambda: axis.all_reduce(whole[:-1], out=whole[1:])),
+        (shared, lambda: axis.all_to_all(whole, out=whole)),
+        (shared, lambda: axis.shift(whole[:-1], out=whole[1:])),
+        (shared, lambda: axis.all_gather(whole[:4] if axis.index else whole[4:8], out=whole)),
+    )
     assert np.array_equal(whole, memory(axis, 4))
 
 
@@ -66,12 +70,11 @@ def test_out_that_is_read_only(axis):
     """`shift` wrote into an immutable bytes object."""
     text, array = bytes(8), np.ones(1)
     out = np.frombuffer(text)
-    for call in (
-        lambda: axis.shift(array, out=out),
-        lambda: axis.all_reduce(array, out=out),
-        lambda: axis.all_to_all(array[:0], out=out[:0]),
-    ):
-        refused("out is read-only", call)
+    refused(
+        ("out is read-only", lambda: axis.shift(array, out=out)),
+        ("out is read-only", lambda: axis.all_reduce(array, out=out)),
+        ("out is read-only", lambda: axis.all_to_all(array[:0], out=out[:0])),
+    )
     assert text == bytes(8)
 
 
@@ -85,11 +88,13 @@ def test_a_bad_out_of_one_rank_is_raised_by_all(axis):
 
             even, part, whole = [2] * axis.size if counts else None, np.ones(2), np.ones(2 * axis.size)
             said = rf"failed on 1 of {axis.size} ranks. rank {axis.size - 1}: LayoutError: .*out is"
-            refused(said, lambda: axis.all_gather(part, out=out(2 * axis.size), counts=even))
-            refused(said, lambda: axis.reduce_scatter(whole, out=out(2), counts=even))
-            refused(said, lambda: axis.all_to_all(whole, out=out(2 * axis.size), counts=even, received=even))
-            refused(said, lambda: axis.all_reduce(part, out=out(2)))
-            refused(said, lambda: axis.shift(part, out=out(2)))
+            refused(
+                (said, lambda: axis.all_gather(part, out=out(2 * axis.size), counts=even)),
+                (said, lambda: axis.reduce_scatter(whole, out=out(2), counts=even)),
+                (said, lambda: axis.all_to_all(whole, out=out(2 * axis.size), counts=even, received=even)),
+                (said, lambda: axis.all_reduce(part, out=out(2))),
+                (said, lambda: axis.shift(part, out=out(2))),
+            )
 
 
 @pytest.mark.parallel([2, 3], thorough=[4])
@@ -98,35 +103,31 @@ def test_options_that_differ_between_ranks_are_refused(axis):
     last, size = axis.index == axis.size - 1, axis.size
     even, uneven = [2] * size, [2] * (size - 1) + [1]
     part, whole = np.ones(1 if last else 2), np.ones(2 * size - 1)
+    swapped, one_more = [1, 6] + [1] * (size - 2), [2 if last and rank == 0 else 1 for rank in range(size)]
     differs = "do not fit together.*counts=.*"
-    refused(differs, lambda: axis.all_gather(part, counts=uneven if last else even))
-    refused(differs, lambda: axis.all_gather(np.ones(2), counts=None if last else even))
-    refused(differs, lambda: axis.all_gather(np.ones(2, "float32" if last else "float64"), counts=even))
-    refused(differs, lambda: axis.reduce_scatter(whole, counts=uneven[::-1] if last else uneven))
-    refused(differs, lambda: axis.reduce_scatter(whole, counts=None if last else uneven))
-    refused("do not fit together", lambda: axis.shift(part, by=1 + last))
-    refused("do not fit together", lambda: axis.all_to_all(np.ones(size), received=None if last else [1] * size))
     refused(
-        f"failed on 1 of .*: rank {size - 1} sends 2, and received= has 1",
-        lambda: axis.all_to_all(
-            np.ones(size + last), counts=[2 if last and rank == 0 else 1 for rank in range(size)], received=[1] * size
+        (differs, lambda: axis.all_gather(part, counts=uneven if last else even)),
+        (differs, lambda: axis.all_gather(np.ones(2), counts=None if last else even)),
+        (differs, lambda: axis.all_gather(np.ones(2, "float32" if last else "float64"), counts=even)),
+        (differs, lambda: axis.reduce_scatter(whole, counts=uneven[::-1] if last else uneven)),
+        (differs, lambda: axis.reduce_scatter(whole, counts=None if last else uneven)),
+        ("do not fit together", lambda: axis.shift(part, by=1 + last)),
+        ("do not fit together", lambda: axis.all_to_all(np.ones(size), received=None if last else [1] * size)),
+        (
+            f"failed on 1 of .*: rank {size - 1} sends 2, and received= has 1",
+            lambda: axis.all_to_all(np.ones(size + last), counts=one_more, received=[1] * size),
+        ),
+        (
+            "rank 1 sends 1, and received= has 6",
+            lambda: axis.all_to_all(np.ones(sum(swapped)), counts=swapped, received=swapped),
+        ),
+        ("failed on 1 of", lambda: axis.all_gather(np.ones(1 + (axis.index == 0)), counts=[1] * size)),
+        (
+            "received .* is not a number of rows for each",
+            lambda: axis.all_to_all(np.ones(size), received=[1] * (size + 1)),
         ),
     )
-    swapped = [1, 6] + [1] * (size - 2)
-    refused(
-        "rank 1 sends 1, and received= has 6",
-        lambda: axis.all_to_all(np.ones(sum(swapped)), counts=swapped, received=swapped),
-    )
     axis.reduce_scatter(whole, counts=uneven, beta=0.0 if last else 0).wait()
-
-
-@pytest.mark.parallel([3], thorough=[2, 4])
-def test_counts_that_fit_on_some_ranks_only(axis):
-    refused("failed on 1 of", lambda: axis.all_gather(np.ones(1 + (axis.index == 0)), counts=[1] * axis.size))
-    refused(
-        "received .* is not a number of rows for each",
-        lambda: axis.all_to_all(np.ones(axis.size), received=[1] * (axis.size + 1)),
-    )
 
 
 @pytest.mark.parallel([3], thorough=[2, 4])
@@ -156,18 +157,18 @@ def test_an_array_that_one_rank_cannot_send_is_refused_on_every_rank(axis):
         for operation in (axis.all_gather, axis.reduce_scatter, axis.all_reduce, axis.all_to_all, axis.shift):
             with given(name=name, operation=operation.__name__):
                 array = memory(axis, 2)
-                with pytest.raises((LayoutError, DTypeError)) as raised:
-                    operation(make(array) if axis.index == 1 else array).wait()
-                assert raised.value.everywhere
+                wrong = make(array) if axis.index == 1 else array
+                refused(
+                    ("", lambda operation=operation, wrong=wrong: operation(wrong)), kinds=(LayoutError, DTypeError)
+                )
 
 
 def test_an_option_that_one_rank_gets_wrong_is_refused_on_every_rank(axis):
-    for beta in ("2", 1j, True):
-        with given(beta=beta), pytest.raises((LayoutError, DTypeError)) as raised:
-            axis.reduce_scatter(memory(axis, 2), out=np.ones(2), beta=beta if axis.index == 1 else 2).wait()
-        assert raised.value.everywhere
+    scattered = lambda array, out, beta: lambda: axis.reduce_scatter(array, out=out, beta=beta)
+    wrong = ["2", 1j, True] if axis.index == 1 else [2, 2, 2]
+    refused(*(("", scattered(memory(axis, 2), np.ones(2), beta)) for beta in wrong), kinds=(LayoutError, DTypeError))
     with pytest.raises(DTypeError):
-        axis.reduce_scatter(memory(axis, 2).astype(int), out=np.ones(2, int), beta=0.5).wait()
+        scattered(memory(axis, 2).astype(int), np.ones(2, int), 0.5)().wait()
 
 
 def test_an_inference_tensor_is_written_to_in_inference_mode_only(axis):
@@ -176,4 +177,4 @@ def test_an_inference_tensor_is_written_to_in_inference_mode_only(axis):
         out = torch.zeros(2)
         axis.all_reduce(torch.ones(2), out=out).wait()
     assert out.tolist() == [axis.size] * 2
-    refused("read-only", lambda: axis.all_reduce(torch.ones(2), out=out))
+    refused(("read-only", lambda: axis.all_reduce(torch.ones(2), out=out)))

@@ -83,24 +83,22 @@ def test_only_the_two_ranks_take_part(comm):
 @pytest.mark.parallel([2])
 def test_what_cannot_be_sent_is_refused(comm):
     with Grid(comm, (2, 1, 1)) as grid:
-        for call in (
-            lambda: grid.x.send(np.ones(1), grid.rank),
-            lambda: grid.x.send(np.ones(1), 2),
-            lambda: grid.x.receive(np.ones(1), -1),
+        other, read_only = 1 - grid.rank, np.ones(3)
+        read_only.flags.writeable = False
+        another, whole = "is the number of another member of the axis, 0 to 1", "to and tag are whole numbers"
+        for error, words, call in (
+            (GridError, another, lambda: grid.x.send(np.ones(1), grid.rank)),
+            (GridError, another, lambda: grid.x.send(np.ones(1), 2)),
+            (GridError, another, lambda: grid.x.receive(np.ones(1), -1)),
+            (GridError, "tag is 0 to 2047; got 2048", lambda: grid.x.send(np.ones(1), other, tag=2048)),
+            (GridError, whole, lambda: grid.x.send(np.ones(1), 1.5)),
+            (GridError, whole, lambda: grid.x.send(np.ones(1), "1")),
+            (GridError, whole, lambda: grid.x.send(np.ones(1), other, tag=None)),
+            (GridError, "call axis.choose_transport", lambda: grid.x.send(to_library(np.ones(3), "standin"), other)),
+            (LayoutError, "read-only", lambda: grid.x.receive(read_only, other)),
         ):
-            with pytest.raises(GridError, match="is the number of another member of the axis, 0 to 1"):
+            with given(words=words), pytest.raises(error, match=words):
                 call()
-        with pytest.raises(GridError, match="tag is 0 to 2047; got 2048"):
-            grid.x.send(np.ones(1), 1 - grid.rank, tag=2048)
-        for wrong in ({"to": 1.5}, {"to": "1"}, {"to": 1 - grid.rank, "tag": None}):
-            with pytest.raises(GridError, match="to and tag are whole numbers"):
-                grid.x.send(np.ones(1), **wrong)
-        out = np.ones(3)
-        out.flags.writeable = False
-        with pytest.raises(LayoutError, match="read-only"):
-            grid.x.receive(out, 1 - grid.rank)
-        with pytest.raises(GridError, match="call axis.choose_transport"):
-            grid.x.send(to_library(np.ones(3), "standin"), 1 - grid.rank)
 
 
 @pytest.mark.parallel([2])

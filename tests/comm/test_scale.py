@@ -116,12 +116,6 @@ def test_nodes_have_the_cores_of_their_ranks(comm, monkeypatch):
     assert [host.cores for host in found] == [5 if comm.size == 4 else 3] * len(found)
 
 
-@pytest.mark.parallel([3], thorough=[1])
-def test_the_largest_value_of_the_ranks(comm):
-    with Grid(comm) as grid:
-        assert grid.comm.largest(-grid.rank) == 0 and grid.comm.largest(2**50 + grid.rank) == 2**50 + grid.size - 1
-
-
 @pytest.mark.parallel([4], thorough=[1, 2, 3])
 def test_every_rank_learns_where_the_others_run(comm, monkeypatch):
     """Host names of several lengths, one of them empty. The ranks of a node are not consecutive."""
@@ -132,6 +126,7 @@ def test_every_rank_learns_where_the_others_run(comm, monkeypatch):
         told = grid.comm.allgather(grid._processes[grid.rank])
         assert list(grid._processes) == told and grid.hosts == len({one.host for one in told})
         assert grid.local_rank == [one.host for one in told[: grid.rank]].count(own)
+        assert grid.comm.largest(-grid.rank) == 0 and grid.comm.largest(2**50 + grid.rank) == 2**50 + grid.size - 1
 
 
 @pytest.mark.parallel([4, 6, 8], thorough=[1, 2])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from loops import given
 from samples import integers, to_library, to_numpy
+from test_collectives import assert_equal, collectives
 
 from pmm3d import Grid, OutOfMemoryError
 from pmm3d.arrays import library_named
@@ -60,27 +61,19 @@ def in_pieces(monkeypatch):
     return found
 
 
-@pytest.mark.parallel([2, 4])
-def test_what_comes_is_what_was_sent(comm):
-    """Two exchanges of different types at the same time."""
-    with Grid(comm, (comm.size // 2, 2, 1), device_transport="staged") as grid:
-        for rows, dtype in ((40, "float64"), (1, "complex128"), (150, "float16")):
-            with given(rows=rows, dtype=dtype):
-                going = [shifted(axis, axis.index, rows, dtype) for axis in (grid.y, grid.everyone)]
-                whole = [sent(rank, rows, dtype) for rank in range(comm.size)]
-                total = grid.everyone.all_reduce(to_library(whole[comm.rank], "standin"))
-                assert all([right() for _, right in reversed(going)])
-                assert np.array_equal(to_numpy(total.wait(), "standin"), sum(whole))
-
-
 @pytest.mark.parallel([4])
-def test_messages_of_any_sizes_to_any_ranks_arrive(comm, staged):
-    """Two buffers per direction are enough, although the numbers of pieces differ between ranks and directions."""
-    rows = np.array([[0, 90, 1, 7], [2, 0, 50, 0], [33, 0, 5, 120], [1, 1, 0, 9]])
-    mine, coming = rows[comm.rank].tolist(), rows[:, comm.rank].tolist()
-    parts = [[sent(10 * source + target, rows[source, target]) for target in range(4)] for source in range(4)]
-    out = staged.x.all_to_all(to_library(np.concatenate(parts[comm.rank]), "standin"), counts=mine, received=coming)
-    assert np.array_equal(to_numpy(out.wait(), "standin"), np.concatenate([each[comm.rank] for each in parts]))
+def test_what_comes_is_what_was_sent(comm):
+    """Collectives of different types at the same time, whose messages have different numbers of pieces, also none."""
+    with Grid(comm, (2, 2, 1), device_transport="staged") as grid:
+        begun = [
+            (begin(), expected, name)
+            for dtype in ("float64", "complex128", "float16")
+            for axis in (grid.y, grid.everyone)
+            for name, begin, expected in collectives(axis, "standin", dtype, (3,))
+        ]
+        for pending, expected, name in reversed(begun):
+            with given(name=name):
+                assert_equal(pending.wait(), expected, "standin")
 
 
 def test_messages_are_cut_and_small_ones_share_a_buffer(comm, staged, monkeypatch):
@@ -202,12 +195,12 @@ def sleeps_in(monkeypatch, moves):
 
 
 @pytest.mark.parallel([1])
-@pytest.mark.parametrize("transport", ["staged", "nccl", "direct"])
-def test_one_rank_needs_no_memory_for_messages(comm, transport):
-    with Grid(comm, (1, 1, 1), device_transport=transport) as grid:
-        for collective in (grid.x.all_to_all, grid.everyone.all_reduce, grid.x.shift):
-            assert np.array_equal(to_numpy(collective(to_library(sent(0), "standin")).wait(), "standin"), sent(0))
-        assert grid.workspace.allocated == 0
+def test_one_rank_needs_no_memory_for_messages(comm):
+    for transport in ("staged", "nccl", "direct"):
+        with given(transport=transport), Grid(comm, (1, 1, 1), device_transport=transport) as grid:
+            for _, begin, expected in collectives(grid.x, "standin", "float64", (3,)):
+                assert_equal(begin().wait(), expected, "standin")
+            assert grid.workspace.allocated == 0
 
 
 @pytest.mark.parallel([1])

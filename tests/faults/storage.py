@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -85,18 +86,6 @@ def _filled(lab: Lab, disk: Path) -> Outcome:
         shutil.rmtree(run.folder)
 
 
-def named_pipe(lab: Lab) -> Outcome:
-    """The data file is a named pipe."""
-    run = lab.run()
-    run.file = lab.folder / f"{run.name}.h5"
-    os.mkfifo(run.file)
-    ending = run.start({"PMM3D_TIMEOUT": LONG}).end()
-    run.file.unlink()
-    shutil.copy(lab.file, run.file)
-    causes = (rf"DataError: [^\n]*{run.file.name}: it is a named pipe, not a regular file",)
-    return lab.judge("named pipe", "as the data", run, ending, Expected(causes, None, (2,), everyone=True))
-
-
 def corrupt_block(lab: Lab) -> Outcome:
     """A run is resumed after a byte of its data or of its newest checkpoint has changed."""
     what = lab.random.choice(("block of the data", "data cut short", "checkpoint"))
@@ -140,24 +129,33 @@ def _damaged_data(lab: Lab, run: Run, what: str) -> Outcome:
 
 
 def damaged_checkpoint(lab: Lab) -> Outcome:
-    """A byte of the newest checkpoint has changed. The run must resume from the checkpoint before it."""
+    """A byte of the newest checkpoint has changed, or a file of it is missing; besides, there is a link to a folder of
+    others. The run must resume from the checkpoint before it."""
     run = _half_done(lab)
     newest = run.checkpoints()[-1]
     file = lab.random.choice(sorted(newest.iterdir()))
     at = lab.random.randrange(file.stat().st_size)
-    change_byte(file, at, lab)
+    if missing := lab.random.random() < 0.25:
+        file.unlink()
+    else:
+        change_byte(file, at, lab)
+    (link := newest.with_name("step-99999999")).symlink_to("/tmp")
     ending = run.start({"PMM3D_TIMEOUT": LONG}).end()
+    link.unlink(missing_ok=True)
     causes = (
         rf"{newest.name} is passed over: [^\n]*(?P<rank>rank \d+): [^\n]*{file.name}",
         rf"{newest.name} is passed over: [^\n]*{newest.name}",
+        *([r"\A"] if missing and file.name == "checkpoint.h5" else []),  # without it, a checkpoint is not complete
     )
     shutil.rmtree(newest, ignore_errors=True)
     return lab.judge(
         "corrupt block",
-        f"{file.name} of a checkpoint at byte {at}",
+        f"{file.name} of a checkpoint {'is missing' if missing else f'at byte {at}'}",
         run,
         ending,
-        Expected(causes, None, (0,), everyone=" ranks. " not in ending.output),
+        Expected(
+            causes, None, (0,), everyone=not re.search(rf"{newest.name} is passed over: .* ranks\. ", ending.output)
+        ),
     )
 
 
