@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import pytest
 from loops import looped
-from networks import INPUT, on_grids, spread
+from networks import INPUT, over_grids, spread
 from samples import bits_of, integers, to_library, to_numpy
 
 from pmm3d import DisagreementError, DistMatrix, DTypeError, Grid, Pmm3dError, nn
@@ -81,7 +81,7 @@ def test_the_grid_names_the_library_once(comm, fails):
 
 
 @pytest.mark.parallel([2], thorough=[1])
-@on_grids({1: [("1x1x1", 1)], 2: [("1x2x1", 1)]})
+@over_grids({1: [("1x1x1", 1)], 2: [("1x2x1", 1)]})
 def test_a_layer_norm_takes_its_own_type(grid, fails):
     """With gains of another type, gradients were arbitrary numbers from memory. With low precision, gains may be
     float32."""

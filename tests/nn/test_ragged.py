@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from networks import assert_replicas_agree, on_grids
+from networks import assert_replicas_agree, over_grids
 from samples import integers, to_library, to_numpy
 
 from pmm3d import DistMatrix, LayoutError, nn
@@ -38,7 +38,7 @@ def is_near(local, expected, limit):
     return np.abs(to_numpy(local) - expected).max(initial=0) < limit
 
 
-@on_grids()
+@over_grids()
 def test_values_and_gradients_are_those_of_all_rows(grid):
     for step in range(3):
         layer = layer_of(grid)
@@ -61,7 +61,7 @@ def test_values_and_gradients_are_those_of_all_rows(grid):
             layer.weight.grad = layer.bias.grad = x.grad = None
 
 
-@on_grids()
+@over_grids()
 def test_layer_norm_softmax_and_whole_columns(grid):
     """Columns may be gathered and split again; rows are not sent. A relayout from y to x would need all ranks."""
     x, _, own = batch(grid)
@@ -74,7 +74,7 @@ def test_layer_norm_softmax_and_whole_columns(grid):
     assert x.grad.shape == x.shape and x.grad.local.shape == x.local.shape
 
 
-@on_grids()
+@over_grids()
 def test_other_counts_in_each_step_take_no_room(grid):
     """The number of cached forms is that of the weights, for any number of steps."""
     layer, kept = layer_of(grid), []
@@ -85,7 +85,7 @@ def test_other_counts_in_each_step_take_no_room(grid):
     assert kept[2:] == [kept[2]] * 4
 
 
-@on_grids()
+@over_grids()
 def test_what_needs_all_rows_is_refused(grid, fails):
     x, layer = batch(grid)[0], layer_of(grid)
     there = DistMatrix.random(grid, (3, COLUMNS), layout=LAYOUT)
@@ -113,7 +113,7 @@ def test_what_needs_all_rows_is_refused(grid, fails):
         fails(LayoutError, r"\(cols=\)", lambda: nn.LayerNorm(grid, COLUMNS, cols="x", dtype="float64")(x))
 
 
-@on_grids()
+@over_grids()
 def test_two_ragged_tensors_go_together_where_one_has_the_rows_of_the_other(grid, fails):
     """If one rank has other rows, all ranks raise."""
     x, _, own = batch(grid)
@@ -124,7 +124,7 @@ def test_two_ragged_tensors_go_together_where_one_has_the_rows_of_the_other(grid
     fails(LayoutError, "of another ragged tensor; got 3", lambda: made(x.local, 3))
 
 
-@on_grids()
+@over_grids()
 def test_a_loss_that_is_a_sum_is_that_of_all_rows(grid):
     x, rows, own = batch(grid)
     zeros = nn.Tensor(DistMatrix(grid, 0 * x.local, x.shape, LAYOUT))

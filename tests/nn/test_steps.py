@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 from loops import looped
-from networks import CLASSES, GRIDS, VECTORS, batch_of, bits, network_of, on_grids, spread, weights_of
+from networks import CLASSES, GRIDS, VECTORS, batch_of, bits, network_of, over_grids, spread, weights_of
 from on_disk import on_rank_0, write_arrays
 from samples import to_numpy
 
@@ -56,7 +56,7 @@ def test_the_ranks_agree_on_all_at_once(comm):
 
 @pytest.mark.parallel([4], thorough=[1])
 @looped("clip, parts", [(None, [slice(0, 30)]), (1.0, [slice(0, 7), slice(7, 20), slice(20, 30)])])
-@on_grids(GRIDS, most=2)
+@over_grids(GRIDS, most=2)
 def test_a_step_costs_one_agreement(grid, clip, parts):
     """Also for a step of several micro-batches. In the first step, ranks compare the graph too."""
     net, (x, y) = network_of(grid, VECTORS), batch_of(VECTORS, 0, 30)
@@ -111,7 +111,7 @@ LOSSES = {
 
 @most
 @looped("title", LOSSES)
-@on_grids(GRIDS, most=2)
+@over_grids(GRIDS, most=2)
 def test_a_step_is_the_same_with_any_micro_batches(grid, title):
     """Micro-batches without a counted label or without rows too. An evaluation is the same, or refused."""
     (x, y), loss = batch_of(CLASSES, 0, 30), LOSSES[title]
@@ -134,7 +134,7 @@ def test_a_step_is_the_same_with_any_micro_batches(grid, title):
 
 @some
 @looped("loss", (LOSSES["a partial"], LOSSES["a function"]))
-@on_grids(GRIDS, most=2)
+@over_grids(GRIDS, most=2)
 def test_without_a_label_that_counts_a_loss_is_nan_and_no_weight_moves(grid, loss):
     """As in torch, with any number of micro-batches, and in an evaluation."""
     x, y = batch_of(CLASSES, 0, 12)
@@ -147,7 +147,7 @@ def test_without_a_label_that_counts_a_loss_is_nan_and_no_weight_moves(grid, los
 
 
 @two
-@on_grids(GRIDS, most=1)
+@over_grids(GRIDS, most=1)
 def test_a_loss_that_is_no_mean_is_refused(grid):
     """In a step and in an evaluation: results that are no 1 x 1 tensors, functions of a sum, whose weight is not known,
     and labels that the step cannot count."""
@@ -174,7 +174,7 @@ def test_a_loss_that_is_no_mean_is_refused(grid):
 
 
 @two
-@on_grids(GRIDS, most=1)
+@over_grids(GRIDS, most=1)
 def test_every_micro_batch_is_searched_for_what_is_not_finite(grid):
     net, (x, y), found = network_of(grid, VECTORS), batch_of(VECTORS, 0, 20), []
     x[10:] = np.inf
@@ -185,7 +185,7 @@ def test_every_micro_batch_is_searched_for_what_is_not_finite(grid):
 
 
 @some
-@on_grids(GRIDS, most=2)
+@over_grids(GRIDS, most=2)
 def test_metrics_of_ones_own_are_means_over_rows(grid):
     net, (x, y) = network_of(grid, CLASSES), batch_of(CLASSES, 0, 19)
     batches = pieces(grid, x, y, (slice(0, 13), slice(13, 19)))
