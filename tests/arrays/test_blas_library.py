@@ -183,7 +183,7 @@ def test_one_whose_threads_are_wrong_is_refused(monkeypatch):
         named_blas(str(NUMPYS))
 
 
-@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("kind", ["numpy", pytest.param("torch", marks=pytest.mark.nightly)])
 def test_products_are_those_of_the_blas_that_is_named(job, kind):
     done = job(2, f"    chosen_library = {kind!r}" + PRODUCT, env={"PMM3D_BLAS": str(NUMPYS)})
     assert done.returncode == 0 and done.stdout == f"True {NUMPYS.resolve()} openblas\n", done.stdout + done.stderr

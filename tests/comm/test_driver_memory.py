@@ -57,6 +57,7 @@ def environment(tmp_path_factory):
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "ranks, transport",
     [(2, "auto"), pytest.param(4, "direct", marks=pytest.mark.thorough("the same messages, with a data axis"))],

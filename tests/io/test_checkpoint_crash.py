@@ -90,6 +90,7 @@ def trains(job, tmp_path):
     return run
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "kills", [KILLS[1:8:3], pytest.param(KILLS, marks=pytest.mark.thorough("ten jobs"))], ids=["some", "all"]
 )

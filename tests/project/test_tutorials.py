@@ -23,6 +23,7 @@ def test_the_python_programs_of_embed(comm, section):
     assert said == ("" if comm.rank else output.text)
 
 
+@pytest.mark.nightly
 def test_the_tutorial_on_benchmarks(on_ranks, tmp_path, monkeypatch):
     environment = {"COLUMNS": "80", "TERM": "dumb", "XDG_CACHE_HOME": str(tmp_path)}
     monkeypatch.chdir(tmp_path)

@@ -2,6 +2,9 @@
 
 import sys
 
+import pytest
 
+
+@pytest.mark.nightly
 def test_a_product_is_verified(verified_product):
     verified_product(sys.prefix)

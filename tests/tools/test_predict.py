@@ -294,7 +294,8 @@ def test_samples_and_predictions_may_be_tables(pmm3d, trained, tmp_path):
     x = predicted(tmp_path / "x.h5")["x"]
     write_csv(tmp_path / "x.csv", x, "a,b,c,d,e")
     write_csv(tmp_path / "turned.csv", x, "b,a,c,d,e")
-    np.savez(tmp_path / "x.NPZ", x=x)
+    with open(tmp_path / "x.NPZ", "wb") as file:  # savez would add .npz
+        np.savez(file, x=x)
     for arguments in (
         ("x.h5", "--out", "right.h5"),
         ("x.csv", "--out", "OUT.CSV"),

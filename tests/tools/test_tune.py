@@ -318,6 +318,7 @@ def tune(on_ranks, tmp_path):
     return lambda ranks, *arguments: on_ranks(ranks, "tune", "machine", *arguments, env=environment, timeout=280)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "ranks", [pytest.param(1, marks=pytest.mark.thorough("a machine of one rank, measured as one of two")), 2]
 )
