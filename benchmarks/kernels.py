@@ -44,10 +44,10 @@ def main() -> None:
             row = [name]
             for dtype in DTYPES:
                 matrices = [DistMatrix.random(grid, shape, dtype=dtype, seed=seed, library="torch") for seed in (1, 2)]
-                form, operands = TensorSpec.of(matrices[0]), [each.local for each in matrices[:number]]
+                spec, operands = TensorSpec.of(matrices[0]), [each.local for each in matrices[:number]]
                 operands += [0.3] if function is TIMES else []
                 kernel, expression = (
-                    milliseconds(partial(map_elementwise, form, None, each, *operands), calls)
+                    milliseconds(partial(map_elementwise, spec, None, each, *operands), calls)
                     for each in (function, Elementwise(function.expression))
                 )
                 row += [f"{kernel:.2f}", f"{expression:.2f}", f"{expression / kernel:.2f}"]

@@ -31,7 +31,7 @@ from pmm3d import BlacsContext, Grid, Layout, PgemmPlan, pgemr2d
 from pmm3d.arrays import NumpyLibrary, Slab
 from pmm3d.comm import Buffers, compute
 from pmm3d.layout import BlockCyclic, Placement
-from pmm3d.layout.distribution import Strided, Tiled, strided
+from pmm3d.layout.distribution import Strided, Tiled
 from pmm3d.layout.pieces import Piece, recv_blocks, send_blocks
 from pmm3d.model.machine import usable_cores
 from pmm3d.model.move import tile_move
@@ -122,8 +122,7 @@ def moves(scalapack: Scalapack, rounds: int, size: int) -> list[list[str]]:
         shard = np.empty(local_shapes[0] if local_shapes else (0, 0), order="F")
         shard[...] = 0
         forth, home = (
-            TileMove(ours.grid, *way, "float64", keep=True)
-            for way in ((descriptor.cyclic, on_grid), (on_grid, descriptor.cyclic))
+            TileMove(ours.grid, *way, "float64") for way in ((descriptor.cyclic, on_grid), (on_grid, descriptor.cyclic))
         )
         counts = [a.size // comm.size] * comm.size
         sides = {
@@ -155,8 +154,7 @@ def repeated(kind: MPI.Datatype, runs: Sequence[Strided], stride: int) -> MPI.Da
 def datatype(pieces: Sequence[Piece], array: np.ndarray) -> MPI.Datatype:
     """The datatype of the elements of a message, in order, relative to MPI.BOTTOM."""
     kinds = [
-        repeated(repeated(MPI.DOUBLE, strided(piece.cols), array.strides[1]), strided(piece.rows), array.strides[0])
-        for piece in pieces
+        repeated(repeated(MPI.DOUBLE, piece.cols, array.strides[1]), piece.rows, array.strides[0]) for piece in pieces
     ]
     places = [MPI.Get_address(array)] * len(kinds)
     return MPI.Datatype.Create_struct([1] * len(kinds), places, kinds).Commit()
@@ -201,7 +199,7 @@ def datatypes(rounds: int, size: int) -> list[list[str]]:
                 sides: dict[str, Callable[[], object]] = {}
                 for way, source, target in (("forth", cyclic, on_grid), ("back", on_grid, cyclic)):
                     arrays = (held, shard) if source is cyclic else (shard, held)
-                    move = TileMove(grid, source, target, "float64", keep=True)
+                    move = TileMove(grid, source, target, "float64")
                     sides[f"{way}, packed"] = partial(packed, move, *arrays)
                     sides[f"{way}, datatypes"] = DatatypeMove(comm, source, target, arrays)
                 seconds = medians(sides, rounds)

@@ -247,7 +247,7 @@ class Cyclic:
                 yield _clipped(self._run(block), low, high)
 
     def shared(self, part: int, run: Run) -> list[Strided]:
-        """Indices of a run of another division that a part has; `here` in the part, `there` in the other one's part.
+        """Indices that a part and a run of another division share: `here` in this part, `there` in the run's part.
 
         At most three entries, however many blocks there are: the end of a block, whole blocks, the start of a block.
 

@@ -32,7 +32,7 @@ class Indices(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Which elements a span has beside its first block of rows: `times` blocks, one every `step` rows.
+    """The blocks of rows of a span: `times` blocks, one every `step` rows, the first included.
 
     across   indices along the other dim. Default: all
     """

@@ -67,7 +67,7 @@ def parameter(
     Pmm3dError
         If `deviation`, `bound` or `value` is not finite, or one of the first two is negative.
     """
-    precision = Precision.of(precision, dtype)
+    precision = Precision._of(precision, dtype)
     spread = bound if deviation is None else deviation
     if not (0 <= spread < inf and isfinite(value)):
         raise Pmm3dError(
@@ -261,10 +261,10 @@ def _check_shared(
             f"unit={held}. It does not fit {shape[0]} inputs, {shape[1]} outputs, cols={cols!r}, "
             f"unit={unit}: leave cols and unit out, or pass those of the weight"
         )
-    if (precision is not None or dtype != "float32") and Precision.of(precision, dtype) != weight.precision:
+    if (precision is not None or dtype != "float32") and Precision._of(precision, dtype) != weight.precision:
         raise DTypeError(
             f"Linear: the shared weight has {weight.precision}, the arguments name "
-            f"{Precision.of(precision, dtype)}: leave dtype and precision out"
+            f"{Precision._of(precision, dtype)}: leave dtype and precision out"
         )
     if library is not None and weight.grid.library(library).kind != weight.library.kind:
         raise DTypeError(

@@ -97,7 +97,7 @@ class Precision:
         return cls(tf32=True) if name == "tf32" else cls(name)
 
     @classmethod
-    def of(cls, precision: Precision | str | None, dtype: str = "float32") -> Precision:
+    def _of(cls, precision: Precision | str | None, dtype: str = "float32") -> Precision:
         """Return the given precision, or if it is None, that of `dtype`. Raises DTypeError if both differ.
 
         A `dtype` of "float32" is the default, so it does not differ from any precision.

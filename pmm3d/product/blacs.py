@@ -26,11 +26,10 @@ M_, N_, MB_, NB_, RSRC_, CSRC_, LLD_ = range(2, 9)
 CACHED_PLANS = 1024
 """Largest number of plans that a context caches. A plan takes some 20 KiB."""
 BOUND_BYTES = 2**28
-"""Limit of the total bytes of A, B and C, on all ranks, of the cached plans that have a MatmulPlan. The limit is never
-below twice the bytes of the largest product."""
+"""Limit of the total bytes of A, B and C, on all ranks, of the cached plans that have a MatmulPlan."""
 SMALL_BYTES = 2**25
 """Total bytes of A, B and C up to which products of similar sizes share the choice of a grid, and a repeated product
-keeps a MatmulPlan. The setup of larger products takes no time beside them."""
+keeps a MatmulPlan. The setup of larger products is short compared with them."""
 MOST_RELABELED = 1024
 """Largest number of ranks P for which ranks exchange roles: the table of volumes is O(P^2), the assignment O(P^3)."""
 MOST_GRIDS = 8
@@ -45,11 +44,12 @@ class ProductGrid(Grid):
     _tells_idle_ranks = False
 
     def __init__(self, comm: MPI.Intracomm, shape: GridShape, **options: Any):
-        self._known = shape
-        super().__init__(comm, "auto", **options)
+        self._known: GridShape | None = shape
+        super().__init__(comm, "auto", product=(1, 1, 1), **options)
 
     def _best(self, asked: Auto) -> GridShape:
-        return self._known
+        known, self._known = self._known, None
+        return super()._best(asked) if known is None else known
 
 
 class BlacsContext:
@@ -116,7 +116,7 @@ class BlacsContext:
         self.plans: OrderedDict[Hashable, Any] = OrderedDict()
         self._made = list[weakref.ref[Any]]()
         self._memory: dict[str, Array] = {}
-        self._under_way, self._largest = list[Any](), 0
+        self._under_way = list[Any]()
         self._choices: dict[Hashable, tuple[GridShape, tuple[int, ...]]] = {}
         self._grids: dict[tuple[GridShape, tuple[int, ...]], Grid] = {}
         self._at_close = [self._give_back]
@@ -202,7 +202,7 @@ class BlacsContext:
         self._made.append(weakref.ref(plan, self._made.remove))
 
     def _alive(self) -> list[Any]:
-        return [plan for known in self._made if (plan := known()) is not None]
+        return [plan for known in [*self._made] if (plan := known()) is not None]
 
     def _work_memory(self, nbytes: int, library: NumpyLibrary) -> Array:
         """Return memory for the blocks of a product. All plans use the same memory, which grows to the largest product
@@ -226,8 +226,7 @@ class BlacsContext:
 
     def _make_room(self, nbytes: int) -> None:
         """Close the MatmulPlans of the least recently used plans, before one of `nbytes` bytes is made."""
-        self._largest = max(self._largest, nbytes)
-        room = max(BOUND_BYTES, 2 * self._largest) - nbytes
+        room = BOUND_BYTES - nbytes
         for plan in reversed(self.plans.values()):
             room -= plan._bound_bytes
             if room < 0:
@@ -266,7 +265,6 @@ class BlacsContext:
             return ProductGrid(
                 comm,
                 shape,
-                product=(1, 1, 1),
                 timeout=base.transport.timeout,
                 check=base.engine.check,
                 debug=base.debug,

@@ -120,8 +120,10 @@ class PendingProduct(Generic[Result]):
         Whether `wait` has ended.
     """
 
-    def __init__(self, coming: Sequence[Coming], finish: Callable[[], Result]):
-        self._coming, self._finish, self.done = coming, finish, False
+    def __init__(
+        self, coming: Sequence[Coming], finish: Callable[[], Result], failed: Callable[[], None] = lambda: None
+    ):
+        self._coming, self._finish, self._failed, self.done = coming, finish, failed, False
         self._result: Result | None = None
         self._error: BaseException | None = None
 
@@ -144,6 +146,7 @@ class PendingProduct(Generic[Result]):
                 self._result = self._finish()
             except BaseException as error:
                 self._error = error
+                self._failed()
         if self._error is not None:
             raise self._error
         return self._result

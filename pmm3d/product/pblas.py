@@ -88,8 +88,8 @@ def pgemm(
     Each rank receives, once, the elements that it needs and does not store.
 
     The context caches the plans of the last 1024 different products. All products use the same memory for A, B and C on
-    the product's grid, which is as large as the largest product so far needs. Small products of similar sizes use the
-    grid that was chosen for the first of them.
+    the product's grid. The memory is as large as the largest product so far needs. While a product is under way, others
+    use memory of their own. Small products of similar sizes use the grid that was chosen for the first of them.
 
     Examples
     --------
@@ -116,6 +116,8 @@ def pgemm(
         plan = context._keep(form, lambda: PgemmPlan._of(context, form, descriptors))
     context.plans.move_to_end(form)  # the order of use is the same on all ranks
     plan._begin(call).wait()
+    if not plan._shares_memory:
+        plan._unbind()
 
 
 class Form(NamedTuple):
@@ -135,8 +137,8 @@ class Form(NamedTuple):
 
     @property
     def grid_kind(self) -> Hashable:
-        """Properties that determine the grid of the product. Small products of similar sizes have the same: sizes count
-        with two binary digits, and of the parts only the blocks."""
+        """Properties that determine the grid of the product. For small products, sizes are rounded down to two binary
+        digits. Of their parts, only blocks and process grid count."""
         if self.nbytes > SMALL_BYTES:
             return self
         sizes = tuple(size >> max(0, size.bit_length() - 2) << max(0, size.bit_length() - 2) for size in self.sizes)
@@ -155,7 +157,7 @@ class Call(NamedTuple):
 
 
 class PgemmPlan:
-    """`pgemm`, repeated for matrices of the same layouts: the grid, the messages and the work arrays are prepared once.
+    """`pgemm`, repeated for matrices of the same layouts: the grid and the messages are prepared once.
 
     Parameters
     ----------
@@ -182,8 +184,8 @@ class PgemmPlan:
 
     Notes
     -----
-    Making a plan and calling it are collective over the context. The plan holds its work arrays until it is closed, or
-    its context is.
+    Making a plan and calling it are collective over the context. Plans of a context share the memory of their matrices,
+    except while a product is under way. The messages of A, B and C are planned once.
 
     Examples
     --------
@@ -260,7 +262,7 @@ class PgemmPlan:
         """Make the matrices on the product's grid, in memory that the plans of the context share, and a product with
         this alpha, if it is not None. May raise on this rank only."""
         dtype, grid = self._form.dtype, self.grid
-        if self._memory is None or self._context._under_way:
+        if self._needs_memory:
             sizes = [aligned(there.most()[0] * itemsize(dtype)) for there in self._on_grid]  # the same on all ranks
             self._unbind()
             self._memory = self._context._work_memory(sum(sizes), self._library)
@@ -274,9 +276,22 @@ class PgemmPlan:
                 [matrix.memory for _ in there.tiles(self._base.rank)]
                 for matrix, there in zip(self._matrices, self._on_grid)
             ]
+            for moves in (self._coming, [self._back]):  # no rank then lacks work memory for the moves
+                with ExitStack() as work:
+                    for move in moves:
+                        work.enter_context(self._base.workspace.slab(move.work, self._library))
         if alpha is not None:
             self._close_product()  # its alpha may be another one
             self._run = ProductRun(*self._operands(), self._matrices[2], Options(alpha), self._work)
+
+    @property
+    def _shares_memory(self) -> bool:
+        """Whether the matrices are in the memory of all plans."""
+        return self._memory is self._context._memory.get(self._library.kind)
+
+    @property
+    def _needs_memory(self) -> bool:
+        return self._memory is None or (self._shares_memory and bool(self._context._under_way))
 
     def _unbind(self) -> None:
         """Give up the matrices on the product's grid. The next call makes them again."""
@@ -334,7 +349,7 @@ class PgemmPlan:
         multiplies = self._multiplies and call.alpha != 0
         again, self._alpha = self.nbytes <= SMALL_BYTES and call.alpha == self._alpha, call.alpha
         runs = multiplies and not again
-        if self._memory is None or self._context._under_way or runs:
+        if self._needs_memory or runs:
             try:
                 with self._base.collective_call("pgemm", always=True):
                     self._bind(call.alpha if runs else None)
@@ -342,14 +357,26 @@ class PgemmPlan:
                 self._context._forget_memory()
                 raise
         self._context._under_way.append(self)
-        with self._base.ledger.phase("redistribute"):
-            coming = [
-                move.start(self._library, arrays, held)
-                for move, arrays, held in zip(self._coming, (call.a, call.b), self._held)
-                if multiplies
-            ]
-        self._pending = PendingProduct(coming, partial(self._finish, call._replace(alpha=call.alpha * multiplies)))
+        finish = partial(self._finish, call._replace(alpha=call.alpha if multiplies else 0))
+        try:
+            with self._base.ledger.phase("redistribute"):
+                coming = [
+                    move.start(self._library, arrays, held)
+                    for move, arrays, held in zip(self._coming, (call.a, call.b), self._held)
+                    if multiplies
+                ]
+        except BaseException:
+            self._give_up()
+            raise
+        self._pending = PendingProduct(coming, finish, self._give_up)
         return self._pending
+
+    def _give_up(self) -> None:
+        """End a product that failed. Its messages may still arrive, so the memory is not used again."""
+        self._pending = None
+        if self in self._context._under_way:
+            self._context._under_way.remove(self)
+        self._context._forget_memory()
 
     def _finish(self, call: Call) -> None:
         self._pending = None
@@ -365,10 +392,10 @@ class PgemmPlan:
         """Compute C = alpha op(A) op(B) on the product's grid. Use a MatmulPlan if the product is small and alpha was
         the same in the last call."""
         if self._run is not None:
+            run, self._run = self._run, None
             with self.grid.engine.guard, self._work:
-                self._run.begin()
-                self._run.finish()
-            self._run = None
+                run.begin()
+                run.finish()
             return
         if self._product is None:
             self._context._make_room(self.nbytes)
@@ -381,7 +408,7 @@ class PgemmPlan:
         return OPERATIONS[of_a](a), OPERATIONS[of_b](b)
 
     def close(self) -> None:
-        """Wait for the product in progress, and free the work arrays. The wait is collective.
+        """Wait for the product in progress, and free what the plan holds. The wait is collective.
 
         A second call has no effect.
         """
@@ -418,14 +445,14 @@ def _call(
 
 
 def _placed(
-    cyclic: Sequence[BlockCyclic], forms: tuple[str, str], grid: GridShape, ranks: tuple[int, ...] | None = None
+    cyclic: Sequence[BlockCyclic], operations: tuple[str, str], grid: GridShape, ranks: tuple[int, ...] | None = None
 ) -> list[Placement]:
     """Placements of A, B and C on the product's grid, stored by columns.
 
     The product is computed by rows, as C.T = op(B).T op(A).T, with rows over z and columns over x.
     """
-    first = native("z", "y", "x", 1) if forms[1] != "N" else native("z", "y", "x", 0).T
-    second = native("y", "x", "z", 1) if forms[0] != "N" else native("y", "x", "z", 0).T
+    first = native("z", "y", "x", 1) if operations[1] != "N" else native("z", "y", "x", 0).T
+    second = native("y", "x", "z", 1) if operations[0] != "N" else native("y", "x", "z", 0).T
     layouts = second, first, native("z", "x", "y", 0).T
     return [Placement(each.shape, layout, grid, "F", ranks) for each, layout in zip(cyclic, layouts)]
 

@@ -24,7 +24,7 @@ class TileMove:
     The elements of a message are packed by rows, or by columns if the source is stored by columns. The ranks do not
     compare the arguments, which must be the same on all ranks.
 
-    rounds      number of rounds (default: the smallest that keeps the work memory within ROUND_BYTES)
+    rounds      number of rounds. Default: with it the bound of `Move` keeps the work memory within ROUND_BYTES
     operation   name of the collective
 
     work        bytes of work memory; the grid's workspace provides it if `start` gets none

@@ -256,5 +256,5 @@ REPORT = [
         ranks=0,
     ),
 ]
-"""tests/tools/test_damaged_report.py has more."""
+"""tests/tools/test_run_report.py has more."""
 CASES = TRAIN + EXPORT + REPORT
