@@ -12,6 +12,7 @@ from tiles import held
 from pmm3d import BlacsContext, DTypeError, Grid, GridError, LayoutError, OutOfMemoryError, PgemmPlan, pgemm
 from pmm3d.product import blacs, pblas
 from pmm3d.product.multiply import ProductRun
+from pmm3d.product.tiles import TileMove
 
 pytestmark = pytest.mark.parallel([2], thorough=[1, 4, 6, 8])
 FORMS = {"N": lambda array: array, "T": lambda array: array.T, "C": lambda array: array.conj().T}
@@ -263,7 +264,11 @@ def test_a_plan_as_a_context_manager_and_an_error_that_comes_again(comm, monkeyp
             for _ in range(2):
                 with pytest.raises(MemoryError):
                     pending.wait()
+            monkeypatch.setattr(TileMove, "start", Mock(side_effect=MemoryError))
+            with pytest.raises(MemoryError):
+                plan.start(a, a, c)
             monkeypatch.undo()
+            assert not context._under_way
             plan(a, a, c)
             assert pending.done and (c == 8).all()
         assert plan.closed
