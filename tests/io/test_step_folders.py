@@ -136,6 +136,22 @@ def test_a_file_in_the_place_of_a_folder_blocks_no_save(grid, fresh, name):
     assert set(names(keeper)) - {name} == {"step-00000001", path.name} and keeper.latest() == path
 
 
+def test_a_link_in_the_place_of_a_folder_loses_nothing(grid, keeper, shared_path):
+    keeper.save(1, weights(grid, 1))
+    other = shared_path / "other"
+
+    def link():
+        other.mkdir()
+        (other / "file").write_text("a note")
+        (keeper.folder / "writing-step-00000002").symlink_to(other)
+
+    on_rank_0(grid, link)
+    path = keeper.save(2, weights(grid, 2))
+    matrices = weights(grid)
+    assert keeper.load_latest(matrices)[0] == keeper.latest() == path and holds(matrices, 2)
+    assert os.listdir(other) == ["file"] and (other / "file").read_text() == "a note"
+
+
 @looped("remove", [shutil.rmtree, lambda folder: folder.rename(f"{folder}-old")])
 def test_a_folder_that_is_gone_is_made_anew(grid, fresh, remove):
     keeper = fresh()
