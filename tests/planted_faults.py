@@ -33,6 +33,8 @@ from pmm3d.tools import launcher
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 1800.0
 """Seconds that the tests of one fault may take. A fault that makes them hang is found."""
+USAGE_ERROR = 4
+"""Exit status of pytest if a named test does not exist, an option is invalid, or a conftest cannot be imported."""
 NO_TESTS = 5
 """Exit status of pytest if it collects no test."""
 
@@ -197,6 +199,8 @@ def first_failure(tree: Path, arguments: list[str]) -> str:
     print(text, file=sys.stderr)
     if status == NO_TESTS:
         return ""
+    if status == USAGE_ERROR and "while loading conftest" not in text:  # a fault can make a conftest fail
+        raise SystemExit(text)
     return f"pytest ended with {status} and no test that failed"
 
 

@@ -112,6 +112,7 @@ def test_a_damaged_file_is_not_used_and_told_of_once(comm, caplog, tmp_path, mon
             assert machine_here(comm, 4, 1) is machine_here(comm, 4, 1) is None
             [told] = caplog.records
             assert told.name == "pmm3d.comm" and "is not used" in told.getMessage()
+            assert "pmm3d tune machine measures it again" in told.getMessage()
             caplog.clear()
             keep(4)
             assert machine_here(comm, 4, 1) is not None

@@ -1,4 +1,4 @@
-"""Fixtures: files of samples, for tests of data sets and loaders."""
+"""Fixtures: files of samples, for tests of data sets and loaders; errors of checkpoints."""
 
 import h5py
 import numpy as np
@@ -49,3 +49,13 @@ def own(comm, path, tmp_path, monkeypatch):
     (tmp_path / "own.h5").write_bytes(path.read_bytes())
     comm.barrier()
     return tmp_path / "own.h5"
+
+
+@pytest.fixture
+def checkpoint_fails(fails):
+    """checkpoint_fails(text, call): Check that every rank raises CheckpointError with the same text. Return the text.
+
+    kind    another error than CheckpointError"""
+    from pmm3d import CheckpointError
+
+    return lambda text, call, kind=CheckpointError: fails(kind, text, call)

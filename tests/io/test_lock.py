@@ -151,6 +151,14 @@ def test_a_lock_that_cannot_be_read_is_refused(tmp_path, text):
     refused(tmp_path, "its lock does not say which.*remove .*/lock and start again")
 
 
+def test_a_lock_that_is_a_link_is_refused(tmp_path):
+    """The file that it leads to stays as it was."""
+    (tmp_path / "notes").write_text("a note")
+    (tmp_path / "lock").symlink_to(tmp_path / "notes")
+    refused(tmp_path, "its lock does not say which.*remove .*/lock and start again")
+    assert (tmp_path / "lock").is_symlink() and (tmp_path / "notes").read_text() == "a note"
+
+
 def test_a_lock_that_was_removed_and_taken_by_another_job_is_not_released(tmp_path):
     mine = RunLock(tmp_path)
     mine.acquire()

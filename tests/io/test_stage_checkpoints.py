@@ -3,6 +3,7 @@ stages."""
 
 import os
 from contextlib import contextmanager
+from threading import Event
 
 import h5py
 import numpy as np
@@ -13,7 +14,7 @@ from safetensors.numpy import load_file
 from samples import integers, to_library
 
 from pmm3d import CheckpointError, DisagreementError, DistMatrix, Grid, Layout
-from pmm3d.io import Checkpoints, export_safetensors, import_safetensors
+from pmm3d.io import Checkpoints, checkpoint, export_safetensors, import_safetensors
 from pmm3d.layout import part_range
 
 pytestmark = [pytest.mark.parallel([4], thorough=[8]), pytest.mark.deadline(240)]
@@ -169,6 +170,23 @@ def test_what_is_wrong_in_one_stage_is_told_to_all(comm, shared_path, fails, mon
             )
         assert os.listdir(shared_path) == [path.name]
         assert keeper.load_latest(matrices) == (path, None) and hold(matrices)
+
+
+def test_nobody_waits_for_a_slow_stage(comm, shared_path, monkeypatch):
+    """In the background, a checkpoint is complete when each stage has written its shards."""
+    opened, write = Event(), checkpoint.on_disk.write_shards
+    monkeypatch.setattr(checkpoint.on_disk, "write_shards", lambda *args: (opened.wait(60), write(*args))[1])
+    with cut(comm, 2) as grid:
+        keeper = Checkpoints(grid, shared_path, background=True)
+        if grid.coords.pipe == 0:
+            opened.set()
+        path = keeper.save(1, matrices_of(grid, 1))
+        assert [keeper.poll() for _ in range(20)] == [None] * 20
+        opened.set()
+        assert keeper.finish() == path
+        matrices = matrices_of(grid, blank=True)
+        keeper.load(path, matrices)
+        assert hold(matrices, 1)
 
 
 def test_a_safetensors_file_is_the_same_from_any_number_of_stages(comm, shared_path, fails):

@@ -136,6 +136,24 @@ def test_a_shared_gather_brings_each_row_to_each_node(group, data):
     assert volumes(made) == (len(blocks) - 1) * sum(counts)
 
 
+@looped("size", [2, 5, 16, 23])
+def test_both_ends_have_a_message_in_the_same_window(monkeypatch, size):
+    monkeypatch.setattr(tables, "WINDOW", 3)
+    drawn = np.random.default_rng(size).integers(0, 2, (size, size))
+    made = [
+        tables.windows(
+            tables.Members(range(size), own),
+            [(peer, Span(IN, peer, peer + 1)) for peer in range(size) if drawn[own, peer]],
+            [(peer, Span(OUT, peer, peer + 1)) for peer in range(size) if drawn[peer, own]],
+        )
+        for own in range(size)
+    ]
+    for number in range(len(made[0])):
+        sent = {(own, peer) for own in range(size) for peer, _ in made[own][number].sends}
+        assert sent == {(peer, own) for own in range(size) for peer, _ in made[own][number].receives}
+        assert all(len(rounds[number].sends) <= 3 for rounds in made)
+
+
 A, B = Span(IN, 0, 1), Span(OUT, 0, 1)
 TO_1, FROM_0 = Round(sends=((1, A),)), Round(receives=((0, B),))
 FAULTS = {

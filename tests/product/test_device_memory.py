@@ -1,6 +1,7 @@
 """Device memory, by stand-ins: the choice of the transport by trial, messages, their order with device work, NCCL, and
 the devices of the ranks."""
 
+import threading
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from pmm3d.comm import communicator, device_trial, staging
 from pmm3d.comm.agreement import as_out_of_memory, is_out_of_memory
 from pmm3d.comm.ledger import Ledger
 from pmm3d.comm.strided_collectives import all_reduce_into
+from pmm3d.comm.watch import Watch
 from pmm3d.model.schedule import all_reduce_volume
 
 pytestmark = pytest.mark.parallel([2], thorough=[4])
@@ -95,6 +97,40 @@ def test_the_helper_thread_alone_drives_a_sum(comm, transport):
             by_the_helper_alone(grid, grid.x.all_reduce(to_library(whole[0], "standin")))
             stream.synchronize()
             assert np.array_equal(total._host, 2 * sum(whole)) and np.array_equal(twice._host, 2 * sum(whole))
+
+
+def test_threads_in_which_mpi_makes_progress_have_the_context_of_the_device(comm, monkeypatch):
+    """Also on the first device, which is current in a new thread but has no context there. Only the threads of this
+    grid are looked at."""
+    contexts, poll = {}, Watch.poll
+
+    def note():
+        contexts[threading.current_thread().name] = standin.HERE.context
+
+    def helpers_noted():
+        return {"pmm3d progress", "pmm3d watch"} <= set(contexts)
+
+    class Gate:
+        @property
+        def done(self):
+            note()
+            return helpers_noted()
+
+    def gated(pending, collective):
+        yield [Gate()]
+        return (yield from collective)
+
+    with Grid(comm, (comm.size, 1, 1), device_transport="direct") as grid, standin.Device(comm.rank % standin.DEVICES):
+        grid.x.shift(to_library(np.ones((2, 2)), "standin")).wait()
+        monkeypatch.setattr(Watch, "poll", lambda watch: (watch is grid._watch and note(), poll(watch)))
+        contexts.clear()
+        grid.engine.wrap = gated
+        pending = grid.x.shift(to_library(np.ones((2, 2)), "standin"))
+        with grid.engine.background():
+            while not helpers_noted():
+                time.sleep(1e-3)
+        pending.wait()
+        assert contexts == dict.fromkeys(contexts, comm.rank % standin.DEVICES) and "MainThread" in contexts
 
 
 def test_work_arrays_of_a_computation_and_of_a_sum_are_not_the_same(comm):

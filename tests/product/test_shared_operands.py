@@ -203,6 +203,7 @@ def test_nothing_is_left_in_the_file_system_and_no_descriptor_open(comm):
         assert descriptors() == before
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 8])  # with two ranks, sums have one order
 @each_shape
 def test_partial_sums_are_read_in_place_with_the_bits_of_messages(grid):
     for dtype, options in product(("float16", "float32", "complex128"), ({}, {"panels": 3})):

@@ -1,6 +1,8 @@
 """An installation without extras: the product works, and an error about a missing package names the extra."""
 
 import json
+import tomllib
+from pathlib import Path
 
 from loops import given
 
@@ -100,3 +102,9 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_benchmark(job):
     )
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.count('the package matplotlib is missing. pip install "pmm3d[report]"') == 1, done.stderr
+
+
+def test_what_a_product_needs_is_little():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    names = {need.split(">")[0] for need in project["dependencies"] if "python_version" not in need}
+    assert names == {"numpy", "scipy", "mpi4py"}

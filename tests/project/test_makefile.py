@@ -32,6 +32,9 @@ def test_make_test_names_tests_that_exist_and_runs_chosen_ones_alone():
     named = [word.partition("::") for word in whole.split() if word.startswith("tests/")]
     assert "PMM3D_TESTED_LIBRARY=torch" in whole and len(named) > 5
     assert all(f"def {test}(" in (ROOT / file).read_text() for file, _, test in named)
+    runs = [line for line in whole.splitlines() if "-m pytest" in line]
+    assert len(runs) == 3 and "--all" not in whole
+    assert all(sum(text in line for line in runs) == 1 for text in ('-m "not parallel"', "-m parallel"))
     assert one.count("-m pytest") == 1 and "-m pytest -x\n" in one
 
 
@@ -64,3 +67,12 @@ def test_the_workflow_runs_what_ci_runs():
     own, commands = (command.findall((ROOT / path).read_text()) for path in (".ci/run", ".github/workflows/ci.yml"))
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     assert len(own) > 3 and {*own} <= {*commands} and all(line.split()[1] in targets for line in commands)
+
+
+def test_the_workflow_and_pre_commit_have_the_versions_of_the_project():
+    text = lambda name: (ROOT / name).read_text()
+    classified = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text("pyproject.toml"))
+    [tested] = re.findall(r"^ +python: \[(.*)\]$", text(".github/workflows/ci.yml"), re.M)
+    assert classified and classified == [version.strip('"') for version in tested.split(", ")]
+    [ruff] = re.findall(r"^ruff==(.*)$", text("constraints.txt"), re.M)
+    assert f"/ruff-pre-commit\n    rev: v{ruff}\n" in text(".pre-commit-config.yaml")

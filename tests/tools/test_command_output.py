@@ -117,7 +117,7 @@ def test_help_fits_80_columns_and_shows_all_options_and_examples(words, command)
     assert examples or hasattr(command, "commands")
 
 
-def test_tables_fit_a_terminal_of_80_columns(on_ranks, tmp_path):
+def test_tables_fit_80_columns(on_ranks, tmp_path):
     """A sentence with the name of a file may be longer: the terminal wraps it."""
     (tmp_path / "table.csv").write_text("a,b,label\n" + "1,2,cat\n3,4,dog\n" * 8)
     (tmp_path / "train.toml").write_text(

@@ -182,6 +182,13 @@ def test_the_share_is_that_of_the_seconds(comm, monkeypatch, together, share):
 
 
 @pytest.mark.parallel([2])
+def test_every_operation_is_measured(comm, monkeypatch):
+    monkeypatch.setattr(collectives, "SIZES", (64, 512, 4096))
+    rows, _ = collectives.measured_collectives(Sampler(comm), silent)
+    assert [row.operation for row in rows] == list(OPERATIONS)
+
+
+@pytest.mark.parallel([2])
 def test_without_time_each_section_measures_its_first_operation(comm, monkeypatch):
     monkeypatch.setattr(collectives, "SIZES", (64, 512, 4096))
     monkeypatch.setattr(collectives, "HIDDEN_BYTES", 2**12)
