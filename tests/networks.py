@@ -41,8 +41,8 @@ ranks without --all: three grids, which have each axis."""
 INPUT = batch_layout("y")
 
 
-def on_each_grid(comm, body, grids=None, **options):
-    """Call body(grid) for each (shape, data) in `grids`, by default in GRIDS.
+def on_each_grid(comm, body, grids=None, most=None, **options):
+    """Call body(grid) for each (shape, data) in `grids`, by default in GRIDS; for the first `most` of them, if given.
 
     On 4 ranks without --all, the default is half of the grids, of which one has a data axis. The name of the test
     chooses the half, so each grid is used by half of the tests.
@@ -51,13 +51,17 @@ def on_each_grid(comm, body, grids=None, **options):
         grids = GRIDS[comm.size]
         if comm.size == 4 and not plugin.all_tests:
             grids = grids[crc32(body.__qualname__.encode()) % 2 :: 2]
-    for shape, data in grids:
+    assert grids, "no grid"
+    for shape, data in grids[:most]:
         with given(grid=shape, data=data), Grid(comm, shape, data, device_transport="direct", **options) as grid:
             body(grid)
 
 
 def over_grids(grids=lambda ranks: None, most=None, **options) -> Callable:
     """Decorator: `on_each_grid` with the test as the body. The argument `grid` of the test is the open grid.
+
+    For networks, which need (shape, data), and a choice of grids for each test. Tests of products and of collectives
+    use `each_grid`: all process grids of the number of ranks, without data.
 
     grids     number of ranks -> list of (shape, data): a dict or a function; default: as `on_each_grid`
     most      number of these grids that are used; default: all
@@ -73,7 +77,7 @@ def over_grids(grids=lambda ranks: None, most=None, **options) -> Callable:
             if "comm" in wanted:
                 fixtures["comm"] = comm
             body = functools.wraps(test)(lambda grid: test(grid=grid, **fixtures))
-            on_each_grid(comm, body, (found := chosen(comm.size)) and found[:most], **options)
+            on_each_grid(comm, body, chosen(comm.size), most, **options)
 
         names = dict.fromkeys(["comm", *(name for name in wanted if name != "grid")])
         looped.__signature__ = inspect.Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names])

@@ -1,6 +1,5 @@
 """grid.shape = "auto": the run trains as with the chosen grid, logs the choice, and resumes with it."""
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from loops import looped
 from networks import bits
-from training_runs import Runs, RunsHere, fails
+from training_runs import Runs, fails
 
 from pmm3d.comm.nodes import Process, Processes, row
 from pmm3d.layout import GridShape
@@ -23,38 +22,26 @@ pytestmark = pytest.mark.deadline(240)
 AUTO = {"grid": 'shape = "auto"', "training": "epochs = 2"}
 
 
-@pytest.fixture
-def here(shared_path, comm):
-    """Runs on the ranks of the test."""
-    return RunsHere(shared_path, comm)
-
-
-def record(runs, name="run"):
-    return json.loads((runs.folder / name / "run.json").read_text())
-
-
 @pytest.mark.parallel([4])
 @looped("ranks", [1, 4])
 def test_the_weights_are_those_of_the_grid_named(here, ranks):
-    done = here.train(here.config(f"auto{ranks}", **AUTO), ranks=ranks)
-    assert done.returncode == 0, done.stderr
-    shape = GridShape(**record(here, f"auto{ranks}")["grid"])
+    done = here.finish(here.config(f"auto{ranks}", **AUTO), ranks=ranks)
+    shape = GridShape(**here.record(f"auto{ranks}")["grid"])
     assert shape.size == ranks and done.stderr.count("grid.shape = auto: ") == 1
     assert f"grid.shape = auto: {shape}" in done.stderr and ("; next " in done.stderr) == (ranks > 1)
-    auto = record(here, f"auto{ranks}")["starts"][-1]["auto"]
+    auto = here.record(f"auto{ranks}")["starts"][-1]["auto"]
     assert GridShape(**auto["chosen"]["grid"]) == shape and auto["chosen"]["seconds"] > 0
     assert auto["next"] is None or auto["next"]["grid"] != auto["chosen"]["grid"]
     named = f'shape = "{shape.x}x{shape.y}x{shape.z}"\ndata = {shape.data}'
-    assert here.train(here.config(f"named{ranks}", **AUTO | {"grid": named}), ranks=ranks).returncode == 0
+    here.finish(here.config(f"named{ranks}", **AUTO | {"grid": named}), ranks=ranks)
     assert bits(here.weights(f"auto{ranks}")) == bits(here.weights(f"named{ranks}"))
 
 
 @pytest.mark.parallel([4])
 def test_a_resumed_run_takes_the_grid_of_its_ranks_and_is_predicted_with(here, comm):
-    assert here.train(here.config(**AUTO)).returncode == 0
-    done = here.train(here.config(**(AUTO | {"training": "epochs = 3"})), "--resume", "auto", ranks=3)
-    assert done.returncode == 0, done.stderr
-    chosen = [GridShape(**start["auto"]["chosen"]["grid"]) for start in record(here)["starts"]]
+    here.finish(here.config(**AUTO))
+    done = here.finish(here.config(**(AUTO | {"training": "epochs = 3"})), "--resume", "auto", ranks=3)
+    chosen = [GridShape(**start["auto"]["chosen"]["grid"]) for start in here.record()["starts"]]
     assert [grid.size for grid in chosen] == [4, 3]
     assert ". The run continues on this grid from step 12" in done.stderr, done.stderr
     new = here.folder / "new.h5"

@@ -250,19 +250,26 @@ def test_a_write_to_a_shard_is_seen(grid):
 
 # Several optimizers
 
+SYNCED = [[True], [False], [False, True], [True, True], [True, False], [False, False, True]]
+"""For each pass of a step: whether its gradients are summed over data."""
+
 
 @on_all
 @over_grids(lambda ranks: MANY_GRIDS[ranks][::2])
 def test_a_gradient_is_a_true_matrix_whatever_optimizers_there_are(grid):
-    """In its own layout and whole, for one batch or two, before and after its sum over data."""
+    """In its own layout and whole, for one batch or more, before and after its sum over data, also if the user reads it
+    between two passes that add to it."""
     layer, expected = linear(grid), {"weight": X.T @ U, "bias": U.sum(0, keepdims=True)}
     for shard in (None, True, False, True):
         optimizer = None if shard is None else optim.SGD(layer.parameters(), 0.5, shard_over_data=shard)
-        for flags in ([True], [False], [False, True], [True, True], [True, False], [False, False, True]):
+        for flags, reads in product(SYNCED, (False, True)):
             layer.weight.grad = layer.bias.grad = None
-            for now in flags:
+            for done, now in enumerate(flags, 1):
                 with synced(grid, now):
                     inner(layer(spread(grid, X)), U).backward()
+                if reads:
+                    for name in expected:
+                        assert np.array_equal(getattr(layer, name).grad.gather(), done * expected[name]), (name, flags)
             found = {name: getattr(layer, name).grad for name in expected}
             for name, grad in found.items():
                 assert np.array_equal(grad.gather(), len(flags) * expected[name]), (name, flags)

@@ -44,6 +44,22 @@ def step_of(grid, sizes, rows, **options):
     return step, net
 
 
+@looped("reshard", [True, False, None])
+def test_the_next_weight_is_gathered_under_a_gemm_in_every_batch_of_a_step(reshard):
+    """In a loop of the user without `unchanged`, gathered weights of the previous batch are not reused."""
+    with Grid.dry((1, 1, 4)) as grid:
+        nn.Tape.of(grid).parallel.overlap = nn.Overlap(reshard_after_forward=reshard)
+        net = nn.MLP(grid, [8, 16, 16, 4], nn.relu, bias=False)
+        x, y = (Facts((32, cols), batch_layout("y"), "float32", "numpy").on(grid) for cols in (8, 4))
+        nn.mse(net(x), y).backward()
+        for _ in range(2):
+            grid.dry_run.actions.clear()
+            loss = nn.mse(net(x), y)
+            found = [each.what for each in grid.dry_run.actions if each.what == "gemm" or each.phase == "gather W"]
+            assert found == ["begin", "begin", "gemm", "begin", "gemm", "gemm"]
+            loss.backward()
+
+
 def test_without_overlap_each_collective_is_awaited_at_once():
     with Grid.dry((2, 2, 2), 2, rank=5) as grid:
         nn.Tape.of(grid).parallel.overlap = nn.Overlap.none(reshard_after_forward=True)

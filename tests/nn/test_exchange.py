@@ -1,5 +1,7 @@
 """Networks to torch and back: the same outputs there, the same weights here, on another grid."""
 
+import json
+
 import numpy as np
 import pytest
 from loops import given
@@ -128,6 +130,10 @@ def test_weights_of_a_network_with_other_settings_are_refused_by_name(grid, comm
         assert bits(weights_of(other)) == bits(weights_of(net))
         assert text in caplog.text or comm.rank
         caplog.clear()
+    config = shared_path / "folder" / "config.json"
+    on_rank_0(comm, lambda: config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_act": "gelu"})))
+    fails(CheckpointError, "hidden_act is 'gelu'", lambda: load_weights(other, config.parent))
+    assert load_weights(other, config.parent, accept=["network"]) == config.parent  # although no network has it
 
 
 @pytest.mark.parallel([2])

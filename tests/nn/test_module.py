@@ -154,6 +154,9 @@ def test_what_is_loaded_counts_at_once(grid):
         net(spread(grid, x))
         net.load_state_dict({"weight": np.ones((6, 4))})
         np.testing.assert_array_equal(net(spread(grid, x)).gather(), x @ np.ones((6, 4)))
+        net.state_dict()["weight"].local[...] = 2
+        net.loaded()
+        np.testing.assert_array_equal(net(spread(grid, x)).gather(), x @ np.full((6, 4), 2.0))
 
 
 @pytest.mark.parallel([2], thorough=[1])

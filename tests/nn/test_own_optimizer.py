@@ -269,13 +269,11 @@ def test_what_is_wrong_with_it_is_said_on_every_rank(folder, comm, fails, name, 
 
 
 @pytest.mark.parallel([1])
-@looped("name, arrays", [("lion.py:Lion", 5), ("factored.py:Factored", 3)])
-def test_a_plan_prices_its_update_as_passes_over_weights(folder, name, arrays):
-    actions, kind = (
-        DrySteps(configured(folder, name), (512, 3)).of(GridShape(1, 1, 1, 1), 1).actions,
-        name.split(":")[1],
-    )
-    passes = [each for each in actions if each.what == "pass" and each.operation == UPDATE + kind.lower()]
+@looped("name, arrays, elements", [("lion.py:Lion", 5, 4131), ("factored.py:Factored", 3, 544)])
+def test_a_plan_prices_its_update_as_passes_over_weights_and_counts_its_states(folder, name, arrays, elements):
+    step, kind = DrySteps(configured(folder, name), (512, 3)).of(GridShape(1, 1, 1, 1), 1), name.split(":")[1]
+    assert step.memory["state"] == 4 * elements
+    passes = [each for each in step.actions if each.what == "pass" and each.operation == UPDATE + kind.lower()]
     assert sum(each.nbytes for each in passes) >= 0.9 * arrays * 4 * (512 * 8 + 8 + 8 * 3 + 3)
 
 

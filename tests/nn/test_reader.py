@@ -4,7 +4,7 @@ from weakref import ref
 
 import numpy as np
 import pytest
-from loops import looped
+from loops import given, looped
 from networks import INPUT, assert_replicas_agree, spread
 
 from pmm3d import DistMatrix, DTypeError, Grid, LayoutError, Pmm3dError, nn
@@ -190,10 +190,11 @@ def test_what_cannot_be_is_refused_on_every_rank(comm, grid, fails):
     weight, sums = nn.Parameter(spread(grid, W, WEIGHT)), Layout(sums=("x", "y"))
     narrow = nn.Parameter(rows_of(grid, 1, 1, Layout((), "x")))
     with Grid(comm, (1, 2, 2)) as other:
-        for refused in (
-            lambda: nn.linear(nn.Tensor(rows_of(grid, 8, 6)), weight, narrow),
-            lambda: nn.add(leaf(grid, X, Layout((), "y")), leaf(other, X, Layout((), "y"))),
-            lambda: nn.linear(leaf(other, X), weight),
-            lambda: nn.Parameter(spread(grid, X, sums)),
+        for text, refused in (
+            ("bias", lambda: nn.linear(nn.Tensor(rows_of(grid, 8, 6)), weight, narrow)),
+            ("two Grids", lambda: nn.add(leaf(grid, X, Layout((), "y")), leaf(other, X, Layout((), "y")))),
+            ("two Grids", lambda: nn.linear(leaf(other, X), weight)),
+            ("must not have partial sums", lambda: nn.Parameter(spread(grid, X, sums))),
         ):
-            fails(Pmm3dError, "", refused)
+            with given(text=text):
+                fails(Pmm3dError, text, refused)

@@ -29,10 +29,11 @@ def test_every_kth_hidden_layer_keeps_its_input_only(comm):
 
 
 @pytest.mark.parallel([2])
-def test_a_policy_that_is_none_is_refused(comm, fails):
+def test_an_unknown_policy_is_refused(comm, fails):
     with Grid(comm, "ddp") as grid:
-        for wrong in ("some", -1, 2.0, None, "selective"):  # an MLP has nothing to select
-            fails(Pmm3dError, "full", lambda: nn.MLP(grid, [3, 4, 2], recompute=wrong))
+        for wrong in ("some", -1, 2.0, None):
+            fails(Pmm3dError, 'recompute is "none"', lambda: nn.MLP(grid, [3, 4, 2], recompute=wrong))
+        fails(Pmm3dError, "which an MLP lacks", lambda: nn.MLP(grid, [3, 4, 2], recompute="selective"))
 
 
 def test_a_configuration_takes_the_same():

@@ -171,7 +171,7 @@ def test_a_dry_run_of_two_nodes_moves_the_same(grid, two_nodes):
 
 @pytest.mark.parallel([1])
 def test_what_forbids_it_is_refused_at_once(comm):
-    """Other options, and arrays of a device."""
+    """Other options, arrays of a device, and a dry run of nodes of different sizes."""
     with pytest.raises(Pmm3dError, match="leave one of them out"):
         nn.Overlap(shared_weights=True, reshard_after_forward=True)
     with Grid.dry((1, 1, 2)) as grid:
@@ -179,6 +179,9 @@ def test_what_forbids_it_is_refused_at_once(comm):
         x = DistMatrix.random(grid, (16, 12), layout=INPUT, library="cupy")
         with pytest.raises(LayoutError, match="arrays on the host"):
             linear(grid, library="cupy")(x)
+    with Grid.dry((1, 1, 5), hosts=2) as grid, pytest.raises(GridError, match="not equally many"):
+        sharing(grid)
+        linear(grid)(DistMatrix.random(grid, (16, 12), layout=INPUT))
 
 
 @pytest.mark.parallel([4])

@@ -68,6 +68,21 @@ def test_a_step_costs_one_agreement(grid, clip, parts):
 
 
 @some
+def test_a_trainer_adds_no_agreement(comm, samples):
+    """Within an epoch, which has five steps here."""
+    calls = []
+
+    def counted(out, y):
+        calls.append(grid.ledger.total(axis="all").calls)
+        return nn.cross_entropy(out, y)
+
+    with Grid(comm, shape="ddp") as grid, DataSet(grid, samples) as data:
+        net = nn.MLP(grid, [4, 8, 5])
+        assert Trainer(TrainState(net, sgd(net, 0.1), loader=data.loader(10)), Recipe(counted, steps=5)).run()
+    assert np.diff(calls)[1:].tolist() == [1] * 3
+
+
+@some
 @looped("wrong", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_ends_a_run_and_changes_nothing(comm, samples, wrong):
     """With a finite loss, and without clipping."""

@@ -18,7 +18,7 @@ from pmm3d.errors import MissingPackageError
 from pmm3d.layout import GridShape
 from pmm3d.nn.pipeline.measured import described
 from pmm3d.nn.training.config import checked
-from pmm3d.nn.training.record import device_facts
+from pmm3d.nn.training.record import _earlier, device_facts
 from pmm3d.nn.training.run_file import RunFile
 from pmm3d.text import counted
 from pmm3d.tools.commands import app
@@ -118,6 +118,16 @@ def test_a_run_that_goes_on_or_crashed(run):
     said = words(write_page(run).read_text())
     assert "1 of 6 lines cannot be read and are left out" in said and "run.json is missing" in said
     assert "(1 value not drawn" in said and "Curves" in said and "Collectives" not in said
+
+
+def test_a_killed_run_is_not_finished_and_its_start_broke_off(run, told):
+    """After kill -9 the record says "running", and the lock is still in the folder."""
+    (run / "lock").write_text(json.dumps({"host": "n1", "pid": 4711}))
+    starts = record_of(run)["starts"]
+    said = told(state="running", starts=[*starts[:-1], starts[-1] | {"state": "running"}])
+    assert "not finished" in said and "the lock names process 4711 on n1" in said
+    earlier, _ = _earlier(run / "run.json")
+    assert [start.state for start in earlier] == ["finished", "broke off"]
 
 
 def test_before_the_first_step_there_is_a_page_too(run, told):

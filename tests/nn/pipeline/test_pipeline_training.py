@@ -1,13 +1,12 @@
 """`pmm3d train` with a pipeline in its configuration, compared with the same configuration without one."""
 
-import json
 import signal
 
 import h5py
 import numpy as np
 import pytest
 from loops import given, looped
-from training_runs import RunsHere, fails, signal_at
+from training_runs import fails, signal_at
 
 from pmm3d import Grid, Pmm3dError
 from pmm3d.layout import GridShape
@@ -37,12 +36,6 @@ CUTS = {
 }
 
 
-@pytest.fixture
-def here(shared_path, comm):
-    """Runs on the ranks of the test."""
-    return RunsHere(shared_path, comm)
-
-
 def lines(here, name, key="loss"):
     return [line[key] for line in here.metrics(name) if key in line]
 
@@ -55,28 +48,26 @@ def nearly(found, expected):
     return np.allclose(found, expected, rtol=0, atol=1e-10)
 
 
-def succeeds(here, name, ranks=4, arguments=(), **config):
-    """Train. Assert that the run ended without an error."""
-    done = here.train(here.config(name, **{**OPTIONS, **config}), *arguments, ranks=ranks)
-    assert done.returncode == 0, done.stderr
-    return done
+def finished(here, name, ranks=4, arguments=(), **config):
+    """Train to the end, with OPTIONS where `config` has no others."""
+    return here.finish(here.config(name, **OPTIONS | config), *arguments, ranks=ranks)
 
 
 @four
 def test_a_run_on_stages_is_that_without(here):
     """Losses, weights, figures; one log, one record, one summary."""
-    succeeds(here, "plain", 1, grid='shape = "1x1x1"')
+    finished(here, "plain", 1, grid='shape = "1x1x1"')
     for number, (name, (ranks, grid)) in enumerate(CUTS.items()):
         with given(name=name):
             run = f"run{number}"
-            done = succeeds(here, run, ranks, grid=grid)
+            done = finished(here, run, ranks, grid=grid)
             assert lines(here, run, "step") == lines(here, "plain", "step")
             for key in ("loss", "gradient_norm"):
                 assert nearly(lines(here, run, key), lines(here, "plain", key))
             assert all(map(nearly, lines(here, run, "validation"), lines(here, "plain", "validation")))
             assert nearly(here.weights(run), here.weights("plain"))
             assert done.stdout.count("6 steps, 2 epochs") == 1 and done.stderr.count("training 749 parameters") == 1
-            found = json.loads((here.folder / run / "run.json").read_text())
+            found = here.record(run)
             assert len(found["ranks"]["seconds"]) == ranks and found["network"]["parameters"] == 749
             assert found["network"]["sizes"] == [12, 16, 12, 10, 8, 3] and found["state"] == "finished"
 
@@ -86,14 +77,14 @@ def test_a_run_that_a_signal_ended_goes_on_to_the_same_bits_and_on_other_stages(
     """With dropout, whose random numbers are those of the whole network."""
     options = {"network": OPTIONS["network"] + "\ndropout = 0.2", "training": "epochs = 3"}
     two = {**options, "grid": ONE + 'pipe = 2\nschedule = "zb-h1"'}
-    succeeds(here, "whole", 2, **two)
+    finished(here, "whole", 2, **two)
     for stages, grid in ((2, two["grid"]), (4, ONE + "pipe = 4"), (1, ONE)):
         name = f"on{stages}"
         with given(stages=stages):
             with signal_at(comm, Trainer, "_step", 5):
                 ended = here.train(here.config(name, **{**OPTIONS, **two}), ranks=2)
             assert ended.returncode == 75 and "SIGTERM stopped the run at step 5 of 9" in ended.stdout, ended.stderr
-            done = succeeds(here, name, stages, ("--resume", "auto"), **{**options, "grid": grid})
+            done = finished(here, name, stages, ("--resume", "auto"), **{**options, "grid": grid})
             assert done.stderr.count("resumed /") == 1
             weights, others = here.weights(name), here.weights("whole")
             assert nearly(lines(here, name), lines(here, "whole")) and nearly(weights, others)
@@ -106,7 +97,7 @@ def test_a_run_that_a_signal_ended_goes_on_to_the_same_bits_and_on_other_stages(
 def test_a_checkpoint_that_is_asked_for_while_a_stage_validates(here, comm):
     training = "epochs = 1\ncheckpoint_every = 100\nkeep = 9"
     with signal_at(comm, Trainer, "_step", 2, signal.SIGUSR1):
-        succeeds(here, "run", grid=ONE + "pipe = 4", training=training)
+        finished(here, "run", grid=ONE + "pipe = 4", training=training)
     assert here.checkpoints() == ["step-00000002", "step-00000003"]
 
 
@@ -141,7 +132,7 @@ def test_predictions_and_exports_of_a_run_on_stages(here, comm):
         table.write_text(str(one_f_one_b(4, 4)))
     comm.barrier()
     for name, ranks, grid in (("plain", 1, ONE), ("staged", 4, ONE + f'pipe = 4\nschedule = "{table}"')):
-        succeeds(here, name, ranks, grid=grid)
+        finished(here, name, ranks, grid=grid)
     comm.barrier()
     if comm.rank == 0:
         table.unlink()
@@ -165,12 +156,12 @@ def test_predictions_and_exports_of_a_run_on_stages(here, comm):
 def test_auto_shares_out_the_ranks_that_pipe_leaves(here):
     """It also chooses the schedule, if none is named."""
     auto = 'shape = "auto"\nmicro_batches = 4\npipe = '
-    succeeds(here, "plain", 1, grid=ONE)
+    finished(here, "plain", 1, grid=ONE)
     for name, grid in (("any", auto + "2"), ("named", auto + '2\nschedule = "gpipe"')):
         with given(name=name):
-            done = succeeds(here, name, grid=grid)
+            done = finished(here, name, grid=grid)
             assert done.stderr.count("grid.shape = auto: ") == 1
-            found = json.loads((here.folder / name / "run.json").read_text())
+            found = here.record(name)
             assert GridShape(**found["grid"]).size == 4 and found["grid"]["pipe"] == 2
             schedule = found["settings"]["grid"]["schedule"]
             assert schedule == "gpipe" if name == "named" else schedule.removesuffix("-2") in schedule_names()

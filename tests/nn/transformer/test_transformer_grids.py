@@ -34,7 +34,7 @@ OPTIONS = [{}, {"activations": "sharded"}]
 LOSS = partial(nn.cross_entropy, ignore_index=IGNORED)
 
 
-def on_grids(comm, body, grids=None):
+def on_axes(comm, body, grids=None):
     """body(number, grid) on each grid of this number of ranks."""
     for number, axes in enumerate(all_grids(comm.size) if grids is None else grids):
         sizes = dict(axes)
@@ -106,7 +106,7 @@ def test_logits_losses_and_gradients_are_those_of_torch(comm, name):
                 assert_as_torch(grid, case, expected[case.layers], **options)
 
     grids = all_grids(comm.size)
-    on_grids(comm, check, grids if all_tests else grids[[*CASES].index(name) % 2 :: 2])
+    on_axes(comm, check, grids if all_tests else grids[[*CASES].index(name) % 2 :: 2])
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
@@ -123,7 +123,7 @@ def test_steps_of_adamw_from_the_initial_weights_are_those_of_torch(comm, name):
         for name, parameter in net.named_parameters().items():
             assert np.abs(to_numpy(parameter.gather()) - weights[name]).max() < 1e-8, name
 
-    on_grids(comm, check, [{"x": comm.size}, {"z": comm.size}, {"data": comm.size}])
+    on_axes(comm, check, [{"x": comm.size}, {"z": comm.size}, {"data": comm.size}])
 
 
 # Refused networks and inputs, and unusual ones that are right
@@ -174,7 +174,7 @@ def test_networks_that_cannot_be(comm, fails):
                 sizes = {**(SIZES if kind == "Llama" else GPT), **options}
                 fails(Pmm3dError, text, lambda: getattr(nn, kind)(grid, **sizes))
 
-    on_grids(comm, check, GRIDS[comm.size])
+    on_axes(comm, check, GRIDS[comm.size])
 
 
 RIGHT_TOKENS = np.arange(12)[:, None] % 11
@@ -201,7 +201,7 @@ def test_tokens_and_labels_that_cannot_be(comm, fails):
         for wrong in (RIGHT_TOKENS * 1.0, np.hstack(2 * [RIGHT_TOKENS]), RIGHT_TOKENS[:6]):
             fails(LayoutError, "documents must be integers, 12 x 1", lambda: net(right, tokens_of(grid, wrong)))
 
-    on_grids(comm, check, GRIDS[comm.size])
+    on_axes(comm, check, GRIDS[comm.size])
 
 
 @pytest.mark.parallel([2])
@@ -240,7 +240,7 @@ def test_small_sizes_are_right(comm, name):
     def check(number, grid):
         assert_as_torch(grid, RIGHT[name], expected, activations=("replicated", "sharded")[number % 2])
 
-    on_grids(comm, check, [*({axis: comm.size} for axis in ("x", "y", "z", "seq")), *GRIDS[comm.size]])
+    on_axes(comm, check, [*({axis: comm.size} for axis in ("x", "y", "z", "seq")), *GRIDS[comm.size]])
 
 
 @looped("kind", ["GPT", "Llama"])
@@ -258,7 +258,7 @@ def test_no_sequences(comm, kind):
         total.backward()
         assert total.item() == 0 and not any(parameter.grad.gather().any() for parameter in net.parameters())
 
-    on_grids(comm, check, GRIDS[comm.size])
+    on_axes(comm, check, GRIDS[comm.size])
 
 
 # Settings that do not change the result
@@ -309,7 +309,7 @@ def test_orders_and_ways_along_seq_are_those_of_torch(comm, name):
                     orders = ("plain" if own else order, order if parallel == "ring" else "plain")
                     assert_same(backward(grid, case, net, orders=orders), expected)
 
-    on_grids(comm, check, LONG_GRIDS[comm.size])
+    on_axes(comm, check, LONG_GRIDS[comm.size])
 
 
 @looped("name, case", LONG.items())
@@ -324,7 +324,7 @@ def test_packed_documents_are_those_of_torch(comm, name, case):
         packed = spread(grid, documents, token_layout(grid, case.sequence)) if number == 1 else documents
         assert_same(backward(grid, case, fill(case.make(grid, **options)), documents=packed), expected)
 
-    on_grids(comm, check, [*LONG_GRIDS[comm.size], {"y": 2, "z": comm.size // 2}])
+    on_axes(comm, check, [*LONG_GRIDS[comm.size], {"y": 2, "z": comm.size // 2}])
 
 
 def test_dropout_is_the_same_on_every_grid(comm):
@@ -341,7 +341,7 @@ def test_dropout_is_the_same_on_every_grid(comm):
             with given(activations=activations):
                 assert_same(backward(grid, case, fill(case.make(grid, activations=activations, **options))), expected)
 
-    on_grids(comm, check, [*LONG_GRIDS[comm.size], {"x": 2, "y": comm.size // 2}, {"z": 2, "data": comm.size // 2}])
+    on_axes(comm, check, [*LONG_GRIDS[comm.size], {"x": 2, "y": comm.size // 2}, {"z": 2, "data": comm.size // 2}])
 
 
 @looped("case", [Case(layers=3), CASES["llama, tied, window"]])
@@ -356,7 +356,7 @@ def test_recomputation_has_the_same_bits(comm, case):
                 assert again[0] == plain[0] and np.array_equal(again[1], plain[1])
                 assert bits(again[2]) == bits(plain[2])
 
-    on_grids(comm, check, [LONG_GRIDS[comm.size][1], {"x": 2, "y": comm.size // 2}])
+    on_axes(comm, check, [LONG_GRIDS[comm.size][1], {"x": 2, "y": comm.size // 2}])
 
 
 @looped("name", ["gpt", "llama, tied, window"])
@@ -369,7 +369,7 @@ def test_torch_arrays_are_those_of_torch(comm, name):
         assert_as_torch(grid, case, expected, "torch", activations=("replicated", "sharded")[number % 2])
 
     half = comm.size // 2
-    on_grids(comm, check, [{"x": 2, "seq": half}, {"y": 2, "data": half}, {"z": 2, "pipe": half}])
+    on_axes(comm, check, [{"x": 2, "seq": half}, {"y": 2, "data": half}, {"z": 2, "pipe": half}])
 
 
 def test_single_precision_is_near(comm):
@@ -393,4 +393,4 @@ def test_single_precision_is_near(comm):
                     slope = np.asarray(to_numpy(parameter.grad.gather()), "float64")
                     assert np.abs(slope - gradients[name]).max() < close * (1 + np.abs(gradients[name]).max()), name
 
-    on_grids(comm, check, [LONG_GRIDS[comm.size][1]])
+    on_axes(comm, check, [LONG_GRIDS[comm.size][1]])

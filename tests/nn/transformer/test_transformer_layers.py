@@ -1,7 +1,5 @@
 """Embeddings, rotary positions and networks of blocks: exact, on every grid, in stages, packed; refused arguments."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 from differences import assert_gradients_are_differences
@@ -17,9 +15,6 @@ from pmm3d.nn.transformer import embedding, rotary, token_layout
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
 
 FEATURES, ROWS = 5, 12
-SIZES = {"vocabulary": 11, "layers": 2, "hidden": 12, "heads": 3, "seed": 3, "dtype": "float64"}
-GPT = partial(nn.GPT, positions=8, **SIZES)
-LLAMA = partial(nn.Llama, mlp=10, kv_heads=1, **SIZES)
 
 
 def tokens_of(vocabulary, rows=ROWS, step=0):
