@@ -1,4 +1,5 @@
-"""Tests that loop over process grids: one item for each number of ranks. An error message contains the grid."""
+"""Tests of products and collectives that loop over process grids: one item for each number of ranks. An error message
+contains the grid. Tests of networks use `networks.over_grids`."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_what_may_never_end_is_aborted(comm, grid, monkeypatch):
     queue.held, connected = True, grid.y._nccl._last
     while grid.y._nccl._last is connected:
         pending.test()
-    grid.y.close()
+    grid.y._close()
     assert (standin_nccl.NcclCommunicator.aborted, standin_nccl.NcclCommunicator.made) == (1, 0)
     queue.held = False
     pending.wait()
