@@ -202,6 +202,7 @@ def report_of(done):
     return done.stderr.partition(HANGS)[2]
 
 
+@pytest.mark.nightly
 def test_a_rank_that_answers_is_noted_with_its_stack_and_the_job_goes_on(shared):
     """Rank 3 waits in an MPI call of the user longer than the limit, until rank 0 has logged it. It is logged once."""
     assert [same for _, same in shared["a rank answers"]] == [True] * 4

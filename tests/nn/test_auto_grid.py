@@ -37,6 +37,7 @@ def test_the_weights_are_those_of_the_grid_named(here, ranks):
     assert bits(here.weights(f"auto{ranks}")) == bits(here.weights(f"named{ranks}"))
 
 
+@pytest.mark.nightly
 @pytest.mark.parallel([4])
 def test_a_resumed_run_takes_the_grid_of_its_ranks_and_is_predicted_with(here, comm):
     here.finish(here.config(**AUTO))

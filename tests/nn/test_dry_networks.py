@@ -142,6 +142,7 @@ def gpt(grid, **options):
     return net, nn.cross_entropy, (tokens, tokens)
 
 
+@pytest.mark.nightly
 @pytest.mark.parallel([4], thorough=[1, 2])
 @looped(
     "number, name, make, options",

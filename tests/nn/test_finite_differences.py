@@ -128,6 +128,7 @@ def gradients(grid, recompute, batches, deferred):
     return bits(gradients_of(net))
 
 
+@pytest.mark.nightly
 @over_grids(GRIDS)
 @looped("batches", [1, 2])
 @looped("recompute", [False, True])

@@ -155,6 +155,7 @@ def test_training_on_a_device_is_that_on_the_host(comm, number, case, options):
         on_streams(comm, check, [("direct", "staged")[number // 2]], [PRESETS[4][number]])
 
 
+@pytest.mark.nightly
 @pytest.mark.parallel([2], thorough=[4])
 def test_what_is_overlapped_changes_no_bit_on_a_device(comm, monkeypatch):
     """Also if the helper thread runs during each computation, however short."""
@@ -172,6 +173,7 @@ def test_what_is_overlapped_changes_no_bit_on_a_device(comm, monkeypatch):
     on_streams(comm, check, grids={2: PRESETS[2], 4: [("megatron", 2), ("1x2x2", 1)]}[comm.size])
 
 
+@pytest.mark.nightly
 @pytest.mark.parallel([4], thorough=[1])
 def test_a_checkpoint_of_a_device_goes_on_to_the_same_bits(comm, shared_path):
     """On the host, the weights agree to rounding."""

@@ -116,6 +116,7 @@ def stepped(grid, dtype, library, start, *gradients):
     return master[0] if master else to_numpy(weight.gather(), library)
 
 
+@pytest.mark.nightly
 @pytest.mark.parallel([4], thorough=[1])
 @looped("dtype, library, error", PRECISIONS)
 def test_a_weight_of_each_precision(grid, dtype, library, error):

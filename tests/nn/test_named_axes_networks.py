@@ -34,6 +34,7 @@ def trained(grid, case, rows, shard_over_data=False, **options):
     return losses, net
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("activations", nn.dense.ACTIVATIONS)
 @looped("case", [CLASSES, VECTORS])
 def test_training_is_the_same_with_a_further_axis(comm, activations, case):

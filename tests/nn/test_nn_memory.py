@@ -65,12 +65,14 @@ RELU = CASE._replace(activation="relu", norm=False, loss="cross_entropy")
 LAST = over_grids(lambda ranks: GRIDS[ranks][-1:])
 
 
+@pytest.mark.nightly
 @over_grids(lambda ranks: GRIDS[ranks][:2])
 def test_the_steady_state_of_training_allocates_nothing_large(grid):
     """For vectors, with a state sharded over data, and with clipping."""
     assert_steady(grid, CASE)
 
 
+@pytest.mark.nightly
 @looped("case, options", [(RELU, {}), (CASE, {"dropout": 0.1, "recompute": True})])
 @LAST
 def test_other_networks_allocate_nothing_large_either(grid, case, options):

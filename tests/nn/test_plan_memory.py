@@ -54,6 +54,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_rank_holds_what_its_plan_says(comm, name):
     network = {"hidden": [256, 320, 256], "library": TESTED, **OPTIONS[name].get("network", {})}

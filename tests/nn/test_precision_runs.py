@@ -170,6 +170,7 @@ def test_steps_that_overflow_are_counted_and_the_scale_goes_on(comm, data):
         assert again.state.scale.good == before["good"] + 9
 
 
+@pytest.mark.nightly
 @pytest.mark.parallel([4])
 def test_as_much_is_learned_as_in_float32(comm, data):
     """With the state sharded over data, and weights over z."""

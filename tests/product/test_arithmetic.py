@@ -157,6 +157,7 @@ def test_low_precision_is_rounded_once(some_grid):
     assert a.norm() == np.sqrt(9 * 2050.0**2) and a.trace() == 6150 and a.inner(b) == 9 * 2050 * 683
 
 
+@pytest.mark.nightly
 @pytest.mark.parallel([1, 4], thorough=[2, 6])
 @each_grid
 def test_numbers_of_all_layouts(grid, comm):

@@ -37,6 +37,7 @@ def test_all_layouts(grid):
         assert_is(syrk(a.T, alpha=-2), -2 * whole.T @ whole, a, whole)
 
 
+@pytest.mark.nightly
 @pytest.mark.parallel([4], thorough=[1, 2, 6])
 @each_grid
 def test_into_matrices_of_all_layouts_by_either_triangle(grid):

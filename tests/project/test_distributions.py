@@ -99,6 +99,7 @@ def test_the_wheel_is_the_package_and_the_sdist_can_build_it_and_the_c_library(b
         assert not any(os.fsencode(place) in text for place in (ROOT, built.folder, Path.home())), name
 
 
+@pytest.mark.nightly
 def test_the_wheel_works_in_an_empty_environment(built):
     """An environment with only pmm3d. A path file gives access to the packages of this environment, without a link to
     the clone."""

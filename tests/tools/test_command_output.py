@@ -221,6 +221,7 @@ JSON = {
 """Arguments of every command with --json."""
 
 
+@pytest.mark.nightly
 def test_json_goes_to_standard_output_with_nothing_else(on_ranks, tmp_path):
     (tmp_path / "train.toml").write_text("[data]\nfile = 'x.h5'\nbatch_size = 8\n[network]\nhidden = [4]\n")
     with_json = {words for words, each in every_command() if any("--json" in option.opts for option in each.params)}

@@ -93,6 +93,7 @@ def alone(task, cwd, *arguments, path=(), **variables):
     )
 
 
+@pytest.mark.nightly
 def test_the_launcher_of_another_mpi_is_named_once(tmp_path):
     """The first task reports it."""
     silent, done = (alone(task, tmp_path, "--json", f"{task}.json", SLURM_STEP_NUM_TASKS="4") for task in (2, 0))
@@ -102,6 +103,7 @@ def test_the_launcher_of_another_mpi_is_named_once(tmp_path):
     assert "SLURM_STEP_NUM_TASKS=4" in done.stdout and "srun --mpi=" in done.stdout
 
 
+@pytest.mark.nightly
 def test_an_mpi_that_cannot_start_is_reported_by_the_first_task(tmp_path):
     """With a launcher of another MPI than the installed wheel, MPI_Init would end the process. An mpi4py without a
     library raises an error."""

@@ -212,6 +212,7 @@ GPT_96 = "gpt --layers 96 --hidden 16384 --heads 128 --sequence 2048 --batch 819
 CUBE_64K = "product --m 65536 --n 65536 --k 65536".split()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "arguments, owner, name, least, most",
     [

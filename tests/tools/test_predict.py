@@ -164,6 +164,7 @@ def test_export_replaces_what_it_is_told_to_and_follows_no_link(pmm3d, trained, 
     assert (tmp_path / "precious").read_text() == "mine" and not (tmp_path / "run.safetensors").is_symlink()
 
 
+@pytest.mark.nightly
 def test_predictions_do_not_depend_on_ranks_grids_and_batches(pmm3d, trained, tmp_path):
     trained("hidden = [8, 7]\nnorm = true\ndropout = 0.5", grid='[grid]\nshape = "2x1x1"', ranks=2)
     whole = None

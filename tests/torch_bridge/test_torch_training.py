@@ -130,6 +130,7 @@ def test_a_transformer_block_has_the_gradients_of_the_plain_one(comm):
     on_each_grid(comm, check)
 
 
+@pytest.mark.nightly
 @pytest.mark.parallel([4])
 def test_overlaps_and_checkpoints_change_no_bit(comm):
     """Without the overlaps; with weights that are gathered again in the backward pass; with one copy of them; with
@@ -358,6 +359,7 @@ PENALTIES = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parallel([1, 4], thorough=[2, 8])
 def test_a_penalty_on_weights_learns_as_in_plain_torch(comm):
     """In the loss, in a backward pass of its own, and returned by the model; with SGD, and with AdamW, whose gradients

@@ -53,6 +53,7 @@ def finished(here, name, ranks=4, arguments=(), **config):
     return here.finish(here.config(name, **OPTIONS | config), *arguments, ranks=ranks)
 
 
+@pytest.mark.nightly
 @four
 def test_a_run_on_stages_is_that_without(here):
     """Losses, weights, figures; one log, one record, one summary."""
@@ -72,6 +73,7 @@ def test_a_run_on_stages_is_that_without(here):
             assert found["network"]["sizes"] == [12, 16, 12, 10, 8, 3] and found["state"] == "finished"
 
 
+@pytest.mark.nightly
 @four
 def test_a_run_that_a_signal_ended_goes_on_to_the_same_bits_and_on_other_stages(here, comm):
     """With dropout, whose random numbers are those of the whole network."""
@@ -152,6 +154,7 @@ def test_predictions_and_exports_of_a_run_on_stages(here, comm):
     assert exported[0].read_bytes() == exported[1].read_bytes()
 
 
+@pytest.mark.nightly
 @four
 def test_auto_shares_out_the_ranks_that_pipe_leaves(here):
     """It also chooses the schedule, if none is named."""

@@ -111,6 +111,7 @@ def test_ranks_that_share_sequences_compute_dense_attention(comm, parallel):
     on_ranks(comm, (3, 8), check)
 
 
+@pytest.mark.nightly
 @eight
 @pytest.mark.parametrize("order", ["plain", "zigzag"])
 @looped(
@@ -192,6 +193,7 @@ def test_masked_blocks_are_neither_computed_nor_received(comm, monkeypatch):
         assert grid.ledger.total(axis="seq").received == chunk * (comm.rank > 0)
 
 
+@pytest.mark.nightly
 @eight
 @looped(
     "shape, data, axes",

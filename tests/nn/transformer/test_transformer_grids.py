@@ -233,6 +233,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", RIGHT)
 def test_small_sizes_are_right(comm, name):
     expected = by_rank_0(comm, lambda: of_torch(RIGHT[name]))
@@ -293,6 +294,7 @@ def assert_same(found, expected):
     assert largest_difference(found[2], expected[2]) < 1e-12
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", LONG)
 def test_orders_and_ways_along_seq_are_those_of_torch(comm, name):
     """The order is that of the layout of tokens; or the network brings tokens into its own one. Labels may have another
@@ -327,6 +329,7 @@ def test_packed_documents_are_those_of_torch(comm, name, case):
     on_axes(comm, check, [*LONG_GRIDS[comm.size], {"y": 2, "z": comm.size // 2}])
 
 
+@pytest.mark.nightly
 def test_dropout_is_the_same_on_every_grid(comm):
     """Dropout of embeddings, of weights of attention and of both results. Masks depend on the row and column in the
     batch."""
@@ -344,6 +347,7 @@ def test_dropout_is_the_same_on_every_grid(comm):
     on_axes(comm, check, [*LONG_GRIDS[comm.size], {"x": 2, "y": comm.size // 2}, {"z": 2, "data": comm.size // 2}])
 
 
+@pytest.mark.nightly
 @looped("case", [Case(layers=3), CASES["llama, tied, window"]])
 def test_recomputation_has_the_same_bits(comm, case):
     """With dropout, whose masks are drawn again."""
