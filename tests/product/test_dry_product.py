@@ -207,7 +207,11 @@ def test_matrices_with_and_without_data_are_not_mixed(comm):
             (GridError, "not over the same processes", lambda: b.redistribute(Layout(), dry)),
             (Pmm3dError, r"belong to their Grid\.dry", lambda: DistMatrix.from_local(grid, a.local, (3, 3))),
             (LayoutError, "the shard here has shape", lambda: DistMatrix.from_local(dry, np.ones((3, 4)), (3, 3))),
-            (DTypeError, "matrices have the types", lambda: DistMatrix.random(dry, (3, 3), dtype="bfloat16")),
+            (
+                DTypeError,
+                "matrices have the types",
+                lambda: DistMatrix.random(dry, (3, 3), dtype="bfloat16", library="numpy"),
+            ),
         ):
             with given(text=text), pytest.raises(kind, match=text):
                 call()
