@@ -13,6 +13,7 @@ from torch_reference import by_rank_0
 
 from pmm3d import Grid, Pmm3dError, nn
 from pmm3d.layout import Layout, batch_layout
+from pmm3d.nn.training.evaluation import loss_named
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
 
@@ -137,3 +138,9 @@ def test_what_is_refused(comm, fails):
             (lambda: nn.cross_entropy(x, y), "row 1 .* label -1; .* 0 to 4$"),
         ):
             fails(Pmm3dError, text, call)
+
+
+def test_what_is_no_loss_is_refused_with_the_names_of_losses():
+    for wrong in ("huber", 3, None):
+        with given(wrong=wrong), pytest.raises(Pmm3dError, match="must be cross_entropy, mse, mae or a function"):
+            loss_named(wrong)
