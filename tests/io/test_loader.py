@@ -19,6 +19,8 @@ from samples import TESTED, to_numpy
 
 from pmm3d import DataError, Grid, LayoutError, Pmm3dError
 from pmm3d.io import DataSet
+from pmm3d.io.reader import Plan
+from pmm3d.io.split import RowSet
 from pmm3d.layout import GridShape, batch_layout
 
 pytestmark = [pytest.mark.parallel([2], thorough=[1, 4]), pytest.mark.deadline(240)]
@@ -234,6 +236,11 @@ def test_fetching_and_taking_send_nothing(some_grid, path):
         halves.next_epoch()  # without the batches that were read ahead
         epoch_of(whole)
         assert halves.epoch == whole.epoch == 3 and epoch_of(halves) == epoch_of(whole)
+
+
+def test_a_batch_of_few_rows_has_a_micro_batch_for_each_row():
+    for rows, pieces in ((9, [range(8, 9)]), (10, [range(8, 9), range(9, 10)]), (16, [range(8, 11), range(11, 14)])):
+        assert Plan(RowSet(0, rows, rows), 8, False, 0, False).pieces(1, 3)[:2] == pieces
 
 
 @pytest.mark.parametrize("micro_batches", [3, 8])
