@@ -71,6 +71,19 @@ def fails(comm):
 
 
 @pytest.fixture
+def all_fail(fails):
+    """all_fail(case, ...): check each case (kind, text, call) by `fails`."""
+    from loops import given
+
+    def check(*cases):
+        for kind, text, call in cases:
+            with given(text=text):
+                fails(kind, text, call)
+
+    return check
+
+
+@pytest.fixture
 def here(shared_path, comm):
     """Runs of `pmm3d train` on the ranks of the test."""
     from training_runs import RunsHere

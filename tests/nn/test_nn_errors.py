@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from loops import given, looped
+from loops import looped
 from networks import (
     CLASSES,
     EVEN,
@@ -40,18 +40,6 @@ def grid(comm):
         assert np.isfinite(train(grid, EVEN, 2)[0]).all()
 
 
-@pytest.fixture
-def refused(fails):
-    """refused((error class, words of the text, call), ...): Check that every rank raises each error."""
-
-    def check(*cases):
-        for kind, words, call in cases:
-            with given(words=words):
-                fails(kind, words, call)
-
-    return check
-
-
 def tensor(grid, rows=6, cols=5, **options):
     return nn.Tensor(DistMatrix.random(grid, (rows, cols), layout=INPUT), **options)
 
@@ -61,17 +49,17 @@ def labels(grid, *values, dtype=int):
 
 
 @pytest.mark.parallel([4], thorough=[1, 2])  # on 4 ranks, rows are split over data
-def test_labels_that_fit_no_class(grid, refused):
+def test_labels_that_fit_no_class(grid, all_fail):
     logits, real = tensor(grid), labels(grid, *[1.0] * 6, dtype=float)
     for loss in (nn.cross_entropy, nn.accuracy):
         of = lambda *values, **options: partial(loss, logits, labels(grid, *values, **options))
-        refused(
+        all_fail(
             (Pmm3dError, "row 0 of the batch has the label 5; .* 5 outputs.* 0 to 4", of(5, 0, 0, 0, 0, 0)),
             (Pmm3dError, "row 5 of the batch has the label 5", of(0, 0, 0, 0, 0, 5)),
             (Pmm3dError, "row 3 of the batch has the label -1", of(0, 0, 0, -1, 0, 0)),
             (Pmm3dError, "row 1 of the batch has the label 7", of(0, 7, 0, 0, 9, 8)),
         )
-    refused(
+    all_fail(
         (Pmm3dError, "labels are integers; got float64", lambda: nn.cross_entropy(logits, real)),
         (LayoutError, "DistMatrix, .* got a ndarray", lambda: nn.cross_entropy(logits, np.zeros((6, 1)))),
         (LayoutError, r"labels of shape \(6, 1\)", lambda: nn.cross_entropy(logits, labels(grid, 1, 2))),
@@ -80,7 +68,7 @@ def test_labels_that_fit_no_class(grid, refused):
 
 
 @pytest.mark.parallel([1])
-def test_options_that_are_numbers_of_numpy(grid, refused):
+def test_options_that_are_numbers_of_numpy(grid, all_fail):
     """As the same numbers of Python. Texts are refused, also if they contain a number."""
     others = {"norm": np.bool_(True), "bias": np.bool_(False), "dropout": np.float32(0.5), "recompute": np.int64(2)}
     plain = {name: value.item() for name, value in others.items()}
@@ -88,18 +76,18 @@ def test_options_that_are_numbers_of_numpy(grid, refused):
     assert str(made) == str(expected) and made.random_state() == expected.random_state()
     for norm in (nn.LayerNorm, nn.RMSNorm):
         assert type(norm(grid, np.int64(3), np.float64(0.5)).eps) is float
-        refused(*((Pmm3dError, "eps is a number", partial(norm, grid, 3, eps)) for eps in (-1, "1e-5", float("nan"))))
-    refused(
+        all_fail(*((Pmm3dError, "eps is a number", partial(norm, grid, 3, eps)) for eps in (-1, "1e-5", float("nan"))))
+    all_fail(
         (Pmm3dError, "p must be at least 0", lambda: nn.Dropout(grid, "0.5")),
         (LayoutError, "rotary_base must be", lambda: nn.Attention(grid, 4, 2, rotary_base="1e6")),
     )
 
 
 @some
-def test_shapes_that_do_not_fit(grid, refused):
+def test_shapes_that_do_not_fit(grid, all_fail):
     x, wide, layer = tensor(grid), tensor(grid, 6, 7), nn.Linear(grid, 7, 3, dtype="float64")
     norm, narrow = nn.LayerNorm(grid, 7, dtype="float64"), nn.Linear(grid, 5, 4, dtype="float64")
-    refused(
+    all_fail(
         (LayoutError, "linear: the input has 5 columns, the weight 7 rows", lambda: layer(x)),
         (LayoutError, "add: 6 x 5 and 6 x 7", lambda: x + wide),
         (LayoutError, "subtract: 6 x 5 and 6 x 7", lambda: x - wide),
@@ -115,11 +103,11 @@ def test_shapes_that_do_not_fit(grid, refused):
 
 
 @some
-def test_layers_that_cannot_be(grid, refused):
+def test_layers_that_cannot_be(grid, all_fail):
     net = nn.MLP(grid, [4, 4, 2], activation="gelu", dropout=0.5)
     assert net.layers[1] is nn.gelu
     below_1 = "must be at least 0 and below 1"
-    refused(
+    all_fail(
         *(
             (LayoutError, "Linear: .* whole number, at least 1", partial(nn.Linear, grid, *sizes))
             for sizes in ((0, 3), (3, 0), (3, -1), (2.5, 3))
@@ -142,7 +130,7 @@ def test_layers_that_cannot_be(grid, refused):
 
 
 @some
-def test_a_shared_weight_determines_the_layer(grid, refused):
+def test_a_shared_weight_determines_the_layer(grid, all_fail):
     weight = nn.Linear(grid, 5, 4, dtype="float64", cols="x", unit=2).weight
     layer, of_y = nn.Linear(grid, 5, 4, weight=weight), nn.Linear(grid, 5, 4).weight
     assert layer(tensor(grid)).shape == (6, 4) and layer.weight is weight
@@ -151,7 +139,7 @@ def test_a_shared_weight_determines_the_layer(grid, refused):
         assert nn.Linear(grid, 5, 4, weight=weight, **same).bias.dtype == "float64"
     other = "numpy" if weight.library.kind != "numpy" else "torch"
     linear = lambda weight=weight, **options: lambda: nn.Linear(grid, 5, 4, weight=weight, **options)
-    refused(
+    all_fail(
         (Pmm3dError, "deviation=0.1 is for initial values", linear(deviation=0.1)),
         (LayoutError, "leave cols and unit out", linear(unit=4)),
         (LayoutError, "leave cols and unit out", linear(of_y, cols="x")),
@@ -162,17 +150,17 @@ def test_a_shared_weight_determines_the_layer(grid, refused):
         (LayoutError, "the shared weight is a vector", linear(layer.bias)),
     )
     with Grid(grid.comm, "ddp") as foreign:
-        refused((GridError, "is on another grid", lambda: nn.Linear(foreign, 5, 4, weight=weight)))
+        all_fail((GridError, "is on another grid", lambda: nn.Linear(foreign, 5, 4, weight=weight)))
 
 
 @some
-def test_arguments_that_would_have_no_effect(grid, refused, shared_path):
+def test_arguments_that_would_have_no_effect(grid, all_fail, shared_path):
     net, other = nn.Linear(grid, 3, 2), nn.Linear(grid, 3, 2)
     nn.exchange.export_torch(net, path := shared_path / "x.safetensors")
     optimizer = optim.Adam(other.parameters())
     of_one = optimizer if grid.rank == 0 else optim.Adam(net.parameters())
     lost = "changes no parameter of the network"
-    refused(
+    all_fail(
         (Pmm3dError, lost, lambda: nn.exchange.import_torch(net, path, optimizer)),
         (Pmm3dError, lost, lambda: nn.exchange.load_weights(net, path, optimizer)),
         (LayoutError, "got 'zagzig'", lambda: nn.Embedding(grid, 5, 4, order="zagzig")),
@@ -193,13 +181,13 @@ def test_a_grid_with_idle_ranks_has_no_networks(comm, fails):
 
 
 @some
-def test_backward_passes_that_cannot_be(grid, refused):
+def test_backward_passes_that_cannot_be(grid, all_fail):
     x = tensor(grid, requires_grad=True)
     with nn.no_grad(grid):
-        refused((Pmm3dError, "needs a gradient", lambda: nn.mse(x, tensor(grid)).backward()))
+        all_fail((Pmm3dError, "needs a gradient", lambda: nn.mse(x, tensor(grid)).backward()))
     loss = nn.mse(x, tensor(grid))
     loss.backward()
-    refused(
+    all_fail(
         (LayoutError, "backward starts from a loss, .* which is 6 x 5", lambda: nn.relu(x).backward()),
         (LayoutError, "must have one element; this one is 6 x 5", lambda: x.item()),
         (Pmm3dError, "needs a gradient", lambda: nn.mse(tensor(grid), tensor(grid)).backward()),
@@ -208,9 +196,9 @@ def test_backward_passes_that_cannot_be(grid, refused):
 
 
 @some
-def test_layers_without_a_grid(grid, refused):
+def test_layers_without_a_grid(grid, all_fail):
     layer, text = nn.Linear(grid, 4, 4), ": the first argument is the Grid; got a "
-    refused(
+    all_fail(
         (GridError, f"Sequential{text}", lambda: nn.Sequential(layer, nn.gelu, layer)),
         (GridError, f"Dropout{text}", lambda: nn.Dropout(0.1)),
         (GridError, f"Linear{text}", lambda: nn.Linear(3, 4, 5)),
@@ -220,7 +208,7 @@ def test_layers_without_a_grid(grid, refused):
 
 
 @some
-def test_optimizers_that_cannot_be(grid, refused):
+def test_optimizers_that_cannot_be(grid, all_fail):
     weights, not_below_0 = network_of(grid, EVEN).parameters(), "needed is a number of at least 0"
     of = lambda kind, *given, **options: lambda: getattr(optim, kind)(*(given or (weights, 0.1)), **options)
     one, rest, sgd = weights[:1], weights[1:], optim.SGD(weights, 0.1)
@@ -243,14 +231,14 @@ def test_optimizers_that_cannot_be(grid, refused):
         ("clip: .* positive number, or None.*; got 0", lambda: sgd.clip(0)),
         ("the state is of SGD; this optimizer is Adam", lambda: optim.Adam(weights, 0.1).load_state(sgd.state())),
     ]
-    refused(*((Pmm3dError, text, call) for text, call in cases))
+    all_fail(*((Pmm3dError, text, call) for text, call in cases))
 
 
 @some
-def test_parameters_take_what_fits(grid, refused):
+def test_parameters_take_what_fits(grid, all_fail):
     weight, whole = nn.Linear(grid, 4, 3, dtype="float64").weight, np.arange(12.0).reshape(4, 3)
     other, single = DistMatrix.empty(grid, (3, 4)), DistMatrix.empty(grid, (4, 3), dtype="float32")
-    refused(
+    all_fail(
         (LayoutError, r"parameter is \(4, 3\) float64; got \(3, 4\)", lambda: weight.assign(other)),
         (LayoutError, "got .* float32", lambda: weight.assign(single)),
     )
