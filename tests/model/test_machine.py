@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from loops import looped
+from threadpoolctl import threadpool_info
 
 from pmm3d.arrays import library_named
 from pmm3d.arrays.blas_choice import blas_here
@@ -87,6 +88,10 @@ def test_torch_arrays_are_multiplied_by_a_blas_of_torchs_own():
         torch.get_num_threads(),
     )
     assert machine.blas_of(library_named("numpy")) == blas_here()
+
+
+def test_the_version_of_the_blas_is_that_of_its_library():
+    assert blas_here().version in {library["version"] for library in threadpool_info()}
 
 
 def test_arrays_of_a_device_are_multiplied_by_cublas_which_has_no_threads(monkeypatch):

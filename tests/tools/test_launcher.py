@@ -412,6 +412,23 @@ def test_an_mpiexec_that_stays_is_ended_with_the_code_of_its_ranks(
     assert found == code and words in said
 
 
+LEAVES = """
+rank = subprocess.Popen(["sh", "-c", "sleep {}; touch over"], env=os.environ | {{"PMIX_RANK": "0"}})
+time.sleep(1)
+"""
+
+
+@looped("grace, seconds, ended", [(20, 2, True), (0.5, 100, False)])
+def test_ranks_that_mpiexec_left_behind_may_end_within_the_grace_time(
+    run_mpiexec, monkeypatch, tmp_path, grace, seconds, ended
+):
+    monkeypatch.setattr(job_module, "GRACE_SECONDS", grace)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "over").unlink(missing_ok=True)
+    _, said = run_mpiexec(LEAVES.format(seconds), 60)
+    assert (tmp_path / "over").exists() == ended == ("The launcher kills them" not in said), said
+
+
 def test_an_mpiexec_whose_output_is_not_read_yet_may_stay(tmp_path):
     """For example, with a pager. The output of the ranks has not been read."""
     mpiexec = fake_mpiexec(
