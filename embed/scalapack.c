@@ -13,6 +13,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "embedded.h"
 #include "pmm3d.h"
 
 void Cblacs_gridinfo(int context, int *rows, int *columns, int *row, int *column);
@@ -153,7 +154,7 @@ static Known *known_as(MPI_Comm comm, int rows, int columns) {
             free(made);
             return each;
         }
-    if (pmm3d_context(comm, rows, columns, 'R', &made->context)) {
+    if (pmm3d_lasting_context(comm, rows, columns, &made->context)) {
         pmm3d_last_error(made->why_not, TEXT);
         made->alone = !pmm3d_error_everywhere();
     }
@@ -201,7 +202,7 @@ static void multiply(const Call *call) {
         return;
     }
     pmm3d_last_error(text, sizeof text);
-    if (pmm3d_error_everywhere() || code == PMM3D_ERROR_FINALIZED) by_scalapack(call, text);
+    if (pmm3d_error_everywhere()) by_scalapack(call, text);
     else give_up(call, text);
 }
 
