@@ -17,6 +17,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "embedded.h"
 #include "pmm3d.h"
 
 void Cblacs_gridinfo(int context, int *rows, int *columns, int *row, int *column);
@@ -231,8 +232,8 @@ static double below_here(void) {
     if (!asked || !*asked) return DEFAULT_BELOW;
     double below = strtod(asked, &end);
     if (end != asked && !*end && below >= 0) return below;
-    fprintf(stderr, "pmm3d: PMM3D_SCALAPACK_BELOW=%s is no length. Set a number such as %g, the default, which is used; "
-            "0: pmm3d takes all products\n", asked, DEFAULT_BELOW);
+    fprintf(stderr, "pmm3d: PMM3D_SCALAPACK_BELOW=%s is not a length. The default %g is used. Set a number; 0: pmm3d "
+            "computes all products\n", asked, DEFAULT_BELOW);
     return DEFAULT_BELOW;
 }
 
@@ -277,18 +278,15 @@ static Known *known(int context, MPI_Comm *comm) {
 /* Return whether a product is left to ScaLAPACK for its size. The fixed time of a call of PMM3D needs many operations
    on each rank. The time to redistribute the matrices needs many operations on each element. */
 static int is_small(const Call *call, const Known *on) {
-    double m = *call->m, n = *call->n, k = *call->k, below = on->below;
-    return m < below / 2 || n < below / 2 || k < below / 2 || m * n * k < on->rows * on->columns * below * below * below;
+    double m = *call->m, n = *call->n, k = *call->k, length = on->below, ranks = on->rows * on->columns;
+    return m < length / 2 || n < length / 2 || k < length / 2 || m * n * k < ranks * length * length * length;
 }
 
-/* Create the context of a process grid, collectively over its ranks. pmm3d_start counts this file as a user, so
-   pmm3d_finalize of the program does not close the context. */
+/* Create the context of a process grid, collectively over its ranks. */
 static void start(Known *on, MPI_Comm comm) {
-    static int user = 0;
     double begun = MPI_Wtime();
     on->tried = 1;
-    if (!user) user = pmm3d_start() == PMM3D_OK;
-    if (pmm3d_context(comm, on->rows, on->columns, 'R', &on->context)) {
+    if (pmm3d_lasting_context(comm, on->rows, on->columns, &on->context)) {
         pmm3d_last_error(on->why_not, TEXT);
         on->alone = !pmm3d_error_everywhere();
     }
