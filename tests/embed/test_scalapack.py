@@ -41,8 +41,13 @@ def scalapack_test(scalapack_tests, tmp_path):
     return find
 
 
-def with_drop_in(log: Path) -> dict[str, str]:
-    return {"LD_PRELOAD": str(LIBRARIES / "libpmm3d_scalapack.so"), "PMM3D_EMBED_LOG": str(log)}
+def with_drop_in(log: Path, below: str = "0") -> dict[str, str]:
+    """Variables that preload the drop-in; below "0": pmm3d computes all products."""
+    return {
+        "LD_PRELOAD": str(LIBRARIES / "libpmm3d_scalapack.so"),
+        "PMM3D_EMBED_LOG": str(log),
+        "PMM3D_SCALAPACK_BELOW": below,
+    }
 
 
 def done_by(log: Path, routine: str) -> Counter[str]:
@@ -93,7 +98,7 @@ def test_a_program_that_is_linked_with_it(program, tmp_path):
     log = tmp_path / "log"
     linked = program("benchmarks/pgemm.c", flags=("-lpmm3d_scalapack", *SCALAPACK))
     for kind, ranks, rows, columns in (("d", 4, 2, 2), ("s", 3, 1, 2)):  # one of three ranks is not in the grid
-        done = linked(ranks, 100, 90, 80, kind, rows, columns, 7, 3, 1, PMM3D_EMBED_LOG=str(log))
+        done = linked(ranks, 100, 90, 80, kind, rows, columns, 7, 3, 1, PMM3D_EMBED_LOG=str(log), PMM3D_SCALAPACK_BELOW="0")
         assert done.returncode == 0 and "wrong" not in done.stdout and not done.stderr, done.stdout + done.stderr
         assert done_by(log, f"p{kind}gemm") == {"pmm3d": 6 * rows * columns}
 
@@ -101,7 +106,8 @@ def test_a_program_that_is_linked_with_it(program, tmp_path):
 def test_without_a_python_it_is_scalapack_and_says_so_once(program, tmp_path):
     log = tmp_path / "log"
     linked = program("benchmarks/pgemm.c", flags=("-lpmm3d_scalapack", *SCALAPACK))
-    done = linked(4, 100, 90, 80, "d", 2, 2, 7, 3, 1, PMM3D_EMBED_LOG=str(log), PMM3D_PYTHON="/no/such/python")
+    settings = {"PMM3D_EMBED_LOG": str(log), "PMM3D_PYTHON": "/no/such/python", "PMM3D_SCALAPACK_BELOW": "0"}
+    done = linked(4, 100, 90, 80, "d", 2, 2, 7, 3, 1, **settings)
     assert done.returncode == 0 and "wrong" not in done.stdout, done.stdout + done.stderr
     assert done.stderr.count("pmm3d: pdgemm is left to ScaLAPACK") == 1 and "Python cannot be started" in done.stderr
     assert done_by(log, "pdgemm") == {"scalapack": 24}
@@ -110,7 +116,7 @@ def test_without_a_python_it_is_scalapack_and_says_so_once(program, tmp_path):
 def test_nothing_that_could_do_it_ends_the_program_as_scalapack_does(program):
     """If ScaLAPACK's own routine is not in the process."""
     alone = program("tests/embed/no_pgemm.c", flags=("-lpmm3d_scalapack",))
-    done = alone(2, PMM3D_PYTHON="/no/such/python")
+    done = alone(2, PMM3D_PYTHON="/no/such/python", PMM3D_SCALAPACK_BELOW="0")
     assert done.returncode != 0 and "not reached" not in done.stdout
     assert "On entry to pdgemm: Python cannot be started from /no/such/python" in done.stderr, done.stderr
     assert "blacs_abort of context 5, code 1" in done.stderr
