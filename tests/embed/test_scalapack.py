@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from callers import LIBRARIES, Caller
+from callers import ENVIRONMENT, LIBRARIES, Caller
 
 pytestmark = pytest.mark.thorough("ScaLAPACK's programs")
 SCALAPACK = ("-lscalapack-openmpi",)
@@ -118,5 +118,80 @@ def test_nothing_that_could_do_it_ends_the_program_as_scalapack_does(program):
     alone = program("tests/embed/no_pgemm.c", flags=("-lpmm3d_scalapack",))
     done = alone(2, PMM3D_PYTHON="/no/such/python", PMM3D_SCALAPACK_BELOW="0")
     assert done.returncode != 0 and "not reached" not in done.stdout
-    assert "On entry to pdgemm: Python cannot be started from /no/such/python" in done.stderr, done.stderr
+    assert re.search("On entry to pdgemm: .*Python cannot be started from /no/such/python", done.stderr), done.stderr
     assert "blacs_abort of context 5, code 1" in done.stderr
+
+
+def by(log: Path) -> dict[str, list[int]]:
+    """Calls that each rank counted, in its summary, by library."""
+    found: dict[str, list[int]] = {}
+    for library, calls in re.findall(r"^rank \d+ summary: (\w+) computed (\d+) calls", log.read_text(), re.M):
+        found.setdefault(library, []).append(int(calls))
+    return found
+
+
+@pytest.mark.parametrize("words", [("lu", 160, 16, 0), ("cholesky", 160, 16, 0), ("scf", 96, 16, 0)])
+def test_small_products_are_left_and_python_is_not_started(program, tmp_path, words):
+    """Products that ScaLAPACK's own factorisations call, and those of a self-consistent field."""
+    log, timed = tmp_path / "log", program("benchmarks/drop_in.c", flags=SCALAPACK)
+    done = timed(4, *words, **with_drop_in(log, ""), PMM3D_PYTHON="/no/such/python")
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert float(re.search(r"^error (\S+)$", done.stdout, re.M)[1]) < 1e-11
+    computed = by(log)
+    assert computed["pmm3d"] == [0] * 4 and min(computed["scalapack"]) > 0
+    assert len(re.findall(r"^process \d+, drop_in: pmm3d's p\?gemm is loaded$", log.read_text(), re.M)) == 4
+    log.unlink()
+    timed.written(4, *words, **with_drop_in(log))
+    assert by(log) == {"pmm3d": computed["scalapack"]}
+
+
+def test_the_first_rank_decides_for_its_process_grid(program, tmp_path):
+    """Products of 64, 63 and 62 rows, of which two are large enough; and a value that is no length."""
+    log, timed = tmp_path / "log", program("benchmarks/drop_in.c", flags=SCALAPACK)
+    for first, others, large, said in (("40.1", "many", 2, 0), ("ten", "40.1", 0, 1), ("nan", "0", 0, 1)):
+        script = tmp_path / "script"
+        script.write_text(
+            f'#!/bin/sh\ntest $OMPI_COMM_WORLD_RANK = 0 && export PMM3D_SCALAPACK_BELOW={first}\nexec {timed.path} "$@"\n'
+        )
+        script.chmod(0o700)
+        log.unlink(missing_ok=True)
+        done = Caller(script)(4, "rotation", 64, 16, 1, 3, **with_drop_in(log, others))
+        assert done.returncode == 0 and "error 0\n" in done.stdout, done.stderr
+        assert by(log) == {"pmm3d": [2 * large] * 4, "scalapack": [2 * (3 - large)] * 4}
+        assert done.stderr.count(f"PMM3D_SCALAPACK_BELOW={first} is not a length. The default 512 is used") == said
+
+
+def test_each_reason_is_reported_once(program, tmp_path):
+    log, mixed = tmp_path / "log", program("tests/embed/mixed.c", flags=SCALAPACK)
+    done = mixed(2, **with_drop_in(log))
+    assert done.stdout == "C 12\n" * 12, done.stderr
+    assert done.stderr.count("pmm3d: pdgemm is left to ScaLAPACK") == 2, done.stderr
+    assert "LayoutError: first of" in done.stderr and "a descriptor is of another kind" in done.stderr
+    assert by(log) == {"pmm3d": [2, 2], "scalapack": [2] * 4}
+
+
+def test_ranks_that_disagree_end_the_program(program, tmp_path):
+    """ScaLAPACK would crash, or compute something else."""
+    done = program("tests/embed/mixed.c", flags=SCALAPACK)(2, "disagree", **with_drop_in(tmp_path / "log"))
+    assert done.returncode != 0 and "C " not in done.stdout
+    assert done.stderr.count("On entry to pdgemm: ") == 1 and "the ranks passed different arguments" in done.stderr
+
+
+@pytest.mark.parametrize("needed, processes", [("--no-as-needed", 2), ("--as-needed", 0)])
+def test_a_program_that_names_no_pgemm(program, tmp_path, needed, processes):
+    """A linker with --as-needed drops the library. The log shows whether it is in the process."""
+    log, flags = tmp_path / "log", (f"-Wl,{needed}", "-lpmm3d_scalapack", "-Wl,--as-needed", *SCALAPACK)
+    linked = program("tests/embed/factors.f90", flags=flags)
+    linked.written(2, PMM3D_EMBED_LOG=str(log))
+    assert (log.exists() and log.read_text().count("pmm3d's p?gemm is loaded")) == processes
+
+
+def test_the_size_is_measured(tmp_path):
+    """`pmm3d tune scalapack` prints the variable."""
+    small = (
+        "import sys; from pmm3d.tools.tune.scalapack import measuring; measuring.LENGTHS = (16, 24)\n"
+        "measuring.SHORT, measuring.LARGE, measuring.ROUNDS = (8,), 16, 1\n"
+        "from pmm3d.tools.cli import main; sys.argv = ['pmm3d', 'tune', 'scalapack', '--block', '8']; main()"
+    )
+    written = Caller(ENVIRONMENT / "bin" / "python").written(2, "-c", small)
+    assert re.search(r"^ +32x8x32 .*^  export PMM3D_SCALAPACK_BELOW=\d+$", written, re.M | re.S), written

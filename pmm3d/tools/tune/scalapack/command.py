@@ -44,14 +44,17 @@ def scalapack_command(
     with all_ranks() as comm:
         logging.getLogger("pmm3d.comm").setLevel(logging.WARNING)  # no line for the grid of each product
         from .library import Scalapack
-        from .measuring import choice, measure, products
+        from .measuring import choice, length_of, measure, products
 
         scalapack, shapes = Scalapack(library), products(comm.size)
         with progress("tune scalapack", comm.rank == 0, len(shapes)) as tell:
             timed = measure(comm, scalapack, shapes, block or 64, tell)
         if comm.rank == 0:
             print_timed(timed, console(sys.stdout))
-            say(f"  export PMM3D_SCALAPACK_BELOW={choice(timed, comm.size)}")
+            below = choice(timed, comm.size)
+            if below > max(length_of(each.shape, comm.size) for each in timed):
+                say("The largest measured products are slower with pmm3d. Larger products were not measured.")
+            say(f"  export PMM3D_SCALAPACK_BELOW={below}")
 
 
 def print_timed(timed: list[Timed], console: Console) -> None:
