@@ -8,8 +8,8 @@ A case is a program of drop_in.c with its words: lu or cholesky with the size an
 block, and the number of products of different size that are computed in turns; scf with the size and the block. Each
 run is a job of its own. The order of the two alternates. The drop-in is in LD_PRELOAD. Both use the BLAS in PMM3D_BLAS
 (Debian's OpenBLAS), one thread per rank, in LD_PRELOAD of both. The time of a run is the median of its rounds on the
-slowest rank; the first round, which starts Python, is a column of its own. Figures are medians of the repeats. The ratio
-is the median of the ratios within a repeat, one for each pass; below 1, the drop-in is faster.
+slowest rank; the first round, which may start Python, is a column of its own. Figures are medians of the repeats. The
+ratio is the median of the ratios within a repeat, one for each pass; below 1, the drop-in is faster.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ CASES = ", ".join(
         *(f"scf {n} 32" for n in (150, 1200)),
     ]
 )
-ROUNDS = {"rotation": 4, "scf": 4, "lu": 3, "cholesky": 3}
+ROUNDS, KINDS = 4, 36
+"""Number of rounds. A rotation has fewer rounds with more than KINDS / ROUNDS products."""
 
 
 def compiled(folder: str) -> str:
@@ -84,7 +85,7 @@ def computed_by(program: str, case: str, ranks: int, folder: str) -> str:
 
 
 def row(program: str, case: str, ranks: int, repeats: int, passes: int, folder: str) -> list[str]:
-    rounds = ROUNDS[case.split()[0]]
+    rounds = min(ROUNDS, max(1, KINDS // int((case.split() + ["1"])[3])))
     runs: dict[bool, list[dict[str, float]]] = {False: [], True: []}
     for repeat in range(repeats * passes):
         for replaced in (False, True) if repeat % 2 else (True, False):

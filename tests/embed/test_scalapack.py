@@ -98,7 +98,8 @@ def test_a_program_that_is_linked_with_it(program, tmp_path):
     log = tmp_path / "log"
     linked = program("benchmarks/pgemm.c", flags=("-lpmm3d_scalapack", *SCALAPACK))
     for kind, ranks, rows, columns in (("d", 4, 2, 2), ("s", 3, 1, 2)):  # one of three ranks is not in the grid
-        done = linked(ranks, 100, 90, 80, kind, rows, columns, 7, 3, 1, PMM3D_EMBED_LOG=str(log), PMM3D_SCALAPACK_BELOW="0")
+        settings = {"PMM3D_EMBED_LOG": str(log), "PMM3D_SCALAPACK_BELOW": "0"}
+        done = linked(ranks, 100, 90, 80, kind, rows, columns, 7, 3, 1, **settings)
         assert done.returncode == 0 and "wrong" not in done.stdout and not done.stderr, done.stdout + done.stderr
         assert done_by(log, f"p{kind}gemm") == {"pmm3d": 6 * rows * columns}
 
@@ -150,7 +151,8 @@ def test_the_first_rank_decides_for_its_process_grid(program, tmp_path):
     for first, others, large, said in (("40.1", "many", 2, 0), ("ten", "40.1", 0, 1), ("nan", "0", 0, 1)):
         script = tmp_path / "script"
         script.write_text(
-            f'#!/bin/sh\ntest $OMPI_COMM_WORLD_RANK = 0 && export PMM3D_SCALAPACK_BELOW={first}\nexec {timed.path} "$@"\n'
+            f"#!/bin/sh\ntest $OMPI_COMM_WORLD_RANK = 0 && export PMM3D_SCALAPACK_BELOW={first}\n"
+            f'exec {timed.path} "$@"\n'
         )
         script.chmod(0o700)
         log.unlink(missing_ok=True)

@@ -58,7 +58,7 @@ def process_grid(ranks: int) -> tuple[int, int]:
 def measure(
     comm: MPI.Intracomm, scalapack: Scalapack, shapes: Sequence[Shape], block: int, tell: Callable[[str, int], None]
 ) -> list[Timed]:
-    """Time float64 products on both sides in turns, block-cyclic on the process grid nearest to a square. Collective."""
+    """Time float64 products on both sides in turns, on the process grid nearest to a square. Collective."""
     grid = process_grid(comm.size)
     theirs, found = scalapack.context(comm, grid), list[Timed]()
     with BlacsContext(comm, grid) as ours:
