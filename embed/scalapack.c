@@ -55,9 +55,16 @@ static int reasons = 0, log_failed = 0;
 static double starting = 0;
 static const char TOO_SMALL[] = "small (PMM3D_SCALAPACK_BELOW)";
 
+typedef void gemm(const char *, const char *, const int *, const int *, const int *, const void *, const void *,
+                  const int *, const int *, const int *, const void *, const int *, const int *, const int *,
+                  const void *, void *, const int *, const int *, const int *, size_t, size_t);
+
+/* A call of p?gemm. scalapacks: ScaLAPACK's routine, or NULL. */
 typedef struct {
     char type;
-    const char *name, *transa, *transb;
+    const char *name;
+    gemm *scalapacks;
+    const char *transa, *transb;
     const int *m, *n, *k;
     const void *alpha, *a;
     const int *ia, *ja, *desca;
@@ -67,10 +74,6 @@ typedef struct {
     void *c;
     const int *ic, *jc, *descc;
 } Call;
-
-typedef void gemm(const char *, const char *, const int *, const int *, const int *, const void *, const void *,
-                  const int *, const int *, const int *, const void *, const int *, const int *, const int *,
-                  const void *, void *, const int *, const int *, const int *, size_t, size_t);
 
 static const char *log_path(void) {
     const char *path = getenv("PMM3D_EMBED_LOG");
@@ -164,23 +167,22 @@ static Calls *left_because(const char *why) {
 }
 
 static void by_scalapack(const Call *call, const char *why) {
-    char name[16];
     int rows, columns, row, column;
-    snprintf(name, sizeof name, "%s_", call->name);
-    gemm *original = (gemm *)dlsym(RTLD_NEXT, name);
-    Cblacs_gridinfo(call->desca[CTXT], &rows, &columns, &row, &column);
-    if (!original) {
+    if (!call->scalapacks) {
         give_up(call, why, 0);
         return;
     }
     Calls *calls = left_because(why);
-    if (!calls->calls && why != TOO_SMALL && row == 0 && column == 0)
-        fprintf(stderr, "pmm3d: %s is left to ScaLAPACK (further calls for this reason are not reported): %s\n",
-                call->name, calls->why);
+    if (!calls->calls && why != TOO_SMALL) {
+        Cblacs_gridinfo(call->desca[CTXT], &rows, &columns, &row, &column);
+        if (row == 0 && column == 0)
+            fprintf(stderr, "pmm3d: %s is left to ScaLAPACK (further calls for this reason are not reported): %s\n",
+                    call->name, calls->why);
+    }
     double begun = MPI_Wtime();
-    original(call->transa, call->transb, call->m, call->n, call->k, call->alpha, call->a, call->ia, call->ja,
-             call->desca, call->b, call->ib, call->jb, call->descb, call->beta, call->c, call->ic, call->jc,
-             call->descc, 1, 1);
+    call->scalapacks(call->transa, call->transb, call->m, call->n, call->k, call->alpha, call->a, call->ia, call->ja,
+                     call->desca, call->b, call->ib, call->jb, call->descb, call->beta, call->c, call->ic, call->jc,
+                     call->descc, 1, 1);
     count(calls, call, "scalapack", begun);
 }
 
@@ -328,8 +330,10 @@ static void multiply(const Call *call) {
                           const void *alpha, const void *a, const int *ia, const int *ja, const int *desca,            \
                           const void *b, const int *ib, const int *jb, const int *descb, const void *beta, void *c,    \
                           const int *ic, const int *jc, const int *descc) {                                            \
-        const Call call = {#letter[0], "p" #letter "gemm", transa, transb, m, n, k, alpha, a, ia, ja, desca, b, ib,    \
-                           jb, descb, beta, c, ic, jc, descc};                                                         \
+        static gemm *original = NULL;                                                                                  \
+        if (!original) original = (gemm *)dlsym(RTLD_NEXT, "p" #letter "gemm_");                                       \
+        const Call call = {#letter[0], "p" #letter "gemm", original, transa, transb, m, n, k, alpha, a, ia, ja, desca, \
+                           b, ib, jb, descb, beta, c, ic, jc, descc};                                                  \
         multiply(&call);                                                                                               \
     }
 

@@ -1,13 +1,15 @@
 """Block-cyclic products compared with ScaLAPACK's, and programs of ScaLAPACK with the drop-in for its p?gemm."""
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from callers import ENVIRONMENT, LIBRARIES, Caller
+from callers import AS_ROOT_ON_FEW_CORES, ENVIRONMENT, FOREIGN, LIBRARIES, ROOT, Caller
 
 pytestmark = pytest.mark.thorough("ScaLAPACK's programs")
 SCALAPACK = ("-lscalapack-openmpi",)
@@ -196,3 +198,16 @@ def test_the_size_is_measured(tmp_path):
     )
     written = Caller(ENVIRONMENT / "bin" / "python").written(2, "-c", small)
     assert re.search(r"^ +32x8x32 .*^  export PMM3D_SCALAPACK_BELOW=\d+$", written, re.M | re.S), written
+
+
+def test_the_benchmark_of_the_drop_in(tmp_path):
+    [blas] = Path("/usr/lib").glob("*/libblas.so.3")
+    settings = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "drop_in.py", "--quick"],
+        env=settings | AS_ROOT_ON_FEW_CORES | {"PMM3D_BLAS": str(blas)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert re.search(r"^\| lu 96 16 (\|[^|]+){4}\| scalapack 5 \| \d+, \d+ \|$", done.stdout, re.M), done.stderr
