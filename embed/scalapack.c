@@ -3,9 +3,9 @@
    products, and products that PMM3D rejects on all ranks of the process grid. It reports errors in its usual way.
    Python starts at the first product that is large enough.
 
-   PMM3D_SCALAPACK_BELOW   a length L (512; 0: PMM3D takes all products). A product is small if m, n or k is shorter
-                           than L / 2, or if m n k / ranks is below L^3. The value of the first rank of a process grid
-                           counts for the grid
+   PMM3D_SCALAPACK_BELOW   a length L (512; 0: PMM3D takes all products). A product is small if m, n or k is below L, or
+                           if m n k / ranks is below L^3. The value of the first rank of a process grid counts for the
+                           grid
    PMM3D_EMBED_LOG         a file, and no symbolic link, to which each process appends a line when it is loaded, a line
                            for each call (routine, sizes, library), and a summary in MPI_Finalize */
 #define _GNU_SOURCE
@@ -281,7 +281,7 @@ static Known *known(int context, MPI_Comm *comm) {
    on each rank. The time to redistribute the matrices needs many operations on each element. */
 static int is_small(const Call *call, const Known *on) {
     double m = *call->m, n = *call->n, k = *call->k, length = on->below, ranks = on->rows * on->columns;
-    return m < length / 2 || n < length / 2 || k < length / 2 || m * n * k < ranks * length * length * length;
+    return m < length || n < length || k < length || m * n * k < ranks * length * length * length;
 }
 
 /* Create the context of a process grid, collectively over its ranks. */

@@ -148,7 +148,7 @@ def test_small_products_are_left_and_python_is_not_started(program, tmp_path, wo
 
 
 def test_the_first_rank_decides_for_its_process_grid(program, tmp_path):
-    """Products of 64, 63 and 62 rows, of which two are large enough; and a value that is no length."""
+    """Products of 64, 63 and 62 rows, of which two are large enough; and values that are no length."""
     log, timed = tmp_path / "log", program("benchmarks/drop_in.c", flags=SCALAPACK)
     for first, others, large, said in (("40.1", "many", 2, 0), ("ten", "40.1", 0, 1), ("nan", "0", 0, 1)):
         script = tmp_path / "script"
@@ -162,6 +162,15 @@ def test_the_first_rank_decides_for_its_process_grid(program, tmp_path):
         assert done.returncode == 0 and "error 0\n" in done.stdout, done.stderr
         assert by(log) == {"pmm3d": [2 * large] * 4, "scalapack": [2 * (3 - large)] * 4}
         assert done.stderr.count(f"PMM3D_SCALAPACK_BELOW={first} is not a length. The default 512 is used") == said
+
+
+def test_a_product_with_a_short_side_is_small(program, tmp_path):
+    """Both have enough operations for each of four ranks."""
+    log, timed = tmp_path / "log", program("benchmarks/pgemm.c", flags=SCALAPACK)
+    for sizes, large in (((64, 64, 26), 2), ((64, 64, 24), 0), ((24, 64, 64), 0), ((64, 24, 64), 0)):
+        log.unlink(missing_ok=True)
+        timed.written(4, *sizes, "d", 2, 2, 8, 1, 1, **with_drop_in(log, "25"))
+        assert by(log) == {"pmm3d": [large] * 4} | ({} if large else {"scalapack": [2] * 4})
 
 
 def test_each_reason_is_reported_once(program, tmp_path):

@@ -35,7 +35,7 @@ def products(ranks: int) -> list[Shape]:
     """Return m, n, k of the products to measure: cubes, products with a short k, and products with a short n.
 
     >>> len(products(4)), products(8)[0], products(4)[7:9]
-    (17, (128, 128, 128), [(7524, 7524, 32), (5320, 5320, 64)])
+    (17, (128, 128, 128), [(7525, 7525, 32), (5321, 5321, 64)])
     """
     sides = [(short, round(sqrt(ranks * LARGE**3 / short))) for short in SHORT]
     return [
@@ -94,14 +94,14 @@ def _slowest(comm: MPI.Intracomm, work: Callable[[], None]) -> float:
 
 
 def length_of(shape: Shape, ranks: int) -> float:
-    """Return the largest length L for which pmm3d takes a product: no side is shorter than L / 2, and m n k / ranks is
-    at least L^3. embed/scalapack.c has the same rule.
+    """Return the largest length L for which pmm3d takes a product: m, n and k are at least L, and m n k / ranks is at
+    least L^3. embed/scalapack.c has the same rule.
 
         >>> length_of((512, 512, 512), 8), length_of((4096, 4096, 64), 8)
-        (256.0, 128.0)
+        (256.0, 64)
     """
     m, n, k = shape
-    return min(2.0 * min(shape), round((m * n * k / ranks) ** (1 / 3), 6))
+    return min(*shape, round((m * n * k / ranks) ** (1 / 3), 6))
 
 
 def choice(timed: Sequence[Timed], ranks: int) -> int:
