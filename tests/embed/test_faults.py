@@ -92,7 +92,7 @@ def test_a_call_at_the_wrong_time(program, which, text):
 
 @pytest.mark.parametrize("which, fails", [("skips", [0, 1]), ("skips silently", [0, 0])])
 def test_a_rank_that_ends_while_another_multiplies(program, which, fails):
-    """The product fails on all ranks. MPI_Finalize of the rank that ended frees its objects together with the others."""
+    """The product fails on all ranks. MPI_Finalize of the rank that ended frees the objects, with the other rank."""
     done, _ = faults_of(program, 2, which, ended="ended")
     found = sorted(tuple(map(int, fault[:3])) for fault in TOLD.findall(done.stdout))
     assert found == [(rank, DISAGREEMENT, 1) for rank in fails] and not done.stderr, done.stdout + done.stderr
