@@ -285,10 +285,11 @@ class Host:
         del self._objects[number]
 
     def keep_to_the_end(self, number: int) -> None:
+        """Exempt an object from pmm3d_finalize."""
         self._lasting.add(number)
 
     def finalize(self, everything: int) -> None:
-        """Free all objects, the newest first, or only those that no call keeps to the end. A failed call can be
+        """Free the objects, the newest first. Without `everything`, exempted objects are kept. A failed call can be
         repeated. Collective."""
         ending = self._objects if everything else self._objects.keys() - self._lasting
         for number in sorted(ending, reverse=True):

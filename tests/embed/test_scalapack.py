@@ -121,7 +121,7 @@ def test_nothing_that_could_do_it_ends_the_program_as_scalapack_does(program):
     alone = program("tests/embed/no_pgemm.c", flags=("-lpmm3d_scalapack",))
     done = alone(2, PMM3D_PYTHON="/no/such/python", PMM3D_SCALAPACK_BELOW="0")
     assert done.returncode != 0 and "not reached" not in done.stdout
-    assert re.search("On entry to pdgemm: .*Python cannot be started from /no/such/python", done.stderr), done.stderr
+    assert re.search("On entry to pdgemm: rank 0 on .*: Python cannot be started from /no/such/python", done.stderr)
     assert "blacs_abort of context 5, code 1" in done.stderr
 
 
