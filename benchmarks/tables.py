@@ -23,7 +23,7 @@ from pathlib import Path
 from records import RESULTS, markdown
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / name for name in ("README.md", "docs/index.md", "docs/benchmarks.md", "docs/embedding.md")]
+PAGES = [ROOT / name for name in ("README.md", "docs/index.md", "docs/benchmarks.md")]
 MARKED = re.compile(r"<!-- result: (\S+)((?: \S+)*) -->\n.*?<!-- end -->", re.S)
 RATIO = re.compile(r"\*{0,2}(\d+\.\d+)\b.*")
 
