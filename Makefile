@@ -158,13 +158,20 @@ coverage: setup site-launcher ## run the tests, print the lines that no test exe
 	$(COVERAGE) report
 
 embed: .venv-embed/.installed ## build the C and Fortran library in build/embed
-	.venv-embed/bin/python embed/build.py --into build/embed --mpicc '$(MPICC)'
+	.venv-embed/bin/python -I embed/build.py --into build/embed --mpicc '$(MPICC)'
 
 embed-compiler: $(if $(filter test-all test-embed,$(MAKECMDGOALS)),system-packages) # before the environment is installed, which takes minutes
 	@$(PYTHON) embed/build.py --check --mpicc '$(MPICC)'
 
-install: embed ## copy the C and Fortran library to PREFIX, with a .pc file
-	@.venv-embed/bin/python embed/build.py --into build/embed --install '$(PREFIX)'
+# pip would write into the clone, which may be of another user: it installs from a copy.
+COPIED := source=$$(mktemp -d) && trap 'rm -rf "$$source"' EXIT && \
+  cp -R pmm3d pyproject.toml setup.py README.md LICENSE "$$source" &&
+install: embed-compiler ## build the C and Fortran library in PREFIX, with an environment of its own and .pc files
+	@mkdir -p '$(PREFIX)/lib' && test -w '$(PREFIX)/lib' || { \
+	  echo 'embed: $(PREFIX)/lib cannot be written. Name another folder: make install PREFIX=$$HOME/.local'; exit 1; }
+	@rm -rf '$(PREFIX)/lib/pmm3d'
+	$(call environment,$(PREFIX)/lib/pmm3d,"$$source[$(EMBED_EXTRAS)]",$(COPIED))
+	@'$(PREFIX)/lib/pmm3d/bin/python' -I embed/build.py --prefix '$(PREFIX)' --mpicc '$(MPICC)'
 
 system-packages: ## install the Debian packages that the tests need; root
 	@missing=$$(for name in $(SYSTEM_PACKAGES); do \
@@ -207,14 +214,20 @@ help: ## print this list
 	@echo "  LAUNCH      with MPI=site: the launcher (mpiexec -n), or 'srun --mpi=pmix -n'"
 
 # The environment of the C and Fortran library contains no MPI: the library uses the MPI of the calling program.
-.venv-embed/.installed: CONTENTS = '.[embed,io,cli]'
+EMBED_EXTRAS := embed,io,cli
+.venv-embed/.installed: CONTENTS = '.[$(EMBED_EXTRAS)]'
 .venv-embed/.installed: | embed-compiler
 .venv-slurm-%/.installed: CONTENTS = '.[all]' $(@:.venv-slurm-%/.installed=%)
 
+# $(call environment,folder,what pip installs,commands before pip). -I: packages of PYTHONPATH are no part of it.
+define environment
+	@echo 'installing pmm3d and its packages into $(1)'
+	@test -x '$(1)/bin/pip' || $(PYTHON) -m venv --clear '$(1)'
+	@$(3) '$(1)/bin/python' -I -m pip install -q $(2) -c constraints.txt
+endef
+
 .venv-%/.installed: pyproject.toml setup.py constraints.txt
-	@echo "installing $(CONTENTS) into $(@D)"
-	@test -x $(@D)/bin/pip || $(PYTHON) -m venv --clear $(@D)
-	@$(@D)/bin/python -m pip install -q -e $(CONTENTS) -c constraints.txt
+	$(call environment,$(@D),-e $(CONTENTS))
 	@touch $@
 
 $(STAMP): pyproject.toml setup.py constraints.txt

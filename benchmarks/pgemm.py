@@ -24,7 +24,6 @@ from functools import partial
 import numpy as np
 from mpi4py import MPI
 from records import parser, report
-from scalapack import Scalapack
 from timing import in_turns, sizes_of, slowest
 
 from pmm3d import BlacsContext, Grid, Layout, PgemmPlan, pgemr2d
@@ -38,6 +37,7 @@ from pmm3d.model.move import tile_move
 from pmm3d.product.tiles import TileMove
 from pmm3d.tools.bench.measure import core_rate
 from pmm3d.tools.bench.result import Case
+from pmm3d.tools.tune.scalapack.library import Scalapack
 
 SHAPES = ((4096, 4096, 4096), (1024, 1024, 32768), (65536, 512, 512))
 BLOCK, MOVED = 64, 8192
@@ -237,7 +237,7 @@ def main() -> None:
                 f"PMM3D_BLAS={file} is not the file of a library. ScaLAPACK needs one: name the file, such as "
                 "/usr/lib/x86_64-linux-gnu/libopenblas.so.0"
             )
-    scalapack = Scalapack()
+    scalapack = Scalapack(os.environ.get("PMM3D_SCALAPACK", ""))
     if asked.moves:
         rows = [
             [f"{size} x {size} float64", "ms", "of the bandwidth of MPI_Alltoallv"],

@@ -1,7 +1,7 @@
 """The tables of the pages, from the results in benchmarks/results.
 
     python benchmarks/tables.py            print all tables of all results, as docs/results.md shows them on the site
-    python benchmarks/tables.py --write    replace the tables in README.md, docs/index.md and docs/benchmarks.md
+    python benchmarks/tables.py --write    replace the tables in README.md and in pages of docs
 
 A page contains its text, and a pair of comments for each result. Between them, this program writes the date, the
 machine, the commit, the command and the tables of benchmarks/results/NAME.json:

@@ -1,11 +1,11 @@
 """Build libpmm3d.so, libpmm3d_python.so, which it loads, and libpmm3d_scalapack.so, the drop-in for p?gemm.
 
     python embed/build.py [--into build/embed] [--mpicc mpicc]
-    python embed/build.py --install PREFIX [--into build/embed]
+    python embed/build.py --prefix PREFIX [--mpicc mpicc]
 
 The library starts the Python that runs this program, unless PMM3D_PYTHON contains the path of another one of the same
-version. This Python needs cffi (pip install ".[embed]") and libpython as a shared library. --install copies the
-libraries, the header and the Fortran module to PREFIX. They still start the same Python, so keep its environment.
+version. This Python needs cffi (pip install ".[embed]") and libpython as a shared library. --prefix builds the
+libraries in PREFIX/lib, and copies the header and the Fortran module to PREFIX/include.
 """
 
 from __future__ import annotations
@@ -23,16 +23,23 @@ HERE = Path(__file__).resolve().parent
 OFFERED = """
 extern "Python" int pmm3d_python_call(char *, int64_t *, int, int64_t *, int *, int *, char *, int);
 """
-LIBRARIES = ("libpmm3d.so", "libpmm3d_python.so", "libpmm3d_scalapack.so")
 PKG_CONFIG = """libdir={libraries}
 includedir={headers}
 
-Name: pmm3d
-Description: distributed matrix products from C, C++ and Fortran
+Name: {name}
+Description: {description}
 Version: {version}
 Cflags: -I${{includedir}}
-Libs: -L${{libdir}} -lpmm3d -Wl,-rpath,${{libdir}}
+Libs: -L${{libdir}} {linked} -Wl,-rpath,${{libdir}}
 """
+DESCRIBED = {
+    "pmm3d": ("distributed matrix products from C, C++ and Fortran", "-lpmm3d"),
+    # A program that calls p?gemm only inside ScaLAPACK needs no symbol of the drop-in.
+    "pmm3d_scalapack": (
+        "drop-in for ScaLAPACK's p?gemm: link it before ScaLAPACK",
+        "-Wl,--push-state,--no-as-needed -lpmm3d_scalapack -Wl,--pop-state",
+    ),
+}
 FLAGS = ["-std=c11", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra"]
 
 
@@ -41,32 +48,26 @@ def main() -> None:
     parser.add_argument("--into", type=Path, default=HERE.parent / "build" / "embed", help="folder of the libraries")
     parser.add_argument("--mpicc", default="mpicc", help="the C compiler of the callers' MPI")
     parser.add_argument("--check", action="store_true", help="only look whether the C compiler is there")
-    parser.add_argument(
-        "--install", type=Path, metavar="PREFIX", help="copy what was built to PREFIX/lib and PREFIX/include"
-    )
+    parser.add_argument("--prefix", type=Path, help="build into PREFIX/lib, and copy headers to PREFIX/include")
     options = parser.parse_args()
-    if options.install:
-        install(options.into, options.install.absolute())
-        return
     note = check_compiler(options.mpicc)
     if options.check:
         return
     if note:
         print(note, file=sys.stderr)
-    options.into.mkdir(parents=True, exist_ok=True)
-    with_python(options.into)
-    compiled(options.mpicc, "pmm3d.c", options.into / "libpmm3d.so", "-ldl")
-    # Symbols of BLACS are those of the program's ScaLAPACK. They are undefined if a program without it is preloaded.
-    compiled(
-        options.mpicc,
-        "scalapack.c",
-        options.into / "libpmm3d_scalapack.so",
-        f"-L{options.into}",
-        "-lpmm3d",
-        "-ldl",
-        "-Wl,-rpath,$ORIGIN,-z,lazy",
-    )
-    describe(options.into.absolute(), HERE, options.into)
+    if not options.prefix:
+        build(options.mpicc, options.into)
+        describe(options.into.absolute(), HERE, options.into)
+        return
+    prefix = options.prefix.absolute()
+    libraries, headers = prefix / "lib", prefix / "include"
+    build(options.mpicc, libraries)
+    for folder in (headers, libraries / "pkgconfig"):
+        folder.mkdir(exist_ok=True)
+    for name in ("pmm3d.h", "pmm3d.f90"):
+        shutil.copy2(HERE / name, headers / name)
+    describe(libraries, headers, libraries / "pkgconfig")
+    print(f"embed: installed in {prefix}. pkg-config finds it with PKG_CONFIG_PATH={libraries}/pkgconfig")
 
 
 def check_compiler(mpicc: str) -> str:
@@ -86,28 +87,30 @@ def check_compiler(mpicc: str) -> str:
     )
 
 
-def install(built: Path, prefix: Path) -> None:
-    """Copy the libraries to PREFIX/lib, with their pkg-config file, and the header and the module to PREFIX/include."""
-    if missing := [name for name in LIBRARIES if not (built / name).exists()]:
-        raise SystemExit(f"embed: {built} lacks {', '.join(missing)}. Build them first: make embed")
-    libraries, headers = prefix / "lib", prefix / "include"
-    try:
-        for source, folder in ((built, libraries), (HERE, headers)):
-            folder.mkdir(parents=True, exist_ok=True)
-            for name in LIBRARIES if source is built else ("pmm3d.h", "pmm3d.f90"):
-                shutil.copy2(source / name, folder / name)
-        (libraries / "pkgconfig").mkdir(exist_ok=True)
-        describe(libraries, headers, libraries / "pkgconfig")
-    except OSError as error:
-        raise SystemExit(
-            f"embed: {prefix} cannot be written: {error}. Name another folder: make install PREFIX=$HOME/.local"
-        ) from None
-    print(f"embed: installed in {prefix}. pkg-config finds it with PKG_CONFIG_PATH={libraries}/pkgconfig")
+def build(mpicc: str, into: Path) -> None:
+    """Build all libraries. Those of another version are removed, because all start the same Python."""
+    into.mkdir(parents=True, exist_ok=True)
+    for old in into.glob("libpmm3d*.so*"):
+        old.unlink()
+    with_python(into)
+    compiled(mpicc, "pmm3d.c", into, "pmm3d", "-ldl")
+    # Symbols of BLACS are those of the program's ScaLAPACK. They are undefined if a program without it is preloaded.
+    linked = f"-L{into}", "-lpmm3d", "-ldl", "-Wl,-rpath,$ORIGIN,-z,lazy"
+    compiled(mpicc, "scalapack.c", into, "pmm3d_scalapack", *linked)
 
 
 def describe(libraries: Path, headers: Path, into: Path) -> None:
-    """Write pmm3d.pc, from which pkg-config gets the arguments of compiler and linker. Its paths are absolute."""
-    (into / "pmm3d.pc").write_text(PKG_CONFIG.format(libraries=libraries, headers=headers, version=version("pmm3d")))
+    """Write the files from which pkg-config gets the arguments of compiler and linker. Their paths are absolute."""
+    for name, (description, linked) in DESCRIBED.items():
+        text = PKG_CONFIG.format(
+            name=name,
+            description=description,
+            linked=linked,
+            libraries=libraries,
+            headers=headers,
+            version=version("pmm3d"),
+        )
+        (into / f"{name}.pc").write_text(text)
 
 
 def with_python(into: Path) -> None:
@@ -138,14 +141,20 @@ def with_python(into: Path) -> None:
         shutil.move(made, into / "libpmm3d_python.so")
 
 
-def compiled(mpicc: str, source: str, target: Path, *libraries: str) -> None:
-    python = f'-DPMM3D_BUILT_WITH="{sys.executable}"'
-    done = subprocess.run([mpicc, *FLAGS, python, str(HERE / source), "-o", str(target), *libraries])
+def compiled(mpicc: str, source: str, into: Path, name: str, *libraries: str) -> None:
+    """Compile a library, lib{name}.so.X.Y.Z, and links to it. Programs load lib{name}.so.X.Y, because Y rises if
+    something breaks, and from 1.0.0 on lib{name}.so.X."""
+    target, major, minor = into / f"lib{name}.so", *version("pmm3d").split(".")[:2]
+    whole, loaded = f"{target.name}.{version('pmm3d')}", f"{target.name}.{major}{f'.{minor}' * (major == '0')}"
+    defined = f'-DPMM3D_BUILT_WITH="{sys.executable}"', f"-Wl,-soname,{loaded}"
+    done = subprocess.run([mpicc, *FLAGS, *defined, str(HERE / source), "-o", str(into / whole), *libraries])
     if done.returncode:
         raise SystemExit(
             f"embed: {mpicc} cannot compile {HERE / source}; what it says is above. It must be the C "
             "compiler of an MPI: make embed MPICC=/path/to/mpicc"
         )
+    for link in (target, into / loaded):
+        link.symlink_to(whole)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,16 @@
-/* Functions of libpmm3d_python.so for libpmm3d.so. embed/build.py builds both. */
+/* Functions that the libraries have for each other. embed/build.py builds them all. */
 #ifndef PMM3D_EMBEDDED_H
 #define PMM3D_EMBEDDED_H
 
+#include <mpi.h>
 #include <stdint.h>
 
-/* Start the Python of this executable. Returns 0, or 1 and the error as a text. */
+/* For libpmm3d_scalapack.so: as pmm3d_context with order 'R', but the caller is no user, and the context is freed by
+   MPI_Finalize only. */
+int pmm3d_lasting_context(MPI_Comm comm, int rows, int columns, int *context);
+
+/* The functions below are those of libpmm3d_python.so for libpmm3d.so.
+   Start the Python of this executable. Returns 0, or 1 and the error as a text. */
 typedef int pmm3d_python_start_type(const char *executable, char *text, int size);
 
 /* Return whether Python is running. */

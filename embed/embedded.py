@@ -57,6 +57,8 @@ def check_mpi(version, world):
     try:
         from mpi4py import MPI
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("mpi4py"):
+            raise
         raise Refused(ERROR_MPI, OTHER_MPI.format(in_short(version), error)) from error
     theirs = MPI.Get_library_version().rstrip("\0")
     if not MPI.Is_initialized() or theirs != version or MPI.COMM_WORLD.py2f() != world:

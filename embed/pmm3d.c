@@ -15,9 +15,10 @@
 
 enum { TEXT = 20480 };
 
+/* users: calls of pmm3d_start less those of pmm3d_finalize. */
 static struct {
     atomic_flag busy;
-    int started, finalized;
+    int started, users;
     pmm3d_python_call_type *call;
     pmm3d_python_runs_type *runs;
 } state = {ATOMIC_FLAG_INIT, 0, 0, NULL, NULL};
@@ -49,9 +50,15 @@ static void *beside(const char *name) {
     return dlopen(full, RTLD_NOW | RTLD_GLOBAL);
 }
 
+static int end(int everything);
+
 static int at_end_of_mpi(MPI_Comm comm, int key, void *value, void *extra) {
+    int code = PMM3D_OK;
     (void)comm, (void)key, (void)value, (void)extra;
-    if (!state.finalized && state.runs()) pmm3d_finalize();
+    if (!state.runs()) return MPI_SUCCESS;
+    /* Other ranks may still be in another call. It fails on all ranks, and then they come here too. */
+    while ((code = end(1)) == PMM3D_ERROR_DISAGREEMENT && last.everywhere) {}
+    if (code) fprintf(stderr, "pmm3d: MPI_Finalize cannot free all objects: %s\n", last.text);
     return MPI_SUCCESS;
 }
 
@@ -105,8 +112,6 @@ static int enter(void) {
     int running = 0, over = 0, provided = MPI_THREAD_SINGLE, main_thread = 1;
     if (atomic_flag_test_and_set(&state.busy))
         return failed(PMM3D_ERROR_THREAD, "another thread is in a call: one at a time");
-    if (state.finalized) return leave(failed(PMM3D_ERROR_FINALIZED, "called after pmm3d_finalize: nothing can be done "
-                                             "any more. Call it once, at the end"));
     MPI_Initialized(&running);
     MPI_Finalized(&over);
     if (!running || over)
@@ -128,17 +133,21 @@ static int enter(void) {
     return PMM3D_OK;
 }
 
-static int call(const char *name, int count, const int64_t *arguments, int64_t *results) {
+/* Call a method of the Host, between `enter` and `leave`. */
+static int entered(const char *name, int count, const int64_t *arguments, int64_t *results) {
     char text[TEXT] = "";
-    int code = enter(), everywhere = 0;
-    if (code) return code;
-    code = PMM3D_ERROR_OTHER;
+    int code = PMM3D_ERROR_OTHER, everywhere = 0;
     state.call(name, arguments, count, results, &code, &everywhere, text, TEXT);
     if (code) {
         failed(code, text);
         last.everywhere = everywhere;
     }
-    return leave(code);
+    return code;
+}
+
+static int call(const char *name, int count, const int64_t *arguments, int64_t *results) {
+    int code = enter();
+    return code ? code : leave(entered(name, count, arguments, results));
 }
 
 #define ADDRESS(pointer) ((int64_t)(intptr_t)(pointer))
@@ -147,7 +156,9 @@ static int call(const char *name, int count, const int64_t *arguments, int64_t *
 
 int pmm3d_start(void) {
     int code = enter();
-    return code ? code : leave(PMM3D_OK);
+    if (code) return code;
+    state.users++;
+    return leave(PMM3D_OK);
 }
 
 /* Seconds after which a wait for other ranks is logged: PMM3D_TIMEOUT; 0: never. */
@@ -158,52 +169,76 @@ static double patience(void) {
     return asked && (end == asked || seconds < 0) ? 600 : seconds;
 }
 
-/* The largest code of all ranks. A late rank does not end the job: ranks 0 and 1 log a long wait, as for a Grid. */
-static int largest(int code, MPI_Comm comm) {
-    int worst = PMM3D_OK, done = 0, rank;
+typedef struct {
+    int code, rank;
+} Worst;
+
+/* The largest code of all ranks, and the first rank that has it. A late rank does not end the job: ranks 0 and 1 log a
+   long wait, as for a Grid. */
+static Worst worst_of(int code, MPI_Comm comm) {
+    Worst mine = {code, 0}, worst;
+    int done = 0;
     double begun = MPI_Wtime(), seconds = patience(), due;
-    MPI_Comm_rank(comm, &rank);
-    due = rank < 2 ? seconds : 0;
+    MPI_Comm_rank(comm, &mine.rank);
+    due = mine.rank < 2 ? seconds : 0;
     MPI_Request request;
-    MPI_Iallreduce(&code, &worst, 1, MPI_INT, MPI_MAX, comm, &request);
+    MPI_Iallreduce(&mine, &worst, 1, MPI_2INT, MPI_MAXLOC, comm, &request);
     while (MPI_Test(&request, &done, MPI_STATUS_IGNORE), !done) {
         double waited = MPI_Wtime() - begun;
         if (due > 0 && waited > due) {
             due *= 2;
             fprintf(stderr, "pmm3d: rank %d has waited %.0f s for all ranks of the communicator to come to this call. "
                     "The job goes on. Look for a rank that is stopped, has ended, or does something else. The limit is "
-                    "%g s: PMM3D_TIMEOUT, 0 for none\n", rank, waited, seconds);
+                    "%g s: PMM3D_TIMEOUT, 0 for none\n", mine.rank, waited, seconds);
         }
         if (waited > 1e-3) nanosleep(&(struct timespec){0, 100000}, NULL);
     }
     return worst;
 }
 
-/* Whether all ranks of comm could start: a rank that cannot is not waited for. */
+/* Make the error of one rank the last error of every rank. */
+static int share(Worst worst, MPI_Comm comm) {
+    char name[MPI_MAX_PROCESSOR_NAME], text[TEXT];
+    int length;
+    MPI_Get_processor_name(name, &length);
+    snprintf(text, TEXT, "rank %d on %s: %.20000s", worst.rank, name, last.text);
+    MPI_Bcast(text, TEXT, MPI_CHAR, worst.rank, comm);
+    failed(worst.code, text);
+    last.everywhere = 1;
+    return worst.code;
+}
+
+/* Whether all ranks of comm could start: a rank that cannot is not waited for. A caller without pmm3d_start becomes a
+   user. */
 static int start_together(MPI_Comm comm) {
-    int code = pmm3d_start(), worst = PMM3D_OK, running = 0, over = 0;
+    int code = enter(), running = 0, over = 0, inter = 0;
+    if (code == PMM3D_OK) leave(code);
     MPI_Initialized(&running);
     MPI_Finalized(&over);
     if (comm == MPI_COMM_NULL || !running || over || code == PMM3D_ERROR_THREAD) return code;
-    worst = largest(code, comm);
-    if (worst != code)
-        failed(worst, "other ranks of the communicator could not start: what was wrong is told there");
-    if (worst) last.everywhere = 1;
-    return worst;
+    MPI_Comm_test_inter(comm, &inter);
+    if (inter) return code;
+    Worst worst = worst_of(code, comm);
+    if (worst.code) return share(worst, comm);
+    if (!state.users) state.users = 1;
+    return PMM3D_OK;
 }
 
-int pmm3d_finalize(void) {
-    int64_t results[4];
-    int code;
-    if (!state.started) {
-        if (state.finalized) return enter();
-        state.finalized = 1;
-        return PMM3D_OK;
+/* Free all objects, or only count one user less if there are others. */
+static int end(int everything) {
+    int64_t results[4], arguments[] = {everything};
+    int code = enter();
+    if (code) return code;
+    if (!everything && state.users > 1) {
+        state.users--;
+        return leave(PMM3D_OK);
     }
-    code = CALL("finalize", results, 0);
-    if (code == PMM3D_OK) state.finalized = 1;
-    return code;
+    code = entered("finalize", 1, arguments, results);
+    if (code == PMM3D_OK) state.users = 0;
+    return leave(code);
 }
+
+int pmm3d_finalize(void) { return state.users ? end(0) : PMM3D_OK; }
 
 int pmm3d_last_error(char *text, int size) {
     if (text && size > 0) snprintf(text, size, "%s", last.text);
@@ -281,6 +316,13 @@ int pmm3d_context(MPI_Comm comm, int rows, int columns, char order, int *context
     int code = start_together(comm);
     return made(code ? code : CALL("context", results, handle(comm), rows, columns, order, ADDRESS(context)), results,
                 context);
+}
+
+int pmm3d_lasting_context(MPI_Comm comm, int rows, int columns, int *context) {
+    int64_t results[4];
+    int users = state.users, code = pmm3d_context(comm, rows, columns, 'R', context);
+    state.users = users;
+    return code ? code : CALL("keep_to_the_end", results, *context);
 }
 
 int pmm3d_context_f(int comm, int rows, int columns, char order, int *context) {

@@ -15,7 +15,7 @@ module pmm3d
 
     integer(c_int), parameter, public :: PMM3D_OK = 0, PMM3D_ERROR_ARGUMENT = 1, PMM3D_ERROR_DISAGREEMENT = 2, &
         PMM3D_ERROR_MEMORY = 3, PMM3D_ERROR_MPI = 4, PMM3D_ERROR_PYTHON = 5, PMM3D_ERROR_THREAD = 6, &
-        PMM3D_ERROR_FINALIZED = 7, PMM3D_ERROR_OTHER = 8
+        PMM3D_ERROR_OTHER = 8
 
     interface
         integer(c_int) function pmm3d_start() bind(C)

@@ -9,8 +9,11 @@
    library ends the process only if a call can never return: if a rank is lost, or if ranks wait for each other. Any
    other wait beyond PMM3D_TIMEOUT (600 seconds; 0: no limit) is logged, and continues.
 
-   Order. Call MPI_Init or MPI_Init_thread first, and pmm3d_finalize before MPI_Finalize. If the program does not call
-   pmm3d_finalize, MPI_Finalize calls it. Later calls return PMM3D_ERROR_FINALIZED. Python runs until the process ends.
+   Order. Call MPI_Init or MPI_Init_thread first. Users are counted: each component of a program (the program itself, a
+   library) calls pmm3d_start at its begin and pmm3d_finalize at its end, on all its ranks. pmm3d_finalize of the last
+   user frees all objects. An earlier one frees none. A program with one component may omit pmm3d_start: pmm3d_grid and
+   pmm3d_context count one user if there is none. After the last pmm3d_finalize, a program may start again. Numbers of
+   freed objects are not used again. MPI_Finalize frees all objects, whatever the count.
 
    Threads. One thread at a time may call. A call during another call returns PMM3D_ERROR_THREAD. Below
    MPI_THREAD_SERIALIZED only the thread that started MPI may call, and messages make progress only in calls, so nothing
@@ -35,14 +38,14 @@ enum {
     PMM3D_ERROR_MPI = 4,          /* MPI is not running, or Python has another MPI */
     PMM3D_ERROR_PYTHON = 5,       /* Python cannot be started, or lacks a package */
     PMM3D_ERROR_THREAD = 6,       /* another thread is in a call, or this thread may not call */
-    PMM3D_ERROR_FINALIZED = 7,    /* called after pmm3d_finalize */
     PMM3D_ERROR_OTHER = 8         /* another error; the text has Python's traceback */
 };
 
-/* Start Python and load pmm3d (1 to 2 seconds). Otherwise the first call does so. Not collective. */
+/* Count one user. The first call of any function starts Python and loads pmm3d (1 to 2 seconds). Not collective. */
 int pmm3d_start(void);
 
-/* Free all objects, the newest first. Collective over their communicators. */
+/* Count one user less. If no other is left, free all objects, the newest first: collective over their communicators.
+   After an error, pmm3d_finalize can be called again, and MPI_Finalize repeats it. Without a user, do nothing. */
 int pmm3d_finalize(void);
 
 /* Copy the text of the last error of this thread to `text`, cut to size - 1 bytes and ended by a zero; empty if there

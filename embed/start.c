@@ -1,4 +1,5 @@
-/* Starts Python. A failure is returned as a text. The caller's locale, signal handlers and streams do not change. */
+/* Starts Python. A failure is returned as a text. The caller's locale, signal handlers and streams do not change.
+   Python ignores the variables PYTHON* of the environment: they are meant for the Python programs of the job. */
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
@@ -15,12 +16,13 @@ static PyStatus start(const char *executable) {
     PyPreConfig before;
     PyPreConfig_InitPythonConfig(&before);
     before.configure_locale = before.coerce_c_locale = before.parse_argv = 0;
+    before.use_environment = 0;
     before.utf8_mode = 1;
     PyStatus status = Py_PreInitialize(&before);
     if (PyStatus_Exception(status)) return status;
     PyConfig config;
     PyConfig_InitPythonConfig(&config);
-    config.install_signal_handlers = config.parse_argv = config.configure_c_stdio = 0;
+    config.install_signal_handlers = config.parse_argv = config.configure_c_stdio = config.use_environment = 0;
     status = PyConfig_SetBytesString(&config, &config.executable, executable);
     if (!PyStatus_Exception(status)) status = Py_InitializeFromConfig(&config);
     PyConfig_Clear(&config);

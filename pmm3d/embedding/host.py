@@ -48,6 +48,7 @@ class Host:
 
     def __init__(self) -> None:
         self._objects: dict[int, Kept] = {}
+        self._lasting: set[int] = set()
         self._last = 0
 
     def call(self, name: str, arguments: Sequence[int]) -> Answer:
@@ -283,10 +284,17 @@ class Host:
         self._found(number, Kept).close()
         del self._objects[number]
 
-    def finalize(self, _: int) -> None:
-        """Collective."""
-        while self._objects:
-            self._objects.popitem()[1].close()
+    def keep_to_the_end(self, number: int) -> None:
+        """Exempt an object from pmm3d_finalize."""
+        self._lasting.add(number)
+
+    def finalize(self, everything: int) -> None:
+        """Free the objects, the newest first. Without `everything`, exempted objects are kept. A failed call can be
+        repeated. Collective."""
+        ending = self._objects if everything else self._objects.keys() - self._lasting
+        for number in sorted(ending, reverse=True):
+            self._objects[number].close()
+            del self._objects[number]
 
     def _keep(self, made: Kept) -> int:
         self._last += 1

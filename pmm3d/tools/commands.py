@@ -29,6 +29,7 @@ from .ranks import Accept, all_ranks, on_first, one_process
 from .terminal import check_surroundings, say
 from .tune.blas.command import blas_command
 from .tune.command import machine_command
+from .tune.scalapack.command import scalapack_command
 
 STYLE: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": "rich", "pretty_exceptions_enable": False}
 app = typer.Typer(
@@ -270,7 +271,8 @@ _group(
 )
 _group(
     "tune",
-    "Measure this machine and its BLASes, for the planner and for products.",
+    "Measure this machine, its BLASes and its ScaLAPACK, for the planner, for products and for the drop-in.",
     machine=machine_command,
     blas=blas_command,
+    scalapack=scalapack_command,
 )

@@ -25,6 +25,7 @@ PROGRAMS = (
     "collectives",
     "costs",
     "digits_rate",
+    "drop_in",
     "gpt_step",
     "kernels",
     "low_precision",
@@ -81,7 +82,7 @@ def test_every_program_explains_itself(benchmarks, monkeypatch, capsys):
             with pytest.raises(SystemExit) as ended:
                 runpy.run_path(str(benchmarks / f"{name}.py"), run_name="__main__")
             assert ended.value.code == 0 and f"usage: {name}" in capsys.readouterr().out
-    others = {"one_of_many", "planner_compared", "records", "scalapack", "timing", "torch_rivals"}
+    others = {"one_of_many", "planner_compared", "records", "timing", "torch_rivals"}
     assert {path.stem for path in benchmarks.glob("*.py")} == {*PROGRAMS, *others}
     for name in others:
         importlib.import_module(name)

@@ -18,12 +18,12 @@ def _callers_can_be_made(request):
 @pytest.fixture(scope="session")
 def program(tmp_path_factory):
     """program("apps/embed/product.c") compiles the program at the first call, and returns its Caller."""
-    made: dict[tuple[str, ...], Caller] = {}
+    made: dict[tuple[tuple[str, ...], ...], Caller] = {}
 
     def find(*sources: str, flags: tuple[str, ...] = ()) -> Caller:
-        if sources not in made:
-            made[sources] = compiled(tmp_path_factory.mktemp("program"), *sources, flags=flags)
-        return made[sources]
+        if (sources, flags) not in made:
+            made[sources, flags] = compiled(tmp_path_factory.mktemp("program"), *sources, flags=flags)
+        return made[sources, flags]
 
     return find
 

@@ -210,10 +210,31 @@ static void untouched(void) {
            !strcmp(locale, setlocale(LC_ALL, NULL)));
 }
 
+/* A component that starts, multiplies and ends, while the program keeps its grid. Then a second start. */
+static void two_users(void) {
+    int kept[4], code = pmm3d_start();
+    if (!code) code = make(MPI_COMM_WORLD);
+    memcpy(kept, matrices, sizeof matrices);
+    kept[3] = grid;
+    for (int component = 0; !code && component < 2; component++) {
+        code = pmm3d_start();
+        if (!code) code = make(MPI_COMM_WORLD);
+        lives_on();
+        if (!code) code = pmm3d_finalize();
+    }
+    memcpy(matrices, kept, sizeof matrices);
+    grid = kept[3];
+    lives_on();
+    if (code || pmm3d_finalize()) tell(1);
+    tell(multiply());
+    if (make(MPI_COMM_WORLD)) tell(1);
+    lives_on();
+}
+
 int main(int count, char **words) {
     const char *which = count > 1 ? words[1] : "";
     int provided, finalizes = 1;
-    if (!strcmp(which, "before")) tell(pmm3d_start());
+    if (!strcmp(which, "before")) tell(pmm3d_start()), pmm3d_finalize();
     if (!strcmp(which, "two threads")) MPI_Init_thread(&count, &words, MPI_THREAD_MULTIPLE, &provided);
     else MPI_Init(&count, &words);
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
@@ -234,10 +255,13 @@ int main(int count, char **words) {
         else if (make(part)) tell(1);
         else lives_on();
     } else if (!strcmp(which, "not finalized")) make(MPI_COMM_WORLD), lives_on(), finalizes = 0;
-    else if (!strcmp(which, "finalized twice")) {
-        make(MPI_COMM_WORLD), lives_on(), pmm3d_finalize();
-        tell(multiply()), tell(pmm3d_finalize()), finalizes = 0;
-    } else if (!strcmp(which, "never started")) pmm3d_finalize(), tell(pmm3d_start()), finalizes = 0;
+    else if (!strncmp(which, "skips", 5)) { /* rank 1 ends, by pmm3d_finalize or not, while rank 0 multiplies */
+        int silent = !strcmp(which, "skips silently");
+        make(MPI_COMM_WORLD);
+        for (int times = 0; rank == 0 && times <= silent; times++) tell(multiply());
+        if (rank && !silent) tell(pmm3d_finalize());
+        finalizes = rank == 0;
+    } else if (!strcmp(which, "two users")) two_users();
     else {
         if (make(MPI_COMM_WORLD)) tell(1);
         if (!strcmp(which, "other thread")) in_thread();
@@ -250,7 +274,7 @@ int main(int count, char **words) {
     }
     if (finalizes && pmm3d_finalize()) tell(1);
     MPI_Finalize();
-    if (!strcmp(which, "after")) tell(pmm3d_start()), tell(pmm3d_finalize());
+    if (!strcmp(which, "after")) tell(pmm3d_start()), pmm3d_finalize();
     printf("%d ended\n", rank);
     return 0;
 }

@@ -10,17 +10,14 @@ exit status is 1.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from scalapack import Blacs, Scalapack
-
 from pmm3d import BlacsContext, Descriptor, pgemm, pgemr2d
 from pmm3d.layout.distribution import Distribution1D
+from pmm3d.tools.tune.scalapack.library import Blacs, Scalapack
 
 DTYPES = "float32", "float64", "complex64", "complex128"
 LARGEST = 60

@@ -9,7 +9,7 @@ from callers import ENVIRONMENT, LIBRARIES, ROOT
 
 pytestmark = pytest.mark.thorough("hostile calls from C")
 TOLD = re.compile(r"^(\d+) (\d) (\d) (.*)$", re.M)
-ARGUMENT, DISAGREEMENT, MPI, PYTHON, THREAD, FINALIZED = 1, 2, 4, 5, 6, 7
+ARGUMENT, DISAGREEMENT, MPI, PYTHON, THREAD = 1, 2, 4, 5, 6
 ON_ALL = [  # errors on all ranks, after a mistake on the last rank or on all
     ("alpha", DISAGREEMENT, "alpha is a NULL pointer"),
     ("beta", DISAGREEMENT, "beta is a NULL pointer"),
@@ -83,18 +83,26 @@ def test_each_caller_is_told(program, which, code, text, everywhere):
     assert all(text in fault[2] for fault in found) and (not everywhere or found[0] == found[1]), done.stdout
 
 
-@pytest.mark.parametrize(
-    "which, code, text, times",
-    [
-        ("before", MPI, "called before MPI_Init", 1),
-        ("after", FINALIZED, "called after pmm3d_finalize", 2),
-        ("finalized twice", FINALIZED, "called after pmm3d_finalize", 2),
-        ("never started", FINALIZED, "called after pmm3d_finalize", 1),
-    ],
-)
-def test_a_call_at_the_wrong_time(program, which, code, text, times):
-    done, found = faults_of(program, 2, which, ended="ended")
-    assert [fault[0] for fault in found] == [code] * 2 * times and done.stdout.count(text) == 2 * times
+@pytest.mark.parametrize("which, text", [("before", "called before MPI_Init"), ("after", "called after MPI_Finalize")])
+def test_a_call_at_the_wrong_time(program, which, text):
+    """pmm3d_finalize does nothing then."""
+    done, found = faults_of(program, 2, which, ended="lives on: right")
+    assert [fault[0] for fault in found] == [MPI] * 2 and done.stdout.count(text) == 2
+
+
+@pytest.mark.parametrize("which, fails", [("skips", [0, 1]), ("skips silently", [0, 0])])
+def test_a_rank_that_ends_while_another_multiplies(program, which, fails):
+    """The product fails on all ranks. MPI_Finalize of the rank that ended frees the objects, with the other rank."""
+    done, _ = faults_of(program, 2, which, ended="ended")
+    found = sorted(tuple(map(int, fault[:3])) for fault in TOLD.findall(done.stdout))
+    assert found == [(rank, DISAGREEMENT, 1) for rank in fails] and not done.stderr, done.stdout + done.stderr
+
+
+def test_components_of_a_program_are_users_that_are_counted(program):
+    """pmm3d_finalize of the last one frees the matrices. Then a second start works."""
+    done = program("tests/embed/faults.c")(2, "two users")
+    assert done.returncode == 0 and done.stdout.count("lives on: right") == 2 * 4, done.stdout + done.stderr
+    assert [(fault[1], "or it was freed" in fault[3]) for fault in TOLD.findall(done.stdout)] == [("1", True)] * 2
 
 
 def test_two_threads_at_once(program):
@@ -113,6 +121,32 @@ def test_a_python_that_is_none(program, python, text):
     assert refused_starts(program, PYTHON, PMM3D_PYTHON=python).stdout.count(text) == 4
 
 
+def test_the_drop_in_is_no_user_that_is_counted(program, tmp_path):
+    """pmm3d_finalize of the program leaves the drop-in's contexts."""
+    log = tmp_path / "log"
+    linked = program("tests/embed/users.c", flags=("-lpmm3d_scalapack", "-lscalapack-openmpi"))
+    written = linked.written(2, PMM3D_EMBED_LOG=str(log), PMM3D_SCALAPACK_BELOW="0")
+    assert sorted(written.splitlines()) == [f"{rank}: code 0, C 12" for rank in range(2)]
+    assert log.read_text().count(": pmm3d, ") == 4, log.read_text()
+
+
+@pytest.fixture
+def environment(site_packages, tmp_path):
+    """environment("numpy*"): (the Python of an environment with links to these packages, its site-packages)."""
+
+    def make(*packages):
+        subprocess.run([ENVIRONMENT / "bin" / "python", "-m", "venv", "--without-pip", tmp_path], check=True)
+        [site] = tmp_path.glob("lib/python*/site-packages")
+        for pattern in packages:
+            found = [*site_packages.glob(pattern)]
+            assert found
+            for path in found:
+                (site / path.name).symlink_to(path)
+        return str(tmp_path / "bin" / "python"), site
+
+    return make
+
+
 @pytest.mark.parametrize(
     "packages, lacks",
     [
@@ -122,33 +156,46 @@ def test_a_python_that_is_none(program, python, text):
         (("_cffi_backend*", "mpi4py", "__editable__*pmm3d*"), "numpy"),
     ],
 )
-def test_a_python_that_lacks_a_package(program, site_packages, tmp_path, packages, lacks):
-    subprocess.run([ENVIRONMENT / "bin" / "python", "-m", "venv", "--without-pip", tmp_path], check=True)
-    [site] = tmp_path.glob("lib/python*/site-packages")
-    for pattern in packages:
-        found = [*site_packages.glob(pattern)]
-        assert found
-        for path in found:
-            (site / path.name).symlink_to(path)
+def test_a_python_that_lacks_a_package(program, environment, packages, lacks):
     text = f"lacks a package: No module named '{lacks}'. Install it there: pip install \".[embed]\" in the clone"
-    assert refused_starts(program, PYTHON, PMM3D_PYTHON=str(tmp_path / "bin" / "python")).stdout.count(text) == 4
+    assert refused_starts(program, PYTHON, PMM3D_PYTHON=environment(*packages)[0]).stdout.count(text) == 4
 
 
 def test_a_library_without_its_part_with_python(program, tmp_path):
-    shutil.copy(LIBRARIES / "libpmm3d.so", tmp_path)
+    for path in LIBRARIES.glob("libpmm3d.so*"):
+        shutil.copy(path, tmp_path)
     done = refused_starts(program, PYTHON, ranks=1, LD_LIBRARY_PATH=str(tmp_path))
     assert "the part with Python cannot be loaded: " in done.stdout and "Build it again: make embed" in done.stdout
 
 
-def test_a_python_with_a_damaged_cffi(program, tmp_path):
-    (tmp_path / "_cffi_backend.py").write_text("")
-    done = refused_starts(program, PYTHON, ranks=1, PYTHONPATH=str(tmp_path))
+def test_a_python_with_a_damaged_cffi(program, environment):
+    python, site = environment()
+    (site / "_cffi_backend.py").write_text("")
+    done = refused_starts(program, PYTHON, ranks=1, PMM3D_PYTHON=python)
     assert "what Python said is on stderr" in done.stdout and "initialization code failed" in done.stderr
 
 
-def test_a_python_without_a_standard_library(program):
-    done = refused_starts(program, PYTHON, ranks=1, PYTHONHOME="/no/such/folder")
+def test_a_python_without_a_standard_library(program, site_packages, tmp_path):
+    for file in (tmp_path / "bin" / "python", tmp_path / "lib" / site_packages.parent.name / "os.py"):
+        file.parent.mkdir(parents=True)
+        file.touch(0o755)
+    done = refused_starts(program, PYTHON, ranks=1, PMM3D_PYTHON=str(tmp_path / "bin" / "python"))
     assert "failed to get the Python codec" in done.stdout and "an earlier attempt failed" in done.stdout
+
+
+def test_a_package_that_an_mpi4py_lacks_is_not_another_mpi(program, environment):
+    python, site = environment("_cffi_backend*")
+    (site / "mpi4py").mkdir()
+    (site / "mpi4py" / "__init__.py").write_text("rc = type('rc', (), {})\n")
+    (site / "mpi4py" / "MPI.py").write_text("import no_such_package\n")
+    assert "lacks a package: " in refused_starts(program, PYTHON, ranks=1, PMM3D_PYTHON=python).stdout
+
+
+def test_variables_of_python_are_ignored(program, tmp_path):
+    """They belong to the Python programs of the job."""
+    (tmp_path / "numpy.py").write_text("raise RuntimeError('numpy of the job')\n")
+    done, found = faults_of(program, 2, "not finalized", PYTHONPATH=str(tmp_path), PYTHONHOME="/no/such/folder")
+    assert not found, done.stdout
 
 
 def test_integers_of_8_bytes_are_refused_by_the_compiler(tmp_path):
@@ -161,20 +208,25 @@ def test_integers_of_8_bytes_are_refused_by_the_compiler(tmp_path):
 
 
 def test_one_rank_that_cannot_start_is_not_waited_for(program):
+    """All ranks get its error, with its number and its host."""
     done, found = faults_of(program, 3, "start on one", ended="ended")
+    [text] = {fault[2] for fault in found}
     assert [fault[:2] for fault in found] == [(PYTHON, 1)] * 3, done.stdout
-    assert done.stdout.count("other ranks of the communicator could not start") == 2
+    assert re.match(r"rank 2 on \S+: Python cannot be started from /no/such/python: No such file", text)
 
 
 @pytest.mark.parametrize("imitated", [False, True])
-def test_an_mpi4py_with_another_mpi(program, tmp_path, imitated):
+def test_an_mpi4py_with_another_mpi(program, environment, imitated):
     """One that cannot be loaded here, and an imitated one with its own MPI: two libraries in one process."""
-    (tmp_path / "mpi4py").mkdir()
-    (tmp_path / "mpi4py" / "__init__.py").write_text("rc = type('rc', (), {})\n")
-    (tmp_path / "mpi4py" / "MPI.py").write_text(
-        "Get_library_version = lambda: 'MPICH Version: 9, of a wheel'\nIs_initialized = lambda: False\n"
-    )
-    how = {"PYTHONPATH": str(tmp_path)} if imitated else {"MPI4PY_MPIABI": "mpich"}
+    how = {"MPI4PY_MPIABI": "mpich"}
+    if imitated:
+        python, site = environment("_cffi_backend*")
+        (site / "mpi4py").mkdir()
+        (site / "mpi4py" / "__init__.py").write_text("rc = type('rc', (), {})\n")
+        (site / "mpi4py" / "MPI.py").write_text(
+            "Get_library_version = lambda: 'MPICH Version: 9, of a wheel'\nIs_initialized = lambda: False\n"
+        )
+        how = {"PMM3D_PYTHON": python}
     done = refused_starts(program, MPI, **how)
     assert done.stdout.count("Python has another MPI than this process, Open MPI v4") == 4, done.stdout
     assert done.stdout.count("MPICH Version: 9") == 4 * imitated

@@ -1,13 +1,15 @@
 """Block-cyclic products compared with ScaLAPACK's, and programs of ScaLAPACK with the drop-in for its p?gemm."""
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from callers import LIBRARIES, Caller
+from callers import AS_ROOT_ON_FEW_CORES, ENVIRONMENT, FOREIGN, LIBRARIES, ROOT, Caller
 
 pytestmark = pytest.mark.thorough("ScaLAPACK's programs")
 SCALAPACK = ("-lscalapack-openmpi",)
@@ -41,8 +43,13 @@ def scalapack_test(scalapack_tests, tmp_path):
     return find
 
 
-def with_drop_in(log: Path) -> dict[str, str]:
-    return {"LD_PRELOAD": str(LIBRARIES / "libpmm3d_scalapack.so"), "PMM3D_EMBED_LOG": str(log)}
+def with_drop_in(log: Path, below: str = "0") -> dict[str, str]:
+    """Variables that preload the drop-in; below "0": pmm3d computes all products."""
+    return {
+        "LD_PRELOAD": str(LIBRARIES / "libpmm3d_scalapack.so"),
+        "PMM3D_EMBED_LOG": str(log),
+        "PMM3D_SCALAPACK_BELOW": below,
+    }
 
 
 def done_by(log: Path, routine: str) -> Counter[str]:
@@ -93,7 +100,8 @@ def test_a_program_that_is_linked_with_it(program, tmp_path):
     log = tmp_path / "log"
     linked = program("benchmarks/pgemm.c", flags=("-lpmm3d_scalapack", *SCALAPACK))
     for kind, ranks, rows, columns in (("d", 4, 2, 2), ("s", 3, 1, 2)):  # one of three ranks is not in the grid
-        done = linked(ranks, 100, 90, 80, kind, rows, columns, 7, 3, 1, PMM3D_EMBED_LOG=str(log))
+        settings = {"PMM3D_EMBED_LOG": str(log), "PMM3D_SCALAPACK_BELOW": "0"}
+        done = linked(ranks, 100, 90, 80, kind, rows, columns, 7, 3, 1, **settings)
         assert done.returncode == 0 and "wrong" not in done.stdout and not done.stderr, done.stdout + done.stderr
         assert done_by(log, f"p{kind}gemm") == {"pmm3d": 6 * rows * columns}
 
@@ -101,7 +109,8 @@ def test_a_program_that_is_linked_with_it(program, tmp_path):
 def test_without_a_python_it_is_scalapack_and_says_so_once(program, tmp_path):
     log = tmp_path / "log"
     linked = program("benchmarks/pgemm.c", flags=("-lpmm3d_scalapack", *SCALAPACK))
-    done = linked(4, 100, 90, 80, "d", 2, 2, 7, 3, 1, PMM3D_EMBED_LOG=str(log), PMM3D_PYTHON="/no/such/python")
+    settings = {"PMM3D_EMBED_LOG": str(log), "PMM3D_PYTHON": "/no/such/python", "PMM3D_SCALAPACK_BELOW": "0"}
+    done = linked(4, 100, 90, 80, "d", 2, 2, 7, 3, 1, **settings)
     assert done.returncode == 0 and "wrong" not in done.stdout, done.stdout + done.stderr
     assert done.stderr.count("pmm3d: pdgemm is left to ScaLAPACK") == 1 and "Python cannot be started" in done.stderr
     assert done_by(log, "pdgemm") == {"scalapack": 24}
@@ -110,7 +119,104 @@ def test_without_a_python_it_is_scalapack_and_says_so_once(program, tmp_path):
 def test_nothing_that_could_do_it_ends_the_program_as_scalapack_does(program):
     """If ScaLAPACK's own routine is not in the process."""
     alone = program("tests/embed/no_pgemm.c", flags=("-lpmm3d_scalapack",))
-    done = alone(2, PMM3D_PYTHON="/no/such/python")
+    done = alone(2, PMM3D_PYTHON="/no/such/python", PMM3D_SCALAPACK_BELOW="0")
     assert done.returncode != 0 and "not reached" not in done.stdout
-    assert "On entry to pdgemm: Python cannot be started from /no/such/python" in done.stderr, done.stderr
+    assert re.search("On entry to pdgemm: rank 0 on .*: Python cannot be started from /no/such/python", done.stderr)
     assert "blacs_abort of context 5, code 1" in done.stderr
+
+
+def by(log: Path) -> dict[str, list[int]]:
+    """Calls that each rank counted, in its summary, by library."""
+    found: dict[str, list[int]] = {}
+    for library, calls in re.findall(r"^rank \d+ summary: (\w+) computed (\d+) calls", log.read_text(), re.M):
+        found.setdefault(library, []).append(int(calls))
+    return found
+
+
+@pytest.mark.parametrize("words, calls", [(("lu", 160, 16, 0), 9), (("scf", 96, 16, 0), 20)])
+def test_small_products_are_left_and_python_is_not_started(program, tmp_path, words, calls):
+    """Products that ScaLAPACK's own LU calls, and those of a self-consistent field."""
+    log, timed = tmp_path / "log", program("benchmarks/drop_in.c", flags=SCALAPACK)
+    done = timed(4, *words, **with_drop_in(log, ""), PMM3D_PYTHON="/no/such/python")
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert float(re.search(r"^error (\S+)$", done.stdout, re.M)[1]) < 1e-11
+    assert by(log) == {"pmm3d": [0] * 4, "scalapack": [calls] * 4}
+    assert len(re.findall(r"^process \d+, drop_in: pmm3d's p\?gemm is loaded$", log.read_text(), re.M)) == 4
+    log.unlink()
+    timed.written(4, *words, **with_drop_in(log))
+    assert by(log) == {"pmm3d": [calls] * 4}
+
+
+def test_the_first_rank_decides_for_its_process_grid(program, tmp_path):
+    """Products of 64, 63 and 62 rows, of which two are large enough; and values that are no length."""
+    log, timed = tmp_path / "log", program("benchmarks/drop_in.c", flags=SCALAPACK)
+    for first, others, large, said in (("40.1", "many", 2, 0), ("ten", "40.1", 0, 1), ("nan", "0", 0, 1)):
+        script = tmp_path / "script"
+        script.write_text(
+            f"#!/bin/sh\ntest $OMPI_COMM_WORLD_RANK = 0 && export PMM3D_SCALAPACK_BELOW={first}\n"
+            f'exec {timed.path} "$@"\n'
+        )
+        script.chmod(0o700)
+        log.unlink(missing_ok=True)
+        done = Caller(script)(4, "rotation", 64, 16, 1, 3, **with_drop_in(log, others))
+        assert done.returncode == 0 and "error 0\n" in done.stdout, done.stderr
+        assert by(log) == {"pmm3d": [2 * large] * 4, "scalapack": [2 * (3 - large)] * 4}
+        assert done.stderr.count(f"PMM3D_SCALAPACK_BELOW={first} is not a length. The default 512 is used") == said
+
+
+def test_a_product_with_a_short_side_is_small(program, tmp_path):
+    """Both have enough operations for each of four ranks."""
+    log, timed = tmp_path / "log", program("benchmarks/pgemm.c", flags=SCALAPACK)
+    for sizes, large in (((64, 64, 26), 2), ((64, 64, 24), 0), ((24, 64, 64), 0), ((64, 24, 64), 0)):
+        log.unlink(missing_ok=True)
+        timed.written(4, *sizes, "d", 2, 2, 8, 1, 1, **with_drop_in(log, "25"))
+        assert by(log) == {"pmm3d": [large] * 4} | ({} if large else {"scalapack": [2] * 4})
+
+
+def test_each_reason_is_reported_once(program, tmp_path):
+    log, mixed = tmp_path / "log", program("tests/embed/mixed.c", flags=SCALAPACK)
+    done = mixed(2, **with_drop_in(log))
+    assert done.stdout == "C 12\n" * 12, done.stderr
+    assert done.stderr.count("pmm3d: pdgemm is left to ScaLAPACK") == 2, done.stderr
+    assert "LayoutError: first of" in done.stderr and "a descriptor is of another kind" in done.stderr
+    assert by(log) == {"pmm3d": [2, 2], "scalapack": [2] * 4}
+
+
+def test_ranks_that_disagree_end_the_program(program, tmp_path):
+    """ScaLAPACK would crash, or compute something else."""
+    done = program("tests/embed/mixed.c", flags=SCALAPACK)(2, "disagree", **with_drop_in(tmp_path / "log"))
+    assert done.returncode != 0 and "C " not in done.stdout
+    assert done.stderr.count("On entry to pdgemm: ") == 1 and "the ranks passed different arguments" in done.stderr
+
+
+@pytest.mark.parametrize("needed, processes", [("--no-as-needed", 2), ("--as-needed", 0)])
+def test_a_program_that_names_no_pgemm(program, tmp_path, needed, processes):
+    """A linker with --as-needed drops the library. The log shows whether it is in the process."""
+    log, flags = tmp_path / "log", (f"-Wl,{needed}", "-lpmm3d_scalapack", "-Wl,--as-needed", *SCALAPACK)
+    linked = program("tests/embed/factors.f90", flags=flags)
+    linked.written(2, PMM3D_EMBED_LOG=str(log))
+    assert (log.exists() and log.read_text().count("pmm3d's p?gemm is loaded")) == processes
+
+
+def test_the_size_is_measured(tmp_path):
+    """`pmm3d tune scalapack` prints the variable."""
+    small = (
+        "import sys; from pmm3d.tools.tune.scalapack import measuring; measuring.LENGTHS = (16, 24)\n"
+        "measuring.SHORT, measuring.LARGE, measuring.ROUNDS = (8,), 16, 1\n"
+        "from pmm3d.tools.cli import main; sys.argv = ['pmm3d', 'tune', 'scalapack', '--block', '8']; main()"
+    )
+    written = Caller(ENVIRONMENT / "bin" / "python").written(2, "-c", small)
+    assert re.search(r"^ +32x8x32 .*^  export PMM3D_SCALAPACK_BELOW=\d+$", written, re.M | re.S), written
+
+
+def test_the_benchmark_of_the_drop_in(tmp_path):
+    [blas] = Path("/usr/lib").glob("*/libblas.so.3")
+    settings = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "drop_in.py", "--quick"],
+        env=settings | AS_ROOT_ON_FEW_CORES | {"PMM3D_BLAS": str(blas)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert re.search(r"^\| lu 96 16 (\|[^|]+){4}\| scalapack 5 \| \d+, \d+ \|$", done.stdout, re.M), done.stderr

@@ -55,6 +55,13 @@ def test_a_compiler_that_is_missing_is_one_line_with_the_remedy():
     assert line.startswith("embed: there is no C compiler nomp. ") and "make embed MPICC=/path/to/mpicc" in line
 
 
+def test_a_prefix_that_cannot_be_written_is_refused_with_the_remedy():
+    command = ["make", "install", "PREFIX=/proc/none", "MPICC=true"]
+    done = subprocess.run(command, cwd=ROOT, env=without_outer_make(), capture_output=True, text=True)
+    assert done.returncode == 2 and "installing" not in done.stdout
+    assert "/proc/none/lib cannot be written. " in done.stdout and "make install PREFIX=$HOME/.local" in done.stdout
+
+
 def test_the_version_is_the_same_everywhere():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert pmm3d.__version__ == version

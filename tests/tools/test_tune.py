@@ -7,8 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 from loops import given, looped
+from mpi4py import MPI
 from rich.console import Console
 
+from pmm3d import Pmm3dError
 from pmm3d.action import Action
 from pmm3d.arrays import Slab
 from pmm3d.comm import Grid
@@ -17,6 +19,7 @@ from pmm3d.model.machines.figures import InSteps, Measured, Pass
 from pmm3d.model.machines.laws import OPERATIONS, Law
 from pmm3d.tools.timing import CoreShare, Sampler
 from pmm3d.tools.tune import collectives, fitting, measure, rates, steps
+from pmm3d.tools.tune.scalapack.library import Scalapack
 
 TRUE = Law(2e-5, 1e-6, 4e-6, 2e-10, 5e-11)
 SIZES = (64, 4096, 2**18, 2**22)
@@ -349,3 +352,12 @@ def test_a_cache_that_cannot_be_written_is_told_of(tune, tmp_path):
     assert done.returncode == 0 and "The machine is not stored" in done.stdout, done.stderr
     done = tune(1, "--budget", 0.02, "--dtype", "float32", "--no-store")
     assert done.returncode == 0 and "stored" not in done.stdout, done.stderr
+
+
+def test_a_scalapack_that_cannot_be_used(monkeypatch):
+    """No file, and the library of another MPI."""
+    with pytest.raises(Pmm3dError, match=r"no ScaLAPACK \(/no/such\.so: .*apt-get install libscalapack-openmpi-dev"):
+        Scalapack("/no/such.so")
+    monkeypatch.setattr(MPI, "Get_library_version", lambda: "Another MPI\n1.0\0")
+    with pytest.raises(Pmm3dError, match=r", and mpi4py Another MPI\. Start a Python whose mpi4py"):
+        Scalapack(MPI.__file__)

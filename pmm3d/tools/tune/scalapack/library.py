@@ -7,23 +7,26 @@ mpirun, in an environment without its own MPI (.venv-embed, from `make embed`).
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
 from ctypes import byref, c_char_p, c_int, c_void_p
 
 import numpy as np
 from mpi4py import MPI
 
+from ....errors import Pmm3dError
+
 LIBRARIES = "libscalapack-openmpi.so", "libscalapack-openmpi.so.2.2", "libscalapack.so"
 LETTERS = {"float32": "s", "float64": "d", "complex64": "c", "complex128": "z"}
 
 
 class Scalapack:
-    """The library. PMM3D_SCALAPACK contains the file if it has another name."""
+    """The library.
 
-    def __init__(self) -> None:
-        names = [os.environ["PMM3D_SCALAPACK"]] if "PMM3D_SCALAPACK" in os.environ else LIBRARIES
-        self._library = _loaded(names)
+    file   its path; default: one of LIBRARIES
+    """
+
+    def __init__(self, file: str = "") -> None:
+        self._library = _loaded([file] if file else LIBRARIES)
         self._library.Csys2blacs_handle.argtypes = [c_void_p]
 
     def context(self, comm: MPI.Intracomm, shape: tuple[int, int], order: str = "R") -> Blacs:
@@ -130,12 +133,23 @@ def _address(array: np.ndarray) -> c_void_p:
 
 
 def _loaded(names: Sequence[str]) -> ctypes.CDLL:
+    """Load the first library that is found. Raises Pmm3dError if there is none, or if it uses another MPI."""
     for name in names:
         try:
-            return ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+            found = ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+            break
         except OSError as error:
             missing = error
-    raise SystemExit(
-        f"there is no ScaLAPACK ({missing}). On Debian: apt-get install libscalapack-openmpi-dev; "
-        "elsewhere PMM3D_SCALAPACK=/path/to/libscalapack.so names it"
-    )
+    else:
+        raise Pmm3dError(
+            f"there is no ScaLAPACK ({missing}). On Debian: apt-get install libscalapack-openmpi-dev; elsewhere name "
+            "the file: pmm3d tune scalapack /path/to/libscalapack.so"
+        )
+    text, length = ctypes.create_string_buffer(MPI.MAX_LIBRARY_VERSION_STRING), c_int()
+    found.MPI_Get_library_version(text, byref(length))
+    if (theirs := text.value.decode()) != (ours := MPI.Get_library_version().rstrip("\0")):
+        raise Pmm3dError(
+            f"{found._name} uses {theirs.splitlines()[0]}, and mpi4py {ours.splitlines()[0]}. Start a Python whose "
+            "mpi4py uses the MPI of ScaLAPACK, such as that of .venv-embed (make embed)"
+        )
+    return found
