@@ -6,11 +6,13 @@ Ranks that wait in the same collective are treated as a group, so the cost is pr
 from __future__ import annotations
 
 import sys
+import threading
 import traceback
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 from ..text import ranks_in_words
 from .nodes import COMPUTES, DEAD, Process
@@ -27,6 +29,8 @@ OTHER_PACKAGES = {"pmm3d", "contextlib", "threading", "runpy", "typer", "click",
 """Packages whose frames are not the user's code."""
 STACK_FRAMES = 8
 """Number of innermost frames that are shown. They contain the user's line and the call that does not return."""
+
+Result = TypeVar("Result")
 
 Gone = Mapping[int, str]
 """Ranks that have left the program, and the reason of each."""
@@ -274,9 +278,35 @@ def _verdict(waits: Waits, gone: Gone) -> str:
     return "Every member of an axis must make the call."
 
 
+@dataclass(frozen=True)
+class CallersCall:
+    """A call of a C or Fortran program. While it runs, messages contain its name and its arguments.
+
+    name        name of the function, as the program calls it
+    arguments   function that returns the texts of the arguments. It is called only for a message
+    """
+
+    name: str
+    arguments: Callable[[], Sequence[str]]
+
+    def run(self, operation: Callable[[], Result]) -> Result:
+        """Return operation(). `callers_call` finds the call by the frame of this method."""
+        return operation()
+
+
+def callers_call(frame: FrameType | None) -> CallersCall | None:
+    """Return the innermost call of a C or Fortran program that leads to a frame, or None."""
+    calls = (_call_of(caller) for caller, _ in traceback.walk_stack(frame)) if frame else ()
+    return next((call for call in calls if call is not None), None)
+
+
+def _call_of(frame: FrameType) -> CallersCall | None:
+    return frame.f_locals["self"] if frame.f_code is CallersCall.run.__code__ else None
+
+
 def source_line(frame: FrameType | None) -> str:
-    """Return the user's source line that leads to a frame, as "solver.py:88 in solve". If no user code called it,
-    return a line of pmm3d outside `pmm3d.comm`."""
+    """Return the user's source line that leads to a frame, as "solver.py:88 in solve". In a call of a C or Fortran
+    program, return the name of the function. If no user code called it, return a line of pmm3d outside `pmm3d.comm`."""
     return _users_line(traceback.walk_stack(frame) if frame else ())
 
 
@@ -288,13 +318,15 @@ def line_of(error: BaseException) -> str:
 def _users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
     """Return the innermost user line. frames: with their line numbers, the innermost first."""
     callers = [*frames]
-    theirs = [caller for caller in callers if _is_users_code(caller[0])]
+    theirs = [caller for caller in callers if _call_of(caller[0]) or _is_users_code(caller[0])]
     if not theirs:
         ours = [caller for caller in callers if caller[0].f_code.co_filename.startswith(PACKAGE)]
         theirs = [caller for caller in ours if not caller[0].f_code.co_filename.startswith(THIS_ROOM)]
     if not theirs:
         return "an unknown line"
     frame, line = theirs[0]
+    if (call := _call_of(frame)) is not None:
+        return call.name
     return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
 
 
@@ -305,9 +337,13 @@ def _is_users_code(frame: FrameType) -> bool:
 
 
 def stack_of(thread: int | None) -> str:
-    """Return the innermost frames of a thread with their source lines, indented."""
+    """Return the innermost frames of a thread with their source lines, indented. In a call of a C or Fortran program,
+    return the name of the function."""
     frame = sys._current_frames().get(thread or 0)
     if frame is None:
-        return "    (its main thread has ended)"
+        runs = threading.main_thread().is_alive()
+        return "    (the program, outside of pmm3d)" if runs else "    (its main thread has ended)"
+    if (call := callers_call(frame)) is not None:
+        return f"    {call.name}"
     shown = traceback.extract_stack(frame)[-STACK_FRAMES:]
     return "".join("    " + line for text in traceback.format_list(shown) for line in text.splitlines(True))

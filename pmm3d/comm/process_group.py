@@ -21,7 +21,7 @@ from ..model.notes import show_notes
 from ..model.schedule import gather_schedule
 from . import shutdown
 from .agreement import Terms, agree, as_out_of_memory
-from .argument_digest import canonical, in_words
+from .argument_digest import canonical, printed
 from .axis import Axis
 from .communicator import WatchedComm, duplicates, own_duplicate
 from .engine import Engine, Pending
@@ -186,11 +186,10 @@ class ProcessGroup:
         numbers: np.ndarray | None = None,
         dtype: str = "",
     ) -> Pending:
-        terms = Terms(f"{what}{canonical(arguments)}", partial(in_words, what, arguments), error, what)
-        headline = f"{what}: the ranks passed different arguments."
+        terms = Terms(f"{what}{canonical(arguments)}", partial(printed, arguments), error, what)
 
         def compared(link: Link) -> Collective[Any]:
-            rows = yield from agree(link, what, headline, terms, numbers)
+            rows = yield from agree(link, what, "the ranks passed different arguments.", terms, numbers)
             if dtype:
                 row_bytes = itemsize(dtype)
                 count_data(link, gather_schedule([1] * link.size, link.rank, row_bytes, link.node_map), row_bytes)
