@@ -279,7 +279,7 @@ def as_out_of_memory(error: BaseException, rank: int, host: str, ledger: Ledger,
         f"rank {rank} (host {host}) is out of memory: {error or 'the allocation failed'}. {held}; "
         f"{free}. Predicted for a rank: "
         f"{predicted or 'nothing, since no product or network was planned'}. Use more ranks or "
-        "nodes, another grid, matmul(max_workspace=), fewer rows a batch, or recompute; ulimit "
+        "nodes, another grid, a smaller max_workspace, fewer rows a batch, or recompute; ulimit "
         "and the batch system (--mem) may set limits too"
     )
     found.__cause__, found.held = error, int(held_bytes)

@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -27,6 +27,8 @@ THIS_ROOM = str(Path(__file__).parent)
 PACKAGE = str(Path(__file__).parent.parent)
 OTHER_PACKAGES = {"pmm3d", "contextlib", "threading", "runpy", "typer", "click", "mpi4py"}
 """Packages whose frames are not the user's code."""
+AGREEMENT = "agreement on "
+"""Beginning of the name of a comparison of arguments. Then follows the name of the operation."""
 STACK_FRAMES = 8
 """Number of innermost frames that are shown. They contain the user's line and the call that does not return."""
 
@@ -51,11 +53,18 @@ class Collective:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A wait of a rank: the collective, the duration in seconds, and the source line."""
+    """A wait of a rank: the collective, the duration in seconds, the source line, and the function that a C or Fortran
+    program has called, or ""."""
 
     collective: Collective
     seconds: float
     line: str
+    call: str = ""
+
+    def __str__(self) -> str:
+        """The collective. An agreement is named after the call of a C or Fortran program."""
+        agrees = self.call and self.collective.name.startswith(AGREEMENT)
+        return str(replace(self.collective, name=f"{AGREEMENT}{self.call}") if agrees else self.collective)
 
 
 @dataclass(frozen=True)
@@ -190,7 +199,7 @@ def long_wait(answers: Answers, gone: Gone, processes: Sequence[Process], limit:
         [
             *lines,
             "If these ranks compute, there is no fault. A higher limit avoids this note: "
-            "Grid(timeout=) or PMM3D_TIMEOUT, 0 for none.",
+            "PMM3D_TIMEOUT, or timeout= of a Grid; 0 for none.",
         ]
     )
 
@@ -227,7 +236,7 @@ def _who_waits(answers: Answers) -> list[str]:
     waits: dict[tuple[str, str, str], dict[int, float]] = {}
     for rank, answer in sorted(answers.items()):
         if (wait := answer.waiting) is not None:
-            waits.setdefault((str(wait.collective), wait.line, _in_action(answer)), {})[rank] = wait.seconds
+            waits.setdefault((str(wait), wait.line, _in_action(answer)), {})[rank] = wait.seconds
     lines = []
     for (collective, line, action), seconds in waits.items():
         who = f"{ranks_in_words(seconds)} wait{'s' * (len(seconds) == 1)}"

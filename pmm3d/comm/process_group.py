@@ -27,6 +27,7 @@ from .communicator import WatchedComm, duplicates, own_duplicate
 from .engine import Engine, Pending
 from .executor import count_data
 from .guard import at_end
+from .hang import AGREEMENT
 from .ledger import Ledger, Record
 from .transport import Collective, Link, Transport
 from .watch import Watch
@@ -195,7 +196,7 @@ class ProcessGroup:
                 count_data(link, gather_schedule([1] * link.size, link.rank, row_bytes, link.node_map), row_bytes)
             return rows
 
-        return self.everyone.begin("all_gather" if dtype else f"agreement on {what}", compared)
+        return self.everyone.begin("all_gather" if dtype else f"{AGREEMENT}{what}", compared)
 
     def _concluded(self, agreement: Pending, error: Exception | None) -> Any:
         """Wait for an agreement; return its result."""

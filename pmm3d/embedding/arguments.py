@@ -76,6 +76,11 @@ def layout_named(address: int) -> Layout:
             'a layout is "A", "B", "C", or the axes x, y, z that cut the rows, a slash, and those that '
             f'cut the columns, as "zx/y"; got {text!r}'
         )
+    twice = next((axis for axis in "xyz" if text.count(axis) > 1), "")
+    if twice:
+        raise LayoutError(
+            f"the layout {text!r} names the axis {twice} twice: an axis cuts the rows or the columns, once"
+        )
     return Layout(tuple(rows), tuple(columns))
 
 
