@@ -252,6 +252,7 @@ def _who_is_missing(waits: Waits, gone: Gone, processes: Sequence[Process]) -> l
     states = states_of(answers)
     silent = [rank for rank in missing if rank not in answers and rank not in gone and rank not in states]
     named = [rank for rank in missing if rank not in silent[1:]] if len(silent) > NAMED_RANKS else missing
+    calls = any(answer.waiting and answer.waiting.call for answer in answers.values())  # of a C or Fortran program
     lines = []
     for rank in named[:NAMED_RANKS]:
         if rank in gone:
@@ -259,6 +260,7 @@ def _who_is_missing(waits: Waits, gone: Gone, processes: Sequence[Process]) -> l
         elif rank in answers:
             collective = first[rank]
             number, name = answers[rank].begun.get(collective.axis, (0, "none"))
+            name = "agreement" if calls and name.startswith(AGREEMENT) else name
             why = (
                 f"its last collective on axis {collective.axis} is {name} #{number}; it is "
                 f"{_in_action(answers[rank])}at\n{answers[rank].stack.rstrip()}"

@@ -29,7 +29,7 @@ ADDRESSES = "layout", "alpha", "beta", "desca", "descb", "descc"
 DESCRIPTOR = "M", "N", "MB", "NB", "RSRC", "CSRC"
 MATRICES = "a", "b", "c", "matrix", "source", "target"
 """Arguments that are numbers of matrices. If a call has the descriptor of one, it is an address."""
-NOT_SHOWN = {"comm", "out", "pointer", "shard", "block", "box", "number", "context", "contexta", "contextb"}
+NUMBERS = {"gx", "gy", "gz", "rows", "columns", "m", "n", "k", "ia", "ja", "ib", "jb", "ic", "jc"}
 
 
 def communicator(handle: int) -> MPI.Intracomm:
@@ -109,10 +109,10 @@ def shown(character: int) -> str:
 
 
 def shown_arguments(names: Iterable[str], values: Sequence[int], matrices: Mapping[int, Any]) -> list[str]:
-    """Texts of the arguments of a call, such as "m=100", with the names of embed/pmm3d.h. Never raises.
+    """Texts of the arguments that ranks have in common, such as "m=100", with the names of embed/pmm3d.h. Never raises.
 
-    Arguments that may differ between ranks are left out: addresses, numbers of objects, this rank's block, and the
-    context and the leading dimension in a descriptor. Instead of the number of a matrix, its properties are shown.
+    Instead of the number of a matrix, its properties are shown. Addresses, other numbers of objects, this rank's block,
+    and the context and the leading dimension in a descriptor are left out, because they may differ between ranks.
 
     names      names of the arguments in the `Host`
     matrices   number -> matrix of the caller
@@ -121,7 +121,7 @@ def shown_arguments(names: Iterable[str], values: Sequence[int], matrices: Mappi
     return [
         f"{CHARACTERS.get(name, name)}={_shown(name, given, matrices)}"
         for name in given
-        if name not in NOT_SHOWN and f"desc{name}" not in given
+        if name in {*CHARACTERS, *MATRICES, *ADDRESSES, *NUMBERS} and f"desc{name}" not in given
     ]
 
 
