@@ -307,17 +307,16 @@ class CallersCall:
 
 def callers_call(frame: FrameType | None) -> CallersCall | None:
     """Return the innermost call of a C or Fortran program that leads to a frame, or None."""
-    calls = (_call_of(caller) for caller, _ in traceback.walk_stack(frame)) if frame else ()
-    return next((call for call in calls if call is not None), None)
-
-
-def _call_of(frame: FrameType) -> CallersCall | None:
-    return frame.f_locals["self"] if frame.f_code is CallersCall.run.__code__ else None
+    while frame is not None and frame.f_code is not CallersCall.run.__code__:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]
 
 
 def source_line(frame: FrameType | None) -> str:
     """Return the user's source line that leads to a frame, as "solver.py:88 in solve". In a call of a C or Fortran
     program, return the name of the function. If no user code called it, return a line of pmm3d outside `pmm3d.comm`."""
+    if (call := callers_call(frame)) is not None:
+        return call.name
     return _users_line(traceback.walk_stack(frame) if frame else ())
 
 
@@ -329,15 +328,13 @@ def line_of(error: BaseException) -> str:
 def _users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
     """Return the innermost user line. frames: with their line numbers, the innermost first."""
     callers = [*frames]
-    theirs = [caller for caller in callers if _call_of(caller[0]) or _is_users_code(caller[0])]
+    theirs = [caller for caller in callers if _is_users_code(caller[0])]
     if not theirs:
         ours = [caller for caller in callers if caller[0].f_code.co_filename.startswith(PACKAGE)]
         theirs = [caller for caller in ours if not caller[0].f_code.co_filename.startswith(THIS_ROOM)]
     if not theirs:
         return "an unknown line"
     frame, line = theirs[0]
-    if (call := _call_of(frame)) is not None:
-        return call.name
     return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
 
 
