@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -33,6 +33,7 @@ MOST_ARGUMENTS = 100
 WITHOUT_MEMORY = "OutOfMemoryError"
 """Short text of each rank that is out of memory. The full texts differ in many figures. So these ranks share one line,
 and only one full text is printed."""
+DOTS = "..."
 TORCHS_WORDS = ("OutOfMemoryError", "can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
@@ -190,8 +191,8 @@ def _passed(link: Link, call: str, arguments: Sequence[str]) -> Collective[Repor
         digests = yield from gather_small(link, np.array([digest(text) for text in arguments], np.int64))
         differs = (digests != digests[0]).any(axis=0)
         if differs.any():
-            shown = (text if own else "..." for text, own in zip(arguments, differs))
-            arguments = [text for text, of_text in groupby(shown) for _ in (of_text if text != "..." else "1")]
+            shown = [text if differ else DOTS for text, differ in zip(arguments, differs)]
+            arguments = [text for text, before in zip(shown, ["", *shown]) if not text == before == DOTS]
     listed = ", ".join(arguments)
     return (yield from _exchanged(link, f"{call}({listed})" if call else listed))
 
