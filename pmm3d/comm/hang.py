@@ -289,7 +289,7 @@ def _verdict(waits: Waits, gone: Gone) -> str:
     return "Every member of an axis must make the call."
 
 
-@dataclass(frozen=True)
+@dataclass
 class CallersCall:
     """A call of a C or Fortran program. While it runs, messages contain its name and its arguments.
 

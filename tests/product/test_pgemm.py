@@ -224,7 +224,7 @@ def test_bad_arguments_are_refused_on_every_rank(comm, fails, all_fail):
             wrong(LayoutError, "k is a whole number of at least 0; got True", k=True),
             wrong(LayoutError, "A begins at row 2 and column 1: rows 2 to 9 and columns 1 to 8, counted from 1", ia=2),
             wrong(LayoutError, "B begins at row 1 and column 0: rows 1 to 8 and columns 0 to 7, counted from 1", jb=0),
-            wrong(LayoutError, "A begins at row 1 .* rows 0:9", m=9),
+            wrong(LayoutError, "A begins at row 1 .* rows 1 to 9", m=9),
             wrong(LayoutError, "A: the array has the shape", a=a[:7]),
             wrong(LayoutError, "B: the array has the shape", b=b[:, :0] if size == 1 else b[:5]),
             wrong(LayoutError, "C: the array has the shape", c=c[::-1][:3]),
