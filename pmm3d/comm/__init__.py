@@ -27,6 +27,7 @@ from .executor import (
 )
 from .grid import Grid, free_memory
 from .guard import at_end, one_thread
+from .hang import CallersCall
 from .ledger import Entry, Key, Ledger, Record, clock
 from .nodes import Host, Processes, hosts, mpi_name, set_node_maps
 from .point_to_point import TAGS

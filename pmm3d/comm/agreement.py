@@ -18,7 +18,7 @@ from ..arrays import NumpyLibrary, Workspace, library_of_error
 from ..errors import DisagreementError, MemoryLimitError, OutOfMemoryError, Pmm3dError
 from ..model.machine import available_memory, resident_memory
 from ..text import counted, in_bytes, ranks_in_words
-from .hang import source_line
+from .hang import CallersCall, callers_call, source_line
 from .ledger import Ledger
 from .strided_collectives import all_gather_into
 from .transport import Collective, Link
@@ -28,9 +28,12 @@ MOST_TEXTS = 8
 """Largest number of different texts in an error message, each with its ranks."""
 MOST_CHARACTERS = 1000
 """Largest length of each of these texts."""
+MOST_ARGUMENTS = 100
+"""Largest number of arguments of which equal ones are left out of these texts."""
 WITHOUT_MEMORY = "OutOfMemoryError"
 """Short text of each rank that is out of memory. The full texts differ in many figures. So these ranks share one line,
 and only one full text is printed."""
+DOTS = "..."
 TORCHS_WORDS = ("OutOfMemoryError", "can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
@@ -38,15 +41,19 @@ class Terms(NamedTuple):
     """The terms of one rank in an agreement.
 
     compared   text that must be equal on all ranks
-    shown      replaces `compared` in the error message, if it is not empty; a function is called only for a message
+    shown      called for an error message: texts of the arguments, of which the equal ones are left out. Default:
+               `compared`
     error      the error of this rank, or None
     call       the operation. If the ranks call different operations, the error message names them and their lines
     """
 
     compared: str
-    shown: str | Callable[[], str] = ""
+    shown: Callable[[], Sequence[str]] | None = None
     error: Exception | None = None
     call: str = ""
+
+    def texts(self) -> Sequence[str]:
+        return [self.compared] if self.shown is None else self.shown()
 
 
 class Report(NamedTuple):
@@ -79,17 +86,17 @@ class Reports(NamedTuple):
 def agree(
     link: Link,
     what: object,
-    headline: str | Callable[[], str],
+    difference: str,
     terms: Terms,
     numbers: Sequence[int] | np.ndarray | None = None,
     kind: type[Pmm3dError] = DisagreementError,
 ) -> Collective[Any]:
     """Generator: compare the terms of the ranks. If they differ, or if a rank failed, every rank raises the same error.
 
-    what       the operation; its str is in messages
-    headline   beginning of the message if terms differ; a function is called only for a message
-    kind       type of the error if terms differ
-    numbers    further numbers of this rank. Values may differ between ranks; the number of values must be equal
+    what         the operation; its str is in messages
+    difference   what the message says if terms differ
+    kind         type of the error if terms differ
+    numbers      further numbers of this rank. Values may differ between ranks; the number of values must be equal
 
     Returns the numbers, one row per rank, or None without numbers.
 
@@ -116,16 +123,11 @@ def agree(
     failures = (yield from _exchanged(link, *_as_text(terms.error))) if any_failed else Reports([], [])
     without = next((len(one.ranks) for one in failures.first if one.text == WITHOUT_MEMORY), 0)
     fullest = (yield from _fullest(link, terms.error, without)) if without else ""
-    error = (
-        _failure(link, what, terms.error, failures, fullest)
-        if same
-        else (
-            yield from _disagreement(
-                link, headline, terms, kind, f". And it failed: {failures}{fullest}" if any_failed else ""
-            )
-        )
-    )
-    raise everywhere(error)
+    if (call := callers_call(sys._getframe())) is not None:
+        what = call.name
+    also = f". And it failed: {failures}{fullest}" if any_failed else ""
+    error = None if same else (yield from _disagreement(link, f"{what}: {difference}", terms, call, kind, also))
+    raise everywhere(error or _failure(link, what, terms.error, failures, fullest))
 
 
 def everywhere(error: Failure) -> Failure:
@@ -159,17 +161,40 @@ def _compared(link: Link, own: int, failed: bool) -> Collective[tuple[bool, bool
 
 
 def _disagreement(
-    link: Link, headline: str | Callable[[], str], terms: Terms, kind: type[Pmm3dError], failed: str
-) -> Collective[Exception]:
-    """Generator: return the error with the arguments of the ranks, or with their calls if the calls differ."""
-    mine = np.array([digest(terms.call)], np.int64)
-    calls = yield from gather_small(link, mine)
-    if np.all(calls == mine):
-        shown = terms.shown() if callable(terms.shown) else terms.shown or terms.compared
-        passed = yield from _exchanged(link, shown)
-        return kind(f"{headline() if callable(headline) else headline} {passed}{failed}")
-    made = yield from _exchanged(link, f"{terms.call} at {source_line(sys._getframe())}")
-    return DisagreementError(f"the ranks made different calls. {made}{failed}")
+    link: Link, headline: str, terms: Terms, call: CallersCall | None, kind: type[Pmm3dError], also: str
+) -> Collective[Exception | None]:
+    """Generator: return the error with the arguments of the ranks, or with their calls if the calls differ. Return None
+    if ranks failed and the same is shown of all ranks.
+
+    call   the call of a C or Fortran program that this rank executes, or None. All ranks send the same messages with it
+           and without it
+    also   end of the message: what failed
+    """
+    name, place = (terms.call, f" at {source_line(sys._getframe())}") if call is None else (call.name, "")
+    names = yield from gather_small(link, np.array([digest(name)], np.int64))
+    if np.any(names != names[0]):
+        made = yield from _exchanged(link, f"{name}{place}")
+        return DisagreementError(f"the ranks made different calls. {made}{also}")
+    passed = yield from _passed(link, name, terms.texts() if call is None else call.arguments())
+    if len(passed.first) == 1:
+        if also:
+            return None
+        passed = yield from _passed(link, terms.call, terms.texts())
+    return kind(f"{headline} {passed}{also}")
+
+
+def _passed(link: Link, call: str, arguments: Sequence[str]) -> Collective[Reports]:
+    """Generator: return the calls of the ranks. If some of the arguments differ, dots replace the others."""
+    count = len(arguments)
+    counts = yield from gather_small(link, np.array([count], np.int64))
+    if 1 < count <= MOST_ARGUMENTS and np.all(counts == count):
+        digests = yield from gather_small(link, np.array([digest(text) for text in arguments], np.int64))
+        differs = (digests != digests[0]).any(axis=0)
+        if differs.any():
+            shown = [text if differ else DOTS for text, differ in zip(arguments, differs)]
+            arguments = [text for text, before in zip(shown, ["", *shown]) if not text == before == DOTS]
+    listed = ", ".join(arguments)
+    return (yield from _exchanged(link, f"{call}({listed})" if call else listed))
 
 
 def _failure(link: Link, what: object, mine: Exception | None, failures: Reports, fullest: str) -> Exception:
@@ -255,7 +280,7 @@ def as_out_of_memory(error: BaseException, rank: int, host: str, ledger: Ledger,
         f"rank {rank} (host {host}) is out of memory: {error or 'the allocation failed'}. {held}; "
         f"{free}. Predicted for a rank: "
         f"{predicted or 'nothing, since no product or network was planned'}. Use more ranks or "
-        "nodes, another grid, matmul(max_workspace=), fewer rows a batch, or recompute; ulimit "
+        "nodes, another grid, a smaller max_workspace, fewer rows a batch, or recompute; ulimit "
         "and the batch system (--mem) may set limits too"
     )
     found.__cause__, found.held = error, int(held_bytes)

@@ -51,13 +51,13 @@ class Compared(tuple[Any, ...]):
         return _listed(self)
 
 
-def in_words(what: str, arguments: tuple[Any, ...]) -> str:
-    """Return the text of a call as in source code. Never raises.
+def printed(arguments: tuple[Any, ...]) -> list[str]:
+    """Return the texts of arguments as in source code. Never raises.
 
-    >>> in_words("gather", ((2, 3), None))
-    'gather((2, 3), None)'
+    >>> printed(((2, 3), None))
+    ['(2, 3)', 'None']
     """
-    return f"{what}({', '.join(map(_as_printed, arguments))})"
+    return [*map(_as_printed, arguments)]
 
 
 def _as_printed(value: Any) -> str:

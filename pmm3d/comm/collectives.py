@@ -280,8 +280,8 @@ def compared(link: Link, collective: Collective[Any], call: str, line: str) -> C
     order on all members, but a call that waits for its turn (`Transport.in_turn`) can start at any time.
     """
     record = link.record
-    headline = f"call #{record.number} on axis {record.key.axis} is not the same on its ranks."
-    yield from agree(link, record, headline, Terms(call, f"{call} at {line}"), [])
+    what = f"call #{record.number} on axis {record.key.axis}"
+    yield from agree(link, what, "the members' calls differ.", Terms(call, lambda: [f"{call} at {line}"]), [])
     return (yield from collective)
 
 

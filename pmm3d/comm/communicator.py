@@ -127,8 +127,8 @@ def own_duplicate(comm: MPI.Intracomm, timeout: float, what: str = MAKING) -> MP
                     f"{where} has waited {waited:.0f} s in {what}, at {source_line(sys._getframe())}. The "
                     f"job goes on. Some of the {comm.size} ranks of the communicator have not come. All of "
                     "its ranks must make this call: look for a rank that is stopped, has ended, or does "
-                    f"something else. The limit is {timeout:g} s: Grid(timeout=) or PMM3D_TIMEOUT, 0 for "
-                    "none."
+                    f"something else. The limit is {timeout:g} s: PMM3D_TIMEOUT, or timeout= of a Grid; "
+                    "0 for none."
                 )
         comm.Set_attr(_attribute(), duplicate)
     return duplicate

@@ -119,14 +119,14 @@ def first_round(
     rides = library.on_host and library.has_data and error is None and start + nbytes <= len(carried)
     if rides and nbytes:
         library.to_host(array, carried[start : start + nbytes])
-    headline = lambda: (
-        f"{link.record}: the ranks' arrays do not fit together. Operation, options, trailing dims and dtype "
-        "must be the same, and for sums the rows too."
+    difference = (
+        "the ranks' arrays do not fit together. Operation, options, trailing dims and dtype must be the same, and for "
+        "sums the rows too."
     )
-    terms = Terms(call, lambda: f"{call} with {rows} row{'s' * (rows != 1)}", error)
+    terms = Terms(call, lambda: [f"{call} with {rows} row{'s' * (rows != 1)}"], error)
     balance = 0 if sent is None or received is None or error is not None else _balance(link, sent, received)
     message[:HEAD] = rows, -1 if memory is None else memory.shape[0], balance, rides
-    everyones = yield from agree(link, link.record, headline, terms, message, LayoutError)
+    everyones = yield from agree(link, link.record, difference, terms, message, LayoutError)
     heights, prepared, balances, riding = map(list, zip(*everyones[:, :HEAD].tolist()))
     data = None
     if all(riding) and not link.dry:

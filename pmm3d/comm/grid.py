@@ -558,7 +558,7 @@ class Grid(ProcessGroup):
 def _no_communicators(error: MPI.Exception) -> GridError:
     return GridError(
         f"MPI made no communicators for the axes: {error.Get_error_string()}. Their number is "
-        "limited: close grids that are not used any more (with Grid(...) as grid:)"
+        "limited: close grids that are not used any more (with Grid(...) as grid:, or pmm3d_free)"
     )
 
 

@@ -45,8 +45,8 @@ class Guard:
         """Raise GridError if the grid is closed, or MPI is finalized."""
         if self._closed:
             raise GridError(
-                "this grid is closed. Use it inside its with block, or before close(). To keep a matrix, "
-                "gather it, or redistribute it to another Grid, before the grid is closed"
+                "this grid is closed: use it before close() (pmm3d_free), or inside its with block. To keep a "
+                "matrix, gather it, or redistribute it to another grid, before the grid is closed"
             )
         if self.closed:
             raise GridError(

@@ -6,11 +6,13 @@ Ranks that wait in the same collective are treated as a group, so the cost is pr
 from __future__ import annotations
 
 import sys
+import threading
 import traceback
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 from ..text import ranks_in_words
 from .nodes import COMPUTES, DEAD, Process
@@ -25,8 +27,12 @@ THIS_ROOM = str(Path(__file__).parent)
 PACKAGE = str(Path(__file__).parent.parent)
 OTHER_PACKAGES = {"pmm3d", "contextlib", "threading", "runpy", "typer", "click", "mpi4py"}
 """Packages whose frames are not the user's code."""
+AGREEMENT = "agreement on "
+"""Beginning of the name of a comparison of arguments. Then follows the name of the operation."""
 STACK_FRAMES = 8
 """Number of innermost frames that are shown. They contain the user's line and the call that does not return."""
+
+Result = TypeVar("Result")
 
 Gone = Mapping[int, str]
 """Ranks that have left the program, and the reason of each."""
@@ -47,11 +53,18 @@ class Collective:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A wait of a rank: the collective, the duration in seconds, and the source line."""
+    """A wait of a rank: the collective, the duration in seconds, the source line, and the function that a C or Fortran
+    program has called, or ""."""
 
     collective: Collective
     seconds: float
     line: str
+    call: str = ""
+
+    def __str__(self) -> str:
+        """The collective. An agreement is named after the call of a C or Fortran program."""
+        agrees = self.call and self.collective.name.startswith(AGREEMENT)
+        return str(replace(self.collective, name=f"{AGREEMENT}{self.call}") if agrees else self.collective)
 
 
 @dataclass(frozen=True)
@@ -186,7 +199,7 @@ def long_wait(answers: Answers, gone: Gone, processes: Sequence[Process], limit:
         [
             *lines,
             "If these ranks compute, there is no fault. A higher limit avoids this note: "
-            "Grid(timeout=) or PMM3D_TIMEOUT, 0 for none.",
+            "PMM3D_TIMEOUT, or timeout= of a Grid; 0 for none.",
         ]
     )
 
@@ -223,7 +236,7 @@ def _who_waits(answers: Answers) -> list[str]:
     waits: dict[tuple[str, str, str], dict[int, float]] = {}
     for rank, answer in sorted(answers.items()):
         if (wait := answer.waiting) is not None:
-            waits.setdefault((str(wait.collective), wait.line, _in_action(answer)), {})[rank] = wait.seconds
+            waits.setdefault((str(wait), wait.line, _in_action(answer)), {})[rank] = wait.seconds
     lines = []
     for (collective, line, action), seconds in waits.items():
         who = f"{ranks_in_words(seconds)} wait{'s' * (len(seconds) == 1)}"
@@ -239,6 +252,7 @@ def _who_is_missing(waits: Waits, gone: Gone, processes: Sequence[Process]) -> l
     states = states_of(answers)
     silent = [rank for rank in missing if rank not in answers and rank not in gone and rank not in states]
     named = [rank for rank in missing if rank not in silent[1:]] if len(silent) > NAMED_RANKS else missing
+    calls = any(answer.waiting and answer.waiting.call for answer in answers.values())  # of a C or Fortran program
     lines = []
     for rank in named[:NAMED_RANKS]:
         if rank in gone:
@@ -246,6 +260,7 @@ def _who_is_missing(waits: Waits, gone: Gone, processes: Sequence[Process]) -> l
         elif rank in answers:
             collective = first[rank]
             number, name = answers[rank].begun.get(collective.axis, (0, "none"))
+            name = "agreement" if calls and name.startswith(AGREEMENT) else name
             why = (
                 f"its last collective on axis {collective.axis} is {name} #{number}; it is "
                 f"{_in_action(answers[rank])}at\n{answers[rank].stack.rstrip()}"
@@ -274,9 +289,34 @@ def _verdict(waits: Waits, gone: Gone) -> str:
     return "Every member of an axis must make the call."
 
 
+@dataclass
+class CallersCall:
+    """A call of a C or Fortran program. While it runs, messages contain its name and its arguments.
+
+    name        name of the function, as the program calls it
+    arguments   function that returns the texts of the arguments. It is called only for a message
+    """
+
+    name: str
+    arguments: Callable[[], Sequence[str]]
+
+    def run(self, operation: Callable[[], Result]) -> Result:
+        """Return operation(). `callers_call` finds the call by the frame of this method."""
+        return operation()
+
+
+def callers_call(frame: FrameType | None) -> CallersCall | None:
+    """Return the innermost call of a C or Fortran program that leads to a frame, or None."""
+    while frame is not None and frame.f_code is not CallersCall.run.__code__:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]
+
+
 def source_line(frame: FrameType | None) -> str:
-    """Return the user's source line that leads to a frame, as "solver.py:88 in solve". If no user code called it,
-    return a line of pmm3d outside `pmm3d.comm`."""
+    """Return the user's source line that leads to a frame, as "solver.py:88 in solve". In a call of a C or Fortran
+    program, return the name of the function. If no user code called it, return a line of pmm3d outside `pmm3d.comm`."""
+    if (call := callers_call(frame)) is not None:
+        return call.name
     return _users_line(traceback.walk_stack(frame) if frame else ())
 
 
@@ -305,9 +345,13 @@ def _is_users_code(frame: FrameType) -> bool:
 
 
 def stack_of(thread: int | None) -> str:
-    """Return the innermost frames of a thread with their source lines, indented."""
+    """Return the innermost frames of a thread with their source lines, indented. In a call of a C or Fortran program,
+    return the name of the function."""
     frame = sys._current_frames().get(thread or 0)
     if frame is None:
-        return "    (its main thread has ended)"
+        runs = threading.main_thread().is_alive()
+        return "    (the program, outside of pmm3d)" if runs else "    (its main thread has ended)"
+    if (call := callers_call(frame)) is not None:
+        return f"    {call.name}"
     shown = traceback.extract_stack(frame)[-STACK_FRAMES:]
     return "".join("    " + line for text in traceback.format_list(shown) for line in text.splitlines(True))

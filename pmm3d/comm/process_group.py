@@ -21,12 +21,13 @@ from ..model.notes import show_notes
 from ..model.schedule import gather_schedule
 from . import shutdown
 from .agreement import Terms, agree, as_out_of_memory
-from .argument_digest import canonical, in_words
+from .argument_digest import canonical, printed
 from .axis import Axis
 from .communicator import WatchedComm, duplicates, own_duplicate
 from .engine import Engine, Pending
 from .executor import count_data
 from .guard import at_end
+from .hang import AGREEMENT
 from .ledger import Ledger, Record
 from .transport import Collective, Link, Transport
 from .watch import Watch
@@ -186,17 +187,16 @@ class ProcessGroup:
         numbers: np.ndarray | None = None,
         dtype: str = "",
     ) -> Pending:
-        terms = Terms(f"{what}{canonical(arguments)}", partial(in_words, what, arguments), error, what)
-        headline = f"{what}: the ranks passed different arguments."
+        terms = Terms(f"{what}{canonical(arguments)}", partial(printed, arguments), error, what)
 
         def compared(link: Link) -> Collective[Any]:
-            rows = yield from agree(link, what, headline, terms, numbers)
+            rows = yield from agree(link, what, "the ranks passed different arguments.", terms, numbers)
             if dtype:
                 row_bytes = itemsize(dtype)
                 count_data(link, gather_schedule([1] * link.size, link.rank, row_bytes, link.node_map), row_bytes)
             return rows
 
-        return self.everyone.begin("all_gather" if dtype else f"agreement on {what}", compared)
+        return self.everyone.begin("all_gather" if dtype else f"{AGREEMENT}{what}", compared)
 
     def _concluded(self, agreement: Pending, error: Exception | None) -> Any:
         """Wait for an agreement; return its result."""

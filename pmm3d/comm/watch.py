@@ -265,13 +265,15 @@ class Watch:
             return RankStatus(stack=stack_of(threading.main_thread().ident), **common)
         thread, record, begun = min(waits, key=lambda wait: wait[2])
         collective = hang.Collective(record.counted_on, record.name, record.number, record.members)
-        line = source_line(sys._current_frames().get(thread))
-        return RankStatus(waiting=hang.Waiting(collective, now - begun, line), **common)
+        frame = sys._current_frames().get(thread)
+        call = hang.callers_call(frame)
+        wait = hang.Waiting(collective, now - begun, source_line(frame), "" if call is None else call.name)
+        return RankStatus(waiting=wait, **common)
 
     def _end(self, answers: hang.Answers, silent: Sequence[int]) -> None:
         limit = (
-            f"The limit is {self.timeout:g} s: Grid(timeout=) or PMM3D_TIMEOUT, 0 for none. Certain deadlocks "
-            "are ended before it."
+            f"The limit is {self.timeout:g} s: PMM3D_TIMEOUT, or timeout= of a Grid; 0 for none. Certain "
+            "deadlocks are ended before it."
         )
         if not self.threaded and self._processes[0].pid:
             limit += " This MPI's thread level is below MPI_THREAD_MULTIPLE: ranks that do not wait cannot answer."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,14 @@ REALS = {
 }
 NAMED_LAYOUTS = {"A": Layout.A, "B": Layout.B, "C": Layout.C}
 NO_COMM = -1
+CHARACTERS = {"kind": "type", "transa": "transa", "transb": "transb", "order": "order"}
+"""Arguments that are characters, and their names in embed/pmm3d.h."""
+ADDRESSES = "layout", "alpha", "beta", "desca", "descb", "descc"
+"""Arguments that are addresses of a text, a number or a descriptor."""
+DESCRIPTOR = "M", "N", "MB", "NB", "RSRC", "CSRC"
+MATRICES = "a", "b", "c", "matrix", "source", "target"
+"""Arguments that are numbers of matrices. If a call has the descriptor of one, it is an address."""
+NUMBERS = {"gx", "gy", "gz", "rows", "columns", "m", "n", "k", "ia", "ja", "ib", "jb", "ic", "jc"}
 
 
 def communicator(handle: int) -> MPI.Intracomm:
@@ -68,6 +76,11 @@ def layout_named(address: int) -> Layout:
             'a layout is "A", "B", "C", or the axes x, y, z that cut the rows, a slash, and those that '
             f'cut the columns, as "zx/y"; got {text!r}'
         )
+    twice = next((axis for axis in "xyz" if text.count(axis) > 1), "")
+    if twice:
+        raise LayoutError(
+            f"the layout {text!r} names the axis {twice} twice: an axis cuts the rows or the columns, once"
+        )
     return Layout(tuple(rows), tuple(columns))
 
 
@@ -93,6 +106,49 @@ def letter(character: int) -> str:
 
 def shown(character: int) -> str:
     return f"the character {chr(character & 0xFF)!r} ({character & 0xFF})"
+
+
+def shown_arguments(names: Iterable[str], values: Sequence[int], matrices: Mapping[int, Any]) -> list[str]:
+    """Texts of the arguments that ranks have in common, such as "m=100", with the names of embed/pmm3d.h. Never raises.
+
+    Instead of the number of a matrix, its properties are shown. Addresses, other numbers of objects, this rank's block,
+    and the context and the leading dimension in a descriptor are left out, because they may differ between ranks.
+
+    names      names of the arguments in the `Host`
+    matrices   number -> matrix of the caller
+    """
+    given = dict(zip(names, values))
+    return [
+        f"{CHARACTERS.get(name, name)}={_shown(name, given, matrices)}"
+        for name in given
+        if name in {*CHARACTERS, *MATRICES, *ADDRESSES, *NUMBERS} and f"desc{name}" not in given
+    ]
+
+
+def _shown(name: str, given: Mapping[str, int], matrices: Mapping[int, Any]) -> str:
+    value = given[name]
+    if name in CHARACTERS:
+        return repr(chr(value & 0xFF))
+    if name in MATRICES:
+        return _in_short(matrices[value]) if value in matrices else f"{value} (no matrix)"
+    if name not in ADDRESSES:
+        return str(value)
+    if value == 0:
+        return "NULL"
+    if name == "layout":
+        return repr(text_at(name, value))
+    if name.startswith("desc"):
+        entries = zip(DESCRIPTOR, (ctypes.c_int * 9).from_address(value)[2:8])
+        return f"({', '.join(f'{entry} {number}' for entry, number in entries)})"
+    kind, result = given.get("kind"), matrices.get(given.get("c", 0))
+    dtype = getattr(result, "dtype", None) if kind is None else TYPES.get(chr(kind & 0xFF).lower())
+    return "unknown" if dtype is None else str(scalar_at(name, value, dtype))
+
+
+def _in_short(matrix: Any) -> str:
+    (rows, columns), layout = matrix.shape, matrix.layout
+    [kind] = [kind for kind, dtype in TYPES.items() if dtype == matrix.dtype]
+    return f"({kind!r}, {rows} x {columns}, {''.join(layout.rows)}/{''.join(layout.cols)}, {matrix.order!r})"
 
 
 def array_at(name: str, address: int, shape: tuple[int, int], dtype: str, order: str) -> np.ndarray:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays.numpy_library import ADDRESSED
-from ..comm import Grid, gather_small
+from ..comm import CallersCall, Grid, gather_small
 from ..errors import DisagreementError, GridError, LayoutError, MemoryLimitError, OutOfMemoryError, Pmm3dError
 from ..layout import Blocks, itemsize
 from ..product import BlacsContext, DistMatrix, MatmulPlan, Redistribution, matmul, pgemm, pgemr2d
@@ -25,6 +27,7 @@ from .arguments import (
     letter,
     order_named,
     scalar_at,
+    shown_arguments,
 )
 from .held import Held, HeldContext, Kept, LocalPart
 
@@ -55,11 +58,17 @@ class Host:
         """Call a method by name. Never raises."""
         try:
             found: Callable[..., tuple[int, ...] | None] = getattr(self, name)
-            return Answer(0, False, "", found(*arguments) or ())
+            call = CallersCall(f"pmm3d_{name}", partial(self._shown, found, arguments))
+            results = call.run(lambda: found(*arguments))
+            return Answer(0, False, "", results or ())
         except BaseException as error:
             code = next((code for kinds, code in CODES if isinstance(error, kinds)), OTHER)
             text = f"{type(error).__name__}: {error}" if isinstance(error, Pmm3dError) else traceback.format_exc()
             return Answer(code, getattr(error, "everywhere", False), text, ())
+
+    def _shown(self, found: Callable[..., object], arguments: Sequence[int]) -> list[str]:
+        matrices = {number: kept.matrix for number, kept in self._objects.items() if isinstance(kept, Held)}
+        return shown_arguments(signature(found).parameters, arguments, matrices)
 
     def grid(self, comm: int, gx: int, gy: int, gz: int, out: int) -> tuple[int]:
         """Collective."""

@@ -271,15 +271,15 @@ class Blocks:
                 for col in range(col_cuts.index(c0), col_cuts.index(c1)):
                     if (other := owners[row][col]) >= 0:
                         raise LayoutError(
-                            f"element ({row_cuts[row]}, {col_cuts[col]}) is in the blocks of rank "
+                            f"element ({row_cuts[row]}, {col_cuts[col]}), counted from 0, is in the blocks of rank "
                             f"{other} and of rank {rank}: the blocks must not overlap"
                         )
                     owners[row][col] = rank
         for row, owned in enumerate(owners):
             if -1 in owned:
                 raise LayoutError(
-                    f"element ({row_cuts[row]}, {col_cuts[owned.index(-1)]}) is in no rank's block: the "
-                    "blocks must cover the matrix"
+                    f"element ({row_cuts[row]}, {col_cuts[owned.index(-1)]}), counted from 0, is in no rank's block: "
+                    "the blocks must cover the matrix"
                 )
         return cls(row_cuts, col_cuts, tuple(map(tuple, owners)), order)
 

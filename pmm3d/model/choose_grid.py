@@ -229,7 +229,9 @@ def _in_words(sizes: Mapping[str, int]) -> str:
 
 def _fitting(shape: Any, data: int, axes: Mapping[str, int], ranks: int, product: Product, dtype: str) -> GridShape:
     """Return the grid of three sizes. Raises GridError if it does not have `ranks` ranks."""
-    x, y, z = naturals(shape, 'a grid shape is three numbers of at least 1, or "auto"', 1, GridError, 3)
+    x, y, z = naturals(
+        shape, 'a grid shape is three numbers of at least 1, or "auto" (in C and Fortran 0, 0, 0)', 1, GridError, 3
+    )
     wanted = GridShape(x, y, z, data, **axes)
     if ranks and wanted.size != ranks:
         others, copies = _in_words({"data": data, **axes}), prod(wanted[3:])

@@ -178,7 +178,7 @@ def check_on_grid(a: StoredMatrix, name: str, matrix: Any, what: str, described:
     if matrix.grid is not a.grid:
         raise GridError(
             f"{described} on grid {a.grid.shape}, {name} on another Grid ({matrix.grid.shape}); bring it "
-            f"over with {name}.redistribute(layout, grid)"
+            f"over with {name}.redistribute(layout, grid), or pmm3d_redistribute"
         )
 
 

@@ -227,9 +227,16 @@ def check_leading(what: str, name: str, arrays: list[Array], descriptor: Descrip
 def part_of(what: str, name: str, i: int, j: int, descriptor: Descriptor, rows: int, cols: int) -> BlockCyclic:
     """Part of a matrix from row i and column j on, counted from 1. Raises LayoutError if it is out of bounds."""
     try:
-        return descriptor.cyclic.sub(whole_number(i) - 1, whole_number(j) - 1, whole_number(rows), whole_number(cols))
-    except (TypeError, LayoutError) as error:
-        raise LayoutError(f"{what}: {name} begins at row {i} and column {j}, counted from 1: {error}") from None
+        row, col, rows, cols = map(whole_number, (i, j, rows, cols))
+    except TypeError as error:
+        raise LayoutError(f"{what}: {name} begins at row {i} and column {j}: {error}") from None
+    try:
+        return descriptor.cyclic.sub(row - 1, col - 1, rows, cols)
+    except LayoutError:
+        raise LayoutError(
+            f"{what}: {name} begins at row {row} and column {col}: rows {row} to {row + rows - 1} and columns {col} to "
+            f"{col + cols - 1}, counted from 1, are not within a matrix of {descriptor.m} x {descriptor.n}"
+        ) from None
 
 
 def _factor(beta: Any, dtype: str) -> complex:

@@ -4,8 +4,8 @@ import pytest
 from fake_link import run
 
 from pmm3d import DisagreementError, Grid, GridError, OutOfMemoryError, Pmm3dError
-from pmm3d.comm import agreement
-from pmm3d.comm.agreement import MOST_CHARACTERS, MOST_TEXTS, Terms, agree
+from pmm3d.comm import CallersCall, agreement
+from pmm3d.comm.agreement import MOST_ARGUMENTS, MOST_CHARACTERS, MOST_TEXTS, Terms, agree
 
 
 def reports_of(texts):
@@ -55,6 +55,71 @@ def test_different_calls_are_told_with_their_lines(grid, fails):
 
     text = fails(DisagreementError, "^the ranks made different calls. rank 0: call 0 at .*rank 1: call 1 at ", another)
     assert text.count("test_agreement.py:") == grid.size and " in another" in text and "passed" not in text
+
+
+@pytest.mark.parallel([4])
+def test_only_arguments_that_differ_are_told(grid, fails):
+    """Also of more ranks and arguments than have a text of their own."""
+    last = grid.rank == 3
+
+    def call(*arguments):
+        def collective():
+            with grid.collective_call("call", *arguments):
+                pass
+
+        return collective
+
+    fails(
+        DisagreementError,
+        r"ranks 0-2: call\(..., 'b', ..., 7\); rank 3: call\(..., 'c', ..., 8\)$",
+        call(1, 2, "bc"[last], None, 7 + last),
+    )
+    fails(DisagreementError, r"ranks 0-2: call\(1\); rank 3: call\(1, 2\)$", call(1, *[2] * last))
+    many = [1] * MOST_ARGUMENTS
+    fails(
+        DisagreementError, r"ranks 0-2: call\(1, 1,[1, ]+\.\.\.; rank 3: call\(2, 1,[1, ]+", call(1 + last, *many * 4)
+    )
+
+
+@pytest.mark.parallel([4])
+def test_a_call_of_a_c_program_is_told_by_its_name_and_arguments(grid, fails):
+    """Nothing is told of Python, unless only Python's arguments differ. The texts of the arguments are made for errors
+    only."""
+    last, made = grid.rank == 3, []
+
+    def operation(*arguments, error=None):
+        with grid.collective_call("inner", *arguments):
+            if error:
+                raise error
+
+    def call(arguments, inner, name="pmm3d_call"):
+        texts = lambda: made.append(1) or arguments
+        return lambda: CallersCall(name, texts).run(inner)
+
+    different, equal = [f"m={2 + last}", "n=4"], ["m=2", "n=4"]
+    call(equal, lambda: operation(1))()
+    assert not made
+    passed = "^pmm3d_call: the ranks passed different arguments. ranks 0-2: "
+    fails(
+        DisagreementError,
+        rf"{passed}pmm3d_call\(m=2, ...\); rank 3: pmm3d_call\(m=3, ...\)$",
+        call(different, lambda: operation(2 + last, 4)),
+    )
+    fails(
+        DisagreementError,
+        rf"{passed}inner\(1, ...\); rank 3: inner\(2, ...\)$",
+        call(equal, lambda: operation(1 + last, 0)),
+    )
+    fails(
+        LocalError,
+        "^pmm3d_call failed on 1 of 4 ranks. rank 3: LocalError: bad luck$",
+        call(equal, lambda: operation(*[1] * (not last), error=LocalError("bad luck") if last else None)),
+    )
+    fails(
+        DisagreementError,
+        "^the ranks made different calls. ranks 0-2: pmm3d_call; rank 3: pmm3d_end$",
+        call(equal, lambda: operation(1 + last), "pmm3d_end" if last else "pmm3d_call"),
+    )
 
 
 @pytest.mark.parallel([4])

@@ -331,7 +331,7 @@ def test_calls_that_differ_are_named_at_once_with_debug(shared):
     """In a call that otherwise compares nothing: with counts, wrong messages would be received."""
     for (said,) in shared["debug, calls that differ"]:
         assert re.search(
-            r"^call #\d+ on axis all is not the same on its ranks. rank 0: all_reduce\(40 float64, "
+            r"^call #\d+ on axis all: the members' calls differ. rank 0: all_reduce\(40 float64, "
             r"agreed=True\) at \S+job1.py:\d+ in <module>; ranks 1-3: all_gather\(rows float64, "
             r"counts=\[4, 4, 4, 4\]\) at \S+job1.py:\d+ in <module>",
             said,

@@ -4,6 +4,7 @@ import errno
 import os
 import pickle
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from loops import given
 from pmm3d.comm.hang import (
     SILENT,
     UNBORN,
+    CallersCall,
     Collective,
     RankStatus,
     Waiting,
@@ -21,6 +23,7 @@ from pmm3d.comm.hang import (
     endless,
     long_wait,
     source_line,
+    stack_of,
 )
 from pmm3d.comm.nodes import COMPUTES, DEAD, Process, Processes, process_state, row
 from pmm3d.comm.watch import Inquiry, Watch
@@ -29,11 +32,11 @@ HOSTS = [Process("n1", 10), Process("n1", 11), Process("n2", 12), Process("n2", 
 LIMIT = "The limit is 9 s."
 
 
-def waits(rank, name, number=1, axis="x", members=(0, 1, 2, 3), line="solver.py:88 in solve", **more):
+def waits(rank, name, number=1, axis="x", members=(0, 1, 2, 3), line="solver.py:88 in solve", call="", **more):
     return RankStatus(
         rank,
         {axis: (number, name)} | more.pop("begun", {}),
-        Waiting(Collective(axis, name, number, members), 3.0, line),
+        Waiting(Collective(axis, name, number, members), 3.0, line, call),
         **more,
     )
 
@@ -108,6 +111,17 @@ STATES = {
         [waits(0, "shift", members=(0, 1)), elsewhere(1, 1, name="shift")],
         set(),
         ["has begun it, and does not finish"],
+    ),
+    "calls of a C program": (
+        [
+            waits(0, "agreement on matmul", 2, line="pmm3d_matmul", call="pmm3d_matmul"),
+            elsewhere(1, 1, name="agreement on Grid"),
+        ],
+        set(),
+        [
+            "rank 0 waits in agreement on pmm3d_matmul #2 on axis x for 3.0 s, at pmm3d_matmul\n",
+            "rank 1 (host n1, pid 11) never came: its last collective on axis x is agreement #1;",
+        ],
     ),
     "actions of a pipeline": (
         [waits(0, "all_gather", doing="0B0"), elsewhere(1, doing="1F3")],
@@ -209,6 +223,15 @@ def test_the_users_line_is_none_of_the_machinery_of_imports():
     code = "def get_data(): return source_line(sys._getframe())"
     exec(compile(code, "<frozen importlib._bootstrap_external>", "exec"), names)
     assert source_line(sys._getframe()).split(":")[0] == names["get_data"]().split(":")[0]
+
+
+def test_a_call_of_a_c_program_has_no_line_of_python():
+    """Neither while it waits, nor while it computes."""
+    places = CallersCall("pmm3d_matmul", list).run(
+        lambda: (source_line(sys._getframe()), stack_of(threading.get_ident()).strip())
+    )
+    assert places == ("pmm3d_matmul", "pmm3d_matmul")
+    assert stack_of(None) == "    (the program, outside of pmm3d)"
 
 
 def test_the_state_of_processes():

@@ -264,8 +264,11 @@ REFUSED = [
     (lambda: Blocks(*TWO, [["a"]]), "ranks are whole numbers, counted from 0"),
     (lambda: Blocks(*TWO, [[0]], "A"), "order of arrays .*got 'A'"),
     *((lambda counts=counts: Blocks.rows_of(counts, 4), "rows of each rank") for counts in (3, [3, -1], [1.5], None)),
-    (lambda: boxes((0, 4, 0, 4), (3, 5, 0, 4)), r"element \(3, 0\) is in the blocks of rank 0 and of rank 1"),
-    (lambda: boxes((0, 3, 0, 4), (3, 5, 1, 4)), r"element \(3, 0\) is in no rank's block"),
+    (
+        lambda: boxes((0, 4, 0, 4), (3, 5, 0, 4)),
+        r"element \(3, 0\), counted from 0, is in the blocks of rank 0 and of rank 1",
+    ),
+    (lambda: boxes((0, 3, 0, 4), (3, 5, 1, 4)), r"element \(3, 0\), counted from 0, is in no rank's block"),
     (lambda: boxes((0, 6, 0, 4)), "rank 0 has the rows 0 to 6, counted from 0, of 5"),
     (lambda: boxes((0, 5, 3, 1)), "rank 0 has the columns 3 to 1"),
     *((lambda tiled=tiled: tiled.check_ranks(3), words) for words, tiled in ON_RANKS.items()),

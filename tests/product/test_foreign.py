@@ -110,7 +110,7 @@ def test_a_rank_without_blocks_takes_type_and_library_from_the_owners(some_grid,
     blocks = lambda arrays, **options: lambda: DistMatrix.from_blocks(some_grid, arrays, owned, **options)
     all_fail(
         (DTypeError, "the arrays are float32; dtype='float64' must be their type", blocks(arrays, dtype="float64")),
-        (DisagreementError, "'float64', 'numpy'", blocks(other)),
+        (DisagreementError, "rank.*'float64', ...", blocks(other)),
     )
 
 
@@ -247,7 +247,7 @@ def test_what_pgemr2d_refuses(comm, all_fail):
             return lambda: pgemr2d(m, m, a, ia, 1, desca, b, ib, 1, descb)
 
         all_fail(
-            (LayoutError, "A begins at row 3 and column 1, counted from 1: rows 2:10", moves(ia=3)),
+            (LayoutError, "A begins at row 3 and column 1: rows 3 to 10 .* counted from 1, .* 8 x 8$", moves(ia=3)),
             (LayoutError, "begins at row 0", moves(2, ib=0)),
             (LayoutError, "10 rows here; .* leading dimension .* is 9", moves(a=np.zeros((10, 8), order="F"))),
             (LayoutError, "the result of BlacsContext.descriptor", moves(desca=(1, 0, 8, 8, 2, 2, 0, 0, 8))),
