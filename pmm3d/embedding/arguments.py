@@ -60,9 +60,9 @@ def text_at(name: str, address: int) -> str:
 def layout_named(address: int) -> Layout:
     """ "A", "B", "C", or the axes of the rows and of the columns: "zx/y". Raises LayoutError."""
     text = text_at("layout", address).strip()
-    if text in NAMED_LAYOUTS:
-        return NAMED_LAYOUTS[text]
-    rows, slash, columns = text.partition("/")
+    if text.upper() in NAMED_LAYOUTS:
+        return NAMED_LAYOUTS[text.upper()]
+    rows, slash, columns = text.lower().partition("/")
     if not slash or set(rows + columns) - set("xyz"):
         raise LayoutError(
             'a layout is "A", "B", "C", or the axes x, y, z that cut the rows, a slash, and those that '
@@ -99,7 +99,11 @@ def array_at(name: str, address: int, shape: tuple[int, int], dtype: str, order:
     """View the caller's memory as an array, without a copy. Raises LayoutError for a NULL pointer to elements."""
     if 0 in shape:
         return np.empty(shape, dtype, order="F" if order == "F" else "C")
-    check_address(name, address)
+    if address == 0:
+        raise LayoutError(
+            f"{name} is a NULL pointer; in Fortran, it is a section of an array with gaps, such as a(1:n, :), which "
+            "cannot be used in place: pass a whole array, or whole columns"
+        )
     pointer = Pointer(address, shape if order == "C" else shape[::-1], np.dtype(dtype))
     array = np.asarray(pointer)
     return array if order == "C" else array.T
@@ -111,13 +115,22 @@ def box_at(address: int) -> list[int]:
     return list((ctypes.c_int64 * 4).from_address(address))
 
 
-def scalar_at(name: str, address: int, dtype: str) -> Any:
-    """Read one element. Raises LayoutError."""
+def scalar_at(name: str, address: int, kind: int, dtype: str) -> Any:
+    """Read one element. Raises LayoutError, and DTypeError if `kind`, its type as a letter, is another type."""
     check_address(name, address)
-    kind = REALS[dtype]
+    check_type(name, kind, dtype)
+    real = REALS[dtype]
     if dtype.startswith("complex"):
-        return complex(*(kind * 2).from_address(address))
-    return kind.from_address(address).value
+        return complex(*(real * 2).from_address(address))
+    return real.from_address(address).value
+
+
+def check_type(name: str, kind: int, dtype: str) -> None:
+    """Raise DTypeError if a type, as a letter, is known and is not that of the matrices."""
+    if kind and TYPES.get(letter(kind).lower()) != dtype:
+        wanted = next(known for known, full in TYPES.items() if full == dtype)
+        given = f"has the type '{chr(kind)}'" if chr(kind) in TYPES else "has none of the types 's', 'd', 'c' and 'z'"
+        raise DTypeError(f"{name} {given}, and the matrix has the type '{wanted}': declare {name} with that type")
 
 
 class Pointer:
