@@ -28,15 +28,14 @@ static _Thread_local struct {
     char text[TEXT];
 } last;
 
-static int failed(int code, const char *text) {
-    snprintf(last.text, TEXT, "%s", text);
-    last.everywhere = 0;
+static int leave(int code) {
+    atomic_flag_clear(&state.busy);
     return code;
 }
 
-static int leave(int code) {
-    if (!code) failed(PMM3D_OK, "");
-    atomic_flag_clear(&state.busy);
+static int failed(int code, const char *text) {
+    snprintf(last.text, TEXT, "%s", text);
+    last.everywhere = 0;
     return code;
 }
 
@@ -350,7 +349,7 @@ OPERATION(to_blocks, TO_BLOCKS, , matrix, ADDRESS(block), ADDRESS(box), order)
 int pmm3d_free(int *object) {
     int64_t results[4];
     int code;
-    if (object && *object == 0) return failed(PMM3D_OK, "");
+    if (object && *object == 0) return PMM3D_OK;
     code = CALL("free", results, object ? *object : 0, ADDRESS(object));
     if (!code) *object = 0;
     return code;

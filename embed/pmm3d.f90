@@ -6,13 +6,13 @@
 ! shard stored by columns has the order 'F'.
 !
 ! Integers are C's int: in a program compiled with -i8 or -fdefault-integer-8, declare them integer(c_int), or the
-! compiler refuses them. Arguments of class(*) named m, n, k, rows, columns and box are integers of 4 or of 8 bytes. A box
-! is rows box(1) to box(2) and columns box(3) to box(4), counted from 1, the ends included. The end of an empty box is its
-! beginning minus 1.
+! compiler refuses them. Those of class(*) have 4 or 8 bytes: boxes, rows and columns of matrices, sizes for a grid, and
+! bytes. A box is rows box(1) to box(2) and columns box(3) to box(4), counted from 1, the ends included. The end of an
+! empty box is its beginning minus 1.
 !
-! alpha, beta and a shard have the type of the matrices: real or complex, of C's float or double. A shard, and the arrays
-! of a plan, are used in place: give them the attribute target. An array section with gaps, such as a(1:n, :), is refused.
-! Pass a whole array, whole columns, or the first element of an array with a leading dimension.
+! alpha, beta and a shard have the type of the matrices; other types are refused. A shard, and the arrays of a plan, are
+! used in place: give them the attribute target. A section with gaps, such as a(1:n, :), is refused. Pass a whole array,
+! whole columns, or the first element of a block-cyclic array.
 module pmm3d
     use, intrinsic :: iso_c_binding, only: c_char, c_double, c_float, c_int, c_int32_t, c_int64_t, c_loc, c_null_char, &
                                            c_null_ptr, c_ptr, c_signed_char
@@ -128,8 +128,8 @@ module pmm3d
             integer(c_int64_t), intent(out) :: box(4)
         end function
 
-        integer(c_int) function matrix_in_c(grid, type, rows, columns, layout, order, shard, of_shard, elements, matrix) &
-                bind(C, name="pmm3d_matrix_f")
+        integer(c_int) function matrix_in_c(grid, type, rows, columns, layout, order, shard, of_shard, elements, &
+                                            matrix) bind(C, name="pmm3d_matrix_f")
             import :: c_char, c_int, c_int64_t, c_ptr, c_signed_char
             integer(c_int), value :: grid
             integer(c_signed_char), value :: type, order, of_shard
@@ -205,7 +205,7 @@ module pmm3d
 
 contains
 
-    ! The text of the last error of this thread; empty if its last call succeeded.
+    ! The text of the last error of this thread, also after calls that succeed.
     function pmm3d_last_error() result(text)
         character(len=:), allocatable :: text
         character(kind=c_char) :: nothing(1)
@@ -315,16 +315,16 @@ contains
                           type_of(beta), c_null_ptr)
     end function
 
-    integer(c_int) function pmm3d_plan_pgemm(context, type, transa, transb, m, n, k, alpha, a, ia, ja, desca, b, ib, jb, &
-                                             descb, beta, c, ic, jc, descc, plan) result(code)
+    integer(c_int) function pmm3d_plan_pgemm(context, type, transa, transb, m, n, k, alpha, a, ia, ja, desca, b, ib, &
+                                             jb, descb, beta, c, ic, jc, descc, plan) result(code)
         integer(c_int), intent(in) :: context, m, n, k, ia, ja, ib, jb, ic, jc, desca(9), descb(9), descc(9)
         character, intent(in) :: type, transa, transb
         class(*), intent(in) :: alpha, beta
         type(*), intent(in), target :: a(..), b(..)
         type(*), target :: c(..)
         integer(c_int), intent(out), target :: plan
-        code = pgemm_in_c(context, as_char(type), as_char(transa), as_char(transb), m, n, k, alpha, address(a), ia, ja, &
-                          desca, address(b), ib, jb, descb, beta, address(c), ic, jc, descc, type_of(alpha), &
+        code = pgemm_in_c(context, as_char(type), as_char(transa), as_char(transb), m, n, k, alpha, address(a), ia, &
+                          ja, desca, address(b), ib, jb, descb, beta, address(c), ic, jc, descc, type_of(alpha), &
                           type_of(beta), c_loc(plan))
     end function
 
@@ -338,8 +338,8 @@ contains
                             c_null_ptr)
     end function
 
-    integer(c_int) function pmm3d_plan_pgemr2d(type, m, n, a, ia, ja, desca, contexta, b, ib, jb, descb, contextb, plan) &
-            result(code)
+    integer(c_int) function pmm3d_plan_pgemr2d(type, m, n, a, ia, ja, desca, contexta, b, ib, jb, descb, contextb, &
+                                               plan) result(code)
         integer(c_int), intent(in) :: m, n, ia, ja, contexta, ib, jb, contextb, desca(9), descb(9)
         character, intent(in) :: type
         type(*), intent(in), target :: a(..)

@@ -62,7 +62,7 @@ class Host:
         self._objects: dict[int, Held] = {}
         self._last = 0
         self._limits: dict[Grid, int] = {}  # bytes of work arrays in products
-        self._ordinals: list[int] = []  # of the objects of the present call
+        self._ordinals: list[int] = []  # of the matrices and the plan of the present call
 
     def call(self, name: str, arguments: Sequence[int]) -> Answer:
         """Call a method by name. Never raises."""
@@ -380,7 +380,7 @@ class Host:
         except Pmm3dError:
             thing.close()
             raise
-        grid._named = lambda: (f"objects {self._ordinals} of their grids",) if self._ordinals else ()
+        grid._named = lambda: (f"objects {self._ordinals} of the grid",) if self._ordinals else ()
         return (self._keep(thing, grid),)
 
     def _keep(self, thing: Grid | DistMatrix | HeldContext | HeldPlan, grid: Grid) -> int:
@@ -394,7 +394,8 @@ class Host:
             is_there = "there is no such object, or it was freed" if held is None else f"it is a {held.kind}"
             wanted = " or ".join(KINDS[kind] for kind in kinds)
             raise GridError(f"{number} names no {wanted} of this process: {is_there}")
-        self._ordinals.append(held.ordinal)
+        if not isinstance(held.thing, (Grid, HeldContext)):
+            self._ordinals.append(held.ordinal)
         return held.thing
 
     def _grid_of(self, *numbers: int) -> Grid | None:
