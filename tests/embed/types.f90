@@ -38,18 +38,12 @@ program types
     call ok(pmm3d_matrix(grid, 'd', n, n, '/', 'F', big(:, 1:4), made)) ! whole columns: n*n elements without a gap
     call ok(pmm3d_free(made))
 
-    ! Wrong shards, on the last rank only: a section, another type, too few elements.
-    if (rank == last) then
-        call told('section', pmm3d_matrix(grid, 'd', n, n, '/', 'F', big(1:n, 1:n), made))
-        call told('type', pmm3d_matrix(grid, 'd', n, n, '/', 'F', single, made))
-        call told('few', pmm3d_matrix(grid, 'd', n, n, '/', 'F', small, made))
-        call told('sizes', pmm3d_matrix(grid, 'd', 8.0, n, '/', 'F', a, made))
-    else
-        call told('section', pmm3d_matrix(grid, 'd', n, n, '/', 'F', a, made))
-        call told('type', pmm3d_matrix(grid, 'd', n, n, '/', 'F', a, made))
-        call told('few', pmm3d_matrix(grid, 'd', n, n, '/', 'F', a, made))
-        call told('sizes', pmm3d_matrix(grid, 'd', n, n, '/', 'F', a, made))
-    end if
+    ! Wrong shards: a section, another type, sizes that are no integers; too few elements on the last rank only.
+    call told('section', pmm3d_matrix(grid, 'd', n, n, '/', 'F', big(1:n, 1:n), made))
+    call told('type', pmm3d_matrix(grid, 'd', n, n, '/', 'F', single, made))
+    call told('sizes', pmm3d_matrix(grid, 'd', 8.0, n, '/', 'F', a, made))
+    if (rank == last) call told('few', pmm3d_matrix(grid, 'd', n, n, '/', 'F', small, made))
+    if (rank /= last) call told('few', pmm3d_matrix(grid, 'd', n, n, '/', 'F', a, made))
 
     ! Factors of another type.
     call told('alpha', pmm3d_matmul('N', 'N', 1d0, z(1), z(1), (0d0, 0d0), z(2)))
