@@ -170,12 +170,14 @@ class PgemmPlan:
 
     Parameters
     ----------
-    transa, transb, m, n, k, ia, ja, desca, ib, jb, descb, ic, jc, descc, max_workspace
+    transa, transb, m, n, k, ia, ja, desca, ib, jb, descb, ic, jc, descc
         See `pgemm`.
     dtype : str or dtype
         Element type of the arrays.
     library : str
         Array library of the arrays: "numpy", "torch", "torch:DEVICE" or "cupy".
+    max_workspace : int or None
+        See `pgemm`.
 
     Attributes
     ----------
