@@ -118,6 +118,13 @@ def test_plans_of_every_operation_give_the_same_bits(program, ranks, limits, sha
     assert re.search(rf"^710 runs, 0 wrong; grids {shapes} and 1x1x1$", written, re.M), written
 
 
+def test_several_contexts_and_a_thread_in_fortran(program):
+    flags = "-lscalapack-openmpi", "-fopenmp"
+    written = program("embed/pmm3d.f90", "tests/embed/contexts.f90", flags=flags).written(4)
+    [difference] = re.findall(r"^differs by at most +(\S+)$", written, re.M)
+    assert float(difference) < 1e-12
+
+
 def test_types_and_sections_in_fortran(program, tmp_path):
     """The module needs Fortran 2018, without a warning."""
     strict = ["mpifort.openmpi", "-std=f2018", "-Wall", "-Wextra", "-pedantic", "-Werror", "-c"]
