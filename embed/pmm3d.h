@@ -128,8 +128,8 @@ int pmm3d_to_blocks(int matrix, void *block, const int64_t box[4], char order);
 /* Plans, for operations that are repeated with the same arguments. pmm3d_plan_NAME takes the arguments of pmm3d_NAME,
    checks and plans the operation, and stores the arguments, also alpha and beta. pmm3d_run executes it on the current
    elements of the matrices and arrays: keep these in place until the plan is freed. Small operations gain most.
-   Planning, pmm3d_run, and pmm3d_free of a plan are collective, as the operation. All ranks run the same plan: the plan
-   of pmm3d_matmul does not compare the calls of the ranks. */
+   Planning, pmm3d_run, and pmm3d_free of a plan are collective, as the operation. All ranks run the same plan: plans of
+   matrices alone do not compare the calls of the ranks. */
 int pmm3d_run(int plan);
 int pmm3d_plan_matmul(char transa, char transb, const void *alpha, int a, int b, const void *beta, int c, int *plan);
 int pmm3d_plan_pgemm(int context, char type, char transa, char transb, int m, int n, int k, const void *alpha,

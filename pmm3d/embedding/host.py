@@ -157,24 +157,25 @@ class Host:
             check_address("plan", plan)
             first, second, out = (self._found(number, DistMatrix) for number in (a, b, c))
             first, second = operand(first, transa), operand(second, transb)
-            how = self._how(out.grid, out.dtype, alpha, beta, of_alpha, of_beta)
+            factors, limit = self._options(out.grid, out.dtype, alpha, beta, of_alpha, of_beta)
         if plan == AT_ONCE:
-            matmul(first, second, out=out, **how)
+            matmul(first, second, out=out, **factors, max_workspace=limit)
             return ()
-        product = MatmulPlan(first, second, out=out, **how)
+        product = MatmulPlan(first, second, out=out, **factors, max_workspace=limit)
         return (self._keep(HeldPlan(product, product.close), out.grid),)
 
-    def _how(self, grid: Grid, dtype: str, alpha: int, beta: int, of_alpha: int, of_beta: int) -> dict[str, Any]:
-        """alpha, beta and max_workspace of a product."""
-        return {
-            "alpha": scalar_at("alpha", alpha, of_alpha, dtype),
-            "beta": scalar_at("beta", beta, of_beta, dtype),
-            "max_workspace": self._limits.get(grid, 0) or None,
-        }
+    def _options(
+        self, grid: Grid, dtype: str, alpha: int, beta: int, of_alpha: int, of_beta: int
+    ) -> tuple[dict[str, Any], int | None]:
+        """The factors of a product, and its limit of work memory."""
+        factors = {"alpha": scalar_at("alpha", alpha, of_alpha, dtype), "beta": scalar_at("beta", beta, of_beta, dtype)}
+        return factors, self._limits.get(grid, 0) or None
 
     def run(self, number: int) -> None:
         """Collective."""
-        self._found(number, HeldPlan).run()
+        plan = self._found(number, HeldPlan)
+        self._objects[number].grid.engine.guard.check_open()
+        plan.run()
 
     def redistribute(self, source: int, target: int, plan: int) -> tuple[int, ...]:
         """Collective."""
@@ -223,21 +224,16 @@ class Host:
             dtype = dtype_named(kind)
             of_a, of_b = context.part("a", a, desca, dtype), context.part("b", b, descb, dtype)
             of_c = context.part("c", c, descc, dtype)
-            how = self._how(context.grid, dtype, alpha, beta, of_alpha, of_beta)
-        operations, arrays = (letter(transa), letter(transb)), (of_a.local, of_b.local, of_c.local)
+            factors, limit = self._options(context.grid, dtype, alpha, beta, of_alpha, of_beta)
+        sizes = letter(transa), letter(transb), m, n, k
+        arrays = of_a.local, of_b.local, of_c.local
+        part_a, part_b, part_c = (ia, ja, of_a.descriptor), (ib, jb, of_b.descriptor), (ic, jc, of_c.descriptor)
         if plan == AT_ONCE:
-            pgemm(
-                *operations, m, n, k, how.pop("alpha"),
-                of_a.local, ia, ja, of_a.descriptor, of_b.local, ib, jb, of_b.descriptor, how.pop("beta"),
-                of_c.local, ic, jc, of_c.descriptor, **how,
-            )  # fmt: skip
+            in_a, in_b = (arrays[0], *part_a), (arrays[1], *part_b)
+            pgemm(*sizes, factors["alpha"], *in_a, *in_b, factors["beta"], arrays[2], *part_c, max_workspace=limit)
             return ()
-        limit = how.pop("max_workspace")
-        product = PgemmPlan(
-            *operations, m, n, k, ia, ja, of_a.descriptor, ib, jb, of_b.descriptor, ic, jc, of_c.descriptor,
-            dtype=dtype, max_workspace=limit,
-        )  # fmt: skip
-        return (self._keep(HeldPlan(partial(product, *arrays, **how), product.close), context.grid),)
+        product = PgemmPlan(*sizes, *part_a, *part_b, *part_c, dtype=dtype, max_workspace=limit)
+        return (self._keep(HeldPlan(partial(product, *arrays, **factors), product.close), context.grid),)
 
     def pgemr2d(
         self,

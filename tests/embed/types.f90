@@ -20,6 +20,8 @@ program types
     big = 1; a = 1; b = 1; c = 0; x = 1; y = 0; single = 1; line = 1; small = 0
     call ok(pmm3d_grid(MPI_COMM_WORLD, 1, 1, ranks, grid))
     call ok(pmm3d_context(MPI_COMM_WORLD, 1, 1, 'r', context))
+    call ok(pmm3d_max_workspace(grid, 2_c_int64_t**40))
+    call ok(pmm3d_max_workspace(context, 10**6))
     desc = [1, 0, n, n, 4, 4, 0, 0, n]
 
     ! Sizes of 4 and of 8 bytes, also mixed; lower case; a rank-1 array, an element, bounds other than 1.
