@@ -72,7 +72,7 @@ static void python(const char *program) {
 
 static int call_matmul(void) { return pmm3d_matmul('N', 'N', &alpha, matrices[0], matrices[1], &beta, matrices[2]); }
 
-static int call_plan(void) { return pmm3d_multiply(plan); }
+static int call_plan(void) { return pmm3d_run(plan); }
 
 static int call_pgemm(void) {
     return pmm3d_pgemm(context, 'd', 'N', 'N', N, N, N, &alpha, shards[0], 1, 1, desc, shards[1], 1, 1, desc, &beta,
@@ -111,7 +111,7 @@ int main(int count, char **words) {
     for (int i = 0; i < 3; i++) check(pmm3d_matrix(grid, 'd', N, N, layouts[i], 'C', shards[i], &matrices[i]));
     snprintf(program, sizeof program, begin, N, N, N, N);
     python(program);
-    check(pmm3d_plan('N', 'N', &alpha, matrices[0], matrices[1], &beta, matrices[2], &plan));
+    check(pmm3d_plan_matmul('N', 'N', &alpha, matrices[0], matrices[1], &beta, matrices[2], &plan));
     measure("plan", call_plan, calls);
     measure("matmul", call_matmul, calls);
     measure("pgemm", call_pgemm, calls);

@@ -269,11 +269,26 @@ int pmm3d_grid(MPI_Comm comm, int gx, int gy, int gz, int *grid) {
 
 int pmm3d_grid_f(int comm, int gx, int gy, int gz, int *grid) { return pmm3d_grid(named(comm), gx, gy, gz, grid); }
 
+int pmm3d_grid_for(MPI_Comm comm, char type, int64_t m, int64_t n, int64_t k, int *grid) {
+    int64_t results[4];
+    int code = start_together(comm);
+    return made(code ? code : CALL("grid_for", results, handle(comm), type, m, n, k, ADDRESS(grid)), results, grid);
+}
+
+int pmm3d_grid_for_f(int comm, char type, int64_t m, int64_t n, int64_t k, int *grid) {
+    return pmm3d_grid_for(named(comm), type, m, n, k, grid);
+}
+
 int pmm3d_grid_shape(int grid, int shape[3]) {
     int64_t results[4];
     int code = CALL("grid_shape", results, grid, ADDRESS(shape));
     for (int axis = 0; !code && axis < 3; axis++) shape[axis] = (int)results[axis];
     return code;
+}
+
+int pmm3d_max_workspace(int object, int64_t bytes) {
+    int64_t results[4];
+    return CALL("max_workspace", results, object, bytes);
 }
 
 int pmm3d_box(int grid, const char *layout, int64_t rows, int64_t columns, int64_t box[4]) {
@@ -283,32 +298,17 @@ int pmm3d_box(int grid, const char *layout, int64_t rows, int64_t columns, int64
     return code;
 }
 
+/* of_shard: type of the array, as a letter; elements: number of its elements. 0 and -1, if they are unknown, as in C */
+int pmm3d_matrix_f(int grid, char type, int64_t rows, int64_t columns, const char *layout, char order, void *shard,
+                   char of_shard, int64_t elements, int *matrix) {
+    int64_t results[4];
+    return made(CALL("matrix", results, grid, type, rows, columns, ADDRESS(layout), order, ADDRESS(shard), of_shard,
+                     elements, ADDRESS(matrix)), results, matrix);
+}
+
 int pmm3d_matrix(int grid, char type, int64_t rows, int64_t columns, const char *layout, char order, void *shard,
                  int *matrix) {
-    int64_t results[4];
-    return made(CALL("matrix", results, grid, type, rows, columns, ADDRESS(layout), order, ADDRESS(shard),
-                     ADDRESS(matrix)), results, matrix);
-}
-
-int pmm3d_matmul(char transa, char transb, const void *alpha, int a, int b, const void *beta, int c) {
-    int64_t results[4];
-    return CALL("matmul", results, transa, transb, ADDRESS(alpha), a, b, ADDRESS(beta), c);
-}
-
-int pmm3d_plan(char transa, char transb, const void *alpha, int a, int b, const void *beta, int c, int *plan) {
-    int64_t results[4];
-    return made(CALL("plan", results, transa, transb, ADDRESS(alpha), a, b, ADDRESS(beta), c, ADDRESS(plan)), results,
-                plan);
-}
-
-int pmm3d_multiply(int plan) {
-    int64_t results[4];
-    return CALL("multiply", results, plan);
-}
-
-int pmm3d_redistribute(int source, int target) {
-    int64_t results[4];
-    return CALL("redistribute", results, source, target);
+    return pmm3d_matrix_f(grid, type, rows, columns, layout, order, shard, 0, -1, matrix);
 }
 
 int pmm3d_context(MPI_Comm comm, int rows, int columns, char order, int *context) {
@@ -329,40 +329,64 @@ int pmm3d_context_f(int comm, int rows, int columns, char order, int *context) {
     return pmm3d_context(named(comm), rows, columns, order, context);
 }
 
-int pmm3d_pgemm(int context, char type, char transa, char transb, int m, int n, int k, const void *alpha,
-                const void *a, int ia, int ja, const int desca[9], const void *b, int ib, int jb, const int descb[9],
-                const void *beta, void *c, int ic, int jc, const int descc[9]) {
+int pmm3d_run(int plan) {
     int64_t results[4];
-    return CALL("pgemm", results, context, type, transa, transb, m, n, k, ADDRESS(alpha), ADDRESS(a), ia, ja,
-                ADDRESS(desca), ADDRESS(b), ib, jb, ADDRESS(descb), ADDRESS(beta), ADDRESS(c), ic, jc, ADDRESS(descc));
+    return CALL("run", results, plan);
 }
 
-int pmm3d_pgemr2d(char type, int m, int n, const void *a, int ia, int ja, const int desca[9], int contexta, void *b,
-                  int ib, int jb, const int descb[9], int contextb) {
-    int64_t results[4];
-    return CALL("pgemr2d", results, type, m, n, ADDRESS(a), ia, ja, ADDRESS(desca), contexta, ADDRESS(b), ib, jb,
-                ADDRESS(descb), contextb);
-}
+enum { AT_ONCE = -1 }; /* in place of the address of a plan: run the operation */
 
-int pmm3d_from_block_cyclic(int context, const void *a, const int desca[9], int matrix) {
-    int64_t results[4];
-    return CALL("from_block_cyclic", results, context, ADDRESS(a), ADDRESS(desca), matrix);
-}
+/* The functions pmm3d_NAME and pmm3d_plan_NAME. In Fortran both call pmm3d_NAME_f: plan is NULL, or the plan's number.
+   TYPES: declarations of the arguments. Those of IN_FORTRAN are known in Fortran only. */
+#define OPERATION(name, TYPES, IN_FORTRAN, ...)                                                                        \
+    int pmm3d_##name(TYPES) {                                                                                          \
+        int64_t results[4];                                                                                            \
+        return CALL(#name, results, __VA_ARGS__, AT_ONCE);                                                             \
+    }                                                                                                                  \
+    int pmm3d_plan_##name(TYPES, int *plan) {                                                                          \
+        int64_t results[4];                                                                                            \
+        return made(CALL(#name, results, __VA_ARGS__, ADDRESS(plan)), results, plan);                                  \
+    }                                                                                                                  \
+    int pmm3d_##name##_f(TYPES IN_FORTRAN, int *plan) {                                                                \
+        int64_t results[4];                                                                                            \
+        return made(CALL(#name, results, __VA_ARGS__, plan ? ADDRESS(plan) : AT_ONCE), results, plan);                 \
+    }
 
-int pmm3d_to_block_cyclic(int matrix, int context, void *a, const int desca[9]) {
-    int64_t results[4];
-    return CALL("to_block_cyclic", results, matrix, context, ADDRESS(a), ADDRESS(desca));
-}
+/* Types of the factors, as letters. */
+#define FACTORS , char of_alpha, char of_beta
+enum { of_alpha = 0, of_beta = 0 }; /* in C: unknown */
 
-int pmm3d_from_blocks(const void *block, const int64_t box[4], char order, int matrix) {
-    int64_t results[4];
-    return CALL("from_blocks", results, ADDRESS(block), ADDRESS(box), order, matrix);
-}
+#define MATMUL char transa, char transb, const void *alpha, int a, int b, const void *beta, int c
+OPERATION(matmul, MATMUL, FACTORS, transa, transb, ADDRESS(alpha), a, b, ADDRESS(beta), c, of_alpha, of_beta)
 
-int pmm3d_to_blocks(int matrix, void *block, const int64_t box[4], char order) {
-    int64_t results[4];
-    return CALL("to_blocks", results, matrix, ADDRESS(block), ADDRESS(box), order);
-}
+#define PGEMM                                                                                                          \
+    int context, char type, char transa, char transb, int m, int n, int k, const void *alpha, const void *a, int ia,   \
+        int ja, const int desca[9], const void *b, int ib, int jb, const int descb[9], const void *beta, void *c,      \
+        int ic, int jc, const int descc[9]
+OPERATION(pgemm, PGEMM, FACTORS, context, type, transa, transb, m, n, k, ADDRESS(alpha), ADDRESS(a), ia, ja,
+          ADDRESS(desca), ADDRESS(b), ib, jb, ADDRESS(descb), ADDRESS(beta), ADDRESS(c), ic, jc, ADDRESS(descc),
+          of_alpha, of_beta)
+
+#define REDISTRIBUTE int source, int target
+OPERATION(redistribute, REDISTRIBUTE, , source, target)
+
+#define PGEMR2D                                                                                                        \
+    char type, int m, int n, const void *a, int ia, int ja, const int desca[9], int contexta, void *b, int ib, int jb, \
+        const int descb[9], int contextb
+OPERATION(pgemr2d, PGEMR2D, , type, m, n, ADDRESS(a), ia, ja, ADDRESS(desca), contexta, ADDRESS(b), ib, jb,
+          ADDRESS(descb), contextb)
+
+#define FROM_BLOCK_CYCLIC int context, const void *a, const int desca[9], int matrix
+OPERATION(from_block_cyclic, FROM_BLOCK_CYCLIC, , context, ADDRESS(a), ADDRESS(desca), matrix)
+
+#define TO_BLOCK_CYCLIC int matrix, int context, void *a, const int desca[9]
+OPERATION(to_block_cyclic, TO_BLOCK_CYCLIC, , matrix, context, ADDRESS(a), ADDRESS(desca))
+
+#define FROM_BLOCKS const void *block, const int64_t box[4], char order, int matrix
+OPERATION(from_blocks, FROM_BLOCKS, , ADDRESS(block), ADDRESS(box), order, matrix)
+
+#define TO_BLOCKS int matrix, void *block, const int64_t box[4], char order
+OPERATION(to_blocks, TO_BLOCKS, , matrix, ADDRESS(block), ADDRESS(box), order)
 
 int pmm3d_free(int *object) {
     int64_t results[4];

@@ -65,6 +65,7 @@ class ProcessGroup:
         self.workspace = Workspace()
         made.callback(self.workspace.clear)
         self.attached: dict[Any, Any] = {}
+        self._named: Callable[[], tuple[Any, ...]] = tuple  # further arguments that all comparisons include
         self._check, self.overlap = settings.check, settings.overlap
         transport = Transport(settings.device_transport, self.workspace, self._processes, settings.timeout)
         ledger = self.ledger
@@ -187,6 +188,7 @@ class ProcessGroup:
         numbers: np.ndarray | None = None,
         dtype: str = "",
     ) -> Pending:
+        arguments = *arguments, *self._named()
         terms = Terms(f"{what}{canonical(arguments)}", partial(printed, arguments), error, what)
 
         def compared(link: Link) -> Collective[Any]:

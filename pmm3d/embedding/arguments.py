@@ -68,9 +68,9 @@ def text_at(name: str, address: int) -> str:
 def layout_named(address: int) -> Layout:
     """ "A", "B", "C", or the axes of the rows and of the columns: "zx/y". Raises LayoutError."""
     text = text_at("layout", address).strip()
-    if text in NAMED_LAYOUTS:
-        return NAMED_LAYOUTS[text]
-    rows, slash, columns = text.partition("/")
+    if text.upper() in NAMED_LAYOUTS:
+        return NAMED_LAYOUTS[text.upper()]
+    rows, slash, columns = text.lower().partition("/")
     if not slash or set(rows + columns) - set("xyz"):
         raise LayoutError(
             'a layout is "A", "B", "C", or the axes x, y, z that cut the rows, a slash, and those that '
@@ -130,7 +130,7 @@ def _shown(name: str, given: Mapping[str, int], matrices: Mapping[int, Any]) -> 
     if name in CHARACTERS:
         return repr(chr(value & 0xFF))
     if name in MATRICES:
-        return _in_short(matrices[value]) if value in matrices else f"{value} (no matrix)"
+        return in_short(matrices[value]) if value in matrices else f"{value} (no matrix)"
     if name not in ADDRESSES:
         return str(value)
     if value == 0:
@@ -142,10 +142,11 @@ def _shown(name: str, given: Mapping[str, int], matrices: Mapping[int, Any]) -> 
         return f"({', '.join(f'{entry} {number}' for entry, number in entries)})"
     kind, result = given.get("kind"), matrices.get(given.get("c", 0))
     dtype = getattr(result, "dtype", None) if kind is None else TYPES.get(chr(kind & 0xFF).lower())
-    return "unknown" if dtype is None else str(scalar_at(name, value, dtype))
+    return "unknown" if dtype is None else str(scalar_at(name, value, 0, dtype))
 
 
-def _in_short(matrix: Any) -> str:
+def in_short(matrix: Any) -> str:
+    """('d', 100 x 90, zx/y, 'C'): type, shape, layout and order of a matrix."""
     (rows, columns), layout = matrix.shape, matrix.layout
     [kind] = [kind for kind, dtype in TYPES.items() if dtype == matrix.dtype]
     return f"({kind!r}, {rows} x {columns}, {''.join(layout.rows)}/{''.join(layout.cols)}, {matrix.order!r})"
@@ -155,7 +156,11 @@ def array_at(name: str, address: int, shape: tuple[int, int], dtype: str, order:
     """View the caller's memory as an array, without a copy. Raises LayoutError for a NULL pointer to elements."""
     if 0 in shape:
         return np.empty(shape, dtype, order="F" if order == "F" else "C")
-    check_address(name, address)
+    if address == 0:
+        raise LayoutError(
+            f"{name} is a NULL pointer; in Fortran, it is a section of an array with gaps, such as a(1:n, :), which "
+            "cannot be used in place: pass a whole array, or whole columns"
+        )
     pointer = Pointer(address, shape if order == "C" else shape[::-1], np.dtype(dtype))
     array = np.asarray(pointer)
     return array if order == "C" else array.T
@@ -167,13 +172,22 @@ def box_at(address: int) -> list[int]:
     return list((ctypes.c_int64 * 4).from_address(address))
 
 
-def scalar_at(name: str, address: int, dtype: str) -> Any:
-    """Read one element. Raises LayoutError."""
+def scalar_at(name: str, address: int, kind: int, dtype: str) -> Any:
+    """Read one element. Raises LayoutError, and DTypeError if `kind`, its type as a letter, is another type."""
     check_address(name, address)
-    kind = REALS[dtype]
+    check_type(name, kind, dtype)
+    real = REALS[dtype]
     if dtype.startswith("complex"):
-        return complex(*(kind * 2).from_address(address))
-    return kind.from_address(address).value
+        return complex(*(real * 2).from_address(address))
+    return real.from_address(address).value
+
+
+def check_type(name: str, kind: int, dtype: str) -> None:
+    """Raise DTypeError if a type, as a letter, is known and is not that of the matrices."""
+    if kind and TYPES.get(letter(kind).lower()) != dtype:
+        wanted = next(known for known, full in TYPES.items() if full == dtype)
+        given = f"has the type '{chr(kind)}'" if chr(kind) in TYPES else "has none of the types 's', 'd', 'c' and 'z'"
+        raise DTypeError(f"{name} {given}, and the matrix has the type '{wanted}': declare {name} with that type")
 
 
 class Pointer:

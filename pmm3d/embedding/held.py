@@ -3,44 +3,82 @@
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import LayoutError
+from ..comm import Grid
+from ..errors import GridError, LayoutError
 from ..product import BlacsContext, Descriptor, DistMatrix
-from .arguments import array_at, check_address, letter, shown
+from ..product.checks import check_out
+from ..product.redistribution import planned
+from ..product.relayout import redistribution
+from .arguments import array_at, check_address, in_short, letter, shown
 
 KEPT_DESCRIPTORS = 256
 """Descriptors cached per context. One more empties the cache."""
 
 
-@runtime_checkable
-class Kept(Protocol):
-    """An object that the caller holds by number."""
+class Held(NamedTuple):
+    """An object that the caller holds by number.
 
-    def close(self) -> None: ...
+    ordinal   number of the object among those of its grid. Ranks of the grid make its objects in the same order, so
+              the ordinal is the same on all of them. The number is not, if a rank has objects on other communicators
+    """
 
+    thing: Grid | DistMatrix | HeldContext | HeldPlan
+    grid: Grid
+    ordinal: int
 
-class Held:
-    """A matrix that the caller holds by number."""
-
-    def __init__(self, matrix: DistMatrix):
-        self.matrix, self.grid = matrix, matrix.grid
+    @property
+    def kind(self) -> str:
+        return next(name for kind, name in KINDS.items() if isinstance(self.thing, kind))
 
     def close(self) -> None:
-        """Do nothing: the memory belongs to the caller."""
+        """Collective, except for a matrix. The memory of a matrix belongs to the caller."""
+        if not isinstance(self.thing, DistMatrix):
+            self.thing.close()
 
-    def operand(self, op: int) -> DistMatrix:
-        """op(A). Raises LayoutError."""
-        match letter(op):
-            case "N":
-                return self.matrix
-            case "T":
-                return self.matrix.T
-            case "C":
-                return self.matrix.H
-        raise LayoutError(f"transa and transb are 'N', 'T' or 'C'; got {shown(op)}")
+
+class HeldPlan:
+    """An operation that was checked and planned: `run` executes it, and `close` frees what it holds. Collective."""
+
+    def __init__(self, run: Callable[[], object], close: Callable[[], None]):
+        self.run, self.close = run, close
+
+
+def operand(matrix: DistMatrix, op: int) -> DistMatrix:
+    """op(A). Raises LayoutError."""
+    match letter(op):
+        case "N":
+            return matrix
+        case "T":
+            return matrix.T
+        case "C":
+            return matrix.H
+    raise LayoutError(f"transa and transb are 'N', 'T' or 'C'; got {shown(op)}")
+
+
+def between(source: DistMatrix, target: DistMatrix) -> HeldPlan:
+    """Plan target = source, between any layouts and storage orders, also onto another grid. Collective."""
+    grid, library = source.grid, source.library
+    with ExitStack() as held:
+        with grid.collective_call("redistribute", source._signature, target._signature):
+            if (source.shape, source.dtype) != (target.shape, target.dtype):
+                raise LayoutError(
+                    f"redistribute: the target is {in_short(target)}; it must have the shape and type of "
+                    f"{in_short(source)}"
+                )
+            if not grid.same_processes(target.grid):
+                raise GridError("redistribute: the two grids are not over the same processes in the same order")
+            check_out("redistribute", target, source)
+            fill = redistribution(source, target, held) if source.order == target.order else None
+        if fill is None:
+            move = planned(grid, source._placement(), target._placement(), source.dtype, library)
+            fill = lambda: move.start(library, [source.memory], [target.memory]).wait()
+        return HeldPlan(fill, held.pop_all().close)
 
 
 class LocalPart(NamedTuple):
@@ -82,3 +120,7 @@ class HeldContext:
                 "compile without -i8 or -fdefault-integer-8, or copy it"
             )
         return self.context.from_array(values)
+
+
+KINDS: dict[type, str] = {Grid: "grid", DistMatrix: "matrix", HeldContext: "context", HeldPlan: "plan"}
+"""Kinds of objects, and their names in the caller's language."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from inspect import signature
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,11 +16,14 @@ from ..arrays.numpy_library import ADDRESSED
 from ..comm import CallersCall, Grid, gather_small
 from ..errors import DisagreementError, GridError, LayoutError, MemoryLimitError, OutOfMemoryError, Pmm3dError
 from ..layout import Blocks, itemsize
-from ..product import BlacsContext, DistMatrix, MatmulPlan, Redistribution, matmul, pgemm, pgemr2d
+from ..product import BlacsContext, DistMatrix, MatmulPlan, PgemmPlan, Redistribution, matmul, pgemm, pgemr2d
+from ..product.redistribution import part_of
 from .arguments import (
+    TYPES,
     array_at,
     box_at,
     check_address,
+    check_type,
     communicator,
     dtype_named,
     errors_returned,
@@ -27,13 +31,16 @@ from .arguments import (
     letter,
     order_named,
     scalar_at,
+    shown,
     shown_arguments,
 )
-from .held import Held, HeldContext, Kept, LocalPart
+from .held import KINDS, Held, HeldContext, HeldPlan, LocalPart, between, operand
 
 CODES = ((DisagreementError, 2), ((MemoryLimitError, OutOfMemoryError, MemoryError), 3), (Pmm3dError, 1))
 OTHER = 8
 """Error codes, as in embed/pmm3d.h."""
+AT_ONCE = -1
+"""In place of the address of a plan: run the operation, as in embed/pmm3d.c."""
 
 
 class Answer(NamedTuple):
@@ -47,16 +54,23 @@ class Answer(NamedTuple):
 
 class Host:
     """The caller's objects and the operations on them. Arguments are those of embed/pmm3d.h, with addresses and
-    characters as integers."""
+    characters as integers.
+
+    of_alpha, of_beta   the types of the factors, as letters; 0 if they are unknown, as in C
+    plan                address of the number of a plan, or AT_ONCE: run the operation, and keep no plan
+    """
 
     def __init__(self) -> None:
-        self._objects: dict[int, Kept] = {}
+        self._objects: dict[int, Held] = {}
         self._lasting: set[int] = set()
         self._last = 0
+        self._limits: dict[Grid, int] = {}  # bytes of work arrays in products
+        self._ordinals: list[int] = []  # of the matrices and the plan of the present call
 
     def call(self, name: str, arguments: Sequence[int]) -> Answer:
         """Call a method by name. Never raises."""
         try:
+            self._ordinals.clear()
             found: Callable[..., tuple[int, ...] | None] = getattr(self, name)
             call = CallersCall(f"pmm3d_{name}", partial(self._shown, found, arguments))
             results = call.run(lambda: found(*arguments))
@@ -67,26 +81,32 @@ class Host:
             return Answer(code, getattr(error, "everywhere", False), text, ())
 
     def _shown(self, found: Callable[..., object], arguments: Sequence[int]) -> list[str]:
-        matrices = {number: kept.matrix for number, kept in self._objects.items() if isinstance(kept, Held)}
+        matrices = {number: held.thing for number, held in self._objects.items() if isinstance(held.thing, DistMatrix)}
         return shown_arguments(signature(found).parameters, arguments, matrices)
 
     def grid(self, comm: int, gx: int, gy: int, gz: int, out: int) -> tuple[int]:
         """Collective."""
-        auto = gx == gy == gz == 0
         with errors_returned(communicator(comm)) as parent:
-            grid = Grid(parent, "auto" if auto else (gx, gy, gz))
-        try:
-            with grid.collective_call("pmm3d_grid", always=True):
-                check_address("grid", out)
-        except Pmm3dError:
-            grid.close()
-            raise
-        return (self._keep(grid),)
+            grid = Grid(parent, "auto" if gx == gy == gz == 0 else (gx, gy, gz))
+        return self._opened(grid, grid, "grid", out)
+
+    def grid_for(self, comm: int, kind: int, m: int, n: int, k: int, out: int) -> tuple[int]:
+        """Collective."""
+        with errors_returned(communicator(comm)) as parent:
+            grid = Grid(parent, "auto", product=(m, n, k), dtype=TYPES.get(letter(kind).lower(), shown(kind)))
+        return self._opened(grid, grid, "grid", out)
 
     def grid_shape(self, number: int, out: int) -> tuple[int, ...]:
         check_address("shape", out)
         shape = self._found(number, Grid).shape
         return shape.x, shape.y, shape.z
+
+    def max_workspace(self, number: int, limit: int) -> None:
+        """Limit the bytes of work arrays in later products of a grid or a context. 0: no limit."""
+        self._found(number, Grid, HeldContext)
+        if limit < 0:
+            raise LayoutError(f"the limit of the work arrays is a number of bytes, 0 for no limit; got {limit}")
+        self._limits[self._objects[number].grid] = limit
 
     def box(self, number: int, layout: int, rows: int, columns: int, out: int) -> tuple[int, ...]:
         check_address("box", out)
@@ -95,65 +115,89 @@ class Host:
         return layout_named(layout).box((rows, columns), grid.shape, grid.coords)
 
     def matrix(
-        self, number: int, kind: int, rows: int, columns: int, layout: int, order: int, shard: int, out: int
+        self,
+        number: int,
+        kind: int,
+        rows: int,
+        columns: int,
+        layout: int,
+        order: int,
+        shard: int,
+        of_shard: int,
+        elements: int,
+        out: int,
     ) -> tuple[int]:
-        """Collective."""
-        grid = self._found(number, Grid)
-        with refused_by_all(grid, "DistMatrix.from_local"):
+        """Collective.
+
+        of_shard   type of the shard, as a letter, or 0 if it is unknown
+        elements   number of elements of the shard, or -1 if it is unknown
+        """
+        with refused_by_all(self._grid_of(number), "DistMatrix.from_local"):
+            grid = self._found(number, Grid)
             check_address("matrix", out)
             placed, dtype, stored = layout_named(layout), dtype_named(kind), order_named(order)
             check_dims(rows, columns, itemsize(dtype))
             shape = placed.box((rows, columns), grid.shape, grid.coords).shape
+            check_type("shard", of_shard, dtype)
+            if 0 <= elements < shape[0] * shape[1]:
+                raise LayoutError(
+                    f"the shard has {elements} elements; in this layout it has {shape[0]} rows and {shape[1]} columns "
+                    "on this rank: allocate those of pmm3d_box"
+                )
             local = array_at("shard", shard, shape, dtype, stored)
         made = DistMatrix.from_local(grid, local, (rows, columns), layout=placed, order=stored, copy=False)
-        return (self._keep(Held(made)),)
+        return (self._keep(made, grid),)
 
-    def matmul(self, transa: int, transb: int, alpha: int, a: int, b: int, beta: int, c: int) -> None:
+    def matmul(
+        self,
+        transa: int,
+        transb: int,
+        alpha: int,
+        a: int,
+        b: int,
+        beta: int,
+        c: int,
+        of_alpha: int,
+        of_beta: int,
+        plan: int,
+    ) -> tuple[int, ...]:
         """Collective."""
         with refused_by_all(self._grid_of(a, b, c), "matmul"):
-            first, second, out, factors = self._operands(transa, transb, alpha, a, b, beta, c)
-        matmul(first, second, out=out, alpha=factors[0], beta=factors[1])
+            check_address("plan", plan)
+            first, second, out = (self._found(number, DistMatrix) for number in (a, b, c))
+            first, second = operand(first, transa), operand(second, transb)
+            factors, limit = self._options(out.grid, out.dtype, alpha, beta, of_alpha, of_beta)
+        if plan == AT_ONCE:
+            matmul(first, second, out=out, **factors, max_workspace=limit)
+            return ()
+        product = MatmulPlan(first, second, out=out, **factors, max_workspace=limit)
+        return (self._keep(HeldPlan(product, product.close), out.grid),)
 
-    def _operands(
-        self, transa: int, transb: int, alpha: int, a: int, b: int, beta: int, c: int
-    ) -> tuple[DistMatrix, DistMatrix, DistMatrix, tuple[Any, Any]]:
-        """op(A), op(B), C, and (alpha, beta)."""
-        held_a, held_b, held_c = (self._found(number, Held) for number in (a, b, c))
-        out: DistMatrix = held_c.matrix
-        factors = scalar_at("alpha", alpha, out.dtype), scalar_at("beta", beta, out.dtype)
-        return held_a.operand(transa), held_b.operand(transb), out, factors
+    def _options(
+        self, grid: Grid, dtype: str, alpha: int, beta: int, of_alpha: int, of_beta: int
+    ) -> tuple[dict[str, Any], int | None]:
+        """The factors of a product, and its limit of work memory."""
+        factors = {"alpha": scalar_at("alpha", alpha, of_alpha, dtype), "beta": scalar_at("beta", beta, of_beta, dtype)}
+        return factors, self._limits.get(grid, 0) or None
 
-    def plan(self, transa: int, transb: int, alpha: int, a: int, b: int, beta: int, c: int, out: int) -> tuple[int]:
+    def run(self, number: int) -> None:
         """Collective."""
-        with refused_by_all(self._grid_of(a, b, c), "MatmulPlan"):
-            check_address("plan", out)
-            first, second, result, factors = self._operands(transa, transb, alpha, a, b, beta, c)
-        return (self._keep(MatmulPlan(first, second, out=result, alpha=factors[0], beta=factors[1])),)
+        plan = self._found(number, HeldPlan)
+        self._objects[number].grid.engine.guard.check_open()
+        plan.run()
 
-    def multiply(self, number: int) -> None:
-        """Collective."""
-        self._found(number, MatmulPlan)()
-
-    def redistribute(self, source: int, target: int) -> None:
+    def redistribute(self, source: int, target: int, plan: int) -> tuple[int, ...]:
         """Collective."""
         with refused_by_all(self._grid_of(source, target), "redistribute"):
-            origin, out = self._found(source, Held).matrix, self._found(target, Held).matrix
-        if origin.order != out.order and (origin.shape, origin.dtype) == (out.shape, out.dtype):
-            out.memory[...] = origin.redistribute(out.layout, out.grid).memory
-        else:
-            origin.redistribute(out.layout, out.grid, out=out)
+            check_address("plan", plan)
+            origin, out = self._found(source, DistMatrix), self._found(target, DistMatrix)
+        return self._run_or_keep(plan, origin.grid, between(origin, out))
 
     def context(self, comm: int, rows: int, columns: int, order: int, out: int) -> tuple[int]:
         """Collective."""
         with errors_returned(communicator(comm)) as parent:
             context = BlacsContext(parent, (rows, columns), letter(order))
-        try:
-            with context.grid.collective_call("pmm3d_context", always=True):
-                check_address("context", out)
-        except Pmm3dError:
-            context.close()
-            raise
-        return (self._keep(HeldContext(context)),)
+        return self._opened(HeldContext(context), context.grid, "context", out)
 
     def pgemm(
         self,
@@ -178,35 +222,27 @@ class Host:
         ic: int,
         jc: int,
         descc: int,
-    ) -> None:
+        of_alpha: int,
+        of_beta: int,
+        plan: int,
+    ) -> tuple[int, ...]:
         """Collective."""
-        context: HeldContext = self._found(number, HeldContext)
-        with refused_by_all(context.grid, "pgemm"):
+        with refused_by_all(self._grid_of(number), "pgemm"):
+            context = self._found(number, HeldContext)
+            check_address("plan", plan)
             dtype = dtype_named(kind)
             of_a, of_b = context.part("a", a, desca, dtype), context.part("b", b, descb, dtype)
             of_c = context.part("c", c, descc, dtype)
-            factors = scalar_at("alpha", alpha, dtype), scalar_at("beta", beta, dtype)
-        pgemm(
-            letter(transa),
-            letter(transb),
-            m,
-            n,
-            k,
-            factors[0],
-            of_a.local,
-            ia,
-            ja,
-            of_a.descriptor,
-            of_b.local,
-            ib,
-            jb,
-            of_b.descriptor,
-            factors[1],
-            of_c.local,
-            ic,
-            jc,
-            of_c.descriptor,
-        )
+            factors, limit = self._options(context.grid, dtype, alpha, beta, of_alpha, of_beta)
+        sizes = letter(transa), letter(transb), m, n, k
+        arrays = of_a.local, of_b.local, of_c.local
+        part_a, part_b, part_c = (ia, ja, of_a.descriptor), (ib, jb, of_b.descriptor), (ic, jc, of_c.descriptor)
+        if plan == AT_ONCE:
+            in_a, in_b = (arrays[0], *part_a), (arrays[1], *part_b)
+            pgemm(*sizes, factors["alpha"], *in_a, *in_b, factors["beta"], arrays[2], *part_c, max_workspace=limit)
+            return ()
+        product = PgemmPlan(*sizes, *part_a, *part_b, *part_c, dtype=dtype, max_workspace=limit)
+        return (self._keep(HeldPlan(partial(product, *arrays, **factors), product.close), context.grid),)
 
     def pgemr2d(
         self,
@@ -223,56 +259,69 @@ class Host:
         jb: int,
         descb: int,
         contextb: int,
-    ) -> None:
+        plan: int,
+    ) -> tuple[int, ...]:
         """Collective."""
         with refused_by_all(self._grid_of(contexta, contextb), "pgemr2d"):
+            check_address("plan", plan)
             dtype = dtype_named(kind)
-            of_a = self._found(contexta, HeldContext).part("a", a, desca, dtype)
-            of_b = self._found(contextb, HeldContext).part("b", b, descb, dtype)
+            source, target = self._found(contexta, HeldContext), self._found(contextb, HeldContext)
+            of_a, of_b = source.part("a", a, desca, dtype), target.part("b", b, descb, dtype)
+            if plan != AT_ONCE:
+                check_same_ranks("pgemr2d: the two contexts are", source.grid, target.grid)
+                sides = (
+                    part_of("pgemr2d", "A", ia, ja, of_a.descriptor, m, n),
+                    part_of("pgemr2d", "B", ib, jb, of_b.descriptor, m, n),
+                )
+        if plan != AT_ONCE:
+            return self._moved(plan, source.grid, sides, (of_a.local, of_b.local), dtype)
         pgemr2d(m, n, of_a.local, ia, ja, of_a.descriptor, of_b.local, ib, jb, of_b.descriptor)
+        return ()
 
-    def from_block_cyclic(self, context: int, a: int, desca: int, matrix: int) -> None:
+    def from_block_cyclic(self, context: int, a: int, desca: int, matrix: int, plan: int) -> tuple[int, ...]:
         """Collective."""
-        held, part = self._cyclic("from_block_cyclic", matrix, context, a, desca)
-        moved = Redistribution(held.grid, part.descriptor.cyclic, held.layout, dtype=held.dtype, order=held.order)
-        moved(part.local, held.memory)
+        held, part = self._cyclic("from_block_cyclic", matrix, context, a, desca, plan)
+        sides = part.descriptor.cyclic, held.layout
+        return self._moved(plan, held.grid, sides, (part.local, held.memory), held.dtype, held.order)
 
-    def to_block_cyclic(self, matrix: int, context: int, a: int, desca: int) -> None:
+    def to_block_cyclic(self, matrix: int, context: int, a: int, desca: int, plan: int) -> tuple[int, ...]:
         """Collective."""
-        held, part = self._cyclic("to_block_cyclic", matrix, context, a, desca)
-        moved = Redistribution(held.grid, held.layout, part.descriptor.cyclic, dtype=held.dtype, order=held.order)
-        moved(held.memory, part.local)
+        held, part = self._cyclic("to_block_cyclic", matrix, context, a, desca, plan)
+        sides = held.layout, part.descriptor.cyclic
+        return self._moved(plan, held.grid, sides, (held.memory, part.local), held.dtype, held.order)
 
-    def _cyclic(self, what: str, matrix: int, context: int, a: int, desca: int) -> tuple[DistMatrix, LocalPart]:
+    def _cyclic(
+        self, what: str, matrix: int, context: int, a: int, desca: int, plan: int
+    ) -> tuple[DistMatrix, LocalPart]:
         """Raises on all ranks of the matrix, or of the context. Collective."""
         with refused_by_all(self._grid_of(matrix, context), "Redistribution"):
-            held: DistMatrix = self._found(matrix, Held).matrix
-            within: HeldContext = self._found(context, HeldContext)
-            if not held.grid.same_processes(within.grid):
-                raise GridError(
-                    f"{what}: the context is over other ranks than the matrix, or these in another order: "
-                    "make both on one communicator"
-                )
+            check_address("plan", plan)
+            held, within = self._found(matrix, DistMatrix), self._found(context, HeldContext)
+            check_same_ranks(f"{what}: the context and the matrix are", held.grid, within.grid)
             part = within.part("a", a, desca, held.dtype)
         return held, part
 
-    def from_blocks(self, block: int, box: int, order: int, matrix: int) -> None:
+    def from_blocks(self, block: int, box: int, order: int, matrix: int, plan: int) -> tuple[int, ...]:
         """Collective."""
-        held, blocks, arrays = self._blocks("from_blocks", block, box, order, matrix)
-        Redistribution(held.grid, blocks, held.layout, dtype=held.dtype, order=held.order)(arrays, held.memory)
+        held, blocks, arrays = self._blocks("from_blocks", block, box, order, matrix, plan)
+        sides = blocks, held.layout
+        return self._moved(plan, held.grid, sides, (arrays, held.memory), held.dtype, held.order)
 
-    def to_blocks(self, matrix: int, block: int, box: int, order: int) -> None:
+    def to_blocks(self, matrix: int, block: int, box: int, order: int, plan: int) -> tuple[int, ...]:
         """Collective."""
-        held, blocks, arrays = self._blocks("to_blocks", block, box, order, matrix)
-        Redistribution(held.grid, held.layout, blocks, dtype=held.dtype, order=held.order)(held.memory, arrays)
+        held, blocks, arrays = self._blocks("to_blocks", block, box, order, matrix, plan)
+        sides = held.layout, blocks
+        return self._moved(plan, held.grid, sides, (held.memory, arrays), held.dtype, held.order)
 
     def _blocks(
-        self, what: str, block: int, box: int, order: int, matrix: int
+        self, what: str, block: int, box: int, order: int, matrix: int, plan: int
     ) -> tuple[DistMatrix, Blocks, list[np.ndarray]]:
         """The matrix, where the blocks of all ranks are in it, and the parts of this rank's. Collective."""
-        held: DistMatrix = self._found(matrix, Held).matrix
+        with refused_by_all(self._grid_of(matrix), what):
+            held = self._found(matrix, DistMatrix)
         grid = held.grid
         with grid.collective_call(what, order, held._signature, always=True):
+            check_address("plan", plan)
             lies, found = order_named(order), box_at(box)
             shape = max(0, found[1] - found[0]), max(0, found[3] - found[2])
             local = array_at("block", block, shape, held.dtype, lies)
@@ -287,11 +336,34 @@ class Host:
         )
         return held, blocks, [local[rows[row] : rows[row + 1], cols[col] : cols[col + 1]] for row, col in tiles]
 
+    def _moved(
+        self,
+        plan: int,
+        grid: Grid,
+        sides: tuple[Any, Any],
+        arrays: tuple[Any, Any],
+        dtype: str,
+        order: str | None = None,
+    ) -> tuple[int, ...]:
+        """Redistribute, or plan it. sides: the layouts of source and target. Collective."""
+        move = Redistribution(grid, *sides, dtype=dtype, order=order)
+        return self._run_or_keep(plan, grid, HeldPlan(partial(move, *arrays), nothing))
+
+    def _run_or_keep(self, plan: int, grid: Grid, planned: HeldPlan) -> tuple[int, ...]:
+        """Run a planned operation and close it, or keep it and return its number. Collective."""
+        if plan != AT_ONCE:
+            return (self._keep(planned, grid),)
+        try:
+            planned.run()
+        finally:
+            planned.close()
+        return ()
+
     def free(self, number: int, pointer: int) -> None:
         """Collective, of a grid, a context or a plan."""
         check_address("object", pointer)
-        self._found(number, Kept).close()
-        del self._objects[number]
+        self._found(number, *KINDS)
+        self._close(number)
 
     def keep_to_the_end(self, number: int) -> None:
         """Exempt an object from pmm3d_finalize."""
@@ -302,31 +374,59 @@ class Host:
         repeated. Collective."""
         ending = self._objects if everything else self._objects.keys() - self._lasting
         for number in sorted(ending, reverse=True):
-            self._objects[number].close()
-            del self._objects[number]
+            self._close(number)
 
-    def _keep(self, made: Kept) -> int:
+    def _close(self, number: int) -> None:
+        held = self._objects[number]
+        held.close()
+        del self._objects[number]
+        if isinstance(held.thing, (Grid, HeldContext)):
+            self._limits.pop(held.grid, None)
+
+    def _opened(self, thing: Grid | HeldContext, grid: Grid, kind: str, out: int) -> tuple[int]:
+        """Keep a grid or a context. Close it if a rank has no address for its number. Collective."""
+        try:
+            with grid.collective_call(f"pmm3d_{kind}", always=True):
+                check_address(kind, out)
+        except Pmm3dError:
+            thing.close()
+            raise
+        grid._named = lambda: (f"objects {self._ordinals} of the grid",) if self._ordinals else ()
+        return (self._keep(thing, grid),)
+
+    def _keep(self, thing: Grid | DistMatrix | HeldContext | HeldPlan, grid: Grid) -> int:
         self._last += 1
-        self._objects[self._last] = made
+        self._objects[self._last] = Held(thing, grid, next(grid.attached.setdefault(Host, count())))
         return self._last
 
-    def _found(self, number: int, kind: Any) -> Any:
-        found = self._objects.get(number)
-        if not isinstance(found, kind):
-            wanted = {Grid: "grid", Held: "matrix", HeldContext: "context", MatmulPlan: "plan"}.get(kind, "object")
-            is_there = "there is no such object, or it was freed" if found is None else f"it is {described(found)}"
+    def _found(self, number: int, *kinds: Any) -> Any:
+        held = self._objects.get(number)
+        if held is None or not isinstance(held.thing, kinds):
+            is_there = "there is no such object, or it was freed" if held is None else f"it is a {held.kind}"
+            wanted = " or ".join(KINDS[kind] for kind in kinds)
             raise GridError(f"{number} names no {wanted} of this process: {is_there}")
-        return found
+        if not isinstance(held.thing, (Grid, HeldContext)):
+            self._ordinals.append(held.ordinal)
+        return held.thing
 
     def _grid_of(self, *numbers: int) -> Grid | None:
-        """Return the grid of the first number that is a matrix or a context, or None."""
-        held = (self._objects.get(number) for number in numbers)
-        return next((each.grid for each in held if isinstance(each, (Held, HeldContext))), None)
+        """Return the grid of the first number that names an object. If no number does, return the only grid. Return
+        None if there are several."""
+        for number in numbers:
+            if number in self._objects:
+                return self._objects[number].grid
+        grids = [held.grid for held in self._objects.values() if isinstance(held.thing, (Grid, HeldContext))]
+        return grids[0] if len(grids) == 1 else None
 
 
-def described(found: object) -> str:
-    kinds = {Grid: "a grid", Held: "a matrix", MatmulPlan: "a plan"}
-    return next((name for kind, name in kinds.items() if isinstance(found, kind)), "a context")
+def nothing() -> None:
+    """Close a plan that holds nothing."""
+
+
+def check_same_ranks(which: str, one: Grid, other: Grid) -> None:
+    """Raises GridError."""
+    if not one.same_processes(other):
+        raise GridError(f"{which} over different ranks, or these in another order: make both on one communicator")
 
 
 def check_dims(rows: int, columns: int, size: int) -> None:

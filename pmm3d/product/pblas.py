@@ -14,7 +14,7 @@ from ..errors import DTypeError, GridError, LayoutError
 from ..layout import BlockCyclic, GridShape, Placement, aligned, itemsize, natural
 from ..model.plan import native
 from .blacs import SMALL_BYTES, BlacsContext, Descriptor, check_descriptor
-from .checks import Options, array_signature, compared_dtype, scalar
+from .checks import Options, array_signature, check_options, compared_dtype, scalar
 from .matmul_plan import MatmulPlan, PendingProduct
 from .matrix import DistMatrix
 from .multiply import ProductRun
@@ -46,6 +46,8 @@ def pgemm(
     ic: int,
     jc: int,
     descc: Descriptor,
+    *,
+    max_workspace: int | None = None,
 ) -> None:
     """C(ic:, jc:) = alpha op(A(ia:, ja:)) op(B(ib:, jb:)) + beta C(ic:, jc:), block-cyclic, as ScaLAPACK's p?gemm.
 
@@ -70,6 +72,9 @@ def pgemm(
         Factor of C. If it is 0, C is not read.
     c, ic, jc, descc
         C, in the same way. It is written in place; its other elements do not change.
+    max_workspace : int or None
+        Limit of the bytes of work arrays on each rank, as of `matmul`. It does not count A, B and C on the product's
+        grid. Default: no limit.
 
     Raises
     ------
@@ -79,6 +84,8 @@ def pgemm(
         For mixed types, and for other types than float32, float64, complex64 and complex128.
     GridError
         For descriptors of several contexts.
+    MemoryLimitError
+        If the product cannot be done within `max_workspace` bytes.
     DisagreementError
         If ranks passed different arguments.
 
@@ -106,9 +113,9 @@ def pgemm(
     arrays, descriptors = (a, b, c), (desca, descb, descc)
     _, dtype, kind = array_signature(a)
     context = _context_of(*descriptors)
-    with context.grid.collective_call("pgemm", *map(_compared, given), dtype, kind, alpha, beta):
+    with context.grid.collective_call("pgemm", *map(_compared, given), dtype, kind, alpha, beta, max_workspace):
         library_of(a)
-        form = _form(context, given, dtype, kind)
+        form = _form(context, given, dtype, kind, max_workspace)
         call = _call(context, form, arrays, descriptors, alpha, beta)
         if (plan := context.plans.get(form)) is not None:
             plan._check_idle()
@@ -121,13 +128,15 @@ def pgemm(
 
 
 class Form(NamedTuple):
-    """Properties of a product without values: op of A and B, (m, n, k), parts of A, B and C, type, library kind."""
+    """Properties of a product without values: op of A and B, (m, n, k), parts of A, B and C, type, library kind, limit
+    of the bytes of work arrays."""
 
     operations: tuple[str, str]
     sizes: tuple[int, int, int]
     parts: tuple[BlockCyclic, BlockCyclic, BlockCyclic]
     dtype: str
     kind: str
+    max_workspace: int | None
 
     @property
     def nbytes(self) -> int:
@@ -167,6 +176,8 @@ class PgemmPlan:
         Element type of the arrays.
     library : str
         Array library of the arrays: "numpy", "torch", "torch:DEVICE" or "cupy".
+    max_workspace : int or None
+        See `pgemm`.
 
     Attributes
     ----------
@@ -220,11 +231,13 @@ class PgemmPlan:
         *,
         dtype: Any = "float64",
         library: str = "numpy",
+        max_workspace: int | None = None,
     ):
         given = transa, transb, m, n, k, ia, ja, desca, ib, jb, descb, ic, jc, descc
         context = _context_of(desca, descb, descc)
-        with context.grid.collective_call("pgemm", *map(_compared, given), compared_dtype(dtype), library):
-            form = _form(context, given, dtype, library)
+        compared = compared_dtype(dtype), library, max_workspace
+        with context.grid.collective_call("pgemm", *map(_compared, given), *compared):
+            form = _form(context, given, dtype, library, max_workspace)
             context.grid.library(library)
         self._prepare(context, form, (desca, descb, descc))
 
@@ -282,7 +295,8 @@ class PgemmPlan:
                         work.enter_context(self._base.workspace.slab(move.work, self._library))
         if alpha is not None:
             self._close_product()  # its alpha may be another one
-            self._run = ProductRun(*self._operands(), self._matrices[2], Options(alpha), self._work)
+            options = Options(alpha, max_workspace=self._form.max_workspace)
+            self._run = ProductRun(*self._operands(), self._matrices[2], options, self._work)
 
     @property
     def _shares_memory(self) -> bool:
@@ -399,7 +413,8 @@ class PgemmPlan:
             return
         if self._product is None:
             self._context._make_room(self.nbytes)
-            self._product = MatmulPlan(*self._operands(), alpha=alpha, out=self._matrices[2])
+            limit = self._form.max_workspace
+            self._product = MatmulPlan(*self._operands(), alpha=alpha, out=self._matrices[2], max_workspace=limit)
         self._product()
 
     def _operands(self) -> tuple[DistMatrix, DistMatrix]:
@@ -468,7 +483,7 @@ def _compared(argument: Any) -> Any:
     return argument.cyclic if isinstance(argument, Descriptor) else argument
 
 
-def _form(context: BlacsContext, given: Sequence[Any], dtype: Any, kind: str) -> Form:
+def _form(context: BlacsContext, given: Sequence[Any], dtype: Any, kind: str, max_workspace: int | None) -> Form:
     """`Form` of the arguments of p?gemm. May raise on this rank only."""
     transa, transb, m, n, k, ia, ja, desca, ib, jb, descb, ic, jc, descc = given
     context._check_open()
@@ -489,7 +504,8 @@ def _form(context: BlacsContext, given: Sequence[Any], dtype: Any, kind: str) ->
         part_of("pgemm", "B", ib, jb, descb, *of_b),
         part_of("pgemm", "C", ic, jc, descc, m, n),
     )
-    return Form(operations, (m, n, k), parts, _blas_type(dtype), kind)
+    check_options(Options(max_workspace=max_workspace), None)
+    return Form(operations, (m, n, k), parts, _blas_type(dtype), kind, max_workspace)
 
 
 def _operation(name: str, value: Any) -> str:

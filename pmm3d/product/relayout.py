@@ -125,7 +125,7 @@ def relayout(
 
 
 class Relayout:
-    """A relayout; see `relayout`. The constructor allocates memory, and sends nothing. `begin` sends.
+    """A relayout; see `relayout`. The constructor allocates memory, and sends nothing. `begin` sends, also repeatedly.
 
     work   bytes of work memory
     """
@@ -166,7 +166,7 @@ class Relayout:
         """Wait for all steps, and return this rank's part in the target layout."""
         for awaited in self._awaited:
             awaited.wait()
-        return self._result
+        return self._result if self._out is None else self._out
 
     def _copy_out(self, out: Array) -> None:
         """Copy the result to `out`, if the last step sends nothing. After pending steps, a message to itself copies."""
@@ -176,7 +176,6 @@ class Relayout:
             self._awaited = [axis._all_to_all_into(self._result, out, rows, rows, after=self._awaited)]
         else:
             out[...] = self._result
-        self._result = out
 
     def _add(self, step: Step, before: Layout) -> None:
         """Add a step. A step without messages is applied at once."""

@@ -35,10 +35,10 @@ program blocks
     call check(pmm3d_matrix(grid, "d", m, n, "C", "F", of_c, matrices(3)))
     call check(pmm3d_from_blocks(a, boxes(:, 1), "F", matrices(1)))
     call check(pmm3d_from_blocks(b, boxes(:, 2), "F", matrices(2)))
-    call check(pmm3d_plan("N", "N", 1d0, matrices(1), matrices(2), 0d0, matrices(3), plan))
-    call check(pmm3d_multiply(plan))
+    call check(pmm3d_plan_matmul("N", "N", 1d0, matrices(1), matrices(2), 0d0, matrices(3), plan))
+    call check(pmm3d_run(plan))
     shard = 2 * shard
-    call check(pmm3d_multiply(plan))
+    call check(pmm3d_run(plan))
     shard = shard / 2
     call check(pmm3d_free(plan))
     call check(pmm3d_to_blocks(matrices(3), c, boxes(:, 3), "F"))

@@ -142,6 +142,16 @@ static int bad(const char *which) {
     if (!strcmp(which, "number")) return pmm3d_matmul('N', 'N', &one, m[0], mine ? 99 : m[1], &zero, m[2]);
     if (!strcmp(which, "kind")) return pmm3d_matmul('N', 'N', &one, m[0], grid, &zero, m[2]);
     if (!strcmp(which, "numbers")) return pmm3d_matmul('N', 'N', &one, 97, 98, &zero, 99);
+    if (!strcmp(which, "exchanged") || !strcmp(which, "two grids")) { /* two matrices that differ in nothing */
+        static double equal[2][N * N];
+        int two[2], second;
+        for (int i = 0; i < 2; i++) pmm3d_matrix(grid, 'd', N, N, "/", 'C', equal[i], &two[i]);
+        if (!strcmp(which, "exchanged")) return pmm3d_matmul('N', 'N', &one, two[mine], two[!mine], &zero, m[2]);
+        pmm3d_grid(MPI_COMM_WORLD, 1, 1, size, &second);
+        return pmm3d_matmul('N', 'N', &one, 97, 98, &zero, 99);
+    }
+    if (!strcmp(which, "grid number")) return pmm3d_matrix(mine ? 77 : grid, 'd', N, N, "/", 'C', shards, &made);
+    if (!strcmp(which, "plan")) return pmm3d_run(m[0]);
     if (!strcmp(which, "disagree")) return pmm3d_matmul('N', mine ? 'T' : 'N', &one, m[0], m[1], &zero, m[2]);
     if (!strcmp(which, "alias")) return pmm3d_matmul('N', 'N', &one, m[0], m[1], &zero, m[1]);
     if (!strcmp(which, "shard")) return pmm3d_matrix(grid, 'd', N, N, "/", 'C', mine ? NULL : shards, &made);
@@ -240,7 +250,11 @@ int main(int count, char **words) {
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     MPI_Comm_size(MPI_COMM_WORLD, &size);
     if (!strcmp(which, "untouched")) untouched();
-    else if (!strcmp(which, "start")) tell(make(MPI_COMM_WORLD)), tell(make(MPI_COMM_WORLD));
+    else if (!strcmp(which, "numbers differ")) { /* because one rank has a grid of its own */
+        if (rank) pmm3d_grid(MPI_COMM_SELF, 1, 1, 1, &grid);
+        if (make(MPI_COMM_WORLD)) tell(1);
+        else lives_on();
+    } else if (!strcmp(which, "start")) tell(make(MPI_COMM_WORLD)), tell(make(MPI_COMM_WORLD));
     else if (!strcmp(which, "one comes late")) {
         if (rank) sleep(5);
         if (make(MPI_COMM_WORLD)) tell(1);

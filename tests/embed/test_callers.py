@@ -84,11 +84,48 @@ def test_every_type_transpose_and_order_is_exact(program, ranks, kind):
     assert re.fullmatch(r"\d+ products, \d+ moves, 0 wrong\n", written), written
 
 
+@pytest.mark.parametrize("ranks, limits, shapes", [(1, "000 00 11", "1x1x1"), (4, "333 00 11", "2x1x2")])
+def test_plans_of_every_operation_give_the_same_bits(program, ranks, limits, shapes):
+    """Also work memory beyond a limit (code 3), and grids for a large cube and for a small product."""
+    written = program("tests/embed/plans.c").written(ranks)
+    assert f"limits: {limits}, everywhere {int(ranks > 1)}\n" in written
+    assert re.search(rf"^710 runs, 0 wrong; grids {shapes} and 1x1x1$", written, re.M), written
+
+
+def test_several_contexts_and_a_thread_in_fortran(program):
+    flags = "-lscalapack-openmpi", "-fopenmp"
+    written = program("embed/pmm3d.f90", "tests/embed/contexts.f90", flags=flags).written(4)
+    [difference] = re.findall(r"^differs by at most +(\S+)$", written, re.M)
+    assert float(difference) < 1e-12
+
+
+def test_types_and_sections_in_fortran(program, tmp_path):
+    """The module needs Fortran 2018, without a warning."""
+    strict = ["mpifort.openmpi", "-std=f2018", "-Wall", "-Wextra", "-pedantic", "-Werror", "-c"]
+    subprocess.run([*strict, ROOT / "embed" / "pmm3d.f90"], cwd=tmp_path, check=True)
+    written = program("embed/pmm3d.f90", "tests/embed/types.f90").written(3)
+    assert sorted(re.findall(r"^\d right T$", written, re.M)) == ["0 right T", "1 right T", "2 right T"], written
+    for name, text in {
+        "section": "a section of an array with gaps",
+        "type": "shard has the type 's', and the matrix has the type 'd'",
+        "sizes": "got -1 x 8",
+        "few": "the shard has 8 elements; in this layout it has 8 rows and 8 columns on this rank",
+        "alpha": "alpha has the type 'd', and the matrix has the type 'z'",
+        "beta": "beta has the type 's'",
+        "integer": "alpha has none of the types",
+        "pgemm": "alpha has the type 'd'",
+        "gaps": "a section of an array with gaps",
+    }.items():
+        told = re.findall(rf"^\d {name} [12] 1 (.*)$", written, re.M)
+        assert len(told) == 3 and all(text in each for each in told), written
+
+
 @pytest.mark.parametrize(
     "ranks, which, texts",
     [
         (2, "untouched", ["untouched: 1 1 1"] * 2),  # MPI's error handlers, signals, the locale
         (3, "subset", ["lives on: right", "lives on: right", "1 stays out"]),  # a subset of the ranks calls
+        (2, "numbers differ", ["lives on: right"] * 2),  # of the same objects, on two ranks
         (2, "not finalized", ["ended"] * 2),  # MPI_Finalize does what the program did not
     ],
 )

@@ -9,7 +9,17 @@ from mpi_runner.plugin import all_tests
 from samples import integers, to_library, to_numpy
 from tiles import held
 
-from pmm3d import BlacsContext, DTypeError, Grid, GridError, LayoutError, OutOfMemoryError, PgemmPlan, pgemm
+from pmm3d import (
+    BlacsContext,
+    DTypeError,
+    Grid,
+    GridError,
+    LayoutError,
+    MemoryLimitError,
+    OutOfMemoryError,
+    PgemmPlan,
+    pgemm,
+)
 from pmm3d.product import blacs, pblas
 from pmm3d.product.multiply import ProductRun
 from pmm3d.product.tiles import TileMove
@@ -65,12 +75,12 @@ def square_of(context, size=8, block=2):
     return square, ones, c
 
 
-def multiply(square, a, c, m, n, k, alpha=1):
-    pgemm("N", "N", m, n, k, alpha, a, 1, 1, square, a, 1, 1, square, 0, c, 1, 1, square)
+def multiply(square, a, c, m, n, k, alpha=1, **how):
+    pgemm("N", "N", m, n, k, alpha, a, 1, 1, square, a, 1, 1, square, 0, c, 1, 1, square, **how)
 
 
-def planned(square):
-    return PgemmPlan("N", "N", square.m, square.m, square.m, *(1, 1, square) * 3)
+def planned(square, **how):
+    return PgemmPlan("N", "N", square.m, square.m, square.m, *(1, 1, square) * 3, **how)
 
 
 @pytest.mark.parallel([1, 4], thorough=[2, 6, 8])
@@ -111,6 +121,26 @@ def test_a_plan_is_called_again_and_started(comm):
             assert (c.local == c.arrays()[0]).all()
             allocated.append(plan.grid.workspace.allocated + context.grid.workspace.allocated)
         assert allocated[4:] == allocated[4:5] * 3
+
+
+@pytest.mark.parallel([4])
+def test_a_limit_of_work_arrays(comm, fails):
+    """More panels keep it. One that cannot be kept is refused on all ranks, in a call and in a plan."""
+    with BlacsContext(comm, (1, comm.size)) as context:
+        square, ones, c = square_of(context, 400, 32)
+        call = lambda limit: multiply(square, ones, c, 400, 400, 400, max_workspace=limit)
+        fails(MemoryLimitError, "max_workspace is 10 bytes", lambda: call(10))
+        fails(LayoutError, "max_workspace is a number of bytes", lambda: call("much"))
+        with planned(square, max_workspace=10) as plan:
+            fails(MemoryLimitError, "max_workspace is 10 bytes", lambda: plan(ones, ones, c))
+        panels = set()
+        for limit in (None, 400_000):
+            for _ in range(2):  # the second product has a MatmulPlan
+                c[...] = 0
+                call(limit)
+                assert (c == 400).all()
+            panels.add(next(reversed(context.plans.values()))._product._product.plan.panels)
+        assert len(panels) == 2 and min(panels) == 1
 
 
 def test_what_is_not_needed_is_not_read(comm):

@@ -83,6 +83,20 @@ def test_every_pair_of_layouts(grid):
                 check(grid, array, whole, target)
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 6, 8])
+def test_begun_again_it_moves_the_elements_of_that_time(some_grid):
+    for shape, source, target in ways(*CASES):
+        whole = integers(shape)
+        held = local_of(some_grid, whole, source)
+        local, out = np.zeros_like(held), np.full(part_of(some_grid, whole, target).shape, 77.0)
+        again = Relayout(some_grid, local, shape, source, target, out)
+        again.begin().wait()
+        local[...] = held
+        with given(source=source, target=target):
+            assert again.begin().wait() is out
+            check(some_grid, out, whole, target)
+
+
 @pytest.mark.parallel([8], thorough=RANKS)
 def test_there_and_back_begun_at_once(some_grid):
     """The relayout back waits for the first one, whose result it reads. The other ranks have begun all before rank 0
