@@ -430,21 +430,25 @@ def packed(shared: Iterable[Strided], low: int, high: int) -> list[Strided]:
 Strided(here=8, there=1, length=1, times=1, step_here=0, step_there=0)]
     """
     found, counted = list[Strided](), -low
-    for runs in shared:
-        here, _, length, times, step, _ = runs
+    for here, _, length, times, step, _ in shared:
         if step == length:  # one run
             length, times = length * times, 1
-        first, last = max(0, -counted), min(length * times, high - low - counted)
-        if (first, last) == (0, length * times) or times == 1:
-            found.append(
-                Strided(here + first, counted + first, last - first)
-                if times == 1
-                else Strided(here, counted, length, times, step, length)
-            )
-        elif first < last:
-            found += strided(_part(here, step, length, first, last, counted))
-        counted += runs.size
-    return [*_merged(each for each in found if each.length > 0)]
+        size = length * times
+        first, last = max(0, -counted), min(size, high - low - counted)
+        if first < last:
+            if times == 1:
+                runs = [Strided(here + first, counted + first, last - first)]
+            elif last - first == size:
+                runs = [Strided(here, counted, length, times, step, length)]
+            else:
+                runs = strided(_part(here, step, length, first, last, counted))
+            before, after = found[-1] if found else runs[0], runs[0]
+            if before.times == after.times == 1 and before.here + before.length == after.here:
+                found[-1] = Strided(before.here, before.there, before.length + after.length)
+                runs = runs[1:]
+            found += runs
+        counted += size
+    return found
 
 
 def _part(here: int, step: int, length: int, first: int, last: int, counted: int) -> Iterator[Strided]:

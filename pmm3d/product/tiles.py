@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property
 from math import ceil
 from typing import Any
 
@@ -15,7 +15,8 @@ from ..arrays import Array, NumpyLibrary, Slab, check_output, library_of
 from ..comm import Buffers, Collective, Grid, Link, Pending, run_rounds
 from ..errors import DTypeError, LayoutError
 from ..layout import Tiled, aligned, itemsize
-from ..model.move import ROUND_BYTES, Move, stays_in_place, tile_move
+from ..model.move import ROUND_BYTES, Move, RankMove
+from ..model.rounds import Schedule
 
 
 class TileMove:
@@ -43,18 +44,22 @@ class TileMove:
     ):
         self._grid, self._dtype, self._operation, self.in_place = grid, dtype, operation, False
         self._transposed = source.order == "F"
-        self._in_rounds = partial(tile_move, source, target, grid.rank, grid.size)
+        self._messages = RankMove(source, target, grid.rank, grid.size)
         self.rounds = Move(source, target, dtype).rounds(ROUND_BYTES) if rounds is None else rounds
-        self._schedule = self._in_rounds(self.rounds)
 
     def agree(self) -> None:
         """Find `in_place`, and the smallest number of rounds: the bound of `Move` also counts elements that stay on a
-        rank. For moves that are repeated. Collective over the grid."""
-        schedule = self._schedule if self.rounds == 1 else self._in_rounds(1)
-        work = schedule.work_rows * itemsize(self._dtype)
-        most = int(self._grid.comm.largest(ceil(work / ROUND_BYTES) or not stays_in_place(schedule)))
+        rank. For moves that are repeated, before the first use. Collective over the grid."""
+        messages, size = self._messages, itemsize(self._dtype)
+        most = int(self._grid.comm.largest(ceil(messages.elements * size / ROUND_BYTES) or not messages.stays_in_place))
         self.in_place, self.rounds = most == 0, max(1, most)
-        self._schedule = schedule if most <= 1 else self._in_rounds(most)
+
+    @cached_property
+    def _schedule(self) -> Schedule:
+        """Schedule of this rank, made when it is first used."""
+        schedule = self._messages.schedule(self.rounds)
+        del self._messages
+        return schedule
 
     @property
     def work(self) -> int:
