@@ -37,6 +37,7 @@ class Tiled(Protocol):
     shape        number of rows and of columns
     rows, cols   division of the rows and of the columns into parts
     order        order in which tiles are stored: "C" by rows, "F" by columns
+    exact        whether arrays have the shapes of the tiles. Otherwise they may be larger
 
         >>> from .foreign import Blocks
         >>> tiled = Blocks.rows_of([2, 0, 3], 4)
@@ -49,6 +50,9 @@ class Tiled(Protocol):
 
     @property
     def order(self) -> str: ...
+
+    @property
+    def exact(self) -> bool: ...
 
     @property
     def rows(self) -> Distribution1D: ...

@@ -43,6 +43,7 @@ class Placement:
     ranks: tuple[int, ...] | None = None
     start: tuple[int, int] = (0, 0)
     whole: tuple[int, int] | None = None
+    exact = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.layout, Layout):
@@ -108,8 +109,9 @@ class Placement:
     def _split(self, dim: int) -> Distribution1D:
         axes, size = (self.layout.rows, self.layout.cols)[dim], (self.whole or self.shape)[dim]
         units = cutting_units(size, axes, self.layout.units[dim], self.grid)
-        counts = tuple(getattr(self.grid, axis) for axis in axes)
-        split = Split(self.shape[dim], counts, tuple(units), self.start[dim], size)
+        cuts = [(count, unit) for axis, unit in zip(axes, units) if (count := getattr(self.grid, axis)) > 1]
+        counts, units = ([*each] for each in zip(*cuts)) if cuts else ((), ())
+        split = Split(self.shape[dim], tuple(counts), tuple(units), self.start[dim], size)
         order = order_of(self.layout.units[dim])
         if order is None:
             return split

@@ -146,7 +146,7 @@ class ProductPlan:
     @cached_property
     def shared_work(self) -> int:
         """Bytes of work arrays in memory that ranks share, on the fullest rank."""
-        return max(rank.shared_work for rank in self.fullest)
+        return max(rank.shared_work for rank in self.fullest) if self.sums_in_place else 0
 
     @cached_property
     def copies(self) -> int:

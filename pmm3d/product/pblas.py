@@ -87,9 +87,10 @@ def pgemm(
     Collective over the context. A and B are redistributed to the fastest grid and multiplied there, and C is sent back.
     Each rank receives, once, the elements that it needs and does not store.
 
-    The context caches the plans of the last 1024 different products. All products use the same memory for A, B and C on
-    the product's grid. The memory is as large as the largest product so far needs. While a product is under way, others
-    use memory of their own. Small products of similar sizes use the grid that was chosen for the first of them.
+    The context caches the plans of the last 1024 different products, or of fewer if their tables need 64 MiB on a rank.
+    All products use the same memory for A, B and C on the product's grid. The memory is at most a quarter larger than
+    the largest product so far needs. While a product is under way, others use memory of their own. Small products of
+    similar sizes use the grid that was chosen for the first of them.
 
     Examples
     --------
@@ -250,7 +251,7 @@ class PgemmPlan:
         placed = partial(_placed, form.parts, form.operations)
         moves = lambda shape: [*zip(form.parts, placed(shape))]
         self.grid, ranks = context._product_grid(form.grid_kind, (n, m, k), dtype, moves)
-        self._on_grid = placed(self.grid.shape, ranks)
+        self._on_grid, self._active = placed(self.grid.shape, ranks), ranks[: self.grid.shape.size]
         self._coming = [TileMove(self._base, *way, dtype) for way in zip(form.parts[:2], self._on_grid)]
         self._back = TileMove(self._base, self._on_grid[2], form.parts[2], dtype)
         for move in (*self._coming, self._back):
@@ -265,7 +266,7 @@ class PgemmPlan:
         if self._needs_memory:
             sizes = [aligned(there.most()[0] * itemsize(dtype)) for there in self._on_grid]  # the same on all ranks
             self._unbind()
-            self._memory = self._context._work_memory(sum(sizes), self._library)
+            self._memory = self._context._work_memory(sum(sizes), self._active, self._library)
             slab = Slab(self._memory, self._library)
             shapes = [there.layout.box(there.shape, grid.shape, grid.coords).shape for there in self._on_grid]
             self._matrices = [
@@ -287,7 +288,7 @@ class PgemmPlan:
     @property
     def _shares_memory(self) -> bool:
         """Whether the matrices are in the memory of all plans."""
-        return self._memory is self._context._memory.get(self._library.kind)
+        return self._memory is self._context._shared_memory(self._library)
 
     @property
     def _needs_memory(self) -> bool:
@@ -301,14 +302,10 @@ class PgemmPlan:
         self._matrices, self._held = [], []
 
     def _close_product(self) -> None:
+        self._context._bound.pop(id(self), None)
         if self._product is not None:
             self._product.close()
             self._product = None
-
-    @property
-    def _bound_bytes(self) -> int:
-        """Bytes of A, B and C, if the plan has a MatmulPlan."""
-        return 0 if self._product is None else self.nbytes
 
     def __call__(self, a: Array, b: Array, c: Array, *, alpha: complex = 1, beta: complex = 0) -> None:
         """Compute C = alpha op(A) op(B) + beta C; see `pgemm`. Collective."""
@@ -397,9 +394,12 @@ class PgemmPlan:
                 run.begin()
                 run.finish()
             return
+        bound = self._context._bound
         if self._product is None:
-            self._context._make_room(self.nbytes)
+            self._context._make_room(self)
             self._product = MatmulPlan(*self._operands(), alpha=alpha, out=self._matrices[2])
+        if id(self) in bound:
+            bound.move_to_end(id(self))
         self._product()
 
     def _operands(self) -> tuple[DistMatrix, DistMatrix]:
@@ -465,7 +465,7 @@ def _context_of(*descriptors: Any) -> BlacsContext:
 
 def _compared(argument: Any) -> Any:
     """Value of an argument that the ranks compare. For a descriptor, this excludes the leading dimension."""
-    return argument.cyclic if isinstance(argument, Descriptor) else argument
+    return argument.compared if isinstance(argument, Descriptor) else argument
 
 
 def _form(context: BlacsContext, given: Sequence[Any], dtype: Any, kind: str) -> Form:

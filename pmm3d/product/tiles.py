@@ -120,8 +120,6 @@ def checked_arrays(
         raise LayoutError(
             f"{what}: rank {grid.ledger.rank} has {len(given)} arrays; it stores {len(local_shapes)} blocks"
         )
-    from ..layout import Blocks  # a product of matrices alone does not load it
-
     for array, (rows, cols) in zip(given, local_shapes or [(0, 0)]):
         of_array = library_of(array)
         if of_array.kind != library.kind or of_array.dtype(array) != dtype:
@@ -134,7 +132,7 @@ def checked_arrays(
                 f"{what}: the array has the shape {tuple(array.shape)}; rank {grid.ledger.rank} stores "
                 f"{rows} rows and {cols} columns of it"
             )
-        if isinstance(tiled, Blocks) and local_shapes and tuple(array.shape) != (rows, cols):
+        if tiled.exact and local_shapes and tuple(array.shape) != (rows, cols):
             raise LayoutError(
                 f"{what}: the array has the shape {tuple(array.shape)}; the Blocks say {rows} rows and "
                 f"{cols} columns on rank {grid.ledger.rank}. Correct the Blocks, or pass a part of the "

@@ -328,7 +328,7 @@ def test_descriptors_of_nine_numbers(comm):
 def kept_by(context):
     """Bytes of the memory of the products' blocks, and of the workspaces."""
     grids = [context.grid, *context._grids.values()]
-    return sum(each.nbytes for each in context._memory.values()) + sum(grid.workspace.allocated for grid in grids)
+    return sum(each.array.nbytes for each in context._memory.values()) + sum(grid.workspace.allocated for grid in grids)
 
 
 @pytest.mark.parallel([2])
