@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 AVX512 = {"avx512f", "avx512dq", "avx512cd", "avx512bw", "avx512vl"}
@@ -24,6 +25,7 @@ class Cpu:
         return self.flags >= AVX512
 
 
+@lru_cache(maxsize=4)
 def cpu(cpuinfo: str = "/proc/cpuinfo") -> Cpu:
     """Return the first processor of the machine. Fields that the system does not provide are empty."""
     fields = {}
