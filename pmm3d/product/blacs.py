@@ -42,8 +42,8 @@ MOST_GRIDS = 8
 
 
 def plan_bytes(ranks: int) -> int:
-    """Bytes of the tables of a plan, nearly: a rank has a message to and from each other rank, in nine pieces."""
-    return 2**14 + 6 * 2**10 * ranks
+    """Largest number of bytes of the tables of a plan on a rank: three moves with messages to and from each rank."""
+    return 2**14 + 2**13 * ranks
 
 
 class WorkMemory(NamedTuple):
