@@ -190,7 +190,7 @@ class Split:
         for (count, unit), index in zip(self._cuts, reversed(indices)):
             begin, end = part_range((stop - start) // unit, count, index)
             start, stop = start + begin * unit, start + end * unit
-        yield from self._clipped(part, start, stop, 0, self.size)
+        return iter(self._clipped(part, start, stop, 0, self.size))
 
     def within(self, low: int, high: int) -> Iterator[Run]:
         low, high = max(0, low), min(self.size, high)
@@ -205,14 +205,12 @@ class Split:
                 )
                 for begin, end in [part_range((stop - start) // unit, count, index)]
             ]
-        for part, start, stop in parts:
-            yield from self._clipped(part, start, stop, low, high)
+        return iter([run for each in parts for run in self._clipped(*each, low, high)])
 
-    def _clipped(self, part: int, start: int, stop: int, low: int, high: int) -> Iterator[Run]:
-        """Yield the run in low:high of the window. start and stop are indices of the whole dim."""
-        run = _clipped(Run(part, start - self.offset, stop - self.offset, 0), low, high)
-        if run.start < run.stop:
-            yield run
+    def _clipped(self, part: int, start: int, stop: int, low: int, high: int) -> list[Run]:
+        """Return the run in low:high of the window, if it is not empty. start and stop are indices of the whole dim."""
+        first, last = max(low, start - self.offset), min(high, stop - self.offset)
+        return [Run(part, first, last, first - start + self.offset)] if first < last else []
 
 
 @dataclass(frozen=True)
