@@ -35,7 +35,7 @@ SMALL_BYTES = 2**25
 """Total bytes of A, B and C up to which products of similar sizes share the choice of a grid, and a repeated product
 keeps a MatmulPlan. The setup of larger products is short compared with them."""
 MOST_RELABELED = 1024
-"""Largest number of ranks P for which ranks exchange roles: the table of volumes is O(P^2), the assignment O(P^3)."""
+"""Largest number of ranks P for which ranks exchange roles, because the table of volumes is O(P^2)."""
 MOST_GRIDS = 8
 """Number of product grids with the best roles for a product. If there are as many, a grid of the same shape is reused.
 """
@@ -439,22 +439,51 @@ def _least_moved(grid: Grid, moves: Sequence[tuple[Tiled, Placement]]) -> tuple[
     own = np.arange(grid.size)
     if not 1 < grid.size <= MOST_RELABELED:
         return tuple(own.tolist())
-    from scipy.optimize import linear_sum_assignment
-
     mine = np.zeros(grid.size, np.int64)
     for source, target in moves:
         for roles, pieces in send_blocks(source, target, grid.rank).items():
             mine[list(roles)] += elements(pieces)
     stays = np.empty((grid.size, grid.size), np.int64)
     grid.everyone.all_gather(mine.reshape(1, -1), out=stays).wait()
-    places = grid._places()
-    allowed = np.where(places[:, None] == places[None, :], stays, -1 - stays.sum())
-    ranks, roles = linear_sum_assignment(allowed, maximize=True)
-    if allowed[ranks, roles].sum() <= np.trace(stays):
-        return tuple(own.tolist())
-    chosen = np.empty_like(own)
-    chosen[roles] = ranks
+    chosen, places = own.copy(), grid._places()
+    for place in np.unique(places):
+        ranks = np.flatnonzero(places == place)
+        of_node = stays[np.ix_(ranks, ranks)]
+        roles = largest_assignment(of_node)
+        if of_node[range(len(ranks)), roles].sum() > np.trace(of_node):
+            chosen[ranks[roles]] = ranks
     return tuple(chosen.tolist())
+
+
+def largest_assignment(gains: np.ndarray) -> list[int]:
+    """Column of each row of a square matrix of integers, each column once, with the largest sum of the elements.
+
+    By shortest augmenting paths, as in R. Jonker and A. Volgenant, Computing 38 (1987). `scipy.optimize` has this too,
+    but its import takes more time and memory than all products of a small program.
+
+        >>> largest_assignment(np.array([[3, 5, 1], [4, 5, 0], [0, 2, 2]]))
+        [1, 0, 2]
+    """
+    size = len(gains)
+    costs, rows, cols = gains.max() - gains, np.zeros(size + 1, np.int64), np.zeros(size + 1, np.int64)
+    row_of, far = np.full(size + 1, -1), np.iinfo(np.int64).max
+    for row in range(size):  # column `size` is the start of the path
+        row_of[size], last = row, size
+        came, least, reached = np.zeros(size, np.int64), np.full(size, far), np.zeros(size + 1, bool)
+        while row_of[last] >= 0:
+            reached[last] = True
+            current = costs[row_of[last]] - rows[row_of[last]] - cols[:size]
+            shorter = ~reached[:size] & (current < least)
+            least[shorter], came[shorter] = current[shorter], last
+            following = int(np.where(reached[:size], far, least).argmin())
+            step = least[following]
+            rows[row_of[reached]] += step
+            cols[reached] -= step
+            least[~reached[:size]] -= step
+            last = following
+        while last != size:
+            row_of[last], last = row_of[came[last]], came[last]
+    return np.argsort(row_of[:size]).tolist()
 
 
 def check_descriptor(what: str, descriptor: Any) -> Descriptor:

@@ -10,6 +10,7 @@ import pytest
 from loops import given, looped
 from mpi_runner.plugin import all_tests
 from samples import integers, to_library, to_numpy
+from scipy.optimize import linear_sum_assignment
 from tiles import held
 
 from pmm3d import (
@@ -388,6 +389,17 @@ def test_plans_of_new_sizes_are_bounded_by_bytes(comm, monkeypatch):
         after = kept_after(range(24, 80))
         tracemalloc.stop()
         assert len(context.plans) == 10 and after - before < blacs.PLANS_BYTES
+
+
+@pytest.mark.parallel([1])
+def test_the_largest_assignment_is_that_of_scipy(comm):
+    random = np.random.default_rng(2)
+    for size in (1, 2, 3, 7, 30):
+        for most in (1, 3, 10**12):
+            gains = random.integers(0, most, (size, size))
+            found = blacs.largest_assignment(gains)
+            largest = gains[linear_sum_assignment(gains, maximize=True)].sum()
+            assert sorted(found) == [*range(size)] and gains[range(size), found].sum() == largest
 
 
 @pytest.mark.parallel([1])
