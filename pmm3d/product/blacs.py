@@ -29,8 +29,8 @@ PLANS_BYTES = 2**26
 """Limit of the memory of the tables of these plans on a rank, by `plan_bytes`."""
 FEWEST_PLANS = 8
 """Number of plans that a context caches although the tables need more memory."""
-BOUND_BYTES = 2**28
-"""Limit of the total bytes of A, B and C, on all ranks, of the cached plans that have a MatmulPlan."""
+HELD_BYTES = 2**28
+"""Limit of the work memory, on all ranks, that the MatmulPlans of the cached plans hold."""
 SMALL_BYTES = 2**25
 """Total bytes of A, B and C up to which products of similar sizes share the choice of a grid, and a repeated product
 keeps a MatmulPlan. The setup of larger products is short compared with them."""
@@ -131,7 +131,7 @@ class BlacsContext:
         self.relabel, self.closed = relabel, False
         self.plans: OrderedDict[Hashable, Any] = OrderedDict()
         self._made: dict[int, weakref.ref[Any]] = {}
-        self._bound: OrderedDict[int, int] = OrderedDict()
+        self._held: OrderedDict[int, int] = OrderedDict()
         self._memory: dict[str, WorkMemory] = {}
         self._under_way = list[Any]()
         self._choices: dict[Hashable, tuple[GridShape, tuple[int, ...]]] = {}
@@ -257,15 +257,18 @@ class BlacsContext:
             if plan not in self._under_way:
                 plan._unbind()
 
-    def _make_room(self, plan: Any) -> None:
-        """Count the MatmulPlan that a cached plan is about to make. Close those of the least recently used plans."""
+    def _make_room(self, plan: Any, nbytes: int) -> None:
+        """Count the work memory, on all ranks, of the MatmulPlan that a cached plan is about to make. Close MatmulPlans
+        of the least recently used plans."""
         if self.plans.get(plan._form) is plan:
-            self._bound[id(plan)] = plan.nbytes
-            total = sum(self._bound.values())
-            while total > BOUND_BYTES and len(self._bound) > 1:
-                oldest, nbytes = next(iter(self._bound.items()))
-                total -= nbytes
-                self._made[oldest]()._close_product()
+            self._held[id(plan)] = nbytes
+            total = sum(self._held.values())
+            while total > HELD_BYTES and len(self._held) > 1:
+                oldest, freed = next(iter(self._held.items()))
+                total -= freed
+                closed = self._made[oldest]()
+                assert closed is not None  # the cache holds the plan
+                closed._close_product()
 
     def _product_grid(
         self,

@@ -17,7 +17,7 @@ from .blacs import SMALL_BYTES, BlacsContext, Descriptor, check_descriptor
 from .checks import Options, array_signature, compared_dtype, scalar
 from .matmul_plan import MatmulPlan, PendingProduct
 from .matrix import DistMatrix
-from .multiply import ProductRun
+from .multiply import ProductRun, plan_for
 from .redistribution import check_leading, part_of
 from .tiles import TileMove, checked_arrays
 
@@ -302,7 +302,7 @@ class PgemmPlan:
         self._matrices, self._held = [], []
 
     def _close_product(self) -> None:
-        self._context._bound.pop(id(self), None)
+        self._context._held.pop(id(self), None)
         if self._product is not None:
             self._product.close()
             self._product = None
@@ -394,12 +394,14 @@ class PgemmPlan:
                 run.begin()
                 run.finish()
             return
-        bound = self._context._bound
+        held = self._context._held
         if self._product is None:
-            self._context._make_room(self)
-            self._product = MatmulPlan(*self._operands(), alpha=alpha, out=self._matrices[2])
-        if id(self) in bound:
-            bound.move_to_end(id(self))
+            operands, c = self._operands(), self._matrices[2]
+            work = plan_for(*operands, c, None, None).workspace
+            self._context._make_room(self, work * self.grid.shape.size)
+            self._product = MatmulPlan(*operands, alpha=alpha, out=c)
+        if id(self) in held:
+            held.move_to_end(id(self))
         self._product()
 
     def _operands(self) -> tuple[DistMatrix, DistMatrix]:

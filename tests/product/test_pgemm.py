@@ -361,7 +361,8 @@ def test_products_of_many_sizes_share_the_memory_of_the_largest(comm, monkeypatc
         for n in (*range(129, 123, -1), 20, 130, 124, 130):
             assert kept_after(context, n) <= 2 * largest and context._memory["numpy"] is memory
         assert len(context.plans) == 8
-        monkeypatch.setattr(blacs, "BOUND_BYTES", 2 * 3 * 8 * 130**2)
+        assert sum(context._held.values()) > 0
+        monkeypatch.setattr(blacs, "HELD_BYTES", 2 * max(context._held.values()))
         assert all(kept_after(context, n) <= 3 * largest for n in (*range(123, 130), *range(123, 130)))
         assert sum(plan._product is not None for plan in context.plans.values()) == 2
         assert {kept_after(context, 130, alpha) > 0 for alpha in (2, 2, 3, 3, 0, 3)} == {True}
