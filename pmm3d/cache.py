@@ -9,6 +9,7 @@ import stat
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 
@@ -37,11 +38,23 @@ def read(path: Path) -> str:
     load. Raises ValueError if it is not text.
     """
     check_regular(path)
+    status = os.stat(path)
+    _check_own(path, status)
+    return _text(path, status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns)
+
+
+@lru_cache(maxsize=32)
+def _text(path: Path, *identity: int) -> str:
+    """Return the text of a file. It is read once for each `identity`: device, inode, size and time of the last
+    change."""
     with open(path, encoding="utf-8") as file:
-        status = os.fstat(file.fileno())
-        if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise PermissionError(errno.EPERM, "another user owns the file, or may write to it. Remove it", str(path))
+        _check_own(path, os.fstat(file.fileno()))
         return file.read()
+
+
+def _check_own(path: Path, status: os.stat_result) -> None:
+    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(errno.EPERM, "another user owns the file, or may write to it. Remove it", str(path))
 
 
 def write(path: Path, text: str) -> Path:

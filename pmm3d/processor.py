@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 AVX512 = {"avx512f", "avx512dq", "avx512cd", "avx512bw", "avx512vl"}
 WIDE_KERNELS = {"skylakex", "cooperlake", "sapphirerapids", "zen5"}
@@ -24,6 +26,7 @@ class Cpu:
         return self.flags >= AVX512
 
 
+@lru_cache(maxsize=4)
 def cpu(cpuinfo: str = "/proc/cpuinfo") -> Cpu:
     """Return the first processor of the machine. Fields that the system does not provide are empty."""
     fields = {}
@@ -75,17 +78,26 @@ def loaded_blas(file: str = "") -> Blas:
     `model.machine.blas_of` or `arrays.blas_choice.blas_here` to load the BLAS first. Raises ImportError if
     threadpoolctl is not installed.
     """
-    from threadpoolctl import threadpool_info
+    return described(blas_controller(file), file)
 
-    found = [library for library in threadpool_info() if library["user_api"] == "blas"]
+
+def blas_controller(file: str = "") -> Any:
+    """Return threadpoolctl's controller of `loaded_blas`, or None. Reads the list of loaded libraries."""
+    from threadpoolctl import ThreadpoolController
+
+    found = [library for library in ThreadpoolController().lib_controllers if library.user_api == "blas"]
     if file:
-        found = [library for library in found if os.path.realpath(library["filepath"]) == file]
-    scipy_first = sorted(
-        found, key=lambda library: ("scipy_openblas-" not in library["filepath"], "openblas64_" in library["filepath"])
+        found = [library for library in found if os.path.realpath(library.filepath) == file]
+    return min(
+        found, key=lambda one: ("scipy_openblas-" not in one.filepath, "openblas64_" in one.filepath), default=None
     )
-    if not scipy_first:
+
+
+def described(controller: Any, file: str = "") -> Blas:
+    """Return the BLAS of a controller, with its present number of threads."""
+    if controller is None:
         return Blas(Path(file).name or "unknown", "", "", 0)
-    library = scipy_first[0]
+    library = controller.info()
     return Blas(
         library["internal_api"], library["version"] or "", library.get("architecture") or "", library["num_threads"]
     )

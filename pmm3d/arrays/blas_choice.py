@@ -16,11 +16,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .. import cache as files
 from ..errors import Pmm3dError
-from ..processor import Blas, cpu, loaded_blas
+from ..processor import Blas, blas_controller, cpu, described, loaded_blas
 from ..text import counted
 from ..thread_counts import asked_threads
 from .blas_library import DTYPES, MKL, SCIPY, BlasLibrary, mkl_file, named_blas, scipy_blas
@@ -173,7 +173,13 @@ def blas_here() -> Blas:
     """Load the BLAS for products on the host, and return it; for callers without a Grid. Raises as `take_blas`, and
     ImportError if threadpoolctl is not installed."""
     take_blas()
-    return loaded_blas(chosen().file)
+    return described(_controller(chosen().file), chosen().file)
+
+
+@cache
+def _controller(file: str) -> Any:
+    """Return the controller of the BLAS of this process, after it was loaded."""
+    return blas_controller(file)
 
 
 def _check_kernel(variables: dict[str, str]) -> None:

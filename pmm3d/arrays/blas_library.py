@@ -107,6 +107,7 @@ def named_blas(asked: str) -> BlasLibrary:
     return library
 
 
+@cache
 def mkl_file() -> str:
     """Return the path of MKL in the lib folder of this environment, if PyPI's package `mkl` is installed; else ""."""
     for file in sorted(Path(sys.prefix, "lib").glob("libmkl_rt.so.*")):

@@ -121,9 +121,10 @@ class DeviceLibrary(NumpyLibrary):
     def copy(self, array: Array) -> Array:
         return self.xp.array(array, order="C")
 
-    def as_strided(self, array: Array, shape: tuple[int, ...], strides: tuple[int, ...]) -> Array:
-        in_bytes = tuple(array.itemsize * stride for stride in strides)
-        return self.xp.lib.stride_tricks.as_strided(array, shape, in_bytes)
+    def as_strided(self, array: Array, shape: tuple[int, ...], strides: tuple[int, ...], first: int = 0) -> Array:
+        as_strided, size = self.xp.lib.stride_tricks.as_strided, array.itemsize
+        start = as_strided(array, (first + 1,), (size,))[first:] if first else array
+        return as_strided(start, shape, tuple(size * stride for stride in strides))
 
     def from_numpy(self, array: np.ndarray, dtype: str) -> Array:
         return self.xp.asarray(np.ascontiguousarray(array, dtype))

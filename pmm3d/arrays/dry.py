@@ -351,8 +351,8 @@ class DryLibrary(NumpyLibrary):
     def as_stored(self, array: Array) -> bool:
         return isinstance(array, DryArray)
 
-    def as_strided(self, array: DryArray, shape: tuple[int, ...], strides: tuple[int, ...]) -> DryArray:
-        return DryArray(super().as_strided(array.elements, shape, strides), array.dtype, self, array.held)
+    def as_strided(self, array: DryArray, shape: tuple[int, ...], strides: tuple[int, ...], first: int = 0) -> DryArray:
+        return DryArray(super().as_strided(array.elements, shape, strides, first), array.dtype, self, array.held)
 
     def square_sum(self, array: Array) -> float:
         """Return 1, independently of the number of elements, and record a pass."""

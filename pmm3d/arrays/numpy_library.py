@@ -186,11 +186,15 @@ class NumpyLibrary:
         made[...] = array
         return made
 
-    def as_strided(self, array: Array, shape: tuple[int, ...], strides: tuple[int, ...]) -> Array:
-        """Return a view from the first element on. Strides are in elements. The view must not exceed the array's
-        memory."""
-        size = array.itemsize
-        return np.lib.stride_tricks.as_strided(array, shape, tuple(size * stride for stride in strides))
+    def as_strided(self, array: Array, shape: tuple[int, ...], strides: tuple[int, ...], first: int = 0) -> Array:
+        """Return a view from an element on, by default the first. Strides, and `first`, which counts from the start of
+        the array's memory, are in elements. The view must not exceed the array's memory."""
+        size, flags = array.itemsize, array.flags
+        steps = tuple([size * stride for stride in strides])
+        if flags.c_contiguous or flags.f_contiguous:  # takes 5% of the time of numpy's as_strided
+            return np.ndarray(shape, array.dtype, array if flags.c_contiguous else array.T, size * first, steps)
+        as_strided = np.lib.stride_tricks.as_strided
+        return as_strided(as_strided(array, (first + 1,), (size,))[first:], shape, steps)
 
     def as_input(self, array: Array, *, strided: bool = False) -> Array:
         """Return an array that a caller passed, as memory of its values: the array itself, or a copy.
@@ -430,7 +434,7 @@ class _Elements:
 
 @lru_cache(maxsize=1024)
 def _in_elements(strides: tuple[int, ...], size: int) -> tuple[int, ...]:
-    return tuple(stride // size for stride in strides)
+    return tuple([stride // size for stride in strides])
 
 
 @cache

@@ -147,8 +147,8 @@ class TorchLibrary(NumpyLibrary):
         made[...] = array.detach()
         return made
 
-    def as_strided(self, array: Array, shape: tuple[int, ...], strides: tuple[int, ...]) -> Array:
-        return self.xp.as_strided(array, shape, strides, array.storage_offset())
+    def as_strided(self, array: Array, shape: tuple[int, ...], strides: tuple[int, ...], first: int = 0) -> Array:
+        return self.xp.as_strided(array, shape, strides, array.storage_offset() + first)
 
     def as_input(self, array: Array, *, strided: bool = False) -> Array:
         return super().as_input(_untracked(array), strided=strided)

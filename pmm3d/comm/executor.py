@@ -165,10 +165,13 @@ def _cut(library: NumpyLibrary, array: Array, span: Span, dim: int) -> Array:
         return array[rows, cols] if dim == 0 else array[cols, rows]
     array = array if dim == 0 else array.T
     down, right = library.strides(array)
-    dims = [(times, step * down), (stop - start, down), (across.times, across.step * right)]
-    dims = [dims[number] for number in range(3) if number == 1 or dims[number][0] != 1]
-    shape, steps = zip(*dims, (across.stop - across.start, right))
-    return library.as_strided(array[start:, across.start :], shape, steps)
+    shape: tuple[int, ...] = (stop - start, across.stop - across.start)
+    steps: tuple[int, ...] = (down, right)
+    if across.times > 1:
+        shape, steps = (shape[0], across.times, shape[1]), (down, across.step * right, right)
+    if times > 1:
+        shape, steps = (times, *shape), (step * down, *steps)
+    return library.as_strided(array, shape, steps, start * down + across.start * right)
 
 
 def same_elements(library: NumpyLibrary, one: Array, other: Array) -> bool:

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,7 +167,7 @@ class Ledger:
     trace: bool = False
     entries: dict[Key, Entry] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
-    predicted: dict[str, int] = field(default_factory=dict)
+    _predictions: dict[str, Callable[[], int]] = field(default_factory=dict)
     events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=EVENTS))
     left_out: int = 0
     parts: dict[str, float] = field(default_factory=dict)
@@ -193,12 +193,16 @@ class Ledger:
                 ranks,
             )
 
-    def predict(self, what: str, nbytes: int) -> None:
-        """Add a prediction to `predicted`, which keeps the newest four."""
-        self.predicted.pop(what, None)
-        self.predicted[what] = nbytes
-        while len(self.predicted) > PREDICTIONS:
-            del self.predicted[next(iter(self.predicted))]
+    @property
+    def predicted(self) -> dict[str, int]:
+        return {what: nbytes() for what, nbytes in self._predictions.items()}
+
+    def predict(self, what: str, nbytes: Callable[[], int]) -> None:
+        """Add a prediction to `predicted`, which keeps the newest four. `nbytes` is called when they are read."""
+        self._predictions.pop(what, None)
+        self._predictions[what] = nbytes
+        while len(self._predictions) > PREDICTIONS:
+            del self._predictions[next(iter(self._predictions))]
 
     def phase(self, name: str) -> InPhase:
         """Context manager: collectives begun in it belong to the phase."""

@@ -119,8 +119,9 @@ def measured_here(ranks_per_node: int | None = None, nodes: int = 1) -> Machine 
     of ranks per node may differ if `ranks_per_node` is None. Sends no messages.
     """
     with suppress(ImportError, OSError, RuntimeError):
-        for measured_on in (1, 2) if nodes == 1 else (2,):
-            wanted = key_of(ranks_per_node or 0, measured_on)
+        key = key_of(ranks_per_node or 0, nodes)
+        for measured_on in (ONE, SEVERAL) if nodes == 1 else (SEVERAL,):
+            wanted = key | {"nodes": measured_on}
             free = OF_RANKS | ({"ranks per node"} if ranks_per_node is None else set())
             for path in sorted(folder().glob("*.toml"), key=_written, reverse=True):
                 try:
@@ -147,8 +148,9 @@ def _tell(error: str) -> None:
 
 def _of_job(ranks_per_node: int, nodes: int) -> Machine | None:
     with suppress(ImportError, RuntimeError):
-        for measured_on in (1, 2) if nodes == 1 else (2,):
-            if (text := recalled(key_of(ranks_per_node, measured_on))) is not None:
+        key = key_of(ranks_per_node, nodes)
+        for measured_on in (ONE, SEVERAL) if nodes == 1 else (SEVERAL,):
+            if (text := recalled(key | {"nodes": measured_on})) is not None:
                 return machine_from(text, "the machine that was measured here")
     return None
 
@@ -186,6 +188,7 @@ def folder() -> Path:
     return files.folder(FOLDER)
 
 
+@cache
 def mpi_file() -> str:
     """Return the path of the MPI library that is loaded, and its modification time, because builds with different
     options have one version. Empty if it is not found."""

@@ -37,6 +37,7 @@ class Tiled(Protocol):
     shape        number of rows and of columns
     rows, cols   division of the rows and of the columns into parts
     order        order in which tiles are stored: "C" by rows, "F" by columns
+    exact        whether arrays have the shapes of the tiles. Otherwise they may be larger
 
         >>> from .foreign import Blocks
         >>> tiled = Blocks.rows_of([2, 0, 3], 4)
@@ -49,6 +50,9 @@ class Tiled(Protocol):
 
     @property
     def order(self) -> str: ...
+
+    @property
+    def exact(self) -> bool: ...
 
     @property
     def rows(self) -> Distribution1D: ...
@@ -186,7 +190,7 @@ class Split:
         for (count, unit), index in zip(self._cuts, reversed(indices)):
             begin, end = part_range((stop - start) // unit, count, index)
             start, stop = start + begin * unit, start + end * unit
-        yield from self._clipped(part, start, stop, 0, self.size)
+        return iter(self._clipped(part, start, stop, 0, self.size))
 
     def within(self, low: int, high: int) -> Iterator[Run]:
         low, high = max(0, low), min(self.size, high)
@@ -201,14 +205,12 @@ class Split:
                 )
                 for begin, end in [part_range((stop - start) // unit, count, index)]
             ]
-        for part, start, stop in parts:
-            yield from self._clipped(part, start, stop, low, high)
+        return iter([run for each in parts for run in self._clipped(*each, low, high)])
 
-    def _clipped(self, part: int, start: int, stop: int, low: int, high: int) -> Iterator[Run]:
-        """Yield the run in low:high of the window. start and stop are indices of the whole dim."""
-        run = _clipped(Run(part, start - self.offset, stop - self.offset, 0), low, high)
-        if run.start < run.stop:
-            yield run
+    def _clipped(self, part: int, start: int, stop: int, low: int, high: int) -> list[Run]:
+        """Return the run in low:high of the window, if it is not empty. start and stop are indices of the whole dim."""
+        first, last = max(low, start - self.offset), min(high, stop - self.offset)
+        return [Run(part, first, last, first - start + self.offset)] if first < last else []
 
 
 @dataclass(frozen=True)
@@ -430,21 +432,25 @@ def packed(shared: Iterable[Strided], low: int, high: int) -> list[Strided]:
 Strided(here=8, there=1, length=1, times=1, step_here=0, step_there=0)]
     """
     found, counted = list[Strided](), -low
-    for runs in shared:
-        here, _, length, times, step, _ = runs
+    for here, _, length, times, step, _ in shared:
         if step == length:  # one run
             length, times = length * times, 1
-        first, last = max(0, -counted), min(length * times, high - low - counted)
-        if (first, last) == (0, length * times) or times == 1:
-            found.append(
-                Strided(here + first, counted + first, last - first)
-                if times == 1
-                else Strided(here, counted, length, times, step, length)
-            )
-        elif first < last:
-            found += strided(_part(here, step, length, first, last, counted))
-        counted += runs.size
-    return [*_merged(each for each in found if each.length > 0)]
+        size = length * times
+        first, last = max(0, -counted), min(size, high - low - counted)
+        if first < last:
+            if times == 1:
+                runs = [Strided(here + first, counted + first, last - first)]
+            elif last - first == size:
+                runs = [Strided(here, counted, length, times, step, length)]
+            else:
+                runs = strided(_part(here, step, length, first, last, counted))
+            before, after = found[-1] if found else runs[0], runs[0]
+            if before.times == after.times == 1 and before.here + before.length == after.here:
+                found[-1] = Strided(before.here, before.there, before.length + after.length)
+                runs = runs[1:]
+            found += runs
+        counted += size
+    return found
 
 
 def _part(here: int, step: int, length: int, first: int, last: int, counted: int) -> Iterator[Strided]:

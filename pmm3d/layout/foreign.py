@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -58,6 +58,7 @@ class BlockCyclic:
     ranks: Sequence[int] | None = None
     start: tuple[int, int] = (0, 0)
     order = "F"
+    exact = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", matrix_shape(self.shape))
@@ -92,7 +93,13 @@ class BlockCyclic:
             If the part is not inside the matrix.
         """
         check_window(self.shape, row, col, rows, cols)
-        return replace(self, shape=(rows, cols), start=(self.start[0] + row, self.start[1] + col))
+        row, col, height, width = naturals((row, col, rows, cols), "a part is whole numbers", 0, LayoutError)
+        part = object.__new__(type(self))
+        fields = vars(part)
+        fields.update(vars(self), shape=(height, width), start=(self.start[0] + row, self.start[1] + col))
+        for divided in ("rows", "cols"):
+            fields.pop(divided, None)
+        return part
 
     @cached_property
     def rows(self) -> Cyclic:
@@ -191,6 +198,7 @@ class Blocks:
     col_cuts: tuple[int, ...]
     owners: tuple[tuple[int, ...], ...]
     order: str = "C"
+    exact = True
 
     def __post_init__(self) -> None:
         for name in ("row_cuts", "col_cuts"):

@@ -231,7 +231,7 @@ class Layout:
         """Layout of the sum: the same layout without `sums`."""
         return Layout(self.rows, self.cols, units=self.units) if self.sums else self
 
-    @property
+    @cached_property
     def T(self) -> Layout:
         """The layout of the transpose."""
         return Layout(self.cols, self.rows, self.sums, self.units[::-1])

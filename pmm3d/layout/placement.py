@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 
 from ..errors import LayoutError
@@ -43,6 +43,7 @@ class Placement:
     ranks: tuple[int, ...] | None = None
     start: tuple[int, int] = (0, 0)
     whole: tuple[int, int] | None = None
+    exact = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.layout, Layout):
@@ -108,8 +109,9 @@ class Placement:
     def _split(self, dim: int) -> Distribution1D:
         axes, size = (self.layout.rows, self.layout.cols)[dim], (self.whole or self.shape)[dim]
         units = cutting_units(size, axes, self.layout.units[dim], self.grid)
-        counts = tuple(getattr(self.grid, axis) for axis in axes)
-        split = Split(self.shape[dim], counts, tuple(units), self.start[dim], size)
+        cuts = [(count, unit) for axis, unit in zip(axes, units) if (count := getattr(self.grid, axis)) > 1]
+        counts, units = ([*each] for each in zip(*cuts)) if cuts else ((), ())
+        split = Split(self.shape[dim], tuple(counts), tuple(units), self.start[dim], size)
         order = order_of(self.layout.units[dim])
         if order is None:
             return split
@@ -128,23 +130,16 @@ class Placement:
         return rows * cols, rows, cols
 
     def tiles(self, rank: int) -> Sequence[Tile]:
-        coords = self._coords(rank)
-        if coords is None:
-            return ()
-        parts = [0, 0]
-        for dim, axes in enumerate((self.layout.rows, self.layout.cols)):
-            for axis in axes:
-                parts[dim] = parts[dim] * getattr(self.grid, axis) + getattr(coords, axis)
-        return (Tile(*parts),)
+        place = self._place(rank)
+        return () if place is None else _tiles(self.layout, self.grid, place)
 
     def owners_of(self, tile: Tile) -> Sequence[int]:
-        along = self._along(tile)
-        indices = [(along[axis],) if axis in along else range(size) for axis, size in zip(self.grid.names, self.grid)]
-        return [self._rank(coords) for coords in product(*indices)]
+        places = _owners(self.layout, self.grid, tile)
+        return places if self.ranks is None else [self.ranks[place] for place in places]
 
     def sender_for(self, tile: Tile, reader: int) -> int:
-        along, theirs = self._along(tile), self.grid.position((self._place(reader) or 0) % self.grid.size)
-        return self._rank([along.get(axis, index) for axis, index in zip(self.grid.names, theirs)])
+        place = _sender(self.layout, self.grid, tile, (self._place(reader) or 0) % self.grid.size)
+        return place if self.ranks is None else self.ranks[place]
 
     def local_shapes(self, rank: int) -> list[tuple[int, int]]:
         coords = self._coords(rank)
@@ -153,18 +148,6 @@ class Placement:
     def check_ranks(self, size: int) -> None:
         if self.grid.size > size:
             raise LayoutError(f"a grid of {self.grid} does not fit a communicator of {size} ranks")
-
-    def _along(self, tile: Tile) -> dict[str, int]:
-        """Coordinates of the owners of a tile along the axes that split."""
-        found = dict[str, int]()
-        for axes, part in ((self.layout.rows, tile.row), (self.layout.cols, tile.col)):
-            for axis in reversed(axes):
-                part, found[axis] = divmod(part, getattr(self.grid, axis))
-        return found
-
-    def _rank(self, coords: Sequence[int]) -> int:
-        rank = self.grid.rank(coords)
-        return rank if self.ranks is None else self.ranks[rank]
 
     def _coords(self, rank: int) -> Coords | None:
         place = self._place(rank)
@@ -177,3 +160,40 @@ class Placement:
     @cached_property
     def _places(self) -> dict[int, int]:
         return {rank: place for place, rank in enumerate(self.ranks or ())}
+
+
+@lru_cache(maxsize=1024)
+def _tiles(layout: Layout, grid: GridShape, place: int) -> tuple[Tile, ...]:
+    """Tile of a rank of the grid; none for a rank outside."""
+    coords = grid.coords(place)
+    if coords is None:
+        return ()
+    parts = [0, 0]
+    for dim, axes in enumerate((layout.rows, layout.cols)):
+        for axis in axes:
+            parts[dim] = parts[dim] * getattr(grid, axis) + getattr(coords, axis)
+    return (Tile(*parts),)
+
+
+@lru_cache(maxsize=128)
+def _owners(layout: Layout, grid: GridShape, tile: Tile) -> tuple[int, ...]:
+    """Ranks of the grid that store a tile."""
+    along = _along(layout, grid, tile)
+    indices = [(along[axis],) if axis in along else range(size) for axis, size in zip(grid.names, grid)]
+    return tuple(map(grid.rank, product(*indices)))
+
+
+@lru_cache(maxsize=1024)
+def _sender(layout: Layout, grid: GridShape, tile: Tile, reader: int) -> int:
+    """Owner of a tile with the coordinates of `reader` along replicating axes."""
+    along = _along(layout, grid, tile)
+    return grid.rank([along.get(axis, index) for axis, index in zip(grid.names, grid.position(reader))])
+
+
+def _along(layout: Layout, grid: GridShape, tile: Tile) -> dict[str, int]:
+    """Coordinates of the owners of a tile along the axes that split."""
+    found = dict[str, int]()
+    for axes, part in ((layout.rows, tile.row), (layout.cols, tile.col)):
+        for axis in reversed(axes):
+            part, found[axis] = divmod(part, getattr(grid, axis))
+    return found

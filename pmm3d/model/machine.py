@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,19 @@ def cores_of_job(variable: str, limit: str = "", processes: str = "/proc") -> in
     variable   a variable of the ranks' environment. The launcher is the nearest ancestor process without this variable
     limit      the largest result, if it is a number
     """
-    found, parent = cores(), os.getppid()
-    with suppress(OSError, ValueError, IndexError):
-        while f"\0{variable}=" in "\0" + Path(f"{processes}/{parent}/environ").read_text(errors="replace"):
-            parent = int(Path(f"{processes}/{parent}/stat").read_text().rpartition(")")[2].split()[1])
+    found, parent = cores(), _launcher(variable, processes, os.getppid())
     with suppress(OSError, AttributeError):
         found |= os.sched_getaffinity(parent)
     return min(len(found), int(limit)) if limit.isdecimal() else len(found)
+
+
+@lru_cache(maxsize=4)
+def _launcher(variable: str, processes: str, parent: int) -> int:
+    """Return the nearest ancestor process without this variable, from the parent of this process on."""
+    with suppress(OSError, ValueError, IndexError):
+        while f"\0{variable}=" in "\0" + Path(f"{processes}/{parent}/environ").read_text(errors="replace"):
+            parent = int(Path(f"{processes}/{parent}/stat").read_text().rpartition(")")[2].split()[1])
+    return parent
 
 
 def blas_of(library: Any) -> Blas:

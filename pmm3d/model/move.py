@@ -4,12 +4,13 @@ copies. The functions are pure and use no MPI."""
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
+from typing import NamedTuple
 
 from ..layout import Tiled, aligned, itemsize, part_range
-from ..layout.distribution import Strided, packed, parts_met, turned
+from ..layout.distribution import Strided, packed, parts_met
 from ..layout.pieces import Messages, Piece, recv_blocks, send_blocks
 from .rounds import Indices, Round, Schedule, Span, Strides, Sum, WorkBuffer
 from .schedule import Members, windows
@@ -33,35 +34,104 @@ def tile_move(source: Tiled, target: Tiled, rank: int, ranks: int, rounds: int =
         >>> schedule.packed[0][1].across
         Indices(start=2, stop=4, times=1, step=0)
     """
-    going, coming = send_blocks(source, target, rank), recv_blocks(source, target, rank)
-    if source.order == "F":
-        going, coming = _transposed(going), _transposed(coming)
-    inputs, outputs, everyone = len(source.tiles(rank)), len(target.tiles(rank)), Members(range(ranks), rank)
-    stays = tuple(
-        Sum((_span(piece.array, rows, cols),), _span(inputs + piece.other, turned(rows), turned(cols)))
-        for piece in going.pop((rank,), [])
-        for rows in piece.rows
-        for cols in piece.cols
-    )
-    leaving, arriving = (
-        [
-            (peers, [(piece, packed(piece.cols, 0, piece.shape[1])) for piece in pieces])
-            for peers, pieces in messages.items()
+    return RankMove(source, target, rank, ranks).schedule(rounds)
+
+
+class _Part(NamedTuple):
+    """A piece of a packed message, by rows as they are packed.
+
+    array           number of the array of this rank's source or target
+    height, width   number of rows and of columns
+    rows            runs of rows in the array
+    cols            columns in the message, and in the array
+    """
+
+    array: int
+    height: int
+    width: int
+    rows: list[Strided]
+    cols: list[tuple[Indices, Indices]]
+
+
+_Messages = list[tuple[tuple[int, ...], list[_Part]]]
+"""Other ranks, and the parts of the message to each of them, or from them."""
+
+
+class RankMove:
+    """The messages of one rank in a move, before they are divided into rounds. Arguments: see `tile_move`.
+
+    elements         number of elements that the rank packs and unpacks
+    stays_in_place   whether no element moves if source and target are the same arrays
+    """
+
+    def __init__(self, source: Tiled, target: Tiled, rank: int, ranks: int):
+        going, coming = send_blocks(source, target, rank), recv_blocks(source, target, rank)
+        self._inputs, self._outputs = len(source.tiles(rank)), len(target.tiles(rank))
+        self._everyone, self._by_columns = Members(range(ranks), rank), source.order == "F"
+        stays = [copy for piece in going.pop((rank,), ()) for copy in self._copies(piece)]
+        self._stays, self._leaving, self._arriving = tuple(stays), self._packed(going), self._packed(coming)
+        self.elements = sum([part.height * part.width for _, parts in self._leaving + self._arriving for part in parts])
+        self.stays_in_place = self.elements == 0 and all(
+            here[1:] == there[1:]
+            and here.start == 0
+            and here.times == 1
+            and here.across is not None
+            and here.across[::2] == (0, 1)
+            for (here,), there in stays
+        )
+
+    def _copies(self, piece: Piece) -> list[Sum]:
+        """Return the copies of a piece that stays on the rank."""
+        rows, cols = (piece.cols, piece.rows) if self._by_columns else (piece.rows, piece.cols)
+        across = [
+            (Indices(here, here + length, times, step), Indices(there, there + length, times, step_there))
+            for here, there, length, times, step, step_there in cols
         ]
-        for messages in (going, coming)
-    )
-    table = _Packing(inputs + outputs)
-    made = [Round(copies=stays)] if stays and not leaving and not arriving else []
-    for number in range(rounds if leaving or arriving else 0):
-        table.used = 0
-        sends, packs = table.messages(leaving, 0, number, rounds)
-        receives, unpacks = table.messages(arriving, inputs, number, rounds)
-        if packs:
-            made.append(Round(copies=tuple(Sum((span,), place) for place, span in packs)))
-        made += windows(everyone, sends, receives, () if number else stays)
-        if unpacks:
-            made.append(Round(sums=tuple(Sum((place,), span) for place, span in unpacks)))
-    return Schedule(tuple(filter(any, made)), tuple(table.work), table.most, inputs, outputs, tuple(table.packed))
+        target = self._inputs + piece.other
+        return [
+            Sum(
+                (Span(piece.array, here, here + length, Strides(times, step, source)),),
+                Span(target, there, there + length, Strides(times, step_there, place)),
+            )
+            for here, there, length, times, step, step_there in rows
+            for source, place in across
+        ]
+
+    def _packed(self, messages: Messages) -> _Messages:
+        """Return the parts of each message."""
+        found: _Messages = []
+        for peers, pieces in messages.items():
+            parts = list[_Part]()
+            for array, (height, width), rows, cols, _ in pieces:
+                if self._by_columns:
+                    height, width, rows, cols = width, height, cols, rows
+                across = [
+                    (
+                        Indices(there, there + length, times, length if times > 1 else 0),
+                        Indices(here, here + length, times, step),
+                    )
+                    for here, there, length, times, step, _ in packed(cols, 0, width)
+                ]
+                parts.append(_Part(array, height, width, rows, across))
+            found.append((peers, parts))
+        return found
+
+    def schedule(self, rounds: int) -> Schedule:
+        """Return the schedule in this number of rounds."""
+        table, messages = _Packing(self._inputs + self._outputs), bool(self._leaving or self._arriving)
+        made = [] if messages or not self._stays else [Round(copies=self._stays)]
+        for number in range(rounds if messages else 0):
+            table.used = 0
+            sends, packs = table.messages(self._leaving, 0, number, rounds)
+            receives, unpacks = table.messages(self._arriving, self._inputs, number, rounds)
+            if packs:
+                made.append(Round(copies=tuple([Sum((span,), place) for place, span in packs])))
+            made += windows(self._everyone, sends, receives, () if number else self._stays)
+            if unpacks:
+                made.append(Round(sums=tuple([Sum((place,), span) for place, span in unpacks])))
+        return Schedule(
+            tuple(filter(any, made)), tuple(table.work), table.most, self._inputs, self._outputs, tuple(table.packed)
+        )
 
 
 class _Packing:
@@ -80,66 +150,40 @@ class _Packing:
         return self._first + len(self.work) - 1
 
     def messages(
-        self,
-        side: Sequence[tuple[tuple[int, ...], list[tuple[Piece, list[Strided]]]]],
-        array: int,
-        number: int,
-        of: int,
+        self, side: _Messages, array: int, number: int, of: int
     ) -> tuple[list[tuple[int, Span]], list[tuple[Span, Span]]]:
         """Return (rank, span) of the messages of round `number` of `of`, and pairs of spans: in a message, and in an
-        array. Arrays are numbered from `array`. `side` has the pieces and their columns, by ranks."""
+        array. Arrays are numbered from `array`."""
         messages, pairs = list[tuple[int, Span]](), list[tuple[Span, Span]]()
-        for peers, pieces in side:
-            start, parts = self.used, list[Span]()
-            for piece, cols in pieces:
-                height, width = piece.shape
-                low, high = part_range(height, of, number)
-                if low < high:
-                    parts.append(Span(self._buffer(self.used, high - low, width), 0, high - low))
-                    rows = packed(piece.rows, low, high)
-                    one = len(rows) == len(cols) == rows[0].times == cols[0].times == 1
-                    found = [
-                        (
-                            parts[-1] if one else _span(parts[-1].buffer, turned(down), turned(right)),
-                            _span(array + piece.array, down, right),
-                        )
-                        for down in rows
-                        for right in cols
-                    ]
-                    pairs += found
-            if parts:
-                message = (
-                    parts[0]
-                    if len(parts) == 1
-                    else Span(self._buffer(start, self.used - start, 1), 0, self.used - start)
-                )
-                if len(parts) == 1 and one:
+        for peers, parts in side:
+            start, spans = self.used, list[Span]()
+            for part in parts:
+                low, high = part_range(part.height, of, number)
+                if low == high:
+                    continue
+                buffer = self._buffer(self.used, high - low, part.width)
+                spans.append(Span(buffer, 0, high - low))
+                rows = packed(part.rows, low, high)
+                one = len(rows) == len(part.cols) == rows[0].times == part.cols[0][0].times == 1
+                found = [
+                    (
+                        spans[-1]
+                        if one
+                        else Span(buffer, there, there + length, Strides(times, length if times > 1 else 0, place)),
+                        Span(array + part.array, here, here + length, Strides(times, step, across)),
+                    )
+                    for here, there, length, times, step, _ in rows
+                    for place, across in part.cols
+                ]
+                pairs += found
+            if spans:
+                message = spans[0]
+                if len(spans) > 1:
+                    message = Span(self._buffer(start, self.used - start, 1), 0, self.used - start)
+                elif one:
                     self.packed += found
                 messages += [(peer, message) for peer in peers]
         return messages, pairs
-
-
-def _span(buffer: int, rows: Strided, cols: Strided) -> Span:
-    """Return the elements at the indices `here`."""
-    across = Indices(cols.here, cols.here + cols.length, cols.times, cols.step_here)
-    return Span(buffer, rows.here, rows.here + rows.length, Strides(rows.times, rows.step_here, across))
-
-
-def stays_in_place(schedule: Schedule) -> bool:
-    """Return whether no element moves if source and target are the same arrays."""
-    return all(
-        part[1:] == target[1:] and part.start == 0 and part.times == 1 and part.across[::2] == (0, 1)
-        for each in schedule.rounds
-        for (part,), target in each.copies
-        if part.across is not None
-    )
-
-
-def _transposed(messages: Messages) -> Messages:
-    return {
-        ranks: [piece._replace(rows=piece.cols, cols=piece.rows) for piece in pieces]
-        for ranks, pieces in messages.items()
-    }
 
 
 @dataclass(frozen=True)
@@ -199,4 +243,6 @@ class Move:
 
     def rounds(self, limit: int) -> int:
         """Return the least number of rounds that keeps the copies within `limit` bytes, or else `most_rounds`."""
+        if 2 * aligned(prod(self.source.shape) * itemsize(self.dtype)) <= limit:  # no rank packs more
+            return 1
         return 1 + bisect_left(range(1, self.most_rounds), True, key=lambda rounds: self.work(rounds) <= limit)

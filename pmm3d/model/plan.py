@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise, permutations, product
 
 from ..layout import FIRST, LOW_PRECISION, Coords, GridShape, Layout, aligned, itemsize, offsets, part_range, part_sizes
@@ -146,7 +146,7 @@ class ProductPlan:
     @cached_property
     def shared_work(self) -> int:
         """Bytes of work arrays in memory that ranks share, on the fullest rank."""
-        return max(rank.shared_work for rank in self.fullest)
+        return max(rank.shared_work for rank in self.fullest) if self.sums_in_place else 0
 
     @cached_property
     def copies(self) -> int:
@@ -358,6 +358,7 @@ class RankPlan:
         return Volume(sum(volume.received for volume in volumes), sum(volume.sent for volume in volumes))
 
 
+@lru_cache(maxsize=1024)
 def native(rows: str, cols: str, extra: str, dim: int) -> Layout:
     """Return the native layout of an operand: `rows` and `cols` split its dims, and `extra` splits `dim` further (-1:
     no dim)."""

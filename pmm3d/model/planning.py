@@ -62,32 +62,49 @@ def plan_product(
     wanted = 1 if panels is None else panels
     if not isinstance(wanted, int) or wanted < 1:
         raise LayoutError(f"panels must be a whole number of at least 1; got {panels!r}")
-    plan = min((_with_roles(a, b, c, dtype, grid, roles) for roles in ROLES), key=lambda candidate: candidate[0])[1]
+    layouts = a.layout, a.order, b.layout, b.order, None if c is None else c.layout
+    elements = m * k, k * n, m * n
+    roles, (a_dim, b_dim, c_dim), _ = min(
+        _assignments(*layouts, grid), key=lambda one: sum(size for size, moves in zip(elements, one[2]) if moves)
+    )
+    plan = ProductPlan(
+        m,
+        n,
+        k,
+        dtype,
+        grid,
+        roles,
+        a_dim,
+        b_dim,
+        c_dim,
+        gemm_copies=gemm_copies,
+        copied=(a.needs_copy, b.needs_copy),
+        node_maps=node_maps,
+    )
     shared = (
-        _reads_in_place(a, plan.a, plan.axis_roles[2], plan.a_layout.on(grid), grid),
-        _reads_in_place(b, plan.b, plan.axis_roles[0], plan.b_layout.on(grid), grid),
+        _reads_in_place(a, a_dim, roles[2], plan.a_layout, grid),
+        _reads_in_place(b, b_dim, roles[0], plan.b_layout, grid),
     )
-    plan = replace(
-        plan, gemm_copies=gemm_copies, copied=(a.needs_copy, b.needs_copy), shared=shared, node_maps=node_maps
-    )
-    first = plan.on_rank(FIRST)
-    gathers = first.a.apart or first.b.apart
-    plan = replace(
-        plan,
-        panels=max(1, min(wanted, first.depth)) if gathers else 1,
-        moves=_moves(plan, (a, plan.a_layout), (b, plan.b_layout), (c, plan.c_layout)),
-    )
-    most = ROUND_BYTES if max_workspace is None else min(ROUND_BYTES, max_workspace - plan.copies)
-    plan = replace(plan, rounds=max((move.rounds(most) for move in plan.moves), default=1))
-    k_axis, limit = plan.axis_roles[1], max_workspace
+    if any(shared):
+        plan = replace(plan, shared=shared)
+    if wanted > 1:
+        first = plan.on_rank(FIRST)
+        plan = replace(plan, panels=max(1, min(wanted, first.depth)) if first.a.apart or first.b.apart else 1)
+    if moves := _moves(plan, (a, plan.a_layout), (b, plan.b_layout), (c, plan.c_layout)):
+        plan = replace(plan, moves=moves)
+        most = ROUND_BYTES if max_workspace is None else min(ROUND_BYTES, max_workspace - plan.copies)
+        plan = replace(plan, rounds=max(move.rounds(most) for move in moves))
+    k_axis, limit = roles[1], max_workspace
     in_place = plan.c == 0 and k_axis in in_node and getattr(grid, k_axis) <= DIRECT
-    whole, decomposed = replace(plan, sums_in_place=in_place), replace(plan, decomposed=True)
+    whole = replace(plan, sums_in_place=True) if in_place else plan
     if overlap == DECOMPOSED:
+        decomposed = replace(plan, decomposed=True)
         _check_decomposed(decomposed, wanted, limit)
         return decomposed
-    fits = limit is None or decomposed.workspace <= limit
-    if overlap == AUTO and panels is None and fits and decomposes(whole, nodes):
-        return decomposed
+    if overlap == AUTO and panels is None and decomposes(whole, nodes):
+        decomposed = replace(plan, decomposed=True)
+        if limit is None or decomposed.workspace <= limit:
+            return decomposed
     return whole if limit is None else _within(whole, limit)
 
 
@@ -113,7 +130,11 @@ def decomposes(plan: ProductPlan, nodes: int) -> bool:
 def _reads_in_place(operand: Operand, dim: int, axis: str, layout: Layout, grid: GridShape) -> bool:
     """Return whether the shared shards of the axis's ranks, one after the other, form the block as the BLAS reads
     it."""
-    return operand.shared == axis and operand.layout.on(grid) == layout and (dim, operand.order) in ((0, "C"), (1, "F"))
+    return (
+        operand.shared == axis
+        and operand.layout.on(grid) == layout.on(grid)
+        and (dim, operand.order) in ((0, "C"), (1, "F"))
+    )
 
 
 def _check_decomposed(plan: ProductPlan, panels: int, limit: int | None) -> None:
@@ -150,25 +171,32 @@ def _moves(plan: ProductPlan, *operands: tuple[Operand | None, Layout]) -> tuple
     )
 
 
-def _with_roles(
-    a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape, roles: Roles
-) -> tuple[int, ProductPlan]:
-    """Return (elements to redistribute, plan) for these roles."""
-    m_axis, k_axis, n_axis = roles
-    moved = 0
-    a_dim = _sharded_dim(a.layout, grid, m_axis, k_axis, n_axis)
-    b_dim = _sharded_dim(b.layout, grid, k_axis, n_axis, m_axis)
-    c_dim = 0 if c is None else _sharded_dim(c.layout, grid, m_axis, n_axis, k_axis)
-    if a_dim is None:
-        a_dim, moved = 0 if a.order == "C" else 1, moved + a.shape[0] * a.shape[1]
-    if b_dim is None:
-        b_dim, moved = 0 if b.order == "C" else 1, moved + b.shape[0] * b.shape[1]
-    if c is not None and c_dim in (None, 1):
-        c_dim, moved = 0, moved + c.shape[0] * c.shape[1]
-    return moved, ProductPlan(a.shape[0], b.shape[1], a.shape[1], dtype, grid, roles, a_dim, b_dim, c_dim or 0)
+Assignment = tuple[Roles, tuple[int, int, int], tuple[bool, bool, bool]]
+"""Roles, sharded dims of A, B and C, and for each whether it is redistributed."""
 
 
 @lru_cache(maxsize=1024)
+def _assignments(
+    a: Layout, a_order: str, b: Layout, b_order: str, c: Layout | None, grid: GridShape
+) -> tuple[Assignment, ...]:
+    """Return the assignments of `ROLES`, or only the first one that redistributes nothing."""
+    found = list[Assignment]()
+    for roles in ROLES:
+        m_axis, k_axis, n_axis = roles
+        a_dim = _sharded_dim(a, grid, m_axis, k_axis, n_axis)
+        b_dim = _sharded_dim(b, grid, k_axis, n_axis, m_axis)
+        c_dim = 0 if c is None else _sharded_dim(c, grid, m_axis, n_axis, k_axis)
+        moves = a_dim is None, b_dim is None, c_dim not in (0, -1)
+        if a_dim is None:
+            a_dim = 0 if a_order == "C" else 1
+        if b_dim is None:
+            b_dim = 0 if b_order == "C" else 1
+        found.append((roles, (a_dim, b_dim, -1 if c_dim == -1 else 0), moves))
+        if not any(moves):
+            return (found[-1],)
+    return tuple(found)
+
+
 def _sharded_dim(layout: Layout, grid: GridShape, rows: str, cols: str, extra: str) -> int | None:
     """Return the dim, 0 or 1, that axis `extra` shards in a block that `rows` and `cols` split. -1: the block is whole.
     None: the layout is not native to these axes."""

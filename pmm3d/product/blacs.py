@@ -8,13 +8,13 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from ..arrays import Array, NumpyLibrary
-from ..comm import Auto, Grid, check_communicator, leaves_in_order
+from ..comm import Auto, ComparedObject, Grid, check_communicator, leaves_in_order
 from ..errors import GridError, LayoutError
 from ..layout import BlockCyclic, GridShape, Placement, Tiled, naturals, whole_number
 from ..layout.pieces import elements, send_blocks
@@ -24,17 +24,33 @@ DENSE = 1
 M_, N_, MB_, NB_, RSRC_, CSRC_, LLD_ = range(2, 9)
 """Indices of the other entries of a descriptor."""
 CACHED_PLANS = 1024
-"""Largest number of plans that a context caches. A plan takes some 20 KiB."""
-BOUND_BYTES = 2**28
-"""Limit of the total bytes of A, B and C, on all ranks, of the cached plans that have a MatmulPlan."""
+"""Largest number of plans that a context caches."""
+PLANS_BYTES = 2**26
+"""Limit of the memory of the tables of these plans on a rank, by `plan_bytes`."""
+FEWEST_PLANS = 8
+"""Number of plans that a context caches although the tables need more memory."""
+HELD_BYTES = 2**28
+"""Limit of the work memory, on all ranks, that the MatmulPlans of the cached plans hold."""
 SMALL_BYTES = 2**25
 """Total bytes of A, B and C up to which products of similar sizes share the choice of a grid, and a repeated product
 keeps a MatmulPlan. The setup of larger products is short compared with them."""
 MOST_RELABELED = 1024
-"""Largest number of ranks P for which ranks exchange roles: the table of volumes is O(P^2), the assignment O(P^3)."""
+"""Largest number of ranks P for which ranks exchange roles, because the table of volumes is O(P^2)."""
 MOST_GRIDS = 8
 """Number of product grids with the best roles for a product. If there are as many, a grid of the same shape is reused.
 """
+
+
+def plan_bytes(ranks: int) -> int:
+    """Largest number of bytes of the tables of a plan on a rank: three moves with messages to and from each rank."""
+    return 2**14 + 2**13 * ranks
+
+
+class WorkMemory(NamedTuple):
+    """Memory of this rank for the blocks of a product, and the bytes of each rank's memory."""
+
+    array: Array
+    held: np.ndarray
 
 
 class ProductGrid(Grid):
@@ -114,8 +130,9 @@ class BlacsContext:
         self.grid: Grid = comm if isinstance(comm, Grid) else _over(comm)
         self.relabel, self.closed = relabel, False
         self.plans: OrderedDict[Hashable, Any] = OrderedDict()
-        self._made = list[weakref.ref[Any]]()
-        self._memory: dict[str, Array] = {}
+        self._made: dict[int, weakref.ref[Any]] = {}
+        self._held: OrderedDict[Any, int] = OrderedDict()
+        self._memory: dict[str, WorkMemory] = {}
         self._under_way = list[Any]()
         self._choices: dict[Hashable, tuple[GridShape, tuple[int, ...]]] = {}
         self._grids: dict[tuple[GridShape, tuple[int, ...]], Grid] = {}
@@ -192,30 +209,46 @@ class BlacsContext:
 
     def _keep(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Make and cache a plan. If the cache is full, close the least recently used plan first. Collective."""
-        if len(self.plans) >= CACHED_PLANS:
+        most = min(CACHED_PLANS, max(FEWEST_PLANS, PLANS_BYTES // plan_bytes(self.grid.size)))
+        if len(self.plans) >= most:
             self.plans.popitem(last=False)[1].close()
         self.plans[key] = plan = make()
         return plan
 
     def _register(self, plan: Any) -> None:
         """Register a plan that is closed with the context."""
-        self._made.append(weakref.ref(plan, self._made.remove))
+        forget = partial(_forget, self._made, id(plan))
+        self._made[id(plan)] = weakref.ref(plan, forget)
 
     def _alive(self) -> list[Any]:
-        return [plan for known in [*self._made] if (plan := known()) is not None]
+        return [plan for known in [*self._made.values()] if (plan := known()) is not None]
 
-    def _work_memory(self, nbytes: int, library: NumpyLibrary) -> Array:
-        """Return memory for the blocks of a product. All plans use the same memory, which grows to the largest product
-        so far; then the blocks of the other plans are gone. While a product is under way, another one gets memory of
-        its own. `nbytes` is the same on all ranks. May raise on this rank only."""
+    def _work_memory(self, nbytes: int, ranks: Sequence[int], library: NumpyLibrary) -> Array:
+        """Return memory for the blocks of a product on these ranks, and no bytes on other ranks. All plans use the same
+        memory, which grows to the largest product so far; then the blocks of the other plans are gone. While a product
+        is under way, another one gets memory of its own. May raise on this rank only.
+
+        nbytes   bytes that a rank needs. The same on all ranks
+        """
+        needed = np.zeros(self.grid.size, np.int64)
+        needed[list(ranks)] = nbytes
         if self._under_way:
-            return library.empty((nbytes,), "uint8")
+            return library.empty((int(needed[self.grid.rank]),), "uint8")
         memory = self._memory.get(library.kind)
-        if memory is None or memory.shape[0] < nbytes:
+        if memory is None or (needed > memory.held).any():
+            step = max(64, 2 ** max(0, nbytes.bit_length() - 3))  # similar sizes that follow do not grow it again
+            needed[list(ranks)] = -(-nbytes // step) * step
+            held = needed if memory is None else np.maximum(needed, memory.held)
             del memory
             self._forget_memory()
-            self._memory[library.kind] = memory = library.empty((nbytes,), "uint8")
-        return memory
+            memory = WorkMemory(library.empty((int(held[self.grid.rank]),), "uint8"), held)
+            self._memory[library.kind] = memory
+        return memory.array
+
+    def _shared_memory(self, library: NumpyLibrary) -> Array | None:
+        """Memory of all plans, or None."""
+        memory = self._memory.get(library.kind)
+        return None if memory is None else memory.array
 
     def _forget_memory(self) -> None:
         """Free the memory of the blocks of all plans that have no product under way."""
@@ -224,13 +257,16 @@ class BlacsContext:
             if plan not in self._under_way:
                 plan._unbind()
 
-    def _make_room(self, nbytes: int) -> None:
-        """Close the MatmulPlans of the least recently used plans, before one of `nbytes` bytes is made."""
-        room = BOUND_BYTES - nbytes
-        for plan in reversed(self.plans.values()):
-            room -= plan._bound_bytes
-            if room < 0:
-                plan._close_product()
+    def _make_room(self, plan: Any, nbytes: int) -> None:
+        """Count the work memory, on all ranks, of the MatmulPlan that a cached plan is about to make. Close MatmulPlans
+        of the least recently used plans."""
+        if self.plans.get(plan._form) is plan:
+            self._held[plan] = nbytes
+            total = sum(self._held.values())
+            while total > HELD_BYTES and len(self._held) > 1:
+                oldest, freed = next(iter(self._held.items()))
+                total -= freed
+                oldest._close_product()
 
     def _product_grid(
         self,
@@ -368,6 +404,11 @@ class Descriptor:
             empty.ranks,
         )
 
+    @cached_property
+    def compared(self) -> ComparedObject:
+        """The layout, as the ranks compare it. The leading dimension is not compared."""
+        return ComparedObject(self.cyclic)
+
     @property
     def local_rows(self) -> int:
         """Number of rows that this rank stores."""
@@ -399,22 +440,51 @@ def _least_moved(grid: Grid, moves: Sequence[tuple[Tiled, Placement]]) -> tuple[
     own = np.arange(grid.size)
     if not 1 < grid.size <= MOST_RELABELED:
         return tuple(own.tolist())
-    from scipy.optimize import linear_sum_assignment
-
     mine = np.zeros(grid.size, np.int64)
     for source, target in moves:
         for roles, pieces in send_blocks(source, target, grid.rank).items():
             mine[list(roles)] += elements(pieces)
     stays = np.empty((grid.size, grid.size), np.int64)
     grid.everyone.all_gather(mine.reshape(1, -1), out=stays).wait()
-    places = grid._places()
-    allowed = np.where(places[:, None] == places[None, :], stays, -1 - stays.sum())
-    ranks, roles = linear_sum_assignment(allowed, maximize=True)
-    if allowed[ranks, roles].sum() <= np.trace(stays):
-        return tuple(own.tolist())
-    chosen = np.empty_like(own)
-    chosen[roles] = ranks
+    chosen, places = own.copy(), grid._places()
+    for place in np.unique(places):
+        ranks = np.flatnonzero(places == place)
+        of_node = stays[np.ix_(ranks, ranks)]
+        roles = largest_assignment(of_node)
+        if of_node[range(len(ranks)), roles].sum() > np.trace(of_node):
+            chosen[ranks[roles]] = ranks
     return tuple(chosen.tolist())
+
+
+def largest_assignment(gains: np.ndarray) -> list[int]:
+    """Column of each row of a square matrix of integers, each column once, with the largest sum of the elements.
+
+    By shortest augmenting paths, as in R. Jonker and A. Volgenant, Computing 38 (1987). `scipy.optimize` has this too,
+    but its import takes more time and memory than all products of a small program.
+
+        >>> largest_assignment(np.array([[3, 5, 1], [4, 5, 0], [0, 2, 2]]))
+        [1, 0, 2]
+    """
+    size = len(gains)
+    costs, rows, cols = gains.max() - gains, np.zeros(size + 1, np.int64), np.zeros(size + 1, np.int64)
+    row_of, far = np.full(size + 1, -1), np.iinfo(np.int64).max
+    for row in range(size):  # column `size` is the start of the path
+        row_of[size], last = row, size
+        came, least, reached = np.zeros(size, np.int64), np.full(size, far), np.zeros(size + 1, bool)
+        while row_of[last] >= 0:
+            reached[last] = True
+            current = costs[row_of[last]] - rows[row_of[last]] - cols[:size]
+            shorter = ~reached[:size] & (current < least)
+            least[shorter], came[shorter] = current[shorter], last
+            following = int(np.where(reached[:size], far, least).argmin())
+            step = least[following]
+            rows[row_of[reached]] += step
+            cols[reached] -= step
+            least[~reached[:size]] -= step
+            last = following
+        while last != size:
+            row_of[last], last = row_of[came[last]], came[last]
+    return np.argsort(row_of[:size]).tolist()
 
 
 def check_descriptor(what: str, descriptor: Any) -> Descriptor:
@@ -422,6 +492,10 @@ def check_descriptor(what: str, descriptor: Any) -> Descriptor:
     if not isinstance(descriptor, Descriptor):
         raise LayoutError(f"{what}: a descriptor is the result of BlacsContext.descriptor; got {descriptor!r}")
     return descriptor
+
+
+def _forget(made: dict[int, weakref.ref[Any]], number: int, _: object) -> None:
+    made.pop(number, None)
 
 
 def _once(functions: list[Callable[[], None]]) -> None:

@@ -218,10 +218,9 @@ class MatmulPlan:
             with self._grid.collective_call("MatmulPlan", *passed):
                 _check_not_partial(a, b)
                 self._product = ProductRun(a, b, out, options, held)
-            self._product.share()
-            with self._grid.collective_call("MatmulPlan", self._product.persists):
                 self._number, self._requests = self._grid.everyone._number, held.enter_context(ExitStack())
                 self._product.persist(self._number, self._requests)
+            self._product.share()
             self._held = held.pop_all()
             self._grid.engine.hold(self, self._held)
         self.closed = False

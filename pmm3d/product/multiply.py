@@ -274,7 +274,7 @@ def _planner(grid: Grid) -> Callable[..., Planned]:
             overlap=grid.overlap if overlap in (None, AUTO) else str(overlap),
             nodes=grid.hosts,
         )
-        grid.ledger.predict(f"matmul of {plan.m} x {plan.n} x {plan.k}", plan.memory)
+        grid.ledger.predict(f"matmul of {plan.m} x {plan.n} x {plan.k}", lambda: plan.memory)
         return plan, None if grid.coords is None else plan.on_rank(grid.coords)
 
     return planned

@@ -17,7 +17,7 @@ from .blacs import SMALL_BYTES, BlacsContext, Descriptor, check_descriptor
 from .checks import Options, array_signature, check_options, compared_dtype, scalar
 from .matmul_plan import MatmulPlan, PendingProduct
 from .matrix import DistMatrix
-from .multiply import ProductRun
+from .multiply import ProductRun, plan_for
 from .redistribution import check_leading, part_of
 from .tiles import TileMove, checked_arrays
 
@@ -94,9 +94,10 @@ def pgemm(
     Collective over the context. A and B are redistributed to the fastest grid and multiplied there, and C is sent back.
     Each rank receives, once, the elements that it needs and does not store.
 
-    The context caches the plans of the last 1024 different products. All products use the same memory for A, B and C on
-    the product's grid. The memory is as large as the largest product so far needs. While a product is under way, others
-    use memory of their own. Small products of similar sizes use the grid that was chosen for the first of them.
+    The context caches the plans of the last 1024 different products, or of fewer if their tables need 64 MiB on a rank.
+    All products use the same memory for A, B and C on the product's grid. The memory is at most a quarter larger than
+    the largest product so far needs. While a product is under way, others use memory of their own. Small products of
+    similar sizes use the grid that was chosen for the first of them.
 
     Examples
     --------
@@ -263,7 +264,7 @@ class PgemmPlan:
         placed = partial(_placed, form.parts, form.operations)
         moves = lambda shape: [*zip(form.parts, placed(shape))]
         self.grid, ranks = context._product_grid(form.grid_kind, (n, m, k), dtype, moves)
-        self._on_grid = placed(self.grid.shape, ranks)
+        self._on_grid, self._active = placed(self.grid.shape, ranks), ranks[: self.grid.shape.size]
         self._coming = [TileMove(self._base, *way, dtype) for way in zip(form.parts[:2], self._on_grid)]
         self._back = TileMove(self._base, self._on_grid[2], form.parts[2], dtype)
         for move in (*self._coming, self._back):
@@ -278,7 +279,7 @@ class PgemmPlan:
         if self._needs_memory:
             sizes = [aligned(there.most()[0] * itemsize(dtype)) for there in self._on_grid]  # the same on all ranks
             self._unbind()
-            self._memory = self._context._work_memory(sum(sizes), self._library)
+            self._memory = self._context._work_memory(sum(sizes), self._active, self._library)
             slab = Slab(self._memory, self._library)
             shapes = [there.layout.box(there.shape, grid.shape, grid.coords).shape for there in self._on_grid]
             self._matrices = [
@@ -301,7 +302,7 @@ class PgemmPlan:
     @property
     def _shares_memory(self) -> bool:
         """Whether the matrices are in the memory of all plans."""
-        return self._memory is self._context._memory.get(self._library.kind)
+        return self._memory is self._context._shared_memory(self._library)
 
     @property
     def _needs_memory(self) -> bool:
@@ -315,14 +316,10 @@ class PgemmPlan:
         self._matrices, self._held = [], []
 
     def _close_product(self) -> None:
+        self._context._held.pop(self, None)
         if self._product is not None:
             self._product.close()
             self._product = None
-
-    @property
-    def _bound_bytes(self) -> int:
-        """Bytes of A, B and C, if the plan has a MatmulPlan."""
-        return 0 if self._product is None else self.nbytes
 
     def __call__(self, a: Array, b: Array, c: Array, *, alpha: complex = 1, beta: complex = 0) -> None:
         """Compute C = alpha op(A) op(B) + beta C; see `pgemm`. Collective."""
@@ -411,10 +408,14 @@ class PgemmPlan:
                 run.begin()
                 run.finish()
             return
+        held = self._context._held
         if self._product is None:
-            self._context._make_room(self.nbytes)
-            limit = self._form.max_workspace
-            self._product = MatmulPlan(*self._operands(), alpha=alpha, out=self._matrices[2], max_workspace=limit)
+            operands, c, limit = self._operands(), self._matrices[2], self._form.max_workspace
+            work = plan_for(*operands, c, None, limit).workspace
+            self._context._make_room(self, work * self.grid.shape.size)
+            self._product = MatmulPlan(*operands, alpha=alpha, out=c, max_workspace=limit)
+        if self in held:
+            held.move_to_end(self)
         self._product()
 
     def _operands(self) -> tuple[DistMatrix, DistMatrix]:
@@ -480,7 +481,7 @@ def _context_of(*descriptors: Any) -> BlacsContext:
 
 def _compared(argument: Any) -> Any:
     """Value of an argument that the ranks compare. For a descriptor, this excludes the leading dimension."""
-    return argument.cyclic if isinstance(argument, Descriptor) else argument
+    return argument.compared if isinstance(argument, Descriptor) else argument
 
 
 def _form(context: BlacsContext, given: Sequence[Any], dtype: Any, kind: str, max_workspace: int | None) -> Form:

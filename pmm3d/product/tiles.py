@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property
 from math import ceil
 from typing import Any
 
@@ -15,7 +15,8 @@ from ..arrays import Array, NumpyLibrary, Slab, check_output, library_of
 from ..comm import Buffers, Collective, Grid, Link, Pending, run_rounds
 from ..errors import DTypeError, LayoutError
 from ..layout import Tiled, aligned, itemsize
-from ..model.move import ROUND_BYTES, Move, stays_in_place, tile_move
+from ..model.move import ROUND_BYTES, Move, RankMove
+from ..model.rounds import Schedule
 
 
 class TileMove:
@@ -43,18 +44,22 @@ class TileMove:
     ):
         self._grid, self._dtype, self._operation, self.in_place = grid, dtype, operation, False
         self._transposed = source.order == "F"
-        self._in_rounds = partial(tile_move, source, target, grid.rank, grid.size)
+        self._messages = RankMove(source, target, grid.rank, grid.size)
         self.rounds = Move(source, target, dtype).rounds(ROUND_BYTES) if rounds is None else rounds
-        self._schedule = self._in_rounds(self.rounds)
 
     def agree(self) -> None:
         """Find `in_place`, and the smallest number of rounds: the bound of `Move` also counts elements that stay on a
-        rank. For moves that are repeated. Collective over the grid."""
-        schedule = self._schedule if self.rounds == 1 else self._in_rounds(1)
-        work = schedule.work_rows * itemsize(self._dtype)
-        most = int(self._grid.comm.largest(ceil(work / ROUND_BYTES) or not stays_in_place(schedule)))
+        rank. For moves that are repeated, before the first use. Collective over the grid."""
+        messages, size = self._messages, itemsize(self._dtype)
+        most = int(self._grid.comm.largest(ceil(messages.elements * size / ROUND_BYTES) or not messages.stays_in_place))
         self.in_place, self.rounds = most == 0, max(1, most)
-        self._schedule = schedule if most <= 1 else self._in_rounds(most)
+
+    @cached_property
+    def _schedule(self) -> Schedule:
+        """Schedule of this rank, made when it is first used."""
+        schedule = self._messages.schedule(self.rounds)
+        del self._messages
+        return schedule
 
     @property
     def work(self) -> int:
@@ -115,8 +120,6 @@ def checked_arrays(
         raise LayoutError(
             f"{what}: rank {grid.ledger.rank} has {len(given)} arrays; it stores {len(local_shapes)} blocks"
         )
-    from ..layout import Blocks  # a product of matrices alone does not load it
-
     for array, (rows, cols) in zip(given, local_shapes or [(0, 0)]):
         of_array = library_of(array)
         if of_array.kind != library.kind or of_array.dtype(array) != dtype:
@@ -129,7 +132,7 @@ def checked_arrays(
                 f"{what}: the array has the shape {tuple(array.shape)}; rank {grid.ledger.rank} stores "
                 f"{rows} rows and {cols} columns of it"
             )
-        if isinstance(tiled, Blocks) and local_shapes and tuple(array.shape) != (rows, cols):
+        if tiled.exact and local_shapes and tuple(array.shape) != (rows, cols):
             raise LayoutError(
                 f"{what}: the array has the shape {tuple(array.shape)}; the Blocks say {rows} rows and "
                 f"{cols} columns on rank {grid.ledger.rank}. Correct the Blocks, or pass a part of the "

@@ -59,8 +59,7 @@ def extra(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path / "site")
-    blas_choice.chosen.cache_clear()
-    blas_choice._tell.cache_clear()
+    forget()
 
     def install(library=None):
         file = tmp_path / "lib" / "libmkl_rt.so.2"
@@ -69,10 +68,16 @@ def extra(tmp_path, monkeypatch):
         metadata = tmp_path / "site" / "mkl-2026.2.0.dist-info" / "METADATA"
         metadata.parent.mkdir(parents=True)
         metadata.write_text("Metadata-Version: 2.1\nName: mkl\nVersion: 2026.2.0\n")
+        forget()
 
     yield install
-    blas_choice.chosen.cache_clear()
-    blas_choice._tell.cache_clear()
+    forget()
+
+
+def forget():
+    """Let this process choose its BLAS again."""
+    for chosen_once in (blas_choice.chosen, blas_choice._tell, blas_library.mkl_file):
+        chosen_once.cache_clear()
 
 
 def test_mkl_is_used_by_itself_if_the_extra_is_installed(extra, tmp_path, monkeypatch):
@@ -84,6 +89,7 @@ def test_mkl_is_used_by_itself_if_the_extra_is_installed(extra, tmp_path, monkey
     blas_choice.chosen.cache_clear()
     assert blas_choice.take_blas() == blas_choice.chosen().name == "scipy"
     (tmp_path / "site" / "mkl-2026.2.0.dist-info").rename(tmp_path / "site" / "other-1.dist-info")
+    forget()
     assert blas_library.mkl_file() == "", "a libmkl of others is not the extra"
 
 

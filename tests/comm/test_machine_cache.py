@@ -44,6 +44,25 @@ def test_the_key_is_the_same_before_and_after_the_first_product():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+def test_a_second_grid_reads_no_file():
+    program = """
+import sys
+from pmm3d import Grid
+
+opened = []
+
+def choose(n):
+    with Grid(shape="auto", product=(n, n, n), memory=2**30) as grid:
+        grid.shape_for((n, n, 1))
+
+choose(64)
+sys.addaudithook(lambda event, given: event in ("open", "os.listdir", "os.scandir") and opened.append(given[0]))
+choose(65)
+assert not opened, opened
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 @pytest.mark.parallel([1])
 def test_each_part_of_the_key_tells_machines_apart(comm, tmp_path, monkeypatch):
     for part in ["format", "cpu", "cores", "mpi", "blas", "threads", "numpy", "pmm3d"]:

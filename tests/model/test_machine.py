@@ -34,6 +34,7 @@ def cpuinfo(tmp_path):
     def read(vendor, flags="", name="Model"):
         path = tmp_path / "cpuinfo"
         path.write_text(PROCESSOR.format(vendor=vendor, name=name, flags=flags))
+        machine.cpu.cache_clear()
         return machine.cpu(str(path))
 
     return read

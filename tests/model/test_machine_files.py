@@ -130,7 +130,7 @@ def test_assumed_machines_name_the_source_of_each_section(name):
 
 
 def test_assumed_machines():
-    assert assumed_machines() == ["alps", "frontier", "nominal", "perlmutter"]
+    assert assumed_machines() == ("alps", "frontier", "nominal", "perlmutter")
     assert load("nominal").memory == 0
     assert [load(name).ranks_per_node for name in ("alps", "frontier", "perlmutter")] == [4, 8, 4]
     assert [load(name).peak["bfloat16"] for name in ("alps", "frontier", "perlmutter")] == [989e12, 191.5e12, 312e12]

@@ -458,7 +458,7 @@ def test_device_memory_that_runs_out_is_told_by_all(comm, monkeypatch, fails):
             DistMatrix.from_global(grid, to_library(np.ones((40, 40)), "standin"), layout=layout)
             for layout in (Layout.A, Layout.B)
         )
-        grid.ledger.predict("a product", 2**33)
+        grid.ledger.predict("a product", lambda: 2**33)
         if comm.rank == 1:
             monkeypatch.setattr(standin, "empty", refuse)
         fails(

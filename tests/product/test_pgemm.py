@@ -1,5 +1,8 @@
 """pgemm: results as numpy's, unchanged elements, plans, and errors. Comparisons with ScaLAPACK: tests/embed."""
 
+import gc
+import tracemalloc
+from math import isqrt
 from unittest.mock import Mock
 
 import numpy as np
@@ -7,20 +10,25 @@ import pytest
 from loops import given, looped
 from mpi_runner.plugin import all_tests
 from samples import integers, to_library, to_numpy
+from scipy.optimize import linear_sum_assignment
 from tiles import held
 
 from pmm3d import (
     BlacsContext,
+    BlockCyclic,
     DTypeError,
     Grid,
     GridError,
+    GridShape,
     LayoutError,
     MemoryLimitError,
     OutOfMemoryError,
     PgemmPlan,
     pgemm,
 )
+from pmm3d.model.move import RankMove
 from pmm3d.product import blacs, pblas
+from pmm3d.product import multiply as planning
 from pmm3d.product.multiply import ProductRun
 from pmm3d.product.tiles import TileMove
 
@@ -358,7 +366,7 @@ def test_descriptors_of_nine_numbers(comm):
 def kept_by(context):
     """Bytes of the memory of the products' blocks, and of the workspaces."""
     grids = [context.grid, *context._grids.values()]
-    return sum(each.nbytes for each in context._memory.values()) + sum(grid.workspace.allocated for grid in grids)
+    return sum(each.array.nbytes for each in context._memory.values()) + sum(grid.workspace.allocated for grid in grids)
 
 
 @pytest.mark.parallel([2])
@@ -374,13 +382,58 @@ def test_products_of_many_sizes_share_the_memory_of_the_largest(comm, monkeypatc
         for n in (*range(129, 123, -1), 20, 130, 124, 130):
             assert kept_after(context, n) <= 2 * largest and context._memory["numpy"] is memory
         assert len(context.plans) == 8
-        monkeypatch.setattr(blacs, "BOUND_BYTES", 2 * 3 * 8 * 130**2)
+        assert sum(context._held.values()) > 0
+        monkeypatch.setattr(blacs, "HELD_BYTES", 2 * max(context._held.values()))
         assert all(kept_after(context, n) <= 3 * largest for n in (*range(123, 130), *range(123, 130)))
         assert sum(plan._product is not None for plan in context.plans.values()) == 2
         assert {kept_after(context, 130, alpha) > 0 for alpha in (2, 2, 3, 3, 0, 3)} == {True}
     with BlacsContext(comm, (1, 2)) as context:
         kept = [kept_after(context, n) for n in range(124, 132)]
         assert max(kept) <= 2.5 * kept[0] * (131 / 124) ** 2
+
+
+@pytest.mark.parallel([2])
+def test_plans_of_new_sizes_are_bounded_by_bytes(comm, monkeypatch):
+    monkeypatch.setattr(blacs, "PLANS_BYTES", 10 * blacs.plan_bytes(comm.size))
+    monkeypatch.setattr(planning, "CACHED_PLANS", 4)
+    with BlacsContext(comm, (1, 2)) as context:
+        square, a, c = square_of(context, 80, 4)
+
+        def kept_after(sizes):
+            for n in sizes:
+                multiply(square, a, c, n, 81 - n, n)
+            gc.collect()
+            return tracemalloc.get_traced_memory()[0]
+
+        kept_after(range(32, 64))
+        tracemalloc.start()
+        before = kept_after(range(1, 24))
+        after = kept_after(range(24, 80))
+        tracemalloc.stop()
+        assert len(context.plans) == 10 and after - before < blacs.PLANS_BYTES
+
+
+@pytest.mark.parallel([1])
+def test_the_largest_assignment_is_that_of_scipy(comm):
+    random = np.random.default_rng(2)
+    for size in (1, 2, 3, 7, 30):
+        for most in (1, 3, 10**12):
+            gains = random.integers(0, most, (size, size))
+            found = blacs.largest_assignment(gains)
+            largest = gains[linear_sum_assignment(gains, maximize=True)].sum()
+            assert sorted(found) == [*range(size)] and gains[range(size), found].sum() == largest
+
+
+@pytest.mark.parallel([1])
+@looped("ranks, shape", [(4, (2, 2, 1)), (64, (4, 4, 4))])
+def test_the_tables_of_a_plan_take_at_most_plan_bytes(comm, ranks, shape):
+    cyclic = BlockCyclic((2003, 2008), (33, 33), (isqrt(ranks), isqrt(ranks)))
+    placed = pblas._placed([cyclic] * 3, ("N", "N"), GridShape(*shape), tuple(range(ranks)))
+    tracemalloc.start()
+    tables = [RankMove(cyclic, one, 1, ranks).schedule(1) for one in placed]
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert tables[0].rounds and taken <= blacs.plan_bytes(ranks)
 
 
 @pytest.mark.parallel([2])
@@ -392,6 +445,22 @@ def test_a_new_size_costs_two_agreements_and_looks_for_no_grid(comm, monkeypatch
         before = context.grid.everyone._number
         multiply(square, a, c, 79, 65, 70)
         assert context.grid.everyone._number - before == 5  # and three moves
+        (grid,) = context._grids.values()
+        for agreements in 1, 0:  # the second call makes a MatmulPlan
+            before, on_grid = context.grid.everyone._number, grid.everyone._number
+            multiply(square, a, c, 79, 65, 70)
+            assert context.grid.everyone._number - before == 4 and grid.everyone._number - on_grid == agreements
+
+
+@pytest.mark.parallel([2])
+def test_ranks_outside_the_products_grid_have_no_memory_for_it(comm, monkeypatch):
+    with BlacsContext(comm, (1, 2)) as context:
+        square, a, c = square_of(context, 80, 4)
+        for shape, k in ((1, 1, 1), 8), ((1, 1, 2), 2):
+            monkeypatch.setattr(Grid, "shape_for", lambda *_, chosen=GridShape(*shape): chosen)
+            multiply(square, a, c, 80, 80, k)
+            active = [plan.grid.active for plan in context.plans.values()]
+            assert (context._memory["numpy"].array.nbytes > 0) == any(active) and (c == k).all()
 
 
 @pytest.mark.parallel([2])

@@ -38,10 +38,11 @@ SECTIONS = (
 logger = logging.getLogger("pmm3d.model")
 
 
-def assumed_machines() -> list[str]:
+@lru_cache(maxsize=1)
+def assumed_machines() -> tuple[str, ...]:
     """Return the names of the machines that come with the library. Their figures are published or assumed, and not
     measured."""
-    return sorted(path.stem for path in ASSUMED.glob("*.toml"))
+    return tuple(sorted(path.stem for path in ASSUMED.glob("*.toml")))
 
 
 def load(machine: str | os.PathLike[str]) -> Machine:

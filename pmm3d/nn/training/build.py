@@ -127,7 +127,7 @@ def _predict_memory(config: Config, grid: Grid, samples: SampleSizes, own: Own) 
         if grid.rank == 0:
             logger.warning(f"memory is not predicted, because {own.names} does not run without data: {error}")
     name, batch = described(config, *samples[:2]), min(config.data.batch_size, samples.rows)
-    grid.ledger.predict(f"training of {name} with batches of {batch}", total)
+    grid.ledger.predict(f"training of {name} with batches of {batch}", lambda: total)
     if not library_named(config.network.library).on_host:
         return
     lack = lack_of_memory("training", max(grid.comm.allgather(total)), *free_memory(grid))

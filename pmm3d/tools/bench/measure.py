@@ -69,7 +69,7 @@ def _check_memory(case: Case, grid: Grid) -> None:
     less. With panels, a limit of the work arrays or shared operands, only the matrices are counted. Collective."""
     plan = ProductPlan(*case.product, case.dtype, grid.shape)
     fixed = plan.memory - plan.workspace * bool(case.panels or case.max_workspace or case.shared)
-    grid.ledger.predict("A, B, C and work arrays", plan.memory)
+    grid.ledger.predict("A, B, C and work arrays", lambda: plan.memory)
     free, host = free_memory(grid)
     with grid.collective_call("bench: memory", always=True):
         if library_named(case.array).on_host and (lack := lack_of_memory("the product", fixed, free, host)):
