@@ -110,8 +110,8 @@ class Placement:
         axes, size = (self.layout.rows, self.layout.cols)[dim], (self.whole or self.shape)[dim]
         units = cutting_units(size, axes, self.layout.units[dim], self.grid)
         cuts = [(count, unit) for axis, unit in zip(axes, units) if (count := getattr(self.grid, axis)) > 1]
-        counts, units = ([*each] for each in zip(*cuts)) if cuts else ((), ())
-        split = Split(self.shape[dim], tuple(counts), tuple(units), self.start[dim], size)
+        counts, uncut = tuple([count for count, _ in cuts]), tuple([unit for _, unit in cuts])
+        split = Split(self.shape[dim], counts, uncut, self.start[dim], size)
         order = order_of(self.layout.units[dim])
         if order is None:
             return split

@@ -452,9 +452,9 @@ def _least_moved(grid: Grid, moves: Sequence[tuple[Tiled, Placement]]) -> tuple[
     for place in np.unique(places):
         ranks = np.flatnonzero(places == place)
         of_node = stays[np.ix_(ranks, ranks)]
-        roles = largest_assignment(of_node)
-        if of_node[range(len(ranks)), roles].sum() > np.trace(of_node):
-            chosen[ranks[roles]] = ranks
+        exchanged = largest_assignment(of_node)
+        if of_node[range(len(ranks)), exchanged].sum() > np.trace(of_node):
+            chosen[ranks[exchanged]] = ranks
     return tuple(chosen.tolist())
 
 
