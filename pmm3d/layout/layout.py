@@ -234,7 +234,9 @@ class Layout:
     @cached_property
     def T(self) -> Layout:
         """The layout of the transpose."""
-        return Layout(self.cols, self.rows, self.sums, self.units[::-1])
+        turned = Layout(self.cols, self.rows, self.sums, self.units[::-1])
+        vars(turned)["T"] = self
+        return turned
 
     def on(self, grid: GridShape) -> Layout:
         """The layout without axes of one rank and units without effect. Equal distributions compare equal."""

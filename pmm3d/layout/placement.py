@@ -31,7 +31,7 @@ class Placement:
 
         >>> tiled = Placement((5, 4), Layout("z"), GridShape(2, 1, 2))
         >>> tiled.tiles(3), tiled.owners_of(Tile(1, 0)), tiled.sender_for(Tile(1, 0), 1), tiled.box(3)
-        ((Tile(row=1, col=0),), [2, 3], 3, Box(r0=3, r1=5, c0=0, c1=4))
+        ((Tile(row=1, col=0),), (2, 3), 3, Box(r0=3, r1=5, c0=0, c1=4))
         >>> tiled.sub(1, 0, 3, 2).box(0), tiled.sub(1, 0, 3, 2).box(3)
         (Box(r0=0, r1=2, c0=0, c1=2), Box(r0=2, r1=3, c0=0, c1=2))
     """
@@ -135,7 +135,7 @@ class Placement:
 
     def owners_of(self, tile: Tile) -> Sequence[int]:
         places = _owners(self.layout, self.grid, tile)
-        return places if self.ranks is None else [self.ranks[place] for place in places]
+        return places if self.ranks is None else tuple([self.ranks[place] for place in places])
 
     def sender_for(self, tile: Tile, reader: int) -> int:
         place = _sender(self.layout, self.grid, tile, (self._place(reader) or 0) % self.grid.size)

@@ -236,8 +236,9 @@ class BlacsContext:
             return library.empty((int(needed[self.grid.rank]),), "uint8")
         memory = self._memory.get(library.kind)
         if memory is None or (needed > memory.held).any():
-            step = max(64, 2 ** max(0, nbytes.bit_length() - 3))  # similar sizes that follow do not grow it again
-            needed[list(ranks)] = -(-nbytes // step) * step
+            if nbytes <= SMALL_BYTES:  # similar sizes that follow do not grow it again
+                step = 2 ** max(6, nbytes.bit_length() - 3)
+                needed[list(ranks)] = -(-nbytes // step) * step
             held = needed if memory is None else np.maximum(needed, memory.held)
             del memory
             self._forget_memory()
@@ -450,9 +451,9 @@ def _least_moved(grid: Grid, moves: Sequence[tuple[Tiled, Placement]]) -> tuple[
     for place in np.unique(places):
         ranks = np.flatnonzero(places == place)
         of_node = stays[np.ix_(ranks, ranks)]
-        best = largest_assignment(of_node)
-        if of_node[range(len(ranks)), best].sum() > np.trace(of_node):
-            chosen[ranks[best]] = ranks
+        exchanged = largest_assignment(of_node)
+        if of_node[range(len(ranks)), exchanged].sum() > np.trace(of_node):
+            chosen[ranks[exchanged]] = ranks
     return tuple(chosen.tolist())
 
 

@@ -95,9 +95,9 @@ def pgemm(
     Each rank receives, once, the elements that it needs and does not store.
 
     The context caches the plans of the last 1024 different products, or of fewer if their tables need 64 MiB on a rank.
-    All products use the same memory for A, B and C on the product's grid. The memory is at most a quarter larger than
-    the largest product so far needs. While a product is under way, others use memory of their own. Small products of
-    similar sizes use the grid that was chosen for the first of them.
+    All products use the same memory for A, B and C on the product's grid. The memory is as large as the largest product
+    so far needs, or up to a quarter larger if that is less than 32 MiB. While a product is under way, others use memory
+    of their own. Small products of similar sizes use the grid that was chosen for the first of them.
 
     Examples
     --------

@@ -17,7 +17,7 @@ ON_ALL = [  # errors on all ranks, after a mistake on the last rank or on all
     ("number", DISAGREEMENT, "99 names no matrix of this process: there is no such object, or it was freed"),
     ("kind", ARGUMENT, "names no matrix of this process: it is a grid"),
     ("numbers", ARGUMENT, "97 names no matrix"),
-    ("grid number", DISAGREEMENT, "77 names no grid of this process"),
+    ("grid number", ARGUMENT, "77 names no grid of this process"),
     ("exchanged", DISAGREEMENT, "the ranks passed different arguments"),
     ("disagree", DISAGREEMENT, "the ranks passed different arguments"),
     ("alias", ARGUMENT, "out shares memory with an array that is read"),
