@@ -38,20 +38,11 @@ from pmm3d.product.tiles import TileMove
 from pmm3d.tools.bench.measure import core_rate
 from pmm3d.tools.bench.result import Case
 from pmm3d.tools.tune.scalapack.library import Scalapack
+from pmm3d.tools.tune.scalapack.measuring import process_grid
 
 SHAPES = ((4096, 4096, 4096), (1024, 1024, 32768), (65536, 512, 512))
 BLOCK, MOVED = 64, 8192
 LIBRARY = NumpyLibrary()
-
-
-def process_grid(ranks: int) -> tuple[int, int]:
-    """The process grid nearest to a square.
-
-    >>> process_grid(8), process_grid(2)
-    ((2, 4), (1, 2))
-    """
-    rows = max(rows for rows in range(1, ranks + 1) if ranks % rows == 0 and rows * rows <= ranks)
-    return rows, ranks // rows
 
 
 def medians(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
