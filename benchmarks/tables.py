@@ -1,7 +1,7 @@
 """The tables of the pages, from the results in benchmarks/results.
 
     python benchmarks/tables.py            print all tables of all results, as docs/results.md shows them on the site
-    python benchmarks/tables.py --write    replace the tables in README.md, docs/index.md and docs/benchmarks.md
+    python benchmarks/tables.py --write    replace the tables in README.md and docs/benchmarks.md
 
 A page contains its text, and a pair of comments for each result. Between them, this program writes the date, the
 machine, the commit, the command and the tables of benchmarks/results/NAME.json:
@@ -23,7 +23,7 @@ from pathlib import Path
 from records import RESULTS, markdown
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / name for name in ("README.md", "docs/index.md", "docs/benchmarks.md")]
+PAGES = [ROOT / name for name in ("README.md", "docs/benchmarks.md")]
 MARKED = re.compile(r"<!-- result: (\S+)((?: \S+)*) -->\n.*?<!-- end -->", re.S)
 GOAL = re.compile(r"goal [\d.]+, ")
 """What a measurement had to reach: the results keep it, and no page shows it."""

@@ -43,7 +43,7 @@ from pmm3d.tools.plots import COLOURS, INK, Part, bars, picture  # noqa: E402
 PICTURES = DOCS / "pictures"
 RESULTS = DOCS.parent / "benchmarks" / "results"
 SHOWN = re.compile(r"^!\[[^]]*\]\((?:[\w./]*/)?pictures/(?P<file>[\w.-]+)\)\n\n(?P<commands>(?:    .*\n)*)", re.M)
-LARGEST = 100_000
+LARGEST = 150_000
 """Bytes of a picture."""
 OF = {"A": "#4477aa", "B": "#ccbb44", "C": "#aa3377"}
 """Colours of the matrices."""

@@ -32,7 +32,7 @@ def steps(page: str, section: str = "") -> list[Step]:
     for match in STEP.finditer(whole):
         language, block, commands = match.groups()
         if commands:
-            lines = [line.strip() for line in commands.splitlines()]
+            lines = [line.strip() for line in re.sub(r"\\\n\s*", "", commands).splitlines()]
             found += [Step("command", line) for line in lines if not line.startswith(SET_UP)]
         elif language == "text":
             found.append(Step("output", block))
