@@ -38,7 +38,7 @@ from pmm3d.model.simulation.replay import tasks  # noqa: E402
 from pmm3d.nn.dry import Facts  # noqa: E402
 from pmm3d.nn.transformer import token_layout  # noqa: E402
 from pmm3d.nn.transformer.visible import Rows, Visible, block_pairs  # noqa: E402
-from pmm3d.tools.plots import COLOURS, INK, Part, bars, picture  # noqa: E402
+from pmm3d.tools.plots import COLOURS, INK, Part, bars, draw_schedules, picture  # noqa: E402
 
 PICTURES = DOCS / "pictures"
 RESULTS = DOCS.parent / "benchmarks" / "results"
@@ -136,6 +136,11 @@ def collectives(path):
             empty(axes, title)
             axes.text(0.8, -1.65, f"rank 0 receives {received} of {12 * 12 // 4} numbers", ha="center", fontsize=9)
             axes.set(xlim=(-0.4, 2), ylim=(-1.8, 0.75))
+
+
+def nodes(path):
+    """The messages of an all-reduce by nodes."""
+    draw_schedules([schedule.all_reduce(64, 8, rank, per_node=4) for rank in range(8)], path, per_node=4)
 
 
 def layouts(path):
@@ -365,7 +370,8 @@ def ranks(path):
 
 
 DRAWN = {
-    "grid.png": grid, "collectives.svg": collectives, "layouts.svg": layouts, "swap.svg": swap, "overlap.svg": overlap,
+    "grid.png": grid, "collectives.svg": collectives, "nodes.svg": nodes, "layouts.svg": layouts,
+    "swap.svg": swap, "overlap.svg": overlap,
     "ring.svg": ring, "ratios.svg": ratios, "ranks.svg": ranks,
 }  # fmt: skip
 """Pictures that this program draws."""
