@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 TUTORIALS = ROOT / "docs" / "tutorials"
-STEP = re.compile(r"^```(\w+)\n(.*?)^```$|((?:^    \S[^\n]*\n)+)", re.M | re.S)
+STEP = re.compile(r"^```(\w+)\n(.*?)^```$|((?:^    +\S[^\n]*\n)+)", re.M | re.S)
 SET_UP = ("module ", "python3 -m venv", "pip install", "make embed")
 """Commands that install. A test runs in an installed environment."""
 
