@@ -169,8 +169,6 @@ def commit() -> str:
     """Commit of this folder; "-dirty" if files were changed, other than results and the pages that show them."""
     git = lambda *words: subprocess.run(["git", *words], cwd=RESULTS.parent, text=True, capture_output=True)
     name = git("rev-parse", "--short", "HEAD").stdout.strip()
-    pages = (
-        f":(top,exclude){page}" for page in ("README.md", "docs/index.md", "docs/benchmarks.md", "docs/embedding.md")
-    )
+    pages = (f":(top,exclude){page}" for page in ("README.md", "docs/benchmarks.md", "docs/embedding.md"))
     changed = git("diff", "--quiet", "HEAD", "--", ":/", ":(exclude)results", *pages)
     return name + "-dirty" * bool(changed.returncode) if name else "unknown"

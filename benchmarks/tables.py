@@ -10,8 +10,8 @@ machine, the commit, the command and the tables of benchmarks/results/NAME.json:
     <!-- end -->
 
 tables, rows, columns    those with these numbers, from 1; by default all
-brief                    no command and no titles
-ratios                   the first figure of each cell; no versions of packages
+brief                    no command, no versions and no titles
+ratios                   the first figure of each cell
 """
 
 import argparse
@@ -23,8 +23,10 @@ from pathlib import Path
 from records import RESULTS, markdown
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / name for name in ("README.md", "docs/index.md", "docs/benchmarks.md")]
+PAGES = [ROOT / name for name in ("README.md", "docs/benchmarks.md")]
 MARKED = re.compile(r"<!-- result: (\S+)((?: \S+)*) -->\n.*?<!-- end -->", re.S)
+GOAL = re.compile(r"goal [\d.]+, ")
+"""What a measurement had to reach: the results keep it, and no page shows it."""
 RATIO = re.compile(r"\*{0,2}(\d+\.\d+)\b.*")
 
 
@@ -38,13 +40,13 @@ def section(record: dict, words: list[str]) -> str:
         machine["cpu"],
         *([f"{machine['cores']} cores"] if machine.get("cores") else []),
         *([machine["mpi"]] if machine.get("mpi") else []),
-        *([] if "ratios" in words else versions(record)),
+        *([] if "brief" in words else versions(record)),
     ]
     commands = ", ".join(f"`{line.strip()}`" for line in record["command"].replace("\\\n", "").splitlines())
     parts = [", ".join(where) + ("." if "brief" in words else f": {re.sub(' +', ' ', commands)}")]
     for table in pick("tables", record["tables"]):
         head, *body = table["rows"]
-        rows = [pick("columns", row) for row in (head, *pick("rows", body))]
+        rows = [[GOAL.sub("", cell) for cell in pick("columns", row)] for row in (head, *pick("rows", body))]
         if "ratios" in words:
             rows = [[RATIO.sub(r"\1", cell) for cell in row] for row in rows]
         parts += [table["title"]] if table["title"] and "brief" not in words else []

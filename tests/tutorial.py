@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 TUTORIALS = ROOT / "docs" / "tutorials"
-STEP = re.compile(r"^```(\w+)\n(.*?)^```$|((?:^    \S[^\n]*\n)+)", re.M | re.S)
+STEP = re.compile(r"^```(\w+)\n(.*?)^```$|((?:^    +\S[^\n]*\n)+)", re.M | re.S)
 SET_UP = ("module ", "python3 -m venv", "pip install", "make embed")
 """Commands that install. A test runs in an installed environment."""
 
@@ -32,7 +32,7 @@ def steps(page: str, section: str = "") -> list[Step]:
     for match in STEP.finditer(whole):
         language, block, commands = match.groups()
         if commands:
-            lines = [line.strip() for line in commands.splitlines()]
+            lines = [line.strip() for line in re.sub(r"\\\n\s*", "", commands).splitlines()]
             found += [Step("command", line) for line in lines if not line.startswith(SET_UP)]
         elif language == "text":
             found.append(Step("output", block))

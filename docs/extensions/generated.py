@@ -1,8 +1,7 @@
-"""Directives: the commands, the environment variables, and the results of benchmarks."""
+"""Directives: the commands, and the results of benchmarks."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import os
 import re
@@ -24,7 +23,6 @@ PROGRAMS = ("pmm3d ", "python ", "srun ", "mpiexec ")
 def setup(app):
     app.add_directive("commands", Commands)
     app.add_directive("said-by", SaidBy)
-    app.add_directive("environment-variables", EnvironmentVariables)
     app.add_directive("results", Results)
     return {"parallel_read_safe": True}
 
@@ -63,17 +61,6 @@ class Commands(SphinxDirective):
             section += _table(("argument or option", "meaning", "default"), rows)
         self.state.document.note_explicit_target(section)
         return section
-
-
-class EnvironmentVariables(SphinxDirective):
-    """A table of the environment variables that a Grid reads."""
-
-    def run(self):
-        from pmm3d.model.environment import Settings
-
-        fields = [field.metadata for field in dataclasses.fields(Settings)]
-        rows = [(field["variable"], field["meaning"], _plain(field["default"], ("0", "1"))) for field in fields]
-        return [_table(("variable", "meaning", "default"), rows)]
 
 
 class Results(SphinxDirective):

@@ -1,5 +1,5 @@
 """The record of a dry run: the actions of a rank in order, and the bytes that the rank holds by kind. Arrays have no
-data. docs/planning.md lists the passes over memory.
+data. docs/dry-runs.md lists the passes over memory.
 """
 
 from __future__ import annotations

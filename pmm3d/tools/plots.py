@@ -1,4 +1,4 @@
-"""Pictures by matplotlib: style, check of file names, bars. pyplot is not used, because it keeps figures."""
+"""Pictures by matplotlib: style, check of file names, bars, schedules. pyplot is not used, because it keeps figures."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from textwrap import fill
 from typing import Any, NamedTuple
 
 from ..errors import Pmm3dError, needs
+from ..model.rounds import Schedule
 
 INK = "#1c2024"
 """Colour of text and axes. `svg_text` replaces it by the text colour of the page."""
@@ -134,6 +135,36 @@ def bars(axes: Any, rows: Sequence[tuple[str, Sequence[Part]]], colours: Mapping
         loc="outside lower center",
         ncols=4,
     )
+
+
+def draw_schedules(schedules: Sequence[Schedule], path: Path, per_node: int = 0) -> None:
+    """Draw the messages of a collective: a column for each round, and a line from the sender to the receiver.
+
+    schedules   those of all ranks, such as `pmm3d.model.schedule.all_gather` returns. A line is as wide as its share of
+                the largest message; a message without rows is dotted. A dot is a sum
+    per_node    ranks of each node, between which lines are drawn
+    """
+    rounds = max(len(table.rounds) for table in schedules)
+    largest = max((span.rows for table in schedules for each in table.rounds for _, span in each.sends), default=0) or 1
+    with picture(path, 1.2 + 1.7 * rounds, 1 + 0.35 * len(schedules)) as figure:
+        axes = figure.subplots()
+        for rank, table in enumerate(schedules):
+            axes.axhline(rank, color=GREY, linewidth=0.5, zorder=0)
+            for number, each in enumerate(table.rounds):
+                for peer, span in each.sends:
+                    width = 0.5 + 2 * span.rows / largest
+                    style = "-|>" if span.rows else "->"
+                    look = {"linewidth": width, "color": COLOURS["gemm"], "linestyle": "-" if span.rows else ":"}
+                    axes.annotate(
+                        "", (number + 0.85, peer), (number + 0.1, rank), arrowprops={"arrowstyle": style, **look}
+                    )
+                if any(len(total.parts) > 1 for total in each.sums):
+                    axes.plot(number + 0.92, rank, "o", markersize=5, color=COLOURS["x"])
+        for rank in range(per_node, len(schedules), per_node or 1):
+            axes.axhline(rank - 0.5, color=INK, linewidth=1)
+        axes.set_xticks([number + 0.5 for number in range(rounds)], [f"round {number + 1}" for number in range(rounds)])
+        axes.set_yticks(range(len(schedules)), [f"rank {rank}" for rank in range(len(schedules))])
+        axes.set(xlim=(0, rounds), ylim=(len(schedules) - 0.5, -0.5))
 
 
 def titled(*lines: str, inches: float = 9.0) -> str:

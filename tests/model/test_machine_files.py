@@ -236,9 +236,10 @@ def test_what_is_wrong_in_a_file_is_named(text, words):
 
 
 def test_the_file_of_the_page_is_read():
-    page = (Path(__file__).parents[2] / "docs" / "machines.md").read_text()
-    [text] = re.findall(r"^```toml\n(.*?)^```$", page, re.M | re.S)
-    small = machine_from(text, "docs/machines.md")
+    docs = Path(__file__).parents[2] / "docs"
+    page = (docs / "machines.md").read_text()
+    [text] = re.findall(r"^```toml\n(.*?)^```$", (docs / "reference" / "machine-file.md").read_text(), re.M | re.S)
+    small = machine_from(text, "machine-file.md")
     assert set(small.gemms) == {"float32", "float64"} and small.laws["default"].misfit == 0.1
     assert small.stands_for("complex64") == "float32" and len(small.collectives) == 1
     assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", page, re.M)) == set(assumed_machines())

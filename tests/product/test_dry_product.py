@@ -219,7 +219,7 @@ def test_matrices_with_and_without_data_are_not_mixed(comm):
 
 
 def test_the_example_of_the_page_runs(capsys):
-    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "dry-runs.md").read_text()
     exec(page.split("```python\n")[1].split("```")[0], {})
     said = capsys.readouterr().out
     assert "x gather A all_gather 3" in said and "gemm 976 x " in said

@@ -4,6 +4,7 @@ import contextlib
 import io
 import re
 import tomllib
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,6 +16,7 @@ from loops import looped
 from training_runs import run_here
 from typer.main import get_command
 
+from pmm3d.model.environment import Settings
 from pmm3d.nn.training.config import checked
 from pmm3d.tools.commands import app
 
@@ -24,6 +26,9 @@ PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
+BLOCK = re.compile(r"^```([\w{}-]*)[^\n]*\n(.*?)^```$|(?<=\n\n)((?:    [^\n]*\n)+)", re.M | re.S)
+WIDTH = 88
+"""Columns of code on the site. Blocks of the language text, the output of programs, are wrapped."""
 OWN_FILE = re.compile(r"(?<![\w./-])(?:apps|benchmarks|docs|jobs|tests)/[\w./-]*\w")
 COMMAND = re.compile(r"(?<![\w-])pmm3d ((?:tune |bench |plan |convert )?[a-z]+)([^`\n#]*)")
 OPTION = re.compile(r"(?<!\S)--[a-z][a-z-]*")
@@ -180,6 +185,24 @@ with Grid(comm, (2, 1, 2)) as grid:
 """,
     )
     assert said == "gradients: True (2, 1)\n"
+
+
+def test_code_fits_the_page():
+    others = {"docs/embedding.md", "docs/tutorials/embed.md"}
+    wide = [
+        f"{page.relative_to(ROOT)}: {line}"
+        for page in PAGES
+        if str(page.relative_to(ROOT)) not in others
+        for language, fenced, indented in BLOCK.findall(page.read_text())
+        for line in (fenced * (language != "text") + re.sub("^    ", "", indented, flags=re.M)).splitlines()
+        if len(line) > WIDTH
+    ]
+    assert not wide, "\n".join(wide)
+
+
+def test_every_variable_of_the_environment_is_in_the_reference():
+    page = (DOCS / "reference" / "settings.md").read_text()
+    assert {each.metadata["variable"] for each in fields(Settings)} <= {*re.findall(r"^\| `(\w+)` \|", page, re.M)}
 
 
 def test_every_link_leads_somewhere():

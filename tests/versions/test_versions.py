@@ -76,9 +76,7 @@ def write_samples(folder):
     (folder / "flowers.toml").write_text(CONFIGURATION)
 
 
-@pytest.mark.parametrize(
-    "version, bounds", [("3.11", "lowest"), ("3.12", "newest"), ("3.13", "newest"), ("3.14", "newest")]
-)
+@pytest.mark.parametrize("version, bounds", [("3.11", "lowest"), ("3.12", "newest"), ("3.13", "newest")])
 def test_every_command_runs_with_the_versions_that_are_allowed(version, bounds, tmp_path):
     """The lowest versions have wheels for Python 3.11; newer ones get those of constraints.txt."""
     python = python_of(version)
