@@ -200,7 +200,7 @@ def _convert(file: Path, target: Path, inputs: str | None) -> None:
     if inputs is not None and not arrays:
         raise DataError(f"--inputs is {inputs}, but {file} is a table, whose columns are all inputs: leave it out")
     try:
-        convert(file, target, inputs=inputs or "x", targets=None, dtype="float64")
+        convert(file, target, inputs=inputs, targets=False, dtype="float64")
     except DataError as error:
         remedy = (
             "--inputs names the array of the samples"
