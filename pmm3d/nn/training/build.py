@@ -28,7 +28,7 @@ from .log import RunLog, logger
 from .loop import Trainer
 from .network import Own, described, layer_sizes, make_network, make_optimizer, make_schedule
 from .recipe import Recipe
-from .samples import SAMPLES, Samples, SampleSizes, loss_of, opened, samples_of
+from .samples import SAMPLES, Samples, SampleSizes, loss_of, opened, samples_of, scaling_of
 from .sections import AUTO, GridSection
 from .signals import Signals
 from .state import TrainState
@@ -80,6 +80,9 @@ def trainer(
             validation = None
             if held_out is not None:
                 validation = held_out[0].loader(shuffle=False, rows=held_out[1], **batches)
+            scaling = scaling_of(config, data, rows)
+            for each in (loader, *([] if validation is None else [validation])):
+                each.standardize(scaling)
             if isinstance(network, Pipeline):
                 _check_tables(network, loader)
             yield _trainer(config, own, network, loader, validation, loss, signals or Signals(), samples, auto)

@@ -126,7 +126,11 @@ def _targets(run: Trainer, config: Config) -> str:
     if section.sequence is not None:
         return f"tokens {section.inputs!r}: a vocabulary of {found['outputs']}, sequences of {section.sequence}"
     if found["loss"] != "cross_entropy":
-        return f"targets {config.data.targets!r}: {found['outputs']} values a row, by the loss {found['loss']}"
+        names = f" ({names_in_words(map(repr, found['target_names']))})" if found["target_names"] else ""
+        scaled = "" if run.loader.scaling is None else ". Samples and targets are standardised, also in the loss"
+        return (
+            f"targets {section.targets!r}: {found['outputs']} values a row{names}, by the loss {found['loss']}{scaled}"
+        )
     classes = f"targets {config.data.targets!r}: labels of {counted(found['outputs'], 'class')}"
     if found["class_names"]:
         return f"{classes} ({names_in_words(found['class_names'])})"
@@ -156,8 +160,23 @@ def _end_schedule_with_run(run: Trainer) -> list[str]:
 
 
 def _load_weights(run: Trainer, path: Path, accept: frozenset[str]) -> str:
-    """Load initial weights."""
+    """Load initial weights, and the scales of the samples that they were trained with."""
+    from ...io import Checkpoints
+    from ...io.scaling import Scaling
+    from ...io.shards import CHECKPOINT_FILE
     from ..exchange import load_weights
 
-    load_weights(run.state.network, path, run.state.optimizer, accept=accept, facts=run.loader.data.facts)
-    return "loaded"
+    found = load_weights(run.state.network, path, run.state.optimizer, accept=accept, facts=run.loader.data.facts)
+    is_checkpoint = run.grid.comm.bcast((found / CHECKPOINT_FILE).exists() if run.grid.rank == 0 else None)
+    meta = Checkpoints(run.grid, found.parent).meta(found) if is_checkpoint else {}
+    scaling = Scaling.of((meta.get("loader") or {}).get("scaling"))
+    with run.grid.collective_call("training", str(path)):
+        if (scaling is None) != (run.loader.scaling is None):
+            with_or_without, wanted = ("without", "false") if scaling is None else ("with", "true")
+            raise Pmm3dError(
+                f"training.weights = {path}: a network {with_or_without} standardised samples: set data.standardize = "
+                f"{wanted}"
+            )
+    for loader in (run.loader, *([] if run.validation is None else [run.validation])):
+        loader.standardize(scaling)
+    return "loaded" if scaling is None else "loaded, with the scales of its samples"

@@ -170,6 +170,8 @@ class Trainer:
         facts = self.state.resume(self.checkpoints, path, accept=accept, settings=self.settings)
         if facts is None:
             return False
+        if self.validation is not None:
+            self.validation.standardize(self.loader.scaling)
         self.saved = self.step
         self._reporter.resumed(facts)
         return True
@@ -285,7 +287,7 @@ class Trainer:
         """Evaluate, and return the most urgent request. A checkpoint requested meanwhile is written after the current
         batch, if the figures so far are finite."""
         network = self.state.network
-        evaluation, inputs = Evaluation(network, self._loss, self.recipe.metrics), list[DistMatrix]()
+        evaluation, inputs = self._evaluation(), list[DistMatrix]()
         validation.begin_epoch()
         with network.evaluating(), unchanged(network.grid):
             while validation.batch < len(validation):
@@ -301,6 +303,10 @@ class Trainer:
             self.figures |= validation.data.of_loss(self.figures["loss"])
         self._reporter.validated()
         return request
+
+    def _evaluation(self) -> Evaluation:
+        names = self.loader.data.target_names or ()
+        return Evaluation(self.state.network, self._loss, self.recipe.metrics, names)
 
     def _judge(self, evaluation: Evaluation, inputs: Sequence[DistMatrix]) -> dict[str, float]:
         """Return the figures so far. Raises NonFiniteLossError if their loss is not finite. inputs: of the last
