@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 from ...arrays import library_named, take_device
 from ...comm import Grid, free_memory
+from ...errors import Pmm3dError
 from ...io import Checkpoints, Loader, TokenDataSet
 from ...layout import SEQ, ULYSSES
 from ...model.machine import lack_of_memory
@@ -176,7 +177,14 @@ def _trainer(
         log_every=section.log_every,
         evaluate_every=section.evaluate_every,
         checkpoint_every=section.checkpoint_every,
+        patience=section.patience,
     )
+    with grid.collective_call("training", always=True):
+        if validation is None and (section.best or section.patience):
+            raise Pmm3dError(
+                f"training.{'patience' if section.patience else 'best'} needs validations, and data.validation is 0.0: "
+                "raise it, or name a data.validation_file"
+            )
     return Trainer(
         TrainState(network, optimizer, make_schedule(config, optimizer, steps), loader),
         recipe,
@@ -188,4 +196,5 @@ def _trainer(
         settings={**config.settings(), SAMPLES: samples.model_dump()},
         signals=signals,
         auto=auto,
+        best=Checkpoints(grid, section.folder / "best", keep=1) if section.best else None,
     )

@@ -127,13 +127,14 @@ def _targets(run: Trainer, config: Config) -> str:
         return f"tokens {section.inputs!r}: a vocabulary of {found['outputs']}, sequences of {section.sequence}"
     if found["loss"] != "cross_entropy":
         names = f" ({names_in_words(map(repr, found['target_names']))})" if found["target_names"] else ""
-        scaled = "" if run.loader.scaling is None else ". Samples and targets are standardised, also in the loss"
+        scaled = ". Samples and targets are standardised, also in the loss" if run.loader.scaling else ""
         return (
             f"targets {section.targets!r}: {found['outputs']} values a row{names}, by the loss {found['loss']}{scaled}"
         )
     classes = f"targets {config.data.targets!r}: labels of {counted(found['outputs'], 'class')}"
     if found["class_names"]:
-        return f"{classes} ({names_in_words(found['class_names'])})"
+        scaled = ". Samples are standardised" if run.loader.scaling else ""
+        return f"{classes} ({names_in_words(found['class_names'])}){scaled}"
     return classes + (
         ""
         if config.training.loss == "cross_entropy" or config.data.classes

@@ -343,6 +343,11 @@ class TrainingSection(Section):
     run waits for the last checkpoint, and for a checkpoint requested by a signal"""
     keep: Count = 3
     """number of newest checkpoints to keep"""
+    patience: Count | None = None
+    """number of validations in a row without a smaller loss, after which the run ends early; left out: it does not"""
+    best: bool = Field(default_factory=lambda given: given.get("patience") is not None)
+    """whether the checkpoint with the least validation loss is kept, in the folder best of training.folder; left out:
+    true if patience is set"""
     log_every: Count = 10
     """steps between lines of metrics.jsonl"""
     seed: Seed = 0
