@@ -172,6 +172,44 @@ def test_initial_weights_bring_their_scales(table):
     assert scales_of(table, "third") is None
 
 
+OWN = """
+from pmm3d import nn
+
+def asymmetric(output, y):
+    error = output - y
+    return nn.mean(nn.mean(nn.relu(error) * 3 + nn.relu(error * -1.0), 1), 0)
+
+def largest(output, y):
+    return float(abs((output - y).gather()).max())
+
+def broken(output, y):
+    return output.no_such
+"""
+
+
+def test_a_loss_and_metrics_of_ones_own(table):
+    """The loss penalises an error above the target: most predictions are below it."""
+    if table.comm.rank == 0:
+        (table.folder / "own.py").write_text(OWN)
+    folder = table.folder
+    lines = f'loss = "{folder}/own.py:asymmetric"\nmetrics = ["{folder}/own.py:largest"]'
+    done = table.finish(config(table, "own", epochs=15, training=lines, grid='shape = "1x2x1"'))
+    [figures] = [line["validation"] for line in table.metrics("own") if "validation" in line][-1:]
+    assert set(figures) == {"loss", "largest", "r2", "r2 of heat flux", "r2 of yield"} and figures["r2"] > 0.5
+    assert "by the loss " in done.stderr and "memory is not predicted" not in done.stderr
+    done = table.run("predict", str(folder / "own"), str(folder / "lab.csv"), "--out", str(folder / "own.h5"))
+    with h5py.File(folder / "own.h5") as out, h5py.File(folder / "lab.h5") as data:
+        assert (out["outputs"][:] < data["y"][:]).mean() > 0.55
+    done = table.run("evaluate", str(folder / "own"), str(folder / "lab.csv"))
+    assert done.returncode == 0 and "largest " in done.stdout, done.stderr
+    for training, text in (
+        (f'loss = "{folder}/own.py:gone"', "has no function gone; it has asymmetric, largest, broken"),
+        (f'loss = "{folder}/own.py:broken"', "own.py, line 12)"),
+        (f'metrics = ["{folder}/own.py:r2"]', "must differ, also from loss, accuracy and r2"),
+    ):
+        fails(table.train(config(table, "no", epochs=1, training=training)), text)
+
+
 def test_without_standardising_there_is_a_warning_and_the_bits_of_any_other_file(table):
     folder, options = table.folder, {"epochs": 1, "grid": 'shape = "1x2x1"'}
     done = table.finish(config(table, "off", "standardize = false", **options))

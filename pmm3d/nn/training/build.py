@@ -56,7 +56,7 @@ def trainer(
         own = Own.of(config, grid)
         with opened(config, grid, accept) as ((data, rows), held_out):
             loss = loss_of(config, data.classes is not None)
-            classes = data.classes if loss == "cross_entropy" else None
+            classes = data.classes
             batches: dict[str, Any] = {
                 "batch_size": config.data.batch_size,
                 "prefetch": config.data.prefetch,
@@ -170,7 +170,7 @@ def _trainer(
     epochs = section.epochs or -(-(section.steps or 1) // len(loader))
     steps = min(epochs * len(loader), section.steps or epochs * len(loader))
     recipe = Recipe(
-        loss,
+        own.functions.loss if ":" in loss else loss,
         epochs,
         steps=section.steps,
         clip=config.optimizer.clip,
@@ -178,6 +178,7 @@ def _trainer(
         evaluate_every=section.evaluate_every,
         checkpoint_every=section.checkpoint_every,
         patience=section.patience,
+        metrics=own.functions.metrics,
     )
     with grid.collective_call("training", always=True):
         if validation is None and (section.best or section.patience):

@@ -100,7 +100,7 @@ class Config(Section):
             ),
             (length and given, f"{''.join(given[:1])} is not for tokens (data.sequence): leave it out"),
             (
-                length and loss not in ("auto", "cross_entropy"),
+                length and loss in ("mse", "mae"),
                 f'training.loss = "{loss}": the loss of tokens is cross_entropy; leave it out',
             ),
             (

@@ -125,7 +125,7 @@ def _targets(run: Trainer, config: Config) -> str:
     found, section = run.settings[SAMPLES], config.data
     if section.sequence is not None:
         return f"tokens {section.inputs!r}: a vocabulary of {found['outputs']}, sequences of {section.sequence}"
-    if found["loss"] != "cross_entropy":
+    if run.loader.data.classes is None:
         names = f" ({names_in_words(map(repr, found['target_names']))})" if found["target_names"] else ""
         scaled = ". Samples and targets are standardised, also in the loss" if run.loader.scaling else ""
         return (
@@ -137,7 +137,7 @@ def _targets(run: Trainer, config: Config) -> str:
         return f"{classes} ({names_in_words(found['class_names'])}){scaled}"
     return classes + (
         ""
-        if config.training.loss == "cross_entropy" or config.data.classes
+        if config.training.loss != "auto" or config.data.classes
         else ', because they are integers; if they are values, set training.loss = "mse"'
     )
 

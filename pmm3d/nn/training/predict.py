@@ -37,8 +37,8 @@ from ..module import Module
 from ..transformer.generate import generate
 from .config import Config
 from .evaluation import Evaluation, loss_named
-from .network import network_of
-from .samples import Recalled, Samples, recalled
+from .network import OwnFunctions, network_of
+from .samples import Recalled, Samples, labels_of, recalled
 from .sections import AUTO
 
 LARGEST_BATCH = 2**31
@@ -136,10 +136,11 @@ def evaluate_run(comm: MPI.Intracomm, asked: Asked, targets: str | None = None) 
                 )
             take_device(network.library, grid.local_rank)
         names = _converted(grid, asked, known, targets or str(section.targets))
-        labels = samples.loss == "cross_entropy"
-        classes = (samples.class_names or samples.outputs) if labels else None
+        classes = (samples.class_names or samples.outputs) if samples.loss == "cross_entropy" else samples.class_names
         options: dict[str, Any] = {"dtype": network.dtype, "library": network.library, "classes": classes}
-        with DataSet(grid, asked.source, *names, labels=None if labels else False, **options) as data:
+        functions = OwnFunctions.of(known.config, grid, samples.loss)
+        with DataSet(grid, asked.source, *names, labels=labels_of(known.config), **options) as data:
+            labels = data.labelled
             with grid.collective_call("evaluate", str(asked.named), sorted(asked.accept), always=True):
                 wanted = samples.features, 1 if labels else samples.outputs
                 if (data.features, data.outputs) != wanted:
@@ -153,7 +154,7 @@ def evaluate_run(comm: MPI.Intracomm, asked: Asked, targets: str | None = None) 
             part = -(-section.batch_size // known.config.grid.micro_batches)
             loader = data.loader(asked.batch_size or part, shuffle=False)
             loader.standardize(known.scaling)
-            evaluation = Evaluation(made, loss_named(samples.loss))
+            evaluation = Evaluation(made, loss_named(functions.loss), functions.metrics)
             with made.evaluating(), unchanged(made.grid):
                 evaluation.add(loader.whole_epoch())
             figures, columns = evaluation.figures(), list[tuple[str, float, float]]()

@@ -66,10 +66,9 @@ class Recalled(NamedTuple):
 def samples_of(data: Data, loss: str) -> Samples:
     if isinstance(data, TokenDataSet):
         return Samples(features=data.features, outputs=data.vocabulary, loss=loss)
-    outputs = data.classes if loss == "cross_entropy" else None
     return Samples(
         features=data.features,
-        outputs=outputs or data.outputs,
+        outputs=data.classes or data.outputs,
         loss=loss,
         class_names=data.class_names,
         target_names=data.target_names,
@@ -118,8 +117,8 @@ def sizes_in_file(config: Config) -> SampleSizes:
         if isinstance(data, TokenDataSet):
             return SampleSizes(data.features, data.vocabulary, True, rows)
         check_targets(config, data)
-        classes = loss_of(config, data.classes is not None) == "cross_entropy"
-        return SampleSizes(data.features, data.classes or data.outputs if classes else data.outputs, classes, rows)
+        loss_of(config, data.classes is not None)
+        return SampleSizes(data.features, data.classes or data.outputs, data.classes is not None, rows)
 
 
 def _data_set(config: Config, grid: Grid, other: Data | None = None) -> Data:
@@ -221,8 +220,11 @@ def parts_of(config: Config, data: Data) -> tuple[RowSet, RowSet]:
 
 
 def loss_of(config: Config, classes: bool) -> str:
-    """Return the name of the loss; by default it depends on the targets. Raises Pmm3dError if it does not fit them."""
+    """Return the name of the loss; by default it depends on the targets. Raises Pmm3dError if it does not fit them. A
+    function of the user fits all."""
     loss = config.training.loss
+    if ":" in loss:
+        return loss
     if loss == "auto":
         return "cross_entropy" if classes else "mse"
     if (loss == "cross_entropy") != classes:

@@ -16,6 +16,7 @@ from .fields import (
     Cut,
     Function,
     Hidden,
+    LossName,
     Name,
     Place,
     Positive,
@@ -317,12 +318,15 @@ class ScheduleSection(Section):
 
 
 class TrainingSection(Section):
-    """Length of the run, precision, and files."""
+    """Length of the run, loss and metrics, precision, and files."""
 
     folder: Place = Path("runs/train")
     """folder of this run, for metrics.jsonl, run.json and checkpoints"""
-    loss: Literal["auto", "cross_entropy", "mse", "mae"] = "auto"
-    """loss to minimize; auto: cross_entropy for classes, mse for values"""
+    loss: LossName = "auto"
+    """loss to minimize; auto: cross_entropy for classes, mse for values; or a function (output, y) of your own, which
+    returns the mean over the rows"""
+    metrics: list[Function] = []
+    """functions (output, y) of your own that return a number for a batch, for validation: the mean over the rows"""
     steps: Count | None = None
     """number of steps of the run, which ends after `steps` or `epochs`, whichever comes first"""
     epochs: Count | None = Field(default_factory=lambda given: None if given.get("steps") else EPOCHS)
@@ -353,6 +357,16 @@ class TrainingSection(Section):
     seed: Seed = 0
     """seed of the initial weights, of dropout and of the order of the rows; in a network of `build`, of layers without
     a seed"""
+
+    @field_validator("metrics")
+    @classmethod
+    def _have_names(cls, metrics: list[str]) -> list[str]:
+        names = [each.rpartition(":")[2] for each in metrics]
+        if len(set(names)) < len(names) or {"loss", "accuracy", "r2"} & {*names}:
+            raise ValueError(
+                "the names of the functions are those of the figures: they must differ, also from loss, accuracy and r2"
+            )
+        return metrics
 
 
 class OverlapSection(Section):
