@@ -169,7 +169,8 @@ def convert_like(
         table = Table(source, text, None, None)
         chosen = table.selection_like(known, targets)
         labels: bool | Sequence[str] = classes if targets and classes else False
-        return _store(file, table, chosen, table.read(chosen, "float64", classes=labels, means=known["means"]))
+        found = table.read(chosen, "float64", classes=labels, missing="known", means=known["means"])
+        return _store(file, table, chosen, found)
 
 
 @contextmanager

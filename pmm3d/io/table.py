@@ -139,7 +139,11 @@ class Table:
         missing: str = "refuse",
         means: Sequence[float] | None = None,
     ) -> Contents:
-        """Return the numbers of these columns. classes, missing: as in `convert`; means: replace missing inputs."""
+        """Return the numbers of these columns.
+
+        classes, missing   as in `convert`
+        means              replace missing inputs with missing="known"; None: these are refused
+        """
         import numpy as np
 
         if classes is not False and len(chosen.targets) != 1:
@@ -160,25 +164,13 @@ class Table:
                 f"{self._path}, line {lines[row]}, column {name}: {table[row, number]} is not a finite {dtype}"
             )
         gaps = np.isnan(table)
-        filling = missing == "mean" or means is not None
+        filling = missing == "mean" or (missing == "known" and means is not None)
         self._refuse_gaps(gaps[:, len(chosen.inputs) :] if filling else gaps, missing, lines, place, len(labels))
         bad = gaps[:, len(chosen.inputs) if filling else 0 :].any(1)
         table, lines = table[~bad], lines[~bad]
         if not len(table):
             raise DataError(f"{self._path}: each line has a missing value, so none is left")
-        columns, names, known = list[Any](), list[str](), dict[str, list[str]]()
-        for number, at in enumerate(chosen.inputs):
-            if at in chosen.categories:
-                order = known[self.names[at]] = self._order(at, texts[at], table[:, number], lines, chosen.categories)
-                codes = [texts[at].get(text, -1) for text in order]
-                hot = (table[:, number, None] == codes).astype(float)
-                hot[np.isnan(table[:, number])] = nan
-                columns.append(hot)
-                names += [f"{self.names[at]}={text}" for text in order]
-            else:
-                columns.append(table[:, number, None])
-                names.append(self.names[at])
-        inputs = np.concatenate(columns, axis=1)
+        inputs, names, known = self._expanded(chosen, texts, table, lines)
         holes = np.isnan(inputs)
         if filling:
             if means is None and holes.all(0).any():
@@ -211,6 +203,26 @@ class Table:
             int(bad.sum()),
             int(gaps[~bad].sum()),
         )
+
+    def _expanded(
+        self, chosen: Selection, texts: Mapping[int, dict[str, int]], table: np.ndarray, lines: np.ndarray
+    ) -> tuple[np.ndarray, list[str], dict[str, list[str]]]:
+        """Return the inputs with a column for each text of a category, the names of the columns, and the texts of each
+        category. Missing values are NaN."""
+        import numpy as np
+
+        columns, names, known = list[Any](), list[str](), dict[str, list[str]]()
+        for number, at in enumerate(chosen.inputs):
+            name, values = self.names[at], table[:, number, None]
+            if at not in chosen.categories:
+                columns.append(values)
+                names.append(name)
+                continue
+            known[name] = self._order(at, texts[at], table[:, number], lines, chosen.categories)
+            hot = (values == [texts[at].get(text, -1) for text in known[name]]).astype(float)
+            columns.append(np.where(np.isnan(values), nan, hot))
+            names += [f"{name}={text}" for text in known[name]]
+        return np.concatenate(columns, axis=1), names, known
 
     def _order(
         self,
@@ -246,17 +258,20 @@ class Table:
     ) -> None:
         import numpy as np
 
-        if missing != "refuse" or not gaps.any():
+        if missing not in ("refuse", "known") or not gaps.any():
             return
         row, number = np.argwhere(gaps)[0]
         number += len(place) - gaps.shape[1]
         name = next(self.names[at] for at, column in place.items() if column == number)
         label = " If it is a class, list all classes with classes=[...] (--class-names)." if labels else ""
-        raise DataError(
-            f"{self._path}, line {lines[row]}, column {name}: the value is missing.{label} missing='drop' "
-            "(--missing drop) leaves such lines out; missing='mean' (--missing mean) replaces missing inputs by the "
-            "mean of their column"
+        remedy = (
+            "missing='drop' (--missing drop) leaves such lines out; missing='mean' (--missing mean) replaces missing "
+            "inputs by the mean of their column"
+            if missing == "refuse"
+            else "Fill it, or remove the line. If the training data are converted with --missing mean, missing inputs "
+            "are replaced here too"
         )
+        raise DataError(f"{self._path}, line {lines[row]}, column {name}: the value is missing.{label} {remedy}")
 
     def _cells(
         self, chosen: Selection, texts: dict[int, dict[str, int]], given: Mapping[int, Sequence[str]]

@@ -1,5 +1,7 @@
 """CSV and .npz to HDF5: the written data, errors with their places, and no incomplete files."""
 
+import json
+
 import h5py
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from typer.testing import CliRunner
 
 from pmm3d import DataError
 from pmm3d.io import convert
+from pmm3d.io.conversion import convert_like
 from pmm3d.tools.convert import table_command
 
 
@@ -184,6 +187,34 @@ def test_missing_values_are_left_out_or_replaced(table, target, cell):
     done = convert(path, target, missing="mean", **options)
     assert written(target)["x"].tolist() == [[1, 4, 1, 0], [2, 5, 0, 1], [3, 6, 0.5, 0.5]]
     assert (done.dropped, done.filled) == (1, 2) and written(target)["y"].tolist() == [[7], [8], [9]]
+
+
+def test_another_table_is_converted_as_the_first(table, target, tmp_path):
+    found = []
+    for missing in ("refuse", "mean"):
+        gap = "" if missing == "mean" else "2"
+        convert(
+            table(f"u,site,y\n1,a,5\n3,b,6\n{gap},a,7\n"), target, categories="site", missing=missing, overwrite=True
+        )
+        with h5py.File(target) as file:
+            found.append(json.loads(file["x"].attrs["table"]))
+    path, other = tmp_path / "other.csv", tmp_path / "other.h5"
+    path.write_text("site,u\nb,7\na,NA\n")
+    with pytest.raises(DataError, match="line 3, column u: the value is missing. Fill it, or remove the line"):
+        convert_like(path, other, found[0], targets=False)
+    assert convert_like(path, other, found[1], targets=False).columns == ["u", "site=a", "site=b"]
+    assert written(other)["x"].tolist() == [[7, 0, 1], [2, 1, 0]]
+    path.write_text("7,b\n1,a\n")
+    convert_like(path, other, found[0], targets=False)
+    assert written(other)["x"].tolist() == [[7, 0, 1], [1, 1, 0]]
+    for text, targets, said in (
+        ("u,site\n1,c\n", False, "line 2, column site: 'c' is none of the categories of the training data: a, b"),
+        ("u,site\n1,a\n", True, "has no column 'y'; it has the columns u, site. The metrics need"),
+        ("1\n2\n", False, "has 1 column, and the network takes 2: u, site"),
+    ):
+        path.write_text(text)
+        with pytest.raises(DataError, match=said):
+            convert_like(path, other, found[0], targets=targets)
 
 
 def test_texts_become_columns_of_categories(table, target):
