@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "float64")
 INPUTS, TARGETS, GROUPS = "x", "y", "groups"
 """Names of the data sets from a CSV file, and defaults for arrays of a .npz file."""
-TABLE = "table"
+TABLE = "pmm3d_table"
 """Attribute of the samples from a CSV file, JSON: how its columns became those of the samples."""
 ENDINGS = (".h5", ".hdf5", ".hdf", "")
 """Extensions of HDF5 files that are written."""
@@ -119,9 +119,9 @@ def convert(
     Notes
     -----
     The data sets of a CSV file are `x` and `y`; those of a .npz file have the names of the arrays. Names of columns
-    become the attributes `columns` of inputs and targets. The attribute `table` of the inputs describes the conversion.
-    `pmm3d train` standardises samples with this attribute, and `pmm3d predict` converts other tables by it. The file
-    has a temporary name until it is complete. For other tables, use pandas and write a CSV or .npz file.
+    become the attributes `columns` of inputs and targets. The attribute `pmm3d_table` of the inputs describes the
+    conversion. `pmm3d train` standardises samples with this attribute, and `pmm3d predict` converts other tables by it.
+    The file has a temporary name until it is complete. For other tables, use pandas and write a CSV or .npz file.
 
     Examples
     --------
@@ -162,8 +162,9 @@ def convert_like(
 ) -> Converted:
     """Convert a CSV file as another one was converted, for a network that was trained on that.
 
-    known     attribute `table` of the other file's inputs;   classes   names of the classes, if targets are labels
+    known     attribute `pmm3d_table` of the other file's inputs
     targets   whether targets are read; without them, their columns may be missing
+    classes   names of the classes, if targets are labels
     """
     with _writing(source, target, overwrite=True) as file, opened(source, "utf-8-sig") as text:
         table = Table(source, text, None, None)

@@ -106,8 +106,9 @@ class Table:
         return Selection(taken, chosen, groups, dict.fromkeys(categories))
 
     def selection_like(self, known: Mapping[str, Any], targets: bool) -> Selection:
-        """Return the columns of the table that `known`, the attribute `table` of converted samples, describes: by name
-        if both have a header, else by position. A table without targets may lack their columns. Raises DataError."""
+        """Return the columns of the table that `known` describes, the attribute `pmm3d_table` of converted samples: by
+        name if both have a header, else by position. Without `targets`, their columns may be missing. Raises
+        DataError."""
         wanted = [*known["inputs"], *(known["targets"] if targets else [])]
         places = {name: at for at, name in enumerate(self.names)}
         if not (self.header and known["header"]):

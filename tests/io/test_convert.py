@@ -197,7 +197,7 @@ def test_another_table_is_converted_as_the_first(table, target, tmp_path):
             table(f"u,site,y\n1,a,5\n3,b,6\n{gap},a,7\n"), target, categories="site", missing=missing, overwrite=True
         )
         with h5py.File(target) as file:
-            found.append(json.loads(file["x"].attrs["table"]))
+            found.append(json.loads(file["x"].attrs["pmm3d_table"]))
     path, other = tmp_path / "other.csv", tmp_path / "other.h5"
     path.write_text("site,u\nb,7\na,NA\n")
     with pytest.raises(DataError, match="line 3, column u: the value is missing. Fill it, or remove the line"):

@@ -129,6 +129,9 @@ def test_an_exported_network_takes_and_returns_the_units_of_the_table(table):
     assert "the network takes standardised samples" in done.stdout
     with safe_open(folder / "bare.safetensors", "numpy") as file:
         assert len(json.loads(file.metadata()["pmm3d"])["scaling"]["inputs"][0]) == 4
+    weights = f'weights = "{folder}/bare.safetensors"'
+    done = table.finish(config(table, "more", epochs=1, network="bias = false", training=weights))
+    assert "loaded, with the scales of its samples" in done.stderr
 
 
 def test_a_resumed_run_keeps_its_scales(table, comm):

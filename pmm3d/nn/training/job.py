@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
@@ -162,16 +163,14 @@ def _end_schedule_with_run(run: Trainer) -> list[str]:
 
 def _load_weights(run: Trainer, path: Path, accept: frozenset[str]) -> str:
     """Load initial weights, and the scales of the samples that they were trained with."""
-    from ...io import Checkpoints
     from ...io.scaling import Scaling
-    from ...io.shards import CHECKPOINT_FILE
     from ..exchange import load_weights
 
     found = load_weights(run.state.network, path, run.state.optimizer, accept=accept, facts=run.loader.data.facts)
-    is_checkpoint = run.grid.comm.bcast((found / CHECKPOINT_FILE).exists() if run.grid.rank == 0 else None)
-    meta = Checkpoints(run.grid, found.parent).meta(found) if is_checkpoint else {}
-    scaling = Scaling.of((meta.get("loader") or {}).get("scaling"))
-    with run.grid.collective_call("training", str(path)):
+    with run.grid.collective_call("training", str(path), always=True):
+        state = _scales_in(found) if run.grid.rank == 0 else None
+    scaling = Scaling.of(run.grid.comm.bcast(state))
+    with run.grid.collective_call("training", str(path), always=True):
         if (scaling is None) != (run.loader.scaling is None):
             with_or_without, wanted = ("without", "false") if scaling is None else ("with", "true")
             raise Pmm3dError(
@@ -181,3 +180,16 @@ def _load_weights(run: Trainer, path: Path, accept: frozenset[str]) -> str:
     for loader in (run.loader, *([] if run.validation is None else [run.validation])):
         loader.standardize(scaling)
     return "loaded" if scaling is None else "loaded, with the scales of its samples"
+
+
+def _scales_in(path: Path) -> dict[str, Any] | None:
+    """Return the scales in a checkpoint or in an exported file, or None."""
+    from ...io.safetensors import contents_of
+    from ...io.shards import CHECKPOINT_FILE, read_master
+    from ..exchange import ENDING, OWN
+    from .export import SCALED
+
+    if (path / CHECKPOINT_FILE).exists():
+        meta = read_master(path)[1]
+        return (meta.get("loader") or {}).get("scaling") if isinstance(meta, dict) else None
+    return json.loads(contents_of(path)[1].get(OWN, "{}")).get(SCALED) if path.suffix == ENDING else None
