@@ -98,7 +98,9 @@ def table_command(
 
     [bold]Examples[/]
 
-    pmm3d convert lab.csv lab.h5 --targets "heat flux,yield" --categories site --missing mean
+    pmm3d convert lab.csv lab.h5 --targets "heat flux,yield"
+
+    pmm3d convert lab.csv lab.h5 --categories site --missing mean
 
     pmm3d convert iris.csv iris.h5 --classes     species as text become 0, 1, 2
 
