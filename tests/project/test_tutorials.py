@@ -13,6 +13,7 @@ from training_runs import run_here
 from tutorial import TUTORIALS, follow, steps
 from typer.testing import CliRunner
 
+from pmm3d.tools import ranks
 from pmm3d.tools.commands import app
 
 DOCS = TUTORIALS.parent
@@ -51,6 +52,7 @@ def test_the_tutorial_on_benchmarks(on_ranks, tmp_path, monkeypatch):
 def test_the_tutorial_on_tables(comm, shared_path, monkeypatch):
     """And its predictions, in the units of the targets, have an r2 above 0.95."""
     monkeypatch.chdir(shared_path)
+    monkeypatch.setattr(ranks, "task_rank", lambda environ: comm.rank)  # the launcher may have started further ranks
 
     def run(command: str) -> str:
         comm.barrier()
