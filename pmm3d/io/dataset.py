@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from math import prod
@@ -14,8 +15,10 @@ from ..comm import Grid
 from ..errors import DataError, DTypeError
 from ..layout import batch_layout, part_range
 from ..text import names_in_words
+from .conversion import TABLE
 from .loader import Batched, Loader, Some
 from .reader import Rows, Source
+from .scaling import Scaling, column_scale
 from .source import SourceFile
 from .split import RowSet
 
@@ -66,6 +69,10 @@ class DataSet(Batched):
         Names of the classes, in the order of their numbers.
     columns : list of str or None
         Names of the inputs' columns, as `pmm3d convert` writes them.
+    target_names : list of str or None
+        Names of the columns of targets that are values, likewise.
+    table : dict or None
+        Description of the table from which `pmm3d convert` made the samples, by which other tables are converted.
     facts : dict of str to list of str
         Names that are compared with those of stored weights: "columns", and "classes" in the order of the numbers in
         batches. Names that the file lacks are left out.
@@ -126,6 +133,8 @@ class DataSet(Batched):
             self.features, self.outputs = prod(self.inputs.shape[1:]), prod(self.targets.shape[1:])
             self.labelled = labels is not False and self.targets.dtype.kind in "iu" and self.outputs == 1
             self.class_names, self.columns = self._names(), columns_of(self.inputs)
+            self.target_names = None if self.labelled else columns_of(self.targets)
+            self.table: dict[str, Any] | None = json.loads(self.inputs.attrs.get(TABLE, "null"))
             named = list(map(str, classes)) if isinstance(classes, (list, tuple)) else self.class_names
             self.facts = {name: texts for name, texts in (("columns", self.columns), ("classes", named)) if texts}
             self.numbering: np.ndarray | None = None
@@ -237,6 +246,22 @@ class DataSet(Batched):
                 f"{self.path}: row {np.r_[rows][row]} of data set {self.targets.name[1:]!r} is the "
                 f"label {labels[row]}; labels are {known}"
             )
+
+    def scaling(self, rows: RowSet) -> Scaling:
+        """Return mean and standard deviation of the columns of these rows, for `Loader.standardize`. Collective.
+
+        The targets have scales if they are values. The numbers are the same on every rank and grid.
+
+        Parameters
+        ----------
+        rows : RowSet
+            The rows to train on, a part of `split`.
+        """
+        scales = [
+            column_scale(self.grid, self.file, dataset, rows, self.dtype)
+            for dataset in (self.inputs, *([] if self.labelled else [self.targets]))
+        ]
+        return Scaling(*scales)
 
     def loader(
         self,

@@ -16,6 +16,7 @@ from ..comm import Grid, at_end
 from ..errors import DataError, Pmm3dError
 from ..product import DistMatrix
 from .reader import Plan, Reader, Rows, Source, batches_of
+from .scaling import Scaling
 from .source import SourceFile
 from .split import RowSet, last_rows, random_groups, random_rows
 
@@ -41,6 +42,8 @@ class Loader(AbstractContextManager["Loader"]):
         Number of parts in which a batch is returned.
     left : int
         Micro-batches of the next batch that were not taken yet; 0 at the end of an epoch.
+    scaling : Scaling or None
+        Scales by which samples, and targets that are values, are standardised. Default: none.
 
     Raises
     ------
@@ -82,6 +85,7 @@ class Loader(AbstractContextManager["Loader"]):
         rows = [chosen.start, chosen.stop] if chosen.order is None else [0, chosen.samples]
         for source in sources:
             source.open(data.grid.stage, rows, self.rows(0)[0], data.cache_bytes)
+        self.scaling: Scaling | None = None
         self._work, self._handed_out = Workspace(), 0
         self._reader: Reader | None = None
         self._fetched: deque[Shards] = deque()
@@ -160,6 +164,13 @@ class Loader(AbstractContextManager["Loader"]):
             self._stop()
         self.epoch, self.batch, self._handed_out = self.epoch + 1, 0, 0
 
+    def standardize(self, scaling: Scaling | None) -> None:
+        """Standardise the batches from now on; None: do not."""
+        self._stop()
+        self.scaling = scaling
+        for source, scale in zip(self._sources, scaling or (None, None)):
+            source.scale = scale
+
     def whole_epoch(self) -> Iterator[tuple[DistMatrix, DistMatrix]]:
         """Yield all micro-batches (x, y) of an epoch, for an evaluation.
 
@@ -210,19 +221,28 @@ class Loader(AbstractContextManager["Loader"]):
     def state(self) -> dict[str, Any]:
         """Return the position after the last batch that was returned completely, for JSON.
 
-        The state describes the batches, and has the `fingerprint` of the data set. It fits any grid, and any number of
-        micro-batches.
+        The state describes the batches, and has the `fingerprint` of the data set, and the scales if batches are
+        standardised. It fits any grid, and any number of micro-batches.
         """
-        return {"epoch": self.epoch, "batch": self.batch, **self._plan.state(), "data": self.data.fingerprint}
+        scaling = {} if self.scaling is None else {"scaling": self.scaling.state()}
+        return {
+            "epoch": self.epoch,
+            "batch": self.batch,
+            **self._plan.state(),
+            "data": self.data.fingerprint,
+            **scaling,
+        }
 
     def load_state(self, state: Mapping[str, Any], *, other_data: bool = False) -> None:
         """Go to the position of a state. Collective.
 
-        With `other_data`, a state of other batches or other data is accepted, and the epoch then begins anew. Raises
+        A loader that standardises takes the scales of the state. With `other_data`, a state of other batches or other
+        data is accepted, and the epoch then begins anew. Raises
         DataError, on every rank, if the state belongs to other batches or other data, or is no state.
         """
         with self.data.grid.collective_call("Loader.load_state", state, other_data):
-            needed = ("epoch", "batch") if other_data else self.state()
+            here = {key: value for key, value in self.state().items() if key != "scaling"}
+            needed = ("epoch", "batch") if other_data else here
             if missing := [key for key in needed if key not in state]:
                 raise DataError(
                     f"this is not a state of a Loader: it lacks {', '.join(missing)}. Pass the result of Loader.state()"
@@ -230,7 +250,7 @@ class Loader(AbstractContextManager["Loader"]):
             check_at_least(0, epoch=state["epoch"], batch=state["batch"])
             differ = [
                 f"{key} was {state.get(key)}, is {value}"
-                for key, value in self.state().items()
+                for key, value in here.items()
                 if key not in ("epoch", "batch") and state.get(key) != value
             ]
             if differ and not other_data:
@@ -242,6 +262,8 @@ class Loader(AbstractContextManager["Loader"]):
             if not differ and state["batch"] > len(self):
                 raise DataError(f"the state is at batch {state['batch']}; an epoch has {len(self)}")
             self._stop()
+            if self.scaling is not None and "scaling" in state:
+                self.standardize(Scaling.of(state["scaling"]))
             self.epoch, self.batch, self._handed_out = state["epoch"], state["batch"], 0
             if differ:
                 known = all(key in state for key in ("rows", "batch_size", "drop_last"))
@@ -274,6 +296,7 @@ class Batched:
     samples       number of samples;   classes   number of classes of integers, None for other numbers
     fingerprint   digest of the contents of the data sets, the same on every rank and grid
     facts         what no shape shows, and weights depend on: names of columns and classes, the tokenizer
+    target_names  names of the columns of targets that are values, or None
     """
 
     grid: Grid
@@ -285,6 +308,7 @@ class Batched:
     cache_bytes: int
     fingerprint: str
     facts: dict[str, Any]
+    target_names: list[str] | None = None
 
     def __init__(self) -> None:
         self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()

@@ -17,6 +17,7 @@ from ..comm import Grid
 from ..errors import DataError, needs
 from ..layout import Box, Layout, offsets, part_sizes
 from .permutation import Permutation
+from .scaling import ColumnScale
 from .source import SourceFile
 from .split import RowSet
 
@@ -100,6 +101,7 @@ class Source:
     dataset   (samples, ...); the dims after the first are flattened to `width` columns
     layout    layout of a batch;   dtype   element type of a batch
     name      of the data set;   low   this rank's first column, after `open`
+    scale     by which values are standardised when they are read; None: they are not
 
     The columns of all samples are read once and cached if they have at most `cache_bytes`. Columns of a contiguous data
     set must also have at most `SMALL_BYTES`. HDF5 reads a whole chunk for each row: 30 us uncompressed, 200 us
@@ -110,6 +112,7 @@ class Source:
         self.dataset, self.width, self.layout, self.dtype = dataset, width, layout, dtype
         self.name = dataset.name.removeprefix("/")
         self.cache: np.ndarray | None = None
+        self.scale: ColumnScale | None = None
 
     def shape(self, samples: int) -> tuple[int, int]:
         """Return the shape of a batch of this many samples."""
@@ -255,6 +258,8 @@ class Reader:
                     values[...] = self._renumbered(values, rows)
                 else:
                     self._check_finite(values, source, rows)
+                    if source.scale is not None:
+                        source.scale.apply(values, source.low)
         return x, y
 
     def _check_finite(self, values: np.ndarray, source: Source, rows: Rows) -> None:

@@ -7,6 +7,7 @@ from math import nan
 
 import numpy as np
 
+from ..errors import Pmm3dError
 from .compute import TensorSpec, array_namespace
 from .labels import Matrix, labels_of
 from .loss import aligned_target
@@ -109,6 +110,9 @@ class R2:
 
     def __init__(self) -> None:
         self._rows, self._error = 0, 0.0
+        self._errors = np.zeros(1)
+        """Sum of squared errors of each column of this rank's targets."""
+        self._first = 0
         self._own = np.zeros((3, 1))
         """Number of rows, mean, and sum of squared deviations, for each column of this rank's targets."""
         self._like: TensorSpec | None = None
@@ -123,10 +127,12 @@ class R2:
             batch = np.stack([np.full_like(mean, len(wanted)), mean, ((wanted - mean) ** 2).sum(0)])
             self._own = _merged(np.stack([np.broadcast_to(self._own, batch.shape), batch]))
             self._error += float((error**2).sum())
+            self._errors = self._errors + (error**2).sum(0)
         else:
             library.passed("r2", aligned, prediction.shard)
-            self._own = np.ones((3, aligned.shape[1]))
+            self._own, self._errors = np.ones((3, aligned.shape[1])), np.ones(aligned.shape[1])
         self._rows += prediction.shape[0]
+        self._first = prediction.box.c0
         self._like = prediction.spec
         return self
 
@@ -134,11 +140,31 @@ class R2:
         """Value for all batches; NaN without rows. Collective."""
         if self._like is None or not self._rows:
             return float("nan")
-        spec, grid, has_data = self._like, self._like.grid, self._like.library.has_data
-        own = combine_over(spec, self._own, 0, lambda parts, _: _merged(parts) if has_data else self._own)
+        spec, grid, own = self._like, self._like.grid, self._of_all_rows(self._like)
         [error] = sum_over(grid, np.array([self._error]), spec.layout.rows)
         error, spread = sum_over(grid, np.array([error, own[2].sum()]), spec.layout.cols)
         return float(1 - error / spread) if spread else float("nan")
+
+    def of_columns(self) -> tuple[np.ndarray, np.ndarray]:
+        """Coefficient of determination and mean squared error of each column, for all batches. Collective.
+
+        The coefficient of a constant target is NaN."""
+        spec = self._like
+        if spec is None or not self._rows:
+            raise Pmm3dError("R2.of_columns: there were no batches: call add first")
+        own, both = self._of_all_rows(spec), np.zeros((2, spec.shape[1]))
+        held = slice(self._first, self._first + own.shape[1])
+        both[:, held] = sum_over(spec.grid, self._errors.copy(), spec.layout.rows), own[2]
+        error, spread = sum_over(spec.grid, both, spec.layout.cols)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(spread > 0, 1 - error / spread, nan), error / self._rows
+
+    def _of_all_rows(self, spec: TensorSpec) -> np.ndarray:
+        """Number of rows, mean, and sum of squared deviations, for each column of this rank's targets, over all
+        ranks."""
+        has_data = spec.library.has_data
+        own: np.ndarray = combine_over(spec, self._own, 0, lambda parts, _: _merged(parts) if has_data else self._own)
+        return own
 
 
 def _merged(parts: np.ndarray) -> np.ndarray:

@@ -24,7 +24,7 @@ from .plan.gpt import gpt_command
 from .plan.pipeline import pipeline_command
 from .plan.product import product_command
 from .plan.train import train_command as plan_train_command
-from .predict import generate_command, predict_command
+from .predict import evaluate_command, generate_command, predict_command
 from .ranks import Accept, all_ranks, on_first, one_process
 from .terminal import check_surroundings, say
 from .tune.blas.command import blas_command
@@ -182,9 +182,10 @@ def export_command(
     """Write the weights of a checkpoint as a torch state dict.
 
     Names and shapes are those of the same layers in a torch.nn.Sequential without Dropout. Load the file with
-    network.load_state_dict(safetensors.torch.load_file(TARGET)). The names gpt2 and llama are names and
-    shapes of the transformers package. The metadata "pmm3d" of the file contains the configuration of the run. The file
-    has a temporary name until it is complete.
+    network.load_state_dict(safetensors.torch.load_file(TARGET)). If samples were standardised, the scales are part of
+    the weights of the first and the last layer: the exported network takes and returns the units of the data. The names
+    gpt2 and llama are names and shapes of the transformers package. The metadata "pmm3d" of the file contains the
+    configuration of the run. The file has a temporary name until it is complete.
 
     [bold]Examples[/]
 
@@ -203,9 +204,9 @@ def export_command(
 
         on_first(comm, first)
         with bar("export", comm.rank == 0):
-            path = export_checkpoint(comm, checkpoint, target, names)
+            path, units = export_checkpoint(comm, checkpoint, target, names)
         if comm.rank == 0:
-            say(f"wrote {target}, the weights of {path}")
+            say(f"wrote {target}, the weights of {path}{units}")
 
 
 class _FirstIsDefault(TyperGroup):
@@ -249,6 +250,7 @@ _add(
     bench=bench_command,
     train=train_command,
     predict=predict_command,
+    evaluate=evaluate_command,
     generate=generate_command,
     doctor=doctor_command,
     report=report_command,

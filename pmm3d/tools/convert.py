@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ..errors import DataError
-from ..io.conversion import Converted, convert
+from ..io.conversion import INPUTS, TARGETS, Converted, convert
 from ..io.text import convert_text
 from ..text import counted, names_in_words
 from .output import bar, check_writable
@@ -24,23 +24,17 @@ def table_command(
     source: Annotated[Path, typer.Argument(help="A table of numbers as text (CSV), or a .npz file of arrays.")],
     target: Annotated[Path, typer.Argument(help="The HDF5 file to write.")],
     inputs: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Name that the data set of samples gets in TARGET. In a .npz file, also the array of the samples."
+            help="Columns of a CSV file that are inputs: names or indices, as in pressure,speed. Default: all columns "
+            "that are neither targets nor the group. For a .npz file: name of the array of samples. Default: x."
         ),
-    ] = "x",
+    ] = None,
     targets: Annotated[
         str | None,
         typer.Option(
-            help="Name that the data set of targets gets in TARGET. No column of "
-            "a CSV file: --target-columns names these. In a .npz file, also "
-            "the array of the targets. Default: y."
-        ),
-    ] = None,
-    target_columns: Annotated[
-        str | None,
-        typer.Option(
-            help="Columns of a CSV file that are targets: names or indices, as in age,income. Default: the last column."
+            help="Columns of a CSV file that are targets: names or indices, as in 'heat flux,yield'. Default: the last "
+            "column. For a .npz file: name of the array of targets. Default: y."
         ),
     ] = None,
     no_targets: Annotated[
@@ -66,6 +60,19 @@ def table_command(
             "data.groups."
         ),
     ] = None,
+    categories: Annotated[
+        str | None,
+        typer.Option(
+            help="Inputs of a CSV file that are texts, as in site,batch. Each text becomes a column of 0 and 1."
+        ),
+    ] = None,
+    missing: Annotated[
+        str,
+        typer.Option(
+            help="Missing values of a CSV file (an empty cell, NA, NaN): refuse; drop: leave the line out; mean: a "
+            "missing input becomes the mean of its column, and lines without a target are left out."
+        ),
+    ] = "refuse",
     header: Annotated[
         bool | None,
         typer.Option(
@@ -91,7 +98,9 @@ def table_command(
 
     [bold]Examples[/]
 
-    pmm3d convert houses.csv houses.h5 --target-columns price
+    pmm3d convert lab.csv lab.h5 --targets "heat flux,yield"
+
+    pmm3d convert lab.csv lab.h5 --categories site --missing mean
 
     pmm3d convert iris.csv iris.h5 --classes     species as text become 0, 1, 2
 
@@ -108,26 +117,25 @@ def table_command(
         )
     if no_targets and targets is not None:
         raise DataError("--targets and --no-targets do not go together: leave one of them out")
-    targets = "y" if targets is None else targets
     check_writable(target)
     names = None if class_names is None else _listed(class_names)
-    columns = None if target_columns is None else _listed(target_columns) if target_columns else []
     with bar("convert"):
         done = convert(
             source,
             target,
-            inputs=inputs,
-            targets=None if no_targets else targets,
-            target_columns=columns,
+            inputs=inputs if arrays else _columns(inputs),
+            targets=False if no_targets else targets if arrays else _columns(targets),
             classes=classes if names is None else names,
             group_column=group_column,
+            categories=_columns(categories),
+            missing=missing,
             header=header,
             delimiter=delimiter,
             encoding="utf-8-sig" if encoding is None else encoding,
             dtype="float32" if dtype is None else dtype,
             overwrite=overwrite,
         )
-    found = _in_words(done, inputs, targets)
+    found = _in_words(done, inputs if arrays and inputs else INPUTS, targets if arrays and targets else TARGETS)
     sampled = done.columns is None and not arrays
     say(f"wrote {target}: {found}{'; no header: the first line is a sample' if sampled else ''}")
 
@@ -173,6 +181,11 @@ def _listed(text: str) -> list[str]:
     return [name.strip() for name in next(csv.reader([text], skipinitialspace=True), [""])]
 
 
+def _columns(text: str | None) -> list[str] | None:
+    """Return the columns in a comma-separated list; None if there is no list."""
+    return None if text is None else _listed(text) if text else []
+
+
 def _in_words(done: Converted, inputs: str, targets: str) -> str:
     """Return shapes, columns, classes and header in words."""
     found = [f"{inputs} {' x '.join(map(str, done.inputs))}{_of(done.columns)}"]
@@ -185,6 +198,10 @@ def _in_words(done: Converted, inputs: str, targets: str) -> str:
         found.append(f"{counted(len(sizes), 'class')}: {names_in_words(sizes, MOST_NAMES)}")
     if done.columns is not None:
         found.append("the first line is a header")
+    if done.dropped:
+        found.append(f"{counted(done.dropped, 'line')} with missing values left out")
+    if done.filled:
+        found.append(f"{counted(done.filled, 'missing value')} replaced by the mean of the column")
     if done.columns and "" in done.columns:
         found.append(
             "note: an input has no name, as the row numbers that pandas writes; leave them out with to_csv(index=False)"

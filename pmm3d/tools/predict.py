@@ -1,4 +1,4 @@
-"""The commands `pmm3d predict` and `pmm3d generate`."""
+"""The commands `pmm3d predict`, `pmm3d evaluate` and `pmm3d generate`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Annotated
 import typer
 
 from ..errors import DataError
-from ..io.conversion import ENDINGS, check_ending, convert
+from ..io.conversion import ENDINGS, check_ending
 from ..io.disk import check_replaceable, sync
-from ..text import counted, shell_command
+from ..text import counted, names_in_words
 from .output import bar, check_writable
 from .ranks import Accept, all_ranks, on_first, size
 from .terminal import say
@@ -31,7 +31,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it 
 def predict_command(
     run: Run,
     file: Annotated[
-        Path, typer.Argument(help="File of the samples: HDF5, .npz, or .csv, .tsv or .txt without targets.")
+        Path, typer.Argument(help="File of the samples: HDF5, .npz, .csv, .tsv or .txt. It may contain targets.")
     ],
     out: Annotated[Path, typer.Option(help="File to write: .h5 (HDF5) or .csv.")],
     inputs: Annotated[
@@ -51,10 +51,12 @@ def predict_command(
     """Compute the outputs of a trained network for samples. `pmm3d generate` is for a network of tokens.
 
     The network is made from the configuration in the checkpoint. An HDF5 file OUT contains a data set `outputs` with a
-    row for each sample. For classes it also contains `probabilities`, and `classes` with the number of the most
-    probable class; the attribute class_names of `classes` contains the names. A CSV file OUT contains a line for each
-    sample: the outputs, or the most probable class and the probability of each class. OUT has a temporary name until it
-    is complete. You can use any number of ranks. With the run's number of ranks, the grid is that of the run.
+    row for each sample, in the units of the targets. For classes it also contains `probabilities`, and `classes` with
+    the number of the most probable class; the attribute class_names of `classes` contains the names. A CSV file OUT
+    contains a line for each sample: the outputs, or the most probable class and the probability of each class. If the
+    run's data was a table, the columns of another table are found by their names, and categories and missing values are
+    converted as in the training data. OUT has a temporary name until it is complete. You can use any number of ranks.
+    With the run's number of ranks, the grid is that of the run.
 
     [bold]Examples[/]
 
@@ -78,22 +80,68 @@ def predict_command(
                 check_files(asked)
                 check_writable(out)
                 if file.suffix.lower() in CONVERTED:
-                    made = _beside(out, "samples", temporary)
-                    _convert(file, made, inputs)
-                    asked = replace(asked, source=made, origin=file, inputs=inputs or "x")
+                    asked = replace(asked, source=_beside(out, "samples", temporary), origin=file)
                 return replace(asked, target=_beside(out, "outputs", temporary)) if to_csv else asked
 
             with bar("predict", comm.rank == 0) as tell:
                 asked = on_first(comm, first)
                 done = predict(comm, asked, tell)
-            written = dict(done.shapes)
             if asked.target != out:
-                on_first(comm, lambda: _write_csv(asked.target, out))
-                if "classes" in written:
-                    del written["outputs"]
+                columns = on_first(comm, lambda: _write_csv(asked.target, out))
+                written = f"{counted(done.shapes['outputs'][0], 'line')} of {names_in_words(columns)}"
+            else:
+                written = ", ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in done.shapes.items())
         if comm.rank == 0:
-            sizes = (f"{name} {' x '.join(map(str, shape))}" for name, shape in written.items())
-            say(f"wrote {out}: {', '.join(sizes)}; by {done.checkpoint} on grid {done.grid}")
+            say(f"wrote {out}: {written}; by {done.checkpoint} on grid {done.grid}")
+
+
+def evaluate_command(
+    run: Run,
+    file: Annotated[Path, typer.Argument(help="File of samples and their targets: HDF5, .npz, .csv, .tsv or .txt.")],
+    inputs: Annotated[
+        str | None,
+        typer.Option(help="Name of the data set, or array, of samples. Default: data.inputs of the run; for .npz, x."),
+    ] = None,
+    targets: Annotated[
+        str | None, typer.Option(help="Name of the data set, or array, of targets. Default: data.targets of the run.")
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        size(1, "Samples of a forward pass, on all ranks together. Default: rows of a micro-batch of the run."),
+    ] = None,
+    accept: Accept = None,
+) -> None:
+    """Print the loss and the scores of a trained network for samples with targets.
+
+    For classes the score is the accuracy. For values it is r2, the coefficient of determination, and for each target r2
+    and rmse, the root of the mean squared error in the units of the target. Files are read as by `pmm3d predict`. A
+    temporary HDF5 file of a table is written to the current folder.
+
+    [bold]Examples[/]
+
+    pmm3d evaluate runs/lab new.csv
+
+    srun -n 64 pmm3d evaluate runs/flow test.h5
+    """
+    with all_ranks() as comm:
+        from ..nn.training.predict import Asked, evaluate_run
+
+        with ExitStack() as temporary:
+
+            def first() -> Asked:
+                asked = Asked(run, file, file, inputs, batch_size, accept=accept or ())
+                if file.suffix.lower() in CONVERTED:
+                    check_writable(Path(file.name))
+                    asked = replace(asked, source=_beside(Path(file.name), "samples", temporary), origin=file)
+                return asked
+
+            with bar("evaluate", comm.rank == 0):
+                done = evaluate_run(comm, on_first(comm, first), targets)
+        if comm.rank == 0:
+            say(f"{counted(done.rows, 'row')} of {file}, by {done.checkpoint} on grid {done.grid}")
+            loss = f"{done.loss} of standardised targets" if done.scaled else done.loss
+            lines = [f"{name} {value:.4g}{f' ({loss})' * (name == 'loss')}" for name, value in done.figures.items()]
+            say("\n".join(lines + [f"{name}: r2 {score:.4f}, rmse {root:.4g}" for name, score, root in done.targets]))
 
 
 def generate_command(
@@ -192,45 +240,29 @@ def _beside(out: Path, what: str, temporary: ExitStack) -> Path:
     return path
 
 
-def _convert(file: Path, target: Path, inputs: str | None) -> None:
-    """Write the samples of a CSV or .npz file to HDF5. Raises DataError."""
-    arrays = file.suffix.lower() == ".npz"
-    if not file.exists():
-        raise DataError(f"there is no file {file}")
-    if inputs is not None and not arrays:
-        raise DataError(f"--inputs is {inputs}, but {file} is a table, whose columns are all inputs: leave it out")
-    try:
-        convert(file, target, inputs=inputs or "x", targets=None, dtype="float64")
-    except DataError as error:
-        remedy = (
-            "--inputs names the array of the samples"
-            if arrays
-            else f"{shell_command('pmm3d', 'convert', file, 'FILE.h5')} has options for that: --no-targets if all "
-            "columns are inputs, --classes if the last one is a label; predict from FILE.h5 then"
-        )
-        raise DataError(f"{error}. {remedy}") from None
-
-
-def _write_csv(source: Path, out: Path) -> None:
-    """Write predictions in HDF5 as CSV: outputs, or the most probable class and the probability of each class."""
+def _write_csv(source: Path, out: Path) -> list[str]:
+    """Write predictions in HDF5 as CSV: outputs, or the most probable class and the probability of each class. Return
+    the names of the columns."""
     import h5py
     import numpy as np
 
-    from ..io.dataset import text_of
+    from ..io.dataset import columns_of, text_of
 
     with (
         _replacing(out) as partial,
         h5py.File(source) as file,
         open(partial, "w", newline="", encoding="utf-8") as written,
     ):
-        lines, columns, classes = csv.writer(written), file["outputs"].shape[1], file.get("classes")
-        names = [f"output {column}" for column in range(columns)]
+        lines, outputs, classes = csv.writer(written), file["outputs"], file.get("classes")
+        names = columns_of(outputs) or [f"output {column}" for column in range(outputs.shape[1])]
         if classes is not None:
-            names = list(map(text_of, classes.attrs.get("class_names", range(columns))))
-        lines.writerow(names if classes is None else ["class", *names])
+            names = list(map(text_of, classes.attrs.get("class_names", range(outputs.shape[1]))))
+        header = names if classes is None else ["class", *names]
+        lines.writerow(header)
         values = file["outputs" if classes is None else "probabilities"]
         for start in range(0, len(values), LINES_AT_ONCE):
             rows = slice(start, start + LINES_AT_ONCE)
             texts = np.asarray(values[rows]).astype(str).tolist()
             chosen = None if classes is None else classes[rows].tolist()
             lines.writerows(texts if chosen is None else ([names[at], *line] for at, line in zip(chosen, texts)))
+        return header

@@ -1,5 +1,7 @@
 """CSV and .npz to HDF5: the written data, errors with their places, and no incomplete files."""
 
+import json
+
 import h5py
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from typer.testing import CliRunner
 
 from pmm3d import DataError
 from pmm3d.io import convert
+from pmm3d.io.conversion import convert_like
 from pmm3d.tools.convert import table_command
 
 
@@ -49,31 +52,15 @@ def test_a_table_of_numbers(table, target, delimiter, header):
     assert np.array_equal(found["x"], whole[:, :4]) and np.array_equal(found["y"], whole[:, 4:])
 
 
-NAMES = [
-    ({"targets": "heat flux"}, "target_columns"),
-    ({"targets": "2"}, "target_columns"),
-    ({"targets": "heat flux,yield"}, "target_columns"),
-    ({"inputs": "yield"}, "inputs"),
-    ({"inputs": "0"}, "inputs"),
-    ({"targets": None, "inputs": "1"}, "inputs"),
-    ({"targets": "batch", "group_column": "batch"}, "target_columns"),
-]
-
-
-def test_a_column_is_no_name_of_a_data_set_of_others(table, target):
+def test_targets_and_inputs_are_named_by_their_columns(table, target):
     path = table("u,heat flux,batch,yield\n1,2,3,4\n5,6,7,8\n")
-    for options, remedy in NAMES:
-        with given(options=options), pytest.raises(DataError, match="Choose another name") as refused:
-            convert(path, target, **options)
-        assert remedy in str(refused.value) and not target.exists()
-    for options in (
-        {"targets": "yield"},
-        {"inputs": "features", "targets": "labels"},
-        {"inputs": "u", "target_columns": [1, 2, 3]},
-    ):
-        with given(options=options):
-            convert(path, target, overwrite=True, **options)
-    assert convert(table("x,y,class\n1,2,3\n4,5,6\n"), target, overwrite=True).columns == ["x", "y"]
+    done = convert(path, target, targets=["heat flux", "yield"])
+    assert written(target)["y"].tolist() == [[2, 4], [6, 8]] and done.columns == ["u", "batch"]
+    with h5py.File(target) as file:
+        assert list(file["y"].attrs["columns"]) == done.target_columns == ["heat flux", "yield"]
+        assert list(file["x"].attrs["columns"]) == ["u", "batch"]
+    done = convert(path, target, targets="yield", inputs=["batch", 0], overwrite=True)
+    assert written(target)["x"].tolist() == [[3, 1], [7, 5]] and done.columns == ["batch", "u"]
 
 
 COLUMNS = [("a", [0]), (-2, [3]), (["d", 1], [3, 1]), (["e", "a", "b"], [4, 0, 1])]
@@ -83,19 +70,19 @@ COLUMNS = [("a", [0]), (-2, [3]), (["d", 1], [3, 1]), (["e", "a", "b"], [4, 0, 1
 def test_target_columns(table, target, columns, indices):
     whole = integers((9, 5))
     source = table("a,b,c,d,e\n" + "\n".join(",".join(map(str, row)) for row in whole))
-    convert(source, target, target_columns=columns, inputs="in", targets="out", dtype="float64", overwrite=True)
+    convert(source, target, targets=columns, dtype="float64", overwrite=True)
     found = written(target)
-    assert np.array_equal(found["out"], whole[:, indices])
-    assert np.array_equal(found["in"], np.delete(whole, indices, axis=1)) and found["in"].dtype == "float64"
+    assert np.array_equal(found["y"], whole[:, indices])
+    assert np.array_equal(found["x"], np.delete(whole, indices, axis=1)) and found["x"].dtype == "float64"
 
 
 def test_blank_lines_quotes_blanks_and_a_byte_order_mark(table, target):
-    convert(table('\ufeff"a, b" , c\n\n1 ,"2"\r\n\n"3", 4\n\n'), target, target_columns="a, b")
+    convert(table('\ufeff"a, b" , c\n\n1 ,"2"\r\n\n"3", 4\n\n'), target, targets="a, b")
     assert np.array_equal(written(target)["x"], [[2], [4]]) and np.array_equal(written(target)["y"], [[1], [3]])
 
 
 def test_labels_as_text_are_numbered_in_sorted_order(table, target):
-    convert(table("kind,size\ncow,1\nant,2\nbee,3\ncow,4\n"), target, target_columns="kind", classes=True)
+    convert(table("kind,size\ncow,1\nant,2\nbee,3\ncow,4\n"), target, targets="kind", classes=True)
     found = written(target)
     assert found["y"].tolist() == [2, 0, 1, 2] and found["y"].dtype == "int64"
     assert found["names"] == ["ant", "bee", "cow"]
@@ -124,7 +111,7 @@ def test_labels_that_are_numbers_are_ordered_as_numbers(table, target, tmp_path,
 def test_labels_numbered_as_the_caller_says(table, target):
     convert(table("1,bee\n2,cow\n"), target, classes=["cow", "ant", "bee"])
     assert written(target)["y"].tolist() == [2, 0] and written(target)["names"] == ["cow", "ant", "bee"]
-    with pytest.raises(DataError, match="row 1: 'dog' is none of the classes cow, bee"):
+    with pytest.raises(DataError, match="line 2: 'dog' is none of the classes cow, bee"):
         convert(table("1,bee\n2,dog\n"), target, classes=["cow", "bee"], overwrite=True)
 
 
@@ -135,8 +122,8 @@ def test_more_names_than_an_old_attribute_holds(table, target):
 
 BAD_CELLS = [
     ("a,b\n1,2\n\n3,x\n", "line 4, column b: 'x' is not a number"),
-    ("1,2\n3,\n", "line 2, column 1: '' is not a number"),
-    ("1,2\nnan,4\n", "line 2, column 0: nan is not a finite float32"),
+    ("1,2\n3,\n", "line 2, column 1: the value is missing.*--missing drop"),
+    ("1,2\nnan,4\n", "line 2, column 0: the value is missing"),
     ("1,2\n3,-inf\n", "line 2, column 1: -inf is not a finite float32"),
     ("1,2\n3,4,5\n", "line 2 has 3 cells; the first has 2"),
     ("1,2\n3\n", "line 2 has 1 cell; the first has 2"),
@@ -161,20 +148,20 @@ def test_bad_tables(table, target, text, said):
 
 
 BAD_OPTIONS = [
-    ({"target_columns": "c"}, "no column 'c'; it has the columns a, b"),
-    ({"targets": None, "target_columns": "a"}, "there are no targets"),
-    ({"target_columns": 2}, "index is below 2"),
-    ({"target_columns": ["a", "b"]}, "no columns are left"),
-    ({"target_columns": ["b", 1]}, "or name one twice"),
+    ({"targets": "c"}, "no column 'c'; it has the columns a, b"),
+    ({"targets": False, "classes": True}, "there are no targets"),
+    ({"targets": 2}, "index is below 2"),
+    ({"targets": ["a", "b"]}, "no columns are left"),
+    ({"targets": ["b", 1]}, "or name one twice"),
     ({"dtype": "int8"}, "float32 or float64; got 'int8'"),
     ({"delimiter": ", "}, "one character; got ', '"),
-    ({"targets": "x"}, "two names, and not 'groups'"),
-    ({"inputs": "."}, "'.' cannot name a data set"),
-    ({"targets": ""}, "'' cannot name a data set"),
-    ({"target_columns": ()}, r"the columns \(\) are none"),
-    ({"classes": ["1"], "target_columns": 0}, "row 0: 'q' is none of the classes 1"),
-    ({"classes": True, "target_columns": ["a", "b"]}, "no columns are left"),
-    ({"target_columns": 1}, r"line 2, column a: 'q' is not a number$"),
+    ({"inputs": "b", "targets": "b"}, "a column has two uses"),
+    ({"categories": "b"}, "the category 'b' is no input"),
+    ({"missing": "median"}, "refuse or drop or mean"),
+    ({"targets": ()}, r"the columns \(\) are none"),
+    ({"classes": ["1"], "targets": 0}, "line 2: 'q' is none of the classes 1"),
+    ({"classes": True, "targets": ["a", "b"]}, "no columns are left"),
+    ({"targets": 1}, r"line 2, column a: 'q' is not a number.*--categories"),
 ]
 
 
@@ -189,8 +176,59 @@ MISSING = ["", "NaN", "NA", "n/a", "None", "#N/A", "-nan"]
 
 
 @looped("cell", MISSING)
+def test_missing_values_are_left_out_or_replaced(table, target, cell):
+    path = table(f"u,v,site,y\n1,4,a,7\n{cell},5,b,8\n3,6,{cell},9\n4,8,a,{cell}\n")
+    options = {"categories": "site", "overwrite": True}
+    with pytest.raises(DataError, match="line 3, column u: the value is missing.*--missing drop"):
+        convert(path, target, **options)
+    done = convert(path, target, missing="drop", **options)
+    assert written(target)["x"].tolist() == [[1, 4, 1]] and done.columns == ["u", "v", "site=a"]
+    assert (done.dropped, done.filled) == (3, 0)
+    done = convert(path, target, missing="mean", **options)
+    assert written(target)["x"].tolist() == [[1, 4, 1, 0], [2, 5, 0, 1], [3, 6, 0.5, 0.5]]
+    assert (done.dropped, done.filled) == (1, 2) and written(target)["y"].tolist() == [[7], [8], [9]]
+
+
+def test_another_table_is_converted_as_the_first(table, target, tmp_path):
+    found = []
+    for missing in ("refuse", "mean"):
+        gap = "" if missing == "mean" else "2"
+        convert(
+            table(f"u,site,y\n1,a,5\n3,b,6\n{gap},a,7\n"), target, categories="site", missing=missing, overwrite=True
+        )
+        with h5py.File(target) as file:
+            found.append(json.loads(file["x"].attrs["pmm3d_table"]))
+    path, other = tmp_path / "other.csv", tmp_path / "other.h5"
+    path.write_text("site,u\nb,7\na,NA\n")
+    with pytest.raises(DataError, match="line 3, column u: the value is missing. Fill it, or remove the line"):
+        convert_like(path, other, found[0], targets=False)
+    assert convert_like(path, other, found[1], targets=False).columns == ["u", "site=a", "site=b"]
+    assert written(other)["x"].tolist() == [[7, 0, 1], [2, 1, 0]]
+    path.write_text("7,b\n1,a\n")
+    convert_like(path, other, found[0], targets=False)
+    assert written(other)["x"].tolist() == [[7, 0, 1], [1, 1, 0]]
+    for text, targets, said in (
+        ("u,site\n1,c\n", False, "line 2, column site: 'c' is none of the categories of the training data: a, b"),
+        ("u,site\n1,a\n", True, "has no column 'y'; it has the columns u, site. The metrics need"),
+        ("1\n2\n", False, "has 1 column, and the network takes 2: u, site"),
+    ):
+        path.write_text(text)
+        with pytest.raises(DataError, match=said):
+            convert_like(path, other, found[0], targets=targets)
+
+
+def test_texts_become_columns_of_categories(table, target):
+    done = convert(table("n,site,y\n1,b,2\n3,10,4\n5,9,6\n7,b,8\n"), target, categories=["site"])
+    assert done.columns == ["n", "site=9", "site=10", "site=b"]
+    assert written(target)["x"].tolist() == [[1, 0, 0, 1], [3, 0, 1, 0], [5, 1, 0, 0], [7, 0, 0, 1]]
+    many = table("site,y\n" + "".join(f"s{number},1\n" for number in range(1001)))
+    with pytest.raises(DataError, match="1,001 different texts, too many.*--inputs"):
+        convert(many, target, categories="site", overwrite=True)
+
+
+@looped("cell", MISSING)
 def test_a_missing_label(table, target, cell):
-    with pytest.raises(DataError, match=f"row 1: '{cell}' is no label"):
+    with pytest.raises(DataError, match="line 2, column 1: the value is missing. If it is a class.*--class-names"):
         convert(table(f"1,cat\n2,{cell}\n"), target, classes=True, overwrite=True)
     convert(table("1,cat\n2,NA\n"), target, classes=["NA", "cat"], overwrite=True)
     assert written(target)["y"].tolist() == [1, 0]
@@ -241,22 +279,24 @@ def test_groups_are_numbered(table, target, tmp_path):
     (tmp_path / "unnamed.csv").write_text("who,a,b\nann,1,2\n,3,4\n")
     np.savez(tmp_path / "a.npz", x=np.ones((3, 1)), y=np.ones(3))
     for path, options, said in (
-        (source, {"group_column": "b"}, "or the group is a target"),
-        (tmp_path / "unnamed.csv", {"group_column": "who"}, "row 1: '' is no label"),
+        (source, {"group_column": "b"}, "a column has two uses"),
+        (tmp_path / "unnamed.csv", {"group_column": "who"}, "line 3, column who: the value is missing"),
         (tmp_path / "a.npz", {"group_column": 0}, "a .npz file has arrays, not columns"),
-        (source, {"group_column": "who", "targets": "groups"}, "two names, and not 'groups'"),
+        (tmp_path / "a.npz", {"targets": "groups"}, "two names, and not 'groups'"),
+        (tmp_path / "a.npz", {"targets": ""}, "'' cannot name a data set"),
+        (tmp_path / "a.npz", {"missing": "drop"}, "a .npz file has arrays, not columns"),
     ):
         with given(options=options), pytest.raises(DataError, match=said):
             convert(path, target, overwrite=True, **options)
 
 
 def test_samples_without_targets(table, target, tmp_path):
-    done = convert(table("a,b\n1,2\n3,4\n"), target, targets=None)
+    done = convert(table("a,b\n1,2\n3,4\n"), target, targets=False)
     assert done.inputs == (2, 2) and done.targets is None and written(target)["names"] is None
     np.savez(tmp_path / "a.npz", x=np.ones((3, 2)))
-    assert convert(tmp_path / "a.npz", target, targets=None, overwrite=True).inputs == (3, 2)
+    assert convert(tmp_path / "a.npz", target, targets=False, overwrite=True).inputs == (3, 2)
     with pytest.raises(DataError, match="there are no targets"):
-        convert(table("1,2\n"), target, targets=None, classes=True)
+        convert(table("1,2\n"), target, targets=False, classes=True)
 
 
 def test_files_that_cannot_be_read_or_written(table, target, tmp_path):
@@ -277,7 +317,7 @@ def test_other_encodings_are_named(tmp_path, target, encoding):
     path.write_bytes("größe,kind\n1,Kühe\n2,Bären\n".encode(encoding))
     with pytest.raises(DataError, match="cannot be read as utf-8-sig .*encoding= "):
         convert(path, target, classes=True)
-    convert(path, target, classes=True, encoding=encoding, target_columns="kind")
+    convert(path, target, classes=True, encoding=encoding, targets="kind")
     assert written(target)["names"] == ["Bären", "Kühe"] and written(target)["y"].tolist() == [1, 0]
     with pytest.raises(DataError, match="cannot be read as klingon"):
         convert(path, target, encoding="klingon", overwrite=True)
@@ -285,7 +325,7 @@ def test_other_encodings_are_named(tmp_path, target, encoding):
 
 def test_line_breaks_within_quotes(table, target):
     text = 'size,"kind\nof animal"\n1,"big\ncow"\n2,"ant"\n\n3,"big\ncow"\n4,5" tall\n'
-    shapes = convert(table(text), target, classes=True, target_columns="kind\nof animal")
+    shapes = convert(table(text), target, classes=True, targets="kind\nof animal")
     assert shapes[:2] == ((4, 1), (4,)) and written(target)["x"].tolist() == [[1], [2], [3], [4]]
     assert written(target)["names"] == ['5" tall', "ant", "big\ncow"]
     assert written(target)["y"].tolist() == [2, 1, 2, 0]
@@ -310,7 +350,7 @@ def test_the_target_is_not_the_source(table, tmp_path, monkeypatch, name):
 @looped("header, name", [("a,b,a", "a"), ("a,,", "")])
 def test_columns_of_one_name(table, target, header, name):
     with pytest.raises(DataError, match=f"several columns have the name '{name}'"):
-        convert(table(header + "\n1,2,3\n"), target, target_columns="a")
+        convert(table(header + "\n1,2,3\n"), target, targets="a")
 
 
 def test_numbers_too_large_for_float32_are_numbers_of_float64(table, target):
@@ -323,7 +363,7 @@ def test_an_existing_target_is_left_alone(table, target):
     with pytest.raises(DataError, match="exists; overwrite=True"):
         convert(table("1,2\n"), target)
     with pytest.raises(DataError, match="line 1"):
-        convert(table("1,nan\n"), target, overwrite=True)
+        convert(table("1,inf\n"), target, overwrite=True)
     assert target.read_text() == "precious"
     convert(table("1,2\n"), target, overwrite=True)
     assert written(target)["x"].tolist() == [[1]]
@@ -372,12 +412,12 @@ def command():
 
 def test_the_command(command, table, target):
     source = table("a,b,kind\n1,2,cow\n3,4,ant\n")
-    done = command(source, target, "--classes", "--target-columns", "kind")
+    done = command(source, target, "--classes", "--targets", "kind")
     assert done.exit_code == 0 and (
         f"wrote {target}: x 2 x 2 ('a', 'b'); y 2 ('kind'); 2 classes: ant (1), cow (1); the first line is a header"
         in done.output
     )
-    done = command(source, target, "--overwrite", "--class-names", 'cow, "ant"', "--target-columns", "-1")
+    done = command(source, target, "--overwrite", "--class-names", 'cow, "ant"', "--targets", "-1")
     assert (
         done.exit_code == 0 and written(target)["names"] == ["cow", "ant"] and written(target)["y"].tolist() == [0, 1]
     )
@@ -386,12 +426,12 @@ def test_the_command(command, table, target):
         (target.with_suffix(".csv2"), ("--classes",), "which is another format"),
         (source, ("--overwrite", "--classes"), "is the source itself"),
         (target, ("--overwrite", "--class-names", ""), "classes are names, none of them empty"),
-        (target, ("--overwrite", "--target-columns", ""), "column"),
+        (target, ("--overwrite", "--targets", ""), "column"),
         (target, ("--overwrite", "--no-targets", "--no-header"), "line 1, column 0: 'a' is not a number"),
-        (target, ("--overwrite", "--target-columns=--1,a"), "no column"),
-        (target, ("--overwrite", "--target-columns=²,a"), "no column"),
-        (target, ("--overwrite", "--target-columns=,a"), "no column"),
-        (target, ("--overwrite", "--target-columns", "a,1"), "line 2, column kind: 'cow' is not a number"),
+        (target, ("--overwrite", "--targets=--1,a"), "no column"),
+        (target, ("--overwrite", "--targets=²,a"), "no column"),
+        (target, ("--overwrite", "--targets=,a"), "no column"),
+        (target, ("--overwrite", "--targets", "a,1"), "line 2, column kind: 'cow' is not a number"),
     ):
         with given(options=options):
             done = command(source, to, *options)

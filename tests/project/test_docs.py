@@ -127,8 +127,9 @@ def test_the_loop_of_training_runs(comm, shared_path):
 
 @pytest.mark.parallel([2])
 def test_the_network_and_the_optimizer_of_ones_own_are_trained_by_the_command(comm, shared_path):
-    _, optimizer, model = programs("docs/training.md")
+    _, optimizer, loss, model = programs("docs/training.md")
     if comm.rank == 0:
+        (shared_path / "own.py").write_text(loss)
         (shared_path / "model.py").write_text(model)
         (shared_path / "lion.py").write_text(optimizer)
         random = np.random.default_rng(1)
@@ -138,6 +139,7 @@ def test_the_network_and_the_optimizer_of_ones_own_are_trained_by_the_command(co
             f'network = "{shared_path}/model.py:build"\noptimizer = "{shared_path}/lion.py:Lion"\n'
             f'[data]\nfile = "{shared_path}/data.h5"\nbatch_size = 32\n'
             f'[training]\nfolder = "{shared_path}/run"\nsteps = 3\nlog_every = 1\n'
+            f'loss = "{shared_path}/own.py:asymmetric"\nmetrics = ["{shared_path}/own.py:largest"]\n'
         )
     comm.barrier()
     done = run_here(comm, "train", str(shared_path / "x.toml"))

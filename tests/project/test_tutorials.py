@@ -1,13 +1,18 @@
 """The tutorials, executed as by a reader. C and Fortran: tests/embed. A real Slurm: tests/slurm."""
 
 import shlex
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 from loops import looped
 from test_docs import printed
+from training_runs import run_here
 from tutorial import TUTORIALS, follow, steps
 from typer.testing import CliRunner
 
+from pmm3d.tools import ranks
 from pmm3d.tools.commands import app
 
 DOCS = TUTORIALS.parent
@@ -39,6 +44,33 @@ def test_the_tutorial_on_benchmarks(on_ranks, tmp_path, monkeypatch):
 
     follow(steps("benchmark"), tmp_path, run)
     assert (tmp_path / "grids.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.deadline(240)
+def test_the_tutorial_on_tables(comm, shared_path, monkeypatch):
+    """And its predictions, in the units of the targets, have an r2 above 0.95."""
+    monkeypatch.chdir(shared_path)
+    monkeypatch.setattr(ranks, "task_rank", lambda environ: comm.rank)  # the launcher may have started further ranks
+
+    def run(command: str) -> str:
+        comm.barrier()
+        words = shlex.split(command.split("pmm3d ")[-1])
+        if words[0] == "python":
+            done = subprocess.run([sys.executable, *words[1:]], check=True) if comm.rank == 0 else None
+            comm.barrier()
+            return "" if done is None else str(done.stdout or "")
+        done = run_here(comm, *words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    follow(steps("table"), shared_path, run)
+    if comm.rank == 0:
+        tables = [np.genfromtxt(name, delimiter=",", names=True) for name in ("new.csv", "predicted.csv")]
+        for name in ("flux", "yield"):
+            right, predicted = (table[name] for table in tables)
+            assert 1 - ((predicted - right) ** 2).mean() / right.var() > 0.95
+    comm.barrier()
 
 
 def test_each_picture_of_a_page_is_small_and_made_by_its_commands(monkeypatch, tmp_path):

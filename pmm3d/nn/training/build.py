@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 from ...arrays import library_named, take_device
 from ...comm import Grid, free_memory
+from ...errors import Pmm3dError
 from ...io import Checkpoints, Loader, TokenDataSet
 from ...layout import SEQ, ULYSSES
 from ...model.machine import lack_of_memory
@@ -28,7 +29,7 @@ from .log import RunLog, logger
 from .loop import Trainer
 from .network import Own, described, layer_sizes, make_network, make_optimizer, make_schedule
 from .recipe import Recipe
-from .samples import SAMPLES, Samples, SampleSizes, loss_of, opened, samples_of
+from .samples import SAMPLES, Samples, SampleSizes, loss_of, opened, samples_of, scaling_of
 from .sections import AUTO, GridSection
 from .signals import Signals
 from .state import TrainState
@@ -55,7 +56,7 @@ def trainer(
         own = Own.of(config, grid)
         with opened(config, grid, accept) as ((data, rows), held_out):
             loss = loss_of(config, data.classes is not None)
-            classes = data.classes if loss == "cross_entropy" else None
+            classes = data.classes
             batches: dict[str, Any] = {
                 "batch_size": config.data.batch_size,
                 "prefetch": config.data.prefetch,
@@ -80,6 +81,9 @@ def trainer(
             validation = None
             if held_out is not None:
                 validation = held_out[0].loader(shuffle=False, rows=held_out[1], **batches)
+            scaling = scaling_of(config, data, rows)
+            for each in (loader, *([] if validation is None else [validation])):
+                each.standardize(scaling)
             if isinstance(network, Pipeline):
                 _check_tables(network, loader)
             yield _trainer(config, own, network, loader, validation, loss, signals or Signals(), samples, auto)
@@ -166,14 +170,22 @@ def _trainer(
     epochs = section.epochs or -(-(section.steps or 1) // len(loader))
     steps = min(epochs * len(loader), section.steps or epochs * len(loader))
     recipe = Recipe(
-        loss,
+        own.functions.loss if ":" in loss else loss,
         epochs,
         steps=section.steps,
         clip=config.optimizer.clip,
         log_every=section.log_every,
         evaluate_every=section.evaluate_every,
         checkpoint_every=section.checkpoint_every,
+        patience=section.patience,
+        metrics=own.functions.metrics,
     )
+    with grid.collective_call("training", always=True):
+        if validation is None and (section.best or section.patience):
+            raise Pmm3dError(
+                f"training.{'patience' if section.patience else 'best'} needs validations, and data.validation is 0.0: "
+                "raise it, or name a data.validation_file"
+            )
     return Trainer(
         TrainState(network, optimizer, make_schedule(config, optimizer, steps), loader),
         recipe,
@@ -185,4 +197,5 @@ def _trainer(
         settings={**config.settings(), SAMPLES: samples.model_dump()},
         signals=signals,
         auto=auto,
+        best=Checkpoints(grid, section.folder / "best", keep=1) if section.best else None,
     )

@@ -78,7 +78,11 @@ class Config(Section):
     @model_validator(mode="after")
     def _tokens_fit(self) -> Config:
         data, network, loss, length = self.data, self.network, self.training.loss, self.data.sequence or 0
-        given = [f"data.{name}" for name in ("targets", "groups", "classes") if getattr(data, name) is not None]
+        given = [
+            f"data.{name}"
+            for name in ("targets", "groups", "classes", "standardize")
+            if getattr(data, name) is not None
+        ]
         needing = [f"grid.{axis}" for axis in (SEQ, ULYSSES) if axis in self.grid.axes]
         needing += [] if data.documents is None else ["data.documents"]
         for wrong, text in (
@@ -96,7 +100,7 @@ class Config(Section):
             ),
             (length and given, f"{''.join(given[:1])} is not for tokens (data.sequence): leave it out"),
             (
-                length and loss not in ("auto", "cross_entropy"),
+                length and loss in ("mse", "mae"),
                 f'training.loss = "{loss}": the loss of tokens is cross_entropy; leave it out',
             ),
             (

@@ -24,6 +24,8 @@ Batch = tuple[DistMatrix, DistMatrix]
 Loss = Callable[..., Tensor]
 """loss(output, y): a mean over the rows, 1 x 1."""
 Metrics = Mapping[str, Callable[[Tensor, DistMatrix], float]]
+MOST_NAMED = 8
+"""Largest number of targets that have a figure of their own in the log."""
 LOSSES: dict[str, Loss] = {"cross_entropy": losses.cross_entropy, "mse": losses.mse, "mae": losses.mae}
 
 
@@ -44,15 +46,18 @@ def local_loss(result: Tensor) -> float:
 
 class Evaluation:
     """Means over the rows of batches. Call `add` in `network.evaluating()`. Rows with ignored labels do not count in
-    the loss. Raises Pmm3dError for a metric that has the name of another figure."""
+    the loss. Raises Pmm3dError for a metric that has the name of another figure.
 
-    def __init__(self, network: Module, loss: Loss, metrics: Metrics | None = None):
+    targets   names of the columns of targets that are values; up to MOST_NAMED have a figure of their own
+    """
+
+    def __init__(self, network: Module, loss: Loss, metrics: Metrics | None = None, targets: Sequence[str] = ()):
         self._network, self._loss, self._metrics = network, loss, dict(metrics or {})
         self._classes, self._vectors = loss is losses.cross_entropy, loss in (losses.mse, losses.mae)
         if taken := sorted({"loss", "accuracy", "r2"} & set(self._metrics)):
             raise Pmm3dError(f"metrics: an evaluation already has {', '.join(taken)}; give yours another name")
         self._sums, self._rows, self._terms, self._mixed = np.zeros(2), 0, 0, False
-        self._score = scores.R2()
+        self.score, self._targets = scores.R2(), targets if 1 < len(targets) <= MOST_NAMED else ()
         self._means = dict.fromkeys(self._metrics, 0.0)
 
     def add(self, batches: Iterable[Batch]) -> None:
@@ -90,12 +95,12 @@ class Evaluation:
             self._sums[1] += scores.right_rows(out, y) * counts
         elif self._vectors or (y.dtype == out.dtype and y.shape == out.shape):
             self._vectors = True
-            self._score.add(out, y)
+            self.score.add(out, y)
         self._rows += rows
 
     def figures(self) -> dict[str, float]:
-        """Return "loss", "accuracy" for classes or "r2" for vectors, and the metrics. Collective. For a user's loss
-        with labels there is neither accuracy nor r2."""
+        """Return "loss", "accuracy" for classes or "r2" for vectors, "r2 of NAME" of targets with names, and the
+        metrics. Collective. For a user's loss with labels there is neither accuracy nor r2."""
         grid, rows = self._network.grid, self._rows
         if not rows:
             raise Pmm3dError(
@@ -104,7 +109,9 @@ class Evaluation:
             )
         with grid.ledger.phase("agreement"):
             loss, right = grid.everyone.all_reduce(self._sums, agreed=True).wait().tolist()
-        score = {"accuracy": right / rows} if self._classes else {"r2": self._score.value()} if self._vectors else {}
+        score = {"accuracy": right / rows} if self._classes else {"r2": self.score.value()} if self._vectors else {}
+        if self._vectors and self._targets:
+            score |= {f"r2 of {name}": float(each) for name, each in zip(self._targets, self.score.of_columns()[0])}
         loss = loss / self._terms if self._terms else nan
         return {"loss": loss, **score} | {name: value / rows for name, value in self._means.items()}
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 from mpi4py import MPI
 
 from ...comm import Grid
@@ -12,11 +14,14 @@ from ...errors import CheckpointError
 from ...io import Checkpoints, export_safetensors
 from ...io.checkpoint import Checkpoint
 from ...io.disk import check_replaceable
+from ...io.scaling import Scaling
 from ...layout import Layout
 from ...product import DistMatrix
 from ..exchange import ENDING, OWN, TORCH, export_torch, torch_name
 from ..facts import FACTS, facts_in
 from ..from_checkpoint import fill, fill_weights, find_checkpoint
+from ..layers import Linear
+from ..module import Module
 from ..optimizer_state import is_state
 from .network import network_of
 from .samples import SAMPLES, Recalled, recalled
@@ -29,9 +34,16 @@ def check_target(target: Path, overwrite: bool) -> None:
     check_replaceable(target, overwrite)
 
 
-def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path, names: str | None = None) -> Path:
-    """Write the weights of a checkpoint, or of a run's newest undamaged one, as `export_torch` does, and return the
-    checkpoint. Collective over comm. Raises CheckpointError, on every rank."""
+SCALED = "scaling"
+"""Key of the scales in the metadata, if they are not part of the weights."""
+
+
+def export_checkpoint(
+    comm: MPI.Intracomm, checkpoint: Path, target: Path, names: str | None = None
+) -> tuple[Path, str]:
+    """Write the weights of a checkpoint, or of a run's newest undamaged one, as `export_torch` does. Return the
+    checkpoint, and a text about the units of samples that were standardised. Collective over comm. Raises
+    CheckpointError, on every rank."""
     with Grid(comm, "fsdp") as grid:
         found, keeper = find_checkpoint(grid, checkpoint)
         try:
@@ -46,26 +58,56 @@ def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path, names
                     f"names {names!r}. Make the network in a program, load it with "
                     "nn.exchange.load_weights, and call its export"
                 )
+        scaling = None if known is None else known.scaling
         if known is None or of_torch:
-            _export_matrices(grid, keeper, found, target)
+            _export_matrices(grid, keeper, found, target, scaling)
+            contained = False
         else:
-            _export_network(grid, keeper, found, known, target, names)
-        return found.path
+            contained = _export_network(grid, keeper, found, known, target, names)
+        units = "; samples and outputs have the units of the data"
+        if not contained:
+            units = "; the network takes standardised samples: the scales are in the metadata pmm3d"
+        return found.path, units if scaling is not None else ""
 
 
 def _export_network(
     grid: Grid, keeper: Checkpoints, found: Checkpoint, known: Recalled, target: Path, names: str | None
-) -> None:
-    """Export the parameters of the network, which distinguishes vectors from matrices."""
+) -> bool:
+    """Export the parameters of the network, which distinguishes vectors from matrices. Return whether they contain the
+    scales of the samples."""
     section = known.config.network.model_copy(update={"library": "numpy"})
     config = known.config.model_copy(update={"network": section})
     made = network_of(config, grid, known.samples)
     fill_weights(made, found, keeper)
+    contained = known.scaling is not None and put_scales_into_weights(made, known.scaling)
     said = {"network": config.settings()["network"], SAMPLES: known.samples.model_dump(), FACTS: known.facts}
+    said |= {SCALED: known.scaling.state()} if known.scaling is not None and not contained else {}
     export_torch(made, target, {OWN: json.dumps(said)}, names=names)
+    return contained
 
 
-def _export_matrices(grid: Grid, keeper: Checkpoints, found: Checkpoint, target: Path) -> None:
+def put_scales_into_weights(network: Module, scaling: Scaling) -> bool:
+    """Change the first and the last layer of an MLP, so that the network takes and returns the units of the data.
+    Collective. Return False, without a change, if a layer has no bias."""
+    layers = [(name, layer) for name, layer in network.named_modules() if isinstance(layer, Linear)]
+    if any(layer.bias is None for _, layer in (layers[0], layers[-1])):
+        return False
+
+    def change(name: str, rule: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]) -> None:
+        names = [f"{name}.weight", f"{name}.bias"]
+        values = [network.gather(each).astype(np.float64) for each in names]
+        made = (each.astype(layers[0][1].weight.dtype) for each in rule(*values))
+        network.load_state_dict(dict(zip(names, made)), strict=False)
+
+    mean, scale = scaling.inputs
+    change(layers[0][0], lambda w, b: (w / scale[:, None], b - (w * (mean / scale)[:, None]).sum(0)))
+    if scaling.targets is not None:
+        middle, spread = scaling.targets
+        change(layers[-1][0], lambda w, b: (w * spread, b * spread + middle))
+    return True
+
+
+def _export_matrices(grid: Grid, keeper: Checkpoints, found: Checkpoint, target: Path, scaling: Scaling | None) -> None:
     """Export the matrices of the checkpoint, whose manifest distinguishes vectors from matrices."""
     entries = {name: entry for name, entry in found.manifest["matrices"].items() if not is_state(name)}
     library = "torch" if "bfloat16" in {entry["dtype"] for entry in entries.values()} else "numpy"
@@ -82,5 +124,7 @@ def _export_matrices(grid: Grid, keeper: Checkpoints, found: Checkpoint, target:
         weights,
         transpose=weights.keys() - vectors,
         vectors=vectors,
-        metadata={OWN: json.dumps({FACTS: facts_in(found.meta)})},
+        metadata={
+            OWN: json.dumps({FACTS: facts_in(found.meta), **({} if scaling is None else {SCALED: scaling.state()})})
+        },
     )

@@ -60,6 +60,10 @@ Function = Annotated[
     Field(pattern=r"^.+\.py:[A-Za-z_]\w*$"),
     _in_words('a Python file, relative to the current folder, and a function or class in it, such as "model.py:build"'),
 ]
+LossName = Annotated[
+    Literal["auto", "cross_entropy", "mse", "mae"] | Function,
+    _in_words('"auto", "cross_entropy", "mse", "mae", or a Python file and a function in it, such as "loss.py:huber"'),
+]
 Hidden = Annotated[
     list[Width] | Width, _in_words("a list of whole numbers of at least 1; for a transformer, one such number")
 ]

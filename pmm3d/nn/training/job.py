@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
@@ -125,14 +126,19 @@ def _targets(run: Trainer, config: Config) -> str:
     found, section = run.settings[SAMPLES], config.data
     if section.sequence is not None:
         return f"tokens {section.inputs!r}: a vocabulary of {found['outputs']}, sequences of {section.sequence}"
-    if found["loss"] != "cross_entropy":
-        return f"targets {config.data.targets!r}: {found['outputs']} values a row, by the loss {found['loss']}"
+    if run.loader.data.classes is None:
+        names = f" ({names_in_words(map(repr, found['target_names']))})" if found["target_names"] else ""
+        scaled = ". Samples and targets are standardised, also in the loss" if run.loader.scaling else ""
+        return (
+            f"targets {section.targets!r}: {found['outputs']} values a row{names}, by the loss {found['loss']}{scaled}"
+        )
     classes = f"targets {config.data.targets!r}: labels of {counted(found['outputs'], 'class')}"
     if found["class_names"]:
-        return f"{classes} ({names_in_words(found['class_names'])})"
+        scaled = ". Samples are standardised" if run.loader.scaling else ""
+        return f"{classes} ({names_in_words(found['class_names'])}){scaled}"
     return classes + (
         ""
-        if config.training.loss == "cross_entropy" or config.data.classes
+        if config.training.loss != "auto" or config.data.classes
         else ', because they are integers; if they are values, set training.loss = "mse"'
     )
 
@@ -156,8 +162,34 @@ def _end_schedule_with_run(run: Trainer) -> list[str]:
 
 
 def _load_weights(run: Trainer, path: Path, accept: frozenset[str]) -> str:
-    """Load initial weights."""
+    """Load initial weights, and the scales of the samples that they were trained with."""
+    from ...io.scaling import Scaling
     from ..exchange import load_weights
 
-    load_weights(run.state.network, path, run.state.optimizer, accept=accept, facts=run.loader.data.facts)
-    return "loaded"
+    found = load_weights(run.state.network, path, run.state.optimizer, accept=accept, facts=run.loader.data.facts)
+    with run.grid.collective_call("training", str(path), always=True):
+        state = _scales_in(found) if run.grid.rank == 0 else None
+    scaling = Scaling.of(run.grid.comm.bcast(state))
+    with run.grid.collective_call("training", str(path), always=True):
+        if (scaling is None) != (run.loader.scaling is None):
+            with_or_without, wanted = ("without", "false") if scaling is None else ("with", "true")
+            raise Pmm3dError(
+                f"training.weights = {path}: a network {with_or_without} standardised samples: set data.standardize = "
+                f"{wanted}"
+            )
+    for loader in (run.loader, *([] if run.validation is None else [run.validation])):
+        loader.standardize(scaling)
+    return "loaded" if scaling is None else "loaded, with the scales of its samples"
+
+
+def _scales_in(path: Path) -> dict[str, Any] | None:
+    """Return the scales in a checkpoint or in an exported file, or None."""
+    from ...io.safetensors import contents_of
+    from ...io.shards import CHECKPOINT_FILE, read_master
+    from ..exchange import ENDING, OWN
+    from .export import SCALED
+
+    if (path / CHECKPOINT_FILE).exists():
+        meta = read_master(path)[1]
+        return (meta.get("loader") or {}).get("scaling") if isinstance(meta, dict) else None
+    return json.loads(contents_of(path)[1].get(OWN, "{}")).get(SCALED) if path.suffix == ENDING else None

@@ -61,6 +61,8 @@ class Trainer:
         Signals that were received before the run. Default: none.
     auto
         Automatic choice of the grid, for run.json. Default: none.
+    best : pmm3d.io.Checkpoints or None
+        For the state with the least loss of a validation. Default: none.
 
     Attributes
     ----------
@@ -72,6 +74,9 @@ class Trainer:
         "steps" of this run, "skipped" ones of them, and "evaluations".
     saved : int or None
         Step of the newest checkpoint.
+    least : dict
+        "loss" and "step" of the validation with the least loss, and the number of validations "since"; empty before the
+        first one.
 
     Raises
     ------
@@ -110,6 +115,7 @@ class Trainer:
     settings: dict[str, Any] = field(default_factory=dict)
     signals: Signals = field(default_factory=Signals)
     auto: Any = None
+    best: Checkpoints | None = None
 
     def __post_init__(self) -> None:
         if self.state.loader is None:
@@ -118,6 +124,7 @@ class Trainer:
         self.figures: dict[str, float] = {}
         self.counts, self.request = Counter[str](), 0
         self.saved: int | None = None
+        self.least: dict[str, Any] = {}
         self._held = 0.0
         self._loss = loss_named(self.recipe.loss)
         self._reporter = Reporter(self)
@@ -137,8 +144,14 @@ class Trainer:
 
     @property
     def done(self) -> bool:
-        """Whether all steps or all epochs of the recipe are done."""
-        return self.spent or (self.recipe.epochs is not None and self.loader.epoch >= self.recipe.epochs)
+        """Whether all steps or all epochs of the recipe are done, or its patience is exhausted."""
+        spent = self.spent or (self.recipe.epochs is not None and self.loader.epoch >= self.recipe.epochs)
+        return spent or self.impatient
+
+    @property
+    def impatient(self) -> bool:
+        """Whether validations have had no smaller loss for as long as the recipe allows."""
+        return self.recipe.patience is not None and self.least.get("since", 0) >= self.recipe.patience
 
     @contextmanager
     def owning(self) -> Iterator[None]:
@@ -170,6 +183,11 @@ class Trainer:
         facts = self.state.resume(self.checkpoints, path, accept=accept, settings=self.settings)
         if facts is None:
             return False
+        if self.validation is not None:
+            self.validation.standardize(self.loader.scaling)
+        self.least = facts.get("least", {})
+        if self.best is not None:
+            self.best.retire(self.step)
         self.saved = self.step
         self._reporter.resumed(facts)
         return True
@@ -285,7 +303,7 @@ class Trainer:
         """Evaluate, and return the most urgent request. A checkpoint requested meanwhile is written after the current
         batch, if the figures so far are finite."""
         network = self.state.network
-        evaluation, inputs = Evaluation(network, self._loss, self.recipe.metrics), list[DistMatrix]()
+        evaluation, inputs = self._evaluation(), list[DistMatrix]()
         validation.begin_epoch()
         with network.evaluating(), unchanged(network.grid):
             while validation.batch < len(validation):
@@ -300,7 +318,27 @@ class Trainer:
             self.figures = self._judge(evaluation, inputs)
             self.figures |= validation.data.of_loss(self.figures["loss"])
         self._reporter.validated()
+        self._compare_with_least(self.figures["loss"])
         return request
+
+    def _compare_with_least(self, loss: float) -> None:
+        """Count validations since the least loss. Write the best checkpoint if this loss is smaller."""
+        if self.best is None and self.recipe.patience is None:
+            return
+        if self.least and loss >= self.least["loss"]:
+            self.least["since"] += 1
+            return
+        self.least = {"loss": loss, "step": self.step, "since": 0}
+        if self.best is not None:
+            with self.grid.ledger.part("checkpoint"):
+                self.state.save(self.best, settings=self.settings, **self._extra())
+
+    def _extra(self) -> dict[str, Any]:
+        return {"least": self.least} if self.least else {}
+
+    def _evaluation(self) -> Evaluation:
+        names = self.loader.data.target_names or ()
+        return Evaluation(self.state.network, self._loss, self.recipe.metrics, names)
 
     def _judge(self, evaluation: Evaluation, inputs: Sequence[DistMatrix]) -> dict[str, float]:
         """Return the figures so far. Raises NonFiniteLossError if their loss is not finite. inputs: of the last
@@ -335,7 +373,7 @@ class Trainer:
             self._finish()
             begun = time.perf_counter()
             with self.grid.ledger.part("checkpoint"):
-                path = self.state.save(self.checkpoints, settings=self.settings)
+                path = self.state.save(self.checkpoints, settings=self.settings, **self._extra())
             self.saved, self._held = self.step, time.perf_counter() - begun
             self._wrote(None if self.checkpoints.background else path)
         if wait:
@@ -364,7 +402,9 @@ class Trainer:
                 self._reporter.saved(path, self._held)
 
     def steps_left(self) -> int:
-        """Return the number of steps to the end of the run."""
+        """Return the number of steps to the end of the run, if it does not end early."""
+        if self.impatient:
+            return 0
         batches, position, recipe = len(self.loader), self.loader.state(), self.recipe
         left = [] if recipe.steps is None else [recipe.steps - self.step]
         if recipe.epochs is not None:
@@ -375,8 +415,8 @@ class Trainer:
         """Return a line about the training that `run` will do."""
         left, end = self.steps_left(), self.recipe.epochs
         if not left:
-            done = counted(self.step, "step") if self.spent or end is None else counted(end, "epoch")
-            return f"nothing left to train: {done} done"
+            done = counted(self.step, "step") if self.spent or end is None or self.impatient else counted(end, "epoch")
+            return f"nothing left to train: {done} done{self._why_early()}"
         until = f"epochs {self.loader.epoch + 1} to {end}" if end is not None else f"from epoch {self.loader.epoch + 1}"
         return (
             f"training {counted(self.state.network.size, 'parameter')} on grid {self.grid.shape}, "
@@ -384,16 +424,23 @@ class Trainer:
             f"{counted(left, 'step')} to go"
         )
 
+    def _why_early(self) -> str:
+        number = counted(self.recipe.patience or 0, "validation")
+        return f", and no smaller loss in the last {number} (training.patience)" if self.impatient else ""
+
     def summary(self, again: str = "") -> str:
         """Text about the result of the run.
 
         `again` is the command that resumes the run, which the text names if a signal ended the run.
         """
-        lines = [f"{counted(self.step, 'step')}, {counted(self.loader.epoch, 'epoch')}"]
+        lines = [f"{counted(self.step, 'step')}, {counted(self.loader.epoch, 'epoch')}{self._why_early()}"]
         if self.request >= END:
             name = next(signal.name for signal, request in REQUESTS.items() if request == self.request)
             lines = [f"not finished: {name} stopped the run at step {self.step} of {self.step + self.steps_left()}"]
         lines += [f"validation {name}: {value:.4f}" for name, value in self.figures.items()]
+        if self.least:
+            where = "" if self.best is None else f", in {self.best.folder}"
+            lines.append(f"least validation loss: {self.least['loss']:.4f}, at step {self.least['step']}{where}")
         if self.saved is not None and self.checkpoints is not None:
             lines.append(f"checkpoint of step {self.saved} in {self.checkpoints.folder}")
         if self.request >= END and again:

@@ -107,31 +107,71 @@ class OwnNetwork:
                 )
 
 
+class OwnFunctions(NamedTuple):
+    """Functions of the user's files for losses. Loading them is collective.
+
+    loss      function of training.loss, or its name
+    metrics   name of a function of training.metrics -> function
+    """
+
+    loss: str | Callable[..., Any]
+    metrics: dict[str, Callable[..., Any]]
+
+    @classmethod
+    def of(cls, config: Config, grid: Grid, loss: str) -> OwnFunctions:
+        """loss: the name of a loss that is used if training.loss is no function."""
+        section = config.training
+        metrics = {name.rpartition(":")[2]: _function(grid, "training.metrics", name) for name in section.metrics}
+        return cls(_function(grid, "training.loss", section.loss) if ":" in section.loss else loss, metrics)
+
+
+def _function(grid: Grid, key: str, name: str) -> Callable[..., Any]:
+    """Return a function of the user's file. Its errors are Pmm3dErrors with the line of the file. Collective."""
+    file = UserFile(grid, key, name)
+    function = file.named("function", callable)
+
+    def run(output: Any, y: Any) -> Any:
+        with file.running("raised an error"):
+            return function(output, y)
+
+    return run
+
+
 class Own(NamedTuple):
     """The objects of the user's files that a configuration names. Loading them is collective.
 
     network     of network.build, or None
     optimizer   class of the optimizer: that of optimizer.build, or of optimizer.kind
+    functions   of training.loss and training.metrics
+    loss        value of training.loss
     file        of optimizer.build, or None
     """
 
     network: OwnNetwork | None
     optimizer: type[optim.Optimizer]
+    functions: OwnFunctions
+    loss: str
     file: UserFile | None = None
 
     @classmethod
     def of(cls, config: Config, grid: Grid) -> Own:
-        network, section = OwnNetwork.of(config, grid), config.optimizer
+        network, section, loss = OwnNetwork.of(config, grid), config.optimizer, config.training.loss
+        functions = OwnFunctions.of(config, grid, loss)
         if section.build is None:
-            return cls(network, optim.KINDS[str(section.kind)])
+            return cls(network, optim.KINDS[str(section.kind)], functions, loss)
         file = UserFile(grid, "optimizer.build", section.build)
-        return cls(network, file.named("class of pmm3d.nn.optim.Optimizer", _is_optimizer), file)
+        optimizer = file.named("class of pmm3d.nn.optim.Optimizer", _is_optimizer)
+        return cls(network, optimizer, functions, loss, file)
 
     @property
     def names(self) -> str:
         """The user's functions and classes, for messages."""
-        files = [("network", self.network and self.network.name), ("optimizer", self.file and self.file.name)]
-        return " and ".join(f"{section}.build = {name}" for section, name in files if name)
+        files = [
+            ("network.build", self.network and self.network.name),
+            ("optimizer.build", self.file and self.file.name),
+            ("training.loss", ":" in self.loss and self.loss),
+        ]
+        return " and ".join(f"{key} = {name}" for key, name in files if name)
 
 
 def _is_optimizer(found: Any) -> bool:

@@ -18,10 +18,12 @@ from scipy.special import softmax
 from ...arrays import take_device
 from ...comm import Grid, chosen_shape
 from ...errors import DataError, GridError
-from ...io import Checkpoints
+from ...io import Checkpoints, DataSet
 from ...io.checkpoint import Checkpoint
+from ...io.conversion import INPUTS, TARGETS, convert, convert_like
 from ...io.dataset import columns_of
 from ...io.disk import check_replaceable, file_errors, sync
+from ...io.scaling import ColumnScale
 from ...io.source import SourceFile
 from ...io.text import BYTES, Tokenizer
 from ...layout import GridShape, batch_layout
@@ -34,8 +36,9 @@ from ..from_checkpoint import fill_weights, find_checkpoint
 from ..module import Module
 from ..transformer.generate import generate
 from .config import Config
-from .network import network_of
-from .samples import Recalled, recalled
+from .evaluation import Evaluation, loss_named
+from .network import OwnFunctions, network_of
+from .samples import Recalled, Samples, labels_of, recalled
 from .sections import AUTO
 
 LARGEST_BATCH = 2**31
@@ -46,8 +49,8 @@ Tell = Callable[[int, int], None]
 @dataclass(frozen=True)
 class Asked:
     """Arguments of a prediction: folder of a run or checkpoint, HDF5 file of the samples, HDF5 file to write, data set
-    (default: as in the run), rows of a batch (default: of a micro-batch), the file that was converted to source, and
-    facts that may differ."""
+    (default: as in the run), rows of a batch (default: of a micro-batch), the table or .npz file that is converted to
+    source, and facts that may differ."""
 
     run: Path
     source: Path
@@ -62,6 +65,20 @@ class Asked:
     def named(self) -> Path:
         """File of the samples, as the user named it."""
         return self.origin or self.source
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Result of an evaluation: the checkpoint, the grid, the number of rows, the figures by name, and for targets that
+    are values (name, r2, root of the mean squared error in the units of the target)."""
+
+    checkpoint: Path
+    grid: str
+    rows: int
+    loss: str
+    scaled: bool
+    figures: dict[str, float]
+    targets: list[tuple[str, float, float]]
 
 
 class Predicted(NamedTuple):
@@ -85,10 +102,10 @@ def check_files(asked: Asked) -> None:
 def predict(comm: MPI.Intracomm, asked: Asked, tell: Tell = lambda done, total: None) -> Predicted:
     """Write the outputs of a run's network for all samples of a file. Collective over comm.
 
-    The target contains "outputs" (samples, columns); for classes also "probabilities", and "classes" (samples,), the
-    most probable ones. It appears when it is complete. Rank 0 calls tell(done, total). The grid is that of the run if
-    it fits the ranks, else "ddp". Raises Pmm3dError, on every rank and before anything is computed, if checkpoint,
-    samples and batch size do not fit together.
+    The target contains "outputs" (samples, columns), in the units of the targets; for classes also "probabilities", and
+    "classes" (samples,), the most probable ones. It appears when it is complete. Rank 0 calls tell(done, total). The
+    grid is that of the run if it fits the ranks, else "ddp". Raises Pmm3dError, on every rank and before anything is
+    computed, if checkpoint, samples and batch size do not fit together.
     """
     with _recalled(comm, asked.run) as (grid, known, found, keeper), _inputs(grid, asked, known) as inputs:
         made = network_of(known.config, grid, known.samples)
@@ -99,8 +116,108 @@ def predict(comm: MPI.Intracomm, asked: Asked, tell: Tell = lambda done, total: 
         if known.samples.loss == "cross_entropy":
             shapes |= {"probabilities": shape, "classes": shape[:1]}
         with _target(grid, asked.target, shapes, known, facts) as new:
-            _run(grid, made, inputs, new, asked.target, tell)
+            _run(grid, made, inputs, new, asked.target, tell, known.scaling and known.scaling.targets)
         return Predicted(found.path, str(grid.shape), shapes)
+
+
+def evaluate_run(comm: MPI.Intracomm, asked: Asked, targets: str | None = None) -> Evaluated:
+    """Return the figures of a run's network for samples with targets. Collective over comm.
+
+    asked: as in `predict`, without target; targets: data set of targets (default: as in the run). Raises Pmm3dError, on
+    every rank, if checkpoint and samples do not fit together.
+    """
+    with _recalled(comm, asked.run) as (grid, known, found, keeper):
+        section, network, samples = known.config.data, known.config.network, known.samples
+        with grid.collective_call("evaluate", str(asked.named), always=True):
+            if section.sequence is not None:
+                raise DataError(
+                    f"the network of {asked.run} is for tokens: its validation figures are in metrics.jsonl; for other "
+                    "tokens, resume a run with data.validation_file"
+                )
+            take_device(network.library, grid.local_rank)
+        names = _converted(grid, asked, known, targets or str(section.targets))
+        classes = (samples.class_names or samples.outputs) if samples.loss == "cross_entropy" else samples.class_names
+        options: dict[str, Any] = {"dtype": network.dtype, "library": network.library, "classes": classes}
+        functions = OwnFunctions.of(known.config, grid, samples.loss)
+        with DataSet(grid, asked.source, *names, labels=labels_of(known.config), **options) as data:
+            labels = data.labelled
+            with grid.collective_call("evaluate", str(asked.named), sorted(asked.accept), always=True):
+                wanted = samples.features, 1 if labels else samples.outputs
+                if (data.features, data.outputs) != wanted:
+                    raise DataError(
+                        f"{asked.named} has {data.features} features and {data.outputs} targets a row, the network of "
+                        f"{asked.run} {wanted[0]} and {wanted[1]}"
+                    )
+                compare(known.facts, data.facts, asked.accept, str(asked.named), rank=grid.rank, error=DataError)
+            made = network_of(known.config, grid, samples)
+            fill_weights(made, found, Checkpoints(grid, keeper.folder), accept=asked.accept)
+            part = -(-section.batch_size // known.config.grid.micro_batches)
+            loader = data.loader(asked.batch_size or part, shuffle=False)
+            loader.standardize(known.scaling)
+            evaluation = Evaluation(made, loss_named(functions.loss), functions.metrics)
+            with made.evaluating(), unchanged(made.grid):
+                evaluation.add(loader.whole_epoch())
+            figures, columns = evaluation.figures(), list[tuple[str, float, float]]()
+            if not labels:
+                scores, squares = evaluation.score.of_columns()
+                scale = 1.0 if known.scaling is None or known.scaling.targets is None else known.scaling.targets.scale
+                of_columns = zip(output_names(samples), scores.tolist(), (np.sqrt(squares) * scale).tolist())
+                columns = [(str(name), score, root) for name, score, root in of_columns]
+            scaled = known.scaling is not None and not labels
+            return Evaluated(found.path, str(grid.shape), data.samples, samples.loss, scaled, figures, columns)
+
+
+def output_names(samples: Samples) -> list[str]:
+    """Return the names of the network's outputs: those of the targets' columns, or numbers."""
+    return samples.target_names or [f"output {column}" for column in range(samples.outputs)]
+
+
+def _converted(grid: Grid, asked: Asked, known: Recalled, targets: str | None = None) -> tuple[str, str]:
+    """Convert a table or arrays to the HDF5 file `asked.source`, on rank 0, and return the names of the data sets.
+    Collective. targets: data set of targets, or array of a .npz file; None: targets are not read."""
+    names = asked.inputs or known.config.data.inputs, targets or ""
+    if asked.origin is None:
+        return names
+    with grid.collective_call("predict: converting", str(asked.origin), always=True):
+        if grid.rank == 0:
+            _convert(asked.origin, asked.source, asked.inputs, targets, known.samples)
+    return (asked.inputs or INPUTS, names[1]) if _is_npz(asked.origin) else (INPUTS, TARGETS)
+
+
+def _is_npz(file: Path) -> bool:
+    return file.suffix.lower() == ".npz"
+
+
+def _convert(file: Path, target: Path, inputs: str | None, targets: str | None, samples: Samples) -> None:
+    """Write the samples of a CSV or .npz file to HDF5. Raises DataError."""
+    if not file.exists():
+        raise DataError(f"there is no file {file}")
+    if inputs is not None and not _is_npz(file):
+        raise DataError(f"--inputs is {inputs}, but {file} is a table, whose columns are all inputs: leave it out")
+    classes = samples.class_names or samples.loss == "cross_entropy" if targets else False
+    try:
+        if _is_npz(file):
+            convert(
+                file,
+                target,
+                inputs=inputs,
+                targets=targets or False,
+                classes=(targets and samples.class_names) or False,
+            )
+        elif samples.table is not None:
+            convert_like(file, target, samples.table, targets=targets is not None, classes=samples.class_names)
+        else:
+            convert(file, target, targets=None if targets else False, classes=classes, dtype="float64")
+    except DataError as error:
+        if samples.table is not None and not _is_npz(file):
+            raise
+        remedy = (
+            "--inputs names the array of the samples"
+            if _is_npz(file)
+            else f"{shell_command('pmm3d', 'convert', file, 'FILE.h5')} has options for that: --no-targets if all "
+            "columns are inputs, --classes if the last one is a label; use FILE.h5 then"
+        )
+        raise DataError(f"{error}. {remedy}") from None
 
 
 class Continued(NamedTuple):
@@ -207,11 +324,12 @@ def _shape(config: Config, saved: Any, ranks: int) -> tuple[str, int, dict[str, 
 class Inputs:
     """The samples in an HDF5 file, in batches of `size` rows."""
 
-    def __init__(self, grid: Grid, asked: Asked, known: Recalled):
+    def __init__(self, grid: Grid, asked: Asked, known: Recalled, name: str):
         data, network = known.config.data, known.config.network
         self.grid, self.dtype, self.library = grid, network.dtype, grid.library(network.library)
         self.file = SourceFile(str(asked.source))
-        self.dataset = self.file.dataset(asked.inputs or data.inputs)
+        self.dataset = self.file.dataset(name)
+        self.scale = known.scaling and known.scaling.inputs
         self.samples, self.features = len(self.dataset), prod(self.dataset.shape[1:])
         part = -(-data.batch_size // known.config.grid.micro_batches)
         self.size = part if asked.batch_size is None else asked.batch_size
@@ -236,6 +354,8 @@ class Inputs:
                 f"{self.file.path}: row {first + row} of data set {self.dataset.name[1:]!r} holds "
                 f"{part[row, off]} in column {column + off}, as {self.dtype}"
             )
+        if self.scale is not None:
+            self.scale.apply(part, column)
 
 
 @contextmanager
@@ -248,7 +368,9 @@ def _inputs(grid: Grid, asked: Asked, known: Recalled) -> Iterator[Inputs]:
                 + shell_command("pmm3d", "generate", asked.run, "--prompt", "TEXT")
             )
         take_device(known.config.network.library, grid.local_rank)
-        inputs = Inputs(grid, asked, known)
+    name, _ = _converted(grid, asked, known)
+    with grid.collective_call("predict: samples", str(asked.source), always=True):
+        inputs = Inputs(grid, asked, known, name)
         if asked.origin is not None and inputs.features == known.samples.features + 1:
             command = shell_command("pmm3d", "convert", asked.named, "FILE.h5")
             raise DataError(
@@ -282,7 +404,9 @@ def _check_batch(inputs: Inputs, outputs: int) -> None:
         )
 
 
-def _run(grid: Grid, made: Module, inputs: Inputs, new: NewHdf5 | None, target: Path, tell: Tell) -> None:
+def _run(
+    grid: Grid, made: Module, inputs: Inputs, new: NewHdf5 | None, target: Path, tell: Tell, scale: ColumnScale | None
+) -> None:
     with made.evaluating(), unchanged(made.grid):
         for start in range(0, inputs.samples, inputs.size):
             rows = min(inputs.size, inputs.samples - start)
@@ -290,7 +414,8 @@ def _run(grid: Grid, made: Module, inputs: Inputs, new: NewHdf5 | None, target: 
             agreed = grid.collective_call("predict: writing", start, always=True)
             with agreed, file_errors(target, "written"):
                 if values is not None and new is not None:
-                    _write(new, start, inputs.library.to_numpy(inputs.library.astype(values, inputs.dtype)))
+                    values = inputs.library.to_numpy(inputs.library.astype(values, inputs.dtype))
+                    _write(new, start, values if scale is None else scale.undo(values))
                     tell(start + rows, inputs.samples)
 
 
@@ -298,6 +423,8 @@ def _create(new: NewHdf5, shapes: dict[str, tuple[int, ...]], known: Recalled, f
     for name, shape in shapes.items():
         new.file.create_dataset(name, shape, "int64" if name == "classes" else known.config.network.dtype)
     new.file.attrs.update(facts)
+    if "classes" not in shapes and known.samples.target_names is not None:
+        new.file["outputs"].attrs["columns"] = known.samples.target_names
     if "classes" in shapes and known.samples.class_names is not None:
         new.file["classes"].attrs["class_names"] = known.samples.class_names
 

@@ -30,6 +30,9 @@ class Recipe:
     log_every : int
         Steps between lines of the log. Default: 10. The first step, and the last step of an epoch, also have a line.
 
+    patience : int or None
+        Number of validations in a row without a smaller loss, after which the run ends early. Default: it does not.
+
     Raises
     ------
     Pmm3dError
@@ -50,12 +53,13 @@ class Recipe:
     evaluate_every: int = 0
     checkpoint_every: int = 0
     log_every: int = 10
+    patience: int | None = None
 
     def __post_init__(self) -> None:
         if self.epochs is None and self.steps is None:
             raise Pmm3dError("Recipe: a training needs an end: set epochs, steps, or both")
-        for name in ("log_every", "epochs", "steps", "evaluate_every", "checkpoint_every"):
-            value, least = getattr(self, name), int(name == "log_every")
+        for name in ("log_every", "epochs", "steps", "evaluate_every", "checkpoint_every", "patience"):
+            value, least = getattr(self, name), int(name in ("log_every", "patience"))
             if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < least):
                 raise Pmm3dError(f"Recipe: {name} must be a whole number of at least {least}; got {value!r}")
         check_clip(self.clip)

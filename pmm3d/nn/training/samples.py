@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from ...comm import Grid
 from ...errors import CheckpointError, DataError, Pmm3dError, needs
 from ...io import DataSet, TokenDataSet
 from ...io.checkpoint import Checkpoint
+from ...io.scaling import Scaling, magnitudes
 from ...io.split import RowSet
 from ...text import names_in_words
 from ..facts import Facts, compare, facts_in
@@ -24,6 +25,8 @@ with needs("train", "the settings of a run"):
 
 SAMPLES = "samples"
 """Key of `Samples` in a run's settings."""
+UNLIKE = 1000.0
+"""Ratio of columns that "differ by orders of magnitude"."""
 Data = DataSet | TokenDataSet
 Rows = tuple[Data, RowSet]
 """A data set, and part of its rows; a row of tokens is a sequence."""
@@ -40,25 +43,70 @@ class SampleSizes(NamedTuple):
 
 
 class Samples(Section):
-    """Properties of the samples in a checkpoint: columns of input and output, the loss, names of classes."""
+    """Properties of the samples in a checkpoint: columns of input and output, the loss, names of classes or of the
+    targets' columns, and the table from which they were converted."""
 
     features: Count
     outputs: Count
     loss: str
     class_names: list[str] | None = None
+    target_names: list[str] | None = None
+    table: dict[str, Any] | None = None
 
 
 class Recalled(NamedTuple):
+    """Contents of a checkpoint. scaling: by which the samples were standardised."""
+
     config: Config
     samples: Samples
     facts: Facts
+    scaling: Scaling | None = None
 
 
 def samples_of(data: Data, loss: str) -> Samples:
     if isinstance(data, TokenDataSet):
         return Samples(features=data.features, outputs=data.vocabulary, loss=loss)
-    outputs = data.classes if loss == "cross_entropy" else None
-    return Samples(features=data.features, outputs=outputs or data.outputs, loss=loss, class_names=data.class_names)
+    return Samples(
+        features=data.features,
+        outputs=data.classes or data.outputs,
+        loss=loss,
+        class_names=data.class_names,
+        target_names=data.target_names,
+        table=data.table,
+    )
+
+
+def scaling_of(config: Config, data: Data, rows: RowSet) -> Scaling | None:
+    """Return the scales of the rows to train on, or None if samples are not standardised. Collective. Rank 0 warns if
+    the columns then differ by orders of magnitude."""
+    if isinstance(data, TokenDataSet):
+        return None
+    wanted = config.data.standardize
+    if data.table is not None if wanted is None else wanted:
+        return data.scaling(rows)
+    with data.grid.collective_call("training", always=True):
+        if data.grid.rank == 0 and (found := _unlike(data)):
+            logger.warning(f"{data.path}: {found}. Such a network rarely learns: set data.standardize = true")
+    return None
+
+
+def _unlike(data: DataSet) -> str:
+    """Return a text about columns that differ by orders of magnitude from each other or from 1; "" if none do."""
+    for dataset, names in ((data.inputs, data.columns), (data.targets, data.target_names)):
+        if dataset is data.targets and data.labelled:
+            continue
+        largest = magnitudes(data.file, dataset)
+        present = np.flatnonzero(largest)
+        if not len(present):
+            continue
+        least, most = present[largest[present].argmin()], present[largest[present].argmax()]
+        if max(1.0, largest[most]) / min(1.0, largest[least]) >= UNLIKE:
+            one, two = (repr(names[at]) if names else str(at) for at in (least, most))
+            return (
+                f"the columns of data set {dataset.name[1:]!r} differ by orders of magnitude (up to "
+                f"{largest[least]:.3g} in column {one}, {largest[most]:.3g} in {two})"
+            )
+    return ""
 
 
 def sizes_in_file(config: Config) -> SampleSizes:
@@ -69,8 +117,8 @@ def sizes_in_file(config: Config) -> SampleSizes:
         if isinstance(data, TokenDataSet):
             return SampleSizes(data.features, data.vocabulary, True, rows)
         check_targets(config, data)
-        classes = loss_of(config, data.classes is not None) == "cross_entropy"
-        return SampleSizes(data.features, data.classes or data.outputs if classes else data.outputs, classes, rows)
+        loss_of(config, data.classes is not None)
+        return SampleSizes(data.features, data.classes or data.outputs, data.classes is not None, rows)
 
 
 def _data_set(config: Config, grid: Grid, other: Data | None = None) -> Data:
@@ -172,8 +220,11 @@ def parts_of(config: Config, data: Data) -> tuple[RowSet, RowSet]:
 
 
 def loss_of(config: Config, classes: bool) -> str:
-    """Return the name of the loss; by default it depends on the targets. Raises Pmm3dError if it does not fit them."""
+    """Return the name of the loss; by default it depends on the targets. Raises Pmm3dError if it does not fit them. A
+    function of the user fits all."""
     loss = config.training.loss
+    if ":" in loss:
+        return loss
     if loss == "auto":
         return "cross_entropy" if classes else "mse"
     if (loss == "cross_entropy") != classes:
@@ -245,7 +296,8 @@ def recalled(found: Checkpoint) -> Recalled:
             if name != SAMPLES
         }
         samples = {name: value for name, value in settings[SAMPLES].items() if name in Samples.model_fields}
-        return Recalled(checked(sections, str(found.path)), Samples(**samples), facts_in(found.meta))
+        scaling = Scaling.of((found.meta.get("loader") or {}).get("scaling"))
+        return Recalled(checked(sections, str(found.path)), Samples(**samples), facts_in(found.meta), scaling)
     except (ValidationError, TypeError, AttributeError, KeyError, Pmm3dError) as error:
         raise CheckpointError(
             f"{found.path} contains settings of another version of pmm3d, which this version cannot "

@@ -16,6 +16,7 @@ from .fields import (
     Cut,
     Function,
     Hidden,
+    LossName,
     Name,
     Place,
     Positive,
@@ -111,6 +112,10 @@ class DataSection(Section):
     random"""
     classes: Annotated[int, Field(ge=2, le=WIDEST)] | None = None
     """number of classes; left out: the number of class names in the file, or 1 + the largest label"""
+    standardize: bool | None = None
+    """whether the columns of samples, and of targets that are values, are scaled to mean 0 and standard deviation 1 of
+    the rows to train on. The scales are part of the network: `predict` returns the units of the targets. Left out: true
+    if `pmm3d convert` made the file from a table (CSV)"""
     prefetch: Annotated[int, Field(ge=1, le=1000)] = 2
     """batches that a thread reads ahead"""
 
@@ -313,12 +318,15 @@ class ScheduleSection(Section):
 
 
 class TrainingSection(Section):
-    """Length of the run, precision, and files."""
+    """Length of the run, loss and metrics, precision, and files."""
 
     folder: Place = Path("runs/train")
     """folder of this run, for metrics.jsonl, run.json and checkpoints"""
-    loss: Literal["auto", "cross_entropy", "mse", "mae"] = "auto"
-    """loss to minimize; auto: cross_entropy for classes, mse for values"""
+    loss: LossName = "auto"
+    """loss to minimize; auto: cross_entropy for classes, mse for values; or a function (output, y) of your own, which
+    returns the mean over the rows"""
+    metrics: list[Function] = []
+    """functions (output, y) of your own that return a number for a batch, for validation: the mean over the rows"""
     steps: Count | None = None
     """number of steps of the run, which ends after `steps` or `epochs`, whichever comes first"""
     epochs: Count | None = Field(default_factory=lambda given: None if given.get("steps") else EPOCHS)
@@ -339,11 +347,26 @@ class TrainingSection(Section):
     run waits for the last checkpoint, and for a checkpoint requested by a signal"""
     keep: Count = 3
     """number of newest checkpoints to keep"""
+    patience: Count | None = None
+    """number of validations in a row without a smaller loss, after which the run ends early; left out: it does not"""
+    best: bool = Field(default_factory=lambda given: given.get("patience") is not None)
+    """whether the checkpoint with the least validation loss is kept, in the folder best of training.folder; left out:
+    true if patience is set"""
     log_every: Count = 10
     """steps between lines of metrics.jsonl"""
     seed: Seed = 0
     """seed of the initial weights, of dropout and of the order of the rows; in a network of `build`, of layers without
     a seed"""
+
+    @field_validator("metrics")
+    @classmethod
+    def _have_names(cls, metrics: list[str]) -> list[str]:
+        names = [each.rpartition(":")[2] for each in metrics]
+        if len(set(names)) < len(names) or {"loss", "accuracy", "r2"} & {*names}:
+            raise ValueError(
+                "the names of the functions are those of the figures: they must differ, also from loss, accuracy and r2"
+            )
+        return metrics
 
 
 class OverlapSection(Section):

@@ -167,6 +167,14 @@ class TrainState:
                     "from the weights alone (training.weights, nn.exchange.load_weights)"
                 )
             refuse(self._changes(known, settings), accept, "the checkpoint", "start a new run in another folder; or ")
+            if self.loader is None:
+                return
+            scaled = "scaling" in (known.get("loader") or {})
+            if scaled != (self.loader.scaling is not None):
+                raise Pmm3dError(
+                    f"the checkpoint is of a run {'with' if scaled else 'without'} standardised samples, and nothing "
+                    f"was changed: set data.standardize = {str(scaled).lower()}, or start a new run in another folder"
+                )
 
     def _load(self, facts: Facts, stored: Collection[str] | None = None) -> None:
         """Load the facts of a checkpoint, after `check` and after the matrices were filled. stored: names of the
