@@ -27,11 +27,14 @@ PAGES = [ROOT / name for name in ("README.md", "docs/benchmarks.md")]
 MARKED = re.compile(r"<!-- result: (\S+)((?: \S+)*) -->\n.*?<!-- end -->", re.S)
 GOAL = re.compile(r"goal [\d.]+, ")
 """What a measurement had to reach: the results keep it, and no page shows it."""
+WORD = re.compile(r"(tables|rows|columns)=[\d,-]+|brief|ratios")
 RATIO = re.compile(r"\*{0,2}(\d+\.\d+)\b.*")
 
 
 def section(record: dict, words: list[str]) -> str:
     """Date, machine and command of a result, and its tables. words: of the comment, which select them."""
+    if unknown := [word for word in words if not WORD.fullmatch(word)]:
+        raise ValueError(f"unknown: {' '.join(unknown)}. A result has tables=, rows=, columns=, brief and ratios")
     chosen = dict(word.split("=") for word in words if "=" in word)
     pick = lambda what, found: [found[number - 1] for number in numbers(chosen[what])] if what in chosen else found
     machine = record["machine"]
@@ -67,7 +70,7 @@ def numbers(text: str) -> list[int]:
 
 
 def page(text: str, results: Path = RESULTS) -> str:
-    """The text with new tables. Raises FileNotFoundError if a result is missing."""
+    """The text with new tables. Raises FileNotFoundError if a result is missing, ValueError for an unknown word."""
     made = lambda found: (
         f"<!-- result: {found[1]}{found[2]} -->\n"
         + section(json.loads((results / f"{found[1]}.json").read_text()), found[2].split())

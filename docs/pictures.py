@@ -70,7 +70,7 @@ def arrow(axes, start, end, style="-|>", colour=INK, width=1.6, shrink=0):
 
 def grid(path):
     """The cube of ranks, and its faces with A, B and C."""
-    with picture(path, 8, 4.6) as figure:
+    with picture(path, 8, 3.9) as figure:
         axes = figure.subplots()
         empty(axes)
         for i, j in product(range(2), repeat=2):
@@ -85,12 +85,12 @@ def grid(path):
                 ink = "black" if name == "B" else "white"
                 axes.text(*middle, f"{name}{i}{j}", ha="center", va="center", color=ink, fontweight="bold")
         for end, text, start, offset in (
-            ((2.1, 0, 2.12), "x  (columns of B and C)", (0, 0, 2.12), (-0.1, -0.28)),
-            ((-0.12, 0, 2.1), "z\n(rows of\nA and C)", (-0.12, 0, 0), (-0.45, 0.5)),
-            ((-0.1, 2.1, 0), "y  (contracted:\ncolumns of A,\nrows of B)", (-0.1, 0.05, 0), (-0.85, 0.16)),
+            ((2.1, 0, 2.12), "x  (columns of B and C)", (0, 0, 2.12), (-0.05, -0.2)),
+            ((-0.12, 0, 2.1), "z\n(rows of\nA and C)", (-0.12, 0, 0), (-0.15, 0.5)),
+            ((-0.1, 2.1, 0), "y  (contracted:\ncolumns of A,\nrows of B)", (-0.1, 0.05, 0), (-0.65, -0.02)),
         ):
             arrow(axes, on_paper(*start), on_paper(*end))
-            axes.text(*np.add(on_paper(*end), offset), text, fontsize=12, ha="center", va="center")
+            axes.text(*np.add(on_paper(*end), offset), text, fontsize=12, ha="right", va="center")
         for row, (name, text) in enumerate((
             ("A", "gathered over x: each rank along x\nbrings a part of the rows of A's block"),
             ("B", "gathered over z: each rank along z\nbrings a part of the rows of B's block"),
@@ -98,7 +98,7 @@ def grid(path):
         )):  # fmt: skip
             axes.text(4.05, 0.2 - 1.05 * row, name, fontsize=20, color=OF[name], fontweight="bold", va="center")
             axes.text(4.45, 0.2 - 1.05 * row, text, fontsize=11, va="center")
-        axes.set(xlim=(-1.3, 7.9), ylim=(-3.3, 1.6))
+        axes.set(xlim=(-1.3, 7.9), ylim=(-3.05, 1.3))
 
 
 def collectives(path):
@@ -148,8 +148,8 @@ def layouts(path):
     shown = (
         ("Layout.A", Layout.A), ("Layout.B", Layout.B), ("Layout.C", Layout.C), ('Layout("z", "y")', Layout("z", "y")),
     )  # fmt: skip
-    with picture(path, 12, 3.9) as figure:
-        for axes, (name, layout) in zip(figure.subplots(1, 4), shown):
+    with picture(path, 8, 8.6) as figure:
+        for axes, (name, layout) in zip(figure.subplots(2, 2).flat, shown):
             boxes = dict[tuple, list[int]]()
             for rank in range(CUBE.size):
                 boxes.setdefault(layout.box((12, 12), CUBE, CUBE.coords(rank)), []).append(rank)
@@ -162,9 +162,7 @@ def layouts(path):
                 here = CUBE.coords(ranks[0])
                 fixed = ", ".join(f"{axis}={getattr(here, axis)}" for axis in layout.rows + layout.cols)
                 text = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {' and '.join(map(str, ranks))}"
-                axes.text(
-                    box.c0 + width / 2, box.r0 + height / 2, f"{text}\n{fixed}", ha="center", va="center", fontsize=7.5
-                )
+                axes.text(box.c0 + width / 2, box.r0 + height / 2, f"{text}\n{fixed}", ha="center", va="center")
             axes.set_title(f"{name}\nrows {', then '.join(layout.rows)}; columns {', '.join(layout.cols)}")
             axes.set(
                 xlim=(-0.1, 12.1), ylim=(12.1, -0.1), aspect="equal", xticks=range(0, 13, 3), yticks=range(0, 13, 3)
@@ -174,47 +172,37 @@ def layouts(path):
 
 def swap(path):
     """The layouts of two linear layers on 2 x 2 x 1, from a network of a dry run."""
-    with Grid.dry((2, 2, 1)) as dry, picture(path, 11, 3.3) as figure:
+    with Grid.dry((2, 2, 1)) as dry, picture(path, 8, 6.4) as figure:
         net = nn.MLP(dry, [8, 8, 8], nn.relu)
         first, second = (each for each in net.parameters() if not each.is_vector)
         between = Layout("z", first.layout.cols)
         shown = (
             ("I\nrows z; columns y", Layout("z", "y")), ("W1\nrows y; columns x", first.layout),
-            ("O1 = I W1\nsum over y; columns x", between), ("W2\nrows x; columns y", second.layout),
-            ("O2 = O1 W2\nsum over x; columns y", net.output_layout),
+            ("O1\nrows z; columns x", between), ("O1\nrows z; columns x", between),
+            ("W2\nrows x; columns y", second.layout), ("O2\nrows z; columns y", net.output_layout),
         )  # fmt: skip
-        colours = {("x", 0): "#ee9988", ("x", 1): "#aa4433", ("y", 0): "#eedd88", ("y", 1): "#998833"}
+        colours = {("x", 0): "#ee9988", ("x", 1): "#993322", ("y", 0): "#eedd88", ("y", 1): "#776611"}
         axes = figure.subplots()
         empty(axes)
+        middle = {"ha": "center", "va": "center", "fontsize": 10}
         for place, (name, layout) in enumerate(shown):
-            left, shape = 12 * place, dry.shape
+            left, top, shape = 13 * (place % 3), -13.6 * (place // 3), dry.shape
             rows, cols = ([each for each in dim if getattr(shape, each) > 1] for dim in (layout.rows, layout.cols))
             for rank in range(shape.size):
                 box, here = layout.box((8, 8), shape, shape.coords(rank)), shape.coords(rank)
                 look = {"facecolor": "#f0f0f0", "edgecolor": INK, "linewidth": 0.8}
-                axes.add_patch(Rectangle((left + box.c0, -box.r1), box.c1 - box.c0, box.r1 - box.r0, **look))
-                for axis in cols:
-                    colour = colours[axis, getattr(here, axis)]
-                    axes.add_patch(Rectangle((left + box.c0, 0.25), box.c1 - box.c0, 0.7, facecolor=colour))
-                    axes.text(
-                        left + (box.c0 + box.c1) / 2,
-                        0.6,
-                        f"{axis}={getattr(here, axis)}",
-                        ha="center",
-                        va="center",
-                        fontsize=7,
-                    )
-                for axis in rows:
-                    colour = colours[axis, getattr(here, axis)]
-                    axes.add_patch(Rectangle((left - 0.95, -box.r1), 0.7, box.r1 - box.r0, facecolor=colour))
-                    middle = left - 0.6, -(box.r0 + box.r1) / 2
-                    axes.text(
-                        *middle, f"{axis}={getattr(here, axis)}", ha="center", va="center", fontsize=7, rotation=90
-                    )
-            axes.text(left + 4, -9.6, name, ha="center", va="center", fontsize=9)
-            if place < 4:
-                axes.text(left + 9.9, -4, "x" if place in (0, 2) else "→", ha="center", va="center", fontsize=14)
-        axes.set(xlim=(-1.5, 57), ylim=(-11, 1.2))
+                axes.add_patch(Rectangle((left + box.c0, top - box.r1), box.c1 - box.c0, box.r1 - box.r0, **look))
+                strips = [(axis, (left + box.c0, top + 0.25), (box.c1 - box.c0, 1), 0) for axis in cols]
+                strips += [(axis, (left - 1.25, top - box.r1), (1, box.r1 - box.r0), 90) for axis in rows]
+                for axis, (x, y), (width, height), rotation in strips:
+                    index = getattr(here, axis)
+                    axes.add_patch(Rectangle((x, y), width, height, facecolor=colours[axis, index]))
+                    look = {"rotation": rotation, "color": ("black", "white")[index], **middle}
+                    axes.text(x + width / 2, y + height / 2, f"{axis}={index}", **look)
+            axes.text(left + 4, top - 9.6, name, **middle)
+            if place % 3 < 2:
+                axes.text(left + 9.9, top - 4, "×→"[place % 3], ha="center", va="center", fontsize=16)
+        axes.set(xlim=(-1.5, 34.5), ylim=(-25, 1.5))
 
 
 def overlap(path):
@@ -324,7 +312,7 @@ def ratios(path):
                 "capsize": 2,
                 "error_kw": {"linewidth": 0.8},
             }
-            axes.bar(places, middle, 0.18, yerr=(middle - low, high - middle), **look)
+            axes.bar(places, middle - 1, 0.18, bottom=1, yerr=(middle - low, high - middle), **look)
         axes.axhline(1, color=INK, linewidth=1)
         axes.set_xticks(range(len(rows)), [row[0].replace(", ", " x ") for row in rows])
         axes.set(ylim=(0.8, 1.35), ylabel="time of COSMA / time of pmm3d")
@@ -406,7 +394,14 @@ def make(name, commands):
     print(f"wrote {target}")
 
 
+def main(names):
+    """Make these pictures, or all. Raises SystemExit for an unknown name."""
+    known = shown()
+    if unknown := {*names} - {*known}:
+        raise SystemExit(f"no page shows {', '.join(sorted(unknown))}. The pictures are {', '.join(sorted(known))}")
+    for name in names or known:
+        make(name, known[name])
+
+
 if __name__ == "__main__":
-    for picture_name, picture_commands in shown().items():
-        if picture_name in sys.argv[1:] or len(sys.argv) == 1:
-            make(picture_name, picture_commands)
+    main(sys.argv[1:])

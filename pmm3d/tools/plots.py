@@ -48,9 +48,11 @@ STYLE: dict[Any, Any] = {
     "text.parse_math": False,
     "figure.constrained_layout.use": True,
     "svg.fonttype": "none",
+    "svg.hashsalt": "pmm3d",
     "path.simplify_threshold": 1.0,
 }
-"""matplotlib's settings. A line of many points is simplified to about one point a pixel, extremes included."""
+"""matplotlib's settings. A line of many points is simplified to about one point a pixel, extremes included. The hashsalt
+makes the bytes of equal pictures equal."""
 DPI = 130
 LETTERS_AN_INCH = 10
 """Letters of an inch of a title of 10 points."""
@@ -91,7 +93,7 @@ def picture(path: Path | BytesIO, width: float, height: float) -> Iterator[Any]:
             nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
             figure.savefig(path, format="svg", transparent=True, metadata=nothing)
         else:
-            figure.savefig(path, dpi=DPI)
+            figure.savefig(path, dpi=DPI, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def svg_text(drawn: BytesIO) -> str:
@@ -140,9 +142,9 @@ def bars(axes: Any, rows: Sequence[tuple[str, Sequence[Part]]], colours: Mapping
 def draw_schedules(schedules: Sequence[Schedule], path: Path, per_node: int = 0) -> None:
     """Draw the messages of a collective: a column for each round, and a line from the sender to the receiver.
 
-    schedules   those of all ranks, such as `pmm3d.model.schedule.all_gather` returns. A line is as wide as its share of
-                the largest message; a message without rows is dotted. A dot is a sum
-    per_node    ranks of each node, between which lines are drawn
+    schedules   those of all ranks, such as `pmm3d.model.schedule.all_gather` returns. A line is wider for a larger
+                message; a message without rows is dotted. A dot is a sum
+    per_node    ranks of each node, between which lines are drawn; 0: no such lines
     """
     rounds = max(len(table.rounds) for table in schedules)
     largest = max((span.rows for table in schedules for each in table.rounds for _, span in each.sends), default=0) or 1
@@ -160,7 +162,7 @@ def draw_schedules(schedules: Sequence[Schedule], path: Path, per_node: int = 0)
                     )
                 if any(len(total.parts) > 1 for total in each.sums):
                     axes.plot(number + 0.92, rank, "o", markersize=5, color=COLOURS["x"])
-        for rank in range(per_node, len(schedules), per_node or 1):
+        for rank in range(per_node, len(schedules), per_node) if per_node else ():
             axes.axhline(rank - 0.5, color=INK, linewidth=1)
         axes.set_xticks([number + 0.5 for number in range(rounds)], [f"round {number + 1}" for number in range(rounds)])
         axes.set_yticks(range(len(schedules)), [f"rank {rank}" for rank in range(len(schedules))])

@@ -79,8 +79,9 @@ def test_a_section_is_made_anew_from_its_result(tmp_path, monkeypatch, capsys):
     records.report(options, ("A title", [["m", "r"], ["8", "**1.15**, 1.12 to 1.16 (676.4 and 775.6 ms)"]]))
     chosen = tables.page(text.replace("one -->", "one brief ratios -->"), tmp_path)
     assert "\n| 8 | 1.15 |\n" in chosen
-    with pytest.raises(IndexError):
-        tables.page(text.replace("one -->", "one rows=3 -->"), tmp_path)
+    for words, error in (("rows=3", IndexError), ("row=1", ValueError), ("brif", ValueError)):
+        with given(words=words), pytest.raises(error):
+            tables.page(text.replace("one -->", f"one {words} -->"), tmp_path)
 
 
 def test_the_command_has_its_launcher(monkeypatch):

@@ -1,5 +1,6 @@
 """The tutorials, executed as by a reader. C and Fortran: tests/embed. A real Slurm: tests/slurm."""
 
+import re
 import shlex
 import subprocess
 import sys
@@ -73,7 +74,8 @@ def test_the_tutorial_on_tables(comm, shared_path, monkeypatch):
     comm.barrier()
 
 
-def test_each_picture_of_a_page_is_small_and_made_by_its_commands(monkeypatch, tmp_path):
+def test_each_picture_of_a_page_is_small_and_what_its_commands_draw(monkeypatch, tmp_path):
+    """The bytes depend on the version of matplotlib, which the file contains: only its own version is compared."""
     monkeypatch.syspath_prepend(DOCS)
     import pictures
 
@@ -89,4 +91,15 @@ def test_each_picture_of_a_page_is_small_and_made_by_its_commands(monkeypatch, t
             assert CliRunner().invoke(app, shlex.split(commands[0])[1:]).exit_code == 0
         else:
             continue
-        assert (tmp_path / name).stat().st_size > 1000
+        stored, made = ((folder / name).read_bytes() for folder in (pictures.PICTURES, tmp_path))
+        version_of_stored, version = (re.search(rb"Matplotlib v\D*([\d.]+)", each)[1] for each in (stored, made))
+        if version_of_stored == version:
+            assert made == stored, f"python docs/pictures.py {name}"
+
+
+def test_the_pictures_that_are_named_are_made(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    import pictures
+
+    with pytest.raises(SystemExit, match="nothere.svg.*1f1b.svg"):
+        pictures.main(["nothere.svg"])

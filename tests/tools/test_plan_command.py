@@ -16,11 +16,13 @@ from pmm3d.model.candidates import Candidate, Ranking
 from pmm3d.model.gpt import GPT
 from pmm3d.model.machines.reading import as_toml, load
 from pmm3d.model.product_costs import ProductCosts
+from pmm3d.model.schedule import all_reduce
 from pmm3d.nn.training.dry_step import DrySteps
 from pmm3d.tools import output
 from pmm3d.tools.plan.curves import AS_IT_IS, Curve, Point, draw_curves
 from pmm3d.tools.plan.options import chosen_machine
 from pmm3d.tools.plan.ranking import choice, draw, dropped_lines, shown_of
+from pmm3d.tools.plots import draw_schedules
 
 pytestmark = pytest.mark.usefixtures("nothing_measured")
 SMALL = tuple("gpt --layers 2 --hidden 64 --sequence 32 --batch 32 --heads 4 --vocabulary 128".split())
@@ -53,14 +55,23 @@ def test_no_title_of_a_picture_is_cut(tmp_path, drawn):
             assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y1 <= figure.bbox.height
 
 
+def test_lines_are_drawn_between_nodes_only(tmp_path, drawn):
+    tables, line_of_each_rank = [all_reduce(64, 8, rank, per_node=4) for rank in range(8)], 8
+    for per_node, between in ((0, 0), (4, 1), (2, 3)):
+        draw_schedules(tables, tmp_path / "nodes.svg", per_node)
+        [panel] = drawn.pop().axes
+        across = [line for line in panel.lines if list(line.get_xdata()) == [0, 1]]
+        assert len(across) == line_of_each_rank + between
+
+
 def test_lines_that_coincide_are_drawn_as_one_and_named_after_all(tmp_path, drawn):
     seconds = {AS_IT_IS: 1.0, "no oar": 1.0, "no ors": 2.0, "no oag": 4.0, "no buckets": 1.004, "none": 4.0}
     draw_curves([Curve("strong", [Point(1, 8, GridShape(1, 1, 1), seconds)])], "a step", tmp_path / "curves.png")
     [panel] = drawn[0].axes
     assert [(line.get_label(), list(line.get_ydata())) for line in panel.lines] == [
-        ("as configured, no oar, no buckets", [100.0]),
+        ("as configured = no oar = no buckets", [100.0]),
         ("no ors", [50.0]),
-        ("no oag, none", [25.0]),
+        ("no oag = none", [25.0]),
     ]
 
 

@@ -234,7 +234,7 @@ def draw_curves(curves: Sequence[Curve], what: str, path: Path) -> None:
                 colour, line = STYLES[variants[0]]
                 axes.plot(
                     *zip(*drawn[number]) if drawn[number] else ([], []),
-                    label=", ".join(variants),
+                    label=" = ".join(variants),
                     color=colour,
                     linestyle=line,
                     marker="o",

@@ -235,7 +235,7 @@ def draw(table: PipelineSchedule, line: TimeLine, path: Path) -> None:
             rows.append((f"rank {rank}", parts))
         bars(axes, rows, colours)
         axes.set_xlim(0, line.makespan)
-        axes.set_xlabel("time, in the unit of the times given")
+        axes.set_xlabel("time, in the unit of --forward (1 by default)")
         axes.set_title(
             f"{Path(table.name).name}: {counted(table.micro_batches, 'micro-batch')}, makespan "
             f"{line.makespan:.5g}, bubble {100 * line.bubble:.1f}%"

@@ -28,8 +28,8 @@ def scalapack_command(
 
     All ranks multiply float64 matrices with pgemm and with ScaLAPACK's p?gemm, in turns. The median of five rounds on
     the slowest rank counts. The command prints PMM3D_SCALAPACK_BELOW=L for a batch script: the smallest L for which no
-    measured product is slower than with ScaLAPACK. The drop-in leaves a product to ScaLAPACK if m, n or k is below L,
-    or if m n k / ranks is below L^3.
+    measured product is slower than with ScaLAPACK, and at least 32, the shortest length measured. The drop-in leaves a
+    product to ScaLAPACK if m, n or k is below L, or if m n k / ranks is below L^3.
 
     Start as many ranks as in your jobs, and let no other program run. This Python's mpi4py must use the MPI of
     ScaLAPACK, as that of .venv-embed does (make embed). Use the same BLAS on both sides: PMM3D_BLAS, and the BLAS of

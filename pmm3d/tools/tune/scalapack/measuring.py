@@ -105,11 +105,13 @@ def length_of(shape: Shape, ranks: int) -> float:
 
 
 def choice(timed: Sequence[Timed], ranks: int) -> int:
-    """Return the smallest length for which no measured product that pmm3d takes is slower than with ScaLAPACK; 0 if
-    none is slower.
+    """Return the smallest length for which no measured product that pmm3d takes is slower than with ScaLAPACK, and at
+    least the shortest measured length.
 
         >>> choice([Timed((512, 512, 512), 2, 1), Timed((1024, 1024, 1024), 1, 2)], 8)
         272
+        >>> choice([Timed((512, 512, 512), 1, 2)], 8)
+        32
     """
     slower = [length_of(each.shape, ranks) for each in timed if each.pmm3d > each.scalapack]
-    return STEP * int(max(slower) // STEP + 1) if slower else 0
+    return STEP * int(max(slower) // STEP + 1) if slower else min(SHORT)
