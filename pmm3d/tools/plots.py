@@ -51,8 +51,8 @@ STYLE: dict[Any, Any] = {
     "svg.hashsalt": "pmm3d",
     "path.simplify_threshold": 1.0,
 }
-"""matplotlib's settings. A line of many points is simplified to about one point a pixel, extremes included. The hashsalt
-makes the bytes of equal pictures equal."""
+"""matplotlib's settings. A line of many points is simplified to about one point a pixel, extremes included. With a
+hashsalt, equal pictures have equal bytes."""
 DPI = 130
 LETTERS_AN_INCH = 10
 """Letters of an inch of a title of 10 points."""
