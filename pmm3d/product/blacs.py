@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..arrays import Array, NumpyLibrary
-from ..comm import Auto, ComparedObject, Grid, check_communicator, leaves_in_order
+from ..comm import Auto, Compared, Grid, check_communicator, leaves_in_order
 from ..errors import GridError, LayoutError
 from ..layout import BlockCyclic, GridShape, Placement, Tiled, naturals, whole_number
 from ..layout.pieces import elements, send_blocks
@@ -406,9 +406,9 @@ class Descriptor:
         )
 
     @cached_property
-    def compared(self) -> ComparedObject:
+    def compared(self) -> Compared:
         """The layout, as the ranks compare it. The leading dimension is not compared."""
-        return ComparedObject(self.cyclic)
+        return Compared((self.cyclic,))
 
     @property
     def local_rows(self) -> int:
@@ -493,6 +493,11 @@ def check_descriptor(what: str, descriptor: Any) -> Descriptor:
     if not isinstance(descriptor, Descriptor):
         raise LayoutError(f"{what}: a descriptor is the result of BlacsContext.descriptor; got {descriptor!r}")
     return descriptor
+
+
+def compared(argument: Any) -> Any:
+    """Value of an argument that the ranks compare. For a descriptor, this excludes the leading dimension."""
+    return argument.compared if isinstance(argument, Descriptor) else argument
 
 
 def _forget(made: dict[int, weakref.ref[Any]], number: int, _: object) -> None:

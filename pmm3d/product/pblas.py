@@ -13,7 +13,7 @@ from ..comm import leaves_in_order
 from ..errors import DTypeError, GridError, LayoutError
 from ..layout import BlockCyclic, GridShape, Placement, aligned, itemsize, natural
 from ..model.plan import native
-from .blacs import SMALL_BYTES, BlacsContext, Descriptor, check_descriptor
+from .blacs import SMALL_BYTES, BlacsContext, Descriptor, check_descriptor, compared
 from .checks import Options, array_signature, check_options, compared_dtype, scalar
 from .matmul_plan import MatmulPlan, PendingProduct
 from .matrix import DistMatrix
@@ -114,7 +114,7 @@ def pgemm(
     arrays, descriptors = (a, b, c), (desca, descb, descc)
     _, dtype, kind = array_signature(a)
     context = _context_of(*descriptors)
-    with context.grid.collective_call("pgemm", *map(_compared, given), dtype, kind, alpha, beta, max_workspace):
+    with context.grid.collective_call("pgemm", *map(compared, given), dtype, kind, alpha, beta, max_workspace):
         library_of(a)
         form = _form(context, given, dtype, kind, max_workspace)
         call = _call(context, form, arrays, descriptors, alpha, beta)
@@ -236,8 +236,8 @@ class PgemmPlan:
     ):
         given = transa, transb, m, n, k, ia, ja, desca, ib, jb, descb, ic, jc, descc
         context = _context_of(desca, descb, descc)
-        compared = compared_dtype(dtype), library, max_workspace
-        with context.grid.collective_call("pgemm", *map(_compared, given), *compared):
+        options = compared_dtype(dtype), library, max_workspace
+        with context.grid.collective_call("pgemm", *map(compared, given), *options):
             form = _form(context, given, dtype, library, max_workspace)
             context.grid.library(library)
         self._prepare(context, form, (desca, descb, descc))
@@ -358,8 +358,7 @@ class PgemmPlan:
     def _begin(self, call: Call) -> PendingProduct[None]:
         """Begin a product, after the ranks have compared its arguments: see `start`. Collective."""
         multiplies = self._multiplies and call.alpha != 0
-        again, self._alpha = self.nbytes <= SMALL_BYTES and call.alpha == self._alpha, call.alpha
-        runs = multiplies and not again
+        runs = multiplies and not (self.nbytes <= SMALL_BYTES and call.alpha == self._alpha)
         if self._needs_memory or runs:
             try:
                 with self._base.collective_call("pgemm", always=True):
@@ -367,6 +366,7 @@ class PgemmPlan:
             except Exception:  # on every rank
                 self._context._forget_memory()
                 raise
+        self._alpha = call.alpha
         self._context._under_way.append(self)
         finish = partial(self._finish, call._replace(alpha=call.alpha if multiplies else 0))
         try:
@@ -477,11 +477,6 @@ def _context_of(*descriptors: Any) -> BlacsContext:
     """Context of the first descriptor. Raises LayoutError, on this rank only, if there is no descriptor."""
     found = next((each for each in descriptors if isinstance(each, Descriptor)), descriptors[0])
     return check_descriptor("pgemm", found).context
-
-
-def _compared(argument: Any) -> Any:
-    """Value of an argument that the ranks compare. For a descriptor, this excludes the leading dimension."""
-    return argument.compared if isinstance(argument, Descriptor) else argument
 
 
 def _form(context: BlacsContext, given: Sequence[Any], dtype: Any, kind: str, max_workspace: int | None) -> Form:
